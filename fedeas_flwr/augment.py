@@ -1,0 +1,61 @@
+"""The library's door: one client's real images in, real and synthetic images out, no federation needed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fedeas_flwr.cache import ImageCache, check_wanted, sample_checked
+from fedeas_flwr.generators import Generator, SampleId
+
+
+def fill(
+    images: NDArray[np.uint8],
+    labels: NDArray[np.int64],
+    generate_per_class: Sequence[int],
+    generator: Generator,
+    *,
+    seed: int = 0,
+    client: int = 0,
+    cache: ImageCache | None = None,
+) -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
+    """Append synthetic images to real ones.
+
+    Parameters
+    ----------
+    images
+        The real images, uint8 ``[N, H, W, C]``.
+    labels
+        Their labels, ``[N]``.
+    generate_per_class
+        How many images to add to each class, for instance an allocation of this client.
+    generator
+        Makes them; its image shape must be that of `images`.
+    seed, client
+        Part of each synthetic image's identity: the same two give the same images.
+    cache
+        Where to keep them for next time; without one they are made anew.
+
+    Returns
+    -------
+    images : array
+        uint8 ``[N + sum(generate_per_class), H, W, C]``: the real ones as given, then the synthetic by class.
+    labels : array
+        int64, in the same order.
+    """
+    real = np.asarray(images)
+    if real.dtype != np.uint8 or real.shape[1:] != tuple(generator.image_shape) or real.ndim != 4:
+        wanted = f"uint8 [N, {', '.join(map(str, generator.image_shape))}]"
+        raise ValueError(f"images: {real.dtype} {list(real.shape)} does not fit the generator; give {wanted}")
+    if np.shape(labels) != (len(real),):
+        raise ValueError(f"labels: shape {list(np.shape(labels))} does not fit; give one for each of {len(real)}")
+    if cache is not None:
+        made, made_labels, _ = cache.ensure(generator, seed=seed, client=client, wanted=generate_per_class)
+    else:
+        counts = check_wanted(generate_per_class, generator)
+        ids = [SampleId(seed, client, label, index) for label, count in enumerate(counts) for index in range(count)]
+        made_labels = np.array([sample.label for sample in ids], dtype=np.int64)
+        made = sample_checked(generator, ids) if ids else np.zeros((0, *generator.image_shape), dtype=np.uint8)
+    return np.concatenate([real, made]), np.concatenate([np.asarray(labels, dtype=np.int64), made_labels])

@@ -1,0 +1,225 @@
+"""The `fedeas` command: plan · run · resume · evaluate · quickstart · keys.
+
+Bad input ends in one line on stderr and a non-zero exit code, never in a traceback. Heavy imports (torch, flwr) happen
+inside the commands that need them: `fedeas plan` answers at once.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING, Annotated, Any
+
+import click
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from fedeas_flwr.config import ConfigError, RunConfig, parse_config, read_config
+from fedeas_flwr.runs import RunDirectory, RunError
+
+if TYPE_CHECKING:
+    from fedeas_flwr.partition import IntArray
+
+app = typer.Typer(
+    help="Budget-aware synthetic augmentation for federated learning, on Flower.",
+    epilog="Start with `fedeas quickstart`, or `fedeas plan --dataset cifar10 --clients 20 --alpha 0.1 --beta 12`.",
+    add_completion=False,
+    no_args_is_help=True,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+)
+console = Console()
+warnings = Console(stderr=True)
+
+
+def main() -> None:
+    """Run the command line; every foreseeable failure is one line."""
+    signal.signal(signal.SIGTERM, _terminated)
+    try:
+        app(standalone_mode=False)
+    except (ConfigError, RunError, FileNotFoundError, ValueError) as error:
+        _fail(str(error), 2 if isinstance(error, (ConfigError, ValueError)) else 1)
+    except click.ClickException as error:
+        _fail(error.format_message(), 2)
+    except (KeyboardInterrupt, click.Abort):
+        _fail("interrupted", 130)
+    except OSError as error:
+        _fail(f"{error.filename or 'file'}: {error.strerror or error}", 1)
+
+
+def _fail(text: str, code: int) -> None:
+    print("error: " + " ".join(text.split()), file=sys.stderr)
+    sys.exit(code)
+
+
+def _terminated(number: int, frame: FrameType | None) -> None:
+    raise KeyboardInterrupt
+
+
+# ------------------------------------------------------------------------------------------------- plan
+
+
+@app.command()
+def plan(
+    dataset: Annotated[str, typer.Option(help="digits, cifar10 or cifar100")] = "cifar10",
+    protocol: Annotated[str, typer.Option(help="paper or clean")] = "paper",
+    clients: Annotated[int, typer.Option(help="number of clients K")] = 20,
+    alpha: Annotated[float, typer.Option(help="Dirichlet concentration")] = 0.1,
+    policy: Annotated[str, typer.Option(help="fedeas, uniform, missing-only, full-balance, greedy, waterfill …")] = (
+        "fedeas"
+    ),
+    beta: Annotated[float, typer.Option(help="budget parameter β")] = 12.0,
+    gamma: Annotated[float, typer.Option(help="exponent of the mean class count")] = 0.5,
+    seed: Annotated[int, typer.Option(help="seed of the partition")] = 42,
+    printed_rule: Annotated[bool, typer.Option("--printed-rule", help="fill by Eq. 9 as printed")] = False,
+    total: Annotated[int | None, typer.Option(help="images of a matched policy; else what FedEAS spends")] = None,
+    counts: Annotated[Path | None, typer.Option(help="label counts, client × class, as .json or .csv")] = None,
+    output: Annotated[str, typer.Option("--format", help="table or json")] = "table",
+) -> None:
+    """Say how many images each client would generate, from label counts alone."""
+    from fedeas_flwr import planning
+
+    if output not in ("table", "json"):
+        raise ConfigError(f"format = '{output}': must be table or json")
+    found = planning.read_counts(counts) if counts else _partition_counts(dataset, protocol, clients, alpha, seed)
+    result = planning.plan(
+        found,
+        dataset=None if counts else dataset,
+        protocol=None if counts else protocol,
+        policy=policy,
+        beta=beta,
+        gamma=gamma,
+        seed=seed,
+        strict_mean=not printed_rule,
+        total=total,
+    )
+    print(json.dumps(result) if output == "json" else planning.format_table(result))
+
+
+def _partition_counts(dataset: str, protocol: str, clients: int, alpha: float, seed: int) -> IntArray:
+    from fedeas_flwr.partition import CLASS_COUNTS, make_partition, plan_labels
+    from fedeas_flwr.paths import cache_root
+
+    with _partition_progress() as progress:
+        split = make_partition(dataset, protocol, clients, alpha, seed, cache_root(), progress)
+    return split.counts(plan_labels(dataset, protocol), len(CLASS_COUNTS[dataset]["train"]))
+
+
+class _partition_progress:
+    """Shows a partition's tries on stderr once there are many of them."""
+
+    def __enter__(self) -> Any:
+        return self._show
+
+    def _show(self, tries: int) -> None:
+        if tries % 500 == 0:
+            warnings.print(f"partition: {tries:,} tries so far (kept in the cache once found)", highlight=False)
+
+    def __exit__(self, *exc: object) -> None:
+        return None
+
+
+# -------------------------------------------------------------------------------------------------- run
+
+
+@app.command()
+def run(
+    conf: Annotated[Path, typer.Argument(help="a TOML file of run-config keys, such as conf/quickstart.toml")],
+    overrides: Annotated[list[str] | None, typer.Argument(help="key=value …; `fedeas keys` lists them")] = None,
+) -> None:
+    """Run one federated training under Flower and wait for its end."""
+    config = read_config(conf, overrides or [])
+    if not config.run_dir:
+        config = config.with_changes(run_dir=str(fresh_folder(Path("runs").absolute() / run_name(config))))
+    start(config)
+
+
+@app.command()
+def resume(
+    folder: Annotated[Path, typer.Argument(help="the run directory of an interrupted run")],
+    overrides: Annotated[list[str] | None, typer.Argument(help="key=value …, such as rounds=40")] = None,
+) -> None:
+    """Go on with an interrupted run from its last checkpoint; the result is as if it had not been."""
+    from fedeas_flwr.config import parse_overrides
+
+    before = RunDirectory(folder.absolute()).config()
+    changes = {"run-dir": str(folder.absolute()), "resume": True, **parse_overrides(overrides or [])}
+    start(parse_config({**before.outside(), **changes}))
+
+
+def start(config: RunConfig) -> RunDirectory:
+    """Prepare what a run needs, with progress, then run it and print where the result is."""
+    from fedeas_flwr.launch import launch
+    from fedeas_flwr.prepare import prepare
+
+    config = prepare(config, console)
+    console.print(
+        f"{config.policy} · {config.strategy} · {config.dataset} · {config.clients} clients · {config.rounds} rounds "
+        f"· {config.backend} → {config.run_dir}",
+        highlight=False,
+        soft_wrap=True,
+    )
+    try:
+        finished = launch(config, console)
+    except KeyboardInterrupt:
+        warnings.print(f"stopped; go on with: fedeas resume {config.run_dir}", highlight=False, soft_wrap=True)
+        raise
+    summary = finished.summary()
+    console.print(
+        f"last-20 accuracy {100 * summary['last_20']:.1f} % · peak {100 * summary['peak']:.1f} % · "
+        f"{summary['total_generated']:,} images generated",
+        highlight=False,
+    )
+    return finished
+
+
+def run_name(config: RunConfig) -> str:
+    """A folder name that says what the run is."""
+    return f"{config.dataset}-k{config.clients}-a{config.alpha:g}-{config.policy}-{config.strategy}-s{config.seed}"
+
+
+def fresh_folder(wanted: Path) -> Path:
+    """``wanted``, or with a number behind it if it is taken."""
+    taken, number = wanted, 1
+    while taken.exists():
+        number += 1
+        taken = wanted.with_name(f"{wanted.name}-{number}")
+    return taken
+
+
+@app.command()
+def evaluate(folder: Annotated[Path, typer.Argument(help="the run directory of a finished run")]) -> None:
+    """Test a run's saved model on its global test set."""
+    from fedeas_flwr.prepare import evaluate_run
+
+    scores = evaluate_run(RunDirectory(folder.absolute()))
+    print(json.dumps(scores, indent=1))
+
+
+@app.command()
+def quickstart(
+    out: Annotated[Path, typer.Option(help="folder of the runs and the picture")] = Path("runs/quickstart"),
+) -> None:
+    """Four runs on the built-in digits: no synthetic data, FedEAS, and two policies at FedEAS's budget."""
+    from fedeas_flwr.quickstart import quickstart as run_quickstart
+
+    run_quickstart(out.absolute(), console)
+
+
+@app.command()
+def keys() -> None:
+    """List every run-config key with its default and meaning."""
+    table = Table("key", "default", "meaning", box=None)
+    for name, field in RunConfig.model_fields.items():
+        table.add_row(name.replace("_", "-"), json.dumps(field.default), field.description)
+    Console(width=max(console.width, 140) if not sys.stdout.isatty() else None).print(table)
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("PYTHONUNBUFFERED", "1")
+    main()

@@ -1,0 +1,204 @@
+"""The run-config: every key a run knows, its default, its range and what it means.
+
+Outside (TOML files, ``--run-config``, ``key=value``) keys are kebab-case; inside they are snake_case. They are
+converted here and nowhere else.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+import tomllib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator, model_validator
+
+from fedeas_flwr.allocation import POLICIES
+
+Policy = Literal[
+    "none", "fedeas", "uniform", "missing-only", "full-balance", "greedy", "waterfill", "without-entropy", "linear"
+]
+MATCHED: tuple[str, ...] = tuple(name for name, kind in POLICIES.items() if kind == "matched")
+"""Policies that spend a given total (by default FedEAS's own) instead of deriving one."""
+
+
+class ConfigError(ValueError):
+    """A run-config that cannot be run; the message is one line for the user."""
+
+
+def _key(name: str) -> str:
+    return name.replace("_", "-")
+
+
+class RunConfig(BaseModel):
+    """One run, complete and validated. Defaults are the built-in digits job."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", alias_generator=_key, populate_by_name=True)
+
+    dataset: Literal["digits", "cifar10", "cifar100"] = Field("digits", description="what the clients hold")
+    data_dir: str = Field("", description="folder with NAME.npz or torchvision's files; empty: the user's cache")
+    protocol: Literal["clean", "paper"] = Field(
+        "clean", description="clean: test on the official test set; paper: split train+test, as the paper did"
+    )
+    clients: int = Field(0, ge=0, le=100_000, description="number of clients K; 0: as many as the federation has")
+    alpha: float = Field(0.1, gt=0, le=1e6, description="Dirichlet concentration; smaller is more skewed")
+    partition_seed: int = Field(42, ge=0, lt=2**32, description="seed of the partition")
+    seed: int = Field(1, ge=0, lt=2**31, description="seed of everything else: start, sampling, batches, images")
+
+    policy: Policy = Field("fedeas", description="how many images each client generates of each class")
+    beta: float = Field(6.0, ge=0, le=1e6, description="budget parameter β; 0 generates nothing")
+    gamma: float = Field(0.5, ge=0, le=2, description="exponent of the mean class count; 0.5 is the paper's root")
+    printed_rule: bool = Field(False, description="fill by Eq. 9 as printed, without the below-the-mean condition")
+    total: int = Field(0, ge=0, le=10**9, description="images of a matched policy; 0: what FedEAS spends at β")
+
+    strategy: Literal["fedavg"] = Field("fedavg", description="how the clients' models become one")
+    rounds: int = Field(20, ge=1, le=100_000, description="communication rounds T")
+    participation: float = Field(0.5, gt=0, le=1, description="fraction of the clients that train in a round")
+    local_epochs: int = Field(5, ge=1, le=10_000, description="epochs a client trains in a round, E")
+    batch_size: int = Field(32, ge=2, le=65_536, description="images in a training step")
+    learning_rate: float = Field(0.05, gt=0, le=100, description="SGD step size")
+    momentum: float = Field(0.0, ge=0, lt=1, description="SGD momentum, fresh each round")
+    weight_decay: float = Field(0.0, ge=0, le=10, description="SGD weight decay")
+
+    model: str = Field("small-cnn", description="small-cnn, resnet18, or package.module:callable of your own")
+    stem: Literal["7x7", "3x3"] = Field("7x7", description="first layer of resnet18")
+    weights: str = Field("none", description="start of resnet18: none, imagenet, or a .safetensors file")
+
+    generator: str = Field("builtin", description="builtin (digits), or a folder in diffusers' format")
+    sampler_steps: int = Field(20, ge=1, le=1000, description="steps of the DPM-Solver++ sampler")
+    guidance: float = Field(1.0, ge=0, le=50, description="classifier-free guidance scale; 1 is none")
+    generation_batch: int = Field(64, ge=1, le=65_536, description="images in one forward pass of the generator")
+
+    evaluation: Literal["central", "federated"] = Field(
+        "central", description="central: the server's test set; federated: the clients' own (protocol paper)"
+    )
+    threshold: float = Field(0.7, ge=0, le=1, description="accuracy whose first round the summary names")
+    min_replies: float = Field(
+        1.0, gt=0, le=1, description="fraction of a round's clients that must reply, or it stops"
+    )
+    node_wait: float = Field(10.0, ge=0, le=1e6, description="seconds to wait for the federation's nodes")
+    round_timeout: float = Field(0.0, ge=0, le=1e6, description="seconds to wait for a round's replies; 0: for ever")
+    checkpoint_every: int = Field(1, ge=1, le=100_000, description="rounds between checkpoints")
+    device: Literal["auto", "cpu", "cuda"] = Field("auto", description="where models run")
+    run_dir: str = Field("", description="absolute folder of this run; empty: runs/ in the user's cache")
+    resume: bool = Field(False, description="go on from the checkpoint in run-dir")
+
+    backend: Literal["ray", "inline"] = Field(
+        "ray", description="of `fedeas run` alone: Flower's Ray simulation, or one process without Ray"
+    )
+    actors: int = Field(0, ge=0, le=4096, description="of `fedeas run` alone: clients at once; 0: one a core")
+    gpu_share: float = Field(
+        0.0, ge=0, le=1, description="of `fedeas run` alone: GPU fraction of a client (write 0.099, not 0.1)"
+    )
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _true_is_no_number(cls, value: Any, info: ValidationInfo) -> Any:
+        if isinstance(value, bool) and info.field_name not in ("printed_rule", "resume"):
+            raise ValueError("a value of its own kind, not true or false")
+        return value
+
+    @field_validator("alpha", "beta", "gamma", "learning_rate", "guidance", "node_wait", "round_timeout")
+    @classmethod
+    def _finite(cls, value: float) -> float:
+        if not math.isfinite(value):
+            raise ValueError("must be a finite number")
+        return value
+
+    @field_validator("run_dir")
+    @classmethod
+    def _absolute(cls, value: str) -> str:
+        if value and not Path(value).is_absolute():
+            raise ValueError("must be an absolute path, since Flower's processes start elsewhere")
+        return value
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> RunConfig:
+        if self.evaluation == "federated" and self.protocol != "paper":
+            raise ValueError("evaluation = 'federated' needs protocol = 'paper': 'clean' leaves clients no test data")
+        if self.resume and not self.run_dir:
+            raise ValueError("resume = true needs run-dir: the folder to go on in")
+        if self.total and self.policy not in MATCHED:
+            raise ValueError(f"total = {self.total} needs a matched policy ({', '.join(MATCHED)}), not '{self.policy}'")
+        if self.generates and self.dataset != "digits" and self.generator == "builtin":
+            raise ValueError(
+                f"generator = 'builtin' knows digits only; for {self.dataset} name a folder in diffusers' format"
+            )
+        return self
+
+    @property
+    def generates(self) -> bool:
+        """Whether any client can be asked for images under this config."""
+        if self.policy == "full-balance" or self.total > 0:
+            return True
+        return self.policy != "none" and self.beta > 0
+
+    @property
+    def matched(self) -> bool:
+        """Whether the policy spends a total that all clients share."""
+        return self.policy in MATCHED
+
+    def outside(self) -> dict[str, Any]:
+        """The config as users write it: kebab-case keys, plain values."""
+        return self.model_dump(by_alias=True)
+
+    def with_changes(self, **changes: Any) -> RunConfig:
+        """Return a validated copy with some fields changed."""
+        return parse_config({**self.outside(), **{_key(k): v for k, v in changes.items()}})
+
+
+KEYS: tuple[str, ...] = tuple(_key(name) for name in RunConfig.model_fields)
+
+
+def parse_config(values: Mapping[str, Any]) -> RunConfig:
+    """Validate kebab-case keys and values.
+
+    Raises
+    ------
+    ConfigError
+        One line that names the key, the value and what is allowed.
+    """
+    for key in values:
+        if key not in KEYS:
+            near = difflib.get_close_matches(key, KEYS, n=1)
+            hint = f"did you mean '{near[0]}'?" if near else f"known keys: {', '.join(KEYS)}"
+            raise ConfigError(f"unknown key '{key}' = {values[key]!r}; {hint}")
+    try:
+        return RunConfig.model_validate(dict(values))
+    except ValidationError as error:
+        raise ConfigError("; ".join(_one_line(e) for e in error.errors())) from None
+
+
+def _one_line(error: Any) -> str:
+    message = str(error["msg"]).removeprefix("Value error, ")
+    if not error["loc"]:
+        return message
+    message = message.removeprefix("Input should be ").removeprefix("must be ")
+    return f"{_key(str(error['loc'][0]))} = {error['input']!r}: must be {message}"
+
+
+def read_config(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
+    """Read a TOML file of run-config keys and apply ``key=value`` overrides."""
+    try:
+        values = tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"config file {path}: {error.strerror or error}") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"config file {path} is not TOML: {error}") from None
+    return parse_config({**values, **parse_overrides(overrides)})
+
+
+def parse_overrides(overrides: Sequence[str]) -> dict[str, Any]:
+    """Read ``key=value`` words; a value is TOML where it can be, else a string."""
+    values: dict[str, Any] = {}
+    for word in overrides:
+        key, equals, text = word.partition("=")
+        if not equals or not key.strip():
+            raise ConfigError(f"'{word}' is not key=value")
+        try:
+            values[key.strip()] = tomllib.loads(f"v = {text.strip()}")["v"]
+        except tomllib.TOMLDecodeError:
+            values[key.strip()] = text.strip()
+    return values

@@ -1,0 +1,126 @@
+"""Generators: anything that turns a sample's identity into an image.
+
+A new kind of generator is one file. It needs no base class, only the three attributes and the method below::
+
+    class GreyGenerator:
+        fingerprint = "grey-1"  # change it whenever the pixels would change: the cache trusts it
+        image_shape = (8, 8, 1)
+        num_classes = 10
+
+        def sample(self, samples):
+            images = [np.full(self.image_shape, 25 * s.label, dtype=np.uint8) for s in samples]
+            return np.stack(images)
+
+The one rule is that a sample's pixels depend on its `SampleId` and the fingerprint, and on nothing else: not on the
+order of the request, on its neighbours or on what was asked before. Then a larger budget extends a smaller one's
+images, policies share what they have in common, and a lost file is made again alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fedeas_flwr.data import dataset_info
+
+
+class SampleId(NamedTuple):
+    """Which image: the `index`-th of class `label` for client `client` in an experiment seeded with `seed`."""
+
+    seed: int
+    client: int
+    label: int
+    index: int  # type: ignore[assignment]  # hides tuple.index, which nobody needs here
+
+
+class Generator(Protocol):
+    """What the rest of the project knows of a generator."""
+
+    @property
+    def fingerprint(self) -> str:
+        """A hash of all that decides the pixels: weights, settings, sampler, batch size, seeding."""
+        ...
+
+    @property
+    def image_shape(self) -> tuple[int, int, int]:
+        """``(H, W, C)`` of the images."""
+        ...
+
+    @property
+    def num_classes(self) -> int:
+        """Labels run from 0 to ``num_classes - 1``."""
+        ...
+
+    def sample(self, samples: Sequence[SampleId]) -> NDArray[np.uint8]:
+        """Make the images asked for.
+
+        Parameters
+        ----------
+        samples
+            Their identities, in any order.
+
+        Returns
+        -------
+        array
+            uint8 ``[len(samples), H, W, C]``, in the order asked.
+        """
+        ...
+
+
+def open_generator(
+    spec: str,
+    dataset_name: str,
+    *,
+    steps: int = 20,
+    guidance: float = 1.0,
+    batch_size: int = 64,
+    device: str = "cpu",
+) -> Generator:
+    """Open a diffusion model for a dataset.
+
+    Parameters
+    ----------
+    spec
+        ``builtin``: the digits model, trained on first use (about a minute). Otherwise the path of a folder in
+        diffusers' format with ``unet`` and ``scheduler``.
+    dataset_name
+        The generator must have this dataset's classes and image shape.
+    steps
+        Solver steps.
+    guidance
+        Scale of classifier-free guidance; 1 is none.
+    batch_size
+        Images in each forward pass; short batches are padded to it.
+    device
+        ``cpu``, ``cuda`` or ``cuda:N``.
+
+    Returns
+    -------
+    Generator
+    """
+    info = dataset_info(dataset_name)
+    if spec == "builtin":
+        if dataset_name != "digits":
+            raise ValueError(
+                f"generator: 'builtin' is for digits only; {dataset_name} needs the path of a diffusers folder"
+            )
+        from fedeas_flwr.generators.digits import ensure_builtin
+
+        folder = ensure_builtin()
+    else:
+        folder = Path(spec).expanduser()
+    from fedeas_flwr.generators.diffusion import DiffusionGenerator
+
+    return DiffusionGenerator(
+        folder,
+        num_classes=len(info.classes),
+        image_shape=info.image_shape,
+        steps=steps,
+        guidance=guidance,
+        batch_size=batch_size,
+        device=device,
+    )

@@ -1,0 +1,82 @@
+"""Two grids beside Flower's own: one that calls the ClientApp in this process, and a view of some nodes of another."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from flwr.app import Context, Message, RecordDict
+from flwr.clientapp import ClientApp
+from flwr.serverapp import Grid
+
+# Flower has no public way to create messages outside its own processes; tests/test_grids.py guards this one import.
+from flwr.supercore.run import Run
+from flwr.supercore.task_identity import TaskIdentity
+
+from fedeas_flwr.messages import error_reply
+
+
+class _SendAndReceiveGrid(Grid):
+    """The part of Flower's Grid that both of ours leave unsupported: pushing and pulling apart."""
+
+    def set_run(self, run: Run) -> None:
+        raise NotImplementedError("this grid belongs to one run")
+
+    @property
+    def run(self) -> Run:
+        raise NotImplementedError("this grid has no Flower run")
+
+    def create_message(
+        self, content: RecordDict, message_type: str, dst_node_id: int, group_id: str, ttl: float | None = None
+    ) -> Message:
+        return Message(content, dst_node_id=dst_node_id, message_type=message_type, group_id=group_id, ttl=ttl)
+
+    def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
+        raise NotImplementedError("use send_and_receive")
+
+    def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
+        raise NotImplementedError("use send_and_receive")
+
+
+class InlineGrid(_SendAndReceiveGrid):
+    """Call the same ClientApp for every node in this process: no Ray, no pickling, breakpoints work."""
+
+    def __init__(self, app: ClientApp, clients: int, run_config: Mapping[str, Any]) -> None:
+        TaskIdentity.task_id = TaskIdentity.run_id = TaskIdentity.node_id = 1
+        self._app = app
+        self._contexts = {
+            node: Context(
+                run_id=1,
+                node_id=node,
+                node_config={"partition-id": node - 1, "num-partitions": clients},
+                state=RecordDict(),
+                run_config=dict(run_config),
+            )
+            for node in range(1, clients + 1)
+        }
+
+    def get_node_ids(self) -> Iterable[int]:
+        return list(self._contexts)
+
+    def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> Iterable[Message]:
+        """Run the messages one after the other. ``timeout`` does not apply: nothing here can be late."""
+        return [self._deliver(message) for message in messages]
+
+    def _deliver(self, message: Message) -> Message:
+        try:
+            return self._app(message, self._contexts[message.metadata.dst_node_id])
+        except Exception as error:  # a node's failure is an answer, as it is on Flower's own grids
+            return error_reply(message, error)
+
+
+class GridView(_SendAndReceiveGrid):
+    """Another grid with only the chosen nodes in sight, so that a strategy samples exactly those."""
+
+    def __init__(self, grid: Grid, nodes: Iterable[int]) -> None:
+        self._grid, self._nodes = grid, list(nodes)
+
+    def get_node_ids(self) -> Iterable[int]:
+        return self._nodes
+
+    def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> Iterable[Message]:
+        return self._grid.send_and_receive(messages, timeout=timeout)

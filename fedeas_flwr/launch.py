@@ -1,0 +1,272 @@
+"""Start a run, show its progress, know how it really ended, and leave nothing running.
+
+`flwr run` returns success whatever happens, finds a SuperLink by its port, and leaves one behind. So a run through Ray
+gets a SuperLink of its own as a child, with its own port, home and folder for Ray; the run's state is read from its run
+directory and confirmed by Flower; and at the end every process that carries the run's mark is ended.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import uuid
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import psutil
+import tomli_w
+from rich.console import Console
+
+from fedeas_flwr.config import RunConfig
+from fedeas_flwr.progress import RoundProgress
+from fedeas_flwr.runs import RunDirectory, RunError
+
+MARK = "FEDEAS_LAUNCH"
+"""Environment variable that every process of a launch inherits, wherever it is re-parented to."""
+
+QUIET = {
+    # Flower would otherwise run `uv sync` on the app's dependencies for every run, and both would call home.
+    "FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION": "1",
+    "FLWR_DISABLE_UPDATE_CHECK": "1",
+    "FLWR_TELEMETRY_ENABLED": "0",
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_DISABLE_IMPORT_WARNING": "1",
+}
+
+
+def launch(config: RunConfig, console: Console) -> RunDirectory:
+    """Run ``config`` to its end on the backend it names.
+
+    Raises
+    ------
+    RunError
+        If the run did not finish; the text is one line.
+    KeyboardInterrupt
+        If the user stopped it; the run directory can be resumed.
+    """
+    run = RunDirectory(Path(config.run_dir))
+    before = len(run.rounds()) if config.resume else 0
+    with RoundProgress(run, config.rounds, before, console) as progress:
+        try:
+            if config.backend == "inline":
+                _run_inline(config, run, progress)
+            else:
+                _run_ray(config, run, progress)
+        except KeyboardInterrupt:
+            if run.path.exists():
+                run.set_status("interrupted")
+            raise
+        finally:
+            progress.update()
+    status, error = run.status()
+    if status != "finished":
+        raise RunError(error or f"the run ended as '{status}'; see {run.path / 'flower.log'}")
+    return run
+
+
+# ----------------------------------------------------------------------------------------------- inline
+
+
+def _run_inline(config: RunConfig, run: RunDirectory, progress: RoundProgress) -> None:
+    from flwr.app import Context, RecordDict
+
+    from fedeas_flwr import client_app, server_app
+    from fedeas_flwr.grids import InlineGrid
+
+    values = config.outside()
+    with _quiet_terminal(), progress.in_background():
+        grid = InlineGrid(client_app.app, config.clients, values)
+        context = Context(run_id=1, node_id=0, node_config={}, state=RecordDict(), run_config=values)
+        try:
+            server_app.app(grid, context)
+        except (RunError, ValueError, RuntimeError, OSError) as error:
+            if run.status()[0] not in ("failed", "unknown"):
+                raise
+            raise RunError(run.status()[1] or str(error)) from error
+
+
+@contextmanager
+def _quiet_terminal() -> Iterator[None]:
+    """Take Flower's log off the terminal; the ServerApp writes it to the run directory."""
+    logger = logging.getLogger("flwr")
+    before = list(logger.handlers)
+    logger.handlers = []
+    try:
+        yield
+    finally:
+        logger.handlers = before
+
+
+# -------------------------------------------------------------------------------------------------- ray
+
+
+def _run_ray(config: RunConfig, run: RunDirectory, progress: RoundProgress) -> None:
+    run.path.mkdir(parents=True, exist_ok=True)
+    with ExitStack() as stack:
+        # Short, because Ray puts Unix sockets below it and their paths may have 107 characters.
+        folder = Path(tempfile.mkdtemp(prefix="fe-"))
+        stack.callback(shutil.rmtree, folder, ignore_errors=True)
+        log = stack.enter_context((run.path / "superlink.log").open("ab"))
+        mark, port = uuid.uuid4().hex, _free_port()
+        environment = _environment(folder, mark)
+        stack.callback(end_marked_processes, mark)
+        superlink = _start_superlink(port, environment, folder, log)
+        stack.callback(_end, superlink)
+        _wait_for_port(superlink, port, run)
+        run_id = _submit(stage_app(config, folder / "fedeas"), config, environment, folder, run)
+        _follow(run_id, superlink, environment, folder, run, progress)
+
+
+def stage_app(config: RunConfig, folder: Path) -> Path:
+    """Lay out a Flower app: this very package, and the run-config as its defaults."""
+    package = Path(__file__).resolve().parent
+    shutil.copytree(package, folder / package.name, ignore=shutil.ignore_patterns("__pycache__"))
+    app = {
+        "publisher": "fedeas",
+        "fab-include": ["fedeas_flwr/**/*.py"],
+        "components": {"serverapp": "fedeas_flwr.server_app:app", "clientapp": "fedeas_flwr.client_app:app"},
+        "config": config.outside(),
+    }
+    project = {"name": "fedeas-flwr", "version": "0.1.0", "license": "Apache-2.0", "dependencies": []}
+    (folder / "pyproject.toml").write_text(tomli_w.dumps({"project": project, "tool": {"flwr": {"app": app}}}))
+    return folder
+
+
+def _environment(folder: Path, mark: str) -> dict[str, str]:
+    home = folder / "flwr"
+    home.mkdir()
+    path = os.pathsep.join([os.getcwd(), *filter(None, [os.environ.get("PYTHONPATH")])])  # for models of the user's own
+    return {
+        **os.environ,
+        **QUIET,
+        MARK: mark,
+        "FLWR_HOME": str(home),
+        "RAY_TMPDIR": str(folder),
+        "PYTHONPATH": path,
+        "PYTHONUNBUFFERED": "1",
+        "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")]),
+    }
+
+
+def _start_superlink(port: int, environment: dict[str, str], folder: Path, log: Any) -> subprocess.Popen[bytes]:
+    address = f"127.0.0.1:{port}"
+    (folder / "flwr" / "config.toml").write_text(
+        tomli_w.dumps({"superlink": {"default": "own", "own": {"address": address, "insecure": True}}})
+    )
+    command = ["flower-superlink", "--insecure", "--simulation", "--isolation", "subprocess"]
+    return subprocess.Popen(
+        [*command, "--host", "127.0.0.1", "--port", str(port)],
+        env=environment,
+        cwd=folder,
+        stdin=subprocess.DEVNULL,
+        stdout=log,
+        stderr=log,
+        start_new_session=True,  # Ctrl-C is ours to handle
+    )
+
+
+def _submit(app: Path, config: RunConfig, environment: dict[str, str], folder: Path, run: RunDirectory) -> str:
+    federation: dict[str, float] = {"num-supernodes": config.clients, "client-resources-num-cpus": 1}
+    actors = config.actors or min(os.cpu_count() or 1, config.clients)
+    federation["init-args-num-cpus"] = actors
+    if config.gpu_share:
+        federation |= {"client-resources-num-gpus": config.gpu_share, "init-args-num-gpus": 1}
+    words = " ".join(f"{key}={value}" for key, value in federation.items())
+    answer = _flwr(["run", str(app), "own", "--federation-config", words], environment, folder, run)
+    if not answer.get("run-id"):
+        raise RunError(f"Flower did not start the run: {answer.get('error-message', answer)}")
+    return str(answer["run-id"])
+
+
+def _flwr(words: list[str], environment: dict[str, str], folder: Path, run: RunDirectory) -> dict[str, Any]:
+    done = subprocess.run(
+        ["flwr", *words, "--format", "json"], env=environment, cwd=folder, capture_output=True, text=True, check=False
+    )
+    start = done.stdout.find("{")
+    try:
+        return dict(json.loads(done.stdout[start:])) if start >= 0 else {}
+    except json.JSONDecodeError:
+        text = " ".join((done.stderr or done.stdout).split())[:300]
+        raise RunError(f"flwr {words[0]} answered: {text}; see {run.path / 'superlink.log'}") from None
+
+
+def _follow(
+    run_id: str,
+    superlink: subprocess.Popen[bytes],
+    environment: dict[str, str],
+    folder: Path,
+    run: RunDirectory,
+    progress: RoundProgress,
+) -> None:
+    """Wait until the run has ended, by its own word and by Flower's."""
+    asked = time.monotonic()
+    while True:
+        time.sleep(0.2)
+        news = progress.update()
+        status, _ = run.status()
+        if status == "finished" or status == "failed":
+            return
+        if superlink.poll() is not None:
+            raise RunError(
+                f"Flower's SuperLink ended with code {superlink.returncode}; see {run.path / 'superlink.log'}"
+            )
+        asked = time.monotonic() if news else asked
+        if time.monotonic() - asked > 20:  # asking costs seconds of CPU, so only when nothing has been heard
+            asked = time.monotonic()
+            found = _flwr(["list", "own", "--run-id", run_id], environment, folder, run).get("runs", [{}])[0]
+            if str(found.get("status", "")).startswith("finished") and run.status()[0] == status:
+                raise RunError(f"Flower ended the run as '{found['status']}'; see {run.path}/*.log")
+
+
+def _free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return int(s.getsockname()[1])
+
+
+def _wait_for_port(superlink: subprocess.Popen[bytes], port: int, run: RunDirectory) -> None:
+    deadline = time.monotonic() + 120
+    while time.monotonic() < deadline and superlink.poll() is None:
+        with socket.socket() as s:
+            s.settimeout(1)
+            if s.connect_ex(("127.0.0.1", port)) == 0:
+                return
+        time.sleep(0.1)
+    raise RunError(f"Flower's SuperLink did not start on port {port}; see {run.path / 'superlink.log'}")
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    process.terminate()
+    try:
+        process.wait(timeout=5)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+
+
+def end_marked_processes(mark: str) -> None:
+    """End every process that inherited ``mark``: Ray's helpers leave their parents and outlive them by a minute."""
+    marked = []
+    for process in psutil.process_iter():
+        try:
+            if process.environ().get(MARK) == mark:
+                marked.append(process)
+        except (psutil.Error, OSError):
+            continue
+    for process in marked:
+        with suppress(psutil.Error):
+            process.terminate()
+    _, alive = psutil.wait_procs(marked, timeout=3)
+    for process in alive:
+        with suppress(psutil.Error):
+            process.kill()
+    psutil.wait_procs(alive, timeout=3)

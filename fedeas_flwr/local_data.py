@@ -1,0 +1,92 @@
+"""Who holds what: a dataset and its partition, seen from one client or from the server."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+import numpy.typing as npt
+
+from fedeas_flwr.config import RunConfig
+from fedeas_flwr.data import Dataset, dataset_info, open_dataset
+from fedeas_flwr.partition import Partition, make_partition, plan_labels
+from fedeas_flwr.paths import cache_root
+
+Images = npt.NDArray[np.uint8]
+Labels = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class FederatedData:
+    """A dataset split over clients."""
+
+    dataset: Dataset
+    partition: Partition
+    protocol: str
+
+    @property
+    def num_classes(self) -> int:
+        """Number of classes C."""
+        return len(self.dataset.classes)
+
+    def train(self, client: int) -> tuple[Images, Labels]:
+        """What client k trains on, copied into memory."""
+        return self._gather(self.partition.train[client])
+
+    def test(self, client: int) -> tuple[Images, Labels]:
+        """What client k tests on (protocol ``paper``)."""
+        return self._gather(self.partition.test[client])
+
+    def train_labels(self, client: int) -> Labels:
+        """The labels alone: enough for a plan."""
+        return self._labels()[self.partition.train[client]]
+
+    def global_test(self) -> tuple[Images, Labels]:
+        """The server's test set: official (``clean``), or the union of the clients' own (``paper``)."""
+        if self.protocol == "clean":
+            return np.asarray(self.dataset.x_test), np.asarray(self.dataset.y_test)
+        return self._gather(np.concatenate(self.partition.test))
+
+    def counts(self) -> Labels:
+        """Label counts of all clients, [K, C]: simulation alone can know them."""
+        return self.partition.counts(self._labels(), self.num_classes)
+
+    def _labels(self) -> Labels:
+        if self.protocol == "clean":
+            return np.asarray(self.dataset.y_train)
+        return np.concatenate([self.dataset.y_train, self.dataset.y_test])
+
+    def _gather(self, indices: Labels) -> tuple[Images, Labels]:
+        # Indices run over the train set and then, under `paper`, over the test set.
+        first = len(self.dataset.y_train)
+        images = np.empty((len(indices), *self.dataset.x_train.shape[1:]), dtype=np.uint8)
+        from_train = indices < first
+        images[from_train] = self.dataset.x_train[indices[from_train]]
+        images[~from_train] = self.dataset.x_test[indices[~from_train] - first]
+        return images, self._labels()[indices]
+
+
+def federated_data(config: RunConfig, clients: int) -> FederatedData:
+    """Open the run's dataset and split it over ``clients``; kept for the life of the process."""
+    return _federated_data(
+        config.dataset, config.data_dir, config.protocol, clients, config.alpha, config.partition_seed
+    )
+
+
+@lru_cache(maxsize=2)
+def _federated_data(name: str, data_dir: str, protocol: str, clients: int, alpha: float, seed: int) -> FederatedData:
+    dataset = open_dataset(name, data_dir)
+    labels = [dataset.y_train] if protocol == "clean" else [dataset.y_train, dataset.y_test]
+    partition = make_partition(np.concatenate(labels), protocol, clients, alpha, seed, cache_root())
+    return FederatedData(dataset, partition, protocol)
+
+
+def planned_counts(config: RunConfig, clients: int, progress: Callable[[int], None] | None = None) -> Labels:
+    """Label counts of a run's clients without opening its images; the partition is then in the user's cache."""
+    partition = make_partition(
+        config.dataset, config.protocol, clients, config.alpha, config.partition_seed, cache_root(), progress
+    )
+    classes = len(dataset_info(config.dataset).classes)
+    return partition.counts(plan_labels(config.dataset, config.protocol), classes)

@@ -1,0 +1,295 @@
+"""What crosses the wire: the only place that knows the names of records and keys.
+
+    query     server: which question            client: its id and the whole numbers asked for, nothing else
+    train     server: model, β, this round,     client: model, its real sample count, a few numbers
+                      last accepted round, share
+    evaluate  server: model                     client: how many of its own test images it got right
+
+No per-class vector crosses: a client's label counts stay with it.
+"""
+
+from __future__ import annotations
+
+import math
+import traceback
+from collections.abc import Mapping
+from dataclasses import dataclass
+from logging import ERROR
+from typing import Any
+
+import numpy as np
+from flwr.app import Array, ArrayRecord, ConfigRecord, Error, Message, MessageType, MetricRecord, RecordDict
+from flwr.supercore import log
+
+from fedeas_flwr.runs import Arrays
+
+ARRAYS, BUFFERS, CONFIG, METRICS = "arrays", "buffers", "config", "metrics"
+WEIGHT = "num-examples"
+CLIENT_FAILED = 1
+"""Error code of a reply in which the client itself says what went wrong."""
+
+
+class MessageError(ValueError):
+    """A message that is not what it should be; the text is one line."""
+
+
+@dataclass(frozen=True)
+class Share:
+    """A client's part of a matched budget (allocation.py says how it becomes images of a class)."""
+
+    base: int = 0
+    extra: int = 0
+    level: float = 0.0
+
+
+@dataclass(frozen=True)
+class TrainTask:
+    """What the server asks of a client in a round, beside the model."""
+
+    round: int
+    beta: float
+    accepted_round: int
+    """The last round whose reply from this client the server used: the client's state starts from it."""
+    checkpointed_round: int
+    """The same, as the server's last checkpoint knows it: what it would ask for after a crash."""
+    state_dir: str
+    share: Share
+
+
+@dataclass(frozen=True)
+class TrainReport:
+    """What a client says of its round, beside the model."""
+
+    client: int
+    examples: int
+    """Real samples N_k: the aggregation weight. Synthetic images do not count."""
+    loss: float
+    steps: int
+    generated: int
+    """Images in this client's cache."""
+    made: int
+    """Images sampled in this very round; the rest were there."""
+    seconds_generating: float
+    seconds_training: float
+
+
+@dataclass(frozen=True)
+class EvaluateReport:
+    """How a client's own test images fared."""
+
+    client: int
+    examples: int
+    correct: int
+    loss: float
+
+
+def to_record(arrays: Mapping[str, Any]) -> ArrayRecord:
+    """Build a new record: one that was sent must never be changed in place."""
+    return ArrayRecord({key: Array(np.asarray(value)) for key, value in arrays.items()})
+
+
+def to_arrays(record: ArrayRecord) -> Arrays:
+    """Read a record as NumPy arrays."""
+    return {key: value.numpy() for key, value in record.items()}
+
+
+# ------------------------------------------------------------------------------------------------ query
+
+
+def ask(node: int, question: str, level: float = 0.0) -> Message:
+    """Ask a node who it is (``identity``), or for its part of a plan (``plan``, ``waterfill``)."""
+    config = ConfigRecord({"question": question, "level": level})
+    return Message(RecordDict({CONFIG: config}), dst_node_id=node, message_type=MessageType.QUERY)
+
+
+def read_question(message: Message) -> tuple[str, float]:
+    """Read what the server asks, and the level the question is about."""
+    config = message.content[CONFIG]
+    return str(config["question"]), float(config["level"])  # type: ignore[arg-type]
+
+
+def answer(message: Message, client: int, **numbers: int) -> Message:
+    """Answer a query with the client's id and whole numbers."""
+    record = MetricRecord({"client-id": client, **{k.replace("_", "-"): v for k, v in numbers.items()}})
+    return Message(RecordDict({METRICS: record}), reply_to=message)
+
+
+def read_answer(message: Message, *keys: str) -> tuple[int, ...]:
+    """Read the client's id and the numbers asked for."""
+    record = _metrics(message)
+    return tuple(_whole(record, key, 0, 2**53) for key in ("client-id", *keys))
+
+
+# ------------------------------------------------------------------------------------------------ train
+
+
+def add_task(message: Message, task: TrainTask, buffers: ArrayRecord) -> None:
+    """Give a strategy's message the task of one client; the arrays in it stay as they are."""
+    content = RecordDict(dict(message.content.items()))
+    config = ConfigRecord(dict(message.content.config_records[CONFIG].items()))
+    config["server-round"] = task.round
+    config["beta"] = task.beta
+    config["accepted-round"] = task.accepted_round
+    config["checkpointed-round"] = task.checkpointed_round
+    config["state-dir"] = task.state_dir
+    config["share-base"], config["share-extra"] = task.share.base, task.share.extra
+    config["share-level"] = task.share.level
+    content[CONFIG] = config
+    content[BUFFERS] = buffers
+    message.content = content
+
+
+def read_task(message: Message) -> TrainTask:
+    """Read the server's task."""
+    config: Any = message.content.config_records[CONFIG]
+    return TrainTask(
+        round=int(config["server-round"]),
+        beta=float(config["beta"]),
+        accepted_round=int(config["accepted-round"]),
+        checkpointed_round=int(config["checkpointed-round"]),
+        state_dir=str(config["state-dir"]),
+        share=Share(int(config["share-base"]), int(config["share-extra"]), float(config["share-level"])),
+    )
+
+
+def read_model(message: Message) -> tuple[Arrays, Arrays]:
+    """Read the trainable arrays and the buffers of a message."""
+    records = message.content.array_records
+    return to_arrays(records[ARRAYS]), to_arrays(records[BUFFERS])
+
+
+def train_reply(message: Message, report: TrainReport, trainable: Arrays, buffers: Arrays) -> Message:
+    """Build a client's answer to a train message."""
+    metrics = MetricRecord(
+        {
+            WEIGHT: report.examples,
+            "client-id": report.client,
+            "loss": report.loss,
+            "steps": report.steps,
+            "generated": report.generated,
+            "made": report.made,
+            "seconds-generating": report.seconds_generating,
+            "seconds-training": report.seconds_training,
+        }
+    )
+    records = {ARRAYS: to_record(trainable), BUFFERS: to_record(buffers), METRICS: metrics}
+    return Message(RecordDict(records), reply_to=message)  # type: ignore[arg-type]
+
+
+def read_train_reply(message: Message, client: int, trainable: Arrays, buffers: Arrays) -> tuple[TrainReport, Arrays]:
+    """Check a train reply against what was sent, and take its buffers out of it.
+
+    Afterwards the message holds exactly one ArrayRecord and one MetricRecord, which is what Flower's strategies take.
+
+    Raises
+    ------
+    MessageError
+        For anything that must not reach the global model, by name.
+    """
+    record = _metrics(message)
+    report = TrainReport(
+        client=_whole(record, "client-id", 0, 2**53),
+        examples=_whole(record, WEIGHT, 1, 2**40),
+        loss=_number(record, "loss"),
+        steps=_whole(record, "steps", 0, 2**53),
+        generated=_whole(record, "generated", 0, 2**53),
+        made=_whole(record, "made", 0, 2**53),
+        seconds_generating=_number(record, "seconds-generating"),
+        seconds_training=_number(record, "seconds-training"),
+    )
+    if report.client != client:
+        raise MessageError(f"client-id = {report.client}, but the message was for client {client}")
+    records = message.content.array_records
+    if set(records) != {ARRAYS, BUFFERS}:
+        raise MessageError(f"array records {sorted(records)}, wanted {ARRAYS} and {BUFFERS}")
+    _check_like(records[ARRAYS], trainable)
+    received = _check_like(records[BUFFERS], buffers)
+    message.content = RecordDict({ARRAYS: records[ARRAYS], METRICS: record})
+    return report, received
+
+
+def _check_like(record: ArrayRecord, wanted: Arrays) -> Arrays:
+    if list(record) != list(wanted):
+        odd = sorted(set(record) ^ set(wanted)) or ["the order"]
+        raise MessageError(f"arrays differ from the model's: {odd[0]}")
+    arrays: Arrays = {}
+    for key, like in wanted.items():
+        # The declared dtype and shape are compared before the bytes are decoded.
+        if record[key].dtype != str(like.dtype) or tuple(record[key].shape) != like.shape:
+            got = f"{record[key].dtype}{list(record[key].shape)}"
+            raise MessageError(f"array {key} is {got}, wanted {like.dtype}{list(like.shape)}")
+        array = record[key].numpy()
+        if array.dtype != like.dtype or array.shape != like.shape:
+            raise MessageError(f"array {key} decodes to {array.dtype}{list(array.shape)}")
+        if not np.isfinite(array).all():
+            raise MessageError(f"array {key} holds NaN or infinity")
+        arrays[key] = array
+    return arrays
+
+
+# --------------------------------------------------------------------------------------------- evaluate
+
+
+def evaluate_message(node: int, model: ArrayRecord, buffers: ArrayRecord) -> Message:
+    """Ask a node to test the global model on its own test data."""
+    content = RecordDict({ARRAYS: model, BUFFERS: buffers})
+    return Message(content, dst_node_id=node, message_type=MessageType.EVALUATE)
+
+
+def evaluate_reply(message: Message, report: EvaluateReport) -> Message:
+    """Build a client's answer to an evaluate message."""
+    record = {WEIGHT: report.examples, "client-id": report.client, "correct": report.correct, "loss": report.loss}
+    return Message(RecordDict({METRICS: MetricRecord(record)}), reply_to=message)  # type: ignore[arg-type]
+
+
+def read_evaluate_reply(message: Message, client: int) -> EvaluateReport:
+    """Check and read an evaluate reply."""
+    record = _metrics(message)
+    examples = _whole(record, WEIGHT, 0, 2**40)
+    report = EvaluateReport(
+        client=_whole(record, "client-id", 0, 2**53),
+        examples=examples,
+        correct=_whole(record, "correct", 0, examples),
+        loss=_number(record, "loss"),
+    )
+    if report.client != client:
+        raise MessageError(f"client-id = {report.client}, but the message was for client {client}")
+    return report
+
+
+# ----------------------------------------------------------------------------------------------- errors
+
+
+def error_reply(message: Message, error: Exception) -> Message:
+    """Tell the server what went wrong on a client: one line, and the traceback below it."""
+    text = " ".join(str(error).split()) or "no message"
+    trace = "".join(traceback.format_exception(error))[-8000:]
+    return Message(Error(CLIENT_FAILED, f"{type(error).__name__}: {text[:500]}\n{trace}"), reply_to=message)
+
+
+def failure_reason(message: Message) -> str:
+    """The reason of a failed reply in one line; all that came with it goes to the log."""
+    reason = message.error.reason or f"error {message.error.code}"
+    log(ERROR, "node %d failed: %s", message.metadata.src_node_id, reason)
+    return reason.strip().splitlines()[0][:600]
+
+
+def _metrics(message: Message) -> MetricRecord:
+    records = message.content.metric_records
+    if set(records) != {METRICS}:
+        raise MessageError(f"metric records {sorted(records)}, wanted {METRICS} alone")
+    return records[METRICS]
+
+
+def _whole(record: MetricRecord, key: str, low: int, high: int) -> int:
+    value = record.get(key)
+    if type(value) is not int or not low <= value <= high:
+        raise MessageError(f"{key} = {value!r}, wanted a whole number from {low} to {high}")
+    return value
+
+
+def _number(record: MetricRecord, key: str) -> float:
+    value = record.get(key)
+    if type(value) not in (int, float) or not math.isfinite(value):  # type: ignore[arg-type]
+        raise MessageError(f"{key} = {value!r}, wanted a finite number")
+    return float(value)  # type: ignore[arg-type]

@@ -1,0 +1,48 @@
+"""What a run's rounds amount to: last-20 mean, peak, rounds to a threshold."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+
+def per_class_accuracy(correct: npt.NDArray[np.int64], seen: npt.NDArray[np.int64]) -> list[float | None]:
+    """Fraction right of each class; ``None`` where a class has no test image."""
+    return [float(c / s) if s else None for c, s in zip(correct, seen, strict=True)]
+
+
+def balanced_accuracy(per_class: Sequence[float | None]) -> float:
+    """Mean of the class accuracies, over the classes that were tested."""
+    tested = [a for a in per_class if a is not None]
+    return float(np.mean(tested)) if tested else 0.0
+
+
+def last_20(accuracies: Sequence[float]) -> float:
+    """Mean accuracy of the last min(20, T) rounds, the paper's headline number."""
+    return float(np.mean(accuracies[-20:]))
+
+
+def rounds_to_threshold(accuracies: Sequence[float], threshold: float) -> int | None:
+    """The first round (from 1) that reaches the threshold, or ``None``."""
+    return next((i for i, a in enumerate(accuracies, start=1) if a >= threshold), None)
+
+
+def summarise(rounds: Sequence[Mapping[str, Any]], threshold: float) -> dict[str, Any]:
+    """The summary of a run from its round records."""
+    accuracies = [float(r["accuracy"]) for r in rounds]
+    phases = sorted({phase for r in rounds for phase in r["seconds"]})
+    return {
+        "rounds": len(rounds),
+        "last_20": last_20(accuracies),
+        "peak": max(accuracies),
+        "peak_round": int(np.argmax(accuracies)) + 1,
+        "final": accuracies[-1],
+        "total_generated": int(rounds[-1]["generated"]),
+        "threshold": threshold,
+        "rounds_to_threshold": rounds_to_threshold(accuracies, threshold),
+        "failures": sum(len(r["failures"]) for r in rounds),
+        "seconds": {phase: round(sum(r["seconds"].get(phase, 0.0) for r in rounds), 3) for phase in phases},
+    }

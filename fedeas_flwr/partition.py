@@ -1,0 +1,296 @@
+"""Cut a labelled dataset into label-skewed clients: protocols ``paper`` and ``clean``.
+
+``paper``
+    Train and test images together (train first) are dealt out by a Dirichlet draw per class, then every client keeps
+    a quarter of what it got as its test set. The union of these test sets is the global test set. About 5/6 of it are
+    images that a generator trained on the official training set has seen.
+``clean``
+    Only the official training images are dealt out, in the same way and without a local split; the official test set
+    stays untouched.
+
+Both draw from NumPy's legacy generator, whose stream is frozen, so a seed names one partition for ever.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import os
+import tempfile
+import zipfile
+import zlib
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+IntArray = npt.NDArray[np.int64]
+Progress = Callable[[int], None]
+
+# Samples of each class in the official (digits: our stratified) train and test sets.
+CLASS_COUNTS: dict[str, dict[str, tuple[int, ...]]] = {
+    "digits": {
+        "train": (142, 146, 142, 146, 145, 146, 145, 143, 139, 144),
+        "test": (36, 36, 35, 37, 36, 36, 36, 36, 35, 36),
+    },
+    "cifar10": {"train": (5000,) * 10, "test": (1000,) * 10},
+    "cifar100": {"train": (500,) * 100, "test": (100,) * 100},
+}
+
+# The share of its samples that a client keeps for testing.
+TEST_FRACTION: dict[str, float] = {"paper": 0.25, "clean": 0.0}
+
+
+@dataclass(frozen=True)
+class Partition:
+    """The sample indices that each client holds.
+
+    Attributes
+    ----------
+    train : list of int64 arrays
+        Indices client k trains on.
+    test : list of int64 arrays
+        Indices client k tests on; all empty where no local split was made.
+    """
+
+    train: list[IntArray]
+    test: list[IntArray]
+
+    def counts(self, labels: npt.ArrayLike, num_classes: int) -> IntArray:
+        """Count the training samples of every client and class, as an array [K, C]."""
+        labels = np.asarray(labels)
+        return np.stack([np.bincount(labels[mine], minlength=num_classes) for mine in self.train]).astype(np.int64)
+
+
+def dirichlet_partition(
+    labels: npt.ArrayLike,
+    clients: int,
+    alpha: float,
+    seed: int,
+    *,
+    test_fraction: float,
+    min_samples: int = 10,
+    max_tries: int = 20_000,
+    progress: Progress | None = None,
+) -> Partition:
+    """Deal samples out class by class in Dirichlet proportions, until every client has enough.
+
+    Parameters
+    ----------
+    labels : array_like of int
+        Class of every sample; for protocol ``paper`` those of the train set followed by those of the test set.
+    clients : int
+        Number of clients K.
+    alpha : float
+        Concentration of the symmetric Dirichlet distribution; smaller is more skewed.
+    seed : int
+        Seed of NumPy's legacy generator.
+    test_fraction : float
+        Share of its samples a client sets aside for testing. With 0 the client's samples are not shuffled, so no
+        random number is spent on a split that does not happen; they stay in class order.
+    min_samples : int
+        A draw that leaves a client with fewer samples, before the local split, is rejected and made again.
+    max_tries : int
+        Draws to make before giving up.
+    progress : callable, optional
+        Called after every draw with the number of draws made so far.
+
+    Returns
+    -------
+    Partition
+        Every index is in exactly one client's train or test set.
+    """
+    labels = _checked_labels(labels)
+    _check_request(clients, alpha, seed)
+    if not 0 <= test_fraction < 1:
+        raise ValueError(f"test_fraction={test_fraction!r}: must be at least 0 and below 1")
+    if clients * min_samples > labels.size:
+        raise ValueError(
+            f"clients={clients}: {labels.size} samples cannot give each client min_samples={min_samples}; "
+            f"at most {labels.size // min_samples} clients are possible"
+        )
+    rng = np.random.RandomState(seed)
+    by_class = [np.flatnonzero(labels == c) for c in range(int(labels.max(initial=-1)) + 1)]
+    for tries in range(1, max_tries + 1):
+        cuts = _shuffle_and_cut(rng, by_class, np.full(clients, float(alpha)))
+        if progress is not None:
+            progress(tries)
+        if cuts is not None and np.diff(cuts, axis=1).sum(axis=0).min() >= min_samples:
+            held = [
+                np.concatenate([mine[cut[k] : cut[k + 1]] for mine, cut in zip(by_class, cuts, strict=True)])
+                for k in range(clients)
+            ]
+            return _split_locally(rng, held, test_fraction)
+    raise ValueError(
+        f"clients={clients}, alpha={alpha}: none of {max_tries} tries gave every client {min_samples} samples; "
+        "use fewer clients, a larger alpha or another seed"
+    )
+
+
+def _shuffle_and_cut(
+    rng: np.random.RandomState, by_class: Sequence[IntArray], concentration: npt.NDArray[np.float64]
+) -> IntArray | None:
+    """Shuffle every class in place and say where to cut it: K + 1 positions for each class.
+
+    Whether a draw is accepted depends on the cuts alone, yet the shuffles cannot be left out: they consume the stream,
+    and by an amount that only drawing them tells. None where the proportions underflowed (a very small alpha).
+    """
+    cuts = np.zeros((len(by_class), concentration.size + 1), dtype=np.int64)
+    finite = True
+    for cut, members in zip(cuts, by_class, strict=True):
+        rng.shuffle(members)
+        proportions = rng.dirichlet(concentration)
+        if np.isfinite(proportions).all():
+            cut[1:-1] = np.cumsum(proportions)[:-1] * members.size  # assignment truncates, as int() does
+            cut[-1] = members.size
+        else:
+            finite = False
+    return cuts if finite else None
+
+
+def _split_locally(rng: np.random.RandomState, held: list[IntArray], test_fraction: float) -> Partition:
+    """Shuffle each client's samples and set its first ones aside for testing."""
+    if test_fraction == 0:
+        return Partition(train=held, test=[mine[:0] for mine in held])
+    for mine in held:
+        rng.shuffle(mine)
+    firsts = [int(test_fraction * mine.size) for mine in held]
+    return Partition(
+        train=[mine[first:] for mine, first in zip(held, firsts, strict=True)],
+        test=[mine[:first] for mine, first in zip(held, firsts, strict=True)],
+    )
+
+
+def make_partition(
+    dataset: str | npt.ArrayLike,
+    protocol: str,
+    clients: int,
+    alpha: float,
+    seed: int,
+    cache_dir: Path | None = None,
+    progress: Progress | None = None,
+) -> Partition:
+    """Give the partition of a dataset under a protocol, from the cache where it is there already.
+
+    Where a class's samples lie in the dataset decides nothing about the draw, so it is made (and cached) for labels in
+    class order and then carried over to the given ones. A plan and a training run therefore share one cached file.
+
+    Parameters
+    ----------
+    dataset : str or array_like of int
+        Name of a built-in dataset (its labels taken in class order, see `plan_labels`), or the labels themselves.
+    protocol : str
+        ``paper`` or ``clean``. For ``paper``, labels are those of the train set followed by those of the test set.
+    clients, alpha, seed
+        See `dirichlet_partition`.
+    cache_dir : Path, optional
+        Results are kept in its folder ``partitions``; without it nothing is read or written.
+    progress : callable, optional
+        See `dirichlet_partition`; not called where the cache answers.
+    """
+    if isinstance(dataset, str):
+        dataset = plan_labels(dataset, protocol)
+    _check_name("protocol", protocol, TEST_FRACTION)
+    _check_request(clients, alpha, seed)
+    labels = _checked_labels(dataset)
+    class_counts = np.bincount(labels).astype("<i8")
+    digest = hashlib.sha256(class_counts.tobytes()).hexdigest()[:16]
+    file = None
+    if cache_dir is not None:
+        file = Path(cache_dir) / "partitions" / f"{protocol}-k{clients}-a{float(alpha)!r}-s{seed}-{digest}.npz"
+
+    in_class_order = _read(file, clients, labels.size) if file is not None else None
+    if in_class_order is None:
+        sorted_labels = np.repeat(np.arange(class_counts.size), class_counts)
+        in_class_order = dirichlet_partition(
+            sorted_labels, clients, alpha, seed, test_fraction=TEST_FRACTION[protocol], progress=progress
+        )
+        if file is not None:
+            _write(file, in_class_order)
+    position = np.argsort(labels, kind="stable")
+    return Partition(
+        train=[position[mine] for mine in in_class_order.train],
+        test=[position[mine] for mine in in_class_order.test],
+    )
+
+
+def plan_labels(dataset: str, protocol: str) -> IntArray:
+    """Give a built-in dataset's labels in class order: enough to plan with, since no image is needed for counts."""
+    _check_name("dataset", dataset, CLASS_COUNTS)
+    _check_name("protocol", protocol, TEST_FRACTION)
+    parts = ("train", "test") if protocol == "paper" else ("train",)
+    return np.concatenate([np.repeat(np.arange(len(n)), n) for n in (CLASS_COUNTS[dataset][part] for part in parts)])
+
+
+def stratified_split(labels: npt.ArrayLike, test_fraction: float = 0.2, seed: int = 0) -> tuple[IntArray, IntArray]:
+    """Set the same share of every class aside for testing.
+
+    Returns
+    -------
+    train, test : int64 arrays
+        Sorted indices; together every sample once.
+    """
+    labels = _checked_labels(labels)
+    rng = np.random.RandomState(seed)
+    is_test = np.zeros(labels.size, dtype=bool)
+    for c in range(int(labels.max(initial=-1)) + 1):
+        members = np.flatnonzero(labels == c)
+        rng.shuffle(members)
+        is_test[members[: round(test_fraction * members.size)]] = True
+    return np.flatnonzero(~is_test), np.flatnonzero(is_test)
+
+
+def _read(file: Path, clients: int, samples: int) -> Partition | None:
+    """Read a cached partition; None where there is none or the file is damaged, so that it is made anew."""
+    try:
+        with np.load(file, allow_pickle=False) as stored:
+            parts = [np.split(stored[name], np.cumsum(stored[f"{name}_sizes"])[:-1]) for name in ("train", "test")]
+    except (OSError, EOFError, KeyError, TypeError, ValueError, zipfile.BadZipFile, zlib.error):
+        return None
+    every = np.concatenate([*parts[0], *parts[1]])
+    whole = every.dtype == np.int64 and np.array_equal(np.sort(every), np.arange(samples))
+    return Partition(*parts) if whole and len(parts[0]) == len(parts[1]) == clients else None
+
+
+def _write(file: Path, partition: Partition) -> None:
+    """Write a partition so that readers see either all of it or nothing, even with several writers."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    handle, unfinished = tempfile.mkstemp(dir=file.parent, prefix=file.stem, suffix=".tmp")
+    try:
+        with os.fdopen(handle, "wb") as stream:
+            np.savez(
+                stream,
+                train=np.concatenate(partition.train),
+                train_sizes=[mine.size for mine in partition.train],
+                test=np.concatenate(partition.test),
+                test_sizes=[mine.size for mine in partition.test],
+            )
+        os.replace(unfinished, file)
+    except BaseException:
+        Path(unfinished).unlink(missing_ok=True)
+        raise
+
+
+def _checked_labels(labels: npt.ArrayLike) -> IntArray:
+    labels = np.asarray(labels)
+    if labels.ndim != 1 or labels.size == 0 or labels.dtype.kind not in "iu" or labels.min() < 0:
+        raise ValueError(
+            f"labels of shape {labels.shape} and type {labels.dtype}: must be a non-empty list of integers from 0"
+        )
+    return labels.astype(np.int64)
+
+
+def _check_name(key: str, value: str, allowed: Iterable[str]) -> None:
+    if value not in allowed:
+        raise ValueError(f"{key}={value!r}: must be one of {', '.join(allowed)}")
+
+
+def _check_request(clients: int, alpha: float, seed: int) -> None:
+    if not isinstance(clients, int | np.integer) or isinstance(clients, bool) or clients < 1:
+        raise ValueError(f"clients={clients!r}: must be an integer of at least 1")
+    if not isinstance(alpha, int | float | np.number) or not math.isfinite(alpha) or alpha <= 0:
+        raise ValueError(f"alpha={alpha!r}: must be a finite number above 0")
+    if not isinstance(seed, int | np.integer) or isinstance(seed, bool) or not 0 <= seed < 2**32:
+        raise ValueError(f"seed={seed!r}: must be an integer from 0 to 2**32 - 1")

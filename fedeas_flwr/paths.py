@@ -1,0 +1,117 @@
+"""Where things are kept, and how a file or folder appears there whole or not at all."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+
+def cache_root() -> Path:
+    """Return the user's cache folder: ``$FEDEAS_CACHE``, or ``~/.cache/fedeas``.
+
+    It is read anew at every call, so that a test or a launcher may change it.
+
+    Returns
+    -------
+    Path
+        An absolute path. It may not exist yet.
+    """
+    given = os.environ.get("FEDEAS_CACHE", "")
+    return (Path(given).expanduser() if given else Path.home() / ".cache" / "fedeas").absolute()
+
+
+@contextmanager
+def atomic_path(path: str | os.PathLike[str]) -> Iterator[Path]:
+    """Give a temporary name to write to; it becomes `path` when the block ends well.
+
+    The temporary file lies in the same folder, because a rename is atomic only within one file system. When the
+    block raises, `path` is left as it was.
+
+    Parameters
+    ----------
+    path
+        The file to write. Missing parent folders are made.
+
+    Yields
+    ------
+    Path
+        The temporary file, not yet made.
+    """
+    target = Path(path)
+    temporary = _temporary_beside(target)
+    try:
+        yield temporary
+        _sync(temporary)
+        os.replace(temporary, target)
+        _sync(target.parent)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def atomic_write(path: str | os.PathLike[str], content: bytes) -> None:
+    """Write `content` to `path` so that a reader sees the old file or the new one, never a part.
+
+    Parameters
+    ----------
+    path
+        The file to write. Missing parent folders are made.
+    content
+        All of the file's bytes.
+    """
+    with atomic_path(path) as temporary:
+        temporary.write_bytes(content)
+
+
+@contextmanager
+def atomic_folder(path: str | os.PathLike[str]) -> Iterator[Path]:
+    """Give a temporary folder to fill; it becomes `path` when the block ends well.
+
+    A folder cannot replace another one in one step, so an old `path` is moved away first. Callers that may race
+    hold a lock around this.
+
+    Parameters
+    ----------
+    path
+        The folder to make or to replace. Missing parent folders are made.
+
+    Yields
+    ------
+    Path
+        The temporary folder, empty.
+    """
+    target = Path(path)
+    temporary = _temporary_beside(target)
+    temporary.mkdir()
+    try:
+        yield temporary
+        for inside in sorted(temporary.rglob("*")):
+            _sync(inside)
+        if target.exists():
+            old = _temporary_beside(target)
+            os.rename(target, old)
+            shutil.rmtree(old, ignore_errors=True)
+        os.rename(temporary, target)
+        _sync(target.parent)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _temporary_beside(target: Path) -> Path:
+    # Not tempfile.mkstemp: its files are readable by their owner only, and a cache may be shared.
+    target.parent.mkdir(parents=True, exist_ok=True)
+    return target.parent / f".{target.name}.{os.getpid()}-{secrets.token_hex(4)}.tmp"
+
+
+def _sync(path: Path) -> None:
+    # Without it a power cut after the rename can leave a whole name on an empty file.
+    if path.is_dir() and os.name == "nt":  # Windows cannot open a folder
+        return
+    descriptor = os.open(path, os.O_RDONLY if path.is_dir() else os.O_RDWR)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,205 @@
+"""Plan before anything is generated: what a policy would do with given label counts, as data and as a table."""
+
+from __future__ import annotations
+
+import csv
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from fedeas_flwr import allocation
+from fedeas_flwr.counts import LARGEST, checked_counts
+
+LARGEST_FILE = 64 * 2**20  # bytes; a thousand clients by a thousand classes need about a tenth of it
+MOST_CLASSES_SHOWN = 20
+
+
+def plan(
+    counts: npt.ArrayLike,
+    *,
+    dataset: str | None,
+    protocol: str | None,
+    policy: str,
+    beta: float,
+    gamma: float,
+    seed: int | None,
+    strict_mean: bool = True,
+    total: int | None = None,
+) -> dict[str, Any]:
+    """Say what every client would generate under a policy, and what that does to the imbalance.
+
+    Parameters
+    ----------
+    counts : array_like of int, shape [K, C]
+        Label counts of the clients' training data.
+    dataset, protocol, seed
+        Where the counts come from, carried into the plan; None where they were given as a file.
+    policy, beta, gamma, strict_mean, total
+        See `fedeas_flwr.allocation.allocate`.
+
+    Returns
+    -------
+    dict
+        Plain Python values, ready for JSON. A client's ``budget`` is None under a policy without budgets;
+        ``imbalance.removed`` and ``synthetic_fraction`` are fractions.
+    """
+    counts = checked_counts(counts)
+    generate = allocation.allocate(counts, policy, beta=beta, gamma=gamma, strict_mean=strict_mean, total=total)
+    budgets = allocation.policy_budget(counts, policy, beta, gamma)
+    samples, entropy = counts.sum(axis=1).tolist(), allocation.normalised_entropy(counts).tolist()
+    real, made = int(counts.sum()), int(generate.sum())
+    return {
+        "dataset": dataset,
+        "protocol": protocol,
+        "policy": policy,
+        "beta": beta,
+        "gamma": gamma,
+        "seed": seed,
+        "clients": [
+            {
+                "client": k,
+                "samples": samples[k],
+                "entropy": entropy[k],
+                "budget": None if budgets is None else int(budgets[k]),
+                "generate": row,
+            }
+            for k, row in enumerate(generate.tolist())
+        ],
+        "total": made,
+        "full_balance_total": int(allocation.full_balance(counts).sum()),
+        "imbalance": {
+            "before": allocation.imbalance(counts).score,
+            "after": allocation.imbalance(counts, generate).score,
+            "removed": allocation.removed(counts, generate),
+        },
+        "synthetic_fraction": made / (real + made) if real + made > 0 else 0.0,
+    }
+
+
+def read_counts(path: str | Path) -> npt.NDArray[np.int64]:
+    """Read label counts, one row a client and one column a class.
+
+    A ``.json`` file holds a list of rows. A ``.csv`` file holds rows of integers; its first line is taken for a header
+    if no cell of it is a number.
+    """
+    path = Path(path)
+    readers = {".json": _json_rows, ".csv": _csv_rows}
+    if path.suffix.lower() not in readers:
+        raise ValueError(f"{path}: counts must be a .json or a .csv file")
+    try:
+        with path.open("rb") as stream:
+            content = stream.read(LARGEST_FILE + 1)
+    except OSError as error:
+        raise ValueError(f"{path}: cannot be read, {error.strerror or error}") from None
+    if len(content) > LARGEST_FILE:
+        raise ValueError(f"{path}: too large, at most {LARGEST_FILE // 2**20} MiB are allowed")
+    try:
+        text = content.decode("utf-8-sig")
+    except UnicodeDecodeError:
+        raise ValueError(f"{path}: must be text in UTF-8") from None
+    rows = readers[path.suffix.lower()](path, text)
+    if not rows or not rows[0]:
+        raise ValueError(f"{path}: holds no counts, at least one client and one class are needed")
+    for k, row in enumerate(rows):
+        if len(row) != len(rows[0]):
+            raise ValueError(f"{path}: row {k + 1} has {len(row)} classes, must have {len(rows[0])} as the first row")
+        for c, n in enumerate(row):
+            if type(n) is not int or not 0 <= n <= LARGEST:
+                raise ValueError(
+                    f"{path}: row {k + 1}, column {c + 1} is {str(n)[:40]!r}, must be an integer from 0 to 2**40"
+                )
+    return np.array(rows, dtype=np.int64)
+
+
+def _json_rows(path: Path, text: str) -> list[list[Any]]:
+    try:
+        rows = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path}: not valid JSON, {error}") from None
+    if not isinstance(rows, list) or not all(isinstance(row, list) for row in rows):
+        raise ValueError(f"{path}: must be a list of rows, each a list of integers")
+    return rows
+
+
+def _csv_rows(path: Path, text: str) -> list[list[Any]]:
+    try:
+        lines = [[cell.strip() for cell in line] for line in csv.reader(text.splitlines(), strict=True)]
+    except csv.Error as error:
+        raise ValueError(f"{path}: not valid CSV, {error}") from None
+    lines = [line for line in lines if any(line)]
+    if lines and not any(_is_number(cell) for cell in lines[0]):
+        header = lines.pop(0)
+        if lines and len(lines[0]) != len(header):
+            raise ValueError(f"{path}: the header has {len(header)} columns, the first row {len(lines[0])}")
+    # Cells that are not integers stay text, for the check of all rows to name them.
+    return [[int(cell) if re.fullmatch(r"-?[0-9]{1,18}", cell) else cell for cell in line] for line in lines]
+
+
+def _is_number(cell: str) -> bool:
+    try:
+        float(cell)
+    except ValueError:
+        return False
+    return True
+
+
+def format_table(plan: dict[str, Any]) -> str:
+    """Show a plan as plain text: a line a client, then the totals.
+
+    Up to twenty classes are shown one by one; of more than that, how many classes get samples and how many each.
+    """
+    classes = len(plan["clients"][0]["generate"])
+    shown = _class_by_class(plan) if classes <= MOST_CLASSES_SHOWN else _summarised(plan)
+    header = ["client", "samples", "entropy", "budget", "generate", *shown[0]]
+    rows = [
+        [
+            str(client["client"]),
+            f"{client['samples']:,}",
+            f"{client['entropy']:.3f}",
+            "-" if client["budget"] is None else f"{client['budget']:,}",
+            f"{sum(client['generate']):,}",
+            *more,
+        ]
+        for client, more in zip(plan["clients"], shown[1:], strict=True)
+    ]
+    widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
+    table = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in [header, *rows]]
+    return "\n".join([_title(plan), "", table[0], "-" * len(table[0]), *table[1:], "", *_totals(plan)])
+
+
+def _class_by_class(plan: dict[str, Any]) -> list[list[str]]:
+    rows = [client["generate"] for client in plan["clients"]]
+    return [[f"c{c}" for c in range(len(rows[0]))]] + [[f"{n:,}" if n else "." for n in row] for row in rows]
+
+
+def _summarised(plan: dict[str, Any]) -> list[list[str]]:
+    rows = [[n for n in client["generate"] if n] for client in plan["clients"]]
+    return [["classes", "each"]] + [[str(len(row)), _range(row)] for row in rows]
+
+
+def _range(numbers: list[int]) -> str:
+    if not numbers:
+        return "."
+    least, most = min(numbers), max(numbers)
+    return f"{least:,}" if least == most else f"{least:,}-{most:,}"
+
+
+def _title(plan: dict[str, Any]) -> str:
+    source = "given counts"
+    if plan["dataset"] is not None:
+        source = f"{plan['dataset']}, protocol {plan['protocol']}, seed {plan['seed']}"
+    return f"Policy {plan['policy']} (beta {plan['beta']:g}, gamma {plan['gamma']:g}) on {source}"
+
+
+def _totals(plan: dict[str, Any]) -> list[str]:
+    score, full = plan["imbalance"], plan["full_balance_total"]
+    part = f" ({plan['total'] / full:.1%} of it)" if full else ""
+    return [
+        f"To generate:  {plan['total']:,} samples, {plan['synthetic_fraction']:.1%} of the training data then",
+        f"Full balance: {full:,} samples{part}",
+        f"Imbalance:    {score['before']:.4f} -> {score['after']:.4f}, {score['removed']:.1%} removed",
+    ]

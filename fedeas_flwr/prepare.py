@@ -1,0 +1,71 @@
+"""Everything a run needs before its first message, made where a person can watch: data, partition, generator."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rich.console import Console
+
+from fedeas_flwr.config import ConfigError, RunConfig
+from fedeas_flwr.data import open_dataset
+from fedeas_flwr.generators import open_generator
+from fedeas_flwr.local_data import planned_counts
+from fedeas_flwr.models import split_state
+from fedeas_flwr.runs import RunDirectory, RunError
+from fedeas_flwr.training import network, pick_device
+
+
+def prepare(config: RunConfig, console: Console) -> RunConfig:
+    """Check that the run can be had at all, and make what is slow to make once.
+
+    A mistake found here costs a second; found by Flower's processes it would cost half a minute.
+    """
+    if not config.clients:
+        raise ConfigError("clients = 0: `fedeas run` makes the federation itself, so say how many clients it has")
+    device = pick_device(config.device)
+
+    def tries(done: int) -> None:
+        if done % 500 == 0:
+            console.print(f"partition: {done:,} tries so far (kept in the cache once found)", highlight=False)
+
+    planned_counts(config, config.clients, tries)
+    open_dataset(config.dataset, config.data_dir)
+    network(config)
+    if config.generates:
+        if config.generator == "builtin":
+            ensure_digits_generator(console)
+        open_generator(
+            config.generator,
+            config.dataset,
+            steps=config.sampler_steps,
+            guidance=config.guidance,
+            batch_size=config.generation_batch,
+            device=device,
+        )
+    return config
+
+
+def ensure_digits_generator(console: Console) -> None:
+    """Train the built-in generator if this user's cache does not hold it yet."""
+    from fedeas_flwr.generators.digits import ensure_builtin
+
+    def show(step: int, total: int, loss: float) -> None:
+        if step == 1:
+            console.print("training the built-in digits generator, once (about a minute on two cores) …")
+        if step % 40 == 0 or step == total:
+            console.print(f"  step {step:>3}/{total}  loss {loss:.3f}", highlight=False)
+
+    ensure_builtin(progress=show)
+
+
+def evaluate_run(run: RunDirectory) -> dict[str, Any]:
+    """Test a finished run's model anew."""
+    from fedeas_flwr.server_app import central_test
+
+    config = run.config()
+    arrays = run.load_model()
+    trainable, buffers = split_state(network(config))
+    if set(arrays) != set(trainable) | set(buffers):
+        raise RunError(f"{run.path / 'model.safetensors'} does not hold the arrays of model '{config.model}'")
+    test = central_test(config, config.clients, pick_device(config.device))
+    return test({k: arrays[k] for k in trainable}, {k: arrays[k] for k in buffers})

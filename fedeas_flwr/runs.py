@@ -1,0 +1,230 @@
+"""The run directory: what a run leaves behind, written so that no moment of death loses it.
+
+config.json            the run-config and the environment it ran in
+rounds.jsonl           one object a round
+checkpoint.safetensors everything the server needs to go on after the last checkpointed round
+clients/ID/            what client ID keeps between rounds (simulation; see client_state.py)
+model.safetensors      the final model
+summary.json           the run in a few numbers
+status.json            running, finished, or failed with the reason in one line
+flower.log             what the server and Flower said, with the traceback of any client that failed
+superlink.log          what the launcher's own SuperLink said
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save
+
+from fedeas_flwr.config import ConfigError, RunConfig, parse_config
+from fedeas_flwr.paths import atomic_write
+
+Arrays = dict[str, npt.NDArray[Any]]
+
+NOT_THE_RUN = (
+    "run-dir",
+    "resume",
+    "backend",
+    "actors",
+    "gpu-share",
+    "device",
+    "node-wait",
+    "round-timeout",
+    "checkpoint-every",
+)
+"""Keys that may differ when a run is resumed: they do not change what is computed on the same hardware."""
+
+
+class RunError(RuntimeError):
+    """A run that cannot start, go on, or be read; the message is one line for the user."""
+
+
+@dataclass
+class Checkpoint:
+    """Everything the server holds after a round."""
+
+    round: int
+    trainable: Arrays
+    buffers: Arrays
+    accepted: dict[int, int] = field(default_factory=dict)
+    """Client → the last round whose reply the server used."""
+    generated: dict[int, int] = field(default_factory=dict)
+    """Client → images in its cache, as it last reported."""
+
+
+class RunDirectory:
+    """One run's folder."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    @classmethod
+    def start(cls, config: RunConfig, environment: Mapping[str, Any]) -> RunDirectory:
+        """Make the folder of a new run, or open the one that is to be resumed."""
+        run = cls(Path(config.run_dir))
+        if config.resume:
+            run._check_same(config)
+        elif (run.path / "rounds.jsonl").exists():
+            raise RunError(f"run-dir = '{run.path}' already holds a run: resume it or name another folder")
+        try:
+            run.path.mkdir(parents=True, exist_ok=True)
+            run._write_json("config.json", {"config": config.outside(), "environment": dict(environment)})
+        except OSError as error:
+            raise RunError(f"run-dir = '{run.path}' cannot be written: {error.strerror or error}") from None
+        run.set_status("running")
+        return run
+
+    def _check_same(self, config: RunConfig) -> None:
+        before, now = self.config().outside(), config.outside()
+        free = {*NOT_THE_RUN, "rounds", *(() if now["clients"] else ("clients",))}
+        changed = [k for k in now if before[k] != now[k] and k not in free]
+        if changed:
+            key = changed[0]
+            raise RunError(f"{key} = {now[key]!r}, but the run to resume has {key} = {before[key]!r} in {self.path}")
+        if now["rounds"] < len(self.rounds()):
+            raise RunError(f"rounds = {now['rounds']}, but the run to resume has done {len(self.rounds())}")
+
+    def record_clients(self, clients: int) -> None:
+        """Note how many clients the federation turned out to have."""
+        found = self._read_json("config.json")
+        found["config"]["clients"] = clients
+        self._write_json("config.json", found)
+
+    def config(self) -> RunConfig:
+        """The run-config this run was started with."""
+        try:
+            return parse_config(self._read_json("config.json")["config"])
+        except (ConfigError, KeyError, TypeError) as error:
+            raise RunError(f"{self.path / 'config.json'} is not a run's config: {error}") from None
+
+    def environment(self) -> dict[str, Any]:
+        """What the run ran on."""
+        return dict(self._read_json("config.json")["environment"])
+
+    def rounds(self) -> list[dict[str, Any]]:
+        """The recorded rounds; a last line cut short by a crash is left out."""
+        path = self.path / "rounds.jsonl"
+        records: list[dict[str, Any]] = []
+        for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
+            try:
+                records.append(json.loads(line))
+            except json.JSONDecodeError:
+                break
+        return records
+
+    def append_round(self, record: Mapping[str, Any]) -> None:
+        """Add one finished round."""
+        with (self.path / "rounds.jsonl").open("a", encoding="utf-8") as file:
+            file.write(json.dumps(record) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+
+    def keep_rounds(self, count: int) -> None:
+        """Drop the records after ``count``: rounds that no checkpoint covers are done again on resume."""
+        lines = "".join(json.dumps(record) + "\n" for record in self.rounds()[:count])
+        atomic_write(self.path / "rounds.jsonl", lines.encode())
+
+    def save_checkpoint(self, checkpoint: Checkpoint) -> None:
+        """Replace the checkpoint; a reader sees the old one or the new one, never a part."""
+        arrays = {f"trainable/{k}": np.asarray(v, order="C") for k, v in checkpoint.trainable.items()}
+        arrays |= {f"buffers/{k}": np.asarray(v, order="C") for k, v in checkpoint.buffers.items()}
+        state = {"round": checkpoint.round, "accepted": checkpoint.accepted, "generated": checkpoint.generated}
+        atomic_write(self.path / "checkpoint.safetensors", save(arrays, metadata={"state": json.dumps(state)}))
+
+    def load_checkpoint(self) -> Checkpoint | None:
+        """The last checkpoint, or ``None`` if the run died before its first."""
+        path = self.path / "checkpoint.safetensors"
+        if not path.exists():
+            return None
+        try:
+            with safe_open(path, framework="np") as file:
+                state = json.loads(file.metadata()["state"])
+                arrays = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 - not a dict
+        except (SafetensorError, OSError, KeyError, TypeError, json.JSONDecodeError) as error:
+            raise RunError(f"{path} cannot be read: {error}") from None
+        return Checkpoint(
+            round=int(state["round"]),
+            trainable=_under("trainable/", arrays),
+            buffers=_under("buffers/", arrays),
+            accepted={int(k): int(v) for k, v in state["accepted"].items()},
+            generated={int(k): int(v) for k, v in state["generated"].items()},
+        )
+
+    def save_model(self, arrays: Arrays) -> None:
+        """Write the final model."""
+        atomic_write(self.path / "model.safetensors", save({k: np.asarray(v, order="C") for k, v in arrays.items()}))
+
+    def load_model(self) -> Arrays:
+        """The final model's state dict."""
+        path = self.path / "model.safetensors"
+        if not path.exists():
+            raise RunError(f"{self.path} has no model.safetensors: the run has not finished")
+        try:
+            with safe_open(path, framework="np") as file:
+                return {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 - not a dict
+        except (SafetensorError, OSError) as error:
+            raise RunError(f"{path} cannot be read: {error}") from None
+
+    def save_summary(self, summary: Mapping[str, Any]) -> None:
+        """Write the run in a few numbers."""
+        self._write_json("summary.json", summary)
+
+    def summary(self) -> dict[str, Any]:
+        """The run in a few numbers."""
+        return dict(self._read_json("summary.json"))
+
+    def set_status(self, status: str, error: str = "") -> None:
+        """Say where the run stands; ``error`` is one line."""
+        self._write_json("status.json", {"status": status, "error": error})
+
+    def status(self) -> tuple[str, str]:
+        """Where the run stands, and why if it failed."""
+        try:
+            found = self._read_json("status.json")
+        except RunError:
+            return "unknown", ""
+        return str(found["status"]), str(found["error"])
+
+    def _write_json(self, name: str, value: Mapping[str, Any]) -> None:
+        atomic_write(self.path / name, (json.dumps(value, indent=1) + "\n").encode())
+
+    def _read_json(self, name: str) -> Any:
+        try:
+            return json.loads((self.path / name).read_text(encoding="utf-8"))
+        except OSError:
+            raise RunError(f"{self.path} is not a run directory: {name} is missing") from None
+        except ValueError as error:
+            raise RunError(f"{self.path / name} is not JSON: {error}") from None
+
+
+def _under(prefix: str, arrays: Arrays) -> Arrays:
+    return {key.removeprefix(prefix): value for key, value in arrays.items() if key.startswith(prefix)}
+
+
+def describe_environment(device: str) -> dict[str, Any]:
+    """What a reader of the result needs to know about the machine."""
+    versions = {}
+    for package in ("fedeas-flwr", "flwr", "ray", "torch", "torchvision", "diffusers", "numpy"):
+        try:
+            versions[package] = version(package)
+        except PackageNotFoundError:
+            versions[package] = "not installed"
+    return {
+        "device": device,
+        "machine": platform.machine(),
+        "system": platform.system(),
+        "cores": os.cpu_count(),
+        "python": platform.python_version(),
+        "packages": versions,
+    }

@@ -1,0 +1,118 @@
+"""The ServerApp: validate, find the clients, agree on a plan, train, evaluate, record."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from logging import INFO
+from pathlib import Path
+from typing import Any
+
+import torch
+from flwr.app import Context
+from flwr.serverapp import Grid, ServerApp
+from flwr.supercore import log
+
+from fedeas_flwr.config import ConfigError, RunConfig, parse_config
+from fedeas_flwr.local_data import federated_data
+from fedeas_flwr.models import load_state, split_state
+from fedeas_flwr.paths import cache_root
+from fedeas_flwr.runs import Arrays, Checkpoint, RunDirectory, RunError, describe_environment
+from fedeas_flwr.strategies import build_strategy
+from fedeas_flwr.strategies.federation import Evaluate, Federation
+from fedeas_flwr.training import Normaliser, evaluate, network, pick_device
+
+app = ServerApp()
+
+
+@app.main()
+def main(grid: Grid, context: Context) -> None:
+    """Run one federated training from start, or from its checkpoint, to end."""
+    config = parse_config(context.run_config)
+    if not config.run_dir:
+        config = config.with_changes(run_dir=str(cache_root() / "runs" / str(context.run_id)))
+    device = pick_device(config.device)
+    run = RunDirectory.start(config, describe_environment(_device_name(device)))
+    with log_to(run.path / "flower.log"):
+        log(INFO, "Run directory: %s", run.path)
+        _recorded(grid, config, run, device)
+
+
+def _recorded(grid: Grid, config: RunConfig, run: RunDirectory, device: str) -> None:
+    """Do the run, and leave its status behind however it ends."""
+    try:
+        federation = Federation(grid, config, build_strategy(config), run)
+        clients = federation.discover()
+        run.record_clients(clients)
+        federation.plan()
+        test = central_test(config, clients, device) if config.evaluation == "central" else None
+        federation.fit(_start(config, run), test)
+    except KeyboardInterrupt:
+        run.set_status("interrupted")
+        raise
+    except BaseException as error:
+        run.set_status("failed", one_line(error))
+        raise
+    run.set_status("finished")
+
+
+@contextmanager
+def log_to(path: Path) -> Iterator[None]:
+    """Keep Flower's log in the run directory too."""
+    handler = logging.FileHandler(path, encoding="utf-8")
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+    logging.getLogger("flwr").addHandler(handler)
+    try:
+        yield
+    finally:
+        logging.getLogger("flwr").removeHandler(handler)
+        handler.close()
+
+
+def one_line(error: BaseException) -> str:
+    """An error as the user is told it: our own speak for themselves, others say what kind they are."""
+    text = " ".join(str(error).split())
+    return text if isinstance(error, (RunError, ConfigError)) else f"{type(error).__name__}: {text}"
+
+
+def _start(config: RunConfig, run: RunDirectory) -> Checkpoint:
+    """The run's checkpoint if it resumes and has one, else the untrained model."""
+    trainable, buffers = split_state(network(config))
+    checkpoint = run.load_checkpoint() if config.resume else None
+    if checkpoint is None:
+        checkpoint = Checkpoint(0, trainable, buffers)
+    elif set(checkpoint.trainable) != set(trainable) or set(checkpoint.buffers) != set(buffers):
+        raise RunError(f"the checkpoint in {run.path} does not hold the arrays of model '{config.model}'")
+    run.keep_rounds(checkpoint.round)
+    # A file keeps its arrays in an order of its own; on the wire they are in the model's.
+    return replace(
+        checkpoint,
+        trainable={key: checkpoint.trainable[key] for key in trainable},
+        buffers={key: checkpoint.buffers[key] for key in buffers},
+    )
+
+
+def central_test(config: RunConfig, clients: int, device: str) -> Evaluate:
+    """Return the function that tests a model's arrays on the global test set."""
+    data = federated_data(config, clients)
+    images, labels = data.global_test()
+    model = network(config)
+    normalise = Normaliser(data.dataset.mean, data.dataset.std, device)
+
+    def test(trainable: Arrays, buffers: Arrays) -> dict[str, Any]:
+        load_state(model, trainable, buffers)
+        result = evaluate(model, images, labels, data.num_classes, normalise, device)
+        return {
+            "accuracy": result.accuracy,
+            "balanced_accuracy": result.balanced_accuracy,
+            "per_class_accuracy": result.per_class_accuracy,
+            "loss": result.loss,
+        }
+
+    return test
+
+
+def _device_name(device: str) -> str:
+    return torch.cuda.get_device_name(0) if device == "cuda" else "cpu"

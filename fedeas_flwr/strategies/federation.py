@@ -1,0 +1,293 @@
+"""The server's loop around any strategy: who trains, what is accepted, what is kept, when to stop.
+
+One round, in the order of `Federation.train_round`:
+
+    sample by client id → strategy.configure_train → one task a client → send
+    → check every reply → order by client id → strategy.aggregate_train → average the buffers
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from logging import INFO
+from typing import Any
+
+import numpy as np
+from flwr.app import ConfigRecord, Message
+from flwr.serverapp import Grid
+from flwr.serverapp.strategy import Strategy
+from flwr.supercore import log
+
+from fedeas_flwr import messages
+from fedeas_flwr.allocation import shares
+from fedeas_flwr.config import RunConfig
+from fedeas_flwr.data import dataset_info
+from fedeas_flwr.grids import GridView
+from fedeas_flwr.messages import MessageError, Share, TrainReport, TrainTask
+from fedeas_flwr.metrics import summarise
+from fedeas_flwr.runs import Arrays, Checkpoint, RunDirectory, RunError
+from fedeas_flwr.streams import stream
+from fedeas_flwr.waterfill import waterfill_level
+
+Evaluate = Callable[[Arrays, Arrays], dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class RoundOutcome:
+    """What a round's accepted clients said, and who failed and why."""
+
+    reports: list[TrainReport]
+    failures: list[dict[str, Any]]
+    seconds: dict[str, float]
+
+
+class Federation:
+    """A grid's clients, and the run that trains them.
+
+    Parameters
+    ----------
+    grid
+        Any of Flower's grids, or the inline one.
+    config
+        The validated run-config.
+    strategy
+        How replies become a model.
+    run
+        Where the run is recorded.
+    """
+
+    def __init__(self, grid: Grid, config: RunConfig, strategy: Strategy, run: RunDirectory) -> None:
+        self.grid, self.config, self.strategy, self.run = grid, config, strategy, run
+        self.nodes: dict[int, int] = {}
+        self.shares: dict[int, Share] = {}
+        self.checkpointed: dict[int, int] = {}
+        """Client → the round its state would start from if the server came back from its checkpoint."""
+
+    # ------------------------------------------------------------------------------- before the rounds
+
+    def discover(self) -> int:
+        """Learn which node is which client, and return how many there are."""
+        nodes = wait_for_nodes(self.grid, self.config)
+        replies = self._query([messages.ask(node, "identity") for node in nodes])
+        for reply in replies:
+            (client,) = messages.read_answer(reply)
+            if client in self.nodes:
+                raise RunError(f"two nodes say they are client {client}: give each its own client-id")
+            self.nodes[client] = reply.metadata.src_node_id
+        log(INFO, "Federation of %d clients", len(self.nodes))
+        return len(self.nodes)
+
+    def plan(self) -> None:
+        """Agree on a matched budget: each client says two whole numbers and is given its share of the total."""
+        clients = sorted(self.nodes)
+        if not self.config.matched or self.config.policy == "greedy":
+            self.shares = dict.fromkeys(clients, Share())
+            return
+        spent, absent = self._ask_all("plan", "total", "absent")
+        total = self.config.total or int(spent.sum())
+        if self.config.policy == "waterfill":
+            water = waterfill_level(total, lambda level: self._ask_all("waterfill", "count", level=level)[0])
+            self.shares = {c: Share(extra=int(e), level=water.level) for c, e in zip(clients, water.extra, strict=True)}
+            return
+        pairs = (
+            absent
+            if self.config.policy == "missing-only"
+            else np.full_like(absent, len(dataset_info(self.config.dataset).classes))
+        )
+        parts = shares(total, pairs)
+        self.shares = {c: Share(base, extra) for c, (base, extra) in zip(clients, parts, strict=True)}
+
+    def _ask_all(self, question: str, *keys: str, level: float = 0.0) -> list[Any]:
+        """Ask every client, and return one array a key in ascending client id."""
+        replies = self._query([messages.ask(self.nodes[c], question, level) for c in sorted(self.nodes)])
+        rows = sorted(messages.read_answer(reply, *keys) for reply in replies)
+        return [np.array(column, dtype=np.int64) for column in list(zip(*rows, strict=True))[1:]]
+
+    def _query(self, questions: Sequence[Message]) -> list[Message]:
+        replies = list(self.grid.send_and_receive(questions, timeout=self.config.round_timeout or None))
+        for reply in replies:
+            if reply.has_error():
+                raise RunError(f"a client could not answer the first query: {messages.failure_reason(reply)}")
+        if len(replies) < len(questions):
+            raise RunError(
+                f"{len(questions) - len(replies)} of {len(questions)} clients did not answer the first query"
+            )
+        return replies
+
+    # -------------------------------------------------------------------------------------- the rounds
+
+    def fit(self, start: Checkpoint, test: Evaluate | None) -> None:
+        """Train from ``start`` to the last round, recording every round.
+
+        ``test`` scores (trainable, buffers) on a test set of the server's; without it the clients are asked.
+        """
+        state, self.checkpointed = start, start.accepted
+        while state.round < self.config.rounds:
+            state, outcome = self.train_round(state)
+            began = time.perf_counter()
+            scores = test(state.trainable, state.buffers) if test else self._ask_clients_to_test(state)
+            outcome.seconds["evaluate"] = time.perf_counter() - began
+            self.run.append_round(
+                {
+                    "round": state.round,
+                    **scores,
+                    "train_loss": _mean(outcome.reports, lambda r: r.loss),
+                    "clients": [r.client for r in outcome.reports],
+                    "failures": outcome.failures,
+                    "generated": sum(state.generated.values()),
+                    "made": sum(r.made for r in outcome.reports),
+                    "steps": sum(r.steps for r in outcome.reports),
+                    "seconds": {phase: round(s, 4) for phase, s in outcome.seconds.items()},
+                }
+            )
+            if state.round % self.config.checkpoint_every == 0 or state.round == self.config.rounds:
+                self.run.save_checkpoint(state)
+                self.checkpointed = state.accepted
+            log(INFO, "[round %d/%d] accuracy %.4f", state.round, self.config.rounds, scores["accuracy"])
+        self.run.save_model({**state.trainable, **state.buffers})
+        self.run.save_summary(summarise(self.run.rounds(), self.config.threshold))
+
+    def sample(self, round_number: int) -> list[int]:
+        """The clients of a round: uniform without replacement, from a stream of the round's own."""
+        clients = sorted(self.nodes)
+        count = max(1, round(self.config.participation * len(clients)))
+        chosen = stream(self.config.seed, "sample", round_number).choice(len(clients), count, replace=False)
+        return [clients[i] for i in sorted(chosen)]
+
+    def train_round(self, state: Checkpoint) -> tuple[Checkpoint, RoundOutcome]:
+        """Send the model to a round's clients and merge what comes back."""
+        number, chosen, began = state.round + 1, self.sample(state.round + 1), time.perf_counter()
+        replies = self._send_round(number, chosen, state)
+        received = time.perf_counter()
+        accepted, failures = self._accept(chosen, replies, state)
+        self._check_quorum(number, chosen, failures)
+
+        arrays, _ = self.strategy.aggregate_train(number, [reply for reply, _, _ in accepted])
+        if arrays is None:
+            raise RunError(f"round {number}: {self.config.strategy} made no model of {len(accepted)} replies")
+        reports = [report for _, report, _ in accepted]
+        merged = Checkpoint(
+            round=number,
+            trainable=_like(messages.to_arrays(arrays), state.trainable),
+            buffers=average_buffers([b for _, _, b in accepted], [r.examples for r in reports], state.buffers),
+            accepted=state.accepted | {r.client: number for r in reports},
+            generated=state.generated | {r.client: r.generated for r in reports},
+        )
+        seconds = {
+            "clients": received - began,
+            "aggregate": time.perf_counter() - received,
+            "generating": sum(r.seconds_generating for r in reports),
+            "training": sum(r.seconds_training for r in reports),
+        }
+        return merged, RoundOutcome(reports, failures, seconds)
+
+    def _send_round(self, number: int, chosen: Sequence[int], state: Checkpoint) -> Iterable[Message]:
+        view = GridView(self.grid, [self.nodes[client] for client in chosen])
+        model, buffers = messages.to_record(state.trainable), messages.to_record(state.buffers)
+        clients = {node: client for client, node in self.nodes.items()}
+        out = list(self.strategy.configure_train(number, model, ConfigRecord(), view))
+        for message in out:
+            client = clients[message.metadata.dst_node_id]
+            task = TrainTask(
+                round=number,
+                beta=self.config.beta,
+                accepted_round=state.accepted.get(client, 0),
+                checkpointed_round=self.checkpointed.get(client, 0),
+                state_dir=str(self.run.path / "clients"),
+                share=self.shares[client],
+            )
+            messages.add_task(message, task, buffers)
+        return view.send_and_receive(out, timeout=self.config.round_timeout or None)
+
+    def _accept(
+        self, chosen: Sequence[int], replies: Iterable[Message], state: Checkpoint
+    ) -> tuple[list[tuple[Message, TrainReport, Arrays]], list[dict[str, Any]]]:
+        """Check every reply; return the good ones in ascending client id, and the failures with their reasons."""
+        by_node = {reply.metadata.src_node_id: reply for reply in replies}
+        accepted: list[tuple[Message, TrainReport, Arrays]] = []
+        failures: list[dict[str, Any]] = []
+        for client in chosen:
+            reply = by_node.get(self.nodes[client])
+            try:
+                if reply is None:
+                    raise MessageError(f"no reply within {self.config.round_timeout:g} s")
+                if reply.has_error():
+                    raise MessageError(messages.failure_reason(reply))
+                report, buffers = messages.read_train_reply(reply, client, state.trainable, state.buffers)
+                accepted.append((reply, report, buffers))
+            except MessageError as error:
+                log(INFO, "client %d: %s", client, error)
+                failures.append({"client": client, "reason": str(error)})
+        return accepted, failures
+
+    def _check_quorum(self, number: int, chosen: Sequence[int], failures: Sequence[Mapping[str, Any]]) -> None:
+        good = len(chosen) - len(failures)
+        if good == 0 or good < self.config.min_replies * len(chosen):
+            first = failures[0]
+            raise RunError(
+                f"round {number}: {len(failures)} of {len(chosen)} clients failed and min-replies = "
+                f"{self.config.min_replies:g} does not allow it; client {first['client']}: {first['reason']}"
+            )
+
+    # -------------------------------------------------------------------------------------- evaluation
+
+    def _ask_clients_to_test(self, state: Checkpoint) -> dict[str, Any]:
+        model, buffers = messages.to_record(state.trainable), messages.to_record(state.buffers)
+        questions = [messages.evaluate_message(node, model, buffers) for node in self.nodes.values()]
+        clients = {node: client for client, node in self.nodes.items()}
+        reports = []
+        for reply in self.grid.send_and_receive(questions, timeout=self.config.round_timeout or None):
+            client = clients[reply.metadata.src_node_id]
+            if reply.has_error():
+                raise RunError(f"evaluation: client {client}: {messages.failure_reason(reply)}")
+            reports.append(messages.read_evaluate_reply(reply, client))
+        reports = sorted((r for r in reports if r.examples), key=lambda r: r.client)
+        if not reports:
+            raise RunError("evaluation: no client has test data of its own")
+        examples = sum(r.examples for r in reports)
+        own = {r.client: r.correct / r.examples for r in reports}
+        worst = min(own, key=lambda client: own[client])
+        return {
+            "accuracy": sum(r.correct for r in reports) / examples,
+            "mean_client_accuracy": sum(own.values()) / len(own),
+            "worst_client_accuracy": own[worst],
+            "worst_client": worst,
+            "loss": sum(r.loss * r.examples for r in reports) / examples,
+        }
+
+
+def wait_for_nodes(grid: Grid, config: RunConfig) -> list[int]:
+    """Wait for the federation's nodes; their number is the federation's own unless ``clients`` says otherwise."""
+    deadline = time.monotonic() + config.node_wait
+    while True:
+        nodes = sorted(grid.get_node_ids())
+        if nodes and len(nodes) == (config.clients or len(nodes)):
+            return nodes
+        if time.monotonic() >= deadline:
+            wanted = f"clients = {config.clients}" if config.clients else "a run needs at least one client"
+            raise RunError(
+                f"{wanted}, but the federation has {len(nodes)} nodes: "
+                f'pass --federation-config "num-supernodes={config.clients or 2}" or set clients = {len(nodes)}'
+            )
+        time.sleep(0.2)
+
+
+def average_buffers(received: Sequence[Arrays], weights: Sequence[int], like: Arrays) -> Arrays:
+    """Average what is not trained (BatchNorm statistics) by N_k; whole-number counters stay whole."""
+    total = sum(weights)
+    averaged: Arrays = {}
+    for key, kind in like.items():
+        mean = sum(arrays[key].astype(np.float64) * (w / total) for arrays, w in zip(received, weights, strict=True))
+        averaged[key] = (np.rint(mean) if kind.dtype.kind in "iub" else np.asarray(mean)).astype(kind.dtype)
+    return averaged
+
+
+def _like(arrays: Arrays, wanted: Arrays) -> Arrays:
+    # Strategies may compute in float64: the model keeps its own kind and order.
+    return {key: np.asarray(arrays[key], dtype=wanted[key].dtype) for key in wanted}
+
+
+def _mean(reports: Sequence[TrainReport], value: Callable[[TrainReport], float]) -> float:
+    return sum(value(r) * r.examples for r in reports) / sum(r.examples for r in reports)

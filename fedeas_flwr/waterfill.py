@@ -1,0 +1,146 @@
+"""Waterfill: the least imbalance score a total can buy (ours; the paper has only its greedy reference).
+
+Each client fills its lowest classes as water would, all clients down to one common marginal gain. On the wire that is
+one scalar, found by asking the clients, and a remainder: a client still needs nothing but its own counts.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from fedeas_flwr.counts import BoolArray, FloatArray, IntArray, check_total, checked_counts
+
+
+# argmin of Eq. (surrogate) at a given total
+def waterfill(counts: npt.ArrayLike, total: int) -> IntArray:
+    """Spend the total so that the imbalance score becomes least, up to the rounding to whole samples."""
+    counts = checked_counts(counts)
+    return waterfill_fill(counts, waterfill_level(total, waterfill_counter(counts)).samples)
+
+
+class WaterLevel(NamedTuple):
+    """A total as clients are told it: one level for all, and for some clients a few samples more."""
+
+    level: float
+    extra: IntArray
+    samples: IntArray  # what each client generates: its count at the level plus its extra
+
+
+def waterfill_level(total: int, count_at: Callable[[float], IntArray]) -> WaterLevel:
+    """Find by bisection the marginal gain down to which clients must fill to spend the total exactly.
+
+    Parameters
+    ----------
+    total : int
+        Samples to spend.
+    count_at : callable
+        Maps a level to the samples each client would add, see `waterfill_counter`; a server asks its clients.
+
+    Returns
+    -------
+    WaterLevel
+        What the level leaves over goes to the clients whose next samples have that very gain, lowest client first.
+    """
+    check_total(total)
+    below, most = 0.0, count_at(0.0)  # everyone balanced
+    above, least = 1.0, np.zeros_like(most)  # no gain exceeds 1
+    while most.sum() < total:
+        above, least, below = below, most, 2 * below - 1
+        most = count_at(below)
+        if most.sum() == least.sum():
+            raise ValueError(f"total={total}: every client is empty, so only 0 can be spent")
+    if most.sum() == total:
+        above, least = below, most
+    while least.sum() < total and above - below > 2.0**-50 * max(1.0, -below):  # finer than gains can be told apart
+        middle = (above + below) / 2
+        at_middle = count_at(middle)
+        if at_middle.sum() <= total:
+            above, least = middle, at_middle
+        else:
+            below, most = middle, at_middle
+    room = most - least
+    extra = np.clip(total - least.sum() - (np.cumsum(room) - room), 0, room)
+    return WaterLevel(above, extra, least + extra)
+
+
+def waterfill_count(counts: npt.ArrayLike, level: float) -> IntArray:
+    """Count the samples each client adds while its marginal gain stays above the level; see `waterfill_counter`."""
+    return waterfill_counter(counts)(level)
+
+
+# A sample in a client's lowest class, at height h, takes S = Σ_c (n_k^c)² to S + 2h + 1 and N_k to N_k + 1, so b of
+# them gain p_k (S / N_k² − (S + b (2h + 1)) / (N_k + b)²): to first order b times Eq. (gain).
+def waterfill_counter(counts: npt.ArrayLike) -> Callable[[float], IntArray]:
+    """Make the function that tells how many samples each client adds down to a level of marginal gain.
+
+    Gains are counted in units of 2 / Σ_j N_j, so that a client needs nothing but its own row: at first about
+    ‖q_k‖² − min_c q_k^c, never above 1, and 0 when it is balanced. Beyond that, level −s stands for s samples more from
+    everyone. The marginal gain is the next sample's or, if that is more, the mean over the whole round that makes the
+    lowest classes level again: near balance the first samples of a round do harm that the last ones repair.
+    """
+    counts = checked_counts(counts)
+    client, last = np.arange(len(counts)), counts.shape[1] - 1
+    heights, sums, poured = _pour(counts)
+    own = np.square(heights, dtype=np.float64)
+    other_squares = own.sum(axis=1, keepdims=True) - np.cumsum(own, axis=1)
+    size, filling = sums[:, -1], np.arange(1, last + 2)
+
+    def gains(size: IntArray, added: IntArray, squares: FloatArray, height: IntArray, to_level: IntArray) -> FloatArray:
+        grown, step = np.maximum(1.0, size + added), 2.0 * height + 1
+        next_one = squares / grown**2 - (squares + step) / (grown + 1) ** 2
+        next_all = squares / grown**2 - (squares + to_level * step) / (grown + to_level) ** 2
+        return np.asarray(size / 2 * np.maximum(next_one, next_all / to_level), dtype=np.float64)
+
+    gain_when_reached = gains(size[:, None], poured, other_squares + filling * own, heights, filling)
+
+    def count_at(level: float) -> IntArray:
+        if level <= 0:
+            return np.asarray(np.where(size > 0, poured[:, -1] + math.floor(-level), 0), dtype=np.int64)
+        j = np.maximum(0, (gain_when_reached[:, :-1] > level).sum(axis=1) - 1)
+        lowest, below, rest = heights[client, j], sums[client, j], other_squares[client, j]
+
+        def worth(height: IntArray, over: IntArray) -> BoolArray:
+            """Tell whether to go on when the j + 1 lowest classes stand at a height, ``over`` of them one higher."""
+            squares = rest + (j + 1.0) * height**2 + over * (2.0 * height + 1)
+            added, to_level = (j + 1) * height + over - below, np.maximum(1, j + 1 - over)
+            return gains(size, added, squares, height, to_level) > level
+
+        rounds_end = _bisect(lowest, heights[client, np.minimum(j + 1, last)], lambda h: worth(h, np.zeros_like(h)))
+        height = np.maximum(lowest, rounds_end - 1)  # where the last round begins
+        over = _bisect(np.zeros_like(j), np.where(rounds_end > lowest, j + 1, 0), lambda o: worth(height, o))
+        count: IntArray = (j + 1) * height + over - below
+        return count
+
+    return count_at
+
+
+def _bisect(low: IntArray, high: IntArray, holds: Callable[[IntArray], BoolArray]) -> IntArray:
+    """Find elementwise the first integer from low up to high at which a condition no longer holds."""
+    while (low < high).any():
+        middle = (low + high) // 2
+        more = holds(middle) & (low < high)
+        low, high = np.where(more, middle + 1, low), np.where(more, high, middle)
+    return low
+
+
+def waterfill_fill(counts: npt.ArrayLike, samples: npt.ArrayLike) -> IntArray:
+    """Place each client's number of samples into its lowest classes, one at a time as it were, ties to the lowest."""
+    counts, samples = checked_counts(counts), np.asarray(samples, dtype=np.int64)
+    _, sums, poured = _pour(counts)
+    filling = (poured <= samples[:, None]).sum(axis=1)
+    height, over = np.divmod(sums[np.arange(len(counts)), filling - 1] + samples, filling)
+    low = counts <= height[:, None]
+    placed: IntArray = np.where(low, height[:, None] + (np.cumsum(low, axis=1) <= over[:, None]) - counts, 0)
+    return placed
+
+
+def _pour(counts: IntArray) -> tuple[IntArray, IntArray, IntArray]:
+    """Sort each row; give heights, their running sums, and the samples it takes for the water to reach each height."""
+    heights = np.sort(counts, axis=1)
+    sums = np.cumsum(heights, axis=1)
+    return heights, sums, np.arange(1, counts.shape[1] + 1) * heights - sums

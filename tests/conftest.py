@@ -1,0 +1,27 @@
+"""One cache folder and one trained digits generator for the whole session."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+
+@pytest.fixture(scope="session", autouse=True)
+def session_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Keep the user's own cache out of the tests; ``FEDEAS_TEST_CACHE`` keeps one between sessions."""
+    kept = os.environ.get("FEDEAS_TEST_CACHE", "")
+    folder = Path(kept) if kept else tmp_path_factory.mktemp("cache")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("FEDEAS_CACHE", str(folder))
+        yield folder
+
+
+@pytest.fixture(scope="session")
+def digits_generator(session_cache: Path) -> Path:
+    """Return the folder of the real built-in generator: about a minute of training, once."""
+    from fedeas_flwr.generators.digits import ensure_builtin
+
+    return ensure_builtin()

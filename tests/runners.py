@@ -1,0 +1,32 @@
+"""How tests start runs: small ones, on the built-in digits."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from fedeas_flwr.config import RunConfig, parse_config
+from fedeas_flwr.launch import launch
+from fedeas_flwr.runs import RunDirectory
+
+SMALL: dict[str, Any] = {"clients": 4, "rounds": 3, "local-epochs": 1, "backend": "inline", "beta": 4.0, "alpha": 0.1}
+
+
+def small(folder: Path, **changes: Any) -> RunConfig:
+    """A run of seconds; ``changes`` are snake_case keys."""
+    values = {**SMALL, "run-dir": str(folder), **{k.replace("_", "-"): v for k, v in changes.items()}}
+    return parse_config(values)
+
+
+def finish(config: RunConfig) -> RunDirectory:
+    """Run to the end without a terminal."""
+    return launch(config, Console(file=io.StringIO()))
+
+
+def weights(run: RunDirectory) -> str:
+    """A hash of the final model: equal means equal bit for bit."""
+    return hashlib.sha256((run.path / "model.safetensors").read_bytes()).hexdigest()

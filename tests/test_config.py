@@ -1,0 +1,120 @@
+"""The run-config: defaults in one place, bad input in one line."""
+
+import tomllib
+from pathlib import Path
+from typing import get_args
+
+import pytest
+
+from fedeas_flwr.allocation import POLICIES
+from fedeas_flwr.config import KEYS, ConfigError, Policy, RunConfig, parse_config, parse_overrides, read_config
+from fedeas_flwr.quickstart import quickstart_config
+
+ROOT = Path(__file__).parents[1]
+
+
+def test_pyproject_repeats_the_defaults_exactly() -> None:
+    shipped = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["flwr"]["app"]["config"]
+    defaults = parse_config({}).outside()
+    assert shipped == defaults
+    assert {k: type(v) for k, v in shipped.items()} == {k: type(v) for k, v in defaults.items()}
+
+
+def test_the_policies_are_those_of_the_allocation() -> None:
+    assert set(get_args(Policy)) == set(POLICIES)
+
+
+def test_every_key_is_described() -> None:
+    assert all(field.description for field in RunConfig.model_fields.values())
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "conf").glob("*.toml")), ids=lambda p: p.name)
+def test_every_shipped_conf_is_valid_and_says_its_hardware(path: Path) -> None:
+    read_config(path)
+    head = path.read_text().split("\n\n")[0]
+    assert head.startswith("#")
+    assert "Hardware" in head
+
+
+def test_quickstart_conf_is_the_quickstarts_fedeas_run(tmp_path: Path) -> None:
+    run = quickstart_config("fedeas", "ray", tmp_path)
+    assert read_config(ROOT / "conf" / "quickstart.toml") == run.with_changes(run_dir="")
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ({"beta": -1}, ["beta", "-1", "greater than or equal to 0"]),
+        ({"alpha": 0}, ["alpha", "0", "greater than 0"]),
+        ({"alpha": float("nan")}, ["alpha", "nan"]),
+        ({"learning-rate": float("inf")}, ["learning-rate", "inf"]),
+        ({"betta": 3}, ["betta", "3", "did you mean 'beta'"]),
+        ({"zzzzzz": 3}, ["zzzzzz", "known keys", "policy"]),
+        ({"policy": "magic"}, ["policy", "magic", "fedeas", "waterfill"]),
+        ({"rounds": 0}, ["rounds", "0"]),
+        ({"rounds": True}, ["rounds", "True"]),
+        ({"rounds": 2.5}, ["rounds", "2.5", "integer"]),
+        ({"clients": "many"}, ["clients", "many", "integer"]),
+        ({"printed-rule": "maybe"}, ["printed-rule", "maybe", "boolean"]),
+        ({"run-dir": "here"}, ["run-dir", "here", "absolute"]),
+        ({"resume": True}, ["resume", "run-dir"]),
+        ({"evaluation": "federated"}, ["evaluation", "federated", "paper"]),
+        ({"total": 5}, ["total", "5", "uniform"]),
+        ({"dataset": "cifar10"}, ["generator", "builtin", "cifar10", "folder"]),
+        ({"batch-size": 1}, ["batch-size", "1"]),
+        ({"seed": -1}, ["seed", "-1"]),
+    ],
+)
+def test_bad_values_are_refused_in_one_line(values: dict[str, object], words: list[str]) -> None:
+    with pytest.raises(ConfigError) as refused:
+        parse_config(values)
+    text = str(refused.value)
+    assert "\n" not in text
+    assert all(word in text for word in words), text
+
+
+def test_overrides_are_toml_where_they_can_be() -> None:
+    words = ["beta=12", "policy=none", "resume=false", "data-dir=/a b/c", 'model="m:f"', "alpha = 0.3"]
+    assert parse_overrides(words) == {
+        "beta": 12,
+        "policy": "none",
+        "resume": False,
+        "data-dir": "/a b/c",
+        "model": "m:f",
+        "alpha": 0.3,
+    }
+    with pytest.raises(ConfigError, match="'beta' is not key=value"):
+        parse_overrides(["beta"])
+
+
+@pytest.mark.parametrize("content", [b"beta = ", b"\xff\xfe", b"beta = 1\nbeta = 2", b"[table]\nbeta = 1"])
+def test_bad_files_are_refused_in_one_line(tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / "bad.toml"
+    path.write_bytes(content)
+    with pytest.raises(ConfigError) as refused:
+        read_config(path)
+    assert "\n" not in str(refused.value)
+    with pytest.raises(ConfigError, match=r"missing\.toml"):
+        read_config(tmp_path / "missing.toml")
+
+
+def test_outside_and_back() -> None:
+    config = parse_config({"policy": "uniform", "total": 7, "learning-rate": 1})
+    assert parse_config(config.outside()) == config
+    assert set(config.outside()) == set(KEYS)
+    assert config.with_changes(beta=3.0).beta == 3.0
+
+
+@pytest.mark.parametrize(
+    ("values", "generates"),
+    [
+        ({}, True),
+        ({"policy": "none"}, False),
+        ({"beta": 0}, False),
+        ({"beta": 0, "policy": "full-balance"}, True),
+        ({"beta": 0, "policy": "uniform", "total": 3}, True),
+        ({"beta": 0, "policy": "uniform"}, False),
+    ],
+)
+def test_a_generator_is_needed_only_when_something_can_be_generated(values: dict[str, object], generates: bool) -> None:
+    assert parse_config(values).generates is generates

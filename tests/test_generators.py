@@ -1,0 +1,268 @@
+"""Generators: a sample is its identity, folders are checked, and the built-in one is trained once, alike, and well."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from fedeas_flwr.generators import SampleId, open_generator
+from fedeas_flwr.generators.diffusion import WEIGHTS_NAME, DiffusionGenerator, initial_noise
+
+SHAPE = (8, 8, 1)
+
+
+def save_tiny(folder: Path, *, embeddings: int = 4, prediction: str = "v_prediction", half: bool = False) -> Path:
+    """Save a random model of 3 classes, 8×8, too small to be slow."""
+    from diffusers import DDIMScheduler, UNet2DModel
+
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        unet = UNet2DModel(
+            sample_size=8,
+            in_channels=1,
+            out_channels=1,
+            layers_per_block=1,
+            block_out_channels=(8, 8),
+            down_block_types=("DownBlock2D", "DownBlock2D"),
+            up_block_types=("UpBlock2D", "UpBlock2D"),
+            add_attention=False,
+            norm_num_groups=4,
+            num_class_embeds=embeddings,
+        )
+    (unet.half() if half else unet).save_pretrained(folder / "unet")
+    scheduler = DDIMScheduler(beta_schedule="squaredcos_cap_v2", prediction_type=prediction)
+    scheduler.save_pretrained(folder / "scheduler")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny(tmp_path_factory.mktemp("tiny"))
+
+
+def open_tiny(folder: Path, **settings: Any) -> DiffusionGenerator:
+    return DiffusionGenerator(folder, num_classes=3, **({"steps": 4, "batch_size": 4} | settings))
+
+
+def ids(count: int, seed: int = 0, client: int = 0) -> list[SampleId]:
+    return [SampleId(seed, client, i % 3, i // 3) for i in range(count)]
+
+
+def test_each_number_of_the_identity_changes_the_noise() -> None:
+    base = SampleId(1, 2, 3, 4)
+    others = [SampleId(2, 1, 3, 4), base._replace(seed=9), base._replace(client=9), base._replace(label=9)]
+    noises = [initial_noise(sample, (5, 5)) for sample in [base, *others, base._replace(index=9)]]
+    assert np.array_equal(noises[0], initial_noise(base, (5, 5))) and noises[0].dtype == np.float32
+    assert len({noise.tobytes() for noise in noises}) == len(noises)
+    many = np.stack([initial_noise(base._replace(index=i), (16,)) for i in range(1000)])
+    assert abs(many.mean()) < 0.03 and abs(many.std() - 1) < 0.03
+    assert np.abs(np.corrcoef(many.T) - np.eye(16)).max() < 0.15
+
+
+def test_order_neighbours_and_padding_do_not_change_a_bit(tiny: Path) -> None:
+    generator, wanted = open_tiny(tiny), ids(11)
+    images = generator.sample(wanted)
+    assert images.shape == (11, *SHAPE) and images.dtype == np.uint8
+    assert len({image.tobytes() for image in images}) == 11  # or the rest would prove nothing
+    order = np.random.default_rng(0).permutation(11)
+    assert np.array_equal(generator.sample([wanted[i] for i in order]), images[order])
+    assert np.array_equal(generator.sample(wanted[:5]), images[:5])
+    for i in (0, 3, 10):
+        assert np.array_equal(generator.sample([wanted[i]])[0], images[i])
+    assert generator.sample([]).shape == (0, *SHAPE)
+
+
+def test_the_callers_threads_and_random_state_neither_matter_nor_change(tiny: Path) -> None:
+    before = torch.get_num_threads()
+    state = torch.random.get_rng_state()
+    made = []
+    try:
+        for threads in (1, 2):
+            torch.set_num_threads(threads)
+            made.append(open_tiny(tiny).sample(ids(5)))
+            assert torch.get_num_threads() == threads
+    finally:
+        torch.set_num_threads(before)
+    assert np.array_equal(*made)
+    assert torch.equal(torch.random.get_rng_state(), state)
+
+
+def test_every_forward_has_one_batch_size_and_one_thread(tiny: Path) -> None:
+    # Rounding to uint8 hides most last bits, so what they depend on is looked at where it happens.
+    generator, seen = open_tiny(tiny), set()
+    generator._unet.register_forward_pre_hook(lambda _, inputs: seen.add((len(inputs[0]), torch.get_num_threads())))
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        generator.sample(ids(6))
+        generator.sample(ids(1))
+    finally:
+        torch.set_num_threads(before)
+    assert seen == {(4, 1)}
+
+
+def test_label_and_guidance_reach_the_model(tiny: Path) -> None:
+    plain, guided = open_tiny(tiny), open_tiny(tiny, guidance=3.0)
+    assert not np.array_equal(plain.sample(ids(4)), guided.sample(ids(4)))
+    # The guided prediction is free + scale · (conditional − free), by hand.
+    x, labels, time = torch.randn(4, 1, 8, 8), torch.tensor([0, 1, 2, 0]), torch.tensor(500)
+    with torch.no_grad():
+        conditional = plain._unet(x, time, class_labels=labels).sample
+        free = plain._unet(x, time, class_labels=torch.full((4,), 3)).sample
+        assert not torch.equal(conditional, free)
+        torch.testing.assert_close(guided._predict(x, time, labels), 3 * conditional - 2 * free)
+        assert torch.equal(plain._predict(x, time, labels), conditional)
+
+
+def test_guidance_one_needs_one_forward_a_step(tiny: Path) -> None:
+    for guidance, passes in ((1.0, 4), (2.0, 8)):
+        generator, seen = open_tiny(tiny, guidance=guidance), []
+        generator._unet.register_forward_hook(lambda *_, seen=seen: seen.append(1))
+        generator.sample(ids(3))
+        assert len(seen) == passes
+
+
+def test_the_fingerprint_follows_all_that_changes_pixels(tiny: Path, tmp_path: Path) -> None:
+    base = open_tiny(tiny).fingerprint
+    assert open_tiny(tiny).fingerprint == base
+    changed = [open_tiny(tiny, **{key: value}) for key, value in [("steps", 5), ("guidance", 2), ("batch_size", 5)]]
+    changed.append(open_tiny(save_tiny(tmp_path / "epsilon", prediction="epsilon")))
+    changed.append(open_tiny(save_tiny(tmp_path / "half", half=True)))
+    assert len({base, *(generator.fingerprint for generator in changed)}) == 6
+    moved = save_tiny(tmp_path / "moved")
+    config = json.loads((moved / "unet" / "config.json").read_text())
+    (moved / "unet" / "config.json").write_text(json.dumps(config | {"_diffusers_version": "0.0"}))
+    assert open_tiny(moved).fingerprint == base
+
+
+def test_half_precision_weights_are_computed_in_float32(tmp_path: Path) -> None:
+    generator = open_tiny(save_tiny(tmp_path, half=True))
+    assert {value.dtype for value in generator._unet.parameters()} == {torch.float32}
+    assert len(np.unique(generator.sample(ids(2)))) > 2
+
+
+def test_a_model_without_the_no_label_class_refuses_guidance(tmp_path: Path) -> None:
+    folder = save_tiny(tmp_path, embeddings=3)
+    assert open_tiny(folder).sample(ids(1)).shape == (1, *SHAPE)
+    with pytest.raises(ValueError, match=r"guidance: 2.0 needs a model with a 'no label' class"):
+        open_tiny(folder, guidance=2.0)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"num_classes": 7}, "num_class_embeds of .* is 4; it must be 7, or 8"),
+        ({"image_shape": (32, 32, 3)}, r"makes images \[8, 8, 1\]; the dataset's are \[32, 32, 3\]"),
+        ({"steps": 0}, "steps: 0 is not allowed; give 1 to 1000"),
+        ({"guidance": 0.5}, "guidance: 0.5 is not allowed"),
+        ({"guidance": float("nan")}, "guidance: nan is not allowed"),
+        ({"batch_size": 0}, "batch-size: 0 is not allowed"),
+        ({"device": "tpu"}, "device: 'tpu' is not allowed; use cpu, cuda"),
+    ],
+)
+def test_wrong_settings_are_refused_in_one_line(tiny: Path, settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message) as caught:
+        DiffusionGenerator(tiny, **({"num_classes": 3} | settings))
+    assert "\n" not in str(caught.value)
+
+
+def test_wrong_folders_are_refused_in_one_line(tmp_path: Path) -> None:
+    def refuse(message: str) -> None:
+        with pytest.raises((ValueError, FileNotFoundError), match=message) as caught:
+            open_tiny(tmp_path)
+        assert "\n" not in str(caught.value)
+
+    refuse("there is no .*config.json; a generator is a folder with unet/ and scheduler/")
+    save_tiny(tmp_path, prediction="v_prediction")
+    weights, config = tmp_path / "unet" / WEIGHTS_NAME, tmp_path / "unet" / "config.json"
+    whole, settings = weights.read_bytes(), json.loads(config.read_text())
+    weights.write_bytes(whole[:-100])
+    refuse("does not fit its config.json or is damaged")
+    weights.unlink()
+    refuse("weights must be one safetensors file")
+    weights.write_bytes(whole)
+    config.write_text(json.dumps(settings | {"layers_per_block": 2}))  # weights are missing: never fill them at random
+    refuse("does not fit its config.json")
+    config.write_text(json.dumps(settings | {"_class_name": "UNet2DConditionModel"}))
+    refuse("must be UNet2DModel")
+    config.write_text("{")
+    refuse("is not JSON")
+    config.write_text(json.dumps(settings))
+    (tmp_path / "scheduler" / "scheduler_config.json").write_text('{"prediction_type": "flow_prediction"}')
+    refuse("'flow_prediction'; allowed are epsilon, sample, v_prediction")
+
+
+def test_identities_out_of_range_are_refused(tiny: Path) -> None:
+    for sample in (SampleId(0, 0, 3, 0), SampleId(0, 0, -1, 0), SampleId(0, -1, 0, 0)):
+        with pytest.raises(ValueError, match="none negative, label below 3"):
+            open_tiny(tiny).sample([sample])
+
+
+def test_builtin_is_for_digits_only() -> None:
+    with pytest.raises(ValueError, match="cifar10 needs the path of a diffusers folder"):
+        open_generator("builtin", "cifar10")
+
+
+def test_diffusers_is_imported_only_when_needed() -> None:
+    code = (
+        "import sys, fedeas_flwr.generators; assert 'torch' not in sys.modules\n"
+        "import fedeas_flwr.generators.digits, fedeas_flwr.generators.diffusion\n"
+        "assert 'diffusers' not in sys.modules"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_two_processes_train_once_and_a_damaged_folder_is_made_again_alike(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FEDEAS_CACHE", str(tmp_path))
+    code = (
+        "from fedeas_flwr.generators.digits import ensure_builtin\n"
+        "seen = []; ensure_builtin(lambda *a: seen.append(a[:2]), steps=3); print(seen)"
+    )
+    started = [subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) for _ in range(2)]
+    printed = sorted(process.communicate(timeout=200)[0].strip() for process in started)
+    assert printed == ["[(1, 3), (2, 3), (3, 3)]", "[]"]
+
+    from fedeas_flwr.generators.digits import ensure_builtin
+
+    def again(folder: Path) -> bool:
+        seen: list[int] = []
+        threads = torch.get_num_threads()
+        assert ensure_builtin(lambda step, total, loss: seen.append(step), steps=3) == folder
+        assert torch.get_num_threads() == threads and not torch.are_deterministic_algorithms_enabled()
+        return bool(seen)
+
+    folder = ensure_builtin(steps=3)
+    weights = folder / "unet" / WEIGHTS_NAME
+    whole = weights.read_bytes()
+    assert not again(folder)
+    weights.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
+    assert again(folder) and weights.read_bytes() == whole  # training is reproducible, in another process too
+    (folder / "scheduler" / "scheduler_config.json").unlink()
+    assert again(folder) and not again(folder)
+    assert "test images were not seen" in (folder / "README.md").read_text()
+
+
+def test_the_builtin_makes_the_digits_asked_for(digits_generator: Path) -> None:
+    from sklearn.svm import SVC
+
+    from fedeas_flwr.data import open_dataset
+
+    digits = open_dataset("digits")
+    judge = SVC().fit(digits.x_train.reshape(len(digits.x_train), -1), digits.y_train)
+    assert judge.score(digits.x_test.reshape(len(digits.x_test), -1), digits.y_test) > 0.97
+    generator = open_generator("builtin", "digits")
+    wanted = [SampleId(0, 0, label, index) for label in range(10) for index in range(19)]
+    images = generator.sample(wanted)
+    agreed = judge.predict(images.reshape(len(images), -1)) == [sample.label for sample in wanted]
+    assert agreed.mean() >= 0.85
+    assert agreed.reshape(10, -1).mean(axis=1).min() >= 0.5  # no class is left out
+    assert len({image.tobytes() for image in images}) == len(images)

@@ -1,0 +1,149 @@
+"""What must not reach the global model is refused by name; what crosses the wire holds no per-class vector."""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
+
+from fedeas_flwr import messages
+from fedeas_flwr.client_app import app as client_app
+from fedeas_flwr.config import parse_config
+from fedeas_flwr.grids import InlineGrid
+from fedeas_flwr.messages import ARRAYS, BUFFERS, CONFIG, METRICS, WEIGHT, MessageError, Share, TrainReport, TrainTask
+
+TRAINABLE = {"w": np.ones((2, 3), np.float32), "b": np.zeros(3, np.float32)}
+COUNTERS = {"n": np.array(4, np.int64)}
+REPORT = TrainReport(5, 120, 0.5, 7, 30, 30, 1.5, 2.5)
+
+
+@pytest.fixture(autouse=True)
+def identity() -> None:
+    """Flower messages need to know whose they are."""
+    InlineGrid(client_app, 1, parse_config({}).outside())
+
+
+def request() -> Message:
+    content = RecordDict({ARRAYS: messages.to_record(TRAINABLE), CONFIG: ConfigRecord({"server-round": 3})})
+    message = Message(content, dst_node_id=6, message_type="train")
+    task = TrainTask(3, 12.0, 2, 1, "/somewhere/clients", Share(4, 1, 0.25))
+    messages.add_task(message, task, messages.to_record(COUNTERS))
+    return message
+
+
+def reply() -> Message:
+    return messages.train_reply(request(), REPORT, TRAINABLE, COUNTERS)
+
+
+def read(message: Message) -> Any:
+    return messages.read_train_reply(message, 5, TRAINABLE, COUNTERS)
+
+
+def test_task_and_reply_come_back_as_sent() -> None:
+    assert messages.read_task(request()) == TrainTask(3, 12.0, 2, 1, "/somewhere/clients", Share(4, 1, 0.25))
+    message = reply()
+    report, buffers = read(message)
+    assert report == REPORT
+    assert buffers["n"] == 4
+    assert buffers["n"].dtype == np.int64
+    # What is left is what Flower's strategies take.
+    assert list(message.content.array_records) == [ARRAYS]
+    assert list(message.content.metric_records) == [METRICS]
+
+
+def replace_array(key: str, value: Any, record: str = ARRAYS) -> Callable[[RecordDict], None]:
+    def change(content: RecordDict) -> None:
+        arrays = dict(content.array_records[record].items())
+        if value is None:
+            del arrays[key]
+        else:
+            arrays[key] = Array(value)
+        content[record] = ArrayRecord(arrays)
+
+    return change
+
+
+def replace_metric(key: str, value: Any) -> Callable[[RecordDict], None]:
+    def change(content: RecordDict) -> None:
+        metrics = dict(content.metric_records[METRICS].items())
+        metrics.pop(key)
+        if value is not None:
+            metrics[key] = value
+        content[METRICS] = MetricRecord(metrics)
+
+    return change
+
+
+def lying_shape(content: RecordDict) -> None:
+    """Declare the right shape over bytes of another one."""
+    arrays = dict(content.array_records[ARRAYS].items())
+    big = Array(np.ones((50, 3), np.float32))
+    arrays["w"] = Array(dtype="float32", shape=(2, 3), stype=big.stype, data=big.data)
+    content[ARRAYS] = ArrayRecord(arrays)
+
+
+def second_metrics(content: RecordDict) -> None:
+    content["more"] = MetricRecord({"a": 1})
+
+
+BAD = {
+    "NaN": (replace_array("w", np.full((2, 3), np.nan, np.float32)), "w holds NaN"),
+    "infinity": (replace_array("b", np.array([0, np.inf, 0], np.float32)), "b holds NaN or infinity"),
+    "wrong shape": (replace_array("w", np.ones((3, 2), np.float32)), r"w is float32\[3, 2\]"),
+    "broadcastable shape": (replace_array("b", np.ones(1, np.float32)), r"b is float32\[1\]"),
+    "wrong dtype": (replace_array("w", np.ones((2, 3))), "w is float64"),
+    "missing key": (replace_array("b", None), "differ from the model's: b"),
+    "extra key": (replace_array("z", np.ones(1, np.float32)), "differ from the model's: z"),
+    "float counter": (replace_array("n", np.array(4.0), BUFFERS), "n is float64"),
+    "shape that lies": (lying_shape, "w decodes to"),
+    "no weight": (replace_metric(WEIGHT, None), "num-examples = None"),
+    "zero weight": (replace_metric(WEIGHT, 0), "num-examples = 0"),
+    "negative weight": (replace_metric(WEIGHT, -3), "num-examples = -3"),
+    "fractional weight": (replace_metric(WEIGHT, 1.5), r"num-examples = 1\.5"),
+    "huge weight": (replace_metric(WEIGHT, 2**60), "num-examples = "),
+    "NaN loss": (replace_metric("loss", float("nan")), "loss = nan"),
+    "another client": (replace_metric("client-id", 6), "client-id = 6, but the message was for client 5"),
+    "second metric record": (second_metrics, "metric records"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_replies_that_must_not_be_averaged_are_refused_by_name(name: str) -> None:
+    change, reason = BAD[name]
+    message = reply()
+    content = RecordDict(dict(message.content.items()))
+    change(content)
+    message.content = content
+    with pytest.raises(MessageError, match=reason):
+        read(message)
+
+
+def test_an_error_travels_as_one_line_with_its_traceback_behind() -> None:
+    try:
+        raise ArithmeticError("first\nsecond")
+    except ArithmeticError as error:
+        failed = messages.error_reply(request(), error)
+    assert messages.failure_reason(failed) == "ArithmeticError: first second"
+    assert "Traceback" in (failed.error.reason or "")
+
+
+def numbers_on_the_wire(message: Message) -> list[Any]:
+    records = [*message.content.metric_records.values(), *message.content.config_records.values()]
+    return [value for record in records for value in record.values()]
+
+
+def test_query_answers_are_whole_numbers_one_each() -> None:
+    grid = InlineGrid(client_app, 4, parse_config({"policy": "missing-only", "clients": 4}).outside())
+    for question, keys in (("identity", set()), ("plan", {"total", "absent"}), ("waterfill", {"count"})):
+        for found in grid.send_and_receive([messages.ask(node, question, 0.1) for node in grid.get_node_ids()]):
+            assert set(found.content.metric_records[METRICS]) == {"client-id", *keys}
+            assert all(type(v) is int for v in found.content.metric_records[METRICS].values())
+            assert not found.content.array_records
+    (unknown,) = grid.send_and_receive([messages.ask(1, "counts")])
+    assert "question = 'counts'" in messages.failure_reason(unknown)
+
+
+def test_no_list_crosses_in_a_train_message_or_its_reply() -> None:
+    for message in (request(), reply()):
+        assert not any(isinstance(value, (list, tuple, bytes)) for value in numbers_on_the_wire(message))

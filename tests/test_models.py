@@ -1,0 +1,156 @@
+"""Networks: the same seed gives the same weights, and states go in and out exactly or not at all."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import nn
+
+from fedeas_flwr.models import build_model, load_state, split_state
+
+DIGITS = (8, 8, 1)
+CIFAR = (32, 32, 3)
+
+
+class Own(nn.Module):
+    """A user's model: frozen, trained and integer state together."""
+
+    def __init__(self, num_classes: int, image_shape: tuple[int, int, int]) -> None:
+        super().__init__()
+        self.frozen = nn.Parameter(torch.randn(3), requires_grad=False)
+        self.fc = nn.Linear(int(np.prod(image_shape)), num_classes)
+        self.register_buffer("steps", torch.tensor(7, dtype=torch.int64))
+
+
+def not_a_model(num_classes: int, image_shape: tuple[int, int, int]) -> str:
+    return "model"
+
+
+def same(a: nn.Module, b: nn.Module) -> bool:
+    left, right = a.state_dict(), b.state_dict()
+    return left.keys() == right.keys() and all(torch.equal(left[key], right[key]) for key in left)
+
+
+@pytest.mark.parametrize("name", ["small-cnn", f"{__name__}:Own"])
+def test_the_seed_alone_decides_the_weights(name: str) -> None:
+    torch.manual_seed(1)
+    before = torch.random.get_rng_state()
+    first = build_model(name, 10, DIGITS, seed=3)
+    assert torch.equal(torch.random.get_rng_state(), before)
+    torch.manual_seed(2)
+    assert same(first, build_model(name, 10, DIGITS, seed=3))
+    assert not same(first, build_model(name, 10, DIGITS, seed=4))
+
+
+def test_small_cnn_takes_digits_and_has_no_statistics() -> None:
+    model = build_model("small-cnn", 10, DIGITS, seed=0)
+    assert model(torch.zeros(5, 1, 8, 8)).shape == (5, 10)
+    assert split_state(model)[1] == {}
+
+
+def test_resnet18_stems() -> None:
+    wide = build_model("resnet18", 10, CIFAR, seed=0)
+    fine = build_model("resnet18", 10, CIFAR, stem="3x3", seed=0)
+    assert wide.conv1.weight.shape == (64, 3, 7, 7) and isinstance(wide.maxpool, nn.MaxPool2d)
+    assert fine.conv1.weight.shape == (64, 3, 3, 3) and isinstance(fine.maxpool, nn.Identity)
+    assert fine.eval()(torch.zeros(1, 3, 32, 32)).shape == (1, 10)
+    with pytest.raises(ValueError, match="stem: '5x5' is not known; use one of 7x7, 3x3"):
+        build_model("resnet18", 10, CIFAR, stem="5x5", seed=0)
+
+
+def test_pretrained_weights_fill_all_but_the_head_and_a_new_stem(tmp_path: Path) -> None:
+    source = build_model("resnet18", 1000, CIFAR, seed=9)
+    source.bn1.running_mean.fill_(0.25)
+    state = source.state_dict()
+    # As older files are: half precision, without the counters.
+    half = {key: value.half() for key, value in state.items() if not key.endswith("num_batches_tracked")}
+    file = tmp_path / "weights.safetensors"
+    save_file(half, file)
+    wide = build_model("resnet18", 7, CIFAR, weights=str(file), seed=0)
+    fine = build_model("resnet18", 7, CIFAR, weights=str(file), stem="3x3", seed=0)
+    for model, new in ((wide, {"fc"}), (fine, {"fc", "conv1"})):
+        for key, value in model.state_dict().items():
+            if key.split(".")[0] not in new and key in half:
+                assert value.dtype == torch.float32 and torch.equal(value, half[key].float())
+        assert model.fc.weight.shape == (7, 512)
+    assert torch.equal(fine.conv1.weight, build_model("resnet18", 7, CIFAR, stem="3x3", seed=0).conv1.weight)
+
+    with pytest.raises(ValueError, match="needs images of 3 channels; these have 1"):
+        build_model("resnet18", 10, DIGITS, weights=str(file), seed=0)
+    save_file({key: value for key, value in half.items() if key != "bn1.bias"}, file)
+    with pytest.raises(ValueError, match=r"lacks bn1\.bias"):
+        build_model("resnet18", 10, CIFAR, weights=str(file), seed=0)
+    save_file(half | {"bn1.bias": torch.zeros(3)}, file)
+    with pytest.raises(ValueError, match=r"bn1\.bias of .* has shape \[3\]; resnet18 needs \[64\]"):
+        build_model("resnet18", 10, CIFAR, weights=str(file), seed=0)
+    file.write_bytes(file.read_bytes()[:5000])
+    with pytest.raises(ValueError, match="not a whole safetensors file"):
+        build_model("resnet18", 10, CIFAR, weights=str(file), seed=0)
+
+
+@pytest.mark.parametrize(
+    ("name", "weights", "message"),
+    [
+        ("vgg", "none", "model: 'vgg' is not known; use small-cnn, resnet18 or package.module:callable"),
+        ("no.such.module:Net", "none", "cannot be imported"),
+        ("math:no_such", "none", "cannot be imported"),
+        ("math:pi", "none", "is float; it must be callable"),
+        (f"{__name__}:not_a_model", "none", "returned str; it must return a torch.nn.Module"),
+        ("small-cnn", "imagenet", "weights: 'imagenet' cannot be loaded into model 'small-cnn'"),
+        ("resnet18", "imagnet", "weights: 'imagnet' is not known; use none, imagenet or the path"),
+        ("resnet18", "/no/such.safetensors", "there is no file"),
+    ],
+)
+def test_wrong_names_are_refused_in_one_line(name: str, weights: str, message: str) -> None:
+    with pytest.raises((ValueError, FileNotFoundError), match=message) as caught:
+        build_model(name, 10, CIFAR, weights=weights, seed=0)
+    assert "\n" not in str(caught.value)
+
+
+def test_imagenet_weights_are_not_downloaded_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FEDEAS_OFFLINE", "1")
+    monkeypatch.setenv("TORCH_HOME", str(tmp_path))
+    with pytest.raises(FileNotFoundError, match="FEDEAS_OFFLINE is set"):
+        build_model("resnet18", 10, CIFAR, weights="imagenet", seed=0)
+
+
+def test_state_is_split_by_what_is_trained_and_keeps_its_types() -> None:
+    model = Own(10, DIGITS)
+    trainable, buffers = split_state(model)
+    assert set(trainable) == {"fc.weight", "fc.bias"} and set(buffers) == {"frozen", "steps"}
+    assert buffers["steps"].dtype == np.int64 and buffers["steps"].shape == ()
+    trainable["fc.bias"][:] = 5  # a copy: the model must not feel it
+    assert not torch.any(model.fc.bias == 5)
+
+
+def test_state_survives_the_round_trip_in_place() -> None:
+    source = build_model("resnet18", 10, CIFAR, seed=1)
+    source.bn1.num_batches_tracked.fill_(2**40 + 1)  # a float32 could not hold it
+    target = build_model("resnet18", 10, CIFAR, seed=2)
+    address = target.conv1.weight.data_ptr()
+    trainable, buffers = split_state(source)
+    for array in trainable.values():
+        array.setflags(write=False)
+    load_state(target, trainable, buffers)
+    assert same(source, target) and target.conv1.weight.data_ptr() == address
+
+
+def test_a_state_that_does_not_fit_is_refused_and_changes_nothing() -> None:
+    model = Own(10, DIGITS)
+    trainable, buffers = split_state(model)
+    new = {key: value + 1 for key, value in trainable.items()}
+    wrong = [
+        (new, {"frozen": buffers["frozen"]}, r"buffers: .* missing \['steps'\]"),
+        (new | {"extra": np.zeros(1)}, buffers, r"trainable: .* unknown \['extra'\]"),
+        (new, buffers | {"steps": np.float64(7) * np.ones(())}, r"steps is float64 \[\]; the model needs int64 \[\]"),
+        (new, buffers | {"steps": np.array([7])}, r"steps is int64 \[1\]; the model needs int64 \[\]"),
+        (new | {"fc.bias": np.zeros(10)}, buffers, r"fc\.bias is float64"),
+    ]
+    for parameters, rest, message in wrong:
+        with pytest.raises(ValueError, match=message):
+            load_state(model, parameters, rest)
+    assert all(np.array_equal(value, trainable[key]) for key, value in split_state(model)[0].items())

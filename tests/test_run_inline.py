@@ -1,0 +1,153 @@
+"""Whole runs in one process: identities, matched budgets, resume."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from runners import finish, small, weights
+
+from fedeas_flwr.allocation import allocate
+from fedeas_flwr.config import MATCHED
+from fedeas_flwr.local_data import planned_counts
+from fedeas_flwr.prepare import evaluate_run
+from fedeas_flwr.runs import RunDirectory, RunError
+
+
+def test_the_same_seed_gives_the_same_weights_and_another_does_not(tmp_path: Path) -> None:
+    first = finish(small(tmp_path / "a", policy="none"))
+    again = finish(small(tmp_path / "b", policy="none"))
+    other = finish(small(tmp_path / "c", policy="none", seed=2))
+    assert weights(first) == weights(again) != weights(other)
+
+
+def test_beta_zero_is_fedavg_bit_for_bit(tmp_path: Path) -> None:
+    fedavg = finish(small(tmp_path / "none", policy="none"))
+    fedeas = finish(small(tmp_path / "zero", policy="fedeas", beta=0.0))
+    assert weights(fedavg) == weights(fedeas)
+    assert fedeas.summary()["total_generated"] == 0
+
+
+@pytest.mark.parametrize("policy", ["fedeas", "full-balance", "without-entropy", "linear", *MATCHED])
+def test_every_policy_generates_what_its_plan_says(tmp_path: Path, digits_generator: Path, policy: str) -> None:
+    beta = {"linear": 0.3}.get(policy, 2.0)
+    config = small(tmp_path / policy, policy=policy, beta=beta, participation=1.0, rounds=1)
+    if policy == "full-balance":  # thousands of images otherwise
+        config = small(tmp_path / policy, policy=policy, alpha=5.0, participation=1.0, rounds=1)
+    run = finish(config)
+    counts = planned_counts(config, 4)
+    expected = allocate(counts, policy, beta=beta)
+    assert run.summary()["total_generated"] == expected.sum() > 0
+    for client in range(4):
+        state = json.loads((run.path / "clients" / str(client) / "state-000001.json").read_text())
+        assert state["generate"] == expected[client].tolist()
+    if policy in MATCHED:
+        assert expected.sum() == allocate(counts, "fedeas", beta=beta).sum()
+
+
+def test_a_matched_total_can_be_given(tmp_path: Path, digits_generator: Path) -> None:
+    run = finish(small(tmp_path / "r", policy="uniform", total=83, participation=1.0, rounds=1))
+    assert run.summary()["total_generated"] == 83
+
+
+def test_generation_happens_once(tmp_path: Path, digits_generator: Path) -> None:
+    run = finish(small(tmp_path / "r", participation=1.0, rounds=3, seed=77))
+    made = [record["made"] for record in run.rounds()]
+    assert made[0] == run.summary()["total_generated"] > 0
+    assert made[1:] == [0, 0]
+    # Another run with the same seed finds the images; a larger budget makes only the difference.
+    again = finish(small(tmp_path / "again", participation=1.0, rounds=1, seed=77))
+    assert again.rounds()[0]["made"] == 0
+    larger = finish(small(tmp_path / "larger", participation=1.0, rounds=1, seed=77, beta=5.0))
+    assert larger.rounds()[0]["made"] == larger.summary()["total_generated"] - made[0] > 0
+
+
+def test_extra_images_mean_extra_steps_but_not_extra_weight(tmp_path: Path, digits_generator: Path) -> None:
+    plain = finish(small(tmp_path / "none", policy="none", participation=1.0, rounds=1))
+    filled = finish(small(tmp_path / "fedeas", policy="fedeas", participation=1.0, rounds=1))
+    assert filled.rounds()[0]["steps"] > plain.rounds()[0]["steps"]
+    assert weights(plain) != weights(filled)
+
+
+def test_federated_evaluation_asks_the_clients(tmp_path: Path) -> None:
+    run = finish(small(tmp_path / "r", policy="none", protocol="paper", evaluation="federated", participation=1.0))
+    last = run.rounds()[-1]
+    assert last["worst_client_accuracy"] <= last["mean_client_accuracy"]
+    assert 0 <= last["worst_client"] < 4
+    # Under `paper` the global test set is the union of the clients' own: both ways must agree exactly.
+    assert last["accuracy"] == evaluate_run(run)["accuracy"]
+
+
+def test_evaluate_gives_the_recorded_accuracy(tmp_path: Path) -> None:
+    run = finish(small(tmp_path / "r", policy="none"))
+    scores = evaluate_run(run)
+    last = run.rounds()[-1]
+    assert scores["accuracy"] == last["accuracy"]
+    assert scores["per_class_accuracy"] == last["per_class_accuracy"]
+    assert last["balanced_accuracy"] == pytest.approx(np.mean(last["per_class_accuracy"]))
+
+
+def test_batchnorm_counters_survive_as_integers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(Path(__file__).parent)
+    run = finish(small(tmp_path / "r", policy="none", model="users_models:with_batchnorm", participation=1.0))
+    model = run.load_model()
+    assert model["1.num_batches_tracked"].dtype == np.int64
+    assert model["1.num_batches_tracked"] > 3
+    assert model["1.running_mean"].dtype == np.float32
+
+
+def test_a_client_that_raises_stops_the_run_in_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(Path(__file__).parent)
+    with pytest.raises(RunError, match="ArithmeticError: out of luck") as stopped:
+        finish(small(tmp_path / "r", policy="none", model="users_models:that_raises"))
+    assert "\n" not in str(stopped.value)
+    assert RunDirectory(tmp_path / "r").status()[0] == "failed"
+    assert "Traceback" in (tmp_path / "r" / "flower.log").read_text()
+
+
+def test_resume_after_any_round_ends_with_the_same_weights(tmp_path: Path, digits_generator: Path) -> None:
+    whole = finish(small(tmp_path / "whole", rounds=5))
+    finish(small(tmp_path / "parts", rounds=2))
+    resumed = finish(small(tmp_path / "parts", rounds=5, resume=True))
+    assert weights(whole) == weights(resumed)
+    same = [("round", "accuracy", "clients", "generated", "steps")] * 2
+    first, second = (
+        [[r[k] for k in keys] for r in run.rounds()] for keys, run in zip(same, (whole, resumed), strict=True)
+    )
+    assert first == second
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_a_run_stopped_by_a_signal_resumes_to_the_same_weights(
+    tmp_path: Path, digits_generator: Path, number: signal.Signals
+) -> None:
+    whole = finish(small(tmp_path / "whole", rounds=8, local_epochs=3, checkpoint_every=2))
+    conf = tmp_path / "conf.toml"
+    conf.write_text('clients = 4\nalpha = 0.1\nbeta = 4.0\nrounds = 8\nlocal-epochs = 3\nbackend = "inline"\n')
+    folder = tmp_path / "stopped"
+    command = [sys.executable, "-m", "fedeas_flwr.cli", "run", str(conf), f"run-dir={folder}", "checkpoint-every=2"]
+    child = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    deadline = time.monotonic() + 120
+    while len(RunDirectory(folder).rounds()) < 3 and time.monotonic() < deadline:
+        time.sleep(0.02)
+    child.send_signal(number)
+    _, errors = child.communicate(timeout=60)
+    done = len(RunDirectory(folder).rounds())
+    assert 3 <= done < 8, "the run was over before the signal came"
+    if number != signal.SIGKILL:
+        assert child.returncode == 130
+        assert "fedeas resume" in errors
+        assert "Traceback" not in errors
+        assert RunDirectory(folder).status()[0] == "interrupted"
+    again = subprocess.run(
+        [sys.executable, "-m", "fedeas_flwr.cli", "resume", str(folder)], capture_output=True, text=True, timeout=120
+    )
+    assert again.returncode == 0, again.stderr
+    assert weights(whole) == weights(RunDirectory(folder))
+    assert [r["round"] for r in RunDirectory(folder).rounds()] == list(range(1, 9))

@@ -1,0 +1,124 @@
+"""The run directory and the client's state: whole or not at all, and no quiet change of what a run is."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from fedeas_flwr.client_state import ClientState, ClientStore
+from fedeas_flwr.config import parse_config
+from fedeas_flwr.metrics import rounds_to_threshold, summarise
+from fedeas_flwr.runs import Checkpoint, RunDirectory, RunError
+
+
+def config(folder: Path, **changes: object):
+    return parse_config({"run-dir": str(folder), "clients": 4, **{k.replace("_", "-"): v for k, v in changes.items()}})
+
+
+def record(number: int, accuracy: float, generated: int = 0) -> dict[str, object]:
+    seconds = {"clients": 1.0}
+    return {"round": number, "accuracy": accuracy, "generated": generated, "failures": [], "seconds": seconds}
+
+
+def checkpoint() -> Checkpoint:
+    return Checkpoint(
+        round=3,
+        trainable={"w": np.arange(6, dtype=np.float32).reshape(2, 3).T, "scalar": np.float32(2.5)},
+        buffers={"steps": np.array(7, dtype=np.int64)},
+        accepted={0: 1, 12: 3},
+        generated={0: 9},
+    )
+
+
+def test_checkpoint_comes_back_with_kinds_and_shapes(tmp_path: Path) -> None:
+    run = RunDirectory.start(config(tmp_path / "r"), {})
+    assert run.load_checkpoint() is None
+    run.save_checkpoint(checkpoint())
+    back = run.load_checkpoint()
+    assert back is not None
+    assert (back.round, back.accepted, back.generated) == (3, {0: 1, 12: 3}, {0: 9})
+    assert np.array_equal(back.trainable["w"], checkpoint().trainable["w"])
+    assert back.trainable["scalar"].shape == ()
+    assert back.buffers["steps"].dtype == np.int64
+    assert back.buffers["steps"].shape == ()
+
+
+@pytest.mark.parametrize("damage", [b"", b"garbage", None])
+def test_damaged_checkpoint_is_named_not_guessed_at(tmp_path: Path, damage: bytes | None) -> None:
+    run = RunDirectory.start(config(tmp_path / "r"), {})
+    run.save_checkpoint(checkpoint())
+    path = run.path / "checkpoint.safetensors"
+    path.write_bytes(path.read_bytes()[:-3] if damage is None else damage)
+    with pytest.raises(RunError, match=r"checkpoint\.safetensors cannot be read"):
+        run.load_checkpoint()
+
+
+def test_a_finished_folder_is_not_overwritten(tmp_path: Path) -> None:
+    run = RunDirectory.start(config(tmp_path / "r"), {})
+    run.append_round(record(1, 0.5))
+    with pytest.raises(RunError, match="already holds a run"):
+        RunDirectory.start(config(tmp_path / "r"), {})
+    assert len(run.rounds()) == 1
+
+
+def test_resume_refuses_another_config_by_key(tmp_path: Path) -> None:
+    folder = tmp_path / "r"
+    run = RunDirectory.start(config(folder), {})
+    run.append_round(record(1, 0.5))
+    with pytest.raises(RunError, match=r"beta = 7\.0, but .* beta = 6\.0"):
+        RunDirectory.start(config(folder, resume=True, beta=7.0), {})
+    RunDirectory.start(config(folder, resume=True, rounds=40, backend="inline", actors=2), {})
+    with pytest.raises(RunError, match="not a run directory"):
+        RunDirectory.start(config(tmp_path / "other", resume=True), {})
+
+
+def test_a_line_cut_short_is_left_out_and_rounds_beyond_a_checkpoint_dropped(tmp_path: Path) -> None:
+    run = RunDirectory.start(config(tmp_path / "r"), {})
+    for number in (1, 2, 3):
+        run.append_round(record(number, number / 10))
+    with (run.path / "rounds.jsonl").open("a") as file:
+        file.write('{"round": 4, "accu')
+    assert [r["round"] for r in run.rounds()] == [1, 2, 3]
+    run.keep_rounds(2)
+    assert [r["round"] for r in run.rounds()] == [1, 2]
+    assert json.loads((run.path / "rounds.jsonl").read_text().splitlines()[1])["round"] == 2
+
+
+def test_unwritable_run_dir_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("not a folder")
+    with pytest.raises(RunError, match="cannot be written"):
+        RunDirectory.start(config(tmp_path / "file" / "r"), {})
+
+
+def test_summary_by_hand() -> None:
+    rounds = [record(i, a, 10 * i) for i, a in enumerate([0.1] * 5 + [0.5] * 10 + [0.9] * 10, start=1)]
+    summary = summarise(rounds, threshold=0.5)
+    assert summary["last_20"] == pytest.approx(0.7)
+    assert (summary["peak"], summary["peak_round"], summary["final"]) == (0.9, 16, 0.9)
+    assert (summary["rounds_to_threshold"], summary["total_generated"]) == (6, 250)
+    assert summary["seconds"] == {"clients": 25.0}
+    assert rounds_to_threshold([0.1, 0.2], 0.5) is None
+
+
+def test_client_state_starts_from_the_version_the_server_accepted(tmp_path: Path) -> None:
+    store = ClientStore(tmp_path / "3")
+    assert store.load(0) == ClientState(None, 0)
+    store.save(2, ClientState((1, 0), 5), still_needed=(0, 0))
+    store.save(4, ClientState((1, 0), 9), still_needed=(0, 0))  # round 2's reply was lost: the server still says 0
+    assert store.load(0) == ClientState(None, 0)
+    assert store.load(4).steps == 9
+    store.save(6, ClientState((1, 0), 14), still_needed=(4, 4))
+    assert store.load(4).steps == 9  # round 6's reply may yet be lost
+    store.save(8, ClientState((1, 0), 20), still_needed=(6, 4))
+    assert store.load(6).steps == 14
+    assert store.load(4).steps == 9  # the server's checkpoint is older: it would come back asking for round 4
+    store.save(9, ClientState((1, 0), 21), still_needed=(8, 8))
+    with pytest.raises(RuntimeError, match="round 4 cannot be read"):
+        store.load(4)  # nobody can ask for it any more
+
+
+def test_a_plan_of_nothing_is_a_plan(tmp_path: Path) -> None:
+    store = ClientStore(tmp_path)
+    store.save(1, ClientState((0, 0, 0), 1), still_needed=())
+    assert store.load(1).generate == (0, 0, 0)

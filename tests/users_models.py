@@ -1,0 +1,30 @@
+"""Networks as a user would bring them, by import path."""
+
+import torch
+from torch import nn
+
+
+def with_batchnorm(num_classes: int, image_shape: tuple[int, int, int]) -> nn.Module:
+    height, width, channels = image_shape
+    return nn.Sequential(
+        nn.Conv2d(channels, 4, 3, padding=1),
+        nn.BatchNorm2d(4),
+        nn.ReLU(),
+        nn.Flatten(),
+        nn.Linear(4 * height * width, num_classes),
+    )
+
+
+class Unlucky(nn.Module):
+    def __init__(self, num_classes: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(64, num_classes)
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        if self.training:
+            raise ArithmeticError("out of\nluck")
+        return self.linear(images.flatten(1))
+
+
+def that_raises(num_classes: int, image_shape: tuple[int, int, int]) -> nn.Module:
+    return Unlucky(num_classes)
