@@ -7,19 +7,19 @@ inside the commands that need them: `fedeas plan` answers at once.
 from __future__ import annotations
 
 import json
-import os
 import signal
 import sys
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import click
 import typer
 from rich.console import Console
 from rich.table import Table
 
-from fedeas_flwr.config import ConfigError, RunConfig, parse_config, read_config
+from fedeas_flwr.config import ConfigError, RunConfig, parse_config, parse_overrides, read_config
+from fedeas_flwr.progress import show_tries
 from fedeas_flwr.runs import RunDirectory, RunError
 
 if TYPE_CHECKING:
@@ -29,7 +29,6 @@ app = typer.Typer(
     help="Budget-aware synthetic augmentation for federated learning, on Flower.",
     epilog="Start with `fedeas quickstart`, or `fedeas plan --dataset cifar10 --clients 20 --alpha 0.1 --beta 12`.",
     add_completion=False,
-    no_args_is_help=True,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
 )
@@ -40,14 +39,16 @@ warnings = Console(stderr=True)
 def main() -> None:
     """Run the command line; every foreseeable failure is one line."""
     signal.signal(signal.SIGTERM, _terminated)
+    if not sys.argv[1:]:
+        sys.argv.append("--help")
     try:
-        app(standalone_mode=False)
+        code = app(standalone_mode=False)  # typer turns Ctrl-C into a code of its own, and returns it
+        if isinstance(code, int):
+            sys.exit(code)
     except (ConfigError, RunError, FileNotFoundError, ValueError) as error:
         _fail(str(error), 2 if isinstance(error, (ConfigError, ValueError)) else 1)
     except click.ClickException as error:
         _fail(error.format_message(), 2)
-    except (KeyboardInterrupt, click.Abort):
-        _fail("interrupted", 130)
     except OSError as error:
         _fail(f"{error.filename or 'file'}: {error.strerror or error}", 1)
 
@@ -105,23 +106,8 @@ def _partition_counts(dataset: str, protocol: str, clients: int, alpha: float, s
     from fedeas_flwr.partition import CLASS_COUNTS, make_partition, plan_labels
     from fedeas_flwr.paths import cache_root
 
-    with _partition_progress() as progress:
-        split = make_partition(dataset, protocol, clients, alpha, seed, cache_root(), progress)
+    split = make_partition(dataset, protocol, clients, alpha, seed, cache_root(), show_tries(warnings))
     return split.counts(plan_labels(dataset, protocol), len(CLASS_COUNTS[dataset]["train"]))
-
-
-class _partition_progress:
-    """Shows a partition's tries on stderr once there are many of them."""
-
-    def __enter__(self) -> Any:
-        return self._show
-
-    def _show(self, tries: int) -> None:
-        if tries % 500 == 0:
-            warnings.print(f"partition: {tries:,} tries so far (kept in the cache once found)", highlight=False)
-
-    def __exit__(self, *exc: object) -> None:
-        return None
 
 
 # -------------------------------------------------------------------------------------------------- run
@@ -145,8 +131,6 @@ def resume(
     overrides: Annotated[list[str] | None, typer.Argument(help="key=value …, such as rounds=40")] = None,
 ) -> None:
     """Go on with an interrupted run from its last checkpoint; the result is as if it had not been."""
-    from fedeas_flwr.config import parse_overrides
-
     before = RunDirectory(folder.absolute()).config()
     changes = {"run-dir": str(folder.absolute()), "resume": True, **parse_overrides(overrides or [])}
     start(parse_config({**before.outside(), **changes}))
@@ -221,5 +205,4 @@ def keys() -> None:
 
 
 if __name__ == "__main__":
-    os.environ.setdefault("PYTHONUNBUFFERED", "1")
     main()

@@ -56,7 +56,7 @@ class RunConfig(BaseModel):
     strategy: Literal["fedavg"] = Field("fedavg", description="how the clients' models become one")
     rounds: int = Field(20, ge=1, le=100_000, description="communication rounds T")
     participation: float = Field(0.5, gt=0, le=1, description="fraction of the clients that train in a round")
-    local_epochs: int = Field(5, ge=1, le=10_000, description="epochs a client trains in a round, E")
+    local_epochs: int = Field(3, ge=1, le=10_000, description="epochs a client trains in a round, E")
     batch_size: int = Field(32, ge=2, le=65_536, description="images in a training step")
     learning_rate: float = Field(0.05, gt=0, le=100, description="SGD step size")
     momentum: float = Field(0.0, ge=0, lt=1, description="SGD momentum, fresh each round")

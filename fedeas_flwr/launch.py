@@ -2,7 +2,7 @@
 
 `flwr run` returns success whatever happens, finds a SuperLink by its port, and leaves one behind. So a run through Ray
 gets a SuperLink of its own as a child, with its own port, home and folder for Ray; the run's state is read from its run
-directory and confirmed by Flower; and at the end every process that carries the run's mark is ended.
+directory; and at the end every process that the run started is ended.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import sys
 import tempfile
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -116,14 +116,20 @@ def _run_ray(config: RunConfig, run: RunDirectory, progress: RoundProgress) -> N
         folder = Path(tempfile.mkdtemp(prefix="fe-"))
         stack.callback(shutil.rmtree, folder, ignore_errors=True)
         log = stack.enter_context((run.path / "superlink.log").open("ab"))
-        mark, port = uuid.uuid4().hex, _free_port()
+        mark, port = uuid.uuid4().hex, free_port()
         environment = _environment(folder, mark)
-        stack.callback(end_marked_processes, mark)
         superlink = _start_superlink(port, environment, folder, log)
-        stack.callback(_end, superlink)
+        processes = ProcessTree(superlink, mark)
+        stack.callback(processes.end)
         _wait_for_port(superlink, port, run)
         run_id = _submit(stage_app(config, folder / "fedeas"), config, environment, folder, run)
-        _follow(run_id, superlink, environment, folder, run, progress)
+
+        def finished_by_flower() -> str:
+            found = _flwr(["list", "own", "--run-id", run_id], environment, folder, run).get("runs", [{}])[0]
+            status = str(found.get("status", ""))
+            return status if status.startswith("finished") else ""
+
+        _follow(superlink, processes, finished_by_flower, run, progress)
 
 
 def stage_app(config: RunConfig, folder: Path) -> Path:
@@ -200,34 +206,32 @@ def _flwr(words: list[str], environment: dict[str, str], folder: Path, run: RunD
 
 
 def _follow(
-    run_id: str,
     superlink: subprocess.Popen[bytes],
-    environment: dict[str, str],
-    folder: Path,
+    processes: ProcessTree,
+    finished_by_flower: Callable[[], str],
     run: RunDirectory,
     progress: RoundProgress,
 ) -> None:
-    """Wait until the run has ended, by its own word and by Flower's."""
-    asked = time.monotonic()
+    """Wait until the run has ended by its own word, or died without one."""
+    heard = time.monotonic()
     while True:
         time.sleep(0.2)
-        news = progress.update()
-        status, _ = run.status()
-        if status == "finished" or status == "failed":
+        processes.note()
+        if progress.update():
+            heard = time.monotonic()
+        if run.status()[0] in ("finished", "failed"):
             return
         if superlink.poll() is not None:
-            raise RunError(
-                f"Flower's SuperLink ended with code {superlink.returncode}; see {run.path / 'superlink.log'}"
-            )
-        asked = time.monotonic() if news else asked
-        if time.monotonic() - asked > 20:  # asking costs seconds of CPU, so only when nothing has been heard
-            asked = time.monotonic()
-            found = _flwr(["list", "own", "--run-id", run_id], environment, folder, run).get("runs", [{}])[0]
-            if str(found.get("status", "")).startswith("finished") and run.status()[0] == status:
-                raise RunError(f"Flower ended the run as '{found['status']}'; see {run.path}/*.log")
+            raise RunError(f"Flower's SuperLink ended with code {superlink.returncode}; see {run.path}/superlink.log")
+        if time.monotonic() - heard > 20:  # asking costs seconds of CPU, so only when nothing has been heard
+            ended = finished_by_flower()
+            if ended and run.status()[0] not in ("finished", "failed"):
+                raise RunError(f"Flower ended the run as '{ended}'; see {run.path}/*.log")
+            heard = time.monotonic()
 
 
-def _free_port() -> int:
+def free_port() -> int:
+    """A port nobody listens on just now."""
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         return int(s.getsockname()[1])
@@ -244,29 +248,47 @@ def _wait_for_port(superlink: subprocess.Popen[bytes], port: int, run: RunDirect
     raise RunError(f"Flower's SuperLink did not start on port {port}; see {run.path / 'superlink.log'}")
 
 
-def _end(process: subprocess.Popen[bytes]) -> None:
-    process.terminate()
+class ProcessTree:
+    """Every process a launch started, so that all of them can be ended.
+
+    Parents die before their children here, and Ray's helpers go on for a minute, in groups and sessions of their own.
+    So descendants are noted while their parents live; those that were born and orphaned in between still carry the mark
+    in their environment, unless they overwrote it with a title, as Ray's helpers do: each way finds what the other
+    cannot.
+    """
+
+    def __init__(self, root: subprocess.Popen[bytes], mark: str) -> None:
+        self._root, self._mark = psutil.Process(root.pid), mark
+        self._known: set[psutil.Process] = {self._root}
+
+    def note(self) -> None:
+        """Remember the descendants there are now."""
+        for process in list(self._known):
+            with suppress(psutil.Error):
+                self._known.update(process.children(recursive=True))
+
+    def end(self) -> None:
+        """End them all. Killed, not asked: the run is over or given up, and Ray takes seconds to say goodbye."""
+        for _ in range(3):  # a process may start another while it is being found
+            self.note()
+            self._known.update(self._marked())
+            alive = [process for process in self._known if _is_alive(process)]
+            if not alive:
+                return
+            for process in alive:
+                with suppress(psutil.Error):
+                    process.kill()
+            psutil.wait_procs(alive, timeout=5)
+
+    def _marked(self) -> Iterator[psutil.Process]:
+        for process in psutil.process_iter():
+            with suppress(psutil.Error, OSError):
+                if process.environ().get(MARK) == self._mark:
+                    yield process
+
+
+def _is_alive(process: psutil.Process) -> bool:
     try:
-        process.wait(timeout=5)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.wait()
-
-
-def end_marked_processes(mark: str) -> None:
-    """End every process that inherited ``mark``: Ray's helpers leave their parents and outlive them by a minute."""
-    marked = []
-    for process in psutil.process_iter():
-        try:
-            if process.environ().get(MARK) == mark:
-                marked.append(process)
-        except (psutil.Error, OSError):
-            continue
-    for process in marked:
-        with suppress(psutil.Error):
-            process.terminate()
-    _, alive = psutil.wait_procs(marked, timeout=3)
-    for process in alive:
-        with suppress(psutil.Error):
-            process.kill()
-    psutil.wait_procs(alive, timeout=3)
+        return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
+    except psutil.Error:
+        return False

@@ -11,6 +11,7 @@ from fedeas_flwr.data import open_dataset
 from fedeas_flwr.generators import open_generator
 from fedeas_flwr.local_data import planned_counts
 from fedeas_flwr.models import split_state
+from fedeas_flwr.progress import show_tries
 from fedeas_flwr.runs import RunDirectory, RunError
 from fedeas_flwr.training import network, pick_device
 
@@ -23,12 +24,7 @@ def prepare(config: RunConfig, console: Console) -> RunConfig:
     if not config.clients:
         raise ConfigError("clients = 0: `fedeas run` makes the federation itself, so say how many clients it has")
     device = pick_device(config.device)
-
-    def tries(done: int) -> None:
-        if done % 500 == 0:
-            console.print(f"partition: {done:,} tries so far (kept in the cache once found)", highlight=False)
-
-    planned_counts(config, config.clients, tries)
+    planned_counts(config, config.clients, show_tries(console))
     open_dataset(config.dataset, config.data_dir)
     network(config)
     if config.generates:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import TracebackType
 from typing import Any
@@ -13,6 +13,16 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from fedeas_flwr.runs import RunDirectory
+
+
+def show_tries(console: Console) -> Callable[[int], None]:
+    """Return what a partition reports its tries to: most need a handful, the hardest of the paper 10,826."""
+
+    def show(tries: int) -> None:
+        if tries % 2000 == 0:
+            console.print(f"partition: {tries:,} tries so far (kept in the cache once found)", highlight=False)
+
+    return show
 
 
 class RoundProgress:

@@ -44,7 +44,7 @@ def quickstart(folder: Path, console: Console) -> None:
     console.print()
     console.print(comparison_table(runs))
     console.print(
-        "One seed, digits, 8×8 pixels: FedEAS is far above nothing generated; the three policies that spend the same\n"
-        "number of images lie too close together here to be told apart."
+        "One seed, 8×8 digits: generating is far above not generating; policies that spend the same number of images "
+        "lie too close together here to be told apart."
     )
     console.print(f"Picture: {picture}", soft_wrap=True, highlight=False)

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from logging import INFO
+from logging import ERROR, INFO
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +54,7 @@ def _recorded(grid: Grid, config: RunConfig, run: RunDirectory, device: str) -> 
         raise
     except BaseException as error:
         run.set_status("failed", one_line(error))
+        log(ERROR, "The run failed: %s", one_line(error))
         raise
     run.set_status("finished")
 

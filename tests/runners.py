@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import io
+import signal
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -30,3 +32,14 @@ def finish(config: RunConfig) -> RunDirectory:
 def weights(run: RunDirectory) -> str:
     """A hash of the final model: equal means equal bit for bit."""
     return hashlib.sha256((run.path / "model.safetensors").read_bytes()).hexdigest()
+
+
+def start_interruptible(command: list[str]) -> subprocess.Popen[str]:
+    """Start a command that Ctrl-C reaches: a shell's background jobs inherit an ignored SIGINT."""
+    return subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -11,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from runners import finish, small, weights
+from runners import finish, small, start_interruptible, weights
 
 from fedeas_flwr.allocation import allocate
 from fedeas_flwr.config import MATCHED
@@ -57,14 +58,15 @@ def test_a_matched_total_can_be_given(tmp_path: Path, digits_generator: Path) ->
 
 
 def test_generation_happens_once(tmp_path: Path, digits_generator: Path) -> None:
-    run = finish(small(tmp_path / "r", participation=1.0, rounds=3, seed=77))
+    seed = int.from_bytes(os.urandom(3), "big")  # a cache kept between test runs has no images of it yet
+    run = finish(small(tmp_path / "r", participation=1.0, rounds=3, seed=seed))
     made = [record["made"] for record in run.rounds()]
     assert made[0] == run.summary()["total_generated"] > 0
     assert made[1:] == [0, 0]
     # Another run with the same seed finds the images; a larger budget makes only the difference.
-    again = finish(small(tmp_path / "again", participation=1.0, rounds=1, seed=77))
+    again = finish(small(tmp_path / "again", participation=1.0, rounds=1, seed=seed))
     assert again.rounds()[0]["made"] == 0
-    larger = finish(small(tmp_path / "larger", participation=1.0, rounds=1, seed=77, beta=5.0))
+    larger = finish(small(tmp_path / "larger", participation=1.0, rounds=1, seed=seed, beta=5.0))
     assert larger.rounds()[0]["made"] == larger.summary()["total_generated"] - made[0] > 0
 
 
@@ -132,7 +134,7 @@ def test_a_run_stopped_by_a_signal_resumes_to_the_same_weights(
     conf.write_text('clients = 4\nalpha = 0.1\nbeta = 4.0\nrounds = 8\nlocal-epochs = 3\nbackend = "inline"\n')
     folder = tmp_path / "stopped"
     command = [sys.executable, "-m", "fedeas_flwr.cli", "run", str(conf), f"run-dir={folder}", "checkpoint-every=2"]
-    child = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    child = start_interruptible(command)
     deadline = time.monotonic() + 120
     while len(RunDirectory(folder).rounds()) < 3 and time.monotonic() < deadline:
         time.sleep(0.02)

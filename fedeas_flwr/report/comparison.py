@@ -82,6 +82,7 @@ def comparison_figure(runs: Sequence[RunDirectory], path: Path) -> None:
         xlabel="round", ylabel="test accuracy (%)", title="Accuracy: mean of the last 20 rounds (images generated)"
     )
     right.set_ylim(top=100)
+    right.xaxis.get_major_locator().set_params(integer=True)
     right.grid(alpha=0.25)
     right.spines[["top", "right"]].set_visible(False)
     right.legend(frameon=False, loc="lower right")

@@ -1,0 +1,126 @@
+"""The command line as a user meets it: exact output, one line for a mistake, nothing heavy for a plan."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from runners import finish, small
+
+ROOT = Path(__file__).parents[1]
+QUICKSTART = str(ROOT / "conf" / "quickstart.toml")
+
+
+def fedeas(*words: str, cwd: Path | None = None, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "fedeas_flwr.cli", *words],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        cwd=cwd,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "FEDEAS_OFFLINE": "1", **environment},
+    )
+
+
+def test_plan_prints_exactly_the_agreed_json(tmp_path: Path) -> None:
+    began = time.monotonic()
+    done = fedeas("plan", "--format", "json", FEDEAS_CACHE=str(tmp_path))  # nothing cached: the paper's main setting
+    elapsed = time.monotonic() - began
+    plan = json.loads(done.stdout)
+    assert list(plan) == [
+        "dataset", "protocol", "policy", "beta", "gamma", "seed", "clients", "total", "full_balance_total", "imbalance",
+        "synthetic_fraction",
+    ]  # fmt: skip
+    assert list(plan["clients"][0]) == ["client", "samples", "entropy", "budget", "generate"]
+    assert list(plan["imbalance"]) == ["before", "after", "removed"]
+    assert (plan["total"], plan["full_balance_total"]) == (13_437, 226_783)
+    assert [c["budget"] for c in plan["clients"]][:5] == [130, 93, 27, 133, 175]
+    assert plan["imbalance"]["removed"] == pytest.approx(0.518, abs=5e-4)
+    assert plan["synthetic_fraction"] == pytest.approx(13_437 / (45_007 + 13_437))
+    assert elapsed < 2 or os.getloadavg()[0] > 2, f"{elapsed:.1f} s"
+
+
+@pytest.mark.parametrize(
+    ("policy", "total"), [("uniform", 13_437), ("missing-only", 13_437), ("waterfill", 13_437), ("none", 0)]
+)
+def test_plan_of_matched_policies_spends_what_fedeas_spends(policy: str, total: int) -> None:
+    plan = json.loads(fedeas("plan", "--policy", policy, "--format", "json").stdout)
+    assert plan["total"] == total
+    assert plan["clients"][0]["budget"] is None
+
+
+def test_plan_from_a_file_of_counts(tmp_path: Path) -> None:
+    path = tmp_path / "counts.csv"
+    path.write_text("cat,dog\n100,0\n50,50\n")
+    plan = json.loads(fedeas("plan", "--counts", str(path), "--beta", "2", "--format", "json").stdout)
+    assert plan["dataset"] is None
+    assert plan["protocol"] is None
+    # √50 · (1 − 0) · 2 = 14.14…; the second client is balanced.
+    assert [c["generate"] for c in plan["clients"]] == [[0, 14], [0, 0]]
+    given = fedeas("plan", "--counts", str(path), "--policy", "uniform", "--total", "5", "--format", "json")
+    assert [c["generate"] for c in json.loads(given.stdout)["clients"]] == [[2, 1], [1, 1]]
+
+
+MISTAKES = {
+    "negative beta": (("run", QUICKSTART, "beta=-1"), ["beta", "-1", "0"]),
+    "alpha zero": (("run", QUICKSTART, "alpha=0"), ["alpha", "0"]),
+    "unknown key": (("run", QUICKSTART, "betta=1"), ["betta", "beta"]),
+    "more clients than data": (("run", QUICKSTART, "clients=2000"), ["clients", "2000", "143"]),
+    "no config file": (("run", "nowhere.toml"), ["nowhere.toml"]),
+    "word that is no override": (("run", QUICKSTART, "beta"), ["beta", "key=value"]),
+    "no clients": (("run", QUICKSTART, "clients=0"), ["clients", "0"]),
+    "no dataset": (("run", QUICKSTART, "dataset=cifar10", "policy=none"), ["cifar10.npz", "torchvision", "download"]),
+    "no generator": (("run", QUICKSTART, "generator=/nowhere"), ["generator", "/nowhere"]),
+    "no model": (("run", QUICKSTART, "policy=none", "model=nowhere:net"), ["model", "nowhere"]),
+    "no run": (("evaluate", "/nowhere"), ["/nowhere"]),
+    "nothing to resume": (("resume", "/nowhere"), ["/nowhere"]),
+    "unknown command": (("fly",), ["fly"]),
+    "unknown option": (("plan", "--fast"), ["--fast"]),
+    "unknown policy": (("plan", "--policy", "magic"), ["policy", "magic", "fedeas"]),
+    "unknown format": (("plan", "--format", "xml"), ["format", "xml", "json"]),
+    "no counts": (("plan", "--counts", "/nowhere.csv"), ["/nowhere.csv"]),
+    "total for fedeas": (("plan", "--total", "5"), ["total", "5", "fedeas"]),
+}
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_a_mistake_is_one_line_and_a_failing_exit_code(tmp_path: Path, name: str) -> None:
+    words, parts = MISTAKES[name]
+    done = fedeas(*words, cwd=tmp_path)
+    assert done.returncode not in (0, None)
+    assert done.stdout == ""
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("error: ")
+    assert all(part in line for part in parts), line
+    assert list(tmp_path.iterdir()) == [], "nothing may be left behind"
+
+
+def test_help_names_the_commands_and_keys_lists_the_keys() -> None:
+    text = fedeas("--help").stdout
+    assert all(command in text for command in ("plan", "run", "resume", "evaluate", "quickstart", "keys"))
+    assert "partition-seed" in fedeas("keys").stdout
+
+
+def test_run_and_evaluate_from_the_shell(tmp_path: Path) -> None:
+    words = ("run", QUICKSTART, "policy=none", "rounds=2", "local-epochs=1", "clients=4", "backend=inline")
+    done = fedeas(*words, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    (folder,) = (tmp_path / "runs").iterdir()
+    assert folder.name == "digits-k4-a0.1-none-fedavg-s1"
+    assert "round   2/2" in done.stdout
+    scores = json.loads(fedeas("evaluate", str(folder)).stdout)
+    assert scores["accuracy"] == json.loads((folder / "rounds.jsonl").read_text().splitlines()[-1])["accuracy"]
+    fedeas(*words, cwd=tmp_path)
+    assert len(list((tmp_path / "runs").iterdir())) == 2, "a second run gets a folder of its own"
+
+
+def test_resume_of_another_config_is_refused(tmp_path: Path) -> None:
+    finish(small(tmp_path / "r", policy="none", rounds=1))
+    done = fedeas("resume", str(tmp_path / "r"), "alpha=0.5")
+    assert done.returncode == 1
+    assert "alpha = 0.5, but the run to resume has alpha = 0.1" in done.stderr

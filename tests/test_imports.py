@@ -1,0 +1,78 @@
+"""Imports point one way, and light modules stay light."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parents[1] / "fedeas_flwr"
+
+LAYERS = [
+    {"counts", "paths", "streams", "metrics"},
+    {"waterfill", "allocation", "partition"},
+    {"config", "planning", "data"},
+    {"runs", "client_state", "local_data", "models", "generators", "cache", "augment"},
+    {"messages", "training", "progress", "report"},
+    {"grids", "strategies"},
+    {"client_app", "server_app"},
+    {"launch", "prepare"},
+    {"quickstart"},
+    {"cli"},
+]
+"""A module imports from its own layer or a lower one (nearer the top of this list), never from a higher one."""
+
+FLOWER = {"messages", "grids", "strategies", "client_app", "server_app", "launch"}
+TORCH = {"training", "models", "generators", "data", "client_app", "server_app"}
+
+
+def modules() -> dict[str, list[Path]]:
+    """Module or subpackage → its files."""
+    found: dict[str, list[Path]] = {}
+    for path in sorted(PACKAGE.rglob("*.py")):
+        name = path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+        if name != "__init__":
+            found.setdefault(name, []).append(path)
+    return found
+
+
+def imported(path: Path) -> set[str]:
+    """Every module a file imports, also inside functions."""
+    names: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            names.add(node.module)
+            names |= {f"{node.module}.{alias.name}" for alias in node.names}
+    return names
+
+
+def test_every_module_has_a_layer() -> None:
+    assert sorted(name for layer in LAYERS for name in layer) == sorted(modules())
+
+
+@pytest.mark.parametrize("name", sorted(modules()))
+def test_imports_point_down(name: str) -> None:
+    rank = {module: number for number, layer in enumerate(LAYERS) for module in layer}
+    for path in modules()[name]:
+        for target in imported(path):
+            parts = target.split(".")
+            if parts[0] == "fedeas_flwr" and len(parts) > 1 and parts[1] in rank:
+                assert rank[parts[1]] <= rank[name], f"{path.name} imports {target}"
+
+
+@pytest.mark.parametrize(("library", "allowed"), [("flwr", FLOWER), ("torch", TORCH), ("ray", set())])
+def test_heavy_libraries_stay_where_they_belong(library: str, allowed: set[str]) -> None:
+    users = {n for n, paths in modules().items() if any(t.split(".")[0] == library for p in paths for t in imported(p))}
+    assert users <= allowed
+
+
+@pytest.mark.parametrize("module", ["fedeas_flwr", "fedeas_flwr.allocation", "fedeas_flwr.planning", "fedeas_flwr.cli"])
+def test_light_modules_pull_in_nothing_heavy(module: str) -> None:
+    code = f"import sys, {module}; print(*sorted({{'torch','flwr','ray','diffusers','sklearn'}} & set(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == ""

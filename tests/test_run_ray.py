@@ -1,0 +1,117 @@
+"""The same run through Flower's Ray simulation: the same weights, the true status, nothing left behind."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+from runners import finish, small, start_interruptible, weights
+
+from fedeas_flwr.launch import QUIET, free_port
+from fedeas_flwr.runs import RunDirectory, RunError
+
+ROOT = Path(__file__).parents[1]
+
+
+def flowers_processes() -> set[int]:
+    """Processes of Flower and Ray, by what they call themselves."""
+    found = set()
+    for process in psutil.process_iter(["cmdline", "name", "status"]):
+        if process.info["status"] == psutil.STATUS_ZOMBIE:  # dead, and its parent's to bury
+            continue
+        words = " ".join([process.info["name"] or "", *(process.info["cmdline"] or [])])
+        if any(
+            word in words
+            for word in ("raylet", "gcs_server", "ray::", "flower-super", "flwr-simulation", "ray/_private")
+        ):
+            found.add(process.pid)
+    return found
+
+
+def shared_memory() -> set[str]:
+    return set(os.listdir("/dev/shm")) if os.path.isdir("/dev/shm") else set()
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left_behind():
+    before = flowers_processes(), shared_memory(), set(Path(tempfile.gettempdir()).glob("fe-*"))
+    yield
+    assert flowers_processes() <= before[0]
+    assert shared_memory() <= before[1]
+    assert set(Path(tempfile.gettempdir()).glob("fe-*")) <= before[2]
+
+
+def test_ray_with_one_and_two_actors_and_inline_give_the_same_weights(tmp_path: Path, digits_generator: Path) -> None:
+    inline = finish(small(tmp_path / "inline"))
+    one = finish(small(tmp_path / "one", backend="ray", actors=1))
+    two = finish(small(tmp_path / "two", backend="ray", actors=2))
+    assert weights(inline) == weights(one) == weights(two)
+    assert inline.summary()["total_generated"] == two.summary()["total_generated"] > 0
+    assert [r["accuracy"] for r in inline.rounds()] == [r["accuracy"] for r in two.rounds()]
+
+
+@pytest.mark.slow
+def test_a_client_that_raises_under_ray_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(Path(__file__).parent)
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent))
+    with pytest.raises(RunError, match="ArithmeticError: out of luck"):
+        finish(small(tmp_path / "r", backend="ray", policy="none", model="users_models:that_raises"))
+    assert RunDirectory(tmp_path / "r").status()[0] == "failed"
+
+
+@pytest.mark.slow
+def test_ctrl_c_under_ray_ends_everything_and_the_run_resumes(tmp_path: Path, digits_generator: Path) -> None:
+    whole = finish(small(tmp_path / "whole", rounds=30))
+    folder, conf = tmp_path / "stopped", tmp_path / "conf.toml"
+    conf.write_text("clients = 4\nalpha = 0.1\nbeta = 4.0\nrounds = 30\nlocal-epochs = 1\n")
+    command = [sys.executable, "-m", "fedeas_flwr.cli", "run", str(conf), f"run-dir={folder}"]
+    child = start_interruptible(command)
+    deadline = time.monotonic() + 120
+    while len(RunDirectory(folder).rounds()) < 3 and time.monotonic() < deadline:
+        time.sleep(0.05)
+    child.send_signal(signal.SIGINT)
+    _, errors = child.communicate(timeout=60)
+    assert child.returncode == 130
+    assert "fedeas resume" in errors
+    assert "Traceback" not in errors
+    assert 3 <= len(RunDirectory(folder).rounds()) < 30
+    assert RunDirectory(folder).status()[0] == "interrupted"
+    resumed = finish(small(folder, rounds=30, resume=True))
+    assert weights(whole) == weights(resumed)
+
+
+@pytest.mark.slow
+def test_flwr_run_works_as_flowers_users_expect(tmp_path: Path, digits_generator: Path) -> None:
+    """Plain `flwr run .` with Flower's default of two nodes, on a SuperLink of this test's own."""
+    environment = {
+        **os.environ,
+        **QUIET,
+        "FLWR_HOME": str(tmp_path / "flwr"),
+        "FLWR_LOCAL_SUPERLINK_HTTP_API_PORT": str(free_port()),
+        "FLWR_LOCAL_CONTROL_API_PORT": str(free_port()),
+        "RAY_TMPDIR": tempfile.mkdtemp(prefix="rt-"),
+        "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
+    }
+    before = flowers_processes()
+    words = ["--stream", "--run-config", f'rounds=2 local-epochs=1 run-dir="{tmp_path / "run"}"']
+    try:
+        done = subprocess.run(
+            ["flwr", "run", str(ROOT), *words], env=environment, capture_output=True, text=True, timeout=300
+        )
+        run = RunDirectory(tmp_path / "run")
+        assert run.status()[0] == "finished", done.stdout + done.stderr
+        assert run.config().clients == 2
+        assert run.summary()["rounds"] == 2
+    finally:
+        for pid in flowers_processes() - before:
+            psutil.Process(pid).kill()
+        time.sleep(1)
+        shutil.rmtree(environment["RAY_TMPDIR"], ignore_errors=True)
