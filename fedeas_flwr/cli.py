@@ -1,4 +1,4 @@
-"""The `fedeas` command: plan · run · resume · evaluate · quickstart · keys.
+"""The `fedeas` command: plan · run · resume · evaluate · export · quickstart · keys.
 
 Bad input ends in one line on stderr and a non-zero exit code, never in a traceback. Heavy imports (torch, flwr) happen
 inside the commands that need them: `fedeas plan` answers at once.
@@ -183,6 +183,15 @@ def evaluate(folder: Annotated[Path, typer.Argument(help="the run directory of a
 
     scores = evaluate_run(RunDirectory(folder.absolute()))
     print(json.dumps(scores, indent=1))
+
+
+@app.command()
+def export(
+    folder: Annotated[Path, typer.Argument(help="the run directory of a finished run")],
+    to: Annotated[Path, typer.Argument(help="where its record goes, such as results/NAME")],
+) -> None:
+    """Copy a run's record (config, rounds, summary) without weights, images or paths of this machine."""
+    RunDirectory(folder.absolute()).export(to.absolute())
 
 
 @app.command()

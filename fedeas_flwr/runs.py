@@ -184,6 +184,17 @@ class RunDirectory:
         """The run in a few numbers."""
         return dict(self._read_json("summary.json"))
 
+    def export(self, folder: Path) -> None:
+        """Copy the record of a finished run, without weights, images or paths of this machine."""
+        summary, found = self.summary(), self._read_json("config.json")
+        config = found["config"]
+        config |= {"run-dir": "", "data-dir": ""}
+        config |= {key: Path(config[key]).name for key in ("generator", "weights")}
+        copy = RunDirectory(folder)
+        copy._write_json("config.json", found)
+        copy._write_json("summary.json", summary)
+        atomic_write(folder / "rounds.jsonl", (self.path / "rounds.jsonl").read_bytes())
+
     def set_status(self, status: str, error: str = "") -> None:
         """Say where the run stands; ``error`` is one line."""
         self._write_json("status.json", {"status": status, "error": error})

@@ -101,6 +101,24 @@ def test_summary_by_hand() -> None:
     assert rounds_to_threshold([0.1, 0.2], 0.5) is None
 
 
+def test_export_leaves_weights_and_paths_behind(tmp_path: Path) -> None:
+    run = RunDirectory.start(
+        config(tmp_path / "r", data_dir="/home/me/data", generator="/home/me/ddpm"), {"device": "cpu"}
+    )
+    run.append_round(record(1, 0.5))
+    run.save_model({"w": np.zeros(3)})
+    run.save_summary(summarise(run.rounds(), 0.5))
+    run.export(tmp_path / "out")
+    assert sorted(p.name for p in (tmp_path / "out").iterdir()) == ["config.json", "rounds.jsonl", "summary.json"]
+    text = "".join(p.read_text() for p in (tmp_path / "out").iterdir())
+    assert "/home/me" not in text
+    assert str(tmp_path) not in text
+    copy = RunDirectory(tmp_path / "out")
+    assert copy.config().generator == "ddpm"
+    assert copy.rounds() == run.rounds()
+    assert copy.environment() == {"device": "cpu"}
+
+
 def test_client_state_starts_from_the_version_the_server_accepted(tmp_path: Path) -> None:
     store = ClientStore(tmp_path / "3")
     assert store.load(0) == ClientState(None, 0)

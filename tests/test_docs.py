@@ -1,0 +1,62 @@
+"""The README says what is so: every key, every file it names, every command it shows."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from fedeas_flwr.config import RunConfig, read_config
+from fedeas_flwr.runs import RunDirectory
+
+ROOT = Path(__file__).parents[1]
+README = (ROOT / "README.md").read_text()
+
+
+def parameter_table() -> list[str]:
+    """The rows of README's parameter table, made from the code."""
+    fields = RunConfig.model_fields.items()
+    return [f"| `{n.replace('_', '-')}` | `{json.dumps(f.default)}` | {f.description} |" for n, f in fields]
+
+
+def test_the_parameter_table_is_the_codes() -> None:
+    rows = [line for line in README.splitlines() if re.match(r"\| `[a-z-]+` \| `", line)]
+    assert rows == parameter_table()
+
+
+def test_every_module_is_in_the_tree() -> None:
+    tree = README.split("```\nserver_app.py")[1].split("```")[0]
+    for path in (ROOT / "fedeas_flwr").iterdir():
+        if path.name.startswith("__") or path.name in SMALL_MODULES:
+            continue
+        assert (f"{path.name}/" if path.is_dir() else path.name) in tree, path.name
+
+
+SMALL_MODULES = {"counts.py", "paths.py", "streams.py", "metrics.py", "augment.py", "prepare.py", "quickstart.py"}
+"""Helpers that the tree leaves out so that it stays readable."""
+
+
+def test_the_readmes_quickstart_table_is_the_committed_runs() -> None:
+    for policy in ("none", "fedeas", "uniform", "missing-only"):
+        summary = RunDirectory(ROOT / "results" / "quickstart" / policy).summary()
+        row = next(line for line in README.splitlines() if line.startswith("│") and LABEL[policy] in line)
+        cells = [cell.strip() for cell in row.strip("│").split("│")]
+        assert cells[1] == f"{100 * summary['last_20']:.1f}"
+        assert cells[2] == f"{100 * summary['peak']:.1f}"
+        assert cells[3] == f"{summary['total_generated']:,}"
+
+
+LABEL = {"none": "nothing generated", "fedeas": "FedEAS", "uniform": "Uniform", "missing-only": "Missing-only"}
+
+
+@pytest.mark.parametrize("policy", ["none", "fedeas", "uniform", "missing-only"])
+def test_the_committed_runs_are_of_todays_quickstart(policy: str) -> None:
+    """A changed default must not leave old numbers standing."""
+    ran = RunDirectory(ROOT / "results" / "quickstart" / policy).config()
+    today = read_config(ROOT / "conf" / "quickstart.toml", [f"policy={policy}"])
+    free = {"run-dir", "backend"}
+    assert {k: v for k, v in ran.outside().items() if k not in free} == {
+        k: v for k, v in today.outside().items() if k not in free
+    }
