@@ -6,6 +6,7 @@ message says; everything it keeps between rounds is on disk (client_state.py, ca
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -21,13 +22,12 @@ from fedeas_flwr import allocation, messages
 from fedeas_flwr.cache import ImageCache
 from fedeas_flwr.client_state import ClientStore
 from fedeas_flwr.config import RunConfig, parse_config
-from fedeas_flwr.data import dataset_info
 from fedeas_flwr.generators import Generator, open_generator
-from fedeas_flwr.local_data import FederatedData, Images, Labels, federated_data
+from fedeas_flwr.local_data import FederatedData, Labels, federated_data
 from fedeas_flwr.messages import EvaluateReport, Share, TrainReport
-from fedeas_flwr.models import load_state, split_state
+from fedeas_flwr.runs import plain
 from fedeas_flwr.streams import stream
-from fedeas_flwr.training import Normaliser, Recipe, evaluate, network, pick_device, train
+from fedeas_flwr.training import Engine, Normaliser, build_engine, copy_state, evaluate, network, pick_device
 from fedeas_flwr.waterfill import waterfill_count, waterfill_fill
 
 app = ClientApp()
@@ -70,42 +70,33 @@ def train_client(message: Message, context: Context) -> Message:
     """Train the received model on this client's images, real and synthetic."""
     config, client, data = _open(context)
     task = messages.read_task(message)
-    device = pick_device(config.device)
+    device = pick_device(config.device, config.precision)
     store = ClientStore(Path(task.state_dir) / str(client))
     state = store.load(task.accepted_round)
 
     began = time.perf_counter()
     if state.generate is None:  # first participation
         state = replace(state, generate=plan_client(config, data, client, task.beta, task.share))
-    synthetic, made = _synthetic(config, client, state.generate or (), device)
+    images, labels, made = _images(config, data, client, state.generate or (), device)
     generated_at = time.perf_counter()
 
-    images, labels = data.train(client)
-    real = len(labels)
-    model = _network(config)
-    load_state(model, *messages.read_model(message))
-    result = train(
-        model,
-        np.concatenate([images, synthetic[0]]),
-        np.concatenate([labels, synthetic[1]]),
-        Recipe(config.local_epochs, config.batch_size, config.learning_rate, config.momentum, config.weight_decay),
-        Normaliser(data.dataset.mean, data.dataset.std, device),
-        stream(config.seed, "batches", task.round, client),
-        device,
+    result, *trained = _engine(config, device).train(
+        *messages.read_model(message), images, labels, stream(config.seed, "batches", task.round, client)
     )
     needed = (task.accepted_round, task.checkpointed_round)
     store.save(task.round, replace(state, steps=state.steps + result.steps), needed)
     report = TrainReport(
         client=client,
-        examples=real,
+        examples=len(data.partition.train[client]),
         loss=result.loss,
         steps=result.steps,
-        generated=len(synthetic[1]),
+        generated=sum(state.generate or ()),
         made=made,
         seconds_generating=generated_at - began,
         seconds_training=time.perf_counter() - generated_at,
     )
-    return messages.train_reply(message, report, *split_state(model))
+    trainable, buffers = (dict(s) if messages.is_live(message) else plain(s) for s in trained)
+    return messages.train_reply(message, report, trainable, buffers)
 
 
 @app.evaluate()
@@ -113,11 +104,11 @@ def train_client(message: Message, context: Context) -> Message:
 def evaluate_client(message: Message, context: Context) -> Message:
     """Test the global model on this client's own test images."""
     config, client, data = _open(context)
-    device = pick_device(config.device)
-    model = _network(config)
-    load_state(model, *messages.read_model(message))
-    normalise = Normaliser(data.dataset.mean, data.dataset.std, device)
-    result = evaluate(model, *data.test(client), data.num_classes, normalise, device)
+    device = pick_device(config.device, config.precision)
+    model = network(config).to(device)
+    copy_state(model, *messages.read_model(message))
+    images, labels = (torch.tensor(array, device=device) for array in data.test(client))
+    result = evaluate(model, images, labels, data.num_classes, Normaliser(data.dataset.mean, data.dataset.std, device))
     return messages.evaluate_reply(message, EvaluateReport(client, result.examples, result.correct, result.loss))
 
 
@@ -151,26 +142,47 @@ def _counts(data: FederatedData, client: int) -> Labels:
     return np.bincount(data.train_labels(client), minlength=data.num_classes)[None, :].astype(np.int64)
 
 
-def _synthetic(
-    config: RunConfig, client: int, wanted: tuple[int, ...], device: str
-) -> tuple[tuple[Images, Labels], int]:
-    """This client's synthetic images and labels, and how many were made just now."""
-    if sum(wanted) == 0:
-        shape = dataset_info(config.dataset).image_shape
-        return (np.empty((0, *shape), np.uint8), np.empty(0, np.int64)), 0
-    generator = _generator(
-        config.generator, config.dataset, config.sampler_steps, config.guidance, config.generation_batch, device
+_on_gpu: dict[tuple[RunConfig, int, tuple[int, ...]], tuple[torch.Tensor, torch.Tensor]] = {}
+"""Images of the clients seen so far, kept on the GPU: all of them together are one dataset and its synthetic images."""
+_generating = threading.Lock()
+_own = threading.local()
+
+
+def _images(
+    config: RunConfig, data: FederatedData, client: int, generate: tuple[int, ...], device: str
+) -> tuple[torch.Tensor, torch.Tensor, int]:
+    """A client's images and labels, real then synthetic, on the device; and how many were made just now."""
+    found = _on_gpu.get((config, client, generate))
+    if found is not None:
+        return *found, 0
+    images, labels = data.train(client)
+    made = 0
+    if sum(generate):
+        with _generating:  # one model for all threads of this process
+            generator = _generator(config, device)
+            new = ImageCache().ensure(generator, seed=config.seed, client=client, wanted=generate)
+        images, labels, made = np.concatenate([images, new[0]]), np.concatenate([labels, new[1]]), new[2]
+    tensors = torch.from_numpy(images).to(device), torch.from_numpy(labels).to(device)
+    if device != "cpu":
+        _on_gpu[config, client, generate] = tensors
+    return *tensors, made
+
+
+@lru_cache(maxsize=1)
+def _generator(config: RunConfig, device: str) -> Generator:
+    return open_generator(
+        config.generator,
+        config.dataset,
+        steps=config.sampler_steps,
+        guidance=config.guidance,
+        batch_size=config.generation_batch,
+        device=device,
     )
-    images, labels, made = ImageCache().ensure(generator, seed=config.seed, client=client, wanted=wanted)
-    return (images, labels), made
 
 
-@lru_cache(maxsize=1)
-def _generator(spec: str, dataset: str, steps: int, guidance: float, batch: int, device: str) -> Generator:
-    return open_generator(spec, dataset, steps=steps, guidance=guidance, batch_size=batch, device=device)
-
-
-@lru_cache(maxsize=1)
-def _network(config: RunConfig) -> torch.nn.Module:
-    """The run's network, kept for the life of the process; its weights are loaded anew for every message."""
-    return network(config)
+def _engine(config: RunConfig, device: str) -> Engine:
+    """This thread's engine: model, graphs and buffers are kept between clients and rounds."""
+    if getattr(_own, "config", None) != config:
+        _own.engine, _own.config = build_engine(config, device), config
+    engine: Engine = _own.engine
+    return engine

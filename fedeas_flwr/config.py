@@ -62,6 +62,11 @@ class RunConfig(BaseModel):
     momentum: float = Field(0.0, ge=0, lt=1, description="SGD momentum, fresh each round")
     weight_decay: float = Field(0.0, ge=0, le=10, description="SGD weight decay")
 
+    engine: Literal["auto", "eager", "graphed"] = Field(
+        "auto", description="how a client trains: graphed replays CUDA graphs, eager runs anywhere; auto picks"
+    )
+    precision: Literal["fp32", "tf32", "bf16"] = Field("tf32", description="arithmetic of training on a GPU")
+
     model: str = Field("small-cnn", description="small-cnn, resnet18, or package.module:callable of your own")
     stem: Literal["7x7", "3x3"] = Field("7x7", description="first layer of resnet18")
     weights: str = Field("none", description="start of resnet18: none, imagenet, or a .safetensors file")
@@ -88,7 +93,9 @@ class RunConfig(BaseModel):
     backend: Literal["ray", "inline"] = Field(
         "ray", description="of `fedeas run` alone: Flower's Ray simulation, or one process without Ray"
     )
-    actors: int = Field(0, ge=0, le=4096, description="of `fedeas run` alone: clients at once; 0: one a core")
+    actors: int = Field(
+        0, ge=0, le=4096, description="of `fedeas run` alone: clients at once; 0: one a core, inline on a GPU ten"
+    )
     gpu_share: float = Field(
         0.0, ge=0, le=1, description="of `fedeas run` alone: GPU fraction of a client (write 0.099, not 0.1)"
     )

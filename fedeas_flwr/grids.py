@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from flwr.app import Context, Message, RecordDict
@@ -39,11 +40,18 @@ class _SendAndReceiveGrid(Grid):
 
 
 class InlineGrid(_SendAndReceiveGrid):
-    """Call the same ClientApp for every node in this process: no Ray, no pickling, breakpoints work."""
+    """Call the same ClientApp for every node in this process: no Ray, no pickling, breakpoints work.
 
-    def __init__(self, app: ClientApp, clients: int, run_config: Mapping[str, Any]) -> None:
+    With several ``workers`` (threads), clients of a round run at once: on a GPU, each thread on a stream of its own. A
+    ``live`` grid hands models over as tensors instead of bytes; the server asks for that attribute.
+    """
+
+    def __init__(
+        self, app: ClientApp, clients: int, run_config: Mapping[str, Any], workers: int = 1, live: bool = False
+    ) -> None:
         TaskIdentity.task_id = TaskIdentity.run_id = TaskIdentity.node_id = 1
-        self._app = app
+        self._app, self.live = app, live
+        self._pool = ThreadPoolExecutor(workers) if workers > 1 else None
         self._contexts = {
             node: Context(
                 run_id=1,
@@ -59,8 +67,15 @@ class InlineGrid(_SendAndReceiveGrid):
         return list(self._contexts)
 
     def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> Iterable[Message]:
-        """Run the messages one after the other. ``timeout`` does not apply: nothing here can be late."""
-        return [self._deliver(message) for message in messages]
+        """Run the messages and return the replies in order. ``timeout`` does not apply: nothing here can be late."""
+        if self._pool is None:
+            return [self._deliver(message) for message in messages]
+        return list(self._pool.map(self._deliver, messages))
+
+    def close(self) -> None:
+        """End the workers; messages that wait are dropped."""
+        if self._pool is not None:
+            self._pool.shutdown(cancel_futures=True)
 
     def _deliver(self, message: Message) -> Message:
         try:

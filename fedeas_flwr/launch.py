@@ -81,10 +81,13 @@ def _run_inline(config: RunConfig, run: RunDirectory, progress: RoundProgress) -
 
     from fedeas_flwr import client_app, server_app
     from fedeas_flwr.grids import InlineGrid
+    from fedeas_flwr.training import pick_device
 
     values = config.outside()
     with _quiet_terminal(), progress.in_background():
-        grid = InlineGrid(client_app.app, config.clients, values)
+        on_gpu = pick_device(config.device) == "cuda"
+        workers = config.actors or (10 if on_gpu else 1)
+        grid = InlineGrid(client_app.app, config.clients, values, workers, live=on_gpu)
         context = Context(run_id=1, node_id=0, node_config={}, state=RecordDict(), run_config=values)
         try:
             server_app.app(grid, context)
@@ -92,6 +95,8 @@ def _run_inline(config: RunConfig, run: RunDirectory, progress: RoundProgress) -
             if run.status()[0] not in ("failed", "unknown"):
                 raise
             raise RunError(run.status()[1] or str(error)) from error
+        finally:
+            grid.close()
 
 
 @contextmanager

@@ -83,14 +83,34 @@ class EvaluateReport:
     loss: float
 
 
+class LiveRecord(ArrayRecord):
+    """Arrays handed over within one process, without bytes: the one exception to messages, for the inline grid.
+
+    To Flower it is an empty record. What it holds must not be changed by either side.
+    """
+
+    def __init__(self, arrays: Mapping[str, Any]) -> None:
+        super().__init__()
+        self.__dict__["live"] = dict(arrays)
+
+
 def to_record(arrays: Mapping[str, Any]) -> ArrayRecord:
-    """Build a new record: one that was sent must never be changed in place."""
+    """Build a new record: one that was sent must never be changed in place. Tensors are handed over as they are."""
+    if any(hasattr(value, "cpu") for value in arrays.values()):
+        return LiveRecord(arrays)
     return ArrayRecord({key: Array(np.asarray(value)) for key, value in arrays.items()})
 
 
 def to_arrays(record: ArrayRecord) -> Arrays:
-    """Read a record as NumPy arrays."""
+    """Read a record: NumPy arrays, or the tensors of a live one."""
+    if isinstance(record, LiveRecord):
+        return dict(record.__dict__["live"])
     return {key: value.numpy() for key, value in record.items()}
+
+
+def is_live(message: Message) -> bool:
+    """Whether a message hands its model over within the process."""
+    return isinstance(message.content.array_records[ARRAYS], LiveRecord)
 
 
 # ------------------------------------------------------------------------------------------------ query
@@ -209,6 +229,8 @@ def read_train_reply(message: Message, client: int, trainable: Arrays, buffers: 
 
 
 def _check_like(record: ArrayRecord, wanted: Arrays) -> Arrays:
+    if isinstance(record, LiveRecord):
+        return _check_live(to_arrays(record), wanted)
     if list(record) != list(wanted):
         odd = sorted(set(record) ^ set(wanted)) or ["the order"]
         raise MessageError(f"arrays differ from the model's: {odd[0]}")
@@ -224,6 +246,19 @@ def _check_like(record: ArrayRecord, wanted: Arrays) -> Arrays:
         if not np.isfinite(array).all():
             raise MessageError(f"array {key} holds NaN or infinity")
         arrays[key] = array
+    return arrays
+
+
+def _check_live(arrays: Arrays, wanted: Arrays) -> Arrays:
+    """The same checks on tensors, with one look at the GPU for all of them."""
+    if list(arrays) != list(wanted):
+        raise MessageError("arrays differ from the model's")
+    for key, like in wanted.items():
+        if arrays[key].dtype != like.dtype or arrays[key].shape != like.shape:
+            raise MessageError(f"array {key} is {arrays[key].dtype}{list(arrays[key].shape)}")
+    sums = [array.double().sum() for array in arrays.values()]
+    if sums and not math.isfinite(float(sum(sums[1:], start=sums[0]))):
+        raise MessageError("the arrays hold NaN or infinity")
     return arrays
 
 

@@ -23,14 +23,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
 
 from fedeas_flwr.config import ConfigError, RunConfig, parse_config
 from fedeas_flwr.paths import atomic_write
 
-Arrays = dict[str, npt.NDArray[Any]]
+Arrays = dict[str, Any]
+"""Name → NumPy array, or a tensor where a model is handed over within the process."""
 
 NOT_THE_RUN = (
     "run-dir",
@@ -137,8 +137,8 @@ class RunDirectory:
 
     def save_checkpoint(self, checkpoint: Checkpoint) -> None:
         """Replace the checkpoint; a reader sees the old one or the new one, never a part."""
-        arrays = {f"trainable/{k}": np.asarray(v, order="C") for k, v in checkpoint.trainable.items()}
-        arrays |= {f"buffers/{k}": np.asarray(v, order="C") for k, v in checkpoint.buffers.items()}
+        arrays = {f"trainable/{k}": v for k, v in plain(checkpoint.trainable).items()}
+        arrays |= {f"buffers/{k}": v for k, v in plain(checkpoint.buffers).items()}
         state = {"round": checkpoint.round, "accepted": checkpoint.accepted, "generated": checkpoint.generated}
         atomic_write(self.path / "checkpoint.safetensors", save(arrays, metadata={"state": json.dumps(state)}))
 
@@ -163,7 +163,7 @@ class RunDirectory:
 
     def save_model(self, arrays: Arrays) -> None:
         """Write the final model."""
-        atomic_write(self.path / "model.safetensors", save({k: np.asarray(v, order="C") for k, v in arrays.items()}))
+        atomic_write(self.path / "model.safetensors", save(plain(arrays)))
 
     def load_model(self) -> Arrays:
         """The final model's state dict."""
@@ -217,6 +217,11 @@ class RunDirectory:
             raise RunError(f"{self.path} is not a run directory: {name} is missing") from None
         except ValueError as error:
             raise RunError(f"{self.path / name} is not JSON: {error}") from None
+
+
+def plain(arrays: Mapping[str, Any]) -> Arrays:
+    """Contiguous NumPy arrays, also of tensors that lie on a GPU."""
+    return {k: np.asarray(v.cpu().numpy() if hasattr(v, "cpu") else v, order="C") for k, v in arrays.items()}
 
 
 def _under(prefix: str, arrays: Arrays) -> Arrays:

@@ -10,6 +10,7 @@ from logging import ERROR, INFO
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from flwr.app import Context
 from flwr.serverapp import Grid, ServerApp
@@ -17,12 +18,12 @@ from flwr.supercore import log
 
 from fedeas_flwr.config import ConfigError, RunConfig, parse_config
 from fedeas_flwr.local_data import federated_data
-from fedeas_flwr.models import load_state, split_state
+from fedeas_flwr.models import split_state
 from fedeas_flwr.paths import cache_root
 from fedeas_flwr.runs import Arrays, Checkpoint, RunDirectory, RunError, describe_environment
 from fedeas_flwr.strategies import build_strategy
 from fedeas_flwr.strategies.federation import Evaluate, Federation
-from fedeas_flwr.training import Normaliser, evaluate, network, pick_device
+from fedeas_flwr.training import Normaliser, copy_state, evaluate, network, pick_device
 
 app = ServerApp()
 
@@ -33,7 +34,7 @@ def main(grid: Grid, context: Context) -> None:
     config = parse_config(context.run_config)
     if not config.run_dir:
         config = config.with_changes(run_dir=str(cache_root() / "runs" / str(context.run_id)))
-    device = pick_device(config.device)
+    device = pick_device(config.device, config.precision)
     run = RunDirectory.start(config, describe_environment(_device_name(device)))
     with log_to(run.path / "flower.log"):
         log(INFO, "Run directory: %s", run.path)
@@ -48,7 +49,8 @@ def _recorded(grid: Grid, config: RunConfig, run: RunDirectory, device: str) -> 
         run.record_clients(clients)
         federation.plan()
         test = central_test(config, clients, device) if config.evaluation == "central" else None
-        federation.fit(_start(config, run), test)
+        start = _start(config, run)
+        federation.fit(_on_device(start, device) if getattr(grid, "live", False) else start, test)
     except KeyboardInterrupt:
         run.set_status("interrupted")
         raise
@@ -95,16 +97,25 @@ def _start(config: RunConfig, run: RunDirectory) -> Checkpoint:
     )
 
 
+def _on_device(state: Checkpoint, device: str) -> Checkpoint:
+    """The same state as tensors on the device, to be handed over instead of sent."""
+
+    def move(arrays: Arrays) -> dict[str, Any]:
+        return {key: torch.from_numpy(np.array(array)).to(device) for key, array in arrays.items()}
+
+    return replace(state, trainable=move(state.trainable), buffers=move(state.buffers))
+
+
 def central_test(config: RunConfig, clients: int, device: str) -> Evaluate:
     """Return the function that tests a model's arrays on the global test set."""
     data = federated_data(config, clients)
-    images, labels = data.global_test()
-    model = network(config)
+    images, labels = (torch.tensor(array, device=device) for array in data.global_test())
+    model = network(config).to(device)
     normalise = Normaliser(data.dataset.mean, data.dataset.std, device)
 
     def test(trainable: Arrays, buffers: Arrays) -> dict[str, Any]:
-        load_state(model, trainable, buffers)
-        result = evaluate(model, images, labels, data.num_classes, normalise, device)
+        copy_state(model, trainable, buffers)
+        result = evaluate(model, images, labels, data.num_classes, normalise)
         return {
             "accuracy": result.accuracy,
             "balanced_accuracy": result.balanced_accuracy,

@@ -17,7 +17,7 @@ from fedeas_flwr.grids import InlineGrid
 from fedeas_flwr.messages import TrainReport
 from fedeas_flwr.runs import Checkpoint, RunDirectory, RunError
 from fedeas_flwr.strategies import build_strategy
-from fedeas_flwr.strategies.federation import Federation, average_buffers
+from fedeas_flwr.strategies.federation import Federation
 
 START = Checkpoint(0, {"w": np.zeros(2, np.float32)}, {"n": np.array(0, np.int64), "mean": np.zeros(1, np.float32)})
 EXAMPLES = (30, 10, 60)
@@ -159,12 +159,3 @@ def test_a_federation_of_another_size_is_one_line_with_the_flag(tmp_path: Path) 
     run = Federation(grid, config, build_strategy(config), RunDirectory.start(config, {}))
     with pytest.raises(RunError, match=r"clients = 10, but the federation has 2 nodes: .*num-supernodes=10"):
         run.discover()
-
-
-def test_buffer_average_by_hand() -> None:
-    like = {"n": np.array([0, 0], np.int64), "v": np.zeros((), np.float32)}
-    received = [{"n": np.array([1, 10]), "v": np.array(1.0)}, {"n": np.array([2, 20]), "v": np.array(3.0)}]
-    averaged = average_buffers(received, [3, 1], like)
-    assert averaged["n"].tolist() == [1, 12]  # 1.25 and 12.5, to even
-    assert averaged["v"] == 1.5
-    assert averaged["v"].shape == ()

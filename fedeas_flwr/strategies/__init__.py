@@ -6,10 +6,11 @@ sampling, checks, order, buffers, quorum and resume are `Federation`'s, the same
 
 from __future__ import annotations
 
-from flwr.serverapp.strategy import FedAvg, Strategy
+from flwr.serverapp.strategy import Strategy
 
 from fedeas_flwr.config import RunConfig
 from fedeas_flwr.messages import ARRAYS, CONFIG, WEIGHT
+from fedeas_flwr.strategies.fedavg import FedAvg
 
 
 def build_strategy(config: RunConfig) -> Strategy:

@@ -28,6 +28,7 @@ from fedeas_flwr.grids import GridView
 from fedeas_flwr.messages import MessageError, Share, TrainReport, TrainTask
 from fedeas_flwr.metrics import summarise
 from fedeas_flwr.runs import Arrays, Checkpoint, RunDirectory, RunError
+from fedeas_flwr.strategies.averaging import weighted_average
 from fedeas_flwr.streams import stream
 from fedeas_flwr.waterfill import waterfill_level
 
@@ -171,7 +172,7 @@ class Federation:
         merged = Checkpoint(
             round=number,
             trainable=_like(messages.to_arrays(arrays), state.trainable),
-            buffers=average_buffers([b for _, _, b in accepted], [r.examples for r in reports], state.buffers),
+            buffers=weighted_average([b for _, _, b in accepted], [r.examples for r in reports]),
             accepted=state.accepted | {r.client: number for r in reports},
             generated=state.generated | {r.client: r.generated for r in reports},
         )
@@ -274,18 +275,10 @@ def wait_for_nodes(grid: Grid, config: RunConfig) -> list[int]:
         time.sleep(0.2)
 
 
-def average_buffers(received: Sequence[Arrays], weights: Sequence[int], like: Arrays) -> Arrays:
-    """Average what is not trained (BatchNorm statistics) by N_k; whole-number counters stay whole."""
-    total = sum(weights)
-    averaged: Arrays = {}
-    for key, kind in like.items():
-        mean = sum(arrays[key].astype(np.float64) * (w / total) for arrays, w in zip(received, weights, strict=True))
-        averaged[key] = (np.rint(mean) if kind.dtype.kind in "iub" else np.asarray(mean)).astype(kind.dtype)
-    return averaged
-
-
 def _like(arrays: Arrays, wanted: Arrays) -> Arrays:
     # Strategies may compute in float64: the model keeps its own kind and order.
+    if all(arrays[key].dtype == wanted[key].dtype for key in wanted):
+        return {key: arrays[key] for key in wanted}
     return {key: np.asarray(arrays[key], dtype=wanted[key].dtype) for key in wanted}
 
 

@@ -7,11 +7,23 @@ import torch
 from fedeas_flwr.config import RunConfig
 from fedeas_flwr.data import dataset_info
 from fedeas_flwr.models import build_model
-from fedeas_flwr.training.eager import Recipe, TrainResult, train
+from fedeas_flwr.training.engine import Engine, Recipe, State, TrainResult, copy_state
 from fedeas_flwr.training.evaluation import Evaluation, evaluate
 from fedeas_flwr.training.images import Normaliser
 
-__all__ = ["Evaluation", "Normaliser", "Recipe", "TrainResult", "evaluate", "network", "pick_device", "train"]
+__all__ = [
+    "Engine",
+    "Evaluation",
+    "Normaliser",
+    "Recipe",
+    "State",
+    "TrainResult",
+    "build_engine",
+    "copy_state",
+    "evaluate",
+    "network",
+    "pick_device",
+]
 
 
 def network(config: RunConfig) -> torch.nn.Module:
@@ -22,8 +34,22 @@ def network(config: RunConfig) -> torch.nn.Module:
     )
 
 
-def pick_device(wanted: str) -> str:
-    """Turn ``auto``, ``cpu`` or ``cuda`` into a device that is there, and make CPU results repeatable.
+def build_engine(config: RunConfig, device: str) -> Engine:
+    """Build the engine the run-config names; ``auto`` is graphed on a GPU and eager elsewhere."""
+    info = dataset_info(config.dataset)
+    recipe = Recipe(config.local_epochs, config.batch_size, config.learning_rate, config.momentum, config.weight_decay)
+    normalise = Normaliser(info.mean, info.std, device)
+    if config.engine == "eager" or device == "cpu":
+        from fedeas_flwr.training.eager import EagerEngine
+
+        return EagerEngine(network(config), recipe, normalise, device)
+    from fedeas_flwr.training.graphed import GraphedEngine
+
+    return GraphedEngine(network(config), recipe, normalise, config.precision)
+
+
+def pick_device(wanted: str, precision: str = "tf32") -> str:
+    """Turn ``auto``, ``cpu`` or ``cuda`` into a device that is there, and set how it computes.
 
     One torch thread a client: with more, sums are split differently and the last bits depend on the machine's load.
     """
@@ -32,4 +58,5 @@ def pick_device(wanted: str) -> str:
         raise ValueError("device = 'cuda', but torch finds no CUDA device: use 'auto' or 'cpu'")
     if wanted == "cpu" or not torch.cuda.is_available():
         return "cpu"
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = precision != "fp32"
     return "cuda"

@@ -2,68 +2,51 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
-import numpy.typing as npt
 import torch
+from torch import nn
 from torch.nn import functional as F
 
+from fedeas_flwr.training.engine import Recipe, State, TrainResult, copy_state, read_state
 from fedeas_flwr.training.images import Normaliser
 
 
-@dataclass(frozen=True)
-class Recipe:
-    """How a client trains in a round."""
+class EagerEngine:
+    """A model that is trained step by step, with torch's own SGD, fresh each round."""
 
-    epochs: int
-    batch_size: int
-    learning_rate: float
-    momentum: float = 0.0
-    weight_decay: float = 0.0
+    def __init__(self, model: nn.Module, recipe: Recipe, normalise: Normaliser, device: str) -> None:
+        self._model, self._recipe, self._normalise, self._device = model.to(device), recipe, normalise, device
 
+    def train(
+        self,
+        trainable: State,
+        buffers: State,
+        images: torch.Tensor,
+        labels: torch.Tensor,
+        batches: np.random.Generator,
+    ) -> tuple[TrainResult, State, State]:
+        """Train from a state, the whole set shuffled uniformly each epoch.
 
-@dataclass(frozen=True)
-class TrainResult:
-    """What a round of training was."""
-
-    loss: float
-    """Mean over the samples of the last epoch."""
-    steps: int
-
-
-def train(
-    model: torch.nn.Module,
-    images: npt.NDArray[np.uint8],
-    labels: npt.NDArray[np.int64],
-    recipe: Recipe,
-    normalise: Normaliser,
-    batches: np.random.Generator,
-    device: str,
-) -> TrainResult:
-    """Train in place with SGD, the optimizer fresh, the whole set shuffled uniformly each epoch.
-
-    A last batch of one sample is skipped: BatchNorm cannot take a variance from it.
-    """
-    model.to(device).train()
-    pixels = torch.from_numpy(images).to(device)
-    targets = torch.from_numpy(labels).to(device)
-    optimizer = torch.optim.SGD(
-        model.parameters(), lr=recipe.learning_rate, momentum=recipe.momentum, weight_decay=recipe.weight_decay
-    )
-    steps = 0
-    loss_sum, seen = torch.zeros((), device=device), 0
-    for _ in range(recipe.epochs):
-        order = torch.from_numpy(batches.permutation(len(labels))).to(device)
+        A last batch of one sample is skipped: BatchNorm cannot take a variance from it.
+        """
+        model, recipe, device = self._model.train(), self._recipe, self._device
+        copy_state(model, trainable, buffers)
+        optimizer = torch.optim.SGD(
+            model.parameters(), lr=recipe.learning_rate, momentum=recipe.momentum, weight_decay=recipe.weight_decay
+        )
+        steps = 0
         loss_sum, seen = torch.zeros((), device=device), 0
-        for chosen in torch.split(order, recipe.batch_size):
-            if len(chosen) == 1:
-                continue
-            loss = F.cross_entropy(model(normalise(pixels[chosen])), targets[chosen])
-            optimizer.zero_grad(set_to_none=True)
-            loss.backward()  # type: ignore[no-untyped-call]
-            optimizer.step()
-            loss_sum += loss.detach() * len(chosen)
-            seen += len(chosen)
-            steps += 1
-    return TrainResult(loss=float(loss_sum) / max(seen, 1), steps=steps)
+        for _ in range(recipe.epochs):
+            order = torch.from_numpy(batches.permutation(len(labels))).to(device)
+            loss_sum, seen = torch.zeros((), device=device), 0
+            for chosen in torch.split(order, recipe.batch_size):
+                if len(chosen) == 1:
+                    continue
+                loss = F.cross_entropy(model(self._normalise(images[chosen])), labels[chosen])
+                optimizer.zero_grad(set_to_none=True)
+                loss.backward()  # type: ignore[no-untyped-call]
+                optimizer.step()
+                loss_sum += loss.detach() * len(chosen)
+                seen += len(chosen)
+                steps += 1
+        return TrainResult(loss=float(loss_sum) / max(seen, 1), steps=steps), *read_state(model)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import numpy as np
-import numpy.typing as npt
 import torch
 from torch.nn import functional as F
 
@@ -29,28 +27,20 @@ class Evaluation:
 
 @torch.no_grad()
 def evaluate(
-    model: torch.nn.Module,
-    images: npt.NDArray[np.uint8],
-    labels: npt.NDArray[np.int64],
-    num_classes: int,
-    normalise: Normaliser,
-    device: str,
+    model: torch.nn.Module, images: torch.Tensor, labels: torch.Tensor, num_classes: int, normalise: Normaliser
 ) -> Evaluation:
-    """Test ``model`` on images it leaves untouched."""
-    model.to(device).eval()
+    """Test ``model`` on uint8 images [N, H, W, C] that lie where the model does."""
+    model.eval()
+    device = labels.device
     correct = torch.zeros(num_classes, dtype=torch.long, device=device)
-    seen = torch.zeros(num_classes, dtype=torch.long, device=device)
     loss = torch.zeros((), device=device)
-    for start in range(0, len(labels), BATCH):
-        pixels = torch.tensor(images[start : start + BATCH], device=device)
-        targets = torch.tensor(labels[start : start + BATCH], device=device)
+    for pixels, targets in zip(torch.split(images, BATCH), torch.split(labels, BATCH), strict=True):
         logits = model(normalise(pixels))
         loss += F.cross_entropy(logits, targets, reduction="sum")
-        right = targets[logits.argmax(dim=1) == targets]
-        correct += torch.bincount(right, minlength=num_classes)
-        seen += torch.bincount(targets, minlength=num_classes)
+        correct.scatter_add_(0, targets, (logits.argmax(dim=1) == targets).long())
+    seen = torch.bincount(labels, minlength=num_classes)
     by_class = per_class_accuracy(correct.cpu().numpy(), seen.cpu().numpy())
-    total, examples = int(correct.sum()), int(seen.sum())
+    total, examples = int(correct.sum()), len(labels)
     return Evaluation(
         accuracy=total / max(examples, 1),
         balanced_accuracy=balanced_accuracy(by_class),

@@ -1,0 +1,129 @@
+"""The client step and the cohort: what each measure buys, side by side in one run.
+
+    python benchmarks/engine.py --out results/engine-h200.json
+
+(a) one client: the loop of Flower's quickstart (DataLoader, eager, float32), then GPU data, tf32, channels_last, graph.
+(b) ten clients: one after the other, and at once on streams of one process.
+Images/s of training ResNet-18 (7×7 stem, 32×32 images, batch 64). Needs a CUDA GPU; --small runs the script on a CPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset
+
+from fedeas_flwr.models import build_model
+from fedeas_flwr.runs import describe_environment
+from fedeas_flwr.training import Normaliser, Recipe
+from fedeas_flwr.training.eager import EagerEngine
+from fedeas_flwr.training.engine import read_state
+from fedeas_flwr.training.graphed import GraphedEngine
+
+MEAN, STD = (0.4914, 0.4822, 0.4465), (0.2023, 0.1994, 0.2010)
+
+
+def network() -> torch.nn.Module:
+    return build_model("resnet18", 10, (32, 32, 3), seed=0)
+
+
+def seconds(work: Callable[[], object], device: str) -> float:
+    """Wall-clock of the work, after one untimed call, with the GPU idle at both ends."""
+    work()
+    if device == "cuda":
+        torch.cuda.synchronize()
+    began = time.perf_counter()
+    work()
+    if device == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter() - began
+
+
+def quickstart_loop(images: np.ndarray, labels: np.ndarray, epochs: int, device: str) -> Callable[[], object]:
+    """What a Flower user writes first: a DataLoader of normalised float images, SGD, one step at a time."""
+    pixels = (torch.from_numpy(images).permute(0, 3, 1, 2).float() / 255 - torch.tensor(MEAN).view(1, 3, 1, 1)) / (
+        torch.tensor(STD).view(1, 3, 1, 1)
+    )
+    loader = DataLoader(TensorDataset(pixels, torch.from_numpy(labels)), batch_size=64, shuffle=True)
+    model = network().to(device).train()
+
+    def work() -> None:
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+        for _ in range(epochs):
+            for x, y in loader:
+                optimizer.zero_grad()
+                loss = F.cross_entropy(model(x.to(device)), y.to(device))
+                loss.backward()
+                optimizer.step()
+
+    return work
+
+
+def set_precision(precision: str) -> None:
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = precision != "fp32"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--small", action="store_true")
+    args = parser.parse_args()
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    samples, epochs, cohort = (96, 1, 2) if args.small else (2048, 10, 10)
+    rng = np.random.default_rng(0)
+    images = rng.integers(0, 256, (samples, 32, 32, 3), dtype=np.uint8)
+    labels = rng.integers(0, 10, samples)
+    x, y = torch.from_numpy(images).to(device), torch.from_numpy(labels).to(device)
+    recipe, normalise = Recipe(epochs, 64, 1e-3), Normaliser(MEAN, STD, device)
+    start = read_state(network())
+    rows: list[tuple[str, float]] = []
+
+    def measure(name: str, work: Callable[[], object], clients: int = 1) -> None:
+        rate = clients * samples * epochs / seconds(work, device)
+        rows.append((name, rate))
+        print(f"{name:<58} {rate:>10,.0f} images/s  {rate / rows[0][1]:>6.2f} x", flush=True)
+
+    def one(engine: EagerEngine | GraphedEngine) -> Callable[[], object]:
+        return lambda: engine.train(*start, x, y, np.random.default_rng(0))
+
+    set_precision("fp32")
+    measure("(a) quickstart loop: DataLoader, eager, fp32", quickstart_loop(images, labels, epochs, device))
+    measure("    eager, data on the GPU, fp32", one(EagerEngine(network(), recipe, normalise, device)))
+    set_precision("tf32")
+    measure("    eager, data on the GPU, tf32", one(EagerEngine(network(), recipe, normalise, device)))
+    eager_rate = rows[-1][1]
+    set_precision("fp32")
+    measure("    graphed, fp32", one(GraphedEngine(network(), recipe, normalise, "fp32", device)))
+    set_precision("tf32")
+    measure("    graphed, tf32", one(GraphedEngine(network(), recipe, normalise, "tf32", device)))
+    measure("    graphed, bf16", one(GraphedEngine(network(), recipe, normalise, "bf16", device)))
+    for count in sorted({min(5, cohort), cohort, 2 * cohort}):
+        engines = [GraphedEngine(network(), recipe, normalise, "tf32", device) for _ in range(count)]
+        with ThreadPoolExecutor(count) as pool:
+
+            def at_once(engines: list[GraphedEngine] = engines, pool: ThreadPoolExecutor = pool) -> None:
+                list(pool.map(lambda e: e.train(*start, x, y, np.random.default_rng(0)), engines))
+
+            measure(f"(b) {count} clients at once on {count} streams, tf32", at_once, count)
+    if args.out:
+        args.out.parent.mkdir(parents=True, exist_ok=True)
+        name = torch.cuda.get_device_name(0) if device == "cuda" else "cpu"
+        record = {
+            "environment": describe_environment(name),
+            "setting": {"model": "resnet18 7x7", "batch": 64, "samples": samples, "epochs": epochs},
+            "images_per_second": dict(rows),
+            "cohort_over_one_eager_client": rows[-2][1] / eager_rate,
+        }
+        args.out.write_text(json.dumps(record, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

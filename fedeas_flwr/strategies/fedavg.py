@@ -1,0 +1,26 @@
+"""FedAvg: θ ← Σ_k (N_k / Σ_j N_j) θ_k over the round's clients (Algorithm 1, lines 16 and 17)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from flwr.app import ArrayRecord, Message, MetricRecord
+from flwr.serverapp import strategy as flower
+
+from fedeas_flwr import messages
+from fedeas_flwr.strategies.averaging import weighted_average
+
+
+class FedAvg(flower.FedAvg):
+    """Flower's FedAvg with the average taken in place, wherever the arrays lie: in a message or on the GPU."""
+
+    def aggregate_train(
+        self, server_round: int, replies: Iterable[Message]
+    ) -> tuple[ArrayRecord | None, MetricRecord | None]:
+        """Average the replies' arrays by their number of real samples."""
+        contents = [reply.content for reply in replies if reply.has_content()]
+        if not contents:
+            return None, None
+        weights = [float(content.metric_records[messages.METRICS][self.weighted_by_key]) for content in contents]  # type: ignore[arg-type]
+        states = [messages.to_arrays(content.array_records[messages.ARRAYS]) for content in contents]
+        return messages.to_record(weighted_average(states, weights)), None

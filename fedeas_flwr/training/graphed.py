@@ -1,0 +1,232 @@
+"""Training as replayed CUDA graphs: a batch-64 step of a small network is bound by launches, not by arithmetic.
+
+One step (gather, normalise, forward, loss, backward, SGD) is captured once and replayed for every batch of every client
+and round. It reads its batch from a table of indices on the device that holds the permutations of all epochs, one row a
+step, and a row counter that the graph itself moves on. Two graphs suffice: one for full batches and one for the last,
+shorter batch of an epoch, of whatever size. In that second graph the batch is padded, and loss and BatchNorm take their
+means over the rows that count, so the result is the short batch's own up to rounding.
+
+Weights, data and tables live in buffers that are refilled in place; nothing is allocated or captured between clients.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from fedeas_flwr.training.engine import Recipe, State, TrainResult, copy_state, read_state
+from fedeas_flwr.training.images import Normaliser
+
+_capturing = threading.Lock()
+"""One capture at a time: entering one waits for the whole device."""
+
+
+class GraphedEngine:
+    """One model, its two graphs and its buffers on a CUDA stream of its own.
+
+    Parameters
+    ----------
+    model
+        The network; it is moved to the device and kept there.
+    recipe
+        How clients train. It is part of the captured step, so an engine has one.
+    normalise
+        Pixels to network input.
+    precision
+        ``fp32``, ``tf32`` (tensor cores on float32 storage) or ``bf16`` (autocast; weights stay float32).
+    device
+        ``cuda``; on ``cpu`` the same steps run without graphs, which is how they are tested everywhere.
+    """
+
+    def __init__(
+        self, model: nn.Module, recipe: Recipe, normalise: Normaliser, precision: str, device: str = "cuda"
+    ) -> None:
+        self.recipe, self._normalise, self._precision, self._device = recipe, normalise, precision, device
+        self._stream = torch.cuda.Stream() if device == "cuda" else None  # type: ignore[no-untyped-call]
+        self._model = model.to(device).train()
+        if device == "cuda":
+            self._model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        self._params: list[torch.Tensor] = [p for p in model.parameters() if p.requires_grad]
+        self._momentum = [torch.zeros_like(p) for p in self._params] if recipe.momentum else []
+        self._row = torch.zeros(1, dtype=torch.long, device=device)
+        self._count = torch.zeros((), device=device)
+        self._loss = torch.zeros((), device=device)
+        self._pixels = torch.zeros(0, dtype=torch.uint8, device=device)
+        self._labels = torch.zeros(0, dtype=torch.long, device=device)
+        self._table = torch.zeros(0, recipe.batch_size, dtype=torch.long, device=device)
+        self._full: Callable[[], None] | None = None
+        self._short: Callable[[], None] | None = None
+
+    def train(
+        self,
+        trainable: State,
+        buffers: State,
+        images: torch.Tensor,
+        labels: torch.Tensor,
+        batches: np.random.Generator,
+    ) -> tuple[TrainResult, State, State]:
+        """Train from the given state on uint8 images [N, H, W, C]; return the result and the state after it."""
+        table, full, rest = batch_table(len(labels), self.recipe, batches)
+        with self._on_stream():
+            do_full, do_short = self._reserve(images, len(table))
+            copy_state(self._model, trainable, buffers)
+            self._pixels[: len(images)].copy_(images)
+            self._labels[: len(labels)].copy_(labels)
+            self._table[: len(table)].copy_(torch.from_numpy(table))
+            self._row.zero_()
+            self._count.fill_(float(rest))
+            for buffer in self._momentum:
+                buffer.zero_()
+            for _ in range(self.recipe.epochs):
+                self._loss.zero_()
+                for _ in range(full):
+                    do_full()
+                if rest > 1:
+                    do_short()
+            state = read_state(self._model)
+            loss = float(self._loss)  # waits for the stream
+        seen = full * self.recipe.batch_size + (rest if rest > 1 else 0)
+        return TrainResult(loss / max(seen, 1), len(table)), *state
+
+    @contextmanager
+    def _on_stream(self) -> Iterator[None]:
+        if self._stream is None:
+            yield
+            return
+        with torch.cuda.stream(self._stream):
+            self._stream.wait_stream(torch.cuda.default_stream())
+            yield
+            self._stream.synchronize()
+
+    def _reserve(self, images: torch.Tensor, rows: int) -> tuple[Callable[[], None], Callable[[], None]]:
+        """Make the buffers large enough; growing them means capturing anew, so they grow by half at least."""
+        samples, device = len(images), self._device
+        if self._full and self._short and samples <= len(self._pixels) and rows <= len(self._table):
+            return self._full, self._short
+        samples, rows = max(samples, len(self._pixels) * 3 // 2), max(rows, len(self._table) * 3 // 2)
+        self._pixels = torch.zeros((samples, *images.shape[1:]), dtype=torch.uint8, device=device)
+        self._labels = torch.zeros(samples, dtype=torch.long, device=device)
+        self._table = torch.zeros(rows, self.recipe.batch_size, dtype=torch.long, device=device)
+        with _capturing:
+            self._full = self._captured(self._full_step)
+            self._short = self._captured(self._short_step)
+        return self._full, self._short
+
+    def _captured(self, step: Callable[[], None]) -> Callable[[], None]:
+        if self._stream is None:
+            return step
+        self._count.fill_(2.0)
+        for _ in range(3):  # libraries choose their kernels and make their workspaces outside the capture
+            self._row.zero_()
+            step()
+        self._row.zero_()
+        graph = torch.cuda.CUDAGraph()
+        self._stream.synchronize()
+        # thread_local: engines of other threads go on allocating and launching meanwhile.
+        with torch.cuda.graph(graph, stream=self._stream, capture_error_mode="thread_local"):
+            step()
+        return graph.replay
+
+    def _full_step(self) -> None:
+        logits, labels = self._forward()
+        loss = F.cross_entropy(logits, labels)
+        self._update(loss, float(self.recipe.batch_size))
+
+    def _short_step(self) -> None:
+        mask = (torch.arange(self.recipe.batch_size, device=self._device) < self._count).float()
+        with masked_batchnorm(self._model, mask):
+            logits, labels = self._forward()
+        loss = (F.cross_entropy(logits, labels, reduction="none") * mask).sum() / self._count
+        self._update(loss, self._count)
+
+    def _forward(self) -> tuple[torch.Tensor, torch.Tensor]:
+        chosen = self._table.index_select(0, self._row).view(-1)
+        pixels = self._normalise(self._pixels.index_select(0, chosen))  # stored as channels_last already
+        with torch.autocast(self._device, torch.bfloat16, enabled=self._precision == "bf16", cache_enabled=False):
+            logits = self._model(pixels)
+        return logits.float(), self._labels.index_select(0, chosen)
+
+    @torch.no_grad()
+    def _update(self, loss: torch.Tensor, samples: float | torch.Tensor) -> None:
+        """SGD as torch.optim.SGD does it, on all parameters at once."""
+        grads = list(torch.autograd.grad(loss, self._params))
+        recipe = self.recipe
+        if recipe.weight_decay:
+            torch._foreach_add_(grads, self._params, alpha=recipe.weight_decay)
+        if recipe.momentum:
+            torch._foreach_mul_(self._momentum, recipe.momentum)
+            torch._foreach_add_(self._momentum, grads)
+            grads = self._momentum
+        torch._foreach_add_(self._params, grads, alpha=-recipe.learning_rate)
+        self._loss.add_(loss.detach() * samples)
+        self._row.add_(1)
+
+
+def batch_table(
+    samples: int, recipe: Recipe, batches: np.random.Generator
+) -> tuple[np.ndarray[Any, np.dtype[np.int64]], int, int]:
+    """The indices of every step of every epoch, one row a step.
+
+    Returns
+    -------
+    table
+        int64 [steps, batch size]; a short last batch is padded with index 0.
+    full
+        Full batches an epoch.
+    rest
+        Samples of the last batch. One alone gets no row: BatchNorm cannot take a variance from it.
+    """
+    size = recipe.batch_size
+    full, rest = divmod(samples, size)
+    rows = full + (rest > 1)
+    table = np.zeros((recipe.epochs, rows * size), dtype=np.int64)
+    for epoch in table:
+        order = batches.permutation(samples)
+        kept = min(samples, rows * size)
+        epoch[:kept] = order[:kept]
+    return table.reshape(-1, size), full, rest
+
+
+@contextmanager
+def masked_batchnorm(model: nn.Module, mask: torch.Tensor) -> Iterator[None]:
+    """Let every BatchNorm of ``model`` see only the rows of the batch that count."""
+    layers = [m for m in model.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
+    for layer in layers:
+        layer.forward = partial(_masked_forward, layer, mask)  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        for layer in layers:
+            del layer.forward
+
+
+def _masked_forward(layer: nn.modules.batchnorm._BatchNorm, mask: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """BatchNorm in training mode over the masked rows: the same formulas, sums instead of means."""
+    kind, x = x.dtype, x.float()
+    weight = mask.view(-1, *[1] * (x.dim() - 1))
+    over = [0, *range(2, x.dim())]
+    number = mask.sum() * (x[0, 0].numel())
+    mean = (x * weight).sum(over) / number
+    shape = (1, -1, *[1] * (x.dim() - 2))
+    centred = x - mean.view(shape)
+    variance = (centred.square() * weight).sum(over) / number
+    if layer.track_running_stats and layer.running_mean is not None and layer.running_var is not None:
+        with torch.no_grad():
+            assert layer.num_batches_tracked is not None
+            layer.num_batches_tracked.add_(1)
+            step = 1 / layer.num_batches_tracked.float() if layer.momentum is None else layer.momentum
+            unbiased = variance * number / (number - 1)
+            layer.running_mean.add_(step * (mean - layer.running_mean))
+            layer.running_var.add_(step * (unbiased - layer.running_var))
+    out = centred * torch.rsqrt(variance + layer.eps).view(shape)
+    if layer.affine:
+        out = out * layer.weight.view(shape) + layer.bias.view(shape)
+    return out.to(kind)
