@@ -28,7 +28,7 @@ from fedeas_flwr.training.images import Normaliser
 _capturing = threading.Lock()
 """One capture at a time: entering one waits for the whole device."""
 _launching = threading.Lock()
-"""One thread launches at a time, an epoch in one go: launching is much quicker than the work, and threads that launch at
+"""One thread launches at a time, an epoch in one go: launching is quicker than the work, and threads that launch at
 once only fight over the driver's lock."""
 
 
