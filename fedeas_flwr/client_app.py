@@ -22,7 +22,7 @@ from fedeas_flwr.cache import ImageCache
 from fedeas_flwr.client_state import ClientStore
 from fedeas_flwr.config import RunConfig, parse_config
 from fedeas_flwr.data import dataset_info
-from fedeas_flwr.generators import Generator, open_generator
+from fedeas_flwr.generators import Generator, open_for_run
 from fedeas_flwr.local_data import FederatedData, Images, Labels, federated_data
 from fedeas_flwr.messages import EvaluateReport, Share, TrainReport
 from fedeas_flwr.models import load_state, split_state
@@ -158,16 +158,15 @@ def _synthetic(
     if sum(wanted) == 0:
         shape = dataset_info(config.dataset).image_shape
         return (np.empty((0, *shape), np.uint8), np.empty(0, np.int64)), 0
-    generator = _generator(
-        config.generator, config.dataset, config.sampler_steps, config.guidance, config.generation_batch, device
+    images, labels, made = ImageCache().ensure(
+        _generator(config, device), seed=config.seed, client=client, wanted=wanted
     )
-    images, labels, made = ImageCache().ensure(generator, seed=config.seed, client=client, wanted=wanted)
     return (images, labels), made
 
 
 @lru_cache(maxsize=1)
-def _generator(spec: str, dataset: str, steps: int, guidance: float, batch: int, device: str) -> Generator:
-    return open_generator(spec, dataset, steps=steps, guidance=guidance, batch_size=batch, device=device)
+def _generator(config: RunConfig, device: str) -> Generator:
+    return open_for_run(config, device)
 
 
 @lru_cache(maxsize=1)

@@ -13,7 +13,8 @@ import pytest
 import torch
 
 from fedeas_flwr.generators import SampleId, open_generator
-from fedeas_flwr.generators.diffusion import WEIGHTS_NAME, DiffusionGenerator, initial_noise
+from fedeas_flwr.generators.diffusion import DiffusionGenerator, initial_noise
+from fedeas_flwr.generators.folders import WEIGHTS_NAME
 
 SHAPE = (8, 8, 1)
 
@@ -97,7 +98,9 @@ def test_the_callers_threads_and_random_state_neither_matter_nor_change(tiny: Pa
 def test_every_forward_has_one_batch_size_and_one_thread(tiny: Path) -> None:
     # Rounding to uint8 hides most last bits, so what they depend on is looked at where it happens.
     generator, seen = open_tiny(tiny), set()
-    generator._unet.register_forward_pre_hook(lambda _, inputs: seen.add((len(inputs[0]), torch.get_num_threads())))
+    generator._denoiser.unet.register_forward_pre_hook(
+        lambda _, inputs: seen.add((len(inputs[0]), torch.get_num_threads()))
+    )
     before = torch.get_num_threads()
     torch.set_num_threads(2)
     try:
@@ -114,17 +117,17 @@ def test_label_and_guidance_reach_the_model(tiny: Path) -> None:
     # The guided prediction is free + scale · (conditional − free), by hand.
     x, labels, time = torch.randn(4, 1, 8, 8), torch.tensor([0, 1, 2, 0]), torch.tensor(500)
     with torch.no_grad():
-        conditional = plain._unet(x, time, class_labels=labels).sample
-        free = plain._unet(x, time, class_labels=torch.full((4,), 3)).sample
+        conditional = plain._denoiser.unet(x, time, class_labels=labels).sample
+        free = plain._denoiser.unet(x, time, class_labels=torch.full((4,), 3)).sample
         assert not torch.equal(conditional, free)
-        torch.testing.assert_close(guided._predict(x, time, labels), 3 * conditional - 2 * free)
-        assert torch.equal(plain._predict(x, time, labels), conditional)
+        torch.testing.assert_close(guided._denoiser.predict(x, time, labels), 3 * conditional - 2 * free)
+        assert torch.equal(plain._denoiser.predict(x, time, labels), conditional)
 
 
 def test_guidance_one_needs_one_forward_a_step(tiny: Path) -> None:
     for guidance, passes in ((1.0, 4), (2.0, 8)):
         generator, seen = open_tiny(tiny, guidance=guidance), []
-        generator._unet.register_forward_hook(lambda *_, seen=seen: seen.append(1))
+        generator._denoiser.unet.register_forward_hook(lambda *_, seen=seen: seen.append(1))
         generator.sample(ids(3))
         assert len(seen) == passes
 
@@ -144,7 +147,7 @@ def test_the_fingerprint_follows_all_that_changes_pixels(tiny: Path, tmp_path: P
 
 def test_half_precision_weights_are_computed_in_float32(tmp_path: Path) -> None:
     generator = open_tiny(save_tiny(tmp_path, half=True))
-    assert {value.dtype for value in generator._unet.parameters()} == {torch.float32}
+    assert {value.dtype for value in generator._denoiser.unet.parameters()} == {torch.float32}
     assert len(np.unique(generator.sample(ids(2)))) > 2
 
 
