@@ -153,7 +153,7 @@ class DiffusionGenerator:
         while start < len(samples) or queued:
             if start < len(samples):
                 try:
-                    batch = samples[start : start + self._find_batch_size()]
+                    batch = samples[start : start + self.find_batch_size()]
                     queued.append((start, len(batch), self._start(batch)))
                     start += len(batch)
                 except torch.cuda.OutOfMemoryError:
@@ -168,14 +168,15 @@ class DiffusionGenerator:
     def _start(self, batch: Sequence[SampleId]) -> Callable[[], NDArray[np.uint8]]:
         """Queue one batch, padded to the constant size."""
         height, width, channels = self.image_shape
-        padded = [*batch, *[batch[-1]] * (self._find_batch_size() - len(batch))]
+        padded = [*batch, *[batch[-1]] * (self.find_batch_size() - len(batch))]
         noise = np.empty((len(padded), channels, height, width), dtype=np.float32)
         for row, sample in enumerate(batch):
             noise[row] = initial_noise(sample, noise.shape[1:])
         noise[len(batch) :] = noise[len(batch) - 1]
         return self._denoiser.start(noise, [sample.label for sample in padded])
 
-    def _find_batch_size(self) -> int:
+    def find_batch_size(self) -> int:
+        """Return the batch size, choosing it the first time where it was left open."""
         if self.batch_size is None:
             torch.cuda.empty_cache()
             need = self._denoiser.bytes_per_image(self.image_shape)
@@ -186,7 +187,7 @@ class DiffusionGenerator:
         return self.batch_size
 
     def _halve_batch_size(self) -> None:
-        size = self._find_batch_size()
+        size = self.find_batch_size()
         self._denoiser.forget()
         if size // 2 < _SMALLEST_BATCH:
             raise RuntimeError(f"generation-batch: the GPU has no memory left for {size} images; free some of it")
