@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -345,3 +346,20 @@ def test_the_builtin_makes_the_digits_asked_for(digits_generator: Path) -> None:
     assert agreed.mean() >= 0.85
     assert agreed.reshape(10, -1).mean(axis=1).min() >= 0.5  # no class is left out
     assert len({image.tobytes() for image in images}) == len(images)
+
+
+def test_the_benchmark_runs_and_writes_its_tables(tmp_path: Path) -> None:
+    root, folder = Path(__file__).parents[1], save_tiny(tmp_path / "model", embeddings=11)
+    words = ["--generator", str(folder), "--dataset", "digits", "--images", "70", "--steps", "2", "--ddim-steps", "2"]
+    done = subprocess.run(
+        [sys.executable, str(root / "benchmarks" / "generation.py"), *words, "--out", str(tmp_path / "out")],
+        env={**os.environ, "PYTHONPATH": str(root)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    result = json.loads((tmp_path / "out" / "generation.json").read_text())
+    assert len(result["rows"]) == 6 and result["order"]["differing"] == 0
+    assert all(row["images_per_second"] > 0 and row["max_off"] <= 1 for row in result["rows"])
+    assert "0 of" in done.stdout and "ddim, 2 steps" in (tmp_path / "out" / "generation.txt").read_text()

@@ -88,7 +88,7 @@ class Trainer:
         self._flips = preset.flips and dataset.name != "digits"  # a mirrored 3 is no digit
         signal_to_noise = self.scheduler.alphas_cumprod / (1 - self.scheduler.alphas_cumprod)
         self._weights = _loss_weights(preset, signal_to_noise).to(self.device)
-        self.optimizer = torch.optim.Adam(self.unet.parameters(), betas=(0.9, 0.99), fused=on_cuda)
+        self.optimizer = torch.optim.Adam(self.unet.parameters(), betas=(0.9, 0.99))
         self.average = EMAModel(self.unet.parameters(), decay=preset.ema_decay, foreach=True)
         self._wants_compile = compiled and on_cuda
         self._forward: Any = self.unet
@@ -164,9 +164,8 @@ class Trainer:
                 parameter.copy_(tensors[f"unet/{name}"])
                 shadow.copy_(tensors[f"average/{name}"])
                 moments = {k: torch.empty_like(parameter).copy_(tensors[f"adam-{k}/{name}"]) for k in _MOMENTS}
-                # Adam counts its steps on the CPU, except where it is fused.
-                count = tensors[f"adam-step/{name}"].to(self.device if self.device.type == "cuda" else "cpu")
-                self.optimizer.state[parameter] = {"step": count.clone(), **moments}
+                # Adam counts its steps on the CPU, whatever the device.
+                self.optimizer.state[parameter] = {"step": tensors[f"adam-step/{name}"].clone(), **moments}
         self.average.optimization_step = diary.step
         self.diary = diary
 
