@@ -1,4 +1,4 @@
-"""The `fedeas` command: plan · run · resume · evaluate · export · quickstart · keys.
+"""The `fedeas` command: plan · run · resume · evaluate · export · train-generator · quickstart · keys.
 
 Bad input ends in one line on stderr and a non-zero exit code, never in a traceback. Heavy imports (torch, flwr) happen
 inside the commands that need them: `fedeas plan` answers at once.
@@ -183,6 +183,54 @@ def evaluate(folder: Annotated[Path, typer.Argument(help="the run directory of a
 
     scores = evaluate_run(RunDirectory(folder.absolute()))
     print(json.dumps(scores, indent=1))
+
+
+# ------------------------------------------------------------------------------------------- generators
+
+
+@app.command("train-generator")
+def train_generator(
+    dataset: Annotated[str, typer.Option(help="digits, cifar10 or cifar100; only its train split is seen")],
+    out: Annotated[Path, typer.Option(help="folder of the model, its checkpoint and its pictures")],
+    minutes: Annotated[float | None, typer.Option(help="stop after so many minutes in all")] = None,
+    steps: Annotated[int | None, typer.Option(help="stop after so many steps in all; else the preset's")] = None,
+    preset: Annotated[str, typer.Option(help="digits, cifar-small or paper; empty: by dataset")] = "",
+    data_dir: Annotated[str, typer.Option(help="where CIFAR is looked for; empty: the user's cache")] = "",
+    seed: Annotated[int, typer.Option(help="of the initial weights and all draws", min=0)] = 0,
+    device: Annotated[str, typer.Option(help="auto, cpu or cuda")] = "auto",
+    compiled: Annotated[bool, typer.Option("--compile/--no-compile", help="torch.compile, on a GPU")] = True,
+    half: Annotated[bool, typer.Option("--half", help="write float16 weights")] = False,
+    resume: Annotated[bool, typer.Option("--resume", help="go on from the checkpoint in --out")] = False,
+    checkpoint_every: Annotated[float, typer.Option(help="seconds between checkpoints")] = 300.0,
+) -> None:
+    """Train a class-conditional diffusion model; Ctrl-C saves a checkpoint."""
+    from fedeas_flwr.generators.presets import find_preset
+    from fedeas_flwr.generators.training_run import train_generator as train
+    from fedeas_flwr.progress import show_training
+    from fedeas_flwr.training import pick_device
+
+    if device not in ("auto", "cpu", "cuda"):
+        raise ConfigError(f"device = '{device}': must be auto, cpu or cuda")
+    chosen, out = find_preset(preset, dataset), out.absolute()
+    finished = train(
+        dataset,
+        out,
+        chosen,
+        steps=steps,
+        minutes=minutes,
+        data_dir=data_dir,
+        seed=seed,
+        device=pick_device(device),
+        compiled=compiled,
+        half=half,
+        resume=resume,
+        checkpoint_every=checkpoint_every,
+        report=show_training(console, chosen.batch),
+    )
+    if not finished:
+        warnings.print(f"stopped; go on with the same command and --resume ({out})", highlight=False, soft_wrap=True)
+        raise KeyboardInterrupt
+    console.print(f"generator: {out}", highlight=False, soft_wrap=True)
 
 
 @app.command()

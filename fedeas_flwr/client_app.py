@@ -22,7 +22,7 @@ from fedeas_flwr import allocation, messages
 from fedeas_flwr.cache import ImageCache
 from fedeas_flwr.client_state import ClientStore
 from fedeas_flwr.config import RunConfig, parse_config
-from fedeas_flwr.generators import Generator, open_generator
+from fedeas_flwr.generators import Generator, open_for_run
 from fedeas_flwr.local_data import FederatedData, Labels, federated_data
 from fedeas_flwr.messages import EvaluateReport, Share, TrainReport
 from fedeas_flwr.runs import plain
@@ -170,14 +170,7 @@ def _images(
 
 @lru_cache(maxsize=1)
 def _generator(config: RunConfig, device: str) -> Generator:
-    return open_generator(
-        config.generator,
-        config.dataset,
-        steps=config.sampler_steps,
-        guidance=config.guidance,
-        batch_size=config.generation_batch,
-        device=device,
-    )
+    return open_for_run(config, device)
 
 
 def _engine(config: RunConfig, device: str) -> Engine:

@@ -72,9 +72,18 @@ class RunConfig(BaseModel):
     weights: str = Field("none", description="start of resnet18: none, imagenet, or a .safetensors file")
 
     generator: str = Field("builtin", description="builtin (digits), or a folder in diffusers' format")
-    sampler_steps: int = Field(20, ge=1, le=1000, description="steps of the DPM-Solver++ sampler")
+    sampler: Literal["dpm++", "ddim"] = Field("dpm++", description="DPM-Solver++, or the paper's DDIM (η = 0)")
+    sampler_steps: int = Field(0, ge=0, le=1000, description="steps of the sampler; 0: 20 for dpm++, 250 for ddim")
     guidance: float = Field(1.0, ge=0, le=50, description="classifier-free guidance scale; 1 is none")
-    generation_batch: int = Field(64, ge=1, le=65_536, description="images in one forward pass of the generator")
+    generation_batch: int = Field(
+        0, ge=0, le=65_536, description="images in one forward pass; 0: 64 on a CPU, by free memory on a GPU"
+    )
+    generation_precision: Literal["auto", "fp32", "tf32", "bf16", "fp16"] = Field(
+        "auto", description="what the generator computes in; auto: fp32 on a CPU, bf16 on a GPU"
+    )
+    generation_compile: bool = Field(
+        False, description="torch.compile the generator on a GPU: a minute or two first, then faster"
+    )
 
     evaluation: Literal["central", "federated"] = Field(
         "central", description="central: the server's test set; federated: the clients' own (protocol paper)"
@@ -103,7 +112,7 @@ class RunConfig(BaseModel):
     @field_validator("*", mode="before")
     @classmethod
     def _true_is_no_number(cls, value: Any, info: ValidationInfo) -> Any:
-        if isinstance(value, bool) and info.field_name not in ("printed_rule", "resume"):
+        if isinstance(value, bool) and info.field_name not in ("printed_rule", "resume", "generation_compile"):
             raise ValueError("a value of its own kind, not true or false")
         return value
 

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from fedeas_flwr.runs import RunDirectory
+
+if TYPE_CHECKING:
+    from fedeas_flwr.generators.training import Progress as TrainingProgress
+
+_LINE_EVERY = 10.0
 
 
 def show_tries(console: Console) -> Callable[[int], None]:
@@ -23,6 +29,37 @@ def show_tries(console: Console) -> Callable[[int], None]:
             console.print(f"partition: {tries:,} tries so far (kept in the cache once found)", highlight=False)
 
     return show
+
+
+def show_training(console: Console, batch: int) -> Callable[[TrainingProgress], None]:
+    """Return what a generator's training reports to: a line every ten seconds."""
+    _show_log(console)
+    shown_at, shown_step = -1e9, 0
+
+    def show(now: TrainingProgress) -> None:
+        nonlocal shown_at, shown_step
+        if now.seconds - shown_at < _LINE_EVERY and now.remaining > 0:
+            return
+        speed = batch * (now.step - shown_step) / (now.seconds - shown_at) if shown_step else 0.0
+        shown_at, shown_step = now.seconds, now.step
+        pace = f"  {speed:,.0f} images/s" if speed else ""
+        left = f"{now.remaining / 60:.1f} min left"
+        console.print(f"step {now.step:>7,}  loss {now.loss:.4f}{pace}  {now.seconds:.0f} s  {left}", highlight=False)
+
+    return show
+
+
+def _show_log(console: Console) -> None:
+    """Let a person see what the package logs while this command runs."""
+
+    class Lines(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            console.print(record.getMessage(), highlight=False, markup=False)
+
+    logger = logging.getLogger("fedeas_flwr")
+    logger.addHandler(Lines())
+    logger.setLevel(logging.INFO)
+    logger.propagate = False
 
 
 class RoundProgress:

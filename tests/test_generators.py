@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import pytest
 import torch
 
+from fedeas_flwr import generators
+from fedeas_flwr.config import RunConfig, parse_config
 from fedeas_flwr.generators import SampleId, open_generator
-from fedeas_flwr.generators.diffusion import WEIGHTS_NAME, DiffusionGenerator, initial_noise
+from fedeas_flwr.generators.denoising import PRECISIONS, SAMPLER_STEPS, make_solver
+from fedeas_flwr.generators.diffusion import DiffusionGenerator, initial_noise
+from fedeas_flwr.generators.folders import WEIGHTS_NAME
 
 SHAPE = (8, 8, 1)
 
@@ -97,7 +102,9 @@ def test_the_callers_threads_and_random_state_neither_matter_nor_change(tiny: Pa
 def test_every_forward_has_one_batch_size_and_one_thread(tiny: Path) -> None:
     # Rounding to uint8 hides most last bits, so what they depend on is looked at where it happens.
     generator, seen = open_tiny(tiny), set()
-    generator._unet.register_forward_pre_hook(lambda _, inputs: seen.add((len(inputs[0]), torch.get_num_threads())))
+    generator._denoiser.unet.register_forward_pre_hook(
+        lambda _, inputs: seen.add((len(inputs[0]), torch.get_num_threads()))
+    )
     before = torch.get_num_threads()
     torch.set_num_threads(2)
     try:
@@ -114,17 +121,17 @@ def test_label_and_guidance_reach_the_model(tiny: Path) -> None:
     # The guided prediction is free + scale · (conditional − free), by hand.
     x, labels, time = torch.randn(4, 1, 8, 8), torch.tensor([0, 1, 2, 0]), torch.tensor(500)
     with torch.no_grad():
-        conditional = plain._unet(x, time, class_labels=labels).sample
-        free = plain._unet(x, time, class_labels=torch.full((4,), 3)).sample
+        conditional = plain._denoiser.unet(x, time, class_labels=labels).sample
+        free = plain._denoiser.unet(x, time, class_labels=torch.full((4,), 3)).sample
         assert not torch.equal(conditional, free)
-        torch.testing.assert_close(guided._predict(x, time, labels), 3 * conditional - 2 * free)
-        assert torch.equal(plain._predict(x, time, labels), conditional)
+        torch.testing.assert_close(guided._denoiser.predict(x, time, labels), 3 * conditional - 2 * free)
+        assert torch.equal(plain._denoiser.predict(x, time, labels), conditional)
 
 
 def test_guidance_one_needs_one_forward_a_step(tiny: Path) -> None:
     for guidance, passes in ((1.0, 4), (2.0, 8)):
         generator, seen = open_tiny(tiny, guidance=guidance), []
-        generator._unet.register_forward_hook(lambda *_, seen=seen: seen.append(1))
+        generator._denoiser.unet.register_forward_hook(lambda *_, seen=seen: seen.append(1))
         generator.sample(ids(3))
         assert len(seen) == passes
 
@@ -132,19 +139,89 @@ def test_guidance_one_needs_one_forward_a_step(tiny: Path) -> None:
 def test_the_fingerprint_follows_all_that_changes_pixels(tiny: Path, tmp_path: Path) -> None:
     base = open_tiny(tiny).fingerprint
     assert open_tiny(tiny).fingerprint == base
-    changed = [open_tiny(tiny, **{key: value}) for key, value in [("steps", 5), ("guidance", 2), ("batch_size", 5)]]
+    settings: list[tuple[str, Any]] = [("steps", 5), ("guidance", 2), ("batch_size", 5), ("sampler", "ddim")]
+    changed = [open_tiny(tiny, **{key: value}) for key, value in [*settings, ("precision", "bf16")]]
     changed.append(open_tiny(save_tiny(tmp_path / "epsilon", prediction="epsilon")))
     changed.append(open_tiny(save_tiny(tmp_path / "half", half=True)))
-    assert len({base, *(generator.fingerprint for generator in changed)}) == 6
+    assert len({base, *(generator.fingerprint for generator in changed)}) == 8
     moved = save_tiny(tmp_path / "moved")
     config = json.loads((moved / "unet" / "config.json").read_text())
     (moved / "unet" / "config.json").write_text(json.dumps(config | {"_diffusers_version": "0.0"}))
     assert open_tiny(moved).fingerprint == base
 
 
+def test_samplers_have_their_own_default_steps_and_ddim_is_the_formula(tiny: Path) -> None:
+    assert DiffusionGenerator(tiny, num_classes=3).steps == 20
+    assert DiffusionGenerator(tiny, num_classes=3, sampler="ddim").steps == 250
+    # Song et al. (2021), Eq. 12 with σ = 0, for a v-model: times 999, 749, 499, 249 by trailing spacing.
+    generator = open_tiny(tiny, sampler="ddim")
+    solver = make_solver("ddim", generator._schedule, 4)
+    assert solver.timesteps.tolist() == [999, 749, 499, 249]
+    kept = [*solver.alphas_cumprod[[999, 749, 499, 249]].tolist(), 1.0]
+    x = torch.from_numpy(np.stack([initial_noise(sample, (1, 8, 8)) for sample in ids(4)]))
+    labels = torch.tensor([sample.label for sample in ids(4)])
+    for number, time in enumerate((999, 749, 499, 249)):
+        now, after = kept[number], kept[number + 1]
+        velocity = generator._denoiser.predict(x, torch.tensor([time]), labels)
+        image = (now**0.5 * x - (1 - now) ** 0.5 * velocity).clamp(-1, 1)
+        noise = now**0.5 * velocity + (1 - now) ** 0.5 * x
+        x = after**0.5 * image + (1 - after) ** 0.5 * noise
+    expected = ((x / 2 + 0.5).clamp(0, 1) * 255).round().permute(0, 2, 3, 1).numpy()
+    assert np.abs(generator.sample(ids(4)) - expected).max() <= 1
+
+
+def test_another_batch_size_gives_the_same_images_up_to_rounding(digits_generator: Path) -> None:
+    wanted = [SampleId(0, 0, label, 0) for label in range(10)]
+    one, other = (
+        DiffusionGenerator(digits_generator, num_classes=10, batch_size=size).sample(wanted).astype(int)
+        for size in (16, 64)
+    )
+    assert np.abs(one - other).max() <= 1 and (one != other).mean() <= 0.01
+
+
+def test_low_precision_is_close_and_keeps_the_promise(tiny: Path) -> None:
+    exact, rough = open_tiny(tiny), open_tiny(tiny, precision="bf16")
+    assert rough._denoiser.unet.dtype == torch.bfloat16
+    images = rough.sample(ids(5))
+    assert np.abs(images.astype(int) - exact.sample(ids(5))).mean() < 4
+    assert np.array_equal(rough.sample(ids(5)[::-1]), images[::-1])
+
+
+def test_out_of_memory_halves_the_batch_and_loses_nothing(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    generator = open_tiny(tiny, batch_size=16)
+    whole = generator.sample(ids(40))
+    start = generator._denoiser.start
+    sizes: list[int] = []
+
+    def short_of_memory(noise: Any, labels: Any) -> Any:
+        sizes.append(len(noise))
+        if len(sizes) == 2 or (len(noise) > 8 and len(sizes) > 2):
+            raise torch.cuda.OutOfMemoryError
+        return start(noise, labels)
+
+    monkeypatch.setattr(generator._denoiser, "start", short_of_memory)
+    assert np.abs(generator.sample(ids(40)).astype(int) - whole).max() <= 1
+    assert sizes == [16, 16, 8, 8, 8] and generator.batch_size == 8
+    monkeypatch.setattr(generator._denoiser, "start", lambda *_: (_ for _ in ()).throw(torch.cuda.OutOfMemoryError))
+    with pytest.raises(RuntimeError, match="generation-batch: the GPU has no memory left for 8 images"):
+        generator.sample(ids(1))
+
+
+def test_a_run_config_leaves_choices_open_or_makes_them(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: dict[str, Any] = {}
+    monkeypatch.setattr(generators, "open_generator", lambda *_, **settings: seen.update(settings))
+    generators.open_for_run(parse_config({}), "cpu")
+    assert (seen["sampler"], seen["steps"], seen["batch_size"], seen["precision"]) == ("dpm++", None, None, None)
+    given = {"sampler": "ddim", "sampler-steps": 50, "generation-batch": 7, "generation-precision": "fp16"}
+    generators.open_for_run(parse_config(given), "cpu")
+    assert (seen["sampler"], seen["steps"], seen["batch_size"], seen["precision"]) == ("ddim", 50, 7, "fp16")
+    for key, known in (("sampler", SAMPLER_STEPS), ("generation_precision", {"auto", *PRECISIONS})):
+        assert set(get_args(RunConfig.model_fields[key].annotation)) == set(known)
+
+
 def test_half_precision_weights_are_computed_in_float32(tmp_path: Path) -> None:
     generator = open_tiny(save_tiny(tmp_path, half=True))
-    assert {value.dtype for value in generator._unet.parameters()} == {torch.float32}
+    assert {value.dtype for value in generator._denoiser.unet.parameters()} == {torch.float32}
     assert len(np.unique(generator.sample(ids(2)))) > 2
 
 
@@ -164,6 +241,9 @@ def test_a_model_without_the_no_label_class_refuses_guidance(tmp_path: Path) -> 
         ({"guidance": 0.5}, "guidance: 0.5 is not allowed"),
         ({"guidance": float("nan")}, "guidance: nan is not allowed"),
         ({"batch_size": 0}, "batch-size: 0 is not allowed"),
+        ({"sampler": "euler"}, r"sampler: 'euler' is not allowed; give one of dpm\+\+, ddim"),
+        ({"sampler": "ddim", "steps": 300}, "steps: 300 is not allowed with ddim; give a divisor of 1000"),
+        ({"precision": "tf32"}, "precision: 'tf32' is not allowed on cpu; give fp32, bf16, fp16"),
         ({"device": "tpu"}, "device: 'tpu' is not allowed; use cpu, cuda"),
     ],
 )
@@ -248,7 +328,7 @@ def test_two_processes_train_once_and_a_damaged_folder_is_made_again_alike(
     assert again(folder) and weights.read_bytes() == whole  # training is reproducible, in another process too
     (folder / "scheduler" / "scheduler_config.json").unlink()
     assert again(folder) and not again(folder)
-    assert "test images were not seen" in (folder / "README.md").read_text()
+    assert "No test set was seen" in (folder / "README.md").read_text()
 
 
 def test_the_builtin_makes_the_digits_asked_for(digits_generator: Path) -> None:
@@ -266,3 +346,20 @@ def test_the_builtin_makes_the_digits_asked_for(digits_generator: Path) -> None:
     assert agreed.mean() >= 0.85
     assert agreed.reshape(10, -1).mean(axis=1).min() >= 0.5  # no class is left out
     assert len({image.tobytes() for image in images}) == len(images)
+
+
+def test_the_benchmark_runs_and_writes_its_tables(tmp_path: Path) -> None:
+    root, folder = Path(__file__).parents[1], save_tiny(tmp_path / "model", embeddings=11)
+    words = ["--generator", str(folder), "--dataset", "digits", "--images", "70", "--steps", "2", "--ddim-steps", "2"]
+    done = subprocess.run(
+        [sys.executable, str(root / "benchmarks" / "generation.py"), *words, "--out", str(tmp_path / "out")],
+        env={**os.environ, "PYTHONPATH": str(root)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    result = json.loads((tmp_path / "out" / "generation.json").read_text())
+    assert len(result["rows"]) == 6 and result["order"]["differing"] == 0
+    assert all(row["images_per_second"] > 0 and row["max_off"] <= 1 for row in result["rows"])
+    assert "0 of" in done.stdout and "ddim, 2 steps" in (tmp_path / "out" / "generation.txt").read_text()

@@ -20,12 +20,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from fedeas_flwr.data import dataset_info
+
+if TYPE_CHECKING:
+    from fedeas_flwr.config import RunConfig
 
 
 class SampleId(NamedTuple):
@@ -42,7 +45,7 @@ class Generator(Protocol):
 
     @property
     def fingerprint(self) -> str:
-        """A hash of all that decides the pixels: weights, settings, sampler, batch size, seeding."""
+        """A hash of all that decides the pixels: weights, settings, sampler, precision, seeding."""
         ...
 
     @property
@@ -75,9 +78,12 @@ def open_generator(
     spec: str,
     dataset_name: str,
     *,
-    steps: int = 20,
+    sampler: str = "dpm++",
+    steps: int | None = None,
     guidance: float = 1.0,
-    batch_size: int = 64,
+    batch_size: int | None = None,
+    precision: str | None = None,
+    compiled: bool = False,
     device: str = "cpu",
 ) -> Generator:
     """Open a diffusion model for a dataset.
@@ -89,12 +95,18 @@ def open_generator(
         diffusers' format with ``unet`` and ``scheduler``.
     dataset_name
         The generator must have this dataset's classes and image shape.
+    sampler
+        ``dpm++`` or ``ddim``, both deterministic.
     steps
-        Solver steps.
+        Solver steps; None is the sampler's own default, 20 or 250.
     guidance
         Scale of classifier-free guidance; 1 is none.
     batch_size
-        Images in each forward pass; short batches are padded to it.
+        Images in each forward pass; short batches are padded to it. None: 64 on the CPU, by free memory on CUDA.
+    precision
+        ``fp32``, ``tf32``, ``bf16`` or ``fp16``; None: fp32 on the CPU, bf16 on CUDA.
+    compiled
+        On CUDA, fuse kernels with torch.compile first.
     device
         ``cpu``, ``cuda`` or ``cuda:N``.
 
@@ -119,8 +131,38 @@ def open_generator(
         folder,
         num_classes=len(info.classes),
         image_shape=info.image_shape,
+        sampler=sampler,
         steps=steps,
         guidance=guidance,
         batch_size=batch_size,
+        precision=precision,
+        compiled=compiled,
+        device=device,
+    )
+
+
+def open_for_run(config: RunConfig, device: str) -> Generator:
+    """Open the generator that a run-config names.
+
+    Parameters
+    ----------
+    config
+        Of the run; 0 and ``auto`` in it leave the choice to the generator.
+    device
+        ``cpu``, ``cuda`` or ``cuda:N``.
+
+    Returns
+    -------
+    Generator
+    """
+    return open_generator(
+        config.generator,
+        config.dataset,
+        sampler=config.sampler,
+        steps=config.sampler_steps or None,
+        guidance=config.guidance,
+        batch_size=config.generation_batch or None,
+        precision=None if config.generation_precision == "auto" else config.generation_precision,
+        compiled=config.generation_compile,
         device=device,
     )

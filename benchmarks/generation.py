@@ -1,0 +1,233 @@
+"""Images a second: this project's sampler beside a plain diffusers loop, same model, same noise, same run.
+
+    python benchmarks/generation.py --generator FOLDER --out results/generation-h200
+    python benchmarks/generation.py --generator builtin --dataset digits --images 64 --steps 20 --ddim-steps 10
+
+The plain loop is what one writes first: float32 weights, batches of 64, eager, DPM-Solver++ (or DDIM) from diffusers;
+once with torch's defaults, which let convolutions use TF32, and once without. Each row is warmed up with one batch,
+which is not counted but shown (graph capture, compilation). Rows of fewer images than asked for are marked: their
+time for all of them is extrapolated. The last columns say how far the pixels are from the strict float32 loop's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import shlex
+import sys
+import time
+from collections.abc import Callable, Sequence
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from fedeas_flwr.data import dataset_info
+from fedeas_flwr.generators import SampleId
+from fedeas_flwr.generators.denoising import SAMPLER_STEPS, make_solver
+from fedeas_flwr.generators.diffusion import DiffusionGenerator, initial_noise
+from fedeas_flwr.generators.folders import check_schedule, load_unet, read_json
+
+PLAIN_BATCH = 64
+
+
+class PlainLoop:
+    """The loop one writes first, with one process a client in mind."""
+
+    def __init__(self, folder: Path, shape: tuple[int, int, int], sampler: str, steps: int, device: str) -> None:
+        config = read_json(folder / "unet" / "config.json")
+        self.schedule = check_schedule(read_json(folder / "scheduler" / "scheduler_config.json"), folder)
+        self.unet = load_unet(config, folder / "unet" / "diffusion_pytorch_model.safetensors").to(device)
+        self.shape, self.sampler, self.steps, self.device = shape, sampler, steps, device
+        self.batch_size = PLAIN_BATCH
+
+    @torch.no_grad()
+    def sample(self, samples: Sequence[SampleId]) -> np.ndarray:
+        """Make images, in float32, `PLAIN_BATCH` at a time."""
+        height, width, channels = self.shape
+        made = []
+        for start in range(0, len(samples), PLAIN_BATCH):
+            batch = samples[start : start + PLAIN_BATCH]
+            noise = np.stack([initial_noise(sample, (channels, height, width)) for sample in batch])
+            x = torch.from_numpy(noise).to(self.device)
+            labels = torch.tensor([sample.label for sample in batch], device=self.device)
+            solver = make_solver(self.sampler, self.schedule, self.steps)
+            solver.set_timesteps(self.steps, device=self.device)
+            for moment in solver.timesteps:
+                x = solver.step(self.unet(x, moment, class_labels=labels).sample, moment, x).prev_sample
+            pixels = ((x / 2 + 0.5).clamp(0, 1) * 255).round().to(torch.uint8)
+            made.append(pixels.permute(0, 2, 3, 1).cpu().numpy())
+        return np.concatenate(made)
+
+
+def main() -> None:
+    """Measure, print the tables and write them down."""
+    options = parse_options()
+    device = options.device if options.device != "auto" else ("cuda" if torch.cuda.is_available() else "cpu")
+    info = dataset_info(options.dataset)
+    if options.generator == "builtin":
+        from fedeas_flwr.generators.digits import ensure_builtin
+
+        folder = ensure_builtin()
+    else:
+        folder = Path(options.generator)
+    on_cuda = device.startswith("cuda")
+    console, rows = Console(width=150), []
+    for sampler, steps in (("dpm++", options.steps), ("ddim", options.ddim_steps)):
+        rows += measure_sampler(options, folder, info.image_shape, len(info.classes), sampler, steps, device)
+        console.print(table_of([row for row in rows if row["sampler"] == sampler], options.images))
+    for row in rows:
+        row.pop("made")
+    same = neighbours_do_not_matter(options, folder, info.image_shape, len(info.classes), device)
+    console.print(f"another order and other neighbours: {same['differing']} of {same['pixels']:,} pixel values differ")
+    result = {
+        "command": shlex.join([Path(sys.executable).name, *sys.argv]),
+        "hardware": torch.cuda.get_device_name() if on_cuda else f"{platform.machine()} CPU",
+        "versions": {name: version(name) for name in ("torch", "diffusers", "numpy")} | {"cuda": torch.version.cuda},
+        "python": platform.python_version(),
+        "generator": folder.name,
+        "images": options.images,
+        "rows": rows,
+        "order": same,
+    }
+    if options.out:
+        options.out.mkdir(parents=True, exist_ok=True)
+        (options.out / "generation.json").write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+        with (options.out / "generation.txt").open("w", encoding="utf-8") as file:
+            paper = Console(file=file, width=150)
+            paper.print(f"$ {result['command']}\n{result['hardware']}, {result['versions']}", highlight=False)
+            for sampler in SAMPLER_STEPS:
+                paper.print(table_of([row for row in rows if row["sampler"] == sampler], options.images))
+
+
+def parse_options() -> argparse.Namespace:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--generator", required=True, help="a folder in diffusers' format, or builtin (digits)")
+    parser.add_argument("--dataset", default="cifar10")
+    parser.add_argument("--out", type=Path, help="folder of generation.json and generation.txt")
+    parser.add_argument("--images", type=int, default=13_437, help="of our rows at dpm++; 13,437 is K=20, α=0.1, β=12")
+    parser.add_argument("--plain-images", type=int, default=512, help="of the plain loop at dpm++")
+    parser.add_argument("--ddim-batches", type=int, default=2, help="batches of every row at ddim")
+    parser.add_argument("--steps", type=int, default=SAMPLER_STEPS["dpm++"])
+    parser.add_argument("--ddim-steps", type=int, default=SAMPLER_STEPS["ddim"])
+    parser.add_argument("--precisions", default="", help="of our rows, such as bf16,fp16,tf32; empty: the default")
+    parser.add_argument("--batches", default="0", help="of our rows, such as 512,1024,2048; 0 is found from memory")
+    parser.add_argument("--compile", action="store_true", help="add a compiled row for each of ours")
+    parser.add_argument("--device", default="auto")
+    return parser.parse_args()
+
+
+def measure_sampler(
+    options: argparse.Namespace,
+    folder: Path,
+    shape: tuple[int, int, int],
+    classes: int,
+    sampler: str,
+    steps: int,
+    device: str,
+) -> list[dict[str, Any]]:
+    """Return the rows of one sampler: two plain loops, then ours."""
+    rows, few = [], sampler == "ddim"
+    for name, tf32 in (("plain, torch's defaults", True), ("plain, strict fp32", False)):
+        torch.backends.cudnn.allow_tf32 = tf32
+        plain = PlainLoop(folder, shape, sampler, steps, device)
+        count = min(options.images, options.ddim_batches * PLAIN_BATCH if few else options.plain_images)
+        rows.append(measure(name, plain, count, classes, {"sampler": sampler, "steps": steps}))
+    torch.backends.cudnn.allow_tf32 = True
+    for precision in options.precisions.split(","):
+        for batch in options.batches.split(","):
+            for compiled in (False, True) if options.compile else (False,):
+                ours = DiffusionGenerator(
+                    folder,
+                    num_classes=classes,
+                    image_shape=shape,
+                    sampler=sampler,
+                    steps=steps,
+                    precision=precision or None,
+                    batch_size=int(batch) or None,
+                    compiled=compiled,
+                    device=device,
+                )
+                size = ours.find_batch_size()
+                count = min(options.images, options.ddim_batches * size) if few else options.images
+                name = f"ours, {ours.precision}, batch {size}{', compiled' if compiled else ''}"
+                rows.append(measure(name, ours, count, classes, {"sampler": sampler, "steps": steps}))
+                del ours
+                if device.startswith("cuda"):
+                    torch.cuda.empty_cache()
+    strict = rows[1]["made"]
+    for row in rows:
+        common = min(len(strict), len(row["made"]))
+        off = np.abs(strict[:common].astype(int) - row["made"][:common])
+        row |= {"mean_off": float(off.mean()), "max_off": int(off.max()), "compared": common}
+        row["ratio"] = row["images_per_second"] / rows[0]["images_per_second"]
+        row["seconds_for_all"] = options.images / row["images_per_second"]
+    return rows
+
+
+def measure(name: str, maker: Any, count: int, classes: int, about: dict[str, Any]) -> dict[str, Any]:
+    """Time `count` images after one batch of warm-up."""
+    wanted = [SampleId(1, 0, i % classes, i // classes) for i in range(count)]
+    first, _ = timed(lambda: maker.sample([SampleId(2, 0, 0, i) for i in range(maker.batch_size)]))
+    seconds, made = timed(lambda: maker.sample(wanted))
+    return {
+        "name": name,
+        **about,
+        "images": count,
+        "first_batch_seconds": first,
+        "seconds": seconds,
+        "images_per_second": count / seconds,
+        "made": made,
+    }
+
+
+def timed(work: Callable[[], np.ndarray]) -> tuple[float, np.ndarray]:
+    """Run something that ends with its images on the host, so nothing is left queued."""
+    began = time.perf_counter()
+    made = work()
+    return time.perf_counter() - began, made
+
+
+def neighbours_do_not_matter(
+    options: argparse.Namespace, folder: Path, shape: tuple[int, int, int], classes: int, device: str
+) -> dict[str, int]:
+    """Make the same images twice, the second time shuffled and among others; count the pixels that differ."""
+    ours = DiffusionGenerator(folder, num_classes=classes, image_shape=shape, steps=options.steps, device=device)
+    wanted = [SampleId(1, 0, i % classes, i // classes) for i in range(min(64, options.images))]
+    straight = ours.sample(wanted)
+    order = np.random.default_rng(0).permutation(len(wanted))
+    others = [SampleId(3, 0, 0, i) for i in range(7)]
+    shuffled = ours.sample([*others, *(wanted[i] for i in order)])[7:]
+    return {"pixels": straight.size, "differing": int((straight[order] != shuffled).sum())}
+
+
+def table_of(rows: list[dict[str, Any]], images: int) -> Table:
+    """One sampler's rows."""
+    about = f"{rows[0]['sampler']}, {rows[0]['steps']} steps"
+    heads = ("images/s", "× plain", f"s for {images:,}", "first batch s", "mean |Δ|", "max |Δ|")
+    table = Table(about, "images", *heads)
+    for column in table.columns[1:]:
+        column.justify = "right"
+    for row in rows:
+        for_all = f"{row['seconds_for_all']:.1f}" + ("" if row["images"] == images else " extrapolated")
+        table.add_row(
+            row["name"],
+            f"{row['images']:,}",
+            f"{row['images_per_second']:,.1f}",
+            f"{row['ratio']:.2f}",
+            for_all,
+            f"{row['first_batch_seconds']:.1f}",
+            f"{row['mean_off']:.3f}",
+            f"{row['max_off']}",
+        )
+    return table
+
+
+if __name__ == "__main__":
+    main()

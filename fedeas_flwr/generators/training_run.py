@@ -1,0 +1,305 @@
+"""One training in a folder: checkpoints to resume from, pictures to watch, the finished model and its card.
+
+unet/, scheduler/       the finished model in diffusers' format
+README.md               its model card
+checkpoint.safetensors  where to go on, with the loss curve; may be deleted once the training is over
+samples.png, loss.png   images of the averaged weights, a row a class, and the loss so far
+"""
+
+from __future__ import annotations
+
+import json
+import platform
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from importlib.metadata import version
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import numpy as np
+import torch
+
+from fedeas_flwr.data import Dataset, open_dataset
+from fedeas_flwr.generators import SampleId
+from fedeas_flwr.generators.denoising import Denoiser
+from fedeas_flwr.generators.diffusion import initial_noise
+from fedeas_flwr.generators.presets import Preset
+from fedeas_flwr.generators.training import Diary, Progress, Trainer
+from fedeas_flwr.paths import atomic_folder, atomic_path, atomic_write
+
+CHECKPOINT = "checkpoint.safetensors"
+
+_PICTURES_EVERY = 180.0
+_GRID = 10
+
+# Which split, the licence's identifier, and the licence in words.
+_DATA = {
+    "digits": (
+        "the project's fixed stratified 80/20 one",
+        "cc-by-4.0",
+        "Optical Recognition of Handwritten Digits (Alpaydin and Kaynak, 1998), UCI Machine Learning Repository, "
+        "CC BY 4.0.",
+    ),
+    "cifar10": (
+        "the official one",
+        "other",
+        "CIFAR-10 (Krizhevsky, 2009), published without a licence, in use for research.",
+    ),
+    "cifar100": (
+        "the official one",
+        "other",
+        "CIFAR-100 (Krizhevsky, 2009), published without a licence, in use for research.",
+    ),
+}
+
+_CARD = """---
+license: {licence}
+library_name: diffusers
+tags: [image-generation, class-conditional, {dataset}]
+---
+# {dataset}, {height}×{width}, class-conditional diffusion
+
+Made by FedEAS on Flower with preset `{preset}`: {steps:,} steps of {batch} images, {seen:,} images in all,
+{seconds:.0f} s.
+
+- **Data**: the {num_train:,} train images of {dataset} ({split}). No test set was seen: the {num_test:,} test
+  images were not used.
+- **Data's licence**: {licence_text}
+- **Model**: UNet2DModel, {parameters:.1f} M parameters, {prediction}, schedule {schedule}, EMA weights in {precision}.
+  Class {no_label} is "no label", for guidance; labels were dropped {dropout:.0%} of the time.
+- **Hardware**: {hardware}; torch {torch}, diffusers {diffusers}.
+- **Seed**: {seed}.
+"""
+
+
+def train_generator(
+    dataset_name: str,
+    out: Path,
+    preset: Preset,
+    *,
+    steps: int | None = None,
+    minutes: float | None = None,
+    data_dir: str = "",
+    seed: int = 0,
+    device: str = "cpu",
+    compiled: bool = True,
+    half: bool = False,
+    resume: bool = False,
+    checkpoint_every: float = 300.0,
+    report: Callable[[Progress], None] | None = None,
+) -> bool:
+    """Train a generator into a folder.
+
+    Parameters
+    ----------
+    dataset_name, data_dir
+        As `open_dataset` takes them; only the train split is used.
+    out
+        The folder. It must be empty or new, unless `resume`.
+    preset
+        Network and recipe.
+    steps, minutes
+        How long, counted from the very beginning; at most one. Neither is the preset's own number of steps.
+    seed, device, compiled
+        Of the `Trainer`.
+    half
+        Write float16 weights.
+    resume
+        Go on from the folder's checkpoint.
+    checkpoint_every
+        Seconds between checkpoints.
+    report
+        Told how it goes.
+
+    Returns
+    -------
+    bool
+        Whether the end was reached; False after Ctrl-C, with a checkpoint written.
+    """
+    steps = preset.steps if steps is None and minutes is None else steps
+    _check_length(steps, minutes)
+    _check_folder(out, resume)
+    dataset = open_dataset(dataset_name, data_dir)
+    identity = {"dataset": dataset_name, "seed": seed, "preset": json.loads(json.dumps(asdict(preset)))}
+    trainer = Trainer(preset, dataset, seed=seed, device=device, compiled=compiled)
+    if resume:
+        trainer.load(*read_checkpoint(out / CHECKPOINT, identity))
+    saved = drawn = time.monotonic()
+    with _stop_requests() as stopping:
+
+        def between() -> bool:
+            nonlocal saved, drawn
+            now = time.monotonic()
+            if stopping.is_set() or now - saved >= checkpoint_every:
+                write_checkpoint(out / CHECKPOINT, trainer, identity)
+                saved = time.monotonic()
+            if now - drawn >= _PICTURES_EVERY:
+                draw_pictures(out, trainer, dataset)
+                drawn = time.monotonic()
+            return stopping.is_set()
+
+        finished = trainer.run(steps=steps, minutes=minutes, report=report, between=between)
+    if finished:
+        write_checkpoint(out / CHECKPOINT, trainer, identity)
+        save_model(out, trainer, dataset, half=half)
+        draw_pictures(out, trainer, dataset)
+    return finished
+
+
+def save_model(folder: Path, trainer: Trainer, dataset: Dataset, *, half: bool = False) -> None:
+    """Write the averaged model in diffusers' format, with its card."""
+    unet = trainer.averaged()
+    parameters = sum(value.numel() for value in unet.parameters())
+    if half:
+        torch.nn.Module.half(unet)
+    with atomic_folder(folder / "unet") as temporary:
+        unet.save_pretrained(temporary, safe_serialization=True)
+    with atomic_folder(folder / "scheduler") as temporary:
+        trainer.scheduler.save_pretrained(temporary)
+    preset, (split, licence, licence_text) = trainer.preset, _DATA[dataset.name]
+    card = _CARD.format(
+        split=split,
+        licence=licence,
+        licence_text=licence_text,
+        dataset=dataset.name,
+        height=dataset.x_train.shape[1],
+        width=dataset.x_train.shape[2],
+        preset=preset.name,
+        steps=trainer.diary.step,
+        batch=preset.batch,
+        seen=trainer.diary.step * preset.batch,
+        seconds=trainer.diary.seconds,
+        num_train=len(dataset.y_train),
+        num_test=len(dataset.y_test),
+        parameters=parameters / 1e6,
+        prediction=preset.prediction,
+        schedule=preset.beta_schedule,
+        precision="float16" if half else "float32",
+        no_label=len(dataset.classes),
+        dropout=preset.label_dropout,
+        hardware=_hardware(trainer.device),
+        torch=version("torch"),
+        diffusers=version("diffusers"),
+        seed=trainer.seed,
+    )
+    atomic_write(folder / "README.md", card.encode())
+
+
+def write_checkpoint(path: Path, trainer: Trainer, identity: dict[str, Any]) -> None:
+    """Write everything that `read_checkpoint` needs, as one file that appears whole."""
+    from safetensors.torch import save
+
+    state = json.dumps({"identity": identity, "diary": asdict(trainer.diary)})
+    atomic_write(path, save(trainer.tensors(), metadata={"state": state}))
+
+
+def read_checkpoint(path: Path, identity: dict[str, Any]) -> tuple[dict[str, torch.Tensor], Diary]:
+    """Read a checkpoint, refusing one of another dataset, seed or preset."""
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(path, framework="pt") as file:
+            state = json.loads(file.metadata()["state"])
+            tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 - not a dict
+    except (SafetensorError, OSError, ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"resume: {path} cannot be read ({error}); train anew in another folder") from None
+    for key, value in identity.items():
+        if state["identity"].get(key) != value:
+            shown = [v["name"] if isinstance(v, dict) else v for v in (value, state["identity"].get(key))]
+            raise ValueError(f"{key}: {shown[0]!r} is not allowed; the checkpoint in {path.parent} has {shown[1]!r}")
+    diary = state["diary"]
+    return tensors, Diary(diary["step"], diary["seconds"], [(int(step), loss) for step, loss in diary["curve"]])
+
+
+def draw_pictures(folder: Path, trainer: Trainer, dataset: Dataset) -> None:
+    """Write samples.png and loss.png."""
+    from matplotlib.figure import Figure
+    from matplotlib.image import imsave
+
+    images = _sample_grid(trainer, dataset)
+    height, width, channels = images.shape[1:]
+    columns = len(images) // _GRID
+    grid = images.reshape(columns, _GRID, height, width, channels).transpose(0, 2, 1, 3, 4)
+    grid = grid.reshape(columns * height, _GRID * width, channels)
+    enlarged = np.repeat(np.repeat(grid, max(1, 64 // height), axis=0), max(1, 64 // height), axis=1)
+    with atomic_path(folder / "samples.png") as temporary:
+        imsave(temporary, np.broadcast_to(enlarged, (*enlarged.shape[:2], 3)).copy(), format="png")
+    figure = Figure(figsize=(7, 4), layout="constrained", dpi=120)
+    axes = figure.subplots()
+    axes.plot(*np.array(trainer.diary.curve).reshape(-1, 2).T, color="#d1495b", lw=1)
+    axes.set(xlabel="step", ylabel="loss", yscale="log", title=f"{dataset.name}, preset {trainer.preset.name}")
+    axes.grid(alpha=0.25)
+    axes.spines[["top", "right"]].set_visible(False)
+    with atomic_path(folder / "loss.png") as temporary:
+        figure.savefig(temporary, format="png")
+
+
+def _sample_grid(trainer: Trainer, dataset: Dataset) -> np.ndarray[Any, np.dtype[np.uint8]]:
+    """Return `_GRID` images of each class, or of `_GRID` classes spread over all of them; 20 steps, no guidance."""
+    number = len(dataset.classes)
+    classes = sorted({round(i * (number - 1) / (_GRID - 1)) for i in range(_GRID)})
+    samples = [SampleId(0, 0, label, index) for label in classes for index in range(_GRID)]
+    height, width, channels = dataset.x_train.shape[1:]
+    schedule = {"beta_schedule": trainer.preset.beta_schedule, "prediction_type": trainer.preset.prediction}
+    on_cuda = trainer.device.type == "cuda"
+    denoiser = Denoiser(
+        trainer.averaged().to(trainer.device),
+        schedule,
+        sampler="dpm++",
+        steps=20,
+        precision="tf32" if on_cuda else "fp32",
+    )
+    noise = np.stack([initial_noise(sample, (channels, height, width)) for sample in samples])
+    images = denoiser.start(noise, [sample.label for sample in samples])()
+    denoiser.forget()
+    return images
+
+
+@contextmanager
+def _stop_requests() -> Iterator[threading.Event]:
+    """Turn the first Ctrl-C or SIGTERM into a wish to stop after the step; the second is the usual one."""
+    asked = threading.Event()
+    if threading.current_thread() is not threading.main_thread():
+        yield asked  # only the main thread may handle signals
+        return
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+
+    def ask(number: int, frame: FrameType | None) -> None:
+        asked.set()
+        for each, handler in before.items():
+            signal.signal(each, handler)
+
+    for number in before:
+        signal.signal(number, ask)
+    try:
+        yield asked
+    finally:
+        for each, handler in before.items():
+            signal.signal(each, handler)
+
+
+def _check_length(steps: int | None, minutes: float | None) -> None:
+    if steps is not None and minutes is not None:
+        raise ValueError(f"steps: {steps} and minutes: {minutes:g} do not go together; give one of them")
+    if steps is not None and steps < 1:
+        raise ValueError(f"steps: {steps} is not allowed; give at least 1")
+    if minutes is not None and not 0 < minutes < 1e6:
+        raise ValueError(f"minutes: {minutes} is not allowed; give more than 0")
+
+
+def _check_folder(out: Path, resume: bool) -> None:
+    if resume and not (out / CHECKPOINT).is_file():
+        raise ValueError(f"resume: there is no {out / CHECKPOINT}; leave --resume out to begin")
+    if not resume and out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise ValueError(f"out: {out} is not empty; give --resume to go on there, or another folder")
+
+
+def _hardware(device: torch.device) -> str:
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"{platform.machine()} CPU"

@@ -1,0 +1,193 @@
+"""The trainer: what resume, interruption and the presets promise, on a network too small to be slow."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from fedeas_flwr.data import Dataset, open_dataset
+from fedeas_flwr.generators import SampleId
+from fedeas_flwr.generators.diffusion import DiffusionGenerator
+from fedeas_flwr.generators.folders import WEIGHTS_NAME
+from fedeas_flwr.generators.presets import CIFAR_SMALL, DIGITS, PAPER, PRESETS, Preset, find_preset
+from fedeas_flwr.generators.training import Progress, Trainer, _loss_weights, _rate
+from fedeas_flwr.generators.training_run import CHECKPOINT, train_generator
+
+TINY = dataclasses.replace(
+    DIGITS,
+    name="tiny",
+    unet={**DIGITS.unet, "block_out_channels": (8, 8), "norm_num_groups": 4, "dropout": 0.1},
+    batch=8,
+    min_snr=5.0,
+)
+ROOT = Path(__file__).parents[1]
+
+
+@pytest.fixture(scope="module")
+def digits() -> Dataset:
+    return open_dataset("digits")
+
+
+def weights(trainer: Trainer) -> list[torch.Tensor]:
+    return [*trainer.unet.parameters(), *trainer.average.shadow_params]
+
+
+def same(one: Trainer, other: Trainer) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(weights(one), weights(other), strict=True))
+
+
+def test_a_resumed_training_is_the_uninterrupted_one_bit_for_bit(tmp_path: Path, digits: Dataset) -> None:
+    whole = Trainer(TINY, digits)
+    assert whole.run(steps=6)
+    seen: list[int] = []
+
+    def stop_at_three(now: Progress) -> None:
+        seen.append(now.step)
+        if now.step == 3:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    out = tmp_path / "g"
+    assert not train_generator("digits", out, TINY, steps=6, report=stop_at_three)
+    assert sorted(path.name for path in out.iterdir()) == [CHECKPOINT]
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    torch.manual_seed(123)  # a resumed process has another random state
+    state, threads = torch.random.get_rng_state(), torch.get_num_threads()
+    assert train_generator("digits", out, TINY, steps=6, resume=True, report=lambda now: seen.append(now.step))
+    assert torch.equal(torch.random.get_rng_state(), state) and torch.get_num_threads() == threads
+    assert seen == [1, 2, 3, 4, 5, 6]
+    resumed = dict(DiffusionGenerator(out, num_classes=10)._denoiser.unet.named_parameters())
+    for name, value in whole.averaged().named_parameters():
+        assert torch.equal(value, resumed[name])
+
+
+def test_seed_and_step_change_the_draws(digits: Dataset) -> None:
+    trainers = [Trainer(TINY, digits, seed=seed) for seed in (0, 0, 1)]
+    for trainer in trainers:
+        trainer.run(steps=2)
+    assert same(trainers[0], trainers[1]) and not same(trainers[0], trainers[2])
+    losses = [loss for _, loss in trainers[0].diary.curve]
+    assert len(set(losses)) == 2
+
+
+def test_minutes_are_wall_clock_and_count_from_the_beginning(digits: Dataset) -> None:
+    trainer, began = Trainer(TINY, digits), time.monotonic()
+    assert trainer.run(minutes=1.5 / 60)
+    assert trainer.diary.seconds >= 1.5 and time.monotonic() - began < 10
+    steps = trainer.diary.step
+    assert trainer.run(minutes=1.5 / 60) and trainer.diary.step == steps
+
+
+def test_the_folder_holds_model_card_and_pictures(tmp_path: Path) -> None:
+    out = tmp_path / "g"
+    assert train_generator("digits", out, TINY, steps=2, half=True)
+    names = {path.relative_to(out).as_posix() for path in out.rglob("*")}
+    assert names >= {"unet/config.json", f"unet/{WEIGHTS_NAME}", "scheduler/scheduler_config.json", "README.md"}
+    assert all((out / name).read_bytes().startswith(b"\x89PNG") for name in ("samples.png", "loss.png"))
+    card = (out / "README.md").read_text()
+    for fact in ("1,438 train images", "No test set was seen", "2 steps of 8 images", "CC BY 4.0", "`tiny`", "float16"):
+        assert fact in card
+    assert not list(out.rglob(".*"))
+    with np.errstate(all="ignore"):
+        images = DiffusionGenerator(out, num_classes=10, steps=2).sample([SampleId(0, 0, 3, 0)])
+    assert images.shape == (1, 8, 8, 1)
+
+
+def test_a_wrong_start_or_resume_is_refused_in_one_line(tmp_path: Path) -> None:
+    out = tmp_path / "g"
+    train_generator("digits", out, TINY, steps=1)
+    cases = [
+        ({}, "is not empty; give --resume"),
+        ({"resume": True, "seed": 7}, "seed: 7 is not allowed; the checkpoint in .* has 0"),
+        ({"steps": 0}, "steps: 0 is not allowed"),
+        ({"steps": 1, "minutes": 1}, "do not go together"),
+        ({"minutes": 0}, "minutes: 0 is not allowed"),
+    ]
+    for settings, message in cases:
+        with pytest.raises(ValueError, match=message) as caught:
+            train_generator("digits", out, TINY, **settings)  # type: ignore[arg-type]
+        assert "\n" not in str(caught.value)
+    with pytest.raises(ValueError, match=r"preset: 'digits' is not allowed; the checkpoint in .* has 'tiny'"):
+        train_generator("digits", out, DIGITS, resume=True)
+    (out / CHECKPOINT).write_bytes((out / CHECKPOINT).read_bytes()[:1000])
+    with pytest.raises(ValueError, match="cannot be read"):
+        train_generator("digits", out, TINY, resume=True)
+    with pytest.raises(ValueError, match=r"resume: there is no .*checkpoint.safetensors"):
+        train_generator("digits", tmp_path / "new", TINY, resume=True)
+    with pytest.raises(ValueError, match="preset: 'large' is not known; use one of digits, cifar-small, paper"):
+        find_preset("large", "cifar10")
+
+
+def test_learning_rates_by_hand() -> None:
+    tail = dataclasses.replace(CIFAR_SMALL, warm_up=4)
+    assert [_rate(tail, step, 0.0) for step in (0, 1, 3, 9)] == [0.25, 0.5, 1.0, 1.0]
+    assert _rate(tail, 9, 0.8) == 1.0
+    assert _rate(tail, 9, 0.9) == pytest.approx(0.5)
+    assert _rate(tail, 9, 1.0) == pytest.approx(0.0)
+    assert _rate(DIGITS, 99, 0.5) == pytest.approx(0.5)
+    assert _rate(PAPER, 0, 0.99) == 1.0
+
+
+def test_min_snr_weights_by_hand() -> None:
+    ratio = torch.tensor([0.5, 5.0, 20.0])
+    epsilon = dataclasses.replace(PAPER, min_snr=5.0)
+    assert _loss_weights(epsilon, ratio).tolist() == [1.0, 1.0, 0.25]
+    torch.testing.assert_close(_loss_weights(CIFAR_SMALL, ratio), torch.tensor([0.5 / 1.5, 5 / 6, 5 / 21]))
+    assert _loss_weights(PAPER, ratio).tolist() == [1.0, 1.0, 1.0]
+
+
+def fake_cifar() -> Dataset:
+    images = np.random.default_rng(0).integers(0, 256, (6, 32, 32, 3), dtype=np.uint8)
+    labels = np.arange(6) % 10
+    return Dataset("cifar10", tuple("abcdefghij"), (0.5,) * 3, (0.2,) * 3, images, labels, images[:1], labels[:1])
+
+
+@pytest.mark.parametrize(("preset", "millions"), [(CIFAR_SMALL, (24, 27)), (PAPER, (30, 80))])
+def test_presets_are_the_networks_they_say(preset: Preset, millions: tuple[int, int]) -> None:
+    trainer = Trainer(preset, fake_cifar())
+    size = sum(value.numel() for value in trainer.unet.parameters()) / 1e6
+    assert millions[0] < size < millions[1]
+    assert trainer.unet.config.num_class_embeds == 11 and trainer.unet.config.sample_size == 32
+    assert (preset.flips, trainer._flips) == (True, True)
+    assert trainer.scheduler.config.beta_schedule == preset.beta_schedule
+    json.dumps(dataclasses.asdict(preset))
+
+
+def test_digits_are_never_mirrored(digits: Dataset) -> None:
+    assert not Trainer(dataclasses.replace(TINY, flips=True), digits)._flips
+    assert set(PRESETS) == {"digits", "cifar-small", "paper"}
+    assert find_preset("", "digits") is DIGITS and find_preset("", "cifar100") is CIFAR_SMALL
+
+
+def test_epsilon_and_flips_train_too() -> None:
+    preset = dataclasses.replace(TINY, prediction="epsilon", beta_schedule="linear", flips=True)
+    trainer = Trainer(preset, fake_cifar())
+    assert trainer.run(steps=2)
+    assert all(np.isfinite(loss) for _, loss in trainer.diary.curve)
+
+
+def test_the_command_is_interrupted_cleanly_and_resumed(tmp_path: Path) -> None:
+    words = [sys.executable, "-m", "fedeas_flwr.cli", "train-generator", "--dataset", "digits", "--out", "g"]
+    settings = {"cwd": tmp_path, "env": {**os.environ, "PYTHONPATH": str(ROOT)}, "text": True}
+    running = subprocess.Popen([*words, "--minutes", "5"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, **settings)  # type: ignore[call-overload]
+    assert running.stdout is not None
+    assert "loss" in running.stdout.readline()
+    running.send_signal(signal.SIGINT)
+    _, errors = running.communicate(timeout=120)
+    assert running.returncode not in (0, None)
+    assert "--resume" in errors and "Traceback" not in errors
+    assert (tmp_path / "g" / CHECKPOINT).is_file()
+    done = subprocess.run([*words, "--steps", "1", "--resume"], capture_output=True, timeout=200, **settings)  # type: ignore[call-overload]
+    assert done.returncode == 0, done.stderr
+    assert "generator: " in done.stdout and (tmp_path / "g" / "unet" / WEIGHTS_NAME).is_file()
+    again = subprocess.run(words, capture_output=True, timeout=200, **settings)  # type: ignore[call-overload]
+    assert again.returncode == 2 and "is not empty" in again.stderr and len(again.stderr.splitlines()) == 1
