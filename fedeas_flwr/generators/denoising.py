@@ -235,8 +235,10 @@ class _Step:
     def _capture(self) -> None:
         graph = torch.cuda.CUDAGraph()
         try:
-            # The outer context puts the stream back even where ending a broken capture raises.
-            with torch.cuda.stream(torch.cuda.current_stream()), torch.cuda.graph(graph):
+            # The outer context puts the stream back even where ending a broken capture raises. thread_local: clients
+            # that train in other threads go on allocating meanwhile.
+            capture = torch.cuda.graph(graph, capture_error_mode="thread_local")
+            with torch.cuda.stream(torch.cuda.current_stream()), capture:
                 self._output = self._predict(self._x, self._time, self.labels)
         except torch.cuda.OutOfMemoryError:
             raise
