@@ -21,21 +21,17 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-import numpy as np
 import torch
 
 from fedeas_flwr.data import Dataset, open_dataset
-from fedeas_flwr.generators import SampleId
-from fedeas_flwr.generators.denoising import Denoiser
-from fedeas_flwr.generators.diffusion import initial_noise
+from fedeas_flwr.generators.pictures import draw_pictures
 from fedeas_flwr.generators.presets import Preset
 from fedeas_flwr.generators.training import Diary, Progress, Trainer
-from fedeas_flwr.paths import atomic_folder, atomic_path, atomic_write
+from fedeas_flwr.paths import atomic_folder, atomic_write
 
 CHECKPOINT = "checkpoint.safetensors"
 
 _PICTURES_EVERY = 180.0
-_GRID = 10
 
 # Which split, the licence's identifier, and the licence in words.
 _DATA = {
@@ -214,50 +210,6 @@ def read_checkpoint(path: Path, identity: dict[str, Any]) -> tuple[dict[str, tor
             raise ValueError(f"{key}: {shown[0]!r} is not allowed; the checkpoint in {path.parent} has {shown[1]!r}")
     diary = state["diary"]
     return tensors, Diary(diary["step"], diary["seconds"], [(int(step), loss) for step, loss in diary["curve"]])
-
-
-def draw_pictures(folder: Path, trainer: Trainer, dataset: Dataset) -> None:
-    """Write samples.png and loss.png."""
-    from matplotlib.figure import Figure
-    from matplotlib.image import imsave
-
-    images = _sample_grid(trainer, dataset)
-    height, width, channels = images.shape[1:]
-    columns = len(images) // _GRID
-    grid = images.reshape(columns, _GRID, height, width, channels).transpose(0, 2, 1, 3, 4)
-    grid = grid.reshape(columns * height, _GRID * width, channels)
-    enlarged = np.repeat(np.repeat(grid, max(1, 64 // height), axis=0), max(1, 64 // height), axis=1)
-    with atomic_path(folder / "samples.png") as temporary:
-        imsave(temporary, np.broadcast_to(enlarged, (*enlarged.shape[:2], 3)).copy(), format="png")
-    figure = Figure(figsize=(7, 4), layout="constrained", dpi=120)
-    axes = figure.subplots()
-    axes.plot(*np.array(trainer.diary.curve).reshape(-1, 2).T, color="#d1495b", lw=1)
-    axes.set(xlabel="step", ylabel="loss", yscale="log", title=f"{dataset.name}, preset {trainer.preset.name}")
-    axes.grid(alpha=0.25)
-    axes.spines[["top", "right"]].set_visible(False)
-    with atomic_path(folder / "loss.png") as temporary:
-        figure.savefig(temporary, format="png")
-
-
-def _sample_grid(trainer: Trainer, dataset: Dataset) -> np.ndarray[Any, np.dtype[np.uint8]]:
-    """Return `_GRID` images of each class, or of `_GRID` classes spread over all of them; 20 steps, no guidance."""
-    number = len(dataset.classes)
-    classes = sorted({round(i * (number - 1) / (_GRID - 1)) for i in range(_GRID)})
-    samples = [SampleId(0, 0, label, index) for label in classes for index in range(_GRID)]
-    height, width, channels = dataset.x_train.shape[1:]
-    schedule = {"beta_schedule": trainer.preset.beta_schedule, "prediction_type": trainer.preset.prediction}
-    on_cuda = trainer.device.type == "cuda"
-    denoiser = Denoiser(
-        trainer.averaged().to(trainer.device),
-        schedule,
-        sampler="dpm++",
-        steps=20,
-        precision="tf32" if on_cuda else "fp32",
-    )
-    noise = np.stack([initial_noise(sample, (channels, height, width)) for sample in samples])
-    images = denoiser.start(noise, [sample.label for sample in samples])()
-    denoiser.forget()
-    return images
 
 
 @contextmanager
