@@ -9,8 +9,9 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from functools import lru_cache, wraps
+from functools import lru_cache, partial, wraps
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -22,7 +23,8 @@ from fedeas_flwr.cache import ImageCache
 from fedeas_flwr.client_state import ClientStore
 from fedeas_flwr.config import RunConfig, parse_config
 from fedeas_flwr.data import dataset_info
-from fedeas_flwr.generators import Generator, open_generator
+from fedeas_flwr.generators import Generator, configured_generator, describe_generator
+from fedeas_flwr.generators.service import ServiceGenerator
 from fedeas_flwr.local_data import FederatedData, Images, Labels, federated_data
 from fedeas_flwr.messages import EvaluateReport, Share, TrainReport
 from fedeas_flwr.models import load_state, split_state
@@ -77,7 +79,7 @@ def train_client(message: Message, context: Context) -> Message:
     began = time.perf_counter()
     if state.generate is None:  # first participation
         state = replace(state, generate=plan_client(config, data, client, task.beta, task.share))
-    synthetic, made = _synthetic(config, client, state.generate or (), device)
+    synthetic, made = _synthetic(config, client, state.generate or (), device, task.service)
     generated_at = time.perf_counter()
 
     images, labels = data.train(client)
@@ -152,22 +154,22 @@ def _counts(data: FederatedData, client: int) -> Labels:
 
 
 def _synthetic(
-    config: RunConfig, client: int, wanted: tuple[int, ...], device: str
+    config: RunConfig, client: int, wanted: tuple[int, ...], device: str, service: str
 ) -> tuple[tuple[Images, Labels], int]:
     """This client's synthetic images and labels, and how many were made just now."""
     if sum(wanted) == 0:
         shape = dataset_info(config.dataset).image_shape
         return (np.empty((0, *shape), np.uint8), np.empty(0, np.int64)), 0
-    generator = _generator(
-        config.generator, config.dataset, config.sampler_steps, config.guidance, config.generation_batch, device
-    )
-    images, labels, made = ImageCache().ensure(generator, seed=config.seed, client=client, wanted=wanted)
+    about = describe_generator(config)
+    own = partial(_own_generator, tuple(about.items()), device)
+    generator = ServiceGenerator(service, config.dataset) if service else own()
+    images, labels, made = ImageCache().ensure(generator, seed=config.seed, client=client, wanted=wanted, about=about)
     return (images, labels), made
 
 
 @lru_cache(maxsize=1)
-def _generator(spec: str, dataset: str, steps: int, guidance: float, batch: int, device: str) -> Generator:
-    return open_generator(spec, dataset, steps=steps, guidance=guidance, batch_size=batch, device=device)
+def _own_generator(keys: tuple[tuple[str, Any], ...], device: str) -> Generator:
+    return configured_generator(parse_config(dict(keys)), device)
 
 
 @lru_cache(maxsize=1)

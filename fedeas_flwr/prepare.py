@@ -8,7 +8,7 @@ from rich.console import Console
 
 from fedeas_flwr.config import ConfigError, RunConfig
 from fedeas_flwr.data import open_dataset
-from fedeas_flwr.generators import open_generator
+from fedeas_flwr.generators import configured_generator
 from fedeas_flwr.local_data import planned_counts
 from fedeas_flwr.models import split_state
 from fedeas_flwr.progress import show_tries
@@ -30,14 +30,7 @@ def prepare(config: RunConfig, console: Console) -> RunConfig:
     if config.generates:
         if config.generator == "builtin":
             ensure_digits_generator(console)
-        open_generator(
-            config.generator,
-            config.dataset,
-            steps=config.sampler_steps,
-            guidance=config.guidance,
-            batch_size=config.generation_batch,
-            device=device,
-        )
+        configured_generator(config, device)
     return config
 
 

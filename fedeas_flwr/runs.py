@@ -6,6 +6,7 @@ checkpoint.safetensors everything the server needs to go on after the last check
 clients/ID/            what client ID keeps between rounds (simulation; see client_state.py)
 model.safetensors      the final model
 summary.json           the run in a few numbers
+service.json           the generator that all clients share: its process and what it has made (simulation under Ray)
 status.json            running, finished, or failed with the reason in one line
 flower.log             what the server and Flower said, with the traceback of any client that failed
 superlink.log          what the launcher's own SuperLink said
@@ -183,6 +184,14 @@ class RunDirectory:
     def summary(self) -> dict[str, Any]:
         """The run in a few numbers."""
         return dict(self._read_json("summary.json"))
+
+    def save_service(self, stats: Mapping[str, Any]) -> None:
+        """Note where the shared generator stands."""
+        self._write_json("service.json", stats)
+
+    def service(self) -> dict[str, Any]:
+        """Where the shared generator stood last."""
+        return dict(self._read_json("service.json"))
 
     def set_status(self, status: str, error: str = "") -> None:
         """Say where the run stands; ``error`` is one line."""

@@ -20,11 +20,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
+from fedeas_flwr.config import RunConfig
 from fedeas_flwr.data import dataset_info
 
 
@@ -69,6 +70,11 @@ class Generator(Protocol):
             uint8 ``[len(samples), H, W, C]``, in the order asked.
         """
         ...
+
+
+def batch_size(generator: Generator) -> int:
+    """Return how many images `generator` makes at once; one that does not say is taken to make 64."""
+    return int(getattr(generator, "batch_size", 0) or 64)
 
 
 def open_generator(
@@ -124,3 +130,33 @@ def open_generator(
         batch_size=batch_size,
         device=device,
     )
+
+
+def configured_generator(config: RunConfig, device: str) -> Generator:
+    """Open the generator that a run-config names.
+
+    Parameters
+    ----------
+    config
+        Of the run.
+    device
+        ``cpu`` or ``cuda``.
+
+    Returns
+    -------
+    Generator
+    """
+    return open_generator(
+        config.generator,
+        config.dataset,
+        steps=config.sampler_steps,
+        guidance=config.guidance,
+        batch_size=config.generation_batch,
+        device=device,
+    )
+
+
+def describe_generator(config: RunConfig) -> dict[str, Any]:
+    """Return the run-config's keys that a person reads to know where an image comes from."""
+    keys = ("generator", "dataset", "sampler", "sampler-steps", "guidance", "precision", "generation-batch")
+    return {key: value for key, value in config.outside().items() if key in keys}
