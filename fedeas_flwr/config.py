@@ -66,10 +66,20 @@ class RunConfig(BaseModel):
     stem: Literal["7x7", "3x3"] = Field("7x7", description="first layer of resnet18")
     weights: str = Field("none", description="start of resnet18: none, imagenet, or a .safetensors file")
 
-    generator: str = Field("builtin", description="builtin (digits), or a folder in diffusers' format")
+    generator: str = Field(
+        "builtin", description="builtin (digits), a folder in diffusers' format, bank:DIR, sd-turbo or sd-turbo:DIR"
+    )
     sampler_steps: int = Field(20, ge=1, le=1000, description="steps of the DPM-Solver++ sampler")
     guidance: float = Field(1.0, ge=0, le=50, description="classifier-free guidance scale; 1 is none")
     generation_batch: int = Field(64, ge=1, le=65_536, description="images in one forward pass of the generator")
+
+    min_class_agreement: float = Field(
+        0.0,
+        ge=0,
+        le=1,
+        description="probability of its class an independent classifier must give an image; 0: no check",
+    )
+    cache_limit: str = Field("", description="size the image cache is kept under, such as 20GB; empty: none")
 
     evaluation: Literal["central", "federated"] = Field(
         "central", description="central: the server's test set; federated: the clients' own (protocol paper)"

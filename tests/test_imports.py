@@ -15,7 +15,7 @@ LAYERS = [
     {"counts", "paths", "streams", "metrics"},
     {"waterfill", "allocation", "partition"},
     {"config", "planning", "data"},
-    {"runs", "client_state", "local_data", "models", "generators", "cache", "augment"},
+    {"runs", "client_state", "local_data", "models", "generators", "cache", "upkeep", "augment"},
     {"messages", "training", "progress", "report"},
     {"grids", "strategies"},
     {"client_app", "server_app"},

@@ -91,7 +91,8 @@ def open_generator(
     Parameters
     ----------
     spec
-        ``builtin``: the digits model, trained on first use (about a minute). Otherwise the path of a folder in
+        ``builtin``: the digits model, trained on first use (about a minute). ``bank:DIR``: images from a folder
+        (bank.py). ``sd-turbo`` or ``sd-turbo:DIR``: text to image (turbo.py). Otherwise the path of a folder in
         diffusers' format with ``unet`` and ``scheduler``.
     dataset_name
         The generator must have this dataset's classes and image shape.
@@ -109,6 +110,17 @@ def open_generator(
     Generator
     """
     info = dataset_info(dataset_name)
+    kind, _, where = spec.partition(":")
+    if kind == "bank":
+        from fedeas_flwr.generators.bank import BankGenerator
+
+        return BankGenerator(where, classes=info.classes, image_shape=info.image_shape)
+    if kind == "sd-turbo":
+        from fedeas_flwr.generators.turbo import TurboGenerator
+
+        return TurboGenerator(
+            where, classes=info.classes, image_shape=info.image_shape, batch_size=batch_size, device=device
+        )
     if spec == "builtin":
         if dataset_name != "digits":
             raise ValueError(
@@ -160,3 +172,13 @@ def describe_generator(config: RunConfig) -> dict[str, Any]:
     """Return the run-config's keys that a person reads to know where an image comes from."""
     keys = ("generator", "dataset", "sampler", "sampler-steps", "guidance", "precision", "generation-batch")
     return {key: value for key, value in config.outside().items() if key in keys}
+
+
+def absolute_spec(spec: str) -> str:
+    """Return a generator's spec with its folder as an absolute path: Flower's processes start elsewhere."""
+    kind, colon, where = spec.partition(":")
+    if spec in ("builtin", "sd-turbo"):
+        return spec
+    if colon and kind in ("bank", "sd-turbo"):
+        return f"{kind}:{Path(where).expanduser().absolute()}"
+    return str(Path(spec).expanduser().absolute())
