@@ -24,6 +24,7 @@ from fedeas_flwr.client_state import ClientStore
 from fedeas_flwr.config import RunConfig, parse_config
 from fedeas_flwr.data import dataset_info
 from fedeas_flwr.generators import Generator, configured_generator, describe_generator
+from fedeas_flwr.generators.classifier import ensure_recognised, independent_classifier
 from fedeas_flwr.generators.service import ServiceGenerator
 from fedeas_flwr.local_data import FederatedData, Images, Labels, federated_data
 from fedeas_flwr.messages import EvaluateReport, Share, TrainReport
@@ -79,7 +80,7 @@ def train_client(message: Message, context: Context) -> Message:
     began = time.perf_counter()
     if state.generate is None:  # first participation
         state = replace(state, generate=plan_client(config, data, client, task.beta, task.share))
-    synthetic, made = _synthetic(config, client, state.generate or (), device, task.service)
+    synthetic, made, rejected = _synthetic(config, client, state.generate or (), device, task.service)
     generated_at = time.perf_counter()
 
     images, labels = data.train(client)
@@ -106,6 +107,7 @@ def train_client(message: Message, context: Context) -> Message:
         made=made,
         seconds_generating=generated_at - began,
         seconds_training=time.perf_counter() - generated_at,
+        rejected=rejected,
     )
     return messages.train_reply(message, report, *split_state(model))
 
@@ -155,16 +157,23 @@ def _counts(data: FederatedData, client: int) -> Labels:
 
 def _synthetic(
     config: RunConfig, client: int, wanted: tuple[int, ...], device: str, service: str
-) -> tuple[tuple[Images, Labels], int]:
-    """This client's synthetic images and labels, and how many were made just now."""
+) -> tuple[tuple[Images, Labels], int, int]:
+    """This client's synthetic images and labels, how many were made just now, and how many were left out."""
     if sum(wanted) == 0:
         shape = dataset_info(config.dataset).image_shape
-        return (np.empty((0, *shape), np.uint8), np.empty(0, np.int64)), 0
+        return (np.empty((0, *shape), np.uint8), np.empty(0, np.int64)), 0, 0
     about = describe_generator(config)
     own = partial(_own_generator, tuple(about.items()), device)
     generator = ServiceGenerator(service, config.dataset) if service else own()
-    images, labels, made = ImageCache().ensure(generator, seed=config.seed, client=client, wanted=wanted, about=about)
-    return (images, labels), made
+    cache, least = ImageCache(), config.min_class_agreement
+    if least == 0:
+        images, labels, made = cache.ensure(generator, seed=config.seed, client=client, wanted=wanted, about=about)
+        return (images, labels), made, 0
+    judge = independent_classifier(config.dataset, config.data_dir, device)
+    images, labels, made, rejected = ensure_recognised(
+        cache, generator, judge, least, seed=config.seed, client=client, wanted=wanted, about=about
+    )
+    return (images, labels), made, rejected
 
 
 @lru_cache(maxsize=1)

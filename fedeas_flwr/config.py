@@ -74,10 +74,7 @@ class RunConfig(BaseModel):
     generation_batch: int = Field(64, ge=1, le=65_536, description="images in one forward pass of the generator")
 
     min_class_agreement: float = Field(
-        0.0,
-        ge=0,
-        le=1,
-        description="probability of its class an independent classifier must give an image; 0: no check",
+        0.0, ge=0, le=1, description="probability of its class that an independent classifier must give; 0: any"
     )
     cache_limit: str = Field("", description="size the image cache is kept under, such as 20GB; empty: none")
 

@@ -20,7 +20,7 @@ LAYERS = [
     {"grids", "strategies"},
     {"client_app", "server_app"},
     {"launch", "prepare"},
-    {"quickstart"},
+    {"quickstart", "cli_images"},
     {"cli"},
 ]
 """A module imports from its own layer or a lower one (nearer the top of this list), never from a higher one."""

@@ -77,7 +77,8 @@ class BankGenerator:
                 f"generator: bank {self.path} has {len(order)} images of class {self._classes[sample.label]!r}; "
                 f"client {sample.client} needs at least {sample.index + 1}"
             )
-        return self._images[sample.label][order[sample.index]]
+        image: NDArray[np.uint8] = self._images[sample.label][order[sample.index]]
+        return image
 
     def _read_npz(self) -> list[NDArray[np.uint8]]:
         try:

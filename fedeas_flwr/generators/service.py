@@ -53,8 +53,7 @@ class _Request:
 class GeneratorService:
     """Holds a generator and serves whoever waits, first come first served, in full batches.
 
-    Its methods run on one event loop; the generator runs in one thread beside it, so that requests can queue up while
-    a pass is under way.
+    Its methods run on one event loop, the generator in one thread beside it: requests queue up during a pass.
 
     Parameters
     ----------
@@ -158,17 +157,7 @@ def _fail(request: _Request, error: Exception) -> None:
 
 
 class RunningService:
-    """The ServerApp's hold on the actor.
-
-    Parameters
-    ----------
-    ray
-        The module, already imported by Flower.
-    config
-        Of the run.
-    device
-        Where the generator runs, ``cpu`` or ``cuda``.
-    """
+    """The ServerApp's hold on the actor; `start_service` makes it."""
 
     def __init__(self, ray: Any, config: RunConfig, device: str) -> None:
         self._ray, self._name = ray, f"fedeas-generator-{uuid.uuid4().hex[:12]}"

@@ -151,17 +151,15 @@ def _local_folder(where: str | Path) -> Path:
         return Path(DiffusionPipeline.download(HUB_NAME, use_safetensors=True, local_files_only=offline))
     except Exception as error:  # the hub's client has a dozen kinds of them
         reason = "FEDEAS_OFFLINE is set and it is not in the hub's cache" if offline else " ".join(str(error).split())
-        raise FileNotFoundError(
-            f"generator: {HUB_NAME} was not to be had ({reason[:200]}); give sd-turbo:DIR"
-        ) from None
+        raise FileNotFoundError(f"generator: {HUB_NAME} cannot be had ({reason[:200]}); give sd-turbo:DIR") from None
 
 
 def _load(folder: Path, dtype: torch.dtype) -> Any:
     from diffusers import AutoPipelineForText2Image
 
     try:
-        pipeline = AutoPipelineForText2Image.from_pretrained(
-            folder, torch_dtype=dtype, local_files_only=True, use_safetensors=True, safety_checker=None
+        pipeline: Any = AutoPipelineForText2Image.from_pretrained(  # type: ignore[no-untyped-call, unused-ignore]
+            folder, torch_dtype=dtype, local_files_only=True, use_safetensors=True
         )
     except (OSError, ValueError, KeyError, TypeError) as error:
         line = " ".join(str(error).split())[:200]
