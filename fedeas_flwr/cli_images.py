@@ -29,7 +29,8 @@ GeneratorOption = Annotated[str, typer.Option(help="builtin, FOLDER in diffusers
 def ls() -> None:
     """List what the cache holds, the least recently used first."""
     from fedeas_flwr.cache import ImageCache
-    from fedeas_flwr.upkeep import entries, show_bytes
+    from fedeas_flwr.sizes import show_bytes
+    from fedeas_flwr.upkeep import entries
 
     table = Table("key", "generator", "dataset", "seed", "images", "size", "last used", box=None)
     found = entries(ImageCache())
@@ -63,7 +64,7 @@ def prune(
 ) -> None:
     """Remove images that can be made again."""
     from fedeas_flwr.cache import ImageCache
-    from fedeas_flwr.upkeep import parse_age, parse_bytes, show_bytes
+    from fedeas_flwr.sizes import parse_age, parse_bytes, show_bytes
     from fedeas_flwr.upkeep import prune as prune_cache
 
     if not (max_bytes or older_than or key):
@@ -115,7 +116,7 @@ def estimate_generation(plan: dict[str, Any], spec: str, dataset: str) -> dict[s
 
 def show_estimate(estimate: dict[str, Any]) -> str:
     """Write an estimate as one line under the plan's table."""
-    from fedeas_flwr.upkeep import show_bytes
+    from fedeas_flwr.sizes import show_bytes
 
     speed = estimate["batch"] / estimate["seconds_a_batch"]
     return (

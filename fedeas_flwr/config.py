@@ -16,6 +16,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator, model_validator
 
 from fedeas_flwr.allocation import POLICIES
+from fedeas_flwr.sizes import parse_bytes
 
 Policy = Literal[
     "none", "fedeas", "uniform", "missing-only", "full-balance", "greedy", "waterfill", "without-entropy", "linear"
@@ -112,6 +113,13 @@ class RunConfig(BaseModel):
     def _finite(cls, value: float) -> float:
         if not math.isfinite(value):
             raise ValueError("must be a finite number")
+        return value
+
+    @field_validator("cache_limit")
+    @classmethod
+    def _size(cls, value: str) -> str:
+        if value:
+            parse_bytes(value, "cache-limit")
         return value
 
     @field_validator("run_dir")

@@ -16,8 +16,9 @@ from fedeas_flwr.local_data import Labels, planned_counts
 from fedeas_flwr.models import split_state
 from fedeas_flwr.progress import show_tries
 from fedeas_flwr.runs import RunDirectory, RunError
+from fedeas_flwr.sizes import show_bytes
 from fedeas_flwr.training import network, pick_device
-from fedeas_flwr.upkeep import make_room, show_bytes
+from fedeas_flwr.upkeep import make_room
 
 
 def prepare(config: RunConfig, console: Console) -> RunConfig:

@@ -18,10 +18,9 @@ from filelock import FileLock, Timeout
 
 from fedeas_flwr.cache import MANIFEST, ImageCache, read_shard
 from fedeas_flwr.generators import Generator
+from fedeas_flwr.sizes import parse_bytes, show_bytes
 
 LIMIT_VARIABLE = "FEDEAS_CACHE_LIMIT"
-_SIZES = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
-_AGES = {"s": 1, "m": 60, "h": 3600, "d": 86_400}
 # A shard is a NumPy header of 128 bytes and a checksum of 32, in a file that takes whole blocks of the disk.
 _BLOCK = 4096
 _SHARD_OVERHEAD = _BLOCK + 160
@@ -196,29 +195,3 @@ def cache_limit(given: str) -> int | None:
     """Return the limit in bytes: the one given, else the environment's, else None."""
     text = given or os.environ.get(LIMIT_VARIABLE, "")
     return parse_bytes(text, "cache-limit" if given else LIMIT_VARIABLE) if text else None
-
-
-def parse_bytes(text: str, name: str) -> int:
-    """Read a number of bytes such as ``500MB``, ``20GB`` or ``2GiB``."""
-    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", text)
-    if not found or found[2].upper() not in _SIZES:
-        raise ValueError(f"{name} = {text!r}: must be a size such as 500MB, 20GB or 2GiB")
-    return int(float(found[1]) * _SIZES[found[2].upper()])
-
-
-def parse_age(text: str, name: str) -> float:
-    """Read a span of time such as ``90m``, ``12h`` or ``30d``, in seconds."""
-    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([smhd])\s*", text)
-    if not found:
-        raise ValueError(f"{name} = {text!r}: must be a time such as 90m, 12h or 30d")
-    return float(found[1]) * _AGES[found[2]]
-
-
-def show_bytes(number: int) -> str:
-    """Write a number of bytes for a person."""
-    for unit in ("B", "KB", "MB", "GB"):
-        if number < 1000 * _SIZES[unit]:
-            break
-    else:
-        unit = "TB"
-    return f"{number / _SIZES[unit]:.3g} {unit}"

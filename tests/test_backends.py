@@ -132,6 +132,7 @@ def pipeline(tmp_path_factory: pytest.TempPathFactory) -> Path:
     words = ["<|startoftext|>", "<|endoftext|>", *letters, *(f"{letter}</w>" for letter in letters)]
     (folder / "vocab.json").write_text(json.dumps({word: i for i, word in enumerate(words)}))
     (folder / "merges.txt").write_text("#version: 0.2\n")
+    files = (str(folder / "vocab.json"), str(folder / "merges.txt"))
     torch.manual_seed(0)
     text = transformers.CLIPTextConfig(
         vocab_size=len(words), hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2,
@@ -143,7 +144,7 @@ def pipeline(tmp_path_factory: pytest.TempPathFactory) -> Path:
             up_block_types=("UpDecoderBlock2D",) * 2, latent_channels=4, norm_num_groups=4, sample_size=32,
         ),
         text_encoder=transformers.CLIPTextModel(text),
-        tokenizer=transformers.CLIPTokenizer(str(folder / "vocab.json"), str(folder / "merges.txt"), model_max_length=77),
+        tokenizer=transformers.CLIPTokenizer(*files, model_max_length=77),
         unet=UNet2DConditionModel(
             sample_size=16, block_out_channels=(8, 16), layers_per_block=1, cross_attention_dim=16, norm_num_groups=4,
             down_block_types=("DownBlock2D", "CrossAttnDownBlock2D"), attention_head_dim=4,

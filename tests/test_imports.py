@@ -12,7 +12,7 @@ import pytest
 PACKAGE = Path(__file__).parents[1] / "fedeas_flwr"
 
 LAYERS = [
-    {"counts", "paths", "streams", "metrics"},
+    {"counts", "paths", "sizes", "streams", "metrics"},
     {"waterfill", "allocation", "partition"},
     {"config", "planning", "data"},
     {"runs", "client_state", "local_data", "models", "generators", "cache", "upkeep", "augment"},
