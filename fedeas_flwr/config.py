@@ -118,8 +118,10 @@ class RunConfig(BaseModel):
     @field_validator("cache_limit")
     @classmethod
     def _size(cls, value: str) -> str:
-        if value:
-            parse_bytes(value, "cache-limit")
+        try:
+            parse_bytes(value or "0", "cache-limit")
+        except ValueError as error:
+            raise ValueError(str(error).partition(": ")[2]) from None
         return value
 
     @field_validator("run_dir")

@@ -116,6 +116,8 @@ def prune(
     list of Entry
         What was removed.
     """
+    for left in cache.root.glob(".pruned-*"):  # by a process that died over it
+        shutil.rmtree(left, ignore_errors=True)
     present = entries(cache)
     total, now, removed = sum(entry.bytes for entry in present), time.time(), []
     for entry in present:

@@ -89,7 +89,6 @@ MISTAKES = {
     "nothing to prune by": (("cache", "prune"), ["--max-bytes", "--older-than", "--key"]),
     "no size": (("cache", "prune", "--max-bytes", "lots"), ["max-bytes", "lots", "20GB"]),
     "no limit": (("run", QUICKSTART, "cache-limit=lots"), ["cache-limit", "lots", "20GB"]),
-    "too small a limit": (("run", QUICKSTART, "cache-limit=1KB"), ["cache-limit", "1 KB"]),
     "total for fedeas": (("plan", "--total", "5"), ["total", "5", "fedeas"]),
 }
 
@@ -108,9 +107,8 @@ def test_a_mistake_is_one_line_and_a_failing_exit_code(tmp_path: Path, name: str
 
 def test_help_names_the_commands_and_keys_lists_the_keys() -> None:
     text = fedeas("--help").stdout
-    assert all(
-        command in text for command in ("plan", "run", "resume", "evaluate", "quickstart", "keys", "generate", "cache")
-    )
+    commands = ("plan", "run", "resume", "evaluate", "quickstart", "keys", "generate", "cache")
+    assert all(command in text for command in commands)
     assert "partition-seed" in fedeas("keys").stdout
 
 
@@ -155,13 +153,9 @@ def test_generate_measures_and_its_images_are_a_bank(tmp_path: Path, digits_gene
     assert report["samples"] == 120
     assert report["class_agreement"] > 0.8 and report["classifier_test_accuracy"] > 0.95
     assert report["exact_copies"] == 0
-    bank = fedeas(
-        "generate", "--generator", f"bank:{out}/images.npz", "--per-class", "12", "--out", "again", cwd=tmp_path
-    )
+    words = ("generate", "--generator", f"bank:{out}/images.npz", "--out", "again", "--per-class")
+    bank, short = fedeas(*words, "12", cwd=tmp_path), fedeas(*words, "13", cwd=tmp_path)
     assert bank.returncode == 0, bank.stderr
-    short = fedeas(
-        "generate", "--generator", f"bank:{out}/images.npz", "--per-class", "13", "--out", "more", cwd=tmp_path
-    )
     assert "has 12 images of class '0'" in short.stderr and len(short.stderr.splitlines()) == 1
 
 

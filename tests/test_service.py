@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import os
+import subprocess
+import sys
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -14,6 +19,7 @@ from test_cache import Fake, ids
 
 from fedeas_flwr.generators import SampleId
 from fedeas_flwr.generators.service import GeneratorService, ServiceGenerator, leave_sliver, start_service
+from fedeas_flwr.launch import QUIET
 
 
 class Batched(Fake):
@@ -93,3 +99,50 @@ def test_an_address_says_all_but_the_pixels() -> None:
 def test_clients_leave_the_generator_a_sliver(share: float, left: float) -> None:
     assert leave_sliver(share) == left
     assert int(1 / share + 1e-6) * left + 0.004 <= 1
+
+
+RESTING = """
+import json, psutil, ray, sys, time
+from pathlib import Path
+from fedeas_flwr.generators import SampleId
+from fedeas_flwr.generators.service import ServiceGenerator, start_service
+sys.path.insert(0, sys.argv[1])
+from runners import small
+ray.init(num_cpus=1, include_dashboard=False, log_to_driver=False)
+service = start_service(small(Path("/nowhere")), "cpu")
+generator = ServiceGenerator(service.address(), "digits")
+samples = [SampleId(1, 2, 3, index) for index in range(5)]
+first = generator.sample(samples)
+done = service.rest()
+assert done["images"] == 5 and service.rest() is None
+deadline = time.monotonic() + 20
+while psutil.pid_exists(done["pid"]) and psutil.Process(done["pid"]).status() != "zombie":
+    assert time.monotonic() < deadline, "the model's process goes on"
+    time.sleep(0.1)
+again = generator.sample(samples)
+try:
+    generator.sample([SampleId(0, 0, 99, 0)])
+    refused = ""
+except ValueError as error:
+    refused = str(error)
+service.end()
+try:
+    ray.get_actor(generator._name)
+    gone = False
+except ValueError:
+    gone = True
+print(json.dumps([bool((first == again).all()), refused, gone, "diffusers" in sys.modules]))
+ray.shutdown()
+"""
+
+
+@pytest.mark.slow
+def test_a_rested_service_is_a_fresh_process_that_still_serves(digits_generator: Path) -> None:
+    command = [sys.executable, "-c", RESTING, str(Path(__file__).parent)]
+    with tempfile.TemporaryDirectory(prefix="rt-", ignore_cleanup_errors=True) as folder:
+        environment = {**os.environ, **QUIET, "RAY_TMPDIR": folder}
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    same, refused, gone, loaded_here = json.loads(done.stdout.splitlines()[-1])
+    assert same and gone and not loaded_here
+    assert "label below 10" in refused and "\n" not in refused
