@@ -73,8 +73,7 @@ class TrainReport:
     """Images sampled in this very round; the rest were there."""
     seconds_generating: float
     seconds_training: float
-    rejected: int = 0
-    """Images in the cache that `min-class-agreement` left out."""
+    rejected: int = 0  # images in the cache that `min-class-agreement` left out
 
 
 @dataclass(frozen=True)

@@ -20,13 +20,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from fedeas_flwr.config import RunConfig
 from fedeas_flwr.data import dataset_info
+
+if TYPE_CHECKING:  # the library's door does without pydantic
+    from fedeas_flwr.config import RunConfig
 
 
 class SampleId(NamedTuple):

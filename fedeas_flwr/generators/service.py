@@ -19,6 +19,7 @@ import uuid
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -187,7 +188,7 @@ class RunningService:
             return self._done
         try:
             return dict(self._get(self._actor.stats.remote(), timeout=_ANSWER_SECONDS))
-        except (self._ray.exceptions.RayActorError, self._ray.exceptions.GetTimeoutError):
+        except self._ray.exceptions.RayError:
             return {}  # it is being restarted, or Ray is going down
 
     def rest(self) -> dict[str, Any] | None:
@@ -200,7 +201,8 @@ class RunningService:
 
     def end(self) -> None:
         """End the actor for good."""
-        self._ray.kill(self._actor, no_restart=True)
+        with suppress(self._ray.exceptions.RayError):  # Ray may be gone before it
+            self._ray.kill(self._actor, no_restart=True)
 
     def _get(self, reference: Any, timeout: float | None = None) -> Any:
         try:

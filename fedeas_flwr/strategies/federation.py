@@ -60,8 +60,7 @@ class Federation:
 
     def __init__(self, grid: Grid, config: RunConfig, strategy: Strategy, run: RunDirectory) -> None:
         self.grid, self.config, self.strategy, self.run = grid, config, strategy, run
-        self.service = ""
-        """Address of the shared generator; empty: every client has its own."""
+        self.service = ""  # address of the shared generator; empty: every client has its own
         self.when_all_have_generated: Callable[[], None] = lambda: None
         self.nodes: dict[int, int] = {}
         self.shares: dict[int, Share] = {}
