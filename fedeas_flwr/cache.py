@@ -2,11 +2,14 @@
 
 Layout, under the root::
 
+    <sha256 of generator, image shape and seed>/manifest.json
     <sha256 of generator, image shape and seed>/client-00003/class-007/000000-000050.npy
 
-A shard holds the images of an index range, as a NumPy file followed by the 32 bytes of its SHA-256. Asking for 50
-images and then for 80 makes 30 more; asking for fewer reads a prefix. A shard that does not check is set aside as
-``*.corrupt`` and its images are made again, which gives the same bytes as long as the generator keeps its promise.
+The manifest says in words what the folder is of; its time of change is when the folder was last used. A shard holds
+the images of an index range, as a NumPy file followed by the 32 bytes of its SHA-256. Asking for 50 images and then for
+80 makes 30 more; asking for fewer reads a prefix. A shard that does not check is set aside as ``*.corrupt`` and its
+images are made again, which gives the same bytes as long as the generator keeps its promise. Images are made and
+written a few batches at a time, so that whatever dies, little is lost.
 """
 
 from __future__ import annotations
@@ -16,17 +19,20 @@ import io
 import itertools
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from filelock import FileLock
 from numpy.typing import NDArray
 
-from fedeas_flwr.generators import Generator, SampleId
+from fedeas_flwr.generators import Generator, SampleId, batch_size
 from fedeas_flwr.paths import atomic_write, cache_root
 
+MANIFEST = "manifest.json"
 _DIGEST_BYTES = 32
+_BATCHES_A_CHUNK = 4
 
 Images = NDArray[np.uint8]
 
@@ -44,7 +50,13 @@ class ImageCache:
         self.root = Path(root) if root is not None else cache_root() / "images"
 
     def ensure(
-        self, generator: Generator, *, seed: int, client: int, wanted: Sequence[int]
+        self,
+        generator: Generator,
+        *,
+        seed: int,
+        client: int,
+        wanted: Sequence[int],
+        about: Mapping[str, Any] | None = None,
     ) -> tuple[Images, NDArray[np.int64], int]:
         """Return a client's synthetic images, generating those that are not there yet.
 
@@ -53,13 +65,15 @@ class ImageCache:
         Parameters
         ----------
         generator
-            Called at most once, with all that is missing, so that its batches are full.
+            Called with what is missing, a chunk of full batches at a time; each chunk is on disk before the next.
         seed
             Of the experiment.
         client
             The client's number.
         wanted
             How many images of each class.
+        about
+            For the manifest: what a person would want to know of the generator.
 
         Returns
         -------
@@ -77,6 +91,7 @@ class ImageCache:
             return images, labels, 0
         folder = self._client_folder(generator, seed, client)
         folder.mkdir(parents=True, exist_ok=True)
+        _note_use(folder.parent, generator, seed, about or {"generator": type(generator).__name__})
         # Positions in `images` of each class's first sample.
         starts = np.concatenate(([0], np.cumsum(counts)))[:-1]
         with FileLock(f"{folder}.lock"):
@@ -86,14 +101,49 @@ class ImageCache:
                 part = images[starts[label] : starts[label] + count]
                 there = _read_shards(_class_folder(folder, label), part)
                 missing += (starts[label] + np.flatnonzero(~there)).tolist()
-            if missing:
-                images[missing] = sample_checked(generator, [ids[i] for i in missing])
-                _write_shards(folder, missing, ids, images)
+            step = _BATCHES_A_CHUNK * batch_size(generator)
+            for first in range(0, len(missing), step):
+                chunk = missing[first : first + step]
+                images[chunk] = sample_checked(generator, [ids[i] for i in chunk])
+                _write_shards(folder, chunk, ids, images)
         return images, labels, len(missing)
 
-    def _client_folder(self, generator: Generator, seed: int, client: int) -> Path:
+    def missing(self, generator: Generator, *, seed: int, client: int, wanted: Sequence[int]) -> int:
+        """Say how many of a client's images are not there yet, by the names of the shards alone.
+
+        Parameters
+        ----------
+        generator, seed, client, wanted
+            As for `ensure`.
+
+        Returns
+        -------
+        int
+        """
+        folder, lacking = self._client_folder(generator, seed, client), 0
+        for label, count in enumerate(check_wanted(wanted, generator)):
+            there = np.zeros(count, dtype=bool)
+            for _, start, stop in _shards(_class_folder(folder, label)):
+                there[start:stop] = True
+            lacking += int((~there).sum())
+        return lacking
+
+    def key(self, generator: Generator, seed: int) -> str:
+        """Return the name of the folder that holds this generator's images of an experiment."""
         identity = json.dumps([generator.fingerprint, list(generator.image_shape), int(seed)])
-        return self.root / hashlib.sha256(identity.encode()).hexdigest() / f"client-{client:05d}"
+        return hashlib.sha256(identity.encode()).hexdigest()
+
+    def _client_folder(self, generator: Generator, seed: int, client: int) -> Path:
+        return self.root / self.key(generator, seed) / f"client-{client:05d}"
+
+
+def _note_use(folder: Path, generator: Generator, seed: int, about: Mapping[str, Any]) -> None:
+    path = folder / MANIFEST
+    try:
+        os.utime(path)
+    except FileNotFoundError:
+        facts = {**about, "seed": seed, "image-shape": generator.image_shape, "fingerprint": generator.fingerprint}
+        atomic_write(path, (json.dumps(facts, indent=1) + "\n").encode())
 
 
 def check_wanted(wanted: Sequence[int], generator: Generator) -> list[int]:
@@ -149,15 +199,11 @@ def _class_folder(folder: Path, label: int) -> Path:
 def _read_shards(folder: Path, into: Images) -> NDArray[np.bool_]:
     """Fill `into` with the first images of a class; return which of them were there."""
     there = np.zeros(len(into), dtype=bool)
-    for path in sorted(folder.glob("*-*.npy")):
-        first, _, end = path.stem.partition("-")
-        if not (first.isdecimal() and end.isdecimal()):
-            continue
-        start, stop = int(first), int(end)
+    for path, start, stop in _shards(folder):
         if start >= len(into):
             continue
-        images = _read_shard(path, (stop - start, *into.shape[1:]))
-        if images is None:
+        images = read_shard(path)
+        if images is None or images.shape != (stop - start, *into.shape[1:]):
             os.replace(path, f"{path}.corrupt")
             continue
         stop = min(stop, len(into))
@@ -166,7 +212,15 @@ def _read_shards(folder: Path, into: Images) -> NDArray[np.bool_]:
     return there
 
 
-def _read_shard(path: Path, shape: tuple[int, ...]) -> Images | None:
+def _shards(folder: Path) -> Iterator[tuple[Path, int, int]]:
+    for path in sorted(folder.glob("*-*.npy")):
+        first, _, end = path.stem.partition("-")
+        if first.isdecimal() and end.isdecimal():
+            yield path, int(first), int(end)
+
+
+def read_shard(path: Path) -> Images | None:
+    """Read a shard's images; None if it is damaged."""
     content = path.read_bytes()
     payload, digest = content[:-_DIGEST_BYTES], content[-_DIGEST_BYTES:]
     if hashlib.sha256(payload).digest() != digest:
@@ -175,8 +229,9 @@ def _read_shard(path: Path, shape: tuple[int, ...]) -> Images | None:
         images = np.load(io.BytesIO(payload), allow_pickle=False)
     except (ValueError, OSError, EOFError):
         return None
-    right = isinstance(images, np.ndarray) and images.shape == shape and images.dtype == np.uint8
-    return images if right else None
+    first, _, end = path.stem.partition("-")
+    right = isinstance(images, np.ndarray) and images.dtype == np.uint8 and images.ndim == 4
+    return images if right and len(images) == int(end) - int(first) else None
 
 
 def _write_shards(folder: Path, missing: Sequence[int], ids: Sequence[SampleId], images: Images) -> None:

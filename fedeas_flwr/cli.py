@@ -1,4 +1,4 @@
-"""The `fedeas` command: plan · run · resume · evaluate · export · train-generator · quickstart · keys.
+"""The `fedeas` command: plan, run, resume, evaluate, export, quickstart, keys, train-generator, generate, cache.
 
 Bad input ends in one line on stderr and a non-zero exit code, never in a traceback. Heavy imports (torch, flwr) happen
 inside the commands that need them: `fedeas plan` answers at once.
@@ -18,6 +18,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from fedeas_flwr.cli_images import cache_app, estimate_generation, generate, show_estimate
 from fedeas_flwr.config import ConfigError, RunConfig, parse_config, parse_overrides, read_config
 from fedeas_flwr.progress import show_tries
 from fedeas_flwr.runs import RunDirectory, RunError
@@ -32,6 +33,8 @@ app = typer.Typer(
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
 )
+app.add_typer(cache_app, name="cache")
+app.command()(generate)
 console = Console()
 warnings = Console(stderr=True)
 
@@ -81,6 +84,8 @@ def plan(
     total: Annotated[int | None, typer.Option(help="images of a matched policy; else what FedEAS spends")] = None,
     counts: Annotated[Path | None, typer.Option(help="label counts, client × class, as .json or .csv")] = None,
     output: Annotated[str, typer.Option("--format", help="table or json")] = "table",
+    estimate: Annotated[bool, typer.Option("--estimate", help="time one batch: generation seconds and disk")] = False,
+    generator: Annotated[str, typer.Option(help="of --estimate: builtin, FOLDER, bank:DIR, sd-turbo")] = "builtin",
 ) -> None:
     """Say how many images each client would generate, from label counts alone."""
     from fedeas_flwr import planning
@@ -99,7 +104,11 @@ def plan(
         strict_mean=not printed_rule,
         total=total,
     )
+    if estimate:
+        result["estimate"] = estimate_generation(result, generator, dataset)
     print(json.dumps(result) if output == "json" else planning.format_table(result))
+    if estimate and output == "table":
+        print(show_estimate(result["estimate"]))
 
 
 def _partition_counts(dataset: str, protocol: str, clients: int, alpha: float, seed: int) -> IntArray:

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import lru_cache, wraps
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -22,8 +23,10 @@ from fedeas_flwr import allocation, messages
 from fedeas_flwr.cache import ImageCache
 from fedeas_flwr.client_state import ClientStore
 from fedeas_flwr.config import RunConfig, parse_config
-from fedeas_flwr.generators import Generator, open_for_run
-from fedeas_flwr.local_data import FederatedData, Labels, federated_data
+from fedeas_flwr.generators import Generator, describe_generator, open_for_run
+from fedeas_flwr.generators.classifier import ensure_recognised, independent_classifier
+from fedeas_flwr.generators.service import ServiceGenerator
+from fedeas_flwr.local_data import FederatedData, Images, Labels, federated_data
 from fedeas_flwr.messages import EvaluateReport, Share, TrainReport
 from fedeas_flwr.runs import plain
 from fedeas_flwr.streams import stream
@@ -77,7 +80,7 @@ def train_client(message: Message, context: Context) -> Message:
     began = time.perf_counter()
     if state.generate is None:  # first participation
         state = replace(state, generate=plan_client(config, data, client, task.beta, task.share))
-    images, labels, made = _images(config, data, client, state.generate or (), device)
+    images, labels, made, rejected = _images(config, data, client, state.generate or (), device, task.service)
     generated_at = time.perf_counter()
 
     result, *trained = _engine(config, device).train(
@@ -94,6 +97,7 @@ def train_client(message: Message, context: Context) -> Message:
         made=made,
         seconds_generating=generated_at - began,
         seconds_training=time.perf_counter() - generated_at,
+        rejected=rejected,
     )
     trainable, buffers = (dict(s) if messages.is_live(message) else plain(s) for s in trained)
     return messages.train_reply(message, report, trainable, buffers)
@@ -149,28 +153,42 @@ _own = threading.local()
 
 
 def _images(
-    config: RunConfig, data: FederatedData, client: int, generate: tuple[int, ...], device: str
-) -> tuple[torch.Tensor, torch.Tensor, int]:
-    """A client's images and labels, real then synthetic, on the device; and how many were made just now."""
+    config: RunConfig, data: FederatedData, client: int, generate: tuple[int, ...], device: str, service: str
+) -> tuple[torch.Tensor, torch.Tensor, int, int]:
+    """A client's images and labels, real then synthetic, on the device; how many were made now, how many left out."""
     found = _on_gpu.get((config, client, generate))
     if found is not None:
-        return *found, 0
+        return *found, 0, 0
     images, labels = data.train(client)
-    made = 0
+    made = rejected = 0
     if sum(generate):
         with _generating:  # one model for all threads of this process
-            generator = _generator(config, device)
-            new = ImageCache().ensure(generator, seed=config.seed, client=client, wanted=generate)
-        images, labels, made = np.concatenate([images, new[0]]), np.concatenate([labels, new[1]]), new[2]
+            more, more_labels, made, rejected = _synthetic(config, client, generate, device, service)
+        images, labels = np.concatenate([images, more]), np.concatenate([labels, more_labels])
     tensors = torch.from_numpy(images).to(device), torch.from_numpy(labels).to(device)
     if device != "cpu":
         _on_gpu[config, client, generate] = tensors
-    return *tensors, made
+    return *tensors, made, rejected
+
+
+def _synthetic(
+    config: RunConfig, client: int, wanted: tuple[int, ...], device: str, service: str
+) -> tuple[Images, Labels, int, int]:
+    """This client's synthetic images and labels, how many were made just now, and how many were left out."""
+    about = describe_generator(config)
+    generator = ServiceGenerator(service, config.dataset) if service else _own_generator(tuple(about.items()), device)
+    cache, least = ImageCache(), config.min_class_agreement
+    if least == 0:
+        return *cache.ensure(generator, seed=config.seed, client=client, wanted=wanted, about=about), 0
+    judge = independent_classifier(config.dataset, config.data_dir, device)
+    return ensure_recognised(
+        cache, generator, judge, least, seed=config.seed, client=client, wanted=wanted, about=about
+    )
 
 
 @lru_cache(maxsize=1)
-def _generator(config: RunConfig, device: str) -> Generator:
-    return open_for_run(config, device)
+def _own_generator(keys: tuple[tuple[str, Any], ...], device: str) -> Generator:
+    return open_for_run(parse_config(dict(keys)), device)
 
 
 def _engine(config: RunConfig, device: str) -> Engine:

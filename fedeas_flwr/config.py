@@ -16,6 +16,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator, model_validator
 
 from fedeas_flwr.allocation import POLICIES
+from fedeas_flwr.sizes import parse_bytes
 
 Policy = Literal[
     "none", "fedeas", "uniform", "missing-only", "full-balance", "greedy", "waterfill", "without-entropy", "linear"
@@ -71,7 +72,9 @@ class RunConfig(BaseModel):
     stem: Literal["7x7", "3x3"] = Field("7x7", description="first layer of resnet18")
     weights: str = Field("none", description="start of resnet18: none, imagenet, or a .safetensors file")
 
-    generator: str = Field("builtin", description="builtin (digits), or a folder in diffusers' format")
+    generator: str = Field(
+        "builtin", description="builtin (digits), a folder in diffusers' format, bank:DIR, sd-turbo or sd-turbo:DIR"
+    )
     sampler: Literal["dpm++", "ddim"] = Field("dpm++", description="DPM-Solver++, or the paper's DDIM (η = 0)")
     sampler_steps: int = Field(0, ge=0, le=1000, description="steps of the sampler; 0: 20 for dpm++, 250 for ddim")
     guidance: float = Field(1.0, ge=0, le=50, description="classifier-free guidance scale; 1 is none")
@@ -84,6 +87,11 @@ class RunConfig(BaseModel):
     generation_compile: bool = Field(
         False, description="torch.compile the generator on a GPU: a minute or two first, then faster"
     )
+
+    min_class_agreement: float = Field(
+        0.0, ge=0, le=1, description="probability of its class that an independent classifier must give; 0: any"
+    )
+    cache_limit: str = Field("", description="size the image cache is kept under, such as 20GB; empty: none")
 
     evaluation: Literal["central", "federated"] = Field(
         "central", description="central: the server's test set; federated: the clients' own (protocol paper)"
@@ -121,6 +129,15 @@ class RunConfig(BaseModel):
     def _finite(cls, value: float) -> float:
         if not math.isfinite(value):
             raise ValueError("must be a finite number")
+        return value
+
+    @field_validator("cache_limit")
+    @classmethod
+    def _size(cls, value: str) -> str:
+        try:
+            parse_bytes(value or "0", "cache-limit")
+        except ValueError as error:
+            raise ValueError(str(error).partition(": ")[2]) from None
         return value
 
     @field_validator("run_dir")

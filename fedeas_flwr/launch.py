@@ -27,6 +27,7 @@ import tomli_w
 from rich.console import Console
 
 from fedeas_flwr.config import RunConfig
+from fedeas_flwr.generators.service import leave_sliver
 from fedeas_flwr.progress import RoundProgress
 from fedeas_flwr.runs import RunDirectory, RunError
 
@@ -190,7 +191,8 @@ def _submit(app: Path, config: RunConfig, environment: dict[str, str], folder: P
     actors = config.actors or min(os.cpu_count() or 1, config.clients)
     federation["init-args-num-cpus"] = actors
     if config.gpu_share:
-        federation |= {"client-resources-num-gpus": config.gpu_share, "init-args-num-gpus": 1}
+        share = leave_sliver(config.gpu_share) if config.generates else config.gpu_share
+        federation |= {"client-resources-num-gpus": share, "init-args-num-gpus": 1}
     words = " ".join(f"{key}={value}" for key, value in federation.items())
     answer = _flwr(["run", str(app), "own", "--federation-config", words], environment, folder, run)
     if not answer.get("run-id"):

@@ -54,6 +54,8 @@ class TrainTask:
     """The same, as the server's last checkpoint knows it: what it would ask for after a crash."""
     state_dir: str
     share: Share
+    service: str = ""
+    """Address of the generator that all clients share; empty: a client has its own."""
 
 
 @dataclass(frozen=True)
@@ -71,6 +73,7 @@ class TrainReport:
     """Images sampled in this very round; the rest were there."""
     seconds_generating: float
     seconds_training: float
+    rejected: int = 0  # images in the cache that `min-class-agreement` left out
 
 
 @dataclass(frozen=True)
@@ -147,13 +150,11 @@ def add_task(message: Message, task: TrainTask, buffers: ArrayRecord) -> None:
     """Give a strategy's message the task of one client; the arrays in it stay as they are."""
     content = RecordDict(dict(message.content.items()))
     config = ConfigRecord(dict(message.content.config_records[CONFIG].items()))
-    config["server-round"] = task.round
-    config["beta"] = task.beta
-    config["accepted-round"] = task.accepted_round
-    config["checkpointed-round"] = task.checkpointed_round
-    config["state-dir"] = task.state_dir
+    config["server-round"], config["beta"] = task.round, task.beta
+    config["accepted-round"], config["checkpointed-round"] = task.accepted_round, task.checkpointed_round
     config["share-base"], config["share-extra"] = task.share.base, task.share.extra
     config["share-level"] = task.share.level
+    config["state-dir"], config["generator-service"] = task.state_dir, task.service
     content[CONFIG] = config
     content[BUFFERS] = buffers
     message.content = content
@@ -169,6 +170,7 @@ def read_task(message: Message) -> TrainTask:
         checkpointed_round=int(config["checkpointed-round"]),
         state_dir=str(config["state-dir"]),
         share=Share(int(config["share-base"]), int(config["share-extra"]), float(config["share-level"])),
+        service=str(config["generator-service"]),
     )
 
 
@@ -190,6 +192,7 @@ def train_reply(message: Message, report: TrainReport, trainable: Arrays, buffer
             "made": report.made,
             "seconds-generating": report.seconds_generating,
             "seconds-training": report.seconds_training,
+            "rejected": report.rejected,
         }
     )
     records = {ARRAYS: to_record(trainable), BUFFERS: to_record(buffers), METRICS: metrics}
@@ -216,6 +219,7 @@ def read_train_reply(message: Message, client: int, trainable: Arrays, buffers: 
         made=_whole(record, "made", 0, 2**53),
         seconds_generating=_number(record, "seconds-generating"),
         seconds_training=_number(record, "seconds-training"),
+        rejected=_whole(record, "rejected", 0, 2**53),
     )
     if report.client != client:
         raise MessageError(f"client-id = {report.client}, but the message was for client {client}")

@@ -6,14 +6,19 @@ from typing import Any
 
 from rich.console import Console
 
+from fedeas_flwr import allocation
+from fedeas_flwr.cache import ImageCache
 from fedeas_flwr.config import ConfigError, RunConfig
 from fedeas_flwr.data import open_dataset
-from fedeas_flwr.generators import open_for_run
-from fedeas_flwr.local_data import planned_counts
+from fedeas_flwr.generators import Generator, absolute_spec, open_for_run
+from fedeas_flwr.generators.classifier import independent_classifier
+from fedeas_flwr.local_data import Labels, planned_counts
 from fedeas_flwr.models import split_state
 from fedeas_flwr.progress import show_tries
 from fedeas_flwr.runs import RunDirectory, RunError
+from fedeas_flwr.sizes import show_bytes
 from fedeas_flwr.training import network, pick_device
+from fedeas_flwr.upkeep import make_room
 
 
 def prepare(config: RunConfig, console: Console) -> RunConfig:
@@ -24,14 +29,32 @@ def prepare(config: RunConfig, console: Console) -> RunConfig:
     if not config.clients:
         raise ConfigError("clients = 0: `fedeas run` makes the federation itself, so say how many clients it has")
     device = pick_device(config.device)
-    planned_counts(config, config.clients, show_tries(console))
+    counts = planned_counts(config, config.clients, show_tries(console))
     open_dataset(config.dataset, config.data_dir)
     network(config)
     if config.generates:
         if config.generator == "builtin":
             ensure_digits_generator(console)
-        open_for_run(config, device)
+        config = config.with_changes(generator=absolute_spec(config.generator))
+        check_room(config, counts, open_for_run(config, device), console)
+        if config.min_class_agreement:
+            console.print("the independent classifier is trained if it is not in the cache yet …")
+            independent_classifier(config.dataset, config.data_dir, device)
     return config
+
+
+def check_room(config: RunConfig, counts: Labels, generator: Generator, console: Console) -> None:
+    """See that the disk and the cache's limit allow what the run will generate, before it begins."""
+    planned = allocation.allocate(
+        counts,
+        config.policy,
+        beta=config.beta,
+        gamma=config.gamma,
+        strict_mean=not config.printed_rule,
+        total=config.total or None,
+    )
+    for entry in make_room(ImageCache(), generator, config.seed, planned.tolist(), config.cache_limit):
+        console.print(f"cache-limit: pruned {entry.key[:12]} ({show_bytes(entry.bytes)})", highlight=False)
 
 
 def ensure_digits_generator(console: Console) -> None:

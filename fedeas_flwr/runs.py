@@ -6,6 +6,7 @@ checkpoint.safetensors everything the server needs to go on after the last check
 clients/ID/            what client ID keeps between rounds (simulation; see client_state.py)
 model.safetensors      the final model
 summary.json           the run in a few numbers
+service.json           the generator that all clients share: its process and what it has made (simulation under Ray)
 status.json            running, finished, or failed with the reason in one line
 flower.log             what the server and Flower said, with the traceback of any client that failed
 superlink.log          what the launcher's own SuperLink said
@@ -38,6 +39,7 @@ NOT_THE_RUN = (
     "backend",
     "actors",
     "gpu-share",
+    "cache-limit",
     "device",
     "node-wait",
     "round-timeout",
@@ -194,6 +196,14 @@ class RunDirectory:
         copy._write_json("config.json", found)
         copy._write_json("summary.json", summary)
         atomic_write(folder / "rounds.jsonl", (self.path / "rounds.jsonl").read_bytes())
+
+    def save_service(self, stats: Mapping[str, Any]) -> None:
+        """Note where the shared generator stands."""
+        self._write_json("service.json", stats)
+
+    def service(self) -> dict[str, Any]:
+        """Where the shared generator stood last."""
+        return dict(self._read_json("service.json"))
 
     def set_status(self, status: str, error: str = "") -> None:
         """Say where the run stands; ``error`` is one line."""

@@ -17,6 +17,7 @@ from flwr.serverapp import Grid, ServerApp
 from flwr.supercore import log
 
 from fedeas_flwr.config import ConfigError, RunConfig, parse_config
+from fedeas_flwr.generators.service import start_service
 from fedeas_flwr.local_data import federated_data
 from fedeas_flwr.models import split_state
 from fedeas_flwr.paths import cache_root
@@ -47,10 +48,11 @@ def _recorded(grid: Grid, config: RunConfig, run: RunDirectory, device: str) -> 
         federation = Federation(grid, config, build_strategy(config), run)
         clients = federation.discover()
         run.record_clients(clients)
-        federation.plan()
-        test = central_test(config, clients, device) if config.evaluation == "central" else None
-        start = _start(config, run)
-        federation.fit(_on_device(start, device) if getattr(grid, "live", False) else start, test)
+        with shared_generator(federation, config, run, device):
+            federation.plan()
+            test = central_test(config, clients, device) if config.evaluation == "central" else None
+            start = _start(config, run)
+            federation.fit(_on_device(start, device) if getattr(grid, "live", False) else start, test)
     except KeyboardInterrupt:
         run.set_status("interrupted")
         raise
@@ -59,6 +61,30 @@ def _recorded(grid: Grid, config: RunConfig, run: RunDirectory, device: str) -> 
         log(ERROR, "The run failed: %s", one_line(error))
         raise
     run.set_status("finished")
+
+
+@contextmanager
+def shared_generator(federation: Federation, config: RunConfig, run: RunDirectory, device: str) -> Iterator[None]:
+    """Under Ray, hold one generator for all clients until the block ends; elsewhere do nothing."""
+    service = start_service(config, device)  # not before a client has answered: Ray is certainly running then
+    if service is None:
+        yield
+        return
+
+    def rest() -> None:
+        done = service.rest()
+        if done is not None:
+            run.save_service({"state": "resting", **done})
+            log(INFO, "Every client has its images; the generator is unloaded: %s", done)
+
+    try:
+        federation.service = service.address()
+        federation.when_all_have_generated = rest
+        run.save_service({"state": "serving", **service.stats()})
+        yield
+    finally:
+        run.save_service({"state": "ended", **service.stats()})
+        service.end()
 
 
 @contextmanager

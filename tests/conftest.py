@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -17,6 +17,21 @@ def session_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("FEDEAS_CACHE", str(folder))
         yield folder
+
+
+@pytest.fixture
+def fresh_images(
+    session_cache: Path, digits_generator: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Callable[[str], None]:
+    """Return what switches to a named cache of this test's own, with the session's generator and no images."""
+
+    def switch(name: str) -> None:
+        folder = tmp_path / "caches" / name
+        folder.mkdir(parents=True)
+        (folder / "generators").symlink_to(session_cache / "generators")
+        monkeypatch.setenv("FEDEAS_CACHE", str(folder))
+
+    return switch
 
 
 @pytest.fixture(scope="session")

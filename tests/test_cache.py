@@ -123,6 +123,28 @@ def test_a_lost_shard_in_the_middle_is_made_again_alone(tmp_path: Path) -> None:
     assert generated == 5 and np.array_equal(images, whole)
 
 
+def test_a_generator_that_dies_half_way_loses_one_chunk(tmp_path: Path) -> None:
+    class Mortal(Fake):
+        batch_size = 2
+        lives = 2
+
+        def sample(self, samples: Sequence[SampleId]) -> NDArray[np.uint8]:
+            if len(self.calls) == self.lives:
+                raise ConnectionError("killed")
+            return super().sample(samples)
+
+    cache, mortal, wanted = ImageCache(tmp_path), Mortal(), [11, 0, 10]
+    with pytest.raises(ConnectionError):
+        cache.ensure(mortal, seed=0, client=0, wanted=wanted)
+    assert [len(call) for call in mortal.calls] == [8, 8]
+    assert cache.missing(mortal, seed=0, client=0, wanted=wanted) == 5
+    heir = Fake()
+    images, _, generated = cache.ensure(heir, seed=0, client=0, wanted=wanted)
+    assert generated == 5 and [sample for call in heir.calls for sample in call] == ids(0, 0, wanted)[16:]
+    assert np.array_equal(images, Fake().sample(ids(0, 0, wanted)))
+    assert cache.missing(heir, seed=0, client=0, wanted=wanted) == 0
+
+
 def test_nothing_wanted_touches_nothing(tmp_path: Path) -> None:
     fake = Fake()
     images, labels, generated = ImageCache(tmp_path / "none").ensure(fake, seed=0, client=0, wanted=[0, 0, 0])

@@ -84,6 +84,11 @@ MISTAKES = {
     "unknown policy": (("plan", "--policy", "magic"), ["policy", "magic", "fedeas"]),
     "unknown format": (("plan", "--format", "xml"), ["format", "xml", "json"]),
     "no counts": (("plan", "--counts", "/nowhere.csv"), ["/nowhere.csv"]),
+    "estimate without a generator": (("plan", "--estimate"), ["generator", "builtin", "cifar10"]),
+    "no bank": (("generate", "--out", "out", "--generator", "bank:/nowhere"), ["bank", "/nowhere"]),
+    "nothing to prune by": (("cache", "prune"), ["--max-bytes", "--older-than", "--key"]),
+    "no size": (("cache", "prune", "--max-bytes", "lots"), ["max-bytes", "lots", "20GB"]),
+    "no limit": (("run", QUICKSTART, "cache-limit=lots"), ["cache-limit", "lots", "20GB"]),
     "total for fedeas": (("plan", "--total", "5"), ["total", "5", "fedeas"]),
 }
 
@@ -102,7 +107,8 @@ def test_a_mistake_is_one_line_and_a_failing_exit_code(tmp_path: Path, name: str
 
 def test_help_names_the_commands_and_keys_lists_the_keys() -> None:
     text = fedeas("--help").stdout
-    assert all(command in text for command in ("plan", "run", "resume", "evaluate", "quickstart", "keys"))
+    commands = ("plan", "run", "resume", "evaluate", "quickstart", "keys", "generate", "cache")
+    assert all(command in text for command in commands)
     assert "partition-seed" in fedeas("keys").stdout
 
 
@@ -124,3 +130,50 @@ def test_resume_of_another_config_is_refused(tmp_path: Path) -> None:
     done = fedeas("resume", str(tmp_path / "r"), "alpha=0.5")
     assert done.returncode == 1
     assert "alpha = 0.5, but the run to resume has alpha = 0.1" in done.stderr
+
+
+def test_an_estimate_adds_one_key_to_the_plan(digits_generator: Path) -> None:
+    words = ("plan", "--dataset", "digits", "--protocol", "clean", "--clients", "4", "--estimate")
+    plan = json.loads(fedeas(*words, "--format", "json").stdout)
+    assert list(plan)[-2:] == ["synthetic_fraction", "estimate"]
+    found = plan["estimate"]
+    assert list(found) == ["generator", "device", "batch", "seconds_a_batch", "seconds", "bytes"]
+    assert found["seconds"] == pytest.approx(-(-plan["total"] // 64) * found["seconds_a_batch"])
+    assert plan["total"] * 64 < found["bytes"] < plan["total"] * 64 + 40 * 5000
+    assert "images/s" in fedeas(*words).stdout.splitlines()[-1]
+
+
+def test_generate_measures_and_its_images_are_a_bank(tmp_path: Path, digits_generator: Path) -> None:
+    done = fedeas("generate", "--per-class", "12", "--out", "out", "--report", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "class agreement" in done.stdout
+    out = tmp_path / "out"
+    assert sorted(path.name for path in out.iterdir()) == ["grid.png", "images.npz", "report.json"]
+    report = json.loads((out / "report.json").read_text())
+    assert report["samples"] == 120
+    assert report["class_agreement"] > 0.8 and report["classifier_test_accuracy"] > 0.95
+    assert report["exact_copies"] == 0
+    words = ("generate", "--generator", f"bank:{out}/images.npz", "--out", "again", "--per-class")
+    bank, short = fedeas(*words, "12", cwd=tmp_path), fedeas(*words, "13", cwd=tmp_path)
+    assert bank.returncode == 0, bank.stderr
+    assert "has 12 images of class '0'" in short.stderr and len(short.stderr.splitlines()) == 1
+
+
+def test_the_cache_is_listed_checked_and_pruned(tmp_path: Path) -> None:
+    from test_cache import Fake
+
+    from fedeas_flwr.cache import ImageCache
+
+    cache = ImageCache(tmp_path / "images")
+    cache.ensure(Fake(), seed=3, client=0, wanted=[2, 0, 3], about={"generator": "toy", "dataset": "none"})
+    environment = {"FEDEAS_CACHE": str(tmp_path)}
+    listed = fedeas("cache", "ls", **environment).stdout
+    assert "toy" in listed and listed.splitlines()[-1].startswith(f"{tmp_path}/images: 5 images")
+    assert fedeas("cache", "verify", **environment).returncode == 0
+    shard = next((tmp_path / "images").rglob("*.npy"))
+    shard.write_bytes(shard.read_bytes()[:-1] + b"!")
+    damaged = fedeas("cache", "verify", **environment)
+    assert damaged.returncode == 1 and damaged.stdout == f"damaged: {shard}\n2 shards checked, 1 damaged\n"
+    assert "removed 0" in fedeas("cache", "prune", "--older-than", "1d", **environment).stdout
+    assert "removed 1" in fedeas("cache", "prune", "--key", cache.key(Fake(), 3)[:6], **environment).stdout
+    assert "0 images" in fedeas("cache", "ls", **environment).stdout

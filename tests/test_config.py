@@ -63,6 +63,8 @@ def test_quickstart_conf_is_the_quickstarts_fedeas_run(tmp_path: Path) -> None:
         ({"dataset": "cifar10"}, ["generator", "builtin", "cifar10", "folder"]),
         ({"batch-size": 1}, ["batch-size", "1"]),
         ({"seed": -1}, ["seed", "-1"]),
+        ({"cache-limit": "lots"}, ["cache-limit", "lots", "20GB"]),
+        ({"min-class-agreement": 1.5}, ["min-class-agreement", "1.5"]),
     ],
 )
 def test_bad_values_are_refused_in_one_line(values: dict[str, object], words: list[str]) -> None:

@@ -70,6 +70,16 @@ def test_generation_happens_once(tmp_path: Path, digits_generator: Path) -> None
     assert larger.rounds()[0]["made"] == larger.summary()["total_generated"] - made[0] > 0
 
 
+def test_images_nobody_recognises_are_replaced_and_counted(tmp_path: Path, digits_generator: Path) -> None:
+    plain = finish(small(tmp_path / "plain", participation=1.0, rounds=1))
+    strict = finish(small(tmp_path / "strict", participation=1.0, rounds=2, min_class_agreement=0.9))
+    assert strict.summary()["total_generated"] == plain.summary()["total_generated"]
+    assert [record["rejected"] for record in plain.rounds()] == [0]
+    rejected = [record["rejected"] for record in strict.rounds()]
+    assert rejected[0] == rejected[1] > 0, "left out each round, and made once"
+    assert strict.rounds()[1]["made"] == 0
+
+
 def test_extra_images_mean_extra_steps_but_not_extra_weight(tmp_path: Path, digits_generator: Path) -> None:
     plain = finish(small(tmp_path / "none", policy="none", participation=1.0, rounds=1))
     filled = finish(small(tmp_path / "fedeas", policy="fedeas", participation=1.0, rounds=1))

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import shutil
 import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import psutil
@@ -40,6 +43,12 @@ def shared_memory() -> set[str]:
     return set(os.listdir("/dev/shm")) if os.path.isdir("/dev/shm") else set()
 
 
+def images_of(cache: str, folder: Path) -> dict[str, str]:
+    """Shards of a cache, by name, and what is in them."""
+    root = folder / "caches" / cache / "images"
+    return {str(p.relative_to(root)): hashlib.sha256(p.read_bytes()).hexdigest() for p in sorted(root.rglob("*.npy"))}
+
+
 @pytest.fixture(autouse=True)
 def nothing_is_left_behind():
     before = flowers_processes(), shared_memory(), set(Path(tempfile.gettempdir()).glob("fe-*"))
@@ -49,13 +58,50 @@ def nothing_is_left_behind():
     assert set(Path(tempfile.gettempdir()).glob("fe-*")) <= before[2]
 
 
-def test_ray_with_one_and_two_actors_and_inline_give_the_same_weights(tmp_path: Path, digits_generator: Path) -> None:
+def test_ray_with_one_and_two_actors_and_inline_give_the_same_weights(
+    tmp_path: Path, fresh_images: Callable[[str], None]
+) -> None:
+    fresh_images("inline")
     inline = finish(small(tmp_path / "inline"))
+    fresh_images("one")
     one = finish(small(tmp_path / "one", backend="ray", actors=1))
+    fresh_images("two")
     two = finish(small(tmp_path / "two", backend="ray", actors=2))
+    # Every image came from the one shared generator: no client loaded a model.
+    assert images_of("inline", tmp_path) == images_of("one", tmp_path) == images_of("two", tmp_path)
+    for run in (one, two):
+        assert run.service()["state"] == "ended"
+        assert run.service()["images"] == sum(record["made"] for record in run.rounds()) > 0
     assert weights(inline) == weights(one) == weights(two)
     assert inline.summary()["total_generated"] == two.summary()["total_generated"] > 0
     assert [r["accuracy"] for r in inline.rounds()] == [r["accuracy"] for r in two.rounds()]
+
+
+@pytest.mark.slow
+def test_a_killed_generator_costs_time_and_nothing_else(tmp_path: Path, fresh_images: Callable[[str], None]) -> None:
+    # Chunks of 4 × 8 images: the service dies with some of a client's images on disk and some not.
+    changes = {"beta": 12.0, "generation_batch": 8, "participation": 1.0, "rounds": 2}
+    fresh_images("inline")
+    whole = finish(small(tmp_path / "whole", **changes))
+    fresh_images("killed")
+    config, killed = small(tmp_path / "r", backend="ray", actors=2, **changes), []
+
+    def kill() -> None:
+        deadline = time.monotonic() + 120
+        while time.monotonic() < deadline and not any((tmp_path / "caches" / "killed" / "images").rglob("*.npy")):
+            time.sleep(0.01)
+        killed.append(RunDirectory(tmp_path / "r").service()["pid"])
+        os.kill(killed[0], signal.SIGKILL)
+
+    killer = threading.Thread(target=kill)
+    killer.start()
+    run = finish(config)
+    killer.join()
+    done = run.service()
+    assert done["pid"] != killed[0]
+    assert 0 < done["images"] < run.rounds()[0]["made"] == run.summary()["total_generated"]
+    assert images_of("inline", tmp_path) == images_of("killed", tmp_path)
+    assert weights(whole) == weights(run)
 
 
 @pytest.mark.slow

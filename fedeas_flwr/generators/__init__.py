@@ -20,14 +20,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from fedeas_flwr.data import dataset_info
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # the library's door does without pydantic
     from fedeas_flwr.config import RunConfig
 
 
@@ -74,6 +74,15 @@ class Generator(Protocol):
         ...
 
 
+def batch_size(generator: Generator) -> int:
+    """Return how many images `generator` makes at once; one that does not say is taken to make 64.
+
+    A generator that measures first, as one on a GPU does, has a method for it.
+    """
+    find = getattr(generator, "find_batch_size", None)
+    return int(find() if find else getattr(generator, "batch_size", 0) or 64)
+
+
 def open_generator(
     spec: str,
     dataset_name: str,
@@ -91,7 +100,8 @@ def open_generator(
     Parameters
     ----------
     spec
-        ``builtin``: the digits model, trained on first use (about a minute). Otherwise the path of a folder in
+        ``builtin``: the digits model, trained on first use (about a minute). ``bank:DIR``: images from a folder
+        (bank.py). ``sd-turbo`` or ``sd-turbo:DIR``: text to image (turbo.py). Otherwise the path of a folder in
         diffusers' format with ``unet`` and ``scheduler``.
     dataset_name
         The generator must have this dataset's classes and image shape.
@@ -115,6 +125,17 @@ def open_generator(
     Generator
     """
     info = dataset_info(dataset_name)
+    kind, _, where = spec.partition(":")
+    if kind == "bank":
+        from fedeas_flwr.generators.bank import BankGenerator
+
+        return BankGenerator(where, classes=info.classes, image_shape=info.image_shape)
+    if kind == "sd-turbo":
+        from fedeas_flwr.generators.turbo import TurboGenerator
+
+        return TurboGenerator(
+            where, classes=info.classes, image_shape=info.image_shape, batch_size=batch_size, device=device
+        )
     if spec == "builtin":
         if dataset_name != "digits":
             raise ValueError(
@@ -166,3 +187,19 @@ def open_for_run(config: RunConfig, device: str) -> Generator:
         compiled=config.generation_compile,
         device=device,
     )
+
+
+def describe_generator(config: RunConfig) -> dict[str, Any]:
+    """Return the run-config's keys that a person reads to know where an image comes from."""
+    keys = ("generator", "dataset", "sampler", "sampler-steps", "guidance")
+    return {k: v for k, v in config.outside().items() if k in keys or k.startswith("generation-")}
+
+
+def absolute_spec(spec: str) -> str:
+    """Return a generator's spec with its folder as an absolute path: Flower's processes start elsewhere."""
+    kind, colon, where = spec.partition(":")
+    if spec in ("builtin", "sd-turbo"):
+        return spec
+    if colon and kind in ("bank", "sd-turbo"):
+        return f"{kind}:{Path(where).expanduser().absolute()}"
+    return str(Path(spec).expanduser().absolute())

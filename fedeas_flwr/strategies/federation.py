@@ -61,6 +61,8 @@ class Federation:
 
     def __init__(self, grid: Grid, config: RunConfig, strategy: Strategy, run: RunDirectory) -> None:
         self.grid, self.config, self.strategy, self.run = grid, config, strategy, run
+        self.service = ""  # address of the shared generator; empty: every client has its own
+        self.when_all_have_generated: Callable[[], None] = lambda: None
         self.nodes: dict[int, int] = {}
         self.shares: dict[int, Share] = {}
         self.checkpointed: dict[int, int] = {}
@@ -127,6 +129,8 @@ class Federation:
         state, self.checkpointed = start, start.accepted
         while state.round < self.config.rounds:
             state, outcome = self.train_round(state)
+            if state.generated.keys() >= self.nodes.keys():
+                self.when_all_have_generated()
             began = time.perf_counter()
             scores = test(state.trainable, state.buffers) if test else self._ask_clients_to_test(state)
             outcome.seconds["evaluate"] = time.perf_counter() - began
@@ -139,6 +143,7 @@ class Federation:
                     "failures": outcome.failures,
                     "generated": sum(state.generated.values()),
                     "made": sum(r.made for r in outcome.reports),
+                    "rejected": sum(r.rejected for r in outcome.reports),
                     "steps": sum(r.steps for r in outcome.reports),
                     "seconds": {phase: round(s, 4) for phase, s in outcome.seconds.items()},
                 }
@@ -198,6 +203,7 @@ class Federation:
                 checkpointed_round=self.checkpointed.get(client, 0),
                 state_dir=str(self.run.path / "clients"),
                 share=self.shares[client],
+                service=self.service,
             )
             messages.add_task(message, task, buffers)
         return view.send_and_receive(out, timeout=self.config.round_timeout or None)

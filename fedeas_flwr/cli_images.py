@@ -1,0 +1,207 @@
+"""The commands about images: `fedeas generate`, `fedeas cache ls|verify|prune`, and the estimate of `fedeas plan`."""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from datetime import datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+cache_app = typer.Typer(help="The cache of generated images.", no_args_is_help=True, rich_markup_mode=None)
+
+GeneratorOption = Annotated[str, typer.Option(help="builtin, FOLDER in diffusers' format, bank:DIR, sd-turbo[:DIR]")]
+
+
+# ------------------------------------------------------------------------------------------------ cache
+
+
+@cache_app.command()
+def ls() -> None:
+    """List what the cache holds, the least recently used first."""
+    from fedeas_flwr.cache import ImageCache
+    from fedeas_flwr.sizes import show_bytes
+    from fedeas_flwr.upkeep import entries
+
+    table = Table("key", "generator", "dataset", "seed", "images", "size", "last used", box=None)
+    found = entries(ImageCache())
+    for entry in found:
+        used = datetime.fromtimestamp(entry.last_used).strftime("%Y-%m-%d %H:%M")
+        facts = [str(entry.manifest.get(key, "?")) for key in ("generator", "dataset", "seed")]
+        table.add_row(entry.key[:12], *facts, f"{entry.images:,}", show_bytes(entry.bytes), used)
+    Console(width=160).print(table)
+    print(f"{ImageCache().root}: {sum(e.images for e in found):,} images, {show_bytes(sum(e.bytes for e in found))}")
+
+
+@cache_app.command()
+def verify() -> None:
+    """Check every shard; a damaged one is named, and made again when it is next needed."""
+    from fedeas_flwr.cache import ImageCache
+    from fedeas_flwr.upkeep import verify as verify_cache
+
+    checked, damaged = verify_cache(ImageCache())
+    for path in damaged:
+        print(f"damaged: {path}")
+    print(f"{checked:,} shards checked, {len(damaged)} damaged")
+    if damaged:
+        raise typer.Exit(1)
+
+
+@cache_app.command()
+def prune(
+    max_bytes: Annotated[str, typer.Option(help="keep at most this, such as 20GB, least recently used first")] = "",
+    older_than: Annotated[str, typer.Option(help="remove what was not used for, such as 30d")] = "",
+    key: Annotated[str, typer.Option(help="remove the entry whose key begins so")] = "",
+) -> None:
+    """Remove images that can be made again."""
+    from fedeas_flwr.cache import ImageCache
+    from fedeas_flwr.sizes import parse_age, parse_bytes, show_bytes
+    from fedeas_flwr.upkeep import prune as prune_cache
+
+    if not (max_bytes or older_than or key):
+        raise ValueError("say what may go: --max-bytes, --older-than or --key")
+    removed = prune_cache(
+        ImageCache(),
+        max_bytes=parse_bytes(max_bytes, "max-bytes") if max_bytes else None,
+        older_than=parse_age(older_than, "older-than") if older_than else None,
+        key=key or None,
+    )
+    freed = show_bytes(sum(entry.bytes for entry in removed))
+    print(f"removed {len(removed)} of the cache's entries, {sum(e.images for e in removed):,} images, {freed}")
+
+
+# --------------------------------------------------------------------------------------------- estimate
+
+
+def estimate_generation(plan: dict[str, Any], spec: str, dataset: str) -> dict[str, Any]:
+    """Say what a plan would cost with a generator, from one timed batch after one to warm up.
+
+    Images that are in the cache already are not taken off.
+    """
+    from fedeas_flwr.config import parse_config
+    from fedeas_flwr.generators import SampleId, batch_size, open_for_run
+    from fedeas_flwr.training import pick_device
+    from fedeas_flwr.upkeep import stored_bytes
+
+    device = pick_device("auto")
+    generator = open_for_run(parse_config({"dataset": dataset, "generator": spec}), device)
+    rows = [client["generate"] for client in plan["clients"]]
+    if len(rows[0]) != generator.num_classes:
+        found = f"the counts have {len(rows[0])} classes, {dataset} has {generator.num_classes}"
+        raise ValueError(f"--estimate: {found}; name the right one with --dataset")
+    batch = batch_size(generator)
+    samples = [SampleId(0, client, client % generator.num_classes, 0) for client in range(batch)]
+    generator.sample(samples)
+    began = time.perf_counter()
+    generator.sample(samples)
+    seconds = time.perf_counter() - began
+    return {
+        "generator": spec,
+        "device": device,
+        "batch": batch,
+        "seconds_a_batch": seconds,
+        "seconds": math.ceil(plan["total"] / batch) * seconds,
+        "bytes": stored_bytes(generator.image_shape, rows),
+    }
+
+
+def show_estimate(estimate: dict[str, Any]) -> str:
+    """Write an estimate as one line under the plan's table."""
+    from fedeas_flwr.sizes import show_bytes
+
+    speed = estimate["batch"] / estimate["seconds_a_batch"]
+    return (
+        f"Estimate:     {estimate['seconds']:,.0f} s of generation by {estimate['generator']} on {estimate['device']} "
+        f"({speed:,.0f} images/s), {show_bytes(estimate['bytes'])} on disk"
+    )
+
+
+# --------------------------------------------------------------------------------------------- generate
+
+
+def generate(
+    out: Annotated[Path, typer.Option(help="folder for images.npz, grid.png and report.json")],
+    dataset: Annotated[str, typer.Option(help="digits, cifar10 or cifar100")] = "digits",
+    generator: GeneratorOption = "builtin",
+    per_class: Annotated[int, typer.Option(min=1, help="images of each class")] = 20,
+    seed: Annotated[int, typer.Option(min=0, help="of the noise")] = 0,
+    sampler_steps: Annotated[int, typer.Option(help="steps of the sampler")] = 20,
+    guidance: Annotated[float, typer.Option(help="classifier-free guidance scale; 1 is none")] = 1.0,
+    generation_batch: Annotated[int, typer.Option(help="images in one forward pass")] = 64,
+    device: Annotated[str, typer.Option(help="auto, cpu or cuda")] = "auto",
+    report: Annotated[bool, typer.Option("--report", help="measure them against the real images")] = False,
+    data_dir: Annotated[str, typer.Option(help="of --report: where the dataset is")] = "",
+    inception: Annotated[Path | None, typer.Option(help="of --report: Inception weights, for FID and KID")] = None,
+) -> None:
+    """Generate images of every class, to look at, to measure or to keep as a bank."""
+    import numpy as np
+
+    from fedeas_flwr.config import parse_config
+    from fedeas_flwr.generators import SampleId, open_for_run
+    from fedeas_flwr.paths import atomic_path, atomic_write
+    from fedeas_flwr.training import pick_device
+
+    values = {"dataset": dataset, "generator": generator, "sampler-steps": sampler_steps, "guidance": guidance}
+    config = parse_config(values | {"generation-batch": generation_batch, "device": device})
+    where = pick_device(device)
+    if generator == "builtin":
+        from fedeas_flwr.prepare import ensure_digits_generator
+
+        ensure_digits_generator(Console(stderr=True))
+    opened = open_for_run(config, where)
+    labels = np.repeat(np.arange(opened.num_classes), per_class)
+    samples = [SampleId(seed, 0, int(label), i % per_class) for i, label in enumerate(labels)]
+    began = time.perf_counter()
+    images = opened.sample(samples)
+    seconds = time.perf_counter() - began
+    with atomic_path(out / "images.npz") as temporary, temporary.open("wb") as file:
+        np.savez_compressed(file, x=images, y=labels)
+    save_grid(images.reshape(opened.num_classes, per_class, *opened.image_shape)[:, :20], out / "grid.png")
+    print(f"{len(images):,} images in {seconds:.1f} s → {out}")
+    if report:
+        from fedeas_flwr.data import open_dataset
+        from fedeas_flwr.generators.classifier import independent_classifier
+        from fedeas_flwr.generators.quality import quality_report
+
+        judge = independent_classifier(dataset, data_dir, where)
+        found = quality_report(open_dataset(dataset, data_dir), judge, images, labels, inception)
+        facts = {"dataset": dataset, "generator": generator, "fingerprint": opened.fingerprint, "seconds": seconds}
+        atomic_write(out / "report.json", (json.dumps(facts | found, indent=1) + "\n").encode())
+        for key, value in found.items():
+            print(f"  {key.replace('_', ' '):<45} {_show(value)}")
+
+
+def _show(value: Any) -> str:
+    if isinstance(value, list):
+        return " ".join("-" if v is None else f"{v:.2f}" for v in value)
+    return f"{value:.4g}" if isinstance(value, float) else f"{value:,}"
+
+
+def save_grid(images: NDArray[np.uint8], path: Path, gap: int = 1) -> None:
+    """Write images ``[rows, columns, H, W, C]`` as one PNG, small ones enlarged for the eye."""
+    import io
+
+    import numpy as np
+    from PIL import Image
+
+    from fedeas_flwr.paths import atomic_write
+
+    rows, columns, height, width, channels = images.shape
+    framed = np.full((rows, columns, height + gap, width + gap, channels), 255, np.uint8)
+    framed[:, :, :height, :width] = images
+    sheet = framed.transpose(0, 2, 1, 3, 4).reshape(rows * (height + gap), columns * (width + gap), channels)
+    picture = Image.fromarray(sheet[..., 0] if channels == 1 else sheet)
+    scale = max(1, 32 // height)
+    picture = picture.resize((picture.width * scale, picture.height * scale), Image.Resampling.NEAREST)
+    buffer = io.BytesIO()
+    picture.save(buffer, "PNG")
+    atomic_write(path, buffer.getvalue())

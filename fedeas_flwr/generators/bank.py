@@ -1,0 +1,122 @@
+"""A bank: images that are already there, whoever made them, handed out like a generator's.
+
+A bank is a folder with one subfolder a class, named by the class or its number and holding ``.png`` or ``.jpg`` files,
+or an ``.npz`` file with ``x`` (uint8 ``[N, H, W, C]``) and ``y`` (labels). `fedeas generate` writes such a file.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from functools import lru_cache
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fedeas_flwr.generators import SampleId
+from fedeas_flwr.streams import stream
+
+_SUFFIXES = (".png", ".jpg", ".jpeg")
+
+
+class BankGenerator:
+    """Deals each client the bank's images of a class in an order of its own, none twice.
+
+    Two clients may be given the same image: a bank holds what it holds.
+
+    Parameters
+    ----------
+    where
+        The folder or the ``.npz`` file.
+    classes
+        Names of the dataset's classes, in the order of their labels.
+    image_shape
+        ``(H, W, C)``. Files of another size are resampled with anti-aliasing; arrays must fit.
+    """
+
+    def __init__(self, where: str | Path, *, classes: Sequence[str], image_shape: tuple[int, int, int]) -> None:
+        self.path = Path(where).expanduser()
+        self.image_shape, self.num_classes, self._classes = image_shape, len(classes), tuple(classes)
+        if not str(where) or not self.path.exists():
+            raise FileNotFoundError(
+                f"generator: there is no bank {str(where)!r}; write bank:DIR, a folder with one subfolder a class, or "
+                "bank:FILE.npz with x and y"
+            )
+        self._images = self._read_npz() if self.path.suffix == ".npz" else self._read_folder()
+        digest = hashlib.sha256(repr(("bank-1", image_shape, [len(images) for images in self._images])).encode())
+        for images in self._images:
+            digest.update(images.tobytes())
+        self.fingerprint = digest.hexdigest()
+
+    def sample(self, samples: Sequence[SampleId]) -> NDArray[np.uint8]:
+        """Look up images; the same identity always gives the same one.
+
+        Parameters
+        ----------
+        samples
+            Identities, in any order.
+
+        Returns
+        -------
+        array
+            uint8 ``[len(samples), H, W, C]``.
+        """
+        order = lru_cache(maxsize=None)(self._order)
+        images = np.empty((len(samples), *self.image_shape), dtype=np.uint8)
+        for position, sample in enumerate(samples):
+            images[position] = self._pick(sample, order(sample.seed, sample.client, sample.label))
+        return images
+
+    def _order(self, seed: int, client: int, label: int) -> NDArray[np.int64]:
+        return stream(seed, "bank", client, label).permutation(len(self._images[label]))
+
+    def _pick(self, sample: SampleId, order: NDArray[np.int64]) -> NDArray[np.uint8]:
+        if sample.index >= len(order):
+            raise ValueError(
+                f"generator: bank {self.path} has {len(order)} images of class {self._classes[sample.label]!r}; "
+                f"client {sample.client} needs at least {sample.index + 1}"
+            )
+        image: NDArray[np.uint8] = self._images[sample.label][order[sample.index]]
+        return image
+
+    def _read_npz(self) -> list[NDArray[np.uint8]]:
+        try:
+            with np.load(self.path, allow_pickle=False) as arrays:
+                x, y = arrays["x"], arrays["y"]
+        except (OSError, ValueError, KeyError, EOFError) as error:
+            raise ValueError(f"generator: bank {self.path} is not an .npz file with x and y ({error})") from None
+        if x.dtype != np.uint8 or x.shape[1:] != self.image_shape or y.shape != x.shape[:1] or y.dtype.kind not in "iu":
+            shapes = f"x {x.dtype} {list(x.shape)}, y {y.dtype} {list(y.shape)}"
+            raise ValueError(
+                f"generator: bank {self.path} holds {shapes}; x must be uint8 [N, {str(list(self.image_shape))[1:]}, "
+                "y whole numbers [N]"
+            )
+        return [x[y == label] for label in range(self.num_classes)]
+
+    def _read_folder(self) -> list[NDArray[np.uint8]]:
+        classes = []
+        for label, name in enumerate(self._classes):
+            folders = [self.path / name, self.path / str(label)]
+            folder = next((folder for folder in folders if folder.is_dir()), None)
+            files = sorted(p for p in folder.iterdir() if p.suffix.lower() in _SUFFIXES) if folder else []
+            classes.append(np.array([self._read_image(file) for file in files], np.uint8))
+        if not any(map(len, classes)):
+            raise ValueError(
+                f"generator: bank {self.path} has no images; name its subfolders {self._classes[0]!r} … or 0 …, with "
+                f"{', '.join(_SUFFIXES)} files"
+            )
+        return classes
+
+    def _read_image(self, file: Path) -> NDArray[np.uint8]:
+        from PIL import Image, UnidentifiedImageError
+
+        height, width, channels = self.image_shape
+        try:
+            with Image.open(file) as image:
+                pixels = image.convert("L" if channels == 1 else "RGB")
+        except (UnidentifiedImageError, OSError) as error:
+            raise ValueError(f"generator: {file} is not an image ({error})") from None
+        if pixels.size != (width, height):
+            pixels = pixels.resize((width, height), Image.Resampling.LANCZOS)
+        return np.asarray(pixels, dtype=np.uint8).reshape(self.image_shape)

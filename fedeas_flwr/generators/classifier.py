@@ -1,0 +1,204 @@
+"""The independent classifier: a network trained on real images that says what a generated one shows.
+
+It learns the dataset's official train images, apart from any generator and any federation. It is a tool of the
+laboratory: no client could train it from its own data, and under protocol ``paper`` it has seen clients' test images.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+import torch
+from filelock import FileLock
+from numpy.typing import NDArray
+from torch.nn import functional as F
+
+from fedeas_flwr.cache import ImageCache
+from fedeas_flwr.data import Dataset, open_dataset
+from fedeas_flwr.generators import Generator
+from fedeas_flwr.models import build_model
+from fedeas_flwr.paths import atomic_path, cache_root
+
+Images = NDArray[np.uint8]
+Labels = NDArray[np.int64]
+Floats = NDArray[np.float32]
+
+# Part of the file's name: raise it when anything in `_train` changes.
+_VERSION = "1"
+_BATCH = 128
+_EPOCHS = {"small-cnn": 30, "resnet18": 15}
+_MOST_RAW = 20
+
+
+class Classifier:
+    """A network trained on real images, the judge of generated ones.
+
+    Parameters
+    ----------
+    dataset
+        Whose train images it learned.
+    model
+        With a last layer ``fc``.
+    device
+        Where it runs.
+    test_accuracy
+        On the dataset's test images.
+    """
+
+    def __init__(self, dataset: Dataset, model: torch.nn.Module, device: str, test_accuracy: float) -> None:
+        self.test_accuracy = test_accuracy
+        self._model, self._device = model.to(device).eval(), device
+        self._mean = torch.tensor(dataset.mean, device=device).view(1, -1, 1, 1)
+        self._std = torch.tensor(dataset.std, device=device).view(1, -1, 1, 1)
+
+    @torch.no_grad()
+    def judge(self, images: Images) -> tuple[Floats, Floats]:
+        """Return the class probabilities ``[N, C]`` and the features before the last layer ``[N, D]``.
+
+        Batches are padded to one size, so that an image is judged alike in any company.
+        """
+        seen: list[torch.Tensor] = []
+        head: Any = self._model.fc
+        hook = head.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0]))
+        probabilities, features = [], []
+        threads = torch.get_num_threads()
+        torch.set_num_threads(1)
+        try:
+            for start in range(0, len(images), _BATCH):
+                batch = images[start : start + _BATCH]
+                padded = np.concatenate([batch, np.repeat(batch[-1:], _BATCH - len(batch), axis=0)])
+                logits = self._model(self._normalise(padded))
+                probabilities.append(logits.softmax(dim=1)[: len(batch)].cpu().numpy())
+                features.append(seen.pop()[: len(batch)].cpu().numpy())
+        finally:
+            torch.set_num_threads(threads)
+            hook.remove()
+        if not len(images):
+            return np.zeros((0, head.out_features), np.float32), np.zeros((0, head.in_features), np.float32)
+        return np.concatenate(probabilities), np.concatenate(features)
+
+    def _normalise(self, images: Images) -> torch.Tensor:
+        pixels = torch.tensor(images, device=self._device).permute(0, 3, 1, 2)
+        return (pixels.float() / 255 - self._mean) / self._std
+
+
+@lru_cache(maxsize=1)
+def independent_classifier(dataset_name: str, data_dir: str = "", device: str = "cpu") -> Classifier:
+    """Return the dataset's classifier, trained on first use and kept in the user's cache.
+
+    Parameters
+    ----------
+    dataset_name
+        ``digits`` (small-cnn, seconds on a CPU), ``cifar10`` or ``cifar100`` (resnet18, minutes on a GPU).
+    data_dir
+        Where the dataset is looked for.
+    device
+        Where to train and judge.
+
+    Returns
+    -------
+    Classifier
+    """
+    from safetensors.torch import load_file, save_file
+
+    dataset = open_dataset(dataset_name, data_dir)
+    name = "small-cnn" if dataset_name == "digits" else "resnet18"
+    shape = dataset.x_train.shape[1:]
+    model = build_model(name, len(dataset.classes), (shape[0], shape[1], shape[2]), stem="3x3", seed=7919)
+    path = cache_root() / "classifiers" / f"{dataset_name}-{name}-{_VERSION}.safetensors"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with FileLock(f"{path}.lock"):
+        if not path.exists():
+            _train(Classifier(dataset, model, device, 0.0), dataset, _EPOCHS[name])
+            with atomic_path(path) as temporary:
+                save_file(model.cpu().state_dict(), temporary)
+    model.load_state_dict(load_file(path))
+    classifier = Classifier(dataset, model, device, 0.0)
+    classifier.test_accuracy = agreement(classifier, np.asarray(dataset.x_test), np.asarray(dataset.y_test))[0]
+    return classifier
+
+
+def _train(classifier: Classifier, dataset: Dataset, epochs: int) -> None:
+    model, random = classifier._model.train(), np.random.default_rng(7919)
+    optimizer = torch.optim.Adam(model.parameters(), lr=2e-3, weight_decay=1e-4)
+    steps = epochs * (len(dataset.y_train) // _BATCH)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 2e-3, total_steps=steps)
+    flip = dataset.name != "digits"  # a mirrored digit is another or none
+    for _ in range(epochs):
+        order = random.permutation(len(dataset.y_train))[: steps // epochs * _BATCH].reshape(-1, _BATCH)
+        for chosen in order:
+            pixels = classifier._normalise(dataset.x_train[chosen])
+            if flip and random.random() < 0.5:
+                pixels = pixels.flip(-1)
+            targets = torch.tensor(dataset.y_train[chosen], device=pixels.device)
+            loss = F.cross_entropy(model(pixels), targets)
+            optimizer.zero_grad(set_to_none=True)
+            loss.backward()  # type: ignore[no-untyped-call]
+            optimizer.step()
+            schedule.step()
+
+
+def agreement(classifier: Classifier, images: Images, labels: Labels) -> tuple[float, list[float | None]]:
+    """Return the fraction of images recognised as what they should be: overall, and of each class (None: no image)."""
+    probabilities, _ = classifier.judge(images)
+    right = probabilities.argmax(axis=1) == labels
+    by_class = [right[labels == c] for c in range(probabilities.shape[1])]
+    return float(right.mean()) if len(right) else 0.0, [float(r.mean()) if len(r) else None for r in by_class]
+
+
+# --------------------------------------------------------------------------------------------- the gate
+
+
+def ensure_recognised(
+    cache: ImageCache,
+    generator: Generator,
+    classifier: Classifier,
+    least: float,
+    *,
+    seed: int,
+    client: int,
+    wanted: Sequence[int],
+    about: Mapping[str, Any] | None = None,
+) -> tuple[Images, Labels, int, int]:
+    """Like `ImageCache.ensure`, but leave out images the classifier doubts and take later ones in their place.
+
+    The cache holds all of them, so that another threshold or none shares what was made.
+
+    Parameters
+    ----------
+    cache, generator, seed, client, wanted, about
+        As for `ImageCache.ensure`.
+    classifier
+        The judge.
+    least
+        Probability it must give an image's class.
+
+    Returns
+    -------
+    images, labels : array
+        Exactly `wanted` of each class, by index.
+    made : int
+        Images sampled in this call, rejects among them.
+    rejected : int
+        Images left out: they were paid for as well.
+    """
+    raw, made = [int(n) for n in wanted], 0
+    while True:
+        images, labels, new = cache.ensure(generator, seed=seed, client=client, wanted=raw, about=about)
+        made += new
+        probabilities, _ = classifier.judge(images)
+        good = probabilities[np.arange(len(labels)), labels] >= least
+        lacking = [n - int(good[labels == c].sum()) for c, n in enumerate(wanted)]
+        if not any(n > 0 for n in lacking):
+            break
+        raw = [have + max(0, more) for have, more in zip(raw, lacking, strict=True)]
+        for label, (have, n) in enumerate(zip(raw, wanted, strict=True)):
+            if have > _MOST_RAW * n + _MOST_RAW:
+                raise ValueError(
+                    f"min-class-agreement = {least:g}: {have - lacking[label]} images of class {label} gave only "
+                    f"{n - lacking[label]} that the classifier recognises; lower it or use a better generator"
+                )
+    return images[good], labels[good], made, int((~good).sum())

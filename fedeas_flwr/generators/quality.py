@@ -1,0 +1,121 @@
+"""A report on samples: are they what was asked for, like the real images, and not copies of them?"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from fedeas_flwr.data import Dataset
+from fedeas_flwr.generators.classifier import Classifier, Images, Labels, agreement
+
+_NEAR_COPY_PERCENTILE = 1.0
+
+
+def quality_report(
+    dataset: Dataset, classifier: Classifier, images: Images, labels: Labels, inception: Path | None = None
+) -> dict[str, Any]:
+    """Measure samples against the dataset.
+
+    Parameters
+    ----------
+    dataset
+        Its train images are what samples should resemble; its test images are the yardstick.
+    classifier
+        The judge.
+    images, labels
+        The samples and what was asked for.
+    inception
+        Weights of torch-fidelity's Inception network; with them FID and KID proper are measured too.
+
+    Returns
+    -------
+    dict
+        Plain values, ready for JSON.
+    """
+    train, test = np.asarray(dataset.x_train), np.asarray(dataset.x_test)
+    overall, by_class = agreement(classifier, images, labels)
+    features = [classifier.judge(part)[1] for part in (train, images, test)]
+    real, ours, held_out = (part.astype(np.float64) for part in features)
+    sample_distance, test_distance = nearest_distance(images, train), nearest_distance(test, train)
+    threshold = float(np.percentile(test_distance, _NEAR_COPY_PERCENTILE))
+    report: dict[str, Any] = {
+        "samples": len(labels),
+        "classifier_test_accuracy": classifier.test_accuracy,
+        "class_agreement": overall,
+        "class_agreement_by_class": by_class,
+        # Not FID and KID: the features are our own classifier's, comparable only with one another.
+        "classifier_frechet_distance": frechet_distance(real, ours),
+        "classifier_frechet_distance_of_test_images": frechet_distance(real, held_out),
+        "classifier_kernel_distance": kernel_distance(real, ours),
+        "classifier_kernel_distance_of_test_images": kernel_distance(real, held_out),
+        "nearest_train_image_median": float(np.median(sample_distance)),
+        "nearest_train_image_median_of_test_images": float(np.median(test_distance)),
+        "near_copies": float((sample_distance < threshold).mean()),
+        "near_copies_expected": float((test_distance < threshold).mean()),
+        "exact_copies": int((sample_distance == 0).sum()),
+    }
+    return report | (inception_distances(train, images, inception) if inception else {})
+
+
+def frechet_distance(a: NDArray[np.float64], b: NDArray[np.float64]) -> float:
+    """Return the Fréchet distance of two sets of features seen as Gaussians (Heusel et al., 2017)."""
+    mean = a.mean(axis=0) - b.mean(axis=0)
+    first, second = np.cov(a, rowvar=False), np.cov(b, rowvar=False)
+    # tr √(ΣaΣb): the product's eigenvalues are those of a positive semi-definite matrix, but for rounding.
+    root = np.sqrt(np.clip(np.linalg.eigvals(first @ second).real, 0, None)).sum()
+    return float(mean @ mean + np.trace(first) + np.trace(second) - 2 * root)
+
+
+def kernel_distance(a: NDArray[np.float64], b: NDArray[np.float64], most: int = 2000) -> float:
+    """Return the unbiased squared MMD under (x·y / D + 1)³ (Bińkowski et al., 2018), of up to `most` of each."""
+    random = np.random.default_rng(0)
+    a, b = (x[random.permutation(len(x))[:most]] for x in (a, b))
+
+    def kernel(x: NDArray[np.float64], y: NDArray[np.float64]) -> NDArray[np.float64]:
+        cubed: NDArray[np.float64] = (x @ y.T / x.shape[1] + 1) ** 3
+        return cubed
+
+    within = [(k.sum() - np.trace(k)) / (len(k) * (len(k) - 1)) for k in (kernel(a, a), kernel(b, b))]
+    return float(within[0] + within[1] - 2 * kernel(a, b).mean())
+
+
+def nearest_distance(images: Images, train: Images) -> NDArray[np.float64]:
+    """Return each image's Euclidean distance to the nearest train image, on the scale 0 to 1 a pixel."""
+    flat = train.reshape(len(train), -1).astype(np.float32)
+    squares = (flat**2).sum(axis=1)
+    nearest = np.empty(len(images), dtype=np.int64)
+    for start in range(0, len(images), 256):
+        part = images[start : start + 256].reshape(-1, flat.shape[1]).astype(np.float32)
+        nearest[start : start + 256] = (squares - 2 * part @ flat.T).argmin(axis=1)
+    # The expansion above cancels near zero: the distance proper is taken from the pixels.
+    gaps = (images.reshape(len(images), -1).astype(np.float64) - flat[nearest]) / 255
+    return np.asarray(np.sqrt((gaps**2).sum(axis=1)))
+
+
+def inception_distances(train: Images, images: Images, weights: Path) -> dict[str, float]:
+    """Return FID and KID by torchmetrics on Inception features, up to 10,000 train images against the samples."""
+    try:
+        from torchmetrics.image.fid import FrechetInceptionDistance, NoTrainInceptionV3
+        from torchmetrics.image.kid import KernelInceptionDistance
+    except ImportError:
+        raise ValueError("--inception needs torchmetrics; pip install 'fedeas-flwr[quality]'") from None
+    if not weights.is_file():
+        raise FileNotFoundError(f"--inception: there is no file {weights}")
+    try:
+        network = NoTrainInceptionV3("inception-v3-compat", ["2048"], feature_extractor_weights_path=str(weights))
+    except ModuleNotFoundError:
+        raise ValueError("--inception needs torch-fidelity; pip install 'fedeas-flwr[quality]'") from None
+    fid = FrechetInceptionDistance(network, reset_real_features=False)
+    kid = KernelInceptionDistance(network, subset_size=min(1000, len(images)))
+    chosen = np.random.default_rng(0).permutation(len(train))[:10_000]
+    for part, is_real in ((train[np.sort(chosen)], True), (images, False)):
+        for start in range(0, len(part), 64):
+            pixels = torch.tensor(part[start : start + 64]).permute(0, 3, 1, 2)
+            pixels = pixels.expand(-1, 3, -1, -1) if pixels.shape[1] == 1 else pixels
+            fid.update(pixels, real=is_real)
+            kid.update(pixels, real=is_real)
+    return {"fid": float(fid.compute()), "kid": float(kid.compute()[0])}

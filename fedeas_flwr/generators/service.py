@@ -1,0 +1,294 @@
+"""One generator for a whole simulated federation: a named Ray actor that the clients ask.
+
+    ServerApp   start_service ──────────► GeneratorService (the actor: loads the model at its first request)
+    clients     ServiceGenerator.sample ─► waits with everybody else's requests, is served in full batches
+    ServerApp   rest, when every client has its images: the process is replaced by a fresh one, so that the GPU is
+                free; end, when the run is over
+
+A crash loses at most the chunk each client is waiting for: Ray starts the actor anew, the clients ask again, and what
+they had before is in the image cache. Without Ray (inline, SuperNodes) none of this is used.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+import time
+import uuid
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fedeas_flwr.config import RunConfig, parse_config
+from fedeas_flwr.data import dataset_info
+from fedeas_flwr.generators import Generator, SampleId, batch_size, open_for_run
+
+Images = NDArray[np.uint8]
+
+GPU_SLIVER = 0.004
+"""Fraction of a GPU the actor asks Ray for: 0 would hide the GPU from it, more would not fit beside the clients."""
+_GATHER_SECONDS = 0.02
+_BATCHES_A_PASS = 8
+_ATTEMPTS = 5
+_RESTART_SECONDS = 1.0
+_ANSWER_SECONDS = 5.0
+
+
+@dataclass
+class _Request:
+    samples: list[SampleId]
+    reply: asyncio.Future[Images]
+    taken: int = 0
+    images: list[Images] = field(default_factory=list)
+
+
+class GeneratorService:
+    """Holds a generator and serves whoever waits, first come first served, in full batches.
+
+    Its methods run on one event loop, the generator in one thread beside it: requests queue up during a pass.
+
+    Parameters
+    ----------
+    open_generator
+        Called once, at the first request: a service that nobody asks costs no memory.
+    """
+
+    def __init__(self, open_generator: Callable[[], Generator]) -> None:
+        self._open = open_generator
+        self._generator: Generator | None = None
+        self._thread = ThreadPoolExecutor(max_workers=1)
+        self._waiting: deque[_Request] = deque()
+        self._serving: asyncio.Task[None] | None = None
+        self._counts = {"requests": 0, "passes": 0, "images": 0}
+        self._seconds = 0.0
+
+    async def describe(self) -> tuple[str, int]:
+        """Return the generator's fingerprint and batch size."""
+        generator = await self._loaded()
+        return generator.fingerprint, await self._in_thread(lambda: batch_size(generator))
+
+    async def stats(self) -> dict[str, Any]:
+        """Return what this process has done so far; a restart begins at zero."""
+        return {"pid": os.getpid(), "loaded": self._generator is not None, **self._counts, "seconds": self._seconds}
+
+    async def sample(self, samples: Sequence[tuple[int, ...]]) -> Images:
+        """Make images; the request waits a moment for others, to share batches with them."""
+        request = _Request([SampleId(*sample) for sample in samples], asyncio.get_running_loop().create_future())
+        self._counts["requests"] += 1
+        self._waiting.append(request)
+        if self._serving is None or self._serving.done():
+            self._serving = asyncio.create_task(self._serve())
+        return await request.reply
+
+    async def _loaded(self) -> Generator:
+        if self._generator is None:
+            # Two may be here at once, but the thread is one: the second finds the first one's generator.
+            self._generator = await self._in_thread(lambda: self._generator or self._open())
+        return self._generator
+
+    async def _in_thread(self, work: Callable[[], Any]) -> Any:
+        return await asyncio.get_running_loop().run_in_executor(self._thread, work)
+
+    async def _serve(self) -> None:
+        while self._waiting:
+            try:
+                generator = await self._loaded()
+            except Exception as error:
+                while self._waiting:
+                    _fail(self._waiting.popleft(), error)
+                return
+            batch = await self._in_thread(partial(batch_size, generator))
+            if sum(len(request.samples) - request.taken for request in self._waiting) < batch:
+                await asyncio.sleep(_GATHER_SECONDS)
+            await self._pass(generator, self._take(_BATCHES_A_PASS * batch))
+
+    def _take(self, most: int) -> list[tuple[_Request, list[SampleId]]]:
+        """Take up to `most` samples from the front of the queue, the last request's perhaps in part."""
+        parts = []
+        while self._waiting and most > 0:
+            request = self._waiting[0]
+            part = request.samples[request.taken : request.taken + most]
+            request.taken += len(part)
+            most -= len(part)
+            parts.append((request, part))
+            if request.taken == len(request.samples):
+                self._waiting.popleft()
+        return parts
+
+    async def _pass(self, generator: Generator, parts: list[tuple[_Request, list[SampleId]]]) -> None:
+        began = time.perf_counter()
+        try:
+            images = await self._in_thread(lambda: generator.sample([sample for _, part in parts for sample in part]))
+        except Exception as error:
+            if len(parts) > 1:  # one request's mistake must not be its neighbours' failure
+                for single in parts:
+                    await self._pass(generator, [single])
+                return
+            request = parts[0][0]
+            _fail(request, error)
+            if request in self._waiting:
+                self._waiting.remove(request)
+            return
+        self._seconds += time.perf_counter() - began
+        self._counts["passes"] += 1
+        self._counts["images"] += len(images)
+        start = 0
+        for request, part in parts:
+            request.images.append(images[start : start + len(part)])
+            start += len(part)
+            if sum(map(len, request.images)) == len(request.samples) and not request.reply.done():
+                request.reply.set_result(np.concatenate(request.images))
+
+
+def _fail(request: _Request, error: Exception) -> None:
+    if not request.reply.done():
+        request.reply.set_exception(error)
+
+
+# ----------------------------------------------------------------------------------------- the ServerApp
+
+
+class RunningService:
+    """The ServerApp's hold on the actor; `start_service` makes it."""
+
+    def __init__(self, ray: Any, config: RunConfig, device: str) -> None:
+        self._ray, self._name = ray, f"fedeas-generator-{uuid.uuid4().hex[:12]}"
+        self._done: dict[str, Any] = {}
+        # The class is imported by name in the actor's process, which must find the very package that runs here.
+        package = str(Path(__file__).resolve().parents[2])
+        path = os.pathsep.join([package, *filter(None, [os.environ.get("PYTHONPATH")])])
+        options = {
+            "name": self._name,
+            "num_cpus": 0,  # the clients hold all of them
+            "num_gpus": _gpu_share(ray, config) if device == "cuda" else 0,
+            "max_restarts": -1,
+            "max_concurrency": 10_000,  # every client may wait at once
+            "runtime_env": {"env_vars": {"PYTHONPATH": path}},
+        }
+        self._actor = ray.remote(GeneratorService).options(**options).remote(partial(_open, config.outside(), device))
+        self._description = self._actor.describe.remote()
+
+    def address(self) -> str:
+        """Return what a client needs to ask the service; waits until the model is loaded."""
+        fingerprint, batch = self._get(self._description)
+        return f"{self._name} {fingerprint} {batch}"
+
+    def stats(self) -> dict[str, Any]:
+        """Return what the actor's present process has done, or the one before it if that was put to rest."""
+        if self._done:
+            return self._done
+        try:
+            return dict(self._get(self._actor.stats.remote(), timeout=_ANSWER_SECONDS))
+        except self._ray.exceptions.RayError:
+            return {}  # it is being restarted, or Ray is going down
+
+    def rest(self) -> dict[str, Any] | None:
+        """Free the GPU, once; return what had been done. A late request (a damaged shard) loads the model again."""
+        if self._done:
+            return None
+        self._done = self.stats()
+        self._ray.kill(self._actor, no_restart=False)
+        return self._done
+
+    def end(self) -> None:
+        """End the actor for good."""
+        with suppress(self._ray.exceptions.RayError):  # Ray may be gone before it
+            self._ray.kill(self._actor, no_restart=True)
+
+    def _get(self, reference: Any, timeout: float | None = None) -> Any:
+        try:
+            return self._ray.get(reference, timeout=timeout)
+        except self._ray.exceptions.RayTaskError as error:  # its text is a traceback, the cause's is one line
+            raise error.cause from None
+
+
+def start_service(config: RunConfig, device: str) -> RunningService | None:
+    """Start the run's service if this is a simulation under Ray, else return None.
+
+    Nothing of Ray is called unless it is already running here: in deployment any call would start a cluster.
+    """
+    ray = sys.modules.get("ray")
+    if ray is None or not config.generates or not ray.is_initialized():
+        return None
+    return RunningService(ray, config, device)
+
+
+def _open(values: dict[str, Any], device: str) -> Generator:
+    return open_for_run(parse_config(values), device)
+
+
+def _gpu_share(ray: Any, config: RunConfig) -> float:
+    if ray.cluster_resources().get("GPU", 0) == 0:  # the clients have none either
+        return 0
+    left = ray.available_resources().get("GPU", 0)
+    if left < GPU_SLIVER:
+        raise ValueError(
+            f"gpu-share = {config.gpu_share:g}: the clients' shares leave {left:g} of the GPU and the generator needs "
+            f"{GPU_SLIVER}; write {leave_sliver(config.gpu_share or 0.1):g}"
+        )
+    return GPU_SLIVER
+
+
+def leave_sliver(share: float) -> float:
+    """Return the largest share, in thousandths, that lets as many clients run at once and the generator beside them."""
+    clients = max(1, int(1 / share + 1e-6))
+    most = (1 - GPU_SLIVER) / clients
+    return min(share, int(1000 * most + 1e-9) / 1000)
+
+
+# ------------------------------------------------------------------------------------------- the clients
+
+
+class ServiceGenerator:
+    """A generator that asks the service; everything but the pixels it knows from its address.
+
+    Parameters
+    ----------
+    address
+        As `RunningService.address` gives it.
+    dataset_name
+        Whose classes and image shape are meant.
+    """
+
+    def __init__(self, address: str, dataset_name: str) -> None:
+        self._name, self.fingerprint, batch = address.split(" ")
+        self.batch_size = int(batch)
+        info = dataset_info(dataset_name)
+        self.image_shape, self.num_classes = info.image_shape, len(info.classes)
+
+    def sample(self, samples: Sequence[SampleId]) -> Images:
+        """Ask for images, again if the service dies over it.
+
+        Parameters
+        ----------
+        samples
+            Identities, in any order.
+
+        Returns
+        -------
+        array
+            uint8 ``[len(samples), H, W, C]``.
+        """
+        import ray
+
+        deaths = 0
+        while True:
+            try:
+                actor = ray.get_actor(self._name)
+                return np.array(ray.get(actor.sample.remote([tuple(sample) for sample in samples])))
+            except ray.exceptions.RayTaskError as error:
+                raise error.cause from None
+            except ray.exceptions.RayActorError as error:
+                deaths += 1
+                if deaths == _ATTEMPTS:
+                    raise RuntimeError(f"generator: the service died {deaths} times over one request") from error
+                time.sleep(_RESTART_SECONDS)
