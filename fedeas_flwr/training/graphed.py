@@ -27,9 +27,6 @@ from fedeas_flwr.training.images import Normaliser
 
 _capturing = threading.Lock()
 """One capture at a time: entering one waits for the whole device."""
-_launching = threading.Lock()
-"""One thread launches at a time, an epoch in one go: launching is quicker than the work, and threads that launch at
-once only fight over the driver's lock."""
 
 
 class GraphedEngine:
@@ -89,12 +86,11 @@ class GraphedEngine:
             for buffer in self._momentum:
                 buffer.zero_()
             for _ in range(self.recipe.epochs):
-                with _launching:
-                    self._loss.zero_()
-                    for _ in range(full):
-                        do_full()
-                    if rest > 1:
-                        do_short()
+                self._loss.zero_()
+                for _ in range(full):
+                    do_full()
+                if rest > 1:
+                    do_short()
             state = read_state(self._model)
             loss = float(self._loss)  # waits for the stream
         seen = full * self.recipe.batch_size + (rest if rest > 1 else 0)
