@@ -7,6 +7,7 @@ inside the commands that need them: `fedeas plan` answers at once.
 from __future__ import annotations
 
 import json
+import os
 import signal
 import sys
 from pathlib import Path
@@ -42,6 +43,8 @@ warnings = Console(stderr=True)
 def main() -> None:
     """Run the command line; every foreseeable failure is one line."""
     signal.signal(signal.SIGTERM, _terminated)
+    signal.signal(signal.SIGHUP, _terminated)
+    sys.path.insert(0, os.getcwd())  # where models of the user's own are looked for
     if not sys.argv[1:]:
         sys.argv.append("--help")
     try:

@@ -111,10 +111,13 @@ class RunConfig(BaseModel):
         "ray", description="of `fedeas run` alone: Flower's Ray simulation, or one process without Ray"
     )
     actors: int = Field(
-        0, ge=0, le=4096, description="of `fedeas run` alone: clients at once; 0: one a core, inline on a GPU ten"
+        0, ge=0, le=4096, description="of `fedeas run` alone: clients at once; 0: one a core; on a GPU five, inline ten"
     )
     gpu_share: float = Field(
-        0.0, ge=0, le=1, description="of `fedeas run` alone: GPU fraction of a client (write 0.099, not 0.1)"
+        0.0,
+        ge=0,
+        le=1,
+        description="of `fedeas run` alone: GPU fraction of a client under Ray; 0: one part for each of `actors`",
     )
 
     @field_validator("*", mode="before")

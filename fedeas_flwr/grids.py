@@ -10,7 +10,7 @@ from flwr.app import Context, Message, RecordDict
 from flwr.clientapp import ClientApp
 from flwr.serverapp import Grid
 
-# Flower has no public way to create messages outside its own processes; tests/test_grids.py guards this one import.
+# Flower has no public way to create messages outside its own processes; tests/test_grids.py guards TaskIdentity.
 from flwr.supercore.run import Run
 from flwr.supercore.task_identity import TaskIdentity
 

@@ -11,6 +11,7 @@ import json
 import logging
 import os
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -29,7 +30,8 @@ from rich.console import Console
 from fedeas_flwr.config import RunConfig
 from fedeas_flwr.generators.service import leave_sliver
 from fedeas_flwr.progress import RoundProgress
-from fedeas_flwr.runs import RunDirectory, RunError
+from fedeas_flwr.runs import RunDirectory, RunError, describe_environment
+from fedeas_flwr.training import pick_device
 
 MARK = "FEDEAS_LAUNCH"
 """Environment variable that every process of a launch inherits, wherever it is re-parented to."""
@@ -54,8 +56,10 @@ def launch(config: RunConfig, console: Console) -> RunDirectory:
     KeyboardInterrupt
         If the user stopped it; the run directory can be resumed.
     """
-    run = RunDirectory(Path(config.run_dir))
-    before = len(run.rounds()) if config.resume else 0
+    # The folder, its config and a fresh status are there before anything slow starts: a refusal is immediate, an old
+    # status cannot be taken for this run's, and Ctrl-C at any moment leaves something to resume.
+    run = RunDirectory.start(config, describe_environment("not known yet"))
+    before = len(run.rounds())
     with RoundProgress(run, config.rounds, before, console) as progress:
         try:
             if config.backend == "inline":
@@ -63,8 +67,7 @@ def launch(config: RunConfig, console: Console) -> RunDirectory:
             else:
                 _run_ray(config, run, progress)
         except KeyboardInterrupt:
-            if run.path.exists():
-                run.set_status("interrupted")
+            run.set_status("interrupted")
             raise
         finally:
             progress.update()
@@ -82,7 +85,6 @@ def _run_inline(config: RunConfig, run: RunDirectory, progress: RoundProgress) -
 
     from fedeas_flwr import client_app, server_app
     from fedeas_flwr.grids import InlineGrid
-    from fedeas_flwr.training import pick_device
 
     values = config.outside()
     with _quiet_terminal(), progress.in_background():
@@ -116,7 +118,6 @@ def _quiet_terminal() -> Iterator[None]:
 
 
 def _run_ray(config: RunConfig, run: RunDirectory, progress: RoundProgress) -> None:
-    run.path.mkdir(parents=True, exist_ok=True)
     with ExitStack() as stack:
         # Short, because Ray puts Unix sockets below it and their paths may have 107 characters.
         folder = Path(tempfile.mkdtemp(prefix="fe-"))
@@ -131,8 +132,8 @@ def _run_ray(config: RunConfig, run: RunDirectory, progress: RoundProgress) -> N
         run_id = _submit(stage_app(config, folder / "fedeas"), config, environment, folder, run)
 
         def finished_by_flower() -> str:
-            found = _flwr(["list", "own", "--run-id", run_id], environment, folder, run).get("runs", [{}])[0]
-            status = str(found.get("status", ""))
+            found = _flwr(["list", "own", "--run-id", run_id], environment, folder, run).get("runs") or [{}]
+            status = str(found[0].get("status", ""))
             return status if status.startswith("finished") else ""
 
         _follow(superlink, processes, finished_by_flower, run, progress)
@@ -188,10 +189,11 @@ def _start_superlink(port: int, environment: dict[str, str], folder: Path, log: 
 
 def _submit(app: Path, config: RunConfig, environment: dict[str, str], folder: Path, run: RunDirectory) -> str:
     federation: dict[str, float] = {"num-supernodes": config.clients, "client-resources-num-cpus": 1}
-    actors = config.actors or min(os.cpu_count() or 1, config.clients)
+    on_gpu = pick_device(config.device) == "cuda"
+    actors = config.actors or min(5 if on_gpu else os.cpu_count() or 1, config.clients)
     federation["init-args-num-cpus"] = actors
-    if config.gpu_share:
-        share = leave_sliver(config.gpu_share) if config.generates else config.gpu_share
+    if on_gpu:  # a client that asks Ray for none is shown none
+        share = leave_sliver(config.gpu_share or 1 / actors)
         federation |= {"client-resources-num-gpus": share, "init-args-num-gpus": 1}
     words = " ".join(f"{key}={value}" for key, value in federation.items())
     answer = _flwr(["run", str(app), "own", "--federation-config", words], environment, folder, run)
@@ -276,22 +278,35 @@ class ProcessTree:
 
     def end(self) -> None:
         """End them all. Killed, not asked: the run is over or given up, and Ray takes seconds to say goodbye."""
-        for _ in range(3):  # a process may start another while it is being found
-            self.note()
-            self._known.update(self._marked())
-            alive = [process for process in self._known if _is_alive(process)]
-            if not alive:
-                return
-            for process in alive:
-                with suppress(psutil.Error):
-                    process.kill()
-            psutil.wait_procs(alive, timeout=5)
+        with _undisturbed():
+            for _ in range(3):  # a process may start another while it is being found
+                self.note()
+                self._known.update(self._marked())
+                alive = [process for process in self._known if _is_alive(process)]
+                if not alive:
+                    return
+                for process in alive:
+                    with suppress(psutil.Error):
+                        process.kill()
+                psutil.wait_procs(alive, timeout=5)
 
     def _marked(self) -> Iterator[psutil.Process]:
         for process in psutil.process_iter():
             with suppress(psutil.Error, OSError):
                 if process.environ().get(MARK) == self._mark:
                     yield process
+
+
+@contextmanager
+def _undisturbed() -> Iterator[None]:
+    """Ignore a second Ctrl-C for a moment: it would stop the cleaning up half way."""
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    before = [signal.signal(number, signal.SIG_IGN) for number in numbers]
+    try:
+        yield
+    finally:
+        for number, handler in zip(numbers, before, strict=True):
+            signal.signal(number, handler)
 
 
 def _is_alive(process: psutil.Process) -> bool:

@@ -244,7 +244,10 @@ def _check_like(record: ArrayRecord, wanted: Arrays) -> Arrays:
         if record[key].dtype != str(like.dtype) or tuple(record[key].shape) != like.shape:
             got = f"{record[key].dtype}{list(record[key].shape)}"
             raise MessageError(f"array {key} is {got}, wanted {like.dtype}{list(like.shape)}")
-        array = record[key].numpy()
+        try:
+            array = record[key].numpy()
+        except (ValueError, TypeError, EOFError) as error:
+            raise MessageError(f"array {key} cannot be decoded: {error}") from None
         if array.dtype != like.dtype or array.shape != like.shape:
             raise MessageError(f"array {key} decodes to {array.dtype}{list(array.shape)}")
         if not np.isfinite(array).all():

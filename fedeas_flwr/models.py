@@ -7,11 +7,9 @@ from __future__ import annotations
 
 import importlib
 import os
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import nn
@@ -129,42 +127,9 @@ def split_state(model: nn.Module) -> tuple[State, State]:
     return trainable, buffers
 
 
-def load_state(model: nn.Module, trainable: Mapping[str, NDArray[Any]], buffers: Mapping[str, NDArray[Any]]) -> None:
-    """Copy arrays into a model, in place, or refuse all of them.
-
-    Parameters
-    ----------
-    model
-        The module to fill.
-    trainable, buffers
-        As `split_state` returns them: the same names, shapes and types.
-    """
-    state = model.state_dict()
-    names = _trainable_names(model)
-    _check_arrays("trainable", trainable, {key: value for key, value in state.items() if key in names})
-    _check_arrays("buffers", buffers, {key: value for key, value in state.items() if key not in names})
-    with torch.no_grad():
-        for key, array in (*trainable.items(), *buffers.items()):
-            # A copy first: arrays from a message may be read-only, and torch warns of those.
-            state[key].copy_(torch.from_numpy(np.array(array)))
-
-
 def _trainable_names(model: nn.Module) -> set[str]:
     # Tied parameters have two names; both must land on the same side.
     return {key for key, value in model.named_parameters(remove_duplicate=False) if value.requires_grad}
-
-
-def _check_arrays(kind: str, arrays: Mapping[str, NDArray[Any]], expected: Mapping[str, torch.Tensor]) -> None:
-    if arrays.keys() != expected.keys():
-        missing = sorted(expected.keys() - arrays.keys())[:3]
-        unknown = sorted(arrays.keys() - expected.keys())[:3]
-        raise ValueError(f"{kind}: the names differ from the model's: missing {missing}, unknown {unknown}")
-    for key, tensor in expected.items():
-        dtype = str(tensor.dtype).removeprefix("torch.")
-        array = arrays[key]
-        if tuple(array.shape) != tuple(tensor.shape) or str(array.dtype) != dtype:
-            wanted = f"{dtype} {list(tensor.shape)}"
-            raise ValueError(f"{kind}: {key} is {array.dtype} {list(array.shape)}; the model needs {wanted}")
 
 
 def _build_resnet18(num_classes: int, image_shape: ImageShape, stem: str, weights: str) -> nn.Module:
@@ -240,7 +205,11 @@ def _build_users(name: str, num_classes: int, image_shape: ImageShape) -> nn.Mod
         raise ValueError(f"model: {name!r} cannot be imported ({_one_line(error)})") from error
     if not callable(build):
         raise ValueError(f"model: {name!r} is {type(build).__name__}; it must be callable")
-    model = build(num_classes=num_classes, image_shape=image_shape)
+    try:
+        model = build(num_classes=num_classes, image_shape=image_shape)
+    except TypeError as error:
+        text = f"model: {name!r} must take num_classes and image_shape by keyword ({_one_line(error)})"
+        raise ValueError(text) from error
     if not isinstance(model, nn.Module):
         raise ValueError(f"model: {name!r} returned {type(model).__name__}; it must return a torch.nn.Module")
     return model

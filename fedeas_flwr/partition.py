@@ -15,8 +15,6 @@ from __future__ import annotations
 
 import hashlib
 import math
-import os
-import tempfile
 import zipfile
 import zlib
 from collections.abc import Callable, Iterable, Sequence
@@ -25,6 +23,8 @@ from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
+
+from fedeas_flwr.paths import atomic_path
 
 IntArray = npt.NDArray[np.int64]
 Progress = Callable[[int], None]
@@ -256,21 +256,14 @@ def _read(file: Path, clients: int, samples: int) -> Partition | None:
 
 def _write(file: Path, partition: Partition) -> None:
     """Write a partition so that readers see either all of it or nothing, even with several writers."""
-    file.parent.mkdir(parents=True, exist_ok=True)
-    handle, unfinished = tempfile.mkstemp(dir=file.parent, prefix=file.stem, suffix=".tmp")
-    try:
-        with os.fdopen(handle, "wb") as stream:
-            np.savez(
-                stream,
-                train=np.concatenate(partition.train),
-                train_sizes=[mine.size for mine in partition.train],
-                test=np.concatenate(partition.test),
-                test_sizes=[mine.size for mine in partition.test],
-            )
-        os.replace(unfinished, file)
-    except BaseException:
-        Path(unfinished).unlink(missing_ok=True)
-        raise
+    with atomic_path(file) as unfinished, unfinished.open("wb") as stream:
+        np.savez(
+            stream,
+            train=np.concatenate(partition.train),
+            train_sizes=[mine.size for mine in partition.train],
+            test=np.concatenate(partition.test),
+            test_sizes=[mine.size for mine in partition.test],
+        )
 
 
 def _checked_labels(labels: npt.ArrayLike) -> IntArray:

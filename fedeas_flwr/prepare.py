@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -29,6 +30,7 @@ def prepare(config: RunConfig, console: Console) -> RunConfig:
     if not config.clients:
         raise ConfigError("clients = 0: `fedeas run` makes the federation itself, so say how many clients it has")
     device = pick_device(config.device)
+    config = _with_absolute_paths(config)
     counts = planned_counts(config, config.clients, show_tries(console))
     open_dataset(config.dataset, config.data_dir)
     network(config)
@@ -55,6 +57,14 @@ def check_room(config: RunConfig, counts: Labels, generator: Generator, console:
     )
     for entry in make_room(ImageCache(), generator, config.seed, planned.tolist(), config.cache_limit):
         console.print(f"cache-limit: pruned {entry.key[:12]} ({show_bytes(entry.bytes)})", highlight=False)
+
+
+def _with_absolute_paths(config: RunConfig) -> RunConfig:
+    """Flower's processes start elsewhere, and a run may be resumed from elsewhere."""
+    changes = {"data_dir": str(Path(config.data_dir).expanduser().absolute()) if config.data_dir else ""}
+    if config.weights not in ("none", "imagenet"):
+        changes["weights"] = str(Path(config.weights).expanduser().absolute())
+    return config.with_changes(**changes)
 
 
 def ensure_digits_generator(console: Console) -> None:

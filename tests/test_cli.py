@@ -77,6 +77,10 @@ MISTAKES = {
     "no dataset": (("run", QUICKSTART, "dataset=cifar10", "policy=none"), ["cifar10.npz", "torchvision", "download"]),
     "no generator": (("run", QUICKSTART, "generator=/nowhere"), ["generator", "/nowhere"]),
     "no model": (("run", QUICKSTART, "policy=none", "model=nowhere:net"), ["model", "nowhere"]),
+    "a model that takes other words": (
+        ("run", QUICKSTART, "policy=none", "model=torchvision.models:resnet18"),
+        ["model", "num_classes", "image_shape"],
+    ),
     "no run": (("evaluate", "/nowhere"), ["/nowhere"]),
     "nothing to resume": (("resume", "/nowhere"), ["/nowhere"]),
     "unknown command": (("fly",), ["fly"]),

@@ -30,7 +30,8 @@ def toy_app(misbehave: Callable[[int, Message], Message | None] = lambda client,
 
     @app.query()
     def query(message: Message, context: Any) -> Message:
-        return messages.answer(message, context.node_config["partition-id"])
+        node = context.node_config
+        return messages.answer(message, node["partition-id"], partitions=node["num-partitions"])
 
     @app.train()
     def train(message: Message, context: Any) -> Message:

@@ -83,6 +83,12 @@ def lying_shape(content: RecordDict) -> None:
     content[ARRAYS] = ArrayRecord(arrays)
 
 
+def broken_bytes(content: RecordDict) -> None:
+    arrays = dict(content.array_records[ARRAYS].items())
+    arrays["w"] = Array(dtype="float32", shape=(2, 3), stype=arrays["w"].stype, data=b"not an array")
+    content[ARRAYS] = ArrayRecord(arrays)
+
+
 def second_metrics(content: RecordDict) -> None:
     content["more"] = MetricRecord({"a": 1})
 
@@ -97,6 +103,7 @@ BAD = {
     "extra key": (replace_array("z", np.ones(1, np.float32)), "differ from the model's: z"),
     "float counter": (replace_array("n", np.array(4.0), BUFFERS), "n is float64"),
     "shape that lies": (lying_shape, "w decodes to"),
+    "bytes that are no array": (broken_bytes, "w cannot be decoded"),
     "no weight": (replace_metric(WEIGHT, None), "num-examples = None"),
     "zero weight": (replace_metric(WEIGHT, 0), "num-examples = 0"),
     "negative weight": (replace_metric(WEIGHT, -3), "num-examples = -3"),
@@ -135,7 +142,7 @@ def numbers_on_the_wire(message: Message) -> list[Any]:
 
 def test_query_answers_are_whole_numbers_one_each() -> None:
     grid = InlineGrid(client_app, 4, parse_config({"policy": "missing-only", "clients": 4}).outside())
-    for question, keys in (("identity", set()), ("plan", {"total", "absent"}), ("waterfill", {"count"})):
+    for question, keys in (("identity", {"partitions"}), ("plan", {"total", "absent"}), ("waterfill", {"count"})):
         for found in grid.send_and_receive([messages.ask(node, question, 0.1) for node in grid.get_node_ids()]):
             assert set(found.content.metric_records[METRICS]) == {"client-id", *keys}
             assert all(type(v) is int for v in found.content.metric_records[METRICS].values())

@@ -10,7 +10,8 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from fedeas_flwr.models import build_model, load_state, split_state
+from fedeas_flwr.models import build_model, split_state
+from fedeas_flwr.training import copy_state
 
 DIGITS = (8, 8, 1)
 CIFAR = (32, 32, 3)
@@ -135,7 +136,7 @@ def test_state_survives_the_round_trip_in_place() -> None:
     trainable, buffers = split_state(source)
     for array in trainable.values():
         array.setflags(write=False)
-    load_state(target, trainable, buffers)
+    copy_state(target, trainable, buffers)
     assert same(source, target) and target.conv1.weight.data_ptr() == address
 
 
@@ -144,13 +145,13 @@ def test_a_state_that_does_not_fit_is_refused_and_changes_nothing() -> None:
     trainable, buffers = split_state(model)
     new = {key: value + 1 for key, value in trainable.items()}
     wrong = [
-        (new, {"frozen": buffers["frozen"]}, r"buffers: .* missing \['steps'\]"),
-        (new | {"extra": np.zeros(1)}, buffers, r"trainable: .* unknown \['extra'\]"),
+        (new, {"frozen": buffers["frozen"]}, r"names differ .*\['steps'\]"),
+        (new | {"extra": np.zeros(1)}, buffers, r"names differ .*\['extra'\]"),
         (new, buffers | {"steps": np.float64(7) * np.ones(())}, r"steps is float64 \[\]; the model needs int64 \[\]"),
         (new, buffers | {"steps": np.array([7])}, r"steps is int64 \[1\]; the model needs int64 \[\]"),
         (new | {"fc.bias": np.zeros(10)}, buffers, r"fc\.bias is float64"),
     ]
     for parameters, rest, message in wrong:
         with pytest.raises(ValueError, match=message):
-            load_state(model, parameters, rest)
+            copy_state(model, parameters, rest)
     assert all(np.array_equal(value, trainable[key]) for key, value in split_state(model)[0].items())

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from runners import finish, small, start_interruptible, weights
 
 from fedeas_flwr.allocation import allocate
@@ -133,6 +134,24 @@ def test_resume_after_any_round_ends_with_the_same_weights(tmp_path: Path, digit
         [[r[k] for k in keys] for r in run.rounds()] for keys, run in zip(same, (whole, resumed), strict=True)
     )
     assert first == second
+
+
+def test_a_model_with_dropout_resumes_to_the_same_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(Path(__file__).parent)
+    keys = {"policy": "none", "model": "users_models:with_dropout"}
+    whole = finish(small(tmp_path / "whole", rounds=4, **keys))
+    finish(small(tmp_path / "parts", rounds=2, **keys))
+    torch.rand(100)  # what this process drew in between must not matter
+    assert weights(whole) == weights(finish(small(tmp_path / "parts", rounds=4, resume=True, **keys)))
+
+
+def test_a_failed_run_resumes_and_a_finished_one_goes_on(tmp_path: Path) -> None:
+    run = finish(small(tmp_path / "r", policy="none", rounds=2))
+    run.set_status("failed", "an old reason")
+    again = finish(small(tmp_path / "r", policy="none", rounds=3, resume=True))
+    assert again.summary()["rounds"] == 3
+    with pytest.raises(RunError, match="already holds a run"):
+        finish(small(tmp_path / "r", policy="none", rounds=3))
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])

@@ -75,9 +75,14 @@ class Federation:
         nodes = wait_for_nodes(self.grid, self.config)
         replies = self._query([messages.ask(node, "identity") for node in nodes])
         for reply in replies:
-            (client,) = messages.read_answer(reply)
+            client, partitions = messages.read_answer(reply, "partitions")
             if client in self.nodes:
-                raise RunError(f"two nodes say they are client {client}: give each its own client-id")
+                raise RunError(f"two nodes say they are client {client}: give each its own partition-id")
+            if partitions != len(nodes):
+                raise RunError(
+                    f"client {client} holds one of {partitions} partitions, but the federation has {len(nodes)} nodes: "
+                    f"set clients = {partitions} to wait for all of them"
+                )
             self.nodes[client] = reply.metadata.src_node_id
         log(INFO, "Federation of %d clients", len(self.nodes))
         return len(self.nodes)
@@ -245,11 +250,21 @@ class Federation:
         questions = [messages.evaluate_message(node, model, buffers) for node in self.nodes.values()]
         clients = {node: client for client, node in self.nodes.items()}
         reports = []
+        failed = f"no reply within {self.config.round_timeout:g} s"
         for reply in self.grid.send_and_receive(questions, timeout=self.config.round_timeout or None):
             client = clients[reply.metadata.src_node_id]
-            if reply.has_error():
-                raise RunError(f"evaluation: client {client}: {messages.failure_reason(reply)}")
-            reports.append(messages.read_evaluate_reply(reply, client))
+            try:
+                if reply.has_error():
+                    raise MessageError(messages.failure_reason(reply))
+                reports.append(messages.read_evaluate_reply(reply, client))
+            except MessageError as error:
+                failed = f"client {client}: {error}"
+        if len(reports) < self.config.min_replies * len(questions):
+            missing = len(questions) - len(reports)
+            raise RunError(
+                f"evaluation: {missing} of {len(questions)} clients failed and min-replies = "
+                f"{self.config.min_replies:g} does not allow it; {failed}"
+            )
         reports = sorted((r for r in reports if r.examples), key=lambda r: r.client)
         if not reports:
             raise RunError("evaluation: no client has test data of its own")

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from fedeas_flwr.training.engine import Recipe, State, TrainResult, copy_state, read_state
+from fedeas_flwr.training.engine import Recipe, State, TrainResult, copy_state, read_state, stream_seed
 from fedeas_flwr.training.images import Normaliser
 
 
@@ -31,6 +31,8 @@ class EagerEngine:
         """
         model, recipe, device = self._model.train(), self._recipe, self._device
         copy_state(model, trainable, buffers)
+        # What a model draws itself (dropout) must not depend on what this process did before.
+        torch.default_generator.manual_seed(stream_seed(batches))
         optimizer = torch.optim.SGD(
             model.parameters(), lr=recipe.learning_rate, momentum=recipe.momentum, weight_decay=recipe.weight_decay
         )

@@ -54,10 +54,22 @@ class Engine(Protocol):
 
 
 def copy_state(model: nn.Module, trainable: State, buffers: State) -> None:
-    """Copy a state, arrays or tensors, into a model in place."""
+    """Copy a state, arrays or tensors, into a model in place, or refuse all of it.
+
+    Shapes and kinds must be the model's own: torch would quietly stretch a smaller array and round a float counter.
+    """
+    given, state = {**trainable, **buffers}, model.state_dict()
+    if given.keys() != state.keys():
+        raise ValueError(f"state: the names differ from the model's: {sorted(given.keys() ^ state.keys())[:3]}")
+    for key, tensor in state.items():
+        kind, own = str(given[key].dtype).removeprefix("torch."), str(tensor.dtype).removeprefix("torch.")
+        if tuple(given[key].shape) != tuple(tensor.shape) or kind != own:
+            wanted = f"{own} {list(tensor.shape)}"
+            raise ValueError(f"state: {key} is {kind} {list(given[key].shape)}; the model needs {wanted}")
     with torch.no_grad():
-        for key, tensor in model.state_dict().items():
-            source = trainable[key] if key in trainable else buffers[key]
+        for key, tensor in state.items():
+            source = given[key]
+            # A copy first: arrays from a message may be read-only, and torch warns of those.
             tensor.copy_(source if isinstance(source, torch.Tensor) else torch.from_numpy(np.array(source)))
 
 
@@ -70,3 +82,9 @@ def read_state(model: nn.Module) -> tuple[dict[str, torch.Tensor], dict[str, tor
         copy = tensor.detach().clone(memory_format=torch.contiguous_format)
         (trainable if key in names else buffers)[key] = copy
     return trainable, buffers
+
+
+def stream_seed(stream: np.random.Generator) -> int:
+    """A seed that belongs to a stream, without drawing from it."""
+    sequence: Any = stream.bit_generator.seed_seq
+    return int(sequence.generate_state(1, np.uint64)[0] >> np.uint64(1))
