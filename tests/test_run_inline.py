@@ -154,7 +154,9 @@ def test_a_failed_run_resumes_and_a_finished_one_goes_on(tmp_path: Path) -> None
         finish(small(tmp_path / "r", policy="none", rounds=3))
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize(
+    "number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow), signal.SIGKILL]
+)
 def test_a_run_stopped_by_a_signal_resumes_to_the_same_weights(
     tmp_path: Path, digits_generator: Path, number: signal.Signals
 ) -> None:
