@@ -109,7 +109,7 @@ def evaluate_client(message: Message, context: Context) -> Message:
     """Test the global model on this client's own test images."""
     config, client, data = _open(context)
     device = pick_device(config.device, config.precision)
-    model = network(config).to(device)
+    model = _tested_model(config, device)
     copy_state(model, *messages.read_model(message))
     images, labels = (torch.tensor(array, device=device) for array in data.test(client))
     result = evaluate(model, images, labels, data.num_classes, Normaliser(data.dataset.mean, data.dataset.std, device))
@@ -197,3 +197,11 @@ def _engine(config: RunConfig, device: str) -> Engine:
         _own.engine, _own.config = build_engine(config, device), config
     engine: Engine = _own.engine
     return engine
+
+
+def _tested_model(config: RunConfig, device: str) -> torch.nn.Module:
+    """This thread's network for testing, kept like its engine; its weights come with every message."""
+    if getattr(_own, "tested_config", None) != config:
+        _own.tested, _own.tested_config = network(config).to(device), config
+    model: torch.nn.Module = _own.tested
+    return model

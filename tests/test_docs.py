@@ -69,3 +69,18 @@ def test_the_committed_runs_are_of_todays_quickstart(policy: str) -> None:
     assert {k: v for k, v in ran.outside().items() if k not in free} == {
         k: v for k, v in today.outside().items() if k not in free
     }
+
+
+def test_the_readmes_cifar_numbers_are_the_committed_runs() -> None:
+    folder = ROOT / "results" / "cifar10-k100-a0.1"
+
+    def numbers(*runs: str) -> tuple[str, str]:
+        found = [RunDirectory(folder / run).summary() for run in runs]
+        return tuple(", ".join(f"{100 * s[key]:.1f}" for s in found) for key in ("last_20", "peak"))
+
+    for label, runs in (("FedAvg, nothing", ("none-s1", "none-s2")), ("FedEAS, β = 12", ("fedeas-s1",))):
+        row = next(line for line in README.splitlines() if line.startswith(f"| {label}"))
+        last_20, peak = numbers(*runs)
+        assert f"| {last_20} (peak {peak}) |" in row
+        assert f"| {len(runs)} |" in row
+        assert f"{RunDirectory(folder / runs[0]).summary()['total_generated']:,}" in row
