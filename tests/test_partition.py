@@ -121,7 +121,8 @@ def test_plan_labels() -> None:
 
 
 def test_digits_constants_are_those_of_the_split() -> None:
-    datasets = pytest.importorskip("sklearn.datasets")
+    from sklearn import datasets
+
     labels = datasets.load_digits().target
     train, test = stratified_split(labels)
     assert tuple(np.bincount(labels[train])) == CLASS_COUNTS["digits"]["train"]
