@@ -154,6 +154,23 @@ def test_a_failed_run_resumes_and_a_finished_one_goes_on(tmp_path: Path) -> None
         finish(small(tmp_path / "r", policy="none", rounds=3))
 
 
+def test_under_ray_an_old_status_is_never_taken_for_the_new_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The launcher follows status.json from the first moment, half a minute before the ServerApp writes it."""
+    run = finish(small(tmp_path / "r", policy="none", rounds=1))
+    with pytest.raises(RunError, match="already holds a run"):
+        finish(small(tmp_path / "r", policy="none", rounds=1, backend="ray"))
+    with pytest.raises(RunError, match=r"alpha = 0\.5, but"):
+        finish(small(tmp_path / "r", policy="none", rounds=2, backend="ray", resume=True, alpha=0.5))
+    run.set_status("failed", "an old reason")
+    seen: list[tuple[str, str]] = []
+    monkeypatch.setattr("fedeas_flwr.launch._run_ray", lambda config, run, progress: seen.append(run.status()))
+    with pytest.raises(RunError, match="ended as 'running'"):
+        finish(small(tmp_path / "r", policy="none", rounds=2, backend="ray", resume=True))
+    assert seen == [("running", "")]
+
+
 @pytest.mark.parametrize(
     "number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow), signal.SIGKILL]
 )
