@@ -1,12 +1,14 @@
-"""Images a second: this project's sampler beside a plain diffusers loop, same model, same noise, same run.
+"""Images a second: this project's generator service beside a plain diffusers loop, same model, same noise, same run.
 
     python benchmarks/generation.py --generator FOLDER --out results/generation-h200
     python benchmarks/generation.py --generator builtin --dataset digits --images 64 --steps 20 --ddim-steps 10
 
 The plain loop is what one writes first: float32 weights, batches of 64, eager, DPM-Solver++ (or DDIM) from diffusers;
-once with torch's defaults, which let convolutions use TF32, and once without. Each row is warmed up with one batch,
-which is not counted but shown (graph capture, compilation). Rows of fewer images than asked for are marked: their
-time for all of them is extrapolated. The last columns say how far the pixels are from the strict float32 loop's.
+once with torch's defaults, which let convolutions use TF32, and once without. "The service" is the Ray actor of a run,
+asked by 20 clients at once, each for its part, replies through Ray's object store included. Each row is warmed up with
+one batch, which is not counted but shown (loading, kernels, graph capture). Rows of fewer images than asked for are
+marked: their time for all of them is extrapolated. The last columns say how far the pixels are from the strict float32
+loop's.
 """
 
 from __future__ import annotations
@@ -17,7 +19,9 @@ import platform
 import shlex
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -27,11 +31,13 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from fedeas_flwr.config import parse_config
 from fedeas_flwr.data import dataset_info
 from fedeas_flwr.generators import SampleId
 from fedeas_flwr.generators.denoising import SAMPLER_STEPS, make_solver
 from fedeas_flwr.generators.diffusion import DiffusionGenerator, initial_noise
 from fedeas_flwr.generators.folders import check_schedule, load_unet, read_json
+from fedeas_flwr.generators.service import ServiceGenerator, start_service
 
 PLAIN_BATCH = 64
 
@@ -76,33 +82,39 @@ def main() -> None:
         folder = ensure_builtin()
     else:
         folder = Path(options.generator)
-    on_cuda = device.startswith("cuda")
     console, rows = Console(width=150), []
     for sampler, steps in (("dpm++", options.steps), ("ddim", options.ddim_steps)):
         rows += measure_sampler(options, folder, info.image_shape, len(info.classes), sampler, steps, device)
+        for row in rows:
+            row.pop("made", None)
         console.print(table_of([row for row in rows if row["sampler"] == sampler], options.images))
-    for row in rows:
-        row.pop("made")
+        write_down(options, folder, device, rows)  # each table as soon as it is there: the next takes minutes
     same = neighbours_do_not_matter(options, folder, info.image_shape, len(info.classes), device)
     console.print(f"another order and other neighbours: {same['differing']} of {same['pixels']:,} pixel values differ")
+    write_down(options, folder, device, rows, order=same)
+
+
+def write_down(options: argparse.Namespace, folder: Path, device: str, rows: list[dict[str, Any]], **more: Any) -> None:
+    """Write the record and the tables, if a folder was given."""
+    if options.out is None:
+        return
     result = {
         "command": shlex.join([Path(sys.executable).name, *sys.argv]),
-        "hardware": torch.cuda.get_device_name() if on_cuda else f"{platform.machine()} CPU",
-        "versions": {name: version(name) for name in ("torch", "diffusers", "numpy")} | {"cuda": torch.version.cuda},
+        "hardware": torch.cuda.get_device_name() if device.startswith("cuda") else f"{platform.machine()} CPU",
+        "versions": {name: version(name) for name in ("torch", "diffusers", "numpy", "ray")},
         "python": platform.python_version(),
         "generator": folder.name,
         "images": options.images,
         "rows": rows,
-        "order": same,
+        **more,
     }
-    if options.out:
-        options.out.mkdir(parents=True, exist_ok=True)
-        (options.out / "generation.json").write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-        with (options.out / "generation.txt").open("w", encoding="utf-8") as file:
-            paper = Console(file=file, width=150)
-            paper.print(f"$ {result['command']}\n{result['hardware']}, {result['versions']}", highlight=False)
-            for sampler in SAMPLER_STEPS:
-                paper.print(table_of([row for row in rows if row["sampler"] == sampler], options.images))
+    options.out.mkdir(parents=True, exist_ok=True)
+    (options.out / "generation.json").write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    with (options.out / "generation.txt").open("w", encoding="utf-8") as file:
+        paper = Console(file=file, width=150)
+        paper.print(f"$ {result['command']}\n{result['hardware']}, {result['versions']}", highlight=False)
+        for sampler in dict.fromkeys(row["sampler"] for row in rows):
+            paper.print(table_of([row for row in rows if row["sampler"] == sampler], options.images))
 
 
 def parse_options() -> argparse.Namespace:
@@ -118,7 +130,6 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--ddim-steps", type=int, default=SAMPLER_STEPS["ddim"])
     parser.add_argument("--precisions", default="", help="of our rows, such as bf16,fp16,tf32; empty: the default")
     parser.add_argument("--batches", default="0", help="of our rows, such as 512,1024,2048; 0 is found from memory")
-    parser.add_argument("--compile", action="store_true", help="add a compiled row for each of ours")
     parser.add_argument("--device", default="auto")
     return parser.parse_args()
 
@@ -142,25 +153,27 @@ def measure_sampler(
     torch.backends.cudnn.allow_tf32 = True
     for precision in options.precisions.split(","):
         for batch in options.batches.split(","):
-            for compiled in (False, True) if options.compile else (False,):
-                ours = DiffusionGenerator(
-                    folder,
-                    num_classes=classes,
-                    image_shape=shape,
-                    sampler=sampler,
-                    steps=steps,
-                    precision=precision or None,
-                    batch_size=int(batch) or None,
-                    compiled=compiled,
-                    device=device,
-                )
-                size = ours.find_batch_size()
-                count = min(options.images, options.ddim_batches * size) if few else options.images
-                name = f"ours, {ours.precision}, batch {size}{', compiled' if compiled else ''}"
-                rows.append(measure(name, ours, count, classes, {"sampler": sampler, "steps": steps}))
-                del ours
-                if device.startswith("cuda"):
-                    torch.cuda.empty_cache()
+            ours = DiffusionGenerator(
+                folder,
+                num_classes=classes,
+                image_shape=shape,
+                sampler=sampler,
+                steps=steps,
+                precision=precision or None,
+                batch_size=int(batch) or None,
+                device=device,
+            )
+            size = ours.find_batch_size()
+            count = min(options.images, options.ddim_batches * size) if few else options.images
+            name = f"ours, {ours.precision}, batch {size}"
+            rows.append(measure(name, ours, count, classes, {"sampler": sampler, "steps": steps}))
+            del ours
+            if device.startswith("cuda"):
+                torch.cuda.empty_cache()
+    with running_service(options, folder, sampler, steps, device) as service:
+        rows.append(
+            measure("the service, asked by 20 clients", service, count, classes, {"sampler": sampler, "steps": steps})
+        )
     strict = rows[1]["made"]
     for row in rows:
         common = min(len(strict), len(row["made"]))
@@ -169,6 +182,41 @@ def measure_sampler(
         row["ratio"] = row["images_per_second"] / rows[0]["images_per_second"]
         row["seconds_for_all"] = options.images / row["images_per_second"]
     return rows
+
+
+class TwentyClients:
+    """Ask the service as a federation does: 20 clients at once, each for its part of the images."""
+
+    def __init__(self, address: str, dataset: str) -> None:
+        self.clients = [ServiceGenerator(address, dataset) for _ in range(20)]
+        self.batch_size = self.clients[0].batch_size
+
+    def sample(self, samples: Sequence[SampleId]) -> np.ndarray:
+        """Make images."""
+        parts = [part for part in np.array_split(np.arange(len(samples)), len(self.clients)) if len(part)]
+        with ThreadPoolExecutor(len(parts)) as pool:
+            made = pool.map(lambda c, part: c.sample([samples[i] for i in part]), self.clients, parts)
+            return np.concatenate(list(made))
+
+
+@contextmanager
+def running_service(
+    options: argparse.Namespace, folder: Path, sampler: str, steps: int, device: str
+) -> Iterator[TwentyClients]:
+    """Start Ray and a run's service on it."""
+    import ray
+
+    ray.init(num_cpus=2, num_gpus=1 if device.startswith("cuda") else 0, log_to_driver=False)
+    config = parse_config(
+        {"dataset": options.dataset, "generator": str(folder), "sampler": sampler, "sampler-steps": steps}
+    )
+    service = start_service(config, device)
+    assert service is not None
+    try:
+        yield TwentyClients(service.address(), options.dataset)
+    finally:
+        service.end()
+        ray.shutdown()
 
 
 def measure(name: str, maker: Any, count: int, classes: int, about: dict[str, Any]) -> dict[str, Any]:

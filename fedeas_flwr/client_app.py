@@ -25,7 +25,7 @@ from fedeas_flwr.client_state import ClientStore
 from fedeas_flwr.config import RunConfig, parse_config
 from fedeas_flwr.generators import Generator, describe_generator, open_for_run
 from fedeas_flwr.generators.classifier import ensure_recognised, independent_classifier
-from fedeas_flwr.generators.service import ServiceGenerator
+from fedeas_flwr.generators.service import InProcessService, ServiceGenerator
 from fedeas_flwr.local_data import FederatedData, Images, Labels, federated_data
 from fedeas_flwr.messages import EvaluateReport, Share, TrainReport
 from fedeas_flwr.runs import plain
@@ -148,7 +148,7 @@ def _counts(data: FederatedData, client: int) -> Labels:
 
 _on_gpu: dict[tuple[RunConfig, int, tuple[int, ...]], tuple[torch.Tensor, torch.Tensor]] = {}
 """Images of the clients seen so far, kept on the GPU: all of them together are one dataset and its synthetic images."""
-_generating = threading.Lock()
+_opening = threading.Lock()
 _own = threading.local()
 
 
@@ -162,8 +162,7 @@ def _images(
     images, labels = data.train(client)
     made = rejected = 0
     if sum(generate):
-        with _generating:  # one model for all threads of this process
-            more, more_labels, made, rejected = _synthetic(config, client, generate, device, service)
+        more, more_labels, made, rejected = _synthetic(config, client, generate, device, service)
         images, labels = np.concatenate([images, more]), np.concatenate([labels, more_labels])
     tensors = torch.from_numpy(images).to(device), torch.from_numpy(labels).to(device)
     if device != "cpu":
@@ -186,9 +185,14 @@ def _synthetic(
     )
 
 
-@lru_cache(maxsize=1)
 def _own_generator(keys: tuple[tuple[str, Any], ...], device: str) -> Generator:
-    return open_for_run(parse_config(dict(keys)), device)
+    with _opening:  # one model for all threads of this process
+        return _opened_generator(keys, device)
+
+
+@lru_cache(maxsize=1)
+def _opened_generator(keys: tuple[tuple[str, Any], ...], device: str) -> Generator:
+    return InProcessService(open_for_run(parse_config(dict(keys)), device))
 
 
 def _engine(config: RunConfig, device: str) -> Engine:

@@ -84,9 +84,6 @@ class RunConfig(BaseModel):
     generation_precision: Literal["auto", "fp32", "tf32", "bf16", "fp16"] = Field(
         "auto", description="what the generator computes in; auto: fp32 on a CPU, bf16 on a GPU"
     )
-    generation_compile: bool = Field(
-        False, description="torch.compile the generator on a GPU: a minute or two first, then faster"
-    )
 
     min_class_agreement: float = Field(
         0.0, ge=0, le=1, description="probability of its class that an independent classifier must give; 0: any"
@@ -123,7 +120,7 @@ class RunConfig(BaseModel):
     @field_validator("*", mode="before")
     @classmethod
     def _true_is_no_number(cls, value: Any, info: ValidationInfo) -> Any:
-        if isinstance(value, bool) and info.field_name not in ("printed_rule", "resume", "generation_compile"):
+        if isinstance(value, bool) and info.field_name not in ("printed_rule", "resume"):
             raise ValueError("a value of its own kind, not true or false")
         return value
 

@@ -360,6 +360,6 @@ def test_the_benchmark_runs_and_writes_its_tables(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr
     result = json.loads((tmp_path / "out" / "generation.json").read_text())
-    assert len(result["rows"]) == 6 and result["order"]["differing"] == 0
+    assert len(result["rows"]) == 8 and result["order"]["differing"] == 0
     assert all(row["images_per_second"] > 0 and row["max_off"] <= 1 for row in result["rows"])
     assert "0 of" in done.stdout and "ddim, 2 steps" in (tmp_path / "out" / "generation.txt").read_text()

@@ -8,7 +8,9 @@ import os
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -18,7 +20,13 @@ from runners import small
 from test_cache import Fake, ids
 
 from fedeas_flwr.generators import SampleId
-from fedeas_flwr.generators.service import GeneratorService, ServiceGenerator, leave_sliver, start_service
+from fedeas_flwr.generators.service import (
+    GeneratorService,
+    InProcessService,
+    ServiceGenerator,
+    leave_sliver,
+    start_service,
+)
 from fedeas_flwr.launch import QUIET
 
 
@@ -55,6 +63,24 @@ def test_requests_of_many_clients_share_full_batches_and_come_back_apart() -> No
     for client, images in enumerate(answers):
         assert np.array_equal(images, Fake().sample(ids(0, client, [1, 0, 2])))
     assert np.array_equal(late, Fake().sample(ids(0, 3, [2, 0, 0])))
+
+
+def test_threads_of_one_process_share_batches_and_get_their_own_images() -> None:
+    fake, together = Batched(), threading.Barrier(10)
+    service = InProcessService(fake)
+
+    def ask(client: int) -> NDArray[np.uint8]:
+        together.wait()
+        return service.sample(ids(0, client, [1, 0, 2]))
+
+    with ThreadPoolExecutor(10) as pool:
+        answers = list(pool.map(ask, range(10)))
+    for client, images in enumerate(answers):
+        assert np.array_equal(images, Fake().sample(ids(0, client, [1, 0, 2])))
+    assert len(fake.calls) < 10, "every client was served alone"
+    with pytest.raises(ValueError, match="not for 99"):
+        service.sample(ids(0, 99, [1]))
+    assert (service.fingerprint, service.batch_size) == ("fake", 4)
 
 
 def test_one_clients_mistake_is_not_its_neighbours_failure() -> None:

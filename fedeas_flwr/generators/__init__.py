@@ -92,7 +92,6 @@ def open_generator(
     guidance: float = 1.0,
     batch_size: int | None = None,
     precision: str | None = None,
-    compiled: bool = False,
     device: str = "cpu",
 ) -> Generator:
     """Open a diffusion model for a dataset.
@@ -115,8 +114,6 @@ def open_generator(
         Images in each forward pass; short batches are padded to it. None: 64 on the CPU, by free memory on CUDA.
     precision
         ``fp32``, ``tf32``, ``bf16`` or ``fp16``; None: fp32 on the CPU, bf16 on CUDA.
-    compiled
-        On CUDA, fuse kernels with torch.compile first.
     device
         ``cpu``, ``cuda`` or ``cuda:N``.
 
@@ -157,7 +154,6 @@ def open_generator(
         guidance=guidance,
         batch_size=batch_size,
         precision=precision,
-        compiled=compiled,
         device=device,
     )
 
@@ -184,7 +180,6 @@ def open_for_run(config: RunConfig, device: str) -> Generator:
         guidance=config.guidance,
         batch_size=config.generation_batch or None,
         precision=None if config.generation_precision == "auto" else config.generation_precision,
-        compiled=config.generation_compile,
         device=device,
     )
 

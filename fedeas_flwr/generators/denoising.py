@@ -87,8 +87,6 @@ class Denoiser:
         The class that means "no label", which guidance needs.
     precision
         A key of `PRECISIONS`.
-    compiled
-        On a GPU, also fuse the UNet's kernels with torch.compile: a minute or two, once a process, then faster.
     """
 
     def __init__(
@@ -101,15 +99,12 @@ class Denoiser:
         guidance: float = 1.0,
         no_label: int | None = None,
         precision: str = "fp32",
-        compiled: bool = False,
     ) -> None:
         self.unet = unet
         self._schedule, self._sampler, self._steps = schedule, sampler, steps
         self._guidance, self._no_label = guidance, no_label
         self._precision = precision
         self._device: torch.device = next(unet.parameters()).device
-        on_cuda = self._device.type == "cuda"
-        self._forward: Any = torch.compile(unet, dynamic=False) if compiled and on_cuda else unet
         self._step: _Step | None = None
 
     def start(self, noise: NDArray[np.float32], labels: Sequence[int]) -> Callable[[], Pixels]:
@@ -139,11 +134,11 @@ class Denoiser:
     def predict(self, x: torch.Tensor, time: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         """Return the model's guided prediction in float32."""
         given = x.to(self.unet.dtype)
-        conditional: torch.Tensor = self._forward(given, time, class_labels=labels, return_dict=False)[0].float()
+        conditional: torch.Tensor = self.unet(given, time, class_labels=labels, return_dict=False)[0].float()
         if self._guidance == 1.0 or self._no_label is None:
             return conditional
         none = torch.full_like(labels, self._no_label)
-        free: torch.Tensor = self._forward(given, time, class_labels=none, return_dict=False)[0].float()
+        free: torch.Tensor = self.unet(given, time, class_labels=none, return_dict=False)[0].float()
         return free + self._guidance * (conditional - free)
 
     def bytes_per_image(self, image_shape: tuple[int, int, int]) -> float:
@@ -169,16 +164,7 @@ class Denoiser:
         if self._step is not None and len(self._step.labels) != len(x):
             self.forget()
         if self._step is None:
-            try:
-                self._step = _Step(self.predict, x)
-            except torch.cuda.OutOfMemoryError:
-                raise
-            except Exception as error:  # whatever a compiler may raise
-                if self._forward is self.unet:
-                    raise
-                logger.warning("not compiled, sampling goes on without: %s", " ".join(str(error).split())[:200])
-                self._forward = self.unet
-                self._step = _Step(self.predict, x)
+            self._step = _Step(self.predict, x)
         self._step.labels.copy_(labels)
         return self._step
 

@@ -27,6 +27,8 @@ logger = logging.getLogger(__name__)
 
 # Part of the fingerprint: raise it when `initial_noise` changes.
 _SEEDING = "philox-seedsequence-1"
+# Likewise for CUDA: raise it when the kernels there change what comes out by more than the last bits.
+_KERNELS = "fused-1"
 _CPU_BATCH = 64
 # On a GPU the largest whose forward pass fits in half of the free memory; more than the first gains nothing.
 _CUDA_BATCHES = (1024, 512, 256, 128, 64, 32)
@@ -79,8 +81,6 @@ class DiffusionGenerator:
         on the CPU and found from free memory on CUDA. Where a GPU runs out of memory it is halved.
     precision
         ``fp32``, ``tf32`` (CUDA only), ``bf16`` or ``fp16``; None is fp32 on the CPU and bf16 on CUDA.
-    compiled
-        On CUDA, fuse kernels with torch.compile first: worth its minute or two only for very many images.
     device
         ``cpu``, ``cuda`` or ``cuda:N``.
     """
@@ -96,7 +96,6 @@ class DiffusionGenerator:
         guidance: float = 1.0,
         batch_size: int | None = None,
         precision: str | None = None,
-        compiled: bool = False,
         device: str = "cpu",
     ) -> None:
         self.folder = Path(folder)
@@ -117,7 +116,7 @@ class DiffusionGenerator:
         # The module's own `to`: diffusers' warns about every cast.
         torch.nn.Module.to(unet, self.device, PRECISIONS[self.precision])
         if not on_cpu:
-            unet.to(memory_format=torch.channels_last)
+            _fuse(unet)
         self._denoiser = Denoiser(
             unet,
             self._schedule,
@@ -126,7 +125,6 @@ class DiffusionGenerator:
             guidance=self.guidance,
             no_label=self._no_label,
             precision=self.precision,
-            compiled=compiled,
         )
         self.fingerprint = self._make_fingerprint(config, weights)
 
@@ -221,7 +219,7 @@ class DiffusionGenerator:
         with weights.open("rb") as file:
             content = hashlib.file_digest(file, "sha256").hexdigest()
         solver = [self.sampler, SOLVER_SETTINGS[self.sampler], self.steps, self.guidance]
-        rounding = [self.device.type, self.precision, self.batch_size if self.device.type == "cpu" else None]
+        rounding = [self.device.type, self.precision, self.batch_size if self.device.type == "cpu" else _KERNELS]
         settings = [public, self._schedule, solver, rounding, _SEEDING, content]
         return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()
 
@@ -236,3 +234,15 @@ def _check_device(device: str) -> torch.device:
     if checked.type == "cuda" and not torch.cuda.is_available():
         raise ValueError(f"device: {device!r} is not there; torch sees no GPU, so use cpu")
     return checked
+
+
+def _fuse(unet: torch.nn.Module) -> None:
+    """Give the UNet the fused kernels; without Triton, or a C compiler for it, it stays as it is and is slower."""
+    try:
+        from fedeas_flwr.generators.fused import fuse
+
+        fuse(unet)
+    except Exception as error:  # whatever a compiler may raise
+        logger.warning("kernels not fused, sampling goes on slower: %s", " ".join(str(error).split())[:200])
+    else:
+        unet.to(memory_format=torch.channels_last)  # type: ignore[call-overload]

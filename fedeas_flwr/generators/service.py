@@ -6,7 +6,8 @@
                 free; end, when the run is over
 
 A crash loses at most the chunk each client is waiting for: Ray starts the actor anew, the clients ask again, and what
-they had before is in the image cache. Without Ray (inline, SuperNodes) none of this is used.
+they had before is in the image cache. Without Ray (inline, SuperNodes) the same class runs in the client's own process,
+and the threads of an inline grid share its batches (`InProcessService`).
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from __future__ import annotations
 import asyncio
 import os
 import sys
+import threading
 import time
 import uuid
 from collections import deque
@@ -152,6 +154,27 @@ class GeneratorService:
 def _fail(request: _Request, error: Exception) -> None:
     if not request.reply.done():
         request.reply.set_exception(error)
+
+
+class InProcessService:
+    """The service without Ray: a generator whose batches all threads of this process share.
+
+    Parameters
+    ----------
+    generator
+        Used by this service alone from now on.
+    """
+
+    def __init__(self, generator: Generator) -> None:
+        self.fingerprint, self.image_shape = generator.fingerprint, generator.image_shape
+        self.num_classes, self.batch_size = generator.num_classes, batch_size(generator)
+        self._service = GeneratorService(lambda: generator)
+        self._loop = asyncio.new_event_loop()
+        threading.Thread(target=self._loop.run_forever, name="generator", daemon=True).start()
+
+    def sample(self, samples: Sequence[SampleId]) -> Images:
+        """Make images together with whoever else is asking; see `Generator.sample`."""
+        return asyncio.run_coroutine_threadsafe(self._service.sample(samples), self._loop).result()
 
 
 # ----------------------------------------------------------------------------------------- the ServerApp
