@@ -5,17 +5,25 @@ from __future__ import annotations
 import numpy as np
 import torch
 from torch import nn
-from torch.nn import functional as F
 
 from fedeas_flwr.training.engine import Recipe, State, TrainResult, copy_state, read_state, stream_seed
 from fedeas_flwr.training.images import Normaliser
+from fedeas_flwr.training.objective import CROSS_ENTROPY, NO_INPUTS, Batch, Inputs, Objective, named
 
 
 class EagerEngine:
     """A model that is trained step by step, with torch's own SGD, fresh each round."""
 
-    def __init__(self, model: nn.Module, recipe: Recipe, normalise: Normaliser, device: str) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        recipe: Recipe,
+        normalise: Normaliser,
+        device: str,
+        objective: Objective = CROSS_ENTROPY,
+    ) -> None:
         self._model, self._recipe, self._normalise, self._device = model.to(device), recipe, normalise, device
+        self._objective = objective
 
     def train(
         self,
@@ -24,6 +32,7 @@ class EagerEngine:
         images: torch.Tensor,
         labels: torch.Tensor,
         batches: np.random.Generator,
+        inputs: Inputs = NO_INPUTS,
     ) -> tuple[TrainResult, State, State]:
         """Train from a state, the whole set shuffled uniformly each epoch.
 
@@ -33,8 +42,9 @@ class EagerEngine:
         copy_state(model, trainable, buffers)
         # What a model draws itself (dropout) must not depend on what this process did before.
         torch.default_generator.manual_seed(stream_seed(batches))
+        names, weights = zip(*((k, p) for k, p in model.named_parameters() if p.requires_grad), strict=True)
         optimizer = torch.optim.SGD(
-            model.parameters(), lr=recipe.learning_rate, momentum=recipe.momentum, weight_decay=recipe.weight_decay
+            weights, lr=recipe.learning_rate, momentum=recipe.momentum, weight_decay=recipe.weight_decay
         )
         steps = 0
         loss_sum, seen = torch.zeros((), device=device), 0
@@ -44,9 +54,14 @@ class EagerEngine:
             for chosen in torch.split(order, recipe.batch_size):
                 if len(chosen) == 1:
                     continue
-                loss = F.cross_entropy(model(self._normalise(images[chosen])), labels[chosen])
-                optimizer.zero_grad(set_to_none=True)
-                loss.backward()  # type: ignore[no-untyped-call]
+                given = {**inputs.constants, **{name: table[steps] for name, table in inputs.tables.items()}}
+                batch = Batch(self._normalise(images[chosen]), labels[chosen], given, torch.mean)
+                loss = self._objective.loss(model, batch)
+                gradients = torch.autograd.grad(loss, weights)
+                with torch.no_grad():
+                    self._objective.correct(named(names, weights), named(names, gradients), given)
+                for weight, gradient in zip(weights, gradients, strict=True):
+                    weight.grad = gradient
                 optimizer.step()
                 loss_sum += loss.detach() * len(chosen)
                 seen += len(chosen)

@@ -14,6 +14,8 @@ import numpy as np
 import torch
 from torch import nn
 
+from fedeas_flwr.training.objective import NO_INPUTS, Inputs
+
 State = Mapping[str, Any]
 """Name → NumPy array (from a message) or tensor (handed over within a process)."""
 
@@ -27,6 +29,11 @@ class Recipe:
     learning_rate: float
     momentum: float = 0.0
     weight_decay: float = 0.0
+
+    def steps(self, samples: int) -> int:
+        """Steps on so many samples. A last batch of one is skipped: BatchNorm cannot take a variance from it."""
+        full, rest = divmod(samples, self.batch_size)
+        return self.epochs * (full + (rest > 1))
 
 
 @dataclass(frozen=True)
@@ -48,8 +55,12 @@ class Engine(Protocol):
         images: torch.Tensor,
         labels: torch.Tensor,
         batches: np.random.Generator,
+        inputs: Inputs = NO_INPUTS,
     ) -> tuple[TrainResult, State, State]:
-        """Train from a state on uint8 images [N, H, W, C]; return the result, and trainable and buffers after it."""
+        """Train from a state on uint8 images [N, H, W, C]; return the result, and trainable and buffers after it.
+
+        ``inputs`` are what the engine's objective needs of this client and round.
+        """
         ...
 
 

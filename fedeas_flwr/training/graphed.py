@@ -20,10 +20,19 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
-from torch.nn import functional as F
 
 from fedeas_flwr.training.engine import Recipe, State, TrainResult, copy_state, read_state
 from fedeas_flwr.training.images import Normaliser
+from fedeas_flwr.training.objective import (
+    CROSS_ENTROPY,
+    NO_INPUTS,
+    Batch,
+    Inputs,
+    Objective,
+    Tensors,
+    named,
+    padded_mean,
+)
 
 _capturing = threading.Lock()
 """One capture at a time: entering one waits for the whole device."""
@@ -44,17 +53,28 @@ class GraphedEngine:
         ``fp32``, ``tf32`` (tensor cores on float32 storage) or ``bf16`` (autocast; weights stay float32).
     device
         ``cuda``; on ``cpu`` the same steps run without graphs, which is how they are tested everywhere.
+    objective
+        What a step minimises; it is captured too.
     """
 
     def __init__(
-        self, model: nn.Module, recipe: Recipe, normalise: Normaliser, precision: str, device: str = "cuda"
+        self,
+        model: nn.Module,
+        recipe: Recipe,
+        normalise: Normaliser,
+        precision: str,
+        device: str = "cuda",
+        objective: Objective = CROSS_ENTROPY,
     ) -> None:
         self.recipe, self._normalise, self._precision, self._device = recipe, normalise, precision, device
+        self._objective = objective
         self._stream = torch.cuda.Stream() if device == "cuda" else None  # type: ignore[no-untyped-call]
         self._model = model.to(device).train()
         if device == "cuda":
             self._model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-        self._params: list[torch.Tensor] = [p for p in model.parameters() if p.requires_grad]
+        trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+        self._names: list[str] = [name for name, _ in trained]
+        self._params: list[torch.Tensor] = [p for _, p in trained]
         self._momentum = [torch.zeros_like(p) for p in self._params] if recipe.momentum else []
         self._row = torch.zeros(1, dtype=torch.long, device=device)
         self._count = torch.zeros((), device=device)
@@ -62,6 +82,8 @@ class GraphedEngine:
         self._pixels = torch.zeros(0, dtype=torch.uint8, device=device)
         self._labels = torch.zeros(0, dtype=torch.long, device=device)
         self._table = torch.zeros(0, recipe.batch_size, dtype=torch.long, device=device)
+        self._constants: dict[str, torch.Tensor] = {}
+        self._tables: dict[str, torch.Tensor] = {}
         self._full: Callable[[], None] | None = None
         self._short: Callable[[], None] | None = None
 
@@ -72,12 +94,17 @@ class GraphedEngine:
         images: torch.Tensor,
         labels: torch.Tensor,
         batches: np.random.Generator,
+        inputs: Inputs = NO_INPUTS,
     ) -> tuple[TrainResult, State, State]:
         """Train from the given state on uint8 images [N, H, W, C]; return the result and the state after it."""
         table, full, rest = batch_table(len(labels), self.recipe, batches)
         with self._on_stream():
-            do_full, do_short = self._reserve(images, len(table))
+            do_full, do_short = self._reserve(images, len(table), inputs)
             copy_state(self._model, trainable, buffers)
+            for name, value in inputs.constants.items():
+                self._constants[name].copy_(value)
+            for name, value in inputs.tables.items():
+                self._tables[name][: len(table)].copy_(value)
             self._pixels[: len(images)].copy_(images)
             self._labels[: len(labels)].copy_(labels)
             self._table[: len(table)].copy_(torch.from_numpy(table))
@@ -106,7 +133,9 @@ class GraphedEngine:
             yield
             self._stream.synchronize()
 
-    def _reserve(self, images: torch.Tensor, rows: int) -> tuple[Callable[[], None], Callable[[], None]]:
+    def _reserve(
+        self, images: torch.Tensor, rows: int, inputs: Inputs
+    ) -> tuple[Callable[[], None], Callable[[], None]]:
         """Make the buffers large enough; growing them means capturing anew, so they grow by half at least."""
         samples, device = len(images), self._device
         if self._full and self._short and samples <= len(self._pixels) and rows <= len(self._table):
@@ -115,6 +144,11 @@ class GraphedEngine:
         self._pixels = torch.zeros((samples, *images.shape[1:]), dtype=torch.uint8, device=device)
         self._labels = torch.zeros(samples, dtype=torch.long, device=device)
         self._table = torch.zeros(rows, self.recipe.batch_size, dtype=torch.long, device=device)
+        self._constants = {name: value.to(device, copy=True) for name, value in inputs.constants.items()}
+        self._tables = {
+            name: torch.zeros((rows, *value.shape[1:]), dtype=value.dtype, device=device)
+            for name, value in inputs.tables.items()
+        }
         with _capturing:
             self._full = self._captured(self._full_step)
             self._short = self._captured(self._short_step)
@@ -136,28 +170,27 @@ class GraphedEngine:
         return graph.replay
 
     def _full_step(self) -> None:
-        logits, labels = self._forward()
-        loss = F.cross_entropy(logits, labels)
-        self._update(loss, float(self.recipe.batch_size))
+        self._step(torch.mean, float(self.recipe.batch_size))
 
     def _short_step(self) -> None:
         mask = (torch.arange(self.recipe.batch_size, device=self._device) < self._count).float()
         with masked_batchnorm(self._model, mask):
-            logits, labels = self._forward()
-        loss = (F.cross_entropy(logits, labels, reduction="none") * mask).sum() / self._count
-        self._update(loss, self._count)
+            self._step(padded_mean(mask, self._count), self._count)
 
-    def _forward(self) -> tuple[torch.Tensor, torch.Tensor]:
+    def _step(self, mean: Callable[[torch.Tensor], torch.Tensor], samples: float | torch.Tensor) -> None:
         chosen = self._table.index_select(0, self._row).view(-1)
-        pixels = self._normalise(self._pixels.index_select(0, chosen))  # stored as channels_last already
+        images = self._normalise(self._pixels.index_select(0, chosen))  # stored as channels_last already
+        rows = {name: table.index_select(0, self._row)[0] for name, table in self._tables.items()}
+        batch = Batch(images, self._labels.index_select(0, chosen), {**self._constants, **rows}, mean)
         with torch.autocast(self._device, torch.bfloat16, enabled=self._precision == "bf16", cache_enabled=False):
-            logits = self._model(pixels)
-        return logits.float(), self._labels.index_select(0, chosen)
+            loss = self._objective.loss(self._model, batch)
+        self._update(loss, samples, batch.given)
 
     @torch.no_grad()
-    def _update(self, loss: torch.Tensor, samples: float | torch.Tensor) -> None:
+    def _update(self, loss: torch.Tensor, samples: float | torch.Tensor, given: Tensors) -> None:
         """SGD as torch.optim.SGD does it, on all parameters at once."""
         grads = list(torch.autograd.grad(loss, self._params))
+        self._objective.correct(named(self._names, self._params), named(self._names, grads), given)
         recipe = self.recipe
         if recipe.weight_decay:
             torch._foreach_add_(grads, self._params, alpha=recipe.weight_decay)
@@ -210,6 +243,8 @@ def masked_batchnorm(model: nn.Module, mask: torch.Tensor) -> Iterator[None]:
 
 def _masked_forward(layer: nn.modules.batchnorm._BatchNorm, mask: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     """BatchNorm in training mode over the masked rows: the same formulas, sums instead of means."""
+    if not layer.training:  # a reference model's: its statistics are given, and rows do not mix
+        return type(layer).forward(layer, x)
     kind, x = x.dtype, x.float()
     weight = mask.view(-1, *[1] * (x.dim() - 1))
     over = [0, *range(2, x.dim())]

@@ -1,0 +1,98 @@
+"""What a client's step minimises: cross-entropy, and whatever an algorithm adds to it.
+
+An algorithm overrides `Objective.loss` (an extra term) or `Objective.correct` (a change of the gradients). Both are
+pure: everything that differs between clients, rounds and steps comes in as `Inputs`, never from the object. That is what
+lets one CUDA graph serve every client: the engine copies the inputs into buffers that never move.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+Tensors = Mapping[str, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """What an objective needs beside the batch, for one client and round.
+
+    Names, kinds and shapes stay the same for a whole run, but for the tables' first dimension.
+    """
+
+    constants: Tensors = field(default_factory=dict)
+    """The same in every step: reference weights, control variates, class weights."""
+    tables: Tensors = field(default_factory=dict)
+    """``[steps, …]``: row t is for step t, such as draws of an algorithm's own."""
+
+    def __or__(self, other: Inputs) -> Inputs:
+        return Inputs({**self.constants, **other.constants}, {**self.tables, **other.tables})
+
+
+@dataclass(frozen=True)
+class Batch:
+    """One step as a loss sees it."""
+
+    images: torch.Tensor
+    """Normalised, ``[B, C, H, W]``."""
+    labels: torch.Tensor
+    given: Tensors
+    """The inputs' constants, and this step's row of each of their tables."""
+    mean: Callable[[torch.Tensor], torch.Tensor]
+    """Of values ``[B]``, over the samples that count: a graph pads a short batch, and the padding does not."""
+
+
+class Objective:
+    """Plain cross-entropy: FedAvg's. Algorithms derive from it."""
+
+    graphable = True
+    """Whether a step can be captured: no look at a tensor's values, no draws but those from tables."""
+
+    def loss(self, model: nn.Module, batch: Batch) -> torch.Tensor:
+        """The scalar that the step minimises."""
+        return batch.mean(self.losses(model(batch.images), batch))
+
+    def losses(self, logits: torch.Tensor, batch: Batch) -> torch.Tensor:
+        """Classification loss of each sample, ``[B]``."""
+        return F.cross_entropy(logits, batch.labels, reduction="none")
+
+    def correct(self, weights: Tensors, gradients: Tensors, given: Tensors) -> None:
+        """Change the gradients in place, before weight decay and momentum; by default not at all."""
+
+
+CROSS_ENTROPY, NO_INPUTS = Objective(), Inputs()
+"""FedAvg's step, which needs nothing."""
+
+
+def features_and_logits(model: nn.Module, images: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """One forward pass: what the last linear layer ``fc`` is fed with, and what it makes of it.
+
+    Raises
+    ------
+    ValueError
+        If the model has no ``fc``.
+    """
+    head = getattr(model, "fc", None)
+    if not isinstance(head, nn.Linear):
+        raise ValueError("model: this strategy looks at the features, so the last layer must be a Linear named fc")
+    seen: list[torch.Tensor] = []
+    handle = head.register_forward_pre_hook(lambda _, given: seen.append(given[0]))
+    try:
+        logits = model(images)
+    finally:
+        handle.remove()
+    return seen[0], logits
+
+
+def padded_mean(mask: torch.Tensor, count: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
+    """The mean over the rows of a padded batch that count."""
+    return lambda values: (values * mask).sum() / count
+
+
+def named(parameters: Sequence[str], tensors: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Tensors by the parameters' names."""
+    return dict(zip(parameters, tensors, strict=True))
