@@ -24,7 +24,7 @@ from flwr.supercore import log
 from fedeas_flwr.runs import Arrays
 
 ARRAYS, BUFFERS, CONFIG, METRICS = "arrays", "buffers", "config", "metrics"
-WEIGHT = "num-examples"
+WEIGHT, LOSS = "num-examples", "loss"
 CLIENT_FAILED = 1
 """Error code of a reply in which the client itself says what went wrong."""
 
@@ -186,7 +186,7 @@ def train_reply(message: Message, report: TrainReport, trainable: Arrays, buffer
         {
             WEIGHT: report.examples,
             "client-id": report.client,
-            "loss": report.loss,
+            LOSS: report.loss,
             "steps": report.steps,
             "generated": report.generated,
             "made": report.made,
@@ -213,7 +213,7 @@ def read_train_reply(message: Message, client: int, trainable: Arrays, buffers: 
     report = TrainReport(
         client=_whole(record, "client-id", 0, 2**53),
         examples=_whole(record, WEIGHT, 1, 2**40),
-        loss=_number(record, "loss"),
+        loss=_number(record, LOSS),
         steps=_whole(record, "steps", 0, 2**53),
         generated=_whole(record, "generated", 0, 2**53),
         made=_whole(record, "made", 0, 2**53),

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from logging import INFO
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 from flwr.app import ConfigRecord, Message
@@ -27,12 +27,25 @@ from fedeas_flwr.data import dataset_info
 from fedeas_flwr.grids import GridView
 from fedeas_flwr.messages import MessageError, Share, TrainReport, TrainTask
 from fedeas_flwr.metrics import summarise
-from fedeas_flwr.runs import Arrays, Checkpoint, RunDirectory, RunError
+from fedeas_flwr.runs import Arrays, Checkpoint, RunDirectory, RunError, StrategyState
 from fedeas_flwr.strategies.averaging import weighted_average
 from fedeas_flwr.streams import stream
 from fedeas_flwr.waterfill import waterfill_level
 
 Evaluate = Callable[[Arrays, Arrays], dict[str, Any]]
+
+
+@runtime_checkable
+class Stateful(Protocol):
+    """A strategy that remembers something between rounds: what `state` gives, `load_state` takes back on resume."""
+
+    def state(self) -> StrategyState:
+        """All that changes from round to round, the model itself left out."""
+        ...
+
+    def load_state(self, state: StrategyState) -> None:
+        """Go on from there."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -132,6 +145,8 @@ class Federation:
         ``test`` scores (trainable, buffers) on a test set of the server's; without it the clients are asked.
         """
         state, self.checkpointed = start, start.accepted
+        if isinstance(self.strategy, Stateful):
+            self.strategy.load_state(start.strategy)
         while state.round < self.config.rounds:
             state, outcome = self.train_round(state)
             if state.generated.keys() >= self.nodes.keys():
@@ -163,7 +178,7 @@ class Federation:
     def sample(self, round_number: int) -> list[int]:
         """The clients of a round: uniform without replacement, from a stream of the round's own."""
         clients = sorted(self.nodes)
-        count = max(1, round(self.config.participation * len(clients)))
+        count = self.config.sampled(len(clients))
         chosen = stream(self.config.seed, "sample", round_number).choice(len(clients), count, replace=False)
         return [clients[i] for i in sorted(chosen)]
 
@@ -185,6 +200,7 @@ class Federation:
             buffers=weighted_average([b for _, _, b in accepted], [r.examples for r in reports]),
             accepted=state.accepted | {r.client: number for r in reports},
             generated=state.generated | {r.client: r.generated for r in reports},
+            strategy=self.strategy.state() if isinstance(self.strategy, Stateful) else StrategyState(),
         )
         seconds = {
             "clients": received - began,
@@ -297,10 +313,13 @@ def wait_for_nodes(grid: Grid, config: RunConfig) -> list[int]:
 
 
 def _like(arrays: Arrays, wanted: Arrays) -> Arrays:
-    # Strategies may compute in float64: the model keeps its own kind and order.
-    if all(arrays[key].dtype == wanted[key].dtype for key in wanted):
-        return {key: arrays[key] for key in wanted}
-    return {key: np.asarray(arrays[key], dtype=wanted[key].dtype) for key in wanted}
+    # Strategies may compute in float64, or in NumPy on a model of tensors: it keeps its own kind, place and order.
+    def restored(array: Any, like: Any) -> Any:
+        if hasattr(like, "cpu"):
+            return array if hasattr(array, "cpu") and array.dtype == like.dtype else like.new_tensor(array)
+        return np.asarray(array, dtype=like.dtype)
+
+    return {key: restored(arrays[key], like) for key, like in wanted.items()}
 
 
 def _mean(reports: Sequence[TrainReport], value: Callable[[TrainReport], float]) -> float:
