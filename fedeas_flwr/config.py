@@ -128,6 +128,9 @@ class RunConfig(BaseModel):
     evaluation: Literal["central", "federated"] = Field(
         "central", description="central: the server's test set; federated: the clients' own (protocol paper)"
     )
+    gamma_hat: Literal["off", "trainable", "all-state"] = Field(
+        "trainable", description="of what Γ̂ is measured each round; all-state: BatchNorm's statistics and counters too"
+    )
     threshold: float = Field(0.7, ge=0, le=1, description="accuracy whose first round the summary names")
     min_replies: float = Field(
         1.0, gt=0, le=1, description="fraction of a round's clients that must reply, or it stops"

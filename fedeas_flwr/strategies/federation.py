@@ -29,6 +29,8 @@ from fedeas_flwr.messages import MessageError, Share, TrainReport, TrainTask
 from fedeas_flwr.metrics import summarise
 from fedeas_flwr.runs import Arrays, Checkpoint, RunDirectory, RunError, StrategyState
 from fedeas_flwr.strategies.averaging import weighted_average
+from fedeas_flwr.strategies.dissimilarity import gradient_dissimilarity
+from fedeas_flwr.strategies.federated_evaluation import ask_clients_to_test
 from fedeas_flwr.streams import stream
 from fedeas_flwr.waterfill import waterfill_level
 
@@ -55,6 +57,7 @@ class RoundOutcome:
     reports: list[TrainReport]
     failures: list[dict[str, Any]]
     seconds: dict[str, float]
+    gamma_hat: float | None = None
 
 
 class Federation:
@@ -152,13 +155,18 @@ class Federation:
             if state.generated.keys() >= self.nodes.keys():
                 self.when_all_have_generated()
             began = time.perf_counter()
-            scores = test(state.trainable, state.buffers) if test else self._ask_clients_to_test(state)
+            scores = (
+                test(state.trainable, state.buffers)
+                if test
+                else ask_clients_to_test(self.grid, self.config, self.nodes, state)
+            )
             outcome.seconds["evaluate"] = time.perf_counter() - began
             self.run.append_round(
                 {
                     "round": state.round,
                     **scores,
                     "train_loss": _mean(outcome.reports, lambda r: r.loss),
+                    "gamma_hat": outcome.gamma_hat,
                     "clients": [r.client for r in outcome.reports],
                     "failures": outcome.failures,
                     "generated": sum(state.generated.values()),
@@ -189,6 +197,9 @@ class Federation:
         received = time.perf_counter()
         accepted, failures = self._accept(chosen, replies, state)
         self._check_quorum(number, chosen, failures)
+        checked = time.perf_counter()
+        gamma_hat = self._gamma_hat(state, accepted)  # before the strategy, which may use the replies up
+        measured = time.perf_counter()
 
         arrays, _ = self.strategy.aggregate_train(number, [reply for reply, _, _ in accepted])
         if arrays is None:
@@ -204,11 +215,22 @@ class Federation:
         )
         seconds = {
             "clients": received - began,
-            "aggregate": time.perf_counter() - received,
+            "gamma_hat": measured - checked,
+            "aggregate": time.perf_counter() - measured + checked - received,
             "generating": sum(r.seconds_generating for r in reports),
             "training": sum(r.seconds_training for r in reports),
         }
-        return merged, RoundOutcome(reports, failures, seconds)
+        return merged, RoundOutcome(reports, failures, seconds, gamma_hat)
+
+    def _gamma_hat(self, state: Checkpoint, accepted: Sequence[tuple[Message, TrainReport, Arrays]]) -> float | None:
+        if self.config.gamma_hat == "off":
+            return None
+        start = dict(state.trainable)
+        ends = [messages.to_arrays(reply.content.array_records[messages.ARRAYS]) for reply, _, _ in accepted]
+        if self.config.gamma_hat == "all-state":
+            start |= state.buffers
+            ends = [{**end, **buffers} for end, (_, _, buffers) in zip(ends, accepted, strict=True)]
+        return gradient_dissimilarity(start, ends, [report.examples for _, report, _ in accepted])
 
     def _send_round(self, number: int, chosen: Sequence[int], state: Checkpoint) -> Iterable[Message]:
         view = GridView(self.grid, [self.nodes[client] for client in chosen])
@@ -258,42 +280,6 @@ class Federation:
                 f"round {number}: {len(failures)} of {len(chosen)} clients failed and min-replies = "
                 f"{self.config.min_replies:g} does not allow it; client {first['client']}: {first['reason']}"
             )
-
-    # -------------------------------------------------------------------------------------- evaluation
-
-    def _ask_clients_to_test(self, state: Checkpoint) -> dict[str, Any]:
-        model, buffers = messages.to_record(state.trainable), messages.to_record(state.buffers)
-        questions = [messages.evaluate_message(node, model, buffers) for node in self.nodes.values()]
-        clients = {node: client for client, node in self.nodes.items()}
-        reports = []
-        failed = f"no reply within {self.config.round_timeout:g} s"
-        for reply in self.grid.send_and_receive(questions, timeout=self.config.round_timeout or None):
-            client = clients[reply.metadata.src_node_id]
-            try:
-                if reply.has_error():
-                    raise MessageError(messages.failure_reason(reply))
-                reports.append(messages.read_evaluate_reply(reply, client))
-            except MessageError as error:
-                failed = f"client {client}: {error}"
-        if len(reports) < self.config.min_replies * len(questions):
-            missing = len(questions) - len(reports)
-            raise RunError(
-                f"evaluation: {missing} of {len(questions)} clients failed and min-replies = "
-                f"{self.config.min_replies:g} does not allow it; {failed}"
-            )
-        reports = sorted((r for r in reports if r.examples), key=lambda r: r.client)
-        if not reports:
-            raise RunError("evaluation: no client has test data of its own")
-        examples = sum(r.examples for r in reports)
-        own = {r.client: r.correct / r.examples for r in reports}
-        worst = min(own, key=lambda client: own[client])
-        return {
-            "accuracy": sum(r.correct for r in reports) / examples,
-            "mean_client_accuracy": sum(own.values()) / len(own),
-            "worst_client_accuracy": own[worst],
-            "worst_client": worst,
-            "loss": sum(r.loss * r.examples for r in reports) / examples,
-        }
 
 
 def wait_for_nodes(grid: Grid, config: RunConfig) -> list[int]:
