@@ -13,7 +13,7 @@ import signal
 import sys
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import click
 import typer
@@ -172,7 +172,16 @@ def start(config: RunConfig) -> RunDirectory:
         f"{summary['total_generated']:,} images generated",
         highlight=False,
     )
+    if "privacy" in summary:
+        console.print(show_privacy(summary["privacy"]), highlight=False)
     return finished
+
+
+def show_privacy(spent: dict[str, Any]) -> str:
+    """What a run with `dp` spent, as one sentence."""
+    if spent["epsilon"] is None:
+        return f"privacy: no ε can be given, since {spent['why']}"
+    return f"privacy: ε = {spent['epsilon']:.2f} at δ = {spent['delta']:g}; assumes {spent['assumes']}"
 
 
 def run_name(config: RunConfig) -> str:

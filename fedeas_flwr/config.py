@@ -87,6 +87,17 @@ class RunConfig(BaseModel):
         0, ge=0, le=100_000, description="of multikrum: replies that are averaged; 0: all but malicious-clients"
     )
     q: float = Field(0.1, ge=0, le=100, description="of qfedavg: how much a worse loss weighs; 0: all alike")
+    dp: Literal["none", "server-fixed", "server-adaptive", "client-fixed", "client-adaptive"] = Field(
+        "none", description="differential privacy: who clips the updates, and whether the norm adapts"
+    )
+    dp_noise_multiplier: float = Field(1.0, ge=0, le=1e4, description="of dp: noise in clipping norms, σ")
+    dp_clipping_norm: float = Field(0.1, gt=0, le=1e9, description="of dp: length of an update, C; adaptive: at first")
+    dp_clip_quantile: float = Field(0.5, ge=0, le=1, description="of adaptive dp: part of the updates to be clipped")
+    dp_clip_rate: float = Field(0.2, gt=0, le=100, description="of adaptive dp: step size of the clipping norm")
+    dp_count_noise: float = Field(
+        0.0, ge=0, le=1e6, description="of adaptive dp: noise of the clipped clients' number; 0: their 20th part"
+    )
+    dp_delta: float = Field(1e-5, gt=0, lt=1, description="of dp: the δ that ε is given for")
     rounds: int = Field(20, ge=1, le=100_000, description="communication rounds T")
     participation: float = Field(0.5, gt=0, le=1, description="fraction of the clients that train in a round")
     local_epochs: int = Field(3, ge=1, le=10_000, description="epochs a client trains in a round, E")

@@ -21,7 +21,7 @@ import numpy as np
 from flwr.app import Array, ArrayRecord, ConfigRecord, Error, Message, MessageType, MetricRecord, RecordDict
 from flwr.supercore import log
 
-from fedeas_flwr.runs import Arrays
+from fedeas_flwr.runs import Arrays, plain
 
 ARRAYS, BUFFERS, CONFIG, METRICS = "arrays", "buffers", "config", "metrics"
 WEIGHT, LOSS = "num-examples", "loss"
@@ -109,6 +109,19 @@ def to_arrays(record: ArrayRecord) -> Arrays:
     if isinstance(record, LiveRecord):
         return dict(record.__dict__["live"])
     return {key: value.numpy() for key, value in record.items()}
+
+
+def encoded(record: ArrayRecord) -> ArrayRecord:
+    """The record as Flower knows it: tensors that were handed over become NumPy arrays."""
+    return to_record(plain(to_arrays(record))) if isinstance(record, LiveRecord) else record
+
+
+def as_handed_over(record: ArrayRecord, like: ArrayRecord) -> ArrayRecord:
+    """The way back: tensors beside those of ``like``, if it is live."""
+    if not isinstance(like, LiveRecord):
+        return record
+    tensors = to_arrays(like)
+    return LiveRecord({key: tensors[key].new_tensor(array) for key, array in to_arrays(record).items()})
 
 
 def is_live(message: Message) -> bool:

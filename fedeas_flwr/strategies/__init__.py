@@ -11,10 +11,10 @@ from dataclasses import dataclass
 
 from flwr.serverapp.strategy import Strategy
 
-from fedeas_flwr.config import RunConfig
+from fedeas_flwr.config import ConfigError, RunConfig
 from fedeas_flwr.strategies import flower
 from fedeas_flwr.strategies.fedavg import build_fedavg
-from fedeas_flwr.strategies.flower import composed
+from fedeas_flwr.strategies.flower import Composed, composed, composed_if_private
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class Algorithm:
 
 
 ALGORITHMS: dict[str, Algorithm] = {
-    "fedavg": Algorithm(build_fedavg, "mean of the models by real samples", "nothing", 0),
+    "fedavg": Algorithm(composed_if_private(build_fedavg), "mean of the models by real samples", "nothing", 0),
     "fedavgm": Algorithm(
         composed(flower.build_fedavgm),
         "FedAvg with momentum on the server",
@@ -102,9 +102,15 @@ def build_strategy(config: RunConfig) -> Strategy:
     Raises
     ------
     ConfigError
-        If the algorithm cannot work with so few replies, in one line.
+        If the algorithm cannot work with so few replies or with `dp`, in one line.
     """
-    return ALGORITHMS[config.strategy].build(config)
+    strategy = ALGORITHMS[config.strategy].build(config)
+    if config.dp != "none" and not isinstance(strategy, Composed):
+        raise ConfigError(
+            f"dp = '{config.dp}' does not cover all that strategy = '{config.strategy}' sends: use fedavg or one of "
+            "Flower's own"
+        )
+    return strategy
 
 
 TABLE_HEAD = ("strategy", "what it does", "keys of its own", "discloses beyond FedAvg", "models sent, a client a round")

@@ -31,6 +31,7 @@ from fedeas_flwr.runs import Arrays, Checkpoint, RunDirectory, RunError, Strateg
 from fedeas_flwr.strategies.averaging import weighted_average
 from fedeas_flwr.strategies.dissimilarity import gradient_dissimilarity
 from fedeas_flwr.strategies.federated_evaluation import ask_clients_to_test
+from fedeas_flwr.strategies.flower import Composed
 from fedeas_flwr.streams import stream
 from fedeas_flwr.waterfill import waterfill_level
 
@@ -167,6 +168,7 @@ class Federation:
                     **scores,
                     "train_loss": _mean(outcome.reports, lambda r: r.loss),
                     "gamma_hat": outcome.gamma_hat,
+                    **self._privacy(state),
                     "clients": [r.client for r in outcome.reports],
                     "failures": outcome.failures,
                     "generated": sum(state.generated.values()),
@@ -181,7 +183,11 @@ class Federation:
                 self.checkpointed = state.accepted
             log(INFO, "[round %d/%d] accuracy %.4f", state.round, self.config.rounds, scores["accuracy"])
         self.run.save_model({**state.trainable, **state.buffers})
-        self.run.save_summary(summarise(self.run.rounds(), self.config.threshold))
+        self.run.save_summary({**summarise(self.run.rounds(), self.config.threshold), **self._privacy(state)})
+
+    def _privacy(self, state: Checkpoint) -> dict[str, Any]:
+        spent = self.strategy.privacy_spent(state) if isinstance(self.strategy, Composed) else None
+        return {} if spent is None else {"privacy": spent}
 
     def sample(self, round_number: int) -> list[int]:
         """The clients of a round: uniform without replacement, from a stream of the round's own."""

@@ -19,9 +19,10 @@ from flwr.serverapp import strategy as flower
 
 from fedeas_flwr import messages
 from fedeas_flwr.config import ConfigError, RunConfig
-from fedeas_flwr.messages import ARRAYS, METRICS
-from fedeas_flwr.runs import Arrays, StrategyState, plain
+from fedeas_flwr.messages import ARRAYS, METRICS, WEIGHT
+from fedeas_flwr.runs import Arrays, Checkpoint, StrategyState
 from fedeas_flwr.strategies.fedavg import settings
+from fedeas_flwr.strategies.privacy import privacy_spent, with_privacy
 from fedeas_flwr.streams import stream
 
 REMEMBERED: dict[type[flower.Strategy], tuple[str, ...]] = {
@@ -29,6 +30,8 @@ REMEMBERED: dict[type[flower.Strategy], tuple[str, ...]] = {
     flower.FedAdam: ("m_t", "v_t"),
     flower.FedAdagrad: ("m_t", "v_t"),
     flower.FedYogi: ("m_t", "v_t"),
+    flower.DifferentialPrivacyServerSideAdaptiveClipping: ("clipping_norm",),
+    flower.DifferentialPrivacyClientSideAdaptiveClipping: ("clipping_norm",),
 }
 """Attributes that carry over from one round to the next. All others are set anew by every `configure_train`, or never
 change; tests/test_flower_strategies.py finds an attribute that is missing here."""
@@ -53,7 +56,7 @@ class Composed(flower.Strategy):
     ) -> Iterable[Message]:
         """Let the strategy see NumPy arrays; the clients get the model as it is."""
         with lent_randomness(self.config.seed, "configure", server_round):
-            out = list(self.inner.configure_train(server_round, _encoded(arrays), config, grid))
+            out = list(self.inner.configure_train(server_round, messages.encoded(arrays), config, grid))
         for message in out:
             message.content = RecordDict({**message.content, ARRAYS: arrays})
         return out
@@ -65,7 +68,9 @@ class Composed(flower.Strategy):
         taken = list(replies)
         for reply in taken:
             arrays, metrics = reply.content.array_records[ARRAYS], reply.content.metric_records[METRICS]
-            reply.content = RecordDict({ARRAYS: _encoded(arrays), METRICS: metrics})
+            if self.config.dp != "none":
+                metrics = MetricRecord({**metrics, WEIGHT: 1})  # privacy.py says why
+            reply.content = RecordDict({ARRAYS: messages.encoded(arrays), METRICS: metrics})
         with lent_randomness(self.config.seed, "aggregate", server_round):
             return self.inner.aggregate_train(server_round, taken)
 
@@ -83,22 +88,39 @@ class Composed(flower.Strategy):
         """Log the strategy's own settings."""
         self.inner.summary()
 
+    def privacy_spent(self, state: Checkpoint) -> dict[str, Any] | None:
+        """What the run has spent up to ``state``; ``None`` without `dp`."""
+        if self.config.dp == "none":
+            return None
+        return privacy_spent(self.config, self.inner, state.round, state.trainable, state.buffers)
+
     def state(self) -> StrategyState:
         """What the strategy remembers, by attribute."""
-        arrays: Arrays = {}
-        for name in REMEMBERED.get(type(self.inner), ()):
-            for position, (key, array) in enumerate(_items(getattr(self.inner, name))):
+        state = StrategyState()
+        for owner, name in self._remembered():
+            value = getattr(owner, name)
+            if isinstance(value, float):
+                state.numbers[name] = value
+                continue
+            for position, (key, array) in enumerate(_items(value)):
                 # A file sorts its names, and some of Flower's lists follow the model's order: the position keeps it.
-                arrays[f"{name}/{position:06d}/{key}"] = array
-        return StrategyState(arrays)
+                state.arrays[f"{name}/{position:06d}/{key}"] = array
+        return state
 
     def load_state(self, state: StrategyState) -> None:
-        """Put the attributes back as they were."""
-        for name in REMEMBERED.get(type(self.inner), ()):
+        """Put the attributes back as they were; what is not there has not been set before the first round."""
+        for owner, name in self._remembered():
             found = sorted(key for key in state.arrays if key.startswith(f"{name}/"))
-            if found:  # none before the first round: the strategy begins by itself
+            if name in state.numbers:
+                setattr(owner, name, state.numbers[name])
+            elif found:
                 arrays = {key.split("/", 2)[2]: state.arrays[key] for key in found}
-                setattr(self.inner, name, _like_attribute(name, arrays))
+                setattr(owner, name, _like_attribute(name, arrays))
+
+    def _remembered(self) -> Iterator[tuple[flower.Strategy, str]]:
+        for owner in (self.inner, getattr(self.inner, "strategy", None)):  # a DP wrapper, and what it wraps
+            for name in REMEMBERED.get(type(owner), ()):  # type: ignore[arg-type]
+                yield owner, name  # type: ignore[misc]
 
 
 def _items(value: Any) -> Iterable[tuple[str, Any]]:
@@ -113,11 +135,6 @@ def _like_attribute(name: str, arrays: Arrays) -> Any:
     if name == "current_arrays":
         return messages.to_record(arrays)
     return list(arrays.values()) if name == "momentum_vector" else arrays
-
-
-def _encoded(record: ArrayRecord) -> ArrayRecord:
-    """The record as Flower knows it: tensors that were handed over become arrays."""
-    return messages.to_record(plain(messages.to_arrays(record))) if isinstance(record, messages.LiveRecord) else record
 
 
 @contextmanager
@@ -214,4 +231,9 @@ def _need_replies(config: RunConfig, needed: int, rule: str) -> None:
 
 def composed(build: Callable[[RunConfig], flower.Strategy]) -> Callable[[RunConfig], flower.Strategy]:
     """A builder of one of Flower's strategies, made into one of ours."""
-    return lambda config: Composed(build(config), config)
+    return lambda config: Composed(with_privacy(build(config), config), config)
+
+
+def composed_if_private(build: Callable[[RunConfig], flower.Strategy]) -> Callable[[RunConfig], flower.Strategy]:
+    """The same for one of ours, which takes tensors as they are: only Flower's DP wrappers need it composed."""
+    return lambda config: build(config) if config.dp == "none" else composed(build)(config)
