@@ -33,6 +33,12 @@ def test_the_strategies_table_is_the_codes() -> None:
     assert [line for line in lines if line.startswith("| ")][: len(rows)] == rows
 
 
+def test_the_strategies_seconds_are_the_committed_ones() -> None:
+    measured = json.loads((ROOT / "results" / "strategies" / "cpu.json").read_text())["seconds"]
+    text = (ROOT / "docs" / "strategies.md").read_text()
+    assert all(f"| {name} | {taken:.1f} |" in text for name, taken in measured.items())
+
+
 def test_an_algorithms_keys_are_keys() -> None:
     assert all(key in KEYS for algorithm in ALGORITHMS.values() for key in algorithm.keys)
 

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import io
+import json
+import os
 import random
+import subprocess
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, get_args
@@ -183,3 +187,18 @@ def test_what_cannot_be_aggregated_is_refused_before_the_run(keys: dict[str, Any
         prepare(parse_config({"policy": "none", "participation": 1.0, **keys}), Console(file=io.StringIO()))
     assert "\n" not in str(refused.value)
     assert all(word in str(refused.value) for word in words), refused.value
+
+
+def test_the_benchmark_runs_and_writes_what_it_prints(tmp_path: Path) -> None:
+    root = Path(__file__).parents[1]
+    words = ["--small", "--out", str(tmp_path / "out.json")]
+    done = subprocess.run(
+        [sys.executable, str(root / "benchmarks" / "strategies.py"), *words],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env={**os.environ, "PYTHONPATH": str(root)},
+    )
+    assert done.returncode == 0, done.stderr
+    assert {"fedavg", *FLOWERS, "Γ̂"} <= set(json.loads((tmp_path / "out.json").read_text())["seconds"])
+    assert "bulyan" in done.stdout
