@@ -1,4 +1,5 @@
-"""The `fedeas` command: plan, run, resume, evaluate, export, quickstart, keys, train-generator, generate, cache.
+"""The `fedeas` command: plan, run, resume, evaluate, export, quickstart, keys, strategies, train-generator, generate,
+cache.
 
 Bad input ends in one line on stderr and a non-zero exit code, never in a traceback. Heavy imports (torch, flwr) happen
 inside the commands that need them: `fedeas plan` answers at once.
@@ -12,7 +13,7 @@ import signal
 import sys
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import click
 import typer
@@ -171,7 +172,16 @@ def start(config: RunConfig) -> RunDirectory:
         f"{summary['total_generated']:,} images generated",
         highlight=False,
     )
+    if "privacy" in summary:
+        console.print(show_privacy(summary["privacy"]), highlight=False)
     return finished
+
+
+def show_privacy(spent: dict[str, Any]) -> str:
+    """What a run with `dp` spent, as one sentence."""
+    if spent["epsilon"] is None:
+        return f"privacy: no ε can be given, since {spent['why']}"
+    return f"privacy: ε = {spent['epsilon']:.2f} at δ = {spent['delta']:g}; assumes {spent['assumes']}"
 
 
 def run_name(config: RunConfig) -> str:
@@ -270,6 +280,17 @@ def keys() -> None:
     table = Table("key", "default", "meaning", box=None)
     for name, field in RunConfig.model_fields.items():
         table.add_row(name.replace("_", "-"), json.dumps(field.default), field.description)
+    Console(width=max(console.width, 140) if not sys.stdout.isatty() else None).print(table)
+
+
+@app.command()
+def strategies() -> None:
+    """List every strategy: what it does, its keys, what a client discloses, and what it costs."""
+    from fedeas_flwr.strategies import TABLE_HEAD, table_rows
+
+    table = Table(*TABLE_HEAD, box=None)
+    for row in table_rows():
+        table.add_row(*row)
     Console(width=max(console.width, 140) if not sys.stdout.isatty() else None).print(table)
 
 

@@ -29,6 +29,7 @@ from fedeas_flwr.generators.service import InProcessService, ServiceGenerator
 from fedeas_flwr.local_data import FederatedData, Images, Labels, federated_data
 from fedeas_flwr.messages import EvaluateReport, Share, TrainReport
 from fedeas_flwr.runs import plain
+from fedeas_flwr.strategies.clipping import clips_update
 from fedeas_flwr.streams import stream
 from fedeas_flwr.training import Engine, Normaliser, build_engine, copy_state, evaluate, network, pick_device
 from fedeas_flwr.waterfill import waterfill_count, waterfill_fill
@@ -69,6 +70,7 @@ def query(message: Message, context: Context) -> Message:
 
 @app.train()
 @reports_errors
+@clips_update
 def train_client(message: Message, context: Context) -> Message:
     """Train the received model on this client's images, real and synthetic."""
     config, client, data = _open(context)

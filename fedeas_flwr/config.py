@@ -21,6 +21,19 @@ from fedeas_flwr.sizes import parse_bytes
 Policy = Literal[
     "none", "fedeas", "uniform", "missing-only", "full-balance", "greedy", "waterfill", "without-entropy", "linear"
 ]
+StrategyName = Literal[
+    "fedavg",
+    "fedavgm",
+    "fedadam",
+    "fedadagrad",
+    "fedyogi",
+    "fedmedian",
+    "fedtrimmedavg",
+    "krum",
+    "multikrum",
+    "bulyan",
+    "qfedavg",
+]
 MATCHED: tuple[str, ...] = tuple(name for name, kind in POLICIES.items() if kind == "matched")
 """Policies that spend a given total (by default FedEAS's own) instead of deriving one."""
 
@@ -54,7 +67,37 @@ class RunConfig(BaseModel):
     printed_rule: bool = Field(False, description="fill by Eq. 9 as printed, without the below-the-mean condition")
     total: int = Field(0, ge=0, le=10**9, description="images of a matched policy; 0: what FedEAS spends at β")
 
-    strategy: Literal["fedavg"] = Field("fedavg", description="how the clients' models become one")
+    strategy: StrategyName = Field(
+        "fedavg", description="how the clients' models become one; `fedeas strategies` lists them"
+    )
+    server_learning_rate: float = Field(
+        0.0, ge=0, le=1000, description="the server's step size; 0: the strategy's own default"
+    )
+    server_momentum: float = Field(0.9, ge=0, lt=1, description="of fedavgm; 0 with step size 1 is FedAvg")
+    beta_1: float = Field(0.9, ge=0, lt=1, description="of fedadam, fedyogi: decay of the first moment")
+    beta_2: float = Field(0.99, ge=0, lt=1, description="of fedadam, fedyogi: decay of the second moment")
+    tau: float = Field(1e-3, gt=0, le=1, description="of fedadam, fedadagrad, fedyogi: floor of the step's divisor")
+    trim_fraction: float = Field(
+        0.2, ge=0, lt=0.5, description="of fedtrimmedavg: part of the replies cut off at either end, rounded down"
+    )
+    malicious_clients: int = Field(
+        0, ge=0, le=100_000, description="of krum, multikrum, bulyan: bad replies f to withstand in a round"
+    )
+    selected_clients: int = Field(
+        0, ge=0, le=100_000, description="of multikrum: replies that are averaged; 0: all but malicious-clients"
+    )
+    q: float = Field(0.1, ge=0, le=100, description="of qfedavg: how much a worse loss weighs; 0: all alike")
+    dp: Literal["none", "server-fixed", "server-adaptive", "client-fixed", "client-adaptive"] = Field(
+        "none", description="differential privacy: who clips the updates, and whether the norm adapts"
+    )
+    dp_noise_multiplier: float = Field(1.0, ge=0, le=1e4, description="of dp: noise in clipping norms, σ")
+    dp_clipping_norm: float = Field(0.1, gt=0, le=1e9, description="of dp: length of an update, C; adaptive: at first")
+    dp_clip_quantile: float = Field(0.5, ge=0, le=1, description="of adaptive dp: part of the updates to be clipped")
+    dp_clip_rate: float = Field(0.2, gt=0, le=100, description="of adaptive dp: step size of the clipping norm")
+    dp_count_noise: float = Field(
+        0.0, ge=0, le=1e6, description="of adaptive dp: noise of the clipped clients' number; 0: their 20th part"
+    )
+    dp_delta: float = Field(1e-5, gt=0, lt=1, description="of dp: the δ that ε is given for")
     rounds: int = Field(20, ge=1, le=100_000, description="communication rounds T")
     participation: float = Field(0.5, gt=0, le=1, description="fraction of the clients that train in a round")
     local_epochs: int = Field(3, ge=1, le=10_000, description="epochs a client trains in a round, E")
@@ -93,6 +136,9 @@ class RunConfig(BaseModel):
     evaluation: Literal["central", "federated"] = Field(
         "central", description="central: the server's test set; federated: the clients' own (protocol paper)"
     )
+    gamma_hat: Literal["off", "trainable", "all-state"] = Field(
+        "trainable", description="of what Γ̂ is measured each round; all-state: BatchNorm's statistics and counters too"
+    )
     threshold: float = Field(0.7, ge=0, le=1, description="accuracy whose first round the summary names")
     min_replies: float = Field(
         1.0, gt=0, le=1, description="fraction of a round's clients that must reply, or it stops"
@@ -124,10 +170,10 @@ class RunConfig(BaseModel):
             raise ValueError("a value of its own kind, not true or false")
         return value
 
-    @field_validator("alpha", "beta", "gamma", "learning_rate", "guidance", "node_wait", "round_timeout")
+    @field_validator("*")
     @classmethod
-    def _finite(cls, value: float) -> float:
-        if not math.isfinite(value):
+    def _finite(cls, value: Any) -> Any:
+        if isinstance(value, float) and not math.isfinite(value):
             raise ValueError("must be a finite number")
         return value
 
@@ -172,6 +218,15 @@ class RunConfig(BaseModel):
     def matched(self) -> bool:
         """Whether the policy spends a total that all clients share."""
         return self.policy in MATCHED
+
+    def sampled(self, clients: int) -> int:
+        """How many of so many clients train in a round."""
+        return max(1, round(self.participation * clients))
+
+    @property
+    def fewest_replies(self) -> int:
+        """The fewest replies of a round that `min-replies` lets pass."""
+        return max(1, math.ceil(self.min_replies * self.sampled(self.clients)))
 
     def outside(self) -> dict[str, Any]:
         """The config as users write it: kebab-case keys, plain values."""

@@ -21,10 +21,10 @@ import numpy as np
 from flwr.app import Array, ArrayRecord, ConfigRecord, Error, Message, MessageType, MetricRecord, RecordDict
 from flwr.supercore import log
 
-from fedeas_flwr.runs import Arrays
+from fedeas_flwr.runs import Arrays, plain
 
 ARRAYS, BUFFERS, CONFIG, METRICS = "arrays", "buffers", "config", "metrics"
-WEIGHT = "num-examples"
+WEIGHT, LOSS = "num-examples", "loss"
 CLIENT_FAILED = 1
 """Error code of a reply in which the client itself says what went wrong."""
 
@@ -111,6 +111,19 @@ def to_arrays(record: ArrayRecord) -> Arrays:
     return {key: value.numpy() for key, value in record.items()}
 
 
+def encoded(record: ArrayRecord) -> ArrayRecord:
+    """The record as Flower knows it: tensors that were handed over become NumPy arrays."""
+    return to_record(plain(to_arrays(record))) if isinstance(record, LiveRecord) else record
+
+
+def as_handed_over(record: ArrayRecord, like: ArrayRecord) -> ArrayRecord:
+    """The way back: tensors beside those of ``like``, if it is live."""
+    if not isinstance(like, LiveRecord):
+        return record
+    tensors = to_arrays(like)
+    return LiveRecord({key: tensors[key].new_tensor(array) for key, array in to_arrays(record).items()})
+
+
 def is_live(message: Message) -> bool:
     """Whether a message hands its model over within the process."""
     return isinstance(message.content.array_records[ARRAYS], LiveRecord)
@@ -186,7 +199,7 @@ def train_reply(message: Message, report: TrainReport, trainable: Arrays, buffer
         {
             WEIGHT: report.examples,
             "client-id": report.client,
-            "loss": report.loss,
+            LOSS: report.loss,
             "steps": report.steps,
             "generated": report.generated,
             "made": report.made,
@@ -213,7 +226,7 @@ def read_train_reply(message: Message, client: int, trainable: Arrays, buffers: 
     report = TrainReport(
         client=_whole(record, "client-id", 0, 2**53),
         examples=_whole(record, WEIGHT, 1, 2**40),
-        loss=_number(record, "loss"),
+        loss=_number(record, LOSS),
         steps=_whole(record, "steps", 0, 2**53),
         generated=_whole(record, "generated", 0, 2**53),
         made=_whole(record, "made", 0, 2**53),

@@ -1,4 +1,4 @@
-"""What a run's rounds amount to: last-20 mean, peak, rounds to a threshold."""
+"""What a run's rounds amount to: last-20 mean, peak, rounds to a threshold, median Γ̂."""
 
 from __future__ import annotations
 
@@ -33,6 +33,7 @@ def rounds_to_threshold(accuracies: Sequence[float], threshold: float) -> int | 
 def summarise(rounds: Sequence[Mapping[str, Any]], threshold: float) -> dict[str, Any]:
     """The summary of a run from its round records."""
     accuracies = [float(r["accuracy"]) for r in rounds]
+    dissimilarities = [r["gamma_hat"] for r in rounds if r.get("gamma_hat") is not None]
     phases = sorted({phase for r in rounds for phase in r["seconds"]})
     return {
         "rounds": len(rounds),
@@ -41,6 +42,7 @@ def summarise(rounds: Sequence[Mapping[str, Any]], threshold: float) -> dict[str
         "peak_round": int(np.argmax(accuracies)) + 1,
         "final": accuracies[-1],
         "total_generated": int(rounds[-1]["generated"]),
+        "gamma_hat": float(np.median(dissimilarities)) if dissimilarities else None,
         "threshold": threshold,
         "rounds_to_threshold": rounds_to_threshold(accuracies, threshold),
         "failures": sum(len(r["failures"]) for r in rounds),

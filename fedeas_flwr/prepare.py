@@ -18,6 +18,7 @@ from fedeas_flwr.models import split_state
 from fedeas_flwr.progress import show_tries
 from fedeas_flwr.runs import RunDirectory, RunError
 from fedeas_flwr.sizes import show_bytes
+from fedeas_flwr.strategies import build_strategy
 from fedeas_flwr.training import network, pick_device
 from fedeas_flwr.upkeep import make_room
 
@@ -29,6 +30,7 @@ def prepare(config: RunConfig, console: Console) -> RunConfig:
     """
     if not config.clients:
         raise ConfigError("clients = 0: `fedeas run` makes the federation itself, so say how many clients it has")
+    build_strategy(config)  # refuses what so few clients cannot do
     device = pick_device(config.device)
     config = _with_absolute_paths(config)
     counts = planned_counts(config, config.clients, show_tries(console))

@@ -52,6 +52,14 @@ class RunError(RuntimeError):
     """A run that cannot start, go on, or be read; the message is one line for the user."""
 
 
+@dataclass(frozen=True)
+class StrategyState:
+    """What a strategy carries from one round to the next, beside the model: momentum, moments, a clipping norm."""
+
+    arrays: Arrays = field(default_factory=dict)
+    numbers: dict[str, float] = field(default_factory=dict)
+
+
 @dataclass
 class Checkpoint:
     """Everything the server holds after a round."""
@@ -63,6 +71,7 @@ class Checkpoint:
     """Client → the last round whose reply the server used."""
     generated: dict[int, int] = field(default_factory=dict)
     """Client → images in its cache, as it last reported."""
+    strategy: StrategyState = field(default_factory=StrategyState)
 
 
 class RunDirectory:
@@ -141,7 +150,13 @@ class RunDirectory:
         """Replace the checkpoint; a reader sees the old one or the new one, never a part."""
         arrays = {f"trainable/{k}": v for k, v in plain(checkpoint.trainable).items()}
         arrays |= {f"buffers/{k}": v for k, v in plain(checkpoint.buffers).items()}
-        state = {"round": checkpoint.round, "accepted": checkpoint.accepted, "generated": checkpoint.generated}
+        arrays |= {f"strategy/{k}": v for k, v in plain(checkpoint.strategy.arrays).items()}
+        state = {
+            "round": checkpoint.round,
+            "accepted": checkpoint.accepted,
+            "generated": checkpoint.generated,
+            "strategy": checkpoint.strategy.numbers,
+        }
         atomic_write(self.path / "checkpoint.safetensors", save(arrays, metadata={"state": json.dumps(state)}))
 
     def load_checkpoint(self) -> Checkpoint | None:
@@ -161,6 +176,7 @@ class RunDirectory:
             buffers=_under("buffers/", arrays),
             accepted={int(k): int(v) for k, v in state["accepted"].items()},
             generated={int(k): int(v) for k, v in state["generated"].items()},
+            strategy=StrategyState(_under("strategy/", arrays), dict(state.get("strategy", {}))),
         )
 
     def save_model(self, arrays: Arrays) -> None:

@@ -23,7 +23,7 @@ from fedeas_flwr.models import split_state
 from fedeas_flwr.paths import cache_root
 from fedeas_flwr.runs import Arrays, Checkpoint, RunDirectory, RunError, describe_environment
 from fedeas_flwr.strategies import build_strategy
-from fedeas_flwr.strategies.federation import Evaluate, Federation
+from fedeas_flwr.strategies.federation import Evaluate, Federation, wait_for_nodes
 from fedeas_flwr.training import Normaliser, copy_state, evaluate, network, pick_device
 
 app = ServerApp()
@@ -45,8 +45,10 @@ def main(grid: Grid, context: Context) -> None:
 def _recorded(grid: Grid, config: RunConfig, run: RunDirectory, device: str) -> None:
     """Do the run, and leave its status behind however it ends."""
     try:
+        clients = len(wait_for_nodes(grid, config))
+        config = config.with_changes(clients=clients)
         federation = Federation(grid, config, build_strategy(config), run)
-        clients = federation.discover()
+        federation.discover()
         run.record_clients(clients)
         with shared_generator(federation, config, run, device):
             federation.plan()

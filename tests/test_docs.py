@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from fedeas_flwr.config import RunConfig, read_config
+from fedeas_flwr.config import KEYS, RunConfig, read_config
 from fedeas_flwr.runs import RunDirectory
+from fedeas_flwr.strategies import ALGORITHMS, TABLE_HEAD, table_rows
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
@@ -22,8 +23,24 @@ def parameter_table() -> list[str]:
 
 
 def test_the_parameter_table_is_the_codes() -> None:
-    rows = [line for line in README.splitlines() if re.match(r"\| `[a-z-]+` \| `", line)]
+    rows = [line for line in README.splitlines() if re.match(r"\| `[a-z0-9-]+` \| `", line)]
     assert rows == parameter_table()
+
+
+def test_the_strategies_table_is_the_codes() -> None:
+    lines = (ROOT / "docs" / "strategies.md").read_text().splitlines()
+    rows = ["| " + " | ".join(cells) + " |" for cells in (TABLE_HEAD, *table_rows())]
+    assert [line for line in lines if line.startswith("| ")][: len(rows)] == rows
+
+
+def test_the_strategies_seconds_are_the_committed_ones() -> None:
+    measured = json.loads((ROOT / "results" / "strategies" / "cpu.json").read_text())["seconds"]
+    text = (ROOT / "docs" / "strategies.md").read_text()
+    assert all(f"| {name} | {taken:.1f} |" in text for name, taken in measured.items())
+
+
+def test_an_algorithms_keys_are_keys() -> None:
+    assert all(key in KEYS for algorithm in ALGORITHMS.values() for key in algorithm.keys)
 
 
 def test_every_module_is_in_the_tree() -> None:

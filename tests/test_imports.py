@@ -26,7 +26,7 @@ LAYERS = [
 """A module imports from its own layer or a lower one (nearer the top of this list), never from a higher one."""
 
 FLOWER = {"messages", "grids", "strategies", "client_app", "server_app", "launch"}
-TORCH = {"training", "models", "generators", "data", "client_app", "server_app"}
+TORCH = {"training", "models", "generators", "data", "strategies", "client_app", "server_app"}
 
 
 def modules() -> dict[str, list[Path]]:

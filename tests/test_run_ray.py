@@ -78,6 +78,19 @@ def test_ray_with_one_and_two_actors_and_inline_give_the_same_weights(
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    "keys", [{"strategy": "fedadam"}, {"strategy": "fedavgm", "dp": "client-adaptive", "dp_noise_multiplier": 0.1}]
+)
+def test_flowers_strategies_and_client_side_clipping_are_the_same_under_ray(
+    tmp_path: Path, keys: dict[str, object]
+) -> None:
+    inline = finish(small(tmp_path / "inline", policy="none", rounds=2, **keys))
+    ray = finish(small(tmp_path / "ray", policy="none", rounds=2, backend="ray", **keys))
+    assert weights(inline) == weights(ray)
+    assert [r["gamma_hat"] for r in inline.rounds()] == pytest.approx([r["gamma_hat"] for r in ray.rounds()])
+
+
+@pytest.mark.slow
 def test_a_killed_generator_costs_time_and_nothing_else(tmp_path: Path, fresh_images: Callable[[str], None]) -> None:
     # Chunks of 4 × 8 images: the service dies with some of a client's images on disk and some not.
     changes = {"beta": 12.0, "generation_batch": 8, "participation": 1.0, "rounds": 2}

@@ -6,23 +6,119 @@ sampling, checks, order, buffers, quorum and resume are `Federation`'s, the same
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
+
 from flwr.serverapp.strategy import Strategy
 
-from fedeas_flwr.config import RunConfig
-from fedeas_flwr.messages import ARRAYS, CONFIG, WEIGHT
-from fedeas_flwr.strategies.fedavg import FedAvg
+from fedeas_flwr.config import ConfigError, RunConfig
+from fedeas_flwr.strategies import flower
+from fedeas_flwr.strategies.fedavg import build_fedavg
+from fedeas_flwr.strategies.flower import Composed, composed, composed_if_private
+
+
+@dataclass(frozen=True)
+class Algorithm:
+    """A strategy, how it is built, and what choosing it means."""
+
+    build: Callable[[RunConfig], Strategy]
+    summary: str
+    discloses: str
+    """What a client reveals beyond what FedAvg takes: its model update and its number of real samples."""
+    extra_bytes: float
+    """What crosses the wire for a client of a round beyond model out and model back, in models."""
+    keys: tuple[str, ...] = ()
+    """The run-config keys that are this algorithm's own."""
+
+
+ALGORITHMS: dict[str, Algorithm] = {
+    "fedavg": Algorithm(composed_if_private(build_fedavg), "mean of the models by real samples", "nothing", 0),
+    "fedavgm": Algorithm(
+        composed(flower.build_fedavgm),
+        "FedAvg with momentum on the server",
+        "nothing",
+        0,
+        ("server-learning-rate", "server-momentum"),
+    ),
+    "fedadam": Algorithm(
+        composed(flower.build_fedadam),
+        "Adam on the mean update",
+        "nothing",
+        0,
+        ("server-learning-rate", "beta-1", "beta-2", "tau"),
+    ),
+    "fedadagrad": Algorithm(
+        composed(flower.build_fedadagrad), "Adagrad on the mean update", "nothing", 0, ("server-learning-rate", "tau")
+    ),
+    "fedyogi": Algorithm(
+        composed(flower.build_fedyogi),
+        "Yogi on the mean update",
+        "nothing",
+        0,
+        ("server-learning-rate", "beta-1", "beta-2", "tau"),
+    ),
+    "fedmedian": Algorithm(composed(flower.build_fedmedian), "median of every weight, clients alike", "nothing", 0),
+    "fedtrimmedavg": Algorithm(
+        composed(flower.build_fedtrimmedavg),
+        "mean of every weight without its extremes, clients alike",
+        "nothing",
+        0,
+        ("trim-fraction",),
+    ),
+    "krum": Algorithm(
+        composed(flower.build_krum),
+        "the one reply that lies nearest to the others",
+        "nothing",
+        0,
+        ("malicious-clients",),
+    ),
+    "multikrum": Algorithm(
+        composed(flower.build_multikrum),
+        "mean by real samples of the replies that lie nearest to the others",
+        "nothing",
+        0,
+        ("malicious-clients", "selected-clients"),
+    ),
+    "bulyan": Algorithm(
+        composed(flower.build_bulyan),
+        "MultiKrum, then of every weight the mean of those nearest the median",
+        "nothing",
+        0,
+        ("malicious-clients",),
+    ),
+    "qfedavg": Algorithm(
+        composed(flower.build_qfedavg),
+        "updates weighted by the client's training loss to the power q",
+        "nothing; the loss, sent anyway, decides its weight",
+        0,
+        ("q",),
+    ),
+}
 
 
 def build_strategy(config: RunConfig) -> Strategy:
-    """Build the algorithm the run-config names."""
-    assert config.strategy == "fedavg"
-    # The grid it is shown holds the chosen clients alone: all of them, however few.
-    return FedAvg(
-        fraction_train=1.0,
-        min_train_nodes=1,
-        min_evaluate_nodes=1,
-        min_available_nodes=1,
-        weighted_by_key=WEIGHT,
-        arrayrecord_key=ARRAYS,
-        configrecord_key=CONFIG,
-    )
+    """Build the algorithm the run-config names, for a federation of `clients` clients.
+
+    Raises
+    ------
+    ConfigError
+        If the algorithm cannot work with so few replies or with `dp`, in one line.
+    """
+    strategy = ALGORITHMS[config.strategy].build(config)
+    if config.dp != "none" and not isinstance(strategy, Composed):
+        raise ConfigError(
+            f"dp = '{config.dp}' does not cover all that strategy = '{config.strategy}' sends: use fedavg or one of "
+            "Flower's own"
+        )
+    return strategy
+
+
+TABLE_HEAD = ("strategy", "what it does", "keys of its own", "discloses beyond FedAvg", "models sent, a client a round")
+
+
+def table_rows() -> list[tuple[str, ...]]:
+    """One row an algorithm: the table of `fedeas strategies` and of docs/strategies.md."""
+    return [
+        (name, a.summary, ", ".join(a.keys) or "none", a.discloses, f"{2 + a.extra_bytes:g}")
+        for name, a in ALGORITHMS.items()
+    ]

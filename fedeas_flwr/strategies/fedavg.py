@@ -3,12 +3,32 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 from flwr.app import ArrayRecord, Message, MetricRecord
 from flwr.serverapp import strategy as flower
 
 from fedeas_flwr import messages
+from fedeas_flwr.config import RunConfig
 from fedeas_flwr.strategies.averaging import weighted_average
+
+
+def settings() -> dict[str, Any]:
+    """What every Flower strategy is told here: the grid it is shown holds the round's clients alone, and all train."""
+    return {
+        "fraction_train": 1.0,
+        "min_train_nodes": 1,
+        "min_evaluate_nodes": 1,
+        "min_available_nodes": 1,
+        "weighted_by_key": messages.WEIGHT,
+        "arrayrecord_key": messages.ARRAYS,
+        "configrecord_key": messages.CONFIG,
+    }
+
+
+def build_fedavg(config: RunConfig) -> FedAvg:
+    """FedAvg has no keys of its own."""
+    return FedAvg(**settings())
 
 
 class FedAvg(flower.FedAvg):

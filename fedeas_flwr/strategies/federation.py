@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from logging import INFO
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 from flwr.app import ConfigRecord, Message
@@ -27,12 +27,28 @@ from fedeas_flwr.data import dataset_info
 from fedeas_flwr.grids import GridView
 from fedeas_flwr.messages import MessageError, Share, TrainReport, TrainTask
 from fedeas_flwr.metrics import summarise
-from fedeas_flwr.runs import Arrays, Checkpoint, RunDirectory, RunError
+from fedeas_flwr.runs import Arrays, Checkpoint, RunDirectory, RunError, StrategyState
 from fedeas_flwr.strategies.averaging import weighted_average
+from fedeas_flwr.strategies.dissimilarity import gradient_dissimilarity
+from fedeas_flwr.strategies.federated_evaluation import ask_clients_to_test
+from fedeas_flwr.strategies.flower import Composed
 from fedeas_flwr.streams import stream
 from fedeas_flwr.waterfill import waterfill_level
 
 Evaluate = Callable[[Arrays, Arrays], dict[str, Any]]
+
+
+@runtime_checkable
+class Stateful(Protocol):
+    """A strategy that remembers something between rounds: what `state` gives, `load_state` takes back on resume."""
+
+    def state(self) -> StrategyState:
+        """All that changes from round to round, the model itself left out."""
+        ...
+
+    def load_state(self, state: StrategyState) -> None:
+        """Go on from there."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -42,6 +58,7 @@ class RoundOutcome:
     reports: list[TrainReport]
     failures: list[dict[str, Any]]
     seconds: dict[str, float]
+    gamma_hat: float | None = None
 
 
 class Federation:
@@ -132,18 +149,26 @@ class Federation:
         ``test`` scores (trainable, buffers) on a test set of the server's; without it the clients are asked.
         """
         state, self.checkpointed = start, start.accepted
+        if isinstance(self.strategy, Stateful):
+            self.strategy.load_state(start.strategy)
         while state.round < self.config.rounds:
             state, outcome = self.train_round(state)
             if state.generated.keys() >= self.nodes.keys():
                 self.when_all_have_generated()
             began = time.perf_counter()
-            scores = test(state.trainable, state.buffers) if test else self._ask_clients_to_test(state)
+            scores = (
+                test(state.trainable, state.buffers)
+                if test
+                else ask_clients_to_test(self.grid, self.config, self.nodes, state)
+            )
             outcome.seconds["evaluate"] = time.perf_counter() - began
             self.run.append_round(
                 {
                     "round": state.round,
                     **scores,
                     "train_loss": _mean(outcome.reports, lambda r: r.loss),
+                    "gamma_hat": outcome.gamma_hat,
+                    **self._privacy(state),
                     "clients": [r.client for r in outcome.reports],
                     "failures": outcome.failures,
                     "generated": sum(state.generated.values()),
@@ -158,12 +183,16 @@ class Federation:
                 self.checkpointed = state.accepted
             log(INFO, "[round %d/%d] accuracy %.4f", state.round, self.config.rounds, scores["accuracy"])
         self.run.save_model({**state.trainable, **state.buffers})
-        self.run.save_summary(summarise(self.run.rounds(), self.config.threshold))
+        self.run.save_summary({**summarise(self.run.rounds(), self.config.threshold), **self._privacy(state)})
+
+    def _privacy(self, state: Checkpoint) -> dict[str, Any]:
+        spent = self.strategy.privacy_spent(state) if isinstance(self.strategy, Composed) else None
+        return {} if spent is None else {"privacy": spent}
 
     def sample(self, round_number: int) -> list[int]:
         """The clients of a round: uniform without replacement, from a stream of the round's own."""
         clients = sorted(self.nodes)
-        count = max(1, round(self.config.participation * len(clients)))
+        count = self.config.sampled(len(clients))
         chosen = stream(self.config.seed, "sample", round_number).choice(len(clients), count, replace=False)
         return [clients[i] for i in sorted(chosen)]
 
@@ -174,6 +203,9 @@ class Federation:
         received = time.perf_counter()
         accepted, failures = self._accept(chosen, replies, state)
         self._check_quorum(number, chosen, failures)
+        checked = time.perf_counter()
+        gamma_hat = self._gamma_hat(state, accepted)  # before the strategy, which may use the replies up
+        measured = time.perf_counter()
 
         arrays, _ = self.strategy.aggregate_train(number, [reply for reply, _, _ in accepted])
         if arrays is None:
@@ -185,14 +217,26 @@ class Federation:
             buffers=weighted_average([b for _, _, b in accepted], [r.examples for r in reports]),
             accepted=state.accepted | {r.client: number for r in reports},
             generated=state.generated | {r.client: r.generated for r in reports},
+            strategy=self.strategy.state() if isinstance(self.strategy, Stateful) else StrategyState(),
         )
         seconds = {
             "clients": received - began,
-            "aggregate": time.perf_counter() - received,
+            "gamma_hat": measured - checked,
+            "aggregate": time.perf_counter() - measured + checked - received,
             "generating": sum(r.seconds_generating for r in reports),
             "training": sum(r.seconds_training for r in reports),
         }
-        return merged, RoundOutcome(reports, failures, seconds)
+        return merged, RoundOutcome(reports, failures, seconds, gamma_hat)
+
+    def _gamma_hat(self, state: Checkpoint, accepted: Sequence[tuple[Message, TrainReport, Arrays]]) -> float | None:
+        if self.config.gamma_hat == "off":
+            return None
+        start = dict(state.trainable)
+        ends = [messages.to_arrays(reply.content.array_records[messages.ARRAYS]) for reply, _, _ in accepted]
+        if self.config.gamma_hat == "all-state":
+            start |= state.buffers
+            ends = [{**end, **buffers} for end, (_, _, buffers) in zip(ends, accepted, strict=True)]
+        return gradient_dissimilarity(start, ends, [report.examples for _, report, _ in accepted])
 
     def _send_round(self, number: int, chosen: Sequence[int], state: Checkpoint) -> Iterable[Message]:
         view = GridView(self.grid, [self.nodes[client] for client in chosen])
@@ -243,42 +287,6 @@ class Federation:
                 f"{self.config.min_replies:g} does not allow it; client {first['client']}: {first['reason']}"
             )
 
-    # -------------------------------------------------------------------------------------- evaluation
-
-    def _ask_clients_to_test(self, state: Checkpoint) -> dict[str, Any]:
-        model, buffers = messages.to_record(state.trainable), messages.to_record(state.buffers)
-        questions = [messages.evaluate_message(node, model, buffers) for node in self.nodes.values()]
-        clients = {node: client for client, node in self.nodes.items()}
-        reports = []
-        failed = f"no reply within {self.config.round_timeout:g} s"
-        for reply in self.grid.send_and_receive(questions, timeout=self.config.round_timeout or None):
-            client = clients[reply.metadata.src_node_id]
-            try:
-                if reply.has_error():
-                    raise MessageError(messages.failure_reason(reply))
-                reports.append(messages.read_evaluate_reply(reply, client))
-            except MessageError as error:
-                failed = f"client {client}: {error}"
-        if len(reports) < self.config.min_replies * len(questions):
-            missing = len(questions) - len(reports)
-            raise RunError(
-                f"evaluation: {missing} of {len(questions)} clients failed and min-replies = "
-                f"{self.config.min_replies:g} does not allow it; {failed}"
-            )
-        reports = sorted((r for r in reports if r.examples), key=lambda r: r.client)
-        if not reports:
-            raise RunError("evaluation: no client has test data of its own")
-        examples = sum(r.examples for r in reports)
-        own = {r.client: r.correct / r.examples for r in reports}
-        worst = min(own, key=lambda client: own[client])
-        return {
-            "accuracy": sum(r.correct for r in reports) / examples,
-            "mean_client_accuracy": sum(own.values()) / len(own),
-            "worst_client_accuracy": own[worst],
-            "worst_client": worst,
-            "loss": sum(r.loss * r.examples for r in reports) / examples,
-        }
-
 
 def wait_for_nodes(grid: Grid, config: RunConfig) -> list[int]:
     """Wait for the federation's nodes; their number is the federation's own unless ``clients`` says otherwise."""
@@ -297,10 +305,13 @@ def wait_for_nodes(grid: Grid, config: RunConfig) -> list[int]:
 
 
 def _like(arrays: Arrays, wanted: Arrays) -> Arrays:
-    # Strategies may compute in float64: the model keeps its own kind and order.
-    if all(arrays[key].dtype == wanted[key].dtype for key in wanted):
-        return {key: arrays[key] for key in wanted}
-    return {key: np.asarray(arrays[key], dtype=wanted[key].dtype) for key in wanted}
+    # Strategies may compute in float64, or in NumPy on a model of tensors: it keeps its own kind, place and order.
+    def restored(array: Any, like: Any) -> Any:
+        if hasattr(like, "cpu"):
+            return array if hasattr(array, "cpu") and array.dtype == like.dtype else like.new_tensor(array)
+        return np.asarray(array, dtype=like.dtype)
+
+    return {key: restored(arrays[key], like) for key, like in wanted.items()}
 
 
 def _mean(reports: Sequence[TrainReport], value: Callable[[TrainReport], float]) -> float:

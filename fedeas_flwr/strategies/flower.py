@@ -1,0 +1,239 @@
+"""Flower's own strategies, unmodified: what they need around them here, and how each is built from the run-config.
+
+They take NumPy arrays in messages, draw from the process's global random generators, and keep what they remember in
+attributes. `Composed` gives them arrays whatever the model is made of, draws of the run's own, and a state that a
+checkpoint can hold.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
+from flwr.serverapp import Grid
+from flwr.serverapp import strategy as flower
+
+from fedeas_flwr import messages
+from fedeas_flwr.config import ConfigError, RunConfig
+from fedeas_flwr.messages import ARRAYS, METRICS, WEIGHT
+from fedeas_flwr.runs import Arrays, Checkpoint, StrategyState
+from fedeas_flwr.strategies.fedavg import settings
+from fedeas_flwr.strategies.privacy import privacy_spent, with_privacy
+from fedeas_flwr.streams import stream
+
+REMEMBERED: dict[type[flower.Strategy], tuple[str, ...]] = {
+    flower.FedAvgM: ("current_arrays", "momentum_vector"),
+    flower.FedAdam: ("m_t", "v_t"),
+    flower.FedAdagrad: ("m_t", "v_t"),
+    flower.FedYogi: ("m_t", "v_t"),
+    flower.DifferentialPrivacyServerSideAdaptiveClipping: ("clipping_norm",),
+    flower.DifferentialPrivacyClientSideAdaptiveClipping: ("clipping_norm",),
+}
+"""Attributes that carry over from one round to the next. All others are set anew by every `configure_train`, or never
+change; tests/test_flower_strategies.py finds an attribute that is missing here."""
+
+
+class Composed(flower.Strategy):
+    """One of Flower's strategies inside `Federation`.
+
+    Parameters
+    ----------
+    inner
+        The strategy, as Flower ships it.
+    config
+        The run it works for.
+    """
+
+    def __init__(self, inner: flower.Strategy, config: RunConfig) -> None:
+        self.inner, self.config = inner, config
+
+    def configure_train(
+        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
+    ) -> Iterable[Message]:
+        """Let the strategy see NumPy arrays; the clients get the model as it is."""
+        with lent_randomness(self.config.seed, "configure", server_round):
+            out = list(self.inner.configure_train(server_round, messages.encoded(arrays), config, grid))
+        for message in out:
+            message.content = RecordDict({**message.content, ARRAYS: arrays})
+        return out
+
+    def aggregate_train(
+        self, server_round: int, replies: Iterable[Message]
+    ) -> tuple[ArrayRecord | None, MetricRecord | None]:
+        """Hand the replies over as NumPy arrays; `Federation` gives the result the model's own kind and place."""
+        taken = list(replies)
+        for reply in taken:
+            arrays, metrics = reply.content.array_records[ARRAYS], reply.content.metric_records[METRICS]
+            if self.config.dp != "none":
+                metrics = MetricRecord({**metrics, WEIGHT: 1})  # privacy.py says why
+            reply.content = RecordDict({ARRAYS: messages.encoded(arrays), METRICS: metrics})
+        with lent_randomness(self.config.seed, "aggregate", server_round):
+            return self.inner.aggregate_train(server_round, taken)
+
+    def configure_evaluate(
+        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
+    ) -> Iterable[Message]:
+        """No messages: evaluation is `Federation`'s, the same for every strategy."""
+        return []
+
+    def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> MetricRecord | None:
+        """Nothing, for the same reason."""
+        return None
+
+    def summary(self) -> None:
+        """Log the strategy's own settings."""
+        self.inner.summary()
+
+    def privacy_spent(self, state: Checkpoint) -> dict[str, Any] | None:
+        """What the run has spent up to ``state``; ``None`` without `dp`."""
+        if self.config.dp == "none":
+            return None
+        return privacy_spent(self.config, self.inner, state.round, state.trainable, state.buffers)
+
+    def state(self) -> StrategyState:
+        """What the strategy remembers, by attribute."""
+        state = StrategyState()
+        for owner, name in self._remembered():
+            value = getattr(owner, name)
+            if isinstance(value, float):
+                state.numbers[name] = value
+                continue
+            for position, (key, array) in enumerate(_items(value)):
+                # A file sorts its names, and some of Flower's lists follow the model's order: the position keeps it.
+                state.arrays[f"{name}/{position:06d}/{key}"] = array
+        return state
+
+    def load_state(self, state: StrategyState) -> None:
+        """Put the attributes back as they were; what is not there has not been set before the first round."""
+        for owner, name in self._remembered():
+            found = sorted(key for key in state.arrays if key.startswith(f"{name}/"))
+            if name in state.numbers:
+                setattr(owner, name, state.numbers[name])
+            elif found:
+                arrays = {key.split("/", 2)[2]: state.arrays[key] for key in found}
+                setattr(owner, name, _like_attribute(name, arrays))
+
+    def _remembered(self) -> Iterator[tuple[flower.Strategy, str]]:
+        for owner in (self.inner, getattr(self.inner, "strategy", None)):  # a DP wrapper, and what it wraps
+            for name in REMEMBERED.get(type(owner), ()):  # type: ignore[arg-type]
+                yield owner, name  # type: ignore[misc]
+
+
+def _items(value: Any) -> Iterable[tuple[str, Any]]:
+    if value is None:
+        return []
+    if isinstance(value, ArrayRecord):
+        return messages.to_arrays(value).items()
+    return value.items() if isinstance(value, Mapping) else ((str(i), array) for i, array in enumerate(value))
+
+
+def _like_attribute(name: str, arrays: Arrays) -> Any:
+    if name == "current_arrays":
+        return messages.to_record(arrays)
+    return list(arrays.values()) if name == "momentum_vector" else arrays
+
+
+@contextmanager
+def lent_randomness(seed: int, purpose: str, round_number: int) -> Iterator[None]:
+    """Make Python's and NumPy's global generators this round's own, and put them back as they were.
+
+    Flower's strategies draw from them. What they draw then depends on (seed, round) alone, so a resumed run draws the
+    same, and nothing else in the process notices.
+    """
+    words = stream(seed, f"flower {purpose}", round_number).integers(0, 2**32, size=8, dtype=np.uint64)
+    before, numpy_before = random.getstate(), np.random.get_state()
+    random.seed(words.tobytes())
+    np.random.seed(words.astype(np.uint32))
+    try:
+        yield
+    finally:
+        random.setstate(before)
+        np.random.set_state(numpy_before)
+
+
+# ------------------------------------------------------------------------------------------------ builders
+
+
+def build_fedavgm(config: RunConfig) -> flower.Strategy:
+    """v ← μ v + (θ − mean θ_k), θ ← θ − η v (Hsu et al. 2019)."""
+    rate = config.server_learning_rate or 1.0
+    return flower.FedAvgM(**settings(), server_learning_rate=rate, server_momentum=config.server_momentum)
+
+
+def build_fedadam(config: RunConfig) -> flower.Strategy:
+    """Adam on the mean update (Reddi et al. 2021, Algorithm 2)."""
+    moments: dict[str, Any] = {"beta_1": config.beta_1, "beta_2": config.beta_2, "tau": config.tau}
+    return flower.FedAdam(**settings(), eta=config.server_learning_rate or 0.1, **moments)
+
+
+def build_fedadagrad(config: RunConfig) -> flower.Strategy:
+    """Adagrad on the mean update (Reddi et al. 2021, Algorithm 2), without momentum as Flower has it."""
+    return flower.FedAdagrad(**settings(), eta=config.server_learning_rate or 0.1, tau=config.tau)
+
+
+def build_fedyogi(config: RunConfig) -> flower.Strategy:
+    """Yogi on the mean update (Reddi et al. 2021, Algorithm 2)."""
+    moments: dict[str, Any] = {"beta_1": config.beta_1, "beta_2": config.beta_2, "tau": config.tau}
+    return flower.FedYogi(**settings(), eta=config.server_learning_rate or 0.01, **moments)
+
+
+def build_fedmedian(config: RunConfig) -> flower.Strategy:
+    """The median of every weight (Yin et al. 2018)."""
+    return flower.FedMedian(**settings())
+
+
+def build_fedtrimmedavg(config: RunConfig) -> flower.Strategy:
+    """The mean of every weight without its extremes (Yin et al. 2018)."""
+    return flower.FedTrimmedAvg(**settings(), beta=config.trim_fraction)
+
+
+def build_krum(config: RunConfig) -> flower.Strategy:
+    """The one reply nearest to its neighbours (Blanchard et al. 2017)."""
+    _need_replies(config, 2 * config.malicious_clients + 3, "2 · malicious-clients + 3")
+    return flower.Krum(**settings(), num_malicious_nodes=config.malicious_clients)
+
+
+def build_multikrum(config: RunConfig) -> flower.Strategy:
+    """The mean of the replies with the best Krum scores (Blanchard et al. 2017)."""
+    _need_replies(config, 2 * config.malicious_clients + 3, "2 · malicious-clients + 3")
+    fewest = config.fewest_replies
+    selected = config.selected_clients or fewest - config.malicious_clients
+    if selected > fewest:
+        raise ConfigError(f"selected-clients = {selected}: must be at most {fewest}, the fewest replies of a round")
+    return flower.MultiKrum(**settings(), num_malicious_nodes=config.malicious_clients, num_nodes_to_select=selected)
+
+
+def build_bulyan(config: RunConfig) -> flower.Strategy:
+    """MultiKrum, then of every weight the mean of those nearest to the median (El Mhamdi et al. 2018)."""
+    _need_replies(config, 4 * config.malicious_clients + 3, "4 · malicious-clients + 3")
+    return flower.Bulyan(**settings(), num_malicious_nodes=config.malicious_clients)
+
+
+def build_qfedavg(config: RunConfig) -> flower.Strategy:
+    """Updates weighted by F_k^q (Li et al. 2020, Algorithm 2), with L = 1/η of the clients' own step size."""
+    return flower.QFedAvg(
+        client_learning_rate=config.learning_rate, q=config.q, train_loss_key=messages.LOSS, **settings()
+    )
+
+
+def _need_replies(config: RunConfig, needed: int, rule: str) -> None:
+    if config.fewest_replies < needed:
+        raise ConfigError(
+            f"strategy = '{config.strategy}' with malicious-clients = {config.malicious_clients} needs {needed} "
+            f"replies a round ({rule}), but clients = {config.clients}, participation = {config.participation:g} and "
+            f"min-replies = {config.min_replies:g} assure {config.fewest_replies}"
+        )
+
+
+def composed(build: Callable[[RunConfig], flower.Strategy]) -> Callable[[RunConfig], flower.Strategy]:
+    """A builder of one of Flower's strategies, made into one of ours."""
+    return lambda config: Composed(with_privacy(build(config), config), config)
+
+
+def composed_if_private(build: Callable[[RunConfig], flower.Strategy]) -> Callable[[RunConfig], flower.Strategy]:
+    """The same for one of ours, which takes tensors as they are: only Flower's DP wrappers need it composed."""
+    return lambda config: build(config) if config.dp == "none" else composed(build)(config)

@@ -1,0 +1,106 @@
+"""Differential privacy by Flower's wrappers: which are allowed, what they need, and what they are worth.
+
+A wrapper clips every client's update to length C and adds noise of standard deviation σ·C/n to the aggregate of n
+clients. That is the Gaussian mechanism only if one client can move the aggregate by C/n at most, so the aggregate must
+be a mean of equal weights. With `dp` on, clients therefore weigh alike (by N_k, a large client would move the mean
+further than the noise covers), every sampled client must reply, and an ε is given only where all of that holds.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from flwr.serverapp import strategy as flower
+
+from fedeas_flwr.config import ConfigError, RunConfig
+from fedeas_flwr.runs import Arrays
+from fedeas_flwr.strategies.fedavg import FedAvg
+
+WRAPPERS: dict[str, Any] = {
+    "server-fixed": flower.DifferentialPrivacyServerSideFixedClipping,
+    "server-adaptive": flower.DifferentialPrivacyServerSideAdaptiveClipping,
+    "client-fixed": flower.DifferentialPrivacyClientSideFixedClipping,
+    "client-adaptive": flower.DifferentialPrivacyClientSideAdaptiveClipping,
+}
+ASSUMES = (
+    "one client's update present or zero, RDP over all rounds without amplification by sampling, trained parameters "
+    "alone, a seed that nobody else knows"
+)
+
+
+def with_privacy(strategy: flower.Strategy, config: RunConfig) -> flower.Strategy:
+    """Put the wrapper that `dp` names around a strategy.
+
+    Raises
+    ------
+    ConfigError
+        If the wrapper cannot keep its promise under this config, in one line.
+    """
+    if config.dp == "none":
+        return strategy
+    if config.min_replies < 1:
+        raise ConfigError(
+            f"min-replies = {config.min_replies:g}: must be 1 with dp = '{config.dp}', whose noise is for all clients"
+        )
+    sampled = config.sampled(config.clients)
+    if config.dp in ("server-fixed", "client-fixed"):
+        fixed: flower.Strategy = WRAPPERS[config.dp](
+            strategy, config.dp_noise_multiplier, config.dp_clipping_norm, sampled
+        )
+        return fixed
+    count_noise = config.dp_count_noise or sampled / 20  # Andrew et al. 2021, as Flower's own default
+    if config.dp_noise_multiplier >= 2 * count_noise:
+        raise ConfigError(
+            f"dp-noise-multiplier = {config.dp_noise_multiplier:g}: must be below {2 * count_noise:g}, twice the "
+            f"dp-count-noise ({count_noise:g} for the {sampled} clients of a round), with dp = '{config.dp}'"
+        )
+    adaptive = WRAPPERS[config.dp](
+        strategy,
+        config.dp_noise_multiplier,
+        sampled,
+        config.dp_clipping_norm,
+        config.dp_clip_quantile,
+        config.dp_clip_rate,
+        config.dp_count_noise or None,
+    )
+    # C ← C·exp(−η(b − γ)) is for b = the part of the updates that was *not* clipped (Andrew et al. 2021, Algorithm 1).
+    # Flower 1.41 counts the clipped ones, so that its norm runs away from the quantile; the other sign leads it there.
+    adaptive.clip_norm_lr = -config.dp_clip_rate
+    wrapped: flower.Strategy = adaptive
+    return wrapped
+
+
+def gaussian_epsilon(noise_multiplier: float, releases: int, delta: float) -> float:
+    """ε of so many Gaussian mechanisms at δ.
+
+    A Gaussian mechanism of multiplier σ is (α, α/(2σ²))-RDP, T of them add up to (α, αρ) with ρ = T/(2σ²), and that is
+    (αρ + ln(1/δ)/(α−1), δ)-DP (Mironov 2017, Corollary 3, Propositions 1 and 3); the best α is 1 + √(ln(1/δ)/ρ).
+    """
+    rho = releases / (2 * noise_multiplier**2)
+    return rho + 2 * math.sqrt(rho * math.log(1 / delta))
+
+
+def privacy_spent(
+    config: RunConfig, wrapper: flower.Strategy, rounds: int, trainable: Arrays, buffers: Arrays
+) -> dict[str, Any]:
+    """What so many rounds have spent: ε with δ and what it assumes, or no ε and why."""
+    why = _no_epsilon(config, wrapper, trainable, buffers)
+    if why:
+        return {"epsilon": None, "why": why}
+    clipping = "" if config.dp == "server-fixed" else ", clients that clip as they are told"
+    epsilon = gaussian_epsilon(config.dp_noise_multiplier, rounds, config.dp_delta)
+    return {"epsilon": epsilon, "delta": config.dp_delta, "assumes": ASSUMES + clipping}
+
+
+def _no_epsilon(config: RunConfig, wrapper: Any, trainable: Arrays, buffers: Arrays) -> str:
+    if config.dp_noise_multiplier == 0:
+        return "dp-noise-multiplier = 0 adds no noise"
+    if config.dp in ("server-adaptive", "client-adaptive"):
+        return "Flower scales the noise by the next round's clipping norm, not by the one that updates were clipped to"
+    if type(wrapper.strategy).aggregate_train is not FedAvg.aggregate_train:
+        return f"strategy = '{config.strategy}' does not take the mean of equal weights that the noise is for"
+    if buffers:
+        return f"the model's buffers, such as {next(iter(buffers))}, are averaged without noise"
+    scalars = [key for key, array in trainable.items() if len(array.shape) == 0]
+    return f"Flower does not clip scalars such as {scalars[0]}" if scalars else ""
