@@ -63,8 +63,8 @@ def merging_seconds(config: RunConfig, states: list[Arrays]) -> float:
 def _reply(message: Message, states: list[Arrays]) -> Message:
     client = message.metadata.dst_node_id - 1
     report = messages.TrainReport(client, 100 + client, 0.5, 1, 0, 0, 0.0, 0.0)
-    reply = messages.train_reply(message, report, states[1 + client], {})
-    messages.read_train_reply(reply, client, states[0], {})
+    reply = messages.train_reply(message, report, states[1 + client], {}, {})
+    messages.read_train_reply(reply, client, states[0], {}, {})
     if "clipping_norm" in message.content.config_records[messages.CONFIG]:  # what a client that clips says besides
         reply.content.metric_records[messages.METRICS]["norm_bit"] = 1
     return reply

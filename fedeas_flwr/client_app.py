@@ -21,7 +21,7 @@ from flwr.clientapp import ClientApp
 
 from fedeas_flwr import allocation, messages
 from fedeas_flwr.cache import ImageCache
-from fedeas_flwr.client_state import ClientStore
+from fedeas_flwr.client_state import ClientState, ClientStore
 from fedeas_flwr.config import RunConfig, parse_config
 from fedeas_flwr.generators import Generator, describe_generator, open_for_run
 from fedeas_flwr.generators.classifier import ensure_recognised, independent_classifier
@@ -29,9 +29,11 @@ from fedeas_flwr.generators.service import InProcessService, ServiceGenerator
 from fedeas_flwr.local_data import FederatedData, Images, Labels, federated_data
 from fedeas_flwr.messages import EvaluateReport, Share, TrainReport
 from fedeas_flwr.runs import plain
+from fedeas_flwr.strategies import client_part
+from fedeas_flwr.strategies.client_part import ClientRound
 from fedeas_flwr.strategies.clipping import clips_update
 from fedeas_flwr.streams import stream
-from fedeas_flwr.training import Engine, Normaliser, build_engine, copy_state, evaluate, network, pick_device
+from fedeas_flwr.training import Engine, Normaliser, build_engine, copy_state, evaluate, network, pick_device, recipe
 from fedeas_flwr.waterfill import waterfill_count, waterfill_fill
 
 app = ClientApp()
@@ -76,7 +78,8 @@ def train_client(message: Message, context: Context) -> Message:
     config, client, data = _open(context)
     task = messages.read_task(message)
     device = pick_device(config.device, config.precision)
-    store = ClientStore(Path(task.state_dir) / str(client))
+    live = messages.is_live(message)
+    store = ClientStore(Path(task.state_dir) / str(client), in_memory=live)
     state = store.load(task.accepted_round)
 
     began = time.perf_counter()
@@ -85,11 +88,25 @@ def train_client(message: Message, context: Context) -> Message:
     images, labels, made, rejected = _images(config, data, client, state.generate or (), device, task.service)
     generated_at = time.perf_counter()
 
-    result, *trained = _engine(config, device).train(
-        *messages.read_model(message), images, labels, stream(config.seed, "batches", task.round, client)
+    part, (trainable, buffers) = client_part(config), messages.read_model(message)
+    local = ClientRound(
+        config=config,
+        number=task.round,
+        client=client,
+        device=device,
+        trainable=trainable,
+        buffers=buffers,
+        extra=messages.read_extra(message),
+        memory=state.memory,
+        labels=labels,
+        steps=recipe(config).steps(len(labels)),
     )
+    inputs, batches = part.prepare(local), stream(config.seed, "batches", task.round, client)
+    result, *trained = _engine(config, device).train(trainable, buffers, images, labels, batches, inputs)
+    trainable, buffers = (dict(s) if live else plain(s) for s in trained)
+    finished = part.finish(local, trainable, buffers)
     needed = (task.accepted_round, task.checkpointed_round)
-    store.save(task.round, replace(state, steps=state.steps + result.steps), needed)
+    store.save(task.round, ClientState(state.generate, state.steps + result.steps, finished.memory), needed)
     report = TrainReport(
         client=client,
         examples=len(data.partition.train[client]),
@@ -101,8 +118,7 @@ def train_client(message: Message, context: Context) -> Message:
         seconds_training=time.perf_counter() - generated_at,
         rejected=rejected,
     )
-    trainable, buffers = (dict(s) if messages.is_live(message) else plain(s) for s in trained)
-    return messages.train_reply(message, report, trainable, buffers)
+    return messages.train_reply(message, report, trainable, buffers, finished.extra)
 
 
 @app.evaluate()
@@ -200,7 +216,7 @@ def _opened_generator(keys: tuple[tuple[str, Any], ...], device: str) -> Generat
 def _engine(config: RunConfig, device: str) -> Engine:
     """This thread's engine: model, graphs and buffers are kept between clients and rounds."""
     if getattr(_own, "config", None) != config:
-        _own.engine, _own.config = build_engine(config, device), config
+        _own.engine, _own.config = build_engine(config, device, client_part(config).objective), config
     engine: Engine = _own.engine
     return engine
 

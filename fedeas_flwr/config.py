@@ -23,6 +23,7 @@ Policy = Literal[
 ]
 StrategyName = Literal[
     "fedavg",
+    "fedprox",
     "fedavgm",
     "fedadam",
     "fedadagrad",
@@ -70,6 +71,7 @@ class RunConfig(BaseModel):
     strategy: StrategyName = Field(
         "fedavg", description="how the clients' models become one; `fedeas strategies` lists them"
     )
+    fedprox_mu: float = Field(0.01, ge=0, le=1e4, description="of fedprox: weight μ of the proximal term")
     server_learning_rate: float = Field(
         0.0, ge=0, le=1000, description="the server's step size; 0: the strategy's own default"
     )

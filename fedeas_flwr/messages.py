@@ -1,8 +1,9 @@
 """What crosses the wire: the only place that knows the names of records and keys.
 
     query     server: which question            client: its id and the whole numbers asked for, nothing else
-    train     server: model, β, this round,     client: model, its real sample count, a few numbers
-                      last accepted round, share
+    train     server: model, β, this round,     client: model, its real sample count, a few numbers,
+                      last accepted round,              and an algorithm's extra arrays (SCAFFOLD …)
+                      share, extra arrays
     evaluate  server: model                     client: how many of its own test images it got right
 
 No per-class vector crosses: a client's label counts stay with it.
@@ -23,7 +24,7 @@ from flwr.supercore import log
 
 from fedeas_flwr.runs import Arrays, plain
 
-ARRAYS, BUFFERS, CONFIG, METRICS = "arrays", "buffers", "config", "metrics"
+ARRAYS, BUFFERS, EXTRA, CONFIG, METRICS = "arrays", "buffers", "extra", "config", "metrics"
 WEIGHT, LOSS = "num-examples", "loss"
 CLIENT_FAILED = 1
 """Error code of a reply in which the client itself says what went wrong."""
@@ -159,7 +160,7 @@ def read_answer(message: Message, *keys: str) -> tuple[int, ...]:
 # ------------------------------------------------------------------------------------------------ train
 
 
-def add_task(message: Message, task: TrainTask, buffers: ArrayRecord) -> None:
+def add_task(message: Message, task: TrainTask, buffers: ArrayRecord, extra: ArrayRecord) -> None:
     """Give a strategy's message the task of one client; the arrays in it stay as they are."""
     content = RecordDict(dict(message.content.items()))
     config = ConfigRecord(dict(message.content.config_records[CONFIG].items()))
@@ -169,7 +170,7 @@ def add_task(message: Message, task: TrainTask, buffers: ArrayRecord) -> None:
     config["share-level"] = task.share.level
     config["state-dir"], config["generator-service"] = task.state_dir, task.service
     content[CONFIG] = config
-    content[BUFFERS] = buffers
+    content[BUFFERS], content[EXTRA] = buffers, extra
     message.content = content
 
 
@@ -193,8 +194,15 @@ def read_model(message: Message) -> tuple[Arrays, Arrays]:
     return to_arrays(records[ARRAYS]), to_arrays(records[BUFFERS])
 
 
-def train_reply(message: Message, report: TrainReport, trainable: Arrays, buffers: Arrays) -> Message:
-    """Build a client's answer to a train message."""
+def read_extra(message: Message) -> Arrays:
+    """Read what the server's part of an algorithm sent beside the model."""
+    return to_arrays(message.content.array_records[EXTRA])
+
+
+def train_reply(
+    message: Message, report: TrainReport, trainable: Arrays, buffers: Arrays, extra: Mapping[str, Any]
+) -> Message:
+    """Build a client's answer to a train message; a record of extra arrays only where there are any."""
     metrics = MetricRecord(
         {
             WEIGHT: report.examples,
@@ -209,13 +217,18 @@ def train_reply(message: Message, report: TrainReport, trainable: Arrays, buffer
         }
     )
     records = {ARRAYS: to_record(trainable), BUFFERS: to_record(buffers), METRICS: metrics}
+    if extra:
+        records[EXTRA] = to_record(extra)
     return Message(RecordDict(records), reply_to=message)  # type: ignore[arg-type]
 
 
-def read_train_reply(message: Message, client: int, trainable: Arrays, buffers: Arrays) -> tuple[TrainReport, Arrays]:
+def read_train_reply(
+    message: Message, client: int, trainable: Arrays, buffers: Arrays, extra: Arrays
+) -> tuple[TrainReport, Arrays]:
     """Check a train reply against what was sent, and take its buffers out of it.
 
-    Afterwards the message holds exactly one ArrayRecord and one MetricRecord, which is what Flower's strategies take.
+    Afterwards the message holds exactly one ArrayRecord and one MetricRecord, which is what Flower's strategies take,
+    and the record of extra arrays if ``extra`` (arrays like those wanted) says that the strategy waits for one.
 
     Raises
     ------
@@ -237,11 +250,15 @@ def read_train_reply(message: Message, client: int, trainable: Arrays, buffers: 
     if report.client != client:
         raise MessageError(f"client-id = {report.client}, but the message was for client {client}")
     records = message.content.array_records
-    if set(records) != {ARRAYS, BUFFERS}:
-        raise MessageError(f"array records {sorted(records)}, wanted {ARRAYS} and {BUFFERS}")
+    wanted = [ARRAYS, BUFFERS, *([EXTRA] if extra else [])]
+    if set(records) != set(wanted):
+        raise MessageError(f"array records {sorted(records)}, wanted {' and '.join(wanted)}")
     _check_like(records[ARRAYS], trainable)
     received = _check_like(records[BUFFERS], buffers)
     message.content = RecordDict({ARRAYS: records[ARRAYS], METRICS: record})
+    if extra:
+        _check_like(records[EXTRA], extra)
+        message.content[EXTRA] = records[EXTRA]
     return report, received
 
 

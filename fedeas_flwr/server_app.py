@@ -16,6 +16,7 @@ from flwr.app import Context
 from flwr.serverapp import Grid, ServerApp
 from flwr.supercore import log
 
+from fedeas_flwr.client_state import forget_kept_states, write_kept_states
 from fedeas_flwr.config import ConfigError, RunConfig, parse_config
 from fedeas_flwr.generators.service import start_service
 from fedeas_flwr.local_data import federated_data
@@ -54,7 +55,9 @@ def _recorded(grid: Grid, config: RunConfig, run: RunDirectory, device: str) -> 
             federation.plan()
             test = central_test(config, clients, device) if config.evaluation == "central" else None
             start = _start(config, run)
-            federation.fit(_on_device(start, device) if getattr(grid, "live", False) else start, test)
+            if getattr(grid, "live", False):  # clients of this very process keep their states in memory meanwhile
+                start, federation.before_checkpoint = _on_device(start, device), write_kept_states
+            federation.fit(start, test)
     except KeyboardInterrupt:
         run.set_status("interrupted")
         raise
@@ -62,6 +65,8 @@ def _recorded(grid: Grid, config: RunConfig, run: RunDirectory, device: str) -> 
         run.set_status("failed", one_line(error))
         log(ERROR, "The run failed: %s", one_line(error))
         raise
+    finally:
+        forget_kept_states()
     run.set_status("finished")
 
 

@@ -43,7 +43,7 @@ def toy_app(misbehave: Callable[[int, Message], Message | None] = lambda client,
         trained = {"w": np.full(2, value, np.float32)}
         buffers = {"n": np.array(client + 2, np.int64), "mean": np.array([value], np.float32)}
         report = TrainReport(client, EXAMPLES[client], value, 1, 10 * client, 0, 0.0, 0.0)
-        return messages.train_reply(message, report, trained, buffers)
+        return messages.train_reply(message, report, trained, buffers, {})
 
     return app
 
@@ -94,7 +94,7 @@ def misbehaviours() -> dict[str, Callable[[int, Message], Message | None]]:
             return None
         report = TrainReport(1, 10, 0.0, 1, 0, 0, 0.0, 0.0)
         arrays = {"w": np.array([np.nan, 0], np.float32)}
-        return messages.train_reply(message, report, arrays, START.buffers)
+        return messages.train_reply(message, report, arrays, START.buffers, {})
 
     return {"raises": raises, "NaN": sends_nan}
 

@@ -110,8 +110,8 @@ def one_round(strategy: Composed, number: int, updates: Sequence[float] = (0.1, 
         client = message.metadata.dst_node_id - 1
         trained = {key: value + np.float32(updates[client]) for key, value in start.items()}
         report = messages.TrainReport(client, 10 * (client + 1), 0.5, 1, 0, 0, 0.0, 0.0)
-        reply = messages.train_reply(message, report, trained, {})
-        messages.read_train_reply(reply, client, start, {})
+        reply = messages.train_reply(message, report, trained, {}, {})
+        messages.read_train_reply(reply, client, start, {}, {})
         replies.append(reply)
     arrays, _ = strategy.aggregate_train(number, replies)
     assert arrays is not None

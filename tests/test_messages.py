@@ -28,16 +28,16 @@ def request() -> Message:
     content = RecordDict({ARRAYS: messages.to_record(TRAINABLE), CONFIG: ConfigRecord({"server-round": 3})})
     message = Message(content, dst_node_id=6, message_type="train")
     task = TrainTask(3, 12.0, 2, 1, "/somewhere/clients", Share(4, 1, 0.25))
-    messages.add_task(message, task, messages.to_record(COUNTERS))
+    messages.add_task(message, task, messages.to_record(COUNTERS), messages.to_record({}))
     return message
 
 
 def reply() -> Message:
-    return messages.train_reply(request(), REPORT, TRAINABLE, COUNTERS)
+    return messages.train_reply(request(), REPORT, TRAINABLE, COUNTERS, {})
 
 
 def read(message: Message) -> Any:
-    return messages.read_train_reply(message, 5, TRAINABLE, COUNTERS)
+    return messages.read_train_reply(message, 5, TRAINABLE, COUNTERS, {})
 
 
 def test_task_and_reply_come_back_as_sent() -> None:

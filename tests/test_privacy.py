@@ -47,7 +47,7 @@ def toy_app() -> ClientApp:
         arrays, buffers = messages.read_model(message)
         report = messages.TrainReport(client, EXAMPLES[client], 0.5, 1, 0, 0, 0.0, 0.0)
         trained = {"w": arrays["w"] + np.float32(UPDATES[client])}
-        return messages.train_reply(message, report, trained, {"n": buffers["n"] + 5})
+        return messages.train_reply(message, report, trained, {"n": buffers["n"] + 5}, {})
 
     return app
 
@@ -210,6 +210,6 @@ def test_a_client_without_a_norm_to_clip_to_says_so(tmp_path: Path) -> None:
     plain = build_strategy(config.with_changes(dp="none"))
     (message, *_) = plain.configure_train(1, messages.to_record(START.trainable), ConfigRecord(), grid)
     task = messages.TrainTask(1, 0.0, 0, 0, str(tmp_path), messages.Share())
-    messages.add_task(message, task, messages.to_record(START.buffers))
+    messages.add_task(message, task, messages.to_record(START.buffers), messages.to_record({}))
     (reply,) = grid.send_and_receive([message])
     assert "clipping_norm" in messages.failure_reason(reply)

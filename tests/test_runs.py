@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from fedeas_flwr.client_state import ClientState, ClientStore
+from fedeas_flwr.client_state import ClientState, ClientStore, forget_kept_states, write_kept_states
 from fedeas_flwr.config import parse_config
 from fedeas_flwr.metrics import rounds_to_threshold, summarise
 from fedeas_flwr.runs import Checkpoint, RunDirectory, RunError
@@ -140,3 +140,37 @@ def test_a_plan_of_nothing_is_a_plan(tmp_path: Path) -> None:
     store = ClientStore(tmp_path)
     store.save(1, ClientState((0, 0, 0), 1), still_needed=())
     assert store.load(1).generate == (0, 0, 0)
+
+
+def test_an_algorithms_memory_is_kept_with_the_state(tmp_path: Path) -> None:
+    store = ClientStore(tmp_path)
+    store.save(1, ClientState((1,), 2, {"c/w": np.float32([1, 2])}), still_needed=())
+    found = ClientStore(tmp_path).load(1)
+    assert np.array_equal(found.memory["c/w"], np.float32([1, 2]))
+    store.save(2, ClientState((1,), 3), still_needed=())
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["state-000002.json"]
+    store.save(3, ClientState((1,), 3, {"w": np.float32([1])}), still_needed=())
+    (tmp_path / "state-000003.safetensors").write_bytes(b"half")
+    with pytest.raises(RuntimeError, match="round 3 cannot be read"):
+        store.load(3)
+
+
+def test_states_kept_in_memory_are_on_disk_for_every_checkpoint(tmp_path: Path) -> None:
+    store = ClientStore(tmp_path, in_memory=True)
+    try:
+        store.save(1, ClientState((1,), 2, {"w": np.float32([1])}), still_needed=(0, 0))
+        assert not list(tmp_path.iterdir())
+        assert store.load(1).steps == 2
+        write_kept_states()  # the checkpoint after round 1
+        store.save(3, ClientState((1,), 4, {"w": np.float32([3])}), still_needed=(1, 1))
+        store.save(4, ClientState((1,), 5, {"w": np.float32([4])}), still_needed=(3, 1))
+        write_kept_states()  # the server may die right now, with round 1's checkpoint, or right after, with round 4's
+        forget_kept_states()
+        again = ClientStore(tmp_path, in_memory=True)
+        assert [again.load(number).steps for number in (1, 3, 4)] == [2, 4, 5]
+        assert float(again.load(4).memory["w"][0]) == 4
+        again.save(6, ClientState((1,), 9), still_needed=(4, 4))  # after a resume, round 4's is on disk alone
+        write_kept_states()
+        assert sorted(path.stem for path in tmp_path.glob("*.json")) == ["state-000004", "state-000006"]
+    finally:
+        forget_kept_states()

@@ -8,12 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
 
 from flwr.serverapp.strategy import Strategy
 
 from fedeas_flwr.config import ConfigError, RunConfig
 from fedeas_flwr.strategies import flower
+from fedeas_flwr.strategies.client_part import ClientPart
 from fedeas_flwr.strategies.fedavg import build_fedavg
+from fedeas_flwr.strategies.fedprox import FedProxClient
 from fedeas_flwr.strategies.flower import Composed, composed, composed_if_private
 
 
@@ -29,10 +32,20 @@ class Algorithm:
     """What crosses the wire for a client of a round beyond model out and model back, in models."""
     keys: tuple[str, ...] = ()
     """The run-config keys that are this algorithm's own."""
+    client: Callable[[RunConfig], ClientPart] = lambda config: ClientPart()
+    """Its part on a client."""
 
 
 ALGORITHMS: dict[str, Algorithm] = {
     "fedavg": Algorithm(composed_if_private(build_fedavg), "mean of the models by real samples", "nothing", 0),
+    "fedprox": Algorithm(
+        composed_if_private(build_fedavg),
+        "FedAvg whose clients keep near the model they received",
+        "nothing",
+        0,
+        ("fedprox-mu",),
+        FedProxClient,
+    ),
     "fedavgm": Algorithm(
         composed(flower.build_fedavgm),
         "FedAvg with momentum on the server",
@@ -111,6 +124,12 @@ def build_strategy(config: RunConfig) -> Strategy:
             "Flower's own"
         )
     return strategy
+
+
+@lru_cache(maxsize=8)
+def client_part(config: RunConfig) -> ClientPart:
+    """Build the part of the run's algorithm that a client runs."""
+    return ALGORITHMS[config.strategy].client(config)
 
 
 TABLE_HEAD = ("strategy", "what it does", "keys of its own", "discloses beyond FedAvg", "models sent, a client a round")

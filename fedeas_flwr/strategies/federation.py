@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from logging import INFO
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import numpy as np
 from flwr.app import ConfigRecord, Message
@@ -32,23 +32,11 @@ from fedeas_flwr.strategies.averaging import weighted_average
 from fedeas_flwr.strategies.dissimilarity import gradient_dissimilarity
 from fedeas_flwr.strategies.federated_evaluation import ask_clients_to_test
 from fedeas_flwr.strategies.flower import Composed
+from fedeas_flwr.strategies.server_part import SendsExtra, Stateful
 from fedeas_flwr.streams import stream
 from fedeas_flwr.waterfill import waterfill_level
 
 Evaluate = Callable[[Arrays, Arrays], dict[str, Any]]
-
-
-@runtime_checkable
-class Stateful(Protocol):
-    """A strategy that remembers something between rounds: what `state` gives, `load_state` takes back on resume."""
-
-    def state(self) -> StrategyState:
-        """All that changes from round to round, the model itself left out."""
-        ...
-
-    def load_state(self, state: StrategyState) -> None:
-        """Go on from there."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -80,6 +68,7 @@ class Federation:
         self.grid, self.config, self.strategy, self.run = grid, config, strategy, run
         self.service = ""  # address of the shared generator; empty: every client has its own
         self.when_all_have_generated: Callable[[], None] = lambda: None
+        self.before_checkpoint: Callable[[], None] = lambda: None
         self.nodes: dict[int, int] = {}
         self.shares: dict[int, Share] = {}
         self.checkpointed: dict[int, int] = {}
@@ -179,6 +168,7 @@ class Federation:
                 }
             )
             if state.round % self.config.checkpoint_every == 0 or state.round == self.config.rounds:
+                self.before_checkpoint()
                 self.run.save_checkpoint(state)
                 self.checkpointed = state.accepted
             log(INFO, "[round %d/%d] accuracy %.4f", state.round, self.config.rounds, scores["accuracy"])
@@ -243,6 +233,7 @@ class Federation:
         model, buffers = messages.to_record(state.trainable), messages.to_record(state.buffers)
         clients = {node: client for client, node in self.nodes.items()}
         out = list(self.strategy.configure_train(number, model, ConfigRecord(), view))
+        extra = messages.to_record(self.strategy.extra() if isinstance(self.strategy, SendsExtra) else {})
         for message in out:
             client = clients[message.metadata.dst_node_id]
             task = TrainTask(
@@ -254,7 +245,7 @@ class Federation:
                 share=self.shares[client],
                 service=self.service,
             )
-            messages.add_task(message, task, buffers)
+            messages.add_task(message, task, buffers, extra)
         return view.send_and_receive(out, timeout=self.config.round_timeout or None)
 
     def _accept(
@@ -264,6 +255,7 @@ class Federation:
         by_node = {reply.metadata.src_node_id: reply for reply in replies}
         accepted: list[tuple[Message, TrainReport, Arrays]] = []
         failures: list[dict[str, Any]] = []
+        extra = self.strategy.extra_wanted() if isinstance(self.strategy, SendsExtra) else {}
         for client in chosen:
             reply = by_node.get(self.nodes[client])
             try:
@@ -271,7 +263,7 @@ class Federation:
                     raise MessageError(f"no reply within {self.config.round_timeout:g} s")
                 if reply.has_error():
                     raise MessageError(messages.failure_reason(reply))
-                report, buffers = messages.read_train_reply(reply, client, state.trainable, state.buffers)
+                report, buffers = messages.read_train_reply(reply, client, state.trainable, state.buffers, extra)
                 accepted.append((reply, report, buffers))
             except MessageError as error:
                 log(INFO, "client %d: %s", client, error)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+
 import torch
 
 from fedeas_flwr.config import RunConfig
@@ -10,11 +12,13 @@ from fedeas_flwr.models import build_model
 from fedeas_flwr.training.engine import Engine, Recipe, State, TrainResult, copy_state
 from fedeas_flwr.training.evaluation import Evaluation, evaluate
 from fedeas_flwr.training.images import Normaliser
+from fedeas_flwr.training.objective import Objective
 
 __all__ = [
     "Engine",
     "Evaluation",
     "Normaliser",
+    "Objective",
     "Recipe",
     "State",
     "TrainResult",
@@ -23,7 +27,10 @@ __all__ = [
     "evaluate",
     "network",
     "pick_device",
+    "recipe",
 ]
+
+logger = logging.getLogger(__name__)
 
 
 def network(config: RunConfig) -> torch.nn.Module:
@@ -34,18 +41,27 @@ def network(config: RunConfig) -> torch.nn.Module:
     )
 
 
-def build_engine(config: RunConfig, device: str) -> Engine:
-    """Build the engine the run-config names; ``auto`` is graphed on a GPU and eager elsewhere."""
+def recipe(config: RunConfig) -> Recipe:
+    """How the run's clients train in a round."""
+    return Recipe(config.local_epochs, config.batch_size, config.learning_rate, config.momentum, config.weight_decay)
+
+
+def build_engine(config: RunConfig, device: str, objective: Objective) -> Engine:
+    """Build the engine the run-config names; ``auto`` is graphed on a GPU and eager elsewhere.
+
+    An objective that cannot be captured in a graph is trained eagerly, and that is said.
+    """
     info = dataset_info(config.dataset)
-    recipe = Recipe(config.local_epochs, config.batch_size, config.learning_rate, config.momentum, config.weight_decay)
     normalise = Normaliser(info.mean, info.std, device)
-    if config.engine == "eager" or device == "cpu":
+    if device == "cuda" and config.engine != "eager" and not objective.graphable:
+        logger.warning("strategy = '%s' cannot be captured in CUDA graphs and trains eagerly", config.strategy)
+    if config.engine == "eager" or device == "cpu" or not objective.graphable:
         from fedeas_flwr.training.eager import EagerEngine
 
-        return EagerEngine(network(config), recipe, normalise, device)
+        return EagerEngine(network(config), recipe(config), normalise, device, objective)
     from fedeas_flwr.training.graphed import GraphedEngine
 
-    return GraphedEngine(network(config), recipe, normalise, config.precision)
+    return GraphedEngine(network(config), recipe(config), normalise, config.precision, objective=objective)
 
 
 def pick_device(wanted: str, precision: str = "tf32") -> str:

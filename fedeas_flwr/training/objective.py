@@ -1,8 +1,8 @@
 """What a client's step minimises: cross-entropy, and whatever an algorithm adds to it.
 
 An algorithm overrides `Objective.loss` (an extra term) or `Objective.correct` (a change of the gradients). Both are
-pure: everything that differs between clients, rounds and steps comes in as `Inputs`, never from the object. That is what
-lets one CUDA graph serve every client: the engine copies the inputs into buffers that never move.
+pure: everything that differs between clients, rounds and steps comes in as `Inputs`, never from the object. So one CUDA
+graph can serve every client: the engine copies the inputs into buffers that never move.
 """
 
 from __future__ import annotations
