@@ -360,7 +360,7 @@ def test_another_ray_is_a_note_and_a_run_does_not_join_it(tmp_path: Path, monkey
     assert "RAY_ADDRESS" not in launch.own_environment(tmp_path, "mark")
 
 
-def test_shares_that_leave_no_sliver_are_a_problem_with_values_that_fit() -> None:
+def test_shares_that_leave_no_sliver_are_a_problem_with_values_that_fit(gpu: dict[str, Any]) -> None:
     fine = only(federation.check_shares)
     assert fine.state == "ok" and fine.text.startswith("5 clients × 0.199, 0.004 for the generator")
     tiny = only(federation.check_shares, config(gpu_share=0.0005))
@@ -368,6 +368,8 @@ def test_shares_that_leave_no_sliver_are_a_problem_with_values_that_fit() -> Non
     assert "gpu-share=0.002 or more, or actors=996 or fewer" in tiny.text and "gpu-share=0" in tiny.fix
     assert leave_sliver(0.002) == 0.001 and leave_sliver(1 / 996) == 0.001
     assert only(federation.check_shares, config(actors=997)).state == "problem"
+    assert only(federation.check_shares, config(actors=997, device="cpu")).state == "note"
+    assert only(federation.check_rehearsal, config(actors=997, device="cpu")).text.startswith("gpu-share = ")
     fewer = only(federation.check_shares, config(actors=5, gpu_share=0.5))
     assert fewer.state == "note" and fewer.text.startswith("2 clients × 0.498") and "gpu-share=0.199" in fewer.fix
     assert only(federation.check_shares, config(backend="inline")).state == "note"

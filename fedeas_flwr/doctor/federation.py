@@ -23,6 +23,7 @@ from fedeas_flwr.generators.service import GPU_SLIVER, leave_sliver
 from fedeas_flwr.launch import ProcessTree, free_port, is_listening, own_environment, ray_resources
 
 COMMANDS = ("flwr", "flower-superlink")
+_DEFAULTS = "write what the text says, or gpu-share=0 and actors=0 for the defaults"
 _SECONDS = 60.0
 _SECONDS_A_CLIENT = 3.0
 
@@ -75,7 +76,9 @@ def check_shares(config: RunConfig) -> Iterable[Finding]:
     try:
         resources = ray_resources(config, on_gpu=True)
     except ValueError as error:
-        return [problem("GPU shares", error, "as the text says, or gpu-share=0 and actors=0 for the defaults")]
+        if on_gpu(config):
+            return [problem("GPU shares", error, _DEFAULTS)]
+        return [note("GPU shares", f"on a machine with a GPU: {error}", _DEFAULTS)]
     share, actors = resources["client-resources-num-gpus"], int(resources["init-args-num-cpus"])
     clients = min(actors, int(1 / share + 1e-6))
     text = f"{clients} clients × {share:g}, {GPU_SLIVER} for the generator"
@@ -99,8 +102,8 @@ def check_rehearsal(config: RunConfig) -> Iterable[Finding]:
         return [note(name, "not tried: the run shares no generator under Ray (backend, policy)")]
     try:
         resources = ray_resources(config, on_gpu=True)
-    except ValueError:
-        return []  # `check_shares` has said it
+    except ValueError as error:
+        return [problem(name, error, _DEFAULTS)]
     found = _rehearse(config, resources)
     if not found["error"]:
         text = f"{found['clients']} clients and the generator were scheduled, the last after {found['seconds']:.1f} s"
