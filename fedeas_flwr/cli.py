@@ -1,5 +1,5 @@
-"""The `fedeas` command: plan, run, resume, evaluate, export, quickstart, keys, strategies, train-generator, generate,
-cache.
+"""The `fedeas` command: plan, run, resume, evaluate, export, quickstart, keys, strategies, train-generator; in files of
+their own generate and cache, and doctor.
 
 Bad input ends in one line on stderr and a non-zero exit code, never in a traceback. Heavy imports (torch, flwr) happen
 inside the commands that need them: `fedeas plan` answers at once.
@@ -20,6 +20,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from fedeas_flwr.cli_doctor import doctor
 from fedeas_flwr.cli_images import cache_app, estimate_generation, generate, show_estimate
 from fedeas_flwr.config import ConfigError, RunConfig, parse_config, parse_overrides, read_config
 from fedeas_flwr.progress import show_tries
@@ -37,6 +38,7 @@ app = typer.Typer(
 )
 app.add_typer(cache_app, name="cache")
 app.command()(generate)
+app.command()(doctor)
 console = Console()
 warnings = Console(stderr=True)
 

@@ -141,8 +141,8 @@ def open_dataset(name: str, data_dir: str = "") -> Dataset:
     -------
     Dataset
     """
-    info = dataset_info(name)
-    origin, read = _find_source(info, Path(data_dir).expanduser() if data_dir else cache_root() / "datasets")
+    info, source = dataset_info(name), find_source(name, data_dir)
+    origin = source.origin
     digest = hashlib.sha256("\0".join((_FORMAT, name, origin)).encode()).hexdigest()[:16]
     folder = cache_root() / "data" / f"{name}-{digest}"
     folder.parent.mkdir(parents=True, exist_ok=True)
@@ -150,7 +150,7 @@ def open_dataset(name: str, data_dir: str = "") -> Dataset:
         try:
             arrays = _open_folder(info, folder)
         except (OSError, ValueError):  # not there yet, or damaged: both are mended by writing it
-            arrays = read()
+            arrays = source.read()
             _check(info, arrays, origin)
             with atomic_folder(folder) as temporary:
                 for key in _KEYS:
@@ -192,21 +192,46 @@ def _check(info: DatasetInfo, arrays: Arrays, origin: str) -> None:
             raise ValueError(f"dataset {info.name}: {key} of {origin} has labels {low} to {high}; allowed is {allowed}")
 
 
-def _find_source(info: DatasetInfo, data_dir: Path) -> tuple[str, Callable[[], Arrays]]:
-    """Return what identifies the source's content, and how to read it."""
-    if info.name == "digits":
-        return "scikit-learn", _read_digits
-    npz = data_dir / f"{info.name}.npz"
+@dataclass(frozen=True)
+class Source:
+    """Where a dataset is read from."""
+
+    origin: str
+    """What identifies its content."""
+    read: Callable[[], Arrays]
+    where: Path | None = None
+    """The file or folder; None for digits, which is in a package."""
+    downloads: bool = False
+    """Whether it is not there yet."""
+
+
+def find_source(name: str, data_dir: str = "") -> Source:
+    """Say where a dataset would be read from, without reading or downloading it.
+
+    Parameters
+    ----------
+    name, data_dir
+        As of `open_dataset`.
+
+    Returns
+    -------
+    Source
+    """
+    if name == "digits":
+        return Source("scikit-learn", _read_digits)
+    info, folder = dataset_info(name), Path(data_dir).expanduser() if data_dir else cache_root() / "datasets"
+    npz, unpacked = folder / f"{name}.npz", folder / _TORCHVISION_FOLDERS[name]
     if npz.is_file():
         # Hashing 180 MB at every start would cost more than reading them: the time of change stands for it.
         stat = npz.stat()
-        return f"{npz.resolve()} ({stat.st_size} bytes, {stat.st_mtime_ns})", lambda: _read_npz(info, npz)
+        origin = f"{npz.resolve()} ({stat.st_size} bytes, {stat.st_mtime_ns})"
+        return Source(origin, lambda: _read_npz(info, npz), npz)
     # torchvision checks md5 sums, so that its files are the same wherever they lie.
-    if (data_dir / _TORCHVISION_FOLDERS[info.name]).is_dir():
-        return "torchvision", lambda: _read_torchvision(info, data_dir, download=False)
+    if unpacked.is_dir():
+        return Source("torchvision", lambda: _read_torchvision(info, folder, download=False), unpacked)
     if not os.environ.get("FEDEAS_OFFLINE"):
-        return "torchvision", lambda: _read_torchvision(info, data_dir, download=True)
-    raise FileNotFoundError(_three_ways(info, data_dir, "FEDEAS_OFFLINE is set"))
+        return Source("torchvision", lambda: _read_torchvision(info, folder, download=True), unpacked, downloads=True)
+    raise FileNotFoundError(_three_ways(info, folder, "FEDEAS_OFFLINE is set"))
 
 
 def _three_ways(info: DatasetInfo, data_dir: Path, why: str) -> str:
@@ -226,12 +251,17 @@ def _read_digits() -> Arrays:
     return {"x_train": images[train], "y_train": labels[train], "x_test": images[test], "y_test": labels[test]}
 
 
-def _read_npz(info: DatasetInfo, path: Path) -> Arrays:
-    # Headers first: a small file may claim to unpack to any size.
+def check_npz(name: str, path: Path) -> None:
+    """See from its headers alone that a file holds the dataset."""
+    info = dataset_info(name)
     with _damage_in_one_line(info, path), zipfile.ZipFile(path) as archive:
         kinds = {key: _read_header(archive, key) for key in _KEYS}
     for key, (shape, dtype) in kinds.items():
         _check_kind(info, key, shape, dtype, str(path))
+
+
+def _read_npz(info: DatasetInfo, path: Path) -> Arrays:
+    check_npz(info.name, path)  # first: a small file may claim to unpack to any size
     with _damage_in_one_line(info, path), np.load(path, allow_pickle=False) as arrays:
         return {key: arrays[key] for key in _KEYS}
 

@@ -124,7 +124,7 @@ def _run_ray(config: RunConfig, run: RunDirectory, progress: RoundProgress) -> N
         stack.callback(shutil.rmtree, folder, ignore_errors=True)
         log = stack.enter_context((run.path / "superlink.log").open("ab"))
         mark, port = uuid.uuid4().hex, free_port()
-        environment = _environment(folder, mark)
+        environment = own_environment(folder, mark)
         superlink = _start_superlink(port, environment, folder, log)
         processes = ProcessTree(superlink, mark)
         stack.callback(processes.end)
@@ -154,12 +154,15 @@ def stage_app(config: RunConfig, folder: Path) -> Path:
     return folder
 
 
-def _environment(folder: Path, mark: str) -> dict[str, str]:
+def own_environment(folder: Path, mark: str) -> dict[str, str]:
+    """Return the environment of processes that share nothing with other Flower or Ray of this machine."""
     home = folder / "flwr"
     home.mkdir()
     path = os.pathsep.join([os.getcwd(), *filter(None, [os.environ.get("PYTHONPATH")])])  # for models of the user's own
+    # With RAY_ADDRESS Flower would join that cluster, which refuses to be told its size.
+    inherited = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
     return {
-        **os.environ,
+        **inherited,
         **QUIET,
         MARK: mark,
         "FLWR_HOME": str(home),
@@ -187,14 +190,25 @@ def _start_superlink(port: int, environment: dict[str, str], folder: Path, log: 
     )
 
 
-def _submit(app: Path, config: RunConfig, environment: dict[str, str], folder: Path, run: RunDirectory) -> str:
-    federation: dict[str, float] = {"num-supernodes": config.clients, "client-resources-num-cpus": 1}
-    on_gpu = pick_device(config.device) == "cuda"
-    actors = config.actors or min(5 if on_gpu else os.cpu_count() or 1, config.clients)
-    federation["init-args-num-cpus"] = actors
+def clients_at_once(config: RunConfig, on_gpu: bool) -> int:
+    """Return how many client processes Ray runs at the same time."""
+    usual = 5 if on_gpu else os.cpu_count() or 1
+    return config.actors or min(usual, config.clients or usual)
+
+
+def ray_resources(config: RunConfig, on_gpu: bool) -> dict[str, float]:
+    """Return what Ray is told it has and what each client takes of it, in the keys of Flower's federation config."""
+    actors = clients_at_once(config, on_gpu)
+    resources: dict[str, float] = {"client-resources-num-cpus": 1, "init-args-num-cpus": actors}
     if on_gpu:  # a client that asks Ray for none is shown none
         share = leave_sliver(config.gpu_share or 1 / actors)
-        federation |= {"client-resources-num-gpus": share, "init-args-num-gpus": 1}
+        resources |= {"client-resources-num-gpus": share, "init-args-num-gpus": 1}
+    return resources
+
+
+def _submit(app: Path, config: RunConfig, environment: dict[str, str], folder: Path, run: RunDirectory) -> str:
+    resources = ray_resources(config, pick_device(config.device) == "cuda")
+    federation = {"num-supernodes": config.clients, **resources}
     words = " ".join(f"{key}={value}" for key, value in federation.items())
     answer = _flwr(["run", str(app), "own", "--federation-config", words], environment, folder, run)
     if not answer.get("run-id"):
@@ -246,13 +260,18 @@ def free_port() -> int:
         return int(s.getsockname()[1])
 
 
+def is_listening(port: int) -> bool:
+    """Whether somebody answers on a port of this machine."""
+    with socket.socket() as s:
+        s.settimeout(1)
+        return s.connect_ex(("127.0.0.1", port)) == 0
+
+
 def _wait_for_port(superlink: subprocess.Popen[bytes], port: int, run: RunDirectory) -> None:
     deadline = time.monotonic() + 120
     while time.monotonic() < deadline and superlink.poll() is None:
-        with socket.socket() as s:
-            s.settimeout(1)
-            if s.connect_ex(("127.0.0.1", port)) == 0:
-                return
+        if is_listening(port):
+            return
         time.sleep(0.1)
     raise RunError(f"Flower's SuperLink did not start on port {port}; see {run.path / 'superlink.log'}")
 

@@ -181,11 +181,18 @@ def _read_safetensors(path: str) -> dict[str, torch.Tensor]:
         raise ValueError(f"weights: {path!r} is not a whole safetensors file ({_one_line(error)})") from error
 
 
+def imagenet_file() -> Path:
+    """Return where torchvision keeps resnet18's ImageNet weights, whether they are there or not."""
+    from torchvision.models import ResNet18_Weights
+
+    name = str(ResNet18_Weights.IMAGENET1K_V1.url).rsplit("/", 1)[1]
+    return Path(torch.hub.get_dir()) / "checkpoints" / name
+
+
 def _download_imagenet() -> dict[str, torch.Tensor]:
     from torchvision.models import ResNet18_Weights
 
-    official = ResNet18_Weights.IMAGENET1K_V1
-    kept = Path(torch.hub.get_dir()) / "checkpoints" / official.url.rsplit("/", 1)[1]
+    official, kept = ResNet18_Weights.IMAGENET1K_V1, imagenet_file()
     if os.environ.get("FEDEAS_OFFLINE") and not kept.is_file():
         raise FileNotFoundError(f"weights: imagenet is not at {kept}, FEDEAS_OFFLINE is set; give a .safetensors path")
     try:

@@ -24,6 +24,11 @@ def cache_root() -> Path:
     return (Path(given).expanduser() if given else Path.home() / ".cache" / "fedeas").absolute()
 
 
+def existing_part(path: Path) -> Path:
+    """Return `path` if it is there, else the nearest folder above it that is."""
+    return next(part for part in (path, *path.parents) if part.exists())
+
+
 @contextmanager
 def atomic_path(path: str | os.PathLike[str]) -> Iterator[Path]:
     """Give a temporary name to write to; it becomes `path` when the block ends well.

@@ -13,6 +13,7 @@ from fedeas_flwr.config import ConfigError, RunConfig
 from fedeas_flwr.data import open_dataset
 from fedeas_flwr.generators import Generator, absolute_spec, open_for_run
 from fedeas_flwr.generators.classifier import independent_classifier
+from fedeas_flwr.launch import ray_resources
 from fedeas_flwr.local_data import Labels, planned_counts
 from fedeas_flwr.models import split_state
 from fedeas_flwr.progress import show_tries
@@ -32,6 +33,8 @@ def prepare(config: RunConfig, console: Console) -> RunConfig:
         raise ConfigError("clients = 0: `fedeas run` makes the federation itself, so say how many clients it has")
     build_strategy(config)  # refuses what so few clients cannot do
     device = pick_device(config.device)
+    if config.backend == "ray":
+        ray_resources(config, device == "cuda")
     config = _with_absolute_paths(config)
     counts = planned_counts(config, config.clients, show_tries(console))
     open_dataset(config.dataset, config.data_dir)

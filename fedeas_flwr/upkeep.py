@@ -18,6 +18,7 @@ from filelock import FileLock, Timeout
 
 from fedeas_flwr.cache import MANIFEST, ImageCache, read_shard
 from fedeas_flwr.generators import Generator
+from fedeas_flwr.paths import existing_part
 from fedeas_flwr.sizes import parse_bytes, show_bytes
 
 LIMIT_VARIABLE = "FEDEAS_CACHE_LIMIT"
@@ -183,8 +184,7 @@ def make_room(
                 f"cache-limit = {show_bytes(most)}: this run's images alone take {show_bytes(whole)}; allow that much"
             )
         removed = prune(cache, max_bytes=most - needed, keep=[cache.key(generator, seed)])
-    place = next(path for path in (cache.root, *cache.root.parents) if path.exists())
-    free = shutil.disk_usage(place).free
+    free = shutil.disk_usage(existing_part(cache.root)).free
     if needed > free:
         raise ValueError(
             f"the run's {sum(lacking):,} images need {show_bytes(needed)} in {cache.root}, which has "

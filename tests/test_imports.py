@@ -20,13 +20,14 @@ LAYERS = [
     {"grids", "strategies"},
     {"client_app", "server_app"},
     {"launch", "prepare"},
-    {"quickstart", "cli_images"},
+    {"quickstart", "cli_images", "doctor"},
+    {"cli_doctor"},
     {"cli"},
 ]
 """A module imports from its own layer or a lower one (nearer the top of this list), never from a higher one."""
 
-FLOWER = {"messages", "grids", "strategies", "client_app", "server_app", "launch"}
-TORCH = {"training", "models", "generators", "data", "strategies", "client_app", "server_app"}
+FLOWER = {"messages", "grids", "strategies", "client_app", "server_app", "launch", "doctor"}
+TORCH = {"training", "models", "generators", "data", "strategies", "client_app", "server_app", "doctor"}
 
 
 def modules() -> dict[str, list[Path]]:
@@ -65,7 +66,9 @@ def test_imports_point_down(name: str) -> None:
                 assert rank[parts[1]] <= rank[name], f"{path.name} imports {target}"
 
 
-@pytest.mark.parametrize(("library", "allowed"), [("flwr", FLOWER), ("torch", TORCH), ("ray", {"generators"})])
+@pytest.mark.parametrize(
+    ("library", "allowed"), [("flwr", FLOWER), ("torch", TORCH), ("ray", {"generators", "doctor"})]
+)
 def test_heavy_libraries_stay_where_they_belong(library: str, allowed: set[str]) -> None:
     users = {n for n, paths in modules().items() if any(t.split(".")[0] == library for p in paths for t in imported(p))}
     assert users <= allowed

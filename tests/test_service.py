@@ -127,6 +127,13 @@ def test_clients_leave_the_generator_a_sliver(share: float, left: float) -> None
     assert int(1 / share + 1e-6) * left + 0.004 <= 1
 
 
+def test_a_share_too_small_to_trim_is_refused() -> None:
+    with pytest.raises(
+        ValueError, match=r"gpu-share = 0\.001: 1,000 clients .* gpu-share=0\.002 or more, or actors=996"
+    ):
+        leave_sliver(0.001)
+
+
 RESTING = """
 import json, psutil, ray, sys, time
 from pathlib import Path

@@ -49,6 +49,11 @@ class BankGenerator:
             digest.update(images.tobytes())
         self.fingerprint = digest.hexdigest()
 
+    @property
+    def images_of_class(self) -> list[int]:
+        """How many images the bank has, class by class."""
+        return [len(images) for images in self._images]
+
     def sample(self, samples: Sequence[SampleId]) -> NDArray[np.uint8]:
         """Look up images; the same identity always gives the same one.
 

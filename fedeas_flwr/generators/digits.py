@@ -45,7 +45,7 @@ def ensure_builtin(progress: Callable[[int, int, float], None] | None = None, *,
     if steps < 1:
         raise ValueError(f"steps: {steps} is not allowed; give at least 1")
     suffix = "" if steps == DIGITS.steps else f"-{steps}steps"
-    folder = cache_root() / "generators" / f"digits-{VERSION}{suffix}"
+    folder = builtin_folder().with_name(f"digits-{VERSION}{suffix}")
     folder.parent.mkdir(parents=True, exist_ok=True)
 
     def show(now: Progress) -> None:
@@ -53,7 +53,7 @@ def ensure_builtin(progress: Callable[[int, int, float], None] | None = None, *,
             progress(now.step, steps, now.loss)
 
     with FileLock(f"{folder}.lock"):
-        if not _is_whole(folder):
+        if not is_whole(folder):
             with atomic_folder(folder) as temporary:
                 dataset = open_dataset("digits")
                 trainer = Trainer(DIGITS, dataset)
@@ -64,6 +64,11 @@ def ensure_builtin(progress: Callable[[int, int, float], None] | None = None, *,
     return folder
 
 
+def builtin_folder() -> Path:
+    """Return where the built-in generator is kept, whether it is there or not."""
+    return cache_root() / "generators" / f"digits-{VERSION}"
+
+
 def _files_of(folder: Path) -> list[str]:
     return sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
 
@@ -72,7 +77,8 @@ def _sha256(path: Path) -> str:
     return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
-def _is_whole(folder: Path) -> bool:
+def is_whole(folder: Path) -> bool:
+    """Tell whether every file of a built-in generator is as it was written."""
     try:
         sums = json.loads((folder / _CHECKSUMS).read_text(encoding="utf-8"))
         return bool(sums) and all(_sha256(folder / name) == digest for name, digest in sums.items())

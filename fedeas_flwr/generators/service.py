@@ -191,8 +191,7 @@ class RunningService:
         path = os.pathsep.join([package, *filter(None, [os.environ.get("PYTHONPATH")])])
         options = {
             "name": self._name,
-            "num_cpus": 0,  # the clients hold all of them
-            "num_gpus": _gpu_share(ray, config) if device == "cuda" else 0,
+            **actor_demand(ray, config, device),
             "max_restarts": -1,
             "max_concurrency": 10_000,  # every client may wait at once
             "runtime_env": {"env_vars": {"PYTHONPATH": path}},
@@ -249,6 +248,11 @@ def _open(values: dict[str, Any], device: str) -> Generator:
     return open_for_run(parse_config(values), device)
 
 
+def actor_demand(ray: Any, config: RunConfig, device: str) -> dict[str, float]:
+    """Return what the actor asks Ray for: no CPU, since the clients hold all of them, and a sliver of the GPU."""
+    return {"num_cpus": 0, "num_gpus": _gpu_share(ray, config) if device == "cuda" else 0}
+
+
 def _gpu_share(ray: Any, config: RunConfig) -> float:
     if ray.cluster_resources().get("GPU", 0) == 0:  # the clients have none either
         return 0
@@ -265,6 +269,12 @@ def leave_sliver(share: float) -> float:
     """Return the largest share, in thousandths, that lets as many clients run at once and the generator beside them."""
     clients = max(1, int(1 / share + 1e-6))
     most = (1 - GPU_SLIVER) / clients
+    if 1000 * most + 1e-9 < 1:
+        fits = int(1000 * (1 - GPU_SLIVER) + 1e-9)
+        raise ValueError(
+            f"gpu-share = {share:g}: {clients:,} clients and the generator do not fit on one GPU, which is shared in "
+            f"thousandths; write gpu-share={-(-1000 // fits) / 1000:g} or more, or actors={fits} or fewer"
+        )
     return min(share, int(1000 * most + 1e-9) / 1000)
 
 

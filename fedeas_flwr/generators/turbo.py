@@ -57,13 +57,12 @@ class TurboGenerator:
         device: str = "cpu",
         prompt: str = "a photo of a {}",
     ) -> None:
-        if importlib.util.find_spec("transformers") is None:
-            raise ValueError("generator: sd-turbo needs the package transformers; pip install 'fedeas-flwr[sd]'")
+        check_transformers()
         self.image_shape, self.num_classes = image_shape, len(classes)
         self.batch_size = min(batch_size or _MOST_AT_ONCE, _MOST_AT_ONCE)
         self._prompts = [prompt.format(name.replace("_", " ")) for name in classes]
         self._device = torch.device(device)
-        folder = _local_folder(where)
+        folder = find_pipeline(where)
         dtype = torch.float16 if self._device.type == "cuda" else torch.float32
         self._pipeline = _load(folder, dtype).to(self._device)
         settings = [_STEPS, _GUIDANCE, self._prompts, image_shape, self.batch_size, str(dtype), "turbo-1"]
@@ -138,7 +137,14 @@ def _seed(sample: SampleId) -> int:
     return int(source.generate_state(1, np.uint64)[0] >> 1)
 
 
-def _local_folder(where: str | Path) -> Path:
+def check_transformers() -> None:
+    """See that the text encoder's package is installed."""
+    if importlib.util.find_spec("transformers") is None:
+        raise ValueError("generator: sd-turbo needs the package transformers; pip install 'fedeas-flwr[sd]'")
+
+
+def find_pipeline(where: str | Path) -> Path:
+    """Return the pipeline's folder; an empty `where` is SD-Turbo, downloaded unless ``FEDEAS_OFFLINE`` is set."""
     if str(where):
         folder = Path(where).expanduser()
         if not (folder / "model_index.json").is_file():

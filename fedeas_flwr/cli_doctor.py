@@ -1,0 +1,65 @@
+"""The command `fedeas doctor`."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from fedeas_flwr.config import ConfigError, RunConfig, parse_config, parse_overrides, read_config
+
+if TYPE_CHECKING:
+    from fedeas_flwr.doctor import Finding
+
+_COLOURS = {"ok": "green", "note": "yellow", "problem": "bold red"}
+
+
+def doctor(
+    words: Annotated[
+        list[str] | None, typer.Argument(metavar="[CONF] [KEY=VALUE]...", help="of the run that is meant; else digits")
+    ] = None,
+    output: Annotated[str, typer.Option("--format", help="table or json")] = "table",
+    ray: Annotated[bool, typer.Option("--ray", help="also start Ray and divide a GPU as the run would, ~15 s")] = False,
+) -> None:
+    """Say what this machine can do for a run, and what to mend; exit code 1 if there is a problem."""
+    if output not in ("table", "json"):
+        raise ConfigError(f"format = '{output}': must be table or json")
+    config = _read(words or [])
+    from fedeas_flwr.doctor import examine
+
+    findings = list(examine(config, rehearse=ray))
+    if output == "json":
+        print(json.dumps([asdict(finding) for finding in findings], indent=1))
+    else:
+        show(findings, Console())
+    if any(finding.state == "problem" for finding in findings):
+        raise typer.Exit(1)
+
+
+def _read(words: list[str]) -> RunConfig:
+    if words and ("=" not in words[0] or Path(words[0]).is_file()):
+        return read_config(Path(words[0]), words[1:])
+    return parse_config(parse_overrides(words))
+
+
+def show(findings: list[Finding], console: Console) -> None:
+    """Print findings as a table; states are words, so that it reads without colour, and long texts are wrapped."""
+    table = Table(box=None, pad_edge=False)
+    table.add_column("state", no_wrap=True)
+    table.add_column("check", overflow="fold")
+    table.add_column("what was found", overflow="fold")
+    for finding in findings:
+        text = Text(finding.text)
+        if finding.fix:
+            text.append("\n→ " + finding.fix, style="bold" if finding.state == "problem" else "")
+        table.add_row(Text(finding.state, style=_COLOURS[finding.state]), Text(finding.name), text)
+    console.print(table)
+    counts = {state: sum(finding.state == state for finding in findings) for state in ("problem", "note")}
+    ending = ", ".join(f"{number} {state}{'' if number == 1 else 's'}" for state, number in counts.items())
+    console.print(ending, highlight=False)

@@ -1,0 +1,105 @@
+"""What the run-config names: its dataset, its model's start, its generator. Nothing is downloaded or trained here."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from pathlib import Path
+
+from fedeas_flwr.config import RunConfig
+from fedeas_flwr.data import check_npz, dataset_info, find_source
+from fedeas_flwr.doctor.findings import Finding, note, ok, problem
+
+
+def check_dataset(config: RunConfig) -> Iterable[Finding]:
+    """Where the dataset is."""
+    name = config.dataset
+    fix = f"put {name}.npz or torchvision's folder into data-dir, or unset FEDEAS_OFFLINE to download it"
+    try:
+        source = find_source(name, config.data_dir)
+        if source.where is None:
+            return [ok("dataset", f"{name}, comes with scikit-learn")]
+        if source.downloads:
+            return [note("dataset", f"{name} is not at {source.where}; the first run downloads it there", fix)]
+        if source.where.suffix == ".npz":
+            check_npz(name, source.where)
+    except (OSError, ValueError) as error:
+        return [problem("dataset", error, fix)]
+    return [ok("dataset", f"{name}, {source.where}")]
+
+
+def check_model(config: RunConfig) -> Iterable[Finding]:
+    """The network, built with the weights a run starts from."""
+    from fedeas_flwr.models import imagenet_file
+    from fedeas_flwr.training import network
+
+    text = f"{config.model}, weights {config.weights}"
+    if config.model == "resnet18" and config.weights == "imagenet" and not imagenet_file().is_file():
+        fix = f"put them there, or give weights=FILE.safetensors ({imagenet_file().name})"
+        if os.environ.get("FEDEAS_OFFLINE"):
+            return [problem("model", f"{text}: not at {imagenet_file()}, and FEDEAS_OFFLINE is set", fix)]
+        return [note("model", f"{text}: not at {imagenet_file()}; the first run downloads them", fix)]
+    try:
+        network(config)
+    except (OSError, ValueError, RuntimeError) as error:
+        return [problem("model", error, "see `fedeas keys`: model, stem and weights")]
+    return [ok("model", text)]
+
+
+def check_generator(config: RunConfig) -> Iterable[Finding]:
+    """The generator, as far as it can be known without loading weights."""
+    if not config.generates:
+        return [note("generator", f"not needed: policy = '{config.policy}' with β = {config.beta:g} generates nothing")]
+    fix = "generator=FOLDER in diffusers' format, made by `fedeas train-generator`; or bank:DIR; see docs/generators.md"
+    try:
+        kind, _, where = config.generator.partition(":")
+        if config.generator == "builtin":
+            return [_builtin()]
+        if kind == "bank":
+            return [_bank(where, config.dataset)]
+        if kind == "sd-turbo":
+            return [_turbo(where)]
+        return [_folder(Path(config.generator).expanduser(), config.dataset)]
+    except (OSError, ValueError) as error:
+        return [problem("generator", error, fix)]
+
+
+def _builtin() -> Finding:
+    from fedeas_flwr.generators.digits import builtin_folder, is_whole
+
+    folder = builtin_folder()
+    if is_whole(folder):
+        return ok("generator", f"builtin, {folder}")
+    return note("generator", f"builtin is not whole at {folder}; the first run trains it, a minute on two cores")
+
+
+def _folder(folder: Path, dataset: str) -> Finding:
+    from fedeas_flwr.generators.folders import WEIGHTS_NAME, check_schedule, check_unet, read_json
+
+    info, weights = dataset_info(dataset), folder / "unet" / WEIGHTS_NAME
+    config = read_json(folder / "unet" / "config.json")
+    check_schedule(read_json(folder / "scheduler" / "scheduler_config.json"), folder)
+    check_unet(config, folder, len(info.classes), info.image_shape)
+    if not weights.is_file():
+        raise FileNotFoundError(f"generator: there is no {weights}; weights must be one safetensors file")
+    return ok("generator", f"{folder.absolute()}, {len(info.classes)} classes, images {list(info.image_shape)}")
+
+
+def _bank(where: str, dataset: str) -> Finding:
+    from fedeas_flwr.generators.bank import BankGenerator
+
+    info = dataset_info(dataset)
+    bank = BankGenerator(where, classes=info.classes, image_shape=info.image_shape)
+    empty = [name for name, count in zip(info.classes, bank.images_of_class, strict=True) if not count]
+    if empty:
+        raise ValueError(f"generator: bank {bank.path} has no images of {len(empty)} classes: {', '.join(empty[:5])}")
+    return ok("generator", f"bank {bank.path.absolute()}, {min(bank.images_of_class)} images or more of every class")
+
+
+def _turbo(where: str) -> Finding:
+    from fedeas_flwr.generators.turbo import HUB_NAME, check_transformers, find_pipeline
+
+    check_transformers()
+    if not where and not os.environ.get("FEDEAS_OFFLINE"):
+        return note("generator", f"{HUB_NAME}; the first run downloads it, unless the hub's cache has it")
+    return ok("generator", f"sd-turbo, {find_pipeline(where)}")

@@ -1,0 +1,224 @@
+"""The machine: GPU, cores, memory, and the folders that a run writes to."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import psutil
+
+from fedeas_flwr.cache import ImageCache
+from fedeas_flwr.config import RunConfig
+from fedeas_flwr.doctor.findings import Finding, note, ok, problem
+from fedeas_flwr.launch import clients_at_once
+from fedeas_flwr.paths import cache_root, existing_part
+from fedeas_flwr.sizes import show_bytes
+from fedeas_flwr.training import pick_device
+from fedeas_flwr.upkeep import cache_limit, entries
+
+CLIENT_BYTES = 500_000_000
+"""Memory of one client process before its data: importing torch, Flower and Ray takes 385 MB."""
+LITTLE_DISK = 1_000_000_000
+LITTLE_GPU = 1_000_000_000
+OBJECT_STORE_PART = 0.3
+"""Part of the memory that Ray sets aside for its object store; if /dev/shm is smaller, it goes to the disk instead."""
+OBJECT_STORE_MOST = 10_000_000_000
+"""Ray fits a larger store to what /dev/shm has."""
+CGROUP = Path("/sys/fs/cgroup")
+SHARED_MEMORY = Path("/dev/shm")
+NETWORKED = ("nfs", "cifs", "smb", "lustre", "gpfs", "beegfs", "ceph", "gluster", "fuse.sshfs", "9p", "virtiofs", "afs")
+
+
+def on_gpu(config: RunConfig) -> bool:
+    """Whether a run of this config trains on a GPU here; what keeps it from it is `check_gpu`'s to say."""
+    with suppress(ValueError):
+        return pick_device(config.device) == "cuda"
+    return False
+
+
+def client_processes(config: RunConfig) -> int:
+    """Processes that hold a client at the same time; inline there is one."""
+    return 1 if config.backend == "inline" else clients_at_once(config, on_gpu(config))
+
+
+# ---------------------------------------------------------------------------------------------------- GPU
+
+
+def check_gpu(config: RunConfig) -> Iterator[Finding]:
+    """Every CUDA device: its memory, whether a kernel runs, and bf16."""
+    import torch
+
+    if not torch.cuda.is_available():
+        built = (
+            f"torch {torch.__version__} is built for {'CUDA ' + torch.version.cuda if torch.version.cuda else 'CPU'}"
+        )
+        if config.device == "cuda":
+            fix = "write device=auto, or install a driver and a CUDA build of torch"
+            yield problem("GPU", f"device = 'cuda', but torch finds no CUDA device ({built})", fix)
+        elif Path("/proc/driver/nvidia/version").exists():
+            fix = "install a CUDA build of torch, or see whether nvidia-smi works and CUDA_VISIBLE_DEVICES is empty"
+            yield note("GPU", f"there is an NVIDIA driver, but torch finds no CUDA device ({built})", fix)
+        else:
+            yield note("GPU", f"none found; everything runs on the CPU ({built})")
+        return
+    for number in range(torch.cuda.device_count()):
+        name, label = f"GPU {number}", torch.cuda.get_device_name(number)
+        try:
+            tiny_kernel(number)
+            free, total = torch.cuda.mem_get_info(number)
+        except RuntimeError as error:
+            fix = "see nvidia-smi: is the GPU in exclusive mode or full, and does the driver fit this build of torch?"
+            yield problem(name, f"{label} does not run a kernel: {error}", f"{fix} Meanwhile device=cpu works")
+            continue
+        memory = f"{label}, {show_bytes(free)} of {show_bytes(total)} free, runs kernels"
+        if free < LITTLE_GPU:
+            yield problem(name, memory, "end what fills it (nvidia-smi names it), or choose by CUDA_VISIBLE_DEVICES")
+        elif not torch.cuda.is_bf16_supported(including_emulation=False):
+            yield note(name, f"{memory}, has no bf16", "write generation-precision=fp16 and precision=tf32")
+        else:
+            yield ok(name, f"{memory}, bf16")
+
+
+def tiny_kernel(number: int) -> None:
+    """Compute something on a GPU and fetch the answer."""
+    import torch
+
+    if (torch.ones(64, device=f"cuda:{number}") * 2).sum().item() != 128:
+        raise RuntimeError("64 × 2 is not 128 there")
+
+
+def check_mps(config: RunConfig) -> Iterable[Finding]:
+    """Whether NVIDIA's multi-process service can be had: with it, Ray's client processes share a GPU well."""
+    import torch
+
+    if not torch.cuda.is_available():
+        return []
+    if any((process.info["name"] or "").startswith("nvidia-cuda-mps") for process in psutil.process_iter(["name"])):
+        return [ok("CUDA MPS", "a control daemon is running; Ray's clients can share the GPU through it")]
+    if shutil.which("nvidia-cuda-mps-control") is None:
+        text = "nvidia-cuda-mps-control is not on PATH: client processes under Ray take turns on the GPU"
+        return [note("CUDA MPS", text, "backend=inline needs no MPS, and is quicker on one GPU")]
+    fix = "nvidia-cuda-mps-control -d, before a run under Ray; end it with: echo quit | nvidia-cuda-mps-control"
+    return [note("CUDA MPS", "not running, can be started", fix)]
+
+
+# ------------------------------------------------------------------------------------- cores and memory
+
+
+def usable_cores() -> int:
+    """Cores this process may use: its affinity, and the quota of its container."""
+    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    with suppress(OSError, ValueError):  # no such file, or the word max
+        quota, period = (CGROUP / "cpu.max").read_text().split()
+        allowed = min(allowed, max(1, int(quota) // int(period)))
+    return allowed
+
+
+def check_cores(config: RunConfig) -> Iterable[Finding]:
+    """The cores, against the clients that would run at once."""
+    cores, clients = usable_cores(), client_processes(config)
+    found = f"{cores} usable of {os.cpu_count()}; {clients} client processes at once"
+    if clients > cores and not on_gpu(config):
+        return [note("cores", found, f"write actors={cores}: more clients than cores only wait for each other")]
+    return [ok("cores", found)]
+
+
+def free_memory() -> int:
+    """Bytes that new processes may take: of the machine, or of the container if that has less."""
+    free = int(psutil.virtual_memory().available)
+    with suppress(OSError, ValueError, KeyError):
+        limit, used = (int((CGROUP / f"memory.{part}").read_text()) for part in ("max", "current"))
+        stat = dict(line.split() for line in (CGROUP / "memory.stat").read_text().splitlines())
+        free = min(free, limit - used + int(stat["inactive_file"]))  # cached files give way
+    return free
+
+
+def check_memory(config: RunConfig) -> Iterable[Finding]:
+    """Free memory, against what the client processes take before they hold any data."""
+    free, clients = free_memory(), client_processes(config)
+    needed = (clients + 1) * CLIENT_BYTES  # and the server's
+    text = f"{show_bytes(free)} free; {clients} client processes and the server take {show_bytes(needed)} or more"
+    if free >= needed:
+        return [ok("memory", text)]
+    fits = free // CLIENT_BYTES - 1
+    return [problem("memory", text, f"write actors={fits}" if fits > 0 else "free some, or write backend=inline")]
+
+
+def check_shared_memory(config: RunConfig) -> Iterable[Finding]:
+    """/dev/shm, where Ray keeps what its processes send each other."""
+    if config.backend == "inline" or not SHARED_MEMORY.is_dir():  # macOS has none
+        return []
+    free = shutil.disk_usage(SHARED_MEMORY).free
+    wanted = min(int(OBJECT_STORE_PART * free_memory()), max(OBJECT_STORE_MOST, free))
+    text = f"{show_bytes(free)} free; Ray wants {show_bytes(wanted)} for its object store"
+    if free >= wanted:
+        return [ok("/dev/shm", text)]
+    size = f"{-(-wanted // 10**9)}g"
+    fix = f"docker run --shm-size={size}, or as root mount -o remount,size={size} /dev/shm"
+    return [note("/dev/shm", f"{text} and will use the disk instead, which is slower", fix)]
+
+
+# ---------------------------------------------------------------------------------------------- folders
+
+
+def check_cache_folder(config: RunConfig) -> Iterable[Finding]:
+    """The user's cache: images, datasets, generators."""
+    fix = "set FEDEAS_CACHE to a folder you may write to, on a disk with room"
+    return [_check_folder("cache folder", cache_root(), fix)]
+
+
+def check_run_folder(config: RunConfig) -> Iterator[Finding]:
+    """Where the run and its clients' state go, and on what kind of file system."""
+    folder = Path(config.run_dir) if config.run_dir else Path("runs").absolute()
+    found = _check_folder("run folder", folder, "name another folder with run-dir=/…, on a disk with room")
+    yield found
+    if found.state == "problem":
+        return
+    kind = file_system(existing_part(folder))
+    if kind.startswith(NETWORKED):
+        yield note("client state", f"in the run folder, on {kind}: other machines that mount it find it too")
+    else:
+        fix = "SuperNodes on several machines need no shared folder, if each client stays on its machine"
+        yield note("client state", f"in the run folder, on {kind}: this machine's own disk", fix)
+
+
+def _check_folder(name: str, folder: Path, fix: str) -> Finding:
+    place = existing_part(folder)
+    try:
+        with tempfile.NamedTemporaryFile(dir=place, prefix=".fedeas-doctor-") as file:
+            file.write(b"x")
+    except OSError as error:
+        return problem(name, f"{folder} cannot be written: {place}: {error.strerror or error}", fix)
+    free = shutil.disk_usage(place).free
+    text = f"{folder}, writable, {show_bytes(free)} free"
+    return (
+        ok(name, text)
+        if free >= LITTLE_DISK
+        else problem(name, text, f"make room ({show_bytes(LITTLE_DISK)}), or {fix}")
+    )
+
+
+def file_system(folder: Path) -> str:
+    """Return the type of the file system that holds `folder`, such as ext4 or nfs4."""
+    real, best, kind = folder.resolve(), -1, "an unknown file system"
+    for part in psutil.disk_partitions(all=True):
+        mount = Path(part.mountpoint)
+        if real.is_relative_to(mount) and len(mount.parts) >= best:  # a later mount hides an earlier one
+            best, kind = len(mount.parts), part.fstype or kind
+    return kind
+
+
+def check_cache_limit(config: RunConfig) -> Iterable[Finding]:
+    """The limit that the image cache is kept under."""
+    try:
+        most = cache_limit(config.cache_limit)
+    except ValueError as error:
+        return [problem("cache limit", error, "write a size such as FEDEAS_CACHE_LIMIT=20GB, or unset it")]
+    used = sum(entry.bytes for entry in entries(ImageCache()))
+    if most is None:
+        return [note("cache limit", f"none; {show_bytes(used)} of images so far", "cache-limit=20GB would set one")]
+    return [ok("cache limit", f"{show_bytes(most)}; {show_bytes(used)} of images so far")]
