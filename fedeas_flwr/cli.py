@@ -175,7 +175,7 @@ def start(config: RunConfig) -> RunDirectory:
         highlight=False,
     )
     if "privacy" in summary:
-        console.print(show_privacy(summary["privacy"]), highlight=False)
+        console.print(show_privacy(summary["privacy"]), highlight=False, soft_wrap=True)
     return finished
 
 

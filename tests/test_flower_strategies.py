@@ -40,12 +40,21 @@ def test_the_config_names_the_registrys_algorithms() -> None:
     assert len(FLOWERS) == 10
 
 
+LINEAR = {**TINY, "model": "users_models:with_dropout"}
+"""The quickest to train, and with draws of its own."""
+
+
+@pytest.fixture(autouse=True)
+def models_of_the_tests(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(Path(__file__).parent)
+
+
 @pytest.mark.parametrize("name", FLOWERS)
 def test_resumed_is_uninterrupted_bit_for_bit(tmp_path: Path, name: str) -> None:
-    whole = finish(small(tmp_path / "whole", strategy=name, rounds=4, **TINY))
-    finish(small(tmp_path / "parts", strategy=name, rounds=2, **TINY))
+    whole = finish(small(tmp_path / "whole", strategy=name, rounds=4, **LINEAR))
+    finish(small(tmp_path / "parts", strategy=name, rounds=2, **LINEAR))
     np.random.rand(7), random.random()  # what this process drew in between must not matter
-    resumed = finish(small(tmp_path / "parts", strategy=name, rounds=4, resume=True, **TINY))
+    resumed = finish(small(tmp_path / "parts", strategy=name, rounds=4, resume=True, **LINEAR))
     assert weights(whole) == weights(resumed)
 
 
@@ -53,10 +62,10 @@ def test_resumed_is_uninterrupted_bit_for_bit(tmp_path: Path, name: str) -> None
 def test_without_what_it_remembers_a_strategy_resumes_to_another_model(
     tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    whole = finish(small(tmp_path / "whole", strategy=name, rounds=4, **TINY))
-    finish(small(tmp_path / "parts", strategy=name, rounds=2, **TINY))
+    whole = finish(small(tmp_path / "whole", strategy=name, rounds=4, **LINEAR))
+    finish(small(tmp_path / "parts", strategy=name, rounds=2, **LINEAR))
     monkeypatch.setattr(flower, "REMEMBERED", {})
-    forgetful = finish(small(tmp_path / "parts", strategy=name, rounds=4, resume=True, **TINY))
+    forgetful = finish(small(tmp_path / "parts", strategy=name, rounds=4, resume=True, **LINEAR))
     assert weights(whole) != weights(forgetful)
 
 
@@ -72,7 +81,6 @@ def test_a_model_handed_over_as_tensors_gives_the_same_weights(
     tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     keys = {**TINY, "strategy": name, "rounds": 2}
-    monkeypatch.syspath_prepend(Path(__file__).parent)
     keys["model"] = "users_models:with_batchnorm"  # statistics and a whole-number counter beside the weights
     sent = finish(small(tmp_path / "bytes", **keys))
 

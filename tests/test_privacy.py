@@ -25,10 +25,16 @@ from fedeas_flwr.strategies.federation import Federation
 from fedeas_flwr.strategies.privacy import WRAPPERS, gaussian_epsilon
 
 TINY = {"clients": 3, "participation": 1.0, "batch_size": 128, "policy": "none", "dp_noise_multiplier": 0.2}
+LINEAR = {**TINY, "model": "users_models:with_dropout"}
 UPDATES = (1.0, 2.0, 3.0)
 EXAMPLES = (10, 20, 1000)
 SIZE = 10_000
 START = Checkpoint(0, {"w": np.ones(SIZE, np.float32)}, {"n": np.array(0, np.int64)})
+
+
+@pytest.fixture(autouse=True)
+def models_of_the_tests(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(Path(__file__).parent)
 
 
 def toy_app() -> ClientApp:
@@ -139,10 +145,10 @@ def test_no_epsilon_where_none_is_valid(keys: dict[str, Any], buffers: dict[str,
 
 @pytest.mark.parametrize("dp", WRAPPERS)
 def test_a_private_run_resumes_bit_for_bit_and_says_what_it_spent(tmp_path: Path, dp: str) -> None:
-    whole = finish(small(tmp_path / "whole", dp=dp, rounds=4, **TINY))
-    finish(small(tmp_path / "parts", dp=dp, rounds=2, **TINY))
+    whole = finish(small(tmp_path / "whole", dp=dp, rounds=4, **LINEAR))
+    finish(small(tmp_path / "parts", dp=dp, rounds=2, **LINEAR))
     np.random.rand(7)
-    resumed = finish(small(tmp_path / "parts", dp=dp, rounds=4, resume=True, **TINY))
+    resumed = finish(small(tmp_path / "parts", dp=dp, rounds=4, resume=True, **LINEAR))
     assert weights(whole) == weights(resumed)
     spent = whole.summary()["privacy"]
     assert resumed.summary()["privacy"] == spent
@@ -156,7 +162,7 @@ def test_a_private_run_resumes_bit_for_bit_and_says_what_it_spent(tmp_path: Path
 
 @pytest.mark.parametrize(("dp", "strategy"), [("server-adaptive", "fedavgm"), ("client-adaptive", "fedadam")])
 def test_wrapper_and_wrapped_both_remember(tmp_path: Path, dp: str, strategy: str) -> None:
-    keys = {**TINY, "dp": dp, "strategy": strategy}
+    keys = {**LINEAR, "dp": dp, "strategy": strategy}
     whole = finish(small(tmp_path / "whole", rounds=3, **keys))
     finish(small(tmp_path / "parts", rounds=1, **keys))
     resumed = finish(small(tmp_path / "parts", rounds=3, resume=True, **keys))
@@ -169,7 +175,6 @@ def test_wrapper_and_wrapped_both_remember(tmp_path: Path, dp: str, strategy: st
 
 @pytest.mark.parametrize("dp", WRAPPERS)
 def test_tensors_handed_over_give_the_same_weights(tmp_path: Path, dp: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(Path(__file__).parent)
     keys = {**TINY, "dp": dp, "rounds": 2, "model": "users_models:with_batchnorm"}
     sent = finish(small(tmp_path / "bytes", **keys))
 

@@ -9,7 +9,7 @@ import pytest
 from fedeas_flwr.client_state import ClientState, ClientStore, forget_kept_states, write_kept_states
 from fedeas_flwr.config import parse_config
 from fedeas_flwr.metrics import rounds_to_threshold, summarise
-from fedeas_flwr.runs import Checkpoint, RunDirectory, RunError
+from fedeas_flwr.runs import Checkpoint, RunDirectory, RunError, StrategyState
 
 
 def config(folder: Path, **changes: object):
@@ -28,6 +28,7 @@ def checkpoint() -> Checkpoint:
         buffers={"steps": np.array(7, dtype=np.int64)},
         accepted={0: 1, 12: 3},
         generated={0: 9},
+        strategy=StrategyState({"m_t/000000/w": np.ones(2, np.float64)}, {"clipping_norm": 0.1 + 0.2}),
     )
 
 
@@ -42,6 +43,9 @@ def test_checkpoint_comes_back_with_kinds_and_shapes(tmp_path: Path) -> None:
     assert back.trainable["scalar"].shape == ()
     assert back.buffers["steps"].dtype == np.int64
     assert back.buffers["steps"].shape == ()
+    assert back.strategy.numbers == {"clipping_norm": 0.1 + 0.2}
+    assert back.strategy.arrays["m_t/000000/w"].dtype == np.float64
+    assert set(back.trainable) == {"w", "scalar"}
 
 
 @pytest.mark.parametrize("damage", [b"", b"garbage", None])
