@@ -160,6 +160,13 @@ def test_a_private_run_resumes_bit_for_bit_and_says_what_it_spent(tmp_path: Path
         ]
 
 
+@pytest.mark.parametrize("kind", ["fixed", "adaptive"])
+def test_who_clips_makes_no_difference_to_the_model(tmp_path: Path, kind: str) -> None:
+    server = finish(small(tmp_path / "server", dp=f"server-{kind}", rounds=2, **TINY))
+    client = finish(small(tmp_path / "client", dp=f"client-{kind}", rounds=2, **TINY))
+    assert weights(server) == weights(client) != weights(finish(small(tmp_path / "none", rounds=2, **TINY)))
+
+
 @pytest.mark.parametrize(("dp", "strategy"), [("server-adaptive", "fedavgm"), ("client-adaptive", "fedadam")])
 def test_wrapper_and_wrapped_both_remember(tmp_path: Path, dp: str, strategy: str) -> None:
     keys = {**LINEAR, "dp": dp, "strategy": strategy}
