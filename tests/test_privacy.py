@@ -155,9 +155,7 @@ def test_a_private_run_resumes_bit_for_bit_and_says_what_it_spent(tmp_path: Path
     if dp.endswith("fixed"):
         assert spent["epsilon"] == gaussian_epsilon(0.2, 4, 1e-5)
         assert ("clients that clip" in spent["assumes"]) == (dp == "client-fixed")
-        assert [r["privacy"]["epsilon"] for r in whole.rounds()] == [
-            gaussian_epsilon(0.2, n, 1e-5) for n in (1, 2, 3, 4)
-        ]
+        assert [r["epsilon"] for r in whole.rounds()] == [gaussian_epsilon(0.2, n, 1e-5) for n in (1, 2, 3, 4)]
 
 
 @pytest.mark.parametrize("kind", ["fixed", "adaptive"])

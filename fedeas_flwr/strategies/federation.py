@@ -157,7 +157,7 @@ class Federation:
                     **scores,
                     "train_loss": _mean(outcome.reports, lambda r: r.loss),
                     "gamma_hat": outcome.gamma_hat,
-                    **self._privacy(state),
+                    **({"epsilon": spent["epsilon"]} if (spent := self._privacy_spent(state)) else {}),
                     "clients": [r.client for r in outcome.reports],
                     "failures": outcome.failures,
                     "generated": sum(state.generated.values()),
@@ -173,11 +173,13 @@ class Federation:
                 self.checkpointed = state.accepted
             log(INFO, "[round %d/%d] accuracy %.4f", state.round, self.config.rounds, scores["accuracy"])
         self.run.save_model({**state.trainable, **state.buffers})
-        self.run.save_summary({**summarise(self.run.rounds(), self.config.threshold), **self._privacy(state)})
+        spent = self._privacy_spent(state)
+        self.run.save_summary(
+            {**summarise(self.run.rounds(), self.config.threshold), **({"privacy": spent} if spent else {})}
+        )
 
-    def _privacy(self, state: Checkpoint) -> dict[str, Any]:
-        spent = self.strategy.privacy_spent(state) if isinstance(self.strategy, Composed) else None
-        return {} if spent is None else {"privacy": spent}
+    def _privacy_spent(self, state: Checkpoint) -> dict[str, Any] | None:
+        return self.strategy.privacy_spent(state) if isinstance(self.strategy, Composed) else None
 
     def sample(self, round_number: int) -> list[int]:
         """The clients of a round: uniform without replacement, from a stream of the round's own."""
@@ -300,7 +302,7 @@ def _like(arrays: Arrays, wanted: Arrays) -> Arrays:
     # Strategies may compute in float64, or in NumPy on a model of tensors: it keeps its own kind, place and order.
     def restored(array: Any, like: Any) -> Any:
         if hasattr(like, "cpu"):
-            return array if hasattr(array, "cpu") and array.dtype == like.dtype else like.new_tensor(array)
+            return array.to(like) if hasattr(array, "cpu") else like.new_tensor(array)
         return np.asarray(array, dtype=like.dtype)
 
     return {key: restored(arrays[key], like) for key, like in wanted.items()}
