@@ -64,12 +64,13 @@ class Engine(Protocol):
         ...
 
 
-def copy_state(model: nn.Module, trainable: State, buffers: State) -> None:
-    """Copy a state, arrays or tensors, into a model in place, or refuse all of it.
+def copy_state(model: nn.Module | Mapping[str, torch.Tensor], trainable: State, buffers: State) -> None:
+    """Copy a state, arrays or tensors, into a model (or its state dict) in place, or refuse all of it.
 
     Shapes and kinds must be the model's own: torch would quietly stretch a smaller array and round a float counter.
     """
-    given, state = {**trainable, **buffers}, model.state_dict()
+    given = {**trainable, **buffers}
+    state = model.state_dict() if isinstance(model, nn.Module) else model
     if given.keys() != state.keys():
         raise ValueError(f"state: the names differ from the model's: {sorted(given.keys() ^ state.keys())[:3]}")
     for key, tensor in state.items():
@@ -84,12 +85,14 @@ def copy_state(model: nn.Module, trainable: State, buffers: State) -> None:
             tensor.copy_(source if isinstance(source, torch.Tensor) else torch.from_numpy(np.array(source)))
 
 
-def read_state(model: nn.Module) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-    """Clone a model's state: what is trained, and the rest."""
+def read_state(
+    model: nn.Module, state: Mapping[str, torch.Tensor] | None = None
+) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """Clone a model's state (or one that stands for it): what is trained, and the rest."""
     names = {key for key, value in model.named_parameters(remove_duplicate=False) if value.requires_grad}
     trainable: dict[str, torch.Tensor] = {}
     buffers: dict[str, torch.Tensor] = {}
-    for key, tensor in model.state_dict().items():
+    for key, tensor in (model.state_dict() if state is None else state).items():
         copy = tensor.detach().clone(memory_format=torch.contiguous_format)
         (trainable if key in names else buffers)[key] = copy
     return trainable, buffers

@@ -4,13 +4,15 @@ One step (gather, normalise, forward, loss, backward, SGD) is captured once and 
 and round. It reads its batch from a table of indices on the device that holds the permutations of all epochs, one row a
 step, and a row counter that the graph itself moves on. Two graphs suffice: one for full batches and one for the last,
 shorter batch of an epoch, of whatever size. In that second graph the batch is padded, and loss and BatchNorm take their
-means over the rows that count, so the result is the short batch's own up to rounding.
+means over the rows that count, so the result is the short batch's own up to rounding. On a GPU BatchNorm and what
+surrounds it are kernels of our own (kernels.py).
 
 Weights, data and tables live in buffers that are refilled in place; nothing is allocated or captured between clients.
 """
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -33,6 +35,9 @@ from fedeas_flwr.training.objective import (
     named,
     padded_mean,
 )
+from fedeas_flwr.training.weights import Weights
+
+logger = logging.getLogger(__name__)
 
 _capturing = threading.Lock()
 """One capture at a time: entering one waits for the whole device."""
@@ -72,10 +77,11 @@ class GraphedEngine:
         self._model = model.to(device).train()
         if device == "cuda":
             self._model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-        trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-        self._names: list[str] = [name for name, _ in trained]
-        self._params: list[torch.Tensor] = [p for _, p in trained]
-        self._momentum = [torch.zeros_like(p) for p in self._params] if recipe.momentum else []
+        self._weights = Weights(self._model, halved=precision == "bf16" and device == "cuda")
+        self._state = self._weights.state(self._model)
+        self._fast = fast_layers(self._model) if device == "cuda" and not objective.second_order else None
+        self._momentum = [torch.zeros_like(p) for p in self._weights.masters] if recipe.momentum else []
+        self._batch = torch.full((), float(recipe.batch_size), device=device)
         self._row = torch.zeros(1, dtype=torch.long, device=device)
         self._count = torch.zeros((), device=device)
         self._loss = torch.zeros((), device=device)
@@ -100,7 +106,8 @@ class GraphedEngine:
         table, full, rest = batch_table(len(labels), self.recipe, batches)
         with self._on_stream():
             do_full, do_short = self._reserve(images, len(table), inputs)
-            copy_state(self._model, trainable, buffers)
+            copy_state(self._state, trainable, buffers)
+            self._weights.refresh()
             for name, value in inputs.constants.items():
                 self._constants[name].copy_(value)
             for name, value in inputs.tables.items():
@@ -118,7 +125,9 @@ class GraphedEngine:
                     do_full()
                 if rest > 1:
                     do_short()
-            state = read_state(self._model)
+            if self._fast is not None:
+                self._fast.count_batches(len(table))
+            state = read_state(self._model, self._state)
             loss = float(self._loss)  # waits for the stream
         seen = full * self.recipe.batch_size + (rest if rest > 1 else 0)
         return TrainResult(loss / max(seen, 1), len(table)), *state
@@ -170,10 +179,16 @@ class GraphedEngine:
         return graph.replay
 
     def _full_step(self) -> None:
+        if self._fast is not None:
+            self._fast.count = self._batch
         self._step(torch.mean, float(self.recipe.batch_size))
 
     def _short_step(self) -> None:
         mask = (torch.arange(self.recipe.batch_size, device=self._device) < self._count).float()
+        if self._fast is not None:
+            self._fast.count = self._count
+            self._step(padded_mean(mask, self._count), self._count)
+            return
         with masked_batchnorm(self._model, mask):
             self._step(padded_mean(mask, self._count), self._count)
 
@@ -189,16 +204,17 @@ class GraphedEngine:
     @torch.no_grad()
     def _update(self, loss: torch.Tensor, samples: float | torch.Tensor, given: Tensors) -> None:
         """SGD as torch.optim.SGD does it, on all parameters at once."""
-        grads = list(torch.autograd.grad(loss, self._params))
-        self._objective.correct(named(self._names, self._params), named(self._names, grads), given)
-        recipe = self.recipe
+        recipe, names, weights = self.recipe, self._weights.names, self._weights.masters
+        grads = self._weights.whole_gradients(torch.autograd.grad(loss, self._weights.parameters))
+        self._objective.correct(named(names, weights), named(names, grads), given)
         if recipe.weight_decay:
-            torch._foreach_add_(grads, self._params, alpha=recipe.weight_decay)
+            torch._foreach_add_(grads, weights, alpha=recipe.weight_decay)
         if recipe.momentum:
             torch._foreach_mul_(self._momentum, recipe.momentum)
             torch._foreach_add_(self._momentum, grads)
             grads = self._momentum
-        torch._foreach_add_(self._params, grads, alpha=-recipe.learning_rate)
+        torch._foreach_add_(weights, grads, alpha=-recipe.learning_rate)
+        self._weights.refresh()
         self._loss.add_(loss.detach() * samples)
         self._row.add_(1)
 
@@ -226,6 +242,17 @@ def batch_table(
         kept = min(samples, rows * size)
         epoch[:kept] = order[:kept]
     return table.reshape(-1, size), full, rest
+
+
+def fast_layers(model: nn.Module) -> Any:
+    """Put the fast layers in; without Triton, or a C compiler for it, the model stays as it is and is slower."""
+    try:
+        from fedeas_flwr.training.kernels import FastLayers
+
+        return FastLayers(model)
+    except Exception as error:  # whatever a compiler may raise
+        logger.warning("BatchNorm is not fused, training goes on slower: %s", " ".join(str(error).split())[:200])
+        return None
 
 
 @contextmanager

@@ -51,6 +51,8 @@ class Objective:
 
     graphable = True
     """Whether a step can be captured: no look at a tensor's values, no draws but those from tables."""
+    second_order = False
+    """Whether the loss holds a gradient itself, which fast layers cannot differentiate once more."""
 
     def loss(self, model: nn.Module, batch: Batch) -> torch.Tensor:
         """The scalar that the step minimises."""

@@ -1,0 +1,67 @@
+"""The fast layers compute what PyTorch's do (run on a GPU, or by Triton's interpreter)."""
+
+from __future__ import annotations
+
+import copy
+import os
+
+import pytest
+import torch
+from torch import nn
+
+pytest.importorskip("triton", reason="needs Triton, which comes with torch's CUDA builds")
+if not torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1":
+    pytest.skip("needs a GPU, or TRITON_INTERPRET=1", allow_module_level=True)
+
+from fedeas_flwr.models import build_model
+from fedeas_flwr.training.kernels import FastLayers
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+@pytest.fixture(autouse=True)
+def strict_float32() -> None:
+    torch.manual_seed(0)
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
+
+
+def compare(plain: nn.Module, x: torch.Tensor, counted: int, tolerance: float = 1e-4) -> None:
+    """The plain model on the samples that count, and the fast one on all of them, padding and all."""
+    fast = copy.deepcopy(plain)
+    layers = FastLayers(fast)
+    layers.count = torch.tensor(float(counted), device=x.device)
+    direction = torch.randn_like(plain(x))
+    plain.load_state_dict(fast.state_dict())
+    one, two = x[:counted].clone().requires_grad_(), x.clone().requires_grad_()
+    (plain(one) * direction[:counted]).sum().backward()
+    outputs = fast(two)
+    layers.count_batches(1)
+    (outputs[:counted] * direction[:counted]).sum().backward()
+    close = {"rtol": tolerance, "atol": tolerance}
+    assert one.grad is not None and two.grad is not None
+    torch.testing.assert_close(two.grad[:counted], one.grad, **close)
+    assert not two.grad[counted:].any(), "padding has a gradient"
+    for (name, first), second in zip(plain.named_parameters(), fast.parameters(), strict=True):
+        scale = float(first.grad.abs().max()) + 1e-6
+        torch.testing.assert_close(second.grad / scale, first.grad / scale, **close, msg=lambda m, n=name: f"{n}: {m}")
+    for key, value in plain.state_dict().items():
+        torch.testing.assert_close(fast.state_dict()[key], value, **close, msg=lambda m, k=key: f"{k}: {m}")
+    plain.eval()
+    fast.eval()
+    torch.testing.assert_close(fast(x), plain(x), **close)
+
+
+@pytest.mark.parametrize("counted", [6, 5, 2])
+def test_batchnorm_alone_also_far_from_zero(counted: int) -> None:
+    norm = nn.BatchNorm2d(20).to(DEVICE)
+    nn.init.normal_(norm.weight)
+    compare(norm, 0.1 * torch.randn(6, 20, 3, 3, device=DEVICE) + 30, counted, 1e-3)
+    flat = nn.BatchNorm1d(20).to(DEVICE)
+    compare(flat, torch.randn(6, 20, device=DEVICE), counted)
+
+
+@pytest.mark.parametrize("counted", [8, 5])
+def test_a_resnet18_with_maps_of_one_pixel(counted: int) -> None:
+    side = 32 if DEVICE == "cuda" else 24  # the last maps are 1×1 with either
+    model = build_model("resnet18", 10, (side, side, 3), seed=0).to(DEVICE)
+    compare(model, torch.randn(8, 3, side, side, device=DEVICE), counted, 2e-3)  # with fewer, rounding decides
