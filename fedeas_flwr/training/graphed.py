@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -25,6 +25,7 @@ from torch import nn
 
 from fedeas_flwr.training.engine import Recipe, State, TrainResult, copy_state, read_state
 from fedeas_flwr.training.images import Normaliser
+from fedeas_flwr.training.launcher import launcher
 from fedeas_flwr.training.objective import (
     CROSS_ENTROPY,
     NO_INPUTS,
@@ -119,18 +120,21 @@ class GraphedEngine:
             self._count.fill_(float(rest))
             for buffer in self._momentum:
                 buffer.zero_()
-            for _ in range(self.recipe.epochs):
-                self._loss.zero_()
-                for _ in range(full):
-                    do_full()
-                if rest > 1:
-                    do_short()
+            epoch = [self._loss.zero_, *[do_full] * full, *[do_short] * (rest > 1)]
+            self._launch(epoch * self.recipe.epochs)
             if self._fast is not None:
                 self._fast.count_batches(len(table))
             state = read_state(self._model, self._state)
             loss = float(self._loss)  # waits for the stream
         seen = full * self.recipe.batch_size + (rest if rest > 1 else 0)
         return TrainResult(loss / max(seen, 1), len(table)), *state
+
+    def _launch(self, steps: Sequence[Callable[[], object]]) -> None:
+        if self._stream is None:
+            for step in steps:
+                step()
+        else:
+            launcher().run(self._stream, steps)
 
     @contextmanager
     def _on_stream(self) -> Iterator[None]:
@@ -149,7 +153,8 @@ class GraphedEngine:
         samples, device = len(images), self._device
         if self._full and self._short and samples <= len(self._pixels) and rows <= len(self._table):
             return self._full, self._short
-        samples, rows = max(samples, len(self._pixels) * 3 // 2), max(rows, len(self._table) * 3 // 2)
+        # One at least: a capture runs the step, also for a client whose only sample will be skipped.
+        samples, rows = max(samples, len(self._pixels) * 3 // 2, 1), max(rows, len(self._table) * 3 // 2, 1)
         self._pixels = torch.zeros((samples, *images.shape[1:]), dtype=torch.uint8, device=device)
         self._labels = torch.zeros(samples, dtype=torch.long, device=device)
         self._table = torch.zeros(rows, self.recipe.batch_size, dtype=torch.long, device=device)

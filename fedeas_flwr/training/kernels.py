@@ -17,7 +17,8 @@ import triton.language as tl
 from torch import nn
 from torch.nn import functional as F
 
-_ELEMENTS = 4096
+_ELEMENTS = 32_768
+"""Of a map in flight in one program: it waits for memory once for all of them."""
 _SECTOR = 32
 """Bytes that memory delivers at once: a program's channels of one row."""
 
@@ -159,7 +160,8 @@ def _rows(x: torch.Tensor) -> torch.Tensor:
 def _sizes(x: torch.Tensor) -> dict[str, int]:
     rows, columns = x.numel() // x.shape[1], _SECTOR // x.element_size()
     at_once = min(triton.next_power_of_2(rows), _ELEMENTS // columns)
-    return {"M": rows, "C": x.shape[1], "ROWS": at_once, "COLUMNS": columns, "num_warps": 8 if at_once > 64 else 4}
+    warps = min(max(at_once * columns // 1024, 4), 32)
+    return {"M": rows, "C": x.shape[1], "ROWS": at_once, "COLUMNS": columns, "num_warps": warps}
 
 
 class _CentreTap(torch.autograd.Function):
