@@ -18,6 +18,7 @@ from fedeas_flwr.strategies.client_part import ClientPart
 from fedeas_flwr.strategies.fedavg import build_fedavg
 from fedeas_flwr.strategies.fedprox import FedProxClient
 from fedeas_flwr.strategies.flower import Composed, composed, composed_if_private
+from fedeas_flwr.strategies.scaffold import ScaffoldClient, build_scaffold
 
 
 @dataclass(frozen=True)
@@ -45,6 +46,14 @@ ALGORITHMS: dict[str, Algorithm] = {
         0,
         ("fedprox-mu",),
         FedProxClient,
+    ),
+    "scaffold": Algorithm(
+        build_scaffold,
+        "clients' steps corrected by control variates; plain mean of the models",
+        "nothing: the change of its control variate follows from its update and its steps",
+        2,
+        ("scaffold-server-rate", "scaffold-weighting"),
+        ScaffoldClient,
     ),
     "fedavgm": Algorithm(
         composed(flower.build_fedavgm),
