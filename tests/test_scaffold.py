@@ -119,6 +119,15 @@ def test_a_client_that_takes_no_step_keeps_its_control_and_moves_nothing() -> No
     assert (run.c, run.c_i, float(run.x["w"])) == (*before, x)
 
 
+@pytest.mark.parametrize("steps", [0, 1])
+def test_a_reply_is_in_the_models_order_whatever_order_a_file_gave(steps: int) -> None:
+    model = {name: np.ones(2, np.float32) for name in ("z", "a")}
+    memory = {name: np.ones(2, np.float32) for name in ("a", "z")}
+    config = small(Path("/nowhere"), strategy="scaffold")
+    task = ClientRound(config, 2, 0, "cpu", model, {}, model, memory, torch.zeros(1), steps)
+    assert list(ScaffoldClient(config).finish(task, model, {}).extra) == ["z", "a"]
+
+
 # ------------------------------------------------------------------------------------------- the invariant
 
 

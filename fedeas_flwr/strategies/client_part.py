@@ -46,9 +46,9 @@ class ClientRound:
         return {key: self._tensor(value) for key, value in state.items()}
 
     def _tensor(self, value: Any) -> torch.Tensor:
-        if not isinstance(value, torch.Tensor):
-            value = torch.from_numpy(np.require(value, requirements="W"))  # files give read-only arrays: torch warns
-        return value.to(self.device)
+        if isinstance(value, torch.Tensor):
+            return value.to(self.device)
+        return torch.from_numpy(np.require(value, requirements="W")).to(self.device)  # of read-only ones torch warns
 
 
 @dataclass(frozen=True)

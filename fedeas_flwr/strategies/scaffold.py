@@ -120,12 +120,9 @@ class ScaffoldClient(ClientPart):
         """c_i⁺ = c_i − c + (x − y)/(Tη); a client that took no step keeps its c_i."""
         control, own = task.tensors(task.extra), own_control(task)
         if task.steps == 0:
-            return Finished(memory=own, extra={name: torch.zeros_like(value) for name, value in own.items()})
-        start, end, reach = (
-            task.tensors(task.trainable),
-            task.tensors(trainable),
-            task.steps * task.config.learning_rate,
-        )
+            return Finished(memory=own, extra={name: torch.zeros_like(value) for name, value in control.items()})
+        start, end = task.tensors(task.trainable), task.tensors(trainable)
+        reach = task.steps * task.config.learning_rate
         change = {name: (start[name] - end[name]) / reach - control[name] for name in control}
         return Finished(memory={name: own[name] + change[name] for name in change}, extra=change)
 
