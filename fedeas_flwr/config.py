@@ -25,6 +25,7 @@ StrategyName = Literal[
     "fedavg",
     "fedprox",
     "scaffold",
+    "moon",
     "fedavgm",
     "fedadam",
     "fedadagrad",
@@ -77,6 +78,8 @@ class RunConfig(BaseModel):
     scaffold_weighting: Literal["uniform", "examples"] = Field(
         "uniform", description="of scaffold: whether the models' mean counts clients alike, or by real samples"
     )
+    moon_mu: float = Field(5.0, ge=0, le=1e4, description="of moon: weight μ of the contrastive term")
+    moon_temperature: float = Field(0.5, gt=0, le=1e4, description="of moon: temperature τ of the similarities")
     server_learning_rate: float = Field(
         0.0, ge=0, le=1000, description="the server's step size; 0: the strategy's own default"
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +12,14 @@ import pytest
 import torch
 from flwr.app import ConfigRecord, Context, Message
 from flwr.clientapp import ClientApp
+from lossy import federation, lossy_app
 from quadratics import train
 from rich.console import Console
 from runners import finish, small, weights
 
 from fedeas_flwr import client_app, messages
 from fedeas_flwr.client_state import ClientStore
-from fedeas_flwr.config import ConfigError, RunConfig
+from fedeas_flwr.config import ConfigError
 from fedeas_flwr.grids import InlineGrid
 from fedeas_flwr.messages import TrainReport
 from fedeas_flwr.models import split_state
@@ -26,7 +27,6 @@ from fedeas_flwr.prepare import prepare
 from fedeas_flwr.runs import Arrays, Checkpoint, RunDirectory, plain
 from fedeas_flwr.strategies import build_strategy
 from fedeas_flwr.strategies.client_part import ClientRound, Finished
-from fedeas_flwr.strategies.federation import Federation
 from fedeas_flwr.strategies.scaffold import Scaffold, ScaffoldClient
 from fedeas_flwr.training import network
 
@@ -131,38 +131,6 @@ def test_a_reply_is_in_the_models_order_whatever_order_a_file_gave(steps: int) -
 # ------------------------------------------------------------------------------------------- the invariant
 
 
-def spoilt(spoil: Callable[[int, int], str]) -> ClientApp:
-    """The real clients; ``spoil`` says by client and round what happens to a reply: "lost", "NaN" or nothing."""
-    app = ClientApp()
-
-    @app.query()
-    def query(message: Message, context: Context) -> Message:
-        return client_app.query(message, context)
-
-    @app.train()
-    def train(message: Message, context: Context) -> Message:
-        number, client = messages.read_task(message).round, int(context.node_config["partition-id"])
-        reply = client_app.train_client(message, context)  # the client has trained and kept its state in any case
-        if spoil(client, number) == "lost":
-            raise TimeoutError("the reply was lost")
-        if spoil(client, number) == "NaN":
-            record = reply.content.array_records[messages.EXTRA]
-            arrays = messages.to_arrays(record)
-            first = next(iter(arrays))
-            reply.content[messages.EXTRA] = messages.to_record({**arrays, first: arrays[first] * np.nan})
-        return reply
-
-    return app
-
-
-def federation(config: RunConfig, app: ClientApp) -> Federation:
-    grid = InlineGrid(app, config.clients, config.outside())
-    made = Federation(grid, config, build_strategy(config), RunDirectory.start(config, {}))
-    made.discover()
-    made.plan()
-    return made
-
-
 def assert_c_is_the_mean_of_all_c_i(folder: Path, state: Checkpoint, clients: int) -> None:
     memories = [ClientStore(folder / "clients" / str(k)).load(state.accepted.get(k, 0)).memory for k in range(clients)]
     assert any(memories)
@@ -174,7 +142,7 @@ def assert_c_is_the_mean_of_all_c_i(folder: Path, state: Checkpoint, clients: in
 @pytest.mark.parametrize("fate", ["lost", "NaN"])
 def test_c_is_the_mean_of_all_c_i_after_every_round_also_when_replies_are_refused(tmp_path: Path, fate: str) -> None:
     config = small(tmp_path, strategy="scaffold", policy="none", participation=0.75, min_replies=0.1, rounds=5)
-    run = federation(config, spoilt(lambda client, number: fate if number in (2, 4) and client % 2 else ""))
+    run = federation(config, lossy_app(lambda client, number: fate if number in (2, 4) and client % 2 else ""))
     state, failed = Checkpoint(0, *split_state(network(config))), 0
     for _ in range(5):
         state, outcome = run.train_round(state)
