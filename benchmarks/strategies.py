@@ -32,6 +32,7 @@ from fedeas_flwr.strategies.dissimilarity import gradient_dissimilarity
 from fedeas_flwr.strategies.fedavg import FedAvg
 from fedeas_flwr.strategies.flower import Composed
 from fedeas_flwr.strategies.privacy import WRAPPERS
+from fedeas_flwr.strategies.server_part import SendsExtra
 
 CLIENTS = 10
 
@@ -55,16 +56,17 @@ def merging_seconds(config: RunConfig, states: list[Arrays]) -> float:
     strategy, grid = build_strategy(config), InlineGrid(ClientApp(), CLIENTS, {})
     for number in (1, 2):
         out = list(strategy.configure_train(number, messages.to_record(states[0]), ConfigRecord(), grid))
-        replies = [_reply(message, states) for message in out]
+        extra = strategy.extra_wanted() if isinstance(strategy, SendsExtra) else {}
+        replies = [_reply(message, states, extra) for message in out]
         taken = seconds(lambda number=number, replies=replies: strategy.aggregate_train(number, replies))
     return taken
 
 
-def _reply(message: Message, states: list[Arrays]) -> Message:
+def _reply(message: Message, states: list[Arrays], extra: Arrays) -> Message:
     client = message.metadata.dst_node_id - 1
     report = messages.TrainReport(client, 100 + client, 0.5, 1, 0, 0, 0.0, 0.0)
-    reply = messages.train_reply(message, report, states[1 + client], {}, {})
-    messages.read_train_reply(reply, client, states[0], {}, {})
+    reply = messages.train_reply(message, report, states[1 + client], {}, extra)
+    messages.read_train_reply(reply, client, states[0], {}, extra)
     if "clipping_norm" in message.content.config_records[messages.CONFIG]:  # what a client that clips says besides
         reply.content.metric_records[messages.METRICS]["norm_bit"] = 1
     return reply

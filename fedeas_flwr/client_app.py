@@ -118,7 +118,8 @@ def train_client(message: Message, context: Context) -> Message:
         seconds_training=time.perf_counter() - generated_at,
         rejected=rejected,
     )
-    return messages.train_reply(message, report, trainable, buffers, finished.extra)
+    extra = finished.extra if live else plain(finished.extra)
+    return messages.train_reply(message, report, trainable, buffers, extra)
 
 
 @app.evaluate()

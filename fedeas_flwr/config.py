@@ -24,6 +24,8 @@ Policy = Literal[
 StrategyName = Literal[
     "fedavg",
     "fedprox",
+    "scaffold",
+    "moon",
     "fedavgm",
     "fedadam",
     "fedadagrad",
@@ -72,6 +74,12 @@ class RunConfig(BaseModel):
         "fedavg", description="how the clients' models become one; `fedeas strategies` lists them"
     )
     fedprox_mu: float = Field(0.01, ge=0, le=1e4, description="of fedprox: weight μ of the proximal term")
+    scaffold_server_rate: float = Field(1.0, gt=0, le=100, description="of scaffold: the server's step size η_g")
+    scaffold_weighting: Literal["uniform", "examples"] = Field(
+        "uniform", description="of scaffold: whether the models' mean counts clients alike, or by real samples"
+    )
+    moon_mu: float = Field(5.0, ge=0, le=1e4, description="of moon: weight μ of the contrastive term")
+    moon_temperature: float = Field(0.5, gt=0, le=1e4, description="of moon: temperature τ of the similarities")
     server_learning_rate: float = Field(
         0.0, ge=0, le=1000, description="the server's step size; 0: the strategy's own default"
     )

@@ -79,13 +79,19 @@ def test_ray_with_one_and_two_actors_and_inline_give_the_same_weights(
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "keys", [{"strategy": "fedadam"}, {"strategy": "fedavgm", "dp": "client-adaptive", "dp_noise_multiplier": 0.1}]
+    "keys",
+    [
+        {"strategy": "fedadam"},
+        {"strategy": "fedavgm", "dp": "client-adaptive", "dp_noise_multiplier": 0.1},
+        {"strategy": "scaffold", "policy": "fedeas"},
+    ],
 )
-def test_flowers_strategies_and_client_side_clipping_are_the_same_under_ray(
-    tmp_path: Path, keys: dict[str, object]
+def test_strategies_and_client_side_clipping_are_the_same_under_ray(
+    tmp_path: Path, digits_generator: Path, keys: dict[str, object]
 ) -> None:
-    inline = finish(small(tmp_path / "inline", policy="none", rounds=2, **keys))
-    ray = finish(small(tmp_path / "ray", policy="none", rounds=2, backend="ray", **keys))
+    keys = {"policy": "none", "rounds": 3, **keys}
+    inline = finish(small(tmp_path / "inline", **keys))
+    ray = finish(small(tmp_path / "ray", backend="ray", **keys))
     assert weights(inline) == weights(ray)
     assert [r["gamma_hat"] for r in inline.rounds()] == pytest.approx([r["gamma_hat"] for r in ray.rounds()])
 

@@ -15,6 +15,29 @@ def with_batchnorm(num_classes: int, image_shape: tuple[int, int, int]) -> nn.Mo
     )
 
 
+class WithFeatures(nn.Module):
+    """BatchNorm and a last layer named fc, as the strategies that look at features need it."""
+
+    def __init__(self, num_classes: int, image_shape: tuple[int, int, int]) -> None:
+        super().__init__()
+        self.body = nn.Sequential(
+            nn.Conv2d(image_shape[2], 6, 3, padding=1),
+            nn.BatchNorm2d(6),
+            nn.ReLU(),
+            nn.AdaptiveAvgPool2d(2),
+            nn.Flatten(),
+        )
+        self.fc = nn.Linear(24, num_classes)
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        logits: torch.Tensor = self.fc(self.body(images))
+        return logits
+
+
+def with_features(num_classes: int, image_shape: tuple[int, int, int]) -> nn.Module:
+    return WithFeatures(num_classes, image_shape)
+
+
 def with_dropout(num_classes: int, image_shape: tuple[int, int, int]) -> nn.Module:
     height, width, channels = image_shape
     return nn.Sequential(nn.Flatten(), nn.Dropout(0.3), nn.Linear(channels * height * width, num_classes))

@@ -18,6 +18,8 @@ from fedeas_flwr.strategies.client_part import ClientPart
 from fedeas_flwr.strategies.fedavg import build_fedavg
 from fedeas_flwr.strategies.fedprox import FedProxClient
 from fedeas_flwr.strategies.flower import Composed, composed, composed_if_private
+from fedeas_flwr.strategies.moon import build_moon, moon_client
+from fedeas_flwr.strategies.scaffold import ScaffoldClient, build_scaffold
 
 
 @dataclass(frozen=True)
@@ -45,6 +47,22 @@ ALGORITHMS: dict[str, Algorithm] = {
         0,
         ("fedprox-mu",),
         FedProxClient,
+    ),
+    "scaffold": Algorithm(
+        build_scaffold,
+        "clients' steps corrected by control variates; plain mean of the models",
+        "nothing: the change of its control variate follows from its update and its steps",
+        2,
+        ("scaffold-server-rate", "scaffold-weighting"),
+        ScaffoldClient,
+    ),
+    "moon": Algorithm(
+        composed_if_private(build_moon),
+        "FedAvg whose clients' features keep near the received model's, away from their own last one's",
+        "nothing",
+        0,
+        ("moon-mu", "moon-temperature"),
+        moon_client,
     ),
     "fedavgm": Algorithm(
         composed(flower.build_fedavgm),

@@ -1,4 +1,4 @@
-"""The weighted mean of states, whether their arrays are NumPy's or tensors on a GPU."""
+"""States whose arrays are NumPy's or tensors on a GPU: their weighted mean, and one made to be like another."""
 
 from __future__ import annotations
 
@@ -26,6 +26,20 @@ def weighted_average(states: Sequence[Arrays], weights: Sequence[float]) -> Arra
             mean += part * (weight / total)
         averaged[key] = mean if _is_float(first) else _rounded(mean, first)
     return averaged
+
+
+def like_model(arrays: Arrays, model: Arrays) -> Arrays:
+    """Arrays in the kind, place and order of the model's.
+
+    A strategy may compute in float64, or in NumPy on a model of tensors, and a file gives its arrays in another order.
+    """
+
+    def restored(array: Any, like: Any) -> Any:
+        if hasattr(like, "cpu"):
+            return array.to(like) if hasattr(array, "cpu") else like.new_tensor(array)
+        return np.asarray(array, dtype=like.dtype)
+
+    return {key: restored(arrays[key], like) for key, like in model.items()}
 
 
 def _is_float(array: Any) -> bool:

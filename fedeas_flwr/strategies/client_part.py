@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 
 from fedeas_flwr.config import RunConfig
@@ -42,7 +43,12 @@ class ClientRound:
 
     def tensors(self, state: State) -> dict[str, torch.Tensor]:
         """A state as tensors on the client's device."""
-        return {key: torch.as_tensor(value, device=self.device) for key, value in state.items()}
+        return {key: self._tensor(value) for key, value in state.items()}
+
+    def _tensor(self, value: Any) -> torch.Tensor:
+        if isinstance(value, torch.Tensor):
+            return value.to(self.device)
+        return torch.from_numpy(np.require(value, requirements="W")).to(self.device)  # of read-only ones torch warns
 
 
 @dataclass(frozen=True)
@@ -52,7 +58,7 @@ class Finished:
     memory: Mapping[str, Any] = field(default_factory=dict)
     """Kept on this client if the server uses the reply."""
     extra: Mapping[str, Any] = field(default_factory=dict)
-    """Sent beside the model; the server's part says which arrays it expects."""
+    """Sent beside the model, encoded where the model is; the server's part says which arrays it expects."""
 
 
 class ClientPart:

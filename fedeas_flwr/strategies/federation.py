@@ -28,7 +28,7 @@ from fedeas_flwr.grids import GridView
 from fedeas_flwr.messages import MessageError, Share, TrainReport, TrainTask
 from fedeas_flwr.metrics import summarise
 from fedeas_flwr.runs import Arrays, Checkpoint, RunDirectory, RunError, StrategyState
-from fedeas_flwr.strategies.averaging import weighted_average
+from fedeas_flwr.strategies.averaging import like_model, weighted_average
 from fedeas_flwr.strategies.dissimilarity import gradient_dissimilarity
 from fedeas_flwr.strategies.federated_evaluation import ask_clients_to_test
 from fedeas_flwr.strategies.flower import Composed
@@ -205,7 +205,7 @@ class Federation:
         reports = [report for _, report, _ in accepted]
         merged = Checkpoint(
             round=number,
-            trainable=_like(messages.to_arrays(arrays), state.trainable),
+            trainable=like_model(messages.to_arrays(arrays), state.trainable),
             buffers=weighted_average([b for _, _, b in accepted], [r.examples for r in reports]),
             accepted=state.accepted | {r.client: number for r in reports},
             generated=state.generated | {r.client: r.generated for r in reports},
@@ -296,16 +296,6 @@ def wait_for_nodes(grid: Grid, config: RunConfig) -> list[int]:
                 f'pass --federation-config "num-supernodes={config.clients or 2}" or set clients = {len(nodes)}'
             )
         time.sleep(0.2)
-
-
-def _like(arrays: Arrays, wanted: Arrays) -> Arrays:
-    # Strategies may compute in float64, or in NumPy on a model of tensors: it keeps its own kind, place and order.
-    def restored(array: Any, like: Any) -> Any:
-        if hasattr(like, "cpu"):
-            return array.to(like) if hasattr(array, "cpu") else like.new_tensor(array)
-        return np.asarray(array, dtype=like.dtype)
-
-    return {key: restored(arrays[key], like) for key, like in wanted.items()}
 
 
 def _mean(reports: Sequence[TrainReport], value: Callable[[TrainReport], float]) -> float:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import nn
+from torch.func import functional_call
 from torch.nn import functional as F
 
 Tensors = Mapping[str, torch.Tensor]
@@ -70,8 +71,12 @@ CROSS_ENTROPY, NO_INPUTS = Objective(), Inputs()
 """FedAvg's step, which needs nothing."""
 
 
-def features_and_logits(model: nn.Module, images: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def features_and_logits(
+    model: nn.Module, images: torch.Tensor, state: Tensors | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
     """One forward pass: what the last linear layer ``fc`` is fed with, and what it makes of it.
+
+    With ``state``, as the same network with those parameters and buffers would; its own are left alone.
 
     Raises
     ------
@@ -84,7 +89,8 @@ def features_and_logits(model: nn.Module, images: torch.Tensor) -> tuple[torch.T
     seen: list[torch.Tensor] = []
     handle = head.register_forward_pre_hook(lambda _, given: seen.append(given[0]))
     try:
-        logits = model(images)
+        # Tied parameters come under both of their names, each with its own copy of the value.
+        logits = model(images) if state is None else functional_call(model, dict(state), (images,), tie_weights=False)
     finally:
         handle.remove()
     return seen[0], logits

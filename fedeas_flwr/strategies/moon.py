@@ -1,0 +1,103 @@
+"""MOON (Li, He, Song, 2021): a client's features are drawn to the global model's, away from its own last model's.
+
+    ℓ = CE + μ · ℓ_con        ℓ_con = −log( e^{cos(z, z_glob)/τ} / (e^{cos(z, z_glob)/τ} + e^{cos(z, z_prev)/τ}) )
+
+z are the features of the model in training, what its last layer ``fc`` is fed with; z_glob those of the received model,
+z_prev those of the model that this client made in its last accepted round, however long ago. Both are references: in
+evaluation mode, with their own BatchNorm statistics, and without a gradient. Before its first round a client has no
+model of its own, and the received one takes its place: ℓ_con is then ln 2 and its gradient zero.
+
+The server is FedAvg's.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from fedeas_flwr.config import ConfigError, RunConfig
+from fedeas_flwr.strategies.client_part import ClientPart, ClientRound, Finished
+from fedeas_flwr.strategies.fedavg import FedAvg, build_fedavg
+from fedeas_flwr.training import network
+from fedeas_flwr.training.engine import State
+from fedeas_flwr.training.objective import Batch, Inputs, Objective, features_and_logits
+
+RECEIVED, PREVIOUS = "received/", "previous/"
+
+
+def build_moon(config: RunConfig) -> FedAvg:
+    """FedAvg, for a model whose features can be seen.
+
+    Raises
+    ------
+    ConfigError
+        If the model does not end in a linear layer named ``fc``.
+    """
+    if not isinstance(getattr(network(config), "fc", None), nn.Linear):
+        raise ConfigError(
+            f"model = '{config.model}': strategy = 'moon' looks at what the last layer is fed with, so that layer must "
+            "be a Linear named fc"
+        )
+    return build_fedavg(config)
+
+
+def moon_client(config: RunConfig) -> ClientPart:
+    """The client's part; with μ = 0 FedAvg's, which keeps no model."""
+    return MoonClient(config) if config.moon_mu else ClientPart()
+
+
+def contrastive_losses(
+    z: torch.Tensor, z_received: torch.Tensor, z_previous: torch.Tensor, temperature: float
+) -> torch.Tensor:
+    """ℓ_con of each sample, as log(1 + e^{(cos(z, z_prev) − cos(z, z_glob))/τ}).
+
+    The difference is taken between the references, so that equal ones give no gradient at all, not one of rounding.
+    """
+    unit, received, previous = (F.normalize(each.float(), dim=1, eps=1e-8) for each in (z, z_received, z_previous))
+    return F.softplus((unit * (previous - received)).sum(dim=1) / temperature)
+
+
+class ContrastiveObjective(Objective):
+    """Cross-entropy with the model-contrastive term."""
+
+    def __init__(self, mu: float, temperature: float) -> None:
+        self.mu, self.temperature = mu, temperature
+
+    def loss(self, model: nn.Module, batch: Batch) -> torch.Tensor:
+        """Take z from the one forward pass that the logits come from too."""
+        references = reference_features(model, batch, RECEIVED), reference_features(model, batch, PREVIOUS)
+        z, logits = features_and_logits(model, batch.images)
+        contrast = contrastive_losses(z, *references, self.temperature)
+        return batch.mean(self.losses(logits, batch) + self.mu * contrast)
+
+
+@torch.no_grad()
+def reference_features(model: nn.Module, batch: Batch, prefix: str) -> torch.Tensor:
+    """Features as the model of the given parameters and buffers has them; those of ``model`` are not touched."""
+    state = {key.removeprefix(prefix): value for key, value in batch.given.items() if key.startswith(prefix)}
+    model.eval()
+    try:
+        return features_and_logits(model, batch.images, state)[0]
+    finally:
+        model.train()
+
+
+class MoonClient(ClientPart):
+    """The client's part: its last model, buffers included, is what it remembers."""
+
+    def __init__(self, config: RunConfig) -> None:
+        self.objective = ContrastiveObjective(config.moon_mu, config.moon_temperature)
+
+    def prepare(self, task: ClientRound) -> Inputs:
+        """Give the two reference models."""
+        received = task.tensors({**task.trainable, **task.buffers})
+        previous = task.tensors(task.memory) if task.memory else received
+        return Inputs(
+            {f"{RECEIVED}{key}": value for key, value in received.items()}
+            | {f"{PREVIOUS}{key}": previous[key] for key in received}
+        )
+
+    def finish(self, task: ClientRound, trainable: State, buffers: State) -> Finished:
+        """Remember the trained model."""
+        return Finished(memory={**trainable, **buffers})

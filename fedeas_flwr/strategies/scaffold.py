@@ -1,0 +1,134 @@
+"""SCAFFOLD (Karimireddy et al., 2020, Algorithm 1, option II): control variates take the clients' drift out of a step.
+
+    client   y ← y − η (g(y) − c_i + c)        every step, from y = x
+             c_i⁺ = c_i − c + (x − y) / (T η)  after T steps, those on synthetic images included
+    server   x ← x + η_g · mean of (y − x)     over the replies
+             c ← c + (1/K) Σ (c_i⁺ − c_i)      over the replies, K all clients
+
+c lives on the server and c_i on its client, which keeps c_i⁺ only if the server used its reply. So c is the mean of all
+c_i after every round, whatever was lost. Both are of trained parameters; buffers are averaged as in FedAvg.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
+from flwr.serverapp import Grid
+
+from fedeas_flwr import messages
+from fedeas_flwr.config import ConfigError, RunConfig
+from fedeas_flwr.runs import Arrays, StrategyState
+from fedeas_flwr.strategies.averaging import like_model, weighted_average
+from fedeas_flwr.strategies.client_part import ClientPart, ClientRound, Finished
+from fedeas_flwr.strategies.fedavg import FedAvg, settings
+from fedeas_flwr.training.engine import State
+from fedeas_flwr.training.objective import Inputs, Objective, Tensors
+
+
+def build_scaffold(config: RunConfig) -> Scaffold:
+    """SCAFFOLD for a federation of `clients` clients.
+
+    Raises
+    ------
+    ConfigError
+        With momentum or weight decay: (x − y)/(Tη) is the mean of the gradients for plain SGD alone.
+    """
+    for key, value in (("momentum", config.momentum), ("weight-decay", config.weight_decay)):
+        if value:
+            raise ConfigError(f"{key} = {value:g}: must be 0 with strategy = 'scaffold', which is for plain SGD")
+    return Scaffold(config)
+
+
+class Scaffold(FedAvg):
+    """The server's part: the model's step, and c."""
+
+    def __init__(self, config: RunConfig) -> None:
+        super().__init__(**settings())
+        self._rate, self._clients = config.scaffold_server_rate, config.clients
+        self._by_examples = config.scaffold_weighting == "examples"
+        self._sent: Arrays = {}
+        self._control: Arrays = {}
+
+    def configure_train(
+        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
+    ) -> Iterable[Message]:
+        """Send the model; c starts at zero."""
+        self._sent = messages.to_arrays(arrays)
+        start = self._control or {key: array - array for key, array in self._sent.items()}
+        self._control = like_model(start, self._sent)  # a checkpoint gives NumPy arrays, in an order of its own
+        return super().configure_train(server_round, arrays, config, grid)
+
+    def extra(self) -> Arrays:
+        """Give every client c."""
+        return self._control
+
+    def extra_wanted(self) -> Arrays:
+        """A reply brings c_i⁺ − c_i, which is like c."""
+        return self._control
+
+    def aggregate_train(
+        self, server_round: int, replies: Iterable[Message]
+    ) -> tuple[ArrayRecord | None, MetricRecord | None]:
+        """Both of the server's steps above."""
+        contents = [reply.content for reply in replies]
+        changes = [messages.to_arrays(content.array_records[messages.EXTRA]) for content in contents]
+        self._control = moved_control(self._control, changes, self._clients)
+        models = [messages.to_arrays(content.array_records[messages.ARRAYS]) for content in contents]
+        examples = [float(content.metric_records[messages.METRICS][messages.WEIGHT]) for content in contents]  # type: ignore[arg-type]
+        mean = weighted_average(models, examples if self._by_examples else [1.0] * len(models))
+        # x + η_g (mean − x), written so that η_g = 1 gives the mean to the bit.
+        return messages.to_record(weighted_average([self._sent, mean], [1 - self._rate, self._rate])), None
+
+    def state(self) -> StrategyState:
+        """What is remembered: c."""
+        return StrategyState(arrays=dict(self._control))
+
+    def load_state(self, state: StrategyState) -> None:
+        """Go on with that c; none before the first round."""
+        self._control = dict(state.arrays)
+
+
+def moved_control(control: Arrays, changes: Sequence[Arrays], clients: int) -> Arrays:
+    """c + (|S|/K) · mean of (c_i⁺ − c_i), in new arrays: those of c were handed to clients and to the checkpoint."""
+    mean, part = weighted_average(changes, [1.0] * len(changes)), len(changes) / clients
+    return {key: control[key] + mean[key] * part for key in control}
+
+
+class ControlledObjective(Objective):
+    """Cross-entropy whose gradients are corrected by c − c_i."""
+
+    def correct(self, weights: Tensors, gradients: Tensors, given: Tensors) -> None:
+        """g ← g − c_i + c."""
+        names = list(gradients)
+        torch._foreach_add_([gradients[name] for name in names], [given[f"correction/{name}"] for name in names])
+
+
+class ScaffoldClient(ClientPart):
+    """The client's part: c_i is what it remembers."""
+
+    def __init__(self, config: RunConfig) -> None:
+        self.objective = ControlledObjective()
+
+    def prepare(self, task: ClientRound) -> Inputs:
+        """Give c − c_i, under ``correction/``."""
+        control, own = task.tensors(task.extra), own_control(task)
+        return Inputs({f"correction/{name}": control[name] - own[name] for name in control})
+
+    def finish(self, task: ClientRound, trainable: State, buffers: State) -> Finished:
+        """c_i⁺ = c_i − c + (x − y)/(Tη); a client that took no step keeps its c_i."""
+        control, own = task.tensors(task.extra), own_control(task)
+        if task.steps == 0:
+            return Finished(memory=own, extra={name: torch.zeros_like(value) for name, value in control.items()})
+        start, end = task.tensors(task.trainable), task.tensors(trainable)
+        reach = task.steps * task.config.learning_rate
+        change = {name: (start[name] - end[name]) / reach - control[name] for name in control}
+        return Finished(memory={name: own[name] + change[name] for name in change}, extra=change)
+
+
+def own_control(task: ClientRound) -> dict[str, torch.Tensor]:
+    """c_i as of the client's last accepted round; zero before the first."""
+    if task.memory:
+        return task.tensors(task.memory)
+    return {name: torch.zeros_like(value) for name, value in task.tensors(task.extra).items()}
