@@ -33,7 +33,17 @@ from fedeas_flwr.strategies import client_part
 from fedeas_flwr.strategies.client_part import ClientRound
 from fedeas_flwr.strategies.clipping import clips_update
 from fedeas_flwr.streams import stream
-from fedeas_flwr.training import Engine, Normaliser, build_engine, copy_state, evaluate, network, pick_device, recipe
+from fedeas_flwr.training import (
+    Engine,
+    Normaliser,
+    build_engine,
+    copy_state,
+    evaluate,
+    loss_and_view_inputs,
+    network,
+    pick_device,
+    recipe,
+)
 from fedeas_flwr.waterfill import waterfill_count, waterfill_fill
 
 app = ClientApp()
@@ -101,7 +111,8 @@ def train_client(message: Message, context: Context) -> Message:
         labels=labels,
         steps=recipe(config).steps(len(labels)),
     )
-    inputs, batches = part.prepare(local), stream(config.seed, "batches", task.round, client)
+    inputs = part.prepare(local) | loss_and_view_inputs(config, labels, task.round, client)
+    batches = stream(config.seed, "batches", task.round, client)
     result, *trained = _engine(config, device).train(trainable, buffers, images, labels, batches, inputs)
     trainable, buffers = (dict(s) if live else plain(s) for s in trained)
     finished = part.finish(local, trainable, buffers)

@@ -104,6 +104,15 @@ class RunConfig(BaseModel):
     participation: float = Field(0.5, gt=0, le=1, description="fraction of the clients that train in a round")
     local_epochs: int = Field(3, ge=1, le=10_000, description="epochs a client trains in a round, E")
     batch_size: int = Field(32, ge=2, le=65_536, description="images in a training step")
+    loss: Literal["cross-entropy", "class-weighted", "logit-adjusted"] = Field(
+        "cross-entropy", description="a client's loss; the other two offset its own label skew, with any strategy"
+    )
+    logit_adjustment_tau: float = Field(
+        1.0, ge=0, le=100, description="of logit-adjusted: scale τ of the log prior; 0 is cross-entropy"
+    )
+    views: Literal["none", "flip-crop"] = Field(
+        "none", description="flip-crop: every time an image is used, shifted at random and, but for digits, mirrored"
+    )
     learning_rate: float = Field(0.05, gt=0, le=100, description="SGD step size")
     momentum: float = Field(0.0, ge=0, lt=1, description="SGD momentum, fresh each round")
     weight_decay: float = Field(0.0, ge=0, le=10, description="SGD weight decay")
