@@ -20,6 +20,7 @@ from flwr.app import Context, Message
 from flwr.clientapp import ClientApp
 
 from fedeas_flwr import allocation, messages
+from fedeas_flwr.augment import repeated
 from fedeas_flwr.cache import ImageCache
 from fedeas_flwr.client_state import ClientState, ClientStore
 from fedeas_flwr.config import RunConfig, parse_config
@@ -184,7 +185,7 @@ _own = threading.local()
 def _images(
     config: RunConfig, data: FederatedData, client: int, generate: tuple[int, ...], device: str, service: str
 ) -> tuple[torch.Tensor, torch.Tensor, int, int]:
-    """A client's images and labels, real then synthetic, on the device; how many were made now, how many left out."""
+    """A client's images and labels, real then added, on the device; how many were made now, how many left out."""
     found = _on_gpu.get((config, client, generate))
     if found is not None:
         return *found, 0, 0
@@ -193,6 +194,10 @@ def _images(
     if sum(generate):
         more, more_labels, made, rejected = _synthetic(config, client, generate, device, service)
         images, labels = np.concatenate([images, more]), np.concatenate([labels, more_labels])
+    if config.policy == "oversample":
+        copies = allocation.oversample(_counts(data, client), config.beta, config.gamma, not config.printed_rule)[0]
+        chosen = repeated(labels, copies.tolist(), stream(config.seed, "oversample", client))
+        images, labels = np.concatenate([images, images[chosen]]), np.concatenate([labels, labels[chosen]])
     tensors = torch.from_numpy(images).to(device), torch.from_numpy(labels).to(device)
     if device != "cpu":
         _on_gpu[config, client, generate] = tensors

@@ -19,7 +19,16 @@ from fedeas_flwr.allocation import POLICIES
 from fedeas_flwr.sizes import parse_bytes
 
 Policy = Literal[
-    "none", "fedeas", "uniform", "missing-only", "full-balance", "greedy", "waterfill", "without-entropy", "linear"
+    "none",
+    "fedeas",
+    "uniform",
+    "missing-only",
+    "full-balance",
+    "greedy",
+    "waterfill",
+    "without-entropy",
+    "linear",
+    "oversample",
 ]
 StrategyName = Literal[
     "fedavg",
@@ -62,7 +71,9 @@ class RunConfig(BaseModel):
     partition_seed: int = Field(42, ge=0, lt=2**32, description="seed of the partition")
     seed: int = Field(1, ge=0, lt=2**31, description="seed of everything else: start, sampling, batches, images")
 
-    policy: Policy = Field("fedeas", description="how many images each client generates of each class")
+    policy: Policy = Field(
+        "fedeas", description="how many images each client generates of each class; oversample: repeats"
+    )
     beta: float = Field(6.0, ge=0, le=1e6, description="budget parameter β; 0 generates nothing")
     gamma: float = Field(0.5, ge=0, le=2, description="exponent of the mean class count; 0.5 is the paper's root")
     printed_rule: bool = Field(False, description="fill by Eq. 9 as printed, without the below-the-mean condition")
@@ -223,7 +234,7 @@ class RunConfig(BaseModel):
         """Whether any client can be asked for images under this config."""
         if self.policy == "full-balance" or self.total > 0:
             return True
-        return self.policy != "none" and self.beta > 0
+        return self.policy not in ("none", "oversample") and self.beta > 0
 
     @property
     def matched(self) -> bool:

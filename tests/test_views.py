@@ -65,7 +65,9 @@ def test_draws_are_the_clients_and_the_rounds_own() -> None:
     assert loss_and_view_inputs(small(Path("/nowhere")), labels, 1, 0) == NO_INPUTS
 
 
-@pytest.mark.parametrize("samples", [64, 70, 65, 7, 1])  # full, short, one left over (skipped), less than a batch, alone
+@pytest.mark.parametrize(
+    "samples", [64, 70, 65, 7, 1]
+)  # full, short, one left over (skipped), less than a batch, alone
 def test_both_engines_take_the_same_steps(samples: int) -> None:
     model = with_batchnorm(10, (8, 8, 1))
     start, recipe, normalise = read_state(model), Recipe(2, 32, 0.05), Normaliser((0.3,), (0.4,), "cpu")

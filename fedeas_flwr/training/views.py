@@ -49,7 +49,5 @@ def viewed(pixels: torch.Tensor, views: torch.Tensor) -> torch.Tensor:
     inside = ((rows >= 0) & (rows < height))[:, :, None] & ((columns >= 0) & (columns < width))[:, None, :]
     columns = torch.where(mirrored[:, None] > 0, width - 1 - columns, columns)
     image = torch.arange(len(pixels), device=pixels.device)
-    found = pixels[
-        image[:, None, None], rows.clamp(0, height - 1)[:, :, None], columns.clamp(0, width - 1)[:, None, :]
-    ]
+    found = pixels[image[:, None, None], rows.clamp(0, height - 1)[:, :, None], columns.clamp(0, width - 1)[:, None, :]]
     return found * inside[..., None]
