@@ -72,7 +72,7 @@ class RunConfig(BaseModel):
     seed: int = Field(1, ge=0, lt=2**31, description="seed of everything else: start, sampling, batches, images")
 
     policy: Policy = Field(
-        "fedeas", description="how many images each client generates of each class; oversample: repeats"
+        "fedeas", description="how many images each client generates of each class, or repeats (oversample)"
     )
     beta: float = Field(6.0, ge=0, le=1e6, description="budget parameter β; 0 generates nothing")
     gamma: float = Field(0.5, ge=0, le=2, description="exponent of the mean class count; 0.5 is the paper's root")

@@ -1,8 +1,8 @@
 """Classification losses that answer label skew without an image more: weighted classes, and adjusted logits.
 
-Every algorithm's objective takes the loss of a sample from here (`Objective.losses`). Which loss that is follows from the
-constants that come with the client's inputs, so an objective, and the graph captured of it, need not know. Counts are of
-what the client trains on, added images included; they are used where they are and never sent.
+Every algorithm's objective takes the loss of a sample from here (`Objective.losses`). Which loss that is follows from
+the constants that come with the client's inputs, so an objective, and the graph captured of it, need not know. Counts
+are of what the client trains on, added images included; they are used where they are and never sent.
 """
 
 from __future__ import annotations

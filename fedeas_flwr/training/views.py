@@ -1,8 +1,8 @@
 """Random views of the images a client has: a shift within zero padding and, where it keeps the class, a mirroring.
 
-The draws of a whole round are one small table, made before it from a stream of their own: three int8 a sample a step, so
-10 epochs of 6,000 images take 180 kB. A step only gathers, on stored pixels, which a CUDA graph can capture; and padding
-is black, as usual for CIFAR, before the pixels are normalised.
+The draws of a whole round are one small table, made before it from a stream of their own: three int8 a sample a step,
+so 10 epochs of 6,000 images take 180 kB. A step only gathers, on stored pixels, which a CUDA graph can capture; and
+padding is black, as usual for CIFAR, before the pixels are normalised.
 """
 
 from __future__ import annotations
