@@ -22,6 +22,7 @@ from fedeas_flwr.training.graphed import GraphedEngine
 from fedeas_flwr.training.losses import OFFSETS, WEIGHTS, class_weights, logit_offsets, loss_constants, sample_losses
 from fedeas_flwr.training.objective import CROSS_ENTROPY, Inputs, Objective
 
+DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
 COUNTS = torch.tensor([6, 2, 0])  # N = 8, two classes held
 LABELS = torch.tensor([0] * 6 + [1] * 2)
 
@@ -85,21 +86,23 @@ def test_a_client_without_a_sample_gets_finite_constants() -> None:
 @pytest.mark.parametrize("objective", [CROSS_ENTROPY, ProximalObjective(0.5)], ids=["fedavg", "fedprox"])
 @pytest.mark.parametrize("loss", ["class-weighted", "logit-adjusted"])
 @pytest.mark.parametrize("samples", [64, 70])  # the last batch full, and short
-def test_both_engines_take_the_same_steps(objective: Objective, loss: str, samples: int) -> None:
-    model = with_batchnorm(10, (8, 8, 1))
-    start, recipe, normalise = read_state(model), Recipe(2, 32, 0.05, 0.9), Normaliser((0.3,), (0.4,), "cpu")
-    eager = EagerEngine(copy.deepcopy(model), recipe, normalise, "cpu", objective)
-    graphed = GraphedEngine(copy.deepcopy(model), recipe, normalise, "fp32", "cpu", objective)
+@pytest.mark.parametrize("device", DEVICES)
+def test_both_engines_take_the_same_steps(objective: Objective, loss: str, samples: int, device: str) -> None:
+    torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = False
+    model = with_batchnorm(10, (8, 8, 1)).to(device)
+    start, recipe, normalise = read_state(model), Recipe(2, 32, 0.05, 0.9), Normaliser((0.3,), (0.4,), device)
+    eager = EagerEngine(copy.deepcopy(model), recipe, normalise, device, objective)
+    graphed = GraphedEngine(copy.deepcopy(model), recipe, normalise, "fp32", device, objective)
     config = small(Path("/nowhere"), loss=loss)
     received = Inputs({f"start/{name}": value.clone() for name, value in start[0].items()})
     for client in (0, 1):  # the second client's counts must replace the first's
         rng = np.random.default_rng(client)
-        images = torch.from_numpy(rng.integers(0, 256, (samples, 8, 8, 1), dtype=np.uint8))
-        labels = torch.from_numpy(np.minimum(rng.geometric(0.4, samples) - 1, 9 - client))
+        images = torch.from_numpy(rng.integers(0, 256, (samples, 8, 8, 1), dtype=np.uint8)).to(device)
+        labels = torch.from_numpy(np.minimum(rng.geometric(0.4, samples) - 1, 9 - client)).to(device)
         inputs = received | loss_and_view_inputs(config, labels, 1, client)
         one, *first = eager.train(*start, images, labels, np.random.default_rng(7), inputs)
         two, *second = graphed.train(*start, images, labels, np.random.default_rng(7), inputs)
-        plain = EagerEngine(copy.deepcopy(model), recipe, normalise, "cpu", objective)
+        plain = EagerEngine(copy.deepcopy(model), recipe, normalise, device, objective)
         other, *_ = plain.train(*start, images, labels, np.random.default_rng(7), received)
         assert one.loss == pytest.approx(two.loss, rel=1e-4)
         assert abs(one.loss - other.loss) > 1e-3

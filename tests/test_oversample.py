@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+from flwr.app import Message
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import array_shapes, arrays
 from runners import finish, small, weights
 
-from fedeas_flwr import planning
+from fedeas_flwr import messages, planning
 from fedeas_flwr.allocation import allocate, budget, fedeas, imbalance, oversample
 from fedeas_flwr.augment import repeated
 from fedeas_flwr.client_app import _images
@@ -20,6 +22,7 @@ from fedeas_flwr.counts import IntArray
 from fedeas_flwr.local_data import federated_data, planned_counts
 from fedeas_flwr.partition import make_partition, plan_labels
 from fedeas_flwr.planning import format_table
+from fedeas_flwr.training import recipe
 
 
 def test_targets_by_hand() -> None:
@@ -104,6 +107,27 @@ def test_a_run_generates_nothing_and_resumes_to_the_same_bits(tmp_path: Path, st
     assert all(record["generated"] == record["made"] == 0 for record in whole.rounds())
     state = json.loads((whole.path / "clients" / "0" / "state-000002.json").read_text())
     assert state["generate"] == [0] * 10
+
+
+def test_a_clients_weight_stays_its_real_samples(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sent: list[messages.TrainReport] = []
+    reply = messages.train_reply
+
+    def noted(message: Message, report: messages.TrainReport, *rest: Any) -> Message:
+        sent.append(report)
+        return reply(message, report, *rest)
+
+    monkeypatch.setattr(messages, "train_reply", noted)
+    config = small(tmp_path / "run", policy="oversample", beta=8.0, participation=1.0, rounds=1)
+    finish(config)
+    counts = planned_counts(config, 4)
+    copies = oversample(counts, 8.0)
+    assert {r.client: r.examples for r in sent} == dict(enumerate(counts.sum(axis=1)))
+    assert {r.client: r.steps for r in sent} == {
+        k: recipe(config).steps(int(n)) for k, n in enumerate((counts + copies).sum(axis=1))
+    }
+    assert copies.sum() > 0
+    assert [r.generated for r in sent] == [0] * 4
 
 
 def test_beta_zero_is_fedavg_bit_for_bit(tmp_path: Path) -> None:

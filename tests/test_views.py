@@ -20,6 +20,7 @@ from fedeas_flwr.training.graphed import GraphedEngine
 from fedeas_flwr.training.objective import NO_INPUTS, Inputs
 from fedeas_flwr.training.views import VIEWS, draw_views, viewed
 
+DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
 IMAGE = torch.tensor([[1, 2, 3], [4, 5, 6], [7, 8, 9]], dtype=torch.uint8)
 
 
@@ -68,18 +69,20 @@ def test_draws_are_the_clients_and_the_rounds_own() -> None:
 @pytest.mark.parametrize(
     "samples", [64, 70, 65, 7, 1]
 )  # full, short, one left over (skipped), less than a batch, alone
-def test_both_engines_take_the_same_steps(samples: int) -> None:
-    model = with_batchnorm(10, (8, 8, 1))
-    start, recipe, normalise = read_state(model), Recipe(2, 32, 0.05), Normaliser((0.3,), (0.4,), "cpu")
-    eager = EagerEngine(copy.deepcopy(model), recipe, normalise, "cpu")
-    graphed = GraphedEngine(copy.deepcopy(model), recipe, normalise, "fp32", "cpu")
+@pytest.mark.parametrize("device", DEVICES)
+def test_both_engines_take_the_same_steps(samples: int, device: str) -> None:
+    torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = False
+    model = with_batchnorm(10, (8, 8, 1)).to(device)
+    start, recipe, normalise = read_state(model), Recipe(2, 32, 0.05), Normaliser((0.3,), (0.4,), device)
+    eager = EagerEngine(copy.deepcopy(model), recipe, normalise, device)
+    graphed = GraphedEngine(copy.deepcopy(model), recipe, normalise, "fp32", device)
     rng = np.random.default_rng(samples)
-    images = torch.from_numpy(rng.integers(0, 256, (samples, 8, 8, 1), dtype=np.uint8))
-    labels = torch.from_numpy(rng.integers(0, 10, samples))
+    images = torch.from_numpy(rng.integers(0, 256, (samples, 8, 8, 1), dtype=np.uint8)).to(device)
+    labels = torch.from_numpy(rng.integers(0, 10, samples)).to(device)
     steps = recipe.steps(samples)
     for number in (1, 2):
         drawn = draw_views(dataset_info("digits"), steps, 32, stream(1, "views", number, 0))
-        inputs = Inputs(tables={VIEWS: drawn})
+        inputs = Inputs(tables={VIEWS: drawn.to(device)})
         one, *first = eager.train(*start, images, labels, np.random.default_rng(7), inputs)
         two, *second = graphed.train(*start, images, labels, np.random.default_rng(7), inputs)
         assert one.steps == two.steps == steps
