@@ -73,6 +73,8 @@ def test_images_are_repeated_evenly() -> None:
     assert sorted(times[[1, 3, 4]]) == [0, 0, 1]
     assert times[5] == 0
     assert labels[chosen].tolist() == [0] * 5 + [1]
+    many = np.bincount(repeated(np.zeros(100, dtype=np.int64), [250], np.random.default_rng(0)))
+    assert sorted(many) == [2] * 50 + [3] * 50
     again = [repeated(labels, [5, 1, 0, 0], np.random.default_rng(seed)).tolist() for seed in range(8)]
     assert again[0] == chosen.tolist()
     assert len({tuple(sorted(one)) for one in again}) > 1  # the stream decides who gets the one more
