@@ -17,7 +17,8 @@ import numpy.typing as npt
 from fedeas_flwr.counts import LARGEST, BoolArray, FloatArray, IntArray, check_number, check_total, checked_counts
 from fedeas_flwr.waterfill import waterfill
 
-# Name → kind. "budget": each client fills to its own b_k; "matched": a given total is spent; "fixed": neither.
+# Name → kind. "budget": each client fills to its own b_k; "matched": a given total is spent; "fixed": neither;
+# "repeat": nothing is generated, a client fills to b_k with copies of what it has (`oversample`).
 POLICIES: dict[str, str] = {
     "none": "fixed",
     "fedeas": "budget",
@@ -28,6 +29,7 @@ POLICIES: dict[str, str] = {
     "waterfill": "matched",
     "without-entropy": "budget",
     "linear": "budget",
+    "oversample": "repeat",
 }
 
 # ------------------------------------------------------------------- the budget and the policies that fill to it
@@ -96,6 +98,16 @@ def without_entropy(counts: npt.ArrayLike, beta: float, strict_mean: bool = True
 def linear(counts: npt.ArrayLike, beta: float, strict_mean: bool = True) -> IntArray:
     """Ablate the square root: b_k = ⌊β n̄_k (1 − H̃_k)⌋ (the paper's row has β = 0.6)."""
     return fill_to(counts, budget(counts, beta, gamma=1.0), strict_mean)
+
+
+def oversample(counts: npt.ArrayLike, beta: float, gamma: float = 0.5, strict_mean: bool = True) -> IntArray:
+    """Repeat a client's own images up to FedEAS's budget: the free alternative to it.
+
+    Returns the images to repeat, not to generate. Where FedEAS fills a class that the client has some of, so does this,
+    with copies; a class it has none of stays empty, for there is nothing to repeat.
+    """
+    counts = checked_counts(counts)
+    return np.where(counts > 0, fedeas(counts, beta, gamma, strict_mean), 0)
 
 
 def full_balance(counts: npt.ArrayLike) -> IntArray:
@@ -212,14 +224,17 @@ def allocate(
     strict_mean: bool = True,
     total: int | None = None,
 ) -> IntArray:
-    """Allocate by a policy's name; a matched one spends ``total`` or, where it is None, what FedEAS would spend."""
+    """Allocate by a policy's name; a matched one spends ``total`` or, where it is None, what FedEAS would spend.
+
+    These are images to generate: none for ``oversample``, whose copies `oversample` counts.
+    """
     counts = checked_counts(counts)
     level = policy_budget(counts, policy, beta, gamma)
     if total is not None and POLICIES[policy] != "matched":
         raise ValueError(f"total={total!r}: policy {policy!r} sets its own total; leave it out")
-    if level is not None:
+    if level is not None and POLICIES[policy] == "budget":
         return fill_to(counts, level, strict_mean)
-    if POLICIES[policy] == "fixed":
+    if POLICIES[policy] in ("fixed", "repeat"):
         return full_balance(counts) if policy == "full-balance" else none(counts)
     spend = {"uniform": uniform, "missing-only": missing_only, "greedy": greedy, "waterfill": waterfill}[policy]
     return spend(counts, int(fedeas(counts, beta, gamma, strict_mean).sum()) if total is None else total)
@@ -229,7 +244,7 @@ def policy_budget(counts: npt.ArrayLike, policy: str, beta: float, gamma: float 
     """Give the b_k that a policy fills to, None for a policy without one; the two ablations have their own γ."""
     if policy not in POLICIES:
         raise ValueError(f"policy={policy!r}: must be one of {', '.join(POLICIES)}")
-    if POLICIES[policy] != "budget":
+    if POLICIES[policy] not in ("budget", "repeat"):
         return None
     own_gamma = {"without-entropy": 0.5, "linear": 1.0}.get(policy, gamma)
     return budget(counts, beta, own_gamma, use_entropy=policy != "without-entropy")

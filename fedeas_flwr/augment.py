@@ -1,4 +1,4 @@
-"""The library's door: one client's real images in, real and synthetic images out, no federation needed."""
+"""The library's door: one client's real images in, real and added images out, no federation needed."""
 
 from __future__ import annotations
 
@@ -59,3 +59,32 @@ def fill(
         made_labels = np.array([sample.label for sample in ids], dtype=np.int64)
         made = sample_checked(generator, ids) if ids else np.zeros((0, *generator.image_shape), dtype=np.uint8)
     return np.concatenate([real, made]), np.concatenate([np.asarray(labels, dtype=np.int64), made_labels])
+
+
+def repeated(
+    labels: NDArray[np.int64], repeat_per_class: Sequence[int], draws: np.random.Generator
+) -> NDArray[np.int64]:
+    """Choose the images to repeat, evenly: within a class, their numbers of copies differ by one at most.
+
+    Parameters
+    ----------
+    labels
+        The real images' labels, ``[N]``.
+    repeat_per_class
+        How many copies to add to each class, for instance `allocation.oversample` of this client.
+    draws
+        Decides which images get the one copy more where they cannot all have the same number.
+
+    Returns
+    -------
+    array
+        Indices into the images, int64 ``[sum(repeat_per_class)]``, by class.
+    """
+    chosen = [np.zeros(0, dtype=np.int64)]
+    for label, copies in enumerate(repeat_per_class):
+        own = np.flatnonzero(np.asarray(labels) == label)
+        if copies and not len(own):
+            raise ValueError(f"repeat_per_class[{label}]={copies}: there is no image of that class to repeat")
+        if copies:
+            chosen.append(np.resize(draws.permutation(own), copies))  # one order, over and over
+    return np.concatenate(chosen)

@@ -188,7 +188,9 @@ def show_privacy(spent: dict[str, Any]) -> str:
 
 def run_name(config: RunConfig) -> str:
     """A folder name that says what the run is."""
-    return f"{config.dataset}-k{config.clients}-a{config.alpha:g}-{config.policy}-{config.strategy}-s{config.seed}"
+    more = [word for word in (config.loss, config.views) if word not in ("cross-entropy", "none")]
+    words = [f"k{config.clients}", f"a{config.alpha:g}", config.policy, config.strategy, *more, f"s{config.seed}"]
+    return "-".join([config.dataset, *words])
 
 
 def fresh_folder(wanted: Path) -> Path:

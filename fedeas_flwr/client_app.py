@@ -20,6 +20,7 @@ from flwr.app import Context, Message
 from flwr.clientapp import ClientApp
 
 from fedeas_flwr import allocation, messages
+from fedeas_flwr.augment import repeated
 from fedeas_flwr.cache import ImageCache
 from fedeas_flwr.client_state import ClientState, ClientStore
 from fedeas_flwr.config import RunConfig, parse_config
@@ -33,7 +34,17 @@ from fedeas_flwr.strategies import client_part
 from fedeas_flwr.strategies.client_part import ClientRound
 from fedeas_flwr.strategies.clipping import clips_update
 from fedeas_flwr.streams import stream
-from fedeas_flwr.training import Engine, Normaliser, build_engine, copy_state, evaluate, network, pick_device, recipe
+from fedeas_flwr.training import (
+    Engine,
+    Normaliser,
+    build_engine,
+    copy_state,
+    evaluate,
+    loss_and_view_inputs,
+    network,
+    pick_device,
+    recipe,
+)
 from fedeas_flwr.waterfill import waterfill_count, waterfill_fill
 
 app = ClientApp()
@@ -101,7 +112,8 @@ def train_client(message: Message, context: Context) -> Message:
         labels=labels,
         steps=recipe(config).steps(len(labels)),
     )
-    inputs, batches = part.prepare(local), stream(config.seed, "batches", task.round, client)
+    inputs = part.prepare(local) | loss_and_view_inputs(config, labels, task.round, client)
+    batches = stream(config.seed, "batches", task.round, client)
     result, *trained = _engine(config, device).train(trainable, buffers, images, labels, batches, inputs)
     trainable, buffers = (dict(s) if live else plain(s) for s in trained)
     finished = part.finish(local, trainable, buffers)
@@ -174,7 +186,7 @@ _own = threading.local()
 def _images(
     config: RunConfig, data: FederatedData, client: int, generate: tuple[int, ...], device: str, service: str
 ) -> tuple[torch.Tensor, torch.Tensor, int, int]:
-    """A client's images and labels, real then synthetic, on the device; how many were made now, how many left out."""
+    """A client's images and labels, real then added, on the device; how many were made now, how many left out."""
     found = _on_gpu.get((config, client, generate))
     if found is not None:
         return *found, 0, 0
@@ -183,6 +195,10 @@ def _images(
     if sum(generate):
         more, more_labels, made, rejected = _synthetic(config, client, generate, device, service)
         images, labels = np.concatenate([images, more]), np.concatenate([labels, more_labels])
+    if config.policy == "oversample":
+        copies = allocation.oversample(_counts(data, client), config.beta, config.gamma, not config.printed_rule)[0]
+        chosen = repeated(labels, copies.tolist(), stream(config.seed, "oversample", client))
+        images, labels = np.concatenate([images, images[chosen]]), np.concatenate([labels, labels[chosen]])
     tensors = torch.from_numpy(images).to(device), torch.from_numpy(labels).to(device)
     if device != "cpu":
         _on_gpu[config, client, generate] = tensors

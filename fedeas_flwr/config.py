@@ -19,7 +19,16 @@ from fedeas_flwr.allocation import POLICIES
 from fedeas_flwr.sizes import parse_bytes
 
 Policy = Literal[
-    "none", "fedeas", "uniform", "missing-only", "full-balance", "greedy", "waterfill", "without-entropy", "linear"
+    "none",
+    "fedeas",
+    "uniform",
+    "missing-only",
+    "full-balance",
+    "greedy",
+    "waterfill",
+    "without-entropy",
+    "linear",
+    "oversample",
 ]
 StrategyName = Literal[
     "fedavg",
@@ -64,7 +73,9 @@ class RunConfig(BaseModel):
     partition_seed: int = Field(42, ge=0, lt=2**32, description="seed of the partition")
     seed: int = Field(1, ge=0, lt=2**31, description="seed of everything else: start, sampling, batches, images")
 
-    policy: Policy = Field("fedeas", description="how many images each client generates of each class")
+    policy: Policy = Field(
+        "fedeas", description="how many images each client generates of each class, or repeats (oversample)"
+    )
     beta: float = Field(6.0, ge=0, le=1e6, description="budget parameter β; 0 generates nothing")
     gamma: float = Field(0.5, ge=0, le=2, description="exponent of the mean class count; 0.5 is the paper's root")
     printed_rule: bool = Field(False, description="fill by Eq. 9 as printed, without the below-the-mean condition")
@@ -112,6 +123,15 @@ class RunConfig(BaseModel):
     participation: float = Field(0.5, gt=0, le=1, description="fraction of the clients that train in a round")
     local_epochs: int = Field(3, ge=1, le=10_000, description="epochs a client trains in a round, E")
     batch_size: int = Field(32, ge=2, le=65_536, description="images in a training step")
+    loss: Literal["cross-entropy", "class-weighted", "logit-adjusted"] = Field(
+        "cross-entropy", description="a client's loss; the other two offset its own label skew, with any strategy"
+    )
+    logit_adjustment_tau: float = Field(
+        1.0, ge=0, le=100, description="of logit-adjusted: scale τ of the log prior; 0 is cross-entropy"
+    )
+    views: Literal["none", "flip-crop"] = Field(
+        "none", description="flip-crop: every time an image is used, shifted at random and, but for digits, mirrored"
+    )
     learning_rate: float = Field(0.05, gt=0, le=100, description="SGD step size")
     momentum: float = Field(0.0, ge=0, lt=1, description="SGD momentum, fresh each round")
     weight_decay: float = Field(0.0, ge=0, le=10, description="SGD weight decay")
@@ -222,7 +242,7 @@ class RunConfig(BaseModel):
         """Whether any client can be asked for images under this config."""
         if self.policy == "full-balance" or self.total > 0:
             return True
-        return self.policy != "none" and self.beta > 0
+        return self.policy not in ("none", "oversample") and self.beta > 0
 
     @property
     def matched(self) -> bool:

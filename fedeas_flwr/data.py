@@ -41,6 +41,8 @@ class DatasetInfo:
     std: tuple[float, ...]
     num_train: int
     num_test: int
+    mirrored_keeps_class: bool
+    """Whether an image and its mirror image are of one class: a car is, a mirrored digit is another sign or none."""
 
 
 @dataclass(frozen=True)
@@ -84,7 +86,7 @@ _INFO = {
     info.name: info
     for info in (
         # Mean and deviation of the 1,438 train images.
-        DatasetInfo("digits", tuple("0123456789"), (8, 8, 1), (0.3058,), (0.3764,), 1438, 359),
+        DatasetInfo("digits", tuple("0123456789"), (8, 8, 1), (0.3058,), (0.3764,), 1438, 359, False),
         DatasetInfo(
             "cifar10",
             ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck"),
@@ -93,6 +95,7 @@ _INFO = {
             (0.2023, 0.1994, 0.2010),
             50_000,
             10_000,
+            True,
         ),
         DatasetInfo(
             "cifar100",
@@ -102,6 +105,7 @@ _INFO = {
             (0.2009, 0.1984, 0.2023),
             50_000,
             10_000,
+            True,
         ),
     )
 }

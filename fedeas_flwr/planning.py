@@ -45,10 +45,13 @@ def plan(
     -------
     dict
         Plain Python values, ready for JSON. A client's ``budget`` is None under a policy without budgets;
-        ``imbalance.removed`` and ``synthetic_fraction`` are fractions.
+        ``imbalance.removed`` and ``synthetic_fraction`` are fractions. Policy ``oversample`` generates nothing; its
+        clients have ``repeat`` besides, copies of each class, and the plan their number, ``repeated``.
     """
     counts = checked_counts(counts)
     generate = allocation.allocate(counts, policy, beta=beta, gamma=gamma, strict_mean=strict_mean, total=total)
+    repeats = policy == "oversample"
+    repeat = allocation.oversample(counts, beta, gamma, strict_mean) if repeats else allocation.none(counts)
     budgets = allocation.policy_budget(counts, policy, beta, gamma)
     samples, entropy = counts.sum(axis=1).tolist(), allocation.normalised_entropy(counts).tolist()
     real, made = int(counts.sum()), int(generate.sum())
@@ -66,6 +69,7 @@ def plan(
                 "entropy": entropy[k],
                 "budget": None if budgets is None else int(budgets[k]),
                 "generate": row,
+                **({"repeat": repeat[k].tolist()} if repeats else {}),
             }
             for k, row in enumerate(generate.tolist())
         ],
@@ -73,10 +77,11 @@ def plan(
         "full_balance_total": int(allocation.full_balance(counts).sum()),
         "imbalance": {
             "before": allocation.imbalance(counts).score,
-            "after": allocation.imbalance(counts, generate).score,
-            "removed": allocation.removed(counts, generate),
+            "after": allocation.imbalance(counts, generate + repeat).score,
+            "removed": allocation.removed(counts, generate + repeat),
         },
         "synthetic_fraction": made / (real + made) if real + made > 0 else 0.0,
+        **({"repeated": int(repeat.sum())} if repeats else {}),
     }
 
 
@@ -154,30 +159,35 @@ def format_table(plan: dict[str, Any]) -> str:
     """
     classes = len(plan["clients"][0]["generate"])
     shown = _class_by_class(plan) if classes <= MOST_CLASSES_SHOWN else _summarised(plan)
-    header = ["client", "samples", "entropy", "budget", "generate", *shown[0]]
+    header = ["client", "samples", "entropy", "budget", "repeat" if "repeated" in plan else "generate", *shown[0]]
     rows = [
         [
             str(client["client"]),
             f"{client['samples']:,}",
             f"{client['entropy']:.3f}",
             "-" if client["budget"] is None else f"{client['budget']:,}",
-            f"{sum(client['generate']):,}",
+            f"{sum(added):,}",
             *more,
         ]
-        for client, more in zip(plan["clients"], shown[1:], strict=True)
+        for client, added, more in zip(plan["clients"], _added(plan), shown[1:], strict=True)
     ]
     widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
     table = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in [header, *rows]]
     return "\n".join([_title(plan), "", table[0], "-" * len(table[0]), *table[1:], "", *_totals(plan)])
 
 
+def _added(plan: dict[str, Any]) -> list[list[int]]:
+    """What every client gets of each class, generated or repeated."""
+    return [client.get("repeat", client["generate"]) for client in plan["clients"]]
+
+
 def _class_by_class(plan: dict[str, Any]) -> list[list[str]]:
-    rows = [client["generate"] for client in plan["clients"]]
+    rows = _added(plan)
     return [[f"c{c}" for c in range(len(rows[0]))]] + [[f"{n:,}" if n else "." for n in row] for row in rows]
 
 
 def _summarised(plan: dict[str, Any]) -> list[list[str]]:
-    rows = [[n for n in client["generate"] if n] for client in plan["clients"]]
+    rows = [[n for n in row if n] for row in _added(plan)]
     return [["classes", "each"]] + [[str(len(row)), _range(row)] for row in rows]
 
 
@@ -198,7 +208,9 @@ def _title(plan: dict[str, Any]) -> str:
 def _totals(plan: dict[str, Any]) -> list[str]:
     score, full = plan["imbalance"], plan["full_balance_total"]
     part = f" ({plan['total'] / full:.1%} of it)" if full else ""
+    repeat = "To repeat:    {:,} of the clients' own samples; classes a client has none of stay empty"
     return [
+        *([repeat.format(plan["repeated"])] if "repeated" in plan else []),
         f"To generate:  {plan['total']:,} samples, {plan['synthetic_fraction']:.1%} of the training data then",
         f"Full balance: {full:,} samples{part}",
         f"Imbalance:    {score['before']:.4f} -> {score['after']:.4f}, {score['removed']:.1%} removed",

@@ -521,12 +521,13 @@ def test_the_core_needs_numpy_only(module: str) -> None:
 
 
 def test_the_names_of_policies_are_those_that_allocate_knows() -> None:
-    assert set(POLICIES.values()) == {"fixed", "budget", "matched"}
+    assert set(POLICIES.values()) == {"fixed", "budget", "matched", "repeat"}
     direct = {
         "fedeas": fedeas([[9, 0], [3, 1]], 5),
         "without-entropy": without_entropy([[9, 0], [3, 1]], 5),
         "linear": linear([[9, 0], [3, 1]], 5),
         "full-balance": full_balance([[9, 0], [3, 1]]),
+        "oversample": none([[9, 0], [3, 1]]),  # what it repeats is not generated
         "greedy": greedy([[9, 0], [3, 1]], int(fedeas([[9, 0], [3, 1]], 5).sum())),
     }
     for policy, expected in direct.items():

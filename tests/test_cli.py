@@ -12,6 +12,9 @@ from pathlib import Path
 import pytest
 from runners import finish, small
 
+from fedeas_flwr.cli import run_name
+from fedeas_flwr.config import parse_config
+
 ROOT = Path(__file__).parents[1]
 QUICKSTART = str(ROOT / "conf" / "quickstart.toml")
 
@@ -52,6 +55,20 @@ def test_plan_of_matched_policies_spends_what_fedeas_spends(policy: str, total: 
     plan = json.loads(fedeas("plan", "--policy", policy, "--format", "json").stdout)
     assert plan["total"] == total
     assert plan["clients"][0]["budget"] is None
+
+
+def test_plan_of_copies_generates_nothing() -> None:
+    plan = json.loads(fedeas("plan", "--policy", "oversample", "--format", "json").stdout)
+    assert (plan["total"], plan["repeated"], plan["synthetic_fraction"]) == (0, 3_528, 0)
+    assert sum(sum(client["repeat"]) for client in plan["clients"]) == 3_528
+    assert plan["clients"][0]["budget"] == 130
+
+
+def test_a_runs_folder_says_what_it_is() -> None:
+    config = parse_config({"clients": 10, "policy": "none", "strategy": "fedprox", "seed": 2})
+    assert run_name(config) == "digits-k10-a0.1-none-fedprox-s2"
+    free = config.with_changes(loss="class-weighted", views="flip-crop")
+    assert run_name(free) == "digits-k10-a0.1-none-fedprox-class-weighted-flip-crop-s2"
 
 
 def test_plan_from_a_file_of_counts(tmp_path: Path) -> None:

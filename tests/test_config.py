@@ -65,6 +65,10 @@ def test_quickstart_conf_is_the_quickstarts_fedeas_run(tmp_path: Path) -> None:
         ({"seed": -1}, ["seed", "-1"]),
         ({"cache-limit": "lots"}, ["cache-limit", "lots", "20GB"]),
         ({"min-class-agreement": 1.5}, ["min-class-agreement", "1.5"]),
+        ({"loss": "focal"}, ["loss", "focal", "class-weighted", "logit-adjusted"]),
+        ({"logit-adjustment-tau": -1}, ["logit-adjustment-tau", "-1", "greater than or equal to 0"]),
+        ({"views": "flip"}, ["views", "flip", "none", "flip-crop"]),
+        ({"policy": "oversample", "total": 5}, ["total", "5", "oversample"]),
     ],
 )
 def test_bad_values_are_refused_in_one_line(values: dict[str, object], words: list[str]) -> None:

@@ -63,7 +63,7 @@ def test_plan_of_the_main_setting() -> None:
 def test_every_policy_gives_plain_json(policy: str) -> None:
     result = plan(policy=policy)
     assert json.loads(json.dumps(result)) == result
-    has_budget = policy in ("fedeas", "without-entropy", "linear")
+    has_budget = policy in ("fedeas", "without-entropy", "linear", "oversample")
     assert all((client["budget"] is not None) == has_budget for client in result["clients"])
     assert result["total"] == sum(sum(client["generate"]) for client in result["clients"])
     assert policy in format_table(result)

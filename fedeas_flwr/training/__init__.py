@@ -10,10 +10,13 @@ import torch
 from fedeas_flwr.config import RunConfig
 from fedeas_flwr.data import dataset_info
 from fedeas_flwr.models import build_model
+from fedeas_flwr.streams import stream
 from fedeas_flwr.training.engine import Engine, Recipe, State, TrainResult, copy_state
 from fedeas_flwr.training.evaluation import Evaluation, evaluate
 from fedeas_flwr.training.images import Normaliser
-from fedeas_flwr.training.objective import Objective
+from fedeas_flwr.training.losses import loss_constants
+from fedeas_flwr.training.objective import Inputs, Objective
+from fedeas_flwr.training.views import VIEWS, draw_views
 
 __all__ = [
     "Engine",
@@ -26,6 +29,7 @@ __all__ = [
     "build_engine",
     "copy_state",
     "evaluate",
+    "loss_and_view_inputs",
     "network",
     "pick_device",
     "recipe",
@@ -45,6 +49,19 @@ def network(config: RunConfig) -> torch.nn.Module:
 def recipe(config: RunConfig) -> Recipe:
     """How the run's clients train in a round."""
     return Recipe(config.local_epochs, config.batch_size, config.learning_rate, config.momentum, config.weight_decay)
+
+
+def loss_and_view_inputs(config: RunConfig, labels: torch.Tensor, number: int, client: int) -> Inputs:
+    """What the steps of a client and round need under any algorithm: the loss's constants and the images' views.
+
+    Views are drawn from a stream of their own, so that they leave the batches as they are.
+    """
+    info = dataset_info(config.dataset)
+    constants = loss_constants(config.loss, labels, len(info.classes), config.logit_adjustment_tau)
+    if config.views == "none":
+        return Inputs(constants)
+    draws, steps = stream(config.seed, "views", number, client), recipe(config).steps(len(labels))
+    return Inputs(constants, {VIEWS: draw_views(info, steps, config.batch_size, draws).to(labels.device)})
 
 
 def build_engine(config: RunConfig, device: str, objective: Objective) -> Engine:

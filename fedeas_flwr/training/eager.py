@@ -9,6 +9,7 @@ from torch import nn
 from fedeas_flwr.training.engine import Recipe, State, TrainResult, copy_state, read_state, stream_seed
 from fedeas_flwr.training.images import Normaliser
 from fedeas_flwr.training.objective import CROSS_ENTROPY, NO_INPUTS, Batch, Inputs, Objective, named
+from fedeas_flwr.training.views import VIEWS, viewed
 
 
 class EagerEngine:
@@ -55,7 +56,10 @@ class EagerEngine:
                 if len(chosen) == 1:
                     continue
                 given = {**inputs.constants, **{name: table[steps] for name, table in inputs.tables.items()}}
-                batch = Batch(self._normalise(images[chosen]), labels[chosen], given, torch.mean)
+                pixels = images[chosen]
+                if VIEWS in given:
+                    pixels = viewed(pixels, given[VIEWS][: len(chosen)])
+                batch = Batch(self._normalise(pixels), labels[chosen], given, torch.mean)
                 loss = self._objective.loss(model, batch)
                 gradients = torch.autograd.grad(loss, weights)
                 with torch.no_grad():

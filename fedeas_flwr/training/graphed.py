@@ -36,6 +36,7 @@ from fedeas_flwr.training.objective import (
     named,
     padded_mean,
 )
+from fedeas_flwr.training.views import VIEWS, viewed
 from fedeas_flwr.training.weights import Weights
 
 logger = logging.getLogger(__name__)
@@ -199,8 +200,11 @@ class GraphedEngine:
 
     def _step(self, mean: Callable[[torch.Tensor], torch.Tensor], samples: float | torch.Tensor) -> None:
         chosen = self._table.index_select(0, self._row).view(-1)
-        images = self._normalise(self._pixels.index_select(0, chosen))  # stored as channels_last already
         rows = {name: table.index_select(0, self._row)[0] for name, table in self._tables.items()}
+        pixels = self._pixels.index_select(0, chosen)
+        if VIEWS in rows:
+            pixels = viewed(pixels, rows[VIEWS])
+        images = self._normalise(pixels)  # stored as channels_last already
         batch = Batch(images, self._labels.index_select(0, chosen), {**self._constants, **rows}, mean)
         with torch.autocast(self._device, torch.bfloat16, enabled=self._precision == "bf16", cache_enabled=False):
             loss = self._objective.loss(self._model, batch)

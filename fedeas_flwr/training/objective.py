@@ -1,4 +1,4 @@
-"""What a client's step minimises: cross-entropy, and whatever an algorithm adds to it.
+"""What a client's step minimises: the classification loss, and whatever an algorithm adds to it.
 
 An algorithm overrides `Objective.loss` (an extra term) or `Objective.correct` (a change of the gradients). Both are
 pure: everything that differs between clients, rounds and steps comes in as `Inputs`, never from the object. So one CUDA
@@ -13,7 +13,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 from torch.func import functional_call
-from torch.nn import functional as F
+
+from fedeas_flwr.training.losses import sample_losses
 
 Tensors = Mapping[str, torch.Tensor]
 
@@ -48,7 +49,7 @@ class Batch:
 
 
 class Objective:
-    """Plain cross-entropy: FedAvg's. Algorithms derive from it."""
+    """The classification loss alone: FedAvg's. Algorithms derive from it."""
 
     graphable = True
     """Whether a step can be captured: no look at a tensor's values, no draws but those from tables."""
@@ -60,8 +61,8 @@ class Objective:
         return batch.mean(self.losses(model(batch.images), batch))
 
     def losses(self, logits: torch.Tensor, batch: Batch) -> torch.Tensor:
-        """Classification loss of each sample, ``[B]``."""
-        return F.cross_entropy(logits, batch.labels, reduction="none")
+        """Classification loss of each sample, ``[B]``, as the run-config's `loss` has it."""
+        return sample_losses(logits, batch.labels, batch.given)
 
     def correct(self, weights: Tensors, gradients: Tensors, given: Tensors) -> None:
         """Change the gradients in place, before weight decay and momentum; by default not at all."""
