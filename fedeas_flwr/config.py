@@ -34,6 +34,7 @@ StrategyName = Literal[
     "multikrum",
     "bulyan",
     "qfedavg",
+    "fedmix",
 ]
 MATCHED: tuple[str, ...] = tuple(name for name, kind in POLICIES.items() if kind == "matched")
 """Policies that spend a given total (by default FedEAS's own) instead of deriving one."""
@@ -72,6 +73,13 @@ class RunConfig(BaseModel):
         "fedavg", description="how the clients' models become one; `fedeas strategies` lists them"
     )
     fedprox_mu: float = Field(0.01, ge=0, le=1e4, description="of fedprox: weight μ of the proximal term")
+    fedmix_lambda: float = Field(
+        0.05, ge=0, lt=1, description="of fedmix: part λ of another client's mean in an image; 0 is FedAvg"
+    )
+    disclose_mean_images: bool = Field(
+        False,
+        description="of fedmix, which needs it: a client tells all others its mean image and label proportions",
+    )
     server_learning_rate: float = Field(
         0.0, ge=0, le=1000, description="the server's step size; 0: the strategy's own default"
     )
@@ -168,7 +176,7 @@ class RunConfig(BaseModel):
     @field_validator("*", mode="before")
     @classmethod
     def _true_is_no_number(cls, value: Any, info: ValidationInfo) -> Any:
-        if isinstance(value, bool) and info.field_name not in ("printed_rule", "resume"):
+        if isinstance(value, bool) and cls.model_fields[str(info.field_name)].annotation is not bool:
             raise ValueError("a value of its own kind, not true or false")
         return value
 
