@@ -17,6 +17,7 @@ from users_models import with_batchnorm
 
 from fedeas_flwr.config import RunConfig
 from fedeas_flwr.local_data import federated_data
+from fedeas_flwr.strategies.averaging import weighted_average
 from fedeas_flwr.strategies.client_part import ClientRound
 from fedeas_flwr.strategies.fedmix import FedMixClient, MixedObjective
 from fedeas_flwr.training import Normaliser, Recipe
@@ -69,6 +70,42 @@ def test_the_three_terms_and_the_slope_by_hand(copies: int) -> None:
     assert loss.item() == pytest.approx(own + mixture + second_order, abs=1e-12)
     (slope,) = torch.autograd.grad(loss, [model.w])
     assert slope.item() == pytest.approx(-0.153830, abs=5e-7)
+
+
+def slope_by_hand(w: float, x: float, part: float, mean: float) -> float:
+    """dL/dw of the model above for y = 0 and ȳ = (½, ½), with s = σ(−wu): CE = −ln(1 − s), ∂CE/∂u = −w s."""
+    u = (1 - part) * x
+    s = 1 / (1 + math.exp(w * u))
+    own, mixture = -u * s, 0.5 * -u * s + 0.5 * u * (1 - s)
+    return (1 - part) * own + part * mixture + part * (1 - part) * mean * (-s + w * u * s * (1 - s))
+
+
+@pytest.mark.parametrize("kind", ["eager", "graphed"])
+def test_two_rounds_by_hand_with_one_client_sitting_out(kind: str) -> None:
+    # Client 1 has x = 2 and gets mean 2, client 2 has x = 1 and gets mean −1; N = (3, 1), lr ½, one step; λ = ¼.
+    assert slope_by_hand(1, 4 / 3 * math.log(3), 0.25, 2) == pytest.approx(-0.153830, abs=5e-7)
+    data = {0: (2.0, 2.0, 3), 1: (1.0, -1.0, 1)}
+
+    def local(client: int, w: float) -> float:
+        x, mean, _ = data[client]
+        recipe, normalise = Recipe(1, 2, 0.5), Normaliser((0.0,), (1 / x,), "cpu")
+        model, objective = WeightTimesInput().float(), MixedObjective(0.25)
+        engine = (
+            EagerEngine(model, recipe, normalise, "cpu", objective)
+            if kind == "eager"
+            else GraphedEngine(model, recipe, normalise, "fp32", "cpu", objective)
+        )
+        constants = {"means": torch.tensor([mean]).view(1, 1, 1, 1), "proportions": torch.tensor([[0.5, 0.5]])}
+        images, labels = torch.full((2, 1, 1, 1), 255, dtype=torch.uint8), torch.zeros(2, dtype=torch.long)
+        inputs = Inputs(constants, {"other": torch.zeros(1, dtype=torch.long)})
+        _, trained, _ = engine.train({"w": np.float32(w)}, {}, images, labels, np.random.default_rng(0), inputs)
+        return float(trained["w"])
+
+    first = local(0, 1.0)  # client 2 sits out
+    assert first == pytest.approx(1 - 0.5 * slope_by_hand(1, 2, 0.25, 2), rel=1e-6)
+    states: list[Any] = [{"w": np.float32(local(client, first))} for client in (0, 1)]
+    ends = [first - 0.5 * slope_by_hand(first, x, 0.25, mean) for x, mean, _ in data.values()]
+    assert float(weighted_average(states, [3, 1])["w"]) == pytest.approx((3 * ends[0] + ends[1]) / 4, rel=1e-6)
 
 
 def random_batch(samples: int) -> Batch:

@@ -17,6 +17,7 @@ from fedeas_flwr.strategies import flower
 from fedeas_flwr.strategies.client_part import ClientPart
 from fedeas_flwr.strategies.disclosure import Disclosure
 from fedeas_flwr.strategies.fedavg import build_fedavg
+from fedeas_flwr.strategies.fedgen import LABEL_COUNTS, FedGenClient, build_fedgen
 from fedeas_flwr.strategies.fedmix import MEAN_IMAGES, FedMixClient, build_fedmix
 from fedeas_flwr.strategies.fedprox import FedProxClient
 from fedeas_flwr.strategies.flower import Composed, composed, composed_if_private
@@ -118,6 +119,23 @@ ALGORITHMS: dict[str, Algorithm] = {
         ("fedmix-lambda", MEAN_IMAGES.key),
         FedMixClient,
         MEAN_IMAGES,
+    ),
+    "fedgen": Algorithm(
+        build_fedgen,
+        "FedAvg whose clients learn from a generator of features, which the server learns from their heads",
+        LABEL_COUNTS.what,
+        0.015,
+        (
+            "fedgen-alpha",
+            "fedgen-beta",
+            "fedgen-steps",
+            "fedgen-batch",
+            "fedgen-rate",
+            "fedgen-count-noise",
+            LABEL_COUNTS.key,
+        ),
+        FedGenClient,
+        LABEL_COUNTS,
     ),
 }
 

@@ -147,7 +147,7 @@ class MixedObjective(Objective):
         samples, classes = logits.shape
         labels = torch.arange(classes, device=logits.device).repeat(samples)
         losses = self.losses(logits.repeat_interleave(classes, 0), replace(batch, labels=labels))
-        return losses.view(samples, classes) @ proportions
+        return (losses.view(samples, classes) * proportions).sum(1)
 
 
 class FedMixClient(ClientPart):
