@@ -174,10 +174,11 @@ def merged(strategy: FedGen, number: int, replies: dict[int, dict[str, Any]]) ->
 
 def test_training_leaves_what_was_sent_as_it_was() -> None:
     start = Trained.untrained(new_generator(4, 2, seed=1))
-    before = copy.deepcopy(start.weights)
+    before = copy.deepcopy(start)
     heads = Heads(torch.ones(1, 2, 4), torch.zeros(1, 2), torch.tensor([[3.0, 0.0]]))  # nobody holds label 1
     after = train_generator(start, heads, 3, 4, 0.1, np.random.default_rng(0))
-    assert all(torch.equal(before[name], start.weights[name]) for name in before)
+    for old, now in ((before.weights, start.weights), (before.first, start.first), (before.second, start.second)):
+        assert all(torch.equal(old[name], now[name]) for name in old)
     assert not torch.equal(after.weights["features.bias"], start.weights["features.bias"])
     assert all(value.isfinite().all() for value in after.weights.values())
     nobody = Heads(heads.weight, heads.bias, torch.zeros(1, 2))
