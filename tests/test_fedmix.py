@@ -186,6 +186,8 @@ def test_both_engines_take_the_same_steps(samples: int) -> None:
         {"other": torch.from_numpy(rng.integers(0, 3, recipe.steps(samples)))},
     )
     normalise, objective = Normaliser((0.3,), (0.4,), "cpu"), MixedObjective(0.2)
+    assert objective.second_order, "layers that can be differentiated only once must stay out"
+    assert not MixedObjective(0).second_order
     eager = EagerEngine(copy.deepcopy(model), recipe, normalise, "cpu", objective)
     graphed = GraphedEngine(copy.deepcopy(model), recipe, normalise, "fp32", "cpu", objective)
     one, *first = eager.train(*start, images, labels, np.random.default_rng(3), inputs)

@@ -122,7 +122,7 @@ class MixedObjective(Objective):
     """Cross-entropy of images mixed with one mean a step."""
 
     def __init__(self, part: float) -> None:
-        self.part = part
+        self.part, self.second_order = part, part > 0
 
     def loss(self, model: nn.Module, batch: Batch) -> torch.Tensor:
         """L above: one forward pass, and a second derivative for its last term."""
