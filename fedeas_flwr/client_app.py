@@ -30,7 +30,7 @@ from fedeas_flwr.generators.service import InProcessService, ServiceGenerator
 from fedeas_flwr.local_data import FederatedData, Images, Labels, federated_data
 from fedeas_flwr.messages import EvaluateReport, Share, TrainReport
 from fedeas_flwr.runs import plain
-from fedeas_flwr.strategies import client_part
+from fedeas_flwr.strategies import ALGORITHMS, client_part
 from fedeas_flwr.strategies.client_part import ClientRound
 from fedeas_flwr.strategies.clipping import clips_update
 from fedeas_flwr.streams import stream
@@ -67,7 +67,10 @@ def reports_errors(handler: Handler) -> Handler:
 @app.query()
 @reports_errors
 def query(message: Message, context: Context) -> Message:
-    """Say who this is and, for a matched budget, two whole numbers: FedEAS's total here and the absent pairs."""
+    """Say who this is and, for a matched budget, two whole numbers: FedEAS's total here and the absent pairs.
+
+    Arrays leave only in answer to the question of the run's own strategy, and only if the run-config allows it.
+    """
     config, client, data = _open(context)
     question, level = messages.read_question(message)
     if question == "identity":
@@ -78,7 +81,10 @@ def query(message: Message, context: Context) -> Message:
         return messages.answer(message, client, total=int(total), absent=int((counts == 0).sum()))
     if question == "waterfill":
         return messages.answer(message, client, count=int(waterfill_count(counts, level)[0]))
-    raise ValueError(f"question = '{question}': must be identity, plan or waterfill")
+    disclosure = ALGORITHMS[config.strategy].disclosure
+    if disclosure is not None and question == disclosure.question:
+        return messages.disclose(message, client, disclosure.answer(config, *data.train(client)))
+    raise ValueError(f"question = '{question}': must be identity, plan, waterfill or what the strategy has to ask")
 
 
 @app.train()

@@ -45,6 +45,8 @@ StrategyName = Literal[
     "multikrum",
     "bulyan",
     "qfedavg",
+    "fedmix",
+    "fedgen",
 ]
 MATCHED: tuple[str, ...] = tuple(name for name, kind in POLICIES.items() if kind == "matched")
 """Policies that spend a given total (by default FedEAS's own) instead of deriving one."""
@@ -91,6 +93,28 @@ class RunConfig(BaseModel):
     )
     moon_mu: float = Field(5.0, ge=0, le=1e4, description="of moon: weight μ of the contrastive term")
     moon_temperature: float = Field(0.5, gt=0, le=1e4, description="of moon: temperature τ of the similarities")
+    fedmix_lambda: float = Field(
+        0.05, ge=0, lt=1, description="of fedmix: part λ of another client's mean in an image; 0 is FedAvg"
+    )
+    disclose_mean_images: bool = Field(
+        False,
+        description="of fedmix, which needs it: a client tells all others its mean image and label proportions",
+    )
+    fedgen_alpha: float = Field(
+        10.0, ge=0, le=1e4, description="of fedgen: weight α₀ of the loss on generated features; × 0.98 a round"
+    )
+    fedgen_beta: float = Field(
+        10.0, ge=0, le=1e4, description="of fedgen: weight β₀ of agreeing with the generator; × 0.98 a round"
+    )
+    fedgen_steps: int = Field(10, ge=0, le=100_000, description="of fedgen: the generator's training steps a round")
+    fedgen_batch: int = Field(32, ge=2, le=65_536, description="of fedgen: features generated in a step")
+    fedgen_rate: float = Field(3e-4, gt=0, le=10, description="of fedgen: the generator's Adam step; × 0.98 a round")
+    fedgen_count_noise: float = Field(
+        0.0, ge=0, le=1e6, description="of fedgen: scale b of Laplace noise on the disclosed counts, ε = 2/b; 0: none"
+    )
+    disclose_label_counts: bool = Field(
+        False, description="of fedgen, which needs it: a client tells the server how many images of each class it holds"
+    )
     server_learning_rate: float = Field(
         0.0, ge=0, le=1000, description="the server's step size; 0: the strategy's own default"
     )
@@ -196,7 +220,7 @@ class RunConfig(BaseModel):
     @field_validator("*", mode="before")
     @classmethod
     def _true_is_no_number(cls, value: Any, info: ValidationInfo) -> Any:
-        if isinstance(value, bool) and info.field_name not in ("printed_rule", "resume"):
+        if isinstance(value, bool) and cls.model_fields[str(info.field_name)].annotation is not bool:
             raise ValueError("a value of its own kind, not true or false")
         return value
 

@@ -1,12 +1,13 @@
 """What crosses the wire: the only place that knows the names of records and keys.
 
-    query     server: which question            client: its id and the whole numbers asked for, nothing else
+    query     server: which question            client: its id and the whole numbers asked for, nothing else;
+                                                        or its id and arrays that a `disclose-…` key lets out
     train     server: model, β, this round,     client: model, its real sample count, a few numbers,
                       last accepted round,              and an algorithm's extra arrays (SCAFFOLD …)
                       share, extra arrays
     evaluate  server: model                     client: how many of its own test images it got right
 
-No per-class vector crosses: a client's label counts stay with it.
+No per-class vector crosses but in such a disclosure: a client's label counts stay with it.
 """
 
 from __future__ import annotations
@@ -134,7 +135,7 @@ def is_live(message: Message) -> bool:
 
 
 def ask(node: int, question: str, level: float = 0.0) -> Message:
-    """Ask a node who it is (``identity``), or for its part of a plan (``plan``, ``waterfill``)."""
+    """Ask a node who it is (``identity``), for its part of a plan (``plan``, ``waterfill``), or for a disclosure."""
     config = ConfigRecord({"question": question, "level": level})
     return Message(RecordDict({CONFIG: config}), dst_node_id=node, message_type=MessageType.QUERY)
 
@@ -155,6 +156,23 @@ def read_answer(message: Message, *keys: str) -> tuple[int, ...]:
     """Read the client's id and the numbers asked for."""
     record = _metrics(message)
     return tuple(_whole(record, key, 0, 2**53) for key in ("client-id", *keys))
+
+
+def disclose(message: Message, client: int, arrays: Arrays) -> Message:
+    """Answer a query with the client's id and arrays; only for what `strategies/disclosure.py` names."""
+    records = {METRICS: MetricRecord({"client-id": client}), ARRAYS: to_record(arrays)}
+    return Message(RecordDict(records), reply_to=message)  # type: ignore[arg-type]
+
+
+def read_disclosed(message: Message, client: int, wanted: Arrays) -> Arrays:
+    """Read what a client disclosed; names, kinds and shapes must be those of ``wanted``, as in a train reply."""
+    found = _whole(_metrics(message), "client-id", 0, 2**53)
+    if found != client:
+        raise MessageError(f"client-id = {found}, but the question was for client {client}")
+    records = message.content.array_records
+    if set(records) != {ARRAYS}:
+        raise MessageError(f"array records {sorted(records)}, wanted {ARRAYS} alone")
+    return _check_like(records[ARRAYS], wanted)
 
 
 # ------------------------------------------------------------------------------------------------ train
@@ -267,7 +285,7 @@ def _check_like(record: ArrayRecord, wanted: Arrays) -> Arrays:
         return _check_live(to_arrays(record), wanted)
     if list(record) != list(wanted):
         odd = sorted(set(record) ^ set(wanted)) or ["the order"]
-        raise MessageError(f"arrays differ from the model's: {odd[0]}")
+        raise MessageError(f"arrays differ from those wanted: {odd[0]}")
     arrays: Arrays = {}
     for key, like in wanted.items():
         # The declared dtype and shape are compared before the bytes are decoded.
@@ -289,7 +307,7 @@ def _check_like(record: ArrayRecord, wanted: Arrays) -> Arrays:
 def _check_live(arrays: Arrays, wanted: Arrays) -> Arrays:
     """The same checks on tensors, with one look at the GPU for all of them."""
     if list(arrays) != list(wanted):
-        raise MessageError("arrays differ from the model's")
+        raise MessageError("arrays differ from those wanted")
     for key, like in wanted.items():
         if arrays[key].dtype != like.dtype or arrays[key].shape != like.shape:
             raise MessageError(f"array {key} is {arrays[key].dtype}{list(arrays[key].shape)}")

@@ -15,7 +15,10 @@ from flwr.serverapp.strategy import Strategy
 from fedeas_flwr.config import ConfigError, RunConfig
 from fedeas_flwr.strategies import flower
 from fedeas_flwr.strategies.client_part import ClientPart
+from fedeas_flwr.strategies.disclosure import Disclosure
 from fedeas_flwr.strategies.fedavg import build_fedavg
+from fedeas_flwr.strategies.fedgen import LABEL_COUNTS, FedGenClient, build_fedgen
+from fedeas_flwr.strategies.fedmix import MEAN_IMAGES, FedMixClient, build_fedmix
 from fedeas_flwr.strategies.fedprox import FedProxClient
 from fedeas_flwr.strategies.flower import Composed, composed, composed_if_private
 from fedeas_flwr.strategies.moon import build_moon, moon_client
@@ -36,6 +39,8 @@ class Algorithm:
     """The run-config keys that are this algorithm's own."""
     client: Callable[[RunConfig], ClientPart] = lambda config: ClientPart()
     """Its part on a client."""
+    disclosure: Disclosure | None = None
+    """What it asks of every client's data before training; it starts only with the key that allows that."""
 
 
 ALGORITHMS: dict[str, Algorithm] = {
@@ -124,6 +129,32 @@ ALGORITHMS: dict[str, Algorithm] = {
         0,
         ("q",),
     ),
+    "fedmix": Algorithm(
+        build_fedmix,
+        "FedAvg whose clients mix their images with other clients' means, to second order",
+        MEAN_IMAGES.what,
+        0.03,
+        ("fedmix-lambda", MEAN_IMAGES.key),
+        FedMixClient,
+        MEAN_IMAGES,
+    ),
+    "fedgen": Algorithm(
+        build_fedgen,
+        "FedAvg whose clients learn from a generator of features, which the server learns from their heads",
+        LABEL_COUNTS.what,
+        0.015,
+        (
+            "fedgen-alpha",
+            "fedgen-beta",
+            "fedgen-steps",
+            "fedgen-batch",
+            "fedgen-rate",
+            "fedgen-count-noise",
+            LABEL_COUNTS.key,
+        ),
+        FedGenClient,
+        LABEL_COUNTS,
+    ),
 }
 
 
@@ -133,9 +164,13 @@ def build_strategy(config: RunConfig) -> Strategy:
     Raises
     ------
     ConfigError
-        If the algorithm cannot work with so few replies or with `dp`, in one line.
+        If the algorithm cannot work with so few replies or with `dp`, or needs a disclosure that is not allowed, in
+        one line.
     """
-    strategy = ALGORITHMS[config.strategy].build(config)
+    algorithm = ALGORITHMS[config.strategy]
+    if algorithm.disclosure is not None:
+        algorithm.disclosure.check_allowed(config)
+    strategy = algorithm.build(config)
     if config.dp != "none" and not isinstance(strategy, Composed):
         raise ConfigError(
             f"dp = '{config.dp}' does not cover all that strategy = '{config.strategy}' sends: use fedavg or one of "

@@ -29,6 +29,7 @@ from fedeas_flwr.messages import MessageError, Share, TrainReport, TrainTask
 from fedeas_flwr.metrics import summarise
 from fedeas_flwr.runs import Arrays, Checkpoint, RunDirectory, RunError, StrategyState
 from fedeas_flwr.strategies.averaging import like_model, weighted_average
+from fedeas_flwr.strategies.disclosure import NeedsDisclosure, tell
 from fedeas_flwr.strategies.dissimilarity import gradient_dissimilarity
 from fedeas_flwr.strategies.federated_evaluation import ask_clients_to_test
 from fedeas_flwr.strategies.flower import Composed
@@ -140,6 +141,10 @@ class Federation:
         state, self.checkpointed = start, start.accepted
         if isinstance(self.strategy, Stateful):
             self.strategy.load_state(start.strategy)
+        if isinstance(self.strategy, NeedsDisclosure) and not self.strategy.is_told():
+            clients, question = sorted(self.nodes), self.strategy.disclosure.question
+            replies = self._query([messages.ask(self.nodes[client], question) for client in clients])
+            tell(self.strategy, self.config, {node: client for client, node in self.nodes.items()}, replies)
         while state.round < self.config.rounds:
             state, outcome = self.train_round(state)
             if state.generated.keys() >= self.nodes.keys():

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from typing import Protocol, runtime_checkable
 
-from fedeas_flwr.runs import Arrays, StrategyState
+from flwr.app import ArrayRecord
+
+from fedeas_flwr import messages
+from fedeas_flwr.runs import Arrays, StrategyState, plain
 
 
 @runtime_checkable
@@ -34,3 +37,13 @@ class SendsExtra(Protocol):
     def extra_wanted(self) -> Arrays:
         """Arrays with the names, kinds and shapes that a reply must bring; empty if it brings none."""
         ...
+
+
+def beside(model: ArrayRecord, arrays: Arrays) -> Arrays:
+    """The arrays as extra ones must be: tensors where the model's lie if it is handed over, else NumPy's."""
+    first = next(iter(messages.to_arrays(model).values()), None)
+    if first is None or not hasattr(first, "cpu"):
+        return plain(arrays)
+    import torch  # only where models are tensors already
+
+    return {key: torch.as_tensor(array, device=first.device) for key, array in arrays.items()}

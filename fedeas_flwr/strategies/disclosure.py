@@ -1,0 +1,90 @@
+"""What an algorithm must know of the clients' data beyond FedAvg's: asked once, before training, and only if allowed.
+
+The run-config's `disclose-…` key allows it. Without the key the run does not start, and a client that is asked all the
+same refuses. What was told is kept in the checkpoint, so a resumed run does not ask again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from logging import INFO
+from typing import Protocol, runtime_checkable
+
+from flwr.app import Message
+from flwr.supercore import log
+
+from fedeas_flwr import messages
+from fedeas_flwr.config import ConfigError, RunConfig
+from fedeas_flwr.local_data import Images, Labels
+from fedeas_flwr.messages import MessageError
+from fedeas_flwr.runs import Arrays, RunError
+
+
+@dataclass(frozen=True)
+class Disclosure:
+    """One question that is answered with arrays."""
+
+    question: str
+    what: str
+    """What every client gives away, as a table of strategies says it."""
+    arrays: Callable[[RunConfig, Images, Labels], Arrays]
+    """The answer, from the client's real images [N, H, W, C] and their labels."""
+    wanted: Callable[[RunConfig], Arrays]
+    """Arrays with the names, kinds and shapes of an answer."""
+
+    @property
+    def key(self) -> str:
+        """The run-config key that allows it."""
+        return f"disclose-{self.question}"
+
+    def check_allowed(self, config: RunConfig) -> None:
+        """Refuse in one line unless the key is set.
+
+        Raises
+        ------
+        ConfigError
+            It says what would be disclosed.
+        """
+        if not config.outside()[self.key]:
+            raise ConfigError(
+                f"{self.key} = false: strategy = '{config.strategy}' needs it to be true, "
+                f"and then discloses of every client {self.what}"
+            )
+
+    def answer(self, config: RunConfig, images: Images, labels: Labels) -> Arrays:
+        """What a client answers, or its refusal."""
+        self.check_allowed(config)
+        if len(labels) == 0:
+            raise ValueError("this client has no images to tell anything of")
+        return self.arrays(config, images, labels)
+
+
+@runtime_checkable
+class NeedsDisclosure(Protocol):
+    """A strategy that must be told something of every client before the first round."""
+
+    disclosure: Disclosure
+
+    def is_told(self) -> bool:
+        """Whether it knows already: from before an interrupt."""
+        ...
+
+    def be_told(self, told: Mapping[int, Arrays]) -> None:
+        """Take what each client disclosed, by client id; a `MessageError` refuses it."""
+        ...
+
+
+def tell(strategy: NeedsDisclosure, config: RunConfig, clients: Mapping[int, int], replies: Sequence[Message]) -> None:
+    """Check the answers of all clients (node → client), give them to the strategy, and say what that was."""
+    disclosure = strategy.disclosure
+    wanted, told = disclosure.wanted(config), {}
+    try:
+        for reply in replies:
+            client = clients[reply.metadata.src_node_id]
+            told[client] = messages.read_disclosed(reply, client, wanted)
+        strategy.be_told({client: told[client] for client in sorted(told)})
+    except MessageError as error:
+        raise RunError(f"the answer to '{disclosure.question}' is not what it should be: {error}") from None
+    size = sum(array.nbytes for array in wanted.values())
+    log(INFO, "%s = true: each of %d clients disclosed %s (%d bytes)", disclosure.key, len(told), disclosure.what, size)

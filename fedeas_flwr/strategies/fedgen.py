@@ -1,0 +1,247 @@
+"""FedGen (Zhu et al., 2021, Algorithm 1): the server learns a generator of features, and the clients learn from it.
+
+Server, every round before it averages: train the generator (feature_generator.py) on the heads h_k of the replies, each
+weighed per label by how much of it its client holds. Client, from round 2 on, with G the generator as received:
+
+    L = CE(f(x), y) + β_t KL(softmax h(G(ε, y)) ‖ softmax f(x)) + α_t (B_G/B) CE(h(G(ε̂, ŷ)), ŷ)
+
+The KL's first argument carries no gradient; ŷ is uniform over the labels that any client holds; B_G is `fedgen-batch`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from typing import Any, cast
+
+import numpy as np
+import torch
+from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
+from flwr.serverapp import Grid
+from torch import nn
+from torch.nn import functional as F
+
+from fedeas_flwr import messages
+from fedeas_flwr.config import ConfigError, RunConfig
+from fedeas_flwr.counts import LARGEST
+from fedeas_flwr.data import dataset_info
+from fedeas_flwr.local_data import Images, Labels
+from fedeas_flwr.messages import ARRAYS, METRICS, MessageError
+from fedeas_flwr.runs import Arrays, StrategyState
+from fedeas_flwr.strategies.client_part import ClientPart, ClientRound
+from fedeas_flwr.strategies.disclosure import Disclosure
+from fedeas_flwr.strategies.feature_generator import (
+    ALL,
+    NOISE,
+    Heads,
+    Trained,
+    generate,
+    new_generator,
+    train_generator,
+)
+from fedeas_flwr.strategies.fedavg import FedAvg, settings
+from fedeas_flwr.strategies.server_part import beside
+from fedeas_flwr.streams import stream
+from fedeas_flwr.training import network
+from fedeas_flwr.training.objective import Batch, Inputs, Objective
+
+DECAY, LEAST = 0.98, 1e-4
+"""Of α, β and the generator's rate, a round; and below which α and β do not fall."""
+
+# ----------------------------------------------------------------------------------------- what is told
+
+
+def label_counts(config: RunConfig, images: Images, labels: Labels) -> Arrays:
+    """How many real images of each class a client holds, with noise if `fedgen-count-noise` asks for it.
+
+    The noise is the discrete Laplace of scale b: counts stay whole. It is the one draw that does not come from the
+    run's seed, since the server, from whom it hides the counts, knows that.
+    """
+    counts = np.bincount(labels, minlength=len(dataset_info(config.dataset).classes)).astype(np.int64)
+    if config.fedgen_count_noise:
+        up, down = np.random.default_rng().geometric(-math.expm1(-1 / config.fedgen_count_noise), (2, len(counts)))
+        counts = np.maximum(0, counts + up - down)
+    return {"counts": counts}
+
+
+LABEL_COUNTS = Disclosure(
+    "label-counts",
+    "how many images of each class it holds, to the server",
+    label_counts,
+    lambda config: {"counts": np.zeros(len(dataset_info(config.dataset).classes), np.int64)},
+)
+
+# ------------------------------------------------------------------------------------------- the server
+
+
+def build_fedgen(config: RunConfig) -> FedGen:
+    """Refuses a network that has no head to learn from.
+
+    Raises
+    ------
+    ConfigError
+        In one line.
+    """
+    head = getattr(network(config), "fc", None)
+    if not isinstance(head, nn.Linear) or not head.weight.requires_grad:
+        raise ConfigError(
+            f"model = '{config.model}': strategy = 'fedgen' needs a network that ends in a trained Linear named fc"
+        )
+    return FedGen(config, head.in_features)
+
+
+class FedGen(FedAvg):
+    """FedAvg with a generator that learns from the replies.
+
+    Parameters
+    ----------
+    config
+        The run.
+    features
+        What the network's last layer is fed with, F.
+    """
+
+    disclosure = LABEL_COUNTS
+
+    def __init__(self, config: RunConfig, features: int) -> None:
+        super().__init__(**settings())
+        self.config = config
+        classes = len(dataset_info(config.dataset).classes)
+        self._generator = Trained.untrained(new_generator(features, classes, config.seed))
+        self._counts: dict[int, Labels] = {}
+        self._sent: Arrays = {}
+
+    def is_told(self) -> bool:
+        """Whether the counts are there."""
+        return bool(self._counts)
+
+    def be_told(self, told: Mapping[int, Arrays]) -> None:
+        """Take the clients' counts."""
+        for client, arrays in told.items():
+            if arrays["counts"].min() < 0 or arrays["counts"].max() > LARGEST:
+                raise MessageError(f"client {client}: the label counts are not whole numbers from 0 to 2**40")
+        self._counts = {client: arrays["counts"] for client, arrays in told.items()}
+        if not any(counts.any() for counts in self._counts.values()):
+            raise MessageError("no client holds any image")
+
+    def configure_train(
+        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
+    ) -> Iterable[Message]:
+        """FedAvg's messages; the generator goes with them, where the model is."""
+        held = np.flatnonzero(np.sum(list(self._counts.values()), axis=0))
+        generator = {f"generator/{name}": value for name, value in self._generator.weights.items()}
+        self._sent = beside(arrays, {**generator, "labels": held})
+        return super().configure_train(server_round, arrays, config, grid)
+
+    def extra(self) -> Arrays:
+        """The generator, and which labels any client holds."""
+        return self._sent
+
+    def extra_wanted(self) -> Arrays:
+        """Replies bring nothing: a client's head is in its model."""
+        return {}
+
+    def aggregate_train(
+        self, server_round: int, replies: Iterable[Message]
+    ) -> tuple[ArrayRecord | None, MetricRecord | None]:
+        """Train the generator on the replies' heads, then average as FedAvg."""
+        taken = [reply for reply in replies if reply.has_content()]
+        if taken:
+            self._generator = train_generator(
+                self._generator,
+                self._heads(taken),
+                steps=self.config.fedgen_steps,
+                batch=self.config.fedgen_batch,
+                rate=self.config.fedgen_rate * DECAY ** (server_round - 1),
+                draws=stream(self.config.seed, "fedgen server", server_round),
+            )
+        return super().aggregate_train(server_round, taken)
+
+    def _heads(self, replies: list[Message]) -> Heads:
+        states = [messages.to_arrays(reply.content.array_records[ARRAYS]) for reply in replies]
+        weight = _stacked([state["fc.weight"] for state in states])
+        has_bias = "fc.bias" in states[0]
+        bias = _stacked([state["fc.bias"] for state in states]) if has_bias else weight.new_zeros(weight.shape[:2])
+        clients = [int(cast(int, reply.content.metric_records[METRICS]["client-id"])) for reply in replies]
+        counts = torch.from_numpy(np.stack([self._counts[client] for client in clients])).to(weight)
+        return Heads(weight, bias, counts)
+
+    def state(self) -> StrategyState:
+        """The generator, Adam's moments, and what the clients told."""
+        generator = self._generator
+        parts = {"weights": generator.weights, "first": generator.first, "second": generator.second}
+        arrays: Arrays = {f"{part}/{name}": value for part, found in parts.items() for name, value in found.items()}
+        arrays["clients"] = np.array(list(self._counts), dtype=np.int64)
+        arrays["counts"] = np.stack(list(self._counts.values()))
+        return StrategyState(arrays, {"steps": generator.steps})
+
+    def load_state(self, state: StrategyState) -> None:
+        """Go on from there; before the first round there is nothing."""
+        if not state.arrays:
+            return
+        arrays = state.arrays
+        self._counts = dict(zip(arrays["clients"].tolist(), arrays["counts"], strict=True))
+
+        def part(prefix: str) -> dict[str, torch.Tensor]:
+            found = {key.removeprefix(prefix): value for key, value in arrays.items() if key.startswith(prefix)}
+            return {name: torch.from_numpy(np.array(value)) for name, value in found.items()}
+
+        self._generator = Trained(part("weights/"), part("first/"), part("second/"), int(state.numbers["steps"]))
+
+
+def _stacked(arrays: list[Any]) -> torch.Tensor:
+    """One tensor of many arrays, on the CPU, or of many tensors, where they lie."""
+    return torch.stack(arrays) if hasattr(arrays[0], "cpu") else torch.from_numpy(np.stack(arrays))
+
+
+# ------------------------------------------------------------------------------------------- the client
+
+
+class TaughtObjective(Objective):
+    """Cross-entropy, and what a generator of features has to say."""
+
+    def __init__(self, config: RunConfig) -> None:
+        self.off = config.fedgen_alpha == config.fedgen_beta == 0
+        self.ratio = config.fedgen_batch / config.batch_size
+
+    def loss(self, model: nn.Module, batch: Batch) -> torch.Tensor:
+        """L above."""
+        if self.off:
+            return super().loss(model, batch)  # FedAvg to the bit
+        logits, head, given = model(batch.images), cast(nn.Linear, model.fc), batch.given
+        with torch.no_grad():
+            generator = {name: given[f"generator/{name}"] for name in ALL}
+            like_own = generate(generator, given["noise"][: len(batch.labels)], batch.labels)
+            teacher = F.log_softmax(head(like_own), 1)
+            asked = generate(generator, given["asked noise"], given["asked labels"])
+        divergence = F.kl_div(F.log_softmax(logits, 1), teacher, reduction="none", log_target=True).sum(1)
+        # Plain, whatever loss the images take: these labels are uniform already.
+        answered = F.cross_entropy(head(asked), given["asked labels"])
+        own = batch.mean(self.losses(logits, batch) + given["beta"] * divergence)
+        return own + given["alpha"] * self.ratio * answered
+
+
+def term_weight(first: float, round_number: int) -> float:
+    """α_t or β_t: × 0.98 a round down to 1e-4; none in round 1, whose generator knows nothing, nor if switched off."""
+    return 0.0 if round_number == 1 or first == 0 else max(LEAST, first * DECAY ** (round_number - 1))
+
+
+class FedGenClient(ClientPart):
+    """Asks the generator for features of its own labels and of all."""
+
+    def __init__(self, config: RunConfig) -> None:
+        self.objective = TaughtObjective(config)
+
+    def prepare(self, task: ClientRound) -> Inputs:
+        """The generator, the terms' weights, and the noise and labels of every step."""
+        config, received = task.config, task.tensors(task.extra)
+        held = received.pop("labels").cpu().numpy()
+        draws, steps = stream(config.seed, "fedgen client", task.number, task.client), task.steps
+        tables = {
+            "noise": draws.standard_normal((steps, config.batch_size, NOISE), dtype=np.float32),
+            "asked noise": draws.standard_normal((steps, config.fedgen_batch, NOISE), dtype=np.float32),
+            "asked labels": draws.choice(held, (steps, config.fedgen_batch)),
+        }
+        weights = {"alpha": config.fedgen_alpha, "beta": config.fedgen_beta}
+        scalars = {n: torch.tensor(term_weight(w, task.number), device=task.device) for n, w in weights.items()}
+        return Inputs({**received, **scalars}, task.tensors(tables))

@@ -1,0 +1,166 @@
+"""FedMix (Yoon et al., 2021): clients mix their images with means of other clients' images, by Taylor's formula.
+
+Once, before training, every client k tells x̄_k, the mean of all of its normalised real images, and ȳ_k, its label
+proportions. All clients get all of them. A step draws one (x̄, ȳ) of another client and minimises, with u = (1 − λ) x,
+
+    L = (1 − λ) CE(f(u), y) + λ CE(f(u), ȳ) + λ (1 − λ) mean_b ⟨∂CE_b/∂u_b, x̄⟩          (its Proposition 1)
+
+where CE_b is that of the true label, and L is differentiated through the inner gradient. The server is FedAvg's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+from flwr.app import ArrayRecord, ConfigRecord, Message
+from flwr.serverapp import Grid
+from torch import nn
+
+from fedeas_flwr.config import RunConfig
+from fedeas_flwr.data import dataset_info
+from fedeas_flwr.local_data import Images, Labels
+from fedeas_flwr.messages import MessageError
+from fedeas_flwr.runs import Arrays, StrategyState
+from fedeas_flwr.strategies.client_part import ClientPart, ClientRound
+from fedeas_flwr.strategies.disclosure import Disclosure
+from fedeas_flwr.strategies.fedavg import FedAvg, settings
+from fedeas_flwr.strategies.server_part import beside
+from fedeas_flwr.streams import stream
+from fedeas_flwr.training.objective import Batch, Inputs, Objective
+
+# ----------------------------------------------------------------------------------------- what is told
+
+
+def mean_image(config: RunConfig, images: Images, labels: Labels) -> Arrays:
+    """x̄ [C, H, W] and ȳ [classes] of a client's real images; normalising is linear, so it may follow the mean."""
+    info = dataset_info(config.dataset)
+    mean = (images.mean(axis=0, dtype=np.float64) / 255 - np.array(info.mean)) / np.array(info.std)
+    counts = np.bincount(labels, minlength=len(info.classes))
+    return {
+        "image": mean.transpose(2, 0, 1).astype(np.float32, order="C"),
+        "labels": (counts / len(labels)).astype(np.float32),
+    }
+
+
+def _wanted(config: RunConfig) -> Arrays:
+    info = dataset_info(config.dataset)
+    height, width, channels = info.image_shape
+    shapes = {"image": (channels, height, width), "labels": (len(info.classes),)}
+    return {name: np.zeros(shape, np.float32) for name, shape in shapes.items()}
+
+
+MEAN_IMAGES = Disclosure(
+    "mean-images", "the mean of its images and its label proportions, to all clients", mean_image, _wanted
+)
+
+# ------------------------------------------------------------------------------------------- the server
+
+
+def build_fedmix(config: RunConfig) -> FedMix:
+    """FedMix's λ is the clients'."""
+    return FedMix(**settings())
+
+
+class FedMix(FedAvg):
+    """FedAvg that hands every client all clients' means, one row a client."""
+
+    disclosure = MEAN_IMAGES
+
+    def __init__(self, **keys: Any) -> None:
+        super().__init__(**keys)
+        self._means: Arrays = {}
+        self._sent: Arrays = {}
+
+    def is_told(self) -> bool:
+        """Whether the means are there."""
+        return bool(self._means)
+
+    def be_told(self, told: Mapping[int, Arrays]) -> None:
+        """Stack what the clients told, in ascending client id."""
+        for client, arrays in told.items():
+            shares = arrays["labels"]
+            if shares.min() < 0 or abs(float(shares.sum()) - 1) > 1e-3:
+                raise MessageError(f"client {client}: the label proportions are not 0 to 1 with sum 1")
+        self._means = {
+            "means": np.stack([arrays["image"] for arrays in told.values()]),
+            "proportions": np.stack([arrays["labels"] for arrays in told.values()]),
+            "clients": np.array(list(told), dtype=np.int64),
+        }
+
+    def configure_train(
+        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
+    ) -> Iterable[Message]:
+        """FedAvg's messages; the means go with them, where the model is."""
+        self._sent = self._sent or beside(arrays, self._means)
+        return super().configure_train(server_round, arrays, config, grid)
+
+    def extra(self) -> Arrays:
+        """All clients' means, and whose they are."""
+        return self._sent
+
+    def extra_wanted(self) -> Arrays:
+        """Replies bring nothing."""
+        return {}
+
+    def state(self) -> StrategyState:
+        """What the clients told: they are asked once a run."""
+        return StrategyState(dict(self._means))
+
+    def load_state(self, state: StrategyState) -> None:
+        """Go on with it."""
+        self._means, self._sent = dict(state.arrays), {}
+
+
+# ------------------------------------------------------------------------------------------- the client
+
+
+class MixedObjective(Objective):
+    """Cross-entropy of images mixed with one mean a step."""
+
+    def __init__(self, part: float) -> None:
+        self.part, self.second_order = part, part > 0
+
+    def loss(self, model: nn.Module, batch: Batch) -> torch.Tensor:
+        """L above: one forward pass, and a second derivative for its last term."""
+        if self.part == 0:
+            return super().loss(model, batch)  # FedAvg to the bit
+        row = batch.given["other"].view(1)
+        mean_image, proportions = (batch.given[name].index_select(0, row)[0] for name in ("means", "proportions"))
+        part, inputs = self.part, ((1 - self.part) * batch.images).requires_grad_()
+        logits = model(inputs)
+        own = self.losses(logits, batch)
+        # mean_b ⟨∂CE_b/∂u_b, x̄⟩ = Σ_b ⟨∂(mean CE)/∂u_b, x̄⟩: the mean is in the inner gradient already, and once only.
+        # Rows that pad a short batch have no part in it. BatchNorm ties a batch's samples together, so CE_b depends
+        # on u_a too: the slope is then that of the whole batch's loss when x̄ is added to all its inputs at once, which
+        # is what mixing does to them.
+        (slopes,) = torch.autograd.grad(batch.mean(own), inputs, create_graph=True)
+        second_order = (slopes * mean_image).sum()
+        mixed = (1 - part) * own + part * self._losses_of_mixture(logits, proportions, batch)
+        return batch.mean(mixed) + part * (1 - part) * second_order
+
+    def _losses_of_mixture(self, logits: torch.Tensor, proportions: torch.Tensor, batch: Batch) -> torch.Tensor:
+        """CE(f(u), ȳ) = Σ_c ȳ_c CE(f(u), c), with whatever loss the run takes for CE."""
+        samples, classes = logits.shape
+        labels = torch.arange(classes, device=logits.device).repeat(samples)
+        losses = self.losses(logits.repeat_interleave(classes, 0), replace(batch, labels=labels))
+        return (losses.view(samples, classes) * proportions).sum(1)
+
+
+class FedMixClient(ClientPart):
+    """Draws whose mean a step mixes in."""
+
+    def __init__(self, config: RunConfig) -> None:
+        self.objective = MixedObjective(config.fedmix_lambda)
+
+    def prepare(self, task: ClientRound) -> Inputs:
+        """All means, and a row of them for each step: another client's, or one's own where there is no other."""
+        told = task.tensors(task.extra)
+        clients = told.pop("clients").cpu().numpy()
+        rows = np.flatnonzero(clients != task.client)
+        rows = rows if len(rows) else np.arange(len(clients))
+        drawn = stream(task.config.seed, "fedmix", task.number, task.client).choice(rows, task.steps)
+        return Inputs(told, {"other": torch.as_tensor(drawn, device=task.device)})

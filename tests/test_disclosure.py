@@ -1,0 +1,160 @@
+"""What only a key lets out: nothing without it, once with it, checked like any reply, and kept over a resume."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from flwr.app import Array, ArrayRecord, Message, RecordDict
+from rich.console import Console
+from runners import finish, small, weights
+
+from fedeas_flwr import messages
+from fedeas_flwr.client_app import app as client_app
+from fedeas_flwr.config import ConfigError
+from fedeas_flwr.grids import InlineGrid
+from fedeas_flwr.messages import ARRAYS, CONFIG
+from fedeas_flwr.prepare import prepare
+from fedeas_flwr.runs import RunError
+from fedeas_flwr.strategies import ALGORITHMS
+
+TELLING: dict[str, dict[str, Any]] = {
+    name: {"strategy": name, algorithm.disclosure.key.replace("-", "_"): True}
+    for name, algorithm in ALGORITHMS.items()
+    if algorithm.disclosure
+}
+
+
+class RecordingGrid(InlineGrid):
+    """Keeps every message and reply; ``change`` may spoil a reply on its way."""
+
+    def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> Iterable[Message]:
+        sent = list(messages)
+        log.extend(sent)
+        replies = list(super().send_and_receive(sent))
+        log.extend(replies)
+        return replies
+
+
+log: list[Message] = []
+
+
+@pytest.fixture(autouse=True)
+def recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+    log.clear()
+    monkeypatch.setattr("fedeas_flwr.grids.InlineGrid", RecordingGrid)
+
+
+def questions() -> list[str]:
+    return [str(m.content.config_records[CONFIG]["question"]) for m in log if "question" in m.content.get(CONFIG, {})]
+
+
+@pytest.mark.parametrize("name", TELLING)
+def test_without_its_key_nothing_is_sent_and_the_reason_is_said(tmp_path: Path, name: str) -> None:
+    disclosure = ALGORITHMS[name].disclosure
+    assert disclosure is not None
+    config = small(tmp_path / "r", strategy=name, policy="none")
+    with pytest.raises(ConfigError) as refused:
+        prepare(config, Console(file=io.StringIO()))
+    with pytest.raises(RunError, match=f"{disclosure.key} = false"):  # a server app that `fedeas run` did not prepare
+        finish(config)
+    assert log == []
+    assert "\n" not in str(refused.value)
+    assert f"{disclosure.key} = false" in str(refused.value)
+    assert disclosure.what in str(refused.value)
+
+
+@pytest.mark.parametrize("name", TELLING)
+def test_a_client_refuses_a_question_that_its_config_does_not_allow(tmp_path: Path, name: str) -> None:
+    disclosure = ALGORITHMS[name].disclosure
+    assert disclosure is not None
+    allowed = small(tmp_path / "r", policy="none", **TELLING[name]).outside()
+    for keys, words in (
+        ({disclosure.key: False}, f"{disclosure.key} = false"),
+        ({"strategy": "fedavg"}, "question = "),  # the key alone lets nothing out
+        ({}, None),
+    ):
+        (reply,) = InlineGrid(client_app, 4, {**allowed, **keys}).send_and_receive(
+            [messages.ask(2, disclosure.question)]
+        )
+        assert reply.has_error() == (words is not None)
+        if words is not None:
+            assert words in messages.failure_reason(reply)
+            assert not reply.has_content()
+
+
+@pytest.mark.parametrize("name", TELLING)
+def test_it_is_asked_once_and_a_resumed_run_ends_with_the_same_bits(tmp_path: Path, name: str) -> None:
+    disclosure = ALGORITHMS[name].disclosure
+    assert disclosure is not None
+    keys = {"policy": "none", **TELLING[name]}
+    whole = finish(small(tmp_path / "whole", rounds=4, **keys))
+    assert questions() == ["identity"] * 4 + [disclosure.question] * 4
+    said = (whole.path / "flower.log").read_text()
+    assert said.count(disclosure.what) == 1
+    assert f"{disclosure.key} = true" in said
+    finish(small(tmp_path / "parts", rounds=2, **keys))
+    log.clear()
+    resumed = finish(small(tmp_path / "parts", rounds=4, resume=True, **keys))
+    assert questions() == ["identity"] * 4
+    assert weights(whole) == weights(resumed)
+
+
+@pytest.mark.parametrize("name", TELLING)
+def test_a_model_handed_over_as_tensors_gives_the_same_weights(
+    tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keys = {"policy": "none", "rounds": 3, **TELLING[name]}
+    sent = finish(small(tmp_path / "bytes", **keys))
+
+    def live_grid(*args: Any, **kwargs: Any) -> InlineGrid:
+        return InlineGrid(*args[:3], workers=2, live=True)
+
+    monkeypatch.setattr("fedeas_flwr.grids.InlineGrid", live_grid)
+    assert weights(finish(small(tmp_path / "live", **keys))) == weights(sent)
+    finish(small(tmp_path / "parts", **{**keys, "rounds": 1}))
+    assert weights(finish(small(tmp_path / "parts", resume=True, **keys))) == weights(sent)
+
+
+@pytest.mark.parametrize("name", TELLING)
+def test_it_works_on_generated_images_too(tmp_path: Path, digits_generator: Path, name: str) -> None:
+    run = finish(small(tmp_path / "r", rounds=2, beta=1.0, **TELLING[name]))
+    assert run.summary()["total_generated"] > 0
+    assert len(run.rounds()) == 2
+
+
+def spoiled(first: Any) -> type[InlineGrid]:
+    """A grid on which client 1 answers with its first array changed."""
+
+    class Spoiling(InlineGrid):
+        def _deliver(self, message: Message) -> Message:
+            reply = super()._deliver(message)
+            if message.metadata.dst_node_id == 2 and ARRAYS in reply.content and CONFIG in message.content:
+                arrays = dict(reply.content.array_records[ARRAYS].items())
+                key = next(iter(arrays))
+                arrays[key] = Array(first(arrays[key].numpy()))
+                reply.content = RecordDict({**reply.content, ARRAYS: ArrayRecord(arrays)})
+            return reply
+
+    return Spoiling
+
+
+@pytest.mark.parametrize("name", TELLING)
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (lambda a: a.astype(np.float64), "is float64"),
+        (lambda a: a[..., :-1], "wanted"),
+        (lambda a: (a * np.nan).astype(np.float32), "NaN|is float32"),
+    ],
+)
+def test_an_answer_is_checked_like_a_reply(
+    tmp_path: Path, name: str, change: Any, reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("fedeas_flwr.grids.InlineGrid", spoiled(change))
+    with pytest.raises(RunError, match=f"is not what it should be: .*({reason})"):
+        finish(small(tmp_path / "r", policy="none", **TELLING[name]))
