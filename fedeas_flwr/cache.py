@@ -19,6 +19,7 @@ import io
 import itertools
 import json
 import os
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,8 @@ from fedeas_flwr.paths import atomic_write, cache_root
 MANIFEST = "manifest.json"
 _DIGEST_BYTES = 32
 _BATCHES_A_CHUNK = 4
+_parsing = threading.Lock()
+"""NumPy parses a file's header as Python, and Python 3.11 counts the depth of that wrongly when two threads do it."""
 
 Images = NDArray[np.uint8]
 
@@ -226,7 +229,8 @@ def read_shard(path: Path) -> Images | None:
     if hashlib.sha256(payload).digest() != digest:
         return None
     try:
-        images = np.load(io.BytesIO(payload), allow_pickle=False)
+        with _parsing:
+            images = np.load(io.BytesIO(payload), allow_pickle=False)
     except (ValueError, OSError, EOFError):
         return None
     first, _, end = path.stem.partition("-")

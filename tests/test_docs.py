@@ -95,9 +95,33 @@ def test_the_readmes_cifar_numbers_are_the_committed_runs() -> None:
         found = [RunDirectory(folder / run).summary() for run in runs]
         return tuple(", ".join(f"{100 * s[key]:.1f}" for s in found) for key in ("last_20", "peak"))
 
-    for label, runs in (("FedAvg, nothing", ("none-s1", "none-s2")), ("FedEAS, β = 12", ("fedeas-s1",))):
+    cells = {
+        "FedAvg, nothing": ("none-s1", "none-s2", "none-s3"),
+        "FedEAS, β = 12": ("fedeas-s1",),
+        "Missing-only": ("missing-only-s1",),
+        "Uniform": ("uniform-s1",),
+    }
+    for label, runs in cells.items():
         row = next(line for line in README.splitlines() if line.startswith(f"| {label}"))
         last_20, peak = numbers(*runs)
         assert f"| {last_20} (peak {peak}) |" in row
         assert f"| {len(runs)} |" in row
         assert f"{RunDirectory(folder / runs[0]).summary()['total_generated']:,}" in row
+
+
+def test_the_readmes_speeds_are_the_committed_ones() -> None:
+    rates = json.loads((ROOT / "results" / "engine" / "engine-h200.json").read_text())["images_per_second"]
+    for name in ("(a) quickstart", "    graphed, tf32", "    graphed, bf16", "(b) 10 clients at once on 10 streams"):
+        for found in (rate for key, rate in rates.items() if key.startswith(name)):
+            assert f"{found:,.0f}" in README
+    rows = json.loads((ROOT / "results" / "generation" / "generation.json").read_text())["rows"]
+    service, plain, strict = (
+        next(r["images_per_second"] for r in rows if r["name"].startswith(name) and r["sampler"] == "dpm++")
+        for name in ("the service", "plain, torch", "plain, strict")
+    )
+    assert f"{service:,.0f} images/s with 20" in README.replace("\n", " ")
+    assert f"{service / strict:.0f} times" in README and f"{service / plain:.1f} times" in README
+    seconds = RunDirectory(ROOT / "results" / "cifar10-k100-a0.1" / "none-s3").summary()["seconds"]
+    outside = seconds["aggregate"] + seconds["gamma_hat"]
+    assert f"took {outside + seconds['clients'] + seconds['evaluate']:.0f} s in bf16" in README
+    assert f"{100 * outside / (outside + seconds['clients'] + seconds['evaluate']):.0f} %" in README

@@ -27,7 +27,7 @@ LAYERS = [
 """A module imports from its own layer or a lower one (nearer the top of this list), never from a higher one."""
 
 FLOWER = {"messages", "grids", "strategies", "client_app", "server_app", "launch", "doctor"}
-TORCH = {"training", "models", "generators", "data", "strategies", "client_app", "server_app", "doctor"}
+TORCH = {"messages", "training", "models", "generators", "data", "strategies", "client_app", "server_app", "doctor"}
 
 
 def modules() -> dict[str, list[Path]]:

@@ -5,6 +5,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
 
 from fedeas_flwr import messages
@@ -154,3 +155,18 @@ def test_query_answers_are_whole_numbers_one_each() -> None:
 def test_no_list_crosses_in_a_train_message_or_its_reply() -> None:
     for message in (request(), reply()):
         assert not any(isinstance(value, (list, tuple, bytes)) for value in numbers_on_the_wire(message))
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+def test_a_tensor_handed_over_with_one_bad_element_is_refused(value: float) -> None:
+    model = {"w": torch.ones(3, 4), "b": torch.ones(4)}
+    counters = {"n": torch.tensor(3)}
+    good = messages.train_reply(request(), REPORT, model, counters, {})
+    messages.read_train_reply(good, 5, model, counters, {})
+    spoilt = {"w": torch.ones(3, 4), "b": torch.tensor([1, 2, value, 4])}
+    bad = messages.train_reply(request(), REPORT, spoilt, counters, {})
+    with pytest.raises(MessageError, match="NaN or infinity"):
+        messages.read_train_reply(bad, 5, model, counters, {})
+    smaller = messages.train_reply(request(), REPORT, {**model, "b": torch.ones(1)}, counters, {})
+    with pytest.raises(MessageError, match="array b is"):
+        messages.read_train_reply(smaller, 5, model, counters, {})
