@@ -1,0 +1,56 @@
+"""One thread launches for many: each job in its order, in turns, and a failure is its owner's alone."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+
+from fedeas_flwr.training.launcher import Launcher
+
+
+@pytest.fixture
+def current(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The stream that is set, by name: no GPU is needed to see who launches where."""
+    now = [""]
+    monkeypatch.setattr(torch.cuda, "set_stream", lambda stream: now.__setitem__(0, stream))
+    return now
+
+
+def test_jobs_run_on_their_own_stream_in_order_and_in_turns(current: list[str]) -> None:
+    launcher, launched, together = Launcher(), [], threading.Barrier(3)
+
+    def work(name: str) -> None:
+        def launch(number: int) -> None:
+            assert current[0] == name
+            launched.append((name, number))
+
+        together.wait()
+        launcher.run(name, [lambda n=n: launch(n) for n in range(200)])
+
+    with ThreadPoolExecutor(3) as pool:
+        list(pool.map(work, "abc"))
+    for name in "abc":
+        assert [number for owner, number in launched if owner == name] == list(range(200))
+    switches = sum(one[0] != other[0] for one, other in itertools.pairwise(launched))
+    assert switches > 200, "one job was launched whole before the next had its turn"
+
+
+def test_a_failing_launch_is_raised_to_its_owner_and_the_others_go_on(current: list[str]) -> None:
+    launcher, done = Launcher(), []
+
+    def fail() -> None:
+        raise ValueError("no such kernel")
+
+    with ThreadPoolExecutor(2) as pool:
+        bad = pool.submit(launcher.run, "bad", [lambda: None, fail, lambda: done.append("after the failure")])
+        good = pool.submit(launcher.run, "good", [lambda: done.append("good")] * 5)
+        with pytest.raises(ValueError, match="no such kernel"):
+            bad.result(timeout=30)
+        good.result(timeout=30)
+    launcher.run("again", [lambda: done.append("again")])
+    assert done == ["good"] * 5 + ["again"]
+    launcher.run("empty", [])
