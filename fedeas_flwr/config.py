@@ -210,6 +210,9 @@ class RunConfig(BaseModel):
     actors: int = Field(
         0, ge=0, le=4096, description="of `fedeas run` alone: clients at once; 0: one a core; on a GPU five, inline ten"
     )
+    mps: Literal["auto", "off"] = Field(
+        "auto", description="of `fedeas run` alone, under Ray on a GPU: run CUDA's MPS meanwhile, where there is one"
+    )
     gpu_share: float = Field(
         0.0,
         ge=0,

@@ -39,6 +39,7 @@ NOT_THE_RUN = (
     "backend",
     "actors",
     "gpu-share",
+    "mps",
     "cache-limit",
     "device",
     "node-wait",

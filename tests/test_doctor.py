@@ -149,7 +149,9 @@ def test_mps_is_looked_for_on_the_path(gpu: dict[str, Any], tmp_path: Path, monk
     command.write_text("#!/bin/sh\n")
     command.chmod(0o755)
     found = only(machine.check_mps)
-    assert found.state == "note" and found.fix.startswith("nvidia-cuda-mps-control -d")
+    assert found.state == "ok" and "starts one of its own" in found.text
+    off = only(machine.check_mps, config(mps="off"))
+    assert off.state == "note" and off.fix == "mps=auto"
     daemon = type("Process", (), {"info": {"name": "nvidia-cuda-mps-control"}})
     monkeypatch.setattr(psutil, "process_iter", lambda wanted: [daemon])
     assert only(machine.check_mps).state == "ok"

@@ -19,7 +19,7 @@ LAYERS = [
     {"messages", "training", "progress", "report"},
     {"grids", "strategies"},
     {"client_app", "server_app"},
-    {"launch", "prepare"},
+    {"processes", "mps", "launch", "prepare"},
     {"quickstart", "cli_images", "doctor"},
     {"cli_doctor"},
     {"cli"},

@@ -15,6 +15,7 @@ from fedeas_flwr.cache import ImageCache
 from fedeas_flwr.config import RunConfig
 from fedeas_flwr.doctor.findings import Finding, note, ok, problem
 from fedeas_flwr.launch import clients_at_once
+from fedeas_flwr.mps import CONTROL
 from fedeas_flwr.paths import cache_root, existing_part
 from fedeas_flwr.sizes import show_bytes
 from fedeas_flwr.training import pick_device
@@ -99,11 +100,12 @@ def check_mps(config: RunConfig) -> Iterable[Finding]:
         return []
     if any((process.info["name"] or "").startswith("nvidia-cuda-mps") for process in psutil.process_iter(["name"])):
         return [ok("CUDA MPS", "a control daemon is running; Ray's clients can share the GPU through it")]
-    if shutil.which("nvidia-cuda-mps-control") is None:
-        text = "nvidia-cuda-mps-control is not on PATH: client processes under Ray take turns on the GPU"
+    if shutil.which(CONTROL) is None:
+        text = f"{CONTROL} is not on PATH: client processes under Ray take turns on the GPU"
         return [note("CUDA MPS", text, "backend=inline needs no MPS, and is quicker on one GPU")]
-    fix = "nvidia-cuda-mps-control -d, before a run under Ray; end it with: echo quit | nvidia-cuda-mps-control"
-    return [note("CUDA MPS", "not running, can be started", fix)]
+    if config.mps == "off":
+        return [note("CUDA MPS", "mps = 'off': client processes under Ray take turns on the GPU", "mps=auto")]
+    return [ok("CUDA MPS", "found; a run under Ray starts one of its own and ends it")]
 
 
 # ------------------------------------------------------------------------------------- cores and memory
