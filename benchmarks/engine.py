@@ -3,7 +3,9 @@
     python benchmarks/engine.py --out results/engine-h200.json
 
 (a) one client: the loop of Flower's quickstart (DataLoader, eager, float32), then GPU data, tf32, channels_last, graph.
-(b) ten clients: one after the other, and at once on streams of one process.
+(b) ten clients: one after the other is (a); at once on streams of one process; as ten processes, that take turns on the
+    GPU and that share it by MPS.
+(d) roofline: the floating-point operations of these rates, as part of what one large matrix product reaches here.
 Images/s of training ResNet-18 (7×7 stem, 32×32 images, batch 64). Needs a CUDA GPU; --small runs the script on a CPU.
 """
 
@@ -11,8 +13,12 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
+import subprocess
+import sys
+import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -20,8 +26,10 @@ import numpy as np
 import torch
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.flop_counter import FlopCounterMode
 
 from fedeas_flwr.models import build_model
+from fedeas_flwr.mps import shared_gpu
 from fedeas_flwr.runs import describe_environment
 from fedeas_flwr.training import Normaliser, Recipe
 from fedeas_flwr.training.eager import EagerEngine
@@ -67,6 +75,64 @@ def quickstart_loop(images: np.ndarray, labels: np.ndarray, epochs: int, device:
     return work
 
 
+def worker(samples: int, epochs: int, precision: str) -> None:
+    """One of several processes: get ready, say so, train when told to, say so."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    set_precision(precision)
+    engine = GraphedEngine(network(), Recipe(epochs, 64, 1e-3), Normaliser(MEAN, STD, device), precision, device)
+    rng, start = np.random.default_rng(0), read_state(network())
+    images = torch.from_numpy(rng.integers(0, 256, (samples, 32, 32, 3), dtype=np.uint8)).to(device)
+    labels = torch.from_numpy(rng.integers(0, 10, samples)).to(device)
+    for said in ("ready", "done"):
+        engine.train(*start, images, labels, np.random.default_rng(0))
+        print(said, flush=True)
+        sys.stdin.readline()
+
+
+def processes_rate(count: int, samples: int, epochs: int, precision: str, environment: Mapping[str, str]) -> float:
+    """Images/s of so many processes that train at the same time, each a client."""
+    words = [sys.executable, __file__, "--worker", f"{samples},{epochs},{precision}"]
+    started = [
+        subprocess.Popen(words, env=dict(environment), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        for _ in range(count)
+    ]
+    try:
+        _all_say(started, "ready")
+        began = time.perf_counter()
+        for process in started:
+            print(file=process.stdin, flush=True)
+        _all_say(started, "done")
+        return count * samples * epochs / (time.perf_counter() - began)
+    finally:
+        for process in started:
+            process.kill()
+            process.wait()
+
+
+def _all_say(processes: Sequence[subprocess.Popen[str]], word: str) -> None:
+    for process in processes:
+        assert process.stdout is not None
+        if process.stdout.readline().strip() != word:
+            raise SystemExit(f"a process of the cohort ended before it was {word}")
+
+
+def step_flops() -> float:
+    """Floating-point operations of training on one image, forward and backward, by torch's own count."""
+    model, images = network().train(), torch.zeros(2, 3, 32, 32)
+    with FlopCounterMode(display=False) as counter:
+        model(images).sum().backward()
+    return counter.get_total_flops() / len(images)
+
+
+def peak_flops(precision: str, device: str) -> float:
+    """Floating-point operations a second of one large matrix product."""
+    set_precision(precision)
+    size = 8192 if device == "cuda" else 256
+    kind = torch.bfloat16 if precision == "bf16" else torch.float32
+    a, b = (torch.ones(size, size, device=device, dtype=kind) for _ in range(2))
+    return 10 * 2 * size**3 / seconds(lambda: [a @ b for _ in range(10)], device)
+
+
 def set_precision(precision: str) -> None:
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = precision != "fp32"
 
@@ -75,9 +141,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path)
     parser.add_argument("--small", action="store_true")
+    parser.add_argument("--worker", help=argparse.SUPPRESS)
     args = parser.parse_args()
+    if args.worker:
+        given = args.worker.split(",")
+        worker(int(given[0]), int(given[1]), given[2])
+        return
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    samples, epochs, cohort = (96, 1, 2) if args.small else (2048, 10, 10)
+    samples, epochs, cohort = (8, 1, 2) if args.small else (2048, 10, 10)
+    low = "bf16" if device == "cuda" else "fp32"  # processors emulate bf16, slowly
     rng = np.random.default_rng(0)
     images = rng.integers(0, 256, (samples, 32, 32, 3), dtype=np.uint8)
     labels = rng.integers(0, 10, samples)
@@ -87,7 +159,9 @@ def main() -> None:
     rows: list[tuple[str, float]] = []
 
     def measure(name: str, work: Callable[[], object], clients: int = 1) -> None:
-        rate = clients * samples * epochs / seconds(work, device)
+        measured(name, clients * samples * epochs / seconds(work, device))
+
+    def measured(name: str, rate: float) -> None:
         rows.append((name, rate))
         print(f"{name:<58} {rate:>10,.0f} images/s  {rate / rows[0][1]:>6.2f} x", flush=True)
 
@@ -104,8 +178,8 @@ def main() -> None:
     measure("    graphed, fp32", one(GraphedEngine(network(), recipe, normalise, "fp32", device)))
     set_precision("tf32")
     measure("    graphed, tf32", one(GraphedEngine(network(), recipe, normalise, "tf32", device)))
-    measure("    graphed, bf16", one(GraphedEngine(network(), recipe, normalise, "bf16", device)))
-    for precision, counts in (("tf32", [cohort]), ("bf16", sorted({min(5, cohort), cohort, 2 * cohort}))):
+    measure(f"    graphed, {low}", one(GraphedEngine(network(), recipe, normalise, low, device)))
+    for precision, counts in (("tf32", [cohort]), (low, sorted({min(5, cohort), cohort, 2 * cohort}))):
         for count in counts:
             engines = [GraphedEngine(network(), recipe, normalise, precision, device) for _ in range(count)]
             with ThreadPoolExecutor(count) as pool:
@@ -114,6 +188,15 @@ def main() -> None:
                     list(pool.map(lambda e: e.train(*start, x, y, np.random.default_rng(0)), engines))
 
                 measure(f"(b) {count} clients at once on {count} streams, {precision}", at_once, count)
+    with tempfile.TemporaryDirectory(prefix="fe-") as folder, shared_gpu(Path(folder), os.environ) as shared:
+        for how, more in (("taking turns", {}), *([("by MPS", shared)] if shared else [])):
+            rate = processes_rate(cohort, samples, epochs, low, {**os.environ, **more})
+            measured(f"(b) {cohort} processes, {how}, {low}", rate)
+    flops = step_flops()
+    peaks = {precision: peak_flops(precision, device) for precision in {"fp32", "tf32", low}}
+    roofline = {name: rate * flops / peaks[name[-4:]] for name, rate in rows if name[-4:] in peaks}
+    for name, part in roofline.items():
+        print(f"(d) {name.strip():<54} {100 * part:>6.1f} % of one large matrix product")
     if args.out:
         args.out.parent.mkdir(parents=True, exist_ok=True)
         name = torch.cuda.get_device_name(0) if device == "cuda" else "cpu"
@@ -121,6 +204,9 @@ def main() -> None:
             "environment": describe_environment(name),
             "setting": {"model": "resnet18 7x7", "batch": 64, "samples": samples, "epochs": epochs},
             "images_per_second": dict(rows),
+            "flops_per_image": flops,
+            "peak_flops": peaks,
+            "part_of_peak": roofline,
             "over_one_eager_client": {name: rate / eager_rate for name, rate in rows},
         }
         args.out.write_text(json.dumps(record, indent=1) + "\n")
