@@ -60,8 +60,17 @@ def test_batchnorm_alone_also_far_from_zero(counted: int) -> None:
     norm = nn.BatchNorm2d(20).to(DEVICE)
     nn.init.normal_(norm.weight)
     compare(norm, 0.1 * torch.randn(6, 20, 3, 3, device=DEVICE) + 30, counted, 1e-3)
+    compare(nn.BatchNorm1d(20).to(DEVICE), torch.randn(6, 20, 7, device=DEVICE), counted, 1e-4)
     flat = nn.BatchNorm1d(20).to(DEVICE)
     compare(flat, torch.randn(6, 20, device=DEVICE), counted, 1e-4)
+
+
+def test_a_norm_that_would_count_padding_is_refused_before_anything_is_changed() -> None:
+    for norm in (nn.BatchNorm2d(4, affine=False), nn.BatchNorm2d(4, momentum=None)):
+        model = nn.Sequential(nn.BatchNorm2d(4), norm).to(DEVICE)
+        with pytest.raises(ValueError, match="not known here"):
+            FastLayers(model)
+        assert not any("forward" in vars(module) for module in model.modules())
 
 
 @pytest.mark.parametrize("counted", [8, 5])

@@ -154,7 +154,7 @@ class _BatchNorm(torch.autograd.Function):
 
 def _rows(x: torch.Tensor) -> torch.Tensor:
     """The map with its channels last in memory: rows of channels."""
-    return x.contiguous(memory_format=torch.channels_last) if x.dim() == 4 else x.contiguous()
+    return x.movedim(1, -1).contiguous().movedim(-1, 1)  # no copy where they are last already
 
 
 def _sizes(x: torch.Tensor) -> dict[str, int]:
@@ -203,10 +203,15 @@ class FastLayers:
         device = next(model.parameters()).device
         self.count = torch.full((), 2.0, device=device)
         self._counters: list[torch.Tensor] = []
+        for module in model.modules():
+            is_norm = isinstance(module, nn.modules.batchnorm._BatchNorm)
+            if is_norm and not (module.affine and module.momentum is not None):
+                # It would be left as it is, and would take the padding of a short batch for samples.
+                raise ValueError("a BatchNorm without weights, or with a cumulative average, is not known here")
         trial = nn.BatchNorm1d(1, device=device)
         self._batchnorm(trial, torch.zeros(2, 1, device=device))  # raises where Triton cannot compile
         for module in model.modules():
-            if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.affine and module.momentum is not None:
+            if isinstance(module, nn.modules.batchnorm._BatchNorm):
                 module.forward = partial(self._batchnorm, module)  # type: ignore[method-assign]
                 if module.num_batches_tracked is not None:
                     self._counters.append(module.num_batches_tracked)
