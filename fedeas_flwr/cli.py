@@ -1,5 +1,5 @@
-"""The `fedeas` command: plan, run, resume, evaluate, export, quickstart, keys, strategies, train-generator; in files of
-their own generate and cache, and doctor.
+"""The `fedeas` command: run, resume, evaluate, export, quickstart, keys, strategies, train-generator; in files of their
+own plan, generate and cache, and doctor.
 
 Bad input ends in one line on stderr and a non-zero exit code, never in a traceback. Heavy imports (torch, flwr) happen
 inside the commands that need them: `fedeas plan` answers at once.
@@ -13,7 +13,7 @@ import signal
 import sys
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import click
 import typer
@@ -21,13 +21,10 @@ from rich.console import Console
 from rich.table import Table
 
 from fedeas_flwr.cli_doctor import doctor
-from fedeas_flwr.cli_images import cache_app, estimate_generation, generate, show_estimate
+from fedeas_flwr.cli_images import cache_app, generate
+from fedeas_flwr.cli_plan import plan
 from fedeas_flwr.config import ConfigError, RunConfig, parse_config, parse_overrides, read_config
-from fedeas_flwr.progress import show_tries
 from fedeas_flwr.runs import RunDirectory, RunError
-
-if TYPE_CHECKING:
-    from fedeas_flwr.partition import IntArray
 
 app = typer.Typer(
     help="Budget-aware synthetic augmentation for federated learning, on Flower.",
@@ -36,6 +33,7 @@ app = typer.Typer(
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
 )
+app.command()(plan)
 app.add_typer(cache_app, name="cache")
 app.command()(generate)
 app.command()(doctor)
@@ -69,60 +67,6 @@ def _fail(text: str, code: int) -> None:
 
 def _terminated(number: int, frame: FrameType | None) -> None:
     raise KeyboardInterrupt
-
-
-# ------------------------------------------------------------------------------------------------- plan
-
-
-@app.command()
-def plan(
-    dataset: Annotated[str, typer.Option(help="digits, cifar10 or cifar100")] = "cifar10",
-    protocol: Annotated[str, typer.Option(help="paper or clean")] = "paper",
-    clients: Annotated[int, typer.Option(help="number of clients K")] = 20,
-    alpha: Annotated[float, typer.Option(help="Dirichlet concentration")] = 0.1,
-    policy: Annotated[str, typer.Option(help="fedeas, uniform, missing-only, full-balance, greedy, waterfill …")] = (
-        "fedeas"
-    ),
-    beta: Annotated[float, typer.Option(help="budget parameter β")] = 12.0,
-    gamma: Annotated[float, typer.Option(help="exponent of the mean class count")] = 0.5,
-    seed: Annotated[int, typer.Option(help="seed of the partition")] = 42,
-    printed_rule: Annotated[bool, typer.Option("--printed-rule", help="fill by Eq. 9 as printed")] = False,
-    total: Annotated[int | None, typer.Option(help="images of a matched policy; else what FedEAS spends")] = None,
-    counts: Annotated[Path | None, typer.Option(help="label counts, client × class, as .json or .csv")] = None,
-    output: Annotated[str, typer.Option("--format", help="table or json")] = "table",
-    estimate: Annotated[bool, typer.Option("--estimate", help="time one batch: generation seconds and disk")] = False,
-    generator: Annotated[str, typer.Option(help="of --estimate: builtin, FOLDER, bank:DIR, sd-turbo")] = "builtin",
-) -> None:
-    """Say how many images each client would generate, from label counts alone."""
-    from fedeas_flwr import planning
-
-    if output not in ("table", "json"):
-        raise ConfigError(f"format = '{output}': must be table or json")
-    found = planning.read_counts(counts) if counts else _partition_counts(dataset, protocol, clients, alpha, seed)
-    result = planning.plan(
-        found,
-        dataset=None if counts else dataset,
-        protocol=None if counts else protocol,
-        policy=policy,
-        beta=beta,
-        gamma=gamma,
-        seed=seed,
-        strict_mean=not printed_rule,
-        total=total,
-    )
-    if estimate:
-        result["estimate"] = estimate_generation(result, generator, dataset)
-    print(json.dumps(result) if output == "json" else planning.format_table(result))
-    if estimate and output == "table":
-        print(show_estimate(result["estimate"]))
-
-
-def _partition_counts(dataset: str, protocol: str, clients: int, alpha: float, seed: int) -> IntArray:
-    from fedeas_flwr.partition import CLASS_COUNTS, make_partition, plan_labels
-    from fedeas_flwr.paths import cache_root
-
-    split = make_partition(dataset, protocol, clients, alpha, seed, cache_root(), show_tries(warnings))
-    return split.counts(plan_labels(dataset, protocol), len(CLASS_COUNTS[dataset]["train"]))
 
 
 # -------------------------------------------------------------------------------------------------- run

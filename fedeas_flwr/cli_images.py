@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import time
 from datetime import datetime
 from pathlib import Path
@@ -16,6 +15,9 @@ from rich.table import Table
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
+
+    from fedeas_flwr.choosing import Speed
+    from fedeas_flwr.generators import Generator
 
 cache_app = typer.Typer(help="The cache of generated images.", no_args_is_help=True, rich_markup_mode=None)
 
@@ -83,35 +85,54 @@ def prune(
 
 
 def estimate_generation(plan: dict[str, Any], spec: str, dataset: str) -> dict[str, Any]:
-    """Say what a plan would cost with a generator, from one timed batch after one to warm up.
+    """Say what a plan would cost with a generator.
 
     Images that are in the cache already are not taken off.
     """
-    from fedeas_flwr.config import parse_config
-    from fedeas_flwr.generators import SampleId, batch_size, open_for_run
     from fedeas_flwr.training import pick_device
     from fedeas_flwr.upkeep import stored_bytes
 
-    device = pick_device("auto")
-    generator = open_for_run(parse_config({"dataset": dataset, "generator": spec}), device)
     rows = [client["generate"] for client in plan["clients"]]
-    if len(rows[0]) != generator.num_classes:
-        found = f"the counts have {len(rows[0])} classes, {dataset} has {generator.num_classes}"
-        raise ValueError(f"--estimate: {found}; name the right one with --dataset")
+    generator = _open_checked(spec, dataset, len(rows[0]), "--estimate")
+    speed = _timed(generator)
+    return {
+        "generator": spec,
+        "device": pick_device("auto"),
+        "batch": speed.batch,
+        "seconds_a_batch": speed.seconds_a_batch,
+        "seconds": speed.seconds(plan["total"]),
+        "bytes": stored_bytes(generator.image_shape, rows),
+    }
+
+
+def batch_speed(spec: str, dataset: str, classes: int) -> Speed:
+    """Time a generator, for a limit in seconds."""
+    return _timed(_open_checked(spec, dataset, classes, "--max-seconds"))
+
+
+def _open_checked(spec: str, dataset: str, classes: int, wanted_by: str) -> Generator:
+    from fedeas_flwr.config import parse_config
+    from fedeas_flwr.generators import open_for_run
+    from fedeas_flwr.training import pick_device
+
+    generator = open_for_run(parse_config({"dataset": dataset, "generator": spec}), pick_device("auto"))
+    if classes != generator.num_classes:
+        found = f"the counts have {classes} classes, {dataset} has {generator.num_classes}"
+        raise ValueError(f"{wanted_by}: {found}; name the right one with --dataset")
+    return generator
+
+
+def _timed(generator: Generator) -> Speed:
+    """Time one batch after one to warm up."""
+    from fedeas_flwr.choosing import Speed
+    from fedeas_flwr.generators import SampleId, batch_size
+
     batch = batch_size(generator)
     samples = [SampleId(0, client, client % generator.num_classes, 0) for client in range(batch)]
     generator.sample(samples)
     began = time.perf_counter()
     generator.sample(samples)
-    seconds = time.perf_counter() - began
-    return {
-        "generator": spec,
-        "device": device,
-        "batch": batch,
-        "seconds_a_batch": seconds,
-        "seconds": math.ceil(plan["total"] / batch) * seconds,
-        "bytes": stored_bytes(generator.image_shape, rows),
-    }
+    return Speed(batch, time.perf_counter() - began)
 
 
 def show_estimate(estimate: dict[str, Any]) -> str:

@@ -64,6 +64,51 @@ def test_plan_of_copies_generates_nothing() -> None:
     assert plan["clients"][0]["budget"] == 130
 
 
+PAPERS_CHOICE = ("plan", "--min-removed", "0.5", "--max-synthetic", "0.25", "--grid")
+
+
+def test_plan_chooses_the_papers_beta_and_draws_it(tmp_path: Path) -> None:
+    done = fedeas(*PAPERS_CHOICE, "4,8,12,16,20", "--figures", "pictures", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert lines[0].startswith("Policy fedeas (beta 12, ")
+    assert lines[-3] == "Window:       β from 11.374 to 13.286 (--min-removed 0.5 --max-synthetic 0.25)"
+    assert lines[-2].startswith(
+        "Recommended:  β = 12, the only one on the grid that satisfies all limits: 51.8% removed"
+    )
+    names = ["beta-selection.png", "concentration.png", "demand.png", "reduction.png"]
+    assert sorted(path.name for path in (tmp_path / "pictures").iterdir()) == names
+
+
+def test_a_choice_adds_one_key_to_the_plan() -> None:
+    plan = json.loads(fedeas(*PAPERS_CHOICE, "4,8,12,16,20", "--format", "json").stdout)
+    assert list(plan)[-2:] == ["synthetic_fraction", "choice"]
+    assert (plan["beta"], plan["total"], plan["choice"]["recommended"]) == (12, 13_437, 12)
+    (window,) = plan["choice"]["windows"]
+    assert (round(window["low"], 1), round(window["high"], 1)) == (11.4, 13.3)
+
+
+def test_limits_that_contradict_are_the_answer_and_a_failing_exit_code(tmp_path: Path) -> None:
+    words = ("plan", "--min-removed", "0.5", "--max-images", "5000", "--figures", "pictures")
+    done = fedeas(*words, cwd=tmp_path)
+    assert (done.returncode, done.stderr) == (1, "")
+    (line,) = done.stdout.splitlines()
+    assert "--min-removed 0.5 needs β ≥ 11.374" in line and "--max-images 5000 allows β ≤ 4.827" in line
+    assert list(tmp_path.iterdir()) == []
+    machine = fedeas(*words[:-2], "--format", "json")
+    assert machine.returncode == 1
+    assert json.loads(machine.stdout)["choice"]["contradictions"] == [line.removeprefix("Contradiction: ")]
+
+
+def test_seconds_limit_beta_by_a_timed_batch(digits_generator: Path) -> None:
+    words = ("plan", "--dataset", "digits", "--protocol", "clean", "--clients", "4", "--grid", "0,2,4")
+    plan = json.loads(fedeas(*words, "--max-seconds", "100000", "--format", "json").stdout)
+    assert plan["beta"] == 4
+    seconds = [row["seconds"] for row in plan["choice"]["grid"]]
+    assert seconds[0] == 0 < seconds[1] <= seconds[2]
+    assert json.loads(fedeas(*words, "--max-seconds", "0", "--format", "json").stdout)["beta"] == 0
+
+
 def test_a_runs_folder_says_what_it_is() -> None:
     config = parse_config({"clients": 10, "policy": "none", "strategy": "fedprox", "seed": 2})
     assert run_name(config) == "digits-k10-a0.1-none-fedprox-s2"
@@ -106,6 +151,14 @@ MISTAKES = {
     "unknown format": (("plan", "--format", "xml"), ["format", "xml", "json"]),
     "no counts": (("plan", "--counts", "/nowhere.csv"), ["/nowhere.csv"]),
     "estimate without a generator": (("plan", "--estimate"), ["generator", "builtin", "cifar10"]),
+    "seconds without a generator": (("plan", "--max-seconds", "9"), ["generator", "builtin", "cifar10"]),
+    "no share": (("plan", "--min-removed", "50"), ["--min-removed", "50", "0 to 1"]),
+    "no grid": (("plan", "--min-removed", "0.5", "--grid", "4;8"), ["grid", "4;8", "commas"]),
+    "grid of nothing": (("plan", "--min-removed", "0.5", "--grid", "nan"), ["grid", "nan", "finite"]),
+    "grid without a limit": (("plan", "--grid", "4,8"), ["grid", "4,8", "--min-removed", "--max-seconds"]),
+    "β chosen twice": (("plan", "--min-removed", "0.5", "--beta", "3"), ["beta", "3", "limits"]),
+    "limits for uniform": (("plan", "--max-images", "9", "--policy", "uniform"), ["policy", "uniform", "fedeas"]),
+    "figures of nothing": (("plan", "--beta", "0", "--figures", "out"), ["figures", "nothing", "β = 0"]),
     "no bank": (("generate", "--out", "out", "--generator", "bank:/nowhere"), ["bank", "/nowhere"]),
     "nothing to prune by": (("cache", "prune"), ["--max-bytes", "--older-than", "--key"]),
     "no size": (("cache", "prune", "--max-bytes", "lots"), ["max-bytes", "lots", "20GB"]),

@@ -5,10 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-import matplotlib
-
-matplotlib.use("Agg")
-
 import numpy as np
 import numpy.typing as npt
 from matplotlib.axes import Axes
@@ -18,17 +14,8 @@ from rich.table import Table
 from fedeas_flwr.allocation import allocate
 from fedeas_flwr.config import RunConfig
 from fedeas_flwr.local_data import planned_counts
+from fedeas_flwr.report.style import COLOURS, INK, LABELS, tidy
 from fedeas_flwr.runs import RunDirectory
-
-INK = "#22303c"
-COLOURS = {
-    "none": "#9aa5b1",
-    "uniform": "#e1a730",
-    "missing-only": "#3a8dde",
-    "fedeas": "#d1495b",
-    "full-balance": "#4f9d69",
-}
-LABELS = {"none": "FedAvg, nothing generated", "uniform": "Uniform", "missing-only": "Missing-only", "fedeas": "FedEAS"}
 
 
 def comparison_table(runs: Sequence[RunDirectory]) -> Table:
@@ -83,8 +70,7 @@ def comparison_figure(runs: Sequence[RunDirectory], path: Path) -> None:
     )
     right.set_ylim(top=100)
     right.xaxis.get_major_locator().set_params(integer=True)
-    right.grid(alpha=0.25)
-    right.spines[["top", "right"]].set_visible(False)
+    tidy(right)
     right.legend(frameon=False, loc="lower right")
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path)

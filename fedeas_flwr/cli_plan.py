@@ -1,0 +1,115 @@
+"""The command `fedeas plan`: who would generate what, and which β to take."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+
+from fedeas_flwr.cli_images import batch_speed, estimate_generation, show_estimate
+from fedeas_flwr.config import ConfigError
+from fedeas_flwr.progress import show_tries
+
+if TYPE_CHECKING:
+    from fedeas_flwr.partition import IntArray
+
+DEFAULT_BETA = 12.0
+
+
+def plan(
+    dataset: Annotated[str, typer.Option(help="digits, cifar10 or cifar100")] = "cifar10",
+    protocol: Annotated[str, typer.Option(help="paper or clean")] = "paper",
+    clients: Annotated[int, typer.Option(help="number of clients K")] = 20,
+    alpha: Annotated[float, typer.Option(help="Dirichlet concentration")] = 0.1,
+    policy: Annotated[str, typer.Option(help="fedeas, uniform, missing-only, full-balance, greedy, waterfill …")] = (
+        "fedeas"
+    ),
+    beta: Annotated[float | None, typer.Option(help="budget parameter β; else 12, or what the limits choose")] = None,
+    gamma: Annotated[float, typer.Option(help="exponent of the mean class count")] = 0.5,
+    seed: Annotated[int, typer.Option(help="seed of the partition")] = 42,
+    printed_rule: Annotated[bool, typer.Option("--printed-rule", help="fill by Eq. 9 as printed")] = False,
+    total: Annotated[int | None, typer.Option(help="images of a matched policy; else what FedEAS spends")] = None,
+    counts: Annotated[Path | None, typer.Option(help="label counts, client × class, as .json or .csv")] = None,
+    output: Annotated[str, typer.Option("--format", help="table or json")] = "table",
+    estimate: Annotated[bool, typer.Option("--estimate", help="time one batch: generation seconds and disk")] = False,
+    generator: Annotated[
+        str, typer.Option(help="of --estimate and --max-seconds: builtin, FOLDER, bank:DIR, sd-turbo")
+    ] = "builtin",
+    min_removed: Annotated[float | None, typer.Option(help="choose β: least share of the imbalance removed")] = None,
+    max_synthetic: Annotated[float | None, typer.Option(help="choose β: greatest share of synthetic images")] = None,
+    max_images: Annotated[int | None, typer.Option(help="choose β: most images to generate")] = None,
+    max_seconds: Annotated[float | None, typer.Option(help="choose β: most seconds, by one timed batch")] = None,
+    grid: Annotated[str, typer.Option(help="the β to choose from, such as 4,8,12,16,20; else any")] = "",
+    figures: Annotated[Path | None, typer.Option(help="folder for four PNGs, in the paper's layout")] = None,
+) -> None:
+    """Say how many images each client would generate, from label counts alone; choose β from limits."""
+    from fedeas_flwr import choosing, planning
+    from fedeas_flwr.budget_path import BudgetPath
+
+    if output not in ("table", "json"):
+        raise ConfigError(f"format = '{output}': must be table or json")
+    limits, betas = choosing.Limits(min_removed, max_synthetic, max_images, max_seconds), read_grid(grid)
+    choosing_beta = bool(limits.given())
+    if choosing_beta and beta is not None:
+        raise ConfigError(f"beta = {beta:g}: leave it out, the limits choose it")
+    if betas and not choosing_beta:
+        names = ", ".join(map(choosing.option, vars(limits)))
+        raise ConfigError(f"grid = '{grid}': there is nothing to choose by; give one or more of {names}")
+    found = planning.read_counts(counts) if counts else _partition_counts(dataset, protocol, clients, alpha, seed)
+    choice = None
+    if choosing_beta:
+        path = BudgetPath(found, policy, gamma, not printed_rule)
+        speed = batch_speed(generator, dataset, found.shape[1]) if max_seconds is not None else None
+        choice = choosing.choose(path, limits, betas, speed)
+        if choice.recommended is None:
+            answer = json.dumps({"choice": choice.as_json()})
+            print(answer if output == "json" else choosing.format_choice(choice))
+            raise typer.Exit(1)
+        beta = choice.recommended
+    result = planning.plan(
+        found,
+        dataset=None if counts else dataset,
+        protocol=None if counts else protocol,
+        policy=policy,
+        beta=DEFAULT_BETA if beta is None else beta,
+        gamma=gamma,
+        seed=seed,
+        strict_mean=not printed_rule,
+        total=total,
+    )
+    if estimate:
+        result["estimate"] = estimate_generation(result, generator, dataset)
+    if choice:
+        result["choice"] = choice.as_json()
+    if figures:
+        from fedeas_flwr.report.plan_figures import draw_plan
+
+        drawn = draw_plan(BudgetPath(found, policy, gamma, not printed_rule), result["beta"], figures, choice)
+    print(json.dumps(result) if output == "json" else planning.format_table(result))
+    if output == "table":
+        if estimate:
+            print(show_estimate(result["estimate"]))
+        if choice:
+            print(choosing.format_choice(choice))
+        if figures:
+            print(f"Figures:      {', '.join(map(str, drawn))}")
+
+
+def read_grid(text: str) -> list[float]:
+    """Read numbers separated by commas."""
+    try:
+        return [float(word) for word in text.split(",")] if text else []
+    except ValueError:
+        raise ConfigError(f"grid = '{text}': must be numbers separated by commas, such as 4,8,12,16,20") from None
+
+
+def _partition_counts(dataset: str, protocol: str, clients: int, alpha: float, seed: int) -> IntArray:
+    from fedeas_flwr.partition import CLASS_COUNTS, make_partition, plan_labels
+    from fedeas_flwr.paths import cache_root
+
+    tries = show_tries(Console(stderr=True))
+    split = make_partition(dataset, protocol, clients, alpha, seed, cache_root(), tries)
+    return split.counts(plan_labels(dataset, protocol), len(CLASS_COUNTS[dataset]["train"]))

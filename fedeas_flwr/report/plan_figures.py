@@ -1,0 +1,241 @@
+"""A plan in the paper's pictures, from label counts alone: Figs. 1(a), 2(a), 2(b) and 4(b)."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.patheffects import withStroke
+from matplotlib.ticker import MaxNLocator, PercentFormatter, StrMethodFormatter
+
+from fedeas_flwr import curves
+from fedeas_flwr.allocation import fill_to
+from fedeas_flwr.budget_path import BudgetPath
+from fedeas_flwr.choosing import Choice, option, show
+from fedeas_flwr.counts import IntArray
+from fedeas_flwr.paths import atomic_write
+from fedeas_flwr.report.style import COLOURS, INK, LABELS, tidy
+
+PATH_POINTS = 240
+MOST_BARS_NAMED = 30
+REMOVED = "imbalance removed, 1 − I(B) / I(0)"
+
+
+def draw_plan(path: BudgetPath, beta: float, folder: Path, choice: Choice | None = None) -> list[Path]:
+    """Draw what a β means on given counts.
+
+    Parameters
+    ----------
+    path : BudgetPath
+        The counts and the rule.
+    beta : float
+        The β of the plan.
+    folder : Path
+        Gets ``demand.png``, ``concentration.png``, ``reduction.png`` and ``beta-selection.png``.
+    choice : Choice, optional
+        How β was chosen; its limits and window are drawn, and its grid is what is marked.
+    """
+    generated = fill_to(path.counts, path.levels(beta), path.strict_mean)
+    if not generated.any():
+        raise ValueError(f"figures: nothing would be generated at β = {beta:g}, so there is nothing to draw")
+    betas = [point.beta for point, _ in choice.grid] if choice and choice.grid else curves.marked_betas(beta)
+    betas = sorted({*betas, beta} - {0.0})
+    drawings: dict[str, Callable[[Axes], None]] = {
+        "demand.png": lambda axes: draw_demand(axes, path, generated, beta),
+        "concentration.png": lambda axes: draw_concentration(axes, path, generated, beta),
+        "reduction.png": lambda axes: draw_reduction(axes, curves.reduction(path, betas), path.policy, beta),
+        "beta-selection.png": lambda axes: draw_selection(axes, path, betas, beta, choice),
+    }
+    for name, draw in drawings.items():
+        figure = Figure(figsize=(6.4, 4.2), layout="constrained", dpi=160)
+        draw(figure.subplots())
+        buffer = io.BytesIO()
+        figure.savefig(buffer, format="png")
+        atomic_write(folder / name, buffer.getvalue())
+    return [folder / name for name in drawings]
+
+
+# Fig. 1(a)
+def draw_demand(axes: Axes, path: BudgetPath, generated: IntArray, beta: float) -> None:
+    """Put each client's budget in front of what full balance would take, hatched; logarithmic, or it is not seen."""
+    needed, given = curves.demand(path.counts, generated)
+    clients = np.arange(len(needed))
+    label = f"full class balance, {needed.sum():,} images"
+    axes.bar(clients, needed, 0.8, fc="white", ec=COLOURS["none"], hatch="////", lw=0.8, label=label)
+    name = f"{_name(path.policy)} (β = {beta:g}), {given.sum():,} images"
+    axes.bar(clients, given, 0.8, color=_colour(path.policy), label=name)
+    axes.set_yscale("symlog", linthresh=10)
+    axes.set_ylim(0, 1.3 * max(10, int(needed.max()), int(given.max())))
+    axes.yaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
+    axes.set(xlabel="client", ylabel="images to generate (log scale)")
+    if len(clients) <= MOST_BARS_NAMED:
+        axes.set_xticks(clients)
+    else:
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    tidy(axes)
+    axes.grid(visible=False, axis="x")
+    axes.margins(x=0.01)
+    axes.legend(frameon=False, loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=2, fontsize=9)
+
+
+# Fig. 2(a)
+def draw_concentration(axes: Axes, path: BudgetPath, generated: IntArray, beta: float) -> None:
+    """Show how few clients hold most of the imbalance, and whether the budget goes to them."""
+    shares = curves.concentration(path.counts, generated)
+    clients = np.arange(len(shares.held))
+    axes.plot(clients, shares.held, "-o", ms=4, color=INK, label="imbalance score held")
+    name = f"{_name(path.policy)} budget received (β = {beta:g})"
+    axes.plot(clients, shares.received, "-s", ms=4, color=_colour(path.policy), label=name)
+    quarter = max(1, len(path.counts) // 4)
+    axes.axvline(quarter, color=INK, ls=":", lw=1)
+    held, received = shares.held[quarter], shares.received[quarter]
+    who = f"the {quarter} most imbalanced" if quarter > 1 else "the most imbalanced"
+    text = f"{who}:\n{held:.1%} of the score, {received:.1%} of the budget"
+    if quarter < len(path.counts):  # else all there is, 100 %
+        place = (quarter, min(held, received))
+        axes.annotate(text, place, (10, -34), textcoords="offset points", fontsize=9, color=INK)
+    axes.set(xlabel="clients, most imbalanced first", ylabel="cumulative share", ylim=(0, 1.03))
+    axes.set_xlim(0, len(path.counts))
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.yaxis.set_major_formatter(PercentFormatter(1.0))
+    tidy(axes)
+    axes.legend(frameon=False, loc="lower right", fontsize=9)
+
+
+# Fig. 2(b)
+def draw_reduction(axes: Axes, found: curves.Reduction, policy: str, beta: float) -> None:
+    """Compare policies at the same number of images; the arrow is the gap to Uniform at the plan's β."""
+    # Waterfill and greedy all but coincide: a broad pale line under a thin dashed one shows both.
+    styles: dict[str, dict[str, Any]] = {
+        policy: {"lw": 1.8, "marker": "o"},
+        "uniform": {"lw": 1.8, "marker": "s"},
+        "greedy": {"lw": 1.4, "ls": (0, (5, 3))},
+        "waterfill": {"lw": 4.5, "alpha": 0.35},
+    }
+    for name, style in styles.items():
+        if name in found.curves:
+            images, removed = zip(*found.curves[name], strict=True)
+            under = 1 if name == "waterfill" else 2
+            axes.plot(images, removed, color=_colour(name), label=_name(name), markevery=[], zorder=under, **style)
+    for name, points in found.marks.items():
+        images, removed = zip(*points, strict=True)
+        axes.plot(images, removed, styles[name]["marker"], color=_colour(name), zorder=3)
+    for marked, point in zip(found.betas, found.marks[policy], strict=True):
+        _name_beta(axes, marked, point, bold=marked == beta)
+    if beta in found.betas:
+        _draw_gap(axes, found, policy, found.betas.index(beta))
+    axes.set(xlabel="images generated in all", ylabel=REMOVED)
+    axes.set_xlim(left=0)
+    axes.set_ylim(bottom=min(0.0, *(removed for _, removed in found.curves["uniform"])))
+    axes.xaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
+    axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
+    tidy(axes)
+    axes.legend(frameon=False, loc="lower right", fontsize=9)
+
+
+def _draw_gap(axes: Axes, found: curves.Reduction, policy: str, i: int) -> None:
+    (images, high), (_, low) = found.marks[policy][i], found.marks["uniform"][i]
+    if high <= low:
+        return
+    axes.annotate("", (images, high), (images, low), arrowprops={"arrowstyle": "<->", "color": INK})
+    text = f"+{100 * (high - low):.1f} points\nat {images:,}"
+    middle = (images, 0.65 * high + 0.35 * low)
+    axes.annotate(text, middle, (6, 0), textcoords="offset points", fontsize=8.5, va="center", color=INK)
+
+
+def _name_beta(axes: Axes, beta: float, point: tuple[float, float], bold: bool) -> None:
+    """Write β above and left of its mark: all curves rise, and the highest is close above."""
+    style: dict[str, Any] = {"ha": "right", "fontsize": 9, "color": INK, "fontweight": "bold" if bold else "normal"}
+    text = axes.annotate(f"β = {beta:g}", point, (-8, 10), textcoords="offset points", zorder=5, **style)
+    text.set_path_effects([withStroke(linewidth=3, foreground="white")])  # readable where it meets a line
+
+
+# Fig. 4(b)
+def draw_selection(axes: Axes, path: BudgetPath, betas: list[float], beta: float, choice: Choice | None) -> None:
+    """Trace the removed share against the synthetic share as β grows, with the limits, and what they allow shaded."""
+    colour = _colour(path.policy)
+    last = max([*betas, beta])
+    line = [path.at(float(b)) for b in np.linspace(0, 1.08 * last, PATH_POINTS)]
+    axes.plot(
+        [p.synthetic for p in line],
+        [p.removed for p in line],
+        color=colour,
+        lw=1.8,
+        label=f"{_name(path.policy)}, β growing",
+    )
+    right, top = 1.04 * line[-1].synthetic, min(1.03, 1.1 * max(p.removed for p in line))
+    axes.set_xlim(0, right or 1)
+    axes.set_ylim(0, top or 1)
+    if choice:
+        _draw_limits(axes, path, choice)
+    for point in map(path.at, betas):
+        fits = choice is None or any(low <= point.beta <= high for low, high in choice.windows)
+        face = colour if fits else "white"
+        axes.plot(point.synthetic, point.removed, "o", ms=7, mfc=face, mec=colour, mew=1.6, zorder=4)
+        _name_beta(axes, point.beta, (point.synthetic, point.removed), bold=point.beta == beta)
+    axes.set(xlabel="synthetic share of the training data", ylabel=REMOVED)
+    axes.xaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
+    axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
+    tidy(axes)
+    axes.legend(frameon=False, loc="upper left", fontsize=9)
+
+
+def _draw_limits(axes: Axes, path: BudgetPath, choice: Choice) -> None:
+    (_, right), (_, top) = axes.get_xlim(), axes.get_ylim()
+    least = choice.limits.min_removed or 0.0
+    ceiling = right
+    if choice.limits.min_removed is not None:
+        axes.axhline(least, color=INK, ls="--", lw=1)
+        axes.annotate(
+            f"{option('min_removed')} {least:g}",
+            (right, least),
+            (-4, 4),
+            textcoords="offset points",
+            ha="right",
+            fontsize=8.5,
+        )
+    for name in choice.limits.ceilings():
+        share = _as_synthetic_share(path, choice, name)
+        ceiling = min(ceiling, share)
+        if share < right:
+            axes.axvline(share, color=INK, ls="--", lw=1)
+            axes.annotate(
+                f"{option(name)} {choice.limits.given()[name]:.12g}",
+                (share, 0),
+                (4, 5),
+                textcoords="offset points",
+                rotation=90,
+                fontsize=8.5,
+            )
+    axes.fill_between(
+        [0, ceiling],
+        least,
+        top,
+        color=COLOURS["full-balance"],
+        alpha=0.18,
+        lw=0,
+        label=show(choice.windows, choice.end),
+    )
+
+
+def _as_synthetic_share(path: BudgetPath, choice: Choice, name: str) -> float:
+    """Put every ceiling on the axis of the synthetic share."""
+    limit = choice.limits.given()[name]
+    if name == "max_synthetic":
+        return limit
+    if name == "max_seconds" and choice.speed:
+        limit = choice.speed.batch * (limit // choice.speed.seconds_a_batch)
+    return limit / max(1.0, float(path.counts.sum()) + limit)
+
+
+def _name(policy: str) -> str:
+    return LABELS.get(policy, policy)
+
+
+def _colour(policy: str) -> str:
+    return COLOURS.get(policy, COLOURS["fedeas"])

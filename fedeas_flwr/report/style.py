@@ -1,0 +1,36 @@
+"""Colours and names that every figure shares. Lines of one figure differ in lightness or shape besides hue."""
+
+from __future__ import annotations
+
+import matplotlib
+
+matplotlib.use("Agg")
+
+from matplotlib.axes import Axes
+
+INK = "#22303c"
+COLOURS = {
+    "none": "#9aa5b1",
+    "uniform": "#e1a730",
+    "missing-only": "#3a8dde",
+    "fedeas": "#d1495b",
+    "full-balance": "#4f9d69",
+    "greedy": INK,
+    "waterfill": "#3a8dde",
+}
+LABELS = {
+    "none": "FedAvg, nothing generated",
+    "uniform": "Uniform",
+    "missing-only": "Missing-only",
+    "fedeas": "FedEAS",
+    "full-balance": "Full-Balance",
+    "greedy": "Greedy reference",
+    "waterfill": "Waterfill (ours)",
+}
+
+
+def tidy(axes: Axes) -> None:
+    """Leave only the lines that help to read a value."""
+    axes.grid(alpha=0.25)
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right"]].set_visible(False)
