@@ -119,7 +119,8 @@ def choose(path: BudgetPath, limits: Limits, grid: Sequence[float] = (), speed: 
     if not windows:
         return Choice(limits, [], path.end, rows, None, "", _contradictions(path, limits, tops), speed)
     if not grid:
-        fitting = [path.at(beta) for beta in _round_values(windows)]
+        values = _round_values(windows)
+        fitting = [path.at(beta) for beta in (values if limits.ceilings() else values[:1])]  # the least is the cheapest
     elif not (fitting := [point for point, breaks in rows if not breaks]):
         text = f"grid {', '.join(f'{point.beta:g}' for point, _ in rows)}: no β of it lies in {show(windows, path.end)}"
         return Choice(limits, windows, path.end, rows, None, "", [text], speed)

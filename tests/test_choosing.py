@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import math
 from pathlib import Path
@@ -153,16 +152,15 @@ def test_no_piece_is_missed_and_none_is_wrong(counts: Any, least: float, strict_
 
 def test_a_step_down_inside_leaves_two_pieces() -> None:
     # The first client overshoots its best before the second, of little skew, has begun to be filled.
-    counts = np.array([[30, 0, 0], [260, 100, 100]])
-    path = BudgetPath(counts)
-    betas = np.linspace(0, 400, 8001)
-    holds = np.array([path.at(float(beta)).removed for beta in betas])
-    dips = [i for i in range(1, len(holds) - 1) if holds[i] < holds[:i].max() and holds[i] < holds[i:].max()]
-    deepest = max(dips, key=lambda i: min(holds[:i].max(), holds[i:].max()) - holds[i])
-    least = (holds[deepest] + min(holds[:deepest].max(), holds[deepest:].max())) / 2
-    pieces = where_removed(path, float(least), 400.0)
-    assert len(pieces) >= 2
-    assert any(one[1] < betas[deepest] < other[0] for one, other in itertools.pairwise(pieces))
+    path = BudgetPath([[30, 0, 0], [260, 100, 100]])
+    first, second = where_removed(path, 0.3, 400.0)
+    assert [round(edge, 1) for edge in (*first, *second)] == [3.5, 54.1, 79.6, 400]
+    assert path.at(first[1]).removed >= 0.3 > path.at(just(first[1], math.inf)).removed
+    assert path.at(60.0).removed < 0.3
+    for end in (80.0, 90.0, 104.0):  # both ends of the second half of [0, end] satisfy it, its inside does not
+        assert where_removed(path, 0.3, end) == [first, (second[0], end)]
+    text = format_choice(choose(path, Limits(min_removed=0.3, max_images=700)))
+    assert "β from 3.479 to 54.074, 79.562 to " in text and ", in 2 pieces (" in text
 
 
 @settings(max_examples=60, deadline=None)
