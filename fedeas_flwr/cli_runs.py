@@ -12,6 +12,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from fedeas_flwr.config import ConfigError
 from fedeas_flwr.listing import check_removable, describe, describe_in_full, find_runs, flat_rounds, remove
@@ -42,7 +43,7 @@ def ls(
     for column in table.columns[2:]:
         column.justify = "right"
     for row in rows:
-        table.add_row(*_cells(row))
+        table.add_row(*(Text(cell) for cell in _cells(row)))
     _console().print(table)
     print(f"{len(rows)} runs, {show_bytes(sum(row['bytes'] for row in rows))}")
 
@@ -61,11 +62,11 @@ def show(
     print(f"{found['path']}: {found['state']}{reason}")
     table = Table("key", "value", "default", box=None)
     for key, change in found["changes"].items():
-        table.add_row(key, json.dumps(change["value"]), json.dumps(change["default"]))
+        table.add_row(key, Text(json.dumps(change["value"])), Text(json.dumps(change["default"])))
     console.print(table)
     summary = Table("summary", "", box=None)
     for key, value in (found["summary"] or {}).items():
-        summary.add_row(key, json.dumps(value, ensure_ascii=False))
+        summary.add_row(key, Text(json.dumps(value, ensure_ascii=False)))
     console.print(summary if found["summary"] else "no summary: the run has not finished", highlight=False)
 
 

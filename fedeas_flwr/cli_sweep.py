@@ -14,6 +14,7 @@ import typer
 from rich.console import Console
 from rich.live import Live
 from rich.table import Table
+from rich.text import Text
 
 from fedeas_flwr.config import read_config
 from fedeas_flwr.sizes import show_seconds
@@ -73,7 +74,7 @@ class Lines:
 
     def said(self, cell: Cell, word: str, board: Board) -> None:
         """Print what happened to a run."""
-        self._print(f"{_event(cell, word, board)}  {_progress(board)}")
+        self._print(f"{_event(cell, word, board)}  ({_progress(board)})")
 
     def tick(self, board: Board) -> None:
         """Print where the running ones stand, if nothing was printed for a while."""
@@ -105,7 +106,7 @@ class LiveTable:
 
 def board_table(board: Board) -> Table:
     """Every run with its state, round, accuracy and time left; a line about the whole."""
-    table = Table("run", "state", "round", "accuracy %", "left", box=None, caption=_progress(board))
+    table = Table("run", "state", "round", "accuracy %", "left", box=None, caption=Text(_progress(board)))
     for column in table.columns[2:]:
         column.justify = "right"
     for cell in sorted(board.sweep.cells, key=lambda cell: _ORDER.index(board.standings[cell.name].state)):
@@ -134,7 +135,7 @@ def _event(cell: Cell, word: str, board: Board) -> str:
 def _progress(board: Board) -> str:
     counted = ", ".join(f"{number} {state}" for state in reversed(_ORDER) if (number := board.count(state)))
     left = board.all_seconds_left()
-    return f"[{counted}{'' if left is None else f'; about {show_seconds(left)} left'}]"
+    return counted if left is None else f"{counted}; about {show_seconds(left)} left"
 
 
 # --------------------------------------------------------------------------------------------- at the end
@@ -153,7 +154,7 @@ def result_table(found: Sweep) -> Table:
             f"{point['finished']}" if point["finished"] == point["runs"] else f"{point['finished']} of {point['runs']}"
         )
         shown = "-" if images is None else f"{images:,.0f}"
-        table.add_row(*(str(point[key]) for key in keys), count, *accuracies, shown)
+        table.add_row(*(Text(str(point[key])) for key in keys), count, *accuracies, shown)
     return table
 
 

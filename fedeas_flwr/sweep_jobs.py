@@ -170,18 +170,16 @@ def run_sweep(sweep: Sweep, slots: int, retries: int, watcher: Watcher) -> list[
     """
     with _alone_in(sweep.folder):
         sweep.open()
-        board, waiting = Board(sweep, slots), deque[Cell]()
+        board = Board(sweep, slots)
         for cell in sweep.cells:
-            done = cell.finished
-            board.look_at(cell, "finished" if done else "waiting")
-            if done:
+            board.look_at(cell, "finished" if cell.finished else "waiting")
+        for cell in sweep.cells:
+            if board.standings[cell.name].state == "finished":
                 watcher.said(cell, "skipped", board)
-            elif cell.run.processes():
-                waiting.appendleft(cell)  # it runs already, so it is counted before another is started
-            else:
-                waiting.append(cell)
+        left = [cell for cell in sweep.cells if board.standings[cell.name].state == "waiting"]
+        left.sort(key=lambda cell: not cell.run.processes())  # what runs already is counted before more is started
         try:
-            return _work(board, waiting, retries, watcher)
+            return _work(board, deque(left), retries, watcher)
         except KeyboardInterrupt:
             # Not those on the board alone: it may have been just as one was started.
             alive = [cell for cell in sweep.cells if cell.name not in board.running and cell.run.processes()]
@@ -232,7 +230,11 @@ def _settle(job: Job, retries: int) -> str:
 
 
 def start(cell: Cell) -> Job:
-    """Start a run, go on with it from its checkpoint, or join it if it is running already."""
+    """Start a run, go on with it from its checkpoint, or join it if it is running already.
+
+    One that was last heard of on another machine is taken for interrupted: a container that is started anew has another
+    name, and waiting for the old one would never end.
+    """
     run = cell.run
     rounds = len(run.rounds())
     if run.processes():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import io
 import json
 import os
 import re
@@ -17,10 +18,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from runners import small
+from rich.console import Console
+from runners import small, start_interruptible
 
 from fedeas_flwr import sweep_jobs
+from fedeas_flwr.cli_sweep import watching
 from fedeas_flwr.config import KEYS, ConfigError, parse_config
+from fedeas_flwr.listing import check_removable
 from fedeas_flwr.runs import RunDirectory, RunError
 from fedeas_flwr.sweep import Cell, Sweep, cell_name, make_sweep, points
 from fedeas_flwr.sweep_jobs import Board, Job, Standing, run_sweep
@@ -91,7 +95,7 @@ def swept(tmp_path_factory: pytest.TempPathFactory) -> Killed:
 
 def test_a_killed_sweep_does_only_what_was_left(swept: Killed) -> None:
     assert swept.again.returncode == 0, swept.again.stdout + swept.again.stderr
-    assert 2 <= len(swept.rounds_then) < 8, "the run was over before the signal came"
+    assert 2 <= len(swept.rounds_then) < 6, "the run was over before the signal came"
     # The killed child went on from its checkpoint: the seconds in its first records are those of before. Of its last
     # record there may have been no checkpoint yet.
     kept = len(swept.rounds_then) - 1
@@ -103,7 +107,7 @@ def test_a_killed_sweep_does_only_what_was_left(swept: Killed) -> None:
     for seed in (1, 2):
         assert f"policy-oversample_seed-{seed}  started" in swept.again.stdout
     for folder in swept.folder.glob("policy-*"):
-        assert [record["round"] for record in RunDirectory(folder).rounds()] == list(range(1, 9))
+        assert [record["round"] for record in RunDirectory(folder).rounds()] == list(range(1, 7))
         assert RunDirectory(folder).state() == "finished"
     assert len(list(swept.folder.glob("policy-*"))) == 4
 
@@ -129,13 +133,13 @@ def test_the_results_are_the_runs(swept: Killed) -> None:
         rows = list(csv.DictReader(file))
     assert [row["name"] for row in rows] == [f"policy-{p}_seed-{s}" for p in ("none", "oversample") for s in (1, 2)]
     assert float(rows[2]["peak"]) == summaries[0]["peak"]
-    assert rows[0]["state"] == "finished" and rows[0]["rounds_done"] == "8"
+    assert rows[0]["state"] == "finished" and rows[0]["rounds_done"] == "6"
 
 
 def test_another_sweep_is_refused_and_more_seeds_are_not(swept: Killed) -> None:
-    words = [word.replace("rounds=8", "rounds=9") for word in DOCUMENTED[0]]
+    words = [word.replace("rounds=6", "rounds=9") for word in DOCUMENTED[0]]
     done = fedeas(*words, cwd=swept.place)
-    assert done.returncode == 1 and "holds another sweep, with rounds = 8, not 9" in done.stderr
+    assert done.returncode == 1 and "holds another sweep, with rounds = 6, not 9" in done.stderr
     base = parse_config(json.loads((swept.folder / "sweep.json").read_text())["config"])
     with pytest.raises(RunError, match="another sweep, over policy, seed, not seed"):
         make_sweep(base, ["seed=1"], swept.folder)._check_same()
@@ -254,6 +258,7 @@ def test_a_results_columns_are_no_keys(tmp_path: Path) -> None:
 CHILD = """
 import pathlib, sys, time
 from fedeas_flwr.config import read_config
+from fedeas_flwr.listing import check_removable
 from fedeas_flwr.runs import RunDirectory, describe_environment
 config = read_config(pathlib.Path(sys.argv[1]), sys.argv[2:])
 if config.seed == 13:
@@ -333,6 +338,32 @@ def test_ctrl_c_stops_the_runs_and_the_next_sweep_goes_on(quick: Path) -> None:
     assert json.loads((quick / "sweep.json").read_text())["runs"][1]["state"] == "interrupted"
 
 
+def test_ctrl_c_in_the_shell_says_how_to_go_on_and_leaves_nothing_running(tmp_path: Path) -> None:
+    conf = tmp_path / "conf.toml"
+    conf.write_text('clients = 4\npolicy = "none"\nbackend = "inline"\nrounds = 500\n')
+    words = ["sweep", str(conf), "--grid", "seed=1,2", "--out", str(tmp_path / "out")]
+    child = start_interruptible(command(*words))
+    run, deadline = RunDirectory(tmp_path / "out" / "seed-1"), time.monotonic() + 60
+    while not (run.path / "output.log").exists() and time.monotonic() < deadline:
+        time.sleep(0.02)
+    child.send_signal(signal.SIGINT)
+    _, errors = child.communicate(timeout=60)
+    assert child.returncode == 130
+    assert errors == f"stopped; go on with: fedeas {shlex.join(words)}\n"
+    assert run.state() == "interrupted" and run.processes() == []
+    assert not (tmp_path / "out" / "seed-2").exists()
+
+
+def test_the_live_table_has_every_run_and_keeps_failures(quick: Path) -> None:
+    console = Console(file=io.StringIO(), force_terminal=True, width=120, color_system=None)
+    with watching(console) as watcher:
+        run_sweep(make_sweep(base(), ["seed=13,1"], quick), 2, 0, watcher)
+    shown = console.file.getvalue()
+    assert "seed-13  failed: thirteen cannot be had" in shown
+    assert re.search(r"seed-1 +finished +3/3 +50\.0", shown)
+    assert "1 finished, 1 failed; about 0 s left" in shown
+
+
 def test_two_sweeps_in_one_folder_are_refused(quick: Path) -> None:
     with sweep_jobs._alone_in(quick), pytest.raises(RunError, match="a sweep is at work in"):
         run_sweep(make_sweep(base(), ["seed=1"], quick), 1, 1, Heard())
@@ -393,8 +424,10 @@ def test_rm_removes_runs_and_nothing_else(tmp_path: Path) -> None:
         ("nowhere", "not a run directory"),
         (".", "not a run directory"),
     ):
-        done = fedeas("runs", "rm", "done", bad, "--yes", cwd=tmp_path)
-        assert done.returncode == 1 and why in done.stderr and len(done.stderr.splitlines()) == 1
+        with pytest.raises(RunError, match=why):
+            check_removable(tmp_path / bad)
+    done = fedeas("runs", "rm", "done", "going", "--yes", cwd=tmp_path)
+    assert done.returncode == 1 and "going is running" in done.stderr and len(done.stderr.splitlines()) == 1
     asked = fedeas("runs", "rm", "done", cwd=tmp_path)
     assert asked.returncode == 1 and "--yes" in asked.stderr
     assert {path.name for path in tmp_path.iterdir()} == {"done", "going", "other", "link"}
