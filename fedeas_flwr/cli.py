@@ -1,5 +1,5 @@
 """The `fedeas` command: run, resume, evaluate, export, quickstart, keys, strategies, train-generator; in files of their
-own plan, generate and cache, and doctor.
+own plan, generate and cache, sweep, runs, and doctor.
 
 Bad input ends in one line on stderr and a non-zero exit code, never in a traceback. Heavy imports (torch, flwr) happen
 inside the commands that need them: `fedeas plan` answers at once.
@@ -23,6 +23,8 @@ from rich.table import Table
 from fedeas_flwr.cli_doctor import doctor
 from fedeas_flwr.cli_images import cache_app, generate
 from fedeas_flwr.cli_plan import plan
+from fedeas_flwr.cli_runs import runs_app
+from fedeas_flwr.cli_sweep import sweep
 from fedeas_flwr.config import ConfigError, RunConfig, parse_config, parse_overrides, read_config
 from fedeas_flwr.runs import RunDirectory, RunError
 
@@ -35,6 +37,8 @@ app = typer.Typer(
 )
 app.command()(plan)
 app.add_typer(cache_app, name="cache")
+app.add_typer(runs_app, name="runs")
+app.command()(sweep)
 app.command()(generate)
 app.command()(doctor)
 console = Console()
@@ -90,7 +94,10 @@ def resume(
     overrides: Annotated[list[str] | None, typer.Argument(help="key=value …, such as rounds=40")] = None,
 ) -> None:
     """Go on with an interrupted run from its last checkpoint; the result is as if it had not been."""
-    before = RunDirectory(folder.absolute()).config()
+    stopped = RunDirectory(folder.absolute())
+    before = stopped.config()
+    if alive := stopped.processes():
+        raise RunError(f"{stopped.path} is still running, in process {alive[0]['pid']}")
     changes = {"run-dir": str(folder.absolute()), "resume": True, **parse_overrides(overrides or [])}
     start(parse_config({**before.outside(), **changes}))
 

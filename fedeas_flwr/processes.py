@@ -1,11 +1,14 @@
-"""The processes that a launch starts, and how all of them are ended."""
+"""The processes that a launch starts, how all of them are ended, and how a later process knows whether one lives."""
 
 from __future__ import annotations
 
+import os
 import signal
+import socket
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
+from typing import Any
 
 import psutil
 
@@ -34,7 +37,7 @@ class ProcessTree:
 
     def end(self) -> None:
         """End them all. Killed, not asked: the run is over or given up, and Ray takes seconds to say goodbye."""
-        with _undisturbed():
+        with undisturbed():
             for _ in range(3):  # a process may start another while it is being found
                 self.note()
                 self._known.update(self._marked())
@@ -54,7 +57,7 @@ class ProcessTree:
 
 
 @contextmanager
-def _undisturbed() -> Iterator[None]:
+def undisturbed() -> Iterator[None]:
     """Ignore a second Ctrl-C for a moment: it would stop the cleaning up half way."""
     numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
     before = [signal.signal(number, signal.SIG_IGN) for number in numbers]
@@ -68,5 +71,28 @@ def _undisturbed() -> Iterator[None]:
 def _is_alive(process: psutil.Process) -> bool:
     try:
         return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
+    except psutil.Error:
+        return False
+
+
+def identify(pid: int | None = None) -> dict[str, Any]:
+    """Describe a living process of this machine, by default this one: a number alone may be used again."""
+    process = psutil.Process(os.getpid() if pid is None else pid)
+    return {"pid": process.pid, "started": process.create_time(), "host": socket.gethostname()}
+
+
+def is_elsewhere(identity: Mapping[str, Any]) -> bool:
+    """Whether the described process ran on another machine, where it cannot be looked for."""
+    return identity.get("host") != socket.gethostname()
+
+
+def still_runs(identity: Mapping[str, Any]) -> bool:
+    """Whether that very process lives on this machine; one that has ended and was not waited for does not."""
+    if is_elsewhere(identity):
+        return False
+    try:
+        process = psutil.Process(identity["pid"])
+        # Start times are counted from a boot time that is corrected now and then, by less than a second.
+        return abs(process.create_time() - identity["started"]) < 1 and _is_alive(process)
     except psutil.Error:
         return False

@@ -7,7 +7,8 @@ clients/ID/            what client ID keeps between rounds (simulation; see clie
 model.safetensors      the final model
 summary.json           the run in a few numbers
 service.json           the generator that all clients share: its process and what it has made (simulation under Ray)
-status.json            running, finished, or failed with the reason in one line
+status.json            running and in which processes, finished, interrupted, or failed with the reason in one line
+run.toml, output.log   of a run that a sweep started: its run-config, and what it said
 flower.log             what the server and Flower said, with the traceback of any client that failed
 superlink.log          what the launcher's own SuperLink said
 """
@@ -29,6 +30,7 @@ from safetensors.numpy import save
 
 from fedeas_flwr.config import ConfigError, RunConfig, parse_config
 from fedeas_flwr.paths import atomic_write
+from fedeas_flwr.processes import identify, is_elsewhere, still_runs
 
 Arrays = dict[str, Any]
 """Name → NumPy array, or a tensor where a model is handed over within the process."""
@@ -222,17 +224,50 @@ class RunDirectory:
         """Where the shared generator stood last."""
         return dict(self._read_json("service.json"))
 
-    def set_status(self, status: str, error: str = "") -> None:
-        """Say where the run stands; ``error`` is one line."""
-        self._write_json("status.json", {"status": status, "error": error})
+    def set_status(self, status: str, error: str = "", pid: int | None = None) -> None:
+        """Say where the run stands; ``error`` is one line, ``pid`` a process that was just started to run it.
+
+        Without ``pid`` this process is added to those that run it together (a launcher, and the ServerApp it started):
+        the run goes on while one of them lives.
+        """
+        found: dict[str, Any] = {"status": status, "error": error}
+        if status == "running":
+            this = identify(pid)
+            others = [] if pid else [other for other in self.processes() if other["pid"] != this["pid"]]
+            found["processes"] = [*others, this]
+        self._write_json("status.json", found)
 
     def status(self) -> tuple[str, str]:
-        """Where the run stands, and why if it failed."""
+        """Where the run stands by its own word, and why if it failed."""
         try:
             found = self._read_json("status.json")
-        except RunError:
+            return str(found["status"]), str(found["error"])
+        except (RunError, KeyError, TypeError):
             return "unknown", ""
-        return str(found["status"]), str(found["error"])
+
+    def processes(self) -> list[dict[str, Any]]:
+        """The living processes that said that they run it."""
+        return [process for process in self._announced() if still_runs(process)]
+
+    def _announced(self) -> list[dict[str, Any]]:
+        try:
+            return list(self._read_json("status.json").get("processes", []))
+        except RunError:
+            return []
+
+    def state(self) -> str:
+        """Where the run really stands: a killed run still says that it is running, a record has no status at all.
+
+        Returns
+        -------
+        str
+            running, elsewhere (it was running on another machine when last heard of), interrupted, finished, failed or
+            unknown.
+        """
+        status = self.status()[0]
+        if status == "running" and not self.processes():
+            return "elsewhere" if any(is_elsewhere(process) for process in self._announced()) else "interrupted"
+        return "finished" if status == "unknown" and (self.path / "summary.json").exists() else status
 
     def _write_json(self, name: str, value: Mapping[str, Any]) -> None:
         atomic_write(self.path / name, (json.dumps(value, indent=1) + "\n").encode())

@@ -28,3 +28,10 @@ def show_bytes(number: int) -> str:
     """Write a number of bytes for a person."""
     unit = next((unit for unit in ("B", "KB", "MB", "GB") if number < 1000 * _SIZES[unit]), "TB")
     return f"{number / _SIZES[unit]:.3g} {unit}"
+
+
+def show_seconds(seconds: float) -> str:
+    """Write a span of time for a person."""
+    if seconds < 90:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"

@@ -181,7 +181,8 @@ def test_a_mistake_is_one_line_and_a_failing_exit_code(tmp_path: Path, name: str
 
 def test_help_names_the_commands_and_keys_lists_the_keys() -> None:
     text = fedeas("--help").stdout
-    commands = ("plan", "run", "resume", "evaluate", "quickstart", "keys", "strategies", "generate", "cache", "doctor")
+    commands = ("plan", "run", "resume", "sweep", "runs", "evaluate", "quickstart", "keys", "strategies", "generate")
+    assert all(command in text for command in ("cache", "doctor"))
     assert all(command in text for command in commands)
     assert "partition-seed" in fedeas("keys").stdout
     assert "multikrum" in fedeas("strategies").stdout

@@ -12,16 +12,16 @@ import pytest
 PACKAGE = Path(__file__).parents[1] / "fedeas_flwr"
 
 LAYERS = [
-    {"counts", "paths", "sizes", "streams", "metrics"},
+    {"counts", "paths", "sizes", "streams", "metrics", "processes"},
     {"waterfill", "allocation", "partition"},
     {"budget_path"},
     {"config", "planning", "choosing", "curves", "data"},
     {"runs", "client_state", "local_data", "models", "generators", "cache", "upkeep", "augment"},
-    {"messages", "training", "progress", "report"},
+    {"messages", "training", "progress", "report", "sweep", "listing"},
     {"grids", "strategies"},
     {"client_app", "server_app"},
-    {"processes", "mps", "launch", "prepare"},
-    {"quickstart", "cli_images", "doctor"},
+    {"mps", "launch", "prepare", "sweep_jobs"},
+    {"quickstart", "cli_images", "cli_sweep", "cli_runs", "doctor"},
     {"cli_doctor", "cli_plan"},
     {"cli"},
 ]

@@ -1,0 +1,108 @@
+"""The commands `fedeas runs ls|show|csv|rm`."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping
+from datetime import datetime
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from fedeas_flwr.config import ConfigError
+from fedeas_flwr.listing import check_removable, describe, describe_in_full, find_runs, flat_rounds, remove
+from fedeas_flwr.runs import RunDirectory, RunError
+from fedeas_flwr.sizes import show_bytes
+from fedeas_flwr.sweep import as_csv
+
+runs_app = typer.Typer(help="Run directories.", no_args_is_help=True, rich_markup_mode=None)
+
+FormatOption = Annotated[str, typer.Option("--format", help="table or json")]
+
+
+@runs_app.command()
+def ls(
+    folders: Annotated[list[Path] | None, typer.Argument(help="where to look, also below; else runs")] = None,
+    output: FormatOption = "table",
+) -> None:
+    """List runs: state, rounds, accuracy, images, when they last changed, size."""
+    _check_format(output)
+    wanted = folders or [Path("runs")]
+    if missing := [folder for folder in wanted if not folder.is_dir()]:
+        raise RunError(f"{missing[0]} is not a folder")
+    rows = [describe(run) for run in find_runs(wanted)]
+    if output == "json":
+        print(json.dumps(rows, indent=1))
+        return
+    table = Table("run", "state", "rounds", "last-20 %", "peak %", "images", "changed", "size", box=None)
+    for column in table.columns[2:]:
+        column.justify = "right"
+    for row in rows:
+        table.add_row(*(Text(cell) for cell in _cells(row)))
+    _console().print(table)
+    print(f"{len(rows)} runs, {show_bytes(sum(row['bytes'] for row in rows))}")
+
+
+@runs_app.command()
+def show(
+    folder: Annotated[Path, typer.Argument(metavar="RUN", help="a run directory")], output: FormatOption = "table"
+) -> None:
+    """Show one run: where it stands, the keys that are not at their default, its summary."""
+    _check_format(output)
+    found = describe_in_full(RunDirectory(folder))
+    if output == "json":
+        print(json.dumps(found, indent=1))
+        return
+    console, reason = _console(), f": {found['error']}" if found["error"] else ""
+    print(f"{found['path']}: {found['state']}{reason}")
+    table = Table("key", "value", "default", box=None)
+    for key, change in found["changes"].items():
+        table.add_row(key, Text(json.dumps(change["value"])), Text(json.dumps(change["default"])))
+    console.print(table)
+    summary = Table("summary", "", box=None)
+    for key, value in (found["summary"] or {}).items():
+        summary.add_row(key, Text(json.dumps(value, ensure_ascii=False)))
+    console.print(summary if found["summary"] else "no summary: the run has not finished", highlight=False)
+
+
+@runs_app.command()
+def csv(folder: Annotated[Path, typer.Argument(metavar="RUN", help="a run directory")]) -> None:
+    """Print a run's rounds as CSV."""
+    describe_in_full(RunDirectory(folder))  # says what is wrong with the folder
+    sys.stdout.write(as_csv(flat_rounds(RunDirectory(folder).rounds())))
+
+
+@runs_app.command()
+def rm(
+    folders: Annotated[list[Path], typer.Argument(metavar="RUN...", help="run directories")],
+    yes: Annotated[bool, typer.Option("--yes", help="do not ask")] = False,
+) -> None:
+    """Remove run directories; nothing is removed if one of them is no run, or is running."""
+    found = [check_removable(folder.absolute()) for folder in dict.fromkeys(folders)]
+    size = show_bytes(sum(describe(run)["bytes"] for run in found))
+    if not yes and not (sys.stdin.isatty() and typer.confirm(f"remove {len(found)} runs, {size}?")):
+        raise RunError("nothing is removed without a yes: answer it, or say --yes")
+    remove(found)
+    print(f"removed {len(found)} runs, {size}")
+
+
+def _check_format(output: str) -> None:
+    if output not in ("table", "json"):
+        raise ConfigError(f"format = '{output}': must be table or json")
+
+
+def _console() -> Console:
+    return Console(width=160) if not sys.stdout.isatty() else Console()
+
+
+def _cells(row: Mapping[str, Any]) -> list[str]:
+    percents = ["-" if row[key] is None else f"{100 * row[key]:.1f}" for key in ("last_20", "peak")]
+    images = "-" if row["images"] is None else f"{row['images']:,}"
+    changed = datetime.fromtimestamp(row["changed"]).strftime("%Y-%m-%d %H:%M")
+    rounds = f"{row['rounds_done']}/{row['rounds'] or '?'}"
+    return [row["path"], row["state"], rounds, *percents, images, changed, show_bytes(row["bytes"])]

@@ -1,0 +1,164 @@
+"""The command `fedeas sweep`."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from fedeas_flwr.config import read_config
+from fedeas_flwr.sizes import show_seconds
+from fedeas_flwr.sweep import Cell, Sweep, make_sweep, points
+from fedeas_flwr.sweep_jobs import Board, Watcher, run_sweep
+
+_LINE_EVERY = 30.0
+_ORDER = ("running", "failed", "waiting", "finished")
+
+
+def sweep(
+    conf: Annotated[Path, typer.Argument(help="a TOML file of run-config keys, such as conf/quickstart.toml")],
+    overrides: Annotated[list[str] | None, typer.Argument(help="key=value …, of all runs")] = None,
+    grid: Annotated[list[str] | None, typer.Option(help="key=value,value…; once for each key")] = None,
+    jobs: Annotated[int, typer.Option(help="runs at once", min=1)] = 1,
+    out: Annotated[Path | None, typer.Option(help="folder of the runs; else runs/sweep-CONF")] = None,
+    retries: Annotated[int, typer.Option(help="how often a run that failed is started again", min=0)] = 1,
+) -> None:
+    """Run every combination of some keys' values; started again, it does what is left."""
+    folder = (out or Path("runs") / f"sweep-{conf.stem}").absolute()
+    found = make_sweep(read_config(conf, overrides or []), grid or [], folder)
+    console, warnings = Console(), Console(stderr=True)
+    console.print(f"{len(found.cells)} runs, {jobs} at once → {folder}", highlight=False, soft_wrap=True)
+    try:
+        with watching(console) as watcher:
+            failed = run_sweep(found, jobs, retries, watcher)
+    except KeyboardInterrupt:
+        again = shlex.join(["fedeas", *sys.argv[1:]])
+        warnings.print(f"stopped; go on with: {again}", highlight=False, soft_wrap=True, markup=False)
+        raise
+    console.print(result_table(found))
+    console.print(f"{folder / 'sweep.json'}, sweep.csv", highlight=False, soft_wrap=True)
+    for cell in failed:
+        warnings.print(f"failed: {cell.name}: {cell.error}", highlight=False, soft_wrap=True, markup=False)
+    if failed:
+        raise typer.Exit(1)
+
+
+# --------------------------------------------------------------------------------------- while it goes on
+
+
+@contextmanager
+def watching(console: Console) -> Iterator[Watcher]:
+    """Give what shows a sweep: a table that changes on a terminal, lines elsewhere."""
+    if not console.is_terminal:
+        yield Lines(console)
+        return
+    with Live(console=console, auto_refresh=False, transient=True) as live:
+        yield LiveTable(live)
+
+
+class Lines:
+    """A line when a run starts or ends, and now and then one about those that run."""
+
+    def __init__(self, console: Console) -> None:
+        self._console, self._said_at = console, time.monotonic()
+
+    def said(self, cell: Cell, word: str, board: Board) -> None:
+        """Print what happened to a run."""
+        self._print(f"{_event(cell, word, board)}  ({_progress(board)})")
+
+    def tick(self, board: Board) -> None:
+        """Print where the running ones stand, if nothing was printed for a while."""
+        if time.monotonic() - self._said_at < _LINE_EVERY:
+            return
+        for name, job in board.running.items():
+            self._print(f"{name}  " + "  ".join(_facts(board, job.cell)))
+
+    def _print(self, line: str) -> None:
+        self._said_at = time.monotonic()
+        self._console.print(line, highlight=False, soft_wrap=True, markup=False)
+
+
+class LiveTable:
+    """A table of all runs, those that run on top."""
+
+    def __init__(self, live: Live) -> None:
+        self._live = live
+
+    def said(self, cell: Cell, word: str, board: Board) -> None:
+        """Keep failures on the screen above the table."""
+        if word in ("failed", "again"):
+            self._live.console.print(_event(cell, word, board), highlight=False, markup=False)
+
+    def tick(self, board: Board) -> None:
+        """Draw the table anew."""
+        self._live.update(board_table(board), refresh=True)
+
+
+def board_table(board: Board) -> Table:
+    """Every run with its state, round, accuracy and time left; a line about the whole."""
+    table = Table("run", "state", "round", "accuracy %", "left", box=None, caption=Text(_progress(board)))
+    for column in table.columns[2:]:
+        column.justify = "right"
+    for cell in sorted(board.sweep.cells, key=lambda cell: _ORDER.index(board.standings[cell.name].state)):
+        table.add_row(cell.name, board.standings[cell.name].state, *_facts(board, cell))
+    return table
+
+
+def _facts(board: Board, cell: Cell) -> tuple[str, str, str]:
+    standing = board.standings[cell.name]
+    left = board.seconds_left(cell) if standing.state in ("waiting", "running") else None
+    accuracy = "-" if standing.accuracy is None else f"{100 * standing.accuracy:.1f}"
+    rounds = f"{standing.rounds}/{cell.config.rounds}"
+    return rounds, accuracy, "" if left is None else f"about {show_seconds(left)}"
+
+
+def _event(cell: Cell, word: str, board: Board) -> str:
+    standing = board.standings[cell.name]
+    text = {"again": "will be tried again", "joined": "is running already"}.get(word, word)
+    if word in ("failed", "again"):
+        return f"{cell.name}  {text}: {cell.error}"
+    if word == "started" and standing.rounds:
+        return f"{cell.name}  resumed after round {standing.rounds}"
+    return f"{cell.name}  {text}"
+
+
+def _progress(board: Board) -> str:
+    counted = ", ".join(f"{number} {state}" for state in reversed(_ORDER) if (number := board.count(state)))
+    left = board.all_seconds_left()
+    return counted if left is None else f"{counted}; about {show_seconds(left)} left"
+
+
+# --------------------------------------------------------------------------------------------- at the end
+
+
+def result_table(found: Sweep) -> Table:
+    """Every grid point: mean ± standard deviation over its finished seeds."""
+    keys = [key for key in found.grid if key != "seed"]
+    table = Table(*keys, "runs", "last-20 %", "peak %", "images")
+    for column in table.columns[len(keys) :]:
+        column.justify = "right"
+    for point in points([cell.result() for cell in found.cells], found.grid):
+        accuracies = [_mean_and_sd(point[measure]) for measure in ("last_20", "peak")]
+        images = point["images"]["mean"]
+        count = (
+            f"{point['finished']}" if point["finished"] == point["runs"] else f"{point['finished']} of {point['runs']}"
+        )
+        shown = "-" if images is None else f"{images:,.0f}"
+        table.add_row(*(Text(str(point[key])) for key in keys), count, *accuracies, shown)
+    return table
+
+
+def _mean_and_sd(found: Mapping[str, Any]) -> str:
+    if found["mean"] is None:
+        return "-"
+    return f"{100 * found['mean']:.1f}" + ("" if found["sd"] is None else f" ± {100 * found['sd']:.1f}")

@@ -1,0 +1,101 @@
+"""Run directories as a person looks for them: found below a folder, told in a row, told in full, removed."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from fedeas_flwr.config import parse_config
+from fedeas_flwr.metrics import summarise
+from fedeas_flwr.runs import RunDirectory, RunError
+
+_DEPTH = 4
+"""How far below a folder runs are looked for: runs/sweep/NAME is two."""
+
+
+def is_run(folder: Path) -> bool:
+    """Whether a folder is a run directory: its config.json is that of a run, of this version or another."""
+    try:
+        found = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False
+    return isinstance(found, dict) and set(found) == {"config", "environment"}
+
+
+def find_runs(folders: Sequence[Path], depth: int = _DEPTH) -> Iterator[RunDirectory]:
+    """Every run directory among and below some folders; a link is not followed."""
+    for folder in folders:
+        if is_run(folder):
+            yield RunDirectory(folder)
+        elif depth:
+            inside = sorted(path for path in folder.iterdir() if path.is_dir() and not path.is_symlink())
+            yield from find_runs(inside, depth - 1)
+
+
+def describe(run: RunDirectory) -> dict[str, Any]:
+    """One run as a row; a run of another version, whose config cannot be read, still has one."""
+    files = [path.stat() for path in run.path.rglob("*") if path.is_file()]
+    rounds = run.rounds()
+    row: dict[str, Any] = {"path": str(run.path), "state": run.state(), "rounds_done": len(rounds), "rounds": None}
+    row |= {"last_20": None, "peak": None, "images": None}
+    try:
+        config = run.config()
+        row["rounds"] = config.rounds
+        if rounds:
+            summary = summarise(rounds, config.threshold)
+            row |= {"last_20": summary["last_20"], "peak": summary["peak"], "images": summary["total_generated"]}
+    except (RunError, KeyError) as error:
+        row |= {"state": "unreadable", "error": str(error)}
+    return row | {"changed": max(file.st_mtime for file in files), "bytes": sum(file.st_size for file in files)}
+
+
+def describe_in_full(run: RunDirectory) -> dict[str, Any]:
+    """One run's row, its config with the keys that differ from their defaults, environment and summary."""
+    if not is_run(run.path):
+        raise RunError(f"{run.path} is not a run directory")
+    config = run.config().outside()
+    defaults = parse_config({}).outside()
+    changes = {key: {"value": config[key], "default": defaults[key]} for key in config if config[key] != defaults[key]}
+    return {
+        **describe(run),
+        "error": run.status()[1],
+        "changes": changes,
+        "config": config,
+        "environment": run.environment(),
+        "summary": run.summary() if (run.path / "summary.json").exists() else None,
+    }
+
+
+def check_removable(folder: Path) -> RunDirectory:
+    """Refuse to remove what is not a run directory, or is at work."""
+    if folder.is_symlink() or not is_run(folder):
+        raise RunError(f"{folder} is not a run directory: nothing is removed")
+    run = RunDirectory(folder)
+    state = run.state()
+    if state == "running":
+        raise RunError(f"{folder} is running, in process {run.processes()[0]['pid']}: nothing is removed")
+    if state == "elsewhere":
+        raise RunError(f"{folder} was running on another machine when last heard of: nothing is removed")
+    return run
+
+
+def remove(runs: Sequence[RunDirectory]) -> None:
+    """Remove run directories that were found removable."""
+    for run in runs:
+        shutil.rmtree(run.path)
+
+
+def flat_rounds(rounds: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Rounds as rows of a table: ``seconds.clients`` for what is inside, lists as JSON."""
+    return [dict(_flat(record)) for record in rounds]
+
+
+def _flat(record: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in record.items():
+        if isinstance(value, Mapping):
+            yield from _flat(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", json.dumps(value) if isinstance(value, list) else value

@@ -1,0 +1,240 @@
+"""A sweep: one run-config over a grid of values, a run directory for each point and seed, and what they amount to.
+
+DIR/NAME/   a run directory; NAME is made of the grid's values
+DIR/sweep.json  the run-config, the grid, every run and the mean over seeds of every grid point
+DIR/sweep.csv   one line a run
+
+Here is what a sweep is; sweep_jobs.py runs it.
+"""
+
+from __future__ import annotations
+
+import csv
+import hashlib
+import io
+import itertools
+import json
+import re
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from fedeas_flwr.config import ConfigError, RunConfig, parse_config, parse_overrides
+from fedeas_flwr.metrics import summarise
+from fedeas_flwr.paths import atomic_write
+from fedeas_flwr.runs import NOT_THE_RUN, RunDirectory, RunError
+
+MADE_ABSOLUTE = ("generator", "data-dir", "weights")
+"""Keys that a run writes down otherwise than they were given, as absolute paths."""
+
+MEASURES = ("last_20", "peak", "images")
+
+
+@dataclass
+class Cell:
+    """One run of a sweep."""
+
+    name: str
+    values: dict[str, Any]
+    """The grid's keys → this run's values."""
+    config: RunConfig
+    run: RunDirectory
+    attempts: int = 0
+    """How often this sweep has started it."""
+    error: str = ""
+    """Why the last attempt failed, in one line."""
+
+    @property
+    def finished(self) -> bool:
+        """Whether there is nothing left to do."""
+        return self.run.state() == "finished" and len(self.run.rounds()) >= self.config.rounds
+
+    def result(self) -> dict[str, Any]:
+        """The run as a flat row: its values, where it stands and what it reached so far."""
+        rounds = self.run.rounds()
+        reached: dict[str, Any] = dict.fromkeys(MEASURES)
+        if rounds:
+            summary = summarise(rounds, self.config.threshold)
+            reached = {"last_20": summary["last_20"], "peak": summary["peak"], "images": summary["total_generated"]}
+        state = "waiting" if (state := self.run.state()) == "unknown" else state
+        error = self.error or self.run.status()[1]
+        return {"name": self.name, **self.values, "state": state, "rounds_done": len(rounds), **reached, "error": error}
+
+
+@dataclass
+class Sweep:
+    """A folder of runs that differ in the grid's keys alone."""
+
+    folder: Path
+    base: RunConfig
+    grid: dict[str, list[Any]]
+    cells: list[Cell] = field(default_factory=list)
+
+    def open(self) -> None:
+        """Make the folder, or see that what lies there belongs to this very sweep, before anything starts."""
+        self._check_same()
+        for cell in self.cells:
+            _check_cell(cell)
+        self.save()
+
+    def _check_same(self) -> None:
+        path = self.folder / "sweep.json"
+        if not path.exists():
+            return
+        try:
+            found = json.loads(path.read_text(encoding="utf-8"))
+            before, keys = dict(found["config"]), list(found["grid"])
+        except (ValueError, KeyError, TypeError) as error:
+            raise RunError(f"{path} is not a sweep's record: {error}") from None
+        if keys != list(self.grid):
+            raise RunError(
+                f"{self.folder} holds another sweep, over {', '.join(keys)}, not {', '.join(self.grid)}: "
+                "name another folder with --out"
+            )
+        if changed := _first_change(before, self.base.outside(), {*NOT_THE_RUN, *keys}):
+            key, old, new = changed
+            raise RunError(
+                f"{self.folder} holds another sweep, with {key} = {old!r}, not {new!r}: name another folder with --out"
+            )
+
+    def save(self) -> None:
+        """Write sweep.json and sweep.csv."""
+        rows = [cell.result() for cell in self.cells]
+        record = {"config": self.base.outside(), "grid": self.grid, "runs": rows, "points": points(rows, self.grid)}
+        atomic_write(self.folder / "sweep.json", (json.dumps(record, indent=1, ensure_ascii=False) + "\n").encode())
+        atomic_write(self.folder / "sweep.csv", as_csv(rows).encode())
+
+
+def _check_cell(cell: Cell) -> None:
+    if not (cell.run.path / "config.json").exists():
+        return
+    before, now = cell.run.config().outside(), cell.config.outside()
+    if changed := _first_change(before, now, {*NOT_THE_RUN, *MADE_ABSOLUTE}):
+        key, old, new = changed
+        raise RunError(f"{cell.run.path} holds another run, with {key} = {old!r}, not {new!r}")
+
+
+def _first_change(before: Mapping[str, Any], now: Mapping[str, Any], free: set[str]) -> tuple[str, Any, Any] | None:
+    changes = ((key, before.get(key), now[key]) for key in now if key not in free)
+    return next((change for change in changes if change[1] != change[2]), None)
+
+
+# ------------------------------------------------------------------------------------------------- grid
+
+
+def make_sweep(base: RunConfig, grid_words: Sequence[str], folder: Path) -> Sweep:
+    """Lay out a sweep: every combination of the grid's values, all of them valid run-configs.
+
+    Parameters
+    ----------
+    base
+        What all runs have in common.
+    grid_words
+        ``key=value,value…``, a word for each key; the last key varies fastest.
+    folder
+        Where the runs go.
+
+    Raises
+    ------
+    ConfigError
+        One line for a key or a value that cannot be.
+    """
+    if base.run_dir or base.resume:
+        raise ConfigError(f"run-dir = {base.run_dir!r}: a sweep names its folders itself; say where with --out")
+    if not grid_words:
+        raise ConfigError("a sweep needs a grid, such as --grid policy=none,fedeas --grid seed=1,2,3")
+    grid = parse_grid(grid_words)
+    cells = []
+    for combination in itertools.product(*grid.values()):
+        given = dict(zip(grid, combination, strict=True))
+        config = parse_config({**base.outside(), **given})
+        if not config.clients:
+            raise ConfigError("clients = 0: a sweep makes the federations itself, so say how many clients they have")
+        values = {key: config.outside()[key] for key in grid}
+        name = cell_name(values)
+        run = RunDirectory(folder / name)
+        cells.append(Cell(name, values, config.with_changes(run_dir=str(run.path)), run))
+    _refuse_doubles(cells)
+    settled = {key: list(dict.fromkeys(cell.values[key] for cell in cells)) for key in grid}
+    return Sweep(folder, base, settled, cells)
+
+
+def parse_grid(words: Sequence[str]) -> dict[str, list[Any]]:
+    """Read ``key=value,value…`` words."""
+    grid: dict[str, list[Any]] = {}
+    for word in words:
+        key, equals, text = word.partition("=")
+        key = key.strip()
+        if not equals or not key:
+            raise ConfigError(f"--grid '{word}' is not key=value,value…")
+        if key in ("run-dir", "resume"):
+            raise ConfigError(f"--grid {word}: a sweep sets {key} itself")
+        if key in grid:
+            raise ConfigError(f"--grid {word}: {key} is in the grid twice; name all its values in one --grid")
+        grid[key] = [parse_overrides([f"{key}={value}"])[key] for value in text.split(",")]
+    return grid
+
+
+def _refuse_doubles(cells: Sequence[Cell]) -> None:
+    seen: set[str] = set()
+    for cell in cells:
+        if cell.name in seen:
+            words = " ".join(f"{key}={_text(value)}" for key, value in cell.values.items())
+            raise ConfigError(f"--grid: {words} is there twice")
+        seen.add(cell.name)
+
+
+def cell_name(values: Mapping[str, Any]) -> str:
+    """A folder's name that says which values it has, and is one plain name whatever they are.
+
+    Where a value has characters that a folder's name should not have, or is long, a few digits of its hash keep it
+    apart from others that would look the same.
+    """
+    return _plain("_".join(f"{key}-{_plain(_text(value), 40)}" for key, value in values.items()), 180)
+
+
+def _plain(text: str, longest: int) -> str:
+    clean = re.sub(r"[^A-Za-z0-9.+_-]+", "-", text)[:longest]
+    return clean if clean == text else f"{clean}-{hashlib.sha256(text.encode()).hexdigest()[:8]}"
+
+
+def _text(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+# ---------------------------------------------------------------------------------------------- results
+
+
+def points(rows: Sequence[Mapping[str, Any]], grid: Mapping[str, Sequence[Any]]) -> list[dict[str, Any]]:
+    """Mean and standard deviation over the finished seeds of each grid point.
+
+    The deviation is the sample's (n − 1), and ``None`` for one seed.
+    """
+    keys = [key for key in grid if key != "seed"]
+    groups: dict[tuple[Any, ...], list[Mapping[str, Any]]] = {}
+    for row in rows:
+        groups.setdefault(tuple(row[key] for key in keys), []).append(row)
+    found = []
+    for values, group in groups.items():
+        done = [row for row in group if row["state"] == "finished"]
+        point = {**dict(zip(keys, values, strict=True)), "finished": len(done), "runs": len(group)}
+        for measure in MEASURES:
+            numbers = [float(row[measure]) for row in done]
+            point[measure] = {
+                "mean": statistics.fmean(numbers) if numbers else None,
+                "sd": statistics.stdev(numbers) if len(numbers) > 1 else None,
+            }
+        found.append(point)
+    return found
+
+
+def as_csv(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Rows of the same or of growing keys as CSV; what a row does not have is empty."""
+    columns = list(dict.fromkeys(key for row in rows for key in row))
+    out = io.StringIO()
+    writer = csv.DictWriter(out, columns, lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+    return out.getvalue()

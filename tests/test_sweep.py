@@ -1,0 +1,450 @@
+"""Sweeps: killed anywhere they do only what was left; mistakes are found before anything starts; failures are told."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import os
+import re
+import shlex
+import shutil
+import signal
+import statistics
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+from runners import small, start_interruptible
+
+from fedeas_flwr import sweep_jobs
+from fedeas_flwr.cli_sweep import watching
+from fedeas_flwr.config import KEYS, ConfigError, parse_config
+from fedeas_flwr.listing import check_removable
+from fedeas_flwr.runs import RunDirectory, RunError
+from fedeas_flwr.sweep import Cell, Sweep, cell_name, make_sweep, points
+from fedeas_flwr.sweep_jobs import Board, Job, Standing, run_sweep
+
+ROOT = Path(__file__).parents[1]
+DOCUMENTED = [
+    shlex.split(line)[1:]
+    for block in re.findall(r"```sh\n(.*?)```", (ROOT / "docs" / "sweeps.md").read_text(), re.S)
+    for line in block.splitlines()
+]
+"""The commands of docs/sweeps.md; the first is the sweep that these tests kill and look at."""
+
+
+def command(*words: str) -> list[str]:
+    return [sys.executable, "-m", "fedeas_flwr.cli", *words]
+
+
+def fedeas(*words: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    return subprocess.run(command(*words), capture_output=True, text=True, timeout=300, cwd=cwd, env=environment)
+
+
+# ------------------------------------------------------------------------------------------ killed half way
+
+
+@dataclass
+class Killed:
+    """A sweep that was killed and done again, with what was seen in between."""
+
+    place: Path
+    killed_child: str
+    orphan: str
+    rounds_then: list[str]
+    started_then: dict[str, int]
+    again: subprocess.CompletedProcess[str]
+
+    @property
+    def folder(self) -> Path:
+        return self.place / "runs" / "first"
+
+
+def lines(folder: Path) -> list[str]:
+    path = folder / "rounds.jsonl"
+    return path.read_text().splitlines(keepends=True) if path.exists() else []
+
+
+@pytest.fixture(scope="module")
+def swept(tmp_path_factory: pytest.TempPathFactory) -> Killed:
+    place = tmp_path_factory.mktemp("sweep")
+    (place / "conf").symlink_to(ROOT / "conf")
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    first = subprocess.Popen(command(*DOCUMENTED[0]), cwd=place, env=environment, stdout=subprocess.DEVNULL)
+    folders = [place / "runs" / "first" / f"policy-none_seed-{seed}" for seed in (1, 2)]
+    deadline = time.monotonic() + 120
+    while not any(len(lines(folder)) >= 2 for folder in folders) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    first.kill()
+    first.wait()
+    victim, orphan = sorted(folders, key=lambda folder: -len(lines(folder)))
+    (process,) = RunDirectory(victim).processes()
+    os.kill(process["pid"], signal.SIGKILL)
+    while RunDirectory(victim).processes():
+        time.sleep(0.01)
+    then = [line for line in lines(victim) if line.endswith("\n")]
+    started = {folder.name: (folder / "run.toml").stat().st_mtime_ns for folder in folders}
+    return Killed(place, victim.name, orphan.name, then, started, fedeas(*DOCUMENTED[0], cwd=place))
+
+
+def test_a_killed_sweep_does_only_what_was_left(swept: Killed) -> None:
+    assert swept.again.returncode == 0, swept.again.stdout + swept.again.stderr
+    assert 2 <= len(swept.rounds_then) < 6, "the run was over before the signal came"
+    # The killed child went on from its checkpoint: the seconds in its first records are those of before. Of its last
+    # record there may have been no checkpoint yet.
+    kept = len(swept.rounds_then) - 1
+    assert lines(swept.folder / swept.killed_child)[:kept] == swept.rounds_then[:kept]
+    assert f"{swept.killed_child}  resumed after round {len(swept.rounds_then)}" in swept.again.stdout
+    # The other was still running, and was waited for, not started a second time.
+    assert (swept.folder / swept.orphan / "run.toml").stat().st_mtime_ns == swept.started_then[swept.orphan]
+    assert re.search(rf"{swept.orphan}  (is running already|skipped)", swept.again.stdout)
+    for seed in (1, 2):
+        assert f"policy-oversample_seed-{seed}  started" in swept.again.stdout
+    for folder in swept.folder.glob("policy-*"):
+        assert [record["round"] for record in RunDirectory(folder).rounds()] == list(range(1, 7))
+        assert RunDirectory(folder).state() == "finished"
+    assert len(list(swept.folder.glob("policy-*"))) == 4
+
+
+def test_a_finished_sweep_does_nothing(swept: Killed) -> None:
+    before = {path: path.stat().st_mtime_ns for path in swept.folder.glob("policy-*/**/*")}
+    done = fedeas(*DOCUMENTED[0], cwd=swept.place)
+    assert done.returncode == 0 and done.stdout.count("skipped") == 4
+    assert before == {path: path.stat().st_mtime_ns for path in swept.folder.glob("policy-*/**/*")}
+
+
+def test_the_results_are_the_runs(swept: Killed) -> None:
+    record = json.loads((swept.folder / "sweep.json").read_text())
+    assert record["grid"] == {"policy": ["none", "oversample"], "seed": [1, 2]}
+    summaries = [RunDirectory(swept.folder / f"policy-oversample_seed-{seed}").summary() for seed in (1, 2)]
+    point = record["points"][1]
+    assert (point["policy"], point["finished"], point["runs"]) == ("oversample", 2, 2)
+    a, b = (summary["last_20"] for summary in summaries)
+    assert point["last_20"]["mean"] == pytest.approx((a + b) / 2)
+    assert point["last_20"]["sd"] == pytest.approx(abs(a - b) / 2**0.5)
+    assert f"{100 * (a + b) / 2:.1f} ± {100 * abs(a - b) / 2**0.5:.1f}" in swept.again.stdout
+    with (swept.folder / "sweep.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert [row["name"] for row in rows] == [f"policy-{p}_seed-{s}" for p in ("none", "oversample") for s in (1, 2)]
+    assert float(rows[2]["peak"]) == summaries[0]["peak"]
+    assert rows[0]["state"] == "finished" and rows[0]["rounds_done"] == "6"
+
+
+def test_another_sweep_is_refused_and_more_seeds_are_not(swept: Killed) -> None:
+    words = [word.replace("rounds=6", "rounds=9") for word in DOCUMENTED[0]]
+    done = fedeas(*words, cwd=swept.place)
+    assert done.returncode == 1 and "holds another sweep, with rounds = 6, not 9" in done.stderr
+    base = parse_config(json.loads((swept.folder / "sweep.json").read_text())["config"])
+    with pytest.raises(RunError, match="another sweep, over policy, seed, not seed"):
+        make_sweep(base, ["seed=1"], swept.folder)._check_same()
+    make_sweep(base, ["policy=none", "seed=1,2,3"], swept.folder)._check_same()
+
+
+@pytest.mark.parametrize("words", DOCUMENTED[1:], ids=" ".join)
+def test_the_documented_commands_about_runs(swept: Killed, tmp_path: Path, words: list[str]) -> None:
+    shutil.copytree(swept.folder, tmp_path / "runs" / "first")
+    done = fedeas(*words, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    expected = {
+        "ls": "policy-oversample_seed-2",
+        "show": "local-epochs",
+        "csv": "round,accuracy,",
+        "rm": "removed 1 runs",
+    }
+    assert expected[words[1]] in done.stdout
+
+
+# --------------------------------------------------------------------------------------------------- grid
+
+
+def base(**changes: object):
+    return parse_config({"clients": 4, "rounds": 3, "backend": "inline", **changes})
+
+
+MISTAKES = {
+    "unknown key": (["polcy=none"], ["polcy", "policy"]),
+    "bad value": (["policy=none", "beta=1,-1"], ["beta = -1"]),
+    "bad word": (["policy"], ["policy", "key=value"]),
+    "no value": (["seed="], ["seed", "''"]),
+    "twice": (["seed=1,2,1"], ["seed=1", "twice"]),
+    "the same in other words": (["alpha=0.1,0.10"], ["alpha=0.1", "twice"]),
+    "key twice": (["seed=1", "seed=2"], ["seed", "twice"]),
+    "a folder of one's own": (["run-dir=/tmp/a,/tmp/b"], ["run-dir", "itself"]),
+    "no clients": (["clients=4,0"], ["clients = 0"]),
+    "nothing": ([], ["--grid"]),
+}
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_a_grid_that_cannot_be_is_one_line_before_anything_starts(tmp_path: Path, name: str) -> None:
+    words, parts = MISTAKES[name]
+    with pytest.raises(ConfigError) as caught:
+        make_sweep(base(), words, tmp_path / "s")
+    assert all(part in str(caught.value) for part in parts), caught.value
+    assert "\n" not in str(caught.value)
+    assert not (tmp_path / "s").exists()
+
+
+def test_a_mistake_in_the_shell_leaves_nothing(tmp_path: Path) -> None:
+    done = fedeas("sweep", str(ROOT / "conf/quickstart.toml"), "--grid", "policy=none,magic", cwd=tmp_path)
+    assert done.returncode == 2 and done.stdout == "" and len(done.stderr.splitlines()) == 1
+    assert "magic" in done.stderr and list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    "value", ["../../etc", "/etc/passwd", "..", ".", "", "a\nb", "bank:/x/../../y", "x" * 400, "~", "-rf", "a\0b", "ü"]
+)
+def test_names_never_leave_the_folder(tmp_path: Path, value: str) -> None:
+    name = cell_name({"generator": value, "seed": 1})
+    assert re.fullmatch(r"generator-[A-Za-z0-9.+_-]+", name) and len(name) < 255
+    assert (tmp_path / name).resolve().parent == tmp_path.resolve()
+
+
+def test_values_that_look_alike_have_names_of_their_own(tmp_path: Path) -> None:
+    values = ["a/b", "a-b", "a//b", "a:b", "x" * 99, "x" * 98]
+    assert len({cell_name({"generator": value}) for value in values}) == len(values)
+    sweep = make_sweep(base(), ["generator=../up,/abs", "beta=1,2"], tmp_path / "s")
+    assert all(Path(cell.config.run_dir).parent == tmp_path / "s" for cell in sweep.cells)
+    assert len(sweep.cells) == 4
+
+
+def test_a_folder_with_another_run_under_a_cells_name_is_refused(tmp_path: Path) -> None:
+    sweep = make_sweep(base(), ["seed=1"], tmp_path)
+    RunDirectory.start(sweep.cells[0].config.with_changes(alpha=0.5), {})
+    with pytest.raises(RunError, match=r"holds another run, with alpha = 0\.5, not 0\.1"):
+        sweep.open()
+
+
+def test_points_by_hand() -> None:
+    def row(policy: str, seed: int, last_20: float | None, state: str = "finished") -> dict[str, object]:
+        return {
+            "policy": policy,
+            "seed": seed,
+            "state": state,
+            "last_20": last_20,
+            "peak": last_20,
+            "images": 10 * seed,
+        }
+
+    rows = [
+        row("a", 1, 0.5),
+        row("a", 2, 0.7),
+        row("a", 3, 0.1, "failed"),
+        row("b", 1, 0.4),
+        row("c", 1, None, "waiting"),
+    ]
+    a, b, c = points(rows, {"policy": ["a", "b", "c"], "seed": [1, 2, 3]})
+    assert a["last_20"] == {"mean": pytest.approx(0.6), "sd": pytest.approx(statistics.stdev([0.5, 0.7]))}
+    assert (a["finished"], a["runs"], a["images"]["mean"]) == (2, 3, 15)
+    assert b["last_20"] == {"mean": 0.4, "sd": None}
+    assert c["peak"] == {"mean": None, "sd": None}
+
+
+def test_a_results_columns_are_no_keys(tmp_path: Path) -> None:
+    sweep = make_sweep(base(), ["rounds=2,3"], tmp_path)
+    assert set(sweep.cells[0].result()) & set(KEYS) == {"rounds"}
+    assert sweep.cells[1].result()["rounds"] == 3
+
+
+# ----------------------------------------------------------------------------------------------- failures
+
+
+CHILD = """
+import pathlib, sys, time
+from fedeas_flwr.config import read_config
+from fedeas_flwr.listing import check_removable
+from fedeas_flwr.runs import RunDirectory, describe_environment
+config = read_config(pathlib.Path(sys.argv[1]), sys.argv[2:])
+if config.seed == 13:
+    sys.exit("error: thirteen cannot be had")
+run = RunDirectory.start(config, {})
+for number in range(len(run.rounds()) + 1, config.rounds + 1):
+    if config.seed == 7 and number == 2 and not config.resume:
+        run.set_status("failed", "a reason of its own")
+        sys.exit(1)
+    time.sleep(60 if config.seed == 99 else 0)
+    record = {"round": number, "accuracy": 0.5, "generated": 0, "failures": [], "seconds": {"clients": 0.0}}
+    run.append_round(record)
+run.set_status("finished")
+"""
+"""A run that does nothing: fails always (seed 13), once in its second round (7), or takes for ever (99)."""
+
+
+class Heard:
+    """Keeps what a sweep says."""
+
+    def __init__(self, interrupt_at: str = "") -> None:
+        self.words: list[tuple[str, str]] = []
+        self._interrupt_at = interrupt_at
+
+    def said(self, cell: Cell, word: str, board: Board) -> None:
+        self.words.append((cell.name, word))
+
+    def tick(self, board: Board) -> None:
+        if self._interrupt_at and (board.sweep.folder / self._interrupt_at / "config.json").exists():
+            raise KeyboardInterrupt
+
+
+@pytest.fixture
+def quick(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Runs that do nothing in place of real ones."""
+    script = tmp_path / "child.py"
+    script.write_text(CHILD)
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+
+    def command_of(conf: Path, resume: bool) -> list[str]:
+        return [sys.executable, str(script), str(conf), *(["resume=true"] if resume else [])]
+
+    monkeypatch.setattr(sweep_jobs, "command_of", command_of)
+    return tmp_path / "s"
+
+
+def test_failures_are_tried_again_at_the_end_and_listed(quick: Path) -> None:
+    sweep, heard = make_sweep(base(), ["seed=13,7,1"], quick), Heard()
+    (failed,) = run_sweep(sweep, 1, 1, heard)
+    assert heard.words == [
+        ("seed-13", "started"),
+        ("seed-13", "again"),
+        ("seed-7", "started"),
+        ("seed-7", "again"),
+        ("seed-1", "started"),
+        ("seed-1", "finished"),
+        ("seed-13", "started"),
+        ("seed-13", "failed"),
+        ("seed-7", "started"),
+        ("seed-7", "finished"),
+    ]
+    assert (failed.name, failed.error) == ("seed-13", "thirteen cannot be had")
+    record = json.loads((quick / "sweep.json").read_text())
+    assert [(run["state"], run["rounds_done"], run["error"]) for run in record["runs"]] == [
+        ("failed", 0, "thirteen cannot be had"),
+        ("finished", 3, ""),
+        ("finished", 3, ""),
+    ]
+
+
+def test_ctrl_c_stops_the_runs_and_the_next_sweep_goes_on(quick: Path) -> None:
+    sweep = make_sweep(base(), ["seed=1,99"], quick)
+    with pytest.raises(KeyboardInterrupt):
+        run_sweep(sweep, 2, 1, Heard(interrupt_at="seed-99"))
+    stopped = sweep.cells[1].run
+    assert stopped.processes() == [] and stopped.state() == "interrupted"
+    assert json.loads((quick / "sweep.json").read_text())["runs"][1]["state"] == "interrupted"
+
+
+def test_ctrl_c_in_the_shell_says_how_to_go_on_and_leaves_nothing_running(tmp_path: Path) -> None:
+    conf = tmp_path / "conf.toml"
+    conf.write_text('clients = 4\npolicy = "none"\nbackend = "inline"\nrounds = 500\n')
+    words = ["sweep", str(conf), "--grid", "seed=1,2", "--out", str(tmp_path / "out")]
+    child = start_interruptible(command(*words))
+    run, deadline = RunDirectory(tmp_path / "out" / "seed-1"), time.monotonic() + 60
+    while not (run.path / "output.log").exists() and time.monotonic() < deadline:
+        time.sleep(0.02)
+    child.send_signal(signal.SIGINT)
+    _, errors = child.communicate(timeout=60)
+    assert child.returncode == 130
+    assert errors == f"stopped; go on with: fedeas {shlex.join(words)}\n"
+    assert run.state() == "interrupted" and run.processes() == []
+    assert not (tmp_path / "out" / "seed-2").exists()
+
+
+def test_the_live_table_has_every_run_and_keeps_failures(quick: Path) -> None:
+    console = Console(file=io.StringIO(), force_terminal=True, width=120, color_system=None)
+    with watching(console) as watcher:
+        run_sweep(make_sweep(base(), ["seed=13,1"], quick), 2, 0, watcher)
+    shown = console.file.getvalue()
+    assert "seed-13  failed: thirteen cannot be had" in shown
+    assert re.search(r"seed-1 +finished +3/3 +50\.0", shown)
+    assert "1 finished, 1 failed; about 0 s left" in shown
+
+
+def test_two_sweeps_in_one_folder_are_refused(quick: Path) -> None:
+    with sweep_jobs._alone_in(quick), pytest.raises(RunError, match="a sweep is at work in"):
+        run_sweep(make_sweep(base(), ["seed=1"], quick), 1, 1, Heard())
+
+
+def test_a_failing_run_in_the_shell_is_listed_and_the_rest_is_done(tmp_path: Path) -> None:
+    words = ("policy=none", "rounds=1", "local-epochs=1", "backend=inline", "--retries", "0", "--out", "out")
+    grid = ("--grid", "clients=2000,4")
+    done = fedeas("sweep", str(ROOT / "conf/quickstart.toml"), *words, *grid, cwd=tmp_path)
+    assert done.returncode == 1
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("failed: clients-2000: ") and "143" in line
+    assert RunDirectory(tmp_path / "out" / "clients-4").state() == "finished"
+    assert RunDirectory(tmp_path / "out" / "clients-2000").state() == "failed"
+
+
+def test_the_time_left_comes_from_the_rounds_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sweep = Sweep(tmp_path, base(), {}, make_sweep(base(rounds=10), ["seed=1,2,3"], tmp_path).cells)
+    one, two, three = sweep.cells
+    monkeypatch.setattr(time, "monotonic", lambda: 100.0)
+    board = Board(sweep, 2, running={one.name: Job(one, None, 2, began=80.0), two.name: Job(two, None, 0, began=99.0)})
+    board.standings = {
+        one.name: Standing("running", 2, None),
+        two.name: Standing("running", 0, None),
+        three.name: Standing("waiting", 0, None),
+    }
+    assert board.seconds_left(one) is None and board.all_seconds_left() is None
+    board.standings[one.name].rounds = 6  # four rounds in 20 s; four are left
+    assert board.seconds_left(one) == 20
+    assert board.seconds_left(three) == pytest.approx(10 * 21 / 4)
+    assert board.all_seconds_left() == pytest.approx((20 + 2 * 52.5) / 2)
+
+
+# ------------------------------------------------------------------------------------------- run directories
+
+
+def test_a_killed_run_is_interrupted_a_living_one_runs_and_a_number_used_again_is_another(tmp_path: Path) -> None:
+    run = RunDirectory.start(small(tmp_path / "r"), {})
+    assert run.state() == "running" and [p["pid"] for p in run.processes()] == [os.getpid()]
+    path = run.path / "status.json"
+    found = json.loads(path.read_text())
+    for change, state in (({"started": 1.0}, "interrupted"), ({"host": "another"}, "elsewhere")):
+        path.write_text(json.dumps({**found, "processes": [{**found["processes"][0], **change}]}))
+        assert run.state() == state and run.processes() == []
+
+
+def test_rm_removes_runs_and_nothing_else(tmp_path: Path) -> None:
+    run = RunDirectory.start(small(tmp_path / "done"), {})
+    run.set_status("interrupted")
+    RunDirectory.start(small(tmp_path / "going"), {})  # by this very process, which lives
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "config.json").write_text('{"config": 1}')
+    (tmp_path / "link").symlink_to(tmp_path / "done")
+    for bad, why in (
+        ("going", "is running, in process"),
+        ("other", "not a run directory"),
+        ("link", "not a run directory"),
+        ("nowhere", "not a run directory"),
+        (".", "not a run directory"),
+    ):
+        with pytest.raises(RunError, match=why):
+            check_removable(tmp_path / bad)
+    done = fedeas("runs", "rm", "done", "going", "--yes", cwd=tmp_path)
+    assert done.returncode == 1 and "going is running" in done.stderr and len(done.stderr.splitlines()) == 1
+    asked = fedeas("runs", "rm", "done", cwd=tmp_path)
+    assert asked.returncode == 1 and "--yes" in asked.stderr
+    assert {path.name for path in tmp_path.iterdir()} == {"done", "going", "other", "link"}
+    assert fedeas("resume", "going", cwd=tmp_path).stderr.startswith(f"error: {tmp_path}/going is still running")
+    assert fedeas("runs", "rm", "done", "--yes", cwd=tmp_path).returncode == 0
+    assert not (tmp_path / "done").exists() and (tmp_path / "going").exists()
+
+
+def test_a_committed_record_is_listed_shown_and_exported() -> None:
+    rows = json.loads(fedeas("runs", "ls", "results/quickstart", "--format", "json", cwd=ROOT).stdout)
+    found = {Path(row["path"]).name: row for row in rows}
+    summary = RunDirectory(ROOT / "results" / "quickstart" / "fedeas").summary()
+    assert found["fedeas"]["state"] == "finished" and found["fedeas"]["last_20"] == pytest.approx(summary["last_20"])
+    shown = json.loads(fedeas("runs", "show", "results/quickstart/uniform", "--format", "json", cwd=ROOT).stdout)
+    assert shown["changes"]["policy"] == {"value": "uniform", "default": "fedeas"}
+    assert "alpha" not in shown["changes"] and shown["summary"]["total_generated"] == 893
+    table = list(csv.DictReader(fedeas("runs", "csv", "results/quickstart/fedeas", cwd=ROOT).stdout.splitlines()))
+    record = RunDirectory(ROOT / "results" / "quickstart" / "fedeas").rounds()[4]
+    assert float(table[4]["seconds.clients"]) == record["seconds"]["clients"]
+    assert json.loads(table[4]["clients"]) == record["clients"]
