@@ -252,7 +252,12 @@ def start(cell: Cell) -> Job:
             stderr=subprocess.STDOUT,
             start_new_session=True,  # Ctrl-C is ours to handle
         )
-    run.set_status("running", pid=process.pid)
+    try:
+        run.set_status("running", pid=process.pid)
+    except BaseException:  # Ctrl-C just now: nobody could find it any more
+        process.terminate()
+        process.wait()
+        raise
     return Job(cell, process, rounds)
 
 
