@@ -243,6 +243,7 @@ def start(cell: Cell) -> Job:
     begun = (run.path / "rounds.jsonl").exists()
     if not begun:
         RunDirectory.start(cell.config, describe_environment("not known yet"))
+        run.set_status("interrupted")  # it names this process as the run's, and stopping the run would end the sweep
     atomic_write(run.path / "run.toml", tomli_w.dumps(cell.config.outside()).encode())
     with (run.path / "output.log").open("wb") as log:
         process = subprocess.Popen(
@@ -252,7 +253,12 @@ def start(cell: Cell) -> Job:
             stderr=subprocess.STDOUT,
             start_new_session=True,  # Ctrl-C is ours to handle
         )
-    run.set_status("running", pid=process.pid)
+    try:
+        run.set_status("running", pid=process.pid)
+    except BaseException:  # Ctrl-C just now: nobody could find it any more
+        process.terminate()
+        process.wait()
+        raise
     return Job(cell, process, rounds)
 
 

@@ -344,7 +344,7 @@ def test_ctrl_c_in_the_shell_says_how_to_go_on_and_leaves_nothing_running(tmp_pa
     words = ["sweep", str(conf), "--grid", "seed=1,2", "--out", str(tmp_path / "out")]
     child = start_interruptible(command(*words))
     run, deadline = RunDirectory(tmp_path / "out" / "seed-1"), time.monotonic() + 60
-    while not (run.path / "output.log").exists() and time.monotonic() < deadline:
+    while not [p for p in run.processes() if p["pid"] != child.pid] and time.monotonic() < deadline:
         time.sleep(0.02)
     child.send_signal(signal.SIGINT)
     _, errors = child.communicate(timeout=60)
