@@ -1,0 +1,214 @@
+"""The framework's tax: rounds under Flower beside a bare loop over the same clients, in one run.
+
+    python benchmarks/framework.py --out results/framework/cpu.json [--ray]
+    python benchmarks/framework.py --device cuda --out results/framework/h200.json [--ray]
+
+(1) bare: the same engine on the same clients' images and batches, a weighted average, a test; no message, no check of a
+reply, no record, no checkpoint. (2) inline: `fedeas run` with backend = "inline". (3) with --ray: backend = "ray".
+On a CPU one client trains at a time in all three, and they must end with the same weights bit for bit, or the script
+stops: only then is the difference in time the framework's. On a GPU bare and inline train ten clients at once.
+
+The tax is the share of a round outside training and evaluation, got in two ways: `by difference` 1 − bare / round; `by
+phases` 1 − (training + evaluation) / round with the phases of rounds.jsonl, where training is what the clients say they
+took, over the number that train at once. Both count checks, records and a checkpoint every round as the framework's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+import statistics
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from rich.console import Console
+from run_records import let_children_import_models, markdown, round_seconds, write_record
+
+from fedeas_flwr.config import RunConfig, parse_config
+from fedeas_flwr.launch import launch
+from fedeas_flwr.local_data import federated_data
+from fedeas_flwr.models import split_state
+from fedeas_flwr.runs import Arrays, RunDirectory, plain
+from fedeas_flwr.server_app import central_test
+from fedeas_flwr.strategies import client_part
+from fedeas_flwr.strategies.averaging import weighted_average
+from fedeas_flwr.streams import stream
+from fedeas_flwr.training import Engine, build_engine, network, pick_device
+
+# Γ̂ is a measurement that a bare loop has no part of, so it is off here; benchmarks/strategies.py says what it costs.
+COMMON: dict[str, Any] = {"policy": "none", "clients": 10, "participation": 1.0, "alpha": 0.5, "gamma-hat": "off"}
+MODELS: dict[str, dict[str, Any]] = {
+    "small-cnn": {"model": "small-cnn", "local-epochs": 3, "batch-size": 32},
+    "11 M parameters": {"model": "wide_models:eleven_million", "local-epochs": 1, "batch-size": 64},
+}
+SMALL = {"small-cnn": {**MODELS["small-cnn"], "clients": 3, "local-epochs": 1}}
+
+
+class BareLoop:
+    """Federated averaging as one would write it without a framework."""
+
+    def __init__(self, config: RunConfig, workers: int) -> None:
+        self.config, self.device = config, pick_device(config.device, config.precision)
+        self.data = federated_data(config, config.clients)
+        self.test = central_test(config, config.clients, self.device)
+        self._own = threading.local()
+        self._workers = workers
+        self._kept: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def run(self) -> tuple[list[float], Arrays]:
+        """Seconds of every round, and the weights at the end."""
+        model, seconds = split_state(network(self.config)), []
+        if self.device != "cpu":  # there the clients of the inline grid are handed tensors too
+            model = tuple({k: torch.from_numpy(v).to(self.device) for k, v in part.items()} for part in model)
+        with ThreadPoolExecutor(self._workers) as pool:
+            for number in range(1, self.config.rounds + 1):
+                began = time.perf_counter()
+                chosen = self._sample(number)
+
+                def train(client: int, number: int = number, model: tuple[Arrays, Arrays] = model) -> Any:
+                    return self._train(number, client, *model)
+
+                ends = list(pool.map(train, chosen))
+                examples = [len(self.data.partition.train[client]) for client in chosen]
+                model = tuple(weighted_average(part, examples) for part in zip(*ends, strict=True))
+                self.test(*model)
+                seconds.append(time.perf_counter() - began)
+        return seconds, plain({**model[0], **model[1]})
+
+    def _sample(self, number: int) -> list[int]:
+        """The clients that `Federation.sample` chooses."""
+        count = self.config.sampled(self.config.clients)
+        chosen = stream(self.config.seed, "sample", number).choice(self.config.clients, count, replace=False)
+        return [int(client) for client in sorted(chosen)]
+
+    def _train(self, number: int, client: int, trainable: Arrays, buffers: Arrays) -> tuple[Arrays, Arrays]:
+        images, labels = self._images(client)
+        batches = stream(self.config.seed, "batches", number, client)
+        _, *trained = self._engine().train(trainable, buffers, images, labels, batches)
+        first, second = (plain(part) if self.device == "cpu" else dict(part) for part in trained)
+        return first, second
+
+    def _images(self, client: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """From the dataset's file each time on a CPU, kept on a GPU, as the ClientApp does."""
+        if client in self._kept:
+            return self._kept[client]
+        images, labels = (torch.from_numpy(array).to(self.device) for array in self.data.train(client))
+        if self.device != "cpu":
+            self._kept[client] = images, labels
+        return images, labels
+
+    def _engine(self) -> Engine:
+        if not hasattr(self._own, "engine"):
+            self._own.engine = build_engine(self.config, self.device, client_part(self.config).objective)
+        engine: Engine = self._own.engine
+        return engine
+
+
+def flower_run(config: RunConfig, folder: Path, workers: int) -> dict[str, Any]:
+    """Run under Flower; return its round's seconds, its phases' and its weights."""
+    run = launch(config.with_changes(run_dir=str(folder)), Console(file=io.StringIO()))
+    rounds = [record["seconds"] for record in run.rounds()[1:]]
+    busy = [(s["training"] + s["generating"]) / workers + s["evaluate"] for s in rounds]
+    return {"seconds": round_seconds(run), "busy": busy, "weights": RunDirectory(folder).load_model()}
+
+
+def check_same(bare: Arrays, flower: Arrays, what: str) -> None:
+    """Stop if the comparison would not be one."""
+    wrong = [key for key in bare if not np.array_equal(bare[key], flower[key])]
+    if wrong or bare.keys() != flower.keys():
+        sys.exit(f"{what}: the bare loop and Flower end with different weights ({', '.join(wrong) or 'names'})")
+
+
+def compare(name: str, keys: dict[str, Any], options: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
+    """One model's lines: bare, inline and perhaps Ray, in turns so that a busy moment of the machine hits all."""
+    workers = 10 if options.device == "cuda" else 1
+    values = {**COMMON, **keys, "device": options.device, "rounds": options.rounds, "backend": "inline"}
+    config = parse_config({**values, "actors": workers})
+    loop, seconds, busy = BareLoop(config, workers), {"bare": []}, {}
+    backends = {"inline": config}
+    if options.ray:
+        backends["ray"] = config.with_changes(backend="ray", actors=5 if options.device == "cuda" else 1)
+    for turn in range(options.repeats):
+        taken, weights = loop.run()
+        seconds["bare"] += taken[1:]  # as of a run, whose log has no beginning of the first
+        for backend, its in backends.items():
+            if backend == "ray" and turn > 0:  # once: half a minute is spent on starting it
+                continue
+            found = flower_run(its, folder / f"{name.replace(' ', '-')}-{backend}-{turn}", its.actors)
+            seconds.setdefault(backend, []).extend(found["seconds"])
+            busy.setdefault(backend, []).extend(found["busy"])
+            if options.device == "cpu":
+                check_same(weights, found["weights"], f"{name}, {backend}")
+    parameters = sum(array.size for array in weights.values())
+    bare = statistics.median(seconds["bare"])
+    return [line(name, parameters, way, taken, busy.get(way), bare) for way, taken in seconds.items()]
+
+
+def line(
+    name: str, parameters: int, way: str, taken: Sequence[float], busy: Sequence[float] | None, bare: float
+) -> dict[str, Any]:
+    """A line of the table, by the median round."""
+    a_round = statistics.median(taken)
+    return {
+        "model": name,
+        "parameters": parameters,
+        "way": way,
+        "rounds": len(taken),
+        "seconds_a_round": round(a_round, 4),
+        "over_bare": round(a_round / bare, 3),
+        "tax_by_difference": round(1 - bare / a_round, 4),
+        "tax_by_phases": round(1 - statistics.median(busy) / a_round, 4) if busy else None,
+    }
+
+
+def table(rows: Sequence[dict[str, Any]], seconds: bool = True) -> str:
+    """What is printed, and shown in the docs without the seconds."""
+    head = ["model", "way", *(["s a round"] if seconds else [])]
+    head += ["round / bare", "tax by difference %", "tax by phases %"]
+    cells = []
+    for row in rows:
+        taxes = [row["tax_by_difference"], row["tax_by_phases"]] if row["way"] != "bare" else []
+        cells.append(
+            [
+                row["model"],
+                row["way"],
+                *([f"{row['seconds_a_round']:.3f}"] if seconds else []),
+                f"{row['over_bare']:.2f}",
+                *([f"{100 * tax:.0f}" for tax in taxes] or ["–", "–"]),
+            ]
+        )
+    return markdown(head, cells)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    parser.add_argument("--ray", action="store_true", help="Flower's Ray simulation too")
+    parser.add_argument("--rounds", type=int, default=9, help="of each run; the first is not timed")
+    parser.add_argument("--repeats", type=int, default=3, help="runs of bare and inline, in turns")
+    parser.add_argument("--small", action="store_true", help="seconds, to try the script")
+    options = parser.parse_args()
+    if options.small:
+        options.rounds, options.repeats = 3, 1
+    models = SMALL if options.small else MODELS
+    let_children_import_models()
+    rows: list[dict[str, Any]] = []
+    with tempfile.TemporaryDirectory(prefix="fedeas-framework-") as folder:
+        for name, keys in models.items():
+            rows += compare(name, keys, options, Path(folder))
+    setting = {"dataset": "digits", **COMMON, "models": models, "rounds": options.rounds, "repeats": options.repeats}
+    write_record(options.out, options.device, setting, rows)
+    print(table(rows))
+
+
+if __name__ == "__main__":
+    main()
