@@ -24,6 +24,7 @@ import threading
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -133,41 +134,52 @@ def compare(name: str, keys: dict[str, Any], options: argparse.Namespace, folder
     workers = 10 if options.device == "cuda" else 1
     values = {**COMMON, **keys, "device": options.device, "rounds": options.rounds, "backend": "inline"}
     config = parse_config({**values, "actors": workers})
-    loop, seconds, busy = BareLoop(config, workers), {"bare": []}, {}
+    loop, timed = BareLoop(config, workers), [Turns("bare")]
     backends = {"inline": config}
     if options.ray:
         backends["ray"] = config.with_changes(backend="ray", actors=5 if options.device == "cuda" else 1)
+    timed += [Turns(backend) for backend in backends]
     for turn in range(options.repeats):
         taken, weights = loop.run()
-        seconds["bare"] += taken[1:]  # as of a run, whose log has no beginning of the first
-        for backend, its in backends.items():
-            if backend == "ray" and turn > 0:  # once: half a minute is spent on starting it
+        timed[0].seconds.append(taken[1:])  # as of a run, whose log has no beginning of the first
+        for ways, (backend, its) in zip(timed[1:], backends.items(), strict=True):
+            if backend == "ray" and turn > 0:  # once: it takes long to start
                 continue
             found = flower_run(its, folder / f"{name.replace(' ', '-')}-{backend}-{turn}", its.actors)
-            seconds.setdefault(backend, []).extend(found["seconds"])
-            busy.setdefault(backend, []).extend(found["busy"])
+            ways.seconds.append(found["seconds"])
+            ways.busy.append(found["busy"])
             if options.device == "cpu":
                 check_same(weights, found["weights"], f"{name}, {backend}")
     parameters = sum(array.size for array in weights.values())
-    bare = statistics.median(seconds["bare"])
-    return [line(name, parameters, way, taken, busy.get(way), bare) for way, taken in seconds.items()]
+    return [{"model": name, "parameters": parameters, **ways.line(timed[0])} for ways in timed]
 
 
-def line(
-    name: str, parameters: int, way: str, taken: Sequence[float], busy: Sequence[float] | None, bare: float
-) -> dict[str, Any]:
-    """A line of the table, by the median round."""
-    a_round = statistics.median(taken)
-    return {
-        "model": name,
-        "parameters": parameters,
-        "way": way,
-        "rounds": len(taken),
-        "seconds_a_round": round(a_round, 4),
-        "over_bare": round(a_round / bare, 3),
-        "tax_by_difference": round(1 - bare / a_round, 4),
-        "tax_by_phases": round(1 - statistics.median(busy) / a_round, 4) if busy else None,
-    }
+@dataclass
+class Turns:
+    """One way's rounds, turn by turn: their seconds, and those of training and testing in them."""
+
+    way: str
+    seconds: list[list[float]] = field(default_factory=list)
+    busy: list[list[float]] = field(default_factory=list)
+
+    def line(self, bare: Turns) -> dict[str, Any]:
+        """A line of the table. A turn's median round is set against the bare one's of the same turn."""
+        ratios = [
+            statistics.median(mine) / statistics.median(its)
+            for mine, its in zip(self.seconds, bare.seconds, strict=False)
+        ]
+        rounds = [second for turn in self.seconds for second in turn]
+        taxes = [1 - b / s for b, s in zip((b for turn in self.busy for b in turn), rounds, strict=False)]
+        over_bare = statistics.median(ratios)
+        return {
+            "way": self.way,
+            "rounds": len(rounds),
+            "seconds_a_round": round(statistics.median(rounds), 4),
+            "over_bare": round(over_bare, 3),
+            "over_bare_by_turn": [round(ratio, 3) for ratio in ratios],
+            "tax_by_difference": round(1 - 1 / over_bare, 4),
+            "tax_by_phases": round(statistics.median(taxes), 4) if taxes else None,
+        }
 
 
 def table(rows: Sequence[dict[str, Any]], seconds: bool = True) -> str:
@@ -194,8 +206,8 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--ray", action="store_true", help="Flower's Ray simulation too")
-    parser.add_argument("--rounds", type=int, default=9, help="of each run; the first is not timed")
-    parser.add_argument("--repeats", type=int, default=3, help="runs of bare and inline, in turns")
+    parser.add_argument("--rounds", type=int, default=6, help="of each run; the first is not timed")
+    parser.add_argument("--repeats", type=int, default=5, help="runs of bare and inline, in turns")
     parser.add_argument("--small", action="store_true", help="seconds, to try the script")
     options = parser.parse_args()
     if options.small:
