@@ -124,7 +124,7 @@ def flower_run(config: RunConfig, folder: Path, workers: int) -> dict[str, Any]:
 
 def check_same(bare: Arrays, flower: Arrays, what: str) -> None:
     """Stop if the comparison would not be one."""
-    wrong = [key for key in bare if not np.array_equal(bare[key], flower[key])]
+    wrong = [key for key in bare if key not in flower or not np.array_equal(bare[key], flower[key])]
     if wrong or bare.keys() != flower.keys():
         sys.exit(f"{what}: the bare loop and Flower end with different weights ({', '.join(wrong) or 'names'})")
 
