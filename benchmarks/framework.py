@@ -10,13 +10,16 @@ stops: only then is the difference in time the framework's. On a GPU bare and in
 
 The tax is the share of a round outside training and evaluation, got in two ways: `by difference` 1 − bare / round; `by
 phases` 1 − (training + evaluation) / round with the phases of rounds.jsonl, where training is what the clients say they
-took, over the number that train at once. Both count checks, records and a checkpoint every round as the framework's.
+took, over the number that train at once. `CPU / bare` compares CPU seconds instead of wall-clock: a busy machine
+disturbs them less, but they leave out waiting for the disk, and Ray's are in other processes. All three count checks,
+records and a checkpoint every round as the framework's.
 """
 
 from __future__ import annotations
 
 import argparse
 import io
+import logging
 import statistics
 import sys
 import tempfile
@@ -25,6 +28,7 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -64,14 +68,14 @@ class BareLoop:
         self._workers = workers
         self._kept: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
-    def run(self) -> tuple[list[float], Arrays]:
-        """Seconds of every round, and the weights at the end."""
-        model, seconds = split_state(network(self.config)), []
+    def run(self) -> tuple[list[float], list[float], Arrays]:
+        """Seconds of every round, those of CPU time in them, and the weights at the end."""
+        model, seconds, cpu = split_state(network(self.config)), [], []
         if self.device != "cpu":  # there the clients of the inline grid are handed tensors too
             model = tuple({k: torch.from_numpy(v).to(self.device) for k, v in part.items()} for part in model)
         with ThreadPoolExecutor(self._workers) as pool:
             for number in range(1, self.config.rounds + 1):
-                began = time.perf_counter()
+                began, cpu_began = time.perf_counter(), time.process_time()
                 chosen = self._sample(number)
 
                 def train(client: int, number: int = number, model: tuple[Arrays, Arrays] = model) -> Any:
@@ -83,7 +87,8 @@ class BareLoop:
                 model = tuple(weighted_average(part, examples) for part in zip(*ends, strict=True))
                 self.test(*model)
                 seconds.append(time.perf_counter() - began)
-        return seconds, plain({**model[0], **model[1]})
+                cpu.append(time.process_time() - cpu_began)
+        return seconds, cpu, plain({**model[0], **model[1]})
 
     def _sample(self, number: int) -> list[int]:
         """The clients that `Federation.sample` chooses."""
@@ -114,12 +119,31 @@ class BareLoop:
         return engine
 
 
+class CpuClock(logging.Filter):
+    """Reads this process's CPU time when Flower's log says that a round has ended."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ends: list[float] = []
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        if str(record.msg).startswith("[round "):
+            self.ends.append(time.process_time())
+        return True
+
+
 def flower_run(config: RunConfig, folder: Path, workers: int) -> dict[str, Any]:
-    """Run under Flower; return its round's seconds, its phases' and its weights."""
-    run = launch(config.with_changes(run_dir=str(folder)), Console(file=io.StringIO()))
+    """Run under Flower; return its rounds' seconds, CPU seconds if it is all in this process, phases, and weights."""
+    clock, log = CpuClock(), logging.getLogger("flwr")
+    log.addFilter(clock)
+    try:
+        run = launch(config.with_changes(run_dir=str(folder)), Console(file=io.StringIO()))
+    finally:
+        log.removeFilter(clock)
     rounds = [record["seconds"] for record in run.rounds()[1:]]
     busy = [(s["training"] + s["generating"]) / workers + s["evaluate"] for s in rounds]
-    return {"seconds": round_seconds(run), "busy": busy, "weights": RunDirectory(folder).load_model()}
+    cpu = [end - begin for begin, end in pairwise(clock.ends)]
+    return {"seconds": round_seconds(run), "cpu": cpu, "busy": busy, "weights": RunDirectory(folder).load_model()}
 
 
 def check_same(bare: Arrays, flower: Arrays, what: str) -> None:
@@ -140,14 +164,17 @@ def compare(name: str, keys: dict[str, Any], options: argparse.Namespace, folder
         backends["ray"] = config.with_changes(backend="ray", actors=5 if options.device == "cuda" else 1)
     timed += [Turns(backend) for backend in backends]
     for turn in range(options.repeats):
-        taken, weights = loop.run()
+        taken, cpu, weights = loop.run()
         timed[0].seconds.append(taken[1:])  # as of a run, whose log has no beginning of the first
+        timed[0].cpu.append(cpu[1:])
         for ways, (backend, its) in zip(timed[1:], backends.items(), strict=True):
             if backend == "ray" and turn > 0:  # once: it takes long to start
                 continue
             found = flower_run(its, folder / f"{name.replace(' ', '-')}-{backend}-{turn}", its.actors)
             ways.seconds.append(found["seconds"])
             ways.busy.append(found["busy"])
+            if found["cpu"]:
+                ways.cpu.append(found["cpu"])
             if options.device == "cpu":
                 check_same(weights, found["weights"], f"{name}, {backend}")
     parameters = sum(array.size for array in weights.values())
@@ -156,18 +183,16 @@ def compare(name: str, keys: dict[str, Any], options: argparse.Namespace, folder
 
 @dataclass
 class Turns:
-    """One way's rounds, turn by turn: their seconds, and those of training and testing in them."""
+    """One way's rounds, turn by turn: their seconds, and those of CPU time and of training and testing in them."""
 
     way: str
     seconds: list[list[float]] = field(default_factory=list)
     busy: list[list[float]] = field(default_factory=list)
+    cpu: list[list[float]] = field(default_factory=list)
 
     def line(self, bare: Turns) -> dict[str, Any]:
         """A line of the table. A turn's median round is set against the bare one's of the same turn."""
-        ratios = [
-            statistics.median(mine) / statistics.median(its)
-            for mine, its in zip(self.seconds, bare.seconds, strict=False)
-        ]
+        ratios, cpu = by_turn(self.seconds, bare.seconds), by_turn(self.cpu, bare.cpu)
         rounds = [second for turn in self.seconds for second in turn]
         taxes = [1 - b / s for b, s in zip((b for turn in self.busy for b in turn), rounds, strict=False)]
         over_bare = statistics.median(ratios)
@@ -177,15 +202,21 @@ class Turns:
             "seconds_a_round": round(statistics.median(rounds), 4),
             "over_bare": round(over_bare, 3),
             "over_bare_by_turn": [round(ratio, 3) for ratio in ratios],
+            "cpu_over_bare": round(statistics.median(cpu), 3) if cpu else None,
             "tax_by_difference": round(1 - 1 / over_bare, 4),
             "tax_by_phases": round(statistics.median(taxes), 4) if taxes else None,
         }
 
 
+def by_turn(mine: Sequence[Sequence[float]], bare: Sequence[Sequence[float]]) -> list[float]:
+    """The median round of each turn over the bare one's of the same turn; Ray has fewer turns."""
+    return [statistics.median(m) / statistics.median(b) for m, b in zip(mine, bare, strict=False)]
+
+
 def table(rows: Sequence[dict[str, Any]], seconds: bool = True) -> str:
     """What is printed, and shown in the docs without the seconds."""
     head = ["model", "way", *(["s a round"] if seconds else [])]
-    head += ["round / bare", "tax by difference %", "tax by phases %"]
+    head += ["round / bare", "CPU / bare", "tax by difference %", "tax by phases %"]
     cells = []
     for row in rows:
         taxes = [row["tax_by_difference"], row["tax_by_phases"]] if row["way"] != "bare" else []
@@ -195,6 +226,7 @@ def table(rows: Sequence[dict[str, Any]], seconds: bool = True) -> str:
                 row["way"],
                 *([f"{row['seconds_a_round']:.3f}"] if seconds else []),
                 f"{row['over_bare']:.2f}",
+                f"{row['cpu_over_bare']:.2f}" if row["cpu_over_bare"] else "–",
                 *([f"{100 * tax:.0f}" for tax in taxes] or ["–", "–"]),
             ]
         )

@@ -56,6 +56,7 @@ def test_a_bare_loop_and_flower_end_alike_and_are_timed(tmp_path: Path) -> None:
     assert (bare["way"], inline["way"]) == ("bare", "inline")
     assert bare["rounds"] == inline["rounds"] == 2
     assert 0 <= inline["tax_by_phases"] < 1
+    assert 0.5 < inline["cpu_over_bare"] < 10
     assert inline["tax_by_difference"] == pytest.approx(1 - 1 / inline["over_bare"], abs=2e-3)
     assert "| small-cnn | inline |" in printed
 
@@ -91,6 +92,7 @@ def test_the_tax_is_what_is_left(benchmark: Any) -> None:
     assert row["tax_by_phases"] == 0.125
     assert row["over_bare"] == 1.333
     assert row["over_bare_by_turn"] == [1.333, 1.333]
+    assert row["cpu_over_bare"] is None
     assert bare.line(bare)["tax_by_phases"] is None
 
 
