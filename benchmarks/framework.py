@@ -52,7 +52,7 @@ from fedeas_flwr.training import Engine, build_engine, network, pick_device
 COMMON: dict[str, Any] = {"policy": "none", "clients": 10, "participation": 1.0, "alpha": 0.5, "gamma-hat": "off"}
 MODELS: dict[str, dict[str, Any]] = {
     "small-cnn": {"model": "small-cnn", "local-epochs": 3, "batch-size": 32},
-    "11 M parameters": {"model": "wide_models:eleven_million", "local-epochs": 1, "batch-size": 64},
+    "11 M parameters": {"model": "wide_models:eleven_million", "local-epochs": 1, "batch-size": 2048},  # one step
 }
 SMALL = {"small-cnn": {**MODELS["small-cnn"], "clients": 3, "local-epochs": 1}}
 

@@ -159,3 +159,26 @@ def test_random_images_pass_for_the_dataset(benchmark: Any, tmp_path: Path) -> N
 def test_the_docs_tables_are_the_committed_measurements(benchmark: Any, name: str) -> None:
     rows = json.loads((ROOT / "results" / name / "cpu.json").read_text())["rows"]
     assert benchmark(name).table(rows, seconds=False) in (ROOT / "docs" / "speed.md").read_text()
+
+
+def test_the_docs_words_on_memory_are_the_committed_measurements() -> None:
+    rows = json.loads((ROOT / "results" / "growth" / "cpu.json").read_text())["rows"]
+    clients = {row["clients"]: row for row in rows if row["growth_of"] == "clients" and row["backend"] == "inline"}
+    widest, text = rows[-1], (ROOT / "docs" / "speed.md").read_text().replace("\n  ", " ")
+    assert widest["parameters"] > 10e6
+    assert (
+        f"takes {clients[1000]['own_peak_mb']:.0f} MB of its own, with 10 it takes {clients[10]['own_peak_mb']:.0f}:"
+        in text
+    )
+    assert f"changed by {clients[1000]['growth_kb_a_round']:+.0f} KB a round" in text
+    assert f"{widest['bytes_a_round'] / 1e6:.0f} MB with 11 million parameters" in text
+    assert f"all ten replies at once: {widest['own_peak_mb']:.0f} MB" in text
+
+
+def test_a_thousand_clients_run_in_bounded_memory() -> None:
+    """The committed run: ten of 1,000 clients a round take little more memory than ten of ten, and it stays flat."""
+    rows = json.loads((ROOT / "results" / "growth" / "cpu.json").read_text())["rows"]
+    few, many = (next(row for row in rows if row["clients"] == clients) for clients in (10, 1000))
+    assert many["rounds"] == 50
+    assert many["own_peak_mb"] < 1.1 * few["own_peak_mb"]
+    assert 50 * many["growth_kb_a_round"] / 1024 < 0.05 * many["own_peak_mb"]
