@@ -202,11 +202,12 @@ def main() -> None:
         folder = Path(temporary)
         if not options.small:
             write_random_images(folder)
+        dataset = "digits" if options.small else "noise like CIFAR-10"
         for number, (growth, config) in enumerate(settings(options, folder)):
             print(f"{growth}: {config.clients} clients, {config.model}, {config.backend}", flush=True)
             rows.append(measured(config, growth, folder / str(number)))
-    setting = {**COMMON, "clients_a_round": A_ROUND, "dataset": "digits" if options.small else "noise like CIFAR-10"}
-    write_record(options.out, options.device, setting, rows)
+            # After every line: one that takes too long can be stopped without losing the others.
+            write_record(options.out, options.device, {**COMMON, "dataset": dataset}, rows)
     print(table(rows))
 
 
