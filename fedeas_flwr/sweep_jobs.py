@@ -6,6 +6,7 @@ instead of starting them twice.
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
@@ -15,7 +16,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import psutil
 import tomli_w
@@ -45,7 +46,7 @@ class Job:
         """Whether nobody works on the run any more."""
         if self.process is not None and self.process.poll() is None:
             return False
-        return not self.cell.run.processes()
+        return not self._others()
 
     def why_it_failed(self) -> str:
         """One line about a run that ended without finishing."""
@@ -61,13 +62,17 @@ class Job:
 
     def ask_to_stop(self) -> None:
         """Let the run end itself, as Ctrl-C would; it can be resumed."""
-        for process in self.cell.run.processes()[:1]:  # the launcher, which ends what it has started
+        for process in self._others()[:1]:  # the launcher, which ends what it has started
             with suppress(psutil.Error):
                 psutil.Process(process["pid"]).terminate()
 
+    def _others(self) -> list[dict[str, Any]]:
+        """The run's processes; the sweep itself, which made the run's folder, is for a moment among them."""
+        return [process for process in self.cell.run.processes() if process["pid"] != os.getpid()]
+
     def kill(self) -> None:
         """End the run and whatever it started."""
-        for announced in self.cell.run.processes():
+        for announced in self._others():
             with suppress(psutil.Error):
                 process = psutil.Process(announced["pid"])
                 for one in (*process.children(recursive=True), process):

@@ -1,0 +1,259 @@
+"""The framework's tax: rounds under Flower beside a bare loop over the same clients, in one run.
+
+    python benchmarks/framework.py --out results/framework/cpu.json [--ray]
+    python benchmarks/framework.py --device cuda --out results/framework/h200.json [--ray]
+
+(1) bare: the same engine on the same clients' images and batches, a weighted average, a test; no message, no check of a
+reply, no record, no checkpoint. (2) inline: `fedeas run` with backend = "inline". (3) with --ray: backend = "ray".
+On a CPU one client trains at a time in all three, and they must end with the same weights bit for bit, or the script
+stops: only then is the difference in time the framework's. On a GPU bare and inline train ten clients at once.
+
+The tax is the share of a round outside training and evaluation, got in two ways: `by difference` 1 − bare / round; `by
+phases` 1 − (training + evaluation) / round with the phases of rounds.jsonl, where training is what the clients say they
+took, over the number that train at once. `CPU / bare` compares CPU seconds instead of wall-clock: a busy machine
+disturbs them less, but they leave out waiting for the disk, and Ray's are in other processes. All three count checks,
+records and a checkpoint every round as the framework's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+import logging
+import statistics
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from rich.console import Console
+from run_records import let_children_import_models, markdown, round_seconds, write_record
+
+from fedeas_flwr.config import RunConfig, parse_config
+from fedeas_flwr.launch import launch
+from fedeas_flwr.local_data import federated_data
+from fedeas_flwr.models import split_state
+from fedeas_flwr.runs import Arrays, RunDirectory, plain
+from fedeas_flwr.server_app import central_test
+from fedeas_flwr.strategies import client_part
+from fedeas_flwr.strategies.averaging import weighted_average
+from fedeas_flwr.streams import stream
+from fedeas_flwr.training import Engine, build_engine, network, pick_device
+
+# Γ̂ is a measurement that a bare loop has no part of, so it is off here; benchmarks/strategies.py says what it costs.
+COMMON: dict[str, Any] = {"policy": "none", "clients": 10, "participation": 1.0, "alpha": 0.5, "gamma-hat": "off"}
+MODELS: dict[str, dict[str, Any]] = {
+    "small-cnn": {"model": "small-cnn", "local-epochs": 3, "batch-size": 32},
+    "11 M parameters": {"model": "wide_models:eleven_million", "local-epochs": 1, "batch-size": 2048},  # one step
+}
+SMALL = {"small-cnn": {**MODELS["small-cnn"], "clients": 3, "local-epochs": 1}}
+
+
+class BareLoop:
+    """Federated averaging as one would write it without a framework."""
+
+    def __init__(self, config: RunConfig, workers: int) -> None:
+        self.config, self.device = config, pick_device(config.device, config.precision)
+        self.data = federated_data(config, config.clients)
+        self.test = central_test(config, config.clients, self.device)
+        self._own = threading.local()
+        self._workers = workers
+        self._kept: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def run(self) -> tuple[list[float], list[float], Arrays]:
+        """Seconds of every round, those of CPU time in them, and the weights at the end."""
+        model, seconds, cpu = split_state(network(self.config)), [], []
+        if self.device != "cpu":  # there the clients of the inline grid are handed tensors too
+            model = tuple({k: torch.from_numpy(v).to(self.device) for k, v in part.items()} for part in model)
+        with ThreadPoolExecutor(self._workers) as pool:
+            for number in range(1, self.config.rounds + 1):
+                began, cpu_began = time.perf_counter(), time.process_time()
+                chosen = self._sample(number)
+
+                def train(client: int, number: int = number, model: tuple[Arrays, Arrays] = model) -> Any:
+                    return self._train(number, client, *model)
+
+                # As the inline grid does: one at a time in this very thread, several in threads of their own.
+                ends = list(map(train, chosen) if self._workers == 1 else pool.map(train, chosen))
+                examples = [len(self.data.partition.train[client]) for client in chosen]
+                model = tuple(weighted_average(part, examples) for part in zip(*ends, strict=True))
+                self.test(*model)
+                seconds.append(time.perf_counter() - began)
+                cpu.append(time.process_time() - cpu_began)
+        return seconds, cpu, plain({**model[0], **model[1]})
+
+    def _sample(self, number: int) -> list[int]:
+        """The clients that `Federation.sample` chooses."""
+        count = self.config.sampled(self.config.clients)
+        chosen = stream(self.config.seed, "sample", number).choice(self.config.clients, count, replace=False)
+        return [int(client) for client in sorted(chosen)]
+
+    def _train(self, number: int, client: int, trainable: Arrays, buffers: Arrays) -> tuple[Arrays, Arrays]:
+        images, labels = self._images(client)
+        batches = stream(self.config.seed, "batches", number, client)
+        _, *trained = self._engine().train(trainable, buffers, images, labels, batches)
+        first, second = (plain(part) if self.device == "cpu" else dict(part) for part in trained)
+        return first, second
+
+    def _images(self, client: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """From the dataset's file each time on a CPU, kept on a GPU, as the ClientApp does."""
+        if client in self._kept:
+            return self._kept[client]
+        images, labels = (torch.from_numpy(array).to(self.device) for array in self.data.train(client))
+        if self.device != "cpu":
+            self._kept[client] = images, labels
+        return images, labels
+
+    def _engine(self) -> Engine:
+        if not hasattr(self._own, "engine"):
+            self._own.engine = build_engine(self.config, self.device, client_part(self.config).objective)
+        engine: Engine = self._own.engine
+        return engine
+
+
+class CpuClock(logging.Filter):
+    """Reads this process's CPU time when Flower's log says that a round has ended."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ends: list[float] = []
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        if str(record.msg).startswith("[round "):
+            self.ends.append(time.process_time())
+        return True
+
+
+def flower_run(config: RunConfig, folder: Path, workers: int) -> dict[str, Any]:
+    """Run under Flower; return its rounds' seconds, CPU seconds if it is all in this process, phases, and weights."""
+    clock, log = CpuClock(), logging.getLogger("flwr")
+    log.addFilter(clock)
+    try:
+        run = launch(config.with_changes(run_dir=str(folder)), Console(file=io.StringIO()))
+    finally:
+        log.removeFilter(clock)
+    rounds = [record["seconds"] for record in run.rounds()[1:]]
+    busy = [(s["training"] + s["generating"]) / workers + s["evaluate"] for s in rounds]
+    cpu = [end - begin for begin, end in pairwise(clock.ends)]
+    return {"seconds": round_seconds(run), "cpu": cpu, "busy": busy, "weights": RunDirectory(folder).load_model()}
+
+
+def check_same(bare: Arrays, flower: Arrays, what: str) -> None:
+    """Stop if the comparison would not be one."""
+    wrong = [key for key in bare if key not in flower or not np.array_equal(bare[key], flower[key])]
+    if wrong or bare.keys() != flower.keys():
+        sys.exit(f"{what}: the bare loop and Flower end with different weights ({', '.join(wrong) or 'names'})")
+
+
+def compare(name: str, keys: dict[str, Any], options: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
+    """One model's lines: bare, inline and perhaps Ray, in turns so that a busy moment of the machine hits all."""
+    workers = 10 if options.device == "cuda" else 1
+    values = {**COMMON, **keys, "device": options.device, "rounds": options.rounds, "backend": "inline"}
+    config = parse_config({**values, "actors": workers})
+    loop, timed = BareLoop(config, workers), [Turns("bare")]
+    backends = {"inline": config}
+    if options.ray:
+        backends["ray"] = config.with_changes(backend="ray", actors=5 if options.device == "cuda" else 1)
+    timed += [Turns(backend) for backend in backends]
+    for turn in range(options.repeats):
+        taken, cpu, weights = loop.run()
+        timed[0].seconds.append(taken[1:])  # as of a run, whose log has no beginning of the first
+        timed[0].cpu.append(cpu[1:])
+        for ways, (backend, its) in zip(timed[1:], backends.items(), strict=True):
+            if backend == "ray" and turn > 0:  # once: it takes long to start
+                continue
+            found = flower_run(its, folder / f"{name.replace(' ', '-')}-{backend}-{turn}", its.actors)
+            ways.seconds.append(found["seconds"])
+            ways.busy.append(found["busy"])
+            if found["cpu"]:
+                ways.cpu.append(found["cpu"])
+            if options.device == "cpu":
+                check_same(weights, found["weights"], f"{name}, {backend}")
+    parameters = sum(array.size for array in weights.values())
+    return [{"model": name, "parameters": parameters, **ways.line(timed[0])} for ways in timed]
+
+
+@dataclass
+class Turns:
+    """One way's rounds, turn by turn: their seconds, and those of CPU time and of training and testing in them."""
+
+    way: str
+    seconds: list[list[float]] = field(default_factory=list)
+    busy: list[list[float]] = field(default_factory=list)
+    cpu: list[list[float]] = field(default_factory=list)
+
+    def line(self, bare: Turns) -> dict[str, Any]:
+        """A line of the table. A turn's median round is set against the bare one's of the same turn."""
+        ratios, cpu = by_turn(self.seconds, bare.seconds), by_turn(self.cpu, bare.cpu)
+        rounds = [second for turn in self.seconds for second in turn]
+        taxes = [1 - b / s for b, s in zip((b for turn in self.busy for b in turn), rounds, strict=False)]
+        over_bare = statistics.median(ratios)
+        return {
+            "way": self.way,
+            "rounds": len(rounds),
+            "seconds_a_round": round(statistics.median(rounds), 4),
+            "over_bare": round(over_bare, 3),
+            "over_bare_by_turn": [round(ratio, 3) for ratio in ratios],
+            "cpu_over_bare": round(statistics.median(cpu), 3) if cpu else None,
+            "tax_by_difference": round(1 - 1 / over_bare, 4),
+            "tax_by_phases": round(statistics.median(taxes), 4) if taxes else None,
+        }
+
+
+def by_turn(mine: Sequence[Sequence[float]], bare: Sequence[Sequence[float]]) -> list[float]:
+    """The median round of each turn over the bare one's of the same turn; Ray has fewer turns."""
+    return [statistics.median(m) / statistics.median(b) for m, b in zip(mine, bare, strict=False)]
+
+
+def table(rows: Sequence[dict[str, Any]], seconds: bool = True) -> str:
+    """What is printed, and shown in the docs without the seconds."""
+    head = ["model", "way", *(["s a round"] if seconds else [])]
+    head += ["round / bare", "CPU / bare", "tax by difference %", "tax by phases %"]
+    cells = []
+    for row in rows:
+        taxes = [row["tax_by_difference"], row["tax_by_phases"]] if row["way"] != "bare" else []
+        cells.append(
+            [
+                row["model"],
+                row["way"],
+                *([f"{row['seconds_a_round']:.3f}"] if seconds else []),
+                f"{row['over_bare']:.2f}",
+                f"{row['cpu_over_bare']:.2f}" if row["cpu_over_bare"] else "–",
+                *([f"{100 * tax:.0f}" for tax in taxes] or ["–", "–"]),
+            ]
+        )
+    return markdown(head, cells)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    parser.add_argument("--ray", action="store_true", help="Flower's Ray simulation too")
+    parser.add_argument("--rounds", type=int, default=6, help="of each run; the first is not timed")
+    parser.add_argument("--repeats", type=int, default=5, help="runs of bare and inline, in turns")
+    parser.add_argument("--small", action="store_true", help="seconds, to try the script")
+    options = parser.parse_args()
+    if options.small:
+        options.rounds, options.repeats = 3, 1
+    models = SMALL if options.small else MODELS
+    let_children_import_models()
+    rows: list[dict[str, Any]] = []
+    with tempfile.TemporaryDirectory(prefix="fedeas-framework-") as folder:
+        for name, keys in models.items():
+            rows += compare(name, keys, options, Path(folder))
+    setting = {"dataset": "digits", **COMMON, "models": models, "rounds": options.rounds, "repeats": options.repeats}
+    write_record(options.out, options.device, setting, rows)
+    print(table(rows))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,155 @@
+"""The benchmarks of whole runs: that they run, that their figures are right, and that the docs say what they found."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+import torch
+
+from fedeas_flwr.data import check_npz
+from fedeas_flwr.runs import RunDirectory
+
+ROOT = Path(__file__).parents[1]
+
+
+@pytest.fixture
+def benchmark(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Import a benchmark by name, as its own folder sees it."""
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+
+    def load(name: str) -> ModuleType:
+        return importlib.import_module(name)
+
+    return load
+
+
+def run_small(script: str, out: Path, cwd: Path) -> tuple[dict[str, Any], str]:
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "benchmarks" / script), "--small", "--out", str(out)],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        cwd=cwd,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )
+    assert done.returncode == 0, done.stderr
+    record = json.loads(out.read_text())
+    assert record["command"].startswith(f"python benchmarks/{script} --small")
+    assert record["environment"]["packages"]["torch"] == torch.__version__.split("+")[0]
+    return record, done.stdout
+
+
+def test_a_bare_loop_and_flower_end_alike_and_are_timed(tmp_path: Path) -> None:
+    """The script itself stops if the weights differ in a bit."""
+    record, printed = run_small("framework.py", tmp_path / "out.json", tmp_path)
+    bare, inline = record["rows"]
+    assert (bare["way"], inline["way"]) == ("bare", "inline")
+    assert bare["rounds"] == inline["rounds"] == 2
+    assert 0 <= inline["tax_by_phases"] < 1
+    assert 0.5 < inline["cpu_over_bare"] < 10
+    assert inline["tax_by_difference"] == pytest.approx(1 - 1 / inline["over_bare"], abs=2e-3)
+    assert "| small-cnn | inline |" in printed
+
+
+def test_growth_runs_each_line_in_a_process_of_its_own(tmp_path: Path) -> None:
+    record, printed = run_small("growth.py", tmp_path / "out.json", tmp_path)
+    few, many = record["rows"]
+    assert (few["growth_of"], many["growth_of"]) == ("clients", "parameters")
+    assert few["clients_a_round"] == many["clients_a_round"] == 10
+    # Float32 arrays to ten clients and back, and a little for the names and shapes.
+    assert many["bytes_a_round"] == pytest.approx(20 * 4 * many["parameters"], rel=1e-3)
+    assert many["own_peak_mb"] > few["own_peak_mb"] + 20, "a million parameters of ten clients take memory"
+    assert few["own_peak_mb"] < few["resident_peak_mb"]
+    assert len(few["own_mb_by_round"]) <= few["rounds"]
+    assert "| clients | 20 |" in printed
+
+
+def test_other_weights_stop_the_comparison(benchmark: Any) -> None:
+    weights = {"w": np.ones(3, np.float32)}
+    near = {"w": np.nextafter(weights["w"], np.float32(2))}
+    check_same = benchmark("framework").check_same
+    check_same(weights, {"w": weights["w"].copy()}, "alike")
+    with pytest.raises(SystemExit, match=r"one bit off: .*different weights"):
+        check_same(weights, near, "one bit off")
+
+
+def test_the_tax_is_what_is_left(benchmark: Any) -> None:
+    """Rounds of 4 s, of which 3.5 s are training and testing, beside bare ones of 3 s; then twice as slow a turn."""
+    turns = benchmark("framework").Turns
+    bare = turns("bare", [[3.0, 3.0, 7.0], [6.0, 6.0, 6.0], [3.0, 2.0, 3.0]])
+    row = turns("inline", [[4.0, 4.0, 9.0], [8.0, 8.0, 1.0]], [[3.5, 3.5, 3.6], [7.0, 7.0, 0.9]]).line(bare)
+    assert row["tax_by_difference"] == 0.25
+    assert row["tax_by_phases"] == 0.125
+    assert row["over_bare"] == 1.333
+    assert row["over_bare_by_turn"] == [1.333, 1.333]
+    assert row["cpu_over_bare"] is None
+    assert bare.line(bare)["tax_by_phases"] is None
+
+
+def test_rounds_are_timed_from_the_log_and_the_first_is_not(benchmark: Any, tmp_path: Path) -> None:
+    (tmp_path / "flower.log").write_text(
+        "2026-01-01 23:59:50,000 INFO Run directory: x\n"
+        "2026-01-01 23:59:52,500 INFO Federation of 3 clients\n"
+        "2026-01-01 23:59:58,000 INFO [round 1/3] accuracy 0.1\n"
+        "2026-01-01 23:59:59,500 INFO something else\nof two lines\n"
+        "2026-01-02 00:00:00,250 INFO [round 2/3] accuracy 0.1\n"
+        "2026-01-02 00:00:01,000 INFO [round 3/3] accuracy 0.1\n"
+    )
+    records, run = benchmark("run_records"), RunDirectory(tmp_path)
+    assert records.round_seconds(run) == [2.25, 0.75]
+    assert records.seconds_to_discover(run) == 2.5
+
+
+def test_memory_is_a_process_and_its_childrens_own(benchmark: Any) -> None:
+    """A child of a child that takes 200 MB; growth is the slope of the second half alone."""
+    grandchild = "x = bytearray(200 << 20); x[::4096] = b'1' * len(x[::4096]); print('there', flush=True); input()"
+    child = subprocess.Popen(
+        [sys.executable, "-c", f"import subprocess, sys; subprocess.run([sys.executable, '-c', {grandchild!r}])"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        assert child.stdout is not None
+        assert child.stdout.readline() == "there\n"
+        memory = benchmark("growth").Memory(psutil.Process(child.pid))
+        memory.note(0)  # finds the child
+        memory.note(0)  # and looks at it
+    finally:
+        child.communicate("\n")
+    assert memory.processes == 2
+    assert 200 << 20 < memory.own[0] < 260 << 20
+    assert memory.resident > memory.own[0]
+    memory.own = {0: 500, 1: 300, 2: 0, 3: 10, 4: 20, 5: 30, 6: 40}
+    assert memory.growth() == pytest.approx(10)
+
+
+@pytest.mark.parametrize(
+    ("name", "parameters"), [("fifty_thousand", 5e4), ("one_million", 1e6), ("eleven_million", 11e6)]
+)
+def test_wide_models_are_as_wide_as_they_say(benchmark: Any, name: str, parameters: float) -> None:
+    for shape in ((8, 8, 1), (32, 32, 3)):
+        model = getattr(benchmark("wide_models"), name)(num_classes=10, image_shape=shape)
+        assert sum(p.numel() for p in model.parameters()) == pytest.approx(parameters, rel=0.03)
+        images = torch.randn(4, shape[2], *shape[:2])
+        assert model(images).shape == (4, 10)
+        # Linear in the image: the mean of the matrices and nothing else.
+        with torch.no_grad():
+            assert torch.allclose(model(2 * images) - model(images), model(images) - model(0 * images), atol=1e-5)
+
+
+def test_random_images_pass_for_the_dataset(benchmark: Any, tmp_path: Path) -> None:
+    benchmark("growth").write_random_images(tmp_path)
+    check_npz("cifar10", tmp_path / "cifar10.npz")
+    with np.load(tmp_path / "cifar10.npz") as arrays:
+        assert np.bincount(arrays["y_train"]).tolist() == [5000] * 10
