@@ -6,7 +6,7 @@ The quickstart's setting (10 clients, α = 0.1, 20 rounds, β = 6; so last-20 is
 `backend = "inline"`, three seeds, the strategies of the registry with their default keys. Runs that are finished are
 not run again, so the same command goes on with an interrupted table. There are seeds × (2 × strategies + 4) runs, each
 some 10 s of a slow core, two at once: about a quarter of an hour for all. --seeds and --strategies take less, for a
-look. The time of a step says something only if nothing else ran meanwhile, and --jobs is not more than the cores.
+look.
 """
 
 from __future__ import annotations
@@ -119,29 +119,24 @@ def measured(row: Row, seeds: Sequence[int], folder: Path) -> dict[str, Any]:
         "peak": [summary["peak"] for summary in summaries],
         "images": [summary["total_generated"] for summary in summaries],
         "steps": [sum(record["steps"] for record in records) for records in rounds],
-        # By the median round: a run's first, and a machine that is busy for a while, say nothing of the strategy.
-        "seconds_a_step": [
-            statistics.median(record["seconds"]["training"] / record["steps"] for record in records)
-            for records in rounds
-        ],
     }
 
 
 def table(found: Sequence[dict[str, Any]]) -> str:
-    """Markdown; steps and the seconds of one as multiples of FedAvg's with nothing done."""
+    """Markdown; steps as multiples of FedAvg's with nothing done."""
     base = next((f for f in found if (f["strategy"], f["against_skew"]) == ("fedavg", "nothing")), None)
     lines = [
-        "| strategy | against skew | last-20 % | images generated | steps | time of a step |",
-        "|---|---|---|---|---|---|",
+        "| strategy | against skew | last-20 % | images generated | steps |",
+        "|---|---|---|---|---|",
     ]
     for line in found:
-        ratios = [f"{sum(line[key]) / sum(base[key]):.2f} ×" if base else "–" for key in ("steps", "seconds_a_step")]
+        steps = f"{sum(line['steps']) / sum(base['steps']):.2f} ×" if base else "–"
         cells = [
             line["strategy"],
             line["against_skew"],
             spread(line["last_20"]),
             f"{statistics.mean(line['images']):,.0f}",
-            *ratios,
+            steps,
         ]
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines) + "\n"

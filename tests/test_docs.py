@@ -125,3 +125,14 @@ def test_the_readmes_speeds_are_the_committed_ones() -> None:
     outside = seconds["aggregate"] + seconds["gamma_hat"]
     assert f"took {outside + seconds['clients'] + seconds['evaluate']:.0f} s in bf16" in README
     assert f"{100 * outside / (outside + seconds['clients'] + seconds['evaluate']):.0f} %" in README
+
+
+def test_the_table_of_all_strategies_is_the_committed_one() -> None:
+    table = (ROOT / "results" / "strategies-on-digits" / "table.md").read_text()
+    text = (ROOT / "docs" / "strategies.md").read_text()
+    assert table in text
+    found = json.loads((ROOT / "results" / "strategies-on-digits" / "results.json").read_text())["rows"]
+    assert {row["strategy"] for row in found} == set(ALGORITHMS)
+    mean = {(row["strategy"], row["against_skew"]): sum(row["last_20"]) / len(row["last_20"]) for row in found}
+    gains = [100 * (mean[name, "fedeas"] - mean[name, "nothing"]) for name in ALGORITHMS]
+    assert f"by {min(gains):.0f} to {max(gains):.0f} points" in text
