@@ -49,6 +49,7 @@ def run_small(script: str, out: Path, cwd: Path) -> tuple[dict[str, Any], str]:
     return record, done.stdout
 
 
+@pytest.mark.slow
 def test_a_bare_loop_and_flower_end_alike_and_are_timed(tmp_path: Path) -> None:
     """The script itself stops if the weights differ in a bit."""
     record, printed = run_small("framework.py", tmp_path / "out.json", tmp_path)
@@ -61,6 +62,7 @@ def test_a_bare_loop_and_flower_end_alike_and_are_timed(tmp_path: Path) -> None:
     assert "| small-cnn | inline |" in printed
 
 
+@pytest.mark.slow
 def test_growth_runs_each_line_in_a_process_of_its_own(tmp_path: Path) -> None:
     record, printed = run_small("growth.py", tmp_path / "out.json", tmp_path)
     few, many = record["rows"]

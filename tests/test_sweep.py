@@ -93,6 +93,7 @@ def swept(tmp_path_factory: pytest.TempPathFactory) -> Killed:
     return Killed(place, victim.name, orphan.name, then, started, fedeas(*DOCUMENTED[0], cwd=place))
 
 
+@pytest.mark.slow
 def test_a_killed_sweep_does_only_what_was_left(swept: Killed) -> None:
     assert swept.again.returncode == 0, swept.again.stdout + swept.again.stderr
     assert 2 <= len(swept.rounds_then) < 6, "the run was over before the signal came"
@@ -112,6 +113,7 @@ def test_a_killed_sweep_does_only_what_was_left(swept: Killed) -> None:
     assert len(list(swept.folder.glob("policy-*"))) == 4
 
 
+@pytest.mark.slow
 def test_a_finished_sweep_does_nothing(swept: Killed) -> None:
     before = {path: path.stat().st_mtime_ns for path in swept.folder.glob("policy-*/**/*")}
     done = fedeas(*DOCUMENTED[0], cwd=swept.place)
@@ -119,6 +121,7 @@ def test_a_finished_sweep_does_nothing(swept: Killed) -> None:
     assert before == {path: path.stat().st_mtime_ns for path in swept.folder.glob("policy-*/**/*")}
 
 
+@pytest.mark.slow
 def test_the_results_are_the_runs(swept: Killed) -> None:
     record = json.loads((swept.folder / "sweep.json").read_text())
     assert record["grid"] == {"policy": ["none", "oversample"], "seed": [1, 2]}
@@ -136,6 +139,7 @@ def test_the_results_are_the_runs(swept: Killed) -> None:
     assert rows[0]["state"] == "finished" and rows[0]["rounds_done"] == "6"
 
 
+@pytest.mark.slow
 def test_another_sweep_is_refused_and_more_seeds_are_not(swept: Killed) -> None:
     words = [word.replace("rounds=6", "rounds=9") for word in DOCUMENTED[0]]
     done = fedeas(*words, cwd=swept.place)
@@ -146,6 +150,7 @@ def test_another_sweep_is_refused_and_more_seeds_are_not(swept: Killed) -> None:
     make_sweep(base, ["policy=none", "seed=1,2,3"], swept.folder)._check_same()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("words", DOCUMENTED[1:], ids=" ".join)
 def test_the_documented_commands_about_runs(swept: Killed, tmp_path: Path, words: list[str]) -> None:
     shutil.copytree(swept.folder, tmp_path / "runs" / "first")
@@ -369,6 +374,7 @@ def test_two_sweeps_in_one_folder_are_refused(quick: Path) -> None:
         run_sweep(make_sweep(base(), ["seed=1"], quick), 1, 1, Heard())
 
 
+@pytest.mark.slow
 def test_a_failing_run_in_the_shell_is_listed_and_the_rest_is_done(tmp_path: Path) -> None:
     words = ("policy=none", "rounds=1", "local-epochs=1", "backend=inline", "--retries", "0", "--out", "out")
     grid = ("--grid", "clients=2000,4")
