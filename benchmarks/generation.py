@@ -99,7 +99,9 @@ def write_down(options: argparse.Namespace, folder: Path, device: str, rows: lis
     if options.out is None:
         return
     result = {
-        "command": shlex.join([Path(sys.executable).name, *sys.argv]),
+        "command": shlex.join(
+            Path(word).name if Path(word).is_absolute() else word for word in [sys.executable, *sys.argv]
+        ),
         "hardware": torch.cuda.get_device_name() if device.startswith("cuda") else f"{platform.machine()} CPU",
         "versions": {name: version(name) for name in ("torch", "diffusers", "numpy", "ray")},
         "python": platform.python_version(),

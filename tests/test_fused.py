@@ -2,20 +2,13 @@
 
 from __future__ import annotations
 
-import os
-
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
-
-pytest.importorskip("triton", reason="needs Triton, which comes with torch's CUDA builds")
-if not torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1":
-    pytest.skip("needs a GPU, or TRITON_INTERPRET=1", allow_module_level=True)
+from triton_here import DEVICE  # first: it skips where Triton is not there
 
 from fedeas_flwr.generators import fused
-
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 @pytest.fixture(autouse=True)
