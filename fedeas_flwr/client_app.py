@@ -35,9 +35,7 @@ from fedeas_flwr.strategies.client_part import ClientRound
 from fedeas_flwr.strategies.clipping import clips_update
 from fedeas_flwr.streams import stream
 from fedeas_flwr.training import (
-    Engine,
     Normaliser,
-    build_engine,
     copy_state,
     evaluate,
     loss_and_view_inputs,
@@ -45,6 +43,7 @@ from fedeas_flwr.training import (
     pick_device,
     recipe,
 )
+from fedeas_flwr.training.pool import EnginePool
 from fedeas_flwr.waterfill import waterfill_count, waterfill_fill
 
 app = ClientApp()
@@ -120,7 +119,8 @@ def train_client(message: Message, context: Context) -> Message:
     )
     inputs = part.prepare(local) | loss_and_view_inputs(config, labels, task.round, client)
     batches = stream(config.seed, "batches", task.round, client)
-    result, *trained = _engine(config, device).train(trainable, buffers, images, labels, batches, inputs)
+    with _engines.lent(config, device, part.objective) as engine:
+        result, *trained = engine.train(trainable, buffers, images, labels, batches, inputs)
     trainable, buffers = (dict(s) if live else plain(s) for s in trained)
     finished = part.finish(local, trainable, buffers)
     needed = (task.accepted_round, task.checkpointed_round)
@@ -187,6 +187,7 @@ _on_gpu: dict[tuple[RunConfig, int, tuple[int, ...]], tuple[torch.Tensor, torch.
 """Images of the clients seen so far, kept on the GPU: all of them together are one dataset and its synthetic images."""
 _opening = threading.Lock()
 _own = threading.local()
+_engines = EnginePool()
 
 
 def _images(
@@ -236,16 +237,8 @@ def _opened_generator(keys: tuple[tuple[str, Any], ...], device: str) -> Generat
     return InProcessService(open_for_run(parse_config(dict(keys)), device))
 
 
-def _engine(config: RunConfig, device: str) -> Engine:
-    """This thread's engine: model, graphs and buffers are kept between clients and rounds."""
-    if getattr(_own, "config", None) != config:
-        _own.engine, _own.config = build_engine(config, device, client_part(config).objective), config
-    engine: Engine = _own.engine
-    return engine
-
-
 def _tested_model(config: RunConfig, device: str) -> torch.nn.Module:
-    """This thread's network for testing, kept like its engine; its weights come with every message."""
+    """This thread's network for testing, kept like the engines; its weights come with every message."""
     if getattr(_own, "tested_config", None) != config:
         _own.tested, _own.tested_config = network(config).to(device), config
     model: torch.nn.Module = _own.tested

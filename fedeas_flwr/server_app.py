@@ -144,6 +144,8 @@ def central_test(config: RunConfig, clients: int, device: str) -> Evaluate:
     data = federated_data(config, clients)
     images, labels = (torch.tensor(array, device=device) for array in data.global_test())
     model = network(config).to(device)
+    if device == "cuda":
+        model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     normalise = Normaliser(data.dataset.mean, data.dataset.std, device)
 
     def test(trainable: Arrays, buffers: Arrays) -> dict[str, Any]:

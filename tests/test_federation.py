@@ -42,7 +42,7 @@ def toy_app(misbehave: Callable[[int, Message], Message | None] = lambda client,
         value = VALUES[client]
         trained = {"w": np.full(2, value, np.float32)}
         buffers = {"n": np.array(client + 2, np.int64), "mean": np.array([value], np.float32)}
-        report = TrainReport(client, EXAMPLES[client], value, 1, 10 * client, 0, 0.0, 0.0)
+        report = TrainReport(client, EXAMPLES[client], value, EXAMPLES[client] // 10, 10 * client, 0, 0.0, 0.0)
         return messages.train_reply(message, report, trained, buffers, {})
 
     return app
@@ -81,6 +81,17 @@ def test_order_of_arrival_does_not_change_a_bit(tmp_path: Path) -> None:
     first, _ = federation(tmp_path / "a", toy_app()).train_round(START)
     second, _ = federation(tmp_path / "b", toy_app(), ShuffledGrid).train_round(START)
     assert first.trainable["w"].tobytes() == second.trainable["w"].tobytes()
+
+
+def test_the_largest_client_is_asked_first_once_it_is_known(tmp_path: Path) -> None:
+    asked: list[int] = []
+    federated = federation(tmp_path, toy_app(lambda client, message: asked.append(client)))
+    state, _ = federated.train_round(START)
+    state, _ = federated.train_round(state)
+    assert asked == [0, 1, 2, 2, 0, 1]
+    federated._steps.pop(1)  # not seen yet, so its images are still to be made
+    federated.train_round(state)
+    assert asked[6:] == [1, 2, 0]
 
 
 def misbehaviours() -> dict[str, Callable[[int, Message], Message | None]]:

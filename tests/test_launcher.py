@@ -9,7 +9,26 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from fedeas_flwr.training.launcher import Launcher
+from fedeas_flwr.training.launcher import AHEAD, Launcher
+
+
+class Stream(str):
+    """A stream by name, on which everything is done at once, or nothing until it is let go."""
+
+    def __new__(cls, name: str, stuck: bool = False) -> Stream:
+        stream = super().__new__(cls, name)
+        stream.let_go = threading.Event()
+        if not stuck:
+            stream.let_go.set()
+        return stream
+
+    let_go: threading.Event
+
+    def record_event(self) -> Stream:
+        return self
+
+    def query(self) -> bool:
+        return self.let_go.is_set()
 
 
 @pytest.fixture
@@ -29,7 +48,7 @@ def test_jobs_run_on_their_own_stream_in_order_and_in_turns(current: list[str]) 
             launched.append((name, number))
 
         together.wait()
-        launcher.run(name, [lambda n=n: launch(n) for n in range(200)])
+        launcher.run(Stream(name), [lambda n=n: launch(n) for n in range(200)])
 
     with ThreadPoolExecutor(3) as pool:
         list(pool.map(work, "abc"))
@@ -46,11 +65,23 @@ def test_a_failing_launch_is_raised_to_its_owner_and_the_others_go_on(current: l
         raise ValueError("no such kernel")
 
     with ThreadPoolExecutor(2) as pool:
-        bad = pool.submit(launcher.run, "bad", [lambda: None, fail, lambda: done.append("after the failure")])
-        good = pool.submit(launcher.run, "good", [lambda: done.append("good")] * 5)
+        bad = pool.submit(launcher.run, Stream("bad"), [lambda: None, fail, lambda: done.append("after the failure")])
+        good = pool.submit(launcher.run, Stream("good"), [lambda: done.append("good")] * 5)
         with pytest.raises(ValueError, match="no such kernel"):
             bad.result(timeout=30)
         good.result(timeout=30)
-    launcher.run("again", [lambda: done.append("again")])
+    launcher.run(Stream("again"), [lambda: done.append("again")])
     assert done == ["good"] * 5 + ["again"]
-    launcher.run("empty", [])
+    launcher.run(Stream("empty"), [])
+
+
+def test_a_stream_that_has_enough_does_not_keep_the_others_waiting(current: list[str]) -> None:
+    launcher, stuck, launched = Launcher(), Stream("stuck", stuck=True), []
+    with ThreadPoolExecutor(1) as pool:
+        job = pool.submit(launcher.run, stuck, [lambda: launched.append("stuck")] * (AHEAD + 3))
+        launcher.run(Stream("free"), [lambda: launched.append("free")] * 100)
+        assert launched.count("free") == 100
+        assert launched.count("stuck") <= AHEAD and not job.done()
+        stuck.let_go.set()
+        job.result(timeout=30)
+    assert launched.count("stuck") == AHEAD + 3

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import numpy as np
@@ -10,14 +11,18 @@ import pytest
 import torch
 from runners import finish, small, weights
 from torch import nn
+from torch.nn import functional as F
 from users_models import with_batchnorm
 
+from fedeas_flwr.config import RunConfig
 from fedeas_flwr.grids import InlineGrid
 from fedeas_flwr.strategies.averaging import weighted_average
-from fedeas_flwr.training import Normaliser, Recipe
+from fedeas_flwr.training import Engine, Normaliser, Objective, Recipe
 from fedeas_flwr.training.eager import EagerEngine
 from fedeas_flwr.training.engine import read_state
 from fedeas_flwr.training.graphed import GraphedEngine, batch_table, masked_batchnorm
+from fedeas_flwr.training.one_pixel import one_pixel_convolutions
+from fedeas_flwr.training.pool import EnginePool
 
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
 
@@ -55,6 +60,40 @@ def test_both_engines_take_the_same_steps(samples: int, momentum: float, decay: 
                 )
 
 
+class OnePixel(nn.Module):
+    """8×8 images become maps of one pixel; `second` sees them, `first` sees larger ones, `both` sees either."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.both = (nn.Conv2d(n, 6, 3, padding=1, bias=False) for n in (1, 6, 6))
+        self.norm, self.fc = nn.BatchNorm2d(6), nn.Linear(6, 10)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = F.avg_pool2d(torch.relu(self.both(self.first(x))), 8)
+        return self.fc(torch.relu(self.norm(self.both(self.second(x)))).flatten(1))  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(("momentum", "decay"), [(0.0, 0.0), (0.9, 0.0), (0.9, 0.01)])
+def test_taps_that_meet_padding_alone_are_left_out_of_the_step(momentum: float, decay: float, device: str) -> None:
+    torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = False
+    torch.manual_seed(0)
+    model = OnePixel().to(device)
+    start = read_state(model)
+    recipe, normalise = Recipe(3, 32, 0.05, momentum, decay), Normaliser((0.3,), (0.4,), device)
+    assert one_pixel_convolutions(model, torch.zeros(2, 1, 8, 8, device=device)) == [model.second]
+    eager = EagerEngine(copy.deepcopy(model), recipe, normalise, device)
+    graphed = GraphedEngine(copy.deepcopy(model), recipe, normalise, "fp32", device)
+    images, labels = data(70, device)
+    _, wanted, _ = eager.train(*start, images, labels, np.random.default_rng(0))
+    for _ in range(2):
+        _, trained, _ = graphed.train(*start, images, labels, np.random.default_rng(0))
+        for key, value in wanted.items():
+            torch.testing.assert_close(trained[key], value, rtol=2e-4, atol=2e-5)
+        moved = (trained["second.weight"] != start[0]["second.weight"]).flatten(2).all(dim=(0, 1)).tolist()
+        assert moved == [bool(decay) or tap == 4 for tap in range(9)]
+
+
 def test_a_padded_batch_is_the_short_batch_for_batchnorm() -> None:
     torch.manual_seed(0)
     short, padding = torch.randn(5, 3, 4, 4), 100 * torch.randn(11, 3, 4, 4)
@@ -87,13 +126,13 @@ def test_the_batch_table_holds_every_sample_once_an_epoch() -> None:
 
 
 def test_models_handed_over_live_train_to_the_same_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    sent = finish(small(tmp_path / "bytes", policy="none", model="small-cnn"))
+    sent = finish(small(tmp_path / "bytes", policy="none", model="small-cnn", device="cpu"))
 
     def live_grid(*args: object, **kwargs: object) -> InlineGrid:
         return InlineGrid(*args[:3], workers=2, live=True)  # type: ignore[arg-type]
 
     monkeypatch.setattr("fedeas_flwr.grids.InlineGrid", live_grid)
-    handed_over = finish(small(tmp_path / "live", policy="none", model="small-cnn"))
+    handed_over = finish(small(tmp_path / "live", policy="none", model="small-cnn", device="cpu"))
     assert weights(sent) == weights(handed_over)
 
 
@@ -111,3 +150,25 @@ def test_average_is_the_same_for_arrays_and_tensors() -> None:
         assert arrays[key].shape == tuple(tensors[key].shape)
     by_hand = (3 * states[0]["w"] + states[1]["w"] + 7 * states[2]["w"]) / 11
     np.testing.assert_allclose(arrays["w"], by_hand, rtol=1e-5)
+
+
+def test_engines_are_lent_first_ones_first_and_only_to_one_client_at_a_time(tmp_path: Path) -> None:
+    config, pool = small(tmp_path, policy="none", device="cpu"), EnginePool()
+    objective = Objective()
+
+    def lent(config: RunConfig = config) -> AbstractContextManager[Engine]:
+        return pool.lent(config, "cpu", objective)
+
+    with lent() as first:
+        with lent() as second, lent() as third:
+            assert len({id(engine) for engine in (first, second, third)}) == 3
+        with lent() as again:
+            assert again is second
+    with lent() as engine:
+        assert engine is first
+        with pytest.raises(ZeroDivisionError), lent():
+            raise ZeroDivisionError
+        with lent() as again:
+            assert again is second, "a failure lost the engine"
+    with lent(config.with_changes(learning_rate=0.5)) as other:
+        assert other not in (first, second)

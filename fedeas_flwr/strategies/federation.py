@@ -74,6 +74,7 @@ class Federation:
         self.shares: dict[int, Share] = {}
         self.checkpointed: dict[int, int] = {}
         """Client → the round its state would start from if the server came back from its checkpoint."""
+        self._steps: dict[int, int] = {}
 
     # ------------------------------------------------------------------------------- before the rounds
 
@@ -208,6 +209,7 @@ class Federation:
         if arrays is None:
             raise RunError(f"round {number}: {self.config.strategy} made no model of {len(accepted)} replies")
         reports = [report for _, report, _ in accepted]
+        self._steps |= {report.client: report.steps for report in reports}
         merged = Checkpoint(
             round=number,
             trainable=like_model(messages.to_arrays(arrays), state.trainable),
@@ -253,6 +255,9 @@ class Federation:
                 service=self.service,
             )
             messages.add_task(message, task, buffers, extra)
+        # Largest first, so that it does not end the round alone; before all those who have their images still to make.
+        out.sort(key=lambda message: clients[message.metadata.dst_node_id])
+        out.sort(key=lambda message: -self._steps.get(clients[message.metadata.dst_node_id], 2**63))
         return view.send_and_receive(out, timeout=self.config.round_timeout or None)
 
     def _accept(

@@ -64,8 +64,10 @@ def loss_and_view_inputs(config: RunConfig, labels: torch.Tensor, number: int, c
     return Inputs(constants, {VIEWS: draw_views(info, steps, config.batch_size, draws).to(labels.device)})
 
 
-def build_engine(config: RunConfig, device: str, objective: Objective) -> Engine:
+def build_engine(config: RunConfig, device: str, objective: Objective, rank: int = 0) -> Engine:
     """Build the engine the run-config names; ``auto`` is graphed on a GPU and eager elsewhere.
+
+    Of several engines in a process a GPU serves those of the lowest rank first.
 
     An objective that cannot be captured in a graph is trained eagerly, and that is said.
     """
@@ -79,7 +81,7 @@ def build_engine(config: RunConfig, device: str, objective: Objective) -> Engine
         return EagerEngine(network(config), recipe(config), normalise, device, objective)
     from fedeas_flwr.training.graphed import GraphedEngine
 
-    return GraphedEngine(network(config), recipe(config), normalise, config.precision, objective=objective)
+    return GraphedEngine(network(config), recipe(config), normalise, config.precision, objective=objective, rank=rank)
 
 
 def pick_device(wanted: str, precision: str = "tf32") -> str:

@@ -6,7 +6,7 @@ dicts (float32 weights, buffers of their own kinds) and draw the same batches fr
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -78,24 +78,37 @@ def copy_state(model: nn.Module | Mapping[str, torch.Tensor], trainable: State, 
         if tuple(given[key].shape) != tuple(tensor.shape) or kind != own:
             wanted = f"{own} {list(tensor.shape)}"
             raise ValueError(f"state: {key} is {kind} {list(given[key].shape)}; the model needs {wanted}")
+    # A copy first: arrays from a message may be read-only, and torch warns of those.
+    sources = [a if isinstance(a, torch.Tensor) else torch.from_numpy(np.array(a)) for a in map(given.get, state)]
     with torch.no_grad():
-        for key, tensor in state.items():
-            source = given[key]
-            # A copy first: arrays from a message may be read-only, and torch warns of those.
-            tensor.copy_(source if isinstance(source, torch.Tensor) else torch.from_numpy(np.array(source)))
+        torch._foreach_copy_(list(state.values()), sources)
 
 
-def read_state(
-    model: nn.Module, state: Mapping[str, torch.Tensor] | None = None
+def read_state(model: nn.Module) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """Clone a model's state: what is trained, and the rest."""
+    return clone_state(model.state_dict(), trained_names(model))
+
+
+def trained_names(model: nn.Module) -> set[str]:
+    """Names of the state dict that are trained parameters; tied ones have several."""
+    return {key for key, value in model.named_parameters(remove_duplicate=False) if value.requires_grad}
+
+
+@torch.no_grad()
+def clone_state(
+    state: Mapping[str, torch.Tensor], trained: Collection[str]
 ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-    """Clone a model's state (or one that stands for it): what is trained, and the rest."""
-    names = {key for key, value in model.named_parameters(remove_duplicate=False) if value.requires_grad}
-    trainable: dict[str, torch.Tensor] = {}
-    buffers: dict[str, torch.Tensor] = {}
-    for key, tensor in (model.state_dict() if state is None else state).items():
-        copy = tensor.detach().clone(memory_format=torch.contiguous_format)
-        (trainable if key in names else buffers)[key] = copy
-    return trainable, buffers
+    """Clone a state: what is trained, and the rest.
+
+    In two calls, because every call gives other threads a chance to hold the interpreter, and ten of them do this at
+    once on a GPU. Times one is exact.
+    """
+    whole = {key for key, tensor in state.items() if not tensor.is_floating_point()}
+    copies: dict[str, torch.Tensor] = {}
+    for keys in ([key for key in state if key not in whole], [key for key in state if key in whole]):
+        if keys:
+            copies |= zip(keys, torch._foreach_mul([state[key] for key in keys], 1), strict=True)
+    return {k: copies[k] for k in state if k in trained}, {k: copies[k] for k in state if k not in trained}
 
 
 def stream_seed(stream: np.random.Generator) -> int:

@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from fedeas_flwr.training.engine import Recipe, State, TrainResult, copy_state, read_state
+from fedeas_flwr.training.engine import Recipe, State, TrainResult, clone_state, copy_state, trained_names
 from fedeas_flwr.training.images import Normaliser
 from fedeas_flwr.training.launcher import launcher
 from fedeas_flwr.training.objective import (
@@ -36,11 +36,14 @@ from fedeas_flwr.training.objective import (
     named,
     padded_mean,
 )
+from fedeas_flwr.training.one_pixel import one_pixel_convolutions
 from fedeas_flwr.training.views import VIEWS, viewed
 from fedeas_flwr.training.weights import Weights
 
 logger = logging.getLogger(__name__)
 
+_PRIORITIES = 4
+"""Of streams, that torch knows."""
 _capturing = threading.Lock()
 """One capture at a time: entering one waits for the whole device."""
 
@@ -62,6 +65,8 @@ class GraphedEngine:
         ``cuda``; on ``cpu`` the same steps run without graphs, which is how they are tested everywhere.
     objective
         What a step minimises; it is captured too.
+    rank
+        The GPU serves engines of a lower rank first, as far as it has priorities.
     """
 
     def __init__(
@@ -72,17 +77,15 @@ class GraphedEngine:
         precision: str,
         device: str = "cuda",
         objective: Objective = CROSS_ENTROPY,
+        rank: int = _PRIORITIES - 1,
     ) -> None:
         self.recipe, self._normalise, self._precision, self._device = recipe, normalise, precision, device
         self._objective = objective
-        self._stream = torch.cuda.Stream() if device == "cuda" else None  # type: ignore[no-untyped-call]
+        priority = min(rank - _PRIORITIES + 1, 0)  # torch: a lower number goes first
+        self._stream = torch.cuda.Stream(priority=priority) if device == "cuda" else None  # type: ignore[no-untyped-call]
         self._model = model.to(device).train()
         if device == "cuda":
             self._model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-        self._weights = Weights(self._model, halved=precision == "bf16" and device == "cuda")
-        self._state = self._weights.state(self._model)
-        self._fast = fast_layers(self._model) if device == "cuda" and not objective.second_order else None
-        self._momentum = [torch.zeros_like(p) for p in self._weights.masters] if recipe.momentum else []
         self._batch = torch.full((), float(recipe.batch_size), device=device)
         self._row = torch.zeros(1, dtype=torch.long, device=device)
         self._count = torch.zeros((), device=device)
@@ -94,6 +97,20 @@ class GraphedEngine:
         self._tables: dict[str, torch.Tensor] = {}
         self._full: Callable[[], None] | None = None
         self._short: Callable[[], None] | None = None
+        self._state: dict[str, torch.Tensor] = {}
+
+    def _see(self, image: Sequence[int]) -> None:
+        """Get the model ready for the first images, whose shape [H, W, C] is that of all to come."""
+        taps: list[nn.Conv2d] = []
+        changes_gradients = type(self._objective).correct is not Objective.correct
+        if not (self.recipe.weight_decay or changes_gradients or self._objective.second_order):
+            pixels = torch.zeros((2, *image), dtype=torch.uint8, device=self._device)
+            taps = one_pixel_convolutions(self._model, self._normalise(pixels))
+        on_gpu = self._device == "cuda"
+        self._weights = Weights(self._model, halved=self._precision == "bf16" and on_gpu, one_pixel=taps)
+        self._state, self._trained = self._weights.state(self._model), trained_names(self._model)
+        self._fast = fast_layers(self._model) if on_gpu and not self._objective.second_order else None
+        self._momentum = [torch.zeros_like(p) for p in self._weights.masters] if self.recipe.momentum else []
 
     def train(
         self,
@@ -125,7 +142,7 @@ class GraphedEngine:
             self._launch(epoch * self.recipe.epochs)
             if self._fast is not None:
                 self._fast.count_batches(len(table))
-            state = read_state(self._model, self._state)
+            state = clone_state(self._state, self._trained)
             loss = float(self._loss)  # waits for the stream
         seen = full * self.recipe.batch_size + (rest if rest > 1 else 0)
         return TrainResult(loss / max(seen, 1), len(table)), *state
@@ -154,6 +171,9 @@ class GraphedEngine:
         samples, device = len(images), self._device
         if self._full and self._short and samples <= len(self._pixels) and rows <= len(self._table):
             return self._full, self._short
+        self._full = self._short = None  # so that a failure here leaves no graph on buffers that are gone
+        if not self._state:
+            self._see(images.shape[1:])
         # One at least: a capture runs the step, also for a client whose only sample will be skipped.
         samples, rows = max(samples, len(self._pixels) * 3 // 2, 1), max(rows, len(self._table) * 3 // 2, 1)
         self._pixels = torch.zeros((samples, *images.shape[1:]), dtype=torch.uint8, device=device)
@@ -222,8 +242,7 @@ class GraphedEngine:
             torch._foreach_mul_(self._momentum, recipe.momentum)
             torch._foreach_add_(self._momentum, grads)
             grads = self._momentum
-        torch._foreach_add_(weights, grads, alpha=-recipe.learning_rate)
-        self._weights.refresh()
+        self._weights.descend(grads, recipe.learning_rate)
         self._loss.add_(loss.detach() * samples)
         self._row.add_(1)
 

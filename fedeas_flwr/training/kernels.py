@@ -1,13 +1,13 @@
-"""BatchNorm for small maps on a GPU: with the ReLU and the sum around it, forward one kernel, backward one.
+"""BatchNorm for small maps on a GPU: with the ReLU and the sum around it, forward one kernel or two, backward likewise.
 
 A ResNet-18 step on 64 images of 32×32 is some 300 kernels of a few microseconds; half of its time went to BatchNorm and
-what surrounds it. Here a program holds a few channels and reads all their rows, which are few. The number of rows that
-count comes from the device, so that a padded batch costs what a full one does. And a 3×3 convolution of a map of one
-pixel is a matrix product with its centre tap: its other taps meet padding alone, and their gradient is zero.
+what surrounds it. Here a program holds a few channels and some or all of their rows. The number of rows that count
+comes from the device, so that a padded batch costs what a full one does.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -17,105 +17,134 @@ import triton.language as tl
 from torch import nn
 from torch.nn import functional as F
 
-_ELEMENTS = 32_768
-"""Of a map in flight in one program: it waits for memory once for all of them."""
+_ELEMENTS = 4096
+"""Of a map in one program: enough to keep it busy, few enough that a large map gives every multiprocessor some."""
 _SECTOR = 32
 """Bytes that memory delivers at once: a program's channels of one row."""
+_BOTH, _SUMS, _APPLY = 0, 1, 2
+"""A small map's channels are done by one program each; a large map's rows are spread over many, in two launches."""
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _forward_kernel(  # type: ignore[no-untyped-def]
-    x, residual, y, weight, bias, running_mean, running_var, means, inverses, count, pixels, momentum, eps,
+    x, residual, y, weight, bias, running_mean, running_var, means, inverses, partials, count, pixels, momentum, eps,
     M: tl.constexpr, C: tl.constexpr, HAS_RESIDUAL: tl.constexpr, RELU: tl.constexpr, TRACK: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    PHASE: tl.constexpr, PARTS: tl.constexpr, SPAN: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """Statistics of this program's channels over the rows that count, then all rows normalised."""
     channel = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     is_channel = channel < C
+    part = tl.program_id(1)
     number = tl.load(count) * pixels
     # Sums are taken of differences to the first row: a mean far from zero must not drown the variance.
     shift = tl.load(x + channel, mask=is_channel, other=0).to(tl.float32)
-    totals = tl.zeros([ROWS, COLUMNS], tl.float32)
-    squares = tl.zeros([ROWS, COLUMNS], tl.float32)
-    for start in range(0, M, ROWS):
-        row = start + tl.arange(0, ROWS)
-        counts = (row < number)[:, None] & is_channel[None, :]
-        value = tl.load(x + row[:, None] * C + channel[None, :], mask=counts, other=0).to(tl.float32)
-        value = tl.where(counts, value - shift[None, :], 0.0)
-        totals += value
-        squares += value * value
-    moved = tl.sum(totals, 0) / number
-    variance = tl.maximum(tl.sum(squares, 0) / number - moved * moved, 0.0)
-    mean = moved + shift
-    inverse = 1 / tl.sqrt(variance + eps)
-    tl.store(means + channel, mean, mask=is_channel)
-    tl.store(inverses + channel, inverse, mask=is_channel)
-    if TRACK:
-        before = tl.load(running_mean + channel, mask=is_channel, other=0)
-        tl.store(running_mean + channel, before + momentum * (mean - before), mask=is_channel)
-        before = tl.load(running_var + channel, mask=is_channel, other=0)
-        unbiased = variance * number / (number - 1)
-        tl.store(running_var + channel, before + momentum * (unbiased - before), mask=is_channel)
+    if PHASE == 2:
+        total, square = _summed(partials, channel, is_channel, C, PARTS)
+    else:
+        totals = tl.zeros([ROWS, COLUMNS], tl.float32)
+        squares = tl.zeros([ROWS, COLUMNS], tl.float32)
+        for start in range(0, SPAN, ROWS):
+            row = part * SPAN + start + tl.arange(0, ROWS)
+            counts = ((row < number) & (row < (part + 1) * SPAN))[:, None] & is_channel[None, :]
+            value = tl.load(x + row[:, None] * C + channel[None, :], mask=counts, other=0).to(tl.float32)
+            value = tl.where(counts, value - shift[None, :], 0.0)
+            totals += value
+            squares += value * value
+        total = tl.sum(totals, 0)
+        square = tl.sum(squares, 0)
+    if PHASE == 1:
+        tl.store(partials + 2 * part * C + channel, total, mask=is_channel)
+        tl.store(partials + (2 * part + 1) * C + channel, square, mask=is_channel)
+    else:
+        moved = total / number
+        variance = tl.maximum(square / number - moved * moved, 0.0)
+        mean = moved + shift
+        inverse = 1 / tl.sqrt(variance + eps)
+        once = is_channel & (part == 0)
+        tl.store(means + channel, mean, mask=once)
+        tl.store(inverses + channel, inverse, mask=once)
+        if TRACK:
+            before = tl.load(running_mean + channel, mask=once, other=0)
+            tl.store(running_mean + channel, before + momentum * (mean - before), mask=once)
+            before = tl.load(running_var + channel, mask=once, other=0)
+            unbiased = variance * number / (number - 1)
+            tl.store(running_var + channel, before + momentum * (unbiased - before), mask=once)
+        factor = inverse * tl.load(weight + channel, mask=is_channel, other=0).to(tl.float32)
+        offset = tl.load(bias + channel, mask=is_channel, other=0).to(tl.float32)
+        for start in range(0, SPAN, ROWS):
+            row = part * SPAN + start + tl.arange(0, ROWS)
+            inside = ((row < M) & (row < (part + 1) * SPAN))[:, None] & is_channel[None, :]
+            where = row[:, None] * C + channel[None, :]
+            value = tl.load(x + where, mask=inside, other=0).to(tl.float32)
+            value = (value - mean[None, :]) * factor[None, :] + offset[None, :]
+            if HAS_RESIDUAL:
+                value += tl.load(residual + where, mask=inside, other=0).to(tl.float32)
+            if RELU:
+                value = tl.maximum(value, 0.0)
+            tl.store(y + where, value.to(y.dtype.element_ty), mask=inside)
 
-    factor = inverse * tl.load(weight + channel, mask=is_channel, other=0).to(tl.float32)
-    offset = tl.load(bias + channel, mask=is_channel, other=0).to(tl.float32)
-    for start in range(0, M, ROWS):
-        row = start + tl.arange(0, ROWS)
-        inside = (row < M)[:, None] & is_channel[None, :]
-        where = row[:, None] * C + channel[None, :]
-        value = tl.load(x + where, mask=inside, other=0).to(tl.float32)
-        value = (value - mean[None, :]) * factor[None, :] + offset[None, :]
-        if HAS_RESIDUAL:
-            value += tl.load(residual + where, mask=inside, other=0).to(tl.float32)
-        if RELU:
-            value = tl.maximum(value, 0.0)
-        tl.store(y + where, value.to(y.dtype.element_ty), mask=inside)
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _summed(partials, channel, is_channel, C: tl.constexpr, PARTS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The two sums of all parts of the rows."""
+    where = 2 * tl.arange(0, PARTS)[:, None] * C + channel[None, :]
+    first = tl.sum(tl.load(partials + where, mask=is_channel[None, :], other=0), 0)
+    second = tl.sum(tl.load(partials + C + where, mask=is_channel[None, :], other=0), 0)
+    return first, second
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _backward_kernel(  # type: ignore[no-untyped-def]
-    dy, y, x, weight, means, inverses, count, dx, dresidual, dweight, dbias, pixels,
+    dy, y, x, weight, means, inverses, partials, count, dx, dresidual, dweight, dbias, pixels,
     M: tl.constexpr, C: tl.constexpr, HAS_RESIDUAL: tl.constexpr, RELU: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    PHASE: tl.constexpr, PARTS: tl.constexpr, SPAN: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """dx = w/σ (g − mean g − x̂ · mean g x̂) over the rows that count, g the gradient behind the ReLU; 0 elsewhere."""
     channel = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     is_channel = channel < C
+    part = tl.program_id(1)
     number = tl.load(count) * pixels
     mean = tl.load(means + channel, mask=is_channel, other=0)
     inverse = tl.load(inverses + channel, mask=is_channel, other=0)
-    sums = tl.zeros([ROWS, COLUMNS], tl.float32)
-    products = tl.zeros([ROWS, COLUMNS], tl.float32)
-    for start in range(0, M, ROWS):
-        row = start + tl.arange(0, ROWS)
-        counts = (row < number)[:, None] & is_channel[None, :]
-        where = row[:, None] * C + channel[None, :]
-        gradient = tl.load(dy + where, mask=counts, other=0).to(tl.float32)
-        if RELU:
-            gradient = tl.where(tl.load(y + where, mask=counts, other=0).to(tl.float32) > 0, gradient, 0.0)
-        value = tl.load(x + where, mask=counts, other=0).to(tl.float32)
-        sums += gradient
-        products += gradient * (value - mean[None, :]) * inverse[None, :]
-    total = tl.sum(sums, 0)
-    product = tl.sum(products, 0)
-    tl.store(dbias + channel, total, mask=is_channel)
-    tl.store(dweight + channel, product, mask=is_channel)
-
-    factor = inverse * tl.load(weight + channel, mask=is_channel, other=0).to(tl.float32)
-    for start in range(0, M, ROWS):
-        row = start + tl.arange(0, ROWS)
-        inside = (row < M)[:, None] & is_channel[None, :]
-        counts = (row < number)[:, None] & is_channel[None, :]
-        where = row[:, None] * C + channel[None, :]
-        gradient = tl.load(dy + where, mask=counts, other=0).to(tl.float32)
-        if RELU:
-            gradient = tl.where(tl.load(y + where, mask=counts, other=0).to(tl.float32) > 0, gradient, 0.0)
-        if HAS_RESIDUAL:
-            tl.store(dresidual + where, gradient.to(dresidual.dtype.element_ty), mask=inside)
-        value = (tl.load(x + where, mask=counts, other=0).to(tl.float32) - mean[None, :]) * inverse[None, :]
-        gradient = (gradient - total[None, :] / number - value * product[None, :] / number) * factor[None, :]
-        gradient = tl.where(counts, gradient, 0.0)
-        tl.store(dx + where, gradient.to(dx.dtype.element_ty), mask=inside)
+    if PHASE == 2:
+        total, product = _summed(partials, channel, is_channel, C, PARTS)
+    else:
+        sums = tl.zeros([ROWS, COLUMNS], tl.float32)
+        products = tl.zeros([ROWS, COLUMNS], tl.float32)
+        for start in range(0, SPAN, ROWS):
+            row = part * SPAN + start + tl.arange(0, ROWS)
+            counts = ((row < number) & (row < (part + 1) * SPAN))[:, None] & is_channel[None, :]
+            where = row[:, None] * C + channel[None, :]
+            gradient = tl.load(dy + where, mask=counts, other=0).to(tl.float32)
+            if RELU:
+                gradient = tl.where(tl.load(y + where, mask=counts, other=0).to(tl.float32) > 0, gradient, 0.0)
+            value = tl.load(x + where, mask=counts, other=0).to(tl.float32)
+            sums += gradient
+            products += gradient * (value - mean[None, :]) * inverse[None, :]
+        total = tl.sum(sums, 0)
+        product = tl.sum(products, 0)
+    if PHASE == 1:
+        tl.store(partials + 2 * part * C + channel, total, mask=is_channel)
+        tl.store(partials + (2 * part + 1) * C + channel, product, mask=is_channel)
+    else:
+        once = is_channel & (part == 0)
+        tl.store(dbias + channel, total, mask=once)
+        tl.store(dweight + channel, product, mask=once)
+        factor = inverse * tl.load(weight + channel, mask=is_channel, other=0).to(tl.float32)
+        for start in range(0, SPAN, ROWS):
+            row = part * SPAN + start + tl.arange(0, ROWS)
+            inside = ((row < M) & (row < (part + 1) * SPAN))[:, None] & is_channel[None, :]
+            counts = inside & (row < number)[:, None]
+            where = row[:, None] * C + channel[None, :]
+            gradient = tl.load(dy + where, mask=counts, other=0).to(tl.float32)
+            if RELU:
+                gradient = tl.where(tl.load(y + where, mask=counts, other=0).to(tl.float32) > 0, gradient, 0.0)
+            if HAS_RESIDUAL:
+                tl.store(dresidual + where, gradient.to(dresidual.dtype.element_ty), mask=inside)
+            value = (tl.load(x + where, mask=counts, other=0).to(tl.float32) - mean[None, :]) * inverse[None, :]
+            gradient = (gradient - total[None, :] / number - value * product[None, :] / number) * factor[None, :]
+            gradient = tl.where(counts, gradient, 0.0)
+            tl.store(dx + where, gradient.to(dx.dtype.element_ty), mask=inside)
 
 
 class _BatchNorm(torch.autograd.Function):
@@ -127,11 +156,11 @@ class _BatchNorm(torch.autograd.Function):
         residual = None if residual is None else _rows(residual)
         y = torch.empty_like(x)
         means, inverses = torch.empty(2, x.shape[1], device=x.device).unbind()
-        sizes = _sizes(x)
-        _forward_kernel[(triton.cdiv(x.shape[1], sizes["COLUMNS"]),)](
-            x, residual, y, weight, bias, layer.running_mean, layer.running_var, means, inverses, count,
-            x[0, 0].numel(), layer.momentum, layer.eps,
-            HAS_RESIDUAL=residual is not None, RELU=relu, TRACK=layer.track_running_stats, **sizes,
+        _launch(
+            _forward_kernel, x,
+            (x, residual, y, weight, bias, layer.running_mean, layer.running_var, means, inverses),
+            (count, x[0, 0].numel(), layer.momentum, layer.eps),
+            HAS_RESIDUAL=residual is not None, RELU=relu, TRACK=layer.track_running_stats,
         )  # fmt: skip
         ctx.save_for_backward(x, y, weight, means, inverses, count)
         ctx.relu, ctx.has_residual = relu, residual is not None
@@ -144,10 +173,11 @@ class _BatchNorm(torch.autograd.Function):
         dy, dx = _rows(dy), torch.empty_like(x)
         dresidual = torch.empty_like(x) if ctx.has_residual else None
         dweight, dbias = torch.empty(2, x.shape[1], device=x.device).unbind()
-        sizes = _sizes(x)
-        _backward_kernel[(triton.cdiv(x.shape[1], sizes["COLUMNS"]),)](
-            dy, y, x, weight, means, inverses, count, dx, dresidual, dweight, dbias, x[0, 0].numel(),
-            HAS_RESIDUAL=ctx.has_residual, RELU=ctx.relu, **sizes,
+        _launch(
+            _backward_kernel, x,
+            (dy, y, x, weight, means, inverses),
+            (count, dx, dresidual, dweight, dbias, x[0, 0].numel()),
+            HAS_RESIDUAL=ctx.has_residual, RELU=ctx.relu,
         )  # fmt: skip
         return dx, dresidual, dweight, dbias, None, None, None
 
@@ -157,29 +187,19 @@ def _rows(x: torch.Tensor) -> torch.Tensor:
     return x.movedim(1, -1).contiguous().movedim(-1, 1)  # no copy where they are last already
 
 
-def _sizes(x: torch.Tensor) -> dict[str, int]:
-    rows, columns = x.numel() // x.shape[1], _SECTOR // x.element_size()
-    at_once = min(triton.next_power_of_2(rows), _ELEMENTS // columns)
-    warps = min(max(at_once * columns // 1024, 4), 32)
-    return {"M": rows, "C": x.shape[1], "ROWS": at_once, "COLUMNS": columns, "num_warps": warps}
-
-
-class _CentreTap(torch.autograd.Function):
-    """A 3×3 convolution, padded by one, of maps of one pixel."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Any, weight: Any) -> Any:
-        weight = weight.to(x.dtype)
-        ctx.save_for_backward(x, weight)
-        return F.linear(x.flatten(1), weight[:, :, 1, 1])[:, :, None, None]
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, dy: Any) -> Any:
-        x, weight = ctx.saved_tensors
-        dy, dweight = dy.flatten(1), torch.zeros_like(weight)
-        dweight[:, :, 1, 1] = dy.t() @ x.flatten(1)
-        return (dy @ weight[:, :, 1, 1])[:, :, None, None], dweight
+def _launch(kernel: Any, x: torch.Tensor, before: Sequence[Any], after: Sequence[Any], **constants: Any) -> None:
+    """Run a kernel on all channels and rows of ``x``: at once, or first the parts' sums and then what needs them."""
+    channels, rows, columns = x.shape[1], x.numel() // x.shape[1], _SECTOR // x.element_size()
+    parts = min(triton.next_power_of_2(triton.cdiv(rows * columns, _ELEMENTS)), 64)
+    parts = parts if parts > 2 else 1  # a second launch costs more than it brings
+    span = triton.cdiv(rows, parts)
+    at_once = min(triton.next_power_of_2(span), 2 * _ELEMENTS // columns)
+    partials = torch.empty(parts, 2, channels, device=x.device) if parts > 1 else None
+    for phase in [_SUMS, _APPLY] if parts > 1 else [_BOTH]:
+        kernel[(triton.cdiv(channels, columns), parts)](
+            *before, partials, *after, M=rows, C=channels, PHASE=phase, PARTS=parts, SPAN=span, ROWS=at_once,
+            COLUMNS=columns, num_warps=min(max(at_once * columns // 1024, 4), 16), **constants,
+        )  # fmt: skip
 
 
 class FastLayers:
@@ -188,8 +208,7 @@ class FastLayers:
     Parameters
     ----------
     model
-        On a GPU. BatchNorm and padded 3×3 convolutions are known, and torchvision's ResNets with basic blocks, where
-        ReLU and the sum are merged too.
+        On a GPU. BatchNorm is known, and torchvision's ResNets with basic blocks, whose ReLUs and sums are merged too.
 
     Attributes
     ----------
@@ -215,8 +234,6 @@ class FastLayers:
                 module.forward = partial(self._batchnorm, module)  # type: ignore[method-assign]
                 if module.num_batches_tracked is not None:
                     self._counters.append(module.num_batches_tracked)
-            elif isinstance(module, nn.Conv2d) and _may_meet_padding_alone(module):
-                module.forward = partial(_convolution, module)  # type: ignore[method-assign]
             elif isinstance(module, BasicBlock):
                 module.forward = partial(self._basic_block, module)
             elif isinstance(module, ResNet):
@@ -250,15 +267,3 @@ class FastLayers:
             x = layer(x)
         logits: torch.Tensor = model.fc(torch.flatten(model.avgpool(x), 1))
         return logits
-
-
-def _may_meet_padding_alone(layer: nn.Conv2d) -> bool:
-    known = (layer.kernel_size, layer.stride, layer.padding, layer.dilation) == ((3, 3), (1, 1), (1, 1), (1, 1))
-    return known and layer.groups == 1 and layer.bias is None and layer.padding_mode == "zeros"
-
-
-def _convolution(layer: nn.Conv2d, x: torch.Tensor) -> torch.Tensor:
-    if layer.training and x.shape[2:] == (1, 1):
-        y: torch.Tensor = _CentreTap.apply(x, layer.weight)  # type: ignore[no-untyped-call]
-        return y
-    return type(layer).forward(layer, x)

@@ -1,25 +1,40 @@
 """One thread that launches the work of all of a process's engines in turn.
 
 Ten threads that launch graphs get in each other's way: in the driver, and at Python's interpreter lock. One thread can
-launch for all of them several times faster than the GPU works it off, and takes turns, so that no stream runs dry.
+launch for all of them several times faster than the GPU works it off. It takes turns, so that no stream runs dry, and
+stays only a few steps ahead of each: the driver would make it wait at a stream that has many, and the others with it.
 """
 
 from __future__ import annotations
 
 import threading
+import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any
 
 import torch
 
+AHEAD = 4
+"""Pieces of work that wait on a stream: some milliseconds, which covers whatever keeps this thread from coming."""
+PAUSE = 1e-4
+"""Seconds between two looks at streams that all have enough."""
+
 
 class _Job:
     def __init__(self, stream: Any, launches: Sequence[Callable[[], object]]) -> None:
         self.stream, self.launches, self.next = stream, launches, 0
+        self.waiting: deque[Any] = deque()
         self.done, self.error = threading.Event(), None
 
     error: BaseException | None
+
+    def has_enough(self) -> bool:
+        """Whether its stream has work for a while."""
+        while self.waiting and self.waiting[0].query():
+            self.waiting.popleft()
+        return len(self.waiting) >= AHEAD
 
     def launch_one(self) -> bool:
         """Launch the next piece; say whether there is another."""
@@ -28,6 +43,7 @@ class _Job:
                 torch.cuda.set_stream(self.stream)
                 self.launches[self.next]()
                 self.next += 1
+                self.waiting.append(self.stream.record_event())
         except BaseException as error:  # it belongs to whoever waits for the job
             self.error, self.next = error, len(self.launches)
         if self.next < len(self.launches):
@@ -62,7 +78,11 @@ class Launcher:
                     self._arrived.wait()
                 active += self._new
                 self._new.clear()
-            active = [job for job in active if job.launch_one()]
+            ready = [job for job in active if not job.has_enough()]
+            ended = {job for job in ready if not job.launch_one()}
+            active = [job for job in active if job not in ended]
+            if not ready:
+                time.sleep(PAUSE)
 
 
 @lru_cache(maxsize=1)

@@ -10,6 +10,8 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
+from fedeas_flwr.training.one_pixel import use_centre_tap
+
 
 class Weights:
     """A model's trained parameters by name.
@@ -20,52 +22,70 @@ class Weights:
         On its device and in its memory format. With ``halved``, its matrices and kernels become bfloat16.
     halved
         Whether the model is to compute in bfloat16.
+    one_pixel
+        Convolutions of which the centre taps alone are trained (one_pixel.py).
 
     Attributes
     ----------
-    names, masters
-        Of all trained parameters: float32, and what is copied in, stepped and read out.
+    names, parameters, masters
+        Of all that is trained: what it is called, what the loss is differentiated by, and its float32 values.
     """
 
-    def __init__(self, model: nn.Module, halved: bool) -> None:
+    def __init__(self, model: nn.Module, halved: bool, one_pixel: Sequence[nn.Conv2d] = ()) -> None:
         trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+        layers = {id(layer.weight): layer for layer in one_pixel}
+        trained.sort(key=lambda pair: id(pair[1]) in layers)  # those last, so that the others are one piece
         self.names = [name for name, _ in trained]
         self.parameters: list[torch.Tensor] = [p for _, p in trained]
-        self.masters: list[torch.Tensor] = list(self.parameters)
-        large = [i for i, p in enumerate(self.parameters) if halved and p.dim() > 1 and p.dtype == torch.float32]
-        size = sum(self.parameters[i].numel() for i in large)
+        self._wholes: list[torch.Tensor] = [p.detach() for p in self.parameters]
+        self._halved = [i for i, p in enumerate(self.parameters) if halved and p.dim() > 1 and p.dtype == torch.float32]
+        self._dense = len(trained) - len(layers)
+        sizes = [self.parameters[i].numel() for i in self._halved]
+        self._moving = sum(size for i, size in zip(self._halved, sizes, strict=True) if i < self._dense)
         device = self.parameters[0].device
-        self._whole, self._half = torch.empty(size, device=device), torch.empty(0, dtype=torch.bfloat16)
-        if halved:
-            self._half = torch.empty(size, dtype=torch.bfloat16, device=device)
+        self._whole = torch.empty(sum(sizes), device=device)
+        self._half = torch.empty(sum(sizes), dtype=torch.bfloat16, device=device)
         start = 0
-        for i in large:
+        for i, size in zip(self._halved, sizes, strict=True):
             parameter = self.parameters[i]
             shape, strides = parameter.shape, parameter.stride()  # channels last, where the model is
-            self.masters[i] = self._whole[start : start + parameter.numel()].as_strided(shape, strides, start)
-            self.masters[i].copy_(parameter.detach())
-            parameter.data = self._half[start : start + parameter.numel()].as_strided(shape, strides, start)
-            start += parameter.numel()
-        self._large = large
-        self._gradients = [torch.zeros_like(self.masters[i]) for i in large]
+            self._wholes[i] = self._whole[start : start + size].as_strided(shape, strides, start)
+            self._wholes[i].copy_(parameter.detach())
+            parameter.data = self._half[start : start + size].as_strided(shape, strides, start)
+            start += size
+        self.masters = list(self._wholes)
+        for i in range(self._dense, len(trained)):
+            self.parameters[i] = use_centre_tap(layers[id(trained[i][1])])
+            self.masters[i] = self._wholes[i][:, :, 1, 1]
+        self._gradients = [torch.zeros_like(self.masters[i]) for i in self._halved]
         self.refresh()
 
     def whole_gradients(self, gradients: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Gradients of `parameters` as float32."""
         whole = list(gradients)
-        if self._large:
-            torch._foreach_copy_(self._gradients, [gradients[i] for i in self._large])
-            for i, gradient in zip(self._large, self._gradients, strict=True):
+        if self._halved:
+            torch._foreach_copy_(self._gradients, [gradients[i] for i in self._halved])
+            for i, gradient in zip(self._halved, self._gradients, strict=True):
                 whole[i] = gradient
         return whole
 
     @torch.no_grad()
+    def descend(self, directions: Sequence[torch.Tensor], rate: float) -> None:
+        """Move the masters by ``-rate`` times the directions, and the model with them."""
+        dense = self._dense
+        torch._foreach_add_(self.masters[:dense], list(directions[:dense]), alpha=-rate)
+        self._half[: self._moving].copy_(self._whole[: self._moving])
+        for i in range(dense, len(self.masters)):  # with gaps between their rows, so not in one launch with the others
+            self.masters[i].add_(directions[i], alpha=-rate)
+            if self.parameters[i].dtype != self.masters[i].dtype:
+                self.parameters[i].copy_(self.masters[i])
+
+    @torch.no_grad()
     def refresh(self) -> None:
-        """Let the model compute with what the masters are now."""
-        if self._large:
-            self._half.copy_(self._whole)
+        """Let the model compute with what the masters are now, all of them."""
+        self._half.copy_(self._whole)
 
     def state(self, model: nn.Module) -> dict[str, torch.Tensor]:
-        """The model's state dict with the masters in it."""
-        masters = dict(zip(self.names, self.masters, strict=True))
-        return {key: masters.get(key, tensor).detach() for key, tensor in model.state_dict().items()}
+        """The model's state dict in float32, in the memory that is trained."""
+        wholes = dict(zip(self.names, self._wholes, strict=True))
+        return {key: wholes.get(key, tensor).detach() for key, tensor in model.state_dict().items()}
