@@ -26,6 +26,7 @@ from torch import nn
 from fedeas_flwr.training.engine import Recipe, State, TrainResult, clone_state, copy_state, trained_names
 from fedeas_flwr.training.images import Normaliser
 from fedeas_flwr.training.launcher import launcher
+from fedeas_flwr.training.losses import cross_entropy
 from fedeas_flwr.training.objective import (
     CROSS_ENTROPY,
     NO_INPUTS,
@@ -111,6 +112,14 @@ class GraphedEngine:
         self._state, self._trained = self._weights.state(self._model), trained_names(self._model)
         self._fast = fast_layers(self._model) if on_gpu and not self._objective.second_order else None
         self._momentum = [torch.zeros_like(p) for p in self._weights.masters] if self.recipe.momentum else []
+        self._descent: Any = None
+        self._cross_entropy = cross_entropy
+        if self._fast is not None:
+            from fedeas_flwr.training import step_kernels
+
+            self._cross_entropy = step_kernels.cross_entropy
+            if not (self.recipe.momentum or self.recipe.weight_decay or changes_gradients):
+                self._descent = step_kernels.Descent(self._weights.parameters, self._weights.masters)
 
     def train(
         self,
@@ -193,6 +202,7 @@ class GraphedEngine:
         if self._stream is None:
             return step
         self._count.fill_(2.0)
+        kept = self._descent.begin() if self._descent else None
         for _ in range(3):  # libraries choose their kernels and make their workspaces outside the capture
             self._row.zero_()
             step()
@@ -202,12 +212,14 @@ class GraphedEngine:
         # thread_local: engines of other threads go on allocating and launching meanwhile.
         with torch.cuda.graph(graph, stream=self._stream, capture_error_mode="thread_local"):
             step()
-        return graph.replay
+        if self._descent:
+            self._descent.captured()
+        return lambda kept=kept: graph.replay()  # type: ignore[misc]
 
     def _full_step(self) -> None:
         if self._fast is not None:
             self._fast.count = self._batch
-        self._step(torch.mean, float(self.recipe.batch_size))
+        self._step(torch.mean, self._batch)
 
     def _short_step(self) -> None:
         mask = (torch.arange(self.recipe.batch_size, device=self._device) < self._count).float()
@@ -218,23 +230,39 @@ class GraphedEngine:
         with masked_batchnorm(self._model, mask):
             self._step(padded_mean(mask, self._count), self._count)
 
-    def _step(self, mean: Callable[[torch.Tensor], torch.Tensor], samples: float | torch.Tensor) -> None:
-        chosen = self._table.index_select(0, self._row).view(-1)
-        rows = {name: table.index_select(0, self._row)[0] for name, table in self._tables.items()}
-        pixels = self._pixels.index_select(0, chosen)
-        if VIEWS in rows:
-            pixels = viewed(pixels, rows[VIEWS])
-        images = self._normalise(pixels)  # stored as channels_last already
-        batch = Batch(images, self._labels.index_select(0, chosen), {**self._constants, **rows}, mean)
+    def _step(self, mean: Callable[[torch.Tensor], torch.Tensor], samples: torch.Tensor) -> None:
+        rows = {name: table.index_select(0, self._row)[0] for name, table in self._tables.items() if name != VIEWS}
+        images, labels = self._fetch()
+        batch = Batch(images, labels, {**self._constants, **rows}, mean, self._cross_entropy)
         with torch.autocast(self._device, torch.bfloat16, enabled=self._precision == "bf16", cache_enabled=False):
             loss = self._objective.loss(self._model, batch)
-        self._update(loss, samples, batch.given)
+        gradients = torch.autograd.grad(loss, self._weights.parameters)
+        if self._descent:
+            self._descent(gradients, self.recipe.learning_rate, loss.detach(), self._loss, samples, self._row)
+        else:
+            self._descend(gradients, batch.given)
+            self._loss.add_(loss.detach() * samples)
+            self._row.add_(1)
+
+    def _fetch(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """The batch of this row of the table; images are stored as channels_last already."""
+        views = self._tables.get(VIEWS)
+        if self._fast is not None:
+            from fedeas_flwr.training.step_kernels import fetch
+
+            kind = torch.bfloat16 if self._precision == "bf16" else torch.float32
+            return fetch(self._table, self._row, self._pixels, self._labels, views, self._normalise, kind)
+        chosen = self._table.index_select(0, self._row).view(-1)
+        pixels = self._pixels.index_select(0, chosen)
+        if views is not None:
+            pixels = viewed(pixels, views.index_select(0, self._row)[0])
+        return self._normalise(pixels), self._labels.index_select(0, chosen)
 
     @torch.no_grad()
-    def _update(self, loss: torch.Tensor, samples: float | torch.Tensor, given: Tensors) -> None:
+    def _descend(self, gradients: Sequence[torch.Tensor], given: Tensors) -> None:
         """SGD as torch.optim.SGD does it, on all parameters at once."""
         recipe, names, weights = self.recipe, self._weights.names, self._weights.masters
-        grads = self._weights.whole_gradients(torch.autograd.grad(loss, self._weights.parameters))
+        grads = self._weights.whole_gradients(gradients)
         self._objective.correct(named(names, weights), named(names, grads), given)
         if recipe.weight_decay:
             torch._foreach_add_(grads, weights, alpha=recipe.weight_decay)
@@ -243,8 +271,6 @@ class GraphedEngine:
             torch._foreach_add_(self._momentum, grads)
             grads = self._momentum
         self._weights.descend(grads, recipe.learning_rate)
-        self._loss.add_(loss.detach() * samples)
-        self._row.add_(1)
 
 
 def batch_table(

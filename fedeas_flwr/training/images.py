@@ -11,8 +11,8 @@ class Normaliser:
     """uint8 [N, H, W, C] → float32 [N, C, H, W], by channel mean and deviation on the scale 0 to 1."""
 
     def __init__(self, mean: Sequence[float], std: Sequence[float], device: str) -> None:
-        self._mean = torch.tensor(mean, device=device).view(1, -1, 1, 1)
-        self._std = torch.tensor(std, device=device).view(1, -1, 1, 1)
+        self.mean = torch.tensor(mean, device=device).view(1, -1, 1, 1)
+        self.std = torch.tensor(std, device=device).view(1, -1, 1, 1)
 
     def __call__(self, pixels: torch.Tensor) -> torch.Tensor:
-        return (pixels.permute(0, 3, 1, 2).float() / 255 - self._mean) / self._std
+        return (pixels.permute(0, 3, 1, 2).float() / 255 - self.mean) / self.std

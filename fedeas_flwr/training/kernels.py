@@ -191,9 +191,9 @@ def _launch(kernel: Any, x: torch.Tensor, before: Sequence[Any], after: Sequence
     """Run a kernel on all channels and rows of ``x``: at once, or first the parts' sums and then what needs them."""
     channels, rows, columns = x.shape[1], x.numel() // x.shape[1], _SECTOR // x.element_size()
     parts = min(triton.next_power_of_2(triton.cdiv(rows * columns, _ELEMENTS)), 64)
-    parts = parts if parts > 2 else 1  # a second launch costs more than it brings
+    parts = parts if parts > 4 else 1  # a second launch costs more than it brings
     span = triton.cdiv(rows, parts)
-    at_once = min(triton.next_power_of_2(span), 2 * _ELEMENTS // columns)
+    at_once = min(triton.next_power_of_2(span), 4 * _ELEMENTS // columns)
     partials = torch.empty(parts, 2, channels, device=x.device) if parts > 1 else None
     for phase in [_SUMS, _APPLY] if parts > 1 else [_BOTH]:
         kernel[(triton.cdiv(channels, columns), parts)](
@@ -265,5 +265,7 @@ class FastLayers:
         x = model.maxpool(self._batchnorm(model.bn1, model.conv1(x), relu=True))
         for layer in (model.layer1, model.layer2, model.layer3, model.layer4):
             x = layer(x)
-        logits: torch.Tensor = model.fc(torch.flatten(model.avgpool(x), 1))
+        if x.shape[2:] != (1, 1) or model.avgpool.output_size not in (1, (1, 1)):
+            x = model.avgpool(x)
+        logits: torch.Tensor = model.fc(torch.flatten(x, 1))
         return logits

@@ -7,6 +7,7 @@ stays only a few steps ahead of each: the driver would make it wait at a stream 
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
 from collections import deque
@@ -20,6 +21,9 @@ AHEAD = 4
 """Pieces of work that wait on a stream: some milliseconds, which covers whatever keeps this thread from coming."""
 PAUSE = 1e-4
 """Seconds between two looks at streams that all have enough."""
+
+SWITCH = 5e-4
+"""Seconds after which Python takes the interpreter from a thread that others wait for; 10 times that is the default."""
 
 
 class _Job:
@@ -56,6 +60,7 @@ class Launcher:
     """The thread, and the jobs it takes turns with."""
 
     def __init__(self) -> None:
+        sys.setswitchinterval(SWITCH)
         self._new: list[_Job] = []
         self._arrived = threading.Condition()
         threading.Thread(target=self._run, name="launcher", daemon=True).start()

@@ -7,7 +7,7 @@ are of what the client trains on, added images included; they are used where the
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 from torch.nn import functional as F
@@ -16,10 +16,23 @@ WEIGHTS, OFFSETS = "class-weights", "logit-offsets"
 """Names of the constants; without either the loss is plain cross-entropy."""
 
 
-def sample_losses(logits: torch.Tensor, labels: torch.Tensor, given: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """Loss of each sample, ``[B]``: w_y · (−log softmax(z + o)_y), with w = 1 or o = 0 where they are not given."""
+def cross_entropy(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """−log softmax(z)_y of each sample, ``[B]``."""
+    return F.cross_entropy(logits, labels, reduction="none")
+
+
+def sample_losses(
+    logits: torch.Tensor,
+    labels: torch.Tensor,
+    given: Mapping[str, torch.Tensor],
+    entropy: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] = cross_entropy,
+) -> torch.Tensor:
+    """Loss of each sample, ``[B]``: w_y · (−log softmax(z + o)_y), with w = 1 or o = 0 where they are not given.
+
+    ``entropy`` computes what `cross_entropy` does, perhaps faster.
+    """
     adjusted = logits + given[OFFSETS] if OFFSETS in given else logits
-    losses = F.cross_entropy(adjusted, labels, reduction="none")
+    losses = entropy(adjusted, labels)
     return losses * given[WEIGHTS].index_select(0, labels) if WEIGHTS in given else losses
 
 

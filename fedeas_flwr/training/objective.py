@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.func import functional_call
 
-from fedeas_flwr.training.losses import sample_losses
+from fedeas_flwr.training.losses import cross_entropy, sample_losses
 
 Tensors = Mapping[str, torch.Tensor]
 
@@ -46,6 +46,8 @@ class Batch:
     """The inputs' constants, and this step's row of each of their tables."""
     mean: Callable[[torch.Tensor], torch.Tensor]
     """Of values ``[B]``, over the samples that count: a graph pads a short batch, and the padding does not."""
+    cross_entropy: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] = cross_entropy
+    """Of logits and labels, by sample: the engine's own."""
 
 
 class Objective:
@@ -62,7 +64,7 @@ class Objective:
 
     def losses(self, logits: torch.Tensor, batch: Batch) -> torch.Tensor:
         """Classification loss of each sample, ``[B]``, as the run-config's `loss` has it."""
-        return sample_losses(logits, batch.labels, batch.given)
+        return sample_losses(logits, batch.labels, batch.given, batch.cross_entropy)
 
     def correct(self, weights: Tensors, gradients: Tensors, given: Tensors) -> None:
         """Change the gradients in place, before weight decay and momentum; by default not at all."""

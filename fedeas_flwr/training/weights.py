@@ -19,7 +19,7 @@ class Weights:
     Parameters
     ----------
     model
-        On its device and in its memory format. With ``halved``, its matrices and kernels become bfloat16.
+        On its device and in its memory format. With ``halved``, its matrices, kernels and biases become bfloat16.
     halved
         Whether the model is to compute in bfloat16.
     one_pixel
@@ -38,13 +38,16 @@ class Weights:
         self.names = [name for name, _ in trained]
         self.parameters: list[torch.Tensor] = [p for _, p in trained]
         self._wholes: list[torch.Tensor] = [p.detach() for p in self.parameters]
-        self._halved = [i for i, p in enumerate(self.parameters) if halved and p.dim() > 1 and p.dtype == torch.float32]
+        small = {id(p) for p in self.parameters if p.dim() < 2} - _biases(model)  # BatchNorm's, used in float32
+        self._halved = [
+            i for i, p in enumerate(self.parameters) if halved and id(p) not in small and p.dtype == torch.float32
+        ]
         self._dense = len(trained) - len(layers)
-        sizes = [self.parameters[i].numel() for i in self._halved]
+        sizes = [-self.parameters[i].numel() // 64 * -64 for i in self._halved]  # each starts at a full memory line
         self._moving = sum(size for i, size in zip(self._halved, sizes, strict=True) if i < self._dense)
         device = self.parameters[0].device
-        self._whole = torch.empty(sum(sizes), device=device)
-        self._half = torch.empty(sum(sizes), dtype=torch.bfloat16, device=device)
+        self._whole = torch.zeros(sum(sizes), device=device)
+        self._half = torch.zeros(sum(sizes), dtype=torch.bfloat16, device=device)
         start = 0
         for i, size in zip(self._halved, sizes, strict=True):
             parameter = self.parameters[i]
@@ -89,3 +92,9 @@ class Weights:
         """The model's state dict in float32, in the memory that is trained."""
         wholes = dict(zip(self.names, self._wholes, strict=True))
         return {key: wholes.get(key, tensor).detach() for key, tensor in model.state_dict().items()}
+
+
+def _biases(model: nn.Module) -> set[int]:
+    """Of the layers that compute in bfloat16: autocast would convert them in every step."""
+    layers = [m for m in model.modules() if isinstance(m, (nn.Linear, nn.modules.conv._ConvNd))]
+    return {id(layer.bias) for layer in layers if layer.bias is not None}
