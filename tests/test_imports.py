@@ -16,7 +16,7 @@ LAYERS = [
     {"waterfill", "allocation", "partition"},
     {"budget_path"},
     {"config", "planning", "choosing", "curves", "data"},
-    {"runs", "client_state", "local_data", "models", "generators", "cache", "upkeep", "augment"},
+    {"runs", "node", "client_state", "local_data", "models", "generators", "cache", "upkeep", "augment"},
     {"messages", "training", "progress", "report", "sweep", "listing"},
     {"grids", "strategies"},
     {"client_app", "server_app"},
