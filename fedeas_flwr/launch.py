@@ -128,10 +128,10 @@ def _run_ray(config: RunConfig, run: RunDirectory, progress: RoundProgress) -> N
         processes = ProcessTree(superlink, mark)
         stack.callback(processes.end)
         _wait_for_port(superlink, port, run)
-        run_id = _submit(stage_app(config, folder / "fedeas"), config, environment, folder, run)
+        run_id = _submit(stage_app(config, folder / "fedeas"), config, environment, folder)
 
         def finished_by_flower() -> str:
-            found = _flwr(["list", "own", "--run-id", run_id], environment, folder, run).get("runs") or [{}]
+            found = flwr_answer(["list", "own", "--run-id", run_id], environment, folder).get("runs") or [{}]
             status = str(found[0].get("status", ""))
             return status if status.startswith("finished") else ""
 
@@ -205,17 +205,18 @@ def ray_resources(config: RunConfig, on_gpu: bool) -> dict[str, float]:
     return resources
 
 
-def _submit(app: Path, config: RunConfig, environment: dict[str, str], folder: Path, run: RunDirectory) -> str:
+def _submit(app: Path, config: RunConfig, environment: dict[str, str], folder: Path) -> str:
     resources = ray_resources(config, pick_device(config.device) == "cuda")
     federation = {"num-supernodes": config.clients, **resources}
     words = " ".join(f"{key}={value}" for key, value in federation.items())
-    answer = _flwr(["run", str(app), "own", "--federation-config", words], environment, folder, run)
+    answer = flwr_answer(["run", str(app), "own", "--federation-config", words], environment, folder)
     if not answer.get("run-id"):
         raise RunError(f"Flower did not start the run: {answer.get('error-message', answer)}")
     return str(answer["run-id"])
 
 
-def _flwr(words: list[str], environment: dict[str, str], folder: Path, run: RunDirectory) -> dict[str, Any]:
+def flwr_answer(words: list[str], environment: dict[str, str], folder: Path) -> dict[str, Any]:
+    """What Flower's command line answers to a command, read from its JSON."""
     done = subprocess.run(
         ["flwr", *words, "--format", "json"], env=environment, cwd=folder, capture_output=True, text=True, check=False
     )
@@ -224,7 +225,7 @@ def _flwr(words: list[str], environment: dict[str, str], folder: Path, run: RunD
         return dict(json.loads(done.stdout[start:])) if start >= 0 else {}
     except json.JSONDecodeError:
         text = " ".join((done.stderr or done.stdout).split())[:300]
-        raise RunError(f"flwr {words[0]} answered: {text}; see {run.path / 'superlink.log'}") from None
+        raise RunError(f"flwr {words[0]} answered: {text}") from None
 
 
 def _follow(

@@ -22,12 +22,14 @@ LAYERS = [
     {"client_app", "server_app"},
     {"mps", "launch", "prepare", "sweep_jobs"},
     {"quickstart", "cli_images", "cli_sweep", "cli_runs", "doctor"},
+    {"deploy"},
     {"cli_doctor", "cli_plan"},
+    {"cli_deploy"},
     {"cli"},
 ]
 """A module imports from its own layer or a lower one (nearer the top of this list), never from a higher one."""
 
-FLOWER = {"messages", "grids", "strategies", "client_app", "server_app", "launch", "doctor"}
+FLOWER = {"messages", "grids", "strategies", "client_app", "server_app", "launch", "doctor", "deploy"}
 TORCH = {"messages", "training", "models", "generators", "data", "strategies", "client_app", "server_app", "doctor"}
 
 
