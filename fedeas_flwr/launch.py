@@ -121,8 +121,8 @@ def _run_ray(config: RunConfig, run: RunDirectory, progress: RoundProgress) -> N
         stack.callback(shutil.rmtree, folder, ignore_errors=True)
         log = stack.enter_context((run.path / "superlink.log").open("ab"))
         mark, port = uuid.uuid4().hex, free_port()
-        environment = own_environment(folder, mark)
-        if pick_device(config.device) == "cuda" and config.mps == "auto":
+        environment = own_environment(folder, mark, config.ray_address)
+        if pick_device(config.device) == "cuda" and config.mps == "auto" and not config.ray_address:
             environment |= stack.enter_context(shared_gpu(folder, environment))
         superlink = _start_superlink(port, environment, folder, log)
         processes = ProcessTree(superlink, mark)
@@ -153,19 +153,22 @@ def stage_app(config: RunConfig, folder: Path) -> Path:
     return folder
 
 
-def own_environment(folder: Path, mark: str) -> dict[str, str]:
-    """Return the environment of processes that share nothing with other Flower or Ray of this machine."""
+def own_environment(folder: Path, mark: str, ray_address: str = "") -> dict[str, str]:
+    """Return the environment of processes that share nothing with other Flower or Ray of this machine.
+
+    ``ray_address`` is the exception somebody asked for: a cluster whose Ray it is.
+    """
     home = folder / "flwr"
     home.mkdir()
     path = os.pathsep.join([os.getcwd(), *filter(None, [os.environ.get("PYTHONPATH")])])  # for models of the user's own
-    # With RAY_ADDRESS Flower would join that cluster, which refuses to be told its size.
+    # With RAY_ADDRESS Flower joins that cluster, unasked, and a cluster refuses to be told its size.
     inherited = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
     return {
         **inherited,
         **QUIET,
         MARK: mark,
         "FLWR_HOME": str(home),
-        "RAY_TMPDIR": str(folder),
+        **({"RAY_ADDRESS": ray_address} if ray_address else {"RAY_TMPDIR": str(folder)}),
         "PYTHONPATH": path,
         "PYTHONUNBUFFERED": "1",
         "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")]),
@@ -198,11 +201,12 @@ def clients_at_once(config: RunConfig, on_gpu: bool) -> int:
 def ray_resources(config: RunConfig, on_gpu: bool) -> dict[str, float]:
     """Return what Ray is told it has and what each client takes of it, in the keys of Flower's federation config."""
     actors = clients_at_once(config, on_gpu)
-    resources: dict[str, float] = {"client-resources-num-cpus": 1, "init-args-num-cpus": actors}
+    resources: dict[str, float] = {"client-resources-num-cpus": 1}
     if on_gpu:  # a client that asks Ray for none is shown none
-        share = leave_sliver(config.gpu_share or 1 / actors)
-        resources |= {"client-resources-num-gpus": share, "init-args-num-gpus": 1}
-    return resources
+        resources["client-resources-num-gpus"] = leave_sliver(config.gpu_share or 1 / actors)
+    if config.ray_address:  # a cluster has what it has; `actors` then says how many clients share one of its GPUs
+        return resources
+    return resources | {"init-args-num-cpus": actors, **({"init-args-num-gpus": 1} if on_gpu else {})}
 
 
 def _submit(app: Path, config: RunConfig, environment: dict[str, str], folder: Path) -> str:

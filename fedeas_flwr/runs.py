@@ -43,6 +43,7 @@ NOT_THE_RUN = (
     "backend",
     "actors",
     "gpu-share",
+    "ray-address",
     "mps",
     "cache-limit",
     "device",

@@ -1,4 +1,4 @@
-"""One generator for a whole simulated federation: a named Ray actor that the clients ask.
+"""One generator for a whole simulated federation: a named Ray actor that the clients ask; on a cluster, one a GPU node.
 
     ServerApp   start_service ──────────► GeneratorService (the actor: loads the model at its first request)
     clients     ServiceGenerator.sample ─► waits with everybody else's requests, is served in full batches
@@ -181,7 +181,7 @@ class InProcessService:
 
 
 class RunningService:
-    """The ServerApp's hold on the actor; `start_service` makes it."""
+    """The ServerApp's hold on the actors; `start_service` makes it. A single machine has one of them."""
 
     def __init__(self, ray: Any, config: RunConfig, device: str) -> None:
         self._ray, self._name = ray, f"fedeas-generator-{uuid.uuid4().hex[:12]}"
@@ -189,48 +189,72 @@ class RunningService:
         # The class is imported by name in the actor's process, which must find the very package that runs here.
         package = str(Path(__file__).resolve().parents[2])
         path = os.pathsep.join([package, *filter(None, [os.environ.get("PYTHONPATH")])])
+        self._nodes = gpu_nodes(ray)
         options = {
-            "name": self._name,
-            **actor_demand(ray, config, device),
+            **actor_demand(ray, config, device, max(1, len(self._nodes))),
             "max_restarts": -1,
             "max_concurrency": 10_000,  # every client may wait at once
             "runtime_env": {"env_vars": {"PYTHONPATH": path}},
         }
-        self._actor = ray.remote(GeneratorService).options(**options).remote(partial(_open, config.outside(), device))
-        self._description = self._actor.describe.remote()
+        make = ray.remote(GeneratorService).options
+        opened = partial(_open, config.outside(), device)
+        places = [{"name": f"{self._name}-{node}", **_only_on(ray, node)} for node in self._nodes]
+        self._actors = [make(**options, **place).remote(opened) for place in places or [{"name": self._name}]]
+        self._descriptions = [actor.describe.remote() for actor in self._actors]
 
     def address(self) -> str:
         """Return what a client needs to ask the service; waits until the model is loaded."""
-        fingerprint, batch = self._get(self._description)
-        return f"{self._name} {fingerprint} {batch}"
+        found = [self._get(description) for description in self._descriptions]
+        fingerprints = {fingerprint for fingerprint, _ in found}
+        if len(fingerprints) > 1:
+            raise ValueError(
+                "generator: the cluster's nodes hold different ones; copy one folder to the same path on all"
+            )
+        return " ".join([self._name, found[0][0], str(min(batch for _, batch in found)), *self._nodes])
 
     def stats(self) -> dict[str, Any]:
-        """Return what the actor's present process has done, or the one before it if that was put to rest."""
+        """Return what the actors' present processes have done, or those before them if they were put to rest."""
         if self._done:
             return self._done
         try:
-            return dict(self._get(self._actor.stats.remote(), timeout=_ANSWER_SECONDS))
+            waiting = [actor.stats.remote() for actor in self._actors]
+            found = [dict(self._get(one, timeout=_ANSWER_SECONDS)) for one in waiting]
         except self._ray.exceptions.RayError:
-            return {}  # it is being restarted, or Ray is going down
+            return {}  # one is being restarted, or Ray is going down
+        counted = ("requests", "passes", "images", "seconds")
+        return {**found[0], **{key: sum(one[key] for one in found) for key in counted}, "nodes": self._nodes}
 
     def rest(self) -> dict[str, Any] | None:
-        """Free the GPU, once; return what had been done. A late request (a damaged shard) loads the model again."""
+        """Free the GPUs, once; return what had been done. A late request (a damaged shard) loads the model again."""
         if self._done:
             return None
         self._done = self.stats()
-        self._ray.kill(self._actor, no_restart=False)
+        for actor in self._actors:
+            self._ray.kill(actor, no_restart=False)
         return self._done
 
     def end(self) -> None:
-        """End the actor for good."""
-        with suppress(self._ray.exceptions.RayError):  # Ray may be gone before it
-            self._ray.kill(self._actor, no_restart=True)
+        """End the actors for good."""
+        for actor in self._actors:
+            with suppress(self._ray.exceptions.RayError):  # Ray may be gone before it
+                self._ray.kill(actor, no_restart=True)
 
     def _get(self, reference: Any, timeout: float | None = None) -> Any:
         try:
             return self._ray.get(reference, timeout=timeout)
         except self._ray.exceptions.RayTaskError as error:  # its text is a traceback, the cause's is one line
             raise error.cause from None
+
+
+def gpu_nodes(ray: Any) -> list[str]:
+    """The nodes of a cluster that have GPUs, in a fixed order; none if Ray runs on one machine."""
+    alive = [node for node in ray.nodes() if node["Alive"]]
+    return sorted(node["NodeID"] for node in alive if node["Resources"].get("GPU", 0)) if len(alive) > 1 else []
+
+
+def _only_on(ray: Any, node: str) -> dict[str, Any]:
+    strategy = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy
+    return {"scheduling_strategy": strategy(node, soft=False)}
 
 
 def start_service(config: RunConfig, device: str) -> RunningService | None:
@@ -248,16 +272,16 @@ def _open(values: dict[str, Any], device: str) -> Generator:
     return open_for_run(parse_config(values), device)
 
 
-def actor_demand(ray: Any, config: RunConfig, device: str) -> dict[str, float]:
-    """Return what the actor asks Ray for: no CPU, since the clients hold all of them, and a sliver of the GPU."""
-    return {"num_cpus": 0, "num_gpus": _gpu_share(ray, config) if device == "cuda" else 0}
+def actor_demand(ray: Any, config: RunConfig, device: str, actors: int = 1) -> dict[str, float]:
+    """Return what an actor asks Ray for: no CPU, since the clients hold all of them, and a sliver of the GPU."""
+    return {"num_cpus": 0, "num_gpus": _gpu_share(ray, config, actors) if device == "cuda" else 0}
 
 
-def _gpu_share(ray: Any, config: RunConfig) -> float:
+def _gpu_share(ray: Any, config: RunConfig, actors: int) -> float:
     if ray.cluster_resources().get("GPU", 0) == 0:  # the clients have none either
         return 0
     left = ray.available_resources().get("GPU", 0)
-    if left < GPU_SLIVER:
+    if left < GPU_SLIVER * actors:
         raise ValueError(
             f"gpu-share = {config.gpu_share:g}: the clients' shares leave {left:g} of the GPU and the generator needs "
             f"{GPU_SLIVER}; write {leave_sliver(config.gpu_share or 0.1):g}"
@@ -293,7 +317,7 @@ class ServiceGenerator:
     """
 
     def __init__(self, address: str, dataset_name: str) -> None:
-        self._name, self.fingerprint, batch = address.split(" ")
+        self._name, self.fingerprint, batch, *self._nodes = address.split(" ")
         self.batch_size = int(batch)
         info = dataset_info(dataset_name)
         self.image_shape, self.num_classes = info.image_shape, len(info.classes)
@@ -316,7 +340,7 @@ class ServiceGenerator:
         deaths = 0
         while True:
             try:
-                actor = ray.get_actor(self._name)
+                actor = ray.get_actor(self._nearest(ray))
                 return np.array(ray.get(actor.sample.remote([tuple(sample) for sample in samples])))
             except ray.exceptions.RayTaskError as error:
                 raise error.cause from None
@@ -325,3 +349,10 @@ class ServiceGenerator:
                 if deaths == _ATTEMPTS:
                     raise RuntimeError(f"generator: the service died {deaths} times over one request") from error
                 time.sleep(_RESTART_SECONDS)
+
+    def _nearest(self, ray: Any) -> str:
+        """The actor on this client's own machine, so that images need not travel; else the first."""
+        if not self._nodes:
+            return self._name
+        here = ray.get_runtime_context().get_node_id()
+        return f"{self._name}-{here if here in self._nodes else self._nodes[0]}"
