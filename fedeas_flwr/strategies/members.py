@@ -88,7 +88,8 @@ class Members:
     def _ask(self, nodes: Collection[int]) -> list[tuple[bool, str]]:
         """Ask those not known yet; return the failures: whether the client itself refused, and why."""
         known = {*self.nodes.values(), *self._done_with}
-        questions = [messages.ask(node, "identity") for node in sorted(nodes) if node not in known]
+        asked = {node for node in nodes if node not in known}
+        questions = [messages.ask(node, "identity") for node in sorted(asked)]
         failed = []
         for reply in self._grid.send_and_receive(questions, timeout=ANSWER_SECONDS) if questions else ():
             try:
@@ -98,7 +99,7 @@ class Members:
             except MessageError as error:
                 failed.append((not reply.has_error() or reply.error.code in _OWN_FAULT, str(error)))
                 continue
-            self._enter(client, partitions, reply.metadata.src_node_id, {q.metadata.dst_node_id for q in questions})
+            self._enter(client, partitions, reply.metadata.src_node_id, asked)
         return failed
 
     def _enter(self, client: int, partitions: int, node: int, asked: Collection[int]) -> None:
