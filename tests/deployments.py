@@ -73,10 +73,12 @@ class Lab:
         How many.
     generator
         The nodes' local generator.
+    hosts
+        Where the SuperLink listens; the first is for Flower's command line.
     """
 
-    def __init__(self, folder: Path, nodes: int, generator: Path) -> None:
-        self.folder, self.deployment = folder / "lab", Deployment(("127.0.0.1",), free_port(), nodes, "/opt/fedeas")
+    def __init__(self, folder: Path, nodes: int, generator: Path, hosts: tuple[str, ...] = ("127.0.0.1",)) -> None:
+        self.folder, self.deployment = folder / "lab", Deployment(hosts, free_port(), nodes, "/opt/fedeas")
         write_deployment(self.deployment, self.folder)
         self._stack, self._mark = ExitStack(), uuid.uuid4().hex
         self.watched = folder / "watched"
@@ -86,7 +88,8 @@ class Lab:
             self.set_node_config(node, f'{(node / "node-config").read_text().strip()} generator="{generator}"')
 
     def __enter__(self) -> Lab:
-        self.start(self.folder / "superlink", SUPERLINK_HOST="127.0.0.1")
+        alone = self.deployment.hosts == ("127.0.0.1",)
+        self.start(self.folder / "superlink", SUPERLINK_HOST="127.0.0.1" if alone else "0.0.0.0")
         wait_until(lambda: is_listening(self.deployment.port), 60, "the SuperLink listens")
         return self
 
@@ -96,11 +99,11 @@ class Lab:
     def set_node_config(self, node: Path, text: str) -> None:
         (node / "node-config").write_text(text + "\n")
 
-    def start(self, folder: Path, **environment: str) -> subprocess.Popen[bytes]:
-        """Run a folder's start.sh; its output goes to output.log beside it."""
+    def start(self, folder: Path, *within: str, **environment: str) -> subprocess.Popen[bytes]:
+        """Run a folder's start.sh (``within`` another command); its output goes to output.log beside it."""
         log = self._stack.enter_context((folder / "output.log").open("ab"))
         process = subprocess.Popen(
-            [folder / "start.sh"],
+            [*within, folder / "start.sh"],
             env=self.environment(**environment),
             stdin=subprocess.DEVNULL,
             stdout=log,
@@ -111,8 +114,8 @@ class Lab:
         self._stack.callback(ProcessTree(process, self._mark).end)
         return process
 
-    def start_node(self, number: int) -> subprocess.Popen[bytes]:
-        return self.start(self.deployment.node_folders(self.folder)[number], NODE_PORT=str(free_port()))
+    def start_node(self, number: int, *within: str) -> subprocess.Popen[bytes]:
+        return self.start(self.deployment.node_folders(self.folder)[number], *within, NODE_PORT=str(free_port()))
 
     def environment(self, **more: str) -> dict[str, str]:
         inherited = {k: v for k, v in os.environ.items() if k not in ("FEDEAS_CACHE", "FLWR_HOME", "RAY_ADDRESS")}
