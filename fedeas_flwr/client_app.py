@@ -25,7 +25,8 @@ from fedeas_flwr.client_state import ClientState, ClientStore
 from fedeas_flwr.config import RunConfig, parse_config
 from fedeas_flwr.generators import Generator, RememberedGenerator, describe_generator, open_for_run
 from fedeas_flwr.generators.classifier import ensure_recognised, independent_classifier
-from fedeas_flwr.generators.service import InProcessService, ServiceGenerator
+from fedeas_flwr.generators.ray_service import ServiceGenerator
+from fedeas_flwr.generators.service import InProcessService
 from fedeas_flwr.local_data import FederatedData, Images, Labels, local_data
 from fedeas_flwr.messages import EvaluateReport, Share, TrainReport
 from fedeas_flwr.node import Node, read_node

@@ -26,7 +26,7 @@ import tomli_w
 from rich.console import Console
 
 from fedeas_flwr.config import RunConfig
-from fedeas_flwr.generators.service import leave_sliver
+from fedeas_flwr.generators.ray_service import leave_sliver
 from fedeas_flwr.mps import shared_gpu
 from fedeas_flwr.processes import MARK, ProcessTree
 from fedeas_flwr.progress import RoundProgress

@@ -18,7 +18,7 @@ from flwr.supercore import log
 
 from fedeas_flwr.client_state import forget_kept_states, write_kept_states
 from fedeas_flwr.config import ConfigError, RunConfig, parse_config
-from fedeas_flwr.generators.service import start_service
+from fedeas_flwr.generators.ray_service import start_service
 from fedeas_flwr.local_data import federated_data
 from fedeas_flwr.models import split_state
 from fedeas_flwr.runs import Arrays, Checkpoint, RunDirectory, RunError, describe_environment, run_folder
