@@ -37,7 +37,7 @@ from fedeas_flwr.generators import SampleId
 from fedeas_flwr.generators.denoising import SAMPLER_STEPS, make_solver
 from fedeas_flwr.generators.diffusion import DiffusionGenerator, initial_noise
 from fedeas_flwr.generators.folders import check_schedule, load_unet, read_json
-from fedeas_flwr.generators.service import ServiceGenerator, start_service
+from fedeas_flwr.generators.ray_service import ServiceGenerator, start_service
 
 PLAIN_BATCH = 64
 

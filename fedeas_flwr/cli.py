@@ -1,5 +1,5 @@
 """The `fedeas` command: run, resume, evaluate, export, quickstart, keys, strategies, train-generator; in files of their
-own plan, generate and cache, sweep, runs, and doctor.
+own plan, generate and cache, sweep, runs, deploy, and doctor.
 
 Bad input ends in one line on stderr and a non-zero exit code, never in a traceback. Heavy imports (torch, flwr) happen
 inside the commands that need them: `fedeas plan` answers at once.
@@ -20,6 +20,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from fedeas_flwr.cli_deploy import deploy_app
 from fedeas_flwr.cli_doctor import doctor
 from fedeas_flwr.cli_images import cache_app, generate
 from fedeas_flwr.cli_plan import plan
@@ -38,6 +39,7 @@ app = typer.Typer(
 app.command()(plan)
 app.add_typer(cache_app, name="cache")
 app.add_typer(runs_app, name="runs")
+app.add_typer(deploy_app, name="deploy")
 app.command()(sweep)
 app.command()(generate)
 app.command()(doctor)

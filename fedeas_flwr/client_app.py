@@ -9,9 +9,8 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import lru_cache, wraps
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -24,11 +23,13 @@ from fedeas_flwr.augment import repeated
 from fedeas_flwr.cache import ImageCache
 from fedeas_flwr.client_state import ClientState, ClientStore
 from fedeas_flwr.config import RunConfig, parse_config
-from fedeas_flwr.generators import Generator, describe_generator, open_for_run
+from fedeas_flwr.generators import Generator, RememberedGenerator, describe_generator, open_for_run
 from fedeas_flwr.generators.classifier import ensure_recognised, independent_classifier
-from fedeas_flwr.generators.service import InProcessService, ServiceGenerator
-from fedeas_flwr.local_data import FederatedData, Images, Labels, federated_data
+from fedeas_flwr.generators.ray_service import ServiceGenerator
+from fedeas_flwr.generators.service import InProcessService
+from fedeas_flwr.local_data import FederatedData, Images, Labels, local_data
 from fedeas_flwr.messages import EvaluateReport, Share, TrainReport
+from fedeas_flwr.node import Node, read_node
 from fedeas_flwr.runs import plain
 from fedeas_flwr.strategies import ALGORITHMS, client_part
 from fedeas_flwr.strategies.client_part import ClientRound
@@ -70,11 +71,13 @@ def query(message: Message, context: Context) -> Message:
 
     Arrays leave only in answer to the question of the run's own strategy, and only if the run-config allows it.
     """
-    config, client, data = _open(context)
+    config, node = _open(context)
+    client = node.client
     question, level = messages.read_question(message)
     if question == "identity":
-        return messages.answer(message, client, partitions=len(data.partition.train))
-    counts = _counts(data, client)
+        return messages.answer(message, client, partitions=node.partitions)
+    data = local_data(config, node)
+    counts = _counts(data, node.part)
     if question == "plan":
         total = allocation.fedeas(counts, config.beta, config.gamma, not config.printed_rule).sum()
         return messages.answer(message, client, total=int(total), absent=int((counts == 0).sum()))
@@ -82,7 +85,7 @@ def query(message: Message, context: Context) -> Message:
         return messages.answer(message, client, count=int(waterfill_count(counts, level)[0]))
     disclosure = ALGORITHMS[config.strategy].disclosure
     if disclosure is not None and question == disclosure.question:
-        return messages.disclose(message, client, disclosure.answer(config, *data.train(client)))
+        return messages.disclose(message, client, disclosure.answer(config, *data.train(node.part)))
     raise ValueError(f"question = '{question}': must be identity, plan, waterfill or what the strategy has to ask")
 
 
@@ -91,17 +94,19 @@ def query(message: Message, context: Context) -> Message:
 @clips_update
 def train_client(message: Message, context: Context) -> Message:
     """Train the received model on this client's images, real and synthetic."""
-    config, client, data = _open(context)
+    config, node = _open(context)
+    client, data = node.client, local_data(config, node)
     task = messages.read_task(message)
     device = pick_device(config.device, config.precision)
     live = messages.is_live(message)
-    store = ClientStore(Path(task.state_dir) / str(client), in_memory=live)
+    store = ClientStore(node.state_folder(config, context.run_id, task.run), in_memory=live)
     state = store.load(task.accepted_round)
 
     began = time.perf_counter()
     if state.generate is None:  # first participation
-        state = replace(state, generate=plan_client(config, data, client, task.beta, task.share))
-    images, labels, made, rejected = _images(config, data, client, state.generate or (), device, task.service)
+        state = replace(state, generate=plan_client(config, data, node.part, task.beta, task.share))
+    local_images = _images(config, data, node, state, device, task.service)
+    images, labels = local_images.images, local_images.labels
     generated_at = time.perf_counter()
 
     part, (trainable, buffers) = client_part(config), messages.read_model(message)
@@ -124,17 +129,18 @@ def train_client(message: Message, context: Context) -> Message:
     trainable, buffers = (dict(s) if live else plain(s) for s in trained)
     finished = part.finish(local, trainable, buffers)
     needed = (task.accepted_round, task.checkpointed_round)
-    store.save(task.round, ClientState(state.generate, state.steps + result.steps, finished.memory), needed)
+    kept = ClientState(state.generate, state.steps + result.steps, finished.memory, local_images.generator)
+    store.save(task.round, kept, needed)
     report = TrainReport(
         client=client,
-        examples=len(data.partition.train[client]),
+        examples=len(data.partition.train[node.part]),
         loss=result.loss,
         steps=result.steps,
         generated=sum(state.generate or ()),
-        made=made,
+        made=local_images.made,
         seconds_generating=generated_at - began,
         seconds_training=time.perf_counter() - generated_at,
-        rejected=rejected,
+        rejected=local_images.rejected,
     )
     extra = finished.extra if live else plain(finished.extra)
     return messages.train_reply(message, report, trainable, buffers, extra)
@@ -144,13 +150,14 @@ def train_client(message: Message, context: Context) -> Message:
 @reports_errors
 def evaluate_client(message: Message, context: Context) -> Message:
     """Test the global model on this client's own test images."""
-    config, client, data = _open(context)
+    config, node = _open(context)
+    data = local_data(config, node)
     device = pick_device(config.device, config.precision)
     model = _tested_model(config, device)
     copy_state(model, *messages.read_model(message))
-    images, labels = (torch.tensor(array, device=device) for array in data.test(client))
+    images, labels = (torch.tensor(array, device=device) for array in data.test(node.part))
     result = evaluate(model, images, labels, data.num_classes, Normaliser(data.dataset.mean, data.dataset.std, device))
-    return messages.evaluate_reply(message, EvaluateReport(client, result.examples, result.correct, result.loss))
+    return messages.evaluate_reply(message, EvaluateReport(node.client, result.examples, result.correct, result.loss))
 
 
 def plan_client(config: RunConfig, data: FederatedData, client: int, beta: float, share: Share) -> tuple[int, ...]:
@@ -173,17 +180,30 @@ def plan_client(config: RunConfig, data: FederatedData, client: int, beta: float
     return tuple(int(n) for n in row)
 
 
-def _open(context: Context) -> tuple[RunConfig, int, FederatedData]:
-    config = parse_config(context.run_config)
-    client, clients = int(context.node_config["partition-id"]), int(context.node_config["num-partitions"])
-    return config, client, federated_data(config, clients)
+def _open(context: Context) -> tuple[RunConfig, Node]:
+    node = read_node(context.node_config)
+    return node.apply(parse_config(context.run_config)), node
 
 
 def _counts(data: FederatedData, client: int) -> Labels:
     return np.bincount(data.train_labels(client), minlength=data.num_classes)[None, :].astype(np.int64)
 
 
-_on_gpu: dict[tuple[RunConfig, int, tuple[int, ...]], tuple[torch.Tensor, torch.Tensor]] = {}
+@dataclass(frozen=True)
+class LocalImages:
+    """What a client trains on: its real images, then the added ones, on the device."""
+
+    images: torch.Tensor
+    labels: torch.Tensor
+    made: int = 0
+    """Images sampled just now."""
+    rejected: int = 0
+    """Images that were left out."""
+    generator: str = ""
+    """Fingerprint of the generator that made the added ones."""
+
+
+_on_gpu: dict[tuple[RunConfig, int, tuple[int, ...]], LocalImages] = {}
 """Images of the clients seen so far, kept on the GPU: all of them together are one dataset and its synthetic images."""
 _opening = threading.Lock()
 _own = threading.local()
@@ -191,34 +211,50 @@ _engines = EnginePool()
 
 
 def _images(
-    config: RunConfig, data: FederatedData, client: int, generate: tuple[int, ...], device: str, service: str
-) -> tuple[torch.Tensor, torch.Tensor, int, int]:
-    """A client's images and labels, real then added, on the device; how many were made now, how many left out."""
+    config: RunConfig, data: FederatedData, node: Node, state: ClientState, device: str, service: str
+) -> LocalImages:
+    """A client's images and labels, those of its plan generated if they are not there yet."""
+    client, generate = node.client, state.generate or ()
     found = _on_gpu.get((config, client, generate))
     if found is not None:
-        return *found, 0, 0
-    images, labels = data.train(client)
-    made = rejected = 0
+        return found
+    images, labels = data.train(node.part)
+    made, rejected, generator = 0, 0, state.generator
     if sum(generate):
-        more, more_labels, made, rejected = _synthetic(config, client, generate, device, service)
+        source = _source(config, device, service, state.generator)
+        more, more_labels, made, rejected = _synthetic(config, client, generate, device, source)
         images, labels = np.concatenate([images, more]), np.concatenate([labels, more_labels])
+        generator = source.fingerprint
     if config.policy == "oversample":
-        copies = allocation.oversample(_counts(data, client), config.beta, config.gamma, not config.printed_rule)[0]
+        copies = allocation.oversample(_counts(data, node.part), config.beta, config.gamma, not config.printed_rule)[0]
         chosen = repeated(labels, copies.tolist(), stream(config.seed, "oversample", client))
         images, labels = np.concatenate([images, images[chosen]]), np.concatenate([labels, labels[chosen]])
     tensors = torch.from_numpy(images).to(device), torch.from_numpy(labels).to(device)
     if device != "cpu":
-        _on_gpu[config, client, generate] = tensors
-    return *tensors, made, rejected
+        _on_gpu[config, client, generate] = LocalImages(*tensors, generator=generator)
+    return LocalImages(*tensors, made, rejected, generator)
+
+
+def _source(config: RunConfig, device: str, service: str, known: str) -> Generator:
+    """The generator to ask: the federation's shared one, or this client's own.
+
+    A client that has its images knows the generator by its fingerprint, and the model stays on disk: on a SuperNode
+    every message is a new process, and each would load diffusers and the model to read images that are in the cache.
+    """
+    if service:
+        return ServiceGenerator(service, config.dataset)
+
+    def open_own() -> Generator:
+        return _own_generator(tuple(describe_generator(config).items()), device)
+
+    return RememberedGenerator(known, config.dataset, open_own) if known else open_own()
 
 
 def _synthetic(
-    config: RunConfig, client: int, wanted: tuple[int, ...], device: str, service: str
+    config: RunConfig, client: int, wanted: tuple[int, ...], device: str, generator: Generator
 ) -> tuple[Images, Labels, int, int]:
     """This client's synthetic images and labels, how many were made just now, and how many were left out."""
-    about = describe_generator(config)
-    generator = ServiceGenerator(service, config.dataset) if service else _own_generator(tuple(about.items()), device)
-    cache, least = ImageCache(), config.min_class_agreement
+    about, cache, least = describe_generator(config), ImageCache(), config.min_class_agreement
     if least == 0:
         return *cache.ensure(generator, seed=config.seed, client=client, wanted=wanted, about=about), 0
     judge = independent_classifier(config.dataset, config.data_dir, device)

@@ -37,6 +37,8 @@ class ClientState:
     """How many its accepted rounds took."""
     memory: Mapping[str, Any] = field(default_factory=dict)
     """Arrays of the algorithm's own."""
+    generator: str = ""
+    """Fingerprint of what made its images: another generator's must not join them."""
 
 
 @dataclass
@@ -79,7 +81,8 @@ class ClientStore:
             found = json.loads(path.read_text(encoding="utf-8"))
             generate, arrays = found["generate"], path.with_suffix(".safetensors")
             memory = load(arrays.read_bytes()) if found["memory"] else {}
-            return ClientState(None if generate is None else tuple(map(int, generate)), int(found["steps"]), memory)
+            plan = None if generate is None else tuple(map(int, generate))
+            return ClientState(plan, int(found["steps"]), memory, str(found.get("generator", "")))
         except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
             raise RuntimeError(f"client state {path} of round {accepted_round} cannot be read: {error}") from None
 
@@ -105,7 +108,8 @@ class ClientStore:
         path, memory = self._path(this_round), plain(state.memory)
         if memory:
             atomic_write(path.with_suffix(".safetensors"), save(memory))
-        text = json.dumps({"generate": state.generate, "steps": state.steps, "memory": bool(memory)})
+        plan = {"generate": state.generate, "steps": state.steps, "generator": state.generator}
+        text = json.dumps({**plan, "memory": bool(memory)})
         atomic_write(path, text.encode())  # last: a version is there when this file is
 
     def is_written(self, this_round: int) -> bool:

@@ -210,6 +210,9 @@ class RunConfig(BaseModel):
     actors: int = Field(
         0, ge=0, le=4096, description="of `fedeas run` alone: clients at once; 0: one a core; on a GPU five, inline ten"
     )
+    ray_address: str = Field(
+        "", description="of `fedeas run` alone: HOST:PORT of a Ray cluster to run on; empty: a Ray of its own"
+    )
     mps: Literal["auto", "off"] = Field(
         "auto", description="of `fedeas run` alone, under Ray on a GPU: run CUDA's MPS meanwhile, where there is one"
     )
@@ -254,6 +257,8 @@ class RunConfig(BaseModel):
     def _fits_together(self) -> RunConfig:
         if self.evaluation == "federated" and self.protocol != "paper":
             raise ValueError("evaluation = 'federated' needs protocol = 'paper': 'clean' leaves clients no test data")
+        if self.ray_address and self.backend != "ray":
+            raise ValueError(f"ray-address = '{self.ray_address}' needs backend = 'ray', not '{self.backend}'")
         if self.resume and not self.run_dir:
             raise ValueError("resume = true needs run-dir: the folder to go on in")
         if self.total and self.policy not in MATCHED:

@@ -15,6 +15,7 @@ from flwr.supercore.run import Run
 from flwr.supercore.task_identity import TaskIdentity
 
 from fedeas_flwr.messages import error_reply
+from fedeas_flwr.node import SIMULATED
 
 
 class _SendAndReceiveGrid(Grid):
@@ -56,7 +57,7 @@ class InlineGrid(_SendAndReceiveGrid):
             node: Context(
                 run_id=1,
                 node_id=node,
-                node_config={"partition-id": node - 1, "num-partitions": clients},
+                node_config={"partition-id": node - 1, "num-partitions": clients, SIMULATED: True},
                 state=RecordDict(),
                 run_config=dict(run_config),
             )

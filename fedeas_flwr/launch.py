@@ -26,7 +26,7 @@ import tomli_w
 from rich.console import Console
 
 from fedeas_flwr.config import RunConfig
-from fedeas_flwr.generators.service import leave_sliver
+from fedeas_flwr.generators.ray_service import leave_sliver
 from fedeas_flwr.mps import shared_gpu
 from fedeas_flwr.processes import MARK, ProcessTree
 from fedeas_flwr.progress import RoundProgress
@@ -121,17 +121,17 @@ def _run_ray(config: RunConfig, run: RunDirectory, progress: RoundProgress) -> N
         stack.callback(shutil.rmtree, folder, ignore_errors=True)
         log = stack.enter_context((run.path / "superlink.log").open("ab"))
         mark, port = uuid.uuid4().hex, free_port()
-        environment = own_environment(folder, mark)
-        if pick_device(config.device) == "cuda" and config.mps == "auto":
+        environment = own_environment(folder, mark, config.ray_address)
+        if pick_device(config.device) == "cuda" and config.mps == "auto" and not config.ray_address:
             environment |= stack.enter_context(shared_gpu(folder, environment))
         superlink = _start_superlink(port, environment, folder, log)
         processes = ProcessTree(superlink, mark)
         stack.callback(processes.end)
         _wait_for_port(superlink, port, run)
-        run_id = _submit(stage_app(config, folder / "fedeas"), config, environment, folder, run)
+        run_id = _submit(stage_app(config, folder / "fedeas"), config, environment, folder)
 
         def finished_by_flower() -> str:
-            found = _flwr(["list", "own", "--run-id", run_id], environment, folder, run).get("runs") or [{}]
+            found = flwr_answer(["list", "own", "--run-id", run_id], environment, folder).get("runs") or [{}]
             status = str(found[0].get("status", ""))
             return status if status.startswith("finished") else ""
 
@@ -153,19 +153,22 @@ def stage_app(config: RunConfig, folder: Path) -> Path:
     return folder
 
 
-def own_environment(folder: Path, mark: str) -> dict[str, str]:
-    """Return the environment of processes that share nothing with other Flower or Ray of this machine."""
+def own_environment(folder: Path, mark: str, ray_address: str = "") -> dict[str, str]:
+    """Return the environment of processes that share nothing with other Flower or Ray of this machine.
+
+    ``ray_address`` is the exception somebody asked for: a cluster whose Ray it is.
+    """
     home = folder / "flwr"
     home.mkdir()
     path = os.pathsep.join([os.getcwd(), *filter(None, [os.environ.get("PYTHONPATH")])])  # for models of the user's own
-    # With RAY_ADDRESS Flower would join that cluster, which refuses to be told its size.
+    # With RAY_ADDRESS Flower joins that cluster, unasked, and a cluster refuses to be told its size.
     inherited = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
     return {
         **inherited,
         **QUIET,
         MARK: mark,
         "FLWR_HOME": str(home),
-        "RAY_TMPDIR": str(folder),
+        **({"RAY_ADDRESS": ray_address} if ray_address else {"RAY_TMPDIR": str(folder)}),
         "PYTHONPATH": path,
         "PYTHONUNBUFFERED": "1",
         "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")]),
@@ -198,24 +201,26 @@ def clients_at_once(config: RunConfig, on_gpu: bool) -> int:
 def ray_resources(config: RunConfig, on_gpu: bool) -> dict[str, float]:
     """Return what Ray is told it has and what each client takes of it, in the keys of Flower's federation config."""
     actors = clients_at_once(config, on_gpu)
-    resources: dict[str, float] = {"client-resources-num-cpus": 1, "init-args-num-cpus": actors}
+    resources: dict[str, float] = {"client-resources-num-cpus": 1}
     if on_gpu:  # a client that asks Ray for none is shown none
-        share = leave_sliver(config.gpu_share or 1 / actors)
-        resources |= {"client-resources-num-gpus": share, "init-args-num-gpus": 1}
-    return resources
+        resources["client-resources-num-gpus"] = leave_sliver(config.gpu_share or 1 / actors)
+    if config.ray_address:  # a cluster has what it has; `actors` then says how many clients share one of its GPUs
+        return resources
+    return resources | {"init-args-num-cpus": actors, **({"init-args-num-gpus": 1} if on_gpu else {})}
 
 
-def _submit(app: Path, config: RunConfig, environment: dict[str, str], folder: Path, run: RunDirectory) -> str:
+def _submit(app: Path, config: RunConfig, environment: dict[str, str], folder: Path) -> str:
     resources = ray_resources(config, pick_device(config.device) == "cuda")
     federation = {"num-supernodes": config.clients, **resources}
     words = " ".join(f"{key}={value}" for key, value in federation.items())
-    answer = _flwr(["run", str(app), "own", "--federation-config", words], environment, folder, run)
+    answer = flwr_answer(["run", str(app), "own", "--federation-config", words], environment, folder)
     if not answer.get("run-id"):
         raise RunError(f"Flower did not start the run: {answer.get('error-message', answer)}")
     return str(answer["run-id"])
 
 
-def _flwr(words: list[str], environment: dict[str, str], folder: Path, run: RunDirectory) -> dict[str, Any]:
+def flwr_answer(words: list[str], environment: dict[str, str], folder: Path) -> dict[str, Any]:
+    """What Flower's command line answers to a command, read from its JSON."""
     done = subprocess.run(
         ["flwr", *words, "--format", "json"], env=environment, cwd=folder, capture_output=True, text=True, check=False
     )
@@ -224,7 +229,7 @@ def _flwr(words: list[str], environment: dict[str, str], folder: Path, run: RunD
         return dict(json.loads(done.stdout[start:])) if start >= 0 else {}
     except json.JSONDecodeError:
         text = " ".join((done.stderr or done.stdout).split())[:300]
-        raise RunError(f"flwr {words[0]} answered: {text}; see {run.path / 'superlink.log'}") from None
+        raise RunError(f"flwr {words[0]} answered: {text}") from None
 
 
 def _follow(

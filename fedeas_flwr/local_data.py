@@ -1,4 +1,4 @@
-"""Who holds what: a dataset and its partition, seen from one client or from the server."""
+"""Who holds what: a dataset and its partition, seen from one client or from the server; or a node's own images."""
 
 from __future__ import annotations
 
@@ -9,9 +9,11 @@ from functools import lru_cache
 import numpy as np
 import numpy.typing as npt
 
-from fedeas_flwr.config import RunConfig
+from fedeas_flwr.config import ConfigError, RunConfig
 from fedeas_flwr.data import Dataset, dataset_info, open_dataset
-from fedeas_flwr.partition import Partition, make_partition, plan_labels
+from fedeas_flwr.node import Node
+from fedeas_flwr.own_data import read_images
+from fedeas_flwr.partition import TEST_FRACTION, Partition, make_partition, plan_labels, stratified_split
 from fedeas_flwr.paths import cache_root
 
 Images = npt.NDArray[np.uint8]
@@ -81,6 +83,29 @@ def _federated_data(name: str, data_dir: str, protocol: str, clients: int, alpha
     labels = [dataset.y_train] if protocol == "clean" else [dataset.y_train, dataset.y_test]
     partition = make_partition(np.concatenate(labels), protocol, clients, alpha, seed, cache_root())
     return FederatedData(dataset, partition, protocol)
+
+
+def local_data(config: RunConfig, node: Node) -> FederatedData:
+    """What this node trains on: its part of the run's dataset, or images of its own; `Node.part` is its index there."""
+    if not node.data_path:
+        return federated_data(config, node.partitions)
+    if config.policy == "greedy":
+        raise ConfigError("policy = 'greedy' needs everybody's label counts: it is for plans and simulation")
+    return _own_data(config.dataset, node.data_path, config.protocol, config.partition_seed)
+
+
+@lru_cache(maxsize=1)
+def _own_data(name: str, path: str, protocol: str, seed: int) -> FederatedData:
+    """A node's own images as a federation of one. Protocol ``paper`` keeps a quarter of each class for testing."""
+    info = dataset_info(name)
+    height, width, channels = info.image_shape
+    found = read_images(path, classes=info.classes, size=(height, width), channels=channels)
+    fraction, everything = TEST_FRACTION[protocol], np.arange(len(found.labels))
+    train, test = stratified_split(found.labels, fraction, seed) if fraction else (everything, everything[:0])
+    dataset = Dataset(
+        name, info.classes, info.mean, info.std, found.images, found.labels, found.images[:0], found.labels[:0]
+    )
+    return FederatedData(dataset, Partition([train], [test]), protocol)
 
 
 def planned_counts(config: RunConfig, clients: int, progress: Callable[[int], None] | None = None) -> Labels:

@@ -13,6 +13,7 @@ No per-class vector crosses but in such a disclosure: a client's label counts st
 from __future__ import annotations
 
 import math
+import re
 import traceback
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -54,7 +55,8 @@ class TrainTask:
     """The last round whose reply from this client the server used: the client's state starts from it."""
     checkpointed_round: int
     """The same, as the server's last checkpoint knows it: what it would ask for after a crash."""
-    state_dir: str
+    run: str
+    """The run's name for itself, under which a node keeps its state."""
     share: Share
     service: str = ""
     """Address of the generator that all clients share; empty: a client has its own."""
@@ -186,7 +188,7 @@ def add_task(message: Message, task: TrainTask, buffers: ArrayRecord, extra: Arr
     config["accepted-round"], config["checkpointed-round"] = task.accepted_round, task.checkpointed_round
     config["share-base"], config["share-extra"] = task.share.base, task.share.extra
     config["share-level"] = task.share.level
-    config["state-dir"], config["generator-service"] = task.state_dir, task.service
+    config["run"], config["generator-service"] = task.run, task.service
     content[CONFIG] = config
     content[BUFFERS], content[EXTRA] = buffers, extra
     message.content = content
@@ -195,12 +197,14 @@ def add_task(message: Message, task: TrainTask, buffers: ArrayRecord, extra: Arr
 def read_task(message: Message) -> TrainTask:
     """Read the server's task."""
     config: Any = message.content.config_records[CONFIG]
+    if not re.fullmatch("[0-9a-f]{32}", str(config["run"])):  # it becomes part of a path
+        raise MessageError(f"run = {config['run']!r}, wanted 32 hexadecimal digits")
     return TrainTask(
         round=int(config["server-round"]),
         beta=float(config["beta"]),
         accepted_round=int(config["accepted-round"]),
         checkpointed_round=int(config["checkpointed-round"]),
-        state_dir=str(config["state-dir"]),
+        run=str(config["run"]),
         share=Share(int(config["share-base"]), int(config["share-extra"]), float(config["share-level"])),
         service=str(config["generator-service"]),
     )

@@ -4,6 +4,7 @@ config.json            the run-config and the environment it ran in
 rounds.jsonl           one object a round
 checkpoint.safetensors everything the server needs to go on after the last checkpointed round
 clients/ID/            what client ID keeps between rounds (simulation; see client_state.py)
+identity               the run's name among nodes that keep this themselves (deployment; see node.py)
 model.safetensors      the final model
 summary.json           the run in a few numbers
 service.json           the generator that all clients share: its process and what it has made (simulation under Ray)
@@ -18,6 +19,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
@@ -29,7 +31,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
 
 from fedeas_flwr.config import ConfigError, RunConfig, parse_config
-from fedeas_flwr.paths import atomic_write
+from fedeas_flwr.paths import atomic_write, cache_root
 from fedeas_flwr.processes import identify, is_elsewhere, still_runs
 
 Arrays = dict[str, Any]
@@ -41,6 +43,7 @@ NOT_THE_RUN = (
     "backend",
     "actors",
     "gpu-share",
+    "ray-address",
     "mps",
     "cache-limit",
     "device",
@@ -108,6 +111,13 @@ class RunDirectory:
             raise RunError(f"{key} = {now[key]!r}, but the run to resume has {key} = {before[key]!r} in {self.path}")
         if now["rounds"] < len(self.rounds()):
             raise RunError(f"rounds = {now['rounds']}, but the run to resume has done {len(self.rounds())}")
+
+    def identity(self) -> str:
+        """A name that no other run has and that a resumed run keeps, wherever the folder lies by then."""
+        path = self.path / "identity"
+        if not path.exists():
+            atomic_write(path, uuid.uuid4().hex.encode())
+        return path.read_text(encoding="utf-8")
 
     def record_clients(self, clients: int) -> None:
         """Note how many clients the federation turned out to have."""
@@ -279,6 +289,11 @@ class RunDirectory:
             raise RunError(f"{self.path} is not a run directory: {name} is missing") from None
         except ValueError as error:
             raise RunError(f"{self.path / name} is not JSON: {error}") from None
+
+
+def run_folder(config: RunConfig, run_id: int) -> Path:
+    """Where a run is recorded: as its config says, or by Flower's number in the user's cache."""
+    return Path(config.run_dir) if config.run_dir else cache_root() / "runs" / str(run_id)
 
 
 def plain(arrays: Mapping[str, Any]) -> Arrays:

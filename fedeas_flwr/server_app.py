@@ -18,13 +18,13 @@ from flwr.supercore import log
 
 from fedeas_flwr.client_state import forget_kept_states, write_kept_states
 from fedeas_flwr.config import ConfigError, RunConfig, parse_config
-from fedeas_flwr.generators.service import start_service
+from fedeas_flwr.generators.ray_service import start_service
 from fedeas_flwr.local_data import federated_data
 from fedeas_flwr.models import split_state
-from fedeas_flwr.paths import cache_root
-from fedeas_flwr.runs import Arrays, Checkpoint, RunDirectory, RunError, describe_environment
+from fedeas_flwr.runs import Arrays, Checkpoint, RunDirectory, RunError, describe_environment, run_folder
 from fedeas_flwr.strategies import build_strategy
-from fedeas_flwr.strategies.federation import Evaluate, Federation, wait_for_nodes
+from fedeas_flwr.strategies.federation import Evaluate, Federation
+from fedeas_flwr.strategies.members import count_clients
 from fedeas_flwr.training import Normaliser, copy_state, evaluate, network, pick_device
 
 app = ServerApp()
@@ -35,7 +35,7 @@ def main(grid: Grid, context: Context) -> None:
     """Run one federated training from start, or from its checkpoint, to end."""
     config = parse_config(context.run_config)
     if not config.run_dir:
-        config = config.with_changes(run_dir=str(cache_root() / "runs" / str(context.run_id)))
+        config = config.with_changes(run_dir=str(run_folder(config, context.run_id)))
     device = pick_device(config.device, config.precision)
     run = RunDirectory.start(config, describe_environment(_device_name(device)))
     with log_to(run.path / "flower.log"):
@@ -46,7 +46,7 @@ def main(grid: Grid, context: Context) -> None:
 def _recorded(grid: Grid, config: RunConfig, run: RunDirectory, device: str) -> None:
     """Do the run, and leave its status behind however it ends."""
     try:
-        clients = len(wait_for_nodes(grid, config))
+        clients = count_clients(grid, config)
         config = config.with_changes(clients=clients)
         federation = Federation(grid, config, build_strategy(config), run)
         federation.discover()

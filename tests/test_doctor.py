@@ -26,7 +26,7 @@ from fedeas_flwr.cli_doctor import show
 from fedeas_flwr.config import RunConfig, parse_config
 from fedeas_flwr.data import dataset_info
 from fedeas_flwr.doctor import Finding, federation, inputs, machine, packages
-from fedeas_flwr.generators.service import leave_sliver
+from fedeas_flwr.generators.ray_service import leave_sliver
 
 
 def config(**changes: Any) -> RunConfig:

@@ -12,22 +12,24 @@ import pytest
 PACKAGE = Path(__file__).parents[1] / "fedeas_flwr"
 
 LAYERS = [
-    {"counts", "paths", "sizes", "streams", "metrics", "processes"},
+    {"counts", "paths", "sizes", "streams", "metrics", "processes", "own_data"},
     {"waterfill", "allocation", "partition"},
     {"budget_path"},
     {"config", "planning", "choosing", "curves", "data"},
-    {"runs", "client_state", "local_data", "models", "generators", "cache", "upkeep", "augment"},
+    {"runs", "node", "client_state", "local_data", "models", "generators", "cache", "upkeep", "augment"},
     {"messages", "training", "progress", "report", "sweep", "listing"},
     {"grids", "strategies"},
     {"client_app", "server_app"},
     {"mps", "launch", "prepare", "sweep_jobs"},
     {"quickstart", "cli_images", "cli_sweep", "cli_runs", "doctor"},
+    {"deploy"},
     {"cli_doctor", "cli_plan"},
+    {"cli_deploy"},
     {"cli"},
 ]
 """A module imports from its own layer or a lower one (nearer the top of this list), never from a higher one."""
 
-FLOWER = {"messages", "grids", "strategies", "client_app", "server_app", "launch", "doctor"}
+FLOWER = {"messages", "grids", "strategies", "client_app", "server_app", "launch", "doctor", "deploy"}
 TORCH = {"messages", "training", "models", "generators", "data", "strategies", "client_app", "server_app", "doctor"}
 
 

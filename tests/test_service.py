@@ -20,13 +20,8 @@ from runners import small
 from test_cache import Fake, ids
 
 from fedeas_flwr.generators import SampleId
-from fedeas_flwr.generators.service import (
-    GeneratorService,
-    InProcessService,
-    ServiceGenerator,
-    leave_sliver,
-    start_service,
-)
+from fedeas_flwr.generators.ray_service import ServiceGenerator, leave_sliver, start_service
+from fedeas_flwr.generators.service import GeneratorService, InProcessService
 from fedeas_flwr.launch import QUIET
 
 
@@ -138,7 +133,7 @@ RESTING = """
 import json, psutil, ray, sys, time
 from pathlib import Path
 from fedeas_flwr.generators import SampleId
-from fedeas_flwr.generators.service import ServiceGenerator, start_service
+from fedeas_flwr.generators.ray_service import ServiceGenerator, start_service
 sys.path.insert(0, sys.argv[1])
 from runners import small
 ray.init(num_cpus=1, include_dashboard=False, log_to_driver=False)

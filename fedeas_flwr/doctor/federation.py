@@ -19,7 +19,7 @@ import psutil
 from fedeas_flwr.config import RunConfig
 from fedeas_flwr.doctor.findings import Finding, note, ok, problem
 from fedeas_flwr.doctor.machine import on_gpu
-from fedeas_flwr.generators.service import GPU_SLIVER, leave_sliver
+from fedeas_flwr.generators.ray_service import GPU_SLIVER, leave_sliver
 from fedeas_flwr.launch import free_port, is_listening, own_environment, ray_resources
 from fedeas_flwr.processes import ProcessTree
 
@@ -63,7 +63,7 @@ def check_other_ray(config: RunConfig) -> Iterable[Finding]:
     """A Ray that is not ours: `fedeas run` starts its own."""
     address = os.environ.get("RAY_ADDRESS", "")
     if address not in ("", "local"):
-        text = f"RAY_ADDRESS = {address!r}: `flwr run` would join that cluster, `fedeas run` starts its own"
+        text = f"RAY_ADDRESS = {address!r}: `flwr run` would join that cluster, `fedeas run` only with ray-address"
         return [note("other Ray", text, "unset RAY_ADDRESS before `flwr run` with init-args: a cluster refuses them")]
     if any(process.info["name"] == "raylet" for process in psutil.process_iter(["name"])):
         return [note("other Ray", "one is running here; a run starts its own, and both share cores and memory")]

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from fedeas_flwr.config import RunConfig, parse_config
-from fedeas_flwr.generators.service import actor_demand
+from fedeas_flwr.generators.ray_service import actor_demand
 
 _CLIENT_SECONDS = 40.0
 _GENERATOR_SECONDS = 10.0

@@ -18,7 +18,7 @@ images, policies share what they have in common, and a lost file is made again a
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
@@ -182,6 +182,35 @@ def open_for_run(config: RunConfig, device: str) -> Generator:
         precision=None if config.generation_precision == "auto" else config.generation_precision,
         device=device,
     )
+
+
+class RememberedGenerator:
+    """A generator known by its fingerprint, opened only if an image must be made after all.
+
+    Parameters
+    ----------
+    fingerprint
+        As the generator gave it when it was open.
+    dataset_name
+        Whose classes and image shape are meant.
+    open_generator
+        Opens it; another one than remembered is refused, since a client's images come from one source.
+    """
+
+    def __init__(self, fingerprint: str, dataset_name: str, open_generator: Callable[[], Generator]) -> None:
+        info = dataset_info(dataset_name)
+        self.fingerprint, self._open = fingerprint, open_generator
+        self.image_shape, self.num_classes = info.image_shape, len(info.classes)
+
+    def sample(self, samples: Sequence[SampleId]) -> NDArray[np.uint8]:
+        """Open the generator and make images; see `Generator.sample`."""
+        generator = self._open()
+        if generator.fingerprint != self.fingerprint:
+            raise ValueError(
+                f"generator: not the one that made this client's images (fingerprint {generator.fingerprint[:12]}, was "
+                f"{self.fingerprint[:12]}); put the old one back, or start a new run"
+            )
+        return generator.sample(samples)
 
 
 def describe_generator(config: RunConfig) -> dict[str, Any]:

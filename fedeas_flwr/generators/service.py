@@ -1,48 +1,31 @@
-"""One generator for a whole simulated federation: a named Ray actor that the clients ask.
+"""A generator that serves many at once, in full batches: what Ray's actor runs, and what threads of one process share.
 
-    ServerApp   start_service ──────────► GeneratorService (the actor: loads the model at its first request)
-    clients     ServiceGenerator.sample ─► waits with everybody else's requests, is served in full batches
-    ServerApp   rest, when every client has its images: the process is replaced by a fresh one, so that the GPU is
-                free; end, when the run is over
-
-A crash loses at most the chunk each client is waiting for: Ray starts the actor anew, the clients ask again, and what
-they had before is in the image cache. Without Ray (inline, SuperNodes) the same class runs in the client's own process,
-and the threads of an inline grid share its batches (`InProcessService`).
+ray_service.py puts it in an actor for a simulated federation. Without Ray (inline, SuperNodes) the same class runs in
+the client's own process, and the threads of an inline grid share its batches (`InProcessService`).
 """
 
 from __future__ import annotations
 
 import asyncio
 import os
-import sys
 import threading
 import time
-import uuid
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from fedeas_flwr.config import RunConfig, parse_config
-from fedeas_flwr.data import dataset_info
-from fedeas_flwr.generators import Generator, SampleId, batch_size, open_for_run
+from fedeas_flwr.generators import Generator, SampleId, batch_size
 
 Images = NDArray[np.uint8]
 
-GPU_SLIVER = 0.004
-"""Fraction of a GPU the actor asks Ray for: 0 would hide the GPU from it, more would not fit beside the clients."""
 _GATHER_SECONDS = 0.02
 _BATCHES_A_PASS = 8
-_ATTEMPTS = 5
-_RESTART_SECONDS = 1.0
-_ANSWER_SECONDS = 5.0
 
 
 @dataclass
@@ -175,153 +158,3 @@ class InProcessService:
     def sample(self, samples: Sequence[SampleId]) -> Images:
         """Make images together with whoever else is asking; see `Generator.sample`."""
         return asyncio.run_coroutine_threadsafe(self._service.sample(samples), self._loop).result()
-
-
-# ----------------------------------------------------------------------------------------- the ServerApp
-
-
-class RunningService:
-    """The ServerApp's hold on the actor; `start_service` makes it."""
-
-    def __init__(self, ray: Any, config: RunConfig, device: str) -> None:
-        self._ray, self._name = ray, f"fedeas-generator-{uuid.uuid4().hex[:12]}"
-        self._done: dict[str, Any] = {}
-        # The class is imported by name in the actor's process, which must find the very package that runs here.
-        package = str(Path(__file__).resolve().parents[2])
-        path = os.pathsep.join([package, *filter(None, [os.environ.get("PYTHONPATH")])])
-        options = {
-            "name": self._name,
-            **actor_demand(ray, config, device),
-            "max_restarts": -1,
-            "max_concurrency": 10_000,  # every client may wait at once
-            "runtime_env": {"env_vars": {"PYTHONPATH": path}},
-        }
-        self._actor = ray.remote(GeneratorService).options(**options).remote(partial(_open, config.outside(), device))
-        self._description = self._actor.describe.remote()
-
-    def address(self) -> str:
-        """Return what a client needs to ask the service; waits until the model is loaded."""
-        fingerprint, batch = self._get(self._description)
-        return f"{self._name} {fingerprint} {batch}"
-
-    def stats(self) -> dict[str, Any]:
-        """Return what the actor's present process has done, or the one before it if that was put to rest."""
-        if self._done:
-            return self._done
-        try:
-            return dict(self._get(self._actor.stats.remote(), timeout=_ANSWER_SECONDS))
-        except self._ray.exceptions.RayError:
-            return {}  # it is being restarted, or Ray is going down
-
-    def rest(self) -> dict[str, Any] | None:
-        """Free the GPU, once; return what had been done. A late request (a damaged shard) loads the model again."""
-        if self._done:
-            return None
-        self._done = self.stats()
-        self._ray.kill(self._actor, no_restart=False)
-        return self._done
-
-    def end(self) -> None:
-        """End the actor for good."""
-        with suppress(self._ray.exceptions.RayError):  # Ray may be gone before it
-            self._ray.kill(self._actor, no_restart=True)
-
-    def _get(self, reference: Any, timeout: float | None = None) -> Any:
-        try:
-            return self._ray.get(reference, timeout=timeout)
-        except self._ray.exceptions.RayTaskError as error:  # its text is a traceback, the cause's is one line
-            raise error.cause from None
-
-
-def start_service(config: RunConfig, device: str) -> RunningService | None:
-    """Start the run's service if this is a simulation under Ray, else return None.
-
-    Nothing of Ray is called unless it is already running here: in deployment any call would start a cluster.
-    """
-    ray = sys.modules.get("ray")
-    if ray is None or not config.generates or not ray.is_initialized():
-        return None
-    return RunningService(ray, config, device)
-
-
-def _open(values: dict[str, Any], device: str) -> Generator:
-    return open_for_run(parse_config(values), device)
-
-
-def actor_demand(ray: Any, config: RunConfig, device: str) -> dict[str, float]:
-    """Return what the actor asks Ray for: no CPU, since the clients hold all of them, and a sliver of the GPU."""
-    return {"num_cpus": 0, "num_gpus": _gpu_share(ray, config) if device == "cuda" else 0}
-
-
-def _gpu_share(ray: Any, config: RunConfig) -> float:
-    if ray.cluster_resources().get("GPU", 0) == 0:  # the clients have none either
-        return 0
-    left = ray.available_resources().get("GPU", 0)
-    if left < GPU_SLIVER:
-        raise ValueError(
-            f"gpu-share = {config.gpu_share:g}: the clients' shares leave {left:g} of the GPU and the generator needs "
-            f"{GPU_SLIVER}; write {leave_sliver(config.gpu_share or 0.1):g}"
-        )
-    return GPU_SLIVER
-
-
-def leave_sliver(share: float) -> float:
-    """Return the largest share, in thousandths, that lets as many clients run at once and the generator beside them."""
-    clients = max(1, int(1 / share + 1e-6))
-    most = (1 - GPU_SLIVER) / clients
-    if 1000 * most + 1e-9 < 1:
-        fits = int(1000 * (1 - GPU_SLIVER) + 1e-9)
-        raise ValueError(
-            f"gpu-share = {share:g}: {clients:,} clients and the generator do not fit on one GPU, which is shared in "
-            f"thousandths; write gpu-share={-(-1000 // fits) / 1000:g} or more, or actors={fits} or fewer"
-        )
-    return min(share, int(1000 * most + 1e-9) / 1000)
-
-
-# ------------------------------------------------------------------------------------------- the clients
-
-
-class ServiceGenerator:
-    """A generator that asks the service; everything but the pixels it knows from its address.
-
-    Parameters
-    ----------
-    address
-        As `RunningService.address` gives it.
-    dataset_name
-        Whose classes and image shape are meant.
-    """
-
-    def __init__(self, address: str, dataset_name: str) -> None:
-        self._name, self.fingerprint, batch = address.split(" ")
-        self.batch_size = int(batch)
-        info = dataset_info(dataset_name)
-        self.image_shape, self.num_classes = info.image_shape, len(info.classes)
-
-    def sample(self, samples: Sequence[SampleId]) -> Images:
-        """Ask for images, again if the service dies over it.
-
-        Parameters
-        ----------
-        samples
-            Identities, in any order.
-
-        Returns
-        -------
-        array
-            uint8 ``[len(samples), H, W, C]``.
-        """
-        import ray
-
-        deaths = 0
-        while True:
-            try:
-                actor = ray.get_actor(self._name)
-                return np.array(ray.get(actor.sample.remote([tuple(sample) for sample in samples])))
-            except ray.exceptions.RayTaskError as error:
-                raise error.cause from None
-            except ray.exceptions.RayActorError as error:
-                deaths += 1
-                if deaths == _ATTEMPTS:
-                    raise RuntimeError(f"generator: the service died {deaths} times over one request") from error
-                time.sleep(_RESTART_SECONDS)

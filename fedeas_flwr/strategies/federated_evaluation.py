@@ -11,17 +11,17 @@ from fedeas_flwr import messages
 from fedeas_flwr.config import RunConfig
 from fedeas_flwr.messages import MessageError
 from fedeas_flwr.runs import Checkpoint, RunError
+from fedeas_flwr.strategies.members import by_client
 
 
 def ask_clients_to_test(grid: Grid, config: RunConfig, nodes: Mapping[int, int], state: Checkpoint) -> dict[str, Any]:
-    """Ask all clients (client → node) for their scores, and return the round's."""
+    """Ask the clients that are there (client → node) for their scores, and return the round's."""
     model, buffers = messages.to_record(state.trainable), messages.to_record(state.buffers)
     questions = [messages.evaluate_message(node, model, buffers) for node in nodes.values()]
-    clients = {node: client for client, node in nodes.items()}
     reports = []
     failed = f"no reply within {config.round_timeout:g} s"
-    for reply in grid.send_and_receive(questions, timeout=config.round_timeout or None):
-        client = clients[reply.metadata.src_node_id]
+    replies = grid.send_and_receive(questions, timeout=config.round_timeout or None)
+    for client, reply in by_client(questions, replies, nodes).items():
         try:
             if reply.has_error():
                 raise MessageError(messages.failure_reason(reply))

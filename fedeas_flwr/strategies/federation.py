@@ -9,7 +9,7 @@ One round, in the order of `Federation.train_round`:
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from logging import INFO
 from typing import Any
@@ -33,6 +33,7 @@ from fedeas_flwr.strategies.disclosure import NeedsDisclosure, tell
 from fedeas_flwr.strategies.dissimilarity import gradient_dissimilarity
 from fedeas_flwr.strategies.federated_evaluation import ask_clients_to_test
 from fedeas_flwr.strategies.flower import Composed
+from fedeas_flwr.strategies.members import Members, by_client
 from fedeas_flwr.strategies.server_part import SendsExtra, Stateful
 from fedeas_flwr.streams import stream
 from fedeas_flwr.waterfill import waterfill_level
@@ -70,7 +71,8 @@ class Federation:
         self.service = ""  # address of the shared generator; empty: every client has its own
         self.when_all_have_generated: Callable[[], None] = lambda: None
         self.before_checkpoint: Callable[[], None] = lambda: None
-        self.nodes: dict[int, int] = {}
+        self.members = Members(grid, config)
+        self.nodes = self.members.nodes
         self.shares: dict[int, Share] = {}
         self.checkpointed: dict[int, int] = {}
         """Client → the round its state would start from if the server came back from its checkpoint."""
@@ -80,19 +82,8 @@ class Federation:
 
     def discover(self) -> int:
         """Learn which node is which client, and return how many there are."""
-        nodes = wait_for_nodes(self.grid, self.config)
-        replies = self._query([messages.ask(node, "identity") for node in nodes])
-        for reply in replies:
-            client, partitions = messages.read_answer(reply, "partitions")
-            if client in self.nodes:
-                raise RunError(f"two nodes say they are client {client}: give each its own partition-id")
-            if partitions != len(nodes):
-                raise RunError(
-                    f"client {client} holds one of {partitions} partitions, but the federation has {len(nodes)} nodes: "
-                    f"set clients = {partitions} to wait for all of them"
-                )
-            self.nodes[client] = reply.metadata.src_node_id
-        log(INFO, "Federation of %d clients", len(self.nodes))
+        self.members.gather()
+        self.members.closed = isinstance(self.strategy, NeedsDisclosure)
         return len(self.nodes)
 
     def plan(self) -> None:
@@ -154,7 +145,7 @@ class Federation:
             scores = (
                 test(state.trainable, state.buffers)
                 if test
-                else ask_clients_to_test(self.grid, self.config, self.nodes, state)
+                else ask_clients_to_test(self.grid, self.config, self._present(), state)
             )
             outcome.seconds["evaluate"] = time.perf_counter() - began
             self.run.append_round(
@@ -184,6 +175,9 @@ class Federation:
             {**summarise(self.run.rounds(), self.config.threshold), **({"privacy": spent} if spent else {})}
         )
 
+    def _present(self) -> dict[int, int]:
+        return {client: self.nodes[client] for client in self.members.present(sorted(self.nodes))}
+
     def _privacy_spent(self, state: Checkpoint) -> dict[str, Any] | None:
         return self.strategy.privacy_spent(state) if isinstance(self.strategy, Composed) else None
 
@@ -196,8 +190,10 @@ class Federation:
 
     def train_round(self, state: Checkpoint) -> tuple[Checkpoint, RoundOutcome]:
         """Send the model to a round's clients and merge what comes back."""
-        number, chosen, began = state.round + 1, self.sample(state.round + 1), time.perf_counter()
-        replies = self._send_round(number, chosen, state)
+        number, began = state.round + 1, time.perf_counter()
+        self.members.look()
+        chosen = self.sample(number)
+        replies = self._send_round(number, self.members.present(chosen), state)
         received = time.perf_counter()
         accepted, failures = self._accept(chosen, replies, state)
         self._check_quorum(number, chosen, failures)
@@ -237,12 +233,16 @@ class Federation:
             ends = [{**end, **buffers} for end, (_, _, buffers) in zip(ends, accepted, strict=True)]
         return gradient_dissimilarity(start, ends, [report.examples for _, report, _ in accepted])
 
-    def _send_round(self, number: int, chosen: Sequence[int], state: Checkpoint) -> Iterable[Message]:
-        view = GridView(self.grid, [self.nodes[client] for client in chosen])
+    def _send_round(self, number: int, present: Sequence[int], state: Checkpoint) -> dict[int, Message | None]:
+        """Send to the chosen clients that are there; return what each of them said, if anything."""
+        if not present:
+            return {}
+        view = GridView(self.grid, [self.nodes[client] for client in present])
         model, buffers = messages.to_record(state.trainable), messages.to_record(state.buffers)
         clients = {node: client for client, node in self.nodes.items()}
         out = list(self.strategy.configure_train(number, model, ConfigRecord(), view))
         extra = messages.to_record(self.strategy.extra() if isinstance(self.strategy, SendsExtra) else {})
+        run = self.run.identity()
         for message in out:
             client = clients[message.metadata.dst_node_id]
             task = TrainTask(
@@ -250,27 +250,29 @@ class Federation:
                 beta=self.config.beta,
                 accepted_round=state.accepted.get(client, 0),
                 checkpointed_round=self.checkpointed.get(client, 0),
-                state_dir=str(self.run.path / "clients"),
-                share=self.shares[client],
+                run=run,
+                share=self.shares.get(client, Share()),  # a matched total was spent on those who were there
                 service=self.service,
             )
             messages.add_task(message, task, buffers, extra)
         # Largest first, so that it does not end the round alone; before all those who have their images still to make.
         out.sort(key=lambda message: clients[message.metadata.dst_node_id])
         out.sort(key=lambda message: -self._steps.get(clients[message.metadata.dst_node_id], 2**63))
-        return view.send_and_receive(out, timeout=self.config.round_timeout or None)
+        replies = view.send_and_receive(out, timeout=self.config.round_timeout or None)
+        return dict.fromkeys(present) | by_client(out, replies, self.nodes)
 
     def _accept(
-        self, chosen: Sequence[int], replies: Iterable[Message], state: Checkpoint
+        self, chosen: Sequence[int], replies: Mapping[int, Message | None], state: Checkpoint
     ) -> tuple[list[tuple[Message, TrainReport, Arrays]], list[dict[str, Any]]]:
         """Check every reply; return the good ones in ascending client id, and the failures with their reasons."""
-        by_node = {reply.metadata.src_node_id: reply for reply in replies}
         accepted: list[tuple[Message, TrainReport, Arrays]] = []
         failures: list[dict[str, Any]] = []
         extra = self.strategy.extra_wanted() if isinstance(self.strategy, SendsExtra) else {}
         for client in chosen:
-            reply = by_node.get(self.nodes[client])
             try:
+                if client not in replies:
+                    raise MessageError("its node is offline")
+                reply = replies[client]
                 if reply is None:
                     raise MessageError(f"no reply within {self.config.round_timeout:g} s")
                 if reply.has_error():
@@ -290,22 +292,6 @@ class Federation:
                 f"round {number}: {len(failures)} of {len(chosen)} clients failed and min-replies = "
                 f"{self.config.min_replies:g} does not allow it; client {first['client']}: {first['reason']}"
             )
-
-
-def wait_for_nodes(grid: Grid, config: RunConfig) -> list[int]:
-    """Wait for the federation's nodes; their number is the federation's own unless ``clients`` says otherwise."""
-    deadline = time.monotonic() + config.node_wait
-    while True:
-        nodes = sorted(grid.get_node_ids())
-        if nodes and len(nodes) == (config.clients or len(nodes)):
-            return nodes
-        if time.monotonic() >= deadline:
-            wanted = f"clients = {config.clients}" if config.clients else "a run needs at least one client"
-            raise RunError(
-                f"{wanted}, but the federation has {len(nodes)} nodes: "
-                f'pass --federation-config "num-supernodes={config.clients or 2}" or set clients = {len(nodes)}'
-            )
-        time.sleep(0.2)
 
 
 def _mean(reports: Sequence[TrainReport], value: Callable[[TrainReport], float]) -> float:

@@ -1,0 +1,60 @@
+"""The commands `fedeas deploy init`, `register` and `check`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from fedeas_flwr.cli_doctor import show
+
+deploy_app = typer.Typer(help="A federation of real machines: keys, certificates, start scripts.", no_args_is_help=True)
+Folder = Annotated[Path, typer.Argument(metavar="DIR", help="of the deployment")]
+
+
+@deploy_app.command()
+def init(
+    folder: Folder,
+    nodes: Annotated[int, typer.Option(help="how many SuperNodes")],
+    host: Annotated[list[str], typer.Option(help="name or address of the SuperLink; again: other names of it")],
+    port: Annotated[int, typer.Option(help="where it listens")] = 9092,
+    install_dir: Annotated[str, typer.Option(help="where the folders will lie on their machines")] = "/opt/fedeas",
+) -> None:
+    """Write certificates, keys and start scripts, one folder a machine, and the app to run on them."""
+    from fedeas_flwr.deploy import CONNECTION, Deployment, write_deployment
+
+    folder = folder.absolute()
+    write_deployment(Deployment(tuple(host), port, nodes, install_dir), folder)
+    for line in (
+        f"superlink/ → {host[0]}; node-0/ … node-{nodes - 1}/ → one a node; ca/ stays here",
+        "1. start superlink/start.sh there",
+        f"2. fedeas deploy register {folder}",
+        "3. start node-N/start.sh on every node",
+        f"4. fedeas deploy check {folder}",
+        f"5. FLWR_HOME={folder}/flwr flwr run {folder}/app {CONNECTION} --stream",
+    ):
+        print(line)
+
+
+@deploy_app.command()
+def register(folder: Folder) -> None:
+    """Tell the running SuperLink the public keys of the nodes; doing it again is harmless."""
+    from fedeas_flwr.deploy import read_deployment
+    from fedeas_flwr.deploy.registry import register_nodes
+
+    folder = folder.absolute()
+    for line in register_nodes(read_deployment(folder), folder):
+        print(line)
+
+
+@deploy_app.command()
+def check(folder: Folder) -> None:
+    """Say what is wrong with a deployment, or on a machine with its own folder; exit code 1 if there is a problem."""
+    from fedeas_flwr.deploy.check import examine
+
+    findings = list(examine(folder.absolute()))
+    show(findings, Console())
+    if any(finding.state == "problem" for finding in findings):
+        raise typer.Exit(1)

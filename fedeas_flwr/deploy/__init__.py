@@ -1,0 +1,149 @@
+"""A federation of real machines: `fedeas deploy init` writes a folder for each of them.
+
+    DIR/deployment.toml   hosts, port, nodes: what the rest was made from
+    DIR/ca/               the authority's key: keep it offline, it is needed to renew the SuperLink's certificate
+    DIR/superlink/        for the server: certificate, key, start.sh, a systemd unit
+    DIR/node-0/ …         one a node: its key, the authority's certificate, node-config, start.sh, a systemd unit
+    DIR/flwr/config.toml  for whoever starts runs: FLWR_HOME=DIR/flwr flwr run DIR/app deployment
+    DIR/app/              the Flower app, with the run-config of a deployment as its defaults
+
+Every folder works wherever it is copied to; nothing in it is shared with another but ``ca.crt``.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+import tomllib
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import tomli_w
+
+from fedeas_flwr.config import ConfigError, RunConfig, parse_config
+from fedeas_flwr.deploy.certificates import write_authority, write_node_key, write_server_certificate
+from fedeas_flwr.deploy.scripts import node_script, superlink_script, systemd_unit
+from fedeas_flwr.launch import stage_app
+from fedeas_flwr.paths import atomic_folder
+
+CONNECTION = "deployment"
+"""What Flower's command line calls the SuperLink."""
+FIRST_NODE_PORT = 9094
+"""Of a SuperNode's own API on its loopback; counted up, so that several on one machine do not collide."""
+
+
+@dataclass(frozen=True)
+class Deployment:
+    """A federation's machines.
+
+    Attributes
+    ----------
+    hosts
+        Names or addresses of the SuperLink; nodes use the first, the certificate is good for all.
+    port
+        Where it listens.
+    nodes
+        How many there are.
+    install_dir
+        Where the folders will lie on their machines; systemd wants absolute paths.
+    """
+
+    hosts: tuple[str, ...]
+    port: int
+    nodes: int
+    install_dir: str
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.nodes <= 10_000:
+            raise ConfigError(f"nodes = {self.nodes}: must be from 1 to 10000")
+        if not 1 <= self.port <= 65_535:
+            raise ConfigError(f"port = {self.port}: must be from 1 to 65535")
+        for host in self.hosts:
+            if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9.-]*|[0-9A-Fa-f:]+", host):
+                raise ConfigError(f"host = '{host}': must be a name or an address, without a port")
+        if not Path(self.install_dir).is_absolute() or not re.fullmatch(r"[\w./+-]+", self.install_dir):
+            raise ConfigError(f"install-dir = '{self.install_dir}': must be an absolute path without spaces")
+
+    @property
+    def address(self) -> str:
+        """Of the SuperLink, as Flower's commands take it."""
+        host = self.hosts[0]
+        return f"[{host}]:{self.port}" if ":" in host else f"{host}:{self.port}"
+
+    def node_folders(self, folder: Path) -> list[Path]:
+        """Where each node's files lie."""
+        return [folder / f"node-{number}" for number in range(self.nodes)]
+
+    def run_config(self) -> RunConfig:
+        """What runs on real machines start from: they may be slow, late or away."""
+        return parse_config(
+            {
+                "clients": self.nodes,
+                "participation": 1.0,
+                "min-replies": 0.5,
+                "node-wait": 120.0,
+                "round-timeout": 1800.0,
+            }
+        )
+
+
+def read_deployment(folder: Path) -> Deployment:
+    """Read what `write_deployment` noted."""
+    path = folder / "deployment.toml"
+    try:
+        found = tomllib.loads(path.read_text(encoding="utf-8"))
+        return Deployment(tuple(found["hosts"]), int(found["port"]), int(found["nodes"]), str(found["install_dir"]))
+    except OSError:
+        raise ConfigError(f"{folder} is no deployment: deployment.toml is missing; see fedeas deploy init") from None
+    except (tomllib.TOMLDecodeError, KeyError, TypeError, ValueError) as error:
+        raise ConfigError(f"{path} cannot be read: {error}") from None
+
+
+def write_deployment(deployment: Deployment, folder: Path) -> None:
+    """Write all folders of a new deployment; ``folder`` appears whole or not at all."""
+    if folder.exists():
+        raise ConfigError(f"{folder} is there already: name a new folder, since keys are never overwritten")
+    with atomic_folder(folder) as root:
+        root.chmod(0o700)
+        (root / "deployment.toml").write_text(tomli_w.dumps(asdict(deployment)), encoding="utf-8")
+        (root / "ca").mkdir()
+        write_authority(root / "ca")
+        _write_superlink(deployment, root / "superlink", root / "ca")
+        for number, node in enumerate(deployment.node_folders(root)):
+            _write_node(deployment, number, node, root / "ca")
+        _write_connection(deployment, root / "flwr", folder.absolute())
+        stage_app(deployment.run_config(), root / "app")
+
+
+def _write_superlink(deployment: Deployment, folder: Path, authority: Path) -> None:
+    folder.mkdir()
+    shutil.copy(authority / "ca.crt", folder)
+    write_server_certificate(authority, folder, deployment.hosts)
+    _write_script(folder / "start.sh", superlink_script(deployment.port))
+    unit = systemd_unit("Flower SuperLink", f"{deployment.install_dir}/superlink")
+    (folder / "fedeas-superlink.service").write_text(unit, encoding="utf-8")
+
+
+def _write_node(deployment: Deployment, number: int, folder: Path, authority: Path) -> None:
+    folder.mkdir()
+    shutil.copy(authority / "ca.crt", folder)
+    write_node_key(folder)
+    place = f"partition-id={number} num-partitions={deployment.nodes}\n"
+    (folder / "node-config").write_text(place, encoding="utf-8")
+    _write_script(folder / "start.sh", node_script(FIRST_NODE_PORT + number))
+    (folder / "superlink-address").write_text(deployment.address + "\n", encoding="utf-8")
+    unit = systemd_unit(f"Flower SuperNode {number}", f"{deployment.install_dir}/{folder.name}")
+    (folder / f"fedeas-{folder.name}.service").write_text(unit, encoding="utf-8")
+
+
+def _write_connection(deployment: Deployment, folder: Path, final: Path) -> None:
+    folder.mkdir()
+    certificate = str(final / "superlink" / "ca.crt")  # Flower takes absolute paths alone
+    connection = {"address": deployment.address, "root-certificates": certificate}
+    text = tomli_w.dumps({"superlink": {"default": CONNECTION, CONNECTION: connection}})
+    (folder / "config.toml").write_text(text, encoding="utf-8")
+
+
+def _write_script(path: Path, text: str) -> None:
+    path.write_text(text, encoding="utf-8")
+    path.chmod(0o755)

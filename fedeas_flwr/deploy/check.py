@@ -1,0 +1,189 @@
+"""`fedeas deploy check`: what is wrong with a deployment's folders, seen from whoever made them or from one machine."""
+
+from __future__ import annotations
+
+import datetime
+import socket
+import ssl
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+from cryptography import x509
+from cryptography.exceptions import InvalidSignature
+from cryptography.hazmat.primitives import serialization
+from flwr.common.config import parse_config_args
+
+from fedeas_flwr.config import ConfigError
+from fedeas_flwr.deploy import read_deployment
+from fedeas_flwr.deploy.registry import list_nodes
+from fedeas_flwr.doctor.findings import Finding, note, ok, problem
+from fedeas_flwr.node import Node, read_node
+from fedeas_flwr.own_data import read_images
+from fedeas_flwr.runs import RunError
+
+_SUPERLINK_FILES = ("ca.crt", "server.crt", "server.key", "start.sh")
+_NODE_FILES = ("ca.crt", "node.key", "node.pub", "node-config", "superlink-address", "start.sh")
+_SECRETS = ("ca.key", "server.key", "node.key")
+_SOON = datetime.timedelta(days=30)
+
+
+def examine(folder: Path) -> Iterator[Finding]:
+    """Check a whole deployment, or the folder of one machine on that machine."""
+    if (folder / "deployment.toml").is_file():
+        yield from _check_deployment(folder)
+    elif (folder / "node.key").is_file():
+        yield from check_node(folder, here=True)
+        yield from check_reachable((folder / "superlink-address").read_text(encoding="utf-8").strip(), folder)
+    elif (folder / "server.crt").is_file():
+        yield from check_superlink(folder, ())
+    else:
+        raise ConfigError(f"{folder} is neither a deployment nor a folder of one; see fedeas deploy init")
+
+
+def _check_deployment(folder: Path) -> Iterator[Finding]:
+    deployment = read_deployment(folder)
+    yield from check_superlink(folder / "superlink", deployment.hosts)
+    places: list[Node] = []
+    for node in deployment.node_folders(folder):
+        yield from check_node(node, here=False)
+        places += [place] if (place := _place(node)) else []
+        if node.joinpath("ca.crt").exists() and not _same(node / "ca.crt", folder / "ca" / "ca.crt"):
+            yield problem(node.name, "its ca.crt is another authority's", f"copy ca/ca.crt to {node.name}/")
+    twice = [client for client, times in Counter(place.client for place in places).items() if times > 1]
+    if twice:
+        yield problem("client ids", f"{twice[0]} is given to two nodes", "give each its own in node-config")
+    reachable = list(check_reachable(deployment.address, folder / "superlink"))
+    yield from reachable
+    if all(finding.state == "ok" for finding in reachable):
+        yield from _check_registered(folder, deployment.nodes)
+
+
+def check_superlink(folder: Path, hosts: tuple[str, ...]) -> Iterator[Finding]:
+    """The SuperLink's certificate: whose it is, for which names, for how long."""
+    if missing := _missing(folder, _SUPERLINK_FILES):
+        yield _incomplete(folder, missing)
+        return
+    yield from _check_secrets(folder)
+    renew = "make a new deployment, or a new certificate with ca/ca.key"
+    try:
+        authority, server = (
+            x509.load_pem_x509_certificate((folder / name).read_bytes()) for name in ("ca.crt", "server.crt")
+        )
+        key = serialization.load_pem_private_key((folder / "server.key").read_bytes(), None)
+        server.verify_directly_issued_by(authority)
+    except (ValueError, TypeError, InvalidSignature) as error:
+        yield problem("certificate", f"server.crt, server.key and ca.crt do not fit together: {error}", renew)
+        return
+    if server.public_key() != key.public_key():
+        yield problem("certificate", "server.key is not the key of server.crt", renew)
+    left = server.not_valid_after_utc - datetime.datetime.now(datetime.UTC)
+    if left < datetime.timedelta():
+        yield problem("certificate", f"expired on {server.not_valid_after_utc:%Y-%m-%d}", renew)
+    elif left < _SOON:
+        yield note("certificate", f"expires on {server.not_valid_after_utc:%Y-%m-%d}", renew)
+    names = server.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+    covered = {*names.get_values_for_type(x509.DNSName), *map(str, names.get_values_for_type(x509.IPAddress))}
+    if lacking := [host for host in hosts if host not in covered]:
+        yield problem("certificate", f"it is not for '{lacking[0]}' but for {', '.join(sorted(covered))}", renew)
+    else:
+        yield ok("certificate", f"for {', '.join(sorted(covered))}, until {server.not_valid_after_utc:%Y-%m-%d}")
+
+
+def check_node(folder: Path, here: bool) -> Iterator[Finding]:
+    """A node's key and node-config; ``here``, on its own machine, its data too."""
+    if missing := _missing(folder, _NODE_FILES):
+        yield _incomplete(folder, missing)
+        return
+    yield from _check_secrets(folder)
+    if (folder / "ca.key").exists():
+        yield problem(folder.name, "it holds ca.key", "remove it: whoever has it can pose as the SuperLink")
+    try:
+        private = serialization.load_ssh_private_key((folder / "node.key").read_bytes(), None)
+        public = serialization.load_ssh_public_key((folder / "node.pub").read_bytes())
+    except (ValueError, TypeError) as error:
+        yield problem(folder.name, f"node.key or node.pub cannot be read: {error}", "make it anew and register it")
+        return
+    if private.public_key() != public:
+        yield problem(folder.name, "node.pub is not of node.key", "register the right one, or restore node.key")
+        return
+    try:
+        place = _read_place(folder, here)
+        text = f"client {place.client}, " + (
+            "data of its own" if place.data_path else f"one of {place.partitions} parts"
+        )
+        if here and place.data_path:
+            text += f": {len(read_images(place.data_path).labels):,} images"
+    except (ConfigError, ValueError, OSError) as error:
+        yield problem(folder.name, error, f"mend {folder / 'node-config'}")
+        return
+    yield ok(folder.name, text)
+
+
+def check_reachable(address: str, folder: Path) -> Iterator[Finding]:
+    """Whether a SuperLink answers with a certificate that ``ca.crt`` vouches for."""
+    host, _, port = address.rpartition(":")
+    host = host.strip("[]")
+    trusting = ssl.create_default_context(cafile=folder / "ca.crt")
+    try:
+        with socket.create_connection((host, int(port)), timeout=10) as plain:
+            trusting.wrap_socket(plain, server_hostname=host).close()
+    except ssl.SSLError as error:
+        yield problem("SuperLink", f"{address} is not the SuperLink that ca.crt is of: {error}", "find out who it is")
+    except (OSError, ValueError) as error:
+        yield note("SuperLink", f"{address} does not answer: {error}", "start superlink/start.sh; open the port")
+    else:
+        yield ok("SuperLink", f"{address} answers, with a certificate of ours")
+
+
+def _check_registered(folder: Path, nodes: int) -> Iterator[Finding]:
+    try:
+        known = list_nodes(folder)
+    except RunError as error:
+        yield problem("registered nodes", error, "see what superlink/start.sh says")
+        return
+    states = Counter(node["status"] for node in known)
+    online, registered = states["online"], sum(states.values()) - states["unregistered"]
+    if registered < nodes:
+        text = f"{registered} of {nodes} nodes are registered"
+        yield problem("registered nodes", text, f"fedeas deploy register {folder}")
+    elif online < nodes:
+        yield note("registered nodes", f"{online} of {nodes} are online", "start the others: node-N/start.sh")
+    else:
+        yield ok("registered nodes", f"all {nodes} are online")
+
+
+def _place(folder: Path) -> Node | None:
+    try:
+        return _read_place(folder, here=False)
+    except (ConfigError, OSError):
+        return None
+
+
+def _read_place(folder: Path, here: bool) -> Node:
+    try:
+        found = parse_config_args([(folder / "node-config").read_text(encoding="utf-8").strip()])
+    except ValueError as error:
+        raise ConfigError(f"node-config is not key=value words: {error}") from None
+    if not here and "data-path" in found:  # it is a path of another machine
+        found = {**found, "data-path": "/"}
+    return read_node(found)
+
+
+def _check_secrets(folder: Path) -> Iterator[Finding]:
+    for name in _SECRETS:
+        path = folder / name
+        if path.exists() and path.stat().st_mode & 0o077:
+            yield problem(folder.name, f"others can read {name}", f"chmod 600 {path}")
+
+
+def _missing(folder: Path, names: tuple[str, ...]) -> list[str]:
+    return [name for name in names if not (folder / name).is_file()]
+
+
+def _incomplete(folder: Path, missing: list[str]) -> Finding:
+    return problem(folder.name, f"{', '.join(missing)} missing", f"copy {folder.name} again from where it was made")
+
+
+def _same(one: Path, other: Path) -> bool:
+    return one.read_bytes() == other.read_bytes()

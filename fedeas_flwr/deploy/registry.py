@@ -1,0 +1,39 @@
+"""The SuperLink's list of nodes, asked and added to with Flower's own command line."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+from fedeas_flwr.deploy import CONNECTION, Deployment
+from fedeas_flwr.launch import QUIET, flwr_answer
+from fedeas_flwr.runs import RunError
+
+
+def register_nodes(deployment: Deployment, folder: Path) -> list[str]:
+    """Tell the SuperLink which keys are nodes'; return one line a node. Again is harmless."""
+    lines = []
+    for node in deployment.node_folders(folder):
+        answer = _flwr(folder, "supernode", "register", str(node / "node.pub"), CONNECTION, "--name", node.name)
+        said = " ".join(str(answer.get("error-message", "")).split())
+        if answer.get("success"):
+            lines.append(f"{node.name}: registered as node {answer['node-id']}")
+        elif "already in use" in said:
+            lines.append(f"{node.name}: was registered before")
+        else:
+            raise RunError(f"{node.name} could not be registered: {said or answer}")
+    return lines
+
+
+def list_nodes(folder: Path) -> list[dict[str, Any]]:
+    """The nodes that the SuperLink knows, as Flower describes them."""
+    answer = _flwr(folder, "supernode", "list", CONNECTION)
+    if not answer.get("success"):
+        raise RunError(" ".join(str(answer.get("error-message", answer)).split()))
+    return list(answer["nodes"])
+
+
+def _flwr(folder: Path, *words: str) -> dict[str, Any]:
+    environment = {**os.environ, **QUIET, "FLWR_HOME": str(folder / "flwr")}
+    return flwr_answer(list(words), environment, folder)

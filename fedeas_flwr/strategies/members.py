@@ -1,0 +1,157 @@
+"""Who takes part: which node is which client, and who is there just now.
+
+In a simulation all nodes are there from the start. In a deployment they come and go: a machine is switched on late, is
+away for a round, or comes back, perhaps under another node id while the old one still counts as online (a SuperNode
+without a registered key is given a new one at every start). The client's own id says who it is. So whoever is new is
+asked, before every round, and the node that answered last is the client's.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from logging import INFO, WARNING
+
+from flwr.app import Message
+from flwr.common.constant import ErrorCode
+from flwr.serverapp import Grid
+from flwr.supercore import log
+
+from fedeas_flwr import messages
+from fedeas_flwr.config import RunConfig
+from fedeas_flwr.messages import MessageError
+from fedeas_flwr.runs import RunError
+
+ANSWER_SECONDS = 120.0
+"""What a node gets to say who it is: a process is started for it there, and torch is imported."""
+_LOOK_AGAIN = 0.2
+_OWN_FAULT = (messages.CLIENT_FAILED, ErrorCode.CLIENT_APP_RAISED_EXCEPTION)
+"""Errors that asking again does not mend; the others are about nodes that are gone or not there yet."""
+
+
+class Members:
+    """The federation's clients, known by their own ids.
+
+    Parameters
+    ----------
+    grid
+        Whose nodes they are.
+    config
+        ``clients`` is the number K of those that take part in this run, now or later.
+    """
+
+    def __init__(self, grid: Grid, config: RunConfig) -> None:
+        self._grid, self._config = grid, config
+        self.nodes: dict[int, int] = {}
+        """Client → the node that last said it is that client."""
+        self.closed = False
+        """Whether clients that were not there at the start have to stay out."""
+        self._done_with: set[int] = set()
+        """Nodes of clients that have a newer one, or that came too late."""
+
+    def gather(self) -> None:
+        """Wait for the clients and learn who they are.
+
+        After ``node-wait`` seconds the run starts with the part of them that `min-replies` asks for; the others may
+        join later.
+        """
+        deadline, wanted = time.monotonic() + self._config.node_wait, self._config.clients
+        enough = max(1, self._config.min_replies * wanted)
+        while True:
+            nodes, late = list(self._grid.get_node_ids()), time.monotonic() >= deadline
+            failed = self._ask(nodes) if len(nodes) >= (enough if late else wanted) else []
+            if len(self.nodes) >= wanted:
+                break
+            if late or any(final for final, _ in failed):
+                if len(self.nodes) < enough:
+                    raise _no_start(self._config, nodes, failed)
+                log(WARNING, "Starting with %d of %d clients", len(self.nodes), wanted)
+                break
+            time.sleep(_LOOK_AGAIN)
+        log(INFO, "Federation of %d clients", len(self.nodes))
+
+    def present(self, chosen: Sequence[int]) -> list[int]:
+        """Those of ``chosen`` that can be sent to now; below the quorum, up to ``node-wait`` seconds are given them."""
+        deadline = time.monotonic() + self._config.node_wait
+        while True:
+            online = set(self._grid.get_node_ids())
+            there = [client for client in chosen if self.nodes[client] in online]
+            if len(there) >= max(1, self._config.min_replies * len(chosen)) or time.monotonic() >= deadline:
+                return there
+            time.sleep(_LOOK_AGAIN)
+            self.look()
+
+    def look(self) -> None:
+        """Ask nodes that are new who they are."""
+        self._ask(list(self._grid.get_node_ids()))
+
+    def _ask(self, nodes: Collection[int]) -> list[tuple[bool, str]]:
+        """Ask those not known yet; return the failures: whether the client itself refused, and why."""
+        known = {*self.nodes.values(), *self._done_with}
+        asked = {node for node in nodes if node not in known}
+        questions = [messages.ask(node, "identity") for node in sorted(asked)]
+        failed = []
+        for reply in self._grid.send_and_receive(questions, timeout=ANSWER_SECONDS) if questions else ():
+            try:
+                if reply.has_error():
+                    raise MessageError(messages.failure_reason(reply))
+                client, partitions = messages.read_answer(reply, "partitions")
+            except MessageError as error:
+                failed.append((not reply.has_error() or reply.error.code in _OWN_FAULT, str(error)))
+                continue
+            self._enter(client, partitions, reply.metadata.src_node_id, asked)
+        return failed
+
+    def _enter(self, client: int, partitions: int, node: int, asked: Collection[int]) -> None:
+        expected = self._config.clients
+        if partitions and partitions != expected:
+            raise RunError(
+                f"client {client} holds one of {partitions} partitions, but the federation has {expected} clients: set "
+                f"clients = {partitions} to wait for all of them, or start the nodes with num-partitions = {expected}"
+            )
+        if self.nodes.get(client) in asked:
+            raise RunError(f"two nodes say they are client {client}: give each its own client-id or partition-id")
+        if client in self.nodes:
+            log(INFO, "Client %d is back, as node %d", client, node)
+            self._done_with.add(self.nodes[client])
+        elif self.closed or len(self.nodes) >= expected:
+            self._done_with.add(node)
+            why = "its strategy asked all clients before the first round" if self.closed else f"clients = {expected}"
+            log(WARNING, "Client %d came too late for this run: %s", client, why)
+            return
+        self.nodes[client] = node
+
+
+def count_clients(grid: Grid, config: RunConfig) -> int:
+    """How many clients the run has: what `clients` says, else as many as the federation has nodes."""
+    deadline = time.monotonic() + config.node_wait
+    while not config.clients:
+        nodes = list(grid.get_node_ids())
+        if nodes:
+            return len(nodes)
+        if time.monotonic() >= deadline:
+            raise _no_start(config, nodes, [])
+        time.sleep(_LOOK_AGAIN)
+    return config.clients
+
+
+def _no_start(config: RunConfig, nodes: Collection[int], failed: Sequence[tuple[bool, str]]) -> RunError:
+    if failed:
+        return RunError(f"a client could not answer the first query: {failed[0][1]}")
+    wanted = f"clients = {config.clients}" if config.clients else "a run needs at least one client"
+    return RunError(
+        f"{wanted}, but the federation has {len(nodes)} nodes: start more, in a simulation with --federation-config "
+        f'"num-supernodes={config.clients or 2}", or set clients = {len(nodes)}'
+    )
+
+
+def by_client(sent: Sequence[Message], replies: Iterable[Message], nodes: Mapping[int, int]) -> dict[int, Message]:
+    """Say whose each reply is. Of a node that is gone it is Flower's SuperLink that answers, in its own name."""
+    clients = {node: client for client, node in nodes.items()}
+    asked = {m.metadata.message_id: clients[m.metadata.dst_node_id] for m in sent if m.metadata.message_id}
+    found = {}
+    for reply in replies:
+        client = clients.get(reply.metadata.src_node_id, asked.get(reply.metadata.reply_to_message_id))
+        if client is not None:
+            found[client] = reply
+    return found

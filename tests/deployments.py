@@ -1,0 +1,163 @@
+"""A deployment on loopback for tests: SuperLink and SuperNodes as their own scripts start them, watched, and ended."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from fedeas_flwr.deploy import CONNECTION, Deployment, write_deployment
+from fedeas_flwr.deploy.registry import list_nodes, register_nodes
+from fedeas_flwr.launch import QUIET, flwr_answer, free_port, is_listening
+from fedeas_flwr.processes import MARK, ProcessTree
+from fedeas_flwr.runs import RunDirectory, RunError
+
+WATCH = '''
+"""Put on the PYTHONPATH of a deployment: notes who imports diffusers, and every reply that the server is given."""
+import importlib.abc, importlib.machinery, json, os, sys
+
+def note(name, value):
+    with open(os.path.join(os.environ["FEDEAS_WATCH"], name), "a") as file:
+        file.write(json.dumps(value) + "\\n")
+
+def watch_replies(module):
+    pull = module.HttpGrid.pull_messages
+    def pull_messages(self, message_ids):
+        found = list(pull(self, message_ids))
+        for message in found:
+            if not message.has_content():
+                continue
+            content = message.content
+            note("replies", {
+                "type": message.metadata.message_type,
+                "arrays": {n: {k: list(a.shape) for k, a in r.items()} for n, r in content.array_records.items()},
+                "metrics": {n: dict(r) for n, r in content.metric_records.items()},
+                "configs": {n: dict(r) for n, r in content.config_records.items()},
+            })
+        return found
+    module.HttpGrid.pull_messages = pull_messages
+
+class Watcher(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path, target=None):
+        if name == "diffusers":
+            note("diffusers", os.environ["FEDEAS_CACHE"])
+        if name != "flwr.superlink.grid.http_grid":
+            return None
+        spec = importlib.machinery.PathFinder.find_spec(name, path)
+        run = spec.loader.exec_module
+        def exec_module(module):
+            run(module)
+            watch_replies(module)
+        spec.loader.exec_module = exec_module
+        return spec
+
+sys.meta_path.insert(0, Watcher())
+'''
+
+
+class Lab:
+    """A deployment whose machines are folders of one machine.
+
+    Parameters
+    ----------
+    folder
+        For everything.
+    nodes
+        How many.
+    generator
+        The nodes' local generator.
+    hosts
+        Where the SuperLink listens; the first is for Flower's command line.
+    """
+
+    def __init__(self, folder: Path, nodes: int, generator: Path, hosts: tuple[str, ...] = ("127.0.0.1",)) -> None:
+        self.folder, self.deployment = folder / "lab", Deployment(hosts, free_port(), nodes, "/opt/fedeas")
+        write_deployment(self.deployment, self.folder)
+        self._stack, self._mark = ExitStack(), uuid.uuid4().hex
+        self.watched = folder / "watched"
+        self.watched.mkdir()
+        (self.watched / "sitecustomize.py").write_text(WATCH)
+        for node in self.deployment.node_folders(self.folder):
+            self.set_node_config(node, f'{(node / "node-config").read_text().strip()} generator="{generator}"')
+
+    def __enter__(self) -> Lab:
+        alone = self.deployment.hosts == ("127.0.0.1",)
+        self.start(self.folder / "superlink", SUPERLINK_HOST="127.0.0.1" if alone else "0.0.0.0")
+        wait_until(lambda: is_listening(self.deployment.port), 60, "the SuperLink listens")
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._stack.close()
+
+    def set_node_config(self, node: Path, text: str) -> None:
+        (node / "node-config").write_text(text + "\n")
+
+    def start(self, folder: Path, *within: str, **environment: str) -> subprocess.Popen[bytes]:
+        """Run a folder's start.sh (``within`` another command); its output goes to output.log beside it."""
+        log = self._stack.enter_context((folder / "output.log").open("ab"))
+        process = subprocess.Popen(
+            [*within, folder / "start.sh"],
+            env=self.environment(**environment),
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
+        )
+        self._stack.callback(process.wait)
+        self._stack.callback(ProcessTree(process, self._mark).end)
+        return process
+
+    def start_node(self, number: int, *within: str) -> subprocess.Popen[bytes]:
+        return self.start(self.deployment.node_folders(self.folder)[number], *within, NODE_PORT=str(free_port()))
+
+    def environment(self, **more: str) -> dict[str, str]:
+        inherited = {k: v for k, v in os.environ.items() if k not in ("FEDEAS_CACHE", "FLWR_HOME", "RAY_ADDRESS")}
+        path = os.pathsep.join([str(self.watched), os.environ.get("PYTHONPATH", "")])
+        own = {"FEDEAS_BIN": str(Path(sys.executable).parent), "PYTHONPATH": path, "FEDEAS_WATCH": str(self.watched)}
+        return {**inherited, **own, MARK: self._mark, **more}
+
+    def register(self) -> list[str]:
+        return register_nodes(self.deployment, self.folder)
+
+    def online(self) -> int:
+        return sum(node["status"] == "online" for node in list_nodes(self.folder))
+
+    def submit(self, **changes: Any) -> RunDirectory:
+        """Start a run with Flower's own command; ``changes`` are snake_case keys."""
+        run = self.folder / "superlink" / "runs" / uuid.uuid4().hex[:8]
+        values = {"run-dir": str(run), **{k.replace("_", "-"): v for k, v in changes.items()}}
+        words = " ".join(f"{key}={json.dumps(value)}" for key, value in values.items())
+        environment = {**self.environment(FLWR_HOME=str(self.folder / "flwr")), **QUIET}
+        command = ["run", str(self.folder / "app"), CONNECTION, "--run-config", words]
+        answer = flwr_answer(command, environment, self.folder)
+        assert answer.get("run-id"), answer
+        return RunDirectory(run)
+
+    def follow(self, run: RunDirectory, seconds: float = 240) -> RunDirectory:
+        """Wait for a run's end; one that failed is an error."""
+        wait_until(lambda: run.status()[0] in ("finished", "failed"), seconds, f"{run.path} ends")
+        if run.status()[0] != "finished":
+            raise RunError(run.status()[1])
+        return run
+
+    def notes(self, name: str) -> list[Any]:
+        """What was watched: ``replies`` or ``diffusers``."""
+        path = self.watched / name
+        return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+    def said(self, folder: str) -> str:
+        return (self.folder / folder / "output.log").read_text(errors="replace")
+
+
+def wait_until(true: Callable[[], bool], seconds: float, what: str) -> None:
+    deadline = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < deadline, f"waited {seconds:g} s in vain until {what}"
+        time.sleep(0.2)

@@ -1,0 +1,197 @@
+"""What `fedeas deploy init` writes and `fedeas deploy check` finds: files alone, and one TLS server in this process."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import ssl
+import subprocess
+import sys
+import threading
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from fedeas_flwr.config import ConfigError, parse_config
+from fedeas_flwr.deploy import Deployment, read_deployment, write_deployment
+from fedeas_flwr.deploy.certificates import write_authority, write_node_key
+from fedeas_flwr.deploy.check import check_node, check_reachable, check_superlink, examine
+from fedeas_flwr.doctor.findings import Finding
+from fedeas_flwr.launch import free_port
+
+
+@pytest.fixture
+def lab(tmp_path: Path) -> Path:
+    """A deployment of two nodes whose SuperLink is not running."""
+    deployment = Deployment(("superlink.lab.example", "127.0.0.1"), free_port(), 2, "/opt/fedeas")
+    write_deployment(deployment, tmp_path / "lab")
+    assert read_deployment(tmp_path / "lab") == deployment
+    return tmp_path / "lab"
+
+
+def problems(findings: Iterator[Finding]) -> list[str]:
+    found = list(findings)
+    assert all(finding.fix for finding in found if finding.state == "problem")
+    return [finding.text for finding in found if finding.state == "problem"]
+
+
+def test_every_machine_gets_its_own_and_no_more(lab: Path) -> None:
+    assert sorted(path.name for path in lab.iterdir()) == [
+        *("app", "ca", "deployment.toml", "flwr", "node-0", "node-1", "superlink")
+    ]
+    assert [p.relative_to(lab).as_posix() for p in sorted(lab.rglob("*.key"))] == [
+        *("ca/ca.key", "node-0/node.key", "node-1/node.key", "superlink/server.key")
+    ]
+    assert all(path.stat().st_mode & 0o777 == 0o600 for path in lab.rglob("*.key"))
+    keys = {(lab / f"node-{n}" / "node.pub").read_text() for n in range(2)}
+    assert len(keys) == 2
+    unit = (lab / "node-1" / "fedeas-node-1.service").read_text()
+    assert "ExecStart=/opt/fedeas/node-1/start.sh\n" in unit and "Restart=always\n" in unit
+    connection = tomllib.loads((lab / "flwr" / "config.toml").read_text())["superlink"]["deployment"]
+    assert connection["root-certificates"] == str(lab / "superlink" / "ca.crt")
+    for script in lab.glob("*/start.sh"):
+        subprocess.run(["sh", "-n", script], check=True)
+        assert script.stat().st_mode & 0o111
+    app = tomllib.loads((lab / "app" / "pyproject.toml").read_text())["tool"]["flwr"]["app"]
+    run = parse_config(app["config"])
+    assert (run.clients, run.min_replies, run.round_timeout > 0) == (2, 0.5, True)
+
+
+def test_openssl_agrees_with_the_certificate(lab: Path) -> None:
+    command = [
+        "openssl",
+        "verify",
+        "-x509_strict",
+        "-purpose",
+        "sslserver",
+        "-verify_hostname",
+        "superlink.lab.example",
+    ]
+    files = ["-CAfile", str(lab / "ca" / "ca.crt"), str(lab / "superlink" / "server.crt")]
+    done = subprocess.run([*command, *files], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"nodes": 0}, "nodes = 0: must be from 1 to 10000"),
+        ({"port": 70_000}, "port = 70000"),
+        ({"hosts": ("lab:9092:x/..",)}, "must be a name or an address, without a port"),
+        ({"hosts": ("$(reboot)",)}, "host = '$(reboot)'"),
+        ({"install_dir": "relative"}, "install-dir = 'relative': must be an absolute path"),
+        ({"install_dir": "/opt/fedeas\nUser=root"}, "must be an absolute path without spaces"),
+    ],
+)
+def test_a_deployment_that_cannot_be_is_one_line(changes: dict[str, object], reason: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        Deployment(**{"hosts": ("lab",), "port": 9092, "nodes": 2, "install_dir": "/opt/fedeas", **changes})  # type: ignore[arg-type]
+    assert reason in str(caught.value)
+
+
+def test_keys_are_never_overwritten(lab: Path) -> None:
+    before = (lab / "node-0" / "node.key").read_bytes()
+    with pytest.raises(ConfigError, match="is there already"):
+        write_deployment(read_deployment(lab), lab)
+    assert (lab / "node-0" / "node.key").read_bytes() == before
+
+
+def test_a_fresh_deployment_has_no_problem(lab: Path) -> None:
+    assert problems(examine(lab)) == []
+    assert problems(examine(lab / "node-0")) == []
+    assert problems(examine(lab / "superlink")) == []
+    with pytest.raises(ConfigError, match="neither a deployment nor a folder of one"):
+        list(examine(lab / "flwr"))
+
+
+def test_each_fault_of_a_node_is_found(lab: Path, tmp_path: Path) -> None:
+    node = lab / "node-0"
+
+    def found() -> list[str]:
+        return problems(check_node(node, here=True))
+
+    (node / "node.key").chmod(0o644)
+    assert found() == ["others can read node.key"]
+    (node / "node.key").chmod(0o600)
+    (node / "ca.key").write_bytes((lab / "ca" / "ca.key").read_bytes())
+    assert "it holds ca.key" in found()
+    (node / "ca.key").unlink()
+    (node / "node-config").write_text("partition-id=5 num-partitions=2\n")
+    assert found() == ["node-config: partition-id = 5: must be a whole number from 0 to 1"]
+    (node / "node-config").write_text(f'client-id=0 data-path="{tmp_path}/gone"\n')
+    assert "is not there" in found()[0]
+    assert problems(check_node(node, here=False)) == []  # it is a path of the node's machine
+    np.savez(tmp_path / "mine.npz", x=np.zeros((5, 8, 8, 1), np.uint8), y=np.arange(5))
+    (node / "node-config").write_text(f'client-id=0 data-path="{tmp_path}/mine.npz"\n')
+    assert [f.text for f in check_node(node, here=True)] == ["client 0, data of its own: 5 images"]
+    (node / "node.key").unlink()
+    write_node_key(tmp_path)
+    (node / "node.key").write_bytes((tmp_path / "node.key").read_bytes())
+    assert "node.pub is not of node.key" in found()
+    (node / "node.pub").unlink()
+    assert found() == ["node.pub missing"]
+
+
+def test_each_fault_of_the_superlink_is_found(lab: Path, tmp_path: Path) -> None:
+    folder = lab / "superlink"
+    assert problems(check_superlink(folder, ("superlink.lab.example", "127.0.0.1"))) == []
+    assert "it is not for 'other.example'" in problems(check_superlink(folder, ("other.example",)))[0]
+    (folder / "server.key").write_bytes((lab / "ca" / "ca.key").read_bytes())
+    assert problems(check_superlink(folder, ())) == ["server.key is not the key of server.crt"]
+    write_authority(tmp_path)
+    (folder / "ca.crt").write_bytes((tmp_path / "ca.crt").read_bytes())
+    assert "do not fit together" in problems(check_superlink(folder, ()))[0]
+
+
+def test_two_nodes_with_one_client_id_are_found(lab: Path) -> None:
+    (lab / "node-1" / "node-config").write_text("partition-id=0 num-partitions=2\n")
+    assert problems(examine(lab)) == ["0 is given to two nodes"]
+
+
+@contextlib.contextmanager
+def listening(folder: Path) -> Iterator[str]:
+    """A server with the folder's certificate, for one connection after another."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(folder / "server.crt", folder / "server.key")
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def serve() -> None:
+            with contextlib.suppress(OSError):
+                while True:
+                    connection, _ = server.accept()
+                    with contextlib.suppress(ssl.SSLError), context.wrap_socket(connection, server_side=True) as secure:
+                        secure.recv(1)
+
+        thread = threading.Thread(target=serve, daemon=True)
+        thread.start()
+        yield f"127.0.0.1:{server.getsockname()[1]}"
+        server.shutdown(socket.SHUT_RDWR)
+
+
+def test_a_superlink_is_known_by_its_authority(lab: Path, tmp_path: Path) -> None:
+    with listening(lab / "superlink") as address:
+        assert [f.state for f in check_reachable(address, lab / "node-0")] == ["ok"]
+        write_authority(tmp_path)
+        found = list(check_reachable(address, tmp_path))
+    assert [f.state for f in found] == ["problem"]
+    assert "is not the SuperLink that ca.crt is of" in found[0].text
+    assert [f.state for f in check_reachable(f"127.0.0.1:{free_port()}", lab / "node-0")] == ["note"]
+
+
+def test_the_commands(tmp_path: Path) -> None:
+    def fedeas(*words: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-m", "fedeas_flwr.cli", "deploy", *words]
+        return subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path)
+
+    made = fedeas("init", "lab", "--nodes", "2", "--host", "127.0.0.1", "--port", str(free_port()))
+    assert made.returncode == 0, made.stderr
+    assert f"FLWR_HOME={tmp_path}/lab/flwr flwr run {tmp_path}/lab/app deployment" in made.stdout
+    (tmp_path / "lab" / "node-1" / "node.key").chmod(0o640)
+    checked = fedeas("check", "lab")
+    assert checked.returncode == 1
+    assert "others can read node.key" in checked.stdout
+    again = fedeas("init", "lab", "--nodes", "2", "--host", "127.0.0.1")
+    assert (again.returncode, again.stderr.count("\n"), "is there already" in again.stderr) == (2, 1, True)

@@ -1,0 +1,158 @@
+"""Nodes that come, go and come back: who is asked, who takes part, and what the record says."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from flwr.app import Context, Error, Message, RecordDict
+from test_federation import EXAMPLES, START, VALUES, toy_app
+
+from fedeas_flwr import messages
+from fedeas_flwr.config import parse_config
+from fedeas_flwr.grids import InlineGrid
+from fedeas_flwr.runs import RunDirectory, RunError
+from fedeas_flwr.strategies import build_strategy
+from fedeas_flwr.strategies.federation import Federation
+from fedeas_flwr.strategies.members import by_client, count_clients
+
+SUPERLINK = 1
+
+
+class ComingAndGoing(InlineGrid):
+    """A grid whose nodes are started, stopped and killed by the test; a killed one stays online for a while."""
+
+    def __init__(self, *clients: int, of: int = 3) -> None:
+        super().__init__(toy_app(), 0, {})
+        self._of, self._dead, self.asked = of, set[int](), list[int]()
+        for client in clients:
+            self.start(client, 100 + client)
+
+    def start(self, client: int, node: int) -> None:
+        place = {"partition-id": client, "num-partitions": self._of}
+        self._contexts[node] = Context(run_id=1, node_id=node, node_config=place, state=RecordDict(), run_config={})
+
+    def stop(self, node: int) -> None:
+        del self._contexts[node]
+
+    def kill(self, node: int) -> None:
+        self._dead.add(node)
+
+    def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> Iterable[Message]:
+        alive = []
+        for message in messages:
+            if message.metadata.message_type == "query":
+                self.asked.append(message.metadata.dst_node_id)
+            if message.metadata.dst_node_id not in self._dead:
+                alive.append(message)
+        return super().send_and_receive(alive)
+
+
+def started(folder: Path, grid: ComingAndGoing, **keys: Any) -> Federation:
+    values = {"clients": 3, "participation": 1.0, "policy": "none", "run-dir": str(folder), "min-replies": 0.5}
+    config = parse_config({**values, "node-wait": 0, **keys})
+    run = Federation(grid, config, build_strategy(config), RunDirectory.start(config, {}))
+    run.discover()
+    return run
+
+
+def mean_of(*clients: int) -> float:
+    return sum(EXAMPLES[c] * VALUES[c] for c in clients) / sum(EXAMPLES[c] for c in clients)
+
+
+def test_an_offline_client_is_recorded_and_the_rest_are_averaged(tmp_path: Path) -> None:
+    grid = ComingAndGoing(0, 1, 2)
+    run = started(tmp_path, grid)
+    run.plan()
+    grid.stop(101)
+    state, outcome = run.train_round(START)
+    assert outcome.failures == [{"client": 1, "reason": "its node is offline"}]
+    assert state.trainable["w"] == pytest.approx(np.full(2, mean_of(0, 2)))
+    assert state.accepted == {0: 1, 2: 1}
+
+
+def test_a_restarted_node_is_known_by_its_client_id(tmp_path: Path) -> None:
+    grid = ComingAndGoing(0, 1, 2)
+    run = started(tmp_path, grid)
+    run.plan()
+    grid.kill(101)
+    grid.start(1, 7)  # the old id lingers
+    state, outcome = run.train_round(START)
+    assert outcome.failures == []
+    assert run.nodes == {0: 100, 1: 7, 2: 102}
+    run.train_round(state)
+    assert grid.asked == [100, 101, 102, 7]  # nobody is asked twice, the lingering id least of all
+
+
+def test_a_run_starts_with_the_quorum_and_lets_the_others_join(tmp_path: Path) -> None:
+    grid = ComingAndGoing(0, 2)
+    run = started(tmp_path, grid)
+    run.plan()
+    state, outcome = run.train_round(START)
+    assert [r.client for r in outcome.reports] == [0, 2]
+    grid.start(1, 101)
+    state, outcome = run.train_round(state)
+    assert [r.client for r in outcome.reports] == [0, 1, 2]
+    assert state.trainable["w"] == pytest.approx(np.full(2, mean_of(0, 1, 2)))
+
+
+def test_without_the_quorum_it_does_not_start(tmp_path: Path) -> None:
+    with pytest.raises(RunError, match=r"clients = 3, but the federation has 2 nodes: start more"):
+        started(tmp_path, ComingAndGoing(0, 2), **{"min-replies": 1.0})
+
+
+def test_a_round_waits_for_its_quorum(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    grid = ComingAndGoing(0, 1, 2)
+    run = started(tmp_path, grid, **{"min-replies": 1.0, "node-wait": 5.0})
+    run.plan()
+    grid.stop(101)
+    waited: list[float] = []
+
+    def sleep(seconds: float) -> None:
+        waited.append(seconds)
+        if len(waited) == 3:
+            grid.start(1, 55)
+
+    monkeypatch.setattr("fedeas_flwr.strategies.members.time.sleep", sleep)
+    _, outcome = run.train_round(START)
+    assert len(waited) == 3
+    assert outcome.failures == []
+
+
+def test_one_client_more_than_the_run_has_is_left_out(tmp_path: Path) -> None:
+    grid = ComingAndGoing(0, 1, of=2)
+    run = started(tmp_path, grid, clients=2)
+    run.plan()
+    grid.start(0, 300)
+    grid._contexts[300].node_config["partition-id"] = 2
+    _, outcome = run.train_round(START)
+    assert [r.client for r in outcome.reports] == [0, 1]
+    run.train_round(START)
+    assert grid.asked.count(300) == 1
+
+
+def test_two_nodes_with_one_client_id_are_refused(tmp_path: Path) -> None:
+    grid = ComingAndGoing(0, 1)
+    grid.start(1, 200)
+    with pytest.raises(RunError, match="two nodes say they are client 1"):
+        started(tmp_path, grid)
+
+
+def test_the_superlinks_answer_for_a_lost_node_is_the_clients() -> None:
+    InlineGrid(toy_app(), 1, {})
+    sent = [messages.ask(node, "identity") for node in (70, 80)]
+    for number, message in enumerate(sent):
+        message.metadata.__dict__["_message_id"] = f"message-{number}"
+    answer = messages.answer(sent[0], 4, partitions=2)
+    lost = Message(Error(5, "Node Unavailable"), reply_to=sent[1])
+    answer.metadata.__dict__["_src_node_id"], lost.metadata.__dict__["_src_node_id"] = 70, SUPERLINK
+    assert by_client(sent, [lost, answer], {4: 70, 9: 80}) == {9: lost, 4: answer}
+
+
+def test_a_federation_nobody_counted_has_the_nodes_it_has() -> None:
+    assert count_clients(ComingAndGoing(0, 1, 2), parse_config({})) == 3
+    with pytest.raises(RunError, match="a run needs at least one client"):
+        count_clients(ComingAndGoing(), parse_config({"node-wait": 0}))
