@@ -21,8 +21,8 @@ LAYERS = [
     {"grids", "strategies"},
     {"client_app", "server_app"},
     {"mps", "launch", "prepare", "sweep_jobs"},
-    {"quickstart", "cli_images", "cli_sweep", "cli_runs", "doctor"},
-    {"cli_doctor", "cli_plan"},
+    {"quickstart", "cli_images", "cli_sweep", "cli_runs", "doctor", "reproduce"},
+    {"cli_doctor", "cli_plan", "cli_reproduce"},
     {"cli"},
 ]
 """A module imports from its own layer or a lower one (nearer the top of this list), never from a higher one."""
