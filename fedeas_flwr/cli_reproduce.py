@@ -222,6 +222,8 @@ def write_into(path: Path, scale: str, places: Sequence[Path], more: Mapping[str
     from fedeas_flwr.reproduce.page import check_blocks
     from fedeas_flwr.reproduce.summary import filled_document
 
+    if not path.is_file():
+        raise ConfigError(f"into = '{path}': there is no such file")
     text = path.read_text(encoding="utf-8")
     check_blocks(path, text)
     atomic_write(path, filled_document(text, scale, places, more).encode())

@@ -1,4 +1,4 @@
-"""A plan in the paper's pictures, from label counts alone: Figs. 1(a), 2(a), 2(b) and 4(b)."""
+"""A plan in the paper's pictures, from label counts alone: Figs. 1(a), 2(a), 2(b) and 5(b)."""
 
 from __future__ import annotations
 
@@ -154,7 +154,7 @@ def _name_beta(axes: Axes, beta: float, point: tuple[float, float], bold: bool) 
     text.set_path_effects([withStroke(linewidth=3, foreground="white")])  # readable where it meets a line
 
 
-# Fig. 4(b)
+# Fig. 5(b)
 def draw_selection(axes: Axes, path: BudgetPath, betas: list[float], beta: float, choice: Choice | None) -> None:
     """Trace the removed share against the synthetic share as β grows, with the limits, and what they allow shaded."""
     colour = _colour(path.policy)

@@ -67,7 +67,18 @@ def text_table(results: Results) -> Table:
     for method, seconds in paper.RUN_SECONDS.items():
         value = value_of(results, f"{PAPERS}/{method}", "seconds", lambda run: run.seconds, seconds, 0)
         add(f"{METHODS[method].label}: time, generation included", column(PAPERS).title, value, show_seconds)
+    add("Full-Balance's time over FedEAS's", column(PAPERS).title, _ratio(results))
     return table
+
+
+def _ratio(results: Results) -> Value:
+    """How many times as long Full-Balance takes."""
+    both = [results.of(f"{PAPERS}/{method}") for method in ("full-balance", "fedeas")]
+    long, short = (sum(run.seconds for run in runs) / max(1, len(runs)) for runs in both)
+    published = paper.RUN_SECONDS["full-balance"] / paper.RUN_SECONDS["fedeas"]
+    ours = (long / short,) if long and short else ()
+    seeds = tuple(run.seed for run in both[0]) if ours else ()
+    return Value(f"{PAPERS}/full-balance", "time over FedEAS's", ours, seeds, published, 2, results.scale == "full")
 
 
 def _lead(results: Results, first: str, second: str, published: float) -> Value:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from fedeas_flwr import sweep
+from fedeas_flwr.config import RunConfig
 from fedeas_flwr.reproduce.cells import MAIN, Cell, cell
 from fedeas_flwr.reproduce.measured import Results
 from fedeas_flwr.runs import RunDirectory
@@ -53,6 +54,14 @@ def make_filling(
     return sweep.Sweep(folder, cell(f"{MAIN}/fedavg").config(scale, 1), grid, cells)
 
 
+def record_name(name: str, config: RunConfig) -> Path:
+    """Where a run's record goes below a folder of records, such as ``cifar10-k100-a0.1/scaffold-s1``."""
+    place, _, method = name.partition("/")
+    if config.dataset != "digits":  # at smoke several columns share it
+        place = f"{config.dataset}-k{config.clients}-a{config.alpha:g}"
+    return Path(place) / f"{method}-s{config.seed}"
+
+
 class Exporting:
     """A sweep's watcher that also copies the record of each run as it finishes, without weights or images."""
 
@@ -62,8 +71,7 @@ class Exporting:
     def said(self, one: sweep.Cell, word: str, board: Board) -> None:
         """Export what is finished; pass everything on."""
         if word == "finished":
-            place, _, method = str(one.values["cell"]).partition("/")
-            one.run.export(self._folder / place / f"{method}-s{one.values['seed']}")
+            one.run.export(self._folder / record_name(one.values["cell"], one.config))
         self._inner.said(one, word, board)
 
     def tick(self, board: Board) -> None:
