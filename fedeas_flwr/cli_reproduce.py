@@ -60,7 +60,7 @@ def reproduce(
     names = [name for words in columns or [] for name in words.split(",")]
     more, numbers = read_words(given or []), read_seeds(seeds)
     if listing:
-        choice = choose(what or ["all", "*/*"], names)
+        choice = choose(what or ["*/*"], names, scale)
         print_cells(choice.needed(scale), scale, numbers, more, output)
         return
     if not what and not into:
@@ -70,7 +70,7 @@ def reproduce(
     if into:
         write_into(into, scale, places, more)
         return
-    choice = choose(what or [], names)
+    choice = choose(what or [], names, scale)
     doing = scale == "smoke" if run is None else run
     # With JSON on stdout, what goes on is told on stderr.
     console = Console(stderr=output == "json")

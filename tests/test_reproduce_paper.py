@@ -170,26 +170,27 @@ def test_what_the_user_sets_holds_for_all_runs_but_never_changes_a_method() -> N
 
 
 def test_items_columns_and_cells_are_asked_for_by_name() -> None:
-    everything = choose(["all"], [])
+    everything = choose(["all"], [], "full")
     assert everything.items == tuple(ITEMS) and everything.columns == paper.COLUMNS
     assert {one.name for one in everything.needed("full")} == {one.name for one in all_cells()}
-    main = choose(["table1", MAIN], ["c10-k20-a0.3"])
+    main = choose(["table1", MAIN], ["c10-k20-a0.3"], "full")
     assert main.columns == ("c10-k20-a0.3", MAIN)
     assert len(main.needed("full")) == 10 + 9
-    assert [one.name for one in choose([f"{MAIN}/fed*-clean"], []).cells] == [
+    assert [one.name for one in choose([f"{MAIN}/fed*-clean"], [], "full").cells] == [
         f"{MAIN}/fedavg-clean",
         f"{MAIN}/fedeas-clean",
     ]
     assert not [one for one in everything.needed("smoke") if "sd-turbo" in one.name]
-    assert "beta" not in choose(["all"], [MAIN]).items and "rule" in choose(["all"], [MAIN]).items
+    assert "beta" not in choose(["all"], [MAIN], "full").items and "rule" in choose(["all"], [MAIN], "full").items
+    assert set(ITEMS) - set(choose(["all"], [], "smoke").items) == {"clean"}
 
 
 def test_a_name_that_there_is_not_is_one_line() -> None:
     with pytest.raises(ConfigError, match=r"column 'c10-k30-a0\.1': must be one of c10-k20-a0\.05"):
         column("c10-k30-a0.1")
     with pytest.raises(ConfigError, match="'table9': must be all, fig1"):
-        choose(["table9"], [])
+        choose(["table9"], [], "full")
     with pytest.raises(ConfigError, match=r"cell 'c10-k20-a0\.1/nothing': there is none"):
         matching("c10-k20-a0.1/nothing")
     with pytest.raises(ConfigError, match="column 'nowhere'"):
-        choose(["table1"], ["nowhere"])
+        choose(["table1"], ["nowhere"], "full")

@@ -182,6 +182,8 @@ class Cell:
         keys = {**self.column.keys(scale), **dict(self.method.keys)}
         if scale == "smoke" and self.method.name != "linear" and "beta" in dict(self.method.keys):
             keys["beta"] = round(keys["beta"] * SMOKE_BETA, 3)
+        if self.method.name == "fedgen" and scale == "smoke":
+            keys |= {"fedgen-alpha": 1.0, "fedgen-beta": 1.0}  # at so large a learning rate its 10 gives NaN
         if self.method.name == "fedmix" and scale == "full":
             keys["fedmix-lambda"] = 0.05 if self.column.dataset == "cifar10" else 0.1
         if self.column.name == PAPERS and scale == "full":

@@ -149,7 +149,10 @@ def draw_overview(setting: Setting) -> Figure:
     figure = Figure(figsize=(12.8, 7.2), layout="constrained", dpi=150)
     grid = figure.add_gridspec(2, 4, height_ratios=[1, 1.1])
     entropies, levels = normalised_entropy(counts), budget(counts, setting.beta)
-    one = int(np.argmax(setting.generated.sum(axis=1) / counts.max(axis=1)))  # where there is most to be seen
+    sizes = counts.sum(axis=1)
+    # Of the larger half, the client where most is to be seen.
+    shares = np.where(sizes >= np.median(sizes), setting.generated.sum(axis=1) / counts.max(axis=1), 0.0)
+    one = int(np.argmax(shares))
     clients = np.arange(len(counts))
     for place, values, title, label in (
         (grid[0, :2], entropies, "1. Each client's label balance", "normalised entropy H̃"),

@@ -33,6 +33,8 @@ class Item:
     table: Callable[[Results, Sequence[str]], Table] | None = None
     draw: str = ""
     """Name of the function in figures.py."""
+    only_by_name: bool = False
+    """Whether ``all`` leaves it out at smoke scale, which is to be over in minutes."""
 
 
 def _on(place: str, *methods: str) -> Callable[[Sequence[str]], list[str]]:
@@ -90,7 +92,7 @@ ITEMS: dict[str, Item] = {
     ),
     "fig3": Item(
         "Fig. 3: the rule, on real counts",
-        "Entropy and budget of every client, and where four policies put images at the client that FedEAS gives most.",
+        "Entropy and budget of every client, and where four policies put images at one of them.",
         _none,
         draw="draw_overview",
     ),
@@ -161,6 +163,7 @@ ITEMS: dict[str, Item] = {
         "Protocol paper tests on images of which the generator has seen 5/6; protocol clean on the official test set.",
         _on(MAIN, *CLEAN, *(f"{name}-clean" for name in CLEAN)),
         _fixed(beyond.clean_table),
+        only_by_name=True,
     ),
     "rule": Item(
         "Beyond the paper: other exponents, and the least imbalance a total can buy",
@@ -193,7 +196,7 @@ def can_run(one: Cell, scale: str) -> bool:
     return scale == "full" or not one.method.name.endswith("-sd-turbo")
 
 
-def choose(words: Sequence[str], columns: Sequence[str]) -> Choice:
+def choose(words: Sequence[str], columns: Sequence[str], scale: str) -> Choice:
     """Read what is asked for: names of items, ``all``, columns, or cells such as ``c10-k100-a0.1/*``.
 
     Raises
@@ -206,7 +209,9 @@ def choose(words: Sequence[str], columns: Sequence[str]) -> Choice:
     items, cells = [], []
     for word in (word for word in words if word not in paper.COLUMNS):
         if word == "all":
-            items += [name for name in ITEMS if _concerns(name, chosen)]
+            items += [
+                name for name in ITEMS if _concerns(name, chosen) and (scale == "full" or not ITEMS[name].only_by_name)
+            ]
         elif word in ITEMS:
             items.append(word)
         elif "/" in word:

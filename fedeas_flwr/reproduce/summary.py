@@ -138,7 +138,7 @@ def filled_document(text: str, scale: str, places: Sequence[Path], more: Mapping
     """Give a document with its ``<!-- reproduce WORDS -->`` blocks made anew; WORDS are tables and columns."""
     contents = []
     for words in blocks(text):
-        choice = choose(words, [])
+        choice = choose(words, [], scale)
         results = find_results(choice.needed(scale), scale, places, more)
         made = [ITEMS[name].table for name in choice.items]
         contents.append("\n".join(table_markdown(make(results, choice.columns)) for make in made if make))
