@@ -55,7 +55,8 @@ def show_ours(value: Value) -> str:
     """Write mean ± deviation, or that there is nothing."""
     if value.mean is None:
         return NONE
-    return f"{value.mean:.{value.digits}f}" + ("" if value.sd is None else f" ± {value.sd:.{value.digits}f}")
+    shown = f"{value.mean:.{value.digits}f}".replace("-", "−")
+    return shown if value.sd is None else f"{shown} ± {value.sd:.{value.digits}f}"
 
 
 def show_paper(value: Value) -> str:
@@ -81,10 +82,11 @@ def together(value: Value, mark: str = "{}") -> str:
     """Write one cell of a large table: ours and the seeds, the paper's and the difference below."""
     if value.mean is None and value.paper is None:
         return NONE
-    seeds = f" ({len(value.seeds)} seeds)" if len(value.seeds) > 1 else ""
-    difference = f", {show_difference(value)}" if value.difference is not None else ""
     ours = mark.format(show_ours(value)) if value.mean is not None else "missing"
-    return f"{ours}{seeds}" + (f"<br>paper {show_paper(value)}{difference}" if value.paper is not None else "")
+    difference = f", {show_difference(value)}" if value.difference is not None else ""
+    below = [f"{len(value.seeds)} seeds"] if len(value.seeds) > 1 else []
+    below += [f"paper {show_paper(value)}{difference}"] if value.paper is not None else []
+    return f"{ours}<br>{'; '.join(below)}" if below else ours
 
 
 def show_budget(budget: Budget | None, published: int | None = None) -> str:

@@ -48,7 +48,9 @@ def text_table(results: Results) -> Table:
                 rounds,
                 0,
             )
-            add(f"{METHODS[method].label}: rounds to {100 * threshold:.0f} %", column(place).title, value)
+            add(
+                f"{METHODS[method].label}: rounds to {100 * threshold:.0f} %", column(place).title(results.scale), value
+            )
     together_peak = value_of(
         results,
         "c10-k20-a0.3/fedeas+scaffold",
@@ -56,18 +58,23 @@ def text_table(results: Results) -> Table:
         lambda run: 100 * run.peak,
         paper.FEDEAS_AND_SCAFFOLD_PEAK,
     )
-    add("FedEAS + SCAFFOLD: peak %", column("c10-k20-a0.3").title, together_peak)
+    add("FedEAS + SCAFFOLD: peak %", column("c10-k20-a0.3").title(results.scale), together_peak)
     for kind, lead in paper.PEAK_LEAD.items():
         ending = "" if kind == "ddpm" else "-sd-turbo"
         add(
             f"FedEAS's lead over Uniform, peak, {kind}",
-            column(PAPERS).title,
+            column(PAPERS).title(results.scale),
             _lead(results, f"{PAPERS}/fedeas{ending}", f"{PAPERS}/uniform{ending}", lead),
         )
     for method, seconds in paper.RUN_SECONDS.items():
         value = value_of(results, f"{PAPERS}/{method}", "seconds", lambda run: run.seconds, seconds, 0)
-        add(f"{METHODS[method].label}: time, generation included", column(PAPERS).title, value, show_seconds)
-    add("Full-Balance's time over FedEAS's", column(PAPERS).title, _ratio(results))
+        add(
+            f"{METHODS[method].label}: time, generation included",
+            column(PAPERS).title(results.scale),
+            value,
+            show_seconds,
+        )
+    add("Full-Balance's time over FedEAS's", column(PAPERS).title(results.scale), _ratio(results))
     return table
 
 

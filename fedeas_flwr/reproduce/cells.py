@@ -68,10 +68,10 @@ class Column:
     clients: int
     alpha: float
 
-    @property
-    def title(self) -> str:
-        """The column's head."""
-        return f"{_DATASETS[self.dataset]}, K = {self.clients}, α = {self.alpha:g}"
+    def title(self, scale: str) -> str:
+        """The column's head; at smoke it says what the column stands in for."""
+        name = f"{_DATASETS[self.dataset]}, K = {self.clients}, α = {self.alpha:g}"
+        return name if scale == "full" else f"for {name}"
 
     def keys(self, scale: str) -> Keys:
         """The run-config's part that the column decides; ten clients train in a round (three at smoke)."""
@@ -186,7 +186,7 @@ class Cell:
             keys |= {"fedgen-alpha": 1.0, "fedgen-beta": 1.0}  # at so large a learning rate its 10 gives NaN
         if self.method.name == "fedmix" and scale == "full":
             keys["fedmix-lambda"] = 0.05 if self.column.dataset == "cifar10" else 0.1
-        if self.column.name == PAPERS and scale == "full":
+        if self.column.name == PAPERS:
             keys["gamma-hat"] = "all-state"  # the form of the paper's table; it changes nothing in the training
         if self.method.gamma != 0.5:
             keys |= {"gamma": self.method.gamma, "beta": matched_beta(self.column, scale, self.method.gamma)}
@@ -195,8 +195,11 @@ class Cell:
 
     def seeds(self, scale: str) -> tuple[int, ...]:
         """The seeds to run: several where the order of the policies is to be told from chance."""
-        several = self.column.name == MAIN and self.method.name in ("fedavg", "fedeas", "missing-only", "uniform")
-        return ((1, 2) if scale == "smoke" else (1, 2, 3)) if several else (1,)
+        if self.column.name != MAIN or self.method.name not in ("fedavg", "fedeas", "missing-only", "uniform"):
+            return (1,)
+        if scale == "full":
+            return (1, 2, 3)
+        return (1, 2) if self.method.name in ("fedeas", "missing-only") else (1,)
 
 
 @lru_cache

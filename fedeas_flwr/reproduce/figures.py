@@ -200,7 +200,7 @@ def _draw_one_client(figure: Figure, grid: Any, setting: Setting, one: int) -> N
 
 def draw_convergence(setting: Setting) -> Figure:
     """Fig. 4: accuracy by round, FedEAS and Missing-only at one budget, and when each reaches the threshold."""
-    titles = tuple(f"{column(place).title}" for place in (PAPERS, MAIN))
+    titles = tuple(column(place).title("full") for place in (PAPERS, MAIN))
     if setting.results.scale != "full":
         configs = [cell(f"{place}/fedeas").config("smoke", 1) for place in (PAPERS, MAIN)]
         titles = tuple(f"digits, K = {c.clients}, α = {c.alpha:g}" for c in configs)

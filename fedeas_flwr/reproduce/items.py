@@ -63,7 +63,7 @@ def _large(of: tables.Of, results: Results, columns: Sequence[str]) -> Table:
         return tables.large_table(results, columns, of)
     parts = [tables.column_table(results, place) for place in columns]
     rows = [
-        [row[0] if len(parts) == 1 else f"{column(place).title}: {row[0]}", *row[1:]]
+        [row[0] if len(parts) == 1 else f"{column(place).title(results.scale)}: {row[0]}", *row[1:]]
         for place, part in zip(columns, parts, strict=True)
         for row in part.rows
     ]
@@ -98,7 +98,8 @@ ITEMS: dict[str, Item] = {
     ),
     "table1": Item(
         "Table 1: accuracy (%, last-20-round mean)",
-        "Bold and underlined: best and second best of ours in a complete column, Full-Balance apart.",
+        "One seed where no number of seeds is given. Bold and underlined: best and second best of ours in a complete "
+        "column, Full-Balance apart.",
         lambda columns: tables.large_cells(columns),
         partial(_large, beside.last_20_of),
     ),
@@ -148,7 +149,7 @@ ITEMS: dict[str, Item] = {
     ),
     "table2": Item(
         "Supplement, E: peak accuracy (%)",
-        "Best of all rounds.",
+        "Best of all rounds; one seed where no number of seeds is given.",
         lambda columns: tables.large_cells(columns),
         partial(_large, beside.peak_of),
     ),
@@ -170,6 +171,7 @@ ITEMS: dict[str, Item] = {
         "Every rule spends FedEAS's total, or as little less as whole images allow.",
         _on(MAIN, *RULES),
         _fixed(beyond.rule_table),
+        only_by_name=True,
     ),
 }
 """In the order of the paper and its supplement."""

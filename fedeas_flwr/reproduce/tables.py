@@ -64,7 +64,12 @@ def large_table(results: Results, columns: Sequence[str], of: Of) -> Table:
         rows.append(row)
     budgets += [budget_of(results, f"{place}/{method}") for place in columns for method in ("uniform", "missing-only")]
     found_budgets = [budget for budget in budgets if budget is not None]
-    return Table(["Method", *(column(place).title for place in columns)], rows, list(values.values()), found_budgets)
+    return Table(
+        ["Method", *(column(place).title(results.scale) for place in columns)],
+        rows,
+        list(values.values()),
+        found_budgets,
+    )
 
 
 def large_cells(columns: Sequence[str]) -> list[str]:
@@ -185,6 +190,8 @@ def gamma_table(results: Results) -> Table:
     for form, words in (("all-state", "with BatchNorm's counters"), ("trainable", "trainable parameters")):
         found = {m: _gamma_hat(results, f"{PAPERS}/{m}", form) for m in methods}
         less = {m: _reduction(found[m], found["fedavg"]) for m in methods}
+        if form == "trainable" and not any(value.ours for value in found.values()):
+            continue  # no run has measured it so, and the paper has not either
         table.rows.append([f"Γ̂ (med.), {words}", *(_show_gamma(found[m]) for m in methods)])
         table.rows.append(["Γ̂ reduction (%)", *(together(less[m]) for m in methods)])
         table.values += [*found.values(), *less.values()]
