@@ -104,7 +104,7 @@ def draw_concentration(axes: Axes, path: BudgetPath, generated: IntArray, beta: 
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.yaxis.set_major_formatter(PercentFormatter(1.0))
     tidy(axes)
-    axes.legend(frameon=False, loc="upper left", fontsize=9)
+    axes.legend(edgecolor="white", framealpha=0.95, loc="upper left", fontsize=9)
 
 
 # Fig. 2(b)
