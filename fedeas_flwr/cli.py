@@ -24,6 +24,7 @@ from fedeas_flwr.cli_deploy import deploy_app
 from fedeas_flwr.cli_doctor import doctor
 from fedeas_flwr.cli_images import cache_app, generate
 from fedeas_flwr.cli_plan import plan
+from fedeas_flwr.cli_reproduce import reproduce
 from fedeas_flwr.cli_runs import runs_app
 from fedeas_flwr.cli_sweep import sweep
 from fedeas_flwr.config import ConfigError, RunConfig, parse_config, parse_overrides, read_config
@@ -41,6 +42,7 @@ app.add_typer(cache_app, name="cache")
 app.add_typer(runs_app, name="runs")
 app.add_typer(deploy_app, name="deploy")
 app.command()(sweep)
+app.command()(reproduce)
 app.command()(generate)
 app.command()(doctor)
 console = Console()

@@ -21,9 +21,9 @@ LAYERS = [
     {"grids", "strategies"},
     {"client_app", "server_app"},
     {"mps", "launch", "prepare", "sweep_jobs"},
-    {"quickstart", "cli_images", "cli_sweep", "cli_runs", "doctor"},
+    {"quickstart", "cli_images", "cli_sweep", "cli_runs", "doctor", "reproduce"},
     {"deploy"},
-    {"cli_doctor", "cli_plan"},
+    {"cli_doctor", "cli_plan", "cli_reproduce"},
     {"cli_deploy"},
     {"cli"},
 ]

@@ -1,4 +1,4 @@
-"""A plan in the paper's pictures, from label counts alone: Figs. 1(a), 2(a), 2(b) and 4(b)."""
+"""A plan in the paper's pictures, from label counts alone: Figs. 1(a), 2(a), 2(b) and 5(b)."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def draw_concentration(axes: Axes, path: BudgetPath, generated: IntArray, beta: 
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.yaxis.set_major_formatter(PercentFormatter(1.0))
     tidy(axes)
-    axes.legend(frameon=False, loc="lower right", fontsize=9)
+    axes.legend(edgecolor="white", framealpha=0.95, loc="upper left", fontsize=9)
 
 
 # Fig. 2(b)
@@ -154,7 +154,7 @@ def _name_beta(axes: Axes, beta: float, point: tuple[float, float], bold: bool) 
     text.set_path_effects([withStroke(linewidth=3, foreground="white")])  # readable where it meets a line
 
 
-# Fig. 4(b)
+# Fig. 5(b)
 def draw_selection(axes: Axes, path: BudgetPath, betas: list[float], beta: float, choice: Choice | None) -> None:
     """Trace the removed share against the synthetic share as β grows, with the limits, and what they allow shaded."""
     colour = _colour(path.policy)

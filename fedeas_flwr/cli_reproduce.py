@@ -1,0 +1,230 @@
+"""The command `fedeas reproduce`."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+
+from fedeas_flwr.cli_sweep import watching
+from fedeas_flwr.config import ConfigError, parse_overrides
+from fedeas_flwr.paths import atomic_write
+
+if TYPE_CHECKING:
+    from fedeas_flwr.reproduce.cells import Cell
+    from fedeas_flwr.reproduce.items import Choice, Section
+    from fedeas_flwr.reproduce.measured import Results
+
+SET_BY_CELLS = ("seed", "run-dir", "resume")
+
+
+def reproduce(
+    what: Annotated[
+        list[str] | None,
+        typer.Argument(help="all, table1, table2, beta, ablation, gamma, fig1 … fig5, …, or cells: 'c10-k100-a0.1/*'"),
+    ] = None,
+    columns: Annotated[list[str] | None, typer.Option(help="of the large tables, such as c10-k100-a0.1")] = None,
+    scale: Annotated[str, typer.Option(help="smoke: minutes, on digits; full: the paper's experiments")] = "smoke",
+    runs: Annotated[list[Path] | None, typer.Option(help="folder with runs or exported records; several")] = None,
+    out: Annotated[Path | None, typer.Option(help="folder of the page and of new runs; else runs/reproduce-…")] = None,
+    run: Annotated[bool | None, typer.Option("--run/--no-run", help="do missing runs; else only at smoke")] = None,
+    given: Annotated[list[str] | None, typer.Option("--set", help="key=value of all runs, such as data-dir=…")] = None,
+    seeds: Annotated[str, typer.Option(help="such as 1,2,3; else one, and more where order is to be told")] = "",
+    jobs: Annotated[int, typer.Option(help="runs at once; 0: one, at smoke one a core", min=0)] = 0,
+    export: Annotated[Path | None, typer.Option(help="folder that gets each new run's record")] = None,
+    into: Annotated[
+        Path | None, typer.Option(help="write tables into a Markdown file that has places for them")
+    ] = None,
+    listing: Annotated[bool, typer.Option("--list", help="name the cells, with the words of `fedeas run`")] = False,
+    output: Annotated[str, typer.Option("--format", help="table or json")] = "table",
+) -> None:
+    """The paper's tables and figures from runs, its numbers beside ours; missing runs are done or named."""
+    from fedeas_flwr.reproduce.cells import SCALES
+    from fedeas_flwr.reproduce.items import choose
+    from fedeas_flwr.reproduce.summary import fill_command
+
+    if scale not in SCALES:
+        raise ConfigError(f"scale = '{scale}': must be {' or '.join(SCALES)}")
+    if output not in ("table", "json"):
+        raise ConfigError(f"format = '{output}': must be table or json")
+    for folder in runs or []:
+        if not folder.is_dir():
+            raise ConfigError(f"runs = '{folder}': there is no such folder")
+    names = [name for words in columns or [] for name in words.split(",")]
+    more, numbers = read_words(given or []), read_seeds(seeds)
+    if listing:
+        choice = choose(what or ["*/*"], names, scale)
+        print_cells(choice.needed(scale), scale, numbers, more, output)
+        return
+    if not what and not into:
+        raise ConfigError("say what: `fedeas reproduce all`, or table1, fig2 … (`fedeas reproduce --help`)")
+    folder = (out or Path("runs") / f"reproduce-{scale}").absolute()
+    places = [*(runs or []), folder / "runs"]
+    if into:
+        write_into(into, scale, places, more)
+        return
+    choice = choose(what or [], names, scale)
+    doing = scale == "smoke" if run is None else run
+    # With JSON on stdout, what goes on is told on stderr.
+    console = Console(stderr=output == "json")
+    results, failed = gather(
+        choice, scale, places, numbers, more, folder if doing else None, jobs or default_jobs(scale), export, console
+    )
+    fill = fill_command(scale, names, runs or [], out)
+    sections = show(choice, results, what or [], numbers, folder, more, fill, console, output)
+    if failed or (doing and any(section.missing for section in sections)):
+        raise typer.Exit(1)
+
+
+def read_words(words: Sequence[str]) -> dict[str, Any]:
+    """Read the key=value words that hold for all runs; a relative path is meant from here."""
+    values = parse_overrides(words)
+    for key in SET_BY_CELLS:
+        if key in values:
+            raise ConfigError(f"--set {key}={values[key]}: every cell sets its own; see --seeds and --out")
+    return values
+
+
+def read_seeds(text: str) -> list[int]:
+    """Read numbers separated by commas."""
+    try:
+        return [int(word) for word in text.split(",")] if text else []
+    except ValueError:
+        raise ConfigError(f"seeds = '{text}': must be whole numbers separated by commas, such as 1,2,3") from None
+
+
+def default_jobs(scale: str) -> int:
+    """One run at a time fills a GPU; on a CPU each is one thread."""
+    return max(1, os.cpu_count() or 1) if scale == "smoke" else 1
+
+
+# --------------------------------------------------------------------------------------------------------- the runs
+
+
+def gather(
+    choice: Choice,
+    scale: str,
+    places: Sequence[Path],
+    seeds: Sequence[int],
+    more: Mapping[str, Any],
+    folder: Path | None,
+    jobs: int,
+    export: Path | None,
+    console: Console,
+) -> tuple[Results, bool]:
+    """Find the runs that there are and, where a folder is given, do those that are missing.
+
+    Returns
+    -------
+    results, failed : Results, bool
+        What there is now, and whether a run failed for good.
+    """
+    from fedeas_flwr.reproduce.filling import Exporting, make_filling, missing_seeds
+    from fedeas_flwr.reproduce.measured import find_results
+    from fedeas_flwr.sweep_jobs import run_sweep
+
+    cells = choice.needed(scale)
+    results = find_results(cells, scale, places, more)
+    left = missing_seeds(cells, results, seeds)
+    if folder is None or not left:
+        return results, False
+    filling = make_filling(left, scale, folder / "runs", more)
+    prepare_generator(scale, [cell.config.generates for cell in filling.cells], console)
+    console.print(f"{len(filling.cells)} runs, {jobs} at once → {folder / 'runs'}", highlight=False, soft_wrap=True)
+    try:
+        with watching(console) as watcher:
+            failed = run_sweep(filling, jobs, 1, Exporting(watcher, export) if export else watcher)
+    except KeyboardInterrupt:
+        _warn(f"stopped; go on with: {shlex.join(['fedeas', *sys.argv[1:]])}")
+        raise
+    for cell in failed:
+        _warn(f"failed: {cell.name}: {cell.error}")
+    return find_results(cells, scale, places, more), bool(failed)
+
+
+def prepare_generator(scale: str, generating: Sequence[bool], console: Console) -> None:
+    """Train the built-in generator here, where it is seen, and not in the first run that needs it."""
+    if scale == "smoke" and any(generating):
+        from fedeas_flwr.prepare import ensure_digits_generator
+
+        ensure_digits_generator(console)
+
+
+def _warn(text: str) -> None:
+    Console(stderr=True).print(text, highlight=False, soft_wrap=True, markup=False)
+
+
+# ------------------------------------------------------------------------------------------------------- the result
+
+
+def show(
+    choice: Choice,
+    results: Results,
+    what: Sequence[str],
+    seeds: Sequence[int],
+    folder: Path,
+    more: Mapping[str, Any],
+    fill: str,
+    console: Console,
+    output: str,
+) -> list[Section]:
+    """Write the page, print the tables or JSON, and say what is missing."""
+    from fedeas_flwr.reproduce.filling import missing_seeds
+    from fedeas_flwr.reproduce.items import make_sections
+    from fedeas_flwr.reproduce.page import write_page
+    from fedeas_flwr.reproduce.summary import as_json, make_page, print_tables, values_csv
+
+    missing = missing_seeds(choice.needed(results.scale), results, seeds)
+    sections = make_sections(choice, results, missing, folder, more)
+    page = make_page(results, sections, fill)
+    written = write_page(page, folder)
+    record = {**as_json(results, sections), "page": [str(path) for path in written]}
+    atomic_write(folder / "results.json", (json.dumps(record, indent=1, ensure_ascii=False) + "\n").encode())
+    atomic_write(folder / "results.csv", values_csv(sections).encode())
+    if output == "json":
+        print(json.dumps(record, ensure_ascii=False))
+    else:
+        print_tables(page, console)
+    number = sum(map(len, missing.values()))
+    if number:
+        command = fill.format(shlex.join(what))
+        line = f"{number} runs of {len(missing)} cells are missing; to do them: {command}"
+        console.print(line, highlight=False, soft_wrap=True, markup=False)
+    if output == "table":
+        console.print(f"page: {written[1]}", highlight=False, soft_wrap=True)
+    return sections
+
+
+def print_cells(cells: Sequence[Cell], scale: str, seeds: Sequence[int], more: Mapping[str, Any], output: str) -> None:
+    """Name every cell with its seeds and the words that do its first run."""
+    from fedeas_flwr.reproduce.cells import run_words
+
+    rows = []
+    for one in cells:
+        own = list(seeds) or list(one.seeds(scale))
+        rows.append({"cell": one.name, "seeds": own, "command": shlex.join(run_words(one, scale, own[0], more))})
+    if output == "json":
+        print(json.dumps(rows))
+        return
+    for row in rows:
+        print(f"{row['cell']}  seeds {','.join(map(str, row['seeds']))}\n    {row['command']}")
+
+
+def write_into(path: Path, scale: str, places: Sequence[Path], more: Mapping[str, Any]) -> None:
+    """Write tables between a document's ``<!-- reproduce WORDS -->`` and ``<!-- end -->``."""
+    from fedeas_flwr.reproduce.page import check_blocks
+    from fedeas_flwr.reproduce.summary import filled_document
+
+    if not path.is_file():
+        raise ConfigError(f"into = '{path}': there is no such file")
+    text = path.read_text(encoding="utf-8")
+    check_blocks(path, text)
+    atomic_write(path, filled_document(text, scale, places, more).encode())
+    print(path)

@@ -1,0 +1,140 @@
+"""Tables that the paper does not have: the numbers of its text, and our questions to it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from fedeas_flwr.allocation import allocate, removed
+from fedeas_flwr.local_data import planned_counts
+from fedeas_flwr.reproduce import paper
+from fedeas_flwr.reproduce.beside import (
+    NONE,
+    budget_of,
+    last_20_of,
+    peak_of,
+    show_budget,
+    show_difference,
+    show_ours,
+    show_seeds,
+    signed,
+    value_of,
+)
+from fedeas_flwr.reproduce.cells import CLEAN, MAIN, METHODS, PAPERS, RULES, cell, column
+from fedeas_flwr.reproduce.measured import Results, Value
+from fedeas_flwr.reproduce.tables import Table
+from fedeas_flwr.sizes import show_seconds
+
+
+def text_table(results: Results) -> Table:
+    """What the paper's text says besides: rounds to 70 %, another generator, FedEAS with SCAFFOLD, hours."""
+    table = Table(["Quantity", "Where", "Ours", "Seeds", "Paper", "Difference"], [])
+
+    def add(label: str, where: str, value: Value, show: Callable[[float], str] | None = None) -> None:
+        write = show or (lambda number: f"{number:.{value.digits}f}")
+        ours = write(value.mean) if show and value.mean is not None else show_ours(value)
+        published = NONE if value.paper is None else write(value.paper)
+        difference = NONE if show else show_difference(value)
+        table.rows.append([label, where, ours, show_seeds(value), published, difference])
+        table.values.append(value)
+
+    threshold = 0.7 if results.scale == "full" else cell(f"{PAPERS}/fedeas").config("smoke", 1).threshold
+    for place, published in paper.ROUNDS_TO_70.items():
+        for method, rounds in published.items():
+            value = value_of(
+                results,
+                f"{place}/{method}",
+                f"rounds to {100 * threshold:.0f} %",
+                lambda run: run.first_round_at(threshold),
+                rounds,
+                0,
+            )
+            add(
+                f"{METHODS[method].label}: rounds to {100 * threshold:.0f} %", column(place).title(results.scale), value
+            )
+    together_peak = value_of(
+        results,
+        "c10-k20-a0.3/fedeas+scaffold",
+        "peak %",
+        lambda run: 100 * run.peak,
+        paper.FEDEAS_AND_SCAFFOLD_PEAK,
+    )
+    add("FedEAS + SCAFFOLD: peak %", column("c10-k20-a0.3").title(results.scale), together_peak)
+    for kind, lead in paper.PEAK_LEAD.items():
+        ending = "" if kind == "ddpm" else "-sd-turbo"
+        add(
+            f"FedEAS's lead over Uniform, peak, {kind}",
+            column(PAPERS).title(results.scale),
+            _lead(results, f"{PAPERS}/fedeas{ending}", f"{PAPERS}/uniform{ending}", lead),
+        )
+    for method, seconds in paper.RUN_SECONDS.items():
+        value = value_of(results, f"{PAPERS}/{method}", "seconds", lambda run: run.seconds, seconds, 0)
+        add(
+            f"{METHODS[method].label}: time, generation included",
+            column(PAPERS).title(results.scale),
+            value,
+            show_seconds,
+        )
+    add("Full-Balance's time over FedEAS's", column(PAPERS).title(results.scale), _ratio(results))
+    return table
+
+
+def _ratio(results: Results) -> Value:
+    """How many times as long Full-Balance takes."""
+    both = [results.of(f"{PAPERS}/{method}") for method in ("full-balance", "fedeas")]
+    long, short = (sum(run.seconds for run in runs) / max(1, len(runs)) for runs in both)
+    published = paper.RUN_SECONDS["full-balance"] / paper.RUN_SECONDS["fedeas"]
+    ours = (long / short,) if long and short else ()
+    seeds = tuple(run.seed for run in both[0]) if ours else ()
+    return Value(f"{PAPERS}/full-balance", "time over FedEAS's", ours, seeds, published, 2, results.scale == "full")
+
+
+def _lead(results: Results, first: str, second: str, published: float) -> Value:
+    ours, theirs = peak_of(results, first), peak_of(results, second)
+    lead = () if ours.mean is None or theirs.mean is None else (ours.mean - theirs.mean,)
+    return Value(first, "lead over Uniform, peak", lead, ours.seeds if lead else (), published, 2, ours.comparable)
+
+
+def clean_table(results: Results) -> Table:
+    """What the test set's leakage is worth, and what is to be had without a generator; not in the paper."""
+    table = Table(
+        [
+            "Method",
+            "Protocol paper, last-20 %",
+            "Seeds",
+            "Protocol clean, last-20 %",
+            "Seeds",
+            "clean − paper",
+            "Images",
+        ],
+        [],
+    )
+    for method in CLEAN:
+        leaky, clean = (last_20_of(results, f"{MAIN}/{name}") for name in (method, f"{method}-clean"))
+        change = NONE if leaky.mean is None or clean.mean is None else signed(clean.mean - leaky.mean, 2)
+        budgets = [budget_of(results, f"{MAIN}/{name}") for name in (method, f"{method}-clean")]
+        images = "; ".join(map(show_budget, budgets)) if any(budgets) else NONE
+        shown = [show_ours(leaky), show_seeds(leaky), show_ours(clean), show_seeds(clean)]
+        table.rows.append([METHODS[method].label, *shown, change, images])
+        table.values += [leaky, clean]
+        table.budgets += [budget for budget in budgets if budget]
+    return table
+
+
+def rule_table(results: Results) -> Table:
+    """Other exponents and the exact minimiser of the paper's score, at FedEAS's total; not in the paper."""
+    table = Table(["Rule", "β", "Images", "Imbalance removed", "Ours, last-20 %", "Seeds"], [])
+    for method in RULES:
+        one = cell(f"{MAIN}/{method}")
+        config = one.config(results.scale, 1)
+        counts = planned_counts(config, config.clients)
+        plan = allocate(counts, config.policy, beta=config.beta, gamma=config.gamma)
+        last, budget = last_20_of(results, one.name), budget_of(results, one.name)
+        label = "FedEAS, γ = 0.5 (the paper's)" if method == "fedeas" else one.method.label
+        beta = f"{config.beta:g}" if config.policy == "fedeas" else NONE
+        images = show_budget(budget) if budget else f"{plan.sum():,} planned"
+        table.rows.append(
+            [label, beta, images, f"{100 * removed(counts, plan):.1f} %", show_ours(last), show_seeds(last)]
+        )
+        table.values.append(last)
+        table.budgets += [budget] if budget else []
+    return table

@@ -1,0 +1,280 @@
+"""Every cell of the paper's tables, and ours beside them: a column, a method, and the run-config they mean.
+
+A cell's name is ``COLUMN/METHOD``, such as ``c10-k100-a0.1/fedeas``. At scale ``full`` it is the paper's experiment; at
+scale ``smoke`` the same cell is a few seconds on the built-in digits.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+from fedeas_flwr.budget_path import BudgetPath, greatest
+from fedeas_flwr.config import ConfigError, RunConfig, parse_config
+from fedeas_flwr.local_data import planned_counts
+from fedeas_flwr.reproduce.paper import COLUMNS, LAST_20, at
+
+SCALES = ("smoke", "full")
+MAIN = "c10-k100-a0.1"
+"""The column that seeds, protocol `clean`, the free alternatives and other rules are tried on."""
+PAPERS = "c10-k20-a0.1"
+"""The column of the paper's β sweep, ablation, Γ̂ table and figures."""
+BETAS = (4, 8, 12, 16, 20)
+
+Keys = dict[str, Any]
+
+# As conf/cifar10-k20.toml and conf/cifar10-k100.toml
+FULL: Keys = {
+    "protocol": "paper",
+    "beta": 12.0,
+    "rounds": 200,
+    "local-epochs": 10,
+    "batch-size": 64,
+    "learning-rate": 0.001,
+    "model": "resnet18",
+    "weights": "imagenet",
+    "threshold": 0.7,
+}
+
+# Long enough for every client to have its turn, so that policies at one budget generate equally many.
+SMOKE: Keys = {
+    "dataset": "digits",
+    "protocol": "paper",
+    "beta": 4.0,
+    "rounds": 10,
+    "local-epochs": 1,
+    "learning-rate": 0.15,
+    "sampler-steps": 2,
+    "threshold": 0.8,
+    "backend": "inline",
+    "checkpoint-every": 10,
+}
+SMOKE_CLIENTS = {20: 6, 100: 10}
+SMOKE_BETA = 1 / 3
+"""A client of digits holds so much less that the paper's β = 12 becomes 4, which satisfies its two conditions there."""
+
+
+@dataclass(frozen=True)
+class Column:
+    """A federation: what is split over how many clients, and how unevenly."""
+
+    name: str
+    dataset: str
+    clients: int
+    alpha: float
+
+    def title(self, scale: str) -> str:
+        """The column's head; at smoke it says what the column stands in for."""
+        name = f"{_DATASETS[self.dataset]}, K = {self.clients}, α = {self.alpha:g}"
+        return name if scale == "full" else f"for {name}"
+
+    def keys(self, scale: str) -> Keys:
+        """The run-config's part that the column decides; ten clients train in a round (three at smoke)."""
+        if scale == "full":
+            own = {"dataset": self.dataset, "clients": self.clients, "participation": 10 / self.clients}
+            return {**FULL, **own, "alpha": self.alpha, "generator": f"generators/{self.dataset}"}
+        clients = SMOKE_CLIENTS[self.clients]
+        # There is one built-in dataset: another partition of it stands in for CIFAR-100.
+        seed = 42 if self.dataset == "cifar10" else 43
+        return {**SMOKE, "clients": clients, "participation": 3 / clients, "alpha": self.alpha, "partition-seed": seed}
+
+
+_DATASETS = {"cifar10": "CIFAR-10", "cifar100": "CIFAR-100"}
+
+
+def column(name: str) -> Column:
+    """Read a column's name.
+
+    Raises
+    ------
+    ConfigError
+        One line that names the columns there are.
+    """
+    if name not in COLUMNS:
+        raise ConfigError(f"column '{name}': must be one of {', '.join(COLUMNS)}")
+    dataset, clients, alpha = name.split("-")
+    return Column(name, f"cifar{dataset[1:]}", int(clients[1:]), float(alpha[1:]))
+
+
+@dataclass(frozen=True)
+class Method:
+    """A row: how to learn, what to generate."""
+
+    name: str
+    label: str
+    keys: tuple[tuple[str, Any], ...]
+    gamma: float = 0.5
+    """The exponent of a rule whose β is chosen so that it spends what FedEAS does."""
+
+
+def _method(name: str, label: str, **keys: Any) -> Method:
+    return Method(name, label, tuple((key.replace("_", "-"), value) for key, value in keys.items()))
+
+
+def _methods() -> dict[str, Method]:
+    plain = {"policy": "none"}
+    found = [
+        _method("fedavg", "FedAvg", **plain),
+        _method("fedprox", "FedProx", **plain, strategy="fedprox"),
+        _method("scaffold", "SCAFFOLD", **plain, strategy="scaffold"),
+        _method("moon", "MOON", **plain, strategy="moon"),
+        _method("fedgen", "FedGen", **plain, strategy="fedgen", disclose_label_counts=True),
+        _method("fedmix", "FedMix", **plain, strategy="fedmix", disclose_mean_images=True),
+        _method("uniform", "Uniform", policy="uniform"),
+        _method("missing-only", "Missing-only", policy="missing-only"),
+        _method("full-balance", "Full-Balance", policy="full-balance"),
+        _method("fedeas", "FedEAS", policy="fedeas"),
+        *(
+            _method(f"{name}-b{beta}", label, policy=name, beta=float(beta))
+            for name, label in (("fedeas", "FedEAS"), ("uniform", "Uniform"))
+            for beta in BETAS
+            if beta != FULL["beta"]
+        ),
+        # The ablation's rows have other β than the paper's text says; these give its totals.
+        _method("without-entropy", "w/o entropy", policy="without-entropy", beta=6.0),
+        _method("linear", "Linear rule", policy="linear", beta=0.6),
+        _method("fedeas+scaffold", "FedEAS + SCAFFOLD", policy="fedeas", strategy="scaffold"),
+        _method("fedeas-sd-turbo", "FedEAS, SD-Turbo's images", policy="fedeas", generator="sd-turbo"),
+        _method("uniform-sd-turbo", "Uniform, SD-Turbo's images", policy="uniform", generator="sd-turbo"),
+        _method("oversample", "Oversampling", policy="oversample"),
+        _method("class-weighted", "Class-weighted loss", **plain, loss="class-weighted"),
+        _method("logit-adjusted", "Logit-adjusted loss", **plain, loss="logit-adjusted"),
+        _method("flip-crop", "Flips and crops", **plain, views="flip-crop"),
+        _method("waterfill", "Waterfill", policy="waterfill"),
+        *(
+            Method(f"fedeas-g{gamma:g}", f"FedEAS, γ = {gamma:g}", (("policy", "fedeas"),), gamma)
+            for gamma in (0.25, 0.75, 1.0)
+        ),
+    ]
+    clean = [
+        Method(f"{method.name}-clean", f"{method.label}, protocol clean", (*method.keys, ("protocol", "clean")))
+        for method in found
+        if method.name in CLEAN
+    ]
+    return {method.name: method for method in (*found, *clean)}
+
+
+FREE = ("oversample", "class-weighted", "logit-adjusted", "flip-crop")
+CLEAN = ("fedavg", "fedeas", "missing-only", "uniform", "full-balance", *FREE)
+RULES = ("fedeas-g0.25", "fedeas", "fedeas-g0.75", "fedeas-g1", "waterfill")
+METHODS = _methods()
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One number of a table, as an experiment."""
+
+    column: Column
+    method: Method
+
+    @property
+    def name(self) -> str:
+        """``COLUMN/METHOD``."""
+        return f"{self.column.name}/{self.method.name}"
+
+    def config(self, scale: str, seed: int, more: Mapping[str, Any] | None = None) -> RunConfig:
+        """The run of one seed; ``more`` are keys that hold for all runs, such as where the data is."""
+        keys = {**self.column.keys(scale), **dict(self.method.keys)}
+        if scale == "smoke" and self.method.name != "linear" and "beta" in dict(self.method.keys):
+            keys["beta"] = round(keys["beta"] * SMOKE_BETA, 3)
+        if self.method.name == "fedgen" and scale == "smoke":
+            keys |= {"fedgen-alpha": 1.0, "fedgen-beta": 1.0}  # at so large a learning rate its 10 gives NaN
+        if self.method.name == "fedmix" and scale == "full":
+            keys["fedmix-lambda"] = 0.05 if self.column.dataset == "cifar10" else 0.1
+        if self.column.name == PAPERS:
+            keys["gamma-hat"] = "all-state"  # the form of the paper's table; it changes nothing in the training
+        if self.method.gamma != 0.5:
+            keys |= {"gamma": self.method.gamma, "beta": matched_beta(self.column, scale, self.method.gamma)}
+        given = {key: value for key, value in (more or {}).items() if key not in dict(self.method.keys)}
+        return parse_config({**keys, "seed": seed, **given})
+
+    def seeds(self, scale: str) -> tuple[int, ...]:
+        """The seeds to run: several where the order of the policies is to be told from chance."""
+        if self.column.name != MAIN or self.method.name not in ("fedavg", "fedeas", "missing-only", "uniform"):
+            return (1,)
+        if scale == "full":
+            return (1, 2, 3)
+        return (1, 2) if self.method.name in ("fedeas", "missing-only") else (1,)
+
+
+@lru_cache
+def matched_beta(place: Column, scale: str, gamma: float) -> float:
+    """Find the β with which another exponent spends what FedEAS does, or as little less as its steps allow."""
+    config = parse_config({**place.keys(scale), "policy": "none"})
+    counts = planned_counts(config, config.clients)
+    total = BudgetPath(counts).at(config.beta).images
+    path = BudgetPath(counts, gamma=gamma)
+    beta = greatest(lambda value: path.at(value).images <= total, path.end)
+    step = 10.0 ** (math.floor(math.log10(beta)) - 5)  # six digits, rounded down so that it stays below the total
+    return float(f"{math.floor(beta / step) * step:.6g}")
+
+
+def cell(name: str) -> Cell:
+    """Read ``COLUMN/METHOD``."""
+    place, _, method = name.partition("/")
+    return Cell(column(place), METHODS[method])
+
+
+# -------------------------------------------------------------------------------------------------- which there are
+
+
+def all_cells() -> list[Cell]:
+    """Every cell there is, in the order in which they are worth running."""
+    policies, learners = (
+        ("fedavg", "fedeas", "missing-only", "uniform", "full-balance"),
+        ("scaffold", "fedprox", "moon"),
+    )
+    eight = (*policies, *learners)
+    others = ("c10-k100-a0.05", "c10-k100-a0.3", "c10-k20-a0.05", "c10-k20-a0.3")
+    of_100 = ("c100-k100-a0.1", "c100-k20-a0.1")
+    sweep = [f"{name}-b{beta}" for beta in BETAS if beta != FULL["beta"] for name in ("fedeas", "uniform")]
+    names = [
+        *_pairs([MAIN], eight),
+        *_pairs([PAPERS], (*eight, *sweep, "without-entropy", "linear")),
+        *_pairs([*others, *of_100], eight),
+        *_pairs([MAIN, PAPERS, *others, *of_100], ("fedgen", "fedmix")),
+        "c10-k20-a0.3/fedeas+scaffold",
+        *_pairs([MAIN], (*FREE, *(f"{name}-clean" for name in CLEAN))),
+        *_pairs([MAIN], [name for name in ("waterfill", *RULES) if name not in policies]),
+        *_pairs([PAPERS], ("fedeas-sd-turbo", "uniform-sd-turbo")),
+    ]
+    return [cell(name) for name in dict.fromkeys(names)]
+
+
+def _pairs(columns: Sequence[str], methods: Sequence[str]) -> list[str]:
+    """All pairs but those of Full-Balance that the paper leaves out too."""
+    pairs = itertools.product(columns, methods)
+    left_out = {c for c in COLUMNS if at(LAST_20, "full-balance", c) is None}
+    return [f"{c}/{m}" for c, m in pairs if not (m == "full-balance" and c in left_out)]
+
+
+def matching(pattern: str) -> list[Cell]:
+    """Find cells by a name with ``*`` in it."""
+    found = [one for one in all_cells() if fnmatch.fnmatchcase(one.name, pattern)]
+    if not found:
+        raise ConfigError(f"cell '{pattern}': there is none of that name; `fedeas reproduce --list` names them")
+    return found
+
+
+# -------------------------------------------------------------------------------------------------------- as words
+
+
+def run_words(one: Cell, scale: str, seed: int, more: Mapping[str, Any] | None = None) -> list[str]:
+    """Give the words of `fedeas run` that do a cell's run: a file of conf/ and what differs from it."""
+    if scale == "full":
+        conf = f"conf/cifar10-k{one.column.clients}.toml"
+        base = column(f"c10-k{one.column.clients}-a0.1").keys("full") | {"policy": "fedeas"}
+    else:
+        conf, base = "conf/quickstart.toml", {"clients": 10, "policy": "fedeas", "threshold": 0.9}
+    before, now = parse_config(base).outside(), one.config(scale, seed, more).outside()
+    changes = [f"{key}={_word(value)}" for key, value in now.items() if before[key] != value]
+    return ["fedeas", "run", conf, *changes]
+
+
+def _word(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)

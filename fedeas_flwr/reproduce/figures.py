@@ -1,0 +1,329 @@
+"""The paper's figures: from label counts, from runs where there are any, and the paper's own values beside them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator, PercentFormatter, StrMethodFormatter
+
+from fedeas_flwr import curves
+from fedeas_flwr.allocation import allocate, budget, fill_to, normalised_entropy
+from fedeas_flwr.budget_path import BudgetPath
+from fedeas_flwr.choosing import Limits, choose
+from fedeas_flwr.config import RunConfig
+from fedeas_flwr.counts import IntArray
+from fedeas_flwr.local_data import planned_counts
+from fedeas_flwr.paths import atomic_path
+from fedeas_flwr.report.plan_figures import draw_concentration, draw_demand, draw_reduction, draw_selection
+from fedeas_flwr.report.style import COLOURS, INK, LABELS, tidy
+from fedeas_flwr.reproduce import paper
+from fedeas_flwr.reproduce.beside import last_20_of
+from fedeas_flwr.reproduce.cells import MAIN, PAPERS, cell, column
+from fedeas_flwr.reproduce.measured import Measured, Results, Value
+from fedeas_flwr.reproduce.tables import swept_methods
+
+POLICIES = ("fedavg", "uniform", "missing-only", "fedeas")
+CONDITIONS = Limits(min_removed=0.5, max_synthetic=0.25)
+"""The paper's two: remove half of the imbalance, and keep synthetic images to a quarter."""
+
+
+@dataclass(frozen=True)
+class Setting:
+    """The federation that the paper's figures are of, at some scale."""
+
+    results: Results
+    config: RunConfig
+    path: BudgetPath
+    betas: list[float]
+
+    @property
+    def beta(self) -> float:
+        """The β that is FedEAS's default here."""
+        return self.config.beta
+
+    @property
+    def generated(self) -> IntArray:
+        """What FedEAS generates, [K, C]."""
+        return fill_to(self.path.counts, self.path.levels(self.beta))
+
+    def last_20(self, method: str) -> Value:
+        """A method's last-20 accuracy, ours and the paper's."""
+        return last_20_of(self.results, f"{PAPERS}/{method}")
+
+
+def setting_of(results: Results) -> Setting:
+    """Make the partition that the figures are of."""
+    config = cell(f"{PAPERS}/fedeas").config(results.scale, 1)
+    betas = [cell(f"{PAPERS}/{method}").config(results.scale, 1).beta for method in swept_methods("fedeas")]
+    return Setting(results, config, BudgetPath(planned_counts(config, config.clients)), betas)
+
+
+def save(figure: Figure, path: Path) -> Path:
+    """Write a figure whole or not at all."""
+    with atomic_path(path) as temporary:
+        figure.savefig(temporary, format="png")
+    return path
+
+
+def _pair(titles: tuple[str, str], height: float = 4.4) -> tuple[Figure, Axes, Axes]:
+    figure = Figure(figsize=(12.8, height), layout="constrained", dpi=150)
+    left, right = figure.subplots(1, 2, gridspec_kw={"wspace": 0.06})
+    for axes, letter, title in ((left, "a", titles[0]), (right, "b", titles[1])):
+        axes.set_title(f"({letter}) {title}", loc="left", fontsize=12, pad=30 if letter == "a" else 12)
+    return figure, left, right
+
+
+# ------------------------------------------------------------------------------------------- Fig. 1: the motivation
+
+
+def draw_motivation(setting: Setting) -> Figure:
+    """Fig. 1: what full balance would take, client by client; what the same total buys in different places."""
+    figure, left, right = _pair(("Per-client generation demand", "Allocation drives accuracy"))
+    right.set_title(right.get_title(loc="left"), loc="left", fontsize=12, pad=30)
+    draw_demand(left, setting.path, setting.generated, setting.beta)
+    values = [setting.last_20(method) for method in POLICIES]
+    _draw_bars(right, values)
+    total = int(setting.generated.sum())
+    right.set_ylabel("last-20 accuracy (%)")
+    names = [_label(method) for method in POLICIES]
+    right.set_xticks(range(len(names)), [names[0], *(f"{name}\n{total:,} images" for name in names[1:])])
+    return figure
+
+
+def _draw_bars(axes: Axes, values: Sequence[Value]) -> None:
+    """Ours as bars with the deviation over seeds, the paper's as diamonds."""
+    for place, value in enumerate(values):
+        colour = COLOURS["none" if value.cell.endswith("/fedavg") else value.cell.partition("/")[2]]
+        if value.mean is not None:
+            axes.bar(place, value.mean, 0.62, color=colour, yerr=value.sd or None, capsize=4, ecolor=INK)
+            offset = (0, 4 + (14 if value.sd else 0))
+            axes.annotate(
+                f"{value.mean:.1f}", (place, value.mean), offset, textcoords="offset points", ha="center", fontsize=11
+            )
+        else:
+            axes.annotate("not run yet", (place, 1), ha="center", fontsize=10, color=INK, rotation=90, va="bottom")
+        if value.paper is not None:
+            axes.plot(place + 0.37, value.paper, "D", ms=7, mfc="white", mec=INK, mew=1.4, zorder=4)
+            axes.annotate(
+                f"{value.paper:.1f}", (place + 0.37, value.paper), (7, -3), textcoords="offset points", fontsize=8.5
+            )
+    comparable = all(value.comparable for value in values)
+    name = "the paper's" if comparable else "the paper's, on CIFAR-10"
+    axes.plot([], [], "D", ms=7, mfc="white", mec=INK, mew=1.4, label=name)
+    axes.bar([0], [0], color=COLOURS["fedeas"], label="ours")
+    axes.set_ylim(0, 105 if max([v.mean or 0 for v in values]) > 85 else 92)
+    axes.set_xlim(-0.6, len(values) - 0.1)
+    tidy(axes)
+    axes.grid(visible=False, axis="x")
+    axes.legend(frameon=False, loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=2, fontsize=9)
+
+
+def _label(method: str) -> str:
+    return "FedAvg" if method == "fedavg" else LABELS[method]
+
+
+# ---------------------------------------------------------------------------------- Fig. 2: where the imbalance lies
+
+
+def draw_surrogate(setting: Setting) -> Figure:
+    """Fig. 2: how concentrated the imbalance is, and how fast it is removed."""
+    figure, left, right = _pair(("Imbalance concentration", "Imbalance reduction"))
+    left.set_title(left.get_title(loc="left"), loc="left", fontsize=12, pad=12)
+    draw_concentration(left, setting.path, setting.generated, setting.beta)
+    draw_reduction(right, curves.reduction(setting.path, setting.betas), "fedeas", setting.beta)
+    return figure
+
+
+# --------------------------------------------------------------------------------------------- Fig. 3: the overview
+
+
+def draw_overview(setting: Setting) -> Figure:
+    """Fig. 3 on real counts: entropy, budget, and where four policies put images at one client."""
+    counts = setting.path.counts
+    figure = Figure(figsize=(12.8, 7.2), layout="constrained", dpi=150)
+    grid = figure.add_gridspec(2, 4, height_ratios=[1, 1.1])
+    entropies, levels = normalised_entropy(counts), budget(counts, setting.beta)
+    sizes = counts.sum(axis=1)
+    # Of the larger half, the client where most is to be seen.
+    shares = np.where(sizes >= np.median(sizes), setting.generated.sum(axis=1) / counts.max(axis=1), 0.0)
+    one = int(np.argmax(shares))
+    clients = np.arange(len(counts))
+    for place, values, title, label in (
+        (grid[0, :2], entropies, "1. Each client's label balance", "normalised entropy H̃"),
+        (grid[0, 2:], levels, f"2. Its budget a class, √n̄ (1 − H̃) β with β = {setting.beta:g}", "budget b (images)"),
+    ):
+        axes = figure.add_subplot(place)
+        colours = [COLOURS["fedeas"] if k == one else "#e3a5ad" for k in clients]
+        axes.bar(clients, values, 0.8, color=colours)
+        axes.set(xlabel="client", ylabel=label)
+        axes.set_title(title, loc="left", fontsize=12)
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+        tidy(axes)
+        axes.grid(visible=False, axis="x")
+    _draw_one_client(figure, grid, setting, one)
+    return figure
+
+
+def _draw_one_client(figure: Figure, grid: Any, setting: Setting, one: int) -> None:
+    counts = setting.path.counts
+    top = 1.06 * (int(counts[one].max()) + int(allocate(counts, "uniform", beta=setting.beta)[one].max()))
+    for place, policy in enumerate(("full-balance", "uniform", "missing-only", "fedeas")):
+        axes = figure.add_subplot(grid[1, place])
+        made = allocate(counts, policy, beta=setting.beta)[one]
+        classes = np.arange(len(made))
+        axes.bar(classes, counts[one], 0.8, color=COLOURS["none"], label="real")
+        axes.bar(classes, made, 0.8, bottom=counts[one], color=COLOURS[policy], label="generated")
+        axes.set_ylim(0, top)
+        axes.set_title(f"{LABELS[policy]}: {made.sum():,} images", loc="left", fontsize=11)
+        axes.set_xlabel("class")
+        axes.set_xticks(classes[:: max(1, len(classes) // 10)])
+        if policy == "fedeas":
+            level = int(budget(counts, setting.beta)[one])
+            axes.axhline(level, color=INK, ls="--", lw=1)
+            axes.annotate(f"b = {level}", (len(made) - 0.5, level), (0, 4), textcoords="offset points", ha="right")
+        if place == 0:
+            axes.set_ylabel(f"3. Images at client {one}")
+        tidy(axes)
+        axes.grid(visible=False, axis="x")
+        if policy != "full-balance":  # it fills the whole picture
+            axes.legend(frameon=False, fontsize=9, loc="upper right" if counts[one].argmax() < 5 else "upper left")
+
+
+# ------------------------------------------------------------------------------------------ Fig. 4: the convergence
+
+
+def draw_convergence(setting: Setting) -> Figure:
+    """Fig. 4: accuracy by round, FedEAS and Missing-only at one budget, and when each reaches the threshold."""
+    titles = tuple(column(place).title("full") for place in (PAPERS, MAIN))
+    if setting.results.scale != "full":
+        configs = [cell(f"{place}/fedeas").config("smoke", 1) for place in (PAPERS, MAIN)]
+        titles = tuple(f"digits, K = {c.clients}, α = {c.alpha:g}" for c in configs)
+    figure, left, right = _pair((titles[0], titles[1]))
+    left.set_title(left.get_title(loc="left"), loc="left", fontsize=12, pad=12)
+    for axes, place in ((left, PAPERS), (right, MAIN)):
+        _draw_curves(axes, setting, place)
+    return figure
+
+
+def _draw_curves(axes: Axes, setting: Setting, place: str) -> None:
+    threshold = setting.config.threshold
+    axes.axhline(100 * threshold, color=INK, ls="--", lw=1)
+    most = setting.config.rounds
+    for method in ("missing-only", "fedeas"):
+        runs = setting.results.of(f"{place}/{method}")
+        colour, published = COLOURS[method], paper.ROUNDS_TO_70[place][method]
+        said = f"; the paper's: {published}" if setting.results.scale == "full" else ""
+        if not runs:
+            axes.plot([], [], color=colour, ls=":", label=f"{LABELS[method]}: not run yet{said}")
+            continue
+        reached = _draw_band(axes, runs, colour, threshold)
+        axes.lines[-1].set_label(f"{LABELS[method]}: {reached}{said}")
+    axes.set(xlabel="round", ylabel="test accuracy (%)", xlim=(0, most))
+    axes.set_ylim(0, 105 if threshold > 0.7 else 82)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    tidy(axes)
+    title = f"first round at {100 * threshold:.0f} %"
+    axes.legend(frameon=True, framealpha=0.95, edgecolor="white", loc="lower right", fontsize=9.5, title=title)
+    if not any(setting.results.of(f"{place}/{method}") for method in ("missing-only", "fedeas")):
+        axes.text(0.5, 0.55, "not run yet", transform=axes.transAxes, ha="center", fontsize=12, color=INK)
+
+
+def _draw_band(axes: Axes, runs: Sequence[Measured], colour: str, threshold: float) -> str:
+    """Draw the mean over seeds, the range between them, and a dotted line where it first reaches the threshold."""
+    found = 100 * np.array([run.accuracies for run in runs])
+    rounds, mean = np.arange(1, found.shape[1] + 1), found.mean(axis=0)
+    if len(runs) > 1:
+        axes.fill_between(rounds, found.min(axis=0), found.max(axis=0), color=colour, alpha=0.18, lw=0)
+    firsts = [first for run in runs if (first := run.first_round_at(threshold)) is not None]
+    if firsts:
+        axes.axvline(float(np.mean(firsts)), color=colour, ls=":", lw=1.4)
+    axes.plot(rounds, mean, color=colour, lw=1.9)
+    return ", ".join(map(str, firsts)) if firsts else "never"
+
+
+# ------------------------------------------------------------------------------------------ Fig. 5: the sensitivity
+
+
+def draw_sensitivity(setting: Setting) -> Figure:
+    """Fig. 5: accuracy as the budget grows, FedEAS and Uniform; and which β the two conditions allow."""
+    figure, left, right = _pair(("Accuracy at matched budgets", "Budget parameter selection"))
+    left.set_title(left.get_title(loc="left"), loc="left", fontsize=12, pad=12)
+    totals = [setting.path.at(beta).images for beta in setting.betas]
+    for policy, marker in (("fedeas", "o"), ("uniform", "s")):
+        values = [setting.last_20(method) for method in swept_methods(policy)]
+        _draw_budgets(left, values, totals, LABELS[policy], COLOURS[policy], marker)
+    left.set(xlabel="images generated in all", ylabel="last-20 accuracy (%)")
+    left.xaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
+    left.set_xlim(left=0)
+    tidy(left)
+    left.legend(frameon=False, loc="best", fontsize=9)
+    draw_selection(right, setting.path, setting.betas, setting.beta, choose(setting.path, CONDITIONS, setting.betas))
+    return figure
+
+
+def _draw_budgets(
+    axes: Axes, values: Sequence[Value], totals: Sequence[int], name: str, colour: str, marker: str
+) -> None:
+    ours = [(total, value) for total, value in zip(totals, values, strict=True) if value.mean is not None]
+    where, means = [total for total, _ in ours], [value.mean or 0.0 for _, value in ours]
+    deviations = [value.sd or 0.0 for _, value in ours]
+    if ours:
+        style = {"color": colour, "marker": marker, "lw": 1.9, "capsize": 4}
+        axes.errorbar(where, means, deviations if any(deviations) else None, label=f"{name}, ours", **style)  # type: ignore[arg-type]
+    if all(value.comparable for value in values):
+        published = [value.paper or np.nan for value in values]
+        axes.plot(
+            totals, published, marker, ls="--", mfc="white", color=colour, alpha=0.75, label=f"{name}, the paper's"
+        )
+
+
+# ------------------------------------------------------------------------------------------------------- supplement
+
+
+# Theorem 1: h(r) = ((1 − r) / (1 + r))²,  |h′(r)| = 4 (1 − r) / (1 + r)³
+def draw_closed_form() -> Figure:
+    """Supplement, B: what is left of the heterogeneity of two clients with one class each, by generation ratio."""
+    figure = Figure(figsize=(7.2, 4.4), layout="constrained", dpi=150)
+    axes = figure.subplots()
+    ratio = np.linspace(0, 1, 201)
+    axes.plot(ratio, residual(ratio), color=COLOURS["fedeas"], lw=2.2, label="h(r) = ((1 − r) / (1 + r))²")
+    for r in (0.1, 0.25, 0.5):
+        axes.plot(r, residual(r), "o", color=COLOURS["fedeas"])
+        text = f"r = {r:g}: {residual(r):.0%} left"
+        axes.annotate(text, (r, residual(r)), (9, 5), textcoords="offset points", fontsize=10, color=INK)
+    axes.plot(ratio, 1 - 4 * ratio, color=INK, ls=":", lw=1.2, label="slope at r = 0: −4")
+    axes.set(xlabel="generation ratio r = m / n", ylabel="heterogeneity left, h(r)", xlim=(0, 1.01), ylim=(0, 1.02))
+    axes.yaxis.set_major_formatter(PercentFormatter(1.0))
+    tidy(axes)
+    axes.legend(frameon=False, loc="upper right")
+    return figure
+
+
+def residual(ratio: Any) -> Any:
+    """h(r): the share of the heterogeneity that is left at a generation ratio."""
+    return ((1 - ratio) / (1 + ratio)) ** 2
+
+
+def draw_samples(images: np.ndarray[Any, np.dtype[np.uint8]], names: Sequence[str]) -> Figure:
+    """Supplement, C: a row of uncurated images for each class; ``images`` is [classes, each, H, W, channels]."""
+    rows, each, height, width, channels = images.shape
+    edge = max(1, height // 8)  # a white line between images
+    framed = np.full((rows, each, height + edge, width + edge, channels), 255, dtype=np.uint8)
+    framed[:, :, :height, :width] = images
+    sheet = framed.transpose(0, 2, 1, 3, 4).reshape(rows * (height + edge), each * (width + edge), channels)
+    figure = Figure(figsize=(7.2, 7.2 * rows / each + 0.1), layout="constrained", dpi=150)
+    axes = figure.subplots()
+    axes.imshow(
+        sheet[..., 0] if channels == 1 else sheet, cmap="gray" if channels == 1 else None, interpolation="nearest"
+    )
+    axes.set_yticks([(row + 0.5) * (height + edge) for row in range(rows)], names)
+    axes.set_xticks([])
+    axes.tick_params(length=0)
+    axes.spines[:].set_visible(False)
+    return figure

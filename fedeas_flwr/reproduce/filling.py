@@ -1,0 +1,79 @@
+"""The runs that are missing, done by the machinery of sweeps: resumable, one process each, failures listed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from fedeas_flwr import sweep
+from fedeas_flwr.config import RunConfig
+from fedeas_flwr.reproduce.cells import MAIN, Cell, cell
+from fedeas_flwr.reproduce.measured import Results
+from fedeas_flwr.runs import RunDirectory
+from fedeas_flwr.sweep_jobs import Board, Watcher
+
+
+def missing_seeds(cells: Sequence[Cell], results: Results, seeds: Sequence[int]) -> dict[str, list[int]]:
+    """Name the seeds of every cell that have no finished run; ``seeds`` in place of each cell's own, if given."""
+    left = {}
+    for one in cells:
+        there = {run.seed for run in results.of(one.name)}
+        if absent := [seed for seed in seeds or one.seeds(results.scale) if seed not in there]:
+            left[one.name] = absent
+    return left
+
+
+def make_filling(
+    missing: Mapping[str, Sequence[int]], scale: str, folder: Path, more: Mapping[str, Any]
+) -> sweep.Sweep:
+    """Lay the missing runs out as a sweep.
+
+    Parameters
+    ----------
+    missing
+        Cell's name → seeds, in the order in which to run them.
+    scale
+        Of the cells.
+    folder
+        Where the runs go.
+    more
+        Keys that hold for all runs.
+    """
+    cells = []
+    for name, seeds in missing.items():
+        for seed in seeds:
+            run = RunDirectory(folder / f"{name.replace('/', '_')}_s{seed}")
+            config = cell(name).config(scale, seed, more).with_changes(run_dir=str(run.path))
+            cells.append(sweep.Cell(run.path.name, {"cell": name, "seed": seed}, config, run))
+    grid: dict[str, list[Any]] = {
+        "cell": list(missing),
+        "seed": sorted({seed for seeds in missing.values() for seed in seeds}),
+    }
+    # What all cells of a scale share; a folder of the other scale is then refused.
+    return sweep.Sweep(folder, cell(f"{MAIN}/fedavg").config(scale, 1), grid, cells)
+
+
+def record_name(name: str, config: RunConfig) -> Path:
+    """Where a run's record goes below a folder of records, such as ``cifar10-k100-a0.1/scaffold-s1``."""
+    place, _, method = name.partition("/")
+    if config.dataset != "digits":  # at smoke several columns share it
+        place = f"{config.dataset}-k{config.clients}-a{config.alpha:g}"
+    return Path(place) / f"{method}-s{config.seed}"
+
+
+class Exporting:
+    """A sweep's watcher that also copies the record of each run as it finishes, without weights or images."""
+
+    def __init__(self, inner: Watcher, folder: Path) -> None:
+        self._inner, self._folder = inner, folder
+
+    def said(self, one: sweep.Cell, word: str, board: Board) -> None:
+        """Export what is finished; pass everything on."""
+        if word == "finished":
+            one.run.export(self._folder / record_name(one.values["cell"], one.config))
+        self._inner.said(one, word, board)
+
+    def tick(self, board: Board) -> None:
+        """Pass it on."""
+        self._inner.tick(board)

@@ -1,0 +1,309 @@
+"""Every table and figure by name: which cells it needs, and what is made of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from fedeas_flwr.config import ConfigError
+from fedeas_flwr.reproduce import beside, beyond, paper, tables
+from fedeas_flwr.reproduce.cells import CLEAN, MAIN, PAPERS, RULES, Cell, all_cells, cell, column, matching
+from fedeas_flwr.reproduce.measured import Results
+from fedeas_flwr.reproduce.tables import Table
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+    from fedeas_flwr.reproduce.figures import Setting
+
+WIDE = 3
+"""From so many columns on, a large table is laid out as the paper's; fewer are told as lists."""
+
+
+@dataclass(frozen=True)
+class Item:
+    """A table or a figure of the paper, or one of ours."""
+
+    title: str
+    caption: str
+    cells: Callable[[Sequence[str]], list[str]]
+    table: Callable[[Results, Sequence[str]], Table] | None = None
+    draw: str = ""
+    """Name of the function in figures.py."""
+    only_by_name: bool = False
+    """Whether ``all`` leaves it out at smoke scale, which is to be over in minutes."""
+
+
+def _on(place: str, *methods: str) -> Callable[[Sequence[str]], list[str]]:
+    names = [f"{place}/{method}" for method in methods]
+    return lambda columns: names if place in columns else []
+
+
+def _none(columns: Sequence[str]) -> list[str]:
+    return []
+
+
+def _convergence(columns: Sequence[str]) -> list[str]:
+    return [
+        f"{place}/{method}" for place in (PAPERS, MAIN) if place in columns for method in ("fedeas", "missing-only")
+    ]
+
+
+def _text(columns: Sequence[str]) -> list[str]:
+    names = [*_convergence(columns), *_on(PAPERS, "uniform", "full-balance")(columns)]
+    names += _on("c10-k20-a0.3", "fedeas+scaffold")(columns)
+    return [*names, *_on(PAPERS, "fedeas-sd-turbo", "uniform-sd-turbo")(columns)]
+
+
+def _large(of: tables.Of, results: Results, columns: Sequence[str]) -> Table:
+    if len(columns) >= WIDE:
+        return tables.large_table(results, columns, of)
+    parts = [tables.column_table(results, place) for place in columns]
+    rows = [
+        [row[0] if len(parts) == 1 else f"{column(place).title(results.scale)}: {row[0]}", *row[1:]]
+        for place, part in zip(columns, parts, strict=True)
+        for row in part.rows
+    ]
+    values, budgets = [v for part in parts for v in part.values], [b for part in parts for b in part.budgets]
+    return Table(parts[0].head, rows, values, budgets)
+
+
+def _fixed(make: Callable[[Results], Table]) -> Callable[[Results, Sequence[str]], Table]:
+    return lambda results, columns: make(results)
+
+
+ITEMS: dict[str, Item] = {
+    "fig1": Item(
+        "Fig. 1: how much, and where",
+        "(a) What every client would need for full class balance (hatched) and its FedEAS budget (solid). (b) Last-20 "
+        "accuracy without synthetic data and with one total in three places.",
+        _on(PAPERS, "fedavg", "uniform", "missing-only", "fedeas"),
+        draw="draw_motivation",
+    ),
+    "fig2": Item(
+        "Fig. 2: imbalance concentration and reduction",
+        "(a) Cumulative share of the imbalance score and of the FedEAS budget, the most imbalanced clients first. (b) "
+        "Imbalance removed as the total grows; waterfill is ours.",
+        _none,
+        draw="draw_surrogate",
+    ),
+    "fig3": Item(
+        "Fig. 3: the rule, on real counts",
+        "Entropy and budget of every client, and where four policies put images at one of them.",
+        _none,
+        draw="draw_overview",
+    ),
+    "table1": Item(
+        "Table 1: accuracy (%, last-20-round mean)",
+        "One seed where no number of seeds is given. Bold and underlined: best and second best of ours in a complete "
+        "column, Full-Balance apart.",
+        lambda columns: tables.large_cells(columns),
+        partial(_large, beside.last_20_of),
+    ),
+    "fig4": Item(
+        "Fig. 4: convergence at matched budgets",
+        "Mean over seeds, their range shaded; dotted lines where the threshold (dashed) is first reached.",
+        _convergence,
+        draw="draw_convergence",
+    ),
+    "fig5": Item(
+        "Fig. 5: budget sensitivity and selection",
+        "(a) Last-20 accuracy as the total grows. (b) The β that remove half of the imbalance with a quarter of "
+        "synthetic images.",
+        _on(PAPERS, *tables.swept_methods("fedeas"), *tables.swept_methods("uniform")),
+        draw="draw_sensitivity",
+    ),
+    "ablation": Item(
+        "Table 2: budget-factor ablation",
+        "The rows' β are those that give the paper's totals: 8, 6 and 0.6 at full scale.",
+        _on(PAPERS, *paper.ABLATION),
+        _fixed(tables.ablation_table),
+    ),
+    "text": Item(
+        "Numbers of the text",
+        "Rounds to the threshold (Fig. 4), the lead under another generator (4.2), FedEAS with SCAFFOLD (supplement, "
+        "D), and time: the paper's on one RTX 4090, ours without starting up, on what each run's config.json names.",
+        _text,
+        _fixed(beyond.text_table),
+    ),
+    "gamma": Item(
+        "Supplement, A: gradient dissimilarity Γ̂",
+        "Median over all rounds. The paper's 1e-4 comes out when BatchNorm's step counters count as parameters.",
+        _on(PAPERS, *paper.GAMMA_HAT),
+        _fixed(tables.gamma_table),
+    ),
+    "closed-form": Item(
+        "Supplement, B: the closed form h(r)",
+        "Two clients with one class each: what is left of their heterogeneity by generation ratio.",
+        _none,
+        draw="draw_closed_form",
+    ),
+    "samples": Item(
+        "Supplement, C: uncurated samples",
+        "The first ten images of each class that the generator makes for client 0 with seed 1.",
+        _none,
+        draw="draw_samples",
+    ),
+    "table2": Item(
+        "Supplement, E: peak accuracy (%)",
+        "Best of all rounds; one seed where no number of seeds is given.",
+        lambda columns: tables.large_cells(columns),
+        partial(_large, beside.peak_of),
+    ),
+    "beta": Item(
+        "Supplement, F: β sweep with efficiency η",
+        "η = ΔFedAvg (%) × 10³ / total. FedEAS and Uniform share their total at each β.",
+        _on(PAPERS, *paper.BETA_SWEEP),
+        _fixed(tables.beta_table),
+    ),
+    "clean": Item(
+        "Beyond the paper: without leakage, and without a generator",
+        "Protocol paper tests on images of which the generator has seen 5/6; protocol clean on the official test set.",
+        _on(MAIN, *CLEAN, *(f"{name}-clean" for name in CLEAN)),
+        _fixed(beyond.clean_table),
+        only_by_name=True,
+    ),
+    "rule": Item(
+        "Beyond the paper: other exponents, and the least imbalance a total can buy",
+        "Every rule spends FedEAS's total, or as little less as whole images allow.",
+        _on(MAIN, *RULES),
+        _fixed(beyond.rule_table),
+        only_by_name=True,
+    ),
+}
+"""In the order of the paper and its supplement."""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What was asked for."""
+
+    items: tuple[str, ...]
+    cells: tuple[Cell, ...]
+    """Cells asked for by name."""
+    columns: tuple[str, ...]
+
+    def needed(self, scale: str) -> list[Cell]:
+        """All cells that are needed, in the order in which they are worth running."""
+        names = {name for item in self.items for name in ITEMS[item].cells(self.columns)}
+        names |= {one.name for one in self.cells}
+        return [one for one in all_cells() if one.name in names and can_run(one, scale)]
+
+
+def can_run(one: Cell, scale: str) -> bool:
+    """Whether a cell has a meaning at a scale: SD-Turbo makes no digits."""
+    return scale == "full" or not one.method.name.endswith("-sd-turbo")
+
+
+def choose(words: Sequence[str], columns: Sequence[str], scale: str) -> Choice:
+    """Read what is asked for: names of items, ``all``, columns, or cells such as ``c10-k100-a0.1/*``.
+
+    Raises
+    ------
+    ConfigError
+        One line for a name that there is not.
+    """
+    places = [column(word).name for word in (*columns, *words) if word in paper.COLUMNS or word in columns]
+    chosen = tuple(place for place in paper.COLUMNS if place in places) or paper.COLUMNS
+    items, cells = [], []
+    for word in (word for word in words if word not in paper.COLUMNS):
+        if word == "all":
+            items += [
+                name for name in ITEMS if _concerns(name, chosen) and (scale == "full" or not ITEMS[name].only_by_name)
+            ]
+        elif word in ITEMS:
+            items.append(word)
+        elif "/" in word:
+            cells += matching(word)
+        else:
+            raise ConfigError(f"'{word}': must be all, {', '.join(ITEMS)}, or cells such as '{MAIN}/*'")
+    return Choice(tuple(dict.fromkeys(items)), tuple(dict.fromkeys(cells)), chosen)
+
+
+def _concerns(name: str, columns: Sequence[str]) -> bool:
+    """Whether an item says anything about some columns; what needs no runs always does."""
+    return not ITEMS[name].cells(paper.COLUMNS) or bool(ITEMS[name].cells(columns))
+
+
+# ------------------------------------------------------------------------------------------------------- as a page
+
+
+@dataclass(frozen=True)
+class Section:
+    """One part of the page."""
+
+    name: str
+    title: str
+    caption: str
+    table: Table | None
+    picture: Path | None
+    missing: tuple[str, ...]
+    """Runs that are not there, ``COLUMN/METHOD seed N``."""
+    note: str = ""
+
+
+def make_sections(
+    choice: Choice,
+    results: Results,
+    missing: Mapping[str, Sequence[int]],
+    folder: Path,
+    more: Mapping[str, Any],
+) -> list[Section]:
+    """Make every table and figure asked for.
+
+    Parameters
+    ----------
+    choice
+        What was asked for.
+    results
+        The runs that there are.
+    missing
+        Cell's name → the seeds that are not.
+    folder
+        Where pictures go.
+    more
+        Keys that hold for all runs: the generator of the samples is among them.
+    """
+    setting: Setting | None = None
+    sections = []
+    for name in choice.items:
+        item = ITEMS[name]
+        table, picture, note = None, None, ""
+        if item.table is not None:
+            table = item.table(results, choice.columns)
+        else:
+            from fedeas_flwr.reproduce import figures
+
+            setting = setting or figures.setting_of(results)
+            drawn = _draw(item, setting, more)
+            if isinstance(drawn, str):
+                note = drawn
+            else:
+                picture = figures.save(drawn, folder / f"{name}.png")
+        absent = [f"{one} seed {seed}" for one in item.cells(choice.columns) for seed in missing.get(one, ())]
+        sections.append(Section(name, item.title, item.caption, table, picture, tuple(absent), note))
+    if choice.cells:
+        table = tables.cell_table(results, choice.cells)
+        absent = [f"{one.name} seed {seed}" for one in choice.cells for seed in missing.get(one.name, ())]
+        sections.append(Section("cells", "Cells by name", "", table, None, tuple(absent)))
+    return sections
+
+
+def _draw(item: Item, setting: Setting, more: Mapping[str, Any]) -> Figure | str:
+    """Draw a figure, or say why not."""
+    from fedeas_flwr.reproduce import figures
+
+    if item.draw == "draw_closed_form":
+        return figures.draw_closed_form()
+    if item.draw == "draw_samples":
+        from fedeas_flwr.reproduce.samples import sample_sheet
+
+        config = cell(f"{PAPERS}/fedeas").config(setting.results.scale, 1, more)
+        if config.dataset != "digits" and "generator" not in more:
+            return "missing: name the generator with --set generator=FOLDER"
+        return figures.draw_samples(*sample_sheet(config))
+    drawn: Figure = getattr(figures, item.draw)(setting)
+    return drawn

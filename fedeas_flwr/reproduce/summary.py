@@ -1,0 +1,145 @@
+"""What all sections together say: the page's head, JSON, CSV, the terminal, and tables for another document."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table as Grid
+from rich.text import Text
+
+from fedeas_flwr.reproduce.items import ITEMS, Section, choose
+from fedeas_flwr.reproduce.measured import Budget, Results, find_results
+from fedeas_flwr.reproduce.page import Page, blocks, table_markdown, with_blocks
+from fedeas_flwr.sizes import show_seconds
+from fedeas_flwr.sweep import as_csv
+
+LEAKAGE = (
+    "Protocol `paper` pools CIFAR's training and test images before splitting, so about 5/6 of the test images were in "
+    "the generator's training set: compare these accuracies with the paper's and with each other only."
+)
+SMOKE_NOTE = (
+    "**Smoke scale.** Every cell is a few seconds on scikit-learn's 8×8 digits: 6 or 10 clients in place of 20 or 100, "
+    "another partition in place of CIFAR-100, 10 rounds (so last-20 is the mean of all), β a third of the paper's, one "
+    "seed (two where so marked). It shows that everything runs and what it looks like. The paper's numbers stand "
+    "beside ours for their place only: no difference is formed."
+)
+
+
+def make_page(results: Results, sections: list[Section], fill: str) -> Page:
+    """Put sections under a head that says what they are; ``fill`` as `fill_command` makes it."""
+    runs = [run for found in results.cells.values() for run in found]
+    devices = "" if not runs else f", {show_seconds(sum(run.seconds for run in runs))} of rounds in all"
+    filled = sum(bool(found) for found in results.cells.values())
+    notes = [SMOKE_NOTE if results.scale == "smoke" else LEAKAGE]
+    notes.append(
+        f"{filled} of {len(results.cells)} cells are there, {len(runs)} runs{devices}. Ours: mean ± sample "
+        "standard deviation over the seeds. ✓: as many images as the paper's run, or as the plan says."
+    )
+    notes += _budget_notes(sections)
+    if results.doubles:
+        notes.append(f"Of several runs of one cell and seed the first counts; {len(results.doubles)} were left out.")
+    notes += [f"Unreadable: {line}" for line in results.unreadable]
+    title = "The paper's tables and figures" + (", in small" if results.scale == "smoke" else "")
+    return Page(title, notes, sections, fill)
+
+
+def fill_command(scale: str, columns: Sequence[str], runs: Sequence[Path], out: Path | None) -> str:
+    """The command that does what is missing, with ``{}`` where the items' names go."""
+    places = [("--columns", name) for name in columns] + [("--runs", str(path)) for path in runs]
+    places += [("--out", str(out))] if out else []
+    keys = ("data-dir=DIR", "generator=DIR", "backend=inline") if scale == "full" else ()
+    words = [word for pair in (*places, *(("--set", key) for key in keys)) for word in pair]
+    return f"fedeas reproduce {{}} --scale {scale} --run {shlex.join(words)}".rstrip()
+
+
+def all_budgets(sections: Sequence[Section]) -> list[Budget]:
+    """Every check of a cell's images once."""
+    found = {b.cell: b for section in sections if section.table for b in section.table.budgets}
+    return list(found.values())
+
+
+def _budget_notes(sections: Sequence[Section]) -> list[str]:
+    budgets = all_budgets(sections)
+    wrong = [b for b in budgets if not b.met]
+    notes = [
+        f"Matched budgets: {len(budgets) - len(wrong)} of {len(budgets)} cells generated exactly what they should."
+    ]
+    notes += [
+        f"{b.cell} generated {', '.join(map(str, b.images))} images, not the {b.by}'s {b.wanted:,}." for b in wrong
+    ]
+    return notes if budgets else []
+
+
+# ---------------------------------------------------------------------------------------------------- other forms
+
+
+def as_json(results: Results, sections: Sequence[Section]) -> dict[str, Any]:
+    """Plain values of everything on the page."""
+    parts = []
+    for section in sections:
+        table = section.table
+        parts.append(
+            {
+                "name": section.name,
+                "title": section.title,
+                "picture": str(section.picture) if section.picture else None,
+                "head": table.head if table else [],
+                "rows": table.rows if table else [],
+                "values": [value.as_json() for value in table.values] if table else [],
+                "missing": list(section.missing),
+                "note": section.note,
+            }
+        )
+    budgets = [{**vars(b), "images": list(b.images), "met": b.met} for b in all_budgets(sections)]
+    runs = {name: [str(run.path) for run in found] for name, found in results.cells.items()}
+    return {"scale": results.scale, "items": parts, "budgets": budgets, "runs": runs, "unreadable": results.unreadable}
+
+
+def values_csv(sections: Sequence[Section]) -> str:
+    """Every number as a line; what stands in two tables is there once."""
+    rows = {}
+    for section in sections:
+        for value in section.table.values if section.table else ():
+            row = value.as_json() | {"seeds": " ".join(map(str, value.seeds))}
+            rows[value.cell, value.measure] = row
+    return as_csv(list(rows.values()))
+
+
+def print_tables(page: Page, console: Console) -> None:
+    """Print every table, and where every picture is."""
+    if not console.is_terminal:
+        console = Console(width=200, stderr=console.stderr)  # for a file or a pipe: no table is squeezed
+    for section in page.sections:
+        console.print(f"\n{section.title}", style="bold", highlight=False)
+        if section.table:
+            grid = Grid(*(_plain(cell).plain for cell in section.table.head))
+            for place in grid.columns[1:]:
+                place.justify = "right"
+            for row in section.table.rows:
+                grid.add_row(*(_plain(cell) for cell in row))
+            console.print(grid)
+        if section.picture or section.note:
+            console.print(str(section.picture or section.note), highlight=False, soft_wrap=True)
+    for note in page.notes:
+        console.print(_plain(note), highlight=False)
+
+
+def _plain(text: str) -> Text:
+    for mark, instead in (("<br>", "\n"), ("<ins>", ""), ("</ins>", ""), ("**", ""), ("`", "")):
+        text = text.replace(mark, instead)
+    return Text(text)
+
+
+def filled_document(text: str, scale: str, places: Sequence[Path], more: Mapping[str, Any]) -> str:
+    """Give a document with its ``<!-- reproduce WORDS -->`` blocks made anew; WORDS are tables and columns."""
+    contents = []
+    for words in blocks(text):
+        choice = choose(words, [], scale)
+        results = find_results(choice.needed(scale), scale, places, more)
+        made = [ITEMS[name].table for name in choice.items]
+        contents.append("\n".join(table_markdown(make(results, choice.columns)) for make in made if make))
+    return with_blocks(text, contents)

@@ -1,0 +1,247 @@
+"""The paper's tables with our numbers in them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+
+from fedeas_flwr.reproduce import paper
+from fedeas_flwr.reproduce.beside import (
+    NONE,
+    budget_of,
+    last_20_of,
+    peak_of,
+    show_budget,
+    show_difference,
+    show_ours,
+    show_paper,
+    show_seeds,
+    together,
+    value_of,
+)
+from fedeas_flwr.reproduce.cells import BETAS, FULL, METHODS, PAPERS, Cell, cell, column
+from fedeas_flwr.reproduce.measured import Budget, Results, Value
+
+LARGE = tuple(paper.LAST_20)
+"""The rows of the two large tables."""
+
+
+@dataclass
+class Table:
+    """A table as it is shown, and every number in it."""
+
+    head: list[str]
+    rows: list[list[str]]
+    values: list[Value] = field(default_factory=list)
+    budgets: list[Budget] = field(default_factory=list)
+
+
+# ------------------------------------------------------------------------------------------- Table 1 and the peaks
+
+Of = Callable[[Results, str], Value]
+
+
+def large_table(results: Results, columns: Sequence[str], of: Of) -> Table:
+    """Lay methods against columns, as the paper's Table 1 and its table of peaks do.
+
+    Best and second best of ours are bold and underlined, Full-Balance apart, once a column is complete.
+    """
+    values = {name: of(results, name) for name in large_cells(columns)}
+    marks = _marks(values, columns)
+    rows = []
+    for method in LARGE:
+        names = [f"{place}/{method}" for place in columns]
+        found = [together(values[name], marks.get(name, "{}")) if name in values else NONE for name in names]
+        rows.append([METHODS[method].label, *found])
+    budgets = []
+    for method in ("fedeas", "full-balance"):
+        row = [f"{METHODS[method].label} total gen."]
+        for place in columns:
+            name, published = f"{place}/{method}", paper.images(method, place)
+            budget = budget_of(results, name)
+            row.append(show_budget(budget, published))
+            budgets.append(budget)
+        rows.append(row)
+    budgets += [budget_of(results, f"{place}/{method}") for place in columns for method in ("uniform", "missing-only")]
+    found_budgets = [budget for budget in budgets if budget is not None]
+    return Table(
+        ["Method", *(column(place).title(results.scale) for place in columns)],
+        rows,
+        list(values.values()),
+        found_budgets,
+    )
+
+
+def large_cells(columns: Sequence[str]) -> list[str]:
+    """Name the cells of a large table: all but those that the paper left out."""
+    return [f"{c}/{m}" for c in columns for m in LARGE if paper.at(paper.LAST_20, m, c) is not None]
+
+
+def _marks(values: dict[str, Value], columns: Sequence[str]) -> dict[str, str]:
+    marks: dict[str, str] = {}
+    for place in columns:
+        means = {n: v.mean for n, v in values.items() if n.startswith(f"{place}/") and not n.endswith("/full-balance")}
+        if any(mean is None for mean in means.values()):
+            continue
+        best, second = sorted(means, key=lambda name: -(means[name] or 0.0))[:2]
+        marks |= {best: "**{}**", second: "<ins>{}</ins>"}
+    return marks
+
+
+def column_table(results: Results, place: str) -> Table:
+    """One column as a list: every method's last-20 and peak, the seeds, the images."""
+    head = [
+        "Method",
+        "Ours, last-20 %",
+        "Seeds",
+        "Paper",
+        "Difference",
+        "Ours, peak %",
+        "Paper",
+        "Difference",
+        "Images",
+    ]
+    rows, values, budgets = [], [], []
+    for name in large_cells([place]):
+        last, best, budget = last_20_of(results, name), peak_of(results, name), budget_of(results, name)
+        first = [show_ours(last), show_seeds(last), show_paper(last), show_difference(last)]
+        second = [show_ours(best), show_paper(best), show_difference(best)]
+        published = paper.images(name.partition("/")[2], place)
+        shown = show_budget(budget) if budget else f"{NONE} (paper {published:,})"
+        rows.append([METHODS[name.partition("/")[2]].label, *first, *second, shown])
+        values += [last, best]
+        budgets += [budget] if budget else []
+    return Table(head, rows, values, budgets)
+
+
+# ----------------------------------------------------------------------------------- β sweep, ablation, Γ̂ (K = 20)
+
+
+# η = ΔFedAvg (%) × 10³ / images
+def beta_table(results: Results) -> Table:
+    """The sweep of β with the efficiency η, as in the supplement's F."""
+    table = Table(["Method", "Last-20 avg.", "Total gen.", "ΔFedAvg", "η"], [])
+    base = last_20_of(results, f"{PAPERS}/fedavg")
+    for method, (_, _, published_gain, published_eta) in paper.BETA_SWEEP.items():
+        name = f"{PAPERS}/{method}"
+        last, budget = last_20_of(results, name), budget_of(results, name)
+        gain = eta = None
+        if last.mean is not None and base.mean is not None and budget and budget.images[0]:
+            gain = last.mean - base.mean
+            eta = gain * 1e3 / budget.images[0]
+        gains = _derived(results, name, "ΔFedAvg", gain, last.seeds, published_gain, 2)
+        etas = _derived(results, name, "η", eta, last.seeds, published_eta, 3)
+        shown = [together(last), show_budget(budget, paper.images(method, PAPERS)), together(gains), together(etas)]
+        table.rows.append([_with_beta(results, name), *shown])
+        table.values += [last, gains, etas]
+        table.budgets += [budget] if budget else []
+    return table
+
+
+def _derived(
+    results: Results,
+    name: str,
+    measure: str,
+    number: float | None,
+    seeds: tuple[int, ...],
+    published: float | None,
+    digits: int,
+) -> Value:
+    ours = () if number is None else (number,)
+    return Value(name, measure, ours, seeds if ours else (), published, digits, results.scale == "full")
+
+
+def _with_beta(results: Results, name: str) -> str:
+    """The row's name with the β that it has at this scale."""
+    one = cell(name)
+    label, policy = one.method.label, dict(one.method.keys)["policy"]
+    return f"{label} β = {beta_of(one, results.scale):g}" if policy in ("fedeas", "uniform") else label
+
+
+def beta_of(one: Cell, scale: str) -> float:
+    """The β of a cell's runs."""
+    return one.config(scale, 1).beta
+
+
+def ablation_table(results: Results) -> Table:
+    """What the entropy and the root are for, as in the paper's Table 2."""
+    factors = {"fedeas-b8": ("yes", "√n̄"), "without-entropy": ("no", "√n̄"), "linear": ("yes", "n̄")}
+    table = Table(["Variant", "Entropy", "Size factor", "Gen.", "Accuracy"], [])
+    for method, about in factors.items():
+        name = f"{PAPERS}/{method}"
+        last, budget = last_20_of(results, name), budget_of(results, name)
+        label = f"{METHODS[method].label} (β = {beta_of(cell(name), results.scale):g})"
+        table.rows.append([label, *about, show_budget(budget, paper.images(method, PAPERS)), together(last)])
+        table.values.append(last)
+        table.budgets += [budget] if budget else []
+    return table
+
+
+def gamma_table(results: Results) -> Table:
+    """Γ̂ by policy, as in the supplement's A; in its form and over the trainable parameters alone."""
+    methods = list(paper.GAMMA_HAT)
+    table = Table(["", *(METHODS[method].label for method in methods)], [])
+    last = {m: last_20_of(results, f"{PAPERS}/{m}") for m in methods}
+    budgets = {m: budget_of(results, f"{PAPERS}/{m}") for m in methods}
+    table.rows.append(["Last-20 avg. (%)", *(together(last[m]) for m in methods)])
+    table.rows.append(["Total gen.", *(show_budget(budgets[m], paper.images(m, PAPERS)) for m in methods)])
+    table.values += last.values()
+    table.budgets += [budget for budget in budgets.values() if budget]
+    for form, words in (("all-state", "with BatchNorm's counters"), ("trainable", "trainable parameters")):
+        found = {m: _gamma_hat(results, f"{PAPERS}/{m}", form) for m in methods}
+        less = {m: _reduction(found[m], found["fedavg"]) for m in methods}
+        if form == "trainable" and not any(value.ours for value in found.values()):
+            continue  # no run has measured it so, and the paper has not either
+        table.rows.append([f"Γ̂ (med.), {words}", *(_show_gamma(found[m]) for m in methods)])
+        table.rows.append(["Γ̂ reduction (%)", *(together(less[m]) for m in methods)])
+        table.values += [*found.values(), *less.values()]
+    return table
+
+
+def _gamma_hat(results: Results, name: str, form: str) -> Value:
+    published = paper.GAMMA_HAT[name.partition("/")[2]][0] if form == "all-state" else None
+    return value_of(
+        results, name, f"Γ̂, {form}", lambda run: run.gamma_hat if run.config.gamma_hat == form else None, published
+    )
+
+
+def _reduction(value: Value, base: Value) -> Value:
+    less = None
+    if value.mean is not None and base.mean and value.cell != base.cell:
+        less = 100 * (1 - value.mean / base.mean)
+    published = paper.GAMMA_HAT[value.cell.partition("/")[2]][1] if value.paper is not None else None
+    ours = () if less is None else (less,)
+    measure = f"{value.measure}, reduction %"
+    return Value(value.cell, measure, ours, value.seeds if ours else (), published, 1, value.comparable)
+
+
+def _show_gamma(value: Value) -> str:
+    if value.mean is None and value.paper is None:
+        return "missing"
+    ours = "missing" if value.mean is None else f"{value.mean:.3g}"
+    return f"{ours}<br>paper {value.paper:.3g}" if value.paper is not None else ours
+
+
+# ------------------------------------------------------------------------------------------------- any cells
+
+
+def cell_table(results: Results, cells: Iterable[Cell]) -> Table:
+    """Some cells as a list, one a row."""
+    table = Table(["Cell", "Ours, last-20 %", "Seeds", "Paper", "Difference", "Peak %", "Images"], [])
+    for one in cells:
+        last, best, budget = last_20_of(results, one.name), peak_of(results, one.name), budget_of(results, one.name)
+        shown = [show_ours(last), show_seeds(last), show_paper(last), show_difference(last), show_ours(best)]
+        table.rows.append([one.name, *shown, show_budget(budget)])
+        table.values += [last, best]
+        table.budgets += [budget] if budget else []
+    return table
+
+
+def sweep_cells() -> list[str]:
+    """Name the cells of the β sweep, in its order."""
+    return [f"{PAPERS}/{method}" for method in paper.BETA_SWEEP]
+
+
+def swept_methods(policy: str) -> list[str]:
+    """Name a policy's methods along the sweep of β."""
+    return [policy if beta == FULL["beta"] else f"{policy}-b{beta}" for beta in BETAS]

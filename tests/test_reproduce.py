@@ -1,0 +1,391 @@
+"""Tables from run directories: hand-worked means, runs found by what they mean, what is missing said to be missing."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from records import write_record
+
+from fedeas_flwr.reproduce import beside, beyond, paper, tables
+from fedeas_flwr.reproduce.cells import MAIN, PAPERS, all_cells, cell
+from fedeas_flwr.reproduce.filling import make_filling, missing_seeds, record_name
+from fedeas_flwr.reproduce.items import ITEMS, Section, choose, make_sections
+from fedeas_flwr.reproduce.measured import Results, find_results
+from fedeas_flwr.reproduce.page import Page, as_html, as_markdown
+from fedeas_flwr.reproduce.summary import filled_document, make_page
+from fedeas_flwr.runs import RunDirectory
+
+ROOT = Path(__file__).parents[1]
+TWENTY = [0.1] * 180 + [0.5, 0.6] * 10
+"""Rounds 181 to 200 have a mean of 0.55; round 182 is the first of the best."""
+
+
+def record(folder: Path, name: str, seed: int = 1, accuracies: Any = None, scale: str = "full", **more: Any) -> Path:
+    """Write a run of a cell; images as the plan of the paper says, if not told."""
+    config = cell(name).config(scale, seed, more.pop("keys", None))
+    place, _, method = name.partition("/")
+    images = more.pop("images", paper.images(method, place) or 0)
+    rounds = accuracies or ([0.5] * config.rounds)
+    return write_record(folder, config, rounds, images=images, **more)
+
+
+def found_in(folder: Path, scale: str = "full", **more: Any) -> Results:
+    return find_results(all_cells() if scale == "full" else smoke_cells(), scale, [folder], more)
+
+
+def smoke_cells() -> list[Any]:
+    return choose(list(ITEMS), [], "smoke").needed("smoke")
+
+
+# ------------------------------------------------------------------------------------------------- means by hand
+
+
+def test_last_20_mean_deviation_and_difference_by_hand(tmp_path: Path) -> None:
+    record(tmp_path / "a", f"{MAIN}/fedavg", 1, TWENTY)
+    record(tmp_path / "b", f"{MAIN}/fedavg", 2, [0.9] + [0.1] * 179 + [0.51] * 20)
+    record(tmp_path / "c", f"{MAIN}/fedavg", 3, [0.1] * 180 + [0.50] * 20)
+    results = found_in(tmp_path)
+    value = beside.last_20_of(results, f"{MAIN}/fedavg")
+    assert value.seeds == (1, 2, 3)
+    assert value.mean == pytest.approx(52.0)  # of 55, 51, 50
+    assert value.sd == pytest.approx(7**0.5)  # (9 + 1 + 4) / 2
+    assert value.difference == pytest.approx(52.0 - 50.18)
+    assert beside.together(value) == "52.00 ± 2.65<br>3 seeds; paper 50.18, +1.82"
+    peak = beside.peak_of(results, f"{MAIN}/fedavg")
+    assert peak.mean == pytest.approx((60 + 90 + 50) / 3)
+    row = next(row for row in tables.column_table(results, MAIN).rows if row[0] == "FedAvg")
+    assert row == ["FedAvg", "52.00 ± 2.65", "1, 2, 3", "50.18", "+1.82", "66.67 ± 20.82", "56.08", "+10.59", "0"]
+
+
+def test_one_seed_has_no_deviation_and_a_missing_cell_says_so(tmp_path: Path) -> None:
+    record(tmp_path / "a", f"{MAIN}/moon", 4, TWENTY)
+    results = found_in(tmp_path)
+    table = tables.large_table(results, paper.COLUMNS, beside.last_20_of)
+    rows = {row[0]: row[1:] for row in table.rows}
+    main = paper.COLUMNS.index(MAIN)
+    assert rows["MOON"][main] == "55.00<br>paper 43.08, +11.92"
+    assert rows["MOON"][0] == "missing<br>paper 37.08"
+    assert rows["Full-Balance"][0] == "–"
+    assert rows["FedEAS total gen."][main] == "missing<br>paper 33,650"
+    assert [len(row) for row in table.rows] == [9] * 12
+
+
+def test_the_sweeps_gain_and_efficiency_by_hand(tmp_path: Path) -> None:
+    record(tmp_path / "a", f"{PAPERS}/fedavg", 1, [0.5] * 200)
+    record(tmp_path / "b", f"{PAPERS}/fedeas-b4", 1, [0.6] * 200)
+    rows = {row[0]: row[1:] for row in tables.beta_table(found_in(tmp_path)).rows}
+    last, images, gain, eta = rows["FedEAS β = 4"]
+    assert last == "60.00<br>paper 66.11, −6.11"
+    assert images == "4,113 ✓"
+    assert gain == "10.00<br>paper 10.59, −0.59"
+    assert eta == "2.431<br>paper 2.575, −0.144"  # 10 · 1000 / 4113
+    assert rows["FedAvg"][1:] == ["0", "–", "–"]
+    assert rows["Uniform β = 20"][0] == "missing<br>paper 66.46"
+
+
+def test_gamma_hat_is_compared_in_its_own_form(tmp_path: Path) -> None:
+    record(tmp_path / "a", f"{PAPERS}/fedavg", 1, gamma_hat=2e-4)
+    record(tmp_path / "b", f"{PAPERS}/fedeas", 1, gamma_hat=5e-5)
+    record(tmp_path / "c", f"{PAPERS}/fedeas", 2, gamma_hat=0.8, keys={"gamma-hat": "trainable"})
+    rows = tables.gamma_table(found_in(tmp_path)).rows
+    assert rows[2][1] == "0.0002<br>paper 0.000142"
+    assert rows[2][3] == "5e-05<br>paper 1.95e-05"
+    assert rows[3][3] == "75.0<br>paper 86.3, −11.3"
+    assert rows[4][1:] == ["missing", "missing", "0.8", "missing"]
+    (tmp_path / "c" / "summary.json").unlink()
+    assert len(tables.gamma_table(found_in(tmp_path)).rows) == 4
+
+
+def test_numbers_of_the_text_by_hand(tmp_path: Path) -> None:
+    record(tmp_path / "a", f"{PAPERS}/fedeas", 1, [0.1] * 29 + [0.7] * 171)
+    record(tmp_path / "b", f"{PAPERS}/uniform", 1, [0.64] * 200)
+    record(tmp_path / "c", "c10-k20-a0.3/fedeas+scaffold", 1, [0.1, 0.8] * 100)
+    record(tmp_path / "d", f"{PAPERS}/full-balance", 1, seconds=2.5)
+    rows = {row[0]: row[2:] for row in beyond.text_table(found_in(tmp_path)).rows if row[1].endswith("α = 0.1")}
+    assert rows["FedEAS's lead over Uniform, peak, ddpm"] == ["6.00", "1", "6.34", "−0.34"]
+    assert rows["FedEAS: time, generation included"] == ["5 min", "1", "3.1 h", "–"]  # 200 · 1.5 s
+    assert rows["Full-Balance's time over FedEAS's"] == ["2.00", "1", "3.72", "−1.72"]
+    values = {(v.cell, v.measure): v for v in beyond.text_table(found_in(tmp_path)).values}
+    assert values[f"{PAPERS}/fedeas", "rounds to 70 %"].ours == (30,)
+    assert values["c10-k20-a0.3/fedeas+scaffold", "peak %"].difference == pytest.approx(80 - 78.18)
+
+
+def test_best_and_second_best_are_marked_once_a_column_is_complete(tmp_path: Path) -> None:
+    for place, method in enumerate(paper.LAST_20):
+        if method != "fedeas":
+            record(tmp_path / method, f"{MAIN}/{method}", 1, [0.3 + place / 100] * 200)
+    incomplete = tables.large_table(found_in(tmp_path), paper.COLUMNS, beside.last_20_of)
+    assert not any("**" in cell for row in incomplete.rows for cell in row)
+    record(tmp_path / "last", f"{MAIN}/fedeas", 1, [0.2] * 200)
+    table = tables.large_table(found_in(tmp_path), paper.COLUMNS, beside.last_20_of)
+    marked = {row[0]: row[1 + paper.COLUMNS.index(MAIN)] for row in table.rows}
+    assert marked["Missing-only"].startswith("**37.00**")
+    assert marked["Uniform"].startswith("<ins>36.00</ins>")
+    assert marked["Full-Balance"].startswith("38.00<br>")
+
+
+# --------------------------------------------------------------------------------------------------------- budgets
+
+
+def test_a_wrong_number_of_images_is_told(tmp_path: Path) -> None:
+    record(tmp_path / "a", f"{MAIN}/uniform", 1, images=33_649)
+    record(tmp_path / "b", f"{MAIN}/fedeas", 1)
+    results = found_in(tmp_path)
+    wrong, right = (beside.budget_of(results, f"{MAIN}/{method}") for method in ("uniform", "fedeas"))
+    assert wrong and right and right.met and not wrong.met
+    assert beside.show_budget(wrong) == "33,649 ✗ (paper: 33,650)"
+    table = tables.large_table(results, paper.COLUMNS, beside.last_20_of)
+    page = make_page(results, [Section("table1", "", "", table, None, ())], "")
+    assert "Matched budgets: 1 of 2 cells generated exactly what they should." in page.notes
+    assert f"{MAIN}/uniform generated 33649 images, not the paper's 33,650." in page.notes
+
+
+def test_at_smoke_the_plan_says_how_many_images_and_policies_share_it(tmp_path: Path) -> None:
+    for method in ("fedeas", "uniform", "missing-only", "full-balance"):
+        record(tmp_path / method, f"{MAIN}/{method}", 1, scale="smoke", images=434)
+    budgets = [
+        beside.budget_of(found_in(tmp_path, "smoke"), f"{MAIN}/{method}")
+        for method in ("fedeas", "uniform", "missing-only", "full-balance")
+    ]
+    assert [budget.met for budget in budgets if budget] == [True, True, True, False]
+    value = beside.last_20_of(found_in(tmp_path, "smoke"), f"{MAIN}/fedeas")
+    assert value.paper == 72.55 and value.difference is None  # digits are not CIFAR
+
+
+# ------------------------------------------------------------------------------------------------ which run is which
+
+
+def test_runs_are_found_by_what_they_mean_and_not_by_their_names(tmp_path: Path) -> None:
+    elsewhere = {"precision": "bf16", "backend": "inline", "generator": "/models/x", "weights": "/w.safetensors"}
+    same = {**elsewhere, "data-dir": "/data", "generation-batch": 512, "checkpoint-every": 50, "sampler-steps": 20}
+    record(tmp_path / "deep" / "er" / "some name", f"{MAIN}/uniform", 7, keys=same)
+    record(tmp_path / "none", f"{MAIN}/fedavg", 1, keys={"beta": 6.0, "guidance": 3.0})  # nothing is generated
+    others: list[dict[str, Any]] = [
+        {"sampler": "ddim"},
+        {"guidance": 2.0},
+        {"partition-seed": 43},
+        {"weights": "none"},
+        {"local-epochs": 5},
+        {"beta": 11.0},
+        {"protocol": "clean", "loss": "class-weighted"},
+        {"generator": "bank:/images"},
+    ]
+    for number, keys in enumerate(others):
+        record(tmp_path / f"other-{number}", f"{MAIN}/missing-only", 1, keys=keys)
+    record(tmp_path / "short", f"{MAIN}/scaffold", 1, [0.5] * 100, keys={"rounds": 100})
+    results = found_in(tmp_path)
+    assert {name: [run.seed for run in runs] for name, runs in results.cells.items() if runs} == {
+        f"{MAIN}/uniform": [7],
+        f"{MAIN}/fedavg": [1],
+    }
+    assert [run.seed for run in found_in(tmp_path, sampler="ddim").of(f"{MAIN}/missing-only")] == [1]
+
+
+def test_runs_that_are_not_finished_doubled_or_damaged_do_not_count(tmp_path: Path) -> None:
+    record(tmp_path / "a", f"{MAIN}/fedavg", 1, [0.5] * 200)
+    record(tmp_path / "b", f"{MAIN}/fedavg", 1, [0.9] * 200)
+    record(tmp_path / "c", f"{MAIN}/fedavg", 2, [0.9] * 199)
+    unfinished = record(tmp_path / "d", f"{MAIN}/fedavg", 3)
+    (unfinished / "summary.json").unlink()
+    damaged = record(tmp_path / "e", f"{MAIN}/fedavg", 4)
+    (damaged / "rounds.jsonl").write_text('{"round": 1}\n' * 200)
+    unknown = record(tmp_path / "f", f"{MAIN}/fedavg", 5)
+    text = (unknown / "config.json").read_text().replace('"alpha"', '"alfa"')
+    (unknown / "config.json").write_text(text)
+    results = found_in(tmp_path)
+    assert [(run.seed, run.path.name) for run in results.of(f"{MAIN}/fedavg")] == [(1, "a")]
+    assert [path.name for path in results.doubles] == ["b"]
+    assert [line.partition(": ")[0] for line in results.unreadable] == [str(damaged), str(unknown)]
+
+
+def test_what_is_missing_becomes_a_sweep_in_order(tmp_path: Path) -> None:
+    record(tmp_path / "a", f"{MAIN}/fedavg", 2)
+    choice = choose(["table1"], [MAIN], "full")
+    missing = missing_seeds(choice.needed("full"), found_in(tmp_path), [])
+    assert missing[f"{MAIN}/fedavg"] == [1, 3]
+    assert missing[f"{MAIN}/fedeas"] == [1, 2, 3]
+    filling = make_filling(missing, "full", tmp_path / "runs", {"precision": "bf16", "generator": "/m"})
+    assert [one.name for one in filling.cells][:3] == [f"{MAIN}_fedavg_s1", f"{MAIN}_fedavg_s3", f"{MAIN}_fedeas_s1"]
+    assert all(one.config.precision == "bf16" and one.config.generator == "/m" for one in filling.cells)
+    assert len(filling.cells) == 2 + 3 * 3 + 6
+    names = [record_name(one.values["cell"], one.config).as_posix() for one in filling.cells]
+    assert names[0] == "cifar10-k100-a0.1/fedavg-s1" and len(set(names)) == len(names)
+    assert missing_seeds(choice.needed("full"), found_in(tmp_path), [2]).get(f"{MAIN}/fedavg") is None
+
+
+# ------------------------------------------------------------------------------------------------- the whole page
+
+
+@pytest.fixture(scope="module")
+def page(tmp_path_factory: pytest.TempPathFactory, session_cache: Path) -> tuple[Page, Path, Results]:
+    """Everything at smoke scale but the samples, from records made by hand; one cell is missing."""
+    folder = tmp_path_factory.mktemp("page")
+    for number, one in enumerate(smoke_cells()):
+        if one.name != f"{PAPERS}/uniform-b20":
+            for seed in one.seeds("smoke"):
+                accuracies = [min(0.97, 0.3 + 0.08 * i + number / 1000) for i in range(10)]
+                record(folder / "runs" / f"{number}-{seed}", one.name, seed, accuracies, "smoke", gamma_hat=0.5)
+    choice = choose([name for name in ITEMS if name != "samples"], [], "smoke")
+    results = find_results(choice.needed("smoke"), "smoke", [folder / "runs"], {})
+    missing = missing_seeds(choice.needed("smoke"), results, [])
+    sections = make_sections(choice, results, missing, folder, {})
+    return make_page(results, sections, "fedeas reproduce {} --run"), folder, results
+
+
+def test_every_table_and_figure_is_on_the_page(page: tuple[Page, Path, Results]) -> None:
+    made, folder, results = page
+    assert [section.name for section in made.sections] == [name for name in ITEMS if name != "samples"]
+    pictures = {path.stem for path in folder.glob("*.png")}
+    assert pictures == {"fig1", "fig2", "fig3", "fig4", "fig5", "closed-form"}
+    assert all((folder / f"{name}.png").read_bytes().startswith(b"\x89PNG") for name in pictures)
+    assert sum(bool(runs) for runs in results.cells.values()) == len(results.cells) - 1
+    tables_made = [section.table for section in made.sections if section.table]
+    assert all(len(row) == len(table.head) for table in tables_made for row in table.rows)
+
+
+def test_missing_runs_are_named_with_the_command_that_does_them(page: tuple[Page, Path, Results]) -> None:
+    text = as_markdown(page[0])
+    assert text.count(f"Missing, 1 runs: {PAPERS}/uniform-b20 seed 1.") == 2  # Fig. 5 and the β table
+    assert "To do them: `fedeas reproduce beta --run`" in text
+    assert "| Uniform β = 6.667 | missing<br>paper 66.46 |" in text
+
+
+def test_the_html_page_needs_no_other_file(page: tuple[Page, Path, Results]) -> None:
+    document = as_html(page[0])
+    assert document.count('src="data:image/png;base64,') == 6
+    assert not re.findall(r'(?:src|href)="(?!data:)', document) and "http" not in document
+    assert document.count("<table>") == sum(1 for section in page[0].sections if section.table)
+    assert "<b>" in document and "**" not in document
+
+
+def test_text_from_outside_stays_text() -> None:
+    hostile = Page("a <b> title", ["Unreadable: /runs/<script>alert(1)</script>"], [], "")
+    assert "<script>" not in as_html(hostile) and "a &lt;b&gt; title" in as_html(hostile)
+
+
+# -------------------------------------------------------------------------------------------- what is committed
+
+
+def test_the_tables_of_the_docs_are_those_of_the_committed_runs() -> None:
+    text = (ROOT / "docs" / "reproduction.md").read_text()
+    assert "<!-- reproduce table1" in text
+    assert filled_document(text, "full", [ROOT / "results"], {}) == text
+
+
+# ------------------------------------------------------------------------------------------------------ the command
+
+
+def fedeas(*words: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-m", "fedeas_flwr.cli", "reproduce", *words]
+    return subprocess.run(command, capture_output=True, text=True, timeout=600, cwd=cwd, env=environment)
+
+
+def test_the_committed_runs_fill_their_column_and_all_else_is_missing(tmp_path: Path) -> None:
+    words = ["table1", "gamma", "--scale", "full", "--runs", str(ROOT / "results"), "--out", str(tmp_path / "out")]
+    done = fedeas(*words, "--format", "json", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    answer = json.loads(done.stdout)
+    table = answer["items"][0]
+    there = {value["cell"]: value for value in table["values"] if value["ours"] is not None}
+    assert set(there) == {f"{MAIN}/{m}" for m in ("fedavg", "fedeas", "missing-only", "uniform")}
+    assert there[f"{MAIN}/fedavg"]["seeds"] == [1, 2, 3]
+    fedavg = [
+        RunDirectory(ROOT / "results" / "cifar10-k100-a0.1" / f"none-s{s}").summary()["last_20"] for s in (1, 2, 3)
+    ]
+    assert there[f"{MAIN}/fedavg"]["ours"] == pytest.approx(100 * sum(fedavg) / 3)
+    assert abs(there[f"{MAIN}/fedeas"]["difference"]) < 3
+    assert all(budget["met"] for budget in answer["budgets"]) and len(answer["budgets"]) == 3
+    assert "c100-k20-a0.1/fedgen seed 1" in table["missing"]
+    assert (
+        "78 runs of 75 cells are missing; to do them: fedeas reproduce table1 gamma --scale full --run" in done.stderr
+    )
+    rows = list(csv.DictReader(io.StringIO((tmp_path / "out" / "results.csv").read_text())))
+    assert len(rows) == len({(row["cell"], row["measure"]) for row in rows}) >= 76
+    assert not (tmp_path / "out" / "runs").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        ([], "say what: `fedeas reproduce all`"),
+        (["table9"], "'table9': must be all, fig1"),
+        (["all", "--scale", "half"], "scale = 'half': must be smoke or full"),
+        (["all", "--columns", "c10-k5-a1"], "column 'c10-k5-a1': must be one of"),
+        (["all", "--runs", "nowhere"], "runs = 'nowhere': there is no such folder"),
+        (["all", "--set", "precison=bf16"], "unknown key 'precison' = 'bf16'; did you mean 'precision'?"),
+        (["all", "--set", "seed=2"], "--set seed=2: every cell sets its own"),
+        (["all", "--seeds", "one"], "seeds = 'one': must be whole numbers"),
+        (["--into", "nowhere.md"], "into = 'nowhere.md': there is no such file"),
+        (["all", "--format", "xml"], "format = 'xml': must be table or json"),
+    ],
+)
+def test_a_mistake_is_one_line(tmp_path: Path, words: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
+    from fedeas_flwr import cli
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(tmp_path)
+        patch.setattr(sys, "argv", ["fedeas", "reproduce", *words])
+        with pytest.raises(SystemExit) as left:
+            cli.main()
+    assert left.value.code in (1, 2)
+    error = capsys.readouterr().err
+    assert error.startswith("error: ") and says in error and error.count("\n") == 1
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_every_cell_is_listed_with_its_words(tmp_path: Path) -> None:
+    done = fedeas("--list", "--scale", "full", "--set", "precision=bf16", "--format", "json", cwd=tmp_path)
+    listed = {row["cell"]: row for row in json.loads(done.stdout)}
+    assert set(listed) == {one.name for one in all_cells()}
+    command = listed["c10-k20-a0.3/fedeas+scaffold"]["command"]
+    assert command.startswith("fedeas run conf/cifar10-k20.toml alpha=0.3 strategy=scaffold precision=bf16")
+    assert listed[f"{MAIN}/uniform"]["seeds"] == [1, 2, 3]
+
+
+def test_missing_runs_are_done_exported_and_not_done_again(tmp_path: Path, digits_generator: Path) -> None:
+    words = [f"{PAPERS}/fedavg", f"{PAPERS}/linear", "--out", "out", "--export", "records", "--set", "rounds=2"]
+    done = fedeas(*words, cwd=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "2 runs, " in done.stdout and f"{PAPERS}_linear_s1  finished" in done.stdout
+    exported = [RunDirectory(tmp_path / "records" / PAPERS / name) for name in ("fedavg-s1", "linear-s1")]
+    assert [len(run.rounds()) for run in exported] == [2, 2]
+    began = [
+        (tmp_path / "out" / "runs" / f"{PAPERS}_{m}_s1" / "rounds.jsonl").stat().st_mtime for m in ("fedavg", "linear")
+    ]
+    again = fedeas(*words, "--no-run", "--format", "json", cwd=tmp_path)
+    values = json.loads(again.stdout)["items"][0]["values"]
+    assert values[0]["ours"] == pytest.approx(100 * exported[0].summary()["last_20"])
+    once_more = fedeas(*words, cwd=tmp_path)
+    assert once_more.returncode == 0 and "at once" not in once_more.stdout
+    now = [
+        (tmp_path / "out" / "runs" / f"{PAPERS}_{m}_s1" / "rounds.jsonl").stat().st_mtime for m in ("fedavg", "linear")
+    ]
+    assert began == now
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1500)
+def test_the_whole_paper_in_small_from_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FEDEAS_CACHE", str(tmp_path / "cache"))
+    began = time.monotonic()
+    done = fedeas("all", "--format", "json", "--out", "out", cwd=tmp_path)
+    seconds = time.monotonic() - began
+    assert done.returncode == 0, done.stderr[-3000:]
+    answer = json.loads(done.stdout)
+    assert [item["name"] for item in answer["items"]] == [name for name in ITEMS if name not in ("clean", "rule")]
+    assert not any(item["missing"] or item["note"] for item in answer["items"])
+    assert answer["budgets"] and all(budget["met"] for budget in answer["budgets"])
+    document = (tmp_path / "out" / "index.html").read_text()
+    assert document.count('src="data:image/png;base64,') == 7
+    print(f"{seconds:.0f} s")
