@@ -1,7 +1,7 @@
 """A bank: images that are already there, whoever made them, handed out like a generator's.
 
 A bank is a folder with one subfolder a class, named by the class or its number and holding ``.png`` or ``.jpg`` files,
-or an ``.npz`` file with ``x`` (uint8 ``[N, H, W, C]``) and ``y`` (labels). `fedeas generate` writes such a file.
+or an ``.npz`` file with ``x`` (uint8 ``[N, H, W, C]``) and ``y`` (labels), as `fedeas generate` writes; see `own_data`.
 """
 
 from __future__ import annotations
@@ -15,9 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedeas_flwr.generators import SampleId
+from fedeas_flwr.own_data import read_images
 from fedeas_flwr.streams import stream
-
-_SUFFIXES = (".png", ".jpg", ".jpeg")
 
 
 class BankGenerator:
@@ -43,7 +42,7 @@ class BankGenerator:
                 f"generator: there is no bank {str(where)!r}; write bank:DIR, a folder with one subfolder a class, or "
                 "bank:FILE.npz with x and y"
             )
-        self._images = self._read_npz() if self.path.suffix == ".npz" else self._read_folder()
+        self._images = self._read()
         digest = hashlib.sha256(repr(("bank-1", image_shape, [len(images) for images in self._images])).encode())
         for images in self._images:
             digest.update(images.tobytes())
@@ -85,43 +84,10 @@ class BankGenerator:
         image: NDArray[np.uint8] = self._images[sample.label][order[sample.index]]
         return image
 
-    def _read_npz(self) -> list[NDArray[np.uint8]]:
-        try:
-            with np.load(self.path, allow_pickle=False) as arrays:
-                x, y = arrays["x"], arrays["y"]
-        except (OSError, ValueError, KeyError, EOFError) as error:
-            raise ValueError(f"generator: bank {self.path} is not an .npz file with x and y ({error})") from None
-        if x.dtype != np.uint8 or x.shape[1:] != self.image_shape or y.shape != x.shape[:1] or y.dtype.kind not in "iu":
-            shapes = f"x {x.dtype} {list(x.shape)}, y {y.dtype} {list(y.shape)}"
-            raise ValueError(
-                f"generator: bank {self.path} holds {shapes}; x must be uint8 [N, {str(list(self.image_shape))[1:]}, "
-                "y whole numbers [N]"
-            )
-        return [x[y == label] for label in range(self.num_classes)]
-
-    def _read_folder(self) -> list[NDArray[np.uint8]]:
-        classes = []
-        for label, name in enumerate(self._classes):
-            folders = [self.path / name, self.path / str(label)]
-            folder = next((folder for folder in folders if folder.is_dir()), None)
-            files = sorted(p for p in folder.iterdir() if p.suffix.lower() in _SUFFIXES) if folder else []
-            classes.append(np.array([self._read_image(file) for file in files], np.uint8))
-        if not any(map(len, classes)):
-            raise ValueError(
-                f"generator: bank {self.path} has no images; name its subfolders {self._classes[0]!r} … or 0 …, with "
-                f"{', '.join(_SUFFIXES)} files"
-            )
-        return classes
-
-    def _read_image(self, file: Path) -> NDArray[np.uint8]:
-        from PIL import Image, UnidentifiedImageError
-
+    def _read(self) -> list[NDArray[np.uint8]]:
         height, width, channels = self.image_shape
         try:
-            with Image.open(file) as image:
-                pixels = image.convert("L" if channels == 1 else "RGB")
-        except (UnidentifiedImageError, OSError) as error:
-            raise ValueError(f"generator: {file} is not an image ({error})") from None
-        if pixels.size != (width, height):
-            pixels = pixels.resize((width, height), Image.Resampling.LANCZOS)
-        return np.asarray(pixels, dtype=np.uint8).reshape(self.image_shape)
+            found = read_images(self.path, classes=self._classes, size=(height, width), channels=channels)
+        except ValueError as error:
+            raise ValueError(f"generator: bank {error}") from None
+        return [found.images[found.labels == label] for label in range(self.num_classes)]

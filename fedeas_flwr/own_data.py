@@ -1,0 +1,237 @@
+"""Images of your own: an ``.npz`` file, or a folder with one subfolder a class.
+
+Whoever brings images reads them here: a simulation (``dataset = "own"``), a bank of images that are already there, a
+node of a deployment with its own data. Nothing is unpickled, and sizes are known from headers before pixels are read.
+"""
+
+from __future__ import annotations
+
+import zipfile
+import zlib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+SUFFIXES = (".png", ".jpg", ".jpeg")
+MOST_BYTES = 8 << 30
+"""Of all pixels together: a small file may claim to unpack to any size."""
+MOST_CLASSES = 10_000
+
+
+class OwnImages(NamedTuple):
+    """Images, their labels, and what the labels are called."""
+
+    images: NDArray[np.uint8]
+    """uint8 ``[N, H, W, C]``, C = 1 or 3."""
+    labels: NDArray[np.int64]
+    """int64 ``[N]``, from 0 to the number of classes - 1."""
+    classes: tuple[str, ...]
+
+
+def read_images(
+    where: str | Path,
+    *,
+    classes: Sequence[str] | None = None,
+    size: tuple[int, int] | None = None,
+    channels: int | None = None,
+) -> OwnImages:
+    """Read labelled images.
+
+    Parameters
+    ----------
+    where
+        A folder with one subfolder a class that holds ``.png`` or ``.jpg`` files; or an ``.npz`` file with ``x`` (uint8
+        ``[N, H, W, C]`` or ``[N, H, W]``), ``y`` (labels ``[N]``) and, if classes have names, ``classes`` (strings).
+    classes
+        Names of the classes in the order of their labels, where that is settled already: subfolders are then called by
+        name or number. Otherwise the subfolders, in the order of their names, are the classes.
+    size
+        ``(H, W)``: files of another size are resampled with anti-aliasing, arrays must fit. Without it all images
+        must be of one size.
+    channels
+        1 makes files grey, 3 makes them RGB; arrays must fit. Without it files become grey if all of them are.
+
+    Raises
+    ------
+    FileNotFoundError, ValueError
+        One line that names the path and what was expected there.
+    """
+    path = Path(where).expanduser()
+    if path.is_dir():
+        return _read_folder(path, classes, size, channels)
+    if path.suffix == ".npz" and path.is_file():
+        return _read_npz(path, classes, size, channels)
+    raise FileNotFoundError(f"{str(where)!r} is neither a folder with one subfolder a class nor an .npz file")
+
+
+# ---------------------------------------------------------------------------------------------------------- folders
+
+
+def _read_folder(
+    path: Path, classes: Sequence[str] | None, size: tuple[int, int] | None, channels: int | None
+) -> OwnImages:
+    inside = sorted(folder for folder in path.iterdir() if folder.is_dir() and not folder.name.startswith("."))
+    names = tuple(classes) if classes is not None else tuple(folder.name for folder in inside)
+    numbers = {name: label for label, name in enumerate(names)}
+    if classes is not None:
+        numbers = {str(label): label for label in range(len(names))} | numbers
+        if unknown := [folder.name for folder in inside if folder.name not in numbers]:
+            raise ValueError(f"{path} has a subfolder {unknown[0]!r}; its classes are {_few(names)}")
+    files = [(file, numbers[folder.name]) for folder in inside for file in sorted(folder.iterdir()) if _is_image(file)]
+    if not files:
+        called = f"; name its subfolders {names[0]!r} … or 0 …" if classes else "; it needs one subfolder a class"
+        raise ValueError(f"{path} has no images{called}, with {', '.join(SUFFIXES)} files")
+    _check_classes(path, names)
+    size, channels = _size_and_channels(path, [file for file, _ in files], size, channels)
+    _check_bytes(path, len(files), *size, channels)
+    images = np.empty((len(files), *size, channels), np.uint8)
+    for position, (file, _) in enumerate(files):
+        images[position] = _read_file(file, size, channels)
+    return OwnImages(images, np.array([label for _, label in files], np.int64), names)
+
+
+def _is_image(file: Path) -> bool:
+    return file.suffix.lower() in SUFFIXES and not file.name.startswith(".")
+
+
+def _size_and_channels(
+    path: Path, files: Sequence[Path], size: tuple[int, int] | None, channels: int | None
+) -> tuple[tuple[int, int], int]:
+    """Settle what all images become, from the files' headers."""
+    if size is not None and channels is not None:
+        return size, channels
+    headers = [_read_header(file) for file in files]
+    sizes = {found: file for (found, _), file in zip(headers, files, strict=True)}
+    if size is None and len(sizes) > 1:
+        (one, first), (other, second) = list(sizes.items())[:2]
+        raise ValueError(
+            f"images of {path} differ in size ({first.name} is {one[1]}×{one[0]}, "
+            f"{second.name} {other[1]}×{other[0]}): say to which size they are to be resampled (image-size)"
+        )
+    grey = all(mode in ("1", "L", "LA", "I;16") for _, mode in headers)
+    return size or next(iter(sizes)), channels or (1 if grey else 3)
+
+
+def _read_header(file: Path) -> tuple[tuple[int, int], str]:
+    from PIL import Image
+
+    try:
+        with Image.open(file) as image:
+            return (image.height, image.width), image.mode
+    except (OSError, Image.DecompressionBombError) as error:  # PIL's "cannot identify" is an OSError
+        raise ValueError(f"{file} is not an image that can be read ({_one_line(error)})") from None
+
+
+def _read_file(file: Path, size: tuple[int, int], channels: int) -> NDArray[np.uint8]:
+    from PIL import Image
+
+    try:
+        with Image.open(file) as image:
+            pixels = image.convert("L" if channels == 1 else "RGB")
+    except (OSError, SyntaxError, Image.DecompressionBombError) as error:  # a broken PNG is a SyntaxError
+        raise ValueError(f"{file} is not an image that can be read ({_one_line(error)})") from None
+    if pixels.size != (size[1], size[0]):
+        pixels = pixels.resize((size[1], size[0]), Image.Resampling.LANCZOS)
+    return np.asarray(pixels, dtype=np.uint8).reshape(*size, channels)
+
+
+# -------------------------------------------------------------------------------------------------------- npz files
+
+
+def _read_npz(
+    path: Path, classes: Sequence[str] | None, size: tuple[int, int] | None, channels: int | None
+) -> OwnImages:
+    arrays = read_arrays(path, ("x", "y"), optional=("classes",))
+    images, labels = with_channels(arrays["x"]), arrays["y"]
+    check_arrays(path, "x", images, "y", labels)
+    wanted = (*(size or images.shape[1:3]), channels or images.shape[3])
+    if images.shape[1:] != wanted:
+        must = ", ".join(map(str, wanted))
+        raise ValueError(f"{path} holds x uint8 {list(images.shape)}; x must be uint8 [N, {must}]")
+    names = tuple(classes) if classes is not None else class_names(path, arrays.get("classes"), int(labels.max()) + 1)
+    _check_classes(path, names)
+    if labels.max() >= len(names):
+        raise ValueError(f"{path}: a label is {labels.max()}; there are {len(names)} classes, so 0 to {len(names) - 1}")
+    return OwnImages(images, labels.astype(np.int64), names)
+
+
+def read_arrays(path: Path, needed: Sequence[str], optional: Sequence[str] = ()) -> dict[str, NDArray[Any]]:
+    """Read arrays of an ``.npz`` file: no pickles, no more than `MOST_BYTES`."""
+    try:
+        with zipfile.ZipFile(path) as archive:
+            there = _keys(archive)
+            if not there.issuperset(needed):
+                has = _few(sorted(there)) or "nothing"
+                raise ValueError(f"it is not an .npz file with {' and '.join(needed)}; it has {has}")
+            keys = [*needed, *(key for key in optional if key in there)]
+            claimed = sum(archive.getinfo(f"{key}.npy").file_size for key in keys)
+        if claimed > MOST_BYTES:
+            raise ValueError(f"it unpacks to {claimed:,} bytes; {MOST_BYTES:,} are the most")
+        with np.load(path, allow_pickle=False) as arrays:
+            return {key: arrays[key] for key in keys}
+    except (zipfile.BadZipFile, zlib.error, EOFError, OSError, KeyError, RuntimeError, ValueError) as error:
+        raise ValueError(f"{path} cannot be used: {_one_line(error)}") from None
+
+
+def npz_keys(path: Path) -> set[str]:
+    """The names of an ``.npz`` file's arrays."""
+    try:
+        with zipfile.ZipFile(path) as archive:
+            return _keys(archive)
+    except (zipfile.BadZipFile, OSError) as error:
+        raise ValueError(f"{path} cannot be used: {_one_line(error)}") from None
+
+
+def _keys(archive: zipfile.ZipFile) -> set[str]:
+    return {name.removesuffix(".npy") for name in archive.namelist()}
+
+
+def with_channels(images: NDArray[Any]) -> NDArray[Any]:
+    """Grey images without a channel axis get one."""
+    return images[..., None] if images.ndim == 3 else images
+
+
+def check_arrays(path: Path, x: str, images: NDArray[Any], y: str, labels: NDArray[Any]) -> None:
+    """Refuse arrays that are not images with a label each."""
+    fits = images.dtype == np.uint8 and images.ndim == 4 and images.shape[3] in (1, 3) and images.size > 0
+    if not fits or labels.shape != images.shape[:1] or labels.dtype.kind not in "iu" or labels.min() < 0:
+        found = f"{x} {images.dtype} {list(images.shape)}, {y} {labels.dtype} {list(labels.shape)}"
+        raise ValueError(f"{path} holds {found}; {x} must be uint8 [N, H, W, 1 or 3], {y} whole numbers from 0 [N]")
+
+
+def class_names(path: Path, stored: NDArray[Any] | None, number: int) -> tuple[str, ...]:
+    """The names that a file gives its classes, or their numbers."""
+    if stored is None:
+        return tuple(str(label) for label in range(number))
+    if stored.ndim != 1 or stored.dtype.kind != "U":
+        raise ValueError(f"{path}: classes is {stored.dtype} {list(stored.shape)}; it must be a list of strings")
+    return tuple(map(str, stored))
+
+
+# ------------------------------------------------------------------------------------------------------------ checks
+
+
+def _check_classes(path: Path, names: Sequence[str]) -> None:
+    if not 2 <= len(names) <= MOST_CLASSES:
+        raise ValueError(f"{path} has {len(names)} classes; 2 to {MOST_CLASSES:,} are possible")
+    if len(set(names)) < len(names):
+        raise ValueError(f"{path}: two classes have one name among {_few(names)}")
+
+
+def _check_bytes(path: Path, number: int, height: int, width: int, channels: int) -> None:
+    if (claimed := number * height * width * channels) > MOST_BYTES:
+        raise ValueError(
+            f"{path}: {number:,} images of {height}×{width} are {claimed:,} bytes; {MOST_BYTES:,} are the most "
+            "(image-size makes them smaller)"
+        )
+
+
+def _few(names: Sequence[str]) -> str:
+    return ", ".join(names) if len(names) <= 12 else f"{', '.join(names[:10])}, … ({len(names)})"
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())[:200]

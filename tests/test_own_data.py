@@ -1,0 +1,134 @@
+"""Images of one's own: what is read from folders and files, and what is refused in one line."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from fedeas_flwr import own_data
+from fedeas_flwr.own_data import read_images
+
+
+def save_picture(path: Path, value: int, size: tuple[int, int] = (6, 8), mode: str = "L") -> None:
+    """One flat picture, (height, width)."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    colour: Any = value if mode == "L" else (value, 0, 255 - value)
+    Image.new(mode, (size[1], size[0]), colour).save(path)
+
+
+def test_a_folders_subfolders_are_the_classes_in_the_order_of_their_names(tmp_path: Path) -> None:
+    save_picture(tmp_path / "zebra" / "a.png", 30)
+    save_picture(tmp_path / "ant" / "b.png", 20)
+    save_picture(tmp_path / "ant" / "a.PNG", 10)
+    (tmp_path / "ant" / "notes.txt").write_text("not an image")
+    (tmp_path / ".ipynb_checkpoints").mkdir()
+    images, labels, classes = read_images(tmp_path)
+    assert classes == ("ant", "zebra")
+    assert labels.tolist() == [0, 0, 1] and labels.dtype == np.int64
+    assert images.shape == (3, 6, 8, 1) and images.dtype == np.uint8
+    assert images[:, 0, 0, 0].tolist() == [10, 20, 30]
+
+
+def test_one_coloured_picture_makes_all_of_them_rgb(tmp_path: Path) -> None:
+    save_picture(tmp_path / "a" / "grey.png", 9)
+    save_picture(tmp_path / "b" / "red.png", 200, mode="RGB")
+    images = read_images(tmp_path).images
+    assert images[0, 0, 0].tolist() == [9, 9, 9] and images[1, 0, 0].tolist() == [200, 0, 55]
+
+
+def test_pictures_of_several_sizes_need_a_size(tmp_path: Path) -> None:
+    save_picture(tmp_path / "a" / "one.png", 9, (6, 8))
+    save_picture(tmp_path / "b" / "two.png", 9, (10, 4))
+    with pytest.raises(ValueError, match=r"one.png is 8×6, two.png 4×10.*image-size"):
+        read_images(tmp_path)
+    assert read_images(tmp_path, size=(4, 4)).images.shape == (2, 4, 4, 1)
+
+
+def test_settled_classes_are_found_by_name_or_number_and_others_are_refused(tmp_path: Path) -> None:
+    save_picture(tmp_path / "dog" / "a.png", 1)
+    save_picture(tmp_path / "0" / "a.png", 2)
+    found = read_images(tmp_path, classes=["cat", "bird", "dog"])
+    assert found.labels.tolist() == [0, 2] and found.classes == ("cat", "bird", "dog")
+    with pytest.raises(ValueError, match="subfolder 'dog'; its classes are cat, bird"):
+        read_images(tmp_path, classes=["cat", "bird"])
+
+
+def test_arrays_with_and_without_names(tmp_path: Path) -> None:
+    x, y = np.arange(4 * 6, dtype=np.uint8).reshape(4, 2, 3), np.array([1, 0, 1, 1], np.uint8)
+    np.savez(tmp_path / "grey.npz", x=x, y=y)
+    found = read_images(tmp_path / "grey.npz")
+    assert found.images.shape == (4, 2, 3, 1) and np.array_equal(found.images[..., 0], x)
+    assert found.labels.tolist() == [1, 0, 1, 1] and found.classes == ("0", "1")
+    np.savez(tmp_path / "named.npz", x=x, y=y, classes=np.array(["no", "yes", "perhaps"]))
+    assert read_images(tmp_path / "named.npz").classes == ("no", "yes", "perhaps")
+
+
+X, Y = np.zeros((4, 2, 2, 3), np.uint8), np.array([0, 1, 0, 1])
+
+
+@pytest.mark.parametrize(
+    ("arrays", "message"),
+    [
+        ({"x": X}, "with x and y; it has x"),
+        ({"x": X.astype(np.float32), "y": Y}, r"x float32 \[4, 2, 2, 3\].*must be uint8"),
+        ({"x": X[:3], "y": Y}, r"x uint8 \[3, 2, 2, 3\], y int64 \[4\]"),
+        ({"x": X[..., :2], "y": Y}, "1 or 3"),
+        ({"x": X, "y": Y - 1}, "whole numbers from 0"),
+        ({"x": X, "y": Y * 0.5}, "y float64"),
+        ({"x": X, "y": np.array([None] * 4)}, "cannot be used: .*pickle"),
+        ({"x": X, "y": Y * 0}, "1 classes; 2 to"),
+        ({"x": X, "y": Y, "classes": np.array(["a"])}, "1 classes; 2 to"),
+        ({"x": X, "y": Y + 1, "classes": np.array(["a", "b"])}, "a label is 2; there are 2 classes"),
+        ({"x": X, "y": Y, "classes": np.array(["a", "a"])}, "one name"),
+        ({"x": X, "y": Y, "classes": np.array([1, 2])}, "list of strings"),
+    ],
+)
+def test_wrong_arrays_are_refused_in_one_line(arrays: dict[str, Any], message: str, tmp_path: Path) -> None:
+    np.savez(tmp_path / "d.npz", **arrays)
+    with pytest.raises(ValueError, match=message) as caught:
+        read_images(tmp_path / "d.npz")
+    assert "\n" not in str(caught.value) and "d.npz" in str(caught.value)
+
+
+def test_a_file_that_would_unpack_to_too_much_is_not_unpacked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    np.savez_compressed(tmp_path / "d.npz", x=np.zeros((1000, 8, 8, 3), np.uint8), y=np.zeros(1000, int))
+    assert (tmp_path / "d.npz").stat().st_size < 10_000
+    monkeypatch.setattr(own_data, "MOST_BYTES", 100_000)
+    monkeypatch.setattr(np, "load", lambda *a, **k: pytest.fail("it was read"))
+    with pytest.raises(ValueError, match=r"unpacks to 200,\d+ bytes; 100,000 are the most"):
+        read_images(tmp_path / "d.npz")
+
+
+def test_pictures_that_would_take_too_much_are_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save_picture(tmp_path / "a" / "one.png", 9)
+    save_picture(tmp_path / "b" / "two.png", 9)
+    monkeypatch.setattr(own_data, "MOST_BYTES", 95)
+    with pytest.raises(ValueError, match=r"2 images of 6×8 are 96 bytes.*image-size"):
+        read_images(tmp_path)
+
+
+@pytest.mark.parametrize("content", [b"no picture", b"\x89PNG\r\n\x1a\nhalf a header"])
+def test_a_damaged_picture_is_named(content: bytes, tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        save_picture(tmp_path / name / "good.png", 9)
+    bad, whole = tmp_path / "b" / "bad.png", (tmp_path / "a" / "good.png").read_bytes()
+    for damaged in (content, whole[:45]):
+        bad.write_bytes(damaged)
+        for settled in ({}, {"size": (6, 8), "channels": 1}):
+            with pytest.raises(ValueError, match=r"bad\.png is not an image"):
+                read_images(tmp_path, **settled)
+
+
+def test_what_is_neither_is_refused(tmp_path: Path) -> None:
+    for where in (tmp_path / "nothing", tmp_path / "nothing.npz"):
+        with pytest.raises(FileNotFoundError, match="neither a folder with one subfolder a class nor"):
+            read_images(where)
+    (tmp_path / "d.npz").write_bytes(b"no zip")
+    with pytest.raises(ValueError, match="not a zip file"):
+        read_images(tmp_path / "d.npz")
+    with pytest.raises(ValueError, match="has no images"):
+        read_images(tmp_path)
