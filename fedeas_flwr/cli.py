@@ -23,6 +23,7 @@ from rich.table import Table
 from fedeas_flwr.cli_doctor import doctor
 from fedeas_flwr.cli_images import cache_app, generate
 from fedeas_flwr.cli_plan import plan
+from fedeas_flwr.cli_report import report
 from fedeas_flwr.cli_runs import runs_app
 from fedeas_flwr.cli_sweep import sweep
 from fedeas_flwr.config import ConfigError, RunConfig, parse_config, parse_overrides, read_config
@@ -40,6 +41,7 @@ app.add_typer(cache_app, name="cache")
 app.add_typer(runs_app, name="runs")
 app.command()(sweep)
 app.command()(generate)
+app.command()(report)
 app.command()(doctor)
 console = Console()
 warnings = Console(stderr=True)
