@@ -21,6 +21,7 @@ from rich.console import Console
 from rich.table import Table
 
 from fedeas_flwr.cli_doctor import doctor
+from fedeas_flwr.cli_help import THE_WAY, InOrderOfUse
 from fedeas_flwr.cli_images import cache_app, generate
 from fedeas_flwr.cli_plan import plan
 from fedeas_flwr.cli_report import report
@@ -30,19 +31,20 @@ from fedeas_flwr.config import ConfigError, RunConfig, parse_config, parse_overr
 from fedeas_flwr.runs import RunDirectory, RunError
 
 app = typer.Typer(
+    cls=InOrderOfUse,
     help="Budget-aware synthetic augmentation for federated learning, on Flower.",
-    epilog="Start with `fedeas quickstart`, or `fedeas plan --dataset cifar10 --clients 20 --alpha 0.1 --beta 12`.",
+    epilog=THE_WAY,
     add_completion=False,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
 )
-app.command()(plan)
-app.add_typer(cache_app, name="cache")
-app.add_typer(runs_app, name="runs")
-app.command()(sweep)
-app.command()(generate)
-app.command()(report)
-app.command()(doctor)
+app.command(short_help="Who would generate how much; choose β from limits")(plan)
+app.add_typer(cache_app, name="cache", short_help="Look after generated images: ls, verify, prune")
+app.add_typer(runs_app, name="runs", short_help="Look after runs: ls, show, csv, rm")
+app.command(short_help="Do a grid of runs; started again, what is left of it")(sweep)
+app.command(short_help="Make images to look at, to measure, to use as a bank")(generate)
+app.command(short_help="Compare and plot runs: a table, a page, Markdown")(report)
+app.command(short_help="What this machine can do for a run, and what to mend")(doctor)
 console = Console()
 warnings = Console(stderr=True)
 
@@ -78,7 +80,7 @@ def _terminated(number: int, frame: FrameType | None) -> None:
 # -------------------------------------------------------------------------------------------------- run
 
 
-@app.command()
+@app.command(short_help="Run one federated training")
 def run(
     conf: Annotated[Path, typer.Argument(help="a TOML file of run-config keys, such as conf/quickstart.toml")],
     overrides: Annotated[list[str] | None, typer.Argument(help="key=value …; `fedeas keys` lists them")] = None,
@@ -90,7 +92,7 @@ def run(
     start(config)
 
 
-@app.command()
+@app.command(short_help="Go on with an interrupted run")
 def resume(
     folder: Annotated[Path, typer.Argument(help="the run directory of an interrupted run")],
     overrides: Annotated[list[str] | None, typer.Argument(help="key=value …, such as rounds=40")] = None,
@@ -155,7 +157,7 @@ def fresh_folder(wanted: Path) -> Path:
     return taken
 
 
-@app.command()
+@app.command(short_help="Test a run's saved model")
 def evaluate(folder: Annotated[Path, typer.Argument(help="the run directory of a finished run")]) -> None:
     """Test a run's saved model on its global test set."""
     from fedeas_flwr.prepare import evaluate_run
@@ -167,7 +169,7 @@ def evaluate(folder: Annotated[Path, typer.Argument(help="the run directory of a
 # ------------------------------------------------------------------------------------------- generators
 
 
-@app.command("train-generator")
+@app.command("train-generator", short_help="Train a diffusion model to generate with")
 def train_generator(
     dataset: Annotated[str, typer.Option(help="digits, cifar10 or cifar100; only its train split is seen")],
     out: Annotated[Path, typer.Option(help="folder of the model, its checkpoint and its pictures")],
@@ -212,7 +214,7 @@ def train_generator(
     console.print(f"generator: {out}", highlight=False, soft_wrap=True)
 
 
-@app.command()
+@app.command(short_help="Copy a run's record, without weights and paths")
 def export(
     folder: Annotated[Path, typer.Argument(help="the run directory of a finished run")],
     to: Annotated[Path, typer.Argument(help="where its record goes, such as results/NAME")],
@@ -221,7 +223,7 @@ def export(
     RunDirectory(folder.absolute()).export(to.absolute())
 
 
-@app.command()
+@app.command(short_help="Four runs on built-in data, a table and a page")
 def quickstart(
     out: Annotated[Path, typer.Option(help="folder of the runs and the picture")] = Path("runs/quickstart"),
 ) -> None:
@@ -231,7 +233,7 @@ def quickstart(
     run_quickstart(out.absolute(), console)
 
 
-@app.command()
+@app.command(short_help="List every run-config key")
 def keys() -> None:
     """List every run-config key with its default and meaning."""
     table = Table("key", "default", "meaning", box=None)
@@ -240,7 +242,7 @@ def keys() -> None:
     Console(width=max(console.width, 140) if not sys.stdout.isatty() else None).print(table)
 
 
-@app.command()
+@app.command(short_help="List every strategy, and what it discloses")
 def strategies() -> None:
     """List every strategy: what it does, its keys, what a client discloses, and what it costs."""
     from fedeas_flwr.strategies import TABLE_HEAD, table_rows

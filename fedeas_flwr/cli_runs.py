@@ -14,13 +14,14 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from fedeas_flwr.cli_help import InOrderOfUse
 from fedeas_flwr.config import ConfigError
 from fedeas_flwr.listing import check_removable, describe, describe_in_full, find_runs, flat_rounds, remove
 from fedeas_flwr.runs import RunDirectory, RunError
 from fedeas_flwr.sizes import show_bytes
 from fedeas_flwr.sweep import as_csv
 
-runs_app = typer.Typer(help="Run directories.", no_args_is_help=True, rich_markup_mode=None)
+runs_app = typer.Typer(cls=InOrderOfUse, help="Run directories.", no_args_is_help=True, rich_markup_mode=None)
 
 FormatOption = Annotated[str, typer.Option("--format", help="table or json")]
 

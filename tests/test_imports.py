@@ -12,7 +12,7 @@ import pytest
 PACKAGE = Path(__file__).parents[1] / "fedeas_flwr"
 
 LAYERS = [
-    {"counts", "paths", "sizes", "streams", "metrics", "processes", "own_data"},
+    {"counts", "paths", "sizes", "streams", "metrics", "processes", "own_data", "cli_help"},
     {"waterfill", "allocation", "partition"},
     {"budget_path"},
     {"config", "planning", "choosing", "curves", "data"},

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 from PIL import Image
-from records import write_run
+from run_records import write_run
 
 from fedeas_flwr.cache import ImageCache
 from fedeas_flwr.cli import app
