@@ -28,6 +28,7 @@ from fedeas_flwr.cli_report import report
 from fedeas_flwr.cli_runs import runs_app
 from fedeas_flwr.cli_sweep import sweep
 from fedeas_flwr.config import ConfigError, RunConfig, parse_config, parse_overrides, read_config
+from fedeas_flwr.data import short_name
 from fedeas_flwr.runs import RunDirectory, RunError
 
 app = typer.Typer(
@@ -145,7 +146,7 @@ def run_name(config: RunConfig) -> str:
     """A folder name that says what the run is."""
     more = [word for word in (config.loss, config.views) if word not in ("cross-entropy", "none")]
     words = [f"k{config.clients}", f"a{config.alpha:g}", config.policy, config.strategy, *more, f"s{config.seed}"]
-    return "-".join([config.dataset, *words])
+    return "-".join([short_name(config.dataset), *words])
 
 
 def fresh_folder(wanted: Path) -> Path:
@@ -171,7 +172,7 @@ def evaluate(folder: Annotated[Path, typer.Argument(help="the run directory of a
 
 @app.command("train-generator", short_help="Train a diffusion model to generate with")
 def train_generator(
-    dataset: Annotated[str, typer.Option(help="digits, cifar10 or cifar100; only its train split is seen")],
+    dataset: Annotated[str, typer.Option(help="digits, cifar10, cifar100 or own:PATH; only its train split is seen")],
     out: Annotated[Path, typer.Option(help="folder of the model, its checkpoint and its pictures")],
     minutes: Annotated[float | None, typer.Option(help="stop after so many minutes in all")] = None,
     steps: Annotated[int | None, typer.Option(help="stop after so many steps in all; else the preset's")] = None,

@@ -65,7 +65,9 @@ class RunConfig(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", alias_generator=_key, populate_by_name=True)
 
-    dataset: Literal["digits", "cifar10", "cifar100"] = Field("digits", description="what the clients hold")
+    dataset: str = Field(
+        "digits", description="what the clients hold: digits, cifar10, cifar100, or own:PATH, a folder or .npz of yours"
+    )
     data_dir: str = Field("", description="folder with NAME.npz or torchvision's files; empty: the user's cache")
     protocol: Literal["clean", "paper"] = Field(
         "clean", description="clean: test on the official test set; paper: split train+test, as the paper did"
@@ -232,6 +234,13 @@ class RunConfig(BaseModel):
     def _finite(cls, value: Any) -> Any:
         if isinstance(value, float) and not math.isfinite(value):
             raise ValueError("must be a finite number")
+        return value
+
+    @field_validator("dataset")
+    @classmethod
+    def _known_dataset(cls, value: str) -> str:
+        if value not in ("digits", "cifar10", "cifar100") and not value.startswith("own:"):
+            raise ValueError("must be digits, cifar10, cifar100, or own:PATH with a folder or .npz file of yours")
         return value
 
     @field_validator("cache_limit")

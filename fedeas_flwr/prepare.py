@@ -10,7 +10,7 @@ from rich.console import Console
 from fedeas_flwr import allocation
 from fedeas_flwr.cache import ImageCache
 from fedeas_flwr.config import ConfigError, RunConfig
-from fedeas_flwr.data import open_dataset
+from fedeas_flwr.data import OWN, open_dataset
 from fedeas_flwr.generators import Generator, absolute_spec, open_for_run
 from fedeas_flwr.generators.classifier import independent_classifier
 from fedeas_flwr.launch import ray_resources
@@ -67,6 +67,8 @@ def check_room(config: RunConfig, counts: Labels, generator: Generator, console:
 def _with_absolute_paths(config: RunConfig) -> RunConfig:
     """Flower's processes start elsewhere, and a run may be resumed from elsewhere."""
     changes = {"data_dir": str(Path(config.data_dir).expanduser().absolute()) if config.data_dir else ""}
+    if config.dataset.startswith(OWN):
+        changes["dataset"] = OWN + str(Path(config.dataset.removeprefix(OWN)).expanduser().absolute())
     if config.weights not in ("none", "imagenet"):
         changes["weights"] = str(Path(config.weights).expanduser().absolute())
     return config.with_changes(**changes)

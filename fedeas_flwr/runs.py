@@ -211,6 +211,8 @@ class RunDirectory:
         config = found["config"]
         config |= {"run-dir": "", "data-dir": ""}
         config |= {key: Path(config[key]).name for key in ("generator", "weights")}
+        kind, colon, where = config["dataset"].partition(":")
+        config["dataset"] = kind + colon + Path(where).name
         copy = RunDirectory(folder)
         copy._write_json("config.json", found)
         copy._write_json("summary.json", summary)

@@ -12,9 +12,9 @@ import pytest
 PACKAGE = Path(__file__).parents[1] / "fedeas_flwr"
 
 LAYERS = [
-    {"counts", "paths", "sizes", "streams", "metrics", "processes", "own_data", "cli_help"},
+    {"counts", "paths", "sizes", "streams", "metrics", "processes", "cli_help"},
     {"waterfill", "allocation", "partition"},
-    {"budget_path"},
+    {"budget_path", "own_data"},
     {"config", "planning", "choosing", "curves", "data"},
     {"runs", "client_state", "local_data", "models", "generators", "cache", "upkeep", "augment"},
     {"messages", "training", "progress", "report", "sweep", "listing"},

@@ -9,7 +9,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from fedeas_flwr.data import dataset_info
+from fedeas_flwr.data import dataset_info, short_name
 from fedeas_flwr.report import allocations, samples
 from fedeas_flwr.report.groups import (
     CLIENT_WORK,
@@ -106,7 +106,7 @@ def make_document(groups: Sequence[Group], left_out: Sequence[str] = ()) -> Docu
 
 
 def _title(groups: Sequence[Group]) -> str:
-    datasets = ", ".join(dict.fromkeys(group.config.dataset for group in groups))
+    datasets = ", ".join(dict.fromkeys(short_name(group.config.dataset) for group in groups))
     return f"FedEAS report: {datasets}"
 
 

@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from fedeas_flwr.config import RunConfig
+from fedeas_flwr.data import short_name
 from fedeas_flwr.metrics import efficiency, last_20, summarise
 from fedeas_flwr.report.style import COLOURS, INK, LABELS, MORE_COLOURS
 from fedeas_flwr.runs import NOT_THE_RUN, RunDirectory, RunError
@@ -190,7 +191,8 @@ def identity(config: RunConfig, free: Sequence[str] = ()) -> dict[str, Any]:
     """
     ignored = {"seed", "data-dir", *NOT_THE_RUN, *free, *(_OF_GENERATION[1:] if config.policy == "none" else ())}
     values = {key: value for key, value in config.outside().items() if key not in ignored}
-    return values | {key: Path(str(values[key])).name for key in _PATHS if key in values}
+    dataset = {"dataset": short_name(config.dataset)}
+    return values | dataset | {key: Path(str(values[key])).name for key in _PATHS if key in values}
 
 
 def _refuse_doubles(group: Sequence[Member]) -> None:
