@@ -41,11 +41,12 @@ app = typer.Typer(
 )
 app.command(short_help="Who would generate how much; choose β from limits")(plan)
 app.add_typer(cache_app, name="cache", short_help="Look after generated images: ls, verify, prune")
-app.add_typer(runs_app, name="runs", short_help="Look after runs: ls, show, csv, rm")
+app.add_typer(runs_app, name="runs", short_help="Look after runs: ls, show, csv, prune, rm")
 app.command(short_help="Do a grid of runs; started again, what is left of it")(sweep)
 app.command(short_help="Make images to look at, to measure, to use as a bank")(generate)
 app.command(short_help="Compare and plot runs: a table, a page, Markdown")(report)
 app.command(short_help="What this machine can do for a run, and what to mend")(doctor)
+FormatOption = Annotated[str, typer.Option("--format", help="table or json")]
 console = Console()
 warnings = Console(stderr=True)
 
@@ -76,6 +77,15 @@ def _fail(text: str, code: int) -> None:
 
 def _terminated(number: int, frame: FrameType | None) -> None:
     raise KeyboardInterrupt
+
+
+def print_json(output: str, found: Any) -> bool:
+    """Print what a table would show as JSON, if that is wanted; tell whether it was."""
+    if output not in ("table", "json"):
+        raise ConfigError(f"format = '{output}': must be table or json")
+    if output == "json":
+        print(json.dumps(found, indent=1, ensure_ascii=False))
+    return output == "json"
 
 
 # -------------------------------------------------------------------------------------------------- run
@@ -235,19 +245,25 @@ def quickstart(
 
 
 @app.command(short_help="List every run-config key")
-def keys() -> None:
+def keys(output: FormatOption = "table") -> None:
     """List every run-config key with its default and meaning."""
+    fields = RunConfig.model_fields.items()
+    rows = [(name.replace("_", "-"), field.default, field.description or "") for name, field in fields]
+    if print_json(output, [dict(zip(("key", "default", "meaning"), row, strict=True)) for row in rows]):
+        return
     table = Table("key", "default", "meaning", box=None)
-    for name, field in RunConfig.model_fields.items():
-        table.add_row(name.replace("_", "-"), json.dumps(field.default), field.description)
+    for name, default, meaning in rows:
+        table.add_row(name, json.dumps(default), meaning)
     Console(width=max(console.width, 140) if not sys.stdout.isatty() else None).print(table)
 
 
 @app.command(short_help="List every strategy, and what it discloses")
-def strategies() -> None:
+def strategies(output: FormatOption = "table") -> None:
     """List every strategy: what it does, its keys, what a client discloses, and what it costs."""
     from fedeas_flwr.strategies import TABLE_HEAD, table_rows
 
+    if print_json(output, [dict(zip(TABLE_HEAD, row, strict=True)) for row in table_rows()]):
+        return
     table = Table(*TABLE_HEAD, box=None)
     for row in table_rows():
         table.add_row(*row)

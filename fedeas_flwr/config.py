@@ -203,6 +203,9 @@ class RunConfig(BaseModel):
     round_timeout: float = Field(0.0, ge=0, le=1e6, description="seconds to wait for a round's replies; 0: for ever")
     checkpoint_every: int = Field(1, ge=1, le=100_000, description="rounds between checkpoints")
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="where models run")
+    tensorboard: bool = Field(
+        False, description="write the rounds to run-dir/tensorboard too; needs the extra tensorboard"
+    )
     run_dir: str = Field("", description="absolute folder of this run; empty: runs/ in the user's cache")
     resume: bool = Field(False, description="go on from the checkpoint in run-dir")
 

@@ -70,6 +70,7 @@ class Federation:
         self.service = ""  # address of the shared generator; empty: every client has its own
         self.when_all_have_generated: Callable[[], None] = lambda: None
         self.before_checkpoint: Callable[[], None] = lambda: None
+        self.when_a_round_ends: Callable[[Mapping[str, Any]], None] = lambda record: None
         self.nodes: dict[int, int] = {}
         self.shares: dict[int, Share] = {}
         self.checkpointed: dict[int, int] = {}
@@ -157,7 +158,7 @@ class Federation:
                 else ask_clients_to_test(self.grid, self.config, self.nodes, state)
             )
             outcome.seconds["evaluate"] = time.perf_counter() - began
-            self.run.append_round(
+            self._record(
                 {
                     "round": state.round,
                     **scores,
@@ -183,6 +184,10 @@ class Federation:
         self.run.save_summary(
             {**summarise(self.run.rounds(), self.config.threshold), **({"privacy": spent} if spent else {})}
         )
+
+    def _record(self, record: dict[str, Any]) -> None:
+        self.run.append_round(record)
+        self.when_a_round_ends(record)
 
     def _privacy_spent(self, state: Checkpoint) -> dict[str, Any] | None:
         return self.strategy.privacy_spent(state) if isinstance(self.strategy, Composed) else None
