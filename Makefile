@@ -1,4 +1,4 @@
-# make run    install, then the quickstart: four federated runs on the built-in data, a table and a picture
+# make run    install, then the quickstart: four federated runs on the built-in data, a table, a picture and a page
 # make test   install, then lint, types and the test suite
 PYTHON ?= python3
 VENV := .venv

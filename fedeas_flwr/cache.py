@@ -131,6 +131,44 @@ class ImageCache:
             lacking += int((~there).sum())
         return lacking
 
+    def find(self, about: Mapping[str, Any], seed: int) -> Path | None:
+        """Look for images by what their manifest says, without opening a generator.
+
+        Parameters
+        ----------
+        about
+            As it was given to `ensure`; of a path its last part is enough.
+        seed
+            Of the experiment.
+
+        Returns
+        -------
+        Path or None
+            The folder, the one used last where several fit.
+        """
+        wanted = {key: _last_part(value) for key, value in {**about, "seed": seed}.items()}
+        fitting = []
+        for path in self.root.glob(f"*/{MANIFEST}"):
+            try:
+                facts, used = json.loads(path.read_text(encoding="utf-8")), path.stat().st_mtime
+            except (OSError, ValueError):
+                continue
+            if all(_last_part(facts.get(key)) == value for key, value in wanted.items()):
+                fitting.append((used, path.parent))
+        return max(fitting)[1] if fitting else None
+
+    def peek(self, folder: Path, label: int, count: int) -> Images:
+        """Return up to ``count`` images of a class that are there, those of the first clients first."""
+        found: list[Images] = []
+        for client in sorted(folder.glob("client-*")):
+            for path, _, _ in _shards(_class_folder(client, label)):
+                images = read_shard(path)
+                if images is not None:
+                    found.append(images)
+                if sum(map(len, found)) >= count:
+                    return np.concatenate(found)[:count]
+        return np.concatenate(found) if found else np.zeros((0, 0, 0, 1), np.uint8)
+
     def key(self, generator: Generator, seed: int) -> str:
         """Return the name of the folder that holds this generator's images of an experiment."""
         identity = json.dumps([generator.fingerprint, list(generator.image_shape), int(seed)])
@@ -138,6 +176,10 @@ class ImageCache:
 
     def _client_folder(self, generator: Generator, seed: int, client: int) -> Path:
         return self.root / self.key(generator, seed) / f"client-{client:05d}"
+
+
+def _last_part(value: Any) -> Any:
+    return Path(value).name if isinstance(value, str) else value
 
 
 def _note_use(folder: Path, generator: Generator, seed: int, about: Mapping[str, Any]) -> None:

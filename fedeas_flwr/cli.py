@@ -22,29 +22,35 @@ from rich.table import Table
 
 from fedeas_flwr.cli_deploy import deploy_app
 from fedeas_flwr.cli_doctor import doctor
+from fedeas_flwr.cli_help import THE_WAY, InOrderOfUse
 from fedeas_flwr.cli_images import cache_app, generate
 from fedeas_flwr.cli_plan import plan
+from fedeas_flwr.cli_report import report
 from fedeas_flwr.cli_reproduce import reproduce
 from fedeas_flwr.cli_runs import runs_app
 from fedeas_flwr.cli_sweep import sweep
 from fedeas_flwr.config import ConfigError, RunConfig, parse_config, parse_overrides, read_config
+from fedeas_flwr.data import short_name
 from fedeas_flwr.runs import RunDirectory, RunError
 
 app = typer.Typer(
+    cls=InOrderOfUse,
     help="Budget-aware synthetic augmentation for federated learning, on Flower.",
-    epilog="Start with `fedeas quickstart`, or `fedeas plan --dataset cifar10 --clients 20 --alpha 0.1 --beta 12`.",
+    epilog=THE_WAY,
     add_completion=False,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
 )
-app.command()(plan)
-app.add_typer(cache_app, name="cache")
-app.add_typer(runs_app, name="runs")
-app.add_typer(deploy_app, name="deploy")
-app.command()(sweep)
-app.command()(reproduce)
-app.command()(generate)
-app.command()(doctor)
+app.command(short_help="Who would generate how much; choose β from limits")(plan)
+app.add_typer(cache_app, name="cache", short_help="Look after generated images: ls, verify, prune")
+app.add_typer(runs_app, name="runs", short_help="Look after runs: ls, show, csv, prune, rm")
+app.command(short_help="Do a grid of runs; started again, what is left of it")(sweep)
+app.command(short_help="The paper's tables and figures from runs, its numbers beside ours")(reproduce)
+app.command(short_help="Make images to look at, to measure, to use as a bank")(generate)
+app.command(short_help="Compare and plot runs: a table, a page, Markdown")(report)
+app.add_typer(deploy_app, name="deploy", short_help="A federation of real machines: init, register, check")
+app.command(short_help="What this machine can do for a run, and what to mend")(doctor)
+FormatOption = Annotated[str, typer.Option("--format", help="table or json")]
 console = Console()
 warnings = Console(stderr=True)
 
@@ -77,10 +83,19 @@ def _terminated(number: int, frame: FrameType | None) -> None:
     raise KeyboardInterrupt
 
 
+def print_json(output: str, found: Any) -> bool:
+    """Print what a table would show as JSON, if that is wanted; tell whether it was."""
+    if output not in ("table", "json"):
+        raise ConfigError(f"format = '{output}': must be table or json")
+    if output == "json":
+        print(json.dumps(found, indent=1, ensure_ascii=False))
+    return output == "json"
+
+
 # -------------------------------------------------------------------------------------------------- run
 
 
-@app.command()
+@app.command(short_help="Run one federated training")
 def run(
     conf: Annotated[Path, typer.Argument(help="a TOML file of run-config keys, such as conf/quickstart.toml")],
     overrides: Annotated[list[str] | None, typer.Argument(help="key=value …; `fedeas keys` lists them")] = None,
@@ -92,7 +107,7 @@ def run(
     start(config)
 
 
-@app.command()
+@app.command(short_help="Go on with an interrupted run")
 def resume(
     folder: Annotated[Path, typer.Argument(help="the run directory of an interrupted run")],
     overrides: Annotated[list[str] | None, typer.Argument(help="key=value …, such as rounds=40")] = None,
@@ -145,7 +160,7 @@ def run_name(config: RunConfig) -> str:
     """A folder name that says what the run is."""
     more = [word for word in (config.loss, config.views) if word not in ("cross-entropy", "none")]
     words = [f"k{config.clients}", f"a{config.alpha:g}", config.policy, config.strategy, *more, f"s{config.seed}"]
-    return "-".join([config.dataset, *words])
+    return "-".join([short_name(config.dataset), *words])
 
 
 def fresh_folder(wanted: Path) -> Path:
@@ -157,7 +172,7 @@ def fresh_folder(wanted: Path) -> Path:
     return taken
 
 
-@app.command()
+@app.command(short_help="Test a run's saved model")
 def evaluate(folder: Annotated[Path, typer.Argument(help="the run directory of a finished run")]) -> None:
     """Test a run's saved model on its global test set."""
     from fedeas_flwr.prepare import evaluate_run
@@ -169,9 +184,9 @@ def evaluate(folder: Annotated[Path, typer.Argument(help="the run directory of a
 # ------------------------------------------------------------------------------------------- generators
 
 
-@app.command("train-generator")
+@app.command("train-generator", short_help="Train a diffusion model to generate with")
 def train_generator(
-    dataset: Annotated[str, typer.Option(help="digits, cifar10 or cifar100; only its train split is seen")],
+    dataset: Annotated[str, typer.Option(help="digits, cifar10, cifar100 or own:PATH; only its train split is seen")],
     out: Annotated[Path, typer.Option(help="folder of the model, its checkpoint and its pictures")],
     minutes: Annotated[float | None, typer.Option(help="stop after so many minutes in all")] = None,
     steps: Annotated[int | None, typer.Option(help="stop after so many steps in all; else the preset's")] = None,
@@ -214,7 +229,7 @@ def train_generator(
     console.print(f"generator: {out}", highlight=False, soft_wrap=True)
 
 
-@app.command()
+@app.command(short_help="Copy a run's record, without weights and paths")
 def export(
     folder: Annotated[Path, typer.Argument(help="the run directory of a finished run")],
     to: Annotated[Path, typer.Argument(help="where its record goes, such as results/NAME")],
@@ -223,7 +238,7 @@ def export(
     RunDirectory(folder.absolute()).export(to.absolute())
 
 
-@app.command()
+@app.command(short_help="Four runs on built-in data, a table and a page")
 def quickstart(
     out: Annotated[Path, typer.Option(help="folder of the runs and the picture")] = Path("runs/quickstart"),
 ) -> None:
@@ -233,20 +248,26 @@ def quickstart(
     run_quickstart(out.absolute(), console)
 
 
-@app.command()
-def keys() -> None:
+@app.command(short_help="List every run-config key")
+def keys(output: FormatOption = "table") -> None:
     """List every run-config key with its default and meaning."""
+    fields = RunConfig.model_fields.items()
+    rows = [(name.replace("_", "-"), field.default, field.description or "") for name, field in fields]
+    if print_json(output, [dict(zip(("key", "default", "meaning"), row, strict=True)) for row in rows]):
+        return
     table = Table("key", "default", "meaning", box=None)
-    for name, field in RunConfig.model_fields.items():
-        table.add_row(name.replace("_", "-"), json.dumps(field.default), field.description)
+    for name, default, meaning in rows:
+        table.add_row(name, json.dumps(default), meaning)
     Console(width=max(console.width, 140) if not sys.stdout.isatty() else None).print(table)
 
 
-@app.command()
-def strategies() -> None:
+@app.command(short_help="List every strategy, and what it discloses")
+def strategies(output: FormatOption = "table") -> None:
     """List every strategy: what it does, its keys, what a client discloses, and what it costs."""
     from fedeas_flwr.strategies import TABLE_HEAD, table_rows
 
+    if print_json(output, [dict(zip(TABLE_HEAD, row, strict=True)) for row in table_rows()]):
+        return
     table = Table(*TABLE_HEAD, box=None)
     for row in table_rows():
         table.add_row(*row)

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import sys
 import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -12,14 +15,18 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from fedeas_flwr.config import ConfigError
+
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
     from fedeas_flwr.choosing import Speed
-    from fedeas_flwr.generators import Generator
+    from fedeas_flwr.generators import Generator, SampleId
 
 cache_app = typer.Typer(help="The cache of generated images.", no_args_is_help=True, rich_markup_mode=None)
+
+_LINE_EVERY = 10.0
 
 GeneratorOption = Annotated[str, typer.Option(help="builtin, FOLDER in diffusers' format, bank:DIR, sd-turbo[:DIR]")]
 
@@ -28,14 +35,20 @@ GeneratorOption = Annotated[str, typer.Option(help="builtin, FOLDER in diffusers
 
 
 @cache_app.command()
-def ls() -> None:
+def ls(output: Annotated[str, typer.Option("--format", help="table or json")] = "table") -> None:
     """List what the cache holds, the least recently used first."""
+    if output not in ("table", "json"):
+        raise ConfigError(f"format = '{output}': must be table or json")
     from fedeas_flwr.cache import ImageCache
     from fedeas_flwr.sizes import show_bytes
     from fedeas_flwr.upkeep import entries
 
     table = Table("key", "generator", "dataset", "seed", "images", "size", "last used", box=None)
     found = entries(ImageCache())
+    if output == "json":
+        rows = [{**asdict(entry), "path": str(entry.path)} for entry in found]
+        print(json.dumps(rows, indent=1, ensure_ascii=False))
+        return
     for entry in found:
         used = datetime.fromtimestamp(entry.last_used).strftime("%Y-%m-%d %H:%M")
         facts = [str(entry.manifest.get(key, "?")) for key in ("generator", "dataset", "seed")]
@@ -151,7 +164,7 @@ def show_estimate(estimate: dict[str, Any]) -> str:
 
 def generate(
     out: Annotated[Path, typer.Option(help="folder for images.npz, grid.png and report.json")],
-    dataset: Annotated[str, typer.Option(help="digits, cifar10 or cifar100")] = "digits",
+    dataset: Annotated[str, typer.Option(help="digits, cifar10, cifar100 or own:PATH")] = "digits",
     generator: GeneratorOption = "builtin",
     per_class: Annotated[int, typer.Option(min=1, help="images of each class")] = 20,
     seed: Annotated[int, typer.Option(min=0, help="of the noise")] = 0,
@@ -182,7 +195,7 @@ def generate(
     labels = np.repeat(np.arange(opened.num_classes), per_class)
     samples = [SampleId(seed, 0, int(label), i % per_class) for i, label in enumerate(labels)]
     began = time.perf_counter()
-    images = opened.sample(samples)
+    images = np.concatenate(list(_in_chunks(opened, samples, max(1, generation_batch))))
     seconds = time.perf_counter() - began
     with atomic_path(out / "images.npz") as temporary, temporary.open("wb") as file:
         np.savez_compressed(file, x=images, y=labels)
@@ -199,6 +212,19 @@ def generate(
         atomic_write(out / "report.json", (json.dumps(facts | found, indent=1) + "\n").encode())
         for key, value in found.items():
             print(f"  {key.replace('_', ' '):<45} {_show(value)}")
+
+
+def _in_chunks(opened: Generator, samples: Sequence[SampleId], batch: int) -> Iterator[NDArray[np.uint8]]:
+    """Sample whole batches at a time, and say every ten seconds how long it will take; the images are the same."""
+    from fedeas_flwr.sizes import show_seconds
+
+    began = shown = time.monotonic()
+    for first in range(0, len(samples), 4 * batch):
+        yield opened.sample(samples[first : first + 4 * batch])
+        done, now = min(first + 4 * batch, len(samples)), time.monotonic()
+        if now - shown > _LINE_EVERY and done < len(samples):
+            left, shown = show_seconds((len(samples) - done) * (now - began) / done), now
+            print(f"{done:,} of {len(samples):,} images, about {left} left", file=sys.stderr)
 
 
 def _show(value: Any) -> str:

@@ -20,7 +20,7 @@ DEFAULT_BETA = 12.0
 
 
 def plan(
-    dataset: Annotated[str, typer.Option(help="digits, cifar10 or cifar100")] = "cifar10",
+    dataset: Annotated[str, typer.Option(help="digits, cifar10, cifar100 or own:PATH")] = "cifar10",
     protocol: Annotated[str, typer.Option(help="paper or clean")] = "paper",
     clients: Annotated[int, typer.Option(help="number of clients K")] = 20,
     alpha: Annotated[float, typer.Option(help="Dirichlet concentration")] = 0.1,
@@ -107,9 +107,12 @@ def read_grid(text: str) -> list[float]:
 
 
 def _partition_counts(dataset: str, protocol: str, clients: int, alpha: float, seed: int) -> IntArray:
-    from fedeas_flwr.partition import CLASS_COUNTS, make_partition, plan_labels
+    from fedeas_flwr.data import OWN, dataset_info
+    from fedeas_flwr.local_data import own_labels
+    from fedeas_flwr.partition import make_partition, plan_labels
     from fedeas_flwr.paths import cache_root
 
     tries = show_tries(Console(stderr=True))
-    split = make_partition(dataset, protocol, clients, alpha, seed, cache_root(), tries)
-    return split.counts(plan_labels(dataset, protocol), len(CLASS_COUNTS[dataset]["train"]))
+    labels = own_labels(dataset, protocol) if dataset.startswith(OWN) else plan_labels(dataset, protocol)
+    split = make_partition(labels, protocol, clients, alpha, seed, cache_root(), tries)
+    return split.counts(labels, len(dataset_info(dataset).classes))

@@ -1,4 +1,4 @@
-"""The commands `fedeas runs ls|show|csv|rm`."""
+"""The commands `fedeas runs ls|show|csv|prune|rm`."""
 
 from __future__ import annotations
 
@@ -14,13 +14,15 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from fedeas_flwr import listing
+from fedeas_flwr.cli_help import InOrderOfUse
 from fedeas_flwr.config import ConfigError
 from fedeas_flwr.listing import check_removable, describe, describe_in_full, find_runs, flat_rounds, remove
 from fedeas_flwr.runs import RunDirectory, RunError
 from fedeas_flwr.sizes import show_bytes
 from fedeas_flwr.sweep import as_csv
 
-runs_app = typer.Typer(help="Run directories.", no_args_is_help=True, rich_markup_mode=None)
+runs_app = typer.Typer(cls=InOrderOfUse, help="Run directories.", no_args_is_help=True, rich_markup_mode=None)
 
 FormatOption = Annotated[str, typer.Option("--format", help="table or json")]
 
@@ -89,6 +91,17 @@ def rm(
         raise RunError("nothing is removed without a yes: answer it, or say --yes")
     remove(found)
     print(f"removed {len(found)} runs, {size}")
+
+
+@runs_app.command()
+def prune(
+    folders: Annotated[list[Path], typer.Argument(metavar="RUN...", help="finished runs, or folders with runs below")],
+    model: Annotated[bool, typer.Option("--model", help="their final models too")] = False,
+) -> None:
+    """Remove checkpoints and clients' states of finished runs; records, summaries and models stay."""
+    found = [check_removable(run.path.absolute()) for run in find_runs(folders)]
+    paths = [path for run in found for path in listing.heavy_files(run, model)]
+    print(f"pruned {len(found)} runs, {show_bytes(listing.prune(paths))} freed")
 
 
 def _check_format(output: str) -> None:

@@ -16,7 +16,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from fedeas_flwr.config import read_config
+from fedeas_flwr.config import ConfigError, read_config
 from fedeas_flwr.sizes import show_seconds
 from fedeas_flwr.sweep import Cell, Sweep, make_sweep, points
 from fedeas_flwr.sweep_jobs import Board, Watcher, run_sweep
@@ -32,11 +32,16 @@ def sweep(
     jobs: Annotated[int, typer.Option(help="runs at once", min=1)] = 1,
     out: Annotated[Path | None, typer.Option(help="folder of the runs; else runs/sweep-CONF")] = None,
     retries: Annotated[int, typer.Option(help="how often a run that failed is started again", min=0)] = 1,
+    output: Annotated[
+        str, typer.Option("--format", help="table, or json: what sweep.json holds, at the end")
+    ] = "table",
 ) -> None:
     """Run every combination of some keys' values; started again, it does what is left."""
+    if output not in ("table", "json"):
+        raise ConfigError(f"format = '{output}': must be table or json")
     folder = (out or Path("runs") / f"sweep-{conf.stem}").absolute()
     found = make_sweep(read_config(conf, overrides or []), grid or [], folder)
-    console, warnings = Console(), Console(stderr=True)
+    console, warnings = Console(stderr=output == "json"), Console(stderr=True)
     console.print(f"{len(found.cells)} runs, {jobs} at once → {folder}", highlight=False, soft_wrap=True)
     try:
         with watching(console) as watcher:
@@ -45,7 +50,10 @@ def sweep(
         again = shlex.join(["fedeas", *sys.argv[1:]])
         warnings.print(f"stopped; go on with: {again}", highlight=False, soft_wrap=True, markup=False)
         raise
-    console.print(result_table(found))
+    if output == "json":
+        print((folder / "sweep.json").read_text(encoding="utf-8"), end="")
+    else:
+        console.print(result_table(found))
     console.print(f"{folder / 'sweep.json'}, sweep.csv", highlight=False, soft_wrap=True)
     for cell in failed:
         warnings.print(f"failed: {cell.name}: {cell.error}", highlight=False, soft_wrap=True, markup=False)

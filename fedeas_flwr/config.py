@@ -65,7 +65,9 @@ class RunConfig(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", alias_generator=_key, populate_by_name=True)
 
-    dataset: Literal["digits", "cifar10", "cifar100"] = Field("digits", description="what the clients hold")
+    dataset: str = Field(
+        "digits", description="what the clients hold: digits, cifar10, cifar100, or own:PATH, a folder or .npz of yours"
+    )
     data_dir: str = Field("", description="folder with NAME.npz or torchvision's files; empty: the user's cache")
     protocol: Literal["clean", "paper"] = Field(
         "clean", description="clean: test on the official test set; paper: split train+test, as the paper did"
@@ -201,6 +203,9 @@ class RunConfig(BaseModel):
     round_timeout: float = Field(0.0, ge=0, le=1e6, description="seconds to wait for a round's replies; 0: for ever")
     checkpoint_every: int = Field(1, ge=1, le=100_000, description="rounds between checkpoints")
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="where models run")
+    tensorboard: bool = Field(
+        False, description="write the rounds to run-dir/tensorboard too; needs the extra tensorboard"
+    )
     run_dir: str = Field("", description="absolute folder of this run; empty: runs/ in the user's cache")
     resume: bool = Field(False, description="go on from the checkpoint in run-dir")
 
@@ -235,6 +240,13 @@ class RunConfig(BaseModel):
     def _finite(cls, value: Any) -> Any:
         if isinstance(value, float) and not math.isfinite(value):
             raise ValueError("must be a finite number")
+        return value
+
+    @field_validator("dataset")
+    @classmethod
+    def _known_dataset(cls, value: str) -> str:
+        if value not in ("digits", "cifar10", "cifar100") and not value.startswith("own:"):
+            raise ValueError("must be digits, cifar10, cifar100, or own:PATH with a folder or .npz file of yours")
         return value
 
     @field_validator("cache_limit")

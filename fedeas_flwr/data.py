@@ -7,12 +7,14 @@ client processes then cost the memory of one. Images are uint8 ``[N, H, W, C]``,
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import zipfile
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,7 @@ import numpy as np
 from filelock import FileLock
 from numpy.typing import NDArray
 
+from fedeas_flwr import own_data
 from fedeas_flwr.partition import stratified_split
 from fedeas_flwr.paths import atomic_folder, cache_root
 
@@ -27,6 +30,8 @@ Arrays = dict[str, NDArray[Any]]
 
 # Part of the cache folder's name: raise it when what is written below changes.
 _FORMAT = "1"
+OWN = "own:"
+"""What the name of a dataset of the user's own begins with; its path follows."""
 _KEYS = ("x_train", "y_train", "x_test", "y_test")
 
 
@@ -52,7 +57,7 @@ class Dataset:
     Attributes
     ----------
     name
-        ``digits``, ``cifar10`` or ``cifar100``.
+        ``digits``, ``cifar10``, ``cifar100`` or ``own:PATH``.
     classes
         One name for each label.
     mean, std
@@ -113,20 +118,27 @@ _TORCHVISION_FOLDERS = {"cifar10": "cifar-10-batches-py", "cifar100": "cifar-100
 
 
 def dataset_info(name: str) -> DatasetInfo:
-    """Return a dataset's class names, image shape and constants without reading it.
+    """Return a dataset's class names, image shape and constants, of built-in ones without reading them.
 
     Parameters
     ----------
     name
-        ``digits``, ``cifar10`` or ``cifar100``.
+        ``digits``, ``cifar10``, ``cifar100`` or ``own:PATH``.
 
     Returns
     -------
     DatasetInfo
     """
+    if name.startswith(OWN):
+        return _open_own(name)[0]
     if name not in _INFO:
-        raise ValueError(f"dataset: {name!r} is not known; use one of {', '.join(sorted(_INFO))}")
+        raise ValueError(f"dataset: {name!r} is not known; use one of {', '.join(sorted(_INFO))} or {OWN}PATH")
     return _INFO[name]
+
+
+def short_name(name: str) -> str:
+    """What a dataset is called where there is no room for a path."""
+    return Path(name.removeprefix(OWN)).stem if name.startswith(OWN) else name
 
 
 def open_dataset(name: str, data_dir: str = "") -> Dataset:
@@ -135,7 +147,7 @@ def open_dataset(name: str, data_dir: str = "") -> Dataset:
     Parameters
     ----------
     name
-        ``digits`` (comes with scikit-learn), ``cifar10`` or ``cifar100``.
+        ``digits`` (comes with scikit-learn), ``cifar10``, ``cifar100``, or ``own:PATH`` (see `own_data.read_dataset`).
     data_dir
         Where CIFAR is looked for: ``NAME.npz`` with ``x_train``, ``y_train``, ``x_test``, ``y_test``, or the folder
         that torchvision unpacks. With neither, torchvision downloads it there, unless ``FEDEAS_OFFLINE`` is set.
@@ -145,6 +157,8 @@ def open_dataset(name: str, data_dir: str = "") -> Dataset:
     -------
     Dataset
     """
+    if name.startswith(OWN):
+        return _open_own(name)[1]
     info, source = dataset_info(name), find_source(name, data_dir)
     origin = source.origin
     digest = hashlib.sha256("\0".join((_FORMAT, name, origin)).encode()).hexdigest()[:16]
@@ -162,6 +176,50 @@ def open_dataset(name: str, data_dir: str = "") -> Dataset:
                     np.save(temporary / f"{key}.npy", arrays[key].astype(dtype, copy=False), allow_pickle=False)
             arrays = _open_folder(info, folder)
     return Dataset(name, info.classes, info.mean, info.std, **arrays)
+
+
+@lru_cache(maxsize=2)
+def _open_own(name: str) -> tuple[DatasetInfo, Dataset]:
+    """Open a dataset of the user's own, once in the life of a process; the first time, write it to the cache."""
+    where = name.removeprefix(OWN)
+    try:
+        folder = cache_root() / "data" / f"own-{_FORMAT}-{own_data.fingerprint(where)}"
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with FileLock(f"{folder}.lock"):
+            if not (folder / "about.json").is_file():
+                _write_own(name, folder)
+            info = _own_info(name, folder)
+            try:
+                arrays = _open_folder(info, folder)
+            except (OSError, ValueError):  # damaged
+                _write_own(name, folder)
+                arrays = _open_folder(info, folder)
+    except (FileNotFoundError, ValueError) as error:
+        raise type(error)(f"dataset: {error}") from None
+    return info, Dataset(name, info.classes, info.mean, info.std, **arrays)
+
+
+def _write_own(name: str, folder: Path) -> None:
+    arrays, classes = own_data.read_dataset(name.removeprefix(OWN))
+    # A channel that never changes would have no deviation to divide by.
+    pixels = arrays["x_train"].reshape(-1, arrays["x_train"].shape[3])
+    mean, std = pixels.mean(axis=0) / 255, np.maximum(pixels.std(axis=0) / 255, 1e-3)
+    about = {"classes": classes, "mean": mean.tolist(), "std": std.tolist(), "shape": arrays["x_train"].shape[1:]}
+    about |= {"train": len(arrays["y_train"]), "test": len(arrays["y_test"])}
+    with atomic_folder(folder) as temporary:
+        for key in _KEYS:
+            dtype = np.uint8 if key.startswith("x") else np.int64
+            np.save(temporary / f"{key}.npy", arrays[key].astype(dtype, copy=False), allow_pickle=False)
+        (temporary / "about.json").write_text(json.dumps(about), encoding="utf-8")
+
+
+def _own_info(name: str, folder: Path) -> DatasetInfo:
+    about = json.loads((folder / "about.json").read_text(encoding="utf-8"))
+    height, width, channels = about["shape"]
+    constants = tuple(about["mean"]), tuple(about["std"])
+    sizes = about["train"], about["test"]
+    # Whether a mirrored image keeps its class cannot be known: letters do not, so none is mirrored.
+    return DatasetInfo(name, tuple(about["classes"]), (height, width, channels), *constants, *sizes, False)
 
 
 def _open_folder(info: DatasetInfo, folder: Path) -> Arrays:
@@ -223,6 +281,9 @@ def find_source(name: str, data_dir: str = "") -> Source:
     """
     if name == "digits":
         return Source("scikit-learn", _read_digits)
+    if name.startswith(OWN):
+        where = Path(name.removeprefix(OWN)).expanduser()
+        return Source(own_data.fingerprint(where), lambda: own_data.read_dataset(where)[0], where)
     info, folder = dataset_info(name), Path(data_dir).expanduser() if data_dir else cache_root() / "datasets"
     npz, unpacked = folder / f"{name}.npz", folder / _TORCHVISION_FOLDERS[name]
     if npz.is_file():

@@ -82,6 +82,26 @@ def check_removable(folder: Path) -> RunDirectory:
     return run
 
 
+def heavy_files(run: RunDirectory, model: bool = False) -> list[Path]:
+    """What a finished run keeps only to be gone on with: its checkpoint, its clients' states; on demand its model."""
+    if run.state() != "finished":
+        raise RunError(f"{run.path} is {run.state()}, not finished: it needs its checkpoint, nothing is removed")
+    names = ("checkpoint.safetensors", "clients", *(("model.safetensors",) if model else ()))
+    return [run.path / name for name in names if (run.path / name).exists()]
+
+
+def prune(paths: Sequence[Path]) -> int:
+    """Remove files and folders of runs; return how many bytes they had."""
+    freed = 0
+    for path in paths:
+        freed += sum(file.stat().st_size for file in [path, *path.rglob("*")] if file.is_file())
+        if path.is_dir():
+            shutil.rmtree(path)
+        else:
+            path.unlink()
+    return freed
+
+
 def remove(runs: Sequence[RunDirectory]) -> None:
     """Remove run directories that were found removable."""
     for run in runs:

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from fedeas_flwr.config import ConfigError, RunConfig
-from fedeas_flwr.data import Dataset, dataset_info, open_dataset
+from fedeas_flwr.data import OWN, Dataset, dataset_info, open_dataset
 from fedeas_flwr.node import Node
 from fedeas_flwr.own_data import read_images
 from fedeas_flwr.partition import TEST_FRACTION, Partition, make_partition, plan_labels, stratified_split
@@ -110,8 +110,15 @@ def _own_data(name: str, path: str, protocol: str, seed: int) -> FederatedData:
 
 def planned_counts(config: RunConfig, clients: int, progress: Callable[[int], None] | None = None) -> Labels:
     """Label counts of a run's clients without opening its images; the partition is then in the user's cache."""
+    own = config.dataset.startswith(OWN)
+    labels = (own_labels if own else plan_labels)(config.dataset, config.protocol)
     partition = make_partition(
-        config.dataset, config.protocol, clients, config.alpha, config.partition_seed, cache_root(), progress
+        labels, config.protocol, clients, config.alpha, config.partition_seed, cache_root(), progress
     )
-    classes = len(dataset_info(config.dataset).classes)
-    return partition.counts(plan_labels(config.dataset, config.protocol), classes)
+    return partition.counts(labels, len(dataset_info(config.dataset).classes))
+
+
+def own_labels(dataset: str, protocol: str) -> Labels:
+    """The labels of a dataset of the user's own that are dealt out: no constant knows them."""
+    opened = open_dataset(dataset)
+    return np.concatenate([opened.y_train, opened.y_test] if protocol == "paper" else [opened.y_train])

@@ -1,4 +1,4 @@
-"""What a run's rounds amount to: last-20 mean, peak, rounds to a threshold, median Γ̂."""
+"""What a run's rounds amount to: last-20 mean, peak, rounds to a threshold, median Γ̂; what images bought, η."""
 
 from __future__ import annotations
 
@@ -28,6 +28,12 @@ def last_20(accuracies: Sequence[float]) -> float:
 def rounds_to_threshold(accuracies: Sequence[float], threshold: float) -> int | None:
     """The first round (from 1) that reaches the threshold, or ``None``."""
     return next((i for i, a in enumerate(accuracies, start=1) if a >= threshold), None)
+
+
+# Sec. 4.3 and Supp. F of the paper: η = Δ accuracy · 10³ / images generated.
+def efficiency(gain: float, images: float) -> float | None:
+    """Percentage points over FedAvg for a thousand images, η; ``None`` where nothing was generated."""
+    return 1000 * gain / images if images else None
 
 
 def summarise(rounds: Sequence[Mapping[str, Any]], threshold: float) -> dict[str, Any]:

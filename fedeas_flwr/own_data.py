@@ -1,11 +1,12 @@
 """Images of your own: an ``.npz`` file, or a folder with one subfolder a class.
 
-Whoever brings images reads them here: a simulation (``dataset = "own"``), a bank of images that are already there, a
-node of a deployment with its own data. Nothing is unpickled, and sizes are known from headers before pixels are read.
+Whoever brings images reads them here: a simulation (``dataset = "own:PATH"``), a bank of images that are there already,
+a node of a deployment with its own data. Nothing is unpickled, and sizes are known from headers before pixels are read.
 """
 
 from __future__ import annotations
 
+import hashlib
 import zipfile
 import zlib
 from collections.abc import Sequence
@@ -14,6 +15,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
+
+from fedeas_flwr.partition import stratified_split
 
 SUFFIXES = (".png", ".jpg", ".jpeg")
 MOST_BYTES = 8 << 30
@@ -108,8 +111,8 @@ def _size_and_channels(
     if size is None and len(sizes) > 1:
         (one, first), (other, second) = list(sizes.items())[:2]
         raise ValueError(
-            f"images of {path} differ in size ({first.name} is {one[1]}×{one[0]}, "
-            f"{second.name} {other[1]}×{other[0]}): say to which size they are to be resampled (image-size)"
+            f"images in {path} differ ({first.name} is {one[1]}×{one[0]}, {second.name} {other[1]}×{other[0]}): "
+            "bring them to one size first (see docs/your-own-data-and-generator.md)"
         )
     grey = all(mode in ("1", "L", "LA", "I;16") for _, mode in headers)
     return size or next(iter(sizes)), channels or (1 if grey else 3)
@@ -176,7 +179,7 @@ def read_arrays(path: Path, needed: Sequence[str], optional: Sequence[str] = ())
         raise ValueError(f"{path} cannot be used: {_one_line(error)}") from None
 
 
-def npz_keys(path: Path) -> set[str]:
+def _npz_keys(path: Path) -> set[str]:
     """The names of an ``.npz`` file's arrays."""
     try:
         with zipfile.ZipFile(path) as archive:
@@ -224,8 +227,7 @@ def _check_classes(path: Path, names: Sequence[str]) -> None:
 def _check_bytes(path: Path, number: int, height: int, width: int, channels: int) -> None:
     if (claimed := number * height * width * channels) > MOST_BYTES:
         raise ValueError(
-            f"{path}: {number:,} images of {height}×{width} are {claimed:,} bytes; {MOST_BYTES:,} are the most "
-            "(image-size makes them smaller)"
+            f"{path}: {number:,} images of {height}×{width} are {claimed:,} bytes; {MOST_BYTES:,} are the most"
         )
 
 
@@ -235,3 +237,72 @@ def _few(names: Sequence[str]) -> str:
 
 def _one_line(error: Exception) -> str:
     return " ".join(str(error).split())[:200]
+
+
+# ---------------------------------------------------------------------------------------------------- whole datasets
+
+
+def read_dataset(where: str | Path) -> tuple[dict[str, NDArray[Any]], tuple[str, ...]]:
+    """Read a dataset of one's own: images to train on, and images to test on.
+
+    Parameters
+    ----------
+    where
+        A folder with ``train`` and ``test``, each with one subfolder a class; an ``.npz`` file with ``x_train``,
+        ``y_train``, ``x_test``, ``y_test``; or, for `read_images`, one set, of which the same fifth of every class is
+        always set aside for testing.
+
+    Returns
+    -------
+    arrays : dict
+        ``x_train``, ``y_train``, ``x_test``, ``y_test``.
+    classes : tuple of str
+    """
+    path = Path(where).expanduser()
+    if path.is_dir() and (path / "train").is_dir() and (path / "test").is_dir():
+        train = read_images(path / "train")
+        height, width, channels = train.images.shape[1:]
+        test = read_images(path / "test", classes=train.classes, size=(height, width), channels=channels)
+        return _arrays(train, test), train.classes
+    if path.suffix == ".npz" and path.is_file() and "x_train" in _npz_keys(path):
+        return _read_split_npz(path)
+    found = read_images(path)
+    chosen, set_aside = stratified_split(found.labels, test_fraction=0.2, seed=0)
+    if not len(set_aside):
+        raise ValueError(
+            f"{path} has {len(found.labels)} images, too few to set a fifth of every class aside for testing"
+        )
+    parts = [OwnImages(found.images[part], found.labels[part], found.classes) for part in (chosen, set_aside)]
+    return _arrays(*parts), found.classes
+
+
+def _arrays(train: OwnImages, test: OwnImages) -> dict[str, NDArray[Any]]:
+    return {"x_train": train.images, "y_train": train.labels, "x_test": test.images, "y_test": test.labels}
+
+
+def _read_split_npz(path: Path) -> tuple[dict[str, NDArray[Any]], tuple[str, ...]]:
+    arrays = read_arrays(path, ("x_train", "y_train", "x_test", "y_test"), optional=("classes",))
+    names = class_names(
+        path, arrays.pop("classes", None), int(max(arrays["y_train"].max(), arrays["y_test"].max())) + 1
+    )
+    _check_classes(path, names)
+    for part in ("train", "test"):
+        arrays[f"x_{part}"] = with_channels(arrays[f"x_{part}"])
+        check_arrays(path, f"x_{part}", arrays[f"x_{part}"], f"y_{part}", arrays[f"y_{part}"])
+        if arrays[f"y_{part}"].max() >= len(names):
+            raise ValueError(
+                f"{path}: y_{part} has a label {arrays[f'y_{part}'].max()}; there are {len(names)} classes"
+            )
+    if arrays["x_train"].shape[1:] != arrays["x_test"].shape[1:]:
+        raise ValueError(f"{path}: images of x_train and x_test differ in size")
+    return arrays, names
+
+
+def fingerprint(where: str | Path) -> str:
+    """What stands for a path's content without reading it: names, sizes and times of change."""
+    path = Path(where).expanduser()
+    files = sorted(file for file in path.rglob("*") if _is_image(file)) if path.is_dir() else [path]
+    if not path.exists():
+        raise FileNotFoundError(f"{str(where)!r} is neither a folder with one subfolder a class nor an .npz file")
+    facts = [(str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
+    return hashlib.sha256(repr((str(path.resolve()), facts)).encode()).hexdigest()[:16]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,8 @@ from rich.console import Console
 from fedeas_flwr import allocation
 from fedeas_flwr.cache import ImageCache
 from fedeas_flwr.config import ConfigError, RunConfig
-from fedeas_flwr.data import open_dataset
+from fedeas_flwr.data import OWN, open_dataset
+from fedeas_flwr.event_log import check_installed
 from fedeas_flwr.generators import Generator, absolute_spec, open_for_run
 from fedeas_flwr.generators.classifier import independent_classifier
 from fedeas_flwr.launch import ray_resources
@@ -18,7 +20,7 @@ from fedeas_flwr.local_data import Labels, planned_counts
 from fedeas_flwr.models import split_state
 from fedeas_flwr.progress import show_tries
 from fedeas_flwr.runs import RunDirectory, RunError
-from fedeas_flwr.sizes import show_bytes
+from fedeas_flwr.sizes import show_bytes, show_seconds
 from fedeas_flwr.strategies import build_strategy
 from fedeas_flwr.training import network, pick_device
 from fedeas_flwr.upkeep import make_room
@@ -31,6 +33,8 @@ def prepare(config: RunConfig, console: Console) -> RunConfig:
     """
     if not config.clients:
         raise ConfigError("clients = 0: `fedeas run` makes the federation itself, so say how many clients it has")
+    if config.tensorboard:
+        check_installed()
     build_strategy(config)  # refuses what so few clients cannot do
     device = pick_device(config.device)
     if config.backend == "ray":
@@ -67,6 +71,8 @@ def check_room(config: RunConfig, counts: Labels, generator: Generator, console:
 def _with_absolute_paths(config: RunConfig) -> RunConfig:
     """Flower's processes start elsewhere, and a run may be resumed from elsewhere."""
     changes = {"data_dir": str(Path(config.data_dir).expanduser().absolute()) if config.data_dir else ""}
+    if config.dataset.startswith(OWN):
+        changes["dataset"] = OWN + str(Path(config.dataset.removeprefix(OWN)).expanduser().absolute())
     if config.weights not in ("none", "imagenet"):
         changes["weights"] = str(Path(config.weights).expanduser().absolute())
     return config.with_changes(**changes)
@@ -76,11 +82,14 @@ def ensure_digits_generator(console: Console) -> None:
     """Train the built-in generator if this user's cache does not hold it yet."""
     from fedeas_flwr.generators.digits import ensure_builtin
 
+    began = time.monotonic()
+
     def show(step: int, total: int, loss: float) -> None:
         if step == 1:
             console.print("training the built-in digits generator, once (about a minute on two cores) …")
         if step % 40 == 0 or step == total:
-            console.print(f"  step {step:>3}/{total}  loss {loss:.3f}", highlight=False)
+            left = show_seconds((total - step) * (time.monotonic() - began) / step)
+            console.print(f"  step {step:>3}/{total}  loss {loss:.3f}  about {left} left", highlight=False)
 
     ensure_builtin(progress=show)
 

@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from fedeas_flwr.runs import RunDirectory
+from fedeas_flwr.sizes import show_seconds
 
 if TYPE_CHECKING:
     from fedeas_flwr.generators.training import Progress as TrainingProgress
@@ -67,6 +68,7 @@ class RoundProgress:
 
     def __init__(self, run: RunDirectory, rounds: int, done: int, console: Console) -> None:
         self._run, self._rounds, self._shown, self._console = run, rounds, done, console
+        self._done = done  # before this sitting: the pace is that of the rounds since
         self._lock = threading.Lock()
         self._began = time.monotonic()
         self._bar: Progress | None = None
@@ -109,8 +111,10 @@ class RoundProgress:
             self._bar.update(self._task, completed=record["round"], scores=scores)
         else:
             elapsed = time.monotonic() - self._began
+            left = (self._rounds - record["round"]) * elapsed / max(1, record["round"] - self._done)
+            ahead = f"  about {show_seconds(left)} left" if left else ""
             self._console.print(
-                f"round {record['round']:>3}/{self._rounds}  {scores}  {elapsed:.0f} s", highlight=False
+                f"round {record['round']:>3}/{self._rounds}  {scores}  {elapsed:.0f} s{ahead}", highlight=False
             )
 
     @contextmanager

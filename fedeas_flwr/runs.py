@@ -7,6 +7,7 @@ clients/ID/            what client ID keeps between rounds (simulation; see clie
 identity               the run's name among nodes that keep this themselves (deployment; see node.py)
 model.safetensors      the final model
 summary.json           the run in a few numbers
+tensorboard/           the rounds as TensorBoard reads them (`tensorboard = true`)
 service.json           the generator that all clients share: its process and what it has made (simulation under Ray)
 status.json            running and in which processes, finished, interrupted, or failed with the reason in one line
 run.toml, output.log   of a run that a sweep started: its run-config, and what it said
@@ -50,6 +51,7 @@ NOT_THE_RUN = (
     "node-wait",
     "round-timeout",
     "checkpoint-every",
+    "tensorboard",
 )
 """Keys that may differ when a run is resumed: they do not change what is computed on the same hardware."""
 
@@ -109,6 +111,8 @@ class RunDirectory:
         if changed:
             key = changed[0]
             raise RunError(f"{key} = {now[key]!r}, but the run to resume has {key} = {before[key]!r} in {self.path}")
+        if (self.path / "summary.json").exists() and not (self.path / "checkpoint.safetensors").exists():
+            raise RunError(f"{self.path} has finished and was pruned: there is no checkpoint to go on from")
         if now["rounds"] < len(self.rounds()):
             raise RunError(f"rounds = {now['rounds']}, but the run to resume has done {len(self.rounds())}")
 
@@ -221,6 +225,8 @@ class RunDirectory:
         config = found["config"]
         config |= {"run-dir": "", "data-dir": ""}
         config |= {key: Path(config[key]).name for key in ("generator", "weights")}
+        kind, colon, where = config["dataset"].partition(":")
+        config["dataset"] = kind + colon + Path(where).name
         copy = RunDirectory(folder)
         copy._write_json("config.json", found)
         copy._write_json("summary.json", summary)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from logging import ERROR, INFO
 from pathlib import Path
@@ -18,6 +18,7 @@ from flwr.supercore import log
 
 from fedeas_flwr.client_state import forget_kept_states, write_kept_states
 from fedeas_flwr.config import ConfigError, RunConfig, parse_config
+from fedeas_flwr.event_log import event_log
 from fedeas_flwr.generators.ray_service import start_service
 from fedeas_flwr.local_data import federated_data
 from fedeas_flwr.models import split_state
@@ -57,7 +58,9 @@ def _recorded(grid: Grid, config: RunConfig, run: RunDirectory, device: str) -> 
             start = _start(config, run)
             if getattr(grid, "live", False):  # clients of this very process keep their states in memory meanwhile
                 start, federation.before_checkpoint = _on_device(start, device), write_kept_states
-            federation.fit(start, test)
+            with event_log(run.path / "tensorboard", start.round) if config.tensorboard else nullcontext() as write:
+                federation.when_a_round_ends = write or federation.when_a_round_ends
+                federation.fit(start, test)
     except KeyboardInterrupt:
         run.set_status("interrupted")
         raise

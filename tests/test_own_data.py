@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
+import io
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from PIL import Image
+from rich.console import Console
+from runners import finish, small
 
-from fedeas_flwr import own_data
-from fedeas_flwr.own_data import read_images
+from fedeas_flwr import data, own_data
+from fedeas_flwr.config import ConfigError, parse_config
+from fedeas_flwr.own_data import read_dataset, read_images
+from fedeas_flwr.prepare import prepare
+from fedeas_flwr.report.document import make_document
+from fedeas_flwr.report.groups import group_runs
+from fedeas_flwr.report.writing import as_markdown
+from fedeas_flwr.runs import RunDirectory
 
 
 def save_picture(path: Path, value: int, size: tuple[int, int] = (6, 8), mode: str = "L") -> None:
@@ -43,7 +52,7 @@ def test_one_coloured_picture_makes_all_of_them_rgb(tmp_path: Path) -> None:
 def test_pictures_of_several_sizes_need_a_size(tmp_path: Path) -> None:
     save_picture(tmp_path / "a" / "one.png", 9, (6, 8))
     save_picture(tmp_path / "b" / "two.png", 9, (10, 4))
-    with pytest.raises(ValueError, match=r"one.png is 8×6, two.png 4×10.*image-size"):
+    with pytest.raises(ValueError, match=r"one.png is 8×6, two.png 4×10.*one size first"):
         read_images(tmp_path)
     assert read_images(tmp_path, size=(4, 4)).images.shape == (2, 4, 4, 1)
 
@@ -107,7 +116,7 @@ def test_pictures_that_would_take_too_much_are_not_read(tmp_path: Path, monkeypa
     save_picture(tmp_path / "a" / "one.png", 9)
     save_picture(tmp_path / "b" / "two.png", 9)
     monkeypatch.setattr(own_data, "MOST_BYTES", 95)
-    with pytest.raises(ValueError, match=r"2 images of 6×8 are 96 bytes.*image-size"):
+    with pytest.raises(ValueError, match=r"2 images of 6×8 are 96 bytes; 95 are the most"):
         read_images(tmp_path)
 
 
@@ -132,3 +141,87 @@ def test_what_is_neither_is_refused(tmp_path: Path) -> None:
         read_images(tmp_path / "d.npz")
     with pytest.raises(ValueError, match="has no images"):
         read_images(tmp_path)
+
+
+# ---------------------------------------------------------------------------------------------------- whole datasets
+
+
+@pytest.fixture
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    data._open_own.cache_clear()
+    monkeypatch.setenv("FEDEAS_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+def shapes(folder: Path, each: int = 20) -> Path:
+    """A dataset that is easily learned: bars that stand, bars that lie, and dots; 8×8, grey, with noise."""
+    rng = np.random.default_rng(0)
+    for label, name in enumerate(("dot", "lying", "standing")):
+        for number in range(each):
+            image = rng.integers(0, 60, (8, 8), dtype=np.uint8)
+            at = int(rng.integers(1, 6))
+            here, all_of_it = slice(at, at + 2), slice(0, 8)
+            image[((here, here), (here, all_of_it), (all_of_it, here))[label]] = 255
+            (folder / name).mkdir(parents=True, exist_ok=True)
+            Image.fromarray(image).save(folder / name / f"{number}.png")
+    return folder
+
+
+def test_a_folder_is_a_dataset_with_a_fifth_of_every_class_set_aside(own_cache: Path, tmp_path: Path) -> None:
+    name = f"own:{shapes(tmp_path / 'shapes')}"
+    info, opened = data.dataset_info(name), data.open_dataset(name)
+    assert info.classes == ("dot", "lying", "standing") and info.image_shape == (8, 8, 1)
+    assert np.bincount(opened.y_train).tolist() == [16] * 3 and np.bincount(opened.y_test).tolist() == [4] * 3
+    assert opened.mean == pytest.approx((opened.x_train.mean() / 255,)) and isinstance(opened.x_train, np.memmap)
+    assert info.mirrored_keeps_class is False
+    before = np.array(opened.x_test)
+    (folder,) = own_cache.glob("data/own-*/")
+    (folder / "x_test.npy").write_bytes(b"damaged")
+    data._open_own.cache_clear()
+    assert np.array_equal(data.open_dataset(name).x_test, before)
+
+
+def test_a_changed_folder_is_read_again(own_cache: Path, tmp_path: Path) -> None:
+    name = f"own:{shapes(tmp_path / 'shapes')}"
+    assert data.dataset_info(name).num_train == 48
+    save_picture(tmp_path / "shapes" / "dot" / "more.png", 9, (8, 8))
+    data._open_own.cache_clear()
+    assert data.dataset_info(name).num_train + data.dataset_info(name).num_test == 61
+
+
+def test_given_splits_are_kept(own_cache: Path, tmp_path: Path) -> None:
+    save_picture(tmp_path / "d" / "train" / "a" / "1.png", 1)
+    save_picture(tmp_path / "d" / "train" / "b" / "1.png", 2)
+    save_picture(tmp_path / "d" / "test" / "b" / "1.png", 3)
+    arrays, classes = read_dataset(tmp_path / "d")
+    assert classes == ("a", "b") and arrays["y_train"].tolist() == [0, 1] and arrays["y_test"].tolist() == [1]
+    given = {"x_train": X, "y_train": Y, "x_test": X[:1], "y_test": Y[:1] + 1}
+    np.savez(tmp_path / "d.npz", **given)
+    arrays, classes = read_dataset(tmp_path / "d.npz")
+    assert classes == ("0", "1") and all(np.array_equal(arrays[key], given[key]) for key in given)
+    np.savez(tmp_path / "d.npz", **{**given, "x_test": np.zeros((1, 3, 3, 3), np.uint8)})
+    with pytest.raises(ValueError, match="differ in size"):
+        read_dataset(tmp_path / "d.npz")
+
+
+def test_what_cannot_be_a_dataset_is_one_line(own_cache: Path, tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match="dataset: '/nowhere' is neither a folder"):
+        data.dataset_info("own:/nowhere")
+    with pytest.raises(ConfigError, match=r"dataset = 'mnist': must be digits, cifar10, cifar100, or own:PATH"):
+        parse_config({"dataset": "mnist"})
+    with pytest.raises(ConfigError, match="generator = 'builtin' knows digits only"):
+        parse_config({"dataset": "own:x"})
+
+
+def test_a_run_on_images_of_ones_own_from_a_bank_of_ones_own(own_cache: Path, tmp_path: Path) -> None:
+    folder = shapes(tmp_path / "shapes", 60)
+    keys = {"dataset": f"own:{folder}", "generator": f"bank:{shapes(tmp_path / 'bank', 40)}", "clients": 3, "rounds": 8}
+    run = finish(prepare(small(tmp_path / "run", **keys, alpha=0.3), Console(file=io.StringIO())))
+    assert run.summary()["peak"] > 0.9 and run.summary()["total_generated"] > 0
+    groups, _ = group_runs([run])
+    text = as_markdown(make_document(groups))
+    assert "FedEAS report: shapes" in text and "allocation-1.png" in text and "worst class" in text
+    run.export(tmp_path / "record")
+    record = RunDirectory(tmp_path / "record")
+    assert record.config().dataset == "own:shapes" and str(tmp_path) not in (record.path / "config.json").read_text()
+    assert "No heat map" in as_markdown(make_document(group_runs([record])[0]))

@@ -160,6 +160,7 @@ def test_the_documented_commands_about_runs(swept: Killed, tmp_path: Path, words
         "ls": "policy-oversample_seed-2",
         "show": "local-epochs",
         "csv": "round,accuracy,",
+        "prune": "pruned 4 runs",
         "rm": "removed 1 runs",
     }
     assert expected[words[1]] in done.stdout

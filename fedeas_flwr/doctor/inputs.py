@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from fedeas_flwr.config import RunConfig
-from fedeas_flwr.data import check_npz, dataset_info, find_source
+from fedeas_flwr.data import OWN, check_npz, dataset_info, find_source
 from fedeas_flwr.doctor.findings import Finding, note, ok, problem
 
 
@@ -15,13 +15,15 @@ def check_dataset(config: RunConfig) -> Iterable[Finding]:
     """Where the dataset is."""
     name = config.dataset
     fix = f"put {name}.npz or torchvision's folder into data-dir, or unset FEDEAS_OFFLINE to download it"
+    if name.startswith(OWN):
+        fix = f"dataset={OWN}PATH with a folder or an .npz file, see docs/your-own-data-and-generator.md"
     try:
         source = find_source(name, config.data_dir)
         if source.where is None:
             return [ok("dataset", f"{name}, comes with scikit-learn")]
         if source.downloads:
             return [note("dataset", f"{name} is not at {source.where}; the first run downloads it there", fix)]
-        if source.where.suffix == ".npz":
+        if source.where.suffix == ".npz" and not name.startswith(OWN):
             check_npz(name, source.where)
     except (OSError, ValueError) as error:
         return [problem("dataset", error, fix)]

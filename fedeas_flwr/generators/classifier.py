@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from torch.nn import functional as F
 
 from fedeas_flwr.cache import ImageCache
-from fedeas_flwr.data import Dataset, open_dataset
+from fedeas_flwr.data import OWN, Dataset, dataset_info, find_source, open_dataset
 from fedeas_flwr.generators import Generator
 from fedeas_flwr.models import build_model
 from fedeas_flwr.paths import atomic_path, cache_root
@@ -105,10 +105,11 @@ def independent_classifier(dataset_name: str, data_dir: str = "", device: str = 
     from safetensors.torch import load_file, save_file
 
     dataset = open_dataset(dataset_name, data_dir)
-    name = "small-cnn" if dataset_name == "digits" else "resnet18"
+    name = "resnet18" if dataset_name.startswith("cifar") else "small-cnn"
+    called = f"own-{find_source(dataset_name).origin}" if dataset_name.startswith(OWN) else dataset_name
     shape = dataset.x_train.shape[1:]
     model = build_model(name, len(dataset.classes), (shape[0], shape[1], shape[2]), stem="3x3", seed=7919)
-    path = cache_root() / "classifiers" / f"{dataset_name}-{name}-{_VERSION}.safetensors"
+    path = cache_root() / "classifiers" / f"{called}-{name}-{_VERSION}.safetensors"
     path.parent.mkdir(parents=True, exist_ok=True)
     with FileLock(f"{path}.lock"):
         if not path.exists():
@@ -126,7 +127,7 @@ def _train(classifier: Classifier, dataset: Dataset, epochs: int) -> None:
     optimizer = torch.optim.Adam(model.parameters(), lr=2e-3, weight_decay=1e-4)
     steps = epochs * (len(dataset.y_train) // _BATCH)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 2e-3, total_steps=steps)
-    flip = dataset.name != "digits"  # a mirrored digit is another or none
+    flip = dataset_info(dataset.name).mirrored_keeps_class
     for _ in range(epochs):
         order = random.permutation(len(dataset.y_train))[: steps // epochs * _BATCH].reshape(-1, _BATCH)
         for chosen in order:

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from fedeas_flwr.data import Dataset
+from fedeas_flwr.data import Dataset, short_name
 from fedeas_flwr.generators import SampleId
 from fedeas_flwr.generators.denoising import Denoiser
 from fedeas_flwr.generators.diffusion import initial_noise
@@ -33,7 +33,9 @@ def draw_pictures(folder: Path, trainer: Trainer, dataset: Dataset) -> None:
     figure = Figure(figsize=(7, 4), layout="constrained", dpi=120)
     axes = figure.subplots()
     axes.plot(*np.array(trainer.diary.curve).reshape(-1, 2).T, color="#d1495b", lw=1)
-    axes.set(xlabel="step", ylabel="loss", yscale="log", title=f"{dataset.name}, preset {trainer.preset.name}")
+    axes.set(
+        xlabel="step", ylabel="loss", yscale="log", title=f"{short_name(dataset.name)}, preset {trainer.preset.name}"
+    )
     axes.grid(alpha=0.25)
     axes.spines[["top", "right"]].set_visible(False)
     with atomic_path(folder / "loss.png") as temporary:

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from fedeas_flwr.data import Dataset
+from fedeas_flwr.data import Dataset, dataset_info
 from fedeas_flwr.generators.presets import Preset
 
 # diffusers takes seconds to import, so only functions import it.
@@ -85,7 +85,7 @@ class Trainer:
         # uint8 on the device once: a step then moves nothing from the host.
         self._images = torch.tensor(dataset.x_train).permute(0, 3, 1, 2).contiguous().to(self.device)
         self._labels = torch.tensor(dataset.y_train).to(self.device)
-        self._flips = preset.flips and dataset.name != "digits"  # a mirrored 3 is no digit
+        self._flips = preset.flips and dataset_info(dataset.name).mirrored_keeps_class
         signal_to_noise = self.scheduler.alphas_cumprod / (1 - self.scheduler.alphas_cumprod)
         self._weights = _loss_weights(preset, signal_to_noise).to(self.device)
         self.optimizer = torch.optim.Adam(self.unet.parameters(), betas=(0.9, 0.99))

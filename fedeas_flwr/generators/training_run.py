@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from fedeas_flwr.data import Dataset, open_dataset
+from fedeas_flwr.data import Dataset, open_dataset, short_name
 from fedeas_flwr.generators.pictures import draw_pictures
 from fedeas_flwr.generators.presets import Preset
 from fedeas_flwr.generators.training import Diary, Progress, Trainer
@@ -52,6 +52,8 @@ _DATA = {
         "CIFAR-100 (Krizhevsky, 2009), published without a licence, in use for research.",
     ),
 }
+
+_OWN_DATA = ("as given, or the same fifth of every class set aside", "other", "Data of your own: its licence is yours.")
 
 _CARD = """---
 license: {licence}
@@ -157,12 +159,12 @@ def save_model(folder: Path, trainer: Trainer, dataset: Dataset, *, half: bool =
         unet.save_pretrained(temporary, safe_serialization=True)
     with atomic_folder(folder / "scheduler") as temporary:
         trainer.scheduler.save_pretrained(temporary)
-    preset, (split, licence, licence_text) = trainer.preset, _DATA[dataset.name]
+    preset, (split, licence, licence_text) = trainer.preset, _DATA.get(dataset.name, _OWN_DATA)
     card = _CARD.format(
         split=split,
         licence=licence,
         licence_text=licence_text,
-        dataset=dataset.name,
+        dataset=short_name(dataset.name),
         height=dataset.x_train.shape[1],
         width=dataset.x_train.shape[2],
         preset=preset.name,

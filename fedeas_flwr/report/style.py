@@ -18,6 +18,8 @@ COLOURS = {
     "greedy": INK,
     "waterfill": "#3a8dde",
 }
+MORE_COLOURS = ("#8a5fbf", "#0f8b8d", "#c8702a", "#6c7a89", "#b5408f", "#2f5d9b", "#7a9a01", "#5b4636")
+"""For policies without a colour of their own, and for a second group of one policy."""
 LABELS = {
     "none": "FedAvg, nothing generated",
     "uniform": "Uniform",
@@ -26,6 +28,7 @@ LABELS = {
     "full-balance": "Full-Balance",
     "greedy": "Greedy reference",
     "waterfill": "Waterfill (ours)",
+    "oversample": "Oversampling, nothing generated",
 }
 
 

@@ -71,6 +71,7 @@ class Federation:
         self.service = ""  # address of the shared generator; empty: every client has its own
         self.when_all_have_generated: Callable[[], None] = lambda: None
         self.before_checkpoint: Callable[[], None] = lambda: None
+        self.when_a_round_ends: Callable[[Mapping[str, Any]], None] = lambda record: None
         self.members = Members(grid, config)
         self.nodes = self.members.nodes
         self.shares: dict[int, Share] = {}
@@ -148,7 +149,7 @@ class Federation:
                 else ask_clients_to_test(self.grid, self.config, self._present(), state)
             )
             outcome.seconds["evaluate"] = time.perf_counter() - began
-            self.run.append_round(
+            self._record(
                 {
                     "round": state.round,
                     **scores,
@@ -177,6 +178,10 @@ class Federation:
 
     def _present(self) -> dict[int, int]:
         return {client: self.nodes[client] for client in self.members.present(sorted(self.nodes))}
+
+    def _record(self, record: dict[str, Any]) -> None:
+        self.run.append_round(record)
+        self.when_a_round_ends(record)
 
     def _privacy_spent(self, state: Checkpoint) -> dict[str, Any] | None:
         return self.strategy.privacy_spent(state) if isinstance(self.strategy, Composed) else None

@@ -1,0 +1,42 @@
+"""The command `fedeas report`: runs side by side, as a table, a page, Markdown or JSON."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from fedeas_flwr.config import ConfigError
+from fedeas_flwr.listing import find_runs
+from fedeas_flwr.runs import RunError
+
+
+def report(
+    runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="run directories, or folders with runs below")],
+    page: Annotated[Path | None, typer.Option("--html", help="write one page with all pictures inside")] = None,
+    out: Annotated[Path | None, typer.Option(help="folder for report.md and every picture as PNG and SVG")] = None,
+    output: Annotated[str, typer.Option("--format", help="table or json")] = "table",
+) -> None:
+    """Compare runs, as a table, a page or Markdown; runs that differ in their seed alone are one row."""
+    if output not in ("table", "json"):
+        raise ConfigError(f"format = '{output}': must be table or json")
+    if missing := [folder for folder in runs if not folder.is_dir()]:
+        raise RunError(f"{missing[0]} is not a folder")
+    from fedeas_flwr.report.comparison import comparison_table
+    from fedeas_flwr.report.groups import as_data, group_runs
+    from fedeas_flwr.report.writing import write_report
+
+    groups, left_out = group_runs(list(find_runs(runs)))
+    written = write_report(groups, left_out, page, out)
+    if output == "json":
+        print(json.dumps({"groups": as_data(groups), "left_out": left_out}, indent=1, ensure_ascii=False))
+        return
+    (Console() if sys.stdout.isatty() else Console(width=160)).print(comparison_table(groups))
+    for reason in left_out:
+        print(f"left out: {reason}")
+    for path in written:
+        print(f"written: {path}")

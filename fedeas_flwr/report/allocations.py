@@ -1,0 +1,103 @@
+"""Client × class: what clients hold and what they generate, worked out anew from a run's partition."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+from matplotlib.figure import Figure
+
+from fedeas_flwr.allocation import allocate
+from fedeas_flwr.config import RunConfig
+from fedeas_flwr.local_data import planned_counts
+from fedeas_flwr.report.groups import Group
+from fedeas_flwr.report.run_figures import draw_heat_map
+
+Counts = npt.NDArray[np.int64]
+_OF_PARTITION = ("dataset", "data_dir", "protocol", "clients", "alpha", "partition_seed")
+_COLUMNS = 2
+
+
+@dataclass(frozen=True)
+class HeatMaps:
+    """One partition, and what each group generates on it."""
+
+    counts: Counts
+    generated: list[tuple[str, Counts]]
+
+    @property
+    def caption(self) -> str:
+        """What is to be seen."""
+        return (
+            f"{len(self.counts)} clients by {self.counts.shape[1]} classes: the real samples, and the images that each "
+            "group's clients generate; the reds share one scale."
+        )
+
+
+def allocation_of(config: RunConfig) -> Counts:
+    """What a run's clients generate, [K, C], computed anew from the partition."""
+    return allocate(
+        planned_counts(config, config.clients),
+        config.policy,
+        beta=config.beta,
+        gamma=config.gamma,
+        strict_mean=not config.printed_rule,
+        total=config.total or None,
+    )
+
+
+def maps_of(groups: Sequence[Group]) -> tuple[list[HeatMaps], list[str]]:
+    """The heat maps of groups that generate, one set a partition; and why some have none."""
+    found: dict[tuple[object, ...], HeatMaps] = {}
+    notes = []
+    for group in groups:
+        config = group.config
+        try:
+            counts = planned_counts(config, config.clients)
+            generated = allocation_of(config) if config.generates else None
+        except (OSError, ValueError) as error:
+            notes.append(f"No heat map of {group.name}: {error}.")
+            continue
+        maps = found.setdefault(tuple(getattr(config, key) for key in _OF_PARTITION), HeatMaps(counts, []))
+        if generated is None:
+            continue
+        if _is_what_ran(group, generated):
+            maps.generated.append((group.name, generated))
+        else:
+            notes.append(
+                f"No heat map of {group.name}: its partition would have {generated.sum():,} images, the run has "
+                f"{group.images:,.0f}; where clients have data of their own, what they generate stays with them."
+            )
+    return list(found.values()), notes
+
+
+def _is_what_ran(group: Group, generated: Counts) -> bool:
+    """Whether the plan is the run's own: clients that have trained have generated what it says."""
+    by_client = generated.sum(axis=1)
+    for member in group.members:
+        trained = {client for record in member.rounds for client in record["clients"]}
+        if not trained <= set(range(len(by_client))):
+            return False
+        if sum(int(by_client[client]) for client in trained) != member.summary["total_generated"]:
+            return False
+    return True
+
+
+def draw(maps: HeatMaps) -> Figure:
+    """The real samples first, then every group's images."""
+    panels = 1 + len(maps.generated)
+    columns = 1 if panels == 1 else _COLUMNS
+    rows = math.ceil(panels / columns)
+    height = min(6.0, max(2.8, 0.32 * len(maps.counts)))
+    figure = Figure(figsize=(4.6 * columns, height * rows), layout="constrained")
+    axes = np.atleast_1d(figure.subplots(rows, columns)).ravel()
+    draw_heat_map(axes[0], maps.counts, f"real samples ({maps.counts.sum():,})", "Greys")
+    top = max((int(values.max()) for _, values in maps.generated), default=1)
+    for place, (name, values) in zip(axes[1:], maps.generated, strict=False):
+        draw_heat_map(place, values, f"{name} ({values.sum():,})", "Reds", top)
+    for place in axes[panels:]:
+        place.set_visible(False)
+    return figure

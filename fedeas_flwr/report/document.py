@@ -1,0 +1,310 @@
+"""A report's content, whatever it is written as: sections of sentences, tables and pictures."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from fedeas_flwr.data import dataset_info, short_name
+from fedeas_flwr.report import allocations, samples
+from fedeas_flwr.report.groups import (
+    CLIENT_WORK,
+    WALL_CLOCK,
+    Group,
+    baseline_of,
+    differences,
+    gain_and_efficiency,
+    identity,
+)
+from fedeas_flwr.report.run_figures import (
+    GAMMA_HAT,
+    draw_accuracy,
+    draw_classes,
+    draw_cost,
+    draw_measure,
+    draw_seconds,
+)
+
+NOTHING = "–"
+_TOLD = {
+    "dataset": "Dataset {}",
+    "clients": "{} clients",
+    "alpha": "α = {}",
+    "protocol": "protocol {}",
+    "model": "model {}",
+    "strategy": "strategy {}",
+    "rounds": "{} rounds",
+}
+LEAKAGE = (
+    "Protocol `paper` splits CIFAR's train and test images together: about 5/6 of its test images were in the training "
+    "set of a generator trained on the official training images. Compare these figures with each other and with the "
+    "paper's, not with test accuracies elsewhere."
+)
+
+
+@dataclass(frozen=True)
+class Table:
+    """Rows of text; the first column names the row."""
+
+    head: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    swatches: Sequence[str] = ()
+    """A colour for each row, as in the pictures."""
+
+
+@dataclass(frozen=True)
+class Picture:
+    """A figure, the name of its file, and what is to be seen in it."""
+
+    name: str
+    figure: Figure
+    caption: str
+
+
+@dataclass(frozen=True)
+class Section:
+    """A part of the report under a title."""
+
+    title: str
+    text: Sequence[str] = ()
+    tables: Sequence[Table] = ()
+    pictures: Sequence[Picture] = ()
+
+
+@dataclass(frozen=True)
+class Document:
+    """A whole report."""
+
+    title: str
+    text: Sequence[str]
+    sections: Sequence[Section] = field(default_factory=tuple)
+
+
+def make_document(groups: Sequence[Group], left_out: Sequence[str] = ()) -> Document:
+    """Say and show everything that the groups' records hold."""
+    sections = [
+        _results(groups),
+        _accuracy(groups),
+        _cost(groups),
+        _classes(groups),
+        *_worst_client(groups),
+        allocation_section(groups),
+        sample_section(groups),
+        *_gamma_hat(groups),
+        _time(groups),
+        _configuration(groups, left_out),
+        _environments(groups),
+    ]
+    return Document(_title(groups), _opening(groups), [section for section in sections if section])
+
+
+# ---------------------------------------------------------------------------------------------------------- opening
+
+
+def _title(groups: Sequence[Group]) -> str:
+    datasets = ", ".join(dict.fromkeys(short_name(group.config.dataset) for group in groups))
+    return f"FedEAS report: {datasets}"
+
+
+def _opening(groups: Sequence[Group]) -> list[str]:
+    shared = identity(groups[0].config)
+    same = {key: value for key, value in shared.items() if key not in differences([group.config for group in groups])}
+    words = [told.format(same[key]) for key, told in _TOLD.items() if key in same]
+    runs = sum(len(group.members) for group in groups)
+    text = [f"{runs} runs in {len(groups)} groups (a group's runs differ in their seed alone). {', '.join(words)}."]
+    if any(group.config.protocol == "paper" for group in groups):
+        text.append(LEAKAGE)
+    return text
+
+
+def results(groups: Sequence[Group]) -> Table:
+    """The groups in a row each."""
+    thresholds = {group.config.threshold for group in groups}
+    reached = f"rounds to {100 * thresholds.pop():g} %" if len(thresholds) == 1 else "rounds to threshold"
+    head = ("", "seeds", "last-20 %", "peak %", "images", "gain", "η", reached, "Γ̂", "seconds")
+    return Table(head, [_result_row(group, groups) for group in groups], _colours(groups))
+
+
+def _results(groups: Sequence[Group]) -> Section:
+    text = (
+        "Last-20 is the mean test accuracy of the last 20 rounds; ± is the standard deviation over seeds. Gain is in "
+        "percentage points over the group that generates nothing and is otherwise the same; η is the gain for a "
+        "thousand images. Γ̂ says how far the clients' updates point apart (median of the rounds; smaller is closer). "
+        "Seconds are the server's, of all rounds. – is none, or never. Names say what tells groups apart; all keys in "
+        "which they differ are under Configuration."
+    )
+    unfinished = [f"Not finished: {m.unfinished}." for group in groups for m in group.members if m.unfinished]
+    return Section("Results", [text, *unfinished], [results(groups)])
+
+
+def _result_row(group: Group, groups: Sequence[Group]) -> list[str]:
+    score, peak, spread = group.spread("last_20"), group.spread("peak"), group.spread("gamma_hat")
+    assert score is not None and peak is not None  # every round has an accuracy
+    gain = gain_and_efficiency(group, groups)
+    reached = [member.summary["rounds_to_threshold"] for member in group.members]
+    return [
+        group.name,
+        ", ".join(map(str, group.seeds)),
+        score.show(100),
+        peak.show(100),
+        f"{group.images:,.0f}",
+        f"{gain[0]:+.1f}" if gain else NOTHING,
+        NOTHING if gain is None or gain[1] is None else f"{gain[1]:.3f}",
+        ", ".join(NOTHING if number is None else str(number) for number in reached),
+        spread.show(digits=3) if spread else NOTHING,
+        f"{group.wall_clock:,.0f}",
+    ]
+
+
+def _colours(groups: Sequence[Group]) -> list[str]:
+    return [group.colour for group in groups]
+
+
+# --------------------------------------------------------------------------------------------------------- pictures
+
+
+def _picture(
+    name: str, caption: str, draw: Callable[[Axes], None], size: tuple[float, float] = (8.6, 4.6)
+) -> tuple[Picture]:
+    figure = Figure(figsize=size, layout="constrained")
+    draw(figure.subplots())
+    return (Picture(name, figure, caption),)
+
+
+def _accuracy(groups: Sequence[Group]) -> Section:
+    caption = (
+        "Test accuracy after every round: the mean over seeds, and ± one standard deviation where there are several. "
+        "Dashed at the right: the last-20 mean, with its own deviation over seeds."
+    )
+    return Section("Accuracy", pictures=_picture("accuracy", caption, lambda axes: draw_accuracy(axes, groups)))
+
+
+def _cost(groups: Sequence[Group]) -> Section | None:
+    if not any(group.images for group in groups):
+        return None
+    caption = "Images generated by all clients together, against accuracy. Higher and further left is better."
+    return Section("What the images bought", pictures=_picture("cost", caption, lambda axes: draw_cost(axes, groups)))
+
+
+def _classes(groups: Sequence[Group]) -> Section | None:
+    known = [group for group in groups if group.worst_class]
+    if not known:
+        return None
+    baseline = next((found for group in known if (found := baseline_of(group, known))), None)
+    names = class_names(known[0])
+    caption = "Accuracy of each class, mean of the last 20 rounds and of the seeds."
+    if baseline:
+        caption += f" Before filling: {baseline.name}; the other marks are after filling."
+    rows = []
+    for group in known:
+        worst, values = group.worst_class, group.per_class
+        assert worst is not None and values is not None
+        own = baseline_of(group, known)
+        before = own.per_class[worst[0]] if own and own.per_class is not None else None
+        cells = [f"{100 * worst[1]:.1f}", NOTHING if before is None else f"{100 * before:.1f}"]
+        rows.append([group.name, names[worst[0]], *cells, f"{100 * float(np.nanmean(values)):.1f}"])
+    head = ("", "worst class", "its accuracy %", "that class before filling %", "mean of the classes %")
+    table = Table(head, rows, _colours(known))
+    pictures = _picture("classes", caption, lambda axes: draw_classes(axes, known, names, baseline))
+    return Section("Classes before and after filling", (), (table,), pictures)
+
+
+def class_names(group: Group) -> Sequence[str]:
+    """What the classes are called: as the dataset names them, or by number where it cannot be asked."""
+    assert group.per_class is not None
+    try:
+        names = dataset_info(group.config.dataset).classes
+    except (OSError, ValueError):
+        names = ()
+    return names if len(names) == len(group.per_class) else [str(label) for label in range(len(group.per_class))]
+
+
+def _worst_client(groups: Sequence[Group]) -> list[Section]:
+    known = [group for group in groups if group.worst_client]
+    if not known:
+        return []
+    caption = "Accuracy of the client that does worst in a round, on test images of its own."
+    rows = [[group.name, group.worst_client.show(100)] for group in known if group.worst_client]
+    pictures = _picture(
+        "worst-client",
+        caption,
+        lambda axes: draw_measure(axes, known, "worst_client_accuracy", "worst client's accuracy (%)", 100),
+    )
+    return [Section("The worst client", tables=[Table(("", "last-20 %"), rows, _colours(known))], pictures=pictures)]
+
+
+def allocation_section(groups: Sequence[Group]) -> Section | None:
+    """Who holds what and who generates what, where that can be told from the runs' partition."""
+    maps, notes = allocations.maps_of(groups)
+    if not maps and not notes:
+        return None
+    pictures = [
+        Picture(f"allocation-{number}", allocations.draw(found), found.caption) for number, found in enumerate(maps, 1)
+    ]
+    return Section("Where the images go", notes, pictures=pictures)
+
+
+def sample_section(groups: Sequence[Group]) -> Section | None:
+    """Images that the runs trained on, where this machine's cache has them."""
+    pictures = [
+        Picture(f"samples-{number}", samples.draw(found), found.caption)
+        for number, found in enumerate(samples.grids_of(groups), 1)
+    ]
+    return Section("Generated images", pictures=pictures) if pictures else None
+
+
+def _gamma_hat(groups: Sequence[Group]) -> list[Section]:
+    known = [group for group in groups if not np.isnan(group.curve("gamma_hat")).all()]
+    if not known:
+        return []
+    caption = "Γ̂ of every round: the spread of the clients' update directions. 0: all the same."
+    pictures = _picture("gamma-hat", caption, lambda axes: draw_measure(axes, known, "gamma_hat", GAMMA_HAT))
+    return [Section("How far clients pull apart", pictures=pictures)]
+
+
+def _time(groups: Sequence[Group]) -> Section:
+    caption = (
+        "Upper bar: wall-clock on the server, phase after phase. Lower bar: what the clients did meanwhile, added up; "
+        "it is longer than the upper one where they worked at the same time. Starting up is not in it."
+    )
+    height = 1.6 + 0.7 * len(groups)
+    phases = (*WALL_CLOCK, *CLIENT_WORK)
+    names = ("waiting for clients", "averaging and checks", "Γ̂", "testing", "clients: generating", "clients: training")
+    rows = [[group.name, *(f"{group.seconds(phase):,.1f}" for phase in phases)] for group in groups]
+    pictures = _picture("seconds", caption, lambda axes: draw_seconds(axes, groups), (8.6, height))
+    return Section("Where the time went", (), [Table(("seconds", *names), rows, _colours(groups))], pictures)
+
+
+# ---------------------------------------------------------------------------------------------------- configuration
+
+
+def _configuration(groups: Sequence[Group], left_out: Sequence[str]) -> Section:
+    configs = [group.config for group in groups]
+    differing = differences(configs)
+    rows = [[key, *(str(identity(config).get(key, NOTHING)) for config in configs)] for key in differing]
+    diff = Table(("key", *(group.name for group in groups)), rows)
+    folders = [
+        [group.name, member.run.path.name, str(member.config.seed)] for group in groups for member in group.members
+    ]
+    text = ["Keys in which the groups differ; keys that say what is generated have no meaning without generation."]
+    if not differing:
+        text = ["There is one group, so nothing differs."]
+    text += [f"Left out: {reason}." for reason in left_out]
+    same = [[key, str(value)] for key, value in identity(configs[0]).items() if key not in differing]
+    tables = [*([diff] if differing else []), Table(("group", "run", "seed"), folders), Table(("key", "value"), same)]
+    return Section("Configuration", text, tables)
+
+
+def _environments(groups: Sequence[Group]) -> Section:
+    found: dict[str, tuple[dict[str, str], list[str]]] = {}
+    for group in groups:
+        for member in group.members:
+            given = member.run.environment()
+            flat = {k: str(v) for k, v in given.items() if k != "packages"} | dict(given.get("packages", {}))
+            found.setdefault(repr(sorted(flat.items())), (flat, []))[1].append(member.run.path.name)
+    tables = [Table((", ".join(runs), ""), [[k, str(v)] for k, v in flat.items()]) for flat, runs in found.values()]
+    return Section("Environment", tables=tables)

@@ -1,0 +1,296 @@
+"""Runs as a reader compares them: those that differ in their seed alone are one group, with a mean and a spread."""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from fedeas_flwr.config import RunConfig
+from fedeas_flwr.data import short_name
+from fedeas_flwr.metrics import efficiency, last_20, summarise
+from fedeas_flwr.report.style import COLOURS, INK, LABELS, MORE_COLOURS
+from fedeas_flwr.runs import NOT_THE_RUN, RunDirectory, RunError
+
+FloatArray = npt.NDArray[np.float64]
+
+WALL_CLOCK = ("clients", "aggregate", "gamma_hat", "evaluate")
+"""Phases that follow one another on the server: together they are what a run takes."""
+CLIENT_WORK = ("generating", "training")
+"""Seconds summed over clients, which may have worked at the same time."""
+_PATHS = ("generator", "weights")
+_OF_GENERATION = (
+    "policy",
+    "beta",
+    "gamma",
+    "printed-rule",
+    "total",
+    "generator",
+    "sampler",
+    "sampler-steps",
+    "guidance",
+    "generation-batch",
+    "generation-precision",
+    "min-class-agreement",
+)
+"""Keys that say what is generated: without meaning under policy none, and free in the baseline of a run."""
+
+
+@dataclass(frozen=True)
+class Spread:
+    """A figure over seeds: mean and the sample's standard deviation (n − 1), ``None`` for one seed."""
+
+    values: tuple[float, ...]
+
+    @property
+    def mean(self) -> float:
+        """Over the seeds."""
+        return statistics.fmean(self.values)
+
+    @property
+    def sd(self) -> float | None:
+        """Over the seeds."""
+        return statistics.stdev(self.values) if len(self.values) > 1 else None
+
+    def show(self, scale: float = 1.0, digits: int = 1) -> str:
+        """As ``92.7 ± 0.4``."""
+        spread = "" if self.sd is None else f" ± {scale * self.sd:.{digits}f}"
+        return f"{scale * self.mean:.{digits}f}{spread}"
+
+
+@dataclass(frozen=True)
+class Member:
+    """One run of a group."""
+
+    run: RunDirectory
+    config: RunConfig
+    rounds: list[dict[str, Any]]
+
+    @cached_property
+    def summary(self) -> dict[str, Any]:
+        """From the rounds there are: a run that has not finished has one too."""
+        return summarise(self.rounds, self.config.threshold)
+
+    @property
+    def unfinished(self) -> str:
+        """How far it came if that is not the end, else nothing."""
+        done, wanted = len(self.rounds), self.config.rounds
+        return "" if done >= wanted else f"{self.run.path.name}, {done} of {wanted} rounds, {self.run.state()}"
+
+
+@dataclass(frozen=True)
+class Group:
+    """Runs that differ in their seed alone."""
+
+    name: str
+    members: tuple[Member, ...]
+    colour: str
+    """In every picture and table."""
+
+    @property
+    def config(self) -> RunConfig:
+        """The first seed's; the others are the same but for it."""
+        return self.members[0].config
+
+    @property
+    def seeds(self) -> list[int]:
+        """In ascending order."""
+        return [member.config.seed for member in self.members]
+
+    def spread(self, measure: str) -> Spread | None:
+        """A figure of the summaries; ``None`` where a seed has none."""
+        values = [member.summary.get(measure) for member in self.members]
+        return None if any(value is None for value in values) else Spread(tuple(map(float, values)))  # type: ignore[arg-type]
+
+    def curve(self, measure: str) -> FloatArray:
+        """A figure of the rounds, [seeds, rounds]; NaN where a round has none or a run is shorter."""
+        longest = max(len(member.rounds) for member in self.members)
+        found = np.full((len(self.members), longest), np.nan)
+        for row, member in zip(found, self.members, strict=True):
+            values = [record.get(measure) for record in member.rounds]
+            row[: len(values)] = [np.nan if value is None else value for value in values]
+        return found
+
+    @cached_property
+    def per_class(self) -> FloatArray | None:
+        """Accuracy of each class, the mean of the last 20 rounds and of the seeds; ``None`` if it was not recorded."""
+        found = []
+        for member in self.members:
+            rows = [record.get("per_class_accuracy") for record in member.rounds[-20:]]
+            if not all(rows):
+                return None
+            found.append(np.array(rows, dtype=float).mean(axis=0))  # a class without test images stays NaN
+        return np.asarray(np.mean(found, axis=0))
+
+    @cached_property
+    def worst_class(self) -> tuple[int, float] | None:
+        """The class that ends worst, and its accuracy."""
+        if self.per_class is None or np.isnan(self.per_class).all():
+            return None
+        worst = int(np.nanargmin(self.per_class))
+        return worst, float(self.per_class[worst])
+
+    @cached_property
+    def worst_client(self) -> Spread | None:
+        """The worst client's accuracy, mean of the last 20 rounds (``evaluation = "federated"`` records it)."""
+        rows = [[record.get("worst_client_accuracy") for record in member.rounds] for member in self.members]
+        return None if any(None in row for row in rows) else Spread(tuple(last_20(row) for row in rows))  # type: ignore[arg-type]
+
+    def seconds(self, phase: str) -> float:
+        """Of a phase, mean over the seeds."""
+        return statistics.fmean(member.summary["seconds"].get(phase, 0.0) for member in self.members)
+
+    @property
+    def wall_clock(self) -> float:
+        """Seconds that a run of the group took, without starting up."""
+        return sum(self.seconds(phase) for phase in WALL_CLOCK)
+
+    @property
+    def images(self) -> float:
+        """Images generated in all, mean over the seeds."""
+        return statistics.fmean(member.summary["total_generated"] for member in self.members)
+
+
+def group_runs(runs: Sequence[RunDirectory]) -> tuple[list[Group], list[str]]:
+    """Put runs that differ in their seed alone together; return the groups, and what was left out and why.
+
+    Groups without generated images come first, then by images; seeds ascend.
+    """
+    members, left_out = [], []
+    for run in {run.path.resolve(): run for run in runs}.values():
+        member = Member(run, run.config(), run.rounds())
+        if member.rounds:
+            members.append(member)
+        else:
+            left_out.append(f"{run.path} has no finished round ({run.state()})")
+    if not members:
+        raise RunError(f"nothing to report: {'; '.join(left_out) or 'no run directory was found'}")
+    together: dict[str, list[Member]] = {}
+    for member in members:
+        together.setdefault(repr(identity(member.config)), []).append(member)
+    found = [sorted(group, key=lambda member: member.config.seed) for group in together.values()]
+    for group in found:
+        _refuse_doubles(group)
+    found.sort(key=lambda group: (group[0].summary["total_generated"], group[0].config.policy != "none"))
+    configs = [group[0].config for group in found]
+    told = zip(_names(configs), found, _colours(configs), strict=True)
+    return [Group(name, tuple(group), colour) for name, group, colour in told], left_out
+
+
+def identity(config: RunConfig, free: Sequence[str] = ()) -> dict[str, Any]:
+    """What makes a run the run it is, but for its seed and some keys.
+
+    Folders count by their names: a record has no paths, and a run and its record are the same run.
+    """
+    ignored = {"seed", "data-dir", *NOT_THE_RUN, *free, *(_OF_GENERATION[1:] if config.policy == "none" else ())}
+    values = {key: value for key, value in config.outside().items() if key not in ignored}
+    dataset = {"dataset": short_name(config.dataset)}
+    return values | dataset | {key: Path(str(values[key])).name for key in _PATHS if key in values}
+
+
+def _refuse_doubles(group: Sequence[Member]) -> None:
+    for one, other in itertools.pairwise(group):
+        if one.config.seed == other.config.seed:
+            raise RunError(
+                f"{one.run.path} and {other.run.path} are one run twice (config and seed {one.config.seed} are the "
+                "same): name the runs you mean"
+            )
+
+
+def differences(configs: Sequence[RunConfig]) -> list[str]:
+    """The keys in which some configs differ, seeds and what is no part of a run aside."""
+    seen = [identity(config) for config in configs]
+    keys = list(dict.fromkeys(key for values in seen for key in values))
+    return [key for key in keys if len({repr(values[key]) for values in seen if key in values}) > 1]
+
+
+def _names(configs: Sequence[RunConfig]) -> list[str]:
+    """Call a group by its policy where that varies, and by what tells it from other groups of its policy."""
+    policies, names = {config.policy for config in configs}, []
+    for config in configs:
+        values = identity(config)
+        differing = differences([other for other in configs if other.policy == config.policy])
+        more = [f"{key} = {_show(values[key])}" for key in differing]
+        words = [LABELS.get(config.policy, config.policy)] if len(policies) > 1 or not more else []
+        names.append(", ".join([*words, *more]))
+    return names
+
+
+def _colours(configs: Sequence[RunConfig]) -> list[str]:
+    """Give a group its policy's colour where that is still free."""
+    taken: list[str] = []
+    for config in configs:
+        own = COLOURS.get(config.policy, MORE_COLOURS[0])
+        free = [colour for colour in (own, *MORE_COLOURS) if colour not in taken]
+        taken.append(free[0] if free else INK)
+    return taken
+
+
+def _show(value: Any) -> str:
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def baseline_of(group: Group, groups: Sequence[Group]) -> Group | None:
+    """The group that is the same but for generating nothing."""
+    free = (*_OF_GENERATION, "threshold")
+    for other in groups:
+        same = identity(other.config, free) == identity(group.config, free)
+        if same and other is not group and other.config.policy == "none":
+            return other
+    return None
+
+
+def gain_and_efficiency(group: Group, groups: Sequence[Group]) -> tuple[float, float | None] | None:
+    """Percentage points over the baseline, and η; ``None`` without a baseline."""
+    baseline = baseline_of(group, groups)
+    mine, theirs = group.spread("last_20"), baseline.spread("last_20") if baseline else None
+    if mine is None or theirs is None:
+        return None
+    gain = 100 * (mine.mean - theirs.mean)
+    return gain, efficiency(gain, group.images)
+
+
+def as_data(groups: Sequence[Group]) -> list[dict[str, Any]]:
+    """The groups' figures, for machines."""
+    found = []
+    for group in groups:
+        gain = gain_and_efficiency(group, groups)
+        worst_class = group.worst_class
+        found.append(
+            {
+                "name": group.name,
+                "runs": [str(member.run.path) for member in group.members],
+                "seeds": group.seeds,
+                "rounds": [len(member.rounds) for member in group.members],
+                "last_20": _plain(group.spread("last_20")),
+                "peak": _plain(group.spread("peak")),
+                "images": group.images,
+                "gain_points": gain[0] if gain else None,
+                "eta": gain[1] if gain else None,
+                "gamma_hat": _plain(group.spread("gamma_hat")),
+                "threshold": group.config.threshold,
+                "rounds_to_threshold": [member.summary["rounds_to_threshold"] for member in group.members],
+                "per_class_accuracy": None if group.per_class is None else _no_nan(group.per_class),
+                "worst_class": None if worst_class is None else {"class": worst_class[0], "accuracy": worst_class[1]},
+                "worst_client_accuracy": _plain(group.worst_client),
+                "seconds": {phase: group.seconds(phase) for phase in (*WALL_CLOCK, *CLIENT_WORK)},
+                "config": group.config.outside(),
+                "environments": [member.run.environment() for member in group.members],
+            }
+        )
+    return found
+
+
+def _plain(spread: Spread | None) -> Mapping[str, Any] | None:
+    return None if spread is None else {"mean": spread.mean, "sd": spread.sd, "values": list(spread.values)}
+
+
+def _no_nan(values: FloatArray) -> list[float | None]:
+    return [None if np.isnan(value) else float(value) for value in values]

@@ -1,0 +1,167 @@
+"""What runs did, as pictures for a page or a talk: each function draws on axes it is given."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Sequence
+from itertools import cycle
+
+import numpy as np
+import numpy.typing as npt
+from matplotlib.axes import Axes
+from matplotlib.ticker import MaxNLocator, StrMethodFormatter
+
+from fedeas_flwr.report.groups import CLIENT_WORK, WALL_CLOCK, FloatArray, Group
+from fedeas_flwr.report.style import INK, tidy
+
+MOST_CLASSES_NAMED = 20
+MOST_CELLS_NUMBERED = 300
+GAMMA_HAT = r"$\hat{\Gamma}$"
+"""Γ̂ as matplotlib sets it: its fonts place the combining accent badly."""
+_MARKERS = "osD^vPX*<>"
+_PHASES = {
+    "clients": ("waiting for clients", "#9aa5b1"),
+    "aggregate": ("averaging and checks", "#3a8dde"),
+    "gamma_hat": (GAMMA_HAT, "#e1a730"),
+    "evaluate": ("testing", "#4f9d69"),
+    "generating": ("generating", "#d1495b"),
+    "training": ("training", INK),
+}
+
+
+def draw_accuracy(axes: Axes, groups: Sequence[Group]) -> None:
+    """Mean over the seeds with ± one standard deviation, and at the right the last-20 mean with its own."""
+    for group in groups:
+        curve = 100 * group.curve("accuracy")
+        score = group.spread("last_20")
+        assert score is not None  # every round has an accuracy
+        images = f" ({group.images:,.0f} images)" if group.images else ""
+        width = 2.4 if group.config.policy == "fedeas" else 1.6
+        _draw_curve(axes, curve, group.colour, width, f"{group.name}: {score.show(100)} %{images}")
+        rounds = curve.shape[1]
+        window = (max(1, rounds - 19), rounds)
+        low, high = 100 * (score.mean - (score.sd or 0)), 100 * (score.mean + (score.sd or 0))
+        axes.fill_between(window, low, high, color=group.colour, alpha=0.25, lw=0)
+        axes.hlines(100 * score.mean, *window, color=group.colour, ls=(0, (2, 1.5)), lw=1.2)
+    axes.set(xlabel="round", ylabel="test accuracy (%)")
+    axes.set_ylim(top=min(102.0, axes.get_ylim()[1]))
+    _rounds_axis(axes)
+    axes.legend(frameon=False, loc="lower right", fontsize=9)
+
+
+def draw_measure(axes: Axes, groups: Sequence[Group], measure: str, label: str, scale: float = 1.0) -> None:
+    """Any figure of the rounds, for the groups that have it."""
+    for group in groups:
+        curve = scale * group.curve(measure)
+        if not np.isnan(curve).all():
+            _draw_curve(axes, curve, group.colour, 1.6, group.name)
+    axes.set(xlabel="round", ylabel=label)
+    _rounds_axis(axes)
+    axes.legend(frameon=False, fontsize=9)
+
+
+def _draw_curve(axes: Axes, curve: FloatArray, colour: str, width: float, label: str) -> None:
+    """One line for the mean; the band is where at least two seeds have a value."""
+    there = (~np.isnan(curve)).sum(axis=0)
+    known = np.flatnonzero(there)
+    rounds = known + 1
+    mean = np.nanmean(curve[:, known], axis=0)
+    axes.plot(rounds, mean, color=colour, lw=width, label=label)
+    several = there[known] > 1
+    if several.any():
+        spread = np.zeros_like(mean)
+        spread[several] = np.nanstd(curve[:, known[several]], axis=0, ddof=1)
+        axes.fill_between(rounds, mean - spread, mean + spread, where=several.tolist(), color=colour, alpha=0.15, lw=0)
+
+
+def _rounds_axis(axes: Axes) -> None:
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.margins(x=0.01)
+    tidy(axes)
+
+
+def draw_classes(axes: Axes, groups: Sequence[Group], classes: Sequence[str], baseline: Group | None) -> None:
+    """Accuracy of every class, worst first by the baseline; lines lead from the baseline to the others."""
+    known = [group for group in groups if group.per_class is not None]
+    order = np.argsort((baseline or known[0]).per_class)  # type: ignore[arg-type]
+    places = np.arange(len(order))
+    if len(order) <= MOST_CLASSES_NAMED:
+        values = np.stack([100 * group.per_class[order] for group in known if group.per_class is not None])
+        axes.vlines(places, np.nanmin(values, axis=0), np.nanmax(values, axis=0), color="#d5dae0", lw=6, zorder=1)
+        for group, row, marker in zip(known, values, cycle(_MARKERS), strict=False):
+            axes.plot(places, row, marker, ms=7, color=group.colour, label=group.name, zorder=2)
+        names = [classes[label] for label in order]
+        axes.set_xticks(places, names, rotation=35 if max(map(len, names)) > 3 else 0, ha="center")
+    else:
+        for group in known:
+            assert group.per_class is not None
+            axes.plot(places, 100 * group.per_class[order], color=group.colour, lw=1.3, label=group.name)
+        axes.set_xticks([])
+    first = (baseline or known[0]).name
+    axes.set(xlabel=f"class, worst first under: {first}", ylabel="accuracy (%), last 20 rounds")
+    tidy(axes)
+    axes.grid(visible=False, axis="x")
+    axes.legend(frameon=False, fontsize=9, loc="lower right")
+
+
+def draw_cost(axes: Axes, groups: Sequence[Group]) -> None:
+    """What images bought: images generated against the last-20 accuracy, one seed a small mark."""
+    most = max(group.images for group in groups)
+    fewest = min((group.images for group in groups if group.images), default=0.0)
+    if fewest and most > 20 * fewest:
+        axes.set_xscale("symlog", linthresh=fewest)
+    for group, marker in zip(groups, cycle(_MARKERS), strict=False):
+        score = group.spread("last_20")
+        assert score is not None
+        spread = None if score.sd is None else 100 * score.sd
+        axes.errorbar(
+            group.images, 100 * score.mean, spread, fmt=marker, ms=9, capsize=4, color=group.colour, label=group.name
+        )
+        if len(score.values) > 1:
+            images = [member.summary["total_generated"] for member in group.members]
+            axes.plot(images, [100 * v for v in score.values], marker, ms=4, mfc="none", color=group.colour, alpha=0.7)
+    axes.xaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
+    axes.set(xlabel="images generated in all", ylabel="last-20 accuracy (%)")
+    axes.margins(0.08)
+    tidy(axes)
+    axes.legend(frameon=False, fontsize=9, loc="lower right")
+
+
+def draw_seconds(axes: Axes, groups: Sequence[Group]) -> None:
+    """Two bars a group: the run's wall-clock by phase, and its clients' work, which overlaps."""
+    places = np.arange(len(groups), dtype=float)
+    for phases, shift in ((WALL_CLOCK, -0.2), (CLIENT_WORK, 0.2)):
+        left = np.zeros(len(groups))
+        for phase in phases:
+            seconds = np.array([group.seconds(phase) for group in groups])
+            name, colour = _PHASES[phase]
+            axes.barh(places + shift, seconds, 0.36, left=left, color=colour, label=name)
+            left += seconds
+    axes.set_yticks(places, [textwrap.fill(group.name, 30) for group in groups])
+    axes.invert_yaxis()
+    axes.xaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
+    axes.set(xlabel="seconds; upper bar: wall-clock, lower bar: clients' work added up")
+    tidy(axes)
+    axes.grid(visible=False, axis="y")
+    axes.legend(frameon=False, fontsize=9, ncols=3, loc="lower left", bbox_to_anchor=(0.0, 1.0))
+
+
+def draw_heat_map(axes: Axes, values: npt.NDArray[np.int64], title: str, tint: str, top: int | None = None) -> None:
+    """Client × class; numbers are written in where there is room."""
+    top = max(int(values.max()) if top is None else top, 1)
+    shown = np.ma.masked_equal(values, 0)  # nothing is white, not the palest shade of something
+    axes.imshow(shown, cmap=tint, aspect="auto", vmin=0, vmax=top, interpolation="nearest")
+    axes.set(xlabel="class", ylabel="client")
+    axes.set_title(textwrap.fill(title, 48), fontsize=10)
+    if values.shape[1] <= MOST_CLASSES_NAMED:
+        axes.set_xticks(range(values.shape[1]))
+    if values.shape[0] <= MOST_CLASSES_NAMED:
+        axes.set_yticks(range(values.shape[0]))
+    axes.tick_params(length=0)
+    axes.spines[:].set_color("#d5dae0")
+    if values.size > MOST_CELLS_NUMBERED:
+        return
+    for (row, column), value in np.ndenumerate(values):
+        if value:
+            colour = "white" if value > 0.55 * top else INK
+            axes.text(column, row, f"{value}", ha="center", va="center", fontsize=7, color=colour)

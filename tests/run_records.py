@@ -1,0 +1,38 @@
+"""Run directories written by hand, for what reads them: no training, and figures that can be checked by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from fedeas_flwr.config import parse_config
+from fedeas_flwr.metrics import summarise
+from fedeas_flwr.runs import RunDirectory, describe_environment
+
+
+def write_run(
+    folder: Path,
+    accuracies: Sequence[float],
+    *,
+    images: int = 0,
+    extra: Sequence[dict[str, Any]] | None = None,
+    finished: bool = True,
+    **keys: Any,
+) -> RunDirectory:
+    """A run of four clients with the given accuracies; ``extra`` adds to each round, ``keys`` are snake_case."""
+    values = {"clients": 4, "rounds": len(accuracies), "policy": "none", "run-dir": str(folder)}
+    values |= {key.replace("_", "-"): value for key, value in keys.items()}
+    config = parse_config(values)
+    run = RunDirectory.start(config, describe_environment("cpu"))
+    for number, accuracy in enumerate(accuracies, 1):
+        seconds = {"clients": 2.0, "aggregate": 0.5, "evaluate": 0.25, "generating": 1.0, "training": 3.0}
+        more = extra[number - 1] if extra else {}
+        record = {"round": number, "accuracy": accuracy, "clients": [0, 1, 2, 3], "failures": [], "generated": images}
+        run.append_round({**record, "seconds": seconds, **more})
+    if finished:
+        run.save_summary(summarise(run.rounds(), config.threshold))
+        run.set_status("finished")
+    else:
+        run.set_status("interrupted")
+    return run

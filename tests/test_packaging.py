@@ -1,0 +1,124 @@
+"""What a stranger gets: a wheel that installs and works, a citation that is right, and help that shows the way."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import site
+import subprocess
+import sys
+import tomllib
+import venv
+import zipfile
+from importlib.util import find_spec
+from pathlib import Path
+
+import click
+import pytest
+import typer
+import yaml
+from click.testing import CliRunner
+
+from fedeas_flwr.cli import app
+
+ROOT = Path(__file__).parents[1]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+
+
+@pytest.mark.slow
+def test_the_wheel_builds_installs_and_works_far_from_the_source(tmp_path: Path) -> None:
+    if find_spec("hatchling") is None:
+        pytest.skip("hatchling is not installed (it comes with the extra dev)")
+    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--quiet"]
+    build = [*pip, "wheel", str(ROOT), "--no-deps", "--no-build-isolation", "--wheel-dir", str(tmp_path)]
+    subprocess.run(build, check=True, timeout=300)
+    (wheel,) = tmp_path.glob("*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        names = archive.namelist()
+    assert {name.split("/")[0] for name in names} == {"fedeas_flwr", f"fedeas_flwr-{PROJECT['version']}.dist-info"}
+    assert any(name.endswith("LICENSE") for name in names)
+
+    venv.create(tmp_path / "fresh", with_pip=False, symlinks=True)
+    python = tmp_path / "fresh" / "bin" / "python"
+    (packages,) = (tmp_path / "fresh").glob("lib/python*/site-packages")
+    # The dependencies are those of this interpreter: a path in a .pth file does not bring its own .pth files along, so
+    # that an editable install of the source stays out.
+    (packages / "dependencies.pth").write_text("\n".join([*site.getsitepackages()]))
+    install = [*pip, "--python", str(python), "install", "--no-deps", "--no-index", str(wheel)]
+    subprocess.run(install, check=True, timeout=300)
+
+    def fresh(*words: str) -> str:
+        environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+        done = subprocess.run(words, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    where = fresh(str(python), "-c", "import fedeas_flwr; print(fedeas_flwr.__file__)")
+    assert Path(where.strip()).is_relative_to(packages)
+    fedeas = str(python.with_name("fedeas"))
+    assert "The way of an experiment" in fresh(fedeas, "--help")
+    assert json.loads(fresh(fedeas, "plan", "--format", "json"))["total"] == 13_437
+
+
+def test_the_citation_is_of_this_version() -> None:
+    found = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    assert found["cff-version"] == "1.2.0" and found["message"] and found["authors"]
+    assert (str(found["version"]), found["license"]) == (PROJECT["version"], PROJECT["license"])
+    readme = " ".join((ROOT / "README.md").read_text().split())
+    assert found["preferred-citation"]["title"] in readme
+    assert [a["family-names"] for a in found["preferred-citation"]["authors"]] == ["Lee", "Park", "Lee"]
+
+
+# ------------------------------------------------------------------------------------------------------------- help
+
+
+def check_words(words: list[str]) -> None:
+    """See that a command line is one: the command exists, its options and their values are understood."""
+    command: click.Command = typer.main.get_command(app)
+    name = "fedeas"
+    while isinstance(command, click.Group):
+        name, *words = words
+        command = command.commands[name]
+    command.make_context(name, words)
+
+
+def help_of(*words: str) -> str:
+    return CliRunner().invoke(typer.main.get_command(app), [*words, "--help"], terminal_width=80).output
+
+
+def test_help_alone_shows_how_to_plan_run_compare_and_plot() -> None:
+    text = help_of()
+    shown = [shlex.split(line.partition("fedeas ")[2]) for line in text.splitlines() if "  fedeas " in line]
+    assert [words[0] for words in shown] == ["quickstart", "doctor", "plan", "plan", "run", "resume", "sweep", "report"]
+    for words in shown:
+        check_words(words)
+    with pytest.raises(click.UsageError):
+        check_words(["plan", "--no-such-option"])
+
+
+def test_every_command_is_told_in_a_whole_line_of_a_narrow_terminal() -> None:
+    commands = help_of().partition("Commands:\n")[2].partition("\n\n")[0].splitlines()
+    group = typer.main.get_command(app)
+    assert isinstance(group, click.Group)
+    assert [line.split()[0] for line in commands] == group.list_commands(click.Context(group))
+    assert all(len(line) <= 80 and not line.endswith("...") and len(line.split()) > 1 for line in commands)
+
+
+def test_every_option_and_argument_is_explained() -> None:
+    def walk(command: click.Command, path: tuple[str, ...]) -> None:
+        if isinstance(command, click.Group):
+            for name in command.list_commands(click.Context(command)):
+                inner = command.get_command(click.Context(command), name)
+                assert inner is not None
+                walk(inner, (*path, name))
+            return
+        assert command.help, path
+        context = click.Context(command)
+        for parameter in command.params:
+            record = parameter.get_help_record(context)
+            assert record and "\\" not in record[1], (*path, parameter.name)
+            assert record[1].removesuffix("[required]").strip(), (*path, parameter.name)
+
+    walk(typer.main.get_command(app), ())
+    assert help_of("report").count("run directories, or folders with runs below") == 1

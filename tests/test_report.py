@@ -1,0 +1,331 @@
+"""Reports: what is put together, the figures by hand, and a page that a real browser shows without asking anybody."""
+
+from __future__ import annotations
+
+import base64
+import json
+import re
+import shutil
+import subprocess
+from collections.abc import Sequence
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+from run_records import write_run
+
+from fedeas_flwr.cache import ImageCache
+from fedeas_flwr.cli import app
+from fedeas_flwr.generators import SampleId, describe_generator
+from fedeas_flwr.metrics import efficiency
+from fedeas_flwr.report import samples
+from fedeas_flwr.report.allocations import allocation_of, maps_of
+from fedeas_flwr.report.document import make_document
+from fedeas_flwr.report.groups import Group, as_data, baseline_of, gain_and_efficiency, group_runs
+from fedeas_flwr.report.writing import as_html, as_markdown, write_report
+from fedeas_flwr.runs import RunDirectory, RunError
+
+ROOT = Path(__file__).parents[1]
+QUICKSTART = ROOT / "results" / "quickstart"
+FEDEAS_OF_FOUR = 115
+"""What FedEAS generates on the digits partition of four clients at β = 4, α = 0.1."""
+
+
+def grouped(*runs: RunDirectory) -> list[Group]:
+    return group_runs(runs)[0]
+
+
+# ----------------------------------------------------------------------------------------------------------- groups
+
+
+def test_runs_that_differ_in_seed_alone_are_one_group(tmp_path: Path) -> None:
+    scores = {1: [0.1, 0.5], 3: [0.3, 0.5], 2: [0.2, 0.2]}
+    runs = [write_run(tmp_path / f"{s}", a, seed=s, backend="inline" if s == 1 else "ray") for s, a in scores.items()]
+    (group,) = grouped(*runs)
+    assert group.seeds == [1, 2, 3]
+    score = group.spread("last_20")
+    assert score is not None and score.values == pytest.approx((0.3, 0.2, 0.4))
+    assert (score.mean, score.sd) == pytest.approx((0.3, 0.1))
+    assert score.show(100) == "30.0 ± 10.0"
+    assert group.wall_clock == pytest.approx(2 * 2.75)  # not the clients' work, which overlaps
+
+
+def test_any_other_key_makes_another_group_and_names_it(tmp_path: Path) -> None:
+    runs = [write_run(tmp_path / f"{rate}", [0.5], learning_rate=rate) for rate in (0.05, 0.1)]
+    assert [group.name for group in grouped(*runs)] == ["learning-rate = 0.05", "learning-rate = 0.1"]
+    runs.append(write_run(tmp_path / "f", [0.6], images=FEDEAS_OF_FOUR, policy="fedeas", beta=4.0))
+    names = [group.name for group in grouped(*runs)]
+    assert names == [
+        "FedAvg, nothing generated, learning-rate = 0.05",
+        "FedAvg, nothing generated, learning-rate = 0.1",
+        "FedEAS",
+    ]
+    assert len({group.colour for group in grouped(*runs)}) == 3
+
+
+def test_what_a_policy_never_reads_does_not_set_runs_apart(tmp_path: Path) -> None:
+    one, other = (write_run(tmp_path / f"{s}", [0.5], seed=s, beta=float(s)) for s in (1, 2))
+    assert len(grouped(one, other)) == 1
+
+
+def test_one_run_twice_is_refused_also_as_its_record(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "a", [0.5], policy="fedeas", generator="builtin")
+    (tmp_path / "b").symlink_to(tmp_path / "a")
+    assert len(grouped(run, RunDirectory(tmp_path / "b"))[0].members) == 1  # one folder under two names
+    run.export(tmp_path / "record")
+    with pytest.raises(RunError, match=r"a and .*record are one run twice .*seed 1"):
+        group_runs([run, RunDirectory(tmp_path / "record")])
+
+
+def test_an_interrupted_run_is_shown_as_far_as_it_came(tmp_path: Path) -> None:
+    whole = write_run(tmp_path / "whole", [0.2, 0.4, 0.6], seed=1)
+    short = write_run(tmp_path / "short", [0.3, 0.5], seed=2, rounds=3, finished=False)
+    empty = write_run(tmp_path / "empty", [], seed=3, rounds=3, finished=False)
+    groups, left_out = group_runs([whole, short, empty])
+    assert np.allclose(groups[0].curve("accuracy"), [[0.2, 0.4, 0.6], [0.3, 0.5, np.nan]], equal_nan=True)
+    assert left_out == [f"{empty.path} has no finished round (interrupted)"]
+    page = as_html(make_document(groups, left_out))
+    assert "Not finished: short, 2 of 3 rounds, interrupted." in page and "has no finished round" in page
+    with pytest.raises(RunError, match=r"nothing to report: .*empty has no finished round"):
+        group_runs([empty])
+
+
+# ---------------------------------------------------------------------------------------------------------- figures
+
+
+def test_efficiency_is_the_papers() -> None:
+    # Its β sweep: FedAvg 55.52 %, β = 4 gives 66.11 % with 4,113 images, β = 20 74.05 % with 23,514.
+    assert efficiency(66.11 - 55.52, 4_113) == pytest.approx(2.575, abs=5e-4)
+    assert efficiency(74.05 - 55.52, 23_514) == pytest.approx(0.788, abs=5e-4)
+    assert efficiency(1.0, 0) is None
+
+
+def test_gain_is_over_the_same_run_without_images(tmp_path: Path) -> None:
+    none = write_run(tmp_path / "none", [0.5], threshold=0.9)
+    other = write_run(tmp_path / "prox", [0.1], strategy="fedprox")
+    fedeas = write_run(tmp_path / "fedeas", [0.7], images=400, policy="fedeas", beta=4.0)
+    groups = grouped(none, other, fedeas)
+    assert baseline_of(groups[-1], groups) is groups[0]
+    assert gain_and_efficiency(groups[-1], groups) == pytest.approx((20.0, 50.0))
+    assert gain_and_efficiency(groups[0], groups) is None
+    alone = grouped(other, fedeas)
+    assert gain_and_efficiency(alone[-1], alone) is None  # FedProx is no baseline of FedAvg
+
+
+def test_classes_and_clients_by_hand(tmp_path: Path) -> None:
+    per_class = [[0.9, 0.2] + [1.0] * 8, [0.5, 0.4] + [1.0] * 8]
+    extra = [
+        {"per_class_accuracy": row, "worst_client_accuracy": w} for row, w in zip(per_class, (0.1, 0.3), strict=True)
+    ]
+    (group,) = grouped(write_run(tmp_path / "a", [0.8, 0.8], extra=extra))
+    assert group.per_class is not None and group.per_class[:2] == pytest.approx([0.7, 0.3])
+    assert group.worst_class == pytest.approx((1, 0.3))
+    assert group.worst_client is not None and group.worst_client.mean == pytest.approx(0.2)
+    text = as_markdown(make_document([group]))
+    assert "| FedAvg, nothing generated | 1 | 30.0 | – | 90.0 |" in text and "## The worst client" in text
+
+
+def test_a_class_without_test_images_is_no_worst_class(tmp_path: Path) -> None:
+    extra = [{"per_class_accuracy": [None, 0.4] + [1.0] * 8}]
+    (group,) = grouped(write_run(tmp_path / "a", [0.8], extra=extra))
+    assert group.worst_class == pytest.approx((1, 0.4))
+    assert as_data([group])[0]["per_class_accuracy"][0] is None
+
+
+def test_the_heat_map_is_the_runs_own_or_none(tmp_path: Path) -> None:
+    keys: dict[str, Any] = {"policy": "fedeas", "beta": 4.0}
+    ran = write_run(tmp_path / "a", [0.5], images=FEDEAS_OF_FOUR, **keys)
+    (maps,), notes = maps_of(grouped(ran))
+    assert not notes and maps.generated[0][1].sum() == FEDEAS_OF_FOUR == allocation_of(ran.config()).sum()
+    early = write_run(tmp_path / "b", [0.5], images=FEDEAS_OF_FOUR, extra=[{"clients": [0, 1]}], **keys)
+    assert "would have 115 images, the run has 115" in maps_of(grouped(early))[1][0]  # two clients cannot have made all
+    other = write_run(tmp_path / "c", [0.5], images=999, **keys)
+    (maps,), notes = maps_of(grouped(other))
+    assert not maps.generated and "the run has 999" in notes[0]
+
+
+class Flat:
+    """A generator whose images say of which client and class they are."""
+
+    fingerprint, image_shape, num_classes = "flat", (8, 8, 1), 10
+
+    def sample(self, samples: Sequence[SampleId]) -> Any:
+        values = [100 * s.client + s.label for s in samples]
+        return np.array(values, np.uint8)[:, None, None, None] * np.ones((1, 8, 8, 1), np.uint8)
+
+
+def test_samples_come_from_the_cache_of_the_runs_own_generator_and_seed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FEDEAS_CACHE", str(tmp_path / "cache"))
+    keys: dict[str, Any] = {"policy": "fedeas", "beta": 4.0, "images": FEDEAS_OF_FOUR}
+    runs = [
+        write_run(tmp_path / f"{s}", [0.5], seed=s, generator=f"/models/g{s}", dataset="cifar10", **keys)
+        for s in (1, 2)
+    ]
+    about = describe_generator(runs[1].config())
+    for client, wanted in ((0, 3), (1, 20)):
+        ImageCache().ensure(Flat(), seed=2, client=client, wanted=[wanted] * 5 + [0] * 5, about=about)
+    (grid,) = samples.grids_of(grouped(*runs))  # the first run's generator never made an image
+    assert grid.title == "Generator g2, dpm++, seed 2"
+    assert [name for name, _ in grid.rows] == ["airplane", "automobile", "bird", "cat", "deer"]
+    assert grid.rows[3][1][:, 0, 0, 0].tolist() == [3] * 3 + [103] * 9
+    (damaged,) = (tmp_path / "cache").glob("images/*/client-00000/class-003/*.npy")
+    damaged.write_bytes(b"damaged")
+    assert samples.grids_of(grouped(*runs))[0].rows[3][1][:, 0, 0, 0].tolist() == [103] * 12
+    runs[1].export(tmp_path / "record")  # where the generator's path is a name alone
+    assert len(samples.grids_of(grouped(RunDirectory(tmp_path / "record")))) == 1
+    assert "Generated images" in as_markdown(make_document(grouped(runs[1])))
+
+
+# ------------------------------------------------------------------------------------------------------------- page
+
+
+class Links(HTMLParser):
+    """Everything in a page that a browser might fetch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[str] = []
+        self.tags: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        self.found += [value or "" for name, value in attrs if name in ("src", "href", "srcset", "data", "action")]
+
+
+def check_self_contained(page: str) -> None:
+    """No address that leads out of the page: in its tags, its style, or its pictures."""
+    links = Links()
+    links.feed(page)
+    assert not {"script", "iframe", "object"} & set(links.tags)
+    assert links.tags.count("img") >= 5
+    outside = [link for link in links.found if not link.startswith(("data:", "#"))]
+    assert outside == [] and "url(" not in page and "@import" not in page and "http" not in page
+    for link in links.found:
+        if link.startswith("data:image/svg+xml;base64,"):
+            picture = base64.b64decode(link.partition(",")[2]).decode()
+            inside = re.findall(r'href="([^"]*)"', picture)
+            assert all(target.startswith(("#", "data:")) for target in inside)
+            assert "<script" not in picture and not re.search(r"url\((?!#)", picture)
+
+
+@pytest.fixture(scope="module")
+def quickstart_page(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The committed quickstart's report, with its Markdown beside it."""
+    folder = tmp_path_factory.mktemp("page")
+    groups, left_out = group_runs([RunDirectory(QUICKSTART / name) for name in ("none", "fedeas", "uniform")])
+    write_report(groups, left_out, folder / "report.html", folder / "markdown")
+    return folder / "report.html"
+
+
+def test_the_page_needs_nothing_else(quickstart_page: Path) -> None:
+    page = quickstart_page.read_text()
+    check_self_contained(page)
+    for section in ("Results", "Accuracy", "What the images bought", "Classes before and after filling",
+                    "Where the images go", "How far clients pull apart", "Where the time went", "Configuration",
+                    "Environment"):  # fmt: skip
+        assert f">{section}</h2>" in page
+    for cell in ("74.5", "92.7", "+18.2", "20.416", "0.630"):
+        assert f"<td>{cell}</td>" in page
+
+
+def test_markdown_has_its_pictures_beside_it(quickstart_page: Path) -> None:
+    folder = quickstart_page.parent / "markdown"
+    text = (folder / "report.md").read_text()
+    pictures = re.findall(r"!\[[^]]*\]\(([^)]*)\)", text)
+    assert len(pictures) >= 6
+    for name in pictures:
+        with Image.open(folder / name) as picture:
+            assert picture.width >= 1500  # sharp enough for a slide
+        assert (folder / name).with_suffix(".svg").is_file()
+    assert "| FedEAS | 1 | 92.7 | 98.3 | 893 | +18.2 | 20.416 | 3 | 0.630 | 46 |" in text
+
+
+def test_the_same_runs_give_the_same_page(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "a", [0.1, 0.2])
+    assert as_html(make_document(grouped(run))) == as_html(make_document(grouped(run)))
+
+
+def test_what_runs_are_called_cannot_break_the_page(tmp_path: Path) -> None:
+    bad = 'x"><script>alert(1)</script>'
+    runs = [write_run(tmp_path / name, [0.5], weights=name) for name in ("a.safetensors", f"{bad[:12]}.safetensors")]
+    page = as_html(make_document(grouped(*runs)))
+    links = Links()
+    links.feed(page)
+    assert "script" not in links.tags and "&lt;script" in page
+
+
+PROBE = """<script>
+addEventListener("load", () => {
+  const images = [...document.images];
+  const asked = performance.getEntriesByType("resource").map((r) => r.name).filter((n) => !n.startsWith("data:"));
+  const drawn = images.filter((i) => i.naturalWidth > 100 && i.clientHeight > 100).length;
+  const facts = {images: images.length, drawn: drawn, asked: asked,
+    wide: document.documentElement.scrollWidth <= innerWidth, height: document.body.clientHeight};
+  document.body.setAttribute("data-facts", JSON.stringify(facts));
+  console.error("the probe's own line");
+});
+</script></body>"""
+
+
+def browser() -> str:
+    """A browser of the Chromium kind, or the test is skipped: none is downloaded for it."""
+    found = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+    if not found:
+        pytest.skip("no Chromium on this machine")
+    return found
+
+
+def test_a_browser_shows_the_page_and_has_nothing_to_complain_of(quickstart_page: Path, tmp_path: Path) -> None:
+    probed = tmp_path / "probed.html"
+    probed.write_text(quickstart_page.read_text().replace("</body>", PROBE))
+    options = ["--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", "--window-size=1280,5000",
+               f"--user-data-dir={tmp_path / 'profile'}", "--enable-logging=stderr"]  # fmt: skip
+    done = subprocess.run(
+        [browser(), *options, f"--screenshot={tmp_path / 'page.png'}", "--dump-dom", probed.as_uri()],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    complaints = re.findall(r'CONSOLE.*?"(.*)", source', done.stderr)
+    assert complaints == ["the probe's own line"], done.stderr[-2000:]
+    found = re.search(r"data-facts=\"([^\"]*)\"", done.stdout)
+    assert found, done.stderr[-2000:]
+    facts = json.loads(found[1].replace("&quot;", '"'))
+    assert facts["images"] == facts["drawn"] >= 6
+    assert facts["asked"] == [] and facts["wide"] and facts["height"] > 3000
+    with Image.open(tmp_path / "page.png") as picture:
+        pixels = np.asarray(picture.convert("RGB"))
+    red = (np.abs(pixels.astype(int) - (0xD1, 0x49, 0x5B)).max(axis=2) < 12).any(axis=1)
+    assert red[:40].any() and red[600:1300].sum() > 20  # the bar at the top, FedEAS's curve further down
+
+
+# ---------------------------------------------------------------------------------------------------------- command
+
+
+def fedeas(capsys: pytest.CaptureFixture[str], *words: str) -> str:
+    app(list(words), standalone_mode=False)
+    return capsys.readouterr().out
+
+
+def test_the_command_on_committed_records(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    printed = fedeas(capsys, "report", str(QUICKSTART))
+    assert re.search(r"FedEAS +1 +92\.7 +98\.3 +893 +\+18\.2 +20\.416 +3 +0\.630", printed)
+    data = json.loads(fedeas(capsys, "report", str(QUICKSTART), "--format", "json"))
+    fedeas_group = next(group for group in data["groups"] if group["name"] == "FedEAS")
+    assert fedeas_group["last_20"]["mean"] == pytest.approx(0.92744, abs=1e-5) and fedeas_group["last_20"]["sd"] is None
+    assert fedeas_group["eta"] == pytest.approx(20.416, abs=1e-3)
+    assert fedeas_group["rounds_to_threshold"] == [3] and fedeas_group["worst_class"]["class"] == 8
+
+
+def test_the_command_refuses_what_is_no_run(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    with pytest.raises(RunError, match="nothing to report: no run directory was found"):
+        fedeas(capsys, "report", str(tmp_path))
+    with pytest.raises(RunError, match="nowhere is not a folder"):
+        fedeas(capsys, "report", str(tmp_path / "nowhere"))
+    with pytest.raises(ValueError, match="format = 'xml': must be table or json"):
+        fedeas(capsys, "report", str(QUICKSTART), "--format", "xml")

@@ -1,0 +1,135 @@
+"""What finished runs keep and what may go; tables as JSON; how long things will take."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from rich.console import Console
+from run_records import write_run
+from runners import finish, small
+
+from fedeas_flwr import cli_images, event_log, progress
+from fedeas_flwr.cli import app
+from fedeas_flwr.config import KEYS, ConfigError
+from fedeas_flwr.generators import SampleId
+from fedeas_flwr.prepare import prepare
+from fedeas_flwr.progress import RoundProgress
+from fedeas_flwr.runs import Checkpoint, RunDirectory, RunError
+from fedeas_flwr.strategies import ALGORITHMS
+
+
+def fedeas(capsys: pytest.CaptureFixture[str], *words: str) -> str:
+    app(list(words), standalone_mode=False)
+    return capsys.readouterr().out
+
+
+def with_weights(run: RunDirectory) -> RunDirectory:
+    run.save_checkpoint(Checkpoint(1, {"w": np.zeros(1000, np.float32)}, {}))
+    run.save_model({"w": np.zeros(1000, np.float32)})
+    (run.path / "clients" / "0").mkdir(parents=True)
+    (run.path / "clients" / "0" / "state").write_bytes(b"x" * 500)
+    return run
+
+
+def test_prune_frees_what_a_finished_run_could_be_resumed_with(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = with_weights(write_run(tmp_path / "runs" / "a", [0.5]))
+    record = {name: (run.path / name).read_bytes() for name in ("config.json", "rounds.jsonl", "summary.json")}
+    assert "pruned 1 runs, 4." in fedeas(capsys, "runs", "prune", str(tmp_path / "runs"))
+    left = {path.name for path in run.path.iterdir()}
+    assert left == {*record, "status.json", "model.safetensors"}
+    assert all((run.path / name).read_bytes() == content for name, content in record.items())
+    fedeas(capsys, "runs", "prune", str(run.path), "--model")
+    assert not (run.path / "model.safetensors").exists()
+    # Without a checkpoint a resumed run would begin anew and throw its record away.
+    config = run.config().with_changes(resume=True, rounds=2)
+    with pytest.raises(RunError, match="was pruned: there is no checkpoint to go on from"):
+        RunDirectory.start(config, {})
+    assert (run.path / "rounds.jsonl").read_bytes() == record["rounds.jsonl"]
+
+
+def test_nothing_is_pruned_if_one_run_has_not_finished(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    done = with_weights(write_run(tmp_path / "a", [0.5]))
+    with_weights(write_run(tmp_path / "b", [0.5], rounds=2, finished=False))
+    with pytest.raises(RunError, match="b is interrupted, not finished: it needs its checkpoint, nothing is removed"):
+        fedeas(capsys, "runs", "prune", str(tmp_path))
+    assert (done.path / "checkpoint.safetensors").exists()
+
+
+def test_tables_as_json(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    keys = json.loads(fedeas(capsys, "keys", "--format", "json"))
+    assert tuple(row["key"] for row in keys) == KEYS and keys[0]["default"] == "digits"
+    found = json.loads(fedeas(capsys, "strategies", "--format", "json"))
+    assert len(found) == len(ALGORITHMS)
+    monkeypatch.setenv("FEDEAS_CACHE", str(tmp_path))
+    assert json.loads(fedeas(capsys, "cache", "ls", "--format", "json")) == []
+    for words in (["keys"], ["strategies"], ["cache", "ls"], ["sweep", "c.toml"], ["runs", "ls"], ["plan"], ["doctor"]):
+        with pytest.raises(ConfigError, match="format = 'xml': must be table or json"):
+            fedeas(capsys, *words, "--format", "xml")
+
+
+def test_a_run_says_how_long_it_will_take_by_the_rounds_of_this_sitting(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = write_run(tmp_path / "a", [0.5] * 5, rounds=10)
+    out = io.StringIO()
+    clock = iter([100.0, 150.0, 160.0])
+    monkeypatch.setattr(progress.time, "monotonic", lambda: next(clock))
+    with RoundProgress(run, 10, 3, Console(file=out, width=200)) as shown:  # three rounds were done before
+        shown.update()
+    first, second = out.getvalue().splitlines()
+    assert first.startswith("round   4/10") and first.endswith("50 s  about 5 min left")  # 6 × 50 s
+    assert second.endswith("60 s  about 2 min left")  # 5 × 30 s
+
+
+def test_generating_in_chunks_gives_the_same_images_and_tells_the_time(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Counting:
+        def sample(self, samples: Sequence[SampleId]) -> Any:
+            return np.array([s.index for s in samples])
+
+    monkeypatch.setattr(cli_images, "_LINE_EVERY", -1.0)
+    samples = [SampleId(0, 0, 0, index) for index in range(21)]
+    chunks: Any = list(cli_images._in_chunks(Counting(), samples, 2))  # type: ignore[arg-type]
+    assert [len(chunk) for chunk in chunks] == [8, 8, 5] and np.concatenate(chunks).tolist() == list(range(21))
+    assert "16 of 21 images, about 0 s left" in capsys.readouterr().err
+
+
+# ------------------------------------------------------------------------------------------------------ TensorBoard
+
+
+def test_every_number_of_a_round_becomes_a_curve() -> None:
+    record = {"round": 3, "accuracy": 0.5, "gamma_hat": None, "clients": [1, 2], "failures": [], "worst_client": 2}
+    record |= {"per_class_accuracy": [0.1, None], "seconds": {"clients": 2}}
+    assert dict(event_log.curves(record)) == {"accuracy": 0.5, "per_class_accuracy/0": 0.1, "seconds/clients": 2.0}
+
+
+def test_without_the_package_a_run_says_so_in_one_line_and_does_not_begin(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(event_log, "find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r"tensorboard = true: needs .* pip install 'fedeas-flwr\[tensorboard\]'"):
+        prepare(small(tmp_path / "run", policy="none", tensorboard=True), Console(file=io.StringIO()))
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_run_and_its_resumption_are_one_curve(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard", reason="the extra tensorboard is not installed")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    config = small(tmp_path / "run", policy="none", tensorboard=True)
+    run = finish(config)
+    finish(config.with_changes(resume=True, rounds=5))
+    found = EventAccumulator(str(run.path / "tensorboard"))
+    found.Reload()
+    accuracy = [(event.step, event.value) for event in found.Scalars("accuracy")]
+    assert accuracy == [(r["round"], pytest.approx(r["accuracy"])) for r in run.rounds()] and len(accuracy) == 5
+    assert "seconds/clients" in found.Tags()["scalars"] and "per_class_accuracy/9" in found.Tags()["scalars"]
