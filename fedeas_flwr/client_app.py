@@ -73,7 +73,8 @@ def query(message: Message, context: Context) -> Message:
     config, client, data = _open(context)
     question, level = messages.read_question(message)
     if question == "identity":
-        return messages.answer(message, client, partitions=len(data.partition.train))
+        own = len(data.partition.train[client])
+        return messages.answer(message, client, partitions=len(data.partition.train), examples=own)
     counts = _counts(data, client)
     if question == "plan":
         total = allocation.fedeas(counts, config.beta, config.gamma, not config.printed_rule).sum()

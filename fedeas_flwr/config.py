@@ -197,6 +197,18 @@ class RunConfig(BaseModel):
     min_replies: float = Field(
         1.0, gt=0, le=1, description="fraction of a round's clients that must reply, or it stops"
     )
+    failed_rounds: int = Field(
+        1,
+        ge=1,
+        le=100_000,
+        description="rounds in a row below min-replies that stop the run; until then the model stays",
+    )
+    max_examples: int = Field(
+        10_000_000, ge=1, le=2**40, description="most real samples a client may declare; its replies are held to them"
+    )
+    data_change: Literal["refuse", "replan"] = Field(
+        "refuse", description="what a client does whose labels changed after its plan: fail by name, or plan anew"
+    )
     node_wait: float = Field(10.0, ge=0, le=1e6, description="seconds to wait for the federation's nodes")
     round_timeout: float = Field(0.0, ge=0, le=1e6, description="seconds to wait for a round's replies; 0: for ever")
     checkpoint_every: int = Field(1, ge=1, le=100_000, description="rounds between checkpoints")
@@ -209,6 +221,9 @@ class RunConfig(BaseModel):
     )
     actors: int = Field(
         0, ge=0, le=4096, description="of `fedeas run` alone: clients at once; 0: one a core; on a GPU five, inline ten"
+    )
+    restarts: int = Field(
+        2, ge=0, le=1000, description="of `fedeas run` alone, under Ray: vain restarts in a row when processes die"
     )
     mps: Literal["auto", "off"] = Field(
         "auto", description="of `fedeas run` alone, under Ray on a GPU: run CUDA's MPS meanwhile, where there is one"

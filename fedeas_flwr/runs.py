@@ -46,6 +46,10 @@ NOT_THE_RUN = (
     "device",
     "node-wait",
     "round-timeout",
+    "failed-rounds",
+    "max-examples",
+    "data-change",
+    "restarts",
     "checkpoint-every",
 )
 """Keys that may differ when a run is resumed: they do not change what is computed on the same hardware."""
@@ -53,6 +57,10 @@ NOT_THE_RUN = (
 
 class RunError(RuntimeError):
     """A run that cannot start, go on, or be read; the message is one line for the user."""
+
+
+class ProcessesDiedError(RunError):
+    """A run that processes died under, by no fault of its own: it can go on from its checkpoint in fresh ones."""
 
 
 @dataclass(frozen=True)
@@ -224,13 +232,15 @@ class RunDirectory:
         """Where the shared generator stood last."""
         return dict(self._read_json("service.json"))
 
-    def set_status(self, status: str, error: str = "", pid: int | None = None) -> None:
+    def set_status(self, status: str, error: str = "", pid: int | None = None, died: bool = False) -> None:
         """Say where the run stands; ``error`` is one line, ``pid`` a process that was just started to run it.
+
+        ``died`` tells a launcher that processes of the run died, so that fresh ones may go on with it.
 
         Without ``pid`` this process is added to those that run it together (a launcher, and the ServerApp it started):
         the run goes on while one of them lives.
         """
-        found: dict[str, Any] = {"status": status, "error": error}
+        found: dict[str, Any] = {"status": status, "error": error, **({"died": True} if died else {})}
         if status == "running":
             this = identify(pid)
             others = [] if pid else [other for other in self.processes() if other["pid"] != this["pid"]]
@@ -245,11 +255,19 @@ class RunDirectory:
         except (RunError, KeyError, TypeError):
             return "unknown", ""
 
+    def has_died(self) -> bool:
+        """Whether it failed because processes died under it."""
+        try:
+            return bool(self._read_json("status.json").get("died"))
+        except (RunError, AttributeError):
+            return False
+
     def processes(self) -> list[dict[str, Any]]:
         """The living processes that said that they run it."""
-        return [process for process in self._announced() if still_runs(process)]
+        return [process for process in self.announced() if still_runs(process)]
 
-    def _announced(self) -> list[dict[str, Any]]:
+    def announced(self) -> list[dict[str, Any]]:
+        """All processes that said that they run it, dead ones too."""
         try:
             return list(self._read_json("status.json").get("processes", []))
         except RunError:
@@ -266,7 +284,7 @@ class RunDirectory:
         """
         status = self.status()[0]
         if status == "running" and not self.processes():
-            return "elsewhere" if any(is_elsewhere(process) for process in self._announced()) else "interrupted"
+            return "elsewhere" if any(is_elsewhere(process) for process in self.announced()) else "interrupted"
         return "finished" if status == "unknown" and (self.path / "summary.json").exists() else status
 
     def _write_json(self, name: str, value: Mapping[str, Any]) -> None:

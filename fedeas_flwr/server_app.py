@@ -22,9 +22,10 @@ from fedeas_flwr.generators.service import start_service
 from fedeas_flwr.local_data import federated_data
 from fedeas_flwr.models import split_state
 from fedeas_flwr.paths import cache_root
-from fedeas_flwr.runs import Arrays, Checkpoint, RunDirectory, RunError, describe_environment
+from fedeas_flwr.runs import Arrays, Checkpoint, ProcessesDiedError, RunDirectory, RunError, describe_environment
 from fedeas_flwr.strategies import build_strategy
-from fedeas_flwr.strategies.federation import Evaluate, Federation, wait_for_nodes
+from fedeas_flwr.strategies.federation import Evaluate, Federation
+from fedeas_flwr.strategies.roster import wait_for_nodes
 from fedeas_flwr.training import Normaliser, copy_state, evaluate, network, pick_device
 
 app = ServerApp()
@@ -62,7 +63,7 @@ def _recorded(grid: Grid, config: RunConfig, run: RunDirectory, device: str) -> 
         run.set_status("interrupted")
         raise
     except BaseException as error:
-        run.set_status("failed", one_line(error))
+        run.set_status("failed", one_line(error), died=isinstance(error, ProcessesDiedError))
         log(ERROR, "The run failed: %s", one_line(error))
         raise
     finally:

@@ -11,6 +11,7 @@ from fedeas_flwr import messages
 from fedeas_flwr.config import RunConfig
 from fedeas_flwr.messages import MessageError
 from fedeas_flwr.runs import Checkpoint, RunError
+from fedeas_flwr.strategies.delivery import deliver
 
 
 def ask_clients_to_test(grid: Grid, config: RunConfig, nodes: Mapping[int, int], state: Checkpoint) -> dict[str, Any]:
@@ -20,8 +21,8 @@ def ask_clients_to_test(grid: Grid, config: RunConfig, nodes: Mapping[int, int],
     clients = {node: client for client, node in nodes.items()}
     reports = []
     failed = f"no reply within {config.round_timeout:g} s"
-    for reply in grid.send_and_receive(questions, timeout=config.round_timeout or None):
-        client = clients[reply.metadata.src_node_id]
+    for node, reply in deliver(grid, questions, config.round_timeout).items():
+        client = clients[node]
         try:
             if reply.has_error():
                 raise MessageError(messages.failure_reason(reply))
