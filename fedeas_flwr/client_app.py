@@ -6,6 +6,7 @@ message says; everything it keeps between rounds is on disk (client_state.py, ca
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Callable
@@ -46,6 +47,7 @@ from fedeas_flwr.training import (
 from fedeas_flwr.training.pool import EnginePool
 from fedeas_flwr.waterfill import waterfill_count, waterfill_fill
 
+logger = logging.getLogger(__name__)
 app = ClientApp()
 Handler = Callable[[Message, Context], Message]
 
@@ -100,8 +102,9 @@ def train_client(message: Message, context: Context) -> Message:
     state = store.load(task.accepted_round)
 
     began = time.perf_counter()
-    if state.generate is None:  # first participation
-        state = replace(state, generate=plan_client(config, data, client, task.beta, task.share))
+    if state.generate is None or data_changed(config, data, client, state):  # the former: first participation
+        plan = plan_client(config, data, client, task.beta, task.share)
+        state = replace(state, generate=plan, counts=tuple(_counts(data, client)[0].tolist()))
     images, labels, made, rejected = _images(config, data, client, state.generate or (), device, task.service)
     generated_at = time.perf_counter()
 
@@ -125,7 +128,7 @@ def train_client(message: Message, context: Context) -> Message:
     trainable, buffers = (dict(s) if live else plain(s) for s in trained)
     finished = part.finish(local, trainable, buffers)
     needed = (task.accepted_round, task.checkpointed_round)
-    store.save(task.round, ClientState(state.generate, state.steps + result.steps, finished.memory), needed)
+    store.save(task.round, replace(state, steps=state.steps + result.steps, memory=finished.memory), needed)
     report = TrainReport(
         client=client,
         examples=len(data.partition.train[client]),
@@ -152,6 +155,27 @@ def evaluate_client(message: Message, context: Context) -> Message:
     images, labels = (torch.tensor(array, device=device) for array in data.test(client))
     result = evaluate(model, images, labels, data.num_classes, Normaliser(data.dataset.mean, data.dataset.std, device))
     return messages.evaluate_reply(message, EvaluateReport(client, result.examples, result.correct, result.loss))
+
+
+def data_changed(config: RunConfig, data: FederatedData, client: int, state: ClientState) -> bool:
+    """Whether this client's label counts are others than those its plan was made for.
+
+    Raises
+    ------
+    ValueError
+        If they are and the run-config does not allow to plan anew: an average of clients that are no longer what they
+        declared is not the run that was asked for. The counts themselves are not told.
+    """
+    now = tuple(_counts(data, client)[0].tolist())
+    if state.counts is None or state.counts == now:
+        return False
+    if config.data_change == "refuse":
+        raise ValueError(
+            f"data-change = 'refuse': the labels of client {client} are not those it planned with, {sum(state.counts)} "
+            f"samples then and {sum(now)} now; 'replan' lets it plan anew"
+        )
+    logger.warning("client %d: its labels changed, so that it plans anew", client)
+    return True
 
 
 def plan_client(config: RunConfig, data: FederatedData, client: int, beta: float, share: Share) -> tuple[int, ...]:

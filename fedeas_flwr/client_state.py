@@ -37,6 +37,8 @@ class ClientState:
     """How many its accepted rounds took."""
     memory: Mapping[str, Any] = field(default_factory=dict)
     """Arrays of the algorithm's own."""
+    counts: tuple[int, ...] | None = None
+    """The label counts that the plan was made for. Like all of this they stay with the client."""
 
 
 @dataclass
@@ -79,7 +81,13 @@ class ClientStore:
             found = json.loads(path.read_text(encoding="utf-8"))
             generate, arrays = found["generate"], path.with_suffix(".safetensors")
             memory = load(arrays.read_bytes()) if found["memory"] else {}
-            return ClientState(None if generate is None else tuple(map(int, generate)), int(found["steps"]), memory)
+            counts = found.get("counts")
+            return ClientState(
+                None if generate is None else tuple(map(int, generate)),
+                int(found["steps"]),
+                memory,
+                None if counts is None else tuple(map(int, counts)),
+            )
         except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
             raise RuntimeError(f"client state {path} of round {accepted_round} cannot be read: {error}") from None
 
@@ -105,8 +113,8 @@ class ClientStore:
         path, memory = self._path(this_round), plain(state.memory)
         if memory:
             atomic_write(path.with_suffix(".safetensors"), save(memory))
-        text = json.dumps({"generate": state.generate, "steps": state.steps, "memory": bool(memory)})
-        atomic_write(path, text.encode())  # last: a version is there when this file is
+        facts = {"generate": state.generate, "counts": state.counts, "steps": state.steps, "memory": bool(memory)}
+        atomic_write(path, json.dumps(facts).encode())  # last: a version is there when this file is
 
     def is_written(self, this_round: int) -> bool:
         """Whether a version is on disk."""

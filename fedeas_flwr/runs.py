@@ -29,7 +29,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
 
 from fedeas_flwr.config import ConfigError, RunConfig, parse_config
-from fedeas_flwr.paths import atomic_write
+from fedeas_flwr.paths import atomic_write, remove_unfinished
 from fedeas_flwr.processes import identify, is_elsewhere, still_runs
 
 Arrays = dict[str, Any]
@@ -97,6 +97,7 @@ class RunDirectory:
         run = cls(Path(config.run_dir))
         if config.resume:
             run._check_same(config)
+            remove_unfinished(run.path)
         elif (run.path / "rounds.jsonl").exists():
             raise RunError(f"run-dir = '{run.path}' already holds a run: resume it or name another folder")
         try:

@@ -97,14 +97,17 @@ def shared_generator(federation: Federation, config: RunConfig, run: RunDirector
 
 @contextmanager
 def log_to(path: Path) -> Iterator[None]:
-    """Keep Flower's log in the run directory too."""
+    """Keep Flower's log, and what our own modules say, in the run directory too."""
     handler = logging.FileHandler(path, encoding="utf-8")
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
-    logging.getLogger("flwr").addHandler(handler)
+    loggers = [logging.getLogger(name) for name in ("flwr", "fedeas_flwr")]
+    for logger in loggers:
+        logger.addHandler(handler)
     try:
         yield
     finally:
-        logging.getLogger("flwr").removeHandler(handler)
+        for logger in loggers:
+            logger.removeHandler(handler)
         handler.close()
 
 

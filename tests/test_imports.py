@@ -12,7 +12,7 @@ import pytest
 PACKAGE = Path(__file__).parents[1] / "fedeas_flwr"
 
 LAYERS = [
-    {"counts", "paths", "sizes", "streams", "metrics", "processes"},
+    {"counts", "npy", "paths", "sizes", "streams", "metrics", "processes"},
     {"waterfill", "allocation", "partition"},
     {"budget_path"},
     {"config", "planning", "choosing", "curves", "data"},

@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedeas_flwr.generators import SampleId
+from fedeas_flwr.npy import read_archive
 from fedeas_flwr.streams import stream
 
 _SUFFIXES = (".png", ".jpg", ".jpeg")
@@ -87,9 +88,8 @@ class BankGenerator:
 
     def _read_npz(self) -> list[NDArray[np.uint8]]:
         try:
-            with np.load(self.path, allow_pickle=False) as arrays:
-                x, y = arrays["x"], arrays["y"]
-        except (OSError, ValueError, KeyError, EOFError) as error:
+            x, y = read_archive(self.path, ("x", "y")).values()
+        except ValueError as error:
             raise ValueError(f"generator: bank {self.path} is not an .npz file with x and y ({error})") from None
         if x.dtype != np.uint8 or x.shape[1:] != self.image_shape or y.shape != x.shape[:1] or y.dtype.kind not in "iu":
             shapes = f"x {x.dtype} {list(x.shape)}, y {y.dtype} {list(y.shape)}"
@@ -120,7 +120,7 @@ class BankGenerator:
         try:
             with Image.open(file) as image:
                 pixels = image.convert("L" if channels == 1 else "RGB")
-        except (UnidentifiedImageError, OSError) as error:
+        except (UnidentifiedImageError, Image.DecompressionBombError, OSError, ValueError, SyntaxError) as error:
             raise ValueError(f"generator: {file} is not an image ({error})") from None
         if pixels.size != (width, height):
             pixels = pixels.resize((width, height), Image.Resampling.LANCZOS)

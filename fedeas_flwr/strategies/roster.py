@@ -22,6 +22,9 @@ from fedeas_flwr.strategies.declarations import Declarations
 from fedeas_flwr.strategies.delivery import deliver, has_died
 from fedeas_flwr.waterfill import waterfill_level
 
+NOTHING = Share(level=2.0)
+"""No image under any policy: a marginal gain, which waterfill's level is, never exceeds 1."""
+
 
 class Roster:
     """The clients behind a grid.
@@ -69,16 +72,17 @@ class Roster:
 
     def plan(self) -> None:
         """Agree on a matched budget: each client says two whole numbers and is given its share of the total."""
-        clients = sorted(self.nodes)
-        if not self.config.matched or self.config.policy == "greedy":
-            self.shares = dict.fromkeys(clients, Share())
-            return
+        if self.config.matched and self.config.policy != "greedy":
+            self.shares = self._matched_shares(sorted(self.nodes)) | dict.fromkeys(self.refused, NOTHING)
+        else:
+            self.shares = dict.fromkeys(self.nodes, Share())
+
+    def _matched_shares(self, clients: Sequence[int]) -> dict[int, Share]:
         spent, absent = self._ask_all("plan", ("total", "absent"), self.declared.check_plan)
         total = self.config.total or int(spent.sum())
         if self.config.policy == "waterfill":
             water = waterfill_level(total, self._count_at)
-            self.shares = {c: Share(extra=int(e), level=water.level) for c, e in zip(clients, water.extra, strict=True)}
-            return
+            return {c: Share(extra=int(e), level=water.level) for c, e in zip(clients, water.extra, strict=True)}
         pairs = (
             absent
             if self.config.policy == "missing-only"
@@ -86,7 +90,7 @@ class Roster:
         )
         pairs[[client in self.refused for client in clients]] = 0
         parts = shares(total, pairs)
-        self.shares = {c: Share(base, extra) for c, (base, extra) in zip(clients, parts, strict=True)}
+        return {c: Share(base, extra) for c, (base, extra) in zip(clients, parts, strict=True)}
 
     def _count_at(self, level: float) -> Any:
         def check(client: int, count: int) -> None:

@@ -148,15 +148,13 @@ def test_killed_processes_cost_time_and_nothing_else(tmp_path: Path, kind: str) 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("nothing_is_left_behind")
-def test_what_dies_every_time_ends_the_run_with_its_checkpoint(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_dies_every_time_ends_the_run_with_its_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(Path(__file__).parents[1])
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[1]))
     run = finish(small(tmp_path / "r", policy="none", rounds=1, model="users_models:that_may_kill"))
     monkeypatch.setenv("KILLS_ITS_PROCESS", "1")
     keys = {"policy": "none", "rounds": 3, "model": "users_models:that_may_kill", "restarts": 0, "resume": True}
-    with pytest.raises(RunError, match="round 2: .* clients failed"):
+    with pytest.raises(RunError, match=r"round 2: .* clients failed"):
         finish(small(tmp_path / "r", backend="ray", actors=2, **keys))
     assert run.status()[0] == "failed"
     checkpoint = run.load_checkpoint()
