@@ -88,7 +88,7 @@ class ClientStore:
                 memory,
                 None if counts is None else tuple(map(int, counts)),
             )
-        except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
+        except (OSError, ValueError, KeyError, TypeError, RecursionError, SafetensorError) as error:
             raise RuntimeError(f"client state {path} of round {accepted_round} cannot be read: {error}") from None
 
     def save(self, this_round: int, state: ClientState, still_needed: Sequence[int]) -> None:

@@ -345,7 +345,7 @@ def read_config(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
         values = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"config file {path}: {error.strerror or error}") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except (ValueError, RecursionError) as error:  # also numbers of thousands of digits, and brackets as deep
         raise ConfigError(f"config file {path} is not TOML: {error}") from None
     return parse_config({**values, **parse_overrides(overrides)})
 
@@ -359,6 +359,6 @@ def parse_overrides(overrides: Sequence[str]) -> dict[str, Any]:
             raise ConfigError(f"'{word}' is not key=value")
         try:
             values[key.strip()] = tomllib.loads(f"v = {text.strip()}")["v"]
-        except tomllib.TOMLDecodeError:
+        except (ValueError, RecursionError):
             values[key.strip()] = text.strip()
     return values

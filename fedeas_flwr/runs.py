@@ -141,9 +141,12 @@ class RunDirectory:
         records: list[dict[str, Any]] = []
         for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
             try:
-                records.append(json.loads(line))
-            except json.JSONDecodeError:
+                record = json.loads(line)
+            except (ValueError, RecursionError):
                 break
+            if not isinstance(record, dict):
+                break
+            records.append(record)
         return records
 
     def append_round(self, record: Mapping[str, Any]) -> None:
@@ -296,7 +299,7 @@ class RunDirectory:
             return json.loads((self.path / name).read_text(encoding="utf-8"))
         except OSError:
             raise RunError(f"{self.path} is not a run directory: {name} is missing") from None
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise RunError(f"{self.path / name} is not JSON: {error}") from None
 
 

@@ -1,7 +1,8 @@
 """Row 4: faults of the generator and of its cache. No image is lost, doubled or half there.
 
 Damaged, truncated, lost and foreign shards, and generators that die or lie, are in test_cache.py; a generator killed
-under Ray in test_run_ray.py; a stale key is another generator's folder (test_cache.py).
+under Ray in test_run_ray.py; a stale key is another generator's folder (test_cache.py); eight writers at once are in
+test_upkeep.py.
 """
 
 from __future__ import annotations
@@ -11,14 +12,13 @@ import signal
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 from numpy.typing import NDArray
 from runners import finish, small, weights
 from small_disks import remount, tiny_disk
-from test_5_killed_server import STEPS, die_at, forked, forks
+from test_5_killed_server import STEPS, die_at, forked
 from test_cache import Fake, ids
 
 from fedeas_flwr.cache import ImageCache
@@ -35,22 +35,6 @@ class Slow(Fake):
     def sample(self, samples: Sequence[SampleId]) -> NDArray[np.uint8]:
         time.sleep(0.005)
         return super().sample(samples)
-
-
-def make(root: Path, made: Any) -> None:
-    images, _, count = ImageCache(root).ensure(Slow(), seed=0, client=0, wanted=WANTED)
-    made.put((count, np.array_equal(images, Fake().sample(ids(0, 0, WANTED)))))
-
-
-def test_eight_writers_at_once_make_every_image_once(tmp_path: Path) -> None:
-    made = forks.Queue()
-    writers = [forked(make, tmp_path, made) for _ in range(8)]
-    found = [made.get(timeout=60) for _ in writers]
-    for writer in writers:
-        writer.join()
-    assert sum(count for count, _ in found) == sum(WANTED)
-    assert all(right for _, right in found)
-    assert verify(ImageCache(tmp_path))[1] == []
 
 
 def make_and_die(root: Path, step: str) -> None:
@@ -72,7 +56,7 @@ def test_a_writer_killed_inside_a_shard_leaves_nothing_half_there(tmp_path: Path
 
 
 def test_a_full_disk_keeps_what_is_whole_and_goes_on_when_there_is_room(tmp_path: Path) -> None:
-    with tiny_disk(tmp_path / "disk", "size=48k") as disk:
+    with tiny_disk(tmp_path / "disk", "size=24k") as disk:
         cache, slow = ImageCache(disk / "images"), Slow()
         with pytest.raises(OSError, match="No space left") as full:
             cache.ensure(slow, seed=0, client=0, wanted=WANTED)

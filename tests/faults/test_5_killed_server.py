@@ -91,9 +91,13 @@ def ended_by_kill(child: Any) -> bool:
     return child.exitcode == -signal.SIGKILL
 
 
-@pytest.mark.parametrize("step", STEPS)
+QUICK = [("scaffold", "half written"), ("scaffold", "about to be renamed"), ("scaffold", "renamed")]
+ALL = [(strategy, step) for strategy in STATEFUL for step in STEPS]
+
+
 @pytest.mark.parametrize(
-    "strategy", [name if name == "scaffold" else pytest.param(name, marks=pytest.mark.slow) for name in STATEFUL]
+    ("strategy", "step"),
+    [case if case in QUICK else pytest.param(*case, marks=pytest.mark.slow) for case in ALL],
 )
 def test_killed_inside_the_checkpoints_write(tmp_path: Path, strategy: str, step: str) -> None:
     keys = {**KEYS, "strategy": strategy, **STATEFUL[strategy]}
