@@ -52,6 +52,7 @@ class Watch:
 
     def __init__(self, run: RunDirectory) -> None:
         self._run, self._stop = run, threading.Event()
+        self._offset = 0
         self.samples: dict[str, list[tuple[float, float]]] = {}
         self._thread = threading.Thread(target=self._work, daemon=True)
 
@@ -64,8 +65,10 @@ class Watch:
         self._thread.join()
 
     def _work(self) -> None:
+        done = 0
         while not self._stop.wait(0.5):
-            done = len(self._run.rounds())
+            new, self._offset = self._run.rounds_from(self._offset)
+            done = new[-1]["round"] if new else done
             for role, amount in self._look().items():
                 self.samples.setdefault(role, []).append((done, amount))
 

@@ -137,17 +137,32 @@ class RunDirectory:
 
     def rounds(self) -> list[dict[str, Any]]:
         """The recorded rounds; a last line cut short by a crash is left out."""
+        return self.rounds_from(0)[0]
+
+    def rounds_from(self, offset: int) -> tuple[list[dict[str, Any]], int]:
+        """The rounds recorded behind a place in their file, and the place to look from next time.
+
+        Whoever follows a run then reads every record once, or again from the first where rounds were taken back
+        (`keep_rounds`) and the place is no longer between two of them.
+        """
         path = self.path / "rounds.jsonl"
         records: list[dict[str, Any]] = []
-        for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
-            try:
-                record = json.loads(line)
-            except (ValueError, RecursionError):
-                break
-            if not isinstance(record, dict):
-                break
-            records.append(record)
-        return records
+        if not path.exists():
+            return records, 0
+        with path.open("rb") as file:
+            file.seek(max(0, offset - 1))
+            if offset and file.read(1) != b"\n":
+                return self.rounds_from(0)
+            for line in file:
+                try:
+                    record = json.loads(line)
+                except (ValueError, RecursionError):
+                    break
+                if not isinstance(record, dict) or not line.endswith(b"\n"):
+                    break
+                records.append(record)
+                offset = file.tell()
+        return records, offset
 
     def append_round(self, record: Mapping[str, Any]) -> None:
         """Add one finished round."""
