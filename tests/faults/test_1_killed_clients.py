@@ -84,6 +84,25 @@ def test_a_clients_own_error_is_not_tried_again(tmp_path: Path) -> None:
     assert sorted(tries) == [0, 1, 2]
 
 
+def test_the_launcher_goes_on_while_rounds_are_gained_and_gives_up_after_vain_restarts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    resumed: list[bool] = []
+
+    def dies(config: Any, run: RunDirectory, progress: Any) -> None:
+        assert run.status()[0] == "running"
+        resumed.append(config.resume)
+        if len(resumed) <= 3:
+            run.append_round({"round": len(resumed), "accuracy": 0.5, "generated": 0, "failures": []})
+        raise ProcessesDiedError("killed")
+
+    monkeypatch.setattr("fedeas_flwr.launch._run_ray", dies)
+    with pytest.raises(RunError, match="killed"):
+        finish(small(tmp_path / "r", backend="ray", restarts=2))
+    assert resumed == [False, *[True] * 5]  # three that gained a round, and three in vain: the first and two restarts
+    assert RunDirectory(tmp_path / "r").status() == ("failed", "killed")
+
+
 # ------------------------------------------------------------------------------------------ for real, under Ray
 
 

@@ -7,9 +7,11 @@ that follow from what a client declared, and false answers in the plan round.
 from __future__ import annotations
 
 import io
+import re
 import resource
 import struct
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,15 +19,15 @@ import numpy as np
 import pytest
 from flwr.app import Array, ArrayRecord, Context, Error, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
-from test_federation import EXAMPLES, START, federation, toy_app
-from test_messages import BAD, read, reply
+from test_federation import EXAMPLES, START, VALUES, federation, toy_app
+from test_messages import BAD, COUNTERS, TRAINABLE, read, reply
 
 from fedeas_flwr import allocation, client_app, messages
 from fedeas_flwr.config import parse_config
 from fedeas_flwr.grids import InlineGrid
 from fedeas_flwr.local_data import planned_counts
 from fedeas_flwr.messages import ARRAYS, METRICS, MessageError, TrainReport
-from fedeas_flwr.runs import RunDirectory, RunError
+from fedeas_flwr.runs import Checkpoint, RunDirectory, RunError
 from fedeas_flwr.strategies import build_strategy
 from fedeas_flwr.strategies.federation import Federation
 
@@ -36,29 +38,40 @@ def identity() -> None:
     InlineGrid(client_app.app, 1, {})
 
 
-def spoiled(client: int, message: Message, name: str) -> Message:
-    """A toy client's reply, spoiled as `test_messages.BAD` names it; its arrays are called w and n there too."""
-    report = TrainReport(client, EXAMPLES[client], 1.0, 1, 0, 0, 0.0, 0.0)
-    arrays = {"w": np.zeros(2, np.float32)}
-    made = messages.train_reply(message, report, arrays, dict(START.buffers), {})
-    content = RecordDict(dict(made.content.items()))
-    BAD[name][0](content)
-    made.content = content
-    return made
+def app_with(spoil: Callable[[RecordDict], None]) -> ClientApp:
+    """Clients with the arrays of test_messages.py, each its own constant; client 1's reply is spoiled."""
+    app = ClientApp()
+
+    @app.query()
+    def query(message: Message, context: Context) -> Message:
+        client = int(context.node_config["partition-id"])
+        return messages.answer(message, client, partitions=3, examples=EXAMPLES[client])
+
+    @app.train()
+    def train(message: Message, context: Context) -> Message:
+        client = int(context.node_config["partition-id"])
+        arrays = {key: np.full_like(like, VALUES[client]) for key, like in TRAINABLE.items()}
+        report = TrainReport(client, EXAMPLES[client], 0.5, 1, 0, 0, 0.0, 0.0)
+        made = messages.train_reply(message, report, arrays, COUNTERS, {})
+        content = RecordDict(dict(made.content.items()))
+        if client == 1:
+            spoil(content)
+        made.content = content
+        return made
+
+    return app
 
 
-NOT_OF_A_TOY = ("infinity", "broadcastable shape", "missing key")  # it has no second array
-
-
-@pytest.mark.parametrize("name", [name for name in BAD if name not in NOT_OF_A_TOY])
+@pytest.mark.parametrize("name", BAD)
 def test_one_bad_reply_of_any_kind_leaves_the_average_of_the_rest(tmp_path: Path, name: str) -> None:
-    def misbehave(client: int, message: Message) -> Message | None:
-        return spoiled(client, message, name) if client == 1 else None
-
-    made = federation(tmp_path, toy_app(misbehave), **{"min-replies": 0.5})
-    state, outcome = made.train_round(START)
-    assert state.trainable["w"] == pytest.approx((30 * 1.0 + 60 * 2.0) / 90)
-    assert [failure["client"] for failure in outcome.failures] == [1]
+    spoil, reason = BAD[name]
+    start = Checkpoint(0, {k: np.zeros_like(v) for k, v in TRAINABLE.items()}, dict(COUNTERS))
+    state, outcome = federation(tmp_path, app_with(spoil), **{"min-replies": 0.5}).train_round(start)
+    for array in state.trainable.values():
+        assert array == pytest.approx((30 * 1.0 + 60 * 2.0) / 90)
+    (failure,) = outcome.failures
+    assert failure["client"] == 1
+    assert re.search(reason.replace("client 5", "client 1"), failure["reason"])
     assert state.accepted == {0: 1, 2: 1}
 
 
