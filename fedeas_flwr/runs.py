@@ -133,7 +133,10 @@ class RunDirectory:
 
     def environment(self) -> dict[str, Any]:
         """What the run ran on."""
-        return dict(self._read_json("config.json")["environment"])
+        try:
+            return dict(self._read_json("config.json")["environment"])
+        except (KeyError, TypeError, ValueError) as error:
+            raise RunError(f"{self.path / 'config.json'} is not a run's config: {error}") from None
 
     def rounds(self) -> list[dict[str, Any]]:
         """The recorded rounds; a last line cut short by a crash is left out."""
@@ -311,11 +314,14 @@ class RunDirectory:
 
     def _read_json(self, name: str) -> Any:
         try:
-            return json.loads((self.path / name).read_text(encoding="utf-8"))
+            found = json.loads((self.path / name).read_text(encoding="utf-8"))
         except OSError:
             raise RunError(f"{self.path} is not a run directory: {name} is missing") from None
         except (ValueError, RecursionError) as error:
             raise RunError(f"{self.path / name} is not JSON: {error}") from None
+        if not isinstance(found, dict):
+            raise RunError(f"{self.path / name} is not a JSON object")
+        return found
 
 
 def plain(arrays: Mapping[str, Any]) -> Arrays:

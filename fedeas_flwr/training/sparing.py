@@ -178,7 +178,8 @@ def is_out_of_memory(error: BaseException) -> bool:
     """Whether an error, or what it came from, says that memory ran out, on a GPU or here."""
     seen: BaseException | None = error
     while seen is not None:
-        if isinstance(seen, (torch.OutOfMemoryError, MemoryError)) or "can't allocate memory" in str(seen):
+        # torch has no class of its own for the processor's memory.
+        if isinstance(seen, (torch.OutOfMemoryError, MemoryError)) or "DefaultCPUAllocator: " in str(seen):
             return True
         seen = seen.__cause__ or seen.__context__
     return False

@@ -289,7 +289,7 @@ FILES = ["config.json", "status.json", "summary.json", "rounds.jsonl", "checkpoi
 
 
 @pytest.mark.slow
-@cases(60)
+@cases(30)
 @given(
     file=st.sampled_from(FILES),
     content=st.binary(max_size=60) | anything.map(lambda value: json.dumps(value).encode()),
@@ -297,6 +297,7 @@ FILES = ["config.json", "status.json", "summary.json", "rounds.jsonl", "checkpoi
 @example("status.json", b"[" * 100_000)
 @example("status.json", b"[]")
 @example("rounds.jsonl", b"{}\n")
+@example("summary.json", b"null")
 def test_run_directories(file: str, content: bytes) -> None:
     with tempfile.TemporaryDirectory() as folder:
         run = RunDirectory.start(parse_config({"run-dir": folder, "clients": 2}), {})

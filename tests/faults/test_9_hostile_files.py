@@ -167,10 +167,14 @@ def test_a_shard_that_claims_more_than_it_is_takes_no_memory() -> None:
 def test_a_picture_of_gigapixels_is_not_opened(tmp_path: Path) -> None:
     folder = tmp_path / "bank" / "0"
     folder.mkdir(parents=True)
-    header = b"IHDR" + struct.pack(">IIBBBBB", 40_000, 40_000, 8, 0, 0, 0, 0)
-    chunk = struct.pack(">I", 13) + header + struct.pack(">I", zlib.crc32(header))
-    (folder / "bomb.png").write_bytes(b"\x89PNG\r\n\x1a\n" + chunk)
-    with pytest.raises(ValueError, match=r"bomb\.png is not an image"):
+    chunks = (
+        b"IHDR" + struct.pack(">IIBBBBB", 40_000, 40_000, 8, 0, 0, 0, 0),
+        b"IDAT" + zlib.compress(bytes(99)),
+        b"IEND",
+    )
+    content = b"".join(struct.pack(">I", len(c) - 4) + c + struct.pack(">I", zlib.crc32(c)) for c in chunks)
+    (folder / "bomb.png").write_bytes(b"\x89PNG\r\n\x1a\n" + content)
+    with pytest.raises(ValueError, match=r"bomb\.png is not an image .*decompression bomb"):
         BankGenerator(tmp_path / "bank", classes=DIGITS, image_shape=(8, 8, 1))
 
 
