@@ -14,7 +14,7 @@ from fedeas_flwr.local_data import FederatedData, federated_data
 from fedeas_flwr.partition import Partition
 from fedeas_flwr.runs import RunDirectory, RunError
 
-KEYS: dict[str, Any] = {"policy": "fedeas", "beta": 2.0, "participation": 1.0}
+KEYS: dict[str, Any] = {"policy": "fedeas", "beta": 2.0, "alpha": 0.5, "participation": 1.0}
 
 
 def lose_samples(monkeypatch: pytest.MonkeyPatch, client: int, kept: int) -> None:
