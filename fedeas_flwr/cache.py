@@ -19,7 +19,6 @@ import io
 import itertools
 import json
 import os
-import threading
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -29,13 +28,12 @@ from filelock import FileLock
 from numpy.typing import NDArray
 
 from fedeas_flwr.generators import Generator, SampleId, batch_size
-from fedeas_flwr.paths import atomic_write, cache_root
+from fedeas_flwr.npy import read_array
+from fedeas_flwr.paths import atomic_write, cache_root, remove_unfinished
 
 MANIFEST = "manifest.json"
 _DIGEST_BYTES = 32
 _BATCHES_A_CHUNK = 4
-_parsing = threading.Lock()
-"""NumPy parses a file's header as Python, and Python 3.11 counts the depth of that wrongly when two threads do it."""
 
 Images = NDArray[np.uint8]
 
@@ -93,11 +91,13 @@ class ImageCache:
         if not len(labels):
             return images, labels, 0
         folder = self._client_folder(generator, seed, client)
+        _refuse_links(folder.parent, folder, Path(f"{folder}.lock"), *folder.glob("class-*"))
         folder.mkdir(parents=True, exist_ok=True)
         _note_use(folder.parent, generator, seed, about or {"generator": type(generator).__name__})
         # Positions in `images` of each class's first sample.
         starts = np.concatenate(([0], np.cumsum(counts)))[:-1]
         with FileLock(f"{folder}.lock"):
+            remove_unfinished(folder)
             missing: list[int] = []
             ids = [SampleId(seed, client, label, index) for label, n in enumerate(counts) for index in range(n)]
             for label, count in enumerate(counts):
@@ -182,10 +182,17 @@ def _last_part(value: Any) -> Any:
     return Path(value).name if isinstance(value, str) else value
 
 
+def _refuse_links(*paths: Path) -> None:
+    """See that what is read and written below the root stays below it, whoever else may write to the cache."""
+    for path in paths:
+        if path.is_symlink():
+            raise ValueError(f"cache: {path} is a link, and only plain folders are used; remove it")
+
+
 def _note_use(folder: Path, generator: Generator, seed: int, about: Mapping[str, Any]) -> None:
     path = folder / MANIFEST
     try:
-        os.utime(path)
+        os.utime(path, follow_symlinks=False)
     except FileNotFoundError:
         facts = {**about, "seed": seed, "image-shape": generator.image_shape, "fingerprint": generator.fingerprint}
         atomic_write(path, (json.dumps(facts, indent=1) + "\n").encode())
@@ -265,18 +272,19 @@ def _shards(folder: Path) -> Iterator[tuple[Path, int, int]]:
 
 
 def read_shard(path: Path) -> Images | None:
-    """Read a shard's images; None if it is damaged."""
+    """Read a shard's images; None if it is damaged, or a link."""
+    if path.is_symlink():  # it may lead out of the cache
+        return None
     content = path.read_bytes()
     payload, digest = content[:-_DIGEST_BYTES], content[-_DIGEST_BYTES:]
     if hashlib.sha256(payload).digest() != digest:
         return None
     try:
-        with _parsing:
-            images = np.load(io.BytesIO(payload), allow_pickle=False)
-    except (ValueError, OSError, EOFError):
+        images = read_array(payload)
+    except ValueError:
         return None
     first, _, end = path.stem.partition("-")
-    right = isinstance(images, np.ndarray) and images.dtype == np.uint8 and images.ndim == 4
+    right = images.dtype == np.uint8 and images.ndim == 4
     return images if right and len(images) == int(end) - int(first) else None
 
 

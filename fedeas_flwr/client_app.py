@@ -6,6 +6,7 @@ message says; everything it keeps between rounds is on disk (client_state.py, ca
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Callable
@@ -47,6 +48,7 @@ from fedeas_flwr.training import (
 from fedeas_flwr.training.pool import EnginePool
 from fedeas_flwr.waterfill import waterfill_count, waterfill_fill
 
+logger = logging.getLogger(__name__)
 app = ClientApp()
 Handler = Callable[[Message, Context], Message]
 
@@ -75,7 +77,8 @@ def query(message: Message, context: Context) -> Message:
     client = node.client
     question, level = messages.read_question(message)
     if question == "identity":
-        return messages.answer(message, client, partitions=node.partitions)
+        own = len(local_data(config, node).partition.train[node.part])
+        return messages.answer(message, client, partitions=node.partitions, examples=own)
     data = local_data(config, node)
     counts = _counts(data, node.part)
     if question == "plan":
@@ -103,8 +106,9 @@ def train_client(message: Message, context: Context) -> Message:
     state = store.load(task.accepted_round)
 
     began = time.perf_counter()
-    if state.generate is None:  # first participation
-        state = replace(state, generate=plan_client(config, data, node.part, task.beta, task.share))
+    if state.generate is None or data_changed(config, data, node, state):  # the former: first participation
+        plan = plan_client(config, data, node.part, task.beta, task.share)
+        state = replace(state, generate=plan, counts=tuple(_counts(data, node.part)[0].tolist()))
     local_images = _images(config, data, node, state, device, task.service)
     images, labels = local_images.images, local_images.labels
     generated_at = time.perf_counter()
@@ -129,7 +133,7 @@ def train_client(message: Message, context: Context) -> Message:
     trainable, buffers = (dict(s) if live else plain(s) for s in trained)
     finished = part.finish(local, trainable, buffers)
     needed = (task.accepted_round, task.checkpointed_round)
-    kept = ClientState(state.generate, state.steps + result.steps, finished.memory, local_images.generator)
+    kept = replace(state, steps=state.steps + result.steps, memory=finished.memory, generator=local_images.generator)
     store.save(task.round, kept, needed)
     report = TrainReport(
         client=client,
@@ -158,6 +162,27 @@ def evaluate_client(message: Message, context: Context) -> Message:
     images, labels = (torch.tensor(array, device=device) for array in data.test(node.part))
     result = evaluate(model, images, labels, data.num_classes, Normaliser(data.dataset.mean, data.dataset.std, device))
     return messages.evaluate_reply(message, EvaluateReport(node.client, result.examples, result.correct, result.loss))
+
+
+def data_changed(config: RunConfig, data: FederatedData, node: Node, state: ClientState) -> bool:
+    """Whether this client's label counts are others than those its plan was made for.
+
+    Raises
+    ------
+    ValueError
+        If they are and the run-config does not allow to plan anew: an average of clients that are no longer what they
+        declared is not the run that was asked for. The counts themselves are not told.
+    """
+    client, now = node.client, tuple(_counts(data, node.part)[0].tolist())
+    if state.counts is None or state.counts == now:
+        return False
+    if config.data_change == "refuse":
+        raise ValueError(
+            f"data-change = 'refuse': the labels of client {client} are not those it planned with, {sum(state.counts)} "
+            f"samples then and {sum(now)} now; 'replan' lets it plan anew"
+        )
+    logger.warning("client %d: its labels changed, so that it plans anew", client)
+    return True
 
 
 def plan_client(config: RunConfig, data: FederatedData, client: int, beta: float, share: Share) -> tuple[int, ...]:

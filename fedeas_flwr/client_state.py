@@ -39,6 +39,8 @@ class ClientState:
     """Arrays of the algorithm's own."""
     generator: str = ""
     """Fingerprint of what made its images: another generator's must not join them."""
+    counts: tuple[int, ...] | None = None
+    """The label counts that the plan was made for. Like all of this they stay with the client."""
 
 
 @dataclass
@@ -81,9 +83,15 @@ class ClientStore:
             found = json.loads(path.read_text(encoding="utf-8"))
             generate, arrays = found["generate"], path.with_suffix(".safetensors")
             memory = load(arrays.read_bytes()) if found["memory"] else {}
-            plan = None if generate is None else tuple(map(int, generate))
-            return ClientState(plan, int(found["steps"]), memory, str(found.get("generator", "")))
-        except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
+            counts = found.get("counts")
+            return ClientState(
+                None if generate is None else tuple(map(int, generate)),
+                int(found["steps"]),
+                memory,
+                str(found.get("generator", "")),
+                None if counts is None else tuple(map(int, counts)),
+            )
+        except (OSError, ValueError, KeyError, TypeError, RecursionError, SafetensorError) as error:
             raise RuntimeError(f"client state {path} of round {accepted_round} cannot be read: {error}") from None
 
     def save(self, this_round: int, state: ClientState, still_needed: Sequence[int]) -> None:
@@ -108,8 +116,8 @@ class ClientStore:
         path, memory = self._path(this_round), plain(state.memory)
         if memory:
             atomic_write(path.with_suffix(".safetensors"), save(memory))
-        plan = {"generate": state.generate, "steps": state.steps, "generator": state.generator}
-        text = json.dumps({**plan, "memory": bool(memory)})
+        facts = {"generate": state.generate, "generator": state.generator, "counts": state.counts, "steps": state.steps}
+        text = json.dumps({**facts, "memory": bool(memory)})
         atomic_write(path, text.encode())  # last: a version is there when this file is
 
     def is_written(self, this_round: int) -> bool:

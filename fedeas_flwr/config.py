@@ -199,6 +199,18 @@ class RunConfig(BaseModel):
     min_replies: float = Field(
         1.0, gt=0, le=1, description="fraction of a round's clients that must reply, or it stops"
     )
+    failed_rounds: int = Field(
+        1,
+        ge=1,
+        le=100_000,
+        description="rounds in a row below min-replies that stop the run; until then the model stays",
+    )
+    max_examples: int = Field(
+        10_000_000, ge=1, le=2**40, description="most real samples a client may declare; its replies are held to them"
+    )
+    data_change: Literal["refuse", "replan"] = Field(
+        "refuse", description="what a client does whose labels changed after its plan: fail by name, or plan anew"
+    )
     node_wait: float = Field(10.0, ge=0, le=1e6, description="seconds to wait for the federation's nodes")
     round_timeout: float = Field(0.0, ge=0, le=1e6, description="seconds to wait for a round's replies; 0: for ever")
     checkpoint_every: int = Field(1, ge=1, le=100_000, description="rounds between checkpoints")
@@ -217,6 +229,9 @@ class RunConfig(BaseModel):
     )
     ray_address: str = Field(
         "", description="of `fedeas run` alone: HOST:PORT of a Ray cluster to run on; empty: a Ray of its own"
+    )
+    restarts: int = Field(
+        2, ge=0, le=1000, description="of `fedeas run` alone, under Ray: vain restarts in a row when processes die"
     )
     mps: Literal["auto", "off"] = Field(
         "auto", description="of `fedeas run` alone, under Ray on a GPU: run CUDA's MPS meanwhile, where there is one"
@@ -347,7 +362,7 @@ def read_config(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
         values = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"config file {path}: {error.strerror or error}") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except (ValueError, RecursionError) as error:  # also numbers of thousands of digits, and brackets as deep
         raise ConfigError(f"config file {path} is not TOML: {error}") from None
     return parse_config({**values, **parse_overrides(overrides)})
 
@@ -361,6 +376,6 @@ def parse_overrides(overrides: Sequence[str]) -> dict[str, Any]:
             raise ConfigError(f"'{word}' is not key=value")
         try:
             values[key.strip()] = tomllib.loads(f"v = {text.strip()}")["v"]
-        except tomllib.TOMLDecodeError:
+        except (ValueError, RecursionError):
             values[key.strip()] = text.strip()
     return values

@@ -23,6 +23,7 @@ from filelock import FileLock
 from numpy.typing import NDArray
 
 from fedeas_flwr import own_data
+from fedeas_flwr.npy import read_header
 from fedeas_flwr.partition import stratified_split
 from fedeas_flwr.paths import atomic_folder, cache_root
 
@@ -333,10 +334,7 @@ def _read_npz(info: DatasetInfo, path: Path) -> Arrays:
 
 def _read_header(archive: zipfile.ZipFile, key: str) -> tuple[tuple[int, ...], np.dtype[Any]]:
     with archive.open(f"{key}.npy") as member:
-        old = np.lib.format.read_magic(member) == (1, 0)
-        read = np.lib.format.read_array_header_1_0 if old else np.lib.format.read_array_header_2_0
-        shape, _, dtype = read(member)
-    return shape, dtype
+        return read_header(member)
 
 
 @contextmanager

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
+from uuid import uuid4
 
 from flwr.app import Context, Message, RecordDict
 from flwr.clientapp import ClientApp
@@ -79,6 +80,7 @@ class InlineGrid(_SendAndReceiveGrid):
             self._pool.shutdown(cancel_futures=True)
 
     def _deliver(self, message: Message) -> Message:
+        message.metadata.__dict__["_message_id"] = str(uuid4())  # as Flower's grids do: a reply says what it answers
         try:
             return self._app(message, self._contexts[message.metadata.dst_node_id])
         except Exception as error:  # a node's failure is an answer, as it is on Flower's own grids

@@ -28,9 +28,9 @@ from rich.console import Console
 from fedeas_flwr.config import RunConfig
 from fedeas_flwr.generators.ray_service import leave_sliver
 from fedeas_flwr.mps import shared_gpu
-from fedeas_flwr.processes import MARK, ProcessTree
+from fedeas_flwr.processes import MARK, ProcessTree, listens, still_runs
 from fedeas_flwr.progress import RoundProgress
-from fedeas_flwr.runs import RunDirectory, RunError, describe_environment
+from fedeas_flwr.runs import ProcessesDiedError, RunDirectory, RunError, describe_environment
 from fedeas_flwr.training import pick_device
 
 QUIET = {
@@ -41,6 +41,8 @@ QUIET = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_DISABLE_IMPORT_WARNING": "1",
 }
+
+_PORT_TRIES = 3
 
 
 def launch(config: RunConfig, console: Console) -> RunDirectory:
@@ -62,7 +64,7 @@ def launch(config: RunConfig, console: Console) -> RunDirectory:
             if config.backend == "inline":
                 _run_inline(config, run, progress)
             else:
-                _run_ray(config, run, progress)
+                _run_ray_on(config, run, progress, console)
         except KeyboardInterrupt:
             run.set_status("interrupted")
             raise
@@ -114,20 +116,42 @@ def _quiet_terminal() -> Iterator[None]:
 # -------------------------------------------------------------------------------------------------- ray
 
 
+def _run_ray_on(config: RunConfig, run: RunDirectory, progress: RoundProgress, console: Console) -> None:
+    """Run, and where processes died under the run go on from its checkpoint in fresh ones.
+
+    A client process that dies poisons its place in Flower's pool for good, and one that is left may be too few. Only
+    restarts without a new round are counted: what dies every hour may go on for ever, what dies at once does not.
+    """
+    vain = 0
+    while True:
+        done = len(run.rounds())
+        try:
+            _run_ray(config, run, progress)
+            why = run.status()[1] if run.has_died() else ""
+        except ProcessesDiedError as error:
+            why = str(error)
+        if not why:
+            return
+        vain = 0 if len(run.rounds()) > done else vain + 1
+        if vain > config.restarts:
+            run.set_status("failed", why, died=True)
+            return
+        console.print(f"processes died ({why}); going on from the last checkpoint", highlight=False, soft_wrap=True)
+        config = config.with_changes(resume=True)
+        run.set_status("running", pid=os.getpid())
+
+
 def _run_ray(config: RunConfig, run: RunDirectory, progress: RoundProgress) -> None:
     with ExitStack() as stack:
         # Short, because Ray puts Unix sockets below it and their paths may have 107 characters.
         folder = Path(tempfile.mkdtemp(prefix="fe-"))
         stack.callback(shutil.rmtree, folder, ignore_errors=True)
         log = stack.enter_context((run.path / "superlink.log").open("ab"))
-        mark, port = uuid.uuid4().hex, free_port()
+        mark = uuid.uuid4().hex
         environment = own_environment(folder, mark, config.ray_address)
         if pick_device(config.device) == "cuda" and config.mps == "auto" and not config.ray_address:
             environment |= stack.enter_context(shared_gpu(folder, environment))
-        superlink = _start_superlink(port, environment, folder, log)
-        processes = ProcessTree(superlink, mark)
-        stack.callback(processes.end)
-        _wait_for_port(superlink, port, run)
+        superlink, processes = _start_superlink(environment, folder, log, mark, stack, run)
         run_id = _submit(stage_app(config, folder / "fedeas"), config, environment, folder)
 
         def finished_by_flower() -> str:
@@ -175,7 +199,22 @@ def own_environment(folder: Path, mark: str, ray_address: str = "") -> dict[str,
     }
 
 
-def _start_superlink(port: int, environment: dict[str, str], folder: Path, log: Any) -> subprocess.Popen[bytes]:
+def _start_superlink(
+    environment: dict[str, str], folder: Path, log: Any, mark: str, stack: ExitStack, run: RunDirectory
+) -> tuple[subprocess.Popen[bytes], ProcessTree]:
+    """Start a SuperLink that answers; somebody may take its port before it does, so it has several tries."""
+    for _ in range(_PORT_TRIES):
+        port = free_port()
+        superlink = _spawn_superlink(port, environment, folder, log)
+        processes = ProcessTree(superlink, mark)
+        stack.callback(processes.end)
+        if _answers(superlink, port):
+            return superlink, processes
+        processes.end()
+    raise RunError(f"Flower's SuperLink did not start, the last time on port {port}; see {run.path / 'superlink.log'}")
+
+
+def _spawn_superlink(port: int, environment: dict[str, str], folder: Path, log: Any) -> subprocess.Popen[bytes]:
     address = f"127.0.0.1:{port}"
     (folder / "flwr" / "config.toml").write_text(
         tomli_w.dumps({"superlink": {"default": "own", "own": {"address": address, "insecure": True}}})
@@ -246,14 +285,20 @@ def _follow(
         processes.note()
         if progress.update():
             heard = time.monotonic()
+        # In this order: a ServerApp writes how the run ended, and ends then.
+        servers = [process for process in run.announced() if process["pid"] != os.getpid()]
+        gone = bool(servers) and not any(map(still_runs, servers))
         if run.status()[0] in ("finished", "failed"):
             return
         if superlink.poll() is not None:
-            raise RunError(f"Flower's SuperLink ended with code {superlink.returncode}; see {run.path}/superlink.log")
+            died = f"Flower's SuperLink ended with code {superlink.returncode}; see {run.path}/superlink.log"
+            raise ProcessesDiedError(died)
+        if gone:
+            raise ProcessesDiedError("the server's process died without a word")
         if time.monotonic() - heard > 20:  # asking costs seconds of CPU, so only when nothing has been heard
             ended = finished_by_flower()
             if ended and run.status()[0] not in ("finished", "failed"):
-                raise RunError(f"Flower ended the run as '{ended}'; see {run.path}/*.log")
+                raise ProcessesDiedError(f"Flower ended the run as '{ended}'; see {run.path}/*.log")
             heard = time.monotonic()
 
 
@@ -271,10 +316,11 @@ def is_listening(port: int) -> bool:
         return s.connect_ex(("127.0.0.1", port)) == 0
 
 
-def _wait_for_port(superlink: subprocess.Popen[bytes], port: int, run: RunDirectory) -> None:
+def _answers(superlink: subprocess.Popen[bytes], port: int) -> bool:
+    """Wait until the port is this very SuperLink's; False if it ended, as it does when somebody else has the port."""
     deadline = time.monotonic() + 120
     while time.monotonic() < deadline and superlink.poll() is None:
-        if is_listening(port):
-            return
+        if is_listening(port) and listens(superlink.pid, port):
+            return True
         time.sleep(0.1)
-    raise RunError(f"Flower's SuperLink did not start on port {port}; see {run.path / 'superlink.log'}")
+    return False

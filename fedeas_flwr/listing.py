@@ -20,7 +20,7 @@ def is_run(folder: Path) -> bool:
     """Whether a folder is a run directory: its config.json is that of a run, of this version or another."""
     try:
         found = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return False
     return isinstance(found, dict) and set(found) == {"config", "environment"}
 

@@ -24,10 +24,14 @@ import numpy as np
 from flwr.app import Array, ArrayRecord, ConfigRecord, Error, Message, MessageType, MetricRecord, RecordDict
 from flwr.supercore import log
 
+from fedeas_flwr.npy import read_array
 from fedeas_flwr.runs import Arrays, plain
 
 ARRAYS, BUFFERS, EXTRA, CONFIG, METRICS = "arrays", "buffers", "extra", "config", "metrics"
 WEIGHT, LOSS = "num-examples", "loss"
+_ENCODING = "numpy.ndarray"  # Flower's name for NumPy's file format
+_HEADER_BYTES = 1024  # of NumPy's format before the data; 128 are usual
+_LOGGED_CHARACTERS = 20_000
 CLIENT_FAILED = 1
 """Error code of a reply in which the client itself says what went wrong."""
 
@@ -296,16 +300,30 @@ def _check_like(record: ArrayRecord, wanted: Arrays) -> Arrays:
         if record[key].dtype != str(like.dtype) or tuple(record[key].shape) != like.shape:
             got = f"{record[key].dtype}{list(record[key].shape)}"
             raise MessageError(f"array {key} is {got}, wanted {like.dtype}{list(like.shape)}")
-        try:
-            array = record[key].numpy()
-        except (ValueError, TypeError, EOFError) as error:
-            raise MessageError(f"array {key} cannot be decoded: {error}") from None
-        if array.dtype != like.dtype or array.shape != like.shape:
-            raise MessageError(f"array {key} decodes to {array.dtype}{list(array.shape)}")
+        array = _decoded(key, record[key], like)
         if not np.isfinite(array).all():
             raise MessageError(f"array {key} holds NaN or infinity")
         arrays[key] = array
     return arrays
+
+
+def _decoded(key: str, sent: Array, like: Any) -> Any:
+    """Read an array's bytes, after a look at how many they are and at what they say of themselves.
+
+    A few bytes may claim to be an array of terabytes, and NumPy makes room for it before it counts them.
+    """
+    most = like.nbytes + _HEADER_BYTES
+    if len(sent.data) > most:
+        raise MessageError(f"array {key} has {len(sent.data)} bytes, wanted {most} at most")
+    try:
+        if sent.stype != _ENCODING:
+            raise ValueError(f"its encoding is '{sent.stype[:50]}', wanted {_ENCODING}")
+        array = read_array(sent.data)
+    except ValueError as error:
+        raise MessageError(f"array {key} cannot be decoded: {error}") from None
+    if array.dtype != like.dtype or array.shape != like.shape:
+        raise MessageError(f"array {key} decodes to {array.dtype}{list(array.shape)}")
+    return array
 
 
 def _check_live(arrays: Arrays, wanted: Arrays) -> Arrays:
@@ -366,9 +384,9 @@ def error_reply(message: Message, error: Exception) -> Message:
 
 def failure_reason(message: Message) -> str:
     """The reason of a failed reply in one line; all that came with it goes to the log."""
-    reason = message.error.reason or f"error {message.error.code}"
+    reason = (message.error.reason or f"error {message.error.code}")[:_LOGGED_CHARACTERS]
     log(ERROR, "node %d failed: %s", message.metadata.src_node_id, reason)
-    return reason.strip().splitlines()[0][:600]
+    return (reason.strip().splitlines() or ["no reason given"])[0][:600]
 
 
 def _metrics(message: Message) -> MetricRecord:

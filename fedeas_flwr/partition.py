@@ -15,8 +15,6 @@ from __future__ import annotations
 
 import hashlib
 import math
-import zipfile
-import zlib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +22,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
+from fedeas_flwr.npy import read_archive
 from fedeas_flwr.paths import atomic_path
 
 IntArray = npt.NDArray[np.int64]
@@ -245,9 +244,9 @@ def stratified_split(labels: npt.ArrayLike, test_fraction: float = 0.2, seed: in
 def _read(file: Path, clients: int, samples: int) -> Partition | None:
     """Read a cached partition; None where there is none or the file is damaged, so that it is made anew."""
     try:
-        with np.load(file, allow_pickle=False) as stored:
-            parts = [np.split(stored[name], np.cumsum(stored[f"{name}_sizes"])[:-1]) for name in ("train", "test")]
-    except (OSError, EOFError, KeyError, TypeError, ValueError, zipfile.BadZipFile, zlib.error):
+        stored = read_archive(file, ("train", "train_sizes", "test", "test_sizes"))
+        parts = [np.split(stored[name], np.cumsum(stored[f"{name}_sizes"])[:-1]) for name in ("train", "test")]
+    except (TypeError, ValueError):
         return None
     every = np.concatenate([*parts[0], *parts[1]])
     whole = every.dtype == np.int64 and np.array_equal(np.sort(every), np.arange(samples))

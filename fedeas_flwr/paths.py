@@ -6,7 +6,7 @@ import os
 import secrets
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 
@@ -103,6 +103,13 @@ def atomic_folder(path: str | os.PathLike[str]) -> Iterator[Path]:
         _sync(target.parent)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
+
+
+def remove_unfinished(folder: Path) -> None:
+    """Remove the temporary files below a folder that nobody writes to now: killed writers left them."""
+    for left in folder.rglob(".*.tmp"):
+        with suppress(OSError):
+            left.unlink()
 
 
 def _temporary_beside(target: Path) -> Path:

@@ -8,6 +8,7 @@ import socket
 import subprocess
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -75,10 +76,22 @@ def _is_alive(process: psutil.Process) -> bool:
         return False
 
 
+def listens(pid: int, port: int) -> bool:
+    """Whether a process or one of its descendants listens on a port of this machine."""
+    with suppress(psutil.Error):
+        root = psutil.Process(pid)
+        for process in (root, *root.children(recursive=True)):
+            with suppress(psutil.Error):
+                sockets = process.net_connections("tcp")
+                if any(s.status == psutil.CONN_LISTEN and s.laddr.port == port for s in sockets):
+                    return True
+    return False
+
+
 def identify(pid: int | None = None) -> dict[str, Any]:
     """Describe a living process of this machine, by default this one: a number alone may be used again."""
     process = psutil.Process(os.getpid() if pid is None else pid)
-    return {"pid": process.pid, "started": process.create_time(), "host": socket.gethostname()}
+    return {"pid": process.pid, "started": _started(process), "host": socket.gethostname()}
 
 
 def is_elsewhere(identity: Mapping[str, Any]) -> bool:
@@ -92,7 +105,20 @@ def still_runs(identity: Mapping[str, Any]) -> bool:
         return False
     try:
         process = psutil.Process(identity["pid"])
-        # Start times are counted from a boot time that is corrected now and then, by less than a second.
-        return abs(process.create_time() - identity["started"]) < 1 and _is_alive(process)
+        return _started(process) == identity["started"] and _is_alive(process)
     except psutil.Error:
         return False
+
+
+def _started(process: psutil.Process) -> str:
+    """When a process started, so that setting the machine's clock changes nothing.
+
+    Linux counts it in ticks from the boot, which has a name of its own; elsewhere it is the time of day in seconds.
+    """
+    try:
+        # The name comes second, in brackets, and may hold anything; the 22nd field is the start.
+        fields = Path(f"/proc/{process.pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2]
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+        return f"{boot} {fields.split()[19]}"
+    except OSError:
+        return f"{process.create_time():.0f}"

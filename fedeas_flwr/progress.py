@@ -69,6 +69,7 @@ class RoundProgress:
     def __init__(self, run: RunDirectory, rounds: int, done: int, console: Console) -> None:
         self._run, self._rounds, self._shown, self._console = run, rounds, done, console
         self._done = done  # before this sitting: the pace is that of the rounds since
+        self._offset = 0
         self._lock = threading.Lock()
         self._began = time.monotonic()
         self._bar: Progress | None = None
@@ -97,10 +98,11 @@ class RoundProgress:
     def update(self) -> bool:
         """Show rounds that are new; tell whether there were any."""
         with self._lock:
-            records = self._run.rounds()[self._shown :] if self._run.path.exists() else []
+            found, self._offset = self._run.rounds_from(self._offset)
+            records = [record for record in found if record["round"] > self._shown]
             for record in records:
                 self._show(record)
-            self._shown += len(records)
+                self._shown = record["round"]
             return bool(records)
 
     def _show(self, record: dict[str, Any]) -> None:

@@ -32,7 +32,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
 
 from fedeas_flwr.config import ConfigError, RunConfig, parse_config
-from fedeas_flwr.paths import atomic_write, cache_root
+from fedeas_flwr.paths import atomic_write, cache_root, remove_unfinished
 from fedeas_flwr.processes import identify, is_elsewhere, still_runs
 
 Arrays = dict[str, Any]
@@ -50,6 +50,10 @@ NOT_THE_RUN = (
     "device",
     "node-wait",
     "round-timeout",
+    "failed-rounds",
+    "max-examples",
+    "data-change",
+    "restarts",
     "checkpoint-every",
     "tensorboard",
 )
@@ -58,6 +62,10 @@ NOT_THE_RUN = (
 
 class RunError(RuntimeError):
     """A run that cannot start, go on, or be read; the message is one line for the user."""
+
+
+class ProcessesDiedError(RunError):
+    """A run that processes died under, by no fault of its own: it can go on from its checkpoint in fresh ones."""
 
 
 @dataclass(frozen=True)
@@ -94,6 +102,7 @@ class RunDirectory:
         run = cls(Path(config.run_dir))
         if config.resume:
             run._check_same(config)
+            remove_unfinished(run.path)
         elif (run.path / "rounds.jsonl").exists():
             raise RunError(f"run-dir = '{run.path}' already holds a run: resume it or name another folder")
         try:
@@ -138,18 +147,39 @@ class RunDirectory:
 
     def environment(self) -> dict[str, Any]:
         """What the run ran on."""
-        return dict(self._read_json("config.json")["environment"])
+        try:
+            return dict(self._read_json("config.json")["environment"])
+        except (KeyError, TypeError, ValueError) as error:
+            raise RunError(f"{self.path / 'config.json'} is not a run's config: {error}") from None
 
     def rounds(self) -> list[dict[str, Any]]:
         """The recorded rounds; a last line cut short by a crash is left out."""
+        return self.rounds_from(0)[0]
+
+    def rounds_from(self, offset: int) -> tuple[list[dict[str, Any]], int]:
+        """The rounds recorded behind a place in their file, and the place to look from next time.
+
+        Whoever follows a run then reads every record once, or again from the first where rounds were taken back
+        (`keep_rounds`) and the place is no longer between two of them.
+        """
         path = self.path / "rounds.jsonl"
         records: list[dict[str, Any]] = []
-        for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
-            try:
-                records.append(json.loads(line))
-            except json.JSONDecodeError:
-                break
-        return records
+        if not path.exists():
+            return records, 0
+        with path.open("rb") as file:
+            file.seek(max(0, offset - 1))
+            if offset and file.read(1) != b"\n":
+                return self.rounds_from(0)
+            for line in file:
+                try:
+                    record = json.loads(line)
+                except (ValueError, RecursionError):
+                    break
+                if not isinstance(record, dict) or not line.endswith(b"\n"):
+                    break
+                records.append(record)
+                offset = file.tell()
+        return records, offset
 
     def append_round(self, record: Mapping[str, Any]) -> None:
         """Add one finished round."""
@@ -240,13 +270,15 @@ class RunDirectory:
         """Where the shared generator stood last."""
         return dict(self._read_json("service.json"))
 
-    def set_status(self, status: str, error: str = "", pid: int | None = None) -> None:
+    def set_status(self, status: str, error: str = "", pid: int | None = None, died: bool = False) -> None:
         """Say where the run stands; ``error`` is one line, ``pid`` a process that was just started to run it.
+
+        ``died`` tells a launcher that processes of the run died, so that fresh ones may go on with it.
 
         Without ``pid`` this process is added to those that run it together (a launcher, and the ServerApp it started):
         the run goes on while one of them lives.
         """
-        found: dict[str, Any] = {"status": status, "error": error}
+        found: dict[str, Any] = {"status": status, "error": error, **({"died": True} if died else {})}
         if status == "running":
             this = identify(pid)
             others = [] if pid else [other for other in self.processes() if other["pid"] != this["pid"]]
@@ -261,11 +293,19 @@ class RunDirectory:
         except (RunError, KeyError, TypeError):
             return "unknown", ""
 
+    def has_died(self) -> bool:
+        """Whether it failed because processes died under it."""
+        try:
+            return bool(self._read_json("status.json").get("died"))
+        except (RunError, AttributeError):
+            return False
+
     def processes(self) -> list[dict[str, Any]]:
         """The living processes that said that they run it."""
-        return [process for process in self._announced() if still_runs(process)]
+        return [process for process in self.announced() if still_runs(process)]
 
-    def _announced(self) -> list[dict[str, Any]]:
+    def announced(self) -> list[dict[str, Any]]:
+        """All processes that said that they run it, dead ones too."""
         try:
             return list(self._read_json("status.json").get("processes", []))
         except RunError:
@@ -282,7 +322,7 @@ class RunDirectory:
         """
         status = self.status()[0]
         if status == "running" and not self.processes():
-            return "elsewhere" if any(is_elsewhere(process) for process in self._announced()) else "interrupted"
+            return "elsewhere" if any(is_elsewhere(process) for process in self.announced()) else "interrupted"
         return "finished" if status == "unknown" and (self.path / "summary.json").exists() else status
 
     def _write_json(self, name: str, value: Mapping[str, Any]) -> None:
@@ -290,11 +330,14 @@ class RunDirectory:
 
     def _read_json(self, name: str) -> Any:
         try:
-            return json.loads((self.path / name).read_text(encoding="utf-8"))
+            found = json.loads((self.path / name).read_text(encoding="utf-8"))
         except OSError:
             raise RunError(f"{self.path} is not a run directory: {name} is missing") from None
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise RunError(f"{self.path / name} is not JSON: {error}") from None
+        if not isinstance(found, dict):
+            raise RunError(f"{self.path / name} is not a JSON object")
+        return found
 
 
 def run_folder(config: RunConfig, run_id: int) -> Path:

@@ -22,7 +22,15 @@ from fedeas_flwr.event_log import event_log
 from fedeas_flwr.generators.ray_service import start_service
 from fedeas_flwr.local_data import federated_data
 from fedeas_flwr.models import split_state
-from fedeas_flwr.runs import Arrays, Checkpoint, RunDirectory, RunError, describe_environment, run_folder
+from fedeas_flwr.runs import (
+    Arrays,
+    Checkpoint,
+    ProcessesDiedError,
+    RunDirectory,
+    RunError,
+    describe_environment,
+    run_folder,
+)
 from fedeas_flwr.strategies import build_strategy
 from fedeas_flwr.strategies.federation import Evaluate, Federation
 from fedeas_flwr.strategies.members import count_clients
@@ -65,7 +73,7 @@ def _recorded(grid: Grid, config: RunConfig, run: RunDirectory, device: str) -> 
         run.set_status("interrupted")
         raise
     except BaseException as error:
-        run.set_status("failed", one_line(error))
+        run.set_status("failed", one_line(error), died=isinstance(error, ProcessesDiedError))
         log(ERROR, "The run failed: %s", one_line(error))
         raise
     finally:
@@ -99,14 +107,17 @@ def shared_generator(federation: Federation, config: RunConfig, run: RunDirector
 
 @contextmanager
 def log_to(path: Path) -> Iterator[None]:
-    """Keep Flower's log in the run directory too."""
+    """Keep Flower's log, and what our own modules say, in the run directory too."""
     handler = logging.FileHandler(path, encoding="utf-8")
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
-    logging.getLogger("flwr").addHandler(handler)
+    loggers = [logging.getLogger(name) for name in ("flwr", "fedeas_flwr")]
+    for logger in loggers:
+        logger.addHandler(handler)
     try:
         yield
     finally:
-        logging.getLogger("flwr").removeHandler(handler)
+        for logger in loggers:
+            logger.removeHandler(handler)
         handler.close()
 
 

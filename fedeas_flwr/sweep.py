@@ -86,7 +86,7 @@ class Sweep:
         try:
             found = json.loads(path.read_text(encoding="utf-8"))
             before, keys = dict(found["config"]), list(found["grid"])
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise RunError(f"{path} is not a sweep's record: {error}") from None
         if keys != list(self.grid):
             raise RunError(

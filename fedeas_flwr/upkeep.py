@@ -24,6 +24,7 @@ from fedeas_flwr.sizes import parse_bytes, show_bytes
 LIMIT_VARIABLE = "FEDEAS_CACHE_LIMIT"
 # A shard is a NumPy header of 128 bytes and a checksum of 32, in a file that takes whole blocks of the disk.
 _BLOCK = 4096
+_LARGEST_MANIFEST = 2**20
 _SHARD_OVERHEAD = _BLOCK + 160
 
 
@@ -53,16 +54,34 @@ def entries(cache: ImageCache) -> list[Entry]:
     """
     found = []
     for folder in sorted(cache.root.glob("*")) if cache.root.is_dir() else ():
-        if not re.fullmatch("[0-9a-f]{64}", folder.name):
+        if not re.fullmatch("[0-9a-f]{64}", folder.name) or folder.is_symlink():
             continue
         manifest = folder / MANIFEST
         try:
-            last_used, facts = manifest.stat().st_mtime, json.loads(manifest.read_text(encoding="utf-8"))
-        except (OSError, ValueError):  # a cache from before there were manifests
+            last_used, facts = manifest.lstat().st_mtime, _read_manifest(manifest)
+        except OSError:  # a cache from before there were manifests
             last_used, facts = folder.stat().st_mtime, {}
-        blocks = [-(-path.stat().st_size // _BLOCK) for path in folder.rglob("*") if path.is_file()]
+        blocks = [-(-_size(path) // _BLOCK) for path in folder.rglob("*")]
         found.append(Entry(folder.name, folder, _BLOCK * sum(blocks), _count_images(folder), last_used, facts))
     return sorted(found, key=lambda entry: (entry.last_used, entry.key))
+
+
+def _size(path: Path) -> int:
+    try:
+        return path.lstat().st_size if path.is_file() else 0
+    except OSError:  # removed meanwhile
+        return 0
+
+
+def _read_manifest(path: Path) -> dict[str, Any]:
+    """Read what a folder says that it is; nothing if that cannot be read, is no JSON object, or lies elsewhere."""
+    if path.is_symlink() or path.stat().st_size > _LARGEST_MANIFEST:
+        return {}
+    try:
+        facts = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError):
+        return {}
+    return facts if isinstance(facts, dict) else {}
 
 
 def _count_images(folder: Path) -> int:
@@ -135,6 +154,8 @@ def _remove(entry: Entry) -> bool:
     with ExitStack() as stack:
         try:
             for client in entry.path.glob("client-*.lock"):
+                if client.is_symlink():  # locking would empty the file it leads to
+                    continue
                 stack.enter_context(FileLock(client, timeout=0))
         except Timeout:
             return False

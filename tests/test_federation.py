@@ -31,7 +31,8 @@ def toy_app(misbehave: Callable[[int, Message], Message | None] = lambda client,
     @app.query()
     def query(message: Message, context: Any) -> Message:
         node = context.node_config
-        return messages.answer(message, node["partition-id"], partitions=node["num-partitions"])
+        client = node["partition-id"]
+        return messages.answer(message, client, partitions=node["num-partitions"], examples=EXAMPLES[client])
 
     @app.train()
     def train(message: Message, context: Any) -> Message:
@@ -56,7 +57,7 @@ class ShuffledGrid(InlineGrid):
 
 
 def federation(folder: Path, app: ClientApp, grid: type[InlineGrid] = InlineGrid, **keys: Any) -> Federation:
-    config = parse_config({"clients": 3, "participation": 1.0, "policy": "none", "run-dir": str(folder), **keys})
+    config = parse_config({"clients": 3, "participation": 1.0, "policy": "fedeas", "run-dir": str(folder), **keys})
     made = Federation(grid(app, 3, config.outside()), config, build_strategy(config), RunDirectory.start(config, {}))
     assert made.discover() == 3
     made.plan()

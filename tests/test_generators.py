@@ -187,7 +187,9 @@ def test_low_precision_is_close_and_keeps_the_promise(tiny: Path) -> None:
     assert np.array_equal(rough.sample(ids(5)[::-1]), images[::-1])
 
 
-def test_out_of_memory_halves_the_batch_and_loses_nothing(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_out_of_memory_halves_the_batch_and_loses_nothing(
+    tiny: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     generator = open_tiny(tiny, batch_size=16)
     whole = generator.sample(ids(40))
     start = generator._denoiser.start
@@ -202,6 +204,7 @@ def test_out_of_memory_halves_the_batch_and_loses_nothing(tiny: Path, monkeypatc
     monkeypatch.setattr(generator._denoiser, "start", short_of_memory)
     assert np.abs(generator.sample(ids(40)).astype(int) - whole).max() <= 1
     assert sizes == [16, 16, 8, 8, 8] and generator.batch_size == 8
+    assert [r.getMessage() for r in caplog.records] == ["out of memory at a batch of 16; going on with 8"]
     monkeypatch.setattr(generator._denoiser, "start", lambda *_: (_ for _ in ()).throw(torch.cuda.OutOfMemoryError))
     with pytest.raises(RuntimeError, match="generation-batch: the GPU has no memory left for 8 images"):
         generator.sample(ids(1))

@@ -8,16 +8,15 @@ from typing import Any
 
 import numpy as np
 import pytest
-from flwr.app import Context, Error, Message, RecordDict
+from flwr.app import Context, Message, RecordDict
 from test_federation import EXAMPLES, START, VALUES, toy_app
 
-from fedeas_flwr import messages
 from fedeas_flwr.config import parse_config
 from fedeas_flwr.grids import InlineGrid
 from fedeas_flwr.runs import RunDirectory, RunError
 from fedeas_flwr.strategies import build_strategy
 from fedeas_flwr.strategies.federation import Federation
-from fedeas_flwr.strategies.members import by_client, count_clients
+from fedeas_flwr.strategies.members import count_clients
 
 SUPERLINK = 1
 
@@ -139,17 +138,6 @@ def test_two_nodes_with_one_client_id_are_refused(tmp_path: Path) -> None:
     grid.start(1, 200)
     with pytest.raises(RunError, match="two nodes say they are client 1"):
         started(tmp_path, grid)
-
-
-def test_the_superlinks_answer_for_a_lost_node_is_the_clients() -> None:
-    InlineGrid(toy_app(), 1, {})
-    sent = [messages.ask(node, "identity") for node in (70, 80)]
-    for number, message in enumerate(sent):
-        message.metadata.__dict__["_message_id"] = f"message-{number}"
-    answer = messages.answer(sent[0], 4, partitions=2)
-    lost = Message(Error(5, "Node Unavailable"), reply_to=sent[1])
-    answer.metadata.__dict__["_src_node_id"], lost.metadata.__dict__["_src_node_id"] = 70, SUPERLINK
-    assert by_client(sent, [lost, answer], {4: 70, 9: 80}) == {9: lost, 4: answer}
 
 
 def test_a_federation_nobody_counted_has_the_nodes_it_has() -> None:

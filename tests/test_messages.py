@@ -143,7 +143,11 @@ def numbers_on_the_wire(message: Message) -> list[Any]:
 
 def test_query_answers_are_whole_numbers_one_each() -> None:
     grid = InlineGrid(client_app, 4, parse_config({"policy": "missing-only", "clients": 4}).outside())
-    for question, keys in (("identity", {"partitions"}), ("plan", {"total", "absent"}), ("waterfill", {"count"})):
+    for question, keys in (
+        ("identity", {"partitions", "examples"}),
+        ("plan", {"total", "absent"}),
+        ("waterfill", {"count"}),
+    ):
         for found in grid.send_and_receive([messages.ask(node, question, 0.1) for node in grid.get_node_ids()]):
             assert set(found.content.metric_records[METRICS]) == {"client-id", *keys}
             assert all(type(v) is int for v in found.content.metric_records[METRICS].values())

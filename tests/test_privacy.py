@@ -44,7 +44,8 @@ def toy_app() -> ClientApp:
     @app.query()
     def query(message: Message, context: Any) -> Message:
         node = context.node_config
-        return messages.answer(message, node["partition-id"], partitions=node["num-partitions"])
+        client = node["partition-id"]
+        return messages.answer(message, client, partitions=node["num-partitions"], examples=EXAMPLES[client])
 
     @app.train()
     @clips_update

@@ -16,46 +16,20 @@ from pathlib import Path
 
 import psutil
 import pytest
+from leftovers import flowers_processes
 from runners import finish, small, start_interruptible, weights
 
 from fedeas_flwr.launch import QUIET, free_port
 from fedeas_flwr.runs import RunDirectory, RunError
 
 ROOT = Path(__file__).parents[1]
-
-
-def flowers_processes() -> set[int]:
-    """Processes of Flower and Ray, by what they call themselves."""
-    found = set()
-    for process in psutil.process_iter(["cmdline", "name", "status"]):
-        if process.info["status"] == psutil.STATUS_ZOMBIE:  # dead, and its parent's to bury
-            continue
-        words = " ".join([process.info["name"] or "", *(process.info["cmdline"] or [])])
-        if any(
-            word in words
-            for word in ("raylet", "gcs_server", "ray::", "flower-super", "flwr-simulation", "ray/_private")
-        ):
-            found.add(process.pid)
-    return found
-
-
-def shared_memory() -> set[str]:
-    return set(os.listdir("/dev/shm")) if os.path.isdir("/dev/shm") else set()
+pytestmark = pytest.mark.usefixtures("nothing_is_left_behind")
 
 
 def images_of(cache: str, folder: Path) -> dict[str, str]:
     """Shards of a cache, by name, and what is in them."""
     root = folder / "caches" / cache / "images"
     return {str(p.relative_to(root)): hashlib.sha256(p.read_bytes()).hexdigest() for p in sorted(root.rglob("*.npy"))}
-
-
-@pytest.fixture(autouse=True)
-def nothing_is_left_behind():
-    before = flowers_processes(), shared_memory(), set(Path(tempfile.gettempdir()).glob("fe-*"))
-    yield
-    assert flowers_processes() <= before[0]
-    assert shared_memory() <= before[1]
-    assert set(Path(tempfile.gettempdir()).glob("fe-*")) <= before[2]
 
 
 def test_ray_with_one_and_two_actors_and_inline_give_the_same_weights(

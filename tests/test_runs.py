@@ -89,6 +89,24 @@ def test_a_line_cut_short_is_left_out_and_rounds_beyond_a_checkpoint_dropped(tmp
     assert json.loads((run.path / "rounds.jsonl").read_text().splitlines()[1])["round"] == 2
 
 
+def test_whoever_follows_a_run_reads_every_record_once(tmp_path: Path) -> None:
+    run = RunDirectory.start(config(tmp_path / "r"), {})
+    assert run.rounds_from(0) == ([], 0)
+    for number in (1, 2):
+        run.append_round(record(number, 0.5))
+    found, place = run.rounds_from(0)
+    assert [r["round"] for r in found] == [1, 2]
+    assert run.rounds_from(place) == ([], place)
+    with (run.path / "rounds.jsonl").open("a") as file:
+        file.write('{"round": 3, ')
+    assert run.rounds_from(place) == ([], place), "half a line is not there yet"
+    run.keep_rounds(1)
+    run.append_round(record(2, 0.75))
+    run.append_round(record(3, 0.75))
+    found, _ = run.rounds_from(place + 5)
+    assert [(r["round"], r["accuracy"]) for r in found] == [(1, 0.5), (2, 0.75), (3, 0.75)]
+
+
 def test_unwritable_run_dir_is_one_line(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("not a folder")
     with pytest.raises(RunError, match="cannot be written"):

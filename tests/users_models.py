@@ -1,5 +1,8 @@
 """Networks as a user would bring them, by import path."""
 
+import os
+import signal
+
 import torch
 from torch import nn
 
@@ -56,3 +59,20 @@ class Unlucky(nn.Module):
 
 def that_raises(num_classes: int, image_shape: tuple[int, int, int]) -> nn.Module:
     return Unlucky(num_classes)
+
+
+class Deadly(nn.Module):
+    """Kills the process that trains it, if the environment says so: as a driver's bug or the kernel's OOM killer."""
+
+    def __init__(self, num_classes: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(64, num_classes)
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        if self.training and os.environ.get("KILLS_ITS_PROCESS"):
+            os.kill(os.getpid(), signal.SIGKILL)
+        return self.linear(images.flatten(1))
+
+
+def that_may_kill(num_classes: int, image_shape: tuple[int, int, int]) -> nn.Module:
+    return Deadly(num_classes)

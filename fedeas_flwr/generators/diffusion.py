@@ -146,6 +146,7 @@ class DiffusionGenerator:
                 allowed = f"none negative, label below {self.num_classes}"
                 raise ValueError(f"sample: {tuple(sample)} is not allowed as seed, client, label, index; {allowed}")
         images = np.empty((len(samples), *self.image_shape), dtype=np.uint8)
+        asked = self.batch_size
         queued: deque[tuple[int, int, Callable[[], NDArray[np.uint8]]]] = deque()
         start = 0
         while start < len(samples) or queued:
@@ -154,13 +155,16 @@ class DiffusionGenerator:
                     batch = samples[start : start + self.find_batch_size()]
                     queued.append((start, len(batch), self._start(batch)))
                     start += len(batch)
-                except torch.cuda.OutOfMemoryError:
+                except torch.OutOfMemoryError:
+                    asked = asked or self.batch_size
                     self._halve_batch_size()
                     continue
             # One batch stays queued until the next one is too: a GPU works on it while that one's noise is made here.
             if len(queued) > 1 or start == len(samples):
                 first, count, fetch = queued.popleft()
                 images[first : first + count] = fetch()[:count]
+        if asked and self.batch_size != asked:
+            logger.warning("out of memory at a batch of %d; going on with %s", asked, self.batch_size)
         return images
 
     def _start(self, batch: Sequence[SampleId]) -> Callable[[], NDArray[np.uint8]]:
@@ -190,7 +194,6 @@ class DiffusionGenerator:
         if size // 2 < _SMALLEST_BATCH:
             raise RuntimeError(f"generation-batch: the GPU has no memory left for {size} images; free some of it")
         self.batch_size = size // 2
-        logger.warning("out of GPU memory at a batch of %d; going on with %d", size, self.batch_size)
 
     def _check_settings(self) -> None:
         most = self._schedule["num_train_timesteps"]

@@ -21,6 +21,8 @@ _NOISE_SCHEDULE_KEYS = (
     "prediction_type",
     "rescale_betas_zero_snr",
 )
+_MOST_TIMESTEPS, _MOST_LAYERS, _MOST_BLOCKS, _WIDEST, _LARGEST_SIDE = 100_000, 32, 16, 16_384, 8192
+_BETA_SCHEDULES = ("linear", "scaled_linear", "squaredcos_cap_v2")  # those that both samplers of diffusers know
 _PREDICTIONS = ("epsilon", "sample", "v_prediction")
 
 
@@ -31,7 +33,7 @@ def read_json(path: Path) -> dict[str, Any]:
         raise FileNotFoundError(f"generator: there is no {path}; {needed}")
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"generator: {path} is not JSON ({error}); {needed}") from error
     if not isinstance(content, dict):
         raise ValueError(f"generator: {path} is not a JSON object; {needed}")
@@ -47,7 +49,31 @@ def check_schedule(config: dict[str, Any], folder: Path) -> dict[str, Any]:
         raise ValueError(
             f"generator: prediction_type of {folder} is {prediction!r}; allowed are {', '.join(_PREDICTIONS)}"
         )
+    steps, betas = schedule["num_train_timesteps"], schedule.get("trained_betas", ())
+    _require(_is_whole(steps, 1, _MOST_TIMESTEPS), folder, "num_train_timesteps", steps, f"1 to {_MOST_TIMESTEPS}")
+    for key in ("beta_start", "beta_end"):
+        value = schedule.get(key, 0.01)
+        _require(_is_share(value), folder, key, value, "a number between 0 and 1")
+    kind = schedule.get("beta_schedule", "linear")
+    _require(kind in _BETA_SCHEDULES, folder, "beta_schedule", kind, ", ".join(_BETA_SCHEDULES))
+    fitting = isinstance(betas, list | tuple) and len(betas) in (0, steps) and all(map(_is_share, betas))
+    _require(fitting, folder, "trained_betas", "…", f"a list of {steps} numbers between 0 and 1")
+    zero_snr = schedule.get("rescale_betas_zero_snr", False)
+    _require(isinstance(zero_snr, bool), folder, "rescale_betas_zero_snr", zero_snr, "true or false")
     return schedule
+
+
+def _is_whole(value: object, low: int, high: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and low <= value <= high
+
+
+def _is_share(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < 1
+
+
+def _require(right: bool, folder: Path, key: str, value: object, allowed: str) -> None:
+    if not right:
+        raise ValueError(f"generator: {key} of {folder} is {str(value)[:100]!r}; it must be {allowed}")
 
 
 def check_unet(
@@ -56,13 +82,20 @@ def check_unet(
     """Return the model's image shape if it fits."""
     if config.get("_class_name") != "UNet2DModel":
         raise ValueError(f"generator: unet of {folder} is {config.get('_class_name')}; it must be UNet2DModel")
-    embeddings = config.get("num_class_embeds")
+    embeddings, layers = config.get("num_class_embeds"), config.get("layers_per_block", 2)
+    # A model that cannot be built is diffusers' to refuse, but one of a million layers would never be.
+    _require(_is_whole(layers, 1, _MOST_LAYERS), folder, "layers_per_block", layers, f"1 to {_MOST_LAYERS}")
+    widths = config.get("block_out_channels", (1,))
+    fitting = isinstance(widths, list | tuple) and 1 <= len(widths) <= _MOST_BLOCKS
+    fitting = fitting and all(_is_whole(width, 1, _WIDEST) for width in widths)
+    _require(fitting, folder, "block_out_channels", widths, f"up to {_MOST_BLOCKS} numbers of 1 to {_WIDEST}")
     if embeddings not in (num_classes, num_classes + 1):
         allowed = f"{num_classes}, or {num_classes + 1} with a 'no label' class"
         raise ValueError(f"generator: num_class_embeds of {folder} is {embeddings}; it must be {allowed}")
     size, channels = config.get("sample_size"), config.get("in_channels")
-    sides = [size, size] if isinstance(size, int) else list(size or ())
-    if len(sides) != 2 or channels != config.get("out_channels"):
+    sides = [size, size] if isinstance(size, int) else size if isinstance(size, list | tuple) else []
+    whole = len(sides) == 2 and all(_is_whole(side, 1, _LARGEST_SIDE) for side in (*sides, channels))
+    if not whole or channels != config.get("out_channels"):
         raise ValueError(f"generator: unet of {folder} has no sample_size, or in_channels differs from out_channels")
     shape = (int(sides[0]), int(sides[1]), int(channels or 0))
     if image_shape is not None and shape != tuple(image_shape):
@@ -73,18 +106,33 @@ def check_unet(
 def load_unet(config: dict[str, Any], weights: Path) -> Any:
     """Build the model and load all of its weights as float32, ready to sample."""
     from diffusers import UNet2DModel
-    from safetensors import SafetensorError
     from safetensors.torch import load_file
 
     if not weights.is_file():
         raise FileNotFoundError(f"generator: there is no {weights}; weights must be one safetensors file")
     try:
         # Building draws initial weights, which are then replaced: the caller's random state must not notice.
+        _check_shapes(config, weights)
         with torch.random.fork_rng(devices=[]):
             unet: Any = UNet2DModel.from_config(config)  # type: ignore[no-untyped-call, unused-ignore]
         # Not from_pretrained, which fills missing weights at random and only warns.
         unet.load_state_dict({key: value.float() for key, value in load_file(weights).items()}, strict=True)
-    except (SafetensorError, RuntimeError, ValueError, TypeError, OSError) as error:
+    except Exception as error:  # whatever diffusers' many layers raise for numbers that do not go together
         line = " ".join(str(error).split())[:200]
         raise ValueError(f"generator: {weights} does not fit its config.json or is damaged ({line})") from error
     return unet.eval().requires_grad_(False)
+
+
+def _check_shapes(config: dict[str, Any], weights: Path) -> None:
+    """See that the file holds the model's weights before memory is made for them: a config may claim any size."""
+    from diffusers import UNet2DModel
+    from safetensors import safe_open
+
+    with torch.device("meta"):
+        wanted = UNet2DModel.from_config(config).state_dict()  # type: ignore[no-untyped-call, unused-ignore]
+    with safe_open(weights, framework="pt") as file:
+        found = {key: tuple(file.get_slice(key).get_shape()) for key in file.keys()}  # noqa: SIM118 - not a dict
+    for key in sorted(wanted.keys() | found.keys()):
+        shape = tuple(wanted[key].shape) if key in wanted else None
+        if shape != found.get(key):
+            raise ValueError(f"{key} is {found.get(key)} there, and the config makes it {shape}")

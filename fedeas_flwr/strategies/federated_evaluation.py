@@ -11,7 +11,7 @@ from fedeas_flwr import messages
 from fedeas_flwr.config import RunConfig
 from fedeas_flwr.messages import MessageError
 from fedeas_flwr.runs import Checkpoint, RunError
-from fedeas_flwr.strategies.members import by_client
+from fedeas_flwr.strategies.delivery import deliver
 
 
 def ask_clients_to_test(grid: Grid, config: RunConfig, nodes: Mapping[int, int], state: Checkpoint) -> dict[str, Any]:
@@ -20,8 +20,9 @@ def ask_clients_to_test(grid: Grid, config: RunConfig, nodes: Mapping[int, int],
     questions = [messages.evaluate_message(node, model, buffers) for node in nodes.values()]
     reports = []
     failed = f"no reply within {config.round_timeout:g} s"
-    replies = grid.send_and_receive(questions, timeout=config.round_timeout or None)
-    for client, reply in by_client(questions, replies, nodes).items():
+    clients = {node: client for client, node in nodes.items()}
+    for node, reply in deliver(grid, questions, config.round_timeout).items():
+        client = clients[node]
         try:
             if reply.has_error():
                 raise MessageError(messages.failure_reason(reply))

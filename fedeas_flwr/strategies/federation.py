@@ -10,33 +10,30 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from logging import INFO
+from dataclasses import dataclass, replace
+from logging import INFO, WARNING
 from typing import Any
 
-import numpy as np
 from flwr.app import ConfigRecord, Message
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Strategy
 from flwr.supercore import log
 
 from fedeas_flwr import messages
-from fedeas_flwr.allocation import shares
 from fedeas_flwr.config import RunConfig
-from fedeas_flwr.data import dataset_info
 from fedeas_flwr.grids import GridView
 from fedeas_flwr.messages import MessageError, Share, TrainReport, TrainTask
 from fedeas_flwr.metrics import summarise
-from fedeas_flwr.runs import Arrays, Checkpoint, RunDirectory, RunError, StrategyState
+from fedeas_flwr.runs import Arrays, Checkpoint, ProcessesDiedError, RunDirectory, RunError, StrategyState
 from fedeas_flwr.strategies.averaging import like_model, weighted_average
+from fedeas_flwr.strategies.delivery import deliver, has_died
 from fedeas_flwr.strategies.disclosure import NeedsDisclosure, tell
 from fedeas_flwr.strategies.dissimilarity import gradient_dissimilarity
 from fedeas_flwr.strategies.federated_evaluation import ask_clients_to_test
 from fedeas_flwr.strategies.flower import Composed
-from fedeas_flwr.strategies.members import Members, by_client
+from fedeas_flwr.strategies.roster import Roster
 from fedeas_flwr.strategies.server_part import SendsExtra, Stateful
 from fedeas_flwr.streams import stream
-from fedeas_flwr.waterfill import waterfill_level
 
 Evaluate = Callable[[Arrays, Arrays], dict[str, Any]]
 
@@ -51,7 +48,15 @@ class RoundOutcome:
     gamma_hat: float | None = None
 
 
-class Federation:
+class TooFewRepliesError(RunError):
+    """A round below its quorum; it leaves the model as it was."""
+
+    def __init__(self, text: str, failures: list[dict[str, Any]]) -> None:
+        super().__init__(text)
+        self.failures = failures
+
+
+class Federation(Roster):
     """A grid's clients, and the run that trains them.
 
     Parameters
@@ -67,64 +72,15 @@ class Federation:
     """
 
     def __init__(self, grid: Grid, config: RunConfig, strategy: Strategy, run: RunDirectory) -> None:
-        self.grid, self.config, self.strategy, self.run = grid, config, strategy, run
+        super().__init__(grid, config)
+        self.strategy, self.run = strategy, run
         self.service = ""  # address of the shared generator; empty: every client has its own
         self.when_all_have_generated: Callable[[], None] = lambda: None
         self.before_checkpoint: Callable[[], None] = lambda: None
         self.when_a_round_ends: Callable[[Mapping[str, Any]], None] = lambda record: None
-        self.members = Members(grid, config)
-        self.nodes = self.members.nodes
-        self.shares: dict[int, Share] = {}
         self.checkpointed: dict[int, int] = {}
         """Client → the round its state would start from if the server came back from its checkpoint."""
         self._steps: dict[int, int] = {}
-
-    # ------------------------------------------------------------------------------- before the rounds
-
-    def discover(self) -> int:
-        """Learn which node is which client, and return how many there are."""
-        self.members.gather()
-        self.members.closed = isinstance(self.strategy, NeedsDisclosure)
-        return len(self.nodes)
-
-    def plan(self) -> None:
-        """Agree on a matched budget: each client says two whole numbers and is given its share of the total."""
-        clients = sorted(self.nodes)
-        if not self.config.matched or self.config.policy == "greedy":
-            self.shares = dict.fromkeys(clients, Share())
-            return
-        spent, absent = self._ask_all("plan", "total", "absent")
-        total = self.config.total or int(spent.sum())
-        if self.config.policy == "waterfill":
-            water = waterfill_level(total, lambda level: self._ask_all("waterfill", "count", level=level)[0])
-            self.shares = {c: Share(extra=int(e), level=water.level) for c, e in zip(clients, water.extra, strict=True)}
-            return
-        pairs = (
-            absent
-            if self.config.policy == "missing-only"
-            else np.full_like(absent, len(dataset_info(self.config.dataset).classes))
-        )
-        parts = shares(total, pairs)
-        self.shares = {c: Share(base, extra) for c, (base, extra) in zip(clients, parts, strict=True)}
-
-    def _ask_all(self, question: str, *keys: str, level: float = 0.0) -> list[Any]:
-        """Ask every client, and return one array a key in ascending client id."""
-        replies = self._query([messages.ask(self.nodes[c], question, level) for c in sorted(self.nodes)])
-        rows = sorted(messages.read_answer(reply, *keys) for reply in replies)
-        return [np.array(column, dtype=np.int64) for column in list(zip(*rows, strict=True))[1:]]
-
-    def _query(self, questions: Sequence[Message]) -> list[Message]:
-        replies = list(self.grid.send_and_receive(questions, timeout=self.config.round_timeout or None))
-        for reply in replies:
-            if reply.has_error():
-                raise RunError(f"a client could not answer the first query: {messages.failure_reason(reply)}")
-        if len(replies) < len(questions):
-            raise RunError(
-                f"{len(questions) - len(replies)} of {len(questions)} clients did not answer the first query"
-            )
-        return replies
-
-    # -------------------------------------------------------------------------------------- the rounds
 
     def fit(self, start: Checkpoint, test: Evaluate | None) -> None:
         """Train from ``start`` to the last round, recording every round.
@@ -134,12 +90,21 @@ class Federation:
         state, self.checkpointed = start, start.accepted
         if isinstance(self.strategy, Stateful):
             self.strategy.load_state(start.strategy)
+        self.members.closed = isinstance(self.strategy, NeedsDisclosure)
         if isinstance(self.strategy, NeedsDisclosure) and not self.strategy.is_told():
             clients, question = sorted(self.nodes), self.strategy.disclosure.question
-            replies = self._query([messages.ask(self.nodes[client], question) for client in clients])
+            replies = self.query([messages.ask(self.nodes[client], question) for client in clients])
             tell(self.strategy, self.config, {node: client for client, node in self.nodes.items()}, replies)
+        failed = 0
         while state.round < self.config.rounds:
-            state, outcome = self.train_round(state)
+            try:
+                (state, outcome), failed = self.train_round(state), 0
+            except TooFewRepliesError as error:
+                failed += 1
+                if failed >= self.config.failed_rounds:
+                    raise
+                log(WARNING, "%s; the model stays as it is", error)
+                state, outcome = replace(state, round=state.round + 1), RoundOutcome([], error.failures, {})
             if state.generated.keys() >= self.nodes.keys():
                 self.when_all_have_generated()
             began = time.perf_counter()
@@ -157,7 +122,7 @@ class Federation:
                     "gamma_hat": outcome.gamma_hat,
                     **({"epsilon": spent["epsilon"]} if (spent := self._privacy_spent(state)) else {}),
                     "clients": [r.client for r in outcome.reports],
-                    "failures": outcome.failures,
+                    "failures": [*self._refused_in(state.round), *outcome.failures],
                     "generated": sum(state.generated.values()),
                     "made": sum(r.made for r in outcome.reports),
                     "rejected": sum(r.rejected for r in outcome.reports),
@@ -183,6 +148,10 @@ class Federation:
         self.run.append_round(record)
         self.when_a_round_ends(record)
 
+    def _refused_in(self, number: int) -> list[dict[str, Any]]:
+        """Refusals of the plan, which are recorded with the first round."""
+        return [{"client": c, "reason": why} for c, why in sorted(self.refused.items())] if number == 1 else []
+
     def _privacy_spent(self, state: Checkpoint) -> dict[str, Any] | None:
         return self.strategy.privacy_spent(state) if isinstance(self.strategy, Composed) else None
 
@@ -201,7 +170,7 @@ class Federation:
         replies = self._send_round(number, self.members.present(chosen), state)
         received = time.perf_counter()
         accepted, failures = self._accept(chosen, replies, state)
-        self._check_quorum(number, chosen, failures)
+        self._check_quorum(number, chosen, failures, replies)
         checked = time.perf_counter()
         gamma_hat = self._gamma_hat(state, accepted)  # before the strategy, which may use the replies up
         measured = time.perf_counter()
@@ -263,8 +232,8 @@ class Federation:
         # Largest first, so that it does not end the round alone; before all those who have their images still to make.
         out.sort(key=lambda message: clients[message.metadata.dst_node_id])
         out.sort(key=lambda message: -self._steps.get(clients[message.metadata.dst_node_id], 2**63))
-        replies = view.send_and_receive(out, timeout=self.config.round_timeout or None)
-        return dict.fromkeys(present) | by_client(out, replies, self.nodes)
+        found = deliver(self.grid, out, self.config.round_timeout)
+        return {client: found.get(self.nodes[client]) for client in present}
 
     def _accept(
         self, chosen: Sequence[int], replies: Mapping[int, Message | None], state: Checkpoint
@@ -283,21 +252,34 @@ class Federation:
                 if reply.has_error():
                     raise MessageError(messages.failure_reason(reply))
                 report, buffers = messages.read_train_reply(reply, client, state.trainable, state.buffers, extra)
+                self.declared.check_report(report, self.shares.get(client, Share()))
                 accepted.append((reply, report, buffers))
             except MessageError as error:
                 log(INFO, "client %d: %s", client, error)
                 failures.append({"client": client, "reason": str(error)})
         return accepted, failures
 
-    def _check_quorum(self, number: int, chosen: Sequence[int], failures: Sequence[Mapping[str, Any]]) -> None:
+    def _check_quorum(
+        self,
+        number: int,
+        chosen: Sequence[int],
+        failures: list[dict[str, Any]],
+        replies: Mapping[int, Message | None],
+    ) -> None:
         good = len(chosen) - len(failures)
-        if good == 0 or good < self.config.min_replies * len(chosen):
-            first = failures[0]
-            raise RunError(
-                f"round {number}: {len(failures)} of {len(chosen)} clients failed and min-replies = "
-                f"{self.config.min_replies:g} does not allow it; client {first['client']}: {first['reason']}"
-            )
+        if good > 0 and good >= self.config.min_replies * len(chosen):
+            return
+        first = failures[0]
+        text = (
+            f"round {number}: {len(failures)} of {len(chosen)} clients failed and min-replies = "
+            f"{self.config.min_replies:g} does not allow it; client {first['client']}: {first['reason']}"
+        )
+        if any(has_died(reply) for reply in replies.values()):
+            raise ProcessesDiedError(text)
+        raise TooFewRepliesError(text, failures)
 
 
-def _mean(reports: Sequence[TrainReport], value: Callable[[TrainReport], float]) -> float:
+def _mean(reports: Sequence[TrainReport], value: Callable[[TrainReport], float]) -> float | None:
+    if not reports:  # a failed round
+        return None
     return sum(value(r) * r.examples for r in reports) / sum(r.examples for r in reports)

@@ -9,10 +9,9 @@ asked, before every round, and the node that answered last is the client's.
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from logging import INFO, WARNING
 
-from flwr.app import Message
 from flwr.common.constant import ErrorCode
 from flwr.serverapp import Grid
 from flwr.supercore import log
@@ -20,7 +19,8 @@ from flwr.supercore import log
 from fedeas_flwr import messages
 from fedeas_flwr.config import RunConfig
 from fedeas_flwr.messages import MessageError
-from fedeas_flwr.runs import RunError
+from fedeas_flwr.runs import ProcessesDiedError, RunError
+from fedeas_flwr.strategies.delivery import deliver, has_died
 
 ANSWER_SECONDS = 120.0
 """What a node gets to say who it is: a process is started for it there, and torch is imported."""
@@ -38,10 +38,12 @@ class Members:
         Whose nodes they are.
     config
         ``clients`` is the number K of those that take part in this run, now or later.
+    declare
+        Told every client that takes part and its number of real samples.
     """
 
-    def __init__(self, grid: Grid, config: RunConfig) -> None:
-        self._grid, self._config = grid, config
+    def __init__(self, grid: Grid, config: RunConfig, declare: Callable[[int, int], None]) -> None:
+        self._grid, self._config, self._declare = grid, config, declare
         self.nodes: dict[int, int] = {}
         """Client → the node that last said it is that client."""
         self.closed = False
@@ -91,18 +93,21 @@ class Members:
         asked = {node for node in nodes if node not in known}
         questions = [messages.ask(node, "identity") for node in sorted(asked)]
         failed = []
-        for reply in self._grid.send_and_receive(questions, timeout=ANSWER_SECONDS) if questions else ():
+        replies = deliver(self._grid, questions, ANSWER_SECONDS) if questions else {}
+        if replies and all(map(has_died, replies.values())):
+            raise ProcessesDiedError("every client process died over the first query")
+        for node, reply in replies.items():
             try:
                 if reply.has_error():
                     raise MessageError(messages.failure_reason(reply))
-                client, partitions = messages.read_answer(reply, "partitions")
+                client, partitions, examples = messages.read_answer(reply, "partitions", "examples")
             except MessageError as error:
                 failed.append((not reply.has_error() or reply.error.code in _OWN_FAULT, str(error)))
                 continue
-            self._enter(client, partitions, reply.metadata.src_node_id, asked)
+            self._enter(client, partitions, examples, node, asked)
         return failed
 
-    def _enter(self, client: int, partitions: int, node: int, asked: Collection[int]) -> None:
+    def _enter(self, client: int, partitions: int, examples: int, node: int, asked: Collection[int]) -> None:
         expected = self._config.clients
         if partitions and partitions != expected:
             raise RunError(
@@ -120,6 +125,7 @@ class Members:
             log(WARNING, "Client %d came too late for this run: %s", client, why)
             return
         self.nodes[client] = node
+        self._declare(client, examples)
 
 
 def count_clients(grid: Grid, config: RunConfig) -> int:
@@ -143,15 +149,3 @@ def _no_start(config: RunConfig, nodes: Collection[int], failed: Sequence[tuple[
         f"{wanted}, but the federation has {len(nodes)} nodes: start more, in a simulation with --federation-config "
         f'"num-supernodes={config.clients or 2}", or set clients = {len(nodes)}'
     )
-
-
-def by_client(sent: Sequence[Message], replies: Iterable[Message], nodes: Mapping[int, int]) -> dict[int, Message]:
-    """Say whose each reply is. Of a node that is gone it is Flower's SuperLink that answers, in its own name."""
-    clients = {node: client for client, node in nodes.items()}
-    asked = {m.metadata.message_id: clients[m.metadata.dst_node_id] for m in sent if m.metadata.message_id}
-    found = {}
-    for reply in replies:
-        client = clients.get(reply.metadata.src_node_id, asked.get(reply.metadata.reply_to_message_id))
-        if client is not None:
-            found[client] = reply
-    return found

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+from functools import partial
 
 import torch
 
@@ -16,6 +17,7 @@ from fedeas_flwr.training.evaluation import Evaluation, evaluate
 from fedeas_flwr.training.images import Normaliser
 from fedeas_flwr.training.losses import loss_constants
 from fedeas_flwr.training.objective import Inputs, Objective
+from fedeas_flwr.training.sparing import Differentiate, Rung, SparingEngine, at_once, frugal_ways
 from fedeas_flwr.training.views import VIEWS, draw_views
 
 __all__ = [
@@ -69,19 +71,32 @@ def build_engine(config: RunConfig, device: str, objective: Objective, rank: int
 
     Of several engines in a process a GPU serves those of the lowest rank first.
 
-    An objective that cannot be captured in a graph is trained eagerly, and that is said.
+    An objective that cannot be captured in a graph is trained eagerly, and that is said. Out of memory, the engine
+    goes on with less (sparing.py).
     """
+    from fedeas_flwr.training.eager import EagerEngine
+
     info = dataset_info(config.dataset)
-    normalise = Normaliser(info.mean, info.std, device)
+    normalise, steps = Normaliser(info.mean, info.std, device), recipe(config)
+
+    def graphed() -> Engine:
+        from fedeas_flwr.training.graphed import GraphedEngine
+
+        return GraphedEngine(network(config), steps, normalise, config.precision, objective=objective, rank=rank)
+
+    def eager(differentiate: Differentiate) -> Engine:
+        return EagerEngine(network(config), steps, normalise, device, objective, differentiate)
+
     if device == "cuda" and config.engine != "eager" and not objective.graphable:
         logger.warning("strategy = '%s' cannot be captured in CUDA graphs and trains eagerly", config.strategy)
-    if config.engine == "eager" or device == "cpu" or not objective.graphable:
-        from fedeas_flwr.training.eager import EagerEngine
+    eagerly = ("eagerly", partial(eager, at_once))
+    in_graphs = config.engine != "eager" and device != "cpu" and objective.graphable
 
-        return EagerEngine(network(config), recipe(config), normalise, device, objective)
-    from fedeas_flwr.training.graphed import GraphedEngine
+    def less() -> list[Rung]:
+        ways = frugal_ways(network(config), config.batch_size)
+        return [*([eagerly] if in_graphs else []), *((words, partial(eager, way)) for words, way in ways)]
 
-    return GraphedEngine(network(config), recipe(config), normalise, config.precision, objective=objective, rank=rank)
+    return SparingEngine(("in CUDA graphs", graphed) if in_graphs else eagerly, less)
 
 
 def pick_device(wanted: str, precision: str = "tf32") -> str:

@@ -9,6 +9,7 @@ from torch import nn
 from fedeas_flwr.training.engine import Recipe, State, TrainResult, copy_state, read_state, stream_seed
 from fedeas_flwr.training.images import Normaliser
 from fedeas_flwr.training.objective import CROSS_ENTROPY, NO_INPUTS, Batch, Inputs, Objective, named
+from fedeas_flwr.training.sparing import Differentiate, at_once
 from fedeas_flwr.training.views import VIEWS, viewed
 
 
@@ -22,9 +23,10 @@ class EagerEngine:
         normalise: Normaliser,
         device: str,
         objective: Objective = CROSS_ENTROPY,
+        differentiate: Differentiate = at_once,
     ) -> None:
         self._model, self._recipe, self._normalise, self._device = model.to(device), recipe, normalise, device
-        self._objective = objective
+        self._objective, self._differentiate = objective, differentiate
 
     def train(
         self,
@@ -60,14 +62,13 @@ class EagerEngine:
                 if VIEWS in given:
                     pixels = viewed(pixels, given[VIEWS][: len(chosen)])
                 batch = Batch(self._normalise(pixels), labels[chosen], given, torch.mean)
-                loss = self._objective.loss(model, batch)
-                gradients = torch.autograd.grad(loss, weights)
+                loss, gradients = self._differentiate(self._objective, model, batch, weights)
                 with torch.no_grad():
                     self._objective.correct(named(names, weights), named(names, gradients), given)
                 for weight, gradient in zip(weights, gradients, strict=True):
                     weight.grad = gradient
                 optimizer.step()
-                loss_sum += loss.detach() * len(chosen)
+                loss_sum += loss * len(chosen)
                 seen += len(chosen)
                 steps += 1
         return TrainResult(loss=float(loss_sum) / max(seen, 1), steps=steps), *read_state(model)

@@ -1,0 +1,102 @@
+"""Bring messages to clients and replies back, past processes that die on the way.
+
+Flower answers for a client process that died with an error of its own. The work is not the client's failure then, so it
+is sent again: a client starts from the state the server last accepted, so that a second try computes the same.
+
+Once is not enough under Ray. Flower keeps its client processes on a stack and puts the handle of a dead one back on
+top, so that a lone message meets the same dead process for ever; and a dead one fails fast, so that it takes most of a
+round's messages. Hence as many passes as there are messages, and between two passes a few short questions at once: the
+dead process refuses at once, a live one answers later and then lies on top.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from logging import WARNING
+
+from flwr.app import Message
+from flwr.serverapp import Grid
+from flwr.supercore import log
+
+from fedeas_flwr import messages
+from fedeas_flwr.grids import InlineGrid
+
+PROCESS_DIED = (0, 8)
+"""Flower's error codes for it: an error it has no name for (Ray's ActorDiedError), and a crashed client process."""
+_QUESTIONS = 4
+_HTTP_PULL_SECONDS = 3.0
+
+
+def deliver(grid: Grid, out: Sequence[Message], timeout: float) -> dict[int, Message]:
+    """Send messages, at most one a node, and return the replies by node; a node without one did not reply in time.
+
+    Parameters
+    ----------
+    grid
+        Any grid.
+    out
+        What to send.
+    timeout
+        Seconds for all of it, second tries included; 0: for ever.
+    """
+    deadline = time.monotonic() + timeout if timeout else None
+    replies = _exchange(grid, out, deadline)
+    for _ in range(len(out)):
+        lost = [message for message in out if has_died(replies.get(message.metadata.dst_node_id))]
+        if not lost or (deadline is not None and time.monotonic() >= deadline):
+            break
+        log(WARNING, "%d of %d messages met a client process that died; they are sent again", len(lost), len(out))
+        if not _anybody_lives(grid, deadline):
+            break
+        replies |= _exchange(grid, [_anew(message) for message in lost], deadline)
+    return replies
+
+
+def has_died(reply: Message | None) -> bool:
+    """Whether a reply only says that the process which should have made it is dead."""
+    return reply is not None and reply.has_error() and reply.error.code in PROCESS_DIED
+
+
+def _anew(message: Message) -> Message:
+    meta = message.metadata
+    return Message(
+        message.content, dst_node_id=meta.dst_node_id, message_type=meta.message_type, group_id=meta.group_id
+    )
+
+
+def _anybody_lives(grid: Grid, deadline: float | None) -> bool:
+    nodes = sorted(grid.get_node_ids())[:_QUESTIONS]
+    answers = _exchange(grid, [messages.ask(node, "identity") for node in nodes], deadline)
+    return not all(has_died(answers.get(node)) for node in nodes)
+
+
+def _exchange(grid: Grid, out: Sequence[Message], deadline: float | None) -> dict[int, Message]:
+    """Send and wait by a clock that never jumps, which Flower's own `send_and_receive` does not."""
+    if deadline is None or isinstance(grid, InlineGrid):
+        left = None if deadline is None else max(0.0, deadline - time.monotonic())
+        return _by_node(out, list(grid.send_and_receive(out, timeout=left)))
+    waiting = set(grid.push_messages(out))
+    replies: dict[int, Message] = {}
+    while waiting:
+        found = _by_node(out, list(grid.pull_messages(waiting)))
+        waiting -= {reply.metadata.reply_to_message_id for reply in found.values()}
+        replies |= found
+        if not waiting or time.monotonic() >= deadline:
+            break
+        time.sleep(min(getattr(grid, "pull_interval", _HTTP_PULL_SECONDS), max(0.0, deadline - time.monotonic())))
+    return replies
+
+
+def _by_node(out: Sequence[Message], replies: Sequence[Message]) -> dict[int, Message]:
+    """Sort replies by the node that was asked; one to something else, such as an earlier round, counts for nothing."""
+    asked = {message.metadata.message_id: message.metadata.dst_node_id for message in out}
+    found: dict[int, Message] = {}
+    for reply in replies:
+        # Not the sender's id: Flower answers in its own name for a node whose reply is broken.
+        node = asked.get(reply.metadata.reply_to_message_id)
+        if node is None or node in found:
+            log(WARNING, "a reply of node %d to no open message is ignored", reply.metadata.src_node_id)
+            continue
+        found[node] = reply
+    return found

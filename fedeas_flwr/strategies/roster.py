@@ -1,0 +1,111 @@
+"""Before the rounds: who the clients are, what they declare, and what a matched budget gives each of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from logging import WARNING
+from typing import Any
+
+import numpy as np
+from flwr.app import Message
+from flwr.serverapp import Grid
+from flwr.supercore import log
+
+from fedeas_flwr import messages
+from fedeas_flwr.allocation import shares
+from fedeas_flwr.config import RunConfig
+from fedeas_flwr.data import dataset_info
+from fedeas_flwr.messages import MessageError, Share
+from fedeas_flwr.runs import ProcessesDiedError, RunError
+from fedeas_flwr.strategies.declarations import Declarations
+from fedeas_flwr.strategies.delivery import deliver, has_died
+from fedeas_flwr.strategies.members import Members
+from fedeas_flwr.waterfill import waterfill_level
+
+NOTHING = Share(level=2.0)
+"""No image under any policy: a marginal gain, which waterfill's level is, never exceeds 1."""
+
+
+class Roster:
+    """The clients behind a grid.
+
+    Parameters
+    ----------
+    grid
+        Any of Flower's grids, or the inline one.
+    config
+        The validated run-config.
+    """
+
+    def __init__(self, grid: Grid, config: RunConfig) -> None:
+        self.grid, self.config = grid, config
+        self.shares: dict[int, Share] = {}
+        self.declared = Declarations(config)
+        self.members = Members(grid, config, self.declared.note)
+        self.nodes = self.members.nodes
+        """Client → node."""
+        self.refused: dict[int, str] = {}
+        """Client → why its part of the plan was refused; it generates nothing."""
+
+    def discover(self) -> int:
+        """Learn which node is which client, and return how many there are."""
+        self.members.gather()
+        return len(self.nodes)
+
+    def plan(self) -> None:
+        """Agree on a matched budget: each client says two whole numbers and is given its share of the total."""
+        if self.config.matched and self.config.policy != "greedy":
+            self.shares = self._matched_shares(sorted(self.nodes)) | dict.fromkeys(self.refused, NOTHING)
+        else:
+            self.shares = dict.fromkeys(self.nodes, Share())
+
+    def _matched_shares(self, clients: Sequence[int]) -> dict[int, Share]:
+        spent, absent = self._ask_all("plan", ("total", "absent"), self.declared.check_plan)
+        total = self.config.total or int(spent.sum())
+        if self.config.policy == "waterfill":
+            water = waterfill_level(total, self._count_at)
+            return {c: Share(extra=int(e), level=water.level) for c, e in zip(clients, water.extra, strict=True)}
+        pairs = (
+            absent
+            if self.config.policy == "missing-only"
+            else np.full_like(absent, len(dataset_info(self.config.dataset).classes))
+        )
+        pairs[[client in self.refused for client in clients]] = 0
+        parts = shares(total, pairs)
+        return {c: Share(base, extra) for c, (base, extra) in zip(clients, parts, strict=True)}
+
+    def _count_at(self, level: float) -> Any:
+        def check(client: int, count: int) -> None:
+            self.declared.check_count(client, count, level)
+
+        return self._ask_all("waterfill", ("count",), check, level)[0]
+
+    def _ask_all(self, question: str, keys: Sequence[str], check: Callable[..., None], level: float = 0.0) -> list[Any]:
+        """Ask every client, and return one array a key in ascending client id; a refused answer counts as zeros."""
+        clients, rows = sorted(self.nodes), []
+        replies = self.query([messages.ask(self.nodes[c], question, level) for c in clients])
+        for client, reply in zip(clients, replies, strict=True):
+            try:
+                found, *numbers = messages.read_answer(reply, *keys)
+                if found != client:
+                    raise MessageError(f"client-id = {found}, but the question was for client {client}")
+                check(client, *numbers)
+            except MessageError as error:
+                log(WARNING, "client %d is refused a part of the plan: %s", client, error)
+                self.refused.setdefault(client, f"{question}: {error}")
+            rows.append([0] * len(keys) if client in self.refused else numbers)
+        return [np.array(column, dtype=np.int64) for column in zip(*rows, strict=True)]
+
+    def query(self, questions: Sequence[Message]) -> list[Message]:
+        """Ask, and return the answers in the order of the questions; all must answer."""
+        replies = deliver(self.grid, questions, self.config.round_timeout)
+        for reply in replies.values():
+            if has_died(reply):
+                raise ProcessesDiedError(f"client processes died over a query: {messages.failure_reason(reply)}")
+            if reply.has_error():
+                raise RunError(f"a client could not answer the first query: {messages.failure_reason(reply)}")
+        if len(replies) < len(questions):
+            raise RunError(
+                f"{len(questions) - len(replies)} of {len(questions)} clients did not answer the first query"
+            )
+        return [replies[question.metadata.dst_node_id] for question in questions]

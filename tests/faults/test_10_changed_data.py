@@ -1,0 +1,53 @@
+"""Row 10: a client's data change after its plan. It is noticed, and refused by name or planned anew, as configured."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from runners import finish, small
+
+from fedeas_flwr import allocation, client_app
+from fedeas_flwr.local_data import FederatedData, federated_data
+from fedeas_flwr.partition import Partition
+from fedeas_flwr.runs import RunDirectory, RunError
+
+KEYS: dict[str, Any] = {"policy": "fedeas", "beta": 2.0, "alpha": 0.5, "participation": 1.0}
+
+
+def lose_samples(monkeypatch: pytest.MonkeyPatch, client: int, kept: int) -> None:
+    """From now on a client holds only its first ``kept`` samples."""
+
+    def changed(config: Any, clients: int) -> FederatedData:
+        data = federated_data(config, clients)
+        parts = list(data.partition.train)
+        parts[client] = parts[client][:kept]
+        return FederatedData(data.dataset, Partition(parts, data.partition.test), data.protocol)
+
+    monkeypatch.setattr(client_app, "federated_data", changed)
+
+
+def test_a_client_whose_labels_changed_is_refused_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    keys = {**KEYS, "policy": "none"}  # a plan of nothing is a plan
+    finish(small(tmp_path / "r", rounds=1, **keys))
+    lose_samples(monkeypatch, client=2, kept=50)
+    with pytest.raises(RunError, match=r"client 2: ValueError: data-change = 'refuse': .* and 50 now") as refused:
+        finish(small(tmp_path / "r", rounds=2, resume=True, **keys))
+    assert "[" not in str(refused.value), "its label counts are nobody's business"
+
+
+def test_or_it_plans_anew(tmp_path: Path, digits_generator: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = finish(small(tmp_path / "r", rounds=1, data_change="replan", **KEYS))
+    before = run.summary()["total_generated"]
+    lose_samples(monkeypatch, client=2, kept=50)
+    run = finish(small(tmp_path / "r", rounds=2, resume=True, data_change="replan", **KEYS))
+    state = RunDirectory(tmp_path / "r").path / "clients" / "2" / "state-000002.json"
+    assert '"counts"' in state.read_text()
+    data = client_app.federated_data(small(tmp_path, **KEYS), 4)
+    counts = np.bincount(data.train_labels(2), minlength=10)
+    expected = allocation.fedeas(counts[None, :], 2.0)[0]
+    assert f'"generate": {expected.tolist()}' in state.read_text()
+    assert run.summary()["total_generated"] != before
+    assert "its labels changed" in (tmp_path / "r" / "flower.log").read_text()

@@ -1,0 +1,180 @@
+"""Row 1: client processes are killed with SIGKILL. Work is sent again, or the run stops and says so."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterable
+from heapq import heappop, heappush
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+from flwr.app import Error, Message
+from runners import finish, small, weights
+from test_federation import START, federation, toy_app
+
+from fedeas_flwr.grids import InlineGrid
+from fedeas_flwr.runs import ProcessesDiedError, RunDirectory, RunError
+
+
+class PoolGrid(InlineGrid):
+    """Flower's pool under Ray: client processes on a stack, and a dead one's handle goes back on top.
+
+    A dead process fails at once, a live one takes three times as long.
+    """
+
+    stack: tuple[str, ...] = ("alive", "dead")
+    killed_after = 3
+    """Messages that are answered before the dead ones die: the identities of three clients."""
+
+    def __init__(self, *given: Any, **keys: Any) -> None:
+        super().__init__(*given, **keys)
+        self.pool, self.count, self.failed = list(self.stack), 0, 0
+
+    def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> Iterable[Message]:
+        waiting, busy, clock = list(messages)[::-1], list[tuple[int, int, str, Message]](), 0
+        while waiting or busy:
+            while waiting and self.pool:
+                self.count += 1
+                process = self.pool.pop() if self.count > self.killed_after else "alive"
+                heappush(busy, (clock + (1 if process == "dead" else 3), self.count, process, waiting.pop()))
+            clock, number, process, message = heappop(busy)
+            if process == "dead":
+                self.failed += 1
+                message.metadata.__dict__["_message_id"] = str(number)
+                yield Message(Error(0, "<class 'ActorDiedError'>: it died"), reply_to=message)
+            else:
+                yield from super().send_and_receive([message])
+            if number > self.killed_after:
+                self.pool.append(process)
+
+
+def test_messages_that_met_a_dead_process_are_sent_until_a_live_one_has_them(tmp_path: Path) -> None:
+    undisturbed, _ = federation(tmp_path / "whole", toy_app()).train_round(START)
+    made = federation(tmp_path / "killed", toy_app(), PoolGrid)
+    state, outcome = made.train_round(START)
+    assert outcome.failures == []
+    assert np.array_equal(state.trainable["w"], undisturbed.trainable["w"])
+    assert made.grid.failed > 2  # type: ignore[attr-defined]  # a lone message, too, met the dead one again
+
+
+class LonePool(PoolGrid):
+    stack = ("dead", "dead")
+
+
+def test_without_a_live_process_the_run_stops_as_died_and_never_as_done(tmp_path: Path) -> None:
+    with pytest.raises(ProcessesDiedError, match=r"round 1: 3 of 3 clients failed .* it died"):
+        federation(tmp_path, toy_app(), LonePool).train_round(START)
+
+
+def test_a_clients_own_error_is_not_tried_again(tmp_path: Path) -> None:
+    tries: list[int] = []
+
+    def fail(client: int, message: Message) -> Message | None:
+        tries.append(client)
+        raise ValueError("mine")
+
+    with pytest.raises(RunError, match="3 of 3 clients failed"):
+        federation(tmp_path, toy_app(fail)).train_round(START)
+    assert sorted(tries) == [0, 1, 2]
+
+
+def test_the_launcher_goes_on_while_rounds_are_gained_and_gives_up_after_vain_restarts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    resumed: list[bool] = []
+
+    def dies(config: Any, run: RunDirectory, progress: Any) -> None:
+        assert run.status()[0] == "running"
+        resumed.append(config.resume)
+        if len(resumed) <= 3:
+            run.append_round({"round": len(resumed), "accuracy": 0.5, "generated": 0, "failures": []})
+        raise ProcessesDiedError("killed")
+
+    monkeypatch.setattr("fedeas_flwr.launch._run_ray", dies)
+    with pytest.raises(RunError, match="killed"):
+        finish(small(tmp_path / "r", backend="ray", restarts=2))
+    assert resumed == [False, *[True] * 5]  # three that gained a round, and three in vain: the first and two restarts
+    assert RunDirectory(tmp_path / "r").status() == ("failed", "killed")
+
+
+# ------------------------------------------------------------------------------------------ for real, under Ray
+
+
+def client_processes() -> list[psutil.Process]:
+    """The client processes of this test's own run."""
+    found = []
+    for process in psutil.Process().children(recursive=True):
+        try:
+            if process.cmdline()[:1] and process.cmdline()[0].startswith("ray::ClientAppActor"):
+                found.append(process)
+        except psutil.Error:
+            continue
+    return found
+
+
+def kill_when(ready: Callable[[], bool], whom: Callable[[], list[int]], killed: list[int]) -> threading.Thread:
+    def work() -> None:
+        deadline = time.monotonic() + 200
+        while time.monotonic() < deadline and not (ready() and whom()):
+            time.sleep(0.01)
+        for pid in whom():
+            os.kill(pid, signal.SIGKILL)
+            killed.append(pid)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    return thread
+
+
+def training() -> list[int]:
+    return [process.pid for process in client_processes() if process.cmdline()[0] == "ray::ClientAppActor.run"]
+
+
+KEYS = {"clients": 6, "rounds": 6, "policy": "none", "local_epochs": 30, "participation": 1.0}
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("nothing_is_left_behind")
+@pytest.mark.parametrize("kind", ["one client process", "all client processes", "the server"])
+def test_killed_processes_cost_time_and_nothing_else(tmp_path: Path, kind: str) -> None:
+    whole = finish(small(tmp_path / "whole", **KEYS))
+    folder, killed = tmp_path / "killed", list[int]()
+
+    def third_round() -> bool:
+        return len(RunDirectory(folder).rounds()) >= 2
+
+    def whom() -> list[int]:
+        if kind == "the server":
+            return [p["pid"] for p in RunDirectory(folder).processes() if p["pid"] != os.getpid()]
+        return training()[:1] if kind == "one client process" else [p.pid for p in client_processes()]
+
+    killer = kill_when(third_round, whom, killed)
+    run = finish(small(folder, backend="ray", actors=2, **KEYS))
+    killer.join()
+    assert killed
+    assert weights(run) == weights(whole)
+    assert [record["failures"] for record in run.rounds()] == [[]] * 6
+    log = (folder / "flower.log").read_text()
+    assert ("are sent again" in log) == (kind != "the server")
+    assert log.count("Run directory: ") == (1 if kind == "one client process" else 2), "restarted by the launcher"
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("nothing_is_left_behind")
+def test_what_dies_every_time_ends_the_run_with_its_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(Path(__file__).parents[1])
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[1]))
+    run = finish(small(tmp_path / "r", policy="none", rounds=1, model="users_models:that_may_kill"))
+    monkeypatch.setenv("KILLS_ITS_PROCESS", "1")
+    keys = {"policy": "none", "rounds": 3, "model": "users_models:that_may_kill", "restarts": 0, "resume": True}
+    with pytest.raises(RunError, match=r"round 2: .* clients failed"):
+        finish(small(tmp_path / "r", backend="ray", actors=2, **keys))
+    assert run.status()[0] == "failed"
+    checkpoint = run.load_checkpoint()
+    assert checkpoint is not None and checkpoint.round == 1

@@ -1,0 +1,109 @@
+"""Row 2: clients raise, reply late or not at all. They are recorded by id and reason; the rest is averaged exactly."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from flwr.app import Message
+from test_federation import START, federation, toy_app
+
+from fedeas_flwr import messages
+from fedeas_flwr.grids import InlineGrid
+from fedeas_flwr.runs import Checkpoint, RunError
+from fedeas_flwr.strategies import delivery
+
+
+class LateGrid(InlineGrid):
+    """Client 1's replies come one round late, together with the next round's."""
+
+    late: Message | None = None
+
+    def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> Iterable[Message]:
+        for reply in list(super().send_and_receive(messages)):
+            if reply.metadata.src_node_id != 2 or reply.metadata.message_type == "query":
+                yield reply
+                continue
+            if self.late is not None:
+                yield self.late
+            self.late = reply
+
+
+def test_a_late_reply_is_a_missing_one_and_never_the_next_rounds(tmp_path: Path) -> None:
+    made = federation(tmp_path, toy_app(), LateGrid, **{"min-replies": 0.5, "round-timeout": 5})
+    state = START
+    for number in (1, 2, 3):
+        state, outcome = made.train_round(state)
+        assert outcome.failures == [{"client": 1, "reason": "no reply within 5 s"}]
+        assert state.trainable["w"] == pytest.approx((30 * 1.0 + 60 * 2.0) / 90)
+        assert state.accepted == {0: number, 2: number}
+
+
+class SlowLink(InlineGrid):
+    """Pushes and pulls as Flower's own grids do; client 1 never replies."""
+
+    pull_interval = 0.01
+
+    def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
+        self.replies = {r.metadata.reply_to_message_id: r for r in self.send_and_receive(messages)}
+        return list(self.replies)
+
+    def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
+        wanted = [key for key in message_ids if key in self.replies]
+        return [self.replies.pop(key) for key in wanted if self.replies[key].metadata.src_node_id != 2]
+
+
+@pytest.mark.parametrize("jump", [-3600.0, 3600.0])
+def test_a_clock_that_jumps_neither_ends_nor_prolongs_the_wait(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, jump: float
+) -> None:
+    """The time of day jumps at every look; Flower's own wait would end at once, or an hour late."""
+    grid = SlowLink(toy_app(), 3, {})
+    monkeypatch.setattr(delivery, "InlineGrid", LateGrid)  # this one is to be treated as Flower's
+    looks = 0
+
+    def jumping() -> float:
+        nonlocal looks
+        looks += 1
+        return 1e9 + jump * looks
+
+    monkeypatch.setattr(time, "time", jumping)
+    began = time.monotonic()
+    replies = delivery.deliver(grid, [messages.ask(node, "identity") for node in (1, 2, 3)], 0.5)
+    assert sorted(replies) == [1, 3]
+    assert 0.4 < time.monotonic() - began < 5
+
+
+def failing(rounds: set[int]):
+    def misbehave(client: int, message: Message) -> Message | None:
+        if messages.read_task(message).round in rounds:
+            raise ConnectionError("cut off")
+        return None
+
+    return misbehave
+
+
+def test_everybody_failing_k_rounds_in_a_row_stops_the_run(tmp_path: Path) -> None:
+    made = federation(tmp_path, toy_app(failing({2, 3, 5, 6, 7})), **{"failed-rounds": 3, "rounds": 9})
+    with pytest.raises(RunError, match=r"round 7: 3 of 3 clients failed .* ConnectionError: cut off"):
+        made.fit(START, lambda trainable, buffers: {"accuracy": float(trainable["w"][0])})
+    rounds = made.run.rounds()
+    assert [len(record["failures"]) for record in rounds] == [0, 3, 3, 0, 3, 3]
+    assert [record["clients"] for record in rounds][:3] == [[0, 1, 2], [], []]
+    assert rounds[1]["failures"][2] == {"client": 2, "reason": "ConnectionError: cut off"}
+    assert rounds[2]["accuracy"] == rounds[0]["accuracy"] > 0, "a failed round leaves the model as it was"
+    assert rounds[1]["train_loss"] is None
+    checkpoint = made.run.load_checkpoint()
+    assert isinstance(checkpoint, Checkpoint) and checkpoint.round == 6
+    assert np.array_equal(checkpoint.trainable["w"], np.float32([rounds[0]["accuracy"]] * 2))
+
+
+def test_by_default_the_first_such_round_stops_it(tmp_path: Path) -> None:
+    made = federation(tmp_path, toy_app(failing({2})), rounds=9)
+    with pytest.raises(RunError, match="round 2: 3 of 3 clients failed"):
+        made.fit(START, lambda trainable, buffers: {"accuracy": 0.5})
+    assert json.loads((tmp_path / "rounds.jsonl").read_text().splitlines()[-1])["round"] == 1

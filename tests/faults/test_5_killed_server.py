@@ -1,0 +1,159 @@
+"""Row 5: the server is killed at any moment, also inside the checkpoint's write. A resumed run ends the same.
+
+A process of its own runs the federation and sends itself SIGKILL at one step of one file's write. That the same holds
+for SIGKILL, SIGTERM and Ctrl-C from outside, with generation, is in test_run_inline.py; under Ray in row 1.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import random
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from runners import finish, small, weights
+
+from fedeas_flwr import paths
+from fedeas_flwr.runs import RunDirectory
+
+KEYS: dict[str, Any] = {"policy": "none", "rounds": 4, "participation": 0.5, "local_epochs": 1}
+forks = multiprocessing.get_context("forkserver")
+STEPS = ["begun", "half written", "written", "synced", "about to be renamed", "renamed", "folder synced"]
+STATEFUL: dict[str, dict[str, Any]] = {
+    "scaffold": {},
+    "moon": {},
+    "fedadam": {},
+    "fedavgm": {"dp": "server-adaptive", "dp_noise_multiplier": 0.1, "participation": 1.0},
+    "fedgen": {"disclose_label_counts": True, "fedgen_steps": 2},
+    "fedavg": {},
+}
+
+
+def die_at(name: str, step: str, times: int) -> None:
+    """Kill this process at a step of the write of a file; ``times``: of the how-manieth write of such a file."""
+    seen = dict.fromkeys(STEPS, 0)
+
+    def at(now: str, path: object) -> None:
+        if f".{name}" in str(path):
+            seen[now] += 1
+            if now == step and seen[now] == times:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    def write_bytes(path: Path, content: bytes) -> int:
+        at("begun", path)
+        with path.open("wb") as file:
+            file.write(content[: len(content) // 2])
+            file.flush()
+            at("half written", path)
+            file.write(content[len(content) // 2 :])
+        at("written", path)
+        return len(content)
+
+    def sync(path: Path) -> None:
+        before(path)
+        at("synced" if path.is_file() else "folder synced", path if path.is_file() else last)
+
+    last = ""
+
+    def rename(source: Any, target: Any) -> None:
+        nonlocal last
+        at("about to be renamed", source)
+        replace(source, target)
+        last = str(source)
+        at("renamed", source)
+
+    before, replace = paths._sync, os.replace
+    paths._sync, Path.write_bytes, os.replace = sync, write_bytes, rename  # type: ignore[assignment,method-assign]
+
+
+def run_and_die(folder: Path, keys: dict[str, Any], name: str, step: str, times: int) -> None:
+    die_at(name, step, times)
+    finish(small(folder, **keys))
+
+
+def forked(target: Any, *given: Any) -> Any:
+    """Start a function in a fork of a process that has imported everything and computed nothing.
+
+    A fork of this one would have to do without its threads, and torch would wait for them.
+    """
+    forks.set_forkserver_preload(["fedeas_flwr.server_app", "fedeas_flwr.client_app", "fedeas_flwr.launch"])
+    child = forks.Process(target=target, args=given)
+    child.start()
+    return child
+
+
+def ended_by_kill(child: Any) -> bool:
+    child.join(120)
+    return child.exitcode == -signal.SIGKILL
+
+
+QUICK = [("scaffold", "half written"), ("scaffold", "about to be renamed"), ("scaffold", "renamed")]
+ALL = [(strategy, step) for strategy in STATEFUL for step in STEPS]
+
+
+@pytest.mark.parametrize(
+    ("strategy", "step"),
+    [case if case in QUICK else pytest.param(*case, marks=pytest.mark.slow) for case in ALL],
+)
+def test_killed_inside_the_checkpoints_write(tmp_path: Path, strategy: str, step: str) -> None:
+    keys = {**KEYS, "strategy": strategy, **STATEFUL[strategy]}
+    assert ended_by_kill(forked(run_and_die, tmp_path / "r", keys, "checkpoint.safetensors", step, 2))
+    run = RunDirectory(tmp_path / "r")
+    assert run.state() == "interrupted"
+    checkpoint = run.load_checkpoint()
+    assert checkpoint is not None
+    assert checkpoint.round == (2 if step in ("renamed", "folder synced") else 1)
+    resumed = finish(small(tmp_path / "r", resume=True, **keys))
+    assert weights(resumed) == weights(finish(small(tmp_path / "whole", **keys)))
+    assert [record["round"] for record in resumed.rounds()] == [1, 2, 3, 4]
+    assert not list((tmp_path / "r").glob(".*.tmp")), "what a killed writer left is swept up"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("step", STEPS)
+@pytest.mark.parametrize("name", ["state-00000", "model.safetensors", "summary.json", "status.json", "config.json"])
+def test_killed_inside_any_other_write(tmp_path: Path, name: str, step: str) -> None:
+    keys = {**KEYS, "strategy": "scaffold"}
+    times = 3 if name == "state-00000" else 1
+    assert ended_by_kill(forked(run_and_die, tmp_path / "r", keys, name, step, times))
+    started = (tmp_path / "r" / "config.json").exists()
+    resumed = finish(small(tmp_path / "r", resume=started, **keys))
+    assert weights(resumed) == weights(finish(small(tmp_path / "whole", **keys)))
+
+
+def test_a_line_that_was_cut_short_is_done_again(tmp_path: Path) -> None:
+    keys = {**KEYS, "strategy": "fedadam"}
+    finish(small(tmp_path / "r", **{**keys, "rounds": 2}))
+    with (tmp_path / "r" / "rounds.jsonl").open("a") as file:
+        file.write('{"round": 3, "accuracy": 0.')
+    resumed = finish(small(tmp_path / "r", resume=True, **keys))
+    assert weights(resumed) == weights(finish(small(tmp_path / "whole", **keys)))
+
+
+def resume_until_killed(folder: Path, keys: dict[str, Any]) -> None:
+    finish(small(folder, resume=(folder / "config.json").exists(), **keys))
+
+
+@pytest.mark.slow
+def test_killed_again_and_again_at_random_moments(tmp_path: Path) -> None:
+    draws = random.Random(7)
+    keys = {**KEYS, "strategy": "scaffold", "rounds": 12, "checkpoint_every": 2}
+    whole = finish(small(tmp_path / "whole", **keys))
+    kills = 0
+    for _ in range(60):
+        child = forked(resume_until_killed, tmp_path / "r", keys)
+        child.join(draws.uniform(0.0, 1.0))
+        if child.exitcode is None:
+            os.kill(child.pid or 0, signal.SIGKILL)
+            kills += 1
+        child.join()
+        if child.exitcode == 0:
+            break
+        time.sleep(0.01)
+    assert kills >= 3
+    assert RunDirectory(tmp_path / "r").state() == "finished"
+    assert weights(RunDirectory(tmp_path / "r")) == weights(whole)

@@ -1,0 +1,215 @@
+"""Row 6: replies that must not reach the global model are refused by name and counted; the rest is averaged as ever.
+
+That every kind of bad array and number is refused is in test_messages.py; here are the caps before decoding, the bounds
+that follow from what a client declared, and false answers in the plan round.
+"""
+
+from __future__ import annotations
+
+import io
+import re
+import resource
+import struct
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from flwr.app import Array, ArrayRecord, Context, Error, Message, MetricRecord, RecordDict
+from flwr.clientapp import ClientApp
+from test_federation import EXAMPLES, START, VALUES, federation, toy_app
+from test_messages import BAD, COUNTERS, TRAINABLE, read, reply
+
+from fedeas_flwr import allocation, client_app, messages
+from fedeas_flwr.config import parse_config
+from fedeas_flwr.grids import InlineGrid
+from fedeas_flwr.local_data import planned_counts
+from fedeas_flwr.messages import ARRAYS, METRICS, MessageError, TrainReport
+from fedeas_flwr.runs import Checkpoint, RunDirectory, RunError
+from fedeas_flwr.strategies import build_strategy
+from fedeas_flwr.strategies.federation import Federation
+
+
+@pytest.fixture(autouse=True)
+def identity() -> None:
+    """Flower messages need to know whose they are."""
+    InlineGrid(client_app.app, 1, {})
+
+
+def app_with(spoil: Callable[[RecordDict], None]) -> ClientApp:
+    """Clients with the arrays of test_messages.py, each its own constant; client 1's reply is spoiled."""
+    app = ClientApp()
+
+    @app.query()
+    def query(message: Message, context: Context) -> Message:
+        client = int(context.node_config["partition-id"])
+        return messages.answer(message, client, partitions=3, examples=EXAMPLES[client])
+
+    @app.train()
+    def train(message: Message, context: Context) -> Message:
+        client = int(context.node_config["partition-id"])
+        arrays = {key: np.full_like(like, VALUES[client]) for key, like in TRAINABLE.items()}
+        report = TrainReport(client, EXAMPLES[client], 0.5, 1, 0, 0, 0.0, 0.0)
+        made = messages.train_reply(message, report, arrays, COUNTERS, {})
+        content = RecordDict(dict(made.content.items()))
+        if client == 1:
+            spoil(content)
+        made.content = content
+        return made
+
+    return app
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_one_bad_reply_of_any_kind_leaves_the_average_of_the_rest(tmp_path: Path, name: str) -> None:
+    spoil, reason = BAD[name]
+    start = Checkpoint(0, {k: np.zeros_like(v) for k, v in TRAINABLE.items()}, dict(COUNTERS))
+    state, outcome = federation(tmp_path, app_with(spoil), **{"min-replies": 0.5}).train_round(start)
+    for array in state.trainable.values():
+        assert array == pytest.approx((30 * 1.0 + 60 * 2.0) / 90)
+    (failure,) = outcome.failures
+    assert failure["client"] == 1
+    assert re.search(reason.replace("client 5", "client 1"), failure["reason"])
+    assert state.accepted == {0: 1, 2: 1}
+
+
+def encoded_as(data: bytes, stype: str = "numpy.ndarray") -> Message:
+    """A reply whose array w says that it is float32 [2, 3] and is these bytes."""
+    message = reply()
+    arrays = dict(message.content.array_records[ARRAYS].items())
+    arrays["w"] = Array(dtype="float32", shape=(2, 3), stype=stype, data=data)
+    message.content[ARRAYS] = ArrayRecord(arrays)
+    return message
+
+
+def npy_header(text: str) -> bytes:
+    body = text.encode() + b"\n"
+    return b"\x93NUMPY\x01\x00" + struct.pack("<H", len(body)) + body
+
+
+def test_oversized_arrays_are_refused_before_they_are_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
+    buffer = io.BytesIO()
+    np.save(buffer, np.zeros(2**20, np.float32))
+    monkeypatch.setattr(messages, "read_array", lambda data: pytest.fail("decoded"))
+    with pytest.raises(MessageError, match=r"array w has 4194432 bytes, wanted 1048 at most"):
+        read(encoded_as(buffer.getvalue()))
+
+
+@pytest.mark.parametrize(
+    ("data", "reason"),
+    [
+        (npy_header("{'descr': '<f4', 'fortran_order': False, 'shape': (9999999999999,)}"), "needs 39999999999996"),
+        (npy_header("{'descr': '|O', 'fortran_order': False, 'shape': (6,)}"), "Python objects"),
+        (npy_header("(" * 500), "cannot be decoded"),
+        (npy_header("__import__('os').abort()"), "cannot be decoded"),
+        (b"\x80\x04\x95\x0b\x00\x00\x00", "cannot be decoded"),
+        (b"", "cannot be decoded"),
+    ],
+)
+def test_a_few_bytes_that_claim_to_be_terabytes_take_no_memory(data: bytes, reason: str) -> None:
+    before, began = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.monotonic()
+    with pytest.raises(MessageError, match=reason):
+        read(encoded_as(data))
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 50_000
+    assert time.monotonic() - began < 1
+
+
+def test_an_unknown_encoding_and_an_endless_reason_are_cut_short() -> None:
+    with pytest.raises(MessageError, match="its encoding is 'cloudpickle"):
+        read(encoded_as(b"x", stype="cloudpickle" * 1000))
+    failed = Message(Error(1, "x" * 10**7), reply_to=reply())
+    assert len(messages.failure_reason(failed)) == 600
+
+
+# ------------------------------------------------------------------------------------- what was declared once
+
+
+@pytest.mark.parametrize(
+    ("examples", "keys", "reason"),
+    [
+        (11, {}, "num-examples = 11, but the client declared 10 at first"),
+        (2**40, {}, "num-examples = 1099511627776, but max-examples = 10000000"),
+        (10**7, {"data-change": "replan", "max-examples": 1000}, "num-examples = 10000000, but max-examples = 1000"),
+    ],
+)
+def test_a_weight_is_held_to_what_was_declared(
+    tmp_path: Path, examples: int, keys: dict[str, Any], reason: str
+) -> None:
+    def inflate(client: int, message: Message) -> Message | None:
+        if client != 1:
+            return None
+        report = TrainReport(1, examples, 0.0, 1, 0, 0, 0.0, 0.0)
+        return messages.train_reply(message, report, {"w": np.full(2, 9, np.float32)}, dict(START.buffers), {})
+
+    made = federation(tmp_path, toy_app(inflate), **{"min-replies": 0.5, **keys})
+    state, outcome = made.train_round(START)
+    assert outcome.failures == [{"client": 1, "reason": reason}]
+    assert state.trainable["w"] == pytest.approx((30 * 1.0 + 60 * 2.0) / 90)
+
+
+def test_images_beyond_any_plan_are_refused(tmp_path: Path) -> None:
+    def boast(client: int, message: Message) -> Message | None:
+        if client != 1:
+            return None
+        report = TrainReport(1, 10, 0.0, 1, 10**9, 0, 0.0, 0.0)
+        return messages.train_reply(message, report, {"w": np.zeros(2, np.float32)}, dict(START.buffers), {})
+
+    _, outcome = federation(tmp_path, toy_app(boast), **{"min-replies": 0.5}).train_round(START)
+    assert outcome.failures == [{"client": 1, "reason": "generated = 1000000000, but its plan cannot exceed 60"}]
+
+
+def liar(lies: dict[str, dict[str, int]]) -> ClientApp:
+    """The real clients, of which client 1 answers queries as ``lies`` says."""
+    app = ClientApp()
+
+    @app.query()
+    def query(message: Message, context: Context) -> Message:
+        found = client_app.query(message, context)
+        question, _ = messages.read_question(message)
+        if context.node_config["partition-id"] == 1 and question in lies:
+            numbers = {**dict(found.content.metric_records[METRICS]), **lies[question]}
+            found.content[METRICS] = MetricRecord(numbers)
+        return found
+
+    return app
+
+
+LIES = {
+    "total": {"plan": {"total": 2**50}},
+    "absent": {"plan": {"absent": 11}},
+    "another's id": {"plan": {"client-id": 0}},
+    "count": {"waterfill": {"count": 2**50}},
+}
+
+
+@pytest.mark.parametrize("lie", LIES)
+def test_a_false_total_costs_the_liar_its_share_and_nobody_else(tmp_path: Path, lie: str) -> None:
+    policy = "waterfill" if lie == "count" else "missing-only"
+    config = parse_config({"clients": 4, "policy": policy, "beta": 4.0, "run-dir": str(tmp_path)})
+    made = Federation(
+        InlineGrid(liar(LIES[lie]), 4, config.outside()), config, build_strategy(config), RunDirectory.start(config, {})
+    )
+    made.discover()
+    made.plan()
+    assert list(made.refused) == [1]
+    counts = planned_counts(config, 4)
+    honest = [0, 2, 3]
+    total = allocation.allocate(counts[honest], "fedeas", beta=4.0).sum()
+    if lie == "count":  # its total was believed before it lied about a count
+        total += allocation.allocate(counts[[1]], "fedeas", beta=4.0).sum()
+    data = client_app.federated_data(config, 4)
+    given = [sum(client_app.plan_client(config, data, c, 4.0, made.shares[c])) for c in range(4)]
+    assert given[1] == 0
+    assert sum(given) == total > 0
+
+
+def test_a_node_that_says_nothing_of_itself_is_named(tmp_path: Path) -> None:
+    config = parse_config({"clients": 4, "policy": "none", "run-dir": str(tmp_path)})
+    app = liar({"identity": {"examples": -1}})
+    made = Federation(
+        InlineGrid(app, 4, config.outside()), config, build_strategy(config), RunDirectory.start(config, {})
+    )
+    with pytest.raises(RunError, match="node 2 does not say who it is: examples = -1"):
+        made.discover()
