@@ -225,7 +225,10 @@ class RunConfig(BaseModel):
         "ray", description="of `fedeas run` alone: Flower's Ray simulation, or one process without Ray"
     )
     actors: int = Field(
-        0, ge=0, le=4096, description="of `fedeas run` alone: clients at once; 0: one a core; on a GPU five, inline ten"
+        0,
+        ge=0,
+        le=4096,
+        description="of `fedeas run` alone: clients at once; 0: one a core, on a GPU what a probe finds",
     )
     ray_address: str = Field(
         "", description="of `fedeas run` alone: HOST:PORT of a Ray cluster to run on; empty: a Ray of its own"

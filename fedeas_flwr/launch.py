@@ -31,7 +31,7 @@ from fedeas_flwr.mps import shared_gpu
 from fedeas_flwr.processes import MARK, ProcessTree, listens, still_runs
 from fedeas_flwr.progress import RoundProgress
 from fedeas_flwr.runs import ProcessesDiedError, RunDirectory, RunError, describe_environment
-from fedeas_flwr.training import pick_device
+from fedeas_flwr.training import cohort, pick_device
 
 QUIET = {
     # Flower would otherwise run `uv sync` on the app's dependencies for every run, and both would call home.
@@ -88,7 +88,7 @@ def _run_inline(config: RunConfig, run: RunDirectory, progress: RoundProgress) -
     values = config.outside()
     with _quiet_terminal(), progress.in_background():
         on_gpu = pick_device(config.device) == "cuda"
-        workers = config.actors or (10 if on_gpu else 1)
+        workers = clients_at_once(config, on_gpu) if on_gpu else config.actors or 1
         grid = InlineGrid(client_app.app, config.clients, values, workers, live=on_gpu)
         context = Context(run_id=1, node_id=0, node_config={}, state=RecordDict(), run_config=values)
         try:
@@ -232,9 +232,13 @@ def _spawn_superlink(port: int, environment: dict[str, str], folder: Path, log: 
 
 
 def clients_at_once(config: RunConfig, on_gpu: bool) -> int:
-    """Return how many client processes Ray runs at the same time."""
-    usual = 5 if on_gpu else os.cpu_count() or 1
-    return config.actors or min(usual, config.clients or usual)
+    """Return how many clients train at the same time: under Ray in a process each, inline on a GPU in a thread each."""
+    if config.actors:
+        return config.actors
+    if on_gpu:
+        return cohort.clients_at_once(config)
+    usual = os.cpu_count() or 1
+    return min(usual, config.clients or usual)
 
 
 def ray_resources(config: RunConfig, on_gpu: bool) -> dict[str, float]:

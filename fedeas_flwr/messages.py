@@ -24,7 +24,7 @@ import numpy as np
 from flwr.app import Array, ArrayRecord, ConfigRecord, Error, Message, MessageType, MetricRecord, RecordDict
 from flwr.supercore import log
 
-from fedeas_flwr.npy import read_array
+from fedeas_flwr.npy import array_bytes, read_array
 from fedeas_flwr.runs import Arrays, plain
 
 ARRAYS, BUFFERS, EXTRA, CONFIG, METRICS = "arrays", "buffers", "extra", "config", "metrics"
@@ -109,14 +109,18 @@ def to_record(arrays: Mapping[str, Any]) -> ArrayRecord:
     """Build a new record: one that was sent must never be changed in place. Tensors are handed over as they are."""
     if any(hasattr(value, "cpu") for value in arrays.values()):
         return LiveRecord(arrays)
-    return ArrayRecord({key: Array(np.asarray(value)) for key, value in arrays.items()})
+    return ArrayRecord({key: _encoded(np.asarray(value)) for key, value in arrays.items()})
+
+
+def _encoded(array: Any) -> Array:
+    return Array(dtype=str(array.dtype), shape=array.shape, stype=_ENCODING, data=array_bytes(array))
 
 
 def to_arrays(record: ArrayRecord) -> Arrays:
-    """Read a record: NumPy arrays, or the tensors of a live one."""
+    """Read a record: NumPy arrays, not to be written to, or the tensors of a live one."""
     if isinstance(record, LiveRecord):
         return dict(record.__dict__["live"])
-    return {key: value.numpy() for key, value in record.items()}
+    return {key: read_array(value.data) for key, value in record.items()}
 
 
 def encoded(record: ArrayRecord) -> ArrayRecord:

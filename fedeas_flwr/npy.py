@@ -8,6 +8,7 @@ import threading
 import zipfile
 import zlib
 from collections.abc import Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import IO, Any
 
@@ -34,35 +35,62 @@ def read_header(file: IO[bytes]) -> tuple[tuple[int, ...], np.dtype[Any]]:
     ValueError
         If it is no header, or one of Python objects, which only a pickle can hold.
     """
+    shape, _, dtype = _read_header(file)
+    return shape, dtype
+
+
+def _read_header(file: IO[bytes]) -> tuple[tuple[int, ...], bool, np.dtype[Any]]:
     with _parsing:
         try:
             version = np.lib.format.read_magic(file)
             read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
-            shape, _, dtype = read(file)
+            shape, fortran_order, dtype = read(file)
         except Exception as error:  # NumPy lets Python's tokenizer and parser raise whatever they like
             raise ValueError(" ".join(str(error).split())[:200]) from None
     if dtype.hasobject:
         raise ValueError("it holds Python objects, which are never unpickled")
-    return shape, dtype
+    return shape, fortran_order, dtype
+
+
+def array_bytes(array: NDArray[Any]) -> bytes:
+    """An array as `numpy.save` would write it, with one copy of its data instead of two."""
+    array = np.ascontiguousarray(array).reshape(array.shape)  # the former makes a vector of a single number
+    return b"".join((_header(array.dtype.str, array.shape), array.reshape(-1).view(np.uint8).data))
+
+
+@lru_cache(maxsize=4096)
+def _header(kind: str, shape: tuple[int, ...]) -> bytes:
+    file = io.BytesIO()
+    np.lib.format.write_array_header_1_0(file, {"descr": kind, "fortran_order": False, "shape": shape})
+    return file.getvalue()
 
 
 def read_array(content: bytes) -> NDArray[Any]:
-    """Read an array whose bytes are all there, and no more than that.
+    """Read an array whose bytes are all there, and no more than that: a view of them, not to be written to.
 
     Raises
     ------
     ValueError
         If the bytes are not those of one array.
     """
-    file = io.BytesIO(content)
-    shape, dtype = read_header(file)
-    wanted, there = math.prod(shape) * dtype.itemsize, len(content) - file.tell()
+    # The length of a header of version 1.0 follows six bytes of magic and two of version.
+    start = 10 + int.from_bytes(content[8:10], "little")
+    shape, dtype = _parsed(content[:start])
+    wanted, there = math.prod(shape) * dtype.itemsize, len(content) - start
     if wanted != there:
         raise ValueError(f"{dtype}{list(shape)} needs {wanted} bytes, but {there} are there")
-    file.seek(0)
-    with _parsing:
-        array: NDArray[Any] = np.load(file, allow_pickle=False)
-    return array
+    return np.frombuffer(content, dtype, offset=start).reshape(shape)
+
+
+@lru_cache(maxsize=4096)
+def _parsed(header: bytes) -> tuple[tuple[int, ...], np.dtype[Any]]:
+    """The same few headers come in every message of a run, and parsing one takes longer than a small array does."""
+    if header[6:8] != b"\x01\x00":
+        raise ValueError("it is not in version 1.0 of NumPy's format")
+    shape, fortran_order, dtype = _read_header(io.BytesIO(header))
+    if fortran_order:
+        raise ValueError("its elements are not in the order of C")
+    return shape, dtype
 
 
 def read_archive(path: Path, keys: Sequence[str]) -> dict[str, NDArray[Any]]:

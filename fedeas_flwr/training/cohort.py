@@ -1,0 +1,112 @@
+"""How many clients train at once on a GPU: a probe of some seconds, whose answer is kept for the next run.
+
+    python -m fedeas_flwr.training.cohort '{"model": "resnet18", …}'     a run-config; prints what was measured as JSON
+
+More clients at once use a GPU better until they only wait for each other, and each takes memory. Both depend on the
+GPU, the network, the batch and the precision, so they are measured: 1, 2, 4 … engines on streams of one process. Ray's
+client processes share a GPU in the same way where CUDA's MPS runs.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import torch
+
+from fedeas_flwr.config import RunConfig, parse_config
+from fedeas_flwr.data import dataset_info
+from fedeas_flwr.paths import atomic_write, cache_root
+from fedeas_flwr.training import Normaliser, Recipe, network, pick_device
+from fedeas_flwr.training.engine import read_state
+from fedeas_flwr.training.graphed import GraphedEngine
+
+USUAL = 10
+"""Clients at once where the probe fails; also the most that pay on any GPU seen so far."""
+_SAMPLES, _EPOCHS = 8, 10  # batches a client, and how often
+_WORTH = 0.05  # of the rate, that twice as many clients must bring
+_FREE = 0.8  # of the GPU's memory that is free: the generator and the test need some
+_PROCESS_BYTES = 1 << 30  # CUDA's own, in each of Ray's processes
+_SECONDS = 180.0
+_KEYS = ("dataset", "model", "stem", "batch_size", "precision", "engine")
+
+
+def clients_at_once(config: RunConfig) -> int:
+    """As many as the run has in a round, at most, and as pay on this GPU."""
+    most = config.sampled(config.clients) if config.clients else USUAL
+    try:
+        return min(most, choose(_known_or_measured(config)))
+    except (OSError, ValueError, KeyError, subprocess.SubprocessError):
+        return min(most, USUAL)
+
+
+def choose(measured: Mapping[str, Any]) -> int:
+    """The fewest clients beyond which twice as many bring next to nothing, as far as memory allows.
+
+    Parameters
+    ----------
+    measured
+        ``images_per_second`` by number of clients, ``bytes_a_client`` and ``bytes_free``.
+    """
+    most = int(_FREE * measured["bytes_free"] // (measured["bytes_a_client"] + _PROCESS_BYTES))
+    rates = {int(count): float(rate) for count, rate in measured["images_per_second"].items()}
+    allowed = {count: rate for count, rate in rates.items() if count <= max(1, most)}
+    best = max(allowed.values())
+    return min(count for count, rate in allowed.items() if rate * (1 + _WORTH) >= best)
+
+
+def _known_or_measured(config: RunConfig) -> dict[str, Any]:
+    properties = torch.cuda.get_device_properties(0)
+    about = [str(properties), torch.__version__, *(str(getattr(config, key)) for key in _KEYS)]
+    path = cache_root() / "probes" / f"{hashlib.sha256(repr(about).encode()).hexdigest()[:16]}.json"
+    if path.is_file():
+        return dict(json.loads(path.read_text(encoding="utf-8")))
+    # In a process of its own: what it allocates is gone with it.
+    words = [sys.executable, "-m", __name__, json.dumps(config.outside())]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=_SECONDS, check=True)
+    found = dict(json.loads(done.stdout.strip().splitlines()[-1]))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    atomic_write(path, json.dumps(found).encode())
+    return found
+
+
+def measure(config: RunConfig, device: str, counts: tuple[int, ...] = (1, 2, 4, 7, 10)) -> dict[str, Any]:
+    """Train made-up clients, more and more at once."""
+    info, batch = dataset_info(config.dataset), config.batch_size
+    rng, samples = np.random.default_rng(0), _SAMPLES * batch
+    images = torch.from_numpy(rng.integers(0, 256, (samples, *info.image_shape), dtype=np.uint8)).to(device)
+    labels = torch.from_numpy(rng.integers(0, len(info.classes), samples)).to(device)
+    normalise, recipe = Normaliser(info.mean, info.std, device), Recipe(_EPOCHS, batch, config.learning_rate)
+    free, engines, rates, taken = _free(device), list[GraphedEngine](), dict[int, float](), 0
+    start = read_state(network(config))
+    for count in counts:
+        while len(engines) < count:
+            engines.append(GraphedEngine(network(config), recipe, normalise, config.precision, device))
+            engines[-1].train(*start, images, labels, np.random.default_rng(0))  # captures, and makes its buffers
+            taken = taken or free - _free(device)
+        with ThreadPoolExecutor(count) as pool:
+            began = time.perf_counter()
+            list(pool.map(lambda e: e.train(*start, images, labels, np.random.default_rng(0)), engines))
+            rates[count] = count * samples * _EPOCHS / (time.perf_counter() - began)
+    return {"images_per_second": rates, "bytes_a_client": taken, "bytes_free": free}
+
+
+def _free(device: str) -> int:
+    return int(torch.cuda.mem_get_info()[0]) if device == "cuda" else 1 << 40
+
+
+def main() -> None:
+    """Measure what the command line's run-config says."""
+    config = parse_config(json.loads(sys.argv[1]))
+    print(json.dumps(measure(config, pick_device(config.device, config.precision))))
+
+
+if __name__ == "__main__":
+    main()

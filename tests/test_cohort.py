@@ -1,0 +1,58 @@
+"""How many clients at once: as many as pay, as memory allows, and as the round has."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from fedeas_flwr.config import RunConfig, parse_config
+from fedeas_flwr.training import cohort
+
+GIGABYTE = 1 << 30
+
+
+def measured(rates: dict[str, float], free: int = 100 * GIGABYTE) -> dict[str, Any]:
+    return {"images_per_second": rates, "bytes_a_client": GIGABYTE, "bytes_free": free}
+
+
+def test_more_clients_are_chosen_only_while_they_pay_and_fit() -> None:
+    rates = {"1": 80.0, "2": 120.0, "4": 180.0, "7": 182.0, "10": 175.0}
+    assert cohort.choose(measured(rates)) == 4
+    assert cohort.choose(measured({**rates, "10": 280.0})) == 10
+    assert cohort.choose(measured(rates, free=7 * GIGABYTE)) == 2  # 0.8 · 7 GB by 2 GB each
+    assert cohort.choose(measured(rates, free=0)) == 1
+
+
+@pytest.fixture
+def a_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: "a GPU that is none")
+    monkeypatch.setenv("FEDEAS_CACHE", str(tmp_path))
+
+
+def config(**keys: Any) -> RunConfig:
+    return parse_config({"device": "cpu", "policy": "none", "clients": 20, "participation": 0.5, **keys})
+
+
+def test_the_probe_measures_once_and_is_remembered(
+    a_gpu: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = cohort.clients_at_once(config())
+    (kept,) = tmp_path.glob("probes/*.json")
+    record = json.loads(kept.read_text())
+    assert list(record["images_per_second"]) == ["1", "2", "4", "7", "10"] and found == cohort.choose(record)
+    assert all(rate > 0 for rate in record["images_per_second"].values())
+    kept.write_text(json.dumps(measured({"1": 10.0, "4": 40.0, "10": 80.0})))
+    monkeypatch.setattr(subprocess, "run", lambda *a, **k: pytest.fail("measured again"))
+    assert cohort.clients_at_once(config()) == 10
+    assert cohort.clients_at_once(config(participation=0.1)) == 2, "a round has no more"
+
+
+def test_a_probe_that_fails_costs_nothing_but_its_answer(a_gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert cohort.clients_at_once(config(model="no_such:network")) == cohort.USUAL
+    monkeypatch.setattr(cohort, "_SECONDS", 0.01)
+    assert cohort.clients_at_once(config(participation=0.2)) == 4
