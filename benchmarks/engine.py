@@ -21,9 +21,11 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
+from run_records import markdown
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 from torch.utils.flop_counter import FlopCounterMode
@@ -137,6 +139,18 @@ def set_precision(precision: str) -> None:
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = precision != "fp32"
 
 
+def table(record: Mapping[str, Any]) -> str:
+    """All of it, as printed and as shown in the docs."""
+    rates = record["images_per_second"]
+    first, cells = next(iter(rates.values())), []
+    for name, rate in rates.items():
+        part = record["part_of_peak"][name]
+        eager = record["over_one_eager_client"][name]
+        cells.append([name.strip(), f"{rate:,.0f}", f"{rate / first:.1f}", f"{eager:.1f}", f"{100 * part:.1f}"])
+    head = ["", "images/s", "× the quickstart's loop", "× one eager client, tf32", "% of one large matrix product"]
+    return markdown(head, cells)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path)
@@ -195,20 +209,19 @@ def main() -> None:
     flops = step_flops()
     peaks = {precision: peak_flops(precision, device) for precision in {"fp32", "tf32", low}}
     roofline = {name: rate * flops / peaks[name[-4:]] for name, rate in rows if name[-4:] in peaks}
-    for name, part in roofline.items():
-        print(f"(d) {name.strip():<54} {100 * part:>6.1f} % of one large matrix product")
+    name = torch.cuda.get_device_name(0) if device == "cuda" else "cpu"
+    record = {
+        "environment": describe_environment(name),
+        "setting": {"model": "resnet18 7x7", "batch": 64, "samples": samples, "epochs": epochs},
+        "images_per_second": dict(rows),
+        "flops_per_image": flops,
+        "peak_flops": peaks,
+        "part_of_peak": roofline,
+        "over_one_eager_client": {name: rate / eager_rate for name, rate in rows},
+    }
+    print(table(record))
     if args.out:
         args.out.parent.mkdir(parents=True, exist_ok=True)
-        name = torch.cuda.get_device_name(0) if device == "cuda" else "cpu"
-        record = {
-            "environment": describe_environment(name),
-            "setting": {"model": "resnet18 7x7", "batch": 64, "samples": samples, "epochs": epochs},
-            "images_per_second": dict(rows),
-            "flops_per_image": flops,
-            "peak_flops": peaks,
-            "part_of_peak": roofline,
-            "over_one_eager_client": {name: rate / eager_rate for name, rate in rows},
-        }
         args.out.write_text(json.dumps(record, indent=1) + "\n")
 
 
