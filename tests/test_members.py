@@ -51,7 +51,7 @@ class ComingAndGoing(InlineGrid):
 
 
 def started(folder: Path, grid: ComingAndGoing, **keys: Any) -> Federation:
-    values = {"clients": 3, "participation": 1.0, "policy": "none", "run-dir": str(folder), "min-replies": 0.5}
+    values = {"clients": 3, "participation": 1.0, "policy": "fedeas", "run-dir": str(folder), "min-replies": 0.5}
     config = parse_config({**values, "node-wait": 0, **keys})
     run = Federation(grid, config, build_strategy(config), RunDirectory.start(config, {}))
     run.discover()

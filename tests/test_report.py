@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 from PIL import Image
-from run_records import write_run
+from made_up_runs import write_run
 
 from fedeas_flwr.cache import ImageCache
 from fedeas_flwr.cli import app
