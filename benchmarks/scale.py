@@ -102,9 +102,9 @@ def counting_app(counts: Counts, config: RunConfig) -> ClientApp:
     @app.query()
     def query(message: Message, context: Context) -> Message:
         client = int(context.node_config["partition-id"])
-        if messages.read_question(message)[0] == "identity":
-            return messages.answer(message, client, partitions=len(counts))
         mine = counts[client : client + 1]
+        if messages.read_question(message)[0] == "identity":
+            return messages.answer(message, client, partitions=len(counts), examples=int(mine.sum()))
         total = int(allocation.fedeas(mine, config.beta, config.gamma, True).sum())
         return messages.answer(message, client, total=total, absent=int((mine == 0).sum()))
 

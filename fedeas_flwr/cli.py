@@ -45,7 +45,7 @@ app.command(short_help="Who would generate how much; choose β from limits")(pla
 app.add_typer(cache_app, name="cache", short_help="Look after generated images: ls, verify, prune")
 app.add_typer(runs_app, name="runs", short_help="Look after runs: ls, show, csv, prune, rm")
 app.command(short_help="Do a grid of runs; started again, what is left of it")(sweep)
-app.command(short_help="The paper's tables and figures from runs, its numbers beside ours")(reproduce)
+app.command(short_help="The paper's tables and figures, its numbers beside ours")(reproduce)
 app.command(short_help="Make images to look at, to measure, to use as a bank")(generate)
 app.command(short_help="Compare and plot runs: a table, a page, Markdown")(report)
 app.add_typer(deploy_app, name="deploy", short_help="A federation of real machines: init, register, check")

@@ -9,9 +9,15 @@ import typer
 from rich.console import Console
 
 from fedeas_flwr.cli_doctor import show
+from fedeas_flwr.cli_help import InOrderOfUse
 
-deploy_app = typer.Typer(help="A federation of real machines: keys, certificates, start scripts.", no_args_is_help=True)
-Folder = Annotated[Path, typer.Argument(metavar="DIR", help="of the deployment")]
+deploy_app = typer.Typer(
+    cls=InOrderOfUse,
+    help="A federation of real machines: keys, certificates, start scripts.",
+    no_args_is_help=True,
+    rich_markup_mode=None,
+)
+Folder = Annotated[Path, typer.Argument(metavar="DIR", help="folder of the deployment, or of one of its machines")]
 
 
 @deploy_app.command()

@@ -17,7 +17,7 @@ import sys
 import tempfile
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -195,8 +195,13 @@ def own_environment(folder: Path, mark: str, ray_address: str = "") -> dict[str,
         **({"RAY_ADDRESS": ray_address} if ray_address else {"RAY_TMPDIR": str(folder)}),
         "PYTHONPATH": path,
         "PYTHONUNBUFFERED": "1",
-        "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")]),
+        "PATH": _path_of_commands(os.environ),
     }
+
+
+def _path_of_commands(environment: Mapping[str, str]) -> str:
+    """Where to look for Flower's commands: beside this Python first, whose environment need not be activated."""
+    return os.pathsep.join([str(Path(sys.executable).parent), environment.get("PATH", "")])
 
 
 def _start_superlink(
@@ -264,9 +269,8 @@ def _submit(app: Path, config: RunConfig, environment: dict[str, str], folder: P
 
 def flwr_answer(words: list[str], environment: dict[str, str], folder: Path) -> dict[str, Any]:
     """What Flower's command line answers to a command, read from its JSON."""
-    done = subprocess.run(
-        ["flwr", *words, "--format", "json"], env=environment, cwd=folder, capture_output=True, text=True, check=False
-    )
+    command, own = ["flwr", *words, "--format", "json"], {**environment, "PATH": _path_of_commands(environment)}
+    done = subprocess.run(command, env=own, cwd=folder, capture_output=True, text=True, check=False)
     start = done.stdout.find("{")
     try:
         return dict(json.loads(done.stdout[start:])) if start >= 0 else {}

@@ -7,7 +7,8 @@ import math
 import threading
 import zipfile
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import lru_cache
 from pathlib import Path
 from typing import IO, Any
@@ -93,15 +94,34 @@ def _parsed(header: bytes) -> tuple[tuple[int, ...], np.dtype[Any]]:
     return shape, dtype
 
 
-def read_archive(path: Path, keys: Sequence[str]) -> dict[str, NDArray[Any]]:
+def archive_keys(path: Path) -> set[str]:
+    """The names of an ``.npz`` file's arrays.
+
+    Raises
+    ------
+    ValueError
+        If it is no such file.
+    """
+    with _damage_as_value_error(), zipfile.ZipFile(path) as archive:
+        return {name.removesuffix(".npy") for name in archive.namelist()}
+
+
+def read_archive(path: Path, keys: Sequence[str], most_bytes: int | None = None) -> dict[str, NDArray[Any]]:
     """Read arrays of an ``.npz`` file.
+
+    Parameters
+    ----------
+    path, keys
+        Which arrays of which file.
+    most_bytes
+        What they may be together, below what is allowed for the file's own size.
 
     Raises
     ------
     ValueError
         If it is damaged, lacks a key, holds pickles, or would unpack to far more than images ever do.
     """
-    try:
+    with _damage_as_value_error():
         with zipfile.ZipFile(path) as archive:
             claimed = 0
             for key in keys:
@@ -109,10 +129,17 @@ def read_archive(path: Path, keys: Sequence[str]) -> dict[str, NDArray[Any]]:
                     shape, dtype = read_header(member)
                 claimed += math.prod(shape) * dtype.itemsize
         most = max(_ALWAYS_ALLOWED, _LARGEST_RATIO * path.stat().st_size)
+        most = most if most_bytes is None else min(most, most_bytes)
         if claimed > most:
-            raise ValueError(f"it would unpack to {claimed:,} bytes, and {most:,} are allowed for its size")
+            raise ValueError(f"it would unpack to {claimed:,} bytes, and {most:,} are allowed")
         with np.load(path, allow_pickle=False) as arrays:
             return {key: arrays[key] for key in keys}
+
+
+@contextmanager
+def _damage_as_value_error() -> Iterator[None]:
+    try:
+        yield
     except KeyError as error:
         raise ValueError(f"it lacks {error}") from None
     except (zipfile.BadZipFile, zlib.error, EOFError, OSError, RuntimeError) as error:

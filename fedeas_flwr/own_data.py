@@ -7,8 +7,6 @@ a node of a deployment with its own data. Nothing is unpickled, and sizes are kn
 from __future__ import annotations
 
 import hashlib
-import zipfile
-import zlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,6 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from fedeas_flwr.npy import archive_keys, read_archive
 from fedeas_flwr.partition import stratified_split
 
 SUFFIXES = (".png", ".jpg", ".jpeg")
@@ -162,34 +161,22 @@ def _read_npz(
 
 
 def read_arrays(path: Path, needed: Sequence[str], optional: Sequence[str] = ()) -> dict[str, NDArray[Any]]:
-    """Read arrays of an ``.npz`` file: no pickles, no more than `MOST_BYTES`."""
+    """Read arrays of an ``.npz`` file: no pickles, no bombs, no more than `MOST_BYTES`."""
+    there = _npz_keys(path)
     try:
-        with zipfile.ZipFile(path) as archive:
-            there = _keys(archive)
-            if not there.issuperset(needed):
-                has = _few(sorted(there)) or "nothing"
-                raise ValueError(f"it is not an .npz file with {' and '.join(needed)}; it has {has}")
-            keys = [*needed, *(key for key in optional if key in there)]
-            claimed = sum(archive.getinfo(f"{key}.npy").file_size for key in keys)
-        if claimed > MOST_BYTES:
-            raise ValueError(f"it unpacks to {claimed:,} bytes; {MOST_BYTES:,} are the most")
-        with np.load(path, allow_pickle=False) as arrays:
-            return {key: arrays[key] for key in keys}
-    except (zipfile.BadZipFile, zlib.error, EOFError, OSError, KeyError, RuntimeError, ValueError) as error:
+        if not there.issuperset(needed):
+            has = _few(sorted(there)) or "nothing"
+            raise ValueError(f"it is not an .npz file with {' and '.join(needed)}; it has {has}")
+        return read_archive(path, [*needed, *(key for key in optional if key in there)], MOST_BYTES)
+    except ValueError as error:
         raise ValueError(f"{path} cannot be used: {_one_line(error)}") from None
 
 
 def _npz_keys(path: Path) -> set[str]:
-    """The names of an ``.npz`` file's arrays."""
     try:
-        with zipfile.ZipFile(path) as archive:
-            return _keys(archive)
-    except (zipfile.BadZipFile, OSError) as error:
+        return archive_keys(path)
+    except ValueError as error:
         raise ValueError(f"{path} cannot be used: {_one_line(error)}") from None
-
-
-def _keys(archive: zipfile.ZipFile) -> set[str]:
-    return {name.removesuffix(".npy") for name in archive.namelist()}
 
 
 def with_channels(images: NDArray[Any]) -> NDArray[Any]:

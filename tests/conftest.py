@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+ROOT = Path(__file__).parents[1]
 pytest_plugins = ["leftovers"]
 
 
@@ -18,6 +19,8 @@ def session_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     folder = Path(kept) if kept else tmp_path_factory.mktemp("cache")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("FEDEAS_CACHE", str(folder))
+        # Processes that tests start elsewhere import this very tree; a relative path would lead nowhere from there.
+        patch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep))
         yield folder
 
 

@@ -9,6 +9,7 @@ import sys
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 from runners import finish, small
 
@@ -100,8 +101,18 @@ def test_limits_that_contradict_are_the_answer_and_a_failing_exit_code(tmp_path:
     assert json.loads(machine.stdout)["choice"]["contradictions"] == [line.removeprefix("Contradiction: ")]
 
 
-def test_seconds_limit_beta_by_a_timed_batch(digits_generator: Path) -> None:
+@pytest.fixture(scope="module")
+def bank(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A generator that is timed without importing diffusers; the built-in one would be timed by the same lines."""
+    path = tmp_path_factory.mktemp("bank") / "noise.npz"
+    images = np.random.default_rng(0).integers(0, 256, (100, 8, 8, 1), dtype=np.uint8)
+    np.savez(path, x=images, y=np.arange(100) % 10)
+    return f"bank:{path}"
+
+
+def test_seconds_limit_beta_by_a_timed_batch(bank: str) -> None:
     words = ("plan", "--dataset", "digits", "--protocol", "clean", "--clients", "4", "--grid", "0,2,4")
+    words += ("--generator", bank)
     plan = json.loads(fedeas(*words, "--max-seconds", "100000", "--format", "json").stdout)
     assert plan["beta"] == 4
     seconds = [row["seconds"] for row in plan["choice"]["grid"]]
@@ -208,11 +219,12 @@ def test_resume_of_another_config_is_refused(tmp_path: Path) -> None:
     assert "alpha = 0.5, but the run to resume has alpha = 0.1" in done.stderr
 
 
-def test_an_estimate_adds_one_key_to_the_plan(digits_generator: Path) -> None:
-    words = ("plan", "--dataset", "digits", "--protocol", "clean", "--clients", "4", "--estimate")
+def test_an_estimate_adds_one_key_to_the_plan(bank: str) -> None:
+    words = ("plan", "--dataset", "digits", "--protocol", "clean", "--clients", "4", "--estimate", "--generator", bank)
     plan = json.loads(fedeas(*words, "--format", "json").stdout)
     assert list(plan)[-2:] == ["synthetic_fraction", "estimate"]
     found = plan["estimate"]
+    assert found["generator"] == bank and found["seconds_a_batch"] > 0
     assert list(found) == ["generator", "device", "batch", "seconds_a_batch", "seconds", "bytes"]
     assert found["seconds"] == pytest.approx(-(-plan["total"] // 64) * found["seconds_a_batch"])
     assert plan["total"] * 64 < found["bytes"] < plan["total"] * 64 + 40 * 5000

@@ -30,6 +30,7 @@ def test_more_clients_are_chosen_only_while_they_pay_and_fit() -> None:
 
 @pytest.fixture
 def a_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: "a GPU that is none")
     monkeypatch.setenv("FEDEAS_CACHE", str(tmp_path))
 
@@ -50,6 +51,14 @@ def test_the_probe_measures_once_and_is_remembered(
     monkeypatch.setattr(subprocess, "run", lambda *a, **k: pytest.fail("measured again"))
     assert cohort.clients_at_once(config()) == 10
     assert cohort.clients_at_once(config(participation=0.1)) == 2, "a round has no more"
+
+
+def test_without_a_gpu_nothing_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`fedeas doctor` asks on any machine what a run would do on one with a GPU."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(subprocess, "run", lambda *a, **k: pytest.fail("measured"))
+    assert cohort.clients_at_once(config(participation=1.0)) == cohort.USUAL
+    assert cohort.clients_at_once(config(participation=0.1)) == 2
 
 
 def test_a_probe_that_fails_costs_nothing_but_its_answer(a_gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -113,7 +113,7 @@ def test_npz_is_read_and_read_again_when_it_changes(
         ({"x_test": np.zeros((10, 32, 32, 3), np.float32)}, "x_test .* is float32"),
         ({"y_test": np.full(10, 10)}, "has labels 10 to 10; allowed is 0 to 9"),
         ({"y_train": np.zeros(20)}, "y_train .* must be integer"),
-        ({"y_train": np.array([None] * 20)}, "y_train .* is object"),
+        ({"y_train": np.array([None] * 20)}, "cifar10.npz .* Python objects"),
         ({"y_train": None}, "lacks one of the keys"),
     ],
 )

@@ -27,6 +27,7 @@ from fedeas_flwr.config import RunConfig, parse_config
 from fedeas_flwr.data import dataset_info
 from fedeas_flwr.doctor import Finding, federation, inputs, machine, packages
 from fedeas_flwr.generators.ray_service import leave_sliver
+from fedeas_flwr.training import cohort
 
 
 def config(**changes: Any) -> RunConfig:
@@ -113,6 +114,12 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda number: "NVIDIA T4")
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda number: (facts["free"], 80 * 10**9))
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: facts["bf16"])
+    probed = {
+        "images_per_second": {"1": 10.0, "5": 50.0, "10": 50.0},
+        "bytes_a_client": 10**9,
+        "bytes_free": 7 * 10**10,
+    }
+    monkeypatch.setattr(cohort, "_known_or_measured", lambda given: probed)
     monkeypatch.setattr(machine, "tiny_kernel", lambda number: facts["kernel"](number))
     return facts
 

@@ -351,6 +351,7 @@ def test_the_builtin_makes_the_digits_asked_for(digits_generator: Path) -> None:
     assert len({image.tobytes() for image in images}) == len(images)
 
 
+@pytest.mark.slow
 def test_the_benchmark_runs_and_writes_its_tables(tmp_path: Path) -> None:
     root, folder = Path(__file__).parents[1], save_tiny(tmp_path / "model", embeddings=11)
     words = ["--generator", str(folder), "--dataset", "digits", "--images", "70", "--steps", "2", "--ddim-steps", "2"]

@@ -8,13 +8,16 @@ from typing import Any
 
 import numpy as np
 import pytest
-from flwr.app import Context, Message, RecordDict
+from flwr.app import Context, Error, Message, RecordDict
+from flwr.common.constant import ErrorCode
 from test_federation import EXAMPLES, START, VALUES, toy_app
 
+from fedeas_flwr import messages
 from fedeas_flwr.config import parse_config
 from fedeas_flwr.grids import InlineGrid
 from fedeas_flwr.runs import RunDirectory, RunError
 from fedeas_flwr.strategies import build_strategy
+from fedeas_flwr.strategies.delivery import deliver
 from fedeas_flwr.strategies.federation import Federation
 from fedeas_flwr.strategies.members import count_clients
 
@@ -51,7 +54,7 @@ class ComingAndGoing(InlineGrid):
 
 
 def started(folder: Path, grid: ComingAndGoing, **keys: Any) -> Federation:
-    values = {"clients": 3, "participation": 1.0, "policy": "none", "run-dir": str(folder), "min-replies": 0.5}
+    values = {"clients": 3, "participation": 1.0, "policy": "fedeas", "run-dir": str(folder), "min-replies": 0.5}
     config = parse_config({**values, "node-wait": 0, **keys})
     run = Federation(grid, config, build_strategy(config), RunDirectory.start(config, {}))
     run.discover()
@@ -138,6 +141,43 @@ def test_two_nodes_with_one_client_id_are_refused(tmp_path: Path) -> None:
     grid.start(1, 200)
     with pytest.raises(RunError, match="two nodes say they are client 1"):
         started(tmp_path, grid)
+
+
+class AnsweredFor(ComingAndGoing):
+    """Killed nodes are answered for as a SuperLink does: from its own node id, and before the others."""
+
+    def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> Iterable[Message]:
+        sent = list(messages)
+        answered = super().send_and_receive(sent)
+        return [*map(self._answer_for, (m for m in sent if m.metadata.dst_node_id in self._dead)), *answered]
+
+    def _answer_for(self, message: Message) -> Message:
+        message.metadata.__dict__["_message_id"] = f"to-{message.metadata.dst_node_id}"
+        reply = Message(Error(ErrorCode.NODE_UNAVAILABLE, "Node Unavailable"), reply_to=message)
+        reply.metadata.__dict__["_src_node_id"] = SUPERLINK
+        return reply
+
+
+def test_the_superlinks_answer_for_a_lost_node_counts_as_that_nodes(tmp_path: Path) -> None:
+    grid = AnsweredFor(1, 2)
+    grid.start(0, SUPERLINK)  # the worst case: a client whose node has the id that the answer comes from
+    run = started(tmp_path, grid)
+    run.plan()
+    grid.kill(101)
+    replies = deliver(grid, [messages.ask(node, "identity") for node in (SUPERLINK, 101, 102)], 0)
+    assert replies[101].error.code == ErrorCode.NODE_UNAVAILABLE
+    assert [messages.read_answer(replies[node])[0] for node in (SUPERLINK, 102)] == [0, 2]
+    state, outcome = run.train_round(START)
+    (failure,) = outcome.failures
+    assert failure["client"] == 1 and "Node Unavailable" in failure["reason"]
+    assert state.trainable["w"] == pytest.approx(np.full(2, mean_of(0, 2)))
+
+
+def test_a_reply_to_an_earlier_message_counts_for_nothing() -> None:
+    grid = ComingAndGoing(0)
+    (late,) = grid.send_and_receive([messages.ask(100, "identity")])
+    grid.send_and_receive = lambda out, *, timeout=None: [late]  # type: ignore[method-assign]
+    assert deliver(grid, [messages.ask(100, "identity")], 0) == {}
 
 
 def test_a_federation_nobody_counted_has_the_nodes_it_has() -> None:

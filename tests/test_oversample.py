@@ -18,8 +18,10 @@ from fedeas_flwr import messages, planning
 from fedeas_flwr.allocation import allocate, budget, fedeas, imbalance, oversample
 from fedeas_flwr.augment import repeated
 from fedeas_flwr.client_app import _images
+from fedeas_flwr.client_state import ClientState
 from fedeas_flwr.counts import IntArray
 from fedeas_flwr.local_data import federated_data, planned_counts
+from fedeas_flwr.node import read_node
 from fedeas_flwr.partition import make_partition, plan_labels
 from fedeas_flwr.planning import format_table
 from fedeas_flwr.training import recipe
@@ -87,14 +89,16 @@ def test_a_client_trains_on_its_images_and_their_copies() -> None:
     config = small(Path("/nowhere"), policy="oversample", beta=8.0)
     data, counts = federated_data(config, 4), planned_counts(config, 4)
     for client, copies in enumerate(oversample(counts, 8.0)):
-        images, labels, made, rejected = _images(config, data, client, (0,) * 10, "cpu", "")
+        node, planned = read_node({"partition-id": client, "num-partitions": 4}), ClientState(generate=(0,) * 10)
+        found = _images(config, data, node, planned, "cpu", "")
+        images, labels = found.images, found.labels
         real, real_labels = data.train(client)
         assert np.array_equal(images[: len(real)].numpy(), real)
         assert np.array_equal(labels[: len(real)].numpy(), real_labels)
         assert np.bincount(labels[len(real) :].numpy(), minlength=10).tolist() == copies.tolist()
         own = {(image.tobytes(), int(label)) for image, label in zip(real, real_labels, strict=True)}
         assert {(i.numpy().tobytes(), int(n)) for i, n in zip(images, labels, strict=True)} == own
-        assert made == rejected == 0
+        assert found.made == found.rejected == 0
 
 
 @pytest.mark.parametrize("strategy", ["fedavg", "fedadam"])

@@ -14,8 +14,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from made_up_runs import write_run
 from PIL import Image
-from run_records import write_run
 
 from fedeas_flwr.cache import ImageCache
 from fedeas_flwr.cli import app

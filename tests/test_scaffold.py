@@ -195,7 +195,12 @@ def test_one_full_batch_step_of_all_clients_with_equal_weights_is_fedavg(tmp_pat
 def all_alike() -> ClientApp:
     """The real clients, each saying that it has one sample: FedAvg then weighs them alike."""
     app = ClientApp()
-    app.query()(lambda message, context: client_app.query(message, context))
+
+    @app.query()
+    def query(message: Message, context: Context) -> Message:
+        reply = client_app.query(message, context)
+        reply.content.metric_records[messages.METRICS]["examples"] = 1
+        return reply
 
     @app.train()
     def train(message: Message, context: Context) -> Message:

@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from made_up_runs import write_run
 from rich.console import Console
-from run_records import write_run
 from runners import finish, small
 
 from fedeas_flwr import cli_images, event_log, progress

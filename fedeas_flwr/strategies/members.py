@@ -102,7 +102,8 @@ class Members:
                     raise MessageError(messages.failure_reason(reply))
                 client, partitions, examples = messages.read_answer(reply, "partitions", "examples")
             except MessageError as error:
-                failed.append((not reply.has_error() or reply.error.code in _OWN_FAULT, str(error)))
+                final = not reply.has_error() or reply.error.code in _OWN_FAULT
+                failed.append((final, f"node {node} does not say who it is: {error}"))
                 continue
             self._enter(client, partitions, examples, node, asked)
         return failed
@@ -143,7 +144,7 @@ def count_clients(grid: Grid, config: RunConfig) -> int:
 
 def _no_start(config: RunConfig, nodes: Collection[int], failed: Sequence[tuple[bool, str]]) -> RunError:
     if failed:
-        return RunError(f"a client could not answer the first query: {failed[0][1]}")
+        return RunError(next((why for final, why in failed if final), failed[0][1]))
     wanted = f"clients = {config.clients}" if config.clients else "a run needs at least one client"
     return RunError(
         f"{wanted}, but the federation has {len(nodes)} nodes: start more, in a simulation with --federation-config "

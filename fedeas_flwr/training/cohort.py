@@ -41,6 +41,8 @@ _KEYS = ("dataset", "model", "stem", "batch_size", "precision", "engine")
 def clients_at_once(config: RunConfig) -> int:
     """As many as the run has in a round, at most, and as pay on this GPU."""
     most = config.sampled(config.clients) if config.clients else USUAL
+    if not torch.cuda.is_available():  # somebody wants to know how it would be on a machine with a GPU
+        return min(most, USUAL)
     try:
         return min(most, choose(_known_or_measured(config)))
     except (OSError, ValueError, KeyError, subprocess.SubprocessError):

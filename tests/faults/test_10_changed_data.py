@@ -10,7 +10,9 @@ import pytest
 from runners import finish, small
 
 from fedeas_flwr import allocation, client_app
-from fedeas_flwr.local_data import FederatedData, federated_data
+from fedeas_flwr.config import RunConfig
+from fedeas_flwr.local_data import FederatedData, federated_data, local_data
+from fedeas_flwr.node import Node
 from fedeas_flwr.partition import Partition
 from fedeas_flwr.runs import RunDirectory, RunError
 
@@ -20,13 +22,13 @@ KEYS: dict[str, Any] = {"policy": "fedeas", "beta": 2.0, "alpha": 0.5, "particip
 def lose_samples(monkeypatch: pytest.MonkeyPatch, client: int, kept: int) -> None:
     """From now on a client holds only its first ``kept`` samples."""
 
-    def changed(config: Any, clients: int) -> FederatedData:
-        data = federated_data(config, clients)
+    def changed(config: RunConfig, node: Node) -> FederatedData:
+        data = local_data(config, node)
         parts = list(data.partition.train)
         parts[client] = parts[client][:kept]
         return FederatedData(data.dataset, Partition(parts, data.partition.test), data.protocol)
 
-    monkeypatch.setattr(client_app, "federated_data", changed)
+    monkeypatch.setattr(client_app, "local_data", changed)
 
 
 def test_a_client_whose_labels_changed_is_refused_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -45,8 +47,8 @@ def test_or_it_plans_anew(tmp_path: Path, digits_generator: Path, monkeypatch: p
     run = finish(small(tmp_path / "r", rounds=2, resume=True, data_change="replan", **KEYS))
     state = RunDirectory(tmp_path / "r").path / "clients" / "2" / "state-000002.json"
     assert '"counts"' in state.read_text()
-    data = client_app.federated_data(small(tmp_path, **KEYS), 4)
-    counts = np.bincount(data.train_labels(2), minlength=10)
+    data = federated_data(small(tmp_path, **KEYS), 4)
+    counts = np.bincount(data.train_labels(2)[:50], minlength=10)
     expected = allocation.fedeas(counts[None, :], 2.0)[0]
     assert f'"generate": {expected.tolist()}' in state.read_text()
     assert run.summary()["total_generated"] != before

@@ -25,7 +25,7 @@ from test_messages import BAD, COUNTERS, TRAINABLE, read, reply
 from fedeas_flwr import allocation, client_app, messages
 from fedeas_flwr.config import parse_config
 from fedeas_flwr.grids import InlineGrid
-from fedeas_flwr.local_data import planned_counts
+from fedeas_flwr.local_data import federated_data, planned_counts
 from fedeas_flwr.messages import ARRAYS, METRICS, MessageError, TrainReport
 from fedeas_flwr.runs import Checkpoint, RunDirectory, RunError
 from fedeas_flwr.strategies import build_strategy
@@ -199,7 +199,7 @@ def test_a_false_total_costs_the_liar_its_share_and_nobody_else(tmp_path: Path, 
     total = allocation.allocate(counts[honest], "fedeas", beta=4.0).sum()
     if lie == "count":  # its total was believed before it lied about a count
         total += allocation.allocate(counts[[1]], "fedeas", beta=4.0).sum()
-    data = client_app.federated_data(config, 4)
+    data = federated_data(config, 4)
     given = [sum(client_app.plan_client(config, data, c, 4.0, made.shares[c])) for c in range(4)]
     assert given[1] == 0
     assert sum(given) == total > 0
