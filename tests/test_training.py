@@ -18,7 +18,7 @@ from fedeas_flwr.config import RunConfig
 from fedeas_flwr.grids import InlineGrid
 from fedeas_flwr.strategies.averaging import weighted_average
 from fedeas_flwr.training import Engine, Normaliser, Objective, Recipe
-from fedeas_flwr.training.eager import EagerEngine
+from fedeas_flwr.training.eager import Descent, EagerEngine
 from fedeas_flwr.training.engine import read_state
 from fedeas_flwr.training.graphed import GraphedEngine, batch_table, masked_batchnorm
 from fedeas_flwr.training.one_pixel import one_pixel_convolutions
@@ -58,6 +58,22 @@ def test_both_engines_take_the_same_steps(samples: int, momentum: float, decay: 
                 torch.testing.assert_close(
                     mine[key], theirs[key], rtol=2e-4, atol=2e-5, msg=lambda m, k=key: f"{k}: {m}"
                 )
+
+
+@pytest.mark.parametrize(("momentum", "decay"), [(0.0, 0.0), (0.9, 0.0), (0.0, 0.01), (0.9, 0.01)])
+def test_the_descent_is_torchs_to_the_bit(momentum: float, decay: float) -> None:
+    torch.manual_seed(0)
+    ours = [torch.randn(7, 5), torch.randn(3)]
+    theirs = [nn.Parameter(weight.clone()) for weight in ours]
+    descent = Descent(Recipe(1, 8, 0.05, momentum, decay), ours)
+    optimizer = torch.optim.SGD(theirs, lr=0.05, momentum=momentum, weight_decay=decay)
+    for _ in range(5):
+        gradients = [torch.randn_like(weight) for weight in ours]
+        for weight, gradient in zip(theirs, gradients, strict=True):
+            weight.grad = gradient.clone()
+        optimizer.step()
+        descent.step(gradients)
+    assert all(torch.equal(mine, weight) for mine, weight in zip(ours, theirs, strict=True))
 
 
 class OnePixel(nn.Module):
