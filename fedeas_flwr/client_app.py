@@ -74,12 +74,11 @@ def query(message: Message, context: Context) -> Message:
     Arrays leave only in answer to the question of the run's own strategy, and only if the run-config allows it.
     """
     config, node = _open(context)
-    client = node.client
+    client, data = node.client, local_data(config, node)
     question, level = messages.read_question(message)
     if question == "identity":
-        own = len(local_data(config, node).partition.train[node.part])
-        return messages.answer(message, client, partitions=node.partitions, examples=own)
-    data = local_data(config, node)
+        examples = len(data.partition.train[node.part])
+        return messages.answer(message, client, partitions=node.partitions, examples=examples)
     counts = _counts(data, node.part)
     if question == "plan":
         total = allocation.fedeas(counts, config.beta, config.gamma, not config.printed_rule).sum()

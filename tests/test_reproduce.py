@@ -298,18 +298,19 @@ def test_the_committed_runs_fill_their_column_and_all_else_is_missing(tmp_path: 
     answer = json.loads(done.stdout)
     table = answer["items"][0]
     there = {value["cell"]: value for value in table["values"] if value["ours"] is not None}
-    assert set(there) == {f"{MAIN}/{m}" for m in ("fedavg", "fedeas", "missing-only", "uniform")}
+    assert set(there) >= {f"{MAIN}/{m}" for m in ("fedavg", "fedeas", "missing-only", "uniform")}
     assert there[f"{MAIN}/fedavg"]["seeds"] == [1, 2, 3]
     fedavg = [
         RunDirectory(ROOT / "results" / "cifar10-k100-a0.1" / f"none-s{s}").summary()["last_20"] for s in (1, 2, 3)
     ]
     assert there[f"{MAIN}/fedavg"]["ours"] == pytest.approx(100 * sum(fedavg) / 3)
     assert abs(there[f"{MAIN}/fedeas"]["difference"]) < 3
-    assert all(budget["met"] for budget in answer["budgets"]) and len(answer["budgets"]) == 3
+    assert all(budget["met"] for budget in answer["budgets"]) and len(answer["budgets"]) >= 3
     assert "c100-k20-a0.1/fedgen seed 1" in table["missing"]
-    assert (
-        "78 runs of 75 cells are missing; to do them: fedeas reproduce table1 gamma --scale full --run" in done.stderr
-    )
+    command = "to do them: fedeas reproduce table1 gamma --scale full --run"
+    missing = re.search(rf"(\d+) runs of \d+ cells are missing; {command}", done.stderr)
+    runs = sum(len(value["seeds"]) for value in there.values())
+    assert missing and int(missing[1]) + runs == 84
     rows = list(csv.DictReader(io.StringIO((tmp_path / "out" / "results.csv").read_text())))
     assert len(rows) == len({(row["cell"], row["measure"]) for row in rows}) >= 76
     assert not (tmp_path / "out" / "runs").exists()
