@@ -129,7 +129,9 @@ def test_the_readmes_speeds_are_the_committed_ones() -> None:
     )
     assert f"{service:,.0f} images/s with 20" in README.replace("\n", " ")
     assert f"{service / strict:.0f} times" in README and f"{service / plain:.1f} times" in README
-    seconds = RunDirectory(ROOT / "results" / "cifar10-k20-a0.1" / "fedeas-s1").summary()["seconds"]
+    summary = RunDirectory(ROOT / "results" / "cifar10-k20-a0.1" / "fedeas-s1").summary()
+    assert f"FedEAS came to {100 * summary['last_20']:.1f} (paper 71.65)" in README
+    seconds = summary["seconds"]
     outside = seconds["aggregate"] + seconds["gamma_hat"]
     # The rounds' clock, which also sees records and the checkpoint, said 306.
     assert 0 <= 306 - (outside + seconds["clients"] + seconds["evaluate"]) < 2 and "took 306 s in bf16" in README
