@@ -16,7 +16,10 @@ pytest_plugins = ["leftovers"]
 def session_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """Keep the user's own cache out of the tests; ``FEDEAS_TEST_CACHE`` keeps one between sessions."""
     kept = os.environ.get("FEDEAS_TEST_CACHE", "")
-    folder = Path(kept) if kept else tmp_path_factory.mktemp("cache")
+    # Of several processes each has a folder of its own in one that they share.
+    shared = tmp_path_factory.getbasetemp().parent if "PYTEST_XDIST_WORKER" in os.environ else None
+    folder = Path(kept) if kept else shared / "cache" if shared else tmp_path_factory.mktemp("cache")
+    folder.mkdir(parents=True, exist_ok=True)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("FEDEAS_CACHE", str(folder))
         # Processes that tests start elsewhere import this very tree; a relative path would lead nowhere from there.
