@@ -1,8 +1,8 @@
 # make run    install, then the quickstart: four federated runs on the built-in data, a table, a picture and a page
 # make test   install, then lint, types and the test suite
 PYTHON ?= python3
-# Tests of one file stay together; two processes, whatever the machine: they measure nothing but wait a lot.
-PYTEST = $(BIN)/python -m pytest -n 2 --dist loadfile
+# Two processes, whatever the machine; tests/conftest.py says which tests stay together.
+PYTEST = $(BIN)/python -m pytest -n 2 --dist loadgroup
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed

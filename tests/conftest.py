@@ -12,6 +12,20 @@ ROOT = Path(__file__).parents[1]
 pytest_plugins = ["leftovers"]
 
 
+STARTS_FLOWER = {
+    *("test_run_ray", "test_ray_cluster", "test_service", "test_doctor", "test_deploy", "test_deploy_network"),
+    *("test_deploy_folders", "test_1_killed_clients", "test_7_crowded_machine", "test_11_soak"),
+}
+"""Tests that start processes of Flower or Ray, and look whether any is left: not two of them at once."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Keep the tests of a file in one process (`--dist loadgroup`), and all of the above in one."""
+    for item in items:
+        stem = item.path.stem
+        item.add_marker(pytest.mark.xdist_group("flower" if stem in STARTS_FLOWER else stem))
+
+
 @pytest.fixture(scope="session", autouse=True)
 def session_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """Keep the user's own cache out of the tests; ``FEDEAS_TEST_CACHE`` keeps one between sessions."""
