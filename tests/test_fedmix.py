@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from fedeas_flwr.training import Normaliser, Recipe
 from fedeas_flwr.training.eager import EagerEngine
 from fedeas_flwr.training.engine import read_state
 from fedeas_flwr.training.graphed import GraphedEngine, masked_batchnorm
-from fedeas_flwr.training.objective import Batch, Inputs, padded_mean
+from fedeas_flwr.training.objective import Batch, Inputs, mean_of_first
 
 FEDMIX: dict[str, Any] = {"strategy": "fedmix", "disclose_mean_images": True, "policy": "none"}
 
@@ -166,7 +167,7 @@ def test_rows_that_pad_a_short_batch_change_nothing() -> None:
     mask = (torch.arange(8) < 5).double()
     images = torch.cat([short.images, 50 * torch.randn(3, 1, 4, 4, dtype=torch.float64)])
     labels = torch.cat([short.labels, torch.zeros(3, dtype=torch.long)])
-    padded = Batch(images, labels, short.given, padded_mean(mask, mask.sum()))
+    padded = Batch(images, labels, short.given, partial(mean_of_first, mask.sum()))
     with masked_batchnorm(model, mask):
         loss = objective.loss(model, padded)
         found = torch.autograd.grad(loss, list(model.parameters()))

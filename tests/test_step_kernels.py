@@ -9,23 +9,27 @@ from torch.nn import functional as F
 from triton_here import DEVICE  # first: it skips where Triton is not there
 
 from fedeas_flwr.data import dataset_info
+from fedeas_flwr.training.head import linear
 from fedeas_flwr.training.images import Normaliser
-from fedeas_flwr.training.step_kernels import Descent, cross_entropy, fetch
+from fedeas_flwr.training.step_kernels import Descent, cross_entropy, fetch, mean_of_first
 from fedeas_flwr.training.views import draw_views, viewed
 
 
+@pytest.mark.parametrize("room", [3, 8])
 @pytest.mark.parametrize("with_views", [False, True])
-def test_a_batch_is_fetched_viewed_and_normalised(with_views: bool) -> None:
+def test_a_batch_is_fetched_viewed_and_normalised(with_views: bool, room: int) -> None:
     rng, info = np.random.default_rng(0), dataset_info("cifar10")
     pixels = torch.from_numpy(rng.integers(0, 256, (9, *info.image_shape), dtype=np.uint8)).to(DEVICE)
     labels, table = torch.arange(9, device=DEVICE) * 7, torch.from_numpy(rng.integers(0, 9, (3, 4))).to(DEVICE)
     views = draw_views(info, 3, 4, rng).to(DEVICE) if with_views else None
     normalise, row = Normaliser(info.mean, info.std, DEVICE), torch.tensor([2], device=DEVICE)
-    images, chosen = fetch(table, row, pixels, labels, views, normalise, torch.float32)
+    images, chosen = fetch(table, row, pixels, labels, views, normalise, torch.float32, room)
     wanted = pixels[table[2]] if views is None else viewed(pixels[table[2]], views[2])
     torch.testing.assert_close(images, normalise(wanted), rtol=1e-6, atol=1e-6)  # torch multiplies by 1/255 on a GPU
     assert torch.equal(chosen, labels[table[2]])
-    assert images.is_contiguous(memory_format=torch.channels_last)
+    whole = images.as_strided((4, room, *images.shape[2:]), images.stride())
+    assert whole.is_contiguous(memory_format=torch.channels_last)
+    assert not whole[:, 3:].any()
 
 
 @pytest.mark.parametrize("classes", [10, 100])
@@ -37,6 +41,29 @@ def test_cross_entropy_and_its_gradient(classes: int) -> None:
     torch.testing.assert_close(ours, torchs)
     (one,), (two,) = (torch.autograd.grad((losses * weights).sum(), logits) for losses in (ours, torchs))
     torch.testing.assert_close(one, two)
+
+
+@pytest.mark.parametrize("counted", [7, 3])
+def test_the_mean_of_those_that_count_and_its_gradient(counted: int) -> None:
+    values = torch.rand(7, device=DEVICE).requires_grad_()
+    mean = mean_of_first(torch.tensor(float(counted), device=DEVICE), values)
+    torch.testing.assert_close(mean, values[:counted].mean())
+    (slopes,) = torch.autograd.grad(mean, values, torch.tensor(2.0, device=DEVICE))
+    wanted = [2 / counted] * counted + [0.0] * (7 - counted)
+    torch.testing.assert_close(slopes, torch.tensor(wanted, device=DEVICE))
+
+
+@pytest.mark.parametrize(("samples", "features", "classes"), [(70, 512, 10), (5, 40, 100)])
+def test_the_last_layer_and_its_gradients(samples: int, features: int, classes: int) -> None:
+    torch.manual_seed(0)
+    torch.backends.cuda.matmul.allow_tf32 = False
+    shapes = [(samples, features), (classes, features), (classes,)]
+    given = [torch.randn(shape, device=DEVICE).requires_grad_() for shape in shapes]
+    ours, torchs = linear(*given), F.linear(*given)
+    torch.testing.assert_close(ours, torchs, rtol=1e-4, atol=1e-4)
+    direction = torch.randn_like(ours)
+    for one, two in zip(*(torch.autograd.grad(y, given, direction) for y in (ours, torchs)), strict=True):
+        torch.testing.assert_close(one, two, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16])

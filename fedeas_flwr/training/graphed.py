@@ -34,10 +34,11 @@ from fedeas_flwr.training.objective import (
     Inputs,
     Objective,
     Tensors,
+    mean_of_first,
     named,
-    padded_mean,
 )
 from fedeas_flwr.training.one_pixel import one_pixel_convolutions
+from fedeas_flwr.training.room import first_convolution, room_for
 from fedeas_flwr.training.views import VIEWS, viewed
 from fedeas_flwr.training.weights import Weights
 
@@ -88,6 +89,7 @@ class GraphedEngine:
         if device == "cuda":
             self._model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         self._batch = torch.full((), float(recipe.batch_size), device=device)
+        self._one = torch.ones((), device=device)
         self._row = torch.zeros(1, dtype=torch.long, device=device)
         self._count = torch.zeros((), device=device)
         self._loss = torch.zeros((), device=device)
@@ -102,24 +104,37 @@ class GraphedEngine:
 
     def _see(self, image: Sequence[int]) -> None:
         """Get the model ready for the first images, whose shape [H, W, C] is that of all to come."""
-        taps: list[nn.Conv2d] = []
         changes_gradients = type(self._objective).correct is not Objective.correct
-        if not (self.recipe.weight_decay or changes_gradients or self._objective.second_order):
-            pixels = torch.zeros((2, *image), dtype=torch.uint8, device=self._device)
-            taps = one_pixel_convolutions(self._model, self._normalise(pixels))
-        on_gpu = self._device == "cuda"
-        self._weights = Weights(self._model, halved=self._precision == "bf16" and on_gpu, one_pixel=taps)
+        self._fast = fast_layers(self._model) if self._device == "cuda" and not self._objective.second_order else None
+        self._weights, self._room = self._laid_out(image, changes_gradients)
         self._state, self._trained = self._weights.state(self._model), trained_names(self._model)
-        self._fast = fast_layers(self._model) if on_gpu and not self._objective.second_order else None
         self._momentum = [torch.zeros_like(p) for p in self._weights.masters] if self.recipe.momentum else []
         self._descent: Any = None
-        self._cross_entropy = cross_entropy
+        self._cross_entropy, self._mean_of_first = cross_entropy, mean_of_first
         if self._fast is not None:
             from fedeas_flwr.training import step_kernels
 
-            self._cross_entropy = step_kernels.cross_entropy
+            self._cross_entropy, self._mean_of_first = step_kernels.cross_entropy, step_kernels.mean_of_first
             if not (self.recipe.momentum or self.recipe.weight_decay or changes_gradients):
                 self._descent = step_kernels.Descent(self._weights.parameters, self._weights.masters)
+
+    def _laid_out(self, image: Sequence[int], changes_gradients: bool) -> tuple[Weights, int]:
+        """The weights as the steps use them, and how many channels of an image there is room for (room.py).
+
+        An algorithm that changes gradients has arrays of its own for them, in the model's shapes: it gets those.
+        """
+        halved, channels = self._precision == "bf16" and self._device == "cuda", image[-1]
+        if changes_gradients or self._objective.second_order:
+            return Weights(self._model, halved), channels
+        taps: list[nn.Conv2d] = []
+        if not self.recipe.weight_decay:
+            pixels = torch.zeros((2, *image), dtype=torch.uint8, device=self._device)
+            taps = one_pixel_convolutions(self._model, self._normalise(pixels))
+        first = first_convolution(self._model) if self._fast is not None else None
+        if first is None:
+            return Weights(self._model, halved, taps), channels
+        room = room_for(channels, torch.bfloat16 if halved else torch.float32)
+        return Weights(self._model, halved, taps, first, room), room
 
     def train(
         self,
@@ -219,24 +234,25 @@ class GraphedEngine:
     def _full_step(self) -> None:
         if self._fast is not None:
             self._fast.count = self._batch
-        self._step(torch.mean, self._batch)
+        self._step(self._batch)
 
     def _short_step(self) -> None:
-        mask = (torch.arange(self.recipe.batch_size, device=self._device) < self._count).float()
         if self._fast is not None:
             self._fast.count = self._count
-            self._step(padded_mean(mask, self._count), self._count)
+            self._step(self._count)
             return
+        mask = (torch.arange(self.recipe.batch_size, device=self._device) < self._count).float()
         with masked_batchnorm(self._model, mask):
-            self._step(padded_mean(mask, self._count), self._count)
+            self._step(self._count)
 
-    def _step(self, mean: Callable[[torch.Tensor], torch.Tensor], samples: torch.Tensor) -> None:
+    def _step(self, samples: torch.Tensor) -> None:
         rows = {name: table.index_select(0, self._row)[0] for name, table in self._tables.items() if name != VIEWS}
         images, labels = self._fetch()
+        mean = partial(self._mean_of_first, samples)
         batch = Batch(images, labels, {**self._constants, **rows}, mean, self._cross_entropy)
         with torch.autocast(self._device, torch.bfloat16, enabled=self._precision == "bf16", cache_enabled=False):
             loss = self._objective.loss(self._model, batch)
-        gradients = torch.autograd.grad(loss, self._weights.parameters)
+        gradients = torch.autograd.grad(loss, self._weights.parameters, self._one)
         if self._descent:
             self._descent(gradients, self.recipe.learning_rate, loss.detach(), self._loss, samples, self._row)
         else:
@@ -251,7 +267,7 @@ class GraphedEngine:
             from fedeas_flwr.training.step_kernels import fetch
 
             kind = torch.bfloat16 if self._precision == "bf16" else torch.float32
-            return fetch(self._table, self._row, self._pixels, self._labels, views, self._normalise, kind)
+            return fetch(self._table, self._row, self._pixels, self._labels, views, self._normalise, kind, self._room)
         chosen = self._table.index_select(0, self._row).view(-1)
         pixels = self._pixels.index_select(0, chosen)
         if views is not None:
@@ -301,7 +317,7 @@ def batch_table(
 def fast_layers(model: nn.Module) -> Any:
     """Put the fast layers in; without Triton, or a C compiler for it, the model stays as it is and is slower."""
     try:
-        from fedeas_flwr.training.kernels import FastLayers
+        from fedeas_flwr.training.fast_layers import FastLayers
 
         return FastLayers(model)
     except Exception as error:  # whatever a compiler may raise

@@ -99,9 +99,10 @@ def features_and_logits(
     return seen[0], logits
 
 
-def padded_mean(mask: torch.Tensor, count: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
-    """The mean over the rows of a padded batch that count."""
-    return lambda values: (values * mask).sum() / count
+def mean_of_first(count: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    """The mean of values ``[B]`` over the first so many of them: the rest of the batch is padding."""
+    mask = torch.arange(len(values), device=values.device) < count
+    return (values * mask).sum() / count
 
 
 def named(parameters: Sequence[str], tensors: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -24,26 +24,28 @@ _BLOCK = 1024
 @triton.jit  # type: ignore[untyped-decorator]
 def _fetch_kernel(  # type: ignore[no-untyped-def]
     table, row, pixels, labels, views, mean, std, images, chosen, BATCH: tl.constexpr,
-    H: tl.constexpr, W: tl.constexpr, C: tl.constexpr, HAS_VIEWS: tl.constexpr, BLOCK: tl.constexpr,
+    H: tl.constexpr, W: tl.constexpr, C: tl.constexpr, ROOM: tl.constexpr, HAS_VIEWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Part of one image: `viewed` (views.py) and `Normaliser` (images.py), element by element."""
     place = tl.load(row) * BATCH + tl.program_id(0)
     index = tl.load(table + place)
     element = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside = element < H * W * C
-    channel = element % C
-    across = (element // C) % W
-    down = element // (C * W)
-    shown = inside
+    inside = element < H * W * ROOM
+    channel = element % ROOM
+    across = (element // ROOM) % W
+    down = element // (ROOM * W)
+    is_channel = inside & (channel < C)
+    shown = is_channel
     if HAS_VIEWS:
         mirrored = tl.load(views + 3 * place)
         down -= tl.load(views + 3 * place + 1).to(tl.int32)
         across -= tl.load(views + 3 * place + 2).to(tl.int32)
-        shown = inside & (down >= 0) & (down < H) & (across >= 0) & (across < W)
+        shown = is_channel & (down >= 0) & (down < H) & (across >= 0) & (across < W)
         across = tl.where(mirrored > 0, W - 1 - across, across)
     value = tl.load(pixels + index * (H * W * C) + (down * W + across) * C + channel, mask=shown, other=0)
-    value = (value.to(tl.float32) / 255.0 - tl.load(mean + channel)) / tl.load(std + channel)
-    where = images + tl.program_id(0) * (H * W * C) + element
+    value = value.to(tl.float32) / 255.0 - tl.load(mean + channel, mask=is_channel, other=0)
+    value = tl.where(is_channel, value / tl.load(std + channel, mask=is_channel, other=1), 0.0)
+    where = images + tl.program_id(0) * (H * W * ROOM) + element
     tl.store(where, value.to(images.dtype.element_ty), mask=inside)
     if tl.program_id(1) == 0:
         tl.store(chosen + tl.program_id(0), tl.load(labels + index))
@@ -57,19 +59,21 @@ def fetch(
     views: torch.Tensor | None,
     normalise: Normaliser,
     kind: torch.dtype,
+    room: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The normalised images (channels last) and labels of the batch whose indices are in a row of the table.
 
-    ``views`` is the whole table of views (views.py), or nothing.
+    ``views`` is the whole table of views (views.py), or nothing. In memory a pixel has ``room`` for channels (stem.py);
+    those that it has not are zero.
     """
     batch, (height, width, channels) = table.shape[1], pixels.shape[1:]
-    images = torch.empty(batch, height, width, channels, dtype=kind, device=pixels.device)
+    images = torch.empty(batch, height, width, room, dtype=kind, device=pixels.device)
     chosen = torch.empty(batch, dtype=labels.dtype, device=labels.device)
-    _fetch_kernel[(batch, triton.cdiv(height * width * channels, _BLOCK))](
+    _fetch_kernel[(batch, triton.cdiv(height * width * room, _BLOCK))](
         table, row, pixels, labels, views, normalise.mean, normalise.std, images, chosen,
-        BATCH=batch, H=height, W=width, C=channels, HAS_VIEWS=views is not None, BLOCK=_BLOCK,
+        BATCH=batch, H=height, W=width, C=channels, ROOM=room, HAS_VIEWS=views is not None, BLOCK=_BLOCK,
     )  # fmt: skip
-    return images.permute(0, 3, 1, 2), chosen
+    return images.permute(0, 3, 1, 2)[:, :channels], chosen
 
 
 # -------------------------------------------------------------------------------------------------- loss
@@ -126,6 +130,44 @@ def cross_entropy(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     """−log softmax(z)_y of each sample, in float32."""
     losses: torch.Tensor = _CrossEntropy.apply(logits, labels)  # type: ignore[no-untyped-call]
     return losses
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _mean_kernel(values, count, mean, B: tl.constexpr, WIDTH: tl.constexpr):  # type: ignore[no-untyped-def]
+    sample, number = tl.arange(0, WIDTH), tl.load(count)
+    counts = (sample < B) & (sample < number)
+    tl.store(mean, tl.sum(tl.load(values + sample, mask=counts, other=0).to(tl.float32), 0) / number)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _mean_backward_kernel(slope, count, slopes, B: tl.constexpr, WIDTH: tl.constexpr):  # type: ignore[no-untyped-def]
+    sample, number = tl.arange(0, WIDTH), tl.load(count)
+    tl.store(slopes + sample, tl.where(sample < number, tl.load(slope) / number, 0.0), mask=sample < B)
+
+
+class _Mean(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, values: Any, count: Any) -> Any:
+        mean = torch.empty((), device=values.device)
+        ctx.size = {"B": len(values), "WIDTH": triton.next_power_of_2(len(values))}
+        _mean_kernel[(1,)](values.contiguous(), count, mean, **ctx.size)
+        ctx.save_for_backward(count)
+        ctx.kind = values.dtype
+        return mean
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, slope: Any) -> Any:
+        (count,) = ctx.saved_tensors
+        slopes = torch.empty(ctx.size["B"], device=count.device)
+        _mean_backward_kernel[(1,)](slope, count, slopes, **ctx.size)
+        return slopes.to(ctx.kind), None
+
+
+def mean_of_first(count: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    """The mean of values ``[B]`` over the first so many of them, a number on the device; in float32."""
+    mean: torch.Tensor = _Mean.apply(values, count)  # type: ignore[no-untyped-call]
+    return mean
 
 
 # ----------------------------------------------------------------------------------------------- descent

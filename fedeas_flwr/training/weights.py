@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from fedeas_flwr.training.one_pixel import use_centre_tap
+from fedeas_flwr.training.room import use_room
 
 
 class Weights:
@@ -24,6 +25,8 @@ class Weights:
         Whether the model is to compute in bfloat16.
     one_pixel
         Convolutions of which the centre taps alone are trained (one_pixel.py).
+    widened
+        A convolution whose weights have ``room`` for so many input channels in memory, the further ones zero (stem.py).
 
     Attributes
     ----------
@@ -31,7 +34,16 @@ class Weights:
         Of all that is trained: what it is called, what the loss is differentiated by, and its float32 values.
     """
 
-    def __init__(self, model: nn.Module, halved: bool, one_pixel: Sequence[nn.Conv2d] = ()) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        halved: bool,
+        one_pixel: Sequence[nn.Conv2d] = (),
+        widened: nn.Conv2d | None = None,
+        room: int = 0,
+    ) -> None:
+        if widened is not None:
+            _widen(widened, room)
         trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
         layers = {id(layer.weight): layer for layer in one_pixel}
         trained.sort(key=lambda pair: id(pair[1]) in layers)  # those last, so that the others are one piece
@@ -43,7 +55,7 @@ class Weights:
             i for i, p in enumerate(self.parameters) if halved and id(p) not in small and p.dtype == torch.float32
         ]
         self._dense = len(trained) - len(layers)
-        sizes = [-self.parameters[i].numel() // 64 * -64 for i in self._halved]  # each starts at a full memory line
+        sizes = [-_extent(self.parameters[i]) // 64 * -64 for i in self._halved]  # each starts at a full memory line
         self._moving = sum(size for i, size in zip(self._halved, sizes, strict=True) if i < self._dense)
         device = self.parameters[0].device
         self._whole = torch.zeros(sum(sizes), device=device)
@@ -60,6 +72,10 @@ class Weights:
         for i in range(self._dense, len(trained)):
             self.parameters[i] = use_centre_tap(layers[id(trained[i][1])])
             self.masters[i] = self._wholes[i][:, :, 1, 1]
+        if widened is not None:
+            i = next(i for i, (_, p) in enumerate(trained) if p is widened.weight)
+            self.parameters[i] = use_room(widened, _whole_room(widened.weight, room))
+            self.masters[i] = _whole_room(self._wholes[i], room)
         self._gradients = [torch.zeros_like(self.masters[i]) for i in self._halved]
         self.refresh()
 
@@ -92,6 +108,24 @@ class Weights:
         """The model's state dict in float32, in the memory that is trained."""
         wholes = dict(zip(self.names, self._wholes, strict=True))
         return {key: wholes.get(key, tensor).detach() for key, tensor in model.state_dict().items()}
+
+
+def _widen(layer: nn.Conv2d, room: int) -> None:
+    """Move a layer's weights to memory with room for more input channels, all zero."""
+    outputs, channels, *size = layer.weight.shape
+    memory = torch.zeros(outputs, *size, room, dtype=layer.weight.dtype, device=layer.weight.device).movedim(-1, 1)
+    memory[:, :channels] = layer.weight.detach()
+    layer.weight.data = memory[:, :channels]
+
+
+def _whole_room(weight: torch.Tensor, room: int) -> torch.Tensor:
+    """Weights together with the channels there is room for."""
+    return weight.detach().as_strided((weight.shape[0], room, *weight.shape[2:]), weight.stride())
+
+
+def _extent(weight: torch.Tensor) -> int:
+    """Elements of memory that weights take up, room included."""
+    return max(weight.numel(), weight.shape[0] * weight.stride(0))
 
 
 def _biases(model: nn.Module) -> set[int]:
