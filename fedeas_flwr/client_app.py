@@ -36,15 +36,7 @@ from fedeas_flwr.strategies import ALGORITHMS, client_part
 from fedeas_flwr.strategies.client_part import ClientRound
 from fedeas_flwr.strategies.clipping import clips_update
 from fedeas_flwr.streams import stream
-from fedeas_flwr.training import (
-    Normaliser,
-    copy_state,
-    evaluate,
-    loss_and_view_inputs,
-    network,
-    pick_device,
-    recipe,
-)
+from fedeas_flwr.training import Evaluator, Normaliser, loss_and_view_inputs, network, pick_device, recipe
 from fedeas_flwr.training.pool import EnginePool
 from fedeas_flwr.waterfill import waterfill_count, waterfill_fill
 
@@ -157,9 +149,9 @@ def evaluate_client(message: Message, context: Context) -> Message:
     data = local_data(config, node)
     device = pick_device(config.device, config.precision)
     model = _tested_model(config, device)
-    copy_state(model, *messages.read_model(message))
     images, labels = (torch.tensor(array, device=device) for array in data.test(node.part))
-    result = evaluate(model, images, labels, data.num_classes, Normaliser(data.dataset.mean, data.dataset.std, device))
+    normalise = Normaliser(data.dataset.mean, data.dataset.std, device)
+    result = Evaluator(model, images, labels, data.num_classes, normalise).evaluate(*messages.read_model(message))
     return messages.evaluate_reply(message, EvaluateReport(node.client, result.examples, result.correct, result.loss))
 
 

@@ -49,6 +49,8 @@ class _Versions:
     """Round → state."""
     needed: set[int] = field(default_factory=set)
     """Rounds the server may still ask for; some of them may be on disk, from before a resume."""
+    written: set[int] = field(default_factory=set)
+    """Rounds whose version this process wrote. One on disk may be of a run that was killed before its checkpoint."""
 
 
 _kept: dict[Path, _Versions] = {}
@@ -120,10 +122,6 @@ class ClientStore:
         text = json.dumps({**facts, "memory": bool(memory)})
         atomic_write(path, text.encode())  # last: a version is there when this file is
 
-    def is_written(self, this_round: int) -> bool:
-        """Whether a version is on disk."""
-        return self._path(this_round).exists()
-
     def drop_all_but(self, rounds: Collection[int]) -> None:
         """Remove the versions on disk of all other rounds."""
         names = {self._path(number).stem for number in rounds}
@@ -141,8 +139,9 @@ def write_kept_states() -> None:
         for folder, versions in _kept.items():
             store = ClientStore(folder)
             for number, state in versions.states.items():
-                if not store.is_written(number):
+                if number not in versions.written:
                     store.write(number, state)
+            versions.written = set(versions.states)
             store.drop_all_but(versions.needed)
 
 

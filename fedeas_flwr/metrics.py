@@ -6,10 +6,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 
-def per_class_accuracy(correct: npt.NDArray[np.int64], seen: npt.NDArray[np.int64]) -> list[float | None]:
+def per_class_accuracy(correct: Sequence[int], seen: Sequence[int]) -> list[float | None]:
     """Fraction right of each class; ``None`` where a class has no test image."""
     return [float(c / s) if s else None for c, s in zip(correct, seen, strict=True)]
 

@@ -34,7 +34,7 @@ from fedeas_flwr.runs import (
 from fedeas_flwr.strategies import build_strategy
 from fedeas_flwr.strategies.federation import Evaluate, Federation
 from fedeas_flwr.strategies.members import count_clients
-from fedeas_flwr.training import Normaliser, copy_state, evaluate, network, pick_device
+from fedeas_flwr.training import Evaluator, Normaliser, network, pick_device
 
 app = ServerApp()
 
@@ -161,10 +161,11 @@ def central_test(config: RunConfig, clients: int, device: str) -> Evaluate:
     if device == "cuda":
         model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     normalise = Normaliser(data.dataset.mean, data.dataset.std, device)
+    stream = torch.cuda.Stream() if device == "cuda" and config.engine != "eager" else None  # type: ignore[no-untyped-call]
+    evaluator = Evaluator(model, images, labels, data.num_classes, normalise, stream)
 
     def test(trainable: Arrays, buffers: Arrays) -> dict[str, Any]:
-        copy_state(model, trainable, buffers)
-        result = evaluate(model, images, labels, data.num_classes, normalise)
+        result = evaluator.evaluate(trainable, buffers)
         return {
             "accuracy": result.accuracy,
             "balanced_accuracy": result.balanced_accuracy,

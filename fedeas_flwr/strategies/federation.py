@@ -26,6 +26,7 @@ from fedeas_flwr.messages import MessageError, Share, TrainReport, TrainTask
 from fedeas_flwr.metrics import summarise
 from fedeas_flwr.runs import Arrays, Checkpoint, ProcessesDiedError, RunDirectory, RunError, StrategyState
 from fedeas_flwr.strategies.averaging import like_model, weighted_average
+from fedeas_flwr.strategies.beside import Beside
 from fedeas_flwr.strategies.delivery import deliver, has_died
 from fedeas_flwr.strategies.disclosure import NeedsDisclosure, tell
 from fedeas_flwr.strategies.dissimilarity import gradient_dissimilarity
@@ -86,6 +87,10 @@ class Federation(Roster):
         """Train from ``start`` to the last round, recording every round.
 
         ``test`` scores (trainable, buffers) on a test set of the server's; without it the clients are asked.
+
+        The server's test of a round, its record and its checkpoint go on beside the training of the next round, and are
+        done before that one's begin: a client keeps the versions of its state that the last two checkpoints may need,
+        not those of a third. States are never changed in place, so that those of a round stay as they are meanwhile.
         """
         state, self.checkpointed = start, start.accepted
         if isinstance(self.strategy, Stateful):
@@ -96,50 +101,74 @@ class Federation(Roster):
             replies = self.query([messages.ask(self.nodes[client], question) for client in clients])
             tell(self.strategy, self.config, {node: client for client, node in self.nodes.items()}, replies)
         failed = 0
-        while state.round < self.config.rounds:
-            try:
-                (state, outcome), failed = self.train_round(state), 0
-            except TooFewRepliesError as error:
-                failed += 1
-                if failed >= self.config.failed_rounds:
-                    raise
-                log(WARNING, "%s; the model stays as it is", error)
-                state, outcome = replace(state, round=state.round + 1), RoundOutcome([], error.failures, {})
-            if state.generated.keys() >= self.nodes.keys():
-                self.when_all_have_generated()
-            began = time.perf_counter()
-            scores = (
-                test(state.trainable, state.buffers)
-                if test
-                else ask_clients_to_test(self.grid, self.config, self._present(), state)
-            )
-            outcome.seconds["evaluate"] = time.perf_counter() - began
-            self._record(
-                {
-                    "round": state.round,
-                    **scores,
-                    "train_loss": _mean(outcome.reports, lambda r: r.loss),
-                    "gamma_hat": outcome.gamma_hat,
-                    **({"epsilon": spent["epsilon"]} if (spent := self._privacy_spent(state)) else {}),
-                    "clients": [r.client for r in outcome.reports],
-                    "failures": [*self._refused_in(state.round), *outcome.failures],
-                    "generated": sum(state.generated.values()),
-                    "made": sum(r.made for r in outcome.reports),
-                    "rejected": sum(r.rejected for r in outcome.reports),
-                    "steps": sum(r.steps for r in outcome.reports),
-                    "seconds": {phase: round(s, 4) for phase, s in outcome.seconds.items()},
-                }
-            )
-            if state.round % self.config.checkpoint_every == 0 or state.round == self.config.rounds:
-                self.before_checkpoint()
-                self.run.save_checkpoint(state)
-                self.checkpointed = state.accepted
-            log(INFO, "[round %d/%d] accuracy %.4f", state.round, self.config.rounds, scores["accuracy"])
+        with Beside() as beside:
+            while state.round < self.config.rounds:
+                try:
+                    (state, outcome), failed = self.train_round(state), 0
+                except TooFewRepliesError as error:
+                    failed += 1
+                    if failed >= self.config.failed_rounds:
+                        raise
+                    log(WARNING, "%s; the model stays as it is", error)
+                    state, outcome = replace(state, round=state.round + 1), RoundOutcome([], error.failures, {})
+                if state.generated.keys() >= self.nodes.keys():
+                    self.when_all_have_generated()
+                outcome.seconds["test_wait"] = beside.wait()
+                self._end_round(state, outcome, test, beside)
         self.run.save_model({**state.trainable, **state.buffers})
         spent = self._privacy_spent(state)
         self.run.save_summary(
             {**summarise(self.run.rounds(), self.config.threshold), **({"privacy": spent} if spent else {})}
         )
+
+    def _end_round(self, state: Checkpoint, outcome: RoundOutcome, test: Evaluate | None, beside: Beside) -> None:
+        """Test, record and, where it is due, checkpoint a round; beside the next one if the server tests it."""
+        last = state.round == self.config.rounds
+        checkpoint = last or state.round % self.config.checkpoint_every == 0
+        if checkpoint:  # now: the next round's clients change what they keep in memory
+            self.before_checkpoint()
+        alone = last or test is None  # clients cannot test while they train
+        known, seconds = self._known(state, outcome), outcome.seconds
+
+        def end() -> None:
+            began = time.perf_counter()
+            if test is None:
+                scores = ask_clients_to_test(self.grid, self.config, self._present(), state)
+            else:
+                scores = test(state.trainable, state.buffers)
+            seconds["evaluate"] = time.perf_counter() - began
+            seconds["test_wait"] += seconds["evaluate"] if alone else 0.0
+            self._record(
+                {
+                    "round": state.round,
+                    **scores,
+                    **known,
+                    "seconds": {phase: round(s, 4) for phase, s in seconds.items()},
+                }
+            )
+            if checkpoint:
+                self.run.save_checkpoint(state)
+                self.checkpointed = state.accepted
+            log(INFO, "[round %d/%d] accuracy %.4f", state.round, self.config.rounds, scores["accuracy"])
+
+        if alone:
+            end()
+        else:
+            beside.start(end)
+
+    def _known(self, state: Checkpoint, outcome: RoundOutcome) -> dict[str, Any]:
+        """What a round's record says beside scores and seconds."""
+        return {
+            "train_loss": _mean(outcome.reports, lambda r: r.loss),
+            "gamma_hat": outcome.gamma_hat,
+            **({"epsilon": spent["epsilon"]} if (spent := self._privacy_spent(state)) else {}),
+            "clients": [r.client for r in outcome.reports],
+            "failures": [*self._refused_in(state.round), *outcome.failures],
+            "generated": sum(state.generated.values()),
+            "made": sum(r.made for r in outcome.reports),
+            "rejected": sum(r.rejected for r in outcome.reports),
+            "steps": sum(r.steps for r in outcome.reports),
+        }
 
     def _present(self) -> dict[int, int]:
         return {client: self.nodes[client] for client in self.members.present(sorted(self.nodes))}

@@ -13,7 +13,7 @@ from fedeas_flwr.data import dataset_info
 from fedeas_flwr.models import build_model
 from fedeas_flwr.streams import stream
 from fedeas_flwr.training.engine import Engine, Recipe, State, TrainResult, copy_state
-from fedeas_flwr.training.evaluation import Evaluation, evaluate
+from fedeas_flwr.training.evaluation import Evaluation, Evaluator
 from fedeas_flwr.training.images import Normaliser
 from fedeas_flwr.training.losses import loss_constants
 from fedeas_flwr.training.objective import Inputs, Objective
@@ -23,6 +23,7 @@ from fedeas_flwr.training.views import VIEWS, draw_views
 __all__ = [
     "Engine",
     "Evaluation",
+    "Evaluator",
     "Normaliser",
     "Objective",
     "Recipe",
@@ -30,7 +31,6 @@ __all__ = [
     "TrainResult",
     "build_engine",
     "copy_state",
-    "evaluate",
     "loss_and_view_inputs",
     "network",
     "pick_device",

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
 from torch.nn import functional as F
 
 from fedeas_flwr.metrics import balanced_accuracy, per_class_accuracy
+from fedeas_flwr.training.capture import capture
+from fedeas_flwr.training.engine import State, copy_state
 from fedeas_flwr.training.images import Normaliser
+
+logger = logging.getLogger(__name__)
 
 BATCH = 1024
 
@@ -25,27 +32,88 @@ class Evaluation:
     examples: int
 
 
-@torch.no_grad()
-def evaluate(
-    model: torch.nn.Module, images: torch.Tensor, labels: torch.Tensor, num_classes: int, normalise: Normaliser
-) -> Evaluation:
-    """Test ``model`` on uint8 images [N, H, W, C] that lie where the model does."""
-    model.eval()
-    device = labels.device
-    correct = torch.zeros(num_classes, dtype=torch.long, device=device)
-    loss = torch.zeros((), device=device)
-    for pixels, targets in zip(torch.split(images, BATCH), torch.split(labels, BATCH), strict=True):
-        logits = model(normalise(pixels))
-        loss += F.cross_entropy(logits, targets, reduction="sum")
-        correct.scatter_add_(0, targets, (logits.argmax(dim=1) == targets).long())
-    seen = torch.bincount(labels, minlength=num_classes)
-    by_class = per_class_accuracy(correct.cpu().numpy(), seen.cpu().numpy())
-    total, examples = int(correct.sum()), len(labels)
-    return Evaluation(
-        accuracy=total / max(examples, 1),
-        balanced_accuracy=balanced_accuracy(by_class),
-        per_class_accuracy=by_class,
-        loss=float(loss) / max(examples, 1),
-        correct=total,
-        examples=examples,
-    )
+class Evaluator:
+    """A test set, and the network that states are tested in; nothing of it moves between two tests.
+
+    With a stream, a whole test is one CUDA graph on it: some thousand launches of Python's would take turns with those
+    of the clients that train meanwhile.
+
+    Parameters
+    ----------
+    model
+        The network, where it is to be tested; the weights it has do not matter.
+    images
+        uint8 [N, H, W, C] that lie where the model does.
+    labels
+        Their classes.
+    num_classes
+        How many classes there are.
+    normalise
+        Pixels to network input.
+    stream
+        Of a GPU, for these tests alone; without one they run wherever they are called, launch by launch.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        images: torch.Tensor,
+        labels: torch.Tensor,
+        num_classes: int,
+        normalise: Normaliser,
+        stream: torch.cuda.Stream | None = None,
+    ) -> None:
+        self._model, self._images, self._labels, self._normalise = model.eval(), images, labels, normalise
+        self._state, self._stream = model.state_dict(), stream
+        self._seen = torch.bincount(labels, minlength=num_classes).cpu().numpy()
+        self._correct = torch.zeros(num_classes, dtype=torch.long, device=labels.device)
+        self._loss = torch.zeros((), device=labels.device)
+        self._result = torch.zeros(num_classes + 1, dtype=torch.float64, device=labels.device)
+        self._run = self._count if stream is None else self._captured(stream)
+
+    def evaluate(self, trainable: State, buffers: State) -> Evaluation:
+        """Test a state; one test at a time."""
+        with self._on_stream():
+            copy_state(self._state, trainable, buffers)
+            self._run()
+            *correct, loss = self._result.tolist()  # waits
+        total, examples = int(sum(correct)), len(self._labels)
+        by_class = per_class_accuracy([int(count) for count in correct], self._seen.tolist())
+        return Evaluation(
+            accuracy=total / max(examples, 1),
+            balanced_accuracy=balanced_accuracy(by_class),
+            per_class_accuracy=by_class,
+            loss=loss / max(examples, 1),
+            correct=total,
+            examples=examples,
+        )
+
+    @torch.no_grad()
+    def _count(self) -> None:
+        """Count what is right of each class and add the losses up, from the first image to the last."""
+        self._correct.zero_()
+        self._loss.zero_()
+        for pixels, targets in zip(torch.split(self._images, BATCH), torch.split(self._labels, BATCH), strict=True):
+            logits = self._model(self._normalise(pixels))
+            self._loss += F.cross_entropy(logits, targets, reduction="sum")
+            self._correct.scatter_add_(0, targets, (logits.argmax(dim=1) == targets).long())
+        self._result[:-1].copy_(self._correct)  # both in one place, to be fetched at once; doubles hold them exactly
+        self._result[-1].copy_(self._loss)
+
+    def _captured(self, stream: torch.cuda.Stream) -> Callable[[], None]:
+        try:
+            with self._on_stream():
+                return capture(self._count, stream)
+        except RuntimeError as error:  # out of memory, or a network that cannot be captured
+            reason = " ".join(str(error).split())[:200]
+            logger.warning("no CUDA graph of the test, which goes on launch by launch: %s", reason)
+            return self._count
+
+    @contextmanager
+    def _on_stream(self) -> Iterator[None]:
+        if self._stream is None:
+            yield
+            return
+        self._stream.wait_stream(torch.cuda.default_stream())  # where the state comes from
+        with torch.cuda.stream(self._stream):
+            yield

@@ -13,7 +13,6 @@ Weights, data and tables live in buffers that are refilled in place; nothing is 
 from __future__ import annotations
 
 import logging
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -23,6 +22,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from fedeas_flwr.training.capture import capture
 from fedeas_flwr.training.engine import Recipe, State, TrainResult, clone_state, copy_state, trained_names
 from fedeas_flwr.training.images import Normaliser
 from fedeas_flwr.training.launcher import launcher
@@ -46,8 +46,6 @@ logger = logging.getLogger(__name__)
 
 _PRIORITIES = 4
 """Of streams, that torch knows."""
-_capturing = threading.Lock()
-"""One capture at a time: entering one waits for the whole device."""
 
 
 class GraphedEngine:
@@ -208,9 +206,8 @@ class GraphedEngine:
             name: torch.zeros((rows, *value.shape[1:]), dtype=value.dtype, device=device)
             for name, value in inputs.tables.items()
         }
-        with _capturing:
-            self._full = self._captured(self._full_step)
-            self._short = self._captured(self._short_step)
+        self._full = self._captured(self._full_step)
+        self._short = self._captured(self._short_step)
         return self._full, self._short
 
     def _captured(self, step: Callable[[], None]) -> Callable[[], None]:
@@ -218,18 +215,10 @@ class GraphedEngine:
             return step
         self._count.fill_(2.0)
         kept = self._descent.begin() if self._descent else None
-        for _ in range(3):  # libraries choose their kernels and make their workspaces outside the capture
-            self._row.zero_()
-            step()
-        self._row.zero_()
-        graph = torch.cuda.CUDAGraph()
-        self._stream.synchronize()
-        # thread_local: engines of other threads go on allocating and launching meanwhile.
-        with torch.cuda.graph(graph, stream=self._stream, capture_error_mode="thread_local"):
-            step()
+        replay = capture(step, self._stream, before_each=self._row.zero_)
         if self._descent:
             self._descent.captured()
-        return lambda kept=kept: graph.replay()  # type: ignore[misc]
+        return lambda kept=kept: replay()  # type: ignore[misc]
 
     def _full_step(self) -> None:
         if self._fast is not None:
