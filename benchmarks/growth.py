@@ -12,7 +12,7 @@ mapped          the rest of the resident memory: libraries, and the dataset as f
                 of a machine share and the system takes back when it is short of memory
 growth          slope of a straight line through own memory by round, over the second half of the longest runs
 MB a round      of the arrays as Flower encodes them, to the clients of a round and back
-outside         seconds of a round outside training and evaluation; training shrinks as K cuts the data in smaller parts
+outside         seconds of a round outside training and waiting for a test; training shrinks as K cuts the data smaller
 
 The images are drawn at random, in CIFAR-10's sizes (50,000 of 32×32×3, enough for 1,000 clients); what they show is of
 no account here. --ray adds K = 1,000 under Ray, memory summed over all its processes. --small: digits, seconds.
@@ -122,7 +122,7 @@ def measured(config: RunConfig, growth: str, folder: Path) -> dict[str, Any]:
     state, records, walls = split_state(network(config)), run.rounds()[1:], round_seconds(run)
     encoded = sum(len(array.data) for part in state for array in messages.to_record(part).values())
     phases = [record["seconds"] for record in records]
-    busy = [(s["training"] + s["generating"]) / config.actors + s["evaluate"] for s in phases]
+    busy = [(s["training"] + s["generating"]) / config.actors + s["test_wait"] for s in phases]
     return {
         "growth_of": growth,
         "backend": config.backend,

@@ -7,6 +7,19 @@ from typing import Any
 
 import numpy as np
 
+WALL_CLOCK = ("clients", "aggregate", "gamma_hat", "test_wait")
+"""Phases that follow one another on the server: together they are what a run's rounds take.
+
+``test_wait`` is what a round stood still for tests: for the end of the round before (test, record, checkpoint), if it was
+not over when this one's clients were, and for its own test where nothing went on beside it. ``evaluate`` is how long the
+test itself took, most of it beside the next round's clients: it is not to be added to the others.
+"""
+
+
+def seconds_of(phase: str, seconds: Mapping[str, float]) -> float:
+    """Of a phase, in a record or a summary; before there was a ``test_wait``, every test was waited for."""
+    return seconds.get(phase, seconds.get("evaluate", 0.0) if phase == "test_wait" else 0.0)
+
 
 def per_class_accuracy(correct: Sequence[int], seen: Sequence[int]) -> list[float | None]:
     """Fraction right of each class; ``None`` where a class has no test image."""
@@ -51,5 +64,5 @@ def summarise(rounds: Sequence[Mapping[str, Any]], threshold: float) -> dict[str
         "threshold": threshold,
         "rounds_to_threshold": rounds_to_threshold(accuracies, threshold),
         "failures": sum(len(r["failures"]) for r in rounds),
-        "seconds": {phase: round(sum(r["seconds"].get(phase, 0.0) for r in rounds), 3) for phase in phases},
+        "seconds": {phase: round(sum(seconds_of(phase, r["seconds"]) for r in rounds), 3) for phase in phases},
     }

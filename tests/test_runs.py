@@ -177,6 +177,20 @@ def test_an_algorithms_memory_is_kept_with_the_state(tmp_path: Path) -> None:
         store.load(3)
 
 
+def test_a_version_of_a_run_that_was_killed_before_its_checkpoint_is_written_over(tmp_path: Path) -> None:
+    """On a GPU the same round done again is not the same to the last bit."""
+    try:
+        ClientStore(tmp_path, in_memory=True).save(1, ClientState(steps=1, memory={"w": np.float32([1])}), (0, 0))
+        write_kept_states()
+        forget_kept_states()  # killed here; the resumed run does round 1 again
+        ClientStore(tmp_path, in_memory=True).save(1, ClientState(steps=1, memory={"w": np.float32([2])}), (0, 0))
+        write_kept_states()
+        forget_kept_states()
+        assert float(ClientStore(tmp_path).load(1).memory["w"][0]) == 2
+    finally:
+        forget_kept_states()
+
+
 def test_states_kept_in_memory_are_on_disk_for_every_checkpoint(tmp_path: Path) -> None:
     store = ClientStore(tmp_path, in_memory=True)
     try:

@@ -10,10 +10,10 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from fedeas_flwr.data import dataset_info, short_name
+from fedeas_flwr.metrics import WALL_CLOCK
 from fedeas_flwr.report import allocations, samples
 from fedeas_flwr.report.groups import (
     CLIENT_WORK,
-    WALL_CLOCK,
     Group,
     baseline_of,
     differences,
@@ -272,8 +272,9 @@ def _time(groups: Sequence[Group]) -> Section:
         "it is longer than the upper one where they worked at the same time. Starting up is not in it."
     )
     height = 1.6 + 0.7 * len(groups)
-    phases = (*WALL_CLOCK, *CLIENT_WORK)
-    names = ("waiting for clients", "averaging and checks", "Γ̂", "testing", "clients: generating", "clients: training")
+    phases = (*WALL_CLOCK, "evaluate", *CLIENT_WORK)
+    server = ("waiting for clients", "averaging and checks", "Γ̂", "waiting for tests", "testing")
+    names = (*server, "clients: generating", "clients: training")
     rows = [[group.name, *(f"{group.seconds(phase):,.1f}" for phase in phases)] for group in groups]
     pictures = _picture("seconds", caption, lambda axes: draw_seconds(axes, groups), (8.6, height))
     return Section("Where the time went", (), [Table(("seconds", *names), rows, _colours(groups))], pictures)

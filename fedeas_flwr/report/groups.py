@@ -15,14 +15,12 @@ import numpy.typing as npt
 
 from fedeas_flwr.config import RunConfig
 from fedeas_flwr.data import short_name
-from fedeas_flwr.metrics import efficiency, last_20, summarise
+from fedeas_flwr.metrics import WALL_CLOCK, efficiency, last_20, seconds_of, summarise
 from fedeas_flwr.report.style import COLOURS, INK, LABELS, MORE_COLOURS
 from fedeas_flwr.runs import NOT_THE_RUN, RunDirectory, RunError
 
 FloatArray = npt.NDArray[np.float64]
 
-WALL_CLOCK = ("clients", "aggregate", "gamma_hat", "evaluate")
-"""Phases that follow one another on the server: together they are what a run takes."""
 CLIENT_WORK = ("generating", "training")
 """Seconds summed over clients, which may have worked at the same time."""
 _PATHS = ("generator", "weights")
@@ -145,7 +143,7 @@ class Group:
 
     def seconds(self, phase: str) -> float:
         """Of a phase, mean over the seeds."""
-        return statistics.fmean(member.summary["seconds"].get(phase, 0.0) for member in self.members)
+        return statistics.fmean(seconds_of(phase, member.summary["seconds"]) for member in self.members)
 
     @property
     def wall_clock(self) -> float:
@@ -280,7 +278,7 @@ def as_data(groups: Sequence[Group]) -> list[dict[str, Any]]:
                 "per_class_accuracy": None if group.per_class is None else _no_nan(group.per_class),
                 "worst_class": None if worst_class is None else {"class": worst_class[0], "accuracy": worst_class[1]},
                 "worst_client_accuracy": _plain(group.worst_client),
-                "seconds": {phase: group.seconds(phase) for phase in (*WALL_CLOCK, *CLIENT_WORK)},
+                "seconds": {phase: group.seconds(phase) for phase in (*WALL_CLOCK, "evaluate", *CLIENT_WORK)},
                 "config": group.config.outside(),
                 "environments": [member.run.environment() for member in group.members],
             }

@@ -11,7 +11,8 @@ import numpy.typing as npt
 from matplotlib.axes import Axes
 from matplotlib.ticker import MaxNLocator, StrMethodFormatter
 
-from fedeas_flwr.report.groups import CLIENT_WORK, WALL_CLOCK, FloatArray, Group
+from fedeas_flwr.metrics import WALL_CLOCK
+from fedeas_flwr.report.groups import CLIENT_WORK, FloatArray, Group
 from fedeas_flwr.report.style import INK, tidy
 
 MOST_CLASSES_NAMED = 20
@@ -23,7 +24,7 @@ _PHASES = {
     "clients": ("waiting for clients", "#9aa5b1"),
     "aggregate": ("averaging and checks", "#3a8dde"),
     "gamma_hat": (GAMMA_HAT, "#e1a730"),
-    "evaluate": ("testing", "#4f9d69"),
+    "test_wait": ("waiting for tests", "#4f9d69"),
     "generating": ("generating", "#d1495b"),
     "training": ("training", INK),
 }

@@ -14,7 +14,7 @@ from fedeas_flwr.allocation import allocate
 from fedeas_flwr.config import RunConfig
 from fedeas_flwr.listing import find_runs
 from fedeas_flwr.local_data import planned_counts
-from fedeas_flwr.metrics import summarise
+from fedeas_flwr.metrics import WALL_CLOCK, seconds_of, summarise
 from fedeas_flwr.reproduce.cells import Cell
 from fedeas_flwr.runs import NOT_THE_RUN, RunDirectory, RunError
 
@@ -128,7 +128,7 @@ def measure(run: RunDirectory, config: RunConfig) -> Measured:
         peak=summary["peak"],
         images=summary["total_generated"],
         gamma_hat=summary["gamma_hat"],
-        seconds=sum(spent.get(phase, 0.0) for phase in ("clients", "gamma_hat", "aggregate", "evaluate")),
+        seconds=sum(seconds_of(phase, spent) for phase in WALL_CLOCK),
         clients=frozenset(client for record in rounds for client in record["clients"]),
     )
 

@@ -10,6 +10,7 @@ import multiprocessing
 import os
 import random
 import signal
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -55,15 +56,14 @@ def die_at(name: str, step: str, times: int) -> None:
 
     def sync(path: Path) -> None:
         before(path)
-        at("synced" if path.is_file() else "folder synced", path if path.is_file() else last)
+        at("synced" if path.is_file() else "folder synced", path if path.is_file() else last.renamed)
 
-    last = ""
+    last = threading.local()  # a checkpoint is written beside the next round's clients, who write too
 
     def rename(source: Any, target: Any) -> None:
-        nonlocal last
         at("about to be renamed", source)
         replace(source, target)
-        last = str(source)
+        last.renamed = str(source)
         at("renamed", source)
 
     before, replace = paths._sync, os.replace
@@ -111,6 +111,49 @@ def test_killed_inside_the_checkpoints_write(tmp_path: Path, strategy: str, step
     assert weights(resumed) == weights(finish(small(tmp_path / "whole", **keys)))
     assert [record["round"] for record in resumed.rounds()] == [1, 2, 3, 4]
     assert not list((tmp_path / "r").glob(".*.tmp")), "what a killed writer left is swept up"
+
+
+def run_and_die_one_round_behind(folder: Path, keys: dict[str, Any], where: str) -> None:
+    """Die in the test of round 2, or between its record and its checkpoint, when round 3's clients have trained."""
+    save, record = RunDirectory.save_checkpoint, RunDirectory.append_round
+
+    def die(number: int) -> None:
+        if number == 2:
+            while len(list(folder.glob("clients/*/state-000003.json"))) < 2:  # half of four clients train
+                time.sleep(0.01)
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def append_round(run: RunDirectory, found: Any) -> None:
+        if where == "before the record":
+            die(found["round"])
+        record(run, found)
+
+    def save_checkpoint(run: RunDirectory, checkpoint: Any) -> None:
+        die(checkpoint.round)
+        save(run, checkpoint)
+
+    RunDirectory.save_checkpoint, RunDirectory.append_round = save_checkpoint, append_round  # type: ignore[method-assign]
+    finish(small(folder, **keys))
+
+
+@pytest.mark.parametrize("where", ["before the record", "before the checkpoint"])
+@pytest.mark.parametrize(
+    "strategy", [s if s == "scaffold" else pytest.param(s, marks=pytest.mark.slow) for s in STATEFUL]
+)
+def test_killed_while_the_next_rounds_clients_have_trained_already(tmp_path: Path, strategy: str, where: str) -> None:
+    keys = {**KEYS, "strategy": strategy, **STATEFUL[strategy], "participation": 0.5}
+    if strategy == "fedavgm":
+        keys |= {"dp": "none", "dp_noise_multiplier": 0.0}
+    assert ended_by_kill(forked(run_and_die_one_round_behind, tmp_path / "r", keys, where))
+    run = RunDirectory(tmp_path / "r")
+    checkpoint = run.load_checkpoint()
+    assert checkpoint is not None and checkpoint.round == 1
+    assert len(run.rounds()) == (1 if where == "before the record" else 2)
+    resumed = finish(small(tmp_path / "r", resume=True, **keys))
+    whole = finish(small(tmp_path / "whole", **keys))
+    assert weights(resumed) == weights(whole)
+    same = [[{**record, "seconds": {}} for record in run.rounds()] for run in (resumed, whole)]
+    assert same[0] == same[1]
 
 
 @pytest.mark.slow
