@@ -10,9 +10,9 @@ import numpy as np
 WALL_CLOCK = ("clients", "aggregate", "gamma_hat", "test_wait")
 """Phases that follow one another on the server: together they are what a run's rounds take.
 
-``test_wait`` is what a round stood still for tests: for the end of the round before (test, record, checkpoint), if it was
-not over when this one's clients were, and for its own test where nothing went on beside it. ``evaluate`` is how long the
-test itself took, most of it beside the next round's clients: it is not to be added to the others.
+``test_wait`` is what a round stood still for tests: for the end of the round before (test, record, checkpoint), if it
+was not over when this one's clients were, and for its own test where nothing went on beside it. ``evaluate`` is how
+long the test itself took, most of it beside the next round's clients: it is not to be added to the others.
 """
 
 

@@ -96,7 +96,7 @@ def test_records_and_checkpoints_come_in_order_and_one_round_behind_at_most(tmp_
 
     def before_noted() -> None:
         assert threading.current_thread() is threading.main_thread(), "clients must not be training meanwhile"
-        happened.append(("states", happened[-1][1]))
+        happened.append(("states", max(number for what, number in happened if what == "train")))
         before()
 
     federated.run.save_checkpoint = save_noted  # type: ignore[method-assign]
@@ -109,7 +109,9 @@ def test_records_and_checkpoints_come_in_order_and_one_round_behind_at_most(tmp_
     assert [number for what, number in happened if what == "checkpoint"] == [2, 4, 6]
     for number in range(1, 5):  # before round n + 2 begins, round n is recorded
         assert happened.index(("record", number)) < happened.index(("train", number + 2))
-    for number in (2, 4):  # and, where that is due, checkpointed, after the clients' states
+    for number in (2, 4):  # and, where that is due, checkpointed, and the clients' states are on disk before that
+        assert happened.index(("states", number)) < happened.index(("train", number + 1))
+        assert happened.index(("states", number)) < happened.index(("checkpoint", number))
         assert happened.index(("checkpoint", number)) < happened.index(("train", number + 2))
     # A client is told no checkpoint that is not on disk yet, and of the last round but one it is.
     for number, tasks in sent.items():

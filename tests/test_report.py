@@ -53,6 +53,13 @@ def test_runs_that_differ_in_seed_alone_are_one_group(tmp_path: Path) -> None:
     assert group.wall_clock == pytest.approx(2 * 2.75)  # not the clients' work, which overlaps
 
 
+def test_a_test_beside_the_next_round_is_not_wall_clock(tmp_path: Path) -> None:
+    seconds = {"seconds": {"clients": 2.0, "aggregate": 0.5, "evaluate": 0.25, "test_wait": 0.125}}
+    (group,) = grouped(write_run(tmp_path / "r", [0.5, 0.5], extra=[seconds, seconds]))
+    assert group.wall_clock == pytest.approx(2 * 2.625)
+    assert (group.seconds("evaluate"), group.seconds("test_wait")) == (0.5, 0.25)
+
+
 def test_any_other_key_makes_another_group_and_names_it(tmp_path: Path) -> None:
     runs = [write_run(tmp_path / f"{rate}", [0.5], learning_rate=rate) for rate in (0.05, 0.1)]
     assert [group.name for group in grouped(*runs)] == ["learning-rate = 0.05", "learning-rate = 0.1"]
