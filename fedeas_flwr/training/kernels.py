@@ -1,9 +1,10 @@
 """BatchNorm for small maps on a GPU: with the ReLU and the sum around it, forward one kernel or two, backward likewise.
 
 A ResNet-18 step on 64 images of 32×32 is some 300 kernels of a few microseconds; half of its time went to BatchNorm and
-what surrounds it. Here a program holds a few channels and some or all of their rows. What is added may be normalised by
-the same program (a block's shortcut), and the gradient may come in two parts (of a block's two ways), whose sum then needs
-no kernel. The number of rows that count comes from the device, so that a padded batch costs what a full one does.
+what surrounds it. Here a program holds a few channels and some or all of their rows. What is added may be normalised
+by the same program (a block's shortcut), and the gradient may come in two parts (of a block's two ways), which need
+no kernel to be added. The number of rows that count comes from the device, so that a padded batch costs what a full
+one does.
 """
 
 from __future__ import annotations
