@@ -30,8 +30,9 @@ from fedeas_flwr.runs import RunDirectory, RunError, describe_environment
 from fedeas_flwr.sweep import Cell, Sweep
 
 _LOOK_EVERY = 0.2
-_GRACE = 30.0
-"""Seconds that runs have to end after being asked; under Ray a launcher needs some to end all it has started."""
+_GRACE = 60.0
+"""Seconds that runs have to end after being asked: to train the clients under way to their end and write a checkpoint,
+which with all clients' states may be gigabytes; under Ray, to end all that the launcher has started."""
 
 
 @dataclass

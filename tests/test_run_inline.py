@@ -17,9 +17,11 @@ from runners import finish, small, start_interruptible, weights
 
 from fedeas_flwr.allocation import allocate
 from fedeas_flwr.config import MATCHED
+from fedeas_flwr.grids import InlineGrid
 from fedeas_flwr.local_data import planned_counts
 from fedeas_flwr.prepare import evaluate_run
-from fedeas_flwr.runs import RunDirectory, RunError
+from fedeas_flwr.runs import Checkpoint, RunDirectory, RunError
+from fedeas_flwr.strategies.federation import Federation
 
 
 def test_the_same_seed_gives_the_same_weights_and_another_does_not(tmp_path: Path) -> None:
@@ -169,6 +171,33 @@ def test_under_ray_an_old_status_is_never_taken_for_the_new_runs(
     with pytest.raises(RunError, match="ended as 'running'"):
         finish(small(tmp_path / "r", policy="none", rounds=2, backend="ray", resume=True))
     assert seen == [("running", "")]
+
+
+@pytest.mark.parametrize("live", [False, True])
+def test_ctrl_c_keeps_every_round_that_is_done_however_rare_checkpoints_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, live: bool
+) -> None:
+    """It comes when the fourth round's clients and the strategy are ahead of what was recorded."""
+    keys = {"policy": "none", "strategy": "scaffold", "participation": 0.5, "checkpoint_every": 50}
+    if live:
+        monkeypatch.setattr("fedeas_flwr.grids.InlineGrid", lambda *args, **more: InlineGrid(*args[:3], 2, live=True))
+    whole = finish(small(tmp_path / "whole", rounds=6, **keys))
+    train_round = Federation.train_round
+
+    def interrupted(self: Federation, state: Checkpoint) -> object:
+        outcome = train_round(self, state)
+        if state.round == 3:
+            raise KeyboardInterrupt
+        return outcome
+
+    with monkeypatch.context() as meanwhile, pytest.raises(KeyboardInterrupt):
+        meanwhile.setattr(Federation, "train_round", interrupted)
+        finish(small(tmp_path / "stopped", rounds=6, **keys))
+    stopped = RunDirectory(tmp_path / "stopped")
+    checkpoint = stopped.load_checkpoint()
+    assert checkpoint is not None and checkpoint.round == len(stopped.rounds()) == 3
+    assert stopped.state() == "interrupted"
+    assert weights(finish(small(tmp_path / "stopped", rounds=6, resume=True, **keys))) == weights(whole)
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ One round, in the order of `Federation.train_round`:
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from logging import INFO, WARNING
 from typing import Any
@@ -87,7 +87,7 @@ class Federation(Roster):
 
         ``test`` scores (trainable, buffers) on a test set of the server's; without it the clients are asked.
         """
-        state, self.checkpointed = start, start.accepted
+        self.checkpointed = start.accepted
         if isinstance(self.strategy, Stateful):
             self.strategy.load_state(start.strategy)
         self.members.closed = isinstance(self.strategy, NeedsDisclosure)
@@ -95,6 +95,24 @@ class Federation(Roster):
             clients, question = sorted(self.nodes), self.strategy.disclosure.question
             replies = self.query([messages.ask(self.nodes[client], question) for client in clients])
             tell(self.strategy, self.config, {node: client for client, node in self.nodes.items()}, replies)
+        done, saved = start, start.round
+        try:
+            for done in self._rounds(start, test):
+                if done.round % self.config.checkpoint_every == 0 or done.round == self.config.rounds:
+                    self._checkpoint(done)
+                    saved = done.round
+        except KeyboardInterrupt:
+            if done.round > saved:  # asked to stop: what is done is kept, however many rounds lie between checkpoints
+                self._checkpoint(done)
+            raise
+        self.run.save_model({**done.trainable, **done.buffers})
+        spent = self._privacy_spent(done)
+        self.run.save_summary(
+            {**summarise(self.run.rounds(), self.config.threshold), **({"privacy": spent} if spent else {})}
+        )
+
+    def _rounds(self, state: Checkpoint, test: Evaluate | None) -> Iterator[Checkpoint]:
+        """Train, test and record round after round; give what the server holds after each."""
         failed = 0
         while state.round < self.config.rounds:
             try:
@@ -130,16 +148,13 @@ class Federation(Roster):
                     "seconds": {phase: round(s, 4) for phase, s in outcome.seconds.items()},
                 }
             )
-            if state.round % self.config.checkpoint_every == 0 or state.round == self.config.rounds:
-                self.before_checkpoint()
-                self.run.save_checkpoint(state)
-                self.checkpointed = state.accepted
+            yield state
             log(INFO, "[round %d/%d] accuracy %.4f", state.round, self.config.rounds, scores["accuracy"])
-        self.run.save_model({**state.trainable, **state.buffers})
-        spent = self._privacy_spent(state)
-        self.run.save_summary(
-            {**summarise(self.run.rounds(), self.config.threshold), **({"privacy": spent} if spent else {})}
-        )
+
+    def _checkpoint(self, state: Checkpoint) -> None:
+        self.before_checkpoint()
+        self.run.save_checkpoint(state)
+        self.checkpointed = state.accepted
 
     def _present(self) -> dict[int, int]:
         return {client: self.nodes[client] for client in self.members.present(sorted(self.nodes))}
