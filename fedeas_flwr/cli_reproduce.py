@@ -101,7 +101,7 @@ def read_seeds(text: str) -> list[int]:
 
 
 def default_jobs(scale: str) -> int:
-    """One run at a time fills a GPU; on a CPU each is one thread."""
+    """One a core at smoke, where a run is one thread; on a GPU one, since several share it well only under MPS."""
     return max(1, os.cpu_count() or 1) if scale == "smoke" else 1
 
 
