@@ -7,6 +7,8 @@ inside the commands that need them: `fedeas plan` answers at once.
 
 from __future__ import annotations
 
+import atexit
+import gc
 import json
 import os
 import signal
@@ -59,6 +61,8 @@ def main() -> None:
     """Run the command line; every foreseeable failure is one line."""
     signal.signal(signal.SIGTERM, _terminated)
     signal.signal(signal.SIGHUP, _terminated)
+    # On its way out the interpreter would look through all that torch and diffusers have made, several times.
+    atexit.register(gc.freeze)
     sys.path.insert(0, os.getcwd())  # where models of the user's own are looked for
     if not sys.argv[1:]:
         sys.argv.append("--help")

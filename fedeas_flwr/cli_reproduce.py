@@ -101,7 +101,7 @@ def read_seeds(text: str) -> list[int]:
 
 
 def default_jobs(scale: str) -> int:
-    """One run at a time fills a GPU; on a CPU each is one thread."""
+    """One a core at smoke, where a run is one thread; on a GPU one, since several share it well only under MPS."""
     return max(1, os.cpu_count() or 1) if scale == "smoke" else 1
 
 
@@ -126,13 +126,15 @@ def gather(
     results, failed : Results, bool
         What there is now, and whether a run failed for good.
     """
-    from fedeas_flwr.reproduce.filling import Exporting, make_filling, missing_seeds
+    from fedeas_flwr.reproduce.filling import Exporting, export_finished, make_filling, missing_seeds
     from fedeas_flwr.reproduce.measured import find_results
     from fedeas_flwr.sweep_jobs import run_sweep
 
     cells = choice.needed(scale)
     results = find_results(cells, scale, places, more)
     left = missing_seeds(cells, results, seeds)
+    if folder is not None and export:
+        export_finished(results, folder / "runs", export)
     if folder is None or not left:
         return results, False
     filling = make_filling(left, scale, folder / "runs", more)

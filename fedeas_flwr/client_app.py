@@ -261,7 +261,7 @@ def _source(config: RunConfig, device: str, service: str, known: str) -> Generat
         return ServiceGenerator(service, config.dataset)
 
     def open_own() -> Generator:
-        return _own_generator(tuple(describe_generator(config).items()), device)
+        return own_generator(config, device)
 
     return RememberedGenerator(known, config.dataset, open_own) if known else open_own()
 
@@ -279,9 +279,10 @@ def _synthetic(
     )
 
 
-def _own_generator(keys: tuple[tuple[str, Any], ...], device: str) -> Generator:
-    with _opening:  # one model for all threads of this process
-        return _opened_generator(keys, device)
+def own_generator(config: RunConfig, device: str) -> Generator:
+    """The run's generator in this process, one for all of its threads."""
+    with _opening:
+        return _opened_generator(tuple(describe_generator(config).items()), device)
 
 
 @lru_cache(maxsize=1)

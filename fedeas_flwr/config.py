@@ -237,7 +237,9 @@ class RunConfig(BaseModel):
         2, ge=0, le=1000, description="of `fedeas run` alone, under Ray: vain restarts in a row when processes die"
     )
     mps: Literal["auto", "off"] = Field(
-        "auto", description="of `fedeas run` alone, under Ray on a GPU: run CUDA's MPS meanwhile, where there is one"
+        "auto",
+        description="on a GPU, of `fedeas run` under Ray and of several runs at once in a sweep: CUDA's MPS meanwhile, "
+        "where there is one; or off",
     )
     gpu_share: float = Field(
         0.0,

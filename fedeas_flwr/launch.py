@@ -27,7 +27,7 @@ from rich.console import Console
 
 from fedeas_flwr.config import RunConfig
 from fedeas_flwr.generators.ray_service import leave_sliver
-from fedeas_flwr.mps import shared_gpu
+from fedeas_flwr.mps import may_share_gpu, shared_gpu
 from fedeas_flwr.processes import MARK, ProcessTree, listens, still_runs
 from fedeas_flwr.progress import RoundProgress
 from fedeas_flwr.runs import ProcessesDiedError, RunDirectory, RunError, describe_environment
@@ -149,7 +149,7 @@ def _run_ray(config: RunConfig, run: RunDirectory, progress: RoundProgress) -> N
         log = stack.enter_context((run.path / "superlink.log").open("ab"))
         mark = uuid.uuid4().hex
         environment = own_environment(folder, mark, config.ray_address)
-        if pick_device(config.device) == "cuda" and config.mps == "auto" and not config.ray_address:
+        if may_share_gpu(config):
             environment |= stack.enter_context(shared_gpu(folder, environment))
         superlink, processes = _start_superlink(environment, folder, log, mark, stack, run)
         run_id = _submit(stage_app(config, folder / "fedeas"), config, environment, folder)

@@ -1,14 +1,19 @@
-"""CUDA's MPS for the length of a run: client processes share a GPU at the same moment instead of taking turns."""
+"""CUDA's MPS for the length of a run or a sweep: processes share a GPU at the same moment instead of taking turns."""
 
 from __future__ import annotations
 
 import logging
+import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+
+from fedeas_flwr.config import RunConfig
+from fedeas_flwr.processes import undisturbed
 
 logger = logging.getLogger(__name__)
 
@@ -19,12 +24,25 @@ TRIAL = [sys.executable, "-c", "import torch; print(float(torch.ones(2, device='
 _SECONDS = 60
 
 
+def may_share_gpu(config: RunConfig) -> bool:
+    """Whether a run computes on this machine's GPU and allows MPS; on a cluster, MPS is its keeper's affair."""
+    if config.mps == "off" or config.ray_address or config.device == "cpu":
+        return False
+    from fedeas_flwr.training import pick_device  # slow to import, and most sweeps do without
+
+    try:
+        return pick_device(config.device) == "cuda"
+    except ValueError:  # there is no GPU, and the run itself will say so
+        return False
+
+
 @contextmanager
 def shared_gpu(folder: Path, environment: Mapping[str, str]) -> Iterator[dict[str, str]]:
     """Run a daemon of our own for the block, and yield the variables that its clients need.
 
-    None where a daemon of the user's is to be used (its variables are set), where there is no MPS, or where it does not
-    work: processes then take turns, as they would have without it, and that is said.
+    None where somebody else's daemon is to be used (its variables are set: the user's, or that of the sweep that this
+    run belongs to), where there is no MPS, or where it does not work: processes then take turns, as they would have
+    without it, and that is said.
 
     Parameters
     ----------
@@ -40,21 +58,61 @@ def shared_gpu(folder: Path, environment: Mapping[str, str]) -> Iterator[dict[st
     for path in own.values():
         Path(path).mkdir()
     inside = {**environment, **own}
-    problem = _started([CONTROL, "-d"], inside) or _started(TRIAL, inside)
     try:
+        problem = _run([CONTROL, "-d"], inside) or _run(TRIAL, inside)
         if problem:
-            logger.warning("CUDA MPS does not work here, clients take turns on the GPU: %s", problem)
+            logger.warning("CUDA MPS does not work here, processes take turns on the GPU: %s", problem)
         yield {} if problem else own
     finally:
         # Its clients are gone by now. Where it never started, this fails and does nothing.
-        subprocess.run([CONTROL], input="quit\n", text=True, env=inside, capture_output=True, check=False)
+        with undisturbed():
+            _run([CONTROL], inside, say="quit\n")
 
 
-def _started(command: list[str], environment: Mapping[str, str]) -> str:
-    """Run a command; return what went wrong in one line, or nothing."""
+@contextmanager
+def gpu_shared_by(configs: Sequence[RunConfig], at_once: int) -> Iterator[Callable[[RunConfig], dict[str, str]]]:
+    """Run one daemon for all runs of a sweep, and yield what tells the variables that a run is to be given.
+
+    How many clients a run has at once is measured here too (cohort.py), before the first run starts: measured beside
+    other runs it would be wrong, and kept.
+
+    Parameters
+    ----------
+    configs
+        Of the runs to come; some may not want MPS, or no GPU.
+    at_once
+        How many of them: one alone has nobody to share with.
+    """
+    installed = at_once > 1 and shutil.which(CONTROL) is not None
+    sharing = [config for config in configs if may_share_gpu(config)] if installed else []
+    if len(sharing) < 2:
+        yield lambda config: {}
+        return
+    from fedeas_flwr.training.cohort import clients_at_once
+
+    # Short, because the daemon puts Unix sockets below it and their paths may have 107 characters.
+    with (
+        tempfile.TemporaryDirectory(prefix="fe-", ignore_cleanup_errors=True) as folder,
+        shared_gpu(Path(folder), os.environ) as own,
+    ):
+        for config in sharing:
+            if not config.actors:
+                clients_at_once(config)
+        yield lambda config: own if own and may_share_gpu(config) else {}
+
+
+def _run(command: list[str], environment: Mapping[str, str], say: str = "") -> str:
+    """Run a command that is told something; return what went wrong in one line, or nothing."""
     try:
         done = subprocess.run(
-            command, env=dict(environment), capture_output=True, text=True, timeout=_SECONDS, check=False
+            command,
+            env=dict(environment),
+            input=say,
+            capture_output=True,
+            text=True,
+            timeout=_SECONDS,
+            check=False,
+            start_new_session=True,  # Ctrl-C is ours to handle: a daemon outlives its clients
         )
     except (OSError, subprocess.TimeoutExpired) as error:
         return " ".join(str(error).split())[:200]

@@ -10,6 +10,7 @@ from rich.console import Console
 
 from fedeas_flwr import allocation
 from fedeas_flwr.cache import ImageCache
+from fedeas_flwr.client_app import own_generator
 from fedeas_flwr.config import ConfigError, RunConfig
 from fedeas_flwr.data import OWN, open_dataset
 from fedeas_flwr.event_log import check_installed
@@ -47,7 +48,9 @@ def prepare(config: RunConfig, console: Console) -> RunConfig:
         if config.generator == "builtin":
             ensure_digits_generator(console)
         config = config.with_changes(generator=absolute_spec(config.generator))
-        check_room(config, counts, open_for_run(config, device), console)
+        # Inline, this very process goes on with it: weights of gigabytes are read and hashed once.
+        open_it = own_generator if config.backend == "inline" else open_for_run
+        check_room(config, counts, open_it(config, device), console)
         if config.min_class_agreement:
             console.print("the independent classifier is trained if it is not in the cache yet …")
             independent_classifier(config.dataset, config.data_dir, device)

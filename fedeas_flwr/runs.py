@@ -262,6 +262,10 @@ class RunDirectory:
         copy._write_json("summary.json", summary)
         atomic_write(folder / "rounds.jsonl", (self.path / "rounds.jsonl").read_bytes())
 
+    def is_exported(self) -> bool:
+        """Whether this is the whole record of a run: `export` writes its rounds last."""
+        return (self.path / "rounds.jsonl").exists()
+
     def save_service(self, stats: Mapping[str, Any]) -> None:
         """Note where the shared generator stands."""
         self._write_json("service.json", stats)

@@ -12,7 +12,7 @@ import subprocess
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,14 +22,17 @@ import psutil
 import tomli_w
 from filelock import FileLock, Timeout
 
+from fedeas_flwr.config import RunConfig
+from fedeas_flwr.mps import gpu_shared_by
 from fedeas_flwr.paths import atomic_write
 from fedeas_flwr.processes import undisturbed
 from fedeas_flwr.runs import RunDirectory, RunError, describe_environment
 from fedeas_flwr.sweep import Cell, Sweep
 
 _LOOK_EVERY = 0.2
-_GRACE = 30.0
-"""Seconds that runs have to end after being asked; under Ray a launcher needs some to end all it has started."""
+_GRACE = 60.0
+"""Seconds that runs have to end after being asked: to train the clients under way to their end and write a checkpoint,
+which with all clients' states may be gigabytes; under Ray, to end all that the launcher has started."""
 
 
 @dataclass
@@ -171,7 +174,8 @@ def run_sweep(sweep: Sweep, slots: int, retries: int, watcher: Watcher) -> list[
     Raises
     ------
     KeyboardInterrupt
-        If the user stopped it; the runs were stopped too, and the same sweep goes on from there.
+        If the user stopped it; the runs were stopped too, and the same sweep goes on from there. Likewise where the
+        sweep itself fails, at a full disk for example.
     """
     with _alone_in(sweep.folder):
         sweep.open()
@@ -184,22 +188,35 @@ def run_sweep(sweep: Sweep, slots: int, retries: int, watcher: Watcher) -> list[
         left = [cell for cell in sweep.cells if board.standings[cell.name].state == "waiting"]
         left.sort(key=lambda cell: not cell.run.processes())  # what runs already is counted before more is started
         try:
-            return _work(board, deque(left), retries, watcher)
-        except KeyboardInterrupt:
-            # Not those on the board alone: it may have been just as one was started.
-            alive = [cell for cell in sweep.cells if cell.name not in board.running and cell.run.processes()]
-            stop([*board.running.values(), *(Job(cell, None, 0) for cell in alive)])
-            raise
+            with gpu_shared_by([cell.config for cell in left], slots) as variables, _stopping_runs_on_error(board):
+                return _work(board, deque(left), retries, watcher, variables)
         finally:
             sweep.save()
 
 
-def _work(board: Board, waiting: deque[Cell], retries: int, watcher: Watcher) -> list[Cell]:
+@contextmanager
+def _stopping_runs_on_error(board: Board) -> Iterator[None]:
+    try:
+        yield
+    except BaseException:
+        # Not those on the board alone: it may have been just as one was started.
+        alive = [cell for cell in board.sweep.cells if cell.name not in board.running and cell.run.processes()]
+        stop([*board.running.values(), *(Job(cell, None, 0) for cell in alive)])
+        raise
+
+
+def _work(
+    board: Board,
+    waiting: deque[Cell],
+    retries: int,
+    watcher: Watcher,
+    variables: Callable[[RunConfig], dict[str, str]],
+) -> list[Cell]:
     failed: list[Cell] = []
     while waiting or board.running:
         while waiting and len(board.running) < board.slots:
             cell = waiting.popleft()
-            job = board.running[cell.name] = start(cell)
+            job = board.running[cell.name] = start(cell, variables(cell.config))
             board.look_at(cell, "running")
             watcher.said(cell, "started" if job.process else "joined", board)
         time.sleep(_LOOK_EVERY)
@@ -234,8 +251,8 @@ def _settle(job: Job, retries: int) -> str:
     return "again" if cell.attempts <= retries else "failed"
 
 
-def start(cell: Cell) -> Job:
-    """Start a run, go on with it from its checkpoint, or join it if it is running already.
+def start(cell: Cell, variables: Mapping[str, str]) -> Job:
+    """Start a run with more environment variables, go on with it from its checkpoint, or join it if it runs already.
 
     One that was last heard of on another machine is taken for interrupted: a container that is started anew has another
     name, and waiting for the old one would never end.
@@ -256,6 +273,7 @@ def start(cell: Cell) -> Job:
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=subprocess.STDOUT,
+            env={**os.environ, **variables},
             start_new_session=True,  # Ctrl-C is ours to handle
         )
     try:

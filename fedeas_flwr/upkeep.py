@@ -60,6 +60,8 @@ def entries(cache: ImageCache) -> list[Entry]:
         try:
             last_used, facts = manifest.lstat().st_mtime, _read_manifest(manifest)
         except OSError:  # a cache from before there were manifests
+            if not folder.is_dir():  # removed meanwhile
+                continue
             last_used, facts = folder.stat().st_mtime, {}
         blocks = [-(-_size(path) // _BLOCK) for path in folder.rglob("*")]
         found.append(Entry(folder.name, folder, _BLOCK * sum(blocks), _count_images(folder), last_used, facts))
@@ -157,11 +159,11 @@ def _remove(entry: Entry) -> bool:
                 if client.is_symlink():  # locking would empty the file it leads to
                     continue
                 stack.enter_context(FileLock(client, timeout=0))
-        except Timeout:
+            # Out of sight in one step: a reader finds all of it or nothing.
+            hidden = entry.path.with_name(f".pruned-{secrets.token_hex(4)}")
+            os.rename(entry.path, hidden)
+        except (Timeout, FileNotFoundError):  # the latter: another process made room at the same moment
             return False
-        # Out of sight in one step: a reader finds all of it or nothing.
-        hidden = entry.path.with_name(f".pruned-{secrets.token_hex(4)}")
-        os.rename(entry.path, hidden)
     shutil.rmtree(hidden, ignore_errors=True)
     return True
 

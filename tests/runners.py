@@ -34,7 +34,7 @@ def weights(run: RunDirectory) -> str:
     return hashlib.sha256((run.path / "model.safetensors").read_bytes()).hexdigest()
 
 
-def start_interruptible(command: list[str]) -> subprocess.Popen[str]:
+def start_interruptible(command: list[str], **more: Any) -> subprocess.Popen[str]:
     """Start a command that Ctrl-C reaches: a shell's background jobs inherit an ignored SIGINT."""
     return subprocess.Popen(
         command,
@@ -42,4 +42,5 @@ def start_interruptible(command: list[str]) -> subprocess.Popen[str]:
         stderr=subprocess.PIPE,
         text=True,
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+        **more,
     )

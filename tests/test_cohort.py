@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import subprocess
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +53,21 @@ def test_the_probe_measures_once_and_is_remembered(
     monkeypatch.setattr(subprocess, "run", lambda *a, **k: pytest.fail("measured again"))
     assert cohort.clients_at_once(config()) == 10
     assert cohort.clients_at_once(config(participation=0.1)) == 2, "a round has no more"
+
+
+def test_runs_that_start_at_once_measure_once(a_gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two probes at the same time would each see a GPU that is half taken, and the answer is kept."""
+    probes: list[Any] = []
+
+    def slow_probe(words: Any, **more: Any) -> Any:
+        probes.append(words)
+        time.sleep(0.5)
+        return subprocess.CompletedProcess(words, 0, json.dumps(measured({"1": 10.0, "4": 40.0, "10": 80.0})))
+
+    monkeypatch.setattr(subprocess, "run", slow_probe)
+    with ThreadPoolExecutor(3) as pool:
+        found = list(pool.map(cohort.clients_at_once, [config(seed=1), config(seed=2), config(seed=3)]))
+    assert found == [10, 10, 10] and len(probes) == 1
 
 
 def test_without_a_gpu_nothing_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -103,3 +104,23 @@ def test_light_modules_pull_in_nothing_heavy(module: str) -> None:
     code = f"import sys, {module}; print(*sorted({{'torch','flwr','ray','diffusers','sklearn'}} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == ""
+
+
+UNNEEDED = {"diffusers", "matplotlib", "pandas", "ray", "sqlalchemy", "sympy", "torchvision", "transformers", "triton"}
+"""Slow to import, and no part of an inline run of the small network that generates nothing; sympy comes with torch's
+compiler, which torch.optim imports."""
+
+
+def test_a_plain_inline_run_imports_only_what_it_needs(tmp_path: Path) -> None:
+    (tmp_path / "conf.toml").write_text(
+        'policy = "none"\nclients = 2\nrounds = 1\nlocal-epochs = 1\nbackend = "inline"\ndevice = "cpu"\n'
+    )
+    code = (
+        "import atexit, sys; from fedeas_flwr import cli\n"
+        f"atexit.register(lambda: print('imported:', *sorted({UNNEEDED!r} & set(sys.modules))))\n"
+        "sys.argv = ['fedeas', 'run', 'conf.toml']; cli.main()"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(PACKAGE.parent)}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path, env=environment)
+    assert done.returncode == 0, done.stderr
+    assert "last-20 accuracy" in done.stdout and done.stdout.splitlines()[-1] == "imported:"

@@ -10,8 +10,10 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
+from fedeas_flwr.config import parse_config
+from fedeas_flwr.data import dataset_info
 from fedeas_flwr.models import build_model, split_state
-from fedeas_flwr.training import copy_state
+from fedeas_flwr.training import copy_state, network
 
 DIGITS = (8, 8, 1)
 CIFAR = (32, 32, 3)
@@ -155,3 +157,18 @@ def test_a_state_that_does_not_fit_is_refused_and_changes_nothing() -> None:
         with pytest.raises(ValueError, match=message):
             copy_state(model, parameters, rest)
     assert all(np.array_equal(value, trainable[key]) for key, value in split_state(model)[0].items())
+
+
+def test_networks_of_a_run_are_alike_and_share_nothing() -> None:
+    """They are copies of one that was built once; what happens to one must not reach the next."""
+    config = parse_config({"policy": "none", "seed": 5})
+    info = dataset_info(config.dataset)
+    built = build_model(config.model, len(info.classes), info.image_shape, seed=5).state_dict()
+    first, second = network(config), network(config)
+    with torch.no_grad():
+        for value in first.parameters():
+            value.zero_()
+    for state in (second.state_dict(), network(config).state_dict()):
+        assert list(state) == list(built) and all(torch.equal(state[key], built[key]) for key in built)
+    other = network(config.with_changes(seed=6)).state_dict()
+    assert not torch.equal(other["fc.weight"], built["fc.weight"])

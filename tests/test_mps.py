@@ -5,11 +5,16 @@ from __future__ import annotations
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from fedeas_flwr import mps
+from fedeas_flwr import mps, sweep_jobs, training
+from fedeas_flwr.config import parse_config
 from fedeas_flwr.mps import LOG, PIPE, shared_gpu
+from fedeas_flwr.sweep import Cell, make_sweep
+from fedeas_flwr.sweep_jobs import Board, run_sweep
+from fedeas_flwr.training import cohort
 
 
 def control(folder: Path, code: int = 0) -> Path:
@@ -78,3 +83,123 @@ def test_without_mps_nothing_happens(tmp_path: Path, monkeypatch: pytest.MonkeyP
     with shared_gpu(tmp_path, dict(os.environ)) as own:
         assert own == {}
     assert not (tmp_path / "mps").exists()
+
+
+def test_a_daemon_is_ended_that_is_interrupted_while_it_is_tried(
+    works: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Importing torch takes seconds, and Ctrl-C may come within them."""
+    run = mps._run
+
+    def interrupted(command: list[str], *more: Any, **words: Any) -> str:
+        if command is mps.TRIAL:
+            raise KeyboardInterrupt
+        return run(command, *more, **words)
+
+    monkeypatch.setattr(mps, "_run", interrupted)
+    with pytest.raises(KeyboardInterrupt), shared_gpu(tmp_path, works):
+        pytest.fail("it went on")
+    assert calls(tmp_path) == ["start", "quit"]
+
+
+# ------------------------------------------------------------------------------------------------- of a sweep
+
+
+CHILD = """
+import os, pathlib, sys, time
+from fedeas_flwr.config import read_config
+from fedeas_flwr.runs import RunDirectory
+config = read_config(pathlib.Path(sys.argv[1]), sys.argv[2:])
+run = RunDirectory.start(config, {})
+(run.path / "pipe").write_text(os.environ.get("CUDA_MPS_PIPE_DIRECTORY", ""))
+(run.path / "there").write_text(str(os.path.isdir(os.environ.get("CUDA_MPS_PIPE_DIRECTORY", ""))))
+time.sleep(60 if config.seed == 99 else 0)
+run.append_round({"round": 1, "accuracy": 0.5, "generated": 0, "failures": [], "seconds": {"clients": 0.0}})
+run.set_status("finished")
+"""
+"""A run that only says which daemon it was told of; of seed 99 one that never ends."""
+
+
+class Nobody:
+    """Who is told of a sweep and does nothing, or breaks off once a run has begun."""
+
+    def __init__(self, breaks: type[BaseException] | None = None) -> None:
+        self._breaks = breaks
+
+    def said(self, cell: Cell, word: str, board: Board) -> None:
+        pass
+
+    def tick(self, board: Board) -> None:
+        if self._breaks and (board.sweep.folder / "seed-99" / "there").exists():
+            raise self._breaks
+
+
+@pytest.fixture
+def on_a_gpu(works: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """A machine with a GPU and MPS, and runs that do nothing; returns what was measured, by seed."""
+    measured: list[int] = []
+    monkeypatch.setattr(training, "pick_device", lambda wanted: "cpu" if wanted == "cpu" else "cuda")
+    monkeypatch.setattr(cohort, "clients_at_once", lambda config: measured.append(config.seed))
+    (tmp_path / "child.py").write_text(CHILD)
+
+    def command_of(conf: Path, resume: bool) -> list[str]:
+        return [sys.executable, str(tmp_path / "child.py"), str(conf), *(["resume=true"] if resume else [])]
+
+    monkeypatch.setattr(sweep_jobs, "command_of", command_of)
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[1]))
+    return measured
+
+
+def swept(folder: Path, grid: list[str], at_once: int, **keys: Any) -> dict[str, str]:
+    """Do a sweep of one round each; return the daemon that each run was told of."""
+    sweep = make_sweep(parse_config({"clients": 4, "rounds": 1, "backend": "inline", **keys}), grid, folder / "s")
+    assert run_sweep(sweep, at_once, 0, Nobody()) == []
+    return {cell.name: (cell.run.path / "pipe").read_text() for cell in sweep.cells}
+
+
+def test_the_runs_of_a_sweep_share_one_daemon_that_ends_with_it(on_a_gpu: list[int], tmp_path: Path) -> None:
+    told = swept(tmp_path, ["seed=1,2,3"], 3)
+    (pipe,) = set(told.values())
+    assert pipe and not Path(pipe).exists()
+    assert {path.read_text() for path in tmp_path.glob("s/*/there")} == {"True"}, "it ended before its runs"
+    assert calls(tmp_path) == ["start", "quit"]
+    assert (tmp_path / "calls").read_text().split() == ["start", pipe, "quit", pipe]
+    assert on_a_gpu == [1, 2, 3], "the probe is for before the first run, when the GPU is free"
+
+
+@pytest.mark.parametrize(
+    ("at_once", "grid", "keys"),
+    [
+        (1, ["seed=1,2"], {}),
+        (2, ["seed=1"], {}),
+        (2, ["seed=1,2"], {"mps": "off"}),
+        (2, ["seed=1,2"], {"device": "cpu"}),
+        (2, ["seed=1,2"], {"ray-address": "there:6379", "backend": "ray"}),
+    ],
+)
+def test_a_sweep_that_has_nothing_to_share_starts_none(
+    on_a_gpu: list[int], tmp_path: Path, at_once: int, grid: list[str], keys: dict[str, Any]
+) -> None:
+    assert set(swept(tmp_path, grid, at_once, **keys).values()) == {""}
+    assert not (tmp_path / "calls").exists() and on_a_gpu == []
+
+
+def test_a_run_that_turns_mps_off_is_not_told_of_the_others_daemon(on_a_gpu: list[int], tmp_path: Path) -> None:
+    told = swept(tmp_path, ["mps=auto,off", "seed=1,2"], 2, actors=5)
+    assert [bool(told[f"mps-{key}_seed-{seed}"]) for key in ("auto", "off") for seed in (1, 2)] == [True] * 2 + [
+        False
+    ] * 2
+    assert calls(tmp_path) == ["start", "quit"]
+    assert on_a_gpu == [], "with `actors` said, nothing is to be measured"
+
+
+@pytest.mark.parametrize("breaks", [KeyboardInterrupt, OSError])
+def test_a_sweep_that_breaks_off_ends_its_runs_and_then_its_daemon(
+    on_a_gpu: list[int], tmp_path: Path, breaks: type[BaseException]
+) -> None:
+    base = parse_config({"clients": 4, "rounds": 1, "backend": "inline"})
+    sweep = make_sweep(base, ["seed=99,1"], tmp_path / "s")
+    with pytest.raises(breaks):
+        run_sweep(sweep, 2, 0, Nobody(breaks))
+    assert sweep.cells[0].run.state() == "interrupted" and sweep.cells[0].run.processes() == []
+    assert calls(tmp_path) == ["start", "quit"]

@@ -7,6 +7,7 @@ import io
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import time
@@ -15,10 +16,11 @@ from typing import Any
 
 import pytest
 from records import write_record
+from runners import start_interruptible
 
 from fedeas_flwr.reproduce import beside, beyond, paper, tables
 from fedeas_flwr.reproduce.cells import MAIN, PAPERS, all_cells, cell
-from fedeas_flwr.reproduce.filling import make_filling, missing_seeds, record_name
+from fedeas_flwr.reproduce.filling import export_finished, make_filling, missing_seeds, record_name
 from fedeas_flwr.reproduce.items import ITEMS, Section, choose, make_sections
 from fedeas_flwr.reproduce.measured import Results, find_results
 from fedeas_flwr.reproduce.page import Page, as_html, as_markdown
@@ -373,6 +375,52 @@ def test_missing_runs_are_done_exported_and_not_done_again(tmp_path: Path, digit
         (tmp_path / "out" / "runs" / f"{PAPERS}_{m}_s1" / "rounds.jsonl").stat().st_mtime for m in ("fedavg", "linear")
     ]
     assert began == now
+
+
+def test_a_run_that_finished_unheard_is_exported_by_the_next_command(tmp_path: Path) -> None:
+    """Ctrl-C may come in the moment between a run's end and its record."""
+    runs, records = tmp_path / "runs", tmp_path / "records"
+    record(runs / "unheard", f"{MAIN}/fedavg", 1, TWENTY)
+    record(tmp_path / "elsewhere" / "known", f"{MAIN}/fedavg", 2, TWENTY)
+    results = find_results(all_cells(), "full", [tmp_path / "elsewhere", runs], {})
+    place = records / "cifar10-k100-a0.1"
+    export_finished(results, runs, records)
+    assert [path.name for path in place.iterdir()] == ["fedavg-s1"]
+    assert [r["accuracy"] for r in RunDirectory(place / "fedavg-s1").rounds()] == TWENTY
+    (place / "fedavg-s1" / "rounds.jsonl").unlink()  # as if it had been stopped half way
+    export_finished(results, runs, records)
+    stamp = (place / "fedavg-s1" / "rounds.jsonl").stat().st_mtime_ns
+    export_finished(results, runs, records)
+    assert (place / "fedavg-s1" / "rounds.jsonl").stat().st_mtime_ns == stamp
+
+
+@pytest.mark.slow
+def test_three_runs_at_once_are_stopped_with_checkpoints_and_the_same_command_goes_on(tmp_path: Path) -> None:
+    words = [f"{PAPERS}/fedavg", "--seeds", "1,2,3", "--jobs", "3", "--out", "out", "--export", "records"]
+    words += ["--set", "rounds=40", "--set", "checkpoint-every=50"]
+    runs = [RunDirectory(tmp_path / "out" / "runs" / f"{PAPERS}_fedavg_s{seed}") for seed in (1, 2, 3)]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-m", "fedeas_flwr.cli", "reproduce", *words]
+    first = start_interruptible(command, cwd=tmp_path, env=environment)
+    deadline = time.monotonic() + 120
+    while not all(run.rounds() for run in runs) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    first.send_signal(signal.SIGINT)
+    _, errors = first.communicate(timeout=120)
+    assert first.returncode == 130 and "stopped; go on with: fedeas reproduce" in errors
+    assert [run.processes() for run in runs] == [[], [], []]
+    done = [len(run.rounds()) for run in runs]
+    checkpoints = [run.load_checkpoint() for run in runs]
+    assert [checkpoint.round for checkpoint in checkpoints if checkpoint] == done
+    assert min(done) < 40, "all were over before the signal came"
+    records = [(run.path / "rounds.jsonl").read_text() for run in runs]
+    again = fedeas(*words, cwd=tmp_path)
+    assert again.returncode == 0, again.stdout + again.stderr
+    for run, before in zip(runs, records, strict=True):
+        assert (run.path / "rounds.jsonl").read_text().startswith(before), "rounds were done again"
+        assert len(run.rounds()) == 40
+    exported = sorted(path.name for path in (tmp_path / "records" / PAPERS).iterdir())
+    assert exported == ["fedavg-s1", "fedavg-s2", "fedavg-s3"]
 
 
 @pytest.mark.slow

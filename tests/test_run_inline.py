@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import signal
@@ -13,13 +14,19 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from rich.console import Console
 from runners import finish, small, start_interruptible, weights
 
+from fedeas_flwr import client_app, generators, prepare
 from fedeas_flwr.allocation import allocate
-from fedeas_flwr.config import MATCHED
+from fedeas_flwr.config import MATCHED, RunConfig
+from fedeas_flwr.generators import Generator
+from fedeas_flwr.grids import InlineGrid
+from fedeas_flwr.launch import launch
 from fedeas_flwr.local_data import planned_counts
 from fedeas_flwr.prepare import evaluate_run
-from fedeas_flwr.runs import RunDirectory, RunError
+from fedeas_flwr.runs import Checkpoint, RunDirectory, RunError
+from fedeas_flwr.strategies.federation import Federation
 
 
 def test_the_same_seed_gives_the_same_weights_and_another_does_not(tmp_path: Path) -> None:
@@ -169,6 +176,51 @@ def test_under_ray_an_old_status_is_never_taken_for_the_new_runs(
     with pytest.raises(RunError, match="ended as 'running'"):
         finish(small(tmp_path / "r", policy="none", rounds=2, backend="ray", resume=True))
     assert seen == [("running", "")]
+
+
+def test_an_inline_run_opens_its_generator_once(
+    tmp_path: Path, digits_generator: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To open one reads and hashes all of its weights: gigabytes of SD-Turbo."""
+    opened: list[str] = []
+    client_app._opened_generator.cache_clear()
+
+    def counted(config: RunConfig, device: str) -> Generator:
+        opened.append(device)
+        return generators.open_for_run(config, device)
+
+    for module in (client_app, prepare):
+        monkeypatch.setattr(module, "open_for_run", counted)
+    console = Console(file=io.StringIO())
+    run = launch(prepare.prepare(small(tmp_path / "r", rounds=1), console), console)
+    assert run.summary()["total_generated"] > 0 and opened == ["cpu"]
+
+
+@pytest.mark.parametrize("live", [False, True])
+def test_ctrl_c_keeps_every_round_that_is_done_however_rare_checkpoints_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, live: bool
+) -> None:
+    """It comes when the fourth round's clients and the strategy are ahead of what was recorded."""
+    keys = {"policy": "none", "strategy": "scaffold", "participation": 0.5, "checkpoint_every": 50}
+    if live:
+        monkeypatch.setattr("fedeas_flwr.grids.InlineGrid", lambda *args, **more: InlineGrid(*args[:3], 2, live=True))
+    whole = finish(small(tmp_path / "whole", rounds=6, **keys))
+    train_round = Federation.train_round
+
+    def interrupted(self: Federation, state: Checkpoint) -> object:
+        outcome = train_round(self, state)
+        if state.round == 3:
+            raise KeyboardInterrupt
+        return outcome
+
+    with monkeypatch.context() as meanwhile, pytest.raises(KeyboardInterrupt):
+        meanwhile.setattr(Federation, "train_round", interrupted)
+        finish(small(tmp_path / "stopped", rounds=6, **keys))
+    stopped = RunDirectory(tmp_path / "stopped")
+    checkpoint = stopped.load_checkpoint()
+    assert checkpoint is not None and checkpoint.round == len(stopped.rounds()) == 3
+    assert stopped.state() == "interrupted"
+    assert weights(finish(small(tmp_path / "stopped", rounds=6, resume=True, **keys))) == weights(whole)
 
 
 @pytest.mark.parametrize(

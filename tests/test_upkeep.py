@@ -153,3 +153,11 @@ def test_eight_processes_at_once_make_everything_once(tmp_path: Path) -> None:
     assert all(sums == answers[0][1] for _, sums in answers)
     assert verify(ImageCache(tmp_path))[1] == []
     assert not list(tmp_path.rglob("*.tmp"))
+
+
+def test_two_that_make_room_at_once_do_not_trip_over_each_other(tmp_path: Path) -> None:
+    cache = ImageCache(tmp_path)
+    cache.ensure(Fake(), seed=0, client=0, wanted=[1, 1, 1])
+    (entry,) = entries(cache)
+    assert upkeep._remove(entry) and not upkeep._remove(entry)
+    assert entries(cache) == []

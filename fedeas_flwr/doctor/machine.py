@@ -101,11 +101,11 @@ def check_mps(config: RunConfig) -> Iterable[Finding]:
     if any((process.info["name"] or "").startswith("nvidia-cuda-mps") for process in psutil.process_iter(["name"])):
         return [ok("CUDA MPS", "a control daemon is running; Ray's clients can share the GPU through it")]
     if shutil.which(CONTROL) is None:
-        text = f"{CONTROL} is not on PATH: client processes under Ray take turns on the GPU"
+        text = f"{CONTROL} is not on PATH: client processes under Ray and runs of a sweep take turns on the GPU"
         return [note("CUDA MPS", text, "backend=inline needs no MPS, and is quicker on one GPU")]
     if config.mps == "off":
-        return [note("CUDA MPS", "mps = 'off': client processes under Ray take turns on the GPU", "mps=auto")]
-    return [ok("CUDA MPS", "found; a run under Ray starts one of its own and ends it")]
+        return [note("CUDA MPS", "mps = 'off': processes take turns on the GPU", "mps=auto")]
+    return [ok("CUDA MPS", "found; a run under Ray starts one of its own and ends it, a sweep with --jobs one for all")]
 
 
 # ------------------------------------------------------------------------------------- cores and memory

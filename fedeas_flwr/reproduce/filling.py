@@ -62,6 +62,18 @@ def record_name(name: str, config: RunConfig) -> Path:
     return Path(place) / f"{method}-s{config.seed}"
 
 
+def export_finished(results: Results, runs: Path, folder: Path) -> None:
+    """Export the finished runs of a folder that have no record yet.
+
+    One may have finished when nobody listened: just as Ctrl-C came, or after the sweep around it was killed.
+    """
+    for name, found in results.cells.items():
+        for run in found:
+            record = folder / record_name(name, run.config)
+            if run.path.parent == runs and not RunDirectory(record).is_exported():
+                RunDirectory(run.path).export(record)
+
+
 class Exporting:
     """A sweep's watcher that also copies the record of each run as it finishes, without weights or images."""
 

@@ -92,7 +92,7 @@ class Federation(Roster):
         done before that one's begin: a client keeps the versions of its state that the last two checkpoints may need,
         not those of a third. States are never changed in place, so that those of a round stay as they are meanwhile.
         """
-        state, self.checkpointed = start, start.accepted
+        self.checkpointed = start.accepted
         if isinstance(self.strategy, Stateful):
             self.strategy.load_state(start.strategy)
         self.members.closed = isinstance(self.strategy, NeedsDisclosure)
@@ -100,6 +100,22 @@ class Federation(Roster):
             clients, question = sorted(self.nodes), self.strategy.disclosure.question
             replies = self.query([messages.ask(self.nodes[client], question) for client in clients])
             tell(self.strategy, self.config, {node: client for client, node in self.nodes.items()}, replies)
+        self._recorded, self._saved = start, start.round
+        try:
+            state = self._rounds(start, test)
+        except KeyboardInterrupt:
+            if self._recorded.round > self._saved:  # asked to stop: what is done is kept, also between two checkpoints
+                self.before_checkpoint()
+                self._checkpoint(self._recorded)
+            raise
+        self.run.save_model({**state.trainable, **state.buffers})
+        spent = self._privacy_spent(state)
+        self.run.save_summary(
+            {**summarise(self.run.rounds(), self.config.threshold), **({"privacy": spent} if spent else {})}
+        )
+
+    def _rounds(self, state: Checkpoint, test: Evaluate | None) -> Checkpoint:
+        """Train, test and record round after round; return what the server holds after the last."""
         failed = 0
         with Beside() as beside:
             while state.round < self.config.rounds:
@@ -115,11 +131,11 @@ class Federation(Roster):
                     self.when_all_have_generated()
                 outcome.seconds["test_wait"] = beside.wait()
                 self._end_round(state, outcome, test, beside)
-        self.run.save_model({**state.trainable, **state.buffers})
-        spent = self._privacy_spent(state)
-        self.run.save_summary(
-            {**summarise(self.run.rounds(), self.config.threshold), **({"privacy": spent} if spent else {})}
-        )
+        return state
+
+    def _checkpoint(self, state: Checkpoint) -> None:
+        self.run.save_checkpoint(state)
+        self.checkpointed, self._saved = state.accepted, state.round
 
     def _end_round(self, state: Checkpoint, outcome: RoundOutcome, test: Evaluate | None, beside: Beside) -> None:
         """Test, record and, where it is due, checkpoint a round; beside the next one if the server tests it."""
@@ -146,9 +162,9 @@ class Federation(Roster):
                     "seconds": {phase: round(s, 4) for phase, s in seconds.items()},
                 }
             )
+            self._recorded = state
             if checkpoint:
-                self.run.save_checkpoint(state)
-                self.checkpointed = state.accepted
+                self._checkpoint(state)
             log(INFO, "[round %d/%d] accuracy %.4f", state.round, self.config.rounds, scores["accuracy"])
 
         if alone:

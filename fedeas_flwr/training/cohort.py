@@ -20,6 +20,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from filelock import FileLock
 
 from fedeas_flwr.config import RunConfig, parse_config
 from fedeas_flwr.data import dataset_info
@@ -68,15 +69,20 @@ def _known_or_measured(config: RunConfig) -> dict[str, Any]:
     properties = torch.cuda.get_device_properties(0)
     about = [str(properties), torch.__version__, *(str(getattr(config, key)) for key in _KEYS)]
     path = cache_root() / "probes" / f"{hashlib.sha256(repr(about).encode()).hexdigest()[:16]}.json"
-    if path.is_file():
-        return dict(json.loads(path.read_text(encoding="utf-8")))
-    # In a process of its own: what it allocates is gone with it.
+    if not path.is_file():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        # Runs may start at once: two probes on one GPU would measure each other.
+        with FileLock(path.parent / ".lock"):
+            if not path.is_file():
+                atomic_write(path, json.dumps(_measured_apart(config)).encode())
+    return dict(json.loads(path.read_text(encoding="utf-8")))
+
+
+def _measured_apart(config: RunConfig) -> dict[str, Any]:
+    """Measure in a process of its own: what it allocates is gone with it."""
     words = [sys.executable, "-m", __name__, json.dumps(config.outside())]
     done = subprocess.run(words, capture_output=True, text=True, timeout=_SECONDS, check=True)
-    found = dict(json.loads(done.stdout.strip().splitlines()[-1]))
-    path.parent.mkdir(parents=True, exist_ok=True)
-    atomic_write(path, json.dumps(found).encode())
-    return found
+    return dict(json.loads(done.stdout.strip().splitlines()[-1]))
 
 
 def measure(config: RunConfig, device: str, counts: tuple[int, ...] = (1, 2, 4, 7, 10)) -> dict[str, Any]:
