@@ -202,7 +202,7 @@ def main() -> None:
                     list(pool.map(lambda e: e.train(*start, x, y, np.random.default_rng(0)), engines))
 
                 measure(f"(b) {count} clients at once on {count} streams, {precision}", at_once, count)
-    with tempfile.TemporaryDirectory(prefix="fe-") as folder, shared_gpu(Path(folder), os.environ) as shared:
+    with tempfile.TemporaryDirectory(prefix="fe-") as folder, shared_gpu(Path(folder), os.environ, cohort) as shared:
         for how, more in (("taking turns", {}), *([("by MPS", shared)] if shared else [])):
             rate = processes_rate(cohort, samples, epochs, low, {**os.environ, **more})
             measured(f"(b) {cohort} processes, {how}, {low}", rate)

@@ -150,7 +150,9 @@ def _run_ray(config: RunConfig, run: RunDirectory, progress: RoundProgress) -> N
         mark = uuid.uuid4().hex
         environment = own_environment(folder, mark, config.ray_address)
         if may_share_gpu(config):
-            environment |= stack.enter_context(shared_gpu(folder, environment))
+            others = 2  # the server, which tests, and the generator
+            on_gpu = clients_at_once(config, on_gpu=True) + others
+            environment |= stack.enter_context(shared_gpu(folder, environment, on_gpu))
         superlink, processes = _start_superlink(environment, folder, log, mark, stack, run)
         run_id = _submit(stage_app(config, folder / "fedeas"), config, environment, folder)
 

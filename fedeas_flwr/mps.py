@@ -21,6 +21,11 @@ CONTROL = "nvidia-cuda-mps-control"
 PIPE, LOG = "CUDA_MPS_PIPE_DIRECTORY", "CUDA_MPS_LOG_DIRECTORY"
 TRIAL = [sys.executable, "-c", "import torch; print(float(torch.ones(2, device='cuda').sum()))"]
 """A process that computes on the GPU: a daemon may start where its clients cannot reach it, as in some containers."""
+QUEUES = "CUDA_DEVICE_MAX_CONNECTIONS"
+"""How many streams of a process may run side by side; to be set before CUDA starts in it."""
+_POOL = 96
+"""Such queues for all clients of a daemon together. On an H200 three processes with 32 each work, and a fourth is told
+that it is out of memory; NVIDIA's guide says that there is one pool, and not how large it is."""
 _SECONDS = 60
 
 
@@ -37,12 +42,12 @@ def may_share_gpu(config: RunConfig) -> bool:
 
 
 @contextmanager
-def shared_gpu(folder: Path, environment: Mapping[str, str]) -> Iterator[dict[str, str]]:
+def shared_gpu(folder: Path, environment: Mapping[str, str], processes: int) -> Iterator[dict[str, str]]:
     """Run a daemon of our own for the block, and yield the variables that its clients need.
 
-    None where somebody else's daemon is to be used (its variables are set: the user's, or that of the sweep that this
-    run belongs to), where there is no MPS, or where it does not work: processes then take turns, as they would have
-    without it, and that is said.
+    Where somebody else's daemon is to be used (its variables are set: the user's, or that of the sweep that this run
+    belongs to), only their parts of what this run was given. Nothing where there is no MPS, or where it does not work:
+    processes then take turns, as they would have without it, and that is said.
 
     Parameters
     ----------
@@ -50,13 +55,20 @@ def shared_gpu(folder: Path, environment: Mapping[str, str]) -> Iterator[dict[st
         Short: the daemon's sockets lie in it.
     environment
         Of the processes to come.
+    processes
+        How many there will be on the GPU.
     """
-    if environment.get(PIPE) or shutil.which(CONTROL) is None:
+    if environment.get(PIPE):
+        given = environment.get(QUEUES, "")
+        yield {QUEUES: _queues(int(given), processes)} if given.isdecimal() else {}
+        return
+    if shutil.which(CONTROL) is None:
         yield {}
         return
     own = {PIPE: str(folder / "mps"), LOG: str(folder / "mps-log")}
     for path in own.values():
         Path(path).mkdir()
+    own[QUEUES] = _queues(_POOL, processes)
     inside = {**environment, **own}
     try:
         problem = _run([CONTROL, "-d"], inside) or _run(TRIAL, inside)
@@ -93,12 +105,17 @@ def gpu_shared_by(configs: Sequence[RunConfig], at_once: int) -> Iterator[Callab
     # Short, because the daemon puts Unix sockets below it and their paths may have 107 characters.
     with (
         tempfile.TemporaryDirectory(prefix="fe-", ignore_cleanup_errors=True) as folder,
-        shared_gpu(Path(folder), os.environ) as own,
+        shared_gpu(Path(folder), os.environ, at_once) as own,
     ):
         for config in sharing:
             if not config.actors:
                 clients_at_once(config)
         yield lambda config: own if own and may_share_gpu(config) else {}
+
+
+def _queues(pool: int, processes: int) -> str:
+    """A process's part of a pool: two at least, which MPS gives unasked, and 32 at most, which is CUDA's limit."""
+    return str(min(max(pool // processes, 2), 32))
 
 
 def _run(command: list[str], environment: Mapping[str, str], say: str = "") -> str:

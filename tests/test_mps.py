@@ -11,10 +11,10 @@ import pytest
 
 from fedeas_flwr import mps, sweep_jobs, training
 from fedeas_flwr.config import parse_config
-from fedeas_flwr.mps import LOG, PIPE, shared_gpu
+from fedeas_flwr.mps import LOG, PIPE, QUEUES, shared_gpu
 from fedeas_flwr.sweep import Cell, make_sweep
 from fedeas_flwr.sweep_jobs import Board, run_sweep
-from fedeas_flwr.training import cohort
+from fedeas_flwr.training import cohort, pick_device
 
 
 def control(folder: Path, code: int = 0) -> Path:
@@ -40,6 +40,7 @@ def works(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[str, str]:
     path = f"{control(tmp_path)}{os.pathsep}{os.environ['PATH']}"
     monkeypatch.setenv("PATH", path)
     monkeypatch.delenv(PIPE, raising=False)
+    monkeypatch.delenv(QUEUES, raising=False)
     monkeypatch.setattr(mps, "TRIAL", [sys.executable, "-c", f"import os; assert os.environ['{PIPE}']"])
     return dict(os.environ)
 
@@ -47,8 +48,8 @@ def works(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[str, str]:
 def test_a_daemon_of_its_own_is_started_and_ended_even_when_the_run_fails(
     works: dict[str, str], tmp_path: Path
 ) -> None:
-    with pytest.raises(ZeroDivisionError), shared_gpu(tmp_path, works) as own:
-        assert own == {PIPE: str(tmp_path / "mps"), LOG: str(tmp_path / "mps-log")}
+    with pytest.raises(ZeroDivisionError), shared_gpu(tmp_path, works, 4) as own:
+        assert own == {PIPE: str(tmp_path / "mps"), LOG: str(tmp_path / "mps-log"), QUEUES: "24"}
         assert Path(own[PIPE]).is_dir() and calls(tmp_path) == ["start"]
         raise ZeroDivisionError
     assert calls(tmp_path) == ["start", "quit"]
@@ -59,7 +60,7 @@ def test_a_daemon_whose_clients_fail_is_not_used(
     works: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(mps, "TRIAL", [sys.executable, "-c", "raise RuntimeError('no\\ndevice')"])
-    with shared_gpu(tmp_path, works) as own:
+    with shared_gpu(tmp_path, works, 4) as own:
         assert own == {}
     assert calls(tmp_path) == ["start", "quit"]
     assert "take turns" in caplog.text and "no device" in caplog.text
@@ -68,19 +69,45 @@ def test_a_daemon_whose_clients_fail_is_not_used(
 def test_one_that_does_not_start_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", f"{control(tmp_path, code=1)}{os.pathsep}{os.environ['PATH']}")
     monkeypatch.delenv(PIPE, raising=False)
-    with shared_gpu(tmp_path, dict(os.environ)) as own:
+    with shared_gpu(tmp_path, dict(os.environ), 4) as own:
         assert own == {}
 
 
 def test_the_users_own_daemon_is_left_alone(works: dict[str, str], tmp_path: Path) -> None:
-    with shared_gpu(tmp_path, {**works, PIPE: "/tmp/users"}) as own:
+    with shared_gpu(tmp_path, {**works, PIPE: "/tmp/users"}, 4) as own:
         assert own == {}
     assert not (tmp_path / "calls").exists()
 
 
+@pytest.mark.parametrize("processes", [1, 3, 4, 12, 40])
+def test_the_processes_of_a_daemon_together_ask_for_no_more_than_its_pool(
+    works: dict[str, str], tmp_path: Path, processes: int
+) -> None:
+    """Three with 32 queues each work on an H200, a fourth is out of memory."""
+    with shared_gpu(tmp_path, works, processes) as own:
+        assert int(own[QUEUES]) >= 2 and processes * int(own[QUEUES]) <= 96
+
+
+def test_a_run_of_a_sweep_divides_what_it_was_given(works: dict[str, str], tmp_path: Path) -> None:
+    given = {**works, PIPE: "/tmp/sweeps", QUEUES: "32"}
+    with shared_gpu(tmp_path, given, 12) as own:
+        assert own == {QUEUES: "2"}
+    assert not (tmp_path / "calls").exists()
+
+
+@pytest.mark.parametrize(("pipe", "wanted"), [("", "32"), ("/tmp/users", None)])
+def test_a_process_takes_no_queues_of_a_daemon_that_gave_it_none(
+    monkeypatch: pytest.MonkeyPatch, pipe: str, wanted: str | None
+) -> None:
+    monkeypatch.setenv(PIPE, pipe)
+    monkeypatch.delenv(QUEUES, raising=False)
+    pick_device("cpu")
+    assert os.environ.get(QUEUES) == wanted
+
+
 def test_without_mps_nothing_happens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
-    with shared_gpu(tmp_path, dict(os.environ)) as own:
+    with shared_gpu(tmp_path, dict(os.environ), 4) as own:
         assert own == {}
     assert not (tmp_path / "mps").exists()
 
@@ -97,7 +124,7 @@ def test_a_daemon_is_ended_that_is_interrupted_while_it_is_tried(
         return run(command, *more, **words)
 
     monkeypatch.setattr(mps, "_run", interrupted)
-    with pytest.raises(KeyboardInterrupt), shared_gpu(tmp_path, works):
+    with pytest.raises(KeyboardInterrupt), shared_gpu(tmp_path, works, 4):
         pytest.fail("it went on")
     assert calls(tmp_path) == ["start", "quit"]
 

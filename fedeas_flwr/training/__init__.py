@@ -120,8 +120,10 @@ def pick_device(wanted: str, precision: str = "tf32") -> str:
     One torch thread a client: with more, sums are split differently and the last bits depend on the machine's load.
     """
     torch.set_num_threads(1)
-    # How many streams may run side by side: 8 unless told so before CUDA starts, and ten clients have one each.
-    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
+    # How many streams may run side by side: 8 unless told so before CUDA starts, and ten clients have one each. Under
+    # MPS all processes share them, and mps.py says how many this one has.
+    if not os.environ.get("CUDA_MPS_PIPE_DIRECTORY"):
+        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
     if wanted == "cuda" and not torch.cuda.is_available():
         raise ValueError("device = 'cuda', but torch finds no CUDA device: use 'auto' or 'cpu'")
     if wanted == "cpu" or not torch.cuda.is_available():
