@@ -253,7 +253,7 @@ class RunDirectory:
         """Copy the record of a finished run, without weights, images or paths of this machine."""
         summary, found = self.summary(), self._read_json("config.json")
         config = found["config"]
-        config |= {"run-dir": "", "data-dir": ""}
+        config |= {"run-dir": "", "data-dir": "", "resume": False}  # without a run-dir there is nothing to resume
         config |= {key: Path(config[key]).name for key in ("generator", "weights")}
         kind, colon, where = config["dataset"].partition(":")
         config["dataset"] = kind + colon + Path(where).name

@@ -129,6 +129,7 @@ def test_export_leaves_weights_and_paths_behind(tmp_path: Path) -> None:
     )
     run.append_round(record(1, 0.5))
     run.save_model({"w": np.zeros(3)})
+    run = RunDirectory.start(run.config().with_changes(resume=True), {"device": "cpu"})  # and was resumed
     run.save_summary(summarise(run.rounds(), 0.5))
     run.export(tmp_path / "out")
     assert sorted(p.name for p in (tmp_path / "out").iterdir()) == ["config.json", "rounds.jsonl", "summary.json"]
