@@ -114,6 +114,13 @@ def test_the_readmes_cifar_numbers_are_the_committed_runs() -> None:
         assert f"{RunDirectory(folder / runs[0]).summary()['total_generated']:,}" in row
 
 
+def test_the_gpu_minutes_are_those_of_the_committed_runs() -> None:
+    found = [RunDirectory(path).summary()["seconds"] for path in sorted((ROOT / "results").glob("cifar10-k*/*/"))]
+    total = sum(seconds_of(phase, seconds) for seconds in found for phase in WALL_CLOCK)
+    page = (ROOT / "docs" / "reproduction.md").read_text()
+    assert f"of these two columns come to {total / 60:.0f} minutes of one GPU" in page
+
+
 def test_the_readmes_speeds_are_the_committed_ones() -> None:
     rates = json.loads((ROOT / "results" / "engine" / "engine-h200.json").read_text())["images_per_second"]
     names = (
