@@ -124,8 +124,20 @@ def to_arrays(record: ArrayRecord) -> Arrays:
 
 
 def encoded(record: ArrayRecord) -> ArrayRecord:
-    """The record as Flower knows it: tensors that were handed over become NumPy arrays."""
-    return to_record(plain(to_arrays(record))) if isinstance(record, LiveRecord) else record
+    """The record as Flower knows it, which may be copied, kept and sent on.
+
+    Tensors that were handed over become NumPy arrays, and data that came out of band (npy.py) become bytes: Flower
+    makes an Array of nothing else, and neither pickle nor protobuf takes a view.
+    """
+    if isinstance(record, LiveRecord):
+        return to_record(plain(to_arrays(record)))
+    if all(isinstance(array.data, bytes) for array in record.values()):
+        return record
+    return ArrayRecord({key: _with_bytes(array) for key, array in record.items()})
+
+
+def _with_bytes(array: Array) -> Array:
+    return Array(dtype=array.dtype, shape=tuple(array.shape), stype=array.stype, data=bytes(array.data))
 
 
 def as_handed_over(record: ArrayRecord, like: ArrayRecord) -> ArrayRecord:
@@ -182,7 +194,8 @@ def read_disclosed(message: Message, client: int, wanted: Arrays) -> Arrays:
     records = message.content.array_records
     if set(records) != {ARRAYS}:
         raise MessageError(f"array records {sorted(records)}, wanted {ARRAYS} alone")
-    return _check_like(records[ARRAYS], wanted)
+    # Copies: a strategy keeps them for the whole run, and they may be views of memory that Ray wants back.
+    return {key: array.copy() for key, array in _check_like(records[ARRAYS], wanted).items()}
 
 
 # ------------------------------------------------------------------------------------------------ train
@@ -317,6 +330,8 @@ def _decoded(key: str, sent: Array, like: Any) -> Any:
     A few bytes may claim to be an array of terabytes, and NumPy makes room for it before it counts them.
     """
     most = like.nbytes + _HEADER_BYTES
+    if not _is_of_bytes(sent.data):
+        raise MessageError(f"array {key} has data of type {type(sent.data).__name__}, wanted bytes")
     if len(sent.data) > most:
         raise MessageError(f"array {key} has {len(sent.data)} bytes, wanted {most} at most")
     try:
@@ -328,6 +343,13 @@ def _decoded(key: str, sent: Array, like: Any) -> Any:
     if array.dtype != like.dtype or array.shape != like.shape:
         raise MessageError(f"array {key} decodes to {array.dtype}{list(array.shape)}")
     return array
+
+
+def _is_of_bytes(data: Any) -> bool:
+    """Whether they are bytes, or the view of bytes that comes out of band; its length must be what it is read as."""
+    if isinstance(data, memoryview):
+        return data.format == "B" and data.ndim == 1 and data.c_contiguous and data.readonly
+    return isinstance(data, bytes)
 
 
 def _check_live(arrays: Arrays, wanted: Arrays) -> Arrays:

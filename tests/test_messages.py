@@ -1,5 +1,7 @@
 """What must not reach the global model is refused by name; what crosses the wire holds no per-class vector."""
 
+import copy
+import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -7,6 +9,8 @@ import numpy as np
 import pytest
 import torch
 from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
+from flwr.common.serde import recorddict_to_proto
+from flwr.supercore.inflatable.inflatable_object import get_all_nested_objects
 
 from fedeas_flwr import messages
 from fedeas_flwr.client_app import app as client_app
@@ -94,7 +98,27 @@ def second_metrics(content: RecordDict) -> None:
     content["more"] = MetricRecord({"a": 1})
 
 
+def with_data(data: Any) -> Callable[[RecordDict], None]:
+    """Put something into an array that Flower itself would not let in, but a pickle may bring."""
+
+    def change(content: RecordDict) -> None:
+        content.array_records[ARRAYS]["w"].data = data
+
+    return change
+
+
+W = messages.to_record(TRAINABLE)["w"].data
 BAD = {
+    "a view of bytes, cut short": (with_data(memoryview(W[:-1])), "w cannot be decoded: .* needs 24 bytes, but 23 are"),
+    "a view of bytes of another array": (with_data(memoryview(W[:60] + b"9" + W[61:])), "w cannot be decoded"),
+    "a view of more bytes than it may": (
+        with_data(memoryview(bytes(2**20))),
+        "w has 1048576 bytes, wanted 1048 at most",
+    ),
+    "a view of larger items": (with_data(memoryview(bytes(2**13)).cast("d")), "w has data of type memoryview"),
+    "a view with gaps": (with_data(memoryview(W + W)[::2]), "w has data of type memoryview, wanted bytes"),
+    "a view that can be written to": (with_data(memoryview(bytearray(W))), "w has data of type memoryview"),
+    "data that are no bytes": (with_data([1, 2, 3]), "w has data of type list, wanted bytes"),
     "NaN": (replace_array("w", np.full((2, 3), np.nan, np.float32)), "w holds NaN"),
     "infinity": (replace_array("b", np.array([0, np.inf, 0], np.float32)), "b holds NaN or infinity"),
     "wrong shape": (replace_array("w", np.ones((3, 2), np.float32)), r"w is float32\[3, 2\]"),
@@ -114,6 +138,41 @@ BAD = {
     "another client": (replace_metric("client-id", 6), "client-id = 6, but the message was for client 5"),
     "second metric record": (second_metrics, "metric records"),
 }
+
+
+def through_ray(message: Message) -> Message:
+    """The message as Ray brings it: pickled, with large buffers out of band."""
+    buffers: list[pickle.PickleBuffer] = []
+    stream = pickle.dumps(message, protocol=5, buffer_callback=buffers.append)
+    assert len(stream) < 5_000 and len(buffers) == 3
+    received: Message = pickle.loads(stream, buffers=buffers)
+    return received
+
+
+def test_a_reply_that_came_out_of_band_is_read_and_can_be_sent_on_where_flower_takes_it() -> None:
+    message = through_ray(reply())
+    report, buffers = read(message)
+    assert report == REPORT and buffers["n"] == 4 and buffers["n"].dtype == np.int64
+    record = message.content.array_records[ARRAYS]
+    assert isinstance(record["w"].data, memoryview)
+    assert all(np.array_equal(array, TRAINABLE[key]) for key, array in messages.to_arrays(record).items())
+    assert np.array_equal(record["w"].numpy(), TRAINABLE["w"])  # as Flower reads it
+    assert record.count_bytes() == messages.to_record(TRAINABLE).count_bytes()
+    # What a strategy of Flower's is given can do all that a record it made itself can.
+    shown, made = messages.encoded(record), ArrayRecord({key: Array(array) for key, array in TRAINABLE.items()})
+    assert shown == made and ArrayRecord(dict(shown)) == pickle.loads(pickle.dumps(copy.deepcopy(shown))) == made
+    assert shown.object_id == made.object_id
+    assert recorddict_to_proto(RecordDict({ARRAYS: shown})) == recorddict_to_proto(RecordDict({ARRAYS: made}))
+    assert messages.encoded(shown) is shown
+
+
+def test_over_the_network_goes_what_flower_itself_would_send() -> None:
+    ours, flowers = messages.to_record(TRAINABLE), ArrayRecord({key: Array(array) for key, array in TRAINABLE.items()})
+    assert recorddict_to_proto(RecordDict({ARRAYS: ours})) == recorddict_to_proto(RecordDict({ARRAYS: flowers}))
+    nested, expected = get_all_nested_objects(ours), get_all_nested_objects(flowers)
+    assert list(nested) == list(expected) and len(nested) == 5  # the record, two arrays and a chunk of each
+    assert [part.deflate() for part in nested.values()] == [part.deflate() for part in expected.values()]
+    assert all(type(part.deflate()) is bytes for part in nested.values())
 
 
 @pytest.mark.parametrize("name", BAD)

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import copy
+import gc
 import io
+import pickle
 import struct
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +63,47 @@ def test_what_is_read_is_a_view_not_to_be_written_to() -> None:
         read[0] = 1
 
 
+def through_pickle(content: bytes) -> tuple[Any, bytes, list[pickle.PickleBuffer]]:
+    """What arrives where pickle gives large buffers out of band, as Ray has it; the stream, and the buffers."""
+    buffers: list[pickle.PickleBuffer] = []
+    stream = pickle.dumps(content, protocol=5, buffer_callback=buffers.append)
+    return pickle.loads(stream, buffers=buffers), stream, buffers
+
+
+@pytest.mark.parametrize("name", ARRAYS)
+def test_pickle_leaves_an_arrays_bytes_out_of_its_stream(name: str) -> None:
+    content = array_bytes(ARRAYS[name])
+    received, stream, buffers = through_pickle(content)
+    assert len(stream) < 100 and len(buffers) == 1
+    assert received == content and received.readonly
+    assert np.shares_memory(np.frombuffer(received, np.uint8), np.frombuffer(content, np.uint8)), "it was copied"
+    read = read_array(received)
+    assert read.dtype == ARRAYS[name].dtype and np.array_equal(read, ARRAYS[name])
+    assert not read.flags.writeable
+
+
+def test_without_buffers_and_to_everything_but_pickle_they_are_bytes() -> None:
+    content, plain = array_bytes(WHOLE), saved(WHOLE)
+    assert isinstance(content, bytes) and content == plain and hash(content) == hash(plain)
+    assert pickle.loads(pickle.dumps(content, protocol=5)) == plain
+    for protocol in range(5):
+        read = pickle.loads(pickle.dumps(content, protocol=protocol))
+        assert type(read) is bytes and read == plain
+    assert copy.copy(content) is content and copy.deepcopy([content])[0] is content
+
+
+def test_what_is_remembered_of_headers_does_not_keep_the_array() -> None:
+    class Memory(bytearray):
+        """Bytes whose end can be seen."""
+
+    memory = Memory(array_bytes(np.arange(9173, dtype=np.float64)))  # a shape that no other test has
+    gone = weakref.ref(memory)
+    read_array(memoryview(memory).toreadonly())
+    del memory
+    gc.collect()
+    assert gone() is None
+
+
 def written(version: tuple[int, int], array: NDArray[Any]) -> bytes:
     buffer = io.BytesIO()
     np.lib.format.write_array(buffer, array, version=version, allow_pickle=True)
@@ -84,8 +129,9 @@ REFUSED: dict[str, tuple[bytes, str]] = {
 def test_other_bytes_are_refused(name: str) -> None:
     content, reason = REFUSED[name]
     for _ in range(2):  # what is remembered of headers must not let a second one through
-        with pytest.raises(ValueError, match=reason):
-            read_array(content)
+        for arrived in (content, memoryview(content)):
+            with pytest.raises(ValueError, match=reason):
+                read_array(arrived)
 
 
 def test_an_archive_gives_the_arrays_asked_for_within_bounds(tmp_path: Path) -> None:
