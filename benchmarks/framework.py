@@ -9,11 +9,11 @@ On a CPU one client trains at a time in all three, and they must end with the sa
 stops: only then is the difference in time the framework's. On a GPU bare and inline train ten clients at once.
 
 The tax is the share of a round outside training and evaluation, got in two ways: `by difference` 1 − bare / round; `by
-phases` 1 − (training + waiting for a test) / round with the phases of rounds.jsonl, where training is what the clients
-say they took, over the number that train at once. The bare loop tests after each round, a run beside the next one: what
-that spares is taken off the difference. `CPU / bare` compares CPU seconds instead of wall-clock: a busy machine
-disturbs them less, but they leave out waiting for the disk, and Ray's are in other processes. All three count checks,
-records and a checkpoint every round as the framework's.
+phases` 1 − (training + waiting for a round's end) / round with the phases of rounds.jsonl, where training is what the
+clients say they took, over the number that train at once. The bare loop tests after each round, a run beside the next
+one: what that spares is taken off the difference. `CPU / bare` compares CPU seconds instead of wall-clock: a busy
+machine disturbs them less, but they leave out waiting for the disk, and Ray's are in other processes. All three count
+checks, records and a checkpoint every round as the framework's.
 """
 
 from __future__ import annotations
@@ -142,7 +142,7 @@ def flower_run(config: RunConfig, folder: Path, workers: int) -> dict[str, Any]:
     finally:
         log.removeFilter(clock)
     rounds = [record["seconds"] for record in run.rounds()[1:]]
-    busy = [(s["training"] + s["generating"]) / workers + s["test_wait"] for s in rounds]
+    busy = [(s["training"] + s["generating"]) / workers + s["end_wait"] for s in rounds]
     cpu = [end - begin for begin, end in pairwise(clock.ends)]
     return {"seconds": round_seconds(run), "cpu": cpu, "busy": busy, "weights": RunDirectory(folder).load_model()}
 

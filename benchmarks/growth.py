@@ -122,7 +122,7 @@ def measured(config: RunConfig, growth: str, folder: Path) -> dict[str, Any]:
     state, records, walls = split_state(network(config)), run.rounds()[1:], round_seconds(run)
     encoded = sum(len(array.data) for part in state for array in messages.to_record(part).values())
     phases = [record["seconds"] for record in records]
-    busy = [(s["training"] + s["generating"]) / config.actors + s["test_wait"] for s in phases]
+    busy = [(s["training"] + s["generating"]) / config.actors + s["end_wait"] for s in phases]
     return {
         "growth_of": growth,
         "backend": config.backend,

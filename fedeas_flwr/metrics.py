@@ -7,18 +7,24 @@ from typing import Any
 
 import numpy as np
 
-WALL_CLOCK = ("clients", "aggregate", "gamma_hat", "test_wait")
+WALL_CLOCK = ("clients", "aggregate", "end_wait")
 """Phases that follow one another on the server: together they are what a run's rounds take.
 
-``test_wait`` is what a round stood still for tests: for the end of the round before (test, record, checkpoint), if it
-was not over when this one's clients were, and for its own test where nothing went on beside it. ``evaluate`` is how
-long the test itself took, most of it beside the next round's clients: it is not to be added to the others.
+``end_wait`` is what a round stood still for the ends of rounds: for that of the round before (Γ̂, test, record,
+checkpoint), if it was not over when this one's clients were, and for its own Γ̂ and test where nothing goes on beside.
 """
+BESIDE = ("gamma_hat", "evaluate")
+"""How long Γ̂ and the test took, most of it beside the next round's clients: not to be added to the others."""
 
 
 def seconds_of(phase: str, seconds: Mapping[str, float]) -> float:
-    """Of a phase, in a record or a summary; before there was a ``test_wait``, every test was waited for."""
-    return seconds.get(phase, seconds.get("evaluate", 0.0) if phase == "test_wait" else 0.0)
+    """Of a phase, in a record or a summary.
+
+    In records from before there was an ``end_wait``, every Γ̂ was waited for, and every test or what ``test_wait`` says.
+    """
+    if phase == "end_wait" and phase not in seconds:
+        return seconds.get("test_wait", seconds.get("evaluate", 0.0)) + seconds.get("gamma_hat", 0.0)
+    return seconds.get(phase, 0.0)
 
 
 def per_class_accuracy(correct: Sequence[int], seen: Sequence[int]) -> list[float | None]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from pathlib import Path
 
 import numpy as np
@@ -72,8 +73,44 @@ def test_tensors_and_parts_change_nothing(monkeypatch: pytest.MonkeyPatch) -> No
     whole = gradient_dissimilarity(start, ends, weights)
     tensors = [{key: torch.tensor(value) for key, value in state.items()} for state in (start, *ends)]
     assert gradient_dissimilarity(tensors[0], tensors[1:], weights) == pytest.approx(whole, rel=1e-12)
-    monkeypatch.setattr(dissimilarity, "_AT_ONCE", 1)  # every array by itself
+    monkeypatch.setattr(dissimilarity, "_AT_ONCE", 1)  # every tensor by itself
+    assert gradient_dissimilarity(tensors[0], tensors[1:], weights) == pytest.approx(whole, rel=1e-12)
+    monkeypatch.setattr(dissimilarity, "_BLOCK", 3)
     assert gradient_dissimilarity(start, ends, weights) == pytest.approx(whole, rel=1e-12)
+
+
+def in_whole_models(start: dict, ends: list[dict], weights: list[int]) -> float:
+    """The inner products of whole models in float64, as one would write them with memory to spare."""
+    flat = [np.concatenate([state[key].ravel() for key in start]).astype(float) for state in (start, *ends)]
+    moved = np.stack([flat[0] - end for end in flat[1:]])
+    gram, share = moved @ moved.T, np.array(weights) / sum(weights)
+    scaled = share / np.sqrt(np.diag(gram))
+    return float(share.sum() - scaled @ gram @ scaled)
+
+
+@pytest.mark.parametrize("size", [1, 2**15 - 1, 2**15, 2**15 + 1, 100_003])
+@pytest.mark.parametrize("clients", [1, 2, 10])
+def test_blocks_of_the_arrays_give_what_whole_models_do(size: int, clients: int) -> None:
+    rng = np.random.default_rng(size)
+    start = {"w": rng.normal(size=size).astype(np.float32), "n": np.array([7, 8]), "h": np.ones(3, np.float16)}
+    ends = [
+        {"w": (start["w"] + rng.normal(size=size)).astype(np.float32), "n": start["n"] + k, "h": start["h"]}
+        for k in range(clients)
+    ]
+    weights = [int(n) for n in rng.integers(1, 500, clients)]
+    expected = in_whole_models(start, ends, weights)
+    assert gradient_dissimilarity(start, ends, weights) == pytest.approx(expected, rel=1e-12, abs=1e-14)
+
+
+def test_arrays_are_never_there_as_whole_models_in_float64() -> None:
+    start = {"w": np.zeros(2**22, np.float32)}
+    ends = [{"w": np.full(2**22, k, np.float32)} for k in (1, 2, 3)]
+    tracemalloc.start()
+    try:
+        assert gradient_dissimilarity(start, ends, [1, 1, 1]) == pytest.approx(0, abs=1e-12)
+        assert tracemalloc.get_traced_memory()[1] < 2**21  # one of them would be 2**25
+    finally:
+        tracemalloc.stop()
 
 
 def test_a_tiny_value_is_not_lost() -> None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -134,14 +135,44 @@ def test_seconds_of_a_test_count_once_and_only_where_they_held_a_round_up(tmp_pa
     run.fit(START, test)
     seconds = [record["seconds"] for record in run.run.rounds()]
     assert all(0.3 <= s["evaluate"] < 0.6 for s in seconds)
-    first, beside_long, beside_short, last = (s["test_wait"] for s in seconds)
+    first, beside_long, beside_short, last = (s["end_wait"] for s in seconds)
     assert first < 0.1 and beside_long < 0.1, "round 1's test is over when round 2's clients are"
     assert beside_short > 0.2, "round 3's clients were done at once and waited for round 2's test"
     assert last > 0.5, "the last one waited for round 3's test and for its own"
-    assert seconds_of("test_wait", {"clients": 1.0, "evaluate": 0.5}) == 0.5  # a record from before there was one
+    older = {"clients": 1.0, "gamma_hat": 0.25, "evaluate": 0.5}  # records from before there was such a wait
+    assert seconds_of("end_wait", older) == 0.75 and seconds_of("end_wait", {**older, "test_wait": 0.125}) == 0.375
     assert seconds_of("evaluate", {}) == seconds_of("clients", {}) == 0.0
-    assert run.run.summary()["seconds"]["test_wait"] == pytest.approx(sum(s["test_wait"] for s in seconds), abs=1e-3)
-    assert "evaluate" not in WALL_CLOCK
+    assert run.run.summary()["seconds"]["end_wait"] == pytest.approx(sum(s["end_wait"] for s in seconds), abs=1e-3)
+    assert not {"evaluate", "gamma_hat"} & set(WALL_CLOCK)
+
+
+def test_gamma_hat_is_worked_out_beside_the_next_round_and_its_models_are_let_go(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun = {number: threading.Event() for number in range(1, 5)}
+    held: list[list[weakref.ref[Any]]] = []
+    kept: list[int] = []
+
+    def gamma_hat(start: Arrays, ends: Sequence[Arrays], weights: Sequence[float]) -> float:
+        held.append([weakref.ref(array) for end in ends for array in end.values()])
+        if len(held) < 4:
+            assert begun[len(held) + 1].wait(LONG), "the next round waited for Γ̂"
+        threading.Event().wait(0.1)
+        return len(held) / 8
+
+    def test(trainable: Arrays, buffers: Arrays) -> dict[str, Any]:
+        kept.append(sum(ref() is not None for refs in held[:-1] for ref in refs))
+        return OK
+
+    monkeypatch.setattr("fedeas_flwr.strategies.federation.gradient_dissimilarity", gamma_hat)
+    app = toy_app(rounds_of_clients(lambda number, client: begun[number].set()))
+    run = federation(tmp_path, app, rounds=4)
+    run.fit(START, test)
+    records = run.run.rounds()
+    assert [record["gamma_hat"] for record in records] == [1 / 8, 2 / 8, 3 / 8, 4 / 8]
+    assert all(record["seconds"]["gamma_hat"] >= 0.1 for record in records)
+    assert records[0]["seconds"]["end_wait"] < 0.1 <= records[-1]["seconds"]["end_wait"], "the last is waited for"
+    assert all(held) and kept == [0, 0, 0, 0], "the models of the rounds before are still there"
 
 
 def test_an_error_in_the_test_ends_the_run_with_the_rounds_before_recorded(tmp_path: Path) -> None:
@@ -324,10 +355,20 @@ def test_a_rounds_state_is_not_changed_by_the_next_ones(
             assert np.array_equal(value, then[key]), key
 
 
-def test_tests_beside_the_clients_say_what_they_say_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    beside = finish(small(tmp_path / "beside", policy="none", rounds=5))
+@pytest.mark.parametrize("live", [False, True])
+@pytest.mark.parametrize("strategy", ["fedavg", "fedavgm", "scaffold"])
+def test_what_is_measured_and_tested_beside_the_clients_is_what_it_is_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, strategy: str, live: bool
+) -> None:
+    if live:
+        monkeypatch.setattr(
+            "fedeas_flwr.grids.InlineGrid", lambda *given, **keys: InlineGrid(*given[:3], workers=2, live=True)
+        )
+    keys = {"policy": "none", "rounds": 5, "strategy": strategy, "gamma_hat": "all-state", "device": "cpu"}
+    beside = finish(small(tmp_path / "beside", **keys))
     monkeypatch.setattr(Beside, "start", lambda self, work: work())
-    alone = finish(small(tmp_path / "alone", policy="none", rounds=5))
+    alone = finish(small(tmp_path / "alone", **keys))
+    assert all(record["gamma_hat"] > 0 for record in beside.rounds())
     assert weights(beside) == weights(alone)
     same = [[{**record, "seconds": {}} for record in run.rounds()] for run in (beside, alone)]
     assert same[0] == same[1]

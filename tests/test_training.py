@@ -168,6 +168,25 @@ def test_average_is_the_same_for_arrays_and_tensors() -> None:
     np.testing.assert_allclose(arrays["w"], by_hand, rtol=1e-5)
 
 
+@pytest.mark.parametrize("kind", [np.float16, np.float32, np.float64, np.int64])
+@pytest.mark.parametrize("shape", [(), (0,), (3, 5), (2**15,), (7, 2**14 + 1)])
+def test_average_in_blocks_is_that_of_whole_arrays_to_the_bit(kind: type[np.generic], shape: tuple[int, ...]) -> None:
+    rng = np.random.default_rng(1)
+    states = [{"w": (100 * rng.normal(size=shape)).astype(kind)} for _ in range(10)]
+    weights = [float(n) for n in rng.integers(1, 900, 10)]
+    parts = [state["w"].astype(np.float64) if kind is np.int64 else state["w"] for state in states]
+    expected = parts[0] * (weights[0] / sum(weights))
+    for part, weight in zip(parts[1:], weights[1:], strict=True):
+        expected = expected + part * (weight / sum(weights))
+    expected = np.rint(expected).astype(kind) if kind is np.int64 else expected
+    average = weighted_average(states, weights)["w"]
+    assert isinstance(average, np.ndarray) and (average.dtype, average.shape) == (kind, shape)
+    assert average.tobytes() == expected.tobytes()
+    if shape == (7, 2**14 + 1):  # also of arrays that lie in another order
+        turned = [{"w": np.asfortranarray(state["w"])} for state in states]
+        assert np.array_equal(weighted_average(turned, weights)["w"], average)
+
+
 def test_engines_are_lent_first_ones_first_and_only_to_one_client_at_a_time(tmp_path: Path) -> None:
     config, pool = small(tmp_path, policy="none", device="cpu"), EnginePool()
     objective = Objective()

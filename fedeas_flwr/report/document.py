@@ -10,7 +10,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from fedeas_flwr.data import dataset_info, short_name
-from fedeas_flwr.metrics import WALL_CLOCK
+from fedeas_flwr.metrics import BESIDE, WALL_CLOCK
 from fedeas_flwr.report import allocations, samples
 from fedeas_flwr.report.groups import (
     CLIENT_WORK,
@@ -269,11 +269,12 @@ def _gamma_hat(groups: Sequence[Group]) -> list[Section]:
 def _time(groups: Sequence[Group]) -> Section:
     caption = (
         "Upper bar: wall-clock on the server, phase after phase. Lower bar: what the clients did meanwhile, added up; "
-        "it is longer than the upper one where they worked at the same time. Starting up is not in it."
+        "it is longer than the upper one where they worked at the same time. Γ̂ and tests go on beside the next round's "
+        "clients: the wait is what they held up. Starting up is not in it."
     )
     height = 1.6 + 0.7 * len(groups)
-    phases = (*WALL_CLOCK, "evaluate", *CLIENT_WORK)
-    server = ("waiting for clients", "averaging and checks", "Γ̂", "waiting for tests", "testing")
+    phases = (*WALL_CLOCK, *BESIDE, *CLIENT_WORK)
+    server = ("waiting for clients", "averaging and checks", "waiting for Γ̂ and tests", "Γ̂", "testing")
     names = (*server, "clients: generating", "clients: training")
     rows = [[group.name, *(f"{group.seconds(phase):,.1f}" for phase in phases)] for group in groups]
     pictures = _picture("seconds", caption, lambda axes: draw_seconds(axes, groups), (8.6, height))

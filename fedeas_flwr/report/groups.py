@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from fedeas_flwr.config import RunConfig
 from fedeas_flwr.data import short_name
-from fedeas_flwr.metrics import WALL_CLOCK, efficiency, last_20, seconds_of, summarise
+from fedeas_flwr.metrics import BESIDE, WALL_CLOCK, efficiency, last_20, seconds_of, summarise
 from fedeas_flwr.report.style import COLOURS, INK, LABELS, MORE_COLOURS
 from fedeas_flwr.runs import NOT_THE_RUN, RunDirectory, RunError
 
@@ -278,7 +278,7 @@ def as_data(groups: Sequence[Group]) -> list[dict[str, Any]]:
                 "per_class_accuracy": None if group.per_class is None else _no_nan(group.per_class),
                 "worst_class": None if worst_class is None else {"class": worst_class[0], "accuracy": worst_class[1]},
                 "worst_client_accuracy": _plain(group.worst_client),
-                "seconds": {phase: group.seconds(phase) for phase in (*WALL_CLOCK, "evaluate", *CLIENT_WORK)},
+                "seconds": {phase: group.seconds(phase) for phase in (*WALL_CLOCK, *BESIDE, *CLIENT_WORK)},
                 "config": group.config.outside(),
                 "environments": [member.run.environment() for member in group.members],
             }

@@ -23,8 +23,7 @@ _MARKERS = "osD^vPX*<>"
 _PHASES = {
     "clients": ("waiting for clients", "#9aa5b1"),
     "aggregate": ("averaging and checks", "#3a8dde"),
-    "gamma_hat": (GAMMA_HAT, "#e1a730"),
-    "test_wait": ("waiting for tests", "#4f9d69"),
+    "end_wait": (f"waiting for {GAMMA_HAT} and tests", "#4f9d69"),
     "generating": ("generating", "#d1495b"),
     "training": ("training", INK),
 }

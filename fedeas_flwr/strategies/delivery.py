@@ -11,6 +11,7 @@ dead process refuses at once, a live one answers later and then lies on top.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Sequence
 from logging import WARNING
@@ -25,7 +26,10 @@ from fedeas_flwr.grids import InlineGrid
 PROCESS_DIED = (0, 8)
 """Flower's error codes for it: an error it has no name for (Ray's ActorDiedError), and a crashed client process."""
 _QUESTIONS = 4
+_PULL_SECONDS = 0.005
+"""Between two looks for replies that lie in this process: a look takes a hundredth of that."""
 _HTTP_PULL_SECONDS = 3.0
+"""Between two requests to a SuperLink, as Flower has it."""
 
 
 def deliver(grid: Grid, out: Sequence[Message], timeout: float) -> dict[int, Message]:
@@ -72,19 +76,26 @@ def _anybody_lives(grid: Grid, deadline: float | None) -> bool:
 
 
 def _exchange(grid: Grid, out: Sequence[Message], deadline: float | None) -> dict[int, Message]:
-    """Send and wait by a clock that never jumps, which Flower's own `send_and_receive` does not."""
-    if deadline is None or isinstance(grid, InlineGrid):
+    """Send and wait.
+
+    Flower's own `send_and_receive` goes by a clock that jumps, and looks for replies that lie in this very process no
+    more than ten times a second.
+    """
+    until = math.inf if deadline is None else deadline
+    if isinstance(grid, InlineGrid):
         left = None if deadline is None else max(0.0, deadline - time.monotonic())
         return _by_node(out, list(grid.send_and_receive(out, timeout=left)))
+    in_this_process = hasattr(grid, "pull_interval")  # which Flower's grid of a simulation has, and no other
+    step = _PULL_SECONDS if in_this_process else _HTTP_PULL_SECONDS
     waiting = set(grid.push_messages(out))
     replies: dict[int, Message] = {}
     while waiting:
         found = _by_node(out, list(grid.pull_messages(waiting)))
         waiting -= {reply.metadata.reply_to_message_id for reply in found.values()}
         replies |= found
-        if not waiting or time.monotonic() >= deadline:
+        if not waiting or time.monotonic() >= until:
             break
-        time.sleep(min(getattr(grid, "pull_interval", _HTTP_PULL_SECONDS), max(0.0, deadline - time.monotonic())))
+        time.sleep(min(step, max(0.0, until - time.monotonic())))
     return replies
 
 

@@ -6,11 +6,14 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from fedeas_flwr.runs import Arrays, plain
 
+_BLOCK = 2**15
+"""Elements of each client's array that are looked at together: with ten clients the cache holds them in float64."""
 _AT_ONCE = 2**25
-"""Numbers in float64 that are looked at together: 256 MB, whatever the model and the number of clients."""
+"""The same on a GPU, of all clients' tensors: 256 MB, whatever the model and the number of clients."""
 
 
 def gradient_dissimilarity(start: Arrays, ends: Sequence[Arrays], weights: Sequence[float]) -> float:
@@ -29,16 +32,39 @@ def gradient_dissimilarity(start: Arrays, ends: Sequence[Arrays], weights: Seque
     weights
         N_k: each client's real samples.
     """
-    products: Any = 0.0
-    for keys in _in_parts(start, len(ends)):
-        base = _flat(start, keys)
-        moved = _stacked([base - _flat(end, keys) for end in ends])
-        products = products + moved @ moved.T
-    gram = plain({"products": products})["products"]
+    tensors = any(hasattr(array, "cpu") for array in start.values())
+    gram = _products_of_tensors(start, ends) if tensors else _products(start, ends)
     norms = np.sqrt(np.diag(gram))
     share = np.where(norms > 0, np.asarray(weights, dtype=np.float64) / float(sum(weights)), 0.0)
     scaled = share / np.where(norms > 0, norms, 1.0)
     return max(0.0, float(share.sum() - scaled @ gram @ scaled))
+
+
+def _products(start: Arrays, ends: Sequence[Arrays]) -> NDArray[np.float64]:
+    """⟨Δ_i, Δ_j⟩ of NumPy arrays, block by block: no model is ever there in float64."""
+    products, room = np.zeros((len(ends), len(ends))), np.empty((len(ends), _BLOCK))
+    for key, array in start.items():
+        base, rows = array.reshape(-1), [end[key].reshape(-1) for end in ends]
+        for first in range(0, base.size, _BLOCK):
+            block = base[first : first + _BLOCK]
+            moved = room[:, : block.size]
+            for row, into in zip(rows, moved, strict=True):
+                np.subtract(block, row[first : first + _BLOCK], out=into, dtype=np.float64)
+            products += moved @ moved.T
+    return products
+
+
+def _products_of_tensors(start: Arrays, ends: Sequence[Arrays]) -> NDArray[np.float64]:
+    """The same where the tensors lie, many at once: on a GPU each block would be launches of its own."""
+    import torch  # only where models are tensors already
+
+    products: Any = 0.0
+    for keys in _in_parts(start, len(ends)):
+        base, *rows = (torch.cat([state[key].reshape(-1) for key in keys]).double() for state in (start, *ends))
+        moved = torch.stack([base - row for row in rows])
+        products = products + moved @ moved.T
+    found: NDArray[np.float64] = plain({"products": products})["products"]
+    return found
 
 
 def _in_parts(start: Arrays, clients: int) -> Iterator[list[str]]:
@@ -53,20 +79,3 @@ def _in_parts(start: Arrays, clients: int) -> Iterator[list[str]]:
         keys.append(key)
         size += count
     yield keys
-
-
-def _flat(state: Arrays, keys: Sequence[str]) -> Any:
-    parts = [state[key].reshape(-1) for key in keys]
-    if not hasattr(parts[0], "cpu"):
-        return np.concatenate(parts).astype(np.float64, copy=False)
-    import torch  # only where models are tensors already
-
-    return torch.cat(parts).double()
-
-
-def _stacked(rows: Sequence[Any]) -> Any:
-    if not hasattr(rows[0], "cpu"):
-        return np.stack(rows)
-    import torch
-
-    return torch.stack(list(rows))

@@ -11,6 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from logging import INFO, WARNING
 from typing import Any
 
@@ -46,7 +47,8 @@ class RoundOutcome:
     reports: list[TrainReport]
     failures: list[dict[str, Any]]
     seconds: dict[str, float]
-    gamma_hat: float | None = None
+    gamma_hat: Callable[[], float] | None = None
+    """Works Γ̂ out, of models that it holds on to: for when there is time. ``None`` if it is not wanted."""
 
 
 class TooFewRepliesError(RunError):
@@ -88,9 +90,10 @@ class Federation(Roster):
 
         ``test`` scores (trainable, buffers) on a test set of the server's; without it the clients are asked.
 
-        The server's test of a round, its record and its checkpoint go on beside the training of the next round, and are
-        done before that one's begin: a client keeps the versions of its state that the last two checkpoints may need,
-        not those of a third. States are never changed in place, so that those of a round stay as they are meanwhile.
+        A round's Γ̂, the server's test of it, its record and its checkpoint go on beside the training of the next round,
+        and are done before that one's begin: a client keeps the versions of its state that the last two checkpoints may
+        need, not those of a third. States and replies are never changed in place, so that those of a round stay as they
+        are meanwhile.
         """
         self.checkpointed = start.accepted
         if isinstance(self.strategy, Stateful):
@@ -129,8 +132,9 @@ class Federation(Roster):
                     state, outcome = replace(state, round=state.round + 1), RoundOutcome([], error.failures, {})
                 if state.generated.keys() >= self.nodes.keys():
                     self.when_all_have_generated()
-                outcome.seconds["test_wait"] = beside.wait()
+                outcome.seconds["end_wait"] = beside.wait()
                 self._end_round(state, outcome, test, beside)
+                del outcome  # it holds the clients' models, and the next ones are on their way
         return state
 
     def _checkpoint(self, state: Checkpoint) -> None:
@@ -138,26 +142,30 @@ class Federation(Roster):
         self.checkpointed, self._saved = state.accepted, state.round
 
     def _end_round(self, state: Checkpoint, outcome: RoundOutcome, test: Evaluate | None, beside: Beside) -> None:
-        """Test, record and, where it is due, checkpoint a round; beside the next one if the server tests it."""
+        """Γ̂, test, record and, where it is due, checkpoint of a round; beside the next one if the server tests it."""
         last = state.round == self.config.rounds
         checkpoint = last or state.round % self.config.checkpoint_every == 0
         if checkpoint:  # now: the next round's clients change what they keep in memory
             self.before_checkpoint()
         alone = last or test is None  # clients cannot test while they train
-        known, seconds = self._known(state, outcome), outcome.seconds
+        known, seconds, work_out = self._known(state, outcome), outcome.seconds, outcome.gamma_hat
 
         def end() -> None:
             began = time.perf_counter()
+            gamma_hat = work_out() if work_out is not None else None
+            measured = time.perf_counter()
             if test is None:
                 scores = ask_clients_to_test(self.grid, self.config, self._present(), state)
             else:
                 scores = test(state.trainable, state.buffers)
-            seconds["evaluate"] = time.perf_counter() - began
-            seconds["test_wait"] += seconds["evaluate"] if alone else 0.0
+            tested = time.perf_counter()
+            seconds["gamma_hat"], seconds["evaluate"] = measured - began, tested - measured
+            seconds["end_wait"] += tested - began if alone else 0.0
             self._record(
                 {
                     "round": state.round,
                     **scores,
+                    "gamma_hat": gamma_hat,
                     **known,
                     "seconds": {phase: round(s, 4) for phase, s in seconds.items()},
                 }
@@ -173,10 +181,9 @@ class Federation(Roster):
             beside.start(end)
 
     def _known(self, state: Checkpoint, outcome: RoundOutcome) -> dict[str, Any]:
-        """What a round's record says beside scores and seconds."""
+        """What a round's record says beside scores, Γ̂ and seconds."""
         return {
             "train_loss": _mean(outcome.reports, lambda r: r.loss),
-            "gamma_hat": outcome.gamma_hat,
             **({"epsilon": spent["epsilon"]} if (spent := self._privacy_spent(state)) else {}),
             "clients": [r.client for r in outcome.reports],
             "failures": [*self._refused_in(state.round), *outcome.failures],
@@ -216,10 +223,7 @@ class Federation(Roster):
         received = time.perf_counter()
         accepted, failures = self._accept(chosen, replies, state)
         self._check_quorum(number, chosen, failures, replies)
-        checked = time.perf_counter()
         gamma_hat = self._gamma_hat(state, accepted)  # before the strategy, which may use the replies up
-        measured = time.perf_counter()
-
         arrays, _ = self.strategy.aggregate_train(number, [reply for reply, _, _ in accepted])
         if arrays is None:
             raise RunError(f"round {number}: {self.config.strategy} made no model of {len(accepted)} replies")
@@ -235,14 +239,15 @@ class Federation(Roster):
         )
         seconds = {
             "clients": received - began,
-            "gamma_hat": measured - checked,
-            "aggregate": time.perf_counter() - measured + checked - received,
+            "aggregate": time.perf_counter() - received,
             "generating": sum(r.seconds_generating for r in reports),
             "training": sum(r.seconds_training for r in reports),
         }
         return merged, RoundOutcome(reports, failures, seconds, gamma_hat)
 
-    def _gamma_hat(self, state: Checkpoint, accepted: Sequence[tuple[Message, TrainReport, Arrays]]) -> float | None:
+    def _gamma_hat(
+        self, state: Checkpoint, accepted: Sequence[tuple[Message, TrainReport, Arrays]]
+    ) -> Callable[[], float] | None:
         if self.config.gamma_hat == "off":
             return None
         start = dict(state.trainable)
@@ -250,7 +255,7 @@ class Federation(Roster):
         if self.config.gamma_hat == "all-state":
             start |= state.buffers
             ends = [{**end, **buffers} for end, (_, _, buffers) in zip(ends, accepted, strict=True)]
-        return gradient_dissimilarity(start, ends, [report.examples for _, report, _ in accepted])
+        return partial(gradient_dissimilarity, start, ends, [report.examples for _, report, _ in accepted])
 
     def _send_round(self, number: int, present: Sequence[int], state: Checkpoint) -> dict[int, Message | None]:
         """Send to the chosen clients that are there; return what each of them said, if anything."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 import time
 from collections.abc import Iterable
 from pathlib import Path
@@ -46,7 +47,7 @@ def test_a_late_reply_is_a_missing_one_and_never_the_next_rounds(tmp_path: Path)
 class SlowLink(InlineGrid):
     """Pushes and pulls as Flower's own grids do; client 1 never replies."""
 
-    pull_interval = 0.01
+    pull_interval = 0.1
 
     def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
         self.replies = {r.metadata.reply_to_message_id: r for r in self.send_and_receive(messages)}
@@ -76,6 +77,51 @@ def test_a_clock_that_jumps_neither_ends_nor_prolongs_the_wait(
     replies = delivery.deliver(grid, [messages.ask(node, "identity") for node in (1, 2, 3)], 0.5)
     assert sorted(replies) == [1, 3]
     assert 0.4 < time.monotonic() - began < 5
+
+
+class Simulated(InlineGrid):
+    """Pushes and pulls as Flower's grid of a simulation does; a reply is there a while after its message."""
+
+    pull_interval = 0.1
+    seconds, pulls, there_at = 0.25, 0, 0.0
+
+    def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
+        self.replies = {r.metadata.reply_to_message_id: r for r in InlineGrid.send_and_receive(self, messages)}
+        self.there_at = time.monotonic() + self.seconds
+        return list(self.replies)
+
+    def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
+        self.pulls += 1
+        return [self.replies[key] for key in message_ids] if time.monotonic() >= self.there_at else []
+
+    def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> Iterable[Message]:
+        pytest.fail("Flower's own wait looks ten times a second")
+
+
+@pytest.mark.parametrize("timeout", [0.0, 30.0])
+def test_replies_within_this_process_are_not_waited_for_in_tenths_of_a_second(
+    monkeypatch: pytest.MonkeyPatch, timeout: float
+) -> None:
+    grid = Simulated(toy_app(), 3, {})
+    monkeypatch.setattr(delivery, "InlineGrid", LateGrid)  # this one is to be treated as Flower's
+    replies = delivery.deliver(grid, [messages.ask(node, "identity") for node in (1, 2, 3)], timeout)
+    assert sorted(replies) == [1, 2, 3]
+    assert 5 < grid.pulls < 60  # 50 in theory; with Flower's interval it would be 4
+
+
+def test_a_superlink_over_the_network_is_not_asked_more_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Distant(Simulated):
+        @property
+        def pull_interval(self) -> float:
+            raise AttributeError("no such thing")
+
+    slept: list[float] = []
+    grid = Distant(toy_app(), 3, {})
+    grid.seconds = 0.01
+    monkeypatch.setattr(delivery, "InlineGrid", LateGrid)
+    monkeypatch.setattr(delivery.time, "sleep", lambda seconds: slept.append(seconds) or threading.Event().wait(0.02))
+    assert sorted(delivery.deliver(grid, [messages.ask(1, "identity")], 0.0)) == [1]
+    assert slept == [3.0]
 
 
 def failing(rounds: set[int]):
