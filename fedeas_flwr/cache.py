@@ -90,7 +90,7 @@ class ImageCache:
         images = np.zeros((len(labels), *generator.image_shape), dtype=np.uint8)
         if not len(labels):
             return images, labels, 0
-        folder = self._client_folder(generator, seed, client)
+        folder = _client_folder(self.root / self.key(generator, seed), client)
         _refuse_links(folder.parent, folder, Path(f"{folder}.lock"), *folder.glob("class-*"))
         folder.mkdir(parents=True, exist_ok=True)
         _note_use(folder.parent, generator, seed, about or {"generator": type(generator).__name__})
@@ -123,10 +123,14 @@ class ImageCache:
         -------
         int
         """
-        folder, lacking = self._client_folder(generator, seed, client), 0
-        for label, count in enumerate(check_wanted(wanted, generator)):
+        return self.missing_in(self.root / self.key(generator, seed), client, check_wanted(wanted, generator))
+
+    def missing_in(self, folder: Path, client: int, wanted: Sequence[int]) -> int:
+        """Say the same of a folder that `find` found; no generator is needed."""
+        lacking = 0
+        for label, count in enumerate(wanted):
             there = np.zeros(count, dtype=bool)
-            for _, start, stop in _shards(_class_folder(folder, label)):
+            for _, start, stop in _shards(_class_folder(_client_folder(folder, client), label)):
                 there[start:stop] = True
             lacking += int((~there).sum())
         return lacking
@@ -173,9 +177,6 @@ class ImageCache:
         """Return the name of the folder that holds this generator's images of an experiment."""
         identity = json.dumps([generator.fingerprint, list(generator.image_shape), int(seed)])
         return hashlib.sha256(identity.encode()).hexdigest()
-
-    def _client_folder(self, generator: Generator, seed: int, client: int) -> Path:
-        return self.root / self.key(generator, seed) / f"client-{client:05d}"
 
 
 def _last_part(value: Any) -> Any:
@@ -242,6 +243,10 @@ def sample_checked(generator: Generator, samples: Sequence[SampleId]) -> Images:
         name = type(generator).__name__
         raise ValueError(f"generator: {name}.sample returned {found}; it must return uint8 {list(expected)}")
     return images
+
+
+def _client_folder(folder: Path, client: int) -> Path:
+    return folder / f"client-{client:05d}"
 
 
 def _class_folder(folder: Path, label: int) -> Path:

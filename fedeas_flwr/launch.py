@@ -29,7 +29,7 @@ from fedeas_flwr.config import RunConfig
 from fedeas_flwr.generators.ray_service import leave_sliver
 from fedeas_flwr.mps import may_share_gpu, shared_gpu
 from fedeas_flwr.processes import MARK, ProcessTree, listens, still_runs
-from fedeas_flwr.progress import RoundProgress
+from fedeas_flwr.progress import ImagesToCome, RoundProgress
 from fedeas_flwr.runs import ProcessesDiedError, RunDirectory, RunError, describe_environment
 from fedeas_flwr.training import cohort, pick_device
 
@@ -59,7 +59,8 @@ def launch(config: RunConfig, console: Console) -> RunDirectory:
     # status cannot be taken for this run's, and Ctrl-C at any moment leaves something to resume.
     run = RunDirectory.start(config, describe_environment("not known yet"))
     before = len(run.rounds())
-    with RoundProgress(run, config.rounds, before, console) as progress:
+    images = ImagesToCome(config) if config.generates else None
+    with RoundProgress(run, config.rounds, before, console, images) as progress:
         try:
             if config.backend == "inline":
                 _run_inline(config, run, progress)

@@ -9,6 +9,7 @@ from functools import lru_cache
 import numpy as np
 import numpy.typing as npt
 
+from fedeas_flwr.allocation import allocate
 from fedeas_flwr.config import ConfigError, RunConfig
 from fedeas_flwr.data import OWN, Dataset, dataset_info, open_dataset
 from fedeas_flwr.node import Node
@@ -116,6 +117,18 @@ def planned_counts(config: RunConfig, clients: int, progress: Callable[[int], No
         labels, config.protocol, clients, config.alpha, config.partition_seed, cache_root(), progress
     )
     return partition.counts(labels, len(dataset_info(config.dataset).classes))
+
+
+def planned_images(config: RunConfig, counts: Labels) -> Labels:
+    """How many images of each class every client of a run will generate, ``[clients, classes]``."""
+    return allocate(
+        counts,
+        config.policy,
+        beta=config.beta,
+        gamma=config.gamma,
+        strict_mean=not config.printed_rule,
+        total=config.total or None,
+    )
 
 
 def own_labels(dataset: str, protocol: str) -> Labels:

@@ -8,7 +8,6 @@ from typing import Any
 
 from rich.console import Console
 
-from fedeas_flwr import allocation
 from fedeas_flwr.cache import ImageCache
 from fedeas_flwr.client_app import own_generator
 from fedeas_flwr.config import ConfigError, RunConfig
@@ -17,7 +16,7 @@ from fedeas_flwr.event_log import check_installed
 from fedeas_flwr.generators import Generator, absolute_spec, open_for_run
 from fedeas_flwr.generators.classifier import independent_classifier
 from fedeas_flwr.launch import ray_resources
-from fedeas_flwr.local_data import Labels, planned_counts
+from fedeas_flwr.local_data import Labels, planned_counts, planned_images
 from fedeas_flwr.models import split_state
 from fedeas_flwr.progress import show_tries
 from fedeas_flwr.runs import RunDirectory, RunError
@@ -59,14 +58,7 @@ def prepare(config: RunConfig, console: Console) -> RunConfig:
 
 def check_room(config: RunConfig, counts: Labels, generator: Generator, console: Console) -> None:
     """See that the disk and the cache's limit allow what the run will generate, before it begins."""
-    planned = allocation.allocate(
-        counts,
-        config.policy,
-        beta=config.beta,
-        gamma=config.gamma,
-        strict_mean=not config.printed_rule,
-        total=config.total or None,
-    )
+    planned = planned_images(config, counts)
     for entry in make_room(ImageCache(), generator, config.seed, planned.tolist(), config.cache_limit):
         console.print(f"cache-limit: pruned {entry.key[:12]} ({show_bytes(entry.bytes)})", highlight=False)
 

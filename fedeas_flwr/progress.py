@@ -13,6 +13,10 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
+from fedeas_flwr.cache import ImageCache
+from fedeas_flwr.config import RunConfig
+from fedeas_flwr.generators import describe_generator
+from fedeas_flwr.local_data import planned_counts, planned_images
 from fedeas_flwr.runs import RunDirectory
 from fedeas_flwr.sizes import show_seconds
 
@@ -63,10 +67,36 @@ def _show_log(console: Console) -> None:
     logger.propagate = False
 
 
-class RoundProgress:
-    """Reads a run directory's rounds as they appear and shows them."""
+class ImagesToCome:
+    """The images that a simulated run's clients plan to generate, and how many of them are not in the cache yet.
 
-    def __init__(self, run: RunDirectory, rounds: int, done: int, console: Console) -> None:
+    Clients generate in processes of their own, and say nothing before they have trained: it is seen by the files.
+    """
+
+    def __init__(self, config: RunConfig) -> None:
+        self._about, self._seed = describe_generator(config), config.seed
+        self._cache = ImageCache()
+        self._planned = planned_images(config, planned_counts(config, config.clients)).tolist()
+        self.total = sum(map(sum, self._planned))
+
+    def left(self) -> int:
+        """How many are not there."""
+        folder = self._cache.find(self._about, self._seed)
+        if folder is None:
+            return self.total
+        return sum(self._cache.missing_in(folder, client, row) for client, row in enumerate(self._planned))
+
+
+class RoundProgress:
+    """Reads a run directory's rounds as they appear and shows them; meanwhile, how the clients' images grow."""
+
+    def __init__(
+        self, run: RunDirectory, rounds: int, done: int, console: Console, images: ImagesToCome | None = None
+    ) -> None:
+        self._images = images if images and images.total else None
+        self._looked = -1e9
+        self._left = 0
+        self._pace_from: tuple[float, int] | None = None  # when generating was last seen to begin, and what was left
         self._run, self._rounds, self._shown, self._console = run, rounds, done, console
         self._done = done  # before this sitting: the pace is that of the rounds since
         self._offset = 0
@@ -103,7 +133,30 @@ class RoundProgress:
             for record in records:
                 self._show(record)
                 self._shown = record["round"]
+            if self._images is not None:
+                self._watch_images(self._images, bool(records), time.monotonic())
             return bool(records)
+
+    def _watch_images(self, images: ImagesToCome, round_ended: bool, now: float) -> None:
+        """Say how far generating is while no round ends for long: looking at the files costs something."""
+        if round_ended:
+            self._looked, self._pace_from = now, None
+        if now - self._looked < _LINE_EVERY:
+            return
+        before, self._left, self._looked = self._left, images.left(), now
+        if self._pace_from is None or self._left >= self._pace_from[1]:
+            self._pace_from = now, self._left
+        elif self._left < before:
+            since, then = self._pace_from
+            rest = show_seconds(self._left * (now - since) / (then - self._left))
+            self._say_images(f"{images.total - self._left:,} of {images.total:,} images there", rest)
+
+    def _say_images(self, there: str, rest: str) -> None:
+        ahead = f", about {rest} of generating left" if self._left else ""
+        if self._bar is not None:
+            self._bar.update(self._task, scores=there + ahead)
+        else:
+            self._console.print(f"  {there}{ahead}", highlight=False)
 
     def _show(self, record: dict[str, Any]) -> None:
         scores = f"accuracy {100 * record['accuracy']:5.1f} %  generated {record['generated']:,}"

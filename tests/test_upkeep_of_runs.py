@@ -15,11 +15,12 @@ from rich.console import Console
 from runners import finish, small
 
 from fedeas_flwr import cli_images, event_log, progress
+from fedeas_flwr.cache import ImageCache
 from fedeas_flwr.cli import app
 from fedeas_flwr.config import KEYS, ConfigError
-from fedeas_flwr.generators import SampleId
+from fedeas_flwr.generators import SampleId, describe_generator
 from fedeas_flwr.prepare import prepare
-from fedeas_flwr.progress import RoundProgress
+from fedeas_flwr.progress import ImagesToCome, RoundProgress
 from fedeas_flwr.runs import Checkpoint, RunDirectory, RunError
 from fedeas_flwr.strategies import ALGORITHMS
 
@@ -87,6 +88,46 @@ def test_a_run_says_how_long_it_will_take_by_the_rounds_of_this_sitting(
     first, second = out.getvalue().splitlines()
     assert first.startswith("round   4/10") and first.endswith("50 s  about 5 min left")  # 6 × 50 s
     assert second.endswith("60 s  about 2 min left")  # 5 × 30 s
+
+
+class Grey:
+    """A generator of ten classes at once."""
+
+    fingerprint, image_shape, num_classes = "grey", (8, 8, 1), 10
+
+    def sample(self, samples: Sequence[SampleId]) -> Any:
+        return np.zeros((len(samples), 8, 8, 1), np.uint8)
+
+
+def test_while_no_round_ends_a_run_says_how_long_it_will_generate(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FEDEAS_CACHE", str(tmp_path / "cache"))
+    run = write_run(tmp_path / "a", [], rounds=10, clients=2, policy="uniform", total=400, finished=False)
+    config, out, now = run.config(), io.StringIO(), [100.0]
+    monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
+    images = ImagesToCome(config)
+    assert (images.total, images.left()) == (400, 400)
+
+    def lines_at(second: float, *, client: int = 0, of_each_class: int = 0) -> list[str]:
+        if of_each_class:
+            wanted, about = [of_each_class] * 10, describe_generator(config)
+            ImageCache().ensure(Grey(), seed=config.seed, client=client, wanted=wanted, about=about)
+        out.seek(0), out.truncate()
+        now[0] = second
+        shown.update()
+        return out.getvalue().splitlines()
+
+    with RoundProgress(run, 10, 0, Console(file=out, width=200), images) as shown:
+        assert lines_at(100) == [] and lines_at(130) == []  # starting up is no part of the pace
+        assert lines_at(135, of_each_class=10) == []  # a look every ten seconds
+        assert lines_at(150) == ["  100 of 400 images there, about 60 s of generating left"]  # 100 in 20 s
+        assert lines_at(170) == []  # training: nothing new
+        run.append_round({"round": 1, "accuracy": 0.5, "generated": 100, "failures": []})
+        assert len(lines_at(171)) == 1 and lines_at(180) == []  # a round ended a moment ago
+        assert lines_at(190) == []  # the pace begins anew
+        assert lines_at(210, client=1, of_each_class=20) == ["  300 of 400 images there, about 10 s of generating left"]
+        assert lines_at(220, of_each_class=20) == ["  400 of 400 images there"]
 
 
 def test_generating_in_chunks_gives_the_same_images_and_tells_the_time(
