@@ -18,7 +18,7 @@ from fedeas_flwr.own_data import read_dataset, read_images
 from fedeas_flwr.prepare import prepare
 from fedeas_flwr.report.document import make_document
 from fedeas_flwr.report.groups import group_runs
-from fedeas_flwr.report.writing import as_markdown
+from fedeas_flwr.report.page import as_markdown
 from fedeas_flwr.runs import RunDirectory
 
 

@@ -25,7 +25,8 @@ from fedeas_flwr.report import samples
 from fedeas_flwr.report.allocations import allocation_of, maps_of
 from fedeas_flwr.report.document import make_document
 from fedeas_flwr.report.groups import Group, as_data, baseline_of, gain_and_efficiency, group_runs
-from fedeas_flwr.report.writing import as_html, as_markdown, write_report
+from fedeas_flwr.report.page import Document, Section, Table, as_html, as_markdown
+from fedeas_flwr.report.writing import write_report
 from fedeas_flwr.runs import RunDirectory, RunError
 
 ROOT = Path(__file__).parents[1]
@@ -238,6 +239,17 @@ def test_the_page_needs_nothing_else(quickstart_page: Path) -> None:
         assert f">{section}</h2>" in page
     for cell in ("74.5", "92.7", "+18.2", "20.416", "0.630"):
         assert f"<td>{cell}</td>" in page
+
+
+def test_a_head_is_not_broken_inside_a_name_and_little_markup_is_markup() -> None:
+    table = Table(("for CIFAR-10, K = 20", "a|b"), [("**82.4**<br>paper 71.7", "`x` <i> **")])
+    document = Document("a", ["one ` backtick"], [Section("s", tables=[table])])
+    page = as_html(document)
+    assert "<th><span>for</span> <span>CIFAR-10,</span> <span>K = 20</span></th>" in page
+    assert '<td><b>82.4</b><br><span class="below">paper 71.7</span></td>' in page
+    assert "<td><code>x</code> &lt;i&gt; **</td>" in page and "<p>one ` backtick</p>" in page
+    text = as_markdown(document)
+    assert "| for CIFAR-10, K = 20 | a\\|b |\n| :-- | --: |\n| **82.4**<br>paper 71.7 | `x` <i> ** |" in text
 
 
 def test_markdown_has_its_pictures_beside_it(quickstart_page: Path) -> None:

@@ -18,12 +18,13 @@ import pytest
 from records import write_record
 from runners import start_interruptible
 
+from fedeas_flwr.report.page import as_html, as_markdown
 from fedeas_flwr.reproduce import beside, beyond, paper, tables
 from fedeas_flwr.reproduce.cells import MAIN, PAPERS, all_cells, cell
 from fedeas_flwr.reproduce.filling import export_finished, make_filling, missing_seeds, record_name
 from fedeas_flwr.reproduce.items import ITEMS, Section, choose, make_sections
 from fedeas_flwr.reproduce.measured import Results, find_results
-from fedeas_flwr.reproduce.page import Page, as_html, as_markdown
+from fedeas_flwr.reproduce.page import Page
 from fedeas_flwr.reproduce.summary import filled_document, make_page
 from fedeas_flwr.runs import RunDirectory
 
@@ -256,23 +257,24 @@ def test_every_table_and_figure_is_on_the_page(page: tuple[Page, Path, Results])
 
 
 def test_missing_runs_are_named_with_the_command_that_does_them(page: tuple[Page, Path, Results]) -> None:
-    text = as_markdown(page[0])
-    assert text.count(f"Missing, 1 runs: {PAPERS}/uniform-b20 seed 1.") == 2  # Fig. 5 and the β table
+    text = as_markdown(page[0].document())
+    assert text.count(f"Missing, 1 run: {PAPERS}/uniform-b20 seed 1.") == 2  # Fig. 5 and the β table
     assert "To do them: `fedeas reproduce beta --run`" in text
     assert "| Uniform β = 6.667 | missing<br>paper 66.46 |" in text
 
 
 def test_the_html_page_needs_no_other_file(page: tuple[Page, Path, Results]) -> None:
-    document = as_html(page[0])
-    assert document.count('src="data:image/png;base64,') == 6
-    assert not re.findall(r'(?:src|href)="(?!data:)', document) and "http" not in document
+    document = as_html(page[0].document())
+    assert document.count('src="data:image/svg+xml;base64,') == 6
+    assert not re.findall(r'(?:src|href)="(?!data:|#)', document) and "http" not in document
     assert document.count("<table>") == sum(1 for section in page[0].sections if section.table)
     assert "<b>" in document and "**" not in document
 
 
 def test_text_from_outside_stays_text() -> None:
     hostile = Page("a <b> title", ["Unreadable: /runs/<script>alert(1)</script>"], [], "")
-    assert "<script>" not in as_html(hostile) and "a &lt;b&gt; title" in as_html(hostile)
+    document = as_html(hostile.document())
+    assert "<script>" not in document and "a &lt;b&gt; title" in document
 
 
 # -------------------------------------------------------------------------------------------- what is committed
@@ -436,5 +438,5 @@ def test_the_whole_paper_in_small_from_nothing(tmp_path: Path, monkeypatch: pyte
     assert not any(item["missing"] or item["note"] for item in answer["items"])
     assert answer["budgets"] and all(budget["met"] for budget in answer["budgets"])
     document = (tmp_path / "out" / "index.html").read_text()
-    assert document.count('src="data:image/png;base64,') == 7
+    assert document.count('src="data:image/svg+xml;base64,') == 7
     print(f"{seconds:.0f} s")

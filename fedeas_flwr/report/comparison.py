@@ -14,8 +14,8 @@ from fedeas_flwr.paths import atomic_write
 from fedeas_flwr.report.allocations import allocation_of
 from fedeas_flwr.report.document import results
 from fedeas_flwr.report.groups import Group
+from fedeas_flwr.report.page import as_png
 from fedeas_flwr.report.run_figures import draw_accuracy, draw_heat_map
-from fedeas_flwr.report.writing import as_png
 
 
 def comparison_table(groups: Sequence[Group]) -> Table:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -20,6 +19,7 @@ from fedeas_flwr.report.groups import (
     gain_and_efficiency,
     identity,
 )
+from fedeas_flwr.report.page import Document, Picture, Section, Table
 from fedeas_flwr.report.run_figures import (
     GAMMA_HAT,
     draw_accuracy,
@@ -44,44 +44,6 @@ LEAKAGE = (
     "set of a generator trained on the official training images. Compare these figures with each other and with the "
     "paper's, not with test accuracies elsewhere."
 )
-
-
-@dataclass(frozen=True)
-class Table:
-    """Rows of text; the first column names the row."""
-
-    head: Sequence[str]
-    rows: Sequence[Sequence[str]]
-    swatches: Sequence[str] = ()
-    """A colour for each row, as in the pictures."""
-
-
-@dataclass(frozen=True)
-class Picture:
-    """A figure, the name of its file, and what is to be seen in it."""
-
-    name: str
-    figure: Figure
-    caption: str
-
-
-@dataclass(frozen=True)
-class Section:
-    """A part of the report under a title."""
-
-    title: str
-    text: Sequence[str] = ()
-    tables: Sequence[Table] = ()
-    pictures: Sequence[Picture] = ()
-
-
-@dataclass(frozen=True)
-class Document:
-    """A whole report."""
-
-    title: str
-    text: Sequence[str]
-    sections: Sequence[Section] = field(default_factory=tuple)
 
 
 def make_document(groups: Sequence[Group], left_out: Sequence[str] = ()) -> Document:
@@ -298,7 +260,7 @@ def _configuration(groups: Sequence[Group], left_out: Sequence[str]) -> Section:
     text += [f"Left out: {reason}." for reason in left_out]
     same = [[key, str(value)] for key, value in identity(configs[0]).items() if key not in differing]
     tables = [*([diff] if differing else []), Table(("group", "run", "seed"), folders), Table(("key", "value"), same)]
-    return Section("Configuration", text, tables)
+    return Section("Configuration", text, tables, folded=True)
 
 
 def _environments(groups: Sequence[Group]) -> Section:
@@ -309,4 +271,4 @@ def _environments(groups: Sequence[Group]) -> Section:
             flat = {k: str(v) for k, v in given.items() if k != "packages"} | dict(given.get("packages", {}))
             found.setdefault(repr(sorted(flat.items())), (flat, []))[1].append(member.run.path.name)
     tables = [Table((", ".join(runs), ""), [[k, str(v)] for k, v in flat.items()]) for flat, runs in found.values()]
-    return Section("Environment", tables=tables)
+    return Section("Environment", tables=tables, folded=True)

@@ -2,48 +2,13 @@
 
 from __future__ import annotations
 
-import base64
-import html
-import io
 from collections.abc import Sequence
 from pathlib import Path
 
-import matplotlib
-from matplotlib.figure import Figure
-
 from fedeas_flwr.paths import atomic_write
-from fedeas_flwr.report.document import Document, Section, Table, make_document
+from fedeas_flwr.report.document import make_document
 from fedeas_flwr.report.groups import Group
-
-_FOLDED = ("Configuration", "Environment")
-"""Sections that are looked up, not read."""
-_STYLE = """
-:root { color-scheme: light; --ink: #22303c; --line: #dfe4e9; --soft: #f5f7f9; --accent: #d1495b; }
-* { box-sizing: border-box; }
-body { margin: 0; color: var(--ink); background: white; font: 16px/1.55 system-ui, "Segoe UI", sans-serif; }
-main { max-width: 1080px; margin: 0 auto; padding: 0 24px 64px; }
-header { border-top: 6px solid var(--accent); padding: 28px 0 4px; }
-h1 { font-size: 30px; line-height: 1.2; margin: 0 0 12px; }
-h2 { font-size: 21px; margin: 44px 0 10px; padding-top: 16px; border-top: 1px solid var(--line); }
-p { max-width: 76ch; margin: 8px 0; }
-nav { font-size: 14px; margin: 14px 0 0; display: flex; flex-wrap: wrap; gap: 4px 16px; }
-a { color: #2f5d9b; text-decoration: none; }
-a:hover { text-decoration: underline; }
-.wide { overflow-x: auto; margin: 14px 0; }
-table { border-collapse: collapse; font-size: 14px; font-variant-numeric: tabular-nums; }
-th, td { text-align: right; padding: 6px 12px; border-bottom: 1px solid var(--line); vertical-align: top; }
-th { font-weight: 600; background: var(--soft); white-space: nowrap; }
-th:first-child, td:first-child { text-align: left; }
-td:first-child { font-weight: 600; min-width: 14em; }
-td:not(:first-child) { white-space: nowrap; }
-.swatch { display: inline-block; width: 11px; height: 11px; border-radius: 3px; margin-right: 8px; }
-figure { margin: 16px 0 28px; }
-figure img { display: block; width: 100%; max-width: 980px; height: auto; }
-figcaption { font-size: 14px; color: #5a6773; max-width: 76ch; margin-top: 6px; }
-code { font-size: 0.92em; background: var(--soft); padding: 1px 4px; border-radius: 3px; }
-summary { cursor: pointer; font-size: 15px; margin: 10px 0; }
-@media print { h2 { break-after: avoid; } figure { break-inside: avoid; } nav { display: none; } }
-"""
+from fedeas_flwr.report.page import as_html, as_markdown, as_png, as_svg
 
 
 def write_report(
@@ -69,106 +34,3 @@ def write_report(
         atomic_write(folder / "report.md", as_markdown(document).encode())
         written.append(folder / "report.md")
     return written
-
-
-# ------------------------------------------------------------------------------------------------------------- HTML
-
-
-def as_html(document: Document) -> str:
-    """One page with its style and its pictures inside: it opens offline and asks for nothing."""
-    links = "".join(f'<a href="#{_anchor(s.title)}">{_text(s.title)}</a>' for s in document.sections)
-    opening = "".join(f"<p>{_text(line)}</p>" for line in document.text)
-    body = "\n".join(_html_section(section) for section in document.sections)
-    # The empty icon keeps browsers from asking a server for one.
-    return f"""<!DOCTYPE html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<link rel="icon" href="data:,">
-<title>{_text(document.title)}</title>
-<style>{_STYLE}</style>
-</head>
-<body>
-<main>
-<header><h1>{_text(document.title)}</h1>{opening}<nav>{links}</nav></header>
-{body}
-</main>
-</body>
-</html>
-"""
-
-
-def _html_section(section: Section) -> str:
-    parts = [f"<p>{_text(line)}</p>" for line in section.text]
-    parts += [_html_table(table) for table in section.tables]
-    for picture in section.pictures:
-        code = base64.b64encode(as_svg(picture.figure)).decode()
-        image = f'<img alt="{_text(picture.caption)}" src="data:image/svg+xml;base64,{code}">'
-        parts.append(f'<figure id="{picture.name}">{image}<figcaption>{_text(picture.caption)}</figcaption></figure>')
-    inside = "\n".join(parts)
-    if section.title in _FOLDED:
-        inside = f"<details><summary>Show</summary>{inside}</details>"
-    return f'<section><h2 id="{_anchor(section.title)}">{_text(section.title)}</h2>\n{inside}</section>'
-
-
-def _html_table(table: Table) -> str:
-    head = "".join(f"<th>{_text(cell)}</th>" for cell in table.head)
-    rows = []
-    for number, row in enumerate(table.rows):
-        dot = f'<span class="swatch" style="background:{table.swatches[number]}"></span>' if table.swatches else ""
-        cells = "".join(f"<td>{'' if i else dot}{_text(cell)}</td>" for i, cell in enumerate(row))
-        rows.append(f"<tr>{cells}</tr>")
-    body = "".join(rows)
-    return f'<div class="wide"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
-
-
-def _anchor(title: str) -> str:
-    return "-".join(title.lower().split())
-
-
-def _text(text: str) -> str:
-    """Escape everything, then let `code` be code."""
-    parts = html.escape(text).split("`")
-    if len(parts) % 2 == 0:  # an odd backtick is only a character
-        return html.escape(text)
-    return "".join(f"<code>{part}</code>" if i % 2 else part for i, part in enumerate(parts))
-
-
-# --------------------------------------------------------------------------------------------------------- Markdown
-
-
-def as_markdown(document: Document) -> str:
-    """The report with its pictures as PNG files beside it."""
-    lines = [f"# {document.title}", *document.text]
-    for section in document.sections:
-        lines += [f"## {section.title}", *section.text, *(_markdown_table(table) for table in section.tables)]
-        for picture in section.pictures:
-            lines += [f"![{picture.name}]({picture.name}.png)", f"*{picture.caption}*"]
-    return "\n\n".join(lines) + "\n"
-
-
-def _markdown_table(table: Table) -> str:
-    def row(cells: Sequence[str]) -> str:
-        return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
-
-    rule = "|" + "|".join("---" if not i else "---:" for i in range(len(table.head))) + "|"
-    return "\n".join([row(table.head), rule, *map(row, table.rows)])
-
-
-# --------------------------------------------------------------------------------------------------------- pictures
-
-
-def as_svg(figure: Figure) -> bytes:
-    """Text as shapes, so that it looks the same everywhere; no date, so that the same runs give the same bytes."""
-    buffer = io.BytesIO()
-    with matplotlib.rc_context({"svg.hashsalt": "fedeas", "svg.fonttype": "path"}):
-        figure.savefig(buffer, format="svg", metadata={"Date": None, "Creator": None})
-    return buffer.getvalue()
-
-
-def as_png(figure: Figure) -> bytes:
-    """Sharp on a projector."""
-    buffer = io.BytesIO()
-    figure.savefig(buffer, format="png", dpi=200, metadata={"Software": None})
-    return buffer.getvalue()

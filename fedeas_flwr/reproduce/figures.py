@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,7 +18,6 @@ from fedeas_flwr.choosing import Limits, choose
 from fedeas_flwr.config import RunConfig
 from fedeas_flwr.counts import IntArray
 from fedeas_flwr.local_data import planned_counts
-from fedeas_flwr.paths import atomic_path
 from fedeas_flwr.report.plan_figures import draw_concentration, draw_demand, draw_reduction, draw_selection
 from fedeas_flwr.report.style import COLOURS, INK, LABELS, tidy
 from fedeas_flwr.reproduce import paper
@@ -62,13 +60,6 @@ def setting_of(results: Results) -> Setting:
     config = cell(f"{PAPERS}/fedeas").config(results.scale, 1)
     betas = [cell(f"{PAPERS}/{method}").config(results.scale, 1).beta for method in swept_methods("fedeas")]
     return Setting(results, config, BudgetPath(planned_counts(config, config.clients)), betas)
-
-
-def save(figure: Figure, path: Path) -> Path:
-    """Write a figure whole or not at all."""
-    with atomic_path(path) as temporary:
-        figure.savefig(temporary, format="png")
-    return path
 
 
 def _pair(titles: tuple[str, str], height: float = 4.4) -> tuple[Figure, Axes, Axes]:

@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fedeas_flwr.config import ConfigError
+from fedeas_flwr.paths import atomic_write
+from fedeas_flwr.report.page import as_png
 from fedeas_flwr.reproduce import beside, beyond, paper, tables
 from fedeas_flwr.reproduce.cells import CLEAN, MAIN, PAPERS, RULES, Cell, all_cells, cell, column, matching
 from fedeas_flwr.reproduce.measured import Results
@@ -243,6 +245,8 @@ class Section:
     missing: tuple[str, ...]
     """Runs that are not there, ``COLUMN/METHOD seed N``."""
     note: str = ""
+    figure: Figure | None = None
+    """What the picture shows."""
 
 
 def make_sections(
@@ -271,7 +275,7 @@ def make_sections(
     sections = []
     for name in choice.items:
         item = ITEMS[name]
-        table, picture, note = None, None, ""
+        table, picture, figure, note = None, None, None, ""
         if item.table is not None:
             table = item.table(results, choice.columns)
         else:
@@ -282,9 +286,10 @@ def make_sections(
             if isinstance(drawn, str):
                 note = drawn
             else:
-                picture = figures.save(drawn, folder / f"{name}.png")
+                picture, figure = folder / f"{name}.png", drawn
+                atomic_write(picture, as_png(drawn))
         absent = [f"{one} seed {seed}" for one in item.cells(choice.columns) for seed in missing.get(one, ())]
-        sections.append(Section(name, item.title, item.caption, table, picture, tuple(absent), note))
+        sections.append(Section(name, item.title, item.caption, table, picture, tuple(absent), note, figure))
     if choice.cells:
         table = tables.cell_table(results, choice.cells)
         absent = [f"{one.name} seed {seed}" for one in choice.cells for seed in missing.get(one.name, ())]

@@ -11,9 +11,10 @@ from rich.console import Console
 from rich.table import Table as Grid
 from rich.text import Text
 
+from fedeas_flwr.report.page import table_markdown
 from fedeas_flwr.reproduce.items import ITEMS, Section, choose
 from fedeas_flwr.reproduce.measured import Budget, Results, find_results
-from fedeas_flwr.reproduce.page import Page, blocks, table_markdown, with_blocks
+from fedeas_flwr.reproduce.page import Page, blocks, with_blocks
 from fedeas_flwr.sizes import show_seconds
 from fedeas_flwr.sweep import as_csv
 
@@ -41,7 +42,7 @@ def make_page(results: Results, sections: list[Section], fill: str) -> Page:
     )
     notes += _budget_notes(sections)
     if results.doubles:
-        notes.append(f"Of several runs of one cell and seed the first counts; {len(results.doubles)} were left out.")
+        notes.append(f"Of several runs of one cell and seed the first counts; left out: {len(results.doubles)}.")
     notes += [f"Unreadable: {line}" for line in results.unreadable]
     title = "The paper's tables and figures" + (", in small" if results.scale == "smoke" else "")
     return Page(title, notes, sections, fill)
@@ -141,5 +142,7 @@ def filled_document(text: str, scale: str, places: Sequence[Path], more: Mapping
         choice = choose(words, [], scale)
         results = find_results(choice.needed(scale), scale, places, more)
         made = [ITEMS[name].table for name in choice.items]
-        contents.append("\n".join(table_markdown(make(results, choice.columns)) for make in made if make))
+        contents.append(
+            "\n".join(table_markdown(make(results, choice.columns).shown()) + "\n" for make in made if make)
+        )
     return with_blocks(text, contents)

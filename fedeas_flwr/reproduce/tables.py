@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
+from fedeas_flwr.report import page as pages
 from fedeas_flwr.reproduce import paper
 from fedeas_flwr.reproduce.beside import (
     NONE,
@@ -34,6 +35,10 @@ class Table:
     rows: list[list[str]]
     values: list[Value] = field(default_factory=list)
     budgets: list[Budget] = field(default_factory=list)
+
+    def shown(self) -> pages.Table:
+        """The table without what is behind it."""
+        return pages.Table(self.head, self.rows)
 
 
 # ------------------------------------------------------------------------------------------- Table 1 and the peaks
