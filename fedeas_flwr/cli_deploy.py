@@ -20,7 +20,7 @@ deploy_app = typer.Typer(
 Folder = Annotated[Path, typer.Argument(metavar="DIR", help="folder of the deployment, or of one of its machines")]
 
 
-@deploy_app.command()
+@deploy_app.command(short_help="Write certificates, keys and start scripts")
 def init(
     folder: Folder,
     nodes: Annotated[int, typer.Option(help="how many SuperNodes")],
@@ -44,7 +44,7 @@ def init(
         print(line)
 
 
-@deploy_app.command()
+@deploy_app.command(short_help="Tell the running SuperLink the nodes' public keys")
 def register(folder: Folder) -> None:
     """Tell the running SuperLink the public keys of the nodes; doing it again is harmless."""
     from fedeas_flwr.deploy import read_deployment
@@ -55,7 +55,7 @@ def register(folder: Folder) -> None:
         print(line)
 
 
-@deploy_app.command()
+@deploy_app.command(short_help="Say what is wrong with a deployment, or one machine")
 def check(folder: Folder) -> None:
     """Say what is wrong with a deployment, or on a machine with its own folder; exit code 1 if there is a problem."""
     from fedeas_flwr.deploy.check import examine

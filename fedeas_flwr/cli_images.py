@@ -34,7 +34,7 @@ GeneratorOption = Annotated[str, typer.Option(help="builtin, FOLDER in diffusers
 # ------------------------------------------------------------------------------------------------ cache
 
 
-@cache_app.command()
+@cache_app.command(short_help="List what the cache holds, the least recently used first")
 def ls(output: Annotated[str, typer.Option("--format", help="table or json")] = "table") -> None:
     """List what the cache holds, the least recently used first."""
     if output not in ("table", "json"):
@@ -57,7 +57,7 @@ def ls(output: Annotated[str, typer.Option("--format", help="table or json")] = 
     print(f"{ImageCache().root}: {sum(e.images for e in found):,} images, {show_bytes(sum(e.bytes for e in found))}")
 
 
-@cache_app.command()
+@cache_app.command(short_help="Check every shard, and name those that are damaged")
 def verify() -> None:
     """Check every shard; a damaged one is named, and made again when it is next needed."""
     from fedeas_flwr.cache import ImageCache
@@ -71,7 +71,7 @@ def verify() -> None:
         raise typer.Exit(1)
 
 
-@cache_app.command()
+@cache_app.command(short_help="Remove images that can be made again")
 def prune(
     max_bytes: Annotated[str, typer.Option(help="keep at most this, such as 20GB, least recently used first")] = "",
     older_than: Annotated[str, typer.Option(help="remove what was not used for, such as 30d")] = "",

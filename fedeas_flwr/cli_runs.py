@@ -27,7 +27,7 @@ runs_app = typer.Typer(cls=InOrderOfUse, help="Run directories.", no_args_is_hel
 FormatOption = Annotated[str, typer.Option("--format", help="table or json")]
 
 
-@runs_app.command()
+@runs_app.command(short_help="List runs: state, rounds, accuracy, images, age, size")
 def ls(
     folders: Annotated[list[Path] | None, typer.Argument(help="where to look, also below; else runs")] = None,
     output: FormatOption = "table",
@@ -50,7 +50,7 @@ def ls(
     print(f"{len(rows)} runs, {show_bytes(sum(row['bytes'] for row in rows))}")
 
 
-@runs_app.command()
+@runs_app.command(short_help="Show one run: where it stands, and what it is")
 def show(
     folder: Annotated[Path, typer.Argument(metavar="RUN", help="a run directory")], output: FormatOption = "table"
 ) -> None:
@@ -72,14 +72,14 @@ def show(
     console.print(summary if found["summary"] else "no summary: the run has not finished", highlight=False)
 
 
-@runs_app.command()
+@runs_app.command(short_help="Print a run's rounds as CSV")
 def csv(folder: Annotated[Path, typer.Argument(metavar="RUN", help="a run directory")]) -> None:
     """Print a run's rounds as CSV."""
     describe_in_full(RunDirectory(folder))  # says what is wrong with the folder
     sys.stdout.write(as_csv(flat_rounds(RunDirectory(folder).rounds())))
 
 
-@runs_app.command()
+@runs_app.command(short_help="Remove run directories")
 def rm(
     folders: Annotated[list[Path], typer.Argument(metavar="RUN...", help="run directories")],
     yes: Annotated[bool, typer.Option("--yes", help="do not ask")] = False,
@@ -93,7 +93,7 @@ def rm(
     print(f"removed {len(found)} runs, {size}")
 
 
-@runs_app.command()
+@runs_app.command(short_help="Remove what finished runs could be resumed with")
 def prune(
     folders: Annotated[list[Path], typer.Argument(metavar="RUN...", help="finished runs, or folders with runs below")],
     model: Annotated[bool, typer.Option("--model", help="their final models too")] = False,

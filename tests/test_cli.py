@@ -190,6 +190,12 @@ def test_a_mistake_is_one_line_and_a_failing_exit_code(tmp_path: Path, name: str
     assert list(tmp_path.iterdir()) == [], "nothing may be left behind"
 
 
+@pytest.mark.parametrize("words", [[], ["runs"], ["cache"], ["deploy"]])
+def test_no_command_is_described_by_half_a_sentence(words: list[str]) -> None:
+    listed = fedeas(*words, "--help").stdout.partition("Commands:")[2].partition("\n\n")[0].splitlines()
+    assert len(listed) > 3 and not [line for line in listed if line.endswith(("...", "."))]
+
+
 def test_help_names_the_commands_and_keys_lists_the_keys() -> None:
     text = fedeas("--help").stdout
     commands = ("plan", "run", "resume", "sweep", "runs", "evaluate", "quickstart", "keys", "strategies", "generate")
