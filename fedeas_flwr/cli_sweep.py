@@ -143,7 +143,7 @@ def _event(cell: Cell, word: str, board: Board) -> str:
 def _progress(board: Board) -> str:
     counted = ", ".join(f"{number} {state}" for state in reversed(_ORDER) if (number := board.count(state)))
     left = board.all_seconds_left()
-    return counted if left is None else f"{counted}; about {show_seconds(left)} left"
+    return f"{counted}; about {show_seconds(left)} left" if left else counted
 
 
 # --------------------------------------------------------------------------------------------- at the end

@@ -269,6 +269,8 @@ def test_the_html_page_needs_no_other_file(page: tuple[Page, Path, Results]) -> 
     assert not re.findall(r'(?:src|href)="(?!data:|#)', document) and "http" not in document
     assert document.count("<table>") == sum(1 for section in page[0].sections if section.table)
     assert "<b>" in document and "**" not in document
+    links = re.findall(r'href="#([^"]*)"', document)
+    assert "table-1-accuracy-last-20-round-mean" in links and all(f'id="{link}"' in document for link in links)
 
 
 def test_text_from_outside_stays_text() -> None:

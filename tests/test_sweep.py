@@ -367,7 +367,7 @@ def test_the_live_table_has_every_run_and_keeps_failures(quick: Path) -> None:
     shown = console.file.getvalue()
     assert "seed-13  failed: thirteen cannot be had" in shown
     assert re.search(r"seed-1 +finished +3/3 +50\.0", shown)
-    assert "1 finished, 1 failed; about 0 s left" in shown
+    assert "1 finished, 1 failed" in shown and "0 s left" not in shown
 
 
 def test_two_sweeps_in_one_folder_are_refused(quick: Path) -> None:

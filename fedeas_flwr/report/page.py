@@ -146,7 +146,7 @@ def _html_head(cell: str) -> str:
 
 
 def _anchor(title: str) -> str:
-    return "-".join(title.lower().split())
+    return "-".join(re.findall(r"\w+", title.lower()))  # no %, which means something in an address
 
 
 def _text(text: str) -> str:
