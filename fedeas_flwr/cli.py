@@ -119,8 +119,7 @@ def resume(
     """Go on with an interrupted run from its last checkpoint; the result is as if it had not been."""
     stopped = RunDirectory(folder.absolute())
     before = stopped.config()
-    if alive := stopped.processes():
-        raise RunError(f"{stopped.path} is still running, in process {alive[0]['pid']}")
+    stopped.refuse_if_it_runs()  # before what has to be prepared, which may take minutes
     changes = {"run-dir": str(folder.absolute()), "resume": True, **parse_overrides(overrides or [])}
     start(parse_config({**before.outside(), **changes}))
 

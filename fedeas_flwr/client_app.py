@@ -52,7 +52,7 @@ def reports_errors(handler: Handler) -> Handler:
     def wrapped(message: Message, context: Context) -> Message:
         try:
             return handler(message, context)
-        except Exception as error:
+        except (Exception, SystemExit) as error:  # a model that leaves must not take an inline run with it
             return messages.error_reply(message, error)
 
     return wrapped

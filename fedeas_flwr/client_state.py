@@ -99,7 +99,8 @@ class ClientStore:
     def save(self, this_round: int, state: ClientState, still_needed: Sequence[int]) -> None:
         """Keep this round's version, and drop those the server can no longer ask for.
 
-        It can ask for the round it accepted last, and, should it die, for the one its checkpoint knows.
+        It can ask for the round it accepted last, and, should it die, for the one its checkpoint knows. Versions of
+        later rounds stay: this one may have been late, and the server gone on without it.
         """
         rounds = {this_round, *still_needed}
         if self._in_memory:
@@ -123,10 +124,10 @@ class ClientStore:
         atomic_write(path, text.encode())  # last: a version is there when this file is
 
     def drop_all_but(self, rounds: Collection[int]) -> None:
-        """Remove the versions on disk of all other rounds."""
+        """Remove the versions on disk of all other rounds before the last of these."""
         names = {self._path(number).stem for number in rounds}
         for path in self.folder.glob("state-*"):
-            if path.stem not in names:
+            if path.stem not in names and path.stem < max(names):
                 path.unlink(missing_ok=True)
 
     def _path(self, round_number: int) -> Path:

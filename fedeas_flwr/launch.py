@@ -57,6 +57,7 @@ def launch(config: RunConfig, console: Console) -> RunDirectory:
     """
     # The folder, its config and a fresh status are there before anything slow starts: a refusal is immediate, an old
     # status cannot be taken for this run's, and Ctrl-C at any moment leaves something to resume.
+    RunDirectory(Path(config.run_dir)).refuse_if_it_runs()
     run = RunDirectory.start(config, describe_environment("not known yet"))
     before = len(run.rounds())
     images = ImagesToCome(config) if config.generates else None
@@ -94,7 +95,9 @@ def _run_inline(config: RunConfig, run: RunDirectory, progress: RoundProgress) -
         context = Context(run_id=1, node_id=0, node_config={}, state=RecordDict(), run_config=values)
         try:
             server_app.app(grid, context)
-        except (RunError, ValueError, RuntimeError, OSError) as error:
+        except SystemExit as error:  # its code may be 0, and the run is not done
+            raise RunError(f"the run was interrupted: something in it left with code {error.code}") from error
+        except Exception as error:
             if run.status()[0] not in ("failed", "unknown"):
                 raise
             raise RunError(run.status()[1] or str(error)) from error

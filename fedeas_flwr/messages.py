@@ -401,7 +401,7 @@ def read_evaluate_reply(message: Message, client: int) -> EvaluateReport:
 # ----------------------------------------------------------------------------------------------- errors
 
 
-def error_reply(message: Message, error: Exception) -> Message:
+def error_reply(message: Message, error: Exception | SystemExit) -> Message:
     """Tell the server what went wrong on a client: one line, and the traceback below it."""
     text = " ".join(str(error).split()) or "no message"
     trace = "".join(traceback.format_exception(error))[-8000:]

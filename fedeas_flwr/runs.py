@@ -190,7 +190,13 @@ class RunDirectory:
 
     def keep_rounds(self, count: int) -> None:
         """Drop the records after ``count``: rounds that no checkpoint covers are done again on resume."""
-        lines = "".join(json.dumps(record) + "\n" for record in self.rounds()[:count])
+        found = self.rounds()[:count]
+        if len(found) < count:
+            raise RunError(
+                f"{self.path / 'rounds.jsonl'} holds {len(found)} whole records, but the checkpoint is of round "
+                f"{count}: mend line {len(found) + 1}"
+            )
+        lines = "".join(json.dumps(record) + "\n" for record in found)
         atomic_write(self.path / "rounds.jsonl", lines.encode())
 
     def save_checkpoint(self, checkpoint: Checkpoint) -> None:
@@ -303,6 +309,11 @@ class RunDirectory:
             return bool(self._read_json("status.json").get("died"))
         except (RunError, AttributeError):
             return False
+
+    def refuse_if_it_runs(self) -> None:
+        """Let nobody in while another process works here: both would write the same files."""
+        if others := [process["pid"] for process in self.processes() if process["pid"] != os.getpid()]:
+            raise RunError(f"{self.path} is still running, in process {others[0]}")
 
     def processes(self) -> list[dict[str, Any]]:
         """The living processes that said that they run it."""

@@ -69,12 +69,13 @@ def _recorded(grid: Grid, config: RunConfig, run: RunDirectory, device: str) -> 
             with event_log(run.path / "tensorboard", start.round) if config.tensorboard else nullcontext() as write:
                 federation.when_a_round_ends = write or federation.when_a_round_ends
                 federation.fit(start, test)
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, SystemExit):  # the latter is how Flower's own processes answer a signal
         run.set_status("interrupted")
         raise
     except BaseException as error:
         run.set_status("failed", one_line(error), died=isinstance(error, ProcessesDiedError))
-        log(ERROR, "The run failed: %s", one_line(error))
+        foreseen = isinstance(error, (RunError, ConfigError))
+        log(ERROR, "The run failed: %s", one_line(error), exc_info=not foreseen)
         raise
     finally:
         forget_kept_states()

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from logging import INFO, WARNING
+from logging import ERROR, INFO, WARNING
 from typing import Any
 
 from flwr.app import ConfigRecord, Message
@@ -94,6 +94,8 @@ class Federation(Roster):
         and are done before that one's begin: a client keeps the versions of its state that the last two checkpoints may
         need, not those of a third. States and replies are never changed in place, so that those of a round stay as they
         are meanwhile.
+
+        However it ends, the rounds that are recorded are kept, also between two checkpoints.
         """
         self.checkpointed = start.accepted
         if isinstance(self.strategy, Stateful):
@@ -103,13 +105,11 @@ class Federation(Roster):
             clients, question = sorted(self.nodes), self.strategy.disclosure.question
             replies = self.query([messages.ask(self.nodes[client], question) for client in clients])
             tell(self.strategy, self.config, {node: client for client, node in self.nodes.items()}, replies)
-        self._recorded, self._saved = start, start.round
+        self._recorded, self._saved, self._begun = start, start.round, start.round
         try:
             state = self._rounds(start, test)
-        except KeyboardInterrupt:
-            if self._recorded.round > self._saved:  # asked to stop: what is done is kept, also between two checkpoints
-                self.before_checkpoint()
-                self._checkpoint(self._recorded)
+        except BaseException:
+            self._keep_what_is_recorded()
             raise
         self.run.save_model({**state.trainable, **state.buffers})
         spent = self._privacy_spent(state)
@@ -122,6 +122,7 @@ class Federation(Roster):
         failed = 0
         with Beside() as beside:
             while state.round < self.config.rounds:
+                self._begun = state.round + 1
                 try:
                     (state, outcome), failed = self.train_round(state), 0
                 except TooFewRepliesError as error:
@@ -140,6 +141,21 @@ class Federation(Roster):
     def _checkpoint(self, state: Checkpoint) -> None:
         self.run.save_checkpoint(state)
         self.checkpointed, self._saved = state.accepted, state.round
+
+    def _keep_what_is_recorded(self) -> None:
+        """Checkpoint the last recorded round, if clients still have its states: of the round before the one begun.
+
+        Where a test failed or was not waited for, the last record is older, and the clients that trained since have
+        dropped what it would need; then the checkpoint that is there is the one to go on from.
+        """
+        state = self._recorded
+        if state.round <= self._saved or state.round < self._begun - 1:
+            return
+        try:
+            self.before_checkpoint()
+            self._checkpoint(state)
+        except Exception as error:  # must not hide what ended the run: a full disk, a broken GPU
+            log(ERROR, "no checkpoint of round %d: %s", state.round, error)
 
     def _end_round(self, state: Checkpoint, outcome: RoundOutcome, test: Evaluate | None, beside: Beside) -> None:
         """Γ̂, test, record and, where it is due, checkpoint of a round; beside the next one if the server tests it."""
@@ -175,10 +191,17 @@ class Federation(Roster):
                 self._checkpoint(state)
             log(INFO, "[round %d/%d] accuracy %.4f", state.round, self.config.rounds, scores["accuracy"])
 
+        def end_or_say_why_not() -> None:  # at once: the clients' round, after which it is raised, may take hours
+            try:
+                end()
+            except BaseException as error:
+                log(ERROR, "round %d is not recorded: %s", state.round, error)
+                raise
+
         if alone:
             end()
         else:
-            beside.start(end)
+            beside.start(end_or_say_why_not)
 
     def _known(self, state: Checkpoint, outcome: RoundOutcome) -> dict[str, Any]:
         """What a round's record says beside scores, Γ̂ and seconds."""

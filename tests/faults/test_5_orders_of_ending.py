@@ -1,0 +1,311 @@
+"""Row 5: tests, interruptions, errors and kills in every order that was thought of.
+
+A round's test, record and checkpoint go on beside the next round. However a run ends, what it left behind must belong
+together: a checkpoint, the records up to it, and the clients' states of that very round.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from logging import ERROR
+from pathlib import Path
+from typing import Any
+
+import pytest
+from flwr.app import Message
+from runners import finish, small, weights
+from test_5_killed_server import forked
+from test_federation import START, federation, toy_app
+
+from fedeas_flwr import messages, server_app
+from fedeas_flwr.client_state import ClientState, ClientStore
+from fedeas_flwr.grids import InlineGrid
+from fedeas_flwr.runs import Arrays, Checkpoint, ProcessesDiedError, RunDirectory, RunError
+from fedeas_flwr.strategies import federation as loop
+from fedeas_flwr.strategies.federation import Evaluate, Federation
+
+KEYS: dict[str, Any] = {"policy": "none", "strategy": "scaffold", "participation": 1.0, "rounds": 6}
+LONG = 30
+
+
+@pytest.fixture
+def live_or_not(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Clients that keep their states on disk, or in memory up to the next checkpoint as on a GPU."""
+    if request.param:
+        monkeypatch.setattr("fedeas_flwr.grids.InlineGrid", lambda *args, **more: InlineGrid(*args[:3], 2, live=True))
+
+
+def resumes_to_the_same(folder: Path, whole: Path, keys: dict[str, Any]) -> None:
+    """The run goes on, and ends with the weights and the records of one that nothing happened to."""
+    resumed, undisturbed = finish(small(folder, resume=True, **keys)), finish(small(whole, **keys))
+    assert weights(resumed) == weights(undisturbed)
+    assert [record["round"] for record in resumed.rounds()] == list(range(1, keys["rounds"] + 1))
+
+
+def broken_test(monkeypatch: pytest.MonkeyPatch, number: int, when: threading.Event) -> None:
+    """Let the test of one round fail, after ``when``."""
+    central_test = server_app.central_test
+
+    def central(*given: Any) -> Evaluate:
+        working, tested = central_test(*given), []
+
+        def test(trainable: Arrays, buffers: Arrays) -> dict[str, Any]:
+            tested.append(1)
+            if len(tested) == number:
+                when.wait(LONG)
+                raise RunError("the test images are gone")
+            return working(trainable, buffers)
+
+        return test
+
+    monkeypatch.setattr(server_app, "central_test", central)
+
+
+@pytest.mark.parametrize("live_or_not", [False, True], indirect=True)
+@pytest.mark.parametrize("checkpoint_every", [1, 2, 50])
+@pytest.mark.parametrize("interrupted", [True, False])
+@pytest.mark.usefixtures("live_or_not")
+def test_a_failed_test_while_the_next_rounds_clients_have_trained(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, checkpoint_every: int, interrupted: bool
+) -> None:
+    """The round before the failed one is recorded, but its clients' states are gone: it must not be checkpointed."""
+    keys = {**KEYS, "checkpoint_every": checkpoint_every}
+    train_round, trained = Federation.train_round, threading.Event()
+
+    def train(self: Federation, state: Checkpoint) -> Any:
+        outcome = train_round(self, state)
+        if state.round == 4:
+            trained.set()
+            if interrupted:
+                raise KeyboardInterrupt
+        return outcome
+
+    with monkeypatch.context() as meanwhile:
+        broken_test(meanwhile, 4, trained)
+        meanwhile.setattr(Federation, "train_round", train)
+        with pytest.raises(KeyboardInterrupt if interrupted else RunError):
+            finish(small(tmp_path / "r", **keys))
+    stopped = RunDirectory(tmp_path / "r")
+    assert stopped.state() == ("interrupted" if interrupted else "failed")
+    assert [record["round"] for record in stopped.rounds()] == [1, 2, 3]
+    checkpoint = stopped.load_checkpoint()
+    assert (checkpoint.round if checkpoint else 0) == {1: 3, 2: 2, 50: 0}[checkpoint_every]
+    resumes_to_the_same(tmp_path / "r", tmp_path / "whole", keys)
+
+
+@pytest.mark.parametrize("live_or_not", [False, True], indirect=True)
+@pytest.mark.parametrize("error", [RunError("below the quorum"), ProcessesDiedError("killed"), SystemExit(0)])
+@pytest.mark.usefixtures("live_or_not")
+def test_an_error_keeps_every_round_that_is_done_however_rare_checkpoints_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException
+) -> None:
+    keys = {**KEYS, "checkpoint_every": 50}
+    train_round = Federation.train_round
+
+    def train(self: Federation, state: Checkpoint) -> Any:
+        outcome = train_round(self, state)
+        if state.round == 4:
+            raise error
+        return outcome
+
+    with monkeypatch.context() as meanwhile, pytest.raises(RunError):
+        meanwhile.setattr(Federation, "train_round", train)
+        finish(small(tmp_path / "r", **keys))
+    checkpoint = RunDirectory(tmp_path / "r").load_checkpoint()
+    assert checkpoint is not None and checkpoint.round == 4
+    resumes_to_the_same(tmp_path / "r", tmp_path / "whole", keys)
+
+
+@pytest.mark.parametrize("ending", [KeyboardInterrupt, RunError("below the quorum")])
+def test_what_ended_a_run_is_told_also_where_the_last_checkpoint_cannot_be_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ending: Any
+) -> None:
+    said: list[str] = []
+    run = federation(tmp_path, toy_app(), rounds=5, **{"checkpoint-every": 50})
+    train_round = run.train_round
+
+    def train(state: Checkpoint) -> Any:
+        if state.round == 2:
+            raise ending
+        return train_round(state)
+
+    def full(checkpoint: Checkpoint) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(run, "train_round", train)
+    monkeypatch.setattr(run.run, "save_checkpoint", full)
+    monkeypatch.setattr(loop, "log", lambda level, text, *given: said.append(text % given))
+    with pytest.raises(KeyboardInterrupt if ending is KeyboardInterrupt else RunError):
+        run.fit(START, lambda trainable, buffers: {"accuracy": 0.5})
+    assert [record["round"] for record in run.run.rounds()] == [1, 2]
+    assert "No space left" in said[-1]
+
+
+def interrupted_again_and_again(folder: Path, keys: dict[str, Any], times: int) -> None:
+    """Ctrl-C in round 4, and again while the test of round 3 is waited for, and again."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    central_test = server_app.central_test
+
+    def central(*given: Any) -> Evaluate:
+        working, tested = central_test(*given), []
+
+        def test(trainable: Arrays, buffers: Arrays) -> dict[str, Any]:
+            tested.append(1)
+            if len(tested) == 3:
+                while len(list(folder.glob("clients/*/state-000004.json"))) < 4:
+                    time.sleep(0.01)
+                for _ in range(times):
+                    os.kill(os.getpid(), signal.SIGINT)
+                    time.sleep(0.3)
+                time.sleep(0.5)
+            return working(trainable, buffers)
+
+        return test
+
+    server_app.central_test = central
+    finish(small(folder, **keys))
+
+
+@pytest.mark.parametrize("times", [1, 2, 3, 4])
+@pytest.mark.parametrize("checkpoint_every", [pytest.param(1, marks=pytest.mark.slow), 50])
+def test_ctrl_c_again_and_again_leaves_what_can_be_resumed(tmp_path: Path, times: int, checkpoint_every: int) -> None:
+    keys = {**KEYS, "checkpoint_every": checkpoint_every}
+    child = forked(interrupted_again_and_again, tmp_path / "r", keys, times)
+    child.join(120)
+    assert child.exitcode == 1
+    stopped = RunDirectory(tmp_path / "r")
+    assert stopped.state() == "interrupted"
+    checkpoint = stopped.load_checkpoint()
+    if times <= 2:
+        assert [record["round"] for record in stopped.rounds()] == [1, 2, 3], "the test was let to its end"
+        assert checkpoint is not None and checkpoint.round == 3
+    else:  # nobody waited for the test
+        assert (checkpoint.round if checkpoint else 0) == {1: 2, 50: 0}[checkpoint_every]
+    resumes_to_the_same(tmp_path / "r", tmp_path / "whole", keys)
+
+
+def test_a_failed_test_is_said_at_once_though_the_round_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Clients may take hours, and no grid can be told to stop waiting for them."""
+    said, heard = threading.Event(), list[bool]()
+
+    def test(trainable: Arrays, buffers: Arrays) -> dict[str, Any]:
+        raise RunError("the test images are gone")
+
+    def listen(client: int, message: Message) -> Message | None:
+        if messages.read_task(message).round == 2:
+            heard.append(said.wait(LONG))
+        return None
+
+    def log(level: int, text: str, *given: Any) -> None:
+        if level == ERROR and text % given == "round 1 is not recorded: the test images are gone":
+            said.set()
+
+    monkeypatch.setattr(loop, "log", log)
+    with pytest.raises(RunError, match="the test images are gone"):
+        federation(tmp_path, toy_app(listen), rounds=5).fit(START, test)
+    assert heard == [True] * 3
+
+
+# ------------------------------------------------------------------------------------------------ late clients
+
+
+def test_a_client_that_ends_a_round_late_does_not_drop_a_later_rounds_state(tmp_path: Path) -> None:
+    """Under Ray another process trains the same client meanwhile: round 4 timed out here, and round 5 was accepted."""
+    store = ClientStore(tmp_path)
+    store.save(3, ClientState(steps=3), (2, 2))
+    store.save(5, ClientState(steps=5), (3, 3))
+    store.save(4, ClientState(steps=4), (3, 2))
+    assert [store.load(number).steps for number in (3, 5)] == [3, 5]
+    store.save(6, ClientState(steps=6), (5, 5))
+    assert sorted(path.stem for path in tmp_path.iterdir()) == ["state-000005", "state-000006"]
+
+
+# ------------------------------------------------------------------------------------------- records and folders
+
+
+@pytest.mark.parametrize("damage", ["a line", "the last line", "all", "the file"])
+def test_records_that_are_gone_are_not_made_fewer_by_resuming(tmp_path: Path, damage: str) -> None:
+    """A damaged line in the middle once cost all that came after it, without a word."""
+    finish(small(tmp_path / "r", **{**KEYS, "rounds": 3}))
+    path = tmp_path / "r" / "rounds.jsonl"
+    lines = path.read_text().splitlines(keepends=True)
+    damaged = {
+        "a line": [lines[0], "{" + lines[1][5:], lines[2]],
+        "the last line": [*lines[:2], lines[2][:20]],
+        "all": [],
+        "the file": [],
+    }[damage]
+    path.unlink() if damage == "the file" else path.write_text("".join(damaged))
+    good = {"a line": 1, "the last line": 2}.get(damage, 0)
+    with pytest.raises(RunError, match=rf"rounds\.jsonl holds {good} whole records, but the checkpoint is of round 3"):
+        finish(small(tmp_path / "r", resume=True, **KEYS))
+    assert damage == "the file" or path.read_text() == "".join(damaged), "nothing more was lost"
+
+
+@pytest.mark.parametrize("resume", [False, True])
+def test_a_folder_that_another_process_runs_in_is_refused(tmp_path: Path, resume: bool) -> None:
+    """Also between its first moment and its first round."""
+    if resume:
+        finish(small(tmp_path / "r", **{**KEYS, "rounds": 1}))
+    run = RunDirectory(tmp_path / "r")
+    (tmp_path / "r").mkdir(exist_ok=True)
+    other = forked(time.sleep, LONG)
+    try:
+        run.set_status("running", pid=other.pid)
+        before = {path.name: path.read_bytes() for path in run.path.glob("*.json*")}
+        with pytest.raises(RunError, match=rf"^{tmp_path}/r is still running, in process {other.pid}$"):
+            finish(small(tmp_path / "r", resume=resume, **KEYS))
+        assert {path.name: path.read_bytes() for path in run.path.glob("*.json*")} == before
+    finally:
+        other.kill()
+        other.join()
+    assert finish(small(tmp_path / "r", resume=resume, **{**KEYS, "rounds": 2})).summary()["rounds"] == 2
+
+
+# ------------------------------------------------------------------------------------------- leaving by the door
+
+
+@pytest.mark.parametrize("code", [0, 3])
+def test_a_model_that_leaves_the_interpreter_is_a_client_that_failed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int
+) -> None:
+    """Inline it would end the whole run, and with code 0 as if it had succeeded."""
+
+    def leave(*given: Any) -> Any:
+        raise SystemExit(code)
+
+    monkeypatch.setattr("fedeas_flwr.client_app.client_part", leave)
+    with pytest.raises(RunError, match=rf"round 1: 2 of 2 clients failed .* SystemExit: {code}$"):
+        finish(small(tmp_path / "r", policy="none", participation=0.5))
+    assert RunDirectory(tmp_path / "r").status()[0] == "failed"
+
+
+def test_a_server_that_is_told_to_leave_was_interrupted_and_did_not_fail(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Flower's processes answer SIGTERM and Ctrl-C by leaving the interpreter with code 0."""
+
+    def leave(self: Federation, state: Checkpoint) -> Any:
+        raise SystemExit(0)
+
+    monkeypatch.setattr(Federation, "train_round", leave)
+    with pytest.raises(RunError, match="interrupted"):
+        finish(small(tmp_path / "r", policy="none"))
+    assert RunDirectory(tmp_path / "r").state() == "interrupted"
+
+
+def test_an_error_nobody_foresaw_is_one_line_with_its_traceback_in_the_log(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(self: Federation, state: Checkpoint) -> Any:
+        raise TypeError("two\nlines")
+
+    monkeypatch.setattr(Federation, "train_round", broken)
+    with pytest.raises(RunError, match=r"^TypeError: two lines$"):
+        finish(small(tmp_path / "r", policy="none"))
+    assert "Traceback" in (tmp_path / "r" / "flower.log").read_text()
