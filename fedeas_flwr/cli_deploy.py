@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Annotated
 
@@ -10,6 +11,7 @@ from rich.console import Console
 
 from fedeas_flwr.cli_doctor import show
 from fedeas_flwr.cli_help import InOrderOfUse
+from fedeas_flwr.config import parse_config, parse_overrides
 
 deploy_app = typer.Typer(
     cls=InOrderOfUse,
@@ -56,11 +58,19 @@ def register(folder: Folder) -> None:
 
 
 @deploy_app.command(short_help="Say what is wrong with a deployment, or one machine")
-def check(folder: Folder) -> None:
+def check(
+    folder: Folder,
+    words: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[KEY=VALUE]...", help="run-config that a node's images and generator are held against"),
+    ] = None,
+) -> None:
     """Say what is wrong with a deployment, or on a machine with its own folder; exit code 1 if there is a problem."""
+    run, folder = parse_config(parse_overrides(words or [])), folder.absolute()
     from fedeas_flwr.deploy.check import examine
 
-    findings = list(examine(folder.absolute()))
+    os.environ.setdefault("FEDEAS_CACHE", str(folder / "cache"))  # as start.sh does: where a node keeps what it needs
+    findings = list(examine(folder, run))
     show(findings, Console())
     if any(finding.state == "problem" for finding in findings):
         raise typer.Exit(1)

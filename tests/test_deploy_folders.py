@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import shutil
 import socket
 import ssl
 import subprocess
@@ -14,8 +15,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from PIL import Image
 
-from fedeas_flwr.config import ConfigError, parse_config
+from fedeas_flwr.config import ConfigError, RunConfig, parse_config
 from fedeas_flwr.deploy import Deployment, read_deployment, write_deployment
 from fedeas_flwr.deploy.certificates import write_authority, write_node_key
 from fedeas_flwr.deploy.check import check_node, check_reachable, check_superlink, examine
@@ -51,7 +53,8 @@ def test_every_machine_gets_its_own_and_no_more(lab: Path) -> None:
     unit = (lab / "node-1" / "fedeas-node-1.service").read_text()
     assert "ExecStart=/opt/fedeas/node-1/start.sh\n" in unit and "Restart=always\n" in unit
     connection = tomllib.loads((lab / "flwr" / "config.toml").read_text())["superlink"]["deployment"]
-    assert connection["root-certificates"] == str(lab / "superlink" / "ca.crt")
+    assert connection["root-certificates"] == str(lab / "flwr" / "ca.crt")
+    assert (lab / "flwr" / "ca.crt").read_bytes() == (lab / "ca" / "ca.crt").read_bytes()
     for script in lab.glob("*/start.sh"):
         subprocess.run(["sh", "-n", script], check=True)
         assert script.stat().st_mode & 0o111
@@ -100,18 +103,22 @@ def test_keys_are_never_overwritten(lab: Path) -> None:
 
 
 def test_a_fresh_deployment_has_no_problem(lab: Path) -> None:
-    assert problems(examine(lab)) == []
-    assert problems(examine(lab / "node-0")) == []
-    assert problems(examine(lab / "superlink")) == []
+    assert problems(examine(lab, RunConfig())) == []
+    assert problems(examine(lab / "node-0", RunConfig())) == []
+    assert problems(examine(lab / "superlink", RunConfig())) == []
     with pytest.raises(ConfigError, match="neither a deployment nor a folder of one"):
-        list(examine(lab / "flwr"))
+        list(examine(lab / "flwr", RunConfig()))
+    (lab / "superlink" / "start.sh").unlink()
+    assert problems(examine(lab, RunConfig())) == ["start.sh missing"]
+    shutil.rmtree(lab / "superlink")  # moved to the server, as keys should be
+    assert problems(examine(lab, RunConfig())) == ["ca.crt, server.crt, server.key, start.sh missing"]
 
 
 def test_each_fault_of_a_node_is_found(lab: Path, tmp_path: Path) -> None:
     node = lab / "node-0"
 
     def found() -> list[str]:
-        return problems(check_node(node, here=True))
+        return problems(check_node(node, RunConfig()))
 
     (node / "node.key").chmod(0o644)
     assert found() == ["others can read node.key"]
@@ -123,16 +130,53 @@ def test_each_fault_of_a_node_is_found(lab: Path, tmp_path: Path) -> None:
     assert found() == ["node-config: partition-id = 5: must be a whole number from 0 to 1"]
     (node / "node-config").write_text(f'client-id=0 data-path="{tmp_path}/gone"\n')
     assert "is not there" in found()[0]
-    assert problems(check_node(node, here=False)) == []  # it is a path of the node's machine
-    np.savez(tmp_path / "mine.npz", x=np.zeros((5, 8, 8, 1), np.uint8), y=np.arange(5))
-    (node / "node-config").write_text(f'client-id=0 data-path="{tmp_path}/mine.npz"\n')
-    assert [f.text for f in check_node(node, here=True)] == ["client 0, data of its own: 5 images"]
+    assert problems(check_node(node, None)) == []  # it is a path of the node's machine
     (node / "node.key").unlink()
     write_node_key(tmp_path)
     (node / "node.key").write_bytes((tmp_path / "node.key").read_bytes())
     assert "node.pub is not of node.key" in found()
     (node / "node.pub").unlink()
     assert found() == ["node.pub missing"]
+
+
+def test_a_nodes_images_and_generator_are_held_against_the_run(
+    lab: Path, tmp_path: Path, digits_generator: Path
+) -> None:
+    node, images = lab / "node-0", tmp_path / "images"
+
+    def found(run: RunConfig, generator: Path | str = digits_generator, data: Path = images) -> list[tuple[str, str]]:
+        (node / "node-config").write_text(f'client-id=0 data-path="{data}" generator="{generator}"\n')
+        return [(f.state, f.text) for f in check_node(node, run)]
+
+    for label, side in ((0, 8), (3, 12), (3, 30), (3, 31)):  # of any size: a run brings files to its own
+        (images / str(label)).mkdir(parents=True, exist_ok=True)
+        Image.new("L", (side, side)).save(images / str(label) / f"{side}.png")
+    fits = ("ok", f"{digits_generator}, 10 classes, images [8, 8, 1]")
+    assert found(RunConfig()) == [("ok", "client 0, data of its own: 4 images of 2 of the 10 classes"), fits]
+    tested = RunConfig(protocol="paper", evaluation="federated")
+    assert found(tested)[0][1] == "client 0, data of its own: 3 images of 2 of the 10 classes, 1 to test on"
+    assert found(RunConfig(policy="none"), tmp_path / "none")[1][0] == "note"
+    state, text = found(RunConfig(), tmp_path / "none")[1]
+    assert (state, f"there is no {tmp_path}/none/unet/config.json" in text) == ("problem", True)
+    cifar = RunConfig(dataset="cifar100", generator="elsewhere")  # the node's own goes before the run's
+    assert (found(cifar)[1][0], "num_class_embeds" in found(cifar)[1][1]) == ("problem", True)
+    for name in ("cat", "dog"):  # classes that no built-in dataset has
+        (tmp_path / "public" / name).mkdir(parents=True)
+        for number in range(5):
+            Image.new("RGB", (9, 9), (number, 0, 0)).save(tmp_path / "public" / name / f"{number}.png")
+    (tmp_path / "pets" / "dog").mkdir(parents=True)
+    Image.new("RGB", (20, 30)).save(tmp_path / "pets" / "dog" / "rex.jpg")
+    public = RunConfig(dataset=f"own:{tmp_path}/public", generator="elsewhere")
+    assert found(public, f"bank:{tmp_path}/public", tmp_path / "pets") == [
+        ("ok", "client 0, data of its own: 1 images of 1 of the 2 classes"),
+        ("ok", f"bank {tmp_path}/public, 5 images or more of every class"),
+    ]
+    (images / "seven").mkdir()
+    state, text = found(RunConfig())[0]
+    assert (state, f"{images} has a subfolder 'seven'; its classes are 0, 1, 2, 3" in text) == ("problem", True)
+    np.savez(tmp_path / "mine.npz", x=np.zeros((5, 9, 9, 1), np.uint8), y=np.arange(5))
+    state, text = found(RunConfig(), data=tmp_path / "mine.npz")[0]
+    assert (state, "x must be uint8 [N, 8, 8, 1]" in text) == ("problem", True)
 
 
 def test_each_fault_of_the_superlink_is_found(lab: Path, tmp_path: Path) -> None:
@@ -148,7 +192,7 @@ def test_each_fault_of_the_superlink_is_found(lab: Path, tmp_path: Path) -> None
 
 def test_two_nodes_with_one_client_id_are_found(lab: Path) -> None:
     (lab / "node-1" / "node-config").write_text("partition-id=0 num-partitions=2\n")
-    assert problems(examine(lab)) == ["0 is given to two nodes"]
+    assert problems(examine(lab, RunConfig())) == ["0 is given to two nodes"]
 
 
 @contextlib.contextmanager

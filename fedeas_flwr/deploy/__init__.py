@@ -4,10 +4,10 @@
     DIR/ca/               the authority's key: keep it offline, it is needed to renew the SuperLink's certificate
     DIR/superlink/        for the server: certificate, key, start.sh, a systemd unit
     DIR/node-0/ …         one a node: its key, the authority's certificate, node-config, start.sh, a systemd unit
-    DIR/flwr/config.toml  for whoever starts runs: FLWR_HOME=DIR/flwr flwr run DIR/app deployment
+    DIR/flwr/             for whoever starts runs, at this very place: FLWR_HOME=DIR/flwr flwr run DIR/app deployment
     DIR/app/              the Flower app, with the run-config of a deployment as its defaults
 
-Every folder works wherever it is copied to; nothing in it is shared with another but ``ca.crt``.
+A machine's folder works wherever it is copied to; nothing in it is shared with another but ``ca.crt``.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ def write_deployment(deployment: Deployment, folder: Path) -> None:
         _write_superlink(deployment, root / "superlink", root / "ca")
         for number, node in enumerate(deployment.node_folders(root)):
             _write_node(deployment, number, node, root / "ca")
-        _write_connection(deployment, root / "flwr", folder.absolute())
+        _write_connection(deployment, root / "flwr", root / "ca", folder.absolute())
         stage_app(deployment.run_config(), root / "app")
 
 
@@ -136,9 +136,10 @@ def _write_node(deployment: Deployment, number: int, folder: Path, authority: Pa
     (folder / f"fedeas-{folder.name}.service").write_text(unit, encoding="utf-8")
 
 
-def _write_connection(deployment: Deployment, folder: Path, final: Path) -> None:
+def _write_connection(deployment: Deployment, folder: Path, authority: Path, final: Path) -> None:
     folder.mkdir()
-    certificate = str(final / "superlink" / "ca.crt")  # Flower takes absolute paths alone
+    shutil.copy(authority / "ca.crt", folder)
+    certificate = str(final / "flwr" / "ca.crt")  # Flower takes absolute paths alone
     connection = {"address": deployment.address, "root-certificates": certificate}
     text = tomli_w.dumps({"superlink": {"default": CONNECTION, CONNECTION: connection}})
     (folder / "config.toml").write_text(text, encoding="utf-8")

@@ -14,12 +14,13 @@ from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives import serialization
 from flwr.common.config import parse_config_args
 
-from fedeas_flwr.config import ConfigError
+from fedeas_flwr.config import ConfigError, RunConfig
 from fedeas_flwr.deploy import read_deployment
 from fedeas_flwr.deploy.registry import list_nodes
 from fedeas_flwr.doctor.findings import Finding, note, ok, problem
+from fedeas_flwr.doctor.inputs import check_generator
+from fedeas_flwr.local_data import local_data
 from fedeas_flwr.node import Node, read_node
-from fedeas_flwr.own_data import read_images
 from fedeas_flwr.runs import RunError
 
 _SUPERLINK_FILES = ("ca.crt", "server.crt", "server.key", "start.sh")
@@ -28,12 +29,12 @@ _SECRETS = ("ca.key", "server.key", "node.key")
 _SOON = datetime.timedelta(days=30)
 
 
-def examine(folder: Path) -> Iterator[Finding]:
-    """Check a whole deployment, or the folder of one machine on that machine."""
+def examine(folder: Path, run: RunConfig) -> Iterator[Finding]:
+    """Check a whole deployment, or the folder of one machine on that machine, a node's against the ``run`` to come."""
     if (folder / "deployment.toml").is_file():
         yield from _check_deployment(folder)
     elif (folder / "node.key").is_file():
-        yield from check_node(folder, here=True)
+        yield from check_node(folder, run)
         yield from check_reachable((folder / "superlink-address").read_text(encoding="utf-8").strip(), folder)
     elif (folder / "server.crt").is_file():
         yield from check_superlink(folder, ())
@@ -46,14 +47,14 @@ def _check_deployment(folder: Path) -> Iterator[Finding]:
     yield from check_superlink(folder / "superlink", deployment.hosts)
     places: list[Node] = []
     for node in deployment.node_folders(folder):
-        yield from check_node(node, here=False)
+        yield from check_node(node, None)
         places += [place] if (place := _place(node)) else []
         if node.joinpath("ca.crt").exists() and not _same(node / "ca.crt", folder / "ca" / "ca.crt"):
             yield problem(node.name, "its ca.crt is another authority's", f"copy ca/ca.crt to {node.name}/")
     twice = [client for client, times in Counter(place.client for place in places).items() if times > 1]
     if twice:
         yield problem("client ids", f"{twice[0]} is given to two nodes", "give each its own in node-config")
-    reachable = list(check_reachable(deployment.address, folder / "superlink"))
+    reachable = list(check_reachable(deployment.address, folder / "flwr"))
     yield from reachable
     if all(finding.state == "ok" for finding in reachable):
         yield from _check_registered(folder, deployment.nodes)
@@ -90,8 +91,8 @@ def check_superlink(folder: Path, hosts: tuple[str, ...]) -> Iterator[Finding]:
         yield ok("certificate", f"for {', '.join(sorted(covered))}, until {server.not_valid_after_utc:%Y-%m-%d}")
 
 
-def check_node(folder: Path, here: bool) -> Iterator[Finding]:
-    """A node's key and node-config; ``here``, on its own machine, its data too."""
+def check_node(folder: Path, run: RunConfig | None) -> Iterator[Finding]:
+    """A node's key and node-config; on its own machine also its images and generator, as the ``run`` to come needs."""
     if missing := _missing(folder, _NODE_FILES):
         yield _incomplete(folder, missing)
         return
@@ -107,25 +108,36 @@ def check_node(folder: Path, here: bool) -> Iterator[Finding]:
     if private.public_key() != public:
         yield problem(folder.name, "node.pub is not of node.key", "register the right one, or restore node.key")
         return
+    fix = f"mend {folder / 'node-config'}"
     try:
-        place = _read_place(folder, here)
-        text = f"client {place.client}, " + (
-            "data of its own" if place.data_path else f"one of {place.partitions} parts"
-        )
-        if here and place.data_path:
-            text += f": {len(read_images(place.data_path).labels):,} images"
+        place = _read_place(folder, here=run is not None)
+        yield ok(folder.name, f"client {place.client}, {_holds(place, run)}")
     except (ConfigError, ValueError, OSError) as error:
-        yield problem(folder.name, error, f"mend {folder / 'node-config'}")
+        if run is not None and run.dataset == RunConfig().dataset:
+            fix += ", or say which run is meant: fedeas deploy check DIR dataset=NAME"
+        yield problem(folder.name, error, fix)
         return
-    yield ok(folder.name, text)
+    if run is not None:
+        yield from check_generator(place.apply(run))
+
+
+def _holds(place: Node, run: RunConfig | None) -> str:
+    if not place.data_path:
+        return f"one of {place.partitions} parts"
+    if run is None:
+        return "data of its own"
+    data = local_data(place.apply(run), place)
+    labels, test = data.train_labels(place.part), len(data.partition.test[place.part])
+    text = f"data of its own: {len(labels):,} images of {len(set(labels.tolist()))} of the {data.num_classes} classes"
+    return text + (f", {test:,} to test on" if test else "")
 
 
 def check_reachable(address: str, folder: Path) -> Iterator[Finding]:
     """Whether a SuperLink answers with a certificate that ``ca.crt`` vouches for."""
     host, _, port = address.rpartition(":")
     host = host.strip("[]")
-    trusting = ssl.create_default_context(cafile=folder / "ca.crt")
     try:
+        trusting = ssl.create_default_context(cafile=folder / "ca.crt")
         with socket.create_connection((host, int(port)), timeout=10) as plain:
             trusting.wrap_socket(plain, server_hostname=host).close()
     except ssl.SSLError as error:
