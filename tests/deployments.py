@@ -9,9 +9,11 @@ import sys
 import time
 import uuid
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 from fedeas_flwr.deploy import CONNECTION, Deployment, write_deployment
 from fedeas_flwr.deploy.registry import list_nodes, register_nodes
@@ -88,13 +90,28 @@ class Lab:
             self.set_node_config(node, f'{(node / "node-config").read_text().strip()} generator="{generator}"')
 
     def __enter__(self) -> Lab:
-        alone = self.deployment.hosts == ("127.0.0.1",)
-        self.start(self.folder / "superlink", SUPERLINK_HOST="127.0.0.1" if alone else "0.0.0.0")
-        wait_until(lambda: is_listening(self.deployment.port), 60, "the SuperLink listens")
+        self._start_superlink()
         return self
 
     def __exit__(self, *error: object) -> None:
         self._stack.close()
+
+    def _start_superlink(self) -> None:
+        alone = self.deployment.hosts == ("127.0.0.1",)
+        host = "127.0.0.1" if alone else "0.0.0.0"
+        self._superlink = self.start(self.folder / "superlink", SUPERLINK_HOST=host)
+        wait_until(lambda: is_listening(self.deployment.port), 60, "the SuperLink listens")
+
+    def restart_superlink(self) -> None:
+        """As systemd does it: SIGTERM to every process of the unit, and once they are gone a new one."""
+        server = psutil.Process(self._superlink.pid)
+        processes = [server, *server.children(recursive=True)]
+        for process in processes:
+            with suppress(psutil.NoSuchProcess):
+                process.terminate()
+        self._superlink.wait(30)
+        assert not psutil.wait_procs(processes[1:], timeout=30)[1]
+        self._start_superlink()
 
     def set_node_config(self, node: Path, text: str) -> None:
         (node / "node-config").write_text(text + "\n")

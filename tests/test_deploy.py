@@ -137,5 +137,31 @@ def test_nodes_may_be_late_and_may_be_killed(tmp_path: Path, digits_generator: P
     assert sorted(lab.notes("diffusers")) == [str(node / "cache") for node in lab.deployment.node_folders(lab.folder)]
 
 
+@pytest.mark.slow
+def test_a_server_that_is_stopped_and_started_again_goes_on_with_the_round_it_was_at(
+    tmp_path: Path, digits_generator: Path
+) -> None:
+    keys = {
+        "clients": 1,
+        "rounds": 5,
+        "local_epochs": 1,
+        "policy": "none",
+        "participation": 1.0,
+        "checkpoint_every": 50,
+    }
+    with Lab(tmp_path, 1, digits_generator) as lab:
+        lab.register()
+        lab.start_node(0)
+        run = lab.submit(**keys)
+        wait_until(lambda: len(run.rounds()) >= 2, 120, "two rounds are done")
+        lab.restart_superlink()
+        checkpoint, done = run.load_checkpoint(), len(run.rounds())
+        assert (run.status(), checkpoint is not None and checkpoint.round == done) == (("interrupted", ""), True)
+        lab.submit(**keys, run_dir=str(run.path), resume=True)
+        lab.follow(run)
+    assert [r["round"] for r in run.rounds()] == [1, 2, 3, 4, 5] and 2 <= done < 5
+    assert weights(run) == weights(finish(small(tmp_path / "simulated", **keys)))
+
+
 def plain(log: str) -> str:
     return re.sub(r"\x1b\[\d+m", "", log)
