@@ -141,14 +141,7 @@ def test_nodes_may_be_late_and_may_be_killed(tmp_path: Path, digits_generator: P
 def test_a_server_that_is_stopped_and_started_again_goes_on_with_the_round_it_was_at(
     tmp_path: Path, digits_generator: Path
 ) -> None:
-    keys = {
-        "clients": 1,
-        "rounds": 5,
-        "local_epochs": 1,
-        "policy": "none",
-        "participation": 1.0,
-        "checkpoint_every": 50,
-    }
+    keys: dict[str, Any] = {**KEYS, "clients": 1, "policy": "none", "checkpoint_every": 50}
     with Lab(tmp_path, 1, digits_generator) as lab:
         lab.register()
         lab.start_node(0)

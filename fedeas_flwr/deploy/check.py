@@ -108,14 +108,12 @@ def check_node(folder: Path, run: RunConfig | None) -> Iterator[Finding]:
     if private.public_key() != public:
         yield problem(folder.name, "node.pub is not of node.key", "register the right one, or restore node.key")
         return
-    fix = f"mend {folder / 'node-config'}"
     try:
         place = _read_place(folder, here=run is not None)
         yield ok(folder.name, f"client {place.client}, {_holds(place, run)}")
     except (ConfigError, ValueError, OSError) as error:
-        if run is not None and run.dataset == RunConfig().dataset:
-            fix += ", or say which run is meant: fedeas deploy check DIR dataset=NAME"
-        yield problem(folder.name, error, fix)
+        meant = f", or say which run is meant, not dataset={run.dataset}" if run is not None else ""
+        yield problem(folder.name, error, f"mend {folder / 'node-config'}{meant}")
         return
     if run is not None:
         yield from check_generator(place.apply(run))
