@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import math
-import pickle
 import threading
 import zipfile
 import zlib
@@ -12,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
 from pathlib import Path
+from pickle import PickleBuffer
 from typing import IO, Any, SupportsIndex
 
 import numpy as np
@@ -65,7 +65,7 @@ class OutOfBandBytes(bytes):
     def __reduce_ex__(self, protocol: SupportsIndex) -> tuple[Any, ...]:
         if protocol.__index__() < 5:
             return bytes, (bytes(self),)
-        return memoryview, (pickle.PickleBuffer(self),)  # a type of Python's own: the receiver imports nothing for it
+        return memoryview, (PickleBuffer(self),)  # a type of Python's own: the receiver imports nothing for it
 
     def __copy__(self) -> OutOfBandBytes:
         return self

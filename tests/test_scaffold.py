@@ -24,7 +24,7 @@ from fedeas_flwr.grids import InlineGrid
 from fedeas_flwr.messages import TrainReport
 from fedeas_flwr.models import split_state
 from fedeas_flwr.prepare import prepare
-from fedeas_flwr.runs import Arrays, Checkpoint, RunDirectory, plain
+from fedeas_flwr.runs import Arrays, Checkpoint, RunDirectory, RunError, plain
 from fedeas_flwr.strategies import build_strategy
 from fedeas_flwr.strategies.client_part import ClientRound, Finished
 from fedeas_flwr.strategies.scaffold import Scaffold, ScaffoldClient
@@ -163,7 +163,7 @@ def test_a_server_that_comes_back_from_an_older_checkpoint_ends_with_the_same_bi
             raise SystemError("power cut")
         note(run, record)
 
-    with monkeypatch.context() as patch, pytest.raises(SystemError):
+    with monkeypatch.context() as patch, pytest.raises(RunError, match="SystemError: power cut"):
         patch.setattr(RunDirectory, "append_round", dies_in_round_5)
         finish(small(tmp_path / "parts", **keys))
     resumed = finish(small(tmp_path / "parts", resume=True, **keys))

@@ -29,9 +29,13 @@ class Beside:
     def wait(self) -> float:
         """Wait until the work is done, if there is any; return the seconds it took to wait."""
         began = time.perf_counter()
-        work, self._work = self._work, None
-        if work is not None:
-            work.result()
+        if self._work is not None:
+            try:
+                self._work.result()
+            except Exception:  # the work's own, to be raised once; whoever is interrupted here has yet to wait
+                self._work = None
+                raise
+            self._work = None
         return time.perf_counter() - began
 
     def __exit__(
