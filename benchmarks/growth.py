@@ -155,7 +155,7 @@ def settings(options: argparse.Namespace, folder: Path) -> list[tuple[str, RunCo
         keys = {"clients": clients, "participation": share, "model": name, "rounds": rounds}
         return parse_config({**base, **keys, **changes})
 
-    clients, usual, rounds, longest = ([20], 20, 5, 6) if options.small else ([10, 100, 1000], 100, 10, 50)
+    clients, usual, rounds, longest = ([20], 20, 5, 6) if options.small else ([10, 100, 1000], 100, 10, 150)
     models = MODELS[1:2] if options.small else MODELS
     lines = [("clients", config(k, MODELS[0], longest if k == clients[-1] else rounds)) for k in clients]
     lines += [("parameters", config(usual, model, rounds)) for model in models]
