@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -26,7 +25,7 @@ def report(
         raise ConfigError(f"format = '{output}': must be table or json")
     if missing := [folder for folder in runs if not folder.is_dir()]:
         raise RunError(f"{missing[0]} is not a folder")
-    from fedeas_flwr.report.comparison import comparison_table
+    from fedeas_flwr.report.comparison import print_comparison
     from fedeas_flwr.report.groups import as_data, group_runs
     from fedeas_flwr.report.writing import write_report
 
@@ -35,7 +34,7 @@ def report(
     if output == "json":
         print(json.dumps({"groups": as_data(groups), "left_out": left_out}, indent=1, ensure_ascii=False))
         return
-    (Console() if sys.stdout.isatty() else Console(width=160)).print(comparison_table(groups))
+    print_comparison(groups, Console())
     for reason in left_out:
         print(f"left out: {reason}")
     for path in written:

@@ -10,7 +10,7 @@ from rich.console import Console
 from fedeas_flwr.config import RunConfig, parse_config
 from fedeas_flwr.launch import launch
 from fedeas_flwr.prepare import prepare
-from fedeas_flwr.report.comparison import comparison_figure, comparison_table
+from fedeas_flwr.report.comparison import comparison_figure, print_comparison
 from fedeas_flwr.report.groups import group_runs
 from fedeas_flwr.report.writing import write_report
 from fedeas_flwr.runs import RunDirectory
@@ -47,7 +47,7 @@ def quickstart(folder: Path, console: Console) -> None:
     comparison_figure(groups, picture)
     write_report(groups, left_out, page)
     console.print()
-    console.print(comparison_table(groups))
+    print_comparison(groups, console)
     console.print(
         "One seed, 8×8 digits: generating is far above not generating; policies that spend the same number of images "
         "lie too close together here to be told apart."

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import io
 import json
 import re
 import shutil
@@ -16,6 +17,7 @@ import numpy as np
 import pytest
 from made_up_runs import write_run
 from PIL import Image
+from rich.console import Console
 
 from fedeas_flwr.cache import ImageCache
 from fedeas_flwr.cli import app
@@ -23,6 +25,7 @@ from fedeas_flwr.generators import SampleId, describe_generator
 from fedeas_flwr.metrics import efficiency
 from fedeas_flwr.report import samples
 from fedeas_flwr.report.allocations import allocation_of, maps_of
+from fedeas_flwr.report.comparison import print_comparison
 from fedeas_flwr.report.document import make_document
 from fedeas_flwr.report.groups import Group, as_data, baseline_of, gain_and_efficiency, group_runs
 from fedeas_flwr.report.page import Document, Section, Table, as_html, as_markdown
@@ -37,6 +40,16 @@ FEDEAS_OF_FOUR = 115
 
 def grouped(*runs: RunDirectory) -> list[Group]:
     return group_runs(runs)[0]
+
+
+@pytest.mark.parametrize(("width", "terminal"), [(80, True), (100, True), (120, True), (80, False)])
+def test_no_word_or_number_of_the_table_is_cut(width: int, terminal: bool) -> None:
+    groups = grouped(*(RunDirectory(QUICKSTART / name) for name in ("none", "fedeas", "uniform", "missing-only")))
+    text = io.StringIO()
+    print_comparison(groups, Console(file=text, width=width, force_terminal=terminal, color_system=None))
+    found = text.getvalue()
+    assert "…" not in found and "Missing-only" in found and "+18.2" in found and "seconds" in found
+    assert ("20.416" in found) == (width > 100 or not terminal), "η is left out where it does not fit"
 
 
 # ----------------------------------------------------------------------------------------------------------- groups

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from matplotlib.figure import Figure
+from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
@@ -17,16 +18,23 @@ from fedeas_flwr.report.groups import Group
 from fedeas_flwr.report.page import as_png
 from fedeas_flwr.report.run_figures import draw_accuracy, draw_heat_map
 
+_WIDE = 108
+"""Characters that the whole table needs."""
 
-def comparison_table(groups: Sequence[Group]) -> Table:
-    """The report's table of results."""
+
+def print_comparison(groups: Sequence[Group], console: Console) -> None:
+    """Print the report's table of results, on a narrow terminal without the columns that can be worked out."""
     found = results(groups)
-    table = Table(*found.head, box=None)
+    if not console.is_terminal:  # a file has no width
+        console = Console(file=console.file, width=max(console.width, _WIDE + 40))
+    left_out = ("seeds", "η") if console.width < _WIDE else ()
+    places = [place for place, head in enumerate(found.head) if head not in left_out]
+    table = Table(*(found.head[place] for place in places), box=None)
     for column in table.columns[1:]:
         column.justify = "right"
     for row in found.rows:
-        table.add_row(*map(Text, row))
-    return table
+        table.add_row(*(Text(row[place]) for place in places))
+    console.print(table)
 
 
 def comparison_figure(groups: Sequence[Group], path: Path) -> None:
