@@ -1,17 +1,19 @@
 """The framework's tax: rounds under Flower beside a bare loop over the same clients, in one run.
 
     python benchmarks/framework.py --out results/framework/cpu.json [--ray]
-    python benchmarks/framework.py --device cuda --out results/framework/h200.json [--ray]
+    python benchmarks/framework.py --device cuda --out results/framework/h200.json [--ray] \\
+        --config conf/cifar10-k100.toml --set data-dir=data --set precision=bf16
 
 (1) bare: the same engine on the same clients' images and batches, a weighted average, a test; no message, no check of a
 reply, no record, no checkpoint. (2) inline: `fedeas run` with backend = "inline". (3) with --ray: backend = "ray".
 On a CPU one client trains at a time in all three, and they must end with the same weights bit for bit, or the script
-stops: only then is the difference in time the framework's. On a GPU bare and inline train ten clients at once.
+stops: only then is the difference in time the framework's. On a GPU ten clients train at once, on ten streams or, under
+Ray, as ten processes that share the GPU by MPS; there the record says by how much the weights differ.
 
-The tax is the share of a round outside training and evaluation, got in two ways: `by difference` 1 − bare / round; `by
-phases` 1 − (training + waiting for a round's end) / round with the phases of rounds.jsonl, where training is what the
-clients say they took, over the number that train at once. The bare loop tests after each round, a run beside the next
-one: what that spares is taken off the difference. `CPU / bare` compares CPU seconds instead of wall-clock: a busy
+The tax is the share of a round outside training and evaluation, got in two ways: `by difference` 1 − bare / round; and
+where one client trains at a time `by phases` 1 − (training + waiting for a round's end) / round with the phases of
+rounds.jsonl, where training is what the clients say they took. The bare loop tests after each round, a run beside the
+next one: what that spares is taken off the difference. `CPU / bare` compares CPU seconds instead of wall-clock: a busy
 machine disturbs them less, but they leave out waiting for the disk, and Ray's are in other processes. All three count
 checks, records and a checkpoint every round as the framework's.
 """
@@ -21,6 +23,7 @@ from __future__ import annotations
 import argparse
 import io
 import logging
+import os
 import statistics
 import sys
 import tempfile
@@ -28,6 +31,7 @@ import threading
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
@@ -38,10 +42,11 @@ import torch
 from rich.console import Console
 from run_records import let_children_import_models, markdown, round_seconds, write_record
 
-from fedeas_flwr.config import RunConfig, parse_config
+from fedeas_flwr.config import RunConfig, parse_config, read_config
 from fedeas_flwr.launch import launch
 from fedeas_flwr.local_data import federated_data
 from fedeas_flwr.models import split_state
+from fedeas_flwr.mps import shared_gpu
 from fedeas_flwr.runs import Arrays, RunDirectory, plain
 from fedeas_flwr.server_app import central_test
 from fedeas_flwr.strategies import client_part
@@ -50,10 +55,11 @@ from fedeas_flwr.streams import stream
 from fedeas_flwr.training import Engine, build_engine, network, pick_device
 
 # Γ̂ is a measurement that a bare loop has no part of, so it is off here; benchmarks/strategies.py says what it costs.
-COMMON: dict[str, Any] = {"policy": "none", "clients": 10, "participation": 1.0, "alpha": 0.5, "gamma-hat": "off"}
+ALWAYS: dict[str, Any] = {"policy": "none", "gamma-hat": "off"}
+ON_DIGITS: dict[str, Any] = {"clients": 10, "participation": 1.0, "alpha": 0.5}
 MODELS: dict[str, dict[str, Any]] = {
-    "small-cnn": {"model": "small-cnn", "local-epochs": 3, "batch-size": 32},
-    "11 M parameters": {"model": "wide_models:eleven_million", "local-epochs": 1, "batch-size": 2048},  # one step
+    "small-cnn": {**ON_DIGITS, "model": "small-cnn", "local-epochs": 3, "batch-size": 32},
+    "11 M parameters": {**ON_DIGITS, "model": "wide_models:eleven_million", "local-epochs": 1, "batch-size": 2048},
 }
 SMALL = {"small-cnn": {**MODELS["small-cnn"], "clients": 3, "local-epochs": 1}}
 
@@ -133,7 +139,7 @@ class CpuClock(logging.Filter):
         return True
 
 
-def flower_run(config: RunConfig, folder: Path, workers: int) -> dict[str, Any]:
+def flower_run(config: RunConfig, folder: Path) -> dict[str, Any]:
     """Run under Flower; return its rounds' seconds, CPU seconds if it is all in this process, phases, and weights."""
     clock, log = CpuClock(), logging.getLogger("flwr")
     log.addFilter(clock)
@@ -142,7 +148,7 @@ def flower_run(config: RunConfig, folder: Path, workers: int) -> dict[str, Any]:
     finally:
         log.removeFilter(clock)
     rounds = [record["seconds"] for record in run.rounds()[1:]]
-    busy = [(s["training"] + s["generating"]) / workers + s["end_wait"] for s in rounds]
+    busy = [s["training"] + s["generating"] + s["end_wait"] for s in rounds]
     cpu = [end - begin for begin, end in pairwise(clock.ends)]
     return {"seconds": round_seconds(run), "cpu": cpu, "busy": busy, "weights": RunDirectory(folder).load_model()}
 
@@ -157,12 +163,12 @@ def check_same(bare: Arrays, flower: Arrays, what: str) -> None:
 def compare(name: str, keys: dict[str, Any], options: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
     """One model's lines: bare, inline and perhaps Ray, in turns so that a busy moment of the machine hits all."""
     workers = 10 if options.device == "cuda" else 1
-    values = {**COMMON, **keys, "device": options.device, "rounds": options.rounds, "backend": "inline"}
+    values = {**keys, **ALWAYS, "device": options.device, "rounds": options.rounds, "backend": "inline"}
     config = parse_config({**values, "actors": workers})
     loop, timed = BareLoop(config, workers), [Turns("bare")]
     backends = {"inline": config}
     if options.ray:
-        backends["ray"] = config.with_changes(backend="ray", actors=5 if options.device == "cuda" else 1)
+        backends["ray"] = config.with_changes(backend="ray")
     timed += [Turns(backend) for backend in backends]
     for turn in range(options.repeats):
         taken, cpu, weights = loop.run()
@@ -171,25 +177,29 @@ def compare(name: str, keys: dict[str, Any], options: argparse.Namespace, folder
         for ways, (backend, its) in zip(timed[1:], backends.items(), strict=True):
             if backend == "ray" and turn > 0:  # once: it takes long to start
                 continue
-            found = flower_run(its, folder / f"{name.replace(' ', '-')}-{backend}-{turn}", its.actors)
+            found = flower_run(its, folder / f"{name.replace(' ', '-')}-{backend}-{turn}")
             ways.seconds.append(found["seconds"])
-            ways.busy.append(found["busy"])
+            if workers == 1:  # of several clients it would count as the framework's that the largest ends last
+                ways.busy.append(found["busy"])
             if found["cpu"]:
                 ways.cpu.append(found["cpu"])
             if options.device == "cpu":
                 check_same(weights, found["weights"], f"{name}, {backend}")
+            ways.apart.append(max(float(np.abs(weights[k] - found["weights"][k]).max()) for k in weights))
     parameters = sum(array.size for array in weights.values())
     return [{"model": name, "parameters": parameters, **ways.line(timed[0])} for ways in timed]
 
 
 @dataclass
 class Turns:
-    """One way's rounds, turn by turn: their seconds, and those of CPU time and of training and testing in them."""
+    """One way's rounds, turn by turn: their seconds, those of CPU time and of training and testing in them, and how far
+    a weight is from the bare loop's at the end."""
 
     way: str
     seconds: list[list[float]] = field(default_factory=list)
     busy: list[list[float]] = field(default_factory=list)
     cpu: list[list[float]] = field(default_factory=list)
+    apart: list[float] = field(default_factory=list)
 
     def line(self, bare: Turns) -> dict[str, Any]:
         """A line of the table. A turn's median round is set against the bare one's of the same turn."""
@@ -206,6 +216,7 @@ class Turns:
             "cpu_over_bare": round(statistics.median(cpu), 3) if cpu else None,
             "tax_by_difference": round(1 - 1 / over_bare, 4),
             "tax_by_phases": round(statistics.median(taxes), 4) if taxes else None,
+            "weights_apart": max(self.apart, default=None),
         }
 
 
@@ -220,7 +231,7 @@ def table(rows: Sequence[dict[str, Any]], seconds: bool = True) -> str:
     head += ["round / bare", "CPU / bare", "tax by difference %", "tax by phases %"]
     cells = []
     for row in rows:
-        taxes = [row["tax_by_difference"], row["tax_by_phases"]] if row["way"] != "bare" else []
+        taxes = [row["tax_by_difference"] if row["way"] != "bare" else None, row["tax_by_phases"]]
         cells.append(
             [
                 row["model"],
@@ -228,7 +239,7 @@ def table(rows: Sequence[dict[str, Any]], seconds: bool = True) -> str:
                 *([f"{row['seconds_a_round']:.3f}"] if seconds else []),
                 f"{row['over_bare']:.2f}",
                 f"{row['cpu_over_bare']:.2f}" if row["cpu_over_bare"] else "–",
-                *([f"{100 * tax:.0f}" for tax in taxes] or ["–", "–"]),
+                *(f"{100 * tax:.0f}" if tax is not None else "–" for tax in taxes),
             ]
         )
     return markdown(head, cells)
@@ -241,17 +252,26 @@ def main() -> None:
     parser.add_argument("--ray", action="store_true", help="Flower's Ray simulation too")
     parser.add_argument("--rounds", type=int, default=6, help="of each run; the first is not timed")
     parser.add_argument("--repeats", type=int, default=5, help="runs of bare and inline, in turns")
+    parser.add_argument("--config", type=Path, help="a run's file, instead of two models on digits")
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="of that run")
     parser.add_argument("--small", action="store_true", help="seconds, to try the script")
     options = parser.parse_args()
     if options.small:
         options.rounds, options.repeats = 3, 1
-    models = SMALL if options.small else MODELS
+    if options.config:
+        models = {options.config.stem: read_config(options.config, options.set).outside()}
+    else:
+        models = SMALL if options.small else MODELS
     let_children_import_models()
     rows: list[dict[str, Any]] = []
-    with tempfile.TemporaryDirectory(prefix="fedeas-framework-") as folder:
+    with ExitStack() as stack:
+        # Short: sockets lie in it. A bare loop that is not among MPS's processes would take turns with those that are.
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="fe-")))
+        if options.device == "cuda":
+            os.environ.update(stack.enter_context(shared_gpu(folder, os.environ, 1)))
         for name, keys in models.items():
-            rows += compare(name, keys, options, Path(folder))
-    setting = {"dataset": "digits", **COMMON, "models": models, "rounds": options.rounds, "repeats": options.repeats}
+            rows += compare(name, keys, options, folder)
+    setting = {**ALWAYS, "models": models, "rounds": options.rounds, "repeats": options.repeats}
     write_record(options.out, options.device, setting, rows)
     print(table(rows))
 
