@@ -35,6 +35,7 @@ from fedeas_flwr.strategies import build_strategy
 from fedeas_flwr.strategies.federation import Evaluate, Federation
 from fedeas_flwr.strategies.members import count_clients
 from fedeas_flwr.training import Evaluator, Normaliser, network, pick_device
+from fedeas_flwr.training.own_streams import own_stream
 
 app = ServerApp()
 
@@ -162,7 +163,7 @@ def central_test(config: RunConfig, clients: int, device: str) -> Evaluate:
     if device == "cuda":
         model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     normalise = Normaliser(data.dataset.mean, data.dataset.std, device)
-    stream = torch.cuda.Stream() if device == "cuda" and config.engine != "eager" else None  # type: ignore[no-untyped-call]
+    stream = own_stream() if device == "cuda" and config.engine != "eager" else None
     evaluator = Evaluator(model, images, labels, data.num_classes, normalise, stream)
 
     def test(trainable: Arrays, buffers: Arrays) -> dict[str, Any]:

@@ -1,0 +1,55 @@
+"""No two holders of a stream share one, although torch gives out the same ones again and again."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+
+from fedeas_flwr.training.own_streams import LAST, own_stream
+
+
+class PooledStream:
+    """Streams as torch gives them out: from 32 for each priority, in turn."""
+
+    given: Counter[int]
+
+    def __init__(self, priority: int = 0) -> None:
+        if priority > 0 or priority < -3:
+            raise ValueError(priority)
+        self.priority = priority
+        self.cuda_stream = 1000 * -priority + self.given[priority] % 32 + 1
+        self.given[priority] += 1
+
+
+@pytest.fixture(autouse=True)
+def pool(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(PooledStream, "given", Counter(), raising=False)
+    monkeypatch.setattr(torch.cuda, "Stream", PooledStream)
+
+
+def handles(streams: list[Any]) -> set[int]:
+    return {stream.cuda_stream for stream in streams}
+
+
+def test_the_pool_wraps_around_and_nobody_shares() -> None:
+    held = [own_stream() for _ in range(20)]
+    for _ in range(3):  # engines that come and go, as of one run after another
+        passing = [own_stream() for _ in range(11)]
+        assert len(handles(held + passing)) == 31
+        assert {stream.priority for stream in passing} == {0}
+        del passing
+
+
+def test_ranks_are_priorities_and_a_full_one_gives_way_to_another() -> None:
+    ranked = [own_stream(rank) for rank in (0, 1, 2, LAST, LAST + 5)]
+    assert [stream.priority for stream in ranked] == [-3, -2, -1, 0, 0]
+    rest = [own_stream(LAST) for _ in range(4 * 32 - 5)]
+    assert len(handles(ranked + rest)) == 128
+    assert Counter(stream.priority for stream in rest) == {0: 30, -1: 31, -2: 31, -3: 31}
+    with pytest.raises(RuntimeError, match="all 128 CUDA streams"):
+        own_stream()
+    del rest[7]
+    assert own_stream().cuda_stream not in handles(ranked + rest)
