@@ -13,7 +13,6 @@ from triton_here import DEVICE  # first: it skips where Triton is not there
 from fedeas_flwr.models import build_model
 from fedeas_flwr.training.fast_layers import FastLayers
 from fedeas_flwr.training.kernels import batchnorm
-from fedeas_flwr.training.side import Side
 from fedeas_flwr.training.stem import is_known_pooling, pooled
 
 
@@ -26,7 +25,7 @@ def strict_float32() -> None:
 def compare(plain: nn.Module, x: torch.Tensor, counted: int, tolerance: float) -> None:
     """The plain model on the samples that count, and the fast one on all of them, padding and all."""
     fast = copy.deepcopy(plain)
-    layers = FastLayers(fast, Side())
+    layers = FastLayers(fast)
     layers.count = torch.tensor(float(counted), device=x.device)
     direction = torch.randn_like(plain(x))
     plain.load_state_dict(fast.state_dict())
@@ -136,7 +135,7 @@ def test_a_norm_that_would_count_padding_is_refused_before_anything_is_changed()
     for norm in (nn.BatchNorm2d(4, affine=False), nn.BatchNorm2d(4, momentum=None)):
         model = nn.Sequential(nn.BatchNorm2d(4), norm).to(DEVICE)
         with pytest.raises(ValueError, match="not known here"):
-            FastLayers(model, Side())
+            FastLayers(model)
         assert not any("forward" in vars(module) for module in model.modules())
 
 

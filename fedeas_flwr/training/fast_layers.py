@@ -11,7 +11,6 @@ from torch.nn import functional as F
 
 from fedeas_flwr.training.head import WIDEST, linear
 from fedeas_flwr.training.kernels import batchnorm
-from fedeas_flwr.training.side import Side, convolution, is_plain
 from fedeas_flwr.training.stem import is_known_pooling, pooled
 
 Pair = tuple[torch.Tensor, torch.Tensor]
@@ -27,22 +26,18 @@ class FastLayers:
         On a GPU. BatchNorm is known, and torchvision's ResNets with basic blocks, whose ReLUs, sums, pooling and last
         layer are merged too.
 
-    side
-        Where the gradients of convolutions' weights are computed.
-
     Attributes
     ----------
     count
         How many samples of the batch count: a float on the device, set before the step is captured or run.
     """
 
-    def __init__(self, model: nn.Module, side: Side) -> None:
+    def __init__(self, model: nn.Module) -> None:
         from torchvision.models.resnet import ResNet
 
         device = next(model.parameters()).device
         self.count = torch.full((), 2.0, device=device)
         self._counters: list[torch.Tensor] = []
-        self._side = side
         for module in model.modules():
             is_norm = isinstance(module, nn.modules.batchnorm._BatchNorm)
             if is_norm and not (module.affine and module.momentum is not None):
@@ -55,8 +50,6 @@ class FastLayers:
                 module.forward = partial(self._batchnorm, module)  # type: ignore[method-assign]
                 if module.num_batches_tracked is not None:
                     self._counters.append(module.num_batches_tracked)
-            elif isinstance(module, nn.Conv2d) and is_plain(module):
-                module.forward = partial(self._convolution, module)  # type: ignore[method-assign]
             elif isinstance(module, ResNet):
                 module._forward_impl = partial(self._resnet, module)
                 if isinstance(module.fc, nn.Linear) and module.fc.bias is not None and len(module.fc.bias) <= WIDEST:
@@ -110,11 +103,6 @@ class FastLayers:
             x = model.avgpool(x)
         logits: torch.Tensor = model.fc(torch.flatten(x, 1))
         return logits
-
-    def _convolution(self, layer: nn.Conv2d, x: torch.Tensor) -> torch.Tensor:
-        if layer.training:
-            return convolution(layer, x, layer.weight, self._side)
-        return type(layer).forward(layer, x)
 
     def _linear(self, layer: nn.Linear, x: torch.Tensor) -> torch.Tensor:
         if layer.training and x.dim() == 2:

@@ -40,7 +40,6 @@ from fedeas_flwr.training.objective import (
 from fedeas_flwr.training.one_pixel import one_pixel_convolutions
 from fedeas_flwr.training.own_streams import LAST, own_stream
 from fedeas_flwr.training.room import first_convolution, room_for
-from fedeas_flwr.training.side import Side
 from fedeas_flwr.training.views import VIEWS, viewed
 from fedeas_flwr.training.weights import Weights
 
@@ -81,7 +80,6 @@ class GraphedEngine:
         self.recipe, self._normalise, self._precision, self._device = recipe, normalise, precision, device
         self._objective = objective
         self._stream = own_stream(rank) if device == "cuda" else None
-        self._side = Side(rank if device == "cuda" else None)
         self._model = model.to(device).train()
         if device == "cuda":
             self._model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
@@ -102,8 +100,7 @@ class GraphedEngine:
     def _see(self, image: Sequence[int]) -> None:
         """Get the model ready for the first images, whose shape [H, W, C] is that of all to come."""
         changes_gradients = type(self._objective).correct is not Objective.correct
-        fast = self._device == "cuda" and not self._objective.second_order
-        self._fast = fast_layers(self._model, self._side) if fast else None
+        self._fast = fast_layers(self._model) if self._device == "cuda" and not self._objective.second_order else None
         self._weights, self._room = self._laid_out(image, changes_gradients)
         self._state, self._trained = self._weights.state(self._model), trained_names(self._model)
         self._momentum = [torch.zeros_like(p) for p in self._weights.masters] if self.recipe.momentum else []
@@ -130,9 +127,9 @@ class GraphedEngine:
             taps = one_pixel_convolutions(self._model, self._normalise(pixels))
         first = first_convolution(self._model) if self._fast is not None else None
         if first is None:
-            return Weights(self._model, halved, taps, side=self._side), channels
+            return Weights(self._model, halved, taps), channels
         room = room_for(channels, torch.bfloat16 if halved else torch.float32)
-        return Weights(self._model, halved, taps, first, room, self._side), room
+        return Weights(self._model, halved, taps, first, room), room
 
     def train(
         self,
@@ -242,7 +239,6 @@ class GraphedEngine:
         with torch.autocast(self._device, torch.bfloat16, enabled=self._precision == "bf16", cache_enabled=False):
             loss = self._objective.loss(self._model, batch)
         gradients = torch.autograd.grad(loss, self._weights.parameters, self._one)
-        self._side.join()
         if self._descent:
             self._descent(gradients, self.recipe.learning_rate, loss.detach(), self._loss, samples, self._row)
         else:
@@ -304,12 +300,12 @@ def batch_table(
     return table.reshape(-1, size), full, rest
 
 
-def fast_layers(model: nn.Module, side: Side) -> Any:
+def fast_layers(model: nn.Module) -> Any:
     """Put the fast layers in; without Triton, or a C compiler for it, the model stays as it is and is slower."""
     try:
         from fedeas_flwr.training.fast_layers import FastLayers
 
-        return FastLayers(model, side)
+        return FastLayers(model)
     except Exception as error:  # whatever a compiler may raise
         logger.warning("BatchNorm is not fused, training goes on slower: %s", " ".join(str(error).split())[:200])
         return None

@@ -13,8 +13,6 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from fedeas_flwr.training.side import Side
-
 
 @torch.no_grad()
 def one_pixel_convolutions(model: nn.Module, images: torch.Tensor) -> list[nn.Conv2d]:
@@ -36,10 +34,10 @@ def one_pixel_convolutions(model: nn.Module, images: torch.Tensor) -> list[nn.Co
     return [layer for layer in known if seen.get(layer) == {True}]
 
 
-def use_centre_tap(layer: nn.Conv2d, side: Side) -> torch.Tensor:
+def use_centre_tap(layer: nn.Conv2d) -> torch.Tensor:
     """Let a layer compute with its centre tap in training; return the tap, a leaf in the very memory of the weight."""
     tap = layer.weight.data[:, :, 1, 1].requires_grad_()
-    layer.forward = partial(_forward, layer, layer.weight, tap, side)  # type: ignore[method-assign]
+    layer.forward = partial(_forward, layer, layer.weight, tap)  # type: ignore[method-assign]
     return tap
 
 
@@ -49,10 +47,10 @@ def _is_padded_3x3(layer: nn.Conv2d) -> bool:
     return known and plain and layer.weight.requires_grad
 
 
-def _forward(layer: nn.Conv2d, weight: torch.Tensor, tap: torch.Tensor, side: Side, x: torch.Tensor) -> torch.Tensor:
+def _forward(layer: nn.Conv2d, weight: torch.Tensor, tap: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     if not layer.training or layer.weight is not weight:  # the latter: called with another state's weights
         return type(layer).forward(layer, x)
-    y: torch.Tensor = _CentreTap.apply(x.flatten(1), tap, side)  # type: ignore[no-untyped-call]
+    y: torch.Tensor = _CentreTap.apply(x.flatten(1), tap)  # type: ignore[no-untyped-call]
     return y[:, :, None, None]
 
 
@@ -60,15 +58,13 @@ class _CentreTap(torch.autograd.Function):
     """A linear layer whose gradient lies in memory row by row, although the weight does not."""
 
     @staticmethod
-    def forward(ctx: Any, x: Any, tap: Any, side: Any) -> Any:
+    def forward(ctx: Any, x: Any, tap: Any) -> Any:
         x = x.to(tap.dtype)
         ctx.save_for_backward(x, tap)
-        ctx.side = side
         return F.linear(x, tap)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, dy: Any) -> Any:
         x, tap = ctx.saved_tensors
-        dtap = ctx.side.run(lambda: dy.t() @ x, x, dy)
-        return dy @ tap, dtap, None
+        return dy @ tap, dy.t() @ x

@@ -11,8 +11,7 @@ from functools import partial
 
 import torch
 from torch import nn
-
-from fedeas_flwr.training.side import Side, convolution, is_plain
+from torch.nn import functional as F
 
 _RUN = 16
 """Bytes."""
@@ -24,7 +23,9 @@ def first_convolution(model: nn.Module) -> nn.Conv2d | None:
 
     if not isinstance(model, ResNet):
         return None
-    return model.conv1 if is_plain(model.conv1) else None
+    layer = model.conv1
+    plain = isinstance(layer, nn.Conv2d) and layer.groups == 1 and layer.bias is None and layer.padding_mode == "zeros"
+    return layer if plain and layer.weight.requires_grad else None
 
 
 def room_for(channels: int, kind: torch.dtype) -> int:
@@ -33,14 +34,14 @@ def room_for(channels: int, kind: torch.dtype) -> int:
     return -channels // run * -run
 
 
-def use_room(layer: nn.Conv2d, wide: torch.Tensor, side: Side) -> torch.Tensor:
+def use_room(layer: nn.Conv2d, wide: torch.Tensor) -> torch.Tensor:
     """Let a layer compute with wide weights in training; return them, a leaf. Its own are their first channels."""
     leaf = wide.detach().requires_grad_()
-    layer.forward = partial(_convolve, layer, layer.weight, leaf, side)  # type: ignore[method-assign]
+    layer.forward = partial(_convolve, layer, layer.weight, leaf)  # type: ignore[method-assign]
     return leaf
 
 
-def _convolve(layer: nn.Conv2d, weight: torch.Tensor, wide: torch.Tensor, side: Side, x: torch.Tensor) -> torch.Tensor:
+def _convolve(layer: nn.Conv2d, weight: torch.Tensor, wide: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     if not layer.training or layer.weight is not weight:  # the latter: called with another state's weights
         return type(layer).forward(layer, x)
     (batch, channels, height, width), room = x.shape, wide.shape[1]
@@ -48,4 +49,4 @@ def _convolve(layer: nn.Conv2d, weight: torch.Tensor, wide: torch.Tensor, side: 
         x = x.as_strided((batch, room, height, width), x.stride())
     else:
         wide = wide[:, :channels]
-    return convolution(layer, x, wide, side)
+    return F.conv2d(x, wide, None, layer.stride, layer.padding, layer.dilation)

@@ -12,7 +12,6 @@ from torch import nn
 
 from fedeas_flwr.training.one_pixel import use_centre_tap
 from fedeas_flwr.training.room import use_room
-from fedeas_flwr.training.side import Side
 
 
 class Weights:
@@ -29,9 +28,6 @@ class Weights:
     widened
         A convolution whose weights have ``room`` for so many input channels in memory, the further ones zero (stem.py).
 
-    side
-        Where gradients of those convolutions are computed; else where everything is.
-
     Attributes
     ----------
     names, parameters, masters
@@ -45,9 +41,7 @@ class Weights:
         one_pixel: Sequence[nn.Conv2d] = (),
         widened: nn.Conv2d | None = None,
         room: int = 0,
-        side: Side | None = None,
     ) -> None:
-        side = side or Side()
         if widened is not None:
             _widen(widened, room)
         trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
@@ -76,11 +70,11 @@ class Weights:
             start += size
         self.masters = list(self._wholes)
         for i in range(self._dense, len(trained)):
-            self.parameters[i] = use_centre_tap(layers[id(trained[i][1])], side)
+            self.parameters[i] = use_centre_tap(layers[id(trained[i][1])])
             self.masters[i] = self._wholes[i][:, :, 1, 1]
         if widened is not None:
             i = next(i for i, (_, p) in enumerate(trained) if p is widened.weight)
-            self.parameters[i] = use_room(widened, _whole_room(widened.weight, room), side)
+            self.parameters[i] = use_room(widened, _whole_room(widened.weight, room))
             self.masters[i] = _whole_room(self._wholes[i], room)
         self._gradients = [torch.zeros_like(self.masters[i]) for i in self._halved]
         self.refresh()
