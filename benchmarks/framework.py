@@ -11,11 +11,11 @@ stops: only then is the difference in time the framework's. On a GPU ten clients
 Ray, as ten processes that share the GPU by MPS; there the record says by how much the weights differ.
 
 The tax is the share of a round outside training and evaluation, got in two ways: `by difference` 1 − bare / round; and
-where one client trains at a time `by phases` 1 − (training + waiting for a round's end) / round with the phases of
-rounds.jsonl, where training is what the clients say they took. The bare loop tests after each round, a run beside the
-next one: what that spares is taken off the difference. `CPU / bare` compares CPU seconds instead of wall-clock: a busy
-machine disturbs them less, but they leave out waiting for the disk, and Ray's are in other processes. All three count
-checks, records and a checkpoint every round as the framework's.
+where one client trains at a time `by phases` 1 − (training + waiting for the end of the round before) / all phases that
+a round waits for, by rounds.jsonl, where training is what the clients say they took. The bare loop tests after each
+round, a run beside the next one: what that spares is taken off the difference. `CPU / bare` compares CPU seconds instead
+of wall-clock: a busy machine disturbs them less, but they leave out waiting for the disk, and Ray's are in other
+processes. All three count checks, records and a checkpoint every round as the framework's.
 """
 
 from __future__ import annotations
@@ -45,6 +45,7 @@ from run_records import let_children_import_models, markdown, round_seconds, wri
 from fedeas_flwr.config import RunConfig, parse_config, read_config
 from fedeas_flwr.launch import launch
 from fedeas_flwr.local_data import federated_data
+from fedeas_flwr.metrics import WALL_CLOCK
 from fedeas_flwr.models import split_state
 from fedeas_flwr.mps import shared_gpu
 from fedeas_flwr.runs import Arrays, RunDirectory, plain
@@ -148,9 +149,11 @@ def flower_run(config: RunConfig, folder: Path) -> dict[str, Any]:
     finally:
         log.removeFilter(clock)
     rounds = [record["seconds"] for record in run.rounds()[1:]]
-    busy = [s["training"] + s["generating"] + s["end_wait"] for s in rounds]
+    taxes = [
+        1 - (s["training"] + s["generating"] + s["end_wait"]) / sum(s[phase] for phase in WALL_CLOCK) for s in rounds
+    ]
     cpu = [end - begin for begin, end in pairwise(clock.ends)]
-    return {"seconds": round_seconds(run), "cpu": cpu, "busy": busy, "weights": RunDirectory(folder).load_model()}
+    return {"seconds": round_seconds(run), "cpu": cpu, "taxes": taxes, "weights": RunDirectory(folder).load_model()}
 
 
 def check_same(bare: Arrays, flower: Arrays, what: str) -> None:
@@ -180,7 +183,7 @@ def compare(name: str, keys: dict[str, Any], options: argparse.Namespace, folder
             found = flower_run(its, folder / f"{name.replace(' ', '-')}-{backend}-{turn}")
             ways.seconds.append(found["seconds"])
             if workers == 1:  # of several clients it would count as the framework's that the largest ends last
-                ways.busy.append(found["busy"])
+                ways.taxes += found["taxes"]
             if found["cpu"]:
                 ways.cpu.append(found["cpu"])
             if options.device == "cpu":
@@ -192,12 +195,12 @@ def compare(name: str, keys: dict[str, Any], options: argparse.Namespace, folder
 
 @dataclass
 class Turns:
-    """One way's rounds, turn by turn: their seconds, those of CPU time and of training and testing in them, and how far
-    a weight is from the bare loop's at the end."""
+    """One way's rounds, turn by turn: their seconds and those of CPU time, the tax by phases of each, and how far a
+    weight is from the bare loop's at the end."""
 
     way: str
     seconds: list[list[float]] = field(default_factory=list)
-    busy: list[list[float]] = field(default_factory=list)
+    taxes: list[float] = field(default_factory=list)
     cpu: list[list[float]] = field(default_factory=list)
     apart: list[float] = field(default_factory=list)
 
@@ -205,7 +208,6 @@ class Turns:
         """A line of the table. A turn's median round is set against the bare one's of the same turn."""
         ratios, cpu = by_turn(self.seconds, bare.seconds), by_turn(self.cpu, bare.cpu)
         rounds = [second for turn in self.seconds for second in turn]
-        taxes = [1 - b / s for b, s in zip((b for turn in self.busy for b in turn), rounds, strict=False)]
         over_bare = statistics.median(ratios)
         return {
             "way": self.way,
@@ -215,7 +217,7 @@ class Turns:
             "over_bare_by_turn": [round(ratio, 3) for ratio in ratios],
             "cpu_over_bare": round(statistics.median(cpu), 3) if cpu else None,
             "tax_by_difference": round(1 - 1 / over_bare, 4),
-            "tax_by_phases": round(statistics.median(taxes), 4) if taxes else None,
+            "tax_by_phases": round(statistics.median(self.taxes), 4) if self.taxes else None,
             "weights_apart": max(self.apart, default=None),
         }
 

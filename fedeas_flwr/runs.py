@@ -260,9 +260,7 @@ class RunDirectory:
         summary, found = self.summary(), self._read_json("config.json")
         config = found["config"]
         config |= {"run-dir": "", "data-dir": "", "resume": False}  # without a run-dir there is nothing to resume
-        config |= {key: Path(config[key]).name for key in ("generator", "weights")}
-        kind, colon, where = config["dataset"].partition(":")
-        config["dataset"] = kind + colon + Path(where).name
+        config |= {key: _without_folder(config[key]) for key in ("dataset", "generator", "weights")}
         copy = RunDirectory(folder)
         copy._write_json("config.json", found)
         copy._write_json("summary.json", summary)
@@ -363,6 +361,12 @@ def run_folder(config: RunConfig, run_id: int) -> Path:
 def plain(arrays: Mapping[str, Any]) -> Arrays:
     """Contiguous NumPy arrays, also of tensors that lie on a GPU."""
     return {k: np.asarray(v.cpu().numpy() if hasattr(v, "cpu") else v, order="C") for k, v in arrays.items()}
+
+
+def _without_folder(spec: str) -> str:
+    """The last name of a path, with the kind that may stand before it: ``bank:/home/me/images.npz``."""
+    kind, colon, where = spec.partition(":")
+    return kind + colon + Path(where).name if colon else Path(spec).name
 
 
 def _under(prefix: str, arrays: Arrays) -> Arrays:

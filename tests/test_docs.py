@@ -6,10 +6,12 @@ import json
 import re
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from fedeas_flwr.config import KEYS, RunConfig, read_config
 from fedeas_flwr.metrics import WALL_CLOCK, seconds_of
+from fedeas_flwr.reproduce.measured import meaning
 from fedeas_flwr.runs import RunDirectory
 from fedeas_flwr.strategies import ALGORITHMS, TABLE_HEAD, table_rows
 
@@ -99,9 +101,9 @@ def test_the_readmes_cifar_numbers_are_the_committed_runs() -> None:
 
     cells = {
         "FedAvg, nothing": ("none-s1", "none-s2", "none-s3"),
-        "FedEAS, β = 12": ("fedeas-s1", "fedeas-s3"),
-        "Missing-only": ("missing-only-s1",),
-        "Uniform": ("uniform-s1",),
+        "FedEAS, β = 12": ("fedeas-s1", "fedeas-s2", "fedeas-s3"),
+        "Missing-only": ("missing-only-s1", "missing-only-s2", "missing-only-s3"),
+        "Uniform": ("uniform-s1", "uniform-s2", "uniform-s3"),
         "FedProx": ("fedprox-s1",),
         "SCAFFOLD": ("scaffold-s1",),
         "MOON": ("moon-s1",),
@@ -118,7 +120,30 @@ def test_the_gpu_minutes_are_those_of_the_committed_runs() -> None:
     found = [RunDirectory(path).summary()["seconds"] for path in sorted((ROOT / "results").glob("cifar10-k*/*/"))]
     total = sum(seconds_of(phase, seconds) for seconds in found for phase in WALL_CLOCK)
     page = (ROOT / "docs" / "reproduction.md").read_text()
-    assert f"of these two columns come to {total / 60:.0f} minutes of one GPU" in page
+    assert f"`results/cifar10-*` come to {total / 60:.0f} minutes of one GPU" in page
+
+
+def test_what_shared_images_cost_uniform_is_what_the_records_say() -> None:
+    """And the run is the cell's but for the generator, a bank that holds no more than a client of it asks for."""
+    results = ROOT / "results"
+    shared = RunDirectory(results / "shared-images" / "uniform-s1")
+    own = [RunDirectory(results / "cifar10-k100-a0.1" / f"uniform-s{seed}") for seed in (1, 2, 3)]
+    fedeas = [RunDirectory(results / "cifar10-k100-a0.1" / f"fedeas-s{seed}") for seed in (1, 2, 3)]
+    theirs, ours = meaning(shared.config()), meaning(own[0].config())
+    assert {key for key in ours if ours[key] != theirs[key]} == {"generator"}
+    assert theirs["generator"] == "bank"
+    assert [r["clients"] for r in shared.rounds()] == [r["clients"] for r in own[0].rounds()]
+
+    def mean(key: str, *runs: RunDirectory) -> str:
+        return f"{100 * np.mean([run.summary()[key] for run in runs]):.1f}"
+
+    page = " ".join((ROOT / "docs" / "reproduction.md").read_text().split())
+    assert f"last-20 {mean('last_20', shared)}, peak {mean('peak', shared)}, where the paper has 58.81" in page
+    assert f"images of one's own give {mean('last_20', *own)} and {mean('peak', *own)}" in page
+    lead = np.mean([run.summary()["last_20"] for run in fedeas]) - np.mean([run.summary()["last_20"] for run in own])
+    text = " ".join(README.split())
+    assert f"its lead over Uniform is {100 * lead:.1f} points here and 13.7 in the paper" in text
+    assert f"our Uniform comes to {mean('last_20', shared)}, the paper's number" in text
 
 
 def test_the_readmes_speeds_are_the_committed_ones() -> None:
