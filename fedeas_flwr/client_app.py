@@ -271,6 +271,7 @@ def _synthetic(
 ) -> tuple[Images, Labels, int, int]:
     """This client's synthetic images and labels, how many were made just now, and how many were left out."""
     about, cache, least = describe_generator(config), ImageCache(), config.min_class_agreement
+    client = 0 if config.shared_images else client
     if least == 0:
         return *cache.ensure(generator, seed=config.seed, client=client, wanted=wanted, about=about), 0
     judge = independent_classifier(config.dataset, config.data_dir, device)

@@ -184,6 +184,9 @@ class RunConfig(BaseModel):
         "auto", description="what the generator computes in; auto: fp32 on a CPU, bf16 on a GPU"
     )
 
+    shared_images: bool = Field(
+        False, description="all clients use the same images, image i of a class being one; else each has its own"
+    )
     min_class_agreement: float = Field(
         0.0, ge=0, le=1, description="probability of its class that an independent classifier must give; 0: any"
     )

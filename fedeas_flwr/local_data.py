@@ -120,8 +120,11 @@ def planned_counts(config: RunConfig, clients: int, progress: Callable[[int], No
 
 
 def planned_images(config: RunConfig, counts: Labels) -> Labels:
-    """How many images of each class every client of a run will generate, ``[clients, classes]``."""
-    return allocate(
+    """How many images of each class will be made for every client of a run, ``[clients, classes]``.
+
+    With shared images all are made for client 0, as many as any client asks for.
+    """
+    planned = allocate(
         counts,
         config.policy,
         beta=config.beta,
@@ -129,6 +132,7 @@ def planned_images(config: RunConfig, counts: Labels) -> Labels:
         strict_mean=not config.printed_rule,
         total=config.total or None,
     )
+    return planned.max(axis=0, keepdims=True) if config.shared_images else planned
 
 
 def own_labels(dataset: str, protocol: str) -> Labels:

@@ -9,9 +9,20 @@ import pytest
 
 from fedeas_flwr.allocation import allocate
 from fedeas_flwr.config import ConfigError, parse_overrides, read_config
-from fedeas_flwr.local_data import planned_counts
+from fedeas_flwr.local_data import planned_counts, planned_images
 from fedeas_flwr.reproduce import paper
-from fedeas_flwr.reproduce.cells import MAIN, PAPERS, RULES, SCALES, all_cells, cell, column, matching, run_words
+from fedeas_flwr.reproduce.cells import (
+    MAIN,
+    PAPERS,
+    RULES,
+    SCALES,
+    SHARED,
+    all_cells,
+    cell,
+    column,
+    matching,
+    run_words,
+)
 from fedeas_flwr.reproduce.items import ITEMS, can_run, choose
 from fedeas_flwr.reproduce.measured import meaning
 
@@ -113,6 +124,17 @@ def test_other_rules_spend_fedeas_total_or_a_little_less() -> None:
     assert gammas == [0.25, 0.5, 0.75, 1.0]
 
 
+def test_shared_images_are_as_many_as_the_largest_wishes() -> None:
+    """What is asked for stays the paper's total; what is made is a hundredth of it for Uniform."""
+    different = {}
+    for method in SHARED:
+        config = cell(f"{MAIN}/{method}-shared").config("full", 1)
+        counts = planned_counts(config, 100)
+        assert allocate(counts, config.policy, beta=config.beta).sum() == 33_650
+        different[method] = int(planned_images(config, counts).sum())
+    assert different == {"uniform": 10 * 34, "missing-only": 10 * 65, "fedeas": 984}
+
+
 @pytest.mark.parametrize("clients", [20, 100])
 def test_the_files_of_conf_are_cells(clients: int) -> None:
     file = read_config(ROOT / "conf" / f"cifar10-k{clients}.toml")
@@ -141,9 +163,10 @@ def test_the_words_of_fedeas_run_give_back_the_cell(scale: str) -> None:
 def test_cells_are_run_in_the_order_in_which_they_are_worth_it() -> None:
     names = [one.name for one in all_cells()]
     assert names[:5] == [f"{MAIN}/{m}" for m in ("fedavg", "fedeas", "missing-only", "uniform", "full-balance")]
-    assert names[8] == f"{PAPERS}/fedavg"
     wanted = [
         f"{MAIN}/moon",
+        f"{MAIN}/uniform-shared",
+        f"{PAPERS}/fedavg",
         f"{PAPERS}/linear",
         "c10-k100-a0.05/fedavg",
         "c10-k20-a0.05/fedavg",
@@ -182,7 +205,7 @@ def test_items_columns_and_cells_are_asked_for_by_name() -> None:
     ]
     assert not [one for one in everything.needed("smoke") if "sd-turbo" in one.name]
     assert "beta" not in choose(["all"], [MAIN], "full").items and "rule" in choose(["all"], [MAIN], "full").items
-    assert set(ITEMS) - set(choose(["all"], [], "smoke").items) == {"clean", "rule"}
+    assert set(ITEMS) - set(choose(["all"], [], "smoke").items) == {"clean", "shared", "rule"}
 
 
 def test_a_name_that_there_is_not_is_one_line() -> None:

@@ -78,6 +78,19 @@ def test_generation_happens_once(tmp_path: Path, digits_generator: Path) -> None
     assert larger.rounds()[0]["made"] == larger.summary()["total_generated"] - made[0] > 0
 
 
+def test_shared_images_are_made_once_for_all_clients(tmp_path: Path, digits_generator: Path) -> None:
+    """Each client has as many as ever, but image i of a class is the same one on all of them: client 0's."""
+    seed = int.from_bytes(os.urandom(3), "big")
+    config = small(tmp_path / "own", participation=1.0, rounds=1, seed=seed)
+    own = finish(config)
+    plan = allocate(planned_counts(config, config.clients), "fedeas", beta=config.beta)
+    shared = finish(config.with_changes(run_dir=str(tmp_path / "shared"), shared_images=True))
+    assert shared.summary()["total_generated"] == own.summary()["total_generated"] == plan.sum()
+    beyond = np.maximum(plan.max(axis=0) - plan[0], 0).sum()  # client 0's images were there already
+    assert 0 < shared.rounds()[0]["made"] == beyond < plan[1:].sum()
+    assert weights(shared) != weights(own)
+
+
 def test_images_nobody_recognises_are_replaced_and_counted(tmp_path: Path, digits_generator: Path) -> None:
     plain = finish(small(tmp_path / "plain", participation=1.0, rounds=1))
     strict = finish(small(tmp_path / "strict", participation=1.0, rounds=2, min_class_agreement=0.9))

@@ -36,6 +36,7 @@ _OF_GENERATION = (
     "guidance",
     "generation-batch",
     "generation-precision",
+    "shared-images",
     "min-class-agreement",
 )
 """Keys that say what is generated: without meaning under policy none, and free in the baseline of a run."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from fedeas_flwr.allocation import allocate, removed
-from fedeas_flwr.local_data import planned_counts
+from fedeas_flwr.local_data import planned_counts, planned_images
 from fedeas_flwr.reproduce import paper
 from fedeas_flwr.reproduce.beside import (
     NONE,
@@ -15,11 +15,12 @@ from fedeas_flwr.reproduce.beside import (
     show_budget,
     show_difference,
     show_ours,
+    show_paper,
     show_seeds,
     signed,
     value_of,
 )
-from fedeas_flwr.reproduce.cells import CLEAN, MAIN, METHODS, PAPERS, RULES, cell, column
+from fedeas_flwr.reproduce.cells import CLEAN, MAIN, METHODS, PAPERS, RULES, SHARED, cell, column
 from fedeas_flwr.reproduce.measured import Results, Value
 from fedeas_flwr.reproduce.tables import Table
 from fedeas_flwr.sizes import show_seconds
@@ -117,6 +118,34 @@ def clean_table(results: Results) -> Table:
         table.rows.append([METHODS[method].label, *shown, change, images])
         table.values += [leaky, clean]
         table.budgets += [budget for budget in budgets if budget]
+    return table
+
+
+def shared_table(results: Results) -> Table:
+    """Whether clients have images of their own or the same ones; the paper does not say which it had."""
+    head = ["Method", "Paper, last-20 %", "Images", "Ours, last-20 %", "Seeds", "Difference", "Different images"]
+    table = Table(head, [])
+    for method in SHARED:
+        published = last_20_of(results, f"{MAIN}/{method}").paper
+        for name, whose in ((method, "of each client's own"), (f"{method}-shared", "the same for all clients")):
+            one = cell(f"{MAIN}/{name}")
+            config = one.config(results.scale, 1)
+            different = planned_images(config, planned_counts(config, config.clients)).sum()
+            last = value_of(results, one.name, "last-20 %", lambda run: 100 * run.last_20, published)
+            table.rows.append(
+                [
+                    METHODS[method].label,
+                    show_paper(last) if name == method else "",
+                    whose,
+                    show_ours(last),
+                    show_seeds(last),
+                    show_difference(last),
+                    f"{different:,}",
+                ]
+            )
+            table.values.append(last)
+            budget = budget_of(results, one.name)
+            table.budgets += [budget] if budget else []
     return table
 
 

@@ -156,11 +156,17 @@ def _methods() -> dict[str, Method]:
         for method in found
         if method.name in CLEAN
     ]
-    return {method.name: method for method in (*found, *clean)}
+    shared = [
+        Method(f"{method.name}-shared", f"{method.label}, shared images", (*method.keys, ("shared-images", True)))
+        for method in found
+        if method.name in SHARED
+    ]
+    return {method.name: method for method in (*found, *clean, *shared)}
 
 
 FREE = ("oversample", "class-weighted", "logit-adjusted", "flip-crop")
 CLEAN = ("fedavg", "fedeas", "missing-only", "uniform", "full-balance", *FREE)
+SHARED = ("uniform", "missing-only", "fedeas")
 RULES = ("fedeas-g0.25", "fedeas", "fedeas-g0.75", "fedeas-g1", "waterfill")
 METHODS = _methods()
 
@@ -234,7 +240,7 @@ def all_cells() -> list[Cell]:
     of_100 = ("c100-k100-a0.1", "c100-k20-a0.1")
     sweep = [f"{name}-b{beta}" for beta in BETAS if beta != FULL["beta"] for name in ("fedeas", "uniform")]
     names = [
-        *_pairs([MAIN], eight),
+        *_pairs([MAIN], (*eight, *(f"{name}-shared" for name in SHARED))),
         *_pairs([PAPERS], (*eight, *sweep, "without-entropy", "linear")),
         *_pairs([*others, *of_100], eight),
         *_pairs([MAIN, PAPERS, *others, *of_100], ("fedgen", "fedmix")),

@@ -12,7 +12,7 @@ from fedeas_flwr.config import ConfigError
 from fedeas_flwr.paths import atomic_write
 from fedeas_flwr.report.page import as_png
 from fedeas_flwr.reproduce import beside, beyond, paper, tables
-from fedeas_flwr.reproduce.cells import CLEAN, MAIN, PAPERS, RULES, Cell, all_cells, cell, column, matching
+from fedeas_flwr.reproduce.cells import CLEAN, MAIN, PAPERS, RULES, SHARED, Cell, all_cells, cell, column, matching
 from fedeas_flwr.reproduce.measured import Results
 from fedeas_flwr.reproduce.tables import Table
 
@@ -166,6 +166,13 @@ ITEMS: dict[str, Item] = {
         "Protocol paper tests on images of which the generator has seen 5/6; protocol clean on the official test set.",
         _on(MAIN, *CLEAN, *(f"{name}-clean" for name in CLEAN)),
         _fixed(beyond.clean_table),
+        only_by_name=True,
+    ),
+    "shared": Item(
+        "Beyond the paper: images of each client's own, or the same for all",
+        "Budgets are the same to the image; what differs is whether two clients may have the same image.",
+        _on(MAIN, *SHARED, *(f"{name}-shared" for name in SHARED)),
+        _fixed(beyond.shared_table),
         only_by_name=True,
     ),
     "rule": Item(

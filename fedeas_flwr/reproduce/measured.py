@@ -41,6 +41,7 @@ OF_GENERATING = (
     "sampler",
     "sampler-steps",
     "guidance",
+    "shared-images",
     "min-class-agreement",
 )
 OF_STRATEGIES = ("fedprox", "scaffold", "moon", "fedmix", "fedgen")
