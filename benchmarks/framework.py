@@ -13,7 +13,7 @@ Ray, as ten processes that share the GPU by MPS; there the record says by how mu
 The tax is the share of a round outside training and evaluation, got in two ways: `by difference` 1 − bare / round; and
 where one client trains at a time `by phases` 1 − (training + waiting for the end of the round before) / all phases that
 a round waits for, by rounds.jsonl, where training is what the clients say they took. The bare loop tests after each
-round, a run beside the next one: what that spares is taken off the difference. `CPU / bare` compares CPU seconds instead:
+round, a run beside the next one: what that spares is taken off the difference. `CPU / bare` compares CPU time:
 a busy machine disturbs them less, but they leave out waiting for the disk, and Ray's are in other processes. All three
 count checks, records and a checkpoint every round as the framework's.
 """

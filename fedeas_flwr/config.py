@@ -185,7 +185,7 @@ class RunConfig(BaseModel):
     )
 
     shared_images: bool = Field(
-        False, description="all clients use the same images, image i of a class being one; else each has its own"
+        False, description="image i of a class is the same one on all clients; else each has images of its own"
     )
     min_class_agreement: float = Field(
         0.0, ge=0, le=1, description="probability of its class that an independent classifier must give; 0: any"
