@@ -36,7 +36,7 @@ import psutil
 import tomli_w
 from run_records import let_children_import_models, markdown, round_seconds, seconds_to_discover, write_record
 
-from fedeas_flwr import messages
+from fedeas_flwr.array_records import to_record
 from fedeas_flwr.config import RunConfig, parse_config
 from fedeas_flwr.data import dataset_info
 from fedeas_flwr.local_data import federated_data
@@ -120,7 +120,7 @@ def measured(config: RunConfig, growth: str, folder: Path) -> dict[str, Any]:
     run, memory = watched_run(config.with_changes(run_dir=str(folder / "run")), folder)
     memory.own.pop(config.rounds, None)  # after the last round the process is on its way out
     state, records, walls = split_state(network(config)), run.rounds()[1:], round_seconds(run)
-    encoded = sum(len(array.data) for part in state for array in messages.to_record(part).values())
+    encoded = sum(len(array.data) for part in state for array in to_record(part).values())
     phases = [record["seconds"] for record in records]
     busy = [(s["training"] + s["generating"]) / config.actors + s["end_wait"] for s in phases]
     return {

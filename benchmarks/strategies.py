@@ -23,6 +23,7 @@ from flwr.app import ConfigRecord, Message
 from flwr.clientapp import ClientApp
 
 from fedeas_flwr import messages
+from fedeas_flwr.array_records import to_record
 from fedeas_flwr.config import RunConfig, parse_config
 from fedeas_flwr.grids import InlineGrid
 from fedeas_flwr.models import build_model, split_state
@@ -55,7 +56,7 @@ def merging_seconds(config: RunConfig, states: list[Arrays]) -> float:
     """The second round's merge: in the first, some strategies have nothing to remember yet."""
     strategy, grid = build_strategy(config), InlineGrid(ClientApp(), CLIENTS, {})
     for number in (1, 2):
-        out = list(strategy.configure_train(number, messages.to_record(states[0]), ConfigRecord(), grid))
+        out = list(strategy.configure_train(number, to_record(states[0]), ConfigRecord(), grid))
         extra = strategy.extra_wanted() if isinstance(strategy, SendsExtra) else {}
         replies = [_reply(message, states, extra) for message in out]
         taken = seconds(lambda number=number, replies=replies: strategy.aggregate_train(number, replies))

@@ -20,17 +20,14 @@ from dataclasses import dataclass
 from logging import ERROR
 from typing import Any
 
-import numpy as np
-from flwr.app import Array, ArrayRecord, ConfigRecord, Error, Message, MessageType, MetricRecord, RecordDict
+from flwr.app import ArrayRecord, ConfigRecord, Error, Message, MessageType, MetricRecord, RecordDict
 from flwr.supercore import log
 
-from fedeas_flwr.npy import array_bytes, read_array
-from fedeas_flwr.runs import Arrays, plain
+from fedeas_flwr.array_records import LiveRecord, WrongArraysError, read_like, to_arrays, to_record
+from fedeas_flwr.runs import Arrays
 
 ARRAYS, BUFFERS, EXTRA, CONFIG, METRICS = "arrays", "buffers", "extra", "config", "metrics"
 WEIGHT, LOSS = "num-examples", "loss"
-_ENCODING = "numpy.ndarray"  # Flower's name for NumPy's file format
-_HEADER_BYTES = 1024  # of NumPy's format before the data; 128 are usual
 _LOGGED_CHARACTERS = 20_000
 CLIENT_FAILED = 1
 """Error code of a reply in which the client itself says what went wrong."""
@@ -94,60 +91,6 @@ class EvaluateReport:
     loss: float
 
 
-class LiveRecord(ArrayRecord):
-    """Arrays handed over within one process, without bytes: the one exception to messages, for the inline grid.
-
-    To Flower it is an empty record. What it holds must not be changed by either side.
-    """
-
-    def __init__(self, arrays: Mapping[str, Any]) -> None:
-        super().__init__()
-        self.__dict__["live"] = dict(arrays)
-
-
-def to_record(arrays: Mapping[str, Any]) -> ArrayRecord:
-    """Build a new record: one that was sent must never be changed in place. Tensors are handed over as they are."""
-    if any(hasattr(value, "cpu") for value in arrays.values()):
-        return LiveRecord(arrays)
-    return ArrayRecord({key: _encoded(np.asarray(value)) for key, value in arrays.items()})
-
-
-def _encoded(array: Any) -> Array:
-    return Array(dtype=str(array.dtype), shape=array.shape, stype=_ENCODING, data=array_bytes(array))
-
-
-def to_arrays(record: ArrayRecord) -> Arrays:
-    """Read a record: NumPy arrays, not to be written to, or the tensors of a live one."""
-    if isinstance(record, LiveRecord):
-        return dict(record.__dict__["live"])
-    return {key: read_array(value.data) for key, value in record.items()}
-
-
-def encoded(record: ArrayRecord) -> ArrayRecord:
-    """The record as Flower knows it, which may be copied, kept and sent on.
-
-    Tensors that were handed over become NumPy arrays, and data that came out of band (npy.py) become bytes: Flower
-    makes an Array of nothing else, and neither pickle nor protobuf takes a view.
-    """
-    if isinstance(record, LiveRecord):
-        return to_record(plain(to_arrays(record)))
-    if all(isinstance(array.data, bytes) for array in record.values()):
-        return record
-    return ArrayRecord({key: _with_bytes(array) for key, array in record.items()})
-
-
-def _with_bytes(array: Array) -> Array:
-    return Array(dtype=array.dtype, shape=tuple(array.shape), stype=array.stype, data=bytes(array.data))
-
-
-def as_handed_over(record: ArrayRecord, like: ArrayRecord) -> ArrayRecord:
-    """The way back: tensors beside those of ``like``, if it is live."""
-    if not isinstance(like, LiveRecord):
-        return record
-    tensors = to_arrays(like)
-    return LiveRecord({key: tensors[key].new_tensor(array) for key, array in to_arrays(record).items()})
-
-
 def is_live(message: Message) -> bool:
     """Whether a message hands its model over within the process."""
     return isinstance(message.content.array_records[ARRAYS], LiveRecord)
@@ -188,14 +131,12 @@ def disclose(message: Message, client: int, arrays: Arrays) -> Message:
 
 def read_disclosed(message: Message, client: int, wanted: Arrays) -> Arrays:
     """Read what a client disclosed; names, kinds and shapes must be those of ``wanted``, as in a train reply."""
-    found = _whole(_metrics(message), "client-id", 0, 2**53)
-    if found != client:
-        raise MessageError(f"client-id = {found}, but the question was for client {client}")
+    _check_sender(_metrics(message), client)
     records = message.content.array_records
     if set(records) != {ARRAYS}:
         raise MessageError(f"array records {sorted(records)}, wanted {ARRAYS} alone")
     # Copies: a strategy keeps them for the whole run, and they may be views of memory that Ray wants back.
-    return {key: array.copy() for key, array in _check_like(records[ARRAYS], wanted).items()}
+    return {key: array.copy() for key, array in _like(records[ARRAYS], wanted).items()}
 
 
 # ------------------------------------------------------------------------------------------------ train
@@ -279,8 +220,9 @@ def read_train_reply(
         For anything that must not reach the global model, by name.
     """
     record = _metrics(message)
+    _check_sender(record, client)
     report = TrainReport(
-        client=_whole(record, "client-id", 0, 2**53),
+        client=client,
         examples=_whole(record, WEIGHT, 1, 2**40),
         loss=_number(record, LOSS),
         steps=_whole(record, "steps", 0, 2**53),
@@ -290,82 +232,17 @@ def read_train_reply(
         seconds_training=_number(record, "seconds-training"),
         rejected=_whole(record, "rejected", 0, 2**53),
     )
-    if report.client != client:
-        raise MessageError(f"client-id = {report.client}, but the message was for client {client}")
     records = message.content.array_records
     wanted = [ARRAYS, BUFFERS, *([EXTRA] if extra else [])]
     if set(records) != set(wanted):
         raise MessageError(f"array records {sorted(records)}, wanted {' and '.join(wanted)}")
-    _check_like(records[ARRAYS], trainable)
-    received = _check_like(records[BUFFERS], buffers)
+    _like(records[ARRAYS], trainable)
+    received = _like(records[BUFFERS], buffers)
     message.content = RecordDict({ARRAYS: records[ARRAYS], METRICS: record})
     if extra:
-        _check_like(records[EXTRA], extra)
+        _like(records[EXTRA], extra)
         message.content[EXTRA] = records[EXTRA]
     return report, received
-
-
-def _check_like(record: ArrayRecord, wanted: Arrays) -> Arrays:
-    if isinstance(record, LiveRecord):
-        return _check_live(to_arrays(record), wanted)
-    if list(record) != list(wanted):
-        odd = sorted(set(record) ^ set(wanted)) or ["the order"]
-        raise MessageError(f"arrays differ from those wanted: {odd[0]}")
-    arrays: Arrays = {}
-    for key, like in wanted.items():
-        # The declared dtype and shape are compared before the bytes are decoded.
-        if record[key].dtype != str(like.dtype) or tuple(record[key].shape) != like.shape:
-            got = f"{record[key].dtype}{list(record[key].shape)}"
-            raise MessageError(f"array {key} is {got}, wanted {like.dtype}{list(like.shape)}")
-        array = _decoded(key, record[key], like)
-        if not np.isfinite(array).all():
-            raise MessageError(f"array {key} holds NaN or infinity")
-        arrays[key] = array
-    return arrays
-
-
-def _decoded(key: str, sent: Array, like: Any) -> Any:
-    """Read an array's bytes, after a look at how many they are and at what they say of themselves.
-
-    A few bytes may claim to be an array of terabytes, and NumPy makes room for it before it counts them.
-    """
-    most = like.nbytes + _HEADER_BYTES
-    if not _is_of_bytes(sent.data):
-        raise MessageError(f"array {key} has data of type {type(sent.data).__name__}, wanted bytes")
-    if len(sent.data) > most:
-        raise MessageError(f"array {key} has {len(sent.data)} bytes, wanted {most} at most")
-    try:
-        if sent.stype != _ENCODING:
-            raise ValueError(f"its encoding is '{sent.stype[:50]}', wanted {_ENCODING}")
-        array = read_array(sent.data)
-    except ValueError as error:
-        raise MessageError(f"array {key} cannot be decoded: {error}") from None
-    if array.dtype != like.dtype or array.shape != like.shape:
-        raise MessageError(f"array {key} decodes to {array.dtype}{list(array.shape)}")
-    return array
-
-
-def _is_of_bytes(data: Any) -> bool:
-    """Whether they are bytes, or the view of bytes that comes out of band; its length must be what it is read as."""
-    if isinstance(data, memoryview):
-        return data.format == "B" and data.ndim == 1 and data.c_contiguous and data.readonly
-    return isinstance(data, bytes)
-
-
-def _check_live(arrays: Arrays, wanted: Arrays) -> Arrays:
-    """The same checks on tensors, with one look at the GPU for all of them."""
-    import torch  # where tensors are handed over it is there already
-
-    if list(arrays) != list(wanted):
-        raise MessageError("arrays differ from those wanted")
-    for key, like in wanted.items():
-        if arrays[key].dtype != like.dtype or arrays[key].shape != like.shape:
-            raise MessageError(f"array {key} is {arrays[key].dtype}{list(arrays[key].shape)}")
-    floats = [array for array in arrays.values() if array.is_floating_point() and array.numel()]
-    # A maximum norm is NaN or infinite where an element is, and all of them are a launch or two.
-    if floats and not bool(torch.stack(torch._foreach_norm(floats, float("inf"))).isfinite().all()):
-        raise MessageError("the arrays hold NaN or infinity")
-    return arrays
 
 
 # --------------------------------------------------------------------------------------------- evaluate
@@ -379,23 +256,21 @@ def evaluate_message(node: int, model: ArrayRecord, buffers: ArrayRecord) -> Mes
 
 def evaluate_reply(message: Message, report: EvaluateReport) -> Message:
     """Build a client's answer to an evaluate message."""
-    record = {WEIGHT: report.examples, "client-id": report.client, "correct": report.correct, "loss": report.loss}
+    record = {WEIGHT: report.examples, "client-id": report.client, "correct": report.correct, LOSS: report.loss}
     return Message(RecordDict({METRICS: MetricRecord(record)}), reply_to=message)  # type: ignore[arg-type]
 
 
 def read_evaluate_reply(message: Message, client: int) -> EvaluateReport:
     """Check and read an evaluate reply."""
     record = _metrics(message)
+    _check_sender(record, client)
     examples = _whole(record, WEIGHT, 0, 2**40)
-    report = EvaluateReport(
-        client=_whole(record, "client-id", 0, 2**53),
+    return EvaluateReport(
+        client=client,
         examples=examples,
         correct=_whole(record, "correct", 0, examples),
-        loss=_number(record, "loss"),
+        loss=_number(record, LOSS),
     )
-    if report.client != client:
-        raise MessageError(f"client-id = {report.client}, but the message was for client {client}")
-    return report
 
 
 # ----------------------------------------------------------------------------------------------- errors
@@ -415,11 +290,23 @@ def failure_reason(message: Message) -> str:
     return (reason.strip().splitlines() or ["no reason given"])[0][:600]
 
 
+def _like(record: ArrayRecord, wanted: Arrays) -> Arrays:
+    try:
+        return read_like(record, wanted)
+    except WrongArraysError as error:
+        raise MessageError(str(error)) from None
+
+
 def _metrics(message: Message) -> MetricRecord:
     records = message.content.metric_records
     if set(records) != {METRICS}:
         raise MessageError(f"metric records {sorted(records)}, wanted {METRICS} alone")
     return records[METRICS]
+
+
+def _check_sender(record: MetricRecord, client: int) -> None:
+    if (found := _whole(record, "client-id", 0, 2**53)) != client:
+        raise MessageError(f"client-id = {found}, but the message was for client {client}")
 
 
 def _whole(record: MetricRecord, key: str, low: int, high: int) -> int:

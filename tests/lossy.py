@@ -9,6 +9,7 @@ from flwr.app import Context, Message
 from flwr.clientapp import ClientApp
 
 from fedeas_flwr import client_app, messages
+from fedeas_flwr.array_records import to_arrays, to_record
 from fedeas_flwr.config import RunConfig
 from fedeas_flwr.grids import InlineGrid
 from fedeas_flwr.runs import RunDirectory
@@ -35,9 +36,9 @@ def lossy_app(fate: Callable[[int, int], str]) -> ClientApp:
             raise TimeoutError("the reply was lost")
         if fate(client, number) == "NaN":
             name = messages.EXTRA if messages.EXTRA in reply.content else messages.ARRAYS
-            arrays = messages.to_arrays(reply.content.array_records[name])
+            arrays = to_arrays(reply.content.array_records[name])
             first = next(iter(arrays))
-            reply.content[name] = messages.to_record({**arrays, first: arrays[first] * np.nan})
+            reply.content[name] = to_record({**arrays, first: arrays[first] * np.nan})
         return reply
 
     return app

@@ -18,6 +18,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from fedeas_flwr import messages
+from fedeas_flwr.array_records import to_arrays, to_record
 from fedeas_flwr.config import ConfigError
 from fedeas_flwr.grids import InlineGrid
 from fedeas_flwr.local_data import planned_counts
@@ -159,7 +160,7 @@ def test_two_rounds_are_adams_own_steps_with_one_client_sitting_out() -> None:
 
 def merged(strategy: FedGen, number: int, replies: dict[int, dict[str, Any]]) -> dict[str, Any]:
     grid = InlineGrid(ClientApp(), 2, {})
-    model = messages.to_record(replies[0])
+    model = to_record(replies[0])
     out = {m.metadata.dst_node_id - 1: m for m in strategy.configure_train(number, model, ConfigRecord(), grid)}
     taken = []
     for client, arrays in replies.items():
@@ -169,7 +170,7 @@ def merged(strategy: FedGen, number: int, replies: dict[int, dict[str, Any]]) ->
         taken.append(reply)
     arrays, _ = strategy.aggregate_train(number, taken)
     assert arrays is not None
-    return messages.to_arrays(arrays)
+    return to_arrays(arrays)
 
 
 def test_training_leaves_what_was_sent_as_it_was() -> None:

@@ -20,6 +20,7 @@ from rich.console import Console
 from runners import finish, small, weights
 
 from fedeas_flwr import messages
+from fedeas_flwr.array_records import to_arrays, to_record
 from fedeas_flwr.config import ConfigError, StrategyName, parse_config
 from fedeas_flwr.grids import InlineGrid
 from fedeas_flwr.prepare import prepare
@@ -112,7 +113,7 @@ def one_round(strategy: Composed, number: int, updates: Sequence[float] = (0.1, 
     """Clients that move a model of two arrays by known steps."""
     grid = InlineGrid(ClientApp(), len(updates), {})
     start = {"w": np.full(3, number, np.float32), "b": np.zeros(2, np.float32)}
-    out = strategy.configure_train(number, messages.to_record(start), ConfigRecord(), grid)
+    out = strategy.configure_train(number, to_record(start), ConfigRecord(), grid)
     replies = []
     for message in out:
         client = message.metadata.dst_node_id - 1
@@ -123,7 +124,7 @@ def one_round(strategy: Composed, number: int, updates: Sequence[float] = (0.1, 
         replies.append(reply)
     arrays, _ = strategy.aggregate_train(number, replies)
     assert arrays is not None
-    return messages.to_arrays(arrays)
+    return to_arrays(arrays)
 
 
 MEAN = (10 * 0.1 + 20 * 0.2 + 30 * 0.3) / 60  # of the three updates, by real samples

@@ -18,7 +18,7 @@ LAYERS = [
     {"budget_path", "own_data"},
     {"config", "planning", "choosing", "curves", "data"},
     {"runs", "node", "client_state", "local_data", "models", "generators", "cache", "upkeep", "augment"},
-    {"messages", "training", "progress", "report", "sweep", "listing", "event_log"},
+    {"array_records", "messages", "training", "progress", "report", "sweep", "listing", "event_log"},
     {"grids", "strategies"},
     {"client_app", "server_app"},
     {"mps", "launch", "prepare", "sweep_jobs"},
@@ -30,10 +30,10 @@ LAYERS = [
 ]
 """A module imports from its own layer or a lower one (nearer the top of this list), never from a higher one."""
 
-FLOWER = {"messages", "grids", "strategies", "client_app", "server_app", "launch", "doctor", "deploy"}
+FLOWER = {"array_records", "messages", "grids", "strategies", "client_app", "server_app", "launch", "doctor", "deploy"}
 TORCH = {
+    "array_records",
     "event_log",
-    "messages",
     "training",
     "models",
     "generators",

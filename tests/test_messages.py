@@ -13,6 +13,7 @@ from flwr.common.serde import recorddict_to_proto
 from flwr.supercore.inflatable.inflatable_object import get_all_nested_objects
 
 from fedeas_flwr import messages
+from fedeas_flwr.array_records import encoded, to_arrays, to_record
 from fedeas_flwr.client_app import app as client_app
 from fedeas_flwr.config import parse_config
 from fedeas_flwr.grids import InlineGrid
@@ -30,10 +31,10 @@ def identity() -> None:
 
 
 def request() -> Message:
-    content = RecordDict({ARRAYS: messages.to_record(TRAINABLE), CONFIG: ConfigRecord({"server-round": 3})})
+    content = RecordDict({ARRAYS: to_record(TRAINABLE), CONFIG: ConfigRecord({"server-round": 3})})
     message = Message(content, dst_node_id=6, message_type="train")
     task = TrainTask(3, 12.0, 2, 1, "0123456789abcdef" * 2, Share(4, 1, 0.25))
-    messages.add_task(message, task, messages.to_record(COUNTERS), messages.to_record({}))
+    messages.add_task(message, task, to_record(COUNTERS), to_record({}))
     return message
 
 
@@ -107,7 +108,7 @@ def with_data(data: Any) -> Callable[[RecordDict], None]:
     return change
 
 
-W = messages.to_record(TRAINABLE)["w"].data
+W = to_record(TRAINABLE)["w"].data
 BAD = {
     "a view of bytes, cut short": (with_data(memoryview(W[:-1])), "w cannot be decoded: .* needs 24 bytes, but 23 are"),
     "a view of bytes of another array": (with_data(memoryview(W[:60] + b"9" + W[61:])), "w cannot be decoded"),
@@ -155,19 +156,19 @@ def test_a_reply_that_came_out_of_band_is_read_and_can_be_sent_on_where_flower_t
     assert report == REPORT and buffers["n"] == 4 and buffers["n"].dtype == np.int64
     record = message.content.array_records[ARRAYS]
     assert isinstance(record["w"].data, memoryview)
-    assert all(np.array_equal(array, TRAINABLE[key]) for key, array in messages.to_arrays(record).items())
+    assert all(np.array_equal(array, TRAINABLE[key]) for key, array in to_arrays(record).items())
     assert np.array_equal(record["w"].numpy(), TRAINABLE["w"])  # as Flower reads it
-    assert record.count_bytes() == messages.to_record(TRAINABLE).count_bytes()
+    assert record.count_bytes() == to_record(TRAINABLE).count_bytes()
     # What a strategy of Flower's is given can do all that a record it made itself can.
-    shown, made = messages.encoded(record), ArrayRecord({key: Array(array) for key, array in TRAINABLE.items()})
+    shown, made = encoded(record), ArrayRecord({key: Array(array) for key, array in TRAINABLE.items()})
     assert shown == made and ArrayRecord(dict(shown)) == pickle.loads(pickle.dumps(copy.deepcopy(shown))) == made
     assert shown.object_id == made.object_id
     assert recorddict_to_proto(RecordDict({ARRAYS: shown})) == recorddict_to_proto(RecordDict({ARRAYS: made}))
-    assert messages.encoded(shown) is shown
+    assert encoded(shown) is shown
 
 
 def test_over_the_network_goes_what_flower_itself_would_send() -> None:
-    ours, flowers = messages.to_record(TRAINABLE), ArrayRecord({key: Array(array) for key, array in TRAINABLE.items()})
+    ours, flowers = to_record(TRAINABLE), ArrayRecord({key: Array(array) for key, array in TRAINABLE.items()})
     assert recorddict_to_proto(RecordDict({ARRAYS: ours})) == recorddict_to_proto(RecordDict({ARRAYS: flowers}))
     nested, expected = get_all_nested_objects(ours), get_all_nested_objects(flowers)
     assert list(nested) == list(expected) and len(nested) == 5  # the record, two arrays and a chunk of each

@@ -15,6 +15,7 @@ from rich.console import Console
 from runners import finish, small, weights
 
 from fedeas_flwr import messages
+from fedeas_flwr.array_records import to_record
 from fedeas_flwr.config import ConfigError, parse_config
 from fedeas_flwr.grids import InlineGrid
 from fedeas_flwr.prepare import prepare
@@ -219,8 +220,8 @@ def test_a_client_without_a_norm_to_clip_to_says_so(tmp_path: Path) -> None:
     config = parse_config({"clients": 3, "participation": 1.0, "dp": "client-fixed"})
     grid = InlineGrid(toy_app(), 3, config.outside())
     plain = build_strategy(config.with_changes(dp="none"))
-    (message, *_) = plain.configure_train(1, messages.to_record(START.trainable), ConfigRecord(), grid)
+    (message, *_) = plain.configure_train(1, to_record(START.trainable), ConfigRecord(), grid)
     task = messages.TrainTask(1, 0.0, 0, 0, str(tmp_path), messages.Share())
-    messages.add_task(message, task, messages.to_record(START.buffers), messages.to_record({}))
+    messages.add_task(message, task, to_record(START.buffers), to_record({}))
     (reply,) = grid.send_and_receive([message])
     assert "clipping_norm" in messages.failure_reason(reply)

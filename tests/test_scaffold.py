@@ -18,6 +18,7 @@ from rich.console import Console
 from runners import finish, small, weights
 
 from fedeas_flwr import client_app, messages
+from fedeas_flwr.array_records import to_arrays, to_record
 from fedeas_flwr.client_state import ClientStore
 from fedeas_flwr.config import ConfigError
 from fedeas_flwr.grids import InlineGrid
@@ -60,7 +61,7 @@ class ByHand:
 
     def round(self, chosen: tuple[int, ...], steps: tuple[int, ...] = STEPS) -> list[float]:
         grid = InlineGrid(ClientApp(), 2, {})
-        out = list(self.server.configure_train(1, messages.to_record(self.x), ConfigRecord(), grid))
+        out = list(self.server.configure_train(1, to_record(self.x), ConfigRecord(), grid))
         ends, replies = [], []
         for client in chosen:
             y, finished = self.client(client, steps[client])
@@ -73,7 +74,7 @@ class ByHand:
             self.controls[client] = finished.memory
         arrays, _ = self.server.aggregate_train(1, replies)
         assert arrays is not None
-        self.x = messages.to_arrays(arrays)
+        self.x = to_arrays(arrays)
         return ends
 
     @property

@@ -13,7 +13,7 @@ from flwr.app import Context, Message, RecordDict
 from flwr.clientapp.mod import adaptiveclipping_mod, fixedclipping_mod
 from flwr.clientapp.typing import Mod
 
-from fedeas_flwr import messages
+from fedeas_flwr.array_records import as_handed_over, encoded
 from fedeas_flwr.messages import ARRAYS, BUFFERS, CONFIG, METRICS
 
 MODS: dict[str, Mod] = {"client-fixed": fixedclipping_mod, "client-adaptive": adaptiveclipping_mod}
@@ -41,14 +41,14 @@ def _clipped(mod: Mod, train: Handler, message: Message, context: Context) -> Me
         if reply.has_content():
             records = reply.content.array_records
             buffers.append(records[BUFFERS])
-            arrays, metrics = messages.encoded(records[ARRAYS]), reply.content.metric_records[METRICS]
+            arrays, metrics = encoded(records[ARRAYS]), reply.content.metric_records[METRICS]
             reply.content = RecordDict({ARRAYS: arrays, METRICS: metrics})
         return reply
 
-    message.content = RecordDict({ARRAYS: messages.encoded(sent), CONFIG: whole.config_records[CONFIG]})
+    message.content = RecordDict({ARRAYS: encoded(sent), CONFIG: whole.config_records[CONFIG]})
     reply = mod(message, context, train_and_show_arrays_alone)
     if reply.has_content():
-        clipped = messages.as_handed_over(reply.content.array_records[ARRAYS], sent)
+        clipped = as_handed_over(reply.content.array_records[ARRAYS], sent)
         metrics = reply.content.metric_records[METRICS]
         reply.content = RecordDict({ARRAYS: clipped, BUFFERS: buffers[0], METRICS: metrics})
     return reply

@@ -9,6 +9,7 @@ from flwr.app import ArrayRecord, Message, MetricRecord
 from flwr.serverapp import strategy as flower
 
 from fedeas_flwr import messages
+from fedeas_flwr.array_records import to_arrays, to_record
 from fedeas_flwr.config import RunConfig
 from fedeas_flwr.strategies.averaging import weighted_average
 
@@ -42,5 +43,5 @@ class FedAvg(flower.FedAvg):
         if not contents:
             return None, None
         weights = [float(content.metric_records[messages.METRICS][self.weighted_by_key]) for content in contents]  # type: ignore[arg-type]
-        states = [messages.to_arrays(content.array_records[messages.ARRAYS]) for content in contents]
-        return messages.to_record(weighted_average(states, weights)), None
+        states = [to_arrays(content.array_records[messages.ARRAYS]) for content in contents]
+        return to_record(weighted_average(states, weights)), None

@@ -8,6 +8,7 @@ from typing import Any
 from flwr.serverapp import Grid
 
 from fedeas_flwr import messages
+from fedeas_flwr.array_records import to_record
 from fedeas_flwr.config import RunConfig
 from fedeas_flwr.messages import MessageError
 from fedeas_flwr.runs import Checkpoint, RunError
@@ -16,7 +17,7 @@ from fedeas_flwr.strategies.delivery import deliver
 
 def ask_clients_to_test(grid: Grid, config: RunConfig, nodes: Mapping[int, int], state: Checkpoint) -> dict[str, Any]:
     """Ask the clients that are there (client → node) for their scores, and return the round's."""
-    model, buffers = messages.to_record(state.trainable), messages.to_record(state.buffers)
+    model, buffers = to_record(state.trainable), to_record(state.buffers)
     questions = [messages.evaluate_message(node, model, buffers) for node in nodes.values()]
     reports = []
     failed = f"no reply within {config.round_timeout:g} s"

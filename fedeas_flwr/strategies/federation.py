@@ -21,6 +21,7 @@ from flwr.serverapp.strategy import Strategy
 from flwr.supercore import log
 
 from fedeas_flwr import messages
+from fedeas_flwr.array_records import to_arrays, to_record
 from fedeas_flwr.config import RunConfig
 from fedeas_flwr.grids import GridView
 from fedeas_flwr.messages import MessageError, Share, TrainReport, TrainTask
@@ -254,7 +255,7 @@ class Federation(Roster):
         self._steps |= {report.client: report.steps for report in reports}
         merged = Checkpoint(
             round=number,
-            trainable=like_model(messages.to_arrays(arrays), state.trainable),
+            trainable=like_model(to_arrays(arrays), state.trainable),
             buffers=weighted_average([b for _, _, b in accepted], [r.examples for r in reports]),
             accepted=state.accepted | {r.client: number for r in reports},
             generated=state.generated | {r.client: r.generated for r in reports},
@@ -274,7 +275,7 @@ class Federation(Roster):
         if self.config.gamma_hat == "off":
             return None
         start = dict(state.trainable)
-        ends = [messages.to_arrays(reply.content.array_records[messages.ARRAYS]) for reply, _, _ in accepted]
+        ends = [to_arrays(reply.content.array_records[messages.ARRAYS]) for reply, _, _ in accepted]
         if self.config.gamma_hat == "all-state":
             start |= state.buffers
             ends = [{**end, **buffers} for end, (_, _, buffers) in zip(ends, accepted, strict=True)]
@@ -285,10 +286,10 @@ class Federation(Roster):
         if not present:
             return {}
         view = GridView(self.grid, [self.nodes[client] for client in present])
-        model, buffers = messages.to_record(state.trainable), messages.to_record(state.buffers)
+        model, buffers = to_record(state.trainable), to_record(state.buffers)
         clients = {node: client for client, node in self.nodes.items()}
         out = list(self.strategy.configure_train(number, model, ConfigRecord(), view))
-        extra = messages.to_record(self.strategy.extra() if isinstance(self.strategy, SendsExtra) else {})
+        extra = to_record(self.strategy.extra() if isinstance(self.strategy, SendsExtra) else {})
         run = self.run.identity()
         for message in out:
             client = clients[message.metadata.dst_node_id]

@@ -21,7 +21,7 @@ from flwr.serverapp import Grid
 from torch import nn
 from torch.nn import functional as F
 
-from fedeas_flwr import messages
+from fedeas_flwr.array_records import to_arrays
 from fedeas_flwr.config import ConfigError, RunConfig
 from fedeas_flwr.counts import LARGEST
 from fedeas_flwr.data import dataset_info
@@ -158,7 +158,7 @@ class FedGen(FedAvg):
         return super().aggregate_train(server_round, taken)
 
     def _heads(self, replies: list[Message]) -> Heads:
-        states = [messages.to_arrays(reply.content.array_records[ARRAYS]) for reply in replies]
+        states = [to_arrays(reply.content.array_records[ARRAYS]) for reply in replies]
         weight = _stacked([state["fc.weight"] for state in states])
         has_bias = "fc.bias" in states[0]
         bias = _stacked([state["fc.bias"] for state in states]) if has_bias else weight.new_zeros(weight.shape[:2])

@@ -18,6 +18,7 @@ from flwr.serverapp import Grid
 from flwr.serverapp import strategy as flower
 
 from fedeas_flwr import messages
+from fedeas_flwr.array_records import encoded, to_arrays, to_record
 from fedeas_flwr.config import ConfigError, RunConfig
 from fedeas_flwr.messages import ARRAYS, METRICS, WEIGHT
 from fedeas_flwr.runs import Arrays, Checkpoint, StrategyState
@@ -56,7 +57,7 @@ class Composed(flower.Strategy):
     ) -> Iterable[Message]:
         """Let the strategy see NumPy arrays; the clients get the model as it is."""
         with lent_randomness(self.config.seed, "configure", server_round):
-            out = list(self.inner.configure_train(server_round, messages.encoded(arrays), config, grid))
+            out = list(self.inner.configure_train(server_round, encoded(arrays), config, grid))
         for message in out:
             message.content = RecordDict({**message.content, ARRAYS: arrays})
         return out
@@ -70,7 +71,7 @@ class Composed(flower.Strategy):
             arrays, metrics = reply.content.array_records[ARRAYS], reply.content.metric_records[METRICS]
             if self.config.dp != "none":
                 metrics = MetricRecord({**metrics, WEIGHT: 1})  # privacy.py says why
-            reply.content = RecordDict({ARRAYS: messages.encoded(arrays), METRICS: metrics})
+            reply.content = RecordDict({ARRAYS: encoded(arrays), METRICS: metrics})
         with lent_randomness(self.config.seed, "aggregate", server_round):
             return self.inner.aggregate_train(server_round, taken)
 
@@ -127,13 +128,13 @@ def _items(value: Any) -> Iterable[tuple[str, Any]]:
     if value is None:
         return []
     if isinstance(value, ArrayRecord):
-        return messages.to_arrays(value).items()
+        return to_arrays(value).items()
     return value.items() if isinstance(value, Mapping) else ((str(i), array) for i, array in enumerate(value))
 
 
 def _like_attribute(name: str, arrays: Arrays) -> Any:
     if name == "current_arrays":
-        return messages.to_record(arrays)
+        return to_record(arrays)
     return list(arrays.values()) if name == "momentum_vector" else arrays
 
 

@@ -18,6 +18,7 @@ from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
 from flwr.serverapp import Grid
 
 from fedeas_flwr import messages
+from fedeas_flwr.array_records import to_arrays, to_record
 from fedeas_flwr.config import ConfigError, RunConfig
 from fedeas_flwr.runs import Arrays, StrategyState
 from fedeas_flwr.strategies.averaging import like_model, weighted_average
@@ -55,7 +56,7 @@ class Scaffold(FedAvg):
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
         """Send the model; c starts at zero."""
-        self._sent = messages.to_arrays(arrays)
+        self._sent = to_arrays(arrays)
         start = self._control or {key: array - array for key, array in self._sent.items()}
         self._control = like_model(start, self._sent)  # a checkpoint gives NumPy arrays, in an order of its own
         return super().configure_train(server_round, arrays, config, grid)
@@ -73,13 +74,13 @@ class Scaffold(FedAvg):
     ) -> tuple[ArrayRecord | None, MetricRecord | None]:
         """Both of the server's steps above."""
         contents = [reply.content for reply in replies]
-        changes = [messages.to_arrays(content.array_records[messages.EXTRA]) for content in contents]
+        changes = [to_arrays(content.array_records[messages.EXTRA]) for content in contents]
         self._control = moved_control(self._control, changes, self._clients)
-        models = [messages.to_arrays(content.array_records[messages.ARRAYS]) for content in contents]
+        models = [to_arrays(content.array_records[messages.ARRAYS]) for content in contents]
         examples = [float(content.metric_records[messages.METRICS][messages.WEIGHT]) for content in contents]  # type: ignore[arg-type]
         mean = weighted_average(models, examples if self._by_examples else [1.0] * len(models))
         # x + η_g (mean − x), written so that η_g = 1 gives the mean to the bit.
-        return messages.to_record(weighted_average([self._sent, mean], [1 - self._rate, self._rate])), None
+        return to_record(weighted_average([self._sent, mean], [1 - self._rate, self._rate])), None
 
     def state(self) -> StrategyState:
         """What is remembered: c."""

@@ -6,7 +6,7 @@ from typing import Protocol, runtime_checkable
 
 from flwr.app import ArrayRecord
 
-from fedeas_flwr import messages
+from fedeas_flwr.array_records import to_arrays
 from fedeas_flwr.runs import Arrays, StrategyState, plain
 
 
@@ -41,7 +41,7 @@ class SendsExtra(Protocol):
 
 def beside(model: ArrayRecord, arrays: Arrays) -> Arrays:
     """The arrays as extra ones must be: tensors where the model's lie if it is handed over, else NumPy's."""
-    first = next(iter(messages.to_arrays(model).values()), None)
+    first = next(iter(to_arrays(model).values()), None)
     if first is None or not hasattr(first, "cpu"):
         return plain(arrays)
     import torch  # only where models are tensors already

@@ -27,6 +27,7 @@ from test_generators import save_tiny
 from test_messages import COUNTERS, TRAINABLE, reply
 
 from fedeas_flwr import cli, client_app, messages
+from fedeas_flwr.array_records import to_record
 from fedeas_flwr.cache import ImageCache
 from fedeas_flwr.config import KEYS, ConfigError, RunConfig, parse_config, read_config
 from fedeas_flwr.data import check_npz
@@ -319,7 +320,7 @@ arrays = st.builds(
     st.sampled_from(["float32", "float64", "object", "int64", ""]),
     st.sampled_from([(2, 3), (3,), (1,), (), (-1,), (2**40,)]),
     st.sampled_from(["numpy.ndarray", "pickle"]),
-    st.binary(max_size=60) | st.just(messages.to_record(TRAINABLE)["w"].data),
+    st.binary(max_size=60) | st.just(to_record(TRAINABLE)["w"].data),
 )
 
 
