@@ -164,7 +164,7 @@ def test_gamma_hat_is_worked_out_beside_the_next_round_and_its_models_are_let_go
         kept.append(sum(ref() is not None for refs in held[:-1] for ref in refs))
         return OK
 
-    monkeypatch.setattr("fedeas_flwr.strategies.federation.gradient_dissimilarity", gamma_hat)
+    monkeypatch.setattr("fedeas_flwr.strategies.training_round.gradient_dissimilarity", gamma_hat)
     app = toy_app(rounds_of_clients(lambda number, client: begun[number].set()))
     run = federation(tmp_path, app, rounds=4)
     run.fit(START, test)

@@ -22,7 +22,7 @@ from flwr.clientapp import ClientApp
 from test_federation import EXAMPLES, START, VALUES, federation, toy_app
 from test_messages import BAD, COUNTERS, TRAINABLE, read, reply
 
-from fedeas_flwr import allocation, client_app, messages
+from fedeas_flwr import allocation, array_records, client_app, messages
 from fedeas_flwr.config import parse_config
 from fedeas_flwr.grids import InlineGrid
 from fedeas_flwr.local_data import federated_data, planned_counts
@@ -92,7 +92,7 @@ def npy_header(text: str) -> bytes:
 def test_oversized_arrays_are_refused_before_they_are_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
     buffer = io.BytesIO()
     np.save(buffer, np.zeros(2**20, np.float32))
-    monkeypatch.setattr(messages, "read_array", lambda data: pytest.fail("decoded"))
+    monkeypatch.setattr(array_records, "read_array", lambda data: pytest.fail("decoded"))
     with pytest.raises(MessageError, match=r"array w has 4194432 bytes, wanted 1048 at most"):
         read(encoded_as(buffer.getvalue()))
 
