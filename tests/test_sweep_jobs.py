@@ -1,0 +1,165 @@
+"""Runs of a sweep: failures are tried again and told, Ctrl-C stops them all, and the time left is estimated."""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+import shlex
+import signal
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+from runners import start_interruptible
+from test_sweep import ROOT, base, command, fedeas
+
+from fedeas_flwr import sweep_jobs
+from fedeas_flwr.cli_sweep import watching
+from fedeas_flwr.runs import RunDirectory, RunError
+from fedeas_flwr.sweep import Cell, Sweep, make_sweep
+from fedeas_flwr.sweep_jobs import Board, Job, Standing, run_sweep
+
+CHILD = """
+import pathlib, sys, time
+from fedeas_flwr.config import read_config
+from fedeas_flwr.listing import check_removable
+from fedeas_flwr.runs import RunDirectory, describe_environment
+config = read_config(pathlib.Path(sys.argv[1]), sys.argv[2:])
+if config.seed == 13:
+    sys.exit("error: thirteen cannot be had")
+run = RunDirectory.start(config, {})
+for number in range(len(run.rounds()) + 1, config.rounds + 1):
+    if config.seed == 7 and number == 2 and not config.resume:
+        run.set_status("failed", "a reason of its own")
+        sys.exit(1)
+    time.sleep(60 if config.seed == 99 else 0)
+    record = {"round": number, "accuracy": 0.5, "generated": 0, "failures": [], "seconds": {"clients": 0.0}}
+    run.append_round(record)
+run.set_status("finished")
+"""
+"""A run that does nothing: fails always (seed 13), once in its second round (7), or takes for ever (99)."""
+
+
+class Heard:
+    """Keeps what a sweep says."""
+
+    def __init__(self, interrupt_at: str = "") -> None:
+        self.words: list[tuple[str, str]] = []
+        self._interrupt_at = interrupt_at
+
+    def said(self, cell: Cell, word: str, board: Board) -> None:
+        self.words.append((cell.name, word))
+
+    def tick(self, board: Board) -> None:
+        if self._interrupt_at and (board.sweep.folder / self._interrupt_at / "config.json").exists():
+            raise KeyboardInterrupt
+
+
+@pytest.fixture
+def quick(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Runs that do nothing in place of real ones."""
+    script = tmp_path / "child.py"
+    script.write_text(CHILD)
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+
+    def command_of(conf: Path, resume: bool) -> list[str]:
+        return [sys.executable, str(script), str(conf), *(["resume=true"] if resume else [])]
+
+    monkeypatch.setattr(sweep_jobs, "command_of", command_of)
+    return tmp_path / "s"
+
+
+def test_failures_are_tried_again_at_the_end_and_listed(quick: Path) -> None:
+    sweep, heard = make_sweep(base(), ["seed=13,7,1"], quick), Heard()
+    (failed,) = run_sweep(sweep, 1, 1, heard)
+    assert heard.words == [
+        ("seed-13", "started"),
+        ("seed-13", "again"),
+        ("seed-7", "started"),
+        ("seed-7", "again"),
+        ("seed-1", "started"),
+        ("seed-1", "finished"),
+        ("seed-13", "started"),
+        ("seed-13", "failed"),
+        ("seed-7", "started"),
+        ("seed-7", "finished"),
+    ]
+    assert (failed.name, failed.error) == ("seed-13", "thirteen cannot be had")
+    record = json.loads((quick / "sweep.json").read_text())
+    assert [(run["state"], run["rounds_done"], run["error"]) for run in record["runs"]] == [
+        ("failed", 0, "thirteen cannot be had"),
+        ("finished", 3, ""),
+        ("finished", 3, ""),
+    ]
+
+
+def test_ctrl_c_stops_the_runs_and_the_next_sweep_goes_on(quick: Path) -> None:
+    sweep = make_sweep(base(), ["seed=1,99"], quick)
+    with pytest.raises(KeyboardInterrupt):
+        run_sweep(sweep, 2, 1, Heard(interrupt_at="seed-99"))
+    stopped = sweep.cells[1].run
+    assert stopped.processes() == [] and stopped.state() == "interrupted"
+    assert json.loads((quick / "sweep.json").read_text())["runs"][1]["state"] == "interrupted"
+
+
+def test_ctrl_c_in_the_shell_says_how_to_go_on_and_leaves_nothing_running(tmp_path: Path) -> None:
+    conf = tmp_path / "conf.toml"
+    conf.write_text('clients = 4\npolicy = "none"\nbackend = "inline"\nrounds = 500\n')
+    words = ["sweep", str(conf), "--grid", "seed=1,2", "--out", str(tmp_path / "out")]
+    child = start_interruptible(command(*words))
+    run, deadline = RunDirectory(tmp_path / "out" / "seed-1"), time.monotonic() + 60
+    while not [p for p in run.processes() if p["pid"] != child.pid] and time.monotonic() < deadline:
+        time.sleep(0.02)
+    child.send_signal(signal.SIGINT)
+    _, errors = child.communicate(timeout=60)
+    assert child.returncode == 130
+    assert errors == f"stopped; go on with: fedeas {shlex.join(words)}\n"
+    assert run.state() == "interrupted" and run.processes() == []
+    assert not (tmp_path / "out" / "seed-2").exists()
+
+
+def test_the_live_table_has_every_run_and_keeps_failures(quick: Path) -> None:
+    console = Console(file=io.StringIO(), force_terminal=True, width=120, color_system=None)
+    with watching(console) as watcher:
+        run_sweep(make_sweep(base(), ["seed=13,1"], quick), 2, 0, watcher)
+    shown = console.file.getvalue()
+    assert "seed-13  failed: thirteen cannot be had" in shown
+    assert re.search(r"seed-1 +finished +3/3 +50\.0", shown)
+    assert "1 finished, 1 failed" in shown and "0 s left" not in shown
+
+
+def test_two_sweeps_in_one_folder_are_refused(quick: Path) -> None:
+    with sweep_jobs._alone_in(quick), pytest.raises(RunError, match="a sweep is at work in"):
+        run_sweep(make_sweep(base(), ["seed=1"], quick), 1, 1, Heard())
+
+
+@pytest.mark.slow
+def test_a_failing_run_in_the_shell_is_listed_and_the_rest_is_done(tmp_path: Path) -> None:
+    words = ("policy=none", "rounds=1", "local-epochs=1", "backend=inline", "--retries", "0", "--out", "out")
+    grid = ("--grid", "clients=2000,4")
+    done = fedeas("sweep", str(ROOT / "conf/quickstart.toml"), *words, *grid, cwd=tmp_path)
+    assert done.returncode == 1
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("failed: clients-2000: ") and "143" in line
+    assert RunDirectory(tmp_path / "out" / "clients-4").state() == "finished"
+    assert RunDirectory(tmp_path / "out" / "clients-2000").state() == "failed"
+
+
+def test_the_time_left_comes_from_the_rounds_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sweep = Sweep(tmp_path, base(), {}, make_sweep(base(rounds=10), ["seed=1,2,3"], tmp_path).cells)
+    one, two, three = sweep.cells
+    monkeypatch.setattr(time, "monotonic", lambda: 100.0)
+    board = Board(sweep, 2, running={one.name: Job(one, None, 2, began=80.0), two.name: Job(two, None, 0, began=99.0)})
+    board.standings = {
+        one.name: Standing("running", 2, None),
+        two.name: Standing("running", 0, None),
+        three.name: Standing("waiting", 0, None),
+    }
+    assert board.seconds_left(one) is None and board.all_seconds_left() is None
+    board.standings[one.name].rounds = 6  # four rounds in 20 s; four are left
+    assert board.seconds_left(one) == 20
+    assert board.seconds_left(three) == pytest.approx(10 * 21 / 4)
+    assert board.all_seconds_left() == pytest.approx((20 + 2 * 52.5) / 2)
