@@ -1,0 +1,177 @@
+"""`fedeas reproduce`: the committed runs fill their column, missing ones are done, and a stopped one goes on."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from runners import start_interruptible
+from test_reproduce import ROOT, TWENTY, record
+
+from fedeas_flwr.reproduce.cells import MAIN, PAPERS, all_cells
+from fedeas_flwr.reproduce.filling import export_finished
+from fedeas_flwr.reproduce.items import ITEMS
+from fedeas_flwr.reproduce.measured import find_results
+from fedeas_flwr.runs import RunDirectory
+
+
+def fedeas(*words: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-m", "fedeas_flwr.cli", "reproduce", *words]
+    return subprocess.run(command, capture_output=True, text=True, timeout=600, cwd=cwd, env=environment)
+
+
+def test_the_committed_runs_fill_their_column_and_all_else_is_missing(tmp_path: Path) -> None:
+    words = ["table1", "gamma", "--scale", "full", "--runs", str(ROOT / "results"), "--out", str(tmp_path / "out")]
+    done = fedeas(*words, "--format", "json", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    answer = json.loads(done.stdout)
+    table = answer["items"][0]
+    there = {value["cell"]: value for value in table["values"] if value["ours"] is not None}
+    assert set(there) >= {f"{MAIN}/{m}" for m in ("fedavg", "fedeas", "missing-only", "uniform")}
+    assert there[f"{MAIN}/fedavg"]["seeds"] == [1, 2, 3]
+    fedavg = [
+        RunDirectory(ROOT / "results" / "cifar10-k100-a0.1" / f"none-s{s}").summary()["last_20"] for s in (1, 2, 3)
+    ]
+    assert there[f"{MAIN}/fedavg"]["ours"] == pytest.approx(100 * sum(fedavg) / 3)
+    assert abs(there[f"{MAIN}/fedeas"]["difference"]) < 3
+    assert all(budget["met"] for budget in answer["budgets"]) and len(answer["budgets"]) >= 3
+    assert "c100-k20-a0.1/fedgen seed 1" in table["missing"]
+    command = "to do them: fedeas reproduce table1 gamma --scale full --run"
+    missing = re.search(rf"(\d+) runs of \d+ cells are missing; {command}", done.stderr)
+    runs = sum(len(value["seeds"]) for value in there.values())
+    assert missing and int(missing[1]) + runs == 84
+    rows = list(csv.DictReader(io.StringIO((tmp_path / "out" / "results.csv").read_text())))
+    assert len(rows) == len({(row["cell"], row["measure"]) for row in rows}) >= 76
+    assert not (tmp_path / "out" / "runs").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        ([], "say what: `fedeas reproduce all`"),
+        (["table9"], "'table9': must be all, fig1"),
+        (["all", "--scale", "half"], "scale = 'half': must be smoke or full"),
+        (["all", "--columns", "c10-k5-a1"], "column 'c10-k5-a1': must be one of"),
+        (["all", "--runs", "nowhere"], "runs = 'nowhere': there is no such folder"),
+        (["all", "--set", "precison=bf16"], "unknown key 'precison' = 'bf16'; did you mean 'precision'?"),
+        (["all", "--set", "seed=2"], "--set seed=2: every cell sets its own"),
+        (["all", "--seeds", "one"], "seeds = 'one': must be whole numbers"),
+        (["--into", "nowhere.md"], "into = 'nowhere.md': there is no such file"),
+        (["all", "--format", "xml"], "format = 'xml': must be table or json"),
+    ],
+)
+def test_a_mistake_is_one_line(tmp_path: Path, words: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
+    from fedeas_flwr import cli
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(tmp_path)
+        patch.setattr(sys, "argv", ["fedeas", "reproduce", *words])
+        with pytest.raises(SystemExit) as left:
+            cli.main()
+    assert left.value.code in (1, 2)
+    error = capsys.readouterr().err
+    assert error.startswith("error: ") and says in error and error.count("\n") == 1
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_every_cell_is_listed_with_its_words(tmp_path: Path) -> None:
+    done = fedeas("--list", "--scale", "full", "--set", "precision=bf16", "--format", "json", cwd=tmp_path)
+    listed = {row["cell"]: row for row in json.loads(done.stdout)}
+    assert set(listed) == {one.name for one in all_cells()}
+    command = listed["c10-k20-a0.3/fedeas+scaffold"]["command"]
+    assert command.startswith("fedeas run conf/cifar10-k20.toml alpha=0.3 strategy=scaffold precision=bf16")
+    assert listed[f"{MAIN}/uniform"]["seeds"] == [1, 2, 3]
+
+
+def test_missing_runs_are_done_exported_and_not_done_again(tmp_path: Path, digits_generator: Path) -> None:
+    words = [f"{PAPERS}/fedavg", f"{PAPERS}/linear", "--out", "out", "--export", "records", "--set", "rounds=2"]
+    done = fedeas(*words, cwd=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "2 runs, " in done.stdout and f"{PAPERS}_linear_s1  finished" in done.stdout
+    exported = [RunDirectory(tmp_path / "records" / PAPERS / name) for name in ("fedavg-s1", "linear-s1")]
+    assert [len(run.rounds()) for run in exported] == [2, 2]
+    began = [
+        (tmp_path / "out" / "runs" / f"{PAPERS}_{m}_s1" / "rounds.jsonl").stat().st_mtime for m in ("fedavg", "linear")
+    ]
+    again = fedeas(*words, "--no-run", "--format", "json", cwd=tmp_path)
+    values = json.loads(again.stdout)["items"][0]["values"]
+    assert values[0]["ours"] == pytest.approx(100 * exported[0].summary()["last_20"])
+    once_more = fedeas(*words, cwd=tmp_path)
+    assert once_more.returncode == 0 and "at once" not in once_more.stdout
+    now = [
+        (tmp_path / "out" / "runs" / f"{PAPERS}_{m}_s1" / "rounds.jsonl").stat().st_mtime for m in ("fedavg", "linear")
+    ]
+    assert began == now
+
+
+def test_a_run_that_finished_unheard_is_exported_by_the_next_command(tmp_path: Path) -> None:
+    """Ctrl-C may come in the moment between a run's end and its record."""
+    runs, records = tmp_path / "runs", tmp_path / "records"
+    record(runs / "unheard", f"{MAIN}/fedavg", 1, TWENTY)
+    record(tmp_path / "elsewhere" / "known", f"{MAIN}/fedavg", 2, TWENTY)
+    results = find_results(all_cells(), "full", [tmp_path / "elsewhere", runs], {})
+    place = records / "cifar10-k100-a0.1"
+    export_finished(results, runs, records)
+    assert [path.name for path in place.iterdir()] == ["fedavg-s1"]
+    assert [r["accuracy"] for r in RunDirectory(place / "fedavg-s1").rounds()] == TWENTY
+    (place / "fedavg-s1" / "rounds.jsonl").unlink()  # as if it had been stopped half way
+    export_finished(results, runs, records)
+    stamp = (place / "fedavg-s1" / "rounds.jsonl").stat().st_mtime_ns
+    export_finished(results, runs, records)
+    assert (place / "fedavg-s1" / "rounds.jsonl").stat().st_mtime_ns == stamp
+
+
+@pytest.mark.slow
+def test_three_runs_at_once_are_stopped_with_checkpoints_and_the_same_command_goes_on(tmp_path: Path) -> None:
+    words = [f"{PAPERS}/fedavg", "--seeds", "1,2,3", "--jobs", "3", "--out", "out", "--export", "records"]
+    words += ["--set", "rounds=40", "--set", "checkpoint-every=50"]
+    runs = [RunDirectory(tmp_path / "out" / "runs" / f"{PAPERS}_fedavg_s{seed}") for seed in (1, 2, 3)]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-m", "fedeas_flwr.cli", "reproduce", *words]
+    first = start_interruptible(command, cwd=tmp_path, env=environment)
+    deadline = time.monotonic() + 120
+    while not all(run.rounds() for run in runs) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    first.send_signal(signal.SIGINT)
+    _, errors = first.communicate(timeout=120)
+    assert first.returncode == 130 and "stopped; go on with: fedeas reproduce" in errors
+    assert [run.processes() for run in runs] == [[], [], []]
+    done = [len(run.rounds()) for run in runs]
+    checkpoints = [run.load_checkpoint() for run in runs]
+    assert [checkpoint.round for checkpoint in checkpoints if checkpoint] == done
+    assert min(done) < 40, "all were over before the signal came"
+    records = [(run.path / "rounds.jsonl").read_text() for run in runs]
+    again = fedeas(*words, cwd=tmp_path)
+    assert again.returncode == 0, again.stdout + again.stderr
+    for run, before in zip(runs, records, strict=True):
+        assert (run.path / "rounds.jsonl").read_text().startswith(before), "rounds were done again"
+        assert len(run.rounds()) == 40
+    exported = sorted(path.name for path in (tmp_path / "records" / PAPERS).iterdir())
+    assert exported == ["fedavg-s1", "fedavg-s2", "fedavg-s3"]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1500)
+def test_the_whole_paper_in_small_from_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FEDEAS_CACHE", str(tmp_path / "cache"))
+    began = time.monotonic()
+    done = fedeas("all", "--format", "json", "--out", "out", cwd=tmp_path)
+    seconds = time.monotonic() - began
+    assert done.returncode == 0, done.stderr[-3000:]
+    answer = json.loads(done.stdout)
+    assert [item["name"] for item in answer["items"]] == [n for n in ITEMS if n not in ("clean", "shared", "rule")]
+    assert not any(item["missing"] or item["note"] for item in answer["items"])
+    assert answer["budgets"] and all(budget["met"] for budget in answer["budgets"])
+    document = (tmp_path / "out" / "index.html").read_text()
+    assert document.count('src="data:image/svg+xml;base64,') == 7
+    print(f"{seconds:.0f} s")
