@@ -24,7 +24,8 @@ from fedeas_flwr.strategies.fedmix import FedMixClient, MixedObjective
 from fedeas_flwr.training import Normaliser, Recipe
 from fedeas_flwr.training.eager import EagerEngine
 from fedeas_flwr.training.engine import read_state
-from fedeas_flwr.training.graphed import GraphedEngine, masked_batchnorm
+from fedeas_flwr.training.graphed import GraphedEngine
+from fedeas_flwr.training.masked_batchnorm import masked_batchnorm
 from fedeas_flwr.training.objective import Batch, Inputs, mean_of_first
 
 FEDMIX: dict[str, Any] = {"strategy": "fedmix", "disclose_mean_images": True, "policy": "none"}

@@ -34,7 +34,8 @@ from fedeas_flwr.strategies.moon import (
 from fedeas_flwr.training import Normaliser, Recipe, State, network
 from fedeas_flwr.training.eager import EagerEngine
 from fedeas_flwr.training.engine import read_state
-from fedeas_flwr.training.graphed import GraphedEngine, masked_batchnorm
+from fedeas_flwr.training.graphed import GraphedEngine
+from fedeas_flwr.training.masked_batchnorm import masked_batchnorm
 from fedeas_flwr.training.objective import CROSS_ENTROPY, Batch, Inputs
 
 # ----------------------------------------------------------------------------------------------- the term
