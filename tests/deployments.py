@@ -17,9 +17,9 @@ import psutil
 
 from fedeas_flwr.deploy import CONNECTION, Deployment, write_deployment
 from fedeas_flwr.deploy.registry import list_nodes, register_nodes
-from fedeas_flwr.launch import QUIET, flwr_answer, free_port, is_listening
 from fedeas_flwr.processes import MARK, ProcessTree
 from fedeas_flwr.runs import RunDirectory, RunError
+from fedeas_flwr.superlink import QUIET, flwr_answer, free_port, is_listening
 
 WATCH = '''
 """Put on the PYTHONPATH of a deployment: notes who imports diffusers, and every reply that the server is given."""

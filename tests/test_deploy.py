@@ -16,8 +16,8 @@ from runners import finish, small, weights
 
 from fedeas_flwr.config import parse_config
 from fedeas_flwr.deploy.certificates import write_authority, write_node_key
-from fedeas_flwr.launch import free_port
 from fedeas_flwr.local_data import federated_data
+from fedeas_flwr.superlink import free_port
 
 KEYS: dict[str, Any] = {"clients": 3, "rounds": 5, "participation": 1.0, "local_epochs": 1, "beta": 4.0, "alpha": 0.1}
 

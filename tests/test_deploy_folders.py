@@ -22,7 +22,7 @@ from fedeas_flwr.deploy import Deployment, read_deployment, write_deployment
 from fedeas_flwr.deploy.certificates import write_authority, write_node_key
 from fedeas_flwr.deploy.check import check_node, check_reachable, check_superlink, examine
 from fedeas_flwr.doctor.findings import Finding
-from fedeas_flwr.launch import free_port
+from fedeas_flwr.superlink import free_port
 
 
 @pytest.fixture

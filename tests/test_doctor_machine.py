@@ -16,6 +16,7 @@ from test_doctor import config, only
 from fedeas_flwr import launch
 from fedeas_flwr.doctor import Finding, federation, machine
 from fedeas_flwr.generators.ray_service import leave_sliver
+from fedeas_flwr.superlink import own_environment
 from fedeas_flwr.training import cohort
 
 # --------------------------------------------------------------------------------------------------- GPU
@@ -201,7 +202,7 @@ def test_another_ray_is_a_note_and_a_run_does_not_join_it(tmp_path: Path, monkey
     monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
     found = only(federation.check_other_ray)
     assert found.state == "note" and "10.0.0.1:6379" in found.text
-    assert "RAY_ADDRESS" not in launch.own_environment(tmp_path, "mark")
+    assert "RAY_ADDRESS" not in own_environment(tmp_path, "mark")
 
 
 def test_shares_that_leave_no_sliver_are_a_problem_with_values_that_fit(gpu: dict[str, Any]) -> None:

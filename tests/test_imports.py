@@ -17,7 +17,7 @@ LAYERS = [
     {"waterfill", "allocation", "partition"},
     {"budget_path", "own_data"},
     {"config", "planning", "choosing", "curves", "data"},
-    {"runs", "node", "client_state", "local_data", "models", "generators", "cache", "upkeep", "augment"},
+    {"runs", "node", "client_state", "local_data", "models", "generators", "cache", "upkeep", "augment", "superlink"},
     {"array_records", "messages", "training", "progress", "report", "sweep", "listing", "event_log"},
     {"grids", "strategies"},
     {"client_app", "server_app"},

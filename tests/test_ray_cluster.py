@@ -19,8 +19,9 @@ from deployments import wait_until
 from runners import finish, small, weights
 
 from fedeas_flwr.config import ConfigError, parse_config
-from fedeas_flwr.launch import QUIET, free_port, is_listening, own_environment, ray_resources
+from fedeas_flwr.launch import ray_resources
 from fedeas_flwr.processes import MARK, ProcessTree
+from fedeas_flwr.superlink import QUIET, free_port, is_listening, own_environment
 
 
 def test_a_cluster_is_joined_only_if_asked_for_and_never_told_its_size(

@@ -19,8 +19,8 @@ import pytest
 from leftovers import flowers_processes
 from runners import finish, small, start_interruptible, weights
 
-from fedeas_flwr.launch import QUIET, free_port
 from fedeas_flwr.runs import RunDirectory, RunError
+from fedeas_flwr.superlink import QUIET, free_port
 
 ROOT = Path(__file__).parents[1]
 pytestmark = pytest.mark.usefixtures("nothing_is_left_behind")

@@ -22,7 +22,7 @@ from test_cache import Fake, ids
 from fedeas_flwr.generators import SampleId
 from fedeas_flwr.generators.ray_service import ServiceGenerator, leave_sliver, start_service
 from fedeas_flwr.generators.service import GeneratorService, InProcessService
-from fedeas_flwr.launch import QUIET
+from fedeas_flwr.superlink import QUIET
 
 
 class Batched(Fake):

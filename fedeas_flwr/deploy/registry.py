@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from fedeas_flwr.deploy import CONNECTION, Deployment
-from fedeas_flwr.launch import QUIET, flwr_answer
 from fedeas_flwr.runs import RunError
+from fedeas_flwr.superlink import QUIET, flwr_answer
 
 
 def register_nodes(deployment: Deployment, folder: Path) -> list[str]:

@@ -16,9 +16,9 @@ import pytest
 from runners import finish, small, weights
 from small_disks import remount, tiny_disk
 
-from fedeas_flwr import launch, processes
-from fedeas_flwr.launch import free_port, own_environment
+from fedeas_flwr import processes, superlink
 from fedeas_flwr.runs import RunDirectory, RunError
+from fedeas_flwr.superlink import free_port, own_environment
 
 CONF = 'clients = 4\nrounds = 2\nlocal-epochs = 1\npolicy = "none"\nalpha = 0.1\nbeta = 4.0\n'
 
@@ -34,10 +34,10 @@ def test_a_port_that_somebody_else_has_is_not_taken_for_our_superlinks() -> None
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        assert launch.is_listening(port)
+        assert superlink.is_listening(port)
         assert processes.listens(os.getpid(), port)
         ours = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(0.5)"])
-        assert not launch._answers(ours, port)
+        assert not superlink._answers(ours, port)
         assert ours.wait() == 0
 
 
@@ -49,12 +49,12 @@ def test_a_superlink_whose_port_is_taken_starts_on_another(tmp_path: Path, monke
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         ports = iter([taken.getsockname()[1], free_port()])
-        monkeypatch.setattr(launch, "free_port", lambda: next(ports))
+        monkeypatch.setattr(superlink, "free_port", lambda: next(ports))
         log = stack.enter_context((tmp_path / "log").open("wb"))
         environment = own_environment(tmp_path, "mark-of-this-test")
         run = RunDirectory(tmp_path)
-        superlink, tree = launch._start_superlink(environment, tmp_path, log, "mark-of-this-test", stack, run)
-        assert superlink.poll() is None
+        started, tree = superlink.start_superlink(environment, tmp_path, log, "mark-of-this-test", stack, run)
+        assert started.poll() is None
         tree.end()
 
 
@@ -78,7 +78,7 @@ def test_two_runs_at_once_beside_a_stale_superlink(tmp_path: Path, monkeypatch: 
     tree = processes.ProcessTree(stale, "stale")
     try:
         deadline = time.monotonic() + 60
-        while not launch.is_listening(port) and time.monotonic() < deadline:
+        while not superlink.is_listening(port) and time.monotonic() < deadline:
             time.sleep(0.1)
         words = [sys.executable, "-m", "fedeas_flwr.cli", "run", str(tmp_path / "conf.toml"), "actors=1"]
         both = [
