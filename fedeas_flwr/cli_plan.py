@@ -107,7 +107,8 @@ def read_grid(text: str) -> list[float]:
 
 
 def _partition_counts(dataset: str, protocol: str, clients: int, alpha: float, seed: int) -> IntArray:
-    from fedeas_flwr.data import OWN, dataset_info
+    from fedeas_flwr.data import dataset_info
+    from fedeas_flwr.dataset_sources import OWN
     from fedeas_flwr.local_data import own_labels
     from fedeas_flwr.partition import make_partition, plan_labels
     from fedeas_flwr.paths import cache_root

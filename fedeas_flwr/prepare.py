@@ -11,7 +11,8 @@ from rich.console import Console
 from fedeas_flwr.cache import ImageCache
 from fedeas_flwr.client_app import own_generator
 from fedeas_flwr.config import ConfigError, RunConfig
-from fedeas_flwr.data import OWN, open_dataset
+from fedeas_flwr.data import open_dataset
+from fedeas_flwr.dataset_sources import OWN
 from fedeas_flwr.event_log import check_installed
 from fedeas_flwr.generators import Generator, absolute_spec, open_for_run
 from fedeas_flwr.generators.classifier import independent_classifier

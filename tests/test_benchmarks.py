@@ -16,7 +16,7 @@ import psutil
 import pytest
 import torch
 
-from fedeas_flwr.data import check_npz
+from fedeas_flwr.dataset_sources import check_npz
 from fedeas_flwr.runs import RunDirectory
 
 ROOT = Path(__file__).parents[1]

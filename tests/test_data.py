@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fedeas_flwr import data
+from fedeas_flwr import data, dataset_sources
 from fedeas_flwr.paths import atomic_folder, atomic_path, atomic_write, cache_root
 
 
@@ -23,10 +23,10 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture
-def small_cifar(monkeypatch: pytest.MonkeyPatch) -> data.DatasetInfo:
+def small_cifar(monkeypatch: pytest.MonkeyPatch) -> dataset_sources.DatasetInfo:
     """A CIFAR-10 of 20 and 10 images, so that a test does not write 180 MB."""
     info = dataclasses.replace(data.dataset_info("cifar10"), num_train=20, num_test=10)
-    monkeypatch.setitem(data._INFO, "cifar10", info)
+    monkeypatch.setitem(dataset_sources.BUILT_IN, "cifar10", info)
     return info
 
 
@@ -94,7 +94,7 @@ def test_a_damaged_cache_is_written_again(own_cache: Path) -> None:
 
 
 def test_npz_is_read_and_read_again_when_it_changes(
-    own_cache: Path, small_cifar: data.DatasetInfo, tmp_path: Path
+    own_cache: Path, small_cifar: dataset_sources.DatasetInfo, tmp_path: Path
 ) -> None:
     arrays = small_arrays()
     arrays["y_train"] = arrays["y_train"].astype(np.uint8)
@@ -118,7 +118,7 @@ def test_npz_is_read_and_read_again_when_it_changes(
     ],
 )
 def test_a_wrong_npz_is_refused_in_one_line(
-    own_cache: Path, small_cifar: data.DatasetInfo, tmp_path: Path, change: dict[str, Any], message: str
+    own_cache: Path, small_cifar: dataset_sources.DatasetInfo, tmp_path: Path, change: dict[str, Any], message: str
 ) -> None:
     arrays = {key: value for key, value in (small_arrays() | change).items() if value is not None}
     np.savez(tmp_path / "cifar10.npz", **arrays)
@@ -129,7 +129,7 @@ def test_a_wrong_npz_is_refused_in_one_line(
 
 @pytest.mark.parametrize("damage", ["truncated", "flipped", "text"])
 def test_a_damaged_npz_is_refused_in_one_line(
-    own_cache: Path, small_cifar: data.DatasetInfo, tmp_path: Path, damage: str
+    own_cache: Path, small_cifar: dataset_sources.DatasetInfo, tmp_path: Path, damage: str
 ) -> None:
     file = tmp_path / "cifar10.npz"
     np.savez_compressed(file, **small_arrays())

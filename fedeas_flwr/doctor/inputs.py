@@ -7,7 +7,8 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from fedeas_flwr.config import RunConfig
-from fedeas_flwr.data import OWN, check_npz, dataset_info, find_source
+from fedeas_flwr.data import dataset_info
+from fedeas_flwr.dataset_sources import OWN, check_npz, find_source
 from fedeas_flwr.doctor.findings import Finding, note, ok, problem
 
 

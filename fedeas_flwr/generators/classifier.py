@@ -17,7 +17,8 @@ from numpy.typing import NDArray
 from torch.nn import functional as F
 
 from fedeas_flwr.cache import ImageCache
-from fedeas_flwr.data import OWN, Dataset, dataset_info, find_source, open_dataset
+from fedeas_flwr.data import Dataset, dataset_info, open_dataset
+from fedeas_flwr.dataset_sources import OWN, find_source
 from fedeas_flwr.generators import Generator
 from fedeas_flwr.models import build_model
 from fedeas_flwr.paths import atomic_path, cache_root

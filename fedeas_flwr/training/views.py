@@ -10,7 +10,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from fedeas_flwr.data import DatasetInfo
+from fedeas_flwr.dataset_sources import DatasetInfo
 
 VIEWS = "views"
 """Name of the table among a client's inputs, ``[steps, batch size, 3]``: mirrored or not, shift down, shift right."""

@@ -30,7 +30,7 @@ from fedeas_flwr import cli, client_app, messages
 from fedeas_flwr.array_records import to_record
 from fedeas_flwr.cache import ImageCache
 from fedeas_flwr.config import KEYS, ConfigError, RunConfig, parse_config, read_config
-from fedeas_flwr.data import check_npz
+from fedeas_flwr.dataset_sources import check_npz
 from fedeas_flwr.generators.bank import BankGenerator
 from fedeas_flwr.generators.diffusion import DiffusionGenerator
 from fedeas_flwr.grids import InlineGrid
