@@ -19,8 +19,9 @@ from fedeas_flwr.paths import atomic_write
 
 if TYPE_CHECKING:
     from fedeas_flwr.reproduce.cells import Cell
-    from fedeas_flwr.reproduce.items import Choice, Section
+    from fedeas_flwr.reproduce.items import Choice
     from fedeas_flwr.reproduce.measured import Results
+    from fedeas_flwr.reproduce.sections import Section
 
 SET_BY_CELLS = ("seed", "run-dir", "resume")
 
@@ -179,8 +180,8 @@ def show(
 ) -> list[Section]:
     """Write the page, print the tables or JSON, and say what is missing."""
     from fedeas_flwr.reproduce.filling import missing_seeds
-    from fedeas_flwr.reproduce.items import make_sections
     from fedeas_flwr.reproduce.page import write_page
+    from fedeas_flwr.reproduce.sections import make_sections
     from fedeas_flwr.reproduce.summary import as_json, make_page, print_tables, values_csv
 
     missing = missing_seeds(choice.needed(results.scale), results, seeds)

@@ -13,9 +13,10 @@ from fedeas_flwr.report.page import as_html, as_markdown
 from fedeas_flwr.reproduce import beside, beyond, paper, tables
 from fedeas_flwr.reproduce.cells import MAIN, PAPERS, all_cells, cell
 from fedeas_flwr.reproduce.filling import make_filling, missing_seeds, record_name
-from fedeas_flwr.reproduce.items import ITEMS, Section, choose, make_sections
+from fedeas_flwr.reproduce.items import ITEMS, choose
 from fedeas_flwr.reproduce.measured import Results, find_results
 from fedeas_flwr.reproduce.page import Page
+from fedeas_flwr.reproduce.sections import Section, make_sections
 from fedeas_flwr.reproduce.summary import filled_document, make_page
 
 ROOT = Path(__file__).parents[1]

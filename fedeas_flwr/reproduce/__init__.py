@@ -9,6 +9,7 @@ beyond.py    the numbers of its text, and our questions to it
 figures.py   the figures
 samples.py   images of the generator for one of them
 items.py     every table and figure by name
+sections.py  those that were asked for, made
 page.py      one page of all of it, as Markdown and as HTML
 summary.py   the page's head, JSON, CSV, the terminal, tables for another document
 filling.py   the runs that are missing, done as a sweep

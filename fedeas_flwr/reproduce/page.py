@@ -10,7 +10,7 @@ from pathlib import Path
 from fedeas_flwr.config import ConfigError
 from fedeas_flwr.paths import atomic_write
 from fedeas_flwr.report import page as pages
-from fedeas_flwr.reproduce.items import Section
+from fedeas_flwr.reproduce.sections import Section
 
 MOST_NAMED = 12
 """Missing runs that a section names; of more it gives the number."""

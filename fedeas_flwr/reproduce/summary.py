@@ -12,9 +12,10 @@ from rich.table import Table as Grid
 from rich.text import Text
 
 from fedeas_flwr.report.page import table_markdown
-from fedeas_flwr.reproduce.items import ITEMS, Section, choose
+from fedeas_flwr.reproduce.items import ITEMS, choose
 from fedeas_flwr.reproduce.measured import Budget, Results, find_results
 from fedeas_flwr.reproduce.page import Page, blocks, with_blocks
+from fedeas_flwr.reproduce.sections import Section
 from fedeas_flwr.sizes import show_seconds
 from fedeas_flwr.sweep import as_csv
 

@@ -1,0 +1,102 @@
+"""The tables and figures asked for, made: each a section of the page, with what it still lacks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from fedeas_flwr.paths import atomic_write
+from fedeas_flwr.report.page import as_png
+from fedeas_flwr.reproduce import tables
+from fedeas_flwr.reproduce.cells import PAPERS, cell
+from fedeas_flwr.reproduce.items import ITEMS, Choice, Item
+from fedeas_flwr.reproduce.measured import Results
+from fedeas_flwr.reproduce.tables import Table
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+    from fedeas_flwr.reproduce.figures import Setting
+
+
+@dataclass(frozen=True)
+class Section:
+    """One part of the page."""
+
+    name: str
+    title: str
+    caption: str
+    table: Table | None
+    picture: Path | None
+    missing: tuple[str, ...]
+    """Runs that are not there, ``COLUMN/METHOD seed N``."""
+    note: str = ""
+    figure: Figure | None = None
+    """What the picture shows."""
+
+
+def make_sections(
+    choice: Choice,
+    results: Results,
+    missing: Mapping[str, Sequence[int]],
+    folder: Path,
+    more: Mapping[str, Any],
+) -> list[Section]:
+    """Make every table and figure asked for.
+
+    Parameters
+    ----------
+    choice
+        What was asked for.
+    results
+        The runs that there are.
+    missing
+        Cell's name → the seeds that are not.
+    folder
+        Where pictures go.
+    more
+        Keys that hold for all runs: the generator of the samples is among them.
+    """
+    setting: Setting | None = None
+    sections = []
+    for name in choice.items:
+        item = ITEMS[name]
+        table, picture, figure, note = None, None, None, ""
+        if item.table is not None:
+            table = item.table(results, choice.columns)
+        else:
+            from fedeas_flwr.reproduce import figures
+
+            setting = setting or figures.setting_of(results)
+            drawn = _draw(item, setting, more)
+            if isinstance(drawn, str):
+                note = drawn
+            else:
+                picture, figure = folder / f"{name}.png", drawn
+                atomic_write(picture, as_png(drawn))
+        absent = [f"{one} seed {seed}" for one in item.cells(choice.columns) for seed in missing.get(one, ())]
+        sections.append(Section(name, item.title, item.caption, table, picture, tuple(absent), note, figure))
+    if choice.cells:
+        table = tables.cell_table(results, choice.cells)
+        absent = [f"{one.name} seed {seed}" for one in choice.cells for seed in missing.get(one.name, ())]
+        sections.append(Section("cells", "Cells by name", "", table, None, tuple(absent)))
+    return sections
+
+
+def _draw(item: Item, setting: Setting, more: Mapping[str, Any]) -> Figure | str:
+    """Draw a figure, or say why not."""
+    from fedeas_flwr.reproduce import figures
+
+    if item.draw == "draw_closed_form":
+        return figures.draw_closed_form()
+    if item.draw == "draw_samples":
+        from fedeas_flwr.reproduce.samples import sample_sheet
+
+        config = cell(f"{PAPERS}/fedeas").config(setting.results.scale, 1, more)
+        if config.dataset != "digits" and "generator" not in more:
+            return "missing: name the generator with --set generator=FOLDER"
+        return figures.draw_samples(*sample_sheet(config))
+    drawn: Figure = getattr(figures, item.draw)(setting)
+    return drawn
