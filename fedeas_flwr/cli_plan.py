@@ -14,7 +14,7 @@ from fedeas_flwr.config import ConfigError
 from fedeas_flwr.progress import show_tries
 
 if TYPE_CHECKING:
-    from fedeas_flwr.partition import IntArray
+    from fedeas_flwr.counts import IntArray
 
 DEFAULT_BETA = 12.0
 
@@ -107,13 +107,6 @@ def read_grid(text: str) -> list[float]:
 
 
 def _partition_counts(dataset: str, protocol: str, clients: int, alpha: float, seed: int) -> IntArray:
-    from fedeas_flwr.data import dataset_info
-    from fedeas_flwr.dataset_sources import OWN
-    from fedeas_flwr.local_data import own_labels
-    from fedeas_flwr.partition import make_partition, plan_labels
-    from fedeas_flwr.paths import cache_root
+    from fedeas_flwr.local_data import partition_counts
 
-    tries = show_tries(Console(stderr=True))
-    labels = own_labels(dataset, protocol) if dataset.startswith(OWN) else plan_labels(dataset, protocol)
-    split = make_partition(labels, protocol, clients, alpha, seed, cache_root(), tries)
-    return split.counts(labels, len(dataset_info(dataset).classes))
+    return partition_counts(dataset, protocol, clients, alpha, seed, progress=show_tries(Console(stderr=True)))

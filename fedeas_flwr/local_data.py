@@ -58,9 +58,7 @@ class FederatedData:
         return self.partition.counts(self._labels(), self.num_classes)
 
     def _labels(self) -> Labels:
-        if self.protocol == "clean":
-            return np.asarray(self.dataset.y_train)
-        return np.concatenate([self.dataset.y_train, self.dataset.y_test])
+        return dealt_out(self.dataset, self.protocol)
 
     def _gather(self, indices: Labels) -> tuple[Images, Labels]:
         # Indices run over the train set and then, under `paper`, over the test set.
@@ -70,6 +68,13 @@ class FederatedData:
         images[from_train] = self.dataset.x_train[indices[from_train]]
         images[~from_train] = self.dataset.x_test[indices[~from_train] - first]
         return images, self._labels()[indices]
+
+
+def dealt_out(dataset: Dataset, protocol: str) -> Labels:
+    """The labels of all images that a protocol deals out: of the train set and, under ``paper``, the test set."""
+    if protocol == "clean":
+        return np.asarray(dataset.y_train)
+    return np.concatenate([dataset.y_train, dataset.y_test])
 
 
 def federated_data(config: RunConfig, clients: int) -> FederatedData:
@@ -82,8 +87,7 @@ def federated_data(config: RunConfig, clients: int) -> FederatedData:
 @lru_cache(maxsize=2)
 def _federated_data(name: str, data_dir: str, protocol: str, clients: int, alpha: float, seed: int) -> FederatedData:
     dataset = open_dataset(name, data_dir)
-    labels = [dataset.y_train] if protocol == "clean" else [dataset.y_train, dataset.y_test]
-    partition = make_partition(np.concatenate(labels), protocol, clients, alpha, seed, cache_root())
+    partition = make_partition(dealt_out(dataset, protocol), protocol, clients, alpha, seed, cache_root())
     return FederatedData(dataset, partition, protocol)
 
 
@@ -112,20 +116,30 @@ def _own_data(name: str, path: str, protocol: str, seed: int) -> FederatedData:
 
 def planned_counts(config: RunConfig, clients: int, progress: Callable[[int], None] | None = None) -> Labels:
     """Label counts of a run's clients without opening its images; the partition is then in the user's cache."""
-    own = config.dataset.startswith(OWN)
-    labels = (own_labels if own else plan_labels)(config.dataset, config.protocol)
-    partition = make_partition(
-        labels, config.protocol, clients, config.alpha, config.partition_seed, cache_root(), progress
+    return partition_counts(
+        config.dataset, config.protocol, clients, config.alpha, config.partition_seed, progress=progress
     )
-    return partition.counts(labels, len(dataset_info(config.dataset).classes))
 
 
-def planned_images(config: RunConfig, counts: Labels) -> Labels:
-    """How many images of each class will be made for every client of a run, ``[clients, classes]``.
+def partition_counts(
+    dataset: str,
+    protocol: str,
+    clients: int,
+    alpha: float,
+    seed: int,
+    *,
+    progress: Callable[[int], None] | None = None,
+) -> Labels:
+    """The same of any partition, of which there need be no run; see `make_partition`."""
+    own = dataset.startswith(OWN)  # no constant knows its labels
+    labels = dealt_out(open_dataset(dataset), protocol) if own else plan_labels(dataset, protocol)
+    partition = make_partition(labels, protocol, clients, alpha, seed, cache_root(), progress)
+    return partition.counts(labels, len(dataset_info(dataset).classes))
 
-    With shared images all are made for client 0, as many as any client asks for.
-    """
-    planned = allocate(
+
+def planned_allocation(config: RunConfig, counts: Labels) -> Labels:
+    """How many images of each class every client of a run will have, ``[clients, classes]``."""
+    return allocate(
         counts,
         config.policy,
         beta=config.beta,
@@ -133,10 +147,12 @@ def planned_images(config: RunConfig, counts: Labels) -> Labels:
         strict_mean=not config.printed_rule,
         total=config.total or None,
     )
+
+
+def planned_images(config: RunConfig, counts: Labels) -> Labels:
+    """How many images of each class will be made for every client of a run, ``[clients, classes]``.
+
+    With shared images all are made for client 0, as many as any client asks for.
+    """
+    planned = planned_allocation(config, counts)
     return planned.max(axis=0, keepdims=True) if config.shared_images else planned
-
-
-def own_labels(dataset: str, protocol: str) -> Labels:
-    """The labels of a dataset of the user's own that are dealt out: no constant knows them."""
-    opened = open_dataset(dataset)
-    return np.concatenate([opened.y_train, opened.y_test] if protocol == "paper" else [opened.y_train])

@@ -118,7 +118,7 @@ def split_state(model: nn.Module) -> tuple[State, State]:
     """
     trainable: State = {}
     buffers: State = {}
-    names = _trainable_names(model)
+    names = trained_names(model)
     for key, tensor in model.state_dict().items():
         if tensor.dtype == torch.bfloat16:
             raise ValueError(f"model: {key} is bfloat16, which NumPy does not have; keep parameters in float32")
@@ -127,8 +127,8 @@ def split_state(model: nn.Module) -> tuple[State, State]:
     return trainable, buffers
 
 
-def _trainable_names(model: nn.Module) -> set[str]:
-    # Tied parameters have two names; both must land on the same side.
+def trained_names(model: nn.Module) -> set[str]:
+    """Names of the state dict that are trained parameters; tied ones have several, all on this side."""
     return {key for key, value in model.named_parameters(remove_duplicate=False) if value.requires_grad}
 
 

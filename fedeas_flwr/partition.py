@@ -22,10 +22,10 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
+from fedeas_flwr.counts import IntArray
 from fedeas_flwr.npy import read_archive
 from fedeas_flwr.paths import atomic_path
 
-IntArray = npt.NDArray[np.int64]
 Progress = Callable[[int], None]
 
 # Samples of each class in the official (digits: our stratified) train and test sets.

@@ -10,9 +10,7 @@ import numpy as np
 import numpy.typing as npt
 from matplotlib.figure import Figure
 
-from fedeas_flwr.allocation import allocate
-from fedeas_flwr.config import RunConfig
-from fedeas_flwr.local_data import planned_counts
+from fedeas_flwr.local_data import planned_allocation, planned_counts
 from fedeas_flwr.report.groups import Group
 from fedeas_flwr.report.run_figures import draw_heat_map
 
@@ -37,18 +35,6 @@ class HeatMaps:
         )
 
 
-def allocation_of(config: RunConfig) -> Counts:
-    """What a run's clients generate, [K, C], computed anew from the partition."""
-    return allocate(
-        planned_counts(config, config.clients),
-        config.policy,
-        beta=config.beta,
-        gamma=config.gamma,
-        strict_mean=not config.printed_rule,
-        total=config.total or None,
-    )
-
-
 def maps_of(groups: Sequence[Group]) -> tuple[list[HeatMaps], list[str]]:
     """The heat maps of groups that generate, one set a partition; and why some have none."""
     found: dict[tuple[object, ...], HeatMaps] = {}
@@ -57,7 +43,7 @@ def maps_of(groups: Sequence[Group]) -> tuple[list[HeatMaps], list[str]]:
         config = group.config
         try:
             counts = planned_counts(config, config.clients)
-            generated = allocation_of(config) if config.generates else None
+            generated = planned_allocation(config, counts) if config.generates else None
         except (OSError, ValueError) as error:
             notes.append(f"No heat map of {group.name}: {error}.")
             continue

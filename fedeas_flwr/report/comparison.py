@@ -10,9 +10,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from fedeas_flwr.local_data import planned_counts
+from fedeas_flwr.local_data import planned_allocation, planned_counts
 from fedeas_flwr.paths import atomic_write
-from fedeas_flwr.report.allocations import allocation_of
 from fedeas_flwr.report.document import results
 from fedeas_flwr.report.groups import Group
 from fedeas_flwr.report.page import as_png
@@ -40,7 +39,8 @@ def print_comparison(groups: Sequence[Group], console: Console) -> None:
 def comparison_figure(groups: Sequence[Group], path: Path) -> None:
     """Draw the counts and FedEAS's allocation as client × class heat maps beside the accuracy curves."""
     planned = next(group for group in groups if group.config.policy == "fedeas").config
-    counts, generated = planned_counts(planned, planned.clients), allocation_of(planned)
+    counts = planned_counts(planned, planned.clients)
+    generated = planned_allocation(planned, counts)
     figure = Figure(figsize=(13, 4.2), layout="constrained")
     left, middle, right = figure.subplots(1, 3, width_ratios=[1, 1, 1.45])
     draw_heat_map(left, counts, f"Real samples ({counts.sum():,})", "Greys")

@@ -10,11 +10,10 @@ from typing import Any
 
 import numpy as np
 
-from fedeas_flwr.allocation import allocate
 from fedeas_flwr.config import RunConfig
 from fedeas_flwr.listing import find_runs
-from fedeas_flwr.local_data import planned_counts
-from fedeas_flwr.metrics import WALL_CLOCK, seconds_of, summarise
+from fedeas_flwr.local_data import planned_allocation, planned_counts
+from fedeas_flwr.metrics import WALL_CLOCK, rounds_to_threshold, seconds_of, summarise
 from fedeas_flwr.reproduce.cells import Cell
 from fedeas_flwr.runs import NOT_THE_RUN, RunDirectory, RunError
 
@@ -101,18 +100,11 @@ class Measured:
 
     def first_round_at(self, threshold: float) -> int | None:
         """The first round (from 1) that reached an accuracy."""
-        return next((i for i, found in enumerate(self.accuracies, start=1) if found >= threshold), None)
+        return rounds_to_threshold(self.accuracies, threshold)
 
     def planned_images(self) -> int:
         """What the policy allots to the clients that took part, from label counts."""
-        plan = allocate(
-            planned_counts(self.config, self.config.clients),
-            self.config.policy,
-            beta=self.config.beta,
-            gamma=self.config.gamma,
-            strict_mean=not self.config.printed_rule,
-            total=self.config.total or None,
-        )
+        plan = planned_allocation(self.config, planned_counts(self.config, self.config.clients))
         return int(plan[sorted(self.clients)].sum())
 
 

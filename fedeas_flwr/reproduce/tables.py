@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
+from fedeas_flwr.metrics import efficiency
 from fedeas_flwr.report import page as pages
 from fedeas_flwr.reproduce import paper
 from fedeas_flwr.reproduce.beside import (
@@ -122,7 +123,6 @@ def column_table(results: Results, place: str) -> Table:
 # ----------------------------------------------------------------------------------- β sweep, ablation, Γ̂ (K = 20)
 
 
-# η = ΔFedAvg (%) × 10³ / images
 def beta_table(results: Results) -> Table:
     """The sweep of β with the efficiency η, as in the supplement's F."""
     table = Table(["Method", "Last-20 avg.", "Total gen.", "ΔFedAvg", "η"], [])
@@ -133,7 +133,7 @@ def beta_table(results: Results) -> Table:
         gain = eta = None
         if last.mean is not None and base.mean is not None and budget and budget.images[0]:
             gain = last.mean - base.mean
-            eta = gain * 1e3 / budget.images[0]
+            eta = efficiency(gain, budget.images[0])
         gains = _derived(results, name, "ΔFedAvg", gain, last.seeds, published_gain, 2)
         etas = _derived(results, name, "η", eta, last.seeds, published_eta, 3)
         shown = [together(last), show_budget(budget, paper.images(method, PAPERS)), together(gains), together(etas)]
@@ -240,11 +240,6 @@ def cell_table(results: Results, cells: Iterable[Cell]) -> Table:
         table.values += [last, best]
         table.budgets += [budget] if budget else []
     return table
-
-
-def sweep_cells() -> list[str]:
-    """Name the cells of the β sweep, in its order."""
-    return [f"{PAPERS}/{method}" for method in paper.BETA_SWEEP]
 
 
 def swept_methods(policy: str) -> list[str]:

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from fedeas_flwr.models import trained_names
 from fedeas_flwr.training.objective import NO_INPUTS, Inputs
 
 State = Mapping[str, Any]
@@ -87,11 +88,6 @@ def copy_state(model: nn.Module | Mapping[str, torch.Tensor], trainable: State, 
 def read_state(model: nn.Module) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
     """Clone a model's state: what is trained, and the rest."""
     return clone_state(model.state_dict(), trained_names(model))
-
-
-def trained_names(model: nn.Module) -> set[str]:
-    """Names of the state dict that are trained parameters; tied ones have several."""
-    return {key for key, value in model.named_parameters(remove_duplicate=False) if value.requires_grad}
 
 
 @torch.no_grad()

@@ -26,7 +26,7 @@ class Weights:
     one_pixel
         Convolutions of which the centre taps alone are trained (one_pixel.py).
     widened
-        A convolution whose weights have ``room`` for so many input channels in memory, the further ones zero (stem.py).
+        A convolution whose weights have ``room`` for so many input channels in memory, the further ones zero (room.py).
 
     Attributes
     ----------
