@@ -1,5 +1,7 @@
-"""The `fedeas` command: run, resume, evaluate, export, quickstart, keys, strategies, train-generator; in files of their
-own plan, generate and cache, sweep, runs, deploy, and doctor.
+"""The `fedeas` command: run, resume, evaluate, export, quickstart, train-generator, keys, strategies.
+
+The other commands are in files of their own: cli_plan.py, cli_images.py (generate, cache), cli_sweep.py, cli_runs.py,
+cli_report.py, cli_reproduce.py, cli_doctor.py and cli_deploy.py.
 
 Bad input ends in one line on stderr and a non-zero exit code, never in a traceback. Heavy imports (torch, flwr) happen
 inside the commands that need them: `fedeas plan` answers at once.
@@ -13,6 +15,7 @@ import json
 import os
 import signal
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Annotated, Any
@@ -26,6 +29,7 @@ from fedeas_flwr.cli_deploy import deploy_app
 from fedeas_flwr.cli_doctor import doctor
 from fedeas_flwr.cli_help import THE_WAY, InOrderOfUse
 from fedeas_flwr.cli_images import cache_app, generate
+from fedeas_flwr.cli_output import FormatOption, table_console
 from fedeas_flwr.cli_plan import plan
 from fedeas_flwr.cli_report import report
 from fedeas_flwr.cli_reproduce import reproduce
@@ -52,7 +56,6 @@ app.command(short_help="Make images to look at, to measure, to use as a bank")(g
 app.command(short_help="Compare and plot runs: a table, a page, Markdown")(report)
 app.add_typer(deploy_app, name="deploy", short_help="A federation of real machines: init, register, check")
 app.command(short_help="What this machine can do for a run, and what to mend")(doctor)
-FormatOption = Annotated[str, typer.Option("--format", help="table or json")]
 console = Console()
 warnings = Console(stderr=True)
 
@@ -85,15 +88,6 @@ def _fail(text: str, code: int) -> None:
 
 def _terminated(number: int, frame: FrameType | None) -> None:
     raise KeyboardInterrupt
-
-
-def print_json(output: str, found: Any) -> bool:
-    """Print what a table would show as JSON, if that is wanted; tell whether it was."""
-    if output not in ("table", "json"):
-        raise ConfigError(f"format = '{output}': must be table or json")
-    if output == "json":
-        print(json.dumps(found, indent=1, ensure_ascii=False))
-    return output == "json"
 
 
 # -------------------------------------------------------------------------------------------------- run
@@ -184,6 +178,25 @@ def evaluate(folder: Annotated[Path, typer.Argument(help="the run directory of a
     print(json.dumps(scores, indent=1))
 
 
+@app.command(short_help="Copy a run's record, without weights and paths")
+def export(
+    folder: Annotated[Path, typer.Argument(help="the run directory of a finished run")],
+    to: Annotated[Path, typer.Argument(help="where its record goes, such as results/NAME")],
+) -> None:
+    """Copy a run's record (config, rounds, summary) without weights, images or paths of this machine."""
+    RunDirectory(folder.absolute()).export(to.absolute())
+
+
+@app.command(short_help="Four runs on built-in data, a table and a page")
+def quickstart(
+    out: Annotated[Path, typer.Option(help="folder of the runs and the picture")] = Path("runs/quickstart"),
+) -> None:
+    """Four runs on the built-in digits: no synthetic data, FedEAS, and two policies at FedEAS's budget."""
+    from fedeas_flwr.quickstart import quickstart as run_quickstart
+
+    run_quickstart(out.absolute(), console)
+
+
 # ------------------------------------------------------------------------------------------- generators
 
 
@@ -232,23 +245,7 @@ def train_generator(
     console.print(f"generator: {out}", highlight=False, soft_wrap=True)
 
 
-@app.command(short_help="Copy a run's record, without weights and paths")
-def export(
-    folder: Annotated[Path, typer.Argument(help="the run directory of a finished run")],
-    to: Annotated[Path, typer.Argument(help="where its record goes, such as results/NAME")],
-) -> None:
-    """Copy a run's record (config, rounds, summary) without weights, images or paths of this machine."""
-    RunDirectory(folder.absolute()).export(to.absolute())
-
-
-@app.command(short_help="Four runs on built-in data, a table and a page")
-def quickstart(
-    out: Annotated[Path, typer.Option(help="folder of the runs and the picture")] = Path("runs/quickstart"),
-) -> None:
-    """Four runs on the built-in digits: no synthetic data, FedEAS, and two policies at FedEAS's budget."""
-    from fedeas_flwr.quickstart import quickstart as run_quickstart
-
-    run_quickstart(out.absolute(), console)
+# ------------------------------------------------------------------------------------------- what there is
 
 
 @app.command(short_help="List every run-config key")
@@ -256,12 +253,8 @@ def keys(output: FormatOption = "table") -> None:
     """List every run-config key with its default and meaning."""
     fields = RunConfig.model_fields.items()
     rows = [(name.replace("_", "-"), field.default, field.description or "") for name, field in fields]
-    if print_json(output, [dict(zip(("key", "default", "meaning"), row, strict=True)) for row in rows]):
-        return
-    table = Table("key", "default", "meaning", box=None)
-    for name, default, meaning in rows:
-        table.add_row(name, json.dumps(default), meaning)
-    Console(width=max(console.width, 140) if not sys.stdout.isatty() else None).print(table)
+    shown = [(name, json.dumps(default), meaning) for name, default, meaning in rows]
+    _print_rows(("key", "default", "meaning"), rows if output == "json" else shown, output)
 
 
 @app.command(short_help="List every strategy, and what it discloses")
@@ -269,12 +262,17 @@ def strategies(output: FormatOption = "table") -> None:
     """List every strategy: what it does, its keys, what a client discloses, and what it costs."""
     from fedeas_flwr.strategies import TABLE_HEAD, table_rows
 
-    if print_json(output, [dict(zip(TABLE_HEAD, row, strict=True)) for row in table_rows()]):
+    _print_rows(TABLE_HEAD, table_rows(), output)
+
+
+def _print_rows(head: Sequence[str], rows: Sequence[Sequence[Any]], output: str) -> None:
+    if output == "json":
+        print(json.dumps([dict(zip(head, row, strict=True)) for row in rows], indent=1, ensure_ascii=False))
         return
-    table = Table(*TABLE_HEAD, box=None)
-    for row in table_rows():
+    table = Table(*head, box=None)
+    for row in rows:
         table.add_row(*row)
-    Console(width=max(console.width, 140) if not sys.stdout.isatty() else None).print(table)
+    table_console().print(table)
 
 
 if __name__ == "__main__":

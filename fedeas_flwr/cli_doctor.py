@@ -12,7 +12,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from fedeas_flwr.config import ConfigError, RunConfig, parse_config, parse_overrides, read_config
+from fedeas_flwr.cli_output import FormatOption
+from fedeas_flwr.config import RunConfig, parse_config, parse_overrides, read_config
 
 if TYPE_CHECKING:
     from fedeas_flwr.doctor import Finding
@@ -24,12 +25,10 @@ def doctor(
     words: Annotated[
         list[str] | None, typer.Argument(metavar="[CONF] [KEY=VALUE]...", help="of the run that is meant; else digits")
     ] = None,
-    output: Annotated[str, typer.Option("--format", help="table or json")] = "table",
+    output: FormatOption = "table",
     ray: Annotated[bool, typer.Option("--ray", help="also start Ray and divide a GPU as the run would, ~15 s")] = False,
 ) -> None:
     """Say what this machine can do for a run, and what to mend; exit code 1 if there is a problem."""
-    if output not in ("table", "json"):
-        raise ConfigError(f"format = '{output}': must be table or json")
     config = _read(words or [])
     from fedeas_flwr.doctor import examine
 

@@ -15,7 +15,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from fedeas_flwr.config import ConfigError
+from fedeas_flwr.cli_output import FormatOption, table_console
 
 if TYPE_CHECKING:
     import numpy as np
@@ -35,10 +35,8 @@ GeneratorOption = Annotated[str, typer.Option(help="builtin, FOLDER in diffusers
 
 
 @cache_app.command(short_help="List what the cache holds, the least recently used first")
-def ls(output: Annotated[str, typer.Option("--format", help="table or json")] = "table") -> None:
+def ls(output: FormatOption = "table") -> None:
     """List what the cache holds, the least recently used first."""
-    if output not in ("table", "json"):
-        raise ConfigError(f"format = '{output}': must be table or json")
     from fedeas_flwr.cache import ImageCache
     from fedeas_flwr.sizes import show_bytes
     from fedeas_flwr.upkeep import entries
@@ -53,7 +51,7 @@ def ls(output: Annotated[str, typer.Option("--format", help="table or json")] = 
         used = datetime.fromtimestamp(entry.last_used).strftime("%Y-%m-%d %H:%M")
         facts = [str(entry.manifest.get(key, "?")) for key in ("generator", "dataset", "seed")]
         table.add_row(entry.key[:12], *facts, f"{entry.images:,}", show_bytes(entry.bytes), used)
-    Console(width=160).print(table)
+    table_console().print(table)
     print(f"{ImageCache().root}: {sum(e.images for e in found):,} images, {show_bytes(sum(e.bytes for e in found))}")
 
 

@@ -10,6 +10,7 @@ import typer
 from rich.console import Console
 
 from fedeas_flwr.cli_images import batch_speed, estimate_generation, show_estimate
+from fedeas_flwr.cli_output import FormatOption
 from fedeas_flwr.config import ConfigError
 from fedeas_flwr.progress import show_tries
 
@@ -33,7 +34,7 @@ def plan(
     printed_rule: Annotated[bool, typer.Option("--printed-rule", help="fill by Eq. 9 as printed")] = False,
     total: Annotated[int | None, typer.Option(help="images of a matched policy; else what FedEAS spends")] = None,
     counts: Annotated[Path | None, typer.Option(help="label counts, client × class, as .json or .csv")] = None,
-    output: Annotated[str, typer.Option("--format", help="table or json")] = "table",
+    output: FormatOption = "table",
     estimate: Annotated[bool, typer.Option("--estimate", help="time one batch: generation seconds and disk")] = False,
     generator: Annotated[
         str, typer.Option(help="of --estimate and --max-seconds: builtin, FOLDER, bank:DIR, sd-turbo")
@@ -49,8 +50,6 @@ def plan(
     from fedeas_flwr import choosing, planning
     from fedeas_flwr.budget_path import BudgetPath
 
-    if output not in ("table", "json"):
-        raise ConfigError(f"format = '{output}': must be table or json")
     limits, betas = choosing.Limits(min_removed, max_synthetic, max_images, max_seconds), read_grid(grid)
     choosing_beta = bool(limits.given())
     if choosing_beta and beta is not None:

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from fedeas_flwr.config import ConfigError
+from fedeas_flwr.cli_output import FormatOption
 from fedeas_flwr.listing import find_runs
 from fedeas_flwr.runs import RunError
 
@@ -18,11 +18,9 @@ def report(
     runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="run directories, or folders with runs below")],
     page: Annotated[Path | None, typer.Option("--html", help="write one page with all pictures inside")] = None,
     out: Annotated[Path | None, typer.Option(help="folder for report.md and every picture as PNG and SVG")] = None,
-    output: Annotated[str, typer.Option("--format", help="table or json")] = "table",
+    output: FormatOption = "table",
 ) -> None:
     """Compare runs, as a table, a page or Markdown; runs that differ in their seed alone are one row."""
-    if output not in ("table", "json"):
-        raise ConfigError(f"format = '{output}': must be table or json")
     if missing := [folder for folder in runs if not folder.is_dir()]:
         raise RunError(f"{missing[0]} is not a folder")
     from fedeas_flwr.report.comparison import print_comparison

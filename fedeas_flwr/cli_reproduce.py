@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
+from fedeas_flwr.cli_output import FormatOption
 from fedeas_flwr.cli_sweep import watching
 from fedeas_flwr.config import ConfigError, parse_overrides
 from fedeas_flwr.paths import atomic_write
@@ -44,7 +45,7 @@ def reproduce(
         Path | None, typer.Option(help="write tables into a Markdown file that has places for them")
     ] = None,
     listing: Annotated[bool, typer.Option("--list", help="name the cells, with the words of `fedeas run`")] = False,
-    output: Annotated[str, typer.Option("--format", help="table or json")] = "table",
+    output: FormatOption = "table",
 ) -> None:
     """The paper's tables and figures from runs, its numbers beside ours; missing runs are done or named."""
     from fedeas_flwr.reproduce.cells import SCALES
@@ -53,8 +54,6 @@ def reproduce(
 
     if scale not in SCALES:
         raise ConfigError(f"scale = '{scale}': must be {' or '.join(SCALES)}")
-    if output not in ("table", "json"):
-        raise ConfigError(f"format = '{output}': must be table or json")
     for folder in runs or []:
         if not folder.is_dir():
             raise ConfigError(f"runs = '{folder}': there is no such folder")

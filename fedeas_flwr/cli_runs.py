@@ -10,21 +10,18 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from fedeas_flwr import listing
 from fedeas_flwr.cli_help import InOrderOfUse
-from fedeas_flwr.config import ConfigError
+from fedeas_flwr.cli_output import FormatOption, table_console
 from fedeas_flwr.listing import check_removable, describe, describe_in_full, find_runs, flat_rounds, remove
 from fedeas_flwr.runs import RunDirectory, RunError
 from fedeas_flwr.sizes import show_bytes
 from fedeas_flwr.sweep import as_csv
 
 runs_app = typer.Typer(cls=InOrderOfUse, help="Run directories.", no_args_is_help=True, rich_markup_mode=None)
-
-FormatOption = Annotated[str, typer.Option("--format", help="table or json")]
 
 
 @runs_app.command(short_help="List runs: state, rounds, accuracy, images, age, size")
@@ -33,7 +30,6 @@ def ls(
     output: FormatOption = "table",
 ) -> None:
     """List runs: state, rounds, accuracy, images, when they last changed, size."""
-    _check_format(output)
     wanted = folders or [Path("runs")]
     if missing := [folder for folder in wanted if not folder.is_dir()]:
         raise RunError(f"{missing[0]} is not a folder")
@@ -46,7 +42,7 @@ def ls(
         column.justify = "right"
     for row in rows:
         table.add_row(*(Text(cell) for cell in _cells(row)))
-    _console().print(table)
+    table_console().print(table)
     print(f"{len(rows)} runs, {show_bytes(sum(row['bytes'] for row in rows))}")
 
 
@@ -55,12 +51,11 @@ def show(
     folder: Annotated[Path, typer.Argument(metavar="RUN", help="a run directory")], output: FormatOption = "table"
 ) -> None:
     """Show one run: where it stands, the keys that are not at their default, its summary."""
-    _check_format(output)
     found = describe_in_full(RunDirectory(folder))
     if output == "json":
         print(json.dumps(found, indent=1))
         return
-    console, reason = _console(), f": {found['error']}" if found["error"] else ""
+    console, reason = table_console(), f": {found['error']}" if found["error"] else ""
     print(f"{found['path']}: {found['state']}{reason}")
     table = Table("key", "value", "default", box=None)
     for key, change in found["changes"].items():
@@ -102,15 +97,6 @@ def prune(
     found = [check_removable(run.path.absolute()) for run in find_runs(folders)]
     paths = [path for run in found for path in listing.heavy_files(run, model)]
     print(f"pruned {len(found)} runs, {show_bytes(listing.prune(paths))} freed")
-
-
-def _check_format(output: str) -> None:
-    if output not in ("table", "json"):
-        raise ConfigError(f"format = '{output}': must be table or json")
-
-
-def _console() -> Console:
-    return Console(width=160) if not sys.stdout.isatty() else Console()
 
 
 def _cells(row: Mapping[str, Any]) -> list[str]:

@@ -16,7 +16,8 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from fedeas_flwr.config import ConfigError, read_config
+from fedeas_flwr.cli_output import check_format
+from fedeas_flwr.config import read_config
 from fedeas_flwr.sizes import show_seconds
 from fedeas_flwr.sweep import Cell, Sweep, make_sweep, points
 from fedeas_flwr.sweep_jobs import Board, Watcher, run_sweep
@@ -33,12 +34,10 @@ def sweep(
     out: Annotated[Path | None, typer.Option(help="folder of the runs; else runs/sweep-CONF")] = None,
     retries: Annotated[int, typer.Option(help="how often a run that failed is started again", min=0)] = 1,
     output: Annotated[
-        str, typer.Option("--format", help="table, or json: what sweep.json holds, at the end")
+        str, typer.Option("--format", help="table, or json: what sweep.json holds, at the end", callback=check_format)
     ] = "table",
 ) -> None:
     """Run every combination of some keys' values; started again, it does what is left."""
-    if output not in ("table", "json"):
-        raise ConfigError(f"format = '{output}': must be table or json")
     folder = (out or Path("runs") / f"sweep-{conf.stem}").absolute()
     found = make_sweep(read_config(conf, overrides or []), grid or [], folder)
     console, warnings = Console(stderr=output == "json"), Console(stderr=True)
