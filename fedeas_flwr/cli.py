@@ -37,6 +37,7 @@ from fedeas_flwr.cli_runs import runs_app
 from fedeas_flwr.cli_sweep import sweep
 from fedeas_flwr.config import ConfigError, RunConfig, parse_config, parse_overrides, read_config
 from fedeas_flwr.data import short_name
+from fedeas_flwr.one_line import one_line
 from fedeas_flwr.runs import RunDirectory, RunError
 
 app = typer.Typer(
@@ -82,7 +83,7 @@ def main() -> None:
 
 
 def _fail(text: str, code: int) -> None:
-    print("error: " + " ".join(text.split()), file=sys.stderr)
+    print("error: " + one_line(text, None), file=sys.stderr)
     sys.exit(code)
 
 

@@ -1,7 +1,8 @@
 """The ClientApp: plan once, generate what is missing, train on real and synthetic images, reply.
 
 The same code runs under Ray, inline and on a SuperNode. A client knows its own data, the run-config and what the
-message says; everything it keeps between rounds is on disk (client_state.py, cache.py).
+message says; what it keeps between rounds is in client_state.py and cache.py. In module state there are only copies
+that spare work: engines, an open generator, images that lie on the GPU.
 """
 
 from __future__ import annotations

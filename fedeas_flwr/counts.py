@@ -34,10 +34,12 @@ def checked_counts(counts: npt.ArrayLike, name: str = "counts") -> IntArray:
 
 
 def check_number(name: str, value: float) -> None:
+    """Refuse what is no finite number of at least 0."""
     if not math.isfinite(value) or value < 0:
         raise ValueError(f"{name}={value!r}: must be a finite number of at least 0")
 
 
 def check_total(total: int) -> None:
+    """Refuse what cannot be a number of images."""
     if not isinstance(total, int | np.integer) or isinstance(total, bool) or not 0 <= total <= LARGEST:
         raise ValueError(f"total={total!r}: must be an integer from 0 to 2**40")

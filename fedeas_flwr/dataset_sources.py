@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from fedeas_flwr import own_data
 from fedeas_flwr.npy import read_header
+from fedeas_flwr.one_line import one_line
 from fedeas_flwr.partition import stratified_split
 from fedeas_flwr.paths import cache_root
 
@@ -200,11 +201,7 @@ def _damage_in_one_line(info: DatasetInfo, path: Path) -> Iterator[None]:
     except KeyError:
         raise ValueError(f"dataset {info.name}: {path} lacks one of the keys {', '.join(KEYS)}") from None
     except (zipfile.BadZipFile, zlib.error, EOFError, OSError, RuntimeError, ValueError) as error:
-        raise ValueError(f"dataset {info.name}: {path} is damaged ({_one_line(error)}); copy it again") from error
-
-
-def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split())[:200]
+        raise ValueError(f"dataset {info.name}: {path} is damaged ({one_line(error)}); copy it again") from error
 
 
 def _read_torchvision(info: DatasetInfo, data_dir: Path, download: bool) -> Arrays:
@@ -216,7 +213,7 @@ def _read_torchvision(info: DatasetInfo, data_dir: Path, download: bool) -> Arra
         test = kind(str(data_dir), train=False, download=False)
     except (OSError, RuntimeError) as error:
         why = "the download failed" if download else "torchvision's folder is incomplete or damaged"
-        raise FileNotFoundError(_three_ways(info, data_dir, f"{why}: {_one_line(error)}")) from error
+        raise FileNotFoundError(_three_ways(info, data_dir, f"{why}: {one_line(error)}")) from error
     return {
         "x_train": train.data,
         "y_train": np.asarray(train.targets, dtype=np.int64),

@@ -24,6 +24,7 @@ from flwr.app import ArrayRecord, ConfigRecord, Error, Message, MessageType, Met
 from flwr.supercore import log
 
 from fedeas_flwr.array_records import LiveRecord, WrongArraysError, read_like, to_arrays, to_record
+from fedeas_flwr.one_line import one_line
 from fedeas_flwr.runs import Arrays
 
 ARRAYS, BUFFERS, EXTRA, CONFIG, METRICS = "arrays", "buffers", "extra", "config", "metrics"
@@ -278,9 +279,9 @@ def read_evaluate_reply(message: Message, client: int) -> EvaluateReport:
 
 def error_reply(message: Message, error: Exception | SystemExit) -> Message:
     """Tell the server what went wrong on a client: one line, and the traceback below it."""
-    text = " ".join(str(error).split()) or "no message"
+    text = one_line(error, 500) or "no message"
     trace = "".join(traceback.format_exception(error))[-8000:]
-    return Message(Error(CLIENT_FAILED, f"{type(error).__name__}: {text[:500]}\n{trace}"), reply_to=message)
+    return Message(Error(CLIENT_FAILED, f"{type(error).__name__}: {text}\n{trace}"), reply_to=message)
 
 
 def failure_reason(message: Message) -> str:

@@ -14,6 +14,8 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
+from fedeas_flwr.one_line import one_line
+
 ImageShape = tuple[int, int, int]
 State = dict[str, NDArray[Any]]
 
@@ -178,7 +180,7 @@ def _read_safetensors(path: str) -> dict[str, torch.Tensor]:
     try:
         return load_file(file)
     except (SafetensorError, OSError) as error:
-        raise ValueError(f"weights: {path!r} is not a whole safetensors file ({_one_line(error)})") from error
+        raise ValueError(f"weights: {path!r} is not a whole safetensors file ({one_line(error)})") from error
 
 
 def imagenet_file() -> Path:
@@ -199,7 +201,7 @@ def _download_imagenet() -> dict[str, torch.Tensor]:
         state: dict[str, torch.Tensor] = official.get_state_dict(progress=False, check_hash=True)
     except (OSError, RuntimeError) as error:
         raise FileNotFoundError(
-            f"weights: imagenet could not be downloaded ({_one_line(error)}); give a .safetensors path"
+            f"weights: imagenet could not be downloaded ({one_line(error)}); give a .safetensors path"
         ) from error
     return state
 
@@ -209,18 +211,14 @@ def _build_users(name: str, num_classes: int, image_shape: ImageShape) -> nn.Mod
     try:
         build = getattr(importlib.import_module(module_name), attribute)
     except (ImportError, AttributeError, ValueError) as error:
-        raise ValueError(f"model: {name!r} cannot be imported ({_one_line(error)})") from error
+        raise ValueError(f"model: {name!r} cannot be imported ({one_line(error)})") from error
     if not callable(build):
         raise ValueError(f"model: {name!r} is {type(build).__name__}; it must be callable")
     try:
         model = build(num_classes=num_classes, image_shape=image_shape)
     except TypeError as error:
-        text = f"model: {name!r} must take num_classes and image_shape by keyword ({_one_line(error)})"
+        text = f"model: {name!r} must take num_classes and image_shape by keyword ({one_line(error)})"
         raise ValueError(text) from error
     if not isinstance(model, nn.Module):
         raise ValueError(f"model: {name!r} returned {type(model).__name__}; it must return a torch.nn.Module")
     return model
-
-
-def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split())[:200]

@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from fedeas_flwr.config import RunConfig
+from fedeas_flwr.one_line import one_line
 from fedeas_flwr.processes import undisturbed
 
 logger = logging.getLogger(__name__)
@@ -132,6 +133,6 @@ def _run(command: list[str], environment: Mapping[str, str], say: str = "") -> s
             start_new_session=True,  # Ctrl-C is ours to handle: a daemon outlives its clients
         )
     except (OSError, subprocess.TimeoutExpired) as error:
-        return " ".join(str(error).split())[:200]
+        return one_line(error)
     words = (done.stderr or done.stdout).split()
     return "" if done.returncode == 0 else " ".join(words[-30:]) or f"code {done.returncode}"

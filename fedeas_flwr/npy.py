@@ -17,6 +17,8 @@ from typing import IO, Any, SupportsIndex
 import numpy as np
 from numpy.typing import NDArray
 
+from fedeas_flwr.one_line import one_line
+
 _parsing = threading.Lock()
 """NumPy parses a file's header as Python, and Python 3.11 counts the depth of that wrongly when two threads do it."""
 
@@ -48,7 +50,7 @@ def _read_header(file: IO[bytes]) -> tuple[tuple[int, ...], bool, np.dtype[Any]]
             read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
             shape, fortran_order, dtype = read(file)
         except Exception as error:  # NumPy lets Python's tokenizer and parser raise whatever they like
-            raise ValueError(" ".join(str(error).split())[:200]) from None
+            raise ValueError(one_line(error)) from None
     if dtype.hasobject:
         raise ValueError("it holds Python objects, which are never unpickled")
     return shape, fortran_order, dtype
@@ -170,4 +172,4 @@ def _damage_as_value_error() -> Iterator[None]:
     except KeyError as error:
         raise ValueError(f"it lacks {error}") from None
     except (zipfile.BadZipFile, zlib.error, EOFError, OSError, RuntimeError) as error:
-        raise ValueError(" ".join(str(error).split())[:200] or type(error).__name__) from None
+        raise ValueError(one_line(error) or type(error).__name__) from None

@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedeas_flwr.npy import archive_keys, read_archive
+from fedeas_flwr.one_line import one_line
 from fedeas_flwr.partition import stratified_split
 
 SUFFIXES = (".png", ".jpg", ".jpeg")
@@ -124,7 +125,7 @@ def _read_header(file: Path) -> tuple[tuple[int, int], str]:
         with Image.open(file) as image:
             return (image.height, image.width), image.mode
     except (OSError, Image.DecompressionBombError) as error:  # PIL's "cannot identify" is an OSError
-        raise ValueError(f"{file} is not an image that can be read ({_one_line(error)})") from None
+        raise ValueError(f"{file} is not an image that can be read ({one_line(error)})") from None
 
 
 def _read_file(file: Path, size: tuple[int, int], channels: int) -> NDArray[np.uint8]:
@@ -134,7 +135,7 @@ def _read_file(file: Path, size: tuple[int, int], channels: int) -> NDArray[np.u
         with Image.open(file) as image:
             pixels = image.convert("L" if channels == 1 else "RGB")
     except (OSError, SyntaxError, Image.DecompressionBombError) as error:  # a broken PNG is a SyntaxError
-        raise ValueError(f"{file} is not an image that can be read ({_one_line(error)})") from None
+        raise ValueError(f"{file} is not an image that can be read ({one_line(error)})") from None
     if pixels.size != (size[1], size[0]):
         pixels = pixels.resize((size[1], size[0]), Image.Resampling.LANCZOS)
     return np.asarray(pixels, dtype=np.uint8).reshape(*size, channels)
@@ -169,14 +170,14 @@ def read_arrays(path: Path, needed: Sequence[str], optional: Sequence[str] = ())
             raise ValueError(f"it is not an .npz file with {' and '.join(needed)}; it has {has}")
         return read_archive(path, [*needed, *(key for key in optional if key in there)], MOST_BYTES)
     except ValueError as error:
-        raise ValueError(f"{path} cannot be used: {_one_line(error)}") from None
+        raise ValueError(f"{path} cannot be used: {one_line(error)}") from None
 
 
 def _npz_keys(path: Path) -> set[str]:
     try:
         return archive_keys(path)
     except ValueError as error:
-        raise ValueError(f"{path} cannot be used: {_one_line(error)}") from None
+        raise ValueError(f"{path} cannot be used: {one_line(error)}") from None
 
 
 def with_channels(images: NDArray[Any]) -> NDArray[Any]:
@@ -220,10 +221,6 @@ def _check_bytes(path: Path, number: int, height: int, width: int, channels: int
 
 def _few(names: Sequence[str]) -> str:
     return ", ".join(names) if len(names) <= 12 else f"{', '.join(names[:10])}, … ({len(names)})"
-
-
-def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split())[:200]
 
 
 # ---------------------------------------------------------------------------------------------------- whole datasets

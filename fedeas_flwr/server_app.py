@@ -22,6 +22,7 @@ from fedeas_flwr.event_log import event_log
 from fedeas_flwr.generators.ray_service import start_service
 from fedeas_flwr.local_data import federated_data
 from fedeas_flwr.models import split_state
+from fedeas_flwr.one_line import one_line
 from fedeas_flwr.runs import (
     Arrays,
     Checkpoint,
@@ -74,9 +75,9 @@ def _recorded(grid: Grid, config: RunConfig, run: RunDirectory, device: str) -> 
         run.set_status("interrupted")
         raise
     except BaseException as error:
-        run.set_status("failed", one_line(error), died=isinstance(error, ProcessesDiedError))
+        run.set_status("failed", as_told(error), died=isinstance(error, ProcessesDiedError))
         foreseen = isinstance(error, (RunError, ConfigError))
-        log(ERROR, "The run failed: %s", one_line(error), exc_info=not foreseen)
+        log(ERROR, "The run failed: %s", as_told(error), exc_info=not foreseen)
         raise
     finally:
         forget_kept_states()
@@ -123,9 +124,9 @@ def log_to(path: Path) -> Iterator[None]:
         handler.close()
 
 
-def one_line(error: BaseException) -> str:
+def as_told(error: BaseException) -> str:
     """An error as the user is told it: our own speak for themselves, others say what kind they are."""
-    text = " ".join(str(error).split())
+    text = one_line(error, None)
     return text if isinstance(error, (RunError, ConfigError)) else f"{type(error).__name__}: {text}"
 
 

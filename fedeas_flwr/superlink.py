@@ -17,6 +17,7 @@ from typing import Any
 import tomli_w
 
 from fedeas_flwr.config import RunConfig
+from fedeas_flwr.one_line import one_line
 from fedeas_flwr.processes import MARK, ProcessTree, listens
 from fedeas_flwr.runs import RunDirectory, RunError
 
@@ -114,7 +115,7 @@ def flwr_answer(words: list[str], environment: dict[str, str], folder: Path) -> 
     try:
         return dict(json.loads(done.stdout[start:])) if start >= 0 else {}
     except json.JSONDecodeError:
-        text = " ".join((done.stderr or done.stdout).split())[:300]
+        text = one_line(done.stderr or done.stdout, 300)
         raise RunError(f"flwr {words[0]} answered: {text}") from None
 
 

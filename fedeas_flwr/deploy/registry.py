@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from fedeas_flwr.deploy import CONNECTION, Deployment
+from fedeas_flwr.one_line import one_line
 from fedeas_flwr.runs import RunError
 from fedeas_flwr.superlink import QUIET, flwr_answer
 
@@ -16,7 +17,7 @@ def register_nodes(deployment: Deployment, folder: Path) -> list[str]:
     lines = []
     for node in deployment.node_folders(folder):
         answer = _flwr(folder, "supernode", "register", str(node / "node.pub"), CONNECTION, "--name", node.name)
-        said = " ".join(str(answer.get("error-message", "")).split())
+        said = one_line(answer.get("error-message", ""), None)
         if answer.get("success"):
             lines.append(f"{node.name}: registered as node {answer['node-id']}")
         elif "already in use" in said:
@@ -30,7 +31,7 @@ def list_nodes(folder: Path) -> list[dict[str, Any]]:
     """The nodes that the SuperLink knows, as Flower describes them."""
     answer = _flwr(folder, "supernode", "list", CONNECTION)
     if not answer.get("success"):
-        raise RunError(" ".join(str(answer.get("error-message", answer)).split()))
+        raise RunError(one_line(answer.get("error-message", answer), None))
     return list(answer["nodes"])
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from fedeas_flwr.one_line import one_line
+
 
 @dataclass(frozen=True)
 class Finding:
@@ -30,5 +32,5 @@ def note(name: str, text: str, fix: str = "") -> Finding:
 
 def problem(name: str, text: str | Exception, fix: str) -> Finding:
     """A run would fail or badly suffer. An error becomes one line."""
-    line = " ".join(str(text).split()) or type(text).__name__
+    line = one_line(text, None) or type(text).__name__
     return Finding(name, "problem", line if len(line) <= 400 else line[:399] + "…", fix)

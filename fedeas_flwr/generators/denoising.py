@@ -15,6 +15,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from fedeas_flwr.one_line import one_line
+
 # diffusers takes seconds to import, so only functions import it.
 
 logger = logging.getLogger(__name__)
@@ -229,7 +231,7 @@ class _Step:
         except torch.cuda.OutOfMemoryError:
             raise
         except RuntimeError as error:
-            logger.warning("no CUDA graph, sampling goes on without: %s", " ".join(str(error).split())[:200])
+            logger.warning("no CUDA graph, sampling goes on without: %s", one_line(error))
         else:
             self._graph = graph
 

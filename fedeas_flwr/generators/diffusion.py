@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 from fedeas_flwr.generators import SampleId
 from fedeas_flwr.generators.denoising import PRECISIONS, SAMPLER_STEPS, SOLVER_SETTINGS, Denoiser
 from fedeas_flwr.generators.folders import WEIGHTS_NAME, check_schedule, check_unet, load_unet, read_json
+from fedeas_flwr.one_line import one_line
 
 logger = logging.getLogger(__name__)
 
@@ -246,6 +247,6 @@ def _fuse(unet: torch.nn.Module) -> None:
 
         fuse(unet)
     except Exception as error:  # whatever a compiler may raise
-        logger.warning("kernels not fused, sampling goes on slower: %s", " ".join(str(error).split())[:200])
+        logger.warning("kernels not fused, sampling goes on slower: %s", one_line(error))
     else:
         unet.to(memory_format=torch.channels_last)  # type: ignore[call-overload]

@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from fedeas_flwr.one_line import one_line
+
 # diffusers takes seconds to import, so only functions import it.
 
 WEIGHTS_NAME = "diffusion_pytorch_model.safetensors"
@@ -118,7 +120,7 @@ def load_unet(config: dict[str, Any], weights: Path) -> Any:
         # Not from_pretrained, which fills missing weights at random and only warns.
         unet.load_state_dict({key: value.float() for key, value in load_file(weights).items()}, strict=True)
     except Exception as error:  # whatever diffusers' many layers raise for numbers that do not go together
-        line = " ".join(str(error).split())[:200]
+        line = one_line(error)
         raise ValueError(f"generator: {weights} does not fit its config.json or is damaged ({line})") from error
     return unet.eval().requires_grad_(False)
 

@@ -21,6 +21,7 @@ import torch
 
 from fedeas_flwr.data import Dataset, dataset_info
 from fedeas_flwr.generators.presets import Preset
+from fedeas_flwr.one_line import one_line
 
 # diffusers takes seconds to import, so only functions import it.
 
@@ -211,7 +212,7 @@ class Trainer:
         try:
             self._batch_loss().backward()  # type: ignore[no-untyped-call, unused-ignore]
         except Exception as error:  # whatever a compiler may raise
-            logger.warning("not compiled, training goes on without: %s", " ".join(str(error).split())[:200])
+            logger.warning("not compiled, training goes on without: %s", one_line(error))
             self._forward = self.unet
         self.optimizer.zero_grad(set_to_none=True)
 

@@ -20,6 +20,7 @@ import torch
 from numpy.typing import NDArray
 
 from fedeas_flwr.generators import SampleId
+from fedeas_flwr.one_line import one_line
 
 HUB_NAME = "stabilityai/sd-turbo"
 _STEPS = 1
@@ -156,8 +157,8 @@ def find_pipeline(where: str | Path) -> Path:
     try:
         return Path(DiffusionPipeline.download(HUB_NAME, use_safetensors=True, local_files_only=offline))
     except Exception as error:  # the hub's client has a dozen kinds of them
-        reason = "FEDEAS_OFFLINE is set and it is not in the hub's cache" if offline else " ".join(str(error).split())
-        raise FileNotFoundError(f"generator: {HUB_NAME} cannot be had ({reason[:200]}); give sd-turbo:DIR") from None
+        reason = "FEDEAS_OFFLINE is set and it is not in the hub's cache" if offline else one_line(error)
+        raise FileNotFoundError(f"generator: {HUB_NAME} cannot be had ({reason}); give sd-turbo:DIR") from None
 
 
 def _load(folder: Path, dtype: torch.dtype) -> Any:
@@ -168,7 +169,7 @@ def _load(folder: Path, dtype: torch.dtype) -> Any:
             folder, torch_dtype=dtype, local_files_only=True, use_safetensors=True
         )
     except (OSError, ValueError, KeyError, TypeError) as error:
-        line = " ".join(str(error).split())[:200]
+        line = one_line(error)
         raise ValueError(f"generator: {folder} is not a text-to-image pipeline or is damaged ({line})") from error
     pipeline.set_progress_bar_config(disable=True)
     return pipeline

@@ -14,6 +14,7 @@ from fedeas_flwr.config import RunConfig
 from fedeas_flwr.listing import find_runs
 from fedeas_flwr.local_data import planned_allocation, planned_counts
 from fedeas_flwr.metrics import WALL_CLOCK, rounds_to_threshold, seconds_of, summarise
+from fedeas_flwr.one_line import one_line
 from fedeas_flwr.reproduce.cells import Cell
 from fedeas_flwr.runs import NOT_THE_RUN, RunDirectory, RunError
 
@@ -172,7 +173,7 @@ def find_results(cells: Sequence[Cell], scale: str, folders: Sequence[Path], mor
                 continue
             measured = measure(run, config)
         except (RunError, KeyError, TypeError, ValueError) as error:
-            unreadable.append(f"{run.path}: {' '.join(str(error).split())}")
+            unreadable.append(f"{run.path}: {one_line(error)}")
             continue
         if found[name].setdefault(config.seed, measured) is not measured:
             doubles.append(run.path)

@@ -95,7 +95,7 @@ class Members:
         failed = []
         replies = deliver(self._grid, questions, ANSWER_SECONDS) if questions else {}
         if replies and all(map(has_died, replies.values())):
-            raise ProcessesDiedError("every client process died over the first query")
+            raise ProcessesDiedError("every client process died when asked who it is")
         for node, reply in replies.items():
             try:
                 if reply.has_error():

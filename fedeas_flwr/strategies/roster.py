@@ -103,9 +103,8 @@ class Roster:
             if has_died(reply):
                 raise ProcessesDiedError(f"client processes died over a query: {messages.failure_reason(reply)}")
             if reply.has_error():
-                raise RunError(f"a client could not answer the first query: {messages.failure_reason(reply)}")
+                raise RunError(f"a client could not answer a query: {messages.failure_reason(reply)}")
         if len(replies) < len(questions):
-            raise RunError(
-                f"{len(questions) - len(replies)} of {len(questions)} clients did not answer the first query"
-            )
+            missing, within = len(questions) - len(replies), f"round-timeout = {self.config.round_timeout:g} s"
+            raise RunError(f"{missing} of {len(questions)} clients did not answer a query within {within}")
         return [replies[question.metadata.dst_node_id] for question in questions]

@@ -11,6 +11,7 @@ import torch
 from torch.nn import functional as F
 
 from fedeas_flwr.metrics import balanced_accuracy, per_class_accuracy
+from fedeas_flwr.one_line import one_line
 from fedeas_flwr.training.capture import capture
 from fedeas_flwr.training.engine import State, copy_state
 from fedeas_flwr.training.images import Normaliser
@@ -105,7 +106,7 @@ class Evaluator:
             with self._on_stream():
                 return capture(self._count, stream)
         except RuntimeError as error:  # out of memory, or a network that cannot be captured
-            reason = " ".join(str(error).split())[:200]
+            reason = one_line(error)
             logger.warning("no CUDA graph of the test, which goes on launch by launch: %s", reason)
             return self._count
 

@@ -23,6 +23,7 @@ import torch
 from torch import nn
 
 from fedeas_flwr.models import trained_names
+from fedeas_flwr.one_line import one_line
 from fedeas_flwr.training.capture import capture
 from fedeas_flwr.training.engine import Recipe, State, TrainResult, clone_state, copy_state
 from fedeas_flwr.training.images import Normaliser
@@ -309,5 +310,5 @@ def fast_layers(model: nn.Module) -> Any:
 
         return FastLayers(model)
     except Exception as error:  # whatever a compiler may raise
-        logger.warning("BatchNorm is not fused, training goes on slower: %s", " ".join(str(error).split())[:200])
+        logger.warning("BatchNorm is not fused, training goes on slower: %s", one_line(error))
         return None

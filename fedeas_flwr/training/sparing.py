@@ -27,6 +27,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from fedeas_flwr.one_line import one_line
 from fedeas_flwr.training.engine import Engine, State, TrainResult
 from fedeas_flwr.training.objective import NO_INPUTS, Batch, Inputs, Objective
 
@@ -157,7 +158,7 @@ class SparingEngine:
             except (RuntimeError, MemoryError) as error:
                 if not is_out_of_memory(error):
                     raise
-                self._reason = self._reason or " ".join(str(error).split())[:200]
+                self._reason = self._reason or one_line(error)
             # Only here, where the traceback with its tensors is gone, is there memory again.
             batches.bit_generator.state = start
             self._use_less()
