@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from fedeas_flwr.allocation import allocate, removed
-from fedeas_flwr.local_data import planned_counts, planned_images
+from fedeas_flwr.allocation import removed
+from fedeas_flwr.local_data import planned_allocation, planned_counts, planned_images
 from fedeas_flwr.reproduce import paper
 from fedeas_flwr.reproduce.beside import (
     NONE,
@@ -156,7 +156,7 @@ def rule_table(results: Results) -> Table:
         one = cell(f"{MAIN}/{method}")
         config = one.config(results.scale, 1)
         counts = planned_counts(config, config.clients)
-        plan = allocate(counts, config.policy, beta=config.beta, gamma=config.gamma)
+        plan = planned_allocation(config, counts)
         last, budget = last_20_of(results, one.name), budget_of(results, one.name)
         label = "FedEAS, γ = 0.5 (the paper's)" if method == "fedeas" else one.method.label
         beta = f"{config.beta:g}" if config.policy == "fedeas" else NONE

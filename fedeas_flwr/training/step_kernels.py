@@ -63,7 +63,7 @@ def fetch(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The normalised images (channels last) and labels of the batch whose indices are in a row of the table.
 
-    ``views`` is the whole table of views (views.py), or nothing. In memory a pixel has ``room`` for channels (stem.py);
+    ``views`` is the whole table of views (views.py), or nothing. In memory a pixel has ``room`` for channels (room.py);
     those that it has not are zero.
     """
     batch, (height, width, channels) = table.shape[1], pixels.shape[1:]
