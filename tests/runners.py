@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import io
+import os
 import signal
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -44,3 +46,15 @@ def start_interruptible(command: list[str], **more: Any) -> subprocess.Popen[str
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
         **more,
     )
+
+
+def command(*words: str) -> list[str]:
+    """The command `fedeas` of this very tree."""
+    return [sys.executable, "-m", "fedeas_flwr.cli", *words]
+
+
+def fedeas(*words: str, cwd: Path | None = None, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Run the command to its end, offline; ``environment`` is what differs from this process's."""
+    path = {"PYTHONPATH": str(Path(__file__).parents[1]), "FEDEAS_OFFLINE": "1"}
+    inside = {**os.environ, **path, **environment}
+    return subprocess.run(command(*words), capture_output=True, text=True, timeout=600, cwd=cwd, env=inside)

@@ -4,31 +4,18 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 import time
 from pathlib import Path
 
 import numpy as np
 import pytest
-from runners import finish, small
+from runners import fedeas, finish, small
 
 from fedeas_flwr.cli import run_name
 from fedeas_flwr.config import parse_config
 
 ROOT = Path(__file__).parents[1]
 QUICKSTART = str(ROOT / "conf" / "quickstart.toml")
-
-
-def fedeas(*words: str, cwd: Path | None = None, **environment: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "fedeas_flwr.cli", *words],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        cwd=cwd,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "FEDEAS_OFFLINE": "1", **environment},
-    )
 
 
 def test_plan_prints_exactly_the_agreed_json(tmp_path: Path) -> None:

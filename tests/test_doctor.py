@@ -15,7 +15,8 @@ from typing import Any
 import numpy as np
 import pytest
 from rich.console import Console
-from test_cli import QUICKSTART, fedeas
+from runners import fedeas
+from test_cli import QUICKSTART
 
 from fedeas_flwr import doctor
 from fedeas_flwr.cli_doctor import show

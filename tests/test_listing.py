@@ -8,8 +8,8 @@ import os
 from pathlib import Path
 
 import pytest
-from runners import small
-from test_sweep import ROOT, fedeas
+from runners import fedeas, small
+from test_sweep import ROOT
 
 from fedeas_flwr.listing import check_removable
 from fedeas_flwr.runs import RunDirectory, RunError

@@ -8,12 +8,13 @@ import json
 import os
 import re
 import signal
-import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
+import runners
 from runners import start_interruptible
 from test_reproduce import ROOT, TWENTY, record
 
@@ -23,11 +24,7 @@ from fedeas_flwr.reproduce.items import ITEMS
 from fedeas_flwr.reproduce.measured import find_results
 from fedeas_flwr.runs import RunDirectory
 
-
-def fedeas(*words: str, cwd: Path) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-m", "fedeas_flwr.cli", "reproduce", *words]
-    return subprocess.run(command, capture_output=True, text=True, timeout=600, cwd=cwd, env=environment)
+fedeas = partial(runners.fedeas, "reproduce")
 
 
 def test_the_committed_runs_fill_their_column_and_all_else_is_missing(tmp_path: Path) -> None:

@@ -11,12 +11,12 @@ import shutil
 import signal
 import statistics
 import subprocess
-import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from runners import command, fedeas
 
 from fedeas_flwr.config import KEYS, ConfigError, parse_config
 from fedeas_flwr.runs import RunDirectory, RunError
@@ -29,15 +29,6 @@ DOCUMENTED = [
     for line in block.splitlines()
 ]
 """The commands of docs/sweeps.md; the first is the sweep that these tests kill and look at."""
-
-
-def command(*words: str) -> list[str]:
-    return [sys.executable, "-m", "fedeas_flwr.cli", *words]
-
-
-def fedeas(*words: str, cwd: Path) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    return subprocess.run(command(*words), capture_output=True, text=True, timeout=300, cwd=cwd, env=environment)
 
 
 # ------------------------------------------------------------------------------------------ killed half way

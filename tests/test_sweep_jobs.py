@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 from rich.console import Console
-from runners import start_interruptible
-from test_sweep import ROOT, base, command, fedeas
+from runners import command, fedeas, start_interruptible
+from test_sweep import ROOT, base
 
 from fedeas_flwr import sweep_jobs
 from fedeas_flwr.cli_sweep import watching

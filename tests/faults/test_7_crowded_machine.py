@@ -13,7 +13,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from runners import finish, small, weights
+from runners import fedeas, finish, small, weights
 from small_disks import remount, tiny_disk
 
 from fedeas_flwr import processes, superlink
@@ -21,11 +21,6 @@ from fedeas_flwr.runs import RunDirectory, RunError
 from fedeas_flwr.superlink import free_port, own_environment
 
 CONF = 'clients = 4\nrounds = 2\nlocal-epochs = 1\npolicy = "none"\nalpha = 0.1\nbeta = 4.0\n'
-
-
-def fedeas(*words: str, **keys: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "fedeas_flwr.cli", *words]
-    return subprocess.run(command, capture_output=True, text=True, timeout=300, env={**os.environ, **keys})
 
 
 def test_a_port_that_somebody_else_has_is_not_taken_for_our_superlinks() -> None:
