@@ -347,13 +347,18 @@ def parse_config(values: Mapping[str, Any]) -> RunConfig:
     """
     for key in values:
         if key not in KEYS:
-            near = difflib.get_close_matches(key, KEYS, n=1)
-            hint = f"did you mean '{near[0]}'?" if near else f"known keys: {', '.join(KEYS)}"
-            raise ConfigError(f"unknown key '{key}' = {values[key]!r}; {hint}")
+            raise ConfigError(unknown_key(key, values[key], KEYS))
     try:
         return RunConfig.model_validate(dict(values))
     except ValidationError as error:
         raise ConfigError("; ".join(_one_line(e) for e in error.errors())) from None
+
+
+def unknown_key(key: str, value: Any, known: Sequence[str]) -> str:
+    """Say that a key is not known, and which was meant."""
+    near = difflib.get_close_matches(key, known, n=1)
+    hint = f"did you mean '{near[0]}'?" if near else f"known keys: {', '.join(known)}"
+    return f"unknown key '{key}' = {value!r}; {hint}"
 
 
 def _one_line(error: Any) -> str:

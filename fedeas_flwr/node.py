@@ -12,14 +12,13 @@ somebody's own, so it chooses these things itself, in its `--node-config`; the s
 
 from __future__ import annotations
 
-import difflib
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fedeas_flwr.config import ConfigError, RunConfig
+from fedeas_flwr.config import ConfigError, RunConfig, unknown_key
 from fedeas_flwr.paths import cache_root
 from fedeas_flwr.runs import run_folder
 
@@ -92,9 +91,7 @@ def read_node(node_config: Mapping[str, Any]) -> Node:
     """
     for key in node_config:
         if key not in (*NODE_KEYS, SIMULATED):
-            near = difflib.get_close_matches(key, NODE_KEYS, n=1)
-            hint = f"did you mean '{near[0]}'?" if near else f"known keys: {', '.join(NODE_KEYS)}"
-            raise ConfigError(f"node-config: unknown key '{key}' = {node_config[key]!r}; {hint}")
+            raise ConfigError(f"node-config: {unknown_key(key, node_config[key], NODE_KEYS)}")
     data_path = _text(node_config, "data-path")
     if data_path and not Path(data_path).expanduser().exists():
         raise ConfigError(f"node-config: data-path = '{data_path}' is not there: an image folder or an .npz file")

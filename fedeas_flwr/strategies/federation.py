@@ -35,12 +35,8 @@ class Federation(TrainingRounds):
 
     Parameters
     ----------
-    grid
-        Any of Flower's grids, or the inline one.
-    config
-        The validated run-config.
-    strategy
-        How replies become a model.
+    grid, config, strategy
+        As of `TrainingRounds`.
     run
         Where the run is recorded.
     """
