@@ -13,7 +13,7 @@ from flwr.common.serde import recorddict_to_proto
 from flwr.supercore.inflatable.inflatable_object import get_all_nested_objects
 
 from fedeas_flwr import messages
-from fedeas_flwr.array_records import encoded, to_arrays, to_record
+from fedeas_flwr.array_records import WrongArraysError, encoded, read_like, to_arrays, to_record
 from fedeas_flwr.client_app import app as client_app
 from fedeas_flwr.config import parse_config
 from fedeas_flwr.grids import InlineGrid
@@ -234,3 +234,20 @@ def test_a_tensor_handed_over_with_one_bad_element_is_refused(value: float) -> N
     smaller = messages.train_reply(request(), REPORT, {**model, "b": torch.ones(1)}, counters, {})
     with pytest.raises(MessageError, match="array b is"):
         messages.read_train_reply(smaller, 5, model, counters, {})
+
+
+@pytest.mark.parametrize(
+    ("found", "reason"),
+    [
+        ({"a": torch.zeros(2, 3)}, "differ from those wanted: b"),
+        ({"b": torch.zeros(2), "a": torch.zeros(2, 3)}, "differ from those wanted: the order"),
+        ({"a": torch.zeros(3, 2), "b": torch.zeros(2)}, r"a is torch.float32\[3, 2\], wanted torch.float32\[2, 3\]"),
+        ({"a": torch.zeros(2, 3), "b": torch.zeros(2).double()}, r"b is torch.float64\[2\], wanted torch.float32\[2\]"),
+        ({"a": torch.full((2, 3), torch.inf), "b": torch.zeros(2)}, "NaN or infinity"),
+    ],
+)
+def test_tensors_that_are_handed_over_are_checked_too(found: dict[str, torch.Tensor], reason: str) -> None:
+    wanted = {"a": torch.zeros(2, 3), "b": torch.zeros(2)}
+    assert read_like(to_record(wanted), wanted) == wanted
+    with pytest.raises(WrongArraysError, match=reason):
+        read_like(to_record(found), wanted)
