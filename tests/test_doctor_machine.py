@@ -13,7 +13,7 @@ import pytest
 import torch
 from test_doctor import config, only
 
-from fedeas_flwr import launch
+from fedeas_flwr import cores, launch
 from fedeas_flwr.doctor import Finding, federation, machine
 from fedeas_flwr.generators.ray_service import leave_sliver
 from fedeas_flwr.superlink import own_environment
@@ -85,6 +85,7 @@ def test_mps_is_looked_for_on_the_path(gpu: dict[str, Any], tmp_path: Path, monk
 
 
 def test_a_containers_limits_count_not_the_hosts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cores, "CGROUP", tmp_path)
     monkeypatch.setattr(machine, "CGROUP", tmp_path)
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(64)))
     monkeypatch.setattr(os, "cpu_count", lambda: 64)

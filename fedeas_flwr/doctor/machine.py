@@ -13,6 +13,7 @@ import psutil
 
 from fedeas_flwr.cache import ImageCache
 from fedeas_flwr.config import RunConfig
+from fedeas_flwr.cores import CGROUP, usable_cores
 from fedeas_flwr.doctor.findings import Finding, note, ok, problem
 from fedeas_flwr.launch import clients_at_once
 from fedeas_flwr.mps import CONTROL
@@ -29,7 +30,6 @@ OBJECT_STORE_PART = 0.3
 """Part of the memory that Ray sets aside for its object store; if /dev/shm is smaller, it goes to the disk instead."""
 OBJECT_STORE_MOST = 10_000_000_000
 """Ray fits a larger store to what /dev/shm has."""
-CGROUP = Path("/sys/fs/cgroup")
 SHARED_MEMORY = Path("/dev/shm")
 NETWORKED = ("nfs", "cifs", "smb", "lustre", "gpfs", "beegfs", "ceph", "gluster", "fuse.sshfs", "9p", "virtiofs", "afs")
 
@@ -109,15 +109,6 @@ def check_mps(config: RunConfig) -> Iterable[Finding]:
 
 
 # ------------------------------------------------------------------------------------- cores and memory
-
-
-def usable_cores() -> int:
-    """Cores this process may use: its affinity, and the quota of its container."""
-    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    with suppress(OSError, ValueError):  # no such file, or the word max
-        quota, period = (CGROUP / "cpu.max").read_text().split()
-        allowed = min(allowed, max(1, int(quota) // int(period)))
-    return allowed
 
 
 def check_cores(config: RunConfig) -> Iterable[Finding]:

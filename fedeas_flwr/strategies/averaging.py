@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from fedeas_flwr.cores import in_order, pieces, threads_for
 from fedeas_flwr.runs import Arrays
 
-_BLOCK = 2**15
-"""Elements that are summed together."""
+_BLOCK = 2**17
+"""Elements that are summed together: a sum and a product of that many stay in a core's own cache, and a loop over them
+takes long enough that the threads seldom meet at the interpreter, which they need between two loops."""
+_TINY_ARRAYS = 64
+"""Arrays that a thread takes at once where they are far smaller than that."""
 
 
 def weighted_average(states: Sequence[Arrays], weights: Sequence[float]) -> Arrays:
@@ -24,28 +28,38 @@ def weighted_average(states: Sequence[Arrays], weights: Sequence[float]) -> Arra
     shares = [weight / total for weight in weights]
     if any(hasattr(array, "cpu") for array in states[0].values()):
         return _average_tensors(states, shares)
+    parts: dict[str, list[NDArray[Any]]] = {}
     averaged: Arrays = {}
     for key, first in states[0].items():
         whole = first.dtype.kind != "f"
-        parts = [np.asarray(state[key], dtype=np.float64) if whole else state[key] for state in states]
-        mean = _average_arrays(parts, shares)
-        averaged[key] = np.asarray(np.rint(mean), dtype=first.dtype) if whole else mean
+        rows = [np.asarray(state[key], dtype=np.float64) if whole else state[key] for state in states]
+        parts[key], averaged[key] = [row.reshape(-1) for row in rows], np.empty(first.shape, rows[0].dtype)
+    _average_arrays(averaged, parts, shares)
+    for key, first in states[0].items():
+        if first.dtype.kind != "f":
+            averaged[key] = np.asarray(np.rint(averaged[key]), dtype=first.dtype)
     return averaged
 
 
-def _average_arrays(parts: Sequence[NDArray[Any]], shares: Sequence[float]) -> NDArray[Any]:
-    """Sum parts times shares, block by block: the sum and a product then stay in the processor's cache."""
-    mean = np.empty(parts[0].shape, parts[0].dtype)
-    total, rows = mean.reshape(-1), [part.reshape(-1) for part in parts]
-    room = np.empty(min(_BLOCK, total.size), mean.dtype)
-    for start in range(0, total.size, _BLOCK):
-        block = total[start : start + _BLOCK]
-        product = room[: block.size]
-        np.multiply(rows[0][start : start + _BLOCK], shares[0], out=block)
-        for row, share in zip(rows[1:], shares[1:], strict=True):
-            np.multiply(row[start : start + _BLOCK], share, out=product)
-            block += product
-    return mean
+def _average_arrays(means: Arrays, parts: Mapping[str, Sequence[NDArray[Any]]], shares: Sequence[float]) -> None:
+    """Sum parts times shares into the means, a block at a time and several at once.
+
+    Blocks share no element, and each element's sum runs over the clients in their order: which thread does it, and how
+    large its block is, changes no bit.
+    """
+
+    def add_up(blocks: Sequence[tuple[str, int]]) -> None:
+        for key, start in blocks:
+            rows = [row[start : start + _BLOCK] for row in parts[key]]
+            block = means[key].reshape(-1)[start : start + _BLOCK]
+            product = np.empty(block.size, block.dtype)
+            np.multiply(rows[0], shares[0], out=block)
+            for row, share in zip(rows[1:], shares[1:], strict=True):
+                np.multiply(row, share, out=product)
+                block += product
+
+    for _ in in_order(add_up, pieces(means, _BLOCK, _BLOCK, _TINY_ARRAYS), threads_for(means, len(shares))):
+        pass
 
 
 def _average_tensors(states: Sequence[Arrays], shares: Sequence[float]) -> Arrays:
