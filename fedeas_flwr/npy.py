@@ -80,10 +80,16 @@ def array_bytes(array: NDArray[Any]) -> OutOfBandBytes:
     """An array as `numpy.save` would write it.
 
     Its data are copied twice, since a subclass of bytes can only be made from bytes; what that costs is a few per cent
-    of what Ray's pickling of plain bytes does.
+    of what Ray's pickling of plain bytes does. An array that `read_array` made of such bytes gives them back as they
+    are: a model that was averaged is sent without being copied again.
     """
+    header = _header(array.dtype.str, array.shape)
+    held = getattr(array.base, "base", None)  # an array in a shape is a view of the vector, and that one of the bytes
+    # `read_array` makes the vector of all that follows the header: an array that the header is of is all of it.
+    if isinstance(held, OutOfBandBytes) and array.flags.c_contiguous and held[: len(header)] == header:
+        return held
     array = np.ascontiguousarray(array).reshape(array.shape)  # the former makes a vector of a single number
-    return OutOfBandBytes(b"".join((_header(array.dtype.str, array.shape), array.reshape(-1).view(np.uint8).data)))
+    return OutOfBandBytes(b"".join((header, array.reshape(-1).view(np.uint8).data)))
 
 
 @lru_cache(maxsize=4096)

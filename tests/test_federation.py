@@ -16,7 +16,7 @@ from fedeas_flwr.config import parse_config
 from fedeas_flwr.grids import InlineGrid
 from fedeas_flwr.messages import TrainReport
 from fedeas_flwr.runs import Checkpoint, RunDirectory, RunError
-from fedeas_flwr.strategies import build_strategy
+from fedeas_flwr.strategies import build_strategy, training_round
 from fedeas_flwr.strategies.federation import Federation
 
 START = Checkpoint(0, {"w": np.zeros(2, np.float32)}, {"n": np.array(0, np.int64), "mean": np.zeros(1, np.float32)})
@@ -111,8 +111,12 @@ def misbehaviours() -> dict[str, Callable[[int, Message], Message | None]]:
     return {"raises": raises, "NaN": sends_nan}
 
 
+@pytest.mark.parametrize("threads", [1, 3])
 @pytest.mark.parametrize("kind", ["raises", "NaN"])
-def test_a_failed_client_is_named_and_the_average_is_that_of_the_rest(tmp_path: Path, kind: str) -> None:
+def test_a_failed_client_is_named_and_the_average_is_that_of_the_rest(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, threads: int
+) -> None:
+    monkeypatch.setattr(training_round, "threads_for", lambda model, models: threads)
     app = toy_app(misbehaviours()[kind])
     strict = federation(tmp_path / "strict", app)
     with pytest.raises(RunError, match=r"round 1: 1 of 3 clients failed and min-replies = 1 .* client 1: "):

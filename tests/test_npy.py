@@ -146,3 +146,18 @@ def test_an_archive_gives_the_arrays_asked_for_within_bounds(tmp_path: Path) -> 
     (tmp_path / "b.npz").write_bytes(b"no archive")
     with pytest.raises(ValueError, match="not a zip file"):
         archive_keys(tmp_path / "b.npz")
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (0,), (3, 4), (5, 1, 2)])
+def test_an_array_that_was_read_gives_its_bytes_back_uncopied(shape: tuple[int, ...]) -> None:
+    sent = array_bytes(np.arange(np.prod(shape, dtype=int), dtype=np.float32).reshape(shape))
+    assert array_bytes(read_array(sent)) is sent
+    assert array_bytes(np.asarray(read_array(sent), dtype=np.float32)) is sent
+
+
+def test_a_part_or_another_view_of_an_array_that_was_read_is_what_it_is_and_not_the_whole() -> None:
+    array = np.arange(12, dtype=np.float32).reshape(3, 4)
+    read = read_array(array_bytes(array))
+    square = read_array(array_bytes(array[:, :3]))
+    for view in (read[1:], read[:, 1:], read.T, read[::-1], read.reshape(-1), read.view(np.int32), read[1], square.T):
+        assert array_bytes(view) == saved(view.copy(order="C"))

@@ -23,6 +23,7 @@ from flwr.supercore import log
 from fedeas_flwr import messages
 from fedeas_flwr.array_records import to_arrays, to_record
 from fedeas_flwr.config import RunConfig
+from fedeas_flwr.cores import in_order, threads_for
 from fedeas_flwr.grids import GridView
 from fedeas_flwr.messages import MessageError, Share, TrainReport, TrainTask
 from fedeas_flwr.runs import Arrays, Checkpoint, ProcessesDiedError, RunDirectory, RunError, StrategyState
@@ -161,7 +162,8 @@ class TrainingRounds(Roster):
         accepted: list[tuple[Message, TrainReport, Arrays]] = []
         failures: list[dict[str, Any]] = []
         extra = self.strategy.extra_wanted() if isinstance(self.strategy, SendsExtra) else {}
-        for client in chosen:
+
+        def read(client: int) -> tuple[Message, TrainReport, Arrays] | MessageError:
             try:
                 if client not in replies:
                     raise MessageError("its node is offline")
@@ -170,9 +172,18 @@ class TrainingRounds(Roster):
                     raise MessageError(f"no reply within {self.config.round_timeout:g} s")
                 if reply.has_error():
                     raise MessageError(messages.failure_reason(reply))
-                report, buffers = messages.read_train_reply(reply, client, state.trainable, state.buffers, extra)
-                self.declared.check_report(report, self.shares.get(client, Share()))
-                accepted.append((reply, report, buffers))
+                return reply, *messages.read_train_reply(reply, client, state.trainable, state.buffers, extra)
+            except MessageError as error:
+                return error
+
+        # Several at once, since every number of every reply is looked at; what is made of them goes by client id.
+        read_ones = in_order(read, chosen, threads_for(state.trainable, len(chosen)))
+        for client, found in zip(chosen, read_ones, strict=True):
+            try:
+                if isinstance(found, MessageError):
+                    raise found
+                self.declared.check_report(found[1], self.shares.get(client, Share()))
+                accepted.append(found)
             except MessageError as error:
                 log(INFO, "client %d: %s", client, error)
                 failures.append({"client": client, "reason": str(error)})
