@@ -42,15 +42,18 @@ def usable_cores() -> int:
     return allowed
 
 
-def threads_for(model: Mapping[str, Any], models: int) -> int:
+def threads_for(model: Mapping[str, Any], models: int, beside_clients: bool = False) -> int:
     """How many threads pay for work that reads so many models like this one; 1: none but the caller's.
 
-    NumPy's arrays alone count: tensors are left to torch.
+    NumPy's arrays alone count: tensors are left to torch. Beside clients that train half of the cores stay free: nobody
+    waits for such work, and on two cores a second thread took more time from the clients than it saved.
     """
     sizes = [array.size for array in model.values() if isinstance(array, np.ndarray)]
     elements = models * sum(size for size in sizes if size >= LEAST_ARRAY)
     wanted = min(MOST_THREADS, elements // ELEMENTS_A_THREAD)
-    return min(wanted, usable_cores()) if wanted > 1 else 1
+    if wanted <= 1:
+        return 1
+    return min(wanted, max(1, usable_cores() // 2) if beside_clients else usable_cores())
 
 
 def pieces(arrays: Mapping[str, Any], block: int, elements: int, blocks: int) -> Iterator[list[tuple[str, int]]]:

@@ -32,7 +32,7 @@ def with_threads(number: int, call: Any, *arguments: Any) -> Any:
     """Call with so many threads, whatever the size and the machine; see that they were there, and are gone."""
     with pytest.MonkeyPatch.context() as patch:
         for module in (averaging, dissimilarity):
-            patch.setattr(module, "threads_for", lambda model, models: number)
+            patch.setattr(module, "threads_for", lambda *model, **where: number)
         made: list[int] = []
         pool = cores.ThreadPoolExecutor
         patch.setattr(cores, "ThreadPoolExecutor", lambda n, **named: made.append(n) or pool(n, **named))
@@ -160,6 +160,15 @@ def test_a_small_model_gets_no_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     assert threads(2**27) == 1
 
 
+@pytest.mark.parametrize(("usable", "alone", "beside"), [(1, 1, 1), (2, 2, 1), (5, 5, 2), (16, 8, 8)])
+def test_beside_clients_half_of_the_cores_stay_free(
+    monkeypatch: pytest.MonkeyPatch, usable: int, alone: int, beside: int
+) -> None:
+    monkeypatch.setattr(cores, "usable_cores", lambda: usable)
+    model = {"w": np.broadcast_to(np.float32(0), 2**27)}
+    assert (cores.threads_for(model, 8), cores.threads_for(model, 8, beside_clients=True)) == (alone, beside)
+
+
 def test_results_come_in_order_and_few_wait() -> None:
     begun: list[int] = []
 
@@ -210,7 +219,7 @@ def test_memory_grows_with_threads_and_not_with_the_model(threads: int) -> None:
 def test_many_clients_take_no_more_room_than_is_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
     start, *ends = random_states({"w": (np.float32, (2**18,))}, 11, 3)
     threads: list[int] = []
-    monkeypatch.setattr(dissimilarity, "threads_for", lambda model, models: 8)
+    monkeypatch.setattr(dissimilarity, "threads_for", lambda *model, **where: 8)
     monkeypatch.setattr(dissimilarity, "in_order", lambda work, parts, number: threads.append(number) or [])
     for room in (2**27, 3 * 11 * 2**15 * 8, 1):
         monkeypatch.setattr(dissimilarity, "_ROOM", room)

@@ -51,7 +51,7 @@ def _products(start: Arrays, ends: Sequence[Arrays]) -> NDArray[np.float64]:
     Several blocks at once, but their products are added up in the order of the blocks, however many threads there are.
     """
     models = [{key: state[key].reshape(-1) for key in start} for state in (start, *ends)]
-    threads = min(threads_for(start, len(models)), max(1, _ROOM // (len(models) * _BLOCK * 8)))
+    threads = min(threads_for(start, len(models), beside_clients=True), max(1, _ROOM // (len(models) * _BLOCK * 8)))
     rooms = [np.empty(len(models) * _BLOCK) for _ in range(threads)]
 
     def multiplied(blocks: Sequence[tuple[str, int]]) -> list[NDArray[np.float64]]:
