@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -19,6 +20,7 @@ STARTS_FLOWER = {
 """Tests that start processes of Flower or Ray, and look whether any is left: not two of them at once."""
 
 
+@pytest.hookimpl(tryfirst=True)  # xdist reads the groups in the same hook
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Keep the tests of a file in one process (`--dist loadgroup`), and all of the above in one."""
     for item in items:
@@ -39,6 +41,13 @@ def session_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         # Processes that tests start elsewhere import this very tree; a relative path would lead nowhere from there.
         patch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep))
         yield folder
+
+
+@pytest.fixture(scope="module", autouse=True)
+def what_is_loaded_is_not_looked_through() -> None:
+    """Some of Flower's strategies collect garbage for each reply: among all of pytest and torch, a third of a second."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from flwr.app import Array, ArrayRecord, Message, RecordDict
 from rich.console import Console
-from runners import finish, small, weights
+from runners import finish, quick, weights
 
 from fedeas_flwr import messages
 from fedeas_flwr.client_app import app as client_app
@@ -57,7 +57,7 @@ def questions() -> list[str]:
 def test_without_its_key_nothing_is_sent_and_the_reason_is_said(tmp_path: Path, name: str) -> None:
     disclosure = ALGORITHMS[name].disclosure
     assert disclosure is not None
-    config = small(tmp_path / "r", strategy=name, policy="none")
+    config = quick(tmp_path / "r", strategy=name, policy="none")
     with pytest.raises(ConfigError) as refused:
         prepare(config, Console(file=io.StringIO()))
     with pytest.raises(RunError, match=f"{disclosure.key} = false"):  # a server app that `fedeas run` did not prepare
@@ -72,7 +72,7 @@ def test_without_its_key_nothing_is_sent_and_the_reason_is_said(tmp_path: Path, 
 def test_a_client_refuses_a_question_that_its_config_does_not_allow(tmp_path: Path, name: str) -> None:
     disclosure = ALGORITHMS[name].disclosure
     assert disclosure is not None
-    allowed = small(tmp_path / "r", policy="none", **TELLING[name]).outside()
+    allowed = quick(tmp_path / "r", policy="none", **TELLING[name]).outside()
     for keys, words in (
         ({disclosure.key: False}, f"{disclosure.key} = false"),
         ({"strategy": "fedavg"}, "question = "),  # the key alone lets nothing out
@@ -92,14 +92,14 @@ def test_it_is_asked_once_and_a_resumed_run_ends_with_the_same_bits(tmp_path: Pa
     disclosure = ALGORITHMS[name].disclosure
     assert disclosure is not None
     keys = {"policy": "none", **TELLING[name]}
-    whole = finish(small(tmp_path / "whole", rounds=4, **keys))
+    whole = finish(quick(tmp_path / "whole", rounds=4, **keys))
     assert questions() == ["identity"] * 4 + [disclosure.question] * 4
     said = (whole.path / "flower.log").read_text()
     assert said.count(disclosure.what) == 1
     assert f"{disclosure.key} = true" in said
-    finish(small(tmp_path / "parts", rounds=2, **keys))
+    finish(quick(tmp_path / "parts", rounds=2, **keys))
     log.clear()
-    resumed = finish(small(tmp_path / "parts", rounds=4, resume=True, **keys))
+    resumed = finish(quick(tmp_path / "parts", rounds=4, resume=True, **keys))
     assert questions() == ["identity"] * 4
     assert weights(whole) == weights(resumed)
 
@@ -109,20 +109,20 @@ def test_a_model_handed_over_as_tensors_gives_the_same_weights(
     tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     keys = {"policy": "none", "rounds": 3, **TELLING[name]}
-    sent = finish(small(tmp_path / "bytes", **keys))
+    sent = finish(quick(tmp_path / "bytes", **keys))
 
     def live_grid(*args: Any, **kwargs: Any) -> InlineGrid:
         return InlineGrid(*args[:3], workers=2, live=True)
 
     monkeypatch.setattr("fedeas_flwr.grids.InlineGrid", live_grid)
-    assert weights(finish(small(tmp_path / "live", **keys))) == weights(sent)
-    finish(small(tmp_path / "parts", **{**keys, "rounds": 1}))
-    assert weights(finish(small(tmp_path / "parts", resume=True, **keys))) == weights(sent)
+    assert weights(finish(quick(tmp_path / "live", **keys))) == weights(sent)
+    finish(quick(tmp_path / "parts", **{**keys, "rounds": 1}))
+    assert weights(finish(quick(tmp_path / "parts", resume=True, **keys))) == weights(sent)
 
 
 @pytest.mark.parametrize("name", TELLING)
 def test_it_works_on_generated_images_too(tmp_path: Path, digits_generator: Path, name: str) -> None:
-    run = finish(small(tmp_path / "r", rounds=2, beta=1.0, **TELLING[name]))
+    run = finish(quick(tmp_path / "r", rounds=2, beta=1.0, **TELLING[name]))
     assert run.summary()["total_generated"] > 0
     assert len(run.rounds()) == 2
 
@@ -157,4 +157,4 @@ def test_an_answer_is_checked_like_a_reply(
 ) -> None:
     monkeypatch.setattr("fedeas_flwr.grids.InlineGrid", spoiled(change))
     with pytest.raises(RunError, match=f"is not what it should be: .*({reason})"):
-        finish(small(tmp_path / "r", policy="none", **TELLING[name]))
+        finish(quick(tmp_path / "r", policy="none", **TELLING[name]))

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from runners import finish, small
+from runners import finish, quick
 
 from fedeas_flwr.strategies import dissimilarity
 from fedeas_flwr.strategies.dissimilarity import gradient_dissimilarity
@@ -116,7 +116,7 @@ def test_every_round_records_it_and_counters_count_only_when_asked(
     monkeypatch.syspath_prepend(Path(__file__).parent)
     keys = {"policy": "none", "model": "users_models:with_batchnorm", "participation": 1.0, "rounds": 3}
     trainable, all_state, off = (
-        finish(small(tmp_path / kind, gamma_hat=kind, **keys)) for kind in ("trainable", "all-state", "off")
+        finish(quick(tmp_path / kind, gamma_hat=kind, **keys)) for kind in ("trainable", "all-state", "off")
     )
     values = [record["gamma_hat"] for record in trainable.rounds()]
     assert all(0 < value < 1 for value in values)

@@ -12,7 +12,7 @@ import pytest
 import torch
 from flwr.app import ConfigRecord
 from flwr.clientapp import ClientApp
-from runners import finish, small, weights
+from runners import finish, quick, small, weights
 from test_fedmix import difference
 from torch import nn
 from torch.nn import functional as F
@@ -210,7 +210,7 @@ def test_the_clients_three_terms_by_hand() -> None:
         "alpha": torch.tensor(4.0),
         "beta": torch.tensor(3.0),
     }
-    config = small(Path("/nowhere"), **FEDGEN, fedgen_batch=2, batch_size=8)
+    config = quick(Path("/nowhere"), **FEDGEN, fedgen_batch=2, batch_size=8)
     model, batch = Straight(), Batch(torch.zeros(3, 1, 1, 1), torch.tensor([0, 1, 0]), given, torch.mean)
     loss = TaughtObjective(config).loss(model, batch)
     divergence = 0.75 * math.log(1.5) + 0.25 * math.log(0.5)
@@ -242,7 +242,7 @@ def test_the_clients_gradients_are_those_of_finite_differences() -> None:
         given_of(5, rng, 32, 3),
         torch.mean,
     )
-    objective = TaughtObjective(small(Path("/nowhere"), **FEDGEN, fedgen_batch=4))
+    objective = TaughtObjective(quick(Path("/nowhere"), **FEDGEN, fedgen_batch=4))
     parameters = list(model.parameters())
     gradients = torch.autograd.grad(objective.loss(model, batch), parameters)
     teacher = copy.deepcopy(model.fc)  # it carries no gradient: differences must not move it either
@@ -276,7 +276,7 @@ class Normed(nn.Module):
 @pytest.mark.parametrize("samples", [64, 70, 7])  # rests of 0 and 6; shorter than a batch
 def test_both_engines_take_the_same_steps(samples: int) -> None:
     torch.manual_seed(0)
-    config = small(Path("/nowhere"), **FEDGEN)
+    config = quick(Path("/nowhere"), **FEDGEN)
     model, rng, part = Normed(), np.random.default_rng(0), FedGenClient(config)
     start, recipe = read_state(model), Recipe(epochs=2, batch_size=32, learning_rate=0.01)
     images = torch.from_numpy(rng.integers(0, 256, (samples, 8, 8, 1), dtype=np.uint8))
@@ -308,23 +308,23 @@ def test_the_terms_fade_to_their_floor_and_begin_in_round_two() -> None:
 
 
 def test_with_zero_weights_it_is_fedavg_to_the_bit(tmp_path: Path) -> None:
-    fedavg = finish(small(tmp_path / "fedavg", policy="none"))
-    off = finish(small(tmp_path / "off", **FEDGEN, fedgen_alpha=0.0, fedgen_beta=0.0))
+    fedavg = finish(quick(tmp_path / "fedavg", policy="none"))
+    off = finish(quick(tmp_path / "off", **FEDGEN, fedgen_alpha=0.0, fedgen_beta=0.0))
     assert weights(off) == weights(fedavg)
     # In the first round the generator knows nothing, and nobody listens to it.
-    first = finish(small(tmp_path / "first", **FEDGEN, rounds=1))
-    assert weights(first) == weights(finish(small(tmp_path / "one", policy="none", rounds=1)))
+    first = finish(quick(tmp_path / "first", **FEDGEN, rounds=1))
+    assert weights(first) == weights(finish(quick(tmp_path / "one", policy="none", rounds=1)))
     for terms in ({}, {"fedgen_alpha": 0.0}, {"fedgen_beta": 0.0}):
-        assert weights(finish(small(tmp_path / f"on{len(terms)}{terms}", **FEDGEN, **terms))) != weights(fedavg)
+        assert weights(finish(quick(tmp_path / f"on{len(terms)}{terms}", **FEDGEN, **terms))) != weights(fedavg)
 
 
 def test_counts_are_real_ones_and_noise_is_fresh_and_whole(tmp_path: Path) -> None:
-    run = finish(small(tmp_path / "r", **FEDGEN, rounds=1))
+    run = finish(quick(tmp_path / "r", **FEDGEN, rounds=1))
     checkpoint = run.load_checkpoint()
     assert checkpoint is not None
     assert np.array_equal(checkpoint.strategy.arrays["counts"], planned_counts(run.config(), 4))
     labels, pixels = np.repeat(np.arange(10), 5000), np.zeros((0, 8, 8, 1), np.uint8)
-    noisy = small(tmp_path / "noisy", **FEDGEN, fedgen_count_noise=10.0)
+    noisy = quick(tmp_path / "noisy", **FEDGEN, fedgen_count_noise=10.0)
     drawn = np.stack([label_counts(noisy, pixels, labels)["counts"] for _ in range(400)]) - 5000
     assert drawn.dtype == np.int64
     assert abs(drawn.mean()) < 1  # 4,000 draws of deviation 14
@@ -336,4 +336,4 @@ def test_counts_are_real_ones_and_noise_is_fresh_and_whole(tmp_path: Path) -> No
 def test_a_network_without_a_head_is_refused_before_anything_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(Path(__file__).parent)
     with pytest.raises(ConfigError, match=r"users_models:with_batchnorm.*named fc"):
-        build_strategy(small(Path("/nowhere"), **FEDGEN, model="users_models:with_batchnorm"))
+        build_strategy(quick(Path("/nowhere"), **FEDGEN, model="users_models:with_batchnorm"))

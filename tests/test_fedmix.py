@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from runners import finish, small, weights
+from runners import finish, quick, weights
 from torch import nn
 from users_models import with_batchnorm
 
@@ -210,7 +210,7 @@ def task(config: RunConfig, client: int, clients: list[int], steps: int = 200) -
 
 
 def test_a_step_draws_another_clients_mean_from_a_stream_of_its_own() -> None:
-    config = small(Path("/nowhere"), **FEDMIX)
+    config = quick(Path("/nowhere"), **FEDMIX)
     part = FedMixClient(config)
     drawn = part.prepare(task(config, 7, [2, 7, 9, 11])).tables["other"]
     assert set(drawn.tolist()) == {0, 2, 3}  # rows of all but client 7
@@ -219,13 +219,13 @@ def test_a_step_draws_another_clients_mean_from_a_stream_of_its_own() -> None:
 
 
 def test_without_mixing_it_is_fedavg_to_the_bit(tmp_path: Path) -> None:
-    fedavg = finish(small(tmp_path / "fedavg", policy="none"))
-    assert weights(finish(small(tmp_path / "zero", **FEDMIX, fedmix_lambda=0.0))) == weights(fedavg)
-    assert weights(finish(small(tmp_path / "some", **FEDMIX))) != weights(fedavg)
+    fedavg = finish(quick(tmp_path / "fedavg", policy="none"))
+    assert weights(finish(quick(tmp_path / "zero", **FEDMIX, fedmix_lambda=0.0))) == weights(fedavg)
+    assert weights(finish(quick(tmp_path / "some", **FEDMIX))) != weights(fedavg)
 
 
 def test_means_are_of_all_real_images_normalised(tmp_path: Path) -> None:
-    run = finish(small(tmp_path / "r", **FEDMIX, rounds=1))
+    run = finish(quick(tmp_path / "r", **FEDMIX, rounds=1))
     checkpoint = run.load_checkpoint()
     assert checkpoint is not None
     told, data = checkpoint.strategy.arrays, federated_data(run.config(), 4)

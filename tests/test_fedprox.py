@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from quadratics import train
-from runners import finish, small, weights
+from runners import finish, quick, weights
 
 from fedeas_flwr.strategies.averaging import weighted_average
 from fedeas_flwr.strategies.client_part import ClientRound
@@ -17,7 +17,7 @@ from fedeas_flwr.strategies.fedprox import FedProxClient
 
 
 def local(kind: str, start: float, a: float, mu: float) -> float:
-    config = small(Path("/nowhere"), strategy="fedprox", fedprox_mu=mu)
+    config = quick(Path("/nowhere"), strategy="fedprox", fedprox_mu=mu)
     part, state = FedProxClient(config), {"w": np.array(start, dtype=np.float32)}
     task = ClientRound(config, 1, 0, "cpu", state, {}, {}, {}, torch.zeros(2), 2)
     return float(train(kind, part.objective, start, a, 2, part.prepare(task))["w"])
@@ -36,6 +36,6 @@ def test_two_rounds_by_hand(kind: str) -> None:
 
 
 def test_without_its_term_it_is_fedavg_to_the_bit(tmp_path: Path) -> None:
-    fedavg = finish(small(tmp_path / "fedavg"))
-    assert weights(finish(small(tmp_path / "zero", strategy="fedprox", fedprox_mu=0.0))) == weights(fedavg)
-    assert weights(finish(small(tmp_path / "one", strategy="fedprox", fedprox_mu=1.0))) != weights(fedavg)
+    fedavg = finish(quick(tmp_path / "fedavg"))
+    assert weights(finish(quick(tmp_path / "zero", strategy="fedprox", fedprox_mu=0.0))) == weights(fedavg)
+    assert weights(finish(quick(tmp_path / "one", strategy="fedprox", fedprox_mu=1.0))) != weights(fedavg)

@@ -17,7 +17,7 @@ import pytest
 from flwr.app import ConfigRecord
 from flwr.clientapp import ClientApp
 from rich.console import Console
-from runners import finish, small, weights
+from runners import finish, quick, weights
 
 from fedeas_flwr import messages
 from fedeas_flwr.array_records import to_arrays, to_record
@@ -52,10 +52,10 @@ def models_of_the_tests(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("name", FLOWERS)
 def test_resumed_is_uninterrupted_bit_for_bit(tmp_path: Path, name: str) -> None:
-    whole = finish(small(tmp_path / "whole", strategy=name, rounds=4, **LINEAR))
-    finish(small(tmp_path / "parts", strategy=name, rounds=2, **LINEAR))
+    whole = finish(quick(tmp_path / "whole", strategy=name, rounds=4, **LINEAR))
+    finish(quick(tmp_path / "parts", strategy=name, rounds=2, **LINEAR))
     np.random.rand(7), random.random()  # what this process drew in between must not matter
-    resumed = finish(small(tmp_path / "parts", strategy=name, rounds=4, resume=True, **LINEAR))
+    resumed = finish(quick(tmp_path / "parts", strategy=name, rounds=4, resume=True, **LINEAR))
     assert weights(whole) == weights(resumed)
 
 
@@ -63,16 +63,16 @@ def test_resumed_is_uninterrupted_bit_for_bit(tmp_path: Path, name: str) -> None
 def test_without_what_it_remembers_a_strategy_resumes_to_another_model(
     tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    whole = finish(small(tmp_path / "whole", strategy=name, rounds=4, **LINEAR))
-    finish(small(tmp_path / "parts", strategy=name, rounds=2, **LINEAR))
+    whole = finish(quick(tmp_path / "whole", strategy=name, rounds=4, **LINEAR))
+    finish(quick(tmp_path / "parts", strategy=name, rounds=2, **LINEAR))
     monkeypatch.setattr(flower, "REMEMBERED", {})
-    forgetful = finish(small(tmp_path / "parts", strategy=name, rounds=4, resume=True, **LINEAR))
+    forgetful = finish(quick(tmp_path / "parts", strategy=name, rounds=4, resume=True, **LINEAR))
     assert weights(whole) != weights(forgetful)
 
 
 @pytest.mark.parametrize("name", FLOWERS)
 def test_every_strategy_works_on_images_too(tmp_path: Path, digits_generator: Path, name: str) -> None:
-    run = finish(small(tmp_path / "r", strategy=name, rounds=2, **{**TINY, "policy": "fedeas", "beta": 1.0}))
+    run = finish(quick(tmp_path / "r", strategy=name, rounds=2, **{**TINY, "policy": "fedeas", "beta": 1.0}))
     assert run.summary()["total_generated"] > 0
     assert len(run.rounds()) == 2
 
@@ -83,13 +83,13 @@ def test_a_model_handed_over_as_tensors_gives_the_same_weights(
 ) -> None:
     keys = {**TINY, "strategy": name, "rounds": 2}
     keys["model"] = "users_models:with_batchnorm"  # statistics and a whole-number counter beside the weights
-    sent = finish(small(tmp_path / "bytes", **keys))
+    sent = finish(quick(tmp_path / "bytes", **keys))
 
     def live_grid(*args: Any, **kwargs: Any) -> InlineGrid:
         return InlineGrid(*args[:3], workers=2, live=True)
 
     monkeypatch.setattr("fedeas_flwr.grids.InlineGrid", live_grid)
-    handed_over = finish(small(tmp_path / "live", **keys))
+    handed_over = finish(quick(tmp_path / "live", **keys))
     assert weights(sent) == weights(handed_over)
     model = handed_over.load_model()
     assert model["1.num_batches_tracked"].dtype == np.int64

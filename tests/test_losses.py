@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from runners import finish, small, weights
+from runners import finish, quick, weights
 from torch.nn import functional as F
 from users_models import with_batchnorm
 
@@ -93,7 +93,7 @@ def test_both_engines_take_the_same_steps(objective: Objective, loss: str, sampl
     start, recipe, normalise = read_state(model), Recipe(2, 32, 0.05, 0.9), Normaliser((0.3,), (0.4,), device)
     eager = EagerEngine(copy.deepcopy(model), recipe, normalise, device, objective)
     graphed = GraphedEngine(copy.deepcopy(model), recipe, normalise, "fp32", device, objective)
-    config = small(Path("/nowhere"), loss=loss)
+    config = quick(Path("/nowhere"), loss=loss)
     received = Inputs({f"start/{name}": value.clone() for name, value in start[0].items()})
     for client in (0, 1):  # the second client's counts must replace the first's
         rng = np.random.default_rng(client)
@@ -116,15 +116,15 @@ LOSSES: list[dict[str, Any]] = [{"loss": "class-weighted"}, {"loss": "logit-adju
 
 @pytest.mark.parametrize("keys", LOSSES, ids=lambda k: k["loss"])
 def test_a_run_resumes_to_the_same_bits_and_differs_from_fedavg(tmp_path: Path, keys: dict[str, Any]) -> None:
-    whole = finish(small(tmp_path / "whole", policy="none", rounds=2, **keys))
-    finish(small(tmp_path / "parts", policy="none", rounds=1, **keys))
-    resumed = finish(small(tmp_path / "parts", policy="none", rounds=2, resume=True, **keys))
+    whole = finish(quick(tmp_path / "whole", policy="none", rounds=2, **keys))
+    finish(quick(tmp_path / "parts", policy="none", rounds=1, **keys))
+    resumed = finish(quick(tmp_path / "parts", policy="none", rounds=2, resume=True, **keys))
     assert weights(whole) == weights(resumed)
-    assert weights(whole) != weights(finish(small(tmp_path / "plain", policy="none", rounds=2)))
+    assert weights(whole) != weights(finish(quick(tmp_path / "plain", policy="none", rounds=2)))
     assert whole.summary()["total_generated"] == 0
 
 
 def test_tau_zero_is_fedavg_bit_for_bit(tmp_path: Path) -> None:
-    plain = finish(small(tmp_path / "plain", policy="none", rounds=2))
-    zero = small(tmp_path / "zero", policy="none", rounds=2, loss="logit-adjusted", logit_adjustment_tau=0.0)
+    plain = finish(quick(tmp_path / "plain", policy="none", rounds=2))
+    zero = quick(tmp_path / "zero", policy="none", rounds=2, loss="logit-adjusted", logit_adjustment_tau=0.0)
     assert weights(finish(zero)) == weights(plain)

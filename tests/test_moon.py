@@ -14,7 +14,7 @@ import pytest
 import torch
 from lossy import federation, lossy_app
 from rich.console import Console
-from runners import finish, small, weights
+from runners import finish, quick, weights
 from users_models import with_features
 
 from fedeas_flwr.config import ConfigError
@@ -167,7 +167,7 @@ def test_the_last_model_is_the_one_of_the_last_accepted_round_however_long_ago(
 
     monkeypatch.setattr(MoonClient, "prepare", noted_prepare)
     monkeypatch.setattr(MoonClient, "finish", noted_finish)
-    config = small(
+    config = quick(
         tmp_path, strategy="moon", policy="none", min_replies=0.1, rounds=7, model="users_models:with_features"
     )
     run = federation(config, lossy_app(lambda client, number: "lost" if number == 4 and client % 2 else ""))
@@ -191,11 +191,11 @@ def test_the_last_model_is_the_one_of_the_last_accepted_round_however_long_ago(
 def test_the_first_time_it_trains_as_fedavg_and_then_not(tmp_path: Path) -> None:
     keys: dict[str, Any] = {"policy": "none", "participation": 1.0}
     moon = {"strategy": "moon", **keys}
-    assert weights(finish(small(tmp_path / "a", rounds=1, **moon))) == weights(
-        finish(small(tmp_path / "b", rounds=1, **keys))
+    assert weights(finish(quick(tmp_path / "a", rounds=1, **moon))) == weights(
+        finish(quick(tmp_path / "b", rounds=1, **keys))
     )
-    assert weights(finish(small(tmp_path / "a", rounds=2, resume=True, **moon))) != weights(
-        finish(small(tmp_path / "b", rounds=2, resume=True, **keys))
+    assert weights(finish(quick(tmp_path / "a", rounds=2, resume=True, **moon))) != weights(
+        finish(quick(tmp_path / "b", rounds=2, resume=True, **keys))
     )
 
 
@@ -203,8 +203,8 @@ def test_the_first_time_it_trains_as_fedavg_and_then_not(tmp_path: Path) -> None
 
 
 def test_without_its_term_it_is_fedavg_to_the_bit_and_keeps_nothing(tmp_path: Path) -> None:
-    fedavg = finish(small(tmp_path / "fedavg", policy="none"))
-    zero = finish(small(tmp_path / "zero", policy="none", strategy="moon", moon_mu=0.0))
+    fedavg = finish(quick(tmp_path / "fedavg", policy="none"))
+    zero = finish(quick(tmp_path / "zero", policy="none", strategy="moon", moon_mu=0.0))
     assert weights(zero) == weights(fedavg)
     assert not list(zero.path.glob("clients/*/*.safetensors"))
 
@@ -215,24 +215,24 @@ def test_resumed_and_handed_over_as_tensors_it_gives_the_same_bits(
 ) -> None:
     monkeypatch.syspath_prepend(Path(__file__).parent)
     keys: dict[str, Any] = {"strategy": "moon", "policy": policy, "beta": 1.0, "model": "users_models:with_features"}
-    whole = finish(small(tmp_path / "whole", rounds=4, **keys))
-    finish(small(tmp_path / "parts", rounds=2, **keys))
-    assert weights(finish(small(tmp_path / "parts", rounds=4, resume=True, **keys))) == weights(whole)
+    whole = finish(quick(tmp_path / "whole", rounds=4, **keys))
+    finish(quick(tmp_path / "parts", rounds=2, **keys))
+    assert weights(finish(quick(tmp_path / "parts", rounds=4, resume=True, **keys))) == weights(whole)
     assert (whole.summary()["total_generated"] > 0) == (policy == "fedeas")
 
     def live_grid(*args: Any, **kwargs: Any) -> InlineGrid:
         return InlineGrid(*args[:3], workers=2, live=True)
 
     monkeypatch.setattr("fedeas_flwr.grids.InlineGrid", live_grid)
-    finish(small(tmp_path / "live", rounds=2, **keys))
-    assert weights(finish(small(tmp_path / "live", rounds=4, resume=True, **keys))) == weights(whole)
+    finish(quick(tmp_path / "live", rounds=2, **keys))
+    assert weights(finish(quick(tmp_path / "live", rounds=4, resume=True, **keys))) == weights(whole)
 
 
 def test_a_model_whose_features_cannot_be_seen_is_refused_before_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.syspath_prepend(Path(__file__).parent)
-    config = small(tmp_path, strategy="moon", model="users_models:with_batchnorm")
+    config = quick(tmp_path, strategy="moon", model="users_models:with_batchnorm")
     with pytest.raises(ConfigError, match="model = 'users_models:with_batchnorm': strategy = 'moon'") as refused:
         prepare(config, Console(file=io.StringIO()))
     assert "\n" not in str(refused.value)

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 from flwr.app import Message
-from runners import finish, small, weights
+from runners import finish, quick, weights
 from test_federation import START, federation, toy_app
 
 from fedeas_flwr import messages, server_app
@@ -277,7 +277,7 @@ def test_an_interruption_waits_for_the_test_and_leaves_no_thread(
     monkeypatch.setattr(server_app, "central_test", central_test)
     monkeypatch.setattr(Federation, "train_round", interrupt_round_2)
     with pytest.raises(KeyboardInterrupt):
-        finish(small(tmp_path / "r", policy="none"))
+        finish(quick(tmp_path / "r", policy="none"))
     run = RunDirectory(tmp_path / "r")
     assert run.status()[0] == "interrupted"
     assert recorded(run) == ([] if test_fails else [1])
@@ -293,7 +293,7 @@ def test_an_error_in_the_test_is_one_line_of_a_failed_run(tmp_path: Path, monkey
 
     monkeypatch.setattr(server_app, "central_test", central_test)
     with pytest.raises((RunError, ArithmeticError)):
-        finish(small(tmp_path / "r", policy="none"))
+        finish(quick(tmp_path / "r", policy="none"))
     assert RunDirectory(tmp_path / "r").status() == ("failed", "ArithmeticError: out of luck")
 
 
@@ -347,7 +347,7 @@ def test_a_rounds_state_is_not_changed_by_the_next_ones(
             "fedeas_flwr.grids.InlineGrid", lambda *given, **keys: InlineGrid(*given[:3], workers=2, live=True)
         )
     keys = {"policy": "none", "participation": 1.0, "strategy": strategy, "device": "cpu", **KEYS.get(strategy, {})}
-    run = finish(small(tmp_path / "r", **keys))
+    run = finish(quick(tmp_path / "r", **keys))
     assert len(held) == 9 and recorded(run) == [1, 2, 3]
     assert any(isinstance(value, torch.Tensor) for arrays, _ in held for value in arrays.values()) or not live
     for arrays, then in held:
@@ -365,9 +365,9 @@ def test_what_is_measured_and_tested_beside_the_clients_is_what_it_is_alone(
             "fedeas_flwr.grids.InlineGrid", lambda *given, **keys: InlineGrid(*given[:3], workers=2, live=True)
         )
     keys = {"policy": "none", "rounds": 5, "strategy": strategy, "gamma_hat": "all-state", "device": "cpu"}
-    beside = finish(small(tmp_path / "beside", **keys))
+    beside = finish(quick(tmp_path / "beside", **keys))
     monkeypatch.setattr(Beside, "start", lambda self, work: work())
-    alone = finish(small(tmp_path / "alone", **keys))
+    alone = finish(quick(tmp_path / "alone", **keys))
     assert all(record["gamma_hat"] > 0 for record in beside.rounds())
     assert weights(beside) == weights(alone)
     same = [[{**record, "seconds": {}} for record in run.rounds()] for run in (beside, alone)]

@@ -12,7 +12,7 @@ from flwr.app import Message
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import array_shapes, arrays
-from runners import finish, small, weights
+from runners import finish, quick, weights
 
 from fedeas_flwr import messages, planning
 from fedeas_flwr.allocation import allocate, budget, fedeas, imbalance, oversample
@@ -86,7 +86,7 @@ def test_images_are_repeated_evenly() -> None:
 
 
 def test_a_client_trains_on_its_images_and_their_copies() -> None:
-    config = small(Path("/nowhere"), policy="oversample", beta=8.0)
+    config = quick(Path("/nowhere"), policy="oversample", beta=8.0)
     data, counts = federated_data(config, 4), planned_counts(config, 4)
     for client, copies in enumerate(oversample(counts, 8.0)):
         node, planned = read_node({"partition-id": client, "num-partitions": 4}), ClientState(generate=(0,) * 10)
@@ -104,10 +104,10 @@ def test_a_client_trains_on_its_images_and_their_copies() -> None:
 @pytest.mark.parametrize("strategy", ["fedavg", "fedadam"])
 def test_a_run_generates_nothing_and_resumes_to_the_same_bits(tmp_path: Path, strategy: str) -> None:
     keys = {"policy": "oversample", "beta": 8.0, "participation": 1.0, "strategy": strategy}
-    whole = finish(small(tmp_path / "whole", rounds=2, **keys))
-    finish(small(tmp_path / "parts", rounds=1, **keys))
-    assert weights(whole) == weights(finish(small(tmp_path / "parts", rounds=2, resume=True, **keys)))
-    plain = finish(small(tmp_path / "plain", rounds=2, **{**keys, "policy": "none"}))
+    whole = finish(quick(tmp_path / "whole", rounds=2, **keys))
+    finish(quick(tmp_path / "parts", rounds=1, **keys))
+    assert weights(whole) == weights(finish(quick(tmp_path / "parts", rounds=2, resume=True, **keys)))
+    plain = finish(quick(tmp_path / "plain", rounds=2, **{**keys, "policy": "none"}))
     assert weights(whole) != weights(plain)
     assert whole.summary()["total_generated"] == 0
     assert all(record["generated"] == record["made"] == 0 for record in whole.rounds())
@@ -124,7 +124,7 @@ def test_a_clients_weight_stays_its_real_samples(tmp_path: Path, monkeypatch: py
         return reply(message, report, *rest)
 
     monkeypatch.setattr(messages, "train_reply", noted)
-    config = small(tmp_path / "run", policy="oversample", beta=8.0, participation=1.0, rounds=1)
+    config = quick(tmp_path / "run", policy="oversample", beta=8.0, participation=1.0, rounds=1)
     finish(config)
     counts = planned_counts(config, 4)
     copies = oversample(counts, 8.0)
@@ -137,10 +137,10 @@ def test_a_clients_weight_stays_its_real_samples(tmp_path: Path, monkeypatch: py
 
 
 def test_beta_zero_is_fedavg_bit_for_bit(tmp_path: Path) -> None:
-    plain = finish(small(tmp_path / "none", policy="none", rounds=2))
-    assert weights(finish(small(tmp_path / "zero", policy="oversample", beta=0.0, rounds=2))) == weights(plain)
+    plain = finish(quick(tmp_path / "none", policy="none", rounds=2))
+    assert weights(finish(quick(tmp_path / "zero", policy="oversample", beta=0.0, rounds=2))) == weights(plain)
 
 
 def test_no_generator_is_needed() -> None:
-    assert not small(Path("/nowhere"), policy="oversample").generates
-    assert not small(Path("/nowhere"), policy="oversample", dataset="cifar10").generates
+    assert not quick(Path("/nowhere"), policy="oversample").generates
+    assert not quick(Path("/nowhere"), policy="oversample", dataset="cifar10").generates

@@ -12,7 +12,7 @@ import pytest
 from flwr.app import ConfigRecord, Message
 from flwr.clientapp import ClientApp
 from rich.console import Console
-from runners import finish, small, weights
+from runners import finish, quick, weights
 
 from fedeas_flwr import messages
 from fedeas_flwr.array_records import to_record
@@ -147,10 +147,10 @@ def test_no_epsilon_where_none_is_valid(keys: dict[str, Any], buffers: dict[str,
 
 @pytest.mark.parametrize("dp", WRAPPERS)
 def test_a_private_run_resumes_bit_for_bit_and_says_what_it_spent(tmp_path: Path, dp: str) -> None:
-    whole = finish(small(tmp_path / "whole", dp=dp, rounds=4, **LINEAR))
-    finish(small(tmp_path / "parts", dp=dp, rounds=2, **LINEAR))
+    whole = finish(quick(tmp_path / "whole", dp=dp, rounds=4, **LINEAR))
+    finish(quick(tmp_path / "parts", dp=dp, rounds=2, **LINEAR))
     np.random.rand(7)
-    resumed = finish(small(tmp_path / "parts", dp=dp, rounds=4, resume=True, **LINEAR))
+    resumed = finish(quick(tmp_path / "parts", dp=dp, rounds=4, resume=True, **LINEAR))
     assert weights(whole) == weights(resumed)
     spent = whole.summary()["privacy"]
     assert resumed.summary()["privacy"] == spent
@@ -162,17 +162,17 @@ def test_a_private_run_resumes_bit_for_bit_and_says_what_it_spent(tmp_path: Path
 
 @pytest.mark.parametrize("kind", ["fixed", "adaptive"])
 def test_who_clips_makes_no_difference_to_the_model(tmp_path: Path, kind: str) -> None:
-    server = finish(small(tmp_path / "server", dp=f"server-{kind}", rounds=2, **TINY))
-    client = finish(small(tmp_path / "client", dp=f"client-{kind}", rounds=2, **TINY))
-    assert weights(server) == weights(client) != weights(finish(small(tmp_path / "none", rounds=2, **TINY)))
+    server = finish(quick(tmp_path / "server", dp=f"server-{kind}", rounds=2, **TINY))
+    client = finish(quick(tmp_path / "client", dp=f"client-{kind}", rounds=2, **TINY))
+    assert weights(server) == weights(client) != weights(finish(quick(tmp_path / "none", rounds=2, **TINY)))
 
 
 @pytest.mark.parametrize(("dp", "strategy"), [("server-adaptive", "fedavgm"), ("client-adaptive", "fedadam")])
 def test_wrapper_and_wrapped_both_remember(tmp_path: Path, dp: str, strategy: str) -> None:
     keys = {**LINEAR, "dp": dp, "strategy": strategy}
-    whole = finish(small(tmp_path / "whole", rounds=3, **keys))
-    finish(small(tmp_path / "parts", rounds=1, **keys))
-    resumed = finish(small(tmp_path / "parts", rounds=3, resume=True, **keys))
+    whole = finish(quick(tmp_path / "whole", rounds=3, **keys))
+    finish(quick(tmp_path / "parts", rounds=1, **keys))
+    resumed = finish(quick(tmp_path / "parts", rounds=3, resume=True, **keys))
     assert weights(whole) == weights(resumed)
     state = whole.load_checkpoint()
     assert state is not None
@@ -183,13 +183,13 @@ def test_wrapper_and_wrapped_both_remember(tmp_path: Path, dp: str, strategy: st
 @pytest.mark.parametrize("dp", WRAPPERS)
 def test_tensors_handed_over_give_the_same_weights(tmp_path: Path, dp: str, monkeypatch: pytest.MonkeyPatch) -> None:
     keys = {**TINY, "dp": dp, "rounds": 2, "model": "users_models:with_batchnorm"}
-    sent = finish(small(tmp_path / "bytes", **keys))
+    sent = finish(quick(tmp_path / "bytes", **keys))
 
     def live_grid(*args: Any, **kwargs: Any) -> InlineGrid:
         return InlineGrid(*args[:3], workers=2, live=True)
 
     monkeypatch.setattr("fedeas_flwr.grids.InlineGrid", live_grid)
-    handed_over = finish(small(tmp_path / "live", **keys))
+    handed_over = finish(quick(tmp_path / "live", **keys))
     assert weights(sent) == weights(handed_over)
     if dp.endswith("fixed"):
         assert "1.running_mean, are averaged without noise" in sent.summary()["privacy"]["why"]

@@ -15,7 +15,7 @@ from flwr.clientapp import ClientApp
 from lossy import federation, lossy_app
 from quadratics import train
 from rich.console import Console
-from runners import finish, small, weights
+from runners import finish, quick, weights
 
 from fedeas_flwr import client_app, messages
 from fedeas_flwr.array_records import to_arrays, to_record
@@ -40,7 +40,7 @@ class ByHand:
     """Two clients with f = ½(w − a)², η = ½, and the real server between them."""
 
     def __init__(self, kind: str, live: bool, **keys: Any) -> None:
-        self.config = small(Path("/nowhere"), strategy="scaffold", clients=2, learning_rate=0.5, **keys)
+        self.config = quick(Path("/nowhere"), strategy="scaffold", clients=2, learning_rate=0.5, **keys)
         self.kind, self.live, self.server = kind, live, build_strategy(self.config)
         assert isinstance(self.server, Scaffold)
         self.x: Arrays = self.array(0.0)
@@ -124,7 +124,7 @@ def test_a_client_that_takes_no_step_keeps_its_control_and_moves_nothing() -> No
 def test_a_reply_is_in_the_models_order_whatever_order_a_file_gave(steps: int) -> None:
     model = {name: np.ones(2, np.float32) for name in ("z", "a")}
     memory = {name: np.ones(2, np.float32) for name in ("a", "z")}
-    config = small(Path("/nowhere"), strategy="scaffold")
+    config = quick(Path("/nowhere"), strategy="scaffold")
     task = ClientRound(config, 2, 0, "cpu", model, {}, model, memory, torch.zeros(1), steps)
     assert list(ScaffoldClient(config).finish(task, model, {}).extra) == ["z", "a"]
 
@@ -142,7 +142,7 @@ def assert_c_is_the_mean_of_all_c_i(folder: Path, state: Checkpoint, clients: in
 
 @pytest.mark.parametrize("fate", ["lost", "NaN"])
 def test_c_is_the_mean_of_all_c_i_after_every_round_also_when_replies_are_refused(tmp_path: Path, fate: str) -> None:
-    config = small(tmp_path, strategy="scaffold", policy="none", participation=0.75, min_replies=0.1, rounds=5)
+    config = quick(tmp_path, strategy="scaffold", policy="none", participation=0.75, min_replies=0.1, rounds=5)
     run = federation(config, lossy_app(lambda client, number: fate if number in (2, 4) and client % 2 else ""))
     state, failed = Checkpoint(0, *split_state(network(config))), 0
     for _ in range(5):
@@ -156,7 +156,7 @@ def test_a_server_that_comes_back_from_an_older_checkpoint_ends_with_the_same_bi
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     keys: dict[str, Any] = {"strategy": "scaffold", "policy": "none", "rounds": 7, "checkpoint_every": 3}
-    whole = finish(small(tmp_path / "whole", **keys))
+    whole = finish(quick(tmp_path / "whole", **keys))
     note = RunDirectory.append_round
 
     def dies_in_round_5(run: RunDirectory, record: dict[str, Any]) -> None:
@@ -166,8 +166,8 @@ def test_a_server_that_comes_back_from_an_older_checkpoint_ends_with_the_same_bi
 
     with monkeypatch.context() as patch, pytest.raises(RunError, match="SystemError: power cut"):
         patch.setattr(RunDirectory, "append_round", dies_in_round_5)
-        finish(small(tmp_path / "parts", **keys))
-    resumed = finish(small(tmp_path / "parts", resume=True, **keys))
+        finish(quick(tmp_path / "parts", **keys))
+    resumed = finish(quick(tmp_path / "parts", resume=True, **keys))
     assert weights(whole) == weights(resumed)
     last = resumed.load_checkpoint()
     assert last is not None
@@ -180,8 +180,8 @@ def test_a_server_that_comes_back_from_an_older_checkpoint_ends_with_the_same_bi
 def test_one_full_batch_step_of_all_clients_with_equal_weights_is_fedavg(tmp_path: Path) -> None:
     """Then Σ (c − c_i) = 0, so the corrections cancel in the mean, for any data; the clients' own models differ."""
     keys: dict[str, Any] = {"policy": "none", "participation": 1.0, "batch_size": 4096}
-    scaffold = federation(small(tmp_path / "scaffold", strategy="scaffold", **keys), client_app.app)
-    fedavg = federation(small(tmp_path / "fedavg", **keys), all_alike())
+    scaffold = federation(quick(tmp_path / "scaffold", strategy="scaffold", **keys), client_app.app)
+    fedavg = federation(quick(tmp_path / "fedavg", **keys), all_alike())
     state = plain_state = Checkpoint(0, *split_state(network(scaffold.config)))
     for _ in range(4):
         state, outcome = scaffold.train_round(state)
@@ -219,18 +219,18 @@ def test_resumed_and_handed_over_as_tensors_it_gives_the_same_bits(
     monkeypatch.syspath_prepend(Path(__file__).parent)
     model = "users_models:with_batchnorm"
     keys: dict[str, Any] = {"strategy": "scaffold", "policy": policy, "beta": 1.0, "model": model}
-    whole = finish(small(tmp_path / "whole", rounds=4, **keys))
-    finish(small(tmp_path / "parts", rounds=2, **keys))
-    assert weights(finish(small(tmp_path / "parts", rounds=4, resume=True, **keys))) == weights(whole)
+    whole = finish(quick(tmp_path / "whole", rounds=4, **keys))
+    finish(quick(tmp_path / "parts", rounds=2, **keys))
+    assert weights(finish(quick(tmp_path / "parts", rounds=4, resume=True, **keys))) == weights(whole)
     assert (whole.summary()["total_generated"] > 0) == (policy == "fedeas")
-    assert weights(finish(small(tmp_path / "fedavg", rounds=4, **{**keys, "strategy": "fedavg"}))) != weights(whole)
+    assert weights(finish(quick(tmp_path / "fedavg", rounds=4, **{**keys, "strategy": "fedavg"}))) != weights(whole)
 
     def live_grid(*args: Any, **kwargs: Any) -> InlineGrid:
         return InlineGrid(*args[:3], workers=2, live=True)
 
     monkeypatch.setattr("fedeas_flwr.grids.InlineGrid", live_grid)
-    finish(small(tmp_path / "live", rounds=2, **keys))
-    assert weights(finish(small(tmp_path / "live", rounds=4, resume=True, **keys))) == weights(whole)
+    finish(quick(tmp_path / "live", rounds=2, **keys))
+    assert weights(finish(quick(tmp_path / "live", rounds=4, resume=True, **keys))) == weights(whole)
 
 
 @pytest.mark.parametrize(
@@ -245,5 +245,5 @@ def test_what_its_formulas_do_not_hold_for_is_refused_before_the_run(
     tmp_path: Path, keys: dict[str, Any], words: str
 ) -> None:
     with pytest.raises(ConfigError, match=words) as refused:
-        prepare(small(tmp_path, strategy="scaffold", **keys), Console(file=io.StringIO()))
+        prepare(quick(tmp_path, strategy="scaffold", **keys), Console(file=io.StringIO()))
     assert "\n" not in str(refused.value)

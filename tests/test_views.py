@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from runners import finish, small, weights
+from runners import finish, quick, weights
 from users_models import with_batchnorm
 
 from fedeas_flwr.data import dataset_info
@@ -58,12 +58,12 @@ def test_what_is_drawn_fits_the_dataset() -> None:
 
 
 def test_draws_are_the_clients_and_the_rounds_own() -> None:
-    config, labels = small(Path("/nowhere"), views="flip-crop"), torch.zeros(70, dtype=torch.long)
+    config, labels = quick(Path("/nowhere"), views="flip-crop"), torch.zeros(70, dtype=torch.long)
     tables = [loss_and_view_inputs(config, labels, *who).tables[VIEWS] for who in ((1, 0), (1, 0), (2, 0), (1, 1))]
     assert torch.equal(tables[0], tables[1])
     assert not torch.equal(tables[0], tables[2])
     assert not torch.equal(tables[0], tables[3])
-    assert loss_and_view_inputs(small(Path("/nowhere")), labels, 1, 0) == NO_INPUTS
+    assert loss_and_view_inputs(quick(Path("/nowhere")), labels, 1, 0) == NO_INPUTS
 
 
 @pytest.mark.parametrize(
@@ -112,8 +112,8 @@ def test_views_that_change_nothing_change_no_bit_and_others_do(kind: str) -> Non
 
 
 def test_a_run_resumes_to_the_same_bits_and_differs_from_fedavg(tmp_path: Path) -> None:
-    whole = finish(small(tmp_path / "whole", policy="none", rounds=2, views="flip-crop"))
-    finish(small(tmp_path / "parts", policy="none", rounds=1, views="flip-crop"))
-    resumed = finish(small(tmp_path / "parts", policy="none", rounds=2, views="flip-crop", resume=True))
+    whole = finish(quick(tmp_path / "whole", policy="none", rounds=2, views="flip-crop"))
+    finish(quick(tmp_path / "parts", policy="none", rounds=1, views="flip-crop"))
+    resumed = finish(quick(tmp_path / "parts", policy="none", rounds=2, views="flip-crop", resume=True))
     assert weights(whole) == weights(resumed)
-    assert weights(whole) != weights(finish(small(tmp_path / "plain", policy="none", rounds=2)))
+    assert weights(whole) != weights(finish(quick(tmp_path / "plain", policy="none", rounds=2)))

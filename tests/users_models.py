@@ -18,6 +18,24 @@ def with_batchnorm(num_classes: int, image_shape: tuple[int, int, int]) -> nn.Mo
     )
 
 
+class Tiny(nn.Module):
+    """A convolution and a last layer named fc, as small-cnn has them, at a quarter of its time."""
+
+    def __init__(self, num_classes: int, image_shape: tuple[int, int, int]) -> None:
+        super().__init__()
+        height, width, channels = image_shape
+        self.features = nn.Sequential(nn.Conv2d(channels, 4, 3, stride=2, padding=1), nn.ReLU(), nn.Flatten())
+        self.fc = nn.Linear(4 * (height // 2) * (width // 2), num_classes)
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        logits: torch.Tensor = self.fc(self.features(images))
+        return logits
+
+
+def tiny(num_classes: int, image_shape: tuple[int, int, int]) -> nn.Module:
+    return Tiny(num_classes, image_shape)
+
+
 class WithFeatures(nn.Module):
     """BatchNorm and a last layer named fc, as the strategies that look at features need it."""
 

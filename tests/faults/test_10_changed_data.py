@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from runners import finish, small
+from runners import finish, quick
 
 from fedeas_flwr import allocation, client_app
 from fedeas_flwr.config import RunConfig
@@ -33,21 +33,21 @@ def lose_samples(monkeypatch: pytest.MonkeyPatch, client: int, kept: int) -> Non
 
 def test_a_client_whose_labels_changed_is_refused_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     keys = {**KEYS, "policy": "none"}  # a plan of nothing is a plan
-    finish(small(tmp_path / "r", rounds=1, **keys))
+    finish(quick(tmp_path / "r", rounds=1, **keys))
     lose_samples(monkeypatch, client=2, kept=50)
     with pytest.raises(RunError, match=r"client 2: ValueError: data-change = 'refuse': .* and 50 now") as refused:
-        finish(small(tmp_path / "r", rounds=2, resume=True, **keys))
+        finish(quick(tmp_path / "r", rounds=2, resume=True, **keys))
     assert "[" not in str(refused.value), "its label counts are nobody's business"
 
 
 def test_or_it_plans_anew(tmp_path: Path, digits_generator: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run = finish(small(tmp_path / "r", rounds=1, data_change="replan", **KEYS))
+    run = finish(quick(tmp_path / "r", rounds=1, data_change="replan", **KEYS))
     before = run.summary()["total_generated"]
     lose_samples(monkeypatch, client=2, kept=50)
-    run = finish(small(tmp_path / "r", rounds=2, resume=True, data_change="replan", **KEYS))
+    run = finish(quick(tmp_path / "r", rounds=2, resume=True, data_change="replan", **KEYS))
     state = RunDirectory(tmp_path / "r").path / "clients" / "2" / "state-000002.json"
     assert '"counts"' in state.read_text()
-    data = federated_data(small(tmp_path, **KEYS), 4)
+    data = federated_data(quick(tmp_path, **KEYS), 4)
     counts = np.bincount(data.train_labels(2)[:50], minlength=10)
     expected = allocation.fedeas(counts[None, :], 2.0)[0]
     assert f'"generate": {expected.tolist()}' in state.read_text()

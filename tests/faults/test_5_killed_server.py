@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from runners import finish, small, weights
+from runners import finish, quick, weights
 
 from fedeas_flwr import paths
 from fedeas_flwr.runs import RunDirectory
@@ -72,7 +72,7 @@ def die_at(name: str, step: str, times: int) -> None:
 
 def run_and_die(folder: Path, keys: dict[str, Any], name: str, step: str, times: int) -> None:
     die_at(name, step, times)
-    finish(small(folder, **keys))
+    finish(quick(folder, **keys))
 
 
 def forked(target: Any, *given: Any) -> Any:
@@ -107,8 +107,8 @@ def test_killed_inside_the_checkpoints_write(tmp_path: Path, strategy: str, step
     checkpoint = run.load_checkpoint()
     assert checkpoint is not None
     assert checkpoint.round == (2 if step in ("renamed", "folder synced") else 1)
-    resumed = finish(small(tmp_path / "r", resume=True, **keys))
-    assert weights(resumed) == weights(finish(small(tmp_path / "whole", **keys)))
+    resumed = finish(quick(tmp_path / "r", resume=True, **keys))
+    assert weights(resumed) == weights(finish(quick(tmp_path / "whole", **keys)))
     assert [record["round"] for record in resumed.rounds()] == [1, 2, 3, 4]
     assert not list((tmp_path / "r").glob(".*.tmp")), "what a killed writer left is swept up"
 
@@ -133,7 +133,7 @@ def run_and_die_one_round_behind(folder: Path, keys: dict[str, Any], where: str)
         save(run, checkpoint)
 
     RunDirectory.save_checkpoint, RunDirectory.append_round = save_checkpoint, append_round  # type: ignore[method-assign]
-    finish(small(folder, **keys))
+    finish(quick(folder, **keys))
 
 
 @pytest.mark.parametrize("where", ["before the record", "before the checkpoint"])
@@ -149,8 +149,8 @@ def test_killed_while_the_next_rounds_clients_have_trained_already(tmp_path: Pat
     checkpoint = run.load_checkpoint()
     assert checkpoint is not None and checkpoint.round == 1
     assert len(run.rounds()) == (1 if where == "before the record" else 2)
-    resumed = finish(small(tmp_path / "r", resume=True, **keys))
-    whole = finish(small(tmp_path / "whole", **keys))
+    resumed = finish(quick(tmp_path / "r", resume=True, **keys))
+    whole = finish(quick(tmp_path / "whole", **keys))
     assert weights(resumed) == weights(whole)
     same = [[{**record, "seconds": {}} for record in run.rounds()] for run in (resumed, whole)]
     assert same[0] == same[1]
@@ -164,28 +164,28 @@ def test_killed_inside_any_other_write(tmp_path: Path, name: str, step: str) -> 
     times = 3 if name == "state-00000" else 1
     assert ended_by_kill(forked(run_and_die, tmp_path / "r", keys, name, step, times))
     started = (tmp_path / "r" / "config.json").exists()
-    resumed = finish(small(tmp_path / "r", resume=started, **keys))
-    assert weights(resumed) == weights(finish(small(tmp_path / "whole", **keys)))
+    resumed = finish(quick(tmp_path / "r", resume=started, **keys))
+    assert weights(resumed) == weights(finish(quick(tmp_path / "whole", **keys)))
 
 
 def test_a_line_that_was_cut_short_is_done_again(tmp_path: Path) -> None:
     keys = {**KEYS, "strategy": "fedadam"}
-    finish(small(tmp_path / "r", **{**keys, "rounds": 2}))
+    finish(quick(tmp_path / "r", **{**keys, "rounds": 2}))
     with (tmp_path / "r" / "rounds.jsonl").open("a") as file:
         file.write('{"round": 3, "accuracy": 0.')
-    resumed = finish(small(tmp_path / "r", resume=True, **keys))
-    assert weights(resumed) == weights(finish(small(tmp_path / "whole", **keys)))
+    resumed = finish(quick(tmp_path / "r", resume=True, **keys))
+    assert weights(resumed) == weights(finish(quick(tmp_path / "whole", **keys)))
 
 
 def resume_until_killed(folder: Path, keys: dict[str, Any]) -> None:
-    finish(small(folder, resume=(folder / "config.json").exists(), **keys))
+    finish(quick(folder, resume=(folder / "config.json").exists(), **keys))
 
 
 @pytest.mark.slow
 def test_killed_again_and_again_at_random_moments(tmp_path: Path) -> None:
     draws = random.Random(7)
     keys = {**KEYS, "strategy": "scaffold", "rounds": 12, "checkpoint_every": 2}
-    whole = finish(small(tmp_path / "whole", **keys))
+    whole = finish(quick(tmp_path / "whole", **keys))
     kills = 0
     for _ in range(60):
         child = forked(resume_until_killed, tmp_path / "r", keys)

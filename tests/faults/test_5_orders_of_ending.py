@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 from flwr.app import Message
-from runners import finish, small, weights
+from runners import finish, quick, weights
 from test_5_killed_server import forked
 from test_federation import START, federation, toy_app
 
@@ -40,7 +40,7 @@ def live_or_not(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch)
 
 def resumes_to_the_same(folder: Path, whole: Path, keys: dict[str, Any]) -> None:
     """The run goes on, and ends with the weights and the records of one that nothing happened to."""
-    resumed, undisturbed = finish(small(folder, resume=True, **keys)), finish(small(whole, **keys))
+    resumed, undisturbed = finish(quick(folder, resume=True, **keys)), finish(quick(whole, **keys))
     assert weights(resumed) == weights(undisturbed)
     assert [record["round"] for record in resumed.rounds()] == list(range(1, keys["rounds"] + 1))
 
@@ -87,7 +87,7 @@ def test_a_failed_test_while_the_next_rounds_clients_have_trained(
         broken_test(meanwhile, 4, trained)
         meanwhile.setattr(Federation, "train_round", train)
         with pytest.raises(KeyboardInterrupt if interrupted else RunError):
-            finish(small(tmp_path / "r", **keys))
+            finish(quick(tmp_path / "r", **keys))
     stopped = RunDirectory(tmp_path / "r")
     assert stopped.state() == ("interrupted" if interrupted else "failed")
     assert [record["round"] for record in stopped.rounds()] == [1, 2, 3]
@@ -113,7 +113,7 @@ def test_an_error_keeps_every_round_that_is_done_however_rare_checkpoints_are(
 
     with monkeypatch.context() as meanwhile, pytest.raises(RunError):
         meanwhile.setattr(Federation, "train_round", train)
-        finish(small(tmp_path / "r", **keys))
+        finish(quick(tmp_path / "r", **keys))
     checkpoint = RunDirectory(tmp_path / "r").load_checkpoint()
     assert checkpoint is not None and checkpoint.round == 4
     resumes_to_the_same(tmp_path / "r", tmp_path / "whole", keys)
@@ -166,7 +166,7 @@ def interrupted_again_and_again(folder: Path, keys: dict[str, Any], times: int) 
         return test
 
     server_app.central_test = central
-    finish(small(folder, **keys))
+    finish(quick(folder, **keys))
 
 
 @pytest.mark.parametrize("times", [1, 2, 3, 4])
@@ -231,7 +231,7 @@ def test_a_client_that_ends_a_round_late_does_not_drop_a_later_rounds_state(tmp_
 @pytest.mark.parametrize("damage", ["a line", "the last line", "all", "the file"])
 def test_records_that_are_gone_are_not_made_fewer_by_resuming(tmp_path: Path, damage: str) -> None:
     """A damaged line in the middle once cost all that came after it, without a word."""
-    finish(small(tmp_path / "r", **{**KEYS, "rounds": 3}))
+    finish(quick(tmp_path / "r", **{**KEYS, "rounds": 3}))
     path = tmp_path / "r" / "rounds.jsonl"
     lines = path.read_text().splitlines(keepends=True)
     damaged = {
@@ -243,7 +243,7 @@ def test_records_that_are_gone_are_not_made_fewer_by_resuming(tmp_path: Path, da
     path.unlink() if damage == "the file" else path.write_text("".join(damaged))
     good = {"a line": 1, "the last line": 2}.get(damage, 0)
     with pytest.raises(RunError, match=rf"rounds\.jsonl holds {good} whole records, but the checkpoint is of round 3"):
-        finish(small(tmp_path / "r", resume=True, **KEYS))
+        finish(quick(tmp_path / "r", resume=True, **KEYS))
     assert damage == "the file" or path.read_text() == "".join(damaged), "nothing more was lost"
 
 
@@ -251,7 +251,7 @@ def test_records_that_are_gone_are_not_made_fewer_by_resuming(tmp_path: Path, da
 def test_a_folder_that_another_process_runs_in_is_refused(tmp_path: Path, resume: bool) -> None:
     """Also between its first moment and its first round."""
     if resume:
-        finish(small(tmp_path / "r", **{**KEYS, "rounds": 1}))
+        finish(quick(tmp_path / "r", **{**KEYS, "rounds": 1}))
     run = RunDirectory(tmp_path / "r")
     (tmp_path / "r").mkdir(exist_ok=True)
     other = forked(time.sleep, LONG)
@@ -259,12 +259,12 @@ def test_a_folder_that_another_process_runs_in_is_refused(tmp_path: Path, resume
         run.set_status("running", pid=other.pid)
         before = {path.name: path.read_bytes() for path in run.path.glob("*.json*")}
         with pytest.raises(RunError, match=rf"^{tmp_path}/r is still running, in process {other.pid}$"):
-            finish(small(tmp_path / "r", resume=resume, **KEYS))
+            finish(quick(tmp_path / "r", resume=resume, **KEYS))
         assert {path.name: path.read_bytes() for path in run.path.glob("*.json*")} == before
     finally:
         other.kill()
         other.join()
-    assert finish(small(tmp_path / "r", resume=resume, **{**KEYS, "rounds": 2})).summary()["rounds"] == 2
+    assert finish(quick(tmp_path / "r", resume=resume, **{**KEYS, "rounds": 2})).summary()["rounds"] == 2
 
 
 # ------------------------------------------------------------------------------------------- leaving by the door
@@ -281,7 +281,7 @@ def test_a_model_that_leaves_the_interpreter_is_a_client_that_failed(
 
     monkeypatch.setattr("fedeas_flwr.client_app.client_part", leave)
     with pytest.raises(RunError, match=rf"round 1: 2 of 2 clients failed .* SystemExit: {code}$"):
-        finish(small(tmp_path / "r", policy="none", participation=0.5))
+        finish(quick(tmp_path / "r", policy="none", participation=0.5))
     assert RunDirectory(tmp_path / "r").status()[0] == "failed"
 
 
@@ -295,7 +295,7 @@ def test_a_server_that_is_told_to_leave_was_interrupted_and_did_not_fail(
 
     monkeypatch.setattr(Federation, "train_round", leave)
     with pytest.raises(RunError, match="interrupted"):
-        finish(small(tmp_path / "r", policy="none"))
+        finish(quick(tmp_path / "r", policy="none"))
     assert RunDirectory(tmp_path / "r").state() == "interrupted"
 
 
@@ -307,5 +307,5 @@ def test_an_error_nobody_foresaw_is_one_line_with_its_traceback_in_the_log(
 
     monkeypatch.setattr(Federation, "train_round", broken)
     with pytest.raises(RunError, match=r"^TypeError: two lines$"):
-        finish(small(tmp_path / "r", policy="none"))
+        finish(quick(tmp_path / "r", policy="none"))
     assert "Traceback" in (tmp_path / "r" / "flower.log").read_text()
