@@ -9,11 +9,9 @@ import io
 import json
 import math
 import shutil
-import sys
 import tempfile
 import zipfile
 from collections.abc import Callable
-from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +20,12 @@ import pytest
 from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
+from runners import typed
 from test_cache import Fake
 from test_generators import save_tiny
 from test_messages import COUNTERS, TRAINABLE, reply
 
-from fedeas_flwr import cli, client_app, messages
+from fedeas_flwr import client_app, messages
 from fedeas_flwr.array_records import to_record
 from fedeas_flwr.cache import ImageCache
 from fedeas_flwr.config import KEYS, ConfigError, RunConfig, parse_config, read_config
@@ -50,33 +49,18 @@ def cases(few: int) -> Callable[[Any], Any]:
     )
 
 
-def fedeas(*words: str) -> tuple[int, str, str]:
-    """Run the command in this process."""
-    out, errors, before = io.StringIO(), io.StringIO(), (sys.argv, sys.path[:])
-    sys.argv = ["fedeas", *words]
-    code = 0
-    try:
-        with redirect_stdout(out), redirect_stderr(errors):
-            cli.main()
-    except SystemExit as ended:
-        code = ended.code if isinstance(ended.code, int) else 1
-    finally:
-        sys.argv, sys.path[:] = before
-    return code, out.getvalue(), errors.getvalue()
-
-
 def ends_in_one_line(*words: str) -> None:
     """The command refuses, in one line and by its exit code."""
-    code, _, errors = fedeas(*words)
-    assert code in (1, 2), words
-    assert errors.startswith("error: ") and errors.count("\n") == 1, errors
+    done = typed(*words)
+    assert done.returncode in (1, 2), words
+    assert done.stderr.startswith("error: ") and done.stderr.count("\n") == 1, done.stderr
 
 
 def ends_well(*words: str) -> None:
     """The command works, or refuses in one line."""
-    code, _, errors = fedeas(*words)
-    assert "Traceback" not in errors
-    assert code == 0 or (code in (1, 2) and errors.count("\n") <= 1), (words, code, errors)
+    done = typed(*words)
+    assert "Traceback" not in done.stderr
+    assert done.returncode == 0 or (done.returncode in (1, 2) and done.stderr.count("\n") <= 1), done
 
 
 anything = st.recursive(
@@ -138,8 +122,8 @@ def test_toml_files(content: bytes) -> None:
         try:
             read_config(path)
         except ConfigError:
-            code, _, errors = fedeas("run", str(path), f"run-dir={folder}/r")
-            assert code == 2 and errors.count("\n") == 1
+            done = typed("run", str(path), f"run-dir={folder}/r")
+            assert done.returncode == 2 and done.stderr.count("\n") == 1
         assert [p.name for p in Path(folder).iterdir()] == ["conf.toml"], (
             "nothing is begun for a config that is refused"
         )
@@ -282,8 +266,8 @@ def test_cache_manifests(content: bytes) -> None:
         (manifest,) = Path(folder).rglob("manifest.json")
         manifest.write_bytes(content)
         for words in (["cache", "ls"], ["cache", "verify"], ["cache", "prune", "--key", "zz"]):
-            code, _, errors = fedeas(*words)
-            assert code == 0, errors
+            done = typed(*words)
+            assert done.returncode == 0, done.stderr
 
 
 FILES = ["config.json", "status.json", "summary.json", "rounds.jsonl", "checkpoint.safetensors", "model.safetensors"]
