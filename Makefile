@@ -2,7 +2,7 @@
 # make test   install, then lint, types and the test suite
 PYTHON ?= python3
 # Two processes, whatever the machine; tests/conftest.py says which tests stay together.
-PYTEST = $(BIN)/python -m pytest -n 2 --dist loadgroup
+PYTEST = $(BIN)/python -m pytest -n 2
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed

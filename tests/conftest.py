@@ -8,6 +8,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from xdist.remote import Producer
+from xdist.scheduler import LoadScopeScheduling
 
 ROOT = Path(__file__).parents[1]
 pytest_plugins = ["leftovers"]
@@ -20,12 +22,19 @@ STARTS_FLOWER = {
 """Tests that start processes of Flower or Ray, and look whether any is left: not two of them at once."""
 
 
-@pytest.hookimpl(tryfirst=True)  # xdist reads the groups in the same hook
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Keep the tests of a file in one process (`--dist loadgroup`), and all of the above in one."""
-    for item in items:
-        stem = item.path.stem
-        item.add_marker(pytest.mark.xdist_group("flower" if stem in STARTS_FLOWER else stem))
+class FileByFile(LoadScopeScheduling):
+    """Keeps the tests of a file in one process, and all of the above in one.
+
+    xdist's own groups (`--dist loadgroup`) are lost with pytest 9.2: tests are named otherwise than xdist expects.
+    """
+
+    def _split_scope(self, nodeid: str) -> str:
+        stem = Path(nodeid.partition("::")[0]).stem
+        return "flower" if stem in STARTS_FLOWER else stem
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> FileByFile:
+    return FileByFile(config, log)
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -45,7 +54,7 @@ def session_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 @pytest.fixture(scope="module", autouse=True)
 def what_is_loaded_is_not_looked_through() -> None:
-    """Some of Flower's strategies collect garbage for each reply: among all of pytest and torch, a third of a second."""
+    """Some of Flower's strategies collect garbage at each reply: among pytest and torch, a third of a second."""
     gc.collect()
     gc.freeze()
 

@@ -22,6 +22,9 @@ from fedeas_flwr.runs import RunDirectory
 
 SMALL: dict[str, Any] = {"clients": 4, "rounds": 3, "local-epochs": 1, "backend": "inline", "beta": 4.0, "alpha": 0.1}
 
+CHEAP: dict[str, Any] = {"sampler_steps": 2, "generation_batch": 16}
+"""Images that cost little, where nobody looks at them: a tenth of the generator's steps, and little padding."""
+
 
 def small(folder: Path, **changes: Any) -> RunConfig:
     """A run of seconds; ``changes`` are snake_case keys."""

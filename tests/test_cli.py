@@ -164,7 +164,7 @@ MISTAKES = {
     "total for fedeas": (("plan", "--total", "5"), ["total", "5", "fedeas"]),
 }
 LOADING = ("no generator", "a model that takes other words")
-"""Seen in a process of its own: those that load the most, and a library may have words of its own while it is loaded."""
+"""Those that load the most are seen in a process of their own: while it is loaded a library may say something, too."""
 
 
 @pytest.mark.parametrize("name", MISTAKES)
@@ -201,9 +201,9 @@ def test_run_and_evaluate_from_the_shell(tmp_path: Path) -> None:
     (folder,) = (tmp_path / "runs").iterdir()
     assert folder.name == "digits-k4-a0.1-none-fedavg-s1"
     assert "round   2/2" in done.stdout
-    scores = json.loads(fedeas("evaluate", str(folder)).stdout)
+    scores = json.loads(typed("evaluate", str(folder)).stdout)
     assert scores["accuracy"] == json.loads((folder / "rounds.jsonl").read_text().splitlines()[-1])["accuracy"]
-    fedeas(*words, cwd=tmp_path)
+    assert typed(*words, cwd=tmp_path).returncode == 0
     assert len(list((tmp_path / "runs").iterdir())) == 2, "a second run gets a folder of its own"
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -38,21 +39,24 @@ def a_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 
 def config(**keys: Any) -> RunConfig:
-    return parse_config({"device": "cpu", "policy": "none", "clients": 20, "participation": 0.5, **keys})
+    values = {"device": "cpu", "policy": "none", "clients": 20, "participation": 0.5, **keys}
+    return parse_config({key.replace("_", "-"): value for key, value in values.items()})
 
 
 def test_the_probe_measures_once_and_is_remembered(
     a_gpu: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    found = cohort.clients_at_once(config())
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([os.environ["PYTHONPATH"], str(Path(__file__).parent)]))
+    keys = {"model": "users_models:tiny", "batch_size": 2}
+    found = cohort.clients_at_once(config(**keys))
     (kept,) = tmp_path.glob("probes/*.json")
     record = json.loads(kept.read_text())
     assert list(record["images_per_second"]) == ["1", "2", "4", "7", "10"] and found == cohort.choose(record)
     assert all(rate > 0 for rate in record["images_per_second"].values())
     kept.write_text(json.dumps(measured({"1": 10.0, "4": 40.0, "10": 80.0})))
     monkeypatch.setattr(subprocess, "run", lambda *a, **k: pytest.fail("measured again"))
-    assert cohort.clients_at_once(config()) == 10
-    assert cohort.clients_at_once(config(participation=0.1)) == 2, "a round has no more"
+    assert cohort.clients_at_once(config(**keys)) == 10
+    assert cohort.clients_at_once(config(participation=0.1, **keys)) == 2, "a round has no more"
 
 
 def test_runs_that_start_at_once_measure_once(a_gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,7 +7,6 @@ import shutil
 import socket
 import ssl
 import subprocess
-import sys
 import threading
 import tomllib
 from collections.abc import Iterator
@@ -16,6 +15,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from PIL import Image
+from runners import typed
 
 from fedeas_flwr.config import ConfigError, RunConfig, parse_config
 from fedeas_flwr.deploy import Deployment, read_deployment, write_deployment
@@ -226,16 +226,13 @@ def test_a_superlink_is_known_by_its_authority(lab: Path, tmp_path: Path) -> Non
 
 
 def test_the_commands(tmp_path: Path) -> None:
-    def fedeas(*words: str) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, "-m", "fedeas_flwr.cli", "deploy", *words]
-        return subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path)
-
-    made = fedeas("init", "lab", "--nodes", "2", "--host", "127.0.0.1", "--port", str(free_port()))
+    words = ("deploy", "init", "lab", "--nodes", "2", "--host", "127.0.0.1")
+    made = typed(*words, "--port", str(free_port()), cwd=tmp_path)
     assert made.returncode == 0, made.stderr
     assert f"FLWR_HOME={tmp_path}/lab/flwr flwr run {tmp_path}/lab/app deployment" in made.stdout
     (tmp_path / "lab" / "node-1" / "node.key").chmod(0o640)
-    checked = fedeas("check", "lab")
+    checked = typed("deploy", "check", "lab", cwd=tmp_path)
     assert checked.returncode == 1
     assert "others can read node.key" in checked.stdout
-    again = fedeas("init", "lab", "--nodes", "2", "--host", "127.0.0.1")
+    again = typed(*words, cwd=tmp_path)
     assert (again.returncode, again.stderr.count("\n"), "is there already" in again.stderr) == (2, 1, True)

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 from rich.console import Console
-from runners import fedeas
+from runners import fedeas, typed
 from test_cli import QUICKSTART
 
 from fedeas_flwr import doctor
@@ -233,7 +233,7 @@ def test_the_command_says_it_with_its_exit_code(tmp_path: Path, digits_generator
     assert all(list(line) == ["name", "state", "text", "fix"] for line in found)
     assert {"python", "torch", "dataset", "generator", "run folder"} <= {line["name"] for line in found}
     assert list(tmp_path.iterdir()) == []
-    bad = fedeas("doctor", "dataset=cifar10", "policy=none", f"data-dir={tmp_path}", cwd=tmp_path)
+    bad = typed("doctor", "dataset=cifar10", "policy=none", f"data-dir={tmp_path}", cwd=tmp_path)
     assert bad.returncode == 1 and bad.stderr == ""
     assert "problem  dataset" in bad.stdout and bad.stdout.splitlines()[-1].startswith("1 problem, ")
 
@@ -247,7 +247,7 @@ def test_the_command_says_it_with_its_exit_code(tmp_path: Path, digits_generator
     ],
 )
 def test_a_mistaken_word_is_one_line(words: tuple[str, ...], parts: list[str]) -> None:
-    done = fedeas("doctor", *words)
+    done = typed("doctor", *words)
     assert done.returncode == 2 and done.stdout == ""
     (line,) = done.stderr.splitlines()
     assert line.startswith("error: ") and all(part in line for part in parts)

@@ -6,7 +6,6 @@ import dataclasses
 import json
 import os
 import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -14,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from runners import start_interruptible, typed
 
 from fedeas_flwr.data import Dataset, open_dataset
 from fedeas_flwr.generators import SampleId
@@ -177,8 +177,7 @@ def test_epsilon_and_flips_train_too() -> None:
 
 def test_the_command_is_interrupted_cleanly_and_resumed(tmp_path: Path) -> None:
     words = [sys.executable, "-m", "fedeas_flwr.cli", "train-generator", "--dataset", "digits", "--out", "g"]
-    settings = {"cwd": tmp_path, "env": {**os.environ, "PYTHONPATH": str(ROOT)}, "text": True}
-    running = subprocess.Popen([*words, "--minutes", "5"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, **settings)  # type: ignore[call-overload]
+    running = start_interruptible([*words, "--minutes", "5"], cwd=tmp_path)
     assert running.stdout is not None
     assert "loss" in running.stdout.readline()
     running.send_signal(signal.SIGINT)
@@ -186,8 +185,8 @@ def test_the_command_is_interrupted_cleanly_and_resumed(tmp_path: Path) -> None:
     assert running.returncode not in (0, None)
     assert "--resume" in errors and "Traceback" not in errors
     assert (tmp_path / "g" / CHECKPOINT).is_file()
-    done = subprocess.run([*words, "--steps", "1", "--resume"], capture_output=True, timeout=200, **settings)  # type: ignore[call-overload]
+    done = typed(*words[3:], "--steps", "1", "--resume", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "generator: " in done.stdout and (tmp_path / "g" / "unet" / WEIGHTS_NAME).is_file()
-    again = subprocess.run(words, capture_output=True, timeout=200, **settings)  # type: ignore[call-overload]
+    again = typed(*words[3:], cwd=tmp_path)
     assert again.returncode == 2 and "is not empty" in again.stderr and len(again.stderr.splitlines()) == 1

@@ -8,7 +8,7 @@ import os
 from pathlib import Path
 
 import pytest
-from runners import fedeas, small
+from runners import fedeas, small, typed
 from test_sweep import ROOT
 
 from fedeas_flwr.listing import check_removable
@@ -41,25 +41,25 @@ def test_rm_removes_runs_and_nothing_else(tmp_path: Path) -> None:
     ):
         with pytest.raises(RunError, match=why):
             check_removable(tmp_path / bad)
-    done = fedeas("runs", "rm", "done", "going", "--yes", cwd=tmp_path)
+    done = typed("runs", "rm", "done", "going", "--yes", cwd=tmp_path)
     assert done.returncode == 1 and "going is running" in done.stderr and len(done.stderr.splitlines()) == 1
-    asked = fedeas("runs", "rm", "done", cwd=tmp_path)
+    asked = typed("runs", "rm", "done", cwd=tmp_path)
     assert asked.returncode == 1 and "--yes" in asked.stderr
     assert {path.name for path in tmp_path.iterdir()} == {"done", "going", "other", "link"}
     assert fedeas("resume", "going", cwd=tmp_path).stderr.startswith(f"error: {tmp_path}/going is still running")
-    assert fedeas("runs", "rm", "done", "--yes", cwd=tmp_path).returncode == 0
+    assert typed("runs", "rm", "done", "--yes", cwd=tmp_path).returncode == 0
     assert not (tmp_path / "done").exists() and (tmp_path / "going").exists()
 
 
 def test_a_committed_record_is_listed_shown_and_exported() -> None:
-    rows = json.loads(fedeas("runs", "ls", "results/quickstart", "--format", "json", cwd=ROOT).stdout)
+    rows = json.loads(typed("runs", "ls", "results/quickstart", "--format", "json", cwd=ROOT).stdout)
     found = {Path(row["path"]).name: row for row in rows}
     summary = RunDirectory(ROOT / "results" / "quickstart" / "fedeas").summary()
     assert found["fedeas"]["state"] == "finished" and found["fedeas"]["last_20"] == pytest.approx(summary["last_20"])
-    shown = json.loads(fedeas("runs", "show", "results/quickstart/uniform", "--format", "json", cwd=ROOT).stdout)
+    shown = json.loads(typed("runs", "show", "results/quickstart/uniform", "--format", "json", cwd=ROOT).stdout)
     assert shown["changes"]["policy"] == {"value": "uniform", "default": "fedeas"}
     assert "alpha" not in shown["changes"] and shown["summary"]["total_generated"] == 893
-    table = list(csv.DictReader(fedeas("runs", "csv", "results/quickstart/fedeas", cwd=ROOT).stdout.splitlines()))
+    table = list(csv.DictReader(typed("runs", "csv", "results/quickstart/fedeas", cwd=ROOT).stdout.splitlines()))
     record = RunDirectory(ROOT / "results" / "quickstart" / "fedeas").rounds()[4]
     assert float(table[4]["seconds.clients"]) == record["seconds"]["clients"]
     assert json.loads(table[4]["clients"]) == record["clients"]

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from runners import finish, small, weights
+from runners import CHEAP, finish, small, weights
 
 from fedeas_flwr.cache import ImageCache
 from fedeas_flwr.config import ConfigError, parse_config
@@ -122,9 +122,8 @@ def test_a_remembered_generator_is_opened_only_to_make_an_image(
 def test_a_resumed_run_does_not_load_diffusers(tmp_path: Path, fresh_images) -> None:
     """Every message to a SuperNode is a process like this one: only the one that generates may load diffusers."""
     fresh_images("a")
-    config = small(tmp_path / "run", participation=1.0, rounds=2)
-    finish(config)
-    whole = weights(finish(small(tmp_path / "whole", participation=1.0)))
+    finish(small(tmp_path / "run", participation=1.0, rounds=2, **CHEAP))
+    whole = weights(finish(small(tmp_path / "whole", participation=1.0, **CHEAP)))
     code = (
         "import io, sys; from rich.console import Console; from fedeas_flwr.launch import launch; "
         "from fedeas_flwr.runs import RunDirectory; from pathlib import Path; "

@@ -6,7 +6,6 @@ import io
 import json
 import os
 import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -15,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 from rich.console import Console
-from runners import finish, small, start_interruptible, weights
+from runners import CHEAP, finish, quick, small, start_interruptible, typed, weights
 
 from fedeas_flwr import client_app, generators, prepare
 from fedeas_flwr.allocation import allocate
@@ -30,15 +29,15 @@ from fedeas_flwr.strategies.federation import Federation
 
 
 def test_the_same_seed_gives_the_same_weights_and_another_does_not(tmp_path: Path) -> None:
-    first = finish(small(tmp_path / "a", policy="none"))
-    again = finish(small(tmp_path / "b", policy="none"))
-    other = finish(small(tmp_path / "c", policy="none", seed=2))
+    first = finish(quick(tmp_path / "a", policy="none"))
+    again = finish(quick(tmp_path / "b", policy="none"))
+    other = finish(quick(tmp_path / "c", policy="none", seed=2))
     assert weights(first) == weights(again) != weights(other)
 
 
 def test_beta_zero_is_fedavg_bit_for_bit(tmp_path: Path) -> None:
-    fedavg = finish(small(tmp_path / "none", policy="none"))
-    fedeas = finish(small(tmp_path / "zero", policy="fedeas", beta=0.0))
+    fedavg = finish(quick(tmp_path / "none", policy="none"))
+    fedeas = finish(quick(tmp_path / "zero", policy="fedeas", beta=0.0))
     assert weights(fedavg) == weights(fedeas)
     assert fedeas.summary()["total_generated"] == 0
 
@@ -46,9 +45,9 @@ def test_beta_zero_is_fedavg_bit_for_bit(tmp_path: Path) -> None:
 @pytest.mark.parametrize("policy", ["fedeas", "full-balance", "without-entropy", "linear", *MATCHED])
 def test_every_policy_generates_what_its_plan_says(tmp_path: Path, digits_generator: Path, policy: str) -> None:
     beta = {"linear": 0.3}.get(policy, 2.0)
-    config = small(tmp_path / policy, policy=policy, beta=beta, participation=1.0, rounds=1)
+    config = quick(tmp_path / policy, policy=policy, beta=beta, participation=1.0, rounds=1)
     if policy == "full-balance":  # thousands of images otherwise
-        config = small(tmp_path / policy, policy=policy, alpha=5.0, participation=1.0, rounds=1)
+        config = quick(tmp_path / policy, policy=policy, alpha=5.0, participation=1.0, rounds=1)
     run = finish(config)
     counts = planned_counts(config, 4)
     expected = allocate(counts, policy, beta=beta)
@@ -61,20 +60,21 @@ def test_every_policy_generates_what_its_plan_says(tmp_path: Path, digits_genera
 
 
 def test_a_matched_total_can_be_given(tmp_path: Path, digits_generator: Path) -> None:
-    run = finish(small(tmp_path / "r", policy="uniform", total=83, participation=1.0, rounds=1))
+    run = finish(quick(tmp_path / "r", policy="uniform", total=83, participation=1.0, rounds=1))
     assert run.summary()["total_generated"] == 83
 
 
 def test_generation_happens_once(tmp_path: Path, digits_generator: Path) -> None:
     seed = int.from_bytes(os.urandom(3), "big")  # a cache kept between test runs has no images of it yet
-    run = finish(small(tmp_path / "r", participation=1.0, rounds=3, seed=seed))
+    keys = {**CHEAP, "participation": 1.0, "seed": seed}
+    run = finish(quick(tmp_path / "r", rounds=3, **keys))
     made = [record["made"] for record in run.rounds()]
     assert made[0] == run.summary()["total_generated"] > 0
     assert made[1:] == [0, 0]
     # Another run with the same seed finds the images; a larger budget makes only the difference.
-    again = finish(small(tmp_path / "again", participation=1.0, rounds=1, seed=seed))
+    again = finish(quick(tmp_path / "again", rounds=1, **keys))
     assert again.rounds()[0]["made"] == 0
-    larger = finish(small(tmp_path / "larger", participation=1.0, rounds=1, seed=seed, beta=5.0))
+    larger = finish(quick(tmp_path / "larger", rounds=1, beta=5.0, **keys))
     assert larger.rounds()[0]["made"] == larger.summary()["total_generated"] - made[0] > 0
 
 
@@ -92,8 +92,8 @@ def test_shared_images_are_made_once_for_all_clients(tmp_path: Path, digits_gene
 
 
 def test_images_nobody_recognises_are_replaced_and_counted(tmp_path: Path, digits_generator: Path) -> None:
-    plain = finish(small(tmp_path / "plain", participation=1.0, rounds=1))
-    strict = finish(small(tmp_path / "strict", participation=1.0, rounds=2, min_class_agreement=0.9))
+    plain = finish(quick(tmp_path / "plain", participation=1.0, rounds=1))
+    strict = finish(quick(tmp_path / "strict", participation=1.0, rounds=2, min_class_agreement=0.9))
     assert strict.summary()["total_generated"] == plain.summary()["total_generated"]
     assert [record["rejected"] for record in plain.rounds()] == [0]
     rejected = [record["rejected"] for record in strict.rounds()]
@@ -102,14 +102,14 @@ def test_images_nobody_recognises_are_replaced_and_counted(tmp_path: Path, digit
 
 
 def test_extra_images_mean_extra_steps_but_not_extra_weight(tmp_path: Path, digits_generator: Path) -> None:
-    plain = finish(small(tmp_path / "none", policy="none", participation=1.0, rounds=1))
-    filled = finish(small(tmp_path / "fedeas", policy="fedeas", participation=1.0, rounds=1))
+    plain = finish(quick(tmp_path / "none", policy="none", participation=1.0, rounds=1))
+    filled = finish(quick(tmp_path / "fedeas", policy="fedeas", participation=1.0, rounds=1))
     assert filled.rounds()[0]["steps"] > plain.rounds()[0]["steps"]
     assert weights(plain) != weights(filled)
 
 
 def test_federated_evaluation_asks_the_clients(tmp_path: Path) -> None:
-    run = finish(small(tmp_path / "r", policy="none", protocol="paper", evaluation="federated", participation=1.0))
+    run = finish(quick(tmp_path / "r", policy="none", protocol="paper", evaluation="federated", participation=1.0))
     last = run.rounds()[-1]
     assert last["worst_client_accuracy"] <= last["mean_client_accuracy"]
     assert 0 <= last["worst_client"] < 4
@@ -118,7 +118,7 @@ def test_federated_evaluation_asks_the_clients(tmp_path: Path) -> None:
 
 
 def test_evaluate_gives_the_recorded_accuracy(tmp_path: Path) -> None:
-    run = finish(small(tmp_path / "r", policy="none"))
+    run = finish(quick(tmp_path / "r", policy="none"))
     scores = evaluate_run(run)
     last = run.rounds()[-1]
     assert scores["accuracy"] == last["accuracy"]
@@ -128,7 +128,7 @@ def test_evaluate_gives_the_recorded_accuracy(tmp_path: Path) -> None:
 
 def test_batchnorm_counters_survive_as_integers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(Path(__file__).parent)
-    run = finish(small(tmp_path / "r", policy="none", model="users_models:with_batchnorm", participation=1.0))
+    run = finish(quick(tmp_path / "r", policy="none", model="users_models:with_batchnorm", participation=1.0))
     model = run.load_model()
     assert model["1.num_batches_tracked"].dtype == np.int64
     assert model["1.num_batches_tracked"] > 3
@@ -138,16 +138,16 @@ def test_batchnorm_counters_survive_as_integers(tmp_path: Path, monkeypatch: pyt
 def test_a_client_that_raises_stops_the_run_in_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(Path(__file__).parent)
     with pytest.raises(RunError, match="ArithmeticError: out of luck") as stopped:
-        finish(small(tmp_path / "r", policy="none", model="users_models:that_raises"))
+        finish(quick(tmp_path / "r", policy="none", model="users_models:that_raises"))
     assert "\n" not in str(stopped.value)
     assert RunDirectory(tmp_path / "r").status()[0] == "failed"
     assert "Traceback" in (tmp_path / "r" / "flower.log").read_text()
 
 
 def test_resume_after_any_round_ends_with_the_same_weights(tmp_path: Path, digits_generator: Path) -> None:
-    whole = finish(small(tmp_path / "whole", rounds=5))
-    finish(small(tmp_path / "parts", rounds=2))
-    resumed = finish(small(tmp_path / "parts", rounds=5, resume=True))
+    whole = finish(quick(tmp_path / "whole", rounds=5))
+    finish(quick(tmp_path / "parts", rounds=2))
+    resumed = finish(quick(tmp_path / "parts", rounds=5, resume=True))
     assert weights(whole) == weights(resumed)
     same = [("round", "accuracy", "clients", "generated", "steps")] * 2
     first, second = (
@@ -159,35 +159,35 @@ def test_resume_after_any_round_ends_with_the_same_weights(tmp_path: Path, digit
 def test_a_model_with_dropout_resumes_to_the_same_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(Path(__file__).parent)
     keys = {"policy": "none", "model": "users_models:with_dropout"}
-    whole = finish(small(tmp_path / "whole", rounds=4, **keys))
-    finish(small(tmp_path / "parts", rounds=2, **keys))
+    whole = finish(quick(tmp_path / "whole", rounds=4, **keys))
+    finish(quick(tmp_path / "parts", rounds=2, **keys))
     torch.rand(100)  # what this process drew in between must not matter
-    assert weights(whole) == weights(finish(small(tmp_path / "parts", rounds=4, resume=True, **keys)))
+    assert weights(whole) == weights(finish(quick(tmp_path / "parts", rounds=4, resume=True, **keys)))
 
 
 def test_a_failed_run_resumes_and_a_finished_one_goes_on(tmp_path: Path) -> None:
-    run = finish(small(tmp_path / "r", policy="none", rounds=2))
+    run = finish(quick(tmp_path / "r", policy="none", rounds=2))
     run.set_status("failed", "an old reason")
-    again = finish(small(tmp_path / "r", policy="none", rounds=3, resume=True))
+    again = finish(quick(tmp_path / "r", policy="none", rounds=3, resume=True))
     assert again.summary()["rounds"] == 3
     with pytest.raises(RunError, match="already holds a run"):
-        finish(small(tmp_path / "r", policy="none", rounds=3))
+        finish(quick(tmp_path / "r", policy="none", rounds=3))
 
 
 def test_under_ray_an_old_status_is_never_taken_for_the_new_runs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The launcher follows status.json from the first moment, half a minute before the ServerApp writes it."""
-    run = finish(small(tmp_path / "r", policy="none", rounds=1))
+    run = finish(quick(tmp_path / "r", policy="none", rounds=1))
     with pytest.raises(RunError, match="already holds a run"):
-        finish(small(tmp_path / "r", policy="none", rounds=1, backend="ray"))
+        finish(quick(tmp_path / "r", policy="none", rounds=1, backend="ray"))
     with pytest.raises(RunError, match=r"alpha = 0\.5, but"):
-        finish(small(tmp_path / "r", policy="none", rounds=2, backend="ray", resume=True, alpha=0.5))
+        finish(quick(tmp_path / "r", policy="none", rounds=2, backend="ray", resume=True, alpha=0.5))
     run.set_status("failed", "an old reason")
     seen: list[tuple[str, str]] = []
     monkeypatch.setattr("fedeas_flwr.launch._run_ray", lambda config, run, progress: seen.append(run.status()))
     with pytest.raises(RunError, match="ended as 'running'"):
-        finish(small(tmp_path / "r", policy="none", rounds=2, backend="ray", resume=True))
+        finish(quick(tmp_path / "r", policy="none", rounds=2, backend="ray", resume=True))
     assert seen == [("running", "")]
 
 
@@ -205,7 +205,7 @@ def test_an_inline_run_opens_its_generator_once(
     for module in (client_app, prepare):
         monkeypatch.setattr(module, "open_for_run", counted)
     console = Console(file=io.StringIO())
-    run = launch(prepare.prepare(small(tmp_path / "r", rounds=1), console), console)
+    run = launch(prepare.prepare(quick(tmp_path / "r", rounds=1), console), console)
     assert run.summary()["total_generated"] > 0 and opened == ["cpu"]
 
 
@@ -217,7 +217,7 @@ def test_ctrl_c_keeps_every_round_that_is_done_however_rare_checkpoints_are(
     keys = {"policy": "none", "strategy": "scaffold", "participation": 0.5, "checkpoint_every": 50}
     if live:
         monkeypatch.setattr("fedeas_flwr.grids.InlineGrid", lambda *args, **more: InlineGrid(*args[:3], 2, live=True))
-    whole = finish(small(tmp_path / "whole", rounds=6, **keys))
+    whole = finish(quick(tmp_path / "whole", rounds=6, **keys))
     train_round = Federation.train_round
 
     def interrupted(self: Federation, state: Checkpoint) -> object:
@@ -228,21 +228,27 @@ def test_ctrl_c_keeps_every_round_that_is_done_however_rare_checkpoints_are(
 
     with monkeypatch.context() as meanwhile, pytest.raises(KeyboardInterrupt):
         meanwhile.setattr(Federation, "train_round", interrupted)
-        finish(small(tmp_path / "stopped", rounds=6, **keys))
+        finish(quick(tmp_path / "stopped", rounds=6, **keys))
     stopped = RunDirectory(tmp_path / "stopped")
     checkpoint = stopped.load_checkpoint()
     assert checkpoint is not None and checkpoint.round == len(stopped.rounds()) == 3
     assert stopped.state() == "interrupted"
-    assert weights(finish(small(tmp_path / "stopped", rounds=6, resume=True, **keys))) == weights(whole)
+    assert weights(finish(quick(tmp_path / "stopped", rounds=6, resume=True, **keys))) == weights(whole)
+
+
+@pytest.fixture(scope="module")
+def eight_rounds(tmp_path_factory: pytest.TempPathFactory, digits_generator: Path) -> str:
+    """The weights of a run that no signal stops."""
+    folder = tmp_path_factory.mktemp("whole") / "r"
+    return weights(finish(small(folder, rounds=8, local_epochs=3, checkpoint_every=2)))
 
 
 @pytest.mark.parametrize(
     "number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow), signal.SIGKILL]
 )
 def test_a_run_stopped_by_a_signal_resumes_to_the_same_weights(
-    tmp_path: Path, digits_generator: Path, number: signal.Signals
+    tmp_path: Path, eight_rounds: str, number: signal.Signals
 ) -> None:
-    whole = finish(small(tmp_path / "whole", rounds=8, local_epochs=3, checkpoint_every=2))
     conf = tmp_path / "conf.toml"
     conf.write_text('clients = 4\nalpha = 0.1\nbeta = 4.0\nrounds = 8\nlocal-epochs = 3\nbackend = "inline"\n')
     folder = tmp_path / "stopped"
@@ -260,9 +266,7 @@ def test_a_run_stopped_by_a_signal_resumes_to_the_same_weights(
         assert "fedeas resume" in errors
         assert "Traceback" not in errors
         assert RunDirectory(folder).status()[0] == "interrupted"
-    again = subprocess.run(
-        [sys.executable, "-m", "fedeas_flwr.cli", "resume", str(folder)], capture_output=True, text=True, timeout=120
-    )
+    again = typed("resume", str(folder))
     assert again.returncode == 0, again.stderr
-    assert weights(whole) == weights(RunDirectory(folder))
+    assert weights(RunDirectory(folder)) == eight_rounds
     assert [r["round"] for r in RunDirectory(folder).rounds()] == list(range(1, 9))

@@ -17,7 +17,7 @@ from pathlib import Path
 import psutil
 import pytest
 from leftovers import flowers_processes
-from runners import finish, small, start_interruptible, weights
+from runners import CHEAP, finish, small, start_interruptible, weights
 
 from fedeas_flwr.runs import RunDirectory, RunError
 from fedeas_flwr.superlink import QUIET, free_port
@@ -32,23 +32,21 @@ def images_of(cache: str, folder: Path) -> dict[str, str]:
     return {str(p.relative_to(root)): hashlib.sha256(p.read_bytes()).hexdigest() for p in sorted(root.rglob("*.npy"))}
 
 
-def test_ray_with_one_and_two_actors_and_inline_give_the_same_weights(
-    tmp_path: Path, fresh_images: Callable[[str], None]
-) -> None:
+@pytest.mark.parametrize("actors", [pytest.param(1, marks=pytest.mark.slow), 2])
+def test_ray_and_inline_give_the_same_weights(tmp_path: Path, fresh_images: Callable[[str], None], actors: int) -> None:
+    """Four clients a round: of two processes each trains some beside the other, and some after one another."""
+    keys = {**CHEAP, "participation": 1.0}
     fresh_images("inline")
-    inline = finish(small(tmp_path / "inline"))
-    fresh_images("one")
-    one = finish(small(tmp_path / "one", backend="ray", actors=1))
-    fresh_images("two")
-    two = finish(small(tmp_path / "two", backend="ray", actors=2))
+    inline = finish(small(tmp_path / "inline", **keys))
+    fresh_images("ray")
+    ray = finish(small(tmp_path / "ray", backend="ray", actors=actors, **keys))
     # Every image came from the one shared generator: no client loaded a model.
-    assert images_of("inline", tmp_path) == images_of("one", tmp_path) == images_of("two", tmp_path)
-    for run in (one, two):
-        assert run.service()["state"] == "ended"
-        assert run.service()["images"] == sum(record["made"] for record in run.rounds()) > 0
-    assert weights(inline) == weights(one) == weights(two)
-    assert inline.summary()["total_generated"] == two.summary()["total_generated"] > 0
-    assert [r["accuracy"] for r in inline.rounds()] == [r["accuracy"] for r in two.rounds()]
+    assert images_of("inline", tmp_path) == images_of("ray", tmp_path)
+    assert ray.service()["state"] == "ended"
+    assert ray.service()["images"] == sum(record["made"] for record in ray.rounds()) > 0
+    assert weights(inline) == weights(ray)
+    assert inline.summary()["total_generated"] == ray.summary()["total_generated"] > 0
+    assert [r["accuracy"] for r in inline.rounds()] == [r["accuracy"] for r in ray.rounds()]
 
 
 @pytest.mark.slow

@@ -38,10 +38,16 @@ def live_or_not(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch)
         monkeypatch.setattr("fedeas_flwr.grids.InlineGrid", lambda *args, **more: InlineGrid(*args[:3], 2, live=True))
 
 
-def resumes_to_the_same(folder: Path, whole: Path, keys: dict[str, Any]) -> None:
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The weights of a run that nothing happened to, however often it writes checkpoints."""
+    return weights(finish(quick(tmp_path_factory.mktemp("undisturbed") / "whole", **KEYS)))
+
+
+def resumes_to_the_same(folder: Path, undisturbed: str, keys: dict[str, Any]) -> None:
     """The run goes on, and ends with the weights and the records of one that nothing happened to."""
-    resumed, undisturbed = finish(quick(folder, resume=True, **keys)), finish(quick(whole, **keys))
-    assert weights(resumed) == weights(undisturbed)
+    resumed = finish(quick(folder, resume=True, **keys))
+    assert weights(resumed) == undisturbed
     assert [record["round"] for record in resumed.rounds()] == list(range(1, keys["rounds"] + 1))
 
 
@@ -69,7 +75,7 @@ def broken_test(monkeypatch: pytest.MonkeyPatch, number: int, when: threading.Ev
 @pytest.mark.parametrize("interrupted", [True, False])
 @pytest.mark.usefixtures("live_or_not")
 def test_a_failed_test_while_the_next_rounds_clients_have_trained(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, checkpoint_every: int, interrupted: bool
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, undisturbed: str, checkpoint_every: int, interrupted: bool
 ) -> None:
     """The round before the failed one is recorded, but its clients' states are gone: it must not be checkpointed."""
     keys = {**KEYS, "checkpoint_every": checkpoint_every}
@@ -93,14 +99,14 @@ def test_a_failed_test_while_the_next_rounds_clients_have_trained(
     assert [record["round"] for record in stopped.rounds()] == [1, 2, 3]
     checkpoint = stopped.load_checkpoint()
     assert (checkpoint.round if checkpoint else 0) == {1: 3, 2: 2, 50: 0}[checkpoint_every]
-    resumes_to_the_same(tmp_path / "r", tmp_path / "whole", keys)
+    resumes_to_the_same(tmp_path / "r", undisturbed, keys)
 
 
 @pytest.mark.parametrize("live_or_not", [False, True], indirect=True)
 @pytest.mark.parametrize("error", [RunError("below the quorum"), ProcessesDiedError("killed"), SystemExit(0)])
 @pytest.mark.usefixtures("live_or_not")
 def test_an_error_keeps_every_round_that_is_done_however_rare_checkpoints_are(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, undisturbed: str, error: BaseException
 ) -> None:
     keys = {**KEYS, "checkpoint_every": 50}
     train_round = Federation.train_round
@@ -116,7 +122,7 @@ def test_an_error_keeps_every_round_that_is_done_however_rare_checkpoints_are(
         finish(quick(tmp_path / "r", **keys))
     checkpoint = RunDirectory(tmp_path / "r").load_checkpoint()
     assert checkpoint is not None and checkpoint.round == 4
-    resumes_to_the_same(tmp_path / "r", tmp_path / "whole", keys)
+    resumes_to_the_same(tmp_path / "r", undisturbed, keys)
 
 
 @pytest.mark.parametrize("ending", [KeyboardInterrupt, RunError("below the quorum")])
@@ -171,7 +177,9 @@ def interrupted_again_and_again(folder: Path, keys: dict[str, Any], times: int) 
 
 @pytest.mark.parametrize("times", [1, 2, 3, 4])
 @pytest.mark.parametrize("checkpoint_every", [pytest.param(1, marks=pytest.mark.slow), 50])
-def test_ctrl_c_again_and_again_leaves_what_can_be_resumed(tmp_path: Path, times: int, checkpoint_every: int) -> None:
+def test_ctrl_c_again_and_again_leaves_what_can_be_resumed(
+    tmp_path: Path, undisturbed: str, times: int, checkpoint_every: int
+) -> None:
     keys = {**KEYS, "checkpoint_every": checkpoint_every}
     child = forked(interrupted_again_and_again, tmp_path / "r", keys, times)
     child.join(120)
@@ -184,7 +192,7 @@ def test_ctrl_c_again_and_again_leaves_what_can_be_resumed(tmp_path: Path, times
         assert checkpoint is not None and checkpoint.round == 3
     else:  # nobody waited for the test
         assert (checkpoint.round if checkpoint else 0) == {1: 2, 50: 0}[checkpoint_every]
-    resumes_to_the_same(tmp_path / "r", tmp_path / "whole", keys)
+    resumes_to_the_same(tmp_path / "r", undisturbed, keys)
 
 
 def test_a_failed_test_is_said_at_once_though_the_round_goes_on(
