@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
 import sys
 import threading
 import time
@@ -19,6 +18,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
+from runners import start_interruptible
 
 from fedeas_flwr import cores
 from fedeas_flwr.strategies import averaging, dissimilarity
@@ -243,7 +243,7 @@ except KeyboardInterrupt:
 def test_ctrl_c_ends_it_at_once_and_the_process_with_it() -> None:
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}
     command = [sys.executable, "-c", INTERRUPTED]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as it:
+    with start_interruptible(command, env=environment) as it:
         assert it.stdout is not None
         assert [it.stdout.readline(), it.stdout.readline()] == ["begun\n", "begun\n"]
         time.sleep(0.2)  # until the pieces that wait are there
