@@ -135,6 +135,12 @@ def test_shared_images_are_as_many_as_the_largest_wishes() -> None:
     assert different == {"uniform": 10 * 34, "missing-only": 10 * 65, "fedeas": 984}
 
 
+def test_shared_images_make_another_experiment_only_where_there_are_images() -> None:
+    for method, is_another in (("uniform", True), ("fedavg", False)):
+        config = cell(f"{MAIN}/{method}").config("full", 1)
+        assert (meaning(config) != meaning(config.with_changes(shared_images=True))) == is_another
+
+
 @pytest.mark.parametrize("clients", [20, 100])
 def test_the_files_of_conf_are_cells(clients: int) -> None:
     file = read_config(ROOT / "conf" / f"cifar10-k{clients}.toml")

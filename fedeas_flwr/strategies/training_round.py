@@ -59,10 +59,8 @@ class TrainingRounds(Roster):
 
     Parameters
     ----------
-    grid
-        Any of Flower's grids, or the inline one.
-    config
-        The validated run-config.
+    grid, config
+        As of `Roster`.
     strategy
         How replies become a model.
     run
