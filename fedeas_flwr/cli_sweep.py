@@ -126,7 +126,7 @@ def _facts(board: Board, cell: Cell) -> tuple[str, str, str]:
     left = board.seconds_left(cell) if standing.state in ("waiting", "running") else None
     accuracy = "-" if standing.accuracy is None else f"{100 * standing.accuracy:.1f}"
     rounds = f"{standing.rounds}/{cell.config.rounds}"
-    return rounds, accuracy, "" if left is None else f"about {show_seconds(left)}"
+    return rounds, accuracy, f"about {show_seconds(left)}" if left else ""
 
 
 def _event(cell: Cell, word: str, board: Board) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 
 _SIZES = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
@@ -31,7 +32,7 @@ def show_bytes(number: int) -> str:
 
 
 def show_seconds(seconds: float) -> str:
-    """Write a span of time for a person."""
+    """Write a span of time for a person; some time is never written as none."""
     if seconds < 90:
-        return f"{seconds:.0f} s"
+        return f"{math.ceil(seconds)} s"
     return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"

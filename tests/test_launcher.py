@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -15,10 +16,10 @@ from fedeas_flwr.training.launcher import AHEAD, Launcher
 class Stream(str):
     """A stream by name, on which everything is done at once, or nothing until it is let go."""
 
-    def __new__(cls, name: str, stuck: bool = False) -> Stream:
+    def __new__(cls, name: str, let_go: threading.Event | None = None) -> Stream:
         stream = super().__new__(cls, name)
-        stream.let_go = threading.Event()
-        if not stuck:
+        stream.let_go = let_go or threading.Event()
+        if let_go is None:
             stream.let_go.set()
         return stream
 
@@ -40,22 +41,27 @@ def current(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def test_jobs_run_on_their_own_stream_in_order_and_in_turns(current: list[str]) -> None:
-    launcher, launched, together = Launcher(), [], threading.Barrier(3)
+    launcher, launched, let_go = Launcher(), [], threading.Event()
 
     def work(name: str) -> None:
         def launch(number: int) -> None:
             assert current[0] == name
             launched.append((name, number))
 
-        together.wait()
-        launcher.run(Stream(name), [lambda n=n: launch(n) for n in range(200)])
+        launcher.run(Stream(name, let_go), [lambda n=n: launch(n) for n in range(200)])
 
     with ThreadPoolExecutor(3) as pool:
-        list(pool.map(work, "abc"))
+        jobs = [pool.submit(work, name) for name in "abc"]
+        give_up = time.monotonic() + 60
+        while len(launched) < 3 * AHEAD and time.monotonic() < give_up:  # all three have come, whenever they came
+            time.sleep(0.001)
+        let_go.set()
+        for job in jobs:
+            job.result(timeout=60)
     for name in "abc":
         assert [number for owner, number in launched if owner == name] == list(range(200))
-    switches = sum(one[0] != other[0] for one, other in itertools.pairwise(launched))
-    assert switches > 200, "one job was launched whole before the next had its turn"
+    switches = sum(one[0] != other[0] for one, other in itertools.pairwise(launched[3 * AHEAD :]))
+    assert switches >= 3 * (200 - AHEAD) - 3, "one job was launched whole before the next had its turn"
 
 
 def test_a_failing_launch_is_raised_to_its_owner_and_the_others_go_on(current: list[str]) -> None:
@@ -76,7 +82,7 @@ def test_a_failing_launch_is_raised_to_its_owner_and_the_others_go_on(current: l
 
 
 def test_a_stream_that_has_enough_does_not_keep_the_others_waiting(current: list[str]) -> None:
-    launcher, stuck, launched = Launcher(), Stream("stuck", stuck=True), []
+    launcher, stuck, launched = Launcher(), Stream("stuck", threading.Event()), []
     with ThreadPoolExecutor(1) as pool:
         job = pool.submit(launcher.run, stuck, [lambda: launched.append("stuck")] * (AHEAD + 3))
         launcher.run(Stream("free"), [lambda: launched.append("free")] * 100)
