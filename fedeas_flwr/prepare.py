@@ -84,8 +84,9 @@ def ensure_digits_generator(console: Console) -> None:
         if step == 1:
             console.print("training the built-in digits generator, once (about a minute on two cores) …")
         if step % 40 == 0 or step == total:
-            left = show_seconds((total - step) * (time.monotonic() - began) / step)
-            console.print(f"  step {step:>3}/{total}  loss {loss:.3f}  about {left} left", highlight=False)
+            left = (total - step) * (time.monotonic() - began) / step
+            ahead = f"  about {show_seconds(left)} left" if left else ""
+            console.print(f"  step {step:>3}/{total}  loss {loss:.3f}{ahead}", highlight=False)
 
     ensure_builtin(progress=show)
 

@@ -134,15 +134,19 @@ def test_while_no_round_ends_a_run_says_how_long_it_will_generate(
 def test_generating_in_chunks_gives_the_same_images_and_tells_the_time(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    clock = [100.0]
+
     class Counting:
         def sample(self, samples: Sequence[SampleId]) -> Any:
+            clock[0] += 16
             return np.array([s.index for s in samples])
 
-    monkeypatch.setattr(cli_images, "_LINE_EVERY", -1.0)
+    monkeypatch.setattr("time.monotonic", lambda: clock[0])
     samples = [SampleId(0, 0, 0, index) for index in range(21)]
     chunks: Any = list(cli_images._in_chunks(Counting(), samples, 2))  # type: ignore[arg-type]
     assert [len(chunk) for chunk in chunks] == [8, 8, 5] and np.concatenate(chunks).tolist() == list(range(21))
-    assert "16 of 21 images, about 0 s left" in capsys.readouterr().err
+    told = ["8 of 21 images, about 26 s left", "16 of 21 images, about 10 s left"]  # 13 × 2 s, 5 × 2 s
+    assert capsys.readouterr().err.splitlines() == told
 
 
 # ------------------------------------------------------------------------------------------------------ TensorBoard
