@@ -366,7 +366,8 @@ def plain(arrays: Mapping[str, Any]) -> Arrays:
 def _without_folder(spec: str) -> str:
     """The last name of a path, with the kind that may stand before it: ``bank:/home/me/images.npz``."""
     kind, colon, where = spec.partition(":")
-    return kind + colon + Path(where).name if colon else Path(spec).name
+    is_kind = colon and "/" not in kind  # a folder's name may hold a colon, too
+    return kind + colon + Path(where).name if is_kind else Path(spec).name
 
 
 def _under(prefix: str, arrays: Arrays) -> Arrays:
