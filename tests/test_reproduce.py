@@ -114,6 +114,21 @@ def test_numbers_of_the_text_by_hand(tmp_path: Path) -> None:
     assert values["c10-k20-a0.3/fedeas+scaffold", "peak %"].difference == pytest.approx(80 - 78.18)
 
 
+def test_shared_images_stand_beside_images_of_each_clients_own_and_the_papers_number(tmp_path: Path) -> None:
+    record(tmp_path / "own", f"{MAIN}/uniform", 1, [0.69] * 200)
+    record(tmp_path / "shared", f"{MAIN}/uniform-shared", 1, [0.585] * 200, images=33_650)
+    table = beyond.shared_table(found_in(tmp_path))
+    assert table.rows[:3] == [
+        ["Uniform", "58.81", "of each client's own", "69.00", "1", "+10.19", "33,650"],
+        ["Uniform", "", "the same for all clients", "58.50", "1", "−0.31", "340"],
+        ["Missing-only", "70.18", "of each client's own", "–", "–", "–", "33,650"],
+    ]
+    assert [(budget.wanted, budget.by, budget.met) for budget in table.budgets] == [
+        (33_650, "paper", True),
+        (33_650, "plan", True),
+    ]
+
+
 def test_best_and_second_best_are_marked_once_a_column_is_complete(tmp_path: Path) -> None:
     for place, method in enumerate(paper.LAST_20):
         if method != "fedeas":
@@ -193,13 +208,14 @@ def test_runs_that_are_not_finished_doubled_or_damaged_do_not_count(tmp_path: Pa
     (unfinished / "summary.json").unlink()
     damaged = record(tmp_path / "e", f"{MAIN}/fedavg", 4)
     (damaged / "rounds.jsonl").write_text('{"round": 1}\n' * 200)
-    unknown = record(tmp_path / "f", f"{MAIN}/fedavg", 5)
+    unknown = record(tmp_path / ("f" * 150), f"{MAIN}/fedavg", 5)
     text = (unknown / "config.json").read_text().replace('"alpha"', '"alfa"')
     (unknown / "config.json").write_text(text)
     results = found_in(tmp_path)
     assert [(run.seed, run.path.name) for run in results.of(f"{MAIN}/fedavg")] == [(1, "a")]
     assert [path.name for path in results.doubles] == ["b"]
     assert [line.partition(": ")[0] for line in results.unreadable] == [str(damaged), str(unknown)]
+    assert results.unreadable[1].endswith("did you mean 'alpha'?"), "the end is what helps, however long the path"
 
 
 def test_what_is_missing_becomes_a_sweep_in_order(tmp_path: Path) -> None:

@@ -173,7 +173,7 @@ def find_results(cells: Sequence[Cell], scale: str, folders: Sequence[Path], mor
                 continue
             measured = measure(run, config)
         except (RunError, KeyError, TypeError, ValueError) as error:
-            unreadable.append(f"{run.path}: {one_line(error)}")
+            unreadable.append(f"{run.path}: {one_line(error, None)}")
             continue
         if found[name].setdefault(config.seed, measured) is not measured:
             doubles.append(run.path)
