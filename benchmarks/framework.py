@@ -13,9 +13,9 @@ Ray, as ten processes that share the GPU by MPS; there the record says by how mu
 The tax is the share of a round outside training and evaluation, got in two ways: `by difference` 1 − bare / round; and
 where one client trains at a time `by phases` 1 − (training + waiting for the end of the round before) / all phases that
 a round waits for, by rounds.jsonl, where training is what the clients say they took. The bare loop tests after each
-round, a run beside the next one: what that spares is taken off the difference. `CPU / bare` compares CPU time:
-a busy machine disturbs them less, but they leave out waiting for the disk, and Ray's are in other processes. All three
-count checks, records and a checkpoint every round as the framework's.
+round, a run beside the next one: what that spares is taken off the difference. `CPU / bare` compares CPU time: a busy
+machine disturbs it less, but it leaves out waiting for the disk, and Ray's is in other processes. All three count
+checks, records and a checkpoint every round as the framework's.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -148,12 +148,15 @@ def flower_run(config: RunConfig, folder: Path) -> dict[str, Any]:
         run = launch(config.with_changes(run_dir=str(folder)), Console(file=io.StringIO()))
     finally:
         log.removeFilter(clock)
-    rounds = [record["seconds"] for record in run.rounds()[1:]]
-    taxes = [
-        1 - (s["training"] + s["generating"] + s["end_wait"]) / sum(s[phase] for phase in WALL_CLOCK) for s in rounds
-    ]
+    taxes = [tax_by_phases(record["seconds"]) for record in run.rounds()[1:]]
     cpu = [end - begin for begin, end in pairwise(clock.ends)]
     return {"seconds": round_seconds(run), "cpu": cpu, "taxes": taxes, "weights": RunDirectory(folder).load_model()}
+
+
+def tax_by_phases(seconds: Mapping[str, float]) -> float:
+    """What part of a round its one client at a time neither trained nor generated, and no test was waited for."""
+    busy = seconds["training"] + seconds["generating"] + seconds["end_wait"]
+    return 1 - busy / sum(seconds[phase] for phase in WALL_CLOCK)
 
 
 def check_same(bare: Arrays, flower: Arrays, what: str) -> None:
