@@ -99,7 +99,7 @@ def test_the_tax_is_what_is_left(benchmark: Any) -> None:
 
 
 def test_the_tax_by_phases_of_a_round_by_hand(benchmark: Any) -> None:
-    """4 s until the last reply, of which 3 were training and ½ generating, ¼ merging, ¾ waiting for a test: 15 % of 5 s."""
+    """4 s until the last reply, of which 3 were training and ½ generating; ¼ merging; ¾ waiting for a test."""
     seconds = {"clients": 4.0, "aggregate": 0.25, "end_wait": 0.75, "training": 3.0, "generating": 0.5}
     beside = {"gamma_hat": 9.0, "evaluate": 9.0}  # go on beside the clients: no part of it
     assert benchmark("framework").tax_by_phases(seconds | beside) == pytest.approx(0.15)
