@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import io
+import logging
 import os
 import signal
 import subprocess
@@ -81,6 +82,8 @@ def typed(*words: str, cwd: Path | None = None, **environment: str) -> subproces
     """Run the command line in this process: what a shell would see of it, without waiting for Python and torch."""
     out, errors, code, path = io.StringIO(), io.StringIO(), 0, sys.path[:]
     handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
+    log = logging.getLogger("fedeas_flwr")  # a command that shows it does so to the end of its process
+    shown_by, level, propagates = log.handlers[:], log.level, log.propagate
     with pytest.MonkeyPatch.context() as patch, redirect_stdout(out), redirect_stderr(errors):
         patch.setattr(sys, "argv", ["fedeas", *words])
         for key, value in {"FEDEAS_OFFLINE": "1", **environment}.items():
@@ -95,4 +98,6 @@ def typed(*words: str, cwd: Path | None = None, **environment: str) -> subproces
             sys.path[:] = path
             for number, handler in handlers.items():
                 signal.signal(number, handler)
+            log.handlers[:], log.propagate = shown_by, propagates
+            log.setLevel(level)
     return subprocess.CompletedProcess(words, code, out.getvalue(), errors.getvalue())

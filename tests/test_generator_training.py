@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import logging
 import os
 import signal
 import sys
@@ -185,8 +186,11 @@ def test_the_command_is_interrupted_cleanly_and_resumed(tmp_path: Path) -> None:
     assert running.returncode not in (0, None)
     assert "--resume" in errors and "Traceback" not in errors
     assert (tmp_path / "g" / CHECKPOINT).is_file()
+    log = logging.getLogger("fedeas_flwr")
+    before = log.handlers[:], log.getEffectiveLevel(), log.propagate
     done = typed(*words[3:], "--steps", "1", "--resume", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
+    assert (log.handlers, log.getEffectiveLevel(), log.propagate) == before, "the next test would be shown the log, too"
     assert "generator: " in done.stdout and (tmp_path / "g" / "unet" / WEIGHTS_NAME).is_file()
     again = typed(*words[3:], cwd=tmp_path)
     assert again.returncode == 2 and "is not empty" in again.stderr and len(again.stderr.splitlines()) == 1
