@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 cache_app = typer.Typer(help="The cache of generated images.", no_args_is_help=True, rich_markup_mode=None)
 
 _LINE_EVERY = 10.0
+_MOST_SHOWN = 20
 
 GeneratorOption = Annotated[str, typer.Option(help="builtin, FOLDER in diffusers' format, bank:DIR, sd-turbo[:DIR]")]
 
@@ -179,6 +180,7 @@ def generate(
 
     from fedeas_flwr.config import parse_config
     from fedeas_flwr.generators import SampleId, open_for_run
+    from fedeas_flwr.image_sheet import save_sheet
     from fedeas_flwr.paths import atomic_path, atomic_write
     from fedeas_flwr.training import pick_device
 
@@ -197,7 +199,8 @@ def generate(
     seconds = time.perf_counter() - began
     with atomic_path(out / "images.npz") as temporary, temporary.open("wb") as file:
         np.savez_compressed(file, x=images, y=labels)
-    save_grid(images.reshape(opened.num_classes, per_class, *opened.image_shape)[:, :20], out / "grid.png")
+    rows = images.reshape(opened.num_classes, per_class, *opened.image_shape)[:, :_MOST_SHOWN]
+    save_sheet(list(rows), rows.shape[1], out / "grid.png")
     print(f"{len(images):,} images in {seconds:.1f} s → {out}")
     if report:
         from fedeas_flwr.data import open_dataset
@@ -229,24 +232,3 @@ def _show(value: Any) -> str:
     if isinstance(value, list):
         return " ".join("-" if v is None else f"{v:.2f}" for v in value)
     return f"{value:.4g}" if isinstance(value, float) else f"{value:,}"
-
-
-def save_grid(images: NDArray[np.uint8], path: Path, gap: int = 1) -> None:
-    """Write images ``[rows, columns, H, W, C]`` as one PNG, small ones enlarged for the eye."""
-    import io
-
-    import numpy as np
-    from PIL import Image
-
-    from fedeas_flwr.paths import atomic_write
-
-    rows, columns, height, width, channels = images.shape
-    framed = np.full((rows, columns, height + gap, width + gap, channels), 255, np.uint8)
-    framed[:, :, :height, :width] = images
-    sheet = framed.transpose(0, 2, 1, 3, 4).reshape(rows * (height + gap), columns * (width + gap), channels)
-    picture = Image.fromarray(sheet[..., 0] if channels == 1 else sheet)
-    scale = max(1, 32 // height)
-    picture = picture.resize((picture.width * scale, picture.height * scale), Image.Resampling.NEAREST)
-    buffer = io.BytesIO()
-    picture.save(buffer, "PNG")
-    atomic_write(path, buffer.getvalue())

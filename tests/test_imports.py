@@ -13,7 +13,19 @@ import pytest
 PACKAGE = Path(__file__).parents[1] / "fedeas_flwr"
 
 LAYERS = [
-    {"counts", "cores", "npy", "paths", "sizes", "streams", "metrics", "processes", "one_line", "cli_help"},
+    {
+        "counts",
+        "cores",
+        "npy",
+        "paths",
+        "sizes",
+        "streams",
+        "metrics",
+        "processes",
+        "one_line",
+        "cli_help",
+        "image_sheet",
+    },
     {"waterfill", "allocation", "partition"},
     {"budget_path", "own_data"},
     {"config", "planning", "choosing", "curves", "dataset_sources", "data"},

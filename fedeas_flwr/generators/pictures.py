@@ -12,6 +12,7 @@ from fedeas_flwr.generators import SampleId
 from fedeas_flwr.generators.denoising import Denoiser
 from fedeas_flwr.generators.diffusion import initial_noise
 from fedeas_flwr.generators.training import Trainer
+from fedeas_flwr.image_sheet import save_sheet, spread
 from fedeas_flwr.paths import atomic_path
 
 _GRID = 10
@@ -20,16 +21,9 @@ _GRID = 10
 def draw_pictures(folder: Path, trainer: Trainer, dataset: Dataset) -> None:
     """Write samples.png and loss.png."""
     from matplotlib.figure import Figure
-    from matplotlib.image import imsave
 
     images = _sample_grid(trainer, dataset)
-    height, width, channels = images.shape[1:]
-    rows = len(images) // _GRID
-    grid = images.reshape(rows, _GRID, height, width, channels).transpose(0, 2, 1, 3, 4)
-    grid = grid.reshape(rows * height, _GRID * width, channels)
-    enlarged = np.repeat(np.repeat(grid, max(1, 64 // height), axis=0), max(1, 64 // height), axis=1)
-    with atomic_path(folder / "samples.png") as temporary:
-        imsave(temporary, np.broadcast_to(enlarged, (*enlarged.shape[:2], 3)).copy(), format="png")
+    save_sheet(list(images.reshape(-1, _GRID, *images.shape[1:])), _GRID, folder / "samples.png")
     figure = Figure(figsize=(7, 4), layout="constrained", dpi=120)
     axes = figure.subplots()
     axes.plot(*np.array(trainer.diary.curve).reshape(-1, 2).T, color="#d1495b", lw=1)
@@ -44,8 +38,7 @@ def draw_pictures(folder: Path, trainer: Trainer, dataset: Dataset) -> None:
 
 def _sample_grid(trainer: Trainer, dataset: Dataset) -> NDArray[np.uint8]:
     """Return `_GRID` images of each class, or of `_GRID` classes spread over all of them; 20 steps, no guidance."""
-    number = len(dataset.classes)
-    classes = sorted({round(i * (number - 1) / (_GRID - 1)) for i in range(_GRID)})
+    classes = spread(len(dataset.classes), _GRID)
     samples = [SampleId(0, 0, label, index) for label in classes for index in range(_GRID)]
     height, width, channels = dataset.x_train.shape[1:]
     schedule = {"beta_schedule": trainer.preset.beta_schedule, "prediction_type": trainer.preset.prediction}

@@ -13,6 +13,7 @@ from fedeas_flwr.cache import ImageCache
 from fedeas_flwr.config import RunConfig
 from fedeas_flwr.data import dataset_info
 from fedeas_flwr.generators import describe_generator
+from fedeas_flwr.image_sheet import gap_between, image_sheet, spread
 from fedeas_flwr.report.groups import Group
 
 MOST_CLASSES = 10
@@ -57,8 +58,7 @@ def _rows(config: RunConfig) -> list[tuple[str, npt.NDArray[np.uint8]]]:
         names = dataset_info(config.dataset).classes
     except (OSError, ValueError):
         return []
-    labels = sorted({round(i * (len(names) - 1) / (MOST_CLASSES - 1)) for i in range(MOST_CLASSES)})
-    rows = [(names[label], cache.peek(folder, label, A_CLASS)) for label in labels]
+    rows = [(names[label], cache.peek(folder, label, A_CLASS)) for label in spread(len(names), MOST_CLASSES)]
     return [(name, images) for name, images in rows if len(images)]
 
 
@@ -68,20 +68,20 @@ def _name(config: RunConfig) -> str:
 
 
 def draw(grid: SampleGrid) -> Figure:
-    """A row a class, pixels as squares."""
-    height, width = grid.rows[0][1].shape[1:3]
-    gap = max(1, width // 16)
-    tall, wide = len(grid.rows) * (height + gap) - gap, A_CLASS * (width + gap) - gap
-    canvas = np.full((tall, wide, 3), 255, np.uint8)
-    for row, (_, images) in enumerate(grid.rows):
-        for column, image in enumerate(images):
-            top, left = row * (height + gap), column * (width + gap)
-            canvas[top : top + height, left : left + width] = np.broadcast_to(image, (height, width, 3))
-    figure = Figure(figsize=(8.6, 8.6 * tall / wide), layout="constrained")
+    """A row a class."""
+    return draw_rows(grid.rows, A_CLASS)
+
+
+def draw_rows(rows: Sequence[tuple[str, npt.NDArray[np.uint8]]], columns: int) -> Figure:
+    """Name rows of images [N, H, W, channels] and draw them, pixels as squares; short rows end in white."""
+    sheet = image_sheet([images for _, images in rows], columns)
+    (height, width), first = sheet.shape[:2], rows[0][1]
+    step = first.shape[1] + gap_between(first)
+    figure = Figure(figsize=(8.6, 8.6 * height / width), layout="constrained")
     axes = figure.subplots()
-    axes.imshow(canvas, interpolation="nearest")
+    axes.imshow(sheet, interpolation="nearest")
     axes.set_xticks([])
-    axes.set_yticks([row * (height + gap) + height / 2 for row in range(len(grid.rows))], [n for n, _ in grid.rows])
+    axes.set_yticks([row * step + first.shape[1] / 2 for row in range(len(rows))], [name for name, _ in rows])
     axes.tick_params(length=0)
     axes.spines[:].set_visible(False)
     return figure

@@ -299,22 +299,3 @@ def draw_closed_form() -> Figure:
 def residual(ratio: Any) -> Any:
     """h(r): the share of the heterogeneity that is left at a generation ratio."""
     return ((1 - ratio) / (1 + ratio)) ** 2
-
-
-def draw_samples(images: np.ndarray[Any, np.dtype[np.uint8]], names: Sequence[str]) -> Figure:
-    """Supplement, C: a row of uncurated images for each class; ``images`` is [classes, each, H, W, channels]."""
-    rows, each, height, width, channels = images.shape
-    edge = max(1, height // 8)  # a white line between images
-    framed = np.full((rows, each, height + edge, width + edge, channels), 255, dtype=np.uint8)
-    framed[:, :, :height, :width] = images
-    sheet = framed.transpose(0, 2, 1, 3, 4).reshape(rows * (height + edge), each * (width + edge), channels)
-    figure = Figure(figsize=(7.2, 7.2 * rows / each + 0.1), layout="constrained", dpi=150)
-    axes = figure.subplots()
-    axes.imshow(
-        sheet[..., 0] if channels == 1 else sheet, cmap="gray" if channels == 1 else None, interpolation="nearest"
-    )
-    axes.set_yticks([(row + 0.5) * (height + edge) for row in range(rows)], names)
-    axes.set_xticks([])
-    axes.tick_params(length=0)
-    axes.spines[:].set_visible(False)
-    return figure

@@ -92,11 +92,11 @@ def _draw(item: Item, setting: Setting, more: Mapping[str, Any]) -> Figure | str
     if item.draw == "draw_closed_form":
         return figures.draw_closed_form()
     if item.draw == "draw_samples":
-        from fedeas_flwr.reproduce.samples import sample_sheet
+        from fedeas_flwr.reproduce.samples import draw_samples
 
         config = cell(f"{PAPERS}/fedeas").config(setting.results.scale, 1, more)
         if config.dataset != "digits" and "generator" not in more:
             return "missing: name the generator with --set generator=FOLDER"
-        return figures.draw_samples(*sample_sheet(config))
+        return draw_samples(config)
     drawn: Figure = getattr(figures, item.draw)(setting)
     return drawn
