@@ -41,6 +41,13 @@ CLASS_COUNTS: dict[str, dict[str, tuple[int, ...]]] = {
 # The share of its samples that a client keeps for testing.
 TEST_FRACTION: dict[str, float] = {"paper": 0.25, "clean": 0.0}
 
+LEAKAGE = (
+    "Protocol `paper` splits CIFAR's train and test images together: about 5/6 of its test images were in the training "
+    "set of a generator trained on the official training images. Compare these figures with each other and with the "
+    "paper's, not with test accuracies elsewhere."
+)
+"""What every page of figures under protocol ``paper`` says of them."""
+
 
 @dataclass(frozen=True)
 class Partition:

@@ -9,6 +9,9 @@ from typing import Any
 import pytest
 from records import write_record
 
+from fedeas_flwr.partition import LEAKAGE
+from fedeas_flwr.report.document import make_document
+from fedeas_flwr.report.groups import group_runs
 from fedeas_flwr.report.page import as_html, as_markdown
 from fedeas_flwr.reproduce import beside, beyond, paper, tables
 from fedeas_flwr.reproduce.cells import MAIN, PAPERS, all_cells, cell
@@ -18,6 +21,7 @@ from fedeas_flwr.reproduce.measured import Results, find_results
 from fedeas_flwr.reproduce.page import Page
 from fedeas_flwr.reproduce.sections import Section, make_sections
 from fedeas_flwr.reproduce.summary import filled_document, make_page
+from fedeas_flwr.runs import RunDirectory
 
 ROOT = Path(__file__).parents[1]
 TWENTY = [0.1] * 180 + [0.5, 0.6] * 10
@@ -141,6 +145,14 @@ def test_best_and_second_best_are_marked_once_a_column_is_complete(tmp_path: Pat
     assert marked["Missing-only"].startswith("**37.00**")
     assert marked["Uniform"].startswith("<ins>36.00</ins>")
     assert marked["Full-Balance"].startswith("38.00<br>")
+
+
+def test_both_pages_of_the_papers_protocol_say_that_its_test_set_leaks(tmp_path: Path) -> None:
+    run = RunDirectory(record(tmp_path / "a", f"{MAIN}/fedavg"))
+    assert LEAKAGE in make_page(found_in(tmp_path), [], "").notes
+    assert LEAKAGE in make_document(group_runs([run])[0]).text
+    clean = RunDirectory(record(tmp_path / "b", f"{MAIN}/fedavg-clean"))
+    assert LEAKAGE not in make_document(group_runs([clean])[0]).text
 
 
 # --------------------------------------------------------------------------------------------------------- budgets

@@ -10,6 +10,7 @@ from matplotlib.figure import Figure
 
 from fedeas_flwr.data import dataset_info, short_name
 from fedeas_flwr.metrics import BESIDE, WALL_CLOCK
+from fedeas_flwr.partition import LEAKAGE
 from fedeas_flwr.report import allocations, samples
 from fedeas_flwr.report.groups import (
     CLIENT_WORK,
@@ -39,11 +40,6 @@ _TOLD = {
     "strategy": "strategy {}",
     "rounds": "{} rounds",
 }
-LEAKAGE = (
-    "Protocol `paper` splits CIFAR's train and test images together: about 5/6 of its test images were in the training "
-    "set of a generator trained on the official training images. Compare these figures with each other and with the "
-    "paper's, not with test accuracies elsewhere."
-)
 
 
 def make_document(groups: Sequence[Group], left_out: Sequence[str] = ()) -> Document:

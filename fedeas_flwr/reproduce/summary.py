@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.table import Table as Grid
 from rich.text import Text
 
+from fedeas_flwr.partition import LEAKAGE
 from fedeas_flwr.report.page import table_markdown
 from fedeas_flwr.reproduce.items import ITEMS, choose
 from fedeas_flwr.reproduce.measured import Budget, Results, find_results
@@ -19,10 +20,6 @@ from fedeas_flwr.reproduce.sections import Section
 from fedeas_flwr.sizes import show_seconds
 from fedeas_flwr.sweep import as_csv
 
-LEAKAGE = (
-    "Protocol `paper` pools CIFAR's training and test images before splitting, so about 5/6 of the test images were in "
-    "the generator's training set: compare these accuracies with the paper's and with each other only."
-)
 SMOKE_NOTE = (
     "**Smoke scale.** Every cell is a few seconds on scikit-learn's 8×8 digits: 6 or 10 clients in place of 20 or 100, "
     "another partition in place of CIFAR-100, 10 rounds (so last-20 is the mean of all), β a third of the paper's, one "
