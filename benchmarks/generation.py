@@ -31,10 +31,10 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from fedeas_flwr.config import parse_config
+from fedeas_flwr.config import SAMPLER_STEPS, parse_config
 from fedeas_flwr.data import dataset_info
 from fedeas_flwr.generators import SampleId
-from fedeas_flwr.generators.denoising import SAMPLER_STEPS, make_solver
+from fedeas_flwr.generators.denoising import make_solver
 from fedeas_flwr.generators.diffusion import DiffusionGenerator, initial_noise
 from fedeas_flwr.generators.folders import check_schedule, load_unet, read_json
 from fedeas_flwr.generators.ray_service import ServiceGenerator, start_service

@@ -16,6 +16,7 @@ from rich.console import Console
 from rich.table import Table
 
 from fedeas_flwr.cli_output import FormatOption, table_console
+from fedeas_flwr.config import SAMPLER_STEPS
 
 if TYPE_CHECKING:
     import numpy as np
@@ -167,7 +168,7 @@ def generate(
     generator: GeneratorOption = "builtin",
     per_class: Annotated[int, typer.Option(min=1, help="images of each class")] = 20,
     seed: Annotated[int, typer.Option(min=0, help="of the noise")] = 0,
-    sampler_steps: Annotated[int, typer.Option(help="steps of the sampler")] = 20,
+    sampler_steps: Annotated[int, typer.Option(help="steps of the sampler")] = SAMPLER_STEPS["dpm++"],
     guidance: Annotated[float, typer.Option(help="classifier-free guidance scale; 1 is none")] = 1.0,
     generation_batch: Annotated[int, typer.Option(help="images in one forward pass")] = 64,
     device: Annotated[str, typer.Option(help="auto, cpu or cuda")] = "auto",

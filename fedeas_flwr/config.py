@@ -50,6 +50,9 @@ StrategyName = Literal[
 ]
 MATCHED: tuple[str, ...] = tuple(name for name, kind in POLICIES.items() if kind == "matched")
 """Policies that spend a given total (by default FedEAS's own) instead of deriving one."""
+SAMPLER_STEPS = {"dpm++": 20, "ddim": 250}
+"""The deterministic samplers, DPM-Solver++ (Lu et al., 2022) and DDIM with η = 0 (Song et al., 2021), and how many
+steps each takes unless told otherwise; 250 are the paper's."""
 
 
 class ConfigError(ValueError):
@@ -175,7 +178,12 @@ class RunConfig(BaseModel):
         "builtin", description="builtin (digits), a folder in diffusers' format, bank:DIR, sd-turbo or sd-turbo:DIR"
     )
     sampler: Literal["dpm++", "ddim"] = Field("dpm++", description="DPM-Solver++, or the paper's DDIM (η = 0)")
-    sampler_steps: int = Field(0, ge=0, le=1000, description="steps of the sampler; 0: 20 for dpm++, 250 for ddim")
+    sampler_steps: int = Field(
+        0,
+        ge=0,
+        le=1000,
+        description="steps of the sampler; 0: " + ", ".join(f"{n} for {name}" for name, n in SAMPLER_STEPS.items()),
+    )
     guidance: float = Field(1.0, ge=0, le=50, description="classifier-free guidance scale; 1 is none")
     generation_batch: int = Field(
         0, ge=0, le=65_536, description="images in one forward pass; 0: 64 on a CPU, by free memory on a GPU"

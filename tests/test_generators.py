@@ -14,9 +14,9 @@ import pytest
 import torch
 
 from fedeas_flwr import generators
-from fedeas_flwr.config import RunConfig, parse_config
+from fedeas_flwr.config import SAMPLER_STEPS, RunConfig, parse_config
 from fedeas_flwr.generators import SampleId, open_generator
-from fedeas_flwr.generators.denoising import PRECISIONS, SAMPLER_STEPS, make_solver
+from fedeas_flwr.generators.denoising import PRECISIONS, make_solver
 from fedeas_flwr.generators.diffusion import DiffusionGenerator, initial_noise
 from fedeas_flwr.generators.folders import WEIGHTS_NAME
 

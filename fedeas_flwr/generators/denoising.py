@@ -23,10 +23,6 @@ logger = logging.getLogger(__name__)
 
 Pixels = NDArray[np.uint8]
 
-SAMPLER_STEPS = {"dpm++": 20, "ddim": 250}
-"""The deterministic samplers, DPM-Solver++ (Lu et al., 2022) and DDIM with η = 0 (Song et al., 2021), and how many
-steps each takes unless told otherwise; 250 are the paper's."""
-
 # -5.1 is what diffusers advises for the cosine schedule, whose last steps are all but pure noise; it changes nothing
 # for schedules that end earlier. Trailing spacing starts at the noisiest step left. DDIM clips its guess of the image,
 # as the first steps of an ε-model divide by almost nothing.

@@ -19,8 +19,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from fedeas_flwr.config import SAMPLER_STEPS
 from fedeas_flwr.generators import SampleId
-from fedeas_flwr.generators.denoising import PRECISIONS, SAMPLER_STEPS, SOLVER_SETTINGS, Denoiser
+from fedeas_flwr.generators.denoising import PRECISIONS, SOLVER_SETTINGS, Denoiser
 from fedeas_flwr.generators.folders import WEIGHTS_NAME, check_schedule, check_unet, load_unet, read_json
 from fedeas_flwr.one_line import one_line
 

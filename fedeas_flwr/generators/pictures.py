@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from fedeas_flwr.config import SAMPLER_STEPS
 from fedeas_flwr.data import Dataset, short_name
 from fedeas_flwr.generators import SampleId
 from fedeas_flwr.generators.denoising import Denoiser
@@ -37,7 +38,7 @@ def draw_pictures(folder: Path, trainer: Trainer, dataset: Dataset) -> None:
 
 
 def _sample_grid(trainer: Trainer, dataset: Dataset) -> NDArray[np.uint8]:
-    """Return `_GRID` images of each class, or of `_GRID` classes spread over all of them; 20 steps, no guidance."""
+    """Return `_GRID` images of each class, or of `_GRID` classes spread over all of them; no guidance."""
     classes = spread(len(dataset.classes), _GRID)
     samples = [SampleId(0, 0, label, index) for label in classes for index in range(_GRID)]
     height, width, channels = dataset.x_train.shape[1:]
@@ -47,7 +48,7 @@ def _sample_grid(trainer: Trainer, dataset: Dataset) -> NDArray[np.uint8]:
         trainer.averaged().to(trainer.device),
         schedule,
         sampler="dpm++",
-        steps=20,
+        steps=SAMPLER_STEPS["dpm++"],
         precision="tf32" if on_cuda else "fp32",
     )
     noise = np.stack([initial_noise(sample, (channels, height, width)) for sample in samples])

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from fedeas_flwr.config import RunConfig
+from fedeas_flwr.config import SAMPLER_STEPS, RunConfig
 from fedeas_flwr.listing import find_runs
 from fedeas_flwr.local_data import planned_allocation, planned_counts
 from fedeas_flwr.metrics import WALL_CLOCK, rounds_to_threshold, seconds_of, summarise
@@ -57,7 +57,7 @@ def meaning(config: RunConfig) -> dict[str, Any]:
     values["weights"] = "none" if config.weights == "none" else "given"
     kind = config.generator.partition(":")[0]
     values["generator"] = kind if kind in ("sd-turbo", "bank") else "diffusion"
-    values["sampler-steps"] = config.sampler_steps or {"dpm++": 20, "ddim": 250}[config.sampler]
+    values["sampler-steps"] = config.sampler_steps or SAMPLER_STEPS[config.sampler]
     unused: set[str] = set()
     if not config.generates:
         unused |= set(OF_GENERATING) - ({"beta", "gamma", "printed-rule"} if config.policy == "oversample" else set())
