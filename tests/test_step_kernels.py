@@ -9,8 +9,8 @@ from torch.nn import functional as F
 from triton_here import DEVICE  # first: it skips where Triton is not there
 
 from fedeas_flwr.data import dataset_info
+from fedeas_flwr.normaliser import Normaliser
 from fedeas_flwr.training.head import linear
-from fedeas_flwr.training.images import Normaliser
 from fedeas_flwr.training.step_kernels import Descent, cross_entropy, fetch, mean_of_first
 from fedeas_flwr.training.views import draw_views, viewed
 

@@ -21,6 +21,7 @@ from fedeas_flwr.data import Dataset, dataset_info, open_dataset
 from fedeas_flwr.dataset_sources import OWN, find_source
 from fedeas_flwr.generators import Generator
 from fedeas_flwr.models import build_model
+from fedeas_flwr.normaliser import Normaliser
 from fedeas_flwr.paths import atomic_path, cache_root
 
 Images = NDArray[np.uint8]
@@ -52,8 +53,7 @@ class Classifier:
     def __init__(self, dataset: Dataset, model: torch.nn.Module, device: str, test_accuracy: float) -> None:
         self.test_accuracy = test_accuracy
         self._model, self._device = model.to(device).eval(), device
-        self._mean = torch.tensor(dataset.mean, device=device).view(1, -1, 1, 1)
-        self._std = torch.tensor(dataset.std, device=device).view(1, -1, 1, 1)
+        self._normalise = Normaliser(dataset.mean, dataset.std, device)
 
     @torch.no_grad()
     def judge(self, images: Images) -> tuple[Floats, Floats]:
@@ -71,7 +71,7 @@ class Classifier:
             for start in range(0, len(images), _BATCH):
                 batch = images[start : start + _BATCH]
                 padded = np.concatenate([batch, np.repeat(batch[-1:], _BATCH - len(batch), axis=0)])
-                logits = self._model(self._normalise(padded))
+                logits = self._model(self.network_input(padded))
                 probabilities.append(logits.softmax(dim=1)[: len(batch)].cpu().numpy())
                 features.append(seen.pop()[: len(batch)].cpu().numpy())
         finally:
@@ -81,9 +81,9 @@ class Classifier:
             return np.zeros((0, head.out_features), np.float32), np.zeros((0, head.in_features), np.float32)
         return np.concatenate(probabilities), np.concatenate(features)
 
-    def _normalise(self, images: Images) -> torch.Tensor:
-        pixels = torch.tensor(images, device=self._device).permute(0, 3, 1, 2)
-        return (pixels.float() / 255 - self._mean) / self._std
+    def network_input(self, images: Images) -> torch.Tensor:
+        """Return what the network takes for stored images."""
+        return self._normalise(torch.tensor(images, device=self._device))
 
 
 @lru_cache(maxsize=1)
@@ -132,7 +132,7 @@ def _train(classifier: Classifier, dataset: Dataset, epochs: int) -> None:
     for _ in range(epochs):
         order = random.permutation(len(dataset.y_train))[: steps // epochs * _BATCH].reshape(-1, _BATCH)
         for chosen in order:
-            pixels = classifier._normalise(dataset.x_train[chosen])
+            pixels = classifier.network_input(dataset.x_train[chosen])
             if flip and random.random() < 0.5:
                 pixels = pixels.flip(-1)
             targets = torch.tensor(dataset.y_train[chosen], device=pixels.device)

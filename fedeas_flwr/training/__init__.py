@@ -12,10 +12,10 @@ import torch
 from fedeas_flwr.config import RunConfig
 from fedeas_flwr.data import dataset_info
 from fedeas_flwr.models import ImageShape, build_model
+from fedeas_flwr.normaliser import Normaliser
 from fedeas_flwr.streams import stream
 from fedeas_flwr.training.engine import Engine, Recipe, State, TrainResult, copy_state
 from fedeas_flwr.training.evaluation import Evaluation, Evaluator
-from fedeas_flwr.training.images import Normaliser
 from fedeas_flwr.training.losses import loss_constants
 from fedeas_flwr.training.objective import Inputs, Objective
 from fedeas_flwr.training.sparing import Differentiate, Rung, SparingEngine, at_once, frugal_ways

@@ -8,8 +8,8 @@ import numpy as np
 import torch
 from torch import nn
 
+from fedeas_flwr.normaliser import Normaliser
 from fedeas_flwr.training.engine import Recipe, State, TrainResult, copy_state, read_state, stream_seed
-from fedeas_flwr.training.images import Normaliser
 from fedeas_flwr.training.objective import CROSS_ENTROPY, NO_INPUTS, Batch, Inputs, Objective, named
 from fedeas_flwr.training.sparing import Differentiate, at_once
 from fedeas_flwr.training.views import VIEWS, viewed

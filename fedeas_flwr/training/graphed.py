@@ -23,10 +23,10 @@ import torch
 from torch import nn
 
 from fedeas_flwr.models import trained_names
+from fedeas_flwr.normaliser import Normaliser
 from fedeas_flwr.one_line import one_line
 from fedeas_flwr.training.capture import capture
 from fedeas_flwr.training.engine import Recipe, State, TrainResult, clone_state, copy_state
-from fedeas_flwr.training.images import Normaliser
 from fedeas_flwr.training.launcher import launcher
 from fedeas_flwr.training.losses import cross_entropy
 from fedeas_flwr.training.masked_batchnorm import masked_batchnorm

@@ -13,7 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
-from fedeas_flwr.training.images import Normaliser
+from fedeas_flwr.normaliser import Normaliser
 
 _BLOCK = 1024
 
@@ -26,7 +26,7 @@ def _fetch_kernel(  # type: ignore[no-untyped-def]
     table, row, pixels, labels, views, mean, std, images, chosen, BATCH: tl.constexpr,
     H: tl.constexpr, W: tl.constexpr, C: tl.constexpr, ROOM: tl.constexpr, HAS_VIEWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Part of one image: `viewed` (views.py) and `Normaliser` (images.py), element by element."""
+    """Part of one image: `viewed` (views.py) and `Normaliser` (normaliser.py), element by element."""
     place = tl.load(row) * BATCH + tl.program_id(0)
     index = tl.load(table + place)
     element = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
