@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -125,6 +127,33 @@ def test_a_failed_client_is_named_and_the_average_is_that_of_the_rest(
     assert state.trainable["w"] == pytest.approx((30 * 1.0 + 60 * 2.0) / 90)
     assert [failure["client"] for failure in outcome.failures] == [1]
     assert 1 not in state.accepted
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_the_log_tells_of_failed_clients_in_their_order(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, threads: int
+) -> None:
+    def all_fail(client: int, message: Message) -> Message | None:
+        raise ValueError(f"luck of {client}")
+
+    def first_is_slow(reply: Message) -> str:
+        if "luck of 0" in reply.error.reason:
+            time.sleep(0.2)
+        return tell_reason(reply)
+
+    told: list[str] = []
+    tell_reason = messages.failure_reason
+    monkeypatch.setattr(messages, "failure_reason", first_is_slow)
+    monkeypatch.setattr(training_round, "threads_for", lambda model, models: threads)
+    for module in (messages, training_round):
+        monkeypatch.setattr(module, "log", lambda level, text, *values: told.append((text % values).splitlines()[0]))
+    with pytest.raises(RunError, match="3 of 3 clients failed"):
+        federation(tmp_path, toy_app(all_fail)).train_round(START)
+    assert [re.sub("node [0-9]+ failed", "node failed", line) for line in told] == [
+        line
+        for k in range(3)
+        for line in (f"node failed: ValueError: luck of {k}", f"client {k}: ValueError: luck of {k}")
+    ]
 
 
 def test_a_round_without_any_good_reply_never_counts_as_one(tmp_path: Path) -> None:

@@ -161,23 +161,22 @@ class TrainingRounds(Roster):
         failures: list[dict[str, Any]] = []
         extra = self.strategy.extra_wanted() if isinstance(self.strategy, SendsExtra) else {}
 
-        def read(client: int) -> tuple[Message, TrainReport, Arrays] | MessageError:
+        def read(client: int) -> tuple[Message, TrainReport, Arrays] | MessageError | None:
+            reply = replies.get(client)
+            if reply is None or reply.has_error():
+                return None
             try:
-                if client not in replies:
-                    raise MessageError("its node is offline")
-                reply = replies[client]
-                if reply is None:
-                    raise MessageError(f"no reply within {self.config.round_timeout:g} s")
-                if reply.has_error():
-                    raise MessageError(messages.failure_reason(reply))
                 return reply, *messages.read_train_reply(reply, client, state.trainable, state.buffers, extra)
             except MessageError as error:
                 return error
 
-        # Several at once, since every number of every reply is looked at; what is made of them goes by client id.
+        # Several at once, since every number of every reply is looked at; what is made of them, and what the log is
+        # told, goes by client id.
         read_ones = in_order(read, chosen, threads_for(state.trainable, len(chosen)))
         for client, found in zip(chosen, read_ones, strict=True):
             try:
+                if found is None:
+                    raise MessageError(self._why_nothing_came(client, replies))
                 if isinstance(found, MessageError):
                     raise found
                 self.declared.check_report(found[1], self.shares.get(client, Share()))
@@ -186,6 +185,13 @@ class TrainingRounds(Roster):
                 log(INFO, "client %d: %s", client, error)
                 failures.append({"client": client, "reason": str(error)})
         return accepted, failures
+
+    def _why_nothing_came(self, client: int, replies: Mapping[int, Message | None]) -> str:
+        if client not in replies:
+            return "its node is offline"
+        if (reply := replies[client]) is None:
+            return f"no reply within {self.config.round_timeout:g} s"
+        return messages.failure_reason(reply)
 
     def _check_quorum(
         self,
