@@ -19,6 +19,7 @@ import tomli_w
 from fedeas_flwr.config import RunConfig
 from fedeas_flwr.one_line import one_line
 from fedeas_flwr.processes import MARK, ProcessTree, listens
+from fedeas_flwr.project import NAME, read_project
 from fedeas_flwr.runs import RunDirectory, RunError
 
 QUIET = {
@@ -43,7 +44,7 @@ def stage_app(config: RunConfig, folder: Path) -> Path:
         "components": {"serverapp": "fedeas_flwr.server_app:app", "clientapp": "fedeas_flwr.client_app:app"},
         "config": config.outside(),
     }
-    project = {"name": "fedeas-flwr", "version": "0.1.0", "license": "Apache-2.0", "dependencies": []}
+    project = {"name": NAME, "version": read_project().version, "license": "Apache-2.0", "dependencies": []}
     (folder / "pyproject.toml").write_text(tomli_w.dumps({"project": project, "tool": {"flwr": {"app": app}}}))
     return folder
 

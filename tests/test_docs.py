@@ -64,6 +64,7 @@ SMALL_MODULES = {
     "metrics.py",
     "augment.py",
     "prepare.py",
+    "project.py",
     "quickstart.py",
     "sizes.py",
 }

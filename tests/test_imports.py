@@ -25,6 +25,7 @@ LAYERS = [
         "one_line",
         "cli_help",
         "image_sheet",
+        "project",
     },
     {"waterfill", "allocation", "partition"},
     {"budget_path", "own_data"},

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shlex
 import site
 import subprocess
@@ -59,6 +60,11 @@ def test_the_wheel_builds_installs_and_works_far_from_the_source(tmp_path: Path)
     fedeas = str(python.with_name("fedeas"))
     assert "The way of an experiment" in fresh(fedeas, "--help")
     assert json.loads(fresh(fedeas, "plan", "--format", "json"))["total"] == 13_437
+
+
+def test_the_guide_to_deployment_installs_this_version() -> None:
+    guide = (ROOT / "docs" / "deployment.md").read_text()
+    assert set(re.findall(r"fedeas_flwr-([0-9.]+)-py3", guide)) == {PROJECT["version"]}
 
 
 def test_the_citation_is_of_this_version() -> None:

@@ -3,37 +3,24 @@
 from __future__ import annotations
 
 import platform
-import tomllib
 from collections.abc import Iterable, Iterator
 from importlib import metadata
-from pathlib import Path
 
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
 from fedeas_flwr.config import RunConfig
 from fedeas_flwr.doctor.findings import Finding, ok, problem
+from fedeas_flwr.project import read_project
 
-DISTRIBUTION = "fedeas-flwr"
 SHOWN = ("torch", "torchvision", "flwr", "ray", "diffusers")
 REINSTALL = "pip install -c constraints.txt -e . in the project's folder, or `make`"
-
-
-def asked_for() -> tuple[str, list[str]]:
-    """Return the Python range and the requirements: the source tree's if this is one, else the installed package's."""
-    project = Path(__file__).resolve().parents[2] / "pyproject.toml"
-    if project.is_file():
-        found = tomllib.loads(project.read_text(encoding="utf-8"))["project"]
-        if found.get("name") == DISTRIBUTION:
-            return found["requires-python"], found["dependencies"]
-    installed = metadata.distribution(DISTRIBUTION)
-    return installed.metadata["Requires-Python"], installed.requires or []
 
 
 def requirements() -> dict[str, SpecifierSet]:
     """Return each library's range. Ray's is Flower's to say: it comes with ``flwr[simulation]``."""
     ranges: dict[str, SpecifierSet] = {}
-    for word in asked_for()[1]:
+    for word in read_project().requirements:
         wanted = Requirement(word)
         ranges[wanted.name] = wanted.specifier
         for extra in wanted.extras:
@@ -57,7 +44,7 @@ def _only_with(wanted: Requirement, extra: str) -> bool:
 
 def check_python(config: RunConfig) -> Iterable[Finding]:
     """Python's version."""
-    version, allowed = platform.python_version(), asked_for()[0]
+    version, allowed = platform.python_version(), read_project().python
     if SpecifierSet(allowed).contains(version, prereleases=True):
         return [ok("python", version)]
     return [problem("python", f"{version} is not {allowed}", f"make a virtual environment with Python {allowed}")]
