@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -13,14 +14,16 @@ from flwr.app import Array, ArrayRecord, Message, RecordDict
 from rich.console import Console
 from runners import finish, quick, weights
 
+import fedeas_flwr.strategies.delivery  # noqa: F401 - it must know the true InlineGrid, whichever test comes first
 from fedeas_flwr import messages
 from fedeas_flwr.client_app import app as client_app
 from fedeas_flwr.config import ConfigError
 from fedeas_flwr.grids import InlineGrid
-from fedeas_flwr.messages import ARRAYS, CONFIG
+from fedeas_flwr.messages import ARRAYS, CONFIG, MessageError
 from fedeas_flwr.prepare import prepare
 from fedeas_flwr.runs import RunError
-from fedeas_flwr.strategies import ALGORITHMS
+from fedeas_flwr.strategies import ALGORITHMS, build_strategy
+from fedeas_flwr.strategies.disclosure import NeedsDisclosure
 
 TELLING: dict[str, dict[str, Any]] = {
     name: {"strategy": name, algorithm.disclosure.key.replace("-", "_"): True}
@@ -125,6 +128,54 @@ def test_it_works_on_generated_images_too(tmp_path: Path, digits_generator: Path
     run = finish(quick(tmp_path / "r", rounds=2, beta=1.0, **TELLING[name]))
     assert run.summary()["total_generated"] > 0
     assert len(run.rounds()) == 2
+
+
+@pytest.mark.parametrize(
+    ("name", "told", "words"),
+    [
+        (
+            "fedmix",
+            {"labels": [0.5, -0.25, 0.75] + [0.0] * 7},
+            "client 3: proportion of class 1 = -0.25, wanted 0 to 1",
+        ),
+        ("fedmix", {"labels": [0.0] * 9 + [1.5]}, "client 3: proportion of class 9 = 1.5, wanted 0 to 1"),
+        ("fedmix", {"labels": [0.5, 0.25] + [0.0] * 8}, "client 3: sum of its label proportions = 0.75, wanted 1"),
+        ("fedgen", {"counts": [1, 2, -3] + [0] * 7}, "client 3: images of class 2 = -3, wanted 0 to 1099511627776"),
+        ("fedgen", {"counts": [2**40 + 1] + [0] * 9}, "images of class 0 = 1099511627777, wanted 0 to 1099511627776"),
+        ("fedgen", {"counts": [0] * 10}, "images of all 1 clients = 0, wanted 1 or more"),
+    ],
+)
+def test_a_refused_answer_is_told_with_its_value_and_what_is_allowed(
+    tmp_path: Path, name: str, told: dict[str, Any], words: str
+) -> None:
+    strategy = build_strategy(quick(tmp_path, **TELLING[name]))
+    assert isinstance(strategy, NeedsDisclosure)
+    arrays = {key: np.array(value, np.float32 if name == "fedmix" else np.int64) for key, value in told.items()}
+    with pytest.raises(MessageError, match=re.escape(words)):
+        strategy.be_told({3: {"image": np.zeros((1, 8, 8), np.float32), **arrays}})
+    assert not strategy.is_told()
+
+
+def test_dp_is_refused_with_just_the_strategies_that_its_refusal_names(tmp_path: Path) -> None:
+    refused = set()
+    for name in ALGORITHMS:
+        try:
+            build_strategy(
+                quick(tmp_path, **{"clients": 20, **TELLING.get(name, {"strategy": name}), "dp": "client-fixed"})
+            )
+        except ConfigError as error:
+            refused.add(name)
+            assert f"dp = 'client-fixed' does not cover all that strategy = '{name}' sends" in str(error)
+            assert "must be none with it, or with a strategy other than scaffold, fedmix and fedgen" in str(error)
+    assert refused == {"scaffold", "fedmix", "fedgen"}
+
+
+@pytest.mark.parametrize("name", TELLING)
+def test_a_client_without_images_has_nothing_to_tell(tmp_path: Path, name: str) -> None:
+    disclosure = ALGORITHMS[name].disclosure
+    assert disclosure is not None
+    with pytest.raises(ValueError, match=f"{disclosure.key} = true: this client holds 0 images, wanted 1 or more"):
+        disclosure.answer(quick(tmp_path, **TELLING[name]), np.zeros((0, 8, 8, 1), np.uint8), np.zeros(0, np.int64))
 
 
 def spoiled(first: Any) -> type[InlineGrid]:

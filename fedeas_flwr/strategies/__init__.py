@@ -173,8 +173,8 @@ def build_strategy(config: RunConfig) -> Strategy:
     strategy = algorithm.build(config)
     if config.dp != "none" and not isinstance(strategy, Composed):
         raise ConfigError(
-            f"dp = '{config.dp}' does not cover all that strategy = '{config.strategy}' sends: use fedavg or one of "
-            "Flower's own"
+            f"dp = '{config.dp}' does not cover all that strategy = '{config.strategy}' sends: must be none with it, "
+            "or with a strategy other than scaffold, fedmix and fedgen"
         )
     return strategy
 

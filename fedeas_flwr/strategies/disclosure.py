@@ -56,7 +56,7 @@ class Disclosure:
         """What a client answers, or its refusal."""
         self.check_allowed(config)
         if len(labels) == 0:
-            raise ValueError("this client has no images to tell anything of")
+            raise ValueError(f"{self.key} = true: this client holds 0 images, wanted 1 or more to tell anything of")
         return self.arrays(config, images, labels)
 
 

@@ -118,11 +118,13 @@ class FedGen(FedAvg):
     def be_told(self, told: Mapping[int, Arrays]) -> None:
         """Take the clients' counts."""
         for client, arrays in told.items():
-            if arrays["counts"].min() < 0 or arrays["counts"].max() > LARGEST:
-                raise MessageError(f"client {client}: the label counts are not whole numbers from 0 to 2**40")
+            counts = arrays["counts"]
+            if (wrong := np.flatnonzero((counts < 0) | (counts > LARGEST))).size:
+                found = f"images of class {wrong[0]} = {counts[wrong[0]]}"
+                raise MessageError(f"client {client}: {found}, wanted 0 to {LARGEST}")
+        if not any(arrays["counts"].any() for arrays in told.values()):
+            raise MessageError(f"images of all {len(told)} clients = 0, wanted 1 or more")
         self._counts = {client: arrays["counts"] for client, arrays in told.items()}
-        if not any(counts.any() for counts in self._counts.values()):
-            raise MessageError("no client holds any image")
 
     def configure_train(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid

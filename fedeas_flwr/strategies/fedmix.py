@@ -83,8 +83,11 @@ class FedMix(FedAvg):
         """Stack what the clients told, in ascending client id."""
         for client, arrays in told.items():
             shares = arrays["labels"]
-            if shares.min() < 0 or abs(float(shares.sum()) - 1) > 1e-3:
-                raise MessageError(f"client {client}: the label proportions are not 0 to 1 with sum 1")
+            if (wrong := np.flatnonzero((shares < 0) | (shares > 1))).size:
+                found = f"proportion of class {wrong[0]} = {shares[wrong[0]]:g}"
+                raise MessageError(f"client {client}: {found}, wanted 0 to 1")
+            if abs(float(shares.sum()) - 1) > 1e-3:
+                raise MessageError(f"client {client}: sum of its label proportions = {shares.sum():g}, wanted 1")
         self._means = {
             "means": np.stack([arrays["image"] for arrays in told.values()]),
             "proportions": np.stack([arrays["labels"] for arrays in told.values()]),
