@@ -30,9 +30,9 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 from torch.utils.flop_counter import FlopCounterMode
 
+from fedeas_flwr.environment import describe_environment
 from fedeas_flwr.models import build_model
 from fedeas_flwr.mps import shared_gpu
-from fedeas_flwr.runs import describe_environment
 from fedeas_flwr.training import Normaliser, Recipe
 from fedeas_flwr.training.eager import EagerEngine
 from fedeas_flwr.training.engine import read_state

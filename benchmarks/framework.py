@@ -42,13 +42,14 @@ import torch
 from rich.console import Console
 from run_records import let_children_import_models, markdown, round_seconds, write_record
 
+from fedeas_flwr.checkpoints import Arrays, plain
 from fedeas_flwr.config import RunConfig, parse_config, read_config
 from fedeas_flwr.launch import launch
 from fedeas_flwr.local_data import federated_data
 from fedeas_flwr.metrics import WALL_CLOCK
 from fedeas_flwr.models import split_state
 from fedeas_flwr.mps import shared_gpu
-from fedeas_flwr.runs import Arrays, RunDirectory, plain
+from fedeas_flwr.runs import RunDirectory
 from fedeas_flwr.server_app import central_test
 from fedeas_flwr.strategies import client_part
 from fedeas_flwr.strategies.averaging import weighted_average

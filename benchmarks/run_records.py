@@ -15,7 +15,8 @@ from typing import Any
 
 import torch
 
-from fedeas_flwr.runs import RunDirectory, describe_environment
+from fedeas_flwr.environment import describe_environment
+from fedeas_flwr.runs import RunDirectory
 
 HERE = Path(__file__).resolve().parent
 

@@ -24,10 +24,11 @@ from flwr.clientapp import ClientApp
 
 from fedeas_flwr import messages
 from fedeas_flwr.array_records import to_record
+from fedeas_flwr.checkpoints import Arrays
 from fedeas_flwr.config import RunConfig, parse_config
+from fedeas_flwr.environment import describe_environment
 from fedeas_flwr.grids import InlineGrid
 from fedeas_flwr.models import build_model, split_state
-from fedeas_flwr.runs import Arrays, describe_environment
 from fedeas_flwr.strategies import ALGORITHMS, build_strategy
 from fedeas_flwr.strategies.dissimilarity import gradient_dissimilarity
 from fedeas_flwr.strategies.fedavg import FedAvg

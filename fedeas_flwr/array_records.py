@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 from flwr.app import Array, ArrayRecord
 
+from fedeas_flwr.checkpoints import Arrays, plain
 from fedeas_flwr.npy import array_bytes, read_array
-from fedeas_flwr.runs import Arrays, plain
 
 _ENCODING = "numpy.ndarray"  # Flower's name for NumPy's file format
 _HEADER_BYTES = 1024  # of NumPy's format before the data; 128 are usual

@@ -23,6 +23,7 @@ from flwr.clientapp import ClientApp
 from fedeas_flwr import allocation, messages
 from fedeas_flwr.augment import repeated
 from fedeas_flwr.cache import ImageCache
+from fedeas_flwr.checkpoints import plain
 from fedeas_flwr.client_state import ClientState, ClientStore
 from fedeas_flwr.config import RunConfig, parse_config
 from fedeas_flwr.generators import Generator, RememberedGenerator, describe_generator, open_for_run
@@ -32,7 +33,6 @@ from fedeas_flwr.generators.service import InProcessService
 from fedeas_flwr.local_data import FederatedData, Images, Labels, local_data
 from fedeas_flwr.messages import EvaluateReport, Share, TrainReport
 from fedeas_flwr.node import Node, read_node
-from fedeas_flwr.runs import plain
 from fedeas_flwr.strategies import ALGORITHMS, client_part
 from fedeas_flwr.strategies.client_part import ClientRound
 from fedeas_flwr.strategies.clipping import clips_update

@@ -23,8 +23,8 @@ from typing import Any
 from safetensors import SafetensorError
 from safetensors.numpy import load, save
 
+from fedeas_flwr.checkpoints import plain
 from fedeas_flwr.paths import atomic_write
-from fedeas_flwr.runs import plain
 
 
 @dataclass(frozen=True)

@@ -24,8 +24,8 @@ from flwr.app import ArrayRecord, ConfigRecord, Error, Message, MessageType, Met
 from flwr.supercore import log
 
 from fedeas_flwr.array_records import LiveRecord, WrongArraysError, read_like, to_arrays, to_record
+from fedeas_flwr.checkpoints import Arrays
 from fedeas_flwr.one_line import one_line
-from fedeas_flwr.runs import Arrays
 
 ARRAYS, BUFFERS, EXTRA, CONFIG, METRICS = "arrays", "buffers", "extra", "config", "metrics"
 WEIGHT, LOSS = "num-examples", "loss"

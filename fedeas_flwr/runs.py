@@ -19,24 +19,22 @@ from __future__ import annotations
 
 import json
 import os
-import platform
 import uuid
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-from safetensors import SafetensorError, safe_open
-from safetensors.numpy import save
-
+from fedeas_flwr.checkpoints import (
+    Arrays,
+    Checkpoint,
+    read_arrays,
+    read_checkpoint,
+    write_arrays,
+    write_checkpoint,
+)
 from fedeas_flwr.config import ConfigError, RunConfig, parse_config
 from fedeas_flwr.paths import atomic_write, cache_root, remove_unfinished
 from fedeas_flwr.processes import identify, is_elsewhere, still_runs
-
-Arrays = dict[str, Any]
-"""Name → NumPy array, or a tensor where a model is handed over within the process."""
 
 NOT_THE_RUN = (
     "run-dir",
@@ -66,28 +64,6 @@ class RunError(RuntimeError):
 
 class ProcessesDiedError(RunError):
     """A run that processes died under, by no fault of its own: it can go on from its checkpoint in fresh ones."""
-
-
-@dataclass(frozen=True)
-class StrategyState:
-    """What a strategy carries from one round to the next, beside the model: momentum, moments, a clipping norm."""
-
-    arrays: Arrays = field(default_factory=dict)
-    numbers: dict[str, float] = field(default_factory=dict)
-
-
-@dataclass
-class Checkpoint:
-    """Everything the server holds after a round."""
-
-    round: int
-    trainable: Arrays
-    buffers: Arrays
-    accepted: dict[int, int] = field(default_factory=dict)
-    """Client → the last round whose reply the server used."""
-    generated: dict[int, int] = field(default_factory=dict)
-    """Client → images in its cache, as it last reported."""
-    strategy: StrategyState = field(default_factory=StrategyState)
 
 
 class RunDirectory:
@@ -201,16 +177,7 @@ class RunDirectory:
 
     def save_checkpoint(self, checkpoint: Checkpoint) -> None:
         """Replace the checkpoint; a reader sees the old one or the new one, never a part."""
-        arrays = {f"trainable/{k}": v for k, v in plain(checkpoint.trainable).items()}
-        arrays |= {f"buffers/{k}": v for k, v in plain(checkpoint.buffers).items()}
-        arrays |= {f"strategy/{k}": v for k, v in plain(checkpoint.strategy.arrays).items()}
-        state = {
-            "round": checkpoint.round,
-            "accepted": checkpoint.accepted,
-            "generated": checkpoint.generated,
-            "strategy": checkpoint.strategy.numbers,
-        }
-        atomic_write(self.path / "checkpoint.safetensors", save(arrays, metadata={"state": json.dumps(state)}))
+        write_checkpoint(self.path / "checkpoint.safetensors", checkpoint)
 
     def load_checkpoint(self) -> Checkpoint | None:
         """The last checkpoint, or ``None`` if the run died before its first."""
@@ -218,23 +185,13 @@ class RunDirectory:
         if not path.exists():
             return None
         try:
-            with safe_open(path, framework="np") as file:
-                state = json.loads(file.metadata()["state"])
-                arrays = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 - not a dict
-        except (SafetensorError, OSError, KeyError, TypeError, json.JSONDecodeError) as error:
-            raise RunError(f"{path} cannot be read: {error}") from None
-        return Checkpoint(
-            round=int(state["round"]),
-            trainable=_under("trainable/", arrays),
-            buffers=_under("buffers/", arrays),
-            accepted={int(k): int(v) for k, v in state["accepted"].items()},
-            generated={int(k): int(v) for k, v in state["generated"].items()},
-            strategy=StrategyState(_under("strategy/", arrays), dict(state.get("strategy", {}))),
-        )
+            return read_checkpoint(path)
+        except ValueError as error:
+            raise RunError(str(error)) from None
 
     def save_model(self, arrays: Arrays) -> None:
         """Write the final model."""
-        atomic_write(self.path / "model.safetensors", save(plain(arrays)))
+        write_arrays(self.path / "model.safetensors", arrays)
 
     def load_model(self) -> Arrays:
         """The final model's state dict."""
@@ -242,10 +199,9 @@ class RunDirectory:
         if not path.exists():
             raise RunError(f"{self.path} has no model.safetensors: the run has not finished")
         try:
-            with safe_open(path, framework="np") as file:
-                return {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 - not a dict
-        except (SafetensorError, OSError) as error:
-            raise RunError(f"{path} cannot be read: {error}") from None
+            return read_arrays(path)[0]
+        except ValueError as error:
+            raise RunError(str(error)) from None
 
     def save_summary(self, summary: Mapping[str, Any]) -> None:
         """Write the run in a few numbers."""
@@ -358,35 +314,8 @@ def run_folder(config: RunConfig, run_id: int) -> Path:
     return Path(config.run_dir) if config.run_dir else cache_root() / "runs" / str(run_id)
 
 
-def plain(arrays: Mapping[str, Any]) -> Arrays:
-    """Contiguous NumPy arrays, also of tensors that lie on a GPU."""
-    return {k: np.asarray(v.cpu().numpy() if hasattr(v, "cpu") else v, order="C") for k, v in arrays.items()}
-
-
 def _without_folder(spec: str) -> str:
     """The last name of a path, with the kind that may stand before it: ``bank:/home/me/images.npz``."""
     kind, colon, where = spec.partition(":")
     is_kind = colon and "/" not in kind  # a folder's name may hold a colon, too
     return kind + colon + Path(where).name if is_kind else Path(spec).name
-
-
-def _under(prefix: str, arrays: Arrays) -> Arrays:
-    return {key.removeprefix(prefix): value for key, value in arrays.items() if key.startswith(prefix)}
-
-
-def describe_environment(device: str) -> dict[str, Any]:
-    """What a reader of the result needs to know about the machine."""
-    versions = {}
-    for package in ("fedeas-flwr", "flwr", "ray", "torch", "torchvision", "diffusers", "numpy"):
-        try:
-            versions[package] = version(package)
-        except PackageNotFoundError:
-            versions[package] = "not installed"
-    return {
-        "device": device,
-        "machine": platform.machine(),
-        "system": platform.system(),
-        "cores": os.cpu_count(),
-        "python": platform.python_version(),
-        "packages": versions,
-    }

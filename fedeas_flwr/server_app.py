@@ -16,22 +16,16 @@ from flwr.app import Context
 from flwr.serverapp import Grid, ServerApp
 from flwr.supercore import log
 
+from fedeas_flwr.checkpoints import Arrays, Checkpoint
 from fedeas_flwr.client_state import forget_kept_states, write_kept_states
 from fedeas_flwr.config import ConfigError, RunConfig, parse_config
+from fedeas_flwr.environment import describe_environment
 from fedeas_flwr.event_log import event_log
 from fedeas_flwr.generators.ray_service import start_service
 from fedeas_flwr.local_data import federated_data
 from fedeas_flwr.models import split_state
 from fedeas_flwr.one_line import one_line
-from fedeas_flwr.runs import (
-    Arrays,
-    Checkpoint,
-    ProcessesDiedError,
-    RunDirectory,
-    RunError,
-    describe_environment,
-    run_folder,
-)
+from fedeas_flwr.runs import ProcessesDiedError, RunDirectory, RunError, run_folder
 from fedeas_flwr.strategies import build_strategy
 from fedeas_flwr.strategies.federation import Evaluate, Federation
 from fedeas_flwr.strategies.members import count_clients

@@ -23,10 +23,11 @@ import tomli_w
 from filelock import FileLock, Timeout
 
 from fedeas_flwr.config import RunConfig
+from fedeas_flwr.environment import describe_environment
 from fedeas_flwr.mps import gpu_shared_by
 from fedeas_flwr.paths import atomic_write
 from fedeas_flwr.processes import undisturbed
-from fedeas_flwr.runs import RunDirectory, RunError, describe_environment
+from fedeas_flwr.runs import RunDirectory, RunError
 from fedeas_flwr.sweep import Cell, Sweep
 
 _LOOK_EVERY = 0.2

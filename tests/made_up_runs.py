@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from fedeas_flwr.config import parse_config
+from fedeas_flwr.environment import describe_environment
 from fedeas_flwr.metrics import summarise
-from fedeas_flwr.runs import RunDirectory, describe_environment
+from fedeas_flwr.runs import RunDirectory
 
 
 def write_run(

@@ -58,6 +58,7 @@ SMALL_MODULES = {
     "one_line.py",
     "cores.py",
     "counts.py",
+    "environment.py",
     "npy.py",
     "paths.py",
     "streams.py",

@@ -14,10 +14,11 @@ from flwr.app import Message
 from flwr.clientapp import ClientApp
 
 from fedeas_flwr import messages
+from fedeas_flwr.checkpoints import Checkpoint
 from fedeas_flwr.config import parse_config
 from fedeas_flwr.grids import InlineGrid
 from fedeas_flwr.messages import TrainReport
-from fedeas_flwr.runs import Checkpoint, RunDirectory, RunError
+from fedeas_flwr.runs import RunDirectory, RunError
 from fedeas_flwr.strategies import build_strategy, training_round
 from fedeas_flwr.strategies.federation import Federation
 

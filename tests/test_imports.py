@@ -26,11 +26,13 @@ LAYERS = [
         "cli_help",
         "image_sheet",
         "project",
+        "environment",
     },
     {"waterfill", "allocation", "partition"},
     {"budget_path", "own_data"},
     {"config", "planning", "choosing", "curves", "dataset_sources", "data"},
     {
+        "checkpoints",
         "runs",
         "node",
         "client_state",

@@ -17,11 +17,11 @@ from rich.console import Console
 from runners import finish, quick, weights
 from users_models import with_features
 
+from fedeas_flwr.checkpoints import Checkpoint
 from fedeas_flwr.config import ConfigError
 from fedeas_flwr.grids import InlineGrid
 from fedeas_flwr.models import split_state
 from fedeas_flwr.prepare import prepare
-from fedeas_flwr.runs import Checkpoint
 from fedeas_flwr.strategies.client_part import ClientRound, Finished
 from fedeas_flwr.strategies.moon import (
     PREVIOUS,

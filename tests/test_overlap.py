@@ -17,9 +17,10 @@ from runners import finish, quick, weights
 from test_federation import START, federation, toy_app
 
 from fedeas_flwr import messages, server_app
+from fedeas_flwr.checkpoints import Arrays, Checkpoint, plain
 from fedeas_flwr.grids import InlineGrid
 from fedeas_flwr.metrics import WALL_CLOCK, seconds_of
-from fedeas_flwr.runs import Arrays, Checkpoint, RunDirectory, RunError, plain
+from fedeas_flwr.runs import RunDirectory, RunError
 from fedeas_flwr.strategies import ALGORITHMS
 from fedeas_flwr.strategies.beside import Beside
 from fedeas_flwr.strategies.federation import Federation

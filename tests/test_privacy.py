@@ -16,10 +16,11 @@ from runners import finish, quick, weights
 
 from fedeas_flwr import messages
 from fedeas_flwr.array_records import to_record
+from fedeas_flwr.checkpoints import Checkpoint
 from fedeas_flwr.config import ConfigError, parse_config
 from fedeas_flwr.grids import InlineGrid
 from fedeas_flwr.prepare import prepare
-from fedeas_flwr.runs import Checkpoint, RunDirectory
+from fedeas_flwr.runs import RunDirectory
 from fedeas_flwr.strategies import build_strategy
 from fedeas_flwr.strategies.clipping import clips_update
 from fedeas_flwr.strategies.federation import Federation

@@ -18,13 +18,14 @@ from runners import CHEAP, finish, quick, small, start_interruptible, typed, wei
 
 from fedeas_flwr import client_app, generators, prepare
 from fedeas_flwr.allocation import allocate
+from fedeas_flwr.checkpoints import Checkpoint
 from fedeas_flwr.config import MATCHED, RunConfig
 from fedeas_flwr.generators import Generator
 from fedeas_flwr.grids import InlineGrid
 from fedeas_flwr.launch import launch
 from fedeas_flwr.local_data import planned_counts
 from fedeas_flwr.prepare import evaluate_run
-from fedeas_flwr.runs import Checkpoint, RunDirectory, RunError
+from fedeas_flwr.runs import RunDirectory, RunError
 from fedeas_flwr.strategies.federation import Federation
 
 

@@ -6,10 +6,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from fedeas_flwr.checkpoints import Checkpoint, StrategyState, write_arrays
 from fedeas_flwr.client_state import ClientState, ClientStore, forget_kept_states, write_kept_states
 from fedeas_flwr.config import parse_config
 from fedeas_flwr.metrics import rounds_to_threshold, summarise
-from fedeas_flwr.runs import Checkpoint, RunDirectory, RunError, StrategyState
+from fedeas_flwr.runs import RunDirectory, RunError
 
 
 def config(folder: Path, **changes: object):
@@ -56,6 +57,34 @@ def test_damaged_checkpoint_is_named_not_guessed_at(tmp_path: Path, damage: byte
     path.write_bytes(path.read_bytes()[:-3] if damage is None else damage)
     with pytest.raises(RunError, match=r"checkpoint\.safetensors cannot be read"):
         run.load_checkpoint()
+
+
+@pytest.mark.parametrize(
+    "metadata",
+    [
+        None,
+        {"state": "{"},
+        {"state": "[]"},
+        {"state": '{"round": 3}'},
+        {"state": '{"round": "three", "accepted": {}, "generated": {}}'},
+        {"state": '{"round": 3, "accepted": [], "generated": {}}'},
+        {"state": "[" * 100_000},
+    ],
+)
+def test_a_checkpoint_without_the_servers_state_is_named_too(tmp_path: Path, metadata: dict[str, str] | None) -> None:
+    run = RunDirectory.start(config(tmp_path / "r"), {})
+    write_arrays(run.path / "checkpoint.safetensors", {"trainable/w": np.ones(2)}, metadata)
+    with pytest.raises(RunError, match=r"checkpoint\.safetensors cannot be read: it holds no server's state"):
+        run.load_checkpoint()
+
+
+def test_a_damaged_model_is_named(tmp_path: Path) -> None:
+    run = RunDirectory.start(config(tmp_path / "r"), {})
+    run.save_model({"w": np.arange(3)})
+    assert run.load_model()["w"].tolist() == [0, 1, 2]
+    (run.path / "model.safetensors").write_bytes(b"garbage")
+    with pytest.raises(RunError, match=r"model\.safetensors cannot be read"):
+        run.load_model()
 
 
 def test_a_finished_folder_is_not_overwritten(tmp_path: Path) -> None:

@@ -27,7 +27,8 @@ CHILD = """
 import pathlib, sys, time
 from fedeas_flwr.config import read_config
 from fedeas_flwr.listing import check_removable
-from fedeas_flwr.runs import RunDirectory, describe_environment
+from fedeas_flwr.environment import describe_environment
+from fedeas_flwr.runs import RunDirectory
 config = read_config(pathlib.Path(sys.argv[1]), sys.argv[2:])
 if config.seed == 13:
     sys.exit("error: thirteen cannot be had")

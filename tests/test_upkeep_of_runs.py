@@ -16,12 +16,13 @@ from runners import finish, small
 
 from fedeas_flwr import cli_images, event_log, progress
 from fedeas_flwr.cache import ImageCache
+from fedeas_flwr.checkpoints import Checkpoint
 from fedeas_flwr.cli import app
 from fedeas_flwr.config import KEYS, ConfigError
 from fedeas_flwr.generators import SampleId, describe_generator
 from fedeas_flwr.prepare import prepare
 from fedeas_flwr.progress import ImagesToCome, RoundProgress
-from fedeas_flwr.runs import Checkpoint, RunDirectory, RunError
+from fedeas_flwr.runs import RunDirectory, RunError
 from fedeas_flwr.strategies import ALGORITHMS
 
 

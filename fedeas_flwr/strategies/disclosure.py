@@ -15,10 +15,11 @@ from flwr.app import Message
 from flwr.supercore import log
 
 from fedeas_flwr import messages
+from fedeas_flwr.checkpoints import Arrays
 from fedeas_flwr.config import ConfigError, RunConfig
 from fedeas_flwr.local_data import Images, Labels
 from fedeas_flwr.messages import MessageError
-from fedeas_flwr.runs import Arrays, RunError
+from fedeas_flwr.runs import RunError
 
 
 @dataclass(frozen=True)

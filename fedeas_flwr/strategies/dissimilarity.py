@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from fedeas_flwr.checkpoints import Arrays, plain
 from fedeas_flwr.cores import in_order, pieces, threads_for
-from fedeas_flwr.runs import Arrays, plain
 
 _BLOCK = 2**15
 """Elements of each client's array that are looked at together: with ten clients the cache holds them in float64."""

@@ -16,10 +16,11 @@ from flwr.serverapp.strategy import Strategy
 from flwr.supercore import log
 
 from fedeas_flwr import messages
+from fedeas_flwr.checkpoints import Arrays, Checkpoint
 from fedeas_flwr.config import RunConfig
 from fedeas_flwr.messages import TrainReport
 from fedeas_flwr.metrics import summarise
-from fedeas_flwr.runs import Arrays, Checkpoint, RunDirectory
+from fedeas_flwr.runs import RunDirectory
 from fedeas_flwr.strategies.beside import Beside
 from fedeas_flwr.strategies.disclosure import NeedsDisclosure, tell
 from fedeas_flwr.strategies.federated_evaluation import ask_clients_to_test

@@ -19,9 +19,9 @@ from flwr.serverapp import strategy as flower
 
 from fedeas_flwr import messages
 from fedeas_flwr.array_records import encoded, to_arrays, to_record
+from fedeas_flwr.checkpoints import Arrays, Checkpoint, StrategyState
 from fedeas_flwr.config import ConfigError, RunConfig
 from fedeas_flwr.messages import ARRAYS, METRICS, WEIGHT
-from fedeas_flwr.runs import Arrays, Checkpoint, StrategyState
 from fedeas_flwr.strategies.fedavg import settings
 from fedeas_flwr.strategies.privacy import privacy_spent, with_privacy
 from fedeas_flwr.streams import stream

@@ -7,7 +7,7 @@ from typing import Protocol, runtime_checkable
 from flwr.app import ArrayRecord
 
 from fedeas_flwr.array_records import to_arrays
-from fedeas_flwr.runs import Arrays, StrategyState, plain
+from fedeas_flwr.checkpoints import Arrays, StrategyState, plain
 
 
 @runtime_checkable

@@ -22,11 +22,12 @@ from flwr.supercore import log
 
 from fedeas_flwr import messages
 from fedeas_flwr.array_records import to_arrays, to_record
+from fedeas_flwr.checkpoints import Arrays, Checkpoint, StrategyState
 from fedeas_flwr.config import RunConfig
 from fedeas_flwr.cores import in_order, threads_for
 from fedeas_flwr.grids import GridView
 from fedeas_flwr.messages import MessageError, Share, TrainReport, TrainTask
-from fedeas_flwr.runs import Arrays, Checkpoint, ProcessesDiedError, RunDirectory, RunError, StrategyState
+from fedeas_flwr.runs import ProcessesDiedError, RunDirectory, RunError
 from fedeas_flwr.strategies.averaging import like_model, weighted_average
 from fedeas_flwr.strategies.delivery import deliver, has_died
 from fedeas_flwr.strategies.dissimilarity import gradient_dissimilarity

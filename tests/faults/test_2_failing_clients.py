@@ -14,8 +14,9 @@ from flwr.app import Message
 from test_federation import START, federation, toy_app
 
 from fedeas_flwr import messages
+from fedeas_flwr.checkpoints import Checkpoint
 from fedeas_flwr.grids import InlineGrid
-from fedeas_flwr.runs import Checkpoint, RunError
+from fedeas_flwr.runs import RunError
 from fedeas_flwr.strategies import delivery
 
 

@@ -21,9 +21,10 @@ from test_5_killed_server import forked
 from test_federation import START, federation, toy_app
 
 from fedeas_flwr import messages, server_app
+from fedeas_flwr.checkpoints import Arrays, Checkpoint
 from fedeas_flwr.client_state import ClientState, ClientStore
 from fedeas_flwr.grids import InlineGrid
-from fedeas_flwr.runs import Arrays, Checkpoint, ProcessesDiedError, RunDirectory, RunError
+from fedeas_flwr.runs import ProcessesDiedError, RunDirectory, RunError
 from fedeas_flwr.strategies import federation as loop
 from fedeas_flwr.strategies.federation import Evaluate, Federation
 
