@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
@@ -15,6 +15,7 @@ from fedeas_flwr.config import ConfigError
 from fedeas_flwr.progress import show_tries
 
 if TYPE_CHECKING:
+    from fedeas_flwr.choosing import Choice, Limits
     from fedeas_flwr.counts import IntArray
 
 DEFAULT_BETA = 12.0
@@ -51,18 +52,12 @@ def plan(
     from fedeas_flwr.budget_path import BudgetPath
 
     limits, betas = choosing.Limits(min_removed, max_synthetic, max_images, max_seconds), read_grid(grid)
-    choosing_beta = bool(limits.given())
-    if choosing_beta and beta is not None:
-        raise ConfigError(f"beta = {beta:g}: leave it out, the limits choose it")
-    if betas and not choosing_beta:
-        names = ", ".join(map(choosing.option, vars(limits)))
-        raise ConfigError(f"grid = '{grid}': there is nothing to choose by; give one or more of {names}")
+    _check_who_chooses(limits, beta, grid)
     found = planning.read_counts(counts) if counts else _partition_counts(dataset, protocol, clients, alpha, seed)
     choice = None
-    if choosing_beta:
-        path = BudgetPath(found, policy, gamma, not printed_rule)
+    if limits.given():
         speed = batch_speed(generator, dataset, found.shape[1]) if max_seconds is not None else None
-        choice = choosing.choose(path, limits, betas, speed)
+        choice = choosing.choose(BudgetPath(found, policy, gamma, not printed_rule), limits, betas, speed)
         if choice.recommended is None:
             answer = json.dumps({"choice": choice.as_json()})
             print(answer if output == "json" else choosing.format_choice(choice))
@@ -83,18 +78,36 @@ def plan(
         result["estimate"] = estimate_generation(result, generator, dataset)
     if choice:
         result["choice"] = choice.as_json()
+    drawn: list[Path] = []
     if figures:
         from fedeas_flwr.report.plan_figures import draw_plan
 
         drawn = draw_plan(BudgetPath(found, policy, gamma, not printed_rule), result["beta"], figures, choice)
-    print(json.dumps(result) if output == "json" else planning.format_table(result))
-    if output == "table":
-        if estimate:
-            print(show_estimate(result["estimate"]))
-        if choice:
-            print(choosing.format_choice(choice))
-        if figures:
-            print(f"Figures:      {', '.join(map(str, drawn))}")
+    print(json.dumps(result) if output == "json" else _as_text(result, choice, drawn))
+
+
+def _as_text(result: dict[str, Any], choice: Choice | None, drawn: list[Path]) -> str:
+    from fedeas_flwr import choosing, planning
+
+    parts = [planning.format_table(result)]
+    if "estimate" in result:
+        parts.append(show_estimate(result["estimate"]))
+    if choice:
+        parts.append(choosing.format_choice(choice))
+    if drawn:
+        parts.append(f"Figures:      {', '.join(map(str, drawn))}")
+    return "\n".join(parts)
+
+
+def _check_who_chooses(limits: Limits, beta: float | None, grid: str) -> None:
+    """Refuse a β beside limits that choose it, and a grid without any."""
+    from fedeas_flwr.choosing import option
+
+    if limits.given() and beta is not None:
+        raise ConfigError(f"beta = {beta:g}: leave it out, the limits choose it")
+    if grid and not limits.given():
+        names = ", ".join(map(option, vars(limits)))
+        raise ConfigError(f"grid = '{grid}': there is nothing to choose by; give one or more of {names}")
 
 
 def read_grid(text: str) -> list[float]:
