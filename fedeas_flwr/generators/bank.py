@@ -54,18 +54,7 @@ class BankGenerator:
         return [len(images) for images in self._images]
 
     def sample(self, samples: Sequence[SampleId]) -> NDArray[np.uint8]:
-        """Look up images; the same identity always gives the same one.
-
-        Parameters
-        ----------
-        samples
-            Identities, in any order.
-
-        Returns
-        -------
-        array
-            uint8 ``[len(samples), H, W, C]``.
-        """
+        """Look up images; the same identity always gives the same one. See `Generator.sample`."""
         order = lru_cache(maxsize=None)(self._order)
         images = np.empty((len(samples), *self.image_shape), dtype=np.uint8)
         for position, sample in enumerate(samples):

@@ -20,6 +20,7 @@ from fedeas_flwr.cache import ImageCache
 from fedeas_flwr.data import Dataset, dataset_info, open_dataset
 from fedeas_flwr.dataset_sources import OWN, find_source
 from fedeas_flwr.generators import Generator
+from fedeas_flwr.generators.one_thread import one_thread
 from fedeas_flwr.models import build_model
 from fedeas_flwr.normaliser import Normaliser
 from fedeas_flwr.paths import atomic_path, cache_root
@@ -65,17 +66,15 @@ class Classifier:
         head: Any = self._model.fc
         hook = head.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0]))
         probabilities, features = [], []
-        threads = torch.get_num_threads()
-        torch.set_num_threads(1)
         try:
-            for start in range(0, len(images), _BATCH):
-                batch = images[start : start + _BATCH]
-                padded = np.concatenate([batch, np.repeat(batch[-1:], _BATCH - len(batch), axis=0)])
-                logits = self._model(self.network_input(padded))
-                probabilities.append(logits.softmax(dim=1)[: len(batch)].cpu().numpy())
-                features.append(seen.pop()[: len(batch)].cpu().numpy())
+            with one_thread(torch.device(self._device)):
+                for start in range(0, len(images), _BATCH):
+                    batch = images[start : start + _BATCH]
+                    padded = np.concatenate([batch, np.repeat(batch[-1:], _BATCH - len(batch), axis=0)])
+                    logits = self._model(self.network_input(padded))
+                    probabilities.append(logits.softmax(dim=1)[: len(batch)].cpu().numpy())
+                    features.append(seen.pop()[: len(batch)].cpu().numpy())
         finally:
-            torch.set_num_threads(threads)
             hook.remove()
         if not len(images):
             return np.zeros((0, head.out_features), np.float32), np.zeros((0, head.in_features), np.float32)

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from fedeas_flwr.generators.one_thread import one_thread
 from fedeas_flwr.one_line import one_line
 
 # diffusers takes seconds to import, so only functions import it.
@@ -236,13 +237,8 @@ class _Step:
 def _arithmetic(device: torch.device, precision: str) -> Iterator[None]:
     """Fix what decides the last bits on `device`, and put it back afterwards."""
     if device.type == "cpu":
-        # Sums are split among threads: their number changes the last bits, and a client process may have any.
-        threads = torch.get_num_threads()
-        torch.set_num_threads(1)
-        try:
+        with one_thread(device):
             yield
-        finally:
-            torch.set_num_threads(threads)
         return
     matmul, cudnn = torch.backends.cuda.matmul, torch.backends.cudnn
     before = matmul.allow_tf32, cudnn.allow_tf32, cudnn.deterministic, cudnn.benchmark

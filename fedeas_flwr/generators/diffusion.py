@@ -131,18 +131,7 @@ class DiffusionGenerator:
         self.fingerprint = self._make_fingerprint(config, weights)
 
     def sample(self, samples: Sequence[SampleId]) -> NDArray[np.uint8]:
-        """Make images; each depends on its own identity alone.
-
-        Parameters
-        ----------
-        samples
-            Identities, in any order.
-
-        Returns
-        -------
-        array
-            uint8 ``[len(samples), H, W, C]``.
-        """
+        """Make images; each depends on its own identity alone. See `Generator.sample`."""
         for sample in samples:
             if min(sample) < 0 or sample.label >= self.num_classes:
                 allowed = f"none negative, label below {self.num_classes}"

@@ -181,18 +181,7 @@ class ServiceGenerator:
         self.image_shape, self.num_classes = info.image_shape, len(info.classes)
 
     def sample(self, samples: Sequence[SampleId]) -> Images:
-        """Ask for images, again if the service dies over it.
-
-        Parameters
-        ----------
-        samples
-            Identities, in any order.
-
-        Returns
-        -------
-        array
-            uint8 ``[len(samples), H, W, C]``.
-        """
+        """Ask for images, again if the service dies over it. See `Generator.sample`."""
         import ray
 
         deaths = 0

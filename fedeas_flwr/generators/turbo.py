@@ -10,8 +10,7 @@ import hashlib
 import importlib.util
 import json
 import os
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +19,7 @@ import torch
 from numpy.typing import NDArray
 
 from fedeas_flwr.generators import SampleId
+from fedeas_flwr.generators.one_thread import one_thread
 from fedeas_flwr.one_line import one_line
 
 HUB_NAME = "stabilityai/sd-turbo"
@@ -76,20 +76,9 @@ class TurboGenerator:
         self.fingerprint = digest.hexdigest()
 
     def sample(self, samples: Sequence[SampleId]) -> NDArray[np.uint8]:
-        """Make images; each has noise of its own.
-
-        Parameters
-        ----------
-        samples
-            Identities, in any order.
-
-        Returns
-        -------
-        array
-            uint8 ``[len(samples), H, W, C]``.
-        """
+        """Make images; each has noise of its own. See `Generator.sample`."""
         images = np.empty((len(samples), *self.image_shape), dtype=np.uint8)
-        with torch.no_grad(), _one_thread(self._device):
+        with torch.no_grad(), one_thread(self._device):
             for start in range(0, len(samples), self.batch_size):
                 batch = list(samples[start : start + self.batch_size])
                 padded = batch + [batch[-1]] * (self.batch_size - len(batch))
@@ -173,15 +162,3 @@ def _load(folder: Path, dtype: torch.dtype) -> Any:
         raise ValueError(f"generator: {folder} is not a text-to-image pipeline or is damaged ({line})") from error
     pipeline.set_progress_bar_config(disable=True)
     return pipeline
-
-
-@contextmanager
-def _one_thread(device: torch.device) -> Iterator[None]:
-    # As in diffusion.py: the number of threads changes the last bits.
-    before = torch.get_num_threads()
-    if device.type == "cpu":
-        torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
