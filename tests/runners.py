@@ -18,6 +18,7 @@ from rich.console import Console
 
 from fedeas_flwr import cli
 from fedeas_flwr.config import RunConfig, parse_config
+from fedeas_flwr.grids import InlineGrid
 from fedeas_flwr.launch import launch
 from fedeas_flwr.runs import RunDirectory
 
@@ -44,6 +45,15 @@ def quick(folder: Path, **changes: Any) -> RunConfig:
 def finish(config: RunConfig) -> RunDirectory:
     """Run to the end without a terminal."""
     return launch(config, Console(file=io.StringIO()))
+
+
+def hand_models_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let inline runs hand models over as tensors, as they do on a GPU, with two clients at once."""
+
+    def live_grid(*args: Any, **more: Any) -> InlineGrid:
+        return InlineGrid(*args[:3], workers=2, live=True)
+
+    monkeypatch.setattr("fedeas_flwr.grids.InlineGrid", live_grid)
 
 
 def weights(run: RunDirectory) -> str:

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from flwr.app import Array, ArrayRecord, Message, RecordDict
 from rich.console import Console
-from runners import finish, quick, weights
+from runners import finish, hand_models_over, quick, weights
 
 import fedeas_flwr.strategies.delivery  # noqa: F401 - it must know the true InlineGrid, whichever test comes first
 from fedeas_flwr import messages
@@ -113,11 +113,7 @@ def test_a_model_handed_over_as_tensors_gives_the_same_weights(
 ) -> None:
     keys = {"policy": "none", "rounds": 3, **TELLING[name]}
     sent = finish(quick(tmp_path / "bytes", **keys))
-
-    def live_grid(*args: Any, **kwargs: Any) -> InlineGrid:
-        return InlineGrid(*args[:3], workers=2, live=True)
-
-    monkeypatch.setattr("fedeas_flwr.grids.InlineGrid", live_grid)
+    hand_models_over(monkeypatch)
     assert weights(finish(quick(tmp_path / "live", **keys))) == weights(sent)
     finish(quick(tmp_path / "parts", **{**keys, "rounds": 1}))
     assert weights(finish(quick(tmp_path / "parts", resume=True, **keys))) == weights(sent)

@@ -17,7 +17,7 @@ import pytest
 from flwr.app import ConfigRecord
 from flwr.clientapp import ClientApp
 from rich.console import Console
-from runners import finish, quick, weights
+from runners import finish, hand_models_over, quick, weights
 
 from fedeas_flwr import messages
 from fedeas_flwr.array_records import to_arrays, to_record
@@ -84,11 +84,7 @@ def test_a_model_handed_over_as_tensors_gives_the_same_weights(
     keys = {**TINY, "strategy": name, "rounds": 2}
     keys["model"] = "users_models:with_batchnorm"  # statistics and a whole-number counter beside the weights
     sent = finish(quick(tmp_path / "bytes", **keys))
-
-    def live_grid(*args: Any, **kwargs: Any) -> InlineGrid:
-        return InlineGrid(*args[:3], workers=2, live=True)
-
-    monkeypatch.setattr("fedeas_flwr.grids.InlineGrid", live_grid)
+    hand_models_over(monkeypatch)
     handed_over = finish(quick(tmp_path / "live", **keys))
     assert weights(sent) == weights(handed_over)
     model = handed_over.load_model()

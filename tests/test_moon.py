@@ -14,12 +14,11 @@ import pytest
 import torch
 from lossy import federation, lossy_app
 from rich.console import Console
-from runners import finish, quick, weights
+from runners import finish, hand_models_over, quick, weights
 from users_models import with_features
 
 from fedeas_flwr.checkpoints import Checkpoint
 from fedeas_flwr.config import ConfigError
-from fedeas_flwr.grids import InlineGrid
 from fedeas_flwr.models import split_state
 from fedeas_flwr.prepare import prepare
 from fedeas_flwr.strategies.client_part import ClientRound, Finished
@@ -219,11 +218,7 @@ def test_resumed_and_handed_over_as_tensors_it_gives_the_same_bits(
     finish(quick(tmp_path / "parts", rounds=2, **keys))
     assert weights(finish(quick(tmp_path / "parts", rounds=4, resume=True, **keys))) == weights(whole)
     assert (whole.summary()["total_generated"] > 0) == (policy == "fedeas")
-
-    def live_grid(*args: Any, **kwargs: Any) -> InlineGrid:
-        return InlineGrid(*args[:3], workers=2, live=True)
-
-    monkeypatch.setattr("fedeas_flwr.grids.InlineGrid", live_grid)
+    hand_models_over(monkeypatch)
     finish(quick(tmp_path / "live", rounds=2, **keys))
     assert weights(finish(quick(tmp_path / "live", rounds=4, resume=True, **keys))) == weights(whole)
 

@@ -13,12 +13,11 @@ import numpy as np
 import pytest
 import torch
 from flwr.app import Message
-from runners import finish, quick, weights
+from runners import finish, hand_models_over, quick, weights
 from test_federation import START, federation, toy_app
 
 from fedeas_flwr import messages, server_app
 from fedeas_flwr.checkpoints import Arrays, Checkpoint, plain
-from fedeas_flwr.grids import InlineGrid
 from fedeas_flwr.metrics import WALL_CLOCK, seconds_of
 from fedeas_flwr.runs import RunDirectory, RunError
 from fedeas_flwr.strategies import ALGORITHMS
@@ -344,9 +343,7 @@ def test_a_rounds_state_is_not_changed_by_the_next_ones(
 
     monkeypatch.setattr(Federation, "train_round", hold)
     if live:
-        monkeypatch.setattr(
-            "fedeas_flwr.grids.InlineGrid", lambda *given, **keys: InlineGrid(*given[:3], workers=2, live=True)
-        )
+        hand_models_over(monkeypatch)
     keys = {"policy": "none", "participation": 1.0, "strategy": strategy, "device": "cpu", **KEYS.get(strategy, {})}
     run = finish(quick(tmp_path / "r", **keys))
     assert len(held) == 9 and recorded(run) == [1, 2, 3]
@@ -362,9 +359,7 @@ def test_what_is_measured_and_tested_beside_the_clients_is_what_it_is_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, strategy: str, live: bool
 ) -> None:
     if live:
-        monkeypatch.setattr(
-            "fedeas_flwr.grids.InlineGrid", lambda *given, **keys: InlineGrid(*given[:3], workers=2, live=True)
-        )
+        hand_models_over(monkeypatch)
     keys = {"policy": "none", "rounds": 5, "strategy": strategy, "gamma_hat": "all-state", "device": "cpu"}
     beside = finish(quick(tmp_path / "beside", **keys))
     monkeypatch.setattr(Beside, "start", lambda self, work: work())

@@ -12,7 +12,7 @@ import pytest
 from flwr.app import ConfigRecord, Message
 from flwr.clientapp import ClientApp
 from rich.console import Console
-from runners import finish, quick, weights
+from runners import finish, hand_models_over, quick, weights
 
 from fedeas_flwr import messages
 from fedeas_flwr.array_records import to_record
@@ -185,11 +185,7 @@ def test_wrapper_and_wrapped_both_remember(tmp_path: Path, dp: str, strategy: st
 def test_tensors_handed_over_give_the_same_weights(tmp_path: Path, dp: str, monkeypatch: pytest.MonkeyPatch) -> None:
     keys = {**TINY, "dp": dp, "rounds": 2, "model": "users_models:with_batchnorm"}
     sent = finish(quick(tmp_path / "bytes", **keys))
-
-    def live_grid(*args: Any, **kwargs: Any) -> InlineGrid:
-        return InlineGrid(*args[:3], workers=2, live=True)
-
-    monkeypatch.setattr("fedeas_flwr.grids.InlineGrid", live_grid)
+    hand_models_over(monkeypatch)
     handed_over = finish(quick(tmp_path / "live", **keys))
     assert weights(sent) == weights(handed_over)
     if dp.endswith("fixed"):

@@ -14,14 +14,13 @@ import numpy as np
 import pytest
 import torch
 from rich.console import Console
-from runners import CHEAP, finish, quick, small, start_interruptible, typed, weights
+from runners import CHEAP, finish, hand_models_over, quick, small, start_interruptible, typed, weights
 
 from fedeas_flwr import client_app, generators, prepare
 from fedeas_flwr.allocation import allocate
 from fedeas_flwr.checkpoints import Checkpoint
 from fedeas_flwr.config import MATCHED, RunConfig
 from fedeas_flwr.generators import Generator
-from fedeas_flwr.grids import InlineGrid
 from fedeas_flwr.launch import launch
 from fedeas_flwr.local_data import planned_counts
 from fedeas_flwr.prepare import evaluate_run
@@ -217,7 +216,7 @@ def test_ctrl_c_keeps_every_round_that_is_done_however_rare_checkpoints_are(
     """It comes when the fourth round's clients and the strategy are ahead of what was recorded."""
     keys = {"policy": "none", "strategy": "scaffold", "participation": 0.5, "checkpoint_every": 50}
     if live:
-        monkeypatch.setattr("fedeas_flwr.grids.InlineGrid", lambda *args, **more: InlineGrid(*args[:3], 2, live=True))
+        hand_models_over(monkeypatch)
     whole = finish(quick(tmp_path / "whole", rounds=6, **keys))
     train_round = Federation.train_round
 

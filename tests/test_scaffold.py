@@ -15,7 +15,7 @@ from flwr.clientapp import ClientApp
 from lossy import federation, lossy_app
 from quadratics import train
 from rich.console import Console
-from runners import finish, quick, weights
+from runners import finish, hand_models_over, quick, weights
 
 from fedeas_flwr import client_app, messages
 from fedeas_flwr.array_records import to_arrays, to_record
@@ -225,11 +225,7 @@ def test_resumed_and_handed_over_as_tensors_it_gives_the_same_bits(
     assert weights(finish(quick(tmp_path / "parts", rounds=4, resume=True, **keys))) == weights(whole)
     assert (whole.summary()["total_generated"] > 0) == (policy == "fedeas")
     assert weights(finish(quick(tmp_path / "fedavg", rounds=4, **{**keys, "strategy": "fedavg"}))) != weights(whole)
-
-    def live_grid(*args: Any, **kwargs: Any) -> InlineGrid:
-        return InlineGrid(*args[:3], workers=2, live=True)
-
-    monkeypatch.setattr("fedeas_flwr.grids.InlineGrid", live_grid)
+    hand_models_over(monkeypatch)
     finish(quick(tmp_path / "live", rounds=2, **keys))
     assert weights(finish(quick(tmp_path / "live", rounds=4, resume=True, **keys))) == weights(whole)
 

@@ -9,13 +9,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from runners import finish, small, weights
+from runners import finish, hand_models_over, small, weights
 from torch import nn
 from torch.nn import functional as F
 from users_models import with_batchnorm
 
 from fedeas_flwr.config import RunConfig
-from fedeas_flwr.grids import InlineGrid
 from fedeas_flwr.strategies.averaging import weighted_average
 from fedeas_flwr.training import Engine, Normaliser, Objective, Recipe
 from fedeas_flwr.training.eager import Descent, EagerEngine
@@ -144,11 +143,7 @@ def test_the_batch_table_holds_every_sample_once_an_epoch() -> None:
 
 def test_models_handed_over_live_train_to_the_same_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     sent = finish(small(tmp_path / "bytes", policy="none", model="small-cnn", device="cpu"))
-
-    def live_grid(*args: object, **kwargs: object) -> InlineGrid:
-        return InlineGrid(*args[:3], workers=2, live=True)  # type: ignore[arg-type]
-
-    monkeypatch.setattr("fedeas_flwr.grids.InlineGrid", live_grid)
+    hand_models_over(monkeypatch)
     handed_over = finish(small(tmp_path / "live", policy="none", model="small-cnn", device="cpu"))
     assert weights(sent) == weights(handed_over)
 

@@ -16,14 +16,13 @@ from typing import Any
 
 import pytest
 from flwr.app import Message
-from runners import finish, quick, weights
+from runners import finish, hand_models_over, quick, weights
 from test_5_killed_server import forked
 from test_federation import START, federation, toy_app
 
 from fedeas_flwr import messages, server_app
 from fedeas_flwr.checkpoints import Arrays, Checkpoint
 from fedeas_flwr.client_state import ClientState, ClientStore
-from fedeas_flwr.grids import InlineGrid
 from fedeas_flwr.runs import ProcessesDiedError, RunDirectory, RunError
 from fedeas_flwr.strategies import federation as loop
 from fedeas_flwr.strategies.federation import Evaluate, Federation
@@ -36,7 +35,7 @@ LONG = 30
 def live_or_not(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Clients that keep their states on disk, or in memory up to the next checkpoint as on a GPU."""
     if request.param:
-        monkeypatch.setattr("fedeas_flwr.grids.InlineGrid", lambda *args, **more: InlineGrid(*args[:3], 2, live=True))
+        hand_models_over(monkeypatch)
 
 
 @pytest.fixture(scope="module")
