@@ -214,6 +214,18 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_tiny(tmp_path_factory.mktemp("model"))
 
 
+def opens_or_is_refused(model_folder: Path, file: str, content: bytes) -> None:
+    """Whatever one of its files holds, a folder is a generator or an error of one line."""
+    with tempfile.TemporaryDirectory() as folder:
+        copy = Path(folder) / "model"
+        shutil.copytree(model_folder, copy)
+        (copy / file).write_bytes(content)
+        try:
+            DiffusionGenerator(copy, num_classes=3, steps=2)
+        except (ValueError, FileNotFoundError) as error:
+            assert "\n" not in str(error)
+
+
 @pytest.mark.slow
 @cases(40)
 @given(file=st.sampled_from(["unet/config.json", "scheduler/scheduler_config.json"]), data=st.data())
@@ -221,14 +233,7 @@ def test_model_folders_with_other_numbers(model_folder: Path, file: str, data: s
     content = json.loads((model_folder / file).read_text())
     key = data.draw(st.sampled_from(sorted(content)))
     content[key] = data.draw(anything)
-    with tempfile.TemporaryDirectory() as folder:
-        copy = Path(folder) / "model"
-        shutil.copytree(model_folder, copy)
-        (copy / file).write_text(json.dumps(content))
-        try:
-            DiffusionGenerator(copy, num_classes=3, steps=2)
-        except (ValueError, FileNotFoundError) as error:
-            assert "\n" not in str(error)
+    opens_or_is_refused(model_folder, file, json.dumps(content).encode())
 
 
 @pytest.mark.slow
@@ -241,14 +246,7 @@ def test_model_folders_with_other_numbers(model_folder: Path, file: str, data: s
 )
 @example("unet/config.json", ("zero", 0.0, b"["))
 def test_damaged_model_folders(model_folder: Path, file: str, how: tuple[str, float, bytes]) -> None:
-    with tempfile.TemporaryDirectory() as folder:
-        copy = Path(folder) / "model"
-        shutil.copytree(model_folder, copy)
-        (copy / file).write_bytes(damaged((model_folder / file).read_bytes(), how))
-        try:
-            DiffusionGenerator(copy, num_classes=3, steps=2)
-        except (ValueError, FileNotFoundError) as error:
-            assert "\n" not in str(error)
+    opens_or_is_refused(model_folder, file, damaged((model_folder / file).read_bytes(), how))
 
 
 # ------------------------------------------------------------------------- cache manifests, run directories
