@@ -6,6 +6,7 @@ import io
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -83,7 +84,7 @@ def test_a_run_says_how_long_it_will_take_by_the_rounds_of_this_sitting(
     run = write_run(tmp_path / "a", [0.5] * 5, rounds=10)
     out = io.StringIO()
     clock = iter([100.0, 150.0, 160.0])
-    monkeypatch.setattr(progress.time, "monotonic", lambda: next(clock))
+    monkeypatch.setattr(progress, "time", SimpleNamespace(monotonic=lambda: next(clock)))
     with RoundProgress(run, 10, 3, Console(file=out, width=200)) as shown:  # three rounds were done before
         shown.update()
     first, second = out.getvalue().splitlines()
@@ -106,7 +107,7 @@ def test_while_no_round_ends_a_run_says_how_long_it_will_generate(
     monkeypatch.setenv("FEDEAS_CACHE", str(tmp_path / "cache"))
     run = write_run(tmp_path / "a", [], rounds=10, clients=2, policy="uniform", total=400, finished=False)
     config, out, now = run.config(), io.StringIO(), [100.0]
-    monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(progress, "time", SimpleNamespace(monotonic=lambda: now[0]))
     images = ImagesToCome(config)
     assert (images.total, images.left()) == (400, 400)
     assert ImagesToCome(config.with_changes(shared_images=True)).total == 200
@@ -142,7 +143,7 @@ def test_generating_in_chunks_gives_the_same_images_and_tells_the_time(
             clock[0] += 16
             return np.array([s.index for s in samples])
 
-    monkeypatch.setattr("time.monotonic", lambda: clock[0])
+    monkeypatch.setattr(cli_images, "time", SimpleNamespace(monotonic=lambda: clock[0]))
     samples = [SampleId(0, 0, 0, index) for index in range(21)]
     chunks: Any = list(cli_images._in_chunks(Counting(), samples, 2))  # type: ignore[arg-type]
     assert [len(chunk) for chunk in chunks] == [8, 8, 5] and np.concatenate(chunks).tolist() == list(range(21))
