@@ -257,9 +257,9 @@ def test_a_thousand_clients_of_a_thousand_classes_take_seconds_at_most() -> None
     counts = rng.poisson(rng.gamma(0.1, 50, (1000, 1000)))
     for policy in POLICIES:
         if policy != "greedy":
-            start = time.perf_counter()
+            start = time.thread_time()  # not the others' time: they may have the core meanwhile
             allocate(counts, policy, beta=12)
-            assert time.perf_counter() - start < 3, policy  # measured: 0.4 s for waterfill, below 0.1 s for the others
+            assert time.thread_time() - start < 3, policy  # measured: 0.4 s for waterfill, below 0.1 s for the others
 
 
 @pytest.mark.parametrize("module", ["allocation", "partition", "planning"])

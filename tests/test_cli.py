@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
-import time
+import resource
 from pathlib import Path
 
 import numpy as np
@@ -18,10 +17,16 @@ ROOT = Path(__file__).parents[1]
 QUICKSTART = str(ROOT / "conf" / "quickstart.toml")
 
 
+def cpu_seconds_of_children() -> float:
+    """What all processes took that this one started and waited for, however many others wanted a core."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
+
+
 def test_plan_prints_exactly_the_agreed_json(tmp_path: Path) -> None:
-    began = time.monotonic()
+    began = cpu_seconds_of_children()
     done = fedeas("plan", "--format", "json", FEDEAS_CACHE=str(tmp_path))  # nothing cached: the paper's main setting
-    elapsed = time.monotonic() - began
+    took = cpu_seconds_of_children() - began
     plan = json.loads(done.stdout)
     assert list(plan) == [
         "dataset", "protocol", "policy", "beta", "gamma", "seed", "clients", "total", "full_balance_total", "imbalance",
@@ -33,7 +38,7 @@ def test_plan_prints_exactly_the_agreed_json(tmp_path: Path) -> None:
     assert [c["budget"] for c in plan["clients"]][:5] == [130, 93, 27, 133, 175]
     assert plan["imbalance"]["removed"] == pytest.approx(0.518, abs=5e-4)
     assert plan["synthetic_fraction"] == pytest.approx(13_437 / (45_007 + 13_437))
-    assert elapsed < 2 or os.getloadavg()[0] > 2, f"{elapsed:.1f} s"
+    assert took < 2, f"{took:.1f} s"  # measured: 0.6 s
 
 
 @pytest.mark.parametrize(

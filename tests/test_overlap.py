@@ -15,6 +15,7 @@ import torch
 from flwr.app import Message
 from runners import finish, hand_models_over, quick, weights
 from test_federation import START, federation, toy_app
+from timelines import Timelines
 
 from fedeas_flwr import messages, server_app
 from fedeas_flwr.checkpoints import Arrays, Checkpoint, plain
@@ -24,7 +25,7 @@ from fedeas_flwr.strategies import ALGORITHMS
 from fedeas_flwr.strategies.beside import Beside
 from fedeas_flwr.strategies.federation import Federation
 
-LONG = 30  # seconds that a test would wait in vain
+LONG = 300  # seconds that a test would wait in vain
 OK = {"accuracy": 0.5, "loss": 1.0}
 
 
@@ -122,23 +123,29 @@ def test_records_and_checkpoints_come_in_order_and_one_round_behind_at_most(tmp_
     assert [json.loads(line)["round"] for line in log] == list(range(1, 7))
 
 
-def test_seconds_of_a_test_count_once_and_only_where_they_held_a_round_up(tmp_path: Path) -> None:
+def test_seconds_of_a_test_count_once_and_only_where_they_held_a_round_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    times = Timelines(monkeypatch)
+
     def test(trainable: Arrays, buffers: Arrays) -> dict[str, Any]:
-        threading.Event().wait(0.3)
+        times.spend(0.25)
         return OK
 
     def slow_in_round_2(number: int, client: int) -> None:
         if number == 2 and client == 0:
-            threading.Event().wait(0.6)
+            times.spend(0.5)
 
     run = federation(tmp_path, toy_app(rounds_of_clients(slow_in_round_2)), rounds=4)
     run.fit(START, test)
     seconds = [record["seconds"] for record in run.run.rounds()]
-    assert all(0.3 <= s["evaluate"] < 0.6 for s in seconds)
+    assert [s["evaluate"] for s in seconds] == [0.25] * 4
+    assert [s["clients"] for s in seconds] == [0, 0.5, 0, 0]
     first, beside_long, beside_short, last = (s["end_wait"] for s in seconds)
-    assert first < 0.1 and beside_long < 0.1, "round 1's test is over when round 2's clients are"
-    assert beside_short > 0.2, "round 3's clients were done at once and waited for round 2's test"
-    assert last > 0.5, "the last one waited for round 3's test and for its own"
+    assert first == beside_long == 0, "round 1's test is over when round 2's clients are"
+    assert beside_short == 0.25, "round 3's clients were done at once and waited for round 2's test"
+    assert last == 0.5, "the last one waited for round 3's test and for its own"
+    assert sum(s[phase] for s in seconds for phase in WALL_CLOCK) == times.perf_counter() == 1.25
     older = {"clients": 1.0, "gamma_hat": 0.25, "evaluate": 0.5}  # records from before there was such a wait
     assert seconds_of("end_wait", older) == 0.75 and seconds_of("end_wait", {**older, "test_wait": 0.125}) == 0.375
     assert seconds_of("evaluate", {}) == seconds_of("clients", {}) == 0.0
@@ -149,7 +156,7 @@ def test_seconds_of_a_test_count_once_and_only_where_they_held_a_round_up(tmp_pa
 def test_gamma_hat_is_worked_out_beside_the_next_round_and_its_models_are_let_go(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    begun = {number: threading.Event() for number in range(1, 5)}
+    times, begun = Timelines(monkeypatch), {number: threading.Event() for number in range(1, 5)}
     held: list[list[weakref.ref[Any]]] = []
     kept: list[int] = []
 
@@ -157,7 +164,7 @@ def test_gamma_hat_is_worked_out_beside_the_next_round_and_its_models_are_let_go
         held.append([weakref.ref(array) for end in ends for array in end.values()])
         if len(held) < 4:
             assert begun[len(held) + 1].wait(LONG), "the next round waited for Γ̂"
-        threading.Event().wait(0.1)
+        times.spend(0.125)
         return len(held) / 8
 
     def test(trainable: Arrays, buffers: Arrays) -> dict[str, Any]:
@@ -170,8 +177,9 @@ def test_gamma_hat_is_worked_out_beside_the_next_round_and_its_models_are_let_go
     run.fit(START, test)
     records = run.run.rounds()
     assert [record["gamma_hat"] for record in records] == [1 / 8, 2 / 8, 3 / 8, 4 / 8]
-    assert all(record["seconds"]["gamma_hat"] >= 0.1 for record in records)
-    assert records[0]["seconds"]["end_wait"] < 0.1 <= records[-1]["seconds"]["end_wait"], "the last is waited for"
+    assert [record["seconds"]["gamma_hat"] for record in records] == [0.125] * 4
+    waited = [record["seconds"]["end_wait"] for record in records]
+    assert waited == [0, 0.125, 0.125, 0.25], "each for the one before, and the last for its own"
     assert all(held) and kept == [0, 0, 0, 0], "the models of the rounds before are still there"
 
 
@@ -297,14 +305,17 @@ def test_an_error_in_the_test_is_one_line_of_a_failed_run(tmp_path: Path, monkey
     assert RunDirectory(tmp_path / "r").status() == ("failed", "ArithmeticError: out of luck")
 
 
-def test_what_is_done_beside_is_waited_for_and_its_error_raised_once() -> None:
+def test_what_is_done_beside_is_waited_for_and_its_error_raised_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    times = Timelines(monkeypatch)
+
     def fail() -> None:
         raise ZeroDivisionError
 
     with Beside() as beside:
-        assert beside.wait() < 0.1  # there is nothing to wait for
-        beside.start(lambda: None)
-        beside.wait()
+        assert beside.wait() == 0  # there is nothing to wait for
+        beside.start(lambda: times.spend(2))
+        times.spend(0.5)
+        assert beside.wait() == 1.5
         beside.start(fail)
         with pytest.raises(ZeroDivisionError):
             beside.wait()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import threading
 import time
 from collections.abc import Iterable
 from pathlib import Path
@@ -12,6 +11,7 @@ import numpy as np
 import pytest
 from flwr.app import Message
 from test_federation import START, federation, toy_app
+from timelines import Clock
 
 from fedeas_flwr import messages
 from fedeas_flwr.checkpoints import Checkpoint
@@ -74,26 +74,28 @@ def test_a_clock_that_jumps_neither_ends_nor_prolongs_the_wait(
         return 1e9 + jump * looks
 
     monkeypatch.setattr(time, "time", jumping)
-    began = time.monotonic()
+    clock = Clock()
+    monkeypatch.setattr(delivery, "time", clock)
     replies = delivery.deliver(grid, [messages.ask(node, "identity") for node in (1, 2, 3)], 0.5)
     assert sorted(replies) == [1, 3]
-    assert 0.4 < time.monotonic() - began < 5
+    assert clock.now == pytest.approx(0.5)
 
 
 class Simulated(InlineGrid):
     """Pushes and pulls as Flower's grid of a simulation does; a reply is there a while after its message."""
 
     pull_interval = 0.1
-    seconds, pulls, there_at = 0.25, 0, 0.0
+    seconds, pulls, there_at = 0.2525, 0, 0.0
+    clock: Clock
 
     def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
         self.replies = {r.metadata.reply_to_message_id: r for r in InlineGrid.send_and_receive(self, messages)}
-        self.there_at = time.monotonic() + self.seconds
+        self.there_at = self.clock.now + self.seconds
         return list(self.replies)
 
     def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
         self.pulls += 1
-        return [self.replies[key] for key in message_ids] if time.monotonic() >= self.there_at else []
+        return [self.replies[key] for key in message_ids] if self.clock.now >= self.there_at else []
 
     def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> Iterable[Message]:
         pytest.fail("Flower's own wait looks ten times a second")
@@ -104,10 +106,12 @@ def test_replies_within_this_process_are_not_waited_for_in_tenths_of_a_second(
     monkeypatch: pytest.MonkeyPatch, timeout: float
 ) -> None:
     grid = Simulated(toy_app(), 3, {})
+    grid.clock = Clock()
+    monkeypatch.setattr(delivery, "time", grid.clock)
     monkeypatch.setattr(delivery, "InlineGrid", LateGrid)  # this one is to be treated as Flower's
     replies = delivery.deliver(grid, [messages.ask(node, "identity") for node in (1, 2, 3)], timeout)
     assert sorted(replies) == [1, 2, 3]
-    assert 5 < grid.pulls < 60  # 50 in theory; with Flower's interval it would be 4
+    assert grid.pulls == 52  # at once, and every 5 ms; with Flower's interval it would be 4
 
 
 def test_a_superlink_over_the_network_is_not_asked_more_often(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -116,13 +120,12 @@ def test_a_superlink_over_the_network_is_not_asked_more_often(monkeypatch: pytes
         def pull_interval(self) -> float:
             raise AttributeError("no such thing")
 
-    slept: list[float] = []
     grid = Distant(toy_app(), 3, {})
-    grid.seconds = 0.01
+    grid.clock = Clock()
+    monkeypatch.setattr(delivery, "time", grid.clock)
     monkeypatch.setattr(delivery, "InlineGrid", LateGrid)
-    monkeypatch.setattr(delivery.time, "sleep", lambda seconds: slept.append(seconds) or threading.Event().wait(0.02))
     assert sorted(delivery.deliver(grid, [messages.ask(1, "identity")], 0.0)) == [1]
-    assert slept == [3.0]
+    assert grid.clock.slept == [3.0]
 
 
 def failing(rounds: set[int]):

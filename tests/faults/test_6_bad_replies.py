@@ -110,11 +110,11 @@ def test_oversized_arrays_are_refused_before_they_are_decoded(monkeypatch: pytes
     ],
 )
 def test_a_few_bytes_that_claim_to_be_terabytes_take_no_memory(data: bytes, reason: str) -> None:
-    before, began = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.monotonic()
+    before, began = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.thread_time()
     with pytest.raises(MessageError, match=reason):
         read(encoded_as(data))
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 50_000
-    assert time.monotonic() - began < 1
+    assert time.thread_time() - began < 1
 
 
 def test_an_unknown_encoding_and_an_endless_reason_are_cut_short() -> None:
