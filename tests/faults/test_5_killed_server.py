@@ -87,7 +87,7 @@ def forked(target: Any, *given: Any) -> Any:
 
 
 def ended_by_kill(child: Any) -> bool:
-    child.join(120)
+    child.join(300)
     return child.exitcode == -signal.SIGKILL
 
 

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import threading
 import time
+from collections.abc import Callable
 from logging import ERROR
 from pathlib import Path
 from typing import Any
@@ -28,7 +30,7 @@ from fedeas_flwr.strategies import federation as loop
 from fedeas_flwr.strategies.federation import Evaluate, Federation
 
 KEYS: dict[str, Any] = {"policy": "none", "strategy": "scaffold", "participation": 1.0, "rounds": 6}
-LONG = 30
+LONG = 300  # seconds that a test would wait in vain
 
 
 @pytest.fixture
@@ -150,10 +152,36 @@ def test_what_ended_a_run_is_told_also_where_the_last_checkpoint_cannot_be_writt
     assert "No space left" in said[-1]
 
 
+WHERE: list[set[str]] = [set(), {"__exit__", "result"}, {"__exit__", "shutdown", "join"}, set()]
+"""What the main thread is in when Ctrl-C comes: anything of round 4, `Beside`'s two waits, anything after them."""
+
+
+def until(true: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + LONG
+    while not true():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def main_is_in(functions: set[str]) -> bool:
+    """Whether the main thread is in calls of functions of these names."""
+    frame, found = sys._current_frames()[threading.main_thread().ident or 0], set[str]()
+    while frame is not None:
+        found.add(frame.f_code.co_name)
+        frame = frame.f_back
+    return functions <= found
+
+
 def interrupted_again_and_again(folder: Path, keys: dict[str, Any], times: int) -> None:
     """Ctrl-C in round 4, and again while the test of round 3 is waited for, and again."""
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+    heard, nobody_waits = list[int](), threading.Event()
     central_test = server_app.central_test
+
+    def hear(number: int, frame: object) -> None:
+        heard.append(number)
+        raise KeyboardInterrupt
+
+    signal.signal(signal.SIGINT, hear)
 
     def central(*given: Any) -> Evaluate:
         working, tested = central_test(*given), []
@@ -161,18 +189,24 @@ def interrupted_again_and_again(folder: Path, keys: dict[str, Any], times: int) 
         def test(trainable: Arrays, buffers: Arrays) -> dict[str, Any]:
             tested.append(1)
             if len(tested) == 3:
-                while len(list(folder.glob("clients/*/state-000004.json"))) < 4:
-                    time.sleep(0.01)
-                for _ in range(times):
+                until(lambda: len(list(folder.glob("clients/*/state-000004.json"))) == 4)
+                for functions in WHERE[:times]:
+                    until(lambda functions=functions: main_is_in(functions))
+                    before = len(heard)
                     os.kill(os.getpid(), signal.SIGINT)
-                    time.sleep(0.3)
-                time.sleep(0.5)
+                    until(lambda before=before: len(heard) > before)
+                if times > 2:
+                    nobody_waits.wait(LONG)
+                    raise RunError("the process has ended")
             return working(trainable, buffers)
 
         return test
 
     server_app.central_test = central
-    finish(quick(folder, **keys))
+    try:
+        finish(quick(folder, **keys))
+    finally:
+        nobody_waits.set()
 
 
 @pytest.mark.parametrize("times", [1, 2, 3, 4])
@@ -182,7 +216,7 @@ def test_ctrl_c_again_and_again_leaves_what_can_be_resumed(
 ) -> None:
     keys = {**KEYS, "checkpoint_every": checkpoint_every}
     child = forked(interrupted_again_and_again, tmp_path / "r", keys, times)
-    child.join(120)
+    child.join(LONG)
     assert child.exitcode == 1
     stopped = RunDirectory(tmp_path / "r")
     assert stopped.state() == "interrupted"
