@@ -6,14 +6,13 @@ import json
 import os
 import subprocess
 import sys
-import time
 import uuid
-from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
 import psutil
+from waiting import LONG, wait_until
 
 from fedeas_flwr.deploy import CONNECTION, Deployment, write_deployment
 from fedeas_flwr.deploy.registry import list_nodes, register_nodes
@@ -100,7 +99,7 @@ class Lab:
         alone = self.deployment.hosts == ("127.0.0.1",)
         host = "127.0.0.1" if alone else "0.0.0.0"
         self._superlink = self.start(self.folder / "superlink", SUPERLINK_HOST=host)
-        wait_until(lambda: is_listening(self.deployment.port), 60, "the SuperLink listens")
+        wait_until(lambda: is_listening(self.deployment.port), "the SuperLink listens")
 
     def restart_superlink(self) -> None:
         """As systemd does it: SIGTERM to every process of the unit, and once they are gone a new one."""
@@ -109,8 +108,8 @@ class Lab:
         for process in processes:
             with suppress(psutil.NoSuchProcess):
                 process.terminate()
-        self._superlink.wait(30)
-        assert not psutil.wait_procs(processes[1:], timeout=30)[1]
+        self._superlink.wait(LONG)
+        assert not psutil.wait_procs(processes[1:], timeout=LONG)[1]
         self._start_superlink()
 
     def set_node_config(self, node: Path, text: str) -> None:
@@ -157,9 +156,9 @@ class Lab:
         assert answer.get("run-id"), answer
         return RunDirectory(run)
 
-    def follow(self, run: RunDirectory, seconds: float = 240) -> RunDirectory:
+    def follow(self, run: RunDirectory) -> RunDirectory:
         """Wait for a run's end; one that failed is an error."""
-        wait_until(lambda: run.status()[0] in ("finished", "failed"), seconds, f"{run.path} ends")
+        wait_until(lambda: run.status()[0] in ("finished", "failed"), f"{run.path} ends")
         if run.status()[0] != "finished":
             raise RunError(run.status()[1])
         return run
@@ -171,10 +170,3 @@ class Lab:
 
     def said(self, folder: str) -> str:
         return (self.folder / folder / "output.log").read_text(errors="replace")
-
-
-def wait_until(true: Callable[[], bool], seconds: float, what: str) -> None:
-    deadline = time.monotonic() + seconds
-    while not true():
-        assert time.monotonic() < deadline, f"waited {seconds:g} s in vain until {what}"
-        time.sleep(0.2)

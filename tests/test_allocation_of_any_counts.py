@@ -29,7 +29,6 @@ from fedeas_flwr.counts import IntArray
 from fedeas_flwr.waterfill import waterfill_count
 
 
-@settings(deadline=None)
 @given(tables(), betas, st.floats(0, 2), st.booleans())
 def test_every_policy_gives_whole_samples_and_spends_its_total(
     counts: IntArray, beta: float, gamma: float, strict_mean: bool
@@ -47,7 +46,6 @@ def test_every_policy_gives_whole_samples_and_spends_its_total(
             assert generated.sum() == spent
 
 
-@settings(deadline=None)
 @given(tables(), totals)
 def test_matched_policies_spend_a_given_total(counts: IntArray, total: int) -> None:
     assume(eligible_pairs(counts, absent_only=True).any())
@@ -55,7 +53,6 @@ def test_matched_policies_spend_a_given_total(counts: IntArray, total: int) -> N
         assert allocate(counts, policy, beta=1.0, total=total).sum() == total
 
 
-@settings(deadline=None)
 @given(tables(clients=4), betas, st.randoms(use_true_random=False))
 def test_clients_may_come_in_any_order(counts: IntArray, beta: float, random: object) -> None:
     order = list(range(len(counts)))
@@ -68,7 +65,6 @@ def test_clients_may_come_in_any_order(counts: IntArray, beta: float, random: ob
     assert np.array_equal(waterfill_count(counts, 0.1)[order], waterfill_count(counts[order], 0.1))
 
 
-@settings(deadline=None)
 @given(tables(), betas, betas)
 def test_a_larger_beta_never_takes_anything_away(counts: IntArray, one: float, other: float) -> None:
     small, large = sorted((one, other))
@@ -76,14 +72,12 @@ def test_a_larger_beta_never_takes_anything_away(counts: IntArray, one: float, o
         assert (allocate(counts, policy, beta=small) <= allocate(counts, policy, beta=large)).all()
 
 
-@settings(deadline=None)
 @given(tables(), st.booleans())
 def test_beta_zero_generates_nothing(counts: IntArray, strict_mean: bool) -> None:
     for policy in ("fedeas", "without-entropy", "linear", "uniform", "missing-only", "greedy", "waterfill"):
         assert allocate(counts, policy, beta=0, strict_mean=strict_mean).sum() == 0
 
 
-@settings(deadline=None)
 @given(st.integers(1, 12), st.lists(st.integers(0, 10**6), min_size=1, max_size=5), st.floats(0, 1e6))
 def test_balanced_clients_generate_nothing(classes: int, levels: list[int], beta: float) -> None:
     counts = np.repeat(np.array(levels)[:, None], classes, axis=1)
@@ -92,7 +86,6 @@ def test_balanced_clients_generate_nothing(classes: int, levels: list[int], beta
     assert imbalance(counts).heterogeneity == pytest.approx(0, abs=1e-12)
 
 
-@settings(deadline=None)
 @given(tables(), betas)
 def test_fedeas_fills_only_scarce_classes_and_only_to_the_budget(counts: IntArray, beta: float) -> None:
     generated, level = fedeas(counts, beta), budget(counts, beta)
@@ -102,7 +95,6 @@ def test_fedeas_fills_only_scarce_classes_and_only_to_the_budget(counts: IntArra
     assert (fedeas(counts, beta, strict_mean=False) >= generated).all()
 
 
-@settings(deadline=None)
 @given(tables(least_classes=2), st.booleans(), totals)
 def test_a_client_finds_its_part_from_its_own_row(counts: IntArray, absent_only: bool, total: int) -> None:
     eligible = eligible_pairs(counts, absent_only)
@@ -118,7 +110,7 @@ def test_a_client_finds_its_part_from_its_own_row(counts: IntArray, absent_only:
     assert np.array_equal((missing_only if absent_only else uniform)(counts, total), dealt_by_hand)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(tables(most=30), st.integers(0, 40))
 def test_greedy_is_the_repeated_best_gain(counts: IntArray, total: int) -> None:
     """The definition spelled out, on integers so that equal gains are equal."""
@@ -135,7 +127,6 @@ def test_greedy_is_the_repeated_best_gain(counts: IntArray, total: int) -> None:
     assert np.array_equal(greedy(counts, total), current - counts)
 
 
-@settings(deadline=None)
 @given(tables(), st.data())
 def test_imbalance_splits_into_its_two_parts(counts: IntArray, data: st.DataObject) -> None:
     generated = data.draw(arrays(np.int64, counts.shape, elements=st.integers(0, 50)))
@@ -144,7 +135,6 @@ def test_imbalance_splits_into_its_two_parts(counts: IntArray, data: st.DataObje
     assert min(score, heterogeneity, global_part) >= 0
 
 
-@settings(deadline=None)
 @given(tables(most=500, least_classes=2), st.data())
 def test_gain_is_the_first_order_change_of_the_score(counts: IntArray, data: st.DataObject) -> None:
     k = data.draw(st.integers(0, len(counts) - 1))

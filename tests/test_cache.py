@@ -65,7 +65,7 @@ def test_a_larger_wish_makes_only_the_rest_and_a_smaller_reads_a_prefix(tmp_path
     ]
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(st.lists(st.tuples(*[st.integers(0, 6)] * 3), min_size=1, max_size=5))
 def test_any_row_of_wishes_gives_what_one_wish_gives(
     tmp_path_factory: pytest.TempPathFactory, wishes: list[tuple[int, int, int]]

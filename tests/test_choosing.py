@@ -136,7 +136,7 @@ def test_the_printed_rule_and_gamma_count() -> None:
 counts_of = st.lists(st.lists(st.integers(0, 12), min_size=3, max_size=3), min_size=1, max_size=4)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(counts=counts_of, least=st.floats(0, 1), strict_mean=st.booleans(), end=st.floats(0.5, 60))
 def test_no_piece_is_missed_and_none_is_wrong(counts: Any, least: float, strict_mean: bool, end: float) -> None:
     path = BudgetPath(counts, strict_mean=strict_mean)
@@ -163,7 +163,7 @@ def test_a_step_down_inside_leaves_two_pieces() -> None:
     assert "β from 3.479 to 54.074, 79.562 to " in text and ", in 2 pieces (" in text
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(counts=counts_of, most=st.integers(0, 60))
 def test_the_greatest_beta_under_a_ceiling(counts: Any, most: int) -> None:
     path = BudgetPath(counts)

@@ -19,6 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 from runners import start_interruptible
+from waiting import LONG
 
 from fedeas_flwr import cores
 from fedeas_flwr.strategies import averaging, dissimilarity
@@ -119,7 +120,7 @@ def test_inner_products_are_those_of_one_thread_to_the_bit(model: str, clients: 
     threads=st.integers(2, 5),
     kind=st.sampled_from([np.float32, np.float64, np.int64]),
 )
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_any_sizes_blocks_and_threads(
     sizes: list[int], block: int, clients: int, threads: int, kind: type[np.generic]
 ) -> None:
@@ -262,5 +263,5 @@ def test_ctrl_c_ends_it_at_once_and_the_process_with_it() -> None:
         assert it.stdout is not None
         assert sorted(it.stdout.readline() for _ in range(3)) == ["begun\n", "begun\n", "waiting\n"]
         it.send_signal(signal.SIGINT)
-        said, _ = it.communicate(timeout=120)
+        said, _ = it.communicate(timeout=LONG)
     assert it.returncode == 0 and said == "interrupted\n"  # none of those that waited was begun

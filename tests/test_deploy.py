@@ -11,8 +11,9 @@ from typing import Any
 import numpy as np
 import psutil
 import pytest
-from deployments import Lab, wait_until
+from deployments import Lab
 from runners import finish, small, weights
+from waiting import wait_until
 
 from fedeas_flwr.config import parse_config
 from fedeas_flwr.deploy.certificates import write_authority, write_node_key
@@ -39,8 +40,8 @@ def test_a_stranger_and_a_false_superlink_are_refused(tmp_path: Path) -> None:
         shutil.copy(tmp_path / "elsewhere" / "ca.crt", deceived)
         lab.start_node(0)
         refused = [lab.start_node(1), lab.start(deceived, NODE_PORT=str(free_port()))]
-        wait_until(lambda: all(process.poll() is not None for process in refused), 60, "both have given up")
-        wait_until(lambda: "SuperNode ID" in lab.said("node-0"), 60, "the honest node is in")
+        wait_until(lambda: all(process.poll() is not None for process in refused), "both have given up")
+        wait_until(lambda: "SuperNode ID" in lab.said("node-0"), "the honest node is in")
         assert lab.online() == 1
     said = [plain(lab.said(folder)) for folder in ("node-1", "deceived")]
     assert [("Failed to initialize the connection" in text, "SuperNode ID" in text) for text in said] == [
@@ -107,12 +108,12 @@ def test_nodes_may_be_late_and_may_be_killed(tmp_path: Path, digits_generator: P
         lab.register()
         lab.start_node(0)
         victim = lab.start_node(1)
-        wait_until(lambda: lab.online() == 2, 60, "two nodes are there")
+        wait_until(lambda: lab.online() == 2, "two nodes are there")
         run = lab.submit(**KEYS, min_replies=0.5, node_wait=1.0, round_timeout=45.0)
-        wait_until(lambda: len(run.rounds()) >= 1, 120, "round 1 is done")
+        wait_until(lambda: len(run.rounds()) >= 1, "round 1 is done")
         lab.start_node(2)
         # One query and the tasks of two rounds: Flower never gives it the second one again.
-        wait_until(lambda: lab.said("node-1").count("Received successfully") == 3, 60, "it has its second task")
+        wait_until(lambda: lab.said("node-1").count("Received successfully") == 3, "it has its second task")
         for process in [*psutil.Process(victim.pid).children(recursive=True), psutil.Process(victim.pid)]:
             process.kill()
         # As systemd does: until a dead node's last heartbeat is a minute old, Flower refuses its key to a new process.
@@ -123,7 +124,7 @@ def test_nodes_may_be_late_and_may_be_killed(tmp_path: Path, digits_generator: P
                 back.append(lab.start_node(1))
             return run.status()[0] in ("finished", "failed")
 
-        wait_until(done, 240, "the run ends")
+        wait_until(done, "the run ends")
     assert run.status() == ("finished", "")
     rounds = run.rounds()
     assert rounds[0]["clients"] == [0, 1]
@@ -146,7 +147,7 @@ def test_a_server_that_is_stopped_and_started_again_goes_on_with_the_round_it_wa
         lab.register()
         lab.start_node(0)
         run = lab.submit(**keys)
-        wait_until(lambda: len(run.rounds()) >= 2, 120, "two rounds are done")
+        wait_until(lambda: len(run.rounds()) >= 2, "two rounds are done")
         lab.restart_superlink()
         checkpoint, done = run.load_checkpoint(), len(run.rounds())
         assert (run.status(), checkpoint is not None and checkpoint.round == done) == (("interrupted", ""), True)

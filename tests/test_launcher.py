@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import itertools
 import threading
-import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+from waiting import LONG, wait_until
 
 from fedeas_flwr.training.launcher import AHEAD, Launcher
 
@@ -52,12 +52,10 @@ def test_jobs_run_on_their_own_stream_in_order_and_in_turns(current: list[str]) 
 
     with ThreadPoolExecutor(3) as pool:
         jobs = [pool.submit(work, name) for name in "abc"]
-        give_up = time.monotonic() + 60
-        while len(launched) < 3 * AHEAD and time.monotonic() < give_up:  # all three have come, whenever they came
-            time.sleep(0.001)
+        wait_until(lambda: len(launched) == 3 * AHEAD, "all three have come")
         let_go.set()
         for job in jobs:
-            job.result(timeout=60)
+            job.result(timeout=LONG)
     for name in "abc":
         assert [number for owner, number in launched if owner == name] == list(range(200))
     switches = sum(one[0] != other[0] for one, other in itertools.pairwise(launched[3 * AHEAD :]))
@@ -74,8 +72,8 @@ def test_a_failing_launch_is_raised_to_its_owner_and_the_others_go_on(current: l
         bad = pool.submit(launcher.run, Stream("bad"), [lambda: None, fail, lambda: done.append("after the failure")])
         good = pool.submit(launcher.run, Stream("good"), [lambda: done.append("good")] * 5)
         with pytest.raises(ValueError, match="no such kernel"):
-            bad.result(timeout=30)
-        good.result(timeout=30)
+            bad.result(timeout=LONG)
+        good.result(timeout=LONG)
     launcher.run(Stream("again"), [lambda: done.append("again")])
     assert done == ["good"] * 5 + ["again"]
     launcher.run(Stream("empty"), [])
@@ -85,9 +83,10 @@ def test_a_stream_that_has_enough_does_not_keep_the_others_waiting(current: list
     launcher, stuck, launched = Launcher(), Stream("stuck", threading.Event()), []
     with ThreadPoolExecutor(1) as pool:
         job = pool.submit(launcher.run, stuck, [lambda: launched.append("stuck")] * (AHEAD + 3))
+        wait_until(lambda: launched.count("stuck") == AHEAD, "it has enough")
         launcher.run(Stream("free"), [lambda: launched.append("free")] * 100)
         assert launched.count("free") == 100
-        assert launched.count("stuck") <= AHEAD and not job.done()
+        assert launched.count("stuck") == AHEAD and not job.done()
         stuck.let_go.set()
-        job.result(timeout=30)
+        job.result(timeout=LONG)
     assert launched.count("stuck") == AHEAD + 3

@@ -16,6 +16,7 @@ from flwr.app import Message
 from runners import finish, hand_models_over, quick, weights
 from test_federation import START, federation, toy_app
 from timelines import Timelines
+from waiting import LONG
 
 from fedeas_flwr import messages, server_app
 from fedeas_flwr.checkpoints import Arrays, Checkpoint, plain
@@ -25,7 +26,6 @@ from fedeas_flwr.strategies import ALGORITHMS
 from fedeas_flwr.strategies.beside import Beside
 from fedeas_flwr.strategies.federation import Federation
 
-LONG = 300  # seconds that a test would wait in vain
 OK = {"accuracy": 0.5, "loss": 1.0}
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from flwr.app import Message
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import array_shapes, arrays
 from runners import finish, quick, weights
@@ -37,7 +37,6 @@ def test_targets_by_hand() -> None:
     assert allocate(counts, "oversample", beta=3.0, gamma=1.0).tolist() == [[0] * 8]
 
 
-@settings(deadline=None)
 @given(
     arrays(np.int64, array_shapes(min_dims=2, max_dims=2, max_side=8), elements=st.integers(0, 500)),
     st.floats(0, 50),

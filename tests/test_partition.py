@@ -92,7 +92,7 @@ def test_a_rejected_draw_runs_the_generator_on() -> None:
     assert tries == [1, 2, 3, 4, 5, 6, 7, 8]
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.integers(1, 8), st.floats(0.2, 10), st.integers(0, 2**32 - 1), st.sampled_from(["paper", "clean"]))
 def test_every_sample_is_dealt_out_once(clients: int, alpha: float, seed: int, protocol: str) -> None:
     labels = np.arange(600) % 6

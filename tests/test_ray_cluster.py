@@ -7,7 +7,6 @@ import os
 import subprocess
 import sys
 import tempfile
-import time
 import uuid
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -15,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from deployments import wait_until
 from runners import finish, small, weights
+from waiting import wait_until
 
 from fedeas_flwr.config import ConfigError, parse_config
 from fedeas_flwr.launch import ray_resources
@@ -54,14 +53,14 @@ def two_nodes(fresh_images: Any) -> Iterator[str]:
         # Short, because Ray puts Unix sockets below it.
         folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="fe-", ignore_cleanup_errors=True))
         head = ["--head", f"--port={address.rpartition(':')[2]}", f"--temp-dir={folder}", "--include-dashboard=false"]
-        for words in (head, [f"--address={address}"]):
+        for number, words in enumerate((head, [f"--address={address}"]), start=1):
             log = stack.enter_context((Path(folder) / "start.log").open("ab"))
             command = [ray, "start", "--node-ip-address=127.0.0.1", *words, *size]
             node = subprocess.Popen(command, env=environment, stdout=log, stderr=log, start_new_session=True)
             stack.callback(ProcessTree(node, mark).end)
-            wait_until(lambda: is_listening(int(address.rpartition(":")[2])), 60, "the head listens")
-            time.sleep(5)  # a worker that comes while the head is starting gives up
-        wait_until(lambda: len(nodes_of(address, environment)) == 2, 60, "both nodes are alive")
+            wait_until(lambda: is_listening(int(address.rpartition(":")[2])), "the head listens")
+            # A worker that comes while the head is starting gives up.
+            wait_until(lambda n=number: len(nodes_of(address, environment)) == n, f"{number} of 2 nodes are alive")
         yield address
 
 

@@ -7,7 +7,6 @@ import json
 import os
 import signal
 import sys
-import time
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +14,7 @@ import pytest
 import torch
 from rich.console import Console
 from runners import CHEAP, finish, hand_models_over, quick, small, start_interruptible, typed, weights
+from waiting import LONG, Held, wait_until
 
 from fedeas_flwr import client_app, generators, prepare
 from fedeas_flwr.allocation import allocate
@@ -253,12 +253,10 @@ def test_a_run_stopped_by_a_signal_resumes_to_the_same_weights(
     conf.write_text('clients = 4\nalpha = 0.1\nbeta = 4.0\nrounds = 8\nlocal-epochs = 3\nbackend = "inline"\n')
     folder = tmp_path / "stopped"
     command = [sys.executable, "-m", "fedeas_flwr.cli", "run", str(conf), f"run-dir={folder}", "checkpoint-every=2"]
-    child = start_interruptible(command)
-    deadline = time.monotonic() + 120
-    while len(RunDirectory(folder).rounds()) < 3 and time.monotonic() < deadline:
-        time.sleep(0.02)
+    child = start_interruptible(command, env=Held(tmp_path, 6).environment)
+    wait_until(lambda: len(RunDirectory(folder).rounds()) >= 3, "three rounds are done")
     child.send_signal(number)
-    _, errors = child.communicate(timeout=60)
+    _, errors = child.communicate(timeout=LONG)
     done = len(RunDirectory(folder).rounds())
     assert 3 <= done < 8, "the run was over before the signal came"
     if number != signal.SIGKILL:

@@ -10,14 +10,15 @@ import subprocess
 import sys
 import tempfile
 import threading
-import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
 import pytest
 from leftovers import flowers_processes
 from runners import CHEAP, finish, small, start_interruptible, weights
+from waiting import LONG, Held, wait_until
 
 from fedeas_flwr.runs import RunDirectory, RunError
 from fedeas_flwr.superlink import QUIET, free_port
@@ -78,9 +79,7 @@ def test_a_killed_generator_costs_time_and_nothing_else(tmp_path: Path, fresh_im
     config, killed = small(tmp_path / "r", backend="ray", actors=2, **changes), []
 
     def kill() -> None:
-        deadline = time.monotonic() + 120
-        while time.monotonic() < deadline and not any((tmp_path / "caches" / "killed" / "images").rglob("*.npy")):
-            time.sleep(0.01)
+        wait_until(lambda: any((tmp_path / "caches" / "killed" / "images").rglob("*.npy")), "some images are there")
         killed.append(RunDirectory(tmp_path / "r").service()["pid"])
         os.kill(killed[0], signal.SIGKILL)
 
@@ -110,12 +109,10 @@ def test_ctrl_c_under_ray_ends_everything_and_the_run_resumes(tmp_path: Path, di
     folder, conf = tmp_path / "stopped", tmp_path / "conf.toml"
     conf.write_text("clients = 4\nalpha = 0.1\nbeta = 4.0\nrounds = 30\nlocal-epochs = 1\n")
     command = [sys.executable, "-m", "fedeas_flwr.cli", "run", str(conf), f"run-dir={folder}"]
-    child = start_interruptible(command)
-    deadline = time.monotonic() + 120
-    while len(RunDirectory(folder).rounds()) < 3 and time.monotonic() < deadline:
-        time.sleep(0.05)
+    child = start_interruptible(command, env=Held(tmp_path, 20).environment)
+    wait_until(lambda: len(RunDirectory(folder).rounds()) >= 3, "three rounds are done")
     child.send_signal(signal.SIGINT)
-    _, errors = child.communicate(timeout=60)
+    _, errors = child.communicate(timeout=LONG)
     assert child.returncode == 130
     assert "fedeas resume" in errors
     assert "Traceback" not in errors
@@ -149,6 +146,7 @@ def test_flwr_run_works_as_flowers_users_expect(tmp_path: Path, digits_generator
         assert run.summary()["rounds"] == 2
     finally:
         for pid in flowers_processes() - before:
-            psutil.Process(pid).kill()
-        time.sleep(1)
+            with suppress(psutil.NoSuchProcess):  # ended by itself just now
+                psutil.Process(pid).kill()
+        wait_until(lambda: flowers_processes() <= before, "all of it has ended")
         shutil.rmtree(environment["RAY_TMPDIR"], ignore_errors=True)

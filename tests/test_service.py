@@ -18,6 +18,7 @@ import pytest
 from numpy.typing import NDArray
 from runners import small
 from test_cache import Fake, ids
+from waiting import LONG
 
 from fedeas_flwr.generators import SampleId
 from fedeas_flwr.generators.ray_service import ServiceGenerator, leave_sliver, start_service
@@ -65,7 +66,7 @@ def test_threads_of_one_process_share_batches_and_get_their_own_images(monkeypat
         """Makes nothing before everybody has asked."""
 
         def sample(self, samples: Sequence[SampleId]) -> NDArray[np.uint8]:
-            assert all_have_asked.wait(60)
+            assert all_have_asked.wait(LONG)
             return super().sample(samples)
 
     fake, asked, all_have_asked = Patient(), list[int](), threading.Event()

@@ -11,12 +11,12 @@ import shutil
 import signal
 import statistics
 import subprocess
-import time
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 from runners import command, fedeas
+from waiting import Held, wait_until
 
 from fedeas_flwr.config import KEYS, ConfigError, parse_config
 from fedeas_flwr.runs import RunDirectory, RunError
@@ -59,21 +59,19 @@ def lines(folder: Path) -> list[str]:
 def swept(tmp_path_factory: pytest.TempPathFactory) -> Killed:
     place = tmp_path_factory.mktemp("sweep")
     (place / "conf").symlink_to(ROOT / "conf")
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    first = subprocess.Popen(command(*DOCUMENTED[0]), cwd=place, env=environment, stdout=subprocess.DEVNULL)
+    held = Held(place / "held", 4)
+    first = subprocess.Popen(command(*DOCUMENTED[0]), cwd=place, env=held.environment, stdout=subprocess.DEVNULL)
     folders = [place / "runs" / "first" / f"policy-none_seed-{seed}" for seed in (1, 2)]
-    deadline = time.monotonic() + 120
-    while not any(len(lines(folder)) >= 2 for folder in folders) and time.monotonic() < deadline:
-        time.sleep(0.01)
+    wait_until(lambda: any(len(lines(folder)) >= 2 for folder in folders), "two rounds of one run are done")
     first.kill()
     first.wait()
     victim, orphan = sorted(folders, key=lambda folder: -len(lines(folder)))
     (process,) = RunDirectory(victim).processes()
     os.kill(process["pid"], signal.SIGKILL)
-    while RunDirectory(victim).processes():
-        time.sleep(0.01)
+    wait_until(lambda: not RunDirectory(victim).processes(), "it is dead")
     then = [line for line in lines(victim) if line.endswith("\n")]
     started = {folder.name: (folder / "run.toml").stat().st_mtime_ns for folder in folders}
+    held.let_go()
     return Killed(place, victim.name, orphan.name, then, started, fedeas(*DOCUMENTED[0], cwd=place))
 
 

@@ -15,6 +15,7 @@ import pytest
 from rich.console import Console
 from runners import command, fedeas, start_interruptible
 from test_sweep import ROOT, base
+from waiting import LONG, wait_until
 
 from fedeas_flwr import sweep_jobs
 from fedeas_flwr.cli_sweep import watching
@@ -112,11 +113,10 @@ def test_ctrl_c_in_the_shell_says_how_to_go_on_and_leaves_nothing_running(tmp_pa
     conf.write_text('clients = 4\npolicy = "none"\nbackend = "inline"\nrounds = 500\n')
     words = ["sweep", str(conf), "--grid", "seed=1,2", "--out", str(tmp_path / "out")]
     child = start_interruptible(command(*words))
-    run, deadline = RunDirectory(tmp_path / "out" / "seed-1"), time.monotonic() + 60
-    while not [p for p in run.processes() if p["pid"] != child.pid] and time.monotonic() < deadline:
-        time.sleep(0.02)
+    run = RunDirectory(tmp_path / "out" / "seed-1")
+    wait_until(lambda: [p for p in run.processes() if p["pid"] != child.pid], "a run is at work")
     child.send_signal(signal.SIGINT)
-    _, errors = child.communicate(timeout=60)
+    _, errors = child.communicate(timeout=LONG)
     assert child.returncode == 130
     assert errors == f"stopped; go on with: fedeas {shlex.join(words)}\n"
     assert run.state() == "interrupted" and run.processes() == []

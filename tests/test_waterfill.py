@@ -38,7 +38,7 @@ def test_waterfill_beyond_balance_goes_on_evenly() -> None:
     assert waterfill(counts, 9).tolist() == [[2, 5], [1, 1], [0, 0]]
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(tables(), totals)
 def test_waterfill_can_be_found_by_asking_clients_one_by_one(counts: IntArray, total: int) -> None:
     assume(counts.any())
@@ -54,7 +54,6 @@ def test_waterfill_can_be_found_by_asking_clients_one_by_one(counts: IntArray, t
     assert np.array_equal(rows, waterfill(counts, total))
 
 
-@settings(deadline=None)
 @given(tables(), st.floats(-50, 1), st.floats(-50, 1))
 def test_a_lower_level_never_asks_for_fewer_samples(counts: IntArray, one: float, other: float) -> None:
     high, low = max(one, other), min(one, other)
@@ -64,7 +63,6 @@ def test_a_lower_level_never_asks_for_fewer_samples(counts: IntArray, one: float
     assert np.array_equal(count_at(0.0), full_balance(counts).sum(axis=1))
 
 
-@settings(deadline=None)
 @given(tables(clients=1), totals)
 def test_waterfill_of_one_client_is_greedy(counts: IntArray, total: int) -> None:
     assume(counts.any())
@@ -78,7 +76,6 @@ def rounding(counts: IntArray) -> float:
     return float((sizes[held] / sizes.sum() * counts.shape[1] / (4 * sizes[held] ** 2)).sum())
 
 
-@settings(deadline=None)
 @given(tables(most=400), st.floats(0.1, 12))
 def test_waterfill_is_no_worse_than_any_policy_at_its_total(counts: IntArray, beta: float) -> None:
     assume(counts.any())
@@ -90,7 +87,7 @@ def test_waterfill_is_no_worse_than_any_policy_at_its_total(counts: IntArray, be
     assert least <= imbalance(counts, greedy(counts, total)).score
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(tables(most=9, clients=2, classes=3, least_classes=2), st.integers(0, 7))
 def test_waterfill_against_every_possible_allocation(counts: IntArray, total: int) -> None:
     assume(counts.any())

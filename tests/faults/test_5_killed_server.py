@@ -17,9 +17,11 @@ from typing import Any
 
 import pytest
 from runners import finish, quick, weights
+from waiting import LONG, wait_until
 
 from fedeas_flwr import paths
-from fedeas_flwr.runs import RunDirectory
+from fedeas_flwr.runs import Checkpoint, RunDirectory
+from fedeas_flwr.strategies.federation import Federation
 
 KEYS: dict[str, Any] = {"policy": "none", "rounds": 4, "participation": 0.5, "local_epochs": 1}
 forks = multiprocessing.get_context("forkserver")
@@ -87,7 +89,7 @@ def forked(target: Any, *given: Any) -> Any:
 
 
 def ended_by_kill(child: Any) -> bool:
-    child.join(300)
+    child.join(LONG)
     return child.exitcode == -signal.SIGKILL
 
 
@@ -177,28 +179,31 @@ def test_a_line_that_was_cut_short_is_done_again(tmp_path: Path) -> None:
     assert weights(resumed) == weights(finish(quick(tmp_path / "whole", **keys)))
 
 
-def resume_until_killed(folder: Path, keys: dict[str, Any]) -> None:
+def go_on_to(rounds: int, folder: Path, keys: dict[str, Any]) -> None:
+    """Go on up to a round, and wait there to be killed."""
+    train_round = Federation.train_round
+
+    def held(self: Federation, state: Checkpoint) -> Any:
+        while state.round >= rounds:
+            time.sleep(0.01)
+        return train_round(self, state)
+
+    Federation.train_round = held  # type: ignore[method-assign]
     finish(quick(folder, resume=(folder / "config.json").exists(), **keys))
 
 
 @pytest.mark.slow
 def test_killed_again_and_again_at_random_moments(tmp_path: Path) -> None:
-    draws = random.Random(7)
+    draws, run = random.Random(7), RunDirectory(tmp_path / "r")
     keys = {**KEYS, "strategy": "scaffold", "rounds": 12, "checkpoint_every": 2}
-    for folder in ("whole", "timed"):  # the first also starts what the children are forks of
-        began = time.monotonic()
-        assert not ended_by_kill(forked(resume_until_killed, tmp_path / folder, keys))
-    whole_run, kills = time.monotonic() - began, 0
-    for _ in range(60):
-        child = forked(resume_until_killed, tmp_path / "r", keys)
-        child.join(draws.uniform(0.0, whole_run / 2))  # before its end, however fast the machine
-        if child.exitcode is None:
-            os.kill(child.pid or 0, signal.SIGKILL)
-            kills += 1
-        child.join()
-        if child.exitcode == 0:
-            break
-        time.sleep(0.01)
-    assert kills >= 3
-    assert RunDirectory(tmp_path / "r").state() == "finished"
-    assert weights(RunDirectory(tmp_path / "r")) == weights(RunDirectory(tmp_path / "whole"))
+    whole = finish(quick(tmp_path / "whole", **keys))
+    for life in range(10):
+        child = forked(go_on_to, life + 2, run.path, keys)
+        if life % 2:  # some may be killed before they have begun, but not all
+            wait_until(lambda life=life: len(run.rounds()) > life, "another round is done")
+        child.join(draws.uniform(0.0, 0.2 if life % 2 else 1.0))
+        child.kill()
+        assert ended_by_kill(child)
+    assert 0 < len(run.rounds()) < 12
+    resumed = finish(quick(run.path, resume=True, **keys))
+    assert resumed.state() == "finished" and weights(resumed) == weights(whole)

@@ -11,7 +11,6 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
 from logging import ERROR
 from pathlib import Path
 from typing import Any
@@ -21,6 +20,7 @@ from flwr.app import Message
 from runners import finish, hand_models_over, quick, weights
 from test_5_killed_server import forked
 from test_federation import START, federation, toy_app
+from waiting import LONG, wait_until
 
 from fedeas_flwr import messages, server_app
 from fedeas_flwr.checkpoints import Arrays, Checkpoint
@@ -30,7 +30,6 @@ from fedeas_flwr.strategies import federation as loop
 from fedeas_flwr.strategies.federation import Evaluate, Federation
 
 KEYS: dict[str, Any] = {"policy": "none", "strategy": "scaffold", "participation": 1.0, "rounds": 6}
-LONG = 300  # seconds that a test would wait in vain
 
 
 @pytest.fixture
@@ -156,13 +155,6 @@ WHERE: list[set[str]] = [set(), {"__exit__", "result"}, {"__exit__", "shutdown",
 """What the main thread is in when Ctrl-C comes: anything of round 4, `Beside`'s two waits, anything after them."""
 
 
-def until(true: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + LONG
-    while not true():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-
-
 def main_is_in(functions: set[str]) -> bool:
     """Whether the main thread is in calls of functions of these names."""
     frame, found = sys._current_frames()[threading.main_thread().ident or 0], set[str]()
@@ -189,12 +181,12 @@ def interrupted_again_and_again(folder: Path, keys: dict[str, Any], times: int) 
         def test(trainable: Arrays, buffers: Arrays) -> dict[str, Any]:
             tested.append(1)
             if len(tested) == 3:
-                until(lambda: len(list(folder.glob("clients/*/state-000004.json"))) == 4)
-                for functions in WHERE[:times]:
-                    until(lambda functions=functions: main_is_in(functions))
+                wait_until(lambda: len(list(folder.glob("clients/*/state-000004.json"))) == 4, "all have trained")
+                for where in WHERE[:times]:
+                    wait_until(lambda where=where: main_is_in(where), f"it is in {where}")
                     before = len(heard)
                     os.kill(os.getpid(), signal.SIGINT)
-                    until(lambda before=before: len(heard) > before)
+                    wait_until(lambda before=before: len(heard) > before, "it is heard")
                 if times > 2:
                     nobody_waits.wait(LONG)
                     raise RunError("the process has ended")

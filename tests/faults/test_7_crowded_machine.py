@@ -9,12 +9,14 @@ import subprocess
 import sys
 import time
 from contextlib import ExitStack
+from itertools import chain
 from pathlib import Path
 
 import psutil
 import pytest
 from runners import fedeas, finish, small, weights
 from small_disks import remount, tiny_disk
+from waiting import wait_until
 
 from fedeas_flwr import processes, superlink
 from fedeas_flwr.runs import RunDirectory, RunError
@@ -43,7 +45,7 @@ def test_a_superlink_whose_port_is_taken_starts_on_another(tmp_path: Path, monke
         taken = stack.enter_context(socket.socket())
         taken.bind(("127.0.0.1", 0))
         taken.listen()
-        ports = iter([taken.getsockname()[1], free_port()])
+        ports = chain([taken.getsockname()[1]], iter(free_port, None))
         monkeypatch.setattr(superlink, "free_port", lambda: next(ports))
         log = stack.enter_context((tmp_path / "log").open("wb"))
         environment = own_environment(tmp_path, "mark-of-this-test")
@@ -72,9 +74,7 @@ def test_two_runs_at_once_beside_a_stale_superlink(tmp_path: Path, monkeypatch: 
         stale = subprocess.Popen(command, env=environment, stdout=log, stderr=log, start_new_session=True)
     tree = processes.ProcessTree(stale, "stale")
     try:
-        deadline = time.monotonic() + 60
-        while not superlink.is_listening(port) and time.monotonic() < deadline:
-            time.sleep(0.1)
+        wait_until(lambda: superlink.is_listening(port), "the stale one listens")
         words = [sys.executable, "-m", "fedeas_flwr.cli", "run", str(tmp_path / "conf.toml"), "actors=1"]
         both = [
             subprocess.Popen([*words, f"run-dir={tmp_path / name}"], env=environment, stderr=subprocess.PIPE, text=True)
