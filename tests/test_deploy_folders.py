@@ -22,13 +22,20 @@ from fedeas_flwr.deploy import Deployment, read_deployment, write_deployment
 from fedeas_flwr.deploy.certificates import write_authority, write_node_key
 from fedeas_flwr.deploy.check import check_node, check_reachable, check_superlink, examine
 from fedeas_flwr.doctor.findings import Finding
-from fedeas_flwr.superlink import free_port
 
 
 @pytest.fixture
-def lab(tmp_path: Path) -> Path:
+def silent_port() -> Iterator[int]:
+    """A port that nobody listens on, now or later: it is taken."""
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        yield taken.getsockname()[1]
+
+
+@pytest.fixture
+def lab(tmp_path: Path, silent_port: int) -> Path:
     """A deployment of two nodes whose SuperLink is not running."""
-    deployment = Deployment(("superlink.lab.example", "127.0.0.1"), free_port(), 2, "/opt/fedeas")
+    deployment = Deployment(("superlink.lab.example", "127.0.0.1"), silent_port, 2, "/opt/fedeas")
     write_deployment(deployment, tmp_path / "lab")
     assert read_deployment(tmp_path / "lab") == deployment
     return tmp_path / "lab"
@@ -215,19 +222,19 @@ def listening(folder: Path) -> Iterator[str]:
         server.shutdown(socket.SHUT_RDWR)
 
 
-def test_a_superlink_is_known_by_its_authority(lab: Path, tmp_path: Path) -> None:
+def test_a_superlink_is_known_by_its_authority(lab: Path, silent_port: int, tmp_path: Path) -> None:
     with listening(lab / "superlink") as address:
         assert [f.state for f in check_reachable(address, lab / "node-0")] == ["ok"]
         write_authority(tmp_path)
         found = list(check_reachable(address, tmp_path))
     assert [f.state for f in found] == ["problem"]
     assert "is not the SuperLink that ca.crt is of" in found[0].text
-    assert [f.state for f in check_reachable(f"127.0.0.1:{free_port()}", lab / "node-0")] == ["note"]
+    assert [f.state for f in check_reachable(f"127.0.0.1:{silent_port}", lab / "node-0")] == ["note"]
 
 
-def test_the_commands(tmp_path: Path) -> None:
+def test_the_commands(tmp_path: Path, silent_port: int) -> None:
     words = ("deploy", "init", "lab", "--nodes", "2", "--host", "127.0.0.1")
-    made = typed(*words, "--port", str(free_port()), cwd=tmp_path)
+    made = typed(*words, "--port", str(silent_port), cwd=tmp_path)
     assert made.returncode == 0, made.stderr
     assert f"FLWR_HOME={tmp_path}/lab/flwr flwr run {tmp_path}/lab/app deployment" in made.stdout
     (tmp_path / "lab" / "node-1" / "node.key").chmod(0o640)

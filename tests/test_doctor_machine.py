@@ -188,8 +188,11 @@ def test_a_busy_port_is_fine_and_a_dead_loopback_is_not(monkeypatch: pytest.Monk
         found = only(federation.check_other_superlink)
         assert found.state == "note" and port in found.text
         assert only(federation.check_port).state == "ok"
-    monkeypatch.setattr(flower, "LOCAL_CONTROL_API_PORT", port)
-    assert list(federation.check_other_superlink(config())) == []
+    with socket.socket() as silent:  # a port that is taken and not listened on, so that nobody else does
+        silent.bind(("127.0.0.1", 0))
+        for name in ("LOCAL_SUPERLINK_HTTP_API_PORT", "LOCAL_CONTROL_API_PORT"):
+            monkeypatch.setattr(flower, name, str(silent.getsockname()[1]))
+        assert list(federation.check_other_superlink(config())) == []
 
     def refuse() -> int:
         raise OSError(99, "Cannot assign requested address")
