@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
+from waiting import LONG
 
 from fedeas_flwr.augment import fill
 from fedeas_flwr.cache import ImageCache
@@ -187,7 +188,7 @@ def test_two_processes_do_not_make_the_same_twice(tmp_path: Path) -> None:
     )
     command = [sys.executable, "-c", code, str(tmp_path), str(Path(__file__).parent)]
     started = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(2)]
-    assert sorted(int(process.communicate(timeout=120)[0]) for process in started) == [0, 15]
+    assert sorted(int(process.communicate(timeout=LONG)[0]) for process in started) == [0, 15]
 
 
 def test_cache_and_augment_need_no_torch() -> None:

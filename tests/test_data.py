@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from waiting import LONG
 
 from fedeas_flwr import data, dataset_sources
 from fedeas_flwr.paths import atomic_folder, atomic_path, atomic_write, cache_root
@@ -80,7 +81,7 @@ def test_arrays_are_maps_of_one_file_and_read_only() -> None:
 def test_processes_that_start_together_write_it_once(own_cache: Path) -> None:
     code = "from fedeas_flwr.data import open_dataset; print(open_dataset('digits').x_train.filename)"
     started = [subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) for _ in range(3)]
-    printed = {process.communicate(timeout=120)[0].strip() for process in started}
+    printed = {process.communicate(timeout=LONG)[0].strip() for process in started}
     assert [process.returncode for process in started] == [0, 0, 0]
     assert len(printed) == 1 and Path(printed.pop()).is_relative_to(own_cache)
     assert [path.name for path in (own_cache / "data").iterdir() if path.name.endswith(".tmp")] == []

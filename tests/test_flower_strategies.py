@@ -18,6 +18,7 @@ from flwr.app import ConfigRecord
 from flwr.clientapp import ClientApp
 from rich.console import Console
 from runners import finish, hand_models_over, quick, weights
+from waiting import LONG
 
 from fedeas_flwr import messages
 from fedeas_flwr.array_records import to_arrays, to_record
@@ -201,7 +202,7 @@ def test_the_benchmark_runs_and_writes_what_it_prints(tmp_path: Path) -> None:
         [sys.executable, str(root / "benchmarks" / "strategies.py"), *words],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=LONG,
         env={**os.environ, "PYTHONPATH": str(root)},
     )
     assert done.returncode == 0, done.stderr

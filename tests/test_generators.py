@@ -12,6 +12,7 @@ from typing import Any, get_args
 import numpy as np
 import pytest
 import torch
+from waiting import LONG
 
 from fedeas_flwr import generators
 from fedeas_flwr.config import SAMPLER_STEPS, RunConfig, parse_config
@@ -311,7 +312,7 @@ def test_two_processes_train_once_and_a_damaged_folder_is_made_again_alike(
         "seen = []; ensure_builtin(lambda *a: seen.append(a[:2]), steps=3); print(seen)"
     )
     started = [subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) for _ in range(2)]
-    printed = sorted(process.communicate(timeout=200)[0].strip() for process in started)
+    printed = sorted(process.communicate(timeout=LONG)[0].strip() for process in started)
     assert printed == ["[(1, 3), (2, 3), (3, 3)]", "[]"]
 
     from fedeas_flwr.generators.digits import ensure_builtin

@@ -20,6 +20,7 @@ import pytest
 import typer
 import yaml
 from click.testing import CliRunner
+from waiting import LONG
 
 from fedeas_flwr.cli import app
 
@@ -51,7 +52,7 @@ def test_the_wheel_builds_installs_and_works_far_from_the_source(tmp_path: Path)
 
     def fresh(*words: str) -> str:
         environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
-        done = subprocess.run(words, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120)
+        done = subprocess.run(words, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=LONG)
         assert done.returncode == 0, done.stderr
         return done.stdout
 

@@ -18,6 +18,7 @@ import pytest
 from made_up_runs import write_run
 from PIL import Image
 from rich.console import Console
+from waiting import LONG
 
 from fedeas_flwr.cache import ImageCache
 from fedeas_flwr.cli import app
@@ -321,7 +322,7 @@ def test_a_browser_shows_the_page_and_has_nothing_to_complain_of(quickstart_page
         [browser(), *options, f"--screenshot={tmp_path / 'page.png'}", "--dump-dom", probed.as_uri()],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=LONG,
     )
     complaints = re.findall(r'CONSOLE.*?"(.*)", source', done.stderr)
     assert complaints == ["the probe's own line"], done.stderr[-2000:]

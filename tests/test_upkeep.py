@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from filelock import FileLock
 from test_cache import Fake
+from waiting import LONG
 
 from fedeas_flwr import upkeep
 from fedeas_flwr.allocation import allocate
@@ -148,7 +149,7 @@ def test_eight_processes_at_once_make_everything_once(tmp_path: Path) -> None:
     )
     command = [sys.executable, "-c", code, str(tmp_path), str(Path(__file__).parent)]
     started = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(8)]
-    answers = [json.loads(process.communicate(timeout=240)[0]) for process in started]
+    answers = [json.loads(process.communicate(timeout=LONG)[0]) for process in started]
     assert sum(made for made, _ in answers) == 4 * 21
     assert all(sums == answers[0][1] for _, sums in answers)
     assert verify(ImageCache(tmp_path))[1] == []
