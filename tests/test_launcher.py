@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import threading
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -90,3 +91,36 @@ def test_a_stream_that_has_enough_does_not_keep_the_others_waiting(current: list
         stuck.let_go.set()
         job.result(timeout=LONG)
     assert launched.count("stuck") == AHEAD + 3
+
+
+class Broken(Stream):
+    """The stream of a GPU that has failed: whoever looks at it is told so."""
+
+    def query(self) -> bool:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+
+def test_a_gpu_that_fails_is_told_to_those_who_wait_and_ends_no_thread(current: list[str]) -> None:
+    launcher, said = Launcher(), []
+
+    def work() -> None:
+        with pytest.raises(RuntimeError, match="illegal memory access"):
+            launcher.run(Broken("broken"), [lambda: None] * 5)
+        launcher.run(Stream("another"), [lambda: said.append("another")] * 3)
+
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
+    thread.join(timeout=LONG)
+    assert said == ["another"] * 3, "it still waits"
+
+
+def test_what_is_launched_is_forgotten_so_that_a_graph_frees_its_memory(current: list[str]) -> None:
+    class Graph:
+        def replay(self) -> None:
+            pass
+
+    launcher, graph = Launcher(), Graph()
+    launcher.run(Stream("a"), [graph.replay] * 3)
+    alive = weakref.ref(graph)
+    del graph
+    assert alive() is None

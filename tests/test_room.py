@@ -47,6 +47,24 @@ def test_a_step_with_room_is_the_step_without(laid_out: bool) -> None:
     assert moved.abs().max() > 1e-4, "nothing was trained"
 
 
+def test_what_one_client_broke_is_whole_again_for_the_next() -> None:
+    """0 · NaN is NaN: a gradient that is none reaches the room too, which no client's state refills."""
+    model = build_model("resnet18", 10, (16, 16, 3), seed=0)
+    start = {key: value.clone() for key, value in model.state_dict().items()}
+    layer = first_convolution(model)
+    assert layer is not None
+    weights = Weights(model, halved=False, widened=layer, room=ROOM)
+    state = weights.state(model)
+    images = images_with_room(torch.rand(2, 3, 16, 16))
+    wanted = model.train()(images)
+    broken = torch.autograd.grad(model(images).sum() * torch.nan, weights.parameters)
+    weights.descend(weights.whole_gradients(broken), 0.1)
+    assert weights.masters[weights.names.index("conv1.weight")].isnan().all()
+    torch._foreach_copy_(list(state.values()), [start[key] for key in state])
+    weights.refresh()
+    torch.testing.assert_close(model(images), wanted)
+
+
 def test_called_with_another_states_weights_or_in_eval_mode_a_layer_is_as_ever() -> None:
     model = build_model("resnet18", 10, (16, 16, 3), seed=0)
     layer = first_convolution(model)

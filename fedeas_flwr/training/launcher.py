@@ -34,26 +34,30 @@ class _Job:
 
     error: BaseException | None
 
-    def has_enough(self) -> bool:
-        """Whether its stream has work for a while."""
-        while self.waiting and self.waiting[0].query():
-            self.waiting.popleft()
-        return len(self.waiting) >= AHEAD
+    def go_on(self) -> bool:
+        """Launch the next piece, unless the stream has work for a while; say whether something was done.
 
-    def launch_one(self) -> bool:
-        """Launch the next piece; say whether there is another."""
+        An error belongs to whoever waits for the job: also one of the GPU's, of which a look at the stream tells.
+        Raised here, it would end the thread, and everybody would wait for ever.
+        """
         try:
+            while self.waiting and self.waiting[0].query():
+                self.waiting.popleft()
+            if len(self.waiting) >= AHEAD:
+                return False
             if self.next < len(self.launches):
                 torch.cuda.set_stream(self.stream)
                 self.launches[self.next]()
                 self.next += 1
                 self.waiting.append(self.stream.record_event())
-        except BaseException as error:  # it belongs to whoever waits for the job
+        except BaseException as error:
             self.error, self.next = error, len(self.launches)
-        if self.next < len(self.launches):
-            return True
-        self.done.set()
-        return False
+        if self.next == len(self.launches):
+            # This thread knows the job until the next one comes, and graphs that nobody needs must free their memory.
+            self.launches, self.next = (), 0
+            self.waiting.clear()
+            self.done.set()
+        return True
 
 
 class Launcher:
@@ -83,10 +87,9 @@ class Launcher:
                     self._arrived.wait()
                 active += self._new
                 self._new.clear()
-            ready = [job for job in active if not job.has_enough()]
-            ended = {job for job in ready if not job.launch_one()}
-            active = [job for job in active if job not in ended]
-            if not ready:
+            worked = [job.go_on() for job in active]
+            active = [job for job in active if not job.done.is_set()]
+            if not any(worked):
                 time.sleep(PAUSE)
 
 

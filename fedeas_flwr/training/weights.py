@@ -69,6 +69,7 @@ class Weights:
             parameter.data = self._half[start : start + size].as_strided(shape, strides, start)
             start += size
         self.masters = list(self._wholes)
+        self._empty: list[torch.Tensor] = []
         for i in range(self._dense, len(trained)):
             self.parameters[i] = use_centre_tap(layers[id(trained[i][1])])
             self.masters[i] = self._wholes[i][:, :, 1, 1]
@@ -76,6 +77,7 @@ class Weights:
             i = next(i for i, (_, p) in enumerate(trained) if p is widened.weight)
             self.parameters[i] = use_room(widened, _whole_room(widened.weight, room))
             self.masters[i] = _whole_room(self._wholes[i], room)
+            self._empty.append(self.masters[i][:, widened.in_channels :])
         self._gradients = [torch.zeros_like(self.masters[i]) for i in self._halved]
         self.refresh()
 
@@ -101,7 +103,13 @@ class Weights:
 
     @torch.no_grad()
     def refresh(self) -> None:
-        """Let the model compute with what the masters are now, all of them."""
+        """Let the model compute with what the masters are now, all of them.
+
+        Room is no part of a state. It stays zero but for one case: 0 · NaN is NaN, and a client whose training broke
+        must not break that of all who come after it.
+        """
+        for room in self._empty:
+            room.zero_()
         self._half.copy_(self._whole)
 
     def state(self, model: nn.Module) -> dict[str, torch.Tensor]:
