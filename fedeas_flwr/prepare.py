@@ -100,5 +100,5 @@ def evaluate_run(run: RunDirectory) -> dict[str, Any]:
     trainable, buffers = split_state(network(config))
     if set(arrays) != set(trainable) | set(buffers):
         raise RunError(f"{run.path / 'model.safetensors'} does not hold the arrays of model '{config.model}'")
-    test = central_test(config, config.clients, pick_device(config.device))
+    test = central_test(config, config.clients, pick_device(config.device, config.precision))
     return test({k: arrays[k] for k in trainable}, {k: arrays[k] for k in buffers})

@@ -25,12 +25,12 @@ from fedeas_flwr.generators.ray_service import start_service
 from fedeas_flwr.local_data import federated_data
 from fedeas_flwr.models import split_state
 from fedeas_flwr.one_line import one_line
+from fedeas_flwr.own_streams import own_stream
 from fedeas_flwr.runs import ProcessesDiedError, RunDirectory, RunError, run_folder
 from fedeas_flwr.strategies import build_strategy
 from fedeas_flwr.strategies.federation import Evaluate, Federation
 from fedeas_flwr.strategies.members import count_clients
 from fedeas_flwr.training import Evaluator, Normaliser, network, pick_device
-from fedeas_flwr.training.own_streams import own_stream
 
 app = ServerApp()
 

@@ -27,6 +27,8 @@ LAYERS = [
         "image_sheet",
         "project",
         "environment",
+        "capture",
+        "own_streams",
     },
     {"waterfill", "allocation", "partition"},
     {"budget_path", "own_data"},
@@ -61,6 +63,8 @@ LAYERS = [
 FLOWER = {"array_records", "messages", "grids", "strategies", "client_app", "server_app", "launch", "doctor", "deploy"}
 TORCH = {
     "array_records",
+    "capture",
+    "own_streams",
     "event_log",
     "training",
     "models",

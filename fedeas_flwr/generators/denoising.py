@@ -8,15 +8,17 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from fedeas_flwr.capture import CaptureError, capture, capturing
 from fedeas_flwr.generators.one_thread import one_thread
 from fedeas_flwr.one_line import one_line
+from fedeas_flwr.own_streams import own_stream
 
 # diffusers takes seconds to import, so only functions import it.
 
@@ -42,7 +44,6 @@ PRECISIONS = {"fp32": torch.float32, "tf32": torch.float32, "bf16": torch.bfloat
 """What the UNet computes in. The solver's state is float32 in all of them."""
 
 _PROBE = 32
-_WARM_UPS = 3
 
 
 def make_solver(sampler: str, schedule: dict[str, Any], steps: int) -> Any:
@@ -121,7 +122,7 @@ class Denoiser:
         callable
             Waits for the batch and returns its pixels, uint8 ``[N, H, W, C]``.
         """
-        with torch.no_grad(), _arithmetic(self._device, self._precision):
+        with torch.no_grad(), self._on_device():
             x = self._send(torch.from_numpy(noise))
             step = self._prepared(x, self._send(torch.tensor(labels)))
             solver = make_solver(self._sampler, self._schedule, self._steps)
@@ -132,18 +133,19 @@ class Denoiser:
 
     def predict(self, x: torch.Tensor, time: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         """Return the model's guided prediction in float32."""
-        given = x.to(self.unet.dtype)
-        conditional: torch.Tensor = self.unet(given, time, class_labels=labels, return_dict=False)[0].float()
-        if self._guidance == 1.0 or self._no_label is None:
-            return conditional
-        none = torch.full_like(labels, self._no_label)
-        free: torch.Tensor = self.unet(given, time, class_labels=none, return_dict=False)[0].float()
-        return free + self._guidance * (conditional - free)
+        with _arithmetic(self._device, self._precision):
+            given = x.to(self.unet.dtype)
+            conditional: torch.Tensor = self.unet(given, time, class_labels=labels, return_dict=False)[0].float()
+            if self._guidance == 1.0 or self._no_label is None:
+                return conditional
+            none = torch.full_like(labels, self._no_label)
+            free: torch.Tensor = self.unet(given, time, class_labels=none, return_dict=False)[0].float()
+            return free + self._guidance * (conditional - free)
 
     def bytes_per_image(self, image_shape: tuple[int, int, int]) -> float:
         """Measure what one image adds to a forward pass's peak memory; CUDA only."""
         height, width, channels = image_shape
-        with torch.no_grad(), _arithmetic(self._device, self._precision):
+        with torch.no_grad(), self._on_device():
             x = torch.zeros(_PROBE, channels, height, width, device=self._device)
             time, labels = (torch.zeros(n, dtype=torch.int64, device=self._device) for n in (1, _PROBE))
             before = torch.cuda.memory_allocated(self._device)
@@ -157,6 +159,9 @@ class Denoiser:
             torch.cuda.synchronize(self._device)  # queued batches still use them
         self._step = None
         torch.cuda.empty_cache()
+
+    def _on_device(self) -> AbstractContextManager[None]:
+        return torch.cuda.device(self._device) if self._device.type == "cuda" else nullcontext()
 
     def _prepared(self, x: torch.Tensor, labels: torch.Tensor) -> _Step:
         """Return the step of this batch size, its labels set."""
@@ -194,60 +199,53 @@ class _Step:
         self._predict = predict
         self._time = torch.zeros(1, dtype=torch.int64, device=like.device)
         self.labels = torch.zeros(len(like), dtype=torch.int64, device=like.device)
-        self._graph: torch.cuda.CUDAGraph | None = None
+        self._replay: Callable[[], None] | None = None
         if like.device.type == "cuda":
             self._x = torch.zeros_like(like, memory_format=torch.channels_last)
-            self._warm_up()
             self._capture()
 
     def __call__(self, x: torch.Tensor, time: int) -> torch.Tensor:
         self._time.fill_(time)
-        if self._graph is None:
+        if self._replay is None:
             return self._predict(x, self._time, self.labels)
         self._x.copy_(x)
-        self._graph.replay()
+        self._replay()
         return self._output.clone()  # the next replay writes there, and a multistep solver looks back
 
-    def _warm_up(self) -> None:
-        # Libraries allocate workspaces and choose kernels in their first calls, which a capture forbids.
-        side = torch.cuda.Stream()  # type: ignore[no-untyped-call, unused-ignore]
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            for _ in range(_WARM_UPS):
-                self._predict(self._x, self._time, self.labels)
-        torch.cuda.current_stream().wait_stream(side)
-
     def _capture(self) -> None:
-        graph = torch.cuda.CUDAGraph()
+        # Clients of the same process may train meanwhile: a stream that is nobody's but this graph's, as long as it is.
+        self._stream, before = own_stream(), torch.cuda.current_stream()
+        self._stream.wait_stream(before)
         try:
-            # The outer context puts the stream back even where ending a broken capture raises. thread_local: clients
-            # that train in other threads go on allocating meanwhile.
-            capture = torch.cuda.graph(graph, capture_error_mode="thread_local")
-            with torch.cuda.stream(torch.cuda.current_stream()), capture:
-                self._output = self._predict(self._x, self._time, self.labels)
-        except torch.cuda.OutOfMemoryError:
-            raise
-        except RuntimeError as error:
+            with torch.cuda.stream(self._stream):
+                self._replay = capture(self._fill, self._stream)
+        except CaptureError as error:
             logger.warning("no CUDA graph, sampling goes on without: %s", one_line(error))
-        else:
-            self._graph = graph
+        before.wait_stream(self._stream)
+
+    def _fill(self) -> None:
+        self._output = self._predict(self._x, self._time, self.labels)
 
 
 @contextmanager
 def _arithmetic(device: torch.device, precision: str) -> Iterator[None]:
-    """Fix what decides the last bits on `device`, and put it back afterwards."""
+    """Fix what decides the last bits on `device`, and put it back afterwards.
+
+    On a GPU only where the network runs, which is when its graph is captured: these are settings of the whole process,
+    in which clients may be training.
+    """
     if device.type == "cpu":
         with one_thread(device):
             yield
         return
     matmul, cudnn = torch.backends.cuda.matmul, torch.backends.cudnn
-    before = matmul.allow_tf32, cudnn.allow_tf32, cudnn.deterministic, cudnn.benchmark
-    # torch lets convolutions use TF32 unless told otherwise, so "fp32" has to say no.
-    matmul.allow_tf32 = cudnn.allow_tf32 = precision != "fp32"
-    # A benchmark may choose other kernels the next time, and with them other bits.
-    cudnn.deterministic, cudnn.benchmark = True, False
-    try:
-        with torch.cuda.device(device):
+    with capturing:
+        before = matmul.allow_tf32, cudnn.allow_tf32, cudnn.deterministic, cudnn.benchmark
+        # torch lets convolutions use TF32 unless told otherwise, so "fp32" has to say no.
+        matmul.allow_tf32 = cudnn.allow_tf32 = precision != "fp32"
+        # A benchmark may choose other kernels the next time, and with them other bits.
+        cudnn.deterministic, cudnn.benchmark = True, False
+        try:
             yield
-    finally:
-        matmul.allow_tf32, cudnn.allow_tf32, cudnn.deterministic, cudnn.benchmark = before
+        finally:
+            matmul.allow_tf32, cudnn.allow_tf32, cudnn.deterministic, cudnn.benchmark = before

@@ -9,6 +9,7 @@ from functools import lru_cache, partial
 
 import torch
 
+from fedeas_flwr.capture import capturing
 from fedeas_flwr.config import RunConfig
 from fedeas_flwr.data import dataset_info
 from fedeas_flwr.models import ImageShape, build_model
@@ -128,5 +129,8 @@ def pick_device(wanted: str, precision: str = "tf32") -> str:
         raise ValueError("device = 'cuda', but torch finds no CUDA device: use 'auto' or 'cpu'")
     if wanted == "cpu" or not torch.cuda.is_available():
         return "cpu"
-    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = precision != "fp32"
+    matmul, cudnn, tf32 = torch.backends.cuda.matmul, torch.backends.cudnn, precision != "fp32"
+    if (matmul.allow_tf32, cudnn.allow_tf32) != (tf32, tf32):
+        with capturing:  # a generator in another thread may compute otherwise for a moment, and needs it until its end
+            matmul.allow_tf32 = cudnn.allow_tf32 = tf32
     return "cuda"

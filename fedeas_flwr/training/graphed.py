@@ -22,10 +22,11 @@ import numpy as np
 import torch
 from torch import nn
 
+from fedeas_flwr.capture import capture
 from fedeas_flwr.models import trained_names
 from fedeas_flwr.normaliser import Normaliser
 from fedeas_flwr.one_line import one_line
-from fedeas_flwr.training.capture import capture
+from fedeas_flwr.own_streams import LAST, own_stream
 from fedeas_flwr.training.engine import Recipe, State, TrainResult, clone_state, copy_state
 from fedeas_flwr.training.launcher import launcher
 from fedeas_flwr.training.losses import cross_entropy
@@ -41,7 +42,6 @@ from fedeas_flwr.training.objective import (
     named,
 )
 from fedeas_flwr.training.one_pixel import one_pixel_convolutions
-from fedeas_flwr.training.own_streams import LAST, own_stream
 from fedeas_flwr.training.room import first_convolution, room_for
 from fedeas_flwr.training.views import VIEWS, viewed
 from fedeas_flwr.training.weights import Weights
@@ -183,8 +183,10 @@ class GraphedEngine:
             return
         with torch.cuda.stream(self._stream):
             self._stream.wait_stream(torch.cuda.default_stream())
-            yield
-            self._stream.synchronize()
+            try:
+                yield
+            finally:  # also after an error: what was handed over may be freed then, and this stream still read it
+                self._stream.synchronize()
 
     def _reserve(
         self, images: torch.Tensor, rows: int, inputs: Inputs

@@ -1,4 +1,4 @@
-"""Out of memory: train the same steps in less of it.
+"""Out of memory: train the same steps in less of it. A network that cannot be captured goes on eagerly as well.
 
 A round that runs out of memory begins again from the state it was given, one rung further down, and the engine stays
 there; the client's result is the same up to rounding. The rungs below the engine that was asked for:
@@ -27,6 +27,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from fedeas_flwr.capture import CaptureError
 from fedeas_flwr.one_line import one_line
 from fedeas_flwr.training.engine import Engine, State, TrainResult
 from fedeas_flwr.training.objective import NO_INPUTS, Batch, Inputs, Objective
@@ -121,7 +122,7 @@ def frugal_ways(model: nn.Module, batch_size: int) -> list[tuple[str, Differenti
 
 
 class SparingEngine:
-    """An engine that goes on with less memory when it runs out.
+    """An engine that goes on with less memory when it runs out, and without graphs where there can be none.
 
     Parameters
     ----------
@@ -135,7 +136,7 @@ class SparingEngine:
         self._words, build = first
         self._engine, self._ask = build(), less
         self._less: list[Rung] | None = None
-        self._reason = ""
+        self._problem = self._reason = ""
 
     def train(
         self,
@@ -151,14 +152,16 @@ class SparingEngine:
         while True:
             try:
                 done = self._engine.train(trainable, buffers, images, labels, batches, inputs)
-                if self._reason:
-                    logger.warning("out of memory in training (%s); from here on %s", self._reason, self._words)
-                    self._reason = ""
+                if self._problem:
+                    logger.warning("%s (%s); from here on %s", self._problem, self._reason, self._words)
+                    self._problem = ""
                 return done
             except (RuntimeError, MemoryError) as error:
-                if not is_out_of_memory(error):
+                if not is_out_of_memory(error) and not isinstance(error, CaptureError):
                     raise
-                self._reason = self._reason or one_line(error)
+                problem = "out of memory in training" if is_out_of_memory(error) else "no CUDA graph of a training step"
+                if problem != self._problem:
+                    self._problem, self._reason = problem, one_line(error)
             # Only here, where the traceback with its tensors is gone, is there memory again.
             batches.bit_generator.state = start
             self._use_less()

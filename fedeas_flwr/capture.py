@@ -1,0 +1,67 @@
+"""Capture what a function launches as a CUDA graph, one capture at a time in a process."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+import torch
+
+from fedeas_flwr.one_line import one_line
+
+WARM_UPS = 3
+capturing = threading.RLock()
+"""Held during a capture, and by whoever changes for a moment how this whole process computes (TF32, determinism).
+
+One capture at a time: entering one waits for the whole device, and torch knows of one alone. And what a graph computes
+with is settled when it is captured: with another thread's settings it would go on with them for the rest of the run.
+"""
+
+
+class CaptureError(RuntimeError):
+    """What was to be captured runs, but not as a graph: it asks the GPU for a number on the way, for instance."""
+
+
+def capture(
+    step: Callable[[], None], stream: torch.cuda.Stream, before_each: Callable[[], object] = lambda: None
+) -> Callable[[], None]:
+    """Capture ``step`` on ``stream``, which is the current one; return what replays it.
+
+    Parameters
+    ----------
+    step
+        What is captured. All memory it reads or writes, but for what it allocates itself, must stay where it is.
+    stream
+        The graph's own, which nobody else launches on meanwhile.
+    before_each
+        Puts back what ``step`` moves on; called before each of its runs.
+
+    Raises
+    ------
+    CaptureError
+        If ``step`` ran, and could not be captured.
+    torch.OutOfMemoryError
+        If there was no memory for it.
+    """
+    with capturing:
+        for _ in range(WARM_UPS):  # libraries choose their kernels and make their workspaces outside the capture
+            before_each()
+            step()
+        before_each()
+        graph = torch.cuda.CUDAGraph()
+        stream.synchronize()
+        try:
+            # The outer context puts the stream back even where ending a broken capture raises. thread_local: other
+            # threads go on allocating and launching meanwhile.
+            with (
+                torch.cuda.stream(stream),
+                torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"),
+            ):
+                step()
+        except RuntimeError as error:
+            first = error.__context__ or error  # ending a broken capture raises an error of its own
+            for known in (error, first):
+                if isinstance(known, torch.OutOfMemoryError):
+                    raise known from None
+            raise CaptureError(one_line(first)) from error
+    return graph.replay
