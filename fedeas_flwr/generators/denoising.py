@@ -133,14 +133,17 @@ class Denoiser:
 
     def predict(self, x: torch.Tensor, time: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         """Return the model's guided prediction in float32."""
+        given = x.to(self.unet.dtype)
+        conditional: torch.Tensor = self.unet(given, time, class_labels=labels, return_dict=False)[0].float()
+        if self._guidance == 1.0 or self._no_label is None:
+            return conditional
+        none = torch.full_like(labels, self._no_label)
+        free: torch.Tensor = self.unet(given, time, class_labels=none, return_dict=False)[0].float()
+        return free + self._guidance * (conditional - free)
+
+    def _predict(self, x: torch.Tensor, time: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         with _arithmetic(self._device, self._precision):
-            given = x.to(self.unet.dtype)
-            conditional: torch.Tensor = self.unet(given, time, class_labels=labels, return_dict=False)[0].float()
-            if self._guidance == 1.0 or self._no_label is None:
-                return conditional
-            none = torch.full_like(labels, self._no_label)
-            free: torch.Tensor = self.unet(given, time, class_labels=none, return_dict=False)[0].float()
-            return free + self._guidance * (conditional - free)
+            return self.predict(x, time, labels)
 
     def bytes_per_image(self, image_shape: tuple[int, int, int]) -> float:
         """Measure what one image adds to a forward pass's peak memory; CUDA only."""
@@ -150,7 +153,7 @@ class Denoiser:
             time, labels = (torch.zeros(n, dtype=torch.int64, device=self._device) for n in (1, _PROBE))
             before = torch.cuda.memory_allocated(self._device)
             torch.cuda.reset_peak_memory_stats(self._device)
-            self.predict(x, time, labels)
+            self._predict(x, time, labels)
             return (torch.cuda.max_memory_allocated(self._device) - before) / _PROBE
 
     def forget(self) -> None:
@@ -168,7 +171,7 @@ class Denoiser:
         if self._step is not None and len(self._step.labels) != len(x):
             self.forget()
         if self._step is None:
-            self._step = _Step(self.predict, x)
+            self._step = _Step(self._predict, x)
         self._step.labels.copy_(labels)
         return self._step
 
