@@ -11,7 +11,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import lru_cache, wraps
 from typing import Any
 
@@ -30,6 +30,7 @@ from fedeas_flwr.generators import Generator, RememberedGenerator, describe_gene
 from fedeas_flwr.generators.classifier import ensure_recognised, independent_classifier
 from fedeas_flwr.generators.ray_service import ServiceGenerator
 from fedeas_flwr.generators.service import InProcessService
+from fedeas_flwr.images_on_gpu import ImagesOnGpu, LocalImages
 from fedeas_flwr.local_data import FederatedData, Images, Labels, local_data
 from fedeas_flwr.messages import EvaluateReport, Share, TrainReport
 from fedeas_flwr.node import Node, read_node
@@ -206,22 +207,7 @@ def _counts(data: FederatedData, client: int) -> Labels:
     return np.bincount(data.train_labels(client), minlength=data.num_classes)[None, :].astype(np.int64)
 
 
-@dataclass(frozen=True)
-class LocalImages:
-    """What a client trains on: its real images, then the added ones, on the device."""
-
-    images: torch.Tensor
-    labels: torch.Tensor
-    made: int = 0
-    """Images sampled just now."""
-    rejected: int = 0
-    """Images that were left out."""
-    generator: str = ""
-    """Fingerprint of the generator that made the added ones."""
-
-
-_on_gpu: dict[tuple[RunConfig, int, tuple[int, ...]], LocalImages] = {}
-"""Images of the clients seen so far, kept on the GPU: all of them together are one dataset and its synthetic images."""
+_on_gpu = ImagesOnGpu()
 _opening = threading.Lock()
 _own = threading.local()
 _engines = EnginePool()
@@ -232,7 +218,7 @@ def _images(
 ) -> LocalImages:
     """A client's images and labels, those of its plan generated if they are not there yet."""
     client, generate = node.client, state.generate or ()
-    found = _on_gpu.get((config, client, generate))
+    found = _on_gpu.find(config, client, generate)
     if found is not None:
         return found
     images, labels = data.train(node.part)
@@ -248,7 +234,7 @@ def _images(
         images, labels = np.concatenate([images, images[chosen]]), np.concatenate([labels, labels[chosen]])
     tensors = torch.from_numpy(images).to(device), torch.from_numpy(labels).to(device)
     if device != "cpu":
-        _on_gpu[config, client, generate] = LocalImages(*tensors, generator=generator)
+        _on_gpu.keep(config, client, generate, LocalImages(*tensors, generator=generator))
     return LocalImages(*tensors, made, rejected, generator)
 
 

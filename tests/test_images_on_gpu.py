@@ -1,0 +1,54 @@
+"""Images stay on the GPU for the clients of one run, as long as a quarter of its memory is free."""
+
+from __future__ import annotations
+
+import weakref
+
+import pytest
+import torch
+
+from fedeas_flwr.config import parse_config
+from fedeas_flwr.images_on_gpu import ImagesOnGpu, LocalImages
+
+CONFIG = parse_config({"clients": 4})
+
+
+def some_images() -> LocalImages:
+    return LocalImages(torch.zeros(2, 8, 8, 1, dtype=torch.uint8), torch.zeros(2, dtype=torch.long))
+
+
+@pytest.fixture
+def free(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """What is free, of 100."""
+    now = [100]
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (now[0], 100))
+    return now
+
+
+def test_a_client_finds_its_images_and_nobody_elses(free: list[int]) -> None:
+    kept, images = ImagesOnGpu(), some_images()
+    kept.keep(CONFIG, 3, (0, 5), images)
+    assert kept.find(CONFIG, 3, (0, 5)) is images
+    assert kept.find(CONFIG, 2, (0, 5)) is None
+    assert kept.find(CONFIG, 3, (0, 6)) is None, "it has planned anew since"
+
+
+def test_a_full_gpu_keeps_what_it_has_and_no_more(free: list[int]) -> None:
+    kept, first, second = ImagesOnGpu(), some_images(), some_images()
+    kept.keep(CONFIG, 1, (), first)
+    free[0] = 25
+    kept.keep(CONFIG, 2, (), second)
+    assert kept.find(CONFIG, 1, ()) is first and kept.find(CONFIG, 2, ()) is None
+    free[0] = 26
+    kept.keep(CONFIG, 2, (), second)
+    assert kept.find(CONFIG, 2, ()) is second
+
+
+def test_the_next_run_of_a_process_frees_the_memory_of_the_last(free: list[int]) -> None:
+    kept, images = ImagesOnGpu(), some_images()
+    kept.keep(CONFIG, 1, (), images)
+    alive = weakref.ref(images)
+    del images
+    assert alive() is not None
+    kept.keep(CONFIG.with_changes(seed=2), 1, (), some_images())
+    assert alive() is None
