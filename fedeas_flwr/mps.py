@@ -9,12 +9,14 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
+
+import psutil
 
 from fedeas_flwr.config import RunConfig
 from fedeas_flwr.one_line import one_line
-from fedeas_flwr.processes import undisturbed
+from fedeas_flwr.processes import MARK, undisturbed, with_variable
 
 logger = logging.getLogger(__name__)
 
@@ -70,7 +72,9 @@ def shared_gpu(folder: Path, environment: Mapping[str, str], processes: int) -> 
     for path in own.values():
         Path(path).mkdir()
     own[QUEUES] = _queues(_POOL, processes)
-    inside = {**environment, **own}
+    # Without the mark: at the end of a run all that carry it are killed, and the daemon is to end after its clients, by
+    # being asked.
+    inside = {name: value for name, value in {**environment, **own}.items() if name != MARK}
     try:
         problem = _run([CONTROL, "-d"], inside) or _run(TRIAL, inside)
         if problem:
@@ -79,7 +83,10 @@ def shared_gpu(folder: Path, environment: Mapping[str, str], processes: int) -> 
     finally:
         # Its clients are gone by now. Where it never started, this fails and does nothing.
         with undisturbed():
-            _run([CONTROL], inside, say="quit\n")
+            if _run([CONTROL], inside, say="quit\n"):
+                for process in with_variable(PIPE, own[PIPE]):
+                    with suppress(psutil.Error):
+                        process.kill()
 
 
 @contextmanager

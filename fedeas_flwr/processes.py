@@ -41,7 +41,7 @@ class ProcessTree:
         with undisturbed():
             for _ in range(3):  # a process may start another while it is being found
                 self.note()
-                self._known.update(self._marked())
+                self._known.update(with_variable(MARK, self._mark))
                 alive = [process for process in self._known if _is_alive(process)]
                 if not alive:
                     return
@@ -50,11 +50,13 @@ class ProcessTree:
                         process.kill()
                 psutil.wait_procs(alive, timeout=5)
 
-    def _marked(self) -> Iterator[psutil.Process]:
-        for process in psutil.process_iter():
-            with suppress(psutil.Error, OSError):
-                if process.environ().get(MARK) == self._mark:
-                    yield process
+
+def with_variable(name: str, value: str) -> Iterator[psutil.Process]:
+    """The processes of this machine that were started with this value of an environment variable."""
+    for process in psutil.process_iter():
+        with suppress(psutil.Error, OSError):
+            if process.environ().get(name) == value:
+                yield process
 
 
 @contextmanager

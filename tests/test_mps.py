@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import os
+import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from fedeas_flwr import mps, sweep_jobs, training
 from fedeas_flwr.config import parse_config
 from fedeas_flwr.mps import LOG, PIPE, QUEUES, shared_gpu
+from fedeas_flwr.processes import MARK, ProcessTree, with_variable
 from fedeas_flwr.sweep import Cell, make_sweep
 from fedeas_flwr.sweep_jobs import Board, run_sweep
 from fedeas_flwr.training import cohort, pick_device
@@ -54,6 +58,44 @@ def test_a_daemon_of_its_own_is_started_and_ended_even_when_the_run_fails(
         raise ZeroDivisionError
     assert calls(tmp_path) == ["start", "quit"]
     assert all(line.endswith(str(tmp_path / "mps")) for line in (tmp_path / "calls").read_text().splitlines())
+
+
+@pytest.fixture
+def daemon_that_stays(works: dict[str, str], tmp_path: Path) -> Callable[[], psutil.Process]:
+    """A control program whose daemon is a process, and which fails to end it; returns what finds it."""
+    program = tmp_path / "bin" / mps.CONTROL
+    program.write_text(f'#!/bin/sh\nif [ "$1" = -d ]; then sleep 60 >{tmp_path}/out 2>&1 & else cat; exit 1; fi\n')
+
+    def find() -> psutil.Process:
+        (daemon,) = with_variable(PIPE, str(tmp_path / "mps"))
+        return daemon
+
+    return find
+
+
+def is_alive(process: psutil.Process) -> bool:
+    return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+
+
+def test_a_daemon_is_not_among_the_processes_that_are_killed_at_the_end_of_a_run(
+    works: dict[str, str], tmp_path: Path, daemon_that_stays: Callable[[], psutil.Process]
+) -> None:
+    """Killed with its clients still there, it could not take their work off the GPU in order; it is asked to end."""
+    root = subprocess.Popen(["sleep", "60"], env={**works, MARK: "this-run"})
+    with shared_gpu(tmp_path, {**works, MARK: "this-run"}, 4):
+        ProcessTree(root, "this-run").end()
+        assert not psutil.pid_exists(root.pid), "nothing was ended"
+        assert is_alive(daemon_that_stays())
+
+
+def test_a_daemon_that_cannot_be_asked_to_end_is_ended_all_the_same(
+    works: dict[str, str], tmp_path: Path, daemon_that_stays: Callable[[], psutil.Process]
+) -> None:
+    with shared_gpu(tmp_path, works, 4):
+        daemon = daemon_that_stays()
+        assert is_alive(daemon)
+    psutil.wait_procs([daemon], timeout=10)
+    assert not is_alive(daemon)
 
 
 def test_a_daemon_whose_clients_fail_is_not_used(
