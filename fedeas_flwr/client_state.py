@@ -9,6 +9,7 @@ state-000012.safetensors  what the algorithm's part on the client keeps (SCAFFOL
 
 On the inline GPU grid, server and clients are one process and models never leave the GPU. There versions stay in memory
 too, and are written when the server is about to write its checkpoint: after a crash it asks for none that came between.
+Of those that are written, only so many bytes stay in memory: whoever has not trained for longest reads from disk again.
 """
 
 from __future__ import annotations
@@ -52,6 +53,9 @@ class _Versions:
     written: set[int] = field(default_factory=set)
     """Rounds whose version this process wrote. One on disk may be of a run that was killed before its checkpoint."""
 
+
+_MOST_BYTES = 4 * 2**30
+"""Of arrays that stay in memory although they are on disk: the c_i of ninety ResNet-18s."""
 
 _kept: dict[Path, _Versions] = {}
 """By folder, of clients that live in this process."""
@@ -144,6 +148,16 @@ def write_kept_states() -> None:
                     store.write(number, state)
             versions.written = set(versions.states)
             store.drop_all_but(versions.needed)
+        _free_all_but(_MOST_BYTES)
+
+
+def _free_all_but(most: int) -> None:
+    """Let the arrays of clients go that trained longest ago; all versions are on disk."""
+    room = most
+    for versions in sorted(_kept.values(), key=lambda versions: -max(versions.states, default=0)):
+        room -= sum(array.nbytes for state in versions.states.values() for array in state.memory.values())
+        if room < 0:
+            versions.states.clear()
 
 
 def forget_kept_states() -> None:
