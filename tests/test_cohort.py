@@ -82,7 +82,40 @@ def test_without_a_gpu_nothing_is_measured(monkeypatch: pytest.MonkeyPatch) -> N
     assert cohort.clients_at_once(config(participation=0.1)) == 2
 
 
-def test_a_probe_that_fails_costs_nothing_but_its_answer(a_gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_probe_that_fails_costs_nothing_but_its_answer_and_says_so(
+    a_gpu: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     assert cohort.clients_at_once(config(model="no_such:network")) == cohort.USUAL
+    (said,) = caplog.messages
+    assert "so it is 10: " in said and "no_such" in said and "\n" not in said
     monkeypatch.setattr(cohort, "_SECONDS", 0.01)
     assert cohort.clients_at_once(config(participation=0.2)) == 4
+
+
+@pytest.mark.parametrize("text", ["{", "[]", "{}", '{"images_per_second": {}, "bytes_a_client": 1, "bytes_free": 1}'])
+def test_a_damaged_record_is_measured_anew(
+    a_gpu: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str
+) -> None:
+    def probe(words: Any, **more: Any) -> Any:
+        return subprocess.CompletedProcess(words, 0, json.dumps(measured({"1": 10.0, "4": 40.0})))
+
+    monkeypatch.setattr(subprocess, "run", probe)
+    assert cohort.clients_at_once(config()) == 4
+    (kept,) = tmp_path.glob("probes/*.json")
+    whole = kept.read_text()
+    kept.write_text(text)
+    assert cohort.clients_at_once(config()) == 4
+    assert kept.read_text() == whole
+
+
+def test_the_probe_trains_with_the_engine_that_the_run_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    built: list[tuple[str, int]] = []
+    build = cohort.build_engine
+
+    def noting(config: RunConfig, device: str, objective: Any, rank: int) -> Any:
+        built.append((config.engine, rank))
+        return build(config, device, objective, rank)
+
+    monkeypatch.setattr(cohort, "build_engine", noting)
+    found = cohort.measure(config(model="users_models:tiny", batch_size=2, engine="eager"), "cpu", (1, 3))
+    assert list(found["images_per_second"]) == [1, 3] and built == [("eager", 0), ("eager", 1), ("eager", 2)]

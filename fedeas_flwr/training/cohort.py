@@ -11,11 +11,13 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import subprocess
 import sys
 import time
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -24,10 +26,13 @@ from filelock import FileLock
 
 from fedeas_flwr.config import RunConfig, parse_config
 from fedeas_flwr.data import dataset_info
+from fedeas_flwr.one_line import one_line
 from fedeas_flwr.paths import atomic_write, cache_root
-from fedeas_flwr.training import Normaliser, Recipe, network, pick_device
-from fedeas_flwr.training.engine import read_state
-from fedeas_flwr.training.graphed import GraphedEngine
+from fedeas_flwr.training import build_engine, network, pick_device
+from fedeas_flwr.training.engine import Engine, read_state
+from fedeas_flwr.training.objective import CROSS_ENTROPY
+
+logger = logging.getLogger(__name__)
 
 USUAL = 10
 """Clients at once where the probe fails; also the most that pay on any GPU seen so far."""
@@ -46,7 +51,10 @@ def clients_at_once(config: RunConfig) -> int:
         return min(most, USUAL)
     try:
         return min(most, choose(_known_or_measured(config)))
-    except (OSError, ValueError, KeyError, subprocess.SubprocessError):
+    except (OSError, ValueError, LookupError, subprocess.SubprocessError) as error:
+        words = error.stderr.split("\n") if isinstance(error, subprocess.CalledProcessError) else [str(error)]
+        why = one_line(next((line for line in reversed(words) if line.strip()), error))
+        logger.warning("how many clients at once pay cannot be measured, so it is %d: %s", min(most, USUAL), why)
         return min(most, USUAL)
 
 
@@ -69,13 +77,26 @@ def _known_or_measured(config: RunConfig) -> dict[str, Any]:
     properties = torch.cuda.get_device_properties(0)
     about = [str(properties), torch.__version__, *(str(getattr(config, key)) for key in _KEYS)]
     path = cache_root() / "probes" / f"{hashlib.sha256(repr(about).encode()).hexdigest()[:16]}.json"
-    if not path.is_file():
+    known = _read(path)
+    if known is None:
         path.parent.mkdir(parents=True, exist_ok=True)
         # Runs may start at once: two probes on one GPU would measure each other.
         with FileLock(path.parent / ".lock"):
-            if not path.is_file():
-                atomic_write(path, json.dumps(_measured_apart(config)).encode())
-    return dict(json.loads(path.read_text(encoding="utf-8")))
+            known = _read(path)
+            if known is None:
+                known = _measured_apart(config)
+                atomic_write(path, json.dumps(known).encode())
+    return known
+
+
+def _read(path: Path) -> dict[str, Any] | None:
+    """What was measured before; nothing if it was not, or if the file is damaged."""
+    try:
+        known = dict(json.loads(path.read_text(encoding="utf-8")))
+        choose(known)
+        return known
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return None
 
 
 def _measured_apart(config: RunConfig) -> dict[str, Any]:
@@ -86,19 +107,19 @@ def _measured_apart(config: RunConfig) -> dict[str, Any]:
 
 
 def measure(config: RunConfig, device: str, counts: tuple[int, ...] = (1, 2, 4, 7, 10)) -> dict[str, Any]:
-    """Train made-up clients, more and more at once."""
+    """Train made-up clients, more and more at once, with the engine that the run would have."""
     info, batch = dataset_info(config.dataset), config.batch_size
+    config = config.with_changes(local_epochs=_EPOCHS, momentum=0.0, weight_decay=0.0)
     rng, samples = np.random.default_rng(0), _SAMPLES * batch
     images = torch.from_numpy(rng.integers(0, 256, (samples, *info.image_shape), dtype=np.uint8)).to(device)
     labels = torch.from_numpy(rng.integers(0, len(info.classes), samples)).to(device)
-    normalise, recipe = Normaliser(info.mean, info.std, device), Recipe(_EPOCHS, batch, config.learning_rate)
-    free, engines, rates, taken = _free(device), list[GraphedEngine](), dict[int, float](), 0
+    free, engines, rates, taken = _free(device), list[Engine](), dict[int, float](), 0
     start = read_state(network(config))
     for count in counts:
         while len(engines) < count:
-            engines.append(GraphedEngine(network(config), recipe, normalise, config.precision, device))
+            engines.append(build_engine(config, device, CROSS_ENTROPY, rank=len(engines)))
             engines[-1].train(*start, images, labels, np.random.default_rng(0))  # captures, and makes its buffers
-            taken = taken or free - _free(device)
+            taken = taken or max(1, free - _free(device))  # somebody else may have let go of more meanwhile
         with ThreadPoolExecutor(count) as pool:
             began = time.perf_counter()
             list(pool.map(lambda e: e.train(*start, images, labels, np.random.default_rng(0)), engines))
