@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,9 @@ ImageShape = tuple[int, int, int]
 State = dict[str, NDArray[Any]]
 
 STEMS = ("7x7", "3x3")
+
+drawing = threading.RLock()
+"""Held by whoever draws from torch's generator, of which a process has one: new networks, layers such as dropout."""
 
 
 class SmallCNN(nn.Module):
@@ -91,7 +95,7 @@ def build_model(
     """
     if name != "resnet18" and weights != "none":
         raise ValueError(f"weights: {weights!r} cannot be loaded into model {name!r}; allowed is none")
-    with torch.random.fork_rng(devices=[]):
+    with drawing, torch.random.fork_rng(devices=[]):
         # Not torch.manual_seed, which would seed the GPUs too, and fork_rng was told to leave them out.
         torch.default_generator.manual_seed(seed)
         if name == "small-cnn":

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import sys
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from pathlib import Path
 
@@ -15,6 +17,7 @@ from torch.nn import functional as F
 from users_models import with_batchnorm
 
 from fedeas_flwr.config import RunConfig
+from fedeas_flwr.models import build_model
 from fedeas_flwr.strategies.averaging import weighted_average
 from fedeas_flwr.training import Engine, Normaliser, Objective, Recipe
 from fedeas_flwr.training.eager import Descent, EagerEngine
@@ -146,6 +149,31 @@ def test_models_handed_over_live_train_to_the_same_weights(tmp_path: Path, monke
     hand_models_over(monkeypatch)
     handed_over = finish(small(tmp_path / "live", policy="none", model="small-cnn", device="cpu"))
     assert weights(sent) == weights(handed_over)
+
+
+def test_clients_whose_networks_draw_train_alike_whoever_trains_beside_them() -> None:
+    """Layers draw from one generator of the whole process, and an inline grid has several threads."""
+    images, labels = data(200, "cpu")
+    recipe, normalise = Recipe(epochs=5, batch_size=8, learning_rate=0.05), Normaliser((0.3,), (0.4,), "cpu")
+
+    def model() -> nn.Module:
+        return build_model("users_models:with_dropout", 10, (8, 8, 1), seed=0)
+
+    start = read_state(model())
+
+    def train(client: int) -> bytes:
+        engine = EagerEngine(model(), recipe, normalise, "cpu")
+        _, trained, _ = engine.train(*start, images, labels, np.random.default_rng(client))
+        return b"".join(value.numpy().tobytes() for value in trained.values())
+
+    alone = [train(client) for client in range(4)]
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    try:
+        with ThreadPoolExecutor(4) as pool:
+            assert list(pool.map(train, range(4))) == alone
+    finally:
+        sys.setswitchinterval(before)
 
 
 def test_average_is_the_same_for_arrays_and_tensors() -> None:

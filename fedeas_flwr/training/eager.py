@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from fedeas_flwr.models import drawing
 from fedeas_flwr.normaliser import Normaliser
 from fedeas_flwr.training.engine import Recipe, State, TrainResult, copy_state, read_state, stream_seed
 from fedeas_flwr.training.objective import CROSS_ENTROPY, NO_INPUTS, Batch, Inputs, Objective, named
@@ -71,10 +72,22 @@ class EagerEngine:
 
         A last batch of one sample is skipped: BatchNorm cannot take a variance from it.
         """
+        copy_state(self._model, trainable, buffers)
+        draws = any(isinstance(layer, nn.modules.dropout._DropoutNd) for layer in self._model.modules())
+        # What a model draws itself must not depend on what this process did before, nor on what it does meanwhile: such
+        # clients train one after the other in it.
+        with drawing:
+            torch.default_generator.manual_seed(stream_seed(batches))
+            if self._device != "cpu":
+                torch.cuda.manual_seed(stream_seed(batches))
+            if draws:
+                return self._train(images, labels, batches, inputs), *read_state(self._model)
+        return self._train(images, labels, batches, inputs), *read_state(self._model)
+
+    def _train(
+        self, images: torch.Tensor, labels: torch.Tensor, batches: np.random.Generator, inputs: Inputs
+    ) -> TrainResult:
         model, recipe, device = self._model.train(), self._recipe, self._device
-        copy_state(model, trainable, buffers)
-        # What a model draws itself (dropout) must not depend on what this process did before.
-        torch.default_generator.manual_seed(stream_seed(batches))
         names, weights = zip(*((k, p) for k, p in model.named_parameters() if p.requires_grad), strict=True)
         descent, steps = Descent(recipe, weights), 0
         loss_sum, seen = torch.zeros((), device=device), 0
@@ -96,4 +109,4 @@ class EagerEngine:
                 loss_sum += loss * len(chosen)
                 seen += len(chosen)
                 steps += 1
-        return TrainResult(loss=float(loss_sum) / max(seen, 1), steps=steps), *read_state(model)
+        return TrainResult(loss=float(loss_sum) / max(seen, 1), steps=steps)
