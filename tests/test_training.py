@@ -63,6 +63,24 @@ def test_both_engines_take_the_same_steps(samples: int, momentum: float, decay: 
                 )
 
 
+@pytest.mark.parametrize("device", DEVICES)
+def test_bf16_means_the_same_in_both_engines(device: str) -> None:
+    model, (images, labels) = with_batchnorm(10, (8, 8, 1)).to(device), data(70, device)
+    start, recipe = read_state(model), Recipe(epochs=2, batch_size=32, learning_rate=0.05)
+    normalise, trained = Normaliser((0.3,), (0.4,), device), {}
+    for name, engine in {
+        "whole": EagerEngine(copy.deepcopy(model), recipe, normalise, device),
+        "eager": EagerEngine(copy.deepcopy(model), recipe, normalise, device, precision="bf16"),
+        "graphed": GraphedEngine(copy.deepcopy(model), recipe, normalise, "bf16", device),
+    }.items():
+        _, trained[name], _ = engine.train(*start, images, labels, np.random.default_rng(0))
+    moved = {n: torch.cat([(w - start[0][key]).flatten() for key, w in t.items()]) for n, t in trained.items()}
+    assert {value.dtype for value in trained["eager"].values()} == {torch.float32}
+    apart = {name: float((moves - moved["eager"]).norm() / moved["eager"].norm()) for name, moves in moved.items()}
+    assert 1e-4 < apart["whole"] < 0.1, "it was not trained in bf16"
+    assert apart["graphed"] < 0.03
+
+
 @pytest.mark.parametrize(("momentum", "decay"), [(0.0, 0.0), (0.9, 0.0), (0.0, 0.01), (0.9, 0.01)])
 def test_the_descent_is_torchs_to_the_bit(momentum: float, decay: float) -> None:
     torch.manual_seed(0)

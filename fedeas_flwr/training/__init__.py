@@ -101,7 +101,8 @@ def build_engine(config: RunConfig, device: str, objective: Objective, rank: int
         return GraphedEngine(network(config), steps, normalise, config.precision, objective=objective, rank=rank)
 
     def eager(differentiate: Differentiate) -> Engine:
-        return EagerEngine(network(config), steps, normalise, device, objective, differentiate)
+        precision = config.precision if device == "cuda" else "fp32"  # a GPU's: processors emulate bf16, slowly
+        return EagerEngine(network(config), steps, normalise, device, objective, differentiate, precision)
 
     if device == "cuda" and config.engine != "eager" and not objective.graphable:
         logger.warning("strategy = '%s' cannot be captured in CUDA graphs and trains eagerly", config.strategy)

@@ -45,7 +45,7 @@ class Descent:
 
 
 class EagerEngine:
-    """A model that is trained step by step."""
+    """A model that is trained step by step; with ``bf16`` as its precision under autocast, the weights in float32."""
 
     def __init__(
         self,
@@ -55,9 +55,10 @@ class EagerEngine:
         device: str,
         objective: Objective = CROSS_ENTROPY,
         differentiate: Differentiate = at_once,
+        precision: str = "fp32",
     ) -> None:
         self._model, self._recipe, self._normalise, self._device = model.to(device), recipe, normalise, device
-        self._objective, self._differentiate = objective, differentiate
+        self._objective, self._differentiate, self._halved = objective, differentiate, precision == "bf16"
 
     def train(
         self,
@@ -102,7 +103,8 @@ class EagerEngine:
                 if VIEWS in given:
                     pixels = viewed(pixels, given[VIEWS][: len(chosen)])
                 batch = Batch(self._normalise(pixels), labels[chosen], given, torch.mean)
-                loss, gradients = self._differentiate(self._objective, model, batch, weights)
+                with torch.autocast(device, torch.bfloat16, enabled=self._halved):
+                    loss, gradients = self._differentiate(self._objective, model, batch, weights)
                 with torch.no_grad():
                     self._objective.correct(named(names, weights), named(names, gradients), given)
                 descent.step(gradients)
