@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from fedeas_flwr.capture import capture
+from fedeas_flwr.capture import capture, capturing
 from fedeas_flwr.models import trained_names
 from fedeas_flwr.normaliser import Normaliser
 from fedeas_flwr.one_line import one_line
@@ -197,7 +197,8 @@ class GraphedEngine:
             return self._full, self._short
         self._full = self._short = None  # so that a failure here leaves no graph on buffers that are gone
         if not self._state:
-            self._see(images.shape[1:])
+            with capturing:  # kernels are compiled and loaded: once, and not beside another thread's capture
+                self._see(images.shape[1:])
         # One at least: a capture runs the step, also for a client whose only sample will be skipped.
         samples, rows = max(samples, len(self._pixels) * 3 // 2, 1), max(rows, len(self._table) * 3 // 2, 1)
         self._pixels = torch.zeros((samples, *images.shape[1:]), dtype=torch.uint8, device=device)
