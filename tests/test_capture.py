@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from waiting import LONG
 
 from fedeas_flwr.capture import WARM_UPS, CaptureError, capture, capturing
 from fedeas_flwr.generators.denoising import _arithmetic
@@ -59,7 +60,7 @@ def test_a_client_that_begins_leaves_a_generators_settings_as_they_are(monkeypat
         client.start()
         client.join(timeout=0.3)
         assert client.is_alive() and not MATMUL.allow_tf32 and not CUDNN.allow_tf32
-    client.join(timeout=30)
+    client.join(timeout=LONG)
     assert not client.is_alive() and MATMUL.allow_tf32 and CUDNN.allow_tf32
 
 

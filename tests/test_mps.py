@@ -11,6 +11,7 @@ from typing import Any
 
 import psutil
 import pytest
+from waiting import LONG
 
 from fedeas_flwr import mps, sweep_jobs, training
 from fedeas_flwr.config import parse_config
@@ -94,7 +95,7 @@ def test_a_daemon_that_cannot_be_asked_to_end_is_ended_all_the_same(
     with shared_gpu(tmp_path, works, 4):
         daemon = daemon_that_stays()
         assert is_alive(daemon)
-    psutil.wait_procs([daemon], timeout=10)
+    psutil.wait_procs([daemon], timeout=LONG)
     assert not is_alive(daemon)
 
 
