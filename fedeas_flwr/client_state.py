@@ -54,9 +54,6 @@ class _Versions:
     """Rounds whose version this process wrote. One on disk may be of a run that was killed before its checkpoint."""
 
 
-_MOST_BYTES = 4 * 2**30
-"""Of arrays that stay in memory although they are on disk: the c_i of ninety ResNet-18s."""
-
 _kept: dict[Path, _Versions] = {}
 """By folder, of clients that live in this process."""
 _kept_lock = threading.Lock()
@@ -138,8 +135,11 @@ class ClientStore:
         return self.folder / f"state-{round_number:06d}.json"
 
 
-def write_kept_states() -> None:
-    """Write every version that is in memory alone, and drop from disk what can no longer be asked for."""
+def write_kept_states(most_bytes: int = 4 << 30) -> None:
+    """Write every version that is in memory alone, and drop from disk what can no longer be asked for.
+
+    Of arrays that are on disk then, no more than ``most_bytes`` stay in memory.
+    """
     with _kept_lock:
         for folder, versions in _kept.items():
             store = ClientStore(folder)
@@ -148,7 +148,7 @@ def write_kept_states() -> None:
                     store.write(number, state)
             versions.written = set(versions.states)
             store.drop_all_but(versions.needed)
-        _free_all_but(_MOST_BYTES)
+        _free_all_but(most_bytes)
 
 
 def _free_all_but(most: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from dataclasses import dataclass
 
 import torch
@@ -31,17 +32,21 @@ class ImagesOnGpu:
     """Images of the clients of one run that were seen so far; those of a run before are let go."""
 
     def __init__(self) -> None:
-        self._kept: dict[tuple[RunConfig, int, tuple[int, ...]], LocalImages] = {}
+        self._config: RunConfig | None = None
+        self._kept: dict[tuple[int, tuple[int, ...]], LocalImages] = {}
+        self._lock = threading.Lock()  # clients of one process train in threads
 
     def find(self, config: RunConfig, client: int, generate: tuple[int, ...]) -> LocalImages | None:
         """A client's images under a plan, if they are there."""
-        return self._kept.get((config, client, generate))
+        with self._lock:
+            return self._kept.get((client, generate)) if config == self._config else None
 
     def keep(self, config: RunConfig, client: int, generate: tuple[int, ...], found: LocalImages) -> None:
         """Keep a client's images, if there is room."""
-        first = next(iter(self._kept), None)
-        if first is not None and first[0] != config:
-            self._kept.clear()
-        free, total = torch.cuda.mem_get_info()
-        if free * _ROOM > total:
-            self._kept[config, client, generate] = found
+        with self._lock:
+            if config != self._config:
+                self._config = config
+                self._kept.clear()
+            free, total = torch.cuda.mem_get_info()
+            if free * _ROOM > total:
+                self._kept[client, generate] = found

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
 from logging import ERROR, INFO
 from pathlib import Path
 from typing import Any
@@ -61,7 +62,7 @@ def _recorded(grid: Grid, config: RunConfig, run: RunDirectory, device: str) -> 
             test = central_test(config, clients, device) if config.evaluation == "central" else None
             start = _start(config, run)
             if getattr(grid, "live", False):  # clients of this very process keep their states in memory meanwhile
-                start, federation.before_checkpoint = _on_device(start, device), write_kept_states
+                start, federation.before_checkpoint = _on_device(start, device), _keeper(device)
             with event_log(run.path / "tensorboard", start.round) if config.tensorboard else nullcontext() as write:
                 federation.when_a_round_ends = write or federation.when_a_round_ends
                 federation.fit(start, test)
@@ -148,6 +149,13 @@ def _on_device(state: Checkpoint, device: str) -> Checkpoint:
         return {key: torch.from_numpy(np.array(array)).to(device) for key, array in arrays.items()}
 
     return replace(state, trainable=move(state.trainable), buffers=move(state.buffers))
+
+
+def _keeper(device: str) -> Callable[[], None]:
+    """Write what clients keep in memory; of what is written, a quarter of the GPU's memory may stay there."""
+    if device == "cpu":
+        return write_kept_states
+    return partial(write_kept_states, torch.cuda.mem_get_info()[1] // 4)
 
 
 def central_test(config: RunConfig, clients: int, device: str) -> Evaluate:

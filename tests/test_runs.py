@@ -231,8 +231,7 @@ def test_a_version_of_a_run_that_was_killed_before_its_checkpoint_is_written_ove
         forget_kept_states()
 
 
-def test_what_a_thousand_clients_keep_in_memory_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fedeas_flwr.client_state._MOST_BYTES", 3 * 4000)
+def test_what_a_thousand_clients_keep_in_memory_is_bounded(tmp_path: Path) -> None:
     stores, alive = [ClientStore(tmp_path / str(client), in_memory=True) for client in range(5)], []
     try:
         for number, store in enumerate(stores, 1):
@@ -241,11 +240,11 @@ def test_what_a_thousand_clients_keep_in_memory_is_bounded(tmp_path: Path, monke
             store.save(number, ClientState((1,), number, {"w": array}), still_needed=(0, 0))
         del array
         assert all(array() is not None for array in alive), "nothing is on disk yet"
-        write_kept_states()
+        write_kept_states(most_bytes=3 * 4000)
         assert [array() is not None for array in alive] == [False, False, True, True, True]
         assert [float(store.load(number).memory["w"][0]) for number, store in enumerate(stores, 1)] == [1, 2, 3, 4, 5]
         stores[0].save(6, ClientState((1,), 9, {"w": np.zeros(1000, np.float32)}), still_needed=(1, 1))
-        write_kept_states()
+        write_kept_states(most_bytes=3 * 4000)
         assert [stores[0].load(number).steps for number in (1, 6)] == [1, 9]
     finally:
         forget_kept_states()

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from fedeas_flwr.capture import CaptureError, capture, capturing
+from fedeas_flwr.capture import CaptureError, capture, capturing, give_memory_back
 from fedeas_flwr.generators.one_thread import one_thread
 from fedeas_flwr.one_line import one_line
 from fedeas_flwr.own_streams import own_stream
@@ -158,10 +158,11 @@ class Denoiser:
 
     def forget(self) -> None:
         """Let go of the graph and its memory, as after running out of it."""
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)  # queued batches still use them
-        self._step = None
-        torch.cuda.empty_cache()
+        with capturing:  # beside another thread's capture nobody may wait for the whole device
+            if self._device.type == "cuda":
+                torch.cuda.synchronize(self._device)  # queued batches still use them
+            self._step = None
+            give_memory_back()
 
     def _on_device(self) -> AbstractContextManager[None]:
         return torch.cuda.device(self._device) if self._device.type == "cuda" else nullcontext()

@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from fedeas_flwr.capture import give_memory_back
 from fedeas_flwr.config import SAMPLER_STEPS
 from fedeas_flwr.generators import SampleId
 from fedeas_flwr.generators.denoising import PRECISIONS, SOLVER_SETTINGS, Denoiser
@@ -171,7 +172,7 @@ class DiffusionGenerator:
     def find_batch_size(self) -> int:
         """Return the batch size, choosing it the first time where it was left open."""
         if self.batch_size is None:
-            torch.cuda.empty_cache()
+            give_memory_back()
             need = self._denoiser.bytes_per_image(self.image_shape)
             free, _ = torch.cuda.mem_get_info(self.device)
             fitting = [size for size in _CUDA_BATCHES if size * need <= free / 2]
