@@ -1,7 +1,6 @@
 """The `fedeas` command: run, resume, evaluate, export, quickstart, train-generator, keys, strategies.
 
-The other commands are in files of their own: cli_plan.py, cli_images.py (generate, cache), cli_sweep.py, cli_runs.py,
-cli_report.py, cli_reproduce.py, cli_doctor.py and cli_deploy.py.
+The other commands are in `commands/`, a file each; generate and cache in its images.py.
 
 Bad input ends in one line on stderr and a non-zero exit code, never in a traceback. Heavy imports (torch, flwr) happen
 inside the commands that need them: `fedeas plan` answers at once.
@@ -25,16 +24,16 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from fedeas_flwr.cli_deploy import deploy_app
-from fedeas_flwr.cli_doctor import doctor
-from fedeas_flwr.cli_help import THE_WAY, InOrderOfUse
-from fedeas_flwr.cli_images import cache_app, generate
-from fedeas_flwr.cli_output import FormatOption, table_console
-from fedeas_flwr.cli_plan import plan
-from fedeas_flwr.cli_report import report
-from fedeas_flwr.cli_reproduce import reproduce
-from fedeas_flwr.cli_runs import runs_app
-from fedeas_flwr.cli_sweep import sweep
+from fedeas_flwr.commands.deploy import deploy_app
+from fedeas_flwr.commands.doctor import doctor
+from fedeas_flwr.commands.help import THE_WAY, InOrderOfUse
+from fedeas_flwr.commands.images import cache_app, generate
+from fedeas_flwr.commands.output import FormatOption, table_console
+from fedeas_flwr.commands.plan import plan
+from fedeas_flwr.commands.report import report
+from fedeas_flwr.commands.reproduce import reproduce
+from fedeas_flwr.commands.runs import runs_app
+from fedeas_flwr.commands.sweep import sweep
 from fedeas_flwr.config import ConfigError, RunConfig, parse_config, parse_overrides, read_config
 from fedeas_flwr.data import short_name
 from fedeas_flwr.one_line import one_line

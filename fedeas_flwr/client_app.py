@@ -30,7 +30,7 @@ from fedeas_flwr.generators import Generator, RememberedGenerator, describe_gene
 from fedeas_flwr.generators.classifier import ensure_recognised, independent_classifier
 from fedeas_flwr.generators.ray_service import ServiceGenerator
 from fedeas_flwr.generators.service import InProcessService
-from fedeas_flwr.images_on_gpu import ImagesOnGpu, LocalImages
+from fedeas_flwr.gpu.kept_images import ImagesOnGpu, LocalImages
 from fedeas_flwr.local_data import FederatedData, Images, Labels, local_data
 from fedeas_flwr.messages import EvaluateReport, Share, TrainReport
 from fedeas_flwr.node import Node, read_node

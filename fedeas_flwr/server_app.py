@@ -23,10 +23,10 @@ from fedeas_flwr.config import ConfigError, RunConfig, parse_config
 from fedeas_flwr.environment import describe_environment
 from fedeas_flwr.event_log import event_log
 from fedeas_flwr.generators.ray_service import start_service
+from fedeas_flwr.gpu.own_streams import own_stream
 from fedeas_flwr.local_data import federated_data
 from fedeas_flwr.models import split_state
 from fedeas_flwr.one_line import one_line
-from fedeas_flwr.own_streams import own_stream
 from fedeas_flwr.runs import ProcessesDiedError, RunDirectory, RunError, run_folder
 from fedeas_flwr.strategies import build_strategy
 from fedeas_flwr.strategies.federation import Evaluate, Federation

@@ -19,7 +19,7 @@ from runners import fedeas, typed
 from test_cli import QUICKSTART
 
 from fedeas_flwr import doctor
-from fedeas_flwr.cli_doctor import show
+from fedeas_flwr.commands.doctor import show
 from fedeas_flwr.config import RunConfig, parse_config
 from fedeas_flwr.data import dataset_info
 from fedeas_flwr.doctor import Finding, inputs, packages

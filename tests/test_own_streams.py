@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from fedeas_flwr.own_streams import LAST, own_stream
+from fedeas_flwr.gpu.own_streams import LAST, own_stream
 
 
 class PooledStream:

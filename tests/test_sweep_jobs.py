@@ -18,7 +18,7 @@ from test_sweep import ROOT, base
 from waiting import LONG, wait_until
 
 from fedeas_flwr import sweep_jobs
-from fedeas_flwr.cli_sweep import watching
+from fedeas_flwr.commands.sweep import watching
 from fedeas_flwr.runs import RunDirectory, RunError
 from fedeas_flwr.sizes import show_seconds
 from fedeas_flwr.sweep import Cell, Sweep, make_sweep

@@ -15,10 +15,11 @@ from made_up_runs import write_run
 from rich.console import Console
 from runners import finish, small
 
-from fedeas_flwr import cli_images, event_log, progress
+from fedeas_flwr import event_log, progress
 from fedeas_flwr.cache import ImageCache
 from fedeas_flwr.checkpoints import Checkpoint
 from fedeas_flwr.cli import app
+from fedeas_flwr.commands import images as images_command
 from fedeas_flwr.config import KEYS, ConfigError
 from fedeas_flwr.generators import SampleId, describe_generator
 from fedeas_flwr.prepare import prepare
@@ -143,9 +144,9 @@ def test_generating_in_chunks_gives_the_same_images_and_tells_the_time(
             clock[0] += 16
             return np.array([s.index for s in samples])
 
-    monkeypatch.setattr(cli_images, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+    monkeypatch.setattr(images_command, "time", SimpleNamespace(monotonic=lambda: clock[0]))
     samples = [SampleId(0, 0, 0, index) for index in range(21)]
-    chunks: Any = list(cli_images._in_chunks(Counting(), samples, 2))  # type: ignore[arg-type]
+    chunks: Any = list(images_command._in_chunks(Counting(), samples, 2))  # type: ignore[arg-type]
     assert [len(chunk) for chunk in chunks] == [8, 8, 5] and np.concatenate(chunks).tolist() == list(range(21))
     told = ["8 of 21 images, about 26 s left", "16 of 21 images, about 10 s left"]  # 13 × 2 s, 5 × 2 s
     assert capsys.readouterr().err.splitlines() == told

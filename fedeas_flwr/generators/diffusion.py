@@ -19,11 +19,11 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from fedeas_flwr.capture import give_memory_back
 from fedeas_flwr.config import SAMPLER_STEPS
 from fedeas_flwr.generators import SampleId
 from fedeas_flwr.generators.denoising import PRECISIONS, SOLVER_SETTINGS, Denoiser
 from fedeas_flwr.generators.folders import WEIGHTS_NAME, check_schedule, check_unet, load_unet, read_json
+from fedeas_flwr.gpu.capture import give_memory_back
 from fedeas_flwr.one_line import one_line
 
 logger = logging.getLogger(__name__)

@@ -9,9 +9,9 @@ from functools import lru_cache, partial
 
 import torch
 
-from fedeas_flwr.capture import capturing
 from fedeas_flwr.config import RunConfig
 from fedeas_flwr.data import dataset_info
+from fedeas_flwr.gpu.capture import capturing
 from fedeas_flwr.models import ImageShape, build_model
 from fedeas_flwr.normaliser import Normaliser
 from fedeas_flwr.streams import stream

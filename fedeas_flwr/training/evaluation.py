@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch.nn import functional as F
 
-from fedeas_flwr.capture import capture
+from fedeas_flwr.gpu.capture import capture
 from fedeas_flwr.metrics import balanced_accuracy, per_class_accuracy
 from fedeas_flwr.normaliser import Normaliser
 from fedeas_flwr.one_line import one_line

@@ -22,11 +22,11 @@ import numpy as np
 import torch
 from torch import nn
 
-from fedeas_flwr.capture import capture, capturing
+from fedeas_flwr.gpu.capture import capture, capturing
+from fedeas_flwr.gpu.own_streams import LAST, own_stream
 from fedeas_flwr.models import trained_names
 from fedeas_flwr.normaliser import Normaliser
 from fedeas_flwr.one_line import one_line
-from fedeas_flwr.own_streams import LAST, own_stream
 from fedeas_flwr.training.engine import Recipe, State, TrainResult, clone_state, copy_state
 from fedeas_flwr.training.launcher import launcher
 from fedeas_flwr.training.losses import cross_entropy

@@ -27,7 +27,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from fedeas_flwr.capture import CaptureError, give_memory_back
+from fedeas_flwr.gpu.capture import CaptureError, give_memory_back
 from fedeas_flwr.one_line import one_line
 from fedeas_flwr.training.engine import Engine, State, TrainResult
 from fedeas_flwr.training.objective import NO_INPUTS, Batch, Inputs, Objective

@@ -14,8 +14,8 @@ from rich.table import Table
 from rich.text import Text
 
 from fedeas_flwr import listing
-from fedeas_flwr.cli_help import InOrderOfUse
-from fedeas_flwr.cli_output import FormatOption, table_console
+from fedeas_flwr.commands.help import InOrderOfUse
+from fedeas_flwr.commands.output import FormatOption, table_console
 from fedeas_flwr.listing import check_removable, describe, describe_in_full, find_runs, flat_rounds, remove
 from fedeas_flwr.runs import RunDirectory, RunError
 from fedeas_flwr.sizes import show_bytes

@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from fedeas_flwr.cli_output import FormatOption
+from fedeas_flwr.commands.output import FormatOption
 from fedeas_flwr.config import RunConfig, parse_config, parse_overrides, read_config
 
 if TYPE_CHECKING:

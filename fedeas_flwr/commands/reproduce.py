@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
-from fedeas_flwr.cli_output import FormatOption
-from fedeas_flwr.cli_sweep import watching
+from fedeas_flwr.commands.output import FormatOption
+from fedeas_flwr.commands.sweep import watching
 from fedeas_flwr.config import ConfigError, parse_overrides
 from fedeas_flwr.paths import atomic_write
 

@@ -15,7 +15,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from fedeas_flwr.cli_output import FormatOption, table_console
+from fedeas_flwr.commands.output import FormatOption, table_console
 from fedeas_flwr.config import SAMPLER_STEPS
 
 if TYPE_CHECKING:

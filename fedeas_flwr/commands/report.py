@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from fedeas_flwr.cli_output import FormatOption
+from fedeas_flwr.commands.output import FormatOption
 from fedeas_flwr.listing import find_runs
 from fedeas_flwr.runs import RunError
 

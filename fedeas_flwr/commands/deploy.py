@@ -9,8 +9,8 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from fedeas_flwr.cli_doctor import show
-from fedeas_flwr.cli_help import InOrderOfUse
+from fedeas_flwr.commands.doctor import show
+from fedeas_flwr.commands.help import InOrderOfUse
 from fedeas_flwr.config import parse_config, parse_overrides
 
 deploy_app = typer.Typer(

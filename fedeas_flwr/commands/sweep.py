@@ -16,7 +16,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from fedeas_flwr.cli_output import check_format
+from fedeas_flwr.commands.output import check_format
 from fedeas_flwr.config import read_config
 from fedeas_flwr.sizes import show_seconds
 from fedeas_flwr.sweep import Cell, Sweep, make_sweep, points

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from fedeas_flwr.config import parse_config
-from fedeas_flwr.images_on_gpu import ImagesOnGpu, LocalImages
+from fedeas_flwr.gpu.kept_images import ImagesOnGpu, LocalImages
 
 CONFIG = parse_config({"clients": 4})
 

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
-from fedeas_flwr.cli_images import batch_speed, estimate_generation, show_estimate
-from fedeas_flwr.cli_output import FormatOption
+from fedeas_flwr.commands.images import batch_speed, estimate_generation, show_estimate
+from fedeas_flwr.commands.output import FormatOption
 from fedeas_flwr.config import ConfigError
 from fedeas_flwr.progress import show_tries
 

@@ -1,0 +1,1 @@
+"""What clients and generators on one GPU share: graphs captured one at a time, streams, images that stay there."""
