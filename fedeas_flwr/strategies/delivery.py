@@ -5,8 +5,9 @@ is sent again: a client starts from the state the server last accepted, so that 
 
 Once is not enough under Ray. Flower keeps its client processes on a stack and puts the handle of a dead one back on
 top, so that a lone message meets the same dead process for ever; and a dead one fails fast, so that it takes most of a
-round's messages. Hence as many passes as there are messages, and between two passes a few short questions at once: the
-dead process refuses at once, a live one answers later and then lies on top.
+round's messages. Hence several passes, and between two of them a few short questions at once: the dead process refuses
+at once, a live one answers later and then lies on top. On a busy machine it may be the other way round, so a pass may be
+in vain; when none but dead processes answer the questions, no other follows.
 """
 
 from __future__ import annotations
@@ -25,6 +26,8 @@ from fedeas_flwr.grids import InlineGrid
 
 PROCESS_DIED = (0, 8)
 """Flower's error codes for it: an error it has no name for (Ray's ActorDiedError), and a crashed client process."""
+_PASSES = 4
+"""For each message; a pass usually brings one through at least."""
 _QUESTIONS = 4
 _PULL_SECONDS = 0.005
 """Between two looks for replies that lie in this process: a look takes a hundredth of that."""
@@ -46,7 +49,7 @@ def deliver(grid: Grid, out: Sequence[Message], timeout: float) -> dict[int, Mes
     """
     deadline = time.monotonic() + timeout if timeout else None
     replies = _exchange(grid, out, deadline)
-    for _ in range(len(out)):
+    for _ in range(_PASSES * len(out)):
         lost = [message for message in out if has_died(replies.get(message.metadata.dst_node_id))]
         if not lost or (deadline is not None and time.monotonic() >= deadline):
             break
