@@ -6,8 +6,8 @@ is sent again: a client starts from the state the server last accepted, so that 
 Once is not enough under Ray. Flower keeps its client processes on a stack and puts the handle of a dead one back on
 top, so that a lone message meets the same dead process for ever; and a dead one fails fast, so that it takes most of a
 round's messages. Hence several passes, and between two of them a few short questions at once: the dead process refuses
-at once, a live one answers later and then lies on top. On a busy machine it may be the other way round, so a pass may be
-in vain; when none but dead processes answer the questions, no other follows.
+at once, a live one answers later and then lies on top. On a busy machine it may be the other way round, and a pass in
+vain. When none but dead processes answer the questions, no other pass follows.
 """
 
 from __future__ import annotations
