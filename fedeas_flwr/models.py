@@ -214,15 +214,35 @@ def _build_users(name: str, num_classes: int, image_shape: ImageShape) -> nn.Mod
     module_name, _, attribute = name.partition(":")
     try:
         build = getattr(importlib.import_module(module_name), attribute)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise ValueError(f"model: {name!r} cannot be imported ({one_line(error)})") from error
+    except Exception as error:  # a module of somebody's does anything when it is imported
+        raise ValueError(f"model: {name!r} cannot be imported ({_told(error)})") from error
     if not callable(build):
         raise ValueError(f"model: {name!r} is {type(build).__name__}; it must be callable")
     try:
         model = build(num_classes=num_classes, image_shape=image_shape)
-    except TypeError as error:
-        text = f"model: {name!r} must take num_classes and image_shape by keyword ({one_line(error)})"
+    except Exception as error:
+        text = f"model: {name!r}, called with num_classes and image_shape by keyword, raised {_told(error)}"
         raise ValueError(text) from error
     if not isinstance(model, nn.Module):
         raise ValueError(f"model: {name!r} returned {type(model).__name__}; it must return a torch.nn.Module")
+    _try_out(model, name, num_classes, image_shape)
     return model
+
+
+def _try_out(model: nn.Module, name: str, num_classes: int, image_shape: ImageShape) -> None:
+    """See whether a model of somebody's makes of two images what training needs: one logit a class."""
+    height, width, channels = image_shape
+    wanted = f"must make [2, {num_classes}] of images [2, {channels}, {height}, {width}]"
+    try:
+        with torch.no_grad():
+            logits = model.eval()(torch.zeros(2, channels, height, width))
+    except Exception as error:
+        raise ValueError(f"model: {name!r} {wanted} ({_told(error)})") from error
+    found = list(logits.shape) if isinstance(logits, torch.Tensor) else type(logits).__name__
+    if found != [2, num_classes]:
+        raise ValueError(f"model: {name!r} {wanted}; it makes {found}")
+    model.train()
+
+
+def _told(error: Exception) -> str:
+    return f"{type(error).__name__}: {one_line(error)}"

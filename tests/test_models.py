@@ -9,6 +9,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from torch import nn
+from users_models import with_batchnorm
 
 from fedeas_flwr.config import parse_config
 from fedeas_flwr.data import dataset_info
@@ -27,6 +28,10 @@ class Own(nn.Module):
         self.frozen = nn.Parameter(torch.randn(3), requires_grad=False)
         self.fc = nn.Linear(int(np.prod(image_shape)), num_classes)
         self.register_buffer("steps", torch.tensor(7, dtype=torch.int64))
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        logits: torch.Tensor = self.fc(images.flatten(1))
+        return logits
 
 
 def not_a_model(num_classes: int, image_shape: tuple[int, int, int]) -> str:
@@ -95,6 +100,31 @@ def test_pretrained_weights_fill_all_but_the_head_and_a_new_stem(tmp_path: Path)
         build_model("resnet18", 10, CIFAR, weights=str(file), seed=0)
 
 
+def takes_other_words(classes: int) -> nn.Module:
+    return nn.Linear(1, classes)
+
+
+def breaks(num_classes: int, image_shape: tuple[int, int, int]) -> nn.Module:
+    raise TypeError("a fault\nof its own")
+
+
+def three_too_many(num_classes: int, image_shape: tuple[int, int, int]) -> nn.Module:
+    return nn.Sequential(nn.Flatten(), nn.LazyLinear(num_classes + 3))
+
+
+def for_digits(num_classes: int, image_shape: tuple[int, int, int]) -> nn.Module:
+    return nn.Sequential(nn.Flatten(), nn.Linear(64, num_classes))
+
+
+class TwoOutputs(nn.Linear):
+    def forward(self, images: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:  # type: ignore[override]
+        return images, images
+
+
+def returns_two(num_classes: int, image_shape: tuple[int, int, int]) -> nn.Module:
+    return TwoOutputs(1, 1)
+
+
 @pytest.mark.parametrize(
     ("name", "weights", "message"),
     [
@@ -103,6 +133,15 @@ def test_pretrained_weights_fill_all_but_the_head_and_a_new_stem(tmp_path: Path)
         ("math:no_such", "none", "cannot be imported"),
         ("math:pi", "none", "is float; it must be callable"),
         (f"{__name__}:not_a_model", "none", "returned str; it must return a torch.nn.Module"),
+        (
+            f"{__name__}:takes_other_words",
+            "none",
+            "called with num_classes and image_shape by keyword, raised TypeError",
+        ),
+        (f"{__name__}:breaks", "none", "by keyword, raised TypeError: a fault of its own"),
+        (f"{__name__}:three_too_many", "none", r"must make \[2, 10\] of images \[2, 3, 32, 32\]; it makes \[2, 13\]"),
+        (f"{__name__}:for_digits", "none", r"must make \[2, 10\] of images \[2, 3, 32, 32\] \(RuntimeError: mat1 and"),
+        (f"{__name__}:returns_two", "none", r"must make \[2, 10\] of images \[2, 3, 32, 32\]; it makes tuple"),
         ("small-cnn", "imagenet", "weights: 'imagenet' cannot be loaded into model 'small-cnn'"),
         ("resnet18", "imagnet", "weights: 'imagnet' is not known; use none, imagenet or the path"),
         ("resnet18", "/no/such.safetensors", "there is no file"),
@@ -112,6 +151,22 @@ def test_wrong_names_are_refused_in_one_line(name: str, weights: str, message: s
     with pytest.raises((ValueError, FileNotFoundError), match=message) as caught:
         build_model(name, 10, CIFAR, weights=weights, seed=0)
     assert "\n" not in str(caught.value)
+
+
+def test_a_module_that_cannot_be_read_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "half_written.py").write_text("def build(:\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ValueError, match=r"'half_written:build' cannot be imported \(SyntaxError: .*line 1\)\)$"):
+        build_model("half_written:build", 10, CIFAR, seed=0)
+
+
+def test_trying_a_model_out_changes_nothing_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(Path(__file__).parent)
+    tried = build_model("users_models:with_batchnorm", 10, CIFAR, seed=3)
+    torch.manual_seed(3)
+    plain = with_batchnorm(10, CIFAR)
+    assert tried.training and tried.state_dict().keys() == plain.state_dict().keys()
+    assert all(torch.equal(value, tried.state_dict()[key]) for key, value in plain.state_dict().items())
 
 
 def test_imagenet_weights_are_not_downloaded_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
