@@ -28,7 +28,7 @@ PROCESS_DIED = (0, 8)
 """Flower's error codes for it: an error it has no name for (Ray's ActorDiedError), and a crashed client process."""
 _PASSES = 4
 """For each message; a pass usually brings one through at least."""
-_QUESTIONS = 4
+_QUESTIONS, _TIMES_ASKED, _REST = 4, 5, 0.1
 _PULL_SECONDS = 0.005
 """Between two looks for replies that lie in this process: a look takes a hundredth of that."""
 _HTTP_PULL_SECONDS = 3.0
@@ -73,9 +73,14 @@ def _anew(message: Message) -> Message:
 
 
 def _anybody_lives(grid: Grid, deadline: float | None) -> bool:
+    """Ask, and ask again: one dead process may take all questions before a thread has handed one to a live process."""
     nodes = sorted(grid.get_node_ids())[:_QUESTIONS]
-    answers = _exchange(grid, [messages.ask(node, "identity") for node in nodes], deadline)
-    return not all(has_died(answers.get(node)) for node in nodes)
+    for _ in range(_TIMES_ASKED):
+        answers = _exchange(grid, [messages.ask(node, "identity") for node in nodes], deadline)
+        if not all(has_died(answers.get(node)) for node in nodes):
+            return True
+        time.sleep(_REST)
+    return False
 
 
 def _exchange(grid: Grid, out: Sequence[Message], deadline: float | None) -> dict[int, Message]:

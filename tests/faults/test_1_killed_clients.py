@@ -79,6 +79,26 @@ def test_on_a_busy_machine_a_lone_message_finds_the_live_process_later_but_finds
     assert made.grid.failed > BusyPool.late_refusals  # type: ignore[attr-defined]
 
 
+class StarvedPool(PoolGrid):
+    """The threads that would hand messages to live processes get no turn at first: the dead one takes them all."""
+
+    vain = 3
+
+    def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> Iterable[Message]:
+        if self.count < self.killed_after or not self.vain:
+            return super().send_and_receive(messages, timeout=timeout)
+        self.vain, hidden, self.pool = self.vain - 1, self.pool, ["dead"]
+        replies = list(super().send_and_receive(messages, timeout=timeout))
+        self.pool = hidden
+        return replies
+
+
+def test_a_dead_process_that_takes_all_messages_for_a_while_is_not_taken_for_all_processes(tmp_path: Path) -> None:
+    made = federation(tmp_path, toy_app(), StarvedPool)
+    _, outcome = made.train_round(START)
+    assert outcome.failures == [] and made.grid.vain == 0  # type: ignore[attr-defined]
+
+
 class LonePool(PoolGrid):
     stack = ("dead", "dead")
 
