@@ -229,7 +229,9 @@ class RunConfig(BaseModel):
     tensorboard: bool = Field(
         False, description="write the rounds to run-dir/tensorboard too; needs the extra tensorboard"
     )
-    run_dir: str = Field("", description="absolute folder of this run; empty: runs/ in the user's cache")
+    run_dir: str = Field(
+        "", description="absolute folder of this run; empty: ./runs/NAME with `fedeas run`, else in the user's cache"
+    )
     resume: bool = Field(False, description="go on from the checkpoint in run-dir")
 
     backend: Literal["ray", "inline"] = Field(

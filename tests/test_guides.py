@@ -67,7 +67,8 @@ def test_reading_a_report(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_the_first_run(digits_generator: Path, tmp_path: Path) -> None:
     follow("first-run.md", tmp_path)
-    assert (tmp_path / "runs" / "first" / "fedeas" / "rounds.jsonl").read_text().count("\n") == 6
+    for policy in ("none", "fedeas"):
+        assert (tmp_path / "runs" / "first" / policy / "rounds.jsonl").read_text().count("\n") == 6
     assert "± " in (tmp_path / "runs" / "seeds" / "report.html").read_text()
 
 
