@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -110,6 +111,19 @@ def test_a_file_that_would_unpack_to_too_much_is_not_unpacked(tmp_path: Path, mo
     monkeypatch.setattr(np, "load", lambda *a, **k: pytest.fail("it was read"))
     with pytest.raises(ValueError, match=r"would unpack to 200,\d+ bytes, and 100,000 are allowed"):
         read_images(tmp_path / "d.npz")
+
+
+@pytest.mark.parametrize("parts", [("",), ("_train", "_test")])
+def test_a_large_label_makes_no_list_of_as_many_classes(parts: tuple[str, ...], tmp_path: Path) -> None:
+    labels = np.array([0, 1, 0, 10**6])
+    np.savez(tmp_path / "d.npz", **{f"{key}{part}": value for part in parts for key, value in (("x", X), ("y", labels))})
+    tracemalloc.start()
+    try:
+        with pytest.raises(ValueError, match=r"d.npz has 1,000,001 classes; 2 to 10,000 are possible"):
+            read_dataset(tmp_path / "d.npz")
+        assert tracemalloc.get_traced_memory()[1] < 10 << 20
+    finally:
+        tracemalloc.stop()
 
 
 def test_pictures_that_would_take_too_much_are_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
