@@ -34,7 +34,13 @@ def plan(
     seed: Annotated[int, typer.Option(help="seed of the partition")] = 42,
     printed_rule: Annotated[bool, typer.Option("--printed-rule", help="fill by Eq. 9 as printed")] = False,
     total: Annotated[int | None, typer.Option(help="images of a matched policy; else what FedEAS spends")] = None,
-    counts: Annotated[Path | None, typer.Option(help="label counts, client × class, as .json or .csv")] = None,
+    counts: Annotated[
+        Path | None,
+        typer.Option(
+            help="label counts as .json or .csv: a row a client, a column a class; a .csv may have a header, and under "
+            "client, id, index or an empty cell a first column that is no class"
+        ),
+    ] = None,
     output: FormatOption = "table",
     estimate: Annotated[bool, typer.Option("--estimate", help="time one batch: generation seconds and disk")] = False,
     generator: Annotated[
