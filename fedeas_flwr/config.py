@@ -266,9 +266,9 @@ class RunConfig(BaseModel):
             raise ValueError("a value of its own kind, not true or false")
         return value
 
-    @field_validator("*")
+    @field_validator("*", mode="before")
     @classmethod
-    def _finite(cls, value: Any) -> Any:
+    def _finite(cls, value: Any) -> Any:  # before the range, which nan and inf would seem to break
         if isinstance(value, float) and not math.isfinite(value):
             raise ValueError("must be a finite number")
         return value
@@ -276,7 +276,7 @@ class RunConfig(BaseModel):
     @field_validator("dataset")
     @classmethod
     def _known_dataset(cls, value: str) -> str:
-        if value not in ("digits", "cifar10", "cifar100") and not value.startswith("own:"):
+        if value == "own:" or (value not in ("digits", "cifar10", "cifar100") and not value.startswith("own:")):
             raise ValueError("must be digits, cifar10, cifar100, or own:PATH with a folder or .npz file of yours")
         return value
 

@@ -84,9 +84,12 @@ def _read_folder(
         if unknown := [folder.name for folder in inside if folder.name not in numbers]:
             raise ValueError(f"{path} has a subfolder {unknown[0]!r}; its classes are {_few(names)}")
     files = [(file, numbers[folder.name]) for folder in inside for file in sorted(folder.iterdir()) if _is_image(file)]
+    there = {file.parent for file, _ in files}
     if not files:
         called = f"; name its subfolders {names[0]!r} … or 0 …" if classes else "; it needs one subfolder a class"
         raise ValueError(f"{path} has no images{called}, with {', '.join(SUFFIXES)} files")
+    if classes is None and (bare := [folder for folder in inside if folder not in there]):
+        raise ValueError(f"{bare[0]} has no images; every subfolder of {path} is a class: fill it, or remove it")
     _check_classes(path, names)
     size, channels = _size_and_channels(path, [file for file, _ in files], size, channels)
     _check_bytes(path, len(files), *size, channels)
@@ -290,6 +293,8 @@ def _read_split_npz(path: Path) -> tuple[dict[str, NDArray[Any]], tuple[str, ...
 
 def fingerprint(where: str | Path) -> str:
     """What stands for a path's content without reading it: names, sizes and times of change."""
+    if not str(where):  # Path("") would be the folder one is in
+        raise ValueError("dataset = 'own:': must be own:PATH with a folder or .npz file of yours")
     path = Path(where).expanduser()
     files = sorted(file for file in path.rglob("*") if _is_image(file)) if path.is_dir() else [path]
     if not path.exists():

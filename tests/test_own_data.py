@@ -50,6 +50,17 @@ def test_one_coloured_picture_makes_all_of_them_rgb(tmp_path: Path) -> None:
     assert images[0, 0, 0].tolist() == [9, 9, 9] and images[1, 0, 0].tolist() == [200, 0, 55]
 
 
+def test_a_class_without_any_image_is_refused(tmp_path: Path) -> None:
+    for name in ("ant", "zebra"):
+        save_picture(tmp_path / name / "a.png", 30)
+    (tmp_path / "bee").mkdir()
+    (tmp_path / "bee" / "notes.txt").write_text("not an image")
+    with pytest.raises(ValueError, match=r"bee has no images; every subfolder of .* is a class") as caught:
+        read_dataset(tmp_path)
+    assert "\n" not in str(caught.value)
+    assert read_images(tmp_path, classes=["ant", "bee", "zebra"]).labels.tolist() == [0, 2], "a client may lack a class"
+
+
 def test_pictures_of_several_sizes_need_a_size(tmp_path: Path) -> None:
     save_picture(tmp_path / "a" / "one.png", 9, (6, 8))
     save_picture(tmp_path / "b" / "two.png", 9, (10, 4))
