@@ -127,7 +127,9 @@ def test_a_file_that_would_unpack_to_too_much_is_not_unpacked(tmp_path: Path, mo
 @pytest.mark.parametrize("parts", [("",), ("_train", "_test")])
 def test_a_large_label_makes_no_list_of_as_many_classes(parts: tuple[str, ...], tmp_path: Path) -> None:
     labels = np.array([0, 1, 0, 10**6])
-    np.savez(tmp_path / "d.npz", **{f"{key}{part}": value for part in parts for key, value in (("x", X), ("y", labels))})
+    np.savez(
+        tmp_path / "d.npz", **{f"{key}{part}": value for part in parts for key, value in (("x", X), ("y", labels))}
+    )
     tracemalloc.start()
     try:
         with pytest.raises(ValueError, match=r"d.npz has 1,000,001 classes; 2 to 10,000 are possible"):
