@@ -217,7 +217,7 @@ def _title(plan: dict[str, Any]) -> str:
 
 def _totals(plan: dict[str, Any]) -> list[str]:
     score, full = plan["imbalance"], plan["full_balance_total"]
-    part = f" ({plan['total'] / full:.1%} of it)" if full else ""
+    part = f"; the plan is {plan['total'] / full:.1%} of it" if full else ""
     repeat = "To repeat:    {:,} of the clients' own samples; classes a client has none of stay empty"
     return [
         *([repeat.format(plan["repeated"])] if "repeated" in plan else []),

@@ -92,6 +92,13 @@ def test_table_shows_every_client_and_class() -> None:
     assert "given counts" in format_table(plan())
 
 
+def test_full_balance_is_what_the_plan_is_a_part_of() -> None:
+    counts = [[30, 10], [0, 5]]  # full balance: 20 + 5
+    result = plan(counts, policy="uniform", total=4)
+    assert "Full balance: 25 samples; the plan is 16.0% of it" in format_table(result).splitlines()
+    assert "Full balance: 0 samples" in format_table(plan([[5, 5]])).splitlines()
+
+
 def test_table_of_many_classes_stays_narrow() -> None:
     counts = np.zeros((3, 300), dtype=int)
     counts[0, :10] = 500
