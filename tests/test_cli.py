@@ -159,6 +159,10 @@ MISTAKES = {
         ["data-dir = '/nope': no such folder"],
     ),
     "a rate that is no number": (("run", QUICKSTART, "learning-rate=nan"), ["learning-rate = nan: must be a finite"]),
+    "a rate in quotes": (
+        ("run", QUICKSTART, "learning-rate='nan'"),
+        ["learning-rate = 'nan': must be a finite number"],
+    ),
     "an infinite rate": (("run", QUICKSTART, "learning-rate=inf"), ["learning-rate = inf: must be a finite number"]),
     "ignored beside counts": (
         ("plan", "--counts", COUNTS, "--clients", "7"),
