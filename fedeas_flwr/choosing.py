@@ -167,7 +167,7 @@ def _round_values(windows: list[Window]) -> list[float]:
             found = [value for value in _of_digits(digits, lowest, high) if low <= value <= high]
             if found:
                 break
-        values += found or [low]
+        values += ([0.0] if low == 0 else []) + found or [low]
     return values
 
 

@@ -26,9 +26,9 @@ from rich.table import Table
 
 from fedeas_flwr.commands.deploy import deploy_app
 from fedeas_flwr.commands.doctor import doctor
-from fedeas_flwr.commands.help import THE_WAY, InOrderOfUse
+from fedeas_flwr.commands.help import CLICK_SUGGESTS, THE_WAY, InOrderOfUse
 from fedeas_flwr.commands.images import cache_app, generate
-from fedeas_flwr.commands.output import FormatOption, table_console
+from fedeas_flwr.commands.output import FormatOption, can_be_folder, table_console
 from fedeas_flwr.commands.plan import plan
 from fedeas_flwr.commands.report import report
 from fedeas_flwr.commands.reproduce import reproduce
@@ -37,6 +37,7 @@ from fedeas_flwr.commands.sweep import sweep
 from fedeas_flwr.config import ConfigError, RunConfig, parse_config, parse_overrides, read_config
 from fedeas_flwr.data import short_name
 from fedeas_flwr.one_line import one_line
+from fedeas_flwr.project import read_project
 from fedeas_flwr.runs import RunDirectory, RunError
 
 app = typer.Typer(
@@ -46,6 +47,7 @@ app = typer.Typer(
     add_completion=False,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
+    suggest_commands=not CLICK_SUGGESTS,
 )
 app.command(short_help="Who would generate how much; choose β from limits")(plan)
 app.add_typer(cache_app, name="cache", short_help="Look after generated images: ls, verify, prune")
@@ -88,6 +90,21 @@ def _fail(text: str, code: int) -> None:
 
 def _terminated(number: int, frame: FrameType | None) -> None:
     raise KeyboardInterrupt
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        print(f"fedeas {read_project().version}")
+        raise typer.Exit
+
+
+@app.callback()
+def of_all_commands(
+    version: Annotated[
+        bool, typer.Option("--version", help="show the version", callback=_show_version, is_eager=True)
+    ] = False,
+) -> None:
+    """Take the options that stand before any command."""
 
 
 # -------------------------------------------------------------------------------------------------- run
@@ -189,7 +206,9 @@ def export(
 
 @app.command(short_help="Four runs on built-in data, a table and a page")
 def quickstart(
-    out: Annotated[Path, typer.Option(help="folder of the runs and the picture")] = Path("runs/quickstart"),
+    out: Annotated[Path, typer.Option(help="folder of the runs and the picture", callback=can_be_folder)] = Path(
+        "runs/quickstart"
+    ),
 ) -> None:
     """Four runs on the built-in digits: no synthetic data, FedEAS, and two policies at FedEAS's budget."""
     from fedeas_flwr.quickstart import quickstart as run_quickstart
@@ -203,7 +222,9 @@ def quickstart(
 @app.command("train-generator", short_help="Train a diffusion model to generate with")
 def train_generator(
     dataset: Annotated[str, typer.Option(help="digits, cifar10, cifar100 or own:PATH; only its train split is seen")],
-    out: Annotated[Path, typer.Option(help="folder of the model, its checkpoint and its pictures")],
+    out: Annotated[
+        Path, typer.Option(help="folder of the model, its checkpoint and its pictures", callback=can_be_folder)
+    ],
     minutes: Annotated[float | None, typer.Option(help="stop after so many minutes in all")] = None,
     steps: Annotated[int | None, typer.Option(help="stop after so many steps in all; else the preset's")] = None,
     preset: Annotated[str, typer.Option(help="digits, cifar-small or paper; empty: by dataset")] = "",

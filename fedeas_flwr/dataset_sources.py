@@ -116,9 +116,12 @@ def find_source(name: str, data_dir: str = "") -> Source:
     if name == "digits":
         return Source("scikit-learn", _read_digits)
     if name.startswith(OWN):
+        content = own_data.fingerprint(name.removeprefix(OWN))
         where = Path(name.removeprefix(OWN)).expanduser()
-        return Source(own_data.fingerprint(where), lambda: own_data.read_dataset(where)[0], where)
+        return Source(content, lambda: own_data.read_dataset(where)[0], where)
     info, folder = built_in(name), Path(data_dir).expanduser() if data_dir else cache_root() / "datasets"
+    if data_dir and not folder.is_dir():
+        raise FileNotFoundError(f"data-dir = {data_dir!r}: no such folder")
     npz, unpacked = folder / f"{name}.npz", folder / _TORCHVISION_FOLDERS[name]
     if npz.is_file():
         # Hashing 180 MB at every start would cost more than reading them: the time of change stands for it.

@@ -84,9 +84,12 @@ def _read_folder(
         if unknown := [folder.name for folder in inside if folder.name not in numbers]:
             raise ValueError(f"{path} has a subfolder {unknown[0]!r}; its classes are {_few(names)}")
     files = [(file, numbers[folder.name]) for folder in inside for file in sorted(folder.iterdir()) if _is_image(file)]
+    there = {file.parent for file, _ in files}
     if not files:
         called = f"; name its subfolders {names[0]!r} … or 0 …" if classes else "; it needs one subfolder a class"
         raise ValueError(f"{path} has no images{called}, with {', '.join(SUFFIXES)} files")
+    if classes is None and (bare := [folder for folder in inside if folder not in there]):
+        raise ValueError(f"{bare[0]} has no images; every subfolder of {path} is a class: fill it, or remove it")
     _check_classes(path, names)
     size, channels = _size_and_channels(path, [file for file, _ in files], size, channels)
     _check_bytes(path, len(files), *size, channels)
@@ -196,6 +199,7 @@ def check_arrays(path: Path, x: str, images: NDArray[Any], y: str, labels: NDArr
 def class_names(path: Path, stored: NDArray[Any] | None, number: int) -> tuple[str, ...]:
     """The names that a file gives its classes, or their numbers."""
     if stored is None:
+        _check_number(path, number)  # before as many names are made: one label may be any number
         return tuple(str(label) for label in range(number))
     if stored.ndim != 1 or stored.dtype.kind != "U":
         raise ValueError(f"{path}: classes is {stored.dtype} {list(stored.shape)}; it must be a list of strings")
@@ -205,9 +209,13 @@ def class_names(path: Path, stored: NDArray[Any] | None, number: int) -> tuple[s
 # ------------------------------------------------------------------------------------------------------------ checks
 
 
+def _check_number(path: Path, number: int) -> None:
+    if not 2 <= number <= MOST_CLASSES:
+        raise ValueError(f"{path} has {number:,} classes; 2 to {MOST_CLASSES:,} are possible")
+
+
 def _check_classes(path: Path, names: Sequence[str]) -> None:
-    if not 2 <= len(names) <= MOST_CLASSES:
-        raise ValueError(f"{path} has {len(names)} classes; 2 to {MOST_CLASSES:,} are possible")
+    _check_number(path, len(names))
     if len(set(names)) < len(names):
         raise ValueError(f"{path}: two classes have one name among {_few(names)}")
 
@@ -266,13 +274,14 @@ def _arrays(train: OwnImages, test: OwnImages) -> dict[str, NDArray[Any]]:
 
 def _read_split_npz(path: Path) -> tuple[dict[str, NDArray[Any]], tuple[str, ...]]:
     arrays = read_arrays(path, ("x_train", "y_train", "x_test", "y_test"), optional=("classes",))
+    for part in ("train", "test"):
+        arrays[f"x_{part}"] = with_channels(arrays[f"x_{part}"])
+        check_arrays(path, f"x_{part}", arrays[f"x_{part}"], f"y_{part}", arrays[f"y_{part}"])
     names = class_names(
         path, arrays.pop("classes", None), int(max(arrays["y_train"].max(), arrays["y_test"].max())) + 1
     )
     _check_classes(path, names)
     for part in ("train", "test"):
-        arrays[f"x_{part}"] = with_channels(arrays[f"x_{part}"])
-        check_arrays(path, f"x_{part}", arrays[f"x_{part}"], f"y_{part}", arrays[f"y_{part}"])
         if arrays[f"y_{part}"].max() >= len(names):
             raise ValueError(
                 f"{path}: y_{part} has a label {arrays[f'y_{part}'].max()}; there are {len(names)} classes"
@@ -284,6 +293,8 @@ def _read_split_npz(path: Path) -> tuple[dict[str, NDArray[Any]], tuple[str, ...
 
 def fingerprint(where: str | Path) -> str:
     """What stands for a path's content without reading it: names, sizes and times of change."""
+    if not str(where):  # Path("") would be the folder one is in
+        raise ValueError("dataset = 'own:': must be own:PATH with a folder or .npz file of yours")
     path = Path(where).expanduser()
     files = sorted(file for file in path.rglob("*") if _is_image(file)) if path.is_dir() else [path]
     if not path.exists():

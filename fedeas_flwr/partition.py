@@ -114,7 +114,7 @@ def dirichlet_partition(
         raise ValueError(f"test_fraction={test_fraction!r}: must be at least 0 and below 1")
     if clients * min_samples > labels.size:
         raise ValueError(
-            f"clients={clients}: {labels.size} samples cannot give each client min_samples={min_samples}; "
+            f"clients={clients}: each client needs {min_samples} samples, and there are {labels.size}; "
             f"at most {labels.size // min_samples} clients are possible"
         )
     rng = np.random.RandomState(seed)

@@ -16,6 +16,8 @@ from fedeas_flwr.counts import LARGEST, checked_counts
 
 LARGEST_FILE = 64 * 2**20  # bytes; a thousand clients by a thousand classes need about a tenth of it
 MOST_CLASSES_SHOWN = 20
+NAMES_OF_CLIENTS = ("client", "id", "index")
+"""Above a column that holds no counts."""
 
 
 def plan(
@@ -89,7 +91,8 @@ def read_counts(path: str | Path) -> npt.NDArray[np.int64]:
     """Read label counts, one row a client and one column a class.
 
     A ``.json`` file holds a list of rows. A ``.csv`` file holds rows of integers; its first line is taken for a header
-    if no cell of it is a number.
+    if no cell of it is a number. Under a header that begins with ``client``, ``id``, ``index`` or an empty cell, the
+    first column names the clients and is left out.
     """
     path = Path(path)
     readers = {".json": _json_rows, ".csv": _csv_rows}
@@ -136,12 +139,19 @@ def _csv_rows(path: Path, text: str) -> list[list[Any]]:
     except csv.Error as error:
         raise ValueError(f"{path}: not valid CSV, {error}") from None
     lines = [line for line in lines if any(line)]
-    if lines and not any(_is_number(cell) for cell in lines[0]):
+    if lines and _is_header(lines[0]):
         header = lines.pop(0)
         if lines and len(lines[0]) != len(header):
             raise ValueError(f"{path}: the header has {len(header)} columns, the first row {len(lines[0])}")
+        if header[0].lower() in ("", *NAMES_OF_CLIENTS):
+            lines = [line[1:] for line in lines]
     # Cells that are not integers stay text, for the check of all rows to name them.
     return [[int(cell) if re.fullmatch(r"-?[0-9]{1,18}", cell) else cell for cell in line] for line in lines]
+
+
+def _is_header(line: list[str]) -> bool:
+    # An empty cell before numbers may as well be a count that was forgotten.
+    return line[0].lower() in NAMES_OF_CLIENTS or not any(map(_is_number, line))
 
 
 def _is_number(cell: str) -> bool:
@@ -207,7 +217,7 @@ def _title(plan: dict[str, Any]) -> str:
 
 def _totals(plan: dict[str, Any]) -> list[str]:
     score, full = plan["imbalance"], plan["full_balance_total"]
-    part = f" ({plan['total'] / full:.1%} of it)" if full else ""
+    part = f"; the plan is {plan['total'] / full:.1%} of it" if full else ""
     repeat = "To repeat:    {:,} of the clients' own samples; classes a client has none of stay empty"
     return [
         *([repeat.format(plan["repeated"])] if "repeated" in plan else []),

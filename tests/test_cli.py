@@ -12,8 +12,10 @@ from runners import fedeas, finish, small, typed
 
 from fedeas_flwr.cli import run_name
 from fedeas_flwr.config import parse_config
+from fedeas_flwr.project import read_project
 
 ROOT = Path(__file__).parents[1]
+COUNTS = str(ROOT / "tests" / "three_clients.csv")
 QUICKSTART = str(ROOT / "conf" / "quickstart.toml")
 
 
@@ -124,7 +126,7 @@ def test_plan_from_a_file_of_counts(tmp_path: Path) -> None:
     path.write_text("cat,dog\n100,0\n50,50\n")
     plan = json.loads(typed("plan", "--counts", str(path), "--beta", "2", "--format", "json").stdout)
     assert plan["dataset"] is None
-    assert plan["protocol"] is None
+    assert plan["protocol"] is None and plan["seed"] is None
     # √50 · (1 − 0) · 2 = 14.14…; the second client is balanced.
     assert [c["generate"] for c in plan["clients"]] == [[0, 14], [0, 0]]
     given = typed("plan", "--counts", str(path), "--policy", "uniform", "--total", "5", "--format", "json")
@@ -150,6 +152,47 @@ MISTAKES = {
     "nothing to resume": (("resume", "/nowhere"), ["/nowhere"]),
     "unknown command": (("fly",), ["fly"]),
     "unknown option": (("plan", "--fast"), ["--fast"]),
+    "own data nowhere": (("run", QUICKSTART, "dataset=own:"), ["dataset = 'own:': must be", "own:PATH"]),
+    "own data nowhere to plan": (("plan", "--dataset", "own:"), ["dataset = 'own:': must be", "own:PATH"]),
+    "data-dir nowhere": (
+        ("run", QUICKSTART, "dataset=cifar10", "policy=none", "data-dir=/nope"),
+        ["data-dir = '/nope': no such folder"],
+    ),
+    "a rate that is no number": (("run", QUICKSTART, "learning-rate=nan"), ["learning-rate = nan: must be a finite"]),
+    "a rate in quotes": (
+        ("run", QUICKSTART, "learning-rate='nan'"),
+        ["learning-rate = 'nan': must be a finite number"],
+    ),
+    "an infinite rate": (("run", QUICKSTART, "learning-rate=inf"), ["learning-rate = inf: must be a finite number"]),
+    "ignored beside counts": (
+        ("plan", "--counts", COUNTS, "--clients", "7"),
+        ["--clients", "--counts", "leave it out"],
+    ),
+    "dataset beside counts": (("plan", "--counts", COUNTS, "--dataset", "digits"), ["--dataset", "--counts"]),
+    "seconds of counts": (
+        ("plan", "--counts", COUNTS, "--max-seconds", "0.1"),
+        ["--max-seconds with --counts needs --dataset and --generator"],
+    ),
+    "estimate of counts": (
+        ("plan", "--counts", COUNTS, "--estimate"),
+        ["--estimate with --counts needs --dataset and --generator"],
+    ),
+    "a key in the grid and beside it": (
+        ("sweep", QUICKSTART, "policy=none", "--grid", "policy=none,oversample"),
+        ["policy = 'none'", "--grid"],
+    ),
+    "figures in a file": (("plan", "--figures", COUNTS), [f"--figures '{COUNTS}': is a file, must be a folder"]),
+    "a sweep in a file": (("sweep", QUICKSTART, "--grid", "seed=1", "--out", COUNTS), [f"--out '{COUNTS}': is a file"]),
+    "images in a file": (("generate", "--out", f"{COUNTS}/a"), [f"--out '{COUNTS}/a': {COUNTS} is a file, must be"]),
+    "a report in a file": (("report", str(ROOT), "--out", COUNTS), [f"--out '{COUNTS}': is a file, must be a folder"]),
+    "a page in a folder": (
+        ("report", str(ROOT), "--html", str(ROOT)),
+        [f"--html '{ROOT}': is a folder, must be a file"],
+    ),
+    "a generator in a file": (
+        ("train-generator", "--dataset", "digits", "--out", COUNTS),
+        [f"--out '{COUNTS}': is a file, must be a folder"],
+    ),
     "unknown policy": (("plan", "--policy", "magic"), ["policy", "magic", "fedeas"]),
     "unknown format": (("plan", "--format", "xml"), ["format", "xml", "json"]),
     "no counts": (("plan", "--counts", "/nowhere.csv"), ["/nowhere.csv"]),
@@ -197,6 +240,21 @@ def test_help_names_the_commands_and_keys_lists_the_keys() -> None:
     assert all(command in text for command in commands)
     assert "partition-seed" in typed("keys").stdout
     assert "multikrum" in typed("strategies").stdout
+
+
+def test_the_version_is_the_projects() -> None:
+    assert typed("--version").stdout == f"fedeas {read_project().version}\n"
+
+
+@pytest.mark.parametrize(("words", "meant"), [(["pln"], "plan"), (["cache", "vrify"], "verify")])
+def test_a_slip_of_the_pen_is_mended_once(words: list[str], meant: str) -> None:
+    done = typed(*words)
+    assert done.returncode == 2
+    assert done.stderr == f"error: No such command '{words[-1]}'. Did you mean '{meant}'?\n"
+
+
+def test_no_images_are_no_beta() -> None:
+    assert json.loads(typed("plan", "--max-images", "0", "--format", "json").stdout)["beta"] == 0
 
 
 def test_run_and_evaluate_from_the_shell(tmp_path: Path) -> None:

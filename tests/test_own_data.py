@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +48,17 @@ def test_one_coloured_picture_makes_all_of_them_rgb(tmp_path: Path) -> None:
     save_picture(tmp_path / "b" / "red.png", 200, mode="RGB")
     images = read_images(tmp_path).images
     assert images[0, 0, 0].tolist() == [9, 9, 9] and images[1, 0, 0].tolist() == [200, 0, 55]
+
+
+def test_a_class_without_any_image_is_refused(tmp_path: Path) -> None:
+    for name in ("ant", "zebra"):
+        save_picture(tmp_path / name / "a.png", 30)
+    (tmp_path / "bee").mkdir()
+    (tmp_path / "bee" / "notes.txt").write_text("not an image")
+    with pytest.raises(ValueError, match=r"bee has no images; every subfolder of .* is a class") as caught:
+        read_dataset(tmp_path)
+    assert "\n" not in str(caught.value)
+    assert read_images(tmp_path, classes=["ant", "bee", "zebra"]).labels.tolist() == [0, 2], "a client may lack a class"
 
 
 def test_pictures_of_several_sizes_need_a_size(tmp_path: Path) -> None:
@@ -110,6 +122,21 @@ def test_a_file_that_would_unpack_to_too_much_is_not_unpacked(tmp_path: Path, mo
     monkeypatch.setattr(np, "load", lambda *a, **k: pytest.fail("it was read"))
     with pytest.raises(ValueError, match=r"would unpack to 200,\d+ bytes, and 100,000 are allowed"):
         read_images(tmp_path / "d.npz")
+
+
+@pytest.mark.parametrize("parts", [("",), ("_train", "_test")])
+def test_a_large_label_makes_no_list_of_as_many_classes(parts: tuple[str, ...], tmp_path: Path) -> None:
+    labels = np.array([0, 1, 0, 10**6])
+    np.savez(
+        tmp_path / "d.npz", **{f"{key}{part}": value for part in parts for key, value in (("x", X), ("y", labels))}
+    )
+    tracemalloc.start()
+    try:
+        with pytest.raises(ValueError, match=r"d.npz has 1,000,001 classes; 2 to 10,000 are possible"):
+            read_dataset(tmp_path / "d.npz")
+        assert tracemalloc.get_traced_memory()[1] < 10 << 20
+    finally:
+        tracemalloc.stop()
 
 
 def test_pictures_that_would_take_too_much_are_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

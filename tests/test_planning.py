@@ -92,6 +92,13 @@ def test_table_shows_every_client_and_class() -> None:
     assert "given counts" in format_table(plan())
 
 
+def test_full_balance_is_what_the_plan_is_a_part_of() -> None:
+    counts = [[30, 10], [0, 5]]  # full balance: 20 + 5
+    result = plan(counts, policy="uniform", total=4)
+    assert "Full balance: 25 samples; the plan is 16.0% of it" in format_table(result).splitlines()
+    assert "Full balance: 0 samples" in format_table(plan([[5, 5]])).splitlines()
+
+
 def test_table_of_many_classes_stays_narrow() -> None:
     counts = np.zeros((3, 300), dtype=int)
     counts[0, :10] = 500
@@ -119,6 +126,10 @@ def written(folder: Path, name: str, content: str | bytes) -> Path:
         ("a.json", "[[1, 2, 3], [4, 0, 6]]"),
         ("a.csv", "1,2,3\n4,0,6\n"),
         ("a.CSV", "\ufeffcat, dog, ship\r\n1, 2, 3\r\n4, 0, 6\r\n\r\n"),
+        ("a.csv", "client,cat,dog,ship\n0,1,2,3\n1,4,0,6\n"),
+        ("a.csv", ",cat,dog,ship\nhospital a,1,2,3\nhospital b,4,0,6\n"),
+        ("a.csv", "ID,0,1,2\n7,1,2,3\n9,4,0,6\n"),
+        ("a.csv", " Index ,cat,dog,ship\n,1,2,3\n,4,0,6\n"),
         ("a.csv", '"cat","dog","a ship, or a boat"\n1,2,3\n4,0,6'),
     ],
 )
@@ -148,6 +159,9 @@ def test_counts_are_read(tmp_path: Path, name: str, content: str) -> None:
         ("a.json", b"\xff\xfe\x00", "UTF-8"),
         ("a.csv", "", "holds no counts"),
         ("a.csv", "cat,dog\n", "holds no counts"),
+        ("a.csv", "client\n3\n", "holds no counts"),
+        ("a.csv", "client,cat\n0,1\n1\n", "row 2 has 0 classes"),
+        ("a.csv", ",2\n3,4\n", "row 1, column 1 is ''"),
         ("a.csv", "1,2\n3\n", "row 2 has 1 classes"),
         ("a.csv", "cat,dog,ship\n1,2\n", "the header has 3 columns, the first row 2"),
         ("a.csv", "1,2\n3,x\n", "row 2, column 2 is 'x'"),

@@ -12,6 +12,8 @@ from typer.models import ArgumentInfo
 # Help is plain text here. Typer still escapes "[required]" for rich where rich is installed, and shows the backslash.
 typer.core.HAS_RICH = False
 
+CLICK_SUGGESTS = hasattr(click.exceptions, "NoSuchCommand")
+"""Whether click says itself which command was meant, as since 8.4; typer would say it once more."""
 _ORDER = (
     *("quickstart", "doctor", "plan", "run", "resume", "sweep", "report", "reproduce", "runs", "evaluate", "export"),
     *("train-generator", "generate", "cache", "deploy", "keys", "strategies"),

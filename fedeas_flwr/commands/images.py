@@ -15,7 +15,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from fedeas_flwr.commands.output import FormatOption, table_console
+from fedeas_flwr.commands.output import FormatOption, can_be_folder, table_console
 from fedeas_flwr.config import SAMPLER_STEPS
 
 if TYPE_CHECKING:
@@ -163,7 +163,7 @@ def show_estimate(estimate: dict[str, Any]) -> str:
 
 
 def generate(
-    out: Annotated[Path, typer.Option(help="folder for images.npz, grid.png and report.json")],
+    out: Annotated[Path, typer.Option(help="folder for images.npz, grid.png and report.json", callback=can_be_folder)],
     dataset: Annotated[str, typer.Option(help="digits, cifar10, cifar100 or own:PATH")] = "digits",
     generator: GeneratorOption = "builtin",
     per_class: Annotated[int, typer.Option(min=1, help="images of each class")] = 20,

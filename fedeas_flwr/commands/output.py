@@ -1,14 +1,16 @@
-"""How commands give their answers: a table or JSON, and a table that no pipe squeezes."""
+"""How commands give their answers: a table or JSON, a table that no pipe squeezes, files where files can be."""
 
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 from typing import Annotated
 
 import typer
 from rich.console import Console
 
 from fedeas_flwr.config import ConfigError
+from fedeas_flwr.paths import existing_part
 
 _WIDE = 160
 
@@ -21,6 +23,23 @@ def check_format(output: str) -> str:
 
 
 FormatOption = Annotated[str, typer.Option("--format", help="table or json", callback=check_format)]
+
+
+def can_be_folder(option: typer.CallbackParam, path: Path | None) -> Path | None:
+    """Refuse a folder to write to that is, or lies below, a file; as the callback of an option."""
+    if path is not None and not (there := existing_part(path.absolute())).is_dir():
+        which = "" if there == path.absolute() else f"{there} "
+        raise ConfigError(f"{option.opts[0]} '{path}': {which}is a file, must be a folder")
+    return path
+
+
+def can_be_file(option: typer.CallbackParam, path: Path | None) -> Path | None:
+    """Refuse a file to write that is a folder, or lies below a file; as the callback of an option."""
+    if path is not None and path.is_dir():
+        raise ConfigError(f"{option.opts[0]} '{path}': is a folder, must be a file")
+    if path is not None:
+        can_be_folder(option, path.parent)
+    return path
 
 
 def table_console() -> Console:

@@ -7,10 +7,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from click.core import ParameterSource
 from rich.console import Console
 
 from fedeas_flwr.commands.images import batch_speed, estimate_generation, show_estimate
-from fedeas_flwr.commands.output import FormatOption
+from fedeas_flwr.commands.output import FormatOption, can_be_folder
 from fedeas_flwr.config import ConfigError
 from fedeas_flwr.progress import show_tries
 
@@ -22,6 +23,7 @@ DEFAULT_BETA = 12.0
 
 
 def plan(
+    context: typer.Context,
     dataset: Annotated[str, typer.Option(help="digits, cifar10, cifar100 or own:PATH")] = "cifar10",
     protocol: Annotated[str, typer.Option(help="paper or clean")] = "paper",
     clients: Annotated[int, typer.Option(help="number of clients K")] = 20,
@@ -34,7 +36,13 @@ def plan(
     seed: Annotated[int, typer.Option(help="seed of the partition")] = 42,
     printed_rule: Annotated[bool, typer.Option("--printed-rule", help="fill by Eq. 9 as printed")] = False,
     total: Annotated[int | None, typer.Option(help="images of a matched policy; else what FedEAS spends")] = None,
-    counts: Annotated[Path | None, typer.Option(help="label counts, client × class, as .json or .csv")] = None,
+    counts: Annotated[
+        Path | None,
+        typer.Option(
+            help="label counts as .json or .csv: a row a client, a column a class; a .csv may have a header, and under "
+            "client, id, index or an empty cell a first column that is no class"
+        ),
+    ] = None,
     output: FormatOption = "table",
     estimate: Annotated[bool, typer.Option("--estimate", help="time one batch: generation seconds and disk")] = False,
     generator: Annotated[
@@ -45,7 +53,9 @@ def plan(
     max_images: Annotated[int | None, typer.Option(help="choose β: most images to generate")] = None,
     max_seconds: Annotated[float | None, typer.Option(help="choose β: most seconds, by one timed batch")] = None,
     grid: Annotated[str, typer.Option(help="the β to choose from, such as 4,8,12,16,20; else any")] = "",
-    figures: Annotated[Path | None, typer.Option(help="folder for four PNGs, in the paper's layout")] = None,
+    figures: Annotated[
+        Path | None, typer.Option(help="folder for four PNGs, in the paper's layout", callback=can_be_folder)
+    ] = None,
 ) -> None:
     """Say how many images each client would generate, from label counts alone; choose β from limits."""
     from fedeas_flwr import choosing, planning
@@ -53,6 +63,8 @@ def plan(
 
     limits, betas = choosing.Limits(min_removed, max_synthetic, max_images, max_seconds), read_grid(grid)
     _check_who_chooses(limits, beta, grid)
+    if counts:
+        _check_given_counts(context, "--max-seconds" if max_seconds is not None else "--estimate" if estimate else "")
     found = planning.read_counts(counts) if counts else _partition_counts(dataset, protocol, clients, alpha, seed)
     choice = None
     if limits.given():
@@ -70,7 +82,7 @@ def plan(
         policy=policy,
         beta=DEFAULT_BETA if beta is None else beta,
         gamma=gamma,
-        seed=seed,
+        seed=None if counts else seed,
         strict_mean=not printed_rule,
         total=total,
     )
@@ -108,6 +120,19 @@ def _check_who_chooses(limits: Limits, beta: float | None, grid: str) -> None:
     if grid and not limits.given():
         names = ", ".join(map(option, vars(limits)))
         raise ConfigError(f"grid = '{grid}': there is nothing to choose by; give one or more of {names}")
+
+
+def _check_given_counts(context: typer.Context, timed_by: str) -> None:
+    """Refuse options that counts make void, and a generator's time without the dataset that it makes images of."""
+
+    def typed(name: str) -> bool:
+        return context.get_parameter_source(name) is ParameterSource.COMMANDLINE
+
+    if timed_by and not typed("dataset"):
+        raise ConfigError(f"{timed_by} with --counts needs --dataset and --generator")
+    for name in ("protocol", "clients", "alpha", "seed", *([] if timed_by else ["dataset"])):
+        if typed(name):
+            raise ConfigError(f"--{name} {context.params[name]}: leave it out, --counts says what the clients hold")
 
 
 def read_grid(text: str) -> list[float]:

@@ -9,15 +9,19 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from fedeas_flwr.commands.output import FormatOption
+from fedeas_flwr.commands.output import FormatOption, can_be_file, can_be_folder
 from fedeas_flwr.listing import find_runs
 from fedeas_flwr.runs import RunError
 
 
 def report(
     runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="run directories, or folders with runs below")],
-    page: Annotated[Path | None, typer.Option("--html", help="write one page with all pictures inside")] = None,
-    out: Annotated[Path | None, typer.Option(help="folder for report.md and every picture as PNG and SVG")] = None,
+    page: Annotated[
+        Path | None, typer.Option("--html", help="write one page with all pictures inside", callback=can_be_file)
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="folder for report.md and every picture as PNG and SVG", callback=can_be_folder)
+    ] = None,
     output: FormatOption = "table",
 ) -> None:
     """Compare runs, as a table, a page or Markdown; runs that differ in their seed alone are one row."""

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
-from fedeas_flwr.commands.output import FormatOption
+from fedeas_flwr.commands.output import FormatOption, can_be_folder
 from fedeas_flwr.commands.sweep import watching
 from fedeas_flwr.config import ConfigError, parse_overrides
 from fedeas_flwr.paths import atomic_write
@@ -35,12 +35,17 @@ def reproduce(
     columns: Annotated[list[str] | None, typer.Option(help="of the large tables, such as c10-k100-a0.1")] = None,
     scale: Annotated[str, typer.Option(help="smoke: minutes, on digits; full: the paper's experiments")] = "smoke",
     runs: Annotated[list[Path] | None, typer.Option(help="folder with runs or exported records; several")] = None,
-    out: Annotated[Path | None, typer.Option(help="folder of the page and of new runs; else runs/reproduce-…")] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(help="folder of the page and of new runs; else runs/reproduce-…", callback=can_be_folder),
+    ] = None,
     run: Annotated[bool | None, typer.Option("--run/--no-run", help="do missing runs; else only at smoke")] = None,
     given: Annotated[list[str] | None, typer.Option("--set", help="key=value of all runs, such as data-dir=…")] = None,
     seeds: Annotated[str, typer.Option(help="such as 1,2,3; else one, and more where order is to be told")] = "",
     jobs: Annotated[int, typer.Option(help="runs at once; 0: one, at smoke one a core", min=0)] = 0,
-    export: Annotated[Path | None, typer.Option(help="folder that gets each new run's record")] = None,
+    export: Annotated[
+        Path | None, typer.Option(help="folder that gets each new run's record", callback=can_be_folder)
+    ] = None,
     into: Annotated[
         Path | None, typer.Option(help="write tables into a Markdown file that has places for them")
     ] = None,

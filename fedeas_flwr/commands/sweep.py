@@ -16,10 +16,10 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from fedeas_flwr.commands.output import check_format
-from fedeas_flwr.config import read_config
+from fedeas_flwr.commands.output import can_be_folder, check_format
+from fedeas_flwr.config import ConfigError, parse_overrides, read_config
 from fedeas_flwr.sizes import show_seconds
-from fedeas_flwr.sweep import Cell, Sweep, make_sweep, points
+from fedeas_flwr.sweep import Cell, Sweep, make_sweep, parse_grid, points
 from fedeas_flwr.sweep_jobs import Board, Watcher, run_sweep
 
 _LINE_EVERY = 30.0
@@ -31,13 +31,16 @@ def sweep(
     overrides: Annotated[list[str] | None, typer.Argument(help="key=value …, of all runs")] = None,
     grid: Annotated[list[str] | None, typer.Option(help="key=value,value…; once for each key")] = None,
     jobs: Annotated[int, typer.Option(help="runs at once", min=1)] = 1,
-    out: Annotated[Path | None, typer.Option(help="folder of the runs; else runs/sweep-CONF")] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="folder of the runs; else runs/sweep-CONF", callback=can_be_folder)
+    ] = None,
     retries: Annotated[int, typer.Option(help="how often a run that failed is started again", min=0)] = 1,
     output: Annotated[
         str, typer.Option("--format", help="table, or json: what sweep.json holds, at the end", callback=check_format)
     ] = "table",
 ) -> None:
     """Run every combination of some keys' values; started again, it does what is left."""
+    _refuse_two_words(overrides or [], grid or [])
     folder = (out or Path("runs") / f"sweep-{conf.stem}").absolute()
     found = make_sweep(read_config(conf, overrides or []), grid or [], folder)
     console, warnings = Console(stderr=output == "json"), Console(stderr=True)
@@ -58,6 +61,14 @@ def sweep(
         warnings.print(f"failed: {cell.name}: {cell.error}", highlight=False, soft_wrap=True, markup=False)
     if failed:
         raise typer.Exit(1)
+
+
+def _refuse_two_words(overrides: list[str], grid: list[str]) -> None:
+    """Refuse a key that is given one value for all runs, and others by the grid."""
+    swept = parse_grid(grid)
+    for key, value in parse_overrides(overrides).items():
+        if key in swept:
+            raise ConfigError(f"{key} = {value!r}: leave it out, --grid has the values of {key}")
 
 
 # --------------------------------------------------------------------------------------- while it goes on

@@ -36,6 +36,7 @@ from fedeas_flwr.generators.bank import BankGenerator
 from fedeas_flwr.generators.diffusion import DiffusionGenerator
 from fedeas_flwr.grids import InlineGrid
 from fedeas_flwr.messages import MessageError
+from fedeas_flwr.own_data import MOST_CLASSES, read_dataset
 from fedeas_flwr.runs import RunDirectory
 
 Words = list[str]
@@ -208,6 +209,22 @@ def test_damaged_archives(how: tuple[str, float, bytes]) -> None:
             assert str(error).startswith("generator: bank ") and "\n" not in str(error)
         else:
             assert made.num_classes == 10
+
+
+@cases(40)
+@given(st.lists(st.integers(-(2**63), 2**63 - 1), min_size=10, max_size=10))
+@example([0, 10**9] * 5)
+@example([2**63 - 1] * 10)
+def test_archives_with_any_labels(labels: list[int]) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "own.npz"
+        np.savez(path, x=np.zeros((10, 8, 8, 1), np.uint8), y=np.array(labels, np.int64))
+        try:
+            found = read_dataset(path)
+        except ValueError as error:
+            assert str(path) in str(error) and "\n" not in str(error)
+        else:
+            assert 2 <= len(found[1]) <= MOST_CLASSES
 
 
 @cases(40)
