@@ -102,6 +102,8 @@ def run(
     config = read_config(conf, overrides or [])
     if not config.run_dir:
         config = config.with_changes(run_dir=str(fresh_folder(Path("runs").absolute() / run_name(config))))
+    elif not config.resume:
+        RunDirectory(Path(config.run_dir)).refuse_if_taken()  # before what has to be prepared, which may take minutes
     start(config)
 
 

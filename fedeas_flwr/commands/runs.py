@@ -13,10 +13,10 @@ import typer
 from rich.table import Table
 from rich.text import Text
 
-from fedeas_flwr import listing
 from fedeas_flwr.commands.help import InOrderOfUse
 from fedeas_flwr.commands.output import FormatOption, table_console
-from fedeas_flwr.listing import check_removable, describe, describe_in_full, find_runs, flat_rounds, remove
+from fedeas_flwr.listing import check_removable, describe, describe_in_full, find_runs, flat_rounds, heavy_files, remove
+from fedeas_flwr.run_files import remove_files
 from fedeas_flwr.runs import RunDirectory, RunError
 from fedeas_flwr.sizes import show_bytes
 from fedeas_flwr.sweep import as_csv
@@ -79,13 +79,13 @@ def rm(
     folders: Annotated[list[Path], typer.Argument(metavar="RUN...", help="run directories")],
     yes: Annotated[bool, typer.Option("--yes", help="do not ask")] = False,
 ) -> None:
-    """Remove run directories; nothing is removed if one of them is no run, or is running."""
+    """Remove what runs wrote, and their folders if nothing else is in them; nothing if one is no run, or is running."""
     found = [check_removable(folder.absolute()) for folder in dict.fromkeys(folders)]
     size = show_bytes(sum(describe(run)["bytes"] for run in found))
     if not yes and not (sys.stdin.isatty() and typer.confirm(f"remove {len(found)} runs, {size}?")):
         raise RunError("nothing is removed without a yes: answer it, or say --yes")
-    remove(found)
-    print(f"removed {len(found)} runs, {size}")
+    stayed = remove(found)
+    print("\n".join([f"removed {len(found)} runs, {size}", *stayed]))
 
 
 @runs_app.command(short_help="Remove what finished runs could be resumed with")
@@ -95,8 +95,9 @@ def prune(
 ) -> None:
     """Remove checkpoints and clients' states of finished runs; records, summaries and models stay."""
     found = [check_removable(run.path.absolute()) for run in find_runs(folders)]
-    paths = [path for run in found for path in listing.heavy_files(run, model)]
-    print(f"pruned {len(found)} runs, {show_bytes(listing.prune(paths))} freed")
+    heavy = [(run.path, heavy_files(run, model)) for run in found]  # all of them, before anything is removed
+    freed = sum(remove_files(folder, files) for folder, files in heavy)
+    print(f"pruned {len(found)} runs, {show_bytes(freed)} freed")
 
 
 def _cells(row: Mapping[str, Any]) -> list[str]:
