@@ -9,7 +9,7 @@ from typing import Any
 
 from fedeas_flwr.config import parse_config
 from fedeas_flwr.metrics import summarise
-from fedeas_flwr.run_files import files_of_run, is_run, remove_files
+from fedeas_flwr.run_files import files_of_run, is_damaged_run, is_run, remove_files
 from fedeas_flwr.runs import RunDirectory, RunError
 
 _DEPTH = 4
@@ -17,9 +17,9 @@ _DEPTH = 4
 
 
 def find_runs(folders: Sequence[Path], depth: int = _DEPTH) -> Iterator[RunDirectory]:
-    """Every run directory among and below some folders; a link is not followed."""
+    """Every run directory among and below some folders, damaged ones too; a link is not followed."""
     for folder in folders:
-        if is_run(folder):
+        if is_run(folder) or is_damaged_run(folder):
             yield RunDirectory(folder)
         elif depth:
             inside = sorted(path for path in folder.iterdir() if path.is_dir() and not path.is_symlink())
@@ -27,7 +27,7 @@ def find_runs(folders: Sequence[Path], depth: int = _DEPTH) -> Iterator[RunDirec
 
 
 def describe(run: RunDirectory) -> dict[str, Any]:
-    """One run as a row; a run of another version, whose config cannot be read, still has one."""
+    """One run as a row; a run whose config is damaged, or of another version and cannot be read, still has one."""
     files = [path.stat() for path in files_of_run(run.path)]
     rounds = run.rounds()
     row: dict[str, Any] = {"path": str(run.path), "state": run.state(), "rounds_done": len(rounds), "rounds": None}
@@ -39,13 +39,13 @@ def describe(run: RunDirectory) -> dict[str, Any]:
             summary = summarise(rounds, config.threshold)
             row |= {"last_20": summary["last_20"], "peak": summary["peak"], "images": summary["total_generated"]}
     except (RunError, KeyError) as error:
-        row |= {"state": "unreadable", "error": str(error)}
+        row |= {"state": "unreadable" if is_run(run.path) else "damaged", "error": str(error)}
     return row | {"changed": max(file.st_mtime for file in files), "bytes": sum(file.st_size for file in files)}
 
 
 def describe_in_full(run: RunDirectory) -> dict[str, Any]:
     """One run's row, its config with the keys that differ from their defaults, environment and summary."""
-    if not is_run(run.path):
+    if not is_run(run.path) and not is_damaged_run(run.path):
         raise RunError(f"{run.path} is not a run directory")
     config = run.config().outside()
     defaults = parse_config({}).outside()
@@ -61,7 +61,9 @@ def describe_in_full(run: RunDirectory) -> dict[str, Any]:
 
 
 def check_removable(folder: Path) -> RunDirectory:
-    """Refuse to remove what is not a run directory, or is at work."""
+    """Refuse to remove what is not surely a run directory, or is at work."""
+    if not folder.is_symlink() and is_damaged_run(folder):
+        raise RunError(f"{folder} is damaged, its config.json is not a run's: nothing is removed")
     if folder.is_symlink() or not is_run(folder):
         raise RunError(f"{folder} is not a run directory: nothing is removed")
     run = RunDirectory(folder)

@@ -90,8 +90,16 @@ class Group:
 
     name: str
     members: tuple[Member, ...]
+    """Those that all figures are of."""
     colour: str
     """In every picture and table."""
+    aside: tuple[Member, ...] = ()
+    """Those that have not finished while others have: in a mean they would pass for worse seeds."""
+
+    @property
+    def all_members(self) -> tuple[Member, ...]:
+        """Those that count, and those that do not."""
+        return (*self.members, *self.aside)
 
     @property
     def config(self) -> RunConfig:
@@ -164,13 +172,17 @@ def group_runs(runs: Sequence[RunDirectory]) -> tuple[list[Group], list[str]]:
     """
     members, left_out = [], []
     for run in {run.path.resolve(): run for run in runs}.values():
-        member = Member(run, run.config(), run.rounds())
+        try:
+            member = Member(run, run.config(), run.rounds())
+        except RunError as error:
+            left_out.append(str(error))
+            continue
         if member.rounds:
             members.append(member)
         else:
             left_out.append(f"{run.path} has no finished round ({run.state()})")
     if not members:
-        raise RunError(f"nothing to report: {'; '.join(left_out) or 'no run directory was found'}")
+        raise RunError(f"nothing to report: {'; '.join(left_out)}")
     together: dict[str, list[Member]] = {}
     for member in members:
         together.setdefault(repr(identity(member.config)), []).append(member)
@@ -180,7 +192,23 @@ def group_runs(runs: Sequence[RunDirectory]) -> tuple[list[Group], list[str]]:
     found.sort(key=lambda group: (group[0].summary["total_generated"], group[0].config.policy != "none"))
     configs = [group[0].config for group in found]
     told = zip(_names(configs), found, _colours(configs), strict=True)
-    return [Group(name, tuple(group), colour) for name, group, colour in told], left_out
+    return [_make_group(name, group, colour) for name, group, colour in told], left_out
+
+
+def _make_group(name: str, runs: Sequence[Member], colour: str) -> Group:
+    finished = tuple(member for member in runs if not member.unfinished)
+    if not finished:  # as far as they came is all there is
+        return Group(name, tuple(runs), colour)
+    return Group(name, finished, colour, tuple(member for member in runs if member.unfinished))
+
+
+def unfinished_notes(groups: Sequence[Group]) -> list[str]:
+    """What a reader of the figures has to know: runs that have not come to their end, and whether they count."""
+    counted = [
+        f"Not finished: {member.unfinished}" for group in groups for member in group.members if member.unfinished
+    ]
+    aside = [f"Not finished, so not counted: {member.unfinished}" for group in groups for member in group.aside]
+    return [*counted, *aside]
 
 
 def identity(config: RunConfig, free: Sequence[str] = ()) -> dict[str, Any]:
@@ -268,6 +296,18 @@ def as_data(groups: Sequence[Group]) -> list[dict[str, Any]]:
                 "runs": [str(member.run.path) for member in group.members],
                 "seeds": group.seeds,
                 "rounds": [len(member.rounds) for member in group.members],
+                "unfinished": [
+                    {
+                        "run": str(member.run.path),
+                        "seed": member.config.seed,
+                        "rounds": len(member.rounds),
+                        "of": member.config.rounds,
+                        "state": member.run.state(),
+                        "counted": member in group.members,
+                    }
+                    for member in group.all_members
+                    if member.unfinished
+                ],
                 "last_20": _plain(group.spread("last_20")),
                 "peak": _plain(group.spread("peak")),
                 "images": group.images,
