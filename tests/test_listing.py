@@ -6,6 +6,9 @@ import csv
 import io
 import json
 import os
+import re
+import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -15,12 +18,16 @@ from rich.console import Console
 from runners import fedeas, finish, quick, small, typed
 from test_sweep import ROOT
 
-from fedeas_flwr import quickstart
+from fedeas_flwr import cli, quickstart
+from fedeas_flwr.cache import MANIFEST, ImageCache
 from fedeas_flwr.checkpoints import Checkpoint
 from fedeas_flwr.client_state import ClientState, ClientStore
+from fedeas_flwr.commands.sweep import board_table
 from fedeas_flwr.listing import check_removable
 from fedeas_flwr.run_files import files_of_run
 from fedeas_flwr.runs import RunDirectory, RunError
+from fedeas_flwr.sweep import make_sweep
+from fedeas_flwr.sweep_jobs import Board
 
 
 def test_a_killed_run_is_interrupted_a_living_one_runs_and_a_number_used_again_is_another(tmp_path: Path) -> None:
@@ -128,6 +135,60 @@ def test_all_that_a_run_writes_is_known_as_its_own(tmp_path: Path) -> None:
     run = finish(quick(tmp_path / "r", policy="none", rounds=1, strategy="scaffold"))
     assert {path for path in run.path.rglob("*") if path.is_file()} == set(files_of_run(run.path))
     assert (run.path / "clients").is_dir() and (run.path / "flower.log").exists()
+
+
+@pytest.fixture
+def narrow(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
+    """What a command shows on a terminal of 80 columns."""
+
+    def shown(*words: str) -> str:
+        monkeypatch.setenv("COLUMNS", "80")
+        monkeypatch.setenv("TERM", "dumb")
+        monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+        cli.app(list(words), standalone_mode=False)
+        text = capsys.readouterr().out
+        assert "…" not in text
+        return text
+
+    return shown
+
+
+def test_no_name_and_no_date_is_cut_in_80_columns(
+    tmp_path: Path, narrow: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    name = "runs/sw/policy-missing-only_learning-rate-0.05_seed-13"
+    write_run(Path(name).absolute(), [0.5] * 100)
+    table = narrow("runs", "ls").splitlines()[1:-1]
+    assert "".join(line[:24].strip() for line in table) == name
+    assert re.search(r"finished +100/100 +50\.0 +\d{4}-\d\d-\d\d \d\d:\d\d +\S+ \S+$", table[0])
+    strategies = narrow("strategies")
+    assert all(key in strategies for key in ("moon-temperature", "disclose-label-counts", "fedtrimmedavg"))
+    assert "disclose-label-counts" in narrow("keys")
+
+
+def test_the_cache_is_listed_whole_in_80_columns(
+    tmp_path: Path, narrow: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FEDEAS_CACHE", str(tmp_path))
+    generator = "/home/somebody/generators/cifar-small-of-november"
+    folder = ImageCache().root / ("a" * 64)
+    folder.mkdir(parents=True)
+    (folder / MANIFEST).write_text(json.dumps({"generator": generator, "dataset": "cifar100", "seed": 1}))
+    table = narrow("cache", "ls").splitlines()[1:-1]
+    assert "".join(line[14:].split("  ")[0].strip() for line in table) == generator
+    assert re.search(r"\d{4}-\d\d-\d\d \d\d:\d\d$", table[0])
+
+
+def test_the_sweeps_table_folds_names_in_80_columns(tmp_path: Path) -> None:
+    found = make_sweep(
+        small(tmp_path).with_changes(run_dir=""), ["policy=missing-only", "generator=" + "g" * 70], tmp_path
+    )
+    board, text = Board(found, slots=1), io.StringIO()
+    board.look_at(found.cells[0], "waiting")
+    Console(file=text, width=80).print(board_table(board))
+    rows = [line.split()[0] for line in text.getvalue().splitlines()[1:-1]]
+    assert "".join(rows) == found.cells[0].name and "…" not in text.getvalue()
 
 
 def test_a_committed_record_is_listed_shown_and_exported() -> None:

@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from fedeas_flwr.commands.help import InOrderOfUse
-from fedeas_flwr.commands.output import FormatOption, table_console
+from fedeas_flwr.commands.output import FormatOption, folding_table, table_console
 from fedeas_flwr.listing import check_removable, describe, describe_in_full, find_runs, flat_rounds, heavy_files, remove
 from fedeas_flwr.run_files import remove_files
 from fedeas_flwr.runs import RunDirectory, RunError
@@ -22,6 +22,11 @@ from fedeas_flwr.sizes import show_bytes
 from fedeas_flwr.sweep import as_csv
 
 runs_app = typer.Typer(cls=InOrderOfUse, help="Run directories.", no_args_is_help=True, rich_markup_mode=None)
+
+_HEAD = ("run", "state", "rounds", "last-20 %", "peak %", "images", "changed", "size")
+_LEFT_OUT_WHERE_NARROW = ("peak %", "images")
+_WIDE = 100
+"""Characters that all columns need beside a name of some length."""
 
 
 @runs_app.command(short_help="List runs: state, rounds, accuracy, images, age, size")
@@ -37,12 +42,13 @@ def ls(
     if output == "json":
         print(json.dumps(rows, indent=1))
         return
-    table = Table("run", "state", "rounds", "last-20 %", "peak %", "images", "changed", "size", box=None)
-    for column in table.columns[2:]:
-        column.justify = "right"
+    console = table_console()
+    head = [name for name in _HEAD if console.width >= _WIDE or name not in _LEFT_OUT_WHERE_NARROW]
+    table = folding_table(*head, fold=["run"], right=_HEAD[2:])
     for row in rows:
-        table.add_row(*(Text(cell) for cell in _cells(row)))
-    table_console().print(table)
+        cells = _cells(row)
+        table.add_row(*(Text(cells[name]) for name in head))
+    console.print(table)
     print(f"{len(rows)} runs, {show_bytes(sum(row['bytes'] for row in rows))}")
 
 
@@ -100,9 +106,10 @@ def prune(
     print(f"pruned {len(found)} runs, {show_bytes(freed)} freed")
 
 
-def _cells(row: Mapping[str, Any]) -> list[str]:
+def _cells(row: Mapping[str, Any]) -> dict[str, str]:
     percents = ["-" if row[key] is None else f"{100 * row[key]:.1f}" for key in ("last_20", "peak")]
     images = "-" if row["images"] is None else f"{row['images']:,}"
     changed = datetime.fromtimestamp(row["changed"]).strftime("%Y-%m-%d %H:%M")
     rounds = f"{row['rounds_done']}/{row['rounds'] or '?'}"
-    return [row["path"], row["state"], rounds, *percents, images, changed, show_bytes(row["bytes"])]
+    cells = [row["path"], row["state"], rounds, *percents, images, changed, show_bytes(row["bytes"])]
+    return dict(zip(_HEAD, cells, strict=True))
