@@ -29,7 +29,8 @@ from fedeas_flwr.report import samples
 from fedeas_flwr.report.allocations import maps_of
 from fedeas_flwr.report.comparison import print_comparison
 from fedeas_flwr.report.document import make_document
-from fedeas_flwr.report.groups import Group, as_data, baseline_of, gain_and_efficiency, group_runs
+from fedeas_flwr.report.for_machines import as_data
+from fedeas_flwr.report.groups import Group, baseline_of, gain_and_efficiency, group_runs
 from fedeas_flwr.report.page import Document, Section, Table, as_html, as_markdown
 from fedeas_flwr.report.writing import write_report
 from fedeas_flwr.runs import RunDirectory, RunError

@@ -24,7 +24,8 @@ def report(
     if missing := [folder for folder in runs if not folder.is_dir()]:
         raise RunError(f"{missing[0]} is not a folder")
     from fedeas_flwr.report.comparison import print_comparison
-    from fedeas_flwr.report.groups import as_data, group_runs, unfinished_notes
+    from fedeas_flwr.report.for_machines import as_data
+    from fedeas_flwr.report.groups import group_runs, unfinished_notes
     from fedeas_flwr.report.writing import write_report
 
     found = list(find_runs(runs))

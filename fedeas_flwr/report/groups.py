@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from fedeas_flwr.config import RunConfig
 from fedeas_flwr.data import short_name
-from fedeas_flwr.metrics import BESIDE, WALL_CLOCK, efficiency, last_20, seconds_of, summarise
+from fedeas_flwr.metrics import WALL_CLOCK, efficiency, last_20, seconds_of, summarise
 from fedeas_flwr.report.style import COLOURS, INK, LABELS, MORE_COLOURS
 from fedeas_flwr.runs import NOT_THE_RUN, RunDirectory, RunError
 
@@ -282,54 +282,3 @@ def gain_and_efficiency(group: Group, groups: Sequence[Group]) -> tuple[float, f
         return None
     gain = 100 * (mine.mean - theirs.mean)
     return gain, efficiency(gain, group.images)
-
-
-def as_data(groups: Sequence[Group]) -> list[dict[str, Any]]:
-    """The groups' figures, for machines."""
-    found = []
-    for group in groups:
-        gain = gain_and_efficiency(group, groups)
-        worst_class = group.worst_class
-        found.append(
-            {
-                "name": group.name,
-                "runs": [str(member.run.path) for member in group.members],
-                "seeds": group.seeds,
-                "rounds": [len(member.rounds) for member in group.members],
-                "unfinished": [
-                    {
-                        "run": str(member.run.path),
-                        "seed": member.config.seed,
-                        "rounds": len(member.rounds),
-                        "of": member.config.rounds,
-                        "state": member.run.state(),
-                        "counted": member in group.members,
-                    }
-                    for member in group.all_members
-                    if member.unfinished
-                ],
-                "last_20": _plain(group.spread("last_20")),
-                "peak": _plain(group.spread("peak")),
-                "images": group.images,
-                "gain_points": gain[0] if gain else None,
-                "eta": gain[1] if gain else None,
-                "gamma_hat": _plain(group.spread("gamma_hat")),
-                "threshold": group.config.threshold,
-                "rounds_to_threshold": [member.summary["rounds_to_threshold"] for member in group.members],
-                "per_class_accuracy": None if group.per_class is None else _no_nan(group.per_class),
-                "worst_class": None if worst_class is None else {"class": worst_class[0], "accuracy": worst_class[1]},
-                "worst_client_accuracy": _plain(group.worst_client),
-                "seconds": {phase: group.seconds(phase) for phase in (*WALL_CLOCK, *BESIDE, *CLIENT_WORK)},
-                "config": group.config.outside(),
-                "environments": [member.run.environment() for member in group.members],
-            }
-        )
-    return found
-
-
-def _plain(spread: Spread | None) -> Mapping[str, Any] | None:
-    return None if spread is None else {"mean": spread.mean, "sd": spread.sd, "values": list(spread.values)}
-
-
-def _no_nan(values: FloatArray) -> list[float | None]:
-    return [None if np.isnan(value) else float(value) for value in values]
