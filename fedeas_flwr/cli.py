@@ -22,13 +22,13 @@ from typing import Annotated, Any
 import click
 import typer
 from rich.console import Console
-from rich.table import Table
+from rich.text import Text
 
 from fedeas_flwr.commands.deploy import deploy_app
 from fedeas_flwr.commands.doctor import doctor
 from fedeas_flwr.commands.help import CLICK_SUGGESTS, THE_WAY, InOrderOfUse
 from fedeas_flwr.commands.images import cache_app, generate
-from fedeas_flwr.commands.output import FormatOption, can_be_folder, table_console
+from fedeas_flwr.commands.output import FormatOption, can_be_folder, folding_table, table_console
 from fedeas_flwr.commands.plan import plan
 from fedeas_flwr.commands.report import report
 from fedeas_flwr.commands.reproduce import reproduce
@@ -119,6 +119,8 @@ def run(
     config = read_config(conf, overrides or [])
     if not config.run_dir:
         config = config.with_changes(run_dir=str(fresh_folder(Path("runs").absolute() / run_name(config))))
+    elif not config.resume:
+        RunDirectory(Path(config.run_dir)).refuse_if_taken()  # before what has to be prepared, which may take minutes
     start(config)
 
 
@@ -275,7 +277,7 @@ def keys(output: FormatOption = "table") -> None:
     fields = RunConfig.model_fields.items()
     rows = [(name.replace("_", "-"), field.default, field.description or "") for name, field in fields]
     shown = [(name, json.dumps(default), meaning) for name, default, meaning in rows]
-    _print_rows(("key", "default", "meaning"), rows if output == "json" else shown, output)
+    _print_rows(("key", "default", "meaning"), rows if output == "json" else shown, output, fold=["default", "meaning"])
 
 
 @app.command(short_help="List every strategy, and what it discloses")
@@ -283,16 +285,21 @@ def strategies(output: FormatOption = "table") -> None:
     """List every strategy: what it does, its keys, what a client discloses, and what it costs."""
     from fedeas_flwr.strategies import TABLE_HEAD, table_rows
 
-    _print_rows(TABLE_HEAD, table_rows(), output)
+    _, told, keys, *others = TABLE_HEAD
+    _print_rows(TABLE_HEAD, table_rows(), output, fold=[told, *others], listed=keys)
 
 
-def _print_rows(head: Sequence[str], rows: Sequence[Sequence[Any]], output: str) -> None:
+def _print_rows(
+    head: Sequence[str], rows: Sequence[Sequence[Any]], output: str, fold: Sequence[str], listed: str = ""
+) -> None:
+    """Print rows as a table or JSON; ``listed`` is a column of several names, a line each, so that none is broken."""
     if output == "json":
         print(json.dumps([dict(zip(head, row, strict=True)) for row in rows], indent=1, ensure_ascii=False))
         return
-    table = Table(*head, box=None)
+    table = folding_table(*head, fold=fold)
     for row in rows:
-        table.add_row(*row)
+        cells = (cell.replace(", ", ",\n") if name == listed else cell for name, cell in zip(head, row, strict=True))
+        table.add_row(*map(Text, cells))
     table_console().print(table)
 
 

@@ -3,32 +3,23 @@
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from fedeas_flwr.config import parse_config
 from fedeas_flwr.metrics import summarise
+from fedeas_flwr.run_files import files_of_run, is_damaged_run, is_run, remove_files
 from fedeas_flwr.runs import RunDirectory, RunError
 
 _DEPTH = 4
 """How far below a folder runs are looked for: runs/sweep/NAME is two."""
 
 
-def is_run(folder: Path) -> bool:
-    """Whether a folder is a run directory: its config.json is that of a run, of this version or another."""
-    try:
-        found = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
-        return False
-    return isinstance(found, dict) and set(found) == {"config", "environment"}
-
-
 def find_runs(folders: Sequence[Path], depth: int = _DEPTH) -> Iterator[RunDirectory]:
-    """Every run directory among and below some folders; a link is not followed."""
+    """Every run directory among and below some folders, damaged ones too; a link is not followed."""
     for folder in folders:
-        if is_run(folder):
+        if is_run(folder) or is_damaged_run(folder):
             yield RunDirectory(folder)
         elif depth:
             inside = sorted(path for path in folder.iterdir() if path.is_dir() and not path.is_symlink())
@@ -36,8 +27,8 @@ def find_runs(folders: Sequence[Path], depth: int = _DEPTH) -> Iterator[RunDirec
 
 
 def describe(run: RunDirectory) -> dict[str, Any]:
-    """One run as a row; a run of another version, whose config cannot be read, still has one."""
-    files = [path.stat() for path in run.path.rglob("*") if path.is_file()]
+    """One run as a row; a run whose config is damaged, or of another version and cannot be read, still has one."""
+    files = [path.stat() for path in files_of_run(run.path)]
     rounds = run.rounds()
     row: dict[str, Any] = {"path": str(run.path), "state": run.state(), "rounds_done": len(rounds), "rounds": None}
     row |= {"last_20": None, "peak": None, "images": None}
@@ -48,13 +39,13 @@ def describe(run: RunDirectory) -> dict[str, Any]:
             summary = summarise(rounds, config.threshold)
             row |= {"last_20": summary["last_20"], "peak": summary["peak"], "images": summary["total_generated"]}
     except (RunError, KeyError) as error:
-        row |= {"state": "unreadable", "error": str(error)}
+        row |= {"state": "unreadable" if is_run(run.path) else "damaged", "error": str(error)}
     return row | {"changed": max(file.st_mtime for file in files), "bytes": sum(file.st_size for file in files)}
 
 
 def describe_in_full(run: RunDirectory) -> dict[str, Any]:
     """One run's row, its config with the keys that differ from their defaults, environment and summary."""
-    if not is_run(run.path):
+    if not is_run(run.path) and not is_damaged_run(run.path):
         raise RunError(f"{run.path} is not a run directory")
     config = run.config().outside()
     defaults = parse_config({}).outside()
@@ -70,7 +61,9 @@ def describe_in_full(run: RunDirectory) -> dict[str, Any]:
 
 
 def check_removable(folder: Path) -> RunDirectory:
-    """Refuse to remove what is not a run directory, or is at work."""
+    """Refuse to remove what is not surely a run directory, or is at work."""
+    if not folder.is_symlink() and is_damaged_run(folder):
+        raise RunError(f"{folder} is damaged, its config.json is not a run's: nothing is removed")
     if folder.is_symlink() or not is_run(folder):
         raise RunError(f"{folder} is not a run directory: nothing is removed")
     run = RunDirectory(folder)
@@ -87,25 +80,22 @@ def heavy_files(run: RunDirectory, model: bool = False) -> list[Path]:
     if run.state() != "finished":
         raise RunError(f"{run.path} is {run.state()}, not finished: it needs its checkpoint, nothing is removed")
     names = ("checkpoint.safetensors", "clients", *(("model.safetensors",) if model else ()))
-    return [run.path / name for name in names if (run.path / name).exists()]
+    return [path for path in files_of_run(run.path) if path.relative_to(run.path).parts[0] in names]
 
 
-def prune(paths: Sequence[Path]) -> int:
-    """Remove files and folders of runs; return how many bytes they had."""
-    freed = 0
-    for path in paths:
-        freed += sum(file.stat().st_size for file in [path, *path.rglob("*")] if file.is_file())
-        if path.is_dir():
-            shutil.rmtree(path)
-        else:
-            path.unlink()
-    return freed
+def remove(runs: Sequence[RunDirectory]) -> list[str]:
+    """Remove what runs wrote, and their folders where nothing else is in them; say what stayed.
 
-
-def remove(runs: Sequence[RunDirectory]) -> None:
-    """Remove run directories that were found removable."""
-    for run in runs:
-        shutil.rmtree(run.path)
+    The runs were found removable. One that lies in another's folder goes first.
+    """
+    stayed = []
+    for run in sorted(runs, key=lambda run: -len(run.path.parts)):
+        remove_files(run.path, files_of_run(run.path))
+        if run.path.exists():
+            first, *others = sorted(path.name for path in run.path.iterdir())
+            more = f" and {len(others)} more" if others else ""
+            stayed.append(f"{run.path} stays: no run wrote {first}{more}")
+    return stayed
 
 
 def flat_rounds(rounds: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:

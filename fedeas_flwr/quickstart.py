@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 
 from rich.console import Console
@@ -13,6 +12,7 @@ from fedeas_flwr.prepare import prepare
 from fedeas_flwr.report.comparison import comparison_figure, print_comparison
 from fedeas_flwr.report.groups import group_runs
 from fedeas_flwr.report.writing import write_report
+from fedeas_flwr.run_files import files_of_run, is_run, remove_files
 from fedeas_flwr.runs import RunDirectory
 
 RUNS = (("none", "ray"), ("fedeas", "ray"), ("uniform", "inline"), ("missing-only", "inline"))
@@ -34,12 +34,12 @@ def quickstart_config(policy: str, backend: str, folder: Path) -> RunConfig:
 
 
 def quickstart(folder: Path, console: Console) -> None:
-    """Run the four policies into ``folder`` (what was there before is replaced), print a table, write a picture and a
+    """Run the four policies into ``folder`` (runs that were there are replaced), print a table, write a picture and a
     page."""
     runs: list[RunDirectory] = []
     for policy, backend in RUNS:
         config = prepare(quickstart_config(policy, backend, folder), console)
-        shutil.rmtree(config.run_dir, ignore_errors=True)
+        _clear(RunDirectory(Path(config.run_dir)))
         console.print(f"\n{policy}: {config.rounds} rounds, {config.clients} clients, backend {backend}")
         runs.append(launch(config, console))
     groups, left_out = group_runs(runs)
@@ -53,3 +53,10 @@ def quickstart(folder: Path, console: Console) -> None:
         "lie too close together here to be told apart."
     )
     console.print(f"Picture: {picture}\nReport: {page}", soft_wrap=True, highlight=False)
+
+
+def _clear(run: RunDirectory) -> None:
+    """Make room where an earlier quickstart ran; what is not a run's stays, and a run refuses to begin there."""
+    run.refuse_if_it_runs()
+    if is_run(run.path):
+        remove_files(run.path, files_of_run(run.path))

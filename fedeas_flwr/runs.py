@@ -1,18 +1,6 @@
 """The run directory: what a run leaves behind, written so that no moment of death loses it.
 
-config.json            the run-config and the environment it ran in
-rounds.jsonl           one object a round
-checkpoint.safetensors everything the server needs to go on after the last checkpointed round
-clients/ID/            what client ID keeps between rounds (simulation; see client_state.py)
-identity               the run's name among nodes that keep this themselves (deployment; see node.py)
-model.safetensors      the final model
-summary.json           the run in a few numbers
-tensorboard/           the rounds as TensorBoard reads them (`tensorboard = true`)
-service.json           the generator that all clients share: its process and what it has made (simulation under Ray)
-status.json            running and in which processes, finished, interrupted, or failed with the reason in one line
-run.toml, output.log   of a run that a sweep started: its run-config, and what it said
-flower.log             what the server and Flower said, with the traceback of any client that failed
-superlink.log          what the launcher's own SuperLink said
+Its files are named in run_files.py.
 """
 
 from __future__ import annotations
@@ -35,6 +23,7 @@ from fedeas_flwr.checkpoints import (
 from fedeas_flwr.config import ConfigError, RunConfig, parse_config
 from fedeas_flwr.paths import atomic_write, cache_root, remove_unfinished
 from fedeas_flwr.processes import identify, is_elsewhere, still_runs
+from fedeas_flwr.run_files import holds_others_files
 
 NOT_THE_RUN = (
     "run-dir",
@@ -79,8 +68,8 @@ class RunDirectory:
         if config.resume:
             run._check_same(config)
             remove_unfinished(run.path)
-        elif (run.path / "rounds.jsonl").exists():
-            raise RunError(f"run-dir = '{run.path}' already holds a run: resume it or name another folder")
+        else:
+            run.refuse_if_taken()
         try:
             run.path.mkdir(parents=True, exist_ok=True)
             run._write_json("config.json", {"config": config.outside(), "environment": dict(environment)})
@@ -88,6 +77,13 @@ class RunDirectory:
             raise RunError(f"run-dir = '{run.path}' cannot be written: {error.strerror or error}") from None
         run.set_status("running")
         return run
+
+    def refuse_if_taken(self) -> None:
+        """Let no new run begin where one has begun, or where somebody's own files lie."""
+        if (self.path / "rounds.jsonl").exists():
+            raise RunError(f"run-dir = '{self.path}' already holds a run: resume it or name another folder")
+        if holds_others_files(self.path):
+            raise RunError(f"run-dir = '{self.path}': is not empty and holds no run; name a new folder")
 
     def _check_same(self, config: RunConfig) -> None:
         before, now = self.config().outside(), config.outside()

@@ -25,6 +25,7 @@ LAYERS = [
         "one_line",
         "image_sheet",
         "project",
+        "run_files",
         "environment",
     },
     {"waterfill", "allocation", "partition"},

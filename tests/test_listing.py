@@ -3,16 +3,31 @@
 from __future__ import annotations
 
 import csv
+import io
 import json
 import os
+import re
+import sys
+from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
-from runners import fedeas, small, typed
+from made_up_runs import write_run
+from rich.console import Console
+from runners import fedeas, finish, quick, small, typed
 from test_sweep import ROOT
 
+from fedeas_flwr import cli, quickstart
+from fedeas_flwr.cache import MANIFEST, ImageCache
+from fedeas_flwr.checkpoints import Checkpoint
+from fedeas_flwr.client_state import ClientState, ClientStore
+from fedeas_flwr.commands.sweep import board_table
 from fedeas_flwr.listing import check_removable
+from fedeas_flwr.run_files import files_of_run
 from fedeas_flwr.runs import RunDirectory, RunError
+from fedeas_flwr.sweep import make_sweep
+from fedeas_flwr.sweep_jobs import Board
 
 
 def test_a_killed_run_is_interrupted_a_living_one_runs_and_a_number_used_again_is_another(tmp_path: Path) -> None:
@@ -49,6 +64,131 @@ def test_rm_removes_runs_and_nothing_else(tmp_path: Path) -> None:
     assert fedeas("resume", "going", cwd=tmp_path).stderr.startswith(f"error: {tmp_path}/going is still running")
     assert typed("runs", "rm", "done", "--yes", cwd=tmp_path).returncode == 0
     assert not (tmp_path / "done").exists() and (tmp_path / "going").exists()
+
+
+def test_rm_leaves_what_no_run_wrote(tmp_path: Path) -> None:
+    outer = with_all_files(write_run(tmp_path / "precious", [0.5]))
+    inner = write_run(outer.path / "later" / "inner", [0.6])
+    elsewhere = tmp_path / "elsewhere" / "0"
+    elsewhere.mkdir(parents=True)
+    (elsewhere / "state-000001.json").write_text("another's")
+    (outer.path / "thesis.txt").write_text("x")
+    (outer.path / "clients" / "notes.txt").write_text("y")
+    (outer.path / "tensorboard").symlink_to(tmp_path / "elsewhere")
+    done = typed("runs", "rm", "precious", "--yes", cwd=tmp_path)
+    assert done.returncode == 0 and done.stdout.splitlines()[1:] == [
+        f"{outer.path} stays: no run wrote clients and 3 more"
+    ]
+    left = {str(path.relative_to(outer.path)) for path in outer.path.rglob("*") if path.is_file()}
+    of_inner = {f"later/inner/{name}" for name in ("config.json", "rounds.jsonl", "status.json", "summary.json")}
+    assert left == {"thesis.txt", "clients/notes.txt", *of_inner}
+    assert inner.state() == "finished" and (elsewhere / "state-000001.json").exists()
+
+
+def test_rm_of_a_run_and_one_inside_it_removes_both(tmp_path: Path) -> None:
+    write_run(tmp_path / "a" / "clients" / "b", [0.6])
+    with_all_files(write_run(tmp_path / "c", [0.5]))
+    RunDirectory(tmp_path / "a")._write_json("config.json", {"config": {}, "environment": {}})
+    assert typed("runs", "rm", "a", "a/clients/b", "c", "--yes", cwd=tmp_path).stdout.startswith("removed 3 runs, ")
+    assert list(tmp_path.iterdir()) == []
+
+
+def with_all_files(run: RunDirectory) -> RunDirectory:
+    """Add what a run may have besides: a sweep's, Flower's and a killed writer's files, a client's state."""
+    for name in ("run.toml", "output.log", "flower.log", "superlink.log", ".rounds.jsonl.17-00ff.tmp"):
+        (run.path / name).write_text("x")
+    run.identity()
+    run.save_service({})
+    run.save_model({})
+    run.save_checkpoint(Checkpoint(1, {}, {}))
+    ClientStore(run.path / "clients" / "0").save(1, ClientState(memory={"m": np.zeros(2)}), [])
+    return run
+
+
+def test_a_run_begins_only_where_nothing_lies(tmp_path: Path) -> None:
+    folder = tmp_path / "precious"
+    folder.mkdir()
+    (folder / "config.json").write_text('{"mine": 1}')
+    refused = typed("run", str(ROOT / "conf" / "quickstart.toml"), f"run-dir={folder}", "backend=inline", cwd=tmp_path)
+    assert refused.returncode == 1
+    assert refused.stderr == f"error: run-dir = '{folder}': is not empty and holds no run; name a new folder\n"
+    with pytest.raises(RunError, match="is not empty and holds no run"):  # as under `flwr run`
+        RunDirectory.start(small(folder), {})
+    assert [path.name for path in folder.iterdir()] == ["config.json"]
+    (folder / "config.json").unlink()
+    RunDirectory.start(small(folder), {})  # an empty folder
+    (folder / "run.toml").write_text("x")
+    RunDirectory.start(small(folder), {})  # a sweep's or launcher's, before its first round
+
+
+def test_quickstart_replaces_runs_and_nothing_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(quickstart, "prepare", lambda config, console: config)
+    monkeypatch.setattr(quickstart, "launch", lambda config, console: RunDirectory.start(config, {}))
+    (tmp_path / "none").mkdir()
+    (tmp_path / "none" / "thesis.txt").write_text("x")
+    with pytest.raises(RunError, match="is not empty and holds no run"):
+        quickstart.quickstart(tmp_path, Console(file=io.StringIO()))
+    assert [path.name for path in (tmp_path / "none").iterdir()] == ["thesis.txt"]
+
+
+def test_all_that_a_run_writes_is_known_as_its_own(tmp_path: Path) -> None:
+    run = finish(quick(tmp_path / "r", policy="none", rounds=1, strategy="scaffold"))
+    assert {path for path in run.path.rglob("*") if path.is_file()} == set(files_of_run(run.path))
+    assert (run.path / "clients").is_dir() and (run.path / "flower.log").exists()
+
+
+@pytest.fixture
+def narrow(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
+    """What a command shows on a terminal of 80 columns."""
+
+    def shown(*words: str) -> str:
+        monkeypatch.setenv("COLUMNS", "80")
+        monkeypatch.setenv("TERM", "dumb")
+        monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+        cli.app(list(words), standalone_mode=False)
+        text = capsys.readouterr().out
+        assert "…" not in text
+        return text
+
+    return shown
+
+
+def test_no_name_and_no_date_is_cut_in_80_columns(
+    tmp_path: Path, narrow: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    name = "runs/sw/policy-missing-only_learning-rate-0.05_seed-13"
+    write_run(Path(name).absolute(), [0.5] * 100)
+    table = narrow("runs", "ls").splitlines()[1:-1]
+    assert "".join(line[:24].strip() for line in table) == name
+    assert re.search(r"finished +100/100 +50\.0 +\d{4}-\d\d-\d\d \d\d:\d\d +\S+ \S+$", table[0])
+    strategies = narrow("strategies")
+    assert all(key in strategies for key in ("moon-temperature", "disclose-label-counts", "fedtrimmedavg"))
+    assert "disclose-label-counts" in narrow("keys")
+
+
+def test_the_cache_is_listed_whole_in_80_columns(
+    tmp_path: Path, narrow: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FEDEAS_CACHE", str(tmp_path))
+    generator = "/home/somebody/generators/cifar-small-of-november"
+    folder = ImageCache().root / ("a" * 64)
+    folder.mkdir(parents=True)
+    (folder / MANIFEST).write_text(json.dumps({"generator": generator, "dataset": "cifar100", "seed": 1}))
+    table = narrow("cache", "ls").splitlines()[1:-1]
+    assert "".join(line[14:].split("  ")[0].strip() for line in table) == generator
+    assert re.search(r"\d{4}-\d\d-\d\d \d\d:\d\d$", table[0])
+
+
+def test_the_sweeps_table_folds_names_in_80_columns(tmp_path: Path) -> None:
+    found = make_sweep(
+        small(tmp_path).with_changes(run_dir=""), ["policy=missing-only", "generator=" + "g" * 70], tmp_path
+    )
+    board, text = Board(found, slots=1), io.StringIO()
+    board.look_at(found.cells[0], "waiting")
+    Console(file=text, width=80).print(board_table(board))
+    rows = [line.split()[0] for line in text.getvalue().splitlines()[1:-1]]
+    assert "".join(rows) == found.cells[0].name and "…" not in text.getvalue()
 
 
 def test_a_committed_record_is_listed_shown_and_exported() -> None:

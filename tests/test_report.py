@@ -18,6 +18,7 @@ import pytest
 from made_up_runs import write_run
 from PIL import Image
 from rich.console import Console
+from runners import typed
 from waiting import LONG
 
 from fedeas_flwr.cache import ImageCache
@@ -28,7 +29,8 @@ from fedeas_flwr.report import samples
 from fedeas_flwr.report.allocations import maps_of
 from fedeas_flwr.report.comparison import print_comparison
 from fedeas_flwr.report.document import make_document
-from fedeas_flwr.report.groups import Group, as_data, baseline_of, gain_and_efficiency, group_runs
+from fedeas_flwr.report.for_machines import as_data
+from fedeas_flwr.report.groups import Group, baseline_of, gain_and_efficiency, group_runs
 from fedeas_flwr.report.page import Document, Section, Table, as_html, as_markdown
 from fedeas_flwr.report.writing import write_report
 from fedeas_flwr.runs import RunDirectory, RunError
@@ -103,16 +105,47 @@ def test_one_run_twice_is_refused_also_as_its_record(tmp_path: Path) -> None:
 
 
 def test_an_interrupted_run_is_shown_as_far_as_it_came(tmp_path: Path) -> None:
-    whole = write_run(tmp_path / "whole", [0.2, 0.4, 0.6], seed=1)
-    short = write_run(tmp_path / "short", [0.3, 0.5], seed=2, rounds=3, finished=False)
-    empty = write_run(tmp_path / "empty", [], seed=3, rounds=3, finished=False)
-    groups, left_out = group_runs([whole, short, empty])
+    long = write_run(tmp_path / "long", [0.2, 0.4, 0.6], seed=1, rounds=4, finished=False)
+    short = write_run(tmp_path / "short", [0.3, 0.5], seed=2, rounds=4, finished=False)
+    empty = write_run(tmp_path / "empty", [], seed=3, rounds=4, finished=False)
+    groups, left_out = group_runs([long, short, empty])
     assert np.allclose(groups[0].curve("accuracy"), [[0.2, 0.4, 0.6], [0.3, 0.5, np.nan]], equal_nan=True)
     assert left_out == [f"{empty.path} has no finished round (interrupted)"]
     page = as_html(make_document(groups, left_out))
-    assert "Not finished: short, 2 of 3 rounds, interrupted." in page and "has no finished round" in page
+    assert "Not finished: short, 2 of 4 rounds, interrupted." in page and "has no finished round" in page
     with pytest.raises(RunError, match=r"nothing to report: .*empty has no finished round"):
         group_runs([empty])
+
+
+def test_an_unfinished_seed_does_not_count_beside_finished_ones_and_all_outputs_say_so(tmp_path: Path) -> None:
+    write_run(tmp_path / "a1", [0.2, 0.4], seed=1)
+    write_run(tmp_path / "a2", [0.4, 0.6], seed=2)
+    write_run(tmp_path / "a3", [0.1], seed=3, rounds=2, finished=False)
+    write_run(tmp_path / "b1", [0.7, 0.9], seed=1, images=50, policy="fedeas")
+    write_run(tmp_path / "empty", [], seed=4, rounds=2, finished=False)
+    printed = typed("report", str(tmp_path), "--out", str(tmp_path / "out")).stdout
+    note = "Not finished, so not counted: a3, 1 of 2 rounds, interrupted"
+    assert note in printed.splitlines() and f"Left out: {tmp_path}/empty has no finished round" in printed
+    assert "40.0 ± 14.1" in printed and "+40.0" in printed
+    assert note in (tmp_path / "out" / "report.md").read_text()
+    data = json.loads(typed("report", str(tmp_path), "--format", "json").stdout)
+    none = data["groups"][0]
+    assert none["seeds"] == [1, 2] and none["last_20"]["mean"] == pytest.approx(0.4)
+    about = {"run": f"{tmp_path}/a3", "seed": 3, "rounds": 1, "of": 2, "state": "interrupted", "counted": False}
+    assert none["unfinished"] == [about] and "empty" in data["left_out"][0]
+
+
+def test_a_run_with_a_damaged_config_is_named_wherever_it_would_be_missed(tmp_path: Path) -> None:
+    write_run(tmp_path / "whole", [0.5], seed=1)
+    hurt = write_run(tmp_path / "hurt", [0.5], seed=2)
+    (hurt.path / "config.json").write_text('{"config": {"see')
+    listed = json.loads(typed("runs", "ls", str(tmp_path), "--format", "json").stdout)
+    assert {Path(row["path"]).name: row["state"] for row in listed} == {"hurt": "damaged", "whole": "finished"}
+    assert f"Left out: {hurt.path}/config.json is not JSON" in typed("report", str(tmp_path)).stdout
+    alone = typed("report", str(hurt.path))
+    assert alone.returncode == 1 and f"nothing to report: {hurt.path}/config.json is not JSON" in alone.stderr
+    refused = typed("runs", "rm", str(hurt.path), "--yes")
+    assert refused.returncode == 1 and "hurt is damaged" in refused.stderr and (hurt.path / "rounds.jsonl").exists()
 
 
 # ---------------------------------------------------------------------------------------------------------- figures
@@ -356,7 +389,7 @@ def test_the_command_on_committed_records(capsys: pytest.CaptureFixture[str], tm
 
 
 def test_the_command_refuses_what_is_no_run(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    with pytest.raises(RunError, match="nothing to report: no run directory was found"):
+    with pytest.raises(RunError, match=f"nothing to report: no run directory was found in or below {tmp_path}$"):
         fedeas(capsys, "report", str(tmp_path))
     with pytest.raises(RunError, match="nowhere is not a folder"):
         fedeas(capsys, "report", str(tmp_path / "nowhere"))

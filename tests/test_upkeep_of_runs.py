@@ -37,7 +37,7 @@ def with_weights(run: RunDirectory) -> RunDirectory:
     run.save_checkpoint(Checkpoint(1, {"w": np.zeros(1000, np.float32)}, {}))
     run.save_model({"w": np.zeros(1000, np.float32)})
     (run.path / "clients" / "0").mkdir(parents=True)
-    (run.path / "clients" / "0" / "state").write_bytes(b"x" * 500)
+    (run.path / "clients" / "0" / "state-000001.json").write_bytes(b"x" * 500)
     return run
 
 

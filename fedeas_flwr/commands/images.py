@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.table import Table
+from rich.text import Text
 
-from fedeas_flwr.commands.output import FormatOption, can_be_folder, table_console
+from fedeas_flwr.commands.output import FormatOption, can_be_folder, folding_table, table_console
 from fedeas_flwr.config import SAMPLER_STEPS
 
 if TYPE_CHECKING:
@@ -43,7 +43,8 @@ def ls(output: FormatOption = "table") -> None:
     from fedeas_flwr.sizes import show_bytes
     from fedeas_flwr.upkeep import entries
 
-    table = Table("key", "generator", "dataset", "seed", "images", "size", "last used", box=None)
+    head = ("key", "generator", "dataset", "seed", "images", "size", "last used")
+    table = folding_table(*head, fold=["generator", "dataset"], right=["images", "size"])
     found = entries(ImageCache())
     if output == "json":
         rows = [{**asdict(entry), "path": str(entry.path)} for entry in found]
@@ -52,7 +53,8 @@ def ls(output: FormatOption = "table") -> None:
     for entry in found:
         used = datetime.fromtimestamp(entry.last_used).strftime("%Y-%m-%d %H:%M")
         facts = [str(entry.manifest.get(key, "?")) for key in ("generator", "dataset", "seed")]
-        table.add_row(entry.key[:12], *facts, f"{entry.images:,}", show_bytes(entry.bytes), used)
+        cells = (entry.key[:12], *facts, f"{entry.images:,}", show_bytes(entry.bytes), used)
+        table.add_row(*map(Text, cells))
     table_console().print(table)
     print(f"{ImageCache().root}: {sum(e.images for e in found):,} images, {show_bytes(sum(e.bytes for e in found))}")
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Collection
 from pathlib import Path
 from typing import Annotated
 
 import typer
 from rich.console import Console
+from rich.table import Table
 
 from fedeas_flwr.config import ConfigError
 from fedeas_flwr.paths import existing_part
@@ -45,3 +47,15 @@ def can_be_file(option: typer.CallbackParam, path: Path | None) -> Path | None:
 def table_console() -> Console:
     """A terminal as wide as it is; a file or a pipe wide enough for any of our tables."""
     return Console() if sys.stdout.isatty() else Console(width=max(Console().width, _WIDE))
+
+
+def folding_table(*head: str, fold: Collection[str], right: Collection[str] = ()) -> Table:
+    """A table that cuts nothing off: where the terminal is narrow these columns go on in the next line, others never.
+
+    Names, paths and keys are there to be typed again, so an ellipsis would make them useless.
+    """
+    table = Table(box=None, pad_edge=False)
+    for name in head:
+        side = "right" if name in right else "left"
+        table.add_column(name, overflow="fold", no_wrap=name not in fold, justify=side)  # type: ignore[arg-type]
+    return table

@@ -28,16 +28,20 @@ def report(
     if missing := [folder for folder in runs if not folder.is_dir()]:
         raise RunError(f"{missing[0]} is not a folder")
     from fedeas_flwr.report.comparison import print_comparison
-    from fedeas_flwr.report.groups import as_data, group_runs
+    from fedeas_flwr.report.for_machines import as_data
+    from fedeas_flwr.report.groups import group_runs, unfinished_notes
     from fedeas_flwr.report.writing import write_report
 
-    groups, left_out = group_runs(list(find_runs(runs)))
+    found = list(find_runs(runs))
+    if not found:
+        raise RunError(f"nothing to report: no run directory was found in or below {', '.join(map(str, runs))}")
+    groups, left_out = group_runs(found)
     written = write_report(groups, left_out, page, out)
     if output == "json":
         print(json.dumps({"groups": as_data(groups), "left_out": left_out}, indent=1, ensure_ascii=False))
         return
     print_comparison(groups, Console())
-    for reason in left_out:
-        print(f"left out: {reason}")
+    for note in [*unfinished_notes(groups), *(f"Left out: {reason}" for reason in left_out)]:
+        print(note)
     for path in written:
         print(f"written: {path}")

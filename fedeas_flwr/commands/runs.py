@@ -13,15 +13,20 @@ import typer
 from rich.table import Table
 from rich.text import Text
 
-from fedeas_flwr import listing
 from fedeas_flwr.commands.help import InOrderOfUse
-from fedeas_flwr.commands.output import FormatOption, table_console
-from fedeas_flwr.listing import check_removable, describe, describe_in_full, find_runs, flat_rounds, remove
+from fedeas_flwr.commands.output import FormatOption, folding_table, table_console
+from fedeas_flwr.listing import check_removable, describe, describe_in_full, find_runs, flat_rounds, heavy_files, remove
+from fedeas_flwr.run_files import remove_files
 from fedeas_flwr.runs import RunDirectory, RunError
 from fedeas_flwr.sizes import show_bytes
 from fedeas_flwr.sweep import as_csv
 
 runs_app = typer.Typer(cls=InOrderOfUse, help="Run directories.", no_args_is_help=True, rich_markup_mode=None)
+
+_HEAD = ("run", "state", "rounds", "last-20 %", "peak %", "images", "changed", "size")
+_LEFT_OUT_WHERE_NARROW = ("peak %", "images")
+_WIDE = 100
+"""Characters that all columns need beside a name of some length."""
 
 
 @runs_app.command(short_help="List runs: state, rounds, accuracy, images, age, size")
@@ -37,12 +42,13 @@ def ls(
     if output == "json":
         print(json.dumps(rows, indent=1))
         return
-    table = Table("run", "state", "rounds", "last-20 %", "peak %", "images", "changed", "size", box=None)
-    for column in table.columns[2:]:
-        column.justify = "right"
+    console = table_console()
+    head = [name for name in _HEAD if console.width >= _WIDE or name not in _LEFT_OUT_WHERE_NARROW]
+    table = folding_table(*head, fold=["run"], right=_HEAD[2:])
     for row in rows:
-        table.add_row(*(Text(cell) for cell in _cells(row)))
-    table_console().print(table)
+        cells = _cells(row)
+        table.add_row(*(Text(cells[name]) for name in head))
+    console.print(table)
     print(f"{len(rows)} runs, {show_bytes(sum(row['bytes'] for row in rows))}")
 
 
@@ -79,13 +85,13 @@ def rm(
     folders: Annotated[list[Path], typer.Argument(metavar="RUN...", help="run directories")],
     yes: Annotated[bool, typer.Option("--yes", help="do not ask")] = False,
 ) -> None:
-    """Remove run directories; nothing is removed if one of them is no run, or is running."""
+    """Remove what runs wrote, and their folders if nothing else is in them; nothing if one is no run, or is running."""
     found = [check_removable(folder.absolute()) for folder in dict.fromkeys(folders)]
     size = show_bytes(sum(describe(run)["bytes"] for run in found))
     if not yes and not (sys.stdin.isatty() and typer.confirm(f"remove {len(found)} runs, {size}?")):
         raise RunError("nothing is removed without a yes: answer it, or say --yes")
-    remove(found)
-    print(f"removed {len(found)} runs, {size}")
+    stayed = remove(found)
+    print("\n".join([f"removed {len(found)} runs, {size}", *stayed]))
 
 
 @runs_app.command(short_help="Remove what finished runs could be resumed with")
@@ -95,13 +101,15 @@ def prune(
 ) -> None:
     """Remove checkpoints and clients' states of finished runs; records, summaries and models stay."""
     found = [check_removable(run.path.absolute()) for run in find_runs(folders)]
-    paths = [path for run in found for path in listing.heavy_files(run, model)]
-    print(f"pruned {len(found)} runs, {show_bytes(listing.prune(paths))} freed")
+    heavy = [(run.path, heavy_files(run, model)) for run in found]  # all of them, before anything is removed
+    freed = sum(remove_files(folder, files) for folder, files in heavy)
+    print(f"pruned {len(found)} runs, {show_bytes(freed)} freed")
 
 
-def _cells(row: Mapping[str, Any]) -> list[str]:
+def _cells(row: Mapping[str, Any]) -> dict[str, str]:
     percents = ["-" if row[key] is None else f"{100 * row[key]:.1f}" for key in ("last_20", "peak")]
     images = "-" if row["images"] is None else f"{row['images']:,}"
     changed = datetime.fromtimestamp(row["changed"]).strftime("%Y-%m-%d %H:%M")
     rounds = f"{row['rounds_done']}/{row['rounds'] or '?'}"
-    return [row["path"], row["state"], rounds, *percents, images, changed, show_bytes(row["bytes"])]
+    cells = [row["path"], row["state"], rounds, *percents, images, changed, show_bytes(row["bytes"])]
+    return dict(zip(_HEAD, cells, strict=True))

@@ -16,7 +16,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from fedeas_flwr.commands.output import can_be_folder, check_format
+from fedeas_flwr.commands.output import can_be_folder, check_format, folding_table
 from fedeas_flwr.config import ConfigError, parse_overrides, read_config
 from fedeas_flwr.sizes import show_seconds
 from fedeas_flwr.sweep import Cell, Sweep, make_sweep, parse_grid, points
@@ -124,11 +124,11 @@ class LiveTable:
 
 def board_table(board: Board) -> Table:
     """Every run with its state, round, accuracy and time left; a line about the whole."""
-    table = Table("run", "state", "round", "accuracy %", "left", box=None, caption=Text(_progress(board)))
-    for column in table.columns[2:]:
-        column.justify = "right"
+    facts = ("round", "accuracy %", "left")
+    table = folding_table("run", "state", *facts, fold=["run"], right=facts)
+    table.caption = Text(_progress(board))
     for cell in sorted(board.sweep.cells, key=lambda cell: _ORDER.index(board.standings[cell.name].state)):
-        table.add_row(cell.name, board.standings[cell.name].state, *_facts(board, cell))
+        table.add_row(Text(cell.name), board.standings[cell.name].state, *_facts(board, cell))
     return table
 
 
@@ -162,9 +162,8 @@ def _progress(board: Board) -> str:
 def result_table(found: Sweep) -> Table:
     """Every grid point: mean ± standard deviation over its finished seeds."""
     keys = [key for key in found.grid if key != "seed"]
-    table = Table(*keys, "runs", "last-20 %", "peak %", "images")
-    for column in table.columns[len(keys) :]:
-        column.justify = "right"
+    reached = ("runs", "last-20 %", "peak %", "images")
+    table = folding_table(*keys, *reached, fold=keys, right=reached)
     for point in points([cell.result() for cell in found.cells], found.grid):
         accuracies = [_mean_and_sd(point[measure]) for measure in ("last_20", "peak")]
         images = point["images"]["mean"]

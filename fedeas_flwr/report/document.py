@@ -19,6 +19,7 @@ from fedeas_flwr.report.groups import (
     differences,
     gain_and_efficiency,
     identity,
+    unfinished_notes,
 )
 from fedeas_flwr.report.page import Document, Picture, Section, Table
 from fedeas_flwr.report.run_figures import (
@@ -72,7 +73,7 @@ def _opening(groups: Sequence[Group]) -> list[str]:
     shared = identity(groups[0].config)
     same = {key: value for key, value in shared.items() if key not in differences([group.config for group in groups])}
     words = [told.format(same[key]) for key, told in _TOLD.items() if key in same]
-    runs = sum(len(group.members) for group in groups)
+    runs = sum(len(group.all_members) for group in groups)
     text = [f"{runs} runs in {len(groups)} groups (a group's runs differ in their seed alone). {', '.join(words)}."]
     if any(group.config.protocol == "paper" for group in groups):
         text.append(LEAKAGE)
@@ -95,7 +96,7 @@ def _results(groups: Sequence[Group]) -> Section:
         "Seconds are the server's, of all rounds. – is none, or never. Names say what tells groups apart; all keys in "
         "which they differ are under Configuration."
     )
-    unfinished = [f"Not finished: {m.unfinished}." for group in groups for m in group.members if m.unfinished]
+    unfinished = [f"{note}." for note in unfinished_notes(groups)]
     return Section("Results", [text, *unfinished], [results(groups)])
 
 
@@ -248,7 +249,7 @@ def _configuration(groups: Sequence[Group], left_out: Sequence[str]) -> Section:
     rows = [[key, *(str(identity(config).get(key, NOTHING)) for config in configs)] for key in differing]
     diff = Table(("key", *(group.name for group in groups)), rows)
     folders = [
-        [group.name, member.run.path.name, str(member.config.seed)] for group in groups for member in group.members
+        [group.name, member.run.path.name, str(member.config.seed)] for group in groups for member in group.all_members
     ]
     text = ["Keys in which the groups differ; keys that say what is generated have no meaning without generation."]
     if not differing:
@@ -262,7 +263,7 @@ def _configuration(groups: Sequence[Group], left_out: Sequence[str]) -> Section:
 def _environments(groups: Sequence[Group]) -> Section:
     found: dict[str, tuple[dict[str, str], list[str]]] = {}
     for group in groups:
-        for member in group.members:
+        for member in group.all_members:
             given = member.run.environment()
             flat = {k: str(v) for k, v in given.items() if k != "packages"} | dict(given.get("packages", {}))
             found.setdefault(repr(sorted(flat.items())), (flat, []))[1].append(member.run.path.name)

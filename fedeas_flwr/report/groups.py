@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from fedeas_flwr.config import RunConfig
 from fedeas_flwr.data import short_name
-from fedeas_flwr.metrics import BESIDE, WALL_CLOCK, efficiency, last_20, seconds_of, summarise
+from fedeas_flwr.metrics import WALL_CLOCK, efficiency, last_20, seconds_of, summarise
 from fedeas_flwr.report.style import COLOURS, INK, LABELS, MORE_COLOURS
 from fedeas_flwr.runs import NOT_THE_RUN, RunDirectory, RunError
 
@@ -90,8 +90,16 @@ class Group:
 
     name: str
     members: tuple[Member, ...]
+    """Those that all figures are of."""
     colour: str
     """In every picture and table."""
+    aside: tuple[Member, ...] = ()
+    """Those that have not finished while others have: in a mean they would pass for worse seeds."""
+
+    @property
+    def all_members(self) -> tuple[Member, ...]:
+        """Those that count, and those that do not."""
+        return (*self.members, *self.aside)
 
     @property
     def config(self) -> RunConfig:
@@ -164,13 +172,17 @@ def group_runs(runs: Sequence[RunDirectory]) -> tuple[list[Group], list[str]]:
     """
     members, left_out = [], []
     for run in {run.path.resolve(): run for run in runs}.values():
-        member = Member(run, run.config(), run.rounds())
+        try:
+            member = Member(run, run.config(), run.rounds())
+        except RunError as error:
+            left_out.append(str(error))
+            continue
         if member.rounds:
             members.append(member)
         else:
             left_out.append(f"{run.path} has no finished round ({run.state()})")
     if not members:
-        raise RunError(f"nothing to report: {'; '.join(left_out) or 'no run directory was found'}")
+        raise RunError(f"nothing to report: {'; '.join(left_out)}")
     together: dict[str, list[Member]] = {}
     for member in members:
         together.setdefault(repr(identity(member.config)), []).append(member)
@@ -180,7 +192,23 @@ def group_runs(runs: Sequence[RunDirectory]) -> tuple[list[Group], list[str]]:
     found.sort(key=lambda group: (group[0].summary["total_generated"], group[0].config.policy != "none"))
     configs = [group[0].config for group in found]
     told = zip(_names(configs), found, _colours(configs), strict=True)
-    return [Group(name, tuple(group), colour) for name, group, colour in told], left_out
+    return [_make_group(name, group, colour) for name, group, colour in told], left_out
+
+
+def _make_group(name: str, runs: Sequence[Member], colour: str) -> Group:
+    finished = tuple(member for member in runs if not member.unfinished)
+    if not finished:  # as far as they came is all there is
+        return Group(name, tuple(runs), colour)
+    return Group(name, finished, colour, tuple(member for member in runs if member.unfinished))
+
+
+def unfinished_notes(groups: Sequence[Group]) -> list[str]:
+    """What a reader of the figures has to know: runs that have not come to their end, and whether they count."""
+    counted = [
+        f"Not finished: {member.unfinished}" for group in groups for member in group.members if member.unfinished
+    ]
+    aside = [f"Not finished, so not counted: {member.unfinished}" for group in groups for member in group.aside]
+    return [*counted, *aside]
 
 
 def identity(config: RunConfig, free: Sequence[str] = ()) -> dict[str, Any]:
@@ -254,42 +282,3 @@ def gain_and_efficiency(group: Group, groups: Sequence[Group]) -> tuple[float, f
         return None
     gain = 100 * (mine.mean - theirs.mean)
     return gain, efficiency(gain, group.images)
-
-
-def as_data(groups: Sequence[Group]) -> list[dict[str, Any]]:
-    """The groups' figures, for machines."""
-    found = []
-    for group in groups:
-        gain = gain_and_efficiency(group, groups)
-        worst_class = group.worst_class
-        found.append(
-            {
-                "name": group.name,
-                "runs": [str(member.run.path) for member in group.members],
-                "seeds": group.seeds,
-                "rounds": [len(member.rounds) for member in group.members],
-                "last_20": _plain(group.spread("last_20")),
-                "peak": _plain(group.spread("peak")),
-                "images": group.images,
-                "gain_points": gain[0] if gain else None,
-                "eta": gain[1] if gain else None,
-                "gamma_hat": _plain(group.spread("gamma_hat")),
-                "threshold": group.config.threshold,
-                "rounds_to_threshold": [member.summary["rounds_to_threshold"] for member in group.members],
-                "per_class_accuracy": None if group.per_class is None else _no_nan(group.per_class),
-                "worst_class": None if worst_class is None else {"class": worst_class[0], "accuracy": worst_class[1]},
-                "worst_client_accuracy": _plain(group.worst_client),
-                "seconds": {phase: group.seconds(phase) for phase in (*WALL_CLOCK, *BESIDE, *CLIENT_WORK)},
-                "config": group.config.outside(),
-                "environments": [member.run.environment() for member in group.members],
-            }
-        )
-    return found
-
-
-def _plain(spread: Spread | None) -> Mapping[str, Any] | None:
-    return None if spread is None else {"mean": spread.mean, "sd": spread.sd, "values": list(spread.values)}
-
-
-def _no_nan(values: FloatArray) -> list[float | None]:
-    return [None if np.isnan(value) else float(value) for value in values]
