@@ -22,14 +22,16 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
-OF_A_SWEEP = ("run.toml", "output.log")
+_OF_A_SWEEP = ("run.toml", "output.log")
+_OF_A_START = (*_OF_A_SWEEP, "status.json", "flower.log", "superlink.log")
+"""What may be there before a run has begun, or is left where one ended before it had."""
 _IN_FOLDERS = ("clients/*/state-*", "clients/*/.state-*.tmp", "tensorboard/events.out.tfevents.*")
 _FILES = (
     "checkpoint.safetensors",
     "model.safetensors",
     "identity",
     "service.json",
-    *OF_A_SWEEP,
+    *_OF_A_SWEEP,
     "flower.log",
     "superlink.log",
     "summary.json",
@@ -62,7 +64,7 @@ def holds_others_files(folder: Path) -> bool:
     """Whether a folder has something in it and is no run: a new run would mix its files with somebody's own."""
     if not folder.is_dir() or is_run(folder):
         return False
-    return any(path.name not in OF_A_SWEEP for path in folder.iterdir())
+    return any(path.name not in _OF_A_START for path in folder.iterdir())
 
 
 def files_of_run(folder: Path) -> list[Path]:
