@@ -50,5 +50,7 @@ def test_the_next_run_of_a_process_frees_the_memory_of_the_last(free: list[int])
     alive = weakref.ref(images)
     del images
     assert alive() is not None
-    kept.keep(CONFIG.with_changes(seed=2), 1, (), some_images())
-    assert alive() is None
+    second = CONFIG.with_changes(seed=2)
+    assert kept.find(second, 1, ()) is None, "those are the first run's"
+    kept.keep(second, 2, (), some_images())
+    assert alive() is None and kept.find(second, 1, ()) is None and kept.find(second, 2, ()) is not None
