@@ -12,8 +12,9 @@ from fedeas_flwr.gpu.own_streams import LAST, own_stream
 
 
 class PooledStream:
-    """Streams as torch gives them out: from 32 for each priority, in turn."""
+    """Streams as torch gives them out: from 32 for each priority, in turn; weak references to them are no good."""
 
+    __slots__ = ("__dict__",)
     given: Counter[int]
 
     def __init__(self, priority: int = 0) -> None:

@@ -16,7 +16,13 @@ LAST = 3
 """The rank that the GPU serves last: torch has pools for four priorities."""
 _POOL = 32
 _lock = threading.Lock()
-_held: WeakValueDictionary[int, Any] = WeakValueDictionary()
+
+
+class _Mark:
+    """Lives as long as the stream it is put on. Weak references to torch's streams dangle: the process crashes."""
+
+
+_held: WeakValueDictionary[int, _Mark] = WeakValueDictionary()
 """By CUDA's own handle. A stream that nobody holds any more may be given out again."""
 
 
@@ -38,6 +44,6 @@ def own_stream(rank: int = LAST) -> Any:
             for _ in range(_POOL):
                 stream = torch.cuda.Stream(priority=number)  # type: ignore[no-untyped-call]
                 if stream.cuda_stream not in _held:
-                    _held[stream.cuda_stream] = stream
+                    stream.mark = _held[stream.cuda_stream] = _Mark()
                     return stream
     raise RuntimeError(f"all {_POOL * (LAST + 1)} CUDA streams of a process are taken; let fewer clients train at once")
