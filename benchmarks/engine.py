@@ -6,7 +6,6 @@
 (b) ten clients: one after the other is (a); at once on streams of one process; as ten processes, that take turns on the
     GPU and that share it by MPS.
 (d) roofline: the floating-point operations of these rates, as part of what one large matrix product reaches here.
-(p) parity: how far the weights are, after an epoch with a short last batch, from those of the eager engine in float32.
 Images/s of training ResNet-18 (7×7 stem, 32×32 images, batch 64). Needs a CUDA GPU; --small runs the script on a CPU.
 """
 
@@ -119,35 +118,6 @@ def _all_say(processes: Sequence[subprocess.Popen[str]], word: str) -> None:
             raise SystemExit(f"a process of the cohort ended before it was {word}")
 
 
-def parity(samples: int, device: str, low: str) -> dict[str, dict[str, float]]:
-    """Each engine's weights after an epoch, beside those of the eager engine in float32 on this device.
-
-    The eager engine on the processor is the yardstick: the same sums in another order.
-    """
-    rng, recipe, start = np.random.default_rng(0), Recipe(1, 64, 1e-3), read_state(network())
-    images = torch.from_numpy(rng.integers(0, 256, (samples, 32, 32, 3), dtype=np.uint8))
-    labels = torch.from_numpy(rng.integers(0, 10, samples))
-
-    def trained(engine: type[EagerEngine] | type[GraphedEngine], precision: str, where: str) -> torch.Tensor:
-        set_precision(precision)
-        made = engine(network(), recipe, Normaliser(MEAN, STD, where), device=where, precision=precision)
-        _, weights, _ = made.train(*start, images.to(where), labels.to(where), np.random.default_rng(0))
-        return torch.cat([value.flatten() for value in weights.values()]).cpu()
-
-    before = torch.cat([value.flatten() for value in start[0].values()])
-    wanted = trained(EagerEngine, "fp32", device)
-    found = {"eager, on the processor, fp32": trained(EagerEngine, "fp32", "cpu")}
-    for precision in dict.fromkeys(("fp32", "tf32", low)):
-        found[f"graphed, {precision}"] = trained(GraphedEngine, precision, device)
-    return {
-        name: {
-            "part_of_the_way": float((weights - wanted).norm() / (wanted - before).norm()),
-            "largest": float((weights - wanted).abs().max()),
-        }
-        for name, weights in found.items()
-    }
-
-
 def step_flops() -> float:
     """Floating-point operations of training on one image, forward and backward, by torch's own count."""
     model, images = network().train(), torch.zeros(2, 3, 32, 32)
@@ -179,12 +149,6 @@ def table(record: Mapping[str, Any]) -> str:
         cells.append([name.strip(), f"{rate:,.0f}", f"{rate / first:.1f}", f"{eager:.1f}", f"{100 * part:.1f}"])
     head = ["", "images/s", "× the quickstart's loop", "× one eager client, tf32", "% of one large matrix product"]
     return markdown(head, cells)
-
-
-def parity_table(record: Mapping[str, Any]) -> str:
-    """How far each engine's weights are from the reference's, as printed and as shown in the docs."""
-    cells = [[name, f"{far['part_of_the_way']:.1e}", f"{far['largest']:.1e}"] for name, far in record["parity"].items()]
-    return markdown(["", "difference, as part of the epoch's way", "largest difference of a weight"], cells)
 
 
 def main() -> None:
@@ -242,7 +206,6 @@ def main() -> None:
         for how, more in (("taking turns", {}), *([("by MPS", shared)] if shared else [])):
             rate = processes_rate(cohort, samples, epochs, low, {**os.environ, **more})
             measured(f"(b) {cohort} processes, {how}, {low}", rate)
-    weights_apart = parity(samples + 37, device, low)
     flops = step_flops()
     peaks = {precision: peak_flops(precision, device) for precision in {"fp32", "tf32", low}}
     roofline = {name: rate * flops / peaks[name[-4:]] for name, rate in rows if name[-4:] in peaks}
@@ -255,10 +218,8 @@ def main() -> None:
         "peak_flops": peaks,
         "part_of_peak": roofline,
         "over_one_eager_client": {name: rate / eager_rate for name, rate in rows},
-        "parity": weights_apart,
     }
     print(table(record))
-    print(parity_table(record))
     if args.out:
         args.out.parent.mkdir(parents=True, exist_ok=True)
         args.out.write_text(json.dumps(record, indent=1) + "\n")

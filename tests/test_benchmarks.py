@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -16,8 +17,11 @@ import psutil
 import pytest
 import torch
 
+from fedeas_flwr.config import parse_config
 from fedeas_flwr.dataset_sources import check_npz
 from fedeas_flwr.runs import RunDirectory
+from fedeas_flwr.training import Recipe
+from fedeas_flwr.training.graphed import GraphedEngine
 
 ROOT = Path(__file__).parents[1]
 
@@ -162,3 +166,23 @@ def test_random_images_pass_for_the_dataset(benchmark: Any, tmp_path: Path) -> N
     check_npz("cifar10", tmp_path / "cifar10.npz")
     with np.load(tmp_path / "cifar10.npz") as arrays:
         assert np.bincount(arrays["y_train"]).tolist() == [5000] * 10
+
+
+def test_parity_is_told_by_float64_and_finds_an_engine_that_takes_other_steps(
+    benchmark: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parity = benchmark("parity")
+    asked = parse_config({"clients": 20, "local-epochs": 2})
+    exact, eager, graphed = parity.compare(asked, "cpu")
+    assert exact["from_float64"] == 0 and exact["steps"] == eager["steps"] == graphed["steps"] > 2
+    assert 0 < eager["from_float64"] < 1e-5 and graphed["from_float64"] < 2 * eager["from_float64"]
+    assert graphed["from_eager_fp32"] < 1e-5 and graphed["loss"] == pytest.approx(exact["loss"], rel=1e-5)
+    given = parity.recipe
+    monkeypatch.setattr(parity, "GraphedEngine", lambda *words: GraphedEngine(*other(words, given(asked))))
+    _, _, hasty = parity.compare(asked, "cpu")
+    assert hasty["from_float64"] > 100 * graphed["from_float64"]
+
+
+def other(words: tuple[Any, ...], steps: Recipe) -> tuple[Any, ...]:
+    """The same, with a learning rate that is off by a thousandth."""
+    return (words[0], replace(steps, learning_rate=1.001 * steps.learning_rate), *words[2:])

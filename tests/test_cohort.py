@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -36,6 +37,7 @@ def a_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: "a GPU that is none")
     monkeypatch.setenv("FEDEAS_CACHE", str(tmp_path))
+    monkeypatch.setattr(cohort, "_failed", set[Path]())
 
 
 def config(**keys: Any) -> RunConfig:
@@ -90,6 +92,27 @@ def test_a_probe_that_fails_costs_nothing_but_its_answer_and_says_so(
     assert "so it is 10: " in said and "no_such" in said and "\n" not in said
     monkeypatch.setattr(cohort, "_SECONDS", 0.01)
     assert cohort.clients_at_once(config(participation=0.2)) == 4
+
+
+def test_a_probe_that_crashes_is_tried_once_and_named(
+    a_gpu: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A sweep asks for each of its runs: a probe that fails would cost its seconds for every one of them."""
+    probes: list[Any] = []
+
+    def crashing(words: Any, **more: Any) -> Any:
+        probes.append(words)
+        raise subprocess.CalledProcessError(-signal.SIGSEGV, words, "", "")
+
+    monkeypatch.setattr(subprocess, "run", crashing)
+    assert [cohort.clients_at_once(config(seed=seed)) for seed in (1, 2, 3)] == [cohort.USUAL] * 3
+    assert len(probes) == 1
+    assert caplog.messages == [
+        "how many clients at once pay cannot be measured, so it is 10: the probe died with SIGSEGV"
+    ]
+    assert cohort.clients_at_once(config(batch_size=16)) == cohort.USUAL and len(probes) == 2, (
+        "that is another question"
+    )
 
 
 @pytest.mark.parametrize("text", ["{", "[]", "{}", '{"images_per_second": {}, "bytes_a_client": 1, "bytes_free": 1}'])

@@ -128,21 +128,26 @@ def test_the_gpu_minutes_are_those_of_the_committed_runs() -> None:
 
 
 def test_what_shared_images_cost_uniform_is_what_the_records_say() -> None:
-    """And the run is the cell's but for the generator, a bank that holds no more than a client of it asks for."""
+    """And the runs are the cell's but for the images: a bank that holds no more than a client asks for, or the key."""
     results = ROOT / "results"
     shared = RunDirectory(results / "shared-images" / "uniform-s1")
+    keyed = RunDirectory(results / "cifar10-k100-a0.1" / "uniform-shared-s1")
     own = [RunDirectory(results / "cifar10-k100-a0.1" / f"uniform-s{seed}") for seed in (1, 2, 3)]
     fedeas = [RunDirectory(results / "cifar10-k100-a0.1" / f"fedeas-s{seed}") for seed in (1, 2, 3)]
     theirs, ours = meaning(shared.config()), meaning(own[0].config())
     assert {key for key in ours if ours[key] != theirs[key]} == {"generator"}
     assert theirs["generator"] == "bank"
-    assert [r["clients"] for r in shared.rounds()] == [r["clients"] for r in own[0].rounds()]
+    by_key = meaning(keyed.config())
+    assert {key for key in ours if ours[key] != by_key[key]} == {"shared-images"}
+    for run in (shared, keyed):
+        assert [r["clients"] for r in run.rounds()] == [r["clients"] for r in own[0].rounds()]
 
     def mean(key: str, *runs: RunDirectory) -> str:
         return f"{100 * np.mean([run.summary()[key] for run in runs]):.1f}"
 
     page = " ".join((ROOT / "docs" / "reproduction.md").read_text().split())
-    assert f"last-20 {mean('last_20', shared)}, peak {mean('peak', shared)}, where the paper has 58.81" in page
+    assert f"last-20 {mean('last_20', shared)}, peak {mean('peak', shared)}; and one with the key" in page
+    assert f"(`uniform-shared-s1`): {mean('last_20', keyed)} and {mean('peak', keyed)}. The paper has 58.81" in page
     assert f"images of one's own give {mean('last_20', *own)} and {mean('peak', *own)}" in page
     lead = np.mean([run.summary()["last_20"] for run in fedeas]) - np.mean([run.summary()["last_20"] for run in own])
     text = " ".join(README.split())

@@ -29,6 +29,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda number: "NVIDIA T4")
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda number: "NVIDIA T4")
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda number: (facts["free"], 80 * 10**9))
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: facts["bf16"])
     probed = {
@@ -36,7 +37,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
         "bytes_a_client": 10**9,
         "bytes_free": 7 * 10**10,
     }
-    monkeypatch.setattr(cohort, "_known_or_measured", lambda given: probed)
+    monkeypatch.setattr(cohort, "_known_or_measured", lambda given, path: probed)
     monkeypatch.setattr(machine, "tiny_kernel", lambda number: facts["kernel"](number))
     return facts
 

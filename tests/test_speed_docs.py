@@ -21,6 +21,7 @@ RECORDS = {
     "framework": "framework/cpu.json",
     "framework on a GPU": "framework/h200.json",
     "growth": "growth/cpu.json",
+    "parity": "parity/cpu.json",
 }
 """What the first word of a table's name measured. Seconds are shown where they are a GPU's."""
 
@@ -31,8 +32,12 @@ def tables() -> dict[str, str]:
     for name, path in RECORDS.items():
         record = json.loads((ROOT / "results" / path).read_text())
         module = importlib.import_module(name.split()[0])
-        seconds = record["environment"]["device"] != "cpu"
-        found[name] = module.table(record) if name == "engine" else module.table(record["rows"], seconds)
+        if name == "engine":
+            found[name] = module.table(record)
+        elif name == "parity":
+            found[name] = module.table(record["rows"])
+        else:
+            found[name] = module.table(record["rows"], record["environment"]["device"] != "cpu")
     return found
 
 

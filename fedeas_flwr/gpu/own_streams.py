@@ -19,7 +19,10 @@ _lock = threading.Lock()
 
 
 class _Mark:
-    """Lives as long as the stream it is put on. Weak references to torch's streams dangle: the process crashes."""
+    """Lives as long as the stream it is put on.
+
+    A weak reference to the stream itself dangles and crashes the process, up to torch 2.11 (pytorch/pytorch#183403).
+    """
 
 
 _held: WeakValueDictionary[int, _Mark] = WeakValueDictionary()
@@ -42,7 +45,7 @@ def own_stream(rank: int = LAST) -> Any:
     with _lock:
         for number in (priority(rank), *map(priority, range(LAST, -1, -1))):
             for _ in range(_POOL):
-                stream = torch.cuda.Stream(priority=number)  # type: ignore[no-untyped-call]
+                stream: Any = torch.cuda.Stream(priority=number)  # type: ignore[no-untyped-call]
                 if stream.cuda_stream not in _held:
                     stream.mark = _held[stream.cuda_stream] = _Mark()
                     return stream

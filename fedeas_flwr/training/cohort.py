@@ -12,6 +12,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import signal
 import subprocess
 import sys
 import time
@@ -42,6 +43,8 @@ _WORTH = 0.05  # of the rate, that twice as many clients must bring
 _FREE = 0.8  # of the GPU's memory that is free: the generator and the test need some
 _PROCESS_BYTES = 1 << 30  # CUDA's own, in each of Ray's processes
 _SECONDS = 180.0
+_failed: set[Path] = set()
+"""What this process could not measure and need not try again: a sweep asks for each of its runs."""
 _KEYS = ("dataset", "model", "stem", "batch_size", "precision", "engine")
 
 
@@ -50,13 +53,24 @@ def clients_at_once(config: RunConfig) -> int:
     most = config.sampled(config.clients) if config.clients else USUAL
     if not torch.cuda.is_available():  # somebody wants to know how it would be on a machine with a GPU
         return min(most, USUAL)
-    try:
-        return min(most, choose(_known_or_measured(config)))
-    except (OSError, ValueError, LookupError, subprocess.SubprocessError) as error:
-        words = error.stderr.split("\n") if isinstance(error, subprocess.CalledProcessError) else [str(error)]
-        why = one_line(next((line for line in reversed(words) if line.strip()), error))
-        logger.warning("how many clients at once pay cannot be measured, so it is %d: %s", min(most, USUAL), why)
-        return min(most, USUAL)
+    path = _kept_at(config)
+    if path not in _failed:
+        try:
+            return min(most, choose(_known_or_measured(config, path)))
+        except (OSError, ValueError, LookupError, subprocess.SubprocessError) as error:
+            _failed.add(path)
+            usual, why = min(most, USUAL), _why(error)
+            logger.warning("how many clients at once pay cannot be measured, so it is %d: %s", usual, why)
+    return min(most, USUAL)
+
+
+def _why(error: Exception) -> str:
+    if not isinstance(error, subprocess.CalledProcessError):
+        return one_line(error)
+    last = next((line for line in reversed(error.stderr.split("\n")) if line.strip()), "")
+    if error.returncode < 0:
+        return f"the probe died with {signal.Signals(-error.returncode).name}"
+    return one_line(last or f"the probe ended with {error.returncode}")
 
 
 def choose(measured: Mapping[str, Any]) -> int:
@@ -74,10 +88,13 @@ def choose(measured: Mapping[str, Any]) -> int:
     return min(count for count, rate in allowed.items() if rate * (1 + _WORTH) >= best)
 
 
-def _known_or_measured(config: RunConfig) -> dict[str, Any]:
+def _kept_at(config: RunConfig) -> Path:
     properties = torch.cuda.get_device_properties(0)
     about = [str(properties), torch.__version__, *(str(getattr(config, key)) for key in _KEYS)]
-    path = cache_root() / "probes" / f"{hashlib.sha256(repr(about).encode()).hexdigest()[:16]}.json"
+    return cache_root() / "probes" / f"{hashlib.sha256(repr(about).encode()).hexdigest()[:16]}.json"
+
+
+def _known_or_measured(config: RunConfig, path: Path) -> dict[str, Any]:
     known = _read(path)
     if known is None:
         path.parent.mkdir(parents=True, exist_ok=True)

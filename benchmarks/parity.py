@@ -1,0 +1,122 @@
+"""Do the engines take the same steps? One client's weights, trained by each, beside the same steps in float64.
+
+    python benchmarks/parity.py --out results/parity/h200.json --config conf/cifar10-k100.toml \\
+        --set data-dir=data --set weights=resnet18-imagenet.safetensors --epochs 1,10
+
+Two float32 results of the same steps differ by the order of their sums, and a network of ReLUs makes more of it step
+by step. What an engine's difference is worth is therefore told by float64: an engine that takes other steps is farther
+from it than plain PyTorch in float32 is. Distances are those of all trained weights together, as part of the way they
+went. The client is the federation's one of median size, its batches and its start those of round 1. Without --config:
+digits.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from run_records import markdown, write_record
+
+from fedeas_flwr.config import RunConfig, parse_config, read_config
+from fedeas_flwr.data import dataset_info
+from fedeas_flwr.local_data import federated_data
+from fedeas_flwr.streams import stream
+from fedeas_flwr.training import Engine, Normaliser, build_engine, network, pick_device, recipe
+from fedeas_flwr.training.eager import EagerEngine
+from fedeas_flwr.training.engine import read_state
+from fedeas_flwr.training.graphed import GraphedEngine
+from fedeas_flwr.training.objective import CROSS_ENTROPY
+
+
+class InFloat64(Normaliser):
+    """The same pixels, as a float64 network takes them."""
+
+    def __call__(self, pixels: torch.Tensor) -> torch.Tensor:
+        return super().__call__(pixels).double()
+
+
+def engines(config: RunConfig, device: str) -> dict[str, Engine]:
+    """The reference, and what is compared with it; each is told its precision just before it trains."""
+    info = dataset_info(config.dataset)
+    exact = EagerEngine(network(config).double(), recipe(config), InFloat64(info.mean, info.std, device), device)
+    if device == "cpu":  # what the graphs hold, without graphs
+        normalise = Normaliser(info.mean, info.std, device)
+        plain = build_engine(config, device, CROSS_ENTROPY)
+        steps = GraphedEngine(network(config), recipe(config), normalise, "fp32", device)
+        return {"eager, float64": exact, "eager, fp32": plain, "graphed, fp32": steps}
+    found: dict[str, Engine] = {"eager, float64": exact}
+    for engine in ("eager", "graphed"):
+        for precision in ("fp32", "tf32", "bf16"):
+            asked = config.with_changes(engine=engine, precision=precision)
+            found[f"{engine}, {precision}"] = build_engine(asked, device, CROSS_ENTROPY)
+    return found
+
+
+def compare(config: RunConfig, device: str) -> list[dict[str, Any]]:
+    """How far every engine's weights are from those of float64."""
+    data = federated_data(config, config.clients)
+    sizes = [len(part) for part in data.partition.train]
+    client = int(np.argsort(sizes, kind="stable")[len(sizes) // 2])
+    images, labels = (torch.from_numpy(array).to(device) for array in data.train(client))
+    start, exactly = read_state(network(config)), read_state(network(config).double())
+    rows, ends = list[dict[str, Any]](), dict[str, torch.Tensor]()
+    for name, engine in engines(config, device).items():
+        pick_device(device, name.rsplit(" ", 1)[-1])
+        batches = stream(config.seed, "batches", 1, client)
+        result, trained, _ = engine.train(*(start if rows else exactly), images, labels, batches)
+        ends[name] = flat(trained)
+        wanted, plain = ends["eager, float64"], ends.get("eager, fp32", ends[name])
+        way = (wanted - flat(start[0])).norm()
+        rows.append(
+            {
+                "engine": name,
+                "epochs": config.local_epochs,
+                "client": client,
+                "samples": sizes[client],
+                "steps": result.steps,
+                "loss": result.loss,
+                "from_float64": float((ends[name] - wanted).norm() / way),
+                "from_eager_fp32": float((ends[name] - plain).norm() / way),
+                "largest_from_eager_fp32": float((ends[name] - plain).abs().max()),
+            }
+        )
+    return rows
+
+
+def flat(weights: Any) -> torch.Tensor:
+    return torch.cat([torch.as_tensor(value).flatten() for value in weights.values()]).double().cpu()
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    """What was found, as printed and as shown in the docs."""
+    far = ("from_float64", "from_eager_fp32", "largest_from_eager_fp32")
+    cells = [
+        [row["engine"], str(row["epochs"]), str(row["steps"]), f"{row['loss']:.4f}"]
+        + [f"{row[key]:.1e}" if row[key] else "–" for key in far]
+        for row in rows
+    ]
+    head = ["Engine", "Epochs", "Steps", "Loss", "From float64", "From eager, fp32", "Its largest, of one weight"]
+    return markdown(head, cells)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto")
+    parser.add_argument("--epochs", default="1", help="one or several numbers of them, with commas")
+    parser.add_argument("--config", type=Path, help="a run's file, instead of digits")
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="of that run")
+    options = parser.parse_args()
+    base = read_config(options.config, options.set) if options.config else parse_config({"clients": 10})
+    device, rows = pick_device(options.device), list[dict[str, Any]]()
+    for epochs in map(int, options.epochs.split(",")):
+        rows += compare(base.with_changes(local_epochs=epochs), device)
+    print(table(rows))
+    write_record(options.out, device, base.outside(), rows)
+
+
+if __name__ == "__main__":
+    main()
