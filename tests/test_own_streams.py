@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections import Counter
 from typing import Any
 
@@ -25,7 +27,7 @@ class PooledStream:
         self.given[priority] += 1
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture
 def pool(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(PooledStream, "given", Counter(), raising=False)
     monkeypatch.setattr(torch.cuda, "Stream", PooledStream)
@@ -35,7 +37,7 @@ def handles(streams: list[Any]) -> set[int]:
     return {stream.cuda_stream for stream in streams}
 
 
-def test_the_pool_wraps_around_and_nobody_shares() -> None:
+def test_the_pool_wraps_around_and_nobody_shares(pool: None) -> None:
     held = [own_stream() for _ in range(20)]
     for _ in range(3):  # engines that come and go, as of one run after another
         passing = [own_stream() for _ in range(11)]
@@ -44,7 +46,7 @@ def test_the_pool_wraps_around_and_nobody_shares() -> None:
         del passing
 
 
-def test_ranks_are_priorities_and_a_full_one_gives_way_to_another() -> None:
+def test_ranks_are_priorities_and_a_full_one_gives_way_to_another(pool: None) -> None:
     ranked = [own_stream(rank) for rank in (0, 1, 2, LAST, LAST + 5)]
     assert [stream.priority for stream in ranked] == [-3, -2, -1, 0, 0]
     rest = [own_stream(LAST) for _ in range(4 * 32 - 5)]
@@ -54,3 +56,18 @@ def test_ranks_are_priorities_and_a_full_one_gives_way_to_another() -> None:
         own_stream()
     del rest[7]
     assert own_stream().cuda_stream not in handles(ranked + rest)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+def test_streams_that_come_and_go_do_not_crash_the_process() -> None:
+    script = """
+import gc
+from fedeas_flwr.gpu.own_streams import own_stream
+for count in (5, 10, 20, 10, 5, 20):
+    held = [own_stream() for _ in range(count)]
+    assert len({stream.cuda_stream for stream in held}) == count
+    del held
+    gc.collect()
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
