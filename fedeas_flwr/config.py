@@ -154,6 +154,9 @@ class RunConfig(BaseModel):
     participation: float = Field(0.5, gt=0, le=1, description="fraction of the clients that train in a round")
     local_epochs: int = Field(3, ge=1, le=10_000, description="epochs a client trains in a round, E")
     batch_size: int = Field(32, ge=2, le=65_536, description="images in a training step")
+    min_batch: int = Field(
+        2, ge=2, le=65_536, description="a last batch of fewer images is left out; BatchNorm makes much of small ones"
+    )
     loss: Literal["cross-entropy", "class-weighted", "logit-adjusted"] = Field(
         "cross-entropy", description="a client's loss; the other two offset its own label skew, with any strategy"
     )
@@ -303,6 +306,8 @@ class RunConfig(BaseModel):
             raise ValueError("resume = true needs run-dir: the folder to go on in")
         if self.total and self.policy not in MATCHED:
             raise ValueError(f"total = {self.total} needs a matched policy ({', '.join(MATCHED)}), not '{self.policy}'")
+        if self.min_batch > self.batch_size:
+            raise ValueError(f"min-batch = {self.min_batch} must be at most batch-size = {self.batch_size}")
         if self.generates and self.dataset != "digits" and self.generator == "builtin":
             raise ValueError(
                 f"generator = 'builtin' knows digits only; for {self.dataset} name a folder in diffusers' format"

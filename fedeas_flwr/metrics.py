@@ -1,4 +1,4 @@
-"""What a run's rounds amount to: last-20 mean, peak, rounds to a threshold, median Γ̂; what images bought, η."""
+"""What a run's rounds amount to: last-20 mean, peak, rounds to a threshold, falls, median Γ̂; what images bought, η."""
 
 from __future__ import annotations
 
@@ -46,6 +46,13 @@ def last_20(accuracies: Sequence[float]) -> float:
 def rounds_to_threshold(accuracies: Sequence[float], threshold: float) -> int | None:
     """The first round (from 1) that reaches the threshold, or ``None``."""
     return next((i for i, a in enumerate(accuracies, start=1) if a >= threshold), None)
+
+
+def falls(accuracies: Sequence[float]) -> list[float]:
+    """How deep single rounds fell: of each after the tenth that is over 0.05 below the median of the 13 around it."""
+    medians = (np.median(accuracies[max(0, i - 6) : i + 7]) for i in range(len(accuracies)))
+    depths = [float(median) - accuracy for median, accuracy in zip(medians, accuracies, strict=True)]
+    return [depth for depth in depths[10:] if depth > 0.05]
 
 
 # Sec. 4.3 and Supp. F of the paper: η = Δ accuracy · 10³ / images generated.

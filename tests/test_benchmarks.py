@@ -186,3 +186,12 @@ def test_parity_is_told_by_float64_and_finds_an_engine_that_takes_other_steps(
 def other(words: tuple[Any, ...], steps: Recipe) -> tuple[Any, ...]:
     """The same, with a learning rate that is off by a thousandth."""
     return (words[0], replace(steps, learning_rate=1.001 * steps.learning_rate), *words[2:])
+
+
+def test_small_batches_have_long_gradients(benchmark: Any) -> None:
+    short = benchmark("short_batches")
+    rows = short.measure(parse_config({"clients": 5}), "cpu", [2, 32], 9)
+    assert [(row["size"], row["draws"]) for row in rows] == [(2, 9), (32, 9)]
+    assert rows[0]["median"] > 1.5 * rows[1]["median"] and rows[0]["largest"] > rows[0]["median"]
+    by_hand = [{"size": 2, "median": 30.0, "largest": 90.0}, {"size": 64, "median": 3.0, "largest": 6.0}]
+    assert "| 2 | 30.0 | 10.0 | 90.0 | 30.0 |" in short.table(by_hand)

@@ -60,6 +60,8 @@ def test_quickstart_conf_is_the_quickstarts_fedeas_run(tmp_path: Path) -> None:
         ({"resume": True}, ["resume", "run-dir"]),
         ({"evaluation": "federated"}, ["evaluation", "federated", "paper"]),
         ({"total": 5}, ["total", "5", "uniform"]),
+        ({"min-batch": 40}, ["min-batch = 40", "at most batch-size = 32"]),
+        ({"min-batch": 1}, ["min-batch", "1", "greater than or equal to 2"]),
         ({"dataset": "cifar10"}, ["generator", "builtin", "cifar10", "folder"]),
         ({"batch-size": 1}, ["batch-size", "1"]),
         ({"seed": -1}, ["seed", "-1"]),

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from fedeas_flwr.config import KEYS, RunConfig, read_config
+from fedeas_flwr.local_data import planned_allocation, planned_counts
 from fedeas_flwr.metrics import WALL_CLOCK, seconds_of
 from fedeas_flwr.reproduce.measured import meaning
 from fedeas_flwr.runs import RunDirectory
@@ -153,6 +154,37 @@ def test_what_shared_images_cost_uniform_is_what_the_records_say() -> None:
     text = " ".join(README.split())
     assert f"its lead over Uniform is {100 * lead:.1f} points here and 13.7 in the paper" in text
     assert f"our Uniform comes to {mean('last_20', shared)}, the paper's number" in text
+
+
+@pytest.mark.parametrize(("policy", "left_with_two"), [("fedeas", {44, 66, 89}), ("missing-only", {70})])
+def test_rounds_fall_where_a_client_has_a_last_batch_of_two(policy: str, left_with_two: set[int]) -> None:
+    """The partition is the same for all seeds, so these are the clients in each; three rounds are for coming back."""
+    fallen = 0
+    for seed in (1, 2, 3):
+        run = RunDirectory(ROOT / "results" / "cifar10-k100-a0.1" / f"{policy}-s{seed}")
+        config, rounds = run.config(), run.rounds()
+        counts = planned_counts(config, config.clients)
+        samples = (counts + planned_allocation(config, counts)).sum(axis=1)
+        assert {client for client in range(100) if samples[client] % config.batch_size == 2} == left_with_two
+        accuracies, since = [float(record["accuracy"]) for record in rounds], 4
+        for number, record in enumerate(rounds):
+            around = accuracies[max(0, number - 6) : number + 7]
+            falls = number >= 10 and np.median(around) - accuracies[number] > 0.05
+            since = 0 if falls and left_with_two & set(record["clients"]) else since + 1
+            assert not falls or since <= 3, f"{run.path.name}, round {number + 1}"
+            fallen += falls
+    assert fallen == 7
+
+
+def test_the_lengths_of_gradients_are_the_committed_ones() -> None:
+    rows = json.loads((ROOT / "results" / "short-batches" / "cpu.json").read_text())["rows"]
+    two, usual = rows[0], rows[-1]
+    assert (two["size"], two["draws"], usual["size"]) == (2, 40, 64)
+    page = " ".join((ROOT / "docs" / "reproduction.md").read_text().split())
+    assert (
+        f"the gradient is {two['median'] / usual['median']:.0f} times as long as that of 64 in the median of 40" in page
+    )
+    assert f"and up to {two['largest'] / usual['median']:.0f} times" in page
 
 
 def test_the_readmes_speeds_are_the_committed_ones() -> None:

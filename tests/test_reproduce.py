@@ -133,6 +133,18 @@ def test_shared_images_stand_beside_images_of_each_clients_own_and_the_papers_nu
     ]
 
 
+def test_rounds_that_fall_are_counted_by_hand(tmp_path: Path) -> None:
+    """Rounds 5 and 150 fall, the first too early to count; one that is 4 points below is no fall."""
+    curve = [0.7] * 200
+    curve[4], curve[100], curve[149], curve[150] = 0.2, 0.66, 0.217, 0.63
+    record(tmp_path / "two", f"{MAIN}/fedeas", 1, curve)
+    record(tmp_path / "none", f"{MAIN}/fedeas", 2, [0.7] * 200)
+    record(tmp_path / "min8", f"{MAIN}/fedeas-min8", 2, [0.72] * 200, images=33_650)
+    rows = [row for row in beyond.batches_table(found_in(tmp_path)).rows if row[0] == "FedEAS"]
+    assert rows[0][1:4] == ["from 2 images", "70.00 ± 0.00", "1, 2"] and rows[0][5:] == ["2, 0", "48.3"]
+    assert rows[1][1:] == ["from 8 images", "72.00", "2", "72.00", "0", "–"]
+
+
 def test_best_and_second_best_are_marked_once_a_column_is_complete(tmp_path: Path) -> None:
     for place, method in enumerate(paper.LAST_20):
         if method != "fedeas":

@@ -211,7 +211,7 @@ def test_items_columns_and_cells_are_asked_for_by_name() -> None:
     ]
     assert not [one for one in everything.needed("smoke") if "sd-turbo" in one.name]
     assert "beta" not in choose(["all"], [MAIN], "full").items and "rule" in choose(["all"], [MAIN], "full").items
-    assert set(ITEMS) - set(choose(["all"], [], "smoke").items) == {"clean", "shared", "rule"}
+    assert set(ITEMS) - set(choose(["all"], [], "smoke").items) == {"clean", "shared", "batches", "rule"}
 
 
 def test_a_name_that_there_is_not_is_one_line() -> None:

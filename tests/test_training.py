@@ -38,8 +38,8 @@ def data(samples: int, device: str) -> tuple[torch.Tensor, torch.Tensor]:
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(
-    "samples", [40, 64, 65, 70, 7, 1]
-)  # rests of 8, 0, 1 (skipped), 6; shorter than a batch; alone
+    "samples", [40, 64, 65, 66, 67, 70, 7, 1]
+)  # rests of 8, 0, 1 (left out), 2, 3, 6; shorter than a batch; alone
 @pytest.mark.parametrize(("momentum", "decay"), [(0.0, 0.0), (0.9, 0.01)])
 def test_both_engines_take_the_same_steps(samples: int, momentum: float, decay: float, device: str) -> None:
     torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = False
@@ -61,6 +61,37 @@ def test_both_engines_take_the_same_steps(samples: int, momentum: float, decay: 
                 torch.testing.assert_close(
                     mine[key], theirs[key], rtol=2e-4, atol=2e-5, msg=lambda m, k=key: f"{k}: {m}"
                 )
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(("samples", "taken"), [(66, 64), (71, 64), (72, 72), (5, 0)])
+def test_a_last_batch_that_is_too_small_is_left_out(samples: int, taken: int, device: str) -> None:
+    """By both engines, and as if it were not there: who is in it is drawn anew each epoch."""
+    torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = False
+    model, (images, labels) = with_batchnorm(10, (8, 8, 1)).to(device), data(samples, device)
+    start, normalise = read_state(model), Normaliser((0.3,), (0.4,), device)
+    recipe = Recipe(epochs=2, batch_size=32, learning_rate=0.05, min_batch=8)
+    ends = []
+    for engine in (
+        EagerEngine(copy.deepcopy(model), recipe, normalise, device),
+        GraphedEngine(copy.deepcopy(model), recipe, normalise, "fp32", device),
+    ):
+        result, weights, _ = engine.train(*start, images, labels, np.random.default_rng(0))
+        assert result.steps == recipe.steps(samples) == 2 * -(-taken // 32)
+        ends.append(weights)
+    by_hand, rng = copy.deepcopy(model).train(), np.random.default_rng(0)
+    for _ in range(2):
+        for chosen in np.split(rng.permutation(samples)[:taken], range(32, taken, 32)):
+            if len(chosen):
+                loss = F.cross_entropy(by_hand(normalise(images[chosen])), labels[chosen])
+                loss.backward()
+                with torch.no_grad():
+                    for weight in by_hand.parameters():
+                        weight -= 0.05 * weight.grad
+                        weight.grad = None
+    for key, wanted in by_hand.named_parameters():
+        for weights in ends:
+            torch.testing.assert_close(weights[key], wanted.detach(), rtol=2e-4, atol=2e-5)
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -158,7 +189,7 @@ def test_the_batch_table_holds_every_sample_once_an_epoch() -> None:
     for epoch in table.reshape(4, 24):
         assert sorted(epoch[:21]) == list(range(21))
     table, full, rest = batch_table(17, recipe, np.random.default_rng(0))
-    assert (table.shape, full, rest) == ((8, 8), 2, 1)
+    assert (table.shape, full, rest) == ((8, 8), 2, 0)
     assert batch_table(1, recipe, np.random.default_rng(0))[0].shape == (0, 8)
 
 

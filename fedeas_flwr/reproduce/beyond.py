@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 from fedeas_flwr.allocation import removed
 from fedeas_flwr.local_data import planned_allocation, planned_counts, planned_images
+from fedeas_flwr.metrics import falls
 from fedeas_flwr.reproduce import paper
 from fedeas_flwr.reproduce.beside import (
     NONE,
@@ -20,7 +21,7 @@ from fedeas_flwr.reproduce.beside import (
     signed,
     value_of,
 )
-from fedeas_flwr.reproduce.cells import CLEAN, MAIN, METHODS, PAPERS, RULES, SHARED, cell, column
+from fedeas_flwr.reproduce.cells import BATCHED, CLEAN, MAIN, METHODS, MIN_BATCH, PAPERS, RULES, SHARED, cell, column
 from fedeas_flwr.reproduce.measured import Results, Value
 from fedeas_flwr.reproduce.tables import Table
 from fedeas_flwr.sizes import show_seconds
@@ -146,6 +147,23 @@ def shared_table(results: Results) -> Table:
             table.values.append(last)
             budget = budget_of(results, one.name)
             table.budgets += [budget] if budget else []
+    return table
+
+
+def batches_table(results: Results) -> Table:
+    """What last batches of a few images do: BatchNorm makes steps many times the usual size of them."""
+    head = ["Method", "Last batches", "Ours, last-20 %", "Seeds", "Peak %", "Falls, by seed", "The deepest, points"]
+    table = Table(head, [])
+    for method in BATCHED:
+        for name, which in ((method, "from 2 images"), (f"{method}-min{MIN_BATCH}", f"from {MIN_BATCH} images")):
+            last, peak = last_20_of(results, f"{MAIN}/{name}"), peak_of(results, f"{MAIN}/{name}")
+            depths = [falls(run.accuracies) for run in results.of(f"{MAIN}/{name}")]
+            counts = ", ".join(str(len(one)) for one in depths) or NONE
+            deepest = max((depth for one in depths for depth in one), default=None)
+            shown = NONE if deepest is None else f"{100 * deepest:.1f}"
+            label = METHODS[method].label
+            table.rows.append([label, which, show_ours(last), show_seeds(last), show_ours(peak), counts, shown])
+            table.values += [last, peak]
     return table
 
 

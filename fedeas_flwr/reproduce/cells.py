@@ -117,7 +117,7 @@ def _method(name: str, label: str, **keys: Any) -> Method:
 
 
 def _methods() -> dict[str, Method]:
-    plain = {"policy": "none"}
+    plain, least = {"policy": "none"}, ("min-batch", MIN_BATCH)
     found = [
         _method("fedavg", "FedAvg", **plain),
         _method("fedprox", "FedProx", **plain, strategy="fedprox"),
@@ -161,12 +161,19 @@ def _methods() -> dict[str, Method]:
         for method in found
         if method.name in SHARED
     ]
-    return {method.name: method for method in (*found, *clean, *shared)}
+    larger = [
+        Method(f"{method.name}-min{MIN_BATCH}", f"{method.label}, no small batch", (*method.keys, least))
+        for method in found
+        if method.name in BATCHED
+    ]
+    return {method.name: method for method in (*found, *clean, *shared, *larger)}
 
 
 FREE = ("oversample", "class-weighted", "logit-adjusted", "flip-crop")
 CLEAN = ("fedavg", "fedeas", "missing-only", "uniform", "full-balance", *FREE)
 SHARED = ("uniform", "missing-only", "fedeas")
+BATCHED = ("uniform", "missing-only", "fedeas")
+MIN_BATCH = 8
 RULES = ("fedeas-g0.25", "fedeas", "fedeas-g0.75", "fedeas-g1", "waterfill")
 METHODS = _methods()
 
@@ -242,6 +249,7 @@ def all_cells() -> list[Cell]:
     names = [
         *_pairs([MAIN], (*eight, *(f"{name}-shared" for name in SHARED))),
         *_pairs([PAPERS], (*eight, *sweep, "without-entropy", "linear")),
+        *_pairs([MAIN], [f"{name}-min{MIN_BATCH}" for name in BATCHED]),
         *_pairs([*others, *of_100], eight),
         *_pairs([MAIN, PAPERS, *others, *of_100], ("fedgen", "fedmix")),
         "c10-k20-a0.3/fedeas+scaffold",

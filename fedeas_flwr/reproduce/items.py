@@ -8,7 +8,19 @@ from functools import partial
 
 from fedeas_flwr.config import ConfigError
 from fedeas_flwr.reproduce import beside, beyond, paper, tables
-from fedeas_flwr.reproduce.cells import CLEAN, MAIN, PAPERS, RULES, SHARED, Cell, all_cells, column, matching
+from fedeas_flwr.reproduce.cells import (
+    BATCHED,
+    CLEAN,
+    MAIN,
+    MIN_BATCH,
+    PAPERS,
+    RULES,
+    SHARED,
+    Cell,
+    all_cells,
+    column,
+    matching,
+)
 from fedeas_flwr.reproduce.measured import Results
 from fedeas_flwr.reproduce.tables import Table
 
@@ -164,6 +176,13 @@ ITEMS: dict[str, Item] = {
         "Budgets are the same to the image; what differs is whether two clients may have the same image.",
         _on(MAIN, *SHARED, *(f"{name}-shared" for name in SHARED)),
         _fixed(beyond.shared_table),
+        only_by_name=True,
+    ),
+    "batches": Item(
+        "Beyond the paper: last batches of a few images",
+        "A fall is a round, after the tenth, more than 5 points under the median of the 13 around it.",
+        _on(MAIN, *BATCHED, *(f"{name}-min{MIN_BATCH}" for name in BATCHED)),
+        _fixed(beyond.batches_table),
         only_by_name=True,
     ),
     "rule": Item(

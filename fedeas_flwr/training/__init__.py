@@ -66,7 +66,14 @@ _kept_network = lru_cache(maxsize=1)(_initial_network)
 
 def recipe(config: RunConfig) -> Recipe:
     """How the run's clients train in a round."""
-    return Recipe(config.local_epochs, config.batch_size, config.learning_rate, config.momentum, config.weight_decay)
+    return Recipe(
+        config.local_epochs,
+        config.batch_size,
+        config.learning_rate,
+        config.momentum,
+        config.weight_decay,
+        config.min_batch,
+    )
 
 
 def loss_and_view_inputs(config: RunConfig, labels: torch.Tensor, number: int, client: int) -> Inputs:

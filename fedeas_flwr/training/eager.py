@@ -69,10 +69,7 @@ class EagerEngine:
         batches: np.random.Generator,
         inputs: Inputs = NO_INPUTS,
     ) -> tuple[TrainResult, State, State]:
-        """Train from a state, the whole set shuffled uniformly each epoch.
-
-        A last batch of one sample is skipped: BatchNorm cannot take a variance from it.
-        """
+        """Train from a state, the whole set shuffled uniformly each epoch."""
         copy_state(self._model, trainable, buffers)
         draws = any(isinstance(layer, nn.modules.dropout._DropoutNd) for layer in self._model.modules())
         # What a model draws itself must not depend on what this process did before, nor on what it does meanwhile: such
@@ -93,11 +90,10 @@ class EagerEngine:
         descent, steps = Descent(recipe, weights), 0
         loss_sum, seen = torch.zeros((), device=device), 0
         for _ in range(recipe.epochs):
-            order = torch.from_numpy(batches.permutation(len(labels))).to(device)
+            order = torch.from_numpy(batches.permutation(len(labels))[: recipe.samples(len(labels))]).to(device)
             loss_sum, seen = torch.zeros((), device=device), 0
-            for chosen in torch.split(order, recipe.batch_size):
-                if len(chosen) == 1:
-                    continue
+            for begin in range(0, len(order), recipe.batch_size):
+                chosen = order[begin : begin + recipe.batch_size]
                 given = {**inputs.constants, **{name: table[steps] for name, table in inputs.tables.items()}}
                 pixels = images[chosen]
                 if VIEWS in given:

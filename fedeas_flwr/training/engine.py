@@ -30,11 +30,26 @@ class Recipe:
     learning_rate: float
     momentum: float = 0.0
     weight_decay: float = 0.0
+    min_batch: int = 2
+
+    def batches(self, samples: int) -> tuple[int, int]:
+        """Full batches in an epoch of so many samples, and the size of the short one after them, 0 if there is none.
+
+        One of fewer than ``min_batch`` is left out, always one of a single sample: BatchNorm cannot take a variance
+        from it.
+        """
+        full, rest = divmod(samples, self.batch_size)
+        return full, rest if rest >= self.min_batch else 0
+
+    def samples(self, of: int) -> int:
+        """How many of so many samples an epoch trains on."""
+        full, rest = self.batches(of)
+        return full * self.batch_size + rest
 
     def steps(self, samples: int) -> int:
-        """Steps on so many samples. A last batch of one is skipped: BatchNorm cannot take a variance from it."""
-        full, rest = divmod(samples, self.batch_size)
-        return self.epochs * (full + (rest > 1))
+        """Steps on so many samples."""
+        full, rest = self.batches(samples)
+        return self.epochs * (full + (rest > 0))
 
 
 @dataclass(frozen=True)

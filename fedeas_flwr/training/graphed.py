@@ -160,14 +160,13 @@ class GraphedEngine:
             self._count.fill_(float(rest))
             for buffer in self._momentum:
                 buffer.zero_()
-            epoch = [self._loss.zero_, *[do_full] * full, *[do_short] * (rest > 1)]
+            epoch = [self._loss.zero_, *[do_full] * full, *[do_short] * (rest > 0)]
             self._launch(epoch * self.recipe.epochs)
             if self._fast is not None:
                 self._fast.count_batches(len(table))
             state = clone_state(self._state, self._trained)
             loss = float(self._loss)  # waits for the stream
-        seen = full * self.recipe.batch_size + (rest if rest > 1 else 0)
-        return TrainResult(loss / max(seen, 1), len(table)), *state
+        return TrainResult(loss / max(self.recipe.samples(len(labels)), 1), len(table)), *state
 
     def _launch(self, steps: Sequence[Callable[[], object]]) -> None:
         if self._stream is None:
@@ -293,16 +292,13 @@ def batch_table(
     full
         Full batches an epoch.
     rest
-        Samples of the last batch. One alone gets no row: BatchNorm cannot take a variance from it.
+        Samples of a short last batch; 0 if it has none.
     """
-    size = recipe.batch_size
-    full, rest = divmod(samples, size)
-    rows = full + (rest > 1)
-    table = np.zeros((recipe.epochs, rows * size), dtype=np.int64)
+    size, kept = recipe.batch_size, recipe.samples(samples)
+    full, rest = recipe.batches(samples)
+    table = np.zeros((recipe.epochs, (full + (rest > 0)) * size), dtype=np.int64)
     for epoch in table:
-        order = batches.permutation(samples)
-        kept = min(samples, rows * size)
-        epoch[:kept] = order[:kept]
+        epoch[:kept] = batches.permutation(samples)[:kept]
     return table.reshape(-1, size), full, rest
 
 

@@ -1,0 +1,90 @@
+"""How large a step is after batches of a few images: the gradient's length by the batch's size, at a run's start.
+
+    python benchmarks/short_batches.py --out results/short-batches/cpu.json --config conf/cifar10-k100.toml \\
+        --set data-dir=data --set weights=resnet18-imagenet.safetensors
+
+The last batch of an epoch has as many images as are left. With BatchNorm on maps of one pixel two images leave two
+numbers a channel; where they lie near each other, dividing by their deviation makes much of the difference, layer after
+layer. Without --config: digits.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from run_records import markdown, write_record
+from torch.nn import functional as F
+
+from fedeas_flwr.config import RunConfig, parse_config, read_config
+from fedeas_flwr.data import dataset_info
+from fedeas_flwr.local_data import federated_data
+from fedeas_flwr.streams import stream
+from fedeas_flwr.training import Normaliser, network, pick_device
+
+SIZES = (2, 3, 4, 8, 16, 32, 64)
+
+
+def measure(config: RunConfig, device: str, sizes: Sequence[int], draws: int) -> list[dict[str, Any]]:
+    """The gradient's length for batches drawn from a client that has plenty, all layers together."""
+    data, info = federated_data(config, config.clients), dataset_info(config.dataset)
+    largest = int(np.argmax([len(part) for part in data.partition.train]))
+    images, labels = (torch.from_numpy(array).to(device) for array in data.train(largest))
+    model, normalise = network(config).to(device).train(), Normaliser(info.mean, info.std, device)
+    rows = []
+    for size in sizes:
+        lengths = []
+        for chosen in (stream(config.seed, "batches", size, n).permutation(len(labels))[:size] for n in range(draws)):
+            loss = F.cross_entropy(model(normalise(images[chosen])), labels[chosen])
+            gradients = torch.autograd.grad(loss, list(model.parameters()))
+            lengths.append(float(torch.stack([gradient.norm() for gradient in gradients]).norm()))
+        rows.append({"size": size, "draws": draws, "median": float(np.median(lengths)), "largest": max(lengths)})
+    return rows
+
+
+def table(rows: Sequence[dict[str, Any]]) -> str:
+    """What was found, as printed."""
+    usual = rows[-1]["median"]
+    head = [
+        "Images in the batch",
+        "Gradient's length, median",
+        "× the last row's",
+        "Largest",
+        "× the last row's median",
+    ]
+    return markdown(
+        head,
+        [
+            [
+                str(row["size"]),
+                f"{row['median']:.1f}",
+                f"{row['median'] / usual:.1f}",
+                f"{row['largest']:.1f}",
+                f"{row['largest'] / usual:.1f}",
+            ]
+            for row in rows
+        ],
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto")
+    parser.add_argument("--draws", type=int, default=40, help="batches of each size")
+    parser.add_argument("--config", type=Path, help="a run's file, instead of digits")
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="of that run")
+    options = parser.parse_args()
+    config = read_config(options.config, options.set) if options.config else parse_config({})
+    device = pick_device(options.device, "fp32")
+    rows = measure(config, device, [size for size in SIZES if size <= config.batch_size], options.draws)
+    print(table(rows))
+    write_record(options.out, device, config.outside(), rows)
+
+
+if __name__ == "__main__":
+    main()
