@@ -5,6 +5,7 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Sequence
 from itertools import cycle
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -90,8 +91,7 @@ def draw_classes(axes: Axes, groups: Sequence[Group], classes: Sequence[str], ba
         axes.vlines(places, np.nanmin(values, axis=0), np.nanmax(values, axis=0), color="#d5dae0", lw=6, zorder=1)
         for group, row, marker in zip(known, values, cycle(_MARKERS), strict=False):
             axes.plot(places, row, marker, ms=7, color=group.colour, label=group.name, zorder=2)
-        names = [classes[label] for label in order]
-        axes.set_xticks(places, names, rotation=35 if max(map(len, names)) > 3 else 0, ha="center")
+        _name_classes(axes, [classes[label] for label in order])
     else:
         for group in known:
             assert group.per_class is not None
@@ -102,6 +102,14 @@ def draw_classes(axes: Axes, groups: Sequence[Group], classes: Sequence[str], ba
     tidy(axes)
     axes.grid(visible=False, axis="x")
     axes.legend(frameon=False, fontsize=9, loc="lower right")
+
+
+def _name_classes(axes: Axes, names: Sequence[str]) -> None:
+    """Write names under their places; long ones slant, and end where they belong."""
+    slanting: dict[str, Any] = (
+        {"rotation": 35, "ha": "right", "rotation_mode": "anchor"} if max(map(len, names)) > 3 else {}
+    )
+    axes.set_xticks(range(len(names)), [name if len(name) <= 24 else f"{name[:23]}…" for name in names], **slanting)
 
 
 def draw_cost(axes: Axes, groups: Sequence[Group]) -> None:
@@ -146,15 +154,17 @@ def draw_seconds(axes: Axes, groups: Sequence[Group]) -> None:
     axes.legend(frameon=False, fontsize=9, ncols=3, loc="lower left", bbox_to_anchor=(0.0, 1.0))
 
 
-def draw_heat_map(axes: Axes, values: npt.NDArray[np.int64], title: str, tint: str, top: int | None = None) -> None:
+def draw_heat_map(
+    axes: Axes, values: npt.NDArray[np.int64], classes: Sequence[str], title: str, tint: str, top: int | None = None
+) -> None:
     """Client × class; numbers are written in where there is room."""
     top = max(int(values.max()) if top is None else top, 1)
     shown = np.ma.masked_equal(values, 0)  # nothing is white, not the palest shade of something
     axes.imshow(shown, cmap=tint, aspect="auto", vmin=0, vmax=top, interpolation="nearest")
     axes.set(xlabel="class", ylabel="client")
     axes.set_title(textwrap.fill(title, 48), fontsize=10)
-    if values.shape[1] <= MOST_CLASSES_NAMED:
-        axes.set_xticks(range(values.shape[1]))
+    if len(classes) <= MOST_CLASSES_NAMED:
+        _name_classes(axes, classes)
     if values.shape[0] <= MOST_CLASSES_NAMED:
         axes.set_yticks(range(values.shape[0]))
     axes.tick_params(length=0)
