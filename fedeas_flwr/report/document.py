@@ -19,6 +19,7 @@ from fedeas_flwr.report.groups import (
     differences,
     gain_and_efficiency,
     identity,
+    no_gain_notes,
     unfinished_notes,
 )
 from fedeas_flwr.report.page import Document, Picture, Section, Table
@@ -96,8 +97,8 @@ def _results(groups: Sequence[Group]) -> Section:
         "Seconds are the server's, of all rounds. – is none, or never. Names say what tells groups apart; all keys in "
         "which they differ are under Configuration."
     )
-    unfinished = [f"{note}." for note in unfinished_notes(groups)]
-    return Section("Results", [text, *unfinished], [results(groups)])
+    notes = [f"{note}." for note in (*unfinished_notes(groups), *no_gain_notes(groups))]
+    return Section("Results", [text, *notes], [results(groups)])
 
 
 def _result_row(group: Group, groups: Sequence[Group]) -> list[str]:

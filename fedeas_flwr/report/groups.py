@@ -266,12 +266,39 @@ def _show(value: Any) -> str:
 
 def baseline_of(group: Group, groups: Sequence[Group]) -> Group | None:
     """The group that is the same but for generating nothing."""
-    free = (*_OF_GENERATION, "threshold")
-    for other in groups:
-        same = identity(other.config, free) == identity(group.config, free)
-        if same and other is not group and other.config.policy == "none":
-            return other
-    return None
+    return next((other for other in _without_images(group, groups) if not _in_the_way(group, other)), None)
+
+
+def why_no_gain(group: Group, groups: Sequence[Group]) -> str | None:
+    """What keeps a group from being compared with one that generates nothing; ``None`` if it is, or is one itself."""
+    if group.config.policy == "none" or baseline_of(group, groups):
+        return None
+    others = _without_images(group, groups)
+    if not others:
+        return "no group generates nothing (policy = none)"
+    nearest = min(others, key=lambda other: len(_in_the_way(group, other)))
+    mine, theirs = identity(group.config), identity(nearest.config)
+    keys = [f"{key} = {_show(theirs[key])}, not {_show(mine[key])}" for key in _in_the_way(group, nearest)]
+    return f"the nearest group that generates nothing has {'; '.join(keys)}"
+
+
+def no_gain_notes(groups: Sequence[Group]) -> list[str]:
+    """A line for each reason why groups have no gain."""
+    reasons: dict[str, list[str]] = {}
+    for group in groups:
+        if reason := why_no_gain(group, groups):
+            reasons.setdefault(reason, []).append(group.name)
+    return [f"No gain of {', '.join(names)}: {reason}" for reason, names in reasons.items()]
+
+
+def _without_images(group: Group, groups: Sequence[Group]) -> list[Group]:
+    return [other for other in groups if other is not group and other.config.policy == "none"]
+
+
+def _in_the_way(group: Group, other: Group) -> list[str]:
+    """The keys in which two groups differ, what is generated aside."""
+    mine, theirs = (identity(one.config, (*_OF_GENERATION, "threshold")) for one in (group, other))
+    return [key for key in mine if mine[key] != theirs[key]]
 
 
 def gain_and_efficiency(group: Group, groups: Sequence[Group]) -> tuple[float, float | None] | None:
