@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 
 from matplotlib.figure import Figure
 from rich.console import Console
@@ -12,10 +11,8 @@ from rich.text import Text
 
 from fedeas_flwr.data import dataset_info
 from fedeas_flwr.local_data import planned_allocation, planned_counts
-from fedeas_flwr.paths import atomic_write
 from fedeas_flwr.report.document import results
 from fedeas_flwr.report.groups import Group
-from fedeas_flwr.report.page import as_png
 from fedeas_flwr.report.run_figures import draw_accuracy, draw_heat_map
 
 _WIDE = 108
@@ -37,7 +34,7 @@ def print_comparison(groups: Sequence[Group], console: Console) -> None:
     console.print(table)
 
 
-def comparison_figure(groups: Sequence[Group], path: Path) -> None:
+def comparison_figure(groups: Sequence[Group]) -> Figure:
     """Draw the counts and FedEAS's allocation as client × class heat maps beside the accuracy curves."""
     planned = next(group for group in groups if group.config.policy == "fedeas").config
     counts = planned_counts(planned, planned.clients)
@@ -49,4 +46,5 @@ def comparison_figure(groups: Sequence[Group], path: Path) -> None:
     draw_heat_map(middle, generated, classes, title, "Reds")
     draw_accuracy(right, groups)
     right.set_title("Accuracy: mean of the last 20 rounds", fontsize=10)
-    atomic_write(path, as_png(figure))
+    figure.legend(loc="outside lower right", ncols=len(groups), frameon=False)
+    return figure

@@ -31,6 +31,7 @@ from fedeas_flwr.report.run_figures import (
     draw_measure,
     draw_seconds,
 )
+from fedeas_flwr.report.style import legend_above
 
 NOTHING = "–"
 _TOLD = {
@@ -128,10 +129,12 @@ def _colours(groups: Sequence[Group]) -> list[str]:
 
 
 def _picture(
-    name: str, caption: str, draw: Callable[[Axes], None], size: tuple[float, float] = (8.6, 4.6)
+    name: str, caption: str, draw: Callable[[Axes], None], size: tuple[float, float] = (8.6, 4.4)
 ) -> tuple[Picture]:
     figure = Figure(figsize=size, layout="constrained")
-    draw(figure.subplots())
+    axes = figure.subplots()
+    draw(axes)
+    figure.set_figheight(size[1] + legend_above(axes))
     return (Picture(name, figure, caption),)
 
 
@@ -232,7 +235,7 @@ def _time(groups: Sequence[Group]) -> Section:
         "it is longer than the upper one where they worked at the same time. Γ̂ and tests go on beside the next round's "
         "clients: the wait is what they held up. Starting up is not in it."
     )
-    height = 1.6 + 0.7 * len(groups)
+    height = 1.0 + 0.7 * len(groups)
     phases = (*WALL_CLOCK, *BESIDE, *CLIENT_WORK)
     server = ("waiting for clients", "averaging and checks", "waiting for Γ̂ and tests", "Γ̂", "testing")
     names = (*server, "clients: generating", "clients: training")

@@ -1,4 +1,4 @@
-"""What runs did, as pictures for a page or a talk: each function draws on axes it is given."""
+"""What runs did, as pictures for a page or a talk: each function draws on axes it is given, and leaves the legend."""
 
 from __future__ import annotations
 
@@ -47,7 +47,6 @@ def draw_accuracy(axes: Axes, groups: Sequence[Group]) -> None:
     axes.set(xlabel="round", ylabel="test accuracy (%)")
     axes.set_ylim(top=min(102.0, axes.get_ylim()[1]))
     _rounds_axis(axes)
-    axes.legend(frameon=False, loc="lower right", fontsize=9)
 
 
 def draw_measure(axes: Axes, groups: Sequence[Group], measure: str, label: str, scale: float = 1.0) -> None:
@@ -58,7 +57,6 @@ def draw_measure(axes: Axes, groups: Sequence[Group], measure: str, label: str, 
             _draw_curve(axes, curve, group.colour, 1.6, group.name)
     axes.set(xlabel="round", ylabel=label)
     _rounds_axis(axes)
-    axes.legend(frameon=False, fontsize=9)
 
 
 def _draw_curve(axes: Axes, curve: FloatArray, colour: str, width: float, label: str) -> None:
@@ -101,7 +99,6 @@ def draw_classes(axes: Axes, groups: Sequence[Group], classes: Sequence[str], ba
     axes.set(xlabel=f"class, worst first under: {first}", ylabel="accuracy (%), last 20 rounds")
     tidy(axes)
     axes.grid(visible=False, axis="x")
-    axes.legend(frameon=False, fontsize=9, loc="lower right")
 
 
 def _name_classes(axes: Axes, names: Sequence[str]) -> None:
@@ -132,7 +129,6 @@ def draw_cost(axes: Axes, groups: Sequence[Group]) -> None:
     axes.set(xlabel="images generated in all", ylabel="last-20 accuracy (%)")
     axes.margins(0.08)
     tidy(axes)
-    axes.legend(frameon=False, fontsize=9, loc="lower right")
 
 
 def draw_seconds(axes: Axes, groups: Sequence[Group]) -> None:
@@ -151,7 +147,6 @@ def draw_seconds(axes: Axes, groups: Sequence[Group]) -> None:
     axes.set(xlabel="seconds; upper bar: wall-clock, lower bar: clients' work added up")
     tidy(axes)
     axes.grid(visible=False, axis="y")
-    axes.legend(frameon=False, fontsize=9, ncols=3, loc="lower left", bbox_to_anchor=(0.0, 1.0))
 
 
 def draw_heat_map(
