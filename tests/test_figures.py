@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from made_up_runs import write_run
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.colors import to_rgb
@@ -97,6 +98,20 @@ def test_a_plans_figures(dataset: str, clients: int) -> None:
     choice = choose(path, Limits(min_removed=0.5, max_synthetic=0.4), [4.0, 8.0, 12.0, 16.0, 20.0])
     for chosen in (None, choice):
         assert {name: bad for name, f in plan_figures(path, 12.0, chosen).items() if (bad := faults(f))} == {}
+
+
+def test_few_images_and_seconds_have_ticks_that_are_true(tmp_path: Path) -> None:
+    """Where a dataset is small, a tick between two whole numbers must not pass for one."""
+    drawn = plan_figures(BudgetPath([[41, 11, 3], [1, 4, 21], [14, 33, 16]]), 4.0)
+    assert {name: bad for name, figure in drawn.items() if (bad := faults(figure))} == {}
+    seconds = {"seconds": {"clients": 1.2, "aggregate": 0.1, "generating": 0.9, "training": 0.3}}
+    groups, _ = group_runs([write_run(tmp_path / "run", [0.5], extra=[seconds])])
+    pictures = {p.name: p.figure for section in make_document(groups).sections for p in section.pictures}
+    for figure in (drawn["reduction.png"], pictures["seconds"]):
+        FigureCanvasAgg(figure).draw()
+        (axes,) = figure.axes
+        labels = [float(label.get_text()) for label in axes.get_xticklabels()]
+        assert labels == pytest.approx(list(axes.get_xticks()))
 
 
 def test_the_papers_figures() -> None:

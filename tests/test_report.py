@@ -95,6 +95,12 @@ def test_what_a_policy_never_reads_does_not_set_runs_apart(tmp_path: Path) -> No
     assert len(grouped(one, other)) == 1
 
 
+def test_a_bank_is_no_model_of_the_same_name(tmp_path: Path) -> None:
+    specs = {"bank": "bank:/images/flowers", "model": "/models/flowers"}
+    runs = [write_run(tmp_path / name, [0.5], policy="fedeas", generator=spec) for name, spec in specs.items()]
+    assert {group.name for group in grouped(*runs)} == {"generator = bank:flowers", "generator = flowers"}
+
+
 def test_one_run_twice_is_refused_also_as_its_record(tmp_path: Path) -> None:
     run = write_run(tmp_path / "a", [0.5], policy="fedeas", generator="builtin")
     (tmp_path / "b").symlink_to(tmp_path / "a")

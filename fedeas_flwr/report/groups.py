@@ -7,7 +7,6 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,7 +16,7 @@ from fedeas_flwr.config import RunConfig
 from fedeas_flwr.data import short_name
 from fedeas_flwr.metrics import WALL_CLOCK, efficiency, last_20, seconds_of, summarise
 from fedeas_flwr.report.style import COLOURS, INK, LABELS, MORE_COLOURS
-from fedeas_flwr.runs import NOT_THE_RUN, RunDirectory, RunError
+from fedeas_flwr.runs import NOT_THE_RUN, RunDirectory, RunError, without_folder
 
 FloatArray = npt.NDArray[np.float64]
 
@@ -219,7 +218,7 @@ def identity(config: RunConfig, free: Sequence[str] = ()) -> dict[str, Any]:
     ignored = {"seed", "data-dir", *NOT_THE_RUN, *free, *(_OF_GENERATION[1:] if config.policy == "none" else ())}
     values = {key: value for key, value in config.outside().items() if key not in ignored}
     dataset = {"dataset": short_name(config.dataset)}
-    return values | dataset | {key: Path(str(values[key])).name for key in _PATHS if key in values}
+    return values | dataset | {key: without_folder(str(values[key])) for key in _PATHS if key in values}
 
 
 def _refuse_doubles(group: Sequence[Member]) -> None:

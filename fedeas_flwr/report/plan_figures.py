@@ -135,13 +135,15 @@ def draw_reduction(axes: Axes, found: curves.Reduction, policy: str, beta: float
     lines = [np.array(curve).T for curve in found.curves.values()]
     for marked, (made, _) in zip(found.betas, found.marks[policy], strict=True):
         above = max(float(np.interp(made, *line)) for line in lines)
-        _name_beta(axes, marked, (made, above), bold=marked == beta)
+        if made:  # at the origin there is nothing to name
+            _name_beta(axes, marked, (made, above), bold=marked == beta)
     if beta in found.betas:
         _draw_gap(axes, found, policy, found.betas.index(beta))
     axes.set(xlabel="images generated in all", ylabel=REMOVED)
     axes.set_xlim(left=0)
     highest, lowest = max(line[1].max() for line in lines), min(line[1].min() for line in lines)
     axes.set_ylim(min(0.0, lowest), 1.12 * highest)  # the names of β stand above the highest curve
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.xaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
     axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
     tidy(axes)
@@ -186,7 +188,8 @@ def draw_selection(axes: Axes, path: BudgetPath, betas: list[float], beta: float
         fits = choice is None or any(low <= point.beta <= high for low, high in choice.windows)
         face = colour if fits else "white"
         axes.plot(point.synthetic, point.removed, "o", ms=7, mfc=face, mec=colour, mew=1.6, zorder=4)
-        _name_beta(axes, point.beta, (point.synthetic, point.removed), bold=point.beta == beta)
+        if point.images:
+            _name_beta(axes, point.beta, (point.synthetic, point.removed), bold=point.beta == beta)
     axes.set(xlabel="synthetic share of the training data", ylabel=REMOVED)
     axes.xaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
     axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))

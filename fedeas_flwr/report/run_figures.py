@@ -102,9 +102,9 @@ def draw_classes(axes: Axes, groups: Sequence[Group], classes: Sequence[str], ba
 
 
 def _name_classes(axes: Axes, names: Sequence[str]) -> None:
-    """Write names under their places; long ones slant, and end where they belong."""
+    """Write names under their places; where they would touch they slant, and end where they belong."""
     slanting: dict[str, Any] = (
-        {"rotation": 35, "ha": "right", "rotation_mode": "anchor"} if max(map(len, names)) > 3 else {}
+        {"rotation": 35, "ha": "right", "rotation_mode": "anchor"} if len(names) * max(map(len, names)) > 40 else {}
     )
     axes.set_xticks(range(len(names)), [name if len(name) <= 24 else f"{name[:23]}…" for name in names], **slanting)
 
@@ -115,6 +115,8 @@ def draw_cost(axes: Axes, groups: Sequence[Group]) -> None:
     fewest = min((group.images for group in groups if group.images), default=0.0)
     if fewest and most > 20 * fewest:
         axes.set_xscale("symlog", linthresh=fewest)
+    else:
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     for group, marker in zip(groups, cycle(_MARKERS), strict=False):
         score = group.spread("last_20")
         assert score is not None
@@ -143,7 +145,7 @@ def draw_seconds(axes: Axes, groups: Sequence[Group]) -> None:
             left += seconds
     axes.set_yticks(places, [textwrap.fill(group.name, 30) for group in groups])
     axes.invert_yaxis()
-    axes.xaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
+    axes.xaxis.set_major_formatter(StrMethodFormatter("{x:,g}"))
     axes.set(xlabel="seconds; upper bar: wall-clock, lower bar: clients' work added up")
     tidy(axes)
     axes.grid(visible=False, axis="y")
