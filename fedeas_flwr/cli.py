@@ -229,7 +229,7 @@ def train_generator(
     ],
     minutes: Annotated[float | None, typer.Option(help="stop after so many minutes in all")] = None,
     steps: Annotated[int | None, typer.Option(help="stop after so many steps in all; else the preset's")] = None,
-    preset: Annotated[str, typer.Option(help="digits, cifar-small or paper; empty: by dataset")] = "",
+    preset: Annotated[str, typer.Option(help="digits, cifar-small or paper; empty: by dataset and device")] = "",
     data_dir: Annotated[str, typer.Option(help="where CIFAR is looked for; empty: the user's cache")] = "",
     seed: Annotated[int, typer.Option(help="of the initial weights and all draws", min=0)] = 0,
     device: Annotated[str, typer.Option(help="auto, cpu or cuda")] = "auto",
@@ -246,7 +246,11 @@ def train_generator(
 
     if device not in ("auto", "cpu", "cuda"):
         raise ConfigError(f"device = '{device}': must be auto, cpu or cuda")
-    chosen, out = find_preset(preset, dataset), out.absolute()
+    where, out = pick_device(device), out.absolute()
+    chosen = find_preset(preset, dataset, where)
+    if not preset and dataset != "digits":
+        why = "the small one: without a GPU cifar-small takes weeks" if where == "cpu" else "for images on a GPU"
+        console.print(f"preset {chosen.name}, {why}; --preset takes another", highlight=False, soft_wrap=True)
     finished = train(
         dataset,
         out,
@@ -255,7 +259,7 @@ def train_generator(
         minutes=minutes,
         data_dir=data_dir,
         seed=seed,
-        device=pick_device(device),
+        device=where,
         compiled=compiled,
         half=half,
         resume=resume,

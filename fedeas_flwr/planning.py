@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from fedeas_flwr.counts import LARGEST, checked_counts
 
 LARGEST_FILE = 64 * 2**20  # bytes; a thousand clients by a thousand classes need about a tenth of it
 MOST_CLASSES_SHOWN = 20
+LONGEST_HEAD = 16
 NAMES_OF_CLIENTS = ("client", "id", "index")
 """Above a column that holds no counts."""
 
@@ -87,8 +89,8 @@ def plan(
     }
 
 
-def read_counts(path: str | Path) -> npt.NDArray[np.int64]:
-    """Read label counts, one row a client and one column a class.
+def read_counts(path: str | Path) -> tuple[npt.NDArray[np.int64], list[str]]:
+    """Read label counts, one row a client and one column a class; and the classes' names, where a header has them.
 
     A ``.json`` file holds a list of rows. A ``.csv`` file holds rows of integers; its first line is taken for a header
     if no cell of it is a number. Under a header that begins with ``client``, ``id``, ``index`` or an empty cell, the
@@ -109,7 +111,7 @@ def read_counts(path: str | Path) -> npt.NDArray[np.int64]:
         text = content.decode("utf-8-sig")
     except UnicodeDecodeError:
         raise ValueError(f"{path}: must be text in UTF-8") from None
-    rows = readers[path.suffix.lower()](path, text)
+    names, rows = readers[path.suffix.lower()](path, text)
     if not rows or not rows[0]:
         raise ValueError(f"{path}: holds no counts, at least one client and one class are needed")
     for k, row in enumerate(rows):
@@ -120,33 +122,34 @@ def read_counts(path: str | Path) -> npt.NDArray[np.int64]:
                 raise ValueError(
                     f"{path}: row {k + 1}, column {c + 1} is {str(n)[:40]!r}, must be an integer from 0 to 2**40"
                 )
-    return np.array(rows, dtype=np.int64)
+    return np.array(rows, dtype=np.int64), names
 
 
-def _json_rows(path: Path, text: str) -> list[list[Any]]:
+def _json_rows(path: Path, text: str) -> tuple[list[str], list[list[Any]]]:
     try:
         rows = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{path}: not valid JSON, {error}") from None
     if not isinstance(rows, list) or not all(isinstance(row, list) for row in rows):
         raise ValueError(f"{path}: must be a list of rows, each a list of integers")
-    return rows
+    return [], rows
 
 
-def _csv_rows(path: Path, text: str) -> list[list[Any]]:
+def _csv_rows(path: Path, text: str) -> tuple[list[str], list[list[Any]]]:
     try:
         lines = [[cell.strip() for cell in line] for line in csv.reader(text.splitlines(), strict=True)]
     except csv.Error as error:
         raise ValueError(f"{path}: not valid CSV, {error}") from None
     lines = [line for line in lines if any(line)]
+    names: list[str] = []
     if lines and _is_header(lines[0]):
-        header = lines.pop(0)
+        names = header = lines.pop(0)
         if lines and len(lines[0]) != len(header):
             raise ValueError(f"{path}: the header has {len(header)} columns, the first row {len(lines[0])}")
         if header[0].lower() in ("", *NAMES_OF_CLIENTS):
-            lines = [line[1:] for line in lines]
+            names, lines = header[1:], [line[1:] for line in lines]
     # Cells that are not integers stay text, for the check of all rows to name them.
-    return [[int(cell) if re.fullmatch(r"-?[0-9]{1,18}", cell) else cell for cell in line] for line in lines]
+    return names, [[int(cell) if re.fullmatch(r"-?[0-9]{1,18}", cell) else cell for cell in line] for line in lines]
 
 
 def _is_header(line: list[str]) -> bool:
@@ -162,13 +165,15 @@ def _is_number(cell: str) -> bool:
     return True
 
 
-def format_table(plan: dict[str, Any]) -> str:
+def format_table(plan: dict[str, Any], names: Sequence[str] = ()) -> str:
     """Show a plan as plain text: a line a client, then the totals.
 
-    Up to twenty classes are shown one by one; of more than that, how many classes get samples and how many each.
+    Up to twenty classes are shown one by one, under their names where they have any; of more than that, how many
+    classes get samples and how many each.
     """
     classes = len(plan["clients"][0]["generate"])
-    shown = _class_by_class(plan) if classes <= MOST_CLASSES_SHOWN else _summarised(plan)
+    heads = [_head(name) for name in names or map(str, range(classes))]
+    shown = [heads, *_class_by_class(plan)] if classes <= MOST_CLASSES_SHOWN else _summarised(plan)
     header = ["client", "samples", "entropy", "budget", "repeat" if "repeated" in plan else "generate", *shown[0]]
     rows = [
         [
@@ -191,9 +196,13 @@ def _added(plan: dict[str, Any]) -> list[list[int]]:
     return [client.get("repeat", client["generate"]) for client in plan["clients"]]
 
 
+def _head(name: str) -> str:
+    """A class above its column: a number would pass for a count, and a long name would push the table apart."""
+    return f"c{name}" if name.isdecimal() else name if len(name) <= LONGEST_HEAD else f"{name[: LONGEST_HEAD - 1]}…"
+
+
 def _class_by_class(plan: dict[str, Any]) -> list[list[str]]:
-    rows = _added(plan)
-    return [[f"c{c}" for c in range(len(rows[0]))]] + [[f"{n:,}" if n else "." for n in row] for row in rows]
+    return [[f"{n:,}" if n else "." for n in row] for row in _added(plan)]
 
 
 def _summarised(plan: dict[str, Any]) -> list[list[str]]:

@@ -8,9 +8,11 @@ from rich.console import Console
 
 from fedeas_flwr.config import RunConfig, parse_config
 from fedeas_flwr.launch import launch
+from fedeas_flwr.paths import atomic_write
 from fedeas_flwr.prepare import prepare
 from fedeas_flwr.report.comparison import comparison_figure, print_comparison
 from fedeas_flwr.report.groups import group_runs
+from fedeas_flwr.report.page import as_png
 from fedeas_flwr.report.writing import write_report
 from fedeas_flwr.run_files import files_of_run, is_run, remove_files
 from fedeas_flwr.runs import RunDirectory
@@ -44,7 +46,7 @@ def quickstart(folder: Path, console: Console) -> None:
         runs.append(launch(config, console))
     groups, left_out = group_runs(runs)
     picture, page = folder / "quickstart.png", folder / "report.html"
-    comparison_figure(groups, picture)
+    atomic_write(picture, as_png(comparison_figure(groups)))
     write_report(groups, left_out, page)
     console.print()
     print_comparison(groups, console)

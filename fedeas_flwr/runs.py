@@ -212,7 +212,7 @@ class RunDirectory:
         summary, found = self.summary(), self._read_json("config.json")
         config = found["config"]
         config |= {"run-dir": "", "data-dir": "", "resume": False}  # without a run-dir there is nothing to resume
-        config |= {key: _without_folder(config[key]) for key in ("dataset", "generator", "weights")}
+        config |= {key: without_folder(config[key]) for key in ("dataset", "generator", "weights")}
         copy = RunDirectory(folder)
         copy._write_json("config.json", found)
         copy._write_json("summary.json", summary)
@@ -310,7 +310,7 @@ def run_folder(config: RunConfig, run_id: int) -> Path:
     return Path(config.run_dir) if config.run_dir else cache_root() / "runs" / str(run_id)
 
 
-def _without_folder(spec: str) -> str:
+def without_folder(spec: str) -> str:
     """The last name of a path, with the kind that may stand before it: ``bank:/home/me/images.npz``."""
     kind, colon, where = spec.partition(":")
     is_kind = colon and "/" not in kind  # a folder's name may hold a colon, too

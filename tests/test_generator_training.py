@@ -134,7 +134,7 @@ def test_a_wrong_start_or_resume_is_refused_in_one_line(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"resume: there is no .*checkpoint.safetensors"):
         train_generator("digits", tmp_path / "new", TINY, resume=True)
     with pytest.raises(ValueError, match="preset: 'large' is not known; use one of digits, cifar-small, paper"):
-        find_preset("large", "cifar10")
+        find_preset("large", "cifar10", "cpu")
 
 
 def test_learning_rates_by_hand() -> None:
@@ -175,7 +175,23 @@ def test_presets_are_the_networks_they_say(preset: Preset, millions: tuple[int, 
 def test_digits_are_never_mirrored(digits: Dataset) -> None:
     assert not Trainer(dataclasses.replace(TINY, flips=True), digits)._flips
     assert set(PRESETS) == {"digits", "cifar-small", "paper"}
-    assert find_preset("", "digits") is DIGITS and find_preset("", "cifar100") is CIFAR_SMALL
+
+
+def test_a_preset_that_ends_is_chosen_and_the_reason_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert find_preset("", "digits", "cpu") is find_preset("", "digits", "cuda") is DIGITS
+    assert find_preset("", "cifar100", "cuda") is find_preset("", "own:x", "cuda") is CIFAR_SMALL
+    assert find_preset("", "cifar100", "cpu") is find_preset("", "own:x", "cpu") is DIGITS
+    assert find_preset("cifar-small", "own:x", "cpu") is CIFAR_SMALL
+    monkeypatch.setenv("FEDEAS_CACHE", str(tmp_path / "cache"))
+    rng = np.random.default_rng(0)
+    np.savez(tmp_path / "own.npz", x=rng.integers(0, 256, (20, 8, 8, 3), dtype=np.uint8), y=np.arange(20) % 2)
+    words = ("train-generator", "--dataset", "own:own.npz", "--device", "cpu", "--steps", "1")
+    done = typed(*words, "--out", "chosen", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    first = "preset digits, the small one: without a GPU cifar-small takes weeks; --preset takes another"
+    assert done.stdout.splitlines()[0] == first
+    named = typed(*words, "--out", "named", "--preset", "digits", cwd=tmp_path)
+    assert "takes weeks" not in named.stdout
 
 
 def test_epsilon_and_flips_train_too() -> None:

@@ -9,14 +9,17 @@ from typing import Any
 
 import numpy as np
 import pytest
+from made_up_runs import write_run
 from PIL import Image
 from rich.console import Console
-from runners import finish, small
+from runners import finish, small, typed
 
 from fedeas_flwr import data, own_data
 from fedeas_flwr.config import ConfigError, parse_config
 from fedeas_flwr.own_data import read_dataset, read_images
 from fedeas_flwr.prepare import prepare
+from fedeas_flwr.report import allocations
+from fedeas_flwr.report.allocations import maps_of
 from fedeas_flwr.report.document import make_document
 from fedeas_flwr.report.groups import group_runs
 from fedeas_flwr.report.page import as_markdown
@@ -238,6 +241,16 @@ def test_what_cannot_be_a_dataset_is_one_line(own_cache: Path, tmp_path: Path) -
         parse_config({"dataset": "mnist"})
     with pytest.raises(ConfigError, match="generator = 'builtin' knows digits only"):
         parse_config({"dataset": "own:x"})
+
+
+def test_a_plan_and_a_reports_heat_maps_name_the_classes(own_cache: Path, tmp_path: Path) -> None:
+    where = {"dataset": f"own:{shapes(tmp_path / 'shapes')}", "protocol": "clean", "clients": 3, "alpha": 0.3}
+    words = [word for key, value in where.items() for word in (f"--{key}", str(value))]
+    head = typed("plan", *words, "--beta", "4").stdout.splitlines()[2]
+    assert head.split()[-3:] == ["dot", "lying", "standing"]
+    maps, notes = maps_of(group_runs([write_run(tmp_path / "run", [0.5], **where)])[0])
+    (axes,) = allocations.draw(maps[0]).axes
+    assert not notes and [label.get_text() for label in axes.get_xticklabels()] == ["dot", "lying", "standing"]
 
 
 def test_a_run_on_images_of_ones_own_from_a_bank_of_ones_own(own_cache: Path, tmp_path: Path) -> None:

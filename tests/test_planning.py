@@ -92,6 +92,12 @@ def test_table_shows_every_client_and_class() -> None:
     assert "given counts" in format_table(plan())
 
 
+def test_table_names_classes_that_have_names() -> None:
+    names = ["cat", "dog", "2", "a dachshund in a basket"]
+    head = format_table(plan(), names).splitlines()[2]
+    assert head.split("  ")[-4:] == ["cat", "dog", "c2", "a dachshund in …"]  # a bare number would pass for a count
+
+
 def test_full_balance_is_what_the_plan_is_a_part_of() -> None:
     counts = [[30, 10], [0, 5]]  # full balance: 20 + 5
     result = plan(counts, policy="uniform", total=4)
@@ -134,9 +140,22 @@ def written(folder: Path, name: str, content: str | bytes) -> Path:
     ],
 )
 def test_counts_are_read(tmp_path: Path, name: str, content: str) -> None:
-    counts = read_counts(written(tmp_path, name, content))
+    counts, _ = read_counts(written(tmp_path, name, content))
     assert counts.dtype == np.int64
     assert counts.tolist() == [[1, 2, 3], [4, 0, 6]]
+
+
+@pytest.mark.parametrize(
+    ("content", "names"),
+    [
+        ("1,2\n", []),
+        ("cat, dog\n1,2\n", ["cat", "dog"]),
+        ("client,cat,dog\n0,1,2\n", ["cat", "dog"]),
+        ("ID,0,1\n7,1,2\n", ["0", "1"]),
+    ],
+)
+def test_a_header_names_the_classes(tmp_path: Path, content: str, names: list[str]) -> None:
+    assert read_counts(written(tmp_path, "a.csv", content))[1] == names
 
 
 @pytest.mark.parametrize(

@@ -30,7 +30,7 @@ from fedeas_flwr.report.allocations import maps_of
 from fedeas_flwr.report.comparison import print_comparison
 from fedeas_flwr.report.document import make_document
 from fedeas_flwr.report.for_machines import as_data
-from fedeas_flwr.report.groups import Group, baseline_of, gain_and_efficiency, group_runs
+from fedeas_flwr.report.groups import Group, baseline_of, gain_and_efficiency, group_runs, no_gain_notes
 from fedeas_flwr.report.page import Document, Section, Table, as_html, as_markdown
 from fedeas_flwr.report.writing import write_report
 from fedeas_flwr.runs import RunDirectory, RunError
@@ -93,6 +93,12 @@ def test_any_other_key_makes_another_group_and_names_it(tmp_path: Path) -> None:
 def test_what_a_policy_never_reads_does_not_set_runs_apart(tmp_path: Path) -> None:
     one, other = (write_run(tmp_path / f"{s}", [0.5], seed=s, beta=float(s)) for s in (1, 2))
     assert len(grouped(one, other)) == 1
+
+
+def test_a_bank_is_no_model_of_the_same_name(tmp_path: Path) -> None:
+    specs = {"bank": "bank:/images/flowers", "model": "/models/flowers"}
+    runs = [write_run(tmp_path / name, [0.5], policy="fedeas", generator=spec) for name, spec in specs.items()]
+    assert {group.name for group in grouped(*runs)} == {"generator = bank:flowers", "generator = flowers"}
 
 
 def test_one_run_twice_is_refused_also_as_its_record(tmp_path: Path) -> None:
@@ -168,6 +174,24 @@ def test_gain_is_over_the_same_run_without_images(tmp_path: Path) -> None:
     assert gain_and_efficiency(groups[0], groups) is None
     alone = grouped(other, fedeas)
     assert gain_and_efficiency(alone[-1], alone) is None  # FedProx is no baseline of FedAvg
+
+
+def test_a_gain_that_cannot_be_told_says_which_key_is_in_the_way(tmp_path: Path) -> None:
+    near = write_run(tmp_path / "near", [0.4, 0.4])
+    far = write_run(tmp_path / "far", [0.4], strategy="fedprox")
+    keys: dict[str, Any] = {"images": 400, "beta": 4.0, "rounds": 3, "finished": False}
+    runs = [write_run(tmp_path / policy, [0.6], policy=policy, **keys) for policy in ("fedeas", "uniform")]
+    note = "No gain of FedEAS, Uniform: the nearest group that generates nothing has rounds = 2, not 3"
+    printed = typed("report", str(tmp_path), "--out", str(tmp_path / "out")).stdout
+    assert note in printed.splitlines()
+    assert f"{note}." in (tmp_path / "out" / "report.md").read_text().splitlines()
+    data = as_data(grouped(near, far, *runs))
+    assert [group["no_gain"] for group in data] == [None, None, *[note.partition(": ")[2]] * 2]
+    alone = no_gain_notes(grouped(*runs))
+    assert alone == ["No gain of FedEAS, Uniform: no group generates nothing (policy = none)"]
+    assert no_gain_notes(grouped(near, far)) == []
+    same = write_run(tmp_path / "same", [0.7, 0.7], images=400, beta=4.0, policy="fedeas")
+    assert no_gain_notes(grouped(near, far, same)) == []
 
 
 def test_classes_and_clients_by_hand(tmp_path: Path) -> None:

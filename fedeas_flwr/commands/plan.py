@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -60,12 +61,17 @@ def plan(
     """Say how many images each client would generate, from label counts alone; choose β from limits."""
     from fedeas_flwr import choosing, planning
     from fedeas_flwr.budget_path import BudgetPath
+    from fedeas_flwr.data import dataset_info
 
     limits, betas = choosing.Limits(min_removed, max_synthetic, max_images, max_seconds), read_grid(grid)
     _check_who_chooses(limits, beta, grid)
     if counts:
         _check_given_counts(context, "--max-seconds" if max_seconds is not None else "--estimate" if estimate else "")
-    found = planning.read_counts(counts) if counts else _partition_counts(dataset, protocol, clients, alpha, seed)
+    names: Sequence[str]
+    if counts:
+        found, names = planning.read_counts(counts)
+    else:
+        found, names = _partition_counts(dataset, protocol, clients, alpha, seed), dataset_info(dataset).classes
     choice = None
     if limits.given():
         speed = batch_speed(generator, dataset, found.shape[1]) if max_seconds is not None else None
@@ -95,13 +101,13 @@ def plan(
         from fedeas_flwr.report.plan_figures import draw_plan
 
         drawn = draw_plan(BudgetPath(found, policy, gamma, not printed_rule), result["beta"], figures, choice)
-    print(json.dumps(result) if output == "json" else _as_text(result, choice, drawn))
+    print(json.dumps(result) if output == "json" else _as_text(result, names, choice, drawn))
 
 
-def _as_text(result: dict[str, Any], choice: Choice | None, drawn: list[Path]) -> str:
+def _as_text(result: dict[str, Any], names: Sequence[str], choice: Choice | None, drawn: list[Path]) -> str:
     from fedeas_flwr import choosing, planning
 
-    parts = [planning.format_table(result)]
+    parts = [planning.format_table(result, names)]
     if "estimate" in result:
         parts.append(show_estimate(result["estimate"]))
     if choice:

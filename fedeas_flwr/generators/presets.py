@@ -133,21 +133,22 @@ PAPER = Preset(
 PRESETS = {preset.name: preset for preset in (DIGITS, CIFAR_SMALL, PAPER)}
 
 
-def find_preset(name: str, dataset: str) -> Preset:
+def find_preset(name: str, dataset: str, device: str) -> Preset:
     """Return a preset by name.
 
     Parameters
     ----------
     name
-        ``digits``, ``cifar-small`` or ``paper``; empty is the dataset's own.
-    dataset
-        What it is for.
+        ``digits``, ``cifar-small`` or ``paper``; empty is the one that suits dataset and device: without a GPU always
+        the small one, since a step of the next, of 10,000, takes minutes there.
+    dataset, device
+        What it is for, and where.
 
     Returns
     -------
     Preset
     """
-    name = name or ("digits" if dataset == "digits" else "cifar-small")
+    name = name or ("digits" if dataset == "digits" or device == "cpu" else "cifar-small")
     if name not in PRESETS:
         raise ValueError(f"preset: {name!r} is not known; use one of {', '.join(PRESETS)}")
     return PRESETS[name]

@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 from matplotlib.figure import Figure
 
+from fedeas_flwr.data import dataset_info
 from fedeas_flwr.local_data import planned_allocation, planned_counts
 from fedeas_flwr.report.groups import Group
 from fedeas_flwr.report.run_figures import draw_heat_map
@@ -23,6 +24,7 @@ _COLUMNS = 2
 class HeatMaps:
     """One partition, and what each group generates on it."""
 
+    classes: Sequence[str]
     counts: Counts
     generated: list[tuple[str, Counts]]
 
@@ -47,7 +49,8 @@ def maps_of(groups: Sequence[Group]) -> tuple[list[HeatMaps], list[str]]:
         except (OSError, ValueError) as error:
             notes.append(f"No heat map of {group.name}: {error}.")
             continue
-        maps = found.setdefault(tuple(getattr(config, key) for key in _OF_PARTITION), HeatMaps(counts, []))
+        of_partition = tuple(getattr(config, key) for key in _OF_PARTITION)
+        maps = found.setdefault(of_partition, HeatMaps(dataset_info(config.dataset).classes, counts, []))
         if generated is None:
             continue
         if _is_what_ran(group, generated):
@@ -80,10 +83,10 @@ def draw(maps: HeatMaps) -> Figure:
     height = min(6.0, max(2.8, 0.32 * len(maps.counts)))
     figure = Figure(figsize=(4.6 * columns, height * rows), layout="constrained")
     axes = np.atleast_1d(figure.subplots(rows, columns)).ravel()
-    draw_heat_map(axes[0], maps.counts, f"real samples ({maps.counts.sum():,})", "Greys")
+    draw_heat_map(axes[0], maps.counts, maps.classes, f"real samples ({maps.counts.sum():,})", "Greys")
     top = max((int(values.max()) for _, values in maps.generated), default=1)
     for place, (name, values) in zip(axes[1:], maps.generated, strict=False):
-        draw_heat_map(place, values, f"{name} ({values.sum():,})", "Reds", top)
+        draw_heat_map(place, values, maps.classes, f"{name} ({values.sum():,})", "Reds", top)
     for place in axes[panels:]:
         place.set_visible(False)
     return figure

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 
 from matplotlib.figure import Figure
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from fedeas_flwr.data import dataset_info
 from fedeas_flwr.local_data import planned_allocation, planned_counts
-from fedeas_flwr.paths import atomic_write
 from fedeas_flwr.report.document import results
 from fedeas_flwr.report.groups import Group
-from fedeas_flwr.report.page import as_png
 from fedeas_flwr.report.run_figures import draw_accuracy, draw_heat_map
 
 _WIDE = 108
@@ -36,15 +34,17 @@ def print_comparison(groups: Sequence[Group], console: Console) -> None:
     console.print(table)
 
 
-def comparison_figure(groups: Sequence[Group], path: Path) -> None:
+def comparison_figure(groups: Sequence[Group]) -> Figure:
     """Draw the counts and FedEAS's allocation as client × class heat maps beside the accuracy curves."""
     planned = next(group for group in groups if group.config.policy == "fedeas").config
     counts = planned_counts(planned, planned.clients)
-    generated = planned_allocation(planned, counts)
+    generated, classes = planned_allocation(planned, counts), dataset_info(planned.dataset).classes
     figure = Figure(figsize=(13, 4.2), layout="constrained")
     left, middle, right = figure.subplots(1, 3, width_ratios=[1, 1, 1.45])
-    draw_heat_map(left, counts, f"Real samples ({counts.sum():,})", "Greys")
-    draw_heat_map(middle, generated, f"FedEAS generates ({generated.sum():,}, β = {planned.beta:g})", "Reds")
+    draw_heat_map(left, counts, classes, f"Real samples ({counts.sum():,})", "Greys")
+    title = f"FedEAS generates ({generated.sum():,}, β = {planned.beta:g})"
+    draw_heat_map(middle, generated, classes, title, "Reds")
     draw_accuracy(right, groups)
     right.set_title("Accuracy: mean of the last 20 rounds", fontsize=10)
-    atomic_write(path, as_png(figure))
+    figure.legend(loc="outside lower right", ncols=len(groups), frameon=False)
+    return figure

@@ -19,6 +19,7 @@ from fedeas_flwr.report.groups import (
     differences,
     gain_and_efficiency,
     identity,
+    no_gain_notes,
     unfinished_notes,
 )
 from fedeas_flwr.report.page import Document, Picture, Section, Table
@@ -30,6 +31,7 @@ from fedeas_flwr.report.run_figures import (
     draw_measure,
     draw_seconds,
 )
+from fedeas_flwr.report.style import legend_above
 
 NOTHING = "–"
 _TOLD = {
@@ -96,8 +98,8 @@ def _results(groups: Sequence[Group]) -> Section:
         "Seconds are the server's, of all rounds. – is none, or never. Names say what tells groups apart; all keys in "
         "which they differ are under Configuration."
     )
-    unfinished = [f"{note}." for note in unfinished_notes(groups)]
-    return Section("Results", [text, *unfinished], [results(groups)])
+    notes = [f"{note}." for note in (*unfinished_notes(groups), *no_gain_notes(groups))]
+    return Section("Results", [text, *notes], [results(groups)])
 
 
 def _result_row(group: Group, groups: Sequence[Group]) -> list[str]:
@@ -127,10 +129,12 @@ def _colours(groups: Sequence[Group]) -> list[str]:
 
 
 def _picture(
-    name: str, caption: str, draw: Callable[[Axes], None], size: tuple[float, float] = (8.6, 4.6)
+    name: str, caption: str, draw: Callable[[Axes], None], size: tuple[float, float] = (8.6, 4.4)
 ) -> tuple[Picture]:
     figure = Figure(figsize=size, layout="constrained")
-    draw(figure.subplots())
+    axes = figure.subplots()
+    draw(axes)
+    figure.set_figheight(size[1] + legend_above(axes))
     return (Picture(name, figure, caption),)
 
 
@@ -231,7 +235,7 @@ def _time(groups: Sequence[Group]) -> Section:
         "it is longer than the upper one where they worked at the same time. Γ̂ and tests go on beside the next round's "
         "clients: the wait is what they held up. Starting up is not in it."
     )
-    height = 1.6 + 0.7 * len(groups)
+    height = 1.0 + 0.7 * len(groups)
     phases = (*WALL_CLOCK, *BESIDE, *CLIENT_WORK)
     server = ("waiting for clients", "averaging and checks", "waiting for Γ̂ and tests", "Γ̂", "testing")
     names = (*server, "clients: generating", "clients: training")

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from fedeas_flwr.metrics import BESIDE, WALL_CLOCK
-from fedeas_flwr.report.groups import CLIENT_WORK, FloatArray, Group, Spread, gain_and_efficiency
+from fedeas_flwr.report.groups import CLIENT_WORK, FloatArray, Group, Spread, gain_and_efficiency, why_no_gain
 
 
 def as_data(groups: Sequence[Group]) -> list[dict[str, Any]]:
@@ -29,6 +29,7 @@ def as_data(groups: Sequence[Group]) -> list[dict[str, Any]]:
                 "images": group.images,
                 "gain_points": gain[0] if gain else None,
                 "eta": gain[1] if gain else None,
+                "no_gain": why_no_gain(group, groups),
                 "gamma_hat": _plain(group.spread("gamma_hat")),
                 "threshold": group.config.threshold,
                 "rounds_to_threshold": [member.summary["rounds_to_threshold"] for member in group.members],

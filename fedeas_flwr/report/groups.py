@@ -7,7 +7,6 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,7 +16,7 @@ from fedeas_flwr.config import RunConfig
 from fedeas_flwr.data import short_name
 from fedeas_flwr.metrics import WALL_CLOCK, efficiency, last_20, seconds_of, summarise
 from fedeas_flwr.report.style import COLOURS, INK, LABELS, MORE_COLOURS
-from fedeas_flwr.runs import NOT_THE_RUN, RunDirectory, RunError
+from fedeas_flwr.runs import NOT_THE_RUN, RunDirectory, RunError, without_folder
 
 FloatArray = npt.NDArray[np.float64]
 
@@ -219,7 +218,7 @@ def identity(config: RunConfig, free: Sequence[str] = ()) -> dict[str, Any]:
     ignored = {"seed", "data-dir", *NOT_THE_RUN, *free, *(_OF_GENERATION[1:] if config.policy == "none" else ())}
     values = {key: value for key, value in config.outside().items() if key not in ignored}
     dataset = {"dataset": short_name(config.dataset)}
-    return values | dataset | {key: Path(str(values[key])).name for key in _PATHS if key in values}
+    return values | dataset | {key: without_folder(str(values[key])) for key in _PATHS if key in values}
 
 
 def _refuse_doubles(group: Sequence[Member]) -> None:
@@ -266,12 +265,39 @@ def _show(value: Any) -> str:
 
 def baseline_of(group: Group, groups: Sequence[Group]) -> Group | None:
     """The group that is the same but for generating nothing."""
-    free = (*_OF_GENERATION, "threshold")
-    for other in groups:
-        same = identity(other.config, free) == identity(group.config, free)
-        if same and other is not group and other.config.policy == "none":
-            return other
-    return None
+    return next((other for other in _without_images(group, groups) if not _in_the_way(group, other)), None)
+
+
+def why_no_gain(group: Group, groups: Sequence[Group]) -> str | None:
+    """What keeps a group from being compared with one that generates nothing; ``None`` if it is, or is one itself."""
+    if group.config.policy == "none" or baseline_of(group, groups):
+        return None
+    others = _without_images(group, groups)
+    if not others:
+        return "no group generates nothing (policy = none)"
+    nearest = min(others, key=lambda other: len(_in_the_way(group, other)))
+    mine, theirs = identity(group.config), identity(nearest.config)
+    keys = [f"{key} = {_show(theirs[key])}, not {_show(mine[key])}" for key in _in_the_way(group, nearest)]
+    return f"the nearest group that generates nothing has {'; '.join(keys)}"
+
+
+def no_gain_notes(groups: Sequence[Group]) -> list[str]:
+    """A line for each reason why groups have no gain."""
+    reasons: dict[str, list[str]] = {}
+    for group in groups:
+        if reason := why_no_gain(group, groups):
+            reasons.setdefault(reason, []).append(group.name)
+    return [f"No gain of {', '.join(names)}: {reason}" for reason, names in reasons.items()]
+
+
+def _without_images(group: Group, groups: Sequence[Group]) -> list[Group]:
+    return [other for other in groups if other is not group and other.config.policy == "none"]
+
+
+def _in_the_way(group: Group, other: Group) -> list[str]:
+    """The keys in which two groups differ, what is generated aside."""
+    mine, theirs = (identity(one.config, (*_OF_GENERATION, "threshold")) for one in (group, other))
+    return [key for key in mine if mine[key] != theirs[key]]
 
 
 def gain_and_efficiency(group: Group, groups: Sequence[Group]) -> tuple[float, float | None] | None:

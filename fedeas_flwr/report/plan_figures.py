@@ -19,7 +19,7 @@ from fedeas_flwr.budget_path import BudgetPath
 from fedeas_flwr.choosing import Choice, option, show
 from fedeas_flwr.counts import IntArray
 from fedeas_flwr.paths import atomic_write
-from fedeas_flwr.report.style import COLOURS, INK, LABELS, tidy
+from fedeas_flwr.report.style import COLOURS, INK, LABELS, legend_above, tidy
 
 PATH_POINTS = 240
 MOST_BARS_NAMED = 30
@@ -40,6 +40,16 @@ def draw_plan(path: BudgetPath, beta: float, folder: Path, choice: Choice | None
     choice : Choice, optional
         How β was chosen; its limits and window are drawn, and its grid is what is marked.
     """
+    drawn = plan_figures(path, beta, choice)
+    for name, figure in drawn.items():
+        buffer = io.BytesIO()
+        figure.savefig(buffer, format="png")
+        atomic_write(folder / name, buffer.getvalue())
+    return [folder / name for name in drawn]
+
+
+def plan_figures(path: BudgetPath, beta: float, choice: Choice | None = None) -> dict[str, Figure]:
+    """The same by the names of their files."""
     generated = fill_to(path.counts, path.levels(beta), path.strict_mean)
     if not generated.any():
         raise ValueError(f"figures: nothing would be generated at β = {beta:g}, so there is nothing to draw")
@@ -51,13 +61,10 @@ def draw_plan(path: BudgetPath, beta: float, folder: Path, choice: Choice | None
         "reduction.png": lambda axes: draw_reduction(axes, curves.reduction(path, betas), path.policy, beta),
         "beta-selection.png": lambda axes: draw_selection(axes, path, betas, beta, choice),
     }
+    figures = {name: Figure(figsize=(6.4, 4.2), layout="constrained", dpi=160) for name in drawings}
     for name, draw in drawings.items():
-        figure = Figure(figsize=(6.4, 4.2), layout="constrained", dpi=160)
-        draw(figure.subplots())
-        buffer = io.BytesIO()
-        figure.savefig(buffer, format="png")
-        atomic_write(folder / name, buffer.getvalue())
-    return [folder / name for name in drawings]
+        draw(figures[name].subplots())
+    return figures
 
 
 # Fig. 1(a)
@@ -65,7 +72,7 @@ def draw_demand(axes: Axes, path: BudgetPath, generated: IntArray, beta: float) 
     """Put each client's budget in front of what full balance would take, hatched; logarithmic, or it is not seen."""
     needed, given = curves.demand(path.counts, generated)
     clients = np.arange(len(needed))
-    label = f"full class balance, {needed.sum():,} images"
+    label = f"full balance, {needed.sum():,} images"
     axes.bar(clients, needed, 0.8, fc="white", ec=COLOURS["none"], hatch="////", lw=0.8, label=label)
     name = f"{_name(path.policy)} (β = {beta:g}), {given.sum():,} images"
     axes.bar(clients, given, 0.8, color=_colour(path.policy), label=name)
@@ -80,7 +87,7 @@ def draw_demand(axes: Axes, path: BudgetPath, generated: IntArray, beta: float) 
     tidy(axes)
     axes.grid(visible=False, axis="x")
     axes.margins(x=0.01)
-    axes.legend(frameon=False, loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=2, fontsize=9)
+    legend_above(axes)
 
 
 # Fig. 2(a)
@@ -104,7 +111,7 @@ def draw_concentration(axes: Axes, path: BudgetPath, generated: IntArray, beta: 
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.yaxis.set_major_formatter(PercentFormatter(1.0))
     tidy(axes)
-    axes.legend(edgecolor="white", framealpha=0.95, loc="upper left", fontsize=9)
+    legend_above(axes)
 
 
 # Fig. 2(b)
@@ -125,17 +132,22 @@ def draw_reduction(axes: Axes, found: curves.Reduction, policy: str, beta: float
     for name, points in found.marks.items():
         images, removed = zip(*points, strict=True)
         axes.plot(images, removed, styles[name]["marker"], color=_colour(name), zorder=3)
-    for marked, point in zip(found.betas, found.marks[policy], strict=True):
-        _name_beta(axes, marked, point, bold=marked == beta)
+    lines = [np.array(curve).T for curve in found.curves.values()]
+    for marked, (made, _) in zip(found.betas, found.marks[policy], strict=True):
+        above = max(float(np.interp(made, *line)) for line in lines)
+        if made:  # at the origin there is nothing to name
+            _name_beta(axes, marked, (made, above), bold=marked == beta)
     if beta in found.betas:
         _draw_gap(axes, found, policy, found.betas.index(beta))
     axes.set(xlabel="images generated in all", ylabel=REMOVED)
     axes.set_xlim(left=0)
-    axes.set_ylim(bottom=min(0.0, *(removed for _, removed in found.curves["uniform"])))
+    highest, lowest = max(line[1].max() for line in lines), min(line[1].min() for line in lines)
+    axes.set_ylim(min(0.0, lowest), 1.12 * highest)  # the names of β stand above the highest curve
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.xaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
     axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
     tidy(axes)
-    axes.legend(frameon=False, loc="lower right", fontsize=9)
+    legend_above(axes)
 
 
 def _draw_gap(axes: Axes, found: curves.Reduction, policy: str, i: int) -> None:
@@ -148,7 +160,7 @@ def _draw_gap(axes: Axes, found: curves.Reduction, policy: str, i: int) -> None:
 
 
 def _name_beta(axes: Axes, beta: float, point: tuple[float, float], bold: bool) -> None:
-    """Write β above and left of its mark: all curves rise, and the highest is close above."""
+    """Write β above the highest curve and to the left: all curves rise, so it lies on none."""
     style: dict[str, Any] = {"ha": "right", "fontsize": 9, "color": INK, "fontweight": "bold" if bold else "normal"}
     text = axes.annotate(f"β = {beta:g}", point, (-8, 10), textcoords="offset points", zorder=5, **style)
     text.set_path_effects([withStroke(linewidth=3, foreground="white")])  # readable where it meets a line
@@ -167,7 +179,7 @@ def draw_selection(axes: Axes, path: BudgetPath, betas: list[float], beta: float
         lw=1.8,
         label=f"{_name(path.policy)}, β growing",
     )
-    right, top = 1.04 * line[-1].synthetic, min(1.03, 1.1 * max(p.removed for p in line))
+    right, top = 1.04 * line[-1].synthetic, 1.1 * max(p.removed for p in line)
     axes.set_xlim(0, right or 1)
     axes.set_ylim(0, top or 1)
     if choice:
@@ -176,12 +188,13 @@ def draw_selection(axes: Axes, path: BudgetPath, betas: list[float], beta: float
         fits = choice is None or any(low <= point.beta <= high for low, high in choice.windows)
         face = colour if fits else "white"
         axes.plot(point.synthetic, point.removed, "o", ms=7, mfc=face, mec=colour, mew=1.6, zorder=4)
-        _name_beta(axes, point.beta, (point.synthetic, point.removed), bold=point.beta == beta)
+        if point.images:
+            _name_beta(axes, point.beta, (point.synthetic, point.removed), bold=point.beta == beta)
     axes.set(xlabel="synthetic share of the training data", ylabel=REMOVED)
     axes.xaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
     axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
     tidy(axes)
-    axes.legend(frameon=False, loc="upper left", fontsize=9)
+    legend_above(axes)
 
 
 def _draw_limits(axes: Axes, path: BudgetPath, choice: Choice) -> None:

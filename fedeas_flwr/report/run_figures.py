@@ -1,10 +1,11 @@
-"""What runs did, as pictures for a page or a talk: each function draws on axes it is given."""
+"""What runs did, as pictures for a page or a talk: each function draws on axes it is given, and leaves the legend."""
 
 from __future__ import annotations
 
 import textwrap
 from collections.abc import Sequence
 from itertools import cycle
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -46,7 +47,6 @@ def draw_accuracy(axes: Axes, groups: Sequence[Group]) -> None:
     axes.set(xlabel="round", ylabel="test accuracy (%)")
     axes.set_ylim(top=min(102.0, axes.get_ylim()[1]))
     _rounds_axis(axes)
-    axes.legend(frameon=False, loc="lower right", fontsize=9)
 
 
 def draw_measure(axes: Axes, groups: Sequence[Group], measure: str, label: str, scale: float = 1.0) -> None:
@@ -57,7 +57,6 @@ def draw_measure(axes: Axes, groups: Sequence[Group], measure: str, label: str, 
             _draw_curve(axes, curve, group.colour, 1.6, group.name)
     axes.set(xlabel="round", ylabel=label)
     _rounds_axis(axes)
-    axes.legend(frameon=False, fontsize=9)
 
 
 def _draw_curve(axes: Axes, curve: FloatArray, colour: str, width: float, label: str) -> None:
@@ -90,8 +89,7 @@ def draw_classes(axes: Axes, groups: Sequence[Group], classes: Sequence[str], ba
         axes.vlines(places, np.nanmin(values, axis=0), np.nanmax(values, axis=0), color="#d5dae0", lw=6, zorder=1)
         for group, row, marker in zip(known, values, cycle(_MARKERS), strict=False):
             axes.plot(places, row, marker, ms=7, color=group.colour, label=group.name, zorder=2)
-        names = [classes[label] for label in order]
-        axes.set_xticks(places, names, rotation=35 if max(map(len, names)) > 3 else 0, ha="center")
+        _name_classes(axes, [classes[label] for label in order])
     else:
         for group in known:
             assert group.per_class is not None
@@ -101,7 +99,14 @@ def draw_classes(axes: Axes, groups: Sequence[Group], classes: Sequence[str], ba
     axes.set(xlabel=f"class, worst first under: {first}", ylabel="accuracy (%), last 20 rounds")
     tidy(axes)
     axes.grid(visible=False, axis="x")
-    axes.legend(frameon=False, fontsize=9, loc="lower right")
+
+
+def _name_classes(axes: Axes, names: Sequence[str]) -> None:
+    """Write names under their places; where they would touch they slant, and end where they belong."""
+    slanting: dict[str, Any] = (
+        {"rotation": 35, "ha": "right", "rotation_mode": "anchor"} if len(names) * max(map(len, names)) > 40 else {}
+    )
+    axes.set_xticks(range(len(names)), [name if len(name) <= 24 else f"{name[:23]}…" for name in names], **slanting)
 
 
 def draw_cost(axes: Axes, groups: Sequence[Group]) -> None:
@@ -110,6 +115,8 @@ def draw_cost(axes: Axes, groups: Sequence[Group]) -> None:
     fewest = min((group.images for group in groups if group.images), default=0.0)
     if fewest and most > 20 * fewest:
         axes.set_xscale("symlog", linthresh=fewest)
+    else:
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     for group, marker in zip(groups, cycle(_MARKERS), strict=False):
         score = group.spread("last_20")
         assert score is not None
@@ -124,7 +131,6 @@ def draw_cost(axes: Axes, groups: Sequence[Group]) -> None:
     axes.set(xlabel="images generated in all", ylabel="last-20 accuracy (%)")
     axes.margins(0.08)
     tidy(axes)
-    axes.legend(frameon=False, fontsize=9, loc="lower right")
 
 
 def draw_seconds(axes: Axes, groups: Sequence[Group]) -> None:
@@ -139,22 +145,23 @@ def draw_seconds(axes: Axes, groups: Sequence[Group]) -> None:
             left += seconds
     axes.set_yticks(places, [textwrap.fill(group.name, 30) for group in groups])
     axes.invert_yaxis()
-    axes.xaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
+    axes.xaxis.set_major_formatter(StrMethodFormatter("{x:,g}"))
     axes.set(xlabel="seconds; upper bar: wall-clock, lower bar: clients' work added up")
     tidy(axes)
     axes.grid(visible=False, axis="y")
-    axes.legend(frameon=False, fontsize=9, ncols=3, loc="lower left", bbox_to_anchor=(0.0, 1.0))
 
 
-def draw_heat_map(axes: Axes, values: npt.NDArray[np.int64], title: str, tint: str, top: int | None = None) -> None:
+def draw_heat_map(
+    axes: Axes, values: npt.NDArray[np.int64], classes: Sequence[str], title: str, tint: str, top: int | None = None
+) -> None:
     """Client × class; numbers are written in where there is room."""
     top = max(int(values.max()) if top is None else top, 1)
     shown = np.ma.masked_equal(values, 0)  # nothing is white, not the palest shade of something
     axes.imshow(shown, cmap=tint, aspect="auto", vmin=0, vmax=top, interpolation="nearest")
     axes.set(xlabel="class", ylabel="client")
     axes.set_title(textwrap.fill(title, 48), fontsize=10)
-    if values.shape[1] <= MOST_CLASSES_NAMED:
-        axes.set_xticks(range(values.shape[1]))
+    if len(classes) <= MOST_CLASSES_NAMED:
+        _name_classes(axes, classes)
     if values.shape[0] <= MOST_CLASSES_NAMED:
         axes.set_yticks(range(values.shape[0]))
     axes.tick_params(length=0)

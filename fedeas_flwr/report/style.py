@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import textwrap
+from typing import Any
+
 import matplotlib
+import numpy as np
 
 matplotlib.use("Agg")
 
@@ -18,7 +22,7 @@ COLOURS = {
     "greedy": INK,
     "waterfill": "#3a8dde",
 }
-MORE_COLOURS = ("#8a5fbf", "#0f8b8d", "#c8702a", "#6c7a89", "#b5408f", "#2f5d9b", "#7a9a01", "#5b4636")
+MORE_COLOURS = ("#8a5fbf", "#0b6e6e", "#9a4a12", "#e58fb5", "#1f3f8f", "#7a9a01", "#6b1f4f", "#7fd1d8")
 """For policies without a colour of their own, and for a second group of one policy."""
 LABELS = {
     "none": "FedAvg, nothing generated",
@@ -30,6 +34,10 @@ LABELS = {
     "waterfill": "Waterfill (ours)",
     "oversample": "Oversampling, nothing generated",
 }
+_SIZE = 9
+"""Of a legend's letters, in points."""
+_LETTER, _SIGN, _LINE = 0.068, 0.6, 0.19
+"""Inches that a letter, the sign before a name and a line take in a legend."""
 
 
 def tidy(axes: Axes) -> None:
@@ -37,3 +45,33 @@ def tidy(axes: Axes) -> None:
     axes.grid(alpha=0.25)
     axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)
+
+
+def legend_above(axes: Axes, title: str = "") -> float:
+    """Put the legend above the axes, where it covers nothing, in as many columns as there is room for.
+
+    A title at the left moves up to make room.
+
+    Returns
+    -------
+    float
+        The legend's height in inches.
+    """
+    # Axes grow by about a seventh when the layout finds out how little their labels need.
+    room = 1.15 * float(axes.bbox.width) / axes.figure.dpi
+    handles, names = axes.get_legend_handles_labels()
+    names = [textwrap.fill(name, int((room - _SIGN) / _LETTER)) for name in names]
+    columns = next(n for n in range(len(names), 0, -1) if n == 1 or _width(names, n) <= room)
+    lines = max(sum(1 + name.count("\n") for name in column) for column in np.array_split(names, columns))
+    place: dict[str, Any] = {"loc": "lower left", "bbox_to_anchor": (0.0, 1.0), "borderaxespad": 0.2, "borderpad": 0.2}
+    style: dict[str, Any] = {"frameon": False, "fontsize": _SIZE, "title_fontsize": _SIZE, "alignment": "left"}
+    axes.legend(handles, names, ncols=columns, title=title or None, **place, **style)
+    height = _LINE * int(lines + bool(title))
+    axes.set_title(axes.get_title(loc="left"), loc="left", pad=8 + 72 * height)
+    return height
+
+
+def _width(names: list[str], columns: int) -> float:
+    """Inches that a legend of so many columns takes."""
+    widest = [max(map(len, column)) for column in np.array_split(names, columns)]
+    return _LETTER * sum(widest) + _SIGN * columns

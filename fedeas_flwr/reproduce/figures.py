@@ -19,7 +19,7 @@ from fedeas_flwr.config import RunConfig
 from fedeas_flwr.counts import IntArray
 from fedeas_flwr.local_data import planned_counts
 from fedeas_flwr.report.plan_figures import draw_concentration, draw_demand, draw_reduction, draw_selection
-from fedeas_flwr.report.style import COLOURS, INK, LABELS, tidy
+from fedeas_flwr.report.style import COLOURS, INK, LABELS, legend_above, tidy
 from fedeas_flwr.reproduce import paper
 from fedeas_flwr.reproduce.beside import last_20_of
 from fedeas_flwr.reproduce.cells import MAIN, PAPERS, cell, column
@@ -66,7 +66,7 @@ def _pair(titles: tuple[str, str], height: float = 4.4) -> tuple[Figure, Axes, A
     figure = Figure(figsize=(12.8, height), layout="constrained", dpi=150)
     left, right = figure.subplots(1, 2, gridspec_kw={"wspace": 0.06})
     for axes, letter, title in ((left, "a", titles[0]), (right, "b", titles[1])):
-        axes.set_title(f"({letter}) {title}", loc="left", fontsize=12, pad=30 if letter == "a" else 12)
+        axes.set_title(f"({letter}) {title}", loc="left", fontsize=12)
     return figure, left, right
 
 
@@ -76,7 +76,6 @@ def _pair(titles: tuple[str, str], height: float = 4.4) -> tuple[Figure, Axes, A
 def draw_motivation(setting: Setting) -> Figure:
     """Fig. 1: what full balance would take, client by client; what the same total buys in different places."""
     figure, left, right = _pair(("Per-client generation demand", "Allocation drives accuracy"))
-    right.set_title(right.get_title(loc="left"), loc="left", fontsize=12, pad=30)
     draw_demand(left, setting.path, setting.generated, setting.beta)
     values = [setting.last_20(method) for method in POLICIES]
     _draw_bars(right, values)
@@ -112,7 +111,7 @@ def _draw_bars(axes: Axes, values: Sequence[Value]) -> None:
     axes.set_xlim(-0.6, len(values) - 0.1)
     tidy(axes)
     axes.grid(visible=False, axis="x")
-    axes.legend(frameon=False, loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=2, fontsize=9)
+    legend_above(axes)
 
 
 def _label(method: str) -> str:
@@ -125,7 +124,6 @@ def _label(method: str) -> str:
 def draw_surrogate(setting: Setting) -> Figure:
     """Fig. 2: how concentrated the imbalance is, and how fast it is removed."""
     figure, left, right = _pair(("Imbalance concentration", "Imbalance reduction"))
-    left.set_title(left.get_title(loc="left"), loc="left", fontsize=12, pad=12)
     draw_concentration(left, setting.path, setting.generated, setting.beta)
     draw_reduction(right, curves.reduction(setting.path, setting.betas), "fedeas", setting.beta)
     return figure
@@ -196,7 +194,6 @@ def draw_convergence(setting: Setting) -> Figure:
         configs = [cell(f"{place}/fedeas").config("smoke", 1) for place in (PAPERS, MAIN)]
         titles = tuple(f"digits, K = {c.clients}, α = {c.alpha:g}" for c in configs)
     figure, left, right = _pair((titles[0], titles[1]))
-    left.set_title(left.get_title(loc="left"), loc="left", fontsize=12, pad=12)
     for axes, place in ((left, PAPERS), (right, MAIN)):
         _draw_curves(axes, setting, place)
     return figure
@@ -219,8 +216,7 @@ def _draw_curves(axes: Axes, setting: Setting, place: str) -> None:
     axes.set_ylim(0, 105 if threshold > 0.7 else 82)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     tidy(axes)
-    title = f"first round at {100 * threshold:.0f} %"
-    axes.legend(frameon=True, framealpha=0.95, edgecolor="white", loc="lower right", fontsize=9.5, title=title)
+    legend_above(axes, f"First round at {100 * threshold:.0f} %:")
     if not any(setting.results.of(f"{place}/{method}") for method in ("missing-only", "fedeas")):
         axes.text(0.5, 0.55, "not run yet", transform=axes.transAxes, ha="center", fontsize=12, color=INK)
 
@@ -244,7 +240,6 @@ def _draw_band(axes: Axes, runs: Sequence[Measured], colour: str, threshold: flo
 def draw_sensitivity(setting: Setting) -> Figure:
     """Fig. 5: accuracy as the budget grows, FedEAS and Uniform; and which β the two conditions allow."""
     figure, left, right = _pair(("Accuracy at matched budgets", "Budget parameter selection"))
-    left.set_title(left.get_title(loc="left"), loc="left", fontsize=12, pad=12)
     totals = [setting.path.at(beta).images for beta in setting.betas]
     for policy, marker in (("fedeas", "o"), ("uniform", "s")):
         values = [setting.last_20(method) for method in swept_methods(policy)]
@@ -253,7 +248,7 @@ def draw_sensitivity(setting: Setting) -> Figure:
     left.xaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
     left.set_xlim(left=0)
     tidy(left)
-    left.legend(frameon=False, loc="best", fontsize=9)
+    legend_above(left)
     draw_selection(right, setting.path, setting.betas, setting.beta, choose(setting.path, CONDITIONS, setting.betas))
     return figure
 

@@ -1,0 +1,135 @@
+"""Every figure that is drawn, as a reader sees it: nothing lies on the data, nothing is cut off, colours differ."""
+
+from __future__ import annotations
+
+from itertools import combinations
+from pathlib import Path
+
+import numpy as np
+import pytest
+from made_up_runs import write_run
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.colors import to_rgb
+from matplotlib.figure import Figure
+from matplotlib.transforms import Bbox
+from numpy.typing import NDArray
+
+from fedeas_flwr.budget_path import BudgetPath
+from fedeas_flwr.choosing import Limits, choose
+from fedeas_flwr.local_data import partition_counts
+from fedeas_flwr.report.comparison import comparison_figure
+from fedeas_flwr.report.document import make_document
+from fedeas_flwr.report.groups import group_runs
+from fedeas_flwr.report.plan_figures import plan_figures
+from fedeas_flwr.report.style import COLOURS, MORE_COLOURS
+from fedeas_flwr.reproduce.cells import all_cells
+from fedeas_flwr.reproduce.figures import (
+    draw_closed_form,
+    draw_convergence,
+    draw_motivation,
+    draw_overview,
+    draw_sensitivity,
+    draw_surrogate,
+    setting_of,
+)
+from fedeas_flwr.reproduce.measured import find_results
+from fedeas_flwr.runs import RunDirectory
+
+RESULTS = Path(__file__).parents[1] / "results"
+
+
+def faults(figure: Figure) -> list[str]:
+    """What a reader would stumble over: words on the data, and words that the edge cuts off."""
+    FigureCanvasAgg(figure).draw()
+    found = []
+    for axes in figure.axes:
+        legend, words = axes.get_legend(), [text for text in axes.texts if text.get_text()]
+        if legend and any(_covers(legend.get_window_extent(), points) for points in [*_lines(axes), *_areas(axes)]):
+            found.append(f"legend on the data: {[text.get_text() for text in legend.get_texts()]}")
+        for text in words:
+            box = text.get_window_extent()
+            if any(_covers(box, points) for points in _lines(axes)):
+                found.append(f"on a curve: {text.get_text()}")
+            if legend and box.overlaps(legend.get_window_extent()):
+                found.append(f"on the legend: {text.get_text()}")
+    inside = figure.bbox.padded(1)
+    for part in (*figure.axes, *figure.legends):
+        box = part.get_tightbbox()
+        if box is not None and not (inside.contains(*box.min) and inside.contains(*box.max)):
+            found.append(f"cut off: {part}")
+    return found
+
+
+def _covers(box: Bbox, points: NDArray[np.float64]) -> bool:
+    return bool(((points > box.min) & (points < box.max)).all(axis=1).any())
+
+
+def _lines(axes: Axes) -> list[NDArray[np.float64]]:
+    """Points close to each other along every curve; not along straight lines right across."""
+    found = []
+    for line in axes.lines:
+        points = line.get_transform().transform(np.asarray(line.get_xydata()))
+        if len(points) and line.get_transform() == axes.transData:
+            places = np.linspace(0, len(points) - 1, 40 * len(points))
+            found.append(np.stack([np.interp(places, np.arange(len(points)), column) for column in points.T], axis=1))
+    return found
+
+
+def _areas(axes: Axes) -> list[NDArray[np.float64]]:
+    """A grid of points over every bar."""
+    boxes = [patch.get_window_extent() for patch in axes.patches]
+    return [np.stack(np.meshgrid(*np.linspace(box.min, box.max, 30).T), axis=-1).reshape(-1, 2) for box in boxes]
+
+
+@pytest.mark.parametrize("name", ["quickstart", "cifar10-k100-a0.1"])
+def test_a_reports_figures(name: str) -> None:
+    groups, _ = group_runs([RunDirectory(path.parent) for path in sorted((RESULTS / name).glob("*/config.json"))])
+    pictures = [picture for section in make_document(groups).sections for picture in section.pictures]
+    assert len(pictures) >= 6
+    assert {picture.name: found for picture in pictures if (found := faults(picture.figure))} == {}
+    if name == "quickstart":
+        assert faults(comparison_figure(groups)) == []
+
+
+@pytest.mark.parametrize(("dataset", "clients"), [("digits", 10), ("cifar10", 20)])
+def test_a_plans_figures(dataset: str, clients: int) -> None:
+    path = BudgetPath(partition_counts(dataset, "paper", clients, 0.1, 42))
+    choice = choose(path, Limits(min_removed=0.5, max_synthetic=0.4), [4.0, 8.0, 12.0, 16.0, 20.0])
+    for chosen in (None, choice):
+        assert {name: bad for name, f in plan_figures(path, 12.0, chosen).items() if (bad := faults(f))} == {}
+
+
+def test_few_images_and_seconds_have_ticks_that_are_true(tmp_path: Path) -> None:
+    """Where a dataset is small, a tick between two whole numbers must not pass for one."""
+    drawn = plan_figures(BudgetPath([[41, 11, 3], [1, 4, 21], [14, 33, 16]]), 4.0)
+    assert {name: bad for name, figure in drawn.items() if (bad := faults(figure))} == {}
+    seconds = {"seconds": {"clients": 1.2, "aggregate": 0.1, "generating": 0.9, "training": 0.3}}
+    groups, _ = group_runs([write_run(tmp_path / "run", [0.5], extra=[seconds])])
+    pictures = {p.name: p.figure for section in make_document(groups).sections for p in section.pictures}
+    for figure in (drawn["reduction.png"], pictures["seconds"]):
+        FigureCanvasAgg(figure).draw()
+        (axes,) = figure.axes
+        labels = [float(label.get_text()) for label in axes.get_xticklabels()]
+        assert labels == pytest.approx(list(axes.get_xticks()))
+
+
+def test_the_papers_figures() -> None:
+    setting = setting_of(find_results(all_cells(), "full", [RESULTS], {}))
+    drawn = [draw(setting) for draw in (draw_motivation, draw_surrogate, draw_overview, draw_convergence)]
+    assert [faults(figure) for figure in (*drawn, draw_sensitivity(setting), draw_closed_form())] == [[]] * 6
+
+
+def lab(colour: str) -> NDArray[np.float64]:
+    """A colour as CIE L*a*b*, where distances are what the eye sees."""
+    rgb = np.array(to_rgb(colour))
+    rgb = np.where(rgb > 0.04045, ((rgb + 0.055) / 1.055) ** 2.4, rgb / 12.92)
+    to_xyz = [[0.4124, 0.3576, 0.1805], [0.2126, 0.7152, 0.0722], [0.0193, 0.1192, 0.9505]]
+    x, y, z = np.cbrt(to_xyz @ rgb / [0.9505, 1.0, 1.089])
+    return np.array([116 * y - 16, 500 * (x - y), 200 * (y - z)])
+
+
+def test_colours_can_be_told_apart() -> None:
+    pairs = combinations(sorted({*COLOURS.values(), *MORE_COLOURS}), 2)
+    near = {pair: float(np.linalg.norm(lab(pair[0]) - lab(pair[1]))) for pair in pairs}
+    assert {pair: distance for pair, distance in near.items() if distance < 25} == {}
