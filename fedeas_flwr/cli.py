@@ -249,7 +249,7 @@ def train_generator(
     where, out = pick_device(device), out.absolute()
     chosen = find_preset(preset, dataset, where)
     if not preset and dataset != "digits":
-        why = "the small one: without a GPU cifar-small takes weeks" if where == "cpu" else "for images on a GPU"
+        why = "the small one: cifar-small is for a GPU" if where == "cpu" else "for images on a GPU"
         console.print(f"preset {chosen.name}, {why}; --preset takes another", highlight=False, soft_wrap=True)
     finished = train(
         dataset,
