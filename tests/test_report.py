@@ -90,6 +90,16 @@ def test_any_other_key_makes_another_group_and_names_it(tmp_path: Path) -> None:
     assert len({group.colour for group in grouped(*runs)}) == 3
 
 
+def test_another_strategy_is_not_called_fedavg(tmp_path: Path) -> None:
+    runs = [write_run(tmp_path / name, [0.5], strategy=name) for name in ("fedavg", "scaffold")]
+    runs.append(write_run(tmp_path / "f", [0.6], images=FEDEAS_OF_FOUR, policy="fedeas", beta=4.0))
+    assert [group.name for group in grouped(*runs)] == [
+        "FedAvg, nothing generated, strategy = fedavg",
+        "Nothing generated, strategy = scaffold",
+        "FedEAS",
+    ]
+
+
 def test_what_a_policy_never_reads_does_not_set_runs_apart(tmp_path: Path) -> None:
     one, other = (write_run(tmp_path / f"{s}", [0.5], seed=s, beta=float(s)) for s in (1, 2))
     assert len(grouped(one, other)) == 1

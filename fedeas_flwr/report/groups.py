@@ -244,9 +244,15 @@ def _names(configs: Sequence[RunConfig]) -> list[str]:
         values = identity(config)
         differing = differences([other for other in configs if other.policy == config.policy])
         more = [f"{key} = {_show(values[key])}" for key in differing]
-        words = [LABELS.get(config.policy, config.policy)] if len(policies) > 1 or not more else []
+        words = [_policy(config)] if len(policies) > 1 or not more else []
         names.append(", ".join([*words, *more]))
     return names
+
+
+def _policy(config: RunConfig) -> str:
+    if config.policy == "none" and config.strategy != "fedavg":
+        return "Nothing generated"
+    return LABELS.get(config.policy, config.policy)
 
 
 def _colours(configs: Sequence[RunConfig]) -> list[str]:

@@ -57,8 +57,10 @@ def legend_above(axes: Axes, title: str = "") -> float:
     float
         The legend's height in inches.
     """
-    # Axes grow by about a seventh when the layout finds out how little their labels need.
-    room = 1.15 * float(axes.bbox.width) / axes.figure.dpi
+    figure = axes.get_figure(root=True)
+    assert figure is not None  # axes that were never on one cannot be drawn on
+    figure.draw_without_rendering()  # how wide axes are depends on their labels
+    room = float(axes.bbox.width) / figure.dpi
     handles, names = axes.get_legend_handles_labels()
     names = [textwrap.fill(name, int((room - _SIGN) / _LETTER)) for name in names]
     columns = next(n for n in range(len(names), 0, -1) if n == 1 or _width(names, n) <= room)
