@@ -36,6 +36,7 @@ from fedeas_flwr.commands.runs import runs_app
 from fedeas_flwr.commands.sweep import sweep
 from fedeas_flwr.config import ConfigError, RunConfig, parse_config, parse_overrides, read_config
 from fedeas_flwr.data import short_name
+from fedeas_flwr.keys import run_keys
 from fedeas_flwr.one_line import one_line
 from fedeas_flwr.project import read_project
 from fedeas_flwr.runs import RunDirectory, RunError
@@ -58,6 +59,8 @@ app.command(short_help="Make images to look at, to measure, to use as a bank")(g
 app.command(short_help="Compare and plot runs: a table, a page, Markdown")(report)
 app.add_typer(deploy_app, name="deploy", short_help="A federation of real machines: init, register, check")
 app.command(short_help="What this machine can do for a run, and what to mend")(doctor)
+_FOUR_COLUMNS = 120
+"""Characters that a terminal needs for one of them to be of sentences."""
 console = Console()
 warnings = Console(stderr=True)
 
@@ -277,11 +280,14 @@ def train_generator(
 
 @app.command(short_help="List every run-config key")
 def keys(output: FormatOption = "table") -> None:
-    """List every run-config key with its default and meaning."""
-    fields = RunConfig.model_fields.items()
-    rows = [(name.replace("_", "-"), field.default, field.description or "") for name, field in fields]
-    shown = [(name, json.dumps(default), meaning) for name, default, meaning in rows]
-    _print_rows(("key", "default", "meaning"), rows if output == "json" else shown, output, fold=["default", "meaning"])
+    """List every run-config key: default, allowed values (n is a whole number, x any) and meaning."""
+    head: tuple[str, ...] = ("key", "default", "allowed", "meaning")
+    rows: list[tuple[Any, ...]] = [(key.name, key.default, key.allowed, key.meaning) for key in run_keys()]
+    if output == "table":
+        rows = [(key.name, json.dumps(key.default), key.allowed_shown(), key.meaning) for key in run_keys()]
+        if table_console().width < _FOUR_COLUMNS:
+            head, rows = ("key", "default", "meaning, allowed"), [(*row[:2], f"{row[3]}\n{row[2]}") for row in rows]
+    _print_rows(head, rows, output, fold=head[1:])
 
 
 @app.command(short_help="List every strategy, and what it discloses")

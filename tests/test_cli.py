@@ -238,7 +238,11 @@ def test_help_names_the_commands_and_keys_lists_the_keys() -> None:
     commands = ("plan", "run", "resume", "sweep", "runs", "evaluate", "quickstart", "keys", "strategies", "generate")
     assert all(command in text for command in ("cache", "doctor"))
     assert all(command in text for command in commands)
-    assert "partition-seed" in typed("keys").stdout
+    row = next(line for line in typed("keys").stdout.splitlines() if line.startswith("partition-seed"))
+    assert " ".join(row.split()) == "partition-seed 42 0 ≤ n < 4,294,967,296 seed of the partition"
+    listed = {row["key"]: row for row in json.loads(typed("keys", "--format", "json").stdout)}
+    assert listed["alpha"]["allowed"] == {"type": "number", "exclusiveMinimum": 0, "maximum": 1e6}
+    assert listed["device"]["allowed"] == {"type": "string", "enum": ["auto", "cpu", "cuda"]}
     assert "multikrum" in typed("strategies").stdout
 
 
