@@ -2,8 +2,8 @@
 
 The other commands are in `commands/`, a file each; generate and cache in its images.py.
 
-Bad input ends in one line on stderr and a non-zero exit code, never in a traceback. Heavy imports (torch, flwr) happen
-inside the commands that need them: `fedeas plan` answers at once.
+An error ends in one line on stderr and an exit code (`exit_code`), never in a traceback. Heavy imports (torch, flwr)
+happen inside the commands that need them: `fedeas plan` answers at once.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from fedeas_flwr.data import short_name
 from fedeas_flwr.keys import run_keys
 from fedeas_flwr.one_line import one_line
 from fedeas_flwr.project import read_project
-from fedeas_flwr.runs import RunDirectory, RunError
+from fedeas_flwr.runs import RunDirectory, RunError, RunFailedError
 
 app = typer.Typer(
     cls=InOrderOfUse,
@@ -59,6 +59,8 @@ app.command(short_help="Make images to look at, to measure, to use as a bank")(g
 app.command(short_help="Compare and plot runs: a table, a page, Markdown")(report)
 app.add_typer(deploy_app, name="deploy", short_help="A federation of real machines: init, register, check")
 app.command(short_help="What this machine can do for a run, and what to mend")(doctor)
+WRONG_PATHS = (FileNotFoundError, FileExistsError, IsADirectoryError, NotADirectoryError, PermissionError)
+"""What an operating system says to a path that should have been another; a full disk it says otherwise."""
 _FOUR_COLUMNS = 120
 """Characters that a terminal needs for one of them to be of sentences."""
 console = Console()
@@ -78,17 +80,23 @@ def main() -> None:
         code = app(standalone_mode=False)  # typer turns Ctrl-C into a code of its own, and returns it
         if isinstance(code, int):
             sys.exit(code)
-    except (ConfigError, RunError, FileNotFoundError, ValueError) as error:
-        _fail(str(error), 2 if isinstance(error, (ConfigError, ValueError)) else 1)
-    except click.ClickException as error:
-        _fail(error.format_message(), 2)
-    except OSError as error:
-        _fail(f"{error.filename or 'file'}: {error.strerror or error}", 1)
+    except (click.ClickException, RunError, ValueError, OSError) as error:
+        print("error: " + one_line(_told(error), None), file=sys.stderr)
+        sys.exit(exit_code(error))
 
 
-def _fail(text: str, code: int) -> None:
-    print("error: " + one_line(text, None), file=sys.stderr)
-    sys.exit(code)
+def exit_code(error: Exception) -> int:
+    """2 where what was given is wrong, so that nothing was begun; 1 where what was begun has failed."""
+    failed = isinstance(error, RunFailedError) or (isinstance(error, OSError) and not isinstance(error, WRONG_PATHS))
+    return 1 if failed else 2
+
+
+def _told(error: Exception) -> str:
+    if isinstance(error, click.ClickException):
+        return error.format_message()
+    if isinstance(error, OSError) and error.strerror:
+        return f"{error.filename or 'file'}: {error.strerror}"
+    return str(error)
 
 
 def _terminated(number: int, frame: FrameType | None) -> None:
@@ -122,8 +130,6 @@ def run(
     config = read_config(conf, overrides or [])
     if not config.run_dir:
         config = config.with_changes(run_dir=str(fresh_folder(Path("runs").absolute() / run_name(config))))
-    elif not config.resume:
-        RunDirectory(Path(config.run_dir)).refuse_if_taken()  # before what has to be prepared, which may take minutes
     start(config)
 
 
@@ -133,9 +139,7 @@ def resume(
     overrides: Annotated[list[str] | None, typer.Argument(help="key=value …, such as rounds=40")] = None,
 ) -> None:
     """Go on with an interrupted run from its last checkpoint; the result is as if it had not been."""
-    stopped = RunDirectory(folder.absolute())
-    before = stopped.config()
-    stopped.refuse_if_it_runs()  # before what has to be prepared, which may take minutes
+    before = RunDirectory(folder.absolute()).config()
     changes = {"run-dir": str(folder.absolute()), "resume": True, **parse_overrides(overrides or [])}
     start(parse_config({**before.outside(), **changes}))
 

@@ -143,6 +143,7 @@ def gather(
     if folder is None or not left:
         return results, False
     filling = make_filling(left, scale, folder / "runs", more)
+    filling.check()
     prepare_generator(scale, [cell.config.generates for cell in filling.cells], console)
     console.print(f"{len(filling.cells)} runs, {jobs} at once → {folder / 'runs'}", highlight=False, soft_wrap=True)
     try:

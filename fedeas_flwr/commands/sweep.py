@@ -43,6 +43,7 @@ def sweep(
     _refuse_two_words(overrides or [], grid or [])
     folder = (out or Path("runs") / f"sweep-{conf.stem}").absolute()
     found = make_sweep(read_config(conf, overrides or []), grid or [], folder)
+    found.check()
     console, warnings = Console(stderr=output == "json"), Console(stderr=True)
     console.print(f"{len(found.cells)} runs, {jobs} at once → {folder}", highlight=False, soft_wrap=True)
     try:
