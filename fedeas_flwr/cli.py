@@ -40,6 +40,7 @@ from fedeas_flwr.keys import run_keys
 from fedeas_flwr.one_line import one_line
 from fedeas_flwr.project import read_project
 from fedeas_flwr.runs import RunDirectory, RunError, RunFailedError
+from fedeas_flwr.sizes import counted
 
 app = typer.Typer(
     cls=InOrderOfUse,
@@ -151,8 +152,8 @@ def start(config: RunConfig) -> RunDirectory:
 
     config = prepare(config, console)
     console.print(
-        f"{config.policy} · {config.strategy} · {config.dataset} · {config.clients} clients · {config.rounds} rounds "
-        f"· {config.backend} → {config.run_dir}",
+        f"{config.policy} · {config.strategy} · {config.dataset} · {counted(config.clients, 'client')} "
+        f"· {counted(config.rounds, 'round')} · {config.backend} → {config.run_dir}",
         highlight=False,
         soft_wrap=True,
     )
@@ -164,7 +165,7 @@ def start(config: RunConfig) -> RunDirectory:
     summary = finished.summary()
     console.print(
         f"last-20 accuracy {100 * summary['last_20']:.1f} % · peak {100 * summary['peak']:.1f} % · "
-        f"{summary['total_generated']:,} images generated",
+        f"{counted(summary['total_generated'], 'image')} generated",
         highlight=False,
     )
     if "privacy" in summary:
@@ -207,10 +208,12 @@ def evaluate(folder: Annotated[Path, typer.Argument(help="the run directory of a
 @app.command(short_help="Copy a run's record, without weights and paths")
 def export(
     folder: Annotated[Path, typer.Argument(help="the run directory of a finished run")],
-    to: Annotated[Path, typer.Argument(help="where its record goes, such as results/NAME")],
+    to: Annotated[Path, typer.Argument(help="where its record goes, such as results/NAME", callback=can_be_folder)],
 ) -> None:
     """Copy a run's record (config, rounds, summary) without weights, images or paths of this machine."""
-    RunDirectory(folder.absolute()).export(to.absolute())
+    run, again = RunDirectory(folder.absolute()), RunDirectory(to.absolute()).is_record()
+    run.export(to.absolute())
+    print(f"exported {counted(len(run.rounds()), 'round')} → {to}" + (", where its record was before" if again else ""))
 
 
 @app.command(short_help="Four runs on built-in data, a table and a page")

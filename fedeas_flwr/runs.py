@@ -26,6 +26,7 @@ from fedeas_flwr.config import ConfigError, RunConfig, parse_config
 from fedeas_flwr.paths import atomic_write, cache_root, existing_part, remove_unfinished
 from fedeas_flwr.processes import identify, is_elsewhere, still_runs
 from fedeas_flwr.run_files import holds_others_files
+from fedeas_flwr.sizes import counted
 
 NOT_THE_RUN = (
     "run-dir",
@@ -238,6 +239,7 @@ class RunDirectory:
     def export(self, folder: Path) -> None:
         """Copy the record of a finished run, without weights, images or paths of this machine."""
         summary, found = self.summary(), self._read_json("config.json")
+        self.check_export(folder)
         config = found["config"]
         config |= {"run-dir": "", "data-dir": "", "resume": False}  # without a run-dir there is nothing to resume
         config |= {key: without_folder(config[key]) for key in ("dataset", "generator", "weights")}
@@ -246,7 +248,21 @@ class RunDirectory:
         copy._write_json("summary.json", summary)
         atomic_write(folder / "rounds.jsonl", (self.path / "rounds.jsonl").read_bytes())
 
-    def is_exported(self) -> bool:
+    def check_export(self, folder: Path) -> None:
+        """Refuse to export over anything but an earlier record of this very run, which may have gone on since."""
+        if (folder / "status.json").exists():
+            raise RunError(f"{folder} is a run directory, and no place for a record: name another folder")
+        if holds_others_files(folder):
+            raise RunError(f"{folder} is not empty and holds no record; name a new folder")
+        there = RunDirectory(folder)
+        rounds = there.rounds()
+        if there.is_record() and (not rounds or rounds != self.rounds()[: len(rounds)]):
+            other = there.config()
+            done = counted(len(rounds), "round")
+            what = f"{other.policy}, {other.strategy}, {other.dataset}, seed {other.seed}, {done}"
+            raise RunError(f"{folder} holds the record of another run ({what}): name another folder, or remove it")
+
+    def is_record(self) -> bool:
         """Whether this is the whole record of a run: `export` writes its rounds last."""
         return (self.path / "rounds.jsonl").exists()
 

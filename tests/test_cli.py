@@ -15,6 +15,7 @@ from fedeas_flwr.cli import exit_code, run_name
 from fedeas_flwr.config import parse_config
 from fedeas_flwr.project import read_project
 from fedeas_flwr.runs import ProcessesDiedError
+from fedeas_flwr.sizes import counted
 
 ROOT = Path(__file__).parents[1]
 COUNTS = str(ROOT / "tests" / "three_clients.csv")
@@ -219,6 +220,7 @@ MISTAKES = {
     "no runs to report": (("report", "/nowhere"), ["/nowhere is not a folder"]),
     "nothing to report": (("report", str(ROOT / "conf")), ["no run directory", str(ROOT / "conf")]),
     "nothing to export": (("export", "/nowhere", "out"), ["/nowhere is not a run directory"]),
+    "a record in a file": (("export", "/nowhere", COUNTS), [f"'{COUNTS}': is a file, must be a folder"]),
     "no config file to examine": (("doctor", "nowhere.toml"), ["nowhere.toml"]),
     "no deployment": (("deploy", "register", "/nowhere"), ["/nowhere"]),
     "a run in a file": (
@@ -226,6 +228,23 @@ MISTAKES = {
         [f"run-dir = '{COUNTS}/r' cannot be written: Not a directory"],
     ),
     "no dataset to learn": (("train-generator", "--dataset", "mnist", "--out", "out"), ["dataset", "mnist"]),
+    "a generator that is not asked": (
+        ("plan", "--generator", "bank:/nowhere"),
+        ["--generator: leave it out", "--estimate or --max-seconds"],
+    ),
+    "measures of no report": (
+        ("generate", "--out", "out", "--data-dir", "/nowhere"),
+        ["--data-dir: leave it out, it says nothing without --report"],
+    ),
+    "weights nowhere": (
+        ("generate", "--out", "out", "--report", "--inception", "/nowhere"),
+        ["--inception: there is no file /nowhere"],
+    ),
+    "runs of a list": (("reproduce", "--list", "--no-run"), ["--run: leave it out, --list does no runs"]),
+    "columns of a document": (
+        ("reproduce", "--into", "doc.md", "--columns", "c10-k100-a0.1"),
+        ["--columns: leave it out, --into writes"],
+    ),
     "total for fedeas": (("plan", "--total", "5"), ["total", "5", "fedeas"]),
 }
 LOADING = ("no generator", "a model that takes other words")
@@ -276,6 +295,18 @@ def test_a_slip_of_the_pen_is_mended_once(words: list[str], meant: str) -> None:
 
 def test_no_images_are_no_beta() -> None:
     assert json.loads(typed("plan", "--max-images", "0", "--format", "json").stdout)["beta"] == 0
+
+
+def test_one_is_written_in_the_singular(tmp_path: Path) -> None:
+    assert [counted(number, "run") for number in (0, 1, 2, 1234)] == ["0 runs", "1 run", "2 runs", "1,234 runs"]
+    assert [counted(number, "class", "classes") for number in (1, 10)] == ["1 class", "10 classes"]
+    finish(small(tmp_path / "r", policy="none", rounds=1))
+    listed = typed("runs", "ls", str(tmp_path)).stdout.splitlines()[-1]
+    assert listed.startswith("1 run, ")
+    page = typed("report", str(tmp_path), "--out", str(tmp_path / "out"))
+    assert page.returncode == 0
+    text = (tmp_path / "out" / "report.md").read_text()
+    assert "1 run in 1 group (" in text and "4 clients, " in text and "1 round." in text
 
 
 def test_run_and_evaluate_from_the_shell(tmp_path: Path) -> None:

@@ -143,7 +143,7 @@ def test_the_documented_commands_about_runs(swept: Killed, tmp_path: Path, words
         "show": "local-epochs",
         "csv": "round,accuracy,",
         "prune": "pruned 4 runs",
-        "rm": "removed 1 runs",
+        "rm": "removed 1 run,",
     }
     assert expected[words[1]] in done.stdout
 
