@@ -35,7 +35,7 @@ from fedeas_flwr.commands.reproduce import reproduce
 from fedeas_flwr.commands.runs import runs_app
 from fedeas_flwr.commands.sweep import sweep
 from fedeas_flwr.config import ConfigError, RunConfig, parse_config, parse_overrides, read_config
-from fedeas_flwr.data import short_name
+from fedeas_flwr.data import dataset_info, short_name
 from fedeas_flwr.keys import run_keys
 from fedeas_flwr.one_line import one_line
 from fedeas_flwr.project import read_project
@@ -257,6 +257,7 @@ def train_generator(
     if device not in ("auto", "cpu", "cuda"):
         raise ConfigError(f"device = '{device}': must be auto, cpu or cuda")
     where, out = pick_device(device), out.absolute()
+    dataset_info(dataset)  # refuses what there is not, before anything is said
     chosen = find_preset(preset, dataset, where)
     if not preset and dataset != "digits":
         why = "the small one: cifar-small is for a GPU" if where == "cpu" else "for images on a GPU"
