@@ -29,7 +29,7 @@ from rich.console import Console
 
 from fedeas_flwr.config import RunConfig, parse_config
 from fedeas_flwr.launch import launch
-from fedeas_flwr.prepare import prepare
+from fedeas_flwr.prepare import ensure_digits_generator
 from fedeas_flwr.runs import RunDirectory, RunError
 from fedeas_flwr.strategies import ALGORITHMS
 
@@ -87,10 +87,8 @@ def run_all(configs: Sequence[RunConfig], jobs: int, console: Console) -> None:
     console.print(f"{len(configs)} runs, {len(configs) - len(todo)} finished before")
     if not todo:
         return
-    for config in todo:
-        if config.generates:
-            prepare(config, console)  # the generator is trained here and not by several processes
-            break
+    if any(config.generates for config in todo):
+        ensure_digits_generator(console)  # here and not by several processes
     failed = 0
     with ProcessPoolExecutor(jobs, mp_context=multiprocessing.get_context("spawn")) as pool:
         running = {pool.submit(run_once, config): Path(config.run_dir).name for config in todo}

@@ -11,6 +11,7 @@ import numpy as np
 
 from fedeas_flwr.budget_path import BudgetPath, Point, Window, greatest, where_removed
 from fedeas_flwr.counts import check_number
+from fedeas_flwr.sizes import counted
 
 
 @dataclass(frozen=True)
@@ -210,7 +211,7 @@ def _contradictions(path: BudgetPath, limits: Limits, tops: dict[str, float]) ->
 
 def describe(point: Point) -> str:
     """Say in a few words what a β means."""
-    return f"{point.removed:.1%} removed, {point.images:,} images, {point.synthetic:.1%} synthetic"
+    return f"{point.removed:.1%} removed, {counted(point.images, 'image')}, {point.synthetic:.1%} synthetic"
 
 
 def show(windows: list[Window], end: float) -> str:

@@ -2,8 +2,8 @@
 
 The other commands are in `commands/`, a file each; generate and cache in its images.py.
 
-Bad input ends in one line on stderr and a non-zero exit code, never in a traceback. Heavy imports (torch, flwr) happen
-inside the commands that need them: `fedeas plan` answers at once.
+An error ends in one line on stderr and an exit code (`exit_code`), never in a traceback. Heavy imports (torch, flwr)
+happen inside the commands that need them: `fedeas plan` answers at once.
 """
 
 from __future__ import annotations
@@ -35,10 +35,12 @@ from fedeas_flwr.commands.reproduce import reproduce
 from fedeas_flwr.commands.runs import runs_app
 from fedeas_flwr.commands.sweep import sweep
 from fedeas_flwr.config import ConfigError, RunConfig, parse_config, parse_overrides, read_config
-from fedeas_flwr.data import short_name
+from fedeas_flwr.data import dataset_info, short_name
+from fedeas_flwr.keys import run_keys
 from fedeas_flwr.one_line import one_line
 from fedeas_flwr.project import read_project
-from fedeas_flwr.runs import RunDirectory, RunError
+from fedeas_flwr.runs import RunDirectory, RunError, RunFailedError
+from fedeas_flwr.sizes import counted
 
 app = typer.Typer(
     cls=InOrderOfUse,
@@ -58,6 +60,10 @@ app.command(short_help="Make images to look at, to measure, to use as a bank")(g
 app.command(short_help="Compare and plot runs: a table, a page, Markdown")(report)
 app.add_typer(deploy_app, name="deploy", short_help="A federation of real machines: init, register, check")
 app.command(short_help="What this machine can do for a run, and what to mend")(doctor)
+WRONG_PATHS = (FileNotFoundError, FileExistsError, IsADirectoryError, NotADirectoryError, PermissionError)
+"""What an operating system says to a path that should have been another; a full disk it says otherwise."""
+_FOUR_COLUMNS = 120
+"""Characters that a terminal needs for one of them to be of sentences."""
 console = Console()
 warnings = Console(stderr=True)
 
@@ -75,17 +81,23 @@ def main() -> None:
         code = app(standalone_mode=False)  # typer turns Ctrl-C into a code of its own, and returns it
         if isinstance(code, int):
             sys.exit(code)
-    except (ConfigError, RunError, FileNotFoundError, ValueError) as error:
-        _fail(str(error), 2 if isinstance(error, (ConfigError, ValueError)) else 1)
-    except click.ClickException as error:
-        _fail(error.format_message(), 2)
-    except OSError as error:
-        _fail(f"{error.filename or 'file'}: {error.strerror or error}", 1)
+    except (click.ClickException, RunError, ValueError, OSError) as error:
+        print("error: " + one_line(_told(error), None), file=sys.stderr)
+        sys.exit(exit_code(error))
 
 
-def _fail(text: str, code: int) -> None:
-    print("error: " + one_line(text, None), file=sys.stderr)
-    sys.exit(code)
+def exit_code(error: Exception) -> int:
+    """2 where what was given is wrong, so that nothing was begun; 1 where what was begun has failed."""
+    failed = isinstance(error, RunFailedError) or (isinstance(error, OSError) and not isinstance(error, WRONG_PATHS))
+    return 1 if failed else 2
+
+
+def _told(error: Exception) -> str:
+    if isinstance(error, click.ClickException):
+        return error.format_message()
+    if isinstance(error, OSError) and error.strerror:
+        return f"{error.filename or 'file'}: {error.strerror}"
+    return str(error)
 
 
 def _terminated(number: int, frame: FrameType | None) -> None:
@@ -119,8 +131,6 @@ def run(
     config = read_config(conf, overrides or [])
     if not config.run_dir:
         config = config.with_changes(run_dir=str(fresh_folder(Path("runs").absolute() / run_name(config))))
-    elif not config.resume:
-        RunDirectory(Path(config.run_dir)).refuse_if_taken()  # before what has to be prepared, which may take minutes
     start(config)
 
 
@@ -130,9 +140,7 @@ def resume(
     overrides: Annotated[list[str] | None, typer.Argument(help="key=value …, such as rounds=40")] = None,
 ) -> None:
     """Go on with an interrupted run from its last checkpoint; the result is as if it had not been."""
-    stopped = RunDirectory(folder.absolute())
-    before = stopped.config()
-    stopped.refuse_if_it_runs()  # before what has to be prepared, which may take minutes
+    before = RunDirectory(folder.absolute()).config()
     changes = {"run-dir": str(folder.absolute()), "resume": True, **parse_overrides(overrides or [])}
     start(parse_config({**before.outside(), **changes}))
 
@@ -144,8 +152,8 @@ def start(config: RunConfig) -> RunDirectory:
 
     config = prepare(config, console)
     console.print(
-        f"{config.policy} · {config.strategy} · {config.dataset} · {config.clients} clients · {config.rounds} rounds "
-        f"· {config.backend} → {config.run_dir}",
+        f"{config.policy} · {config.strategy} · {config.dataset} · {counted(config.clients, 'client')} "
+        f"· {counted(config.rounds, 'round')} · {config.backend} → {config.run_dir}",
         highlight=False,
         soft_wrap=True,
     )
@@ -157,7 +165,7 @@ def start(config: RunConfig) -> RunDirectory:
     summary = finished.summary()
     console.print(
         f"last-20 accuracy {100 * summary['last_20']:.1f} % · peak {100 * summary['peak']:.1f} % · "
-        f"{summary['total_generated']:,} images generated",
+        f"{counted(summary['total_generated'], 'image')} generated",
         highlight=False,
     )
     if "privacy" in summary:
@@ -200,10 +208,12 @@ def evaluate(folder: Annotated[Path, typer.Argument(help="the run directory of a
 @app.command(short_help="Copy a run's record, without weights and paths")
 def export(
     folder: Annotated[Path, typer.Argument(help="the run directory of a finished run")],
-    to: Annotated[Path, typer.Argument(help="where its record goes, such as results/NAME")],
+    to: Annotated[Path, typer.Argument(help="where its record goes, such as results/NAME", callback=can_be_folder)],
 ) -> None:
     """Copy a run's record (config, rounds, summary) without weights, images or paths of this machine."""
-    RunDirectory(folder.absolute()).export(to.absolute())
+    run, again = RunDirectory(folder.absolute()), RunDirectory(to.absolute()).is_record()
+    run.export(to.absolute())
+    print(f"exported {counted(len(run.rounds()), 'round')} → {to}" + (", where its record was before" if again else ""))
 
 
 @app.command(short_help="Four runs on built-in data, a table and a page")
@@ -247,6 +257,7 @@ def train_generator(
     if device not in ("auto", "cpu", "cuda"):
         raise ConfigError(f"device = '{device}': must be auto, cpu or cuda")
     where, out = pick_device(device), out.absolute()
+    dataset_info(dataset)  # refuses what there is not, before anything is said
     chosen = find_preset(preset, dataset, where)
     if not preset and dataset != "digits":
         why = "the small one: cifar-small is for a GPU" if where == "cpu" else "for images on a GPU"
@@ -277,11 +288,14 @@ def train_generator(
 
 @app.command(short_help="List every run-config key")
 def keys(output: FormatOption = "table") -> None:
-    """List every run-config key with its default and meaning."""
-    fields = RunConfig.model_fields.items()
-    rows = [(name.replace("_", "-"), field.default, field.description or "") for name, field in fields]
-    shown = [(name, json.dumps(default), meaning) for name, default, meaning in rows]
-    _print_rows(("key", "default", "meaning"), rows if output == "json" else shown, output, fold=["default", "meaning"])
+    """List every run-config key: default, allowed values (n is a whole number, x any) and meaning."""
+    head: tuple[str, ...] = ("key", "default", "allowed", "meaning")
+    rows: list[tuple[Any, ...]] = [(key.name, key.default, key.allowed, key.meaning) for key in run_keys()]
+    if output == "table":
+        rows = [(key.name, json.dumps(key.default), key.allowed_shown(), key.meaning) for key in run_keys()]
+        if table_console().width < _FOUR_COLUMNS:
+            head, rows = ("key", "default", "meaning, allowed"), [(*row[:2], f"{row[3]}\n{row[2]}") for row in rows]
+    _print_rows(head, rows, output, fold=head[1:])
 
 
 @app.command(short_help="List every strategy, and what it discloses")

@@ -26,7 +26,7 @@ from fedeas_flwr.generators.ray_service import leave_sliver
 from fedeas_flwr.mps import may_share_gpu, shared_gpu
 from fedeas_flwr.processes import ProcessTree, still_runs
 from fedeas_flwr.progress import ImagesToCome, RoundProgress
-from fedeas_flwr.runs import ProcessesDiedError, RunDirectory, RunError
+from fedeas_flwr.runs import ProcessesDiedError, RunDirectory, RunFailedError
 from fedeas_flwr.superlink import flwr_answer, own_environment, stage_app, start_superlink
 from fedeas_flwr.training import cohort, pick_device
 
@@ -37,7 +37,7 @@ def launch(config: RunConfig, console: Console) -> RunDirectory:
     Raises
     ------
     RunError
-        If the run did not finish; the text is one line.
+        If the run could not start; as `RunFailedError` if it did not finish. The text is one line.
     KeyboardInterrupt
         If the user stopped it; the run directory can be resumed.
     """
@@ -60,7 +60,7 @@ def launch(config: RunConfig, console: Console) -> RunDirectory:
             progress.update()
     status, error = run.status()
     if status != "finished":
-        raise RunError(error or f"the run ended as '{status}'; see {run.path / 'flower.log'}")
+        raise RunFailedError(error or f"the run ended as '{status}'; see {run.path / 'flower.log'}")
     return run
 
 
@@ -82,11 +82,11 @@ def _run_inline(config: RunConfig, run: RunDirectory, progress: RoundProgress) -
         try:
             server_app.app(grid, context)
         except SystemExit as error:  # its code may be 0, and the run is not done
-            raise RunError(f"the run was interrupted: something in it left with code {error.code}") from error
+            raise RunFailedError(f"the run was interrupted: something in it left with code {error.code}") from error
         except Exception as error:
             if run.status()[0] not in ("failed", "unknown"):
                 raise
-            raise RunError(run.status()[1] or str(error)) from error
+            raise RunFailedError(run.status()[1] or str(error)) from error
         finally:
             grid.close()
 
@@ -181,7 +181,7 @@ def _submit(app: Path, config: RunConfig, environment: dict[str, str], folder: P
     words = " ".join(f"{key}={value}" for key, value in federation.items())
     answer = flwr_answer(["run", str(app), "own", "--federation-config", words], environment, folder)
     if not answer.get("run-id"):
-        raise RunError(f"Flower did not start the run: {answer.get('error-message', answer)}")
+        raise RunFailedError(f"Flower did not start the run: {answer.get('error-message', answer)}")
     return str(answer["run-id"])
 
 

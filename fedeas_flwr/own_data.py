@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from fedeas_flwr.npy import archive_keys, read_archive
 from fedeas_flwr.one_line import one_line
 from fedeas_flwr.partition import stratified_split
+from fedeas_flwr.sizes import counted
 
 SUFFIXES = (".png", ".jpg", ".jpeg")
 MOST_BYTES = 8 << 30
@@ -211,7 +212,7 @@ def class_names(path: Path, stored: NDArray[Any] | None, number: int) -> tuple[s
 
 def _check_number(path: Path, number: int) -> None:
     if not 2 <= number <= MOST_CLASSES:
-        raise ValueError(f"{path} has {number:,} classes; 2 to {MOST_CLASSES:,} are possible")
+        raise ValueError(f"{path} has {counted(number, 'class', 'classes')}; 2 to {MOST_CLASSES:,} are possible")
 
 
 def _check_classes(path: Path, names: Sequence[str]) -> None:
@@ -262,7 +263,7 @@ def read_dataset(where: str | Path) -> tuple[dict[str, NDArray[Any]], tuple[str,
     chosen, set_aside = stratified_split(found.labels, test_fraction=0.2, seed=0)
     if not len(set_aside):
         raise ValueError(
-            f"{path} has {len(found.labels)} images, too few to set a fifth of every class aside for testing"
+            f"{path} has {counted(len(found.labels), 'image')}, too few to set a fifth of every class aside for testing"
         )
     parts = [OwnImages(found.images[part], found.labels[part], found.classes) for part in (chosen, set_aside)]
     return _arrays(*parts), found.classes

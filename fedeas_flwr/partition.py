@@ -25,6 +25,7 @@ import numpy.typing as npt
 from fedeas_flwr.counts import IntArray
 from fedeas_flwr.npy import read_archive
 from fedeas_flwr.paths import atomic_path
+from fedeas_flwr.sizes import counted
 
 Progress = Callable[[int], None]
 
@@ -115,7 +116,7 @@ def dirichlet_partition(
     if clients * min_samples > labels.size:
         raise ValueError(
             f"clients={clients}: each client needs {min_samples} samples, and there are {labels.size}; "
-            f"at most {labels.size // min_samples} clients are possible"
+            f"there can be {counted(labels.size // min_samples, 'client')} at most"
         )
     rng = np.random.RandomState(seed)
     by_class = [np.flatnonzero(labels == c) for c in range(int(labels.max(initial=-1)) + 1)]

@@ -14,6 +14,7 @@ import numpy.typing as npt
 
 from fedeas_flwr import allocation
 from fedeas_flwr.counts import LARGEST, checked_counts
+from fedeas_flwr.sizes import counted
 
 LARGEST_FILE = 64 * 2**20  # bytes; a thousand clients by a thousand classes need about a tenth of it
 MOST_CLASSES_SHOWN = 20
@@ -116,7 +117,8 @@ def read_counts(path: str | Path) -> tuple[npt.NDArray[np.int64], list[str]]:
         raise ValueError(f"{path}: holds no counts, at least one client and one class are needed")
     for k, row in enumerate(rows):
         if len(row) != len(rows[0]):
-            raise ValueError(f"{path}: row {k + 1} has {len(row)} classes, must have {len(rows[0])} as the first row")
+            classes = counted(len(row), "class", "classes")
+            raise ValueError(f"{path}: row {k + 1} has {classes}, must have {len(rows[0])} as the first row")
         for c, n in enumerate(row):
             if type(n) is not int or not 0 <= n <= LARGEST:
                 raise ValueError(
@@ -145,7 +147,7 @@ def _csv_rows(path: Path, text: str) -> tuple[list[str], list[list[Any]]]:
     if lines and _is_header(lines[0]):
         names = header = lines.pop(0)
         if lines and len(lines[0]) != len(header):
-            raise ValueError(f"{path}: the header has {len(header)} columns, the first row {len(lines[0])}")
+            raise ValueError(f"{path}: the header has {counted(len(header), 'column')}, the first row {len(lines[0])}")
         if header[0].lower() in ("", *NAMES_OF_CLIENTS):
             names, lines = header[1:], [line[1:] for line in lines]
     # Cells that are not integers stay text, for the check of all rows to name them.
@@ -230,7 +232,7 @@ def _totals(plan: dict[str, Any]) -> list[str]:
     repeat = "To repeat:    {:,} of the clients' own samples; classes a client has none of stay empty"
     return [
         *([repeat.format(plan["repeated"])] if "repeated" in plan else []),
-        f"To generate:  {plan['total']:,} samples, {plan['synthetic_fraction']:.1%} of the training data then",
-        f"Full balance: {full:,} samples{part}",
+        f"To generate:  {counted(plan['total'], 'sample')}, {plan['synthetic_fraction']:.1%} of the training data then",
+        f"Full balance: {counted(full, 'sample')}{part}",
         f"Imbalance:    {score['before']:.4f} -> {score['after']:.4f}, {score['removed']:.1%} removed",
     ]

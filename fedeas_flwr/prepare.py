@@ -41,13 +41,14 @@ def prepare(config: RunConfig, console: Console) -> RunConfig:
     if config.backend == "ray":
         ray_resources(config, device == "cuda")
     config = _with_absolute_paths(config)
+    if config.run_dir:
+        RunDirectory(Path(config.run_dir)).check_ready(config)
     counts = planned_counts(config, config.clients, show_tries(console))
     open_dataset(config.dataset, config.data_dir)
     network(config)
     if config.generates:
         if config.generator == "builtin":
             ensure_digits_generator(console)
-        config = config.with_changes(generator=absolute_spec(config.generator))
         # Inline, this very process goes on with it: weights of gigabytes are read and hashed once.
         open_it = own_generator if config.backend == "inline" else open_for_run
         check_room(config, counts, open_it(config, device), console)
@@ -67,6 +68,8 @@ def check_room(config: RunConfig, counts: Labels, generator: Generator, console:
 def _with_absolute_paths(config: RunConfig) -> RunConfig:
     """Flower's processes start elsewhere, and a run may be resumed from elsewhere."""
     changes = {"data_dir": str(Path(config.data_dir).expanduser().absolute()) if config.data_dir else ""}
+    if config.generates:
+        changes["generator"] = absolute_spec(config.generator)
     if config.dataset.startswith(OWN):
         changes["dataset"] = OWN + str(Path(config.dataset.removeprefix(OWN)).expanduser().absolute())
     if config.weights not in ("none", "imagenet"):

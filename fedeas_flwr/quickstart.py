@@ -40,8 +40,8 @@ def quickstart(folder: Path, console: Console) -> None:
     page."""
     runs: list[RunDirectory] = []
     for policy, backend in RUNS:
+        _clear(RunDirectory(folder / policy))
         config = prepare(quickstart_config(policy, backend, folder), console)
-        _clear(RunDirectory(Path(config.run_dir)))
         console.print(f"\n{policy}: {config.rounds} rounds, {config.clients} clients, backend {backend}")
         runs.append(launch(config, console))
     groups, left_out = group_runs(runs)

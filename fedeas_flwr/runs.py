@@ -8,8 +8,10 @@ from __future__ import annotations
 import json
 import os
 import uuid
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import Any
 
 from fedeas_flwr.checkpoints import (
@@ -21,9 +23,10 @@ from fedeas_flwr.checkpoints import (
     write_checkpoint,
 )
 from fedeas_flwr.config import ConfigError, RunConfig, parse_config
-from fedeas_flwr.paths import atomic_write, cache_root, remove_unfinished
+from fedeas_flwr.paths import atomic_write, cache_root, existing_part, remove_unfinished
 from fedeas_flwr.processes import identify, is_elsewhere, still_runs
 from fedeas_flwr.run_files import holds_others_files
+from fedeas_flwr.sizes import counted
 
 NOT_THE_RUN = (
     "run-dir",
@@ -51,7 +54,11 @@ class RunError(RuntimeError):
     """A run that cannot start, go on, or be read; the message is one line for the user."""
 
 
-class ProcessesDiedError(RunError):
+class RunFailedError(RunError):
+    """A run, or what is done around it, that was begun and did not come to its end."""
+
+
+class ProcessesDiedError(RunFailedError):
     """A run that processes died under, by no fault of its own: it can go on from its checkpoint in fresh ones."""
 
 
@@ -65,20 +72,39 @@ class RunDirectory:
     def start(cls, config: RunConfig, environment: Mapping[str, Any]) -> RunDirectory:
         """Make the folder of a new run, or open the one that is to be resumed."""
         run = cls(Path(config.run_dir))
+        run._refuse_another(config)
         if config.resume:
-            run._check_same(config)
             remove_unfinished(run.path)
-        else:
-            run.refuse_if_taken()
-        try:
+        with run._saying_what_cannot_be_written():
             run.path.mkdir(parents=True, exist_ok=True)
             run._write_json("config.json", {"config": config.outside(), "environment": dict(environment)})
-        except OSError as error:
-            raise RunError(f"run-dir = '{run.path}' cannot be written: {error.strerror or error}") from None
         run.set_status("running")
         return run
 
-    def refuse_if_taken(self) -> None:
+    def check_ready(self, config: RunConfig) -> None:
+        """Refuse what could not start or go on here, before anything is written, or prepared for minutes."""
+        self.refuse_if_it_runs()
+        self._refuse_another(config)
+        with self._saying_what_cannot_be_written(), TemporaryFile(dir=existing_part(self.path)):
+            pass
+        checkpoint = self.load_checkpoint() if config.resume else None
+        if checkpoint is not None:
+            self._first_rounds(checkpoint.round)
+
+    def _refuse_another(self, config: RunConfig) -> None:
+        if config.resume:
+            self._check_same(config)
+        else:
+            self._refuse_if_taken()
+
+    @contextmanager
+    def _saying_what_cannot_be_written(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise RunError(f"run-dir = '{self.path}' cannot be written: {error.strerror or error}") from None
+
+    def _refuse_if_taken(self) -> None:
         """Let no new run begin where one has begun, or where somebody's own files lie."""
         if (self.path / "rounds.jsonl").exists():
             raise RunError(f"run-dir = '{self.path}' already holds a run: resume it or name another folder")
@@ -162,14 +188,17 @@ class RunDirectory:
 
     def keep_rounds(self, count: int) -> None:
         """Drop the records after ``count``: rounds that no checkpoint covers are done again on resume."""
+        lines = "".join(json.dumps(record) + "\n" for record in self._first_rounds(count))
+        atomic_write(self.path / "rounds.jsonl", lines.encode())
+
+    def _first_rounds(self, count: int) -> list[dict[str, Any]]:
         found = self.rounds()[:count]
         if len(found) < count:
             raise RunError(
                 f"{self.path / 'rounds.jsonl'} holds {len(found)} whole records, but the checkpoint is of round "
                 f"{count}: mend line {len(found) + 1}"
             )
-        lines = "".join(json.dumps(record) + "\n" for record in found)
-        atomic_write(self.path / "rounds.jsonl", lines.encode())
+        return found
 
     def save_checkpoint(self, checkpoint: Checkpoint) -> None:
         """Replace the checkpoint; a reader sees the old one or the new one, never a part."""
@@ -210,6 +239,7 @@ class RunDirectory:
     def export(self, folder: Path) -> None:
         """Copy the record of a finished run, without weights, images or paths of this machine."""
         summary, found = self.summary(), self._read_json("config.json")
+        self.check_export(folder)
         config = found["config"]
         config |= {"run-dir": "", "data-dir": "", "resume": False}  # without a run-dir there is nothing to resume
         config |= {key: without_folder(config[key]) for key in ("dataset", "generator", "weights")}
@@ -218,7 +248,21 @@ class RunDirectory:
         copy._write_json("summary.json", summary)
         atomic_write(folder / "rounds.jsonl", (self.path / "rounds.jsonl").read_bytes())
 
-    def is_exported(self) -> bool:
+    def check_export(self, folder: Path) -> None:
+        """Refuse to export over anything but an earlier record of this very run, which may have gone on since."""
+        if (folder / "status.json").exists():
+            raise RunError(f"{folder} is a run directory, and no place for a record: name another folder")
+        if holds_others_files(folder):
+            raise RunError(f"{folder} is not empty and holds no record; name a new folder")
+        there = RunDirectory(folder)
+        rounds = there.rounds()
+        if there.is_record() and (not rounds or rounds != self.rounds()[: len(rounds)]):
+            other = there.config()
+            done = counted(len(rounds), "round")
+            what = f"{other.policy}, {other.strategy}, {other.dataset}, seed {other.seed}, {done}"
+            raise RunError(f"{folder} holds the record of another run ({what}): name another folder, or remove it")
+
+    def is_record(self) -> bool:
         """Whether this is the whole record of a run: `export` writes its rounds last."""
         return (self.path / "rounds.jsonl").exists()
 

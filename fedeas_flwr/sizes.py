@@ -1,4 +1,4 @@
-"""Bytes and spans of time as people write them."""
+"""Numbers of things, bytes and spans of time as people write them."""
 
 from __future__ import annotations
 
@@ -23,6 +23,11 @@ def parse_age(text: str, name: str) -> float:
     if not found:
         raise ValueError(f"{name} = {text!r}: must be a time such as 90m, 12h or 30d")
     return float(found[1]) * _AGES[found[2]]
+
+
+def counted(number: int, noun: str, plural: str = "") -> str:
+    """Write a number of things: 1 run, 12,000 images; ``plural`` where an s behind the noun does not make it."""
+    return f"{number:,} {noun if number == 1 else plural or f'{noun}s'}"
 
 
 def show_bytes(number: int) -> str:

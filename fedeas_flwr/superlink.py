@@ -20,7 +20,7 @@ from fedeas_flwr.config import RunConfig
 from fedeas_flwr.one_line import one_line
 from fedeas_flwr.processes import MARK, ProcessTree, listens
 from fedeas_flwr.project import NAME, read_project
-from fedeas_flwr.runs import RunDirectory, RunError
+from fedeas_flwr.runs import RunDirectory, RunFailedError
 
 QUIET = {
     # Flower would otherwise run `uv sync` on the app's dependencies for every run, and both would call home.
@@ -88,7 +88,9 @@ def start_superlink(
         if _answers(superlink, port):
             return superlink, processes
         processes.end()
-    raise RunError(f"Flower's SuperLink did not start, the last time on port {port}; see {run.path / 'superlink.log'}")
+    raise RunFailedError(
+        f"Flower's SuperLink did not start, the last time on port {port}; see {run.path / 'superlink.log'}"
+    )
 
 
 def _spawn_superlink(port: int, environment: dict[str, str], folder: Path, log: Any) -> subprocess.Popen[bytes]:
@@ -117,7 +119,7 @@ def flwr_answer(words: list[str], environment: dict[str, str], folder: Path) -> 
         return dict(json.loads(done.stdout[start:])) if start >= 0 else {}
     except json.JSONDecodeError:
         text = one_line(done.stderr or done.stdout, 300)
-        raise RunError(f"flwr {words[0]} answered: {text}") from None
+        raise RunFailedError(f"flwr {words[0]} answered: {text}") from None
 
 
 def free_port() -> int:

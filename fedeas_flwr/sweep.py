@@ -74,10 +74,14 @@ class Sweep:
 
     def open(self) -> None:
         """Make the folder, or see that what lies there belongs to this very sweep, before anything starts."""
+        self.check()
+        self.save()
+
+    def check(self) -> None:
+        """Refuse a folder that holds another sweep, or another run in the place of one of these."""
         self._check_same()
         for cell in self.cells:
             _check_cell(cell)
-        self.save()
 
     def _check_same(self) -> None:
         path = self.folder / "sweep.json"

@@ -19,7 +19,7 @@ from filelock import FileLock, Timeout
 from fedeas_flwr.cache import MANIFEST, ImageCache, read_shard
 from fedeas_flwr.generators import Generator
 from fedeas_flwr.paths import existing_part
-from fedeas_flwr.sizes import parse_bytes, show_bytes
+from fedeas_flwr.sizes import counted, parse_bytes, show_bytes
 
 LIMIT_VARIABLE = "FEDEAS_CACHE_LIMIT"
 # A shard is a NumPy header of 128 bytes and a checksum of 32, in a file that takes whole blocks of the disk.
@@ -210,7 +210,7 @@ def make_room(
     free = shutil.disk_usage(existing_part(cache.root)).free
     if needed > free:
         raise ValueError(
-            f"the run's {sum(lacking):,} images need {show_bytes(needed)} in {cache.root}, which has "
+            f"{counted(sum(lacking), 'image')} of the run take {show_bytes(needed)} in {cache.root}, which has "
             f"{show_bytes(free)} free; make room or set FEDEAS_CACHE to a folder on a larger disk"
         )
     return removed

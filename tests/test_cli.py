@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import resource
 from pathlib import Path
@@ -10,9 +11,11 @@ import numpy as np
 import pytest
 from runners import fedeas, finish, small, typed
 
-from fedeas_flwr.cli import run_name
+from fedeas_flwr.cli import exit_code, run_name
 from fedeas_flwr.config import parse_config
 from fedeas_flwr.project import read_project
+from fedeas_flwr.runs import ProcessesDiedError
+from fedeas_flwr.sizes import counted
 
 ROOT = Path(__file__).parents[1]
 COUNTS = str(ROOT / "tests" / "three_clients.csv")
@@ -209,6 +212,39 @@ MISTAKES = {
     "nothing to prune by": (("cache", "prune"), ["--max-bytes", "--older-than", "--key"]),
     "no size": (("cache", "prune", "--max-bytes", "lots"), ["max-bytes", "lots", "20GB"]),
     "no limit": (("run", QUICKSTART, "cache-limit=lots"), ["cache-limit", "lots", "20GB"]),
+    "no run to show": (("runs", "show", "/nowhere"), ["/nowhere is not a run directory"]),
+    "no run to print": (("runs", "csv", "/nowhere"), ["/nowhere is not a run directory"]),
+    "no run to remove": (("runs", "rm", "/nowhere", "--yes"), ["/nowhere is not a run directory"]),
+    "no runs to prune": (("runs", "prune", "/nowhere"), ["/nowhere", "No such file or directory"]),
+    "no runs to list": (("runs", "ls", "/nowhere"), ["/nowhere is not a folder"]),
+    "no runs to report": (("report", "/nowhere"), ["/nowhere is not a folder"]),
+    "nothing to report": (("report", str(ROOT / "conf")), ["no run directory", str(ROOT / "conf")]),
+    "nothing to export": (("export", "/nowhere", "out"), ["/nowhere is not a run directory"]),
+    "a record in a file": (("export", "/nowhere", COUNTS), [f"'{COUNTS}': is a file, must be a folder"]),
+    "no config file to examine": (("doctor", "nowhere.toml"), ["nowhere.toml"]),
+    "no deployment": (("deploy", "register", "/nowhere"), ["/nowhere"]),
+    "a run in a file": (
+        ("run", QUICKSTART, "policy=none", f"run-dir={COUNTS}/r"),
+        [f"run-dir = '{COUNTS}/r' cannot be written: Not a directory"],
+    ),
+    "no dataset to learn": (("train-generator", "--dataset", "mnist", "--out", "out"), ["dataset", "mnist"]),
+    "a generator that is not asked": (
+        ("plan", "--generator", "bank:/nowhere"),
+        ["--generator: leave it out", "--estimate or --max-seconds"],
+    ),
+    "measures of no report": (
+        ("generate", "--out", "out", "--data-dir", "/nowhere"),
+        ["--data-dir: leave it out, it says nothing without --report"],
+    ),
+    "weights nowhere": (
+        ("generate", "--out", "out", "--report", "--inception", "/nowhere"),
+        ["--inception: there is no file /nowhere"],
+    ),
+    "runs of a list": (("reproduce", "--list", "--no-run"), ["--run: leave it out, --list does no runs"]),
+    "columns of a document": (
+        ("reproduce", "--into", "doc.md", "--columns", "c10-k100-a0.1"),
+        ["--columns: leave it out, --into writes"],
+    ),
     "total for fedeas": (("plan", "--total", "5"), ["total", "5", "fedeas"]),
 }
 LOADING = ("no generator", "a model that takes other words")
@@ -219,7 +255,7 @@ LOADING = ("no generator", "a model that takes other words")
 def test_a_mistake_is_one_line_and_a_failing_exit_code(tmp_path: Path, name: str) -> None:
     words, parts = MISTAKES[name]
     done = (fedeas if name in LOADING else typed)(*words, cwd=tmp_path)
-    assert done.returncode not in (0, None)
+    assert done.returncode == 2, "what was given is wrong, and nothing was begun"
     assert done.stdout == ""
     (line,) = done.stderr.splitlines()
     assert line.startswith("error: ")
@@ -238,7 +274,11 @@ def test_help_names_the_commands_and_keys_lists_the_keys() -> None:
     commands = ("plan", "run", "resume", "sweep", "runs", "evaluate", "quickstart", "keys", "strategies", "generate")
     assert all(command in text for command in ("cache", "doctor"))
     assert all(command in text for command in commands)
-    assert "partition-seed" in typed("keys").stdout
+    row = next(line for line in typed("keys").stdout.splitlines() if line.startswith("partition-seed"))
+    assert " ".join(row.split()) == "partition-seed 42 0 ≤ n < 4,294,967,296 seed of the partition"
+    listed = {row["key"]: row for row in json.loads(typed("keys", "--format", "json").stdout)}
+    assert listed["alpha"]["allowed"] == {"type": "number", "exclusiveMinimum": 0, "maximum": 1e6}
+    assert listed["device"]["allowed"] == {"type": "string", "enum": ["auto", "cpu", "cuda"]}
     assert "multikrum" in typed("strategies").stdout
 
 
@@ -257,6 +297,18 @@ def test_no_images_are_no_beta() -> None:
     assert json.loads(typed("plan", "--max-images", "0", "--format", "json").stdout)["beta"] == 0
 
 
+def test_one_is_written_in_the_singular(tmp_path: Path) -> None:
+    assert [counted(number, "run") for number in (0, 1, 2, 1234)] == ["0 runs", "1 run", "2 runs", "1,234 runs"]
+    assert [counted(number, "class", "classes") for number in (1, 10)] == ["1 class", "10 classes"]
+    finish(small(tmp_path / "r", policy="none", rounds=1))
+    listed = typed("runs", "ls", str(tmp_path)).stdout.splitlines()[-1]
+    assert listed.startswith("1 run, ")
+    page = typed("report", str(tmp_path), "--out", str(tmp_path / "out"))
+    assert page.returncode == 0
+    text = (tmp_path / "out" / "report.md").read_text()
+    assert "1 run in 1 group (" in text and "4 clients, " in text and "1 round." in text
+
+
 def test_run_and_evaluate_from_the_shell(tmp_path: Path) -> None:
     words = ("run", QUICKSTART, "policy=none", "rounds=2", "local-epochs=1", "clients=4", "backend=inline")
     done = fedeas(*words, cwd=tmp_path)
@@ -272,9 +324,42 @@ def test_run_and_evaluate_from_the_shell(tmp_path: Path) -> None:
 
 def test_resume_of_another_config_is_refused(tmp_path: Path) -> None:
     finish(small(tmp_path / "r", policy="none", rounds=1))
-    done = fedeas("resume", str(tmp_path / "r"), "alpha=0.5")
-    assert done.returncode == 1
+    done = typed("resume", str(tmp_path / "r"), "alpha=0.5")
+    assert (done.returncode, done.stdout) == (2, ""), "it is refused before its headline"
     assert "alpha = 0.5, but the run to resume has alpha = 0.1" in done.stderr
+
+
+def test_a_checkpoint_that_cannot_be_read_is_refused_before_the_headline(tmp_path: Path) -> None:
+    run = finish(small(tmp_path / "r", policy="none", rounds=1))
+    whole = (run.path / "rounds.jsonl").read_bytes()
+    (run.path / "rounds.jsonl").write_bytes(whole[: len(whole) // 2])
+    short = typed("resume", str(run.path), "rounds=2")
+    (run.path / "rounds.jsonl").write_bytes(whole)
+    (run.path / "checkpoint.safetensors").write_bytes(b"nothing")
+    damaged = typed("resume", str(run.path), "rounds=2")
+    assert [(done.returncode, done.stdout) for done in (short, damaged)] == [(2, ""), (2, "")]
+    assert "holds 0 whole records" in short.stderr and "checkpoint.safetensors" in damaged.stderr
+    assert run.status()[0] == "finished", "nothing was begun"
+
+
+def test_a_run_that_was_begun_and_failed_has_another_exit_code(tmp_path: Path) -> None:
+    words = ("policy=none", "rounds=2", "local-epochs=1", "clients=4", "backend=inline", "learning-rate=100")
+    done = typed("run", QUICKSTART, *words, cwd=tmp_path)
+    assert done.returncode == 1 and done.stdout.startswith("none · fedavg · digits")
+    assert "min-replies" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (PermissionError(errno.EACCES, "Permission denied", "/root"), 2),
+        (FileNotFoundError("weights: there is no file"), 2),
+        (OSError(errno.ENOSPC, "No space left on device", "/tmp"), 1),
+        (ProcessesDiedError("the server's process died without a word"), 1),
+    ],
+)
+def test_a_wrong_path_is_the_users_and_a_full_disk_is_not(error: Exception, code: int) -> None:
+    assert exit_code(error) == code
 
 
 def test_an_estimate_adds_one_key_to_the_plan(bank: str) -> None:

@@ -8,6 +8,7 @@ import pytest
 
 from fedeas_flwr.allocation import POLICIES
 from fedeas_flwr.config import KEYS, ConfigError, Policy, RunConfig, parse_config, parse_overrides, read_config
+from fedeas_flwr.keys import Key, run_keys
 from fedeas_flwr.quickstart import quickstart_config
 
 ROOT = Path(__file__).parents[1]
@@ -126,3 +127,39 @@ def test_outside_and_back() -> None:
 )
 def test_a_generator_is_needed_only_when_something_can_be_generated(values: dict[str, object], generates: bool) -> None:
     assert parse_config(values).generates is generates
+
+
+def is_refused(key: str, value: object) -> bool:
+    """Whether a key refuses a value, whatever other keys would have to say to it."""
+    try:
+        parse_config({key: value})
+    except ConfigError as error:
+        return f"{key} = {value!r}: must be" in str(error)
+    return False
+
+
+@pytest.mark.parametrize("key", run_keys(), ids=lambda key: key.name)
+def test_what_a_key_is_said_to_allow_is_what_it_takes_and_nothing_beyond_it(key: Key) -> None:
+    step = 1 if key.allowed["type"] == "integer" else 1e-9
+    for word, outwards in (("minimum", -step), ("maximum", step)):
+        if key.allowed["type"] not in ("integer", "number"):
+            continue
+        exclusive = f"exclusive{word.capitalize()}"
+        assert (word in key.allowed) != (exclusive in key.allowed), "every number has two ends"
+        bound = key.allowed.get(word, key.allowed.get(exclusive))
+        taken, refused = (bound, bound + outwards * max(1, bound)) if word in key.allowed else (bound - outwards, bound)
+        assert not is_refused(key.name, taken) and is_refused(key.name, refused)
+    for choice in key.allowed.get("enum", []):
+        assert not is_refused(key.name, choice) and is_refused(key.name, f"{choice}s")
+    if key.allowed["type"] == "boolean":
+        assert is_refused(key.name, 2) and not is_refused(key.name, True) and not is_refused(key.name, False)
+
+
+def test_what_a_key_allows_is_said_in_a_few_words() -> None:
+    shown = {key.name: key.allowed_shown() for key in run_keys()}
+    assert list(shown) == list(KEYS)
+    assert shown["alpha"] == "0 < x ≤ 1,000,000"
+    assert shown["trim-fraction"] == "0 ≤ x < 0.5"
+    assert shown["fedgen-batch"] == "2 ≤ n ≤ 65,536"
+    assert shown["loss"] == "cross-entropy, class-weighted, logit-adjusted"
+    assert (shown["resume"], shown["dataset"]) == ("true, false", "text")

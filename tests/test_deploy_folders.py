@@ -175,7 +175,7 @@ def test_a_nodes_images_and_generator_are_held_against_the_run(
     Image.new("RGB", (20, 30)).save(tmp_path / "pets" / "dog" / "rex.jpg")
     public = RunConfig(dataset=f"own:{tmp_path}/public", generator="elsewhere")
     assert found(public, f"bank:{tmp_path}/public", tmp_path / "pets") == [
-        ("ok", "client 0, data of its own: 1 images of 1 of the 2 classes"),
+        ("ok", "client 0, data of its own: 1 image of 1 of the 2 classes"),
         ("ok", f"bank {tmp_path}/public, 5 images or more of every class"),
     ]
     (images / "seven").mkdir()

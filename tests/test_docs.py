@@ -9,7 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from fedeas_flwr.config import KEYS, RunConfig, read_config
+from fedeas_flwr.config import KEYS, read_config
+from fedeas_flwr.keys import run_keys
 from fedeas_flwr.local_data import planned_allocation, planned_counts
 from fedeas_flwr.metrics import WALL_CLOCK, seconds_of
 from fedeas_flwr.reproduce.measured import meaning
@@ -22,8 +23,8 @@ README = (ROOT / "README.md").read_text()
 
 def parameter_table() -> list[str]:
     """The rows of README's parameter table, made from the code."""
-    fields = RunConfig.model_fields.items()
-    return [f"| `{n.replace('_', '-')}` | `{json.dumps(f.default)}` | {f.description} |" for n, f in fields]
+    cells = ((f"`{key.name}`", f"`{json.dumps(key.default)}`", key.allowed_shown(), key.meaning) for key in run_keys())
+    return [f"| {' | '.join(row)} |" for row in cells]
 
 
 def test_the_parameter_table_is_the_codes() -> None:

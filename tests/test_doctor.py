@@ -175,7 +175,7 @@ def test_a_bank_needs_images_of_every_class(tmp_path: Path) -> None:
     assert only(inputs.check_generator, given).text.endswith("3 images or more of every class")
     np.savez(path, x=np.zeros((30, 8, 8, 1), np.uint8), y=np.repeat([0, 1, 2, 4, 5, 6, 7, 8, 9, 9], 3))
     short = only(inputs.check_generator, given)
-    assert short.state == "problem" and "no images of 1 classes: 3" in short.text
+    assert short.state == "problem" and "no images of 1 class: 3" in short.text
 
 
 # ------------------------------------------------------------------------------------------- the command

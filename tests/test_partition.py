@@ -203,7 +203,7 @@ def test_a_damaged_file_is_made_anew(tmp_path: Path, damage: str) -> None:
 def test_too_many_clients_are_refused_at_once() -> None:
     tries: list[int] = []
     with pytest.raises(
-        ValueError, match="clients=6: each client needs 10 samples, and there are 59; at most 5 clients are possible"
+        ValueError, match="clients=6: each client needs 10 samples, and there are 59; there can be 5 clients at most"
     ):
         dirichlet_partition(np.zeros(59, dtype=int), 6, 1.0, 0, test_fraction=0, progress=tries.append)
     assert tries == []

@@ -162,7 +162,7 @@ def test_a_header_names_the_classes(tmp_path: Path, content: str, names: list[st
     ("name", "content", "message"),
     [
         ("a.txt", "1,2", "must be a .json or a .csv file"),
-        ("a.json", "[[1, 2], [3]]", "row 2 has 1 classes, must have 2"),
+        ("a.json", "[[1, 2], [3]]", "row 2 has 1 class, must have 2"),
         ("a.json", "[[1, -2]]", "row 1, column 2 is '-2', must be an integer from 0"),
         ("a.json", "[[1, 2.0]]", "row 1, column 2 is '2.0'"),
         ("a.json", "[[1, true]]", "column 2 is 'True'"),
@@ -181,7 +181,7 @@ def test_a_header_names_the_classes(tmp_path: Path, content: str, names: list[st
         ("a.csv", "client\n3\n", "holds no counts"),
         ("a.csv", "client,cat\n0,1\n1\n", "row 2 has 0 classes"),
         ("a.csv", ",2\n3,4\n", "row 1, column 1 is ''"),
-        ("a.csv", "1,2\n3\n", "row 2 has 1 classes"),
+        ("a.csv", "1,2\n3\n", "row 2 has 1 class, "),
         ("a.csv", "cat,dog,ship\n1,2\n", "the header has 3 columns, the first row 2"),
         ("a.csv", "1,2\n3,x\n", "row 2, column 2 is 'x'"),
         ("a.csv", "1,x\n3,4\n", "row 1, column 2 is 'x'"),

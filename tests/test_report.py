@@ -159,9 +159,9 @@ def test_a_run_with_a_damaged_config_is_named_wherever_it_would_be_missed(tmp_pa
     assert {Path(row["path"]).name: row["state"] for row in listed} == {"hurt": "damaged", "whole": "finished"}
     assert f"Left out: {hurt.path}/config.json is not JSON" in typed("report", str(tmp_path)).stdout
     alone = typed("report", str(hurt.path))
-    assert alone.returncode == 1 and f"nothing to report: {hurt.path}/config.json is not JSON" in alone.stderr
+    assert alone.returncode == 2 and f"nothing to report: {hurt.path}/config.json is not JSON" in alone.stderr
     refused = typed("runs", "rm", str(hurt.path), "--yes")
-    assert refused.returncode == 1 and "hurt is damaged" in refused.stderr and (hurt.path / "rounds.jsonl").exists()
+    assert refused.returncode == 2 and "hurt is damaged" in refused.stderr and (hurt.path / "rounds.jsonl").exists()
 
 
 # ---------------------------------------------------------------------------------------------------------- figures

@@ -22,7 +22,7 @@ from fedeas_flwr.reproduce.cells import MAIN, PAPERS, all_cells
 from fedeas_flwr.reproduce.filling import export_finished
 from fedeas_flwr.reproduce.items import ITEMS
 from fedeas_flwr.reproduce.measured import find_results
-from fedeas_flwr.runs import RunDirectory
+from fedeas_flwr.runs import RunDirectory, RunError
 
 fedeas, typed = partial(runners.fedeas, "reproduce"), partial(runners.typed, "reproduce")
 
@@ -44,7 +44,7 @@ def test_the_committed_runs_fill_their_column_and_all_else_is_missing(tmp_path: 
     assert all(budget["met"] for budget in answer["budgets"]) and len(answer["budgets"]) >= 3
     assert "c100-k20-a0.1/fedgen seed 1" in table["missing"]
     command = "to do them: fedeas reproduce table1 gamma --scale full --run"
-    missing = re.search(rf"(\d+) runs of \d+ cells are missing; {command}", done.stderr)
+    missing = re.search(rf"Missing: (\d+) runs of \d+ cells; {command}", done.stderr)
     runs = sum(len(value["seeds"]) for value in there.values())
     assert missing and int(missing[1]) + runs == 84
     rows = list(csv.DictReader(io.StringIO((tmp_path / "out" / "results.csv").read_text())))
@@ -69,7 +69,7 @@ def test_the_committed_runs_fill_their_column_and_all_else_is_missing(tmp_path: 
 )
 def test_a_mistake_is_one_line(tmp_path: Path, words: list[str], says: str) -> None:
     done = typed(*words, cwd=tmp_path)
-    assert done.returncode in (1, 2)
+    assert done.returncode == 2
     assert done.stderr.startswith("error: ") and says in done.stderr and done.stderr.count("\n") == 1
     assert list(tmp_path.iterdir()) == []
 
@@ -119,6 +119,20 @@ def test_a_run_that_finished_unheard_is_exported_by_the_next_command(tmp_path: P
     stamp = (place / "fedavg-s1" / "rounds.jsonl").stat().st_mtime_ns
     export_finished(results, runs, records)
     assert (place / "fedavg-s1" / "rounds.jsonl").stat().st_mtime_ns == stamp
+
+
+def test_records_of_other_runs_are_not_exported_over_and_nothing_is_begun(tmp_path: Path) -> None:
+    """Neither by runs that are still to be done, which is said before they are, nor by one that has finished."""
+    record(tmp_path / "records" / PAPERS / "fedavg-s1", f"{MAIN}/fedavg", 1, TWENTY)
+    words = [f"{PAPERS}/fedavg", "--out", "out", "--export", "records", "--set", "rounds=2"]
+    done = typed(*words, cwd=tmp_path)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert f"{PAPERS}/fedavg-s1 holds the record of another run" in done.stderr and not (tmp_path / "out").exists()
+    ours = record(tmp_path / "runs" / "ours", f"{MAIN}/fedavg", 1, [0.987, *TWENTY[1:]])
+    results = find_results(all_cells(), "full", [ours.parent], {})
+    record(tmp_path / "records" / "cifar10-k100-a0.1" / "fedavg-s1", f"{MAIN}/fedavg", 1, TWENTY)
+    with pytest.raises(RunError, match="holds the record of another run"):
+        export_finished(results, ours.parent, tmp_path / "records")
 
 
 @pytest.mark.slow

@@ -3,9 +3,11 @@
 import json
 import weakref
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+from runners import typed
 
 from fedeas_flwr.checkpoints import Checkpoint, StrategyState, write_arrays
 from fedeas_flwr.client_state import ClientState, ClientStore, forget_kept_states, write_kept_states
@@ -179,6 +181,49 @@ def test_export_leaves_weights_and_paths_behind(tmp_path: Path, generator: str, 
     assert copy.config().generator == kept
     assert copy.rounds() == run.rounds()
     assert copy.environment() == {"device": "cpu"}
+
+
+def finished(folder: Path, *accuracies: float, **changes: Any) -> RunDirectory:
+    """A finished run of so many rounds."""
+    run = RunDirectory.start(config(folder, **changes), {})
+    for number, accuracy in enumerate(accuracies, start=1):
+        run.append_round(record(number, accuracy))
+    run.save_summary(summarise(run.rounds(), 0.5))
+    run.set_status("finished")
+    return run
+
+
+def test_a_run_may_be_exported_again_also_when_it_has_gone_on(tmp_path: Path) -> None:
+    run = finished(tmp_path / "r", 0.5)
+    first = typed("export", str(run.path), str(tmp_path / "out"))
+    assert (first.returncode, first.stdout) == (0, f"exported 1 round → {tmp_path}/out\n")
+    run.append_round(record(2, 0.6))
+    again = typed("export", str(run.path), str(tmp_path / "out"))
+    assert (again.returncode, again.stdout) == (
+        0,
+        f"exported 2 rounds → {tmp_path}/out, where its record was before\n",
+    )
+    assert RunDirectory(tmp_path / "out").rounds() == run.rounds()
+
+
+def test_a_run_is_not_exported_over_anything_else(tmp_path: Path) -> None:
+    finished(tmp_path / "other", 0.5, 0.7, seed=7, policy="none").export(tmp_path / "record")
+    run = finished(tmp_path / "r", 0.5, 0.6)
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "config.json").write_text("{}")
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    for folder, why in (
+        ("record", "holds the record of another run (none, fedavg, digits, seed 7, 2 rounds): name another folder"),
+        ("r", "is a run directory"),
+        ("other", "is a run directory"),
+        ("mine", "is not empty and holds no record"),
+    ):
+        done = typed("export", str(run.path), str(tmp_path / folder))
+        assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
+        assert done.stderr.startswith(f"error: {tmp_path / folder} {why}")
+    assert before == {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    (tmp_path / "record" / "rounds.jsonl").write_text("damaged")
+    assert typed("export", str(run.path), str(tmp_path / "record")).returncode == 2
 
 
 def test_client_state_starts_from_the_version_the_server_accepted(tmp_path: Path) -> None:

@@ -125,7 +125,7 @@ def test_the_results_are_the_runs(swept: Killed) -> None:
 def test_another_sweep_is_refused_and_more_seeds_are_not(swept: Killed) -> None:
     words = [word.replace("rounds=6", "rounds=9") for word in DOCUMENTED[0]]
     done = fedeas(*words, cwd=swept.place)
-    assert done.returncode == 1 and "holds another sweep, with rounds = 6, not 9" in done.stderr
+    assert (done.returncode, done.stdout) == (2, "") and "holds another sweep, with rounds = 6, not 9" in done.stderr
     base = parse_config(json.loads((swept.folder / "sweep.json").read_text())["config"])
     with pytest.raises(RunError, match="another sweep, over policy, seed, not seed"):
         make_sweep(base, ["seed=1"], swept.folder)._check_same()
@@ -143,7 +143,7 @@ def test_the_documented_commands_about_runs(swept: Killed, tmp_path: Path, words
         "show": "local-epochs",
         "csv": "round,accuracy,",
         "prune": "pruned 4 runs",
-        "rm": "removed 1 runs",
+        "rm": "removed 1 run,",
     }
     assert expected[words[1]] in done.stdout
 

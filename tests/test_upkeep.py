@@ -93,7 +93,7 @@ def test_room_is_made_for_a_run_but_not_from_its_own_images(tmp_path: Path) -> N
 def test_a_full_disk_is_told_before_anything_is_generated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shutil, "disk_usage", lambda _: namedtuple("Usage", "free")(30_000))
     cache = ImageCache(tmp_path / "not" / "yet")
-    with pytest.raises(ValueError, match=r"the run's 3,000 images need 1\d\d KB in .*/not/yet, which has 30 KB free"):
+    with pytest.raises(ValueError, match=r"3,000 images of the run take 1\d\d KB in .*/not/yet, which has 30 KB free"):
         make_room(cache, Fake(), 1, [[1000, 2000, 0]], "")
     cache.ensure(Fake(), seed=1, client=0, wanted=[1000, 2000, 0])
     make_room(cache, Fake(), 1, [[1000, 2000, 0]], "")  # they are there already

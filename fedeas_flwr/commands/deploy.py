@@ -35,8 +35,9 @@ def init(
 
     folder = folder.absolute()
     write_deployment(Deployment(tuple(host), port, nodes, install_dir), folder)
+    places = "node-0/" if nodes == 1 else f"node-0/ … node-{nodes - 1}/"
     for line in (
-        f"superlink/ → {host[0]}; node-0/ … node-{nodes - 1}/ → one a node; ca/ stays here",
+        f"superlink/ → {host[0]}; {places} → one a node; ca/ stays here",
         "1. start superlink/start.sh there",
         f"2. fedeas deploy register {folder}",
         "3. start node-N/start.sh on every node",

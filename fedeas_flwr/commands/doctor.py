@@ -14,6 +14,7 @@ from rich.text import Text
 
 from fedeas_flwr.commands.output import FormatOption
 from fedeas_flwr.config import RunConfig, parse_config, parse_overrides, read_config
+from fedeas_flwr.sizes import counted
 
 if TYPE_CHECKING:
     from fedeas_flwr.doctor import Finding
@@ -60,5 +61,5 @@ def show(findings: list[Finding], console: Console) -> None:
         table.add_row(Text(finding.state, style=_COLOURS[finding.state]), Text(finding.name), text)
     console.print(table)
     counts = {state: sum(finding.state == state for finding in findings) for state in ("problem", "note")}
-    ending = ", ".join(f"{number} {state}{'' if number == 1 else 's'}" for state, number in counts.items())
+    ending = ", ".join(counted(number, state) for state, number in counts.items())
     console.print(ending, highlight=False)

@@ -33,6 +33,8 @@ The way of an experiment:
 
 CONF is a TOML file of run-config keys, such as conf/quickstart.toml; `fedeas keys` lists them, and key=value behind it
 changes one. `fedeas COMMAND --help` has the options of a command.
+
+Exit codes: 2 what was given is wrong, nothing was begun; 1 it failed, or the answer is no; 130 Ctrl-C.
 """
 
 

@@ -15,8 +15,9 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from fedeas_flwr.commands.output import FormatOption, can_be_folder, folding_table, table_console
-from fedeas_flwr.config import SAMPLER_STEPS
+from fedeas_flwr.commands.output import FormatOption, can_be_folder, folding_table, refuse_given, table_console
+from fedeas_flwr.config import SAMPLER_STEPS, ConfigError
+from fedeas_flwr.sizes import counted, parse_age, parse_bytes, show_bytes, show_seconds
 
 if TYPE_CHECKING:
     import numpy as np
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 
     from fedeas_flwr.choosing import Speed
     from fedeas_flwr.generators import Generator, SampleId
+    from fedeas_flwr.upkeep import Entry
 
 cache_app = typer.Typer(help="The cache of generated images.", no_args_is_help=True, rich_markup_mode=None)
 
@@ -40,7 +42,6 @@ GeneratorOption = Annotated[str, typer.Option(help="builtin, FOLDER in diffusers
 def ls(output: FormatOption = "table") -> None:
     """List what the cache holds, the least recently used first."""
     from fedeas_flwr.cache import ImageCache
-    from fedeas_flwr.sizes import show_bytes
     from fedeas_flwr.upkeep import entries
 
     head = ("key", "generator", "dataset", "seed", "images", "size", "last used")
@@ -56,7 +57,7 @@ def ls(output: FormatOption = "table") -> None:
         cells = (entry.key[:12], *facts, f"{entry.images:,}", show_bytes(entry.bytes), used)
         table.add_row(*map(Text, cells))
     table_console().print(table)
-    print(f"{ImageCache().root}: {sum(e.images for e in found):,} images, {show_bytes(sum(e.bytes for e in found))}")
+    print(f"{ImageCache().root}: {_in_all(found)}")
 
 
 @cache_app.command(short_help="Check every shard, and name those that are damaged")
@@ -68,7 +69,7 @@ def verify() -> None:
     checked, damaged = verify_cache(ImageCache())
     for path in damaged:
         print(f"damaged: {path}")
-    print(f"{checked:,} shards checked, {len(damaged)} damaged")
+    print(f"{counted(checked, 'shard')} checked, {len(damaged)} damaged")
     if damaged:
         raise typer.Exit(1)
 
@@ -81,7 +82,6 @@ def prune(
 ) -> None:
     """Remove images that can be made again."""
     from fedeas_flwr.cache import ImageCache
-    from fedeas_flwr.sizes import parse_age, parse_bytes, show_bytes
     from fedeas_flwr.upkeep import prune as prune_cache
 
     if not (max_bytes or older_than or key):
@@ -92,8 +92,11 @@ def prune(
         older_than=parse_age(older_than, "older-than") if older_than else None,
         key=key or None,
     )
-    freed = show_bytes(sum(entry.bytes for entry in removed))
-    print(f"removed {len(removed)} of the cache's entries, {sum(e.images for e in removed):,} images, {freed}")
+    print(f"removed {counted(len(removed), 'entry', 'entries')} of the cache, {_in_all(removed)}")
+
+
+def _in_all(found: Sequence[Entry]) -> str:
+    return f"{counted(sum(entry.images for entry in found), 'image')}, {show_bytes(sum(e.bytes for e in found))}"
 
 
 # --------------------------------------------------------------------------------------------- estimate
@@ -132,7 +135,7 @@ def _open_checked(spec: str, dataset: str, classes: int, wanted_by: str) -> Gene
 
     generator = open_for_run(parse_config({"dataset": dataset, "generator": spec}), pick_device("auto"))
     if classes != generator.num_classes:
-        found = f"the counts have {classes} classes, {dataset} has {generator.num_classes}"
+        found = f"the counts have {counted(classes, 'class', 'classes')}, {dataset} has {generator.num_classes}"
         raise ValueError(f"{wanted_by}: {found}; name the right one with --dataset")
     return generator
 
@@ -152,8 +155,6 @@ def _timed(generator: Generator) -> Speed:
 
 def show_estimate(estimate: dict[str, Any]) -> str:
     """Write an estimate as one line under the plan's table."""
-    from fedeas_flwr.sizes import show_bytes
-
     speed = estimate["batch"] / estimate["seconds_a_batch"]
     return (
         f"Estimate:     {estimate['seconds']:,.0f} s of generation by {estimate['generator']} on {estimate['device']} "
@@ -165,6 +166,7 @@ def show_estimate(estimate: dict[str, Any]) -> str:
 
 
 def generate(
+    context: typer.Context,
     out: Annotated[Path, typer.Option(help="folder for images.npz, grid.png and report.json", callback=can_be_folder)],
     dataset: Annotated[str, typer.Option(help="digits, cifar10, cifar100 or own:PATH")] = "digits",
     generator: GeneratorOption = "builtin",
@@ -179,6 +181,10 @@ def generate(
     inception: Annotated[Path | None, typer.Option(help="of --report: Inception weights, for FID and KID")] = None,
 ) -> None:
     """Generate images of every class, to look at, to measure or to keep as a bank."""
+    if not report:
+        refuse_given(context, ["data_dir", "inception"], "it says nothing without --report")
+    if inception and not inception.is_file():  # before the images are made
+        raise ConfigError(f"--inception: there is no file {inception}")
     import numpy as np
 
     from fedeas_flwr.config import parse_config
@@ -204,7 +210,7 @@ def generate(
         np.savez_compressed(file, x=images, y=labels)
     rows = images.reshape(opened.num_classes, per_class, *opened.image_shape)[:, :_MOST_SHOWN]
     save_sheet(list(rows), rows.shape[1], out / "grid.png")
-    print(f"{len(images):,} images in {seconds:.1f} s → {out}")
+    print(f"{counted(len(images), 'image')} in {seconds:.1f} s → {out}")
     if report:
         from fedeas_flwr.data import open_dataset
         from fedeas_flwr.generators.classifier import independent_classifier
@@ -220,8 +226,6 @@ def generate(
 
 def _in_chunks(opened: Generator, samples: Sequence[SampleId], batch: int) -> Iterator[NDArray[np.uint8]]:
     """Sample whole batches at a time, and say every ten seconds how long it will take; the images are the same."""
-    from fedeas_flwr.sizes import show_seconds
-
     began = shown = time.monotonic()
     for first in range(0, len(samples), 4 * batch):
         yield opened.sample(samples[first : first + 4 * batch])

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from click.core import ParameterSource
 from rich.console import Console
 from rich.table import Table
 
@@ -42,6 +43,14 @@ def can_be_file(option: typer.CallbackParam, path: Path | None) -> Path | None:
     if path is not None:
         can_be_folder(option, path.parent)
     return path
+
+
+def refuse_given(context: typer.Context, names: Collection[str], why: str) -> None:
+    """Refuse options of a command that were given and would be ignored."""
+    for name in names:
+        if context.get_parameter_source(name) is ParameterSource.COMMANDLINE:
+            option = next(param.opts[0] for param in context.command.params if param.name == name)
+            raise ConfigError(f"{option}: leave it out, {why}")
 
 
 def table_console() -> Console:

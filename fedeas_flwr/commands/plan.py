@@ -12,7 +12,7 @@ from click.core import ParameterSource
 from rich.console import Console
 
 from fedeas_flwr.commands.images import batch_speed, estimate_generation, show_estimate
-from fedeas_flwr.commands.output import FormatOption, can_be_folder
+from fedeas_flwr.commands.output import FormatOption, can_be_folder, refuse_given
 from fedeas_flwr.config import ConfigError
 from fedeas_flwr.progress import show_tries
 
@@ -65,6 +65,8 @@ def plan(
 
     limits, betas = choosing.Limits(min_removed, max_synthetic, max_images, max_seconds), read_grid(grid)
     _check_who_chooses(limits, beta, grid)
+    if not estimate and max_seconds is None:
+        refuse_given(context, ["generator"], "it says nothing without --estimate or --max-seconds")
     if counts:
         _check_given_counts(context, "--max-seconds" if max_seconds is not None else "--estimate" if estimate else "")
     names: Sequence[str]
@@ -130,15 +132,10 @@ def _check_who_chooses(limits: Limits, beta: float | None, grid: str) -> None:
 
 def _check_given_counts(context: typer.Context, timed_by: str) -> None:
     """Refuse options that counts make void, and a generator's time without the dataset that it makes images of."""
-
-    def typed(name: str) -> bool:
-        return context.get_parameter_source(name) is ParameterSource.COMMANDLINE
-
-    if timed_by and not typed("dataset"):
+    if timed_by and context.get_parameter_source("dataset") is not ParameterSource.COMMANDLINE:
         raise ConfigError(f"{timed_by} with --counts needs --dataset and --generator")
-    for name in ("protocol", "clients", "alpha", "seed", *([] if timed_by else ["dataset"])):
-        if typed(name):
-            raise ConfigError(f"--{name} {context.params[name]}: leave it out, --counts says what the clients hold")
+    void = ("protocol", "clients", "alpha", "seed", *([] if timed_by else ["dataset"]))
+    refuse_given(context, void, "--counts says what the clients hold")
 
 
 def read_grid(text: str) -> list[float]:

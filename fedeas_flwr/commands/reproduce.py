@@ -13,10 +13,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
-from fedeas_flwr.commands.output import FormatOption, can_be_folder
+from fedeas_flwr.commands.output import FormatOption, can_be_folder, refuse_given
 from fedeas_flwr.commands.sweep import watching
 from fedeas_flwr.config import ConfigError, parse_overrides
 from fedeas_flwr.paths import atomic_write
+from fedeas_flwr.sizes import counted
 
 if TYPE_CHECKING:
     from fedeas_flwr.reproduce.cells import Cell
@@ -28,6 +29,7 @@ SET_BY_CELLS = ("seed", "run-dir", "resume")
 
 
 def reproduce(
+    context: typer.Context,
     what: Annotated[
         list[str] | None,
         typer.Argument(help="all, table1, table2, beta, ablation, gamma, fig1 … fig5, …, or cells: 'c10-k100-a0.1/*'"),
@@ -65,6 +67,7 @@ def reproduce(
     names = [name for words in columns or [] for name in words.split(",")]
     more, numbers = read_words(given or []), read_seeds(seeds)
     if listing:
+        refuse_given(context, ("runs", "out", "run", "jobs", "export", "into"), "--list does no runs and reads none")
         choice = choose(what or ["*/*"], names, scale)
         print_cells(choice.needed(scale), scale, numbers, more, output)
         return
@@ -73,6 +76,8 @@ def reproduce(
     folder = (out or Path("runs") / f"reproduce-{scale}").absolute()
     places = [*(runs or []), folder / "runs"]
     if into:
+        void = ("what", "columns", "run", "seeds", "jobs", "export", "output")
+        refuse_given(context, void, "--into writes what the document asks for, from the runs that there are")
         write_into(into, scale, places, more)
         return
     choice = choose(what or [], names, scale)
@@ -131,7 +136,7 @@ def gather(
     results, failed : Results, bool
         What there is now, and whether a run failed for good.
     """
-    from fedeas_flwr.reproduce.filling import Exporting, export_finished, make_filling, missing_seeds
+    from fedeas_flwr.reproduce.filling import Exporting, export_finished, make_filling, missing_seeds, record_name
     from fedeas_flwr.reproduce.measured import find_results
     from fedeas_flwr.sweep_jobs import run_sweep
 
@@ -143,8 +148,14 @@ def gather(
     if folder is None or not left:
         return results, False
     filling = make_filling(left, scale, folder / "runs", more)
+    filling.check()
+    if export:
+        for one in filling.cells:
+            one.run.check_export(export / record_name(one.values["cell"], one.config))
     prepare_generator(scale, [cell.config.generates for cell in filling.cells], console)
-    console.print(f"{len(filling.cells)} runs, {jobs} at once → {folder / 'runs'}", highlight=False, soft_wrap=True)
+    console.print(
+        f"{counted(len(filling.cells), 'run')}, {jobs} at once → {folder / 'runs'}", highlight=False, soft_wrap=True
+    )
     try:
         with watching(console) as watcher:
             failed = run_sweep(filling, jobs, 1, Exporting(watcher, export) if export else watcher)
@@ -202,7 +213,7 @@ def show(
     number = sum(map(len, missing.values()))
     if number:
         command = fill.format(shlex.join(what))
-        line = f"{number} runs of {len(missing)} cells are missing; to do them: {command}"
+        line = f"Missing: {counted(number, 'run')} of {counted(len(missing), 'cell')}; to do them: {command}"
         console.print(line, highlight=False, soft_wrap=True, markup=False)
     if output == "table":
         console.print(f"page: {written[1]}", highlight=False, soft_wrap=True)

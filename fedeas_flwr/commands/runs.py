@@ -18,7 +18,7 @@ from fedeas_flwr.commands.output import FormatOption, folding_table, table_conso
 from fedeas_flwr.listing import check_removable, describe, describe_in_full, find_runs, flat_rounds, heavy_files, remove
 from fedeas_flwr.run_files import remove_files
 from fedeas_flwr.runs import RunDirectory, RunError
-from fedeas_flwr.sizes import show_bytes
+from fedeas_flwr.sizes import counted, show_bytes
 from fedeas_flwr.sweep import as_csv
 
 runs_app = typer.Typer(cls=InOrderOfUse, help="Run directories.", no_args_is_help=True, rich_markup_mode=None)
@@ -49,7 +49,7 @@ def ls(
         cells = _cells(row)
         table.add_row(*(Text(cells[name]) for name in head))
     console.print(table)
-    print(f"{len(rows)} runs, {show_bytes(sum(row['bytes'] for row in rows))}")
+    print(f"{counted(len(rows), 'run')}, {show_bytes(sum(row['bytes'] for row in rows))}")
 
 
 @runs_app.command(short_help="Show one run: where it stands, and what it is")
@@ -88,10 +88,10 @@ def rm(
     """Remove what runs wrote, and their folders if nothing else is in them; nothing if one is no run, or is running."""
     found = [check_removable(folder.absolute()) for folder in dict.fromkeys(folders)]
     size = show_bytes(sum(describe(run)["bytes"] for run in found))
-    if not yes and not (sys.stdin.isatty() and typer.confirm(f"remove {len(found)} runs, {size}?")):
+    if not yes and not (sys.stdin.isatty() and typer.confirm(f"remove {counted(len(found), 'run')}, {size}?")):
         raise RunError("nothing is removed without a yes: answer it, or say --yes")
     stayed = remove(found)
-    print("\n".join([f"removed {len(found)} runs, {size}", *stayed]))
+    print("\n".join([f"removed {counted(len(found), 'run')}, {size}", *stayed]))
 
 
 @runs_app.command(short_help="Remove what finished runs could be resumed with")
@@ -103,7 +103,7 @@ def prune(
     found = [check_removable(run.path.absolute()) for run in find_runs(folders)]
     heavy = [(run.path, heavy_files(run, model)) for run in found]  # all of them, before anything is removed
     freed = sum(remove_files(folder, files) for folder, files in heavy)
-    print(f"pruned {len(found)} runs, {show_bytes(freed)} freed")
+    print(f"pruned {counted(len(found), 'run')}, {show_bytes(freed)} freed")
 
 
 def _cells(row: Mapping[str, Any]) -> dict[str, str]:

@@ -18,7 +18,7 @@ from rich.text import Text
 
 from fedeas_flwr.commands.output import can_be_folder, check_format, folding_table
 from fedeas_flwr.config import ConfigError, parse_overrides, read_config
-from fedeas_flwr.sizes import show_seconds
+from fedeas_flwr.sizes import counted, show_seconds
 from fedeas_flwr.sweep import Cell, Sweep, make_sweep, parse_grid, points
 from fedeas_flwr.sweep_jobs import Board, Watcher, run_sweep
 
@@ -43,8 +43,9 @@ def sweep(
     _refuse_two_words(overrides or [], grid or [])
     folder = (out or Path("runs") / f"sweep-{conf.stem}").absolute()
     found = make_sweep(read_config(conf, overrides or []), grid or [], folder)
+    found.check()
     console, warnings = Console(stderr=output == "json"), Console(stderr=True)
-    console.print(f"{len(found.cells)} runs, {jobs} at once → {folder}", highlight=False, soft_wrap=True)
+    console.print(f"{counted(len(found.cells), 'run')}, {jobs} at once → {folder}", highlight=False, soft_wrap=True)
     try:
         with watching(console) as watcher:
             failed = run_sweep(found, jobs, retries, watcher)

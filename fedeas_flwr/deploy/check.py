@@ -22,6 +22,7 @@ from fedeas_flwr.doctor.inputs import check_generator
 from fedeas_flwr.local_data import local_data
 from fedeas_flwr.node import Node, read_node
 from fedeas_flwr.runs import RunError
+from fedeas_flwr.sizes import counted
 
 _SUPERLINK_FILES = ("ca.crt", "server.crt", "server.key", "start.sh")
 _NODE_FILES = ("ca.crt", "node.key", "node.pub", "node-config", "superlink-address", "start.sh")
@@ -126,7 +127,8 @@ def _holds(place: Node, run: RunConfig | None) -> str:
         return "data of its own"
     data = local_data(place.apply(run), place)
     labels, test = data.train_labels(place.part), len(data.partition.test[place.part])
-    text = f"data of its own: {len(labels):,} images of {len(set(labels.tolist()))} of the {data.num_classes} classes"
+    held = f"{len(set(labels.tolist()))} of the {data.num_classes} classes"
+    text = f"data of its own: {counted(len(labels), 'image')} of {held}"
     return text + (f", {test:,} to test on" if test else "")
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from fedeas_flwr.deploy import CONNECTION, Deployment
 from fedeas_flwr.one_line import one_line
-from fedeas_flwr.runs import RunError
+from fedeas_flwr.runs import RunFailedError
 from fedeas_flwr.superlink import QUIET, flwr_answer
 
 
@@ -23,7 +23,7 @@ def register_nodes(deployment: Deployment, folder: Path) -> list[str]:
         elif "already in use" in said:
             lines.append(f"{node.name}: was registered before")
         else:
-            raise RunError(f"{node.name} could not be registered: {said or answer}")
+            raise RunFailedError(f"{node.name} could not be registered: {said or answer}")
     return lines
 
 
@@ -31,7 +31,7 @@ def list_nodes(folder: Path) -> list[dict[str, Any]]:
     """The nodes that the SuperLink knows, as Flower describes them."""
     answer = _flwr(folder, "supernode", "list", CONNECTION)
     if not answer.get("success"):
-        raise RunError(one_line(answer.get("error-message", answer), None))
+        raise RunFailedError(one_line(answer.get("error-message", answer), None))
     return list(answer["nodes"])
 
 

@@ -22,6 +22,7 @@ from fedeas_flwr.doctor.machine import on_gpu
 from fedeas_flwr.generators.ray_service import GPU_SLIVER, leave_sliver
 from fedeas_flwr.launch import ray_resources
 from fedeas_flwr.processes import ProcessTree
+from fedeas_flwr.sizes import counted
 from fedeas_flwr.superlink import free_port, is_listening, own_environment
 
 COMMANDS = ("flwr", "flower-superlink")
@@ -83,7 +84,7 @@ def check_shares(config: RunConfig) -> Iterable[Finding]:
         return [note("GPU shares", f"on a machine with a GPU: {error}", _DEFAULTS)]
     share, actors = resources["client-resources-num-gpus"], int(resources["init-args-num-cpus"])
     clients = min(actors, int(1 / share + 1e-6))
-    text = f"{clients} clients × {share:g}, {GPU_SLIVER} for the generator"
+    text = f"{counted(clients, 'client')} × {share:g}, {GPU_SLIVER} for the generator"
     if not on_gpu(config):
         text += " (on a machine with a GPU)"
     if clients < config.actors:
@@ -108,8 +109,8 @@ def check_rehearsal(config: RunConfig) -> Iterable[Finding]:
         return [problem(name, error, _DEFAULTS)]
     found = _rehearse(config, resources)
     if not found["error"]:
-        text = f"{found['clients']} clients and the generator were scheduled, the last after {found['seconds']:.1f} s"
-        return [ok(name, text)]
+        clients = counted(int(found["clients"]), "client")
+        return [ok(name, f"{clients} and the generator were scheduled, the last after {found['seconds']:.1f} s")]
     actors = int(resources["init-args-num-cpus"])
     fitting = f"actors={actors} gpu-share={leave_sliver(1 / actors):g}"
     taken = f"gpu-share = {resources['client-resources-num-gpus']:g}, actors = {actors}"

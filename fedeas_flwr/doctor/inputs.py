@@ -10,6 +10,7 @@ from fedeas_flwr.config import RunConfig
 from fedeas_flwr.data import dataset_info
 from fedeas_flwr.dataset_sources import OWN, check_npz, find_source
 from fedeas_flwr.doctor.findings import Finding, note, ok, problem
+from fedeas_flwr.sizes import counted
 
 
 def check_dataset(config: RunConfig) -> Iterable[Finding]:
@@ -95,8 +96,12 @@ def _bank(where: str, dataset: str) -> Finding:
     bank = BankGenerator(where, classes=info.classes, image_shape=info.image_shape)
     empty = [name for name, count in zip(info.classes, bank.images_of_class, strict=True) if not count]
     if empty:
-        raise ValueError(f"generator: bank {bank.path} has no images of {len(empty)} classes: {', '.join(empty[:5])}")
-    return ok("generator", f"bank {bank.path.absolute()}, {min(bank.images_of_class)} images or more of every class")
+        lacking = counted(len(empty), "class", "classes")
+        raise ValueError(f"generator: bank {bank.path} has no images of {lacking}: {', '.join(empty[:5])}")
+    return ok(
+        "generator",
+        f"bank {bank.path.absolute()}, {counted(min(bank.images_of_class), 'image')} or more of every class",
+    )
 
 
 def _turbo(where: str) -> Finding:

@@ -18,6 +18,7 @@ import numpy as np
 
 from fedeas_flwr.config import RunConfig, parse_config
 from fedeas_flwr.generators.ray_service import actor_demand
+from fedeas_flwr.sizes import counted
 
 _CLIENT_SECONDS = 40.0
 _GENERATOR_SECONDS = 10.0
@@ -55,11 +56,11 @@ def rehearse(config: RunConfig, resources: dict[str, float]) -> dict[str, float 
     try:
         _wait(ray, [client] * clients, _CLIENT_SECONDS + clients)
     except ray.exceptions.GetTimeoutError:
-        return answer | {"error": f"not all of {clients} clients were scheduled"}
+        return answer | {"error": f"{counted(clients, 'client')} could not be scheduled"}
     try:
         _wait(ray, [actor_demand(ray, config, "cuda")], _GENERATOR_SECONDS)
     except ray.exceptions.GetTimeoutError:
-        return answer | {"error": f"{clients} clients leave the generator no part of the GPU"}
+        return answer | {"error": f"the generator has no part of the GPU beside {counted(clients, 'client')}"}
     except ValueError as error:  # the service's own words, where it sees the same before it asks
         return answer | {"error": str(error)}
     return answer | {"seconds": time.monotonic() - began}

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from fedeas_flwr.generators import SampleId
 from fedeas_flwr.own_data import read_images
+from fedeas_flwr.sizes import counted
 from fedeas_flwr.streams import stream
 
 
@@ -67,8 +68,8 @@ class BankGenerator:
     def _pick(self, sample: SampleId, order: NDArray[np.int64]) -> NDArray[np.uint8]:
         if sample.index >= len(order):
             raise ValueError(
-                f"generator: bank {self.path} has {len(order)} images of class {self._classes[sample.label]!r}; "
-                f"client {sample.client} needs at least {sample.index + 1}"
+                f"generator: bank {self.path} has {counted(len(order), 'image')} of class "
+                f"{self._classes[sample.label]!r}; client {sample.client} needs at least {sample.index + 1}"
             )
         image: NDArray[np.uint8] = self._images[sample.label][order[sample.index]]
         return image

@@ -24,6 +24,7 @@ from fedeas_flwr.generators.one_thread import one_thread
 from fedeas_flwr.models import build_model
 from fedeas_flwr.normaliser import Normaliser
 from fedeas_flwr.paths import atomic_path, cache_root
+from fedeas_flwr.sizes import counted
 
 Images = NDArray[np.uint8]
 Labels = NDArray[np.int64]
@@ -199,7 +200,7 @@ def ensure_recognised(
         for label, (have, n) in enumerate(zip(raw, wanted, strict=True)):
             if have > _MOST_RAW * n + _MOST_RAW:
                 raise ValueError(
-                    f"min-class-agreement = {least:g}: {have - lacking[label]} images of class {label} gave only "
-                    f"{n - lacking[label]} that the classifier recognises; lower it or use a better generator"
+                    f"min-class-agreement = {least:g}: {counted(have - lacking[label], 'image')} of class {label} gave "
+                    f"only {n - lacking[label]} that the classifier recognises; lower it or use a better generator"
                 )
     return images[good], labels[good], made, int((~good).sum())

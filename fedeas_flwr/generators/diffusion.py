@@ -25,6 +25,7 @@ from fedeas_flwr.generators.denoising import PRECISIONS, SOLVER_SETTINGS, Denois
 from fedeas_flwr.generators.folders import WEIGHTS_NAME, check_schedule, check_unet, load_unet, read_json
 from fedeas_flwr.gpu.capture import give_memory_back
 from fedeas_flwr.one_line import one_line
+from fedeas_flwr.sizes import counted
 
 logger = logging.getLogger(__name__)
 
@@ -184,7 +185,9 @@ class DiffusionGenerator:
         size = self.find_batch_size()
         self._denoiser.forget()
         if size // 2 < _SMALLEST_BATCH:
-            raise RuntimeError(f"generation-batch: the GPU has no memory left for {size} images; free some of it")
+            raise RuntimeError(
+                f"generation-batch: the GPU has no memory left for {counted(size, 'image')}; free some of it"
+            )
         self.batch_size = size // 2
 
     def _check_settings(self) -> None:

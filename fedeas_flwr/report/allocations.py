@@ -14,6 +14,7 @@ from fedeas_flwr.data import dataset_info
 from fedeas_flwr.local_data import planned_allocation, planned_counts
 from fedeas_flwr.report.groups import Group
 from fedeas_flwr.report.run_figures import draw_heat_map
+from fedeas_flwr.sizes import counted
 
 Counts = npt.NDArray[np.int64]
 _OF_PARTITION = ("dataset", "data_dir", "protocol", "clients", "alpha", "partition_seed")
@@ -32,8 +33,8 @@ class HeatMaps:
     def caption(self) -> str:
         """What is to be seen."""
         return (
-            f"{len(self.counts)} clients by {self.counts.shape[1]} classes: the real samples, and the images that each "
-            "group's clients generate; the reds share one scale."
+            f"{counted(len(self.counts), 'client')} by {self.counts.shape[1]} classes: the real samples, and the "
+            "images that each group's clients generate; the reds share one scale."
         )
 
 
@@ -56,8 +57,9 @@ def maps_of(groups: Sequence[Group]) -> tuple[list[HeatMaps], list[str]]:
         if _is_what_ran(group, generated):
             maps.generated.append((group.name, generated))
         else:
+            images = counted(int(generated.sum()), "image")
             notes.append(
-                f"No heat map of {group.name}: its partition would have {generated.sum():,} images, the run has "
+                f"No heat map of {group.name}: its partition would have {images}, the run has "
                 f"{group.images:,.0f}; where clients have data of their own, what they generate stays with them."
             )
     return list(found.values()), notes

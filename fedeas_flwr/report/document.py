@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -32,16 +34,17 @@ from fedeas_flwr.report.run_figures import (
     draw_seconds,
 )
 from fedeas_flwr.report.style import legend_above
+from fedeas_flwr.sizes import counted
 
 NOTHING = "–"
-_TOLD = {
-    "dataset": "Dataset {}",
-    "clients": "{} clients",
-    "alpha": "α = {}",
-    "protocol": "protocol {}",
-    "model": "model {}",
-    "strategy": "strategy {}",
-    "rounds": "{} rounds",
+_TOLD: dict[str, Callable[[Any], str]] = {
+    "dataset": "Dataset {}".format,
+    "clients": partial(counted, noun="client"),
+    "alpha": "α = {}".format,
+    "protocol": "protocol {}".format,
+    "model": "model {}".format,
+    "strategy": "strategy {}".format,
+    "rounds": partial(counted, noun="round"),
 }
 
 
@@ -74,9 +77,10 @@ def _title(groups: Sequence[Group]) -> str:
 def _opening(groups: Sequence[Group]) -> list[str]:
     shared = identity(groups[0].config)
     same = {key: value for key, value in shared.items() if key not in differences([group.config for group in groups])}
-    words = [told.format(same[key]) for key, told in _TOLD.items() if key in same]
+    words = [told(same[key]) for key, told in _TOLD.items() if key in same]
     runs = sum(len(group.all_members) for group in groups)
-    text = [f"{runs} runs in {len(groups)} groups (a group's runs differ in their seed alone). {', '.join(words)}."]
+    found = f"{counted(runs, 'run')} in {counted(len(groups), 'group')}"
+    text = [f"{found} (a group's runs differ in their seed alone). {', '.join(words)}."]
     if any(group.config.protocol == "paper" for group in groups):
         text.append(LEAKAGE)
     return text

@@ -63,14 +63,17 @@ def record_name(name: str, config: RunConfig) -> Path:
 
 
 def export_finished(results: Results, runs: Path, folder: Path) -> None:
-    """Export the finished runs of a folder that have no record yet.
+    """Export the finished runs of a folder that have no record yet; another run's record in its place is refused.
 
     One may have finished when nobody listened: just as Ctrl-C came, or after the sweep around it was killed.
     """
     for name, found in results.cells.items():
         for run in found:
             record = folder / record_name(name, run.config)
-            if run.path.parent == runs and not RunDirectory(record).is_exported():
+            if run.path.parent != runs:
+                continue
+            RunDirectory(run.path).check_export(record)
+            if not RunDirectory(record).is_record():
                 RunDirectory(run.path).export(record)
 
 

@@ -11,6 +11,7 @@ from fedeas_flwr.config import ConfigError
 from fedeas_flwr.paths import atomic_write
 from fedeas_flwr.report import page as pages
 from fedeas_flwr.reproduce.sections import Section
+from fedeas_flwr.sizes import counted
 
 MOST_NAMED = 12
 """Missing runs that a section names; of more it gives the number."""
@@ -56,8 +57,10 @@ def missing_lines(section: Section, fill: str) -> list[str]:
         return []
     names = ", ".join(section.missing[:MOST_NAMED])
     more = f" and {len(section.missing) - MOST_NAMED} more" if len(section.missing) > MOST_NAMED else ""
-    runs = "1 run" if len(section.missing) == 1 else f"{len(section.missing)} runs"
-    return [f"Missing, {runs}: {names}{more}.", f"To do them: `{fill.format(section.name)}`"]
+    return [
+        f"Missing, {counted(len(section.missing), 'run')}: {names}{more}.",
+        f"To do them: `{fill.format(section.name)}`",
+    ]
 
 
 # --------------------------------------------------------------------------------- tables inside another document

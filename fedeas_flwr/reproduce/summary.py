@@ -17,7 +17,7 @@ from fedeas_flwr.reproduce.items import ITEMS, choose
 from fedeas_flwr.reproduce.measured import Budget, Results, find_results
 from fedeas_flwr.reproduce.page import Page, blocks, with_blocks
 from fedeas_flwr.reproduce.sections import Section
-from fedeas_flwr.sizes import show_seconds
+from fedeas_flwr.sizes import counted, show_seconds
 from fedeas_flwr.sweep import as_csv
 
 SMOKE_NOTE = (
@@ -35,7 +35,7 @@ def make_page(results: Results, sections: list[Section], fill: str) -> Page:
     filled = sum(bool(found) for found in results.cells.values())
     notes = [SMOKE_NOTE if results.scale == "smoke" else LEAKAGE]
     notes.append(
-        f"{filled} of {len(results.cells)} cells are there, {len(runs)} runs{devices}. Ours: mean ± sample "
+        f"{filled} of {len(results.cells)} cells are there, {counted(len(runs), 'run')}{devices}. Ours: mean ± sample "
         "standard deviation over the seeds. ✓: as many images as the paper's run, or as the plan says."
     )
     notes += _budget_notes(sections)

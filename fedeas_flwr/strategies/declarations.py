@@ -11,6 +11,7 @@ from fedeas_flwr.config import RunConfig
 from fedeas_flwr.counts import LARGEST
 from fedeas_flwr.data import dataset_info
 from fedeas_flwr.messages import MessageError, Share, TrainReport
+from fedeas_flwr.sizes import counted
 
 
 class Declarations:
@@ -55,7 +56,9 @@ class Declarations:
         """
         most = self._most_fedeas(self._examples[client])
         if total > most:
-            raise MessageError(f"total = {total}, but {self._examples[client]} samples can ask for {most} at most")
+            raise MessageError(
+                f"total = {total}, but {counted(self._examples[client], 'sample')} can ask for {most} at most"
+            )
         if absent > self._classes:
             raise MessageError(f"absent = {absent}, but there are {self._classes} classes")
 
@@ -68,7 +71,9 @@ class Declarations:
         """
         most = self._most_balanced(self._examples[client]) + int(max(0.0, -level))
         if count > most:
-            raise MessageError(f"count = {count}, but {self._examples[client]} samples can take {most} at most")
+            raise MessageError(
+                f"count = {count}, but {counted(self._examples[client], 'sample')} can take {most} at most"
+            )
 
     # Eq. (budget): b_k = ⌊β n̄_k^γ (1 − H̃_k)⌋ is largest where all samples are of one class, H̃_k = 0
     def _most_fedeas(self, examples: int, gamma: float | None = None) -> int:

@@ -20,6 +20,7 @@ from fedeas_flwr import messages
 from fedeas_flwr.config import RunConfig
 from fedeas_flwr.messages import MessageError
 from fedeas_flwr.runs import ProcessesDiedError, RunError
+from fedeas_flwr.sizes import counted
 from fedeas_flwr.strategies.delivery import deliver, has_died
 
 ANSWER_SECONDS = 120.0
@@ -112,8 +113,9 @@ class Members:
         expected = self._config.clients
         if partitions and partitions != expected:
             raise RunError(
-                f"client {client} holds one of {partitions} partitions, but the federation has {expected} clients: set "
-                f"clients = {partitions} to wait for all of them, or start the nodes with num-partitions = {expected}"
+                f"client {client} holds one of {partitions} partitions, but the federation has "
+                f"{counted(expected, 'client')}: set clients = {partitions} to wait for all of them, "
+                f"or start the nodes with num-partitions = {expected}"
             )
         if self.nodes.get(client) in asked:
             raise RunError(f"two nodes say they are client {client}: give each its own client-id or partition-id")
@@ -147,6 +149,6 @@ def _no_start(config: RunConfig, nodes: Collection[int], failed: Sequence[tuple[
         return RunError(next((why for final, why in failed if final), failed[0][1]))
     wanted = f"clients = {config.clients}" if config.clients else "a run needs at least one client"
     return RunError(
-        f"{wanted}, but the federation has {len(nodes)} nodes: start more, in a simulation with --federation-config "
-        f'"num-supernodes={config.clients or 2}", or set clients = {len(nodes)}'
+        f"{wanted}, but the federation has {counted(len(nodes), 'node')}: start more, in a simulation with "
+        f'--federation-config "num-supernodes={config.clients or 2}", or set clients = {len(nodes)}'
     )

@@ -28,6 +28,7 @@ from fedeas_flwr.cores import in_order, threads_for
 from fedeas_flwr.grids import GridView
 from fedeas_flwr.messages import MessageError, Share, TrainReport, TrainTask
 from fedeas_flwr.runs import ProcessesDiedError, RunDirectory, RunError
+from fedeas_flwr.sizes import counted
 from fedeas_flwr.strategies.averaging import like_model, weighted_average
 from fedeas_flwr.strategies.delivery import deliver, has_died
 from fedeas_flwr.strategies.dissimilarity import gradient_dissimilarity
@@ -95,7 +96,9 @@ class TrainingRounds(Roster):
         gamma_hat = self._gamma_hat(state, accepted)  # before the strategy, which may use the replies up
         arrays, _ = self.strategy.aggregate_train(number, [reply for reply, _, _ in accepted])
         if arrays is None:
-            raise RunError(f"round {number}: {self.config.strategy} made no model of {len(accepted)} replies")
+            raise RunError(
+                f"round {number}: {self.config.strategy} made no model of {counted(len(accepted), 'reply', 'replies')}"
+            )
         reports = [report for _, report, _ in accepted]
         self._steps |= {report.client: report.steps for report in reports}
         merged = Checkpoint(

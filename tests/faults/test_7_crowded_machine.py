@@ -97,7 +97,7 @@ def test_a_read_only_run_directory_is_one_line(tmp_path: Path) -> None:
     with tiny_disk(tmp_path / "disk", "size=1m") as disk:
         remount(disk, "ro")
         done = fedeas("run", str(tmp_path / "conf.toml"), f"run-dir={disk / 'r'}")
-    assert done.returncode == 1
+    assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr == f"error: run-dir = '{disk / 'r'}' cannot be written: Read-only file system\n"
 
 
