@@ -81,15 +81,16 @@ def main() -> None:
         code = app(standalone_mode=False)  # typer turns Ctrl-C into a code of its own, and returns it
         if isinstance(code, int):
             sys.exit(code)
-    except (click.ClickException, RunError, ValueError, OSError) as error:
+    except (click.ClickException, RunError, ValueError, OSError, MemoryError) as error:
         print("error: " + one_line(_told(error), None), file=sys.stderr)
         sys.exit(exit_code(error))
 
 
 def exit_code(error: Exception) -> int:
     """2 where what was given is wrong, so that nothing was begun; 1 where what was begun has failed."""
-    failed = isinstance(error, RunFailedError) or (isinstance(error, OSError) and not isinstance(error, WRONG_PATHS))
-    return 1 if failed else 2
+    if isinstance(error, OSError):
+        return 2 if isinstance(error, WRONG_PATHS) else 1
+    return 1 if isinstance(error, (RunFailedError, MemoryError)) else 2
 
 
 def _told(error: Exception) -> str:
@@ -97,7 +98,7 @@ def _told(error: Exception) -> str:
         return error.format_message()
     if isinstance(error, OSError) and error.strerror:
         return f"{error.filename or 'file'}: {error.strerror}"
-    return str(error)
+    return str(error) or type(error).__name__
 
 
 def _terminated(number: int, frame: FrameType | None) -> None:

@@ -207,7 +207,7 @@ def test_out_of_memory_halves_the_batch_and_loses_nothing(
     assert sizes == [16, 16, 8, 8, 8] and generator.batch_size == 8
     assert [r.getMessage() for r in caplog.records] == ["out of memory at a batch of 16; going on with 8"]
     monkeypatch.setattr(generator._denoiser, "start", lambda *_: (_ for _ in ()).throw(torch.cuda.OutOfMemoryError))
-    with pytest.raises(RuntimeError, match="generation-batch: the GPU has no memory left for 8 images"):
+    with pytest.raises(MemoryError, match="generation-batch: the GPU has no memory left for 8 images"):
         generator.sample(ids(1))
 
 

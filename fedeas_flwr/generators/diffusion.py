@@ -185,7 +185,7 @@ class DiffusionGenerator:
         size = self.find_batch_size()
         self._denoiser.forget()
         if size // 2 < _SMALLEST_BATCH:
-            raise RuntimeError(
+            raise MemoryError(
                 f"generation-batch: the GPU has no memory left for {counted(size, 'image')}; free some of it"
             )
         self.batch_size = size // 2
