@@ -120,6 +120,17 @@ def test_the_papers_figures() -> None:
     assert [faults(figure) for figure in (*drawn, draw_sensitivity(setting), draw_closed_form())] == [[]] * 6
 
 
+def test_the_papers_figures_before_anything_was_run(tmp_path: Path) -> None:
+    """What was not measured is said in its place: an axis without a single curve has no legend to make."""
+    setting = setting_of(find_results(all_cells(), "smoke", [tmp_path], {}))
+    drawn = [draw(setting) for draw in (draw_motivation, draw_surrogate, draw_overview, draw_convergence)]
+    assert [faults(figure) for figure in (*drawn, draw_sensitivity(setting))] == [[]] * 5
+    for figure, panels in ((drawn[3], (0, 1)), (draw_sensitivity(setting), (0,))):
+        assert [[text.get_text() for text in figure.axes[panel].texts] for panel in panels] == [["not run yet"]] * len(
+            panels
+        )
+
+
 def lab(colour: str) -> NDArray[np.float64]:
     """A colour as CIE L*a*b*, where distances are what the eye sees."""
     rgb = np.array(to_rgb(colour))

@@ -218,7 +218,11 @@ def _draw_curves(axes: Axes, setting: Setting, place: str) -> None:
     tidy(axes)
     legend_above(axes, f"First round at {100 * threshold:.0f} %:")
     if not any(setting.results.of(f"{place}/{method}") for method in ("missing-only", "fedeas")):
-        axes.text(0.5, 0.55, "not run yet", transform=axes.transAxes, ha="center", fontsize=12, color=INK)
+        _say_not_run(axes)
+
+
+def _say_not_run(axes: Axes) -> None:
+    axes.text(0.5, 0.55, "not run yet", transform=axes.transAxes, ha="center", fontsize=12, color=INK)
 
 
 def _draw_band(axes: Axes, runs: Sequence[Measured], colour: str, threshold: float) -> str:
@@ -248,7 +252,10 @@ def draw_sensitivity(setting: Setting) -> Figure:
     left.xaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
     left.set_xlim(left=0)
     tidy(left)
-    legend_above(left)
+    if left.has_data():
+        legend_above(left)
+    else:
+        _say_not_run(left)
     draw_selection(right, setting.path, setting.betas, setting.beta, choose(setting.path, CONDITIONS, setting.betas))
     return figure
 
