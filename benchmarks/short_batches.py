@@ -79,7 +79,7 @@ def main() -> None:
     parser.add_argument("--config", type=Path, help="a run's file, instead of digits")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="of that run")
     options = parser.parse_args()
-    config = read_config(options.config, options.set) if options.config else parse_config({})
+    config = read_config(options.config, options.set) if options.config else parse_config({"clients": 10})
     device = pick_device(options.device, "fp32")
     rows = measure(config, device, [size for size in SIZES if size <= config.batch_size], options.draws)
     print(table(rows))

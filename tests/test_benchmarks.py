@@ -195,3 +195,15 @@ def test_small_batches_have_long_gradients(benchmark: Any) -> None:
     assert rows[0]["median"] > 1.5 * rows[1]["median"] and rows[0]["largest"] > rows[0]["median"]
     by_hand = [{"size": 2, "median": 30.0, "largest": 90.0}, {"size": 64, "median": 3.0, "largest": 6.0}]
     assert "| 2 | 30.0 | 10.0 | 90.0 | 30.0 |" in short.table(by_hand)
+
+
+@pytest.mark.parametrize(("name", "rows"), [("parity", 3), ("short_batches", 6)])
+def test_without_a_config_it_is_digits(
+    benchmark: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str, rows: int
+) -> None:
+    script = benchmark(name)
+    more = [] if name == "parity" else ["--draws", "1"]
+    monkeypatch.setattr(sys, "argv", [name, "--out", str(tmp_path / "record.json"), "--device", "cpu", *more])
+    script.main()
+    record = json.loads((tmp_path / "record.json").read_text())
+    assert record["setting"]["dataset"] == "digits" and len(record["rows"]) == rows
