@@ -81,7 +81,9 @@ def main() -> None:
         code = app(standalone_mode=False)  # typer turns Ctrl-C into a code of its own, and returns it
         if isinstance(code, int):
             sys.exit(code)
-    except (click.ClickException, RunError, ValueError, OSError, MemoryError) as error:
+    except Exception as error:
+        if not (isinstance(error, (click.ClickException, RunError, ValueError, OSError)) or _lacks_memory(error)):
+            raise
         print("error: " + one_line(_told(error), None), file=sys.stderr)
         sys.exit(exit_code(error))
 
@@ -90,7 +92,13 @@ def exit_code(error: Exception) -> int:
     """2 where what was given is wrong, so that nothing was begun; 1 where what was begun has failed."""
     if isinstance(error, OSError):
         return 2 if isinstance(error, WRONG_PATHS) else 1
-    return 1 if isinstance(error, (RunFailedError, MemoryError)) else 2
+    return 1 if isinstance(error, RunFailedError) or _lacks_memory(error) else 2
+
+
+def _lacks_memory(error: Exception) -> bool:
+    """Whether the machine ran out of memory, or a GPU did: torch, loaded if it was asked, has a class of its own."""
+    torch = sys.modules.get("torch")
+    return isinstance(error, MemoryError) or (torch is not None and isinstance(error, torch.OutOfMemoryError))
 
 
 def _told(error: Exception) -> str:

@@ -6,15 +6,18 @@ import errno
 import json
 import resource
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from runners import fedeas, finish, small, typed
 
+from fedeas_flwr import prepare
 from fedeas_flwr.cli import exit_code, run_name
 from fedeas_flwr.config import parse_config
 from fedeas_flwr.project import read_project
-from fedeas_flwr.runs import ProcessesDiedError
+from fedeas_flwr.runs import ProcessesDiedError, RunDirectory
 from fedeas_flwr.sizes import counted
 
 ROOT = Path(__file__).parents[1]
@@ -361,6 +364,23 @@ def test_a_run_that_was_begun_and_failed_has_another_exit_code(tmp_path: Path) -
 )
 def test_a_wrong_path_is_the_users_and_a_full_disk_is_not(error: Exception, code: int) -> None:
     assert exit_code(error) == code
+
+
+def test_a_gpu_without_memory_is_one_line_whoever_asks_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(run: RunDirectory) -> dict[str, Any]:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nGPU 0 has 1.00 GiB free.")
+
+    monkeypatch.setattr(prepare, "evaluate_run", full)
+    done = typed("evaluate", "/a/run")
+    line = "error: CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has 1.00 GiB free.\n"
+    assert (done.returncode, done.stdout, done.stderr) == (1, "", line)
+
+    def wrong(run: RunDirectory) -> dict[str, Any]:
+        raise RuntimeError("a fault of ours")
+
+    monkeypatch.setattr(prepare, "evaluate_run", wrong)
+    with pytest.raises(RuntimeError, match="a fault of ours"):
+        typed("evaluate", "/a/run")
 
 
 def test_an_estimate_adds_one_key_to_the_plan(bank: str) -> None:
