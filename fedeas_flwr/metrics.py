@@ -48,11 +48,11 @@ def rounds_to_threshold(accuracies: Sequence[float], threshold: float) -> int | 
     return next((i for i, a in enumerate(accuracies, start=1) if a >= threshold), None)
 
 
-def falls(accuracies: Sequence[float]) -> list[float]:
-    """How deep single rounds fell: of each after the tenth that is over 0.05 below the median of the 13 around it."""
+def falls(accuracies: Sequence[float]) -> dict[int, float]:
+    """Rounds after the tenth that are over 0.05 below the median of the 13 around them, and by how much."""
     medians = (np.median(accuracies[max(0, i - 6) : i + 7]) for i in range(len(accuracies)))
-    depths = [float(median) - accuracy for median, accuracy in zip(medians, accuracies, strict=True)]
-    return [depth for depth in depths[10:] if depth > 0.05]
+    depths = {i: float(m) - a for i, (m, a) in enumerate(zip(medians, accuracies, strict=True), start=1)}
+    return {number: depth for number, depth in depths.items() if number > 10 and depth > 0.05}
 
 
 # Sec. 4.3 and Supp. F of the paper: η = Δ accuracy · 10³ / images generated.

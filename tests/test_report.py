@@ -198,7 +198,7 @@ def test_a_gain_that_cannot_be_told_says_which_key_is_in_the_way(tmp_path: Path)
     data = as_data(grouped(near, far, *runs))
     assert [group["no_gain"] for group in data] == [None, None, *[note.partition(": ")[2]] * 2]
     alone = no_gain_notes(grouped(*runs))
-    assert alone == ["No gain of FedEAS, Uniform: no group generates nothing (policy = none)"]
+    assert alone == ["No gain of FedEAS, Uniform: there is no group that generates nothing (policy = none)"]
     assert no_gain_notes(grouped(near, far)) == []
     same = write_run(tmp_path / "same", [0.7, 0.7], images=400, beta=4.0, policy="fedeas")
     assert no_gain_notes(grouped(near, far, same)) == []

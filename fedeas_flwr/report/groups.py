@@ -280,7 +280,7 @@ def why_no_gain(group: Group, groups: Sequence[Group]) -> str | None:
         return None
     others = _without_images(group, groups)
     if not others:
-        return "no group generates nothing (policy = none)"
+        return "there is no group that generates nothing (policy = none)"
     nearest = min(others, key=lambda other: len(_in_the_way(group, other)))
     mine, theirs = identity(group.config), identity(nearest.config)
     keys = [f"{key} = {_show(theirs[key])}, not {_show(mine[key])}" for key in _in_the_way(group, nearest)]

@@ -159,7 +159,7 @@ def batches_table(results: Results) -> Table:
             last, peak = last_20_of(results, f"{MAIN}/{name}"), peak_of(results, f"{MAIN}/{name}")
             depths = [falls(run.accuracies) for run in results.of(f"{MAIN}/{name}")]
             counts = ", ".join(str(len(one)) for one in depths) or NONE
-            deepest = max((depth for one in depths for depth in one), default=None)
+            deepest = max((depth for one in depths for depth in one.values()), default=None)
             shown = NONE if deepest is None else f"{100 * deepest:.1f}"
             label = METHODS[method].label
             table.rows.append([label, which, show_ours(last), show_seeds(last), show_ours(peak), counts, shown])
