@@ -155,7 +155,11 @@ class RunConfig(BaseModel):
     local_epochs: int = Field(3, ge=1, le=10_000, description="epochs a client trains in a round, E")
     batch_size: int = Field(32, ge=2, le=65_536, description="images in a training step")
     min_batch: int = Field(
-        2, ge=2, le=65_536, description="a last batch of fewer images is left out; BatchNorm makes much of small ones"
+        2,
+        ge=2,
+        le=65_536,
+        description="a last batch of fewer images is left out (BatchNorm makes much of small ones); a client that has "
+        "fewer in all does not train",
     )
     loss: Literal["cross-entropy", "class-weighted", "logit-adjusted"] = Field(
         "cross-entropy", description="a client's loss; the other two offset its own label skew, with any strategy"

@@ -97,7 +97,7 @@ def test_a_probe_that_fails_costs_nothing_but_its_answer_and_says_so(
 def test_a_probe_that_crashes_is_tried_once_and_named(
     a_gpu: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A sweep asks for each of its runs: a probe that fails would cost its seconds for every one of them."""
+    """A sweep asks about each of its runs before the first: a probe that fails would cost its seconds every time."""
     probes: list[Any] = []
 
     def crashing(words: Any, **more: Any) -> Any:

@@ -44,7 +44,7 @@ _FREE = 0.8  # of the GPU's memory that is free: the generator and the test need
 _PROCESS_BYTES = 1 << 30  # CUDA's own, in each of Ray's processes
 _SECONDS = 180.0
 _failed: set[Path] = set()
-"""What this process could not measure and need not try again: a sweep asks for each of its runs."""
+"""What this process could not measure and need not try again: a sweep asks about each of its runs beforehand."""
 _KEYS = ("dataset", "model", "stem", "batch_size", "precision", "engine")
 
 
