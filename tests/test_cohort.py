@@ -108,7 +108,7 @@ def test_a_probe_that_crashes_is_tried_once_and_named(
     assert [cohort.clients_at_once(config(seed=seed)) for seed in (1, 2, 3)] == [cohort.USUAL] * 3
     assert len(probes) == 1
     assert caplog.messages == [
-        "how many clients at once pay cannot be measured, so it is 10: the probe died with SIGSEGV"
+        "how many clients at once pay cannot be measured, so it is 10: the probe died (Segmentation fault)"
     ]
     assert cohort.clients_at_once(config(batch_size=16)) == cohort.USUAL and len(probes) == 2, (
         "that is another question"

@@ -69,7 +69,7 @@ def _why(error: Exception) -> str:
         return one_line(error)
     last = next((line for line in reversed(error.stderr.split("\n")) if line.strip()), "")
     if error.returncode < 0:
-        return f"the probe died with {signal.Signals(-error.returncode).name}"
+        return f"the probe died ({signal.strsignal(-error.returncode)})"
     return one_line(last or f"the probe ended with {error.returncode}")
 
 
