@@ -20,6 +20,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from contextlib import suppress
+from fnmatch import fnmatchcase
 from pathlib import Path
 
 _OF_A_SWEEP = ("run.toml", "output.log")
@@ -39,6 +40,8 @@ _FILES = (
     "status.json",
     "config.json",  # last: what is left of a removal that was interrupted is still a run
 )
+_LEFT_BY_KILLED = tuple(f".{name}.*.tmp" for name in _FILES)
+"""Of writers that were killed (paths.py)."""
 _UNMISTAKABLE = 2
 """A config.json alone is anybody's: a folder with so many of a run's files is a run, though its config is damaged."""
 
@@ -64,12 +67,13 @@ def holds_others_files(folder: Path) -> bool:
     """Whether a folder has something in it and is no run: a new run would mix its files with somebody's own."""
     if not folder.is_dir() or is_run(folder):
         return False
-    return any(path.name not in _OF_A_START for path in folder.iterdir())
+    own = (*_OF_A_START, *_LEFT_BY_KILLED)
+    return any(not any(fnmatchcase(path.name, pattern) for pattern in own) for path in folder.iterdir())
 
 
 def files_of_run(folder: Path) -> list[Path]:
     """The files in a run directory that a run writes, what killed writers left too; none behind a link."""
-    patterns = [*_IN_FOLDERS, *(f".{name}.*.tmp" for name in _FILES), *_FILES]
+    patterns = [*_IN_FOLDERS, *_LEFT_BY_KILLED, *_FILES]
     found = [path for pattern in patterns for path in sorted(folder.glob(pattern))]
     inside = folder.resolve()
     return [path for path in found if path.is_file() and path.parent.resolve().is_relative_to(inside)]

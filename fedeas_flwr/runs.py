@@ -73,8 +73,7 @@ class RunDirectory:
         """Make the folder of a new run, or open the one that is to be resumed."""
         run = cls(Path(config.run_dir))
         run._refuse_another(config)
-        if config.resume:
-            remove_unfinished(run.path)
+        remove_unfinished(run.path)
         with run._saying_what_cannot_be_written():
             run.path.mkdir(parents=True, exist_ok=True)
             run._write_json("config.json", {"config": config.outside(), "environment": dict(environment)})

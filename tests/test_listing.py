@@ -121,6 +121,16 @@ def test_a_run_begins_only_where_nothing_lies(tmp_path: Path) -> None:
     RunDirectory.start(small(folder), {})  # a sweep's or launcher's, before its first round
 
 
+def test_what_a_writer_left_that_was_killed_keeps_nobody_out(tmp_path: Path) -> None:
+    """As of one killed inside the write of config.json, when there is no run yet."""
+    folder = tmp_path / "r"
+    folder.mkdir()
+    (folder / ".config.json.4711-0a1b2c3d.tmp").write_text('{"conf')
+    RunDirectory(folder).check_ready(small(folder))
+    run = RunDirectory.start(small(folder), {})
+    assert {path.name for path in run.path.iterdir()} == {"config.json", "status.json"}
+
+
 def test_quickstart_replaces_runs_and_nothing_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(quickstart, "prepare", lambda config, console: config)
     monkeypatch.setattr(quickstart, "launch", lambda config, console: RunDirectory.start(config, {}))
