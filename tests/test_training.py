@@ -16,10 +16,10 @@ from torch import nn
 from torch.nn import functional as F
 from users_models import with_batchnorm
 
-from fedeas_flwr.config import RunConfig
+from fedeas_flwr.config import RunConfig, parse_config
 from fedeas_flwr.models import build_model
 from fedeas_flwr.strategies.averaging import weighted_average
-from fedeas_flwr.training import Engine, Normaliser, Objective, Recipe
+from fedeas_flwr.training import Engine, Normaliser, Objective, Recipe, recipe
 from fedeas_flwr.training.eager import Descent, EagerEngine
 from fedeas_flwr.training.engine import read_state
 from fedeas_flwr.training.graphed import GraphedEngine, batch_table
@@ -92,6 +92,12 @@ def test_a_last_batch_that_is_too_small_is_left_out(samples: int, taken: int, de
     for key, wanted in by_hand.named_parameters():
         for weights in ends:
             torch.testing.assert_close(weights[key], wanted.detach(), rtol=2e-4, atol=2e-5)
+
+
+def test_clients_train_by_the_keys_of_the_run() -> None:
+    keys = {"local-epochs": 5, "batch-size": 40, "learning-rate": 0.3, "momentum": 0.7, "weight-decay": 0.02}
+    wanted = Recipe(5, 40, 0.3, momentum=0.7, weight_decay=0.02, min_batch=9)
+    assert recipe(parse_config({**keys, "min-batch": 9})) == wanted
 
 
 @pytest.mark.parametrize("device", DEVICES)
