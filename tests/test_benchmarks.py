@@ -16,11 +16,15 @@ import numpy as np
 import psutil
 import pytest
 import torch
+from torch.nn import functional as F
 
 from fedeas_flwr.config import parse_config
+from fedeas_flwr.data import dataset_info
 from fedeas_flwr.dataset_sources import check_npz
+from fedeas_flwr.local_data import federated_data
 from fedeas_flwr.runs import RunDirectory
-from fedeas_flwr.training import Recipe
+from fedeas_flwr.streams import stream
+from fedeas_flwr.training import Normaliser, Recipe, network
 from fedeas_flwr.training.graphed import GraphedEngine
 
 ROOT = Path(__file__).parents[1]
@@ -197,12 +201,33 @@ def test_small_batches_have_long_gradients(benchmark: Any) -> None:
     assert "| 2 | 30.0 | 10.0 | 90.0 | 30.0 |" in short.table(by_hand)
 
 
-@pytest.mark.parametrize(("name", "rows"), [("parity", 3), ("short_batches", 6)])
+def test_a_first_control_variate_is_the_mean_of_the_gradients(benchmark: Any) -> None:
+    """One epoch at a learning rate of next to nothing, so that all gradients are taken at the start, less the last."""
+    first, config = benchmark("first_controls"), parse_config({"clients": 5, "local-epochs": 1, "learning-rate": 1e-4})
+    data, client = federated_data(config, 5), 0
+    held = len(data.partition.train[client])
+    size = next(size for size in range(16, held) if 2 <= held % size < 8)
+    config = config.with_changes(batch_size=size)
+    with_last, without = first.measure(config, "cpu", [client])
+    assert (with_last["last"], without["last"]) == (with_last["samples"] % size, 0)
+    assert with_last["steps"] == without["steps"] + 1 == with_last["samples"] // size + 1
+    images, labels = (torch.from_numpy(array) for array in data.train(client))
+    info, model = dataset_info("digits"), network(config).train()
+    total = [torch.zeros_like(p) for p in model.parameters()]
+    order = torch.from_numpy(stream(config.seed, "batches", 1, client).permutation(len(labels)))
+    for chosen in order[: without["steps"] * size].split(size):
+        loss = F.cross_entropy(model(Normaliser(info.mean, info.std, "cpu")(images[chosen])), labels[chosen])
+        torch._foreach_add_(total, torch.autograd.grad(loss, list(model.parameters())))
+    length = float(torch.stack([one.norm() for one in total]).norm()) / without["steps"]
+    assert without["length"] == pytest.approx(length, rel=0.01)
+
+
+@pytest.mark.parametrize(("name", "rows"), [("parity", 3), ("short_batches", 6), ("first_controls", 1)])
 def test_without_a_config_it_is_digits(
     benchmark: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str, rows: int
 ) -> None:
     script = benchmark(name)
-    more = [] if name == "parity" else ["--draws", "1"]
+    more = ["--draws", "1"] if name == "short_batches" else []
     monkeypatch.setattr(sys, "argv", [name, "--out", str(tmp_path / "record.json"), "--device", "cpu", *more])
     script.main()
     record = json.loads((tmp_path / "record.json").read_text())

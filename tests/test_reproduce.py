@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -123,14 +124,15 @@ def test_shared_images_stand_beside_images_of_each_clients_own_and_the_papers_nu
     record(tmp_path / "shared", f"{MAIN}/uniform-shared", 1, [0.585] * 200, images=33_650)
     table = beyond.shared_table(found_in(tmp_path))
     assert table.rows[:3] == [
-        ["Uniform", "58.81", "of each client's own", "69.00", "1", "+10.19", "33,650"],
-        ["Uniform", "", "the same for all clients", "58.50", "1", "−0.31", "340"],
-        ["Missing-only", "70.18", "of each client's own", "–", "–", "–", "33,650"],
+        ["100", "Uniform", "58.81", "of each client's own", "69.00", "1", "+10.19", "33,650"],
+        ["100", "Uniform", "", "the same for all clients", "58.50", "1", "−0.31", "340"],
+        ["100", "Missing-only", "70.18", "of each client's own", "–", "–", "–", "33,650"],
     ]
     assert [(budget.wanted, budget.by, budget.met) for budget in table.budgets] == [
         (33_650, "paper", True),
         (33_650, "plan", True),
     ]
+    assert [row[:2] + row[-1:] for row in table.rows[-2:]] == [["20", "Uniform", "13,437"], ["20", "Uniform", "680"]]
 
 
 def test_rounds_that_fall_are_counted_by_hand(tmp_path: Path) -> None:
@@ -140,9 +142,21 @@ def test_rounds_that_fall_are_counted_by_hand(tmp_path: Path) -> None:
     record(tmp_path / "two", f"{MAIN}/fedeas", 1, curve)
     record(tmp_path / "none", f"{MAIN}/fedeas", 2, [0.7] * 200)
     record(tmp_path / "min8", f"{MAIN}/fedeas-min8", 2, [0.72] * 200, images=33_650)
-    rows = [row for row in beyond.batches_table(found_in(tmp_path)).rows if row[0] == "FedEAS"]
-    assert rows[0][1:4] == ["from 2 images", "70.00 ± 0.00", "1, 2"] and rows[0][5:] == ["2, 0", "48.3"]
-    assert rows[1][1:] == ["from 8 images", "72.00", "2", "72.00", "0", "–"]
+    rows = [row for row in beyond.batches_table(found_in(tmp_path)).rows if row[1] == "FedEAS"]
+    assert rows[0][2:5] == ["from 2 images", "70.00 ± 0.00", "1, 2"] and rows[0][6:] == ["2, 0", "48.3"]
+    assert rows[1][2:] == ["from 8 images", "72.00", "2", "72.00", "0", "–"]
+
+
+def test_small_batches_are_left_out_where_rounds_fell(tmp_path: Path) -> None:
+    record(tmp_path / "all", f"{PAPERS}/scaffold", 1, TWENTY)
+    record(tmp_path / "min8", f"{PAPERS}/scaffold-min8", 1, [0.6] * 200)
+    *_, all_batches, large = beyond.batches_table(found_in(tmp_path)).rows
+    assert [row[:3] for row in (all_batches, large)] == [
+        ["20", "SCAFFOLD", "from 2 images"],
+        ["20", "SCAFFOLD", "from 8 images"],
+    ]
+    assert large[3] == "60.00" != all_batches[3]
+    assert choose(["batches"], [MAIN], "full").needed("full")[-1].name == f"{MAIN}/fedeas-min8"
 
 
 def test_best_and_second_best_are_marked_once_a_column_is_complete(tmp_path: Path) -> None:
@@ -311,6 +325,17 @@ def test_text_from_outside_stays_text() -> None:
 
 
 # -------------------------------------------------------------------------------------------- what is committed
+
+
+def test_the_committed_figures_are_of_all_committed_runs() -> None:
+    """Drawn before a run was added, a picture would leave it out."""
+    drawn = json.loads((ROOT / "results" / "figures" / "results.json").read_text())
+    names = [part["name"] for part in drawn["items"]]
+    assert names == ["fig1", "fig4"] and [part["missing"] for part in drawn["items"]] == [[], []]
+    assert all((ROOT / "results" / "figures" / part["picture"]).is_file() for part in drawn["items"])
+    found = find_results(choose(names, [], "full").needed("full"), "full", [ROOT / "results"], {})
+    today = {name: [str(run.path.relative_to(ROOT)) for run in runs] for name, runs in found.cells.items()}
+    assert drawn["runs"] == today
 
 
 def test_the_tables_of_the_docs_are_those_of_the_committed_runs() -> None:

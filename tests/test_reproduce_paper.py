@@ -127,7 +127,7 @@ def test_other_rules_spend_fedeas_total_or_a_little_less() -> None:
 def test_shared_images_are_as_many_as_the_largest_wishes() -> None:
     """What is asked for stays the paper's total; what is made is a hundredth of it for Uniform."""
     different = {}
-    for method in SHARED:
+    for method in SHARED[MAIN]:
         config = cell(f"{MAIN}/{method}-shared").config("full", 1)
         counts = planned_counts(config, 100)
         assert allocate(counts, config.policy, beta=config.beta).sum() == 33_650

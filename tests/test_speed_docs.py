@@ -21,7 +21,7 @@ RECORDS = {
     "framework": "framework/cpu.json",
     "framework on a GPU": "framework/h200.json",
     "growth": "growth/cpu.json",
-    "parity": "parity/cpu.json",
+    "parity": "parity/h200.json",
 }
 """What the first word of a table's name measured. Seconds are shown where they are a GPU's."""
 

@@ -203,11 +203,11 @@ def show(
     sections = make_sections(choice, results, missing, folder, more)
     page = make_page(results, sections, fill)
     written = write_page(page, folder)
-    record = {**as_json(results, sections), "page": [str(path) for path in written]}
+    record = {**as_json(results, sections), "page": [path.name for path in written]}
     atomic_write(folder / "results.json", (json.dumps(record, indent=1, ensure_ascii=False) + "\n").encode())
     atomic_write(folder / "results.csv", values_csv(sections).encode())
     if output == "json":
-        print(json.dumps(record, ensure_ascii=False))
+        print(json.dumps({**record, "folder": str(folder)}, ensure_ascii=False))
     else:
         print_tables(page, console)
     number = sum(map(len, missing.values()))

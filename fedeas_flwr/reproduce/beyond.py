@@ -124,17 +124,18 @@ def clean_table(results: Results) -> Table:
 
 def shared_table(results: Results) -> Table:
     """Whether clients have images of their own or the same ones; the paper does not say which it had."""
-    head = ["Method", "Paper, last-20 %", "Images", "Ours, last-20 %", "Seeds", "Difference", "Different images"]
-    table = Table(head, [])
-    for method in SHARED:
-        published = last_20_of(results, f"{MAIN}/{method}").paper
+    head = ["K", "Method", "Paper, last-20 %", "Images", "Ours, last-20 %", "Seeds", "Difference", "Different images"]
+    table, pairs = Table(head, []), [(place, method) for place, methods in SHARED.items() for method in methods]
+    for place, method in pairs:
+        published = last_20_of(results, f"{place}/{method}").paper
         for name, whose in ((method, "of each client's own"), (f"{method}-shared", "the same for all clients")):
-            one = cell(f"{MAIN}/{name}")
+            one = cell(f"{place}/{name}")
             config = one.config(results.scale, 1)
             different = planned_images(config, planned_counts(config, config.clients)).sum()
             last = value_of(results, one.name, "last-20 %", lambda run: 100 * run.last_20, published)
             table.rows.append(
                 [
+                    str(config.clients),
                     METHODS[method].label,
                     show_paper(last) if name == method else "",
                     whose,
@@ -152,18 +153,20 @@ def shared_table(results: Results) -> Table:
 
 def batches_table(results: Results) -> Table:
     """What last batches of a few images do: BatchNorm makes steps many times the usual size of them."""
-    head = ["Method", "Last batches", "Ours, last-20 %", "Seeds", "Peak %", "Falls, by seed", "The deepest, points"]
-    table = Table(head, [])
-    for method in BATCHED:
-        for name, which in ((method, "from 2 images"), (f"{method}-min{MIN_BATCH}", f"from {MIN_BATCH} images")):
-            last, peak = last_20_of(results, f"{MAIN}/{name}"), peak_of(results, f"{MAIN}/{name}")
-            depths = [falls(run.accuracies) for run in results.of(f"{MAIN}/{name}")]
-            counts = ", ".join(str(len(one)) for one in depths) or NONE
-            deepest = max((depth for one in depths for depth in one.values()), default=None)
-            shown = NONE if deepest is None else f"{100 * deepest:.1f}"
-            label = METHODS[method].label
-            table.rows.append([label, which, show_ours(last), show_seeds(last), show_ours(peak), counts, shown])
-            table.values += [last, peak]
+    head = ["K", "Method", "Last batches", "Ours, last-20 %", "Seeds", "Peak %", "Falls, by seed", "Deepest, points"]
+    table, least = Table(head, []), f"-min{MIN_BATCH}"
+    for place, method, end in ((p, m, e) for p, methods in BATCHED.items() for m in methods for e in ("", least)):
+        one = cell(f"{place}/{method}{end}")
+        last, peak = last_20_of(results, one.name), peak_of(results, one.name)
+        depths = [falls(run.accuracies) for run in results.of(one.name)]
+        counts = ", ".join(str(len(found)) for found in depths) or NONE
+        deepest = max((depth for found in depths for depth in found.values()), default=None)
+        config = one.config(results.scale, 1)
+        batches = f"from {config.min_batch} images"
+        depth = NONE if deepest is None else f"{100 * deepest:.1f}"
+        shown = [show_ours(last), show_seeds(last), show_ours(peak), counts, depth]
+        table.rows.append([str(config.clients), METHODS[method].label, batches, *shown])
+        table.values += [last, peak]
     return table
 
 

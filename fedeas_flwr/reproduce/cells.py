@@ -159,20 +159,20 @@ def _methods() -> dict[str, Method]:
     shared = [
         Method(f"{method.name}-shared", f"{method.label}, shared images", (*method.keys, ("shared-images", True)))
         for method in found
-        if method.name in SHARED
+        if method.name in SHARED[MAIN]
     ]
     larger = [
         Method(f"{method.name}-min{MIN_BATCH}", f"{method.label}, no small batch", (*method.keys, least))
         for method in found
-        if method.name in BATCHED
+        if method.name in {name for names in BATCHED.values() for name in names}
     ]
     return {method.name: method for method in (*found, *clean, *shared, *larger)}
 
 
 FREE = ("oversample", "class-weighted", "logit-adjusted", "flip-crop")
 CLEAN = ("fedavg", "fedeas", "missing-only", "uniform", "full-balance", *FREE)
-SHARED = ("uniform", "missing-only", "fedeas")
-BATCHED = ("uniform", "missing-only", "fedeas")
+SHARED = {MAIN: ("uniform", "missing-only", "fedeas"), PAPERS: ("uniform",)}
+BATCHED = {MAIN: ("uniform", "missing-only", "fedeas"), PAPERS: ("missing-only", "scaffold")}
 MIN_BATCH = 8
 RULES = ("fedeas-g0.25", "fedeas", "fedeas-g0.75", "fedeas-g1", "waterfill")
 METHODS = _methods()
@@ -247,9 +247,10 @@ def all_cells() -> list[Cell]:
     of_100 = ("c100-k100-a0.1", "c100-k20-a0.1")
     sweep = [f"{name}-b{beta}" for beta in BETAS if beta != FULL["beta"] for name in ("fedeas", "uniform")]
     names = [
-        *_pairs([MAIN], (*eight, *(f"{name}-shared" for name in SHARED))),
-        *_pairs([PAPERS], (*eight, *sweep, "without-entropy", "linear")),
-        *_pairs([MAIN], [f"{name}-min{MIN_BATCH}" for name in BATCHED]),
+        *_pairs([MAIN], (*eight, *(f"{name}-shared" for name in SHARED[MAIN]))),
+        *_pairs([PAPERS], (*eight, *(f"{name}-shared" for name in SHARED[PAPERS]))),
+        *_pairs([PAPERS], (*sweep, "without-entropy", "linear")),
+        *(f"{place}/{name}-min{MIN_BATCH}" for place, names in BATCHED.items() for name in names),
         *_pairs([*others, *of_100], eight),
         *_pairs([MAIN, PAPERS, *others, *of_100], ("fedgen", "fedmix")),
         "c10-k20-a0.3/fedeas+scaffold",

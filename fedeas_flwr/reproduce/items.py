@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -40,6 +40,12 @@ class Item:
     """Name of the function in figures.py."""
     only_by_name: bool = False
     """Whether ``all`` leaves it out at smoke scale, which is to be over in minutes."""
+
+
+def _beside(methods: Mapping[str, Sequence[str]], end: str) -> Callable[[Sequence[str]], list[str]]:
+    """Cells of some columns, and beside each the one whose name has an end more."""
+    pairs = [(place, name) for place, names in methods.items() for name in names]
+    return lambda columns: [f"{p}/{name}{more}" for p, name in pairs if p in columns for more in ("", end)]
 
 
 def _on(place: str, *methods: str) -> Callable[[Sequence[str]], list[str]]:
@@ -174,14 +180,14 @@ ITEMS: dict[str, Item] = {
     "shared": Item(
         "Beyond the paper: images of each client's own, or the same for all",
         "Budgets are the same to the image; what differs is whether two clients may have the same image.",
-        _on(MAIN, *SHARED, *(f"{name}-shared" for name in SHARED)),
+        _beside(SHARED, "-shared"),
         _fixed(beyond.shared_table),
         only_by_name=True,
     ),
     "batches": Item(
         "Beyond the paper: last batches of a few images",
         "A fall is a round, after the tenth, more than 5 points under the median of the 13 around it.",
-        _on(MAIN, *BATCHED, *(f"{name}-min{MIN_BATCH}" for name in BATCHED)),
+        _beside(BATCHED, f"-min{MIN_BATCH}"),
         _fixed(beyond.batches_table),
         only_by_name=True,
     ),

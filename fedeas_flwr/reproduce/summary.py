@@ -77,7 +77,7 @@ def _budget_notes(sections: Sequence[Section]) -> list[str]:
 
 
 def as_json(results: Results, sections: Sequence[Section]) -> dict[str, Any]:
-    """Plain values of everything on the page."""
+    """Plain values of everything on the page; pictures by their names in its folder, which may be moved."""
     parts = []
     for section in sections:
         table = section.table
@@ -85,7 +85,7 @@ def as_json(results: Results, sections: Sequence[Section]) -> dict[str, Any]:
             {
                 "name": section.name,
                 "title": section.title,
-                "picture": str(section.picture) if section.picture else None,
+                "picture": section.picture.name if section.picture else None,
                 "head": table.head if table else [],
                 "rows": table.rows if table else [],
                 "values": [value.as_json() for value in table.values] if table else [],

@@ -1,0 +1,77 @@
+"""How long a client's first control variate is, with the short last batch of its epochs and without it.
+
+    python benchmarks/first_controls.py --out results/short-batches/controls-cpu.json --clients 2,7 \\
+        --config conf/cifar10-k20.toml --set data-dir=data --set weights=resnet18-imagenet.safetensors
+
+In its first round a client of SCAFFOLD trains as one of FedAvg does, and its control variate is (x − y)/(Tη), the mean
+of its gradients. short_batches.py has those by the batch's size; here is what is left of them in a round, to be taken
+off every step of the next. Without --config: digits.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from run_records import markdown, write_record
+
+from fedeas_flwr.config import RunConfig, parse_config, read_config
+from fedeas_flwr.local_data import federated_data
+from fedeas_flwr.streams import stream
+from fedeas_flwr.training import build_engine, network, pick_device, recipe
+from fedeas_flwr.training.engine import read_state
+from fedeas_flwr.training.objective import CROSS_ENTROPY
+
+LEAST = (2, 8)
+
+
+def measure(config: RunConfig, device: str, clients: Sequence[int]) -> list[dict[str, Any]]:
+    """The length of (x − y)/(Tη) after a round from the run's start, all layers together."""
+    data, rows = federated_data(config, config.clients), []
+    for client in clients:
+        images, labels = (torch.from_numpy(array).to(device) for array in data.train(client))
+        for least in LEAST:
+            asked = config.with_changes(min_batch=least)
+            last = recipe(asked).batches(len(labels))[1]
+            if rows and rows[-1]["client"] == client and rows[-1]["last"] == last:
+                continue  # no shorter than the rule asks for: the same steps
+            engine, (trainable, buffers) = build_engine(asked, device, CROSS_ENTROPY), read_state(network(asked))
+            batches = stream(config.seed, "batches", 1, client)
+            result, trained, _ = engine.train(trainable, buffers, images, labels, batches)
+            moved = torch.stack([(trained[name].cpu() - start).norm() for name, start in trainable.items()]).norm()
+            length = float(moved) / (result.steps * config.learning_rate)
+            found = {"client": client, "samples": len(labels), "last": last, "steps": result.steps, "length": length}
+            rows.append(found)
+    return rows
+
+
+def table(rows: Sequence[dict[str, Any]]) -> str:
+    """What was found, as printed."""
+    head = ["Client", "Images", "Images in the last batch", "Steps", "Length of its control variate"]
+    cells = [
+        (row["client"], f"{row['samples']:,}", row["last"] or "none", row["steps"], f"{row['length']:.1f}")
+        for row in rows
+    ]
+    return markdown(head, [[str(cell) for cell in row] for row in cells])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto")
+    parser.add_argument("--clients", default="0", help="numbers separated by commas")
+    parser.add_argument("--config", type=Path, help="a run's file, instead of digits")
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="of that run")
+    options = parser.parse_args()
+    config = read_config(options.config, options.set) if options.config else parse_config({"clients": 10})
+    device = pick_device(options.device, "fp32")
+    rows = measure(config, device, [int(word) for word in options.clients.split(",")])
+    print(table(rows))
+    write_record(options.out, device, config.outside(), rows)
+
+
+if __name__ == "__main__":
+    main()
