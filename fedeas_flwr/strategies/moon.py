@@ -4,7 +4,8 @@
 
 z are the features of the model in training, what its last layer ``fc`` is fed with; z_glob those of the received model,
 z_prev those of the model that this client made in its last accepted round, however long ago. Both are references: in
-evaluation mode, with their own BatchNorm statistics, and without a gradient. Before its first round a client has no
+evaluation mode, with their own BatchNorm statistics, and without a gradient. An image's references are therefore the
+same in every epoch of a round: they are computed once, before the first step. Before its first round a client has no
 model of its own, and the received one takes its place: ℓ_con is then ln 2 and its gradient zero.
 
 The server is FedAvg's.
@@ -21,7 +22,7 @@ from fedeas_flwr.strategies.client_part import ClientPart, ClientRound, Finished
 from fedeas_flwr.strategies.fedavg import FedAvg, build_fedavg
 from fedeas_flwr.training import network
 from fedeas_flwr.training.engine import State
-from fedeas_flwr.training.objective import Batch, Inputs, Objective, features_and_logits
+from fedeas_flwr.training.objective import Batch, Inputs, Objective, Tensors, features_and_logits
 
 RECEIVED, PREVIOUS = "received/", "previous/"
 
@@ -66,10 +67,14 @@ class ContrastiveObjective(Objective):
 
     def loss(self, model: nn.Module, batch: Batch) -> torch.Tensor:
         """Take z from the one forward pass that the logits come from too."""
-        references = reference_features(model, batch, RECEIVED), reference_features(model, batch, PREVIOUS)
+        references = batch.kept or self.beforehand(model, batch)
         z, logits = features_and_logits(model, batch.images)
-        contrast = contrastive_losses(z, *references, self.temperature)
+        contrast = contrastive_losses(z, references[RECEIVED], references[PREVIOUS], self.temperature)
         return batch.mean(self.losses(logits, batch) + self.mu * contrast)
+
+    def beforehand(self, model: nn.Module, batch: Batch) -> Tensors:
+        """z_glob and z_prev."""
+        return {prefix: reference_features(model, batch, prefix) for prefix in (RECEIVED, PREVIOUS)}
 
 
 @torch.no_grad()

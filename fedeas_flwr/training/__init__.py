@@ -107,18 +107,19 @@ def build_engine(config: RunConfig, device: str, objective: Objective, rank: int
 
         return GraphedEngine(network(config), steps, normalise, config.precision, objective=objective, rank=rank)
 
-    def eager(differentiate: Differentiate) -> Engine:
+    def eager(differentiate: Differentiate, at_a_time: int) -> Engine:
         precision = config.precision if device == "cuda" else "fp32"  # a GPU's: processors emulate bf16, slowly
-        return EagerEngine(network(config), steps, normalise, device, objective, differentiate, precision)
+        return EagerEngine(network(config), steps, normalise, device, objective, differentiate, precision, at_a_time)
 
     if device == "cuda" and config.engine != "eager" and not objective.graphable:
         logger.warning("strategy = '%s' cannot be captured in CUDA graphs and trains eagerly", config.strategy)
-    eagerly = ("eagerly", partial(eager, at_once))
+    eagerly = ("eagerly", partial(eager, at_once, config.batch_size))
     in_graphs = config.engine != "eager" and device != "cpu" and objective.graphable
 
     def less() -> list[Rung]:
         ways = frugal_ways(network(config), config.batch_size)
-        return [*([eagerly] if in_graphs else []), *((words, partial(eager, way)) for words, way in ways)]
+        fewer = [(words, partial(eager, way, at_a_time)) for words, way, at_a_time in ways]
+        return [*([eagerly] if in_graphs else []), *fewer]
 
     return SparingEngine(("in CUDA graphs", graphed) if in_graphs else eagerly, less)
 

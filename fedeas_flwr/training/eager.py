@@ -10,8 +10,9 @@ from torch import nn
 
 from fedeas_flwr.models import drawing
 from fedeas_flwr.normaliser import Normaliser
+from fedeas_flwr.training.beforehand import asks_beforehand
 from fedeas_flwr.training.engine import Recipe, State, TrainResult, copy_state, read_state, stream_seed
-from fedeas_flwr.training.objective import CROSS_ENTROPY, NO_INPUTS, Batch, Inputs, Objective, named
+from fedeas_flwr.training.objective import CROSS_ENTROPY, NO_INPUTS, Batch, Inputs, Objective, Tensors, named
 from fedeas_flwr.training.sparing import Differentiate, at_once
 from fedeas_flwr.training.views import VIEWS, viewed
 
@@ -45,7 +46,10 @@ class Descent:
 
 
 class EagerEngine:
-    """A model that is trained step by step; with ``bf16`` as its precision under autocast, the weights in float32."""
+    """A model that is trained step by step; with ``bf16`` as its precision under autocast, the weights in float32.
+
+    Before the steps the objective sees so many samples ``at_a_time``: a batch, unless there is memory for fewer.
+    """
 
     def __init__(
         self,
@@ -56,9 +60,11 @@ class EagerEngine:
         objective: Objective = CROSS_ENTROPY,
         differentiate: Differentiate = at_once,
         precision: str = "fp32",
+        at_a_time: int | None = None,
     ) -> None:
         self._model, self._recipe, self._normalise, self._device = model.to(device), recipe, normalise, device
         self._objective, self._differentiate, self._halved = objective, differentiate, precision == "bf16"
+        self._at_a_time = at_a_time or recipe.batch_size
 
     def train(
         self,
@@ -88,6 +94,7 @@ class EagerEngine:
         model, recipe, device = self._model.train(), self._recipe, self._device
         names, weights = zip(*((k, p) for k, p in model.named_parameters() if p.requires_grad), strict=True)
         descent, steps = Descent(recipe, weights), 0
+        kept = self._beforehand(images, labels, inputs)
         loss_sum, seen = torch.zeros((), device=device), 0
         for _ in range(recipe.epochs):
             order = torch.from_numpy(batches.permutation(len(labels))[: recipe.samples(len(labels))]).to(device)
@@ -98,7 +105,8 @@ class EagerEngine:
                 pixels = images[chosen]
                 if VIEWS in given:
                     pixels = viewed(pixels, given[VIEWS][: len(chosen)])
-                batch = Batch(self._normalise(pixels), labels[chosen], given, torch.mean)
+                rows = {name: of_all[chosen] for name, of_all in kept.items()}
+                batch = Batch(self._normalise(pixels), labels[chosen], given, torch.mean, kept=rows)
                 with torch.autocast(device, torch.bfloat16, enabled=self._halved):
                     loss, gradients = self._differentiate(self._objective, model, batch, weights)
                 with torch.no_grad():
@@ -108,3 +116,16 @@ class EagerEngine:
                 seen += len(chosen)
                 steps += 1
         return TrainResult(loss=float(loss_sum) / max(seen, 1), steps=steps)
+
+    @torch.no_grad()
+    def _beforehand(self, images: torch.Tensor, labels: torch.Tensor, inputs: Inputs) -> Tensors:
+        """What the objective knows of every sample before the first step, ``[N, …]``."""
+        if not (len(labels) and asks_beforehand(self._objective, inputs)):
+            return {}
+        found = []
+        for begin in range(0, len(labels), self._at_a_time):
+            chunk = slice(begin, begin + self._at_a_time)
+            batch = Batch(self._normalise(images[chunk]), labels[chunk], inputs.constants, torch.mean)
+            with torch.autocast(self._device, torch.bfloat16, enabled=self._halved):
+                found.append(self._objective.beforehand(self._model, batch))
+        return {name: torch.cat([each[name] for each in found]) for name in found[0]}

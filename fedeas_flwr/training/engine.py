@@ -52,6 +52,28 @@ class Recipe:
         return self.epochs * (full + (rest > 0))
 
 
+def batch_table(
+    samples: int, recipe: Recipe, batches: np.random.Generator
+) -> tuple[np.ndarray[Any, np.dtype[np.int64]], int, int]:
+    """The indices of every step of every epoch, one row a step.
+
+    Returns
+    -------
+    table
+        int64 [steps, batch size]; a short last batch is padded with index 0.
+    full
+        Full batches an epoch.
+    rest
+        Samples of a short last batch; 0 if it has none.
+    """
+    size, kept = recipe.batch_size, recipe.samples(samples)
+    full, rest = recipe.batches(samples)
+    table = np.zeros((recipe.epochs, (full + (rest > 0)) * size), dtype=np.int64)
+    for epoch in table:
+        epoch[:kept] = batches.permutation(samples)[:kept]
+    return table.reshape(-1, size), full, rest
+
+
 @dataclass(frozen=True)
 class TrainResult:
     """What a round of training was."""

@@ -5,7 +5,8 @@ and round. It reads its batch from a table of indices on the device that holds t
 step, and a row counter that the graph itself moves on. Two graphs suffice: one for full batches and one for the last,
 shorter batch of an epoch, of whatever size. In that second graph the batch is padded, and loss and BatchNorm take their
 means over the rows that count, so the result is the short batch's own up to rounding. On a GPU BatchNorm and what
-surrounds it are kernels of our own (kernels.py).
+surrounds it are kernels of our own (kernels.py). An objective that knows something of every sample before the first
+step has a third graph, replayed for all of them in chunks; the steps then read their batch's rows of what it left.
 
 Weights, data and tables live in buffers that are refilled in place; nothing is allocated or captured between clients.
 """
@@ -16,7 +17,7 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -27,7 +28,8 @@ from fedeas_flwr.gpu.own_streams import LAST, own_stream
 from fedeas_flwr.models import trained_names
 from fedeas_flwr.normaliser import Normaliser
 from fedeas_flwr.one_line import one_line
-from fedeas_flwr.training.engine import Recipe, State, TrainResult, clone_state, copy_state
+from fedeas_flwr.training.beforehand import KeptRows, asks_beforehand
+from fedeas_flwr.training.engine import Recipe, State, TrainResult, batch_table, clone_state, copy_state
 from fedeas_flwr.training.launcher import launcher
 from fedeas_flwr.training.losses import cross_entropy
 from fedeas_flwr.training.masked_batchnorm import masked_batchnorm
@@ -49,8 +51,17 @@ from fedeas_flwr.training.weights import Weights
 logger = logging.getLogger(__name__)
 
 
+class Graphs(NamedTuple):
+    """What replays the captured graphs; without a GPU, the functions themselves."""
+
+    chunk: Callable[[], None] | None
+    """A chunk of all samples, before the steps; of an objective that asks for it."""
+    full: Callable[[], None]
+    short: Callable[[], None]
+
+
 class GraphedEngine:
-    """One model, its two graphs and its buffers on a CUDA stream of its own.
+    """One model, its graphs and its buffers on a CUDA stream of its own.
 
     Parameters
     ----------
@@ -96,8 +107,8 @@ class GraphedEngine:
         self._table = torch.zeros(0, recipe.batch_size, dtype=torch.long, device=device)
         self._constants: dict[str, torch.Tensor] = {}
         self._tables: dict[str, torch.Tensor] = {}
-        self._full: Callable[[], None] | None = None
-        self._short: Callable[[], None] | None = None
+        self._kept: KeptRows | None = None
+        self._graphs: Graphs | None = None
         self._state: dict[str, torch.Tensor] = {}
 
     def _see(self, image: Sequence[int]) -> None:
@@ -146,7 +157,7 @@ class GraphedEngine:
         """Train from the given state on uint8 images [N, H, W, C]; return the result and the state after it."""
         table, full, rest = batch_table(len(labels), self.recipe, batches)
         with self._on_stream():
-            do_full, do_short = self._reserve(images, len(table), inputs)
+            graphs = self._reserve(images, len(table), inputs)
             copy_state(self._state, trainable, buffers)
             self._weights.refresh()
             for name, value in inputs.constants.items():
@@ -160,8 +171,8 @@ class GraphedEngine:
             self._count.fill_(float(rest))
             for buffer in self._momentum:
                 buffer.zero_()
-            epoch = [self._loss.zero_, *[do_full] * full, *[do_short] * (rest > 0)]
-            self._launch(epoch * self.recipe.epochs)
+            epoch = [self._loss.zero_, *[graphs.full] * full, *[graphs.short] * (rest > 0)]
+            self._launch([*self._first(graphs, len(labels)), *epoch * self.recipe.epochs])
             if self._fast is not None:
                 self._fast.count_batches(len(table))
             state = clone_state(self._state, self._trained)
@@ -187,14 +198,12 @@ class GraphedEngine:
             finally:  # also after an error: what was handed over may be freed then, and this stream still read it
                 self._stream.synchronize()
 
-    def _reserve(
-        self, images: torch.Tensor, rows: int, inputs: Inputs
-    ) -> tuple[Callable[[], None], Callable[[], None]]:
+    def _reserve(self, images: torch.Tensor, rows: int, inputs: Inputs) -> Graphs:
         """Make the buffers large enough; growing them means capturing anew, so they grow by half at least."""
         samples, device = len(images), self._device
-        if self._full and self._short and samples <= len(self._pixels) and rows <= len(self._table):
-            return self._full, self._short
-        self._full = self._short = None  # so that a failure here leaves no graph on buffers that are gone
+        if self._graphs and samples <= len(self._pixels) and rows <= len(self._table):
+            return self._graphs
+        self._graphs = None  # so that a failure here leaves no graph on buffers that are gone
         if not self._state:
             with capturing:  # kernels are compiled and loaded: once, and not beside another thread's capture
                 self._see(images.shape[1:])
@@ -208,19 +217,40 @@ class GraphedEngine:
             name: torch.zeros((rows, *value.shape[1:]), dtype=value.dtype, device=device)
             for name, value in inputs.tables.items()
         }
-        self._full = self._captured(self._full_step)
-        self._short = self._captured(self._short_step)
-        return self._full, self._short
+        asks = asks_beforehand(self._objective, inputs)
+        self._kept = KeptRows(samples, self.recipe.batch_size, device) if asks else None
+        # The steps read what the first of these made room for.
+        chunk = self._captured(self._keep_chunk) if asks else None
+        self._graphs = Graphs(chunk, self._captured_step(self._full_step), self._captured_step(self._short_step))
+        return self._graphs
 
-    def _captured(self, step: Callable[[], None]) -> Callable[[], None]:
-        if self._stream is None:
-            return step
+    def _captured(self, work: Callable[[], None]) -> Callable[[], None]:
+        return work if self._stream is None else capture(work, self._stream, before_each=self._row.zero_)
+
+    def _captured_step(self, step: Callable[[], None]) -> Callable[[], None]:
         self._count.fill_(2.0)
-        kept = self._descent.begin() if self._descent else None
-        replay = capture(step, self._stream, before_each=self._row.zero_)
+        addresses = self._descent.begin() if self._descent else None
+        replay = self._captured(step)
         if self._descent:
             self._descent.captured()
-        return lambda kept=kept: replay()  # type: ignore[misc]
+        return lambda addresses=addresses: replay()  # type: ignore[misc]
+
+    def _first(self, graphs: Graphs, samples: int) -> list[Callable[[], object]]:
+        """What comes before the first step: all samples in chunks, if the objective asks for it."""
+        if graphs.chunk is None or self._kept is None:
+            return []
+        return [*[graphs.chunk] * self._kept.chunks(samples), self._row.zero_]
+
+    @torch.no_grad()
+    def _keep_chunk(self) -> None:
+        """Keep what the objective knows of the samples of one chunk, of which the row counter is the number."""
+        assert self._kept is not None
+        images, labels = self._fetch(self._kept.table, None)
+        batch = Batch(images, labels, self._constants, partial(self._mean_of_first, self._batch), self._cross_entropy)
+        with self._autocast():
+            found = self._objective.beforehand(self._model, batch)
+        self._kept.put(self._row, found)
+        self._row.add_(1)
 
     def _full_step(self) -> None:
         if self._fast is not None:
@@ -238,10 +268,11 @@ class GraphedEngine:
 
     def _step(self, samples: torch.Tensor) -> None:
         rows = {name: table.index_select(0, self._row)[0] for name, table in self._tables.items() if name != VIEWS}
-        images, labels = self._fetch()
+        images, labels = self._fetch(self._table, self._tables.get(VIEWS))
+        kept = self._kept.of(self._table.index_select(0, self._row).view(-1)) if self._kept is not None else {}
         mean = partial(self._mean_of_first, samples)
-        batch = Batch(images, labels, {**self._constants, **rows}, mean, self._cross_entropy)
-        with torch.autocast(self._device, torch.bfloat16, enabled=self._precision == "bf16", cache_enabled=False):
+        batch = Batch(images, labels, {**self._constants, **rows}, mean, self._cross_entropy, kept)
+        with self._autocast():
             loss = self._objective.loss(self._model, batch)
         gradients = torch.autograd.grad(loss, self._weights.parameters, self._one)
         if self._descent:
@@ -251,15 +282,17 @@ class GraphedEngine:
             self._loss.add_(loss.detach() * samples)
             self._row.add_(1)
 
-    def _fetch(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """The batch of this row of the table; images are stored as channels_last already."""
-        views = self._tables.get(VIEWS)
+    def _autocast(self) -> torch.autocast:
+        return torch.autocast(self._device, torch.bfloat16, enabled=self._precision == "bf16", cache_enabled=False)
+
+    def _fetch(self, table: torch.Tensor, views: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+        """The batch of this row of a table; images are stored as channels_last already."""
         if self._fast is not None:
             from fedeas_flwr.training.step_kernels import fetch
 
             kind = torch.bfloat16 if self._precision == "bf16" else torch.float32
-            return fetch(self._table, self._row, self._pixels, self._labels, views, self._normalise, kind, self._room)
-        chosen = self._table.index_select(0, self._row).view(-1)
+            return fetch(table, self._row, self._pixels, self._labels, views, self._normalise, kind, self._room)
+        chosen = table.index_select(0, self._row).view(-1)
         pixels = self._pixels.index_select(0, chosen)
         if views is not None:
             pixels = viewed(pixels, views.index_select(0, self._row)[0])
@@ -278,28 +311,6 @@ class GraphedEngine:
             torch._foreach_add_(self._momentum, grads)
             grads = self._momentum
         self._weights.descend(grads, recipe.learning_rate)
-
-
-def batch_table(
-    samples: int, recipe: Recipe, batches: np.random.Generator
-) -> tuple[np.ndarray[Any, np.dtype[np.int64]], int, int]:
-    """The indices of every step of every epoch, one row a step.
-
-    Returns
-    -------
-    table
-        int64 [steps, batch size]; a short last batch is padded with index 0.
-    full
-        Full batches an epoch.
-    rest
-        Samples of a short last batch; 0 if it has none.
-    """
-    size, kept = recipe.batch_size, recipe.samples(samples)
-    full, rest = recipe.batches(samples)
-    table = np.zeros((recipe.epochs, (full + (rest > 0)) * size), dtype=np.int64)
-    for epoch in table:
-        epoch[:kept] = batches.permutation(samples)[:kept]
-    return table.reshape(-1, size), full, rest
 
 
 def fast_layers(model: nn.Module) -> Any:

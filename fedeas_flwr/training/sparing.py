@@ -57,9 +57,12 @@ def in_parts(
     """Loss and gradient of a batch from those of so many parts of it."""
     size = -(-len(batch.labels) // parts)
     loss, total = torch.zeros((), device=batch.labels.device), [torch.zeros_like(weight) for weight in weights]
-    for images, labels in zip(torch.split(batch.images, size), torch.split(batch.labels, size), strict=True):
-        share = len(labels) / len(batch.labels)
-        own, gradients = at_once(objective, model, replace(batch, images=images, labels=labels), weights)
+    for begin in range(0, len(batch.labels), size):
+        rows = slice(begin, begin + size)
+        kept = {name: of_all[rows] for name, of_all in batch.kept.items()}
+        part = replace(batch, images=batch.images[rows], labels=batch.labels[rows], kept=kept)
+        share = len(part.labels) / len(batch.labels)
+        own, gradients = at_once(objective, model, part, weights)
         loss += share * own
         torch._foreach_add_(total, gradients, alpha=share)
     return loss, tuple(total)
@@ -112,13 +115,16 @@ class _StatisticsKept(AbstractContextManager[None]):
             layer._buffers.update(buffers)
 
 
-def frugal_ways(model: nn.Module, batch_size: int) -> list[tuple[str, Differentiate]]:
-    """What can be done with less memory than `at_once` needs, in words and as a function, the quickest first."""
+def frugal_ways(model: nn.Module, batch_size: int) -> list[tuple[str, Differentiate, int]]:
+    """What can be done with less memory than `at_once` needs, the quickest first.
+
+    Each in words, as a function, and how many samples it shows to the model at a time.
+    """
     whole = (nn.modules.batchnorm._BatchNorm, nn.modules.dropout._DropoutNd)
     if any(isinstance(layer, whole) for layer in model.modules()):
-        return [("block by block, each computed twice", recomputed)]
+        return [("block by block, each computed twice", recomputed, batch_size)]
     parts = [2**power for power in range(1, batch_size.bit_length()) if 2**power <= batch_size]
-    return [(f"each batch in {count} parts", partial(in_parts, count)) for count in parts]
+    return [(f"each batch in {count} parts", partial(in_parts, count), -(-batch_size // count)) for count in parts]
 
 
 class SparingEngine:
