@@ -33,6 +33,9 @@ from fedeas_flwr.runs import RunDirectory
 config = read_config(pathlib.Path(sys.argv[1]), sys.argv[2:])
 if config.seed == 13:
     sys.exit("error: thirteen cannot be had")
+if config.seed == 22:
+    print("error: what was given is wrong", file=sys.stderr)
+    sys.exit(2)
 run = RunDirectory.start(config, {})
 for number in range(len(run.rounds()) + 1, config.rounds + 1):
     if config.seed == 7 and number == 2 and not config.resume:
@@ -43,7 +46,7 @@ for number in range(len(run.rounds()) + 1, config.rounds + 1):
     run.append_round(record)
 run.set_status("finished")
 """
-"""A run that does nothing: fails always (seed 13), once in its second round (7), or takes for ever (99)."""
+"""A run of nothing: fails always (seed 13), once in its second round (7), is refused (22), or takes for ever (99)."""
 
 
 class Heard:
@@ -97,6 +100,14 @@ def test_failures_are_tried_again_at_the_end_and_listed(quick: Path) -> None:
         ("finished", 3, ""),
         ("finished", 3, ""),
     ]
+
+
+def test_a_run_that_was_refused_is_not_tried_again(quick: Path) -> None:
+    sweep, heard = make_sweep(base(), ["seed=22,1"], quick), Heard()
+    (failed,) = run_sweep(sweep, 1, 5, heard)
+    assert heard.words[:3] == [("seed-22", "started"), ("seed-22", "failed"), ("seed-1", "started")]
+    assert (failed.name, failed.error, failed.attempts) == ("seed-22", "what was given is wrong", 1)
+    assert failed.run.status() == ("failed", "what was given is wrong")
 
 
 def test_ctrl_c_stops_the_runs_and_the_next_sweep_goes_on(quick: Path) -> None:
