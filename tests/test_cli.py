@@ -140,6 +140,31 @@ MISTAKES = {
         ["--columns: leave it out, --into writes"],
     ),
     "total for fedeas": (("plan", "--total", "5"), ["total", "5", "fedeas"]),
+    "β of a policy that has none": (
+        ("plan", "--policy", "full-balance", "--beta", "3"),
+        ["--beta: leave it out, policy full-balance has nothing to set"],
+    ),
+    "γ of no policy": (("plan", "--policy", "none", "--gamma", "1"), ["--gamma: leave it out, policy none has"]),
+    "a rule that fills nothing": (
+        ("plan", "--policy", "full-balance", "--printed-rule"),
+        ["--printed-rule: leave it out, policy full-balance has nothing to set"],
+    ),
+    "γ of an ablation": (
+        ("plan", "--policy", "linear", "--gamma", "0.5"),
+        ["--gamma: leave it out, policy linear has its own"],
+    ),
+    "β beside a total": (
+        ("plan", "--policy", "uniform", "--total", "5", "--beta", "3"),
+        ["--beta: leave it out, --total says what is spent"],
+    ),
+    "a rule beside a total": (
+        ("plan", "--policy", "waterfill", "--total", "5", "--printed-rule"),
+        ["--printed-rule: leave it out, --total says what is spent"],
+    ),
+    "total beside limits": (
+        ("plan", "--total", "5", "--min-removed", "0.5", "--max-images", "9"),
+        ["total = 5: leave it out, policy fedeas sets its own"],
+    ),
 }
 LOADING = ("no generator", "a model that takes other words")
 """Those that load the most are seen in a process of their own: while it is loaded a library may say something, too."""
