@@ -21,6 +21,7 @@ from fedeas_flwr.sizes import counted
 ROOT = Path(__file__).parents[1]
 COUNTS = str(ROOT / "tests" / "three_clients.csv")
 QUICKSTART = str(ROOT / "conf" / "quickstart.toml")
+RECORD = str(ROOT / "results" / "shared-images" / "uniform-s1")
 
 
 def test_a_runs_folder_says_what_it_is() -> None:
@@ -46,6 +47,11 @@ MISTAKES = {
         ["model", "num_classes", "image_shape"],
     ),
     "no run": (("evaluate", "/nowhere"), ["/nowhere"]),
+    "a record to test": (
+        ("evaluate", RECORD),
+        [RECORD, "a record", "no weights", "the run directory it was made from"],
+    ),
+    "a record to go on with": (("resume", RECORD), [RECORD, "a record", "no weights", "the run directory it was"]),
     "nothing to resume": (("resume", "/nowhere"), ["/nowhere"]),
     "unknown command": (("fly",), ["fly"]),
     "unknown option": (("plan", "--fast"), ["--fast"]),

@@ -52,6 +52,8 @@ def test_prune_frees_what_a_finished_run_could_be_resumed_with(
     assert all((run.path / name).read_bytes() == content for name, content in record.items())
     fedeas(capsys, "runs", "prune", str(run.path), "--model")
     assert not (run.path / "model.safetensors").exists()
+    with pytest.raises(RunError, match=r"no model\.safetensors: it was pruned"):
+        run.load_model()
     # Without a checkpoint a resumed run would begin anew and throw its record away.
     config = run.config().with_changes(resume=True, rounds=2)
     with pytest.raises(RunError, match="was pruned: there is no checkpoint to go on from"):
