@@ -148,6 +148,9 @@ class Board:
 class Watcher(Protocol):
     """What a sweep tells of itself while it goes on."""
 
+    def began(self, board: Board) -> None:
+        """Hear, first of all, that nothing keeps the sweep from its folder."""
+
     def said(self, cell: Cell, word: str, board: Board) -> None:
         """Hear that a run was started, joined, finished, skipped, failed, or will be tried again."""
 
@@ -185,6 +188,7 @@ def run_sweep(sweep: Sweep, slots: int, retries: int, watcher: Watcher) -> list[
         board = Board(sweep, slots)
         for cell in sweep.cells:
             board.look_at(cell, "finished" if cell.finished else "waiting")
+        watcher.began(board)
         for cell in sweep.cells:
             if board.standings[cell.name].state == "finished":
                 watcher.said(cell, "skipped", board)

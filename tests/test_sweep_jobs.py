@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 from rich.console import Console
-from runners import command, fedeas, start_interruptible
+from runners import command, fedeas, start_interruptible, typed
 from test_sweep import ROOT, base
 from waiting import LONG, wait_until
 
@@ -56,6 +56,9 @@ class Heard:
         self.words: list[tuple[str, str]] = []
         self._interrupt_at = interrupt_at
 
+    def began(self, board: Board) -> None:
+        self.words.append(("", "began"))
+
     def said(self, cell: Cell, word: str, board: Board) -> None:
         self.words.append((cell.name, word))
 
@@ -82,6 +85,7 @@ def test_failures_are_tried_again_at_the_end_and_listed(quick: Path) -> None:
     sweep, heard = make_sweep(base(), ["seed=13,7,1"], quick), Heard()
     (failed,) = run_sweep(sweep, 1, 1, heard)
     assert heard.words == [
+        ("", "began"),
         ("seed-13", "started"),
         ("seed-13", "again"),
         ("seed-7", "started"),
@@ -105,7 +109,7 @@ def test_failures_are_tried_again_at_the_end_and_listed(quick: Path) -> None:
 def test_a_run_that_was_refused_is_not_tried_again(quick: Path) -> None:
     sweep, heard = make_sweep(base(), ["seed=22,1"], quick), Heard()
     (failed,) = run_sweep(sweep, 1, 5, heard)
-    assert heard.words[:3] == [("seed-22", "started"), ("seed-22", "failed"), ("seed-1", "started")]
+    assert heard.words[1:4] == [("seed-22", "started"), ("seed-22", "failed"), ("seed-1", "started")]
     assert (failed.name, failed.error, failed.attempts) == ("seed-22", "what was given is wrong", 1)
     assert failed.run.status() == ("failed", "what was given is wrong")
 
@@ -139,14 +143,25 @@ def test_the_live_table_has_every_run_and_keeps_failures(quick: Path) -> None:
     with watching(console) as watcher:
         run_sweep(make_sweep(base(), ["seed=13,1"], quick), 2, 0, watcher)
     shown = console.file.getvalue()
+    assert f"2 runs, 2 at once → {quick}" in shown
     assert "seed-13  failed: thirteen cannot be had" in shown
     assert re.search(r"seed-1 +finished +3/3 +50\.0", shown)
     assert "1 finished, 1 failed" in shown and not re.search(r"\b0 s", shown)
 
 
 def test_two_sweeps_in_one_folder_are_refused(quick: Path) -> None:
+    heard = Heard()
     with sweep_jobs._alone_in(quick), pytest.raises(RunError, match="a sweep is at work in"):
-        run_sweep(make_sweep(base(), ["seed=1"], quick), 1, 1, Heard())
+        run_sweep(make_sweep(base(), ["seed=1"], quick), 1, 1, heard)
+    assert heard.words == []
+
+
+def test_a_second_sweep_is_refused_before_its_headline(tmp_path: Path) -> None:
+    words = ("sweep", str(ROOT / "conf" / "quickstart.toml"), "--grid", "seed=1", "--out", str(tmp_path / "s"))
+    with sweep_jobs._alone_in(tmp_path / "s"):
+        done = typed(*words)
+    line = f"error: a sweep is at work in {tmp_path / 's'} already\n"
+    assert (done.returncode, done.stdout, done.stderr) == (2, "", line)
 
 
 @pytest.mark.slow

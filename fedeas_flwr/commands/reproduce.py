@@ -153,9 +153,6 @@ def gather(
         for one in filling.cells:
             one.run.check_export(export / record_name(one.values["cell"], one.config))
     prepare_generator(scale, [cell.config.generates for cell in filling.cells], console)
-    console.print(
-        f"{counted(len(filling.cells), 'run')}, {jobs} at once → {folder / 'runs'}", highlight=False, soft_wrap=True
-    )
     try:
         with watching(console) as watcher:
             failed = run_sweep(filling, jobs, 1, Exporting(watcher, export) if export else watcher)
