@@ -111,8 +111,9 @@ class RunDirectory:
             raise RunError(f"run-dir = '{self.path}': is not empty and holds no run; name a new folder")
 
     def _refuse_record(self) -> None:
-        """Tell that what `export` left is not the run itself, which would have a status."""
-        if (self.path / "summary.json").exists() and not (self.path / "status.json").exists():
+        """Tell that what `export` left is not the run itself, which would have more than that."""
+        of_a_run = ("status.json", "checkpoint.safetensors", "model.safetensors")
+        if (self.path / "summary.json").exists() and not any((self.path / name).exists() for name in of_a_run):
             raise RunError(f"{self.path} is a record, which has no weights: give the run directory it was made from")
 
     def _check_same(self, config: RunConfig) -> None:

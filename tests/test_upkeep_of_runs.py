@@ -61,6 +61,17 @@ def test_prune_frees_what_a_finished_run_could_be_resumed_with(
     assert (run.path / "rounds.jsonl").read_bytes() == record["rounds.jsonl"]
 
 
+def test_a_run_without_its_status_is_no_record(tmp_path: Path) -> None:
+    run = with_weights(write_run(tmp_path / "a", [0.5]))
+    (run.path / "status.json").unlink()
+    assert run.load_model()["w"].shape == (1000,)
+    run.check_ready(run.config().with_changes(resume=True, rounds=2))
+    for name in ("model", "checkpoint"):
+        (run.path / f"{name}.safetensors").unlink()
+    with pytest.raises(RunError, match="is a record, which has no weights"):
+        run.load_model()
+
+
 def test_nothing_is_pruned_if_one_run_has_not_finished(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     done = with_weights(write_run(tmp_path / "a", [0.5]))
     with_weights(write_run(tmp_path / "b", [0.5], rounds=2, finished=False))
