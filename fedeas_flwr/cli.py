@@ -64,8 +64,8 @@ WRONG_PATHS = (FileNotFoundError, FileExistsError, IsADirectoryError, NotADirect
 """What an operating system says to a path that should have been another; a full disk it says otherwise."""
 _FOUR_COLUMNS = 120
 """Characters that a terminal needs for one of them to be of sentences."""
-console = Console()
-warnings = Console(stderr=True)
+console, warnings = Console(markup=False), Console(stderr=True, markup=False)
+"""A path is printed as it is: brackets in it are no styles."""
 
 
 def main() -> None:

@@ -83,7 +83,7 @@ def reproduce(
     choice = choose(what or [], names, scale)
     doing = scale == "smoke" if run is None else run
     # With JSON on stdout, what goes on is told on stderr.
-    console = Console(stderr=output == "json")
+    console = Console(stderr=output == "json", markup=False)
     results, failed = gather(
         choice, scale, places, numbers, more, folder if doing else None, jobs or default_jobs(scale), export, console
     )

@@ -44,7 +44,7 @@ def sweep(
     folder = (out or Path("runs") / f"sweep-{conf.stem}").absolute()
     found = make_sweep(read_config(conf, overrides or []), grid or [], folder)
     found.check()
-    console, warnings = Console(stderr=output == "json"), Console(stderr=True)
+    console, warnings = Console(stderr=output == "json", markup=False), Console(stderr=True, markup=False)
     try:
         with watching(console) as watcher:
             failed = run_sweep(found, jobs, retries, watcher)
