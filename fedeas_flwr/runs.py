@@ -246,7 +246,10 @@ class RunDirectory:
 
     def export(self, folder: Path) -> None:
         """Copy the record of a finished run, without weights, images or paths of this machine."""
-        summary, found = self.summary(), self._read_json("config.json")
+        found = self._read_json("config.json")
+        if not (self.path / "summary.json").exists():
+            raise RunError(f"{self.path} has not finished: there is no summary.json to export")
+        summary = self.summary()
         self.check_export(folder)
         config = found["config"]
         config |= {"run-dir": "", "data-dir": "", "resume": False}  # without a run-dir there is nothing to resume

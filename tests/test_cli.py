@@ -56,6 +56,7 @@ MISTAKES = {
     "unknown command": (("fly",), ["fly"]),
     "unknown option": (("plan", "--fast"), ["--fast"]),
     "own data nowhere": (("run", QUICKSTART, "dataset=own:"), ["dataset = 'own:': must be", "own:PATH"]),
+    "a dataset that is none": (("plan", "--dataset", "mnist"), ["dataset: 'mnist' is", "cifar100", "own:PATH"]),
     "own data nowhere to plan": (("plan", "--dataset", "own:"), ["dataset = 'own:': must be", "own:PATH"]),
     "data-dir nowhere": (
         ("run", QUICKSTART, "dataset=cifar10", "policy=none", "data-dir=/nope"),
@@ -241,6 +242,15 @@ def test_run_and_evaluate_from_the_shell(tmp_path: Path) -> None:
     assert scores["accuracy"] == json.loads((folder / "rounds.jsonl").read_text().splitlines()[-1])["accuracy"]
     assert typed(*words, cwd=tmp_path).returncode == 0
     assert len(list((tmp_path / "runs").iterdir())) == 2, "a second run gets a folder of its own"
+
+
+def test_a_path_is_printed_as_it_is(tmp_path: Path) -> None:
+    """Brackets are styles to the library that prints: one would be left out, another be an error of its own."""
+    words = ("policy=none", "rounds=1", "local-epochs=1", "clients=4", "backend=inline", "participation=0.25")
+    for name in ("old [b]数", "[", "a[/b]"):
+        done = typed("run", QUICKSTART, *words, f"run-dir={tmp_path / name}")
+        assert done.returncode == 0, done.stderr
+        assert done.stdout.splitlines()[0].endswith(f" → {tmp_path / name}")
 
 
 def test_resume_of_another_config_is_refused(tmp_path: Path) -> None:

@@ -74,7 +74,8 @@ def plan(
     if counts:
         found, names = planning.read_counts(counts)
     else:
-        found, names = _partition_counts(dataset, protocol, clients, alpha, seed), dataset_info(dataset).classes
+        names = dataset_info(dataset).classes  # first: it names all that a dataset can be, data of one's own too
+        found = _partition_counts(dataset, protocol, clients, alpha, seed)
     choice = None
     if limits.given():
         speed = batch_speed(generator, dataset, found.shape[1]) if max_seconds is not None else None
