@@ -97,6 +97,14 @@ MISTAKES = {
         ("train-generator", "--dataset", "digits", "--out", COUNTS),
         [f"--out '{COUNTS}': is a file, must be a folder"],
     ),
+    "a generator where nobody may write": (
+        ("train-generator", "--dataset", "digits", "--out", "/proc/g", "--steps", "1"),
+        ["--out '/proc/g': cannot be written to, "],
+    ),
+    "a page where nobody may write": (
+        ("report", str(ROOT / "results"), "--html", "/proc/page.html"),
+        ["--html '/proc': cannot be written to, "],
+    ),
     "unknown policy": (("plan", "--policy", "magic"), ["policy", "magic", "fedeas"]),
     "unknown format": (("plan", "--format", "xml"), ["format", "xml", "json"]),
     "no counts": (("plan", "--counts", "/nowhere.csv"), ["/nowhere.csv"]),
