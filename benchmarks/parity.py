@@ -30,6 +30,10 @@ from fedeas_flwr.training.engine import read_state
 from fedeas_flwr.training.graphed import GraphedEngine
 from fedeas_flwr.training.objective import CROSS_ENTROPY
 
+EXACT, PLAIN = "eager, float64", "eager, fp32"
+DISTANCES = {"from_float64": (EXACT,), "from_eager_fp32": (EXACT, PLAIN), "largest_from_eager_fp32": (EXACT, PLAIN)}
+"""Each with the engines that it is not measured of: the one it is measured from, and one that trains before that."""
+
 
 class InFloat64(Normaliser):
     """The same pixels, as a float64 network takes them."""
@@ -46,8 +50,8 @@ def engines(config: RunConfig, device: str) -> dict[str, Engine]:
         normalise = Normaliser(info.mean, info.std, device)
         plain = build_engine(config, device, CROSS_ENTROPY)
         steps = GraphedEngine(network(config), recipe(config), normalise, "fp32", device)
-        return {"eager, float64": exact, "eager, fp32": plain, "graphed, fp32": steps}
-    found: dict[str, Engine] = {"eager, float64": exact}
+        return {EXACT: exact, PLAIN: plain, "graphed, fp32": steps}
+    found: dict[str, Engine] = {EXACT: exact}
     for engine in ("eager", "graphed"):
         for precision in ("fp32", "tf32", "bf16"):
             asked = config.with_changes(engine=engine, precision=precision)
@@ -68,7 +72,7 @@ def compare(config: RunConfig, device: str) -> list[dict[str, Any]]:
         batches = stream(config.seed, "batches", 1, client)
         result, trained, _ = engine.train(*(start if rows else exactly), images, labels, batches)
         ends[name] = flat(trained)
-        wanted, plain = ends["eager, float64"], ends.get("eager, fp32", ends[name])
+        wanted, plain = ends[EXACT], ends.get(PLAIN, ends[name])
         way = (wanted - flat(start[0])).norm()
         rows.append(
             {
@@ -90,12 +94,15 @@ def flat(weights: Any) -> torch.Tensor:
     return torch.cat([torch.as_tensor(value).flatten() for value in weights.values()]).double().cpu()
 
 
+def show(distance: float) -> str:
+    return f"{distance:.1e}" if distance else "0"
+
+
 def table(rows: list[dict[str, Any]]) -> str:
     """What was found, as printed and as shown in the docs."""
-    far = ("from_float64", "from_eager_fp32", "largest_from_eager_fp32")
     cells = [
         [row["engine"], str(row["epochs"]), str(row["steps"]), f"{row['loss']:.4f}"]
-        + [f"{row[key]:.1e}" if row[key] else "–" for key in far]
+        + [show(row[key]) if row["engine"] not in unmeasured else "–" for key, unmeasured in DISTANCES.items()]
         for row in rows
     ]
     head = ["Engine", "Epochs", "Steps", "Loss", "From float64", "From eager, fp32", "Its largest, of one weight"]

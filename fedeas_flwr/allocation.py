@@ -31,6 +31,8 @@ POLICIES: dict[str, str] = {
     "linear": "budget",
     "oversample": "repeat",
 }
+OWN_GAMMA = {"without-entropy": 0.5, "linear": 1.0}
+"""The two ablations', whatever γ is given."""
 
 # ------------------------------------------------------------------- the budget and the policies that fill to it
 
@@ -240,14 +242,18 @@ def allocate(
     return spend(counts, int(fedeas(counts, beta, gamma, strict_mean).sum()) if total is None else total)
 
 
-def policy_budget(counts: npt.ArrayLike, policy: str, beta: float, gamma: float = 0.5) -> IntArray | None:
-    """Give the b_k that a policy fills to, None for a policy without one; the two ablations have their own γ."""
+def kind_of(policy: str) -> str:
+    """Give a policy's kind, of those in `POLICIES`."""
     if policy not in POLICIES:
         raise ValueError(f"policy={policy!r}: must be one of {', '.join(POLICIES)}")
-    if POLICIES[policy] not in ("budget", "repeat"):
+    return POLICIES[policy]
+
+
+def policy_budget(counts: npt.ArrayLike, policy: str, beta: float, gamma: float = 0.5) -> IntArray | None:
+    """Give the b_k that a policy fills to, None for a policy without one; the two ablations have their own γ."""
+    if kind_of(policy) not in ("budget", "repeat"):
         return None
-    own_gamma = {"without-entropy": 0.5, "linear": 1.0}.get(policy, gamma)
-    return budget(counts, beta, own_gamma, use_entropy=policy != "without-entropy")
+    return budget(counts, beta, OWN_GAMMA.get(policy, gamma), use_entropy=policy != "without-entropy")
 
 
 # ------------------------------------------------------------------------------------- what an allocation is worth

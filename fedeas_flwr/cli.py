@@ -64,8 +64,8 @@ WRONG_PATHS = (FileNotFoundError, FileExistsError, IsADirectoryError, NotADirect
 """What an operating system says to a path that should have been another; a full disk it says otherwise."""
 _FOUR_COLUMNS = 120
 """Characters that a terminal needs for one of them to be of sentences."""
-console = Console()
-warnings = Console(stderr=True)
+console, warnings = Console(markup=False), Console(stderr=True, markup=False)
+"""A path is printed as it is: brackets in it are no styles."""
 
 
 def main() -> None:
@@ -248,7 +248,9 @@ def train_generator(
     ],
     minutes: Annotated[float | None, typer.Option(help="stop after so many minutes in all")] = None,
     steps: Annotated[int | None, typer.Option(help="stop after so many steps in all; else the preset's")] = None,
-    preset: Annotated[str, typer.Option(help="digits, cifar-small or paper; empty: by dataset and device")] = "",
+    preset: Annotated[
+        str, typer.Option(help="digits, cifar-small or paper; else by dataset and device, or as begun")
+    ] = "",
     data_dir: Annotated[str, typer.Option(help="where CIFAR is looked for; empty: the user's cache")] = "",
     seed: Annotated[int, typer.Option(help="of the initial weights and all draws", min=0)] = 0,
     device: Annotated[str, typer.Option(help="auto, cpu or cuda")] = "auto",
@@ -259,6 +261,7 @@ def train_generator(
 ) -> None:
     """Train a class-conditional diffusion model; Ctrl-C saves a checkpoint."""
     from fedeas_flwr.generators.presets import find_preset
+    from fedeas_flwr.generators.training_run import preset_begun_with
     from fedeas_flwr.generators.training_run import train_generator as train
     from fedeas_flwr.progress import show_training
     from fedeas_flwr.training import pick_device
@@ -266,11 +269,14 @@ def train_generator(
     if device not in ("auto", "cpu", "cuda"):
         raise ConfigError(f"device = '{device}': must be auto, cpu or cuda")
     where, out = pick_device(device), out.absolute()
-    dataset_info(dataset)  # refuses what there is not, before anything is said
-    chosen = find_preset(preset, dataset, where)
-    if not preset and dataset != "digits":
-        why = "the small one: cifar-small is for a GPU" if where == "cpu" else "for images on a GPU"
-        console.print(f"preset {chosen.name}, {why}; --preset takes another", highlight=False, soft_wrap=True)
+    dataset_info(dataset)  # refuses what there is not
+    chosen = find_preset(preset or (preset_begun_with(out) if resume else ""), dataset, where)
+
+    def say_which() -> None:
+        if not (preset or resume) and dataset != "digits":
+            why = "the small one: cifar-small is for a GPU" if where == "cpu" else "for images on a GPU"
+            console.print(f"preset {chosen.name}, {why}; --preset takes another", highlight=False, soft_wrap=True)
+
     finished = train(
         dataset,
         out,
@@ -284,6 +290,7 @@ def train_generator(
         half=half,
         resume=resume,
         checkpoint_every=checkpoint_every,
+        begun=say_which,
         report=show_training(console, chosen.batch),
     )
     if not finished:

@@ -49,11 +49,12 @@ def plan(
     Returns
     -------
     dict
-        Plain Python values, ready for JSON. A client's ``budget`` is None under a policy without budgets;
-        ``imbalance.removed`` and ``synthetic_fraction`` are fractions. Policy ``oversample`` generates nothing; its
-        clients have ``repeat`` besides, copies of each class, and the plan their number, ``repeated``.
+        Plain Python values, ready for JSON. ``beta`` and ``gamma`` are None where nothing depends on them (see
+        `settings_of`), a client's ``budget`` under a policy without budgets; ``imbalance.removed`` and
+        ``synthetic_fraction`` are fractions. Policy ``oversample`` generates nothing; its clients have ``repeat``
+        besides, copies of each class, and the plan their number, ``repeated``.
     """
-    counts = checked_counts(counts)
+    counts, settings = checked_counts(counts), settings_of(policy, total is not None)
     generate = allocation.allocate(counts, policy, beta=beta, gamma=gamma, strict_mean=strict_mean, total=total)
     repeats = policy == "oversample"
     repeat = allocation.oversample(counts, beta, gamma, strict_mean) if repeats else allocation.none(counts)
@@ -64,8 +65,8 @@ def plan(
         "dataset": dataset,
         "protocol": protocol,
         "policy": policy,
-        "beta": beta,
-        "gamma": gamma,
+        "beta": beta if "beta" in settings else None,
+        "gamma": gamma if "gamma" in settings else None,
         "seed": seed,
         "clients": [
             {
@@ -88,6 +89,20 @@ def plan(
         "synthetic_fraction": made / (real + made) if real + made > 0 else 0.0,
         **({"repeated": int(repeat.sum())} if repeats else {}),
     }
+
+
+def settings_of(policy: str, total_given: bool) -> set[str]:
+    """Name the parameters of `plan` that decide what a policy does; any other would be ignored.
+
+    A matched policy needs β, γ and the rule for FedEAS's total only; the two ablations have their own γ.
+    """
+    kind = allocation.kind_of(policy)
+    if kind == "fixed":
+        return set()
+    if kind == "matched" and total_given:
+        return {"total"}
+    own = {"gamma"} if policy in allocation.OWN_GAMMA else set()
+    return {"beta", "gamma", "strict_mean", *(["total"] if kind == "matched" else [])} - own
 
 
 def read_counts(path: str | Path) -> tuple[npt.NDArray[np.int64], list[str]]:
@@ -223,7 +238,8 @@ def _title(plan: dict[str, Any]) -> str:
     source = "given counts"
     if plan["dataset"] is not None:
         source = f"{plan['dataset']}, protocol {plan['protocol']}, seed {plan['seed']}"
-    return f"Policy {plan['policy']} (beta {plan['beta']:g}, gamma {plan['gamma']:g}) on {source}"
+    set_to = ", ".join(f"{name} {plan[name]:g}" for name in ("beta", "gamma") if plan[name] is not None)
+    return f"Policy {plan['policy']}{f' ({set_to})' if set_to else ''} on {source}"
 
 
 def _totals(plan: dict[str, Any]) -> list[str]:

@@ -110,7 +110,14 @@ class RunDirectory:
         if holds_others_files(self.path):
             raise RunError(f"run-dir = '{self.path}': is not empty and holds no run; name a new folder")
 
+    def _refuse_record(self) -> None:
+        """Tell that what `export` left is not the run itself, which would have more than that."""
+        of_a_run = ("status.json", "checkpoint.safetensors", "model.safetensors")
+        if (self.path / "summary.json").exists() and not any((self.path / name).exists() for name in of_a_run):
+            raise RunError(f"{self.path} is a record, which has no weights: give the run directory it was made from")
+
     def _check_same(self, config: RunConfig) -> None:
+        self._refuse_record()
         before, now = self.config().outside(), config.outside()
         free = {*NOT_THE_RUN, "rounds", *(() if now["clients"] else ("clients",))}
         changed = [k for k in now if before[k] != now[k] and k not in free]
@@ -219,9 +226,11 @@ class RunDirectory:
 
     def load_model(self) -> Arrays:
         """The final model's state dict."""
+        self._refuse_record()
         path = self.path / "model.safetensors"
         if not path.exists():
-            raise RunError(f"{self.path} has no model.safetensors: the run has not finished")
+            why = "it was pruned" if (self.path / "summary.json").exists() else "the run has not finished"
+            raise RunError(f"{self.path} has no model.safetensors: {why}")
         try:
             return read_arrays(path)[0]
         except ValueError as error:
@@ -237,7 +246,10 @@ class RunDirectory:
 
     def export(self, folder: Path) -> None:
         """Copy the record of a finished run, without weights, images or paths of this machine."""
-        summary, found = self.summary(), self._read_json("config.json")
+        found = self._read_json("config.json")
+        if not (self.path / "summary.json").exists():
+            raise RunError(f"{self.path} has not finished: there is no summary.json to export")
+        summary = self.summary()
         self.check_export(folder)
         config = found["config"]
         config |= {"run-dir": "", "data-dir": "", "resume": False}  # without a run-dir there is nothing to resume

@@ -30,6 +30,8 @@ from fedeas_flwr.processes import undisturbed
 from fedeas_flwr.runs import RunDirectory, RunError
 from fedeas_flwr.sweep import Cell, Sweep
 
+REFUSED = 2
+"""The exit code of a command to which something wrong was given (`cli.exit_code`): given again, it is no better."""
 _LOOK_EVERY = 0.2
 _GRACE = 60.0
 """Seconds that runs have to end after being asked: to train the clients under way to their end and write a checkpoint,
@@ -146,6 +148,9 @@ class Board:
 class Watcher(Protocol):
     """What a sweep tells of itself while it goes on."""
 
+    def began(self, board: Board) -> None:
+        """Hear, first of all, that nothing keeps the sweep from its folder."""
+
     def said(self, cell: Cell, word: str, board: Board) -> None:
         """Hear that a run was started, joined, finished, skipped, failed, or will be tried again."""
 
@@ -163,7 +168,7 @@ def run_sweep(sweep: Sweep, slots: int, retries: int, watcher: Watcher) -> list[
     slots
         How many runs at once.
     retries
-        How often a run that failed is started again, after all others have had their turn.
+        How often a run that failed is started again, after all others have had their turn; one that was refused never.
     watcher
         Who is told.
 
@@ -183,6 +188,7 @@ def run_sweep(sweep: Sweep, slots: int, retries: int, watcher: Watcher) -> list[
         board = Board(sweep, slots)
         for cell in sweep.cells:
             board.look_at(cell, "finished" if cell.finished else "waiting")
+        watcher.began(board)
         for cell in sweep.cells:
             if board.standings[cell.name].state == "finished":
                 watcher.said(cell, "skipped", board)
@@ -246,10 +252,11 @@ def _settle(job: Job, retries: int) -> str:
         cell.error = ""
         return "finished"
     cell.error = job.why_it_failed()
+    code = job.process.returncode if job.process is not None else None
     # A run that was refused before it began has written nothing itself; one that was killed is only interrupted.
-    if job.process is not None and job.process.returncode in (1, 2) and cell.run.status()[0] == "running":
+    if code in (1, REFUSED) and cell.run.status()[0] == "running":
         cell.run.set_status("failed", cell.error)
-    return "again" if cell.attempts <= retries else "failed"
+    return "again" if cell.attempts <= retries and code != REFUSED else "failed"
 
 
 def start(cell: Cell, variables: Mapping[str, str]) -> Job:

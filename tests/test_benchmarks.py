@@ -187,6 +187,17 @@ def test_parity_is_told_by_float64_and_finds_an_engine_that_takes_other_steps(
     assert hasty["from_float64"] > 100 * graphed["from_float64"]
 
 
+def test_a_distance_of_zero_is_one_that_was_measured(benchmark: Any) -> None:
+    zero = {"epochs": 1, "steps": 7, "loss": 2.0, "from_float64": 0.0, "from_eager_fp32": 0.0}
+    names = ("eager, float64", "eager, fp32", "graphed, fp32")
+    rows = [{"engine": name, **zero, "largest_from_eager_fp32": 0.0} for name in names]
+    assert [line.split(" | ")[-3:] for line in benchmark("parity").table(rows).splitlines()[2:]] == [
+        ["–", "–", "– |"],
+        ["0", "–", "– |"],
+        ["0", "0", "0 |"],
+    ]
+
+
 def other(words: tuple[Any, ...], steps: Recipe) -> tuple[Any, ...]:
     """The same, with a learning rate that is off by a thousandth."""
     return (words[0], replace(steps, learning_rate=1.001 * steps.learning_rate), *words[2:])

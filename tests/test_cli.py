@@ -21,6 +21,7 @@ from fedeas_flwr.sizes import counted
 ROOT = Path(__file__).parents[1]
 COUNTS = str(ROOT / "tests" / "three_clients.csv")
 QUICKSTART = str(ROOT / "conf" / "quickstart.toml")
+RECORD = str(ROOT / "results" / "shared-images" / "uniform-s1")
 
 
 def test_a_runs_folder_says_what_it_is() -> None:
@@ -46,10 +47,16 @@ MISTAKES = {
         ["model", "num_classes", "image_shape"],
     ),
     "no run": (("evaluate", "/nowhere"), ["/nowhere"]),
+    "a record to test": (
+        ("evaluate", RECORD),
+        [RECORD, "a record", "no weights", "the run directory it was made from"],
+    ),
+    "a record to go on with": (("resume", RECORD), [RECORD, "a record", "no weights", "the run directory it was"]),
     "nothing to resume": (("resume", "/nowhere"), ["/nowhere"]),
     "unknown command": (("fly",), ["fly"]),
     "unknown option": (("plan", "--fast"), ["--fast"]),
     "own data nowhere": (("run", QUICKSTART, "dataset=own:"), ["dataset = 'own:': must be", "own:PATH"]),
+    "a dataset that is none": (("plan", "--dataset", "mnist"), ["dataset: 'mnist' is", "cifar100", "own:PATH"]),
     "own data nowhere to plan": (("plan", "--dataset", "own:"), ["dataset = 'own:': must be", "own:PATH"]),
     "data-dir nowhere": (
         ("run", QUICKSTART, "dataset=cifar10", "policy=none", "data-dir=/nope"),
@@ -89,6 +96,14 @@ MISTAKES = {
     "a generator in a file": (
         ("train-generator", "--dataset", "digits", "--out", COUNTS),
         [f"--out '{COUNTS}': is a file, must be a folder"],
+    ),
+    "a generator where nobody may write": (
+        ("train-generator", "--dataset", "digits", "--out", "/proc/g", "--steps", "1"),
+        ["--out '/proc/g': cannot be written to, "],
+    ),
+    "a page where nobody may write": (
+        ("report", str(ROOT / "results"), "--html", "/proc/page.html"),
+        ["--html '/proc': cannot be written to, "],
     ),
     "unknown policy": (("plan", "--policy", "magic"), ["policy", "magic", "fedeas"]),
     "unknown format": (("plan", "--format", "xml"), ["format", "xml", "json"]),
@@ -140,6 +155,31 @@ MISTAKES = {
         ["--columns: leave it out, --into writes"],
     ),
     "total for fedeas": (("plan", "--total", "5"), ["total", "5", "fedeas"]),
+    "β of a policy that has none": (
+        ("plan", "--policy", "full-balance", "--beta", "3"),
+        ["--beta: leave it out, policy full-balance has nothing to set"],
+    ),
+    "γ of no policy": (("plan", "--policy", "none", "--gamma", "1"), ["--gamma: leave it out, policy none has"]),
+    "a rule that fills nothing": (
+        ("plan", "--policy", "full-balance", "--printed-rule"),
+        ["--printed-rule: leave it out, policy full-balance has nothing to set"],
+    ),
+    "γ of an ablation": (
+        ("plan", "--policy", "linear", "--gamma", "0.5"),
+        ["--gamma: leave it out, policy linear has its own"],
+    ),
+    "β beside a total": (
+        ("plan", "--policy", "uniform", "--total", "5", "--beta", "3"),
+        ["--beta: leave it out, --total says what is spent"],
+    ),
+    "a rule beside a total": (
+        ("plan", "--policy", "waterfill", "--total", "5", "--printed-rule"),
+        ["--printed-rule: leave it out, --total says what is spent"],
+    ),
+    "total beside limits": (
+        ("plan", "--total", "5", "--min-removed", "0.5", "--max-images", "9"),
+        ["total = 5: leave it out, policy fedeas sets its own"],
+    ),
 }
 LOADING = ("no generator", "a model that takes other words")
 """Those that load the most are seen in a process of their own: while it is loaded a library may say something, too."""
@@ -210,6 +250,15 @@ def test_run_and_evaluate_from_the_shell(tmp_path: Path) -> None:
     assert scores["accuracy"] == json.loads((folder / "rounds.jsonl").read_text().splitlines()[-1])["accuracy"]
     assert typed(*words, cwd=tmp_path).returncode == 0
     assert len(list((tmp_path / "runs").iterdir())) == 2, "a second run gets a folder of its own"
+
+
+def test_a_path_is_printed_as_it_is(tmp_path: Path) -> None:
+    """Brackets are styles to the library that prints: one would be left out, another be an error of its own."""
+    words = ("policy=none", "rounds=1", "local-epochs=1", "clients=4", "backend=inline", "participation=0.25")
+    for name in ("old [b]数", "[", "a[/b]"):
+        done = typed("run", QUICKSTART, *words, f"run-dir={tmp_path / name}")
+        assert done.returncode == 0, done.stderr
+        assert done.stdout.splitlines()[0].endswith(f" → {tmp_path / name}")
 
 
 def test_resume_of_another_config_is_refused(tmp_path: Path) -> None:

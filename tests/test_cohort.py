@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import subprocess
+import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -37,7 +38,7 @@ def a_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: "a GPU that is none")
     monkeypatch.setenv("FEDEAS_CACHE", str(tmp_path))
-    monkeypatch.setattr(cohort, "_failed", set[Path]())
+    monkeypatch.setenv("FEDEAS_UNMEASURED", "")  # and so that nothing is left of it
 
 
 def config(**keys: Any) -> RunConfig:
@@ -113,6 +114,10 @@ def test_a_probe_that_crashes_is_tried_once_and_named(
     assert cohort.clients_at_once(config(batch_size=16)) == cohort.USUAL and len(probes) == 2, (
         "that is another question"
     )
+    code = "import os, sys; print(*os.environ[sys.argv[1]].split(), sep='\\n')"
+    told = subprocess.Popen([sys.executable, "-c", code, "FEDEAS_UNMEASURED"], stdout=subprocess.PIPE, text=True)
+    names = [cohort._kept_at(config(batch_size=size)).name for size in (config().batch_size, 16)]
+    assert told.communicate()[0].split() == names, "and the runs that it starts are told both"
 
 
 @pytest.mark.parametrize("text", ["{", "[]", "{}", '{"images_per_second": {}, "bytes_a_client": 1, "bytes_free": 1}'])

@@ -121,6 +121,13 @@ def test_a_fresh_deployment_has_no_problem(lab: Path) -> None:
     assert problems(examine(lab, RunConfig())) == ["ca.crt, server.crt, server.key, start.sh missing"]
 
 
+@pytest.mark.parametrize(("nodes", "held"), [(1, "the only part"), (3, "one of 3 parts")])
+def test_a_nodes_part_is_said_in_words_that_fit_its_number(tmp_path: Path, nodes: int, held: str) -> None:
+    write_deployment(Deployment(("superlink.lab.example",), 9092, nodes, "/opt/fedeas"), tmp_path / "lab")
+    (found,) = (one for one in check_node(tmp_path / "lab" / "node-0", None) if one.state == "ok")
+    assert found.text == f"client 0, {held}"
+
+
 def test_each_fault_of_a_node_is_found(lab: Path, tmp_path: Path) -> None:
     node = lab / "node-0"
 

@@ -9,16 +9,18 @@ import os
 import signal
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from runners import start_interruptible, typed
+from safetensors.torch import save
 from timelines import Clock
 from waiting import LONG
 
 from fedeas_flwr.data import Dataset, open_dataset
-from fedeas_flwr.generators import SampleId, training
+from fedeas_flwr.generators import SampleId, training, training_run
 from fedeas_flwr.generators.diffusion import DiffusionGenerator
 from fedeas_flwr.generators.folders import WEIGHTS_NAME
 from fedeas_flwr.generators.presets import CIFAR_SMALL, DIGITS, PAPER, PRESETS, Preset, find_preset
@@ -131,10 +133,39 @@ def test_a_wrong_start_or_resume_is_refused_in_one_line(tmp_path: Path) -> None:
     (out / CHECKPOINT).write_bytes((out / CHECKPOINT).read_bytes()[:1000])
     with pytest.raises(ValueError, match="cannot be read"):
         train_generator("digits", out, TINY, resume=True)
+    (out / CHECKPOINT).write_bytes(save({"w": torch.zeros(1)}, metadata={"state": "{}"}))
+    with pytest.raises(ValueError, match=r"cannot be read \('identity'\)"):
+        train_generator("digits", out, TINY, resume=True)
     with pytest.raises(ValueError, match=r"resume: there is no .*checkpoint.safetensors"):
         train_generator("digits", tmp_path / "new", TINY, resume=True)
     with pytest.raises(ValueError, match="preset: 'large' is not known; use one of digits, cifar-small, paper"):
         find_preset("large", "cifar10", "cpu")
+
+
+def test_a_resumed_training_goes_on_with_its_own_preset(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Begun on a GPU, where cifar-small suits, and resumed where there is none."""
+    out, asked = tmp_path / "g", list[str]()
+    out.mkdir()
+    identity = {"dataset": "cifar10", "seed": 0, "preset": dataclasses.asdict(CIFAR_SMALL)}
+    state = json.dumps({"identity": identity, "diary": {"step": 1, "seconds": 1.0, "curve": []}})
+    (out / CHECKPOINT).write_bytes(save({"w": torch.zeros(1)}, metadata={"state": state}))
+    words = ("train-generator", "--dataset", "cifar10", "--out", str(out), "--device", "cpu", "--resume")
+    other = typed(*words, "--preset", "paper")
+    line = f"error: preset: 'paper' is not allowed; the checkpoint in {out} has 'cifar-small'\n"
+    assert (other.returncode, other.stdout, other.stderr) == (2, "", line)
+
+    def train(dataset: str, out: Path, preset: Preset, **more: Any) -> bool:
+        asked.append(preset.name)
+        return True
+
+    monkeypatch.setattr(training_run, "train_generator", train)
+    done = typed(*words)
+    assert (done.returncode, done.stdout, asked) == (0, f"generator: {out}\n", ["cifar-small"])
+    monkeypatch.undo()
+    full = typed(*words[:-1])
+    assert (full.returncode, full.stdout) == (2, "") and "is not empty; give --resume" in full.stderr
+    nowhere = typed(*words[:4], str(tmp_path / "new"), *words[5:])
+    assert (nowhere.returncode, nowhere.stdout) == (2, "") and "resume: there is no" in nowhere.stderr
 
 
 def test_learning_rates_by_hand() -> None:

@@ -196,6 +196,9 @@ class Nobody:
     def __init__(self, breaks: type[BaseException] | None = None) -> None:
         self._breaks = breaks
 
+    def began(self, board: Board) -> None:
+        pass
+
     def said(self, cell: Cell, word: str, board: Board) -> None:
         pass
 

@@ -49,6 +49,27 @@ def test_a_plan_by_hand() -> None:
     }
 
 
+@pytest.mark.parametrize(
+    ("changes", "beta", "gamma", "title"),
+    [
+        ({"policy": "uniform"}, 3.0, 0.5, "Policy uniform (beta 3, gamma 0.5) on given counts"),
+        ({"policy": "uniform", "total": 5}, None, None, "Policy uniform on given counts"),
+        ({"policy": "full-balance"}, None, None, "Policy full-balance on given counts"),
+        ({"policy": "linear"}, 3.0, None, "Policy linear (beta 3) on given counts"),
+        ({"policy": "oversample"}, 3.0, 0.5, "Policy oversample (beta 3, gamma 0.5) on given counts"),
+    ],
+)
+def test_a_plan_names_beta_and_gamma_only_where_they_decide(
+    changes: dict[str, Any], beta: float | None, gamma: float | None, title: str
+) -> None:
+    result = plan(**changes)
+    assert (result["beta"], result["gamma"]) == (beta, gamma)
+    assert format_table(result).splitlines()[0] == title
+    other = [plan(**changes, **{key: 1.9})["clients"] for key in ("beta", "gamma")]
+    decides = [value is not None for value in (beta, gamma)]
+    assert [clients != result["clients"] for clients in other] == decides
+
+
 def test_plan_of_the_main_setting() -> None:
     counts = make_partition("cifar10", "paper", 20, 0.1, 42).counts(plan_labels("cifar10", "paper"), 10)
     result = plan(counts, dataset="cifar10", protocol="paper", beta=12.0)

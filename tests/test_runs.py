@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from made_up_runs import write_run
 from runners import typed
 
 from fedeas_flwr.checkpoints import Checkpoint, StrategyState, write_arrays
@@ -204,6 +205,13 @@ def test_a_run_may_be_exported_again_also_when_it_has_gone_on(tmp_path: Path) ->
         f"exported 2 rounds → {tmp_path}/out, where its record was before\n",
     )
     assert RunDirectory(tmp_path / "out").rounds() == run.rounds()
+
+
+def test_a_run_that_goes_on_is_not_exported(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", [0.5], rounds=2, finished=False)
+    with pytest.raises(RunError, match=r"run has not finished: there is no summary\.json to export"):
+        run.export(tmp_path / "out")
+    assert not (tmp_path / "out").exists()
 
 
 def test_a_run_is_not_exported_over_anything_else(tmp_path: Path) -> None:

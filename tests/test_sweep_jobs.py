@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 from rich.console import Console
-from runners import command, fedeas, start_interruptible
+from runners import command, fedeas, start_interruptible, typed
 from test_sweep import ROOT, base
 from waiting import LONG, wait_until
 
@@ -33,6 +33,9 @@ from fedeas_flwr.runs import RunDirectory
 config = read_config(pathlib.Path(sys.argv[1]), sys.argv[2:])
 if config.seed == 13:
     sys.exit("error: thirteen cannot be had")
+if config.seed == 22:
+    print("error: what was given is wrong", file=sys.stderr)
+    sys.exit(2)
 run = RunDirectory.start(config, {})
 for number in range(len(run.rounds()) + 1, config.rounds + 1):
     if config.seed == 7 and number == 2 and not config.resume:
@@ -43,7 +46,7 @@ for number in range(len(run.rounds()) + 1, config.rounds + 1):
     run.append_round(record)
 run.set_status("finished")
 """
-"""A run that does nothing: fails always (seed 13), once in its second round (7), or takes for ever (99)."""
+"""A run of nothing: fails always (seed 13), once in its second round (7), is refused (22), or takes for ever (99)."""
 
 
 class Heard:
@@ -52,6 +55,9 @@ class Heard:
     def __init__(self, interrupt_at: str = "") -> None:
         self.words: list[tuple[str, str]] = []
         self._interrupt_at = interrupt_at
+
+    def began(self, board: Board) -> None:
+        self.words.append(("", "began"))
 
     def said(self, cell: Cell, word: str, board: Board) -> None:
         self.words.append((cell.name, word))
@@ -79,6 +85,7 @@ def test_failures_are_tried_again_at_the_end_and_listed(quick: Path) -> None:
     sweep, heard = make_sweep(base(), ["seed=13,7,1"], quick), Heard()
     (failed,) = run_sweep(sweep, 1, 1, heard)
     assert heard.words == [
+        ("", "began"),
         ("seed-13", "started"),
         ("seed-13", "again"),
         ("seed-7", "started"),
@@ -97,6 +104,14 @@ def test_failures_are_tried_again_at_the_end_and_listed(quick: Path) -> None:
         ("finished", 3, ""),
         ("finished", 3, ""),
     ]
+
+
+def test_a_run_that_was_refused_is_not_tried_again(quick: Path) -> None:
+    sweep, heard = make_sweep(base(), ["seed=22,1"], quick), Heard()
+    (failed,) = run_sweep(sweep, 1, 5, heard)
+    assert heard.words[1:4] == [("seed-22", "started"), ("seed-22", "failed"), ("seed-1", "started")]
+    assert (failed.name, failed.error, failed.attempts) == ("seed-22", "what was given is wrong", 1)
+    assert failed.run.status() == ("failed", "what was given is wrong")
 
 
 def test_ctrl_c_stops_the_runs_and_the_next_sweep_goes_on(quick: Path) -> None:
@@ -128,14 +143,25 @@ def test_the_live_table_has_every_run_and_keeps_failures(quick: Path) -> None:
     with watching(console) as watcher:
         run_sweep(make_sweep(base(), ["seed=13,1"], quick), 2, 0, watcher)
     shown = console.file.getvalue()
+    assert f"2 runs, 2 at once → {quick}" in shown
     assert "seed-13  failed: thirteen cannot be had" in shown
     assert re.search(r"seed-1 +finished +3/3 +50\.0", shown)
     assert "1 finished, 1 failed" in shown and not re.search(r"\b0 s", shown)
 
 
 def test_two_sweeps_in_one_folder_are_refused(quick: Path) -> None:
+    heard = Heard()
     with sweep_jobs._alone_in(quick), pytest.raises(RunError, match="a sweep is at work in"):
-        run_sweep(make_sweep(base(), ["seed=1"], quick), 1, 1, Heard())
+        run_sweep(make_sweep(base(), ["seed=1"], quick), 1, 1, heard)
+    assert heard.words == []
+
+
+def test_a_second_sweep_is_refused_before_its_headline(tmp_path: Path) -> None:
+    words = ("sweep", str(ROOT / "conf" / "quickstart.toml"), "--grid", "seed=1", "--out", str(tmp_path / "s"))
+    with sweep_jobs._alone_in(tmp_path / "s"):
+        done = typed(*words)
+    line = f"error: a sweep is at work in {tmp_path / 's'} already\n"
+    assert (done.returncode, done.stdout, done.stderr) == (2, "", line)
 
 
 @pytest.mark.slow

@@ -52,11 +52,24 @@ def test_prune_frees_what_a_finished_run_could_be_resumed_with(
     assert all((run.path / name).read_bytes() == content for name, content in record.items())
     fedeas(capsys, "runs", "prune", str(run.path), "--model")
     assert not (run.path / "model.safetensors").exists()
+    with pytest.raises(RunError, match=r"no model\.safetensors: it was pruned"):
+        run.load_model()
     # Without a checkpoint a resumed run would begin anew and throw its record away.
     config = run.config().with_changes(resume=True, rounds=2)
     with pytest.raises(RunError, match="was pruned: there is no checkpoint to go on from"):
         RunDirectory.start(config, {})
     assert (run.path / "rounds.jsonl").read_bytes() == record["rounds.jsonl"]
+
+
+def test_a_run_without_its_status_is_no_record(tmp_path: Path) -> None:
+    run = with_weights(write_run(tmp_path / "a", [0.5]))
+    (run.path / "status.json").unlink()
+    assert run.load_model()["w"].shape == (1000,)
+    run.check_ready(run.config().with_changes(resume=True, rounds=2))
+    for name in ("model", "checkpoint"):
+        (run.path / f"{name}.safetensors").unlink()
+    with pytest.raises(RunError, match="is a record, which has no weights"):
+        run.load_model()
 
 
 def test_nothing_is_pruned_if_one_run_has_not_finished(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

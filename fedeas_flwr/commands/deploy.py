@@ -72,6 +72,6 @@ def check(
 
     os.environ.setdefault("FEDEAS_CACHE", str(folder / "cache"))  # as start.sh does: where a node keeps what it needs
     findings = list(examine(folder, run))
-    show(findings, Console())
+    show(findings, Console(markup=False))
     if any(finding.state == "problem" for finding in findings):
         raise typer.Exit(1)

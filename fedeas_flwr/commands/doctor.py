@@ -37,7 +37,7 @@ def doctor(
     if output == "json":
         print(json.dumps([asdict(finding) for finding in findings], indent=1))
     else:
-        show(findings, Console())
+        show(findings, Console(markup=False))
     if any(finding.state == "problem" for finding in findings):
         raise typer.Exit(1)
 

@@ -199,7 +199,7 @@ def generate(
     if generator == "builtin":
         from fedeas_flwr.prepare import ensure_digits_generator
 
-        ensure_digits_generator(Console(stderr=True))
+        ensure_digits_generator(Console(stderr=True, markup=False))
     opened = open_for_run(config, where)
     labels = np.repeat(np.arange(opened.num_classes), per_class)
     samples = [SampleId(seed, 0, int(label), i % per_class) for i, label in enumerate(labels)]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Collection
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import Annotated
 
 import typer
@@ -29,10 +30,17 @@ FormatOption = Annotated[str, typer.Option("--format", help="table or json", cal
 
 
 def can_be_folder(option: typer.CallbackParam, path: Path | None) -> Path | None:
-    """Refuse a folder to write to that is, or lies below, a file; as the callback of an option."""
-    if path is not None and not (there := existing_part(path.absolute())).is_dir():
+    """Refuse a folder that cannot be written to, before hours are spent on what goes there; an option's callback."""
+    if path is None:
+        return path
+    if not (there := existing_part(path.absolute())).is_dir():
         which = "" if there == path.absolute() else f"{there} "
         raise ConfigError(f"{option.opts[0]} '{path}': {which}is a file, must be a folder")
+    try:
+        with TemporaryFile(dir=there):
+            pass
+    except OSError as error:
+        raise ConfigError(f"{option.opts[0]} '{path}': cannot be written to, {error.strerror or error}") from None
     return path
 
 

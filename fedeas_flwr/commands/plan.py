@@ -64,6 +64,7 @@ def plan(
     from fedeas_flwr.data import dataset_info
 
     limits, betas = choosing.Limits(min_removed, max_synthetic, max_images, max_seconds), read_grid(grid)
+    _check_settings(context, policy, total)
     _check_who_chooses(limits, beta, grid)
     if not estimate and max_seconds is None:
         refuse_given(context, ["generator"], "it says nothing without --estimate or --max-seconds")
@@ -73,7 +74,8 @@ def plan(
     if counts:
         found, names = planning.read_counts(counts)
     else:
-        found, names = _partition_counts(dataset, protocol, clients, alpha, seed), dataset_info(dataset).classes
+        names = dataset_info(dataset).classes  # first: it names all that a dataset can be, data of one's own too
+        found = _partition_counts(dataset, protocol, clients, alpha, seed)
     choice = None
     if limits.given():
         speed = batch_speed(generator, dataset, found.shape[1]) if max_seconds is not None else None
@@ -117,6 +119,23 @@ def _as_text(result: dict[str, Any], names: Sequence[str], choice: Choice | None
     if drawn:
         parts.append(f"Figures:      {', '.join(map(str, drawn))}")
     return "\n".join(parts)
+
+
+def _check_settings(context: typer.Context, policy: str, total: int | None) -> None:
+    """Refuse what says nothing under this policy, or beside a total."""
+    from fedeas_flwr.allocation import OWN_GAMMA, POLICIES
+    from fedeas_flwr.planning import settings_of
+
+    settings = settings_of(policy, total is not None)
+    if total is not None and "total" not in settings:
+        raise ConfigError(f"total = {total}: leave it out, policy {policy} sets its own")
+    options = {"beta": "beta", "gamma": "gamma", "strict_mean": "printed_rule"}
+    why = "--total says what is spent"
+    if POLICIES[policy] == "fixed":
+        why = f"policy {policy} has nothing to set"
+    elif policy in OWN_GAMMA:
+        why = f"policy {policy} has its own"
+    refuse_given(context, [option for name, option in options.items() if name not in settings], why)
 
 
 def _check_who_chooses(limits: Limits, beta: float | None, grid: str) -> None:

@@ -40,7 +40,7 @@ def report(
     if output == "json":
         print(json.dumps({"groups": as_data(groups), "left_out": left_out}, indent=1, ensure_ascii=False))
         return
-    print_comparison(groups, Console())
+    print_comparison(groups, Console(markup=False))
     for note in [*unfinished_notes(groups), *no_gain_notes(groups), *(f"Left out: {reason}" for reason in left_out)]:
         print(note)
     for path in written:

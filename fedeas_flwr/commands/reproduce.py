@@ -83,7 +83,7 @@ def reproduce(
     choice = choose(what or [], names, scale)
     doing = scale == "smoke" if run is None else run
     # With JSON on stdout, what goes on is told on stderr.
-    console = Console(stderr=output == "json")
+    console = Console(stderr=output == "json", markup=False)
     results, failed = gather(
         choice, scale, places, numbers, more, folder if doing else None, jobs or default_jobs(scale), export, console
     )
@@ -153,9 +153,6 @@ def gather(
         for one in filling.cells:
             one.run.check_export(export / record_name(one.values["cell"], one.config))
     prepare_generator(scale, [cell.config.generates for cell in filling.cells], console)
-    console.print(
-        f"{counted(len(filling.cells), 'run')}, {jobs} at once → {folder / 'runs'}", highlight=False, soft_wrap=True
-    )
     try:
         with watching(console) as watcher:
             failed = run_sweep(filling, jobs, 1, Exporting(watcher, export) if export else watcher)

@@ -44,8 +44,7 @@ def sweep(
     folder = (out or Path("runs") / f"sweep-{conf.stem}").absolute()
     found = make_sweep(read_config(conf, overrides or []), grid or [], folder)
     found.check()
-    console, warnings = Console(stderr=output == "json"), Console(stderr=True)
-    console.print(f"{counted(len(found.cells), 'run')}, {jobs} at once → {folder}", highlight=False, soft_wrap=True)
+    console, warnings = Console(stderr=output == "json", markup=False), Console(stderr=True, markup=False)
     try:
         with watching(console) as watcher:
             failed = run_sweep(found, jobs, retries, watcher)
@@ -91,6 +90,10 @@ class Lines:
     def __init__(self, console: Console) -> None:
         self._console, self._said_at = console, time.monotonic()
 
+    def began(self, board: Board) -> None:
+        """Print the headline."""
+        self._print(_headline(board))
+
     def said(self, cell: Cell, word: str, board: Board) -> None:
         """Print what happened to a run."""
         self._print(f"{_event(cell, word, board)}  ({_progress(board)})")
@@ -113,6 +116,10 @@ class LiveTable:
     def __init__(self, live: Live) -> None:
         self._live = live
 
+    def began(self, board: Board) -> None:
+        """Print the headline above the table."""
+        self._live.console.print(_headline(board), highlight=False, soft_wrap=True, markup=False)
+
     def said(self, cell: Cell, word: str, board: Board) -> None:
         """Keep failures on the screen above the table."""
         if word in ("failed", "again"):
@@ -131,6 +138,10 @@ def board_table(board: Board) -> Table:
     for cell in sorted(board.sweep.cells, key=lambda cell: _ORDER.index(board.standings[cell.name].state)):
         table.add_row(Text(cell.name), board.standings[cell.name].state, *_facts(board, cell))
     return table
+
+
+def _headline(board: Board) -> str:
+    return f"{counted(len(board.sweep.cells), 'run')}, {board.slots} at once → {board.sweep.folder}"
 
 
 def _facts(board: Board, cell: Cell) -> tuple[str, str, str]:

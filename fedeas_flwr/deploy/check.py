@@ -122,7 +122,7 @@ def check_node(folder: Path, run: RunConfig | None) -> Iterator[Finding]:
 
 def _holds(place: Node, run: RunConfig | None) -> str:
     if not place.data_path:
-        return f"one of {place.partitions} parts"
+        return f"one of {place.partitions} parts" if place.partitions > 1 else "the only part"
     if run is None:
         return "data of its own"
     data = local_data(place.apply(run), place)

@@ -89,6 +89,7 @@ def train_generator(
     half: bool = False,
     resume: bool = False,
     checkpoint_every: float = 300.0,
+    begun: Callable[[], None] | None = None,
     report: Callable[[Progress], None] | None = None,
 ) -> bool:
     """Train a generator into a folder.
@@ -111,6 +112,8 @@ def train_generator(
         Go on from the folder's checkpoint.
     checkpoint_every
         Seconds between checkpoints.
+    begun
+        Called once nothing that was given is wrong.
     report
         Told how it goes.
 
@@ -122,11 +125,14 @@ def train_generator(
     steps = preset.steps if steps is None and minutes is None else steps
     _check_length(steps, minutes)
     _check_folder(out, resume)
-    dataset = open_dataset(dataset_name, data_dir)
     identity = {"dataset": dataset_name, "seed": seed, "preset": json.loads(json.dumps(asdict(preset)))}
+    before = read_checkpoint(out / CHECKPOINT, identity) if resume else None
+    dataset = open_dataset(dataset_name, data_dir)
     trainer = Trainer(preset, dataset, seed=seed, device=device, compiled=compiled)
-    if resume:
-        trainer.load(*read_checkpoint(out / CHECKPOINT, identity))
+    if before:
+        trainer.load(*before)
+    if begun:
+        begun()
     saved = drawn = time.monotonic()
     with _stop_requests() as stopping:
 
@@ -198,20 +204,34 @@ def write_checkpoint(path: Path, trainer: Trainer, identity: dict[str, Any]) -> 
 
 def read_checkpoint(path: Path, identity: dict[str, Any]) -> tuple[dict[str, torch.Tensor], Diary]:
     """Read a checkpoint, refusing one of another dataset, seed or preset."""
+    with _opened(path) as (file, state):
+        tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 - not a dict
+        known, diary = dict(state["identity"]), state["diary"]
+        so_far = Diary(diary["step"], diary["seconds"], [(int(step), loss) for step, loss in diary["curve"]])
+    for key, value in identity.items():
+        if known.get(key) != value:
+            shown = [v["name"] if isinstance(v, dict) else v for v in (value, known.get(key))]
+            raise ValueError(f"{key}: {shown[0]!r} is not allowed; the checkpoint in {path.parent} has {shown[1]!r}")
+    return tensors, so_far
+
+
+def preset_begun_with(out: Path) -> str:
+    """Name the preset of a folder's training, with which it is to go on, whatever would suit the device."""
+    _check_folder(out, resume=True)
+    with _opened(out / CHECKPOINT) as (_, state):
+        return str(state["identity"]["preset"]["name"])
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[tuple[Any, dict[str, Any]]]:
+    """Give a checkpoint's file and what stands beside its tensors; what is no checkpoint is one line."""
     from safetensors import SafetensorError, safe_open
 
     try:
         with safe_open(path, framework="pt") as file:
-            state = json.loads(file.metadata()["state"])
-            tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 - not a dict
+            yield file, json.loads(file.metadata()["state"])
     except (SafetensorError, OSError, ValueError, KeyError, TypeError) as error:
         raise ValueError(f"resume: {path} cannot be read ({error}); train anew in another folder") from None
-    for key, value in identity.items():
-        if state["identity"].get(key) != value:
-            shown = [v["name"] if isinstance(v, dict) else v for v in (value, state["identity"].get(key))]
-            raise ValueError(f"{key}: {shown[0]!r} is not allowed; the checkpoint in {path.parent} has {shown[1]!r}")
-    diary = state["diary"]
-    return tensors, Diary(diary["step"], diary["seconds"], [(int(step), loss) for step, loss in diary["curve"]])
 
 
 @contextmanager

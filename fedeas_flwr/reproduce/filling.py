@@ -83,6 +83,10 @@ class Exporting:
     def __init__(self, inner: Watcher, folder: Path) -> None:
         self._inner, self._folder = inner, folder
 
+    def began(self, board: Board) -> None:
+        """Pass it on."""
+        self._inner.began(board)
+
     def said(self, one: sweep.Cell, word: str, board: Board) -> None:
         """Export what is finished; pass everything on."""
         if word == "finished":

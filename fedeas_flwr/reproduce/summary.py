@@ -111,7 +111,7 @@ def values_csv(sections: Sequence[Section]) -> str:
 def print_tables(page: Page, console: Console) -> None:
     """Print every table, and where every picture is."""
     if not console.is_terminal:
-        console = Console(width=200, stderr=console.stderr)  # for a file or a pipe: no table is squeezed
+        console = Console(width=200, stderr=console.stderr, markup=False)  # for a file or a pipe: no table is squeezed
     for section in page.sections:
         console.print(f"\n{section.title}", style="bold", highlight=False)
         if section.table:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import os
 import signal
 import subprocess
 import sys
@@ -43,8 +44,9 @@ _WORTH = 0.05  # of the rate, that twice as many clients must bring
 _FREE = 0.8  # of the GPU's memory that is free: the generator and the test need some
 _PROCESS_BYTES = 1 << 30  # CUDA's own, in each of Ray's processes
 _SECONDS = 180.0
-_failed: set[Path] = set()
-"""What this process could not measure and need not try again: a sweep asks about each of its runs beforehand."""
+_UNMEASURED = "FEDEAS_UNMEASURED"
+"""The variable that names what this process could not measure. Neither it nor those it starts need try again: a sweep
+asks about each of its runs beforehand."""
 _KEYS = ("dataset", "model", "stem", "batch_size", "precision", "engine")
 
 
@@ -54,11 +56,11 @@ def clients_at_once(config: RunConfig) -> int:
     if not torch.cuda.is_available():  # somebody wants to know how it would be on a machine with a GPU
         return min(most, USUAL)
     path = _kept_at(config)
-    if path not in _failed:
+    if path.name not in (failed := os.environ.get(_UNMEASURED, "").split()):
         try:
             return min(most, choose(_known_or_measured(config, path)))
         except (OSError, ValueError, LookupError, subprocess.SubprocessError) as error:
-            _failed.add(path)
+            os.environ[_UNMEASURED] = " ".join([*failed, path.name])
             usual, why = min(most, USUAL), _why(error)
             logger.warning("how many clients at once pay cannot be measured, so it is %d: %s", usual, why)
     return min(most, USUAL)
