@@ -178,6 +178,25 @@ def test_a_bank_needs_images_of_every_class(tmp_path: Path) -> None:
     assert short.state == "problem" and "no images of 1 class: 3" in short.text
 
 
+def test_clients_whose_epochs_end_in_a_few_images_are_named(tmp_path: Path) -> None:
+    """The paper's 20 clients: client 2 holds 130 images and client 12 2,499, so two and three are left of 64."""
+    paper = {"dataset": "cifar10", "protocol": "paper", "clients": 20, "model": "resnet18", "policy": "none"}
+    paper |= {"batch_size": 64}
+    found = only(inputs.check_last_batches, config(**paper))
+    assert found.state == "note" and "min-batch=8" in found.fix
+    assert "2 of 20 clients" in found.text and "client 2 with 2 of its 130" in found.text
+    filled = only(
+        inputs.check_last_batches, config(**paper | {"policy": "fedeas", "beta": 12.0, "generator": "bank:b"})
+    )
+    assert "3 of 20 clients" in filled.text and "client 8 with 2 of its 1,026" in filled.text
+    assert only(inputs.check_last_batches, config(**paper, min_batch=8)).state == "ok"
+    without = config(**paper | {"model": "users_models:tiny"})
+    for other in (without, config(**paper | {"model": "nowhere:net"})):
+        assert list(inputs.check_last_batches(other)) == []
+    assert list(inputs.check_last_batches(config(**paper | {"dataset": f"own:{tmp_path}"}))) == []
+    assert not list(tmp_path.iterdir())
+
+
 # ------------------------------------------------------------------------------------------- the command
 
 

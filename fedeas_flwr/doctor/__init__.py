@@ -29,6 +29,7 @@ CHECKS = {
     "run folder": "machine.check_run_folder",
     "dataset": "inputs.check_dataset",
     "model": "inputs.check_model",
+    "last batches": "inputs.check_last_batches",
     "generator": "inputs.check_generator",
     "Flower's commands": "federation.check_commands",
     "loopback port": "federation.check_port",

@@ -12,6 +12,10 @@ from fedeas_flwr.dataset_sources import OWN, check_npz, find_source
 from fedeas_flwr.doctor.findings import Finding, note, ok, problem
 from fedeas_flwr.sizes import counted
 
+FEW = 8
+"""Images in a batch: with half as many its gradient is eight times as long as that of 64 (results/short-batches)."""
+_CLIENTS = 1000
+
 
 def check_dataset(config: RunConfig) -> Iterable[Finding]:
     """Where the dataset is."""
@@ -48,6 +52,43 @@ def check_model(config: RunConfig) -> Iterable[Finding]:
     except (OSError, ValueError, RuntimeError) as error:
         return [problem("model", error, "see `fedeas keys`: model, stem and weights")]
     return [ok("model", text)]
+
+
+def check_last_batches(config: RunConfig) -> Iterable[Finding]:
+    """Clients of a simulation whose epochs end in a few images, of which BatchNorm makes steps of many times the size.
+
+    Nothing is said of data of one's own, which would have to be opened, nor of so many clients that it takes long.
+    """
+    from torch.nn.modules.batchnorm import _BatchNorm
+
+    from fedeas_flwr.local_data import planned_allocation
+    from fedeas_flwr.models import build_model
+    from fedeas_flwr.partition import make_partition, plan_labels
+    from fedeas_flwr.training import recipe
+
+    if config.dataset.startswith(OWN) or config.clients > _CLIENTS:
+        return []
+    info = dataset_info(config.dataset)
+    try:
+        model = build_model(config.model, len(info.classes), info.image_shape, stem=config.stem, seed=config.seed)
+    except (OSError, ValueError, RuntimeError):  # told by the check of the model
+        return []
+    if not any(isinstance(layer, _BatchNorm) for layer in model.modules()):
+        return []
+    partition = make_partition(config.dataset, config.protocol, config.clients, config.alpha, config.partition_seed)
+    counts = partition.counts(plan_labels(config.dataset, config.protocol), len(info.classes))
+    samples = [int(held) for held in (counts + planned_allocation(config, counts)).sum(axis=1)]
+    last = {client: recipe(config).batches(held)[1] for client, held in enumerate(samples)}
+    short = {client: size for client, size in last.items() if 0 < size < FEW}
+    if not short:
+        return [ok("last batches", f"none of fewer than {FEW} images")]
+    least = min(short, key=lambda client: short[client])
+    text = (
+        f"{len(short)} of {counted(config.clients, 'client')} end their epochs in a batch of fewer than {FEW} images, "
+        f"client {least} with {short[least]} of its {samples[least]:,}: with BatchNorm such a step can be many times "
+        "the usual size"
+    )
+    return [note("last batches", text, f"min-batch={FEW} leaves these out; see docs/reproduction.md, Rounds that fall")]
 
 
 def check_generator(config: RunConfig) -> Iterable[Finding]:
