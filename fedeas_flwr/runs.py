@@ -88,7 +88,7 @@ class RunDirectory:
             pass
         checkpoint = self.load_checkpoint() if config.resume else None
         if checkpoint is not None:
-            self._first_rounds(checkpoint.round)
+            self._first_rounds(checkpoint.round, f"the checkpoint is of round {checkpoint.round}")
 
     def _refuse_another(self, config: RunConfig) -> None:
         if config.resume:
@@ -194,17 +194,26 @@ class RunDirectory:
 
     def keep_rounds(self, count: int) -> None:
         """Drop the records after ``count``: rounds that no checkpoint covers are done again on resume."""
-        lines = "".join(json.dumps(record) + "\n" for record in self._first_rounds(count))
+        found = self._first_rounds(count, f"the checkpoint is of round {count}")
+        lines = "".join(json.dumps(record) + "\n" for record in found)
         atomic_write(self.path / "rounds.jsonl", lines.encode())
 
-    def _first_rounds(self, count: int) -> list[dict[str, Any]]:
+    def _first_rounds(self, count: int, why: str) -> list[dict[str, Any]]:
         found = self.rounds()[:count]
         if len(found) < count:
-            raise RunError(
-                f"{self.path / 'rounds.jsonl'} holds {len(found)} whole records, but the checkpoint is of round "
-                f"{count}: mend line {len(found) + 1}"
-            )
+            whole = counted(len(found), "whole record")
+            raise RunError(f"{self.path / 'rounds.jsonl'} holds {whole}, but {why}: mend line {len(found) + 1}")
         return found
+
+    def check_rounds(self) -> None:
+        """Refuse a record that has lost rounds which its own summary counts: it is no evidence of the others."""
+        if not (self.path / "summary.json").exists():
+            return
+        try:
+            count = int(self.summary()["rounds"])
+        except (KeyError, TypeError, ValueError) as error:
+            raise RunError(f"{self.path / 'summary.json'} is not a run's summary: {error}") from None
+        self._first_rounds(count, f"summary.json counts {counted(count, 'round')}")
 
     def save_checkpoint(self, checkpoint: Checkpoint) -> None:
         """Replace the checkpoint; a reader sees the old one or the new one, never a part."""
@@ -249,14 +258,14 @@ class RunDirectory:
         found = self._read_json("config.json")
         if not (self.path / "summary.json").exists():
             raise RunError(f"{self.path} has not finished: there is no summary.json to export")
-        summary = self.summary()
+        self.check_rounds()
         self.check_export(folder)
         config = found["config"]
         config |= {"run-dir": "", "data-dir": "", "resume": False}  # without a run-dir there is nothing to resume
         config |= {key: without_folder(config[key]) for key in ("dataset", "generator", "weights")}
         copy = RunDirectory(folder)
         copy._write_json("config.json", found)
-        copy._write_json("summary.json", summary)
+        copy._write_json("summary.json", self.summary())
         atomic_write(folder / "rounds.jsonl", (self.path / "rounds.jsonl").read_bytes())
 
     def check_export(self, folder: Path) -> None:

@@ -15,6 +15,7 @@ from fedeas_flwr.client_state import ClientState, ClientStore, forget_kept_state
 from fedeas_flwr.config import parse_config
 from fedeas_flwr.metrics import rounds_to_threshold, summarise
 from fedeas_flwr.runs import RunDirectory, RunError
+from fedeas_flwr.sizes import counted
 
 
 def config(folder: Path, **changes: object):
@@ -212,6 +213,25 @@ def test_a_run_that_goes_on_is_not_exported(tmp_path: Path) -> None:
     with pytest.raises(RunError, match=r"run has not finished: there is no summary\.json to export"):
         run.export(tmp_path / "out")
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(("kept", "damage"), [(0, ""), (1, '{"round": 2, "accu'), (1, "\0\n{}\n"), (2, "")])
+def test_a_run_that_lost_rounds_is_not_exported(tmp_path: Path, kept: int, damage: str) -> None:
+    run = finished(tmp_path / "r", 0.5, 0.6, 0.7)
+    path = run.path / "rounds.jsonl"
+    path.write_text("".join(path.read_text().splitlines(keepends=True)[:kept]) + damage)
+    done = typed("export", str(run.path), str(tmp_path / "out"))
+    why = f"{path} holds {counted(kept, 'whole record')}, but summary.json counts 3 rounds: mend line {kept + 1}"
+    assert (done.returncode, done.stdout, done.stderr) == (2, "", f"error: {why}\n")
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("summary", ["{}", '{"rounds": null}', '{"rounds": "many"}'])
+def test_a_summary_that_is_none_is_not_exported(tmp_path: Path, summary: str) -> None:
+    run = finished(tmp_path / "r", 0.5)
+    (run.path / "summary.json").write_text(summary)
+    with pytest.raises(RunError, match=r"summary\.json is not a run's summary: "):
+        run.export(tmp_path / "out")
 
 
 def test_a_run_is_not_exported_over_anything_else(tmp_path: Path) -> None:
