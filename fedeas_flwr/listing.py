@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from fedeas_flwr.config import parse_config
+from fedeas_flwr.config import RunConfig, parse_config
 from fedeas_flwr.metrics import summarise
 from fedeas_flwr.run_files import files_of_run, is_damaged_run, is_run, remove_files
 from fedeas_flwr.runs import RunDirectory, RunError
@@ -16,30 +16,55 @@ _DEPTH = 4
 """How far below a folder runs are looked for: runs/sweep/NAME is two."""
 
 
-def find_runs(folders: Sequence[Path], depth: int = _DEPTH) -> Iterator[RunDirectory]:
-    """Every run directory among and below some folders, damaged ones too; a link is not followed."""
+def find_runs(
+    folders: Sequence[Path], depth: int = _DEPTH, unreadable: list[str] | None = None
+) -> Iterator[RunDirectory]:
+    """Every run directory among and below some folders, damaged ones too; a link is not followed.
+
+    A folder that cannot be looked into gets a line in ``unreadable``; without such a list it is an error.
+    """
     for folder in folders:
-        if is_run(folder) or is_damaged_run(folder):
+        try:
+            found = is_run(folder) or is_damaged_run(folder)
+            inside = [] if found or not depth else _folders_in(folder)
+        except OSError as error:
+            if unreadable is None:
+                raise
+            unreadable.append(f"{folder}: {error.strerror or error}")
+            continue
+        if found:
             yield RunDirectory(folder)
-        elif depth:
-            inside = sorted(path for path in folder.iterdir() if path.is_dir() and not path.is_symlink())
-            yield from find_runs(inside, depth - 1)
+        yield from find_runs(inside, depth - 1, unreadable)
+
+
+def _folders_in(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.iterdir() if path.is_dir() and not path.is_symlink())
+
+
+def summarise_so_far(run: RunDirectory, config: RunConfig) -> dict[str, Any] | None:
+    """A run in a few numbers, from the rounds there are, before the first ``None``; a damaged record is one line."""
+    run.check_rounds()
+    rounds = run.rounds()
+    try:
+        return summarise(rounds, config.threshold) if rounds else None
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise RunError(f"{run.path / 'rounds.jsonl'} holds what is no round's record: {error!r}") from None
 
 
 def describe(run: RunDirectory) -> dict[str, Any]:
-    """One run as a row; a run whose config is damaged, or of another version and cannot be read, still has one."""
+    """One run as a row; a run that is damaged, or of another version and cannot be read, still has one."""
     files = [path.stat() for path in files_of_run(run.path)]
-    rounds = run.rounds()
-    row: dict[str, Any] = {"path": str(run.path), "state": run.state(), "rounds_done": len(rounds), "rounds": None}
+    row: dict[str, Any] = {"path": str(run.path), "state": run.state(), "rounds_done": 0, "rounds": None}
     row |= {"last_20": None, "peak": None, "images": None}
     try:
+        row["rounds_done"] = len(run.rounds())
         config = run.config()
         row["rounds"] = config.rounds
-        if rounds:
-            summary = summarise(rounds, config.threshold)
+        if summary := summarise_so_far(run, config):
             row |= {"last_20": summary["last_20"], "peak": summary["peak"], "images": summary["total_generated"]}
-    except (RunError, KeyError) as error:
-        row |= {"state": "unreadable" if is_run(run.path) else "damaged", "error": str(error)}
+    except RunError as error:
+        could_be_read = row["rounds"] is not None or not is_run(run.path)
+        row |= {"state": "damaged" if could_be_read else "unreadable", "error": str(error)}
     return row | {"changed": max(file.st_mtime for file in files), "bytes": sum(file.st_size for file in files)}
 
 
@@ -50,9 +75,10 @@ def describe_in_full(run: RunDirectory) -> dict[str, Any]:
     config = run.config().outside()
     defaults = parse_config({}).outside()
     changes = {key: {"value": config[key], "default": defaults[key]} for key in config if config[key] != defaults[key]}
+    row = describe(run)
     return {
-        **describe(run),
-        "error": run.status()[1],
+        **row,
+        "error": row.get("error") or run.status()[1],
         "changes": changes,
         "config": config,
         "environment": run.environment(),

@@ -170,7 +170,7 @@ class RunDirectory:
         records: list[dict[str, Any]] = []
         if not path.exists():
             return records, 0
-        with path.open("rb") as file:
+        with _saying_what_cannot_be_read(path), path.open("rb") as file:
             file.seek(max(0, offset - 1))
             if offset and file.read(1) != b"\n":
                 return self.rounds_from(0)
@@ -359,14 +359,25 @@ class RunDirectory:
 
     def _read_json(self, name: str) -> Any:
         try:
-            found = json.loads((self.path / name).read_text(encoding="utf-8"))
-        except OSError:
+            with _saying_what_cannot_be_read(self.path / name):
+                found = json.loads((self.path / name).read_text(encoding="utf-8"))
+        except (FileNotFoundError, NotADirectoryError):
             raise RunError(f"{self.path} is not a run directory: {name} is missing") from None
         except (ValueError, RecursionError) as error:
             raise RunError(f"{self.path / name} is not JSON: {error}") from None
         if not isinstance(found, dict):
             raise RunError(f"{self.path / name} is not a JSON object")
         return found
+
+
+@contextmanager
+def _saying_what_cannot_be_read(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except (FileNotFoundError, NotADirectoryError):  # whoever reads says what that means
+        raise
+    except OSError as error:
+        raise RunError(f"{path} cannot be read: {error.strerror or error}") from None
 
 
 def run_folder(config: RunConfig, run_id: int) -> Path:

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 from made_up_runs import write_run
+from ordinary_user import ordinary_user
 from rich.console import Console
 from runners import typed
 
@@ -155,6 +156,49 @@ def test_a_run_with_a_damaged_config_is_named_wherever_it_would_be_missed(tmp_pa
     assert alone.returncode == 2 and f"nothing to report: {hurt.path}/config.json is not JSON" in alone.stderr
     refused = typed("runs", "rm", str(hurt.path), "--yes")
     assert refused.returncode == 2 and "hurt is damaged" in refused.stderr and (hurt.path / "rounds.jsonl").exists()
+
+
+DAMAGES = {
+    "lost": "holds 1 whole record, but summary.json counts 2 rounds: mend line 2",
+    "folder": "cannot be read: Is a directory",
+    "locked": "cannot be read: Permission denied",
+    "strange": "holds what is no round's record: KeyError('accuracy')",
+}
+
+
+def test_one_bad_run_is_named_and_the_others_are_shown(tmp_path: Path) -> None:
+    runs = {name: write_run(tmp_path / name, [0.2, 0.4], seed=i) for i, name in enumerate(("whole", *DAMAGES, "shut"))}
+    records = {name: run.path / "rounds.jsonl" for name, run in runs.items()}
+    records["lost"].write_text(records["lost"].read_text().splitlines(keepends=True)[0] + '{"round": 2, "acc')
+    records["folder"].unlink()
+    records["folder"].mkdir()
+    records["strange"].write_text('{"round": 1}\n' * 2)
+    records["locked"].chmod(0)
+    runs["shut"].path.chmod(0)
+    with ordinary_user():
+        table, rows, report, data = (
+            typed(*words, str(tmp_path), "--format", kind)
+            for words in (("runs", "ls"), ("report",))
+            for kind in ("table", "json")
+        )
+        shown = typed("runs", "show", str(runs["lost"].path))
+        alone = typed("report", str(runs["shut"].path))
+        pruned = typed("runs", "prune", str(tmp_path))
+    runs["shut"].path.chmod(0o700)  # or it could not be removed
+    why = {f"{records[name]} {reason}" for name, reason in DAMAGES.items()} | {f"{tmp_path}/shut: Permission denied"}
+    assert {done.returncode for done in (table, rows, report, data)} == {0}
+    assert {line.removeprefix("Left out: ") for line in report.stdout.splitlines() if "Left out" in line} == why
+    found = json.loads(data.stdout)
+    assert set(found["left_out"]) == why and [group["seeds"] for group in found["groups"]] == [[0]]
+    assert set(table.stderr.splitlines()) == why and table.stdout.splitlines()[-1].startswith("5 runs, ")
+    assert rows.stderr == f"{tmp_path}/shut: Permission denied\n"
+    listed = {Path(row["path"]).name: row for row in json.loads(rows.stdout)}
+    states = {"whole": "finished", "lost": "damaged", "strange": "damaged", "folder": "unreadable"}
+    assert {name: row["state"] for name, row in listed.items()} == {**states, "locked": "unreadable"}
+    assert listed["lost"]["error"].endswith(DAMAGES["lost"]) and listed["lost"]["last_20"] is None
+    assert shown.stdout.splitlines()[0].endswith(f"lost: damaged: {records['lost']} {DAMAGES['lost']}")
+    assert alone.returncode == 2 and alone.stderr.endswith(f"; {tmp_path}/shut: Permission denied\n")
+    assert (pruned.returncode, pruned.stdout) == (2, ""), "nothing is removed where not all can be seen"
 
 
 # ---------------------------------------------------------------------------------------------------------- figures

@@ -32,10 +32,13 @@ def report(
     from fedeas_flwr.report.groups import group_runs, no_gain_notes, unfinished_notes
     from fedeas_flwr.report.writing import write_report
 
-    found = list(find_runs(runs))
+    unreadable: list[str] = []
+    found = list(find_runs(runs, unreadable=unreadable))
     if not found:
-        raise RunError(f"nothing to report: no run directory was found in or below {', '.join(map(str, runs))}")
+        nowhere = f"no run directory was found in or below {', '.join(map(str, runs))}"
+        raise RunError(f"nothing to report: {'; '.join([nowhere, *unreadable])}")
     groups, left_out = group_runs(found)
+    left_out += unreadable
     written = write_report(groups, left_out, page, out)
     if output == "json":
         print(json.dumps({"groups": as_data(groups), "left_out": left_out}, indent=1, ensure_ascii=False))

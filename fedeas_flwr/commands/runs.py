@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Annotated, Any
@@ -38,9 +38,11 @@ def ls(
     wanted = folders or [Path("runs")]
     if missing := [folder for folder in wanted if not folder.is_dir()]:
         raise RunError(f"{missing[0]} is not a folder")
-    rows = [describe(run) for run in find_runs(wanted)]
+    bad: list[str] = []
+    rows = [describe(run) for run in find_runs(wanted, unreadable=bad)]
     if output == "json":
         print(json.dumps(rows, indent=1))
+        _warn(bad)
         return
     console = table_console()
     head = [name for name in _HEAD if console.width >= _WIDE or name not in _LEFT_OUT_WHERE_NARROW]
@@ -50,6 +52,12 @@ def ls(
         table.add_row(*(Text(cells[name]) for name in head))
     console.print(table)
     print(f"{counted(len(rows), 'run')}, {show_bytes(sum(row['bytes'] for row in rows))}")
+    _warn([*(row["error"] for row in rows if "error" in row), *bad])
+
+
+def _warn(lines: Sequence[str]) -> None:
+    for line in lines:
+        print(line, file=sys.stderr)
 
 
 @runs_app.command(short_help="Show one run: where it stands, and what it is")

@@ -14,7 +14,8 @@ import numpy.typing as npt
 
 from fedeas_flwr.config import RunConfig
 from fedeas_flwr.data import short_name
-from fedeas_flwr.metrics import WALL_CLOCK, efficiency, last_20, seconds_of, summarise
+from fedeas_flwr.listing import summarise_so_far
+from fedeas_flwr.metrics import WALL_CLOCK, efficiency, last_20, seconds_of
 from fedeas_flwr.report.style import COLOURS, INK, LABELS, MORE_COLOURS
 from fedeas_flwr.runs import NOT_THE_RUN, RunDirectory, RunError, without_folder
 
@@ -70,11 +71,8 @@ class Member:
     run: RunDirectory
     config: RunConfig
     rounds: list[dict[str, Any]]
-
-    @cached_property
-    def summary(self) -> dict[str, Any]:
-        """From the rounds there are: a run that has not finished has one too."""
-        return summarise(self.rounds, self.config.threshold)
+    summary: dict[str, Any]
+    """From the rounds there are: a run that has not finished has one too."""
 
     @property
     def unfinished(self) -> str:
@@ -172,14 +170,16 @@ def group_runs(runs: Sequence[RunDirectory]) -> tuple[list[Group], list[str]]:
     members, left_out = [], []
     for run in {run.path.resolve(): run for run in runs}.values():
         try:
-            member = Member(run, run.config(), run.rounds())
+            config = run.config()
+            run.environment()  # a page shows it, and would fail as a whole
+            summary = summarise_so_far(run, config)
         except RunError as error:
             left_out.append(str(error))
             continue
-        if member.rounds:
-            members.append(member)
-        else:
+        if summary is None:
             left_out.append(f"{run.path} has no finished round ({run.state()})")
+        else:
+            members.append(Member(run, config, run.rounds(), summary))
     if not members:
         raise RunError(f"nothing to report: {'; '.join(left_out)}")
     together: dict[str, list[Member]] = {}

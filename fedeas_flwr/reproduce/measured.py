@@ -164,8 +164,9 @@ def find_results(cells: Sequence[Cell], scale: str, folders: Sequence[Path], mor
     for one in cells:
         wanted[_key(meaning(one.config(scale, 1, more)))] = one.name
     found: dict[str, dict[int, Measured]] = {one.name: {} for one in cells}
-    doubles, unreadable = [], []
-    for run in find_runs([folder for folder in folders if folder.exists()]):
+    doubles: list[Path] = []
+    unreadable: list[str] = []
+    for run in find_runs([folder for folder in folders if folder.exists()], unreadable=unreadable):
         try:
             config = run.config()
             name = wanted.get(_key(meaning(config)))
