@@ -105,6 +105,18 @@ MISTAKES = {
         ("report", str(ROOT / "results"), "--html", "/proc/page.html"),
         ["--html '/proc': cannot be written to, "],
     ),
+    "checkpoints before the beginning": (
+        ("train-generator", "--dataset", "digits", "--out", "g", "--steps", "1", "--checkpoint-every", "-3"),
+        ["checkpoint-every: -3 is not allowed; give more than 0"],
+    ),
+    "checkpoints at every moment": (
+        ("train-generator", "--dataset", "digits", "--out", "g", "--steps", "1", "--checkpoint-every", "0"),
+        ["checkpoint-every: 0 is not allowed; give more than 0"],
+    ),
+    "checkpoints at no moment": (
+        ("train-generator", "--dataset", "digits", "--out", "g", "--steps", "1", "--checkpoint-every", "nan"),
+        ["checkpoint-every: nan is not allowed; give more than 0"],
+    ),
     "unknown policy": (("plan", "--policy", "magic"), ["policy", "magic", "fedeas"]),
     "unknown format": (("plan", "--format", "xml"), ["format", "xml", "json"]),
     "no counts": (("plan", "--counts", "/nowhere.csv"), ["/nowhere.csv"]),

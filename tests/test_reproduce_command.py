@@ -63,6 +63,8 @@ def test_the_committed_runs_fill_their_column_and_all_else_is_missing(tmp_path: 
         (["all", "--set", "precison=bf16"], "unknown key 'precison' = 'bf16'; did you mean 'precision'?"),
         (["all", "--set", "seed=2"], "--set seed=2: every cell sets its own"),
         (["all", "--seeds", "one"], "seeds = 'one': must be whole numbers"),
+        (["all", "--seeds=-1", "--no-run"], "seeds = '-1': must be whole numbers of at least 0"),
+        (["all", "--seeds", "1,2,1", "--no-run"], "seeds = '1,2,1': must be whole numbers of at least 0, each once"),
         (["--into", "nowhere.md"], "into = 'nowhere.md': there is no such file"),
         (["all", "--format", "xml"], "format = 'xml': must be table or json"),
     ],

@@ -103,11 +103,13 @@ def read_words(words: Sequence[str]) -> dict[str, Any]:
 
 
 def read_seeds(text: str) -> list[int]:
-    """Read numbers separated by commas."""
-    try:
-        return [int(word) for word in text.split(",")] if text else []
-    except ValueError:
-        raise ConfigError(f"seeds = '{text}': must be whole numbers separated by commas, such as 1,2,3") from None
+    """Read numbers separated by commas; one that is there twice would be two runs in one folder."""
+    words = text.split(",") if text else []
+    numbers = [int(word) for word in words if word.strip().isdecimal()]
+    if len(set(numbers)) < len(words):
+        allowed = "whole numbers of at least 0, each once, separated by commas"
+        raise ConfigError(f"seeds = '{text}': must be {allowed}, such as 1,2,3")
+    return numbers
 
 
 def default_jobs(scale: str) -> int:

@@ -111,7 +111,7 @@ def train_generator(
     resume
         Go on from the folder's checkpoint.
     checkpoint_every
-        Seconds between checkpoints.
+        Seconds between checkpoints, more than 0.
     begun
         Called once nothing that was given is wrong.
     report
@@ -124,6 +124,8 @@ def train_generator(
     """
     steps = preset.steps if steps is None and minutes is None else steps
     _check_length(steps, minutes)
+    if not checkpoint_every > 0:  # nor is NaN
+        raise ValueError(f"checkpoint-every: {checkpoint_every:g} is not allowed; give more than 0")
     _check_folder(out, resume)
     identity = {"dataset": dataset_name, "seed": seed, "preset": json.loads(json.dumps(asdict(preset)))}
     before = read_checkpoint(out / CHECKPOINT, identity) if resume else None
