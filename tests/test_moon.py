@@ -27,6 +27,7 @@ from fedeas_flwr.strategies.moon import (
     RECEIVED,
     ContrastiveObjective,
     MoonClient,
+    build_moon,
     contrastive_losses,
     reference_features,
 )
@@ -231,3 +232,14 @@ def test_a_model_whose_features_cannot_be_seen_is_refused_before_the_run(
     with pytest.raises(ConfigError, match="model = 'users_models:with_batchnorm': strategy = 'moon'") as refused:
         prepare(config, Console(file=io.StringIO()))
     assert "\n" not in str(refused.value)
+
+
+def test_a_model_whose_features_depend_on_the_rest_of_a_batch_is_refused_before_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(Path(__file__).parent)
+    config = quick(tmp_path, strategy="moon", policy="none", model="users_models:with_batch_statistics")
+    with pytest.raises(ConfigError, match=r"model = '\S*with_batch_statistics': .* body\.1 must have track") as refused:
+        prepare(config, Console(file=io.StringIO()))
+    assert "\n" not in str(refused.value)
+    build_moon(config.with_changes(model="users_models:with_group_norm"))

@@ -59,6 +59,20 @@ def with_features(num_classes: int, image_shape: tuple[int, int, int]) -> nn.Mod
     return WithFeatures(num_classes, image_shape)
 
 
+def with_batch_statistics(num_classes: int, image_shape: tuple[int, int, int]) -> nn.Module:
+    """As `with_features`, but an image's features depend on the others of its batch, in evaluation mode too."""
+    model = WithFeatures(num_classes, image_shape)
+    model.body[1] = nn.BatchNorm2d(6, track_running_stats=False)
+    return model
+
+
+def with_group_norm(num_classes: int, image_shape: tuple[int, int, int]) -> nn.Module:
+    """As `with_features`, with normalisations that see one image at a time."""
+    model = WithFeatures(num_classes, image_shape)
+    model.body[1] = nn.Sequential(nn.GroupNorm(2, 6), nn.InstanceNorm2d(6, affine=True))
+    return model
+
+
 def with_dropout(num_classes: int, image_shape: tuple[int, int, int]) -> nn.Module:
     height, width, channels = image_shape
     return nn.Sequential(nn.Flatten(), nn.Dropout(0.3), nn.Linear(channels * height * width, num_classes))

@@ -28,18 +28,26 @@ RECEIVED, PREVIOUS = "received/", "previous/"
 
 
 def build_moon(config: RunConfig) -> FedAvg:
-    """FedAvg, for a model whose features can be seen.
+    """FedAvg, for a model whose features can be seen, and in evaluation mode are of one image alone.
 
     Raises
     ------
     ConfigError
-        If the model does not end in a linear layer named ``fc``.
+        If the model does not end in a linear layer named ``fc``, or has a BatchNorm without running statistics: that
+        takes them from the batch in evaluation mode too, so an image would have other references in every batch.
     """
-    if not isinstance(getattr(network(config), "fc", None), nn.Linear):
+    model = network(config)
+    if not isinstance(getattr(model, "fc", None), nn.Linear):
         raise ConfigError(
             f"model = '{config.model}': strategy = 'moon' looks at what the last layer is fed with, so that layer must "
             "be a Linear named fc"
         )
+    for name, layer in model.named_modules():
+        if isinstance(layer, nn.modules.batchnorm._BatchNorm) and layer.running_mean is None:
+            raise ConfigError(
+                f"model = '{config.model}': strategy = 'moon' needs features that are of one image alone, so the "
+                f"BatchNorm {name} must have track_running_stats=True"
+            )
     return build_fedavg(config)
 
 
