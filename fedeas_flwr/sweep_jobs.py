@@ -158,7 +158,9 @@ class Watcher(Protocol):
         """Hear, several times a second, where everything stands."""
 
 
-def run_sweep(sweep: Sweep, slots: int, retries: int, watcher: Watcher) -> list[Cell]:
+def run_sweep(
+    sweep: Sweep, slots: int, retries: int, watcher: Watcher, prepare: Callable[[], None] | None = None
+) -> list[Cell]:
     """Do what is left of a sweep.
 
     Parameters
@@ -171,6 +173,8 @@ def run_sweep(sweep: Sweep, slots: int, retries: int, watcher: Watcher) -> list[
         How often a run that failed is started again, after all others have had their turn; one that was refused never.
     watcher
         Who is told.
+    prepare
+        Done before the first run, once the folder is this sweep's alone.
 
     Returns
     -------
@@ -189,6 +193,8 @@ def run_sweep(sweep: Sweep, slots: int, retries: int, watcher: Watcher) -> list[
         for cell in sweep.cells:
             board.look_at(cell, "finished" if cell.finished else "waiting")
         watcher.began(board)
+        if prepare:
+            prepare()
         for cell in sweep.cells:
             if board.standings[cell.name].state == "finished":
                 watcher.said(cell, "skipped", board)

@@ -14,10 +14,12 @@ from pathlib import Path
 
 import pytest
 import runners
+from rich.console import Console
 from runners import start_interruptible
 from test_reproduce import ROOT, TWENTY, record
 from waiting import LONG, Held, wait_until
 
+from fedeas_flwr import prepare, sweep_jobs
 from fedeas_flwr.reproduce.cells import MAIN, PAPERS, all_cells
 from fedeas_flwr.reproduce.filling import export_finished
 from fedeas_flwr.reproduce.items import ITEMS
@@ -135,6 +137,28 @@ def test_records_of_other_runs_are_not_exported_over_and_nothing_is_begun(tmp_pa
     record(tmp_path / "records" / "cifar10-k100-a0.1" / "fedavg-s1", f"{MAIN}/fedavg", 1, TWENTY)
     with pytest.raises(RunError, match="holds the record of another run"):
         export_finished(results, ours.parent, tmp_path / "records")
+
+
+def test_the_generator_is_trained_by_whoever_has_the_folder_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runs, trained = tmp_path / "out" / "runs", []
+
+    def train(console: Console) -> None:
+        with pytest.raises(RunError, match="a sweep is at work in"), sweep_jobs._alone_in(runs):
+            pass
+        trained.append(list(runs.glob("*/")))
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(prepare, "ensure_digits_generator", train)
+    words = [f"{PAPERS}/linear", "--out", "out", "--set", "rounds=2"]
+    with sweep_jobs._alone_in(runs):
+        refused = typed(*words, cwd=tmp_path)
+    assert (refused.returncode, refused.stderr) == (2, f"error: a sweep is at work in {runs} already\n")
+    assert trained == [], "which takes minutes"
+    stopped = typed(*words, cwd=tmp_path)
+    assert stopped.returncode == 130 and "stopped; go on with: fedeas reproduce" in stopped.stderr
+    assert trained == [[]], "once, and before the first run"
 
 
 @pytest.mark.slow

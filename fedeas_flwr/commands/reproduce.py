@@ -7,6 +7,7 @@ import os
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -154,10 +155,10 @@ def gather(
     if export:
         for one in filling.cells:
             one.run.check_export(export / record_name(one.values["cell"], one.config))
-    prepare_generator(scale, [cell.config.generates for cell in filling.cells], console)
+    prepare = partial(prepare_generator, scale, [cell.config.generates for cell in filling.cells], console)
     try:
         with watching(console) as watcher:
-            failed = run_sweep(filling, jobs, 1, Exporting(watcher, export) if export else watcher)
+            failed = run_sweep(filling, jobs, 1, Exporting(watcher, export) if export else watcher, prepare)
     except KeyboardInterrupt:
         _warn(f"stopped; go on with: {shlex.join(['fedeas', *sys.argv[1:]])}")
         raise
