@@ -48,13 +48,14 @@ def atomic_path(path: str | os.PathLike[str]) -> Iterator[Path]:
     """
     target = Path(path)
     temporary = _temporary_beside(target)
-    try:
-        yield temporary
-        _sync(temporary)
-        os.replace(temporary, target)
-        _sync(target.parent)
-    finally:
-        temporary.unlink(missing_ok=True)
+    with _errors_naming(target, temporary):
+        try:
+            yield temporary
+            _sync(temporary)
+            os.replace(temporary, target)
+            _sync(target.parent)
+        finally:
+            temporary.unlink(missing_ok=True)
 
 
 def atomic_write(path: str | os.PathLike[str], content: bytes) -> None:
@@ -90,19 +91,32 @@ def atomic_folder(path: str | os.PathLike[str]) -> Iterator[Path]:
     """
     target = Path(path)
     temporary = _temporary_beside(target)
-    temporary.mkdir()
+    with _errors_naming(target, temporary):
+        temporary.mkdir()
+        try:
+            yield temporary
+            for inside in sorted(temporary.rglob("*")):
+                _sync(inside)
+            if target.exists():
+                old = _temporary_beside(target)
+                os.rename(target, old)
+                shutil.rmtree(old, ignore_errors=True)
+            os.rename(temporary, target)
+            _sync(target.parent)
+        finally:
+            shutil.rmtree(temporary, ignore_errors=True)
+
+
+@contextmanager
+def _errors_naming(target: Path, temporary: Path) -> Iterator[None]:
+    """Let an error name the file that was asked for: nobody knows the temporary one, and it is gone by then."""
     try:
-        yield temporary
-        for inside in sorted(temporary.rglob("*")):
-            _sync(inside)
-        if target.exists():
-            old = _temporary_beside(target)
-            os.rename(target, old)
-            shutil.rmtree(old, ignore_errors=True)
-        os.rename(temporary, target)
-        _sync(target.parent)
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
+        yield
+    except OSError as error:
+        named = Path(os.fsdecode(error.filename)) if isinstance(error.filename, str | bytes | os.PathLike) else None
+        if named is not None and named.is_relative_to(temporary):
+            error.filename = str(target / named.relative_to(temporary))
+        raise
 
 
 def remove_unfinished(folder: Path) -> None:

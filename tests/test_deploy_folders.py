@@ -14,6 +14,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from ordinary_user import ordinary_user
 from PIL import Image
 from runners import typed
 
@@ -107,6 +108,16 @@ def test_keys_are_never_overwritten(lab: Path) -> None:
     with pytest.raises(ConfigError, match="is there already"):
         write_deployment(read_deployment(lab), lab)
     assert (lab / "node-0" / "node.key").read_bytes() == before
+
+
+def test_a_folder_that_nobody_may_write_to_is_named_as_it_was_given(tmp_path: Path) -> None:
+    (tmp_path / "shut").mkdir(mode=0o500)
+    with ordinary_user():
+        done = typed("deploy", "init", "shut/lab", "--nodes", "1", "--host", "lab", cwd=tmp_path)
+    assert (done.returncode, done.stdout, done.stderr) == (
+        *(2, ""),
+        f"error: {tmp_path}/shut/lab: Permission denied\n",
+    )
 
 
 def test_a_fresh_deployment_has_no_problem(lab: Path) -> None:

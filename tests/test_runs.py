@@ -8,12 +8,14 @@ from typing import Any
 import numpy as np
 import pytest
 from made_up_runs import write_run
+from ordinary_user import ordinary_user
 from runners import typed
 
 from fedeas_flwr.checkpoints import Checkpoint, StrategyState, write_arrays
 from fedeas_flwr.client_state import ClientState, ClientStore, forget_kept_states, write_kept_states
 from fedeas_flwr.config import parse_config
 from fedeas_flwr.metrics import rounds_to_threshold, summarise
+from fedeas_flwr.paths import atomic_folder, atomic_write
 from fedeas_flwr.runs import RunDirectory, RunError
 from fedeas_flwr.sizes import counted
 
@@ -145,6 +147,22 @@ def test_unwritable_run_dir_is_one_line(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("not a folder")
     with pytest.raises(RunError, match="cannot be written"):
         RunDirectory.start(config(tmp_path / "file" / "r"), {})
+
+
+def test_what_cannot_be_written_is_named_by_its_own_name_and_not_the_temporary_one(tmp_path: Path) -> None:
+    (tmp_path / "shut").mkdir(mode=0o500)
+    target = tmp_path / "shut" / "new"
+    with ordinary_user(), pytest.raises(PermissionError) as of_file:
+        atomic_write(target, b"x")
+    with ordinary_user(), pytest.raises(PermissionError) as of_folder, atomic_folder(target):
+        pass
+    assert of_file.value.filename == of_folder.value.filename == str(target)
+    with pytest.raises(FileNotFoundError) as inside, atomic_folder(tmp_path / "new") as folder:
+        (folder / "a" / "b").write_text("x")
+    assert inside.value.filename == str(tmp_path / "new" / "a" / "b")
+    with pytest.raises(FileNotFoundError) as elsewhere, atomic_folder(tmp_path / "new"):
+        (tmp_path / "other").read_text()
+    assert elsewhere.value.filename == str(tmp_path / "other"), "what is no part of it keeps its name"
 
 
 def test_summary_by_hand() -> None:
