@@ -174,7 +174,7 @@ def generate(
     seed: Annotated[int, typer.Option(min=0, help="of the noise")] = 0,
     sampler_steps: Annotated[int, typer.Option(help="steps of the sampler")] = SAMPLER_STEPS["dpm++"],
     guidance: Annotated[float, typer.Option(help="classifier-free guidance scale; 1 is none")] = 1.0,
-    generation_batch: Annotated[int, typer.Option(help="images in one forward pass")] = 64,
+    generation_batch: Annotated[int, typer.Option(min=0, help="images in one forward pass; 0: by device")] = 0,
     device: Annotated[str, typer.Option(help="auto, cpu or cuda")] = "auto",
     report: Annotated[bool, typer.Option("--report", help="measure them against the real images")] = False,
     data_dir: Annotated[str, typer.Option(help="of --report: where the dataset is")] = "",
@@ -204,7 +204,7 @@ def generate(
     labels = np.repeat(np.arange(opened.num_classes), per_class)
     samples = [SampleId(seed, 0, int(label), i % per_class) for i, label in enumerate(labels)]
     began = time.perf_counter()
-    images = np.concatenate(list(_in_chunks(opened, samples, max(1, generation_batch))))
+    images = np.concatenate(list(_in_chunks(opened, samples)))
     seconds = time.perf_counter() - began
     with atomic_path(out / "images.npz") as temporary, temporary.open("wb") as file:
         np.savez_compressed(file, x=images, y=labels)
@@ -224,12 +224,15 @@ def generate(
             print(f"  {key.replace('_', ' '):<45} {_show(value)}")
 
 
-def _in_chunks(opened: Generator, samples: Sequence[SampleId], batch: int) -> Iterator[NDArray[np.uint8]]:
+def _in_chunks(opened: Generator, samples: Sequence[SampleId]) -> Iterator[NDArray[np.uint8]]:
     """Sample whole batches at a time, and say every ten seconds how long it will take; the images are the same."""
+    from fedeas_flwr.generators import batch_size
+
     began = shown = time.monotonic()
-    for first in range(0, len(samples), 4 * batch):
-        yield opened.sample(samples[first : first + 4 * batch])
-        done, now = min(first + 4 * batch, len(samples)), time.monotonic()
+    chunk = 4 * batch_size(opened)
+    for first in range(0, len(samples), chunk):
+        yield opened.sample(samples[first : first + chunk])
+        done, now = min(first + chunk, len(samples)), time.monotonic()
         if now - shown > _LINE_EVERY and done < len(samples):
             left, shown = show_seconds((len(samples) - done) * (now - began) / done), now
             print(f"{done:,} of {len(samples):,} images, about {left} left", file=sys.stderr)
