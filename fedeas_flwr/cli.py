@@ -220,8 +220,10 @@ def export(
     to: Annotated[Path, typer.Argument(help="where its record goes, such as results/NAME", callback=can_be_folder)],
 ) -> None:
     """Copy a run's record (config, rounds, summary) without weights, images or paths of this machine."""
+    from fedeas_flwr import exporting
+
     run, again = RunDirectory(folder.absolute()), RunDirectory(to.absolute()).is_record()
-    run.export(to.absolute())
+    exporting.export(run, to.absolute())
     print(f"exported {counted(len(run.rounds()), 'round')} → {to}" + (", where its record was before" if again else ""))
 
 

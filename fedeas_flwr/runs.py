@@ -76,7 +76,7 @@ class RunDirectory:
         remove_unfinished(run.path)
         with run._saying_what_cannot_be_written():
             run.path.mkdir(parents=True, exist_ok=True)
-            run._write_json("config.json", {"config": config.outside(), "environment": dict(environment)})
+            run.write_json("config.json", {"config": config.outside(), "environment": dict(environment)})
         run.set_status("running")
         return run
 
@@ -138,21 +138,21 @@ class RunDirectory:
 
     def record_clients(self, clients: int) -> None:
         """Note how many clients the federation turned out to have."""
-        found = self._read_json("config.json")
+        found = self.read_json("config.json")
         found["config"]["clients"] = clients
-        self._write_json("config.json", found)
+        self.write_json("config.json", found)
 
     def config(self) -> RunConfig:
         """The run-config this run was started with."""
         try:
-            return parse_config(self._read_json("config.json")["config"])
+            return parse_config(self.read_json("config.json")["config"])
         except (ConfigError, KeyError, TypeError) as error:
             raise RunError(f"{self.path / 'config.json'} is not a run's config: {error}") from None
 
     def environment(self) -> dict[str, Any]:
         """What the run ran on."""
         try:
-            return dict(self._read_json("config.json")["environment"])
+            return dict(self.read_json("config.json")["environment"])
         except (KeyError, TypeError, ValueError) as error:
             raise RunError(f"{self.path / 'config.json'} is not a run's config: {error}") from None
 
@@ -247,52 +247,23 @@ class RunDirectory:
 
     def save_summary(self, summary: Mapping[str, Any]) -> None:
         """Write the run in a few numbers."""
-        self._write_json("summary.json", summary)
+        self.write_json("summary.json", summary)
 
     def summary(self) -> dict[str, Any]:
         """The run in a few numbers."""
-        return dict(self._read_json("summary.json"))
-
-    def export(self, folder: Path) -> None:
-        """Copy the record of a finished run, without weights, images or paths of this machine."""
-        found = self._read_json("config.json")
-        if not (self.path / "summary.json").exists():
-            raise RunError(f"{self.path} has not finished: there is no summary.json to export")
-        self.check_rounds()
-        self.check_export(folder)
-        config = found["config"]
-        config |= {"run-dir": "", "data-dir": "", "resume": False}  # without a run-dir there is nothing to resume
-        config |= {key: without_folder(config[key]) for key in ("dataset", "generator", "weights")}
-        copy = RunDirectory(folder)
-        copy._write_json("config.json", found)
-        copy._write_json("summary.json", self.summary())
-        atomic_write(folder / "rounds.jsonl", (self.path / "rounds.jsonl").read_bytes())
-
-    def check_export(self, folder: Path) -> None:
-        """Refuse to export over anything but an earlier record of this very run, which may have gone on since."""
-        if (folder / "status.json").exists():
-            raise RunError(f"{folder} is a run directory, and no place for a record: name another folder")
-        if holds_others_files(folder):
-            raise RunError(f"{folder} is not empty and holds no record; name a new folder")
-        there = RunDirectory(folder)
-        rounds = there.rounds()
-        if there.is_record() and (not rounds or rounds != self.rounds()[: len(rounds)]):
-            other = there.config()
-            done = counted(len(rounds), "round")
-            what = f"{other.policy}, {other.strategy}, {other.dataset}, seed {other.seed}, {done}"
-            raise RunError(f"{folder} holds the record of another run ({what}): name another folder, or remove it")
+        return dict(self.read_json("summary.json"))
 
     def is_record(self) -> bool:
-        """Whether this is the whole record of a run: `export` writes its rounds last."""
+        """Whether this is the whole record of a run: exporting.py writes its rounds last."""
         return (self.path / "rounds.jsonl").exists()
 
     def save_service(self, stats: Mapping[str, Any]) -> None:
         """Note where the shared generator stands."""
-        self._write_json("service.json", stats)
+        self.write_json("service.json", stats)
 
     def service(self) -> dict[str, Any]:
         """Where the shared generator stood last."""
-        return dict(self._read_json("service.json"))
+        return dict(self.read_json("service.json"))
 
     def set_status(self, status: str, error: str = "", pid: int | None = None, died: bool = False) -> None:
         """Say where the run stands; ``error`` is one line, ``pid`` a process that was just started to run it.
@@ -307,12 +278,12 @@ class RunDirectory:
             this = identify(pid)
             others = [] if pid else [other for other in self.processes() if other["pid"] != this["pid"]]
             found["processes"] = [*others, this]
-        self._write_json("status.json", found)
+        self.write_json("status.json", found)
 
     def status(self) -> tuple[str, str]:
         """Where the run stands by its own word, and why if it failed."""
         try:
-            found = self._read_json("status.json")
+            found = self.read_json("status.json")
             return str(found["status"]), str(found["error"])
         except (RunError, KeyError, TypeError):
             return "unknown", ""
@@ -320,7 +291,7 @@ class RunDirectory:
     def has_died(self) -> bool:
         """Whether it failed because processes died under it."""
         try:
-            return bool(self._read_json("status.json").get("died"))
+            return bool(self.read_json("status.json").get("died"))
         except (RunError, AttributeError):
             return False
 
@@ -336,7 +307,7 @@ class RunDirectory:
     def announced(self) -> list[dict[str, Any]]:
         """All processes that said that they run it, dead ones too."""
         try:
-            return list(self._read_json("status.json").get("processes", []))
+            return list(self.read_json("status.json").get("processes", []))
         except RunError:
             return []
 
@@ -354,10 +325,12 @@ class RunDirectory:
             return "elsewhere" if any(is_elsewhere(process) for process in self.announced()) else "interrupted"
         return "finished" if status == "unknown" and (self.path / "summary.json").exists() else status
 
-    def _write_json(self, name: str, value: Mapping[str, Any]) -> None:
+    def write_json(self, name: str, value: Mapping[str, Any]) -> None:
+        """Write one of the run's small files."""
         atomic_write(self.path / name, (json.dumps(value, indent=1) + "\n").encode())
 
-    def _read_json(self, name: str) -> Any:
+    def read_json(self, name: str) -> Any:
+        """Read one of the run's small files."""
         try:
             with _saying_what_cannot_be_read(self.path / name):
                 found = json.loads((self.path / name).read_text(encoding="utf-8"))
@@ -383,10 +356,3 @@ def _saying_what_cannot_be_read(path: Path) -> Iterator[None]:
 def run_folder(config: RunConfig, run_id: int) -> Path:
     """Where a run is recorded: as its config says, or by Flower's number in the user's cache."""
     return Path(config.run_dir) if config.run_dir else cache_root() / "runs" / str(run_id)
-
-
-def without_folder(spec: str) -> str:
-    """The last name of a path, with the kind that may stand before it: ``bank:/home/me/images.npz``."""
-    kind, colon, where = spec.partition(":")
-    is_kind = colon and "/" not in kind  # a folder's name may hold a colon, too
-    return kind + colon + Path(where).name if is_kind else Path(spec).name

@@ -35,6 +35,7 @@ LAYERS = [
         "checkpoints",
         "gpu",
         "runs",
+        "exporting",
         "node",
         "client_state",
         "local_data",

@@ -88,7 +88,7 @@ def test_rm_leaves_what_no_run_wrote(tmp_path: Path) -> None:
 def test_rm_of_a_run_and_one_inside_it_removes_both(tmp_path: Path) -> None:
     write_run(tmp_path / "a" / "clients" / "b", [0.6])
     with_all_files(write_run(tmp_path / "c", [0.5]))
-    RunDirectory(tmp_path / "a")._write_json("config.json", {"config": {}, "environment": {}})
+    RunDirectory(tmp_path / "a").write_json("config.json", {"config": {}, "environment": {}})
     assert typed("runs", "rm", "a", "a/clients/b", "c", "--yes", cwd=tmp_path).stdout.startswith("removed 3 runs, ")
     assert list(tmp_path.iterdir()) == []
 

@@ -16,6 +16,7 @@ from runners import finish, small, typed
 
 from fedeas_flwr import data, own_data
 from fedeas_flwr.config import ConfigError, parse_config
+from fedeas_flwr.exporting import export
 from fedeas_flwr.own_data import read_dataset, read_images
 from fedeas_flwr.prepare import prepare
 from fedeas_flwr.report import allocations
@@ -261,7 +262,7 @@ def test_a_run_on_images_of_ones_own_from_a_bank_of_ones_own(own_cache: Path, tm
     groups, _ = group_runs([run])
     text = as_markdown(make_document(groups))
     assert "FedEAS report: shapes" in text and "allocation-1.png" in text and "worst class" in text
-    run.export(tmp_path / "record")
+    export(run, tmp_path / "record")
     record = RunDirectory(tmp_path / "record")
     assert record.config().dataset == "own:shapes" and str(tmp_path) not in (record.path / "config.json").read_text()
     assert "No heat map" in as_markdown(make_document(group_runs([record])[0]))

@@ -18,6 +18,7 @@ from runners import typed
 
 from fedeas_flwr.cache import ImageCache
 from fedeas_flwr.cli import app
+from fedeas_flwr.exporting import export
 from fedeas_flwr.generators import SampleId, describe_generator
 from fedeas_flwr.metrics import efficiency
 from fedeas_flwr.report import samples
@@ -109,7 +110,7 @@ def test_one_run_twice_is_refused_also_as_its_record(tmp_path: Path) -> None:
     run = write_run(tmp_path / "a", [0.5], policy="fedeas", generator="builtin")
     (tmp_path / "b").symlink_to(tmp_path / "a")
     assert len(grouped(run, RunDirectory(tmp_path / "b"))[0].members) == 1  # one folder under two names
-    run.export(tmp_path / "record")
+    export(run, tmp_path / "record")
     with pytest.raises(RunError, match=r"a and .*record are one run twice .*seed 1"):
         group_runs([run, RunDirectory(tmp_path / "record")])
 
@@ -302,7 +303,7 @@ def test_samples_come_from_the_cache_of_the_runs_own_generator_and_seed(
     (damaged,) = (tmp_path / "cache").glob("images/*/client-00000/class-003/*.npy")
     damaged.write_bytes(b"damaged")
     assert samples.grids_of(grouped(*runs))[0].rows[3][1][:, 0, 0, 0].tolist() == [103] * 12
-    runs[1].export(tmp_path / "record")  # where the generator's path is a name alone
+    export(runs[1], tmp_path / "record")  # where the generator's path is a name alone
     assert len(samples.grids_of(grouped(RunDirectory(tmp_path / "record")))) == 1
     assert "Generated images" in as_markdown(make_document(grouped(runs[1])))
 

@@ -14,6 +14,7 @@ from runners import typed
 from fedeas_flwr.checkpoints import Checkpoint, StrategyState, write_arrays
 from fedeas_flwr.client_state import ClientState, ClientStore, forget_kept_states, write_kept_states
 from fedeas_flwr.config import parse_config
+from fedeas_flwr.exporting import export
 from fedeas_flwr.metrics import rounds_to_threshold, summarise
 from fedeas_flwr.paths import atomic_folder, atomic_write
 from fedeas_flwr.runs import RunDirectory, RunError
@@ -192,7 +193,7 @@ def test_export_leaves_weights_and_paths_behind(tmp_path: Path, generator: str, 
     run.save_model({"w": np.zeros(3)})
     run = RunDirectory.start(run.config().with_changes(resume=True), {"device": "cpu"})  # and was resumed
     run.save_summary(summarise(run.rounds(), 0.5))
-    run.export(tmp_path / "out")
+    export(run, tmp_path / "out")
     assert sorted(p.name for p in (tmp_path / "out").iterdir()) == ["config.json", "rounds.jsonl", "summary.json"]
     text = "".join(p.read_text() for p in (tmp_path / "out").iterdir())
     assert "/home/me" not in text
@@ -229,7 +230,7 @@ def test_a_run_may_be_exported_again_also_when_it_has_gone_on(tmp_path: Path) ->
 def test_a_run_that_goes_on_is_not_exported(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run", [0.5], rounds=2, finished=False)
     with pytest.raises(RunError, match=r"run has not finished: there is no summary\.json to export"):
-        run.export(tmp_path / "out")
+        export(run, tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 
@@ -249,11 +250,11 @@ def test_a_summary_that_is_none_is_not_exported(tmp_path: Path, summary: str) ->
     run = finished(tmp_path / "r", 0.5)
     (run.path / "summary.json").write_text(summary)
     with pytest.raises(RunError, match=r"summary\.json is not a run's summary: "):
-        run.export(tmp_path / "out")
+        export(run, tmp_path / "out")
 
 
 def test_a_run_is_not_exported_over_anything_else(tmp_path: Path) -> None:
-    finished(tmp_path / "other", 0.5, 0.7, seed=7, policy="none").export(tmp_path / "record")
+    export(finished(tmp_path / "other", 0.5, 0.7, seed=7, policy="none"), tmp_path / "record")
     run = finished(tmp_path / "r", 0.5, 0.6)
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "config.json").write_text("{}")

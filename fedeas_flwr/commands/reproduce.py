@@ -139,6 +139,7 @@ def gather(
     results, failed : Results, bool
         What there is now, and whether a run failed for good.
     """
+    from fedeas_flwr.exporting import check_export
     from fedeas_flwr.reproduce.filling import Exporting, export_finished, make_filling, missing_seeds, record_name
     from fedeas_flwr.reproduce.measured import find_results
     from fedeas_flwr.sweep_jobs import run_sweep
@@ -154,7 +155,7 @@ def gather(
     filling.check()
     if export:
         for one in filling.cells:
-            one.run.check_export(export / record_name(one.values["cell"], one.config))
+            check_export(one.run, export / record_name(one.values["cell"], one.config))
     prepare = partial(prepare_generator, scale, [cell.config.generates for cell in filling.cells], console)
     try:
         with watching(console) as watcher:

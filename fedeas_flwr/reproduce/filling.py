@@ -8,6 +8,7 @@ from typing import Any
 
 from fedeas_flwr import sweep
 from fedeas_flwr.config import RunConfig
+from fedeas_flwr.exporting import check_export, export
 from fedeas_flwr.reproduce.cells import MAIN, Cell, cell
 from fedeas_flwr.reproduce.measured import Results
 from fedeas_flwr.runs import RunDirectory
@@ -72,9 +73,9 @@ def export_finished(results: Results, runs: Path, folder: Path) -> None:
             record = folder / record_name(name, run.config)
             if run.path.parent != runs:
                 continue
-            RunDirectory(run.path).check_export(record)
+            check_export(RunDirectory(run.path), record)
             if not RunDirectory(record).is_record():
-                RunDirectory(run.path).export(record)
+                export(RunDirectory(run.path), record)
 
 
 class Exporting:
@@ -90,7 +91,7 @@ class Exporting:
     def said(self, one: sweep.Cell, word: str, board: Board) -> None:
         """Export what is finished; pass everything on."""
         if word == "finished":
-            one.run.export(self._folder / record_name(one.values["cell"], one.config))
+            export(one.run, self._folder / record_name(one.values["cell"], one.config))
         self._inner.said(one, word, board)
 
     def tick(self, board: Board) -> None:
