@@ -11,6 +11,7 @@ from made_up_runs import write_run
 from ordinary_user import ordinary_user
 from runners import typed
 
+from fedeas_flwr import environment
 from fedeas_flwr.checkpoints import Checkpoint, StrategyState, write_arrays
 from fedeas_flwr.client_state import ClientState, ClientStore, forget_kept_states, write_kept_states
 from fedeas_flwr.config import parse_config
@@ -361,3 +362,18 @@ def test_states_kept_in_memory_are_on_disk_for_every_checkpoint(tmp_path: Path) 
         assert sorted(path.stem for path in tmp_path.glob("*.json")) == ["state-000004", "state-000006"]
     finally:
         forget_kept_states()
+
+
+def test_a_record_names_the_state_of_the_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A changed line is another state, and so is a file that was renamed; what Python compiled is not looked at."""
+    (tmp_path / "inner").mkdir()
+    (tmp_path / "a.py").write_text("x = 1\n")
+    (tmp_path / "inner" / "b.py").write_text("y = 2\n")
+    monkeypatch.setattr(environment, "__file__", str(tmp_path / "a.py"))
+    first = environment.code_digest()
+    (tmp_path / "a.pyc").write_text("compiled")
+    assert environment.describe_environment("cpu")["code"] == first == environment.code_digest()
+    (tmp_path / "inner" / "b.py").write_text("y = 3\n")
+    second = environment.code_digest()
+    (tmp_path / "inner" / "b.py").rename(tmp_path / "inner" / "c.py")
+    assert len({first, second, environment.code_digest()}) == 3

@@ -82,6 +82,7 @@ def test_bf16_differs_from_tf32_as_the_page_says() -> None:
         assert f"a standard deviation of {np.std(first - second):.2f}" in text
         assert f"from the one before by {np.std(np.diff(first)):.1f}" in text
         assert f"{first[-20:].mean():.1f} and {second[-20:].mean():.1f}" in text
+    assert f"It is above in {(first > second).sum()} of the 200" in " ".join(PAGE.read_text().split())
 
 
 def test_ray_computes_what_inline_does_and_takes_what_the_page_says() -> None:
