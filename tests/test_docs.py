@@ -139,6 +139,26 @@ def test_the_readmes_cifar_numbers_are_the_committed_runs(
     assert f"\n| {label} | {images} | {last_20} (peak {peak}) | {theirs}{ends}\n" in README
 
 
+@pytest.mark.parametrize(
+    ("row", "records"),
+    [
+        ("FedAvg, K = 100 (`results/precision`) | bf16", ["precision/none-s2-bf16"]),
+        ("FedEAS, K = 20, with its 13,437 images | bf16", ["cifar10-k20-a0.1/fedeas-s1"]),
+        ("FedAvg, K = 100, seed 3 | bf16", ["cifar10-k100-a0.1/none-s3"]),
+        (
+            "Missing-only and Uniform, K = 100, seed 1, with their 33,650 images | bf16",
+            ["cifar10-k100-a0.1/missing-only-s1", "cifar10-k100-a0.1/uniform-s1"],
+        ),
+        ("FedAvg and FedEAS, K = 100, seed 1 | tf32", ["cifar10-k100-a0.1/none-s1", "cifar10-k100-a0.1/fedeas-s1"]),
+    ],
+)
+def test_the_seconds_of_runs_alone_are_the_committed_ones(row: str, records: list[str]) -> None:
+    runs = [RunDirectory(ROOT / "results" / name) for name in records]
+    assert all(row.endswith(run.config().precision) for run in runs)
+    seconds = [sum(seconds_of(phase, run.summary()["seconds"]) for phase in WALL_CLOCK) for run in runs]
+    assert f"{row} | {' and '.join(f'{each:.0f}' for each in seconds)} |" in (ROOT / "docs/reproduction.md").read_text()
+
+
 def test_the_gpu_minutes_are_those_of_the_committed_runs() -> None:
     found = [RunDirectory(path).summary()["seconds"] for path in sorted((ROOT / "results").glob("cifar10-k*/*/"))]
     total = sum(seconds_of(phase, seconds) for seconds in found for phase in WALL_CLOCK)
