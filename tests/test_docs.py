@@ -17,6 +17,7 @@ from fedeas_flwr.reproduce.measured import meaning
 from fedeas_flwr.reproduce.paper import LAST_20, PEAK, at
 from fedeas_flwr.runs import RunDirectory
 from fedeas_flwr.strategies import ALGORITHMS, TABLE_HEAD, table_rows
+from fedeas_flwr.training import recipe
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
@@ -233,6 +234,7 @@ def test_what_is_said_of_scaffold_at_20_clients_is_what_the_records_say() -> Non
     config, rounds = run.config(), run.rounds()
     held = planned_counts(config, config.clients).sum(axis=1)
     assert (held[2], held[7], held[17], held[2] % config.batch_size) == (130, 431, 595, 2)
+    steps = [recipe(config).steps(int(each)) for each in held]
     measured = json.loads((ROOT / "results" / "short-batches" / "controls-cpu.json").read_text())
     length = {(row["client"], row["last"]): f"{row['length']:.1f}" for row in measured["rows"]}
     ours, theirs = np.array(accuracies(run)), np.array(accuracies(plain))
@@ -246,6 +248,7 @@ def test_what_is_said_of_scaffold_at_20_clients_is_what_the_records_say() -> Non
         assert rounds[number - 1]["gamma_hat"] > 10 * rounds[number - 2]["gamma_hat"]
     assert 2 not in rounds[174]["clients"]
     assert f"the {100 * (ours[173] - ours[174]):.0f} points of round 175" in page
+    assert f"clients take from {min(steps)} to {max(steps)} steps a round" in page
     assert f"its control variate is {length[2, 2]} long, {length[2, 0]} without the batches of two" in page
     assert f"with 431 and 595 images, are {length[7, 47]} and {length[17, 19]} (" in page
 
