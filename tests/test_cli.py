@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import json
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +13,6 @@ from runners import fedeas, finish, small, typed
 
 from fedeas_flwr import prepare
 from fedeas_flwr.cli import exit_code, run_name
-from fedeas_flwr.commands.images import _in_chunks
 from fedeas_flwr.config import parse_config
 from fedeas_flwr.project import read_project
 from fedeas_flwr.runs import ProcessesDiedError, RunDirectory
@@ -330,21 +329,6 @@ def test_a_gpu_without_memory_is_one_line_whoever_asks_it(monkeypatch: pytest.Mo
     monkeypatch.setattr(prepare, "evaluate_run", wrong)
     with pytest.raises(RuntimeError, match="a fault of ours"):
         typed("evaluate", "/a/run")
-
-
-def test_generate_samples_in_batches_of_the_generators_own() -> None:
-    """Smaller ones would each be padded to it."""
-
-    class Counting:
-        batch_size = 10
-        asked: ClassVar[list[int]] = []
-
-        def sample(self, samples: list[int]) -> list[int]:
-            self.asked.append(len(samples))
-            return samples
-
-    assert [one for chunk in _in_chunks(Counting(), list(range(95))) for one in chunk] == list(range(95))
-    assert Counting.asked == [40, 40, 15]
 
 
 def test_generate_measures_and_its_images_are_a_bank(tmp_path: Path, digits_generator: Path) -> None:

@@ -153,13 +153,15 @@ def test_generating_in_chunks_gives_the_same_images_and_tells_the_time(
     clock = [100.0]
 
     class Counting:
+        batch_size = 2
+
         def sample(self, samples: Sequence[SampleId]) -> Any:
             clock[0] += 16
             return np.array([s.index for s in samples])
 
     monkeypatch.setattr(images_command, "time", SimpleNamespace(monotonic=lambda: clock[0]))
     samples = [SampleId(0, 0, 0, index) for index in range(21)]
-    chunks: Any = list(images_command._in_chunks(Counting(), samples, 2))  # type: ignore[arg-type]
+    chunks: Any = list(images_command._in_chunks(Counting(), samples))  # type: ignore[arg-type]
     assert [len(chunk) for chunk in chunks] == [8, 8, 5] and np.concatenate(chunks).tolist() == list(range(21))
     told = ["8 of 21 images, about 26 s left", "16 of 21 images, about 10 s left"]  # 13 × 2 s, 5 × 2 s
     assert capsys.readouterr().err.splitlines() == told
