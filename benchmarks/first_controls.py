@@ -10,15 +10,13 @@ off every step of the next. Without --config: digits.
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
-from run_records import markdown, write_record
+from run_records import asked_run, markdown, parser_for_a_run, write_record
 
-from fedeas_flwr.config import RunConfig, parse_config, read_config
+from fedeas_flwr.config import RunConfig
 from fedeas_flwr.local_data import federated_data
 from fedeas_flwr.streams import stream
 from fedeas_flwr.training import build_engine, network, pick_device, recipe
@@ -59,14 +57,10 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto")
+    parser = parser_for_a_run(__doc__)
     parser.add_argument("--clients", default="0", help="numbers separated by commas")
-    parser.add_argument("--config", type=Path, help="a run's file, instead of digits")
-    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="of that run")
     options = parser.parse_args()
-    config = read_config(options.config, options.set) if options.config else parse_config({"clients": 10})
+    config = asked_run(options)
     device = pick_device(options.device, "fp32")
     rows = measure(config, device, [int(word) for word in options.clients.split(",")])
     print(table(rows))

@@ -12,15 +12,13 @@ digits.
 
 from __future__ import annotations
 
-import argparse
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from run_records import markdown, write_record
+from run_records import asked_run, markdown, parser_for_a_run, write_record
 
-from fedeas_flwr.config import RunConfig, parse_config, read_config
+from fedeas_flwr.config import RunConfig
 from fedeas_flwr.data import dataset_info
 from fedeas_flwr.local_data import federated_data
 from fedeas_flwr.streams import stream
@@ -110,14 +108,10 @@ def table(rows: list[dict[str, Any]]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto")
+    parser = parser_for_a_run(__doc__)
     parser.add_argument("--epochs", default="1", help="one or several numbers of them, with commas")
-    parser.add_argument("--config", type=Path, help="a run's file, instead of digits")
-    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="of that run")
     options = parser.parse_args()
-    base = read_config(options.config, options.set) if options.config else parse_config({"clients": 10})
+    base = asked_run(options)
     device, rows = pick_device(options.device), list[dict[str, Any]]()
     for epochs in map(int, options.epochs.split(",")):
         rows += compare(base.with_changes(local_epochs=epochs), device)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import re
@@ -15,6 +16,7 @@ from typing import Any
 
 import torch
 
+from fedeas_flwr.config import RunConfig, parse_config, read_config
 from fedeas_flwr.environment import describe_environment
 from fedeas_flwr.runs import RunDirectory
 
@@ -46,6 +48,21 @@ def _log(run: RunDirectory) -> list[tuple[datetime, str]]:
 def let_children_import_models() -> None:
     """Put this folder on the path of the processes a run starts: the models here are given by import path."""
     os.environ["PYTHONPATH"] = os.pathsep.join([str(HERE), *filter(None, [os.environ.get("PYTHONPATH")])])
+
+
+def parser_for_a_run(about: str | None) -> argparse.ArgumentParser:
+    """What a benchmark of one run's clients asks for; `asked_run` reads which run that is."""
+    parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto")
+    parser.add_argument("--config", type=Path, help="a run's file, instead of digits")
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="of that run")
+    return parser
+
+
+def asked_run(options: argparse.Namespace) -> RunConfig:
+    """The run that the options name, ten clients with digits if none."""
+    return read_config(options.config, options.set) if options.config else parse_config({"clients": 10})
 
 
 def write_record(out: Path, device: str, setting: dict[str, Any], rows: Sequence[dict[str, Any]]) -> None:

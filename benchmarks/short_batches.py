@@ -10,17 +10,15 @@ layer. Without --config: digits.
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from run_records import markdown, write_record
+from run_records import asked_run, markdown, parser_for_a_run, write_record
 from torch.nn import functional as F
 
-from fedeas_flwr.config import RunConfig, parse_config, read_config
+from fedeas_flwr.config import RunConfig
 from fedeas_flwr.data import dataset_info
 from fedeas_flwr.local_data import federated_data
 from fedeas_flwr.streams import stream
@@ -72,14 +70,10 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto")
+    parser = parser_for_a_run(__doc__)
     parser.add_argument("--draws", type=int, default=40, help="batches of each size")
-    parser.add_argument("--config", type=Path, help="a run's file, instead of digits")
-    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="of that run")
     options = parser.parse_args()
-    config = read_config(options.config, options.set) if options.config else parse_config({"clients": 10})
+    config = asked_run(options)
     device = pick_device(options.device, "fp32")
     rows = measure(config, device, [size for size in SIZES if size <= config.batch_size], options.draws)
     print(table(rows))

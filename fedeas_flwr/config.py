@@ -50,6 +50,8 @@ StrategyName = Literal[
 ]
 MATCHED: tuple[str, ...] = tuple(name for name, kind in POLICIES.items() if kind == "matched")
 """Policies that spend a given total (by default FedEAS's own) instead of deriving one."""
+FEW = 8
+"""Images in a batch: with half as many its gradient is eight times as long as that of 64 (results/short-batches)."""
 SAMPLER_STEPS = {"dpm++": 20, "ddim": 250}
 """The deterministic samplers, DPM-Solver++ (Lu et al., 2022) and DDIM with η = 0 (Song et al., 2021), and how many
 steps each takes unless told otherwise; 250 are the paper's."""

@@ -129,11 +129,12 @@ def partition_counts(
     seed: int,
     *,
     progress: Callable[[int], None] | None = None,
+    keep: bool = True,
 ) -> Labels:
-    """The same of any partition, of which there need be no run; see `make_partition`."""
+    """The same of any partition, of which there need be no run, nor a trace left; see `make_partition`."""
     own = dataset.startswith(OWN)  # no constant knows its labels
     labels = dealt_out(open_dataset(dataset), protocol) if own else plan_labels(dataset, protocol)
-    partition = make_partition(labels, protocol, clients, alpha, seed, cache_root(), progress)
+    partition = make_partition(labels, protocol, clients, alpha, seed, cache_root() if keep else None, progress)
     return partition.counts(labels, len(dataset_info(dataset).classes))
 
 

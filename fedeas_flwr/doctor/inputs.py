@@ -6,14 +6,12 @@ import os
 from collections.abc import Iterable
 from pathlib import Path
 
-from fedeas_flwr.config import RunConfig
+from fedeas_flwr.config import FEW, RunConfig
 from fedeas_flwr.data import dataset_info
 from fedeas_flwr.dataset_sources import OWN, check_npz, find_source
 from fedeas_flwr.doctor.findings import Finding, note, ok, problem
 from fedeas_flwr.sizes import counted
 
-FEW = 8
-"""Images in a batch: with half as many its gradient is eight times as long as that of 64 (results/short-batches)."""
 _CLIENTS = 1000
 
 
@@ -61,9 +59,8 @@ def check_last_batches(config: RunConfig) -> Iterable[Finding]:
     """
     from torch.nn.modules.batchnorm import _BatchNorm
 
-    from fedeas_flwr.local_data import planned_allocation
+    from fedeas_flwr.local_data import partition_counts, planned_allocation
     from fedeas_flwr.models import build_model
-    from fedeas_flwr.partition import make_partition, plan_labels
     from fedeas_flwr.training import recipe
 
     if config.dataset.startswith(OWN) or config.clients > _CLIENTS:
@@ -75,8 +72,8 @@ def check_last_batches(config: RunConfig) -> Iterable[Finding]:
         return []
     if not any(isinstance(layer, _BatchNorm) for layer in model.modules()):
         return []
-    partition = make_partition(config.dataset, config.protocol, config.clients, config.alpha, config.partition_seed)
-    counts = partition.counts(plan_labels(config.dataset, config.protocol), len(info.classes))
+    partition = config.dataset, config.protocol, config.clients, config.alpha, config.partition_seed
+    counts = partition_counts(*partition, keep=False)
     samples = [int(held) for held in (counts + planned_allocation(config, counts)).sum(axis=1)]
     last = {client: recipe(config).batches(held)[1] for client, held in enumerate(samples)}
     short = {client: size for client, size in last.items() if 0 < size < FEW}

@@ -15,7 +15,7 @@ from functools import lru_cache
 from typing import Any
 
 from fedeas_flwr.budget_path import BudgetPath, greatest
-from fedeas_flwr.config import ConfigError, RunConfig, parse_config
+from fedeas_flwr.config import FEW, ConfigError, RunConfig, parse_config
 from fedeas_flwr.local_data import planned_counts
 from fedeas_flwr.reproduce.paper import COLUMNS, LAST_20, at
 
@@ -173,7 +173,7 @@ FREE = ("oversample", "class-weighted", "logit-adjusted", "flip-crop")
 CLEAN = ("fedavg", "fedeas", "missing-only", "uniform", "full-balance", *FREE)
 SHARED = {MAIN: ("uniform", "missing-only", "fedeas"), PAPERS: ("uniform",)}
 BATCHED = {MAIN: ("uniform", "missing-only", "fedeas"), PAPERS: ("missing-only", "scaffold")}
-MIN_BATCH = 8
+MIN_BATCH = FEW
 RULES = ("fedeas-g0.25", "fedeas", "fedeas-g0.75", "fedeas-g1", "waterfill")
 METHODS = _methods()
 
