@@ -180,7 +180,7 @@ def test_the_last_model_is_the_one_of_the_last_accepted_round_however_long_ago(
             if client not in accepted:
                 continue
             last, previous = ended[client][accepted[client]], began[client][number]
-            assert all(np.array_equal(last[key], value.numpy()) for key, value in previous.items())
+            assert all(np.array_equal(last[key], value.cpu().numpy()) for key, value in previous.items())
             assert last.keys() == previous.keys()
             checked, skipped = checked + 1, skipped + (accepted[client] < number - 1)
     assert checked > 4

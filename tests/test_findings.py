@@ -1,0 +1,243 @@
+"""What README and docs/reproduction.md say of the runs on CIFAR is what the records under results/ say."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from fedeas_flwr.local_data import planned_allocation, planned_counts
+from fedeas_flwr.metrics import WALL_CLOCK, falls, seconds_of
+from fedeas_flwr.reproduce.measured import meaning
+from fedeas_flwr.reproduce.paper import LAST_20, PEAK, at
+from fedeas_flwr.runs import RunDirectory
+from fedeas_flwr.training import recipe
+
+RESULTS = Path(__file__).parents[1] / "results"
+PAGE, README = (" ".join((RESULTS.parent / name).read_text().split()) for name in ("docs/reproduction.md", "README.md"))
+SEEDS = ("s1", "s2", "s3")
+POLICIES = ("fedeas", "missing-only", "uniform")
+
+
+def record(name: str) -> RunDirectory:
+    return RunDirectory(RESULTS / name)
+
+
+def accuracies(run: RunDirectory) -> list[float]:
+    return [float(one["accuracy"]) for one in run.rounds()]
+
+
+@pytest.mark.parametrize(
+    ("place", "label", "method", "seeds"),
+    [
+        ("k100", "FedAvg, nothing generated", "none", SEEDS),
+        ("k100", "FedEAS, β = 12", "fedeas", SEEDS),
+        ("k100", "Missing-only, matched", "missing-only", SEEDS),
+        ("k100", "Uniform, matched", "uniform", SEEDS),
+        ("k100", "Full-Balance", "full-balance", SEEDS[:1]),
+        ("k100", "FedProx", "fedprox", SEEDS[:1]),
+        ("k100", "SCAFFOLD", "scaffold", SEEDS[:1]),
+        ("k100", "MOON", "moon", SEEDS[:1]),
+        *(
+            ("k20", f"{label}, K = 20", method, SEEDS[:1])
+            for label, method in (
+                ("FedAvg", "fedavg"),
+                ("FedEAS", "fedeas"),
+                ("Missing-only", "missing-only"),
+                ("Uniform", "uniform"),
+                ("Full-Balance", "full-balance"),
+                ("FedProx", "fedprox"),
+                ("SCAFFOLD", "scaffold"),
+            )
+        ),
+    ],
+)
+def test_the_readmes_cifar_numbers_are_the_committed_runs(
+    place: str, label: str, method: str, seeds: tuple[str, ...]
+) -> None:
+    found = [record(f"cifar10-{place}-a0.1/{method}-{seed}").summary() for seed in seeds]
+    last_20, peak = (", ".join(f"{100 * one[key]:.1f}" for one in found) for key in ("last_20", "peak"))
+    column, row = f"c10-{place}-a0.1", "fedavg" if method == "none" else method
+    theirs = f"{at(LAST_20, row, column):.2f} (peak {at(PEAK, row, column):.2f})"
+    ends = f" | {len(seeds)} |" if place == "k100" else " |"
+    images = f"{found[0]['total_generated']:,}"
+    assert f"| {label} | {images} | {last_20} (peak {peak}) | {theirs}{ends}" in README
+
+
+@pytest.mark.parametrize(
+    ("row", "records"),
+    [
+        ("FedAvg, K = 100 (`results/precision`) | bf16", ["precision/none-s2-bf16"]),
+        ("FedEAS, K = 20, with its 13,437 images | bf16", ["cifar10-k20-a0.1/fedeas-s1"]),
+        ("Full-Balance, K = 20, with its 226,783 images | bf16", ["cifar10-k20-a0.1/full-balance-s1"]),
+        ("FedAvg, K = 100, seed 3 | bf16", ["cifar10-k100-a0.1/none-s3"]),
+        (
+            "Missing-only and Uniform, K = 100, seed 1, with their 33,650 images | bf16",
+            ["cifar10-k100-a0.1/missing-only-s1", "cifar10-k100-a0.1/uniform-s1"],
+        ),
+        ("FedAvg and FedEAS, K = 100, seed 1 | tf32", ["cifar10-k100-a0.1/none-s1", "cifar10-k100-a0.1/fedeas-s1"]),
+    ],
+)
+def test_the_seconds_of_runs_alone_are_the_committed_ones(row: str, records: list[str]) -> None:
+    runs = [record(name) for name in records]
+    assert all(row.endswith(run.config().precision) for run in runs)
+    seconds = [sum(seconds_of(phase, run.summary()["seconds"]) for phase in WALL_CLOCK) for run in runs]
+    assert f"{row} | {' and '.join(f'{each:,.0f}' for each in seconds)} |" in PAGE
+
+
+def test_the_gpu_minutes_are_those_of_the_committed_runs() -> None:
+    found = [RunDirectory(path).summary()["seconds"] for path in sorted(RESULTS.glob("cifar10-k*/*/"))]
+    total = sum(seconds_of(phase, seconds) for seconds in found for phase in WALL_CLOCK)
+    assert f"`results/cifar10-*` come to {total / 60:.0f} minutes of one GPU" in PAGE
+
+
+def test_what_shared_images_cost_is_what_the_records_say() -> None:
+    """And the runs are the cell's but for the images: a bank that holds no more than a client asks for, or the key."""
+    bank = record("shared-images/uniform-s1")
+    keyed = {policy: record(f"cifar10-k100-a0.1/{policy}-shared-s1") for policy in POLICIES}
+    own = {policy: [record(f"cifar10-k100-a0.1/{policy}-s{seed}") for seed in (1, 2, 3)] for policy in POLICIES}
+    for run, policy, key in ((bank, "uniform", "generator"), *((keyed[name], name, "shared-images") for name in keyed)):
+        theirs, ours = meaning(run.config()), meaning(own[policy][0].config())
+        assert {name for name in ours if ours[name] != theirs[name]} == {key}
+        assert [r["clients"] for r in run.rounds()] == [r["clients"] for r in own[policy][0].rounds()]
+    assert meaning(bank.config())["generator"] == "bank"
+
+    def mean(key: str, *runs: RunDirectory) -> float:
+        return 100 * float(np.mean([run.summary()[key] for run in runs]))
+
+    uniform, shared = own["uniform"], {policy: mean("last_20", run) for policy, run in keyed.items()}
+    assert f"last-20 {mean('last_20', bank):.1f}, peak {mean('peak', bank):.1f}; and one with the key" in PAGE
+    assert f"(`uniform-shared-s1`): {shared['uniform']:.1f} and {mean('peak', keyed['uniform']):.1f}. The paper" in PAGE
+    assert f"images of one's own give {mean('last_20', *uniform):.1f} and {mean('peak', *uniform):.1f}" in PAGE
+    below = [at(LAST_20, policy, "c10-k100-a0.1") - shared[policy] for policy in ("fedeas", "missing-only")]
+    assert f"FedEAS comes to {shared['fedeas']:.1f} and Missing-only to {shared['missing-only']:.1f}, " in PAGE
+    assert f", {below[0]:.1f} and {below[1]:.1f} points below the paper" in PAGE
+    costs = [mean("last_20", own[policy][0]) - shared[policy] for policy in POLICIES]
+    assert f"sharing costs each of the three policies {min(costs):.0f} to {max(costs):.0f} points of seed 1" in PAGE
+    lead = mean("last_20", *own["fedeas"]) - mean("last_20", *uniform)
+    assert f"its lead over Uniform is {lead:.1f} points here and 13.7 in the paper" in README
+    assert f"our Uniform comes to {shared['uniform']:.1f}, the paper's number" in README
+    assert f"but then FedEAS comes to {shared['fedeas']:.1f} (one seed each)" in README
+
+
+def test_what_full_balance_costs_is_what_the_records_and_the_shells_clock_say() -> None:
+    fedeas, full = (record(f"cifar10-k20-a0.1/{name}-s1") for name in ("fedeas", "full-balance"))
+    words = (RESULTS / "cifar10-k20-a0.1" / "wall.txt").read_text()
+    clock = [int(re.search(rf"K=20 {name}, seed 1: (\d+) s", words)[1]) for name in ("FedEAS", "Full-Balance")]  # type: ignore[index]
+    more = 100 * (full.summary()["last_20"] - fedeas.summary()["last_20"])
+    steps, made = ([sum(one[key] for one in run.rounds()) for run in (fedeas, full)] for key in ("steps", "made"))
+    said = f"{clock[1] / clock[0]:.1f} times as long, for {more:.1f} points more"
+    assert f"Ours took {clock[0]} s and {clock[1]:,} s on an H200" in PAGE and said in PAGE
+    assert (
+        f"generates {made[1] / made[0]:.1f} times as many images and takes {steps[1] / steps[0]:.1f} times as" in PAGE
+    )
+    theirs = at(LAST_20, "full-balance", "c10-k20-a0.1") - at(LAST_20, "fedeas", "c10-k20-a0.1")
+    assert (
+        f"takes {clock[0]} s and Full-Balance {clock[1]:,} s, {said} (in the paper 3.7 times, and {theirs:.1f} po"
+        in README
+    )
+
+
+def test_what_longer_last_batches_do_is_what_the_records_say() -> None:
+    usual, longer = (record(f"cifar10-k100-a0.1/fedeas{name}-s1") for name in ("", "-min8"))
+    theirs, ours = meaning(usual.config()), meaning(longer.config())
+    assert {key for key in ours if ours[key] != theirs[key]} == {"min-batch"}
+    assert [len(falls(accuracies(run))) for run in (usual, longer)] == [2, 0]
+    lower = 100 * np.median(np.subtract(accuracies(usual), accuracies(longer))[80:])
+    last = [100 * run.summary()["last_20"] for run in (longer, usual)]
+    assert f"from round 81 on it is {lower:.1f} points lower in the median, {last[0]:.1f} against {last[1]:.1f}" in PAGE
+
+
+def test_rounds_fall_where_clients_with_a_last_batch_of_two_weigh_much() -> None:
+    large = [f"{policy}-s{seed}" for policy in POLICIES for seed in (1, 2, 3)]
+    runs = [record(f"cifar10-k100-a0.1/{name}") for name in (*large, "full-balance-s1")]
+    runs += [record(f"cifar10-k20-a0.1/{policy}-s1") for policy in (*POLICIES, "full-balance")]
+    seen, fallen, after, deepest = [0] * 5, [0] * 5, 0, 0.0
+    for run in runs:
+        config, depths = run.config(), falls(accuracies(run))
+        counts = planned_counts(config, config.clients)
+        real, held = counts.sum(axis=1), (counts + planned_allocation(config, counts)).sum(axis=1)
+        deepest = max([deepest, *depths.values()])
+        for one in run.rounds()[10:]:
+            number, clients = one["round"], np.array(one["clients"])
+            share = real[clients[held[clients] % config.batch_size == 2]].sum() / real[clients].sum()
+            kind = 0 if not share else int(np.digitize(share, [0.05, 0.08, 0.12])) + 1
+            seen[kind] += 1
+            fallen[kind] += number in depths
+            after += not share and number in depths and any(before in depths for before in range(number - 3, number))
+    names = ("no such client", "up to 5 %", "5 to 8 %", "8 to 12 %", "over 12 %")
+    notes = (f", of which {after} within three rounds after a fall", "", "", "", "")
+    for name, rounds, number, more in zip(names, seen, fallen, notes, strict=True):
+        assert f"| {name} | {rounds:,} | {number}{more} |" in PAGE
+    assert f"of the {len(runs)} runs of FedEAS, Missing-only, Uniform and Full-Balance" in PAGE
+    assert f"have rounds that do, by up to {100 * deepest:.0f} points" in PAGE
+
+
+def test_what_is_said_of_scaffold_at_20_clients_is_what_the_records_say() -> None:
+    run, plain = record("cifar10-k20-a0.1/scaffold-s1"), record("cifar10-k20-a0.1/fedavg-s1")
+    config, rounds = run.config(), run.rounds()
+    held = planned_counts(config, config.clients).sum(axis=1)
+    assert (held[2], held[7], held[17], held[2] % config.batch_size) == (130, 431, 595, 2)
+    steps = [recipe(config).steps(int(each)) for each in held]
+    measured = json.loads((RESULTS / "short-batches" / "controls-cpu.json").read_text())
+    length = {(row["client"], row["last"]): f"{row['length']:.1f}" for row in measured["rows"]}
+    ours, theirs = np.array(accuracies(run)), np.array(accuracies(plain))
+    assert [one["clients"] for one in rounds] == [one["clients"] for one in plain.rounds()]
+    assert f"The paper has 60.2, ours {100 * run.summary()['last_20']:.1f}." in PAGE
+    assert f"below FedAvg in {(ours < theirs).sum()} of 200 rounds, by {100 * (theirs - ours)[1]:.1f} points" in PAGE
+    assert min(one["round"] for one in rounds if 2 in one["clients"]) == 3
+    for number in (60, 83, 184):
+        assert 2 in rounds[number - 1]["clients"]
+        assert rounds[number - 1]["gamma_hat"] > 10 * rounds[number - 2]["gamma_hat"]
+    assert 2 not in rounds[174]["clients"]
+    assert f"the {100 * (ours[173] - ours[174]):.0f} points of round 175" in PAGE
+    assert f"clients take from {min(steps)} to {max(steps)} steps a round" in PAGE
+    assert f"its control variate is {length[2, 2]} long, {length[2, 0]} without the batches of two" in PAGE
+    assert f"with 431 and 595 images, are {length[7, 47]} and {length[17, 19]} (" in PAGE
+
+
+def test_images_lower_the_dissimilarity_by_its_counters_alone() -> None:
+    fedavg, uniform, full = (
+        record(f"cifar10-k20-a0.1/{name}-s1").summary()["gamma_hat"] for name in ("fedavg", "uniform", "full-balance")
+    )
+    less = [f"{100 * (1 - each / fedavg):.1f} % less" for each in (uniform, full)]
+    said = (
+        f"is {fedavg:.2e} for FedAvg, {uniform:.2e} for Uniform, {less[0]}, and {full:.2e} for Full-Balance, {less[1]}"
+    )
+    assert said in PAGE
+
+    def shown(*names: str) -> set[str]:
+        return {f"{record(f'cifar10-k100-a0.1/{name}').summary()['gamma_hat']:.2f}" for name in names}
+
+    assert shown("none-s3") == {"0.81"} and shown("full-balance-s1") == {"0.82"}
+    seeds = [f"{name}-s{seed}" for name in ("uniform", "missing-only", "fedeas") for seed in (2, 3)]
+    assert shown(*seeds, "uniform-s1", "missing-only-s1") == {"0.80", "0.81"}
+    assert "0.81 for FedAvg, 0.80 to 0.81 for Uniform, Missing-only and FedEAS, and 0.82 for Full-Balance" in PAGE
+
+
+def test_fedeas_and_missing_only_at_20_clients_differ_as_the_page_says() -> None:
+    ours, theirs = (100 * np.array(accuracies(record(f"cifar10-k20-a0.1/{n}-s1"))) for n in ("fedeas", "missing-only"))
+    assert f"FedEAS is ahead by {ours[-20:].mean() - theirs[-20:].mean():.1f} points in the mean" in PAGE
+    assert f"Missing-only by {np.median(theirs[-20:]) - np.median(ours[-20:]):.1f} in their median" in PAGE
+    first = [int(np.argmax(one >= 70)) + 1 for one in (ours, theirs)]
+    assert first[0] == first[1] and f"both first have 70 % in round {first[0]}" in PAGE
+    assert f"FedEAS has 69 % in round {int(np.argmax(ours >= 69)) + 1}" in PAGE
+
+
+def test_fedavg_falls_as_often_as_the_page_says() -> None:
+    runs = [record(f"cifar10-k100-a0.1/none-s{seed}") for seed in (1, 2, 3)]
+    counts = [len(falls(accuracies(run))) for run in runs]
+    assert f"falls in {counts[0]}, {counts[1]} and {counts[2]} rounds of its three seeds" in PAGE
+
+
+def test_the_lengths_of_gradients_are_the_committed_ones() -> None:
+    rows = json.loads((RESULTS / "short-batches" / "cpu.json").read_text())["rows"]
+    two, usual = rows[0], rows[-1]
+    assert (two["size"], two["draws"], usual["size"]) == (2, 40, 64)
+    assert (
+        f"the gradient is {two['median'] / usual['median']:.0f} times as long as that of 64 in the median of 40" in PAGE
+    )
+    assert f"and up to {two['largest'] / usual['median']:.0f} times" in PAGE
