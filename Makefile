@@ -1,5 +1,6 @@
 # make run    install, then the quickstart: four federated runs on the built-in data, a table, a picture and a page
 # make test   install, then lint, types and the test suite
+# make test-gpu   the tests that need a CUDA GPU; the suite itself does without, also where there is one
 PYTHON ?= python3
 # Two processes, whatever the machine; tests/conftest.py says which tests stay together.
 PYTEST = $(BIN)/python -m pytest -n 2
@@ -7,7 +8,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: run test test-all lint clean
+.PHONY: run test test-all test-gpu lint clean
 
 run: $(STAMP)
 	$(BIN)/fedeas quickstart
@@ -17,6 +18,9 @@ test: lint
 
 test-all: lint
 	$(PYTEST)
+
+test-gpu: $(STAMP)
+	FEDEAS_TEST_GPU=1 $(PYTEST) -m gpu
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

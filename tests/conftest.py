@@ -13,6 +13,8 @@ from xdist.remote import Producer
 from xdist.scheduler import LoadScopeScheduling
 
 ROOT = Path(__file__).parents[1]
+if os.environ.get("FEDEAS_TEST_GPU") != "1":  # `make test-gpu`: all other tests are the same with and without a GPU
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
 pytest_plugins = ["leftovers"]
 settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("any machine")

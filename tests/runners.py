@@ -27,6 +27,13 @@ SMALL: dict[str, Any] = {"clients": 4, "rounds": 3, "local-epochs": 1, "backend"
 CHEAP: dict[str, Any] = {"sampler_steps": 2, "generation_batch": 16}
 """Images that cost little, where nobody looks at them: a tenth of the generator's steps, and little padding."""
 
+NEEDS: dict[str, dict[str, Any]] = {
+    "fedgen": {"disclose_label_counts": True, "fedgen_steps": 2},
+    "fedmix": {"disclose_mean_images": True},
+    **{name: {"clients": 8, "malicious_clients": 1} for name in ("krum", "multikrum", "bulyan")},
+}
+"""What some strategies need to be said before they start, of so few clients."""
+
 
 def small(folder: Path, **changes: Any) -> RunConfig:
     """A run of seconds; ``changes`` are snake_case keys."""

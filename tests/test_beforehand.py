@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from gpu_here import DEVICES
 from torch import nn
 from torch.nn import functional as F
 from users_models import WithFeatures
@@ -23,7 +24,6 @@ from fedeas_flwr.training.objective import CROSS_ENTROPY, Batch, Inputs, Objecti
 from fedeas_flwr.training.sparing import at_once, in_parts
 from fedeas_flwr.training.views import VIEWS
 
-DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
 BATCH, MU, TAU, RATE = 32, 5.0, 0.5, 0.05
 MOON = ContrastiveObjective(MU, TAU)
 

@@ -10,14 +10,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from gpu_here import on_a_gpu
 from torch import nn
 from torch.nn import functional as F
 from users_models import with_batchnorm
 
 from fedeas_flwr.training import Evaluator, Normaliser, evaluation
 from fedeas_flwr.training.engine import read_state
-
-on_a_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
 
 class Brightness(nn.Module):

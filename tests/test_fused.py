@@ -10,6 +10,8 @@ from triton_here import DEVICE  # first: it skips where Triton is not there
 
 from fedeas_flwr.generators import fused
 
+pytestmark = pytest.mark.gpu
+
 
 @pytest.fixture(autouse=True)
 def strict_float32() -> None:

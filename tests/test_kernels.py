@@ -15,6 +15,8 @@ from fedeas_flwr.training.fast_layers import FastLayers
 from fedeas_flwr.training.kernels import batchnorm
 from fedeas_flwr.training.stem import is_known_pooling, pooled
 
+pytestmark = pytest.mark.gpu
+
 
 @pytest.fixture(autouse=True)
 def strict_float32() -> None:

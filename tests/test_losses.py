@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from gpu_here import DEVICES
 from runners import finish, quick, weights
 from torch.nn import functional as F
 from users_models import with_batchnorm
@@ -22,7 +23,6 @@ from fedeas_flwr.training.graphed import GraphedEngine
 from fedeas_flwr.training.losses import OFFSETS, WEIGHTS, class_weights, logit_offsets, loss_constants, sample_losses
 from fedeas_flwr.training.objective import CROSS_ENTROPY, Inputs, Objective
 
-DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
 COUNTS = torch.tensor([6, 2, 0])  # N = 8, two classes held
 LABELS = torch.tensor([0] * 6 + [1] * 2)
 

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 from flwr.app import Message
-from runners import finish, hand_models_over, quick, weights
+from runners import NEEDS, finish, hand_models_over, quick, weights
 from test_federation import START, federation, toy_app
 from timelines import Timelines
 from waiting import LONG
@@ -327,11 +327,6 @@ def test_what_is_done_beside_is_waited_for_and_its_error_raised_once(monkeypatch
         raise SystemExit
 
 
-KEYS: dict[str, dict[str, Any]] = {
-    "fedgen": {"disclose_label_counts": True, "fedgen_steps": 2},
-    "fedmix": {"disclose_mean_images": True},
-    **{name: {"clients": 8, "malicious_clients": 1} for name in ("krum", "multikrum", "bulyan")},
-}
 QUICK = ("fedavg", "scaffold", "fedavgm")
 
 
@@ -355,7 +350,7 @@ def test_a_rounds_state_is_not_changed_by_the_next_ones(
     monkeypatch.setattr(Federation, "train_round", hold)
     if live:
         hand_models_over(monkeypatch)
-    keys = {"policy": "none", "participation": 1.0, "strategy": strategy, "device": "cpu", **KEYS.get(strategy, {})}
+    keys = {"policy": "none", "participation": 1.0, "strategy": strategy, "device": "cpu", **NEEDS.get(strategy, {})}
     run = finish(quick(tmp_path / "r", **keys))
     assert len(held) == 9 and recorded(run) == [1, 2, 3]
     assert any(isinstance(value, torch.Tensor) for arrays, _ in held for value in arrays.values()) or not live

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from gpu_here import on_a_gpu
 
 from fedeas_flwr.gpu.own_streams import LAST, own_stream
 
@@ -58,7 +59,7 @@ def test_ranks_are_priorities_and_a_full_one_gives_way_to_another(pool: None) ->
     assert own_stream().cuda_stream not in handles(ranked + rest)
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+@on_a_gpu
 def test_streams_that_come_and_go_do_not_crash_the_process() -> None:
     script = """
 import gc

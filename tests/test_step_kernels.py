@@ -14,6 +14,8 @@ from fedeas_flwr.training.head import linear
 from fedeas_flwr.training.step_kernels import Descent, cross_entropy, fetch, mean_of_first
 from fedeas_flwr.training.views import draw_views, viewed
 
+pytestmark = pytest.mark.gpu
+
 
 @pytest.mark.parametrize("room", [3, 8])
 @pytest.mark.parametrize("with_views", [False, True])

@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from gpu_here import DEVICES
 from runners import finish, hand_models_over, small, weights
 from torch import nn
 from torch.nn import functional as F
@@ -26,8 +27,6 @@ from fedeas_flwr.training.graphed import GraphedEngine
 from fedeas_flwr.training.masked_batchnorm import masked_batchnorm
 from fedeas_flwr.training.one_pixel import one_pixel_convolutions
 from fedeas_flwr.training.pool import EnginePool
-
-DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
 
 
 def data(samples: int, device: str) -> tuple[torch.Tensor, torch.Tensor]:

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from gpu_here import DEVICES
 from runners import finish, quick, weights
 from users_models import with_batchnorm
 
@@ -20,7 +21,6 @@ from fedeas_flwr.training.graphed import GraphedEngine
 from fedeas_flwr.training.objective import NO_INPUTS, Inputs
 from fedeas_flwr.training.views import VIEWS, draw_views, viewed
 
-DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
 IMAGE = torch.tensor([[1, 2, 3], [4, 5, 6], [7, 8, 9]], dtype=torch.uint8)
 
 

@@ -1,0 +1,67 @@
+"""Whole runs on a GPU: they end where a processor's end, go on after a stop, and are the same under Ray."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from gpu_here import on_a_gpu
+from runners import CHEAP, NEEDS, finish, small
+from safetensors.numpy import load_file
+
+from fedeas_flwr.models import build_model, split_state
+from fedeas_flwr.runs import RunDirectory
+from fedeas_flwr.strategies import ALGORITHMS
+
+GPU: dict[str, Any] = {"device": "cuda", "precision": "fp32"}
+
+
+def moved(run: RunDirectory) -> np.ndarray[Any, Any]:
+    """How far a run's model has come from where it began, all weights in one row."""
+    start, _ = split_state(build_model("small-cnn", 10, (8, 8, 1), seed=1))
+    end = load_file(run.path / "model.safetensors")
+    return np.concatenate([(end[key] - start[key]).ravel() for key in sorted(start)])
+
+
+def assert_alike(ours: RunDirectory, theirs: RunDirectory, part: float = 0.01) -> None:
+    """The same clients, the same number of steps and images; the models apart by ``part`` of their way at most."""
+    for key in ("clients", "steps", "generated"):
+        assert [one[key] for one in ours.rounds()] == [one[key] for one in theirs.rounds()]
+    way, other = moved(ours), moved(theirs)
+    assert np.linalg.norm(other) > 0
+    assert np.linalg.norm(way - other) < part * np.linalg.norm(other)
+
+
+@on_a_gpu
+@pytest.mark.parametrize("strategy", sorted(ALGORITHMS))
+def test_every_strategy_ends_where_it_does_on_a_processor(tmp_path: Path, strategy: str) -> None:
+    keys = {"policy": "none", "participation": 1.0, "strategy": strategy, **NEEDS.get(strategy, {})}
+    here, there = (finish(small(tmp_path / at["device"], **keys, **at)) for at in (GPU, {**GPU, "device": "cpu"}))
+    assert_alike(here, there)
+
+
+@on_a_gpu
+@pytest.mark.parametrize(
+    "keys", [{"loss": "class-weighted"}, {"loss": "logit-adjusted"}, {"views": "flip-crop"}, {"policy": "oversample"}]
+)
+def test_what_needs_no_generator_ends_where_it_does_on_a_processor(tmp_path: Path, keys: dict[str, Any]) -> None:
+    keys = {"policy": "none", **keys}
+    here, there = (finish(small(tmp_path / at["device"], **keys, **at)) for at in (GPU, {**GPU, "device": "cpu"}))
+    assert_alike(here, there)
+
+
+@on_a_gpu
+def test_a_stopped_run_with_generated_images_goes_on_to_the_same_model(tmp_path: Path) -> None:
+    whole = finish(small(tmp_path / "whole", **GPU, **CHEAP))
+    half = finish(small(tmp_path / "half", **GPU, **CHEAP, rounds=1))
+    finish(half.config().with_changes(rounds=3, resume=True))
+    assert whole.rounds()[-1]["generated"] > 0
+    assert_alike(half, whole)
+
+
+@on_a_gpu
+def test_under_ray_on_shares_of_a_gpu_the_run_is_the_inline_one(tmp_path: Path) -> None:
+    inline = finish(small(tmp_path / "inline", **GPU, **CHEAP))
+    assert_alike(finish(small(tmp_path / "ray", **GPU, **CHEAP, backend="ray", actors=2, gpu_share=0.2)), inline)
