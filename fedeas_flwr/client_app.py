@@ -31,7 +31,7 @@ from fedeas_flwr.generators.classifier import ensure_recognised, independent_cla
 from fedeas_flwr.generators.ray_service import ServiceGenerator
 from fedeas_flwr.generators.service import InProcessService
 from fedeas_flwr.gpu.kept_images import ImagesOnGpu, LocalImages
-from fedeas_flwr.local_data import FederatedData, Images, Labels, local_data
+from fedeas_flwr.local_data import FederatedData, Images, Labels, asked_images, local_data
 from fedeas_flwr.messages import EvaluateReport, Share, TrainReport
 from fedeas_flwr.node import Node, read_node
 from fedeas_flwr.strategies import ALGORITHMS, client_part
@@ -257,14 +257,21 @@ def _synthetic(
     config: RunConfig, client: int, wanted: tuple[int, ...], device: str, generator: Generator
 ) -> tuple[Images, Labels, int, int]:
     """This client's synthetic images and labels, how many were made just now, and how many were left out."""
-    about, cache, least = describe_generator(config), ImageCache(), config.min_class_agreement
-    client = 0 if config.shared_images else client
+    cache, least, asked = ImageCache(), config.min_class_agreement, asked_images(config, np.array(wanted))
+    ask: dict[str, Any] = {
+        "seed": config.seed,
+        "client": client if config.shared_images == "no" else 0,
+        "wanted": asked.tolist(),
+        "about": describe_generator(config),
+    }
     if least == 0:
-        return *cache.ensure(generator, seed=config.seed, client=client, wanted=wanted, about=about), 0
-    judge = independent_classifier(config.dataset, config.data_dir, device)
-    return ensure_recognised(
-        cache, generator, judge, least, seed=config.seed, client=client, wanted=wanted, about=about
-    )
+        images, labels, made = cache.ensure(generator, **ask)
+        rejected = 0
+    else:
+        judge = independent_classifier(config.dataset, config.data_dir, device)
+        images, labels, made, rejected = ensure_recognised(cache, generator, judge, least, **ask)
+    used = np.concatenate([np.arange(end - n, end) for n, end in zip(wanted, asked.cumsum(), strict=True)])
+    return images[used], labels[used], made, rejected
 
 
 def own_generator(config: RunConfig, device: str) -> Generator:

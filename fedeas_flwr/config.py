@@ -203,8 +203,10 @@ class RunConfig(BaseModel):
         "auto", description="what the generator computes in; auto: fp32 on a CPU, bf16 on a GPU"
     )
 
-    shared_images: bool = Field(
-        False, description="image i of a class is the same one on all clients; else each has images of its own"
+    shared_images: Literal["no", "by-class", "one-seed"] = Field(
+        "no",
+        description="no: each client has images of its own; by-class: image i of a class is the same on all; one-seed: "
+        "as if all seeded the generator alike, an image goes by its class and its place in the client's list",
     )
     min_class_agreement: float = Field(
         0.0, ge=0, le=1, description="probability of its class that an independent classifier must give; 0: any"
@@ -278,6 +280,13 @@ class RunConfig(BaseModel):
         if isinstance(value, bool) and cls.model_fields[str(info.field_name)].annotation is not bool:
             raise ValueError("a value of its own kind, not true or false")
         return value
+
+    @model_validator(mode="before")
+    @classmethod
+    def _once_yes_or_no(cls, values: dict[str, Any]) -> dict[str, Any]:
+        """Read records of runs from when all clients shared images by class or not at all."""
+        shared = values.get("shared-images")
+        return {**values, "shared-images": "by-class" if shared else "no"} if isinstance(shared, bool) else values
 
     @field_validator("dataset")
     @classmethod

@@ -150,10 +150,30 @@ def planned_allocation(config: RunConfig, counts: Labels) -> Labels:
     )
 
 
+def asked_images(config: RunConfig, wanted: Labels) -> Labels:
+    """How many images of each class a client asks for, ``[…, classes]``, to use the last ``wanted`` of each.
+
+    They are as many, unless all clients seed the generator alike: then a class's images are those whose numbers the
+    client has reached in its list, class after class.
+    """
+    return np.where(wanted > 0, wanted.cumsum(axis=-1), 0) if config.shared_images == "one-seed" else wanted
+
+
 def planned_images(config: RunConfig, counts: Labels) -> Labels:
     """How many images of each class will be made for every client of a run, ``[clients, classes]``.
 
     With shared images all are made for client 0, as many as any client asks for.
     """
-    planned = planned_allocation(config, counts)
-    return planned.max(axis=0, keepdims=True) if config.shared_images else planned
+    asked = asked_images(config, planned_allocation(config, counts))
+    return asked if config.shared_images == "no" else asked.max(axis=0, keepdims=True)
+
+
+def different_images(config: RunConfig, counts: Labels) -> int:
+    """How many different images the clients of a run use, all together."""
+    wanted = planned_allocation(config, counts)
+    if config.shared_images == "no":
+        return int(wanted.sum())
+    ends = asked_images(config, wanted)
+    firsts, classes = ends - wanted, range(wanted.shape[1])
+    used = [[range(*ends_of) for ends_of in zip(firsts[:, c], ends[:, c], strict=True)] for c in classes]
+    return sum(len(set().union(*numbers)) for numbers in used)

@@ -114,6 +114,14 @@ def test_outside_and_back() -> None:
     assert config.with_changes(beta=3.0).beta == 3.0
 
 
+def test_shared_images_were_once_true_or_false() -> None:
+    """Records of runs from then are read; of other words what is allowed is said."""
+    assert parse_config({"shared-images": True}).shared_images == "by-class"
+    assert parse_config({"shared-images": False}).shared_images == "no" == parse_config({}).shared_images
+    with pytest.raises(ConfigError, match="shared-images = 'yes': must be 'no', 'by-class' or 'one-seed'"):
+        parse_config({"shared-images": "yes"})
+
+
 @pytest.mark.parametrize(
     ("values", "generates"),
     [

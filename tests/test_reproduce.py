@@ -123,16 +123,17 @@ def test_shared_images_stand_beside_images_of_each_clients_own_and_the_papers_nu
     record(tmp_path / "own", f"{MAIN}/uniform", 1, [0.69] * 200)
     record(tmp_path / "shared", f"{MAIN}/uniform-shared", 1, [0.585] * 200, images=33_650)
     table = beyond.shared_table(found_in(tmp_path))
-    assert table.rows[:3] == [
+    assert table.rows[:4] == [
         ["100", "Uniform", "58.81", "of each client's own", "69.00", "1", "+10.19", "33,650"],
-        ["100", "Uniform", "", "the same for all clients", "58.50", "1", "−0.31", "340"],
+        ["100", "Uniform", "", "the same of a class on all clients", "58.50", "1", "−0.31", "340"],
+        ["100", "Uniform", "", "one seed for all clients", "–", "–", "–", "385"],
         ["100", "Missing-only", "70.18", "of each client's own", "–", "–", "–", "33,650"],
     ]
     assert [(budget.wanted, budget.by, budget.met) for budget in table.budgets] == [
         (33_650, "paper", True),
         (33_650, "plan", True),
     ]
-    assert [row[:2] + row[-1:] for row in table.rows[-2:]] == [["20", "Uniform", "13,437"], ["20", "Uniform", "680"]]
+    assert [row[:2] + row[-1:] for row in table.rows[-2:]] == [["20", "Uniform", "13,437"], ["20", "Uniform", "725"]]
 
 
 def test_rounds_that_fall_are_counted_by_hand(tmp_path: Path) -> None:

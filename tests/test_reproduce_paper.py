@@ -9,7 +9,7 @@ import pytest
 
 from fedeas_flwr.allocation import allocate
 from fedeas_flwr.config import ConfigError, parse_overrides, read_config
-from fedeas_flwr.local_data import planned_counts, planned_images
+from fedeas_flwr.local_data import different_images, planned_counts, planned_images
 from fedeas_flwr.reproduce import paper
 from fedeas_flwr.reproduce.cells import (
     MAIN,
@@ -22,6 +22,7 @@ from fedeas_flwr.reproduce.cells import (
     column,
     matching,
     run_words,
+    variants,
 )
 from fedeas_flwr.reproduce.items import ITEMS, can_run, choose
 from fedeas_flwr.reproduce.measured import meaning
@@ -127,18 +128,32 @@ def test_other_rules_spend_fedeas_total_or_a_little_less() -> None:
 def test_shared_images_are_as_many_as_the_largest_wishes() -> None:
     """What is asked for stays the paper's total; what is made is a hundredth of it for Uniform."""
     different = {}
-    for method in SHARED[MAIN]:
-        config = cell(f"{MAIN}/{method}-shared").config("full", 1)
-        counts = planned_counts(config, 100)
-        assert allocate(counts, config.policy, beta=config.beta).sum() == 33_650
-        different[method] = int(planned_images(config, counts).sum())
-    assert different == {"uniform": 10 * 34, "missing-only": 10 * 65, "fedeas": 984}
+    for place, method, end in variants(SHARED):
+        config = cell(f"{place}/{method}{end}").config("full", 1)
+        counts = planned_counts(config, config.clients)
+        total = {20: 13_437, 100: 33_650}[config.clients]
+        assert allocate(counts, config.policy, beta=config.beta).sum() == total
+        different[config.clients, method, end] = different_images(config, counts)
+        assert different[config.clients, method, end] <= planned_images(config, counts).sum() <= total
+    assert different == {
+        (100, "uniform", ""): 33_650,
+        (100, "uniform", "-shared"): 10 * 34,
+        (100, "uniform", "-one-seed"): 385,  # the remainder moves the lists of some clients on by a few images
+        (100, "missing-only", ""): 33_650,
+        (100, "missing-only", "-shared"): 10 * 65,
+        (100, "missing-only", "-one-seed"): 3_122,
+        (100, "fedeas", ""): 33_650,
+        (100, "fedeas", "-shared"): 984,
+        (100, "fedeas", "-one-seed"): 4_152,
+        (20, "uniform", ""): 13_437,
+        (20, "uniform", "-one-seed"): 725,
+    }
 
 
 def test_shared_images_make_another_experiment_only_where_there_are_images() -> None:
     for method, is_another in (("uniform", True), ("fedavg", False)):
         config = cell(f"{MAIN}/{method}").config("full", 1)
-        assert (meaning(config) != meaning(config.with_changes(shared_images=True))) == is_another
+        assert (meaning(config) != meaning(config.with_changes(shared_images="by-class"))) == is_another
 
 
 @pytest.mark.parametrize("clients", [20, 100])
@@ -171,8 +186,8 @@ def test_cells_are_run_in_the_order_in_which_they_are_worth_it() -> None:
     assert names[:5] == [f"{MAIN}/{m}" for m in ("fedavg", "fedeas", "missing-only", "uniform", "full-balance")]
     wanted = [
         f"{MAIN}/moon",
-        f"{MAIN}/uniform-shared",
         f"{PAPERS}/fedavg",
+        f"{MAIN}/uniform-one-seed",
         f"{PAPERS}/linear",
         "c10-k100-a0.05/fedavg",
         "c10-k20-a0.05/fedavg",

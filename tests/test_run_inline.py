@@ -7,7 +7,9 @@ import json
 import os
 import signal
 import sys
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -20,7 +22,7 @@ from fedeas_flwr import client_app, generators, prepare
 from fedeas_flwr.allocation import allocate
 from fedeas_flwr.checkpoints import Checkpoint
 from fedeas_flwr.config import MATCHED, RunConfig
-from fedeas_flwr.generators import Generator
+from fedeas_flwr.generators import Generator, SampleId
 from fedeas_flwr.launch import launch
 from fedeas_flwr.local_data import planned_counts
 from fedeas_flwr.prepare import evaluate_run
@@ -84,11 +86,37 @@ def test_shared_images_are_made_once_for_all_clients(tmp_path: Path, digits_gene
     config = small(tmp_path / "own", participation=1.0, rounds=1, seed=seed)
     own = finish(config)
     plan = allocate(planned_counts(config, config.clients), "fedeas", beta=config.beta)
-    shared = finish(config.with_changes(run_dir=str(tmp_path / "shared"), shared_images=True))
+    shared = finish(config.with_changes(run_dir=str(tmp_path / "shared"), shared_images="by-class"))
     assert shared.summary()["total_generated"] == own.summary()["total_generated"] == plan.sum()
     beyond = np.maximum(plan.max(axis=0) - plan[0], 0).sum()  # client 0's images were there already
     assert 0 < shared.rounds()[0]["made"] == beyond < plan[1:].sum()
     assert weights(shared) != weights(own)
+    alike = finish(config.with_changes(run_dir=str(tmp_path / "alike"), shared_images="one-seed"))
+    assert alike.summary()["total_generated"] == plan.sum()
+    assert len({weights(run) for run in (own, shared, alike)}) == 3
+
+
+def test_with_one_seed_an_image_is_known_by_its_place_in_the_clients_list(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Class after class, the numbers go on: where two lists are alike so far, so are the images."""
+    monkeypatch.setenv("FEDEAS_CACHE", str(tmp_path / "cache"))
+    asked: list[SampleId] = []
+
+    class Named:
+        fingerprint, image_shape, num_classes = "named", (8, 8, 1), 10
+
+        def sample(self, samples: Sequence[SampleId]) -> Any:
+            asked.extend(samples)
+            return np.array([np.full((8, 8, 1), one.index) for one in samples], np.uint8)
+
+    config = small(tmp_path / "r", shared_images="one-seed")
+    for client, wanted in ((1, (2, 0, 3, 1)), (2, (2, 0, 3, 0)), (3, (0, 4, 1, 0))):
+        row = (*wanted, *[0] * 6)
+        images, labels, _, _ = client_app._synthetic(config, client, row, "cpu", Named())
+        assert labels.tolist() == np.repeat(np.arange(10), row).tolist()
+        assert images[:, 0, 0, 0].tolist() == list(range(sum(wanted)))
+    assert {one.client for one in asked} == {0} and len(asked) == len(set(asked))
 
 
 def test_images_nobody_recognises_are_replaced_and_counted(tmp_path: Path, digits_generator: Path) -> None:

@@ -124,7 +124,7 @@ def test_while_no_round_ends_a_run_says_how_long_it_will_generate(
     monkeypatch.setattr(progress, "time", SimpleNamespace(monotonic=lambda: now[0]))
     images = ImagesToCome(config)
     assert (images.total, images.left()) == (400, 400)
-    assert ImagesToCome(config.with_changes(shared_images=True)).total == 200
+    assert ImagesToCome(config.with_changes(shared_images="by-class")).total == 200
 
     def lines_at(second: float, *, client: int = 0, of_each_class: int = 0) -> list[str]:
         if of_each_class:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from fedeas_flwr.allocation import removed
-from fedeas_flwr.local_data import planned_allocation, planned_counts, planned_images
+from fedeas_flwr.local_data import different_images, planned_allocation, planned_counts
 from fedeas_flwr.metrics import falls
 from fedeas_flwr.reproduce import paper
 from fedeas_flwr.reproduce.beside import (
@@ -21,7 +21,7 @@ from fedeas_flwr.reproduce.beside import (
     signed,
     value_of,
 )
-from fedeas_flwr.reproduce.cells import BATCHED, CLEAN, MAIN, METHODS, MIN_BATCH, PAPERS, RULES, SHARED, cell, column
+from fedeas_flwr.reproduce.cells import BATCHED, CLEAN, MAIN, METHODS, PAPERS, RULES, SHARED, cell, column, variants
 from fedeas_flwr.reproduce.measured import Results, Value
 from fedeas_flwr.reproduce.tables import Table
 from fedeas_flwr.sizes import show_seconds
@@ -122,40 +122,44 @@ def clean_table(results: Results) -> Table:
     return table
 
 
+WHOSE = {
+    "no": "of each client's own",
+    "by-class": "the same of a class on all clients",
+    "one-seed": "one seed for all clients",
+}
+
+
 def shared_table(results: Results) -> Table:
     """Whether clients have images of their own or the same ones; the paper does not say which it had."""
     head = ["K", "Method", "Paper, last-20 %", "Images", "Ours, last-20 %", "Seeds", "Difference", "Different images"]
-    table, pairs = Table(head, []), [(place, method) for place, methods in SHARED.items() for method in methods]
-    for place, method in pairs:
-        published = last_20_of(results, f"{place}/{method}").paper
-        for name, whose in ((method, "of each client's own"), (f"{method}-shared", "the same for all clients")):
-            one = cell(f"{place}/{name}")
-            config = one.config(results.scale, 1)
-            different = planned_images(config, planned_counts(config, config.clients)).sum()
-            last = value_of(results, one.name, "last-20 %", lambda run: 100 * run.last_20, published)
-            table.rows.append(
-                [
-                    str(config.clients),
-                    METHODS[method].label,
-                    show_paper(last) if name == method else "",
-                    whose,
-                    show_ours(last),
-                    show_seeds(last),
-                    show_difference(last),
-                    f"{different:,}",
-                ]
-            )
-            table.values.append(last)
-            budget = budget_of(results, one.name)
-            table.budgets += [budget] if budget else []
+    table = Table(head, [])
+    for place, method, end in variants(SHARED):
+        one = cell(f"{place}/{method}{end}")
+        config, published = one.config(results.scale, 1), last_20_of(results, f"{place}/{method}").paper
+        last = value_of(results, one.name, "last-20 %", lambda run: 100 * run.last_20, published)
+        table.rows.append(
+            [
+                str(config.clients),
+                METHODS[method].label,
+                "" if end else show_paper(last),
+                WHOSE[config.shared_images],
+                show_ours(last),
+                show_seeds(last),
+                show_difference(last),
+                f"{different_images(config, planned_counts(config, config.clients)):,}",
+            ]
+        )
+        table.values.append(last)
+        budget = budget_of(results, one.name)
+        table.budgets += [budget] if budget else []
     return table
 
 
 def batches_table(results: Results) -> Table:
     """What last batches of a few images do: BatchNorm makes steps many times the usual size of them."""
     head = ["K", "Method", "Last batches", "Ours, last-20 %", "Seeds", "Peak %", "Falls, by seed", "Deepest, points"]
-    table, least = Table(head, []), f"-min{MIN_BATCH}"
-    for place, method, end in ((p, m, e) for p, methods in BATCHED.items() for m in methods for e in ("", least)):
+    table = Table(head, [])
+    for place, method, end in variants(BATCHED):
         one = cell(f"{place}/{method}{end}")
         last, peak = last_20_of(results, one.name), peak_of(results, one.name)
         depths = [falls(run.accuracies) for run in results.of(one.name)]

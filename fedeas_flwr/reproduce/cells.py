@@ -27,6 +27,8 @@ PAPERS = "c10-k20-a0.1"
 BETAS = (4, 8, 12, 16, 20)
 
 Keys = dict[str, Any]
+Variants = Mapping[str, Mapping[str, Sequence[str]]]
+"""Column → method → the ends of the names of its variants, which are set beside it."""
 
 # As conf/cifar10-k20.toml and conf/cifar10-k100.toml
 FULL: Keys = {
@@ -117,7 +119,7 @@ def _method(name: str, label: str, **keys: Any) -> Method:
 
 
 def _methods() -> dict[str, Method]:
-    plain, least = {"policy": "none"}, ("min-batch", MIN_BATCH)
+    plain = {"policy": "none"}
     found = [
         _method("fedavg", "FedAvg", **plain),
         _method("fedprox", "FedProx", **plain, strategy="fedprox"),
@@ -157,12 +159,13 @@ def _methods() -> dict[str, Method]:
         if method.name in CLEAN
     ]
     shared = [
-        Method(f"{method.name}-shared", f"{method.label}, shared images", (*method.keys, ("shared-images", True)))
+        Method(f"{method.name}{end}", f"{method.label}, {words}", (*method.keys, ("shared-images", how)))
         for method in found
         if method.name in SHARED[MAIN]
+        for end, words, how in (("-shared", "shared images", "by-class"), ("-one-seed", "one seed for all", "one-seed"))
     ]
     larger = [
-        Method(f"{method.name}-min{MIN_BATCH}", f"{method.label}, no small batch", (*method.keys, least))
+        Method(f"{method.name}{LARGER[0]}", f"{method.label}, no small batch", (*method.keys, ("min-batch", FEW)))
         for method in found
         if method.name in {name for names in BATCHED.values() for name in names}
     ]
@@ -171,9 +174,15 @@ def _methods() -> dict[str, Method]:
 
 FREE = ("oversample", "class-weighted", "logit-adjusted", "flip-crop")
 CLEAN = ("fedavg", "fedeas", "missing-only", "uniform", "full-balance", *FREE)
-SHARED = {MAIN: ("uniform", "missing-only", "fedeas"), PAPERS: ("uniform",)}
-BATCHED = {MAIN: ("uniform", "missing-only", "fedeas"), PAPERS: ("missing-only", "scaffold")}
-MIN_BATCH = FEW
+LARGER = (f"-min{FEW}",)
+SHARED: Variants = {
+    MAIN: dict.fromkeys(("uniform", "missing-only", "fedeas"), ("-shared", "-one-seed")),
+    PAPERS: {"uniform": ("-one-seed",)},
+}
+BATCHED: Variants = {
+    MAIN: dict.fromkeys(("uniform", "missing-only", "fedeas"), LARGER),
+    PAPERS: dict.fromkeys(("missing-only", "scaffold"), LARGER),
+}
 RULES = ("fedeas-g0.25", "fedeas", "fedeas-g0.75", "fedeas-g1", "waterfill")
 METHODS = _methods()
 
@@ -247,10 +256,10 @@ def all_cells() -> list[Cell]:
     of_100 = ("c100-k100-a0.1", "c100-k20-a0.1")
     sweep = [f"{name}-b{beta}" for beta in BETAS if beta != FULL["beta"] for name in ("fedeas", "uniform")]
     names = [
-        *_pairs([MAIN], (*eight, *(f"{name}-shared" for name in SHARED[MAIN]))),
-        *_pairs([PAPERS], (*eight, *(f"{name}-shared" for name in SHARED[PAPERS]))),
+        *_pairs([MAIN, PAPERS], eight),
+        *(f"{place}/{name}{end}" for place, name, end in variants(SHARED)),
         *_pairs([PAPERS], (*sweep, "without-entropy", "linear")),
-        *(f"{place}/{name}-min{MIN_BATCH}" for place, names in BATCHED.items() for name in names),
+        *(f"{place}/{name}{end}" for place, name, end in variants(BATCHED)),
         *_pairs([*others, *of_100], eight),
         *_pairs([MAIN, PAPERS, *others, *of_100], ("fedgen", "fedmix")),
         "c10-k20-a0.3/fedeas+scaffold",
@@ -259,6 +268,12 @@ def all_cells() -> list[Cell]:
         *_pairs([PAPERS], ("fedeas-sd-turbo", "uniform-sd-turbo")),
     ]
     return [cell(name) for name in dict.fromkeys(names)]
+
+
+def variants(methods: Variants) -> list[tuple[str, str, str]]:
+    """Column, method and end of name: of each method itself, whose end is empty, and of its variants."""
+    named = [(place, name, ends) for place, names in methods.items() for name, ends in names.items()]
+    return [(place, name, end) for place, name, ends in named for end in ("", *ends)]
 
 
 def _pairs(columns: Sequence[str], methods: Sequence[str]) -> list[str]:

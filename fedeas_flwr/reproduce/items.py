@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -12,14 +12,15 @@ from fedeas_flwr.reproduce.cells import (
     BATCHED,
     CLEAN,
     MAIN,
-    MIN_BATCH,
     PAPERS,
     RULES,
     SHARED,
     Cell,
+    Variants,
     all_cells,
     column,
     matching,
+    variants,
 )
 from fedeas_flwr.reproduce.measured import Results
 from fedeas_flwr.reproduce.tables import Table
@@ -42,10 +43,9 @@ class Item:
     """Whether ``all`` leaves it out at smoke scale, which is to be over in minutes."""
 
 
-def _beside(methods: Mapping[str, Sequence[str]], end: str) -> Callable[[Sequence[str]], list[str]]:
-    """Cells of some columns, and beside each the one whose name has an end more."""
-    pairs = [(place, name) for place, names in methods.items() for name in names]
-    return lambda columns: [f"{p}/{name}{more}" for p, name in pairs if p in columns for more in ("", end)]
+def _beside(methods: Variants) -> Callable[[Sequence[str]], list[str]]:
+    """Cells of some columns, and beside each its variants."""
+    return lambda columns: [f"{place}/{name}{end}" for place, name, end in variants(methods) if place in columns]
 
 
 def _on(place: str, *methods: str) -> Callable[[Sequence[str]], list[str]]:
@@ -179,15 +179,15 @@ ITEMS: dict[str, Item] = {
     ),
     "shared": Item(
         "Beyond the paper: images of each client's own, or the same for all",
-        "Budgets are the same to the image; what differs is whether two clients may have the same image.",
-        _beside(SHARED, "-shared"),
+        "Budgets are the same to the image; what differs is which images two clients have in common.",
+        _beside(SHARED),
         _fixed(beyond.shared_table),
         only_by_name=True,
     ),
     "batches": Item(
         "Beyond the paper: last batches of a few images",
         "A fall is a round, after the tenth, more than 5 points under the median of the 13 around it.",
-        _beside(BATCHED, f"-min{MIN_BATCH}"),
+        _beside(BATCHED),
         _fixed(beyond.batches_table),
         only_by_name=True,
     ),
