@@ -80,7 +80,7 @@ def test_bf16_differs_from_tf32_as_the_page_says() -> None:
         text = " ".join(page.split())
         assert f"tf32 is above bf16 by {np.mean(first - second):.2f} points in the mean" in text
         assert f"a standard deviation of {np.std(first - second):.2f}" in text
-        assert f"from the one before by {np.std(np.diff(first)):.1f}" in text
+        assert f"from the one before with one of {np.std(np.diff(first)):.1f}" in text
         assert f"{first[-20:].mean():.1f} and {second[-20:].mean():.1f}" in text
     assert f"It is above in {(first > second).sum()} of the 200" in " ".join(PAGE.read_text().split())
 
