@@ -12,16 +12,15 @@ from fedeas_flwr.sizes import counted
 
 def export(run: RunDirectory, folder: Path) -> None:
     """Copy the record of a finished run to a folder."""
-    found = run.read_json("config.json")
+    config = run.config().outside()
     if not (run.path / "summary.json").exists():
         raise RunError(f"{run.path} has not finished: there is no summary.json to export")
     run.check_rounds()
     check_export(run, folder)
-    config = found["config"]
     config |= {"run-dir": "", "data-dir": "", "resume": False}  # without a run-dir there is nothing to resume
     config |= {key: without_folder(config[key]) for key in ("dataset", "generator", "weights")}
     copy = RunDirectory(folder)
-    copy.write_json("config.json", found)
+    copy.write_json("config.json", run.read_json("config.json") | {"config": config})
     copy.write_json("summary.json", run.summary())
     atomic_write(folder / "rounds.jsonl", (run.path / "rounds.jsonl").read_bytes())
 

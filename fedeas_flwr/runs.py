@@ -145,7 +145,7 @@ class RunDirectory:
     def config(self) -> RunConfig:
         """The run-config this run was started with."""
         try:
-            return parse_config(self.read_json("config.json")["config"])
+            return parse_config({**self.read_json("config.json")["config"]})
         except (ConfigError, KeyError, TypeError) as error:
             raise RunError(f"{self.path / 'config.json'} is not a run's config: {error}") from None
 

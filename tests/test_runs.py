@@ -254,6 +254,16 @@ def test_a_summary_that_is_none_is_not_exported(tmp_path: Path, summary: str) ->
         export(run, tmp_path / "out")
 
 
+@pytest.mark.parametrize("damaged", ["{}", "[]", '{"config": []}', '{"config": {"rounds": "many"}}'])
+def test_a_config_that_is_none_is_not_exported(tmp_path: Path, damaged: str) -> None:
+    run = finished(tmp_path / "r", 0.5)
+    (run.path / "config.json").write_text(damaged)
+    done = typed("export", str(run.path), str(tmp_path / "out"))
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+    assert f"{run.path / 'config.json'} is not a " in done.stderr
+    assert not (tmp_path / "out").exists()
+
+
 def test_a_run_is_not_exported_over_anything_else(tmp_path: Path) -> None:
     export(finished(tmp_path / "other", 0.5, 0.7, seed=7, policy="none"), tmp_path / "record")
     run = finished(tmp_path / "r", 0.5, 0.6)
