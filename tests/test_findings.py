@@ -142,6 +142,24 @@ def test_what_shared_images_cost_is_what_the_records_say() -> None:
     )
 
 
+def test_what_agrees_is_what_the_page_says_in_short() -> None:
+    """Within 2 points in both columns, and how far FedEAS is ahead of Uniform."""
+    leads = []
+    for place, seeds in (("k100", (1, 2, 3)), ("k20", (1,))):
+        means = {}
+        for method in ("fedavg", "fedprox", "full-balance", "fedeas", "missing-only", "uniform"):
+            name = "none" if (place, method) == ("k100", "fedavg") else method
+            found = [RESULTS / f"cifar10-{place}-a0.1" / f"{name}-s{seed}" for seed in seeds]
+            means[method] = 100 * np.mean([RunDirectory(path).summary()["last_20"] for path in found if path.exists()])
+        column = f"c10-{place}-a0.1"
+        apart = {method: abs(means[method] - at(LAST_20, method, column)) for method in means}
+        assert max(apart[method] for method in apart if method != "uniform") < 2 < apart["uniform"]
+        leads += [means["fedeas"] - means["uniform"], at(LAST_20, "fedeas", column) - at(LAST_20, "uniform", column)]
+    ours, theirs = leads[::2], leads[1::2]
+    said = f"{ours[0]:.1f} points with 100 clients and {ours[1]:.1f} with 20"
+    assert f"{said}, in the paper {theirs[0]:.1f} and {theirs[1]:.1f}." in PAGE
+
+
 def test_what_full_balance_costs_is_what_the_records_and_the_shells_clock_say() -> None:
     fedeas, full = (record(f"cifar10-k20-a0.1/{name}-s1") for name in ("fedeas", "full-balance"))
     words = (RESULTS / "cifar10-k20-a0.1" / "wall.txt").read_text()
