@@ -15,7 +15,7 @@ from fedeas_flwr.models import build_model, split_state
 from fedeas_flwr.runs import RunDirectory
 from fedeas_flwr.strategies import ALGORITHMS
 
-GPU: dict[str, Any] = {"device": "cuda", "precision": "fp32"}
+GPU: dict[str, Any] = {"device": "cuda", "precision": "fp32", "actors": 2}
 
 
 def moved(run: RunDirectory) -> np.ndarray[Any, Any]:
@@ -64,4 +64,4 @@ def test_a_stopped_run_with_generated_images_goes_on_to_the_same_model(tmp_path:
 @on_a_gpu
 def test_under_ray_on_shares_of_a_gpu_the_run_is_the_inline_one(tmp_path: Path) -> None:
     inline = finish(small(tmp_path / "inline", **GPU, **CHEAP))
-    assert_alike(finish(small(tmp_path / "ray", **GPU, **CHEAP, backend="ray", actors=2, gpu_share=0.2)), inline)
+    assert_alike(finish(small(tmp_path / "ray", **GPU, **CHEAP, backend="ray", gpu_share=0.2)), inline)
