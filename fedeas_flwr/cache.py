@@ -213,12 +213,13 @@ def check_wanted(wanted: Sequence[int], generator: Generator) -> list[int]:
     -------
     list of int
     """
-    counts = [int(n) for n in wanted]
-    if len(counts) != generator.num_classes or any(n < 0 or n != w for n, w in zip(counts, wanted, strict=True)):
+    given = np.asarray(wanted)
+    whole = given.shape == (generator.num_classes,) and given.dtype.kind in "iuf" and bool((given % 1 == 0).all())
+    if not whole or (given < 0).any():
         raise ValueError(
-            f"wanted: {list(wanted)} is not allowed; give {generator.num_classes} whole numbers, none negative"
+            f"wanted: {given.tolist()} is not allowed; give {generator.num_classes} whole numbers, none negative"
         )
-    return counts
+    return [int(n) for n in given]
 
 
 def sample_checked(generator: Generator, samples: Sequence[SampleId]) -> Images:

@@ -12,6 +12,7 @@ import atexit
 import gc
 import json
 import os
+import shlex
 import signal
 import sys
 from collections.abc import Sequence
@@ -159,7 +160,11 @@ def start(config: RunConfig) -> RunDirectory:
     from fedeas_flwr.launch import launch
     from fedeas_flwr.prepare import prepare
 
-    config = prepare(config, console)
+    try:
+        config = prepare(config, console)
+    except KeyboardInterrupt:
+        warnings.print("stopped before the run began: give the same command again", highlight=False)
+        raise
     console.print(
         f"{config.policy} · {config.strategy} · {config.dataset} · {counted(config.clients, 'client')} "
         f"· {counted(config.rounds, 'round')} · {config.backend} → {config.run_dir}",
@@ -169,7 +174,8 @@ def start(config: RunConfig) -> RunDirectory:
     try:
         finished = launch(config, console)
     except KeyboardInterrupt:
-        warnings.print(f"stopped; go on with: fedeas resume {config.run_dir}", highlight=False, soft_wrap=True)
+        again = shlex.join(["fedeas", "resume", config.run_dir])
+        warnings.print(f"stopped; go on with: {again}", highlight=False, soft_wrap=True, markup=False)
         raise
     summary = finished.summary()
     console.print(

@@ -243,7 +243,9 @@ class RunConfig(BaseModel):
         False, description="write the rounds to run-dir/tensorboard too; needs the extra tensorboard"
     )
     run_dir: str = Field(
-        "", description="absolute folder of this run; empty: ./runs/NAME with `fedeas run`, else in the user's cache"
+        "",
+        description="folder of this run, absolute under `flwr run`; empty: ./runs/NAME with `fedeas run`, else in the "
+        "user's cache",
     )
     resume: bool = Field(False, description="go on from the checkpoint in run-dir")
 
@@ -276,9 +278,11 @@ class RunConfig(BaseModel):
 
     @field_validator("*", mode="before")
     @classmethod
-    def _true_is_no_number(cls, value: Any, info: ValidationInfo) -> Any:
+    def _true_is_true(cls, value: Any, info: ValidationInfo) -> Any:
         if isinstance(value, bool) and cls.model_fields[str(info.field_name)].annotation is not bool:
             raise ValueError("a value of its own kind, not true or false")
+        if cls.model_fields[str(info.field_name)].annotation is bool and not isinstance(value, bool):
+            raise ValueError("true or false")  # pydantic would take 't', 'on' or 1 for true
         return value
 
     @model_validator(mode="before")
@@ -323,6 +327,8 @@ class RunConfig(BaseModel):
             raise ValueError(f"total = {self.total} needs a matched policy ({', '.join(MATCHED)}), not '{self.policy}'")
         if self.min_batch > self.batch_size:
             raise ValueError(f"min-batch = {self.min_batch} must be at most batch-size = {self.batch_size}")
+        if self.shared_images == "one-seed" and self.generator.startswith("bank:"):
+            raise ValueError("shared-images = 'one-seed': must be no or by-class with a bank, which needs no seed")
         if self.generates and self.dataset != "digits" and self.generator == "builtin":
             raise ValueError(
                 f"generator = 'builtin' knows digits only; for {self.dataset} name a folder in diffusers' format"
@@ -395,14 +401,17 @@ def _one_line(error: Any) -> str:
 
 
 def read_config(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
-    """Read a TOML file of run-config keys and apply ``key=value`` overrides."""
+    """Read a TOML file of run-config keys and apply ``key=value`` overrides; a run-dir is seen from this folder."""
     try:
         values = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"config file {path}: {error.strerror or error}") from None
     except (ValueError, RecursionError) as error:  # also numbers of thousands of digits, and brackets as deep
         raise ConfigError(f"config file {path} is not TOML: {error}") from None
-    return parse_config({**values, **parse_overrides(overrides)})
+    values |= parse_overrides(overrides)
+    if isinstance(folder := values.get("run-dir"), str) and folder:
+        values["run-dir"] = str(Path(folder).expanduser().absolute())
+    return parse_config(values)
 
 
 def parse_overrides(overrides: Sequence[str]) -> dict[str, Any]:

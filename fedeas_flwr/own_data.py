@@ -68,7 +68,7 @@ def read_images(
         return _read_folder(path, classes, size, channels)
     if path.suffix == ".npz" and path.is_file():
         return _read_npz(path, classes, size, channels)
-    raise FileNotFoundError(f"{str(where)!r} is neither a folder with one subfolder a class nor an .npz file")
+    raise _not_images(path, where)
 
 
 # ---------------------------------------------------------------------------------------------------------- folders
@@ -299,6 +299,11 @@ def fingerprint(where: str | Path) -> str:
     path = Path(where).expanduser()
     files = sorted(file for file in path.rglob("*") if _is_image(file)) if path.is_dir() else [path]
     if not path.exists():
-        raise FileNotFoundError(f"{str(where)!r} is neither a folder with one subfolder a class nor an .npz file")
+        raise _not_images(path, where)
     facts = [(str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
     return hashlib.sha256(repr((str(path.resolve()), facts)).encode()).hexdigest()[:16]
+
+
+def _not_images(path: Path, where: str | Path) -> FileNotFoundError:
+    wanted = "a folder with one subfolder a class, or an .npz file"
+    return FileNotFoundError(f"{str(where)!r} {'is not' if path.exists() else 'is not there; give'} {wanted}")

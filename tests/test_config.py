@@ -56,7 +56,7 @@ def test_quickstart_conf_is_the_quickstarts_fedeas_run(tmp_path: Path) -> None:
         ({"rounds": True}, ["rounds", "True"]),
         ({"rounds": 2.5}, ["rounds", "2.5", "integer"]),
         ({"clients": "many"}, ["clients", "many", "integer"]),
-        ({"printed-rule": "maybe"}, ["printed-rule", "maybe", "boolean"]),
+        ({"printed-rule": "maybe"}, ["printed-rule", "maybe", "true or false"]),
         ({"run-dir": "here"}, ["run-dir", "here", "absolute"]),
         ({"resume": True}, ["resume", "run-dir"]),
         ({"evaluation": "federated"}, ["evaluation", "federated", "paper"]),
@@ -120,6 +120,25 @@ def test_shared_images_were_once_true_or_false() -> None:
     assert parse_config({"shared-images": False}).shared_images == "no" == parse_config({}).shared_images
     with pytest.raises(ConfigError, match="shared-images = 'yes': must be 'no', 'by-class' or 'one-seed'"):
         parse_config({"shared-images": "yes"})
+    with pytest.raises(ConfigError, match="shared-images = 'one-seed': must be no or by-class with a bank"):
+        parse_config({"shared-images": "one-seed", "generator": "bank:/b.npz"})
+
+
+@pytest.mark.parametrize("value", ["t", "on", "yes", 1, "true"])
+def test_what_must_be_switched_on_takes_true_alone(value: object) -> None:
+    with pytest.raises(ConfigError, match=rf"disclose-mean-images = {value!r}: must be true or false"):
+        parse_config({"disclose-mean-images": value})
+
+
+def test_a_run_dir_is_seen_from_where_the_command_is_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Under `flwr run`, whose processes start elsewhere, it has to be absolute."""
+    monkeypatch.chdir(tmp_path)
+    Path("my.toml").write_text('run-dir = "in the file"')
+    assert read_config(Path("my.toml")).run_dir == str(tmp_path / "in the file")
+    assert read_config(Path("my.toml"), ["run-dir=runs/a"]).run_dir == str(tmp_path / "runs" / "a")
+    assert read_config(Path("my.toml"), ["run-dir="]).run_dir == ""
+    with pytest.raises(ConfigError, match="run-dir = 'runs/a': must be an absolute path"):
+        parse_config({"run-dir": "runs/a"})
 
 
 @pytest.mark.parametrize(

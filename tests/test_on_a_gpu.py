@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +26,12 @@ def moved(run: RunDirectory) -> np.ndarray[Any, Any]:
     return np.concatenate([(end[key] - start[key]).ravel() for key in sorted(start)])
 
 
-def assert_alike(ours: RunDirectory, theirs: RunDirectory, part: float = 0.01) -> None:
-    """The same clients, the same number of steps and images; the models apart by ``part`` of their way at most."""
+def assert_alike(ours: RunDirectory, theirs: RunDirectory, part: float = 0.03) -> None:
+    """The same clients, the same number of steps and images; the models apart by ``part`` of their way at most.
+
+    Rounding alone moves most of these runs by less than 0.006 of it; class-weighted losses and FedAdagrad, whose rare
+    images and small denominators count for much, by up to 0.012 (rounding played on a processor).
+    """
     for key in ("clients", "steps", "generated"):
         assert [one[key] for one in ours.rounds()] == [one[key] for one in theirs.rounds()]
     way, other = moved(ours), moved(theirs)
@@ -34,12 +39,20 @@ def assert_alike(ours: RunDirectory, theirs: RunDirectory, part: float = 0.01) -
     assert np.linalg.norm(way - other) < part * np.linalg.norm(other)
 
 
+def assert_in_graphs(run: RunDirectory) -> None:
+    """Nothing was trained or tested in the slow way that stands behind the quick one."""
+    said = (run.path / "flower.log").read_text()
+    assert "no CUDA graph" not in said and "not fused" not in said
+
+
 @on_a_gpu
 @pytest.mark.parametrize("strategy", sorted(ALGORITHMS))
 def test_every_strategy_ends_where_it_does_on_a_processor(tmp_path: Path, strategy: str) -> None:
     keys = {"policy": "none", "participation": 1.0, "strategy": strategy, **NEEDS.get(strategy, {})}
+    keys |= {"fedprox_mu": 1.0} if strategy == "fedprox" else {}  # by default it is within rounding of FedAvg here
     here, there = (finish(small(tmp_path / at["device"], **keys, **at)) for at in (GPU, {**GPU, "device": "cpu"}))
     assert_alike(here, there)
+    assert_in_graphs(here)
 
 
 @on_a_gpu
@@ -50,6 +63,7 @@ def test_what_needs_no_generator_ends_where_it_does_on_a_processor(tmp_path: Pat
     keys = {"policy": "none", **keys}
     here, there = (finish(small(tmp_path / at["device"], **keys, **at)) for at in (GPU, {**GPU, "device": "cpu"}))
     assert_alike(here, there)
+    assert_in_graphs(here)
 
 
 @on_a_gpu
@@ -62,6 +76,11 @@ def test_a_stopped_run_with_generated_images_goes_on_to_the_same_model(tmp_path:
 
 
 @on_a_gpu
-def test_under_ray_on_shares_of_a_gpu_the_run_is_the_inline_one(tmp_path: Path) -> None:
+def test_under_ray_on_shares_of_a_gpu_the_run_is_the_inline_one(
+    tmp_path: Path, fresh_images: Callable[[str], None]
+) -> None:
+    """Each makes its images itself."""
+    fresh_images("inline")
     inline = finish(small(tmp_path / "inline", **GPU, **CHEAP))
+    fresh_images("ray")
     assert_alike(finish(small(tmp_path / "ray", **GPU, **CHEAP, backend="ray", gpu_share=0.2)), inline)

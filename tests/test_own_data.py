@@ -165,7 +165,7 @@ def test_a_damaged_picture_is_named(content: bytes, tmp_path: Path) -> None:
 
 def test_what_is_neither_is_refused(tmp_path: Path) -> None:
     for where in (tmp_path / "nothing", tmp_path / "nothing.npz"):
-        with pytest.raises(FileNotFoundError, match="neither a folder with one subfolder a class nor"):
+        with pytest.raises(FileNotFoundError, match="is not there; give a folder with one subfolder a class"):
             read_images(where)
     (tmp_path / "d.npz").write_bytes(b"no zip")
     with pytest.raises(ValueError, match="not a zip file"):
@@ -236,7 +236,7 @@ def test_given_splits_are_kept(own_cache: Path, tmp_path: Path) -> None:
 
 
 def test_what_cannot_be_a_dataset_is_one_line(own_cache: Path, tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError, match="dataset: '/nowhere' is neither a folder"):
+    with pytest.raises(FileNotFoundError, match="dataset: '/nowhere' is not there; give a folder"):
         data.dataset_info("own:/nowhere")
     with pytest.raises(ConfigError, match=r"dataset = 'mnist': must be digits, cifar10, cifar100, or own:PATH"):
         parse_config({"dataset": "mnist"})

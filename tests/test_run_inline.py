@@ -29,6 +29,8 @@ from fedeas_flwr.prepare import evaluate_run
 from fedeas_flwr.runs import RunDirectory, RunError
 from fedeas_flwr.strategies.federation import Federation
 
+ROOT = Path(__file__).parents[1]
+
 
 def test_the_same_seed_gives_the_same_weights_and_another_does_not(tmp_path: Path) -> None:
     first = finish(quick(tmp_path / "a", policy="none"))
@@ -296,3 +298,24 @@ def test_a_run_stopped_by_a_signal_resumes_to_the_same_weights(
     assert again.returncode == 0, again.stderr
     assert weights(RunDirectory(folder)) == eight_rounds
     assert [r["round"] for r in RunDirectory(folder).rounds()] == list(range(1, 9))
+
+
+@pytest.mark.parametrize(
+    ("where", "said"),
+    [
+        ("prepare.prepare", "stopped before the run began: give the same command again\n"),
+        ("launch.launch", "stopped; go on with: fedeas resume '{run}'\n"),
+    ],
+)
+def test_after_ctrl_c_it_says_how_to_go_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str, said: str
+) -> None:
+    """Also while a generator is made, when there is no run yet, and in a folder whose name the shell would split."""
+
+    def stop(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(f"fedeas_flwr.{where}", stop)
+    run = tmp_path / "my [b] runs" / "a"
+    done = typed("run", "conf/quickstart.toml", "policy=none", "backend=inline", f"run-dir={run}", cwd=ROOT)
+    assert (done.returncode, done.stderr) == (130, said.format(run=run))

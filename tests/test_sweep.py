@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from runners import command, fedeas
+from runners import command, fedeas, typed
 from waiting import Held, wait_until
 
 from fedeas_flwr.config import KEYS, ConfigError, parse_config
@@ -47,7 +47,7 @@ class Killed:
 
     @property
     def folder(self) -> Path:
-        return self.place / "runs" / "first"
+        return self.place / "runs" / "grid"
 
 
 def lines(folder: Path) -> list[str]:
@@ -61,7 +61,7 @@ def swept(tmp_path_factory: pytest.TempPathFactory) -> Killed:
     (place / "conf").symlink_to(ROOT / "conf")
     held = Held(place / "held", 4)
     first = subprocess.Popen(command(*DOCUMENTED[0]), cwd=place, env=held.environment, stdout=subprocess.DEVNULL)
-    folders = [place / "runs" / "first" / f"policy-none_seed-{seed}" for seed in (1, 2)]
+    folders = [place / "runs" / "grid" / f"policy-none_seed-{seed}" for seed in (1, 2)]
     wait_until(lambda: any(len(lines(folder)) >= 2 for folder in folders), "two rounds of one run are done")
     first.kill()
     first.wait()
@@ -135,7 +135,7 @@ def test_another_sweep_is_refused_and_more_seeds_are_not(swept: Killed) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("words", DOCUMENTED[1:], ids=" ".join)
 def test_the_documented_commands_about_runs(swept: Killed, tmp_path: Path, words: list[str]) -> None:
-    shutil.copytree(swept.folder, tmp_path / "runs" / "first")
+    shutil.copytree(swept.folder, tmp_path / "runs" / "grid")
     done = fedeas(*words, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     expected = {
@@ -200,6 +200,24 @@ def test_values_that_look_alike_have_names_of_their_own(tmp_path: Path) -> None:
     sweep = make_sweep(base(), ["generator=../up,/abs", "beta=1,2"], tmp_path / "s")
     assert all(Path(cell.config.run_dir).parent == tmp_path / "s" for cell in sweep.cells)
     assert len(sweep.cells) == 4
+
+
+@pytest.mark.parametrize(
+    ("words", "why"),
+    [
+        (
+            ("momentum=0.9", "--grid", "strategy=fedavg,scaffold"),
+            "momentum = 0.9: must be 0 with strategy = 'scaffold'",
+        ),
+        (("--grid", "strategy=fedavg,fedmix"), "disclose-mean-images"),
+    ],
+)
+def test_what_one_strategy_of_a_grid_cannot_do_is_refused_before_the_first_run(
+    tmp_path: Path, words: tuple[str, ...], why: str
+) -> None:
+    done = typed("sweep", str(ROOT / "conf/quickstart.toml"), *words, "--out", str(tmp_path / "s"))
+    assert (done.returncode, done.stdout) == (2, "") and why in done.stderr
+    assert not (tmp_path / "s").exists()
 
 
 def test_a_folder_with_another_run_under_a_cells_name_is_refused(tmp_path: Path) -> None:

@@ -199,3 +199,13 @@ def test_the_time_left_comes_from_the_rounds_seen(tmp_path: Path, monkeypatch: p
 )
 def test_some_time_is_never_written_as_none(seconds: float, text: str) -> None:
     assert show_seconds(seconds) == text
+
+
+def test_runs_of_values_no_longer_asked_for_stay_and_are_counted(quick: Path) -> None:
+    words = ("sweep", str(ROOT / "conf" / "quickstart.toml"), "policy=none", "backend=inline", "--out", str(quick))
+    whole = typed(*words, "--grid", "seed=1,2,3")
+    fewer = typed(*words, "--grid", "seed=2")
+    assert (whole.returncode, fewer.returncode) == (0, 0), whole.stderr + fewer.stderr
+    assert "left out" not in whole.stdout
+    assert f"left out, being of another grid: 2 runs in {quick}" in fewer.stdout
+    assert len(list(quick.glob("seed-*"))) == 3

@@ -18,6 +18,7 @@ from rich.text import Text
 
 from fedeas_flwr.commands.output import can_be_folder, check_format, folding_table
 from fedeas_flwr.config import ConfigError, parse_overrides, read_config
+from fedeas_flwr.listing import find_runs
 from fedeas_flwr.sizes import counted, show_seconds
 from fedeas_flwr.sweep import Cell, Sweep, make_sweep, parse_grid, points
 from fedeas_flwr.sweep_jobs import Board, Watcher, run_sweep
@@ -43,6 +44,7 @@ def sweep(
     _refuse_two_words(overrides or [], grid or [])
     folder = (out or Path("runs") / f"sweep-{conf.stem}").absolute()
     found = make_sweep(read_config(conf, overrides or []), grid or [], folder)
+    _refuse_what_a_strategy_cannot_do(found)
     found.check()
     console, warnings = Console(stderr=output == "json", markup=False), Console(stderr=True, markup=False)
     try:
@@ -57,6 +59,8 @@ def sweep(
     else:
         console.print(result_table(found))
     console.print(f"{folder / 'sweep.json'}, sweep.csv", highlight=False, soft_wrap=True)
+    if others := {run.path for run in find_runs([folder], 1, [])} - {cell.run.path for cell in found.cells}:
+        console.print(f"left out, being of another grid: {counted(len(others), 'run')} in {folder}", soft_wrap=True)
     for cell in failed:
         warnings.print(f"failed: {cell.name}: {cell.error}", highlight=False, soft_wrap=True, markup=False)
     if failed:
@@ -69,6 +73,14 @@ def _refuse_two_words(overrides: list[str], grid: list[str]) -> None:
     for key, value in parse_overrides(overrides).items():
         if key in swept:
             raise ConfigError(f"{key} = {value!r}: leave it out, --grid has the values of {key}")
+
+
+def _refuse_what_a_strategy_cannot_do(sweep: Sweep) -> None:
+    """Refuse now what a run of the grid would, hours later: too few clients for it, or another key's value."""
+    from fedeas_flwr.strategies import build_strategy  # with all of Flower, which other commands need not load
+
+    for cell in sweep.cells:
+        build_strategy(cell.config)
 
 
 # --------------------------------------------------------------------------------------- while it goes on
