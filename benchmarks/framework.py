@@ -43,7 +43,8 @@ from rich.console import Console
 from run_records import let_children_import_models, markdown, round_seconds, write_record
 
 from fedeas_flwr.checkpoints import Arrays, plain
-from fedeas_flwr.config import RunConfig, parse_config, read_config
+from fedeas_flwr.config import RunConfig, parse_config
+from fedeas_flwr.config_files import read_config
 from fedeas_flwr.launch import launch
 from fedeas_flwr.local_data import federated_data
 from fedeas_flwr.metrics import WALL_CLOCK

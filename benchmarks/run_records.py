@@ -16,7 +16,8 @@ from typing import Any
 
 import torch
 
-from fedeas_flwr.config import RunConfig, parse_config, read_config
+from fedeas_flwr.config import RunConfig, parse_config
+from fedeas_flwr.config_files import read_config
 from fedeas_flwr.environment import describe_environment
 from fedeas_flwr.runs import RunDirectory
 

@@ -35,7 +35,8 @@ from fedeas_flwr.commands.report import report
 from fedeas_flwr.commands.reproduce import reproduce
 from fedeas_flwr.commands.runs import runs_app
 from fedeas_flwr.commands.sweep import sweep
-from fedeas_flwr.config import ConfigError, RunConfig, parse_config, parse_overrides, read_config
+from fedeas_flwr.config import ConfigError, RunConfig, parse_config
+from fedeas_flwr.config_files import parse_overrides, read_config
 from fedeas_flwr.data import dataset_info, short_name
 from fedeas_flwr.keys import run_keys
 from fedeas_flwr.one_line import one_line

@@ -21,7 +21,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from fedeas_flwr.config import ConfigError, RunConfig, parse_config, parse_overrides
+from fedeas_flwr.config import ConfigError, RunConfig, parse_config
+from fedeas_flwr.config_files import parse_overrides
 from fedeas_flwr.metrics import summarise
 from fedeas_flwr.paths import atomic_write
 from fedeas_flwr.runs import NOT_THE_RUN, RunDirectory, RunError

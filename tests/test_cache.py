@@ -6,6 +6,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -153,8 +154,9 @@ def test_nothing_wanted_touches_nothing(tmp_path: Path) -> None:
     assert fake.calls == [] and not (tmp_path / "none").exists()
 
 
-@pytest.mark.parametrize("wanted", [[1, 2], [1, -1, 0], [1.5, 0, 0], [1, 2, 3, 4]])
-def test_a_wrong_wish_is_refused(tmp_path: Path, wanted: list[int]) -> None:
+@pytest.mark.parametrize("wanted", [[1, 2], [1, -1, 0], [1.5, 0, 0], [1, 2, 3, 4], [[1, 2, 3]], [[1, 2, 3]] * 3])
+def test_a_wrong_wish_is_refused(tmp_path: Path, wanted: Any) -> None:
+    """A whole plan among them, of all clients."""
     with pytest.raises(ValueError, match=r"wanted: .* give 3 whole numbers, none negative"):
         ImageCache(tmp_path).ensure(Fake(), seed=0, client=0, wanted=wanted)
 

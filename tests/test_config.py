@@ -7,7 +7,8 @@ from typing import get_args
 import pytest
 
 from fedeas_flwr.allocation import POLICIES
-from fedeas_flwr.config import KEYS, ConfigError, Policy, RunConfig, parse_config, parse_overrides, read_config
+from fedeas_flwr.config import KEYS, ConfigError, Policy, RunConfig, parse_config
+from fedeas_flwr.config_files import parse_overrides, read_config
 from fedeas_flwr.keys import Key, run_keys
 from fedeas_flwr.quickstart import quickstart_config
 

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from fedeas_flwr.config import KEYS, read_config
+from fedeas_flwr.config import KEYS
+from fedeas_flwr.config_files import read_config
 from fedeas_flwr.keys import run_keys
 from fedeas_flwr.metrics import WALL_CLOCK, seconds_of
 from fedeas_flwr.runs import RunDirectory

@@ -19,7 +19,7 @@ import pytest
 from PIL import Image
 from test_packaging import check_words
 
-from fedeas_flwr.config import read_config
+from fedeas_flwr.config_files import read_config
 
 ROOT = Path(__file__).parents[1]
 BLOCK = re.compile(r"^ *```(sh|python|toml|gpu)\n(.*?)^ *```", re.S | re.M)

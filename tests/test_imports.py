@@ -30,7 +30,7 @@ LAYERS = [
     },
     {"waterfill", "allocation", "partition"},
     {"budget_path", "own_data"},
-    {"config", "keys", "planning", "choosing", "curves", "dataset_sources", "data"},
+    {"config", "config_files", "keys", "planning", "choosing", "curves", "dataset_sources", "data"},
     {
         "checkpoints",
         "gpu",

@@ -177,7 +177,7 @@ def test_a_daemon_is_ended_that_is_interrupted_while_it_is_tried(
 
 CHILD = """
 import os, pathlib, sys, time
-from fedeas_flwr.config import read_config
+from fedeas_flwr.config_files import read_config
 from fedeas_flwr.runs import RunDirectory
 config = read_config(pathlib.Path(sys.argv[1]), sys.argv[2:])
 run = RunDirectory.start(config, {})

@@ -26,7 +26,7 @@ from fedeas_flwr.sweep_jobs import Board, Job, Standing, run_sweep
 
 CHILD = """
 import pathlib, sys, time
-from fedeas_flwr.config import read_config
+from fedeas_flwr.config_files import read_config
 from fedeas_flwr.listing import check_removable
 from fedeas_flwr.environment import describe_environment
 from fedeas_flwr.runs import RunDirectory

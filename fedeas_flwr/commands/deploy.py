@@ -11,7 +11,8 @@ from rich.console import Console
 
 from fedeas_flwr.commands.doctor import show
 from fedeas_flwr.commands.help import InOrderOfUse
-from fedeas_flwr.config import parse_config, parse_overrides
+from fedeas_flwr.config import parse_config
+from fedeas_flwr.config_files import parse_overrides
 
 deploy_app = typer.Typer(
     cls=InOrderOfUse,

@@ -13,7 +13,8 @@ from rich.table import Table
 from rich.text import Text
 
 from fedeas_flwr.commands.output import FormatOption
-from fedeas_flwr.config import RunConfig, parse_config, parse_overrides, read_config
+from fedeas_flwr.config import RunConfig, parse_config
+from fedeas_flwr.config_files import parse_overrides, read_config
 from fedeas_flwr.sizes import counted
 
 if TYPE_CHECKING:

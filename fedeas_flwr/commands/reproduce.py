@@ -16,7 +16,8 @@ from rich.console import Console
 
 from fedeas_flwr.commands.output import FormatOption, can_be_folder, refuse_given
 from fedeas_flwr.commands.sweep import watching
-from fedeas_flwr.config import ConfigError, parse_overrides
+from fedeas_flwr.config import ConfigError
+from fedeas_flwr.config_files import parse_overrides
 from fedeas_flwr.paths import atomic_write
 from fedeas_flwr.sizes import counted
 

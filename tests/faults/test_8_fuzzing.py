@@ -30,7 +30,8 @@ from test_messages import COUNTERS, TRAINABLE, reply
 from fedeas_flwr import client_app, messages
 from fedeas_flwr.array_records import to_record
 from fedeas_flwr.cache import ImageCache
-from fedeas_flwr.config import KEYS, ConfigError, RunConfig, parse_config, read_config
+from fedeas_flwr.config import KEYS, ConfigError, RunConfig, parse_config
+from fedeas_flwr.config_files import read_config
 from fedeas_flwr.dataset_sources import check_npz
 from fedeas_flwr.generators.bank import BankGenerator
 from fedeas_flwr.generators.diffusion import DiffusionGenerator
