@@ -124,16 +124,21 @@ def test_shared_images_stand_beside_images_of_each_clients_own_and_the_papers_nu
     record(tmp_path / "shared", f"{MAIN}/uniform-shared", 1, [0.585] * 200, images=33_650)
     table = beyond.shared_table(found_in(tmp_path))
     assert table.rows[:4] == [
-        ["100", "Uniform", "58.81", "of each client's own", "69.00", "1", "+10.19", "33,650"],
-        ["100", "Uniform", "", "the same of a class on all clients", "58.50", "1", "−0.31", "340"],
-        ["100", "Uniform", "", "one seed for all clients", "–", "–", "–", "385"],
-        ["100", "Missing-only", "70.18", "of each client's own", "–", "–", "–", "33,650"],
+        ["100", "0.1", "Uniform", "58.81", "of each client's own", "69.00", "1", "+10.19", "33,650"],
+        ["100", "0.1", "Uniform", "", "the same of a class on all clients", "58.50", "1", "−0.31", "340"],
+        ["100", "0.1", "Uniform", "", "one seed for all clients", "–", "–", "–", "385"],
+        ["100", "0.1", "Missing-only", "70.18", "of each client's own", "–", "–", "–", "33,650"],
     ]
     assert [(budget.wanted, budget.by, budget.met) for budget in table.budgets] == [
         (33_650, "paper", True),
         (33_650, "plan", True),
     ]
-    assert [row[:2] + row[-1:] for row in table.rows[-2:]] == [["20", "Uniform", "13,437"], ["20", "Uniform", "725"]]
+    assert [(row[0], row[1], row[2], row[-1]) for row in table.rows[-6:-2]] == [
+        ("20", "0.1", "Uniform", "13,437"),
+        ("20", "0.1", "Uniform", "725"),
+        ("100", "0.05", "Uniform", "36,697"),
+        ("100", "0.05", "Uniform", "415"),
+    ]
 
 
 def test_rounds_that_fall_are_counted_by_hand(tmp_path: Path) -> None:
@@ -143,20 +148,21 @@ def test_rounds_that_fall_are_counted_by_hand(tmp_path: Path) -> None:
     record(tmp_path / "two", f"{MAIN}/fedeas", 1, curve)
     record(tmp_path / "none", f"{MAIN}/fedeas", 2, [0.7] * 200)
     record(tmp_path / "min8", f"{MAIN}/fedeas-min8", 2, [0.72] * 200, images=33_650)
-    rows = [row for row in beyond.batches_table(found_in(tmp_path)).rows if row[1] == "FedEAS"]
-    assert rows[0][2:5] == ["from 2 images", "70.00 ± 0.00", "1, 2"] and rows[0][6:] == ["2, 0", "48.3"]
-    assert rows[1][2:] == ["from 8 images", "72.00", "2", "72.00", "0", "–"]
+    rows = [row for row in beyond.batches_table(found_in(tmp_path)).rows if row[2] == "FedEAS"]
+    assert rows[0][3:6] == ["from 2 images", "70.00 ± 0.00", "1, 2"] and rows[0][7:] == ["2, 0", "48.3"]
+    assert rows[1][3:] == ["from 8 images", "72.00", "2", "72.00", "0", "–"]
 
 
 def test_small_batches_are_left_out_where_rounds_fell(tmp_path: Path) -> None:
     record(tmp_path / "all", f"{PAPERS}/scaffold", 1, TWENTY)
     record(tmp_path / "min8", f"{PAPERS}/scaffold-min8", 1, [0.6] * 200)
-    *_, all_batches, large = beyond.batches_table(found_in(tmp_path)).rows
-    assert [row[:3] for row in (all_batches, large)] == [
-        ["20", "SCAFFOLD", "from 2 images"],
-        ["20", "SCAFFOLD", "from 8 images"],
+    rows = beyond.batches_table(found_in(tmp_path)).rows
+    all_batches, large = (row for row in rows if row[2] == "SCAFFOLD")
+    assert [row[:4] for row in (all_batches, large)] == [
+        ["20", "0.1", "SCAFFOLD", "from 2 images"],
+        ["20", "0.1", "SCAFFOLD", "from 8 images"],
     ]
-    assert large[3] == "60.00" != all_batches[3]
+    assert large[4] == "60.00" != all_batches[4]
     assert choose(["batches"], [MAIN], "full").needed("full")[-1].name == f"{MAIN}/fedeas-min8"
 
 

@@ -131,8 +131,8 @@ WHOSE = {
 
 def shared_table(results: Results) -> Table:
     """Whether clients have images of their own or the same ones; the paper does not say which it had."""
-    head = ["K", "Method", "Paper, last-20 %", "Images", "Ours, last-20 %", "Seeds", "Difference", "Different images"]
-    table = Table(head, [])
+    ours = ["Ours, last-20 %", "Seeds", "Difference", "Different images"]
+    table = Table(["K", "α", "Method", "Paper, last-20 %", "Images", *ours], [])
     for place, method, end in variants(SHARED):
         one = cell(f"{place}/{method}{end}")
         config, published = one.config(results.scale, 1), last_20_of(results, f"{place}/{method}").paper
@@ -140,6 +140,7 @@ def shared_table(results: Results) -> Table:
         table.rows.append(
             [
                 str(config.clients),
+                f"{config.alpha:g}",
                 METHODS[method].label,
                 "" if end else show_paper(last),
                 WHOSE[config.shared_images],
@@ -157,8 +158,8 @@ def shared_table(results: Results) -> Table:
 
 def batches_table(results: Results) -> Table:
     """What last batches of a few images do: BatchNorm makes steps many times the usual size of them."""
-    head = ["K", "Method", "Last batches", "Ours, last-20 %", "Seeds", "Peak %", "Falls, by seed", "Deepest, points"]
-    table = Table(head, [])
+    ours = ["Ours, last-20 %", "Seeds", "Peak %", "Falls, by seed", "Deepest, points"]
+    table = Table(["K", "α", "Method", "Last batches", *ours], [])
     for place, method, end in variants(BATCHED):
         one = cell(f"{place}/{method}{end}")
         last, peak = last_20_of(results, one.name), peak_of(results, one.name)
@@ -169,7 +170,7 @@ def batches_table(results: Results) -> Table:
         batches = f"from {config.min_batch} images"
         depth = NONE if deepest is None else f"{100 * deepest:.1f}"
         shown = [show_ours(last), show_seeds(last), show_ours(peak), counts, depth]
-        table.rows.append([str(config.clients), METHODS[method].label, batches, *shown])
+        table.rows.append([str(config.clients), f"{config.alpha:g}", METHODS[method].label, batches, *shown])
         table.values += [last, peak]
     return table
 

@@ -177,11 +177,11 @@ CLEAN = ("fedavg", "fedeas", "missing-only", "uniform", "full-balance", *FREE)
 LARGER = (f"-min{FEW}",)
 SHARED: Variants = {
     MAIN: dict.fromkeys(("uniform", "missing-only", "fedeas"), ("-shared", "-one-seed")),
-    PAPERS: {"uniform": ("-one-seed",)},
+    **{place: {"uniform": ("-one-seed",)} for place in (PAPERS, "c10-k100-a0.05", "c10-k100-a0.3")},
 }
 BATCHED: Variants = {
     MAIN: dict.fromkeys(("uniform", "missing-only", "fedeas"), LARGER),
-    PAPERS: dict.fromkeys(("missing-only", "scaffold"), LARGER),
+    PAPERS: dict.fromkeys(("missing-only", "scaffold", "moon"), LARGER),
 }
 RULES = ("fedeas-g0.25", "fedeas", "fedeas-g0.75", "fedeas-g1", "waterfill")
 METHODS = _methods()
