@@ -32,6 +32,7 @@ from fedeas_flwr.npy import read_array
 from fedeas_flwr.paths import atomic_write, cache_root, remove_unfinished
 
 MANIFEST = "manifest.json"
+_LARGEST_MANIFEST = 2**20
 _DIGEST_BYTES = 32
 _BATCHES_A_CHUNK = 4
 
@@ -154,8 +155,8 @@ class ImageCache:
         fitting = []
         for path in self.root.glob(f"*/{MANIFEST}"):
             try:
-                facts, used = json.loads(path.read_text(encoding="utf-8")), path.stat().st_mtime
-            except (OSError, ValueError):
+                facts, used = read_manifest(path), path.stat().st_mtime
+            except OSError:
                 continue
             if all(_last_part(facts.get(key)) == value for key, value in wanted.items()):
                 fitting.append((used, path.parent))
@@ -177,6 +178,17 @@ class ImageCache:
         """Return the name of the folder that holds this generator's images of an experiment."""
         identity = json.dumps([generator.fingerprint, list(generator.image_shape), int(seed)])
         return hashlib.sha256(identity.encode()).hexdigest()
+
+
+def read_manifest(path: Path) -> dict[str, Any]:
+    """Read what a folder says that it is; nothing if that cannot be read, is no JSON object, or lies elsewhere."""
+    if path.is_symlink() or path.stat().st_size > _LARGEST_MANIFEST:
+        return {}
+    try:
+        facts = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError):
+        return {}
+    return facts if isinstance(facts, dict) else {}
 
 
 def _last_part(value: Any) -> Any:

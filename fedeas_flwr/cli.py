@@ -141,7 +141,12 @@ def run(
     """Run one federated training under Flower and wait for its end."""
     config = read_config(conf, overrides or [])
     if not config.run_dir:
-        config = config.with_changes(run_dir=str(fresh_folder(Path("runs").absolute() / run_name(config))))
+        wanted = Path("runs").absolute() / run_name(config)
+        folder = fresh_folder(wanted)
+        if folder != wanted and RunDirectory(wanted).state() == "interrupted":
+            again = shlex.join(["fedeas", "resume", str(wanted)])
+            console.print(f"{wanted.name} was interrupted; to go on with it: {again}", highlight=False, soft_wrap=True)
+        config = config.with_changes(run_dir=str(folder))
     start(config)
 
 

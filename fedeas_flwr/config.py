@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import math
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -314,6 +315,13 @@ class RunConfig(BaseModel):
             raise ValueError("must be an absolute path, since Flower's processes start elsewhere")
         return value
 
+    @field_validator("ray_address")
+    @classmethod
+    def _host_and_port(cls, value: str) -> str:
+        if value and not re.fullmatch(r"[^\s:]+:[0-9]{1,5}", value):
+            raise ValueError("must be HOST:PORT, such as 10.0.0.1:6379")
+        return value
+
     @model_validator(mode="after")
     def _fits_together(self) -> RunConfig:
         if self.evaluation == "federated" and self.protocol != "paper":
@@ -350,10 +358,14 @@ class RunConfig(BaseModel):
         """How many of so many clients train in a round."""
         return max(1, round(self.participation * clients))
 
+    def enough_of(self, asked: int) -> int:
+        """The fewest of so many that `min-replies` lets pass; 0.28 of 25 are 7, though floats make it a little more."""
+        return max(1, math.ceil(self.min_replies * asked - 1e-9))
+
     @property
     def fewest_replies(self) -> int:
         """The fewest replies of a round that `min-replies` lets pass."""
-        return max(1, math.ceil(self.min_replies * self.sampled(self.clients)))
+        return self.enough_of(self.sampled(self.clients))
 
     def outside(self) -> dict[str, Any]:
         """The config as users write it: kebab-case keys, plain values."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -53,7 +54,7 @@ def summarise_so_far(run: RunDirectory, config: RunConfig) -> dict[str, Any] | N
 
 def describe(run: RunDirectory) -> dict[str, Any]:
     """One run as a row; a run that is damaged, or of another version and cannot be read, still has one."""
-    files = [path.stat() for path in files_of_run(run.path)]
+    files = [found for path in files_of_run(run.path) if (found := _stat(path))]
     row: dict[str, Any] = {"path": str(run.path), "state": run.state(), "rounds_done": 0, "rounds": None}
     row |= {"last_20": None, "peak": None, "images": None}
     try:
@@ -66,6 +67,13 @@ def describe(run: RunDirectory) -> dict[str, Any]:
         could_be_read = row["rounds"] is not None or not is_run(run.path)
         row |= {"state": "damaged" if could_be_read else "unreadable", "error": str(error)}
     return row | {"changed": max(file.st_mtime for file in files), "bytes": sum(file.st_size for file in files)}
+
+
+def _stat(path: Path) -> os.stat_result | None:
+    try:
+        return path.stat()
+    except FileNotFoundError:  # a run at work replaces its files
+        return None
 
 
 def describe_in_full(run: RunDirectory) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import time
 from pathlib import Path
 from typing import Any
@@ -40,6 +41,8 @@ def prepare(config: RunConfig, console: Console) -> RunConfig:
     device = pick_device(config.device)
     if config.backend == "ray":
         ray_resources(config, device == "cuda")
+    if config.ray_address:
+        _reach(config.ray_address)
     config = _with_absolute_paths(config)
     if config.run_dir:
         RunDirectory(Path(config.run_dir)).check_ready(config)
@@ -56,6 +59,16 @@ def prepare(config: RunConfig, console: Console) -> RunConfig:
             console.print("the independent classifier is trained if it is not in the cache yet …")
             independent_classifier(config.dataset, config.data_dir, device)
     return config
+
+
+def _reach(address: str) -> None:
+    """See that a cluster's head is there: Flower's processes would ask for minutes, in silence."""
+    host, _, port = address.rpartition(":")
+    try:
+        socket.create_connection((host, int(port)), timeout=10).close()
+    except (OSError, OverflowError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise ConfigError(f"ray-address = '{address}': nobody answers there ({reason}); is the head started?") from None
 
 
 def check_room(config: RunConfig, counts: Labels, generator: Generator, console: Console) -> None:

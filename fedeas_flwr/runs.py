@@ -307,8 +307,9 @@ class RunDirectory:
     def announced(self) -> list[dict[str, Any]]:
         """All processes that said that they run it, dead ones too."""
         try:
-            return list(self.read_json("status.json").get("processes", []))
-        except RunError:
+            found = self.read_json("status.json").get("processes", [])
+            return [one for one in found if {"pid", "started", "host"} <= one.keys()]
+        except (RunError, TypeError, AttributeError):
             return []
 
     def state(self) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
@@ -27,12 +28,26 @@ from fedeas_flwr.gpu.own_streams import own_stream
 from fedeas_flwr.local_data import federated_data
 from fedeas_flwr.models import split_state
 from fedeas_flwr.one_line import one_line
+from fedeas_flwr.processes import MARK
 from fedeas_flwr.runs import ProcessesDiedError, RunDirectory, RunError, run_folder
 from fedeas_flwr.strategies import build_strategy
 from fedeas_flwr.strategies.federation import Evaluate, Federation
 from fedeas_flwr.strategies.members import count_clients
 from fedeas_flwr.training import Evaluator, Normaliser, network, pick_device
 
+FORESEEN = (RunError, ConfigError)
+"""What a user can mend: the line says all of it."""
+
+
+def _in_one_line(record: logging.LogRecord) -> bool:
+    """Take the traceback off what Flower logs of an error that was foreseen; a filter of its logger."""
+    error = record.exc_info[1] if record.exc_info else None
+    if isinstance(error, FORESEEN):
+        record.msg, record.args, record.exc_info = f"{record.getMessage()}: {as_told(error)}", (), None
+    return True
+
+
+logging.getLogger("flwr").addFilter(_in_one_line)
 app = ServerApp()
 
 
@@ -42,6 +57,10 @@ def main(grid: Grid, context: Context) -> None:
     config = parse_config(context.run_config)
     if not config.run_dir:
         config = config.with_changes(run_dir=str(run_folder(config, context.run_id)))
+    if MARK not in os.environ:  # else the launcher has looked, and is at work there itself
+        RunDirectory(Path(config.run_dir)).refuse_if_it_runs()
+    if config.resume and not config.clients:  # as many as before, not as many as happen to be there now
+        config = config.with_changes(clients=RunDirectory(Path(config.run_dir)).config().clients)
     device = pick_device(config.device, config.precision)
     run = RunDirectory.start(config, describe_environment(_device_name(device)))
     with log_to(run.path / "flower.log"):
@@ -71,8 +90,7 @@ def _recorded(grid: Grid, config: RunConfig, run: RunDirectory, device: str) -> 
         raise
     except BaseException as error:
         run.set_status("failed", as_told(error), died=isinstance(error, ProcessesDiedError))
-        foreseen = isinstance(error, (RunError, ConfigError))
-        log(ERROR, "The run failed: %s", as_told(error), exc_info=not foreseen)
+        log(ERROR, "The run failed: %s", as_told(error), exc_info=not isinstance(error, FORESEEN))
         raise
     finally:
         forget_kept_states()

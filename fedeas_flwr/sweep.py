@@ -27,7 +27,7 @@ from fedeas_flwr.metrics import summarise
 from fedeas_flwr.paths import atomic_write
 from fedeas_flwr.runs import NOT_THE_RUN, RunDirectory, RunError
 
-MADE_ABSOLUTE = ("generator", "data-dir", "weights")
+MADE_ABSOLUTE = ("dataset", "generator", "data-dir", "weights")
 """Keys that a run writes down otherwise than they were given, as absolute paths."""
 
 MEASURES = ("last_20", "peak", "images")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import secrets
@@ -16,7 +15,7 @@ from typing import Any
 
 from filelock import FileLock, Timeout
 
-from fedeas_flwr.cache import MANIFEST, ImageCache, read_shard
+from fedeas_flwr.cache import MANIFEST, ImageCache, read_manifest, read_shard
 from fedeas_flwr.generators import Generator
 from fedeas_flwr.paths import existing_part
 from fedeas_flwr.sizes import counted, parse_bytes, show_bytes
@@ -24,7 +23,6 @@ from fedeas_flwr.sizes import counted, parse_bytes, show_bytes
 LIMIT_VARIABLE = "FEDEAS_CACHE_LIMIT"
 # A shard is a NumPy header of 128 bytes and a checksum of 32, in a file that takes whole blocks of the disk.
 _BLOCK = 4096
-_LARGEST_MANIFEST = 2**20
 _SHARD_OVERHEAD = _BLOCK + 160
 
 
@@ -58,7 +56,7 @@ def entries(cache: ImageCache) -> list[Entry]:
             continue
         manifest = folder / MANIFEST
         try:
-            last_used, facts = manifest.lstat().st_mtime, _read_manifest(manifest)
+            last_used, facts = manifest.lstat().st_mtime, read_manifest(manifest)
         except OSError:  # a cache from before there were manifests
             if not folder.is_dir():  # removed meanwhile
                 continue
@@ -73,17 +71,6 @@ def _size(path: Path) -> int:
         return path.lstat().st_size if path.is_file() else 0
     except OSError:  # removed meanwhile
         return 0
-
-
-def _read_manifest(path: Path) -> dict[str, Any]:
-    """Read what a folder says that it is; nothing if that cannot be read, is no JSON object, or lies elsewhere."""
-    if path.is_symlink() or path.stat().st_size > _LARGEST_MANIFEST:
-        return {}
-    try:
-        facts = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError):
-        return {}
-    return facts if isinstance(facts, dict) else {}
 
 
 def _count_images(folder: Path) -> int:

@@ -215,3 +215,13 @@ def test_fill_refuses_images_that_do_not_fit() -> None:
         fill(np.zeros((2, 4, 4, 2), np.uint8), np.zeros(2, np.int64), [1, 0, 0], Fake())
     with pytest.raises(ValueError, match=r"labels: shape \[3\]"):
         fill(np.zeros((2, 4, 5, 2), np.uint8), np.zeros(3, np.int64), [1, 0, 0], Fake())
+
+
+@pytest.mark.parametrize("damaged", ["null", "[]", "{", "[" * 100_000, ""])
+def test_a_folder_is_found_beside_manifests_that_are_damaged(tmp_path: Path, damaged: str) -> None:
+    cache = ImageCache(tmp_path)
+    cache.ensure(Fake(), seed=1, client=0, wanted=[1, 0, 0], about={"generator": "fake"})
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "manifest.json").write_text(damaged)
+    assert cache.find({"generator": "fake"}, 1) == tmp_path / cache.key(Fake(), 1)
+    assert cache.find({"generator": "fake"}, 2) is None

@@ -12,6 +12,8 @@ import numpy as np
 import pytest
 from flwr.app import Message
 from flwr.clientapp import ClientApp
+from hypothesis import given
+from hypothesis import strategies as st
 
 from fedeas_flwr import messages
 from fedeas_flwr.checkpoints import Checkpoint
@@ -198,6 +200,13 @@ def test_sampling_depends_on_seed_and_round_alone(tmp_path: Path) -> None:
     different = federation(tmp_path / "c", toy_app(), seed=2, **config)
     different.nodes = run.nodes
     assert [different.sample(n) for n in range(1, 20)] != draws[:19]
+
+
+@given(hundredths=st.integers(1, 100), asked=st.integers(1, 2000))
+def test_the_fewest_replies_are_those_of_exact_arithmetic(hundredths: int, asked: int) -> None:
+    """0.28 · 25 is 7.000000000000001 in floats, and 7 replies of 25 are enough."""
+    config = parse_config({"min-replies": hundredths / 100})
+    assert config.enough_of(asked) == -(-hundredths * asked // 100)
 
 
 def test_a_federation_of_another_size_is_one_line_with_the_flag(tmp_path: Path) -> None:

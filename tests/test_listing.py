@@ -18,7 +18,7 @@ from rich.console import Console
 from runners import fedeas, finish, quick, small, typed
 from test_sweep import ROOT
 
-from fedeas_flwr import cli, quickstart
+from fedeas_flwr import cli, listing, quickstart
 from fedeas_flwr.cache import MANIFEST, ImageCache
 from fedeas_flwr.checkpoints import Checkpoint
 from fedeas_flwr.client_state import ClientState, ClientStore
@@ -38,6 +38,21 @@ def test_a_killed_run_is_interrupted_a_living_one_runs_and_a_number_used_again_i
     for change, state in (({"started": 1.0}, "interrupted"), ({"host": "another"}, "elsewhere")):
         path.write_text(json.dumps({**found, "processes": [{**found["processes"][0], **change}]}))
         assert run.state() == state and run.processes() == []
+
+
+@pytest.mark.parametrize("processes", [None, 5, [5], [None], [{"host": "another"}], {"pid": 1}, "all"])
+def test_a_damaged_status_is_no_traceback(tmp_path: Path, processes: object) -> None:
+    run = RunDirectory.start(small(tmp_path / "r"), {})
+    (run.path / "status.json").write_text(json.dumps({"status": "running", "error": "", "processes": processes}))
+    assert run.announced() == [] and run.state() == "interrupted"
+
+
+def test_a_run_at_work_is_listed_though_its_files_come_and_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = write_run(tmp_path / "r", [0.5])
+    gone = run.path / "clients" / "0" / "state-000004.json"
+    monkeypatch.setattr(listing, "files_of_run", lambda path: [*files_of_run(path), gone])
+    found = listing.describe(run)
+    assert found["rounds_done"] == 1 and found["bytes"] == sum(path.stat().st_size for path in files_of_run(run.path))
 
 
 def test_rm_removes_runs_and_nothing_else(tmp_path: Path) -> None:

@@ -65,6 +65,13 @@ def mean_of(*clients: int) -> float:
     return sum(EXAMPLES[c] * VALUES[c] for c in clients) / sum(EXAMPLES[c] for c in clients)
 
 
+def test_a_node_that_does_not_answer_is_named(tmp_path: Path) -> None:
+    grid = ComingAndGoing(0, 1, 2)
+    grid.kill(101)
+    with pytest.raises(RunError, match="node 101 did not say who it is within"):
+        started(tmp_path, grid, **{"min-replies": 1.0})
+
+
 def test_an_offline_client_is_recorded_and_the_rest_are_averaged(tmp_path: Path) -> None:
     grid = ComingAndGoing(0, 1, 2)
     run = started(tmp_path, grid)

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from runners import finish, small, weights
+from runners import finish, small, typed, weights
 from waiting import wait_until
 
 from fedeas_flwr.config import ConfigError, parse_config
@@ -39,6 +39,22 @@ def test_a_cluster_is_joined_only_if_asked_for_and_never_told_its_size(
     }
     with pytest.raises(ConfigError, match="needs backend = 'ray'"):
         parse_config({"ray-address": "10.0.0.2:6379", "backend": "inline"})
+
+
+@pytest.mark.parametrize(
+    ("address", "words"),
+    [
+        ("auto", "must be HOST:PORT, such as 10.0.0.1:6379"),
+        ("127.0.0.1:1", "nobody answers there (Connection refused)"),
+        ("127.0.0.1:70000", "nobody answers there"),
+    ],
+)
+def test_an_address_where_no_cluster_is_is_one_line_at_once(tmp_path: Path, address: str, words: str) -> None:
+    conf = str(Path(__file__).parents[1] / "conf" / "quickstart.toml")
+    refused = typed("run", conf, "backend=ray", f"ray-address={address}", cwd=tmp_path)
+    assert refused.returncode == 2 and len(refused.stderr.splitlines()) == 1
+    assert refused.stderr.startswith(f"error: ray-address = '{address}': {words}")
+    assert not (tmp_path / "runs").exists()
 
 
 @pytest.fixture

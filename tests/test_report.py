@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -106,13 +107,31 @@ def test_a_bank_is_no_model_of_the_same_name(tmp_path: Path) -> None:
     assert {group.name for group in grouped(*runs)} == {"generator = bank:flowers", "generator = flowers"}
 
 
-def test_one_run_twice_is_refused_also_as_its_record(tmp_path: Path) -> None:
+def test_of_a_run_that_is_there_twice_one_counts_and_the_other_is_named(tmp_path: Path) -> None:
+    """As after Ctrl-C and the same command again: what came furthest counts, of two such the one written last."""
+    cut, whole, same = (
+        write_run(tmp_path / name, curve, seed=1, rounds=3, finished=len(curve) == 3)
+        for name, curve in (("cut", [0.2, 0.4]), ("whole", [0.2, 0.4, 0.6]), ("same", [0.2, 0.4, 0.6]))
+    )
+    os.utime(whole.path / "rounds.jsonl", (1e9, 1e9))
+    other = write_run(tmp_path / "other", [0.1, 0.4], seed=2, rounds=3, finished=False)
+    twin = write_run(tmp_path / "twin", [0.1, 0.3, 0.5], seed=2, rounds=3)
+    groups, left_out = group_runs([cut, whole, other, same, twin])
+    assert [member.run.path for group in groups for member in group.members] == [same.path, twin.path]
+    assert left_out == [
+        f"{cut.path} is {same.path} once more (config and seed)",
+        f"{whole.path} is {same.path} once more (config and seed)",
+        f"{other.path} is {twin.path} once more (config and seed), with other figures",
+    ]
+
+
+def test_one_run_and_its_record_are_one(tmp_path: Path) -> None:
     run = write_run(tmp_path / "a", [0.5], policy="fedeas", generator="builtin")
     (tmp_path / "b").symlink_to(tmp_path / "a")
     assert len(grouped(run, RunDirectory(tmp_path / "b"))[0].members) == 1  # one folder under two names
     export(run, tmp_path / "record")
-    with pytest.raises(RunError, match=r"a and .*record are one run twice .*seed 1"):
-        group_runs([run, RunDirectory(tmp_path / "record")])
+    groups, left_out = group_runs([run, RunDirectory(tmp_path / "record")])
+    assert [len(group.members) for group in groups] == [1] and len(left_out) == 1 and "once more" in left_out[0]
 
 
 def test_an_interrupted_run_is_shown_as_far_as_it_came(tmp_path: Path) -> None:

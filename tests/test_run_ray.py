@@ -135,15 +135,20 @@ def test_flwr_run_works_as_flowers_users_expect(tmp_path: Path, digits_generator
         "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
     }
     before = flowers_processes()
-    words = ["--stream", "--run-config", f'rounds=2 local-epochs=1 run-dir="{tmp_path / "run"}"']
+
+    def flwr_run(keys: str) -> subprocess.CompletedProcess[str]:
+        words = ["flwr", "run", str(ROOT), "--stream", "--run-config", keys]
+        return subprocess.run(words, env=environment, capture_output=True, text=True, timeout=300)
+
     try:
-        done = subprocess.run(
-            ["flwr", "run", str(ROOT), *words], env=environment, capture_output=True, text=True, timeout=300
-        )
+        done = flwr_run(f'rounds=2 local-epochs=1 run-dir="{tmp_path / "run"}"')
         run = RunDirectory(tmp_path / "run")
         assert run.status()[0] == "finished", done.stdout + done.stderr
         assert run.config().clients == 2
         assert run.summary()["rounds"] == 2
+        wrong = flwr_run("policy='nonsense'")
+        said = wrong.stdout + wrong.stderr
+        assert "policy = 'nonsense': must be" in said and "Traceback" not in said
     finally:
         for pid in flowers_processes() - before:
             with suppress(psutil.NoSuchProcess):  # ended by itself just now

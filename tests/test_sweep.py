@@ -227,6 +227,13 @@ def test_a_folder_with_another_run_under_a_cells_name_is_refused(tmp_path: Path)
         sweep.open()
 
 
+def test_runs_on_data_named_by_a_relative_path_are_known_again(tmp_path: Path) -> None:
+    """A run writes the path down in full."""
+    sweep = make_sweep(base().with_changes(dataset="own:mine.npz", policy="none"), ["seed=1"], tmp_path)
+    RunDirectory.start(sweep.cells[0].config.with_changes(dataset=f"own:{tmp_path}/mine.npz"), {})
+    sweep.open()
+
+
 def test_points_by_hand() -> None:
     def row(policy: str, seed: int, last_20: float | None, state: str = "finished") -> dict[str, object]:
         return {

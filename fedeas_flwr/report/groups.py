@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -186,9 +185,7 @@ def group_runs(runs: Sequence[RunDirectory]) -> tuple[list[Group], list[str]]:
     together: dict[str, list[Member]] = {}
     for member in members:
         together.setdefault(repr(identity(member.config)), []).append(member)
-    found = [sorted(group, key=lambda member: member.config.seed) for group in together.values()]
-    for group in found:
-        _refuse_doubles(group)
+    found = [_one_a_seed(group, left_out) for group in together.values()]
     found.sort(key=lambda group: (group[0].summary["total_generated"], group[0].config.policy != "none"))
     configs = [group[0].config for group in found]
     told = zip(_names(configs), found, _colours(configs), strict=True)
@@ -222,13 +219,17 @@ def identity(config: RunConfig, free: Sequence[str] = ()) -> dict[str, Any]:
     return values | dataset | {key: without_folder(str(values[key])) for key in _PATHS if key in values}
 
 
-def _refuse_doubles(group: Sequence[Member]) -> None:
-    for one, other in itertools.pairwise(group):
-        if one.config.seed == other.config.seed:
-            raise RunError(
-                f"{one.run.path} and {other.run.path} are one run twice (config and seed {one.config.seed} are the "
-                "same): name the runs you mean"
-            )
+def _one_a_seed(group: Sequence[Member], left_out: list[str]) -> list[Member]:
+    """By seed; of a run that is there twice, the one that came furthest and of these the last written counts."""
+    kept: dict[int, Member] = {}
+    for member in sorted(group, key=lambda one: (len(one.rounds), (one.run.path / "rounds.jsonl").stat().st_mtime)):
+        kept[member.config.seed] = member
+    for member in group:
+        if (other := kept[member.config.seed]) is not member:
+            same = all(a["accuracy"] == b["accuracy"] for a, b in zip(member.rounds, other.rounds, strict=False))
+            figures = "" if same else ", with other figures"
+            left_out.append(f"{member.run.path} is {other.run.path} once more (config and seed){figures}")
+    return [kept[seed] for seed in sorted(kept)]
 
 
 def differences(configs: Sequence[RunConfig]) -> list[str]:

@@ -31,7 +31,7 @@ def ask_clients_to_test(grid: Grid, config: RunConfig, nodes: Mapping[int, int],
             reports.append(messages.read_evaluate_reply(reply, client))
         except MessageError as error:
             failed = f"client {client}: {error}"
-    if len(reports) < config.min_replies * len(questions):
+    if len(reports) < config.enough_of(len(questions)):
         missing = len(questions) - len(reports)
         raise RunError(
             f"evaluation: {missing} of {len(questions)} clients failed and min-replies = "

@@ -59,7 +59,7 @@ class Members:
         join later.
         """
         deadline, wanted = time.monotonic() + self._config.node_wait, self._config.clients
-        enough = max(1, self._config.min_replies * wanted)
+        enough = self._config.enough_of(wanted)
         while True:
             nodes, late = list(self._grid.get_node_ids()), time.monotonic() >= deadline
             failed = self._ask(nodes) if len(nodes) >= (enough if late else wanted) else []
@@ -79,7 +79,7 @@ class Members:
         while True:
             online = set(self._grid.get_node_ids())
             there = [client for client in chosen if self.nodes[client] in online]
-            if len(there) >= max(1, self._config.min_replies * len(chosen)) or time.monotonic() >= deadline:
+            if len(there) >= self._config.enough_of(len(chosen)) or time.monotonic() >= deadline:
                 return there
             time.sleep(_LOOK_AGAIN)
             self.look()
@@ -93,7 +93,7 @@ class Members:
         known = {*self.nodes.values(), *self._done_with}
         asked = {node for node in nodes if node not in known}
         questions = [messages.ask(node, "identity") for node in sorted(asked)]
-        failed = []
+        failed: list[tuple[bool, str]] = []
         replies = deliver(self._grid, questions, ANSWER_SECONDS) if questions else {}
         if replies and all(map(has_died, replies.values())):
             raise ProcessesDiedError("every client process died when asked who it is")
@@ -107,7 +107,8 @@ class Members:
                 failed.append((final, f"node {node} does not say who it is: {error}"))
                 continue
             self._enter(client, partitions, examples, node, asked)
-        return failed
+        silent = f"did not say who it is within {ANSWER_SECONDS:g} s"
+        return failed + [(False, f"node {node} {silent}") for node in sorted(asked - replies.keys())]
 
     def _enter(self, client: int, partitions: int, examples: int, node: int, asked: Collection[int]) -> None:
         expected = self._config.clients

@@ -205,7 +205,7 @@ class TrainingRounds(Roster):
         replies: Mapping[int, Message | None],
     ) -> None:
         good = len(chosen) - len(failures)
-        if good > 0 and good >= self.config.min_replies * len(chosen):
+        if good >= self.config.enough_of(len(chosen)):
             return
         first = failures[0]
         text = (

@@ -9,7 +9,7 @@ from functools import lru_cache, partial
 
 import torch
 
-from fedeas_flwr.config import RunConfig
+from fedeas_flwr.config import ConfigError, RunConfig
 from fedeas_flwr.data import dataset_info
 from fedeas_flwr.gpu.capture import capturing
 from fedeas_flwr.models import ImageShape, build_model
@@ -135,7 +135,7 @@ def pick_device(wanted: str, precision: str = "tf32") -> str:
     if not os.environ.get("CUDA_MPS_PIPE_DIRECTORY"):
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
     if wanted == "cuda" and not torch.cuda.is_available():
-        raise ValueError("device = 'cuda', but torch finds no CUDA device: use 'auto' or 'cpu'")
+        raise ConfigError("device = 'cuda', but torch finds no CUDA device: use 'auto' or 'cpu'")
     if wanted == "cpu" or not torch.cuda.is_available():
         return "cpu"
     matmul, cudnn, tf32 = torch.backends.cuda.matmul, torch.backends.cudnn, precision != "fp32"

@@ -6,6 +6,7 @@ together: a checkpoint, the records up to it, and the clients' states of that ve
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import sys
@@ -16,15 +17,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from flwr.app import Message
+from flwr.app import Context, Message, RecordDict
 from runners import finish, hand_models_over, quick, weights
 from test_5_killed_server import forked
 from test_federation import START, federation, toy_app
 from waiting import LONG, wait_until
 
-from fedeas_flwr import messages, server_app
+from fedeas_flwr import client_app, messages, server_app
 from fedeas_flwr.checkpoints import Arrays, Checkpoint
 from fedeas_flwr.client_state import ClientState, ClientStore
+from fedeas_flwr.config import ConfigError, RunConfig
+from fedeas_flwr.grids import InlineGrid
 from fedeas_flwr.runs import ProcessesDiedError, RunDirectory, RunError
 from fedeas_flwr.strategies import federation as loop
 from fedeas_flwr.strategies.federation import Evaluate, Federation
@@ -301,11 +304,32 @@ def test_a_folder_that_another_process_runs_in_is_refused(tmp_path: Path, resume
         before = {path.name: path.read_bytes() for path in run.path.glob("*.json*")}
         with pytest.raises(RunError, match=rf"^{tmp_path}/r is still running, in process {other.pid}$"):
             finish(quick(tmp_path / "r", resume=resume, **KEYS))
+        with pytest.raises(RunError, match="is still running, in process"):
+            as_flwr_run_does(quick(tmp_path / "r", resume=resume, **KEYS))
         assert {path.name: path.read_bytes() for path in run.path.glob("*.json*")} == before
     finally:
         other.kill()
         other.join()
     assert finish(quick(tmp_path / "r", resume=resume, **{**KEYS, "rounds": 2})).summary()["rounds"] == 2
+
+
+def as_flwr_run_does(config: RunConfig, nodes: int = 4) -> None:
+    """Start the ServerApp itself, without `fedeas run` before it."""
+    values = config.outside()
+    context = Context(run_id=1, node_id=0, node_config={}, state=RecordDict(), run_config=values)
+    server_app.app(InlineGrid(client_app.app, nodes, values), context)
+
+
+def test_a_run_is_not_resumed_by_a_federation_of_another_size(tmp_path: Path) -> None:
+    """Where the config leaves the number to the federation, as under `flwr run`."""
+    keys = {**KEYS, "clients": 0, "node_wait": 0}
+    as_flwr_run_does(quick(tmp_path / "r", **{**keys, "rounds": 1}))
+    with pytest.raises(RunError, match="one of 6 partitions, but the federation has 4 clients"):
+        as_flwr_run_does(quick(tmp_path / "r", resume=True, **keys), nodes=6)
+    run = RunDirectory(tmp_path / "r")
+    assert run.config().clients == 4 and len(run.rounds()) == 1
+    as_flwr_run_does(quick(tmp_path / "r", resume=True, **{**keys, "rounds": 2}))
+    assert run.state() == "finished" and len(run.rounds()) == 2
 
 
 # ------------------------------------------------------------------------------------------- leaving by the door
@@ -350,3 +374,17 @@ def test_an_error_nobody_foresaw_is_one_line_with_its_traceback_in_the_log(
     with pytest.raises(RunError, match=r"^TypeError: two lines$"):
         finish(quick(tmp_path / "r", policy="none"))
     assert "Traceback" in (tmp_path / "r" / "flower.log").read_text()
+
+
+@pytest.mark.parametrize(
+    "error", [ConfigError("beta = -1: must be 0 or more"), RunError("no"), TypeError("two\nlines")]
+)
+def test_flower_logs_a_traceback_only_of_what_nobody_foresaw(
+    caplog: pytest.LogCaptureFixture, error: Exception
+) -> None:
+    """As it does of whatever the ServerApp raises, under `flwr run`."""
+    foreseen = not isinstance(error, TypeError)
+    logging.getLogger("flwr").error("%s raised an exception", "Simulation", exc_info=error)
+    (record,) = caplog.records
+    assert (record.exc_info is None) == foreseen
+    assert record.getMessage() == "Simulation raised an exception" + (f": {error}" if foreseen else "")
