@@ -271,6 +271,7 @@ def train_generator(
     compiled: Annotated[bool, typer.Option("--compile/--no-compile", help="torch.compile, on a GPU")] = True,
     half: Annotated[bool, typer.Option("--half", help="write float16 weights")] = False,
     resume: Annotated[bool, typer.Option("--resume", help="go on from the checkpoint in --out")] = False,
+    start: Annotated[Path | None, typer.Option(help="begin with a generator's weights; of other classes, too")] = None,
     checkpoint_every: Annotated[float, typer.Option(help="seconds between checkpoints")] = 300.0,
 ) -> None:
     """Train a class-conditional diffusion model; Ctrl-C saves a checkpoint."""
@@ -303,6 +304,7 @@ def train_generator(
         compiled=compiled,
         half=half,
         resume=resume,
+        start=start,
         checkpoint_every=checkpoint_every,
         begun=say_which,
         report=show_training(console, chosen.batch),

@@ -6,6 +6,7 @@ import dataclasses
 import json
 import logging
 import os
+import shutil
 import signal
 import sys
 from pathlib import Path
@@ -14,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from gpu_here import DEVICES
 from runners import start_interruptible, typed
 from safetensors.torch import save
 from timelines import Clock
@@ -223,6 +225,55 @@ def test_a_preset_that_ends_is_chosen_and_the_reason_is_said(tmp_path: Path, mon
     assert done.stdout.splitlines()[0] == first
     named = typed(*words, "--out", "named", "--preset", "digits", cwd=tmp_path)
     assert "is for a GPU" not in named.stdout
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_training_begins_with_anothers_weights_and_says_so(tmp_path: Path, device: str) -> None:
+    """Of three classes after ten: all four begin as "no label", everything else as it was."""
+    first, out = tmp_path / "first", tmp_path / "second"
+    assert train_generator("digits", first, TINY, steps=2, device=device, compiled=False)
+    given = DiffusionGenerator(first, num_classes=10)._denoiser.unet.state_dict()
+    x = np.random.default_rng(0).integers(0, 256, (9, 8, 8, 1), dtype=np.uint8)
+    three = Dataset("digits", ("a", "b", "c"), (0.5,), (0.2,), x, np.arange(9) % 3, x[:1], np.zeros(1, np.int64))
+    trainer = Trainer(TINY, three, device=device, compiled=False, start=first)
+    for name, value in trainer.unet.state_dict().items():
+        wanted = given[name][-1:].expand(4, -1) if name == "class_embedding.weight" else given[name]
+        assert torch.equal(value.cpu(), wanted), name
+    assert all(torch.equal(a, b) for a, b in zip(trainer.unet.parameters(), trainer.average.shadow_params, strict=True))
+    assert trainer.run(steps=1)
+    alike = Trainer(TINY, open_dataset("digits"), start=first).unet.state_dict()
+    assert all(torch.equal(alike[name], value) for name, value in given.items())
+
+    def stop(now: Progress) -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+
+    assert not train_generator("digits", out, TINY, steps=2, start=first, report=stop, device=device, compiled=False)
+    shutil.rmtree(first)  # resumed, it is not read again
+    assert train_generator("digits", out, TINY, steps=2, start=first, resume=True, device=device, compiled=False)
+    assert "**Start**: the weights of `first` (sha256 " in (out / "README.md").read_text()
+
+
+def test_a_start_of_another_kind_is_refused_in_one_line(tmp_path: Path) -> None:
+    first, wider = tmp_path / "first", {**TINY.unet, "block_out_channels": (8, 16)}
+    with pytest.raises(FileNotFoundError, match=r"start: there is no .*config\.json; a generator is a folder with"):
+        train_generator("digits", tmp_path / "new", TINY, steps=1, start=first)
+    assert train_generator("digits", first, TINY, steps=1)
+    assert "**Start**" not in (first / "README.md").read_text()
+    cases = [
+        ({"unet": wider}, r"start: \S+ of .*first is '.*'; it must be .*, as the preset's"),
+        (
+            {"prediction": "epsilon"},
+            "start: prediction_type of .* is 'v_prediction'; it must be epsilon, as",
+        ),
+        ({"beta_schedule": "linear"}, "start: beta_schedule of .* is 'squaredcos_cap_v2'; it must be linear, as"),
+    ]
+    for changes, message in cases:
+        with pytest.raises(ValueError, match=message) as caught:
+            train_generator("digits", tmp_path / "new", dataclasses.replace(TINY, **changes), steps=1, start=first)
+        assert "\n" not in str(caught.value) and not (tmp_path / "new").exists()
+    words = ("train-generator", "--dataset", "digits", "--preset", "digits", "--steps", "1", "--out", "new")
+    refused = typed(*words, "--start", "nowhere", cwd=tmp_path)
+    assert refused.returncode == 2 and refused.stderr.startswith("error: start: there is no nowhere/unet/config.json")
 
 
 def test_epsilon_and_flips_train_too() -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -123,6 +125,50 @@ def load_unet(config: dict[str, Any], weights: Path) -> Any:
         line = one_line(error)
         raise ValueError(f"generator: {weights} does not fit its config.json or is damaged ({line})") from error
     return unet.eval().requires_grad_(False)
+
+
+def begin_with(unet: Any, folder: Path, schedule: Mapping[str, Any]) -> str:
+    """Give a new network the weights of a trained one, whose classes may be others.
+
+    Where their numbers differ, every class begins as the last one there, which means "no label": the network then knows
+    images, and no class yet.
+
+    Parameters
+    ----------
+    unet
+        The new network.
+    folder
+        Of the trained one, in diffusers' format.
+    schedule
+        ``prediction_type`` and ``beta_schedule``, which must be the same.
+
+    Returns
+    -------
+    str
+        Which weights, for the model card.
+    """
+    try:
+        config = read_json(folder / "unet" / "config.json")
+        found = check_schedule(read_json(folder / "scheduler" / "scheduler_config.json"), folder)
+        embeddings = config.get("num_class_embeds")
+        _require(_is_whole(embeddings, 1, _WIDEST), folder, "num_class_embeds", embeddings, f"1 to {_WIDEST}")
+        check_unet(config, folder, int(embeddings or 0), None)
+        for key, value in schedule.items():
+            there = found.get(key, "linear")  # diffusers' own default of the one that may be left out
+            _require(there == value, folder, key, there, f"{value}, as the preset's")
+        weights = folder / "unet" / WEIGHTS_NAME
+        given, own = load_unet(config, weights).state_dict(), unet.state_dict()
+        classes = given.pop("class_embedding.weight")
+        for key in sorted((given.keys() | own.keys()) - {"class_embedding.weight"}):
+            shapes = [tuple(state[key].shape) if key in state else None for state in (given, own)]
+            _require(shapes[0] == shapes[1], folder, key, shapes[0], f"{shapes[1]}, as the preset's")
+    except (FileNotFoundError, ValueError) as error:
+        raise type(error)(str(error).replace("generator:", "start:", 1)) from error
+    same = classes.shape == own["class_embedding.weight"].shape
+    given["class_embedding.weight"] = classes if same else classes[-1:].expand_as(own["class_embedding.weight"])
+    unet.load_state_dict(given)
+    with weights.open("rb") as file:
+        return f"`{folder.name}` (sha256 {hashlib.file_digest(file, 'sha256').hexdigest()[:16]})"
 
 
 def _check_shapes(config: dict[str, Any], weights: Path) -> None:

@@ -14,12 +14,14 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
 from fedeas_flwr.data import Dataset, dataset_info
+from fedeas_flwr.generators.folders import begin_with
 from fedeas_flwr.generators.presets import Preset
 from fedeas_flwr.one_line import one_line
 
@@ -48,6 +50,8 @@ class Diary:
     step: int = 0
     seconds: float = 0.0
     curve: list[tuple[int, float]] = field(default_factory=list)
+    start: str = ""
+    """Whose weights it began with; empty: drawn at random."""
 
 
 class Trainer:
@@ -65,10 +69,19 @@ class Trainer:
         ``cpu`` or ``cuda``. On CUDA: bfloat16 autocast, channels last, and torch.compile if `compiled`.
     compiled
         Spend a minute or two on compiling first, on CUDA.
+    start
+        Folder of a trained model to begin with, of the same network; its classes may be others.
     """
 
     def __init__(
-        self, preset: Preset, dataset: Dataset, *, seed: int = 0, device: str = "cpu", compiled: bool = True
+        self,
+        preset: Preset,
+        dataset: Dataset,
+        *,
+        seed: int = 0,
+        device: str = "cpu",
+        compiled: bool = True,
+        start: Path | None = None,
     ) -> None:
         from diffusers.training_utils import EMAModel
 
@@ -79,6 +92,9 @@ class Trainer:
         with self._quiet():
             torch.manual_seed(_step_seed(seed, 0))
             self.unet = _build_unet(preset, dataset)
+        if start is not None:
+            schedule = {"prediction_type": preset.prediction, "beta_schedule": preset.beta_schedule}
+            self.diary.start = begin_with(self.unet, start, schedule)
         self.unet.to(self.device).train()
         on_cuda = self.device.type == "cuda"
         if on_cuda:

@@ -53,6 +53,10 @@ _DATA = {
     ),
 }
 
+_START = """- **Start**: the weights of {start}, not random ones. What they were trained on, their own
+  card says; this one is of the training that followed.
+"""
+
 _OWN_DATA = ("as given, or the same fifth of every class set aside", "other", "Data of your own: its licence is yours.")
 
 _CARD = """---
@@ -70,7 +74,7 @@ Made by FedEAS on Flower with preset `{preset}`: {steps:,} steps of {batch} imag
 - **Data's licence**: {licence_text}
 - **Model**: UNet2DModel, {parameters:.1f} M parameters, {prediction}, schedule {schedule}, EMA weights in {precision}.
   Class {no_label} is "no label", for guidance; labels were dropped {dropout:.0%} of the time.
-- **Hardware**: {hardware}; torch {torch}, diffusers {diffusers}.
+{start}- **Hardware**: {hardware}; torch {torch}, diffusers {diffusers}.
 - **Seed**: {seed}.
 """
 
@@ -88,6 +92,7 @@ def train_generator(
     compiled: bool = True,
     half: bool = False,
     resume: bool = False,
+    start: Path | None = None,
     checkpoint_every: float = 300.0,
     begun: Callable[[], None] | None = None,
     report: Callable[[Progress], None] | None = None,
@@ -110,6 +115,8 @@ def train_generator(
         Write float16 weights.
     resume
         Go on from the folder's checkpoint.
+    start
+        Of the `Trainer`; a resumed training has its own weights and does not read it again.
     checkpoint_every
         Seconds between checkpoints, more than 0.
     begun
@@ -130,7 +137,8 @@ def train_generator(
     identity = {"dataset": dataset_name, "seed": seed, "preset": json.loads(json.dumps(asdict(preset)))}
     before = read_checkpoint(out / CHECKPOINT, identity) if resume else None
     dataset = open_dataset(dataset_name, data_dir)
-    trainer = Trainer(preset, dataset, seed=seed, device=device, compiled=compiled)
+    first = None if resume else start
+    trainer = Trainer(preset, dataset, seed=seed, device=device, compiled=compiled, start=first)
     if before:
         trainer.load(*before)
     if begun:
@@ -188,6 +196,7 @@ def save_model(folder: Path, trainer: Trainer, dataset: Dataset, *, half: bool =
         precision="float16" if half else "float32",
         no_label=len(dataset.classes),
         dropout=preset.label_dropout,
+        start=_START.format(start=trainer.diary.start) if trainer.diary.start else "",
         hardware=_hardware(trainer.device),
         torch=version("torch"),
         diffusers=version("diffusers"),
@@ -209,7 +218,8 @@ def read_checkpoint(path: Path, identity: dict[str, Any]) -> tuple[dict[str, tor
     with _opened(path) as (file, state):
         tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 - not a dict
         known, diary = dict(state["identity"]), state["diary"]
-        so_far = Diary(diary["step"], diary["seconds"], [(int(step), loss) for step, loss in diary["curve"]])
+        curve = [(int(step), loss) for step, loss in diary["curve"]]
+        so_far = Diary(diary["step"], diary["seconds"], curve, diary.get("start", ""))
     for key, value in identity.items():
         if known.get(key) != value:
             shown = [v["name"] if isinstance(v, dict) else v for v in (value, known.get(key))]
