@@ -110,10 +110,10 @@ def check_removable(folder: Path) -> RunDirectory:
 
 
 def heavy_files(run: RunDirectory, model: bool = False) -> list[Path]:
-    """What a finished run keeps only to be gone on with: its checkpoint, its clients' states; on demand its model."""
+    """What a finished run keeps only to be gone on with: checkpoint, noise-key, client states; on demand its model."""
     if run.state() != "finished":
         raise RunError(f"{run.path} is {run.state()}, not finished: it needs its checkpoint, nothing is removed")
-    names = ("checkpoint.safetensors", "clients", *(("model.safetensors",) if model else ()))
+    names = ("checkpoint.safetensors", "noise-key", "clients", *(("model.safetensors",) if model else ()))
     return [path for path in files_of_run(run.path) if path.relative_to(run.path).parts[0] in names]
 
 

@@ -5,6 +5,7 @@ rounds.jsonl           one object a round
 checkpoint.safetensors everything the server needs to go on after the last checkpointed round
 clients/ID/            what client ID keeps between rounds (simulation; see client_state.py)
 identity               the run's name among nodes that keep this themselves (deployment; see node.py)
+noise-key              the secret of `dp`'s noise, for its owner alone, and which models it was drawn for (see noise.py)
 model.safetensors      the final model
 summary.json           the run in a few numbers
 tensorboard/           the rounds as TensorBoard reads them (`tensorboard = true`)
@@ -24,13 +25,14 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 
 _OF_A_SWEEP = ("run.toml", "output.log")
-_OF_A_START = (*_OF_A_SWEEP, "status.json", "flower.log", "superlink.log")
-"""What may be there before a run has begun, or is left where one ended before it had."""
+_OF_A_START = (*_OF_A_SWEEP, "status.json", "flower.log", "superlink.log", "noise-key")
+"""What may be there before a run has begun, or is left where one ended before it had; a noise-key to repeat a run."""
 _IN_FOLDERS = ("clients/*/state-*", "clients/*/.state-*.tmp", "tensorboard/events.out.tfevents.*")
 _FILES = (
     "checkpoint.safetensors",
     "model.safetensors",
     "identity",
+    "noise-key",
     "service.json",
     *_OF_A_SWEEP,
     "flower.log",

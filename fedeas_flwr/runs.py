@@ -23,6 +23,7 @@ from fedeas_flwr.checkpoints import (
     write_checkpoint,
 )
 from fedeas_flwr.config import ConfigError, RunConfig, parse_config
+from fedeas_flwr.noise import Noise
 from fedeas_flwr.paths import atomic_write, cache_root, existing_part, remove_unfinished
 from fedeas_flwr.processes import identify, is_elsewhere, still_runs
 from fedeas_flwr.run_files import holds_others_files
@@ -135,6 +136,15 @@ class RunDirectory:
         if not path.exists():
             atomic_write(path, uuid.uuid4().hex.encode())
         return path.read_text(encoding="utf-8")
+
+    def noise(self) -> Noise:
+        """Where the noise of `dp` comes from; a resumed run goes on with it."""
+        path = self.path / "noise-key"
+        try:
+            with _saying_what_cannot_be_read(path):
+                return Noise(path)
+        except ValueError as error:
+            raise RunError(str(error)) from None
 
     def record_clients(self, clients: int) -> None:
         """Note how many clients the federation turned out to have."""

@@ -27,6 +27,7 @@ from fedeas_flwr.grids import InlineGrid
 from fedeas_flwr.prepare import prepare
 from fedeas_flwr.strategies import ALGORITHMS, build_strategy, flower
 from fedeas_flwr.strategies.flower import REMEMBERED, Composed, lent_randomness
+from fedeas_flwr.streams import stream
 
 TINY = {"clients": 3, "participation": 1.0, "batch_size": 128, "policy": "none"}
 """Three clients, a few steps each: the fewest that Krum and Bulyan take."""
@@ -158,18 +159,24 @@ def test_one_wild_client_does_not_move_a_robust_strategy(name: str) -> None:
 
 
 def test_global_generators_are_lent_and_given_back() -> None:
-    random.seed(5)
-    np.random.seed(5)
-    expected = random.random(), np.random.rand()
-    random.seed(5)
-    np.random.seed(5)
-    with lent_randomness(1, "aggregate", 3):
-        drawn = random.random(), np.random.rand()
-    assert (random.random(), np.random.rand()) == expected
-    with lent_randomness(1, "aggregate", 3):
-        assert (random.random(), np.random.rand()) == drawn
-    with lent_randomness(1, "aggregate", 4):
-        assert (random.random(), np.random.rand()) != drawn
+    def draw() -> tuple[float, float, float]:
+        return random.random(), np.random.rand(), np.random.normal()
+
+    def begin() -> None:
+        random.seed(5)
+        np.random.seed(5)
+        np.random.normal()  # they come in pairs: the second one waits
+
+    begin()
+    expected = draw()
+    begin()
+    with lent_randomness(stream(1, "test", 3)):
+        drawn = draw()
+    assert draw() == expected
+    with lent_randomness(stream(1, "test", 3)):
+        assert draw() == drawn
+    with lent_randomness(stream(1, "test", 4)):
+        assert draw() != drawn
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ LAYERS = [
     {
         "counts",
         "cores",
+        "noise",
         "npy",
         "paths",
         "sizes",

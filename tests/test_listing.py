@@ -113,6 +113,7 @@ def with_all_files(run: RunDirectory) -> RunDirectory:
     for name in ("run.toml", "output.log", "flower.log", "superlink.log", ".rounds.jsonl.17-00ff.tmp"):
         (run.path / name).write_text("x")
     run.identity()
+    run.noise()
     run.save_service({})
     run.save_model({})
     run.save_checkpoint(Checkpoint(1, {}, {}))
@@ -156,10 +157,12 @@ def test_quickstart_replaces_runs_and_nothing_else(tmp_path: Path, monkeypatch: 
     assert [path.name for path in (tmp_path / "none").iterdir()] == ["thesis.txt"]
 
 
-def test_all_that_a_run_writes_is_known_as_its_own(tmp_path: Path) -> None:
-    run = finish(quick(tmp_path / "r", policy="none", rounds=1, strategy="scaffold"))
+@pytest.mark.parametrize("keys", [{"strategy": "scaffold"}, {"dp": "server-fixed"}])
+def test_all_that_a_run_writes_is_known_as_its_own(tmp_path: Path, keys: dict[str, str]) -> None:
+    run = finish(quick(tmp_path / "r", policy="none", rounds=1, **keys))
     assert {path for path in run.path.rglob("*") if path.is_file()} == set(files_of_run(run.path))
     assert (run.path / "clients").is_dir() and (run.path / "flower.log").exists()
+    assert (run.path / "noise-key").exists() == ("dp" in keys)
 
 
 @pytest.fixture

@@ -12,15 +12,16 @@ import pytest
 from flwr.app import ConfigRecord, Message
 from flwr.clientapp import ClientApp
 from rich.console import Console
-from runners import finish, hand_models_over, quick, weights
+from runners import finish, hand_models_over, quick, weights, with_known_noise
 
 from fedeas_flwr import messages
 from fedeas_flwr.array_records import to_record
 from fedeas_flwr.checkpoints import Checkpoint
 from fedeas_flwr.config import ConfigError, parse_config
+from fedeas_flwr.exporting import export
 from fedeas_flwr.grids import InlineGrid
 from fedeas_flwr.prepare import prepare
-from fedeas_flwr.runs import RunDirectory
+from fedeas_flwr.runs import RunDirectory, RunError
 from fedeas_flwr.strategies import build_strategy
 from fedeas_flwr.strategies.clipping import clips_update
 from fedeas_flwr.strategies.federation import Federation
@@ -98,10 +99,70 @@ def test_the_noise_is_that_of_the_mean_and_of_the_round(tmp_path: Path, dp: str)
     noise = state.trainable["w"] - (1 + 2 / math.sqrt(SIZE))
     assert noise.std() == pytest.approx(3.0 * 2.0 / 3, rel=0.03)
     assert abs(noise.mean()) < 4 * noise.std() / math.sqrt(SIZE)
+    _, other = one_round(tmp_path / "b", **keys)
+    difference = state.trainable["w"] - other.trainable["w"]
+    assert difference.std() == pytest.approx(math.sqrt(2) * 3.0 * 2.0 / 3, rel=0.03), "one seed, and independent noise"
+
+
+def test_only_the_servers_file_has_the_key_of_the_noise(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sent: list[Message] = []
+    deliver = InlineGrid.send_and_receive
+
+    def listen(grid: InlineGrid, messages: Any, **more: Any) -> Any:
+        out = list(messages)
+        sent.extend(out)
+        return deliver(grid, out, **more)
+
+    monkeypatch.setattr(InlineGrid, "send_and_receive", listen)
+    run = finish(quick(tmp_path / "r", dp="server-fixed", rounds=2, **LINEAR))
+    assert (run.path / "noise-key").stat().st_mode & 0o777 == 0o600
+    key = (run.path / "noise-key").read_text().splitlines()[0]
+    assert len(bytes.fromhex(key)) == 32
+    export(run, tmp_path / "record")
+    shown = [path.read_text() for path in (tmp_path / "record").iterdir()]
+    shown += [(run.path / "config.json").read_text(), (run.path / "flower.log").read_text(), *map(repr, sent)]
+    assert len(sent) > 6 and not any(key in text for text in shown)
+    assert not (tmp_path / "record" / "noise-key").exists()
+
+
+def test_a_round_done_again_has_the_same_noise_for_the_same_updates_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keys = {"dp": "server-fixed", "dp_noise_multiplier": 3.0, "dp_clipping_norm": 999.0}
+    made, state = one_round(tmp_path, **keys)
+
+    def spent() -> float:
+        return made.strategy.privacy_spent(Checkpoint(1, START.trainable, {}))["epsilon"]
+
     np.random.rand(5)
-    _, again = one_round(tmp_path / "b", **keys)
-    _, other = one_round(tmp_path / "c", seed=2, **keys)
-    assert state.trainable["w"].tobytes() == again.trainable["w"].tobytes() != other.trainable["w"].tobytes()
+    again, _ = made.train_round(START)
+    assert again.trainable["w"].tobytes() == state.trainable["w"].tobytes(), "the same model: nothing more is told"
+    assert spent() == gaussian_epsilon(3.0, 1, 1e-5)
+    monkeypatch.setattr("test_privacy.UPDATES", (1.0, 2.0, 3.0 + 1e-4))  # as on a GPU, or of data that changed
+    other, _ = made.train_round(START)
+    difference = other.trainable["w"] - state.trainable["w"]
+    assert difference.std() == pytest.approx(math.sqrt(2) * 3.0 * 999.0 / 3, rel=0.03), "not that of the updates"
+    assert spent() == gaussian_epsilon(3.0, 2, 1e-5)
+
+
+def test_models_that_went_out_before_a_crash_count_after_it(tmp_path: Path) -> None:
+    noise = RunDirectory(tmp_path).noise()
+    first, second = noise.draws(1, [b"a"]).bytes(9), noise.draws(2, [b"b"]).bytes(9)
+    with (tmp_path / "noise-key").open("a") as file:
+        file.write("\n3\n")  # cut short by crashes: a model that may have gone out, and none
+    resumed = RunDirectory(tmp_path).noise()
+    assert resumed.draws(2, [b"b"]).bytes(9) == second != first == resumed.draws(1, [b"a"]).bytes(9)
+    resumed.draws(2, [b"c"]), resumed.draws(1, [b"b"])
+    assert [RunDirectory(tmp_path).noise().releases(rounds) for rounds in (0, 1, 2, 3)] == [0, 2, 4, 5]
+    assert RunDirectory(tmp_path / "another").noise().draws(1, [b"a"]).bytes(9) != first
+
+
+@pytest.mark.parametrize("text", [b"", b"0f" * 31, b"no key", b"\xff" * 32, b"0f" * 32 + b"\nround 1"])
+def test_a_damaged_key_is_one_line(tmp_path: Path, text: bytes) -> None:
+    (tmp_path / "noise-key").write_bytes(text)
+    with pytest.raises(RunError, match=r"noise-key is not the key of a run's noise") as refused:
+        RunDirectory(tmp_path).noise()
+    assert "\n" not in str(refused.value)
 
 
 def test_epsilon_by_hand_and_never_below_the_exact_one() -> None:
@@ -148,8 +209,8 @@ def test_no_epsilon_where_none_is_valid(keys: dict[str, Any], buffers: dict[str,
 
 @pytest.mark.parametrize("dp", WRAPPERS)
 def test_a_private_run_resumes_bit_for_bit_and_says_what_it_spent(tmp_path: Path, dp: str) -> None:
-    whole = finish(quick(tmp_path / "whole", dp=dp, rounds=4, **LINEAR))
-    finish(quick(tmp_path / "parts", dp=dp, rounds=2, **LINEAR))
+    whole = finish(quick(with_known_noise(tmp_path / "whole"), dp=dp, rounds=4, **LINEAR))
+    finish(quick(with_known_noise(tmp_path / "parts"), dp=dp, rounds=2, **LINEAR))
     np.random.rand(7)
     resumed = finish(quick(tmp_path / "parts", dp=dp, rounds=4, resume=True, **LINEAR))
     assert weights(whole) == weights(resumed)
@@ -163,16 +224,17 @@ def test_a_private_run_resumes_bit_for_bit_and_says_what_it_spent(tmp_path: Path
 
 @pytest.mark.parametrize("kind", ["fixed", "adaptive"])
 def test_who_clips_makes_no_difference_to_the_model(tmp_path: Path, kind: str) -> None:
-    server = finish(quick(tmp_path / "server", dp=f"server-{kind}", rounds=2, **TINY))
-    client = finish(quick(tmp_path / "client", dp=f"client-{kind}", rounds=2, **TINY))
-    assert weights(server) == weights(client) != weights(finish(quick(tmp_path / "none", rounds=2, **TINY)))
+    keys = {**TINY, "dp_noise_multiplier": 0.0, "rounds": 2}  # noise goes by the replies, clipped ones or others
+    server = finish(quick(tmp_path / "server", dp=f"server-{kind}", **keys))
+    client = finish(quick(tmp_path / "client", dp=f"client-{kind}", **keys))
+    assert weights(server) == weights(client) != weights(finish(quick(tmp_path / "none", **keys)))
 
 
 @pytest.mark.parametrize(("dp", "strategy"), [("server-adaptive", "fedavgm"), ("client-adaptive", "fedadam")])
 def test_wrapper_and_wrapped_both_remember(tmp_path: Path, dp: str, strategy: str) -> None:
     keys = {**LINEAR, "dp": dp, "strategy": strategy}
-    whole = finish(quick(tmp_path / "whole", rounds=3, **keys))
-    finish(quick(tmp_path / "parts", rounds=1, **keys))
+    whole = finish(quick(with_known_noise(tmp_path / "whole"), rounds=3, **keys))
+    finish(quick(with_known_noise(tmp_path / "parts"), rounds=1, **keys))
     resumed = finish(quick(tmp_path / "parts", rounds=3, resume=True, **keys))
     assert weights(whole) == weights(resumed)
     state = whole.load_checkpoint()
@@ -184,9 +246,9 @@ def test_wrapper_and_wrapped_both_remember(tmp_path: Path, dp: str, strategy: st
 @pytest.mark.parametrize("dp", WRAPPERS)
 def test_tensors_handed_over_give_the_same_weights(tmp_path: Path, dp: str, monkeypatch: pytest.MonkeyPatch) -> None:
     keys = {**TINY, "dp": dp, "rounds": 2, "model": "users_models:with_batchnorm"}
-    sent = finish(quick(tmp_path / "bytes", **keys))
+    sent = finish(quick(with_known_noise(tmp_path / "bytes"), **keys))
     hand_models_over(monkeypatch)
-    handed_over = finish(quick(tmp_path / "live", **keys))
+    handed_over = finish(quick(with_known_noise(tmp_path / "live"), **keys))
     assert weights(sent) == weights(handed_over)
     if dp.endswith("fixed"):
         assert "1.running_mean, are averaged without noise" in sent.summary()["privacy"]["why"]

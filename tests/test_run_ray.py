@@ -17,7 +17,7 @@ from pathlib import Path
 import psutil
 import pytest
 from leftovers import flowers_processes
-from runners import CHEAP, finish, small, start_interruptible, weights
+from runners import CHEAP, finish, small, start_interruptible, weights, with_known_noise
 from waiting import LONG, Held, wait_until
 
 from fedeas_flwr.runs import RunDirectory, RunError
@@ -63,8 +63,8 @@ def test_strategies_and_client_side_clipping_are_the_same_under_ray(
     tmp_path: Path, digits_generator: Path, keys: dict[str, object]
 ) -> None:
     keys = {"policy": "none", "rounds": 3, **keys}
-    inline = finish(small(tmp_path / "inline", **keys))
-    ray = finish(small(tmp_path / "ray", backend="ray", **keys))
+    inline = finish(small(with_known_noise(tmp_path / "inline"), **keys))
+    ray = finish(small(with_known_noise(tmp_path / "ray"), backend="ray", **keys))
     assert weights(inline) == weights(ray)
     assert [r["gamma_hat"] for r in inline.rounds()] == pytest.approx([r["gamma_hat"] for r in ray.rounds()])
 

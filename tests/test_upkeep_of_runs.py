@@ -36,6 +36,7 @@ def fedeas(capsys: pytest.CaptureFixture[str], *words: str) -> str:
 def with_weights(run: RunDirectory) -> RunDirectory:
     run.save_checkpoint(Checkpoint(1, {"w": np.zeros(1000, np.float32)}, {}))
     run.save_model({"w": np.zeros(1000, np.float32)})
+    run.noise()
     (run.path / "clients" / "0").mkdir(parents=True)
     (run.path / "clients" / "0" / "state-000001.json").write_bytes(b"x" * 500)
     return run

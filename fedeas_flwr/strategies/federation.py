@@ -44,6 +44,8 @@ class Federation(TrainingRounds):
 
     def __init__(self, grid: Grid, config: RunConfig, strategy: Strategy, run: RunDirectory) -> None:
         super().__init__(grid, config, strategy, run)
+        if isinstance(strategy, Composed) and config.dp != "none":
+            strategy.noise = run.noise()
         self.when_all_have_generated: Callable[[], None] = lambda: None
         self.before_checkpoint: Callable[[], None] = lambda: None
         self.when_a_round_ends: Callable[[Mapping[str, Any]], None] = lambda record: None

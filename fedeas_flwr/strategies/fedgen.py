@@ -54,8 +54,8 @@ DECAY, LEAST = 0.98, 1e-4
 def label_counts(config: RunConfig, images: Images, labels: Labels) -> Arrays:
     """How many real images of each class a client holds, with noise if `fedgen-count-noise` asks for it.
 
-    The noise is the discrete Laplace of scale b: counts stay whole. It is the one draw that does not come from the
-    run's seed, since the server, from whom it hides the counts, knows that.
+    The noise is the discrete Laplace of scale b: counts stay whole. Like that of `dp` it does not come from the run's
+    seed, since the server, from whom it hides the counts, knows that.
     """
     counts = np.bincount(labels, minlength=len(dataset_info(config.dataset).classes)).astype(np.int64)
     if config.fedgen_count_noise:

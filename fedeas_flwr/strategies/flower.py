@@ -8,7 +8,7 @@ checkpoint can hold.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -16,12 +16,14 @@ import numpy as np
 from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
 from flwr.serverapp import Grid
 from flwr.serverapp import strategy as flower
+from numpy.random.mtrand import get_bit_generator, set_bit_generator
 
 from fedeas_flwr import messages
 from fedeas_flwr.array_records import encoded, to_arrays, to_record
 from fedeas_flwr.checkpoints import Arrays, Checkpoint, StrategyState
 from fedeas_flwr.config import ConfigError, RunConfig
 from fedeas_flwr.messages import ARRAYS, METRICS, WEIGHT
+from fedeas_flwr.noise import Noise
 from fedeas_flwr.strategies.fedavg import settings
 from fedeas_flwr.strategies.privacy import privacy_spent, with_privacy
 from fedeas_flwr.streams import stream
@@ -51,12 +53,14 @@ class Composed(flower.Strategy):
 
     def __init__(self, inner: flower.Strategy, config: RunConfig) -> None:
         self.inner, self.config = inner, config
+        self.noise = Noise()
+        """Where `dp` draws from; a run gives it one that lasts."""
 
     def configure_train(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
         """Let the strategy see NumPy arrays; the clients get the model as it is."""
-        with lent_randomness(self.config.seed, "configure", server_round):
+        with lent_randomness(stream(self.config.seed, "flower configure", server_round)):
             out = list(self.inner.configure_train(server_round, encoded(arrays), config, grid))
         for message in out:
             message.content = RecordDict({**message.content, ARRAYS: arrays})
@@ -72,8 +76,16 @@ class Composed(flower.Strategy):
             if self.config.dp != "none":
                 metrics = MetricRecord({**metrics, WEIGHT: 1})  # privacy.py says why
             reply.content = RecordDict({ARRAYS: encoded(arrays), METRICS: metrics})
-        with lent_randomness(self.config.seed, "aggregate", server_round):
+        with lent_randomness(self._draws(server_round, taken)):
             return self.inner.aggregate_train(server_round, taken)
+
+    def _draws(self, server_round: int, replies: Sequence[Message]) -> np.random.Generator:
+        if self.config.dp == "none":
+            return stream(self.config.seed, "flower aggregate", server_round)
+        # Whoever clips: all noise is the server's, that of the count of clipped updates too. The replies stand for the
+        # model as well that they were trained from.
+        records = (reply.content.array_records[ARRAYS] for reply in replies)
+        return self.noise.draws(server_round, (array.data for record in records for array in record.values()))
 
     def configure_evaluate(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
@@ -93,7 +105,8 @@ class Composed(flower.Strategy):
         """What the run has spent up to ``state``; ``None`` without `dp`."""
         if self.config.dp == "none":
             return None
-        return privacy_spent(self.config, self.inner, state.round, state.trainable, state.buffers)
+        releases = max(state.round, self.noise.releases(state.round))
+        return privacy_spent(self.config, self.inner, releases, state.trainable, state.buffers)
 
     def state(self) -> StrategyState:
         """What the strategy remembers, by attribute."""
@@ -139,21 +152,22 @@ def _like_attribute(name: str, arrays: Arrays) -> Any:
 
 
 @contextmanager
-def lent_randomness(seed: int, purpose: str, round_number: int) -> Iterator[None]:
-    """Make Python's and NumPy's global generators this round's own, and put them back as they were.
+def lent_randomness(draws: np.random.Generator) -> Iterator[None]:
+    """Let Python's and NumPy's global functions draw from a generator of the round's own, and then as before.
 
-    Flower's strategies draw from them. What they draw then depends on (seed, round) alone, so a resumed run draws the
-    same, and nothing else in the process notices.
+    Flower's strategies use them. What they draw then depends on that generator alone, so a resumed run draws the same,
+    and nothing else in the process notices.
     """
-    words = stream(seed, f"flower {purpose}", round_number).integers(0, 2**32, size=8, dtype=np.uint64)
-    before, numpy_before = random.getstate(), np.random.get_state()
-    random.seed(words.tobytes())
-    np.random.seed(words.astype(np.uint32))
+    before, numpy_before = random.getstate(), get_bit_generator()
+    state_before = np.random.get_state(legacy=False)  # with the second of a pair of normal numbers, if it waits
+    random.seed(draws.bytes(32))
+    set_bit_generator(draws.bit_generator)
     try:
         yield
     finally:
         random.setstate(before)
-        np.random.set_state(numpy_before)
+        set_bit_generator(numpy_before)
+        np.random.set_state(state_before)
 
 
 # ------------------------------------------------------------------------------------------------ builders

@@ -25,7 +25,7 @@ WRAPPERS: dict[str, Any] = {
 }
 ASSUMES = (
     "one client's update present or zero, RDP over all rounds without amplification by sampling, trained parameters "
-    "alone, a seed that nobody else knows"
+    "alone, a noise-key that nobody but the server reads"
 )
 
 
@@ -82,14 +82,14 @@ def gaussian_epsilon(noise_multiplier: float, releases: int, delta: float) -> fl
 
 
 def privacy_spent(
-    config: RunConfig, wrapper: flower.Strategy, rounds: int, trainable: Arrays, buffers: Arrays
+    config: RunConfig, wrapper: flower.Strategy, releases: int, trainable: Arrays, buffers: Arrays
 ) -> dict[str, Any]:
-    """What so many rounds have spent: ε with δ and what it assumes, or no ε and why."""
+    """What so many noisy models have spent: ε with δ and what it assumes, or no ε and why."""
     why = _no_epsilon(config, wrapper, trainable, buffers)
     if why:
         return {"epsilon": None, "why": why}
     clipping = "" if config.dp == "server-fixed" else ", clients that clip as they are told"
-    epsilon = gaussian_epsilon(config.dp_noise_multiplier, rounds, config.dp_delta)
+    epsilon = gaussian_epsilon(config.dp_noise_multiplier, releases, config.dp_delta)
     return {"epsilon": epsilon, "delta": config.dp_delta, "assumes": ASSUMES + clipping}
 
 

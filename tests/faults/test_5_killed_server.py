@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from runners import finish, quick, weights
+from runners import finish, quick, weights, with_known_noise
 from waiting import LONG, wait_until
 
 from fedeas_flwr import paths
@@ -103,14 +103,14 @@ ALL = [(strategy, step) for strategy in STATEFUL for step in STEPS]
 )
 def test_killed_inside_the_checkpoints_write(tmp_path: Path, strategy: str, step: str) -> None:
     keys = {**KEYS, "strategy": strategy, **STATEFUL[strategy]}
-    assert ended_by_kill(forked(run_and_die, tmp_path / "r", keys, "checkpoint.safetensors", step, 2))
-    run = RunDirectory(tmp_path / "r")
+    run = RunDirectory(with_known_noise(tmp_path / "r"))
+    assert ended_by_kill(forked(run_and_die, run.path, keys, "checkpoint.safetensors", step, 2))
     assert run.state() == "interrupted"
     checkpoint = run.load_checkpoint()
     assert checkpoint is not None
     assert checkpoint.round == (2 if step in ("renamed", "folder synced") else 1)
     resumed = finish(quick(tmp_path / "r", resume=True, **keys))
-    assert weights(resumed) == weights(finish(quick(tmp_path / "whole", **keys)))
+    assert weights(resumed) == weights(finish(quick(with_known_noise(tmp_path / "whole"), **keys)))
     assert [record["round"] for record in resumed.rounds()] == [1, 2, 3, 4]
     assert not list((tmp_path / "r").glob(".*.tmp")), "what a killed writer left is swept up"
 
