@@ -73,13 +73,14 @@ def _recorded(grid: Grid, config: RunConfig, run: RunDirectory, device: str) -> 
     try:
         clients = count_clients(grid, config)
         config = config.with_changes(clients=clients)
-        federation = Federation(grid, config, build_strategy(config), run)
+        federation, start = Federation(grid, config, build_strategy(config), run), _start(config, run)
+        federation.take_up(start)
         federation.discover()
         run.record_clients(clients)
         with shared_generator(federation, config, run, device):
             federation.plan()
             test = central_test(config, clients, device) if config.evaluation == "central" else None
-            start = _start(config, run)
+            run.keep_rounds(start.round)
             if getattr(grid, "live", False):  # clients of this very process keep their states in memory meanwhile
                 start, federation.before_checkpoint = _on_device(start, device), _keeper(device)
             with event_log(run.path / "tensorboard", start.round) if config.tensorboard else nullcontext() as write:
@@ -151,7 +152,6 @@ def _start(config: RunConfig, run: RunDirectory) -> Checkpoint:
         checkpoint = Checkpoint(0, trainable, buffers)
     elif set(checkpoint.trainable) != set(trainable) or set(checkpoint.buffers) != set(buffers):
         raise RunError(f"the checkpoint in {run.path} does not hold the arrays of model '{config.model}'")
-    run.keep_rounds(checkpoint.round)
     # A file keeps its arrays in an order of its own; on the wire they are in the model's.
     return replace(
         checkpoint,

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import io
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -21,7 +21,7 @@ from fedeas_flwr.config import ConfigError
 from fedeas_flwr.grids import InlineGrid
 from fedeas_flwr.messages import ARRAYS, CONFIG, MessageError
 from fedeas_flwr.prepare import prepare
-from fedeas_flwr.runs import RunError
+from fedeas_flwr.runs import RunDirectory, RunError
 from fedeas_flwr.strategies import ALGORITHMS, build_strategy
 from fedeas_flwr.strategies.disclosure import NeedsDisclosure
 
@@ -107,6 +107,77 @@ def test_it_is_asked_once_and_a_resumed_run_ends_with_the_same_bits(tmp_path: Pa
     assert weights(whole) == weights(resumed)
 
 
+class WithoutSome(RecordingGrid):
+    """Some nodes are away, until the first round has been trained."""
+
+    away: ClassVar[set[int]] = set()
+    for_good = False
+
+    def get_node_ids(self) -> list[int]:
+        return [node for node in super().get_node_ids() if node not in self.away]
+
+    def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> Iterable[Message]:
+        replies = list(super().send_and_receive(messages))
+        if not self.for_good and any(reply.metadata.message_type == "train" for reply in replies):
+            self.away.clear()
+        return replies
+
+
+@pytest.fixture
+def without_some(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    def switch(*away: int, for_good: bool = False) -> None:
+        patch = {"away": set(away), "for_good": for_good}
+        monkeypatch.setattr("fedeas_flwr.grids.InlineGrid", type("Grid", (WithoutSome,), patch))
+
+    return switch
+
+
+OF_FOUR = {"policy": "none", "participation": 1.0, "min_replies": 0.75, "node_wait": 0.0}
+
+
+def who_trained(run: RunDirectory) -> list[list[int]]:
+    return [record["clients"] for record in run.rounds()]
+
+
+@pytest.mark.parametrize("name", TELLING)
+@pytest.mark.parametrize("joins", ["in the run", "with the resume"])
+def test_who_was_not_there_to_be_asked_waits_for_the_next_run(
+    tmp_path: Path, name: str, joins: str, without_some: Callable[..., None]
+) -> None:
+    keys = {**OF_FOUR, **TELLING[name]}
+    without_some(4, for_good=True)
+    alone = finish(quick(tmp_path / "alone", rounds=4, **keys))
+    without_some(4, for_good=joins == "with the resume")
+    finish(quick(tmp_path / "r", rounds=2, **keys))
+    without_some()
+    log.clear()
+    resumed = finish(quick(tmp_path / "r", rounds=4, resume=True, **keys))
+    assert questions() == ["identity"] * 4
+    assert who_trained(resumed) == [[0, 1, 2]] * 4
+    said = "Client 3 came too late for this run: its strategy asked all clients before the first round"
+    assert said in (resumed.path / "flower.log").read_text()
+    assert weights(resumed) == weights(alone)
+
+
+@pytest.mark.parametrize("name", TELLING)
+def test_who_was_asked_may_come_back_late(tmp_path: Path, name: str, without_some: Callable[..., None]) -> None:
+    keys = {**OF_FOUR, **TELLING[name]}
+    finish(quick(tmp_path / "r", rounds=1, **keys))
+    without_some(4)
+    resumed = finish(quick(tmp_path / "r", rounds=3, resume=True, **keys))
+    assert who_trained(resumed) == [[0, 1, 2, 3], [0, 1, 2], [0, 1, 2, 3]]
+
+
+@pytest.mark.parametrize("name", TELLING)
+def test_who_was_not_asked_makes_no_quorum(tmp_path: Path, name: str, without_some: Callable[..., None]) -> None:
+    keys = {**OF_FOUR, **TELLING[name]}
+    without_some(4, for_good=True)
+    finish(quick(tmp_path / "r", rounds=1, **keys))
+    without_some(3, for_good=True)
+    with pytest.raises(RunError, match="clients = 4, but the federation has 3 nodes"):
+        finish(quick(tmp_path / "r", rounds=2, resume=True, **keys))
+
+
 @pytest.mark.parametrize("name", TELLING)
 def test_a_model_handed_over_as_tensors_gives_the_same_weights(
     tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
@@ -149,7 +220,7 @@ def test_a_refused_answer_is_told_with_its_value_and_what_is_allowed(
     arrays = {key: np.array(value, np.float32 if name == "fedmix" else np.int64) for key, value in told.items()}
     with pytest.raises(MessageError, match=re.escape(words)):
         strategy.be_told({3: {"image": np.zeros((1, 8, 8), np.float32), **arrays}})
-    assert not strategy.is_told()
+    assert not strategy.told()
 
 
 def test_dp_is_refused_with_just_the_strategies_that_its_refusal_names(tmp_path: Path) -> None:

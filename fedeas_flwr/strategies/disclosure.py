@@ -1,12 +1,13 @@
 """What an algorithm must know of the clients' data beyond FedAvg's: asked once, before training, and only if allowed.
 
 The run-config's `disclose-…` key allows it. Without the key the run does not start, and a client that is asked all the
-same refuses. What was told is kept in the checkpoint, so a resumed run does not ask again.
+same refuses. What was told is kept in the checkpoint, so a resumed run does not ask again; who was not there to be
+asked has no part in the run, resumed or not.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from logging import INFO
 from typing import Protocol, runtime_checkable
@@ -67,8 +68,8 @@ class NeedsDisclosure(Protocol):
 
     disclosure: Disclosure
 
-    def is_told(self) -> bool:
-        """Whether it knows already: from before an interrupt."""
+    def told(self) -> Collection[int]:
+        """The clients that told it, perhaps before an interrupt; empty before they were asked."""
         ...
 
     def be_told(self, told: Mapping[int, Arrays]) -> None:

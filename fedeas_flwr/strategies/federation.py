@@ -50,8 +50,16 @@ class Federation(TrainingRounds):
         self.before_checkpoint: Callable[[], None] = lambda: None
         self.when_a_round_ends: Callable[[Mapping[str, Any]], None] = lambda record: None
 
+    def take_up(self, start: Checkpoint) -> None:
+        """Go on from what the server held after a round; before `discover`, since some clients may come too late."""
+        self.checkpointed = start.accepted
+        if isinstance(self.strategy, Stateful):
+            self.strategy.load_state(start.strategy)
+        if isinstance(self.strategy, NeedsDisclosure):
+            self.members.asked = self.strategy.told() or None
+
     def fit(self, start: Checkpoint, test: Evaluate | None) -> None:
-        """Train from ``start`` to the last round, recording every round.
+        """Train from ``start``, which was taken up, to the last round, recording every round.
 
         ``test`` scores (trainable, buffers) on a test set of the server's; without it the clients are asked.
 
@@ -62,14 +70,11 @@ class Federation(TrainingRounds):
 
         However it ends, the rounds that are recorded are kept, also between two checkpoints.
         """
-        self.checkpointed = start.accepted
-        if isinstance(self.strategy, Stateful):
-            self.strategy.load_state(start.strategy)
-        self.members.closed = isinstance(self.strategy, NeedsDisclosure)
-        if isinstance(self.strategy, NeedsDisclosure) and not self.strategy.is_told():
+        if isinstance(self.strategy, NeedsDisclosure) and not self.strategy.told():
             clients, question = sorted(self.nodes), self.strategy.disclosure.question
             replies = self.query([messages.ask(self.nodes[client], question) for client in clients])
             tell(self.strategy, self.config, {node: client for client, node in self.nodes.items()}, replies)
+            self.members.asked = self.strategy.told()
         self._recorded, self._saved, self._begun = start, start.round, start.round
         try:
             state = self._rounds(start, test)

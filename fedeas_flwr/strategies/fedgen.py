@@ -11,7 +11,7 @@ The KL's first argument carries no gradient; ŷ is uniform over the labels that 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any, cast
 
 import numpy as np
@@ -111,9 +111,9 @@ class FedGen(FedAvg):
         self._counts: dict[int, Labels] = {}
         self._sent: Arrays = {}
 
-    def is_told(self) -> bool:
-        """Whether the counts are there."""
-        return bool(self._counts)
+    def told(self) -> Collection[int]:
+        """Whose counts are there."""
+        return self._counts.keys()
 
     def be_told(self, told: Mapping[int, Arrays]) -> None:
         """Take the clients' counts."""

@@ -10,7 +10,7 @@ where CE_b is that of the true label, and L is differentiated through the inner 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -75,9 +75,9 @@ class FedMix(FedAvg):
         self._means: Arrays = {}
         self._sent: Arrays = {}
 
-    def is_told(self) -> bool:
-        """Whether the means are there."""
-        return bool(self._means)
+    def told(self) -> Collection[int]:
+        """Whose means are there."""
+        return self._means["clients"].tolist() if self._means else []
 
     def be_told(self, told: Mapping[int, Arrays]) -> None:
         """Stack what the clients told, in ascending client id."""

@@ -47,8 +47,8 @@ class Members:
         self._grid, self._config, self._declare = grid, config, declare
         self.nodes: dict[int, int] = {}
         """Client → the node that last said it is that client."""
-        self.closed = False
-        """Whether clients that were not there at the start have to stay out."""
+        self.asked: Collection[int] | None = None
+        """Clients that were asked what the strategy had to know: all others stay out. ``None``: nobody has to."""
         self._done_with: set[int] = set()
         """Nodes of clients that have a newer one, or that came too late."""
 
@@ -123,9 +123,9 @@ class Members:
         if client in self.nodes:
             log(INFO, "Client %d is back, as node %d", client, node)
             self._done_with.add(self.nodes[client])
-        elif self.closed or len(self.nodes) >= expected:
+        elif (missed := self.asked is not None and client not in self.asked) or len(self.nodes) >= expected:
             self._done_with.add(node)
-            why = "its strategy asked all clients before the first round" if self.closed else f"clients = {expected}"
+            why = "its strategy asked all clients before the first round" if missed else f"clients = {expected}"
             log(WARNING, "Client %d came too late for this run: %s", client, why)
             return
         self.nodes[client] = node
