@@ -37,6 +37,8 @@ class Checkpoint:
     """Client → the last round whose reply the server used."""
     generated: dict[int, int] = field(default_factory=dict)
     """Client → images in its cache, as it last reported."""
+    shares: dict[int, tuple[int, int, float]] = field(default_factory=dict)
+    """Client → its part of a matched budget (`messages.Share`), which is dealt out once a run."""
     strategy: StrategyState = field(default_factory=StrategyState)
 
 
@@ -52,6 +54,7 @@ def write_checkpoint(path: Path, checkpoint: Checkpoint) -> None:
         "round": checkpoint.round,
         "accepted": checkpoint.accepted,
         "generated": checkpoint.generated,
+        "shares": checkpoint.shares,
         "strategy": checkpoint.strategy.numbers,
     }
     arrays = {f"{part}/{key}": value for part, found in parts.items() for key, value in found.items()}
@@ -75,6 +78,7 @@ def read_checkpoint(path: Path) -> Checkpoint:
             buffers=_under("buffers/", arrays),
             accepted={int(k): int(v) for k, v in state["accepted"].items()},
             generated={int(k): int(v) for k, v in state["generated"].items()},
+            shares={int(k): (int(b), int(e), float(level)) for k, (b, e, level) in state.get("shares", {}).items()},
             strategy=StrategyState(_under("strategy/", arrays), dict(state.get("strategy", {}))),
         )
     except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +14,16 @@ from flwr.common.constant import ErrorCode
 from test_federation import EXAMPLES, START, VALUES, toy_app
 
 from fedeas_flwr import messages
+from fedeas_flwr.allocation import eligible_pairs, spread
 from fedeas_flwr.config import parse_config
 from fedeas_flwr.grids import InlineGrid
+from fedeas_flwr.messages import Share
 from fedeas_flwr.runs import RunDirectory, RunError
 from fedeas_flwr.strategies import build_strategy
 from fedeas_flwr.strategies.delivery import deliver
 from fedeas_flwr.strategies.federation import Federation
 from fedeas_flwr.strategies.members import count_clients
+from fedeas_flwr.waterfill import waterfill_count
 
 SUPERLINK = 1
 
@@ -141,6 +145,49 @@ def test_one_client_more_than_the_run_has_is_left_out(tmp_path: Path) -> None:
     assert [r.client for r in outcome.reports] == [0, 1]
     run.train_round(START)
     assert grid.asked.count(300) == 1
+
+
+@pytest.mark.parametrize("policy", ["uniform", "missing-only", "waterfill"])
+def test_a_matched_total_is_dealt_out_once(tmp_path: Path, policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those who come later generate nothing, within the run or with its resume, and nobody's share changes."""
+    tasks: dict[int, Share] = {}
+    add_task = messages.add_task
+
+    def listen(message: Message, task: messages.TrainTask, *rest: Any) -> None:
+        tasks[message.metadata.dst_node_id] = task.share
+        add_task(message, task, *rest)
+
+    monkeypatch.setattr(messages, "add_task", listen)
+    keys, counts = {"policy": policy, "total": 60, "rounds": 2}, np.array([[9, *[0] * 9], [3, *[1] * 9], [0, *[7] * 9]])
+
+    def images(share: Share, client: int) -> int:
+        held = counts[[client]]
+        if policy == "waterfill":
+            return int(waterfill_count(held, share.level)[0]) + share.extra
+        pairs = eligible_pairs(held, absent_only=policy == "missing-only")[0]
+        return int(spread(pairs, share.base, share.extra).sum())
+
+    def answers(asked: str, wanted: tuple[str, ...], check: Any, level: float = 0.0) -> list[Any]:
+        there = counts[sorted(run.nodes)]
+        return [np.zeros(len(there), int), (there == 0).sum(1)] if asked == "plan" else [waterfill_count(there, level)]
+
+    grid = ComingAndGoing(0, 2)
+    run = started(tmp_path / "r", grid, **keys)
+    monkeypatch.setattr(run, "_ask_all", answers)
+    run.plan()
+    grid.start(1, 101)
+    run.fit(START, lambda *model: {"accuracy": 0.5})
+    first = tasks.copy()
+    assert sum(images(first[100 + client], client) for client in (0, 2)) == 60 and images(first[101], 1) == 0
+
+    tasks.clear()
+    kept = run.run.load_checkpoint()
+    assert kept is not None
+    run = started(tmp_path / "resumed", ComingAndGoing(0, 1), **keys)
+    run.take_up(kept)
+    run.plan()  # nobody is asked: these clients have no answer
+    run.train_round(replace(kept, trainable=START.trainable, buffers=START.buffers))
+    assert tasks == {100: first[100], 101: first[101]}
 
 
 def test_two_nodes_with_one_client_id_are_refused(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import astuple, replace
 from logging import ERROR, INFO, WARNING
 from typing import Any
 
@@ -18,7 +18,7 @@ from flwr.supercore import log
 from fedeas_flwr import messages
 from fedeas_flwr.checkpoints import Arrays, Checkpoint
 from fedeas_flwr.config import RunConfig
-from fedeas_flwr.messages import TrainReport
+from fedeas_flwr.messages import Share, TrainReport
 from fedeas_flwr.metrics import summarise
 from fedeas_flwr.runs import RunDirectory
 from fedeas_flwr.strategies.beside import Beside
@@ -53,6 +53,7 @@ class Federation(TrainingRounds):
     def take_up(self, start: Checkpoint) -> None:
         """Go on from what the server held after a round; before `discover`, since some clients may come too late."""
         self.checkpointed = start.accepted
+        self.shares = {client: Share(*share) for client, share in start.shares.items()}
         if isinstance(self.strategy, Stateful):
             self.strategy.load_state(start.strategy)
         if isinstance(self.strategy, NeedsDisclosure):
@@ -75,6 +76,7 @@ class Federation(TrainingRounds):
             replies = self.query([messages.ask(self.nodes[client], question) for client in clients])
             tell(self.strategy, self.config, {node: client for client, node in self.nodes.items()}, replies)
             self.members.asked = self.strategy.told()
+        start = replace(start, shares={client: astuple(share) for client, share in self.shares.items()})
         self._recorded, self._saved, self._begun = start, start.round, start.round
         try:
             state = self._rounds(start, test)

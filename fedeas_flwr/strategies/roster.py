@@ -53,11 +53,16 @@ class Roster:
         return len(self.nodes)
 
     def plan(self) -> None:
-        """Agree on a matched budget: each client says two whole numbers and is given its share of the total."""
-        if self.config.matched and self.config.policy != "greedy":
+        """Agree on a matched budget: each client says two whole numbers and is given its share of the total.
+
+        Once a run: who is there when it is resumed changes nobody's share.
+        """
+        if self.config.matched and self.config.policy != "greedy" and not self.shares:
             self.shares = self._matched_shares(sorted(self.nodes)) | dict.fromkeys(self.refused, NOTHING)
-        else:
-            self.shares = dict.fromkeys(self.nodes, Share())
+
+    def share_of(self, client: int) -> Share:
+        """A client's part of a matched budget, which was spent on those who were there; other policies read none."""
+        return self.shares.get(client, NOTHING)
 
     def _matched_shares(self, clients: Sequence[int]) -> dict[int, Share]:
         spent, absent = self._ask_all("plan", ("total", "absent"), self.declared.check_plan)

@@ -26,7 +26,7 @@ from fedeas_flwr.checkpoints import Arrays, Checkpoint, StrategyState
 from fedeas_flwr.config import RunConfig
 from fedeas_flwr.cores import in_order, threads_for
 from fedeas_flwr.grids import GridView
-from fedeas_flwr.messages import MessageError, Share, TrainReport, TrainTask
+from fedeas_flwr.messages import MessageError, TrainReport, TrainTask
 from fedeas_flwr.runs import ProcessesDiedError, RunDirectory, RunError
 from fedeas_flwr.sizes import counted
 from fedeas_flwr.strategies.averaging import like_model, weighted_average
@@ -107,6 +107,7 @@ class TrainingRounds(Roster):
             buffers=weighted_average([b for _, _, b in accepted], [r.examples for r in reports]),
             accepted=state.accepted | {r.client: number for r in reports},
             generated=state.generated | {r.client: r.generated for r in reports},
+            shares=state.shares,
             strategy=self.strategy.state() if isinstance(self.strategy, Stateful) else StrategyState(),
         )
         seconds = {
@@ -147,7 +148,7 @@ class TrainingRounds(Roster):
                 accepted_round=state.accepted.get(client, 0),
                 checkpointed_round=self.checkpointed.get(client, 0),
                 run=run,
-                share=self.shares.get(client, Share()),  # a matched total was spent on those who were there
+                share=self.share_of(client),
                 service=self.service,
             )
             messages.add_task(message, task, buffers, extra)
@@ -183,7 +184,7 @@ class TrainingRounds(Roster):
                     raise MessageError(self._why_nothing_came(client, replies))
                 if isinstance(found, MessageError):
                     raise found
-                self.declared.check_report(found[1], self.shares.get(client, Share()))
+                self.declared.check_report(found[1], self.share_of(client))
                 accepted.append(found)
             except MessageError as error:
                 log(INFO, "client %d: %s", client, error)
