@@ -190,6 +190,8 @@ def test_clients_whose_epochs_end_in_a_few_images_are_named(tmp_path: Path) -> N
     )
     assert "3 of 20 clients" in filled.text and "client 8 with 2 of its 1,026" in filled.text
     assert only(inputs.check_last_batches, config(**paper, min_batch=8)).state == "ok"
+    unknown = only(inputs.check_last_batches, config(**paper | {"clients": 0}))
+    assert unknown.state == "note" and "clients = 0" in unknown.text and "clients=" in unknown.fix
     without = config(**paper | {"model": "users_models:tiny"})
     for other in (without, config(**paper | {"model": "nowhere:net"})):
         assert list(inputs.check_last_batches(other)) == []

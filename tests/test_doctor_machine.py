@@ -225,6 +225,16 @@ def test_shares_that_leave_no_sliver_are_a_problem_with_values_that_fit(gpu: dic
     assert only(federation.check_shares, config(backend="inline")).state == "note"
 
 
+def test_a_clusters_gpus_are_its_own_and_only_the_share_of_one_is_told(gpu: dict[str, Any]) -> None:
+    joined = {"ray_address": "10.0.0.2:6379", "gpu_share": 0.25}
+    shares = only(federation.check_shares, config(**joined))
+    assert shares.state == "note" and shares.text.startswith("4 clients × 0.249, 0.004 for the generator on a GPU of")
+    assert "10.0.0.2:6379" in shares.text
+    rehearsal = only(federation.check_rehearsal, config(**joined))
+    assert rehearsal.state == "note" and "10.0.0.2:6379" in rehearsal.text
+    assert only(federation.check_shares, config(**joined | {"gpu_share": 0.0005})).state == "problem"
+
+
 @pytest.mark.slow
 def test_the_generators_actor_fits_beside_the_clients_under_ray(monkeypatch: pytest.MonkeyPatch) -> None:
     """Four quarters less a thousandth leave exactly the sliver."""

@@ -82,9 +82,13 @@ def check_shares(config: RunConfig) -> Iterable[Finding]:
         if on_gpu(config):
             return [problem("GPU shares", error, _DEFAULTS)]
         return [note("GPU shares", f"on a machine with a GPU: {error}", _DEFAULTS)]
-    share, actors = resources["client-resources-num-gpus"], int(resources["init-args-num-cpus"])
-    clients = min(actors, int(1 / share + 1e-6))
+    share = resources["client-resources-num-gpus"]
+    fitting = int(1 / share + 1e-6)
+    actors = int(resources.get("init-args-num-cpus", fitting))  # a cluster is not told how many it holds
+    clients = min(actors, fitting)
     text = f"{counted(clients, 'client')} × {share:g}, {GPU_SLIVER} for the generator"
+    if config.ray_address:
+        return [note("GPU shares", f"{text} on a GPU of the Ray at {config.ray_address}, which is not looked at")]
     if not on_gpu(config):
         text += " (on a machine with a GPU)"
     if clients < config.actors:
@@ -103,6 +107,8 @@ def check_rehearsal(config: RunConfig) -> Iterable[Finding]:
     name = "GPU shares under Ray"
     if config.backend == "inline" or not config.generates:
         return [note(name, "not tried: the run shares no generator under Ray (backend, policy)")]
+    if config.ray_address:
+        return [note(name, f"not tried: the run joins the Ray at {config.ray_address}, which is not looked at")]
     try:
         resources = ray_resources(config, on_gpu=True)
     except ValueError as error:

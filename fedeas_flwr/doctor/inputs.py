@@ -72,6 +72,9 @@ def check_last_batches(config: RunConfig) -> Iterable[Finding]:
         return []
     if not any(isinstance(layer, _BatchNorm) for layer in model.modules()):
         return []
+    if not config.clients:
+        text = "not known: clients = 0 is as many as the federation has"
+        return [note("last batches", text, "say how many, such as clients=10")]
     partition = config.dataset, config.protocol, config.clients, config.alpha, config.partition_seed
     counts = partition_counts(*partition, keep=False)
     samples = [int(held) for held in (counts + planned_allocation(config, counts)).sum(axis=1)]
