@@ -135,7 +135,7 @@ def _rehearse(config: RunConfig, resources: dict[str, float]) -> dict[str, float
         streams = [stack.enter_context(path.open("wb")) for path in (out, noise)]
         process = subprocess.Popen(
             words,
-            env=own_environment(folder, mark),
+            env=own_environment(folder, mark) | {"CUDA_VISIBLE_DEVICES": "0"},  # one GPU, whatever this shell may see
             cwd=package,
             stdin=subprocess.DEVNULL,
             stdout=streams[0],
