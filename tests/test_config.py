@@ -71,6 +71,7 @@ def test_quickstart_conf_is_the_quickstarts_fedeas_run(tmp_path: Path) -> None:
         ({"min-class-agreement": 1.5}, ["min-class-agreement", "1.5"]),
         ({"loss": "focal"}, ["loss", "focal", "class-weighted", "logit-adjusted"]),
         ({"logit-adjustment-tau": -1}, ["logit-adjustment-tau", "-1", "greater than or equal to 0"]),
+        ({"guidance": 0.5}, ["guidance", "0.5", "greater than or equal to 1"]),
         ({"views": "flip"}, ["views", "flip", "none", "flip-crop"]),
         ({"policy": "oversample", "total": 5}, ["total", "5", "oversample"]),
     ],

@@ -244,7 +244,7 @@ def test_a_model_without_the_no_label_class_refuses_guidance(tmp_path: Path) -> 
         ({"steps": 0}, "steps: 0 is not allowed; give 1 to 1000"),
         ({"guidance": 0.5}, "guidance: 0.5 is not allowed"),
         ({"guidance": float("nan")}, "guidance: nan is not allowed"),
-        ({"batch_size": 0}, "batch-size: 0 is not allowed"),
+        ({"batch_size": 0}, "batch_size: 0 is not allowed"),
         ({"sampler": "euler"}, r"sampler: 'euler' is not allowed; give one of dpm\+\+, ddim"),
         ({"sampler": "ddim", "steps": 300}, "steps: 300 is not allowed with ddim; give a divisor of 1000"),
         ({"precision": "tf32"}, "precision: 'tf32' is not allowed on cpu; give fp32, bf16, fp16"),
@@ -255,6 +255,19 @@ def test_wrong_settings_are_refused_in_one_line(tiny: Path, settings: dict[str, 
     with pytest.raises(ValueError, match=message) as caught:
         DiffusionGenerator(tiny, **({"num_classes": 3} | settings))
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"generation-precision": "tf32"}, "generation-precision: 'tf32' is not allowed on cpu; give fp32, bf16, fp16"),
+        ({"sampler": "ddim", "sampler-steps": 300}, "sampler-steps: 300 is not allowed with ddim; give a divisor of"),
+        ({"generator": "bank:/nowhere"}, "generator: there is no bank '/nowhere'"),
+    ],
+)
+def test_a_run_is_refused_by_the_names_of_its_keys(digits_generator: Path, given: dict[str, Any], message: str) -> None:
+    with pytest.raises((ValueError, FileNotFoundError), match=f"^{message}"):
+        generators.open_for_run(parse_config({"generator": str(digits_generator), **given}), "cpu")
 
 
 def test_wrong_folders_are_refused_in_one_line(tmp_path: Path) -> None:

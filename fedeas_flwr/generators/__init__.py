@@ -172,16 +172,26 @@ def open_for_run(config: RunConfig, device: str) -> Generator:
     -------
     Generator
     """
-    return open_generator(
-        config.generator,
-        config.dataset,
-        sampler=config.sampler,
-        steps=config.sampler_steps or None,
-        guidance=config.guidance,
-        batch_size=config.generation_batch or None,
-        precision=None if config.generation_precision == "auto" else config.generation_precision,
-        device=device,
-    )
+    try:
+        return open_generator(
+            config.generator,
+            config.dataset,
+            sampler=config.sampler,
+            steps=config.sampler_steps or None,
+            guidance=config.guidance,
+            batch_size=config.generation_batch or None,
+            precision=None if config.generation_precision == "auto" else config.generation_precision,
+            device=device,
+        )
+    except ValueError as error:
+        setting, _, refusal = str(error).partition(": ")
+        if setting not in _KEYS:
+            raise
+        raise ValueError(f"{_KEYS[setting]}: {refusal}") from None
+
+
+_KEYS = {"steps": "sampler-steps", "batch_size": "generation-batch", "precision": "generation-precision"}
+"""Settings that a run-config calls otherwise: an error names what its reader wrote."""
 
 
 class RememberedGenerator:

@@ -200,7 +200,7 @@ class DiffusionGenerator:
             # diffusers rounds the stride down, and each step would then aim at another noise than the next expects.
             raise ValueError(f"steps: {self.steps} is not allowed with ddim; give a divisor of {most}")
         if self.batch_size is not None and self.batch_size < 1:
-            raise ValueError(f"batch-size: {self.batch_size} is not allowed; give at least 1")
+            raise ValueError(f"batch_size: {self.batch_size} is not allowed; give at least 1")
         if self.precision not in PRECISIONS or (self.precision == "tf32" and self.device.type == "cpu"):
             allowed = ", ".join(name for name in PRECISIONS if name != "tf32" or self.device.type != "cpu")
             raise ValueError(f"precision: {self.precision!r} is not allowed on {self.device.type}; give {allowed}")
