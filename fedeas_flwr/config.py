@@ -377,6 +377,8 @@ class RunConfig(BaseModel):
 
 
 KEYS: tuple[str, ...] = tuple(_key(name) for name in RunConfig.model_fields)
+TEXT_KEYS = frozenset(_key(name) for name, field in RunConfig.model_fields.items() if field.annotation is str)
+"""Keys whose value may be any text: also one that looks like a number or a date."""
 
 
 def parse_config(values: Mapping[str, Any]) -> RunConfig:

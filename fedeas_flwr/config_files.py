@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import tomllib
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from fedeas_flwr.config import ConfigError, RunConfig, parse_config
+from fedeas_flwr.config import TEXT_KEYS, ConfigError, RunConfig, parse_config
 
 
 def read_config(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
@@ -25,14 +26,15 @@ def read_config(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
 
 
 def parse_overrides(overrides: Sequence[str]) -> dict[str, Any]:
-    """Read ``key=value`` words; a value is TOML where it can be, else a string."""
+    """Read ``key=value`` words; a value is TOML where it can be and the key takes it, else a string."""
     values: dict[str, Any] = {}
     for word in overrides:
-        key, equals, text = word.partition("=")
-        if not equals or not key.strip():
+        key, equals, text = (part.strip() for part in word.partition("="))
+        if not equals or not key:
             raise ConfigError(f"'{word}' is not key=value")
-        try:
-            values[key.strip()] = tomllib.loads(f"v = {text.strip()}")["v"]
-        except (ValueError, RecursionError):
-            values[key.strip()] = text.strip()
+        values[key] = text
+        with suppress(ValueError, RecursionError):
+            value = tomllib.loads(f"v = {text}")["v"]
+            if isinstance(value, str) or key not in TEXT_KEYS:
+                values[key] = value
     return values

@@ -94,6 +94,9 @@ def test_overrides_are_toml_where_they_can_be() -> None:
         "model": "m:f",
         "alpha": 0.3,
     }
+    texts = {"run-dir": "2026-10-05", "cache-limit": "5000000000", "data-dir": "2024", "model": "true", "weights": "[]"}
+    assert parse_overrides([f"{key}={text}" for key, text in texts.items()]) == texts
+    assert parse_config(parse_overrides(["cache-limit=5000000000", 'data-dir="2024"'])).data_dir == "2024"
     with pytest.raises(ConfigError, match="'beta' is not key=value"):
         parse_overrides(["beta"])
 
