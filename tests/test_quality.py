@@ -56,6 +56,13 @@ def test_the_classifier_knows_digits_and_judges_alike_in_any_company() -> None:
     assert classifier.judge(images[:0])[0].shape == (0, 10)
 
 
+def test_a_few_images_of_ones_own_are_enough_for_a_classifier(tmp_path: Path) -> None:
+    digits = open_dataset("digits")
+    chosen = np.isin(digits.y_train, [0, 1]).nonzero()[0][:40]
+    np.savez(tmp_path / "few.npz", x=digits.x_train[chosen], y=digits.y_train[chosen])
+    assert independent_classifier(f"own:{tmp_path / 'few.npz'}").test_accuracy > 0.9
+
+
 def test_a_report_tells_real_images_copies_and_noise_apart() -> None:
     digits, classifier = open_dataset("digits"), independent_classifier("digits")
     test, labels = np.asarray(digits.x_test), np.asarray(digits.y_test)

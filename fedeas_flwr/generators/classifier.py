@@ -126,11 +126,12 @@ def independent_classifier(dataset_name: str, data_dir: str = "", device: str = 
 def _train(classifier: Classifier, dataset: Dataset, epochs: int) -> None:
     model, random = classifier._model.train(), np.random.default_rng(7919)
     optimizer = torch.optim.Adam(model.parameters(), lr=2e-3, weight_decay=1e-4)
-    steps = epochs * (len(dataset.y_train) // _BATCH)
+    batch = min(_BATCH, len(dataset.y_train))
+    steps = epochs * (len(dataset.y_train) // batch)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 2e-3, total_steps=steps)
     flip = dataset_info(dataset.name).mirrored_keeps_class
     for _ in range(epochs):
-        order = random.permutation(len(dataset.y_train))[: steps // epochs * _BATCH].reshape(-1, _BATCH)
+        order = random.permutation(len(dataset.y_train))[: steps // epochs * batch].reshape(-1, batch)
         for chosen in order:
             pixels = classifier.network_input(dataset.x_train[chosen])
             if flip and random.random() < 0.5:
