@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 import os
 import secrets
 import shutil
@@ -76,8 +77,8 @@ def atomic_write(path: str | os.PathLike[str], content: bytes) -> None:
 def atomic_folder(path: str | os.PathLike[str]) -> Iterator[Path]:
     """Give a temporary folder to fill; it becomes `path` when the block ends well.
 
-    A folder cannot replace another one in one step, so an old `path` is moved away first. Callers that may race
-    hold a lock around this.
+    A folder cannot replace another one in one step, so an old `path` is moved away first, and removed when the new one
+    has its name. Callers that may race hold a lock around this; what a killed one has left is removed.
 
     Parameters
     ----------
@@ -90,7 +91,9 @@ def atomic_folder(path: str | os.PathLike[str]) -> Iterator[Path]:
         The temporary folder, empty.
     """
     target = Path(path)
-    temporary = _temporary_beside(target)
+    temporary, old = _temporary_beside(target), _temporary_beside(target)
+    for left in target.parent.glob(f".{glob.escape(target.name)}.[0-9]*.tmp"):
+        _remove(left)
     with _errors_naming(target, temporary):
         temporary.mkdir()
         try:
@@ -98,13 +101,14 @@ def atomic_folder(path: str | os.PathLike[str]) -> Iterator[Path]:
             for inside in sorted(temporary.rglob("*")):
                 _sync(inside)
             if target.exists():
-                old = _temporary_beside(target)
                 os.rename(target, old)
-                shutil.rmtree(old, ignore_errors=True)
             os.rename(temporary, target)
             _sync(target.parent)
         finally:
-            shutil.rmtree(temporary, ignore_errors=True)
+            if old.exists() and not target.exists():
+                os.rename(old, target)
+            _remove(temporary)
+            _remove(old)
 
 
 @contextmanager
@@ -120,10 +124,18 @@ def _errors_naming(target: Path, temporary: Path) -> Iterator[None]:
 
 
 def remove_unfinished(folder: Path) -> None:
-    """Remove the temporary files below a folder that nobody writes to now: killed writers left them."""
-    for left in folder.rglob(".*.tmp"):
+    """Remove the temporary files and folders below one that nobody writes to now: killed writers left them."""
+    for left in list(folder.rglob(".*.tmp")):
+        _remove(left)
+
+
+def _remove(path: Path) -> None:
+    """Remove a file or a folder as far as that can be done."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
         with suppress(OSError):
-            left.unlink()
+            path.unlink()
 
 
 def _temporary_beside(target: Path) -> Path:

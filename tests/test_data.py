@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -13,7 +15,7 @@ import pytest
 from waiting import LONG
 
 from fedeas_flwr import data, dataset_sources
-from fedeas_flwr.paths import atomic_folder, atomic_path, atomic_write, cache_root
+from fedeas_flwr.paths import atomic_folder, atomic_path, atomic_write, cache_root, remove_unfinished
 
 
 @pytest.fixture
@@ -179,6 +181,33 @@ def test_atomic_writes_leave_the_old_or_the_new(tmp_path: Path) -> None:
         (temporary / "c").write_bytes(b"new")
     assert [path.name for path in folder.iterdir()] == ["c"]
     assert sorted(path.name for path in tmp_path.rglob("*")) == ["c", "deep", "file", "folder"]
+
+
+def test_a_folder_has_its_name_before_the_old_one_goes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever is killed while the old one is removed leaves the new one, and temporary folders that can be removed."""
+    folder, rename = tmp_path / "a" / "folder", os.rename
+
+    def replace(name: str) -> None:
+        with atomic_folder(folder) as temporary:
+            (temporary / name).write_bytes(b"")
+
+    def killed(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    def killed_between(old: Path, new: Path) -> None:
+        killed() if (old / "third").exists() else rename(old, new)
+
+    replace("first")
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr("shutil.rmtree", killed)
+        replace("second")
+    assert [path.name for path in folder.iterdir()] == ["second"]
+    shutil.copytree(folder.parent, tmp_path / "b")
+    remove_unfinished(tmp_path / "b")
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr("os.rename", killed_between)
+        replace("third")
+    assert {path.name for path in tmp_path.rglob("*")} == {"a", "b", "folder", "second"}
 
 
 def test_cache_root_follows_the_environment(own_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
