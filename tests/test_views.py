@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 from pathlib import Path
 
 import numpy as np
@@ -55,6 +56,10 @@ def test_what_is_drawn_fits_the_dataset() -> None:
     digits = draw_views(dataset_info("digits"), 100, 64, np.random.default_rng(0))
     assert digits[..., 0].unique().tolist() == [0]  # a mirrored digit is another sign
     assert digits[..., 1:].unique().tolist() == [-1, 0, 1]
+    for side, dtype in ((1023, torch.int8), (1024, torch.int16)):
+        large = dataclasses.replace(dataset_info("digits"), image_shape=(side, side, 1))
+        table = draw_views(large, 200, 64, np.random.default_rng(0))
+        assert (table.dtype, int(table.min()), int(table.max())) == (dtype, -(side // 8), side // 8)
 
 
 def test_draws_are_the_clients_and_the_rounds_own() -> None:
