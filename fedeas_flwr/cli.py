@@ -156,9 +156,11 @@ def resume(
     overrides: Annotated[list[str] | None, typer.Argument(help="key=value …, such as rounds=40")] = None,
 ) -> None:
     """Go on with an interrupted run from its last checkpoint; the result is as if it had not been."""
+    changes, own = parse_overrides(overrides or []), {"run-dir": str(folder.absolute()), "resume": True}
+    for key in own.keys() & changes.keys():
+        raise ConfigError(f"{key} = {changes[key]!r}: leave it out, `fedeas resume` goes on in {folder}")
     before = RunDirectory(folder.absolute()).config()
-    changes = {"run-dir": str(folder.absolute()), "resume": True, **parse_overrides(overrides or [])}
-    start(parse_config({**before.outside(), **changes}))
+    start(parse_config({**before.outside(), **changes, **own}))
 
 
 def start(config: RunConfig) -> RunDirectory:

@@ -53,6 +53,8 @@ MISTAKES = {
     ),
     "a record to go on with": (("resume", RECORD), [RECORD, "a record", "no weights", "the run directory it was"]),
     "nothing to resume": (("resume", "/nowhere"), ["/nowhere"]),
+    "resumed elsewhere": (("resume", RECORD, "run-dir=/else"), ["run-dir = '/else': leave it out", "resume"]),
+    "resumed from its start": (("resume", RECORD, "resume=false"), ["resume = False: leave it out", "resume"]),
     "unknown command": (("fly",), ["fly"]),
     "unknown option": (("plan", "--fast"), ["--fast"]),
     "own data nowhere": (("run", QUICKSTART, "dataset=own:"), ["dataset = 'own:': must be", "own:PATH"]),
