@@ -33,6 +33,8 @@ POLICIES: dict[str, str] = {
 }
 OWN_GAMMA = {"without-entropy": 0.5, "linear": 1.0}
 """The two ablations', whatever γ is given."""
+MOST_STEPS = 10_000_000
+"""Of `greedy`: half a minute."""
 
 # ------------------------------------------------------------------- the budget and the policies that fill to it
 
@@ -187,6 +189,10 @@ def greedy(counts: npt.ArrayLike, total: int) -> IntArray:
     """
     counts = checked_counts(counts)
     check_total(total)
+    steps = min(total, int(full_balance(counts).sum()))  # beyond them no sample gains anything
+    if steps > MOST_STEPS:
+        allowed = f"greedy places samples one at a time, {MOST_STEPS:,} at most; waterfill has no such limit"
+        raise ValueError(f"total={total}: {allowed}")
     generated = np.zeros_like(counts)
     rows = counts.tolist()
     classes = [[(n, c) for c, n in enumerate(row)] for row in rows]
@@ -203,7 +209,7 @@ def greedy(counts: npt.ArrayLike, total: int) -> IntArray:
     heapq.heapify(clients)
     if not clients and total > 0:
         raise ValueError(f"total={total}: every client is empty, so only 0 can be spent")
-    for _ in range(total):
+    for _ in range(steps):
         k = clients[0][1]
         n, c = classes[k][0]
         generated[k, c] += 1
@@ -211,6 +217,8 @@ def greedy(counts: npt.ArrayLike, total: int) -> IntArray:
         squares[k] += 2 * n + 1
         heapq.heapreplace(classes[k], (n + 1, c))
         heapq.heapreplace(clients, (-gain_of(k), k))
+    if total > steps:  # all are balanced: the lowest client has the rest, round by round
+        generated[clients[0][1]] += spread(np.ones_like(counts[0]), *divmod(total - steps, counts.shape[1]))
     return generated
 
 

@@ -194,6 +194,8 @@ def test_greedy_by_hand() -> None:
     # Client 0 is the more skewed and starts; equal gains go to the lowest client and class.
     assert greedy([[4, 0, 0], [4, 2, 0]], 1).tolist() == [[0, 1, 0], [0, 0, 0]]
     assert greedy([[4, 0, 0], [4, 0, 0]], 3).tolist() == [[0, 1, 1], [0, 1, 0]]
+    # Once all are balanced there is nothing to gain, and the lowest client gets the rest; at once.
+    assert greedy([[0, 0], [2, 0], [1, 1]], 10**9 + 1).tolist() == [[0, 0], [5 * 10**8, 5 * 10**8 + 1], [0, 0]]
 
 
 # ------------------------------------------------------------------------------------------- inputs, speed, imports
@@ -230,6 +232,7 @@ def test_wrong_counts_are_named(counts: object, message: str) -> None:
         (lambda: uniform([[1, 2]], -1), "total=-1: must be an integer from 0"),
         (lambda: waterfill([[1, 2]], 1.5), "total=1.5"),  # type: ignore[arg-type]
         (lambda: greedy([[1, 2]], True), "total=True"),
+        (lambda: greedy([[10**9, 0]], 10**8), "total=100000000: greedy .* one at a time, 10,000,000 .* waterfill"),
         (lambda: allocate([[1, 2]], "best", beta=1), "policy='best': must be one of none, fedeas"),
         (lambda: allocate([[1, 2]], "fedeas", beta=1, total=5), "total=5: policy 'fedeas'"),
         (lambda: imbalance([[1, 2]], [[1, 2, 3]]), r"generated has shape \(1, 3\)"),
