@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+import subprocess
 import tomllib
 from importlib import metadata
 from pathlib import Path
@@ -44,3 +46,11 @@ def test_a_copy_that_nobody_installed_is_refused_in_one_line(tmp_path: Path, mon
     monkeypatch.setattr(metadata, "distribution", nothing)
     with pytest.raises(ValueError, match=r"/fedeas_flwr is no source tree, and fedeas-flwr is not installed"):
         read_project(tmp_path / "fedeas_flwr")
+
+
+@pytest.mark.skipif(shutil.which("make") is None, reason="there is no make here")
+def test_make_clean_leaves_the_runs(tmp_path: Path) -> None:
+    for name in (".venv", "build", "runs"):
+        (tmp_path / name).mkdir()
+    subprocess.run(["make", "-f", PYPROJECT.with_name("Makefile"), "clean"], cwd=tmp_path, check=True)
+    assert [path.name for path in tmp_path.iterdir()] == ["runs"]
