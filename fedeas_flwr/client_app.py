@@ -126,7 +126,7 @@ def train_client(message: Message, context: Context) -> Message:
     trainable, buffers = (dict(s) if live else plain(s) for s in trained)
     finished = part.finish(local, trainable, buffers)
     needed = (task.accepted_round, task.checkpointed_round)
-    kept = replace(state, steps=state.steps + result.steps, memory=finished.memory, generator=local_images.generator)
+    kept = replace(state, memory=finished.memory, generator=local_images.generator)
     store.save(task.round, kept, needed)
     report = TrainReport(
         client=client,

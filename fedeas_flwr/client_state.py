@@ -4,7 +4,7 @@ The server tells a client the last round in which it used that client's reply, a
 A reply that was lost, or a server that died before its checkpoint, then changes nothing: the client simply starts from
 the version the server knows.
 
-state-000012.json         the plan and the counters after round 12
+state-000012.json         the plan and what it was made for, after round 12
 state-000012.safetensors  what the algorithm's part on the client keeps (SCAFFOLD's c_i, MOON's last model), if anything
 
 On the inline GPU grid, server and clients are one process and models never leave the GPU. There versions stay in memory
@@ -34,8 +34,6 @@ class ClientState:
 
     generate: tuple[int, ...] | None = None
     """Images of each class, or ``None`` before the plan. A plan of nothing is a plan: it is not made again."""
-    steps: int = 0
-    """How many its accepted rounds took."""
     memory: Mapping[str, Any] = field(default_factory=dict)
     """Arrays of the algorithm's own."""
     generator: str = ""
@@ -89,7 +87,6 @@ class ClientStore:
             counts = found.get("counts")
             return ClientState(
                 None if generate is None else tuple(map(int, generate)),
-                int(found["steps"]),
                 memory,
                 str(found.get("generator", "")),
                 None if counts is None else tuple(map(int, counts)),
@@ -120,7 +117,7 @@ class ClientStore:
         path, memory = self._path(this_round), plain(state.memory)
         if memory:
             atomic_write(path.with_suffix(".safetensors"), save(memory))
-        facts = {"generate": state.generate, "generator": state.generator, "counts": state.counts, "steps": state.steps}
+        facts = {"generate": state.generate, "generator": state.generator, "counts": state.counts}
         text = json.dumps({**facts, "memory": bool(memory)})
         atomic_write(path, text.encode())  # last: a version is there when this file is
 
