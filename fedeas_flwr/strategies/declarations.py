@@ -7,6 +7,7 @@ refused, and so is a plan that N_k samples cannot ask for.
 
 from __future__ import annotations
 
+from fedeas_flwr.allocation import OWN_GAMMA
 from fedeas_flwr.config import RunConfig
 from fedeas_flwr.counts import LARGEST
 from fedeas_flwr.data import dataset_info
@@ -96,4 +97,4 @@ class Declarations:
             return self._most_balanced(examples) + int(max(0.0, -share.level)) + share.extra
         if policy == "greedy":  # spends one total wherever it helps most, on one client if need be
             return self._config.total or sum(map(self._most_fedeas, self._examples.values()))
-        return self._most_fedeas(examples, {"linear": 1.0, "without-entropy": 0.5}.get(policy))
+        return self._most_fedeas(examples, OWN_GAMMA.get(policy))
