@@ -1,6 +1,7 @@
 """Every run-config key in a row: its default, what it allows and what it means, as `RunConfig` itself has them.
 
 What is allowed is said in JSON Schema's words, which pydantic makes from the very fields that it checks values by.
+Which keys play a part in a run, and hence what makes two runs the same, is said by `keys_in_use`.
 """
 
 from __future__ import annotations
@@ -8,7 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from fedeas_flwr.config import RunConfig
+from fedeas_flwr.config import SAMPLER_STEPS, RunConfig
+from fedeas_flwr.planning import settings_of
 
 _LOWEST = {"minimum": "≤", "exclusiveMinimum": "<"}
 _HIGHEST = {"maximum": "≤", "exclusiveMaximum": "<"}
@@ -44,3 +46,40 @@ def run_keys() -> list[Key]:
         Key(name, field["default"], {word: field[word] for word in _WORDS if word in field}, field["description"])
         for name, field in RunConfig.model_json_schema()["properties"].items()
     ]
+
+
+# ----------------------------------------------------------------------------------------------- of a run
+
+
+_OF_BUDGETS = {"beta": "beta", "gamma": "gamma", "strict_mean": "printed-rule", "total": "total"}
+"""What a plan calls them, and the keys."""
+_OF_IMAGES = (
+    "generator",
+    "sampler",
+    "sampler-steps",
+    "guidance",
+    "generation-batch",
+    "generation-precision",
+    "shared-images",
+    "min-class-agreement",
+)
+OF_GENERATION = ("policy", *_OF_BUDGETS.values(), *_OF_IMAGES)
+"""Keys that say what is generated."""
+_OF_STRATEGIES = ("fedprox", "scaffold", "moon", "fedmix", "fedgen")
+_SWITCHES = ("disclose-mean-images", "disclose-label-counts")
+"""A strategy needs them on, or takes no notice of them."""
+
+
+def keys_in_use(config: RunConfig) -> dict[str, Any]:
+    """The keys that play a part in a run, and their values: without β, say, where nothing depends on it."""
+    settings = settings_of(config.policy, config.total > 0)
+    idle = {*_SWITCHES, *(key for name, key in _OF_BUDGETS.items() if name not in settings)}
+    prefixes = [f"{name}-" for name in _OF_STRATEGIES if name != config.strategy]
+    if not config.generates:
+        idle.update(_OF_IMAGES)
+    if config.dp == "none":
+        prefixes.append("dp-")
+    if config.loss != "logit-adjusted":
+        idle.add("logit-adjustment-tau")
+    values = config.outside() | {"sampler-steps": config.sampler_steps or SAMPLER_STEPS[config.sampler]}
+    return {key: value for key, value in values.items() if key not in idle and not key.startswith(tuple(prefixes))}

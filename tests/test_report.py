@@ -96,9 +96,31 @@ def test_another_strategy_is_not_called_fedavg(tmp_path: Path) -> None:
     ]
 
 
-def test_what_a_policy_never_reads_does_not_set_runs_apart(tmp_path: Path) -> None:
-    one, other = (write_run(tmp_path / f"{s}", [0.5], seed=s, beta=float(s)) for s in (1, 2))
-    assert len(grouped(one, other)) == 1
+@pytest.mark.parametrize(
+    ("keys", "unread"),
+    [
+        ({"policy": "none"}, {"beta": 1.0, "guidance": 2.0}),
+        ({"policy": "full-balance"}, {"beta": 12.0, "gamma": 1.0}),
+        ({"policy": "linear"}, {"gamma": 1.0}),
+        ({"policy": "uniform", "total": 40}, {"beta": 12.0, "printed_rule": True}),
+        ({"policy": "fedeas"}, {"moon_mu": 1.0, "logit_adjustment_tau": 2.0, "dp_delta": 0.1, "sampler_steps": 20}),
+    ],
+)
+def test_what_a_run_never_reads_does_not_set_it_apart(
+    tmp_path: Path, keys: dict[str, Any], unread: dict[str, Any]
+) -> None:
+    runs = [write_run(tmp_path / "one", [0.5], seed=1, **keys)]
+    runs.append(write_run(tmp_path / "other", [0.5], seed=2, **keys, **unread))
+    assert len(grouped(*runs)) == 1
+
+
+def test_a_strategys_keys_name_its_own_groups(tmp_path: Path) -> None:
+    runs = [write_run(tmp_path / f"moon-{mu}", [0.5], strategy="moon", moon_mu=mu) for mu in (1.0, 5.0)]
+    groups = grouped(write_run(tmp_path / "fedavg", [0.5]), *runs)
+    assert [group.name for group in groups] == [
+        "strategy = fedavg", "strategy = moon, moon-mu = 1", "strategy = moon, moon-mu = 5"
+    ]  # fmt: skip
+    assert "moon-mu" in as_html(make_document(groups, []))
 
 
 def test_a_bank_is_no_model_of_the_same_name(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ import numpy.typing as npt
 from fedeas_flwr.config import RunConfig
 from fedeas_flwr.data import short_name
 from fedeas_flwr.exporting import without_folder
+from fedeas_flwr.keys import OF_GENERATION, keys_in_use
 from fedeas_flwr.listing import summarise_so_far
 from fedeas_flwr.metrics import WALL_CLOCK, efficiency, last_20, seconds_of
 from fedeas_flwr.report.style import COLOURS, INK, LABELS, MORE_COLOURS
@@ -24,22 +25,6 @@ FloatArray = npt.NDArray[np.float64]
 CLIENT_WORK = ("generating", "training")
 """Seconds summed over clients, which may have worked at the same time."""
 _PATHS = ("generator", "weights")
-_OF_GENERATION = (
-    "policy",
-    "beta",
-    "gamma",
-    "printed-rule",
-    "total",
-    "generator",
-    "sampler",
-    "sampler-steps",
-    "guidance",
-    "generation-batch",
-    "generation-precision",
-    "shared-images",
-    "min-class-agreement",
-)
-"""Keys that say what is generated: without meaning under policy none, and free in the baseline of a run."""
 
 
 @dataclass(frozen=True)
@@ -213,8 +198,8 @@ def identity(config: RunConfig, free: Sequence[str] = ()) -> dict[str, Any]:
 
     Folders count by their names: a record has no paths, and a run and its record are the same run.
     """
-    ignored = {"seed", "data-dir", *NOT_THE_RUN, *free, *(_OF_GENERATION[1:] if config.policy == "none" else ())}
-    values = {key: value for key, value in config.outside().items() if key not in ignored}
+    ignored = {"seed", "data-dir", *NOT_THE_RUN, *free}
+    values = {key: value for key, value in keys_in_use(config).items() if key not in ignored}
     dataset = {"dataset": short_name(config.dataset)}
     return values | dataset | {key: without_folder(str(values[key])) for key in _PATHS if key in values}
 
@@ -245,7 +230,7 @@ def _names(configs: Sequence[RunConfig]) -> list[str]:
     for config in configs:
         values = identity(config)
         differing = differences([other for other in configs if other.policy == config.policy])
-        more = [f"{key} = {_show(values[key])}" for key in differing]
+        more = [f"{key} = {_show(values[key])}" for key in differing if key in values]
         words = [_policy(config)] if len(policies) > 1 or not more else []
         names.append(", ".join([*words, *more]))
     return names
@@ -303,9 +288,9 @@ def _without_images(group: Group, groups: Sequence[Group]) -> list[Group]:
 
 
 def _in_the_way(group: Group, other: Group) -> list[str]:
-    """The keys in which two groups differ, what is generated aside."""
-    mine, theirs = (identity(one.config, (*_OF_GENERATION, "threshold")) for one in (group, other))
-    return [key for key in mine if mine[key] != theirs[key]]
+    """The keys in which two groups differ, what is generated aside; of one strategy's keys the strategy is enough."""
+    mine, theirs = (identity(one.config, (*OF_GENERATION, "threshold")) for one in (group, other))
+    return [key for key in mine if mine[key] != theirs.get(key, mine[key])]
 
 
 def gain_and_efficiency(group: Group, groups: Sequence[Group]) -> tuple[float, float | None] | None:

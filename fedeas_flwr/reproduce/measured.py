@@ -10,7 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from fedeas_flwr.config import SAMPLER_STEPS, RunConfig
+from fedeas_flwr.config import RunConfig
+from fedeas_flwr.keys import keys_in_use
 from fedeas_flwr.listing import find_runs
 from fedeas_flwr.local_data import planned_allocation, planned_counts
 from fedeas_flwr.metrics import WALL_CLOCK, rounds_to_threshold, seconds_of, summarise
@@ -32,46 +33,19 @@ FREE_KEYS = (
 )
 """Keys in which runs of one cell may differ: where and how exactly it was computed, and what was looked at besides."""
 
-OF_GENERATING = (
-    "beta",
-    "gamma",
-    "total",
-    "printed-rule",
-    "generator",
-    "sampler",
-    "sampler-steps",
-    "guidance",
-    "shared-images",
-    "min-class-agreement",
-)
-OF_STRATEGIES = ("fedprox", "scaffold", "moon", "fedmix", "fedgen")
-
 
 def meaning(config: RunConfig) -> dict[str, Any]:
     """Give the keys that decide what an experiment is, each in one form: equal meanings are the same cell.
 
-    Left out are the keys of `FREE_KEYS` and those that play no part, such as β where nothing is generated. A path says
-    no more than that there is a start or a diffusion model, since folders have other names elsewhere.
+    Left out are the keys of `FREE_KEYS` and those that are not in use. A path says no more than that there is a start
+    or a diffusion model, since folders have other names elsewhere.
     """
-    values = {key: value for key, value in config.outside().items() if key not in FREE_KEYS}
+    values = {key: value for key, value in keys_in_use(config).items() if key not in FREE_KEYS}
     values["weights"] = "none" if config.weights == "none" else "given"
-    kind = config.generator.partition(":")[0]
-    values["generator"] = kind if kind in ("sd-turbo", "bank") else "diffusion"
-    values["sampler-steps"] = config.sampler_steps or SAMPLER_STEPS[config.sampler]
-    unused: set[str] = set()
-    if not config.generates:
-        unused |= set(OF_GENERATING) - ({"beta", "gamma", "printed-rule"} if config.policy == "oversample" else set())
-    if config.policy == "full-balance":
-        unused |= {"beta", "gamma", "total", "printed-rule"}
-    for name in OF_STRATEGIES:
-        if config.strategy != name:
-            unused |= {key for key in values if key.startswith(f"{name}-")}
-    unused |= {"disclose-mean-images", "disclose-label-counts"}
-    if config.dp == "none":
-        unused |= {key for key in values if key.startswith("dp-")}
-    if config.loss != "logit-adjusted":
-        unused.add("logit-adjustment-tau")
-    return {key: value for key, value in values.items() if key not in unused}
+    if "generator" in values:
+        kind = config.generator.partition(":")[0]
+        values["generator"] = kind if kind in ("sd-turbo", "bank") else "diffusion"
+    return values
 
 
 # ---------------------------------------------------------------------------------------------------------- one run
