@@ -1,7 +1,7 @@
 # make run    install, then the quickstart: four federated runs on the built-in data, a table, a picture and a page
 # make test   install, then lint, types and the test suite
 # make test-gpu   the tests that need a CUDA GPU; the suite itself does without, also where there is one
-# make clean   remove what these make again; runs/ stays, its results are of hours
+# make clean   remove what these make again; runs/, which may be results of hours, stays
 PYTHON ?= python3
 # Two processes, whatever the machine; tests/conftest.py says which tests stay together.
 PYTEST = $(BIN)/python -m pytest -n 2
