@@ -94,16 +94,6 @@ def fedeas(counts: npt.ArrayLike, beta: float, gamma: float = 0.5, strict_mean: 
     return fill_to(counts, budget(counts, beta, gamma), strict_mean)
 
 
-def without_entropy(counts: npt.ArrayLike, beta: float, strict_mean: bool = True) -> IntArray:
-    """Ablate the entropy: b_k = ⌊β √n̄_k⌋ (the paper's row has β = 6)."""
-    return fill_to(counts, budget(counts, beta, use_entropy=False), strict_mean)
-
-
-def linear(counts: npt.ArrayLike, beta: float, strict_mean: bool = True) -> IntArray:
-    """Ablate the square root: b_k = ⌊β n̄_k (1 − H̃_k)⌋ (the paper's row has β = 0.6)."""
-    return fill_to(counts, budget(counts, beta, gamma=1.0), strict_mean)
-
-
 def oversample(counts: npt.ArrayLike, beta: float, gamma: float = 0.5, strict_mean: bool = True) -> IntArray:
     """Repeat a client's own images up to FedEAS's budget: the free alternative to it.
 

@@ -23,7 +23,6 @@ from fedeas_flwr.allocation import (
     gain,
     greedy,
     imbalance,
-    linear,
     missing_only,
     negative_gain_samples,
     none,
@@ -32,7 +31,6 @@ from fedeas_flwr.allocation import (
     shares,
     spread,
     uniform,
-    without_entropy,
 )
 from fedeas_flwr.counts import IntArray
 from fedeas_flwr.waterfill import waterfill
@@ -84,8 +82,8 @@ def test_budget_sweep(cifar: IntArray, beta: float, total: int) -> None:
 
 
 def test_ablation_rows(cifar: IntArray) -> None:
-    assert without_entropy(cifar, 6).sum() == 10_337
-    assert linear(cifar, 0.6).sum() == 10_198
+    assert allocation.allocate(cifar, "without-entropy", beta=6).sum() == 10_337
+    assert allocation.allocate(cifar, "linear", beta=0.6).sum() == 10_198
 
 
 def test_imbalance_figures(cifar: IntArray) -> None:
@@ -280,8 +278,8 @@ def test_the_names_of_policies_are_those_that_allocate_knows() -> None:
     assert set(POLICIES.values()) == {"fixed", "budget", "matched", "repeat"}
     direct = {
         "fedeas": fedeas([[9, 0], [3, 1]], 5),
-        "without-entropy": without_entropy([[9, 0], [3, 1]], 5),
-        "linear": linear([[9, 0], [3, 1]], 5),
+        "without-entropy": fill_to([[9, 0], [3, 1]], budget([[9, 0], [3, 1]], 5, use_entropy=False)),
+        "linear": fedeas([[9, 0], [3, 1]], 5, gamma=1.0),
         "full-balance": full_balance([[9, 0], [3, 1]]),
         "oversample": none([[9, 0], [3, 1]]),  # what it repeats is not generated
         "greedy": greedy([[9, 0], [3, 1]], int(fedeas([[9, 0], [3, 1]], 5).sum())),

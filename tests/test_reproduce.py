@@ -114,6 +114,12 @@ def test_numbers_of_the_text_by_hand(tmp_path: Path) -> None:
     assert rows["FedEAS's lead over Uniform, peak, ddpm"] == ["6.00", "1", "6.34", "−0.34"]
     assert rows["FedEAS: time, generation included"] == ["5 min", "1", "3.1 h", "–"]  # 200 · 1.5 s
     assert rows["Full-Balance's time over FedEAS's"] == ["2.00", "1", "3.72", "−1.72"]
+    assert rows["Uniform: images where the gain is negative"] == [
+        "1679",
+        "–",
+        "1679",
+        "+0",
+    ]  # of the plan, not of a run
     values = {(v.cell, v.measure): v for v in beyond.text_table(found_in(tmp_path)).values}
     assert values[f"{PAPERS}/fedeas", "rounds to 70 %"].ours == (30,)
     assert values["c10-k20-a0.3/fedeas+scaffold", "peak %"].difference == pytest.approx(80 - 78.18)

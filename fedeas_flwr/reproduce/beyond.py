@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from fedeas_flwr.allocation import removed
+from fedeas_flwr.allocation import negative_gain_samples, removed
 from fedeas_flwr.local_data import different_images, planned_allocation, planned_counts
 from fedeas_flwr.metrics import falls
 from fedeas_flwr.reproduce import paper
@@ -28,7 +28,7 @@ from fedeas_flwr.sizes import show_seconds
 
 
 def text_table(results: Results) -> Table:
-    """What the paper's text says besides: rounds to 70 %, another generator, FedEAS with SCAFFOLD, hours."""
+    """What the paper's text says besides: rounds to 70 %, where Uniform does harm, another generator, hours …"""
     table = Table(["Quantity", "Where", "Ours", "Seeds", "Paper", "Difference"], [])
 
     def add(label: str, where: str, value: Value, show: Callable[[float], str] | None = None) -> None:
@@ -53,6 +53,8 @@ def text_table(results: Results) -> Table:
             add(
                 f"{METHODS[method].label}: rounds to {100 * threshold:.0f} %", column(place).title(results.scale), value
             )
+    harm = _negative_gain(results)
+    add("Uniform: images where the gain is negative", column(PAPERS).title(results.scale), harm)
     together_peak = value_of(
         results,
         "c10-k20-a0.3/fedeas+scaffold",
@@ -78,6 +80,15 @@ def text_table(results: Results) -> Table:
         )
     add("Full-Balance's time over FedEAS's", column(PAPERS).title(results.scale), _ratio(results))
     return table
+
+
+def _negative_gain(results: Results) -> Value:
+    """Of Uniform's plan, which no run is needed for."""
+    config = cell(f"{PAPERS}/uniform").config(results.scale, 1)
+    counts = planned_counts(config, config.clients)
+    ours = float(negative_gain_samples(counts, planned_allocation(config, counts)))
+    comparable = results.scale == "full"
+    return Value(f"{PAPERS}/uniform", "images of negative gain", (ours,), (), paper.NEGATIVE_GAIN, 0, comparable)
 
 
 def _ratio(results: Results) -> Value:

@@ -90,6 +90,9 @@ FEDEAS_AND_SCAFFOLD_PEAK = 78.18
 # Section 4.2, on c10-k20-a0.1: FedEAS's lead over Uniform in peak accuracy, in points, by generator
 PEAK_LEAD = {"ddpm": 6.34, "sd-turbo": 2.46}
 
+# Section 2.2, on c10-k20-a0.1: Uniform's samples at pairs where the gain is negative
+NEGATIVE_GAIN = 1_679
+
 # Section 4.3, on c10-k20-a0.1, one RTX 4090: seconds from start to end
 RUN_SECONDS = {"fedeas": 3 * 3600 + 7 * 60, "full-balance": 11 * 3600 + 36 * 60}
 
