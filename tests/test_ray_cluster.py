@@ -62,7 +62,8 @@ def two_nodes(fresh_images: Any) -> Iterator[str]:
     """A head and a worker of one core each that say they have a GPU; the address. All of it is ended afterwards."""
     fresh_images("cluster")
     address, mark = f"127.0.0.1:{free_port()}", uuid.uuid4().hex
-    environment = {**os.environ, **QUIET, MARK: mark, "PYTHONUNBUFFERED": "1"}
+    shown = {"CUDA_VISIBLE_DEVICES": "0"}  # hidden from tests elsewhere, and Ray takes its word for it
+    environment = {**os.environ, **QUIET, MARK: mark, "PYTHONUNBUFFERED": "1", **shown}
     ray = str(Path(sys.executable).parent / "ray")
     size = ["--num-cpus=1", "--num-gpus=1", "--object-store-memory=100000000", "--block"]
     with ExitStack() as stack:
