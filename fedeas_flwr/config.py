@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import difflib
 import math
-import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -313,13 +312,6 @@ class RunConfig(BaseModel):
     def _absolute(cls, value: str) -> str:
         if value and not Path(value).is_absolute():
             raise ValueError("must be an absolute path, since Flower's processes start elsewhere")
-        return value
-
-    @field_validator("ray_address")
-    @classmethod
-    def _host_and_port(cls, value: str) -> str:
-        if value and not re.fullmatch(r"[^\s:]+:[0-9]{1,5}", value):
-            raise ValueError("must be HOST:PORT, such as 10.0.0.1:6379")
         return value
 
     @model_validator(mode="after")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import glob
 import os
+import re
 import secrets
 import shutil
 from collections.abc import Iterator
@@ -92,8 +93,9 @@ def atomic_folder(path: str | os.PathLike[str]) -> Iterator[Path]:
     """
     target = Path(path)
     temporary, old = _temporary_beside(target), _temporary_beside(target)
-    for left in target.parent.glob(f".{glob.escape(target.name)}.[0-9]*.tmp"):
-        _remove(left)
+    for left in target.parent.glob(f".{glob.escape(target.name)}.*.tmp"):
+        if re.fullmatch(r"\d+-[0-9a-f]{8}", left.name[len(target.name) + 2 : -len(".tmp")]):  # not that of NAME.2
+            _remove(left)
     with _errors_naming(target, temporary):
         temporary.mkdir()
         try:

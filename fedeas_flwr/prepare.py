@@ -64,9 +64,11 @@ def prepare(config: RunConfig, console: Console) -> RunConfig:
 def _reach(address: str) -> None:
     """See that a cluster's head is there: Flower's processes would ask for minutes, in silence."""
     host, _, port = address.rpartition(":")
+    if not host or not port.isdecimal() or int(port) > 65_535:
+        raise ConfigError(f"ray-address = '{address}': must be HOST:PORT, such as 10.0.0.1:6379")
     try:
-        socket.create_connection((host, int(port)), timeout=10).close()
-    except (OSError, OverflowError) as error:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=10).close()
+    except (OSError, UnicodeError) as error:
         reason = getattr(error, "strerror", None) or error
         raise ConfigError(f"ray-address = '{address}': nobody answers there ({reason}); is the head started?") from None
 

@@ -137,9 +137,13 @@ class RunDirectory:
             atomic_write(path, uuid.uuid4().hex.encode())
         return path.read_text(encoding="utf-8")
 
-    def noise(self) -> Noise:
-        """Where the noise of `dp` comes from; a resumed run goes on with it."""
+    def noise(self, begun: bool = False) -> Noise:
+        """Where the noise of `dp` comes from; a run that was ``begun`` goes on with it, and not without."""
         path = self.path / "noise-key"
+        if begun and not path.exists():
+            raise RunError(
+                f"{path} is not there, and which noise the run's models have is not known without: begin anew"
+            )
         try:
             with _saying_what_cannot_be_read(path):
                 return Noise(path)
@@ -318,7 +322,7 @@ class RunDirectory:
         """All processes that said that they run it, dead ones too."""
         try:
             found = self.read_json("status.json").get("processes", [])
-            return [one for one in found if {"pid", "started", "host"} <= one.keys()]
+            return [one for one in found if {"started", "host"} <= one.keys() and _is_pid(one.get("pid"))]
         except (RunError, TypeError, AttributeError):
             return []
 
@@ -352,6 +356,10 @@ class RunDirectory:
         if not isinstance(found, dict):
             raise RunError(f"{self.path / name} is not a JSON object")
         return found
+
+
+def _is_pid(value: Any) -> bool:
+    return type(value) is int and 0 < value < 2**31
 
 
 @contextmanager

@@ -23,11 +23,12 @@ from typing import Any
 
 from fedeas_flwr.config import ConfigError, RunConfig, parse_config
 from fedeas_flwr.config_files import parse_overrides
+from fedeas_flwr.data import short_name
 from fedeas_flwr.metrics import summarise
 from fedeas_flwr.paths import atomic_write
 from fedeas_flwr.runs import NOT_THE_RUN, RunDirectory, RunError
 
-MADE_ABSOLUTE = ("dataset", "generator", "data-dir", "weights")
+MADE_ABSOLUTE = ("generator", "data-dir", "weights")
 """Keys that a run writes down otherwise than they were given, as absolute paths."""
 
 MEASURES = ("last_20", "peak", "images")
@@ -115,7 +116,10 @@ class Sweep:
 def _check_cell(cell: Cell) -> None:
     if not (cell.run.path / "config.json").exists():
         return
-    before, now = cell.run.config().outside(), cell.config.outside()
+    # A run writes the path of data of one's own down in full; its name is enough to tell it from other data.
+    before, now = (
+        {**config.outside(), "dataset": short_name(config.dataset)} for config in (cell.run.config(), cell.config)
+    )
     if changed := _first_change(before, now, {*NOT_THE_RUN, *MADE_ABSOLUTE}):
         key, old, new = changed
         raise RunError(f"{cell.run.path} holds another run, with {key} = {old!r}, not {new!r}")

@@ -183,6 +183,14 @@ def test_atomic_writes_leave_the_old_or_the_new(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.rglob("*")) == ["c", "deep", "file", "folder"]
 
 
+def test_a_folder_of_a_similar_name_is_left_alone_while_it_is_made(tmp_path: Path) -> None:
+    with atomic_folder(tmp_path / "site.2") as other:
+        with atomic_folder(tmp_path / "site"):
+            assert other.exists()
+        (other / "a").write_bytes(b"")
+    assert (tmp_path / "site").exists() and (tmp_path / "site.2" / "a").exists()
+
+
 def test_a_folder_has_its_name_before_the_old_one_goes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever is killed while the old one is removed leaves the new one, and temporary folders that can be removed."""
     folder, rename = tmp_path / "a" / "folder", os.rename

@@ -40,7 +40,10 @@ def test_a_killed_run_is_interrupted_a_living_one_runs_and_a_number_used_again_i
         assert run.state() == state and run.processes() == []
 
 
-@pytest.mark.parametrize("processes", [None, 5, [5], [None], [{"host": "another"}], {"pid": 1}, "all"])
+@pytest.mark.parametrize(
+    "processes",
+    [None, 5, [5], [None], [{"host": "another"}], [{"pid": "x", "started": 1, "host": "h"}], {"pid": 1}, "all"],
+)
 def test_a_damaged_status_is_no_traceback(tmp_path: Path, processes: object) -> None:
     run = RunDirectory.start(small(tmp_path / "r"), {})
     (run.path / "status.json").write_text(json.dumps({"status": "running", "error": "", "processes": processes}))

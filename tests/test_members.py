@@ -76,6 +76,18 @@ def test_a_node_that_does_not_answer_is_named(tmp_path: Path) -> None:
         started(tmp_path, grid, **{"min-replies": 1.0})
 
 
+def test_nobody_waits_for_clients_that_must_stay_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def never(seconds: float) -> None:
+        raise AssertionError("it waits")
+
+    monkeypatch.setattr("fedeas_flwr.strategies.members.time.sleep", never)
+    values = {"clients": 3, "policy": "none", "run-dir": str(tmp_path), "min-replies": 0.5, "node-wait": 60}
+    config = parse_config(values)
+    run = Federation(ComingAndGoing(0, 1, 2), config, build_strategy(config), RunDirectory.start(config, {}))
+    run.members.asked = {0, 2}
+    assert run.discover() == 2 and sorted(run.nodes) == [0, 2]
+
+
 def test_an_offline_client_is_recorded_and_the_rest_are_averaged(tmp_path: Path) -> None:
     grid = ComingAndGoing(0, 1, 2)
     run = started(tmp_path, grid)

@@ -284,3 +284,12 @@ def test_a_client_without_a_norm_to_clip_to_says_so(tmp_path: Path) -> None:
     messages.add_task(message, task, to_record(START.buffers), to_record({}))
     (reply,) = grid.send_and_receive([message])
     assert "clipping_norm" in messages.failure_reason(reply)
+
+
+def test_a_run_that_has_lost_its_key_does_not_go_on(tmp_path: Path) -> None:
+    """ε would count too few models, and repeated rounds would have noise of another key."""
+    run = finish(quick(tmp_path / "r", dp="server-fixed", rounds=1, **LINEAR))
+    (run.path / "noise-key").unlink()
+    with pytest.raises(RunError, match=r"noise-key is not there, .* begin anew"):
+        finish(quick(tmp_path / "r", dp="server-fixed", rounds=2, resume=True, **LINEAR))
+    assert not (run.path / "noise-key").exists() and len(run.rounds()) == 1

@@ -46,7 +46,8 @@ def test_a_cluster_is_joined_only_if_asked_for_and_never_told_its_size(
     [
         ("auto", "must be HOST:PORT, such as 10.0.0.1:6379"),
         ("127.0.0.1:1", "nobody answers there (Connection refused)"),
-        ("127.0.0.1:70000", "nobody answers there"),
+        ("127.0.0.1:70000", "must be HOST:PORT"),
+        ("..:5", "nobody answers there"),
     ],
 )
 def test_an_address_where_no_cluster_is_is_one_line_at_once(tmp_path: Path, address: str, words: str) -> None:

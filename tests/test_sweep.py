@@ -232,6 +232,10 @@ def test_runs_on_data_named_by_a_relative_path_are_known_again(tmp_path: Path) -
     sweep = make_sweep(base().with_changes(dataset="own:mine.npz", policy="none"), ["seed=1"], tmp_path)
     RunDirectory.start(sweep.cells[0].config.with_changes(dataset=f"own:{tmp_path}/mine.npz"), {})
     sweep.open()
+    other = make_sweep(base().with_changes(dataset="cifar10", policy="none"), ["seed=1"], tmp_path / "other")
+    RunDirectory.start(other.cells[0].config.with_changes(dataset="digits"), {})
+    with pytest.raises(RunError, match="holds another run, with dataset = 'digits', not 'cifar10'"):
+        other.open()
 
 
 def test_points_by_hand() -> None:

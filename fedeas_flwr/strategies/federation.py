@@ -44,8 +44,6 @@ class Federation(TrainingRounds):
 
     def __init__(self, grid: Grid, config: RunConfig, strategy: Strategy, run: RunDirectory) -> None:
         super().__init__(grid, config, strategy, run)
-        if isinstance(strategy, Composed) and config.dp != "none":
-            strategy.noise = run.noise()
         self.when_all_have_generated: Callable[[], None] = lambda: None
         self.before_checkpoint: Callable[[], None] = lambda: None
         self.when_a_round_ends: Callable[[Mapping[str, Any]], None] = lambda record: None
@@ -54,6 +52,8 @@ class Federation(TrainingRounds):
         """Go on from what the server held after a round; before `discover`, since some clients may come too late."""
         self.checkpointed = start.accepted
         self.shares = {client: Share(*share) for client, share in start.shares.items()}
+        if isinstance(self.strategy, Composed) and self.config.dp != "none":
+            self.strategy.noise = self.run.noise(begun=start.round > 0)
         if isinstance(self.strategy, Stateful):
             self.strategy.load_state(start.strategy)
         if isinstance(self.strategy, NeedsDisclosure):

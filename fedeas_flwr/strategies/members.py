@@ -58,8 +58,8 @@ class Members:
         After ``node-wait`` seconds the run starts with the part of them that `min-replies` asks for; the others may
         join later.
         """
-        deadline, wanted = time.monotonic() + self._config.node_wait, self._config.clients
-        enough = self._config.enough_of(wanted)
+        deadline, clients = time.monotonic() + self._config.node_wait, self._config.clients
+        wanted, enough = clients if self.asked is None else len(self.asked), self._config.enough_of(clients)
         while True:
             nodes, late = list(self._grid.get_node_ids()), time.monotonic() >= deadline
             failed = self._ask(nodes) if len(nodes) >= (enough if late else wanted) else []
@@ -68,7 +68,7 @@ class Members:
             if late or any(final for final, _ in failed):
                 if len(self.nodes) < enough:
                     raise _no_start(self._config, nodes, failed)
-                log(WARNING, "Starting with %d of %d clients", len(self.nodes), wanted)
+                log(WARNING, "Starting with %d of %d clients", len(self.nodes), clients)
                 break
             time.sleep(_LOOK_AGAIN)
         log(INFO, "Federation of %d clients", len(self.nodes))
