@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from flwr.app import Message
 from flwr.clientapp import ClientApp
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from fedeas_flwr import messages
@@ -203,6 +203,8 @@ def test_sampling_depends_on_seed_and_round_alone(tmp_path: Path) -> None:
 
 
 @given(hundredths=st.integers(1, 100), asked=st.integers(1, 2000))
+@example(hundredths=28, asked=25)
+@example(hundredths=55, asked=100)
 def test_the_fewest_replies_are_those_of_exact_arithmetic(hundredths: int, asked: int) -> None:
     """0.28 · 25 is 7.000000000000001 in floats, and 7 replies of 25 are enough."""
     config = parse_config({"min-replies": hundredths / 100})
