@@ -41,6 +41,11 @@ def runs_at_other_alphas() -> list[RunDirectory]:
     return [record(f"cifar10-k100-a{alpha}/{policy}-s1") for alpha in ("0.05", "0.3") for policy in POLICIES]
 
 
+def runs_at_other_budgets() -> list[RunDirectory]:
+    names = (*(f"fedeas-b{beta}" for beta in (4, 8, 16, 20)), "without-entropy", "linear")
+    return [record(f"cifar10-k20-a0.1/{name}-s1") for name in names]
+
+
 def test_what_longer_last_batches_do_is_what_the_records_say() -> None:
     usual, longer = (record(f"cifar10-k100-a0.1/fedeas{name}-s1") for name in ("", "-min8"))
     theirs, ours = meaning(usual.config()), meaning(longer.config())
@@ -106,7 +111,8 @@ def test_it_is_the_last_batches_and_not_the_clients() -> None:
     assert always == {(20, 11), *((100, client) for client in (44, 53, 62, 66, 70, 89))}
     assert "few of them (44, 53, 66 and 70 at K = 100, 11 at K = 20)" in PAGE
     names = [f"cifar10-k100-a0.1/{name}-{how}-s1" for name in POLICIES for how in ("shared", "one-seed")]
-    shared = [record(name) for name in (*names, "shared-images/uniform-s1", "cifar10-k20-a0.1/uniform-one-seed-s1")]
+    columns = [f"cifar10-{place}/uniform-one-seed-s1" for place in ("k20-a0.1", "k100-a0.05", "k100-a0.3")]
+    shared = [record(name) for name in (*names, *columns, "shared-images/uniform-s1")]
     there = [(run, number) for run in shared for number in falls(accuracies(run))]
     without = [all(last_batches(run)[1][run.rounds()[number - 1]["clients"]] != 2) for run, number in there]
     assert f"they fall {len(there)} times, {sum(without)} of them without such a client" in PAGE
@@ -145,7 +151,7 @@ def test_falls_at_other_alphas_are_what_the_page_says() -> None:
 
 def test_how_many_falls_have_a_last_batch_of_two_is_what_the_page_says_in_short() -> None:
     with_two, deep, total = 0, [], 0
-    for run in (*runs_with_own_images(), *runs_at_other_alphas()):
+    for run in (*runs_with_own_images(), *runs_at_other_alphas(), *runs_at_other_budgets()):
         _, left = last_batches(run)
         for number, points in falls(accuracies(run)).items():
             has = any(left[client] == 2 for client in run.rounds()[number - 1]["clients"])
@@ -153,6 +159,30 @@ def test_how_many_falls_have_a_last_batch_of_two_is_what_the_page_says_in_short(
             deep += [has] if points > 0.1 else []
     assert all(deep)
     assert f"{with_two} of {total} falls, and all {len(deep)} of more than 10 points" in PAGE
+
+
+def test_the_falls_at_beta_8_are_those_of_a_large_client_that_is_left_with_two() -> None:
+    own, plain = runs_at_other_budgets(), record("cifar10-k20-a0.1/fedeas-s1")
+    assert [len(falls(accuracies(run))) for run in own] == [0, 6, 0, 0, 0, 0] and not falls(accuracies(plain))
+    run, others = own[1], [each for each in (*own, plain) if each is not own[1]]
+    (real, left), depths = last_batches(run), falls(accuracies(run))
+    counts = planned_counts(run.config(), 20)
+    held = (counts + planned_allocation(run.config(), counts)).sum(axis=1)
+    *early, late = depths
+    assert f"falls, in rounds {', '.join(map(str, early))} and {late}, by {100 * min(depths.values()):.1f} to" in PAGE
+    assert f"to {100 * max(depths.values()):.1f} points." in PAGE
+    there = {number: run.rounds()[number - 1]["clients"] for number in depths}
+    assert [client for client in range(20) if left[client] == 2] == [14] and held[14] == 5_762
+    assert [number for number in depths if 14 not in there[number]] == [129] and 128 in depths
+    shares = [100 * real[14] / real[clients].sum() for clients in there.values() if 14 in clients]
+    assert f"with 5,762 and {min(shares):.0f} to {max(shares):.0f} % of the weight" in PAGE
+    assert all(last_batches(other)[1][14] != 2 for other in others)
+    assert all(other.rounds()[number - 1]["clients"] == there[number] for other in others for number in depths)
+    most = max(depth(other, number) for other in others for number in depths)
+    assert f"are at most {most:.1f} points below the median of the rounds around" in PAGE
+    for other in (own[3], plain):
+        assert [client for client in range(20) if last_batches(other)[1][client] == 2] == [8]
+        assert max(real[8] / real[one["clients"]].sum() for one in other.rounds() if 8 in one["clients"]) < 0.05
 
 
 def test_uniforms_last_rounds_at_alpha_005_are_what_the_page_says() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import textwrap
+from math import ceil
 from typing import Any
 
 import matplotlib
@@ -63,7 +64,8 @@ def legend_above(axes: Axes, title: str = "") -> float:
     room = float(axes.bbox.width) / figure.dpi
     handles, names = axes.get_legend_handles_labels()
     names = [textwrap.fill(name, int((room - _SIGN) / _LETTER)) for name in names]
-    columns = next(n for n in range(len(names), 0, -1) if n == 1 or _width(names, n) <= room)
+    most = next(n for n in range(len(names), 0, -1) if n == 1 or _width(names, n) <= room)
+    columns = ceil(len(names) / ceil(len(names) / most))  # as few as these lines need: 2 and 2, not 2, 1 and 1
     lines = max(sum(1 + name.count("\n") for name in column) for column in np.array_split(names, columns))
     place: dict[str, Any] = {"loc": "lower left", "bbox_to_anchor": (0.0, 1.0), "borderaxespad": 0.2, "borderpad": 0.2}
     style: dict[str, Any] = {"frameon": False, "fontsize": _SIZE, "title_fontsize": _SIZE, "alignment": "left"}

@@ -263,12 +263,12 @@ def draw_sensitivity(setting: Setting) -> Figure:
 def _draw_budgets(
     axes: Axes, values: Sequence[Value], totals: Sequence[int], name: str, colour: str, marker: str
 ) -> None:
-    ours = [(total, value) for total, value in zip(totals, values, strict=True) if value.mean is not None]
-    where, means = [total for total, _ in ours], [value.mean or 0.0 for _, value in ours]
-    deviations = [value.sd or 0.0 for _, value in ours]
-    if ours:
-        style = {"color": colour, "marker": marker, "lw": 1.9, "capsize": 4}
-        axes.errorbar(where, means, deviations if any(deviations) else None, label=f"{name}, ours", **style)  # type: ignore[arg-type]
+    # A β without runs leaves a gap, one seed has no deviation.
+    means = [np.nan if value.mean is None else value.mean for value in values]
+    deviations = [np.nan if value.sd is None else value.sd for value in values]
+    if not np.isnan(means).all():
+        axes.plot(totals, means, color=colour, marker=marker, lw=1.9, label=f"{name}, ours")
+        axes.errorbar(totals, means, deviations, fmt="none", ecolor=colour, capsize=4)
     if all(value.comparable for value in values):
         published = [value.paper or np.nan for value in values]
         axes.plot(
