@@ -1,6 +1,6 @@
 """The client step and the cohort: what each measure buys, side by side in one run.
 
-    python benchmarks/engine.py --out results/engine-h200.json
+    python benchmarks/engine.py --out results/engine/engine-h200.json
 
 (a) one client: the loop of Flower's quickstart (DataLoader, eager, float32), then GPU data, tf32, channels_last, graph.
 (b) ten clients: one after the other is (a); at once on streams of one process; as ten processes, that take turns on the

@@ -105,7 +105,7 @@ class ImageCache:
                 part = images[starts[label] : starts[label] + count]
                 there = _read_shards(_class_folder(folder, label), part)
                 missing += (starts[label] + np.flatnonzero(~there)).tolist()
-            step = _BATCHES_A_CHUNK * batch_size(generator)
+            step = _BATCHES_A_CHUNK * batch_size(generator) if missing else 1  # to say it, a generator may have to load
             for first in range(0, len(missing), step):
                 chunk = missing[first : first + step]
                 images[chunk] = sample_checked(generator, [ids[i] for i in chunk])

@@ -244,13 +244,11 @@ def _source(config: RunConfig, device: str, service: str, known: str) -> Generat
     A client that has its images knows the generator by its fingerprint, and the model stays on disk: on a SuperNode
     every message is a new process, and each would load diffusers and the model to read images that are in the cache.
     """
-    if service:
-        return ServiceGenerator(service, config.dataset)
 
-    def open_own() -> Generator:
-        return own_generator(config, device)
+    def open_it() -> Generator:
+        return ServiceGenerator(service, config.dataset) if service else own_generator(config, device)
 
-    return RememberedGenerator(known, config.dataset, open_own) if known else open_own()
+    return RememberedGenerator(known, config.dataset, open_it) if known else open_it()
 
 
 def _synthetic(

@@ -65,21 +65,51 @@ _OF_IMAGES = (
 )
 OF_GENERATION = ("policy", *_OF_BUDGETS.values(), *_OF_IMAGES)
 """Keys that say what is generated."""
-_OF_STRATEGIES = ("fedprox", "scaffold", "moon", "fedmix", "fedgen")
+OF_STRATEGIES: dict[str, tuple[str, ...]] = {
+    "fedprox": ("fedprox-mu",),
+    "scaffold": ("scaffold-server-rate", "scaffold-weighting"),
+    "moon": ("moon-mu", "moon-temperature"),
+    "fedavgm": ("server-learning-rate", "server-momentum"),
+    "fedadam": ("server-learning-rate", "beta-1", "beta-2", "tau"),
+    "fedadagrad": ("server-learning-rate", "tau"),
+    "fedyogi": ("server-learning-rate", "beta-1", "beta-2", "tau"),
+    "fedtrimmedavg": ("trim-fraction",),
+    "krum": ("malicious-clients",),
+    "multikrum": ("malicious-clients", "selected-clients"),
+    "bulyan": ("malicious-clients",),
+    "qfedavg": ("q",),
+    "fedmix": ("fedmix-lambda", "disclose-mean-images"),
+    "fedgen": (
+        "fedgen-alpha",
+        "fedgen-beta",
+        "fedgen-steps",
+        "fedgen-batch",
+        "fedgen-rate",
+        "fedgen-count-noise",
+        "disclose-label-counts",
+    ),
+}
+"""The keys that are a strategy's own; the others take no notice of them."""
 _SWITCHES = ("disclose-mean-images", "disclose-label-counts")
 """A strategy needs them on, or takes no notice of them."""
+_OF_ADAPTIVE_DP = ("dp-clip-quantile", "dp-clip-rate", "dp-count-noise")
 
 
 def keys_in_use(config: RunConfig) -> dict[str, Any]:
     """The keys that play a part in a run, and their values: without β, say, where nothing depends on it."""
     settings = settings_of(config.policy, config.total > 0)
     idle = {*_SWITCHES, *(key for name, key in _OF_BUDGETS.items() if name not in settings)}
-    prefixes = [f"{name}-" for name in _OF_STRATEGIES if name != config.strategy]
+    idle.update(key for keys in OF_STRATEGIES.values() for key in keys)
+    idle.difference_update(key for key in OF_STRATEGIES.get(config.strategy, ()) if key not in _SWITCHES)
     if not config.generates:
         idle.update(_OF_IMAGES)
+    if not config.dp.endswith("adaptive"):
+        idle.update(_OF_ADAPTIVE_DP)
     if config.dp == "none":
-        prefixes.append("dp-")
+        idle.update(key for key in config.outside() if key.startswith("dp-"))
     if config.loss != "logit-adjusted":
         idle.add("logit-adjustment-tau")
+    if config.model != "resnet18":
+        idle.add("stem")
     values = config.outside() | {"sampler-steps": config.sampler_steps or SAMPLER_STEPS[config.sampler]}
-    return {key: value for key, value in values.items() if key not in idle and not key.startswith(tuple(prefixes))}
+    return {key: value for key, value in values.items() if key not in idle}

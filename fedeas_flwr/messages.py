@@ -114,7 +114,7 @@ def read_question(message: Message) -> tuple[str, float]:
 
 def answer(message: Message, client: int, **numbers: int) -> Message:
     """Answer a query with the client's id and whole numbers."""
-    record = MetricRecord({"client-id": client, **{k.replace("_", "-"): v for k, v in numbers.items()}})
+    record = MetricRecord({"client-id": client, **numbers})
     return Message(RecordDict({METRICS: record}), reply_to=message)
 
 

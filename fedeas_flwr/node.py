@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fedeas_flwr.config import ConfigError, RunConfig, unknown_key
+from fedeas_flwr.config import ConfigError, RunConfig, parse_config, unknown_key
 from fedeas_flwr.paths import cache_root
 from fedeas_flwr.runs import run_folder
 
@@ -62,8 +62,7 @@ class Node:
 
     def apply(self, config: RunConfig) -> RunConfig:
         """The run-config as it holds on this machine."""
-        changes: dict[str, Any] = {key.replace("-", "_"): value for key, value in self.overrides.items()}
-        return config.with_changes(**changes) if changes else config
+        return parse_config({**config.outside(), **self.overrides}) if self.overrides else config
 
     def state_folder(self, config: RunConfig, run_id: int, run: str) -> Path:
         """Where this client's state of a run lies.

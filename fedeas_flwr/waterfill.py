@@ -18,7 +18,10 @@ from fedeas_flwr.counts import BoolArray, FloatArray, IntArray, check_total, che
 
 # argmin of Eq. (surrogate) at a given total
 def waterfill(counts: npt.ArrayLike, total: int) -> IntArray:
-    """Spend the total so that the imbalance score becomes least, up to the rounding to whole samples."""
+    """Spend the total so that the imbalance score becomes least, up to the rounding to whole samples.
+
+    A total beyond full balance, where the score can only grow, is dealt out evenly.
+    """
     counts = checked_counts(counts)
     return waterfill_fill(counts, waterfill_level(total, waterfill_counter(counts)).samples)
 

@@ -9,7 +9,7 @@ import pytest
 from fedeas_flwr.allocation import POLICIES
 from fedeas_flwr.config import KEYS, ConfigError, Policy, RunConfig, parse_config
 from fedeas_flwr.config_files import parse_overrides, read_config
-from fedeas_flwr.keys import Key, run_keys
+from fedeas_flwr.keys import Key, keys_in_use, run_keys
 from fedeas_flwr.quickstart import quickstart_config
 
 ROOT = Path(__file__).parents[1]
@@ -195,3 +195,30 @@ def test_what_a_key_allows_is_said_in_a_few_words() -> None:
     assert shown["fedgen-batch"] == "2 ≤ n ≤ 65,536"
     assert shown["loss"] == "cross-entropy, class-weighted, logit-adjusted"
     assert (shown["resume"], shown["dataset"]) == ("true, false", "text")
+
+
+@pytest.mark.parametrize(
+    ("keys", "change", "counts"),
+    [
+        ({}, {"q": 0.5}, False),
+        ({"strategy": "qfedavg"}, {"q": 0.5}, True),
+        ({}, {"tau": 0.5, "beta-1": 0.5, "server-momentum": 0.5, "trim-fraction": 0.1, "malicious-clients": 1}, False),
+        ({"strategy": "fedadam"}, {"beta-1": 0.5}, True),
+        ({"strategy": "fedadagrad"}, {"beta-1": 0.5}, False),
+        ({"strategy": "moon"}, {"fedprox-mu": 0.5}, False),
+        ({"strategy": "fedmix", "disclose-mean-images": True}, {"fedmix-lambda": 0.5}, True),
+        ({"strategy": "fedmix", "disclose-mean-images": True}, {"disclose-label-counts": True}, False),
+        ({"dp": "server-fixed"}, {"dp-clip-rate": 0.5}, False),
+        ({"dp": "server-adaptive"}, {"dp-clip-rate": 0.5}, True),
+        ({"dp": "server-fixed"}, {"dp-clipping-norm": 0.5}, True),
+        ({}, {"dp-clipping-norm": 0.5}, False),
+        ({}, {"stem": "3x3"}, False),
+        ({"model": "resnet18"}, {"stem": "3x3"}, True),
+        ({"policy": "none"}, {"beta": 9.0, "sampler": "ddim"}, False),
+    ],
+)
+def test_a_key_that_plays_no_part_does_not_make_another_run(
+    keys: dict[str, object], change: dict[str, object], counts: bool
+) -> None:
+    one, other = (keys_in_use(parse_config({**keys, **more})) for more in ({}, change))
+    assert (one != other) is counts

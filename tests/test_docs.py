@@ -10,7 +10,7 @@ import pytest
 
 from fedeas_flwr.config import KEYS
 from fedeas_flwr.config_files import read_config
-from fedeas_flwr.keys import run_keys
+from fedeas_flwr.keys import OF_STRATEGIES, run_keys
 from fedeas_flwr.metrics import WALL_CLOCK, seconds_of
 from fedeas_flwr.runs import RunDirectory
 from fedeas_flwr.strategies import ALGORITHMS, TABLE_HEAD, table_rows
@@ -43,7 +43,11 @@ def test_the_strategies_seconds_are_the_committed_ones() -> None:
 
 
 def test_an_algorithms_keys_are_keys() -> None:
-    assert all(key in KEYS for algorithm in ALGORITHMS.values() for key in algorithm.keys)
+    assert OF_STRATEGIES.keys() < ALGORITHMS.keys() and all(
+        key in KEYS for own in OF_STRATEGIES.values() for key in own
+    )
+    for name, algorithm in ALGORITHMS.items():
+        assert algorithm.disclosure is None or algorithm.disclosure.key in OF_STRATEGIES[name]
 
 
 def test_every_module_is_in_the_tree() -> None:

@@ -11,8 +11,9 @@ import pytest
 from runners import CHEAP, finish, small, weights
 
 from fedeas_flwr.cache import ImageCache
+from fedeas_flwr.client_app import _source
 from fedeas_flwr.config import ConfigError, parse_config
-from fedeas_flwr.generators import RememberedGenerator, SampleId, open_generator
+from fedeas_flwr.generators import RememberedGenerator, SampleId, batch_size, open_generator
 from fedeas_flwr.local_data import federated_data, local_data
 from fedeas_flwr.node import read_node
 from fedeas_flwr.runs import RunDirectory
@@ -117,6 +118,22 @@ def test_a_remembered_generator_is_opened_only_to_make_an_image(
     other = RememberedGenerator("0" * 64, "digits", open_it)
     with pytest.raises(ValueError, match="not the one that made this client's images"):
         other.sample([SampleId(1, 0, 0, 0)])
+    assert batch_size(RememberedGenerator("wide", "digits", Wide)) == 512
+
+
+class Wide:
+    """Makes 512 images at once, and a client that has some of them asks for as many."""
+
+    fingerprint, batch_size = "wide", 512
+
+
+def test_under_ray_too_a_clients_images_come_from_one_generator(tmp_path: Path) -> None:
+    config, address = small(tmp_path), "service NEW 64"
+    assert _source(config, "cpu", address, "").fingerprint == "NEW"
+    known = _source(config, "cpu", address, "OLD")
+    assert known.fingerprint == "OLD"
+    with pytest.raises(ValueError, match="not the one that made this client's images"):
+        known.sample([SampleId(1, 0, 0, 0)])
 
 
 def test_a_resumed_run_does_not_load_diffusers(tmp_path: Path, fresh_images) -> None:

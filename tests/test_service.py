@@ -115,6 +115,21 @@ def test_a_generator_that_cannot_be_opened_is_everybodys_error() -> None:
     assert [str(error) for error in asyncio.run(run())] == ["generator: there is no /nowhere"] * 3
 
 
+def test_a_generator_that_cannot_measure_its_batch_is_everybodys_error() -> None:
+    """As on a GPU that clients have filled; nobody may wait for images that will not come."""
+
+    class Full(Fake):
+        def find_batch_size(self) -> int:
+            raise MemoryError("no room")
+
+    async def run() -> list[object]:
+        service = GeneratorService(Full)
+        asked = (service.sample(ids(0, 0, [1, 0, 0])) for _ in range(3))
+        return await asyncio.wait_for(asyncio.gather(*asked, return_exceptions=True), LONG)
+
+    assert [str(error) for error in asyncio.run(run())] == ["no room"] * 3
+
+
 def test_without_ray_there_is_no_service(tmp_path: Path) -> None:
     assert start_service(small(tmp_path), "cpu") is None
 

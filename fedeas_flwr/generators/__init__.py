@@ -19,6 +19,7 @@ images, policies share what they have in common, and a lost file is made again a
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
@@ -214,13 +215,21 @@ class RememberedGenerator:
 
     def sample(self, samples: Sequence[SampleId]) -> NDArray[np.uint8]:
         """Open the generator and make images; see `Generator.sample`."""
+        return self._generator.sample(samples)
+
+    def find_batch_size(self) -> int:
+        """Open the generator and ask it; see `batch_size`."""
+        return batch_size(self._generator)
+
+    @cached_property
+    def _generator(self) -> Generator:
         generator = self._open()
         if generator.fingerprint != self.fingerprint:
             raise ValueError(
                 f"generator: not the one that made this client's images (fingerprint {generator.fingerprint[:12]}, was "
                 f"{self.fingerprint[:12]}); put the old one back, or start a new run"
             )
-        return generator.sample(samples)
+        return generator
 
 
 def describe_generator(config: RunConfig) -> dict[str, Any]:

@@ -87,11 +87,11 @@ class GeneratorService:
         while self._waiting:
             try:
                 generator = await self._loaded()
+                batch = await self._in_thread(partial(batch_size, generator))
             except Exception as error:
                 while self._waiting:
                     _fail(self._waiting.popleft(), error)
                 return
-            batch = await self._in_thread(partial(batch_size, generator))
             if sum(len(request.samples) - request.taken for request in self._waiting) < batch:
                 await asyncio.sleep(_GATHER_SECONDS)
             await self._pass(generator, self._take(_BATCHES_A_PASS * batch))

@@ -13,6 +13,7 @@ from functools import lru_cache
 from flwr.serverapp.strategy import Strategy
 
 from fedeas_flwr.config import ConfigError, RunConfig
+from fedeas_flwr.keys import OF_STRATEGIES
 from fedeas_flwr.strategies import flower
 from fedeas_flwr.strategies.client_part import ClientPart
 from fedeas_flwr.strategies.disclosure import Disclosure
@@ -35,8 +36,6 @@ class Algorithm:
     """What a client reveals beyond what FedAvg takes: its model update and its number of real samples."""
     extra_bytes: float
     """What crosses the wire for a client of a round beyond model out and model back, in models."""
-    keys: tuple[str, ...] = ()
-    """The run-config keys that are this algorithm's own."""
     client: Callable[[RunConfig], ClientPart] = lambda config: ClientPart()
     """Its part on a client."""
     disclosure: Disclosure | None = None
@@ -50,7 +49,6 @@ ALGORITHMS: dict[str, Algorithm] = {
         "FedAvg whose clients keep near the model they received",
         "nothing",
         0,
-        ("fedprox-mu",),
         FedProxClient,
     ),
     "scaffold": Algorithm(
@@ -58,7 +56,6 @@ ALGORITHMS: dict[str, Algorithm] = {
         "clients' steps corrected by control variates; plain mean of the models",
         "nothing: the change of its control variate follows from its update and its steps",
         2,
-        ("scaffold-server-rate", "scaffold-weighting"),
         ScaffoldClient,
     ),
     "moon": Algorithm(
@@ -66,75 +63,40 @@ ALGORITHMS: dict[str, Algorithm] = {
         "FedAvg whose clients' features keep near the received model's, away from their own last one's",
         "nothing",
         0,
-        ("moon-mu", "moon-temperature"),
         moon_client,
     ),
-    "fedavgm": Algorithm(
-        composed(flower.build_fedavgm),
-        "FedAvg with momentum on the server",
-        "nothing",
-        0,
-        ("server-learning-rate", "server-momentum"),
-    ),
-    "fedadam": Algorithm(
-        composed(flower.build_fedadam),
-        "Adam on the mean update",
-        "nothing",
-        0,
-        ("server-learning-rate", "beta-1", "beta-2", "tau"),
-    ),
-    "fedadagrad": Algorithm(
-        composed(flower.build_fedadagrad), "Adagrad on the mean update", "nothing", 0, ("server-learning-rate", "tau")
-    ),
-    "fedyogi": Algorithm(
-        composed(flower.build_fedyogi),
-        "Yogi on the mean update",
-        "nothing",
-        0,
-        ("server-learning-rate", "beta-1", "beta-2", "tau"),
-    ),
+    "fedavgm": Algorithm(composed(flower.build_fedavgm), "FedAvg with momentum on the server", "nothing", 0),
+    "fedadam": Algorithm(composed(flower.build_fedadam), "Adam on the mean update", "nothing", 0),
+    "fedadagrad": Algorithm(composed(flower.build_fedadagrad), "Adagrad on the mean update", "nothing", 0),
+    "fedyogi": Algorithm(composed(flower.build_fedyogi), "Yogi on the mean update", "nothing", 0),
     "fedmedian": Algorithm(composed(flower.build_fedmedian), "median of every weight, clients alike", "nothing", 0),
     "fedtrimmedavg": Algorithm(
-        composed(flower.build_fedtrimmedavg),
-        "mean of every weight without its extremes, clients alike",
-        "nothing",
-        0,
-        ("trim-fraction",),
+        composed(flower.build_fedtrimmedavg), "mean of every weight without its extremes, clients alike", "nothing", 0
     ),
-    "krum": Algorithm(
-        composed(flower.build_krum),
-        "the one reply that lies nearest to the others",
-        "nothing",
-        0,
-        ("malicious-clients",),
-    ),
+    "krum": Algorithm(composed(flower.build_krum), "the one reply that lies nearest to the others", "nothing", 0),
     "multikrum": Algorithm(
         composed(flower.build_multikrum),
         "mean by real samples of the replies that lie nearest to the others",
         "nothing",
         0,
-        ("malicious-clients", "selected-clients"),
     ),
     "bulyan": Algorithm(
         composed(flower.build_bulyan),
         "MultiKrum, then of every weight the mean of those nearest the median",
         "nothing",
         0,
-        ("malicious-clients",),
     ),
     "qfedavg": Algorithm(
         composed(flower.build_qfedavg),
         "updates weighted by the client's training loss to the power q",
         "nothing; the loss, sent anyway, decides its weight",
         0,
-        ("q",),
     ),
     "fedmix": Algorithm(
         build_fedmix,
         "FedAvg whose clients mix their images with other clients' means, to second order",
         MEAN_IMAGES.what,
         0.03,
-        ("fedmix-lambda", MEAN_IMAGES.key),
         FedMixClient,
         MEAN_IMAGES,
     ),
@@ -143,15 +105,6 @@ ALGORITHMS: dict[str, Algorithm] = {
         "FedAvg whose clients learn from a generator of features, which the server learns from their heads",
         LABEL_COUNTS.what,
         0.015,
-        (
-            "fedgen-alpha",
-            "fedgen-beta",
-            "fedgen-steps",
-            "fedgen-batch",
-            "fedgen-rate",
-            "fedgen-count-noise",
-            LABEL_COUNTS.key,
-        ),
         FedGenClient,
         LABEL_COUNTS,
     ),
@@ -191,6 +144,6 @@ TABLE_HEAD = ("strategy", "what it does", "keys of its own", "discloses beyond F
 def table_rows() -> list[tuple[str, ...]]:
     """One row an algorithm: the table of `fedeas strategies` and of docs/strategies.md."""
     return [
-        (name, a.summary, ", ".join(a.keys) or "none", a.discloses, f"{2 + a.extra_bytes:g}")
+        (name, a.summary, ", ".join(OF_STRATEGIES.get(name, ())) or "none", a.discloses, f"{2 + a.extra_bytes:g}")
         for name, a in ALGORITHMS.items()
     ]

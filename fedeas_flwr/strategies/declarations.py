@@ -76,7 +76,7 @@ class Declarations:
                 f"count = {count}, but {counted(self._examples[client], 'sample')} can take {most} at most"
             )
 
-    # Eq. (budget): b_k = ⌊β n̄_k^γ (1 − H̃_k)⌋ is largest where all samples are of one class, H̃_k = 0
+    # Eq. (cap): b_k = ⌊β n̄_k^γ (1 − H̃_k)⌋ is largest where all samples are of one class, H̃_k = 0
     def _most_fedeas(self, examples: int, gamma: float | None = None) -> int:
         mean = examples / self._classes
         budget = self._config.beta * mean ** (self._config.gamma if gamma is None else gamma)

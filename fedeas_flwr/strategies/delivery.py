@@ -17,7 +17,7 @@ import time
 from collections.abc import Sequence
 from logging import WARNING
 
-from flwr.app import Message
+from flwr.app import Error, Message
 from flwr.serverapp import Grid
 from flwr.supercore import log
 
@@ -26,6 +26,8 @@ from fedeas_flwr.grids import InlineGrid
 
 PROCESS_DIED = (0, 8)
 """Flower's error codes for it: an error it has no name for (Ray's ActorDiedError), and a crashed client process."""
+_NODE_UNAVAILABLE = 5
+"""Flower's error code for it."""
 _PASSES = 4
 """For each message; a pass usually brings one through at least."""
 _QUESTIONS, _TIMES_ASKED, _REST = 4, 5, 0.1
@@ -95,8 +97,10 @@ def _exchange(grid: Grid, out: Sequence[Message], deadline: float | None) -> dic
         return _by_node(out, list(grid.send_and_receive(out, timeout=left)))
     in_this_process = hasattr(grid, "pull_interval")  # which Flower's grid of a simulation has, and no other
     step = _PULL_SECONDS if in_this_process else _HTTP_PULL_SECONDS
-    waiting = set(grid.push_messages(out))
-    replies: dict[int, Message] = {}
+    taken = set(grid.push_messages(out))
+    asked = {message.metadata.message_id: message for message in out}  # which they have since they were pushed
+    replies = {message.metadata.dst_node_id: _not_taken(message) for key, message in asked.items() if key not in taken}
+    waiting = asked.keys() & taken
     while waiting:
         found = _by_node(out, list(grid.pull_messages(waiting)))
         waiting -= {reply.metadata.reply_to_message_id for reply in found.values()}
@@ -105,6 +109,11 @@ def _exchange(grid: Grid, out: Sequence[Message], deadline: float | None) -> dic
             break
         time.sleep(min(step, max(0.0, until - time.monotonic())))
     return replies
+
+
+def _not_taken(message: Message) -> Message:
+    """Answer for a SuperLink that has no such node any more: nobody will, and to wait for it would be in vain."""
+    return Message(Error(_NODE_UNAVAILABLE, "the SuperLink did not take the message"), reply_to=message)
 
 
 def _by_node(out: Sequence[Message], replies: Sequence[Message]) -> dict[int, Message]:

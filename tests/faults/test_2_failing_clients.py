@@ -81,6 +81,24 @@ def test_a_clock_that_jumps_neither_ends_nor_prolongs_the_wait(
     assert clock.now == pytest.approx(0.5)
 
 
+class Unregistered(SlowLink):
+    """As Flower's SuperLink, it answers nothing to a message for a node that was just taken off its list."""
+
+    def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
+        out = list(messages)
+        return [key if out[i].metadata.dst_node_id != 2 else "" for i, key in enumerate(super().push_messages(out))]
+
+
+def test_a_message_that_the_superlink_does_not_take_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    grid, clock = Unregistered(toy_app(), 3, {}), Clock()
+    monkeypatch.setattr(delivery, "InlineGrid", LateGrid)  # this one is to be treated as Flower's
+    monkeypatch.setattr(delivery, "time", clock)
+    replies = delivery.deliver(grid, [messages.ask(node, "identity") for node in (1, 2, 3)], 1800.0)
+    assert sorted(replies) == [1, 2, 3] and clock.now == 0
+    assert messages.failure_reason(replies[2]) == "the SuperLink did not take the message"
+    assert not delivery.has_died(replies[2])
+
+
 class Simulated(InlineGrid):
     """Pushes and pulls as Flower's grid of a simulation does; a reply is there a while after its message."""
 
