@@ -150,15 +150,16 @@ def test_falls_at_other_alphas_are_what_the_page_says() -> None:
 
 
 def test_how_many_falls_have_a_last_batch_of_two_is_what_the_page_says_in_short() -> None:
-    with_two, deep, total = 0, [], 0
+    with_two, deep, total, seen, rounds = 0, [], 0, 0, 0
     for run in (*runs_with_own_images(), *runs_at_other_alphas(), *runs_at_other_budgets()):
-        _, left = last_batches(run)
-        for number, points in falls(accuracies(run)).items():
-            has = any(left[client] == 2 for client in run.rounds()[number - 1]["clients"])
-            total, with_two = total + 1, with_two + has
-            deep += [has] if points > 0.1 else []
+        (_, left), depths = last_batches(run), falls(accuracies(run))
+        for one in run.rounds()[10:]:
+            has, fell = any(left[client] == 2 for client in one["clients"]), one["round"] in depths
+            rounds, seen, total, with_two = rounds + 1, seen + has, total + fell, with_two + (has and fell)
+            deep += [has] if depths.get(one["round"], 0) > 0.1 else []
     assert all(deep)
-    assert f"{with_two} of {total} falls, and all {len(deep)} of more than 10 points" in PAGE
+    said = f"{with_two} of {total} falls, and all {len(deep)} of more than 10 points, are among the {seen} of"
+    assert f"{said} {rounds:,} rounds with a client that ends" in PAGE
 
 
 def test_the_falls_at_beta_8_are_those_of_a_large_client_that_is_left_with_two() -> None:
@@ -180,6 +181,14 @@ def test_the_falls_at_beta_8_are_those_of_a_large_client_that_is_left_with_two()
     assert all(other.rounds()[number - 1]["clients"] == there[number] for other in others for number in depths)
     most = max(depth(other, number) for other in others for number in depths)
     assert f"are at most {most:.1f} points below the median of the rounds around" in PAGE
+    assert f"it is in {sum(14 in one['clients'] for one in run.rounds()[10:])} of the 190 rounds counted" in PAGE
+    ahead = 100 * (np.array(accuracies(run)) - np.array(accuracies(plain)))
+    usual = [one for one in run.rounds()[20:] if one["round"] not in depths]
+    apart, beside = (
+        np.mean([ahead[one["round"] - 1] for one in usual if (14 in one["clients"]) is there])
+        for there in (False, True)
+    )
+    assert f"β = 8 is {apart:.1f} points better in rounds without client 14 and {-beside:.1f} worse in those" in PAGE
     for other in (own[3], plain):
         assert [client for client in range(20) if last_batches(other)[1][client] == 2] == [8]
         assert max(real[8] / real[one["clients"]].sum() for one in other.rounds() if 8 in one["clients"]) < 0.05
