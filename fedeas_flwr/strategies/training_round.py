@@ -166,29 +166,28 @@ class TrainingRounds(Roster):
         failures: list[dict[str, Any]] = []
         extra = self.strategy.extra_wanted() if isinstance(self.strategy, SendsExtra) else {}
 
-        def read(client: int) -> tuple[Message, TrainReport, Arrays] | MessageError | None:
+        def read(client: int) -> tuple[Message, TrainReport, Arrays] | str:
+            """What came, or why it does not count; empty if nothing came."""
             reply = replies.get(client)
             if reply is None or reply.has_error():
-                return None
+                return ""
             try:
-                return reply, *messages.read_train_reply(reply, client, state.trainable, state.buffers, extra)
+                found = reply, *messages.read_train_reply(reply, client, state.trainable, state.buffers, extra)
+                self.declared.check_report(found[1], self.share_of(client))
             except MessageError as error:
-                return error
+                return str(error)
+            return found
 
         # Several at once, since every number of every reply is looked at; what is made of them, and what the log is
         # told, goes by client id.
         read_ones = in_order(read, chosen, threads_for(state.trainable, len(chosen)))
         for client, found in zip(chosen, read_ones, strict=True):
-            try:
-                if found is None:
-                    raise MessageError(self._why_nothing_came(client, replies))
-                if isinstance(found, MessageError):
-                    raise found
-                self.declared.check_report(found[1], self.share_of(client))
+            if isinstance(found, str):
+                reason = found or self._why_nothing_came(client, replies)
+                log(INFO, "client %d: %s", client, reason)
+                failures.append({"client": client, "reason": reason})
+            else:
                 accepted.append(found)
-            except MessageError as error:
-                log(INFO, "client %d: %s", client, error)
-                failures.append({"client": client, "reason": str(error)})
         return accepted, failures
 
     def _why_nothing_came(self, client: int, replies: Mapping[int, Message | None]) -> str:
