@@ -20,7 +20,7 @@ from test_reproduce import ROOT, TWENTY, record
 from waiting import LONG, Held, wait_until
 
 from fedeas_flwr import prepare, sweep_jobs
-from fedeas_flwr.reproduce.cells import MAIN, PAPERS, all_cells
+from fedeas_flwr.reproduce.cells import MAIN, PAPERS, all_cells, cell
 from fedeas_flwr.reproduce.filling import export_finished
 from fedeas_flwr.reproduce.items import ITEMS
 from fedeas_flwr.reproduce.measured import find_results
@@ -47,8 +47,8 @@ def test_the_committed_runs_fill_their_column_and_all_else_is_missing(tmp_path: 
     assert "c100-k20-a0.1/fedgen seed 1" in table["missing"]
     command = "to do them: fedeas reproduce table1 gamma --scale full --run"
     missing = re.search(rf"Missing: (\d+) runs of \d+ cells; {command}", done.stderr)
-    runs = sum(len(value["seeds"]) for value in there.values())
-    assert missing and int(missing[1]) + runs == 84
+    asked = sum(len(set(cell(name).seeds("full")) & set(value["seeds"])) for name, value in there.items())
+    assert missing and int(missing[1]) + asked == 84
     rows = list(csv.DictReader(io.StringIO((tmp_path / "out" / "results.csv").read_text())))
     assert len(rows) == len({(row["cell"], row["measure"]) for row in rows}) >= 76
     assert not (tmp_path / "out" / "runs").exists()
@@ -58,7 +58,15 @@ def test_the_committed_runs_fill_their_column_and_all_else_is_missing(tmp_path: 
     ("words", "says"),
     [
         ([], "say what: `fedeas reproduce all`"),
-        (["table9"], "'table9': must be all, fig1"),
+        (["--columns", MAIN], "say what: `fedeas reproduce all`"),
+        (["table9"], "'table9': must be all, fig1, fig2, fig3, table1, fig4"),
+        (["table9"], ", table2 (the peaks), beta,"),
+        ([PAPERS], f"'{PAPERS}' is a column: say what of it, such as table1, or '{PAPERS}/*' for its cells"),
+        (["gamma", "--columns", MAIN], f"'gamma' has nothing in {MAIN}, only in {PAPERS}"),
+        (["fig1", MAIN], f"'fig1' has nothing in {MAIN}, only in {PAPERS}"),
+        ([f"{PAPERS}/*", "--columns", MAIN], f"'{PAPERS}/*' has no cell in {MAIN}"),
+        ([f"{PAPERS}/fedeas-sd-turbo"], f"'{PAPERS}/fedeas-sd-turbo' has no cell at scale smoke: SD-Turbo makes no"),
+        (["c1000-*"], "cell 'c1000-*/*': there is none of that name"),
         (["all", "--scale", "half"], "scale = 'half': must be smoke or full"),
         (["all", "--columns", "c10-k5-a1"], "column 'c10-k5-a1': must be one of"),
         (["all", "--runs", "nowhere"], "runs = 'nowhere': there is no such folder"),
@@ -85,6 +93,8 @@ def test_every_cell_is_listed_with_its_words(tmp_path: Path) -> None:
     command = listed["c10-k20-a0.3/fedeas+scaffold"]["command"]
     assert command.startswith("fedeas run conf/cifar10-k20.toml alpha=0.3 strategy=scaffold precision=bf16")
     assert listed[f"{MAIN}/uniform"]["seeds"] == [1, 2, 3]
+    few = json.loads(typed("--list", "--columns", MAIN, "--format", "json", cwd=tmp_path).stdout)
+    assert [row["cell"] for row in few] == [name for name in listed if name.startswith(f"{MAIN}/")]
 
 
 def test_missing_runs_are_done_exported_and_not_done_again(tmp_path: Path, digits_generator: Path) -> None:

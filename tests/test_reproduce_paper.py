@@ -229,7 +229,11 @@ def test_items_columns_and_cells_are_asked_for_by_name() -> None:
         f"{MAIN}/fedavg-clean",
         f"{MAIN}/fedeas-clean",
     ]
+    of_100 = choose(["c100-*"], [], "full").cells
+    assert of_100 == tuple(one for one in all_cells() if one.column.dataset == "cifar100")
+    assert [one.column.name for one in choose(["*/fedavg"], [MAIN], "full").cells] == [MAIN]
     assert not [one for one in everything.needed("smoke") if "sd-turbo" in one.name]
+    assert not [one for one in choose(["*/fedeas*"], [], "smoke").cells if "sd-turbo" in one.name]
     assert "beta" not in choose(["all"], [MAIN], "full").items and "rule" in choose(["all"], [MAIN], "full").items
     assert set(ITEMS) - set(choose(["all"], [], "smoke").items) == {"clean", "shared", "batches", "rule"}
 

@@ -229,25 +229,46 @@ def choose(words: Sequence[str], columns: Sequence[str], scale: str) -> Choice:
     Raises
     ------
     ConfigError
-        One line for a name that there is not.
+        One line for a name that there is not, or that has nothing in the columns or at the scale.
     """
     places = [column(word).name for word in (*columns, *words) if word in paper.COLUMNS or word in columns]
     chosen = tuple(place for place in paper.COLUMNS if place in places) or paper.COLUMNS
-    items, cells = [], []
+    items: list[str] = []
+    cells: list[Cell] = []
     for word in (word for word in words if word not in paper.COLUMNS):
         if word == "all":
             items += [
                 name for name in ITEMS if _concerns(name, chosen) and (scale == "full" or not ITEMS[name].only_by_name)
             ]
         elif word in ITEMS:
+            if not _concerns(word, chosen):
+                has = dict.fromkeys(name.partition("/")[0] for name in ITEMS[word].cells(paper.COLUMNS))
+                raise ConfigError(f"'{word}' has nothing in {', '.join(chosen)}, only in {', '.join(has)}")
             items.append(word)
-        elif "/" in word:
-            cells += matching(word)
+        elif "/" in word or "*" in word:
+            cells += _cells(word, chosen, scale)
         else:
-            raise ConfigError(f"'{word}': must be all, {', '.join(ITEMS)}, or cells such as '{MAIN}/*'")
+            names = (f"{name} (the peaks)" if name == "table2" else name for name in ITEMS)
+            raise ConfigError(f"'{word}': must be all, {', '.join(names)}, or cells such as '{MAIN}/*'")
+    if not items and not cells:
+        if words:
+            raise ConfigError(
+                f"'{words[0]}' is a column: say what of it, such as table1, or '{words[0]}/*' for its cells"
+            )
+        raise ConfigError("say what: `fedeas reproduce all`, or table1, fig2 … (`fedeas reproduce --help`)")
     return Choice(tuple(dict.fromkeys(items)), tuple(dict.fromkeys(cells)), chosen)
 
 
 def _concerns(name: str, columns: Sequence[str]) -> bool:
     """Whether an item says anything about some columns; what needs no runs always does."""
     return not ITEMS[name].cells(paper.COLUMNS) or bool(ITEMS[name].cells(columns))
+
+
+def _cells(word: str, columns: Sequence[str], scale: str) -> list[Cell]:
+    """Find the cells of some columns by a pattern; one without a slash is of columns."""
+    found = [one for one in matching(word if "/" in word else f"{word}/*") if one.column.name in columns]
+    if not found:
+        raise ConfigError(f"'{word}' has no cell in {', '.join(columns)}")
+    if not any(can_run(one, scale) for one in found):
+        raise ConfigError(f"'{word}' has no cell at scale {scale}: SD-Turbo makes no digits")
+    return [one for one in found if can_run(one, scale)]
