@@ -352,6 +352,7 @@ def test_the_committed_figures_are_of_all_committed_runs() -> None:
 
 
 def test_the_tables_of_the_docs_are_those_of_the_committed_runs() -> None:
-    text = (ROOT / "docs" / "reproduction.md").read_text()
+    path = ROOT / "docs" / "reproduction.md"
+    text = path.read_text()
     assert "<!-- reproduce table1" in text
-    assert filled_document(text, "full", [ROOT / "results"], {}) == text
+    assert filled_document(path, text, "full", [ROOT / "results"], {}) == text

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shlex
+import shutil
 import sys
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -18,7 +19,7 @@ from fedeas_flwr.commands.output import FormatOption, can_be_folder, refuse_give
 from fedeas_flwr.commands.sweep import watching
 from fedeas_flwr.config import ConfigError
 from fedeas_flwr.config_files import parse_overrides
-from fedeas_flwr.paths import atomic_write
+from fedeas_flwr.paths import atomic_path, atomic_write
 from fedeas_flwr.sizes import counted
 
 if TYPE_CHECKING:
@@ -34,9 +35,11 @@ def reproduce(
     context: typer.Context,
     what: Annotated[
         list[str] | None,
-        typer.Argument(help="all, table1, table2, beta, ablation, gamma, fig1 … fig5, …, or cells: 'c10-k100-a0.1/*'"),
+        typer.Argument(
+            help="all, table1, table2 (the peaks), beta, ablation, gamma, fig1 … fig5, …, or cells: 'c10-k100-a0.1/*'"
+        ),
     ] = None,
-    columns: Annotated[list[str] | None, typer.Option(help="of the large tables, such as c10-k100-a0.1")] = None,
+    columns: Annotated[list[str] | None, typer.Option(help="of tables and cells, such as c10-k100-a0.1")] = None,
     scale: Annotated[str, typer.Option(help="smoke: minutes, on digits; full: the paper's experiments")] = "smoke",
     runs: Annotated[list[Path] | None, typer.Option(help="folder with runs or exported records; several")] = None,
     out: Annotated[
@@ -73,8 +76,6 @@ def reproduce(
         choice = choose(what or ["*/*"], names, scale)
         print_cells(choice.needed(scale), scale, numbers, more, output)
         return
-    if not what and not into:
-        raise ConfigError("say what: `fedeas reproduce all`, or table1, fig2 … (`fedeas reproduce --help`)")
     folder = (out or Path("runs") / f"reproduce-{scale}").absolute()
     places = [*(runs or []), folder / "runs"]
     if into:
@@ -239,12 +240,17 @@ def print_cells(cells: Sequence[Cell], scale: str, seeds: Sequence[int], more: M
 
 def write_into(path: Path, scale: str, places: Sequence[Path], more: Mapping[str, Any]) -> None:
     """Write tables between a document's ``<!-- reproduce WORDS -->`` and ``<!-- end -->``."""
-    from fedeas_flwr.reproduce.page import check_blocks
     from fedeas_flwr.reproduce.summary import filled_document
 
     if not path.is_file():
         raise ConfigError(f"into = '{path}': there is no such file")
-    text = path.read_text(encoding="utf-8")
-    check_blocks(path, text)
-    atomic_write(path, filled_document(text, scale, places, more).encode())
+    try:
+        text = path.read_bytes().decode()  # as it is: reading as text would lose its line ends
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"into = '{path}': must be UTF-8, and byte {error.start} is not") from None
+    filled = filled_document(path, text, scale, places, more)
+    with atomic_path(path.resolve()) as temporary:
+        temporary.touch(0o600)
+        temporary.write_bytes(filled.encode())
+        shutil.copymode(path, temporary)
     print(path)

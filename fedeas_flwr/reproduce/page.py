@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -65,21 +66,48 @@ def missing_lines(section: Section, fill: str) -> list[str]:
 
 # --------------------------------------------------------------------------------- tables inside another document
 
-_BLOCK = re.compile(r"(<!-- reproduce ([^\n]*?) -->\n).*?(<!-- end -->)", re.S)
+_MARK = re.compile(r"<!-- (?:reproduce\b(?P<words>(?:(?!-->).)*)-->[ \t]*(?P<newline>\r?\n|\Z)|end -->)")
 
 
-def blocks(text: str) -> list[list[str]]:
-    """List what a document asks for: the words between ``<!-- reproduce`` and ``-->``."""
-    return [found.group(2).split() for found in _BLOCK.finditer(text)]
+@dataclass(frozen=True)
+class Block:
+    """A place for tables in a document: what lies between ``<!-- reproduce WORDS -->`` and ``<!-- end -->``."""
+
+    where: str
+    """File and line, for messages."""
+    words: list[str]
+    newline: str
+    """How its first line ends, and so those to be written."""
+    start: int
+    end: int
 
 
-def with_blocks(text: str, contents: Sequence[str]) -> str:
-    """Put contents between each ``<!-- reproduce … -->`` and ``<!-- end -->``, in their order."""
-    left = iter(contents)
-    return _BLOCK.sub(lambda found: f"{found.group(1)}\n{next(left)}\n{found.group(3)}", text)
+def find_blocks(path: Path, text: str) -> list[Block]:
+    """List a document's places for tables.
 
-
-def check_blocks(path: Path, text: str) -> None:
-    """Refuse a document that has no place for a table."""
-    if not blocks(text):
+    Raises
+    ------
+    ConfigError
+        One line if there is none, or for one without an end of its own: what it would run into is not ours.
+    """
+    found = []
+    marks = list(_MARK.finditer(text))
+    for mark, following in itertools.zip_longest(marks, marks[1:]):
+        if mark["words"] is None:
+            continue
+        line = text.count("\n", 0, mark.start()) + 1
+        where = f"{path}, line {line}"
+        if following is None or following["words"] is not None:
+            raise ConfigError(f"{where}: '{mark[0].strip()}' has no '<!-- end -->' of its own")
+        found.append(Block(where, mark["words"].split(), mark["newline"], mark.end(), following.start()))
+    if not found:
         raise ConfigError(f"{path} has no lines '<!-- reproduce table1 COLUMN -->' and '<!-- end -->' to write between")
+    return found
+
+
+def with_blocks(text: str, blocks: Sequence[Block], contents: Sequence[str]) -> str:
+    """Put contents into the places found in a text, in their order."""
+    for block, content in reversed(list(zip(blocks, contents, strict=True))):
+        lines = f"\n{content}\n".replace("\n", block.newline)
+        text = f"{text[: block.start]}{lines}{text[block.end :]}"
+    return text

@@ -11,12 +11,14 @@ from rich.console import Console
 from rich.table import Table as Grid
 from rich.text import Text
 
+from fedeas_flwr.config import ConfigError
 from fedeas_flwr.partition import LEAKAGE
 from fedeas_flwr.report.page import table_markdown
 from fedeas_flwr.reproduce.items import ITEMS, choose
 from fedeas_flwr.reproduce.measured import Budget, Results, find_results
-from fedeas_flwr.reproduce.page import Page, blocks, with_blocks
+from fedeas_flwr.reproduce.page import Block, Page, find_blocks, with_blocks
 from fedeas_flwr.reproduce.sections import Section
+from fedeas_flwr.reproduce.tables import cell_table
 from fedeas_flwr.sizes import counted, show_seconds
 from fedeas_flwr.sweep import as_csv
 
@@ -133,14 +135,21 @@ def _plain(text: str) -> Text:
     return Text(text)
 
 
-def filled_document(text: str, scale: str, places: Sequence[Path], more: Mapping[str, Any]) -> str:
-    """Give a document with its ``<!-- reproduce WORDS -->`` blocks made anew; WORDS are tables and columns."""
-    contents = []
-    for words in blocks(text):
-        choice = choose(words, [], scale)
-        results = find_results(choice.needed(scale), scale, places, more)
-        made = [ITEMS[name].table for name in choice.items]
-        contents.append(
-            "\n".join(table_markdown(make(results, choice.columns).shown()) + "\n" for make in made if make)
-        )
-    return with_blocks(text, contents)
+def filled_document(path: Path, text: str, scale: str, places: Sequence[Path], more: Mapping[str, Any]) -> str:
+    """Give a document with its ``<!-- reproduce WORDS -->`` blocks made anew; WORDS are tables, columns and cells."""
+    found = find_blocks(path, text)
+    return with_blocks(text, found, [_content(block, scale, places, more) for block in found])
+
+
+def _content(block: Block, scale: str, places: Sequence[Path], more: Mapping[str, Any]) -> str:
+    try:
+        choice = choose(block.words, [], scale)
+    except ConfigError as error:
+        raise ConfigError(f"{block.where}: {error}") from None
+    for word in block.words:
+        if word in ITEMS and ITEMS[word].table is None:
+            raise ConfigError(f"{block.where}: '{word}' is a figure, must be tables or cells")
+    results = find_results(choice.needed(scale), scale, places, more)
+    made = [make(results, choice.columns) for name in choice.items if (make := ITEMS[name].table)]
+    made += [cell_table(results, choice.cells)] if choice.cells else []
+    return "\n".join(table_markdown(table.shown()) + "\n" for table in made)
