@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -46,9 +47,16 @@ def summarise_so_far(run: RunDirectory, config: RunConfig) -> dict[str, Any] | N
     """A run in a few numbers, from the rounds there are, before the first ``None``; a damaged record is one line."""
     run.check_rounds()
     rounds = run.rounds()
-    try:
+    with refusing_what_is_no_round(run):
         return summarise(rounds, config.threshold) if rounds else None
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
+
+
+@contextmanager
+def refusing_what_is_no_round(run: RunDirectory) -> Iterator[None]:
+    """Bring what goes wrong with the rounds of a damaged record to one line."""
+    try:
+        yield
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
         raise RunError(f"{run.path / 'rounds.jsonl'} holds what is no round's record: {error!r}") from None
 
 

@@ -225,7 +225,7 @@ class RunDirectory:
             return
         try:
             count = int(self.summary()["rounds"])
-        except (KeyError, TypeError, ValueError) as error:
+        except (KeyError, TypeError, ValueError, OverflowError) as error:
             raise RunError(f"{self.path / 'summary.json'} is not a run's summary: {error}") from None
         self._first_rounds(count, f"summary.json counts {counted(count, 'round')}")
 

@@ -16,7 +16,7 @@ from fedeas_flwr.report.groups import group_runs
 from fedeas_flwr.report.page import as_html, as_markdown
 from fedeas_flwr.reproduce import beside, beyond, paper, tables
 from fedeas_flwr.reproduce.cells import MAIN, PAPERS, all_cells, cell
-from fedeas_flwr.reproduce.filling import make_filling, missing_seeds, record_name
+from fedeas_flwr.reproduce.filling import export_finished, make_filling, missing_seeds, record_name
 from fedeas_flwr.reproduce.items import ITEMS, choose
 from fedeas_flwr.reproduce.measured import Results, find_results
 from fedeas_flwr.reproduce.page import Page
@@ -267,6 +267,53 @@ def test_runs_that_are_not_finished_doubled_or_damaged_do_not_count(tmp_path: Pa
     assert [path.name for path in results.doubles] == ["b"]
     assert [line.partition(": ")[0] for line in results.unreadable] == [str(damaged), str(unknown)]
     assert results.unreadable[1].endswith("did you mean 'alpha'?"), "the end is what helps, however long the path"
+
+
+@pytest.mark.parametrize(
+    ("spoil", "says"),
+    [
+        ({"clients": [100]}, "client 100: must be from 0 to 99"),
+        ({"clients": [-1]}, "client -1: must be from 0 to 99"),
+        ({"clients": ["3"]}, "client '3': must be from 0 to 99"),
+        ({"clients": [[3]]}, "client [3]: must be from 0 to 99"),
+        ({"clients": None}, "TypeError("),
+        ({"accuracy": 10**400}, "OverflowError("),
+        ({"seconds": {"clients": 10**400}}, "OverflowError("),
+    ],
+)
+def test_a_record_that_holds_no_rounds_is_told_by_file_and_reason(
+    tmp_path: Path, spoil: dict[str, Any], says: str
+) -> None:
+    spoilt = record(tmp_path / "a", f"{MAIN}/fedavg", 1) / "rounds.jsonl"
+    first, *others = spoilt.read_text().splitlines(keepends=True)
+    spoilt.write_text("".join([json.dumps(json.loads(first) | spoil) + "\n", *others]))
+    results = found_in(tmp_path)
+    (line,) = results.unreadable
+    assert results.of(f"{MAIN}/fedavg") == [] and says in line
+    assert line.startswith(f"{spoilt.parent}: {spoilt} holds what is no round's record: ")
+
+
+def test_a_record_that_lost_rounds_is_unreadable_and_not_missing_alone(tmp_path: Path) -> None:
+    lost = record(tmp_path / "a", f"{MAIN}/fedavg", 1) / "rounds.jsonl"
+    lines = lost.read_text().splitlines(keepends=True)
+    lost.write_text("".join([*lines[:99], lines[99][:-20], *lines[100:]]))
+    assert found_in(tmp_path).unreadable == [
+        f"{lost.parent}: {lost} holds 99 whole records, but summary.json counts 200 rounds: mend line 100"
+    ]
+    (lost.parent / "summary.json").write_text('{"rounds": Infinity}')
+    (line,) = found_in(tmp_path).unreadable
+    assert "summary.json is not a run's summary: cannot convert float infinity" in line
+
+
+def test_a_run_reached_by_two_paths_is_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    record(tmp_path / "out" / "runs" / "a", f"{MAIN}/fedavg", 1)
+    (tmp_path / "link").symlink_to(tmp_path / "out")
+    monkeypatch.chdir(tmp_path)
+    places = [Path("out"), Path("link"), tmp_path / "out" / "runs"]
+    results = find_results(all_cells(), "full", places, {})
+    assert [run.seed for run in results.of(f"{MAIN}/fedavg")] == [1] and results.doubles == []
+    export_finished(results, tmp_path / "link" / "runs", tmp_path / "records")
+    assert RunDirectory(tmp_path / "records" / "cifar10-k100-a0.1" / "fedavg-s1").is_record()
 
 
 def test_what_is_missing_becomes_a_sweep_in_order(tmp_path: Path) -> None:

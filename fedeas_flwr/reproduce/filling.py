@@ -71,7 +71,7 @@ def export_finished(results: Results, runs: Path, folder: Path) -> None:
     for name, found in results.cells.items():
         for run in found:
             record = folder / record_name(name, run.config)
-            if run.path.parent != runs:
+            if run.path.resolve().parent != runs.resolve():
                 continue
             check_export(RunDirectory(run.path), record)
             if not RunDirectory(record).is_record():

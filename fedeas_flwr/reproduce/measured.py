@@ -12,7 +12,7 @@ import numpy as np
 
 from fedeas_flwr.config import RunConfig
 from fedeas_flwr.keys import keys_in_use
-from fedeas_flwr.listing import find_runs
+from fedeas_flwr.listing import find_runs, refusing_what_is_no_round
 from fedeas_flwr.local_data import planned_allocation, planned_counts
 from fedeas_flwr.metrics import WALL_CLOCK, rounds_to_threshold, seconds_of, summarise
 from fedeas_flwr.one_line import one_line
@@ -86,19 +86,27 @@ class Measured:
 def measure(run: RunDirectory, config: RunConfig) -> Measured:
     """Work a finished run's rounds out."""
     rounds = run.rounds()
-    summary = summarise(rounds, config.threshold)
-    spent = summary["seconds"]
-    return Measured(
-        path=run.path,
-        config=config,
-        accuracies=[float(record["accuracy"]) for record in rounds],
-        last_20=summary["last_20"],
-        peak=summary["peak"],
-        images=summary["total_generated"],
-        gamma_hat=summary["gamma_hat"],
-        seconds=sum(seconds_of(phase, spent) for phase in WALL_CLOCK),
-        clients=frozenset(client for record in rounds for client in record["clients"]),
-    )
+    with refusing_what_is_no_round(run):
+        summary = summarise(rounds, config.threshold)
+        spent = summary["seconds"]
+        return Measured(
+            path=run.path,
+            config=config,
+            accuracies=[float(record["accuracy"]) for record in rounds],
+            last_20=summary["last_20"],
+            peak=summary["peak"],
+            images=summary["total_generated"],
+            gamma_hat=summary["gamma_hat"],
+            seconds=float(sum(seconds_of(phase, spent) for phase in WALL_CLOCK)),
+            clients=frozenset(_client(one, config) for record in rounds for one in record["clients"]),
+        )
+
+
+def _client(number: Any, config: RunConfig) -> int:
+    """One that the run's plan has."""
+    if type(number) is not int or not 0 <= number < config.clients:
+        raise ValueError(f"client {number!r}: must be from 0 to {config.clients - 1}")
+    return number
 
 
 # --------------------------------------------------------------------------------------------------------- all runs
@@ -140,14 +148,18 @@ def find_results(cells: Sequence[Cell], scale: str, folders: Sequence[Path], mor
     found: dict[str, dict[int, Measured]] = {one.name: {} for one in cells}
     doubles: list[Path] = []
     unreadable: list[str] = []
-    for run in find_runs([folder for folder in folders if folder.exists()], unreadable=unreadable):
+    runs = find_runs([folder for folder in folders if folder.exists()], unreadable=unreadable)
+    for run in {run.path.resolve(): run for run in runs}.values():
         try:
             config = run.config()
             name = wanted.get(_key(meaning(config)))
-            if name is None or run.state() != "finished" or len(run.rounds()) != config.rounds:
+            if name is None or run.state() != "finished":
+                continue
+            run.check_rounds()
+            if len(run.rounds()) != config.rounds:
                 continue
             measured = measure(run, config)
-        except (RunError, KeyError, TypeError, ValueError) as error:
+        except RunError as error:
             unreadable.append(f"{run.path}: {one_line(error, None)}")
             continue
         if found[name].setdefault(config.seed, measured) is not measured:
