@@ -21,9 +21,10 @@ def value_of(
     of: Callable[[Measured], float | None],
     published: float | None,
     digits: int = 2,
+    form: str = "",
 ) -> Value:
-    """Put what a cell's runs measured beside the paper's number."""
-    pairs = [(run.seed, number) for run in results.of(name) if (number := of(run)) is not None]
+    """Put what a cell's runs measured, or those of a form of Γ̂, beside the paper's number."""
+    pairs = [(run.seed, number) for run in results.of(name, form) if (number := of(run)) is not None]
     ours, seeds = tuple(number for _, number in pairs), tuple(seed for seed, _ in pairs)
     return Value(name, measure, ours, seeds, published, digits, comparable=results.scale == "full")
 

@@ -118,14 +118,18 @@ class Results:
 
     scale: str
     cells: dict[str, list[Measured]]
-    """Cell's name → its finished runs, one a seed, by seed."""
+    """Cell's name → its finished runs by seed, one for each form of Γ̂."""
     doubles: list[Path] = field(default_factory=list)
-    """Runs of a seed that another run has already."""
+    """Runs of a seed and a form of Γ̂ that another run has already."""
     unreadable: list[str] = field(default_factory=list)
 
-    def of(self, name: str) -> list[Measured]:
-        """The runs of a cell, perhaps none."""
-        return self.cells.get(name, [])
+    def of(self, name: str, form: str = "") -> list[Measured]:
+        """The runs of a cell, one a seed, perhaps none: the first found, or that of a form of Γ̂."""
+        first: dict[int, Measured] = {}
+        for run in self.cells.get(name, ()):
+            if form in ("", run.config.gamma_hat):
+                first.setdefault(run.seed, run)
+        return list(first.values())
 
 
 def find_results(cells: Sequence[Cell], scale: str, folders: Sequence[Path], more: Mapping[str, Any]) -> Results:
@@ -138,14 +142,14 @@ def find_results(cells: Sequence[Cell], scale: str, folders: Sequence[Path], mor
     scale
         Of the cells.
     folders
-        Where to look; of two runs of one seed the first found counts.
+        Where to look; of two runs of one seed, and one form of Γ̂, the first found counts.
     more
         Keys that hold for all runs; those that change what a cell means are looked for too.
     """
     wanted: dict[tuple[tuple[str, Any], ...], str] = {}
     for one in cells:
         wanted[_key(meaning(one.config(scale, 1, more)))] = one.name
-    found: dict[str, dict[int, Measured]] = {one.name: {} for one in cells}
+    found: dict[str, dict[tuple[int, str], Measured]] = {one.name: {} for one in cells}
     doubles: list[Path] = []
     unreadable: list[str] = []
     runs = find_runs([folder for folder in folders if folder.exists()], unreadable=unreadable)
@@ -162,9 +166,9 @@ def find_results(cells: Sequence[Cell], scale: str, folders: Sequence[Path], mor
         except RunError as error:
             unreadable.append(f"{run.path}: {one_line(error, None)}")
             continue
-        if found[name].setdefault(config.seed, measured) is not measured:
+        if found[name].setdefault((config.seed, config.gamma_hat), measured) is not measured:
             doubles.append(run.path)
-    by_seed = {name: [runs[seed] for seed in sorted(runs)] for name, runs in found.items()}
+    by_seed = {name: sorted(runs.values(), key=lambda run: run.seed) for name, runs in found.items()}
     return Results(scale, by_seed, doubles, unreadable)
 
 

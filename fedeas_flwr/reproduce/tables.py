@@ -205,9 +205,7 @@ def gamma_table(results: Results) -> Table:
 
 def _gamma_hat(results: Results, name: str, form: str) -> Value:
     published = paper.GAMMA_HAT[name.partition("/")[2]][0] if form == "all-state" else None
-    return value_of(
-        results, name, f"Γ̂, {form}", lambda run: run.gamma_hat if run.config.gamma_hat == form else None, published
-    )
+    return value_of(results, name, f"Γ̂, {form}", lambda run: run.gamma_hat, published, form=form)
 
 
 def _reduction(value: Value, base: Value) -> Value:
