@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +17,12 @@ from fedeas_flwr.report.groups import group_runs
 from fedeas_flwr.report.page import as_html, as_markdown
 from fedeas_flwr.reproduce import beside, beyond, paper, tables
 from fedeas_flwr.reproduce.cells import MAIN, PAPERS, all_cells, cell
-from fedeas_flwr.reproduce.filling import export_finished, make_filling, missing_seeds, record_name
+from fedeas_flwr.reproduce.filling import export_finished, make_filling, record_folder
 from fedeas_flwr.reproduce.items import ITEMS, choose
 from fedeas_flwr.reproduce.measured import Results, find_results
 from fedeas_flwr.reproduce.page import Page
 from fedeas_flwr.reproduce.sections import Section, make_sections
-from fedeas_flwr.reproduce.summary import filled_document, make_page
+from fedeas_flwr.reproduce.summary import fill_command, filled_document, make_page
 from fedeas_flwr.runs import RunDirectory
 
 ROOT = Path(__file__).parents[1]
@@ -188,7 +189,7 @@ def test_best_and_second_best_are_marked_once_a_column_is_complete(tmp_path: Pat
 
 def test_both_pages_of_the_papers_protocol_say_that_its_test_set_leaks(tmp_path: Path) -> None:
     run = RunDirectory(record(tmp_path / "a", f"{MAIN}/fedavg"))
-    assert LEAKAGE in make_page(found_in(tmp_path), [], "").notes
+    assert LEAKAGE in make_page(found_in(tmp_path), []).notes
     assert LEAKAGE in make_document(group_runs([run])[0]).text
     clean = RunDirectory(record(tmp_path / "b", f"{MAIN}/fedavg-clean"))
     assert LEAKAGE not in make_document(group_runs([clean])[0]).text
@@ -205,7 +206,7 @@ def test_a_wrong_number_of_images_is_told(tmp_path: Path) -> None:
     assert wrong and right and right.met and not wrong.met
     assert beside.show_budget(wrong) == "33,649 ✗ (paper: 33,650)"
     table = tables.large_table(results, paper.COLUMNS, beside.last_20_of)
-    page = make_page(results, [Section("table1", "", "", table, None, ())], "")
+    page = make_page(results, [Section("table1", "", "", table, None, ())])
     assert "Matched budgets: 1 of 2 cells generated exactly what they should." in page.notes
     assert f"{MAIN}/uniform generated 33649 images, not the paper's 33,650." in page.notes
 
@@ -319,16 +320,45 @@ def test_a_run_reached_by_two_paths_is_one(tmp_path: Path, monkeypatch: pytest.M
 def test_what_is_missing_becomes_a_sweep_in_order(tmp_path: Path) -> None:
     record(tmp_path / "a", f"{MAIN}/fedavg", 2)
     choice = choose(["table1"], [MAIN], "full")
-    missing = missing_seeds(choice.needed("full"), found_in(tmp_path), [])
+    missing = choice.missing(found_in(tmp_path), [], {})
     assert missing[f"{MAIN}/fedavg"] == [1, 3]
     assert missing[f"{MAIN}/fedeas"] == [1, 2, 3]
     filling = make_filling(missing, "full", tmp_path / "runs", {"precision": "bf16", "generator": "/m"})
     assert [one.name for one in filling.cells][:3] == [f"{MAIN}_fedavg_s1", f"{MAIN}_fedavg_s3", f"{MAIN}_fedeas_s1"]
     assert all(one.config.precision == "bf16" and one.config.generator == "/m" for one in filling.cells)
     assert len(filling.cells) == 2 + 3 * 3 + 6
-    names = [record_name(one.values["cell"], one.config).as_posix() for one in filling.cells]
-    assert names[0] == "cifar10-k100-a0.1/fedavg-s1" and len(set(names)) == len(names)
-    assert missing_seeds(choice.needed("full"), found_in(tmp_path), [2]).get(f"{MAIN}/fedavg") is None
+    records = [record_folder(tmp_path, one.values["cell"], one.config) for one in filling.cells]
+    assert records[0] == tmp_path / "cifar10-k100-a0.1" / "fedavg-s1" and len(set(records)) == len(records)
+    assert f"{MAIN}/fedavg" not in choice.missing(found_in(tmp_path), [2], {})
+
+
+def test_gamma_misses_a_run_of_another_form_and_finds_it_beside_the_older(tmp_path: Path) -> None:
+    records = tmp_path / "records"
+    other = {"gamma-hat": "trainable"}
+    place = records / "cifar10-k20-a0.1"
+    record(place / "fedeas-s1", f"{PAPERS}/fedeas", 1, [0.7] * 200, gamma_hat=0.8, keys=other)
+    for method in ("fedavg", "uniform", "full-balance"):
+        record(place / f"{method}-s1", f"{PAPERS}/{method}", 1, gamma_hat=2e-4)
+    both = choose(["ablation", "beta", "gamma"], [], "full")
+    before = found_in(records)
+    beta, gamma = make_sections(both, before, [], tmp_path, {}, lambda words, cells: " ".join(words))[1:]
+    assert gamma.missing == (f"{PAPERS}/fedeas seed 1",) and gamma.command == "gamma"
+    assert f"{PAPERS}/fedeas seed 1" not in beta.missing, "any form will do there"
+    assert both.missing(before, [], {})[f"{PAPERS}/fedeas"] == [1]
+    assert choose(["gamma"], [], "full").missing(before, [], other)[f"{PAPERS}/fedavg"] == [1]
+
+    run = record(tmp_path / "runs" / "new", f"{PAPERS}/fedeas", 1, [0.6] * 200, gamma_hat=1e-4)
+    results = find_results(all_cells(), "full", [records, tmp_path / "runs"], {})
+    assert choose(["gamma"], [], "full").missing(results, [], {}) == {} and results.doubles == []
+    rows = tables.gamma_table(results).rows
+    assert rows[0][3].startswith("70.00<br>"), "elsewhere the first counts"
+    assert rows[2][3].startswith("0.0001<br>") and rows[4][3] == "0.8"
+    export_finished(results, run.parent, records)
+    assert sorted(path.name for path in place.glob("fedeas-*")) == ["fedeas-s1", "fedeas-s1-all-state"]
+    later = tables.gamma_table(found_in(records)).rows
+    assert later == rows
+    export_finished(results, run.parent, records)
+    assert len(list(place.iterdir())) == 5
 
 
 # ------------------------------------------------------------------------------------------------- the whole page
@@ -345,9 +375,9 @@ def page(tmp_path_factory: pytest.TempPathFactory, session_cache: Path) -> tuple
                 record(folder / "runs" / f"{number}-{seed}", one.name, seed, accuracies, "smoke", gamma_hat=0.5)
     choice = choose([name for name in ITEMS if name != "samples"], [], "smoke")
     results = find_results(choice.needed("smoke"), "smoke", [folder / "runs"], {})
-    missing = missing_seeds(choice.needed("smoke"), results, [])
-    sections = make_sections(choice, results, missing, folder, {})
-    return make_page(results, sections, "fedeas reproduce {} --run"), folder, results
+    fill = partial(fill_command, "smoke", {"--out": ["o{u}t"], "--set": []})
+    sections = make_sections(choice, results, [], folder, {}, fill)
+    return make_page(results, sections), folder, results
 
 
 def test_every_table_and_figure_is_on_the_page(page: tuple[Page, Path, Results]) -> None:
@@ -364,7 +394,7 @@ def test_every_table_and_figure_is_on_the_page(page: tuple[Page, Path, Results])
 def test_missing_runs_are_named_with_the_command_that_does_them(page: tuple[Page, Path, Results]) -> None:
     text = as_markdown(page[0].document())
     assert text.count(f"Missing, 1 run: {PAPERS}/uniform-b20 seed 1.") == 2  # Fig. 5 and the β table
-    assert "To do them: `fedeas reproduce beta --run`" in text
+    assert "To do them: `fedeas reproduce beta --scale smoke --run --out 'o{u}t'`" in text
     assert "| Uniform β = 6.667 | missing<br>paper 66.46 |" in text
 
 
@@ -379,7 +409,7 @@ def test_the_html_page_needs_no_other_file(page: tuple[Page, Path, Results]) -> 
 
 
 def test_text_from_outside_stays_text() -> None:
-    hostile = Page("a <b> title", ["Unreadable: /runs/<script>alert(1)</script>"], [], "")
+    hostile = Page("a <b> title", ["Unreadable: /runs/<script>alert(1)</script>"], [])
     document = as_html(hostile.document())
     assert "<script>" not in document and "a &lt;b&gt; title" in document
 

@@ -62,7 +62,7 @@ def reproduce(
     """The paper's tables and figures from runs, its numbers beside ours; missing runs are done or named."""
     from fedeas_flwr.reproduce.cells import SCALES
     from fedeas_flwr.reproduce.items import choose
-    from fedeas_flwr.reproduce.summary import fill_command
+    from fedeas_flwr.reproduce.paper import COLUMNS
 
     if scale not in SCALES:
         raise ConfigError(f"scale = '{scale}': must be {' or '.join(SCALES)}")
@@ -85,13 +85,24 @@ def reproduce(
         return
     choice = choose(what or [], names, scale)
     doing = scale == "smoke" if run is None else run
+    if export and not doing:
+        raise ConfigError(f"--export '{export}': leave it out or say --run, no run is done without")
     # With JSON on stdout, what goes on is told on stderr.
     console = Console(stderr=output == "json", markup=False)
     results, failed = gather(
         choice, scale, places, numbers, more, folder if doing else None, jobs or default_jobs(scale), export, console
     )
-    fill = fill_command(scale, names, runs or [], out)
-    sections = show(choice, results, what or [], numbers, folder, more, fill, console, output)
+    options = {
+        "--columns": [] if choice.columns == COLUMNS else [",".join(choice.columns)],
+        "--runs": [str(path) for path in runs or []],
+        "--out": [str(out)] if out else [],
+        "--seeds": [seeds] if seeds else [],
+        "--jobs": [str(jobs)] if jobs else [],
+        "--export": [str(export)] if export else [],
+        "--set": given or [],
+    }
+    words = [word for word in what or [] if word not in COLUMNS]
+    sections = show(choice, results, words, numbers, folder, more, options, console, output)
     if failed or (doing and any(section.missing for section in sections)):
         raise typer.Exit(1)
 
@@ -142,13 +153,13 @@ def gather(
         What there is now, and whether a run failed for good.
     """
     from fedeas_flwr.exporting import check_export
-    from fedeas_flwr.reproduce.filling import Exporting, export_finished, make_filling, missing_seeds, record_name
+    from fedeas_flwr.reproduce.filling import Exporting, export_finished, make_filling, record_folder
     from fedeas_flwr.reproduce.measured import find_results
     from fedeas_flwr.sweep_jobs import run_sweep
 
     cells = choice.needed(scale)
     results = find_results(cells, scale, places, more)
-    left = missing_seeds(cells, results, seeds)
+    left = choice.missing(results, seeds, more)
     if folder is not None and export:
         export_finished(results, folder / "runs", export)
     if folder is None or not left:
@@ -157,7 +168,7 @@ def gather(
     filling.check()
     if export:
         for one in filling.cells:
-            check_export(one.run, export / record_name(one.values["cell"], one.config))
+            check_export(one.run, record_folder(export, one.values["cell"], one.config))
     prepare = partial(prepare_generator, scale, [cell.config.generates for cell in filling.cells], console)
     try:
         with watching(console) as watcher:
@@ -188,23 +199,22 @@ def _warn(text: str) -> None:
 def show(
     choice: Choice,
     results: Results,
-    what: Sequence[str],
+    words: Sequence[str],
     seeds: Sequence[int],
     folder: Path,
     more: Mapping[str, Any],
-    fill: str,
+    options: Mapping[str, Sequence[str]],
     console: Console,
     output: str,
 ) -> list[Section]:
     """Write the page, print the tables or JSON, and say what is missing."""
-    from fedeas_flwr.reproduce.filling import missing_seeds
     from fedeas_flwr.reproduce.page import write_page
     from fedeas_flwr.reproduce.sections import make_sections
-    from fedeas_flwr.reproduce.summary import as_json, make_page, print_tables, values_csv
+    from fedeas_flwr.reproduce.summary import as_json, fill_command, make_page, print_tables, values_csv
 
-    missing = missing_seeds(choice.needed(results.scale), results, seeds)
-    sections = make_sections(choice, results, missing, folder, more)
-    page = make_page(results, sections, fill)
+    fill = partial(fill_command, results.scale, options)
+    sections = make_sections(choice, results, seeds, folder, more, fill)
+    page = make_page(results, sections)
     written = write_page(page, folder)
     record = {**as_json(results, sections), "page": [path.name for path in written]}
     atomic_write(folder / "results.json", (json.dumps(record, indent=1, ensure_ascii=False) + "\n").encode())
@@ -213,10 +223,9 @@ def show(
         print(json.dumps({**record, "folder": str(folder)}, ensure_ascii=False))
     else:
         print_tables(page, console)
-    number = sum(map(len, missing.values()))
-    if number:
-        command = fill.format(shlex.join(what))
-        line = f"Missing: {counted(number, 'run')} of {counted(len(missing), 'cell')}; to do them: {command}"
+    if missing := choice.missing(results, seeds, more):
+        number = counted(sum(map(len, missing.values())), "run")
+        line = f"Missing: {number} of {counted(len(missing), 'cell')}; to do them: {fill(words, missing)}"
         console.print(line, highlight=False, soft_wrap=True, markup=False)
     if output == "table":
         console.print(f"page: {written[1]}", highlight=False, soft_wrap=True)

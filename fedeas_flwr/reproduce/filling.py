@@ -9,20 +9,10 @@ from typing import Any
 from fedeas_flwr import sweep
 from fedeas_flwr.config import RunConfig
 from fedeas_flwr.exporting import check_export, export
-from fedeas_flwr.reproduce.cells import MAIN, Cell, cell
-from fedeas_flwr.reproduce.measured import Results
+from fedeas_flwr.reproduce.cells import MAIN, cell
+from fedeas_flwr.reproduce.measured import Results, meaning
 from fedeas_flwr.runs import RunDirectory
 from fedeas_flwr.sweep_jobs import Board, Watcher
-
-
-def missing_seeds(cells: Sequence[Cell], results: Results, seeds: Sequence[int]) -> dict[str, list[int]]:
-    """Name the seeds of every cell that have no finished run; ``seeds`` in place of each cell's own, if given."""
-    left = {}
-    for one in cells:
-        there = {run.seed for run in results.of(one.name)}
-        if absent := [seed for seed in seeds or one.seeds(results.scale) if seed not in there]:
-            left[one.name] = absent
-    return left
 
 
 def make_filling(
@@ -55,12 +45,20 @@ def make_filling(
     return sweep.Sweep(folder, cell(f"{MAIN}/fedavg").config(scale, 1), grid, cells)
 
 
-def record_name(name: str, config: RunConfig) -> Path:
-    """Where a run's record goes below a folder of records, such as ``cifar10-k100-a0.1/scaffold-s1``."""
+def record_folder(records: Path, name: str, config: RunConfig) -> Path:
+    """Where a run's record goes in a folder of records, such as ``cifar10-k100-a0.1/scaffold-s1``.
+
+    If that is the record of the same cell with another form of Γ̂, its form ends this one's name: the older is found
+    first, and counts where the form does not matter.
+    """
     place, _, method = name.partition("/")
     if config.dataset != "digits":  # at smoke several columns share it
         place = f"{config.dataset}-k{config.clients}-a{config.alpha:g}"
-    return Path(place) / f"{method}-s{config.seed}"
+    usual = RunDirectory(records / place / f"{method}-s{config.seed}")
+    before = usual.config() if usual.is_record() else config
+    if before.gamma_hat != config.gamma_hat and meaning(before) == meaning(config):
+        return usual.path.with_name(f"{usual.path.name}-{config.gamma_hat}")
+    return usual.path
 
 
 def export_finished(results: Results, runs: Path, folder: Path) -> None:
@@ -70,7 +68,7 @@ def export_finished(results: Results, runs: Path, folder: Path) -> None:
     """
     for name, found in results.cells.items():
         for run in found:
-            record = folder / record_name(name, run.config)
+            record = record_folder(folder, name, run.config)
             if run.path.resolve().parent != runs.resolve():
                 continue
             check_export(RunDirectory(run.path), record)
@@ -91,7 +89,7 @@ class Exporting:
     def said(self, one: sweep.Cell, word: str, board: Board) -> None:
         """Export what is finished; pass everything on."""
         if word == "finished":
-            export(one.run, self._folder / record_name(one.values["cell"], one.config))
+            export(one.run, record_folder(self._folder, one.values["cell"], one.config))
         self._inner.said(one, word, board)
 
     def tick(self, board: Board) -> None:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 from fedeas_flwr.config import ConfigError
 from fedeas_flwr.reproduce import beside, beyond, paper, tables
@@ -41,6 +42,8 @@ class Item:
     """Name of the function in figures.py."""
     only_by_name: bool = False
     """Whether ``all`` leaves it out at smoke scale, which is to be over in minutes."""
+    form: str = ""
+    """The form of Γ̂ that its runs must have measured, where it is about Γ̂."""
 
 
 def _beside(methods: Variants) -> Callable[[Sequence[str]], list[str]]:
@@ -145,6 +148,7 @@ ITEMS: dict[str, Item] = {
         "Median over all rounds. The paper's 1e-4 comes out when BatchNorm's step counters count as parameters.",
         _on(PAPERS, *paper.GAMMA_HAT),
         _fixed(tables.gamma_table),
+        form="all-state",
     ),
     "closed-form": Item(
         "Supplement, B: the closed form h(r)",
@@ -216,6 +220,27 @@ class Choice:
         names = {name for item in self.items for name in ITEMS[item].cells(self.columns)}
         names |= {one.name for one in self.cells}
         return [one for one in all_cells() if one.name in names and can_run(one, scale)]
+
+    def missing(self, results: Results, seeds: Sequence[int], more: Mapping[str, Any]) -> dict[str, list[int]]:
+        """Name the seeds of every cell needed that have no finished run, in the order in which to run them.
+
+        Parameters
+        ----------
+        results
+            The runs that there are; where Γ̂ is asked for, those with another form of it do not count.
+        seeds
+            In place of each cell's own, if any are given.
+        more
+            Keys that hold for all runs: the form of Γ̂ may be among them.
+        """
+        about = [ITEMS[item] for item in self.items if ITEMS[item].form]
+        forms = {name: more.get("gamma-hat", item.form) for item in about for name in item.cells(self.columns)}
+        left = {}
+        for one in self.needed(results.scale):
+            there = {run.seed for run in results.of(one.name, forms.get(one.name, ""))}
+            if absent := [seed for seed in seeds or one.seeds(results.scale) if seed not in there]:
+                left[one.name] = absent
+        return left
 
 
 def can_run(one: Cell, scale: str) -> bool:

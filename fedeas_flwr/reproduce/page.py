@@ -25,12 +25,10 @@ class Page:
     title: str
     notes: list[str]
     sections: list[Section]
-    fill: str
-    """The command that does the missing runs of a section, with ``{}`` for the section's name."""
 
     def document(self) -> pages.Document:
         """The page as it is written."""
-        return pages.Document(self.title, self.notes, [_section(section, self.fill) for section in self.sections])
+        return pages.Document(self.title, self.notes, [_section(section) for section in self.sections])
 
 
 def write_page(page: Page, folder: Path) -> tuple[Path, Path]:
@@ -41,9 +39,9 @@ def write_page(page: Page, folder: Path) -> tuple[Path, Path]:
     return markdown, whole
 
 
-def _section(section: Section, fill: str) -> pages.Section:
+def _section(section: Section) -> pages.Section:
     """A table has its caption above it, a figure below."""
-    text = [line for line in (section.note, *missing_lines(section, fill)) if line]
+    text = [line for line in (section.note, *missing_lines(section)) if line]
     if section.figure is not None:
         return pages.Section(
             section.title, text, pictures=[pages.Picture(section.name, section.figure, section.caption)]
@@ -52,7 +50,7 @@ def _section(section: Section, fill: str) -> pages.Section:
     return pages.Section(section.title, [*captions, *text], [section.table.shown()] if section.table else [])
 
 
-def missing_lines(section: Section, fill: str) -> list[str]:
+def missing_lines(section: Section) -> list[str]:
     """Say which runs a section lacks, and the command that does them."""
     if not section.missing:
         return []
@@ -60,7 +58,7 @@ def missing_lines(section: Section, fill: str) -> list[str]:
     more = f" and {len(section.missing) - MOST_NAMED} more" if len(section.missing) > MOST_NAMED else ""
     return [
         f"Missing, {counted(len(section.missing), 'run')}: {names}{more}.",
-        f"To do them: `{fill.format(section.name)}`",
+        f"To do them: `{section.command}`",
     ]
 
 

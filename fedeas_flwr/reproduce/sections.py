@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +20,9 @@ if TYPE_CHECKING:
 
     from fedeas_flwr.reproduce.figures import Setting
 
+Fill = Callable[[Sequence[str], Collection[str]], str]
+"""From words that ask for something, and the names of its cells that lack runs, the command that does those."""
+
 
 @dataclass(frozen=True)
 class Section:
@@ -35,14 +38,17 @@ class Section:
     note: str = ""
     figure: Figure | None = None
     """What the picture shows."""
+    command: str = ""
+    """Does what is missing."""
 
 
 def make_sections(
     choice: Choice,
     results: Results,
-    missing: Mapping[str, Sequence[int]],
+    seeds: Sequence[int],
     folder: Path,
     more: Mapping[str, Any],
+    fill: Fill,
 ) -> list[Section]:
     """Make every table and figure asked for.
 
@@ -52,12 +58,14 @@ def make_sections(
         What was asked for.
     results
         The runs that there are.
-    missing
-        Cell's name → the seeds that are not.
+    seeds
+        In place of each cell's own, if any are given.
     folder
         Where pictures go.
     more
         Keys that hold for all runs: the generator of the samples is among them.
+    fill
+        Gives the command that does what is missing.
     """
     setting: Setting | None = None
     sections = []
@@ -76,13 +84,19 @@ def make_sections(
             else:
                 picture, figure = folder / f"{name}.png", drawn
                 atomic_write(picture, as_png(drawn))
-        absent = [f"{one} seed {seed}" for one in item.cells(choice.columns) for seed in missing.get(one, ())]
-        sections.append(Section(name, item.title, item.caption, table, picture, tuple(absent), note, figure))
+        missing = replace(choice, items=(name,), cells=()).missing(results, seeds, more)
+        runs, command = _runs(missing), fill([name], missing)
+        sections.append(Section(name, item.title, item.caption, table, picture, runs, note, figure, command))
     if choice.cells:
         table = tables.cell_table(results, choice.cells)
-        absent = [f"{one.name} seed {seed}" for one in choice.cells for seed in missing.get(one.name, ())]
-        sections.append(Section("cells", "Cells by name", "", table, None, tuple(absent)))
+        missing = replace(choice, items=()).missing(results, seeds, more)
+        command = fill(list(missing), missing)
+        sections.append(Section("cells", "Cells by name", "", table, None, _runs(missing), command=command))
     return sections
+
+
+def _runs(missing: Mapping[str, Sequence[int]]) -> tuple[str, ...]:
+    return tuple(f"{name} seed {seed}" for name, seeds in missing.items() for seed in seeds)
 
 
 def _draw(item: Item, setting: Setting, more: Mapping[str, Any]) -> Figure | str:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from rich.text import Text
 from fedeas_flwr.config import ConfigError
 from fedeas_flwr.partition import LEAKAGE
 from fedeas_flwr.report.page import table_markdown
+from fedeas_flwr.reproduce.cells import cell
 from fedeas_flwr.reproduce.items import ITEMS, choose
 from fedeas_flwr.reproduce.measured import Budget, Results, find_results
 from fedeas_flwr.reproduce.page import Block, Page, find_blocks, with_blocks
@@ -30,8 +32,8 @@ SMOKE_NOTE = (
 )
 
 
-def make_page(results: Results, sections: list[Section], fill: str) -> Page:
-    """Put sections under a head that says what they are; ``fill`` as `fill_command` makes it."""
+def make_page(results: Results, sections: list[Section]) -> Page:
+    """Put sections under a head that says what they are."""
     runs = [run for found in results.cells.values() for run in found]
     devices = "" if not runs else f", {show_seconds(sum(run.seconds for run in runs))} of rounds in all"
     filled = sum(bool(found) for found in results.cells.values())
@@ -42,19 +44,38 @@ def make_page(results: Results, sections: list[Section], fill: str) -> Page:
     )
     notes += _budget_notes(sections)
     if results.doubles:
-        notes.append(f"Of several runs of one cell and seed the first counts; left out: {len(results.doubles)}.")
+        notes.append(
+            f"Of several runs of one cell, seed and form of Γ̂ the first counts; left out: {len(results.doubles)}."
+        )
     notes += [f"Unreadable: {line}" for line in results.unreadable]
     title = "The paper's tables and figures" + (", in small" if results.scale == "smoke" else "")
-    return Page(title, notes, sections, fill)
+    return Page(title, notes, sections)
 
 
-def fill_command(scale: str, columns: Sequence[str], runs: Sequence[Path], out: Path | None) -> str:
-    """The command that does what is missing, with ``{}`` where the items' names go."""
-    places = [("--columns", name) for name in columns] + [("--runs", str(path)) for path in runs]
-    places += [("--out", str(out))] if out else []
-    keys = ("data-dir=DIR", "generator=DIR", "backend=inline") if scale == "full" else ()
-    words = [word for pair in (*places, *(("--set", key) for key in keys)) for word in pair]
-    return f"fedeas reproduce {{}} --scale {scale} --run {shlex.join(words)}".rstrip()
+def fill_command(scale: str, options: Mapping[str, Sequence[str]], words: Sequence[str], cells: Collection[str]) -> str:
+    """Give the command that does what is missing.
+
+    Parameters
+    ----------
+    scale
+        Of the cells.
+    options
+        The command's other options, each with the values that it was given; ``--set`` is among them.
+    words
+        What asks for the cells.
+    cells
+        Names of those that lack runs.
+    """
+    keys = {word.partition("=")[0].strip() for word in options["--set"]}
+    places = []
+    if scale == "full":
+        configs = [cell(name).config(scale, 1) for name in cells]
+        needed = {config.dataset for config in configs if config.generates and config.generator != "sd-turbo"}
+        # One generator does not serve two datasets; if none is named, each cell looks in generators/DATASET.
+        places = ["data-dir=DIR", *(["generator=DIR"] if len(needed) == 1 else []), "backend=inline"]
+    given = [(name, value) for name, values in options.items() for value in values]
+    given += [("--set", word) for word in places if word.partition("=")[0] not in keys]
+    return shlex.join(["fedeas", "reproduce", *words, "--scale", scale, "--run", *itertools.chain(*given)])
 
 
 def all_budgets(sections: Sequence[Section]) -> list[Budget]:
