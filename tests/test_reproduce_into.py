@@ -65,15 +65,15 @@ def test_a_place_that_cannot_be_filled_is_refused_with_its_line_and_nothing_is_w
 
 
 def test_the_file_stays_what_it_was(place: Path) -> None:
-    """A link a link, private, and with the line ends of its editor."""
+    """A link a link, for those it is for, and with the line ends of its editor."""
     (place / "elsewhere").mkdir()
     real = place / "elsewhere" / "real.md"
     real.write_bytes(DOCUMENT.replace("\n", "\r\n").encode())
-    real.chmod(0o600)
+    real.chmod(0o640)
     (place / "doc.md").symlink_to(real)
     done = into(cwd=place)
     assert done.returncode == 0, done.stderr
-    assert (place / "doc.md").is_symlink() and real.stat().st_mode & 0o777 == 0o600
+    assert (place / "doc.md").is_symlink() and real.stat().st_mode & 0o777 == 0o640
     content = real.read_bytes()
     assert FILLED.encode() in content and content.count(b"\n") == content.count(b"\r\n")
     assert os.listdir(real.parent) == ["real.md"]
