@@ -21,10 +21,18 @@ _DEPTH = 4
 def find_runs(
     folders: Sequence[Path], depth: int = _DEPTH, unreadable: list[str] | None = None
 ) -> Iterator[RunDirectory]:
-    """Every run directory among and below some folders, damaged ones too; a link is not followed.
+    """Every run directory among and below some folders, damaged ones too, once however it is reached.
 
-    A folder that cannot be looked into gets a line in ``unreadable``; without such a list it is an error.
+    A link below a folder is not followed. A folder that cannot be looked into gets a line in ``unreadable``; without
+    such a list it is an error.
     """
+    seen: dict[Path, RunDirectory] = {}
+    for run in _runs_below(folders, depth, unreadable):
+        if seen.setdefault(run.path.resolve(), run) is run:
+            yield run
+
+
+def _runs_below(folders: Sequence[Path], depth: int, unreadable: list[str] | None) -> Iterator[RunDirectory]:
     for folder in folders:
         try:
             found = is_run(folder) or is_damaged_run(folder)
@@ -36,7 +44,7 @@ def find_runs(
             continue
         if found:
             yield RunDirectory(folder)
-        yield from find_runs(inside, depth - 1, unreadable)
+        yield from _runs_below(inside, depth - 1, unreadable)
 
 
 def _folders_in(folder: Path) -> list[Path]:

@@ -111,6 +111,24 @@ def test_rm_of_a_run_and_one_inside_it_removes_both(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_run_that_is_reached_in_several_ways_is_one(tmp_path: Path) -> None:
+    runs = [with_all_files(write_run(tmp_path / "d" / name, [0.5])) for name in ("a", "b")]
+    (tmp_path / "link").symlink_to(runs[0].path)
+    ways = ["d", "d/a", str(runs[0].path), "d/../d/a", "link"]
+    listed = typed("runs", "ls", *ways, "--format", "json", cwd=tmp_path)
+    assert [row["path"] for row in json.loads(listed.stdout)] == ["d/a", "d/b"]
+    pruned = typed("runs", "prune", *ways, cwd=tmp_path)
+    assert (pruned.returncode, pruned.stderr) == (0, "") and pruned.stdout.startswith("pruned 2 runs, ")
+    removed = typed("runs", "rm", *ways[1:-1], "--yes", cwd=tmp_path)
+    assert removed.returncode == 0 and removed.stdout.startswith("removed 1 run, ")
+    assert not runs[0].path.exists() and runs[1].path.exists()
+
+
+def test_a_path_is_shown_as_it_is_written(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "été", [0.5])
+    assert "été" in typed("runs", "show", str(run.path)).stdout.partition("\n")[2]
+
+
 def with_all_files(run: RunDirectory) -> RunDirectory:
     """Add what a run may have besides: a sweep's, Flower's and a killed writer's files, a client's state."""
     for name in ("run.toml", "output.log", "flower.log", "superlink.log", ".rounds.jsonl.17-00ff.tmp"):

@@ -149,8 +149,6 @@ def test_of_a_run_that_is_there_twice_one_counts_and_the_other_is_named(tmp_path
 
 def test_one_run_and_its_record_are_one(tmp_path: Path) -> None:
     run = write_run(tmp_path / "a", [0.5], policy="fedeas", generator="builtin")
-    (tmp_path / "b").symlink_to(tmp_path / "a")
-    assert len(grouped(run, RunDirectory(tmp_path / "b"))[0].members) == 1  # one folder under two names
     export(run, tmp_path / "record")
     groups, left_out = group_runs([run, RunDirectory(tmp_path / "record")])
     assert [len(group.members) for group in groups] == [1] and len(left_out) == 1 and "once more" in left_out[0]
@@ -205,6 +203,7 @@ DAMAGES = {
     "folder": "cannot be read: Is a directory",
     "locked": "cannot be read: Permission denied",
     "strange": "holds what is no round's record: KeyError('accuracy')",
+    "vast": "holds what is no round's record: OverflowError('int too large to convert to float')",
 }
 
 
@@ -215,6 +214,7 @@ def test_one_bad_run_is_named_and_the_others_are_shown(tmp_path: Path) -> None:
     records["folder"].unlink()
     records["folder"].mkdir()
     records["strange"].write_text('{"round": 1}\n' * 2)
+    records["vast"].write_text(records["vast"].read_text().replace("0.4", str(10**400)))
     records["locked"].chmod(0)
     runs["shut"].path.chmod(0)
     with ordinary_user():
@@ -224,6 +224,7 @@ def test_one_bad_run_is_named_and_the_others_are_shown(tmp_path: Path) -> None:
             for kind in ("table", "json")
         )
         shown = typed("runs", "show", str(runs["lost"].path))
+        rounds = {name: typed("runs", "csv", str(runs[name].path)) for name in DAMAGES}
         alone = typed("report", str(runs["shut"].path))
         pruned = typed("runs", "prune", str(tmp_path))
     runs["shut"].path.chmod(0o700)  # or it could not be removed
@@ -232,13 +233,17 @@ def test_one_bad_run_is_named_and_the_others_are_shown(tmp_path: Path) -> None:
     assert {line.removeprefix("Left out: ") for line in report.stdout.splitlines() if "Left out" in line} == why
     found = json.loads(data.stdout)
     assert set(found["left_out"]) == why and [group["seeds"] for group in found["groups"]] == [[0]]
-    assert set(table.stderr.splitlines()) == why and table.stdout.splitlines()[-1].startswith("5 runs, ")
+    assert set(table.stderr.splitlines()) == why and table.stdout.splitlines()[-1].startswith("6 runs, ")
     assert rows.stderr == f"{tmp_path}/shut: Permission denied\n"
     listed = {Path(row["path"]).name: row for row in json.loads(rows.stdout)}
-    states = {"whole": "finished", "lost": "damaged", "strange": "damaged", "folder": "unreadable"}
-    assert {name: row["state"] for name, row in listed.items()} == {**states, "locked": "unreadable"}
+    states = {"whole": "finished", "lost": "damaged", "strange": "damaged", "vast": "damaged"}
+    states |= {"folder": "unreadable", "locked": "unreadable"}
+    assert {name: row["state"] for name, row in listed.items()} == states
     assert listed["lost"]["error"].endswith(DAMAGES["lost"]) and listed["lost"]["last_20"] is None
     assert shown.stdout.splitlines()[0].endswith(f"lost: damaged: {records['lost']} {DAMAGES['lost']}")
+    assert {name: (done.returncode, done.stdout, done.stderr) for name, done in rounds.items()} == {
+        name: (2, "", f"error: {records[name]} {reason}\n") for name, reason in DAMAGES.items()
+    }
     assert alone.returncode == 2 and alone.stderr.endswith(f"; {tmp_path}/shut: Permission denied\n")
     assert (pruned.returncode, pruned.stdout) == (2, ""), "nothing is removed where not all can be seen"
 

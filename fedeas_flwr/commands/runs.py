@@ -73,7 +73,7 @@ def show(
     print(f"{found['path']}: {found['state']}{reason}")
     table = Table("key", "value", "default", box=None)
     for key, change in found["changes"].items():
-        table.add_row(key, Text(json.dumps(change["value"])), Text(json.dumps(change["default"])))
+        table.add_row(key, *(Text(json.dumps(change[word], ensure_ascii=False)) for word in ("value", "default")))
     console.print(table)
     summary = Table("summary", "", box=None)
     for key, value in (found["summary"] or {}).items():
@@ -84,7 +84,9 @@ def show(
 @runs_app.command(short_help="Print a run's rounds as CSV")
 def csv(folder: Annotated[Path, typer.Argument(metavar="RUN", help="a run directory")]) -> None:
     """Print a run's rounds as CSV."""
-    describe_in_full(RunDirectory(folder))  # says what is wrong with the folder
+    found = describe_in_full(RunDirectory(folder))  # says what is wrong with the folder
+    if found["state"] == "damaged":
+        raise RunError(found["error"])
     sys.stdout.write(as_csv(flat_rounds(RunDirectory(folder).rounds())))
 
 
@@ -94,7 +96,7 @@ def rm(
     yes: Annotated[bool, typer.Option("--yes", help="do not ask")] = False,
 ) -> None:
     """Remove what runs wrote, and their folders if nothing else is in them; nothing if one is no run, or is running."""
-    found = [check_removable(folder.absolute()) for folder in dict.fromkeys(folders)]
+    found = list({folder.resolve(): check_removable(folder.absolute()) for folder in folders}.values())
     size = show_bytes(sum(describe(run)["bytes"] for run in found))
     if not yes and not (sys.stdin.isatty() and typer.confirm(f"remove {counted(len(found), 'run')}, {size}?")):
         raise RunError("nothing is removed without a yes: answer it, or say --yes")

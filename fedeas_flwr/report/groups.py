@@ -153,7 +153,7 @@ def group_runs(runs: Sequence[RunDirectory]) -> tuple[list[Group], list[str]]:
     Groups without generated images come first, then by images; seeds ascend.
     """
     members, left_out = [], []
-    for run in {run.path.resolve(): run for run in runs}.values():
+    for run in runs:
         try:
             config = run.config()
             run.environment()  # a page shows it, and would fail as a whole
