@@ -24,14 +24,15 @@ from typing import Any
 from fedeas_flwr.config import ConfigError, RunConfig, parse_config
 from fedeas_flwr.config_files import parse_overrides
 from fedeas_flwr.data import short_name
-from fedeas_flwr.metrics import summarise
+from fedeas_flwr.listing import summarise_so_far
 from fedeas_flwr.paths import atomic_write
 from fedeas_flwr.runs import NOT_THE_RUN, RunDirectory, RunError
 
 MADE_ABSOLUTE = ("generator", "data-dir", "weights")
 """Keys that a run writes down otherwise than they were given, as absolute paths."""
 
-MEASURES = ("last_20", "peak", "images")
+MEASURES = {"last_20": "last_20", "peak": "peak", "images": "total_generated"}
+"""What a sweep tells of its runs → its name in a run's summary."""
 
 
 @dataclass
@@ -51,18 +52,26 @@ class Cell:
     @property
     def finished(self) -> bool:
         """Whether there is nothing left to do."""
-        return self.run.state() == "finished" and len(self.run.rounds()) >= self.config.rounds
+        return self.run.state() == "finished" and self.reached()["rounds"] >= self.config.rounds
+
+    def reached(self) -> dict[str, Any]:
+        """The run's summary from the rounds there are; if they are damaged, ``damage`` says so and what to do."""
+        try:
+            return summarise_so_far(self.run, self.config) or {"rounds": 0}
+        except RunError as error:
+            return {"rounds": 0, "damage": f"{error}; after `fedeas runs rm {self.run.path}` the sweep does it anew"}
 
     def result(self) -> dict[str, Any]:
         """The run as a flat row: its values, where it stands and what it reached so far."""
-        rounds = self.run.rounds()
-        reached: dict[str, Any] = dict.fromkeys(MEASURES)
-        if rounds:
-            summary = summarise(rounds, self.config.threshold)
-            reached = {"last_20": summary["last_20"], "peak": summary["peak"], "images": summary["total_generated"]}
-        state = "waiting" if (state := self.run.state()) == "unknown" else state
-        error = self.error or self.run.status()[1]
-        return {"name": self.name, **self.values, "state": state, "rounds_done": len(rounds), **reached, "error": error}
+        reached, state = self.reached(), self.run.state()
+        if "damage" in reached:
+            state = "damaged"
+        elif state == "unknown" or (state == "finished" and not self.finished):
+            state = "waiting"
+        measured = {name: reached.get(key) for name, key in MEASURES.items()}
+        error = reached.get("damage") or self.error or self.run.status()[1]
+        row = {"name": self.name, **self.values, "state": state, "rounds_done": reached["rounds"]}
+        return {**row, **measured, "error": error}
 
 
 @dataclass

@@ -62,9 +62,8 @@ class Job:
             return f"killed by {signal.Signals(-code).name}"
         lines = log.read_text(encoding="utf-8", errors="replace").splitlines() if log.exists() else []
         said = next((line.removeprefix("error: ") for line in reversed(lines) if line.startswith("error: ")), "")
-        return (
-            said or run.status()[1] or f"ended after {len(run.rounds())} of {self.cell.config.rounds} rounds; see {log}"
-        )
+        done, wanted = self.cell.reached()["rounds"], self.cell.config.rounds
+        return said or run.status()[1] or f"ended after {done} of {wanted} rounds; see {log}"
 
     def ask_to_stop(self) -> None:
         """Let the run end itself, as Ctrl-C would; it can be resumed."""
@@ -108,8 +107,8 @@ class Board:
 
     def look_at(self, cell: Cell, state: str) -> None:
         """Note where a run stands."""
-        records = cell.run.rounds()
-        self.standings[cell.name] = Standing(state, len(records), records[-1]["accuracy"] if records else None)
+        reached = cell.reached()
+        self.standings[cell.name] = Standing(state, reached["rounds"], reached.get("final"))
 
     def note_end(self, job: Job) -> None:
         """Keep what an ended job tells about the pace of the others."""
@@ -179,7 +178,7 @@ def run_sweep(
     Returns
     -------
     list[Cell]
-        The runs that failed for good, each with its ``error``.
+        The runs that failed for good, each with its ``error``; those whose record is damaged are not even started.
 
     Raises
     ------
@@ -190,19 +189,22 @@ def run_sweep(
     with _alone_in(sweep.folder):
         sweep.open()
         board = Board(sweep, slots)
+        damaged = [cell for cell in sweep.cells if "damage" in cell.reached() and not cell.run.processes()]
+        for cell in damaged:
+            cell.error = cell.reached()["damage"]
         for cell in sweep.cells:
-            board.look_at(cell, "finished" if cell.finished else "waiting")
+            board.look_at(cell, "failed" if cell in damaged else "finished" if cell.finished else "waiting")
         watcher.began(board)
         if prepare:
             prepare()
         for cell in sweep.cells:
-            if board.standings[cell.name].state == "finished":
-                watcher.said(cell, "skipped", board)
+            if (state := board.standings[cell.name].state) != "waiting":
+                watcher.said(cell, "skipped" if state == "finished" else state, board)
         left = [cell for cell in sweep.cells if board.standings[cell.name].state == "waiting"]
         left.sort(key=lambda cell: not cell.run.processes())  # what runs already is counted before more is started
         try:
             with gpu_shared_by([cell.config for cell in left], slots) as variables, _stopping_runs_on_error(board):
-                return _work(board, deque(left), retries, watcher, variables)
+                return [*damaged, *_work(board, deque(left), retries, watcher, variables)]
         finally:
             sweep.save()
 
@@ -272,7 +274,7 @@ def start(cell: Cell, variables: Mapping[str, str]) -> Job:
     name, and waiting for the old one would never end.
     """
     run = cell.run
-    rounds = len(run.rounds())
+    rounds = cell.reached()["rounds"]
     if run.processes():
         return Job(cell, None, rounds)
     cell.attempts += 1

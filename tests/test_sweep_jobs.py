@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 
 import pytest
+from made_up_runs import write_run
 from rich.console import Console
 from runners import command, fedeas, start_interruptible, typed
 from test_sweep import ROOT, base
@@ -112,6 +113,36 @@ def test_a_run_that_was_refused_is_not_tried_again(quick: Path) -> None:
     assert heard.words[1:4] == [("seed-22", "started"), ("seed-22", "failed"), ("seed-1", "started")]
     assert (failed.name, failed.error, failed.attempts) == ("seed-22", "what was given is wrong", 1)
     assert failed.run.status() == ("failed", "what was given is wrong")
+
+
+DAMAGES: dict[str, tuple[str | None, str]] = {
+    "empty": ("", "holds 0 whole records, but summary.json counts 3 rounds: mend line 1"),
+    "gone": (None, "holds 0 whole records, but summary.json counts 3 rounds: mend line 1"),
+    "strange": ('{"round": 1}\n' * 3, "holds what is no round's record: KeyError('accuracy')"),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_run_is_left_as_it_is_and_told_and_the_others_are_done(quick: Path, damage: str) -> None:
+    text, reason = DAMAGES[damage]
+    sweep, heard = make_sweep(base(), ["seed=1,2"], quick), Heard()
+    record = write_run(sweep.cells[0].run.path, [0.5] * 3, **vars(sweep.cells[0].config)).path / "rounds.jsonl"
+    record.unlink() if text is None else record.write_text(text)
+    (failed,) = run_sweep(sweep, 1, 1, heard)
+    assert heard.words == [("", "began"), ("seed-1", "failed"), ("seed-2", "started"), ("seed-2", "finished")]
+    assert (failed.name, failed.attempts) == ("seed-1", 0)
+    assert failed.error == f"{record} {reason}; after `fedeas runs rm {failed.run.path}` the sweep does it anew"
+    found = json.loads((quick / "sweep.json").read_text())
+    assert [(run["state"], run["error"]) for run in found["runs"]] == [("damaged", failed.error), ("finished", "")]
+    assert (found["points"][0]["finished"], found["points"][0]["last_20"]["mean"]) == (1, 0.5)
+    assert typed("runs", "rm", str(failed.run.path), "--yes").returncode == 0
+    assert run_sweep(make_sweep(base(), ["seed=1,2"], quick), 1, 1, Heard()) == []
+
+
+def test_a_run_that_says_finished_and_has_no_round_is_done(quick: Path) -> None:
+    sweep = make_sweep(base(), ["seed=1"], quick)
+    RunDirectory.start(sweep.cells[0].config, {}).set_status("finished")
+    assert run_sweep(sweep, 1, 1, Heard()) == [] and sweep.cells[0].result()["rounds_done"] == 3
 
 
 def test_ctrl_c_stops_the_runs_and_the_next_sweep_goes_on(quick: Path) -> None:
