@@ -107,11 +107,14 @@ def cifar(folder: Path, **changes: Any) -> RunConfig:
 def test_a_dataset_is_found_wanting_or_to_be_downloaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert only(inputs.check_dataset).state == "ok"
     monkeypatch.delenv("FEDEAS_OFFLINE", raising=False)
-    assert only(inputs.check_dataset, cifar(tmp_path)).state == "note"
+    advice = "give data-dir=DIR with cifar10.npz or torchvision's folder in it"
+    to_come, nowhere = (only(inputs.check_dataset, cifar(tmp_path / name)) for name in ("", "nope"))
+    assert (to_come.state, to_come.fix) == ("note", advice)
+    assert (nowhere.state, nowhere.fix) == ("problem", advice) and "no such folder" in nowhere.text
     monkeypatch.setenv("FEDEAS_OFFLINE", "1")
     missing = only(inputs.check_dataset, cifar(tmp_path))
     assert missing.state == "problem" and f"put cifar10.npz in {tmp_path}" in missing.text
-    assert "data-dir" in missing.fix and "FEDEAS_OFFLINE" in missing.fix
+    assert missing.fix == f"{advice}, or unset FEDEAS_OFFLINE to download it"
 
     info = dataset_info("cifar10")
     arrays = {

@@ -124,7 +124,8 @@ def test_a_wrong_start_or_resume_is_refused_in_one_line(tmp_path: Path) -> None:
         ({"resume": True, "seed": 7}, "seed: 7 is not allowed; the checkpoint in .* has 0"),
         ({"steps": 0}, "steps: 0 is not allowed"),
         ({"steps": 1, "minutes": 1}, "do not go together"),
-        ({"minutes": 0}, "minutes: 0 is not allowed"),
+        ({"minutes": 0}, "minutes: 0 is not allowed; give more than 0 and less than 1,000,000"),
+        ({"minutes": float("inf")}, "minutes: inf is not allowed; give more than 0 and less than 1,000,000"),
     ]
     for settings, message in cases:
         with pytest.raises(ValueError, match=message) as caught:
@@ -138,8 +139,14 @@ def test_a_wrong_start_or_resume_is_refused_in_one_line(tmp_path: Path) -> None:
     (out / CHECKPOINT).write_bytes(save({"w": torch.zeros(1)}, metadata={"state": "{}"}))
     with pytest.raises(ValueError, match=r"cannot be read \('identity'\)"):
         train_generator("digits", out, TINY, resume=True)
-    with pytest.raises(ValueError, match=r"resume: there is no .*checkpoint.safetensors"):
+    with pytest.raises(ValueError, match=r"resume: there is no .*checkpoint.safetensors; leave --resume out to begin"):
         train_generator("digits", tmp_path / "new", TINY, resume=True)
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "thesis.txt").write_text("x")
+    with pytest.raises(ValueError, match="is not empty; it has no training to go on with; give another folder"):
+        train_generator("digits", tmp_path / "other", TINY, steps=1)
+    with pytest.raises(ValueError, match=r"there is no .*checkpoint.safetensors; name another folder to begin"):
+        train_generator("digits", tmp_path / "other", TINY, resume=True)
     with pytest.raises(ValueError, match="preset: 'large' is not known; use one of digits, cifar-small, paper"):
         find_preset("large", "cifar10", "cpu")
 

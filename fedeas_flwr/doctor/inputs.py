@@ -18,7 +18,8 @@ _CLIENTS = 1000
 def check_dataset(config: RunConfig) -> Iterable[Finding]:
     """Where the dataset is."""
     name = config.dataset
-    fix = f"put {name}.npz or torchvision's folder into data-dir, or unset FEDEAS_OFFLINE to download it"
+    online = ", or unset FEDEAS_OFFLINE to download it" if os.environ.get("FEDEAS_OFFLINE") else ""
+    fix = f"give data-dir=DIR with {name}.npz or torchvision's folder in it{online}"
     if name.startswith(OWN):
         fix = f"dataset={OWN}PATH with a folder or an .npz file, see docs/your-own-data-and-generator.md"
     try:

@@ -32,6 +32,7 @@ from fedeas_flwr.paths import atomic_folder, atomic_write
 CHECKPOINT = "checkpoint.safetensors"
 
 _PICTURES_EVERY = 180.0
+_MINUTES = 1_000_000
 
 # Which split, the licence's identifier, and the licence in words.
 _DATA = {
@@ -274,15 +275,18 @@ def _check_length(steps: int | None, minutes: float | None) -> None:
         raise ValueError(f"steps: {steps} and minutes: {minutes:g} do not go together; give one of them")
     if steps is not None and steps < 1:
         raise ValueError(f"steps: {steps} is not allowed; give at least 1")
-    if minutes is not None and not 0 < minutes < 1e6:
-        raise ValueError(f"minutes: {minutes} is not allowed; give more than 0")
+    if minutes is not None and not 0 < minutes < _MINUTES:
+        raise ValueError(f"minutes: {minutes} is not allowed; give more than 0 and less than {_MINUTES:,}")
 
 
 def _check_folder(out: Path, resume: bool) -> None:
-    if resume and not (out / CHECKPOINT).is_file():
-        raise ValueError(f"resume: there is no {out / CHECKPOINT}; leave --resume out to begin")
-    if not resume and out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise ValueError(f"out: {out} is not empty; give --resume to go on there, or another folder")
+    begun, taken = (out / CHECKPOINT).is_file(), out.exists() and (not out.is_dir() or any(out.iterdir()))
+    if resume and not begun:
+        begin = "name another folder" if taken else "leave --resume out"
+        raise ValueError(f"resume: there is no {out / CHECKPOINT}; {begin} to begin")
+    if taken and not resume:
+        go_on = "give --resume to go on there, or" if begun else "it has no training to go on with; give"
+        raise ValueError(f"out: {out} is not empty; {go_on} another folder")
 
 
 def _hardware(device: torch.device) -> str:
