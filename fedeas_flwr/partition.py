@@ -42,6 +42,9 @@ CLASS_COUNTS: dict[str, dict[str, tuple[int, ...]]] = {
 # The share of its samples that a client keeps for testing.
 TEST_FRACTION: dict[str, float] = {"paper": 0.25, "clean": 0.0}
 
+MIN_SAMPLES = 10
+"""What a client has at least, before the local split."""
+
 LEAKAGE = (
     "Protocol `paper` splits CIFAR's train and test images together: about 5/6 of its test images were in the training "
     "set of a generator trained on the official training images. Compare these figures with each other and with the "
@@ -78,7 +81,7 @@ def dirichlet_partition(
     seed: int,
     *,
     test_fraction: float,
-    min_samples: int = 10,
+    min_samples: int = MIN_SAMPLES,
     max_tries: int = 20_000,
     progress: Progress | None = None,
 ) -> Partition:
@@ -113,11 +116,7 @@ def dirichlet_partition(
     _check_request(clients, alpha, seed)
     if not 0 <= test_fraction < 1:
         raise ValueError(f"test_fraction={test_fraction!r}: must be at least 0 and below 1")
-    if clients * min_samples > labels.size:
-        raise ValueError(
-            f"clients={clients}: each client needs {min_samples} samples, and there are {labels.size}; "
-            f"there can be {counted(labels.size // min_samples, 'client')} at most"
-        )
+    check_clients(clients, labels.size, min_samples)
     rng = np.random.RandomState(seed)
     by_class = [np.flatnonzero(labels == c) for c in range(int(labels.max(initial=-1)) + 1)]
     for tries in range(1, max_tries + 1):
@@ -134,6 +133,15 @@ def dirichlet_partition(
         f"clients={clients}, alpha={alpha}: none of {max_tries} tries gave every client {min_samples} samples; "
         "use fewer clients, a larger alpha or another seed"
     )
+
+
+def check_clients(clients: int, samples: int, min_samples: int = MIN_SAMPLES) -> None:
+    """Refuse more clients than there are samples for, before anything is drawn."""
+    if clients * min_samples > samples:
+        raise ValueError(
+            f"clients={clients}: each client needs {min_samples} samples, and there are {samples}; "
+            f"there can be {counted(samples // min_samples, 'client')} at most"
+        )
 
 
 def _shuffle_and_cut(

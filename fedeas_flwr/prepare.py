@@ -33,14 +33,8 @@ def prepare(config: RunConfig, console: Console) -> RunConfig:
 
     A mistake found here costs a second; found by Flower's processes it would cost half a minute.
     """
-    if not config.clients:
-        raise ConfigError("clients = 0: `fedeas run` makes the federation itself, so say how many clients it has")
-    if config.tensorboard:
-        check_installed()
-    build_strategy(config)  # refuses what so few clients cannot do
+    check_config(config)
     device = pick_device(config.device)
-    if config.backend == "ray":
-        ray_resources(config, device == "cuda")
     if config.ray_address:
         _reach(config.ray_address)
     config = _with_absolute_paths(config)
@@ -59,6 +53,18 @@ def prepare(config: RunConfig, console: Console) -> RunConfig:
             console.print("the independent classifier is trained if it is not in the cache yet …")
             independent_classifier(config.dataset, config.data_dir, device)
     return config
+
+
+def check_config(config: RunConfig) -> None:
+    """Refuse what the run-config and this machine's devices alone tell, before anything is opened or drawn."""
+    if not config.clients:
+        raise ConfigError("clients = 0: `fedeas run` makes the federation itself, so say how many clients it has")
+    if config.tensorboard:
+        check_installed()
+    build_strategy(config)  # refuses what so few clients cannot do
+    device = pick_device(config.device)
+    if config.backend == "ray":
+        ray_resources(config, device == "cuda")
 
 
 def _reach(address: str) -> None:

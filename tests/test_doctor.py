@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -23,6 +24,8 @@ from fedeas_flwr.commands.doctor import show
 from fedeas_flwr.config import RunConfig, parse_config
 from fedeas_flwr.data import dataset_info
 from fedeas_flwr.doctor import Finding, inputs, packages
+from fedeas_flwr.partition import dirichlet_partition
+from fedeas_flwr.prepare import prepare
 
 
 def config(**changes: Any) -> RunConfig:
@@ -179,6 +182,41 @@ def test_a_bank_needs_images_of_every_class(tmp_path: Path) -> None:
     np.savez(path, x=np.zeros((30, 8, 8, 1), np.uint8), y=np.repeat([0, 1, 2, 4, 5, 6, 7, 8, 9, 9], 3))
     short = only(inputs.check_generator, given)
     assert short.state == "problem" and "no images of 1 class: 3" in short.text
+
+
+@pytest.mark.parametrize(
+    ("keys", "name", "why"),
+    [
+        (
+            {"clients": 1000},
+            "clients",
+            "clients=1000: each client needs 10 samples, and there are 1438; there can be 143",
+        ),
+        ({"clients": 2000}, "clients", "there can be 143 clients at most"),
+        ({"clients": 100, "alpha": 1e-3}, "clients", "none of 20 tries gave every client 10 samples"),
+        (
+            {"clients": 2, "strategy": "krum"},
+            "strategy",
+            "strategy = 'krum' with malicious-clients = 0 needs 3 replies",
+        ),
+        ({"strategy": "scaffold", "momentum": 0.9}, "strategy", "momentum = 0.9: must be 0 with strategy = 'scaffold'"),
+    ],
+)
+def test_what_a_run_would_refuse_of_strategy_and_clients_is_one_problem(
+    keys: dict[str, Any], name: str, why: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(dirichlet_partition.__kwdefaults__, "max_tries", 20)
+    given = config(**{"policy": "none", "model": "resnet18", **keys})
+    checks = (inputs.check_strategy, inputs.check_clients, inputs.check_last_batches)
+    (found,) = [finding for check in checks for finding in check(given) if finding.state == "problem"]
+    assert found.name == name and why in found.text and found.fix
+    with pytest.raises(ValueError, match=re.escape(found.text)):
+        prepare(given, Console(file=io.StringIO()))
+
+
+def test_of_clients_that_are_not_counted_yet_nothing_is_a_problem() -> None:
+    given = config(clients=0, strategy="krum")
+    assert (only(inputs.check_strategy, given).state, only(inputs.check_clients, given).state) == ("note", "ok")
 
 
 def test_clients_whose_epochs_end_in_a_few_images_are_named(tmp_path: Path) -> None:

@@ -210,9 +210,11 @@ def test_values_that_look_alike_have_names_of_their_own(tmp_path: Path) -> None:
             "momentum = 0.9: must be 0 with strategy = 'scaffold'",
         ),
         (("--grid", "strategy=fedavg,fedmix"), "disclose-mean-images"),
+        (("--grid", "clients=4,1000"), "there can be 143 clients at most"),
+        (("--grid", "device=cpu,cuda"), "cuda"),
     ],
 )
-def test_what_one_strategy_of_a_grid_cannot_do_is_refused_before_the_first_run(
+def test_what_one_run_of_a_grid_cannot_do_is_refused_before_the_first_run(
     tmp_path: Path, words: tuple[str, ...], why: str
 ) -> None:
     done = typed("sweep", str(ROOT / "conf/quickstart.toml"), *words, "--out", str(tmp_path / "s"))

@@ -29,6 +29,8 @@ CHECKS = {
     "run folder": "machine.check_run_folder",
     "dataset": "inputs.check_dataset",
     "model": "inputs.check_model",
+    "strategy": "inputs.check_strategy",
+    "clients": "inputs.check_clients",
     "last batches": "inputs.check_last_batches",
     "generator": "inputs.check_generator",
     "Flower's commands": "federation.check_commands",

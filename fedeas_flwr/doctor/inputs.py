@@ -1,18 +1,22 @@
-"""What the run-config names: its dataset, its model's start, its generator. Nothing is downloaded or trained here."""
+"""What the run-config names: its dataset, model, strategy, clients and generator. Nothing is downloaded or trained."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Iterable
+from functools import lru_cache
 from pathlib import Path
 
+from fedeas_flwr import partition
 from fedeas_flwr.config import FEW, RunConfig
+from fedeas_flwr.counts import IntArray
 from fedeas_flwr.data import dataset_info
 from fedeas_flwr.dataset_sources import OWN, check_npz, find_source
 from fedeas_flwr.doctor.findings import Finding, note, ok, problem
 from fedeas_flwr.sizes import counted
 
 _CLIENTS = 1000
+_AS_MANY, _SAY = "clients = 0 is as many as the federation has", "say how many, such as clients=10"
 
 
 def check_dataset(config: RunConfig) -> Iterable[Finding]:
@@ -53,6 +57,43 @@ def check_model(config: RunConfig) -> Iterable[Finding]:
     return [ok("model", text)]
 
 
+def check_strategy(config: RunConfig) -> Iterable[Finding]:
+    """Whether the strategy can work with the other keys, and with so many clients."""
+    from fedeas_flwr.strategies import build_strategy
+
+    if not config.clients:
+        return [note("strategy", f"{config.strategy}, not tried: {_AS_MANY}", _SAY)]
+    try:
+        build_strategy(config)
+    except ValueError as error:
+        return [problem("strategy", error, "see `fedeas strategies` and docs/strategies.md")]
+    return [ok("strategy", config.strategy)]
+
+
+def check_clients(config: RunConfig) -> Iterable[Finding]:
+    """Whether the dataset can be dealt out to so many clients; if that takes long, only whether it has the images."""
+    if not config.clients:
+        return [ok("clients", _AS_MANY)]
+    if config.dataset.startswith(OWN):
+        return [note("clients", f"{config.clients:,}; whether {config.dataset} has enough images is not looked at")]
+    try:
+        partition.check_clients(config.clients, partition.plan_labels(config.dataset, config.protocol).size)
+        if config.clients <= _CLIENTS:
+            _counts(config)
+    except ValueError as error:
+        return [problem("clients", error, "give fewer clients, or a larger alpha")]
+    return [ok("clients", f"{config.clients:,}")]
+
+
+@lru_cache(maxsize=1)
+def _counts(config: RunConfig) -> IntArray:
+    """What every client of a simulation holds; a hard partition takes long to draw, and no file is left of it."""
+    from fedeas_flwr.local_data import partition_counts
+
+    given = config.dataset, config.protocol, config.clients, config.alpha, config.partition_seed
+    return partition_counts(*given, keep=False)
+
+
 def check_last_batches(config: RunConfig) -> Iterable[Finding]:
     """Clients of a simulation whose epochs end in a few images, of which BatchNorm makes steps of many times the size.
 
@@ -60,7 +101,7 @@ def check_last_batches(config: RunConfig) -> Iterable[Finding]:
     """
     from torch.nn.modules.batchnorm import _BatchNorm
 
-    from fedeas_flwr.local_data import partition_counts, planned_allocation
+    from fedeas_flwr.local_data import planned_allocation
     from fedeas_flwr.models import build_model
     from fedeas_flwr.training import recipe
 
@@ -74,10 +115,11 @@ def check_last_batches(config: RunConfig) -> Iterable[Finding]:
     if not any(isinstance(layer, _BatchNorm) for layer in model.modules()):
         return []
     if not config.clients:
-        text = "not known: clients = 0 is as many as the federation has"
-        return [note("last batches", text, "say how many, such as clients=10")]
-    partition = config.dataset, config.protocol, config.clients, config.alpha, config.partition_seed
-    counts = partition_counts(*partition, keep=False)
+        return [note("last batches", f"not known: {_AS_MANY}", _SAY)]
+    try:
+        counts = _counts(config)
+    except ValueError:  # told by the check of the clients
+        return []
     samples = [int(held) for held in (counts + planned_allocation(config, counts)).sum(axis=1)]
     last = {client: recipe(config).batches(held)[1] for client, held in enumerate(samples)}
     short = {client: size for client, size in last.items() if 0 < size < FEW}
