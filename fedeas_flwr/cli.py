@@ -23,13 +23,12 @@ from typing import Annotated, Any
 import click
 import typer
 from rich.console import Console
-from rich.text import Text
 
 from fedeas_flwr.commands.deploy import deploy_app
 from fedeas_flwr.commands.doctor import doctor
 from fedeas_flwr.commands.help import CLICK_SUGGESTS, THE_WAY, InOrderOfUse
 from fedeas_flwr.commands.images import cache_app, generate
-from fedeas_flwr.commands.output import FormatOption, can_be_folder, folding_table, table_console
+from fedeas_flwr.commands.output import FormatOption, can_be_folder
 from fedeas_flwr.commands.plan import plan
 from fedeas_flwr.commands.report import report
 from fedeas_flwr.commands.reproduce import reproduce
@@ -43,6 +42,7 @@ from fedeas_flwr.one_line import one_line
 from fedeas_flwr.project import read_project
 from fedeas_flwr.runs import RunDirectory, RunError, RunFailedError
 from fedeas_flwr.sizes import counted
+from fedeas_flwr.terminal import print_table, table_width
 
 app = typer.Typer(
     cls=InOrderOfUse,
@@ -327,7 +327,7 @@ def keys(output: FormatOption = "table") -> None:
     rows: list[tuple[Any, ...]] = [(key.name, key.default, key.allowed, key.meaning) for key in run_keys()]
     if output == "table":
         rows = [(key.name, json.dumps(key.default), key.allowed_shown(), key.meaning) for key in run_keys()]
-        if table_console().width < _FOUR_COLUMNS:
+        if table_width(Console()) < _FOUR_COLUMNS:
             head, rows = ("key", "default", "meaning, allowed"), [(*row[:2], f"{row[3]}\n{row[2]}") for row in rows]
     _print_rows(head, rows, output, fold=head[1:])
 
@@ -348,11 +348,11 @@ def _print_rows(
     if output == "json":
         print(json.dumps([dict(zip(head, row, strict=True)) for row in rows], indent=1, ensure_ascii=False))
         return
-    table = folding_table(*head, fold=fold)
-    for row in rows:
-        cells = (cell.replace(", ", ",\n") if name == listed else cell for name, cell in zip(head, row, strict=True))
-        table.add_row(*map(Text, cells))
-    table_console().print(table)
+    lines = [
+        [cell.replace(", ", ",\n") if name == listed else cell for name, cell in zip(head, row, strict=True)]
+        for row in rows
+    ]
+    print_table(Console(), head, lines, fold=fold)
 
 
 if __name__ == "__main__":

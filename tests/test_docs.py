@@ -79,8 +79,8 @@ SMALL_MODULES = {
 def test_the_readmes_quickstart_table_is_the_committed_runs() -> None:
     for policy in ("none", "fedeas", "uniform", "missing-only"):
         summary = RunDirectory(ROOT / "results" / "quickstart" / policy).summary()
-        row = next(line for line in README.splitlines() if line.startswith(f" {LABEL[policy]} "))
-        cells = row.removeprefix(f" {LABEL[policy]} ").split()
+        row = next(line for line in README.splitlines() if line.startswith(f"{LABEL[policy]}  "))
+        cells = row.removeprefix(LABEL[policy]).split()
         assert cells[1] == f"{100 * summary['last_20']:.1f}"
         assert cells[2] == f"{100 * summary['peak']:.1f}"
         assert cells[3] == f"{summary['total_generated']:,}"

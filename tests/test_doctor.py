@@ -279,7 +279,7 @@ def test_a_narrow_terminal_loses_no_word() -> None:
         Finding("cache folder", "problem", "/a/very/long/path/" + "x" * 60 + " [red] cannot be written", "set a key"),
         Finding("GPU", "note", "none found"),
     ]
-    show(findings, Console(file=out, width=40, no_color=True))
+    show(findings, Console(file=out, width=40, force_terminal=True, color_system=None))
     lines = out.getvalue().splitlines()
     assert max(map(len, lines)) <= 40
     assert lines[-1] == "1 problem, 1 note"

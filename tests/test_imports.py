@@ -28,6 +28,7 @@ LAYERS = [
         "project",
         "run_files",
         "environment",
+        "terminal",
     },
     {"waterfill", "allocation", "partition"},
     {"budget_path", "own_data"},

@@ -188,10 +188,10 @@ def test_all_that_a_run_writes_is_known_as_its_own(tmp_path: Path, keys: dict[st
 
 @pytest.fixture
 def narrow(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
-    """What a command shows on a terminal of 80 columns."""
+    """What a command shows on a terminal of so many columns."""
 
-    def shown(*words: str) -> str:
-        monkeypatch.setenv("COLUMNS", "80")
+    def shown(*words: str, columns: int = 80) -> str:
+        monkeypatch.setenv("COLUMNS", str(columns))
         monkeypatch.setenv("TERM", "dumb")
         monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
         cli.app(list(words), standalone_mode=False)
@@ -209,11 +209,38 @@ def test_no_name_and_no_date_is_cut_in_80_columns(
     name = "runs/sw/policy-missing-only_learning-rate-0.05_seed-13"
     write_run(Path(name).absolute(), [0.5] * 100)
     table = narrow("runs", "ls").splitlines()[1:-1]
-    assert "".join(line[:24].strip() for line in table) == name
+    assert "".join(line.split("  ")[0].strip() for line in table) == name
     assert re.search(r"finished +100/100 +50\.0 +\d{4}-\d\d-\d\d \d\d:\d\d +\S+ \S+$", table[0])
     strategies = narrow("strategies")
     assert all(key in strategies for key in ("moon-temperature", "disclose-label-counts", "fedtrimmedavg"))
     assert "disclose-label-counts" in narrow("keys")
+
+
+@pytest.mark.parametrize("columns", [10, 40, 50])
+def test_what_no_terminal_has_room_for_goes_over_its_edge(
+    tmp_path: Path, narrow: Callable[..., str], monkeypatch: pytest.MonkeyPatch, columns: int
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    name = "runs/sw/policy-missing-only_learning-rate-0.05_seed-13"
+    write_run(Path(name).absolute(), [0.5] * 100)
+    table = narrow("runs", "ls", columns=columns).splitlines()[1:-1]
+    assert "".join(line.split("  ")[0].strip() for line in table) == name
+    assert re.search(r"finished +100/100 +50\.0 +\d{4}-\d\d-\d\d \d\d:\d\d +\S+ \S+$", table[0])
+    shown = narrow("runs", "show", name, columns=columns)
+    assert all(word in shown for word in ("rounds_to_threshold", "run-dir", '"fedeas"', "default"))
+
+
+@pytest.mark.parametrize("columns", [40, 80])
+def test_a_report_cuts_no_name_and_no_number(tmp_path: Path, narrow: Callable[..., str], columns: int) -> None:
+    names = ("cifar-small-of-november", "cifar-large-of-december")
+    for seed, name in enumerate((*names, *names)):
+        keys = {"policy": "fedeas", "generator": f"/models/{name}", "seed": seed}
+        write_run(tmp_path / str(seed), [0.5 + 0.01 * seed] * 9, images=12_345, **keys)
+    table = narrow("report", str(tmp_path), columns=columns).splitlines()[:-1]
+    text = " ".join(table)
+    assert text.count("generator = ") == 2 and text.count("12,345") == 2
+    assert text.count("51.0 ±") == text.count("52.0 ±") == 2 and text.count("1.4") == 4  # last-20 and peak
+    assert all("".join(line.split("  ")[0] for line in table).count(name) == 1 for name in names)
 
 
 def test_the_cache_is_listed_whole_in_80_columns(
@@ -227,6 +254,7 @@ def test_the_cache_is_listed_whole_in_80_columns(
     table = narrow("cache", "ls").splitlines()[1:-1]
     assert "".join(line[14:].split("  ")[0].strip() for line in table) == generator
     assert re.search(r"\d{4}-\d\d-\d\d \d\d:\d\d$", table[0])
+    assert re.search(r"^a{12}  .*cifar100 +1 +0 +\S+ \S+ +\d{4}-", narrow("cache", "ls", columns=40).splitlines()[1])
 
 
 def test_the_sweeps_table_folds_names_in_80_columns(tmp_path: Path) -> None:
@@ -235,7 +263,7 @@ def test_the_sweeps_table_folds_names_in_80_columns(tmp_path: Path) -> None:
     )
     board, text = Board(found, slots=1), io.StringIO()
     board.look_at(found.cells[0], "waiting")
-    Console(file=text, width=80).print(board_table(board))
+    Console(file=text, width=80).print(board_table(board, 80))
     rows = [line.split()[0] for line in text.getvalue().splitlines()[1:-1]]
     assert "".join(rows) == found.cells[0].name and "…" not in text.getvalue()
 

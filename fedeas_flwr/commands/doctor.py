@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
 from fedeas_flwr.commands.output import FormatOption
 from fedeas_flwr.config import RunConfig, parse_config
 from fedeas_flwr.config_files import parse_overrides, read_config
 from fedeas_flwr.sizes import counted
+from fedeas_flwr.terminal import print_table
 
 if TYPE_CHECKING:
     from fedeas_flwr.doctor import Finding
@@ -51,16 +51,13 @@ def _read(words: list[str]) -> RunConfig:
 
 def show(findings: list[Finding], console: Console) -> None:
     """Print findings as a table; states are words, so that it reads without colour, and long texts are wrapped."""
-    table = Table(box=None, pad_edge=False)
-    table.add_column("state", no_wrap=True)
-    table.add_column("check", overflow="fold")
-    table.add_column("what was found", overflow="fold")
+    rows, folded = [], ("check", "what was found")
     for finding in findings:
         text = Text(finding.text)
         if finding.fix:
             text.append("\n→ " + finding.fix, style="bold" if finding.state == "problem" else "")
-        table.add_row(Text(finding.state, style=_COLOURS[finding.state]), Text(finding.name), text)
-    console.print(table)
+        rows.append((Text(finding.state, style=_COLOURS[finding.state]), finding.name, text))
+    print_table(console, ("state", *folded), rows, fold=folded)
     counts = {state: sum(finding.state == state for finding in findings) for state in ("problem", "note")}
     ending = ", ".join(counted(number, state) for state, number in counts.items())
     console.print(ending, highlight=False)

@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.text import Text
 
-from fedeas_flwr.commands.output import FormatOption, can_be_folder, folding_table, refuse_given, table_console
+from fedeas_flwr.commands.output import FormatOption, can_be_folder, refuse_given
 from fedeas_flwr.config import SAMPLER_STEPS, ConfigError
 from fedeas_flwr.sizes import counted, parse_age, parse_bytes, show_bytes, show_seconds
+from fedeas_flwr.terminal import print_table
 
 if TYPE_CHECKING:
     import numpy as np
@@ -44,19 +44,17 @@ def ls(output: FormatOption = "table") -> None:
     from fedeas_flwr.cache import ImageCache
     from fedeas_flwr.upkeep import entries
 
-    head = ("key", "generator", "dataset", "seed", "images", "size", "last used")
-    table = folding_table(*head, fold=["generator", "dataset"], right=["images", "size"])
     found = entries(ImageCache())
     if output == "json":
         rows = [{**asdict(entry), "path": str(entry.path)} for entry in found]
         print(json.dumps(rows, indent=1, ensure_ascii=False))
         return
+    head, cells = ("key", "generator", "dataset", "seed", "images", "size", "last used"), []
     for entry in found:
         used = datetime.fromtimestamp(entry.last_used).strftime("%Y-%m-%d %H:%M")
         facts = [str(entry.manifest.get(key, "?")) for key in ("generator", "dataset", "seed")]
-        cells = (entry.key[:12], *facts, f"{entry.images:,}", show_bytes(entry.bytes), used)
-        table.add_row(*map(Text, cells))
-    table_console().print(table)
+        cells.append((entry.key[:12], *facts, f"{entry.images:,}", show_bytes(entry.bytes), used))
+    print_table(Console(), head, cells, fold=["generator", "dataset"], right=["images", "size"])
     print(f"{ImageCache().root}: {_in_all(found)}")
 
 

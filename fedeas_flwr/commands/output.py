@@ -1,8 +1,7 @@
-"""How commands give their answers: a table or JSON, a table that no pipe squeezes, files where files can be."""
+"""How commands give their answers: a table or JSON, files where files can be."""
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Collection
 from pathlib import Path
 from tempfile import TemporaryFile
@@ -10,13 +9,9 @@ from typing import Annotated
 
 import typer
 from click.core import ParameterSource
-from rich.console import Console
-from rich.table import Table
 
 from fedeas_flwr.config import ConfigError
 from fedeas_flwr.paths import existing_part
-
-_WIDE = 160
 
 
 def check_format(output: str) -> str:
@@ -59,20 +54,3 @@ def refuse_given(context: typer.Context, names: Collection[str], why: str) -> No
         if context.get_parameter_source(name) is ParameterSource.COMMANDLINE:
             option = next(param.opts[0] for param in context.command.params if param.name == name)
             raise ConfigError(f"{option}: leave it out, {why}")
-
-
-def table_console() -> Console:
-    """A terminal as wide as it is; a file or a pipe wide enough for any of our tables."""
-    return Console() if sys.stdout.isatty() else Console(width=max(Console().width, _WIDE))
-
-
-def folding_table(*head: str, fold: Collection[str], right: Collection[str] = ()) -> Table:
-    """A table that cuts nothing off: where the terminal is narrow these columns go on in the next line, others never.
-
-    Names, paths and keys are there to be typed again, so an ellipsis would make them useless.
-    """
-    table = Table(box=None, pad_edge=False)
-    for name in head:
-        side = "right" if name in right else "left"
-        table.add_column(name, overflow="fold", no_wrap=name not in fold, justify=side)  # type: ignore[arg-type]
-    return table

@@ -10,16 +10,16 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.table import Table
-from rich.text import Text
+from rich.console import Console
 
 from fedeas_flwr.commands.help import InOrderOfUse
-from fedeas_flwr.commands.output import FormatOption, folding_table, table_console
+from fedeas_flwr.commands.output import FormatOption
 from fedeas_flwr.listing import check_removable, describe, describe_in_full, find_runs, flat_rounds, heavy_files, remove
 from fedeas_flwr.run_files import remove_files
 from fedeas_flwr.runs import RunDirectory, RunError
 from fedeas_flwr.sizes import counted, show_bytes
 from fedeas_flwr.sweep import as_csv
+from fedeas_flwr.terminal import print_table, table_width
 
 runs_app = typer.Typer(cls=InOrderOfUse, help="Run directories.", no_args_is_help=True, rich_markup_mode=None)
 
@@ -44,13 +44,10 @@ def ls(
         print(json.dumps(rows, indent=1))
         _warn(bad)
         return
-    console = table_console()
-    head = [name for name in _HEAD if console.width >= _WIDE or name not in _LEFT_OUT_WHERE_NARROW]
-    table = folding_table(*head, fold=["run"], right=_HEAD[2:])
-    for row in rows:
-        cells = _cells(row)
-        table.add_row(*(Text(cells[name]) for name in head))
-    console.print(table)
+    console = Console()
+    head = [name for name in _HEAD if table_width(console) >= _WIDE or name not in _LEFT_OUT_WHERE_NARROW]
+    cells = [[shown[name] for name in head] for shown in map(_cells, rows)]
+    print_table(console, head, cells, fold=["run"], right=_HEAD[2:])
     print(f"{counted(len(rows), 'run')}, {show_bytes(sum(row['bytes'] for row in rows))}")
     _warn([*(row["error"] for row in rows if "error" in row), *bad])
 
@@ -69,16 +66,20 @@ def show(
     if output == "json":
         print(json.dumps(found, indent=1))
         return
-    console, reason = table_console(), f": {found['error']}" if found["error"] else ""
+    console, reason = Console(), f": {found['error']}" if found["error"] else ""
     print(f"{found['path']}: {found['state']}{reason}")
-    table = Table("key", "value", "default", box=None)
-    for key, change in found["changes"].items():
-        table.add_row(key, *(Text(json.dumps(change[word], ensure_ascii=False)) for word in ("value", "default")))
-    console.print(table)
-    summary = Table("summary", "", box=None)
-    for key, value in (found["summary"] or {}).items():
-        summary.add_row(key, Text(json.dumps(value, ensure_ascii=False)))
-    console.print(summary if found["summary"] else "no summary: the run has not finished", highlight=False)
+    words = ("value", "default")
+    changes = [(key, *(_as_json(change[word]) for word in words)) for key, change in found["changes"].items()]
+    print_table(console, ("key", *words), changes, fold=words)
+    if found["summary"]:
+        summary = [(key, _as_json(value)) for key, value in found["summary"].items()]
+        print_table(console, ("summary", ""), summary, fold=[""])
+    else:
+        print("no summary: the run has not finished")
+
+
+def _as_json(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False)
 
 
 @runs_app.command(short_help="Print a run's rounds as CSV")

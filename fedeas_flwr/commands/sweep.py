@@ -16,7 +16,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from fedeas_flwr.commands.output import can_be_folder, check_format, folding_table
+from fedeas_flwr.commands.output import can_be_folder, check_format
 from fedeas_flwr.config import ConfigError
 from fedeas_flwr.config_files import parse_overrides, read_config
 from fedeas_flwr.listing import find_runs
@@ -24,8 +24,11 @@ from fedeas_flwr.progress import show_tries
 from fedeas_flwr.sizes import counted, show_seconds
 from fedeas_flwr.sweep import Cell, Sweep, make_sweep, parse_grid, points
 from fedeas_flwr.sweep_jobs import Board, Watcher, run_sweep
+from fedeas_flwr.terminal import folding_table, print_table
 
 _LINE_EVERY = 30.0
+_LIVE = 72
+"""Characters that the table of a sweep at work needs."""
 _ORDER = ("running", "failed", "waiting", "finished")
 
 
@@ -59,7 +62,7 @@ def sweep(
     if output == "json":
         print((folder / "sweep.json").read_text(encoding="utf-8"), end="")
     else:
-        console.print(result_table(found))
+        print_results(found, console)
     console.print(f"{folder / 'sweep.json'}, sweep.csv", highlight=False, soft_wrap=True)
     if others := {run.path for run in find_runs([folder], 1, [])} - {cell.run.path for cell in found.cells}:
         console.print(f"left out, being of another grid: {counted(len(others), 'run')} in {folder}", soft_wrap=True)
@@ -98,8 +101,8 @@ def _refuse_what_a_run_would(sweep: Sweep, console: Console) -> None:
 
 @contextmanager
 def watching(console: Console) -> Iterator[Watcher]:
-    """Give what shows a sweep: a table that changes on a terminal, lines elsewhere."""
-    if not console.is_terminal:
+    """Give what shows a sweep: a table that changes on a terminal, lines elsewhere and where it has no room."""
+    if not console.is_terminal or console.width < _LIVE:
         yield Lines(console)
         return
     with Live(console=console, auto_refresh=False, transient=True) as live:
@@ -149,16 +152,16 @@ class LiveTable:
 
     def tick(self, board: Board) -> None:
         """Draw the table anew."""
-        self._live.update(board_table(board), refresh=True)
+        self._live.update(board_table(board, self._live.console.width), refresh=True)
 
 
-def board_table(board: Board) -> Table:
+def board_table(board: Board, width: int) -> Table:
     """Every run with its state, round, accuracy and time left; a line about the whole."""
     facts = ("round", "accuracy %", "left")
-    table = folding_table("run", "state", *facts, fold=["run"], right=facts)
+    cells = sorted(board.sweep.cells, key=lambda cell: _ORDER.index(board.standings[cell.name].state))
+    rows = [(cell.name, board.standings[cell.name].state, *_facts(board, cell)) for cell in cells]
+    table = folding_table(width, ("run", "state", *facts), rows, fold=["run"], right=facts)
     table.caption = Text(_progress(board))
-    for cell in sorted(board.sweep.cells, key=lambda cell: _ORDER.index(board.standings[cell.name].state)):
-        table.add_row(Text(cell.name), board.standings[cell.name].state, *_facts(board, cell))
     return table
 
 
@@ -193,11 +196,10 @@ def _progress(board: Board) -> str:
 # --------------------------------------------------------------------------------------------- at the end
 
 
-def result_table(found: Sweep) -> Table:
-    """Every grid point: mean ± standard deviation over its finished seeds."""
+def print_results(found: Sweep, console: Console) -> None:
+    """Print every grid point: mean ± standard deviation over its finished seeds."""
     keys = [key for key in found.grid if key != "seed"]
-    reached = ("runs", "last-20 %", "peak %", "images")
-    table = folding_table(*keys, *reached, fold=keys, right=reached)
+    reached, rows = ("runs", "last-20 %", "peak %", "images"), []
     for point in points([cell.result() for cell in found.cells], found.grid):
         accuracies = [_mean_and_sd(point[measure]) for measure in ("last_20", "peak")]
         images = point["images"]["mean"]
@@ -205,8 +207,8 @@ def result_table(found: Sweep) -> Table:
             f"{point['finished']}" if point["finished"] == point["runs"] else f"{point['finished']} of {point['runs']}"
         )
         shown = "-" if images is None else f"{images:,.0f}"
-        table.add_row(*(Text(str(point[key])) for key in keys), count, *accuracies, shown)
-    return table
+        rows.append((*(str(point[key]) for key in keys), count, *accuracies, shown))
+    print_table(console, (*keys, *reached), rows, fold=keys, right=reached)
 
 
 def _mean_and_sd(found: Mapping[str, Any]) -> str:

@@ -6,14 +6,13 @@ from collections.abc import Sequence
 
 from matplotlib.figure import Figure
 from rich.console import Console
-from rich.table import Table
-from rich.text import Text
 
 from fedeas_flwr.data import dataset_info
 from fedeas_flwr.local_data import planned_allocation, planned_counts
 from fedeas_flwr.report.document import results
 from fedeas_flwr.report.groups import Group
 from fedeas_flwr.report.run_figures import draw_accuracy, draw_heat_map
+from fedeas_flwr.terminal import print_table, table_width
 
 _WIDE = 108
 """Characters that the whole table needs."""
@@ -22,16 +21,10 @@ _WIDE = 108
 def print_comparison(groups: Sequence[Group], console: Console) -> None:
     """Print the report's table of results, on a narrow terminal without the columns that can be worked out."""
     found = results(groups)
-    if not console.is_terminal:  # a file has no width
-        console = Console(file=console.file, width=max(console.width, _WIDE + 40))
-    left_out = ("seeds", "η") if console.width < _WIDE else ()
+    left_out = ("seeds", "η") if table_width(console) < _WIDE else ()
     places = [place for place, head in enumerate(found.head) if head not in left_out]
-    table = Table(*(found.head[place] for place in places), box=None)
-    for column in table.columns[1:]:
-        column.justify = "right"
-    for row in found.rows:
-        table.add_row(*(Text(row[place]) for place in places))
-    console.print(table)
+    head, *rows = ([row[place] for place in places] for row in (found.head, *found.rows))
+    print_table(console, head, rows, fold=head, right=head[1:])
 
 
 def comparison_figure(groups: Sequence[Group]) -> Figure:

@@ -1,0 +1,62 @@
+"""Tables on a terminal: as wide as it is where they can be, and nothing of them is ever cut off."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+from rich.cells import cell_len
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+_WIDE = 160
+_GAP = 2
+_WORD = 20
+"""A word of so many characters is not broken."""
+
+
+def table_width(console: Console) -> int:
+    """How wide a table may be: as a terminal is; in a file or a pipe, as wide as any of ours would be."""
+    return console.width if console.is_terminal else max(console.width, _WIDE)
+
+
+def print_table(
+    console: Console,
+    head: Sequence[str],
+    rows: Sequence[Sequence[str | Text]],
+    *,
+    fold: Collection[str],
+    right: Collection[str] = (),
+) -> None:
+    """Print a `folding_table`; what a terminal is too narrow for goes on in its next line."""
+    console.print(folding_table(table_width(console), head, rows, fold=fold, right=right), crop=False)
+
+
+def folding_table(
+    width: int,
+    head: Sequence[str],
+    rows: Sequence[Sequence[str | Text]],
+    *,
+    fold: Collection[str],
+    right: Collection[str] = (),
+) -> Table:
+    """A table of a given width that cuts nothing off.
+
+    To fit, the widest of the columns to ``fold`` go on in the next line, between words or inside a long one; others
+    never do. If that is not enough, the table is wider. Names, paths and keys are there to be typed again, and a number
+    without its end is another one, so an ellipsis would make them useless.
+    """
+    table = Table(box=None, pad_edge=False)
+    cells = [[cell if isinstance(cell, Text) else Text(cell) for cell in row] for row in (head, *rows)]
+    columns = [[cell.plain for cell in column] for column in zip(*cells, strict=True)]
+    widths = [max(cell_len(line) for text in column for line in text.split("\n")) for column in columns]
+    words = [max((cell_len(word) for text in column for word in text.split()), default=0) for column in columns]
+    least = [min(words[i], _WORD) if name in fold else widths[i] for i, name in enumerate(head)]
+    while sum(widths) + _GAP * len(widths) > width and (wide := [i for i, w in enumerate(widths) if w > least[i]]):
+        widths[max(wide, key=widths.__getitem__)] -= 1
+    for name, title, each in zip(head, cells[0], widths, strict=True):
+        side = "right" if name in right else "left"
+        table.add_column(title, overflow="fold", min_width=each, max_width=each, justify=side)  # type: ignore[arg-type]
+    for row in cells[1:]:
+        table.add_row(*row)
+    return table
