@@ -152,8 +152,7 @@ def find_results(cells: Sequence[Cell], scale: str, folders: Sequence[Path], mor
     found: dict[str, dict[tuple[int, str], Measured]] = {one.name: {} for one in cells}
     doubles: list[Path] = []
     unreadable: list[str] = []
-    runs = find_runs([folder for folder in folders if folder.exists()], unreadable=unreadable)
-    for run in {run.path.resolve(): run for run in runs}.values():
+    for run in find_runs([folder for folder in folders if folder.exists()], unreadable=unreadable):
         try:
             config = run.config()
             name = wanted.get(_key(meaning(config)))

@@ -9,8 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table as Grid
-from rich.text import Text
 
 from fedeas_flwr.config import ConfigError
 from fedeas_flwr.partition import LEAKAGE
@@ -23,6 +21,7 @@ from fedeas_flwr.reproduce.sections import Section
 from fedeas_flwr.reproduce.tables import cell_table
 from fedeas_flwr.sizes import counted, show_seconds
 from fedeas_flwr.sweep import as_csv
+from fedeas_flwr.terminal import print_table
 
 SMOKE_NOTE = (
     "**Smoke scale.** Every cell is a few seconds on scikit-learn's 8×8 digits: 6 or 10 clients in place of 20 or 100, "
@@ -138,22 +137,18 @@ def print_tables(page: Page, console: Console) -> None:
     for section in page.sections:
         console.print(f"\n{section.title}", style="bold", highlight=False)
         if section.table:
-            grid = Grid(*(_plain(cell).plain for cell in section.table.head))
-            for place in grid.columns[1:]:
-                place.justify = "right"
-            for row in section.table.rows:
-                grid.add_row(*(_plain(cell) for cell in row))
-            console.print(grid)
+            head, *rows = ([_plain(cell) for cell in row] for row in (section.table.head, *section.table.rows))
+            print_table(console, head, rows, fold=head, right=head[1:])
         if section.picture or section.note:
             console.print(str(section.picture or section.note), highlight=False, soft_wrap=True)
     for note in page.notes:
-        console.print(_plain(note), highlight=False)
+        console.print(_plain(note), highlight=False, markup=False)
 
 
-def _plain(text: str) -> Text:
+def _plain(text: str) -> str:
     for mark, instead in (("<br>", "\n"), ("<ins>", ""), ("</ins>", ""), ("**", ""), ("`", "")):
         text = text.replace(mark, instead)
-    return Text(text)
+    return text
 
 
 def filled_document(path: Path, text: str, scale: str, places: Sequence[Path], more: Mapping[str, Any]) -> str:
