@@ -76,7 +76,7 @@ def test_three_supernodes_train_the_model_of_the_simulation(
     # Six messages a node, each a process of its own: one of them loaded diffusers.
     nodes = lab.deployment.node_folders(lab.folder)
     assert sorted(lab.notes("diffusers")) == [str(node / "cache") for node in nodes]
-    # The last round's, the accepted one's and, if round 4 was still being tested when round 5 went out, the checkpoint's.
+    # The last round's, the accepted one's and, if round 4 was still being tested when 5 went out, the checkpoint's.
     kept = [path.name for path in sorted((third / "kept").rglob("2/*"))]
     assert kept[-2:] == ["state-000004.json", "state-000005.json"] and kept[:-2] in ([], ["state-000003.json"])
     assert not (run.path / "clients").exists()
