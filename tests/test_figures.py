@@ -22,9 +22,10 @@ from fedeas_flwr.report.comparison import comparison_figure
 from fedeas_flwr.report.document import make_document
 from fedeas_flwr.report.groups import group_runs
 from fedeas_flwr.report.plan_figures import plan_figures
-from fedeas_flwr.report.style import COLOURS, MORE_COLOURS
+from fedeas_flwr.report.style import COLOURS, MORE_COLOURS, legend_above
 from fedeas_flwr.reproduce.cells import all_cells
 from fedeas_flwr.reproduce.figures import (
+    _draw_budgets,
     draw_closed_form,
     draw_convergence,
     draw_motivation,
@@ -33,7 +34,7 @@ from fedeas_flwr.reproduce.figures import (
     draw_surrogate,
     setting_of,
 )
-from fedeas_flwr.reproduce.measured import find_results
+from fedeas_flwr.reproduce.measured import Value, find_results
 from fedeas_flwr.runs import RunDirectory
 
 RESULTS = Path(__file__).parents[1] / "results"
@@ -118,6 +119,24 @@ def test_the_papers_figures() -> None:
     setting = setting_of(find_results(all_cells(), "full", [RESULTS], {}))
     drawn = [draw(setting) for draw in (draw_motivation, draw_surrogate, draw_overview, draw_convergence)]
     assert [faults(figure) for figure in (*drawn, draw_sensitivity(setting), draw_closed_form())] == [[]] * 6
+
+
+def test_a_beta_without_runs_is_a_gap_and_one_seed_has_no_deviation() -> None:
+    axes = Figure(figsize=(6.2, 4.4), layout="constrained").subplots()
+    runs: list[tuple[float, ...]] = [(61.0,), (), (62.0, 64.0)]
+    values = [Value("", "", ours, tuple(range(len(ours))), 60.0, 2, comparable=True) for ours in runs]
+    for name in ("FedEAS", "Uniform"):
+        _draw_budgets(axes, values, [1, 2, 3], name, "black", "o")
+    legend_above(axes)
+    lines = [line for line in axes.lines if not str(line.get_label()).startswith("_")]
+    assert [line.get_label() for line in lines] == [
+        f"{name}, {whose}" for name in ("FedEAS", "Uniform") for whose in ("ours", "the paper's")
+    ]
+    assert np.array_equal(np.asarray(lines[0].get_ydata(), dtype=float), [61.0, np.nan, 63.0], equal_nan=True)
+    bars = [np.asarray(path.vertices)[:, 1] for part in axes.collections for path in part.get_paths()]
+    assert [list(np.round(bar, 2)) for bar in bars if np.isfinite(bar).all()] == [[61.59, 64.41]] * 2
+    legend = axes.get_legend()
+    assert legend is not None and legend._ncols == 2  # each policy's two below each other
 
 
 def test_the_papers_figures_before_anything_was_run(tmp_path: Path) -> None:

@@ -211,6 +211,7 @@ def test_no_name_and_no_date_is_cut_in_80_columns(
     write_run(Path(name).absolute(), [0.5] * 100)
     table = narrow("runs", "ls").splitlines()[1:-1]
     assert "".join(line.split("  ")[0].strip() for line in table) == name
+    assert max(map(len, table)) <= 80
     assert re.search(r"finished +100/100 +50\.0 +\d{4}-\d\d-\d\d \d\d:\d\d +\S+ \S+$", table[0])
     strategies = narrow("strategies")
     assert all(key in strategies for key in ("moon-temperature", "disclose-label-counts", "fedtrimmedavg"))
