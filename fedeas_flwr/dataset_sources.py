@@ -139,7 +139,7 @@ def find_source(name: str, data_dir: str = "") -> Source:
 def _three_ways(info: DatasetInfo, data_dir: Path, why: str) -> str:
     return (
         f"dataset {info.name} was not found ({why}): put {info.name}.npz in {data_dir}, or torchvision's folder "
-        f"{_TORCHVISION_FOLDERS[info.name]} there, or unset FEDEAS_OFFLINE on a machine with a network to download it"
+        f"{_TORCHVISION_FOLDERS[info.name]} there, or let it be downloaded, with a network and without FEDEAS_OFFLINE"
     )
 
 

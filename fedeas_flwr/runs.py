@@ -220,8 +220,15 @@ class RunDirectory:
         return found
 
     def check_rounds(self) -> None:
-        """Refuse a record that has lost rounds which its own summary counts: it is no evidence of the others."""
+        """Refuse a record that has lost rounds which its own summary counts: it is no evidence of the others.
+
+        Before there is a summary, its lines count; one that a crash cut short has no end, and is none.
+        """
         if not (self.path / "summary.json").exists():
+            path = self.path / "rounds.jsonl"
+            with _saying_what_cannot_be_read(path):
+                count = path.read_bytes().count(b"\n") if path.exists() else 0
+            self._first_rounds(count, f"has {counted(count, 'line')}")
             return
         try:
             count = int(self.summary()["rounds"])

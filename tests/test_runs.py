@@ -392,3 +392,17 @@ def test_a_record_names_the_state_of_the_code(tmp_path: Path, monkeypatch: pytes
     second = environment.code_digest()
     (tmp_path / "inner" / "b.py").rename(tmp_path / "inner" / "c.py")
     assert len({first, second, environment.code_digest()}) == 3
+
+
+def test_before_there_is_a_summary_lines_tell_that_a_round_was_lost(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "r", [0.1, 0.2, 0.3], finished=False)
+    record = run.path / "rounds.jsonl"
+    first, second, third = record.read_text().splitlines(keepends=True)
+    for damaged in (first + second[:9] + "\n" + third, first + "\n" + third, first + "[]\n"):
+        record.write_text(damaged)
+        with pytest.raises(RunError, match=r"holds 1 whole record, but has \d lines: mend line 2$"):
+            run.check_rounds()
+    record.write_text(first + second + third[:9])  # as a crash leaves it
+    run.check_rounds()
+    record.unlink()
+    run.check_rounds()
