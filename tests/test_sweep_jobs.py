@@ -197,14 +197,15 @@ def test_a_second_sweep_is_refused_before_its_headline(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_failing_run_in_the_shell_is_listed_and_the_rest_is_done(tmp_path: Path) -> None:
-    words = ("policy=none", "rounds=1", "local-epochs=1", "backend=inline", "--retries", "0", "--out", "out")
-    grid = ("--grid", "clients=2000,4")
+    """One that fails as it trains: what a run refuses is refused before the first of them (test_sweep.py)."""
+    words = ("policy=none", "rounds=1", "clients=4", "backend=inline", "--retries", "0", "--out", "out")
+    grid = ("--grid", "learning-rate=100,0.05")
     done = fedeas("sweep", str(ROOT / "conf/quickstart.toml"), *words, *grid, cwd=tmp_path)
     assert done.returncode == 1
     (line,) = done.stderr.splitlines()
-    assert line.startswith("failed: clients-2000: ") and "143" in line
-    assert RunDirectory(tmp_path / "out" / "clients-4").state() == "finished"
-    assert RunDirectory(tmp_path / "out" / "clients-2000").state() == "failed"
+    assert line.startswith("failed: learning-rate-100.0: round 1: ") and "loss = nan" in line
+    assert RunDirectory(tmp_path / "out" / "learning-rate-0.05").state() == "finished"
+    assert RunDirectory(tmp_path / "out" / "learning-rate-100.0").state() == "failed"
 
 
 def test_the_time_left_comes_from_the_rounds_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
