@@ -9,6 +9,10 @@ from typing import Any
 
 from fedeas_flwr.config import RunConfig
 from fedeas_flwr.metrics import summarise
+from fedeas_flwr.reproduce import paper
+from fedeas_flwr.reproduce.cells import all_cells, cell
+from fedeas_flwr.reproduce.items import ITEMS, choose
+from fedeas_flwr.reproduce.measured import Results, find_results
 
 
 def write_record(
@@ -38,3 +42,20 @@ def write_record(
     (folder / "rounds.jsonl").write_text("".join(json.dumps(record) + "\n" for record in rounds))
     (folder / "summary.json").write_text(json.dumps(summarise(rounds, config.threshold)))
     return folder
+
+
+def record(folder: Path, name: str, seed: int = 1, accuracies: Any = None, scale: str = "full", **more: Any) -> Path:
+    """Write a run of a cell; images as the plan of the paper says, if not told."""
+    config = cell(name).config(scale, seed, more.pop("keys", None))
+    place, _, method = name.partition("/")
+    images = more.pop("images", paper.images(method, place) or 0)
+    rounds = accuracies or ([0.5] * config.rounds)
+    return write_record(folder, config, rounds, images=images, **more)
+
+
+def found_in(folder: Path, scale: str = "full", **more: Any) -> Results:
+    return find_results(all_cells() if scale == "full" else smoke_cells(), scale, [folder], more)
+
+
+def smoke_cells() -> list[Any]:
+    return choose(list(ITEMS), [], "smoke").needed("smoke")

@@ -15,9 +15,10 @@ from pathlib import Path
 
 import pytest
 import runners
+from records import record
 from rich.console import Console
 from runners import start_interruptible
-from test_reproduce import ROOT, TWENTY, record
+from test_reproduce import ROOT, TWENTY
 from waiting import LONG, Held, wait_until
 
 from fedeas_flwr import prepare, sweep_jobs

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import runners
-from test_reproduce import record
+from records import record
 
 from fedeas_flwr.reproduce.cells import PAPERS
 
