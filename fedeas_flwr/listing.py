@@ -23,28 +23,35 @@ def find_runs(
 ) -> Iterator[RunDirectory]:
     """Every run directory among and below some folders, damaged ones too, once however it is reached.
 
-    A link below a folder is not followed. A folder that cannot be looked into gets a line in ``unreadable``; without
-    such a list it is an error.
+    A link below a folder is not followed. A folder that cannot be looked into gets a line in ``unreadable``, once
+    too; without such a list it is an error.
     """
-    seen: dict[Path, RunDirectory] = {}
-    for run in _runs_below(folders, depth, unreadable):
-        if seen.setdefault(run.path.resolve(), run) is run:
-            yield run
+    seen: set[str] = set()
+    for folder, error in _runs_below(folders, depth):
+        real = os.path.realpath(folder)  # Path.resolve raises where links lead in a circle
+        if real in seen:
+            continue
+        seen.add(real)
+        if error is None:
+            yield RunDirectory(folder)
+        elif unreadable is None:
+            raise error
+        else:
+            unreadable.append(f"{folder}: {error.strerror or error}")
 
 
-def _runs_below(folders: Sequence[Path], depth: int, unreadable: list[str] | None) -> Iterator[RunDirectory]:
+def _runs_below(folders: Sequence[Path], depth: int) -> Iterator[tuple[Path, OSError | None]]:
+    """Run directories, and folders that cannot be looked into with the reason, each as often as it is reached."""
     for folder in folders:
         try:
             found = is_run(folder) or is_damaged_run(folder)
             inside = [] if found or not depth else _folders_in(folder)
         except OSError as error:
-            if unreadable is None:
-                raise
-            unreadable.append(f"{folder}: {error.strerror or error}")
+            yield folder, error
             continue
         if found:
-            yield RunDirectory(folder)
-        yield from _runs_below(inside, depth - 1, unreadable)
+            yield folder, None
+        yield from _runs_below(inside, depth - 1)
 
 
 def _folders_in(folder: Path) -> list[Path]:

@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from made_up_runs import write_run
+from ordinary_user import ordinary_user
 from rich.console import Console
 from runners import fedeas, finish, quick, small, typed
 from test_sweep import ROOT
@@ -24,6 +25,7 @@ from fedeas_flwr.checkpoints import Checkpoint
 from fedeas_flwr.client_state import ClientState, ClientStore
 from fedeas_flwr.commands.sweep import board_table
 from fedeas_flwr.listing import check_removable
+from fedeas_flwr.reproduce.measured import find_results
 from fedeas_flwr.run_files import files_of_run
 from fedeas_flwr.runs import RunDirectory, RunError
 from fedeas_flwr.sweep import make_sweep
@@ -122,6 +124,28 @@ def test_a_run_that_is_reached_in_several_ways_is_one(tmp_path: Path) -> None:
     removed = typed("runs", "rm", *ways[1:-1], "--yes", cwd=tmp_path)
     assert removed.returncode == 0 and removed.stdout.startswith("removed 1 run, ")
     assert not runs[0].path.exists() and runs[1].path.exists()
+
+
+def test_a_folder_that_cannot_be_read_is_named_once_however_it_is_reached(tmp_path: Path) -> None:
+    write_run(tmp_path / "d" / "whole", [0.5])
+    shut = tmp_path / "d" / "shut"
+    shut.mkdir(mode=0)
+    (tmp_path / "link").symlink_to(shut)
+    ways = ["d", "d/shut", str(shut), "d/../d/shut", "link"]
+    with ordinary_user():
+        listed, reported = (typed(*words, *ways, cwd=tmp_path) for words in (("runs", "ls"), ("report",)))
+        found = find_results([], "full", [tmp_path / way for way in ways], {})
+    shut.chmod(0o700)  # or it could not be removed
+    assert (listed.returncode, listed.stderr) == (0, "d/shut: Permission denied\n")
+    left_out = [line for line in reported.stdout.splitlines() if line.startswith("Left out")]
+    assert reported.returncode == 0 and left_out == ["Left out: d/shut: Permission denied"]
+    assert found.unreadable == [f"{shut}: Permission denied"]
+
+
+def test_a_link_to_itself_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / "circle").symlink_to("circle")
+    pruned = typed("runs", "prune", "circle", cwd=tmp_path)
+    assert pruned.returncode == 1 and pruned.stderr.startswith("error: circle: ") and pruned.stderr.count("\n") == 1
 
 
 def test_a_path_is_shown_as_it_is_written(tmp_path: Path) -> None:
