@@ -37,6 +37,17 @@ def test_cells_and_tables_are_written_and_what_is_around_them_stays(place: Path)
     assert (place / "doc.md").read_text() == text
 
 
+def test_records_that_cannot_be_read_are_named_once_and_the_others_are_written(place: Path) -> None:
+    damaged = record(place / "records" / "damaged", f"{PAPERS}/fedavg", 2, [0.5] * 10, "smoke")
+    (damaged / "config.json").write_text('{"config": {"see')
+    (place / "doc.md").write_text(DOCUMENT + DOCUMENT)
+    done = into(cwd=place)
+    assert (done.returncode, done.stdout) == (0, "doc.md\n")
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("Unreadable: records/damaged: records/damaged/config.json is not JSON")
+    assert (place / "doc.md").read_text().count(f"| {PAPERS}/fedavg | 50.00 | 1 | 55.52 |") == 2
+
+
 @pytest.mark.parametrize(
     ("text", "says"),
     [

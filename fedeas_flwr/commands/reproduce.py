@@ -257,9 +257,11 @@ def write_into(path: Path, scale: str, places: Sequence[Path], more: Mapping[str
         text = path.read_bytes().decode()  # as it is: reading as text would lose its line ends
     except UnicodeDecodeError as error:
         raise ConfigError(f"into = '{path}': must be UTF-8, and byte {error.start} is not") from None
-    filled = filled_document(path, text, scale, places, more)
+    filled, unreadable = filled_document(path, text, scale, places, more)
     with atomic_path(path.resolve()) as temporary:
         temporary.touch(0o600)
         temporary.write_bytes(filled.encode())
         shutil.copymode(path, temporary)
+    for line in unreadable:
+        _warn(f"Unreadable: {line}")
     print(path)

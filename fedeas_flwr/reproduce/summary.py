@@ -151,13 +151,22 @@ def _plain(text: str) -> str:
     return text
 
 
-def filled_document(path: Path, text: str, scale: str, places: Sequence[Path], more: Mapping[str, Any]) -> str:
-    """Give a document with its ``<!-- reproduce WORDS -->`` blocks made anew; WORDS are tables, columns and cells."""
+def filled_document(
+    path: Path, text: str, scale: str, places: Sequence[Path], more: Mapping[str, Any]
+) -> tuple[str, list[str]]:
+    """Make a document's ``<!-- reproduce WORDS -->`` blocks anew; WORDS are tables, columns and cells.
+
+    Returns
+    -------
+    text, unreadable : str, list of str
+        The document, and a line for every record that could not be read for any of its blocks.
+    """
     found = find_blocks(path, text)
-    return with_blocks(text, found, [_content(block, scale, places, more) for block in found])
+    contents, unreadable = zip(*(_content(block, scale, places, more) for block in found), strict=True)
+    return with_blocks(text, found, contents), list(dict.fromkeys(itertools.chain(*unreadable)))
 
 
-def _content(block: Block, scale: str, places: Sequence[Path], more: Mapping[str, Any]) -> str:
+def _content(block: Block, scale: str, places: Sequence[Path], more: Mapping[str, Any]) -> tuple[str, list[str]]:
     try:
         choice = choose(block.words, [], scale)
     except ConfigError as error:
@@ -168,4 +177,4 @@ def _content(block: Block, scale: str, places: Sequence[Path], more: Mapping[str
     results = find_results(choice.needed(scale), scale, places, more)
     made = [make(results, choice.columns) for name in choice.items if (make := ITEMS[name].table)]
     made += [cell_table(results, choice.cells)] if choice.cells else []
-    return "\n".join(table_markdown(table.shown()) + "\n" for table in made)
+    return "\n".join(table_markdown(table.shown()) + "\n" for table in made), results.unreadable
