@@ -19,7 +19,7 @@ from rich.console import Console
 from runners import fedeas, typed
 from test_cli import QUICKSTART
 
-from fedeas_flwr import doctor
+from fedeas_flwr import doctor, event_log
 from fedeas_flwr.commands.doctor import show
 from fedeas_flwr.config import RunConfig, parse_config
 from fedeas_flwr.data import dataset_info
@@ -98,6 +98,16 @@ def test_a_torchvision_without_its_operators_is_a_problem(monkeypatch: pytest.Mo
     found = only(packages.check_torch_pair)
     assert (found.state, found.text) == ("problem", "operator torchvision::nms does not exist")
     assert "constraints.txt" in found.fix
+
+
+def test_tensorboard_is_looked_for_where_a_run_is_to_write_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(event_log, "find_spec", lambda name: None)
+    assert list(packages.check_tensorboard(config())) == []
+    missing = next(found for found in doctor.examine(config(tensorboard=True)) if found.name == "tensorboard")
+    assert missing.state == "problem" and "pip install 'fedeas-flwr[tensorboard]'" in missing.text
+    assert missing.fix == "install it, or give tensorboard=false"
+    monkeypatch.setattr(event_log, "find_spec", lambda name: object())
+    assert only(packages.check_tensorboard, config(tensorboard=True)).state == "ok"
 
 
 # ------------------------------------------------------------------------------------------------ inputs
@@ -270,7 +280,7 @@ def test_without_torch_every_line_is_still_there(tmp_path: Path) -> None:
         "could not be checked: import of torch halted; None in sys.modules",
         "install what is missing, then ask again",
     )
-    assert set(doctor.CHECKS) - {"packages", "other SuperLink", "other Ray"} <= set(found)
+    assert set(doctor.CHECKS) - {"packages", "tensorboard", "other SuperLink", "other Ray"} <= set(found)
 
 
 def test_a_narrow_terminal_loses_no_word() -> None:

@@ -19,6 +19,7 @@ CHECKS = {
     "python": "packages.check_python",
     "packages": "packages.check_packages",
     "torch with torchvision": "packages.check_torch_pair",
+    "tensorboard": "packages.check_tensorboard",
     "GPU": "machine.check_gpu",
     "CUDA MPS": "machine.check_mps",
     "cores": "machine.check_cores",

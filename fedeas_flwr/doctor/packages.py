@@ -9,8 +9,9 @@ from importlib import metadata
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
-from fedeas_flwr.config import RunConfig
+from fedeas_flwr.config import ConfigError, RunConfig
 from fedeas_flwr.doctor.findings import Finding, ok, problem
+from fedeas_flwr.event_log import check_installed
 from fedeas_flwr.project import read_project
 
 SHOWN = ("torch", "torchvision", "flwr", "ray", "diffusers")
@@ -81,3 +82,14 @@ def check_torch_pair(config: RunConfig) -> Iterable[Finding]:
     except (ImportError, RuntimeError, AttributeError, OSError) as error:
         return [problem(name, error, f"install a pair that belongs together: {REINSTALL}")]
     return [ok(name, "they work together")]
+
+
+def check_tensorboard(config: RunConfig) -> Iterable[Finding]:
+    """Whether a run that is to write for TensorBoard can; nothing is said of others."""
+    if not config.tensorboard:
+        return []
+    try:
+        check_installed()
+    except ConfigError as error:
+        return [problem("tensorboard", error, "install it, or give tensorboard=false")]
+    return [ok("tensorboard", "is installed")]
