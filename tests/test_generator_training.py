@@ -9,6 +9,7 @@ import os
 import shutil
 import signal
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -74,6 +75,32 @@ def test_a_resumed_training_is_the_uninterrupted_one_bit_for_bit(tmp_path: Path,
     resumed = dict(DiffusionGenerator(out, num_classes=10)._denoiser.unet.named_parameters())
     for name, value in whole.averaged().named_parameters():
         assert torch.equal(value, resumed[name])
+
+
+@pytest.fixture
+def deterministic_mode() -> Iterator[Callable[[], int]]:
+    """What reads torch's mode: 0 nothing, 1 a warning, 2 an error where it has no deterministic algorithm."""
+    yield torch.get_deterministic_debug_mode
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.parametrize("given", [0, 1, 2])
+def test_torchs_deterministic_mode_is_the_callers_again_after_an_error_too(
+    digits: Dataset, deterministic_mode: Callable[[], int], given: int
+) -> None:
+    plain, other = Trainer(TINY, digits), Trainer(TINY, digits)
+    plain.run(steps=2)
+    within: list[int] = []
+
+    def fail_at_two(now: Progress) -> None:
+        within.append(deterministic_mode())
+        if now.step == 2:
+            raise ZeroDivisionError
+
+    torch.use_deterministic_algorithms(given > 0, warn_only=given == 1)
+    with pytest.raises(ZeroDivisionError):
+        other.run(steps=2, report=fail_at_two)
+    assert deterministic_mode() == given and within == [2, 2] and same(plain, other)
 
 
 def test_seed_and_step_change_the_draws(digits: Dataset) -> None:

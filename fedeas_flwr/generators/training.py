@@ -250,6 +250,7 @@ class Trainer:
     def _quiet(self) -> Iterator[None]:
         """Fix what changes the last bits, and leave the caller's random state, threads and switches as they were."""
         threads, strict = torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()
+        warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
         devices = [self.device] if self.device.type == "cuda" else []
         with torch.random.fork_rng(devices=devices), torch.enable_grad():
             if self.device.type == "cpu":
@@ -259,7 +260,7 @@ class Trainer:
                 yield
             finally:
                 torch.set_num_threads(threads)
-                torch.use_deterministic_algorithms(strict)
+                torch.use_deterministic_algorithms(strict, warn_only=warn_only)
 
 
 def _step_seed(seed: int, number: int) -> int:
