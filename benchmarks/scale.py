@@ -103,9 +103,10 @@ def counting_app(counts: Counts, config: RunConfig) -> ClientApp:
     def query(message: Message, context: Context) -> Message:
         client = int(context.node_config["partition-id"])
         mine = counts[client : client + 1]
-        if messages.read_question(message)[0] == "identity":
+        question, beta = messages.read_question(message)
+        if question == "identity":
             return messages.answer(message, client, partitions=len(counts), examples=int(mine.sum()))
-        total = int(allocation.fedeas(mine, config.beta, config.gamma, True).sum())
+        total = int(allocation.fedeas(mine, beta, config.gamma, True).sum())
         return messages.answer(message, client, total=total, absent=int((mine == 0).sum()))
 
     return app

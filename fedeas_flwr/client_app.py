@@ -32,7 +32,7 @@ from fedeas_flwr.generators.ray_service import ServiceGenerator
 from fedeas_flwr.generators.service import InProcessService
 from fedeas_flwr.gpu.kept_images import ImagesOnGpu, LocalImages
 from fedeas_flwr.local_data import FederatedData, Images, Labels, asked_images, local_data
-from fedeas_flwr.messages import EvaluateReport, Share, TrainReport
+from fedeas_flwr.messages import EvaluateReport, Share, TrainReport, TrainTask
 from fedeas_flwr.node import Node, read_node
 from fedeas_flwr.strategies import ALGORITHMS, client_part
 from fedeas_flwr.strategies.client_part import ClientRound
@@ -69,16 +69,16 @@ def query(message: Message, context: Context) -> Message:
     """
     config, node = _open(context)
     client, data = node.client, local_data(config, node)
-    question, level = messages.read_question(message)
+    question, at = messages.read_question(message)
     if question == "identity":
         examples = len(data.partition.train[node.part])
         return messages.answer(message, client, partitions=node.partitions, examples=examples)
     counts = _counts(data, node.part)
     if question == "plan":
-        total = allocation.fedeas(counts, config.beta, config.gamma, not config.printed_rule).sum()
+        total = allocation.fedeas(counts, at, config.gamma, not config.printed_rule).sum()
         return messages.answer(message, client, total=int(total), absent=int((counts == 0).sum()))
     if question == "waterfill":
-        return messages.answer(message, client, count=int(waterfill_count(counts, level)[0]))
+        return messages.answer(message, client, count=int(waterfill_count(counts, at)[0]))
     disclosure = ALGORITHMS[config.strategy].disclosure
     if disclosure is not None and question == disclosure.question:
         return messages.disclose(message, client, disclosure.answer(config, *data.train(node.part)))
@@ -102,7 +102,7 @@ def train_client(message: Message, context: Context) -> Message:
     if state.generate is None or data_changed(config, data, node, state):  # the former: first participation
         plan = plan_client(config, data, node.part, task.beta, task.share)
         state = replace(state, generate=plan, counts=tuple(_counts(data, node.part)[0].tolist()))
-    local_images = _images(config, data, node, state, device, task.service)
+    local_images = _images(config, data, node, state, device, task)
     images, labels = local_images.images, local_images.labels
     generated_at = time.perf_counter()
 
@@ -214,7 +214,7 @@ _engines = EnginePool()
 
 
 def _images(
-    config: RunConfig, data: FederatedData, node: Node, state: ClientState, device: str, service: str
+    config: RunConfig, data: FederatedData, node: Node, state: ClientState, device: str, task: TrainTask
 ) -> LocalImages:
     """A client's images and labels, those of its plan generated if they are not there yet."""
     client, generate = node.client, state.generate or ()
@@ -224,12 +224,12 @@ def _images(
     images, labels = data.train(node.part)
     made, rejected, generator = 0, 0, state.generator
     if sum(generate):
-        source = _source(config, device, service, state.generator)
+        source = _source(config, device, task.service, state.generator)
         more, more_labels, made, rejected = _synthetic(config, client, generate, device, source)
         images, labels = np.concatenate([images, more]), np.concatenate([labels, more_labels])
         generator = source.fingerprint
     if config.policy == "oversample":
-        copies = allocation.oversample(_counts(data, node.part), config.beta, config.gamma, not config.printed_rule)[0]
+        copies = allocation.oversample(_counts(data, node.part), task.beta, config.gamma, not config.printed_rule)[0]
         chosen = repeated(labels, copies.tolist(), stream(config.seed, "oversample", client))
         images, labels = np.concatenate([images, images[chosen]]), np.concatenate([labels, labels[chosen]])
     tensors = torch.from_numpy(images).to(device), torch.from_numpy(labels).to(device)

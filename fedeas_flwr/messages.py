@@ -1,13 +1,14 @@
 """What crosses the wire: the only place that knows the names of records and keys.
 
-    query     server: which question            client: its id and the whole numbers asked for, nothing else;
-                                                        or its id and arrays that a `disclose-…` key lets out
+    query     server: which question, at what   client: its id and the whole numbers asked for, nothing else;
+                      β or level                        or its id and arrays that a `disclose-…` key lets out
     train     server: model, β, this round,     client: model, its real sample count, a few numbers,
                       last accepted round,              and an algorithm's extra arrays (SCAFFOLD …)
                       share, extra arrays
     evaluate  server: model                     client: how many of its own test images it got right
 
-No per-class vector crosses but in such a disclosure: a client's label counts stay with it.
+No per-class vector crosses but in such a disclosure: a client's label counts stay with it. β is the server's to say: a
+client takes it from the message, never from its run-config.
 """
 
 from __future__ import annotations
@@ -100,16 +101,16 @@ def is_live(message: Message) -> bool:
 # ------------------------------------------------------------------------------------------------ query
 
 
-def ask(node: int, question: str, level: float = 0.0) -> Message:
-    """Ask a node who it is (``identity``), for its part of a plan (``plan``, ``waterfill``), or for a disclosure."""
-    config = ConfigRecord({"question": question, "level": level})
+def ask(node: int, question: str, at: float = 0.0) -> Message:
+    """Ask a node who it is (``identity``), its ``plan`` at a β, its ``waterfill`` count at a level, or a disclosure."""
+    config = ConfigRecord({"question": question, "at": at})
     return Message(RecordDict({CONFIG: config}), dst_node_id=node, message_type=MessageType.QUERY)
 
 
 def read_question(message: Message) -> tuple[str, float]:
-    """Read what the server asks, and the level the question is about."""
+    """Read what the server asks, and the β or the level it is about."""
     config = message.content[CONFIG]
-    return str(config["question"]), float(config["level"])  # type: ignore[arg-type]
+    return str(config["question"]), float(config["at"])  # type: ignore[arg-type]
 
 
 def answer(message: Message, client: int, **numbers: int) -> Message:

@@ -7,13 +7,14 @@ import json
 import os
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from flwr.clientapp import ClientApp
 from rich.console import Console
 from runners import CHEAP, finish, hand_models_over, quick, small, start_interruptible, typed, weights
 from waiting import LONG, Held, wait_until
@@ -23,6 +24,7 @@ from fedeas_flwr.allocation import allocate
 from fedeas_flwr.checkpoints import Checkpoint
 from fedeas_flwr.config import MATCHED, RunConfig
 from fedeas_flwr.generators import Generator, SampleId
+from fedeas_flwr.grids import InlineGrid
 from fedeas_flwr.launch import launch
 from fedeas_flwr.local_data import planned_counts
 from fedeas_flwr.prepare import evaluate_run
@@ -61,6 +63,20 @@ def test_every_policy_generates_what_its_plan_says(tmp_path: Path, digits_genera
         assert state["generate"] == expected[client].tolist()
     if policy in MATCHED:
         assert expected.sum() == allocate(counts, "fedeas", beta=beta).sum()
+
+
+@pytest.mark.parametrize("policy", ["fedeas", "uniform", "oversample"])
+def test_beta_is_what_the_server_says(
+    tmp_path: Path, digits_generator: Path, monkeypatch: pytest.MonkeyPatch, policy: str
+) -> None:
+    keys = {**CHEAP, "policy": policy, "participation": 1.0, "rounds": 1}
+    alike = finish(quick(tmp_path / "alike", **keys))
+
+    def grid(app: ClientApp, clients: int, run_config: Mapping[str, Any], *args: Any, **more: Any) -> InlineGrid:
+        return InlineGrid(app, clients, {**run_config, "beta": 1.0}, *args, **more)
+
+    monkeypatch.setattr("fedeas_flwr.grids.InlineGrid", grid)
+    assert weights(finish(quick(tmp_path / "other", **keys))) == weights(alike)
 
 
 def test_a_matched_total_can_be_given(tmp_path: Path, digits_generator: Path) -> None:

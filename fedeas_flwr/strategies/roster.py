@@ -65,7 +65,7 @@ class Roster:
         return self.shares.get(client, NOTHING)
 
     def _matched_shares(self, clients: Sequence[int]) -> dict[int, Share]:
-        spent, absent = self._ask_all("plan", ("total", "absent"), self.declared.check_plan)
+        spent, absent = self._ask_all("plan", ("total", "absent"), self.declared.check_plan, self.config.beta)
         total = self.config.total or int(spent.sum())
         if self.config.policy == "waterfill":
             water = waterfill_level(total, self._count_at)
@@ -85,10 +85,10 @@ class Roster:
 
         return self._ask_all("waterfill", ("count",), check, level)[0]
 
-    def _ask_all(self, question: str, keys: Sequence[str], check: Callable[..., None], level: float = 0.0) -> list[Any]:
+    def _ask_all(self, question: str, keys: Sequence[str], check: Callable[..., None], at: float) -> list[Any]:
         """Ask every client, and return one array a key in ascending client id; a refused answer counts as zeros."""
         clients, rows = sorted(self.nodes), []
-        replies = self.query([messages.ask(self.nodes[c], question, level) for c in clients])
+        replies = self.query([messages.ask(self.nodes[c], question, at) for c in clients])
         for client, reply in zip(clients, replies, strict=True):
             try:
                 found, *numbers = messages.read_answer(reply, *keys)
