@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -23,7 +24,7 @@ def waterfill(counts: npt.ArrayLike, total: int) -> IntArray:
     A total beyond full balance, where the score can only grow, is dealt out evenly.
     """
     counts = checked_counts(counts)
-    return waterfill_fill(counts, waterfill_level(total, waterfill_counter(counts)).samples)
+    return waterfill_fill(counts, waterfill_level(total, partial(waterfill_count, counts)).samples)
 
 
 class WaterLevel(NamedTuple):
@@ -42,7 +43,7 @@ def waterfill_level(total: int, count_at: Callable[[float], IntArray]) -> WaterL
     total : int
         Samples to spend.
     count_at : callable
-        Maps a level to the samples each client would add, see `waterfill_counter`; a server asks its clients.
+        Maps a level to the samples each client would add, see `waterfill_count`; a server asks its clients.
 
     Returns
     -------
@@ -72,54 +73,51 @@ def waterfill_level(total: int, count_at: Callable[[float], IntArray]) -> WaterL
 
 
 def waterfill_count(counts: npt.ArrayLike, level: float) -> IntArray:
-    """Count the samples each client adds while its marginal gain stays above the level; see `waterfill_counter`."""
-    return waterfill_counter(counts)(level)
+    """Count the samples each client adds while its marginal gain stays above the level.
+
+    Gains are counted in units of 2 / Σ_j N_j, so that a client needs nothing but its own row: at first about
+    ‖q_k‖² − min_c q_k^c, never above 1, and 0 when it is balanced. Beyond that, level −s stands for s samples more from
+    everyone.
+    """
+    counts = checked_counts(counts)
+    heights, sums, poured = _pour(counts)
+    size = sums[:, -1]
+    if level <= 0:
+        return np.asarray(np.where(size > 0, poured[:, -1] + math.floor(-level), 0), dtype=np.int64)
+    own = np.square(heights, dtype=np.float64)
+    other_squares = own.sum(axis=1, keepdims=True) - np.cumsum(own, axis=1)
+    filling = np.arange(1, counts.shape[1] + 1)
+    when_reached = _gain(size[:, None], poured, other_squares + filling * own, heights, filling)
+    # The client stops as its j + 1 lowest classes fill up together, somewhere below the height of the next.
+    client, j = np.arange(len(counts)), np.maximum(0, (when_reached[:, :-1] > level).sum(axis=1) - 1)
+    lowest, below, rest = heights[client, j], sums[client, j], other_squares[client, j]
+
+    def worth(height: IntArray, over: IntArray) -> BoolArray:
+        """Tell whether to go on when the j + 1 lowest classes stand at a height, ``over`` of them one higher."""
+        squares = rest + (j + 1.0) * height**2 + over * (2.0 * height + 1)
+        added, to_level = (j + 1) * height + over - below, np.maximum(1, j + 1 - over)
+        return _gain(size, added, squares, height, to_level) > level
+
+    next_height = heights[client, np.minimum(j + 1, counts.shape[1] - 1)]
+    rounds_end = _bisect(lowest, next_height, lambda h: worth(h, np.zeros_like(h)))
+    height = np.maximum(lowest, rounds_end - 1)  # where the last round begins
+    over = _bisect(np.zeros_like(j), np.where(rounds_end > lowest, j + 1, 0), lambda o: worth(height, o))
+    count: IntArray = (j + 1) * height + over - below
+    return count
 
 
 # A sample in a client's lowest class, at height h, takes S = Σ_c (n_k^c)² to S + 2h + 1 and N_k to N_k + 1, so b of
 # them gain p_k (S / N_k² − (S + b (2h + 1)) / (N_k + b)²): to first order b times Eq. (gain).
-def waterfill_counter(counts: npt.ArrayLike) -> Callable[[float], IntArray]:
-    """Make the function that tells how many samples each client adds down to a level of marginal gain.
+def _gain(size: IntArray, added: IntArray, squares: FloatArray, height: IntArray, to_level: IntArray) -> FloatArray:
+    """Give the marginal gain of clients of N_k = ``size`` real samples and so many ``added``.
 
-    Gains are counted in units of 2 / Σ_j N_j, so that a client needs nothing but its own row: at first about
-    ‖q_k‖² − min_c q_k^c, never above 1, and 0 when it is balanced. Beyond that, level −s stands for s samples more from
-    everyone. The marginal gain is the next sample's or, if that is more, the mean over the whole round that makes the
-    lowest classes level again: near balance the first samples of a round do harm that the last ones repair.
+    It is the next sample's or, if that is more, the mean over the ``to_level`` that make the lowest classes level
+    again: near balance the first samples of such a round do harm that the last ones repair.
     """
-    counts = checked_counts(counts)
-    client, last = np.arange(len(counts)), counts.shape[1] - 1
-    heights, sums, poured = _pour(counts)
-    own = np.square(heights, dtype=np.float64)
-    other_squares = own.sum(axis=1, keepdims=True) - np.cumsum(own, axis=1)
-    size, filling = sums[:, -1], np.arange(1, last + 2)
-
-    def gains(size: IntArray, added: IntArray, squares: FloatArray, height: IntArray, to_level: IntArray) -> FloatArray:
-        grown, step = np.maximum(1.0, size + added), 2.0 * height + 1
-        next_one = squares / grown**2 - (squares + step) / (grown + 1) ** 2
-        next_all = squares / grown**2 - (squares + to_level * step) / (grown + to_level) ** 2
-        return np.asarray(size / 2 * np.maximum(next_one, next_all / to_level), dtype=np.float64)
-
-    gain_when_reached = gains(size[:, None], poured, other_squares + filling * own, heights, filling)
-
-    def count_at(level: float) -> IntArray:
-        if level <= 0:
-            return np.asarray(np.where(size > 0, poured[:, -1] + math.floor(-level), 0), dtype=np.int64)
-        j = np.maximum(0, (gain_when_reached[:, :-1] > level).sum(axis=1) - 1)
-        lowest, below, rest = heights[client, j], sums[client, j], other_squares[client, j]
-
-        def worth(height: IntArray, over: IntArray) -> BoolArray:
-            """Tell whether to go on when the j + 1 lowest classes stand at a height, ``over`` of them one higher."""
-            squares = rest + (j + 1.0) * height**2 + over * (2.0 * height + 1)
-            added, to_level = (j + 1) * height + over - below, np.maximum(1, j + 1 - over)
-            return gains(size, added, squares, height, to_level) > level
-
-        rounds_end = _bisect(lowest, heights[client, np.minimum(j + 1, last)], lambda h: worth(h, np.zeros_like(h)))
-        height = np.maximum(lowest, rounds_end - 1)  # where the last round begins
-        over = _bisect(np.zeros_like(j), np.where(rounds_end > lowest, j + 1, 0), lambda o: worth(height, o))
-        count: IntArray = (j + 1) * height + over - below
-        return count
-
-    return count_at
+    grown, step = np.maximum(1.0, size + added), 2.0 * height + 1
+    next_one = squares / grown**2 - (squares + step) / (grown + 1) ** 2
+    next_all = squares / grown**2 - (squares + to_level * step) / (grown + to_level) ** 2
+    return np.asarray(size / 2 * np.maximum(next_one, next_all / to_level), dtype=np.float64)
 
 
 def _bisect(low: IntArray, high: IntArray, holds: Callable[[IntArray], BoolArray]) -> IntArray:

@@ -13,7 +13,7 @@ from label_counts import paper_counts, tables, totals
 
 from fedeas_flwr.allocation import eligible_pairs, fedeas, full_balance, greedy, imbalance, removed, uniform
 from fedeas_flwr.counts import IntArray
-from fedeas_flwr.waterfill import waterfill, waterfill_count, waterfill_counter, waterfill_fill, waterfill_level
+from fedeas_flwr.waterfill import waterfill, waterfill_count, waterfill_fill, waterfill_level
 
 
 @pytest.mark.parametrize("total", [100, 13_437, 200_000])
@@ -57,10 +57,9 @@ def test_waterfill_can_be_found_by_asking_clients_one_by_one(counts: IntArray, t
 @given(tables(), st.floats(-50, 1), st.floats(-50, 1))
 def test_a_lower_level_never_asks_for_fewer_samples(counts: IntArray, one: float, other: float) -> None:
     high, low = max(one, other), min(one, other)
-    count_at = waterfill_counter(counts)
-    assert (count_at(high) <= count_at(low)).all()
-    assert count_at(1.0).sum() == 0
-    assert np.array_equal(count_at(0.0), full_balance(counts).sum(axis=1))
+    assert (waterfill_count(counts, high) <= waterfill_count(counts, low)).all()
+    assert waterfill_count(counts, 1.0).sum() == 0
+    assert np.array_equal(waterfill_count(counts, 0.0), full_balance(counts).sum(axis=1))
 
 
 @given(tables(clients=1), totals)
