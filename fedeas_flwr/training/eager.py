@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import ExitStack
 
 import numpy as np
 import torch
@@ -80,13 +81,14 @@ class EagerEngine:
         draws = any(isinstance(layer, nn.modules.dropout._DropoutNd) for layer in self._model.modules())
         # What a model draws itself must not depend on what this process did before, nor on what it does meanwhile: such
         # clients train one after the other in it.
-        with drawing:
+        with ExitStack() as one_at_a_time:
+            one_at_a_time.enter_context(drawing)
             torch.default_generator.manual_seed(stream_seed(batches))
             if self._device != "cpu":
                 torch.cuda.manual_seed(stream_seed(batches))
-            if draws:
-                return self._train(images, labels, batches, inputs), *read_state(self._model)
-        return self._train(images, labels, batches, inputs), *read_state(self._model)
+            if not draws:
+                one_at_a_time.close()
+            return self._train(images, labels, batches, inputs), *read_state(self._model)
 
     def _train(
         self, images: torch.Tensor, labels: torch.Tensor, batches: np.random.Generator, inputs: Inputs
