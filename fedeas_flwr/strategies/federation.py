@@ -136,32 +136,18 @@ class Federation(TrainingRounds):
         if checkpoint:  # now: the next round's clients change what they keep in memory
             self.before_checkpoint()
         alone = last or test is None  # clients cannot test while they train
-        known, seconds, work_out = self._known(state, outcome), outcome.seconds, outcome.gamma_hat
+        known = self._known(state, outcome)  # now: it asks the strategy, which the next round changes
 
         def end() -> None:
-            began = time.perf_counter()
-            gamma_hat = work_out() if work_out is not None else None
-            measured = time.perf_counter()
-            if test is None:
-                scores = ask_clients_to_test(self.grid, self.config, self._present(), state)
-            else:
-                scores = test(state.trainable, state.buffers)
-            tested = time.perf_counter()
-            seconds["gamma_hat"], seconds["evaluate"] = measured - began, tested - measured
-            seconds["end_wait"] += tested - began if alone else 0.0
-            self._record(
-                {
-                    "round": state.round,
-                    **scores,
-                    "gamma_hat": gamma_hat,
-                    **known,
-                    "seconds": {phase: round(s, 4) for phase, s in seconds.items()},
-                }
-            )
+            measured = self._measure(state, outcome, test, alone)
+            seconds = {phase: round(s, 4) for phase, s in outcome.seconds.items()}
+            record = {"round": state.round, **measured, **known, "seconds": seconds}
+            self.run.append_round(record)
+            self.when_a_round_ends(record)
             self._recorded = state
             if checkpoint:
                 self._checkpoint(state)
-            log(INFO, "[round %d/%d] accuracy %.4f", state.round, self.config.rounds, scores["accuracy"])
+            log(INFO, "[round %d/%d] accuracy %.4f", state.round, self.config.rounds, measured["accuracy"])
 
         def end_or_say_why_not() -> None:  # at once: the clients' round, after which it is raised, may take hours
             try:
@@ -174,6 +160,20 @@ class Federation(TrainingRounds):
             end()
         else:
             beside.start(end_or_say_why_not)
+
+    def _measure(self, state: Checkpoint, outcome: RoundOutcome, test: Evaluate | None, alone: bool) -> dict[str, Any]:
+        """A round's scores and Γ̂; the time they took goes to its seconds, and to its wait where no client trains."""
+        began = time.perf_counter()
+        gamma_hat = outcome.gamma_hat() if outcome.gamma_hat is not None else None
+        measured = time.perf_counter()
+        if test is None:
+            scores = ask_clients_to_test(self.grid, self.config, self._present(), state)
+        else:
+            scores = test(state.trainable, state.buffers)
+        tested = time.perf_counter()
+        outcome.seconds["gamma_hat"], outcome.seconds["evaluate"] = measured - began, tested - measured
+        outcome.seconds["end_wait"] += tested - began if alone else 0.0
+        return {**scores, "gamma_hat": gamma_hat}
 
     def _known(self, state: Checkpoint, outcome: RoundOutcome) -> dict[str, Any]:
         """What a round's record says beside scores, Γ̂ and seconds."""
@@ -190,10 +190,6 @@ class Federation(TrainingRounds):
 
     def _present(self) -> dict[int, int]:
         return {client: self.nodes[client] for client in self.members.present(sorted(self.nodes))}
-
-    def _record(self, record: dict[str, Any]) -> None:
-        self.run.append_round(record)
-        self.when_a_round_ends(record)
 
     def _refused_in(self, number: int) -> list[dict[str, Any]]:
         """Refusals of the plan, which are recorded with the first round."""
