@@ -6,6 +6,7 @@ Autocast would make those copies anew in every step, a kernel a layer. Here they
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
 
 import torch
 from torch import nn
@@ -44,30 +45,19 @@ class Weights:
     ) -> None:
         if widened is not None:
             _widen(widened, room)
-        trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
         layers = {id(layer.weight): layer for layer in one_pixel}
+        trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
         trained.sort(key=lambda pair: id(pair[1]) in layers)  # those last, so that the others are one piece
         self.names = [name for name, _ in trained]
         self.parameters: list[torch.Tensor] = [p for _, p in trained]
-        self._wholes: list[torch.Tensor] = [p.detach() for p in self.parameters]
-        small = {id(p) for p in self.parameters if p.dim() < 2} - _biases(model)  # BatchNorm's, used in float32
-        self._halved = [
-            i for i, p in enumerate(self.parameters) if halved and id(p) not in small and p.dtype == torch.float32
-        ]
         self._dense = len(trained) - len(layers)
-        sizes = [-_extent(self.parameters[i]) // 64 * -64 for i in self._halved]  # each starts at a full memory line
-        self._moving = sum(size for i, size in zip(self._halved, sizes, strict=True) if i < self._dense)
-        device = self.parameters[0].device
-        self._whole = torch.zeros(sum(sizes), device=device)
-        self._half = torch.zeros(sum(sizes), dtype=torch.bfloat16, device=device)
-        start = 0
-        for i, size in zip(self._halved, sizes, strict=True):
-            parameter = self.parameters[i]
-            shape, strides = parameter.shape, parameter.stride()  # channels last, where the model is
-            self._wholes[i] = self._whole[start : start + size].as_strided(shape, strides, start)
-            self._wholes[i].copy_(parameter.detach())
-            parameter.data = self._half[start : start + size].as_strided(shape, strides, start)
-            start += size
+        biases = _biases(model)
+        self._halved = [
+            i
+            for i, p in enumerate(self.parameters)
+            if halved and p.dtype == torch.float32 and (p.dim() > 1 or id(p) in biases)  # the rest is BatchNorm's
+        ]
+        self._wholes = self._in_one_piece()
         self.masters = list(self._wholes)
         self._empty: list[torch.Tensor] = []
         for i in range(self._dense, len(trained)):
@@ -80,6 +70,21 @@ class Weights:
             self._empty.append(self.masters[i][:, widened.in_channels :])
         self._gradients = [torch.zeros_like(self.masters[i]) for i in self._halved]
         self.refresh()
+
+    def _in_one_piece(self) -> list[torch.Tensor]:
+        """Move what is halved to two pieces of memory, one float32, one the model's; return all float32 values."""
+        sizes = [-_extent(self.parameters[i]) // 64 * -64 for i in self._halved]  # each starts at a full memory line
+        starts = list(accumulate(sizes, initial=0))
+        self._moving = starts[sum(i < self._dense for i in self._halved)]
+        self._whole = torch.zeros(starts[-1], device=self.parameters[0].device)
+        self._half = torch.zeros_like(self._whole, dtype=torch.bfloat16)
+        wholes = [p.detach() for p in self.parameters]
+        for i, start in zip(self._halved, starts[:-1], strict=True):
+            place = wholes[i].shape, wholes[i].stride(), start  # channels last, where the model is
+            moved = self._whole.as_strided(*place)
+            moved.copy_(wholes[i])
+            wholes[i], self.parameters[i].data = moved, self._half.as_strided(*place)
+        return wholes
 
     def whole_gradients(self, gradients: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Gradients of `parameters` as float32."""
