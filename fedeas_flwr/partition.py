@@ -81,11 +81,12 @@ def dirichlet_partition(
     seed: int,
     *,
     test_fraction: float,
-    min_samples: int = MIN_SAMPLES,
     max_tries: int = 20_000,
     progress: Progress | None = None,
 ) -> Partition:
     """Deal samples out class by class in Dirichlet proportions, until every client has enough.
+
+    A draw that leaves a client with fewer than `MIN_SAMPLES`, before the local split, is rejected and made again.
 
     Parameters
     ----------
@@ -100,8 +101,6 @@ def dirichlet_partition(
     test_fraction : float
         Share of its samples a client sets aside for testing. With 0 the client's samples are not shuffled, so no
         random number is spent on a split that does not happen; they stay in class order.
-    min_samples : int
-        A draw that leaves a client with fewer samples, before the local split, is rejected and made again.
     max_tries : int
         Draws to make before giving up.
     progress : callable, optional
@@ -116,31 +115,31 @@ def dirichlet_partition(
     _check_request(clients, alpha, seed)
     if not 0 <= test_fraction < 1:
         raise ValueError(f"test_fraction={test_fraction!r}: must be at least 0 and below 1")
-    check_clients(clients, labels.size, min_samples)
+    check_clients(clients, labels.size)
     rng = np.random.RandomState(seed)
     by_class = [np.flatnonzero(labels == c) for c in range(int(labels.max(initial=-1)) + 1)]
     for tries in range(1, max_tries + 1):
         cuts = _shuffle_and_cut(rng, by_class, np.full(clients, float(alpha)))
         if progress is not None:
             progress(tries)
-        if cuts is not None and np.diff(cuts, axis=1).sum(axis=0).min() >= min_samples:
+        if cuts is not None and np.diff(cuts, axis=1).sum(axis=0).min() >= MIN_SAMPLES:
             held = [
                 np.concatenate([mine[cut[k] : cut[k + 1]] for mine, cut in zip(by_class, cuts, strict=True)])
                 for k in range(clients)
             ]
             return _split_locally(rng, held, test_fraction)
     raise ValueError(
-        f"clients={clients}, alpha={alpha}: none of {max_tries} tries gave every client {min_samples} samples; "
+        f"clients={clients}, alpha={alpha}: none of {max_tries} tries gave every client {MIN_SAMPLES} samples; "
         "use fewer clients, a larger alpha or another seed"
     )
 
 
-def check_clients(clients: int, samples: int, min_samples: int = MIN_SAMPLES) -> None:
+def check_clients(clients: int, samples: int) -> None:
     """Refuse more clients than there are samples for, before anything is drawn."""
-    if clients * min_samples > samples:
+    if clients * MIN_SAMPLES > samples:
         raise ValueError(
-            f"clients={clients}: each client needs {min_samples} samples, and there are {samples}; "
-            f"there can be {counted(samples // min_samples, 'client')} at most"
+            f"clients={clients}: each client needs {MIN_SAMPLES} samples, and there are {samples}; "
+            f"there can be {counted(samples // MIN_SAMPLES, 'client')} at most"
         )
 
 

@@ -13,6 +13,7 @@ from fedeas_flwr.data import Dataset
 from fedeas_flwr.generators.classifier import Classifier, Images, Labels, agreement
 
 _NEAR_COPY_PERCENTILE = 1.0
+_MOST_COMPARED = 2000  # features of each set, in a kernel distance
 
 
 def quality_report(
@@ -70,10 +71,10 @@ def frechet_distance(a: NDArray[np.float64], b: NDArray[np.float64]) -> float:
     return float(mean @ mean + np.trace(first) + np.trace(second) - 2 * root)
 
 
-def kernel_distance(a: NDArray[np.float64], b: NDArray[np.float64], most: int = 2000) -> float:
-    """Return the unbiased squared MMD under (x·y / D + 1)³ (Bińkowski et al., 2018), of up to `most` of each."""
+def kernel_distance(a: NDArray[np.float64], b: NDArray[np.float64]) -> float:
+    """Return the unbiased squared MMD under (x·y / D + 1)³ (Bińkowski et al., 2018), of some of each."""
     random = np.random.default_rng(0)
-    a, b = (x[random.permutation(len(x))[:most]] for x in (a, b))
+    a, b = (x[random.permutation(len(x))[:_MOST_COMPARED]] for x in (a, b))
 
     def kernel(x: NDArray[np.float64], y: NDArray[np.float64]) -> NDArray[np.float64]:
         cubed: NDArray[np.float64] = (x @ y.T / x.shape[1] + 1) ** 3

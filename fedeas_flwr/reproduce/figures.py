@@ -62,8 +62,8 @@ def setting_of(results: Results) -> Setting:
     return Setting(results, config, BudgetPath(planned_counts(config, config.clients)), betas)
 
 
-def _pair(titles: tuple[str, str], height: float = 4.4) -> tuple[Figure, Axes, Axes]:
-    figure = Figure(figsize=(12.8, height), layout="constrained", dpi=150)
+def _pair(titles: tuple[str, str]) -> tuple[Figure, Axes, Axes]:
+    figure = Figure(figsize=(12.8, 4.4), layout="constrained", dpi=150)
     left, right = figure.subplots(1, 2, gridspec_kw={"wspace": 0.06})
     for axes, letter, title in ((left, "a", titles[0]), (right, "b", titles[1])):
         axes.set_title(f"({letter}) {title}", loc="left", fontsize=12)
