@@ -31,54 +31,33 @@ def text_table(results: Results) -> Table:
     """What the paper's text says besides: rounds to 70 %, where Uniform does harm, another generator, hours …"""
     table = Table(["Quantity", "Where", "Ours", "Seeds", "Paper", "Difference"], [])
 
-    def add(label: str, where: str, value: Value, show: Callable[[float], str] | None = None) -> None:
+    def add(label: str, place: str, value: Value, show: Callable[[float], str] | None = None) -> None:
         write = show or (lambda number: f"{number:.{value.digits}f}")
         ours = write(value.mean) if show and value.mean is not None else show_ours(value)
         published = NONE if value.paper is None else write(value.paper)
         difference = NONE if show else show_difference(value)
+        where = column(place).title(results.scale)
         table.rows.append([label, where, ours, show_seeds(value), published, difference])
         table.values.append(value)
 
     threshold = 0.7 if results.scale == "full" else cell(f"{PAPERS}/fedeas").config("smoke", 1).threshold
+    until = f"rounds to {100 * threshold:.0f} %"
     for place, published in paper.ROUNDS_TO_70.items():
         for method, rounds in published.items():
-            value = value_of(
-                results,
-                f"{place}/{method}",
-                f"rounds to {100 * threshold:.0f} %",
-                lambda run: run.first_round_at(threshold),
-                rounds,
-                0,
-            )
-            add(
-                f"{METHODS[method].label}: rounds to {100 * threshold:.0f} %", column(place).title(results.scale), value
-            )
-    harm = _negative_gain(results)
-    add("Uniform: images where the gain is negative", column(PAPERS).title(results.scale), harm)
-    together_peak = value_of(
-        results,
-        "c10-k20-a0.3/fedeas+scaffold",
-        "peak %",
-        lambda run: 100 * run.peak,
-        paper.FEDEAS_AND_SCAFFOLD_PEAK,
-    )
-    add("FedEAS + SCAFFOLD: peak %", column("c10-k20-a0.3").title(results.scale), together_peak)
+            value = value_of(results, f"{place}/{method}", until, lambda run: run.first_round_at(threshold), rounds, 0)
+            add(f"{METHODS[method].label}: {until}", place, value)
+    add("Uniform: images where the gain is negative", PAPERS, _negative_gain(results))
+    together, published_peak = "c10-k20-a0.3", paper.FEDEAS_AND_SCAFFOLD_PEAK
+    peak = value_of(results, f"{together}/fedeas+scaffold", "peak %", lambda run: 100 * run.peak, published_peak)
+    add("FedEAS + SCAFFOLD: peak %", together, peak)
     for kind, lead in paper.PEAK_LEAD.items():
         ending = "" if kind == "ddpm" else "-sd-turbo"
-        add(
-            f"FedEAS's lead over Uniform, peak, {kind}",
-            column(PAPERS).title(results.scale),
-            _lead(results, f"{PAPERS}/fedeas{ending}", f"{PAPERS}/uniform{ending}", lead),
-        )
+        ours = _lead(results, f"{PAPERS}/fedeas{ending}", f"{PAPERS}/uniform{ending}", lead)
+        add(f"FedEAS's lead over Uniform, peak, {kind}", PAPERS, ours)
     for method, seconds in paper.RUN_SECONDS.items():
         value = value_of(results, f"{PAPERS}/{method}", "seconds", lambda run: run.seconds, seconds, 0)
-        add(
-            f"{METHODS[method].label}: time, generation included",
-            column(PAPERS).title(results.scale),
-            value,
-            show_seconds,
-        )
-    add("Full-Balance's time over FedEAS's", column(PAPERS).title(results.scale), _ratio(results))
+        add(f"{METHODS[method].label}: time, generation included", PAPERS, value, show_seconds)
+    add("Full-Balance's time over FedEAS's", PAPERS, _ratio(results))
     return table
 
 
