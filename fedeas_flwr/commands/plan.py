@@ -68,10 +68,9 @@ def plan(
     _check_who_chooses(limits, beta, grid)
     if not estimate and max_seconds is None:
         refuse_given(context, ["generator"], "it says nothing without --estimate or --max-seconds")
-    if counts:
-        _check_given_counts(context, "--max-seconds" if max_seconds is not None else "--estimate" if estimate else "")
     names: Sequence[str]
     if counts:
+        _check_given_counts(context, "--max-seconds" if max_seconds is not None else "--estimate" if estimate else "")
         found, names = planning.read_counts(counts)
     else:
         names = dataset_info(dataset).classes  # first: it names all that a dataset can be, data of one's own too
