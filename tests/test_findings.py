@@ -17,59 +17,7 @@ from fedeas_flwr.reproduce.measured import meaning
 from fedeas_flwr.reproduce.paper import BETA_SWEEP, GAMMA_HAT, LAST_20, PEAK, PEAK_LEAD, at
 from fedeas_flwr.runs import RunDirectory
 
-SEEDS = ("s1", "s2", "s3")
 IMAGES_MADE = {"missing-only": 33_650, "uniform": 16_145, "full-balance": 235_847}
-
-
-@pytest.mark.parametrize(
-    ("place", "label", "method", "seeds"),
-    [
-        ("k100", "FedAvg, nothing generated", "none", SEEDS),
-        ("k100", "FedEAS, β = 12", "fedeas", SEEDS),
-        ("k100", "Missing-only, matched", "missing-only", SEEDS),
-        ("k100", "Uniform, matched", "uniform", SEEDS),
-        ("k100", "Full-Balance", "full-balance", SEEDS[:1]),
-        ("k100", "FedProx", "fedprox", SEEDS[:1]),
-        ("k100", "SCAFFOLD", "scaffold", SEEDS[:1]),
-        ("k100", "MOON", "moon", SEEDS[:2]),
-        *(
-            ("k20", f"{label}, K = 20", method, SEEDS[:1])
-            for label, method in (
-                ("FedAvg", "fedavg"),
-                ("FedEAS", "fedeas"),
-                ("Missing-only", "missing-only"),
-                ("Uniform", "uniform"),
-                ("Full-Balance", "full-balance"),
-                ("FedProx", "fedprox"),
-                ("SCAFFOLD", "scaffold"),
-                ("MOON", "moon"),
-            )
-        ),
-    ],
-)
-def test_the_readmes_cifar_numbers_are_the_committed_runs(
-    place: str, label: str, method: str, seeds: tuple[str, ...]
-) -> None:
-    found = [record(f"cifar10-{place}-a0.1/{method}-{seed}").summary() for seed in seeds]
-    last_20, peak = (", ".join(f"{100 * one[key]:.1f}" for one in found) for key in ("last_20", "peak"))
-    column, row = f"c10-{place}-a0.1", "fedavg" if method == "none" else method
-    theirs = f"{at(LAST_20, row, column):.2f} (peak {at(PEAK, row, column):.2f})"
-    ends = f" | {len(seeds)} |" if place == "k100" else " |"
-    images = f"{found[0]['total_generated']:,}"
-    assert f"| {label} | {images} | {last_20} (peak {peak}) | {theirs}{ends}" in README
-
-
-@pytest.mark.parametrize("alpha", ["0.05", "0.3"])
-@pytest.mark.parametrize(
-    ("label", "method"),
-    [("FedAvg", "fedavg"), ("FedEAS", "fedeas"), ("Missing-only", "missing-only"), ("Uniform", "uniform")],
-)
-def test_the_readmes_numbers_at_other_alphas_are_the_committed_runs(alpha: str, label: str, method: str) -> None:
-    name = "none" if (alpha, method) == ("0.3", "fedavg") else method
-    found, column = record(f"cifar10-k100-a{alpha}/{name}-s1").summary(), f"c10-k100-a{alpha}"
-    theirs = f"{at(LAST_20, method, column):.2f} (peak {at(PEAK, method, column):.2f})"
-    ours = f"{100 * found['last_20']:.1f} (peak {100 * found['peak']:.1f})"
-    assert f"| {label}, α = {alpha} | {found['total_generated']:,} | {ours} | {theirs} |" in README
 
 
 @pytest.mark.parametrize(
@@ -246,20 +194,56 @@ def test_what_agrees_is_what_the_page_says_in_short() -> None:
     assert f"with 20 clients {small:.1f} for {papers_small:.1f}." in PAGE
 
 
-BETAS = {4: "fedeas-b4", 8: "fedeas-b8", 12: "fedeas", 16: "fedeas-b16", 20: "fedeas-b20"}
+BETAS = {4: "-b4", 8: "-b8", 12: "", 16: "-b16", 20: "-b20"}
 
 
 def test_what_is_said_of_the_beta_sweep_is_what_the_records_say() -> None:
-    curves = {beta: 100 * np.array(accuracies(record(f"cifar10-k20-a0.1/{name}-s1"))) for beta, name in BETAS.items()}
-    last = {beta: curve[-20:].mean() for beta, curve in curves.items()}
-    theirs = {beta: BETA_SWEEP[name][0] for beta, name in BETAS.items()}
-    below = [theirs[beta] - last[beta] for beta in BETAS]
+    curves, above, leads = {}, {}, {}
+    for policy in ("fedeas", "uniform"):
+        runs = {beta: record(f"cifar10-k20-a0.1/{policy}{end}-s1") for beta, end in BETAS.items()}
+        curves[policy] = {beta: 100 * np.array(accuracies(run)) for beta, run in runs.items()}
+        papers = {beta: BETA_SWEEP[f"{policy}{end}"][0] for beta, end in BETAS.items()}
+        above[policy] = {beta: curve[-20:].mean() - papers[beta] for beta, curve in curves[policy].items()}
+    below = [-each for each in above["fedeas"].values()]
     assert f"FedEAS is {min(below):.1f} to {max(below):.1f} points below the paper's at every β" in PAGE
-    assert max(below) < 1.6
-    without = [value for number, value in enumerate(curves[8], start=1) if number > 180 and number != 182]
-    said = f"without one round that falls (182) β = 8 has {np.mean(without):.1f}, β = 12 {last[12]:.1f} and"
-    assert f"{said} β = 16 {last[16]:.1f}." in PAGE
-    assert "FedEAS's half of the β sweep, from 4 to 20, is within 1.6 points of the paper's" in README
+    assert max(below) < 1.6 and "from 4 to 20, FedEAS is within 1.6 points of the paper's" in README
+    fedeas, uniform = curves["fedeas"], curves["uniform"]
+    without = [value for number, value in enumerate(fedeas[8], start=1) if number > 180 and number != 182]
+    plain = [np.mean(without), *(fedeas[beta][-20:].mean() for beta in (12, 16))]
+    said = "without one round that falls (182) β = 8 has {:.1f}, β = 12 {:.1f} and β = 16 {:.1f}."
+    assert said.format(*plain) in PAGE
+    higher = [above["uniform"][beta] for beta in (8, 12, 16, 20)]
+    said = f"Uniform is {min(higher):.1f} to {max(higher):.1f}"
+    assert f"{said} points above the paper's from β = 8 on" in PAGE and f"{said} above the paper's from β = 8" in README
+    leads = {beta: (fedeas[beta] - uniform[beta])[-20:].mean() for beta in BETAS}
+    theirs = {beta: BETA_SWEEP[f"fedeas{end}"][0] - BETA_SWEEP[f"uniform{end}"][0] for beta, end in BETAS.items()}
+
+    def signed(found: dict[int, float], *betas: int) -> list[str]:
+        return [f"{found[beta]:.1f}".replace("-", "−") for beta in betas]
+
+    four, few = (8, 12, 16, 20), (8, 16, 20)
+    said = "lead over it is {}, {}, {} and {} points at β = 8, 12, 16 and 20, in the paper {}, {}, {} and {}."
+    assert said.format(*signed(leads, *four), *signed(theirs, *four)) in PAGE
+    said = "at β = 8, 16 and 20 it is {}, {} and {}, in the paper {}, {} and {}."
+    assert said.format(*signed(leads, *few), *signed(theirs, *few)) in PAGE
+    assert f"over rounds 101 to 200 either ({(fedeas[16] - uniform[16])[100:].mean():.1f})" in PAGE
+    assert "and at β = 16 as good as FedEAS" in README and abs(leads[16]) < 0.3
+
+
+def test_uniforms_collapse_at_beta_4_is_what_the_page_says() -> None:
+    run = record("cifar10-k20-a0.1/uniform-b4-s1")
+    curve, other = (100 * np.array(accuracies(record(f"cifar10-k20-a0.1/{n}-b4-s1"))) for n in ("uniform", "fedeas"))
+    ahead = curve - other
+    assert f"until round 190, by {ahead[100:180].mean():.1f} points in rounds 101 to 180 and" in PAGE
+    assert f"with {curve[160:180].mean():.1f} for {other[160:180].mean():.1f} in rounds 161 to 180." in PAGE
+    assert f"round 191 falls from {curve[189]:.1f} to {curve[190]:.1f}, and round 200 has {curve[199]:.1f}." in PAGE
+    there = [one["round"] for one in run.rounds() if one["round"] > 190 and 13 in one["clients"]]
+    assert there == [*range(191, 197), 199, 200] and "is in rounds 191 to 196, 199 and 200." in PAGE
+    assert f"So the {BETA_SWEEP['uniform-b4'][0] - curve[-20:].mean():.1f} points below the paper are one" in PAGE
+    assert f"({curve[-20:].mean():.1f}, in the paper 60.8)" in PAGE
+    more = [record(f"cifar10-k20-a0.1/uniform{end}-s1").summary()["peak"] for end in ("-b8", "")]
+    peaks = [f"{100 * each:.1f}" for each in (run.summary()["peak"], *more)]
+    assert "with its peak of {} Uniform is where it is at β = 8 and 12 ({} and {})".format(*peaks) in PAGE
 
 
 def test_what_is_said_of_the_ablation_is_what_the_records_say() -> None:
@@ -285,22 +269,23 @@ def test_what_is_said_of_the_ablation_is_what_the_records_say() -> None:
 
 
 def test_what_is_said_of_moon_at_100_clients_is_what_the_records_say() -> None:
-    runs = [record(f"cifar10-k100-a0.1/moon-s{seed}") for seed in (1, 2)]
-    last, peak = ([100 * run.summary()[key] for run in runs] for key in ("last_20", "peak"))
-    above, high = (
-        [each - at(table, "moon", "c10-k100-a0.1") for each in found]
-        for table, found in ((LAST_20, last), (PEAK, peak))
-    )
-    assert "MOON has {:.1f} and {:.1f} with two seeds, {:.1f} and {:.1f} above the paper".format(*last, *above) in PAGE
+    runs = [record(f"cifar10-k100-a0.1/moon-s{seed}") for seed in (1, 2, 3)]
+    last, peak = (np.array([100 * run.summary()[key] for run in runs]) for key in ("last_20", "peak"))
+    above, high = last - at(LAST_20, "moon", "c10-k100-a0.1"), peak - at(PEAK, "moon", "c10-k100-a0.1")
+    said = "MOON has {:.1f}, {:.1f} and {:.1f} with three seeds, {:.1f} points above the paper in the mean."
+    assert said.format(*last, above.mean()) in PAGE
     plain = [100 * record(f"cifar10-k100-a0.1/none-s{seed}").summary()["last_20"] for seed in (1, 2, 3)]
-    apart = f"seeds that are {last[0] - last[1]:.1f} apart, where FedAvg's three are within"
-    assert f"{apart} {max(plain) - min(plain):.1f}, do not say" in PAGE and max(last) < min(plain)
-    assert "The peaks, {:.1f} and {:.1f}, are {:.1f} and {:.1f} above the paper's.".format(*peak, *high) in PAGE
-    one, two = (100 * np.array(accuracies(run)).reshape(10, 20).mean(axis=1) for run in runs)
-    assert f"Ours is slow: {one[4]:.1f} and {two[4]:.1f} in rounds 81 to 100." in PAGE
-    assert f"with {one[8]:.1f} and {one[9]:.1f} in the last two blocks of 20 rounds, seed 2 hardly, with" in PAGE
-    assert f"hardly, with {two[8]:.1f} and {two[9]:.1f}." in PAGE
-    assert "is {:.1f} and {:.1f} points better than the paper's with two seeds".format(*above) in README
+    apart = f"Its seeds are {last.max() - last.min():.1f} apart, where FedAvg's three are within"
+    assert f"{apart} {max(plain) - min(plain):.1f}, so that" in PAGE and max(last) < min(plain)
+    said = "the peaks, {:.1f}, {:.1f} and {:.1f}, are all above the paper's, by {:.1f} to {:.1f},"
+    assert said.format(*peak, high.min(), high.max()) in PAGE
+    blocks = np.array([100 * np.array(accuracies(run)).reshape(10, 20).mean(axis=1) for run in runs])
+    slow = "Ours is slow: {:.1f}, {:.1f} and {:.1f} in rounds 81 to 100, and {:.1f}, {:.1f} and {:.1f} in rounds 161"
+    assert slow.format(*blocks[:, 4], *blocks[:, 8]) in PAGE and (blocks[:, 9] > blocks[:, 8]).all()
+    spread = f"(three seeds, standard deviation {last.std(ddof=1):.1f})"
+    steep = 100 * record("cifar10-k100-a0.3/moon-s1").summary()["last_20"] - at(LAST_20, "moon", "c10-k100-a0.3")
+    assert f"{above.mean():.1f} points above it at α = 0.1 {spread} and {steep:.1f} at α = 0.3." in PAGE
+    assert f"MOON is {above.mean():.1f} and {steep:.1f} points better than the paper's with 100 clients" in README
 
 
 def test_what_full_balance_costs_is_what_the_records_and_the_shells_clock_say() -> None:

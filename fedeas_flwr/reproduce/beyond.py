@@ -158,9 +158,10 @@ def batches_table(results: Results) -> Table:
         deepest = max((depth for found in depths for depth in found.values()), default=None)
         config = one.config(results.scale, 1)
         batches = f"from {config.min_batch} images"
+        label = METHODS[method].label + (f", β = {config.beta:g}" if "beta" in dict(one.method.keys) else "")
         depth = NONE if deepest is None else f"{100 * deepest:.1f}"
         shown = [show_ours(last), show_seeds(last), show_ours(peak), counts, depth]
-        table.rows.append([str(config.clients), f"{config.alpha:g}", METHODS[method].label, batches, *shown])
+        table.rows.append([str(config.clients), f"{config.alpha:g}", label, batches, *shown])
         table.values += [last, peak]
     return table
 

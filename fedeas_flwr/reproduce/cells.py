@@ -181,8 +181,8 @@ SHARED: Variants = {
 }
 BATCHED: Variants = {
     MAIN: dict.fromkeys(("uniform", "missing-only", "fedeas"), LARGER),
-    PAPERS: dict.fromkeys(("missing-only", "scaffold"), LARGER),
-    "c10-k100-a0.05": {"uniform": LARGER},
+    PAPERS: dict.fromkeys(("missing-only", "scaffold", "uniform-b4"), LARGER),
+    "c10-k100-a0.05": dict.fromkeys(("uniform", "scaffold"), LARGER),
 }
 RULES = ("fedeas-g0.25", "fedeas", "fedeas-g0.75", "fedeas-g1", "waterfill")
 METHODS = _methods()

@@ -26,9 +26,6 @@ from fedeas_flwr.reproduce.cells import (
 from fedeas_flwr.reproduce.measured import Results
 from fedeas_flwr.reproduce.tables import Table
 
-WIDE = 3
-"""From so many columns on, a large table is laid out as the paper's; fewer are told as lists."""
-
 
 @dataclass(frozen=True)
 class Item:
@@ -73,16 +70,10 @@ def _text(columns: Sequence[str]) -> list[str]:
 
 
 def _large(of: tables.Of, results: Results, columns: Sequence[str]) -> Table:
-    if len(columns) >= WIDE:
-        return tables.large_table(results, columns, of)
-    parts = [tables.column_table(results, place) for place in columns]
-    rows = [
-        [row[0] if len(parts) == 1 else f"{column(place).title(results.scale)}: {row[0]}", *row[1:]]
-        for place, part in zip(columns, parts, strict=True)
-        for row in part.rows
-    ]
-    values, budgets = [v for part in parts for v in part.values], [b for part in parts for b in part.budgets]
-    return Table(parts[0].head, rows, values, budgets)
+    """Lay several columns out as the paper does; of one there is room for all."""
+    if len(columns) == 1:
+        return tables.column_table(results, columns[0])
+    return tables.large_table(results, columns, of)
 
 
 def _fixed(make: Callable[[Results], Table]) -> Callable[[Results, Sequence[str]], Table]:

@@ -1,0 +1,100 @@
+"""What docs/reproduction.md says of 100 clients at α = 0.05 and 0.3 is what the records say."""
+
+from __future__ import annotations
+
+import numpy as np
+from cifar_runs import PAGE, accuracies, last_batches, record
+
+from fedeas_flwr.metrics import falls
+from fedeas_flwr.reproduce.measured import meaning
+from fedeas_flwr.reproduce.paper import LAST_20, PEAK, at
+
+
+def test_uniforms_last_rounds_at_alpha_005_are_what_the_page_says() -> None:
+    run, fedeas, missing = (record(f"cifar10-k100-a0.05/{name}-s1") for name in ("uniform", "fedeas", "missing-only"))
+    (real, left), curve = last_batches(run), 100 * np.array(accuracies(run))
+    others = [100 * np.array(accuracies(other)) for other in (fedeas, missing)]
+    counts = [len(falls(accuracies(each))) for each in (missing, run, fedeas, record("cifar10-k100-a0.05/fedavg-s1"))]
+    assert "in {1} and {0} rounds for {2} (FedAvg in {3}; seed 1)".format(*counts) in PAGE
+    shares = []
+    for number in range(180, 184):
+        clients = run.rounds()[number - 1]["clients"]
+        assert [client for client in clients if left[client] == 2] == [92]
+        assert min(other[number - 1] for other in others) > 69
+        shares.append(100 * real[92] / real[clients].sum())
+    assert f"left with two images and {min(shares):.0f} to {max(shares):.0f} % of the weight" in PAGE
+    assert f"accuracy goes from {curve[178]:.1f} to {curve[182]:.1f}, while" in PAGE
+    assert f"Of the last 20 rounds {(curve[-20:] < curve[-40:-20].mean()).sum()} are below the mean of the 20" in PAGE
+    lead = others[0] - curve
+    shown = f"{lead[-20:].mean():.1f} points here, {lead[160:180].mean():.1f} in rounds 161 to 180 and"
+    assert f"lead over Uniform is {shown} {lead[100:].mean():.1f} over rounds 101 to 200." in PAGE
+    assert f"in the 20 rounds before it is {lead[160:180].mean():.1f}.)" in PAGE
+
+
+def test_uniform_without_short_batches_at_alpha_005_is_what_the_page_says() -> None:
+    usual, longer = (record(f"cifar10-k100-a0.05/uniform{end}-s1") for end in ("", "-min8"))
+    theirs, ours = meaning(usual.config()), meaning(longer.config())
+    assert {key for key in ours if ours[key] != theirs[key]} == {"min-batch"}
+    assert [one["clients"] for one in usual.rounds()] == [one["clients"] for one in longer.rounds()]
+    before, after = (100 * np.array(accuracies(run)) for run in (usual, longer))
+    assert f"rounds 180 to 183 have {after[179:183].min():.1f} to {after[179:183].max():.1f} with the" in PAGE
+    assert list(falls(after / 100)) == [170] and 170 in falls(accuracies(record("cifar10-k100-a0.05/fedavg-s1")))
+    assert len(falls(before / 100)) == 9 and "one round falls for nine, 170, where FedAvg falls too." in PAGE
+    last = [curve[-20:].mean() for curve in (after, before)]
+    assert "Last-20 is {:.1f} for {:.1f}.".format(*last) in PAGE and "({1:.1f} and {0:.1f})".format(*last) in PAGE
+    said = f"in rounds 161 to 180 it has {after[160:180].mean():.1f} for {before[160:180].mean():.1f}, and its peak is"
+    assert f"{said} {after.max():.1f} for {before.max():.1f}." in PAGE
+    lead = 100 * np.array(accuracies(record("cifar10-k100-a0.05/fedeas-s1"))) - after
+    said = "is {:.1f} points ahead of it in last-20 and {:.1f} over rounds 101 to 200"
+    assert said.format(lead[-20:].mean(), lead[100:].mean()) in PAGE
+
+
+def test_what_is_said_of_missing_only_at_alpha_005_is_what_the_records_say() -> None:
+    found = [record(f"cifar10-k100-a0.05/missing-only-s{seed}").summary() for seed in (1, 2)]
+    last, peak = ([100 * one[key] for one in found] for key in ("last_20", "peak"))
+    papers, best = (at(table, "missing-only", "c10-k100-a0.05") for table in (LAST_20, PEAK))
+    assert papers is not None and best is not None
+    said = f"Missing-only is {np.mean(last) - papers:.1f} above in last-20, {last[0] - papers:.1f} and"
+    assert f"{said} {last[1] - papers:.1f} with its two seeds, and {np.mean(peak) - best:.1f} in its peak." in PAGE
+    under = [high - low for high, low in zip(peak, last, strict=True)]
+    assert f"the paper's last-20 is {best - papers:.1f} below its peak, ours {under[0]:.1f} and {under[1]:.1f}." in PAGE
+
+
+def test_what_is_said_of_learners_at_alpha_005_is_what_the_records_say() -> None:
+    runs = {name: record(f"cifar10-k100-a0.05/{name}-s1") for name in ("fedavg", "fedprox", "moon", "scaffold")}
+    curves = {name: 100 * np.array(accuracies(run)) for name, run in runs.items()}
+    papers = {name: at(LAST_20, name, "c10-k100-a0.05") or 0.0 for name in runs}
+    apart = {name: curve[-20:].mean() - papers[name] for name, curve in curves.items()}
+    assert "FedAvg, FedProx and MOON are the paper's within 0.6." in PAGE
+    assert max(abs(apart[name]) for name in ("fedavg", "fedprox", "moon")) < 0.6
+    ours, theirs = (curves["fedavg"] - curves["scaffold"])[-20:].mean(), papers["fedavg"] - papers["scaffold"]
+    said = f"SCAFFOLD is {ours:.1f} points below FedAvg, in the paper {theirs:.1f}, and {apart['scaffold']:.1f} above"
+    assert said in PAGE
+    blocks = curves["scaffold"].reshape(10, 20).mean(axis=1)
+    assert f"It comes to {blocks[2]:.1f} in rounds 41 to 60 and then loses ten points;" in PAGE
+    assert 9.5 < blocks[2] - blocks[3:].min() < 11
+    means = [curves["scaffold"][start : start + 20].mean() for start in range(20, 181)]
+    assert f"after the 20th go from {min(means):.1f} to {max(means):.1f}, so that the window decides" in PAGE
+    (real, left), rounds = last_batches(runs["scaffold"]), runs["scaffold"].rounds()
+    assert [client for client in range(100) if left[client] == 2] == [12, 30, 52, 80]
+    assert all(real[[12, 30, 52, 80]] == 66)
+    fallen = falls(accuracies(runs["scaffold"]))
+    with_two = [one["round"] for one in rounds[10:] if any(left[one["clients"]] == 2)]
+    both = sum(number in fallen for number in with_two)
+    assert f"are in {both} of its {len(fallen)} falls and in {len(with_two)} of the 190 rounds counted" in PAGE
+
+
+def test_what_is_said_of_learners_at_alpha_03_is_what_the_records_say() -> None:
+    names = {"fedavg": "none", "scaffold": "scaffold", "moon": "moon"}
+    curves = {one: 100 * np.array(accuracies(record(f"cifar10-k100-a0.3/{name}-s1"))) for one, name in names.items()}
+    last = {name: curve[-20:].mean() for name, curve in curves.items()}
+    papers = {name: at(LAST_20, name, "c10-k100-a0.3") or 0.0 for name in names}
+    gains = [found["scaffold"] - found["fedavg"] for found in (last, papers)]
+    assert "SCAFFOLD is {:.1f} above FedAvg, in the paper {:.1f}.".format(*gains) in PAGE
+    high = curves["moon"].max() - (at(PEAK, "moon", "c10-k100-a0.3") or 0.0)
+    assert f"MOON is {last['moon'] - papers['moon']:.1f} points above the paper's, its peak {high:.1f}." in PAGE
+    moon, plain = (curves[name].reshape(10, 20).mean(axis=1) for name in ("moon", "fedavg"))
+    assert (moon[1:] < plain[1:]).all()
+    said = "{:.1f}, {:.1f} and {:.1f} in the last three blocks of 20 rounds, FedAvg {:.1f}, {:.1f} and {:.1f}."
+    assert said.format(*moon[-3:], *plain[-3:]) in PAGE
+    assert f"ours has in rounds 101 to 160 ({moon[5:8].min():.1f} to {moon[5:8].max():.1f})" in PAGE
