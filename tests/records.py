@@ -58,4 +58,4 @@ def found_in(folder: Path, scale: str = "full", **more: Any) -> Results:
 
 
 def smoke_cells() -> list[Any]:
-    return choose(list(ITEMS), [], "smoke").needed("smoke")
+    return choose(list(ITEMS), [], "smoke").needed()

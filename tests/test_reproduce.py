@@ -17,7 +17,7 @@ from fedeas_flwr.report.page import as_html, as_markdown
 from fedeas_flwr.reproduce import beside, beyond, paper, tables
 from fedeas_flwr.reproduce.cells import MAIN, PAPERS
 from fedeas_flwr.reproduce.items import ITEMS, choose
-from fedeas_flwr.reproduce.measured import Results, find_results
+from fedeas_flwr.reproduce.measured import Results
 from fedeas_flwr.reproduce.page import Page
 from fedeas_flwr.reproduce.sections import Section, make_sections
 from fedeas_flwr.reproduce.summary import fill_command, filled_document, make_page
@@ -152,7 +152,7 @@ def test_small_batches_are_left_out_where_rounds_fell(tmp_path: Path) -> None:
         ["20", "0.1", "SCAFFOLD", "from 8 images"],
     ]
     assert large[4] == "60.00" != all_batches[4]
-    assert choose(["batches"], [MAIN], "full").needed("full")[-1].name == f"{MAIN}/fedeas-min8"
+    assert choose(["batches"], [MAIN], "full").needed()[-1].name == f"{MAIN}/fedeas-min8"
 
 
 def test_best_and_second_best_are_marked_once_a_column_is_complete(tmp_path: Path) -> None:
@@ -218,9 +218,9 @@ def page(tmp_path_factory: pytest.TempPathFactory, session_cache: Path) -> tuple
                 accuracies = [min(0.97, 0.3 + 0.08 * i + number / 1000) for i in range(10)]
                 record(folder / "runs" / f"{number}-{seed}", one.name, seed, accuracies, "smoke", gamma_hat=0.5)
     choice = choose([name for name in ITEMS if name != "samples"], [], "smoke")
-    results = find_results(choice.needed("smoke"), "smoke", [folder / "runs"], {})
+    results = choice.find([folder / "runs"])
     fill = partial(fill_command, "smoke", {"--out": ["o{u}t"], "--set": []})
-    sections = make_sections(choice, results, [], folder, {}, fill)
+    sections = make_sections(choice, results, folder, fill)
     return make_page(results, sections), folder, results
 
 
@@ -267,7 +267,7 @@ def test_the_committed_figures_are_of_all_committed_runs() -> None:
     names = [part["name"] for part in drawn["items"]]
     assert names == ["fig1", "fig4", "fig5"] and not any(part["missing"] for part in drawn["items"])
     assert all((ROOT / "results" / "figures" / part["picture"]).is_file() for part in drawn["items"])
-    found = find_results(choose(names, [], "full").needed("full"), "full", [ROOT / "results"], {})
+    found = choose(names, [], "full").find([ROOT / "results"])
     today = {name: [str(run.path.relative_to(ROOT)) for run in runs] for name, runs in found.cells.items()}
     assert drawn["runs"] == today
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -221,10 +222,10 @@ def test_what_the_user_sets_holds_for_all_runs_but_never_changes_a_method() -> N
 def test_items_columns_and_cells_are_asked_for_by_name() -> None:
     everything = choose(["all"], [], "full")
     assert everything.items == tuple(ITEMS) and everything.columns == paper.COLUMNS
-    assert {one.name for one in everything.needed("full")} == {one.name for one in all_cells()}
+    assert {one.name for one in everything.needed()} == {one.name for one in all_cells()}
     main = choose(["table1", MAIN], ["c10-k20-a0.3"], "full")
     assert main.columns == ("c10-k20-a0.3", MAIN)
-    assert len(main.needed("full")) == 10 + 9
+    assert len(main.needed()) == 10 + 9
     assert [one.name for one in choose([f"{MAIN}/fed*-clean"], [], "full").cells] == [
         f"{MAIN}/fedavg-clean",
         f"{MAIN}/fedeas-clean",
@@ -232,7 +233,7 @@ def test_items_columns_and_cells_are_asked_for_by_name() -> None:
     of_100 = choose(["c100-*"], [], "full").cells
     assert of_100 == tuple(one for one in all_cells() if one.column.dataset == "cifar100")
     assert [one.column.name for one in choose(["*/fedavg"], [MAIN], "full").cells] == [MAIN]
-    assert not [one for one in everything.needed("smoke") if "sd-turbo" in one.name]
+    assert not [one for one in replace(everything, scale="smoke").needed() if "sd-turbo" in one.name]
     assert not [one for one in choose(["*/fedeas*"], [], "smoke").cells if "sd-turbo" in one.name]
     assert "beta" not in choose(["all"], [MAIN], "full").items and "rule" in choose(["all"], [MAIN], "full").items
     assert set(ITEMS) - set(choose(["all"], [], "smoke").items) == {"clean", "shared", "batches", "rule"}

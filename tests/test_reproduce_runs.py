@@ -111,17 +111,17 @@ def test_a_run_reached_by_two_paths_is_one(tmp_path: Path, monkeypatch: pytest.M
 
 def test_what_is_missing_becomes_a_sweep_in_order(tmp_path: Path) -> None:
     record(tmp_path / "a", f"{MAIN}/fedavg", 2)
-    choice = choose(["table1"], [MAIN], "full")
-    missing = choice.missing(found_in(tmp_path), [], {})
+    choice = choose(["table1"], [MAIN], "full", more={"precision": "bf16", "generator": "/m"})
+    missing = choice.missing(found_in(tmp_path))
     assert missing[f"{MAIN}/fedavg"] == [1, 3]
     assert missing[f"{MAIN}/fedeas"] == [1, 2, 3]
-    filling = make_filling(missing, "full", tmp_path / "runs", {"precision": "bf16", "generator": "/m"})
+    filling = make_filling(choice, missing, tmp_path / "runs")
     assert [one.name for one in filling.cells][:3] == [f"{MAIN}_fedavg_s1", f"{MAIN}_fedavg_s3", f"{MAIN}_fedeas_s1"]
     assert all(one.config.precision == "bf16" and one.config.generator == "/m" for one in filling.cells)
     assert len(filling.cells) == 2 + 3 * 3 + 6
     records = [record_folder(tmp_path, one.values["cell"], one.config) for one in filling.cells]
     assert records[0] == tmp_path / "cifar10-k100-a0.1" / "fedavg-s1" and len(set(records)) == len(records)
-    assert f"{MAIN}/fedavg" not in choice.missing(found_in(tmp_path), [2], {})
+    assert f"{MAIN}/fedavg" not in choose(["table1"], [MAIN], "full", [2]).missing(found_in(tmp_path))
 
 
 def test_gamma_misses_a_run_of_another_form_and_finds_it_beside_the_older(tmp_path: Path) -> None:
@@ -133,15 +133,15 @@ def test_gamma_misses_a_run_of_another_form_and_finds_it_beside_the_older(tmp_pa
         record(place / f"{method}-s1", f"{PAPERS}/{method}", 1, gamma_hat=2e-4)
     both = choose(["ablation", "beta", "gamma"], [], "full")
     before = found_in(records)
-    beta, gamma = make_sections(both, before, [], tmp_path, {}, lambda words, cells: " ".join(words))[1:]
+    beta, gamma = make_sections(both, before, tmp_path, lambda words, cells: " ".join(words))[1:]
     assert gamma.missing == (f"{PAPERS}/fedeas seed 1",) and gamma.command == "gamma"
     assert f"{PAPERS}/fedeas seed 1" not in beta.missing, "any form will do there"
-    assert both.missing(before, [], {})[f"{PAPERS}/fedeas"] == [1]
-    assert choose(["gamma"], [], "full").missing(before, [], other)[f"{PAPERS}/fedavg"] == [1]
+    assert both.missing(before)[f"{PAPERS}/fedeas"] == [1]
+    assert choose(["gamma"], [], "full", more=other).missing(before)[f"{PAPERS}/fedavg"] == [1]
 
     run = record(tmp_path / "runs" / "new", f"{PAPERS}/fedeas", 1, [0.6] * 200, gamma_hat=1e-4)
     results = find_results(all_cells(), "full", [records, tmp_path / "runs"], {})
-    assert choose(["gamma"], [], "full").missing(results, [], {}) == {} and results.doubles == []
+    assert choose(["gamma"], [], "full").missing(results) == {} and results.doubles == []
     rows = tables.gamma_table(results).rows
     assert rows[0][3].startswith("70.00<br>"), "elsewhere the first counts"
     assert rows[2][3].startswith("0.0001<br>") and rows[4][3] == "0.8"

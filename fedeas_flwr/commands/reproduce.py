@@ -23,7 +23,6 @@ from fedeas_flwr.paths import atomic_path, atomic_write
 from fedeas_flwr.sizes import counted
 
 if TYPE_CHECKING:
-    from fedeas_flwr.reproduce.cells import Cell
     from fedeas_flwr.reproduce.items import Choice
     from fedeas_flwr.reproduce.measured import Results
     from fedeas_flwr.reproduce.sections import Section
@@ -73,8 +72,7 @@ def reproduce(
     more, numbers = read_words(given or []), read_seeds(seeds)
     if listing:
         refuse_given(context, ("runs", "out", "run", "jobs", "export", "into"), "--list does no runs and reads none")
-        choice = choose(what or ["*/*"], names, scale)
-        print_cells(choice.needed(scale), scale, numbers, more, output)
+        print_cells(choose(what or ["*/*"], names, scale, numbers, more), output)
         return
     folder = (out or Path("runs") / f"reproduce-{scale}").absolute()
     places = [*(runs or []), folder / "runs"]
@@ -83,15 +81,16 @@ def reproduce(
         refuse_given(context, void, "--into writes what the document asks for, from the runs that there are")
         write_into(into, scale, places, more)
         return
-    choice = choose(what or [], names, scale)
+    choice = choose(what or [], names, scale, numbers, more)
     doing = scale == "smoke" if run is None else run
     if export and not doing:
         raise ConfigError(f"--export '{export}': leave it out or say --run, no run is done without")
     # With JSON on stdout, what goes on is told on stderr.
     console = Console(stderr=output == "json", markup=False)
-    results, failed = gather(
-        choice, scale, places, numbers, more, folder if doing else None, jobs or default_jobs(scale), export, console
-    )
+    results, failed = choice.find(places), False
+    if doing:
+        failed = do_missing(choice, results, folder / "runs", jobs or default_jobs(scale), export, console)
+        results = choice.find(places)
     options = {
         "--columns": [] if choice.columns == COLUMNS else [",".join(choice.columns)],
         "--runs": [str(path) for path in runs or []],
@@ -102,7 +101,7 @@ def reproduce(
         "--set": given or [],
     }
     words = [word for word in what or [] if word not in COLUMNS]
-    sections = show(choice, results, words, numbers, folder, more, options, console, output)
+    sections = show(choice, results, words, folder, options, console, output)
     if failed or (doing and any(section.missing for section in sections)):
         raise typer.Exit(1)
 
@@ -134,42 +133,25 @@ def default_jobs(scale: str) -> int:
 # --------------------------------------------------------------------------------------------------------- the runs
 
 
-def gather(
-    choice: Choice,
-    scale: str,
-    places: Sequence[Path],
-    seeds: Sequence[int],
-    more: Mapping[str, Any],
-    folder: Path | None,
-    jobs: int,
-    export: Path | None,
-    console: Console,
-) -> tuple[Results, bool]:
-    """Find the runs that there are and, where a folder is given, do those that are missing.
-
-    Returns
-    -------
-    results, failed : Results, bool
-        What there is now, and whether a run failed for good.
-    """
+def do_missing(
+    choice: Choice, results: Results, folder: Path, jobs: int, export: Path | None, console: Console
+) -> bool:
+    """Do the runs that are missing, each as it ends a record in ``export``; tell whether one failed for good."""
     from fedeas_flwr.exporting import check_export
     from fedeas_flwr.reproduce.filling import Exporting, export_finished, make_filling, record_folder
-    from fedeas_flwr.reproduce.measured import find_results
     from fedeas_flwr.sweep_jobs import run_sweep
 
-    cells = choice.needed(scale)
-    results = find_results(cells, scale, places, more)
-    left = choice.missing(results, seeds, more)
-    if folder is not None and export:
-        export_finished(results, folder / "runs", export)
-    if folder is None or not left:
-        return results, False
-    filling = make_filling(left, scale, folder / "runs", more)
+    if export:
+        export_finished(results, folder, export)
+    missing = choice.missing(results)
+    if not missing:
+        return False
+    filling = make_filling(choice, missing, folder)
     filling.check()
     if export:
         for one in filling.cells:
             check_export(one.run, record_folder(export, one.values["cell"], one.config))
-    prepare = partial(prepare_generator, scale, [cell.config.generates for cell in filling.cells], console)
+    prepare = partial(prepare_generator, choice.scale, [cell.config.generates for cell in filling.cells], console)
     try:
         with watching(console) as watcher:
             failed = run_sweep(filling, jobs, 1, Exporting(watcher, export) if export else watcher, prepare)
@@ -178,7 +160,7 @@ def gather(
         raise
     for cell in failed:
         _warn(f"failed: {cell.name}: {cell.error}")
-    return find_results(cells, scale, places, more), bool(failed)
+    return bool(failed)
 
 
 def prepare_generator(scale: str, generating: Sequence[bool], console: Console) -> None:
@@ -200,9 +182,7 @@ def show(
     choice: Choice,
     results: Results,
     words: Sequence[str],
-    seeds: Sequence[int],
     folder: Path,
-    more: Mapping[str, Any],
     options: Mapping[str, Sequence[str]],
     console: Console,
     output: str,
@@ -213,7 +193,7 @@ def show(
     from fedeas_flwr.reproduce.summary import as_json, fill_command, make_page, print_tables, values_csv
 
     fill = partial(fill_command, results.scale, options)
-    sections = make_sections(choice, results, seeds, folder, more, fill)
+    sections = make_sections(choice, results, folder, fill)
     page = make_page(results, sections)
     written = write_page(page, folder)
     record = {**as_json(results, sections), "page": [path.name for path in written]}
@@ -223,7 +203,7 @@ def show(
         print(json.dumps({**record, "folder": str(folder)}, ensure_ascii=False))
     else:
         print_tables(page, console)
-    if missing := choice.missing(results, seeds, more):
+    if missing := choice.missing(results):
         number = counted(sum(map(len, missing.values())), "run")
         line = f"Missing: {number} of {counted(len(missing), 'cell')}; to do them: {fill(words, missing)}"
         console.print(line, highlight=False, soft_wrap=True, markup=False)
@@ -232,14 +212,15 @@ def show(
     return sections
 
 
-def print_cells(cells: Sequence[Cell], scale: str, seeds: Sequence[int], more: Mapping[str, Any], output: str) -> None:
+def print_cells(choice: Choice, output: str) -> None:
     """Name every cell with its seeds and the words that do its first run."""
     from fedeas_flwr.reproduce.cells import run_words
 
     rows = []
-    for one in cells:
-        own = list(seeds) or list(one.seeds(scale))
-        rows.append({"cell": one.name, "seeds": own, "command": shlex.join(run_words(one, scale, own[0], more))})
+    for one in choice.needed():
+        seeds = choice.seeds or one.seeds(choice.scale)
+        command = shlex.join(run_words(one, choice.scale, seeds[0], choice.more))
+        rows.append({"cell": one.name, "seeds": list(seeds), "command": command})
     if output == "json":
         print(json.dumps(rows))
         return

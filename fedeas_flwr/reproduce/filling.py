@@ -10,39 +10,36 @@ from fedeas_flwr import sweep
 from fedeas_flwr.config import RunConfig
 from fedeas_flwr.exporting import check_export, export
 from fedeas_flwr.reproduce.cells import MAIN, cell
+from fedeas_flwr.reproduce.items import Choice
 from fedeas_flwr.reproduce.measured import Results, meaning
 from fedeas_flwr.runs import RunDirectory
 from fedeas_flwr.sweep_jobs import Board, Watcher
 
 
-def make_filling(
-    missing: Mapping[str, Sequence[int]], scale: str, folder: Path, more: Mapping[str, Any]
-) -> sweep.Sweep:
+def make_filling(choice: Choice, missing: Mapping[str, Sequence[int]], folder: Path) -> sweep.Sweep:
     """Lay the missing runs out as a sweep.
 
     Parameters
     ----------
+    choice
+        What was asked for.
     missing
         Cell's name → seeds, in the order in which to run them.
-    scale
-        Of the cells.
     folder
         Where the runs go.
-    more
-        Keys that hold for all runs.
     """
     cells = []
     for name, seeds in missing.items():
         for seed in seeds:
             run = RunDirectory(folder / f"{name.replace('/', '_')}_s{seed}")
-            config = cell(name).config(scale, seed, more).with_changes(run_dir=str(run.path))
+            config = cell(name).config(choice.scale, seed, choice.more).with_changes(run_dir=str(run.path))
             cells.append(sweep.Cell(run.path.name, {"cell": name, "seed": seed}, config, run))
     grid: dict[str, list[Any]] = {
         "cell": list(missing),
         "seed": sorted({seed for seeds in missing.values() for seed in seeds}),
     }
     # What all cells of a scale share; a folder of the other scale is then refused.
-    return sweep.Sweep(folder, cell(f"{MAIN}/fedavg").config(scale, 1), grid, cells)
+    return sweep.Sweep(folder, cell(f"{MAIN}/fedavg").config(choice.scale, 1), grid, cells)
 
 
 def record_folder(records: Path, name: str, config: RunConfig) -> Path:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from fedeas_flwr.config import ConfigError
@@ -23,7 +25,7 @@ from fedeas_flwr.reproduce.cells import (
     matching,
     variants,
 )
-from fedeas_flwr.reproduce.measured import Results
+from fedeas_flwr.reproduce.measured import Results, find_results
 from fedeas_flwr.reproduce.tables import Table
 
 
@@ -205,31 +207,33 @@ class Choice:
     cells: tuple[Cell, ...]
     """Cells asked for by name."""
     columns: tuple[str, ...]
+    scale: str
+    seeds: tuple[int, ...]
+    """In place of each cell's own, if any are given."""
+    more: Mapping[str, Any]
+    """Keys that hold for all runs, such as where the data is."""
 
-    def needed(self, scale: str) -> list[Cell]:
+    def needed(self) -> list[Cell]:
         """All cells that are needed, in the order in which they are worth running."""
         names = {name for item in self.items for name in ITEMS[item].cells(self.columns)}
         names |= {one.name for one in self.cells}
-        return [one for one in all_cells() if one.name in names and can_run(one, scale)]
+        return [one for one in all_cells() if one.name in names and can_run(one, self.scale)]
 
-    def missing(self, results: Results, seeds: Sequence[int], more: Mapping[str, Any]) -> dict[str, list[int]]:
+    def find(self, folders: Sequence[Path]) -> Results:
+        """Look for the runs of all cells that are needed."""
+        return find_results(self.needed(), self.scale, folders, self.more)
+
+    def missing(self, results: Results) -> dict[str, list[int]]:
         """Name the seeds of every cell needed that have no finished run, in the order in which to run them.
 
-        Parameters
-        ----------
-        results
-            The runs that there are; where Γ̂ is asked for, those with another form of it do not count.
-        seeds
-            In place of each cell's own, if any are given.
-        more
-            Keys that hold for all runs: the form of Γ̂ may be among them.
+        Where Γ̂ is asked for, runs with another form of it do not count.
         """
         about = [ITEMS[item] for item in self.items if ITEMS[item].form]
-        forms = {name: more.get("gamma-hat", item.form) for item in about for name in item.cells(self.columns)}
+        forms = {name: self.more.get("gamma-hat", item.form) for item in about for name in item.cells(self.columns)}
         left = {}
-        for one in self.needed(results.scale):
+        for one in self.needed():
             there = {run.seed for run in results.of(one.name, forms.get(one.name, ""))}
-            if absent := [seed for seed in seeds or one.seeds(results.scale) if seed not in there]:
+            if absent := [seed for seed in self.seeds or one.seeds(self.scale) if seed not in there]:
                 left[one.name] = absent
         return left
 
@@ -239,7 +243,13 @@ def can_run(one: Cell, scale: str) -> bool:
     return scale == "full" or not one.method.name.endswith("-sd-turbo")
 
 
-def choose(words: Sequence[str], columns: Sequence[str], scale: str) -> Choice:
+def choose(
+    words: Sequence[str],
+    columns: Sequence[str],
+    scale: str,
+    seeds: Sequence[int] = (),
+    more: Mapping[str, Any] = MappingProxyType({}),
+) -> Choice:
     """Read what is asked for: names of items, ``all``, columns, or cells such as ``c10-k100-a0.1/*``.
 
     Raises
@@ -272,7 +282,7 @@ def choose(words: Sequence[str], columns: Sequence[str], scale: str) -> Choice:
                 f"'{words[0]}' is a column: say what of it, such as table1, or '{words[0]}/*' for its cells"
             )
         raise ConfigError("say what: `fedeas reproduce all`, or table1, fig2 … (`fedeas reproduce --help`)")
-    return Choice(tuple(dict.fromkeys(items)), tuple(dict.fromkeys(cells)), chosen)
+    return Choice(tuple(dict.fromkeys(items)), tuple(dict.fromkeys(cells)), chosen, scale, tuple(seeds), more)
 
 
 def _concerns(name: str, columns: Sequence[str]) -> bool:

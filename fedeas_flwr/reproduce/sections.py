@@ -42,14 +42,7 @@ class Section:
     """Does what is missing."""
 
 
-def make_sections(
-    choice: Choice,
-    results: Results,
-    seeds: Sequence[int],
-    folder: Path,
-    more: Mapping[str, Any],
-    fill: Fill,
-) -> list[Section]:
+def make_sections(choice: Choice, results: Results, folder: Path, fill: Fill) -> list[Section]:
     """Make every table and figure asked for.
 
     Parameters
@@ -58,12 +51,8 @@ def make_sections(
         What was asked for.
     results
         The runs that there are.
-    seeds
-        In place of each cell's own, if any are given.
     folder
         Where pictures go.
-    more
-        Keys that hold for all runs: the generator of the samples is among them.
     fill
         Gives the command that does what is missing.
     """
@@ -78,18 +67,18 @@ def make_sections(
             from fedeas_flwr.reproduce import figures
 
             setting = setting or figures.setting_of(results)
-            drawn = _draw(item, setting, more)
+            drawn = _draw(item, setting, choice.more)
             if isinstance(drawn, str):
                 note = drawn
             else:
                 picture, figure = folder / f"{name}.png", drawn
                 atomic_write(picture, as_png(drawn))
-        missing = replace(choice, items=(name,), cells=()).missing(results, seeds, more)
+        missing = replace(choice, items=(name,), cells=()).missing(results)
         runs, command = _runs(missing), fill([name], missing)
         sections.append(Section(name, item.title, item.caption, table, picture, runs, note, figure, command))
     if choice.cells:
         table = tables.cell_table(results, choice.cells)
-        missing = replace(choice, items=()).missing(results, seeds, more)
+        missing = replace(choice, items=()).missing(results)
         command = fill(list(missing), missing)
         sections.append(Section("cells", "Cells by name", "", table, None, _runs(missing), command=command))
     return sections

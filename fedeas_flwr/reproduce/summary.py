@@ -15,7 +15,7 @@ from fedeas_flwr.partition import LEAKAGE
 from fedeas_flwr.report.page import table_markdown
 from fedeas_flwr.reproduce.cells import cell
 from fedeas_flwr.reproduce.items import ITEMS, choose
-from fedeas_flwr.reproduce.measured import Budget, Results, find_results
+from fedeas_flwr.reproduce.measured import Budget, Results
 from fedeas_flwr.reproduce.page import Block, Page, find_blocks, with_blocks
 from fedeas_flwr.reproduce.sections import Section
 from fedeas_flwr.reproduce.tables import cell_table
@@ -168,13 +168,13 @@ def filled_document(
 
 def _content(block: Block, scale: str, places: Sequence[Path], more: Mapping[str, Any]) -> tuple[str, list[str]]:
     try:
-        choice = choose(block.words, [], scale)
+        choice = choose(block.words, [], scale, more=more)
     except ConfigError as error:
         raise ConfigError(f"{block.where}: {error}") from None
     for word in block.words:
         if word in ITEMS and ITEMS[word].table is None:
             raise ConfigError(f"{block.where}: '{word}' is a figure, must be tables or cells")
-    results = find_results(choice.needed(scale), scale, places, more)
+    results = choice.find(places)
     made = [make(results, choice.columns) for name in choice.items if (make := ITEMS[name].table)]
     made += [cell_table(results, choice.cells)] if choice.cells else []
     return "\n".join(table_markdown(table.shown()) + "\n" for table in made), results.unreadable
