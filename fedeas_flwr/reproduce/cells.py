@@ -181,7 +181,7 @@ SHARED: Variants = {
 }
 BATCHED: Variants = {
     MAIN: dict.fromkeys(("uniform", "missing-only", "fedeas"), LARGER),
-    PAPERS: dict.fromkeys(("missing-only", "scaffold", "uniform-b4"), LARGER),
+    PAPERS: dict.fromkeys(("missing-only", "scaffold", "fedeas-b8", "uniform-b4", "uniform-b16"), LARGER),
     "c10-k100-a0.05": dict.fromkeys(("uniform", "scaffold"), LARGER),
 }
 RULES = ("fedeas-g0.25", "fedeas", "fedeas-g0.75", "fedeas-g1", "waterfill")
