@@ -24,7 +24,7 @@ def waterfill(counts: npt.ArrayLike, total: int) -> IntArray:
     A total beyond full balance, where the score can only grow, is dealt out evenly.
     """
     counts = checked_counts(counts)
-    return waterfill_fill(counts, waterfill_level(total, partial(waterfill_count, counts)).samples)
+    return waterfill_fill(counts, waterfill_level(total, partial(_count, _water(counts))).samples)
 
 
 class WaterLevel(NamedTuple):
@@ -79,17 +79,35 @@ def waterfill_count(counts: npt.ArrayLike, level: float) -> IntArray:
     ‖q_k‖² − min_c q_k^c, never above 1, and 0 when it is balanced. Beyond that, level −s stands for s samples more from
     everyone.
     """
-    counts = checked_counts(counts)
+    return _count(_water(checked_counts(counts)), level)
+
+
+class _Water(NamedTuple):
+    """What does not depend on the level, of each client (row) as the water reaches each of its heights (column)."""
+
+    heights: IntArray
+    sums: IntArray  # running, of the heights
+    poured: IntArray  # samples until then
+    other_squares: FloatArray  # of the classes above
+    gains: FloatArray  # marginal, at that moment
+
+
+def _water(counts: IntArray) -> _Water:
     heights, sums, poured = _pour(counts)
-    size = sums[:, -1]
-    if level <= 0:
-        return np.asarray(np.where(size > 0, poured[:, -1] + math.floor(-level), 0), dtype=np.int64)
     own = np.square(heights, dtype=np.float64)
     other_squares = own.sum(axis=1, keepdims=True) - np.cumsum(own, axis=1)
     filling = np.arange(1, counts.shape[1] + 1)
-    when_reached = _gain(size[:, None], poured, other_squares + filling * own, heights, filling)
+    gains = _gain(sums[:, -1:], poured, other_squares + filling * own, heights, filling)
+    return _Water(heights, sums, poured, other_squares, gains)
+
+
+def _count(water: _Water, level: float) -> IntArray:
+    heights, sums, poured, other_squares, gains = water
+    size = sums[:, -1]
+    if level <= 0:
+        return np.asarray(np.where(size > 0, poured[:, -1] + math.floor(-level), 0), dtype=np.int64)
     # The client stops as its j + 1 lowest classes fill up together, somewhere below the height of the next.
-    client, j = np.arange(len(counts)), np.maximum(0, (when_reached[:, :-1] > level).sum(axis=1) - 1)
+    client, j = np.arange(len(heights)), np.maximum(0, (gains[:, :-1] > level).sum(axis=1) - 1)
     lowest, below, rest = heights[client, j], sums[client, j], other_squares[client, j]
 
     def worth(height: IntArray, over: IntArray) -> BoolArray:
@@ -98,7 +116,7 @@ def waterfill_count(counts: npt.ArrayLike, level: float) -> IntArray:
         added, to_level = (j + 1) * height + over - below, np.maximum(1, j + 1 - over)
         return _gain(size, added, squares, height, to_level) > level
 
-    next_height = heights[client, np.minimum(j + 1, counts.shape[1] - 1)]
+    next_height = heights[client, np.minimum(j + 1, heights.shape[1] - 1)]
     rounds_end = _bisect(lowest, next_height, lambda h: worth(h, np.zeros_like(h)))
     height = np.maximum(lowest, rounds_end - 1)  # where the last round begins
     over = _bisect(np.zeros_like(j), np.where(rounds_end > lowest, j + 1, 0), lambda o: worth(height, o))
