@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from fedeas_flwr.allocation import POLICIES, client_imbalance, fill_to, policy_budget
-from fedeas_flwr.counts import BoolArray, FloatArray, IntArray, check_number, checked_counts
+from fedeas_flwr.counts import BoolArray, FloatArray, IntArray, check_number, checked_counts, first_failing
 
 Window = tuple[float, float]  # of β, both ends included
 
@@ -72,6 +72,7 @@ class BudgetPath:
         return Point(float(beta), images, synthetic, self.removed(self.parts(levels)))
 
     def _end(self) -> float:
+        self.levels(0.0)  # where γ alone is too much, no β is small enough
         end = 2.0**40
         while True:
             try:
@@ -135,14 +136,8 @@ def where_removed(path: BudgetPath, least: float, end: float) -> list[Window]:
 def _best_levels(path: BudgetPath) -> IntArray:
     """Find every client's first level from 1 on where b·N − S is not negative; its best is this or one less."""
 
-    def rises(level: IntArray) -> BoolArray:
+    def falls(level: IntArray) -> BoolArray:
         filled = (path.counts + fill_to(path.counts, level, path.strict_mean)).astype(np.float64)
-        return np.asarray(level * filled.sum(axis=1) >= np.square(filled).sum(axis=1), dtype=np.bool_)
+        return np.asarray(level * filled.sum(axis=1) < np.square(filled).sum(axis=1), dtype=np.bool_)
 
-    low = np.ones(len(path.counts), dtype=np.int64)
-    high: IntArray = np.maximum(1, path.counts.max(axis=1))
-    while (low < high).any():
-        middle = (low + high) // 2
-        found = rises(middle)
-        low, high = np.where(found, low, np.minimum(middle + 1, high)), np.where(found, middle, high)
-    return high
+    return first_failing(np.ones(len(path.counts), dtype=np.int64), np.maximum(1, path.counts.max(axis=1)), falls)

@@ -15,7 +15,8 @@ import os
 import shlex
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
 from typing import Annotated, Any
@@ -140,14 +141,15 @@ def run(
 ) -> None:
     """Run one federated training under Flower and wait for its end."""
     config = read_config(conf, overrides or [])
-    if not config.run_dir:
-        wanted = Path("runs").absolute() / run_name(config)
-        folder = fresh_folder(wanted)
+    if config.run_dir:
+        start(config)
+        return
+    wanted = Path("runs").absolute() / run_name(config)
+    with reserved_folder(wanted) as folder:
         if folder != wanted and RunDirectory(wanted).state() == "interrupted":
             again = shlex.join(["fedeas", "resume", str(wanted)])
             console.print(f"{wanted.name} was interrupted; to go on with it: {again}", highlight=False, soft_wrap=True)
-        config = config.with_changes(run_dir=str(folder))
-    start(config)
+        start(config.with_changes(run_dir=str(folder)))
 
 
 @app.command(short_help="Go on with an interrupted run")
@@ -210,13 +212,28 @@ def run_name(config: RunConfig) -> str:
     return "-".join([short_name(config.dataset), *words])
 
 
-def fresh_folder(wanted: Path) -> Path:
-    """``wanted``, or with a number behind it if it is taken."""
-    taken, number = wanted, 1
-    while taken.exists():
-        number += 1
-        taken = wanted.with_name(f"{wanted.name}-{number}")
-    return taken
+@contextmanager
+def reserved_folder(wanted: Path) -> Iterator[Path]:
+    """Make ``wanted``, or with a number behind it if it is taken; of what fails before it begins nothing is left.
+
+    It is made and not only looked for: another run may want the same name at this very moment.
+    """
+    wanted.parent.mkdir(parents=True, exist_ok=True)
+    folder, number = wanted, 1
+    while True:
+        try:
+            folder.mkdir()
+            break
+        except FileExistsError:
+            number += 1
+            folder = wanted.with_name(f"{wanted.name}-{number}")
+    try:
+        yield folder
+    except BaseException:
+        with suppress(OSError):  # a folder that is not empty stays
+            folder.rmdir()
+            wanted.parent.rmdir()
+        raise
 
 
 @app.command(short_help="Test a run's saved model")

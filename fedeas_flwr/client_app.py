@@ -188,14 +188,17 @@ def plan_client(config: RunConfig, data: FederatedData, client: int, beta: float
     elif config.policy == "waterfill":
         samples = waterfill_count(counts, share.level) + share.extra
         row = waterfill_fill(counts, samples)[0]
-    elif config.policy == "greedy":  # the one policy that needs everybody's counts: simulation alone
-        total = config.total or None
-        row = allocation.allocate(
-            data.counts(), "greedy", beta=beta, gamma=config.gamma, strict_mean=strict_mean, total=total
-        )[client]
+    elif config.policy == "greedy":
+        row = _greedy(data, beta, config.gamma, strict_mean, config.total or None)[client]
     else:
         row = allocation.allocate(counts, config.policy, beta=beta, gamma=config.gamma, strict_mean=strict_mean)[0]
     return tuple(int(n) for n in row)
+
+
+@lru_cache(maxsize=1)
+def _greedy(data: FederatedData, beta: float, gamma: float, strict_mean: bool, total: int | None) -> Labels:
+    """The one policy that needs everybody's counts, in simulation alone: once for all clients of this process."""
+    return allocation.allocate(data.counts(), "greedy", beta=beta, gamma=gamma, strict_mean=strict_mean, total=total)
 
 
 def _open(context: Context) -> tuple[RunConfig, Node]:

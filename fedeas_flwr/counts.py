@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import numpy as np
 import numpy.typing as npt
@@ -43,3 +44,12 @@ def check_total(total: int) -> None:
     """Refuse what cannot be a number of images."""
     if not isinstance(total, int | np.integer) or isinstance(total, bool) or not 0 <= total <= LARGEST:
         raise ValueError(f"total={total!r}: must be an integer from 0 to 2**40")
+
+
+def first_failing(low: IntArray, high: IntArray, holds: Callable[[IntArray], BoolArray]) -> IntArray:
+    """Find by bisection, elementwise, the first integer from low up to high at which a condition no longer holds."""
+    while (low < high).any():
+        middle = (low + high) // 2
+        more = holds(middle) & (low < high)
+        low, high = np.where(more, middle + 1, low), np.where(more, high, middle)
+    return low

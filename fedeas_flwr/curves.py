@@ -13,7 +13,7 @@ from fedeas_flwr.budget_path import BudgetPath
 from fedeas_flwr.counts import FloatArray, IntArray
 from fedeas_flwr.waterfill import waterfill
 
-MOST_GREEDY_STEPS = 1_000_000  # one sample at a time: seconds; beyond it waterfill, no worse, stands alone
+MOST_GREEDY_STEPS = 100_000  # one at a time for every point: seconds; beyond it waterfill, no worse, stands alone
 CURVE_POINTS = 24
 
 

@@ -15,7 +15,7 @@ def export(run: RunDirectory, folder: Path) -> None:
     config = run.config().outside()
     if not (run.path / "summary.json").exists():
         raise RunError(f"{run.path} has not finished: there is no summary.json to export")
-    run.check_rounds()
+    run.checked_rounds()
     check_export(run, folder)
     config |= {"run-dir": "", "data-dir": "", "resume": False}  # without a run-dir there is nothing to resume
     config |= {key: without_folder(config[key]) for key in ("dataset", "generator", "weights")}

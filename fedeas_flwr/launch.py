@@ -43,8 +43,9 @@ def launch(config: RunConfig, console: Console) -> RunDirectory:
     """
     # The folder, its config and a fresh status are there before anything slow starts: a refusal is immediate, an old
     # status cannot be taken for this run's, and Ctrl-C at any moment leaves something to resume.
+    environment = describe_environment("not known yet")  # first, since it takes a while: two could pass the next line
     RunDirectory(Path(config.run_dir)).refuse_if_it_runs()
-    run = RunDirectory.start(config, describe_environment("not known yet"))
+    run = RunDirectory.start(config, environment)
     before = len(run.rounds())
     images = ImagesToCome(config) if config.generates else None
     with RoundProgress(run, config.rounds, before, console, images) as progress:

@@ -60,8 +60,7 @@ def _folders_in(folder: Path) -> list[Path]:
 
 def summarise_so_far(run: RunDirectory, config: RunConfig) -> dict[str, Any] | None:
     """A run in a few numbers, from the rounds there are, before the first ``None``; a damaged record is one line."""
-    run.check_rounds()
-    rounds = run.rounds()
+    rounds = run.checked_rounds()
     with refusing_what_is_no_round(run):
         return summarise(rounds, config.threshold) if rounds else None
 

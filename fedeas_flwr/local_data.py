@@ -22,7 +22,7 @@ Images = npt.NDArray[np.uint8]
 Labels = npt.NDArray[np.int64]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)  # one is another only if it is the same object
 class FederatedData:
     """A dataset split over clients."""
 

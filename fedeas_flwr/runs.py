@@ -89,7 +89,7 @@ class RunDirectory:
             pass
         checkpoint = self.load_checkpoint() if config.resume else None
         if checkpoint is not None:
-            self._first_rounds(checkpoint.round, f"the checkpoint is of round {checkpoint.round}")
+            self._rounds_at_least(checkpoint.round, f"the checkpoint is of round {checkpoint.round}")
 
     def _refuse_another(self, config: RunConfig) -> None:
         if config.resume:
@@ -208,19 +208,19 @@ class RunDirectory:
 
     def keep_rounds(self, count: int) -> None:
         """Drop the records after ``count``: rounds that no checkpoint covers are done again on resume."""
-        found = self._first_rounds(count, f"the checkpoint is of round {count}")
+        found = self._rounds_at_least(count, f"the checkpoint is of round {count}")[:count]
         lines = "".join(json.dumps(record) + "\n" for record in found)
         atomic_write(self.path / "rounds.jsonl", lines.encode())
 
-    def _first_rounds(self, count: int, why: str) -> list[dict[str, Any]]:
-        found = self.rounds()[:count]
+    def _rounds_at_least(self, count: int, why: str) -> list[dict[str, Any]]:
+        found = self.rounds()
         if len(found) < count:
             whole = counted(len(found), "whole record")
             raise RunError(f"{self.path / 'rounds.jsonl'} holds {whole}, but {why}: mend line {len(found) + 1}")
         return found
 
-    def check_rounds(self) -> None:
-        """Refuse a record that has lost rounds which its own summary counts: it is no evidence of the others.
+    def checked_rounds(self) -> list[dict[str, Any]]:
+        """The recorded rounds, of which none that its own summary counts may be lost: the others are no evidence.
 
         Before there is a summary, its lines count; one that a crash cut short has no end, and is none.
         """
@@ -228,13 +228,12 @@ class RunDirectory:
             path = self.path / "rounds.jsonl"
             with _saying_what_cannot_be_read(path):
                 count = path.read_bytes().count(b"\n") if path.exists() else 0
-            self._first_rounds(count, f"has {counted(count, 'line')}")
-            return
+            return self._rounds_at_least(count, f"has {counted(count, 'line')}")
         try:
             count = int(self.summary()["rounds"])
         except (KeyError, TypeError, ValueError, OverflowError) as error:
             raise RunError(f"{self.path / 'summary.json'} is not a run's summary: {error}") from None
-        self._first_rounds(count, f"summary.json counts {counted(count, 'round')}")
+        return self._rounds_at_least(count, f"summary.json counts {counted(count, 'round')}")
 
     def save_checkpoint(self, checkpoint: Checkpoint) -> None:
         """Replace the checkpoint; a reader sees the old one or the new one, never a part."""

@@ -48,6 +48,8 @@ class Cell:
     """How often this sweep has started it."""
     error: str = ""
     """Why the last attempt failed, in one line."""
+    _seen: tuple[Any, dict[str, Any]] | None = field(default=None, compare=False)
+    """The record's files as they were last read, and what they said."""
 
     @property
     def finished(self) -> bool:
@@ -55,7 +57,16 @@ class Cell:
         return self.run.state() == "finished" and self.reached()["rounds"] >= self.config.rounds
 
     def reached(self) -> dict[str, Any]:
-        """The run's summary from the rounds there are; if they are damaged, ``damage`` says so and what to do."""
+        """The run's summary from the rounds there are; if they are damaged, ``damage`` says so and what to do.
+
+        A sweep asks several times a second: files that have not changed are not read again.
+        """
+        now = [_version(self.run.path / name) for name in ("rounds.jsonl", "summary.json")]
+        if self._seen is None or self._seen[0] != now:
+            self._seen = (now, self._read())
+        return self._seen[1]
+
+    def _read(self) -> dict[str, Any]:
         try:
             return summarise_so_far(self.run, self.config) or {"rounds": 0}
         except RunError as error:
@@ -72,6 +83,14 @@ class Cell:
         error = reached.get("damage") or self.error or self.run.status()[1]
         row = {"name": self.name, **self.values, "state": state, "rounds_done": reached["rounds"]}
         return {**row, **measured, "error": error}
+
+
+def _version(path: Path) -> tuple[int, int, int] | None:
+    try:
+        found = path.stat()
+    except OSError:  # reading it says what is wrong
+        return None
+    return found.st_ino, found.st_mtime_ns, found.st_size
 
 
 @dataclass
@@ -100,7 +119,7 @@ class Sweep:
             return
         try:
             found = json.loads(path.read_text(encoding="utf-8"))
-            before, keys = dict(found["config"]), list(found["grid"])
+            before, keys = parse_config(found["config"]).outside(), list(found["grid"])
         except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise RunError(f"{path} is not a sweep's record: {error}") from None
         if keys != list(self.grid):

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from fedeas_flwr.counts import BoolArray, FloatArray, IntArray, check_total, checked_counts
+from fedeas_flwr.counts import BoolArray, FloatArray, IntArray, check_total, checked_counts, first_failing
 
 
 # argmin of Eq. (surrogate) at a given total
@@ -117,9 +117,9 @@ def _count(water: _Water, level: float) -> IntArray:
         return _gain(size, added, squares, height, to_level) > level
 
     next_height = heights[client, np.minimum(j + 1, heights.shape[1] - 1)]
-    rounds_end = _bisect(lowest, next_height, lambda h: worth(h, np.zeros_like(h)))
+    rounds_end = first_failing(lowest, next_height, lambda h: worth(h, np.zeros_like(h)))
     height = np.maximum(lowest, rounds_end - 1)  # where the last round begins
-    over = _bisect(np.zeros_like(j), np.where(rounds_end > lowest, j + 1, 0), lambda o: worth(height, o))
+    over = first_failing(np.zeros_like(j), np.where(rounds_end > lowest, j + 1, 0), lambda o: worth(height, o))
     count: IntArray = (j + 1) * height + over - below
     return count
 
@@ -136,15 +136,6 @@ def _gain(size: IntArray, added: IntArray, squares: FloatArray, height: IntArray
     next_one = squares / grown**2 - (squares + step) / (grown + 1) ** 2
     next_all = squares / grown**2 - (squares + to_level * step) / (grown + to_level) ** 2
     return np.asarray(size / 2 * np.maximum(next_one, next_all / to_level), dtype=np.float64)
-
-
-def _bisect(low: IntArray, high: IntArray, holds: Callable[[IntArray], BoolArray]) -> IntArray:
-    """Find elementwise the first integer from low up to high at which a condition no longer holds."""
-    while (low < high).any():
-        middle = (low + high) // 2
-        more = holds(middle) & (low < high)
-        low, high = np.where(more, middle + 1, low), np.where(more, high, middle)
-    return low
 
 
 def waterfill_fill(counts: npt.ArrayLike, samples: npt.ArrayLike) -> IntArray:

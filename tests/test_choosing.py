@@ -271,6 +271,12 @@ def test_a_window_is_shaded_only_where_there_are_limits(tmp_path: Path, cifar: B
     assert shaded(None, "none") < 500
 
 
+@pytest.mark.timeout(20)
+def test_a_power_that_leaves_no_budget_is_refused() -> None:
+    with pytest.raises(ValueError, match="gamma"):
+        BudgetPath([[640, 3, 0, 0]], gamma=400.0)
+
+
 def test_nothing_to_draw_is_said(tmp_path: Path, cifar: BudgetPath) -> None:
     with pytest.raises(ValueError, match="nothing would be generated at β = 0"):
         draw_plan(cifar, 0.0, tmp_path)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import torch
 from runners import fedeas, finish, small, typed
 
 from fedeas_flwr import prepare
-from fedeas_flwr.cli import exit_code, run_name
+from fedeas_flwr.cli import exit_code, reserved_folder, run_name
 from fedeas_flwr.config import parse_config
 from fedeas_flwr.project import read_project
 from fedeas_flwr.runs import ProcessesDiedError, RunDirectory
@@ -264,6 +265,27 @@ def test_run_and_evaluate_from_the_shell(tmp_path: Path) -> None:
     assert scores["accuracy"] == json.loads((folder / "rounds.jsonl").read_text().splitlines()[-1])["accuracy"]
     assert typed(*words, cwd=tmp_path).returncode == 0
     assert len(list((tmp_path / "runs").iterdir())) == 2, "a second run gets a folder of its own"
+
+
+def test_runs_of_one_name_at_the_same_moment_have_folders_of_their_own(tmp_path: Path) -> None:
+    def reserve(_: int) -> Path:
+        with reserved_folder(tmp_path / "runs" / "r") as folder:
+            return folder
+
+    with ThreadPoolExecutor(8) as threads:
+        found = sorted(threads.map(reserve, range(40)))
+    assert found == sorted(tmp_path / "runs" / name for name in ["r", *(f"r-{number}" for number in range(2, 41))])
+
+
+def test_of_a_run_that_fails_before_it_begins_no_folder_is_left(tmp_path: Path) -> None:
+    wanted = tmp_path / "runs" / "r"
+    with pytest.raises(KeyboardInterrupt), reserved_folder(wanted):
+        raise KeyboardInterrupt
+    assert list(tmp_path.iterdir()) == []
+    with pytest.raises(KeyboardInterrupt), reserved_folder(wanted) as folder:
+        (folder / "rounds.jsonl").touch()
+        raise KeyboardInterrupt
+    assert [path.name for path in wanted.iterdir()] == ["rounds.jsonl"]
 
 
 def test_a_path_is_printed_as_it_is(tmp_path: Path) -> None:

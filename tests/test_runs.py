@@ -401,8 +401,8 @@ def test_before_there_is_a_summary_lines_tell_that_a_round_was_lost(tmp_path: Pa
     for damaged in (first + second[:9] + "\n" + third, first + "\n" + third, first + "[]\n"):
         record.write_text(damaged)
         with pytest.raises(RunError, match=r"holds 1 whole record, but has \d lines: mend line 2$"):
-            run.check_rounds()
+            run.checked_rounds()
     record.write_text(first + second + third[:9])  # as a crash leaves it
-    run.check_rounds()
+    run.checked_rounds()
     record.unlink()
-    run.check_rounds()
+    run.checked_rounds()

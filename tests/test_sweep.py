@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from made_up_runs import write_run
 from runners import command, fedeas, typed
 from waiting import Held, wait_until
 
@@ -220,6 +221,34 @@ def test_what_one_run_of_a_grid_cannot_do_is_refused_before_the_first_run(
     done = typed("sweep", str(ROOT / "conf/quickstart.toml"), *words, "--out", str(tmp_path / "s"))
     assert (done.returncode, done.stdout) == (2, "") and why in done.stderr
     assert not (tmp_path / "s").exists()
+
+
+def test_a_sweep_begun_before_a_key_was_there_goes_on(tmp_path: Path) -> None:
+    sweep = make_sweep(base(), ["seed=1"], tmp_path)
+    sweep.open()
+    path = tmp_path / "sweep.json"
+    record = json.loads(path.read_text())
+    del record["config"]["min-batch"]
+    path.write_text(json.dumps(record))
+    make_sweep(base(), ["seed=1"], tmp_path).open()
+    del record["config"]["rounds"]  # whose default is not what this sweep has
+    path.write_text(json.dumps(record))
+    with pytest.raises(RunError, match="holds another sweep, with rounds = 20, not 3"):
+        make_sweep(base(), ["seed=1"], tmp_path).open()
+
+
+def test_a_record_is_read_again_only_once_it_has_changed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (cell,) = make_sweep(base(), ["seed=1"], tmp_path).cells
+    assert cell.reached() == {"rounds": 0}
+    run = write_run(cell.run.path, [0.1, 0.2], finished=False)
+    reads: list[Path] = []
+    checked = RunDirectory.checked_rounds
+    monkeypatch.setattr(RunDirectory, "checked_rounds", lambda self: reads.append(self.path) or checked(self))
+    assert [cell.reached()["final"] for _ in range(3)] == [0.2, 0.2, 0.2] and len(reads) == 1
+    run.append_round({**run.rounds()[1], "round": 3, "accuracy": 0.3})
+    assert [cell.reached()["final"] for _ in range(3)] == [0.3, 0.3, 0.3] and len(reads) == 2
+    (run.path / "rounds.jsonl").write_text("{}\n")
+    assert "no round's record" in cell.reached()["damage"] and len(reads) == 3
 
 
 def test_a_folder_with_another_run_under_a_cells_name_is_refused(tmp_path: Path) -> None:

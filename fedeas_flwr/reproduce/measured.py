@@ -85,7 +85,7 @@ class Measured:
 
 def measure(run: RunDirectory, config: RunConfig) -> Measured:
     """Work a finished run's rounds out."""
-    rounds = run.rounds()
+    rounds = run.checked_rounds()
     with refusing_what_is_no_round(run):
         summary = summarise(rounds, config.threshold)
         spent = summary["seconds"]
@@ -158,10 +158,9 @@ def find_results(cells: Sequence[Cell], scale: str, folders: Sequence[Path], mor
             name = wanted.get(_key(meaning(config)))
             if name is None or run.state() != "finished":
                 continue
-            run.check_rounds()
-            if len(run.rounds()) != config.rounds:
-                continue
             measured = measure(run, config)
+            if len(measured.accuracies) != config.rounds:
+                continue
         except RunError as error:
             unreadable.append(f"{run.path}: {one_line(error, None)}")
             continue
