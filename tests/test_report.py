@@ -301,6 +301,31 @@ def test_classes_and_clients_by_hand(tmp_path: Path) -> None:
     assert "| FedAvg, nothing generated | 1 | 30.0 | – | 90.0 |" in text and "## The worst client" in text
 
 
+def test_every_dataset_has_its_classes_to_itself(tmp_path: Path) -> None:
+    """A class of one is no class of the other, whether there are more of them or they are only called otherwise."""
+    worst_of = {"cifar100": 4, "cifar10": 3, "digits": 7}
+    sizes = {"cifar100": 100, "cifar10": 10, "digits": 10}
+    runs = []
+    for dataset, worst in worst_of.items():
+        values = [1.0] * sizes[dataset]
+        values[worst] = 0.5
+        runs.append(write_run(tmp_path / dataset, [0.8], dataset=dataset, extra=[{"per_class_accuracy": values}]))
+    document = make_document(grouped(*runs))
+    found = [section for section in document.sections if section.title.startswith("Classes before and after filling")]
+    names = ("cifar100, 100 classes", "cifar10, 10 classes", "digits, 10 classes")
+    assert [section.title for section in found] == [f"Classes before and after filling: {name}" for name in names]
+    assert [[row[:2] for row in section.tables[0].rows] for section in found] == [
+        [["dataset = cifar100", "beaver"]], [["dataset = cifar10", "cat"]], [["dataset = digits", "7"]]
+    ]  # fmt: skip
+    assert [picture.name for section in found for picture in section.pictures] == [
+        "classes-1", "classes-2", "classes-3"
+    ]  # fmt: skip
+    labels = [[mark.get_text() for mark in s.pictures[0].figure.axes[0].get_xticklabels()] for s in found]
+    assert labels[0] == [] and labels[1][0] == "cat" and labels[2][0] == "7"
+    (alone,) = (s for s in make_document(grouped(runs[1])).sections if s.title == "Classes before and after filling")
+    assert [picture.name for picture in alone.pictures] == ["classes"]
+
+
 def test_a_class_without_test_images_is_no_worst_class(tmp_path: Path) -> None:
     extra = [{"per_class_accuracy": [None, 0.4] + [1.0] * 8}]
     (group,) = grouped(write_run(tmp_path / "a", [0.8], extra=extra))

@@ -54,7 +54,7 @@ def make_document(groups: Sequence[Group], left_out: Sequence[str] = ()) -> Docu
         _results(groups),
         _accuracy(groups),
         _cost(groups),
-        _classes(groups),
+        *_classes(groups),
         *_worst_client(groups),
         allocation_section(groups),
         sample_section(groups),
@@ -157,10 +157,21 @@ def _cost(groups: Sequence[Group]) -> Section | None:
     return Section("What the images bought", pictures=_picture("cost", caption, lambda axes: draw_cost(axes, groups)))
 
 
-def _classes(groups: Sequence[Group]) -> Section | None:
-    known = [group for group in groups if group.worst_class]
-    if not known:
-        return None
+def _classes(groups: Sequence[Group]) -> list[Section]:
+    """A section for each dataset: a class of one is no class of another."""
+    known: dict[str, list[Group]] = {}
+    for group in groups:
+        if group.worst_class and group.per_class is not None:
+            name = f"{short_name(group.config.dataset)}, {counted(len(group.per_class), 'class', 'classes')}"
+            known.setdefault(name, []).append(group)
+    title = "Classes before and after filling"
+    if len(known) == 1:
+        return [_classes_of_one(title, "classes", *known.values())]
+    named = enumerate(known.items(), 1)
+    return [_classes_of_one(f"{title}: {name}", f"classes-{number}", found) for number, (name, found) in named]
+
+
+def _classes_of_one(title: str, picture: str, known: Sequence[Group]) -> Section:
     baseline = next((found for group in known if (found := baseline_of(group, known))), None)
     names = class_names(known[0])
     caption = "Accuracy of each class, mean of the last 20 rounds and of the seeds."
@@ -176,8 +187,8 @@ def _classes(groups: Sequence[Group]) -> Section | None:
         rows.append([group.name, names[worst[0]], *cells, f"{100 * float(np.nanmean(values)):.1f}"])
     head = ("", "worst class", "its accuracy %", "that class before filling %", "mean of the classes %")
     table = Table(head, rows, _colours(known))
-    pictures = _picture("classes", caption, lambda axes: draw_classes(axes, known, names, baseline))
-    return Section("Classes before and after filling", (), (table,), pictures)
+    pictures = _picture(picture, caption, lambda axes: draw_classes(axes, known, names, baseline))
+    return Section(title, (), (table,), pictures)
 
 
 def class_names(group: Group) -> Sequence[str]:
