@@ -23,6 +23,10 @@ SUFFIXES = (".png", ".jpg", ".jpeg")
 MOST_BYTES = 8 << 30
 """Of all pixels together: a small file may claim to unpack to any size."""
 MOST_CLASSES = 10_000
+_GREY_OF_16_BITS = ("I;16", "I;16B", "I;16L")
+_GREY = ("1", "L", "LA", *_GREY_OF_16_BITS)
+_OF_ANY_RANGE = ("I", "F")
+"""Pillow's modes."""
 
 
 class OwnImages(NamedTuple):
@@ -57,6 +61,7 @@ def read_images(
         must be of one size.
     channels
         1 makes files grey, 3 makes them RGB; arrays must fit. Without it files become grey if all of them are.
+        Of 16 bits a channel the upper 8 are taken.
 
     Raises
     ------
@@ -118,7 +123,7 @@ def _size_and_channels(
             f"images in {path} differ ({first.name} is {one[1]}×{one[0]}, {second.name} {other[1]}×{other[0]}): "
             "bring them to one size first (see docs/your-own-data-and-generator.md)"
         )
-    grey = all(mode in ("1", "L", "LA", "I;16") for _, mode in headers)
+    grey = all(mode in _GREY for _, mode in headers)
     return size or next(iter(sizes)), channels or (1 if grey else 3)
 
 
@@ -137,8 +142,14 @@ def _read_file(file: Path, size: tuple[int, int], channels: int) -> NDArray[np.u
 
     try:
         with Image.open(file) as image:
-            pixels = image.convert("L" if channels == 1 else "RGB")
-    except (OSError, SyntaxError, Image.DecompressionBombError) as error:  # a broken PNG is a SyntaxError
+            if image.mode in _OF_ANY_RANGE:
+                raise ValueError(f"Pillow's mode {image.mode} has no known range: save it with 8 or 16 bits")
+            pixels: Image.Image = image
+            if image.mode in _GREY_OF_16_BITS:  # the upper 8, as Pillow does with colours; `convert` cuts off at 255
+                pixels = Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
+            pixels = pixels.convert("L" if channels == 1 else "RGB")
+    # A broken PNG is a SyntaxError, and what Pillow cannot convert a ValueError.
+    except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
         raise ValueError(f"{file} is not an image that can be read ({one_line(error)})") from None
     if pixels.size != (size[1], size[0]):
         pixels = pixels.resize((size[1], size[0]), Image.Resampling.LANCZOS)

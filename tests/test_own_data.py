@@ -54,6 +54,38 @@ def test_one_coloured_picture_makes_all_of_them_rgb(tmp_path: Path) -> None:
     assert images[0, 0, 0].tolist() == [9, 9, 9] and images[1, 0, 0].tolist() == [200, 0, 55]
 
 
+def test_of_16_bits_the_upper_8_count(tmp_path: Path) -> None:
+    """Pillow does so with 16-bit colours, and would make a grey value above 255 white."""
+    values = np.array([[0, 255, 256, 1000], [32768, 65279, 65280, 65535]], np.uint16)
+    for number, name in enumerate(("a", "b")):
+        (tmp_path / name).mkdir()
+        Image.fromarray(values + number).save(tmp_path / name / "grey.png")
+    found = read_images(tmp_path).images
+    assert found.shape == (2, 2, 4, 1) and found[0, ..., 0].tolist() == [[0, 0, 1, 3], [128, 254, 255, 255]]
+    assert found[1, 0, :, 0].tolist() == [0, 1, 1, 3]
+    coloured = read_images(tmp_path, channels=3).images
+    assert np.array_equal(coloured, np.repeat(found, 3, axis=3))
+    Image.frombytes("I;16B", (4, 2), values.astype(">u2").tobytes()).save(tmp_path / "b" / "grey.png", "TIFF")
+    assert np.array_equal(read_images(tmp_path).images[1], found[0])
+
+
+@pytest.mark.parametrize(
+    ("mode", "message"),
+    [
+        ("I", "Pillow's mode I has no known range: save it with 8 or 16 bits"),
+        ("F", "Pillow's mode F has no known range: save it with 8 or 16 bits"),
+        ("LAB", "conversion from LAB to .* not supported"),
+    ],
+)
+def test_what_does_not_become_8_bits_faithfully_is_refused(mode: str, message: str, tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        save_picture(tmp_path / name / "one.png", 9)
+    Image.new(mode, (8, 6)).save(tmp_path / "b" / "one.png", "TIFF")
+    with pytest.raises(ValueError, match=rf"b/one.png is not an image that can be read \({message}\)") as caught:
+        read_images(tmp_path, channels=1)
+    assert "\n" not in str(caught.value)
+
+
 def test_a_class_without_any_image_is_refused(tmp_path: Path) -> None:
     for name in ("ant", "zebra"):
         save_picture(tmp_path / name / "a.png", 30)
