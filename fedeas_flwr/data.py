@@ -100,7 +100,7 @@ def open_dataset(name: str, data_dir: str = "") -> Dataset:
     with FileLock(f"{folder}.lock"):
         try:
             arrays = _open_folder(info, folder)
-        except (OSError, ValueError):  # not there yet, or damaged: both are mended by writing it
+        except Exception:  # not there yet, or damaged in any way: both are mended by writing it
             arrays = source.read()
             check_arrays(info, arrays, origin)
             with atomic_folder(folder) as temporary:
@@ -117,14 +117,11 @@ def _open_own(name: str) -> tuple[DatasetInfo, Dataset]:
         folder = cache_root() / "data" / f"own-{_OWN_FORMAT}-{own_data.fingerprint(where)}"
         folder.parent.mkdir(parents=True, exist_ok=True)
         with FileLock(f"{folder}.lock"):
-            if not (folder / "about.json").is_file():
-                _write_own(name, folder)
-            info = _own_info(name, folder)
             try:
-                arrays = _open_folder(info, folder)
-            except (OSError, ValueError):  # damaged
+                info, arrays = _open_own_folder(name, folder)
+            except Exception:  # as above
                 _write_own(name, folder)
-                arrays = _open_folder(info, folder)
+                info, arrays = _open_own_folder(name, folder)
     except (FileNotFoundError, ValueError) as error:
         raise type(error)(f"dataset: {error}") from None
     return info, Dataset(name, info.classes, info.mean, info.std, **arrays)
@@ -142,13 +139,14 @@ def _write_own(name: str, folder: Path) -> None:
         (temporary / "about.json").write_text(json.dumps(about), encoding="utf-8")
 
 
-def _own_info(name: str, folder: Path) -> DatasetInfo:
+def _open_own_folder(name: str, folder: Path) -> tuple[DatasetInfo, Arrays]:
     about = json.loads((folder / "about.json").read_text(encoding="utf-8"))
     height, width, channels = about["shape"]
     constants = tuple(about["mean"]), tuple(about["std"])
     sizes = about["train"], about["test"]
     # Whether a mirrored image keeps its class cannot be known: letters do not, so none is mirrored.
-    return DatasetInfo(name, tuple(about["classes"]), (height, width, channels), *constants, *sizes, False)
+    info = DatasetInfo(name, tuple(about["classes"]), (height, width, channels), *constants, *sizes, False)
+    return info, _open_folder(info, folder)
 
 
 def _write_arrays(folder: Path, arrays: Arrays) -> None:

@@ -89,10 +89,11 @@ def test_processes_that_start_together_write_it_once(own_cache: Path) -> None:
     assert [path.name for path in (own_cache / "data").iterdir() if path.name.endswith(".tmp")] == []
 
 
-def test_a_damaged_cache_is_written_again(own_cache: Path) -> None:
+@pytest.mark.parametrize("left", [1000, 20, 0])
+def test_a_damaged_cache_is_written_again(own_cache: Path, left: int) -> None:
     whole = np.array(data.open_dataset("digits").x_train)
     (file,) = own_cache.glob("data/digits-*/x_train.npy")
-    file.write_bytes(file.read_bytes()[:1000])
+    file.write_bytes(file.read_bytes()[:left])
     assert np.array_equal(data.open_dataset("digits").x_train, whole)
 
 

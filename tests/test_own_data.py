@@ -244,6 +244,16 @@ def test_a_folder_is_a_dataset_with_a_fifth_of_every_class_set_aside(own_cache: 
     assert np.array_equal(data.open_dataset(name).x_test, before)
 
 
+@pytest.mark.parametrize("content", [b"", b'{"classes": ["dot", "ly', b"[]", b"{}", b"\xff\xfe"])
+def test_a_damaged_description_in_the_cache_is_written_again(content: bytes, own_cache: Path, tmp_path: Path) -> None:
+    name = f"own:{shapes(tmp_path / 'shapes')}"
+    before = data.dataset_info(name)
+    (about,) = own_cache.glob("data/own-*/about.json")
+    about.write_bytes(content)
+    data._open_own.cache_clear()
+    assert data.dataset_info(name) == before
+
+
 def test_a_changed_folder_is_read_again(own_cache: Path, tmp_path: Path) -> None:
     name = f"own:{shapes(tmp_path / 'shapes')}"
     assert data.dataset_info(name).num_train == 48
