@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from fedeas_flwr.config import TEXT_KEYS, ConfigError, RunConfig, parse_config
+from fedeas_flwr.paths import expanded
 
 
 def read_config(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
@@ -21,7 +22,7 @@ def read_config(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
         raise ConfigError(f"config file {path} is not TOML: {error}") from None
     values |= parse_overrides(overrides)
     if isinstance(folder := values.get("run-dir"), str) and folder:
-        values["run-dir"] = str(Path(folder).expanduser().absolute())
+        values["run-dir"] = str(expanded(folder, "run-dir").absolute())
     return parse_config(values)
 
 

@@ -18,7 +18,7 @@ from fedeas_flwr import own_data
 from fedeas_flwr.npy import read_header
 from fedeas_flwr.one_line import one_line
 from fedeas_flwr.partition import stratified_split
-from fedeas_flwr.paths import cache_root
+from fedeas_flwr.paths import cache_root, expanded
 
 Arrays = dict[str, NDArray[Any]]
 
@@ -117,9 +117,10 @@ def find_source(name: str, data_dir: str = "") -> Source:
         return Source("scikit-learn", _read_digits)
     if name.startswith(OWN):
         content = own_data.fingerprint(name.removeprefix(OWN))
-        where = Path(name.removeprefix(OWN)).expanduser()
+        where = expanded(name.removeprefix(OWN))
         return Source(content, lambda: own_data.read_dataset(where)[0], where)
-    info, folder = built_in(name), Path(data_dir).expanduser() if data_dir else cache_root() / "datasets"
+    info = built_in(name)
+    folder = expanded(data_dir, "data-dir") if data_dir else cache_root() / "datasets"
     if data_dir and not folder.is_dir():
         raise FileNotFoundError(f"data-dir = {data_dir!r}: no such folder")
     npz, unpacked = folder / f"{name}.npz", folder / _TORCHVISION_FOLDERS[name]

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from torch import nn
 
 from fedeas_flwr.one_line import one_line
+from fedeas_flwr.paths import expanded
 
 ImageShape = tuple[int, int, int]
 State = dict[str, NDArray[Any]]
@@ -176,7 +177,7 @@ def _read_safetensors(path: str) -> dict[str, torch.Tensor]:
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 
-    file = Path(path).expanduser()
+    file = expanded(path, "weights")
     if file.suffix != ".safetensors":
         raise ValueError(f"weights: {path!r} is not known; use none, imagenet or the path of a .safetensors file")
     if not file.is_file():

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from fedeas_flwr.config import ConfigError, RunConfig, parse_config, unknown_key
-from fedeas_flwr.paths import cache_root
+from fedeas_flwr.paths import cache_root, expanded
 from fedeas_flwr.runs import run_folder
 
 OVERRIDES = ("generator", "data-dir", "device")
@@ -76,7 +76,7 @@ class Node:
         """
         if self.simulated:
             return run_folder(config, run_id) / "clients" / str(self.client)
-        root = Path(self.state_dir).expanduser() if self.state_dir else cache_root() / "clients"
+        root = expanded(self.state_dir, "node-config: state-dir") if self.state_dir else cache_root() / "clients"
         return root / run / str(self.client)
 
 
@@ -92,7 +92,7 @@ def read_node(node_config: Mapping[str, Any]) -> Node:
         if key not in (*NODE_KEYS, SIMULATED):
             raise ConfigError(f"node-config: {unknown_key(key, node_config[key], NODE_KEYS)}")
     data_path = _text(node_config, "data-path")
-    if data_path and not Path(data_path).expanduser().exists():
+    if data_path and not expanded(data_path, "node-config: data-path").exists():
         raise ConfigError(f"node-config: data-path = '{data_path}' is not there: an image folder or an .npz file")
     if data_path and "partition-id" in node_config:
         raise ConfigError("node-config: data-path and partition-id exclude each other: own data, or part of a dataset")

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from fedeas_flwr.npy import archive_keys, read_archive
 from fedeas_flwr.one_line import one_line
 from fedeas_flwr.partition import stratified_split
+from fedeas_flwr.paths import expanded
 from fedeas_flwr.sizes import counted
 
 SUFFIXES = (".png", ".jpg", ".jpeg")
@@ -68,7 +69,7 @@ def read_images(
     FileNotFoundError, ValueError
         One line that names the path and what was expected there.
     """
-    path = Path(where).expanduser()
+    path = expanded(where)
     if path.is_dir():
         return _read_folder(path, classes, size, channels)
     if path.suffix == ".npz" and path.is_file():
@@ -262,7 +263,7 @@ def read_dataset(where: str | Path) -> tuple[dict[str, NDArray[Any]], tuple[str,
         ``x_train``, ``y_train``, ``x_test``, ``y_test``.
     classes : tuple of str
     """
-    path = Path(where).expanduser()
+    path = expanded(where)
     if path.is_dir() and (path / "train").is_dir() and (path / "test").is_dir():
         train = read_images(path / "train")
         height, width, channels = train.images.shape[1:]
@@ -307,7 +308,7 @@ def fingerprint(where: str | Path) -> str:
     """What stands for a path's content without reading it: names, sizes and times of change."""
     if not str(where):  # Path("") would be the folder one is in
         raise ValueError("dataset = 'own:': must be own:PATH with a folder or .npz file of yours")
-    path = Path(where).expanduser()
+    path = expanded(where)
     files = sorted(file for file in path.rglob("*") if _is_image(file)) if path.is_dir() else [path]
     if not path.exists():
         raise _not_images(path, where)

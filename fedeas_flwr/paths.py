@@ -22,8 +22,29 @@ def cache_root() -> Path:
     Path
         An absolute path. It may not exist yet.
     """
-    given = os.environ.get("FEDEAS_CACHE", "")
-    return (Path(given).expanduser() if given else Path.home() / ".cache" / "fedeas").absolute()
+    return expanded(os.environ.get("FEDEAS_CACHE") or "~/.cache/fedeas", "FEDEAS_CACHE").absolute()
+
+
+def expanded(path: str | Path, key: str = "") -> Path:
+    """Return a path that a user wrote, with a home folder in place of ``~`` and ``~user``.
+
+    Parameters
+    ----------
+    path
+        As it was written.
+    key
+        Where it was written, for the error.
+
+    Raises
+    ------
+    ValueError
+        If nobody knows that home folder.
+    """
+    try:
+        return Path(path).expanduser()
+    except RuntimeError:
+        named = f"{key} = {str(path)!r}" if key else repr(str(path))
+        raise ValueError(f"{named}: its home folder is not known; give the whole path") from None
 
 
 def existing_part(path: Path) -> Path:

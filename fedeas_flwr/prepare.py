@@ -20,6 +20,7 @@ from fedeas_flwr.generators.classifier import independent_classifier
 from fedeas_flwr.launch import ray_resources
 from fedeas_flwr.local_data import Labels, planned_counts, planned_images
 from fedeas_flwr.models import split_state
+from fedeas_flwr.paths import expanded
 from fedeas_flwr.progress import show_tries
 from fedeas_flwr.runs import RunDirectory, RunError
 from fedeas_flwr.sizes import show_bytes, show_seconds
@@ -88,13 +89,13 @@ def check_room(config: RunConfig, counts: Labels, generator: Generator, console:
 
 def _with_absolute_paths(config: RunConfig) -> RunConfig:
     """Flower's processes start elsewhere, and a run may be resumed from elsewhere."""
-    changes = {"data_dir": str(Path(config.data_dir).expanduser().absolute()) if config.data_dir else ""}
+    changes = {"data_dir": str(expanded(config.data_dir, "data-dir").absolute()) if config.data_dir else ""}
     if config.generates:
         changes["generator"] = absolute_spec(config.generator)
     if config.dataset.startswith(OWN):
-        changes["dataset"] = OWN + str(Path(config.dataset.removeprefix(OWN)).expanduser().absolute())
+        changes["dataset"] = OWN + str(expanded(config.dataset.removeprefix(OWN), "dataset").absolute())
     if config.weights not in ("none", "imagenet"):
-        changes["weights"] = str(Path(config.weights).expanduser().absolute())
+        changes["weights"] = str(expanded(config.weights, "weights").absolute())
     return config.with_changes(**changes)
 
 

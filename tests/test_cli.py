@@ -23,6 +23,7 @@ ROOT = Path(__file__).parents[1]
 COUNTS = str(ROOT / "tests" / "three_clients.csv")
 QUICKSTART = str(ROOT / "conf" / "quickstart.toml")
 RECORD = str(ROOT / "results" / "shared-images" / "uniform-s1")
+NOBODYS, UNKNOWN = "~no-one/x", "its home folder is not known; give the whole path"
 
 
 def test_a_runs_folder_says_what_it_is() -> None:
@@ -195,6 +196,22 @@ MISTAKES = {
         ("plan", "--total", "5", "--min-removed", "0.5", "--max-images", "9"),
         ["total = 5: leave it out, policy fedeas sets its own"],
     ),
+    "nobody's run-dir": (("run", QUICKSTART, f"run-dir={NOBODYS}"), [f"run-dir = {NOBODYS!r}: {UNKNOWN}"]),
+    "nobody's data-dir": (("run", QUICKSTART, f"data-dir={NOBODYS}"), [f"data-dir = {NOBODYS!r}: {UNKNOWN}"]),
+    "nobody's images": (
+        ("run", QUICKSTART, "policy=none", f"dataset=own:{NOBODYS}"),
+        [f"dataset = {NOBODYS!r}: {UNKNOWN}"],
+    ),
+    "nobody's images in a plan": (
+        ("plan", "--dataset", f"own:{NOBODYS}", "--protocol", "clean"),
+        [f"dataset: {NOBODYS!r}: {UNKNOWN}"],
+    ),
+    "nobody's weights": (
+        ("run", QUICKSTART, "policy=none", "model=resnet18", f"weights={NOBODYS}"),
+        [f"weights = {NOBODYS!r}: {UNKNOWN}"],
+    ),
+    "nobody's generator": (("run", QUICKSTART, f"generator={NOBODYS}"), [f"generator = {NOBODYS!r}: {UNKNOWN}"]),
+    "nobody's bank": (("run", QUICKSTART, f"generator=bank:{NOBODYS}"), [f"generator = {NOBODYS!r}: {UNKNOWN}"]),
 }
 LOADING = ("no generator", "a model that takes other words")
 """Those that load the most are seen in a process of their own: while it is loaded a library may say something, too."""

@@ -223,3 +223,17 @@ def test_cache_root_follows_the_environment(own_cache: Path, monkeypatch: pytest
     assert cache_root() == own_cache
     monkeypatch.delenv("FEDEAS_CACHE")
     assert cache_root() == Path.home() / ".cache" / "fedeas"
+
+
+def test_a_cache_in_an_unknown_home_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FEDEAS_CACHE", "~no-one/x")
+    with pytest.raises(
+        ValueError, match=r"^FEDEAS_CACHE = '~no-one/x': its home folder is not known; give the whole path$"
+    ):
+        cache_root()
+
+
+def test_only_one_function_looks_for_homes() -> None:
+    package = Path(data.__file__).parent
+    texts = {path: path.read_text() for path in package.rglob("*.py")}
+    assert [path.name for path, text in texts.items() if "expanduser" in text or "Path.home" in text] == ["paths.py"]

@@ -13,6 +13,7 @@ from fedeas_flwr.counts import IntArray
 from fedeas_flwr.data import dataset_info
 from fedeas_flwr.dataset_sources import OWN, check_npz, find_source
 from fedeas_flwr.doctor.findings import Finding, note, ok, problem
+from fedeas_flwr.paths import expanded
 from fedeas_flwr.sizes import counted
 
 _CLIENTS = 1000
@@ -147,7 +148,7 @@ def check_generator(config: RunConfig) -> Iterable[Finding]:
             return [_bank(where, config.dataset)]
         if kind == "sd-turbo":
             return [_turbo(where)]
-        return [_folder(Path(config.generator).expanduser(), config.dataset)]
+        return [_folder(expanded(config.generator, "generator"), config.dataset)]
     except (OSError, ValueError) as error:
         return [problem("generator", error, fix)]
 

@@ -20,13 +20,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import cached_property
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from fedeas_flwr.data import dataset_info
+from fedeas_flwr.paths import expanded
 
 if TYPE_CHECKING:  # the library's door does without pydantic
     from fedeas_flwr.config import RunConfig
@@ -143,7 +143,7 @@ def open_generator(
 
         folder = ensure_builtin()
     else:
-        folder = Path(spec).expanduser()
+        folder = expanded(spec, "generator")
     from fedeas_flwr.generators.diffusion import DiffusionGenerator
 
     return DiffusionGenerator(
@@ -244,5 +244,5 @@ def absolute_spec(spec: str) -> str:
     if spec in ("builtin", "sd-turbo"):
         return spec
     if colon and kind in ("bank", "sd-turbo"):
-        return f"{kind}:{Path(where).expanduser().absolute()}"
-    return str(Path(spec).expanduser().absolute())
+        return f"{kind}:{expanded(where, 'generator').absolute()}"
+    return str(expanded(spec, "generator").absolute())

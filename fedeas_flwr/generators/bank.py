@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from fedeas_flwr.generators import SampleId
 from fedeas_flwr.own_data import read_images
+from fedeas_flwr.paths import expanded
 from fedeas_flwr.sizes import counted
 from fedeas_flwr.streams import stream
 
@@ -36,7 +37,7 @@ class BankGenerator:
     """
 
     def __init__(self, where: str | Path, *, classes: Sequence[str], image_shape: tuple[int, int, int]) -> None:
-        self.path = Path(where).expanduser()
+        self.path = expanded(where, "generator")
         self.image_shape, self.num_classes, self._classes = image_shape, len(classes), tuple(classes)
         if not str(where) or not self.path.exists():
             raise FileNotFoundError(

@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from fedeas_flwr.generators import SampleId
 from fedeas_flwr.generators.one_thread import one_thread
 from fedeas_flwr.one_line import one_line
+from fedeas_flwr.paths import expanded
 
 HUB_NAME = "stabilityai/sd-turbo"
 _STEPS = 1
@@ -136,7 +137,7 @@ def check_transformers() -> None:
 def find_pipeline(where: str | Path) -> Path:
     """Return the pipeline's folder; an empty `where` is SD-Turbo, downloaded unless ``FEDEAS_OFFLINE`` is set."""
     if str(where):
-        folder = Path(where).expanduser()
+        folder = expanded(where, "generator")
         if not (folder / "model_index.json").is_file():
             raise FileNotFoundError(f"generator: there is no {folder / 'model_index.json'}; sd-turbo:DIR is a pipeline")
         return folder
