@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import zipfile
-import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -15,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedeas_flwr import own_data
-from fedeas_flwr.npy import read_header
+from fedeas_flwr.npy import read_archive, read_headers
 from fedeas_flwr.one_line import one_line
 from fedeas_flwr.partition import stratified_split
 from fedeas_flwr.paths import cache_root, expanded
@@ -181,31 +179,25 @@ def check_arrays(info: DatasetInfo, arrays: Arrays, origin: str) -> None:
 def check_npz(name: str, path: Path) -> None:
     """See from its headers alone that a file holds the dataset."""
     info = built_in(name)
-    with _damage_in_one_line(info, path), zipfile.ZipFile(path) as archive:
-        kinds = {key: _read_header(archive, key) for key in KEYS}
+    with _refusal_naming(info, path):
+        kinds = read_headers(path, KEYS)
     for key, (shape, dtype) in kinds.items():
         _check_kind(info, key, shape, dtype, str(path))
 
 
 def _read_npz(info: DatasetInfo, path: Path) -> Arrays:
-    check_npz(info.name, path)  # first: a small file may claim to unpack to any size
-    with _damage_in_one_line(info, path), np.load(path, allow_pickle=False) as arrays:
-        return {key: arrays[key] for key in KEYS}
-
-
-def _read_header(archive: zipfile.ZipFile, key: str) -> tuple[tuple[int, ...], np.dtype[Any]]:
-    with archive.open(f"{key}.npy") as member:
-        return read_header(member)
+    check_npz(info.name, path)  # first: it must not unpack to more than the dataset
+    with _refusal_naming(info, path):
+        return read_archive(path, KEYS)
 
 
 @contextmanager
-def _damage_in_one_line(info: DatasetInfo, path: Path) -> Iterator[None]:
+def _refusal_naming(info: DatasetInfo, path: Path) -> Iterator[None]:
     try:
         yield
-    except KeyError:
-        raise ValueError(f"dataset {info.name}: {path} lacks one of the keys {', '.join(KEYS)}") from None
-    except (zipfile.BadZipFile, zlib.error, EOFError, OSError, RuntimeError, ValueError) as error:
-        raise ValueError(f"dataset {info.name}: {path} is damaged ({one_line(error)}); copy it again") from error
+    except ValueError as error:
+        needed = f"it must be a whole .npz file with {', '.join(KEYS)}"
+        raise ValueError(f"dataset {info.name}: {path} cannot be used ({one_line(error)}); {needed}") from None
 
 
 def _read_torchvision(info: DatasetInfo, data_dir: Path, download: bool) -> Arrays:

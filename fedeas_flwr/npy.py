@@ -27,23 +27,8 @@ _LARGEST_RATIO = 100
 """Images and indices shrink to a tenth at best; what a zip shrinks a thousandfold is a bomb."""
 
 
-def read_header(file: IO[bytes]) -> tuple[tuple[int, ...], np.dtype[Any]]:
-    """Read what an array is from the beginning of its file; the file then stands at the data.
-
-    Returns
-    -------
-    shape, dtype
-
-    Raises
-    ------
-    ValueError
-        If it is no header, or one of Python objects, which only a pickle can hold.
-    """
-    shape, _, dtype = _read_header(file)
-    return shape, dtype
-
-
 def _read_header(file: IO[bytes]) -> tuple[tuple[int, ...], bool, np.dtype[Any]]:
+    """Read shape, whether in Fortran's order, and dtype; Python objects, which only a pickle holds, are refused."""
     with _parsing:
         try:
             version = np.lib.format.read_magic(file)
@@ -141,6 +126,17 @@ def archive_keys(path: Path) -> set[str]:
         return {name.removesuffix(".npy") for name in archive.namelist()}
 
 
+def read_headers(path: Path, keys: Sequence[str]) -> dict[str, tuple[tuple[int, ...], np.dtype[Any]]]:
+    """Shape and dtype of arrays of an ``.npz`` file, without reading them; raises as `read_archive` does."""
+    found = {}
+    with _damage_as_value_error(), zipfile.ZipFile(path) as archive:
+        for key in keys:
+            with archive.open(f"{key}.npy") as member:
+                shape, _, dtype = _read_header(member)
+            found[key] = shape, dtype
+    return found
+
+
 def read_archive(path: Path, keys: Sequence[str], most_bytes: int | None = None) -> dict[str, NDArray[Any]]:
     """Read arrays of an ``.npz`` file.
 
@@ -156,13 +152,8 @@ def read_archive(path: Path, keys: Sequence[str], most_bytes: int | None = None)
     ValueError
         If it is damaged, lacks a key, holds pickles, or would unpack to far more than images ever do.
     """
+    claimed = sum(math.prod(shape) * dtype.itemsize for shape, dtype in read_headers(path, keys).values())
     with _damage_as_value_error():
-        with zipfile.ZipFile(path) as archive:
-            claimed = 0
-            for key in keys:
-                with archive.open(f"{key}.npy") as member:
-                    shape, dtype = read_header(member)
-                claimed += math.prod(shape) * dtype.itemsize
         most = max(_ALWAYS_ALLOWED, _LARGEST_RATIO * path.stat().st_size)
         most = most if most_bytes is None else min(most, most_bytes)
         if claimed > most:

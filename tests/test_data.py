@@ -118,7 +118,7 @@ def test_npz_is_read_and_read_again_when_it_changes(
         ({"y_test": np.full(10, 10)}, "has labels 10 to 10; allowed is 0 to 9"),
         ({"y_train": np.zeros(20)}, "y_train .* must be integer"),
         ({"y_train": np.array([None] * 20)}, "cifar10.npz .* Python objects"),
-        ({"y_train": None}, "lacks one of the keys"),
+        ({"y_train": None}, r"it lacks .*y_train\.npy.* with x_train, y_train, x_test, y_test$"),
     ],
 )
 def test_a_wrong_npz_is_refused_in_one_line(
@@ -141,7 +141,7 @@ def test_a_damaged_npz_is_refused_in_one_line(
     if damage == "flipped":
         content[len(content) // 2] ^= 0xFF
     file.write_bytes({"truncated": content[: len(content) // 2], "flipped": content, "text": b"no archive"}[damage])
-    with pytest.raises(ValueError, match=r"cifar10.npz is damaged") as caught:
+    with pytest.raises(ValueError, match=r"cifar10.npz cannot be used \(") as caught:
         data.open_dataset("cifar10", str(tmp_path))
     assert "\n" not in str(caught.value)
 

@@ -141,7 +141,7 @@ def test_a_dataset_is_found_wanting_or_to_be_downloaded(tmp_path: Path, monkeypa
     wrong = only(inputs.check_dataset, cifar(tmp_path))
     assert wrong.state == "problem" and "y_test" in wrong.text and "[10000]" in wrong.text
     (tmp_path / "cifar10.npz").write_bytes(b"PK not really")
-    assert "damaged" in only(inputs.check_dataset, cifar(tmp_path)).text
+    assert "cannot be used" in only(inputs.check_dataset, cifar(tmp_path)).text
 
 
 def test_weights_that_are_not_there_are_a_problem(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

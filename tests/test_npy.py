@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from fedeas_flwr.npy import archive_keys, array_bytes, read_archive, read_array
+from fedeas_flwr.npy import archive_keys, array_bytes, read_archive, read_array, read_headers
 
 ARRAYS: dict[str, NDArray[Any]] = {
     "floats": np.linspace(-1, 1, 24, dtype=np.float32).reshape(2, 3, 4),
@@ -137,6 +137,7 @@ def test_other_bytes_are_refused(name: str) -> None:
 def test_an_archive_gives_the_arrays_asked_for_within_bounds(tmp_path: Path) -> None:
     np.savez(tmp_path / "a.npz", x=WHOLE, y=np.arange(2))
     assert archive_keys(tmp_path / "a.npz") == {"x", "y"}
+    assert read_headers(tmp_path / "a.npz", ("x",)) == {"x": ((2, 3), np.dtype(np.float32))}
     found = read_archive(tmp_path / "a.npz", ("x",), most_bytes=24)
     assert list(found) == ["x"] and np.array_equal(found["x"], WHOLE)
     with pytest.raises(ValueError, match="would unpack to 24 bytes, and 23 are allowed"):
