@@ -25,7 +25,7 @@ from waiting import LONG
 from fedeas_flwr.data import Dataset, open_dataset
 from fedeas_flwr.generators import SampleId, training, training_run
 from fedeas_flwr.generators.diffusion import DiffusionGenerator
-from fedeas_flwr.generators.folders import WEIGHTS_NAME
+from fedeas_flwr.generators.folders import CLASSES, WEIGHTS_NAME
 from fedeas_flwr.generators.presets import CIFAR_SMALL, DIGITS, PAPER, PRESETS, Preset, find_preset
 from fedeas_flwr.generators.training import Progress, Trainer, _loss_weights, _rate
 from fedeas_flwr.generators.training_run import CHECKPOINT, train_generator
@@ -141,6 +141,9 @@ def test_the_folder_holds_model_card_and_pictures(tmp_path: Path) -> None:
     with np.errstate(all="ignore"):
         images = DiffusionGenerator(out, num_classes=10, steps=2).sample([SampleId(0, 0, 3, 0)])
     assert images.shape == (1, 8, 8, 1)
+    assert json.loads((out / "unet" / "config.json").read_text())[CLASSES] == list("0123456789")
+    with pytest.raises(ValueError, match="was trained on 10 classes; the dataset has 11"):
+        DiffusionGenerator(out, num_classes=11)
 
 
 def test_a_wrong_start_or_resume_is_refused_in_one_line(tmp_path: Path) -> None:

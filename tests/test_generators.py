@@ -19,7 +19,7 @@ from fedeas_flwr.config import SAMPLER_STEPS, RunConfig, parse_config
 from fedeas_flwr.generators import SampleId, open_generator
 from fedeas_flwr.generators.denoising import PRECISIONS, make_solver
 from fedeas_flwr.generators.diffusion import DiffusionGenerator, initial_noise
-from fedeas_flwr.generators.folders import WEIGHTS_NAME
+from fedeas_flwr.generators.folders import CLASSES, WEIGHTS_NAME
 
 SHAPE = (8, 8, 1)
 
@@ -54,7 +54,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def open_tiny(folder: Path, **settings: Any) -> DiffusionGenerator:
-    return DiffusionGenerator(folder, num_classes=3, **({"steps": 4, "batch_size": 4} | settings))
+    return DiffusionGenerator(folder, **({"num_classes": 3, "steps": 4, "batch_size": 4} | settings))
 
 
 def ids(count: int, seed: int = 0, client: int = 0) -> list[SampleId]:
@@ -294,6 +294,28 @@ def test_wrong_folders_are_refused_in_one_line(tmp_path: Path) -> None:
     config.write_text(json.dumps(settings))
     (tmp_path / "scheduler" / "scheduler_config.json").write_text('{"prediction_type": "flow_prediction"}')
     refuse("'flow_prediction'; allowed are epsilon, sample, v_prediction")
+
+
+def test_a_model_that_says_its_classes_is_of_no_others(tmp_path: Path) -> None:
+    """Four embeddings are three classes and "no label": for four classes "no label" would be the last."""
+    plain = open_tiny(save_tiny(tmp_path))
+    assert open_tiny(tmp_path, num_classes=4).num_classes == 4, "what says nothing may be of four"
+    config = tmp_path / "unet" / "config.json"
+    settings = json.loads(config.read_text())
+    config.write_text(json.dumps(settings | {CLASSES: ["ant", "bee", "cat"]}))
+    assert open_tiny(tmp_path, classes=("ant", "bee", "cat")).fingerprint == plain.fingerprint
+    assert open_tiny(tmp_path, classes=("0", "1", "2")).fingerprint == plain.fingerprint, "numbers are no names"
+    cases: list[tuple[dict[str, Any], dict[str, Any], str]] = [
+        ({}, {"num_classes": 4}, r"unet of .* was trained on 3 classes; the dataset has 4"),
+        ({}, {"classes": ("ant", "cat", "bee")}, r"class 1 of .* is 'bee'; the dataset's is 'cat'"),
+        ({"num_class_embeds": 3}, {}, r"num_class_embeds of .* is '3'; it must be 4, its classes and 'no label'"),
+        ({CLASSES: "abc"}, {}, rf"{CLASSES} of .* is 'abc'; it must be a list of names"),
+        ({CLASSES: [1, 2, 3]}, {}, rf"{CLASSES} of .* is '\[1, 2, 3\]'; it must be a list of names"),
+    ]
+    for changes, given, message in cases:
+        config.write_text(json.dumps(settings | {CLASSES: ["ant", "bee", "cat"]} | changes))
+        with pytest.raises(ValueError, match=f"^generator: {message}$"):
+            open_tiny(tmp_path, **given)
 
 
 def test_identities_out_of_range_are_refused(tiny: Path) -> None:

@@ -163,12 +163,13 @@ def _builtin() -> Finding:
 
 
 def _folder(folder: Path, dataset: str) -> Finding:
-    from fedeas_flwr.generators.folders import WEIGHTS_NAME, check_schedule, check_unet, read_json
+    from fedeas_flwr.generators.folders import WEIGHTS_NAME, check_classes, check_schedule, check_unet, read_json
 
     info, weights = dataset_info(dataset), folder / "unet" / WEIGHTS_NAME
     config = read_json(folder / "unet" / "config.json")
     check_schedule(read_json(folder / "scheduler" / "scheduler_config.json"), folder)
-    check_unet(config, folder, len(info.classes), info.image_shape)
+    check_unet(config, folder, info.image_shape)
+    check_classes(config, folder, len(info.classes), info.classes)
     if not weights.is_file():
         raise FileNotFoundError(f"generator: there is no {weights}; weights must be one safetensors file")
     return ok("generator", f"{folder.absolute()}, {len(info.classes)} classes, images {list(info.image_shape)}")

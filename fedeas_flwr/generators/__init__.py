@@ -149,6 +149,7 @@ def open_generator(
     return DiffusionGenerator(
         folder,
         num_classes=len(info.classes),
+        classes=info.classes,
         image_shape=info.image_shape,
         sampler=sampler,
         steps=steps,

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from fedeas_flwr.config import SAMPLER_STEPS
 from fedeas_flwr.generators import SampleId
 from fedeas_flwr.generators.denoising import PRECISIONS, SOLVER_SETTINGS, Denoiser
-from fedeas_flwr.generators.folders import WEIGHTS_NAME, check_schedule, check_unet, load_unet, read_json
+from fedeas_flwr.generators.folders import WEIGHTS_NAME, check_classes, check_schedule, check_unet, load_unet, read_json
 from fedeas_flwr.gpu.capture import give_memory_back
 from fedeas_flwr.one_line import one_line
 from fedeas_flwr.sizes import counted
@@ -72,6 +72,8 @@ class DiffusionGenerator:
     num_classes
         C of the dataset. A model with C + 1 class embeddings was trained with the last one meaning "no label", which
         guidance needs; one with C was not.
+    classes
+        Their names: a model that says its own must say the same. Empty: any.
     image_shape
         ``(H, W, C)`` that is needed; None takes the model's.
     sampler
@@ -94,6 +96,7 @@ class DiffusionGenerator:
         folder: str | Path,
         *,
         num_classes: int,
+        classes: Sequence[str] = (),
         image_shape: tuple[int, int, int] | None = None,
         sampler: str = "dpm++",
         steps: int | None = None,
@@ -112,7 +115,8 @@ class DiffusionGenerator:
         self.precision = precision or ("fp32" if on_cpu else "bf16")
         config = read_json(self.folder / "unet" / "config.json")
         self._schedule = check_schedule(read_json(self.folder / "scheduler" / "scheduler_config.json"), self.folder)
-        self.image_shape = check_unet(config, self.folder, num_classes, image_shape)
+        self.image_shape = check_unet(config, self.folder, image_shape)
+        check_classes(config, self.folder, num_classes, classes)
         self._no_label = num_classes if config["num_class_embeds"] == num_classes + 1 else None
         self._check_settings()
         weights = self.folder / "unet" / WEIGHTS_NAME

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from fedeas_flwr.one_line import one_line
+from fedeas_flwr.sizes import counted
 
 # diffusers takes seconds to import, so only functions import it.
 
 WEIGHTS_NAME = "diffusion_pytorch_model.safetensors"
+CLASSES = "_fedeas_classes"
+"""Of a unet's config: names of the classes that it was trained on. What begins so diffusers keeps and does not read."""
 
 _NOISE_SCHEDULE_KEYS = (
     "num_train_timesteps",
@@ -80,22 +83,39 @@ def _require(right: bool, folder: Path, key: str, value: object, allowed: str) -
         raise ValueError(f"generator: {key} of {folder} is {str(value)[:100]!r}; it must be {allowed}")
 
 
+def check_classes(config: dict[str, Any], folder: Path, num_classes: int, names: Sequence[str] = ()) -> None:
+    """Refuse a model of other classes, as far as it says: what was trained here does, others have a number at most."""
+    embeddings, own = config.get("num_class_embeds"), config.get(CLASSES)
+    if own is None:
+        if embeddings not in (num_classes, num_classes + 1):
+            allowed = f"{num_classes}, or {num_classes + 1} with a 'no label' class"
+            raise ValueError(f"generator: num_class_embeds of {folder} is {embeddings}; it must be {allowed}")
+        return
+    _require(isinstance(own, list) and all(isinstance(n, str) for n in own), folder, CLASSES, own, "a list of names")
+    wanted = len(own) + 1
+    _require(embeddings == wanted, folder, "num_class_embeds", embeddings, f"{wanted}, its classes and 'no label'")
+    if len(own) != num_classes:
+        trained = counted(len(own), "class", "classes")
+        raise ValueError(f"generator: unet of {folder} was trained on {trained}; the dataset has {num_classes}")
+    numbers = [str(label) for label in range(num_classes)]
+    for label, (mine, theirs) in enumerate(zip(own, names, strict=False)):
+        if mine != theirs and numbers not in (own, list(names)):  # numbers are no names
+            raise ValueError(f"generator: class {label} of {folder} is {mine!r}; the dataset's is {theirs!r}")
+
+
 def check_unet(
-    config: dict[str, Any], folder: Path, num_classes: int, image_shape: tuple[int, int, int] | None
+    config: dict[str, Any], folder: Path, image_shape: tuple[int, int, int] | None = None
 ) -> tuple[int, int, int]:
     """Return the model's image shape if it fits."""
     if config.get("_class_name") != "UNet2DModel":
         raise ValueError(f"generator: unet of {folder} is {config.get('_class_name')}; it must be UNet2DModel")
-    embeddings, layers = config.get("num_class_embeds"), config.get("layers_per_block", 2)
+    layers = config.get("layers_per_block", 2)
     # A model that cannot be built is diffusers' to refuse, but one of a million layers would never be.
     _require(_is_whole(layers, 1, _MOST_LAYERS), folder, "layers_per_block", layers, f"1 to {_MOST_LAYERS}")
     widths = config.get("block_out_channels", (1,))
     fitting = isinstance(widths, list | tuple) and 1 <= len(widths) <= _MOST_BLOCKS
     fitting = fitting and all(_is_whole(width, 1, _WIDEST) for width in widths)
     _require(fitting, folder, "block_out_channels", widths, f"up to {_MOST_BLOCKS} numbers of 1 to {_WIDEST}")
-    if embeddings not in (num_classes, num_classes + 1):
-        allowed = f"{num_classes}, or {num_classes + 1} with a 'no label' class"
-        raise ValueError(f"generator: num_class_embeds of {folder} is {embeddings}; it must be {allowed}")
     size, channels = config.get("sample_size"), config.get("in_channels")
     sides = [size, size] if isinstance(size, int) else size if isinstance(size, list | tuple) else []
     whole = len(sides) == 2 and all(_is_whole(side, 1, _LARGEST_SIDE) for side in (*sides, channels))
@@ -152,7 +172,7 @@ def begin_with(unet: Any, folder: Path, schedule: Mapping[str, Any]) -> str:
         found = check_schedule(read_json(folder / "scheduler" / "scheduler_config.json"), folder)
         embeddings = config.get("num_class_embeds")
         _require(_is_whole(embeddings, 1, _WIDEST), folder, "num_class_embeds", embeddings, f"1 to {_WIDEST}")
-        check_unet(config, folder, int(embeddings or 0), None)
+        check_unet(config, folder)
         for key, value in schedule.items():
             there = found.get(key, "linear")  # diffusers' own default of the one that may be left out
             _require(there == value, folder, key, there, f"{value}, as the preset's")

@@ -21,7 +21,7 @@ import numpy as np
 import torch
 
 from fedeas_flwr.data import Dataset, dataset_info
-from fedeas_flwr.generators.folders import begin_with
+from fedeas_flwr.generators.folders import CLASSES, begin_with
 from fedeas_flwr.generators.presets import Preset
 from fedeas_flwr.one_line import one_line
 
@@ -298,10 +298,12 @@ def _build_unet(preset: Preset, dataset: Dataset) -> Any:
 
     height, width, channels = dataset.x_train.shape[1:]
     kind: Any = UNet2DModel
-    return kind(
+    unet = kind(
         sample_size=height if height == width else (height, width),
         in_channels=channels,
         out_channels=channels,
         num_class_embeds=len(dataset.classes) + 1,  # the last one is "no label"
         **preset.unet,
     )
+    unet.register_to_config(**{CLASSES: list(dataset.classes)})
+    return unet
