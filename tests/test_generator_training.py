@@ -18,11 +18,12 @@ import pytest
 import torch
 from gpu_here import DEVICES
 from runners import start_interruptible, typed
+from safetensors import safe_open
 from safetensors.torch import save
 from timelines import Clock
 from waiting import LONG
 
-from fedeas_flwr.data import Dataset, open_dataset
+from fedeas_flwr.data import Dataset, _open_own, open_dataset
 from fedeas_flwr.generators import SampleId, training, training_run
 from fedeas_flwr.generators.diffusion import DiffusionGenerator
 from fedeas_flwr.generators.folders import CLASSES, WEIGHTS_NAME
@@ -205,6 +206,40 @@ def test_a_resumed_training_goes_on_with_its_own_preset(tmp_path: Path, monkeypa
     assert (full.returncode, full.stdout) == (2, "") and "is not empty; give --resume" in full.stderr
     nowhere = typed(*words[:4], str(tmp_path / "new"), *words[5:])
     assert (nowhere.returncode, nowhere.stdout) == (2, "") and "resume: there is no" in nowhere.stderr
+
+
+def test_a_training_is_not_resumed_on_data_that_changed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One's own data keep their path when a class is added; checkpoints of before do not say their classes."""
+    monkeypatch.setenv("FEDEAS_CACHE", str(tmp_path / "cache"))
+    out, own = tmp_path / "g", tmp_path / "own.npz"
+    x = np.random.default_rng(0).integers(0, 256, (24, 8, 8, 1), dtype=np.uint8)
+
+    def write(*classes: str, channels: int = 1) -> None:
+        np.savez(own, x=x.repeat(channels, axis=3), y=np.arange(24) % len(classes), classes=np.array(classes))
+        _open_own.cache_clear()
+
+    def train(**settings: Any) -> bool:
+        return train_generator(f"own:{own}", out, TINY, **settings)
+
+    write("ant", "bee")
+    assert train(steps=1)
+    for other, message in (
+        (("ant", "bee", "cat"), "class 2: 'cat' is not allowed; the checkpoint in .*g has None"),
+        (("ant", "cow"), "class 1: 'cow' is not allowed; the checkpoint in .*g has 'bee'"),
+    ):
+        write(*other)
+        with pytest.raises(ValueError, match=f"^{message}$"):
+            train(steps=2, resume=True)
+    write("ant", "bee", channels=3)
+    with pytest.raises(ValueError, match=r"^images: \[8, 8, 3\] is not allowed; the checkpoint in .* has \[8, 8, 1\]"):
+        train(steps=2, resume=True)
+    write("ant", "bee")
+    with safe_open(out / CHECKPOINT, framework="pt") as file:
+        state = json.loads(file.metadata()["state"])
+        tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 - not a dict
+    assert state["identity"].pop("classes") == ["ant", "bee"] and state["identity"].pop("images")
+    (out / CHECKPOINT).write_bytes(save(tensors, metadata={"state": json.dumps(state)}))
+    assert train(steps=2, resume=True)
 
 
 def test_learning_rates_by_hand() -> None:

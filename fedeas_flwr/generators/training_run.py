@@ -17,13 +17,14 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from importlib.metadata import version
+from itertools import zip_longest
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
 import torch
 
-from fedeas_flwr.data import Dataset, open_dataset, short_name
+from fedeas_flwr.data import Dataset, dataset_info, open_dataset, short_name
 from fedeas_flwr.generators.pictures import draw_pictures
 from fedeas_flwr.generators.presets import Preset
 from fedeas_flwr.generators.training import Diary, Progress, Trainer
@@ -136,6 +137,8 @@ def train_generator(
         raise ValueError(f"checkpoint-every: {checkpoint_every:g} is not allowed; give more than 0")
     _check_folder(out, resume)
     identity = {"dataset": dataset_name, "seed": seed, "preset": json.loads(json.dumps(asdict(preset)))}
+    info = dataset_info(dataset_name)  # data of one's own may change under their name
+    identity |= {"images": list(info.image_shape), "classes": list(info.classes)}
     before = read_checkpoint(out / CHECKPOINT, identity) if resume else None
     dataset = open_dataset(dataset_name, data_dir)
     first = None if resume else start
@@ -215,15 +218,18 @@ def write_checkpoint(path: Path, trainer: Trainer, identity: dict[str, Any]) -> 
 
 
 def read_checkpoint(path: Path, identity: dict[str, Any]) -> tuple[dict[str, torch.Tensor], Diary]:
-    """Read a checkpoint, refusing one of another dataset, seed or preset."""
+    """Read a checkpoint, refusing one of another dataset, seed or preset, or of other images or classes."""
     with _opened(path) as (file, state):
         tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 - not a dict
-        known, diary = dict(state["identity"]), state["diary"]
+        known, diary = identity | state["identity"], state["diary"]  # older ones say less
         curve = [(int(step), loss) for step, loss in diary["curve"]]
         so_far = Diary(diary["step"], diary["seconds"], curve, diary.get("start", ""))
-    for key, value in identity.items():
-        if known.get(key) != value:
-            shown = [v["name"] if isinstance(v, dict) else v for v in (value, known.get(key))]
+        pairs = {key: (value, known.get(key)) for key, value in identity.items() if key != "classes"}
+        classes = zip_longest(identity["classes"], known["classes"])
+        pairs |= {f"class {label}": pair for label, pair in enumerate(classes)}
+    for key, pair in pairs.items():
+        if pair[0] != pair[1]:
+            shown = [v["name"] if isinstance(v, dict) else v for v in pair]
             raise ValueError(f"{key}: {shown[0]!r} is not allowed; the checkpoint in {path.parent} has {shown[1]!r}")
     return tensors, so_far
 
