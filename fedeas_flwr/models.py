@@ -139,6 +139,30 @@ def trained_names(model: nn.Module) -> set[str]:
     return {key for key, value in model.named_parameters(remove_duplicate=False) if value.requires_grad}
 
 
+@torch.no_grad()
+def draws_numbers(model: nn.Module, images: torch.Tensor) -> bool:
+    """Whether a network draws from torch's generators in training, by its layers or by functions such as dropout's.
+
+    One pass tells. The generators and the network's buffers are left as they were.
+
+    Parameters
+    ----------
+    model
+        It stays in training mode.
+    images
+        Normalised, ``[2, C, H, W]``, where the model lies; what they show does not matter.
+    """
+    devices = [images.device] if images.is_cuda else []
+    with drawing, torch.random.fork_rng(devices):
+        before = [torch.default_generator.get_state(), *map(torch.cuda.get_rng_state, devices)]
+        buffers = [buffer.clone() for buffer in model.buffers()]
+        model.train()(images)
+        for buffer, kept in zip(model.buffers(), buffers, strict=True):
+            buffer.copy_(kept)
+        after = [torch.default_generator.get_state(), *map(torch.cuda.get_rng_state, devices)]
+    return not all(map(torch.equal, before, after))
+
+
 def _build_resnet18(num_classes: int, image_shape: ImageShape, stem: str, weights: str) -> nn.Module:
     from torchvision.models import resnet18  # slow to import
 

@@ -7,13 +7,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from gpu_here import DEVICES
 from safetensors.torch import save_file
 from torch import nn
-from users_models import with_batchnorm
+from users_models import WithFunctions, with_batchnorm, with_dropout
 
 from fedeas_flwr.config import parse_config
 from fedeas_flwr.data import dataset_info
-from fedeas_flwr.models import build_model, split_state
+from fedeas_flwr.models import build_model, draws_numbers, split_state
 from fedeas_flwr.training import copy_state, network
 
 DIGITS = (8, 8, 1)
@@ -167,6 +168,19 @@ def test_trying_a_model_out_changes_nothing_of_it(monkeypatch: pytest.MonkeyPatc
     plain = with_batchnorm(10, CIFAR)
     assert tried.training and tried.state_dict().keys() == plain.state_dict().keys()
     assert all(torch.equal(value, tried.state_dict()[key]) for key, value in plain.state_dict().items())
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_whether_a_network_draws_is_found_out_and_nothing_moved_by_it(device: str) -> None:
+    images = torch.zeros(2, 1, 8, 8, device=device)
+    for build, draws in ((Own, False), (with_batchnorm, False), (with_dropout, True), (WithFunctions, True)):
+        model = build(10, DIGITS).to(device).eval()
+        generators = [torch.default_generator, *(torch.cuda.default_generators if device == "cuda" else ())]
+        state = {key: value.clone() for key, value in model.state_dict().items()}
+        before = [generator.get_state() for generator in generators]
+        assert draws_numbers(model, images) == draws, build
+        assert all(torch.equal(value, state[key]) for key, value in model.state_dict().items())
+        assert all(map(torch.equal, before, (generator.get_state() for generator in generators)))
 
 
 def test_imagenet_weights_are_not_downloaded_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

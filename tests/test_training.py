@@ -205,13 +205,14 @@ def test_models_handed_over_live_train_to_the_same_weights(tmp_path: Path, monke
     assert weights(sent) == weights(handed_over)
 
 
-def test_clients_whose_networks_draw_train_alike_whoever_trains_beside_them() -> None:
+@pytest.mark.parametrize("network", ["with_dropout", "with_functional_dropout"])
+def test_clients_whose_networks_draw_train_alike_whoever_trains_beside_them(network: str) -> None:
     """Layers draw from one generator of the whole process, and an inline grid has several threads."""
     images, labels = data(200, "cpu")
     recipe, normalise = Recipe(epochs=5, batch_size=8, learning_rate=0.05), Normaliser((0.3,), (0.4,), "cpu")
 
     def model() -> nn.Module:
-        return build_model("users_models:with_dropout", 10, (8, 8, 1), seed=0)
+        return build_model(f"users_models:{network}", 10, (8, 8, 1), seed=0)
 
     start = read_state(model())
 

@@ -117,7 +117,8 @@ def build_engine(config: RunConfig, device: str, objective: Objective, rank: int
     in_graphs = config.engine != "eager" and device != "cpu" and objective.graphable
 
     def less() -> list[Rung]:
-        ways = frugal_ways(network(config), config.batch_size)
+        height, width, channels = info.image_shape
+        ways = frugal_ways(network(config), torch.zeros(2, channels, height, width), config.batch_size)
         fewer = [(words, partial(eager, way, at_a_time)) for words, way, at_a_time in ways]
         return [*([eagerly] if in_graphs else []), *fewer]
 

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from fedeas_flwr.models import drawing
+from fedeas_flwr.models import drawing, draws_numbers
 from fedeas_flwr.normaliser import Normaliser
 from fedeas_flwr.training.beforehand import asks_beforehand
 from fedeas_flwr.training.engine import Recipe, State, TrainResult, copy_state, read_state, stream_seed
@@ -66,6 +66,7 @@ class EagerEngine:
         self._model, self._recipe, self._normalise, self._device = model.to(device), recipe, normalise, device
         self._objective, self._differentiate, self._halved = objective, differentiate, precision == "bf16"
         self._at_a_time = at_a_time or recipe.batch_size
+        self._draws: bool | None = None
 
     def train(
         self,
@@ -78,7 +79,9 @@ class EagerEngine:
     ) -> tuple[TrainResult, State, State]:
         """Train from a state, the whole set shuffled uniformly each epoch."""
         copy_state(self._model, trainable, buffers)
-        draws = any(isinstance(layer, nn.modules.dropout._DropoutNd) for layer in self._model.modules())
+        if self._draws is None:  # not before: now the images' shape is known
+            two = torch.zeros((2, *images.shape[1:]), dtype=torch.uint8, device=self._device)
+            self._draws = draws_numbers(self._model, self._normalise(two))
         # What a model draws itself must not depend on what this process did before, nor on what it does meanwhile: such
         # clients train one after the other in it.
         with ExitStack() as one_at_a_time:
@@ -86,7 +89,7 @@ class EagerEngine:
             torch.default_generator.manual_seed(stream_seed(batches))
             if self._device != "cpu":
                 torch.cuda.manual_seed(stream_seed(batches))
-            if not draws:
+            if not self._draws:
                 one_at_a_time.close()
             return self._train(images, labels, batches, inputs), *read_state(self._model)
 

@@ -28,6 +28,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from fedeas_flwr.gpu.capture import CaptureError, give_memory_back
+from fedeas_flwr.models import draws_numbers
 from fedeas_flwr.one_line import one_line
 from fedeas_flwr.training.engine import Engine, State, TrainResult
 from fedeas_flwr.training.objective import NO_INPUTS, Batch, Inputs, Objective
@@ -115,13 +116,13 @@ class _StatisticsKept(AbstractContextManager[None]):
             layer._buffers.update(buffers)
 
 
-def frugal_ways(model: nn.Module, batch_size: int) -> list[tuple[str, Differentiate, int]]:
-    """What can be done with less memory than `at_once` needs, the quickest first.
+def frugal_ways(model: nn.Module, images: torch.Tensor, batch_size: int) -> list[tuple[str, Differentiate, int]]:
+    """What can be done with less memory than `at_once` needs, the quickest first; two ``images`` are to try it with.
 
     Each in words, as a function, and how many samples it shows to the model at a time.
     """
-    whole = (nn.modules.batchnorm._BatchNorm, nn.modules.dropout._DropoutNd)
-    if any(isinstance(layer, whole) for layer in model.modules()):
+    batchnorm = any(isinstance(layer, nn.modules.batchnorm._BatchNorm) for layer in model.modules())
+    if batchnorm or draws_numbers(model, images):
         return [("block by block, each computed twice", recomputed, batch_size)]
     parts = [2**power for power in range(1, batch_size.bit_length()) if 2**power <= batch_size]
     return [(f"each batch in {count} parts", partial(in_parts, count), -(-batch_size // count)) for count in parts]

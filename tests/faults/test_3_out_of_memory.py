@@ -14,7 +14,7 @@ import pytest
 import torch
 from runners import finish, small
 from torch import nn
-from users_models import Unlucky, WithFeatures
+from users_models import Unlucky, WithFeatures, WithFunctions
 
 from fedeas_flwr.config import parse_config
 from fedeas_flwr.runs import RunDirectory
@@ -84,6 +84,10 @@ def dropout() -> nn.Module:
     return nn.Sequential(nn.Flatten(), block(64), block(200), nn.Linear(200, 10))
 
 
+def functional_dropout() -> nn.Module:
+    return WithFunctions(10, (8, 8, 1))
+
+
 def test_a_batch_in_parts_is_the_same_step_and_one_line_says_so(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -111,11 +115,12 @@ def test_batchnorm_and_dropout_keep_their_batches_whole(
     assert int(less["model.body.1.num_batches_tracked"]) == 6
     for name, value in less.items():
         assert torch.equal(value, whole[name.removeprefix("model.")]), name
-    drawn = trained(dropout, monkeypatch)
-    again = trained(lambda: Limited(dropout(), 50_000), monkeypatch)
-    assert len(caplog.records) == 2
-    for name, value in again.items():
-        assert torch.equal(value, drawn[name.removeprefix("model.")]), name
+    for times, (model, most) in enumerate([(dropout, 50_000), (functional_dropout, 22_000)], 2):
+        drawn = trained(model, monkeypatch)
+        again = trained(lambda model=model, most=most: Limited(model(), most), monkeypatch)
+        assert len(caplog.records) == times
+        for name, value in again.items():
+            assert torch.equal(value, drawn[name.removeprefix("model.")]), name
 
 
 @pytest.mark.parametrize("strategy", ["fedprox", "moon", "fedmix"])
