@@ -237,7 +237,7 @@ def _images(
         images, labels = np.concatenate([images, images[chosen]]), np.concatenate([labels, labels[chosen]])
     tensors = torch.from_numpy(images).to(device), torch.from_numpy(labels).to(device)
     if device != "cpu":
-        _on_gpu.keep(config, client, generate, LocalImages(*tensors, generator=generator))
+        _on_gpu.keep(config, client, generate, LocalImages(*tensors, rejected=rejected, generator=generator))
     return LocalImages(*tensors, made, rejected, generator)
 
 

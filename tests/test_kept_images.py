@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import weakref
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 
+from fedeas_flwr import client_app, messages
+from fedeas_flwr.client_state import ClientState
 from fedeas_flwr.config import parse_config
 from fedeas_flwr.gpu.kept_images import ImagesOnGpu, LocalImages
+from fedeas_flwr.local_data import federated_data
+from fedeas_flwr.node import read_node
 
 CONFIG = parse_config({"clients": 4})
 
@@ -54,3 +60,20 @@ def test_the_next_run_of_a_process_frees_the_memory_of_the_last(free: list[int])
     assert kept.find(second, 1, ()) is None, "those are the first run's"
     kept.keep(second, 2, (), some_images())
     assert alive() is None and kept.find(second, 1, ()) is None and kept.find(second, 2, ()) is not None
+
+
+def test_images_that_were_left_out_count_in_every_round(free: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where nothing is kept; those that were made count once. The device stands in for a GPU: all but cpu keep."""
+    made = np.zeros((5, 8, 8, 1), np.uint8), np.zeros(5, np.int64), 12, 7
+    monkeypatch.setattr(client_app, "_on_gpu", ImagesOnGpu())
+    monkeypatch.setattr(client_app, "_source", lambda *_: SimpleNamespace(fingerprint="stand-in"))
+    monkeypatch.setattr(client_app, "_synthetic", lambda *_: made)
+    node, planned = read_node({"partition-id": 1, "num-partitions": 4}), ClientState(generate=(5, *[0] * 9))
+    task = messages.TrainTask(1, 6.0, 0, 0, "", messages.Share())
+    first, second = (
+        client_app._images(CONFIG, federated_data(CONFIG, 4), node, planned, "meta", task) for _ in range(2)
+    )
+    assert second.images is first.images
+    assert [(found.made, found.rejected, found.generator) for found in (first, second)] == [
+        *((12, 7, "stand-in"), (0, 7, "stand-in"))
+    ]
