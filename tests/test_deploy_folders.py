@@ -215,6 +215,21 @@ def test_each_fault_of_the_superlink_is_found(lab: Path, tmp_path: Path) -> None
     assert "do not fit together" in problems(check_superlink(folder, ()))[0]
 
 
+def test_a_deployment_is_checked_without_its_authoritys_key(lab: Path, tmp_path: Path) -> None:
+    """It is kept offline, as the guide says."""
+    shutil.rmtree(lab / "ca")
+    assert problems(examine(lab, RunConfig())) == []
+    write_authority(tmp_path)
+    (lab / "node-1" / "ca.crt").write_bytes((tmp_path / "ca.crt").read_bytes())
+    assert problems(examine(lab, RunConfig())) == ["its ca.crt is another authority's"]
+
+
+@pytest.mark.parametrize("name", ["superlink-address", "ca.crt"])
+def test_a_node_that_lacks_what_it_reaches_the_superlink_with_is_told_that_alone(lab: Path, name: str) -> None:
+    (lab / "node-0" / name).unlink()
+    assert [finding.text for finding in examine(lab / "node-0", RunConfig())] == [f"{name} missing"]
+
+
 def test_two_nodes_with_one_client_id_are_found(lab: Path) -> None:
     (lab / "node-1" / "node-config").write_text("partition-id=0 num-partitions=2\n")
     assert problems(examine(lab, RunConfig())) == ["0 is given to two nodes"]

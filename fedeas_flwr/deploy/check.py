@@ -36,7 +36,8 @@ def examine(folder: Path, run: RunConfig) -> Iterator[Finding]:
         yield from _check_deployment(folder)
     elif (folder / "node.key").is_file():
         yield from check_node(folder, run)
-        yield from check_reachable((folder / "superlink-address").read_text(encoding="utf-8").strip(), folder)
+        if not _missing(folder, ("superlink-address", "ca.crt")):
+            yield from check_reachable((folder / "superlink-address").read_text(encoding="utf-8").strip(), folder)
     elif (folder / "server.crt").is_file():
         yield from check_superlink(folder, ())
     else:
@@ -50,8 +51,8 @@ def _check_deployment(folder: Path) -> Iterator[Finding]:
     for node in deployment.node_folders(folder):
         yield from check_node(node, None)
         places += [place] if (place := _place(node)) else []
-        if node.joinpath("ca.crt").exists() and not _same(node / "ca.crt", folder / "ca" / "ca.crt"):
-            yield problem(node.name, "its ca.crt is another authority's", f"copy ca/ca.crt to {node.name}/")
+        if node.joinpath("ca.crt").exists() and not _same(node / "ca.crt", folder / "flwr" / "ca.crt"):
+            yield problem(node.name, "its ca.crt is another authority's", f"copy flwr/ca.crt to {node.name}/")
     twice = [client for client, times in Counter(place.client for place in places).items() if times > 1]
     if twice:
         yield problem("client ids", f"{twice[0]} is given to two nodes", "give each its own in node-config")
