@@ -98,7 +98,8 @@ class RoundProgress:
         self._left = 0
         self._pace_from: tuple[float, int] | None = None  # when generating was last seen to begin, and what was left
         self._run, self._rounds, self._shown, self._console = run, rounds, done, console
-        self._done = done  # before this sitting: the pace is that of the rounds since
+        # When rounds of this sitting were first seen, and the last of them: starting up is no part of the pace.
+        self._first_seen: tuple[float, int] | None = None
         self._offset = 0
         self._lock = threading.Lock()
         self._began = time.monotonic()
@@ -130,11 +131,14 @@ class RoundProgress:
         with self._lock:
             found, self._offset = self._run.rounds_from(self._offset)
             records = [record for record in found if record["round"] > self._shown]
+            now = time.monotonic()
             for record in records:
-                self._show(record)
+                self._show(record, now)
                 self._shown = record["round"]
+            if records and self._first_seen is None:
+                self._first_seen = now, self._shown
             if self._images is not None:
-                self._watch_images(self._images, bool(records), time.monotonic())
+                self._watch_images(self._images, bool(records), now)
             return bool(records)
 
     def _watch_images(self, images: ImagesToCome, round_ended: bool, now: float) -> None:
@@ -158,15 +162,17 @@ class RoundProgress:
         else:
             self._console.print(f"  {there}{ahead}", highlight=False)
 
-    def _show(self, record: dict[str, Any]) -> None:
+    def _show(self, record: dict[str, Any], now: float) -> None:
         scores = f"accuracy {100 * record['accuracy']:5.1f} %  generated {record['generated']:,}"
         if record["failures"]:
             scores += f"  {len(record['failures'])} failed"
         if self._bar is not None:
             self._bar.update(self._task, completed=record["round"], scores=scores)
         else:
-            elapsed = time.monotonic() - self._began
-            left = (self._rounds - record["round"]) * elapsed / max(1, record["round"] - self._done)
+            left, elapsed = 0.0, now - self._began
+            if self._first_seen is not None:
+                since, first = self._first_seen
+                left = (self._rounds - record["round"]) * (now - since) / (record["round"] - first)
             ahead = f"  about {show_seconds(left)} left" if left else ""
             self._console.print(
                 f"round {record['round']:>3}/{self._rounds}  {scores}  {elapsed:.0f} s{ahead}", highlight=False

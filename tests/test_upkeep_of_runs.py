@@ -93,18 +93,26 @@ def test_tables_as_json(tmp_path: Path, capsys: pytest.CaptureFixture[str], monk
             fedeas(capsys, *words, "--format", "xml")
 
 
-def test_a_run_says_how_long_it_will_take_by_the_rounds_of_this_sitting(
+def test_a_run_says_how_long_it_will_take_by_the_rounds_after_the_first_it_saw(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run = write_run(tmp_path / "a", [0.5] * 5, rounds=10)
-    out = io.StringIO()
-    clock = iter([100.0, 150.0, 160.0])
-    monkeypatch.setattr(progress, "time", SimpleNamespace(monotonic=lambda: next(clock)))
-    with RoundProgress(run, 10, 3, Console(file=out, width=200)) as shown:  # three rounds were done before
+    run = write_run(tmp_path / "a", [0.5] * 3, rounds=12, finished=False)
+    out, now = io.StringIO(), [100.0]
+    monkeypatch.setattr(progress, "time", SimpleNamespace(monotonic=lambda: now[0]))
+
+    def ends_at(second: float, *rounds: int) -> list[str]:
+        for number in rounds:
+            run.append_round({"round": number, "accuracy": 0.5, "generated": 0, "failures": []})
+        out.seek(0), out.truncate()
+        now[0] = second
         shown.update()
-    first, second = out.getvalue().splitlines()
-    assert first.startswith("round   4/10") and first.endswith("50 s  about 5 min left")  # 6 × 50 s
-    assert second.endswith("60 s  about 2 min left")  # 5 × 30 s
+        return [line.partition("generated 0  ")[2] for line in out.getvalue().splitlines()]
+
+    with RoundProgress(run, 12, 3, Console(file=out, width=200)) as shown:  # three rounds were done before
+        assert ends_at(900, 4, 5) == ["800 s", "800 s"]  # most of it to start: no pace can be told
+        assert ends_at(910, 6) == ["810 s  about 60 s left"]  # 6 × 10 s
+        assert ends_at(925, 7, 8) == ["825 s  about 63 s left", "825 s  about 34 s left"]  # 5 × 25/2 s, 4 × 25/3 s
+        assert ends_at(950, 9, 10, 11, 12)[-1] == "850 s"
 
 
 class Grey:
