@@ -21,6 +21,7 @@ from pathlib import Path
 from rich.console import Console
 
 from fedeas_flwr.config import RunConfig
+from fedeas_flwr.cores import usable_cores
 from fedeas_flwr.environment import describe_environment
 from fedeas_flwr.generators.ray_service import leave_sliver
 from fedeas_flwr.mps import may_share_gpu, shared_gpu
@@ -161,7 +162,7 @@ def clients_at_once(config: RunConfig, on_gpu: bool) -> int:
         return config.actors
     if on_gpu:
         return cohort.clients_at_once(config)
-    usual = os.cpu_count() or 1
+    usual = usable_cores()
     return min(usual, config.clients or usual)
 
 

@@ -14,6 +14,7 @@ import torch
 from test_doctor import config, only
 
 from fedeas_flwr import cores, launch
+from fedeas_flwr.commands.reproduce import default_jobs
 from fedeas_flwr.doctor import Finding, federation, machine
 from fedeas_flwr.generators.ray_service import leave_sliver
 from fedeas_flwr.superlink import own_environment
@@ -95,7 +96,10 @@ def test_a_containers_limits_count_not_the_hosts(tmp_path: Path, monkeypatch: py
     assert machine.usable_cores() == 64
     (tmp_path / "cpu.max").write_text("350000 100000\n")
     found = only(machine.check_cores, config(clients=100))
-    assert found.state == "note" and found.text.startswith("3 usable of 64; 64 client") and "actors=3" in found.fix
+    assert (found.state, found.text) == ("ok", "3 usable of 64; 3 client processes at once")
+    assert (default_jobs("smoke"), default_jobs("full")) == (3, 1)
+    found = only(machine.check_cores, config(clients=100, actors=5))
+    assert found.state == "note" and found.text.startswith("3 usable of 64; 5 client") and "actors=3" in found.fix
     assert only(machine.check_cores, config(clients=100, backend="inline")).state == "ok"
 
     for name, number in (("max", "2000000000"), ("current", "1500000000")):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shlex
 import shutil
 import sys
@@ -19,6 +18,7 @@ from fedeas_flwr.commands.output import FormatOption, can_be_folder, refuse_give
 from fedeas_flwr.commands.sweep import watching
 from fedeas_flwr.config import ConfigError
 from fedeas_flwr.config_files import parse_overrides
+from fedeas_flwr.cores import usable_cores
 from fedeas_flwr.paths import atomic_path, atomic_write
 from fedeas_flwr.sizes import counted
 
@@ -127,7 +127,7 @@ def read_seeds(text: str) -> list[int]:
 
 def default_jobs(scale: str) -> int:
     """One a core at smoke, where a run is one thread; on a GPU one, since several share it well only under MPS."""
-    return max(1, os.cpu_count() or 1) if scale == "smoke" else 1
+    return usable_cores() if scale == "smoke" else 1
 
 
 # --------------------------------------------------------------------------------------------------------- the runs
