@@ -12,6 +12,7 @@ import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from unittest.mock import MagicMock
 
 import numpy as np
 import pytest
@@ -21,7 +22,7 @@ from test_cache import Fake, ids
 from waiting import LONG
 
 from fedeas_flwr.generators import SampleId
-from fedeas_flwr.generators.ray_service import ServiceGenerator, leave_sliver, start_service
+from fedeas_flwr.generators.ray_service import RunningService, ServiceGenerator, leave_sliver, start_service
 from fedeas_flwr.generators.service import GeneratorService, InProcessService
 from fedeas_flwr.superlink import QUIET
 
@@ -154,6 +155,37 @@ def test_a_share_too_small_to_trim_is_refused() -> None:
         ValueError, match=r"gpu-share = 0\.001: 1,000 clients .* gpu-share=0\.002 or more, or actors=996"
     ):
         leave_sliver(0.001)
+
+
+class SilentRay:
+    """As much of Ray as holds one actor, which answers nothing."""
+
+    class exceptions:
+        class RayError(Exception): ...
+
+        class RayTaskError(RayError): ...
+
+    def __init__(self) -> None:
+        self.kills: list[bool] = []
+
+    def nodes(self) -> list[dict[str, object]]:
+        return []
+
+    def remote(self, kind: type) -> MagicMock:
+        return MagicMock()
+
+    def get(self, reference: object, timeout: float | None = None) -> object:
+        raise self.exceptions.RayError("it is being restarted")
+
+    def kill(self, actor: object, *, no_restart: bool) -> None:
+        self.kills.append(no_restart)
+
+
+def test_a_service_that_does_not_say_what_it_did_is_put_to_rest_once(tmp_path: Path) -> None:
+    ray = SilentRay()
+    service = RunningService(ray, small(tmp_path), "cpu")
+    assert [service.rest(), service.rest(), service.rest()] == [{}, None, None]
+    assert ray.kills == [False] and service.stats() == {}
 
 
 RESTING = """

@@ -43,7 +43,7 @@ class RunningService:
 
     def __init__(self, ray: Any, config: RunConfig, device: str) -> None:
         self._ray, self._name = ray, f"fedeas-generator-{uuid.uuid4().hex[:12]}"
-        self._done: dict[str, Any] = {}
+        self._done: dict[str, Any] | None = None
         # The class is imported by name in the actor's process, which must find the very package that runs here.
         package = str(Path(__file__).resolve().parents[2])
         path = os.pathsep.join([package, *filter(None, [os.environ.get("PYTHONPATH")])])
@@ -72,7 +72,7 @@ class RunningService:
 
     def stats(self) -> dict[str, Any]:
         """Return what the actors' present processes have done, or those before them if they were put to rest."""
-        if self._done:
+        if self._done is not None:
             return self._done
         try:
             waiting = [actor.stats.remote() for actor in self._actors]
@@ -84,7 +84,7 @@ class RunningService:
 
     def rest(self) -> dict[str, Any] | None:
         """Free the GPUs, once; return what had been done. A late request (a damaged shard) loads the model again."""
-        if self._done:
+        if self._done is not None:
             return None
         self._done = self.stats()
         for actor in self._actors:
