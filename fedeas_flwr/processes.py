@@ -31,10 +31,18 @@ class ProcessTree:
         self._known: set[psutil.Process] = {self._root}
 
     def note(self) -> None:
-        """Remember the descendants there are now."""
-        for process in list(self._known):
-            with suppress(psutil.Error):
-                self._known.update(process.children(recursive=True))
+        """Remember the descendants there are now.
+
+        Each look reads all processes of the machine, so that only those are looked at whose ancestors have died: the
+        others are among the root's descendants.
+        """
+        known = {process for process in self._known if process.is_running()}
+        found: set[psutil.Process] = set()
+        for process in sorted(known, key=lambda process: process.pid):  # ancestors first, as a rule
+            if process not in found:
+                with suppress(psutil.Error):
+                    found.update(process.children(recursive=True))
+        self._known = known | found
 
     def end(self) -> None:
         """End them all. Killed, not asked: the run is over or given up, and Ray takes seconds to say goodbye."""
