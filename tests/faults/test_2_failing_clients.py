@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from flwr.app import Message
+from flwr.app import Message, RecordDict
 from test_federation import START, federation, toy_app
 from timelines import Clock
 
@@ -130,6 +130,32 @@ def test_replies_within_this_process_are_not_waited_for_in_tenths_of_a_second(
     replies = delivery.deliver(grid, [messages.ask(node, "identity") for node in (1, 2, 3)], timeout)
     assert sorted(replies) == [1, 2, 3]
     assert grid.pulls == 52  # at once, and every 5 ms; with Flower's interval it would be 4
+
+
+class Crowd:
+    """Pushes and pulls as Flower's grid of a simulation does; at each look one half of what is waited for is there."""
+
+    pull_interval = 0.1
+
+    def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
+        self.asked = {str(number): message for number, message in enumerate(messages)}
+        for key, message in self.asked.items():
+            message.metadata.__dict__["_message_id"] = key
+        return list(self.asked)
+
+    def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
+        keys = sorted(message_ids)
+        return [Message(RecordDict(), reply_to=self.asked[key]) for key in keys[: -(-len(keys) // 2)]]
+
+
+def test_the_more_replies_are_waited_for_the_rarer_are_the_looks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A look goes through all that is waited for; what counts is how soon the last one is seen."""
+    InlineGrid(toy_app(), 1, {})  # without a grid of ours Flower makes no messages here
+    grid, clock = Crowd(), Clock()
+    monkeypatch.setattr(delivery, "time", clock)
+    replies = delivery.deliver(grid, [messages.ask(node, "identity") for node in range(1000)], 0.0)  # type: ignore[arg-type]
+    assert sorted(replies) == list(range(1000))
+    assert clock.slept == pytest.approx([0.1, 0.05, 0.025, 0.0124, 0.0062, *[0.005] * 4])
 
 
 def test_a_superlink_over_the_network_is_not_asked_more_often(monkeypatch: pytest.MonkeyPatch) -> None:
