@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 from copy import deepcopy
 from functools import lru_cache, partial
@@ -38,8 +37,6 @@ __all__ = [
     "pick_device",
     "recipe",
 ]
-
-logger = logging.getLogger(__name__)
 
 
 def network(config: RunConfig) -> torch.nn.Module:
@@ -94,8 +91,8 @@ def build_engine(config: RunConfig, device: str, objective: Objective, rank: int
 
     Of several engines in a process a GPU serves those of the lowest rank first.
 
-    An objective that cannot be captured in a graph is trained eagerly, and that is said. Out of memory, the engine
-    goes on with less (sparing.py).
+    What cannot be captured in a graph is trained eagerly, and that is said. Out of memory, the engine goes on with less
+    (sparing.py).
     """
     from fedeas_flwr.training.eager import EagerEngine
 
@@ -111,10 +108,8 @@ def build_engine(config: RunConfig, device: str, objective: Objective, rank: int
         precision = config.precision if device == "cuda" else "fp32"  # a GPU's: processors emulate bf16, slowly
         return EagerEngine(network(config), steps, normalise, device, objective, differentiate, precision, at_a_time)
 
-    if device == "cuda" and config.engine != "eager" and not objective.graphable:
-        logger.warning("strategy = '%s' cannot be captured in CUDA graphs and trains eagerly", config.strategy)
     eagerly = ("eagerly", partial(eager, at_once, config.batch_size))
-    in_graphs = config.engine != "eager" and device != "cpu" and objective.graphable
+    in_graphs = config.engine != "eager" and device != "cpu"
 
     def less() -> list[Rung]:
         height, width, channels = info.image_shape

@@ -3,7 +3,8 @@
 An algorithm overrides `Objective.loss` (an extra term) or `Objective.correct` (a change of the gradients), and
 `Objective.beforehand` where the loss needs something of every sample that no step changes. All are pure: everything
 that differs between clients, rounds and steps comes in as `Inputs`, never from the object. So one CUDA graph can serve
-every client: the engine copies the inputs into buffers that never move.
+every client: the engine copies the inputs into buffers that never move. A step that looks at a tensor's values cannot
+be captured, and is taken eagerly.
 """
 
 from __future__ import annotations
@@ -56,8 +57,6 @@ class Batch:
 class Objective:
     """The classification loss alone: FedAvg's. Algorithms derive from it."""
 
-    graphable = True
-    """Whether a step can be captured: no look at a tensor's values, no draws but those from tables."""
     second_order = False
     """Whether the loss holds a gradient itself, which fast layers cannot differentiate once more."""
 
