@@ -176,7 +176,8 @@ class RunConfig(BaseModel):
     weight_decay: float = Field(0.0, ge=0, le=10, description="SGD weight decay")
 
     engine: Literal["auto", "eager", "graphed"] = Field(
-        "auto", description="how a client trains: graphed replays CUDA graphs, eager runs anywhere; auto picks"
+        "auto",
+        description="how a client trains: graphed replays CUDA graphs, on a GPU; eager runs anywhere; auto picks",
     )
     precision: Literal["fp32", "tf32", "bf16"] = Field("tf32", description="arithmetic of training on a GPU")
 

@@ -25,7 +25,7 @@ from fedeas_flwr.progress import show_tries
 from fedeas_flwr.runs import RunDirectory, RunError
 from fedeas_flwr.sizes import show_bytes, show_seconds
 from fedeas_flwr.strategies import build_strategy
-from fedeas_flwr.training import network, pick_device
+from fedeas_flwr.training import check_engine, network, pick_device
 from fedeas_flwr.upkeep import make_room
 
 
@@ -64,6 +64,7 @@ def check_config(config: RunConfig) -> None:
         check_installed()
     build_strategy(config)  # refuses what so few clients cannot do
     device = pick_device(config.device)
+    check_engine(config, device)
     if config.backend == "ray":
         ray_resources(config, device == "cuda")
 

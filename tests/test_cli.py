@@ -41,6 +41,10 @@ MISTAKES = {
     "no config file": (("run", "nowhere.toml"), ["nowhere.toml"]),
     "word that is no override": (("run", QUICKSTART, "beta"), ["beta", "key=value"]),
     "no clients": (("run", QUICKSTART, "clients=0"), ["clients", "0"]),
+    "graphs without a GPU": (
+        ("run", QUICKSTART, "engine=graphed"),
+        ["engine = 'graphed': must be auto or eager", "GPU"],
+    ),
     "no dataset": (("run", QUICKSTART, "dataset=cifar10", "policy=none"), ["cifar10.npz", "torchvision", "download"]),
     "no generator": (("run", QUICKSTART, "generator=/nowhere"), ["generator", "/nowhere"]),
     "no model": (("run", QUICKSTART, "policy=none", "model=nowhere:net"), ["model", "nowhere"]),

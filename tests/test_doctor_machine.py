@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import socket
 from pathlib import Path
@@ -15,10 +16,12 @@ from test_doctor import config, only
 
 from fedeas_flwr import cores, launch
 from fedeas_flwr.commands.reproduce import default_jobs
+from fedeas_flwr.config import ConfigError
 from fedeas_flwr.doctor import Finding, federation, machine
 from fedeas_flwr.generators.ray_service import leave_sliver
 from fedeas_flwr.superlink import own_environment
-from fedeas_flwr.training import cohort
+from fedeas_flwr.training import build_engine, cohort
+from fedeas_flwr.training.objective import CROSS_ENTROPY
 
 # --------------------------------------------------------------------------------------------------- GPU
 
@@ -50,6 +53,14 @@ def test_no_gpu_is_a_note_unless_one_is_asked_for(monkeypatch: pytest.MonkeyPatc
     found = only(machine.check_gpu, config(device="cuda"))
     assert found.state == "problem" and "device = 'cuda'" in found.text and "device=auto" in found.fix
     assert not machine.on_gpu(config(device="cuda"))
+
+
+def test_an_engine_that_needs_a_gpu_is_a_problem_where_the_run_has_none(gpu: dict[str, Any]) -> None:
+    assert list(machine.check_engine(config())) == list(machine.check_engine(config(engine="graphed"))) == []
+    found = only(machine.check_engine, config(engine="graphed", device="cpu"))
+    assert (found.state, found.fix) == ("problem", "write engine=auto")
+    with pytest.raises(ConfigError, match=re.escape(found.text)):
+        build_engine(config(engine="graphed"), "cpu", CROSS_ENTROPY)
 
 
 def test_a_gpu_is_described_and_its_failings_named(gpu: dict[str, Any]) -> None:

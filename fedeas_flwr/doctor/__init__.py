@@ -21,6 +21,7 @@ CHECKS = {
     "torch with torchvision": "packages.check_torch_pair",
     "tensorboard": "packages.check_tensorboard",
     "GPU": "machine.check_gpu",
+    "engine": "machine.check_engine",
     "CUDA MPS": "machine.check_mps",
     "cores": "machine.check_cores",
     "memory": "machine.check_memory",

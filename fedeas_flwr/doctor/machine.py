@@ -11,15 +11,15 @@ from pathlib import Path
 
 import psutil
 
+from fedeas_flwr import training
 from fedeas_flwr.cache import ImageCache
-from fedeas_flwr.config import RunConfig
+from fedeas_flwr.config import ConfigError, RunConfig
 from fedeas_flwr.cores import CGROUP, usable_cores
 from fedeas_flwr.doctor.findings import Finding, note, ok, problem
 from fedeas_flwr.launch import clients_at_once
 from fedeas_flwr.mps import CONTROL
 from fedeas_flwr.paths import cache_root, existing_part
 from fedeas_flwr.sizes import show_bytes
-from fedeas_flwr.training import pick_device
 from fedeas_flwr.upkeep import cache_limit, entries
 
 CLIENT_BYTES = 500_000_000
@@ -37,7 +37,7 @@ NETWORKED = ("nfs", "cifs", "smb", "lustre", "gpfs", "beegfs", "ceph", "gluster"
 def on_gpu(config: RunConfig) -> bool:
     """Whether a run of this config trains on a GPU here; what keeps it from it is `check_gpu`'s to say."""
     with suppress(ValueError):
-        return pick_device(config.device) == "cuda"
+        return training.pick_device(config.device) == "cuda"
     return False
 
 
@@ -90,6 +90,15 @@ def tiny_kernel(number: int) -> None:
 
     if (torch.ones(64, device=f"cuda:{number}") * 2).sum().item() != 128:
         raise RuntimeError("64 × 2 is not 128 there")
+
+
+def check_engine(config: RunConfig) -> Iterable[Finding]:
+    """Whether the engine can be had where a run of this config trains; nothing is said of one that can."""
+    try:
+        training.check_engine(config, "cuda" if on_gpu(config) else "cpu")
+    except ConfigError as error:
+        return [problem("engine", error, "write engine=auto")]
+    return []
 
 
 def check_mps(config: RunConfig) -> Iterable[Finding]:

@@ -31,6 +31,7 @@ __all__ = [
     "State",
     "TrainResult",
     "build_engine",
+    "check_engine",
     "copy_state",
     "loss_and_view_inputs",
     "network",
@@ -86,6 +87,12 @@ def loss_and_view_inputs(config: RunConfig, labels: torch.Tensor, number: int, c
     return Inputs(constants, {VIEWS: draw_views(info, steps, config.batch_size, draws).to(labels.device)})
 
 
+def check_engine(config: RunConfig, device: str) -> None:
+    """Refuse an engine that cannot be had on a device: ``graphed`` replays CUDA graphs."""
+    if config.engine == "graphed" and device == "cpu":
+        raise ConfigError("engine = 'graphed': must be auto or eager where clients train on the CPU, it needs a GPU")
+
+
 def build_engine(config: RunConfig, device: str, objective: Objective, rank: int = 0) -> Engine:
     """Build the engine the run-config names; ``auto`` is graphed on a GPU and eager elsewhere.
 
@@ -96,6 +103,7 @@ def build_engine(config: RunConfig, device: str, objective: Objective, rank: int
     """
     from fedeas_flwr.training.eager import EagerEngine
 
+    check_engine(config, device)
     info = dataset_info(config.dataset)
     normalise, steps = Normaliser(info.mean, info.std, device), recipe(config)
 
