@@ -184,7 +184,7 @@ def test_a_nodes_images_and_generator_are_held_against_the_run(
     state, text = found(RunConfig(), tmp_path / "none")[1]
     assert (state, f"there is no {tmp_path}/none/unet/config.json" in text) == ("problem", True)
     cifar = RunConfig(dataset="cifar100", generator="elsewhere")  # the node's own goes before the run's
-    assert (found(cifar)[1][0], "num_class_embeds" in found(cifar)[1][1]) == ("problem", True)
+    assert (found(cifar)[1][0], "the dataset's are [32, 32, 3]" in found(cifar)[1][1]) == ("problem", True)
     for name in ("cat", "dog"):  # classes that no built-in dataset has
         (tmp_path / "public" / name).mkdir(parents=True)
         for number in range(5):

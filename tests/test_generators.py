@@ -308,7 +308,7 @@ def test_a_model_that_says_its_classes_is_of_no_others(tmp_path: Path) -> None:
     cases: list[tuple[dict[str, Any], dict[str, Any], str]] = [
         ({}, {"num_classes": 4}, r"unet of .* was trained on 3 classes; the dataset has 4"),
         ({}, {"classes": ("ant", "cat", "bee")}, r"class 1 of .* is 'bee'; the dataset's is 'cat'"),
-        ({"num_class_embeds": 3}, {}, r"num_class_embeds of .* is '3'; it must be 4, its classes and 'no label'"),
+        ({"num_class_embeds": 3}, {}, r"num_class_embeds of .* is 3; it must be 4, its classes and 'no label'"),
         ({CLASSES: "abc"}, {}, rf"{CLASSES} of .* is 'abc'; it must be a list of names"),
         ({CLASSES: [1, 2, 3]}, {}, rf"{CLASSES} of .* is '\[1, 2, 3\]'; it must be a list of names"),
     ]

@@ -86,14 +86,15 @@ def _require(right: bool, folder: Path, key: str, value: object, allowed: str) -
 def check_classes(config: dict[str, Any], folder: Path, num_classes: int, names: Sequence[str] = ()) -> None:
     """Refuse a model of other classes, as far as it says: what was trained here does, others have a number at most."""
     embeddings, own = config.get("num_class_embeds"), config.get(CLASSES)
+    fitting, allowed = [num_classes, num_classes + 1], f"{num_classes}, or {num_classes + 1} with a 'no label' class"
+    if own is not None:
+        right = isinstance(own, list) and all(isinstance(name, str) for name in own)
+        _require(right, folder, CLASSES, own, "a list of names")
+        fitting, allowed = [len(own) + 1], f"{len(own) + 1}, its classes and 'no label'"
+    if embeddings not in fitting:
+        raise ValueError(f"generator: num_class_embeds of {folder} is {embeddings}; it must be {allowed}")
     if own is None:
-        if embeddings not in (num_classes, num_classes + 1):
-            allowed = f"{num_classes}, or {num_classes + 1} with a 'no label' class"
-            raise ValueError(f"generator: num_class_embeds of {folder} is {embeddings}; it must be {allowed}")
         return
-    _require(isinstance(own, list) and all(isinstance(n, str) for n in own), folder, CLASSES, own, "a list of names")
-    wanted = len(own) + 1
-    _require(embeddings == wanted, folder, "num_class_embeds", embeddings, f"{wanted}, its classes and 'no label'")
     if len(own) != num_classes:
         trained = counted(len(own), "class", "classes")
         raise ValueError(f"generator: unet of {folder} was trained on {trained}; the dataset has {num_classes}")
