@@ -74,7 +74,12 @@ def test_the_committed_runs_fill_their_column_and_all_else_is_missing(tmp_path: 
         (["all", "--columns", "c10-k5-a1"], "column 'c10-k5-a1': must be one of"),
         (["all", "--runs", "nowhere"], "runs = 'nowhere': there is no such folder"),
         (["all", "--set", "precison=bf16"], "unknown key 'precison' = 'bf16'; did you mean 'precision'?"),
-        (["all", "--set", "seed=2"], "--set seed=2: every cell sets its own"),
+        (["all", "--set", "seed=2"], "--set seed=2: every cell sets its own; see --seeds"),
+        (
+            ["all", "--set", "policy=none"],
+            "--set policy=none: every cell sets its own; choose cells, which --list names",
+        ),
+        (["all", "--set", "alpha=0.5"], "--set alpha=0.5: every cell sets its own"),
         (["all", "--seeds", "one"], "seeds = 'one': must be whole numbers"),
         (["all", "--seeds=-1", "--no-run"], "seeds = '-1': must be whole numbers of at least 0"),
         (["all", "--seeds", "1,2,1", "--no-run"], "seeds = '1,2,1': must be whole numbers of at least 0, each once"),

@@ -27,7 +27,12 @@ if TYPE_CHECKING:
     from fedeas_flwr.reproduce.measured import Results
     from fedeas_flwr.reproduce.sections import Section
 
-SET_BY_CELLS = ("seed", "run-dir", "resume")
+SET_BY_CELLS = {
+    **dict.fromkeys(("dataset", "clients", "alpha", "policy", "strategy"), "choose cells, which --list names"),
+    "seed": "see --seeds",
+    **dict.fromkeys(("run-dir", "resume"), "see --out"),
+}
+"""Keys that no --set may change, since a cell's name or folder says them → what to do instead."""
 
 
 def reproduce(
@@ -109,9 +114,9 @@ def reproduce(
 def read_words(words: Sequence[str]) -> dict[str, Any]:
     """Read the key=value words that hold for all runs; a relative path is meant from here."""
     values = parse_overrides(words)
-    for key in SET_BY_CELLS:
+    for key, instead in SET_BY_CELLS.items():
         if key in values:
-            raise ConfigError(f"--set {key}={values[key]}: every cell sets its own; see --seeds and --out")
+            raise ConfigError(f"--set {key}={values[key]}: every cell sets its own; {instead}")
     return values
 
 
