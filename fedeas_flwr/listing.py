@@ -135,6 +135,7 @@ def heavy_files(run: RunDirectory, model: bool = False) -> list[Path]:
     """What a finished run keeps only to be gone on with: checkpoint, noise-key, client states; on demand its model."""
     if run.state() != "finished":
         raise RunError(f"{run.path} is {run.state()}, not finished: it needs its checkpoint, nothing is removed")
+    run.checked_rounds()  # a damaged record may be mended, and gone on with
     names = ("checkpoint.safetensors", "noise-key", "clients", *(("model.safetensors",) if model else ()))
     return [path for path in files_of_run(run.path) if path.relative_to(run.path).parts[0] in names]
 

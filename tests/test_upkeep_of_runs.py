@@ -73,6 +73,15 @@ def test_a_run_without_its_status_is_no_record(tmp_path: Path) -> None:
         run.load_model()
 
 
+def test_a_damaged_run_is_not_pruned(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = write_run(tmp_path / "r", [0.1, 0.2, 0.3])
+    (run.path / "checkpoint.safetensors").write_bytes(b"to go on with")
+    (run.path / "rounds.jsonl").write_text((run.path / "rounds.jsonl").read_text().splitlines(keepends=True)[0])
+    with pytest.raises(RunError, match=r"holds 1 whole record, but summary\.json counts 3 rounds: mend line 2"):
+        fedeas(capsys, "runs", "prune", str(run.path))
+    assert (run.path / "checkpoint.safetensors").exists()
+
+
 def test_nothing_is_pruned_if_one_run_has_not_finished(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     done = with_weights(write_run(tmp_path / "a", [0.5]))
     with_weights(write_run(tmp_path / "b", [0.5], rounds=2, finished=False))
