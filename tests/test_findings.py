@@ -50,9 +50,9 @@ def test_where_images_were_made_and_where_found_is_what_the_records_say() -> Non
 
 
 def test_the_gpu_minutes_are_those_of_the_committed_runs() -> None:
-    found = [RunDirectory(path).summary()["seconds"] for path in sorted(RESULTS.glob("cifar10-k*/*/"))]
+    found = [RunDirectory(path).summary()["seconds"] for path in sorted(RESULTS.glob("cifar10*-k*/*/"))]
     total = sum(seconds_of(phase, seconds) for seconds in found for phase in WALL_CLOCK)
-    assert f"`results/cifar10-*` come to {total / 60:.0f} minutes of one GPU" in PAGE
+    assert f"`results/cifar100-*` come to {total / 60:.0f} minutes of one GPU" in PAGE
 
 
 def test_what_agrees_is_what_the_page_says_in_short() -> None:
