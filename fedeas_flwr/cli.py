@@ -40,6 +40,7 @@ from fedeas_flwr.config_files import parse_overrides, read_config
 from fedeas_flwr.data import dataset_info, short_name
 from fedeas_flwr.keys import run_keys
 from fedeas_flwr.one_line import one_line
+from fedeas_flwr.out_of_memory import is_out_of_memory
 from fedeas_flwr.project import read_project
 from fedeas_flwr.runs import RunDirectory, RunError, RunFailedError
 from fedeas_flwr.sizes import counted
@@ -85,7 +86,7 @@ def main() -> None:
         if isinstance(code, int):
             sys.exit(code)
     except Exception as error:
-        if not (isinstance(error, (click.ClickException, RunError, ValueError, OSError)) or _lacks_memory(error)):
+        if not (isinstance(error, (click.ClickException, RunError, ValueError, OSError)) or is_out_of_memory(error)):
             raise
         print("error: " + one_line(_told(error), None), file=sys.stderr)
         sys.exit(exit_code(error))
@@ -95,13 +96,7 @@ def exit_code(error: Exception) -> int:
     """2 where what was given is wrong, so that nothing was begun; 1 where what was begun has failed."""
     if isinstance(error, OSError):
         return 2 if isinstance(error, WRONG_PATHS) else 1
-    return 1 if isinstance(error, RunFailedError) or _lacks_memory(error) else 2
-
-
-def _lacks_memory(error: Exception) -> bool:
-    """Whether the machine ran out of memory, or a GPU did: torch, loaded if it was asked, has a class of its own."""
-    torch = sys.modules.get("torch")
-    return isinstance(error, MemoryError) or (torch is not None and isinstance(error, torch.OutOfMemoryError))
+    return 1 if isinstance(error, RunFailedError) or is_out_of_memory(error) else 2
 
 
 def _told(error: Exception) -> str:

@@ -359,13 +359,21 @@ def test_a_wrong_path_is_the_users_and_a_full_disk_is_not(error: Exception, code
     assert exit_code(error) == code
 
 
-def test_a_gpu_without_memory_is_one_line_whoever_asks_it(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nGPU 0 has 1.00 GiB free."),
+        torch.AcceleratorError("CUDA error: out of memory\nSearch for `cudaErrorMemoryAllocation'"),
+        RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes."),
+    ],
+)
+def test_no_memory_is_one_line_whoever_asks_for_it(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(run: RunDirectory) -> dict[str, Any]:
-        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nGPU 0 has 1.00 GiB free.")
+        raise error
 
     monkeypatch.setattr(prepare, "evaluate_run", full)
     done = typed("evaluate", "/a/run")
-    line = "error: CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has 1.00 GiB free.\n"
+    line = f"error: {' '.join(str(error).split())}\n"
     assert (done.returncode, done.stdout, done.stderr) == (1, "", line)
 
     def wrong(run: RunDirectory) -> dict[str, Any]:

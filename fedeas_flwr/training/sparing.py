@@ -30,6 +30,7 @@ from torch.utils.checkpoint import checkpoint
 from fedeas_flwr.gpu.capture import CaptureError, give_memory_back
 from fedeas_flwr.models import draws_numbers
 from fedeas_flwr.one_line import one_line
+from fedeas_flwr.out_of_memory import is_out_of_memory
 from fedeas_flwr.training.engine import Engine, State, TrainResult
 from fedeas_flwr.training.objective import NO_INPUTS, Batch, Inputs, Objective
 
@@ -183,14 +184,3 @@ class SparingEngine:
         if torch.cuda.is_available():
             give_memory_back()
         self._engine = build()
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an error, or what it came from, says that memory ran out, on a GPU or here."""
-    seen: BaseException | None = error
-    while seen is not None:
-        # torch has no class of its own for the processor's memory.
-        if isinstance(seen, (torch.OutOfMemoryError, MemoryError)) or "DefaultCPUAllocator: " in str(seen):
-            return True
-        seen = seen.__cause__ or seen.__context__
-    return False
