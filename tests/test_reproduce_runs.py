@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +59,8 @@ def test_runs_that_are_not_finished_doubled_or_damaged_do_not_count(tmp_path: Pa
     results = found_in(tmp_path)
     assert [(run.seed, run.path.name) for run in results.of(f"{MAIN}/fedavg")] == [(1, "a")]
     assert [path.name for path in results.doubles] == ["b"]
+    shutil.copytree(tmp_path / "a", tmp_path / "copy-of-a")
+    assert [path.name for path in found_in(tmp_path).doubles] == ["b"], "a run and its record are one run"
     assert [line.partition(": ")[0] for line in results.unreadable] == [str(damaged), str(unknown)]
     assert results.unreadable[1].endswith("did you mean 'alpha'?"), "the end is what helps, however long the path"
 

@@ -120,7 +120,7 @@ class Results:
     cells: dict[str, list[Measured]]
     """Cell's name → its finished runs by seed, one for each form of Γ̂."""
     doubles: list[Path] = field(default_factory=list)
-    """Runs of a seed and a form of Γ̂ that another run has already."""
+    """Runs of a seed and a form of Γ̂ that another run has already, with other accuracies: no copies and records of it."""
     unreadable: list[str] = field(default_factory=list)
 
     def of(self, name: str, form: str = "") -> list[Measured]:
@@ -164,7 +164,8 @@ def find_results(cells: Sequence[Cell], scale: str, folders: Sequence[Path], mor
         except RunError as error:
             unreadable.append(f"{run.path}: {one_line(error, None)}")
             continue
-        if found[name].setdefault((config.seed, config.gamma_hat), measured) is not measured:
+        first = found[name].setdefault((config.seed, config.gamma_hat), measured)
+        if first.accuracies != measured.accuracies:
             doubles.append(run.path)
     by_seed = {name: sorted(runs.values(), key=lambda run: run.seed) for name, runs in found.items()}
     return Results(scale, by_seed, doubles, unreadable)
