@@ -26,7 +26,7 @@ class ProcessTree:
     cannot.
     """
 
-    def __init__(self, root: subprocess.Popen[bytes], mark: str) -> None:
+    def __init__(self, root: subprocess.Popen[bytes] | psutil.Process, mark: str) -> None:
         self._root, self._mark = psutil.Process(root.pid), mark
         self._known: set[psutil.Process] = {self._root}
 

@@ -17,6 +17,7 @@ from typing import Any
 import tomli_w
 
 from fedeas_flwr.config import RunConfig
+from fedeas_flwr.keeper import kept
 from fedeas_flwr.one_line import one_line
 from fedeas_flwr.processes import MARK, ProcessTree, listens
 from fedeas_flwr.project import NAME, read_project
@@ -84,6 +85,7 @@ def start_superlink(
         port = free_port()
         superlink = _spawn_superlink(port, environment, folder, log)
         processes = ProcessTree(superlink, mark)
+        stack.enter_context(kept(superlink.pid, mark, folder))
         stack.callback(processes.end)
         if _answers(superlink, port):
             return superlink, processes

@@ -123,6 +123,21 @@ def test_ctrl_c_under_ray_ends_everything_and_the_run_resumes(tmp_path: Path, di
 
 
 @pytest.mark.slow
+def test_a_launcher_killed_under_ray_leaves_nothing_and_its_run_resumes(tmp_path: Path, digits_generator: Path) -> None:
+    folder, conf = tmp_path / "killed", tmp_path / "conf.toml"
+    conf.write_text("clients = 4\nalpha = 0.1\nbeta = 4.0\nrounds = 30\nlocal-epochs = 1\n")
+    before, folders = flowers_processes(), set(Path(tempfile.gettempdir()).glob("fe-*"))
+    command = [sys.executable, "-m", "fedeas_flwr.cli", "run", str(conf), f"run-dir={folder}"]
+    with start_interruptible(command, env=Held(tmp_path, 20).environment) as child:
+        wait_until(lambda: len(RunDirectory(folder).rounds()) >= 3, "three rounds are done")
+        child.kill()
+    wait_until(lambda: flowers_processes() <= before, "what it started has ended")
+    wait_until(lambda: set(Path(tempfile.gettempdir()).glob("fe-*")) <= folders, "its folder is gone")
+    whole, resumed = finish(small(tmp_path / "whole", rounds=30)), finish(small(folder, rounds=30, resume=True))
+    assert weights(whole) == weights(resumed)
+
+
+@pytest.mark.slow
 def test_flwr_run_works_as_flowers_users_expect(tmp_path: Path, digits_generator: Path) -> None:
     """Plain `flwr run .` with Flower's default of two nodes, on a SuperLink of this test's own."""
     environment = {

@@ -120,7 +120,7 @@ class Results:
     cells: dict[str, list[Measured]]
     """Cell's name → its finished runs by seed, one for each form of Γ̂."""
     doubles: list[Path] = field(default_factory=list)
-    """Runs of a seed and a form of Γ̂ that another run has already, with other accuracies: no copies and records of it."""
+    """Runs of a seed and a form of Γ̂ that another run has already, with other accuracies: not its copies."""
     unreadable: list[str] = field(default_factory=list)
 
     def of(self, name: str, form: str = "") -> list[Measured]:

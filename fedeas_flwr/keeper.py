@@ -1,0 +1,65 @@
+"""A process that outlives its launcher by a moment: if that is killed (SIGKILL), it ends what the launcher had started.
+
+The launcher holds one end of a pipe, and the system closes it however the launcher ends. A launcher that has ended its
+processes itself says so before.
+"""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import psutil
+
+from fedeas_flwr.processes import ProcessTree, with_variable
+
+_NOTHING_TO_DO = "ended\n"
+
+
+@contextmanager
+def kept(root: int, mark: str, folder: Path) -> Iterator[None]:
+    """Have a keeper for the block.
+
+    Parameters
+    ----------
+    root, mark
+        Of the launch's `ProcessTree`.
+    folder
+        The launch's temporary one.
+    """
+    keeper = subprocess.Popen(
+        [sys.executable, "-m", __name__, str(root), mark, str(folder)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,  # what kills the launcher's group does not kill it
+        text=True,
+    )
+    try:
+        yield
+    finally:
+        with suppress(BrokenPipeError):  # somebody killed it
+            keeper.communicate(_NOTHING_TO_DO)
+
+
+def main() -> None:
+    """Wait for the launcher's end."""
+    root, mark, folder = int(sys.argv[1]), sys.argv[2], Path(sys.argv[3])
+    tree = ProcessTree(psutil.Process(root), mark)
+    if sys.stdin.read() == _NOTHING_TO_DO:
+        return
+    from fedeas_flwr.mps import PIPE
+
+    tree.end()
+    for process in with_variable(PIPE, str(folder / "mps")):  # MPS does without the mark
+        with suppress(psutil.Error):
+            process.kill()
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+if __name__ == "__main__":
+    main()
