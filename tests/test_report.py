@@ -185,6 +185,25 @@ def test_an_unfinished_seed_does_not_count_beside_finished_ones_and_all_outputs_
     assert none["unfinished"] == [about] and "empty" in data["left_out"][0]
 
 
+def test_replies_that_a_run_went_on_without_are_told_where_its_figures_are(tmp_path: Path) -> None:
+    failure = {"client": 3, "reason": "its node is offline"}
+    extra = [{"clients": [0], "failures": [failure] * 2}, {}, {"clients": [0, 1], "failures": [failure]}]
+    write_run(tmp_path / "a1", [0.2, 0.4, 0.6], seed=1)
+    write_run(tmp_path / "a2", [0.4, 0.6, 0.8], seed=2, extra=extra)
+    printed = typed("report", str(tmp_path), "--out", str(tmp_path / "out")).stdout
+    note = "Replies missing: a2, 3 in 2 of 3 rounds"
+    assert [line for line in printed.splitlines() if "missing" in line] == [note]
+    assert f"{note}." in (tmp_path / "out" / "report.md").read_text()
+    data = json.loads(typed("report", str(tmp_path), "--format", "json").stdout)
+    assert data["groups"][0]["missing_replies"] == [0, 3]
+    rows = json.loads(typed("runs", "ls", str(tmp_path), "--format", "json").stdout)
+    assert [row["missing_replies"] for row in rows] == [0, 3]
+    head, *lines = typed("runs", "ls", str(tmp_path)).stdout.splitlines()
+    assert head.split()[-3] == "missing" and [line.split()[-5] for line in lines[:2]] == ["0", "3"]
+    assert lines[-1] == "missing: replies that a run went on without"
+    assert "missing" not in typed("runs", "ls", str(tmp_path / "a1")).stdout, "only where there are any"
+
+
 def test_a_run_with_a_damaged_config_is_named_wherever_it_would_be_missed(tmp_path: Path) -> None:
     write_run(tmp_path / "whole", [0.5], seed=1)
     hurt = write_run(tmp_path / "hurt", [0.5], seed=2)

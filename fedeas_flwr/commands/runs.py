@@ -23,7 +23,8 @@ from fedeas_flwr.terminal import print_table, table_width
 
 runs_app = typer.Typer(cls=InOrderOfUse, help="Run directories.", no_args_is_help=True, rich_markup_mode=None)
 
-_HEAD = ("run", "state", "rounds", "last-20 %", "peak %", "images", "changed", "size")
+_MISSING = "missing"
+_HEAD = ("run", "state", "rounds", "last-20 %", "peak %", "images", _MISSING, "changed", "size")
 _LEFT_OUT_WHERE_NARROW = ("peak %", "images")
 _WIDE = 100
 """Characters that all columns need beside a name of some length."""
@@ -45,10 +46,14 @@ def ls(
         _warn(bad)
         return
     console = Console()
-    head = [name for name in _HEAD if table_width(console) >= _WIDE or name not in _LEFT_OUT_WHERE_NARROW]
+    lost = any(row["missing_replies"] for row in rows)
+    left_out = {*(() if lost else (_MISSING,)), *(() if table_width(console) >= _WIDE else _LEFT_OUT_WHERE_NARROW)}
+    head = [name for name in _HEAD if name not in left_out]
     cells = [[shown[name] for name in head] for shown in map(_cells, rows)]
     print_table(console, head, cells, fold=["run"], right=_HEAD[2:])
     print(f"{counted(len(rows), 'run')}, {show_bytes(sum(row['bytes'] for row in rows))}")
+    if lost:
+        print(f"{_MISSING}: replies that a run went on without")
     _warn([*(row["error"] for row in rows if "error" in row), *bad])
 
 
@@ -119,8 +124,8 @@ def prune(
 
 def _cells(row: Mapping[str, Any]) -> dict[str, str]:
     percents = ["-" if row[key] is None else f"{100 * row[key]:.1f}" for key in ("last_20", "peak")]
-    images = "-" if row["images"] is None else f"{row['images']:,}"
+    images, missing = ("-" if row[key] is None else f"{row[key]:,}" for key in ("images", "missing_replies"))
     changed = datetime.fromtimestamp(row["changed"]).strftime("%Y-%m-%d %H:%M")
     rounds = f"{row['rounds_done']}/{row['rounds'] or '?'}"
-    cells = [row["path"], row["state"], rounds, *percents, images, changed, show_bytes(row["bytes"])]
+    cells = [row["path"], row["state"], rounds, *percents, images, missing, changed, show_bytes(row["bytes"])]
     return dict(zip(_HEAD, cells, strict=True))

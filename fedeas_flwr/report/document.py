@@ -21,6 +21,7 @@ from fedeas_flwr.report.groups import (
     differences,
     gain_and_efficiency,
     identity,
+    missing_notes,
     no_gain_notes,
     unfinished_notes,
 )
@@ -102,7 +103,7 @@ def _results(groups: Sequence[Group]) -> Section:
         "Seconds are the server's, of all rounds. – is none, or never. Names say what tells groups apart; all keys in "
         "which they differ are under Configuration."
     )
-    notes = [f"{note}." for note in (*unfinished_notes(groups), *no_gain_notes(groups))]
+    notes = [f"{note}." for note in (*unfinished_notes(groups), *missing_notes(groups), *no_gain_notes(groups))]
     return Section("Results", [text, *notes], [results(groups)])
 
 

@@ -24,6 +24,7 @@ def as_data(groups: Sequence[Group]) -> list[dict[str, Any]]:
                 "seeds": group.seeds,
                 "rounds": [len(member.rounds) for member in group.members],
                 "unfinished": _unfinished(group),
+                "missing_replies": [member.summary["failures"] for member in group.members],
                 "last_20": _plain(group.spread("last_20")),
                 "peak": _plain(group.spread("peak")),
                 "images": group.images,

@@ -19,6 +19,7 @@ from fedeas_flwr.listing import summarise_so_far
 from fedeas_flwr.metrics import WALL_CLOCK, efficiency, last_20, seconds_of
 from fedeas_flwr.report.style import COLOURS, INK, LABELS, MORE_COLOURS
 from fedeas_flwr.runs import NOT_THE_RUN, RunDirectory, RunError
+from fedeas_flwr.sizes import counted
 
 FloatArray = npt.NDArray[np.float64]
 
@@ -186,11 +187,22 @@ def _make_group(name: str, runs: Sequence[Member], colour: str) -> Group:
 
 def unfinished_notes(groups: Sequence[Group]) -> list[str]:
     """What a reader of the figures has to know: runs that have not come to their end, and whether they count."""
-    counted = [
+    included = [
         f"Not finished: {member.unfinished}" for group in groups for member in group.members if member.unfinished
     ]
     aside = [f"Not finished, so not counted: {member.unfinished}" for group in groups for member in group.aside]
-    return [*counted, *aside]
+    return [*included, *aside]
+
+
+def missing_notes(groups: Sequence[Group]) -> list[str]:
+    """A line for each run that went on without replies of some of its clients."""
+    return [
+        f"Replies missing: {member.run.path.name}, {member.summary['failures']:,} in {len(rounds)} of "
+        f"{counted(len(member.rounds), 'round')}"
+        for group in groups
+        for member in group.members
+        if (rounds := [record for record in member.rounds if record["failures"]])
+    ]
 
 
 def identity(config: RunConfig, free: Sequence[str] = ()) -> dict[str, Any]:
