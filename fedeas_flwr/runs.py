@@ -26,6 +26,7 @@ from fedeas_flwr.config import ConfigError, RunConfig, parse_config
 from fedeas_flwr.noise import Noise
 from fedeas_flwr.paths import atomic_write, cache_root, existing_part, remove_unfinished
 from fedeas_flwr.processes import identify, is_elsewhere, still_runs
+from fedeas_flwr.round_records import Recorded, read_records
 from fedeas_flwr.run_files import holds_others_files
 from fedeas_flwr.sizes import counted
 
@@ -171,8 +172,8 @@ class RunDirectory:
             raise RunError(f"{self.path / 'config.json'} is not a run's config: {error}") from None
 
     def rounds(self) -> list[dict[str, Any]]:
-        """The recorded rounds; a last line cut short by a crash is left out."""
-        return self.rounds_from(0)[0]
+        """The recorded rounds, up to the first line that is not its round's; one cut short by a crash is left out."""
+        return self._recorded().records
 
     def rounds_from(self, offset: int) -> tuple[list[dict[str, Any]], int]:
         """The rounds recorded behind a place in their file, and the place to look from next time.
@@ -180,24 +181,13 @@ class RunDirectory:
         Whoever follows a run then reads every record once, or again from the first where rounds were taken back
         (`keep_rounds`) and the place is no longer between two of them.
         """
+        found = self._recorded(offset)
+        return found.records, found.place
+
+    def _recorded(self, offset: int = 0) -> Recorded:
         path = self.path / "rounds.jsonl"
-        records: list[dict[str, Any]] = []
-        if not path.exists():
-            return records, 0
-        with _saying_what_cannot_be_read(path), path.open("rb") as file:
-            file.seek(max(0, offset - 1))
-            if offset and file.read(1) != b"\n":
-                return self.rounds_from(0)
-            for line in file:
-                try:
-                    record = json.loads(line)
-                except (ValueError, RecursionError):
-                    break
-                if not isinstance(record, dict) or not line.endswith(b"\n"):
-                    break
-                records.append(record)
-                offset = file.tell()
-        return records, offset
+        with _saying_what_cannot_be_read(path):
+            return read_records(path, offset) if path.exists() else Recorded()
 
     def append_round(self, record: Mapping[str, Any]) -> None:
         """Add one finished round."""
@@ -213,27 +203,32 @@ class RunDirectory:
         atomic_write(self.path / "rounds.jsonl", lines.encode())
 
     def _rounds_at_least(self, count: int, why: str) -> list[dict[str, Any]]:
-        found = self.rounds()
-        if len(found) < count:
-            whole = counted(len(found), "whole record")
-            raise RunError(f"{self.path / 'rounds.jsonl'} holds {whole}, but {why}: mend line {len(found) + 1}")
-        return found
+        found = self._recorded()
+        self._refuse_fewer(found, count, why)
+        return found.records
+
+    def _refuse_fewer(self, found: Recorded, count: int, why: str) -> None:
+        if len(found.records) < count:
+            whole, line = counted(len(found.records), "whole record"), len(found.records) + 1
+            flaw = f" ({found.flaw})" if found.flaw else ""
+            raise RunError(f"{self.path / 'rounds.jsonl'} holds {whole}, but {why}: mend line {line}{flaw}")
 
     def checked_rounds(self) -> list[dict[str, Any]]:
-        """The recorded rounds, of which none that its own summary counts may be lost: the others are no evidence.
+        """The recorded rounds, of which none that has a line or that its own summary counts may be lost."""
+        count = self._rounds_by_summary()  # first: a run at work writes it last
+        found = self._recorded()
+        self._refuse_fewer(found, count, f"summary.json counts {counted(count, 'round')}")
+        self._refuse_fewer(found, found.lines, f"has {counted(found.lines, 'line')}")
+        return found.records
 
-        Before there is a summary, its lines count; one that a crash cut short has no end, and is none.
-        """
+    def _rounds_by_summary(self) -> int:
+        """How many rounds the summary counts, none before there is one."""
         if not (self.path / "summary.json").exists():
-            path = self.path / "rounds.jsonl"
-            with _saying_what_cannot_be_read(path):
-                count = path.read_bytes().count(b"\n") if path.exists() else 0
-            return self._rounds_at_least(count, f"has {counted(count, 'line')}")
+            return 0
         try:
-            count = int(self.summary()["rounds"])
+            return int(self.summary()["rounds"])
         except (KeyError, TypeError, ValueError, OverflowError) as error:
             raise RunError(f"{self.path / 'summary.json'} is not a run's summary: {error}") from None
-        return self._rounds_at_least(count, f"summary.json counts {counted(count, 'round')}")
 
     def save_checkpoint(self, checkpoint: Checkpoint) -> None:
         """Replace the checkpoint; a reader sees the old one or the new one, never a part."""

@@ -26,6 +26,7 @@ LAYERS = [
         "one_line",
         "image_sheet",
         "project",
+        "round_records",
         "run_files",
         "environment",
         "terminal",

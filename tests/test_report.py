@@ -221,8 +221,11 @@ DAMAGES = {
     "lost": "holds 1 whole record, but summary.json counts 2 rounds: mend line 2",
     "folder": "cannot be read: Is a directory",
     "locked": "cannot be read: Permission denied",
-    "strange": "holds what is no round's record: KeyError('accuracy')",
-    "vast": "holds what is no round's record: OverflowError('int too large to convert to float')",
+    "strange": "holds 0 whole records, but summary.json counts 2 rounds: mend line 1 "
+    "(accuracy = null, must be from 0 to 1)",
+    "other": "holds what is no round's record: KeyError('seconds')",
+    "vast": "holds 1 whole record, but summary.json counts 2 rounds: mend line 2 "
+    f"(accuracy = 1{'0' * 39}…, must be from 0 to 1)",
 }
 
 
@@ -233,6 +236,7 @@ def test_one_bad_run_is_named_and_the_others_are_shown(tmp_path: Path) -> None:
     records["folder"].unlink()
     records["folder"].mkdir()
     records["strange"].write_text('{"round": 1}\n' * 2)
+    records["other"].write_text("".join(f'{{"round": {number}, "accuracy": 0.5}}\n' for number in (1, 2)))
     records["vast"].write_text(records["vast"].read_text().replace("0.4", str(10**400)))
     records["locked"].chmod(0)
     runs["shut"].path.chmod(0)
@@ -252,10 +256,10 @@ def test_one_bad_run_is_named_and_the_others_are_shown(tmp_path: Path) -> None:
     assert {line.removeprefix("Left out: ") for line in report.stdout.splitlines() if "Left out" in line} == why
     found = json.loads(data.stdout)
     assert set(found["left_out"]) == why and [group["seeds"] for group in found["groups"]] == [[0]]
-    assert set(table.stderr.splitlines()) == why and table.stdout.splitlines()[-1].startswith("6 runs, ")
+    assert set(table.stderr.splitlines()) == why and table.stdout.splitlines()[-1].startswith("7 runs, ")
     assert rows.stderr == f"{tmp_path}/shut: Permission denied\n"
     listed = {Path(row["path"]).name: row for row in json.loads(rows.stdout)}
-    states = {"whole": "finished", "lost": "damaged", "strange": "damaged", "vast": "damaged"}
+    states = {"whole": "finished", "lost": "damaged", "strange": "damaged", "other": "damaged", "vast": "damaged"}
     states |= {"folder": "unreadable", "locked": "unreadable"}
     assert {name: row["state"] for name, row in listed.items()} == states
     assert listed["lost"]["error"].endswith(DAMAGES["lost"]) and listed["lost"]["last_20"] is None

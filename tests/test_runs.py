@@ -394,6 +394,44 @@ def test_a_record_names_the_state_of_the_code(tmp_path: Path, monkeypatch: pytes
     assert len({first, second, environment.code_digest()}) == 3
 
 
+SPOILT = {
+    "doubled": (lambda a, b, c: [a, b, b, c], 2, "mend line 3 (round = 2, must be 3)"),
+    "doubled at the end": (lambda a, b, c: [a, b, c, c], 3, "mend line 4 (round = 3, must be 4)"),
+    "swapped": (lambda a, b, c: [b, a, c], 0, "mend line 1 (round = 2, must be 1)"),
+    "left out": (lambda a, b, c: [a, c], 1, "mend line 2 (round = 3, must be 2)"),
+    "a word": (
+        lambda a, b, c: [a, b.replace('"round": 2', '"round": "2"'), c],
+        1,
+        'mend line 2 (round = "2", must be 2)',
+    ),
+    **{
+        f"accuracy {value}": (
+            lambda a, b, c, value=value: [a, b.replace('"accuracy": 0.2', f'"accuracy": {value}'), c],
+            1,
+            f"mend line 2 (accuracy = {value}, must be from 0 to 1)",
+        )
+        for value in ("59.3", "-0.1", "NaN", "Infinity", "null", "true", '"0.2"', "[0.2]")
+    },
+}
+
+
+@pytest.mark.parametrize("summary", [True, False])
+@pytest.mark.parametrize("damage", SPOILT)
+def test_every_line_is_the_record_of_its_round_or_the_first_that_is_not_is_named(
+    tmp_path: Path, damage: str, summary: bool
+) -> None:
+    run = write_run(tmp_path / "r", [0.1, 0.2, 0.3], finished=summary)
+    record = run.path / "rounds.jsonl"
+    spoil, good, told = SPOILT[damage]
+    lines = spoil(*record.read_text().splitlines(keepends=True))
+    record.write_text("".join(lines))
+    assert len(run.rounds()) == good
+    few = "summary.json counts 3 rounds" if summary and good < 3 else f"has {len(lines)} lines"
+    with pytest.raises(RunError) as refused:
+        run.checked_rounds()
+    assert str(refused.value) == f"{record} holds {counted(good, 'whole record')}, but {few}: {told}"
+
+
 def test_before_there_is_a_summary_lines_tell_that_a_round_was_lost(tmp_path: Path) -> None:
     run = write_run(tmp_path / "r", [0.1, 0.2, 0.3], finished=False)
     record = run.path / "rounds.jsonl"
