@@ -40,6 +40,8 @@ class Checkpoint:
     shares: dict[int, tuple[int, int, float]] = field(default_factory=dict)
     """Client → its part of a matched budget (`messages.Share`), which is dealt out once a run."""
     strategy: StrategyState = field(default_factory=StrategyState)
+    run: str = ""
+    """Whose it is (`RunDirectory.identity`), as its file says; those of older versions do not."""
 
 
 def plain(arrays: Mapping[str, Any]) -> Arrays:
@@ -56,6 +58,7 @@ def write_checkpoint(path: Path, checkpoint: Checkpoint) -> None:
         "generated": checkpoint.generated,
         "shares": checkpoint.shares,
         "strategy": checkpoint.strategy.numbers,
+        "run": checkpoint.run,
     }
     arrays = {f"{part}/{key}": value for part, found in parts.items() for key, value in found.items()}
     write_arrays(path, arrays, {"state": json.dumps(state)})
@@ -80,6 +83,7 @@ def read_checkpoint(path: Path) -> Checkpoint:
             generated={int(k): int(v) for k, v in state["generated"].items()},
             shares={int(k): (int(b), int(e), float(level)) for k, (b, e, level) in state.get("shares", {}).items()},
             strategy=StrategyState(_under("strategy/", arrays), dict(state.get("strategy", {}))),
+            run=str(state.get("run", "")),
         )
     except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
         reason = f"it holds no server's state ({type(error).__name__}: {error})"

@@ -4,7 +4,7 @@ config.json            the run-config and the environment it ran in
 rounds.jsonl           one object a round
 checkpoint.safetensors everything the server needs to go on after the last checkpointed round
 clients/ID/            what client ID keeps between rounds (simulation; see client_state.py)
-identity               the run's name among nodes that keep this themselves (deployment; see node.py)
+identity               the run's name, in its checkpoint and among nodes that keep this themselves (deployment; node.py)
 noise-key              the secret of `dp`'s noise, for its owner alone, and which models it was drawn for (see noise.py)
 model.safetensors      the final model
 summary.json           the run in a few numbers

@@ -10,6 +10,7 @@ import os
 import uuid
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryFile
 from typing import Any
@@ -232,7 +233,7 @@ class RunDirectory:
 
     def save_checkpoint(self, checkpoint: Checkpoint) -> None:
         """Replace the checkpoint; a reader sees the old one or the new one, never a part."""
-        write_checkpoint(self.path / "checkpoint.safetensors", checkpoint)
+        write_checkpoint(self.path / "checkpoint.safetensors", replace(checkpoint, run=self.identity()))
 
     def load_checkpoint(self) -> Checkpoint | None:
         """The last checkpoint, or ``None`` if the run died before its first."""
@@ -240,9 +241,12 @@ class RunDirectory:
         if not path.exists():
             return None
         try:
-            return read_checkpoint(path)
+            checkpoint = read_checkpoint(path)
         except ValueError as error:
             raise RunError(str(error)) from None
+        if checkpoint.run and (self.path / "identity").exists() and checkpoint.run != self.identity():
+            raise RunError(f"{path} is of another run: put back the run's own, or begin anew")
+        return checkpoint
 
     def save_model(self, arrays: Arrays) -> None:
         """Write the final model."""

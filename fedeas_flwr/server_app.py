@@ -150,7 +150,7 @@ def _start(config: RunConfig, run: RunDirectory) -> Checkpoint:
     checkpoint = run.load_checkpoint() if config.resume else None
     if checkpoint is None:
         checkpoint = Checkpoint(0, trainable, buffers)
-    elif set(checkpoint.trainable) != set(trainable) or set(checkpoint.buffers) != set(buffers):
+    elif _shapes(checkpoint.trainable) != _shapes(trainable) or _shapes(checkpoint.buffers) != _shapes(buffers):
         raise RunError(f"the checkpoint in {run.path} does not hold the arrays of model '{config.model}'")
     # A file keeps its arrays in an order of its own; on the wire they are in the model's.
     return replace(
@@ -158,6 +158,10 @@ def _start(config: RunConfig, run: RunDirectory) -> Checkpoint:
         trainable={key: checkpoint.trainable[key] for key in trainable},
         buffers={key: checkpoint.buffers[key] for key in buffers},
     )
+
+
+def _shapes(arrays: Arrays) -> dict[str, tuple[int, ...]]:
+    return {key: tuple(array.shape) for key, array in arrays.items()}
 
 
 def _on_device(state: Checkpoint, device: str) -> Checkpoint:

@@ -10,9 +10,10 @@ from typing import Any
 
 import pytest
 import torch
-from runners import fedeas, finish, small, typed
+from runners import fedeas, finish, quick, small, typed, weights
 
 from fedeas_flwr import prepare
+from fedeas_flwr.checkpoints import read_arrays, write_arrays
 from fedeas_flwr.cli import exit_code, reserved_folder, run_name
 from fedeas_flwr.config import parse_config
 from fedeas_flwr.project import read_project
@@ -336,6 +337,40 @@ def test_a_checkpoint_that_cannot_be_read_is_refused_before_the_headline(tmp_pat
     assert [(done.returncode, done.stdout) for done in (short, damaged)] == [(2, ""), (2, "")]
     assert "holds 0 whole records" in short.stderr and "checkpoint.safetensors" in damaged.stderr
     assert run.status()[0] == "finished", "nothing was begun"
+
+
+def test_another_runs_checkpoint_is_refused_before_anything_is_cut(tmp_path: Path) -> None:
+    run = finish(quick(tmp_path / "r", policy="none", rounds=2))
+    other = finish(quick(tmp_path / "other", policy="none", rounds=1, strategy="fedadam"))
+    checkpoint, before = run.path / "checkpoint.safetensors", (run.path / "rounds.jsonl").read_bytes()
+    checkpoint.write_bytes((other.path / "checkpoint.safetensors").read_bytes())
+    refused = typed("resume", str(run.path), "rounds=3")
+    assert (refused.returncode, refused.stdout) == (2, "")
+    assert refused.stderr == f"error: {checkpoint} is of another run: put back the run's own, or begin anew\n"
+    assert (run.path / "rounds.jsonl").read_bytes() == before and run.status()[0] == "finished"
+
+
+def test_a_checkpoint_from_before_it_named_its_run_is_gone_on_from(tmp_path: Path) -> None:
+    whole = finish(quick(tmp_path / "whole", policy="none", rounds=3))
+    run = finish(quick(tmp_path / "r", policy="none", rounds=2))
+    arrays, metadata = read_arrays(path := run.path / "checkpoint.safetensors")
+    older = json.loads(metadata["state"])
+    assert older.pop("run") == run.identity()
+    write_arrays(path, arrays, {"state": json.dumps(older)})
+    assert typed("resume", str(run.path), "rounds=3").returncode == 0
+    assert weights(run) == weights(whole)
+
+
+def test_an_older_checkpoint_of_another_shape_cuts_nothing(tmp_path: Path) -> None:
+    run = finish(quick(tmp_path / "r", policy="none", rounds=2))
+    before = (run.path / "rounds.jsonl").read_bytes()
+    arrays, metadata = read_arrays(path := run.path / "checkpoint.safetensors")
+    state = {key: value for key, value in json.loads(metadata["state"]).items() if key != "run"}
+    larger = {key: value[..., None] for key, value in arrays.items()}
+    write_arrays(path, larger, {"state": json.dumps(state | {"round": 1})})
+    refused = typed("resume", str(run.path), "rounds=3")
+    assert refused.returncode == 1 and "does not hold the arrays of model 'users_models:tiny'" in refused.stderr
+    assert (run.path / "rounds.jsonl").read_bytes() == before
 
 
 def test_a_run_that_was_begun_and_failed_has_another_exit_code(tmp_path: Path) -> None:
