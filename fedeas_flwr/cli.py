@@ -66,6 +66,7 @@ app.add_typer(deploy_app, name="deploy", short_help="A federation of real machin
 app.command(short_help="What this machine can do for a run, and what to mend")(doctor)
 WRONG_PATHS = (FileNotFoundError, FileExistsError, IsADirectoryError, NotADirectoryError, PermissionError)
 """What an operating system says to a path that should have been another; a full disk it says otherwise."""
+_QUICKSTART = Path("runs/quickstart")
 _FOUR_COLUMNS = 120
 """Characters that a terminal needs for one of them to be of sentences."""
 console, warnings = Console(markup=False), Console(stderr=True, markup=False)
@@ -255,14 +256,20 @@ def export(
 
 @app.command(short_help="Four runs on built-in data, a table and a page")
 def quickstart(
-    out: Annotated[Path, typer.Option(help="folder of the runs and the picture", callback=can_be_folder)] = Path(
-        "runs/quickstart"
-    ),
+    out: Annotated[Path, typer.Option(help="folder of the runs and the picture", callback=can_be_folder)] = _QUICKSTART,
 ) -> None:
-    """Four runs on the built-in digits: no synthetic data, FedEAS, and two policies at FedEAS's budget."""
-    from fedeas_flwr.quickstart import quickstart as run_quickstart
+    """Four runs on the built-in digits: no synthetic data, FedEAS, and two policies at FedEAS's budget.
 
-    run_quickstart(out.absolute(), console)
+    Started again, it does what is left of them.
+    """
+    try:
+        from fedeas_flwr.quickstart import quickstart as run_quickstart
+
+        run_quickstart(out.absolute(), console)
+    except KeyboardInterrupt:
+        again = shlex.join(["fedeas", "quickstart", *(() if out == _QUICKSTART else ("--out", str(out)))])
+        warnings.print(f"stopped; go on with: {again}", highlight=False, soft_wrap=True)
+        raise
 
 
 # ------------------------------------------------------------------------------------------- generators

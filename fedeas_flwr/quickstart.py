@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 
 from rich.console import Console
 
-from fedeas_flwr.config import RunConfig, parse_config
+from fedeas_flwr.config import ConfigError, RunConfig, parse_config
 from fedeas_flwr.launch import launch
 from fedeas_flwr.paths import atomic_write
 from fedeas_flwr.prepare import prepare
@@ -14,8 +15,9 @@ from fedeas_flwr.report.comparison import comparison_figure, print_comparison
 from fedeas_flwr.report.groups import group_runs
 from fedeas_flwr.report.page import as_png
 from fedeas_flwr.report.writing import write_report
-from fedeas_flwr.run_files import files_of_run, is_run, remove_files
+from fedeas_flwr.run_files import is_run
 from fedeas_flwr.runs import RunDirectory
+from fedeas_flwr.sweep import Cell, check_cell
 
 RUNS = (("none", "ray"), ("fedeas", "ray"), ("uniform", "inline"), ("missing-only", "inline"))
 """Policy and backend. Two runs go through Flower's Ray simulation; its start costs half a minute, so two do not: the
@@ -36,15 +38,10 @@ def quickstart_config(policy: str, backend: str, folder: Path) -> RunConfig:
 
 
 def quickstart(folder: Path, console: Console) -> None:
-    """Run the four policies into ``folder`` (runs that were there are replaced), print a table, write a picture and a
-    page."""
-    runs: list[RunDirectory] = []
-    for policy, backend in RUNS:
-        _clear(RunDirectory(folder / policy))
-        config = prepare(quickstart_config(policy, backend, folder), console)
-        console.print(f"\n{policy}: {config.rounds} rounds, {config.clients} clients, backend {backend}")
-        runs.append(launch(config, console))
-    groups, left_out = group_runs(runs)
+    """Run the four policies into ``folder``, or what is left of them, print a table, write a picture and a page."""
+    _refuse_others(folder)
+    cells = [_cell(quickstart_config(policy, backend, folder)) for policy, backend in RUNS]
+    groups, left_out = group_runs([_do(cell, console) for cell in cells])
     picture, page = folder / "quickstart.png", folder / "report.html"
     atomic_write(picture, as_png(comparison_figure(groups)))
     write_report(groups, left_out, page)
@@ -57,8 +54,31 @@ def quickstart(folder: Path, console: Console) -> None:
     console.print(f"Picture: {picture}\nReport: {page}", soft_wrap=True, highlight=False)
 
 
-def _clear(run: RunDirectory) -> None:
-    """Make room where an earlier quickstart ran; what is not a run's stays, and a run refuses to begin there."""
-    run.refuse_if_it_runs()
-    if is_run(run.path):
-        remove_files(run.path, files_of_run(run.path))
+def _refuse_others(folder: Path) -> None:
+    """Write into no folder with somebody's own things; what was put beside an earlier quickstart's runs may stay."""
+    own = [policy for policy, _ in RUNS]
+    others = sorted(path.name for path in folder.iterdir() if path.name not in own) if folder.is_dir() else []
+    if others and not any(is_run(folder / policy) for policy in own):
+        raise ConfigError(f"--out '{folder}': holds {others[0]} and no quickstart; name a new folder")
+
+
+def _cell(config: RunConfig) -> Cell:
+    """One of the runs as it is to be done: from its start, or from its checkpoint; refused if it cannot be."""
+    run = RunDirectory(Path(config.run_dir))
+    cell = Cell(config.policy, {}, config.with_changes(resume=run.is_record()), run)
+    check_cell(cell)
+    run.checked_rounds()
+    if not cell.finished:
+        run.check_ready(cell.config)
+    return cell
+
+
+def _do(cell: Cell, console: Console) -> RunDirectory:
+    """Do one of the runs, or what is left of it."""
+    if cell.finished:
+        again = shlex.join(["fedeas", "runs", "rm", str(cell.run.path)])
+        console.print(f"{cell.name}: done before, and kept; to do it anew, first: {again}", soft_wrap=True)
+        return cell.run
+    config = prepare(cell.config, console)
+    console.print(f"\n{cell.name}: {config.rounds} rounds, {config.clients} clients, backend {config.backend}")
+    return launch(config, console)

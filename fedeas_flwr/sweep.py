@@ -111,7 +111,7 @@ class Sweep:
         """Refuse a folder that holds another sweep, or another run in the place of one of these."""
         self._check_same()
         for cell in self.cells:
-            _check_cell(cell)
+            check_cell(cell)
 
     def _check_same(self) -> None:
         path = self.folder / "sweep.json"
@@ -141,7 +141,8 @@ class Sweep:
         atomic_write(self.folder / "sweep.csv", as_csv(rows).encode())
 
 
-def _check_cell(cell: Cell) -> None:
+def check_cell(cell: Cell) -> None:
+    """Refuse another run in the place of one that is to be done."""
     if not (cell.run.path / "config.json").exists():
         return
     # A run writes the path of data of one's own down in full; its name is enough to tell it from other data.

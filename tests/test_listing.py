@@ -24,7 +24,11 @@ from fedeas_flwr.cache import MANIFEST, ImageCache
 from fedeas_flwr.checkpoints import Checkpoint
 from fedeas_flwr.client_state import ClientState, ClientStore
 from fedeas_flwr.commands.sweep import board_table
+from fedeas_flwr.config import RunConfig
+from fedeas_flwr.environment import describe_environment
 from fedeas_flwr.listing import check_removable
+from fedeas_flwr.metrics import summarise
+from fedeas_flwr.paths import atomic_write
 from fedeas_flwr.reproduce.measured import find_results
 from fedeas_flwr.run_files import files_of_run
 from fedeas_flwr.runs import RunDirectory, RunError
@@ -192,14 +196,96 @@ def test_what_a_writer_left_that_was_killed_keeps_nobody_out(tmp_path: Path) -> 
     assert {path.name for path in run.path.iterdir()} == {"config.json", "status.json"}
 
 
-def test_quickstart_replaces_runs_and_nothing_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def begun(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, bool]]:
+    """Runs of a quickstart that train nothing: which were begun, and whether they were gone on with."""
+    found: list[tuple[str, bool]] = []
+
+    def finish_at_once(config: RunConfig, console: Console) -> RunDirectory:
+        found.append((config.policy, config.resume))
+        run = RunDirectory.start(config, describe_environment("cpu"))
+        for number in range(len(run.rounds()) + 1, config.rounds + 1):
+            run.append_round({**ROUND, "round": number})
+        run.save_summary(summarise(run.rounds(), config.threshold))
+        run.set_status("finished")
+        return run
+
     monkeypatch.setattr(quickstart, "prepare", lambda config, console: config)
-    monkeypatch.setattr(quickstart, "launch", lambda config, console: RunDirectory.start(config, {}))
-    (tmp_path / "none").mkdir()
-    (tmp_path / "none" / "thesis.txt").write_text("x")
-    with pytest.raises(RunError, match="is not empty and holds no run"):
-        quickstart.quickstart(tmp_path, Console(file=io.StringIO()))
-    assert [path.name for path in (tmp_path / "none").iterdir()] == ["thesis.txt"]
+    monkeypatch.setattr(quickstart, "launch", finish_at_once)
+    return found
+
+
+ROUND = {"accuracy": 0.5, "clients": [0], "failures": [], "generated": 7, "seconds": {"clients": 1.0}}
+
+
+def test_quickstart_does_what_is_left_and_ends_in_the_picture(tmp_path: Path, begun: list[tuple[str, bool]]) -> None:
+    folder = tmp_path / "q"
+    keys = {"clients": 10, "threshold": 0.9, "rounds": 20}
+    kept = write_run(folder / "none", [0.25] * 20, **keys)
+    write_run(folder / "fedeas", [0.5] * 3, policy="fedeas", finished=False, **keys)
+    write_run(folder / "uniform", [], policy="uniform", finished=False, **keys)
+    first = typed("quickstart", "--out", str(folder))
+    assert (first.returncode, first.stderr) == (0, "")
+    assert begun == [("fedeas", True), ("uniform", False), ("missing-only", False)]
+    assert f"none: done before, and kept; to do it anew, first: fedeas runs rm {kept.path}" in first.stdout.splitlines()
+    assert " 25.0 " in first.stdout, "the kept run is in the table"
+    picture = folder / "quickstart.png"
+    picture.unlink()
+    again = typed("quickstart", "--out", str(folder))
+    assert again.returncode == 0 and len(begun) == 3 and again.stdout.count("done before") == 4
+    assert picture.exists() and f"Picture: {picture}" in again.stdout and (folder / "report.html").exists()
+
+
+@pytest.mark.parametrize(
+    ("spoil", "says"),
+    [
+        (lambda folder: (folder / "thesis.txt").write_text("x"), "--out '{}': holds thesis.txt and no quickstart"),
+        (lambda folder: (folder / "report.html").write_text("x"), "--out '{}': holds report.html and no quickstart"),
+        (lambda folder: (folder / "uniform").write_text("x"), "{}/uniform' cannot be written: Not a directory"),
+        (
+            lambda folder: atomic_write(folder / "missing-only" / "thesis.txt", b"x"),
+            "run-dir = '{}/missing-only': is not empty and holds no run; name a new folder",
+        ),
+        (
+            lambda folder: write_run(folder / "uniform", [0.5], policy="uniform", alpha=0.5),
+            "{}/uniform holds another run, with clients = 4, not 10",
+        ),
+        (
+            lambda folder: RunDirectory.start(quickstart.quickstart_config("uniform", "inline", folder), {}).set_status(
+                "running", pid=os.getppid()
+            ),
+            "{}/uniform is still running, in process ",
+        ),
+        (
+            lambda folder: write_run(
+                folder / "uniform", [0.5] * 20, clients=10, threshold=0.9, policy="uniform"
+            ).keep_rounds(9),
+            "{}/uniform/rounds.jsonl holds 9 whole records, but summary.json counts 20 rounds: mend line 10",
+        ),
+    ],
+)
+def test_quickstart_refuses_a_folder_that_is_not_its_own_before_its_first_run(
+    tmp_path: Path, begun: list[tuple[str, bool]], spoil: Callable[[Path], object], says: str
+) -> None:
+    folder = tmp_path / "mine"
+    folder.mkdir()
+    spoil(folder)
+    before = sorted(folder.rglob("*"))
+    refused = typed("quickstart", "--out", str(folder))
+    assert refused.returncode == 2 and says.format(folder) in refused.stderr and refused.stderr.count("\n") == 1
+    assert begun == [] and sorted(folder.rglob("*")) == before
+
+
+def test_quickstart_says_how_to_go_on_after_ctrl_c(
+    tmp_path: Path, begun: list[tuple[str, bool]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stop(config: RunConfig, console: Console) -> RunDirectory:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(quickstart, "launch", stop)
+    named = typed("quickstart", "--out", "a b", cwd=tmp_path)
+    assert (named.returncode, named.stderr) == (130, "stopped; go on with: fedeas quickstart --out 'a b'\n")
+    assert typed("quickstart", cwd=tmp_path).stderr == "stopped; go on with: fedeas quickstart\n"
 
 
 @pytest.mark.parametrize("keys", [{"strategy": "scaffold"}, {"dp": "server-fixed"}])
