@@ -41,6 +41,7 @@ from fedeas_flwr.data import dataset_info, short_name
 from fedeas_flwr.keys import run_keys
 from fedeas_flwr.one_line import one_line
 from fedeas_flwr.out_of_memory import is_out_of_memory
+from fedeas_flwr.paths import DISK_ERRORS, cache_hint
 from fedeas_flwr.project import read_project
 from fedeas_flwr.runs import RunDirectory, RunError, RunFailedError
 from fedeas_flwr.sizes import counted
@@ -80,8 +81,6 @@ def main() -> None:
     # On its way out the interpreter would look through all that torch and diffusers have made, several times.
     atexit.register(gc.freeze)
     sys.path.insert(0, os.getcwd())  # where models of the user's own are looked for
-    if not sys.argv[1:]:
-        sys.argv.append("--help")
     try:
         code = app(standalone_mode=False)  # typer turns Ctrl-C into a code of its own, and returns it
         if isinstance(code, int):
@@ -104,7 +103,9 @@ def _told(error: Exception) -> str:
     if isinstance(error, click.ClickException):
         return error.format_message()
     if isinstance(error, OSError) and error.strerror:
-        return f"{error.filename or 'file'}: {error.strerror}"
+        unnamed = "standard output or a temporary file: " if error.errno in DISK_ERRORS else ""
+        place = f"{error.filename}: " if error.filename else unnamed
+        return f"{place}{error.strerror}{cache_hint(error)}"
     return str(error) or type(error).__name__
 
 

@@ -21,7 +21,7 @@ from pathlib import Path
 
 import numpy as np
 
-from fedeas_flwr.paths import atomic_path
+from fedeas_flwr.paths import atomic_path, errors_naming
 
 _KEY_BYTES = 32
 
@@ -80,7 +80,7 @@ class Noise:
             return
         self._releases.add(release)
         if self._path is not None:
-            with self._path.open("a", encoding="utf-8") as file:
+            with errors_naming(self._path), self._path.open("a", encoding="utf-8") as file:
                 file.write(f"\n{release[1]}")  # the break first: a line that a crash cut short stays one of its own
                 file.flush()
                 os.fsync(file.fileno())

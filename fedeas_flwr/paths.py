@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import glob
 import os
 import re
@@ -10,6 +11,9 @@ import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+
+DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
+"""What a disk says to a write; such an error names no file."""
 
 
 def cache_root() -> Path:
@@ -23,6 +27,18 @@ def cache_root() -> Path:
         An absolute path. It may not exist yet.
     """
     return expanded(os.environ.get("FEDEAS_CACHE") or "~/.cache/fedeas", "FEDEAS_CACHE").absolute()
+
+
+def cache_hint(error: BaseException) -> str:
+    """What an error about a file of the cache is to say of where that is, in brackets; of other errors nothing."""
+    named = getattr(error, "filename", None)
+    if not isinstance(error, OSError) or not isinstance(named, str):
+        return ""
+    path, root = Path(named).absolute(), cache_root()
+    if not path.is_relative_to(root) and (path.is_dir() or not root.is_relative_to(path)):
+        return ""
+    given = os.environ.get("FEDEAS_CACHE")
+    return f" (FEDEAS_CACHE = {given!r})" if given else " (the user's cache; FEDEAS_CACHE names another folder)"
 
 
 def expanded(path: str | Path, key: str = "") -> Path:
@@ -71,7 +87,7 @@ def atomic_path(path: str | os.PathLike[str]) -> Iterator[Path]:
     """
     target = Path(path)
     temporary = _temporary_beside(target)
-    with _errors_naming(target, temporary):
+    with errors_naming(target, temporary):
         try:
             yield temporary
             _sync(temporary)
@@ -117,7 +133,7 @@ def atomic_folder(path: str | os.PathLike[str]) -> Iterator[Path]:
     for left in target.parent.glob(f".{glob.escape(target.name)}.*.tmp"):
         if re.fullmatch(r"\d+-[0-9a-f]{8}", left.name[len(target.name) + 2 : -len(".tmp")]):  # not that of NAME.2
             _remove(left)
-    with _errors_naming(target, temporary):
+    with errors_naming(target, temporary):
         temporary.mkdir()
         try:
             yield temporary
@@ -135,13 +151,18 @@ def atomic_folder(path: str | os.PathLike[str]) -> Iterator[Path]:
 
 
 @contextmanager
-def _errors_naming(target: Path, temporary: Path) -> Iterator[None]:
-    """Let an error name the file that was asked for: nobody knows the temporary one, and it is gone by then."""
+def errors_naming(target: Path, temporary: Path | None = None) -> Iterator[None]:
+    """Let an error name the file that is written: a full disk names none.
+
+    The temporary one nobody knows, and it is gone by then.
+    """
     try:
         yield
     except OSError as error:
+        if error.filename is None and error.errno in DISK_ERRORS:
+            error.filename = str(target)
         named = Path(os.fsdecode(error.filename)) if isinstance(error.filename, str | bytes | os.PathLike) else None
-        if named is not None and named.is_relative_to(temporary):
+        if named is not None and temporary is not None and named.is_relative_to(temporary):
             error.filename = str(target / named.relative_to(temporary))
         raise
 

@@ -25,7 +25,7 @@ from fedeas_flwr.checkpoints import (
 )
 from fedeas_flwr.config import ConfigError, RunConfig, parse_config
 from fedeas_flwr.noise import Noise
-from fedeas_flwr.paths import atomic_write, cache_root, existing_part, remove_unfinished
+from fedeas_flwr.paths import atomic_write, cache_root, errors_naming, existing_part, remove_unfinished
 from fedeas_flwr.processes import identify, is_elsewhere, still_runs
 from fedeas_flwr.round_records import Recorded, read_records
 from fedeas_flwr.run_files import holds_others_files
@@ -192,7 +192,8 @@ class RunDirectory:
 
     def append_round(self, record: Mapping[str, Any]) -> None:
         """Add one finished round."""
-        with (self.path / "rounds.jsonl").open("a", encoding="utf-8") as file:
+        path = self.path / "rounds.jsonl"
+        with errors_naming(path), path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(record) + "\n")
             file.flush()
             os.fsync(file.fileno())

@@ -28,6 +28,7 @@ from fedeas_flwr.gpu.own_streams import own_stream
 from fedeas_flwr.local_data import federated_data
 from fedeas_flwr.models import split_state
 from fedeas_flwr.one_line import one_line
+from fedeas_flwr.paths import cache_hint
 from fedeas_flwr.processes import MARK
 from fedeas_flwr.runs import ProcessesDiedError, RunDirectory, RunError, run_folder
 from fedeas_flwr.strategies import build_strategy
@@ -141,7 +142,7 @@ def log_to(path: Path) -> Iterator[None]:
 def as_told(error: BaseException) -> str:
     """An error as the user is told it: our own speak for themselves, others say what kind they are."""
     text = one_line(error, None)
-    return text if isinstance(error, (RunError, ConfigError)) else f"{type(error).__name__}: {text}"
+    return text if isinstance(error, (RunError, ConfigError)) else f"{type(error).__name__}: {text}{cache_hint(error)}"
 
 
 def _start(config: RunConfig, run: RunDirectory) -> Checkpoint:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import errno
 import json
+import subprocess
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from runners import fedeas, finish, quick, small, typed, weights
+from runners import command, fedeas, finish, quick, small, typed, weights
 
 from fedeas_flwr import prepare
 from fedeas_flwr.checkpoints import read_arrays, write_arrays
@@ -392,6 +393,42 @@ def test_a_run_that_was_begun_and_failed_has_another_exit_code(tmp_path: Path) -
 )
 def test_a_wrong_path_is_the_users_and_a_full_disk_is_not(error: Exception, code: int) -> None:
     assert exit_code(error) == code
+
+
+def test_what_goes_wrong_in_the_cache_names_the_variable_that_says_where_it_is(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    words = ("plan", "--clients", "4", "--dataset", "digits")
+    for place, named in ((tmp_path / "file", tmp_path / "file" / "partitions"), (Path("/proc/x/y"), Path("/proc/x"))):
+        done = typed(*words, FEDEAS_CACHE=str(place))
+        assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
+        assert done.stderr.startswith(f"error: {named}: ") and done.stderr.endswith(f" (FEDEAS_CACHE = '{place}')\n")
+    (home := tmp_path / "home").mkdir()
+    (home / ".cache").touch()
+    of_itself = typed(*words, FEDEAS_CACHE="", HOME=str(home)).stderr
+    assert of_itself.endswith(" (the user's cache; FEDEAS_CACHE names another folder)\n")
+    assert "FEDEAS_CACHE" not in typed("plan", "--counts", str(tmp_path)).stderr, "elsewhere it has no part in it"
+
+
+def test_standard_output_on_a_full_disk_is_named() -> None:
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(command("keys"), stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+    assert done.returncode == 1
+    assert done.stderr == "error: standard output or a temporary file: No space left on device\n"
+
+
+@pytest.mark.parametrize("words", [[], ["runs"], ["cache"], ["deploy"]])
+def test_a_group_of_commands_alone_is_its_help(words: list[str]) -> None:
+    alone, asked = typed(*words), typed(*words, "--help")
+    assert (alone.returncode, alone.stderr) == (0, "") and alone.stdout == asked.stdout
+    assert "Commands:" in alone.stdout
+
+
+def test_a_folder_without_runs_has_none_yet(tmp_path: Path) -> None:
+    none = typed("runs", "ls", cwd=tmp_path)
+    assert (none.returncode, none.stderr) == (0, "") and none.stdout == "no runs yet: there is no folder runs here\n"
+    assert typed("runs", "ls", "--format", "json", cwd=tmp_path).stdout == "[]\n"
+    named = typed("runs", "ls", "runs", cwd=tmp_path)
+    assert (named.returncode, named.stderr) == (2, "error: runs is not a folder\n")
 
 
 @pytest.mark.parametrize(

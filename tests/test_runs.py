@@ -1,6 +1,8 @@
 """The run directory and the client's state: whole or not at all, and no quiet change of what a run is."""
 
+import errno
 import json
+import os
 import weakref
 from pathlib import Path
 from typing import Any
@@ -165,6 +167,34 @@ def test_what_cannot_be_written_is_named_by_its_own_name_and_not_the_temporary_o
     with pytest.raises(FileNotFoundError) as elsewhere, atomic_folder(tmp_path / "new"):
         (tmp_path / "other").read_text()
     assert elsewhere.value.filename == str(tmp_path / "other"), "what is no part of it keeps its name"
+
+
+def test_a_full_disk_names_what_was_being_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = RunDirectory.start(config(tmp_path / "r"), {})
+    (run.path / "rounds.jsonl").symlink_to("/dev/full")
+    with pytest.raises(OSError, match="No space left") as of_record:
+        run.append_round(record(1, 0.5))
+    assert of_record.value.filename == str(run.path / "rounds.jsonl")
+    noise = run.noise()
+    (run.path / "noise-key").unlink()
+    (run.path / "noise-key").symlink_to("/dev/full")
+    with pytest.raises(OSError, match="No space left") as of_noise:
+        noise.draws(1, [b"reply"])
+    assert of_noise.value.filename == str(run.path / "noise-key")
+
+    def full(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with pytest.raises(OSError, match="No space left") as of_folder, atomic_folder(tmp_path / "new"):
+        full()
+    assert of_folder.value.filename == str(tmp_path / "new")
+    with pytest.raises(OSError, match="refused") as of_network, atomic_folder(tmp_path / "new"):
+        raise OSError(errno.ECONNREFUSED, "Connection refused")
+    assert of_network.value.filename is None
+    monkeypatch.setattr(Path, "write_bytes", full)
+    with pytest.raises(OSError, match="No space left") as of_file:
+        atomic_write(tmp_path / "file", b"x")
+    assert of_file.value.filename == str(tmp_path / "file")
 
 
 def test_summary_by_hand() -> None:

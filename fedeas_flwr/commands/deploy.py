@@ -17,7 +17,6 @@ from fedeas_flwr.config_files import parse_overrides
 deploy_app = typer.Typer(
     cls=InOrderOfUse,
     help="A federation of real machines: keys, certificates, start scripts.",
-    no_args_is_help=True,
     rich_markup_mode=None,
 )
 Folder = Annotated[Path, typer.Argument(metavar="DIR", help="folder of the deployment, or of one of its machines")]

@@ -39,12 +39,16 @@ Exit codes: 2 what was given is wrong, nothing was begun; 1 it failed, or the an
 
 
 class InOrderOfUse(TyperGroup):
-    """Lists commands as a newcomer needs them, others behind, and explains their arguments."""
+    """Lists commands as a newcomer needs them, others behind, and explains their arguments; alone it is its help."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         """The commands' names."""
         names = super().list_commands(ctx)
         return sorted(names, key=lambda name: _ORDER.index(name) if name in _ORDER else len(_ORDER))
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Take the words behind the group; where there are none, its help is what was meant."""
+        return super().parse_args(ctx, args or ["--help"])
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         """A command by its name."""

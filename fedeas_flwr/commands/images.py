@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
+from fedeas_flwr.commands.help import InOrderOfUse
 from fedeas_flwr.commands.output import FormatOption, can_be_folder, refuse_given
 from fedeas_flwr.config import SAMPLER_STEPS, ConfigError
 from fedeas_flwr.sizes import counted, parse_age, parse_bytes, show_bytes, show_seconds
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
     from fedeas_flwr.generators import Generator, SampleId
     from fedeas_flwr.upkeep import Entry
 
-cache_app = typer.Typer(help="The cache of generated images.", no_args_is_help=True, rich_markup_mode=None)
+cache_app = typer.Typer(cls=InOrderOfUse, help="The cache of generated images.", rich_markup_mode=None)
 
 _LINE_EVERY = 10.0
 _MOST_SHOWN = 20

@@ -21,7 +21,7 @@ from fedeas_flwr.sizes import counted, show_bytes
 from fedeas_flwr.sweep import as_csv
 from fedeas_flwr.terminal import print_table, table_width
 
-runs_app = typer.Typer(cls=InOrderOfUse, help="Run directories.", no_args_is_help=True, rich_markup_mode=None)
+runs_app = typer.Typer(cls=InOrderOfUse, help="Run directories.", rich_markup_mode=None)
 
 _MISSING = "missing"
 _HEAD = ("run", "state", "rounds", "last-20 %", "peak %", "images", _MISSING, "changed", "size")
@@ -37,6 +37,9 @@ def ls(
 ) -> None:
     """List runs: state, rounds, accuracy, images, when they last changed, size."""
     wanted = folders or [Path("runs")]
+    if not folders and not wanted[0].exists():
+        print("[]" if output == "json" else "no runs yet: there is no folder runs here")
+        return
     if missing := [folder for folder in wanted if not folder.is_dir()]:
         raise RunError(f"{missing[0]} is not a folder")
     bad: list[str] = []
