@@ -4,14 +4,19 @@ As a library, from label counts to a filled dataset, without the app:
 
     counts → `budget` → `allocate` → `fill` (with any `Generator`)
 
-Importing this package pulls in NumPy alone: neither torch nor flwr nor ray.
+Importing this package pulls in nothing, and what it offers NumPy alone: neither torch nor flwr nor ray. The command
+`fedeas` is in `__main__.py`, and must be up before anything else is loaded.
 """
 
-from fedeas_flwr.allocation import allocate, budget, fedeas, imbalance, normalised_entropy, removed
-from fedeas_flwr.augment import fill
-from fedeas_flwr.cache import ImageCache
-from fedeas_flwr.generators import Generator, SampleId, open_generator
-from fedeas_flwr.partition import dirichlet_partition, make_partition
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from fedeas_flwr.allocation import allocate, budget, fedeas, imbalance, normalised_entropy, removed
+    from fedeas_flwr.augment import fill
+    from fedeas_flwr.cache import ImageCache
+    from fedeas_flwr.generators import Generator, SampleId, open_generator
+    from fedeas_flwr.partition import dirichlet_partition, make_partition
 
 __all__ = [
     "Generator",
@@ -28,3 +33,19 @@ __all__ = [
     "open_generator",
     "removed",
 ]
+
+_HOMES = {
+    "allocation": ("allocate", "budget", "fedeas", "imbalance", "normalised_entropy", "removed"),
+    "augment": ("fill",),
+    "cache": ("ImageCache",),
+    "generators": ("Generator", "SampleId", "open_generator"),
+    "partition": ("dirichlet_partition", "make_partition"),
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Load what is asked for when it is asked for."""
+    home = next((home for home, names in _HOMES.items() if name in names), None)
+    if home is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{home}"), name)

@@ -70,7 +70,7 @@ WRONG_PATHS = (FileNotFoundError, FileExistsError, IsADirectoryError, NotADirect
 _QUICKSTART = Path("runs/quickstart")
 _FOUR_COLUMNS = 120
 """Characters that a terminal needs for one of them to be of sentences."""
-console, warnings = Console(markup=False), Console(stderr=True, markup=False)
+console = Console(markup=False)
 """A path is printed as it is: brackets in it are no styles."""
 
 
@@ -170,8 +170,7 @@ def start(config: RunConfig) -> RunDirectory:
     try:
         config = prepare(config, console)
     except KeyboardInterrupt:
-        warnings.print("stopped before the run began: give the same command again", highlight=False)
-        raise
+        raise KeyboardInterrupt("stopped before the run began: give the same command again") from None
     console.print(
         f"{config.policy} · {config.strategy} · {config.dataset} · {counted(config.clients, 'client')} "
         f"· {counted(config.rounds, 'round')} · {config.backend} → {config.run_dir}",
@@ -182,8 +181,7 @@ def start(config: RunConfig) -> RunDirectory:
         finished = launch(config, console)
     except KeyboardInterrupt:
         again = shlex.join(["fedeas", "resume", config.run_dir])
-        warnings.print(f"stopped; go on with: {again}", highlight=False, soft_wrap=True, markup=False)
-        raise
+        raise KeyboardInterrupt(f"stopped; go on with: {again}") from None
     summary = finished.summary()
     console.print(
         f"last-20 accuracy {100 * summary['last_20']:.1f} % · peak {100 * summary['peak']:.1f} % · "
@@ -269,8 +267,7 @@ def quickstart(
         run_quickstart(out.absolute(), console)
     except KeyboardInterrupt:
         again = shlex.join(["fedeas", "quickstart", *(() if out == _QUICKSTART else ("--out", str(out)))])
-        warnings.print(f"stopped; go on with: {again}", highlight=False, soft_wrap=True)
-        raise
+        raise KeyboardInterrupt(f"stopped; go on with: {again}") from None
 
 
 # ------------------------------------------------------------------------------------------- generators
@@ -332,8 +329,7 @@ def train_generator(
         report=show_training(console, chosen.batch),
     )
     if not finished:
-        warnings.print(f"stopped; go on with the same command and --resume ({out})", highlight=False, soft_wrap=True)
-        raise KeyboardInterrupt
+        raise KeyboardInterrupt(f"stopped; go on with the same command and --resume ({out})")
     console.print(f"generator: {out}", highlight=False, soft_wrap=True)
 
 

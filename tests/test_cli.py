@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import errno
 import json
+import os
+import signal
 import subprocess
+import sys
+import tomllib
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from runners import command, fedeas, finish, quick, small, typed, weights
+from runners import command, fedeas, finish, quick, small, start_interruptible, typed, weights
 
 from fedeas_flwr import prepare
 from fedeas_flwr.checkpoints import read_arrays, write_arrays
@@ -429,6 +433,63 @@ def test_a_folder_without_runs_has_none_yet(tmp_path: Path) -> None:
     assert typed("runs", "ls", "--format", "json", cwd=tmp_path).stdout == "[]\n"
     named = typed("runs", "ls", "runs", cwd=tmp_path)
     assert (named.returncode, named.stderr) == (2, "error: runs is not a folder\n")
+
+
+WAIT = "print('waiting', flush=True); import time; time.sleep(60)"
+MOMENTS = {
+    "while Python loads what the command needs": f"""
+import sys
+class Slow:
+    def find_spec(self, name, path, target=None):
+        if name == "numpy":
+            {WAIT}
+sys.meta_path.insert(0, Slow())
+""",
+    "while Python closes down": f"""
+import atexit
+def close():
+    {WAIT}
+atexit.register(close)
+""",
+    "again, when the command has just been stopped": f"""
+from fedeas_flwr import cli
+def stopped():
+    try:
+        {WAIT}
+    finally:
+        raise KeyboardInterrupt
+cli.main = stopped
+""",
+}
+
+
+@pytest.mark.parametrize("moment", MOMENTS)
+def test_ctrl_c_is_one_line_also_when_no_command_is_at_work(moment: str) -> None:
+    start = "import sys; sys.argv = ['fedeas', '--version']\nfrom fedeas_flwr.__main__ import main; main()"
+    code = f"{MOMENTS[moment]}\n{start}"
+    process = start_interruptible([sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": str(ROOT)})
+    assert process.stdout is not None
+    while process.stdout.readline() not in ("waiting\n", ""):
+        pass
+    process.send_signal(signal.SIGINT)
+    assert (process.communicate(timeout=60)[1], process.returncode) == ("stopped\n", 130)
+
+
+def test_ctrl_c_in_a_command_that_has_nothing_to_go_on_with_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    def stop() -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("fedeas_flwr.cli.run_keys", stop)
+    done = typed("keys")
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "stopped\n")
+    monkeypatch.setattr("fedeas_flwr.commands.runs.find_runs", lambda *_, **__: stop())
+    assert typed("runs", "ls", str(ROOT)).stderr == "stopped\n", "once, also in a group within the group"
+
+
+def test_the_command_is_the_one_that_minds_ctrl_c() -> None:
+    assert tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"] == {
+        "fedeas": "fedeas_flwr.__main__:main"
+    }
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import numpy as np
 
+import fedeas_flwr
+
 ROOT = Path(__file__).parents[1]
 
 
@@ -20,3 +22,9 @@ def test_the_readmes_library_example_runs(digits_generator: Path) -> None:
     assert images.dtype == np.uint8
     assert len(images) == len(labels) == 40 + plan.sum()
     assert plan.sum() > 0
+
+
+def test_all_that_the_package_offers_is_there() -> None:
+    assert {name for names in fedeas_flwr._HOMES.values() for name in names} == set(fedeas_flwr.__all__)
+    assert all(getattr(fedeas_flwr, name).__name__ == name for name in fedeas_flwr.__all__)
+    assert not hasattr(fedeas_flwr, "nothing")

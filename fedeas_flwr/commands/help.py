@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 import typing
+from typing import Any
 
 import click
 import typer.core
@@ -49,6 +51,15 @@ class InOrderOfUse(TyperGroup):
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         """Take the words behind the group; where there are none, its help is what was meant."""
         return super().parse_args(ctx, args or ["--help"])
+
+    def invoke(self, ctx: click.Context) -> Any:
+        """Run a command; if Ctrl-C stops it, say so in the words that came with it."""
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt as stopped:
+            if ctx.parent is None:
+                print(str(stopped) or "stopped", file=sys.stderr)
+            raise
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         """A command by its name."""

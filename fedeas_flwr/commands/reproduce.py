@@ -161,8 +161,7 @@ def do_missing(
         with watching(console) as watcher:
             failed = run_sweep(filling, jobs, 1, Exporting(watcher, export) if export else watcher, prepare)
     except KeyboardInterrupt:
-        _warn(f"stopped; go on with: {shlex.join(['fedeas', *sys.argv[1:]])}")
-        raise
+        raise KeyboardInterrupt(f"stopped; go on with: {shlex.join(['fedeas', *sys.argv[1:]])}") from None
     for cell in failed:
         _warn(f"failed: {cell.name}: {cell.error}")
     return bool(failed)

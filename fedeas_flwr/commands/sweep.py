@@ -56,9 +56,7 @@ def sweep(
         with watching(console) as watcher:
             failed = run_sweep(found, jobs, retries, watcher)
     except KeyboardInterrupt:
-        again = shlex.join(["fedeas", *sys.argv[1:]])
-        warnings.print(f"stopped; go on with: {again}", highlight=False, soft_wrap=True, markup=False)
-        raise
+        raise KeyboardInterrupt(f"stopped; go on with: {shlex.join(['fedeas', *sys.argv[1:]])}") from None
     if output == "json":
         print((folder / "sweep.json").read_text(encoding="utf-8"), end="")
     else:

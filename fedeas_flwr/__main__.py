@@ -1,0 +1,48 @@
+"""The command `fedeas` from its first moment to its last: Ctrl-C is one line also while no command is at work.
+
+Before, Python loads what commands need for a second or more; afterwards it waits for threads and closes down. There is
+nothing to clean up then, and nothing of ours that could: an exception would only be a traceback.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from contextlib import suppress
+from types import FrameType
+from typing import NoReturn
+
+
+def main() -> None:
+    """Load the command line, and run it."""
+    try:
+        _stop_at_once()
+        from fedeas_flwr import cli
+
+        if signal.getsignal(signal.SIGINT) is _stop:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+        try:
+            cli.main()
+        finally:
+            _stop_at_once()
+            with suppress(OSError, ValueError):  # what cannot be written is told when Python closes it
+                sys.stdout.flush()
+    except KeyboardInterrupt:  # between two of the lines above
+        _stop(signal.SIGINT, None)
+
+
+def _stop_at_once() -> None:
+    """Let a signal end the process, unless it is ignored, as in a shell's background."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) is not signal.SIG_IGN:
+            signal.signal(number, _stop)
+
+
+def _stop(number: int, frame: FrameType | None) -> NoReturn:
+    os.write(2, b"stopped\n")
+    os._exit(130)
+
+
+if __name__ == "__main__":
+    main()
