@@ -13,6 +13,11 @@ from fedeas_flwr.paths import expanded
 
 
 def read_config(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
+    """Read a run-config from a TOML file and ``key=value`` overrides; see `read_values`."""
+    return parse_config(read_values(path, overrides))
+
+
+def read_values(path: Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
     """Read a TOML file of run-config keys and apply ``key=value`` overrides; a run-dir is seen from this folder."""
     try:
         values = tomllib.loads(path.read_text(encoding="utf-8"))
@@ -23,7 +28,7 @@ def read_config(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
     values |= parse_overrides(overrides)
     if isinstance(folder := values.get("run-dir"), str) and folder:
         values["run-dir"] = str(expanded(folder, "run-dir").absolute())
-    return parse_config(values)
+    return values
 
 
 def parse_overrides(overrides: Sequence[str]) -> dict[str, Any]:

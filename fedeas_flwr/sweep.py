@@ -99,6 +99,7 @@ class Sweep:
 
     folder: Path
     base: RunConfig
+    """What all runs have in common; of the grid's keys it has one run's values."""
     grid: dict[str, list[Any]]
     cells: list[Cell] = field(default_factory=list)
 
@@ -162,13 +163,13 @@ def _first_change(before: Mapping[str, Any], now: Mapping[str, Any], free: set[s
 # ------------------------------------------------------------------------------------------------- grid
 
 
-def make_sweep(base: RunConfig, grid_words: Sequence[str], folder: Path) -> Sweep:
+def make_sweep(common: Mapping[str, Any], grid_words: Sequence[str], folder: Path) -> Sweep:
     """Lay out a sweep: every combination of the grid's values, all of them valid run-configs.
 
     Parameters
     ----------
-    base
-        What all runs have in common.
+    common
+        The run-config's keys that all runs have in common; it need be valid with the grid's values only.
     grid_words
         ``key=value,value…``, a word for each key; the last key varies fastest.
     folder
@@ -179,15 +180,15 @@ def make_sweep(base: RunConfig, grid_words: Sequence[str], folder: Path) -> Swee
     ConfigError
         One line for a key or a value that cannot be.
     """
-    if base.run_dir or base.resume:
-        raise ConfigError(f"run-dir = {base.run_dir!r}: a sweep names its folders itself; say where with --out")
+    for key in ("run-dir", "resume"):
+        if common.get(key):
+            raise ConfigError(f"{key} = {common[key]!r}: a sweep names its folders itself; say where with --out")
     if not grid_words:
         raise ConfigError("a sweep needs a grid, such as --grid policy=none,fedeas --grid seed=1,2,3")
     grid = parse_grid(grid_words)
-    cells = []
-    for combination in itertools.product(*grid.values()):
-        given = dict(zip(grid, combination, strict=True))
-        config = parse_config({**base.outside(), **given})
+    combinations = [dict(zip(grid, values, strict=True)) for values in itertools.product(*grid.values())]
+    configs, cells = [parse_config({**common, **given}) for given in combinations], []
+    for config in configs:
         if not config.clients:
             raise ConfigError("clients = 0: a sweep makes the federations itself, so say how many clients they have")
         values = {key: config.outside()[key] for key in grid}
@@ -196,7 +197,7 @@ def make_sweep(base: RunConfig, grid_words: Sequence[str], folder: Path) -> Swee
         cells.append(Cell(name, values, config.with_changes(run_dir=str(run.path)), run))
     _refuse_doubles(cells)
     settled = {key: list(dict.fromkeys(cell.values[key] for cell in cells)) for key in grid}
-    return Sweep(folder, base, settled, cells)
+    return Sweep(folder, configs[0], settled, cells)
 
 
 def parse_grid(words: Sequence[str]) -> dict[str, list[Any]]:

@@ -16,7 +16,7 @@ import pytest
 from made_up_runs import write_run
 from ordinary_user import ordinary_user
 from rich.console import Console
-from runners import fedeas, finish, quick, small, typed
+from runners import SMALL, fedeas, finish, quick, small, typed
 from test_sweep import ROOT
 
 from fedeas_flwr import cli, listing, quickstart
@@ -370,9 +370,7 @@ def test_the_cache_is_listed_whole_in_80_columns(
 
 
 def test_the_sweeps_table_folds_names_in_80_columns(tmp_path: Path) -> None:
-    found = make_sweep(
-        small(tmp_path).with_changes(run_dir=""), ["policy=missing-only", "generator=" + "g" * 70], tmp_path
-    )
+    found = make_sweep(SMALL, ["policy=missing-only", "generator=" + "g" * 70], tmp_path)
     board, text = Board(found, slots=1), io.StringIO()
     board.look_at(found.cells[0], "waiting")
     Console(file=text, width=80).print(board_table(board, 80))

@@ -14,7 +14,6 @@ import pytest
 from waiting import LONG
 
 from fedeas_flwr import mps, sweep_jobs, training
-from fedeas_flwr.config import parse_config
 from fedeas_flwr.mps import LOG, PIPE, QUEUES, shared_gpu
 from fedeas_flwr.processes import MARK, ProcessTree, with_variable
 from fedeas_flwr.sweep import Cell, make_sweep
@@ -225,7 +224,7 @@ def on_a_gpu(works: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 def swept(folder: Path, grid: list[str], at_once: int, **keys: Any) -> dict[str, str]:
     """Do a sweep of one round each; return the daemon that each run was told of."""
-    sweep = make_sweep(parse_config({"clients": 4, "rounds": 1, "backend": "inline", **keys}), grid, folder / "s")
+    sweep = make_sweep({"clients": 4, "rounds": 1, "backend": "inline", **keys}, grid, folder / "s")
     assert run_sweep(sweep, at_once, 0, Nobody()) == []
     return {cell.name: (cell.run.path / "pipe").read_text() for cell in sweep.cells}
 
@@ -270,8 +269,7 @@ def test_a_run_that_turns_mps_off_is_not_told_of_the_others_daemon(on_a_gpu: lis
 def test_a_sweep_that_breaks_off_ends_its_runs_and_then_its_daemon(
     on_a_gpu: list[int], tmp_path: Path, breaks: type[BaseException]
 ) -> None:
-    base = parse_config({"clients": 4, "rounds": 1, "backend": "inline"})
-    sweep = make_sweep(base, ["seed=99,1"], tmp_path / "s")
+    sweep = make_sweep({"clients": 4, "rounds": 1, "backend": "inline"}, ["seed=99,1"], tmp_path / "s")
     with pytest.raises(breaks):
         run_sweep(sweep, 2, 0, Nobody(breaks))
     assert sweep.cells[0].run.state() == "interrupted" and sweep.cells[0].run.processes() == []

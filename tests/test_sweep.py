@@ -19,7 +19,7 @@ from made_up_runs import write_run
 from runners import command, fedeas, typed
 from waiting import Held, wait_until
 
-from fedeas_flwr.config import KEYS, ConfigError, parse_config
+from fedeas_flwr.config import KEYS, ConfigError
 from fedeas_flwr.runs import RunDirectory, RunError
 from fedeas_flwr.sweep import cell_name, make_sweep, points
 
@@ -127,7 +127,7 @@ def test_another_sweep_is_refused_and_more_seeds_are_not(swept: Killed) -> None:
     words = [word.replace("rounds=6", "rounds=9") for word in DOCUMENTED[0]]
     done = fedeas(*words, cwd=swept.place)
     assert (done.returncode, done.stdout) == (2, "") and "holds another sweep, with rounds = 6, not 9" in done.stderr
-    base = parse_config(json.loads((swept.folder / "sweep.json").read_text())["config"])
+    base = json.loads((swept.folder / "sweep.json").read_text())["config"]
     with pytest.raises(RunError, match="another sweep, over policy, seed, not seed"):
         make_sweep(base, ["seed=1"], swept.folder)._check_same()
     make_sweep(base, ["policy=none", "seed=1,2,3"], swept.folder)._check_same()
@@ -152,8 +152,8 @@ def test_the_documented_commands_about_runs(swept: Killed, tmp_path: Path, words
 # --------------------------------------------------------------------------------------------------- grid
 
 
-def base(**changes: object):
-    return parse_config({"clients": 4, "rounds": 3, "backend": "inline", **changes})
+def base(**changes: object) -> dict[str, object]:
+    return {"clients": 4, "rounds": 3, "backend": "inline", **changes}
 
 
 MISTAKES = {
@@ -178,6 +178,38 @@ def test_a_grid_that_cannot_be_is_one_line_before_anything_starts(tmp_path: Path
     assert all(part in str(caught.value) for part in parts), caught.value
     assert "\n" not in str(caught.value)
     assert not (tmp_path / "s").exists()
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"dataset": "cifar10"}, ["generator=bank:A,bank:B"]),
+        ({"min-batch": 40}, ["batch-size=64,128"]),
+        ({"total": 50}, ["policy=uniform,waterfill"]),
+        ({"evaluation": "federated"}, ["protocol=paper"]),
+    ],
+)
+def test_what_all_runs_share_needs_no_sense_without_the_grid(
+    tmp_path: Path, given: dict[str, object], words: list[str]
+) -> None:
+    sweep = make_sweep(base(**given), words, tmp_path)
+    sweep.open()
+    make_sweep(base(**given), words, tmp_path).open()
+    (key,) = given
+    assert [cell.config.outside()[key] for cell in sweep.cells] == [given[key]] * len(sweep.cells)
+
+
+def test_a_combination_that_cannot_be_is_refused_whatever_the_others_are(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"min-batch = 40 must be at most batch-size = 32"):
+        make_sweep(base(), ["min-batch=2,40", "batch-size=32,64"], tmp_path / "s")
+    with pytest.raises(ConfigError, match="unknown key 'polcy'"):
+        make_sweep(base(polcy="none"), ["seed=1"], tmp_path / "s")
+
+
+@pytest.mark.parametrize(("key", "value"), [("run-dir", "/tmp/mine"), ("resume", True)])
+def test_a_sweep_names_its_runs_folders_itself(tmp_path: Path, key: str, value: object) -> None:
+    with pytest.raises(ConfigError, match=f"{key} = {value!r}: a sweep"):
+        make_sweep(base(**{key: value}), ["seed=1"], tmp_path / "s")
 
 
 def test_a_mistake_in_the_shell_leaves_nothing(tmp_path: Path) -> None:
@@ -260,10 +292,10 @@ def test_a_folder_with_another_run_under_a_cells_name_is_refused(tmp_path: Path)
 
 def test_runs_on_data_named_by_a_relative_path_are_known_again(tmp_path: Path) -> None:
     """A run writes the path down in full."""
-    sweep = make_sweep(base().with_changes(dataset="own:mine.npz", policy="none"), ["seed=1"], tmp_path)
+    sweep = make_sweep(base(dataset="own:mine.npz", policy="none"), ["seed=1"], tmp_path)
     RunDirectory.start(sweep.cells[0].config.with_changes(dataset=f"own:{tmp_path}/mine.npz"), {})
     sweep.open()
-    other = make_sweep(base().with_changes(dataset="cifar10", policy="none"), ["seed=1"], tmp_path / "other")
+    other = make_sweep(base(dataset="cifar10", policy="none"), ["seed=1"], tmp_path / "other")
     RunDirectory.start(other.cells[0].config.with_changes(dataset="digits"), {})
     with pytest.raises(RunError, match="holds another run, with dataset = 'digits', not 'cifar10'"):
         other.open()

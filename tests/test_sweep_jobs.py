@@ -22,7 +22,7 @@ from fedeas_flwr import sweep_jobs
 from fedeas_flwr.commands.sweep import watching
 from fedeas_flwr.runs import RunDirectory, RunError
 from fedeas_flwr.sizes import show_seconds
-from fedeas_flwr.sweep import Cell, Sweep, make_sweep
+from fedeas_flwr.sweep import Cell, make_sweep
 from fedeas_flwr.sweep_jobs import Board, Job, Standing, run_sweep
 
 CHILD = """
@@ -212,7 +212,7 @@ def test_a_failing_run_in_the_shell_is_listed_and_the_rest_is_done(tmp_path: Pat
 
 
 def test_the_time_left_comes_from_the_rounds_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    sweep = Sweep(tmp_path, base(), {}, make_sweep(base(rounds=10), ["seed=1,2,3"], tmp_path).cells)
+    sweep = make_sweep(base(rounds=10), ["seed=1,2,3"], tmp_path)
     one, two, three = sweep.cells
     monkeypatch.setattr(time, "monotonic", lambda: 100.0)
     board = Board(sweep, 2, running={one.name: Job(one, None, 2, began=80.0), two.name: Job(two, None, 0, began=99.0)})

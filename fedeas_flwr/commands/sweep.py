@@ -18,7 +18,7 @@ from rich.text import Text
 
 from fedeas_flwr.commands.output import can_be_folder, check_format
 from fedeas_flwr.config import ConfigError
-from fedeas_flwr.config_files import parse_overrides, read_config
+from fedeas_flwr.config_files import parse_overrides, read_values
 from fedeas_flwr.listing import find_runs
 from fedeas_flwr.progress import show_tries
 from fedeas_flwr.sizes import counted, show_seconds
@@ -48,7 +48,7 @@ def sweep(
     """Run every combination of some keys' values; started again, it does what is left."""
     _refuse_two_words(overrides or [], grid or [])
     folder = (out or Path("runs") / f"sweep-{conf.stem}").absolute()
-    found = make_sweep(read_config(conf, overrides or []), grid or [], folder)
+    found = make_sweep(read_values(conf, overrides or []), grid or [], folder)
     found.check()
     console, warnings = Console(stderr=output == "json", markup=False), Console(stderr=True, markup=False)
     _refuse_what_a_run_would(found, console)
