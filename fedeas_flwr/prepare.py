@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 import time
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +13,11 @@ from rich.console import Console
 from fedeas_flwr.cache import ImageCache
 from fedeas_flwr.client_app import own_generator
 from fedeas_flwr.config import ConfigError, RunConfig
-from fedeas_flwr.data import open_dataset
+from fedeas_flwr.data import dataset_info, open_dataset
 from fedeas_flwr.dataset_sources import OWN
 from fedeas_flwr.event_log import check_installed
-from fedeas_flwr.generators import Generator, absolute_spec, open_for_run
+from fedeas_flwr.generators import Generator, absolute_spec, check_for_run, open_for_run, stock
+from fedeas_flwr.generators.bank import check_enough
 from fedeas_flwr.generators.classifier import independent_classifier
 from fedeas_flwr.launch import ray_resources
 from fedeas_flwr.local_data import Labels, planned_counts, planned_images
@@ -49,7 +51,9 @@ def prepare(config: RunConfig, console: Console) -> RunConfig:
             ensure_digits_generator(console)
         # Inline, this very process goes on with it: weights of gigabytes are read and hashed once.
         open_it = own_generator if config.backend == "inline" else open_for_run
-        check_room(config, counts, open_it(config, device), console)
+        generator = open_it(config, device)
+        check_stock(config, counts, generator)
+        check_room(config, counts, generator, console)
         if config.min_class_agreement:
             console.print("the independent classifier is trained if it is not in the cache yet …")
             independent_classifier(config.dataset, config.data_dir, device)
@@ -69,6 +73,44 @@ def check_config(config: RunConfig) -> None:
         ray_resources(config, device == "cuda")
 
 
+def check_runs(configs: Sequence[RunConfig], console: Console) -> None:
+    """Refuse now what one of several runs would, hours later: all that they name is looked at once.
+
+    Only the generators' weights are not read. Datasets and partitions are in the cache then, where the runs find them.
+    """
+    for config in configs:
+        check_config(config)
+    for config in _differing(configs, "ray_address"):
+        if config.ray_address:
+            _reach(config.ray_address)
+    generating = [config for config in configs if config.generates]
+    made = [config for config in generating if not config.generator.startswith("bank:")]
+    for config in _differing(made, "dataset", "device", *_OF_GENERATORS):
+        check_for_run(config, pick_device(config.device))
+    for config in _differing(configs, "dataset", "model", "stem", "weights"):
+        network(config)
+    for config in _differing(configs, "dataset", "data_dir"):
+        open_dataset(config.dataset, config.data_dir)
+    for config in _differing(configs, *_OF_PARTITIONS):
+        planned_counts(config, config.clients, show_tries(console))
+    dealt = [config for config in generating if config.generator.startswith("bank:")]
+    for bank in _differing(dealt, "dataset", "generator"):
+        opened = open_for_run(bank, "cpu")
+        of_this = [config for config in dealt if (config.dataset, config.generator) == (bank.dataset, bank.generator)]
+        for config in _differing(of_this, *_OF_PARTITIONS, *_OF_PLANS):
+            check_stock(config, planned_counts(config, config.clients), opened)
+
+
+_OF_GENERATORS = ("generator", "sampler", "sampler_steps", "guidance", "generation_batch", "generation_precision")
+_OF_PARTITIONS = ("dataset", "protocol", "clients", "alpha", "partition_seed")
+_OF_PLANS = ("policy", "beta", "gamma", "printed_rule", "total", "shared_images")
+
+
+def _differing(configs: Iterable[RunConfig], *fields: str) -> list[RunConfig]:
+    """Leave one of all that are alike in some fields."""
+    return list({tuple(getattr(config, field) for field in fields): config for config in configs}.values())
+
+
 def _reach(address: str) -> None:
     """See that a cluster's head is there: Flower's processes would ask for minutes, in silence."""
     host, _, port = address.rpartition(":")
@@ -79,6 +121,13 @@ def _reach(address: str) -> None:
     except (OSError, UnicodeError) as error:
         reason = getattr(error, "strerror", None) or error
         raise ConfigError(f"ray-address = '{address}': nobody answers there ({reason}); is the head started?") from None
+
+
+def check_stock(config: RunConfig, counts: Labels, generator: Generator) -> None:
+    """See that a bank has as many images as the plan asks for."""
+    there = stock(generator)
+    if there is not None:
+        check_enough(config.generator, there, planned_images(config, counts), dataset_info(config.dataset).classes)
 
 
 def check_room(config: RunConfig, counts: Labels, generator: Generator, console: Console) -> None:

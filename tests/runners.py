@@ -9,10 +9,12 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Sequence
 from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from rich.console import Console
 
@@ -47,6 +49,12 @@ def quick(folder: Path, **changes: Any) -> RunConfig:
     Other processes find that network only with this folder on their path: what they run is `small`.
     """
     return small(folder, **{"model": "users_models:tiny", **changes})
+
+
+def black_digits(path: Path, counts: Sequence[int]) -> str:
+    """A bank with so many images of each class, none worth looking at; named as a run-config names it."""
+    np.savez(path, x=np.zeros((sum(counts), 8, 8, 1), np.uint8), y=np.repeat(np.arange(len(counts)), counts))
+    return f"bank:{path}"
 
 
 def finish(config: RunConfig) -> RunDirectory:

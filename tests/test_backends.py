@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import re
 from pathlib import Path
@@ -10,11 +11,14 @@ from typing import Any
 import numpy as np
 import pytest
 from PIL import Image
+from rich.console import Console
+from runners import black_digits, small
 
 from fedeas_flwr.cache import ImageCache
 from fedeas_flwr.generators import SampleId, absolute_spec, open_generator
 from fedeas_flwr.generators.bank import BankGenerator
 from fedeas_flwr.generators.classifier import ensure_recognised
+from fedeas_flwr.prepare import prepare
 
 ROOT = Path(__file__).parents[1]
 SHAPE = (8, 8, 1)
@@ -107,6 +111,20 @@ def test_wrong_banks_are_refused_in_one_line(tmp_path: Path) -> None:
     (tmp_path / "cat" / "a.png").write_text("no picture")
     with pytest.raises(ValueError, match=r"cat/a.png is not an image"):
         open_bank(tmp_path)
+
+
+@pytest.mark.parametrize("backend", ["inline", "ray"])
+def test_a_bank_with_too_few_images_is_refused_before_the_run(tmp_path: Path, backend: str) -> None:
+    def prepared(*counts: int, **keys: Any) -> None:
+        bank = black_digits(tmp_path / f"{sum(counts)}.npz", counts)
+        prepare(small(tmp_path / "run", generator=bank, backend=backend, **keys), Console(file=io.StringIO()))
+
+    with pytest.raises(ValueError, match=r"has 3 images of class '7', and by the plan a client needs 25, none twice$"):
+        prepared(*[25] * 7, 3, 25, 25, policy="uniform", total=1000)
+    prepared(*[25] * 10, policy="uniform", total=1000)
+    prepared(*[25] * 10, policy="uniform", total=1000, shared_images="by-class")
+    with pytest.raises(ValueError, match="10 classes have too few"):
+        prepared(*[24] * 10, policy="uniform", total=1000, shared_images="by-class")
 
 
 def test_specs_become_absolute(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

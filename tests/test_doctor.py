@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 from rich.console import Console
-from runners import fedeas, typed
+from runners import black_digits, fedeas, typed
 from test_cli import QUICKSTART
 
 from fedeas_flwr import doctor, event_log
@@ -192,6 +192,35 @@ def test_a_bank_needs_images_of_every_class(tmp_path: Path) -> None:
     np.savez(path, x=np.zeros((30, 8, 8, 1), np.uint8), y=np.repeat([0, 1, 2, 4, 5, 6, 7, 8, 9, 9], 3))
     short = only(inputs.check_generator, given)
     assert short.state == "problem" and "no images of 1 class: 3" in short.text
+
+
+def test_a_bank_must_have_what_the_plan_needs(tmp_path: Path) -> None:
+    bank = black_digits(tmp_path / "bank.npz", [18] * 10)
+    enough = only(inputs.check_plan, config(generator=bank))
+    assert (enough.state, enough.text) == ("ok", "893 images, at most 18 of a class for a client")
+    bank = black_digits(tmp_path / "bank.npz", [17, 9, *[18] * 8])
+    short = only(inputs.check_plan, config(generator=bank))
+    assert short.state == "problem" and short.text == (
+        f"generator: {bank} has 9 images of class '1', and by the plan a client needs 18, none twice; "
+        "2 classes have too few"
+    )
+    for keys in ({"beta": 1.0}, {"policy": "none"}, {"generator": "builtin"}):
+        assert only(inputs.check_plan, config(**{"generator": bank, **keys})).state == "ok"
+    for clients in (0, 2000):
+        assert only(inputs.check_plan, config(generator=bank, clients=clients)).state == "note"
+    assert inputs.check_plan(config(generator="bank:/nowhere")) == [], "which the generator's check says"
+
+
+def test_a_samplers_steps_are_checked_whether_the_builtin_is_trained_or_not(
+    tmp_path: Path, digits_generator: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = {"sampler": "ddim", "sampler_steps": 300}
+    for more in ({}, {"generator": str(digits_generator)}):
+        found = only(inputs.check_generator, config(**given, **more))
+        assert found.state == "problem" and "sampler-steps: 300 is not allowed with ddim" in found.text
+    monkeypatch.setenv("FEDEAS_CACHE", str(tmp_path))
+    assert "sampler-steps: 300" in only(inputs.check_generator, config(**given)).text
+    assert only(inputs.check_generator, config(guidance=2.0)).state == "note"
 
 
 @pytest.mark.parametrize(

@@ -198,6 +198,16 @@ def test_a_run_that_finished_unheard_is_exported_by_the_next_command(tmp_path: P
     assert (place / "fedavg-s1" / "rounds.jsonl").stat().st_mtime_ns == stamp
 
 
+def test_what_the_runs_need_and_is_not_there_is_one_line_before_the_first(tmp_path: Path) -> None:
+    words = ["table1", "--scale", "full", "--run", "--set", "weights=none"]
+    lacking = typed(*words, cwd=tmp_path)
+    assert (lacking.returncode, lacking.stdout) == (2, "")
+    assert lacking.stderr.startswith("error: generator: there is no generators/cifar10/unet/config.json")
+    lacking = typed(f"{PAPERS}/fedavg", *words[1:], cwd=tmp_path)
+    assert lacking.returncode == 2 and lacking.stderr.startswith("error: dataset cifar10 was not found")
+    assert lacking.stderr.count("\n") == 1 and list(tmp_path.iterdir()) == []
+
+
 def test_records_of_other_runs_are_not_exported_over_and_nothing_is_begun(tmp_path: Path) -> None:
     """Neither by runs that are still to be done, which is said before they are, nor by one that has finished."""
     record(tmp_path / "records" / PAPERS / "fedavg-s1", f"{MAIN}/fedavg", 1, TWENTY)

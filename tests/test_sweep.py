@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 from made_up_runs import write_run
-from runners import command, fedeas, typed
+from runners import black_digits, command, fedeas, typed
 from waiting import Held, wait_until
 
 from fedeas_flwr.config import KEYS, ConfigError
@@ -245,6 +245,16 @@ def test_values_that_look_alike_have_names_of_their_own(tmp_path: Path) -> None:
         (("--grid", "strategy=fedavg,fedmix"), "disclose-mean-images"),
         (("--grid", "clients=4,1000"), "there can be 143 clients at most"),
         (("--grid", "device=cpu,cuda"), "cuda"),
+        (("policy=none", "--grid", "dataset=digits,cifar10"), "dataset cifar10 was not found"),
+        (("policy=none", "--grid", "dataset=digits,own:/nowhere"), "dataset: '/nowhere' is not there"),
+        (("--grid", "data-dir=/nowhere", "dataset=cifar10", "policy=none"), "data-dir = '/nowhere': no such folder"),
+        (("--grid", "generator=builtin,/nowhere"), "generator: there is no /nowhere/unet/config.json"),
+        (("--grid", "generator=builtin,bank:/nowhere"), "generator: there is no bank '/nowhere'"),
+        (("--grid", "policy=none,fedeas", "generator=sd-turbo:/nowhere"), "sd-turbo"),
+        (("sampler=ddim", "--grid", "sampler-steps=250,300"), "sampler-steps: 300 is not allowed with ddim"),
+        (("--grid", "model=small-cnn,nowhere:net"), "model: 'nowhere:net' cannot be imported"),
+        (("model=resnet18", "stem=3x3", "--grid", "weights=none,/no.safetensors"), "weights: there is no file '/no"),
+        (("--grid", "ray-address=,127.0.0.1:1"), "ray-address = '127.0.0.1:1': nobody answers"),
     ],
 )
 def test_what_one_run_of_a_grid_cannot_do_is_refused_before_the_first_run(
@@ -253,6 +263,23 @@ def test_what_one_run_of_a_grid_cannot_do_is_refused_before_the_first_run(
     done = typed("sweep", str(ROOT / "conf/quickstart.toml"), *words, "--out", str(tmp_path / "s"))
     assert (done.returncode, done.stdout) == (2, "") and why in done.stderr
     assert not (tmp_path / "s").exists()
+
+
+def test_a_bank_with_too_few_images_for_one_run_is_refused_before_the_first(tmp_path: Path) -> None:
+    bank = black_digits(tmp_path / "bank.npz", [18] * 9 + [10])
+    words = (f"generator={bank}", "--grid", "beta=1,6", "--out", str(tmp_path / "s"))
+    done = typed("sweep", str(ROOT / "conf/quickstart.toml"), *words)
+    assert (done.returncode, done.stdout) == (2, "") and not (tmp_path / "s").exists()
+    why = "has 10 images of class '9', and by the plan a client needs 18, none twice"
+    assert done.stderr == f"error: generator: {bank} {why}\n"
+
+
+def test_a_finished_sweep_needs_nothing_that_its_runs_needed(tmp_path: Path) -> None:
+    words = ("policy=none", "rounds=2", "dataset=own:/nowhere", "--grid", "seed=1", "--out", str(tmp_path / "s"))
+    keys = {"clients": 10, "policy": "none", "rounds": 2, "dataset": "own:/nowhere", "threshold": 0.9}
+    write_run(tmp_path / "s" / "seed-1", [0.1, 0.2], **keys)
+    done = typed("sweep", str(ROOT / "conf/quickstart.toml"), *words)
+    assert done.returncode == 0 and "seed-1  skipped" in done.stdout, done.stderr
 
 
 def test_a_sweep_begun_before_a_key_was_there_goes_on(tmp_path: Path) -> None:

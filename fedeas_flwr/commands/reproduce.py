@@ -15,7 +15,7 @@ import typer
 from rich.console import Console
 
 from fedeas_flwr.commands.output import FormatOption, can_be_folder, refuse_given
-from fedeas_flwr.commands.sweep import watching
+from fedeas_flwr.commands.sweep import refuse_what_a_run_would, watching
 from fedeas_flwr.config import ConfigError
 from fedeas_flwr.config_files import parse_overrides
 from fedeas_flwr.cores import usable_cores
@@ -156,6 +156,7 @@ def do_missing(
     if export:
         for one in filling.cells:
             check_export(one.run, record_folder(export, one.values["cell"], one.config))
+    refuse_what_a_run_would(filling, console)
     prepare = partial(prepare_generator, choice.scale, [cell.config.generates for cell in filling.cells], console)
     try:
         with watching(console) as watcher:

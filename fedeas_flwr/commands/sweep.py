@@ -20,7 +20,6 @@ from fedeas_flwr.commands.output import can_be_folder, check_format
 from fedeas_flwr.config import ConfigError
 from fedeas_flwr.config_files import parse_overrides, read_values
 from fedeas_flwr.listing import find_runs
-from fedeas_flwr.progress import show_tries
 from fedeas_flwr.sizes import counted, show_seconds
 from fedeas_flwr.sweep import Cell, Sweep, make_sweep, parse_grid, points
 from fedeas_flwr.sweep_jobs import Board, Watcher, run_sweep
@@ -51,7 +50,7 @@ def sweep(
     found = make_sweep(read_values(conf, overrides or []), grid or [], folder)
     found.check()
     console, warnings = Console(stderr=output == "json", markup=False), Console(stderr=True, markup=False)
-    _refuse_what_a_run_would(found, console)
+    refuse_what_a_run_would(found, console)
     try:
         with watching(console) as watcher:
             failed = run_sweep(found, jobs, retries, watcher)
@@ -78,20 +77,11 @@ def _refuse_two_words(overrides: list[str], grid: list[str]) -> None:
             raise ConfigError(f"{key} = {value!r}: leave it out, --grid has the values of {key}")
 
 
-def _refuse_what_a_run_would(sweep: Sweep, console: Console) -> None:
-    """Refuse now what a run of the grid would, hours later: by its keys, or because its clients cannot be had.
+def refuse_what_a_run_would(sweep: Sweep, console: Console) -> None:
+    """Refuse now what a run that is still to be done would, hours later."""
+    from fedeas_flwr.prepare import check_runs  # with all of Flower, which other commands need not load
 
-    The partitions are in the cache then, where the runs find them.
-    """
-    from fedeas_flwr.local_data import planned_counts
-    from fedeas_flwr.prepare import check_config  # with all of Flower, which other commands need not load
-
-    configs = [cell.config for cell in sweep.cells]
-    for config in configs:
-        check_config(config)
-    partitions = {(c.dataset, c.protocol, c.clients, c.alpha, c.partition_seed): c for c in configs}
-    for config in partitions.values():
-        planned_counts(config, config.clients, show_tries(console))
+    check_runs([cell.config for cell in sweep.cells if not cell.finished], console)
 
 
 # --------------------------------------------------------------------------------------- while it goes on

@@ -35,6 +35,7 @@ CHECKS = {
     "clients": "inputs.check_clients",
     "last batches": "inputs.check_last_batches",
     "generator": "inputs.check_generator",
+    "plan": "inputs.check_plan",
     "Flower's commands": "federation.check_commands",
     "loopback port": "federation.check_port",
     "other SuperLink": "federation.check_other_superlink",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable
 from functools import lru_cache
-from pathlib import Path
+from typing import TYPE_CHECKING
 
 from fedeas_flwr import partition
 from fedeas_flwr.config import FEW, RunConfig
@@ -15,6 +15,9 @@ from fedeas_flwr.dataset_sources import OWN, check_npz, find_source
 from fedeas_flwr.doctor.findings import Finding, note, ok, problem
 from fedeas_flwr.paths import expanded
 from fedeas_flwr.sizes import counted
+
+if TYPE_CHECKING:
+    from fedeas_flwr.generators.bank import BankGenerator
 
 _CLIENTS = 1000
 _AS_MANY, _SAY = "clients = 0 is as many as the federation has", "say how many, such as clients=10"
@@ -142,15 +145,49 @@ def check_generator(config: RunConfig) -> Iterable[Finding]:
     fix = "generator=FOLDER in diffusers' format, made by `fedeas train-generator`; or bank:DIR; see docs/generators.md"
     try:
         kind, _, where = config.generator.partition(":")
-        if config.generator == "builtin":
-            return [_builtin()]
         if kind == "bank":
             return [_bank(where, config.dataset)]
         if kind == "sd-turbo":
             return [_turbo(where)]
-        return [_folder(expanded(config.generator, "generator"), config.dataset)]
+        return [_model(config)]
     except (OSError, ValueError) as error:
         return [problem("generator", error, fix)]
+
+
+def check_plan(config: RunConfig) -> Iterable[Finding]:
+    """What the clients of a simulation will ask for, and whether a bank has it; of very many it would take long."""
+    from fedeas_flwr.generators.bank import check_enough
+    from fedeas_flwr.local_data import planned_images
+
+    if not config.generates:
+        return [ok("plan", "nothing to generate")]
+    if not config.clients:
+        return [note("plan", f"not known: {_AS_MANY}", _SAY)]
+    if config.clients > _CLIENTS:
+        return [note("plan", f"not looked at: {config.clients:,} clients are many; see `fedeas plan`")]
+    kind, _, where = config.generator.partition(":")
+    try:
+        needed = planned_images(config, _counts(config))
+        there = _open_bank(where, config.dataset).images_of_class if kind == "bank" else None
+    except (OSError, ValueError):  # told by the checks of the dataset, the clients and the generator
+        return []
+    if there is not None:
+        try:
+            check_enough(config.generator, there, needed, dataset_info(config.dataset).classes)
+        except ValueError as error:
+            return [problem("plan", error, "give a bank with more images of these classes, or a smaller beta or total")]
+    return [ok("plan", f"{counted(int(needed.sum()), 'image')}, at most {int(needed.max()):,} of a class for a client")]
+
+
+def _model(config: RunConfig) -> Finding:
+    from fedeas_flwr.generators import check_for_run
+    from fedeas_flwr.training import pick_device
+
+    check_for_run(config, pick_device(config.device))
+    if config.generator == "builtin":
+        return _builtin()
+    folder, info = expanded(config.generator, "generator"), dataset_info(config.dataset)
+    return ok("generator", f"{folder.absolute()}, {len(info.classes)} classes, images {list(info.image_shape)}")
 
 
 def _builtin() -> Finding:
@@ -162,24 +199,15 @@ def _builtin() -> Finding:
     return note("generator", f"builtin is not whole at {folder}; the first run trains it, a minute on two cores")
 
 
-def _folder(folder: Path, dataset: str) -> Finding:
-    from fedeas_flwr.generators.folders import WEIGHTS_NAME, check_classes, check_schedule, check_unet, read_json
-
-    info, weights = dataset_info(dataset), folder / "unet" / WEIGHTS_NAME
-    config = read_json(folder / "unet" / "config.json")
-    check_schedule(read_json(folder / "scheduler" / "scheduler_config.json"), folder)
-    check_unet(config, folder, info.image_shape)
-    check_classes(config, folder, len(info.classes), info.classes)
-    if not weights.is_file():
-        raise FileNotFoundError(f"generator: there is no {weights}; weights must be one safetensors file")
-    return ok("generator", f"{folder.absolute()}, {len(info.classes)} classes, images {list(info.image_shape)}")
-
-
-def _bank(where: str, dataset: str) -> Finding:
+def _open_bank(where: str, dataset: str) -> BankGenerator:
     from fedeas_flwr.generators.bank import BankGenerator
 
     info = dataset_info(dataset)
-    bank = BankGenerator(where, classes=info.classes, image_shape=info.image_shape)
+    return BankGenerator(where, classes=info.classes, image_shape=info.image_shape)
+
+
+def _bank(where: str, dataset: str) -> Finding:
+    bank, info = _open_bank(where, dataset), dataset_info(dataset)
     empty = [name for name, count in zip(info.classes, bank.images_of_class, strict=True) if not count]
     if empty:
         lacking = counted(len(empty), "class", "classes")

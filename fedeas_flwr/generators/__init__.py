@@ -18,7 +18,8 @@ images, policies share what they have in common, and a lost file is made again a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
@@ -82,6 +83,11 @@ def batch_size(generator: Generator) -> int:
     """
     find = getattr(generator, "find_batch_size", None)
     return int(find() if find else getattr(generator, "batch_size", 0) or 64)
+
+
+def stock(generator: Generator) -> list[int] | None:
+    """Return how many images of each class `generator` has, if it hands out what is there; None: it makes them."""
+    return getattr(generator, "images_of_class", None)
 
 
 def open_generator(
@@ -174,17 +180,55 @@ def open_for_run(config: RunConfig, device: str) -> Generator:
     -------
     Generator
     """
+    with _naming_keys():
+        return open_generator(config.generator, config.dataset, **_settings(config), device=device)
+
+
+def check_for_run(config: RunConfig, device: str) -> None:
+    """Refuse a model that `open_for_run` would, as far as can be told without reading weights or training any.
+
+    Parameters
+    ----------
+    config, device
+        As of `open_for_run`; its generator is no bank, which to check is to open.
+    """
+    kind, _, where = config.generator.partition(":")
+    if kind == "sd-turbo":
+        from fedeas_flwr.generators.turbo import check_transformers, find_pipeline
+
+        check_transformers()
+        find_pipeline(where)
+        return
+    from fedeas_flwr.generators.diffusion import Settings
+    from fedeas_flwr.generators.digits import builtin_folder
+    from fedeas_flwr.generators.folders import read_model
+    from fedeas_flwr.generators.training import TIMESTEPS
+
+    info = dataset_info(config.dataset)
+    classes, built_in = len(info.classes), config.generator == "builtin"
+    folder = builtin_folder() if built_in else expanded(config.generator, "generator")
+    timesteps, embeddings = TIMESTEPS, classes + 1
+    if not built_in:  # which may not be there yet, and is then trained
+        model = read_model(folder, classes, info.classes, info.image_shape)
+        timesteps, embeddings = model.schedule["num_train_timesteps"], model.config["num_class_embeds"]
+    with _naming_keys():
+        Settings(**_settings(config), device=device).check(folder, timesteps, embeddings, classes)
+
+
+def _settings(config: RunConfig) -> dict[str, Any]:
+    return {
+        "sampler": config.sampler,
+        "steps": config.sampler_steps or None,
+        "guidance": config.guidance,
+        "batch_size": config.generation_batch or None,
+        "precision": None if config.generation_precision == "auto" else config.generation_precision,
+    }
+
+
+@contextmanager
+def _naming_keys() -> Iterator[None]:
     try:
-        return open_generator(
-            config.generator,
-            config.dataset,
-            sampler=config.sampler,
-            steps=config.sampler_steps or None,
-            guidance=config.guidance,
-            batch_size=config.generation_batch or None,
-            precision=None if config.generation_precision == "auto" else config.generation_precision,
-            device=device,
-        )
+        yield
     except ValueError as error:
         setting, _, refusal = str(error).partition(": ")
         if setting not in _KEYS:

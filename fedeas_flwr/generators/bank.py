@@ -21,6 +21,31 @@ from fedeas_flwr.sizes import counted
 from fedeas_flwr.streams import stream
 
 
+def check_enough(spec: str, there: Sequence[int], planned: NDArray[np.int64], classes: Sequence[str]) -> None:
+    """Refuse a bank that has fewer images of a class than a client is to have, since no client gets one twice.
+
+    Parameters
+    ----------
+    spec
+        The bank, as a run-config names it.
+    there
+        How many images it has of each class.
+    planned
+        How many a client is to have of each class, ``[clients, classes]``.
+    classes
+        Their names.
+    """
+    needed = planned.max(axis=0, initial=0)
+    lacking = needed - np.asarray(there)
+    short, worst = int((lacking > 0).sum()), int(lacking.argmax())
+    if short:
+        more = f"; {short} classes have too few" if short > 1 else ""
+        raise ValueError(
+            f"generator: {spec} has {counted(there[worst], 'image')} of class {classes[worst]!r}, and by the plan a "
+            f"client needs {needed[worst]}, none twice{more}"
+        )
+
+
 class BankGenerator:
     """Deals each client the bank's images of a class in an order of its own, none twice.
 

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from fedeas_flwr.config import SAMPLER_STEPS
 from fedeas_flwr.generators import SampleId
 from fedeas_flwr.generators.denoising import PRECISIONS, SOLVER_SETTINGS, Denoiser
-from fedeas_flwr.generators.folders import WEIGHTS_NAME, check_classes, check_schedule, check_unet, load_unet, read_json
+from fedeas_flwr.generators.folders import load_unet, read_model
 from fedeas_flwr.gpu.capture import give_memory_back
 from fedeas_flwr.one_line import one_line
 from fedeas_flwr.sizes import counted
@@ -56,6 +56,49 @@ def initial_noise(sample: SampleId, shape: tuple[int, ...]) -> NDArray[np.float3
     """
     source = np.random.SeedSequence(sample.seed, spawn_key=(sample.client, sample.label, sample.index))
     return np.random.Generator(np.random.Philox(source)).standard_normal(shape, dtype=np.float32)
+
+
+class Settings:
+    """How a model is sampled, with the defaults of the sampler and the device; see `DiffusionGenerator`."""
+
+    def __init__(
+        self,
+        *,
+        sampler: str = "dpm++",
+        steps: int | None = None,
+        guidance: float = 1.0,
+        batch_size: int | None = None,
+        precision: str | None = None,
+        device: str = "cpu",
+    ) -> None:
+        self.device = _check_device(device)
+        on_cpu = self.device.type == "cpu"
+        self.sampler, self.guidance = sampler, float(guidance)
+        self.steps = SAMPLER_STEPS.get(sampler, 0) if steps is None else steps
+        self.batch_size = _CPU_BATCH if batch_size is None and on_cpu else batch_size
+        self.precision = precision or ("fp32" if on_cpu else "bf16")
+
+    def check(self, folder: Path, timesteps: int, embeddings: int, num_classes: int) -> None:
+        """Refuse what cannot be with a model of so many timesteps and class embeddings."""
+        if self.sampler not in SAMPLER_STEPS:
+            raise ValueError(f"sampler: {self.sampler!r} is not allowed; give one of {', '.join(SAMPLER_STEPS)}")
+        if not 1 <= self.steps <= timesteps:
+            raise ValueError(f"steps: {self.steps} is not allowed; give 1 to {timesteps}")
+        if self.sampler == "ddim" and timesteps % self.steps:
+            # diffusers rounds the stride down, and each step would then aim at another noise than the next expects.
+            raise ValueError(f"steps: {self.steps} is not allowed with ddim; give a divisor of {timesteps}")
+        if self.batch_size is not None and self.batch_size < 1:
+            raise ValueError(f"batch_size: {self.batch_size} is not allowed; give at least 1")
+        if self.precision not in PRECISIONS or (self.precision == "tf32" and self.device.type == "cpu"):
+            allowed = ", ".join(name for name in PRECISIONS if name != "tf32" or self.device.type != "cpu")
+            raise ValueError(f"precision: {self.precision!r} is not allowed on {self.device.type}; give {allowed}")
+        if not (math.isfinite(self.guidance) and self.guidance >= 1):
+            raise ValueError(f"guidance: {self.guidance} is not allowed; give 1 (none) or more")
+        if self.guidance != 1 and embeddings == num_classes:
+            raise ValueError(
+                f"guidance: {self.guidance} needs a model with a 'no label' class, {num_classes + 1} embeddings; "
+                f"{folder} has {num_classes}, so only 1 is allowed"
+            )
 
 
 class DiffusionGenerator:
@@ -107,23 +150,23 @@ class DiffusionGenerator:
     ) -> None:
         self.folder = Path(folder)
         self.num_classes = num_classes
-        self.device = _check_device(device)
-        on_cpu = self.device.type == "cpu"
-        self.sampler, self.guidance = sampler, float(guidance)
-        self.steps = SAMPLER_STEPS.get(sampler, 0) if steps is None else steps
-        self.batch_size = _CPU_BATCH if batch_size is None and on_cpu else batch_size
-        self.precision = precision or ("fp32" if on_cpu else "bf16")
-        config = read_json(self.folder / "unet" / "config.json")
-        self._schedule = check_schedule(read_json(self.folder / "scheduler" / "scheduler_config.json"), self.folder)
-        self.image_shape = check_unet(config, self.folder, image_shape)
-        check_classes(config, self.folder, num_classes, classes)
-        self._no_label = num_classes if config["num_class_embeds"] == num_classes + 1 else None
-        self._check_settings()
-        weights = self.folder / "unet" / WEIGHTS_NAME
+        settings = Settings(
+            sampler=sampler,
+            steps=steps,
+            guidance=guidance,
+            batch_size=batch_size,
+            precision=precision,
+            device=device,
+        )
+        self.device, self.sampler, self.steps = settings.device, settings.sampler, settings.steps
+        self.guidance, self.batch_size, self.precision = settings.guidance, settings.batch_size, settings.precision
+        config, self._schedule, self.image_shape, weights = read_model(self.folder, num_classes, classes, image_shape)
+        embeddings = config["num_class_embeds"]
+        settings.check(self.folder, self._schedule["num_train_timesteps"], embeddings, num_classes)
         unet = load_unet(config, weights)
         # The module's own `to`: diffusers' warns about every cast.
         torch.nn.Module.to(unet, self.device, PRECISIONS[self.precision])
-        if not on_cpu:
+        if self.device.type != "cpu":
             _fuse(unet)
         self._denoiser = Denoiser(
             unet,
@@ -131,7 +174,7 @@ class DiffusionGenerator:
             sampler=self.sampler,
             steps=self.steps,
             guidance=self.guidance,
-            no_label=self._no_label,
+            no_label=num_classes if embeddings == num_classes + 1 else None,
             precision=self.precision,
         )
         self.fingerprint = self._make_fingerprint(config, weights)
@@ -193,28 +236,6 @@ class DiffusionGenerator:
                 f"generation-batch: the GPU has no memory left for {counted(size, 'image')}; free some of it"
             )
         self.batch_size = size // 2
-
-    def _check_settings(self) -> None:
-        most = self._schedule["num_train_timesteps"]
-        if self.sampler not in SAMPLER_STEPS:
-            raise ValueError(f"sampler: {self.sampler!r} is not allowed; give one of {', '.join(SAMPLER_STEPS)}")
-        if not 1 <= self.steps <= most:
-            raise ValueError(f"steps: {self.steps} is not allowed; give 1 to {most}")
-        if self.sampler == "ddim" and most % self.steps:
-            # diffusers rounds the stride down, and each step would then aim at another noise than the next expects.
-            raise ValueError(f"steps: {self.steps} is not allowed with ddim; give a divisor of {most}")
-        if self.batch_size is not None and self.batch_size < 1:
-            raise ValueError(f"batch_size: {self.batch_size} is not allowed; give at least 1")
-        if self.precision not in PRECISIONS or (self.precision == "tf32" and self.device.type == "cpu"):
-            allowed = ", ".join(name for name in PRECISIONS if name != "tf32" or self.device.type != "cpu")
-            raise ValueError(f"precision: {self.precision!r} is not allowed on {self.device.type}; give {allowed}")
-        if not (math.isfinite(self.guidance) and self.guidance >= 1):
-            raise ValueError(f"guidance: {self.guidance} is not allowed; give 1 (none) or more")
-        if self.guidance != 1 and self._no_label is None:
-            raise ValueError(
-                f"guidance: {self.guidance} needs a model with a 'no label' class, {self.num_classes + 1} embeddings; "
-                f"{self.folder} has {self.num_classes}, so only 1 is allowed"
-            )
 
     def _make_fingerprint(self, config: dict[str, Any], weights: Path) -> str:
         public = {key: value for key, value in config.items() if not key.startswith("_")}

@@ -6,7 +6,7 @@ import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -31,6 +31,32 @@ _NOISE_SCHEDULE_KEYS = (
 _MOST_TIMESTEPS, _MOST_LAYERS, _MOST_BLOCKS, _WIDEST, _LARGEST_SIDE = 100_000, 32, 16, 16_384, 8192
 _BETA_SCHEDULES = ("linear", "scaled_linear", "squaredcos_cap_v2")  # those that both samplers of diffusers know
 _PREDICTIONS = ("epsilon", "sample", "v_prediction")
+
+
+class Model(NamedTuple):
+    """A model's folder, read but for its weights."""
+
+    config: dict[str, Any]
+    schedule: dict[str, Any]
+    image_shape: tuple[int, int, int]
+    weights: Path
+
+
+def read_model(
+    folder: Path, num_classes: int, classes: Sequence[str] = (), image_shape: tuple[int, int, int] | None = None
+) -> Model:
+    """Read a model's folder, refusing one of other classes or images, or without weights; these are not read."""
+    config, weights = read_json(folder / "unet" / "config.json"), folder / "unet" / WEIGHTS_NAME
+    schedule = check_schedule(read_json(folder / "scheduler" / "scheduler_config.json"), folder)
+    shape = check_unet(config, folder, image_shape)
+    check_classes(config, folder, num_classes, classes)
+    _require_weights(weights)
+    return Model(config, schedule, shape, weights)
+
+
+def _require_weights(weights: Path) -> None:
+    if not weights.is_file():
+        raise FileNotFoundError(f"generator: there is no {weights}; weights must be one safetensors file")
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -133,8 +159,7 @@ def load_unet(config: dict[str, Any], weights: Path) -> Any:
     from diffusers import UNet2DModel
     from safetensors.torch import load_file
 
-    if not weights.is_file():
-        raise FileNotFoundError(f"generator: there is no {weights}; weights must be one safetensors file")
+    _require_weights(weights)
     try:
         # Building draws initial weights, which are then replaced: the caller's random state must not notice.
         _check_shapes(config, weights)

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from fedeas_flwr.generators import Generator, SampleId, batch_size
+from fedeas_flwr.generators import Generator, SampleId, batch_size, stock
 
 Images = NDArray[np.uint8]
 
@@ -151,6 +151,7 @@ class InProcessService:
     def __init__(self, generator: Generator) -> None:
         self.fingerprint, self.image_shape = generator.fingerprint, generator.image_shape
         self.num_classes, self.batch_size = generator.num_classes, batch_size(generator)
+        self.images_of_class = stock(generator)
         self._service = GeneratorService(lambda: generator)
         self._loop = asyncio.new_event_loop()
         threading.Thread(target=self._loop.run_forever, name="generator", daemon=True).start()
