@@ -43,6 +43,8 @@ class SmallCNN(nn.Module):
     def __init__(self, num_classes: int, image_shape: ImageShape) -> None:
         super().__init__()
         height, width, channels = image_shape
+        if min(height, width) < 2:
+            raise ValueError(f"model: small-cnn needs images of 2×2 or more, these are {height}×{width}; use resnet18")
         self.features = nn.Sequential(
             nn.Conv2d(channels, 16, 3, padding=1),
             nn.ReLU(),

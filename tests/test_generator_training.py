@@ -373,3 +373,39 @@ def test_the_command_is_interrupted_cleanly_and_resumed(tmp_path: Path) -> None:
     assert "generator: " in done.stdout and (tmp_path / "g" / "unet" / WEIGHTS_NAME).is_file()
     again = typed(*words[3:], cwd=tmp_path)
     assert again.returncode == 2 and "is not empty" in again.stderr and len(again.stderr.splitlines()) == 1
+
+
+def write_images(path: Path, height: int, width: int) -> str:
+    np.savez(path, x=np.zeros((60, height, width, 1), np.uint8), y=np.arange(60) % 3)
+    return f"own:{path}"
+
+
+@pytest.mark.parametrize(
+    ("height", "width", "preset", "why"),
+    [
+        (28, 28, "paper", "sides of multiples of 8; these are 28×28, which digits, cifar-small can have"),
+        (30, 44, "cifar-small", "sides of multiples of 4; these are 30×44, which digits can have"),
+        (30, 45, "digits", "sides of multiples of 2; these are 30×45, which no preset can have"),
+        (7, 5, "digits", "sides of multiples of 2; these are 7×5, which no preset can have"),
+    ],
+)
+def test_images_that_a_preset_cannot_halve_are_refused_before_the_training(
+    tmp_path: Path, height: int, width: int, preset: str, why: str
+) -> None:
+    given = ["--dataset", write_images(tmp_path / "own.npz", height, width), "--preset", preset]
+    done = typed("train-generator", *given, "--out", str(tmp_path / "g"), FEDEAS_CACHE=str(tmp_path / "cache"))
+    assert (done.returncode, done.stdout) == (2, "") and not (tmp_path / "g").exists()
+    assert done.stderr.startswith(f"error: preset: {preset} needs images with {why}") and done.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize(("height", "width"), [(2, 6), (10, 4)])
+def test_what_is_refused_is_what_the_network_cannot_have(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, height: int, width: int
+) -> None:
+    monkeypatch.setenv("FEDEAS_CACHE", str(tmp_path / "cache"))
+    dataset = open_dataset(write_images(tmp_path / "own.npz", height, width))
+    TINY.check_size(height, width)
+    assert Trainer(TINY, dataset).run(steps=1)
+    with pytest.raises(RuntimeError, match="Sizes of tensors must match"):
+        odd = dataclasses.replace(dataset, x_train=dataset.x_train[:, :, : width - 1])
+        Trainer(TINY, odd).run(steps=1)

@@ -61,6 +61,16 @@ def test_small_cnn_takes_digits_and_has_no_statistics() -> None:
     assert split_state(model)[1] == {}
 
 
+def test_images_too_small_for_small_cnn_are_one_line_and_resnet18_takes_them() -> None:
+    for height, width in ((1, 1), (1, 8), (8, 1)):
+        why = f"model: small-cnn needs images of 2×2 or more, these are {height}×{width}; use resnet18"
+        with pytest.raises(ValueError, match=f"^{why}"):
+            build_model("small-cnn", 3, (height, width, 1), seed=0)
+    assert build_model("small-cnn", 3, (2, 3, 1), seed=0)(torch.zeros(2, 1, 2, 3)).shape == (2, 3)
+    for stem in ("7x7", "3x3"):
+        assert build_model("resnet18", 3, (1, 1, 1), stem=stem, seed=0)(torch.zeros(2, 1, 1, 1)).shape == (2, 3)
+
+
 def test_resnet18_stems() -> None:
     wide = build_model("resnet18", 10, CIFAR, seed=0)
     fine = build_model("resnet18", 10, CIFAR, stem="3x3", seed=0)

@@ -58,6 +58,23 @@ class Preset:
     log_every: int = 20
     cpu_threads: int | None = None
 
+    @property
+    def multiple(self) -> int:
+        """What an image's sides are multiples of: all blocks of the network but the last halve them."""
+        return int(2 ** (len(self.unet["block_out_channels"]) - 1))
+
+    def check_size(self, height: int, width: int) -> None:
+        """Refuse images that the network cannot halve as often as it does, naming the presets that can."""
+        if not (height % self.multiple or width % self.multiple):
+            return
+        fitting = [name for name, other in PRESETS.items() if not (height % other.multiple or width % other.multiple)]
+        which = ", ".join(fitting) or "no preset"
+        advice = "take one of these" if fitting else "bring them to another size"
+        raise ValueError(
+            f"preset: {self.name} needs images with sides of multiples of {self.multiple}; these are "
+            f"{height}×{width}, which {which} can have: {advice}"
+        )
+
 
 DIGITS = Preset(
     name="digits",

@@ -138,6 +138,7 @@ def train_generator(
     _check_folder(out, resume)
     identity = {"dataset": dataset_name, "seed": seed, "preset": json.loads(json.dumps(asdict(preset)))}
     info = dataset_info(dataset_name)  # data of one's own may change under their name
+    preset.check_size(*info.image_shape[:2])
     identity |= {"images": list(info.image_shape), "classes": list(info.classes)}
     before = read_checkpoint(out / CHECKPOINT, identity) if resume else None
     dataset = open_dataset(dataset_name, data_dir)
