@@ -89,7 +89,9 @@ class RunConfig(BaseModel):
     beta: float = Field(6.0, ge=0, le=1e6, description="budget parameter β; 0 generates nothing")
     gamma: float = Field(0.5, ge=0, le=2, description="exponent of the mean class count; 0.5 is the paper's root")
     printed_rule: bool = Field(False, description="fill by Eq. 9 as printed, without the below-the-mean condition")
-    total: int = Field(0, ge=0, le=10**9, description="images of a matched policy; 0: what FedEAS spends at β")
+    total: int = Field(
+        0, ge=0, le=10**9, description="images of a matched policy, whatever β; 0: what FedEAS spends at β"
+    )
 
     strategy: StrategyName = Field(
         "fedavg", description="how the clients' models become one; `fedeas strategies` lists them"

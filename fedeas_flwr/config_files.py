@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,20 @@ from fedeas_flwr.paths import expanded
 
 def read_config(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
     """Read a run-config from a TOML file and ``key=value`` overrides; see `read_values`."""
-    return parse_config(read_values(path, overrides))
+    config = parse_config(read_values(path, overrides))
+    refuse_ignored(config, parse_overrides(overrides))
+    return config
+
+
+def refuse_ignored(config: RunConfig, given: Collection[str]) -> None:
+    """Refuse, of the keys given on a command line, those of a budget that `total` takes the place of.
+
+    In a file they may stand beside it: a run's own record has all keys.
+    """
+    values = config.outside()
+    for key in ("beta", "gamma", "printed-rule"):
+        if config.total and key in given:
+            raise ConfigError(f"{key} = {values[key]!r}: leave it out, total = {config.total} says what is spent")
 
 
 def read_values(path: Path, overrides: Sequence[str] = ()) -> dict[str, Any]:

@@ -17,6 +17,7 @@ from fedeas_flwr.node import Node
 from fedeas_flwr.own_data import read_images
 from fedeas_flwr.partition import TEST_FRACTION, Partition, make_partition, plan_labels, stratified_split
 from fedeas_flwr.paths import cache_root
+from fedeas_flwr.planning import settings_of
 
 Images = npt.NDArray[np.uint8]
 Labels = npt.NDArray[np.int64]
@@ -166,6 +167,12 @@ def planned_images(config: RunConfig, counts: Labels) -> Labels:
     """
     asked = asked_images(config, planned_allocation(config, counts))
     return asked if config.shared_images == "no" else asked.max(axis=0, keepdims=True)
+
+
+def nothing_planned(config: RunConfig) -> str:
+    """Say that a plan has no image in it, though the policy generates: a run that looks like one of it, and is not."""
+    given = f" with β = {config.beta:g}" if "beta" in settings_of(config.policy, config.total > 0) else ""
+    return f"no images: policy '{config.policy}'{given} gives these clients none; see `fedeas plan`"
 
 
 def different_images(config: RunConfig, counts: Labels) -> int:

@@ -20,7 +20,7 @@ from fedeas_flwr.generators import Generator, absolute_spec, check_for_run, open
 from fedeas_flwr.generators.bank import check_enough
 from fedeas_flwr.generators.classifier import independent_classifier
 from fedeas_flwr.launch import ray_resources
-from fedeas_flwr.local_data import Labels, planned_counts, planned_images
+from fedeas_flwr.local_data import Labels, nothing_planned, planned_counts, planned_images
 from fedeas_flwr.models import split_state
 from fedeas_flwr.paths import expanded
 from fedeas_flwr.progress import show_tries
@@ -133,6 +133,8 @@ def check_stock(config: RunConfig, counts: Labels, generator: Generator) -> None
 def check_room(config: RunConfig, counts: Labels, generator: Generator, console: Console) -> None:
     """See that the disk and the cache's limit allow what the run will generate, before it begins."""
     planned = planned_images(config, counts)
+    if not planned.any():
+        console.print(f"warning: the plan has {nothing_planned(config)}", highlight=False, soft_wrap=True)
     for entry in make_room(ImageCache(), generator, config.seed, planned.tolist(), config.cache_limit):
         console.print(f"cache-limit: pruned {entry.key[:12]} ({show_bytes(entry.bytes)})", highlight=False)
 

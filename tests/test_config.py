@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import get_args
 
 import pytest
+from runners import typed
 
 from fedeas_flwr.allocation import POLICIES
 from fedeas_flwr.config import KEYS, ConfigError, Policy, RunConfig, parse_config
@@ -185,6 +186,29 @@ def test_what_a_key_is_said_to_allow_is_what_it_takes_and_nothing_beyond_it(key:
         assert not is_refused(key.name, choice) and is_refused(key.name, f"{choice}s")
     if key.allowed["type"] == "boolean":
         assert is_refused(key.name, 2) and not is_refused(key.name, True) and not is_refused(key.name, False)
+
+
+@pytest.mark.parametrize("word", ["beta=3", "gamma=0.5", "printed-rule=true"])
+def test_what_a_total_takes_the_place_of_is_refused_beside_it(tmp_path: Path, word: str) -> None:
+    """If it was given on the command line: there a word would be ignored, in a file it may be of an earlier run."""
+    path = tmp_path / "my.toml"
+    path.write_text("clients = 4\npolicy = 'uniform'\nbeta = 9.0\n")
+    assert read_config(path, ["total=5"]).total == 5
+    key, _, value = word.partition("=")
+    shown = {"3": "3.0", "true": "True"}.get(value, value)
+    line = f"{key} = {shown}: leave it out, total = 5 says what is spent"
+    words, out = ["total=5", word], tmp_path / "s"
+    for command in (
+        ["run", str(path), *words],
+        ["doctor", str(path), *words],
+        ["doctor", "policy=uniform", *words],
+        ["sweep", str(path), *words, "--grid", "seed=1,2", "--out", str(out)],
+        ["sweep", str(path), "total=5", "--grid", word, "--out", str(out)],
+    ):
+        done = typed(*command, cwd=tmp_path)
+        assert (done.returncode, done.stdout, done.stderr) == (2, "", f"error: {line}\n"), command
+    assert list(tmp_path.iterdir()) == [path]
+    assert read_config(path, [word]).total == 0
 
 
 def test_what_a_key_allows_is_said_in_a_few_words() -> None:

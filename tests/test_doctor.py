@@ -206,6 +206,8 @@ def test_a_bank_must_have_what_the_plan_needs(tmp_path: Path) -> None:
     )
     for keys in ({"beta": 1.0}, {"policy": "none"}, {"generator": "builtin"}):
         assert only(inputs.check_plan, config(**{"generator": bank, **keys})).state == "ok"
+    none = only(inputs.check_plan, config(generator=bank, beta=0.01))
+    assert (none.state, none.text[:9]) == ("note", "no images") and "β = 0.01" in none.text
     for clients in (0, 2000):
         assert only(inputs.check_plan, config(generator=bank, clients=clients)).state == "note"
     assert inputs.check_plan(config(generator="bank:/nowhere")) == [], "which the generator's check says"

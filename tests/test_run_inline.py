@@ -335,3 +335,15 @@ def test_after_ctrl_c_it_says_how_to_go_on(
     run = tmp_path / "my [b] runs" / "a"
     done = typed("run", "conf/quickstart.toml", "policy=none", "backend=inline", f"run-dir={run}", cwd=ROOT)
     assert (done.returncode, done.stderr) == (130, said.format(run=run))
+
+
+def test_a_plan_without_an_image_is_one_warning(tmp_path: Path, digits_generator: Path) -> None:
+    def said(**keys: Any) -> str:
+        out = io.StringIO()
+        prepare.prepare(quick(tmp_path / "r", **keys), Console(file=out))
+        return out.getvalue()
+
+    warning = "warning: the plan has no images: policy '{}' with β = 0.01 gives these clients none; see `fedeas plan`\n"
+    for policy in ("fedeas", "waterfill"):
+        assert said(policy=policy, beta=0.01) == warning.format(policy)
+    assert said(policy="fedeas", beta=4.0) == said(policy="none") == said(policy="uniform", total=1) == ""

@@ -13,7 +13,7 @@ from rich.text import Text
 
 from fedeas_flwr.commands.output import FormatOption
 from fedeas_flwr.config import RunConfig, parse_config
-from fedeas_flwr.config_files import parse_overrides, read_config
+from fedeas_flwr.config_files import parse_overrides, read_config, refuse_ignored
 from fedeas_flwr.sizes import counted
 from fedeas_flwr.terminal import print_table
 
@@ -46,7 +46,10 @@ def doctor(
 def _read(words: list[str]) -> RunConfig:
     if words and ("=" not in words[0] or Path(words[0]).is_file()):
         return read_config(Path(words[0]), words[1:])
-    return parse_config(parse_overrides(words))
+    values = parse_overrides(words)
+    config = parse_config(values)
+    refuse_ignored(config, values)
+    return config
 
 
 def show(findings: list[Finding], console: Console) -> None:

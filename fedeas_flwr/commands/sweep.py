@@ -18,7 +18,7 @@ from rich.text import Text
 
 from fedeas_flwr.commands.output import can_be_folder, check_format
 from fedeas_flwr.config import ConfigError
-from fedeas_flwr.config_files import parse_overrides, read_values
+from fedeas_flwr.config_files import parse_overrides, read_values, refuse_ignored
 from fedeas_flwr.listing import find_runs
 from fedeas_flwr.sizes import counted, show_seconds
 from fedeas_flwr.sweep import Cell, Sweep, make_sweep, parse_grid, points
@@ -48,6 +48,8 @@ def sweep(
     _refuse_two_words(overrides or [], grid or [])
     folder = (out or Path("runs") / f"sweep-{conf.stem}").absolute()
     found = make_sweep(read_values(conf, overrides or []), grid or [], folder)
+    for cell in found.cells:
+        refuse_ignored(cell.config, {*parse_overrides(overrides or []), *found.grid})
     found.check()
     console, warnings = Console(stderr=output == "json", markup=False), Console(stderr=True, markup=False)
     refuse_what_a_run_would(found, console)

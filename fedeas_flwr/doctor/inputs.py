@@ -157,7 +157,7 @@ def check_generator(config: RunConfig) -> Iterable[Finding]:
 def check_plan(config: RunConfig) -> Iterable[Finding]:
     """What the clients of a simulation will ask for, and whether a bank has it; of very many it would take long."""
     from fedeas_flwr.generators.bank import check_enough
-    from fedeas_flwr.local_data import planned_images
+    from fedeas_flwr.local_data import nothing_planned, planned_images
 
     if not config.generates:
         return [ok("plan", "nothing to generate")]
@@ -176,6 +176,8 @@ def check_plan(config: RunConfig) -> Iterable[Finding]:
             check_enough(config.generator, there, needed, dataset_info(config.dataset).classes)
         except ValueError as error:
             return [problem("plan", error, "give a bank with more images of these classes, or a smaller beta or total")]
+    if not needed.any():
+        return [note("plan", nothing_planned(config), "give a larger beta")]
     return [ok("plan", f"{counted(int(needed.sum()), 'image')}, at most {int(needed.max()):,} of a class for a client")]
 
 
