@@ -16,11 +16,12 @@ if TYPE_CHECKING:
     from fedeas_flwr.augment import fill
     from fedeas_flwr.cache import ImageCache
     from fedeas_flwr.generators import Generator, SampleId, open_generator
-    from fedeas_flwr.partition import dirichlet_partition, make_partition
+    from fedeas_flwr.partition import Partition, dirichlet_partition, make_partition
 
 __all__ = [
     "Generator",
     "ImageCache",
+    "Partition",
     "SampleId",
     "allocate",
     "budget",
@@ -34,18 +35,16 @@ __all__ = [
     "removed",
 ]
 
-_HOMES = {
-    "allocation": ("allocate", "budget", "fedeas", "imbalance", "normalised_entropy", "removed"),
-    "augment": ("fill",),
-    "cache": ("ImageCache",),
-    "generators": ("Generator", "SampleId", "open_generator"),
-    "partition": ("dirichlet_partition", "make_partition"),
-}
+_HOMES = ("allocation", "augment", "cache", "generators", "partition")
 
 
 def __getattr__(name: str) -> Any:
     """Load what is asked for when it is asked for."""
-    home = next((home for home, names in _HOMES.items() if name in names), None)
-    if home is None:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{home}"), name)
+    for home in _HOMES if name in __all__ else ():
+        if hasattr(module := import_module(f"{__name__}.{home}"), name):
+            return getattr(module, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return __all__

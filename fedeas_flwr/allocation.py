@@ -219,25 +219,35 @@ def allocate(
     counts: npt.ArrayLike,
     policy: str,
     *,
-    beta: float,
+    beta: float | None = None,
     gamma: float = 0.5,
     strict_mean: bool = True,
     total: int | None = None,
 ) -> IntArray:
     """Allocate by a policy's name; a matched one spends ``total`` or, where it is None, what FedEAS would spend.
 
-    These are images to generate: none for ``oversample``, whose copies `oversample` counts.
+    These are images to generate: none for ``oversample``, whose copies `oversample` counts. A matched policy deals one
+    total out to all clients, so its counts must be everybody's; under the others a client's row depends on no other.
+    ``beta`` may be left out where nothing depends on it: beside a total, and with ``none`` and ``full-balance``.
     """
-    counts = checked_counts(counts)
-    level = policy_budget(counts, policy, beta, gamma)
-    if total is not None and POLICIES[policy] != "matched":
+    counts, kind = checked_counts(counts), kind_of(policy)
+    if total is not None and kind != "matched":
         raise ValueError(f"total={total!r}: policy {policy!r} sets its own total; leave it out")
-    if level is not None and POLICIES[policy] == "budget":
-        return fill_to(counts, level, strict_mean)
-    if POLICIES[policy] in ("fixed", "repeat"):
+    if kind == "fixed":
         return full_balance(counts) if policy == "full-balance" else none(counts)
-    spend = {"uniform": uniform, "missing-only": missing_only, "greedy": greedy, "waterfill": waterfill}[policy]
-    return spend(counts, int(fedeas(counts, beta, gamma, strict_mean).sum()) if total is None else total)
+    if kind == "matched" and total is not None:
+        return _spend(counts, policy, total)
+    if beta is None:
+        raise ValueError(f"beta=None: policy {policy!r} needs a number{', or a total' if kind == 'matched' else ''}")
+    if kind == "matched":
+        return _spend(counts, policy, int(fedeas(counts, beta, gamma, strict_mean).sum()))
+    level = policy_budget(counts, policy, beta, gamma)
+    return none(counts) if kind == "repeat" or level is None else fill_to(counts, level, strict_mean)
+
+
+def _spend(counts: IntArray, policy: str, total: int) -> IntArray:
+    matched = {"uniform": uniform, "missing-only": missing_only, "greedy": greedy, "waterfill": waterfill}
+    return matched[policy](counts, total)
 
 
 def kind_of(policy: str) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
+import numpy.typing as npt
 from numpy.typing import NDArray
 
 from fedeas_flwr.cache import ImageCache, check_wanted, sample_checked
@@ -13,7 +14,7 @@ from fedeas_flwr.generators import Generator, SampleId
 
 def fill(
     images: NDArray[np.uint8],
-    labels: NDArray[np.int64],
+    labels: npt.ArrayLike,
     generate_per_class: Sequence[int],
     generator: Generator,
     *,
@@ -28,7 +29,7 @@ def fill(
     images
         The real images, uint8 ``[N, H, W, C]``.
     labels
-        Their labels, ``[N]``.
+        Their labels, whole numbers ``[N]`` from 0 to the generator's number of classes less one.
     generate_per_class
         How many images to add to each class, for instance an allocation of this client.
     generator
@@ -49,16 +50,26 @@ def fill(
     if real.dtype != np.uint8 or real.shape[1:] != tuple(generator.image_shape) or real.ndim != 4:
         wanted = f"uint8 [N, {', '.join(map(str, generator.image_shape))}]"
         raise ValueError(f"images: {real.dtype} {list(real.shape)} does not fit the generator; give {wanted}")
-    if np.shape(labels) != (len(real),):
-        raise ValueError(f"labels: shape {list(np.shape(labels))} does not fit; give one for each of {len(real)}")
+    real_labels = _checked_labels(labels, len(real), generator.num_classes)
+    counts = check_wanted(generate_per_class, generator, "generate_per_class")
     if cache is not None:
-        made, made_labels, _ = cache.ensure(generator, seed=seed, client=client, wanted=generate_per_class)
+        made, made_labels, _ = cache.ensure(generator, seed=seed, client=client, wanted=counts)
     else:
-        counts = check_wanted(generate_per_class, generator)
         ids = [SampleId(seed, client, label, index) for label, count in enumerate(counts) for index in range(count)]
         made_labels = np.array([sample.label for sample in ids], dtype=np.int64)
         made = sample_checked(generator, ids) if ids else np.zeros((0, *generator.image_shape), dtype=np.uint8)
-    return np.concatenate([real, made]), np.concatenate([np.asarray(labels, dtype=np.int64), made_labels])
+    return np.concatenate([real, made]), np.concatenate([real_labels, made_labels])
+
+
+def _checked_labels(labels: npt.ArrayLike, number: int, classes: int) -> NDArray[np.int64]:
+    given = np.asarray(labels)
+    if given.shape != (number,):
+        raise ValueError(f"labels: shape {list(given.shape)} does not fit; give one for each of {number}")
+    wrong = given[(given < 0) | (given >= classes)] if given.dtype.kind in "iu" else given
+    if wrong.size:
+        found = wrong[0] if given.dtype.kind in "iu" else given.dtype
+        raise ValueError(f"labels: {found} is not allowed; give whole numbers from 0 to {classes - 1}")
+    return given.astype(np.int64)
 
 
 def repeated(

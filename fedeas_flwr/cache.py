@@ -211,7 +211,7 @@ def _note_use(folder: Path, generator: Generator, seed: int, about: Mapping[str,
         atomic_write(path, (json.dumps(facts, indent=1) + "\n").encode())
 
 
-def check_wanted(wanted: Sequence[int], generator: Generator) -> list[int]:
+def check_wanted(wanted: Sequence[int], generator: Generator, name: str = "wanted") -> list[int]:
     """Return `wanted` as integers, one for each class of the generator, or refuse it.
 
     Parameters
@@ -220,6 +220,8 @@ def check_wanted(wanted: Sequence[int], generator: Generator) -> list[int]:
         How many images of each class.
     generator
         Whose classes are meant.
+    name
+        What the caller's own caller knows it by.
 
     Returns
     -------
@@ -229,7 +231,7 @@ def check_wanted(wanted: Sequence[int], generator: Generator) -> list[int]:
     whole = given.shape == (generator.num_classes,) and given.dtype.kind in "iuf" and bool((given % 1 == 0).all())
     if not whole or (given < 0).any():
         raise ValueError(
-            f"wanted: {given.tolist()} is not allowed; give {generator.num_classes} whole numbers, none negative"
+            f"{name}: {given.tolist()} is not allowed; give {generator.num_classes} whole numbers, none negative"
         )
     return [int(n) for n in given]
 

@@ -242,6 +242,19 @@ def test_wrong_parameters_are_named(call: Callable[[], object], message: str) ->
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize("policy", POLICIES)
+def test_beta_is_asked_for_only_where_something_depends_on_it(policy: str) -> None:
+    counts, kind = [[4, 0, 2], [0, 5, 1]], POLICIES[policy]
+    if kind == "matched":
+        spent = allocate(counts, policy, total=6)
+        assert spent.sum() == 6 and np.array_equal(spent, allocate(counts, policy, beta=3.0, total=6))
+    if kind == "fixed":
+        assert np.array_equal(allocate(counts, policy), allocate(counts, policy, beta=3.0))
+        return
+    with pytest.raises(ValueError, match=f"^beta=None: policy '{policy}' needs a number"):
+        allocate(counts, policy)
+
+
 def test_whole_floats_are_counts() -> None:
     assert fedeas(np.array([[40.0, 0.0]]), 3).tolist() == fedeas([[40, 0]], 3).tolist()
 

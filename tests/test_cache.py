@@ -217,6 +217,30 @@ def test_fill_refuses_images_that_do_not_fit() -> None:
         fill(np.zeros((2, 4, 5, 2), np.uint8), np.zeros(3, np.int64), [1, 0, 0], Fake())
 
 
+@pytest.mark.parametrize(
+    ("labels", "why"),
+    [
+        ([0, 3], "labels: 3 is not allowed; give whole numbers from 0 to 2"),
+        ([-1, 0], "labels: -1 is not allowed; give whole numbers from 0 to 2"),
+        ([0.5, 1.0], "labels: float64 is not allowed; give whole numbers from 0 to 2"),
+        ([True, False], "labels: bool is not allowed"),
+    ],
+)
+def test_fill_refuses_labels_that_are_no_classes(labels: list[float], why: str) -> None:
+    with pytest.raises(ValueError, match=f"^{why}"):
+        fill(np.zeros((2, 4, 5, 2), np.uint8), np.array(labels), [1, 0, 0], Fake())
+
+
+@pytest.mark.parametrize("cached", [True, False])
+def test_fill_names_what_it_was_given(tmp_path: Path, cached: bool) -> None:
+    real, cache = np.zeros((2, 4, 5, 2), np.uint8), ImageCache(tmp_path) if cached else None
+    for wrong in ([1, 0], [1, -1, 0], [0.5, 0, 0]):
+        with pytest.raises(ValueError, match=r"^generate_per_class: \[.* is not allowed; give 3 whole numbers"):
+            fill(real, np.array([2, 1]), wrong, Fake(), cache=cache)
+    images, labels = fill(real[:0], [], [1, 0, 0], Fake(), cache=cache)
+    assert (len(images), labels.tolist(), labels.dtype) == (1, [0], np.int64)
+
+
 @pytest.mark.parametrize("damaged", ["null", "[]", "{", "[" * 100_000, ""])
 def test_a_folder_is_found_beside_manifests_that_are_damaged(tmp_path: Path, damaged: str) -> None:
     cache = ImageCache(tmp_path)
