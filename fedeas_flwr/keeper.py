@@ -15,7 +15,7 @@ from pathlib import Path
 
 import psutil
 
-from fedeas_flwr.processes import ProcessTree, with_variable
+from fedeas_flwr.processes import ProcessTree
 
 _NOTHING_TO_DO = "ended\n"
 
@@ -52,12 +52,11 @@ def main() -> None:
     tree = ProcessTree(psutil.Process(root), mark)
     if sys.stdin.read() == _NOTHING_TO_DO:
         return
-    from fedeas_flwr.mps import PIPE
-
     tree.end()
-    for process in with_variable(PIPE, str(folder / "mps")):  # MPS does without the mark
-        with suppress(psutil.Error):
-            process.kill()
+    for process in psutil.process_iter():  # MPS does without the mark, but has its sockets in the folder
+        with suppress(psutil.Error, OSError):
+            if any(value.startswith(str(folder)) for value in process.environ().values()):
+                process.kill()
     shutil.rmtree(folder, ignore_errors=True)
 
 

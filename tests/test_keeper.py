@@ -23,10 +23,12 @@ from fedeas_flwr.keeper import kept
 
 inside = os.environ | {"FEDEAS_LAUNCH": "the-mark"}
 root = subprocess.Popen(["sh", "-c", "sleep 600 & sleep 600"], start_new_session=True)
+sockets = os.environ | {"ITS_SOCKETS": sys.argv[1] + "/mps"}
+daemon = subprocess.Popen(["sleep", "600"], env=sockets, start_new_session=True)
 alone = ["sh", "-c", "sleep 600 > /dev/null 2>&1 & echo $!"]
 orphan = subprocess.run(alone, env=inside, capture_output=True, text=True)
 with kept(root.pid, "the-mark", Path(sys.argv[1])):
-    print(root.pid, orphan.stdout.strip(), flush=True)
+    print(root.pid, daemon.pid, orphan.stdout.strip(), flush=True)
     time.sleep(600)
 """
 
@@ -54,10 +56,10 @@ def test_what_a_killed_launcher_started_is_ended_and_its_folder_removed(number: 
         [sys.executable, "-c", LAUNCHER, str(folder)], stdout=subprocess.PIPE, text=True, start_new_session=True
     )
     assert launcher.stdout
-    root, orphan = (psutil.Process(int(pid)) for pid in launcher.stdout.readline().split())
+    root, daemon, orphan = (psutil.Process(int(pid)) for pid in launcher.stdout.readline().split())
     assert orphan.environ()[MARK] == "the-mark"
     wait_until(lambda: len(root.children()) == 2 and keepers_of(folder), "all are there")
-    started = [root, orphan, *root.children()]
+    started = [root, daemon, orphan, *root.children()]
     os.killpg(launcher.pid, number)
     launcher.wait()
     launcher.stdout.close()
