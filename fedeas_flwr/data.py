@@ -20,8 +20,8 @@ from fedeas_flwr import own_data
 from fedeas_flwr.dataset_sources import KEYS, OWN, Arrays, DatasetInfo, built_in, check_arrays, find_source
 from fedeas_flwr.paths import atomic_folder, cache_root
 
-# Parts of the cache folders' names: raise one when what is written below changes.
-_FORMAT, _OWN_FORMAT = "1", "2"
+# Part of the names of built-in datasets' folders in the cache: raise it when what is written below changes.
+_FORMAT = "1"
 
 
 @dataclass(frozen=True)
@@ -114,7 +114,7 @@ def _open_own(name: str) -> tuple[DatasetInfo, Dataset]:
     """Open a dataset of the user's own, once in the life of a process; the first time, write it to the cache."""
     where = name.removeprefix(OWN)
     try:
-        folder = cache_root() / "data" / f"own-{_OWN_FORMAT}-{own_data.fingerprint(where)}"
+        folder = cache_root() / "data" / f"own-{own_data.fingerprint(where)}"
         folder.parent.mkdir(parents=True, exist_ok=True)
         with FileLock(f"{folder}.lock"):
             try:

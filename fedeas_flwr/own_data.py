@@ -21,6 +21,8 @@ from fedeas_flwr.paths import expanded
 from fedeas_flwr.sizes import counted
 
 SUFFIXES = (".png", ".jpg", ".jpeg")
+_VERSION = "3"
+"""Part of the fingerprint: raise it when the same files are read otherwise, or are kept in the cache otherwise."""
 MOST_BYTES = 8 << 30
 """Of all pixels together: a small file may claim to unpack to any size."""
 MOST_CLASSES = 10_000
@@ -56,7 +58,8 @@ def read_images(
         ``[N, H, W, C]`` or ``[N, H, W]``), ``y`` (labels ``[N]``) and, if classes have names, ``classes`` (strings).
     classes
         Names of the classes in the order of their labels, where that is settled already: subfolders are then called by
-        name or number. Otherwise the subfolders, in the order of their names, are the classes.
+        name or, unless a name is a number itself, by number. Otherwise the subfolders are the classes, in the order of
+        their names, of numbers if all of them are whole numbers.
     size
         ``(H, W)``: files of another size are resampled with anti-aliasing, arrays must fit. Without it all images
         must be of one size.
@@ -83,11 +86,12 @@ def read_images(
 def _read_folder(
     path: Path, classes: Sequence[str] | None, size: tuple[int, int] | None, channels: int | None
 ) -> OwnImages:
-    inside = sorted(folder for folder in path.iterdir() if folder.is_dir() and not folder.name.startswith("."))
+    inside = _class_folders(path)
     names = tuple(classes) if classes is not None else tuple(folder.name for folder in inside)
     numbers = {name: label for label, name in enumerate(names)}
     if classes is not None:
-        numbers = {str(label): label for label in range(len(names))} | numbers
+        if not any(map(str.isdecimal, names)):
+            numbers |= {str(label): label for label in range(len(names))}
         if unknown := [folder.name for folder in inside if folder.name not in numbers]:
             raise ValueError(f"{path} has a subfolder {unknown[0]!r}; its classes are {_few(names)}")
     files = [(file, numbers[folder.name]) for folder in inside for file in sorted(folder.iterdir()) if _is_image(file)]
@@ -104,6 +108,14 @@ def _read_folder(
     for position, (file, _) in enumerate(files):
         images[position] = _read_file(file, size, channels)
     return OwnImages(images, np.array([label for _, label in files], np.int64), names)
+
+
+def _class_folders(path: Path) -> list[Path]:
+    """The subfolders, in the order of their names: 2 before 10 if all are whole numbers, as labels of arrays are."""
+    inside = [folder for folder in path.iterdir() if folder.is_dir() and not folder.name.startswith(".")]
+    if all(folder.name.isdecimal() for folder in inside):
+        return sorted(inside, key=lambda folder: (int(folder.name), folder.name))
+    return sorted(inside)
 
 
 def _is_image(file: Path) -> bool:
@@ -313,7 +325,7 @@ def fingerprint(where: str | Path) -> str:
     if not path.exists():
         raise _not_images(path, where)
     facts = [(str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
-    return hashlib.sha256(repr((str(path.resolve()), facts)).encode()).hexdigest()[:16]
+    return hashlib.sha256(repr((_VERSION, str(path.resolve()), facts)).encode()).hexdigest()[:16]
 
 
 def _not_images(path: Path, where: str | Path) -> FileNotFoundError:

@@ -19,7 +19,7 @@ from fedeas_flwr.config import SAMPLER_STEPS, RunConfig, parse_config
 from fedeas_flwr.generators import SampleId, open_generator
 from fedeas_flwr.generators.denoising import PRECISIONS, make_solver
 from fedeas_flwr.generators.diffusion import DiffusionGenerator, initial_noise
-from fedeas_flwr.generators.folders import CLASSES, WEIGHTS_NAME
+from fedeas_flwr.generators.folders import CLASSES, WEIGHTS_NAME, check_classes
 
 SHAPE = (8, 8, 1)
 
@@ -316,6 +316,15 @@ def test_a_model_that_says_its_classes_is_of_no_others(tmp_path: Path) -> None:
         config.write_text(json.dumps(settings | {CLASSES: ["ant", "bee", "cat"]} | changes))
         with pytest.raises(ValueError, match=f"^generator: {message}$"):
             open_tiny(tmp_path, **given)
+
+
+def test_a_model_of_numbered_classes_in_another_order_is_refused(tmp_path: Path) -> None:
+    numbers = [str(label) for label in range(12)]
+    check_classes({"num_class_embeds": 13, CLASSES: numbers}, tmp_path, 12, list("abcdefghijkl"))  # are no names
+    with pytest.raises(ValueError, match=r"class 2 of .* is '10'; the dataset's is '2'"):
+        check_classes({"num_class_embeds": 13, CLASSES: sorted(numbers)}, tmp_path, 12, numbers)
+    with pytest.raises(ValueError, match=r"class 2 of .* is '2'; the dataset's is '10'"):
+        check_classes({"num_class_embeds": 13, CLASSES: numbers}, tmp_path, 12, sorted(numbers))
 
 
 def test_identities_out_of_range_are_refused(tiny: Path) -> None:

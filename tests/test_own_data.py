@@ -47,6 +47,26 @@ def test_a_folders_subfolders_are_the_classes_in_the_order_of_their_names(tmp_pa
     assert images[:, 0, 0, 0].tolist() == [10, 20, 30]
 
 
+def test_classes_that_are_all_whole_numbers_are_in_the_order_of_numbers(tmp_path: Path) -> None:
+    """So that label 2 of an array is the class of the folder 2, also where there is a folder 10."""
+    for number in range(12):
+        save_picture(tmp_path / str(number) / "a.png", number)
+    found = read_images(tmp_path)
+    assert found.classes == tuple(map(str, range(12))) and found.labels.tolist() == list(range(12))
+    assert found.images[:, 0, 0, 0].tolist() == list(range(12))
+    save_picture(tmp_path / "other" / "a.png", 1)
+    assert read_images(tmp_path).classes[:4] == ("0", "1", "10", "11"), "one word among them, and they are words"
+
+
+def test_where_classes_are_called_by_numbers_a_subfolder_is_the_class_of_that_name_alone(tmp_path: Path) -> None:
+    for name in ("1", "2"):
+        save_picture(tmp_path / name / "a.png", 1)
+    assert read_images(tmp_path, classes=["1", "2", "3"]).labels.tolist() == [0, 1]
+    save_picture(tmp_path / "0" / "a.png", 1)
+    with pytest.raises(ValueError, match="subfolder '0'; its classes are 1, 2, 3"):
+        read_images(tmp_path, classes=["1", "2", "3"])
+
+
 def test_one_coloured_picture_makes_all_of_them_rgb(tmp_path: Path) -> None:
     save_picture(tmp_path / "a" / "grey.png", 9)
     save_picture(tmp_path / "b" / "red.png", 200, mode="RGB")
@@ -260,6 +280,16 @@ def test_a_changed_folder_is_read_again(own_cache: Path, tmp_path: Path) -> None
     save_picture(tmp_path / "shapes" / "dot" / "more.png", 9, (8, 8))
     data._open_own.cache_clear()
     assert data.dataset_info(name).num_train + data.dataset_info(name).num_test == 61
+
+
+def test_what_was_kept_of_the_same_files_read_otherwise_is_not_used(
+    own_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An array in the cache, and a classifier of them there, go by the same name."""
+    folder = shapes(tmp_path / "shapes")
+    before = own_data.fingerprint(folder)
+    monkeypatch.setattr(own_data, "_VERSION", "another")
+    assert own_data.fingerprint(folder) != before
 
 
 def test_given_splits_are_kept(own_cache: Path, tmp_path: Path) -> None:

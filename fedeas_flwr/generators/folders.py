@@ -125,8 +125,10 @@ def check_classes(config: dict[str, Any], folder: Path, num_classes: int, names:
         trained = counted(len(own), "class", "classes")
         raise ValueError(f"generator: unet of {folder} was trained on {trained}; the dataset has {num_classes}")
     numbers = [str(label) for label in range(num_classes)]
+    if numbers in (own, list(names)) and set(own) != set(names):  # numbers are no names, unless both have them
+        return
     for label, (mine, theirs) in enumerate(zip(own, names, strict=False)):
-        if mine != theirs and numbers not in (own, list(names)):  # numbers are no names
+        if mine != theirs:
             raise ValueError(f"generator: class {label} of {folder} is {mine!r}; the dataset's is {theirs!r}")
 
 
