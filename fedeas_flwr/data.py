@@ -113,6 +113,8 @@ def open_dataset(name: str, data_dir: str = "") -> Dataset:
 def _open_own(name: str) -> tuple[DatasetInfo, Dataset]:
     """Open a dataset of the user's own, once in the life of a process; the first time, write it to the cache."""
     where = name.removeprefix(OWN)
+    if not where:  # Path("") would be the folder one is in
+        raise ValueError("dataset = 'own:': must be own:PATH with a folder or .npz file of yours")
     try:
         folder = cache_root() / "data" / f"own-{own_data.fingerprint(where)}"
         folder.parent.mkdir(parents=True, exist_ok=True)

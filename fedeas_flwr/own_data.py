@@ -7,9 +7,11 @@ a node of a deployment with its own data. Nothing is unpickled, and sizes are kn
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+import logging
+from collections.abc import Collection, Sequence
+from functools import cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,7 +22,12 @@ from fedeas_flwr.partition import stratified_split
 from fedeas_flwr.paths import expanded
 from fedeas_flwr.sizes import counted
 
-SUFFIXES = (".png", ".jpg", ".jpeg")
+if TYPE_CHECKING:  # slow to import
+    from PIL import Image
+
+logger = logging.getLogger(__name__)
+
+SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".tif", ".tiff")
 _VERSION = "3"
 """Part of the fingerprint: raise it when the same files are read otherwise, or are kept in the cache otherwise."""
 MOST_BYTES = 8 << 30
@@ -30,6 +37,19 @@ _GREY_OF_16_BITS = ("I;16", "I;16B", "I;16L")
 _GREY = ("1", "L", "LA", *_GREY_OF_16_BITS)
 _OF_ANY_RANGE = ("I", "F")
 """Pillow's modes."""
+_ORIENTATION = 0x0112
+_LIES_FROM = 5
+_TURNS = {
+    2: "FLIP_LEFT_RIGHT",
+    3: "ROTATE_180",
+    4: "FLIP_TOP_BOTTOM",
+    _LIES_FROM: "TRANSPOSE",
+    6: "ROTATE_270",
+    7: "TRANSVERSE",
+    8: "ROTATE_90",
+}
+"""EXIF's tag, from which of its values on height and width are swapped, and what Pillow calls the turn back."""
+_TEST_FRACTION = 0.2
 
 
 class OwnImages(NamedTuple):
@@ -54,7 +74,7 @@ def read_images(
     Parameters
     ----------
     where
-        A folder with one subfolder a class that holds ``.png`` or ``.jpg`` files; or an ``.npz`` file with ``x`` (uint8
+        A folder with one subfolder a class that holds image files (`SUFFIXES`); or an ``.npz`` file with ``x`` (uint8
         ``[N, H, W, C]`` or ``[N, H, W]``), ``y`` (labels ``[N]``) and, if classes have names, ``classes`` (strings).
     classes
         Names of the classes in the order of their labels, where that is settled already: subfolders are then called by
@@ -102,6 +122,7 @@ def _read_folder(
     if classes is None and (bare := [folder for folder in inside if folder not in there]):
         raise ValueError(f"{bare[0]} has no images; every subfolder of {path} is a class: fill it, or remove it")
     _check_classes(path, names)
+    _say_skipped(path, {file for file, _ in files})
     size, channels = _size_and_channels(path, [file for file, _ in files], size, channels)
     _check_bytes(path, len(files), *size, channels)
     images = np.empty((len(files), *size, channels), np.uint8)
@@ -120,6 +141,19 @@ def _class_folders(path: Path) -> list[Path]:
 
 def _is_image(file: Path) -> bool:
     return file.suffix.lower() in SUFFIXES and not file.name.startswith(".")
+
+
+def _say_skipped(path: Path, read: Collection[Path]) -> None:
+    """Say how many files below are not read, and one of them; of hidden ones nothing is said."""
+    others = (file.relative_to(path) for file in path.rglob("*") if file not in read and file.is_file())
+    if skipped := sorted(file for file in others if not any(part.startswith(".") for part in file.parts)):
+        these = f"{counted(len(skipped), 'file')} {'is' if len(skipped) == 1 else 'are'} not read, such as {skipped[0]}"
+        _say_once(f"{path}: {these}; {', '.join(SUFFIXES)} files right in a class's folder are")
+
+
+@cache
+def _say_once(text: str) -> None:
+    logger.warning(text)
 
 
 def _size_and_channels(
@@ -145,21 +179,38 @@ def _read_header(file: Path) -> tuple[tuple[int, int], str]:
 
     try:
         with Image.open(file) as image:
-            return (image.height, image.width), image.mode
+            lies = _orientation(image) >= _LIES_FROM
+            return (image.width, image.height) if lies else (image.height, image.width), image.mode
     except (OSError, Image.DecompressionBombError) as error:  # PIL's "cannot identify" is an OSError
         raise ValueError(f"{file} is not an image that can be read ({one_line(error)})") from None
+
+
+def _orientation(image: Image.Image) -> int:
+    """Which way up EXIF says that an image is, 1 being upright; where the header does not have it, it is not known."""
+    from PIL import Image
+
+    if image.format == "TIFF":  # Pillow turns it itself, and gives the size that it then has
+        return 1
+    try:
+        found = Image.Image.getexif(image).get(_ORIENTATION)  # a PNG's own method would decode the pixels first
+    except Exception:  # whatever Pillow raises for damaged EXIF: the pixels may be whole
+        return 1
+    return found if isinstance(found, int) and found in _TURNS else 1
 
 
 def _read_file(file: Path, size: tuple[int, int], channels: int) -> NDArray[np.uint8]:
     from PIL import Image
 
     try:
-        with Image.open(file) as image:
+        # Given by name, Pillow maps an uncompressed TIFF, and one that lies on its side then wrongly.
+        with file.open("rb") as content, Image.open(content) as image:
             if image.mode in _OF_ANY_RANGE:
                 raise ValueError(f"Pillow's mode {image.mode} has no known range: save it with 8 or 16 bits")
             pixels: Image.Image = image
             if image.mode in _GREY_OF_16_BITS:  # the upper 8, as Pillow does with colours; `convert` cuts off at 255
                 pixels = Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
+            if turn := _TURNS.get(_orientation(image)):
+                pixels = pixels.transpose(Image.Transpose[turn])
             pixels = pixels.convert("L" if channels == 1 else "RGB")
     # A broken PNG is a SyntaxError, and what Pillow cannot convert a ValueError.
     except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
@@ -266,8 +317,8 @@ def read_dataset(where: str | Path) -> tuple[dict[str, NDArray[Any]], tuple[str,
     ----------
     where
         A folder with ``train`` and ``test``, each with one subfolder a class; an ``.npz`` file with ``x_train``,
-        ``y_train``, ``x_test``, ``y_test``; or, for `read_images`, one set, of which the same fifth of every class is
-        always set aside for testing.
+        ``y_train``, ``x_test``, ``y_test``; or, for `read_images`, one set, of which a fifth of every class, always the
+        same, is set aside for testing: to the nearest image, so that of one or two it is none.
 
     Returns
     -------
@@ -283,14 +334,29 @@ def read_dataset(where: str | Path) -> tuple[dict[str, NDArray[Any]], tuple[str,
         return _arrays(train, test), train.classes
     if path.suffix == ".npz" and path.is_file() and "x_train" in _npz_keys(path):
         return _read_split_npz(path)
+    _refuse_half_a_split(path)
     found = read_images(path)
-    chosen, set_aside = stratified_split(found.labels, test_fraction=0.2, seed=0)
+    chosen, set_aside = stratified_split(found.labels, test_fraction=_TEST_FRACTION, seed=0)
     if not len(set_aside):
         raise ValueError(
             f"{path} has {counted(len(found.labels), 'image')}, too few to set a fifth of every class aside for testing"
         )
+    untested = np.setdiff1d(found.labels, found.labels[set_aside])
+    if len(untested):
+        these = f"{counted(len(untested), 'class', 'classes')} of fewer than 3 images"
+        example = repr(found.classes[untested[0]])
+        _say_once(f"{path}: {these} have none to test on, such as {example}; all are trained on")
     parts = [OwnImages(found.images[part], found.labels[part], found.classes) for part in (chosen, set_aside)]
     return _arrays(*parts), found.classes
+
+
+def _refuse_half_a_split(path: Path) -> None:
+    """Tell a folder with ``train`` and no ``test``, or the reverse, from one where that is the name of a class."""
+    for part, lacking in (("train", "test"), ("test", "train")):
+        folder = path / part
+        if folder.is_dir() and _class_folders(folder) and not any(map(_is_image, folder.iterdir())):
+            instead = f", or give {folder}, of which a fifth is set aside for testing" if part == "train" else ""
+            raise ValueError(f"{path} has {part}/ but no {lacking}/: add it{instead}")
 
 
 def _arrays(train: OwnImages, test: OwnImages) -> dict[str, NDArray[Any]]:
@@ -318,8 +384,6 @@ def _read_split_npz(path: Path) -> tuple[dict[str, NDArray[Any]], tuple[str, ...
 
 def fingerprint(where: str | Path) -> str:
     """What stands for a path's content without reading it: names, sizes and times of change."""
-    if not str(where):  # Path("") would be the folder one is in
-        raise ValueError("dataset = 'own:': must be own:PATH with a folder or .npz file of yours")
     path = expanded(where)
     files = sorted(file for file in path.rglob("*") if _is_image(file)) if path.is_dir() else [path]
     if not path.exists():

@@ -74,6 +74,57 @@ def test_one_coloured_picture_makes_all_of_them_rgb(tmp_path: Path) -> None:
     assert images[0, 0, 0].tolist() == [9, 9, 9] and images[1, 0, 0].tolist() == [200, 0, 55]
 
 
+@pytest.mark.parametrize("suffix", ["jpg", "png", "tif", "tiff", "webp"])
+def test_a_picture_is_read_the_way_up_that_its_exif_says(suffix: str, tmp_path: Path) -> None:
+    """A phone writes what its sensor saw and how the phone was held: 6 is a quarter turn to the right."""
+    (tmp_path / "a").mkdir()
+    pixels = np.zeros((16, 32), np.uint8)
+    pixels[:, :16] = 255  # white on the left, and so on top once it is turned
+    orientation = Image.Exif()
+    orientation[0x0112] = 6
+    Image.fromarray(pixels).save(tmp_path / "a" / f"turned.{suffix}", exif=orientation)
+    save_picture(tmp_path / "b" / "upright.png", 9, (32, 16))
+    found = read_images(tmp_path, channels=1).images[0, ..., 0]
+    assert found.shape == (32, 16) and found[:14].min() > 200 and found[18:].max() < 50
+    given = read_images(tmp_path, size=(32, 16), channels=1).images[0, ..., 0]
+    assert np.array_equal(given, found), "a size that was given is that of the upright picture"
+
+
+def test_damaged_exif_leaves_a_picture_as_it_is(tmp_path: Path) -> None:
+    for name, exif in {"a": b"Exif\0\0no TIFF", "b": b"Exif\0\0II*\0\xff\xff\xff\xff"}.items():
+        (tmp_path / name).mkdir()
+        Image.new("L", (8, 6), 7).save(tmp_path / name / "one.jpg", exif=exif)
+    assert read_images(tmp_path).images.shape == (2, 6, 8, 1)
+
+
+def test_16_bits_are_turned_too(tmp_path: Path) -> None:
+    orientation = Image.Exif()
+    orientation[0x0112] = 3
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        pixels = np.array([[256, 512], [1024, 2048]], np.uint16)
+        Image.fromarray(pixels).save(tmp_path / name / "grey.png", exif=orientation)
+    assert read_images(tmp_path).images[0, ..., 0].tolist() == [[8, 4], [2, 1]]
+
+
+def test_files_that_are_not_read_are_said_once_with_an_example(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for name in ("ant", "bee"):
+        save_picture(tmp_path / name / "a.png", 1)
+    (tmp_path / "ant" / ".DS_Store").write_text("hidden")
+    read_images(tmp_path)
+    assert not caplog.messages, "of what is hidden nothing is said"
+    save_picture(tmp_path / "ant" / "more" / "b.png", 1)
+    (tmp_path / "ant" / "moving.gif").write_text("not read")
+    (tmp_path / "list.csv").write_text("not read")
+    read_images(tmp_path)
+    read_images(tmp_path)
+    (said,) = caplog.messages
+    assert f"{tmp_path}: 3 files are not read, such as ant/more/b.png" in said
+    assert ".png, .jpg, .jpeg, .webp, .tif, .tiff files right in a class's folder are" in said
+
+
 def test_of_16_bits_the_upper_8_count(tmp_path: Path) -> None:
     """Pillow does so with 16-bit colours, and would make a grey value above 255 white."""
     values = np.array([[0, 255, 256, 1000], [32768, 65279, 65280, 65535]], np.uint16)
@@ -307,7 +358,37 @@ def test_given_splits_are_kept(own_cache: Path, tmp_path: Path) -> None:
         read_dataset(tmp_path / "d.npz")
 
 
+def test_a_train_folder_without_a_test_folder_is_told_what_to_do(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        save_picture(tmp_path / "train" / name / "1.png", 1)
+    with pytest.raises(ValueError, match=r"has train/ but no test/: add it, or give .*/train, of which a fifth is set"):
+        read_dataset(tmp_path)
+    (tmp_path / "train").rename(tmp_path / "test")
+    with pytest.raises(ValueError, match=r"has test/ but no train/: add it$"):
+        read_dataset(tmp_path)
+
+
+def test_train_may_be_a_class(tmp_path: Path) -> None:
+    for number in range(5):
+        for name in ("plane", "train"):
+            save_picture(tmp_path / name / f"{number}.png", 1)
+    assert read_dataset(tmp_path)[1] == ("plane", "train")
+
+
+def test_classes_too_small_for_a_test_image_are_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    for name, number in {"ant": 5, "bee": 3, "cow": 2, "dog": 1}.items():
+        for each in range(number):
+            save_picture(tmp_path / name / f"{each}.png", 1)
+    arrays, _ = read_dataset(tmp_path)
+    assert np.bincount(arrays["y_train"]).tolist() == [4, 2, 2, 1] and arrays["y_test"].tolist() == [0, 1]
+    assert caplog.messages == [
+        f"{tmp_path}: 2 classes of fewer than 3 images have none to test on, such as 'cow'; all are trained on"
+    ]
+
+
 def test_what_cannot_be_a_dataset_is_one_line(own_cache: Path, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"^dataset = 'own:': must be own:PATH"):
+        data.dataset_info("own:")
     with pytest.raises(FileNotFoundError, match="dataset: '/nowhere' is not there; give a folder"):
         data.dataset_info("own:/nowhere")
     with pytest.raises(ConfigError, match=r"dataset = 'mnist': must be digits, cifar10, cifar100, or own:PATH"):

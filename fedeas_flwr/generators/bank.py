@@ -1,7 +1,7 @@
 """A bank: images that are already there, whoever made them, handed out like a generator's.
 
-A bank is a folder with one subfolder a class, named by the class or its number and holding ``.png`` or ``.jpg`` files,
-or an ``.npz`` file with ``x`` (uint8 ``[N, H, W, C]``) and ``y`` (labels), as `fedeas generate` writes; see `own_data`.
+A bank is a folder with one subfolder a class, named by the class or its number and holding image files, or
+an ``.npz`` file with ``x`` (uint8 ``[N, H, W, C]``) and ``y`` (labels), as `fedeas generate` writes; see `own_data`.
 """
 
 from __future__ import annotations

@@ -59,7 +59,11 @@ _START = """- **Start**: the weights of {start}, not random ones. What they were
   card says; this one is of the training that followed.
 """
 
-_OWN_DATA = ("as given, or the same fifth of every class set aside", "other", "Data of your own: its licence is yours.")
+_OWN_DATA = (
+    "as given, or a fifth of every class of three images or more set aside",
+    "other",
+    "Data of your own: its licence is yours.",
+)
 
 _CARD = """---
 license: {licence}
