@@ -235,8 +235,7 @@ def _read_npz(
         raise ValueError(f"{path} holds x uint8 {list(images.shape)}; x must be uint8 [N, {must}]")
     names = tuple(classes) if classes is not None else class_names(path, arrays.get("classes"), int(labels.max()) + 1)
     _check_classes(path, names)
-    if labels.max() >= len(names):
-        raise ValueError(f"{path}: a label is {labels.max()}; there are {len(names)} classes, so 0 to {len(names) - 1}")
+    _check_labels(path, "y", labels, names)
     return OwnImages(images, labels.astype(np.int64), names)
 
 
@@ -266,10 +265,24 @@ def with_channels(images: NDArray[Any]) -> NDArray[Any]:
 
 def check_arrays(path: Path, x: str, images: NDArray[Any], y: str, labels: NDArray[Any]) -> None:
     """Refuse arrays that are not images with a label each."""
-    fits = images.dtype == np.uint8 and images.ndim == 4 and images.shape[3] in (1, 3) and images.size > 0
-    if not fits or labels.shape != images.shape[:1] or labels.dtype.kind not in "iu" or labels.min() < 0:
-        found = f"{x} {images.dtype} {list(images.shape)}, {y} {labels.dtype} {list(labels.shape)}"
-        raise ValueError(f"{path} holds {found}; {x} must be uint8 [N, H, W, 1 or 3], {y} whole numbers from 0 [N]")
+    found, labelled = f"{x} {images.dtype} {list(images.shape)}", f"{y} {labels.dtype} {list(labels.shape)}"
+    if images.dtype != np.uint8 or images.ndim != 4 or images.shape[3] not in (1, 3):
+        raise ValueError(f"{path} holds {found}; {x} must be uint8 [N, H, W, 1 or 3]")
+    if not images.size:
+        raise ValueError(f"{path} holds {found}, which is no image")
+    if labels.shape != images.shape[:1]:
+        must = f"{y} must be {list(images.shape[:1])}, a label for every image"
+        raise ValueError(f"{path} holds {found}, {labelled}; {must}")
+    if labels.dtype.kind not in "iu":
+        raise ValueError(f"{path} holds {labelled}; {y} must be whole numbers from 0, such as int64")
+    if labels.min() < 0:
+        raise ValueError(f"{path}: in {y} a label is {labels.min()}; labels are whole numbers from 0")
+
+
+def _check_labels(path: Path, y: str, labels: NDArray[Any], names: Sequence[str]) -> None:
+    if (label := labels.max()) >= len(names):
+        allowed = f"there are {len(names)} classes, so 0 to {len(names) - 1}"
+        raise ValueError(f"{path}: in {y} a label is {label}; {allowed}")
 
 
 def class_names(path: Path, stored: NDArray[Any] | None, number: int) -> tuple[str, ...]:
@@ -373,10 +386,7 @@ def _read_split_npz(path: Path) -> tuple[dict[str, NDArray[Any]], tuple[str, ...
     )
     _check_classes(path, names)
     for part in ("train", "test"):
-        if arrays[f"y_{part}"].max() >= len(names):
-            raise ValueError(
-                f"{path}: y_{part} has a label {arrays[f'y_{part}'].max()}; there are {len(names)} classes"
-            )
+        _check_labels(path, f"y_{part}", arrays[f"y_{part}"], names)
     if arrays["x_train"].shape[1:] != arrays["x_test"].shape[1:]:
         raise ValueError(f"{path}: images of x_train and x_test differ in size")
     return arrays, names

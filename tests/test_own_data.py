@@ -90,6 +90,7 @@ def test_a_picture_is_read_the_way_up_that_its_exif_says(suffix: str, tmp_path: 
     assert np.array_equal(given, found), "a size that was given is that of the upright picture"
 
 
+@pytest.mark.filterwarnings("ignore:Corrupt EXIF")
 def test_damaged_exif_leaves_a_picture_as_it_is(tmp_path: Path) -> None:
     for name, exif in {"a": b"Exif\0\0no TIFF", "b": b"Exif\0\0II*\0\xff\xff\xff\xff"}.items():
         (tmp_path / name).mkdir()
@@ -207,6 +208,14 @@ X, Y = np.zeros((4, 2, 2, 3), np.uint8), np.array([0, 1, 0, 1])
         ({"x": X[..., :2], "y": Y}, "1 or 3"),
         ({"x": X, "y": Y - 1}, "whole numbers from 0"),
         ({"x": X, "y": Y * 0.5}, "y float64"),
+        ({"x": X.astype(np.float32), "y": Y}, r"holds x float32 \[4, 2, 2, 3\]; x must be uint8 \[N, H, W, 1 or 3\]$"),
+        ({"x": X[:0], "y": Y[:0]}, r"holds x uint8 \[0, 2, 2, 3\], which is no image$"),
+        ({"x": X[:3], "y": Y}, r"holds x uint8 \[3, .*, y int64 \[4\]; y must be \[3\], a label for every image$"),
+        ({"x": X, "y": Y[:, None]}, r"y int64 \[4, 1\]; y must be \[4\], a label for every image$"),
+        ({"x": X, "y": Y * 0.5}, r"d.npz holds y float64 \[4\]; y must be whole numbers from 0, such as int64$"),
+        ({"x": X, "y": Y == 1}, r"d.npz holds y bool \[4\]; y must be whole numbers from 0, such as int64$"),
+        ({"x": X, "y": Y - 1}, r"d.npz: in y a label is -1; labels are whole numbers from 0$"),
+        ({"x": X, "y": Y + 1, "classes": np.array(["a", "b"])}, "d.npz: in y a label is 2; .* 2 classes, so 0 to 1$"),
         ({"x": X, "y": np.array([None] * 4)}, "cannot be used: it holds Python objects, which are never unpickled"),
         ({"x": X, "y": Y * 0}, "1 class; 2 to"),
         ({"x": X, "y": Y, "classes": np.array(["a"])}, "1 class; 2 to"),
@@ -220,6 +229,13 @@ def test_wrong_arrays_are_refused_in_one_line(arrays: dict[str, Any], message: s
     with pytest.raises(ValueError, match=message) as caught:
         read_images(tmp_path / "d.npz")
     assert "\n" not in str(caught.value) and "d.npz" in str(caught.value)
+
+
+def test_a_label_without_a_class_is_named_with_its_array(tmp_path: Path) -> None:
+    arrays = {"x_train": X, "y_train": Y, "x_test": X, "y_test": Y * 5, "classes": np.array(["a", "b"])}
+    np.savez(tmp_path / "d.npz", **arrays)
+    with pytest.raises(ValueError, match=r"d.npz: in y_test a label is 5; there are 2 classes, so 0 to 1$"):
+        read_dataset(tmp_path / "d.npz")
 
 
 def test_a_file_that_would_unpack_to_too_much_is_not_unpacked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
