@@ -393,11 +393,15 @@ def parse_config(values: Mapping[str, Any]) -> RunConfig:
         raise ConfigError("; ".join(_one_line(e) for e in error.errors())) from None
 
 
-def unknown_key(key: str, value: Any, known: Sequence[str]) -> str:
-    """Say that a key is not known, and which was meant."""
-    near = difflib.get_close_matches(key, known, n=1)
-    hint = f"did you mean '{near[0]}'?" if near else f"known keys: {', '.join(known)}"
-    return f"unknown key '{key}' = {value!r}; {hint}"
+def unknown_key(key: str, value: Any, known: Sequence[str], listed: str = "`fedeas keys` lists them all") -> str:
+    """Say that a key is not known, which was meant, and unless that is plain where all are ``listed``."""
+    with_it = [name for name in known if key in name.split("-")]
+    near = difflib.get_close_matches(key, known, n=1, cutoff=0.8)
+    near = near or difflib.get_close_matches(key, with_it, n=2, cutoff=0) or difflib.get_close_matches(key, known, n=2)
+    if not near:
+        return f"unknown key '{key}' = {value!r}; {listed}"
+    hint = f"did you mean {' or '.join(map(repr, near))}?"
+    return f"unknown key '{key}' = {value!r}; {hint}" + (f" {listed}" if len(near) > 1 else "")
 
 
 def _one_line(error: Any) -> str:

@@ -90,7 +90,8 @@ def read_node(node_config: Mapping[str, Any]) -> Node:
     """
     for key in node_config:
         if key not in (*NODE_KEYS, SIMULATED):
-            raise ConfigError(f"node-config: {unknown_key(key, node_config[key], NODE_KEYS)}")
+            listed = f"there are {', '.join(NODE_KEYS)}"
+            raise ConfigError(f"node-config: {unknown_key(key, node_config[key], NODE_KEYS, listed)}")
     data_path = _text(node_config, "data-path")
     if data_path and not expanded(data_path, "node-config: data-path").exists():
         raise ConfigError(f"node-config: data-path = '{data_path}' is not there: an image folder or an .npz file")

@@ -35,6 +35,8 @@ RUN = "ab" * 16
         ({"data-path": ".", "client-id": 1, "partition-id": 1}, "exclude each other"),
         ({"data-path": "."}, "client-id is missing"),
         ({"data-pat": "."}, "unknown key 'data-pat' = '.'; did you mean 'data-path'?"),
+        ({"path": "."}, "unknown key 'path' = '.'; did you mean 'data-path'?"),
+        ({"zzzzzz": 1}, "unknown key 'zzzzzz' = 1; there are client-id, data-path, partition-id, num-partitions, gen"),
         ({"partition-id": 0, "num-partitions": 2, "generator": 3}, "generator = 3: must be text"),
     ],
 )
