@@ -106,7 +106,7 @@ def read_arrays(path: Path) -> tuple[Arrays, dict[str, str]]:
     try:
         with safe_open(path, framework="np") as file:
             return {key: file.get_tensor(key) for key in file.keys()}, file.metadata() or {}  # noqa: SIM118 - not a dict
-    except (SafetensorError, OSError) as error:
+    except (SafetensorError, OSError, TypeError) as error:  # the last for kinds of numbers that NumPy does not have
         raise ValueError(f"{path} cannot be read: {error}") from None
 
 

@@ -28,6 +28,7 @@ from fedeas_flwr.runs import RunDirectory, RunError
 from fedeas_flwr.sizes import show_bytes, show_seconds
 from fedeas_flwr.strategies import build_strategy
 from fedeas_flwr.training import check_engine, network, pick_device
+from fedeas_flwr.training.engine import copy_state
 from fedeas_flwr.upkeep import make_room
 
 
@@ -174,8 +175,12 @@ def evaluate_run(run: RunDirectory) -> dict[str, Any]:
 
     config = run.config()
     arrays = run.load_model()
-    trainable, buffers = split_state(network(config))
-    if set(arrays) != set(trainable) | set(buffers):
-        raise RunError(f"{run.path / 'model.safetensors'} does not hold the arrays of model '{config.model}'")
+    model = network(config)
+    try:
+        copy_state(model, arrays, {})
+    except ValueError as error:
+        why = str(error).removeprefix("state: ")
+        raise RunError(f"{run.path / 'model.safetensors'} does not hold model '{config.model}': {why}") from None
+    trainable, buffers = split_state(model)
     test = central_test(config, config.clients, pick_device(config.device, config.precision))
-    return test({k: arrays[k] for k in trainable}, {k: arrays[k] for k in buffers})
+    return test(trainable, buffers)

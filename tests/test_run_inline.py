@@ -172,6 +172,19 @@ def test_evaluate_gives_the_recorded_accuracy(tmp_path: Path) -> None:
     assert last["balanced_accuracy"] == pytest.approx(np.mean(last["per_class_accuracy"]))
 
 
+def test_a_model_that_is_not_the_runs_is_named_with_what_differs(tmp_path: Path) -> None:
+    run = finish(quick(tmp_path / "r", policy="none", rounds=1))
+    whole = run.load_model()
+    file = rf"{run.path}/model\.safetensors does not hold model 'users_models:tiny'"
+    for wrong, why in (
+        ({**whole, "fc.bias": np.zeros(3, np.float32)}, r"fc.bias is float32 \[3\]; the model needs float32 \[10\]"),
+        ({**whole, "more": np.zeros(3)}, r"the names differ from the model's: \['more'\]"),
+    ):
+        run.save_model(wrong)
+        with pytest.raises(RunError, match=rf"^{file}: {why}$"):
+            evaluate_run(run)
+
+
 def test_batchnorm_counters_survive_as_integers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(Path(__file__).parent)
     run = finish(quick(tmp_path / "r", policy="none", model="users_models:with_batchnorm", participation=1.0))

@@ -9,9 +9,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from made_up_runs import write_run
 from ordinary_user import ordinary_user
 from runners import typed
+from safetensors.torch import save
 
 from fedeas_flwr import environment
 from fedeas_flwr.checkpoints import Checkpoint, StrategyState, write_arrays
@@ -95,6 +97,9 @@ def test_a_damaged_model_is_named(tmp_path: Path) -> None:
     assert run.load_model()["w"].tolist() == [0, 1, 2]
     (run.path / "model.safetensors").write_bytes(b"garbage")
     with pytest.raises(RunError, match=r"model\.safetensors cannot be read"):
+        run.load_model()
+    (run.path / "model.safetensors").write_bytes(save({"w": torch.zeros(3, dtype=torch.bfloat16)}))
+    with pytest.raises(RunError, match=r"model\.safetensors cannot be read: data type 'bfloat16' not understood"):
         run.load_model()
 
 
