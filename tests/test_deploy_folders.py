@@ -14,6 +14,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from ordinary_user import ordinary_user
 from PIL import Image
 from runners import typed
@@ -155,13 +156,48 @@ def test_each_fault_of_a_node_is_found(lab: Path, tmp_path: Path) -> None:
     assert found() == ["node-config: partition-id = 5: must be a whole number from 0 to 1"]
     (node / "node-config").write_text(f'client-id=0 data-path="{tmp_path}/gone"\n')
     assert "is not there" in found()[0]
-    assert problems(check_node(node, None)) == []  # it is a path of the node's machine
+    (desk,) = check_node(node, None)  # it is a path of the node's machine
+    assert (desk.state, desk.text) == ("ok", "client 0, data of its own; checked on its machine alone: data-path")
     (node / "node.key").unlink()
     write_node_key(tmp_path)
     (node / "node.key").write_bytes((tmp_path / "node.key").read_bytes())
     assert "node.pub is not of node.key" in found()
     (node / "node.pub").unlink()
     assert found() == ["node.pub missing"]
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ("client-id=0 data-path=/data/images", "node-config: data-path=/data/images cannot be read; text is in quotes"),
+        ('client-id=0 data-path="/data', 'node-config: data-path="/data cannot be read; text is in quotes'),
+        ('client-id=0, data-path="/data"', "node-config: client-id=0, cannot be read"),
+        ("partition-id=0 partition-id=1 num-partitions=2", "node-config: a key stands there twice"),
+        ("client-id=0 data-path = '/x'", "node-config: \"data-path = '/x'\" is not key=value; Flower would ignore it"),
+        ('client-id=0 data-path=""', "node-config: num-partitions is missing"),
+        ('partition-id=0 num-partitions=2 device="gpu"', "device = 'gpu': must be 'auto', 'cpu' or 'cuda'"),
+    ],
+)
+def test_a_node_config_that_cannot_be_read_is_a_finding(lab: Path, text: str, found: str) -> None:
+    """Also at the desk, where the other nodes are looked at all the same."""
+    (lab / "node-0" / "node-config").write_text(text)
+    for findings in (check_node(lab / "node-0", RunConfig()), examine(lab, RunConfig())):
+        (told,) = problems(findings)
+        assert told.startswith(found) and "\n" not in told
+
+
+def test_a_gpu_that_is_not_there_is_found_on_the_node_and_not_at_the_desk(
+    lab: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    (lab / "node-0" / "node-config").write_text('partition-id=0 num-partitions=2 device="cuda"\n')
+    (told,) = problems(check_node(lab / "node-0", RunConfig()))
+    assert told.startswith("device = 'cuda', but torch finds no CUDA device")
+    assert problems(check_node(lab / "node-1", RunConfig(device="cuda"))), "the run may say so, too"
+    (found,) = check_node(lab / "node-0", None)
+    assert (found.state, found.text) == ("ok", "client 0, one of 2 parts; checked on its machine alone: device")
+    (told,) = problems(check_node(lab / "node-1", RunConfig(engine="graphed")))
+    assert told.startswith("engine = 'graphed'")
 
 
 def test_a_nodes_images_and_generator_are_held_against_the_run(

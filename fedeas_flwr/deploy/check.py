@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 import datetime
+import re
 import socket
 import ssl
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
+import click
 from cryptography import x509
 from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives import serialization
 from flwr.common.config import parse_config_args
 
-from fedeas_flwr.config import ConfigError, RunConfig
+from fedeas_flwr.config import ConfigError, RunConfig, parse_config
 from fedeas_flwr.deploy import read_deployment
 from fedeas_flwr.deploy.registry import list_nodes
 from fedeas_flwr.doctor.findings import Finding, note, ok, problem
 from fedeas_flwr.doctor.inputs import check_generator
+from fedeas_flwr.doctor.machine import check_engine, check_gpu
 from fedeas_flwr.local_data import local_data
 from fedeas_flwr.node import Node, read_node
 from fedeas_flwr.runs import RunError
@@ -27,6 +31,8 @@ from fedeas_flwr.sizes import counted
 _SUPERLINK_FILES = ("ca.crt", "server.crt", "server.key", "start.sh")
 _NODE_FILES = ("ca.crt", "node.key", "node.pub", "node-config", "superlink-address", "start.sh")
 _SECRETS = ("ca.key", "server.key", "node.key")
+_WORD = re.compile(r"""\S+?=(?:'[^']*'|"[^"]*"|\S+)""")
+"""What Flower takes for a key and its value."""
 _SOON = datetime.timedelta(days=30)
 
 
@@ -112,25 +118,35 @@ def check_node(folder: Path, run: RunConfig | None) -> Iterator[Finding]:
         return
     try:
         place = _read_place(folder, here=run is not None)
+        config = place.apply(run or parse_config({}))
         yield ok(folder.name, f"client {place.client}, {_holds(place, run)}")
     except (ConfigError, ValueError, OSError) as error:
         meant = f", or say which run is meant, not dataset={run.dataset}" if run is not None else ""
         yield problem(folder.name, error, f"mend {folder / 'node-config'}{meant}")
         return
     if run is not None:
-        yield from check_generator(place.apply(run))
+        yield from check_generator(config)
+        yield from check_gpu(config) if config.device == "cuda" else ()
+        yield from check_engine(config)
 
 
 def _holds(place: Node, run: RunConfig | None) -> str:
-    if not place.data_path:
-        return f"one of {place.partitions} parts" if place.partitions > 1 else "the only part"
     if run is None:
-        return "data of its own"
+        there = ", ".join([*(["data-path"] if place.data_path else []), *place.overrides])
+        return _part(place) + (f"; checked on its machine alone: {there}" if there else "")
+    if not place.data_path:
+        return _part(place)
     data = local_data(place.apply(run), place)
     labels, test = data.train_labels(place.part), len(data.partition.test[place.part])
     held = f"{len(set(labels.tolist()))} of the {data.num_classes} classes"
-    text = f"data of its own: {counted(len(labels), 'image')} of {held}"
+    text = f"{_part(place)}: {counted(len(labels), 'image')} of {held}"
     return text + (f", {test:,} to test on" if test else "")
+
+
+def _part(place: Node) -> str:
+    if place.data_path:
+        return "data of its own"
+    return f"one of {place.partitions} parts" if place.partitions > 1 else "the only part"
 
 
 def check_reachable(address: str, folder: Path) -> Iterator[Finding]:
@@ -174,13 +190,26 @@ def _place(folder: Path) -> Node | None:
 
 
 def _read_place(folder: Path, here: bool) -> Node:
-    try:
-        found = parse_config_args([(folder / "node-config").read_text(encoding="utf-8").strip()])
-    except ValueError as error:
-        raise ConfigError(f"node-config is not key=value words: {error}") from None
-    if not here and "data-path" in found:  # it is a path of another machine
+    found = _parsed((folder / "node-config").read_text(encoding="utf-8").strip())
+    if not here and found.get("data-path"):  # it is a path of another machine
         found = {**found, "data-path": "/"}
     return read_node(found)
+
+
+def _parsed(text: str) -> dict[str, Any]:
+    """A node-config as Flower reads it, which itself refuses all of it without saying what is wrong."""
+    for word in _WORD.findall(text):
+        try:
+            parse_config_args([word])
+        except (ValueError, click.ClickException):
+            quoted = 'text is in quotes, as in data-path="/data/images"'
+            raise ConfigError(f"node-config: {word} cannot be read; {quoted}") from None
+    if left := _WORD.sub("", text).strip():
+        raise ConfigError(f"node-config: {left!r} is not key=value; Flower would ignore it")
+    try:
+        return parse_config_args([text])
+    except (ValueError, click.ClickException):
+        raise ConfigError("node-config: a key stands there twice") from None
 
 
 def _check_secrets(folder: Path) -> Iterator[Finding]:
