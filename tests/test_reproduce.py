@@ -96,7 +96,7 @@ def test_numbers_of_the_text_by_hand(tmp_path: Path) -> None:
     assert rows["FedEAS's lead over Uniform, peak, ddpm"] == ["6.00", "1", "6.34", "−0.34"]
     assert rows["FedEAS: time, generation included"] == ["5 min", "1", "3.1 h", "–"]  # 200 · 1.5 s
     assert rows["Full-Balance's time over FedEAS's"] == ["2.00", "1", "3.72", "−1.72"]
-    assert rows["Uniform: images where the gain is negative"] == [
+    assert rows["Uniform: images that make their client's labels less even"] == [
         "1679",
         "–",
         "1679",

@@ -210,8 +210,10 @@ def show(
         print_tables(page, console)
     if missing := choice.missing(results):
         number = counted(sum(map(len, missing.values())), "run")
-        line = f"Missing: {number} of {counted(len(missing), 'cell')}; to do them: {fill(words, missing)}"
-        console.print(line, highlight=False, soft_wrap=True, markup=False)
+        command, beside = fill(words, missing)
+        for line in (f"Missing: {number} of {counted(len(missing), 'cell')}; to do them: {command}", beside):
+            if line:
+                console.print(line, highlight=False, soft_wrap=True, markup=False)
     if output == "table":
         console.print(f"page: {written[1]}", highlight=False, soft_wrap=True)
     return sections

@@ -46,7 +46,7 @@ def text_table(results: Results) -> Table:
         for method, rounds in published.items():
             value = value_of(results, f"{place}/{method}", until, lambda run: run.first_round_at(threshold), rounds, 0)
             add(f"{METHODS[method].label}: {until}", place, value)
-    add("Uniform: images where the gain is negative", PAPERS, _negative_gain(results))
+    add("Uniform: images that make their client's labels less even", PAPERS, _negative_gain(results))
     together, published_peak = "c10-k20-a0.3", paper.FEDEAS_AND_SCAFFOLD_PEAK
     peak = value_of(results, f"{together}/fedeas+scaffold", "peak %", lambda run: 100 * run.peak, published_peak)
     add("FedEAS + SCAFFOLD: peak %", together, peak)

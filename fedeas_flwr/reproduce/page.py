@@ -59,6 +59,7 @@ def missing_lines(section: Section) -> list[str]:
     return [
         f"Missing, {counted(len(section.missing), 'run')}: {names}{more}.",
         f"To do them: `{section.command}`",
+        *([section.beside] if section.beside else []),
     ]
 
 

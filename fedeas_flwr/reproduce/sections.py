@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 
     from fedeas_flwr.reproduce.figures import Setting
 
-Fill = Callable[[Sequence[str], Collection[str]], str]
-"""From words that ask for something, and the names of its cells that lack runs, the command that does those."""
+Fill = Callable[[Sequence[str], Collection[str]], tuple[str, str]]
+"""From words that ask for something, and the names of its cells that lack runs, the command and what it needs."""
 
 
 @dataclass(frozen=True)
@@ -40,6 +40,8 @@ class Section:
     """What the picture shows."""
     command: str = ""
     """Does what is missing."""
+    beside: str = ""
+    """What else must be there for it."""
 
 
 def make_sections(choice: Choice, results: Results, folder: Path, fill: Fill) -> list[Section]:
@@ -74,13 +76,13 @@ def make_sections(choice: Choice, results: Results, folder: Path, fill: Fill) ->
                 picture, figure = folder / f"{name}.png", drawn
                 atomic_write(picture, as_png(drawn))
         missing = replace(choice, items=(name,), cells=()).missing(results)
-        runs, command = _runs(missing), fill([name], missing)
-        sections.append(Section(name, item.title, item.caption, table, picture, runs, note, figure, command))
+        runs, filling = _runs(missing), fill([name], missing)
+        sections.append(Section(name, item.title, item.caption, table, picture, runs, note, figure, *filling))
     if choice.cells:
         table = tables.cell_table(results, choice.cells)
         missing = replace(choice, items=()).missing(results)
-        command = fill(list(missing), missing)
-        sections.append(Section("cells", "Cells by name", "", table, None, _runs(missing), command=command))
+        filling = fill(list(missing), missing)
+        sections.append(Section("cells", "Cells by name", "", table, None, _runs(missing), "", None, *filling))
     return sections
 
 

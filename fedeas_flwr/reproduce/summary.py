@@ -51,8 +51,10 @@ def make_page(results: Results, sections: list[Section]) -> Page:
     return Page(title, notes, sections)
 
 
-def fill_command(scale: str, options: Mapping[str, Sequence[str]], words: Sequence[str], cells: Collection[str]) -> str:
-    """Give the command that does what is missing.
+def fill_command(
+    scale: str, options: Mapping[str, Sequence[str]], words: Sequence[str], cells: Collection[str]
+) -> tuple[str, str]:
+    """Give the command that does what is missing, and what else must be there for it, if anything.
 
     Parameters
     ----------
@@ -66,15 +68,18 @@ def fill_command(scale: str, options: Mapping[str, Sequence[str]], words: Sequen
         Names of those that lack runs.
     """
     keys = {word.partition("=")[0].strip() for word in options["--set"]}
-    places = []
+    places, beside = [], ""
     if scale == "full":
         configs = [cell(name).config(scale, 1) for name in cells]
-        needed = {config.dataset for config in configs if config.generates and config.generator != "sd-turbo"}
-        # One generator does not serve two datasets; if none is named, each cell looks in generators/DATASET.
+        needed = {config.generator for config in configs if config.generates and config.generator != "sd-turbo"}
+        # One generator does not serve two datasets; if none is named, each cell looks in its dataset's own folder.
         places = ["data-dir=DIR", *(["generator=DIR"] if len(needed) == 1 else []), "backend=inline"]
+        if len(needed) > 1 and "generator" not in keys:
+            folders = f"{' and '.join(sorted(needed))}, which `fedeas train-generator` makes"
+            beside = f"No --set generator= serves them all: they look in {folders}."
     given = [(name, value) for name, values in options.items() for value in values]
     given += [("--set", word) for word in places if word.partition("=")[0] not in keys]
-    return shlex.join(["fedeas", "reproduce", *words, "--scale", scale, "--run", *itertools.chain(*given)])
+    return shlex.join(["fedeas", "reproduce", *words, "--scale", scale, "--run", *itertools.chain(*given)]), beside
 
 
 def all_budgets(sections: Sequence[Section]) -> list[Budget]:
