@@ -341,6 +341,13 @@ def test_a_damaged_description_in_the_cache_is_written_again(content: bytes, own
     assert data.dataset_info(name) == before
 
 
+def test_a_folder_is_kept_once_however_its_path_is_written(
+    own_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(shapes(tmp_path / "shapes").parent)
+    assert own_data.fingerprint("shapes") == own_data.fingerprint(tmp_path / "shapes")
+
+
 def test_a_changed_folder_is_read_again(own_cache: Path, tmp_path: Path) -> None:
     name = f"own:{shapes(tmp_path / 'shapes')}"
     assert data.dataset_info(name).num_train == 48
