@@ -84,7 +84,8 @@ def read_images(
         ``(H, W)``: files of another size are resampled with anti-aliasing, arrays must fit. Without it all images
         must be of one size.
     channels
-        1 makes files grey, 3 makes them RGB; arrays must fit. Without it files become grey if all of them are.
+        1 makes files grey, 3 makes them RGB; arrays must fit. Without it files become grey if all of them are; a
+        ``.webp`` file never is.
         Of 16 bits a channel the upper 8 are taken.
 
     Raises

@@ -6,6 +6,7 @@ import io
 import json
 import os
 import re
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 from made_up_runs import write_run
+from matplotlib.figure import Figure
 from ordinary_user import ordinary_user
 from rich.console import Console
 from runners import typed
@@ -29,6 +31,7 @@ from fedeas_flwr.report.document import make_document
 from fedeas_flwr.report.for_machines import as_data
 from fedeas_flwr.report.groups import Group, baseline_of, gain_and_efficiency, group_runs, no_gain_notes
 from fedeas_flwr.report.page import as_html, as_markdown
+from fedeas_flwr.report.run_figures import draw_classes
 from fedeas_flwr.runs import RunDirectory, RunError
 
 ROOT = Path(__file__).parents[1]
@@ -354,6 +357,9 @@ def test_a_class_without_test_images_is_no_worst_class(tmp_path: Path) -> None:
     (group,) = grouped(write_run(tmp_path / "a", [0.8], extra=extra))
     assert group.worst_class == pytest.approx((1, 0.4))
     assert as_data([group])[0]["per_class_accuracy"][0] is None
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        draw_classes(Figure().subplots(), [group], list("0123456789"), None)
 
 
 def test_the_heat_map_is_the_runs_own_or_none(tmp_path: Path) -> None:

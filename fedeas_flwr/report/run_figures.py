@@ -86,7 +86,9 @@ def draw_classes(axes: Axes, groups: Sequence[Group], classes: Sequence[str], ba
     places = np.arange(len(order))
     if len(order) <= MOST_CLASSES_NAMED:
         values = np.stack([100 * group.per_class[order] for group in known if group.per_class is not None])
-        axes.vlines(places, np.nanmin(values, axis=0), np.nanmax(values, axis=0), color="#d5dae0", lw=6, zorder=1)
+        # fmin and fmax let numbers win over NaN, and stay silent where a class was never tested.
+        lowest, highest = np.fmin.reduce(values, axis=0), np.fmax.reduce(values, axis=0)
+        axes.vlines(places, lowest, highest, color="#d5dae0", lw=6, zorder=1)
         for group, row, marker in zip(known, values, cycle(_MARKERS), strict=False):
             axes.plot(places, row, marker, ms=7, color=group.colour, label=group.name, zorder=2)
         _name_classes(axes, [classes[label] for label in order])
