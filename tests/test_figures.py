@@ -54,6 +54,11 @@ def faults(figure: Figure) -> list[str]:
                 found.append(f"on a curve: {text.get_text()}")
             if legend and box.overlaps(legend.get_window_extent()):
                 found.append(f"on the legend: {text.get_text()}")
+            if any(_covers(box, points) for points in _straight_lines(axes)):
+                found.append(f"on a straight line: {text.get_text()}")
+        for one, other in combinations(words, 2):
+            if one.get_window_extent().overlaps(other.get_window_extent()):
+                found.append(f"on each other: {one.get_text()}, {other.get_text()}")
     inside = figure.bbox.padded(1)
     for part in (*figure.axes, *figure.legends):
         box = part.get_tightbbox()
@@ -75,6 +80,13 @@ def _lines(axes: Axes) -> list[NDArray[np.float64]]:
             places = np.linspace(0, len(points) - 1, 40 * len(points))
             found.append(np.stack([np.interp(places, np.arange(len(points)), column) for column in points.T], axis=1))
     return found
+
+
+def _straight_lines(axes: Axes) -> list[NDArray[np.float64]]:
+    """Points close to each other along the lines right across, which say where a limit is."""
+    across = [line for line in axes.lines if line.get_transform() != axes.transData and len(line.get_xydata()) == 2]
+    ends = [line.get_transform().transform(np.asarray(line.get_xydata())) for line in across]
+    return [np.linspace(start, end, 2000) for start, end in ends]
 
 
 def _areas(axes: Axes) -> list[NDArray[np.float64]]:
@@ -119,6 +131,22 @@ def test_the_papers_figures() -> None:
     setting = setting_of(find_results(all_cells(), "full", [RESULTS], {}))
     drawn = [draw(setting) for draw in (draw_motivation, draw_surrogate, draw_overview, draw_convergence)]
     assert [faults(figure) for figure in (*drawn, draw_sensitivity(setting), draw_closed_form())] == [[]] * 6
+
+
+def test_rounds_that_coincide_are_both_seen_and_titles_are_level() -> None:
+    """With 20 clients FedEAS and Missing-only reach 70 % in one round: the lines there share their place."""
+    figure = draw_convergence(setting_of(find_results(all_cells(), "full", [RESULTS], {})))
+    canvas = FigureCanvasAgg(figure)
+    canvas.draw()
+    pixels = np.asarray(canvas.buffer_rgba())[::-1, :, :3].astype(int)
+    axes = figure.axes[0]
+    (left, low), (right, high) = axes.transData.transform([(77, 5), (79, 35)]).round().astype(int)
+    under_the_curves = pixels[low:high, left:right].reshape(-1, 3)
+    for method in ("missing-only", "fedeas"):
+        colour = 255 * np.array(to_rgb(COLOURS[method]))
+        assert (np.abs(under_the_curves - colour).max(axis=1) < 40).sum() > 50, method
+    heights = [axes._left_title.get_window_extent().y0 for axes in figure.axes]  # type: ignore[attr-defined]
+    assert heights[0] == pytest.approx(heights[1], abs=0.5)
 
 
 def test_a_beta_without_runs_is_a_gap_and_one_seed_has_no_deviation() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +11,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patheffects import withStroke
+from matplotlib.text import Annotation
 from matplotlib.ticker import MaxNLocator, PercentFormatter, StrMethodFormatter
 
 from fedeas_flwr import curves
@@ -159,11 +160,23 @@ def _draw_gap(axes: Axes, found: curves.Reduction, policy: str, i: int) -> None:
     axes.annotate(text, (images, low), (4, -9), textcoords="offset points", fontsize=9, va="top", color=INK)
 
 
-def _name_beta(axes: Axes, beta: float, point: tuple[float, float], bold: bool) -> None:
+def _name_beta(axes: Axes, beta: float, point: tuple[float, float], bold: bool) -> Annotation:
     """Write β above the highest curve and to the left: all curves rise, so it lies on none."""
     style: dict[str, Any] = {"ha": "right", "fontsize": 9, "color": INK, "fontweight": "bold" if bold else "normal"}
     text = axes.annotate(f"β = {beta:g}", point, (-8, 10), textcoords="offset points", zorder=5, **style)
     text.set_path_effects([withStroke(linewidth=3, foreground="white")])  # readable where it meets a line
+    return text
+
+
+def _off_the_limits(axes: Axes, names: Sequence[Annotation]) -> None:
+    """Move a name that lies on a limit's line to the right of its point and below, where the curve is not either."""
+    figure = axes.get_figure(root=True)
+    assert figure is not None
+    figure.draw_without_rendering()  # where words are depends on the room that labels and legend leave
+    limits = [line.get_window_extent() for line in axes.lines if line.get_linestyle() == "--"]
+    for text in names:
+        if any(text.get_window_extent().overlaps(limit) for limit in limits):
+            text.set(position=(8, -14), ha="left")
 
 
 # Fig. 5(b)
@@ -184,17 +197,21 @@ def draw_selection(axes: Axes, path: BudgetPath, betas: list[float], beta: float
     axes.set_ylim(0, top or 1)
     if choice:
         _draw_limits(axes, path, choice)
+    names = []
     for point in map(path.at, betas):
         fits = choice is None or any(low <= point.beta <= high for low, high in choice.windows)
         face = colour if fits else "white"
         axes.plot(point.synthetic, point.removed, "o", ms=7, mfc=face, mec=colour, mew=1.6, zorder=4)
         if point.images:
-            _name_beta(axes, point.beta, (point.synthetic, point.removed), bold=point.beta == beta)
+            names.append(
+                _name_beta(axes, point.beta, (point.synthetic, point.removed), bold=point.beta == beta)
+            )
     axes.set(xlabel="synthetic share of the training data", ylabel=REMOVED)
     axes.xaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
     axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
     tidy(axes)
     legend_above(axes)
+    _off_the_limits(axes, names)
 
 
 def _draw_limits(axes: Axes, path: BudgetPath, choice: Choice) -> None:

@@ -70,6 +70,15 @@ def _pair(titles: tuple[str, str]) -> tuple[Figure, Axes, Axes]:
     return figure, left, right
 
 
+def _level_titles(figure: Figure) -> Figure:
+    """Put a pair's titles at one height, that of the higher legend's."""
+    figure.draw_without_rendering()
+    legends = [legend.get_window_extent().height for axes in figure.axes if (legend := axes.get_legend())]
+    for axes in figure.axes:
+        axes.set_title(axes.get_title(loc="left"), loc="left", pad=8 + 72 * max(legends, default=0.0) / figure.dpi)
+    return figure
+
+
 # ------------------------------------------------------------------------------------------- Fig. 1: the motivation
 
 
@@ -83,7 +92,7 @@ def draw_motivation(setting: Setting) -> Figure:
     right.set_ylabel("last-20 accuracy (%)")
     names = [_label(method) for method in POLICIES]
     right.set_xticks(range(len(names)), [names[0], *(f"{name}\n{total:,} images" for name in names[1:])])
-    return figure
+    return _level_titles(figure)
 
 
 def _draw_bars(axes: Axes, values: Sequence[Value]) -> None:
@@ -126,7 +135,7 @@ def draw_surrogate(setting: Setting) -> Figure:
     figure, left, right = _pair(("Imbalance concentration", "Imbalance reduction"))
     draw_concentration(left, setting.path, setting.generated, setting.beta)
     draw_reduction(right, curves.reduction(setting.path, setting.betas), "fedeas", setting.beta)
-    return figure
+    return _level_titles(figure)
 
 
 # --------------------------------------------------------------------------------------------- Fig. 3: the overview
@@ -196,21 +205,21 @@ def draw_convergence(setting: Setting) -> Figure:
     figure, left, right = _pair((titles[0], titles[1]))
     for axes, place in ((left, PAPERS), (right, MAIN)):
         _draw_curves(axes, setting, place)
-    return figure
+    return _level_titles(figure)
 
 
 def _draw_curves(axes: Axes, setting: Setting, place: str) -> None:
     threshold = setting.config.threshold
     axes.axhline(100 * threshold, color=INK, ls="--", lw=1)
     most = setting.config.rounds
-    for method in ("missing-only", "fedeas"):
+    for turn, method in enumerate(("missing-only", "fedeas")):
         runs = setting.results.of(f"{place}/{method}")
         colour, published = COLOURS[method], paper.ROUNDS_TO_70[place][method]
         said = f"; the paper's: {published}" if setting.results.scale == "full" else ""
         if not runs:
             axes.plot([], [], color=colour, ls=":", label=f"{LABELS[method]}: not run yet{said}")
             continue
-        reached = _draw_band(axes, runs, colour, threshold)
+        reached = _draw_band(axes, runs, colour, threshold, turn)
         axes.lines[-1].set_label(f"{LABELS[method]}: {reached}{said}")
     axes.set(xlabel="round", ylabel="test accuracy (%)", xlim=(0, most))
     axes.set_ylim(0, 105 if threshold > 0.7 else 82)
@@ -225,15 +234,18 @@ def _say_not_run(axes: Axes) -> None:
     axes.text(0.5, 0.55, "not run yet", transform=axes.transAxes, ha="center", fontsize=12, color=INK)
 
 
-def _draw_band(axes: Axes, runs: Sequence[Measured], colour: str, threshold: float) -> str:
-    """Draw the mean over seeds, the range between them, and a dotted line where it first reaches the threshold."""
+def _draw_band(axes: Axes, runs: Sequence[Measured], colour: str, threshold: float, turn: int) -> str:
+    """Draw the mean over seeds, the range between them, and a dotted line where it first reaches the threshold.
+
+    The dots of the second ``turn`` lie between those of the first: both are seen where the rounds are the same.
+    """
     found = 100 * np.array([run.accuracies for run in runs])
     rounds, mean = np.arange(1, found.shape[1] + 1), found.mean(axis=0)
     if len(runs) > 1:
         axes.fill_between(rounds, found.min(axis=0), found.max(axis=0), color=colour, alpha=0.18, lw=0)
     firsts = [first for run in runs if (first := run.first_round_at(threshold)) is not None]
     if firsts:
-        axes.axvline(float(np.mean(firsts)), color=colour, ls=":", lw=1.4)
+        axes.axvline(float(np.mean(firsts)), color=colour, ls=(3.0 * turn, (2, 4)), lw=1.6)
     axes.plot(rounds, mean, color=colour, lw=1.9)
     return ", ".join(map(str, firsts)) if firsts else "never"
 
@@ -257,7 +269,7 @@ def draw_sensitivity(setting: Setting) -> Figure:
     else:
         _say_not_run(left)
     draw_selection(right, setting.path, setting.betas, setting.beta, choose(setting.path, CONDITIONS, setting.betas))
-    return figure
+    return _level_titles(figure)
 
 
 def _draw_budgets(
