@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from itertools import combinations
 from pathlib import Path
 
@@ -21,10 +22,12 @@ from fedeas_flwr.local_data import partition_counts
 from fedeas_flwr.report.comparison import comparison_figure
 from fedeas_flwr.report.document import make_document
 from fedeas_flwr.report.groups import group_runs
+from fedeas_flwr.report.page import Document, as_html
 from fedeas_flwr.report.plan_figures import plan_figures
 from fedeas_flwr.report.style import COLOURS, MORE_COLOURS, legend_above
 from fedeas_flwr.reproduce.cells import all_cells
 from fedeas_flwr.reproduce.figures import (
+    _draw_bars,
     _draw_budgets,
     draw_closed_form,
     draw_convergence,
@@ -127,6 +130,28 @@ def test_few_images_and_seconds_have_ticks_that_are_true(tmp_path: Path) -> None
         assert labels == pytest.approx(list(axes.get_xticks()))
 
 
+def test_no_axis_says_what_cannot_be(tmp_path: Path) -> None:
+    """No accuracy is over 100 %, none and no Γ̂ below 0, however far a deviation reaches; no mark is cut in half."""
+    runs = []
+    for seed, (low, high) in enumerate([(0.0, 1.0), (0.9, 0.98)]):
+        more = {"per_class_accuracy": [1.0] * 9 + [low], "worst_client_accuracy": low, "gamma_hat": low / 2}
+        for policy in ("none", "fedeas"):
+            run = {"extra": [more] * 2, "images": 400 * (policy == "fedeas"), "policy": policy, "seed": seed}
+            runs.append(write_run(tmp_path / f"{policy}-{seed}", [low, high], **run))
+    pictures = {p.name: p.figure for s in make_document(group_runs(runs)[0]).sections for p in s.pictures}
+    for name, most in (("accuracy", 100), ("cost", 100), ("classes", 100), ("worst-client", 100), ("gamma-hat", 1)):
+        (axes,) = pictures[name].axes
+        low, high = axes.get_ylim()
+        assert 0 <= low < high <= most, name
+        marks = [line for line in axes.lines if line.get_marker() not in ("None", "", "_", "|")]
+        assert not any(line.get_clip_on() for line in marks), name
+    setting = setting_of(find_results(all_cells(), "smoke", [tmp_path], {}))
+    assert [axes.get_ylim() for axes in draw_convergence(setting).axes] == [(0, 100)] * 2
+    axes = Figure(layout="constrained").subplots()
+    _draw_bars(axes, [Value("c/fedavg", "", (97.0, 99.0), (1, 2), 55.0), Value("c/fedeas", "", (99.9,), (1,), 71.0)])
+    assert axes.get_ylim() == (0, 100) and faults(axes.figure) == []  # type: ignore[arg-type]
+
+
 def test_the_papers_figures() -> None:
     setting = setting_of(find_results(all_cells(), "full", [RESULTS], {}))
     drawn = [draw(setting) for draw in (draw_motivation, draw_surrogate, draw_overview, draw_convergence)]
@@ -176,6 +201,27 @@ def test_the_papers_figures_before_anything_was_run(tmp_path: Path) -> None:
         assert [[text.get_text() for text in figure.axes[panel].texts] for panel in panels] == [["not run yet"]] * len(
             panels
         )
+
+
+def test_thirty_groups_look_like_thirty(tmp_path: Path) -> None:
+    """In curves by colour and dashes, as marks by colour and shape; in the table as in the curves."""
+    rates = [0.001 * number for number in range(1, 31)]
+    runs = [
+        write_run(tmp_path / f"{rate}", [0.5, 0.6], extra=[{"per_class_accuracy": [0.5] * 10}] * 2, learning_rate=rate)
+        for rate in rates
+    ]
+    groups, _ = group_runs(runs)
+    assert len({(group.look.colour, group.look.line) for group in groups}) == 30
+    assert len({(group.look.colour, group.look.marker) for group in groups}) == 30
+    assert [group.look.line for group in groups[:9]] == ["-"] * 9, "as long as there are colours they are enough"
+    sections = {section.title: section for section in make_document(groups).sections}
+    (axes,) = sections["Accuracy"].pictures[0].figure.axes
+    assert len({(line.get_color(), str(line._dash_pattern)) for line in axes.lines}) == 30  # type: ignore[attr-defined]
+    (axes,) = sections["Classes before and after filling"].pictures[0].figure.axes
+    assert len({(line.get_color(), line.get_marker()) for line in axes.lines}) == 30
+    assert sections["Results"].tables[0].swatches == [group.look for group in groups]
+    swatches = re.findall(r'<svg class="swatch".*?</svg>', as_html(Document("", [], [sections["Results"]])))
+    assert len(set(swatches)) == 30
 
 
 def lab(colour: str) -> NDArray[np.float64]:

@@ -34,7 +34,7 @@ from fedeas_flwr.report.run_figures import (
     draw_measure,
     draw_seconds,
 )
-from fedeas_flwr.report.style import legend_above
+from fedeas_flwr.report.style import Look, legend_above
 from fedeas_flwr.sizes import counted
 
 NOTHING = "–"
@@ -92,7 +92,7 @@ def results(groups: Sequence[Group]) -> Table:
     thresholds = {group.config.threshold for group in groups}
     reached = f"rounds to {100 * thresholds.pop():g} %" if len(thresholds) == 1 else "rounds to threshold"
     head = ("", "seeds", "last-20 %", "peak %", "images", "gain", "η", reached, "Γ̂", "seconds")
-    return Table(head, [_result_row(group, groups) for group in groups], _colours(groups))
+    return Table(head, [_result_row(group, groups) for group in groups], _looks(groups))
 
 
 def _results(groups: Sequence[Group]) -> Section:
@@ -126,8 +126,8 @@ def _result_row(group: Group, groups: Sequence[Group]) -> list[str]:
     ]
 
 
-def _colours(groups: Sequence[Group]) -> list[str]:
-    return [group.colour for group in groups]
+def _looks(groups: Sequence[Group]) -> list[Look]:
+    return [group.look for group in groups]
 
 
 # --------------------------------------------------------------------------------------------------------- pictures
@@ -187,7 +187,7 @@ def _classes_of_one(title: str, picture: str, known: Sequence[Group]) -> Section
         cells = [f"{100 * worst[1]:.1f}", NOTHING if before is None else f"{100 * before:.1f}"]
         rows.append([group.name, names[worst[0]], *cells, f"{100 * float(np.nanmean(values)):.1f}"])
     head = ("", "worst class", "its accuracy %", "that class before filling %", "mean of the classes %")
-    table = Table(head, rows, _colours(known))
+    table = Table(head, rows, _looks(known))
     pictures = _picture(picture, caption, lambda axes: draw_classes(axes, known, names, baseline))
     return Section(title, (), (table,), pictures)
 
@@ -213,7 +213,7 @@ def _worst_client(groups: Sequence[Group]) -> list[Section]:
         caption,
         lambda axes: draw_measure(axes, known, "worst_client_accuracy", "worst client's accuracy (%)", 100),
     )
-    return [Section("The worst client", tables=[Table(("", "last-20 %"), rows, _colours(known))], pictures=pictures)]
+    return [Section("The worst client", tables=[Table(("", "last-20 %"), rows, _looks(known))], pictures=pictures)]
 
 
 def allocation_section(groups: Sequence[Group]) -> Section | None:
@@ -257,7 +257,7 @@ def _time(groups: Sequence[Group]) -> Section:
     names = (*server, "clients: generating", "clients: training")
     rows = [[group.name, *(f"{group.seconds(phase):,.1f}" for phase in phases)] for group in groups]
     pictures = _picture("seconds", caption, lambda axes: draw_seconds(axes, groups), (8.6, height))
-    return Section("Where the time went", (), [Table(("seconds", *names), rows, _colours(groups))], pictures)
+    return Section("Where the time went", (), [Table(("seconds", *names), rows, _looks(groups))], pictures)
 
 
 # ---------------------------------------------------------------------------------------------------- configuration

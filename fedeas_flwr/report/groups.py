@@ -17,7 +17,7 @@ from fedeas_flwr.exporting import without_folder
 from fedeas_flwr.keys import OF_GENERATION, keys_in_use
 from fedeas_flwr.listing import summarise_so_far
 from fedeas_flwr.metrics import WALL_CLOCK, efficiency, last_20, seconds_of
-from fedeas_flwr.report.style import COLOURS, INK, LABELS, MORE_COLOURS
+from fedeas_flwr.report.style import LABELS, Look, looks_of
 from fedeas_flwr.runs import NOT_THE_RUN, RunDirectory, RunError
 from fedeas_flwr.sizes import counted
 
@@ -74,7 +74,7 @@ class Group:
     name: str
     members: tuple[Member, ...]
     """Those that all figures are of."""
-    colour: str
+    look: Look
     """In every picture and table."""
     aside: tuple[Member, ...] = ()
     """Those that have not finished while others have: in a mean they would pass for worse seeds."""
@@ -93,6 +93,11 @@ class Group:
     def seeds(self) -> list[int]:
         """In ascending order."""
         return [member.config.seed for member in self.members]
+
+    @property
+    def colour(self) -> str:
+        """Of its look."""
+        return self.look.colour
 
     def spread(self, measure: str) -> Spread | None:
         """A figure of the summaries; ``None`` where a seed has none."""
@@ -174,15 +179,15 @@ def group_runs(runs: Sequence[RunDirectory]) -> tuple[list[Group], list[str]]:
     found = [_one_a_seed(group, left_out) for group in together.values()]
     found.sort(key=lambda group: (group[0].summary["total_generated"], group[0].config.policy != "none"))
     configs = [group[0].config for group in found]
-    told = zip(_names(configs), found, _colours(configs), strict=True)
-    return [_make_group(name, group, colour) for name, group, colour in told], left_out
+    told = zip(_names(configs), found, looks_of([config.policy for config in configs]), strict=True)
+    return [_make_group(name, group, look) for name, group, look in told], left_out
 
 
-def _make_group(name: str, runs: Sequence[Member], colour: str) -> Group:
+def _make_group(name: str, runs: Sequence[Member], look: Look) -> Group:
     finished = tuple(member for member in runs if not member.unfinished)
     if not finished:  # as far as they came is all there is
-        return Group(name, tuple(runs), colour)
-    return Group(name, finished, colour, tuple(member for member in runs if member.unfinished))
+        return Group(name, tuple(runs), look)
+    return Group(name, finished, look, tuple(member for member in runs if member.unfinished))
 
 
 def unfinished_notes(groups: Sequence[Group]) -> list[str]:
@@ -252,16 +257,6 @@ def _policy(config: RunConfig) -> str:
     if config.policy == "none" and config.strategy != "fedavg":
         return "Nothing generated"
     return LABELS.get(config.policy, config.policy)
-
-
-def _colours(configs: Sequence[RunConfig]) -> list[str]:
-    """Give a group its policy's colour where that is still free."""
-    taken: list[str] = []
-    for config in configs:
-        own = COLOURS.get(config.policy, MORE_COLOURS[0])
-        free = [colour for colour in (own, *MORE_COLOURS) if colour not in taken]
-        taken.append(free[0] if free else INK)
-    return taken
 
 
 def _show(value: Any) -> str:

@@ -17,6 +17,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
+    from fedeas_flwr.report.style import Look
+
 _STYLE = """
 :root { color-scheme: light; --ink: #22303c; --line: #dfe4e9; --soft: #f5f7f9; --accent: #d1495b; }
 * { box-sizing: border-box; }
@@ -38,7 +40,7 @@ td:first-child { font-weight: 600; min-width: 11em; }
 td:not(:first-child) { white-space: nowrap; }
 .below { color: #5a6773; font-size: 12px; white-space: normal; }
 th span { white-space: nowrap; }
-.swatch { display: inline-block; width: 11px; height: 11px; border-radius: 3px; margin-right: 8px; }
+.swatch { margin-right: 8px; }
 figure { margin: 16px 0 28px; }
 figure img { display: block; width: 100%; max-width: 980px; height: auto; }
 figcaption { font-size: 14px; color: #5a6773; max-width: 76ch; margin-top: 6px; }
@@ -54,8 +56,8 @@ class Table:
 
     head: Sequence[str]
     rows: Sequence[Sequence[str]]
-    swatches: Sequence[str] = ()
-    """A colour for each row, as in the pictures."""
+    swatches: Sequence[Look] = ()
+    """A look for each row, as in the pictures."""
 
 
 @dataclass(frozen=True)
@@ -133,11 +135,19 @@ def _html_table(table: Table) -> str:
     head = "".join(f"<th>{_html_head(cell)}</th>" for cell in table.head)
     rows = []
     for number, row in enumerate(table.rows):
-        dot = f'<span class="swatch" style="background:{table.swatches[number]}"></span>' if table.swatches else ""
+        dot = _swatch(table.swatches[number]) if table.swatches else ""
         cells = "".join(f"<td>{'' if i else dot}{_text(cell)}</td>" for i, cell in enumerate(row))
         rows.append(f"<tr>{cells}</tr>")
     body = "".join(rows)
     return f'<div class="wide"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
+
+
+def _swatch(look: Look) -> str:
+    """A piece of a group's curve; not a background, which printers leave out."""
+    from fedeas_flwr.report.style import LINES
+
+    line = f'stroke="{look.colour}" stroke-width="4" stroke-dasharray="{LINES[look.line] or "none"}"'
+    return f'<svg class="swatch" width="24" height="10" aria-hidden="true"><path d="M0 5H24" {line}/></svg>'
 
 
 def _html_head(cell: str) -> str:

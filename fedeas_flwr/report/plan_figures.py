@@ -203,9 +203,7 @@ def draw_selection(axes: Axes, path: BudgetPath, betas: list[float], beta: float
         face = colour if fits else "white"
         axes.plot(point.synthetic, point.removed, "o", ms=7, mfc=face, mec=colour, mew=1.6, zorder=4)
         if point.images:
-            names.append(
-                _name_beta(axes, point.beta, (point.synthetic, point.removed), bold=point.beta == beta)
-            )
+            names.append(_name_beta(axes, point.beta, (point.synthetic, point.removed), bold=point.beta == beta))
     axes.set(xlabel="synthetic share of the training data", ylabel=REMOVED)
     axes.xaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
     axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Sequence
-from itertools import cycle
 from typing import Any
 
 import numpy as np
@@ -14,13 +13,12 @@ from matplotlib.ticker import MaxNLocator, StrMethodFormatter
 
 from fedeas_flwr.metrics import WALL_CLOCK
 from fedeas_flwr.report.groups import CLIENT_WORK, FloatArray, Group
-from fedeas_flwr.report.style import INK, tidy
+from fedeas_flwr.report.style import INK, Look, tidy, within
 
 MOST_CLASSES_NAMED = 20
 MOST_CELLS_NUMBERED = 300
 GAMMA_HAT = r"$\hat{\Gamma}$"
 """Γ̂ as matplotlib sets it: its fonts place the combining accent badly."""
-_MARKERS = "osD^vPX*<>"
 _PHASES = {
     "clients": ("waiting for clients", "#9aa5b1"),
     "aggregate": ("averaging and checks", "#3a8dde"),
@@ -38,39 +36,45 @@ def draw_accuracy(axes: Axes, groups: Sequence[Group]) -> None:
         assert score is not None  # every round has an accuracy
         images = f" ({group.images:,.0f} images)" if group.images else ""
         width = 2.4 if group.config.policy == "fedeas" else 1.6
-        _draw_curve(axes, curve, group.colour, width, f"{group.name}: {score.show(100)} %{images}")
+        _draw_curve(axes, curve, group.look, width, f"{group.name}: {score.show(100)} %{images}")
         rounds = curve.shape[1]
         window = (max(1, rounds - 19), rounds)
         low, high = 100 * (score.mean - (score.sd or 0)), 100 * (score.mean + (score.sd or 0))
         axes.fill_between(window, low, high, color=group.colour, alpha=0.25, lw=0)
         axes.hlines(100 * score.mean, *window, color=group.colour, ls=(0, (2, 1.5)), lw=1.2)
     axes.set(xlabel="round", ylabel="test accuracy (%)")
-    axes.set_ylim(top=min(102.0, axes.get_ylim()[1]))
     _rounds_axis(axes)
+    within(axes, 100)
 
 
-def draw_measure(axes: Axes, groups: Sequence[Group], measure: str, label: str, scale: float = 1.0) -> None:
-    """Any figure of the rounds, for the groups that have it."""
+def draw_measure(
+    axes: Axes, groups: Sequence[Group], measure: str, label: str, scale: float = 1.0, most: float = 1.0
+) -> None:
+    """Any figure of the rounds that lies between 0 and the most, for the groups that have it."""
     for group in groups:
         curve = scale * group.curve(measure)
         if not np.isnan(curve).all():
-            _draw_curve(axes, curve, group.colour, 1.6, group.name)
+            _draw_curve(axes, curve, group.look, 1.6, group.name)
     axes.set(xlabel="round", ylabel=label)
     _rounds_axis(axes)
+    within(axes, scale * most)
 
 
-def _draw_curve(axes: Axes, curve: FloatArray, colour: str, width: float, label: str) -> None:
-    """One line for the mean; the band is where at least two seeds have a value."""
+def _draw_curve(axes: Axes, curve: FloatArray, look: Look, width: float, label: str) -> None:
+    """One line for the mean, a mark where there is one round alone; a band where at least two seeds have a value."""
     there = (~np.isnan(curve)).sum(axis=0)
     known = np.flatnonzero(there)
     rounds = known + 1
     mean = np.nanmean(curve[:, known], axis=0)
-    axes.plot(rounds, mean, color=colour, lw=width, label=label)
+    alone = look.marker if len(rounds) == 1 else None
+    axes.plot(rounds, mean, color=look.colour, ls=look.line, lw=width, marker=alone, label=label)
     several = there[known] > 1
     if several.any():
         spread = np.zeros_like(mean)
         spread[several] = np.nanstd(curve[:, known[several]], axis=0, ddof=1)
-        axes.fill_between(rounds, mean - spread, mean + spread, where=several.tolist(), color=colour, alpha=0.15, lw=0)
+        axes.fill_between(
+            rounds, mean - spread, mean + spread, where=several.tolist(), color=look.colour, alpha=0.15, lw=0
+        )
 
 
 def _rounds_axis(axes: Axes) -> None:
@@ -89,18 +93,21 @@ def draw_classes(axes: Axes, groups: Sequence[Group], classes: Sequence[str], ba
         # fmin and fmax let numbers win over NaN, and stay silent where a class was never tested.
         lowest, highest = np.fmin.reduce(values, axis=0), np.fmax.reduce(values, axis=0)
         axes.vlines(places, lowest, highest, color="#d5dae0", lw=6, zorder=1)
-        for group, row, marker in zip(known, values, cycle(_MARKERS), strict=False):
-            axes.plot(places, row, marker, ms=7, color=group.colour, label=group.name, zorder=2)
+        for group, row in zip(known, values, strict=True):
+            axes.plot(places, row, group.look.marker, ms=7, color=group.colour, label=group.name, zorder=2)
         _name_classes(axes, [classes[label] for label in order])
     else:
         for group in known:
             assert group.per_class is not None
-            axes.plot(places, 100 * group.per_class[order], color=group.colour, lw=1.3, label=group.name)
+            axes.plot(
+                places, 100 * group.per_class[order], color=group.colour, ls=group.look.line, lw=1.3, label=group.name
+            )
         axes.set_xticks([])
     first = (baseline or known[0]).name
     axes.set(xlabel=f"class, worst first under: {first}", ylabel="accuracy (%), last 20 rounds")
     tidy(axes)
     axes.grid(visible=False, axis="x")
+    within(axes, 100)
 
 
 def _name_classes(axes: Axes, names: Sequence[str]) -> None:
@@ -119,10 +126,10 @@ def draw_cost(axes: Axes, groups: Sequence[Group]) -> None:
         axes.set_xscale("symlog", linthresh=fewest)
     else:
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    for group, marker in zip(groups, cycle(_MARKERS), strict=False):
+    for group in groups:
         score = group.spread("last_20")
         assert score is not None
-        spread = None if score.sd is None else 100 * score.sd
+        spread, marker = None if score.sd is None else 100 * score.sd, group.look.marker
         axes.errorbar(
             group.images, 100 * score.mean, spread, fmt=marker, ms=9, capsize=4, color=group.colour, label=group.name
         )
@@ -133,6 +140,7 @@ def draw_cost(axes: Axes, groups: Sequence[Group]) -> None:
     axes.set(xlabel="images generated in all", ylabel="last-20 accuracy (%)")
     axes.margins(0.08)
     tidy(axes)
+    within(axes, 100)
 
 
 def draw_seconds(axes: Axes, groups: Sequence[Group]) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import textwrap
+from collections.abc import Sequence
+from dataclasses import dataclass
 from math import ceil
 from typing import Any
 
@@ -25,6 +27,9 @@ COLOURS = {
 }
 MORE_COLOURS = ("#8a5fbf", "#0b6e6e", "#9a4a12", "#e58fb5", "#1f3f8f", "#7a9a01", "#6b1f4f", "#7fd1d8")
 """For policies without a colour of their own, and for a second group of one policy."""
+LINES = {"-": "", "--": "6 3", "-.": "9 3 2 3", ":": "2 3"}
+"""How curves are drawn where colours have run out, and the same for a line in a table."""
+MARKERS = "osD^vPX*<>p"
 LABELS = {
     "none": "FedAvg, nothing generated",
     "uniform": "Uniform",
@@ -35,10 +40,45 @@ LABELS = {
     "waterfill": "Waterfill (ours)",
     "oversample": "Oversampling, nothing generated",
 }
+
+
+@dataclass(frozen=True)
+class Look:
+    """What tells a group from others: its colour, and where that is another's too, how it is dashed; its mark."""
+
+    colour: str
+    line: str = "-"
+    marker: str = "o"
+
+
 _SIZE = 9
 """Of a legend's letters, in points."""
 _LETTER, _SIGN, _LINE = 0.068, 0.6, 0.19
 """Inches that a letter, the sign before a name and a line take in a legend."""
+
+
+def looks_of(policies: Sequence[str]) -> list[Look]:
+    """Give every group a look: its policy's colour where that is still free, and dashes when no colour is."""
+    found: list[Look] = []
+    for number, policy in enumerate(policies):
+        colours = dict.fromkeys((COLOURS.get(policy, MORE_COLOURS[0]), *MORE_COLOURS))
+        taken = {(look.colour, look.line) for look in found}
+        free = ((colour, line) for line in LINES for colour in colours if (colour, line) not in taken)
+        colour, line = next(free, (INK, ":"))
+        used = {look.marker for look in found if look.colour == colour}
+        turned = MARKERS[number % len(MARKERS) :] + MARKERS
+        found.append(
+            Look(colour, line, next(marker for marker in turned if len(used) == len(MARKERS) or marker not in used))
+        )
+    return found
+
+
+def within(axes: Axes, most: float | None = None) -> None:
+    """Keep an axis to what there can be: nothing below 0, nothing over the most; marks on the edge stay whole."""
+    low, high = axes.get_ylim()
+    axes.set_ylim(max(0.0, low), high if most is None else min(most, high))
+    for line in axes.lines:
+        line.set_clip_on(line.get_marker() in ("None", "_", "|"))
 
 
 def tidy(axes: Axes) -> None:
@@ -63,7 +103,7 @@ def legend_above(axes: Axes, title: str = "") -> float:
     figure.draw_without_rendering()  # how wide axes are depends on their labels
     room = float(axes.bbox.width) / figure.dpi
     handles, names = axes.get_legend_handles_labels()
-    names = [textwrap.fill(name, int((room - _SIGN) / _LETTER)) for name in names]
+    names = [textwrap.fill(name, int((room - _SIGN) / _LETTER), break_on_hyphens=False) for name in names]
     most = next(n for n in range(len(names), 0, -1) if n == 1 or _width(names, n) <= room)
     columns = ceil(len(names) / ceil(len(names) / most))  # as few as these lines need: 2 and 2, not 2, 1 and 1
     lines = max(sum(1 + name.count("\n") for name in column) for column in np.array_split(names, columns))

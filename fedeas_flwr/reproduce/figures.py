@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.patheffects import withStroke
 from matplotlib.ticker import MaxNLocator, PercentFormatter, StrMethodFormatter
 
 from fedeas_flwr import curves
@@ -101,10 +102,7 @@ def _draw_bars(axes: Axes, values: Sequence[Value]) -> None:
         colour = COLOURS["none" if value.cell.endswith("/fedavg") else value.cell.partition("/")[2]]
         if value.mean is not None:
             axes.bar(place, value.mean, 0.62, color=colour, yerr=value.sd or None, capsize=4, ecolor=INK)
-            offset = (0, 4 + (14 if value.sd else 0))
-            axes.annotate(
-                f"{value.mean:.1f}", (place, value.mean), offset, textcoords="offset points", ha="center", fontsize=11
-            )
+            _write_on_bar(axes, place, value.mean, value.sd or 0.0)
         else:
             axes.annotate("not run yet", (place, 1), ha="center", fontsize=10, color=INK, rotation=90, va="bottom")
         if value.paper is not None:
@@ -116,11 +114,21 @@ def _draw_bars(axes: Axes, values: Sequence[Value]) -> None:
     name = "the paper's" if comparable else "the paper's, on CIFAR-10"
     axes.plot([], [], "D", ms=7, mfc="white", mec=INK, mew=1.4, label=name)
     axes.bar([0], [0], color=COLOURS["fedeas"], label="ours")
-    axes.set_ylim(0, 105 if max([v.mean or 0 for v in values]) > 85 else 92)
+    axes.set_ylim(0, 100 if max([v.mean or 0 for v in values]) > 85 else 92)
     axes.set_xlim(-0.6, len(values) - 0.1)
     tidy(axes)
     axes.grid(visible=False, axis="x")
     legend_above(axes)
+
+
+def _write_on_bar(axes: Axes, place: int, mean: float, sd: float) -> None:
+    """Write a bar's value above it, or inside its end where that is near the axis's own."""
+    low = mean + sd > 85
+    height, offset = (mean - sd, (0, -14)) if low else (mean + sd, (0, 4))
+    text = axes.annotate(
+        f"{mean:.1f}", (place, height), offset, textcoords="offset points", ha="center", fontsize=11, color=INK
+    )
+    text.set_path_effects([withStroke(linewidth=3, foreground="white")] if low else [])
 
 
 def _label(method: str) -> str:
@@ -222,7 +230,7 @@ def _draw_curves(axes: Axes, setting: Setting, place: str) -> None:
         reached = _draw_band(axes, runs, colour, threshold, turn)
         axes.lines[-1].set_label(f"{LABELS[method]}: {reached}{said}")
     axes.set(xlabel="round", ylabel="test accuracy (%)", xlim=(0, most))
-    axes.set_ylim(0, 105 if threshold > 0.7 else 82)
+    axes.set_ylim(0, 100 if threshold > 0.7 else 82)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     tidy(axes)
     legend_above(axes, f"First round at {100 * threshold:.0f} %:")
