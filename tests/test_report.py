@@ -29,7 +29,8 @@ from fedeas_flwr.report.allocations import maps_of
 from fedeas_flwr.report.comparison import print_comparison
 from fedeas_flwr.report.document import make_document
 from fedeas_flwr.report.for_machines import as_data
-from fedeas_flwr.report.groups import Group, baseline_of, gain_and_efficiency, group_runs, no_gain_notes
+from fedeas_flwr.report.groups import Group, baseline_of, gain_and_efficiency, group_runs
+from fedeas_flwr.report.notes import no_gain_notes, notes_on
 from fedeas_flwr.report.page import as_html, as_markdown
 from fedeas_flwr.report.run_figures import draw_classes
 from fedeas_flwr.runs import RunDirectory, RunError
@@ -372,6 +373,67 @@ def test_the_heat_map_is_the_runs_own_or_none(tmp_path: Path) -> None:
     other = write_run(tmp_path / "c", [0.5], images=999, **keys)
     (maps,), notes = maps_of(grouped(other))
     assert not maps.generated and "the run has 999" in notes[0]
+
+
+def test_clients_that_never_took_part_are_named_where_their_images_are_missed(tmp_path: Path) -> None:
+    keys: dict[str, Any] = {"policy": "fedeas", "beta": 4.0}
+    (maps,), _ = maps_of(grouped(write_run(tmp_path / "all", [0.5], images=FEDEAS_OF_FOUR, **keys)))
+    fewer = int(maps.generated[0][1][:3].sum())
+    write_run(tmp_path / "some", [0.5], seed=2, images=fewer, extra=[{"clients": [0, 1, 2]}], **keys)
+    write_run(tmp_path / "none", [0.4], extra=[{"clients": [0, 1, 2]}])
+    printed = typed("report", str(tmp_path), "--out", str(tmp_path / "out")).stdout
+    note = "Images of FedEAS, seed 2: client 3 never took part, so it has generated none"
+    text = (tmp_path / "out" / "report.md").read_text()
+    assert [line for line in printed.splitlines() if line.startswith("Images of")] == [note] and f"{note}." in text
+    plan = f"FedEAS: the map is the plan, {FEDEAS_OF_FOUR} images; the runs have {FEDEAS_OF_FOUR}, {fewer}, since"
+    assert f"{plan} clients that never took part generate none." in text
+    data = json.loads(typed("report", str(tmp_path), "--format", "json").stdout)
+    assert [group["never_took_part"] for group in data["groups"]] == [[[3]], [[], [3]]]
+
+
+def test_shared_images_are_said_to_be_counted_for_every_client(tmp_path: Path) -> None:
+    """The paper's η is by the total that clients hold; its Uniform has as many as FedEAS, whoever shares them."""
+    keys: dict[str, Any] = {"policy": "fedeas", "beta": 4.0, "images": FEDEAS_OF_FOUR}
+    groups = grouped(
+        write_run(tmp_path / "none", [0.5]),
+        write_run(tmp_path / "shared", [0.7], shared_images="by-class", **keys),
+        write_run(tmp_path / "own", [0.7], **keys),
+    )
+    note = (
+        "Images of FedEAS, shared-images = by-class: one that several clients hold counts, in η too, for each of them"
+    )
+    assert notes_on(groups) == [note] and notes_on([groups[0], groups[2]]) == []
+    (maps,), notes = maps_of(groups)
+    plan = dict(maps.generated)["FedEAS, shared-images = by-class"]
+    different = int(plan.max(axis=0).sum())  # image i of a class is the same for all
+    assert notes == [
+        f"FedEAS, shared-images = by-class: {different} of the plan's {FEDEAS_OF_FOUR} images are different."
+    ]
+
+
+@pytest.mark.parametrize(("lengths", "number"), [((3, 3), 3), ((1, 3), 3), ((25, 30), 20), ((25, 3), 20)])
+def test_a_mean_of_fewer_than_20_rounds_is_not_called_one_of_20(
+    tmp_path: Path, lengths: tuple[int, int], number: int
+) -> None:
+    extra = {"per_class_accuracy": [0.5] * 10, "worst_client_accuracy": 0.5}
+    runs = [
+        write_run(tmp_path / policy, [0.5] * n, images=i * FEDEAS_OF_FOUR, policy=policy, beta=4.0, extra=[extra] * n)
+        for i, (n, policy) in enumerate(zip(lengths, ("none", "fedeas"), strict=True))
+    ]
+    document = make_document(grouped(*runs))
+    text = as_markdown(document)
+    axes = " ".join(p.figure.axes[0].get_ylabel() for section in document.sections for p in section.pictures)
+    assert set(map(int, re.findall(r"[Ll]ast[ -](\d+)", text + axes))) == {number}
+    assert ("of all where a run has fewer" in text) == (min(lengths) < number)
+
+
+def test_runs_that_came_to_different_rounds_have_no_gain(tmp_path: Path) -> None:
+    keys: dict[str, Any] = {"rounds": 3, "images": FEDEAS_OF_FOUR, "beta": 4.0, "finished": False}
+    none = write_run(tmp_path / "none", [0.2, 0.4, 0.6])
+    groups = grouped(none, write_run(tmp_path / "cut", [0.5], policy="fedeas", **keys))
+    assert gain_and_efficiency(groups[1], groups) is None
+    reason = "it has come to round 1, the group that generates nothing to round 3"
+    assert no_gain_notes(groups) == [f"No gain of FedEAS: {reason}"]
 
 
 class Flat:

@@ -29,7 +29,8 @@ def report(
         raise RunError(f"{missing[0]} is not a folder")
     from fedeas_flwr.report.comparison import print_comparison
     from fedeas_flwr.report.for_machines import as_data
-    from fedeas_flwr.report.groups import group_runs, missing_notes, no_gain_notes, unfinished_notes
+    from fedeas_flwr.report.groups import group_runs
+    from fedeas_flwr.report.notes import notes_on
     from fedeas_flwr.report.writing import write_report
 
     unreadable: list[str] = []
@@ -44,9 +45,7 @@ def report(
         print(json.dumps({"groups": as_data(groups), "left_out": left_out}, indent=1, ensure_ascii=False))
         return
     print_comparison(groups, Console(markup=False))
-    for note in [*unfinished_notes(groups), *missing_notes(groups), *no_gain_notes(groups)]:
+    for note in [*notes_on(groups), *(f"Left out: {reason}" for reason in left_out)]:
         print(note)
-    for reason in left_out:
-        print(f"Left out: {reason}")
     for path in written:
         print(f"written: {path}")

@@ -11,7 +11,7 @@ import numpy.typing as npt
 from matplotlib.figure import Figure
 
 from fedeas_flwr.data import dataset_info
-from fedeas_flwr.local_data import planned_allocation, planned_counts
+from fedeas_flwr.local_data import different_images, planned_allocation, planned_counts
 from fedeas_flwr.report.groups import Group
 from fedeas_flwr.report.run_figures import draw_heat_map
 from fedeas_flwr.sizes import counted
@@ -56,6 +56,7 @@ def maps_of(groups: Sequence[Group]) -> tuple[list[HeatMaps], list[str]]:
             continue
         if _is_what_ran(group, generated):
             maps.generated.append((group.name, generated))
+            notes += _what_the_map_hides(group, counts, int(generated.sum()))
         else:
             images = counted(int(generated.sum()), "image")
             notes.append(
@@ -63,6 +64,20 @@ def maps_of(groups: Sequence[Group]) -> tuple[list[HeatMaps], list[str]]:
                 f"{group.images:,.0f}; where clients have data of their own, what they generate stays with them."
             )
     return list(found.values()), notes
+
+
+def _what_the_map_hides(group: Group, counts: Counts, planned: int) -> list[str]:
+    """Where fewer images were made than the map counts: of clients that never took part, or shared ones."""
+    notes = []
+    made = [member.summary["total_generated"] for member in group.members]
+    if set(made) != {planned}:
+        runs = f"the {'run has' if len(made) == 1 else 'runs have'} {', '.join(f'{images:,}' for images in made)}"
+        why = "since clients that never took part generate none"
+        notes.append(f"{group.name}: the map is the plan, {counted(planned, 'image')}; {runs}, {why}.")
+    if group.config.shared_images != "no":
+        different = different_images(group.config, counts)
+        notes.append(f"{group.name}: {different:,} of the plan's {counted(planned, 'image')} are different.")
+    return notes
 
 
 def _is_what_ran(group: Group, generated: Counts) -> bool:

@@ -10,8 +10,9 @@ from rich.console import Console
 from fedeas_flwr.data import dataset_info
 from fedeas_flwr.local_data import planned_allocation, planned_counts
 from fedeas_flwr.report.document import results
-from fedeas_flwr.report.groups import Group
+from fedeas_flwr.report.groups import Group, rounds_meant
 from fedeas_flwr.report.run_figures import draw_accuracy, draw_heat_map
+from fedeas_flwr.sizes import counted
 from fedeas_flwr.terminal import print_table, table_width
 
 _WIDE = 108
@@ -38,6 +39,6 @@ def comparison_figure(groups: Sequence[Group]) -> Figure:
     title = f"FedEAS generates ({generated.sum():,}, β = {planned.beta:g})"
     draw_heat_map(middle, generated, classes, title, "Reds")
     draw_accuracy(right, groups)
-    right.set_title("Accuracy: mean of the last 20 rounds", fontsize=10)
+    right.set_title(f"Accuracy: mean of the last {counted(rounds_meant(groups), 'round')}", fontsize=10)
     figure.legend(loc="outside lower right", ncols=len(groups), frameon=False)
     return figure

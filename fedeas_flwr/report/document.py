@@ -21,10 +21,9 @@ from fedeas_flwr.report.groups import (
     differences,
     gain_and_efficiency,
     identity,
-    missing_notes,
-    no_gain_notes,
-    unfinished_notes,
+    rounds_meant,
 )
+from fedeas_flwr.report.notes import notes_on
 from fedeas_flwr.report.page import Document, Picture, Section, Table
 from fedeas_flwr.report.run_figures import (
     GAMMA_HAT,
@@ -91,20 +90,28 @@ def results(groups: Sequence[Group]) -> Table:
     """The groups in a row each."""
     thresholds = {group.config.threshold for group in groups}
     reached = f"rounds to {100 * thresholds.pop():g} %" if len(thresholds) == 1 else "rounds to threshold"
-    head = ("", "seeds", "last-20 %", "peak %", "images", "gain", "η", reached, "Γ̂", "seconds")
+    head = ("", "seeds", f"last-{rounds_meant(groups)} %", "peak %", "images", "gain", "η", reached, "Γ̂", "seconds")
     return Table(head, [_result_row(group, groups) for group in groups], _looks(groups))
 
 
 def _results(groups: Sequence[Group]) -> Section:
     text = (
-        "Last-20 is the mean test accuracy of the last 20 rounds; ± is the standard deviation over seeds. Gain is in "
+        f"Last-{rounds_meant(groups)} is the mean test accuracy of {_last_rounds(groups)}; ± is the standard "
+        "deviation over seeds. Gain is in "
         "percentage points over the group that generates nothing and is otherwise the same; η is the gain for a "
         "thousand images. Γ̂ says how far the clients' updates point apart (median of the rounds; smaller is closer). "
         "Seconds are the server's, of all rounds. – is none, or never. Names say what tells groups apart; all keys in "
         "which they differ are under Configuration."
     )
-    notes = [f"{note}." for note in (*unfinished_notes(groups), *missing_notes(groups), *no_gain_notes(groups))]
+    notes = [f"{note}." for note in notes_on(groups)]
     return Section("Results", [text, *notes], [results(groups)])
+
+
+def _last_rounds(groups: Sequence[Group]) -> str:
+    number = rounds_meant(groups)
+    fewer = any(len(member.rounds) < number for group in groups for member in group.members)
+    words = f"the last {number} rounds" if number > 1 else "the one round"
+    return f"{words} (of all where a run has fewer)" if fewer else words
 
 
 def _result_row(group: Group, groups: Sequence[Group]) -> list[str]:
@@ -146,7 +153,7 @@ def _picture(
 def _accuracy(groups: Sequence[Group]) -> Section:
     caption = (
         "Test accuracy after every round: the mean over seeds, and ± one standard deviation where there are several. "
-        "Dashed at the right: the last-20 mean, with its own deviation over seeds."
+        f"Dashed: the mean of {_last_rounds(groups)}, with its own deviation over seeds."
     )
     return Section("Accuracy", pictures=_picture("accuracy", caption, lambda axes: draw_accuracy(axes, groups)))
 
@@ -175,7 +182,7 @@ def _classes(groups: Sequence[Group]) -> list[Section]:
 def _classes_of_one(title: str, picture: str, known: Sequence[Group]) -> Section:
     baseline = next((found for group in known if (found := baseline_of(group, known))), None)
     names = class_names(known[0])
-    caption = "Accuracy of each class, mean of the last 20 rounds and of the seeds."
+    caption = f"Accuracy of each class, mean of {_last_rounds(known)} and of the seeds."
     if baseline:
         caption += f" Before filling: {baseline.name}; the other marks are after filling."
     rows = []
@@ -213,7 +220,13 @@ def _worst_client(groups: Sequence[Group]) -> list[Section]:
         caption,
         lambda axes: draw_measure(axes, known, "worst_client_accuracy", "worst client's accuracy (%)", 100),
     )
-    return [Section("The worst client", tables=[Table(("", "last-20 %"), rows, _looks(known))], pictures=pictures)]
+    return [
+        Section(
+            "The worst client",
+            tables=[Table(("", f"last-{rounds_meant(known)} %"), rows, _looks(known))],
+            pictures=pictures,
+        )
+    ]
 
 
 def allocation_section(groups: Sequence[Group]) -> Section | None:

@@ -30,6 +30,7 @@ def as_data(groups: Sequence[Group]) -> list[dict[str, Any]]:
                 "images": group.images,
                 "gain_points": gain[0] if gain else None,
                 "eta": gain[1] if gain else None,
+                "never_took_part": [member.never_took_part for member in group.members],
                 "no_gain": why_no_gain(group, groups),
                 "gamma_hat": _plain(group.spread("gamma_hat")),
                 "threshold": group.config.threshold,

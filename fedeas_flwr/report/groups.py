@@ -61,6 +61,12 @@ class Member:
     """From the rounds there are: a run that has not finished has one too."""
 
     @property
+    def never_took_part(self) -> list[int]:
+        """The clients that trained in no round; none can be told where clients have numbers of their own."""
+        trained, known = {client for record in self.rounds for client in record["clients"]}, range(self.config.clients)
+        return sorted(set(known) - trained) if trained <= set(known) else []
+
+    @property
     def unfinished(self) -> str:
         """How far it came if that is not the end, else nothing."""
         done, wanted = len(self.rounds), self.config.rounds
@@ -99,6 +105,11 @@ class Group:
         """Of its look."""
         return self.look.colour
 
+    @property
+    def came_to(self) -> int:
+        """The last round of the run that came furthest."""
+        return max(len(member.rounds) for member in self.members)
+
     def spread(self, measure: str) -> Spread | None:
         """A figure of the summaries; ``None`` where a seed has none."""
         values = [member.summary.get(measure) for member in self.members]
@@ -106,8 +117,7 @@ class Group:
 
     def curve(self, measure: str) -> FloatArray:
         """A figure of the rounds, [seeds, rounds]; NaN where a round has none or a run is shorter."""
-        longest = max(len(member.rounds) for member in self.members)
-        found = np.full((len(self.members), longest), np.nan)
+        found = np.full((len(self.members), self.came_to), np.nan)
         for row, member in zip(found, self.members, strict=True):
             values = [record.get(measure) for record in member.rounds]
             row[: len(values)] = [np.nan if value is None else value for value in values]
@@ -190,24 +200,9 @@ def _make_group(name: str, runs: Sequence[Member], look: Look) -> Group:
     return Group(name, finished, look, tuple(member for member in runs if member.unfinished))
 
 
-def unfinished_notes(groups: Sequence[Group]) -> list[str]:
-    """What a reader of the figures has to know: runs that have not come to their end, and whether they count."""
-    included = [
-        f"Not finished: {member.unfinished}" for group in groups for member in group.members if member.unfinished
-    ]
-    aside = [f"Not finished, so not counted: {member.unfinished}" for group in groups for member in group.aside]
-    return [*included, *aside]
-
-
-def missing_notes(groups: Sequence[Group]) -> list[str]:
-    """A line for each run that went on without replies of some of its clients."""
-    return [
-        f"Replies missing: {member.run.path.name}, {member.summary['failures']:,} in {len(rounds)} of "
-        f"{counted(len(member.rounds), 'round')}"
-        for group in groups
-        for member in group.members
-        if (rounds := [record for record in member.rounds if record["failures"]])
-    ]
+def rounds_meant(groups: Sequence[Group]) -> int:
+    """Of how many rounds at most the last-20 mean of these groups is."""
+    return max(min(20, group.came_to) for group in groups)
 
 
 def identity(config: RunConfig, free: Sequence[str] = ()) -> dict[str, Any]:
@@ -270,8 +265,11 @@ def baseline_of(group: Group, groups: Sequence[Group]) -> Group | None:
 
 def why_no_gain(group: Group, groups: Sequence[Group]) -> str | None:
     """What keeps a group from being compared with one that generates nothing; ``None`` if it is, or is one itself."""
-    if group.config.policy == "none" or baseline_of(group, groups):
+    if group.config.policy == "none":
         return None
+    if baseline := baseline_of(group, groups):
+        came = f"it has come to round {group.came_to}, the group that generates nothing to round {baseline.came_to}"
+        return None if _as_far(group, baseline) else came
     others = _without_images(group, groups)
     if not others:
         return "there is no group that generates nothing (policy = none)"
@@ -281,13 +279,9 @@ def why_no_gain(group: Group, groups: Sequence[Group]) -> str | None:
     return f"the nearest group that generates nothing has {'; '.join(keys)}"
 
 
-def no_gain_notes(groups: Sequence[Group]) -> list[str]:
-    """A line for each reason why groups have no gain."""
-    reasons: dict[str, list[str]] = {}
-    for group in groups:
-        if reason := why_no_gain(group, groups):
-            reasons.setdefault(reason, []).append(group.name)
-    return [f"No gain of {', '.join(names)}: {reason}" for reason, names in reasons.items()]
+def _as_far(group: Group, other: Group) -> bool:
+    """Whether all runs of two groups came to the same round: early rounds are no match for late ones."""
+    return len({len(member.rounds) for member in (*group.members, *other.members)}) == 1
 
 
 def _without_images(group: Group, groups: Sequence[Group]) -> list[Group]:
@@ -301,10 +295,11 @@ def _in_the_way(group: Group, other: Group) -> list[str]:
 
 
 def gain_and_efficiency(group: Group, groups: Sequence[Group]) -> tuple[float, float | None] | None:
-    """Percentage points over the baseline, and η; ``None`` without a baseline."""
+    """Percentage points over the baseline, and η; ``None`` without a baseline that came as far."""
     baseline = baseline_of(group, groups)
-    mine, theirs = group.spread("last_20"), baseline.spread("last_20") if baseline else None
-    if mine is None or theirs is None:
+    if baseline is None or not _as_far(group, baseline):
         return None
+    mine, theirs = group.spread("last_20"), baseline.spread("last_20")
+    assert mine is not None and theirs is not None  # every round has an accuracy
     gain = 100 * (mine.mean - theirs.mean)
     return gain, efficiency(gain, group.images)

@@ -12,8 +12,9 @@ from matplotlib.axes import Axes
 from matplotlib.ticker import MaxNLocator, StrMethodFormatter
 
 from fedeas_flwr.metrics import WALL_CLOCK
-from fedeas_flwr.report.groups import CLIENT_WORK, FloatArray, Group
+from fedeas_flwr.report.groups import CLIENT_WORK, FloatArray, Group, rounds_meant
 from fedeas_flwr.report.style import INK, Look, tidy, within
+from fedeas_flwr.sizes import counted
 
 MOST_CLASSES_NAMED = 20
 MOST_CELLS_NUMBERED = 300
@@ -104,7 +105,10 @@ def draw_classes(axes: Axes, groups: Sequence[Group], classes: Sequence[str], ba
             )
         axes.set_xticks([])
     first = (baseline or known[0]).name
-    axes.set(xlabel=f"class, worst first under: {first}", ylabel="accuracy (%), last 20 rounds")
+    axes.set(
+        xlabel=f"class, worst first under: {first}",
+        ylabel=f"accuracy (%), last {counted(rounds_meant(known), 'round')}",
+    )
     tidy(axes)
     axes.grid(visible=False, axis="x")
     within(axes, 100)
@@ -137,7 +141,7 @@ def draw_cost(axes: Axes, groups: Sequence[Group]) -> None:
             images = [member.summary["total_generated"] for member in group.members]
             axes.plot(images, [100 * v for v in score.values], marker, ms=4, mfc="none", color=group.colour, alpha=0.7)
     axes.xaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
-    axes.set(xlabel="images generated in all", ylabel="last-20 accuracy (%)")
+    axes.set(xlabel="images generated in all", ylabel=f"last-{rounds_meant(groups)} accuracy (%)")
     axes.margins(0.08)
     tidy(axes)
     within(axes, 100)

@@ -47,6 +47,11 @@ class Setting:
         return self.config.beta
 
     @property
+    def score(self) -> str:
+        """What the last-20 accuracy is called here, where there may be fewer rounds."""
+        return f"last-{min(20, self.config.rounds)} accuracy (%)"
+
+    @property
     def generated(self) -> IntArray:
         """What FedEAS generates, [K, C]."""
         return fill_to(self.path.counts, self.path.levels(self.beta))
@@ -90,7 +95,7 @@ def draw_motivation(setting: Setting) -> Figure:
     values = [setting.last_20(method) for method in POLICIES]
     _draw_bars(right, values)
     total = int(setting.generated.sum())
-    right.set_ylabel("last-20 accuracy (%)")
+    right.set_ylabel(setting.score)
     names = [_label(method) for method in POLICIES]
     right.set_xticks(range(len(names)), [names[0], *(f"{name}\n{total:,} images" for name in names[1:])])
     return _level_titles(figure)
@@ -268,7 +273,7 @@ def draw_sensitivity(setting: Setting) -> Figure:
     for policy, marker in (("fedeas", "o"), ("uniform", "s")):
         values = [setting.last_20(method) for method in swept_methods(policy)]
         _draw_budgets(left, values, totals, LABELS[policy], COLOURS[policy], marker)
-    left.set(xlabel="images generated in all", ylabel="last-20 accuracy (%)")
+    left.set(xlabel="images generated in all", ylabel=setting.score)
     left.xaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
     left.set_xlim(left=0)
     tidy(left)

@@ -1,0 +1,76 @@
+"""What has to be known to read the figures of groups rightly: a line each, and none where there is nothing to say."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from fedeas_flwr.report.groups import Group, why_no_gain
+from fedeas_flwr.sizes import counted
+
+_MOST_NAMED = 6
+"""Clients; of more the number is given."""
+
+
+def notes_on(groups: Sequence[Group]) -> list[str]:
+    """All of them."""
+    kinds = (unfinished_notes, missing_notes, no_gain_notes, absence_notes, sharing_notes)
+    return [note for notes in kinds for note in notes(groups)]
+
+
+def unfinished_notes(groups: Sequence[Group]) -> list[str]:
+    """What a reader of the figures has to know: runs that have not come to their end, and whether they count."""
+    included = [
+        f"Not finished: {member.unfinished}" for group in groups for member in group.members if member.unfinished
+    ]
+    aside = [f"Not finished, so not counted: {member.unfinished}" for group in groups for member in group.aside]
+    return [*included, *aside]
+
+
+def missing_notes(groups: Sequence[Group]) -> list[str]:
+    """A line for each run that went on without replies of some of its clients."""
+    return [
+        f"Replies missing: {member.run.path.name}, {member.summary['failures']:,} in {len(rounds)} of "
+        f"{counted(len(member.rounds), 'round')}"
+        for group in groups
+        for member in group.members
+        if (rounds := [record for record in member.rounds if record["failures"]])
+    ]
+
+
+def no_gain_notes(groups: Sequence[Group]) -> list[str]:
+    """A line for each reason why groups have no gain."""
+    reasons: dict[str, list[str]] = {}
+    for group in groups:
+        if reason := why_no_gain(group, groups):
+            reasons.setdefault(reason, []).append(group.name)
+    return [f"No gain of {', '.join(names)}: {reason}" for reason, names in reasons.items()]
+
+
+def absence_notes(groups: Sequence[Group]) -> list[str]:
+    """Name the clients that a run never drew: what its plan has for them was not generated."""
+    return [
+        f"Images of {group.name}, seed {member.config.seed}: {_told(member.never_took_part, member.config.clients)}"
+        for group in groups
+        if group.config.generates
+        for member in group.members
+        if member.never_took_part
+    ]
+
+
+def _told(absent: Sequence[int], clients: int) -> str:
+    if len(absent) == 1:
+        return f"client {absent[0]} never took part, so it has generated none"
+    who = f"{len(absent):,} of {counted(clients, 'client')}"
+    if len(absent) <= _MOST_NAMED:
+        who = f"clients {', '.join(map(str, absent))}"
+    return f"{who} never took part, so they have generated none"
+
+
+# Sec. 4.3 and Supp. F of the paper: η is by the total of what clients hold.
+def sharing_notes(groups: Sequence[Group]) -> list[str]:
+    """Say of shared images that they count for every client that holds them."""
+    return [
+        f"Images of {group.name}: one that several clients hold counts, in η too, for each of them"
+        for group in groups
+        if group.config.generates and group.config.shared_images != "no"
+    ]
