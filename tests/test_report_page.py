@@ -77,6 +77,41 @@ def test_the_page_needs_nothing_else(quickstart_page: Path) -> None:
         assert f"<td>{cell}</td>" in page
 
 
+class Nesting(HTMLParser):
+    """Whether what is opened is closed in turn, the ids, and what is said of pictures and of what scrolls."""
+
+    EMPTY = frozenset({"meta", "link", "img", "br", "path"})
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.wrong: list[str] = []
+        self.attributes: list[tuple[str, dict[str, str | None]]] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.attributes.append((tag, dict(attrs)))
+        self.open += [] if tag in self.EMPTY else [tag]
+
+    def handle_endtag(self, tag: str) -> None:
+        if tag not in self.EMPTY and (not self.open or self.open.pop() != tag):
+            self.wrong.append(f"</{tag}> at {self.getpos()}")
+
+
+def test_the_page_is_well_formed_and_can_be_used_without_seeing_or_a_mouse(quickstart_page: Path) -> None:
+    page = Nesting()
+    page.feed(quickstart_page.read_text())
+    assert page.wrong == [] and page.open == []
+    ids = [found["id"] for _, found in page.attributes if "id" in found]
+    assert len(ids) == len(set(ids)) > 10
+    targets = [str(found["href"])[1:] for tag, found in page.attributes if tag == "a"]
+    assert len(targets) >= 9 and set(targets) <= set(ids)
+    spoken = [str(found["alt"]) for tag, found in page.attributes if tag == "img"]
+    assert any("FedEAS: 92.7 % (893 images)" in words for words in spoken), "what the legend says"
+    assert all(len(words) > 20 and "$" not in words for words in spoken) and len(set(spoken)) == len(spoken)
+    scrolling = [found for _, found in page.attributes if found.get("class") == "wide"]
+    assert len(scrolling) >= 12 and all(found["tabindex"] == "0" and found["aria-label"] for found in scrolling)
+
+
 def test_a_head_is_not_broken_inside_a_name_and_little_markup_is_markup() -> None:
     table = Table(("for CIFAR-10, K = 20", "a|b"), [("**82.4**<br>paper 71.7", "`x` <i> **")])
     document = Document("a", ["one ` backtick"], [Section("s", tables=[table])])

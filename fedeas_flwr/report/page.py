@@ -20,16 +20,19 @@ if TYPE_CHECKING:
     from fedeas_flwr.report.style import Look
 
 _STYLE = """
-:root { color-scheme: light; --ink: #22303c; --line: #dfe4e9; --soft: #f5f7f9; --accent: #d1495b; }
+:root { color-scheme: light dark; --ink: #22303c; --paper: white; --faint: #5a6773; --line: #dfe4e9; --soft: #f5f7f9;
+  --accent: #d1495b; --link: #2f5d9b; }
+@media screen and (prefers-color-scheme: dark) { :root { --ink: #dde3e9; --paper: #171d23; --faint: #a3afba;
+  --line: #36424d; --soft: #222b33; --link: #8fb8ee; } }
 * { box-sizing: border-box; }
-body { margin: 0; color: var(--ink); background: white; font: 16px/1.55 system-ui, "Segoe UI", sans-serif; }
+body { margin: 0; color: var(--ink); background: var(--paper); font: 16px/1.55 system-ui, "Segoe UI", sans-serif; }
 main { max-width: 1080px; margin: 0 auto; padding: 0 24px 64px; }
 header { border-top: 6px solid var(--accent); padding: 28px 0 4px; }
 h1 { font-size: 30px; line-height: 1.2; margin: 0 0 12px; }
 h2 { font-size: 21px; margin: 44px 0 10px; padding-top: 16px; border-top: 1px solid var(--line); }
 p { max-width: 76ch; margin: 8px 0; }
 nav { font-size: 14px; margin: 14px 0 0; display: flex; flex-wrap: wrap; gap: 4px 16px; }
-a { color: #2f5d9b; text-decoration: none; }
+a { color: var(--link); text-decoration: none; }
 a:hover { text-decoration: underline; }
 .wide { overflow-x: auto; margin: 14px 0; }
 table { border-collapse: collapse; font-size: 14px; font-variant-numeric: tabular-nums; }
@@ -38,15 +41,18 @@ th { font-weight: 600; background: var(--soft); vertical-align: bottom; }
 th:first-child, td:first-child { text-align: left; }
 td:first-child { font-weight: 600; min-width: 11em; }
 td:not(:first-child) { white-space: nowrap; }
-.below { color: #5a6773; font-size: 12px; white-space: normal; }
+.below { color: var(--faint); font-size: 12px; white-space: normal; }
 th span { white-space: nowrap; }
-.swatch { margin-right: 8px; }
+.swatch { margin-right: 8px; padding: 1px 2px; background: white; border-radius: 2px; }
 figure { margin: 16px 0 28px; }
-figure img { display: block; width: 100%; max-width: 980px; height: auto; }
-figcaption { font-size: 14px; color: #5a6773; max-width: 76ch; margin-top: 6px; }
+figure img { display: block; width: 100%; min-width: 600px; max-width: 980px; height: auto; background: white; }
+figcaption { font-size: 14px; color: var(--faint); max-width: 76ch; margin-top: 6px; }
 code { font-size: 0.92em; background: var(--soft); padding: 1px 4px; border-radius: 3px; }
 summary { cursor: pointer; font-size: 15px; margin: 10px 0; }
-@media print { h2 { break-after: avoid; } figure { break-inside: avoid; } nav { display: none; } }
+@media print { h2 { break-after: avoid; } figure, tr { break-inside: avoid; } nav, summary { display: none; }
+  .wide { overflow: visible; } table { font-size: 10px; } th, td { padding: 4px 6px; } figure img { min-width: 0; }
+  td:not(:first-child), th span { white-space: normal; } }
+@media print { details::details-content { content-visibility: visible; } }
 """
 
 
@@ -67,6 +73,16 @@ class Picture:
     name: str
     figure: Figure
     caption: str
+
+    @property
+    def spoken(self) -> str:
+        """For those who do not see it: what its axes are, and its names with what they say of values."""
+        axes = self.figure.axes
+        shown = [(place.get_ylabel(), place.get_xlabel()) for place in axes if place.get_legend()]
+        titles = [" by ".join(filter(None, words)) for words in shown]
+        names = [text.get_text() for place in axes if (legend := place.get_legend()) for text in legend.get_texts()]
+        said = f"Picture of {'; '.join(titles)}. {'; '.join(names)}." if names else f"Picture. {self.caption}"
+        return said.replace("\n", " ").replace(r"$\hat{\Gamma}$", "Γ̂")
 
 
 @dataclass(frozen=True)
@@ -120,14 +136,17 @@ def as_html(document: Document) -> str:
 
 def _html_section(section: Section) -> str:
     parts = [f"<p>{_text(line)}</p>" for line in section.text]
-    parts += [_html_table(table) for table in section.tables]
+    parts += [_scrolling(_html_table(table), f"{section.title}: table") for table in section.tables]
     for picture in section.pictures:
         code = base64.b64encode(as_svg(picture.figure)).decode()
-        image = f'<img alt="{html.escape(picture.caption)}" src="data:image/svg+xml;base64,{code}">'
-        parts.append(f'<figure id="{picture.name}">{image}<figcaption>{_text(picture.caption)}</figcaption></figure>')
+        image = f'<img alt="{html.escape(picture.spoken)}" src="data:image/svg+xml;base64,{code}">'
+        shown = _scrolling(image, f"{section.title}: picture")
+        parts.append(
+            f'<figure id="figure-{picture.name}">{shown}<figcaption>{_text(picture.caption)}</figcaption></figure>'
+        )
     inside = "\n".join(parts)
     if section.folded:
-        inside = f"<details><summary>Show</summary>{inside}</details>"
+        inside = f"<details><summary>Show {_text(section.title.lower())}</summary>{inside}</details>"
     return f'<section><h2 id="{_anchor(section.title)}">{_text(section.title)}</h2>\n{inside}</section>'
 
 
@@ -139,7 +158,12 @@ def _html_table(table: Table) -> str:
         cells = "".join(f"<td>{'' if i else dot}{_text(cell)}</td>" for i, cell in enumerate(row))
         rows.append(f"<tr>{cells}</tr>")
     body = "".join(rows)
-    return f'<div class="wide"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
+    return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+
+
+def _scrolling(inside: str, name: str) -> str:
+    """What may be wider than a screen: it scrolls by itself, also by the keyboard."""
+    return f'<div class="wide" role="region" aria-label="{html.escape(name)}" tabindex="0">{inside}</div>'
 
 
 def _swatch(look: Look) -> str:
@@ -151,8 +175,8 @@ def _swatch(look: Look) -> str:
 
 
 def _html_head(cell: str) -> str:
-    """A head may take several lines, but is not broken inside "CIFAR-10" or "K = 20"."""
-    return re.sub(r"\S+(?: = \S+)?", lambda found: f"<span>{_text(found[0])}</span>", cell)
+    """A head may take several lines, but is not broken inside "CIFAR-10", "K = 20" or "90 %"."""
+    return re.sub(r"\S+(?: = \S+)?(?: %)?", lambda found: f"<span>{_text(found[0])}</span>", cell)
 
 
 def _anchor(title: str) -> str:
