@@ -51,6 +51,11 @@ LEAKAGE = (
     "paper's, not with test accuracies elsewhere."
 )
 """What every page of figures under protocol ``paper`` says of them."""
+LEAKAGE_ELSEWHERE = (
+    "Protocol `paper` splits a dataset's train and test images together: a generator trained on its training images "
+    "has seen most of these test images. Compare these figures with each other, not with test accuracies elsewhere."
+)
+"""The same of datasets that are not the paper's."""
 
 
 @dataclass(frozen=True)

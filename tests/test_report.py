@@ -24,8 +24,9 @@ from fedeas_flwr.cli import app
 from fedeas_flwr.exporting import export
 from fedeas_flwr.generators import SampleId, describe_generator
 from fedeas_flwr.metrics import efficiency
+from fedeas_flwr.partition import LEAKAGE_ELSEWHERE
 from fedeas_flwr.report import samples
-from fedeas_flwr.report.allocations import maps_of
+from fedeas_flwr.report.allocations import draw, maps_of
 from fedeas_flwr.report.comparison import print_comparison
 from fedeas_flwr.report.document import make_document
 from fedeas_flwr.report.for_machines import as_data
@@ -434,6 +435,21 @@ def test_runs_that_came_to_different_rounds_have_no_gain(tmp_path: Path) -> None
     assert gain_and_efficiency(groups[1], groups) is None
     reason = "it has come to round 1, the group that generates nothing to round 3"
     assert no_gain_notes(groups) == [f"No gain of FedEAS: {reason}"]
+
+
+def test_one_plan_has_one_map_and_one_line_of_notes(tmp_path: Path) -> None:
+    keys: dict[str, Any] = {"policy": "fedeas", "beta": 4.0, "images": FEDEAS_OF_FOUR, "protocol": "clean"}
+    runs = [write_run(tmp_path / way, [0.7], shared_images=way, **keys) for way in ("no", "by-class", "one-seed")]
+    (maps,), _ = maps_of(groups := grouped(*runs))
+    titles = [axes.get_title().replace("\n", " ") for axes in draw(maps).axes if axes.get_visible()]
+    names = [f"shared-images = {way}" for way in ("no", "by-class", "one-seed")]
+    assert titles[1:] == [f"{'; '.join(names)} ({FEDEAS_OF_FOUR})"]
+    assert [note.partition(":")[0] for note in notes_on(groups)][1:] == [f"Images of {names[1]}, {names[2]}"]
+
+
+def test_what_is_said_of_protocol_paper_on_digits_is_not_of_cifar(tmp_path: Path) -> None:
+    opening = make_document(grouped(write_run(tmp_path / "digits", [0.5], protocol="paper"))).text
+    assert LEAKAGE_ELSEWHERE in opening and "CIFAR" not in " ".join(opening)
 
 
 class Flat:

@@ -93,8 +93,11 @@ def _is_what_ran(group: Group, generated: Counts) -> bool:
 
 
 def draw(maps: HeatMaps) -> Figure:
-    """The real samples first, then every group's images."""
-    panels = 1 + len(maps.generated)
+    """The real samples first, then the groups' images, those of one plan once."""
+    plans: dict[bytes, tuple[list[str], Counts]] = {}
+    for name, values in maps.generated:
+        plans.setdefault(values.tobytes(), ([], values))[0].append(name)
+    panels = 1 + len(plans)
     columns = 1 if panels == 1 else _COLUMNS
     rows = math.ceil(panels / columns)
     height = min(6.0, max(2.8, 0.32 * len(maps.counts)))
@@ -102,8 +105,8 @@ def draw(maps: HeatMaps) -> Figure:
     axes = np.atleast_1d(figure.subplots(rows, columns)).ravel()
     draw_heat_map(axes[0], maps.counts, maps.classes, f"real samples ({maps.counts.sum():,})", "Greys")
     top = max((int(values.max()) for _, values in maps.generated), default=1)
-    for place, (name, values) in zip(axes[1:], maps.generated, strict=False):
-        draw_heat_map(place, values, maps.classes, f"{name} ({values.sum():,})", "Reds", top)
+    for place, (names, values) in zip(axes[1:], plans.values(), strict=False):
+        draw_heat_map(place, values, maps.classes, f"{'; '.join(names)} ({values.sum():,})", "Reds", top)
     for place in axes[panels:]:
         place.set_visible(False)
     return figure

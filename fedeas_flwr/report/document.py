@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 
 from fedeas_flwr.data import dataset_info, short_name
 from fedeas_flwr.metrics import BESIDE, WALL_CLOCK
-from fedeas_flwr.partition import LEAKAGE
+from fedeas_flwr.partition import LEAKAGE, LEAKAGE_ELSEWHERE
 from fedeas_flwr.report import allocations, samples
 from fedeas_flwr.report.groups import (
     CLIENT_WORK,
@@ -81,8 +81,9 @@ def _opening(groups: Sequence[Group]) -> list[str]:
     runs = sum(len(group.all_members) for group in groups)
     found = f"{counted(runs, 'run')} in {counted(len(groups), 'group')}"
     text = [f"{found} (a group's runs differ in their seed alone). {', '.join(words)}."]
-    if any(group.config.protocol == "paper" for group in groups):
-        text.append(LEAKAGE)
+    mixed = [group.config.dataset.startswith("cifar") for group in groups if group.config.protocol == "paper"]
+    if mixed:
+        text.append(LEAKAGE if any(mixed) else LEAKAGE_ELSEWHERE)
     return text
 
 

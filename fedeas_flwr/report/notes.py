@@ -39,22 +39,17 @@ def missing_notes(groups: Sequence[Group]) -> list[str]:
 
 def no_gain_notes(groups: Sequence[Group]) -> list[str]:
     """A line for each reason why groups have no gain."""
-    reasons: dict[str, list[str]] = {}
-    for group in groups:
-        if reason := why_no_gain(group, groups):
-            reasons.setdefault(reason, []).append(group.name)
-    return [f"No gain of {', '.join(names)}: {reason}" for reason, names in reasons.items()]
+    return _together("No gain", [(reason, group.name) for group in groups if (reason := why_no_gain(group, groups))])
 
 
 def absence_notes(groups: Sequence[Group]) -> list[str]:
     """Name the clients that a run never drew: what its plan has for them was not generated."""
-    return [
-        f"Images of {group.name}, seed {member.config.seed}: {_told(member.never_took_part, member.config.clients)}"
-        for group in groups
-        if group.config.generates
-        for member in group.members
-        if member.never_took_part
-    ]
+    generating = [group for group in groups if group.config.generates]
+    found = [(group, member) for group in generating for member in group.members if member.never_took_part]
+    return _together(
+        "Images",
+        [(_told(one.never_took_part, one.config.clients), f"{g.name}, seed {one.config.seed}") for g, one in found],
+    )
 
 
 def _told(absent: Sequence[int], clients: int) -> str:
@@ -69,8 +64,18 @@ def _told(absent: Sequence[int], clients: int) -> str:
 # Sec. 4.3 and Supp. F of the paper: η is by the total of what clients hold.
 def sharing_notes(groups: Sequence[Group]) -> list[str]:
     """Say of shared images that they count for every client that holds them."""
-    return [
-        f"Images of {group.name}: one that several clients hold counts, in η too, for each of them"
-        for group in groups
-        if group.config.generates and group.config.shared_images != "no"
-    ]
+    reason = "one that several clients hold counts, in η too, for each of them"
+    sharing = [group for group in groups if group.config.generates and group.config.shared_images != "no"]
+    return _together("Images", [(reason, group.name) for group in sharing])
+
+
+def _together(what: str, told: Sequence[tuple[str, str]]) -> list[str]:
+    """A line for each thing told, with all names that it is told of."""
+    names: dict[str, list[str]] = {}
+    for reason, name in told:
+        names.setdefault(reason, []).append(name)
+    return [f"{what} of {_listed(found)}: {reason}" for reason, found in names.items()]
+
+
+def _listed(names: Sequence[str]) -> str:
+    return ("; " if any("," in name for name in names) else ", ").join(names)

@@ -157,7 +157,7 @@ def draw_seconds(axes: Axes, groups: Sequence[Group]) -> None:
             name, colour = _PHASES[phase]
             axes.barh(places + shift, seconds, 0.36, left=left, color=colour, label=name)
             left += seconds
-    axes.set_yticks(places, [textwrap.fill(group.name, 30) for group in groups])
+    axes.set_yticks(places, [textwrap.fill(group.name, 30, break_on_hyphens=False) for group in groups])
     axes.invert_yaxis()
     axes.xaxis.set_major_formatter(StrMethodFormatter("{x:,g}"))
     axes.set(xlabel="seconds; upper bar: wall-clock, lower bar: clients' work added up")
@@ -173,7 +173,7 @@ def draw_heat_map(
     shown = np.ma.masked_equal(values, 0)  # nothing is white, not the palest shade of something
     axes.imshow(shown, cmap=tint, aspect="auto", vmin=0, vmax=top, interpolation="nearest")
     axes.set(xlabel="class", ylabel="client")
-    axes.set_title(textwrap.fill(title, 48), fontsize=10)
+    axes.set_title(textwrap.fill(title, 48, break_on_hyphens=False), fontsize=10)
     if len(classes) <= MOST_CLASSES_NAMED:
         _name_classes(axes, classes)
     if values.shape[0] <= MOST_CLASSES_NAMED:
