@@ -19,7 +19,6 @@ from fedeas_flwr.listing import summarise_so_far
 from fedeas_flwr.metrics import WALL_CLOCK, efficiency, last_20, seconds_of
 from fedeas_flwr.report.style import LABELS, Look, looks_of
 from fedeas_flwr.runs import NOT_THE_RUN, RunDirectory, RunError
-from fedeas_flwr.sizes import counted
 
 FloatArray = npt.NDArray[np.float64]
 
