@@ -76,8 +76,9 @@ console = Console(markup=False)
 
 def main() -> None:
     """Run the command line; every foreseeable failure is one line."""
-    signal.signal(signal.SIGTERM, _terminated)
-    signal.signal(signal.SIGHUP, _terminated)
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) is not signal.SIG_IGN:  # as `nohup` has it
+            signal.signal(number, _terminated)
     # On its way out the interpreter would look through all that torch and diffusers have made, several times.
     atexit.register(gc.freeze)
     sys.path.insert(0, os.getcwd())  # where models of the user's own are looked for
@@ -154,12 +155,21 @@ def resume(
     folder: Annotated[Path, typer.Argument(help="the run directory of an interrupted run")],
     overrides: Annotated[list[str] | None, typer.Argument(help="key=value …, such as rounds=40")] = None,
 ) -> None:
-    """Go on with an interrupted run from its last checkpoint; the result is as if it had not been."""
+    """Go on with an interrupted run from its last checkpoint; the result is as if it had not been.
+
+    A finished one goes on if it is given more rounds, and else tells its result again.
+    """
     changes, own = parse_overrides(overrides or []), {"run-dir": str(folder.absolute()), "resume": True}
     for key in own.keys() & changes.keys():
         raise ConfigError(f"{key} = {changes[key]!r}: leave it out, `fedeas resume` goes on in {folder}")
-    before = RunDirectory(folder.absolute()).config()
-    start(parse_config({**before.outside(), **changes, **own}))
+    run = RunDirectory(folder.absolute())
+    config = parse_config({**run.config().outside(), **changes, **own})
+    if not changes and run.state() == "finished" and (run.path / "model.safetensors").exists():
+        run.checked_rounds()
+        console.print(f"finished already: {run.path}", highlight=False, soft_wrap=True)
+        tell(run)
+    else:
+        start(config)
 
 
 def start(config: RunConfig) -> RunDirectory:
@@ -182,15 +192,19 @@ def start(config: RunConfig) -> RunDirectory:
     except KeyboardInterrupt:
         again = shlex.join(["fedeas", "resume", config.run_dir])
         raise KeyboardInterrupt(f"stopped; go on with: {again}") from None
-    summary = finished.summary()
-    console.print(
-        f"last-20 accuracy {100 * summary['last_20']:.1f} % · peak {100 * summary['peak']:.1f} % · "
-        f"{counted(summary['total_generated'], 'image')} generated",
-        highlight=False,
-    )
+    tell(finished)
+    return finished
+
+
+def tell(run: RunDirectory) -> None:
+    """Print what a finished run came to."""
+    summary = run.summary()
+    last, peak = (f"{100 * summary[key]:.1f} %" for key in ("last_20", "peak"))
+    images = counted(summary["total_generated"], "image")
+    told = f"last-{min(20, summary['rounds'])} accuracy {last} · peak {peak} · {images} generated"
+    console.print(told, highlight=False)
     if "privacy" in summary:
         console.print(show_privacy(summary["privacy"]), highlight=False, soft_wrap=True)
-    return finished
 
 
 def show_privacy(spent: dict[str, Any]) -> str:

@@ -99,6 +99,8 @@ def read_node(node_config: Mapping[str, Any]) -> Node:
         raise ConfigError("node-config: data-path and partition-id exclude each other: own data, or part of a dataset")
     if data_path:
         client, partitions = _whole(node_config, "client-id"), 0
+    elif "num-partitions" not in node_config and "partition-id" not in node_config:
+        raise ConfigError("node-config: data-path is missing, or for a trial partition-id and num-partitions")
     else:
         partitions = _whole(node_config, "num-partitions", least=1)
         client = _whole(node_config, "partition-id", below=partitions)

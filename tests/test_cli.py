@@ -19,8 +19,8 @@ from runners import command, fedeas, finish, quick, small, start_interruptible, 
 
 from fedeas_flwr import prepare
 from fedeas_flwr.checkpoints import read_arrays, write_arrays
-from fedeas_flwr.cli import exit_code, reserved_folder, run_name
-from fedeas_flwr.config import parse_config
+from fedeas_flwr.cli import _terminated, exit_code, reserved_folder, run_name
+from fedeas_flwr.config import RunConfig, parse_config
 from fedeas_flwr.project import read_project
 from fedeas_flwr.runs import ProcessesDiedError, RunDirectory
 from fedeas_flwr.sizes import counted
@@ -329,6 +329,42 @@ def test_resume_of_another_config_is_refused(tmp_path: Path) -> None:
     done = typed("resume", str(tmp_path / "r"), "alpha=0.5")
     assert (done.returncode, done.stdout) == (2, ""), "it is refused before its headline"
     assert "alpha = 0.5, but the run to resume has alpha = 0.1" in done.stderr
+
+
+def test_a_finished_run_tells_its_result_again_and_nothing_is_started(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = finish(quick(tmp_path / "r", policy="none", rounds=2))
+    before = {path.name: path.read_bytes() for path in run.path.iterdir() if path.is_file()}
+    begun: list[RunConfig] = []
+    monkeypatch.setattr("fedeas_flwr.cli.start", begun.append)
+    again = typed("resume", str(run.path))
+    accuracy = 100 * run.summary()["last_20"]
+    assert again.stdout.startswith(f"finished already: {run.path}\nlast-2 accuracy {accuracy:.1f} % · peak ")
+    assert (again.returncode, begun) == (0, [])
+    assert before == {path.name: path.read_bytes() for path in run.path.iterdir() if path.is_file()}
+    typed("resume", str(run.path), "rounds=3")
+    (run.path / "model.safetensors").unlink()
+    typed("resume", str(run.path))
+    assert [config.rounds for config in begun] == [3, 2], "more rounds are done, and a lost model is written again"
+    (run.path / "rounds.jsonl").write_text("")
+    (run.path / "model.safetensors").touch()
+    assert "holds 0 whole records" in typed("resume", str(run.path)).stderr, "a damaged record is no result"
+
+
+def test_what_nohup_started_outlives_its_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = []
+
+    def note() -> list[Any]:
+        found.append([signal.getsignal(number) for number in (signal.SIGHUP, signal.SIGTERM)])
+        return []
+
+    monkeypatch.setattr("fedeas_flwr.cli.run_keys", note)
+    for before in (signal.SIG_DFL, signal.SIG_IGN):
+        usual = signal.signal(signal.SIGHUP, before)
+        typed("keys")
+        signal.signal(signal.SIGHUP, usual)
+    assert [found[0], found[-1]] == [[_terminated, _terminated], [signal.SIG_IGN, _terminated]]
 
 
 def test_a_checkpoint_that_cannot_be_read_is_refused_before_the_headline(tmp_path: Path) -> None:

@@ -26,7 +26,9 @@ RUN = "ab" * 16
 @pytest.mark.parametrize(
     ("node_config", "reason"),
     [
-        ({}, "num-partitions is missing: must be a whole number from 1"),
+        ({}, "data-path is missing, or for a trial partition-id and num-partitions"),
+        ({"client-id": 3}, "data-path is missing, or for a trial"),
+        ({"partition-id": 0}, "num-partitions is missing: must be a whole number from 1"),
         ({"partition-id": 2, "num-partitions": 2}, "partition-id = 2: must be a whole number from 0 to 1"),
         ({"partition-id": "0", "num-partitions": 2}, "partition-id = '0': must be a whole number"),
         ({"partition-id": True, "num-partitions": 2}, "partition-id = True: must be a whole number"),
