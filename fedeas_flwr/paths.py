@@ -35,7 +35,7 @@ def cache_hint(error: BaseException) -> str:
     if not isinstance(error, OSError) or not isinstance(named, str):
         return ""
     path, root = Path(named).absolute(), cache_root()
-    if not path.is_relative_to(root) and (path.is_dir() or not root.is_relative_to(path)):
+    if not path.is_relative_to(root) and (os.path.isdir(path) or not root.is_relative_to(path)):
         return ""
     given = os.environ.get("FEDEAS_CACHE")
     return f" (FEDEAS_CACHE = {given!r})" if given else " (the user's cache; FEDEAS_CACHE names another folder)"

@@ -135,7 +135,7 @@ def test_gamma_misses_a_run_of_another_form_and_finds_it_beside_the_older(tmp_pa
         record(place / f"{method}-s1", f"{PAPERS}/{method}", 1, gamma_hat=2e-4)
     both = choose(["ablation", "beta", "gamma"], [], "full")
     before = found_in(records)
-    beta, gamma = make_sections(both, before, tmp_path, lambda words, cells: " ".join(words))[1:]
+    beta, gamma = make_sections(both, before, tmp_path, lambda words, cells: (" ".join(words), ""))[1:]
     assert gamma.missing == (f"{PAPERS}/fedeas seed 1",) and gamma.command == "gamma"
     assert f"{PAPERS}/fedeas seed 1" not in beta.missing, "any form will do there"
     assert both.missing(before)[f"{PAPERS}/fedeas"] == [1]

@@ -185,7 +185,11 @@ def _model(config: RunConfig) -> Finding:
     from fedeas_flwr.generators import check_for_run
     from fedeas_flwr.training import pick_device
 
-    check_for_run(config, pick_device(config.device))
+    try:
+        device = pick_device(config.device)
+    except ValueError:  # told by the check of the GPU
+        device = "cpu"
+    check_for_run(config, device)
     if config.generator == "builtin":
         return _builtin()
     folder, info = expanded(config.generator, "generator"), dataset_info(config.dataset)

@@ -184,7 +184,7 @@ def failing(rounds: set[int]):
 def test_everybody_failing_k_rounds_in_a_row_stops_the_run(tmp_path: Path) -> None:
     made = federation(tmp_path, toy_app(failing({2, 3, 5, 6, 7})), **{"failed-rounds": 3, "rounds": 9})
     with pytest.raises(RunError, match=r"round 7: 3 of 3 clients failed .* ConnectionError: cut off"):
-        made.fit(START, lambda trainable, buffers: {"accuracy": float(trainable["w"][0])})
+        made.fit(START, lambda trainable, buffers: {"accuracy": float(trainable["w"][0]) / 1024})
     rounds = made.run.rounds()
     assert [len(record["failures"]) for record in rounds] == [0, 3, 3, 0, 3, 3]
     assert [record["clients"] for record in rounds][:3] == [[0, 1, 2], [], []]
@@ -193,7 +193,7 @@ def test_everybody_failing_k_rounds_in_a_row_stops_the_run(tmp_path: Path) -> No
     assert rounds[1]["train_loss"] is None
     checkpoint = made.run.load_checkpoint()
     assert isinstance(checkpoint, Checkpoint) and checkpoint.round == 6
-    assert np.array_equal(checkpoint.trainable["w"], np.float32([rounds[0]["accuracy"]] * 2))
+    assert np.array_equal(checkpoint.trainable["w"], np.float32([1024 * rounds[0]["accuracy"]] * 2))
 
 
 def test_by_default_the_first_such_round_stops_it(tmp_path: Path) -> None:
