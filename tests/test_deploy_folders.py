@@ -174,7 +174,7 @@ def test_each_fault_of_a_node_is_found(lab: Path, tmp_path: Path) -> None:
         ('client-id=0, data-path="/data"', "node-config: client-id=0, cannot be read"),
         ("partition-id=0 partition-id=1 num-partitions=2", "node-config: a key stands there twice"),
         ("client-id=0 data-path = '/x'", "node-config: \"data-path = '/x'\" is not key=value; Flower would ignore it"),
-        ('client-id=0 data-path=""', "node-config: num-partitions is missing"),
+        ('client-id=0 data-path=""', "node-config: data-path is missing, or for a trial"),
         ('partition-id=0 num-partitions=2 device="gpu"', "device = 'gpu': must be 'auto', 'cpu' or 'cuda'"),
     ],
 )
