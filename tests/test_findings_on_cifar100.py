@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import numpy as np
-from cifar_runs import PAGE, README, accuracies, last_batches, record
+from cifar_runs import PAGE, POLICIES, README, accuracies, last_batches, record
 
+from fedeas_flwr import allocate
 from fedeas_flwr.local_data import planned_counts
 from fedeas_flwr.metrics import falls
 from fedeas_flwr.reproduce.paper import LAST_20, PEAK, at
@@ -64,11 +65,38 @@ def test_when_scaffold_and_moon_are_ahead_of_fedavg_is_what_the_page_says() -> N
     assert all((of_seeds.argmax(axis=1) == 9).all() for of_seeds in blocks.values())
 
 
-def test_no_round_falls_and_nobody_is_left_with_two() -> None:
+def test_no_round_falls_and_nobody_is_left_with_two_where_nothing_is_generated() -> None:
     assert not any(falls(list(curve / 100)) for method in RUNS for curve in curves(method))
-    assert 2 not in last_batches(record("cifar100-k100-a0.1/fedavg-s1"))[1]
+    depths = [
+        np.median(curve[max(0, i - 6) : i + 7]) - curve[i]
+        for method in RUNS
+        for curve in curves(method)
+        for i in range(10, 200)
+    ]
+    assert f"none is more than {max(depths):.1f} points below the median of the 13 around it" in PAGE
+    others = [record(f"cifar10-k100-a0.1/{name}-s1") for name in ("none", "fedprox", "scaffold", "moon")]
+    others += [record(f"cifar10-k100-a0.1/{name}-s{seed}") for name in ("none", "moon") for seed in (2, 3)]
+    fallen = [len(falls(accuracies(run))) for run in others]
+    assert f"the same methods fall in {min(fallen)} to {max(fallen)} rounds" in PAGE
+    assert all(2 not in last_batches(run)[1] for run in (*others, record(f"{PLACE}/fedavg-s1")))
+    gamma = [record(name).summary()["gamma_hat"] for name in (f"{PLACE}/fedavg-s1", "cifar10-k100-a0.1/none-s3")]
+    assert "Γ̂ of FedAvg is {:.2f}, for {:.2f}".format(*gamma) in PAGE
+
+
+def test_whom_the_policies_will_leave_with_two_is_what_the_page_says() -> None:
+    config = record(f"{PLACE}/fedavg-s1").config()
+    counts = planned_counts(config, config.clients)
+    left = {
+        policy: int(((counts + allocate(counts, policy, beta=config.beta)).sum(axis=1) % config.batch_size == 2).sum())
+        for policy in POLICIES
+    }
+    assert left == {"fedeas": 3, "uniform": 3, "missing-only": 1}
+    assert "FedEAS and Uniform leave three clients each with two here, Missing-only one." in PAGE
+
+
+def test_how_much_more_even_the_clients_are_is_what_the_page_says() -> None:
     sizes, shares = {}, {}
-    for name in ("cifar100-k100-a0.1/fedavg-s1", "cifar10-k100-a0.1/none-s1"):
+    for name in (f"{PLACE}/fedavg-s1", "cifar10-k100-a0.1/none-s1"):
         config = record(name).config()
         counts = planned_counts(config, config.clients)
         sizes[name] = counts.sum(axis=1)
