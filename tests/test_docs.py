@@ -1,4 +1,4 @@
-"""The README says what is so: every key, every file it names, every command it shows."""
+"""README and docs say what is so: every key, every file they name, every command they show."""
 
 from __future__ import annotations
 
@@ -20,13 +20,14 @@ README = (ROOT / "README.md").read_text()
 
 
 def parameter_table() -> list[str]:
-    """The rows of README's parameter table, made from the code."""
+    """The rows of the parameter table, made from the code."""
     cells = ((f"`{key.name}`", f"`{json.dumps(key.default)}`", key.allowed_shown(), key.meaning) for key in run_keys())
     return [f"| {' | '.join(row)} |" for row in cells]
 
 
 def test_the_parameter_table_is_the_codes() -> None:
-    rows = [line for line in README.splitlines() if re.match(r"\| `[a-z0-9-]+` \| `", line)]
+    lines = (ROOT / "docs" / "parameters.md").read_text().splitlines()
+    rows = [line for line in lines if re.match(r"\| `[a-z0-9-]+` \| `", line)]
     assert rows == parameter_table()
 
 
@@ -51,7 +52,7 @@ def test_an_algorithms_keys_are_keys() -> None:
 
 
 def test_every_module_is_in_the_tree() -> None:
-    tree = README.split("```\nserver_app.py")[1].split("```")[0]
+    tree = (ROOT / "docs" / "architecture.md").read_text().split("```\nserver_app.py")[1].split("```")[0]
     for path in (ROOT / "fedeas_flwr").iterdir():
         if path.name.startswith("__") or path.name in SMALL_MODULES:
             continue
