@@ -437,6 +437,14 @@ def test_runs_that_came_to_different_rounds_have_no_gain(tmp_path: Path) -> None
     assert no_gain_notes(groups) == [f"No gain of FedEAS: {reason}"]
 
 
+def test_seeds_that_came_to_different_rounds_are_all_named_where_there_is_no_gain(tmp_path: Path) -> None:
+    keys: dict[str, Any] = {"rounds": 3, "images": FEDEAS_OF_FOUR, "beta": 4.0, "finished": False, "policy": "fedeas"}
+    runs = [write_run(tmp_path / str(n), [0.5] * n, seed=n, **keys) for n in (1, 2)]
+    groups = grouped(write_run(tmp_path / "none", [0.2, 0.4], rounds=3, finished=False), *runs)
+    reason = "it has come to rounds 1 and 2, the group that generates nothing to round 2"
+    assert no_gain_notes(groups) == [f"No gain of FedEAS: {reason}"]
+
+
 def test_one_plan_has_one_map_and_one_line_of_notes(tmp_path: Path) -> None:
     keys: dict[str, Any] = {"policy": "fedeas", "beta": 4.0, "images": FEDEAS_OF_FOUR, "protocol": "clean"}
     runs = [write_run(tmp_path / way, [0.7], shared_images=way, **keys) for way in ("no", "by-class", "one-seed")]

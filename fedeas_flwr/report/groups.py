@@ -267,7 +267,7 @@ def why_no_gain(group: Group, groups: Sequence[Group]) -> str | None:
     if group.config.policy == "none":
         return None
     if baseline := baseline_of(group, groups):
-        came = f"it has come to round {group.came_to}, the group that generates nothing to round {baseline.came_to}"
+        came = f"it has come to {_ends(group)}, the group that generates nothing to {_ends(baseline)}"
         return None if _as_far(group, baseline) else came
     others = _without_images(group, groups)
     if not others:
@@ -276,6 +276,12 @@ def why_no_gain(group: Group, groups: Sequence[Group]) -> str | None:
     mine, theirs = identity(group.config), identity(nearest.config)
     keys = [f"{key} = {_show(theirs[key])}, not {_show(mine[key])}" for key in _in_the_way(group, nearest)]
     return f"the nearest group that generates nothing has {'; '.join(keys)}"
+
+
+def _ends(group: Group) -> str:
+    """The rounds that a group's runs came to."""
+    ends = sorted({len(member.rounds) for member in group.members})
+    return f"round{'s' if len(ends) > 1 else ''} {' and '.join(map(str, ends))}"
 
 
 def _as_far(group: Group, other: Group) -> bool:
