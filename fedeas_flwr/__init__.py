@@ -40,6 +40,8 @@ _HOMES = ("allocation", "augment", "cache", "generators", "partition")
 
 def __getattr__(name: str) -> Any:
     """Load what is asked for when it is asked for."""
+    if name in _HOMES:
+        return import_module(f"{__name__}.{name}")
     for home in _HOMES if name in __all__ else ():
         if hasattr(module := import_module(f"{__name__}.{home}"), name):
             return getattr(module, name)

@@ -16,6 +16,9 @@ from typing import NoReturn
 
 def main() -> None:
     """Load the command line, and run it."""
+    # Set before torch is loaded. Its threads spin while they wait for each other, and where something else has the core
+    # that one of them needs, all of them stand: training then takes several times as long.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     try:
         _stop_at_once()
         from fedeas_flwr import cli

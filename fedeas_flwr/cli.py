@@ -383,7 +383,3 @@ def _print_rows(
         for row in rows
     ]
     print_table(Console(), head, lines, fold=fold)
-
-
-if __name__ == "__main__":
-    main()

@@ -46,6 +46,11 @@ def kept(root: int, mark: str, folder: Path) -> Iterator[None]:
             keeper.communicate(_NOTHING_TO_DO)
 
 
+def is_keeper(process: psutil.Process) -> bool:
+    """Whether a process is one: it is to be left to its work."""
+    return bool(process.cmdline()[1:3] == ["-m", __name__])
+
+
 def main() -> None:
     """Wait for the launcher's end."""
     root, mark, folder = int(sys.argv[1]), sys.argv[2], Path(sys.argv[3])

@@ -34,7 +34,10 @@ def cache_hint(error: BaseException) -> str:
     named = getattr(error, "filename", None)
     if not isinstance(error, OSError) or not isinstance(named, str):
         return ""
-    path, root = Path(named).absolute(), cache_root()
+    try:
+        path, root = Path(named).absolute(), cache_root()
+    except ValueError:  # a home that nobody has, of which whoever needs the cache tells
+        return ""
     if not path.is_relative_to(root) and (os.path.isdir(path) or not root.is_relative_to(path)):
         return ""
     given = os.environ.get("FEDEAS_CACHE")

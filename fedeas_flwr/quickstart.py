@@ -57,7 +57,8 @@ def quickstart(folder: Path, console: Console) -> None:
 def _refuse_others(folder: Path) -> None:
     """Write into no folder with somebody's own things; what was put beside an earlier quickstart's runs may stay."""
     own = [policy for policy, _ in RUNS]
-    others = sorted(path.name for path in folder.iterdir() if path.name not in own) if folder.is_dir() else []
+    there = sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
+    others = [name for name in there if name not in own and not name.startswith(".")]
     if others and not any(is_run(folder / policy) for policy in own):
         raise ConfigError(f"--out '{folder}': holds {others[0]} and no quickstart; name a new folder")
 

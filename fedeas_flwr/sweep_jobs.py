@@ -24,6 +24,7 @@ from filelock import FileLock, Timeout
 
 from fedeas_flwr.config import RunConfig
 from fedeas_flwr.environment import describe_environment
+from fedeas_flwr.keeper import is_keeper
 from fedeas_flwr.mps import gpu_shared_by
 from fedeas_flwr.paths import atomic_write
 from fedeas_flwr.processes import undisturbed
@@ -81,7 +82,8 @@ class Job:
             with suppress(psutil.Error):
                 process = psutil.Process(announced["pid"])
                 for one in (*process.children(recursive=True), process):
-                    one.kill()
+                    if not is_keeper(one):
+                        one.kill()
 
 
 @dataclass
@@ -303,7 +305,7 @@ def start(cell: Cell, variables: Mapping[str, str]) -> Job:
 
 def command_of(conf: Path, resume: bool) -> list[str]:
     """Return the command that does a run in this Python."""
-    command = [sys.executable, "-m", "fedeas_flwr.cli", "run", str(conf)]
+    command = [sys.executable, "-m", "fedeas_flwr", "run", str(conf)]
     return [*command, "resume=true"] if resume else command
 
 

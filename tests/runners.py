@@ -97,7 +97,7 @@ def start_interruptible(command: list[str], **more: Any) -> subprocess.Popen[str
 
 def command(*words: str) -> list[str]:
     """The command `fedeas` of this very tree."""
-    return [sys.executable, "-m", "fedeas_flwr.cli", *words]
+    return [sys.executable, "-m", "fedeas_flwr", *words]
 
 
 def fedeas(*words: str, cwd: Path | None = None, **environment: str) -> subprocess.CompletedProcess[str]:

@@ -21,6 +21,7 @@ from fedeas_flwr import prepare
 from fedeas_flwr.checkpoints import read_arrays, write_arrays
 from fedeas_flwr.cli import _terminated, exit_code, reserved_folder, run_name
 from fedeas_flwr.config import RunConfig, parse_config
+from fedeas_flwr.paths import cache_hint
 from fedeas_flwr.project import read_project
 from fedeas_flwr.runs import ProcessesDiedError, RunDirectory
 from fedeas_flwr.sizes import counted
@@ -520,6 +521,21 @@ def test_ctrl_c_in_a_command_that_has_nothing_to_go_on_with_is_one_line(monkeypa
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "stopped\n")
     monkeypatch.setattr("fedeas_flwr.commands.runs.find_runs", lambda *_, **__: stop())
     assert typed("runs", "ls", str(ROOT)).stderr == "stopped\n", "once, also in a group within the group"
+
+
+def test_threads_that_wait_leave_their_core_to_others_unless_told_otherwise() -> None:
+    code = "import os, sys; sys.argv = ['fedeas', '--version']\nfrom fedeas_flwr.__main__ import main\ntry: main()\n"
+    code += "finally: print(os.environ['OMP_WAIT_POLICY'])"
+    usual = {name: value for name, value in os.environ.items() if name != "OMP_WAIT_POLICY"}
+    for given, found in (({}, "PASSIVE"), ({"OMP_WAIT_POLICY": "ACTIVE"}, "ACTIVE")):
+        inside = {**usual, "PYTHONPATH": str(ROOT), **given}
+        done = subprocess.run([sys.executable, "-c", code], env=inside, capture_output=True, text=True, check=False)
+        assert done.stdout.splitlines()[-1] == found, done.stderr
+
+
+def test_an_error_beside_a_cache_that_cannot_be_is_told_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FEDEAS_CACHE", "~nobody-of-this-name/x")
+    assert cache_hint(PermissionError(errno.EACCES, "Permission denied", "/a")) == ""
 
 
 def test_the_command_is_the_one_that_minds_ctrl_c() -> None:

@@ -356,7 +356,7 @@ def test_epsilon_and_flips_train_too() -> None:
 
 
 def test_the_command_is_interrupted_cleanly_and_resumed(tmp_path: Path) -> None:
-    words = [sys.executable, "-m", "fedeas_flwr.cli", "train-generator", "--dataset", "digits", "--out", "g"]
+    words = [sys.executable, "-m", "fedeas_flwr", "train-generator", "--dataset", "digits", "--out", "g"]
     running = start_interruptible([*words, "--minutes", "5"], cwd=tmp_path)
     assert running.stdout is not None
     assert "loss" in running.stdout.readline()

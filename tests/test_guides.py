@@ -49,7 +49,7 @@ def follow(name: str, folder: Path) -> None:
     for kind, text in found:  # files first: the text shows them after the command that needs them
         if kind == "toml":
             (folder / "mine.toml").write_text(text)
-    shell = f'set -e\nfedeas() {{ "{sys.executable}" -m fedeas_flwr.cli "$@"; }}\n'
+    shell = f'set -e\nfedeas() {{ "{sys.executable}" -m fedeas_flwr "$@"; }}\n'
     for kind, text in found:
         if kind == "gpu" or kind == "toml":
             continue

@@ -13,7 +13,7 @@ import psutil
 import pytest
 from waiting import wait_until
 
-from fedeas_flwr.keeper import kept
+from fedeas_flwr.keeper import is_keeper, kept
 from fedeas_flwr.processes import MARK
 
 LAUNCHER = """
@@ -72,6 +72,8 @@ def test_a_launcher_that_ends_its_processes_itself_has_a_keeper_that_does_nothin
         with pytest.raises(ZeroDivisionError), kept(root.pid, "no-mark", tmp_path):
             raise ZeroDivisionError
         assert root.poll() is None and tmp_path.exists() and not keepers_of(tmp_path)
+        with kept(root.pid, "no-mark", tmp_path):
+            assert not is_keeper(psutil.Process(root.pid)) and is_keeper(keepers_of(tmp_path)[0])
         root.kill()
 
 

@@ -261,7 +261,7 @@ def test_three_runs_at_once_are_stopped_with_checkpoints_and_the_same_command_go
     words = [f"{PAPERS}/fedavg", "--seeds", "1,2,3", "--jobs", "3", "--out", "out", "--export", "records"]
     words += ["--set", "rounds=40", "--set", "checkpoint-every=50"]
     runs = [RunDirectory(tmp_path / "out" / "runs" / f"{PAPERS}_fedavg_s{seed}") for seed in (1, 2, 3)]
-    command = [sys.executable, "-m", "fedeas_flwr.cli", "reproduce", *words]
+    command = [sys.executable, "-m", "fedeas_flwr", "reproduce", *words]
     first = start_interruptible(command, cwd=tmp_path, env=Held(tmp_path, 30).environment)
     wait_until(lambda: all(run.rounds() for run in runs), "every run has done a round")
     first.send_signal(signal.SIGINT)

@@ -311,7 +311,7 @@ def test_a_run_stopped_by_a_signal_resumes_to_the_same_weights(
     conf = tmp_path / "conf.toml"
     conf.write_text('clients = 4\nalpha = 0.1\nbeta = 4.0\nrounds = 8\nlocal-epochs = 3\nbackend = "inline"\n')
     folder = tmp_path / "stopped"
-    command = [sys.executable, "-m", "fedeas_flwr.cli", "run", str(conf), f"run-dir={folder}", "checkpoint-every=2"]
+    command = [sys.executable, "-m", "fedeas_flwr", "run", str(conf), f"run-dir={folder}", "checkpoint-every=2"]
     child = start_interruptible(command, env=Held(tmp_path, 6).environment)
     wait_until(lambda: len(RunDirectory(folder).rounds()) >= 3, "three rounds are done")
     child.send_signal(number)

@@ -108,7 +108,7 @@ def test_ctrl_c_under_ray_ends_everything_and_the_run_resumes(tmp_path: Path, di
     whole = finish(small(tmp_path / "whole", rounds=30))
     folder, conf = tmp_path / "stopped", tmp_path / "conf.toml"
     conf.write_text("clients = 4\nalpha = 0.1\nbeta = 4.0\nrounds = 30\nlocal-epochs = 1\n")
-    command = [sys.executable, "-m", "fedeas_flwr.cli", "run", str(conf), f"run-dir={folder}"]
+    command = [sys.executable, "-m", "fedeas_flwr", "run", str(conf), f"run-dir={folder}"]
     child = start_interruptible(command, env=Held(tmp_path, 20).environment)
     wait_until(lambda: len(RunDirectory(folder).rounds()) >= 3, "three rounds are done")
     child.send_signal(signal.SIGINT)
@@ -127,7 +127,7 @@ def test_a_launcher_killed_under_ray_leaves_nothing_and_its_run_resumes(tmp_path
     folder, conf = tmp_path / "killed", tmp_path / "conf.toml"
     conf.write_text("clients = 4\nalpha = 0.1\nbeta = 4.0\nrounds = 30\nlocal-epochs = 1\n")
     before, folders = flowers_processes(), set(Path(tempfile.gettempdir()).glob("fe-*"))
-    command = [sys.executable, "-m", "fedeas_flwr.cli", "run", str(conf), f"run-dir={folder}"]
+    command = [sys.executable, "-m", "fedeas_flwr", "run", str(conf), f"run-dir={folder}"]
     with start_interruptible(command, env=Held(tmp_path, 20).environment) as child:
         wait_until(lambda: len(RunDirectory(folder).rounds()) >= 3, "three rounds are done")
         child.kill()

@@ -189,7 +189,8 @@ def _progress(board: Board) -> str:
 def print_results(found: Sweep, console: Console) -> None:
     """Print every grid point: mean ± standard deviation over its finished seeds."""
     keys = [key for key in found.grid if key != "seed"]
-    reached, rows = ("runs", "last-20 %", "peak %", "images"), []
+    rounds = min(20, max(cell.config.rounds for cell in found.cells))
+    reached, rows = ("runs", f"last-{rounds} %", "peak %", "images"), []
     for point in points([cell.result() for cell in found.cells], found.grid):
         accuracies = [_mean_and_sd(point[measure]) for measure in ("last_20", "peak")]
         images = point["images"]["mean"]

@@ -75,7 +75,7 @@ def test_two_runs_at_once_beside_a_stale_superlink(tmp_path: Path, monkeypatch: 
     tree = processes.ProcessTree(stale, "stale")
     try:
         wait_until(lambda: superlink.is_listening(port), "the stale one listens")
-        words = [sys.executable, "-m", "fedeas_flwr.cli", "run", str(tmp_path / "conf.toml"), "actors=1"]
+        words = [sys.executable, "-m", "fedeas_flwr", "run", str(tmp_path / "conf.toml"), "actors=1"]
         both = [
             subprocess.Popen([*words, f"run-dir={tmp_path / name}"], env=environment, stderr=subprocess.PIPE, text=True)
             for name in "ab"
@@ -127,7 +127,7 @@ def test_a_full_dev_shm(tmp_path: Path) -> None:
     whole = finish(small(tmp_path / "whole", policy="none", rounds=2))
     script = (
         "mount -t tmpfs -o size=64k tmpfs /dev/shm && head -c 64k /dev/zero > /dev/shm/full; "
-        f"exec {sys.executable} -m fedeas_flwr.cli run {tmp_path / 'conf.toml'} run-dir={tmp_path / 'r'} actors=1"
+        f"exec {sys.executable} -m fedeas_flwr run {tmp_path / 'conf.toml'} run-dir={tmp_path / 'r'} actors=1"
     )
     done = subprocess.run(["unshare", "-m", "sh", "-c", script], capture_output=True, text=True, timeout=400)
     if done.returncode == 0:
