@@ -4,23 +4,18 @@ from __future__ import annotations
 
 import errno
 import json
-import os
-import signal
 import subprocess
-import sys
-import tomllib
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from runners import command, fedeas, finish, quick, small, start_interruptible, typed, weights
+from runners import command, fedeas, finish, small, typed
 
 from fedeas_flwr import prepare
-from fedeas_flwr.checkpoints import read_arrays, write_arrays
-from fedeas_flwr.cli import _terminated, exit_code, reserved_folder, run_name
-from fedeas_flwr.config import RunConfig, parse_config
+from fedeas_flwr.cli import exit_code, reserved_folder, run_name
+from fedeas_flwr.config import parse_config
 from fedeas_flwr.paths import cache_hint
 from fedeas_flwr.project import read_project
 from fedeas_flwr.runs import ProcessesDiedError, RunDirectory
@@ -325,96 +320,6 @@ def test_a_path_is_printed_as_it_is(tmp_path: Path) -> None:
         assert done.stdout.splitlines()[0].endswith(f" → {tmp_path / name}")
 
 
-def test_resume_of_another_config_is_refused(tmp_path: Path) -> None:
-    finish(small(tmp_path / "r", policy="none", rounds=1))
-    done = typed("resume", str(tmp_path / "r"), "alpha=0.5")
-    assert (done.returncode, done.stdout) == (2, ""), "it is refused before its headline"
-    assert "alpha = 0.5, but the run to resume has alpha = 0.1" in done.stderr
-
-
-def test_a_finished_run_tells_its_result_again_and_nothing_is_started(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    run = finish(quick(tmp_path / "r", policy="none", rounds=2))
-    before = {path.name: path.read_bytes() for path in run.path.iterdir() if path.is_file()}
-    begun: list[RunConfig] = []
-    monkeypatch.setattr("fedeas_flwr.cli.start", begun.append)
-    again = typed("resume", str(run.path))
-    accuracy = 100 * run.summary()["last_20"]
-    assert again.stdout.startswith(f"finished already: {run.path}\nlast-2 accuracy {accuracy:.1f} % · peak ")
-    assert (again.returncode, begun) == (0, [])
-    assert before == {path.name: path.read_bytes() for path in run.path.iterdir() if path.is_file()}
-    typed("resume", str(run.path), "rounds=3")
-    (run.path / "model.safetensors").unlink()
-    typed("resume", str(run.path))
-    assert [config.rounds for config in begun] == [3, 2], "more rounds are done, and a lost model is written again"
-    (run.path / "rounds.jsonl").write_text("")
-    (run.path / "model.safetensors").touch()
-    assert "holds 0 whole records" in typed("resume", str(run.path)).stderr, "a damaged record is no result"
-
-
-def test_what_nohup_started_outlives_its_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = []
-
-    def note() -> list[Any]:
-        found.append([signal.getsignal(number) for number in (signal.SIGHUP, signal.SIGTERM)])
-        return []
-
-    monkeypatch.setattr("fedeas_flwr.cli.run_keys", note)
-    for before in (signal.SIG_DFL, signal.SIG_IGN):
-        usual = signal.signal(signal.SIGHUP, before)
-        typed("keys")
-        signal.signal(signal.SIGHUP, usual)
-    assert [found[0], found[-1]] == [[_terminated, _terminated], [signal.SIG_IGN, _terminated]]
-
-
-def test_a_checkpoint_that_cannot_be_read_is_refused_before_the_headline(tmp_path: Path) -> None:
-    run = finish(small(tmp_path / "r", policy="none", rounds=1))
-    whole = (run.path / "rounds.jsonl").read_bytes()
-    (run.path / "rounds.jsonl").write_bytes(whole[: len(whole) // 2])
-    short = typed("resume", str(run.path), "rounds=2")
-    (run.path / "rounds.jsonl").write_bytes(whole)
-    (run.path / "checkpoint.safetensors").write_bytes(b"nothing")
-    damaged = typed("resume", str(run.path), "rounds=2")
-    assert [(done.returncode, done.stdout) for done in (short, damaged)] == [(2, ""), (2, "")]
-    assert "holds 0 whole records" in short.stderr and "checkpoint.safetensors" in damaged.stderr
-    assert run.status()[0] == "finished", "nothing was begun"
-
-
-def test_another_runs_checkpoint_is_refused_before_anything_is_cut(tmp_path: Path) -> None:
-    run = finish(quick(tmp_path / "r", policy="none", rounds=2))
-    other = finish(quick(tmp_path / "other", policy="none", rounds=1, strategy="fedadam"))
-    checkpoint, before = run.path / "checkpoint.safetensors", (run.path / "rounds.jsonl").read_bytes()
-    checkpoint.write_bytes((other.path / "checkpoint.safetensors").read_bytes())
-    refused = typed("resume", str(run.path), "rounds=3")
-    assert (refused.returncode, refused.stdout) == (2, "")
-    assert refused.stderr == f"error: {checkpoint} is of another run: put back the run's own, or begin anew\n"
-    assert (run.path / "rounds.jsonl").read_bytes() == before and run.status()[0] == "finished"
-
-
-def test_a_checkpoint_from_before_it_named_its_run_is_gone_on_from(tmp_path: Path) -> None:
-    whole = finish(quick(tmp_path / "whole", policy="none", rounds=3))
-    run = finish(quick(tmp_path / "r", policy="none", rounds=2))
-    arrays, metadata = read_arrays(path := run.path / "checkpoint.safetensors")
-    older = json.loads(metadata["state"])
-    assert older.pop("run") == run.identity()
-    write_arrays(path, arrays, {"state": json.dumps(older)})
-    assert typed("resume", str(run.path), "rounds=3").returncode == 0
-    assert weights(run) == weights(whole)
-
-
-def test_an_older_checkpoint_of_another_shape_cuts_nothing(tmp_path: Path) -> None:
-    run = finish(quick(tmp_path / "r", policy="none", rounds=2))
-    before = (run.path / "rounds.jsonl").read_bytes()
-    arrays, metadata = read_arrays(path := run.path / "checkpoint.safetensors")
-    state = {key: value for key, value in json.loads(metadata["state"]).items() if key != "run"}
-    larger = {key: value[..., None] for key, value in arrays.items()}
-    write_arrays(path, larger, {"state": json.dumps(state | {"round": 1})})
-    refused = typed("resume", str(run.path), "rounds=3")
-    assert refused.returncode == 1 and "does not hold the arrays of model 'users_models:tiny'" in refused.stderr
-    assert (run.path / "rounds.jsonl").read_bytes() == before
-
-
 def test_a_run_that_was_begun_and_failed_has_another_exit_code(tmp_path: Path) -> None:
     words = ("policy=none", "rounds=2", "local-epochs=1", "clients=4", "backend=inline", "learning-rate=100")
     done = typed("run", QUICKSTART, *words, cwd=tmp_path)
@@ -472,76 +377,9 @@ def test_a_folder_without_runs_has_none_yet(tmp_path: Path) -> None:
     assert (named.returncode, named.stderr) == (2, "error: runs is not a folder\n")
 
 
-WAIT = "print('waiting', flush=True); import time; time.sleep(60)"
-MOMENTS = {
-    "while Python loads what the command needs": f"""
-import sys
-class Slow:
-    def find_spec(self, name, path, target=None):
-        if name == "numpy":
-            {WAIT}
-sys.meta_path.insert(0, Slow())
-""",
-    "while Python closes down": f"""
-import atexit
-def close():
-    {WAIT}
-atexit.register(close)
-""",
-    "again, when the command has just been stopped": f"""
-from fedeas_flwr import cli
-def stopped():
-    try:
-        {WAIT}
-    finally:
-        raise KeyboardInterrupt
-cli.main = stopped
-""",
-}
-
-
-@pytest.mark.parametrize("moment", MOMENTS)
-def test_ctrl_c_is_one_line_also_when_no_command_is_at_work(moment: str) -> None:
-    start = "import sys; sys.argv = ['fedeas', '--version']\nfrom fedeas_flwr.__main__ import main; main()"
-    code = f"{MOMENTS[moment]}\n{start}"
-    process = start_interruptible([sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": str(ROOT)})
-    assert process.stdout is not None
-    while process.stdout.readline() not in ("waiting\n", ""):
-        pass
-    process.send_signal(signal.SIGINT)
-    assert (process.communicate(timeout=60)[1], process.returncode) == ("stopped\n", 130)
-
-
-def test_ctrl_c_in_a_command_that_has_nothing_to_go_on_with_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    def stop() -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr("fedeas_flwr.cli.run_keys", stop)
-    done = typed("keys")
-    assert (done.returncode, done.stdout, done.stderr) == (130, "", "stopped\n")
-    monkeypatch.setattr("fedeas_flwr.commands.runs.find_runs", lambda *_, **__: stop())
-    assert typed("runs", "ls", str(ROOT)).stderr == "stopped\n", "once, also in a group within the group"
-
-
-def test_threads_that_wait_leave_their_core_to_others_unless_told_otherwise() -> None:
-    code = "import os, sys; sys.argv = ['fedeas', '--version']\nfrom fedeas_flwr.__main__ import main\ntry: main()\n"
-    code += "finally: print(os.environ['OMP_WAIT_POLICY'])"
-    usual = {name: value for name, value in os.environ.items() if name != "OMP_WAIT_POLICY"}
-    for given, found in (({}, "PASSIVE"), ({"OMP_WAIT_POLICY": "ACTIVE"}, "ACTIVE")):
-        inside = {**usual, "PYTHONPATH": str(ROOT), **given}
-        done = subprocess.run([sys.executable, "-c", code], env=inside, capture_output=True, text=True, check=False)
-        assert done.stdout.splitlines()[-1] == found, done.stderr
-
-
 def test_an_error_beside_a_cache_that_cannot_be_is_told_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FEDEAS_CACHE", "~nobody-of-this-name/x")
     assert cache_hint(PermissionError(errno.EACCES, "Permission denied", "/a")) == ""
-
-
-def test_the_command_is_the_one_that_minds_ctrl_c() -> None:
-    assert tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"] == {
-        "fedeas": "fedeas_flwr.__main__:main"
-    }
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,100 @@
+"""The command `fedeas` from its first moment to its last: signals, and what is set before anything is loaded."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+from runners import start_interruptible, typed
+
+from fedeas_flwr.cli import _terminated
+
+ROOT = Path(__file__).parents[1]
+
+
+def test_what_nohup_started_outlives_its_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = []
+
+    def note() -> list[Any]:
+        found.append([signal.getsignal(number) for number in (signal.SIGHUP, signal.SIGTERM)])
+        return []
+
+    monkeypatch.setattr("fedeas_flwr.cli.run_keys", note)
+    for before in (signal.SIG_DFL, signal.SIG_IGN):
+        usual = signal.signal(signal.SIGHUP, before)
+        typed("keys")
+        signal.signal(signal.SIGHUP, usual)
+    assert [found[0], found[-1]] == [[_terminated, _terminated], [signal.SIG_IGN, _terminated]]
+
+
+WAIT = "print('waiting', flush=True); import time; time.sleep(60)"
+MOMENTS = {
+    "while Python loads what the command needs": f"""
+import sys
+class Slow:
+    def find_spec(self, name, path, target=None):
+        if name == "numpy":
+            {WAIT}
+sys.meta_path.insert(0, Slow())
+""",
+    "while Python closes down": f"""
+import atexit
+def close():
+    {WAIT}
+atexit.register(close)
+""",
+    "again, when the command has just been stopped": f"""
+from fedeas_flwr import cli
+def stopped():
+    try:
+        {WAIT}
+    finally:
+        raise KeyboardInterrupt
+cli.main = stopped
+""",
+}
+
+
+@pytest.mark.parametrize("moment", MOMENTS)
+def test_ctrl_c_is_one_line_also_when_no_command_is_at_work(moment: str) -> None:
+    start = "import sys; sys.argv = ['fedeas', '--version']\nfrom fedeas_flwr.__main__ import main; main()"
+    code = f"{MOMENTS[moment]}\n{start}"
+    process = start_interruptible([sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": str(ROOT)})
+    assert process.stdout is not None
+    while process.stdout.readline() not in ("waiting\n", ""):
+        pass
+    process.send_signal(signal.SIGINT)
+    assert (process.communicate(timeout=60)[1], process.returncode) == ("stopped\n", 130)
+
+
+def test_ctrl_c_in_a_command_that_has_nothing_to_go_on_with_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    def stop() -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("fedeas_flwr.cli.run_keys", stop)
+    done = typed("keys")
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "stopped\n")
+    monkeypatch.setattr("fedeas_flwr.commands.runs.find_runs", lambda *_, **__: stop())
+    assert typed("runs", "ls", str(ROOT)).stderr == "stopped\n", "once, also in a group within the group"
+
+
+def test_threads_that_wait_leave_their_core_to_others_unless_told_otherwise() -> None:
+    code = "import os, sys; sys.argv = ['fedeas', '--version']\nfrom fedeas_flwr.__main__ import main\ntry: main()\n"
+    code += "finally: print(os.environ['OMP_WAIT_POLICY'])"
+    usual = {name: value for name, value in os.environ.items() if name != "OMP_WAIT_POLICY"}
+    for given, found in (({}, "PASSIVE"), ({"OMP_WAIT_POLICY": "ACTIVE"}, "ACTIVE")):
+        inside = {**usual, "PYTHONPATH": str(ROOT), **given}
+        done = subprocess.run([sys.executable, "-c", code], env=inside, capture_output=True, text=True, check=False)
+        assert done.stdout.splitlines()[-1] == found, done.stderr
+
+
+def test_the_command_is_the_one_that_minds_ctrl_c() -> None:
+    assert tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"] == {
+        "fedeas": "fedeas_flwr.__main__:main"
+    }
