@@ -42,8 +42,7 @@ def kept(root: int, mark: str, folder: Path) -> Iterator[None]:
     try:
         yield
     finally:
-        with suppress(BrokenPipeError):  # somebody killed it
-            keeper.communicate(_NOTHING_TO_DO)
+        keeper.communicate(_NOTHING_TO_DO)  # no error where somebody killed it
 
 
 def is_keeper(process: psutil.Process) -> bool:
