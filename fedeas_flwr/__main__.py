@@ -1,7 +1,8 @@
 """The command `fedeas` from its first moment to its last: Ctrl-C is one line also while no command is at work.
 
 Before, Python loads what commands need for a second or more; afterwards it waits for threads and closes down. There is
-nothing to clean up then, and nothing of ours that could: an exception would only be a traceback.
+nothing to clean up then, and nothing of ours that could: an exception would only be a traceback. Nor is there anything
+to wait for once a command was stopped: a client at work in a thread, or the generator, may have minutes to go.
 """
 
 from __future__ import annotations
@@ -12,6 +13,9 @@ import sys
 from contextlib import suppress
 from types import FrameType
 from typing import NoReturn
+
+_STOPPED = 130
+"""The exit code of a command that Ctrl-C ended: as shells have it, 128 and the signal's number."""
 
 
 def main() -> None:
@@ -33,6 +37,10 @@ def main() -> None:
                 sys.stdout.flush()
     except KeyboardInterrupt:  # between two of the lines above
         _stop(signal.SIGINT, None)
+    except SystemExit as end:
+        if end.code == _STOPPED:
+            os._exit(_STOPPED)
+        raise
 
 
 def _stop_at_once() -> None:
@@ -44,7 +52,7 @@ def _stop_at_once() -> None:
 
 def _stop(number: int, frame: FrameType | None) -> NoReturn:
     os.write(2, b"stopped\n")
-    os._exit(130)
+    os._exit(_STOPPED)
 
 
 if __name__ == "__main__":

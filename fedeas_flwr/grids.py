@@ -75,9 +75,9 @@ class InlineGrid(_SendAndReceiveGrid):
         return list(self._pool.map(self._deliver, messages))
 
     def close(self) -> None:
-        """End the workers; messages that wait are dropped."""
+        """End the workers, each after the message it is at, if any; messages that wait are dropped."""
         if self._pool is not None:
-            self._pool.shutdown(cancel_futures=True)
+            self._pool.shutdown(wait=False, cancel_futures=True)  # who stops a run does not wait for a client's epochs
 
     def _deliver(self, message: Message) -> Message:
         message.metadata.__dict__["_message_id"] = str(uuid4())  # as Flower's grids do: a reply says what it answers

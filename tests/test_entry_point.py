@@ -73,6 +73,33 @@ def test_ctrl_c_is_one_line_also_when_no_command_is_at_work(moment: str) -> None
     assert (process.communicate(timeout=60)[1], process.returncode) == ("stopped\n", 130)
 
 
+@pytest.mark.parametrize(("code", "waits"), [(130, False), (0, True)])
+def test_what_was_stopped_does_not_wait_for_its_threads(code: int, waits: bool) -> None:
+    script = f"""
+import sys, time
+from concurrent.futures import ThreadPoolExecutor
+from fedeas_flwr import __main__, cli
+def end():
+    def work():
+        time.sleep(3)
+        print("worked", flush=True)
+    ThreadPoolExecutor(1).submit(work)
+    print("stopped; go on with: …", flush=True)
+    sys.exit({code})
+cli.main = end
+__main__.main()
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        env={**os.environ, "PYTHONPATH": str(ROOT), "PYTHONIOENCODING": "utf-8"},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+    )
+    assert (done.returncode, "worked" in done.stdout, "go on with" in done.stdout) == (code, waits, True), done.stderr
+
+
 def test_ctrl_c_in_a_command_that_has_nothing_to_go_on_with_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     def stop() -> None:
         raise KeyboardInterrupt

@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
+import threading
+import time
+from concurrent.futures import CancelledError
+from contextlib import suppress
+from typing import cast
+
 from flwr.app import ConfigRecord, Message, RecordDict
+from flwr.clientapp import ClientApp
 from flwr.supercore.task_identity import TaskIdentity
 
 from fedeas_flwr.client_app import app
@@ -27,6 +34,33 @@ def test_the_inline_grid_reaches_every_client_and_answers_in_order() -> None:
         replies = grid.send_and_receive([ask(node, "identity") for node in reversed(nodes)])
         assert [read_answer(reply, "partitions") for reply in replies] == [(3, 4), (2, 4), (1, 4), (0, 4)]
         grid.close()
+
+
+def test_an_interrupted_grid_does_not_wait_for_clients_at_work() -> None:
+    """A client may have minutes before it; those that wait for their turn never begin."""
+    begun, go_on = threading.Semaphore(0), threading.Event()
+
+    def work(*_: object) -> None:
+        begun.release()
+        go_on.wait(60)
+
+    grid = InlineGrid(cast(ClientApp, work), 4, parse_config({"clients": 4}).outside(), workers=2)
+    messages = [ask(node, "identity") for node in grid.get_node_ids()]
+
+    def send() -> None:
+        with suppress(CancelledError):
+            grid.send_and_receive(messages)
+
+    others = threading.Thread(target=send)
+    others.start()
+    assert begun.acquire(timeout=60)
+    assert begun.acquire(timeout=60)
+    before = time.monotonic()
+    grid.close()
+    assert time.monotonic() - before < 30
+    go_on.set()
+    others.join(60)
+    assert not begun.acquire(blocking=False)
 
 
 def test_a_message_nobody_handles_is_an_error_reply_not_a_crash() -> None:
