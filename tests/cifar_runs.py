@@ -29,3 +29,32 @@ def last_batches(run: RunDirectory) -> tuple[Counts, Counts]:
     config = run.config()
     counts = planned_counts(config, config.clients)
     return counts.sum(axis=1), (counts + planned_allocation(config, counts)).sum(axis=1) % config.batch_size
+
+
+def runs_with_own_images() -> list[RunDirectory]:
+    """The policies at α = 0.1, each client with images of its own."""
+    large = [f"{policy}-s{seed}" for policy in POLICIES for seed in (1, 2, 3)]
+    return [record(f"cifar10-k100-a0.1/{name}") for name in (*large, "full-balance-s1")] + [
+        record(f"cifar10-k20-a0.1/{policy}-s1") for policy in (*POLICIES, "full-balance")
+    ]
+
+
+def runs_at_other_alphas() -> list[RunDirectory]:
+    """Likewise at α = 0.05 and 0.3, 100 clients."""
+    names = [f"a{alpha}/{policy}-s1" for alpha in ("0.05", "0.3") for policy in POLICIES]
+    return [record(f"cifar10-k100-{name}") for name in (*names, "a0.05/missing-only-s2")]
+
+
+def runs_at_other_budgets() -> dict[str, RunDirectory]:
+    """The β sweep and the ablation, 20 clients."""
+    names = [f"{policy}-b{beta}" for policy in ("fedeas", "uniform") for beta in (4, 8, 16, 20)]
+    return {name: record(f"cifar10-k20-a0.1/{name}-s1") for name in (*names, "without-entropy", "linear")}
+
+
+def runs_without_images(clients: int) -> list[RunDirectory]:
+    """FedAvg, FedProx and MOON, with 100 clients at every α."""
+    if clients == 20:
+        return [record(f"cifar10-k20-a0.1/{name}-s1") for name in ("fedavg", "fedprox", "moon")]
+    names = ["a0.1/fedprox-s1", *(f"a0.1/{name}-s{seed}" for name in ("none", "moon") for seed in (1, 2, 3))]
+    names += [f"a0.05/{name}-s1" for name in ("fedavg", "fedprox", "moon")] + ["a0.3/none-s1", "a0.3/moon-s1"]
+    return [record(f"cifar10-k100-{name}") for name in names]

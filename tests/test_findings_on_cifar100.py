@@ -107,7 +107,4 @@ def test_how_much_more_even_the_clients_are_is_what_the_page_says() -> None:
         )
         in PAGE
     )
-    assert (
-        "and {:.0f} % of a client's images are of its most frequent class, for {:.0f} %".format(*shares.values())
-        in PAGE
-    )
+    assert "and {:.0f} % of a client's images in its most frequent class, for {:.0f} %".format(*shares.values()) in PAGE

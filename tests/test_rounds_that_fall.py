@@ -5,7 +5,18 @@ from __future__ import annotations
 import json
 
 import numpy as np
-from cifar_runs import PAGE, POLICIES, README, RESULTS, accuracies, last_batches, record
+from cifar_runs import (
+    PAGE,
+    POLICIES,
+    README,
+    RESULTS,
+    accuracies,
+    last_batches,
+    record,
+    runs_at_other_alphas,
+    runs_at_other_budgets,
+    runs_with_own_images,
+)
 
 from fedeas_flwr.local_data import planned_allocation, planned_counts
 from fedeas_flwr.metrics import falls
@@ -18,23 +29,6 @@ def depth(run: RunDirectory, number: int) -> float:
     """How far a round is below the median of those around it, in points."""
     around = accuracies(run)[max(0, number - 7) : number + 6]
     return 100 * (float(np.median(around)) - accuracies(run)[number - 1])
-
-
-def runs_with_own_images() -> list[RunDirectory]:
-    large = [f"{policy}-s{seed}" for policy in POLICIES for seed in (1, 2, 3)]
-    return [record(f"cifar10-k100-a0.1/{name}") for name in (*large, "full-balance-s1")] + [
-        record(f"cifar10-k20-a0.1/{policy}-s1") for policy in (*POLICIES, "full-balance")
-    ]
-
-
-def runs_at_other_alphas() -> list[RunDirectory]:
-    names = [f"a{alpha}/{policy}-s1" for alpha in ("0.05", "0.3") for policy in POLICIES]
-    return [record(f"cifar10-k100-{name}") for name in (*names, "a0.05/missing-only-s2")]
-
-
-def runs_at_other_budgets() -> dict[str, RunDirectory]:
-    names = [f"{policy}-b{beta}" for policy in ("fedeas", "uniform") for beta in (4, 8, 16, 20)]
-    return {name: record(f"cifar10-k20-a0.1/{name}-s1") for name in (*names, "without-entropy", "linear")}
 
 
 def test_what_longer_last_batches_do_is_what_the_records_say() -> None:

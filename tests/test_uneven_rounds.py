@@ -1,0 +1,94 @@
+"""Rounds that fall on CIFAR, and how even their labels are: docs/reproduction.md says of them what the records say."""
+
+from __future__ import annotations
+
+import numpy as np
+from cifar_runs import (
+    PAGE,
+    POLICIES,
+    accuracies,
+    last_batches,
+    record,
+    runs_at_other_alphas,
+    runs_with_own_images,
+    runs_without_images,
+)
+
+from fedeas_flwr.allocation import normalised_entropy
+from fedeas_flwr.local_data import planned_allocation, planned_counts
+from fedeas_flwr.metrics import falls
+from fedeas_flwr.runs import RunDirectory
+
+
+def evenness(run: RunDirectory) -> list[tuple[int, float, float, bool]]:
+    """By round from the 11th on: H̃ of its labels, the heaviest client's weight, and whether one is left with two."""
+    config, (_, left) = run.config(), last_batches(run)
+    counts = planned_counts(config, config.clients)
+    held = counts + planned_allocation(config, counts)
+    own, real = held / held.sum(axis=1, keepdims=True), counts.sum(axis=1)
+    found = []
+    for one in run.rounds()[10:]:
+        clients = one["clients"]
+        weights = real[clients] / real[clients].sum()
+        parts = np.round(1e9 * weights @ own[clients]).astype(np.int64)
+        found.append((one["round"], float(normalised_entropy([parts])[0]), float(weights.max()), 2 in left[clients]))
+    return found
+
+
+def test_rounds_fall_where_their_labels_are_uneven_as_the_page_says() -> None:
+    plain = runs_without_images(100)
+    policies = [run for run in (*runs_with_own_images(), *runs_at_other_alphas()) if run.config().clients == 100]
+    assert f"of the {len(plain)} runs of FedAvg, FedProx and MOON" in PAGE
+    assert f"and of the {len(policies)} of the policies there" in PAGE
+    seen, fallen = np.zeros((5, 3), int), np.zeros((5, 3), int)
+    for run in (*plain, *policies):
+        depths = falls(accuracies(run))
+        for number, even, heaviest, two in evenness(run):
+            if not two:
+                place = int(np.digitize(even, [0.75, 0.8, 0.85, 0.9])), 2 if run in policies else int(heaviest >= 0.3)
+                seen[place] += 1
+                fallen[place] += number in depths
+    of_plain = [(number in falls(accuracies(run)), two) for run in plain for number, _, _, two in evenness(run)]
+    fell = sum(fell for fell, _ in of_plain)
+    said = f"with 100 clients {of_plain.count((True, False))} of the {fell} falls of FedAvg, FedProx and MOON are so"
+    assert said in PAGE
+    ends = (fallen[0, 1], seen[0, 1], fallen[4, 0], seen[4, 0])
+    assert "large part of the round: {} of {} of the worst, {} of {} of the best.".format(*ends) in PAGE
+    names = ("under 0.75", "0.75 to 0.80", "0.80 to 0.85", "0.85 to 0.90", "0.90 and more")
+    for name, rounds, number in zip(names, seen, fallen, strict=True):
+        cells = " | ".join(f"{rounds[i]:,} | {number[i]}" for i in range(3))
+        assert f"| {name} | {cells} |" in PAGE
+    few = [
+        (even >= 0.9, number in falls(accuracies(run)))
+        for run in runs_without_images(20)
+        for number, even, _, two in evenness(run)
+        if not two
+    ]
+    counts = [few.count((False, True)), sum(not even for even, _ in few), few.count((True, True))]
+    said = "With 20 clients {} of {} rounds of FedAvg, FedProx and MOON under 0.90 fall, and {} of".format(*counts)
+    assert f"{said} {sum(even for even, _ in few)} others." in PAGE
+
+
+def test_how_even_rounds_are_is_what_the_page_says() -> None:
+    def of(name: str) -> list[float]:
+        return [even for _, even, _, _ in evenness(record(name))]
+
+    folders = {policy: [f"a{alpha}/{policy}-s1" for alpha in ("0.05", "0.1", "0.3")] for policy in POLICIES}
+    folders["none"] = ["a0.05/fedavg-s1", "a0.1/none-s1", "a0.3/none-s1"]
+    means = {policy: [np.mean(of(f"cifar10-k100-{name}")) for name in names] for policy, names in folders.items()}
+    shown = {policy: "{:.2f}, {:.2f} and {:.2f}".format(*of_columns) for policy, of_columns in means.items()}
+    assert f"FedAvg has {shown['none']} at α = 0.05, 0.1 and 0.3 with 100 clients; Uniform {shown['uniform']};" in PAGE
+    assert f"Missing-only {shown['missing-only']}; FedEAS {shown['fedeas']} with as many images" in PAGE
+    for column in range(3):
+        assert means["fedeas"][column] > max(means[policy][column] for policy in ("uniform", "missing-only"))
+    assert min(of("cifar10-k100-a0.1/full-balance-s1")) > 0.9999
+    small = [np.mean(of(f"cifar10-k20-a0.1/{name}-s1")) for name in ("uniform-b4", "fedavg")]
+    late = [100 * np.median(accuracies(record(f"cifar10-k20-a0.1/{n}-s1"))[-60:]) for n in ("uniform-b4", "fedavg")]
+    said = f"β = 4 has {small[0]:.2f}, hardly more than FedAvg's {small[1]:.2f}, and is {late[0] - late[1]:.0f} points"
+    assert f"{said} above it in the median of its last 60 rounds" in PAGE
+    least = min(of("cifar10-k100-a0.3/none-s1"))
+    hundred = [one for name in ("fedavg-s1", "fedavg-s2") for one in evenness(record(f"cifar100-k100-a0.1/{name}"))]
+    lowest, heaviest = min(even for _, even, _, _ in hundred), max(weight for _, _, weight, _ in hundred)
+    assert f"nothing generated is {least:.2f} even in its worst round, and on CIFAR-100, with {lowest:.2f}." in PAGE
+    said = f"none of them is less even than {lowest:.2f}, no client is more than {100 * heaviest:.0f} % of one."
+    assert said in PAGE
