@@ -12,6 +12,7 @@ import pytest
 import torch
 from flwr.app import ConfigRecord
 from flwr.clientapp import ClientApp
+from gpu_here import DEVICES
 from runners import finish, quick, small, weights
 from test_fedmix import difference
 from torch import nn
@@ -274,20 +275,22 @@ class Normed(nn.Module):
 
 
 @pytest.mark.parametrize("samples", [64, 70, 7])  # rests of 0 and 6; shorter than a batch
-def test_both_engines_take_the_same_steps(samples: int) -> None:
+@pytest.mark.parametrize("device", DEVICES)
+def test_both_engines_take_the_same_steps(samples: int, device: str) -> None:
+    torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = False
     torch.manual_seed(0)
     config = quick(Path("/nowhere"), **FEDGEN)
-    model, rng, part = Normed(), np.random.default_rng(0), FedGenClient(config)
+    model, rng, part = Normed().to(device), np.random.default_rng(0), FedGenClient(config)
     start, recipe = read_state(model), Recipe(epochs=2, batch_size=32, learning_rate=0.01)
-    images = torch.from_numpy(rng.integers(0, 256, (samples, 8, 8, 1), dtype=np.uint8))
-    labels = torch.from_numpy(rng.integers(0, 10, samples))
+    images = torch.from_numpy(rng.integers(0, 256, (samples, 8, 8, 1), dtype=np.uint8)).to(device)
+    labels = torch.from_numpy(rng.integers(0, 10, samples)).to(device)
     extra = {f"generator/{name}": value for name, value in new_generator(256, 10, seed=1).items()}
-    normalise = Normaliser((0.3,), (0.4,), "cpu")
-    eager = EagerEngine(copy.deepcopy(model), recipe, normalise, "cpu", part.objective)
-    graphed = GraphedEngine(copy.deepcopy(model), recipe, normalise, "fp32", "cpu", part.objective)
+    normalise = Normaliser((0.3,), (0.4,), device)
+    eager = EagerEngine(copy.deepcopy(model), recipe, normalise, device, part.objective)
+    graphed = GraphedEngine(copy.deepcopy(model), recipe, normalise, "fp32", device, part.objective)
     for number in (1, 2):  # the same buffers serve a round without the terms and one with them
         task = ClientRound(
-            config, number, 0, "cpu", {}, {}, {**extra, "labels": np.array([0, 4])}, {}, labels, recipe.steps(samples)
+            config, number, 0, device, {}, {}, {**extra, "labels": np.array([0, 4])}, {}, labels, recipe.steps(samples)
         )
         inputs = part.prepare(task)
         assert set(inputs.tables["asked labels"].unique().tolist()) == {0, 4}

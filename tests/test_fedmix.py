@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from gpu_here import DEVICES
 from runners import finish, quick, weights
 from torch import nn
 from users_models import with_batchnorm
@@ -177,21 +178,26 @@ def test_rows_that_pad_a_short_batch_change_nothing() -> None:
 
 
 @pytest.mark.parametrize("samples", [64, 70, 7])  # rests of 0 and 6; shorter than a batch
-def test_both_engines_take_the_same_steps(samples: int) -> None:
+@pytest.mark.parametrize("device", DEVICES)
+def test_both_engines_take_the_same_steps(samples: int, device: str) -> None:
+    torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = False
     torch.manual_seed(0)
-    model, rng = with_batchnorm(10, (8, 8, 1)), np.random.default_rng(0)
+    model, rng = with_batchnorm(10, (8, 8, 1)).to(device), np.random.default_rng(0)
     start, recipe = read_state(model), Recipe(epochs=2, batch_size=32, learning_rate=0.05, momentum=0.9)
-    images = torch.from_numpy(rng.integers(0, 256, (samples, 8, 8, 1), dtype=np.uint8))
-    labels = torch.from_numpy(rng.integers(0, 10, samples))
+    images = torch.from_numpy(rng.integers(0, 256, (samples, 8, 8, 1), dtype=np.uint8)).to(device)
+    labels = torch.from_numpy(rng.integers(0, 10, samples)).to(device)
     inputs = Inputs(
-        {"means": torch.randn(3, 1, 8, 8), "proportions": torch.softmax(torch.randn(3, 10), 1)},
-        {"other": torch.from_numpy(rng.integers(0, 3, recipe.steps(samples)))},
+        {
+            "means": torch.randn(3, 1, 8, 8).to(device),
+            "proportions": torch.softmax(torch.randn(3, 10), 1).to(device),
+        },
+        {"other": torch.from_numpy(rng.integers(0, 3, recipe.steps(samples))).to(device)},
     )
-    normalise, objective = Normaliser((0.3,), (0.4,), "cpu"), MixedObjective(0.2)
+    normalise, objective = Normaliser((0.3,), (0.4,), device), MixedObjective(0.2)
     assert objective.second_order, "layers that can be differentiated only once must stay out"
     assert not MixedObjective(0).second_order
-    eager = EagerEngine(copy.deepcopy(model), recipe, normalise, "cpu", objective)
-    graphed = GraphedEngine(copy.deepcopy(model), recipe, normalise, "fp32", "cpu", objective)
+    eager = EagerEngine(copy.deepcopy(model), recipe, normalise, device, objective)
+    graphed = GraphedEngine(copy.deepcopy(model), recipe, normalise, "fp32", device, objective)
     one, *first = eager.train(*start, images, labels, np.random.default_rng(3), inputs)
     two, *second = graphed.train(*start, images, labels, np.random.default_rng(3), inputs)
     assert one.loss == pytest.approx(two.loss, rel=1e-4)
