@@ -445,6 +445,17 @@ def test_seeds_that_came_to_different_rounds_are_all_named_where_there_is_no_gai
     assert no_gain_notes(groups) == [f"No gain of FedEAS: {reason}"]
 
 
+def test_a_gain_over_other_seeds_says_so(tmp_path: Path) -> None:
+    keys: dict[str, Any] = {"images": FEDEAS_OF_FOUR, "beta": 4.0, "policy": "fedeas"}
+    none = [write_run(tmp_path / f"none{seed}", [0.1 * seed], seed=seed) for seed in (1, 2)]
+    some = [write_run(tmp_path / f"some{seed}", [0.1 * seed], seed=seed, **keys) for seed in (1, 2)]
+    assert notes_on(grouped(*none, *some)) == []
+    groups = grouped(none[1], *some)
+    gain = gain_and_efficiency(groups[1], groups)
+    assert gain is not None and gain[0] == pytest.approx(-5.0)  # of what made no difference
+    assert notes_on(groups) == ["Gain of FedEAS: its seeds are 1, 2, those of the group that generates nothing 2"]
+
+
 def test_one_plan_has_one_map_and_one_line_of_notes(tmp_path: Path) -> None:
     keys: dict[str, Any] = {"policy": "fedeas", "beta": 4.0, "images": FEDEAS_OF_FOUR, "protocol": "clean"}
     runs = [write_run(tmp_path / way, [0.7], shared_images=way, **keys) for way in ("no", "by-class", "one-seed")]

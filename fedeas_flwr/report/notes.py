@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from fedeas_flwr.report.groups import Group, why_no_gain
+from fedeas_flwr.report.groups import Group, baseline_of, gain_and_efficiency, why_no_gain
 from fedeas_flwr.sizes import counted
 
 _MOST_NAMED = 6
@@ -13,7 +13,7 @@ _MOST_NAMED = 6
 
 def notes_on(groups: Sequence[Group]) -> list[str]:
     """All of them."""
-    kinds = (unfinished_notes, missing_notes, no_gain_notes, absence_notes, sharing_notes)
+    kinds = (unfinished_notes, missing_notes, no_gain_notes, seed_notes, absence_notes, sharing_notes)
     return [note for notes in kinds for note in notes(groups)]
 
 
@@ -40,6 +40,17 @@ def missing_notes(groups: Sequence[Group]) -> list[str]:
 def no_gain_notes(groups: Sequence[Group]) -> list[str]:
     """A line for each reason why groups have no gain."""
     return _together("No gain", [(reason, group.name) for group in groups if (reason := why_no_gain(group, groups))])
+
+
+def seed_notes(groups: Sequence[Group]) -> list[str]:
+    """A line for each gain over runs of other seeds, which differ by their seeds too."""
+    found = []
+    for group in groups:
+        baseline = baseline_of(group, groups) if gain_and_efficiency(group, groups) else None
+        if baseline and baseline.seeds != group.seeds:
+            mine, theirs = (", ".join(map(str, one.seeds)) for one in (group, baseline))
+            found.append((f"its seeds are {mine}, those of the group that generates nothing {theirs}", group.name))
+    return _together("Gain", found)
 
 
 def absence_notes(groups: Sequence[Group]) -> list[str]:
