@@ -24,6 +24,7 @@ from typing import Any
 from fedeas_flwr.config import ConfigError, RunConfig, parse_config
 from fedeas_flwr.config_files import parse_overrides
 from fedeas_flwr.data import short_name
+from fedeas_flwr.keys import keys_in_use
 from fedeas_flwr.listing import summarise_so_far
 from fedeas_flwr.paths import atomic_write
 from fedeas_flwr.runs import NOT_THE_RUN, RunDirectory, RunError
@@ -197,6 +198,7 @@ def make_sweep(common: Mapping[str, Any], grid_words: Sequence[str], folder: Pat
         cells.append(Cell(name, values, config.with_changes(run_dir=str(run.path)), run))
     _refuse_doubles(cells)
     settled = {key: list(dict.fromkeys(cell.values[key] for cell in cells)) for key in grid}
+    _refuse_idle(settled, configs)
     return Sweep(folder, configs[0], settled, cells)
 
 
@@ -223,6 +225,15 @@ def _refuse_doubles(cells: Sequence[Cell]) -> None:
             words = " ".join(f"{key}={_text(value)}" for key, value in cell.values.items())
             raise ConfigError(f"--grid: {words} is there twice")
         seen.add(cell.name)
+
+
+def _refuse_idle(grid: Mapping[str, Sequence[Any]], configs: Sequence[RunConfig]) -> None:
+    """Refuse several values of a key that plays no part in any run: all would come out the same."""
+    used = {key for config in configs for key in keys_in_use(config)}
+    for key, values in grid.items():
+        if len(values) > 1 and key not in used:
+            words = f"{key}={','.join(map(_text, values))}"
+            raise ConfigError(f"--grid {words}: no run of this grid takes notice of {key}, all would be the same")
 
 
 def cell_name(values: Mapping[str, Any]) -> str:

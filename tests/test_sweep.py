@@ -166,6 +166,8 @@ MISTAKES = {
     "key twice": (["seed=1", "seed=2"], ["seed", "twice"]),
     "a folder of one's own": (["run-dir=/tmp/a,/tmp/b"], ["run-dir", "itself"]),
     "no clients": (["clients=4,0"], ["clients = 0"]),
+    "a strategy's own, without it": (["fedprox-mu=0.1,1", "seed=1,2"], ["fedprox-mu=0.1,1.0", "no run", "same"]),
+    "a budget's, without one": (["policy=none,full-balance", "beta=3,6"], ["beta=3.0,6.0", "no run"]),
     "nothing": ([], ["--grid"]),
 }
 
@@ -197,6 +199,11 @@ def test_what_all_runs_share_needs_no_sense_without_the_grid(
     make_sweep(base(**given), words, tmp_path).open()
     (key,) = given
     assert [cell.config.outside()[key] for cell in sweep.cells] == [given[key]] * len(sweep.cells)
+
+
+@pytest.mark.parametrize("words", [["policy=none,fedeas", "beta=3,6"], ["fedprox-mu=0.1"], ["actors=1,2"]])
+def test_a_key_of_some_runs_or_of_one_value_may_be_in_the_grid(tmp_path: Path, words: list[str]) -> None:
+    assert make_sweep(base(), words, tmp_path).cells
 
 
 def test_a_combination_that_cannot_be_is_refused_whatever_the_others_are(tmp_path: Path) -> None:
