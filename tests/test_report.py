@@ -101,6 +101,17 @@ def test_another_strategy_is_not_called_fedavg(tmp_path: Path) -> None:
     ]
 
 
+def test_groups_of_several_policies_and_strategies_say_which_strategy_is_not_fedavg(tmp_path: Path) -> None:
+    ways = {"oversample": "krum", "full-balance": "fedadam", "fedeas": "fedavg"}
+    runs = [
+        write_run(tmp_path / policy, [0.5], images=place, policy=policy, strategy=strategy)
+        for place, (policy, strategy) in enumerate(ways.items())
+    ]
+    names = ["Oversampling, nothing generated, strategy = krum", "Full-Balance, strategy = fedadam", "FedEAS"]
+    assert [group.name for group in grouped(*runs)] == names
+    assert [group.name for group in grouped(runs[0])] == ["Oversampling, nothing generated"]
+
+
 @pytest.mark.parametrize(
     ("keys", "unread"),
     [

@@ -236,11 +236,17 @@ def differences(configs: Sequence[RunConfig]) -> list[str]:
 
 
 def _names(configs: Sequence[RunConfig]) -> list[str]:
-    """Call a group by its policy where that varies, and by what tells it from other groups of its policy."""
-    policies, names = {config.policy for config in configs}, []
+    """Call a group by its policy where that varies, and by what tells it from other groups of its policy.
+
+    Where strategies vary, one other than FedAvg is named in any case: else policies alone would seem to be compared.
+    """
+    policies, strategies = {config.policy for config in configs}, {config.strategy for config in configs}
+    names = []
     for config in configs:
         values = identity(config)
         differing = differences([other for other in configs if other.policy == config.policy])
+        if "strategy" not in differing and len(strategies) > 1 and config.strategy != "fedavg":
+            differing.insert(0, "strategy")
         more = [f"{key} = {_show(values[key])}" for key in differing if key in values]
         words = [_policy(config)] if len(policies) > 1 or not more else []
         names.append(", ".join([*words, *more]))
