@@ -150,7 +150,8 @@ def shares(total: int, pairs: npt.ArrayLike) -> list[tuple[int, int]]:
     pairs = np.asarray(pairs, dtype=np.int64)
     everyone = int(pairs.sum())
     if everyone == 0 and total > 0:
-        raise ValueError(f"total={total}: no client has an eligible pair to generate for, so only 0 can be spent")
+        wanted = "a client with images, for missing-only a class that a client has none of"
+        raise ValueError(f"total={total}: no pair to generate for is eligible, that needs {wanted}")
     base, remainder = divmod(int(total), max(1, everyone))
     extra = np.clip(remainder - (np.cumsum(pairs) - pairs), 0, pairs)
     return [(base, int(more)) for more in extra]
