@@ -298,7 +298,7 @@ def test_efficiency_is_the_papers() -> None:
 
 
 def test_gain_is_over_the_same_run_without_images(tmp_path: Path) -> None:
-    none = write_run(tmp_path / "none", [0.5], threshold=0.9)
+    none = write_run(tmp_path / "none", [0.5], threshold=0.9, gamma_hat="all-state")  # both only measure
     other = write_run(tmp_path / "prox", [0.1], strategy="fedprox")
     fedeas = write_run(tmp_path / "fedeas", [0.7], images=400, policy="fedeas", beta=4.0)
     groups = grouped(none, other, fedeas)

@@ -301,7 +301,7 @@ def _without_images(group: Group, groups: Sequence[Group]) -> list[Group]:
 
 def _in_the_way(group: Group, other: Group) -> list[str]:
     """The keys in which two groups differ, what is generated aside; of one strategy's keys the strategy is enough."""
-    mine, theirs = (identity(one.config, (*OF_GENERATION, "threshold")) for one in (group, other))
+    mine, theirs = (identity(one.config, (*OF_GENERATION, "threshold", "gamma-hat")) for one in (group, other))
     return [key for key in mine if mine[key] != theirs.get(key, mine[key])]
 
 
