@@ -77,9 +77,10 @@ def read_images(
         A folder with one subfolder a class that holds image files (`SUFFIXES`); or an ``.npz`` file with ``x`` (uint8
         ``[N, H, W, C]`` or ``[N, H, W]``), ``y`` (labels ``[N]``) and, if classes have names, ``classes`` (strings).
     classes
-        Names of the classes in the order of their labels, where that is settled already: subfolders are then called by
-        name or, unless a name is a number itself, by number. Otherwise the subfolders are the classes, in the order of
-        their names, of numbers if all of them are whole numbers.
+        Names of the classes in the order of their labels, where that is settled already: subfolders, and the
+        ``classes`` of an ``.npz`` file, are then called by name or, unless a name is a number itself, by number.
+        Otherwise the subfolders are the classes, in the order of their names, of numbers if all of them are whole
+        numbers.
     size
         ``(H, W)``: files of another size are resampled with anti-aliasing, arrays must fit. Without it all images
         must be of one size.
@@ -111,10 +112,7 @@ def _read_folder(
     names = tuple(classes) if classes is not None else tuple(folder.name for folder in inside)
     numbers = {name: label for label, name in enumerate(names)}
     if classes is not None:
-        if not any(map(str.isdecimal, names)):
-            numbers |= {str(label): label for label in range(len(names))}
-        if unknown := [folder.name for folder in inside if folder.name not in numbers]:
-            raise ValueError(f"{path} has a subfolder {unknown[0]!r}; its classes are {_few(names)}")
+        numbers = _numbers_of(path, "subfolder", [folder.name for folder in inside], names)
     files = [(file, numbers[folder.name]) for folder in inside for file in sorted(folder.iterdir()) if _is_image(file)]
     there = {file.parent for file, _ in files}
     if not files:
@@ -130,6 +128,16 @@ def _read_folder(
     for position, (file, _) in enumerate(files):
         images[position] = _read_file(file, size, channels)
     return OwnImages(images, np.array([label for _, label in files], np.int64), names)
+
+
+def _numbers_of(path: Path, what: str, called: Sequence[str], names: Sequence[str]) -> dict[str, int]:
+    """Which label a class has by its name or, unless a name is a number itself, its number; all ``called`` must."""
+    numbers = {name: label for label, name in enumerate(names)}
+    if not any(map(str.isdecimal, names)):
+        numbers |= {str(label): label for label in range(len(names))}
+    if unknown := [name for name in called if name not in numbers]:
+        raise ValueError(f"{path} has a {what} {unknown[0]!r}; its classes are {_few(names)}")
+    return numbers
 
 
 def _class_folders(path: Path) -> list[Path]:
@@ -234,10 +242,21 @@ def _read_npz(
     if images.shape[1:] != wanted:
         must = ", ".join(map(str, wanted))
         raise ValueError(f"{path} holds x uint8 {list(images.shape)}; x must be uint8 [N, {must}]")
-    names = tuple(classes) if classes is not None else class_names(path, arrays.get("classes"), int(labels.max()) + 1)
+    called, names = arrays.get("classes"), tuple(classes or ())
+    if classes is None:
+        names = class_names(path, called, int(labels.max()) + 1)
+    elif called is not None:
+        labels = _by_name(path, labels, class_names(path, called, 0), names)
     _check_classes(path, names)
     _check_labels(path, "y", labels, names)
     return OwnImages(images, labels.astype(np.int64), names)
+
+
+def _by_name(path: Path, labels: NDArray[Any], called: Sequence[str], names: Sequence[str]) -> NDArray[np.int64]:
+    """The labels of a file that names its classes, as settled ``names`` count them: its 0 may be another's 1."""
+    numbers = _numbers_of(path, "class", called, names)
+    _check_labels(path, "y", labels, called)
+    return np.take(np.array([numbers[name] for name in called], np.int64), labels)
 
 
 def read_arrays(path: Path, needed: Sequence[str], optional: Sequence[str] = ()) -> dict[str, NDArray[Any]]:

@@ -196,6 +196,23 @@ def test_arrays_with_and_without_names(tmp_path: Path) -> None:
     assert read_images(tmp_path / "named.npz").classes == ("no", "yes", "perhaps")
 
 
+def test_arrays_that_name_their_classes_are_labelled_by_name_where_these_are_settled(tmp_path: Path) -> None:
+    """A site that lacks the first class counts from the second: its 0 is not everybody's."""
+    x, y = np.zeros((4, 2, 2), np.uint8), np.array([1, 0, 1, 1])
+    np.savez(tmp_path / "d.npz", x=x, y=y, classes=np.array(["dog", "bird"]))
+    found = read_images(tmp_path / "d.npz", classes=["cat", "bird", "dog"])
+    assert found.labels.tolist() == [1, 2, 1, 1] and found.classes == ("cat", "bird", "dog")
+    with pytest.raises(ValueError, match=r"d.npz has a class 'dog'; its classes are cat, bird$"):
+        read_images(tmp_path / "d.npz", classes=["cat", "bird"])
+    np.savez(tmp_path / "d.npz", x=x, y=y, classes=np.array(["2", "0"]))
+    assert read_images(tmp_path / "d.npz", classes=["cat", "bird", "dog"]).labels.tolist() == [0, 2, 0, 0]
+    np.savez(tmp_path / "d.npz", x=x, y=y + 1, classes=np.array(["dog", "bird"]))
+    with pytest.raises(ValueError, match=r"d.npz: in y a label is 2; there are 2 classes, so 0 to 1$"):
+        read_images(tmp_path / "d.npz", classes=["cat", "bird", "dog"])
+    np.savez(tmp_path / "d.npz", x=x, y=y * 0, classes=np.array(["dog"]))
+    assert read_images(tmp_path / "d.npz", classes=["cat", "bird", "dog"]).labels.tolist() == [2] * 4
+
+
 X, Y = np.zeros((4, 2, 2, 3), np.uint8), np.array([0, 1, 0, 1])
 
 
