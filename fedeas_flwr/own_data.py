@@ -415,7 +415,9 @@ def _read_split_npz(path: Path) -> tuple[dict[str, NDArray[Any]], tuple[str, ...
 def fingerprint(where: str | Path) -> str:
     """What stands for a path's content without reading it: names, sizes and times of change."""
     path = expanded(where).resolve()
-    files = sorted(file for file in path.rglob("*") if _is_image(file)) if path.is_dir() else [path]
+    # Not `rglob`, which looks behind no link: a class's folder may be one.
+    below = (*path.glob("*/*"), *path.glob("*/*/*"))  # the latter of train/ and test/
+    files = sorted(file for file in below if _is_image(file)) if path.is_dir() else [path]
     if not path.exists():
         raise _not_images(path, where)
     facts = [(str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in files]

@@ -373,6 +373,18 @@ def test_a_changed_folder_is_read_again(own_cache: Path, tmp_path: Path) -> None
     assert data.dataset_info(name).num_train + data.dataset_info(name).num_test == 61
 
 
+def test_a_change_behind_a_linked_class_folder_is_read_again(own_cache: Path, tmp_path: Path) -> None:
+    elsewhere, linked = shapes(tmp_path / "shapes"), tmp_path / "linked"
+    for part in ("train", "test"):
+        (linked / part).mkdir(parents=True)
+        for folder in elsewhere.iterdir():
+            (linked / part / folder.name).symlink_to(folder)
+    assert [data.dataset_info(f"own:{folder}").num_train for folder in (linked, linked / "train")] == [60, 48]
+    save_picture(elsewhere / "dot" / "more.png", 9, (8, 8))
+    data._open_own.cache_clear()
+    assert [data.dataset_info(f"own:{folder}").num_train for folder in (linked, linked / "train")] == [61, 49]
+
+
 def test_what_was_kept_of_the_same_files_read_otherwise_is_not_used(
     own_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
