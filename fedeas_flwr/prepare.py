@@ -43,7 +43,10 @@ def prepare(config: RunConfig, console: Console) -> RunConfig:
         _reach(config.ray_address)
     config = _with_absolute_paths(config)
     if config.run_dir:
-        RunDirectory(Path(config.run_dir)).check_ready(config)
+        run = RunDirectory(Path(config.run_dir))
+        run.check_ready(config)
+        if config.resume:
+            run.check_classes(config.dataset, dataset_info(config.dataset).classes)
     counts = planned_counts(config, config.clients, show_tries(console))
     open_dataset(config.dataset, config.data_dir)
     network(config)
@@ -175,6 +178,7 @@ def evaluate_run(run: RunDirectory) -> dict[str, Any]:
 
     config = run.config()
     arrays = run.load_model()
+    run.check_classes(config.dataset, dataset_info(config.dataset).classes)
     model = network(config)
     try:
         copy_state(model, arrays, {})

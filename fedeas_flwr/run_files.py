@@ -1,6 +1,6 @@
 """What a run leaves in its folder, by name: nothing else there is its own, and nothing else is ever removed.
 
-config.json            the run-config and the environment it ran in
+config.json            the run-config, the environment it ran in and what the labels are called
 rounds.jsonl           one object a round
 checkpoint.safetensors everything the server needs to go on after the last checkpointed round
 clients/ID/            what client ID keeps between rounds (simulation; see client_state.py)

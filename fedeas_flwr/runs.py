@@ -8,9 +8,10 @@ from __future__ import annotations
 import json
 import os
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import zip_longest
 from pathlib import Path
 from tempfile import TemporaryFile
 from typing import Any
@@ -79,7 +80,8 @@ class RunDirectory:
         remove_unfinished(run.path)
         with run._saying_what_cannot_be_written():
             run.path.mkdir(parents=True, exist_ok=True)
-            run.write_json("config.json", {"config": config.outside(), "environment": dict(environment)})
+            kept = {"classes": run.classes()} if config.resume else {}
+            run.write_json("config.json", {"config": config.outside(), "environment": dict(environment), **kept})
         run.set_status("running")
         return run
 
@@ -157,6 +159,31 @@ class RunDirectory:
         found = self.read_json("config.json")
         found["config"]["clients"] = clients
         self.write_json("config.json", found)
+
+    def record_classes(self, dataset: str, classes: Sequence[str]) -> None:
+        """Note what the labels of its dataset are called, by which a resumed run is held to them."""
+        self.check_classes(dataset, classes)
+        self.write_json("config.json", {**self.read_json("config.json"), "classes": classes})
+
+    def check_classes(self, dataset: str, classes: Sequence[str]) -> None:
+        """Refuse a dataset whose labels are called otherwise than when the run began: they would mean other classes."""
+        before = self.classes()
+        if before in ([], list(classes)):
+            return
+        pairs = list(zip_longest(classes, before))
+        label = next(label for label, (now, then) in enumerate(pairs) if now != then)
+        now, then = ("not there" if name is None else repr(name) for name in pairs[label])
+        raise RunError(
+            f"dataset = {dataset!r}: its class {label} is {now}, and {then} in the run {self.path}: put its classes "
+            "back, or begin anew"
+        )
+
+    def classes(self) -> list[str]:
+        """What the labels were called when the run began; nothing in records of older versions."""
+        found = self.read_json("config.json").get("classes", [])
+        if not isinstance(found, list) or not all(isinstance(name, str) for name in found):
+            raise RunError(f"{self.path / 'config.json'} is not a run's config: classes = {str(found)[:100]}")
+        return found
 
     def config(self) -> RunConfig:
         """The run-config this run was started with."""

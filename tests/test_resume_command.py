@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 from runners import finish, quick, small, typed, weights
 
+from fedeas_flwr import data
 from fedeas_flwr.checkpoints import read_arrays, write_arrays
 from fedeas_flwr.config import RunConfig
+from fedeas_flwr.runs import RunFailedError
 
 
 def test_resume_of_another_config_is_refused(tmp_path: Path) -> None:
@@ -17,6 +22,57 @@ def test_resume_of_another_config_is_refused(tmp_path: Path) -> None:
     done = typed("resume", str(tmp_path / "r"), "alpha=0.5")
     assert (done.returncode, done.stdout) == (2, ""), "it is refused before its headline"
     assert "alpha = 0.5, but the run to resume has alpha = 0.1" in done.stderr
+
+
+def write_images(path: Path, classes: Sequence[str]) -> Path:
+    """Forty images of two labels, whatever these are called."""
+    images = np.random.default_rng(0).integers(0, 256, (40, 8, 8, 1), dtype=np.uint8)
+    np.savez(path, x=images, y=np.arange(40) % 2, classes=np.array(classes))
+    data._open_own.cache_clear()
+    return path
+
+
+@pytest.mark.parametrize(
+    ("now", "why"),
+    [
+        (("healthy", "sick"), "its class 1 is 'sick', and 'ill' in the run"),
+        (("ill", "healthy"), "its class 0 is 'ill', and 'healthy' in the run"),
+        (("healthy", "ill", "unclear"), "its class 2 is 'unclear', and not there in the run"),
+    ],
+)
+def test_data_of_other_classes_are_refused_before_anything_changes(
+    now: tuple[str, ...], why: str, tmp_path: Path
+) -> None:
+    images = write_images(tmp_path / "images.npz", ("healthy", "ill"))
+    keys: dict[str, Any] = {"policy": "none", "rounds": 1, "clients": 2, "alpha": 10.0}
+    run = finish(small(tmp_path / "r", dataset=f"own:{images}", **keys))
+    before = {path.name: path.read_bytes() for path in run.path.iterdir() if path.is_file()}
+    write_images(images, now)
+    for words in (("resume", str(run.path), "rounds=2"), ("evaluate", str(run.path))):
+        refused = typed(*words)
+        assert (refused.returncode, refused.stdout) == (2, "")
+        line = f"error: dataset = 'own:{images}': {why} {run.path}: put its classes back, or begin anew\n"
+        assert refused.stderr == line
+    assert before == {path.name: path.read_bytes() for path in run.path.iterdir() if path.is_file()}
+    with pytest.raises(RunFailedError, match=why):  # as `flwr run` starts it, where no command has looked before
+        finish(run.config().with_changes(resume=True, rounds=2))
+    assert len(run.rounds()) == 1 and why in run.status()[1], "its folder says why"
+    write_images(images, ("healthy", "ill"))
+    assert typed("resume", str(run.path), "rounds=2").returncode == 0 and len(run.rounds()) == 2
+
+
+def test_a_run_from_before_it_kept_its_classes_is_gone_on_with_and_keeps_them_then(tmp_path: Path) -> None:
+    images = write_images(tmp_path / "images.npz", ("healthy", "ill"))
+    run = finish(small(tmp_path / "r", dataset=f"own:{images}", policy="none", rounds=1, clients=2, alpha=10.0))
+    kept = run.read_json("config.json")
+    assert kept.pop("classes") == ["healthy", "ill"]
+    run.write_json("config.json", kept)
+    write_images(images, ("well", "ill"))
+    assert typed("evaluate", str(run.path)).returncode == 0
+    assert typed("resume", str(run.path), "rounds=2").returncode == 0
+    assert run.read_json("config.json")["classes"] == ["well", "ill"]
+    run.write_json("config.json", {**kept, "classes": 7})
+    assert "config.json is not a run's config: classes = 7" in typed("evaluate", str(run.path)).stderr
 
 
 def test_a_finished_run_tells_its_result_again_and_nothing_is_started(
