@@ -93,6 +93,8 @@ def train_client(message: Message, context: Context) -> Message:
     config, node = _open(context)
     client, data = node.client, local_data(config, node)
     task = messages.read_task(message)
+    if messages.classes_digest(data.dataset.classes) != task.classes:
+        raise ValueError(f"dataset = {config.dataset!r}: its classes are others than on the server, by name or order")
     device = pick_device(config.device, config.precision)
     live = messages.is_live(message)
     store = ClientStore(node.state_folder(config, context.run_id, task.run), in_memory=live)

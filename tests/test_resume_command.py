@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from runners import finish, quick, small, typed, weights
 
-from fedeas_flwr import data
+from fedeas_flwr import data, local_data
 from fedeas_flwr.checkpoints import read_arrays, write_arrays
 from fedeas_flwr.config import RunConfig
 from fedeas_flwr.runs import RunFailedError
@@ -29,6 +29,7 @@ def write_images(path: Path, classes: Sequence[str]) -> Path:
     images = np.random.default_rng(0).integers(0, 256, (40, 8, 8, 1), dtype=np.uint8)
     np.savez(path, x=images, y=np.arange(40) % 2, classes=np.array(classes))
     data._open_own.cache_clear()
+    local_data._federated_data.cache_clear()
     return path
 
 

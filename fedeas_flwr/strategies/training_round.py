@@ -25,6 +25,7 @@ from fedeas_flwr.array_records import to_arrays, to_record
 from fedeas_flwr.checkpoints import Arrays, Checkpoint, StrategyState
 from fedeas_flwr.config import RunConfig
 from fedeas_flwr.cores import in_order, threads_for
+from fedeas_flwr.data import dataset_info
 from fedeas_flwr.grids import GridView
 from fedeas_flwr.messages import MessageError, TrainReport, TrainTask
 from fedeas_flwr.runs import ProcessesDiedError, RunDirectory, RunError
@@ -139,7 +140,7 @@ class TrainingRounds(Roster):
         clients = {node: client for client, node in self.nodes.items()}
         out = list(self.strategy.configure_train(number, model, ConfigRecord(), view))
         extra = to_record(self.strategy.extra() if isinstance(self.strategy, SendsExtra) else {})
-        run = self.run.identity()
+        run, classes = self.run.identity(), messages.classes_digest(dataset_info(self.config.dataset).classes)
         for message in out:
             client = clients[message.metadata.dst_node_id]
             task = TrainTask(
@@ -149,6 +150,7 @@ class TrainingRounds(Roster):
                 checkpointed_round=self.checkpointed.get(client, 0),
                 run=run,
                 share=self.share_of(client),
+                classes=classes,
                 service=self.service,
             )
             messages.add_task(message, task, buffers, extra)
