@@ -306,6 +306,9 @@ def test_the_commands(tmp_path: Path, silent_port: int) -> None:
     made = typed(*words, "--port", str(silent_port), cwd=tmp_path)
     assert made.returncode == 0, made.stderr
     assert f"FLWR_HOME={tmp_path}/lab/flwr flwr run {tmp_path}/lab/app deployment" in made.stdout
+    spaced = typed("deploy", "init", "lab two", *words[3:], cwd=tmp_path).stdout
+    assert f"fedeas deploy register '{tmp_path}/lab two'\n" in spaced and f"check '{tmp_path}/lab two'\n" in spaced
+    assert f"FLWR_HOME='{tmp_path}/lab two/flwr' flwr run '{tmp_path}/lab two/app' deployment" in spaced
     (tmp_path / "lab" / "node-1" / "node.key").chmod(0o640)
     checked = typed("deploy", "check", "lab", cwd=tmp_path)
     assert checked.returncode == 1

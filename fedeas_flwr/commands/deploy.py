@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from shlex import quote
 from typing import Annotated
 
 import typer
@@ -39,10 +40,10 @@ def init(
     for line in (
         f"superlink/ → {host[0]}; {places} → one a node; ca/ stays here",
         "1. start superlink/start.sh there",
-        f"2. fedeas deploy register {folder}",
+        f"2. fedeas deploy register {quote(str(folder))}",
         "3. start node-N/start.sh on every node",
-        f"4. fedeas deploy check {folder}",
-        f"5. FLWR_HOME={folder}/flwr flwr run {folder}/app {CONNECTION} --stream",
+        f"4. fedeas deploy check {quote(str(folder))}",
+        f"5. FLWR_HOME={quote(f'{folder}/flwr')} flwr run {quote(f'{folder}/app')} {CONNECTION} --stream",
     ):
         print(line)
 

@@ -9,6 +9,7 @@ import ssl
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
+from shlex import quote
 from typing import Any
 
 import click
@@ -175,7 +176,7 @@ def _check_registered(folder: Path, nodes: int) -> Iterator[Finding]:
     online, registered = states["online"], sum(states.values()) - states["unregistered"]
     if registered < nodes:
         text = f"{registered} of {nodes} nodes are registered"
-        yield problem("registered nodes", text, f"fedeas deploy register {folder}")
+        yield problem("registered nodes", text, f"fedeas deploy register {quote(str(folder))}")
     elif online < nodes:
         yield note("registered nodes", f"{online} of {nodes} are online", "start the others: node-N/start.sh")
     else:
