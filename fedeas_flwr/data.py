@@ -115,8 +115,9 @@ def _open_own(name: str) -> tuple[DatasetInfo, Dataset]:
     where = name.removeprefix(OWN)
     if not where:  # Path("") would be the folder one is in
         raise ValueError("dataset = 'own:': must be own:PATH with a folder or .npz file of yours")
+    root = cache_root()
     try:
-        folder = cache_root() / "data" / f"own-{own_data.fingerprint(where)}"
+        folder = root / "data" / f"own-{own_data.fingerprint(where)}"
         folder.parent.mkdir(parents=True, exist_ok=True)
         with FileLock(f"{folder}.lock"):
             try:
@@ -125,6 +126,8 @@ def _open_own(name: str) -> tuple[DatasetInfo, Dataset]:
                 _write_own(name, folder)
                 info, arrays = _open_own_folder(name, folder)
     except (FileNotFoundError, ValueError) as error:
+        if getattr(error, "filename", None):  # the system's word on a file, which may be one of the cache
+            raise
         raise type(error)(f"dataset: {error}") from None
     return info, Dataset(name, info.classes, info.mean, info.std, **arrays)
 

@@ -438,6 +438,27 @@ def test_classes_too_small_for_a_test_image_are_said(tmp_path: Path, caplog: pyt
     ]
 
 
+@pytest.mark.parametrize(
+    ("cache", "line"),
+    [
+        pytest.param(
+            "/proc/nowhere",
+            "/proc/nowhere: No such file or directory (FEDEAS_CACHE = '/proc/nowhere')",
+            marks=pytest.mark.skipif(not Path("/proc").exists(), reason="a folder where nobody can make one"),
+        ),
+        ("~nobody-here/c", "FEDEAS_CACHE = '~nobody-here/c': its home folder is not known; give the whole path"),
+    ],
+)
+def test_a_cache_that_cannot_be_is_not_said_to_be_the_dataset(
+    cache: str, line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data._open_own.cache_clear()
+    monkeypatch.setenv("FEDEAS_CACHE", cache)
+    assert (
+        typed("plan", "--dataset", f"own:{shapes(tmp_path / 'shapes')}", "--clients", "2").stderr == f"error: {line}\n"
+    )
+
+
 def test_what_cannot_be_a_dataset_is_one_line(own_cache: Path, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"^dataset = 'own:': must be own:PATH"):
         data.dataset_info("own:")
