@@ -6,8 +6,10 @@ client processes then cost the memory of one. Images are uint8 ``[N, H, W, C]``,
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
+import os
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -157,7 +159,12 @@ def _open_own_folder(name: str, folder: Path) -> tuple[DatasetInfo, Arrays]:
 def _write_arrays(folder: Path, arrays: Arrays) -> None:
     for key in KEYS:
         dtype = np.uint8 if key.startswith("x") else np.int64
-        np.save(folder / f"{key}.npy", arrays[key].astype(dtype, copy=False), allow_pickle=False)
+        try:
+            np.save(folder / f"{key}.npy", arrays[key].astype(dtype, copy=False), allow_pickle=False)
+        except OSError as error:
+            if error.errno is None:  # NumPy's own: so much was requested and so much written
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)) from error
+            raise
 
 
 def _open_folder(info: DatasetInfo, folder: Path) -> Arrays:

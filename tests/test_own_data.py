@@ -459,6 +459,16 @@ def test_a_cache_that_cannot_be_is_not_said_to_be_the_dataset(
     )
 
 
+def test_a_full_disk_is_told_as_one(own_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: Any, **__: Any) -> None:
+        raise OSError("135168 requested and 122752 written")  # NumPy's own words
+
+    monkeypatch.setattr(data.np, "save", full)
+    told = typed("plan", "--dataset", f"own:{shapes(tmp_path / 'shapes')}", "--clients", "2")
+    assert told.returncode == 1 and told.stderr.startswith(f"error: {own_cache}/data/own-")
+    assert told.stderr.endswith(f": No space left on device (FEDEAS_CACHE = '{own_cache}')\n")
+
+
 def test_what_cannot_be_a_dataset_is_one_line(own_cache: Path, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"^dataset = 'own:': must be own:PATH"):
         data.dataset_info("own:")
