@@ -77,6 +77,7 @@ class TrainingRounds(Roster):
         self.checkpointed: dict[int, int] = {}
         """Client → the round its state would start from if the server came back from its checkpoint."""
         self._steps: dict[int, int] = {}
+        self._classes = messages.classes_digest(dataset_info(config.dataset).classes)
 
     def sample(self, round_number: int) -> list[int]:
         """The clients of a round: uniform without replacement, from a stream of the round's own."""
@@ -140,7 +141,7 @@ class TrainingRounds(Roster):
         clients = {node: client for client, node in self.nodes.items()}
         out = list(self.strategy.configure_train(number, model, ConfigRecord(), view))
         extra = to_record(self.strategy.extra() if isinstance(self.strategy, SendsExtra) else {})
-        run, classes = self.run.identity(), messages.classes_digest(dataset_info(self.config.dataset).classes)
+        run = self.run.identity()
         for message in out:
             client = clients[message.metadata.dst_node_id]
             task = TrainTask(
@@ -150,7 +151,7 @@ class TrainingRounds(Roster):
                 checkpointed_round=self.checkpointed.get(client, 0),
                 run=run,
                 share=self.share_of(client),
-                classes=classes,
+                classes=self._classes,
                 service=self.service,
             )
             messages.add_task(message, task, buffers, extra)
