@@ -71,8 +71,8 @@ def query(message: Message, context: Context) -> Message:
     client, data = node.client, local_data(config, node)
     question, at = messages.read_question(message)
     if question == "identity":
-        examples = len(data.partition.train[node.part])
-        return messages.answer(message, client, partitions=node.partitions, examples=examples)
+        examples, classes = len(data.partition.train[node.part]), messages.classes_digest(data.dataset.classes)
+        return messages.answer(message, client, partitions=node.partitions, examples=examples, classes=classes)
     counts = _counts(data, node.part)
     if question == "plan":
         total = allocation.fedeas(counts, at, config.gamma, not config.printed_rule).sum()
@@ -93,8 +93,6 @@ def train_client(message: Message, context: Context) -> Message:
     config, node = _open(context)
     client, data = node.client, local_data(config, node)
     task = messages.read_task(message)
-    if messages.classes_digest(data.dataset.classes) != task.classes:
-        raise ValueError(f"dataset = {config.dataset!r}: its classes are others than on the server, by name or order")
     device = pick_device(config.device, config.precision)
     live = messages.is_live(message)
     store = ClientStore(node.state_folder(config, context.run_id, task.run), in_memory=live)

@@ -4,8 +4,7 @@
                       β or level                        or its id and arrays that a `disclose-…` key lets out
     train     server: model, β, this round,     client: model, its real sample count, a few numbers,
                       last accepted round,              and an algorithm's extra arrays (SCAFFOLD …)
-                      share, extra arrays, a digest
-                      of the classes' names
+                      share, extra arrays
     evaluate  server: model                     client: how many of its own test images it got right
 
 No per-class vector crosses but in such a disclosure: a client's label counts stay with it. β is the server's to say: a
@@ -63,8 +62,6 @@ class TrainTask:
     run: str
     """The run's name for itself, under which a node keeps its state."""
     share: Share
-    classes: str
-    """The digest of what the labels are called on the server (`classes_digest`)."""
     service: str = ""
     """Address of the generator that all clients share; empty: a client has its own."""
 
@@ -97,9 +94,9 @@ class EvaluateReport:
     loss: float
 
 
-def classes_digest(classes: Sequence[str]) -> str:
-    """One word for the names of all classes, in their order: two machines see by it whether they mean the same ones."""
-    return hashlib.sha256(repr(tuple(classes)).encode()).hexdigest()[:16]
+def classes_digest(classes: Sequence[str]) -> int:
+    """One number for the names of all classes in their order: by it a server sees whether a node means the same."""
+    return int(hashlib.sha256(repr(tuple(classes)).encode()).hexdigest()[:12], 16)
 
 
 def is_live(message: Message) -> bool:
@@ -161,7 +158,7 @@ def add_task(message: Message, task: TrainTask, buffers: ArrayRecord, extra: Arr
     config["accepted-round"], config["checkpointed-round"] = task.accepted_round, task.checkpointed_round
     config["share-base"], config["share-extra"] = task.share.base, task.share.extra
     config["share-level"] = task.share.level
-    config["run"], config["classes"], config["generator-service"] = task.run, task.classes, task.service
+    config["run"], config["generator-service"] = task.run, task.service
     content[CONFIG] = config
     content[BUFFERS], content[EXTRA] = buffers, extra
     message.content = content
@@ -179,7 +176,6 @@ def read_task(message: Message) -> TrainTask:
         checkpointed_round=int(config["checkpointed-round"]),
         run=str(config["run"]),
         share=Share(int(config["share-base"]), int(config["share-extra"]), float(config["share-level"])),
-        classes=str(config["classes"]),
         service=str(config["generator-service"]),
     )
 

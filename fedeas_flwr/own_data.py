@@ -136,7 +136,7 @@ def _numbers_of(path: Path, what: str, called: Sequence[str], names: Sequence[st
     if not any(map(str.isdecimal, names)):
         numbers |= {str(label): label for label in range(len(names))}
     if unknown := [name for name in called if name not in numbers]:
-        raise ValueError(f"{path} has a {what} {unknown[0]!r}; its classes are {_few(names)}")
+        raise ValueError(f"{path} has a {what} {unknown[0]!r}; the dataset's classes are {_few(names)}")
     return numbers
 
 
@@ -255,6 +255,8 @@ def _read_npz(
 def _by_name(path: Path, labels: NDArray[Any], called: Sequence[str], names: Sequence[str]) -> NDArray[np.int64]:
     """The labels of a file that names its classes, as settled ``names`` count them: its 0 may be another's 1."""
     numbers = _numbers_of(path, "class", called, names)
+    if len({numbers[name] for name in called}) < max(1, len(called)):
+        raise ValueError(f"{path} holds classes = {_few(called) or 'none'}; each must be there once, by name or number")
     _check_labels(path, "y", labels, called)
     return np.take(np.array([numbers[name] for name in called], np.int64), labels)
 

@@ -93,7 +93,7 @@ def nothing_but_the_model_and_numbers(lab: Lab, model: dict[str, Any]) -> None:
         assert all(type(value) in (int, float) for value in reply["metrics"]["metrics"].values())
         names = set(reply["metrics"]["metrics"])
         if reply["type"] == "query":
-            assert (names, reply["arrays"]) == ({"client-id", "partitions", "examples"}, {})
+            assert (names, reply["arrays"]) == ({"client-id", "partitions", "examples", "classes"}, {})
             continue
         assert names == {
             *("num-examples", "client-id", "loss", "steps", "generated", "made", "rejected"),

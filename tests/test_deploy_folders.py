@@ -234,7 +234,10 @@ def test_a_nodes_images_and_generator_are_held_against_the_run(
     ]
     (images / "seven").mkdir()
     state, text = found(RunConfig())[0]
-    assert (state, f"{images} has a subfolder 'seven'; its classes are 0, 1, 2, 3" in text) == ("problem", True)
+    assert (state, f"{images} has a subfolder 'seven'; the dataset's classes are 0, 1, 2, 3" in text) == (
+        "problem",
+        True,
+    )
     np.savez(tmp_path / "mine.npz", x=np.zeros((5, 9, 9, 1), np.uint8), y=np.arange(5))
     state, text = found(RunConfig(), data=tmp_path / "mine.npz")[0]
     assert (state, "x must be uint8 [N, 8, 8, 1]" in text) == ("problem", True)

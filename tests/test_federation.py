@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from fedeas_flwr import messages
 from fedeas_flwr.checkpoints import Checkpoint
 from fedeas_flwr.config import parse_config
+from fedeas_flwr.data import dataset_info
 from fedeas_flwr.grids import InlineGrid
 from fedeas_flwr.messages import TrainReport
 from fedeas_flwr.runs import RunDirectory, RunError
@@ -26,6 +27,7 @@ from fedeas_flwr.strategies.federation import Federation
 
 START = Checkpoint(0, {"w": np.zeros(2, np.float32)}, {"n": np.array(0, np.int64), "mean": np.zeros(1, np.float32)})
 EXAMPLES = (30, 10, 60)
+DIGITS = messages.classes_digest(dataset_info("digits").classes)
 VALUES = (1.0, 5.0, 2.0)
 
 
@@ -37,7 +39,8 @@ def toy_app(misbehave: Callable[[int, Message], Message | None] = lambda client,
     def query(message: Message, context: Any) -> Message:
         node = context.node_config
         client = node["partition-id"]
-        return messages.answer(message, client, partitions=node["num-partitions"], examples=EXAMPLES[client])
+        numbers = {"partitions": node["num-partitions"], "examples": EXAMPLES[client], "classes": DIGITS}
+        return messages.answer(message, client, **numbers)
 
     @app.train()
     def train(message: Message, context: Any) -> Message:

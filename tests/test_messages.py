@@ -33,7 +33,7 @@ def identity() -> None:
 def request() -> Message:
     content = RecordDict({ARRAYS: to_record(TRAINABLE), CONFIG: ConfigRecord({"server-round": 3})})
     message = Message(content, dst_node_id=6, message_type="train")
-    task = TrainTask(3, 12.0, 2, 1, "0123456789abcdef" * 2, Share(4, 1, 0.25), "ab" * 8)
+    task = TrainTask(3, 12.0, 2, 1, "0123456789abcdef" * 2, Share(4, 1, 0.25))
     messages.add_task(message, task, to_record(COUNTERS), to_record({}))
     return message
 
@@ -47,9 +47,7 @@ def read(message: Message) -> Any:
 
 
 def test_task_and_reply_come_back_as_sent() -> None:
-    assert messages.read_task(request()) == TrainTask(
-        3, 12.0, 2, 1, "0123456789abcdef" * 2, Share(4, 1, 0.25), "ab" * 8
-    )
+    assert messages.read_task(request()) == TrainTask(3, 12.0, 2, 1, "0123456789abcdef" * 2, Share(4, 1, 0.25))
     message = reply()
     report, buffers = read(message)
     assert report == REPORT
@@ -206,7 +204,7 @@ def numbers_on_the_wire(message: Message) -> list[Any]:
 def test_query_answers_are_whole_numbers_one_each() -> None:
     grid = InlineGrid(client_app, 4, parse_config({"policy": "missing-only", "clients": 4}).outside())
     for question, keys in (
-        ("identity", {"partitions", "examples"}),
+        ("identity", {"partitions", "examples", "classes"}),
         ("plan", {"total", "absent"}),
         ("waterfill", {"count"}),
     ):

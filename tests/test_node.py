@@ -20,7 +20,7 @@ from fedeas_flwr.local_data import federated_data, local_data
 from fedeas_flwr.messages import Share
 from fedeas_flwr.node import read_node
 from fedeas_flwr.runs import RunDirectory, RunFailedError
-from fedeas_flwr.strategies import training_round
+from fedeas_flwr.strategies import members
 
 RUN = "ab" * 16
 
@@ -103,16 +103,16 @@ def test_a_node_trains_on_images_of_its_own(tmp_path: Path) -> None:
         local_data(config.with_changes(policy="greedy"), node)
 
 
-def test_a_node_whose_examples_have_other_classes_than_the_servers_does_not_train(
+def test_a_node_whose_examples_have_other_classes_than_the_servers_does_not_take_part(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The same path on two machines may hold two things, and label 1 would mean one class here and another there."""
     x = np.random.default_rng(0).integers(0, 256, (40, 8, 8, 1), dtype=np.uint8)
     np.savez(tmp_path / "examples.npz", x=x, y=np.arange(40) % 2, classes=np.array(["healthy", "ill"]))
-    opened = training_round.dataset_info(f"own:{tmp_path}/examples.npz")
+    opened = members.dataset_info(f"own:{tmp_path}/examples.npz")
     on_server = replace(opened, classes=("healthy", "broken"))
-    monkeypatch.setattr(training_round, "dataset_info", lambda name: on_server)
-    with pytest.raises(RunFailedError, match=r"examples.npz': its classes are others than on the server"):
+    monkeypatch.setattr(members, "dataset_info", lambda name: on_server)
+    with pytest.raises(RunFailedError, match=r"examples.npz': its classes are others there than on the server"):
         finish(small(tmp_path / "r", dataset=f"own:{tmp_path}/examples.npz", policy="none", clients=2, alpha=10.0))
 
 

@@ -64,9 +64,9 @@ def test_every_strategy_ends_where_it_does_on_a_processor(tmp_path: Path, strate
 
 
 @on_a_gpu
-@pytest.mark.parametrize(("precision", "apart"), [("fp32", 0.05), ("bf16", 0.9)])
+@pytest.mark.parametrize(("precision", "alike"), [("fp32", 0.999), ("bf16", 0.8)])
 @pytest.mark.parametrize("strategy", ["fedgen", "fedmix"])
-def test_a_resnet18_learns_in_graphs_what_it_learns_eagerly(strategy: str, precision: str, apart: float) -> None:
+def test_a_resnet18_learns_in_graphs_what_it_learns_eagerly(strategy: str, precision: str, alike: float) -> None:
     """FedMix without the fast layers, which cannot be differentiated twice, and FedGen with a fast head.
 
     In bf16 roundings alone part them: at these weights they move FedMix's gradient, of λ = ½, by half (on a processor).
@@ -91,7 +91,8 @@ def test_a_resnet18_learns_in_graphs_what_it_learns_eagerly(strategy: str, preci
         _, trained, _ = engine.train(*read_state(start), images, labels, np.random.default_rng(3), inputs)
         before = read_state(start)[0]
         ways.append(torch.cat([(trained[key].cpu() - before[key]).flatten() for key in before]))
-    assert (ways[0] - ways[1]).norm() < apart * ways[0].norm()
+    assert torch.nn.functional.cosine_similarity(ways[0], ways[1], dim=0) > alike
+    assert 0.8 < ways[1].norm() / ways[0].norm() < 1.25
 
 
 @on_a_gpu

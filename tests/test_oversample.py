@@ -89,7 +89,7 @@ def test_a_client_trains_on_its_images_and_their_copies() -> None:
     data, counts = federated_data(config, 4), planned_counts(config, 4)
     for client, copies in enumerate(oversample(counts, 8.0)):
         node, planned = read_node({"partition-id": client, "num-partitions": 4}), ClientState(generate=(0,) * 10)
-        task = messages.TrainTask(1, 8.0, 0, 0, "", messages.Share(), "")
+        task = messages.TrainTask(1, 8.0, 0, 0, "", messages.Share())
         found = _images(config, data, node, planned, "cpu", task)
         images, labels = found.images, found.labels
         real, real_labels = data.train(client)

@@ -63,7 +63,7 @@ def test_where_classes_are_called_by_numbers_a_subfolder_is_the_class_of_that_na
         save_picture(tmp_path / name / "a.png", 1)
     assert read_images(tmp_path, classes=["1", "2", "3"]).labels.tolist() == [0, 1]
     save_picture(tmp_path / "0" / "a.png", 1)
-    with pytest.raises(ValueError, match="subfolder '0'; its classes are 1, 2, 3"):
+    with pytest.raises(ValueError, match="subfolder '0'; the dataset's classes are 1, 2, 3"):
         read_images(tmp_path, classes=["1", "2", "3"])
 
 
@@ -182,7 +182,7 @@ def test_settled_classes_are_found_by_name_or_number_and_others_are_refused(tmp_
     save_picture(tmp_path / "0" / "a.png", 2)
     found = read_images(tmp_path, classes=["cat", "bird", "dog"])
     assert found.labels.tolist() == [0, 2] and found.classes == ("cat", "bird", "dog")
-    with pytest.raises(ValueError, match="subfolder 'dog'; its classes are cat, bird"):
+    with pytest.raises(ValueError, match="subfolder 'dog'; the dataset's classes are cat, bird"):
         read_images(tmp_path, classes=["cat", "bird"])
 
 
@@ -202,7 +202,7 @@ def test_arrays_that_name_their_classes_are_labelled_by_name_where_these_are_set
     np.savez(tmp_path / "d.npz", x=x, y=y, classes=np.array(["dog", "bird"]))
     found = read_images(tmp_path / "d.npz", classes=["cat", "bird", "dog"])
     assert found.labels.tolist() == [1, 2, 1, 1] and found.classes == ("cat", "bird", "dog")
-    with pytest.raises(ValueError, match=r"d.npz has a class 'dog'; its classes are cat, bird$"):
+    with pytest.raises(ValueError, match=r"d.npz has a class 'dog'; the dataset's classes are cat, bird$"):
         read_images(tmp_path / "d.npz", classes=["cat", "bird"])
     np.savez(tmp_path / "d.npz", x=x, y=y, classes=np.array(["2", "0"]))
     assert read_images(tmp_path / "d.npz", classes=["cat", "bird", "dog"]).labels.tolist() == [0, 2, 0, 0]
@@ -211,6 +211,10 @@ def test_arrays_that_name_their_classes_are_labelled_by_name_where_these_are_set
         read_images(tmp_path / "d.npz", classes=["cat", "bird", "dog"])
     np.savez(tmp_path / "d.npz", x=x, y=y * 0, classes=np.array(["dog"]))
     assert read_images(tmp_path / "d.npz", classes=["cat", "bird", "dog"]).labels.tolist() == [2] * 4
+    for twice, told in ((["dog", "dog"], "dog, dog"), (["dog", "2"], "dog, 2"), (np.array([], str), "none")):
+        np.savez(tmp_path / "d.npz", x=x, y=y * 0, classes=np.array(twice))
+        with pytest.raises(ValueError, match=f"holds classes = {told}; each must be there once, by name or number$"):
+            read_images(tmp_path / "d.npz", classes=["cat", "bird", "dog"])
 
 
 X, Y = np.zeros((4, 2, 2, 3), np.uint8), np.array([0, 1, 0, 1])

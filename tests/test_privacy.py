@@ -18,6 +18,7 @@ from fedeas_flwr import messages
 from fedeas_flwr.array_records import to_record
 from fedeas_flwr.checkpoints import Checkpoint
 from fedeas_flwr.config import ConfigError, parse_config
+from fedeas_flwr.data import dataset_info
 from fedeas_flwr.exporting import export
 from fedeas_flwr.grids import InlineGrid
 from fedeas_flwr.prepare import prepare
@@ -31,6 +32,7 @@ TINY = {"clients": 3, "participation": 1.0, "batch_size": 128, "policy": "none",
 LINEAR = {**TINY, "model": "users_models:with_dropout"}
 UPDATES = (1.0, 2.0, 3.0)
 EXAMPLES = (10, 20, 1000)
+DIGITS = messages.classes_digest(dataset_info("digits").classes)
 SIZE = 10_000
 START = Checkpoint(0, {"w": np.ones(SIZE, np.float32)}, {"n": np.array(0, np.int64)})
 
@@ -48,7 +50,8 @@ def toy_app() -> ClientApp:
     def query(message: Message, context: Any) -> Message:
         node = context.node_config
         client = node["partition-id"]
-        return messages.answer(message, client, partitions=node["num-partitions"], examples=EXAMPLES[client])
+        numbers = {"partitions": node["num-partitions"], "examples": EXAMPLES[client], "classes": DIGITS}
+        return messages.answer(message, client, **numbers)
 
     @app.train()
     @clips_update
@@ -280,7 +283,7 @@ def test_a_client_without_a_norm_to_clip_to_says_so(tmp_path: Path) -> None:
     grid = InlineGrid(toy_app(), 3, config.outside())
     plain = build_strategy(config.with_changes(dp="none"))
     (message, *_) = plain.configure_train(1, to_record(START.trainable), ConfigRecord(), grid)
-    task = messages.TrainTask(1, 0.0, 0, 0, str(tmp_path), messages.Share(), "")
+    task = messages.TrainTask(1, 0.0, 0, 0, str(tmp_path), messages.Share())
     messages.add_task(message, task, to_record(START.buffers), to_record({}))
     (reply,) = grid.send_and_receive([message])
     assert "clipping_norm" in messages.failure_reason(reply)

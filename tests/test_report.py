@@ -309,6 +309,17 @@ def test_gain_is_over_the_same_run_without_images(tmp_path: Path) -> None:
     assert gain_and_efficiency(alone[-1], alone) is None  # FedProx is no baseline of FedAvg
 
 
+def test_of_two_baselines_that_only_measure_otherwise_the_nearer_is_taken(tmp_path: Path) -> None:
+    other = write_run(tmp_path / "other", [0.2], gamma_hat="all-state", seed=2)
+    near = write_run(tmp_path / "near", [0.5])
+    fedeas = write_run(tmp_path / "fedeas", [0.7], images=400, policy="fedeas", beta=4.0)
+    for runs in ((other, near, fedeas), (near, other, fedeas)):
+        groups = grouped(*runs)
+        gains = [gain_and_efficiency(group, groups) for group in groups]
+        assert gains[:2] == [None, None], "what generates nothing gains nothing over itself"
+        assert gains[2] == pytest.approx((20.0, 50.0))
+
+
 def test_a_gain_that_cannot_be_told_says_which_key_is_in_the_way(tmp_path: Path) -> None:
     near = write_run(tmp_path / "near", [0.4, 0.4])
     far = write_run(tmp_path / "far", [0.4], strategy="fedprox")

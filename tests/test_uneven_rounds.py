@@ -58,6 +58,28 @@ def test_rounds_fall_where_their_labels_are_uneven_as_the_page_says() -> None:
     for name, rounds, number in zip(names, seen, fallen, strict=True):
         cells = " | ".join(f"{rounds[i]:,} | {number[i]}" for i in range(3))
         assert f"| {name} | {cells} |" in PAGE
+    light = {
+        alpha: [
+            number in falls(accuracies(run))
+            for run in plain
+            for number, even, heaviest, two in evenness(run)
+            if run.config().alpha == alpha and even < 0.85 and heaviest < 0.3 and not two
+        ]
+        for alpha in (0.05, 0.1)
+    }
+    said = f"{sum(light[0.05])} of {len(light[0.05])} do; at α = 0.1 {sum(light[0.1])} of {len(light[0.1])})"
+    assert said in PAGE
+    scaffold = [
+        (number in falls(accuracies(run)), even < 0.75 and heaviest >= 0.3)
+        for run in (record(f"cifar10-k100-a{alpha}/scaffold-s1") for alpha in ("0.05", "0.1", "0.3"))
+        for number, even, heaviest, two in evenness(run)
+        if not two
+    ]
+    worst = [fell for fell, is_worst in scaffold if is_worst]
+    said = (
+        f"falls less: in {sum(fell for fell, _ in scaffold)} of {len(scaffold)} rounds, in {sum(worst)} of {len(worst)}"
+    )
+    assert f"{said} of the worst." in PAGE, said
     few = [
         (even >= 0.9, number in falls(accuracies(run)))
         for run in runs_without_images(20)

@@ -264,8 +264,19 @@ def _show(value: Any) -> str:
 
 
 def baseline_of(group: Group, groups: Sequence[Group]) -> Group | None:
-    """The group that is the same but for generating nothing."""
-    return next((other for other in _without_images(group, groups) if not _in_the_way(group, other)), None)
+    """The group that is the same but for generating nothing; of several, that of its own seeds and form of Γ̂."""
+    if group.config.policy == "none":
+        return None
+    fitting = [other for other in _without_images(group, groups) if not _in_the_way(group, other)]
+    return min(
+        fitting,
+        key=lambda other: (
+            not _as_far(group, other),
+            other.seeds != group.seeds,
+            other.config.gamma_hat != group.config.gamma_hat,
+        ),
+        default=None,
+    )
 
 
 def why_no_gain(group: Group, groups: Sequence[Group]) -> str | None:

@@ -18,6 +18,7 @@ from flwr.supercore import log
 
 from fedeas_flwr import messages
 from fedeas_flwr.config import RunConfig
+from fedeas_flwr.data import dataset_info
 from fedeas_flwr.messages import MessageError
 from fedeas_flwr.runs import ProcessesDiedError, RunError
 from fedeas_flwr.sizes import counted
@@ -45,6 +46,7 @@ class Members:
 
     def __init__(self, grid: Grid, config: RunConfig, declare: Callable[[int, int], None]) -> None:
         self._grid, self._config, self._declare = grid, config, declare
+        self._classes = messages.classes_digest(dataset_info(config.dataset).classes)
         self.nodes: dict[int, int] = {}
         """Client → the node that last said it is that client."""
         self.asked: Collection[int] | None = None
@@ -101,10 +103,15 @@ class Members:
             try:
                 if reply.has_error():
                     raise MessageError(messages.failure_reason(reply))
-                client, partitions, examples = messages.read_answer(reply, "partitions", "examples")
+                client, partitions, examples, classes = messages.read_answer(reply, "partitions", "examples", "classes")
             except MessageError as error:
                 final = not reply.has_error() or reply.error.code in _OWN_FAULT
                 failed.append((final, f"node {node} does not say who it is: {error}"))
+                continue
+            if classes != self._classes:
+                others = f"dataset = {self._config.dataset!r}: its classes are others there than on the server"
+                failed.append((True, f"node {node} cannot take part: {others}, by name or order"))
+                log(WARNING, failed[-1][1])
                 continue
             self._enter(client, partitions, examples, node, asked)
         silent = f"did not say who it is within {ANSWER_SECONDS:g} s"

@@ -25,7 +25,6 @@ from fedeas_flwr.array_records import to_arrays, to_record
 from fedeas_flwr.checkpoints import Arrays, Checkpoint, StrategyState
 from fedeas_flwr.config import RunConfig
 from fedeas_flwr.cores import in_order, threads_for
-from fedeas_flwr.data import dataset_info
 from fedeas_flwr.grids import GridView
 from fedeas_flwr.messages import MessageError, TrainReport, TrainTask
 from fedeas_flwr.runs import ProcessesDiedError, RunDirectory, RunError
@@ -77,7 +76,6 @@ class TrainingRounds(Roster):
         self.checkpointed: dict[int, int] = {}
         """Client → the round its state would start from if the server came back from its checkpoint."""
         self._steps: dict[int, int] = {}
-        self._classes = messages.classes_digest(dataset_info(config.dataset).classes)
 
     def sample(self, round_number: int) -> list[int]:
         """The clients of a round: uniform without replacement, from a stream of the round's own."""
@@ -151,7 +149,6 @@ class TrainingRounds(Roster):
                 checkpointed_round=self.checkpointed.get(client, 0),
                 run=run,
                 share=self.share_of(client),
-                classes=self._classes,
                 service=self.service,
             )
             messages.add_task(message, task, buffers, extra)

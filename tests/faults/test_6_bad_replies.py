@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 from flwr.app import Array, ArrayRecord, Context, Error, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
-from test_federation import EXAMPLES, START, VALUES, federation, toy_app
+from test_federation import DIGITS, EXAMPLES, START, VALUES, federation, toy_app
 from test_messages import BAD, COUNTERS, TRAINABLE, read, reply
 
 from fedeas_flwr import allocation, array_records, client_app, messages
@@ -46,7 +46,7 @@ def app_with(spoil: Callable[[RecordDict], None]) -> ClientApp:
     @app.query()
     def query(message: Message, context: Context) -> Message:
         client = int(context.node_config["partition-id"])
-        return messages.answer(message, client, partitions=3, examples=EXAMPLES[client])
+        return messages.answer(message, client, partitions=3, examples=EXAMPLES[client], classes=DIGITS)
 
     @app.train()
     def train(message: Message, context: Context) -> Message:
