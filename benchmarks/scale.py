@@ -30,6 +30,7 @@ from run_records import HERE, markdown, write_record
 
 from fedeas_flwr import allocation, messages
 from fedeas_flwr.config import RunConfig, parse_config
+from fedeas_flwr.data import dataset_info
 from fedeas_flwr.grids import InlineGrid
 from fedeas_flwr.runs import RunDirectory
 from fedeas_flwr.strategies import build_strategy
@@ -105,7 +106,8 @@ def counting_app(counts: Counts, config: RunConfig) -> ClientApp:
         mine = counts[client : client + 1]
         question, beta = messages.read_question(message)
         if question == "identity":
-            return messages.answer(message, client, partitions=len(counts), examples=int(mine.sum()))
+            classes = messages.classes_digest(dataset_info(config.dataset).classes)
+            return messages.answer(message, client, partitions=len(counts), examples=int(mine.sum()), classes=classes)
         total = int(allocation.fedeas(mine, beta, config.gamma, True).sum())
         return messages.answer(message, client, total=total, absent=int((mine == 0).sum()))
 

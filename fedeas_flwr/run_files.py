@@ -54,7 +54,7 @@ def is_run(folder: Path) -> bool:
         found = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):
         return False
-    return isinstance(found, dict) and set(found) == {"config", "environment"}
+    return isinstance(found, dict) and set(found) - {"classes"} == {"config", "environment"}
 
 
 def is_damaged_run(folder: Path) -> bool:

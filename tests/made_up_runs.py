@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from fedeas_flwr.config import parse_config
+from fedeas_flwr.data import dataset_info
 from fedeas_flwr.environment import describe_environment
 from fedeas_flwr.metrics import summarise
 from fedeas_flwr.runs import RunDirectory
@@ -26,6 +27,8 @@ def write_run(
     values |= {key.replace("_", "-"): value for key, value in keys.items()}
     config = parse_config(values)
     run = RunDirectory.start(config, describe_environment("cpu"))
+    if not config.dataset.startswith("own:"):  # those may be gone
+        run.record_classes(config.dataset, dataset_info(config.dataset).classes)
     for number, accuracy in enumerate(accuracies, 1):
         seconds = {"clients": 2.0, "aggregate": 0.5, "evaluate": 0.25, "generating": 1.0, "training": 3.0}
         more = extra[number - 1] if extra else {}
