@@ -10,7 +10,11 @@ from fedeas_flwr.config import parse_config
 from fedeas_flwr.data import dataset_info
 from fedeas_flwr.environment import describe_environment
 from fedeas_flwr.metrics import summarise
+from fedeas_flwr.report.groups import Group, group_runs
 from fedeas_flwr.runs import RunDirectory
+
+FEDEAS_OF_FOUR = 115
+"""What FedEAS generates on the digits partition of four clients at β = 4, α = 0.1."""
 
 
 def write_run(
@@ -40,3 +44,8 @@ def write_run(
     else:
         run.set_status("interrupted")
     return run
+
+
+def grouped(*runs: RunDirectory) -> list[Group]:
+    """The groups that a report makes of runs."""
+    return group_runs(runs)[0]
