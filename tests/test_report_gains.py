@@ -43,6 +43,9 @@ def test_of_two_baselines_that_only_measure_otherwise_the_nearer_is_taken(tmp_pa
         gains = [gain_and_efficiency(group, groups) for group in groups]
         assert gains[:2] == [None, None], "what generates nothing gains nothing over itself"
         assert gains[2] == pytest.approx((20.0, 50.0))
+    same_seed = write_run(tmp_path / "seed", [0.6], gamma_hat="all-state")
+    groups = grouped(write_run(tmp_path / "form", [0.2], seed=2), same_seed, fedeas)
+    assert gain_and_efficiency(groups[2], groups) == pytest.approx((10.0, 25.0)), "seeds count, the form of Γ̂ does not"
 
 
 def test_a_gain_that_cannot_be_told_says_which_key_is_in_the_way(tmp_path: Path) -> None:
