@@ -56,5 +56,13 @@ def runs_without_images(clients: int) -> list[RunDirectory]:
     if clients == 20:
         return [record(f"cifar10-k20-a0.1/{name}-s1") for name in ("fedavg", "fedprox", "moon")]
     names = ["a0.1/fedprox-s1", *(f"a0.1/{name}-s{seed}" for name in ("none", "moon") for seed in (1, 2, 3))]
-    names += [f"a0.05/{name}-s1" for name in ("fedavg", "fedprox", "moon")] + ["a0.3/none-s1", "a0.3/moon-s1"]
+    names += [f"a0.05/{name}-s1" for name in ("fedavg", "fedprox", "moon")]
+    names += [f"a0.3/{name}-s1" for name in ("none", "fedprox", "moon")]
     return [record(f"cifar10-k100-{name}") for name in names]
+
+
+def runs_that_generate_since() -> list[RunDirectory]:
+    """Made after falls had been put down to last batches of two: protocol clean, other rules, CIFAR-100."""
+    names = [*(f"{policy}-clean" for policy in POLICIES), "waterfill", "fedeas-g0.25", "fedeas-g1"]
+    folders = [*(f"cifar10-k100-a0.1/{name}-s1" for name in names), *(f"cifar100-k100-a0.1/{p}-s1" for p in POLICIES)]
+    return [record(name) for name in folders]

@@ -110,22 +110,22 @@ def test_numbers_of_the_text_by_hand(tmp_path: Path) -> None:
 def test_shared_images_stand_beside_images_of_each_clients_own_and_the_papers_number(tmp_path: Path) -> None:
     record(tmp_path / "own", f"{MAIN}/uniform", 1, [0.69] * 200)
     record(tmp_path / "shared", f"{MAIN}/uniform-shared", 1, [0.585] * 200, images=33_650)
-    table = beyond.shared_table(found_in(tmp_path))
+    table, place = beyond.shared_table(found_in(tmp_path)), "CIFAR-10, K = 100, α = 0.1"
     assert table.rows[:4] == [
-        ["100", "0.1", "Uniform", "58.81", "of each client's own", "69.00", "1", "+10.19", "33,650"],
-        ["100", "0.1", "Uniform", "", "the same of a class on all clients", "58.50", "1", "−0.31", "340"],
-        ["100", "0.1", "Uniform", "", "one seed for all clients", "–", "–", "–", "385"],
-        ["100", "0.1", "Missing-only", "70.18", "of each client's own", "–", "–", "–", "33,650"],
+        [place, "Uniform", "58.81", "of each client's own", "69.00", "1", "+10.19", "33,650"],
+        [place, "Uniform", "", "the same of a class on all clients", "58.50", "1", "−0.31", "340"],
+        [place, "Uniform", "", "one seed for all clients", "–", "–", "–", "385"],
+        [place, "Missing-only", "70.18", "of each client's own", "–", "–", "–", "33,650"],
     ]
     assert [(budget.wanted, budget.by, budget.met) for budget in table.budgets] == [
         (33_650, "paper", True),
         (33_650, "plan", True),
     ]
-    assert [(row[0], row[1], row[2], row[-1]) for row in table.rows[-6:-2]] == [
-        ("20", "0.1", "Uniform", "13,437"),
-        ("20", "0.1", "Uniform", "725"),
-        ("100", "0.05", "Uniform", "36,697"),
-        ("100", "0.05", "Uniform", "415"),
+    assert [(row[0], row[1], row[-1]) for row in (*table.rows[-8:-6], *table.rows[-2:])] == [
+        ("CIFAR-10, K = 20, α = 0.1", "Uniform", "13,437"),
+        ("CIFAR-10, K = 20, α = 0.1", "Uniform", "725"),
+        ("CIFAR-100, K = 100, α = 0.1", "Uniform", "74,005"),
+        ("CIFAR-100, K = 100, α = 0.1", "Uniform", "1,922"),
     ]
 
 

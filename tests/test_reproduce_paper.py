@@ -153,6 +153,8 @@ def test_shared_images_are_as_many_as_the_largest_wishes() -> None:
         ("c10-k100-a0.05", "uniform", "-one-seed"): 415,
         ("c10-k100-a0.3", "uniform", ""): 15_666,
         ("c10-k100-a0.3", "uniform", "-one-seed"): 205,
+        ("c100-k100-a0.1", "uniform", ""): 74_005,
+        ("c100-k100-a0.1", "uniform", "-one-seed"): 1_922,
     }
 
 
@@ -198,9 +200,11 @@ def test_cells_are_run_in_the_order_in_which_they_are_worth_it() -> None:
         "c10-k100-a0.05/fedavg",
         "c10-k20-a0.05/fedavg",
         "c100-k100-a0.1/fedeas",
+        "c100-k100-a0.1/uniform-one-seed",
         f"{MAIN}/fedgen",
         "c10-k20-a0.3/fedeas+scaffold",
         f"{MAIN}/oversample",
+        f"{MAIN}/fedeas+logit-adjusted",
         f"{MAIN}/fedeas-clean",
         f"{MAIN}/waterfill",
     ]
@@ -234,6 +238,7 @@ def test_items_columns_and_cells_are_asked_for_by_name() -> None:
     assert [one.name for one in choose([f"{MAIN}/fed*-clean"], [], "full").cells] == [
         f"{MAIN}/fedavg-clean",
         f"{MAIN}/fedeas-clean",
+        f"{MAIN}/fedeas+logit-adjusted-clean",
     ]
     of_100 = choose(["c100-*"], [], "full").cells
     assert of_100 == tuple(one for one in all_cells() if one.column.dataset == "cifar100")

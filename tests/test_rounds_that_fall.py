@@ -15,6 +15,7 @@ from cifar_runs import (
     record,
     runs_at_other_alphas,
     runs_at_other_budgets,
+    runs_that_generate_since,
     runs_with_own_images,
 )
 
@@ -170,6 +171,34 @@ def test_how_many_falls_have_a_last_batch_of_two_is_what_the_page_says_in_short(
     assert f"{said} {seen:,} of {rounds:,} rounds with a client that ends" in PAGE
     assert light == 3 and "(three of the 66 with one of under 1 % of the weight;" in PAGE and with_two == 66
     assert f"Single rounds fall, by up to {100 * largest:.0f} points." in PAGE
+
+
+def test_runs_made_since_fall_as_those_before() -> None:
+    runs, rounds, seen, fallen, with_two, after, plain = runs_that_generate_since(), 0, 0, 0, 0, 0, set()
+    of_fedavg = falls(accuracies(record("cifar10-k100-a0.1/fedavg-clean-s1")))
+    for run in runs:
+        (_, left), depths = last_batches(run), falls(accuracies(run))
+        for one in run.rounds()[10:]:
+            number, two = one["round"], 2 in left[one["clients"]]
+            rounds, seen = rounds + 1, seen + two
+            if number in depths:
+                fallen, with_two = fallen + 1, with_two + two
+                after += not two and number - 1 in depths
+                if not two and number - 1 not in depths:
+                    assert run.config().protocol == "clean" and number in of_fedavg
+                    plain |= {number}
+    assert (len(runs), fallen, with_two, after, plain) == (9, 10, 6, 1, {53, 191})
+    assert "Nine runs that generate were made after this was written" in PAGE and "They fall ten times. Six of" in PAGE
+    assert f"Six of these are among their {seen} rounds with a client that is left with two" in PAGE
+    assert f"of their other {rounds - seen:,} rounds these four." in PAGE
+    worst = record("cifar10-k100-a0.1/missing-only-clean-s1")
+    (real, left), depths = last_batches(worst), falls(accuracies(worst))
+    number = max(depths, key=lambda number: depths[number])
+    clients = worst.rounds()[number - 1]["clients"]
+    assert [client for client in clients if left[client] == 2] == [43]
+    share = 100 * real[43] / real[clients].sum()
+    said = f"with {share:.0f} % of the weight, makes it fall by {100 * depths[number]:.0f} points)"
+    assert f"(client 43 of `missing-only-clean`, {said}" in PAGE and number + 1 in depths
 
 
 def test_the_falls_of_the_sweep_are_those_of_a_client_that_is_left_with_two() -> None:

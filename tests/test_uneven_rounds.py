@@ -109,8 +109,26 @@ def test_how_even_rounds_are_is_what_the_page_says() -> None:
     said = f"β = 4 has {small[0]:.2f}, hardly more than FedAvg's {small[1]:.2f}, and is {late[0] - late[1]:.0f} points"
     assert f"{said} above it in the median of its last 60 rounds" in PAGE
     least = min(of("cifar10-k100-a0.3/none-s1"))
-    hundred = [one for name in ("fedavg-s1", "fedavg-s2") for one in evenness(record(f"cifar100-k100-a0.1/{name}"))]
+    hundred = [one for seed in (1, 2, 3) for one in evenness(record(f"cifar100-k100-a0.1/fedavg-s{seed}"))]
     lowest, heaviest = min(even for _, even, _, _ in hundred), max(weight for _, _, weight, _ in hundred)
-    assert f"nothing generated is {least:.2f} even in its worst round, and on CIFAR-100, with {lowest:.2f}." in PAGE
+    assert f"nothing generated is {least:.2f} even in its worst round, and CIFAR-100, with {lowest:.2f}." in PAGE
     said = f"none of them is less even than {lowest:.2f}, no client is more than {100 * heaviest:.0f} % of one."
     assert said in PAGE
+
+
+def test_losses_that_take_label_shares_out_take_the_falls_out_as_the_page_says() -> None:
+    names = ("none", "fedgen", "flip-crop", "oversample", "class-weighted", "logit-adjusted")
+    runs = {name: record(f"cifar10-k100-a0.1/{name}-s1") for name in names}
+    who = [one["clients"] for one in runs["none"].rounds()]
+    assert all([one["clients"] for one in run.rounds()] == who for run in runs.values())
+    uneven = [number for number, even, _, _ in evenness(runs["none"]) if even < 0.85]
+    assert f"{len(uneven)} rounds of seed 1 under 0.85 among them, is as before" in PAGE
+    fell = [sum(number in falls(accuracies(run)) for number in uneven) for run in runs.values()]
+    said = "Of these {} FedAvg falls in {}, FedGen in {}, flips and crops in {}, oversampling in {}, the class-weighted"
+    assert f"{said} loss in {{}}, and the logit-adjusted loss in none:".format(len(uneven), *fell[:-1]) in PAGE
+    assert fell[-1] == 0
+    both = [accuracies(record(f"cifar10-k100-a0.1/logit-adjusted{end}-s1")) for end in ("", "-clean")]
+    assert not any(falls(curve) for curve in both) and "no round of its two runs falls" in PAGE
+    depths = [100 * (np.median(curve[i - 6 : i + 7]) - curve[i]) for curve in both for i in range(10, 200)]
+    assert f"nor is any more than {max(depths):.1f} points below the median around it" in PAGE
+    assert "Its rounds never fall." in PAGE

@@ -106,7 +106,7 @@ def draw_classes(axes: Axes, groups: Sequence[Group], classes: Sequence[str], ba
         axes.set_xticks([])
     first = (baseline or known[0]).name
     axes.set(
-        xlabel=f"class, worst first under: {first}",
+        xlabel=textwrap.fill(f"class, worst first under: {first}", 95, break_on_hyphens=False),
         ylabel=f"accuracy (%), last {counted(rounds_meant(known), 'round')}",
     )
     tidy(axes)

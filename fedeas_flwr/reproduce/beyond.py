@@ -122,15 +122,14 @@ WHOSE = {
 def shared_table(results: Results) -> Table:
     """Whether clients have images of their own or the same ones; the paper does not say which it had."""
     ours = ["Ours, last-20 %", "Seeds", "Difference", "Different images"]
-    table = Table(["K", "α", "Method", "Paper, last-20 %", "Images", *ours], [])
+    table = Table(["Where", "Method", "Paper, last-20 %", "Images", *ours], [])
     for place, method, end in variants(SHARED):
         one = cell(f"{place}/{method}{end}")
         config, published = one.config(results.scale, 1), last_20_of(results, f"{place}/{method}").paper
         last = value_of(results, one.name, "last-20 %", lambda run: 100 * run.last_20, published)
         table.rows.append(
             [
-                str(config.clients),
-                f"{config.alpha:g}",
+                one.column.title(results.scale),
                 METHODS[method].label,
                 "" if end else show_paper(last),
                 WHOSE[config.shared_images],

@@ -149,6 +149,7 @@ def _methods() -> dict[str, Method]:
         _method("class-weighted", "Class-weighted loss", **plain, loss="class-weighted"),
         _method("logit-adjusted", "Logit-adjusted loss", **plain, loss="logit-adjusted"),
         _method("flip-crop", "Flips and crops", **plain, views="flip-crop"),
+        _method("fedeas+logit-adjusted", "FedEAS, logit-adjusted loss", policy="fedeas", loss="logit-adjusted"),
         _method("waterfill", "Waterfill", policy="waterfill"),
         *(
             Method(f"fedeas-g{gamma:g}", f"FedEAS, γ = {gamma:g}", (("policy", "fedeas"),), gamma)
@@ -175,11 +176,11 @@ def _methods() -> dict[str, Method]:
 
 
 FREE = ("oversample", "class-weighted", "logit-adjusted", "flip-crop")
-CLEAN = ("fedavg", "fedeas", "missing-only", "uniform", "full-balance", *FREE)
+CLEAN = ("fedavg", "fedeas", "missing-only", "uniform", "full-balance", *FREE, "fedeas+logit-adjusted")
 LARGER = (f"-min{FEW}",)
 SHARED: Variants = {
     MAIN: dict.fromkeys(("uniform", "missing-only", "fedeas"), ("-shared", "-one-seed")),
-    **{place: {"uniform": ("-one-seed",)} for place in (PAPERS, "c10-k100-a0.05", "c10-k100-a0.3")},
+    **{place: {"uniform": ("-one-seed",)} for place in (PAPERS, "c10-k100-a0.05", "c10-k100-a0.3", "c100-k100-a0.1")},
 }
 BATCHED: Variants = {
     MAIN: dict.fromkeys(("uniform", "missing-only", "fedeas"), LARGER),
@@ -255,16 +256,18 @@ def all_cells() -> list[Cell]:
     eight = (*policies, *learners)
     others = ("c10-k100-a0.05", "c10-k100-a0.3", "c10-k20-a0.05", "c10-k20-a0.3")
     of_100 = ("c100-k100-a0.1", "c100-k20-a0.1")
+    shared = [f"{place}/{name}{end}" for place, name, end in variants(SHARED)]
     sweep = [f"{name}-b{beta}" for beta in BETAS if beta != FULL["beta"] for name in ("fedeas", "uniform")]
     names = [
         *_pairs([MAIN, PAPERS], eight),
-        *(f"{place}/{name}{end}" for place, name, end in variants(SHARED)),
+        *(name for name in shared if name.startswith("c10-")),
         *_pairs([PAPERS], (*sweep, "without-entropy", "linear")),
         *(f"{place}/{name}{end}" for place, name, end in variants(BATCHED)),
         *_pairs([*others, *of_100], eight),
+        *shared,
         *_pairs([MAIN, PAPERS, *others, *of_100], ("fedgen", "fedmix")),
         "c10-k20-a0.3/fedeas+scaffold",
-        *_pairs([MAIN], (*FREE, *(f"{name}-clean" for name in CLEAN))),
+        *_pairs([MAIN], (*CLEAN, *(f"{name}-clean" for name in CLEAN))),
         *_pairs([MAIN], [name for name in ("waterfill", *RULES) if name not in policies]),
         *_pairs([PAPERS], ("fedeas-sd-turbo", "uniform-sd-turbo")),
     ]
