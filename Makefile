@@ -5,6 +5,8 @@
 PYTHON ?= python3
 # Two processes, whatever the machine; tests/conftest.py says which tests stay together.
 PYTEST = $(BIN)/python -m pytest -n 2
+# torch is some hundred MB: a network that stalls for a while is waited for.
+PATIENCE = --timeout 60 --retries 10
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
@@ -30,7 +32,7 @@ lint: $(STAMP)
 
 $(STAMP): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev]"
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(PATIENCE) -c constraints.txt -e ".[dev]"
 	touch $@
 
 clean:

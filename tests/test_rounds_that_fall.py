@@ -190,15 +190,37 @@ def test_runs_made_since_fall_as_those_before() -> None:
     assert (len(runs), fallen, with_two, after, plain) == (9, 10, 6, 1, {53, 191})
     assert "Nine runs that generate were made after this was written" in PAGE and "They fall ten times. Six of" in PAGE
     assert f"Six of these are among their {seen} rounds with a client that is left with two" in PAGE
-    assert f"of their other {rounds - seen:,} rounds these four." in PAGE
+    assert "and three are rounds 53 and 191 of `clean`, where its FedAvg falls too" in PAGE
+    usual, others = 100 * with_two / seen, 100 * (fallen - with_two) / (rounds - seen)
+    said = (
+        f"of their other {rounds - seen:,} rounds these four. That is {usual:.1f} % for {others:.1f} %; in the 31 runs"
+    )
+    before = (*runs_with_own_images(), *runs_at_other_alphas(), *runs_at_other_budgets().values())
+    pairs = [
+        (2 in last_batches(run)[1][one["clients"]], one["round"] in falls(accuracies(run)))
+        for run in before
+        for one in run.rounds()[10:]
+    ]
+    rates = [100 * pairs.count((has, True)) / sum(two == has for two, _ in pairs) for has in (True, False)]
+    assert f"{said} above it is {rates[0]:.1f} % for {rates[1]:.1f} %." in PAGE and len(before) == 31
+    hundred = [run for run in runs if run.config().dataset == "cifar100"]
+    where = [2 in last_batches(run)[1][one["clients"]] for run in hundred for one in run.rounds()[10:]]
+    assert f"CIFAR-100 has {sum(where)} of the {seen} rounds and one of the falls." in PAGE
+    assert sum(len(falls(accuracies(run))) for run in hundred) == 1
     worst = record("cifar10-k100-a0.1/missing-only-clean-s1")
     (real, left), depths = last_batches(worst), falls(accuracies(worst))
     number = max(depths, key=lambda number: depths[number])
     clients = worst.rounds()[number - 1]["clients"]
     assert [client for client in clients if left[client] == 2] == [43]
     share = 100 * real[43] / real[clients].sum()
-    said = f"with {share:.0f} % of the weight, makes it fall by {100 * depths[number]:.0f} points)"
-    assert f"(client 43 of `missing-only-clean`, {said}" in PAGE and number + 1 in depths
+    beside = [record(f"cifar10-k100-a0.1/{name}-clean-s1") for name in ("fedavg", "fedeas", "uniform", "oversample")]
+    beside.append(record("cifar10-k100-a0.1/logit-adjusted-clean-s1"))
+    assert all(run.rounds()[number - 1]["clients"] == clients for run in beside)
+    most = max(depth(run, number) for run in beside)
+    said = f"with client 43, of {share:.0f} % of the weight, falls by {100 * depths[number]:.0f} points, where no other"
+    assert (
+        f"{said} run of `clean` with the same clients is more than {most:.1f} below)" in PAGE and number + 1 in depths
+    )
 
 
 def test_the_falls_of_the_sweep_are_those_of_a_client_that_is_left_with_two() -> None:
