@@ -23,7 +23,7 @@ from fedeas_flwr.launch import ray_resources
 from fedeas_flwr.local_data import Labels, nothing_planned, planned_counts, planned_images
 from fedeas_flwr.models import split_state
 from fedeas_flwr.paths import expanded
-from fedeas_flwr.progress import show_tries
+from fedeas_flwr.progress import show_tries, showing_log
 from fedeas_flwr.runs import RunDirectory, RunError
 from fedeas_flwr.sizes import show_bytes, show_seconds
 from fedeas_flwr.strategies import build_strategy
@@ -59,8 +59,8 @@ def prepare(config: RunConfig, console: Console) -> RunConfig:
         check_stock(config, counts, generator)
         check_room(config, counts, generator, console)
         if config.min_class_agreement:
-            console.print("the independent classifier is trained if it is not in the cache yet …")
-            independent_classifier(config.dataset, config.data_dir, device)
+            with showing_log(console):
+                independent_classifier(config.dataset, config.data_dir, device)
     return config
 
 

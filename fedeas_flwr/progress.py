@@ -54,17 +54,31 @@ def show_training(console: Console, batch: int) -> Callable[[TrainingProgress], 
     return show
 
 
-def _show_log(console: Console) -> None:
+def _show_log(console: Console) -> logging.Handler:
     """Let a person see what the package logs while this command runs."""
 
     class Lines(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
             console.print(record.getMessage(), highlight=False, markup=False)
 
-    logger = logging.getLogger("fedeas_flwr")
-    logger.addHandler(Lines())
+    logger, lines = logging.getLogger("fedeas_flwr"), Lines()
+    logger.addHandler(lines)
     logger.setLevel(logging.INFO)
     logger.propagate = False
+    return lines
+
+
+@contextmanager
+def showing_log(console: Console) -> Iterator[None]:
+    """Let a person see what the package logs in the meantime, and leave logging as it was."""
+    logger = logging.getLogger("fedeas_flwr")
+    before = logger.level, logger.propagate
+    lines = _show_log(console)
+    try:
+        yield
+    finally:
+        logger.removeHandler(lines)
+        logger.level, logger.propagate = before
 
 
 class ImagesToCome:

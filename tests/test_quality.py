@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import io
 import json
+import logging
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from rich.console import Console
 
+import fedeas_flwr.generators.classifier as classifier_module
 from fedeas_flwr.data import open_dataset
 from fedeas_flwr.generators.classifier import agreement, independent_classifier
 from fedeas_flwr.generators.quality import (
@@ -18,6 +22,7 @@ from fedeas_flwr.generators.quality import (
     nearest_distance,
     quality_report,
 )
+from fedeas_flwr.progress import showing_log
 
 
 def test_frechet_distance_of_gaussians_by_hand() -> None:
@@ -54,6 +59,22 @@ def test_the_classifier_knows_digits_and_judges_alike_in_any_company() -> None:
     assert all(np.array_equal(p[0], probabilities[i]) for i, (p, _) in zip((0, 130, 358), alone, strict=True))
     assert features.shape == (359, 512)
     assert classifier.judge(images[:0])[0].shape == (0, 10)
+
+
+def test_training_the_classifier_tells_how_far_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FEDEAS_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(classifier_module, "_LINE_EVERY", 0.0)
+    digits = open_dataset("digits")
+    chosen = np.isin(digits.y_train, [0, 1]).nonzero()[0][:40]
+    np.savez(tmp_path / "few.npz", x=digits.x_train[chosen], y=digits.y_train[chosen])
+    said, logger = io.StringIO(), logging.getLogger("fedeas_flwr")
+    before = logger.handlers[:], logger.level, logger.propagate
+    with showing_log(Console(file=said, width=200)):
+        independent_classifier(f"own:{tmp_path / 'few.npz'}")
+    lines = said.getvalue().splitlines()
+    assert lines[0].endswith("is trained: 30 steps") and len(lines) == 31
+    assert lines[15].startswith("classifier: step 15 of 30, about ") and lines[15].endswith(" left")
+    assert (logger.handlers, logger.level, logger.propagate) == before
 
 
 def test_a_few_images_of_ones_own_are_enough_for_a_classifier(tmp_path: Path) -> None:

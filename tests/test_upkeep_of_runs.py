@@ -180,9 +180,23 @@ def test_generating_in_chunks_gives_the_same_images_and_tells_the_time(
     monkeypatch.setattr(images_command, "time", SimpleNamespace(monotonic=lambda: clock[0]))
     samples = [SampleId(0, 0, 0, index) for index in range(21)]
     chunks: Any = list(images_command._in_chunks(Counting(), samples))  # type: ignore[arg-type]
-    assert [len(chunk) for chunk in chunks] == [8, 8, 5] and np.concatenate(chunks).tolist() == list(range(21))
-    told = ["8 of 21 images, about 26 s left", "16 of 21 images, about 10 s left"]  # 13 × 2 s, 5 × 2 s
-    assert capsys.readouterr().err.splitlines() == told
+    assert [len(chunk) for chunk in chunks] == [2] * 10 + [1] and np.concatenate(chunks).tolist() == list(range(21))
+    told = ["21 images, 2 at a time", "2 of 21 images, about 3 min left", "4 of 21 images, about 2 min left"]
+    assert capsys.readouterr().err.splitlines()[:3] == told  # 19 × 8 s, 17 × 8 s
+
+
+def test_a_generator_whose_first_batch_is_quick_gets_four_at_a_time(capsys: pytest.CaptureFixture[str]) -> None:
+    class Quick:
+        batch_size = 2
+
+        def sample(self, samples: Sequence[SampleId]) -> Any:
+            return np.array([s.index for s in samples])
+
+    for wanted, sizes in ((21, [2, 8, 8, 3]), (2, [2]), (1, [1])):
+        samples = [SampleId(0, 0, 0, index) for index in range(wanted)]
+        chunks: Any = list(images_command._in_chunks(Quick(), samples))  # type: ignore[arg-type]
+        assert [len(chunk) for chunk in chunks] == sizes and np.concatenate(chunks).tolist() == list(range(wanted))
+    assert capsys.readouterr().err.splitlines() == ["21 images, 2 at a time"]
 
 
 # ------------------------------------------------------------------------------------------------------ TensorBoard

@@ -214,8 +214,10 @@ def generate(
         from fedeas_flwr.data import open_dataset
         from fedeas_flwr.generators.classifier import independent_classifier
         from fedeas_flwr.generators.quality import quality_report
+        from fedeas_flwr.progress import showing_log
 
-        judge = independent_classifier(dataset, data_dir, where)
+        with showing_log(Console(stderr=True, markup=False)):
+            judge = independent_classifier(dataset, data_dir, where)
         found = quality_report(open_dataset(dataset, data_dir), judge, images, labels, inception)
         facts = {"dataset": dataset, "generator": generator, "fingerprint": opened.fingerprint, "seconds": seconds}
         atomic_write(out / "report.json", (json.dumps(facts | found, indent=1) + "\n").encode())
@@ -228,10 +230,17 @@ def _in_chunks(opened: Generator, samples: Sequence[SampleId]) -> Iterator[NDArr
     from fedeas_flwr.generators import batch_size
 
     began = shown = time.monotonic()
-    chunk = 4 * batch_size(opened)
-    for first in range(0, len(samples), chunk):
-        yield opened.sample(samples[first : first + chunk])
-        done, now = min(first + chunk, len(samples)), time.monotonic()
+    chunk, done = batch_size(opened), 0
+    if len(samples) > chunk:
+        print(f"{len(samples):,} images, {chunk:,} at a time", file=sys.stderr)
+    while done < len(samples):
+        yield opened.sample(samples[done : done + chunk])
+        now = time.monotonic()
+        if not done and now - began < _LINE_EVERY / 4:
+            chunk, done = 4 * chunk, chunk  # a quick generator has no pauses between its batches
+        else:
+            done += chunk
+        done = min(done, len(samples))
         if now - shown > _LINE_EVERY and done < len(samples):
             left, shown = show_seconds((len(samples) - done) * (now - began) / done), now
             print(f"{done:,} of {len(samples):,} images, about {left} left", file=sys.stderr)

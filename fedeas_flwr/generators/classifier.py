@@ -6,6 +6,8 @@ laboratory: no client could train it from its own data, and under protocol ``pap
 
 from __future__ import annotations
 
+import logging
+import time
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Any
@@ -24,7 +26,9 @@ from fedeas_flwr.generators.one_thread import one_thread
 from fedeas_flwr.models import build_model
 from fedeas_flwr.normaliser import Normaliser
 from fedeas_flwr.paths import atomic_path, cache_root
-from fedeas_flwr.sizes import counted
+from fedeas_flwr.sizes import counted, show_seconds
+
+logger = logging.getLogger(__name__)
 
 Images = NDArray[np.uint8]
 Labels = NDArray[np.int64]
@@ -33,6 +37,7 @@ Floats = NDArray[np.float32]
 # Part of the file's name: raise it when anything in `_train` changes.
 _VERSION = "1"
 _BATCH = 128
+_LINE_EVERY = 10.0
 _EPOCHS = {"small-cnn": 30, "resnet18": 15}
 _MOST_RAW = 20
 
@@ -130,9 +135,11 @@ def _train(classifier: Classifier, dataset: Dataset, epochs: int) -> None:
     steps = epochs * (len(dataset.y_train) // batch)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 2e-3, total_steps=steps)
     flip = dataset_info(dataset.name).mirrored_keeps_class
-    for _ in range(epochs):
+    logger.info("the independent classifier of %s is trained: %d steps", dataset.name, steps)
+    began = shown = time.monotonic()
+    for epoch in range(epochs):
         order = random.permutation(len(dataset.y_train))[: steps // epochs * batch].reshape(-1, batch)
-        for chosen in order:
+        for number, chosen in enumerate(order, start=1):
             pixels = classifier.network_input(dataset.x_train[chosen])
             if flip and random.random() < 0.5:
                 pixels = pixels.flip(-1)
@@ -142,6 +149,10 @@ def _train(classifier: Classifier, dataset: Dataset, epochs: int) -> None:
             loss.backward()  # type: ignore[no-untyped-call]
             optimizer.step()
             schedule.step()
+            if (now := time.monotonic()) - shown > _LINE_EVERY:
+                done, shown = epoch * len(order) + number, now
+                left = show_seconds((steps - done) * (now - began) / done)
+                logger.info("classifier: step %d of %d, about %s left", done, steps, left)
 
 
 def agreement(classifier: Classifier, images: Images, labels: Labels) -> tuple[float, list[float | None]]:
