@@ -78,7 +78,8 @@ def showing_log(console: Console) -> Iterator[None]:
         yield
     finally:
         logger.removeHandler(lines)
-        logger.level, logger.propagate = before
+        logger.setLevel(before[0])
+        logger.propagate = before[1]
 
 
 class ImagesToCome:
