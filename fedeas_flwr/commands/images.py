@@ -227,11 +227,11 @@ def generate(
 
 def _in_chunks(opened: Generator, samples: Sequence[SampleId]) -> Iterator[NDArray[np.uint8]]:
     """Sample whole batches at a time, and say every ten seconds how long it will take; the images are the same."""
-    from fedeas_flwr.generators import batch_size
+    from fedeas_flwr.generators import batch_size, stock
 
     began = shown = time.monotonic()
     chunk, done = batch_size(opened), 0
-    if len(samples) > chunk:
+    if len(samples) > chunk and stock(opened) is None:  # a bank's images are there
         print(f"{len(samples):,} images, {chunk:,} at a time", file=sys.stderr)
     while done < len(samples):
         yield opened.sample(samples[done : done + chunk])
