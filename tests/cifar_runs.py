@@ -1,7 +1,8 @@
-"""The committed runs on CIFAR, and the pages that tell of them."""
+"""The committed runs on CIFAR, the sweeps on digits beside them, and the pages that tell of them."""
 
 from __future__ import annotations
 
+import csv
 from pathlib import Path
 
 import numpy as np
@@ -18,6 +19,12 @@ Counts = NDArray[np.int64]
 
 def record(name: str) -> RunDirectory:
     return RunDirectory(RESULTS / name)
+
+
+def sweep_curves(folder: str) -> dict[str, list[float]]:
+    """By the name of a sweep's run: its accuracy after each round."""
+    with (RESULTS / folder / "curves.csv").open() as file:
+        return {row.pop("name"): [float(value) for value in row.values()] for row in csv.DictReader(file)}
 
 
 def accuracies(run: RunDirectory) -> list[float]:

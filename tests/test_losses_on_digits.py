@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import csv
 import json
 import statistics
 from typing import Any
 
 import pytest
-from cifar_runs import PAGE, RESULTS
+from cifar_runs import PAGE, RESULTS, sweep_curves
 
-FOLDER = RESULTS / "losses-on-digits"
-SWEEP: dict[str, Any] = json.loads((FOLDER / "sweep.json").read_text())
+SWEEP: dict[str, Any] = json.loads((RESULTS / "losses-on-digits" / "sweep.json").read_text())
 
 
 def last_20(policy: str, loss: str) -> list[float]:
@@ -32,8 +30,7 @@ def test_the_table_of_losses_is_what_the_sweep_has(policy: str, label: str) -> N
 
 
 def test_the_sweeps_means_are_those_of_its_curves() -> None:
-    with (FOLDER / "curves.csv").open() as file:
-        curves = {row.pop("name"): [float(value) for value in row.values()] for row in csv.DictReader(file)}
+    curves = sweep_curves("losses-on-digits")
     assert set(curves) == {run["name"] for run in SWEEP["runs"]}
     for run in SWEEP["runs"]:
         assert statistics.mean(curves[run["name"]]) == pytest.approx(run["last_20"], abs=1e-5)

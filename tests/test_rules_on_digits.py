@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import csv
 import json
 import statistics
 from typing import Any
 
 import numpy as np
 import pytest
-from cifar_runs import PAGE, README, RESULTS
+from cifar_runs import PAGE, README, RESULTS, sweep_curves
 
 from fedeas_flwr.allocation import removed
 from fedeas_flwr.config import parse_config
@@ -47,8 +46,7 @@ def test_the_table_of_rules_is_what_the_sweep_has() -> None:
 
 
 def test_the_sweeps_means_are_those_of_its_curves() -> None:
-    with (RESULTS / "rules-on-digits" / "curves.csv").open() as file:
-        curves = {row.pop("name"): [float(value) for value in row.values()] for row in csv.DictReader(file)}
+    curves = sweep_curves("rules-on-digits")
     assert set(curves) == {run["name"] for run in SWEEP["runs"]}
     for run in SWEEP["runs"]:
         assert statistics.mean(curves[run["name"]]) == pytest.approx(run["last_20"], abs=1e-5)
