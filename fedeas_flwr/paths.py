@@ -168,6 +168,10 @@ def errors_naming(target: Path, temporary: Path | None = None) -> Iterator[None]
         if named is not None and temporary is not None and named.is_relative_to(temporary):
             error.filename = str(target / named.relative_to(temporary))
         raise
+    except Exception as error:
+        if found := re.search(r"\(os error (\d+)\)$", str(error)):  # safetensors' own kind, as Rust words it
+            raise OSError(int(found[1]), os.strerror(int(found[1])), str(target)) from None
+        raise
 
 
 def remove_unfinished(folder: Path) -> None:

@@ -15,6 +15,7 @@ import torch
 from gpu_here import DEVICES
 from runners import finish, quick, weights
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from users_models import with_batchnorm
 
 from fedeas_flwr.config import RunConfig
@@ -23,6 +24,7 @@ from fedeas_flwr.strategies.averaging import weighted_average
 from fedeas_flwr.strategies.client_part import ClientRound
 from fedeas_flwr.strategies.fedmix import FedMixClient, MixedObjective
 from fedeas_flwr.training import Normaliser, Recipe
+from fedeas_flwr.training.batchnorm_twice import batchnorm_twice
 from fedeas_flwr.training.eager import EagerEngine
 from fedeas_flwr.training.engine import read_state
 from fedeas_flwr.training.graphed import GraphedEngine
@@ -204,6 +206,63 @@ def test_both_engines_take_the_same_steps(samples: int, device: str) -> None:
     for mine, theirs in zip(first, second, strict=True):
         for key in mine:
             torch.testing.assert_close(mine[key], theirs[key], rtol=5e-4, atol=5e-5, msg=lambda m, k=key: f"{k}: {m}")
+
+
+class Operations(TorchDispatchMode):
+    """Counts what is asked of torch, views and all: on a GPU most of it is a kernel each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.number = 0
+
+    def __torch_dispatch__(self, operation: Any, kinds: Any, given: Any = (), named: Any = None) -> Any:
+        self.number += 1
+        return operation(*given, **(named or {}))
+
+
+def test_full_batches_in_graphs_take_batchnorms_second_derivative_in_few_operations() -> None:
+    torch.manual_seed(0)
+    blocks = [layer for _ in range(6) for layer in (nn.Conv2d(4, 4, 3, padding=1), nn.BatchNorm2d(4), nn.Softplus())]
+    model = nn.Sequential(nn.Conv2d(1, 4, 3), *blocks, nn.Flatten(), nn.Linear(16, 3))
+    recipe, normalise, objective = Recipe(1, 8, 0.05), Normaliser((0.3,), (0.4,), "cpu"), MixedObjective(0.2)
+    images, labels = torch.randint(0, 256, (8, 4, 4, 1), dtype=torch.uint8), torch.arange(8) % 3
+    constants = {"means": torch.randn(2, 1, 4, 4), "proportions": torch.full((2, 3), 1 / 3)}
+    inputs, states, numbers = Inputs(constants, {"other": torch.ones(1, dtype=torch.long)}), [], []
+    for engine in (
+        EagerEngine(copy.deepcopy(model), recipe, normalise, "cpu", objective),
+        GraphedEngine(copy.deepcopy(model), recipe, normalise, "fp32", "cpu", objective),
+    ):
+        with Operations() as counted:
+            _, *state = engine.train(*read_state(model), images, labels, np.random.default_rng(3), inputs)
+        states.append({**state[0], **state[1]})
+        numbers.append(counted.number)
+    assert numbers[1] < 0.6 * numbers[0]
+    for key, value in states[0].items():
+        torch.testing.assert_close(states[1][key], value, rtol=1e-4, atol=1e-6, msg=lambda m, k=key: f"{k}: {m}")
+
+
+@pytest.mark.parametrize("shape", [(5, 3, 4, 4), (6, 3)])
+def test_batchnorm_is_differentiated_twice_as_torch_does_it(shape: tuple[int, ...]) -> None:
+    torch.manual_seed(0)
+    plain = (nn.BatchNorm2d if len(shape) == 4 else nn.BatchNorm1d)(3).double()
+    nn.init.normal_(plain.weight)
+    with torch.no_grad():
+        plain.weight[1] = 0  # a channel that is switched off has slopes all the same
+    ours = copy.deepcopy(plain)
+    x, weights, towards = torch.randn(3, *shape, dtype=torch.float64)
+
+    def found(layer: nn.Module) -> tuple[torch.Tensor, ...]:
+        inputs = x.clone().requires_grad_()
+        made = layer(inputs)
+        (slopes,) = torch.autograd.grad((made * weights).sin().mean(), inputs, create_graph=True)
+        loss = (slopes * towards).sum() + made.square().mean()
+        return loss, *torch.autograd.grad(loss, [inputs, *layer.parameters()])
+
+    expected = found(plain)
+    with batchnorm_twice(ours):
+        torch.testing.assert_close(found(ours), expected, rtol=1e-12, atol=1e-14)
+    torch.testing.assert_close(dict(ours.named_buffers()), dict(plain.named_buffers()))
+    assert "forward" not in vars(ours)
 
 
 def task(config: RunConfig, client: int, clients: list[int], steps: int = 200) -> ClientRound:

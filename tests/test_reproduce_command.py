@@ -107,6 +107,17 @@ def test_every_cell_is_listed_with_its_words(tmp_path: Path) -> None:
     assert [row["cell"] for row in few] == [name for name in listed if name.startswith(f"{MAIN}/")]
 
 
+def test_a_finished_run_keeps_its_model_and_nothing_to_go_on_with(tmp_path: Path) -> None:
+    words, run = [f"{PAPERS}/scaffold", "--out", "out"], RunDirectory(tmp_path / "out/runs" / f"{PAPERS}_scaffold_s1")
+    words += ["--set", "rounds=2"]
+    done = fedeas(*words, cwd=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert not run.load_checkpoint() and not list((run.path / "clients").rglob("*.*"))
+    assert run.load_model() and len(run.rounds()) == run.summary()["rounds"] == 2
+    again = typed(*words, cwd=tmp_path)
+    assert again.returncode == 0 and "at once" not in again.stdout
+
+
 def test_missing_runs_are_done_exported_and_not_done_again(tmp_path: Path, digits_generator: Path) -> None:
     words = [f"{PAPERS}/fedavg", f"{PAPERS}/linear", "--out", "out", "--export", "records", "--set", "rounds=2"]
     done = fedeas(*words, cwd=tmp_path)

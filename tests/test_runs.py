@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import resource
 import weakref
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ import torch
 from made_up_runs import write_run
 from ordinary_user import ordinary_user
 from runners import typed
-from safetensors.torch import save
+from safetensors.torch import save, save_file
 
 from fedeas_flwr import environment
 from fedeas_flwr.checkpoints import Checkpoint, StrategyState, write_arrays
@@ -172,6 +173,17 @@ def test_what_cannot_be_written_is_named_by_its_own_name_and_not_the_temporary_o
     with pytest.raises(FileNotFoundError) as elsewhere, atomic_folder(tmp_path / "new"):
         (tmp_path / "other").read_text()
     assert elsewhere.value.filename == str(tmp_path / "other"), "what is no part of it keeps its name"
+
+
+def test_what_a_disk_says_to_safetensors_is_told_as_the_disks(tmp_path: Path) -> None:
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 12, limits[1]))
+    try:
+        with pytest.raises(OSError, match="File too large") as found, atomic_folder(tmp_path / "unet") as folder:
+            save_file({"w": torch.zeros(1 << 16)}, folder / "w")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert found.value.filename == str(tmp_path / "unet") and found.value.errno == errno.EFBIG
 
 
 def test_a_full_disk_names_what_was_being_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

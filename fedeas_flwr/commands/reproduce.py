@@ -143,7 +143,7 @@ def do_missing(
 ) -> bool:
     """Do the runs that are missing, each as it ends a record in ``export``; tell whether one failed for good."""
     from fedeas_flwr.exporting import check_export
-    from fedeas_flwr.reproduce.filling import Exporting, export_finished, make_filling, record_folder
+    from fedeas_flwr.reproduce.filling import Settling, export_finished, make_filling, record_folder
     from fedeas_flwr.sweep_jobs import run_sweep
 
     if export:
@@ -160,7 +160,7 @@ def do_missing(
     prepare = partial(prepare_generator, choice.scale, [cell.config.generates for cell in filling.cells], console)
     try:
         with watching(console) as watcher:
-            failed = run_sweep(filling, jobs, 1, Exporting(watcher, export) if export else watcher, prepare)
+            failed = run_sweep(filling, jobs, 1, Settling(watcher, export), prepare)
     except KeyboardInterrupt:
         raise KeyboardInterrupt(f"stopped; go on with: {shlex.join(['fedeas', *sys.argv[1:]])}") from None
     for cell in failed:

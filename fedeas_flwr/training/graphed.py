@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -28,6 +28,7 @@ from fedeas_flwr.gpu.own_streams import LAST, own_stream
 from fedeas_flwr.models import trained_names
 from fedeas_flwr.normaliser import Normaliser
 from fedeas_flwr.one_line import one_line
+from fedeas_flwr.training.batchnorm_twice import batchnorm_twice
 from fedeas_flwr.training.beforehand import KeptRows, asks_beforehand
 from fedeas_flwr.training.engine import Recipe, State, TrainResult, batch_table, clone_state, copy_state
 from fedeas_flwr.training.launcher import launcher
@@ -255,7 +256,8 @@ class GraphedEngine:
     def _full_step(self) -> None:
         if self._fast is not None:
             self._fast.count = self._batch
-        self._step(self._batch)
+        with batchnorm_twice(self._model) if self._objective.second_order else nullcontext():
+            self._step(self._batch)
 
     def _short_step(self) -> None:
         if self._fast is not None:
