@@ -1,4 +1,4 @@
-"""What docs/reproduction.md says of 100 clients at α = 0.05 and 0.3 is what the records say."""
+"""What docs/reproduction.md says of α = 0.05 and 0.3 is what the records say."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from cifar_runs import PAGE, accuracies, last_batches, record
 
 from fedeas_flwr.metrics import falls
 from fedeas_flwr.reproduce.measured import meaning
-from fedeas_flwr.reproduce.paper import LAST_20, PEAK, at
+from fedeas_flwr.reproduce.paper import FEDEAS_AND_SCAFFOLD_PEAK, LAST_20, PEAK, at, images
 
 
 def test_uniforms_last_rounds_at_alpha_005_are_what_the_page_says() -> None:
@@ -102,3 +102,22 @@ def test_what_is_said_of_learners_at_alpha_03_is_what_the_records_say() -> None:
     assert said.format(*moon[-3:], *plain[-3:]) in PAGE
     means = [curves["moon"][start : start + 20].mean() for start in range(181)]
     assert max(means) == means[-1] and "No 20 rounds of it are better than the last." in PAGE
+
+
+def test_what_is_said_of_fedeas_with_scaffold_is_what_the_record_says() -> None:
+    run, column = record("cifar10-k20-a0.3/fedeas+scaffold-s1"), "c10-k20-a0.3"
+    found, curve = run.summary(), 100 * np.array(accuracies(run))
+    said = f"with a peak of {FEDEAS_AND_SCAFFOLD_PEAK} %. Ours is {curve.max():.2f}, in round {found['peak_round']}"
+    assert said in PAGE and f"Last-20 is {curve[-20:].mean():.1f}." in PAGE
+    assert f"has a peak of {curve.max():.1f}, in the paper {FEDEAS_AND_SCAFFOLD_PEAK:.1f}; why is open." in PAGE
+    assert (
+        found["total_generated"] == images("fedeas", column) and f"{found['total_generated']:,} images, which" in PAGE
+    )
+    assert 2 not in last_batches(run)[1] and not falls(list(curve / 100))
+    blocks = curve.reshape(10, 20).mean(axis=1)
+    assert "{:.1f}, {:.1f}, {:.1f} and {:.1f} at the end".format(*blocks[-4:]) in PAGE
+    alone = [at(PEAK, name, column) for name in ("scaffold", "fedeas")]
+    assert "SCAFFOLD alone peaks at {:.1f} in that column and FedEAS alone at {:.1f}.".format(*alone) in PAGE
+    others = record("cifar10-k100-a0.3/scaffold-s1").summary()["peak"]
+    high = 100 * others - (at(PEAK, "scaffold", "c10-k100-a0.3") or 0.0)
+    assert f"same α our SCAFFOLD's peak is {high:.1f} above the paper's." in PAGE

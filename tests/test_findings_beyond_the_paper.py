@@ -165,3 +165,17 @@ def test_fedgen_and_fedprox_are_as_near_to_the_papers_as_the_page_says() -> None
     above = there["fedprox"] - (at(LAST_20, "fedprox", "c10-k100-a0.3") or 0.0)
     assert f"FedProx is {above:.1f} above and level with FedAvg" in PAGE
     assert abs(there["fedprox"] - there["none"]) < 0.3
+
+
+def test_fedmix_is_as_near_to_fedavg_as_the_page_says() -> None:
+    fedmix, fedavg = (100 * np.array(accuracies(record(f"{PLACE}/{name}-s1"))) for name in ("fedmix", "none"))
+    papers = [at(LAST_20, name, "c10-k100-a0.1") or 0.0 for name in ("fedmix", "fedavg")]
+    below = papers[0] - fedmix[-20:].mean(), usual("none") - fedmix[-20:].mean()
+    assert "FedMix is {:.1f} below the paper's, and {:.1f} below FedAvg, with which".format(*below) in PAGE
+    assert abs(papers[0] - papers[1]) < 0.1 and "the paper has it level" in PAGE
+    under = (fedavg - fedmix).reshape(10, 20).mean(axis=1)
+    assert f"{under.min():.1f} to {under.max():.1f} points in every 20 rounds of the same seed" in PAGE
+    together = np.corrcoef(fedmix[20:], fedavg[20:])[0, 1]
+    assert f"(rounds 21 to 200 correlate by {together:.2f})" in PAGE
+    clients = [[one["clients"] for one in record(f"{PLACE}/{name}-s1").rounds()] for name in ("fedmix", "none")]
+    assert clients[0] == clients[1]

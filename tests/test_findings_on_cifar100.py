@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import json
+
 import numpy as np
-from cifar_runs import PAGE, POLICIES, README, accuracies, last_batches, record
+from cifar_runs import PAGE, POLICIES, README, RESULTS, accuracies, last_batches, record
 from test_uneven_rounds import evenness
 
 from fedeas_flwr import allocate
 from fedeas_flwr.allocation import removed
 from fedeas_flwr.local_data import planned_allocation, planned_counts
 from fedeas_flwr.metrics import falls
+from fedeas_flwr.reproduce.cells import GUIDANCE
+from fedeas_flwr.reproduce.measured import meaning
 from fedeas_flwr.reproduce.paper import LAST_20, PEAK, at
 
 COLUMN, PLACE = "c100-k100-a0.1", "cifar100-k100-a0.1"
@@ -184,3 +188,30 @@ def test_how_much_more_even_the_clients_are_is_what_the_page_says() -> None:
         in PAGE
     )
     assert "and {:.0f} % of a client's images in its most frequent class, for {:.0f} %".format(*shares.values()) in PAGE
+
+
+def test_what_guided_images_are_and_bring_is_what_the_pages_say() -> None:
+    plain, guided = (json.loads((RESULTS / f"quality-cifar100/g{g}-n20/report.json").read_text()) for g in ("1", "1.5"))
+    assert plain["samples"] == guided["samples"] == 5_000
+    known = 100 * plain["classifier_test_accuracy"]
+    found, drawn = (100 * each["class_agreement"] for each in (plain, guided))
+    said = f"which knows {known:.1f} % of CIFAR-100's test images, finds {found:.1f} % to be of the class that was"
+    assert f"Of 5,000 of its images an independent classifier, {said} asked for." in PAGE
+    assert f"With a guidance of {GUIDANCE} it is {drawn:.1f} %, and their distance" in PAGE
+    yardstick = plain["classifier_frechet_distance_of_test_images"]
+    far, near = (each["classifier_frechet_distance"] for each in (plain, guided))
+    assert f"features; {yardstick:.1f} for the test images) goes from {far:.1f} to {near:.1f}." in PAGE
+    copies = [100 * each["near_copies"] for each in (guided, plain)]
+    assert "Near copies of training images are no more, {:.1f} % after {:.1f}".format(*copies) in PAGE
+    assert copies[0] < copies[1] < 100 * plain["near_copies_expected"]
+    runs = [record(f"{PLACE}/fedeas{how}-s1") for how in ("", "-guided")]
+    usual, ours = (meaning(run.config()) for run in runs)
+    assert {key for key in ours if ours[key] != usual[key]} == {"guidance"} and ours["guidance"] == GUIDANCE
+    assert [one["clients"] for one in runs[0].rounds()] == [one["clients"] for one in runs[1].rounds()]
+    without, with_it = curves("fedeas")[0], curves("fedeas-guided")[0]
+    last, papers = with_it[-20:].mean(), at(LAST_20, "fedeas", COLUMN) or 0.0
+    said = f"has {last:.1f} for {without[-20:].mean():.1f}, {papers - last:.1f} below the paper's, and is above the run"
+    assert f"{said} without guidance in {(with_it > without).sum()} of 200 rounds." in PAGE
+    said = f"finds {drawn:.0f} % of the class asked for in place of {found:.0f}, it has {last:.1f}, {papers - last:.1f}"
+    assert f"{said} below (one seed)." in PAGE
+    assert f"with guided images (`guidance = {GUIDANCE}`) it has {last:.1f}, {papers - last:.1f} below." in README

@@ -129,6 +129,17 @@ def test_shared_images_stand_beside_images_of_each_clients_own_and_the_papers_nu
     ]
 
 
+def test_guided_images_stand_beside_others_and_are_no_cell_of_the_papers(tmp_path: Path) -> None:
+    place, title = "c100-k100-a0.1", "CIFAR-100, K = 100, α = 0.1"
+    record(tmp_path / "guided", f"{place}/fedeas-guided", 1, [0.51] * 200, images=74_005)
+    table = beyond.guided_table(found_in(tmp_path))
+    assert table.rows[-2:] == [
+        [title, "FedEAS", "52.04", "none", "–", "–", "–"],
+        [title, "FedEAS", "", "1.5", "51.00", "1", "−1.04"],
+    ]
+    assert [(budget.wanted, budget.by, budget.met) for budget in table.budgets] == [(74_005, "plan", True)]
+
+
 def test_rounds_that_fall_are_counted_by_hand(tmp_path: Path) -> None:
     """Rounds 5 and 150 fall, the first too early to count; one that is 4 points below is no fall."""
     curve = [0.7] * 200

@@ -303,7 +303,7 @@ def test_the_whole_paper_in_small_from_nothing(tmp_path: Path, monkeypatch: pyte
     assert done.returncode == 0, done.stderr[-3000:]
     answer = json.loads(done.stdout)
     assert [item["name"] for item in answer["items"]] == [
-        n for n in ITEMS if n not in ("clean", "shared", "batches", "rule")
+        n for n in ITEMS if n not in ("clean", "shared", "guided", "batches", "rule")
     ]
     assert not any(item["missing"] or item["note"] for item in answer["items"])
     assert answer["budgets"] and all(budget["met"] for budget in answer["budgets"])

@@ -21,7 +21,19 @@ from fedeas_flwr.reproduce.beside import (
     signed,
     value_of,
 )
-from fedeas_flwr.reproduce.cells import BATCHED, CLEAN, MAIN, METHODS, PAPERS, RULES, SHARED, cell, column, variants
+from fedeas_flwr.reproduce.cells import (
+    BATCHED,
+    CLEAN,
+    GUIDED,
+    MAIN,
+    METHODS,
+    PAPERS,
+    RULES,
+    SHARED,
+    cell,
+    column,
+    variants,
+)
 from fedeas_flwr.reproduce.measured import Results, Value
 from fedeas_flwr.reproduce.tables import Table
 from fedeas_flwr.sizes import show_seconds
@@ -139,6 +151,23 @@ def shared_table(results: Results) -> Table:
                 f"{different_images(config, planned_counts(config, config.clients)):,}",
             ]
         )
+        table.values.append(last)
+        budget = budget_of(results, one.name)
+        table.budgets += [budget] if budget else []
+    return table
+
+
+def guided_table(results: Results) -> Table:
+    """Images that are more surely of their class, at one budget; the paper does not say how its own were drawn."""
+    table = Table(["Where", "Method", "Paper, last-20 %", "Guidance", "Ours, last-20 %", "Seeds", "Difference"], [])
+    for place, method, end in variants(GUIDED):
+        one = cell(f"{place}/{method}{end}")
+        published = last_20_of(results, f"{place}/{method}").paper
+        last = value_of(results, one.name, "last-20 %", lambda run: 100 * run.last_20, published)
+        guidance = one.config(results.scale, 1).guidance
+        shown = ["" if end else show_paper(last), "none" if guidance == 1 else f"{guidance:g}"]
+        shown += [show_ours(last), show_seeds(last), show_difference(last)]
+        table.rows.append([one.column.title(results.scale), METHODS[method].label, *shown])
         table.values.append(last)
         budget = budget_of(results, one.name)
         table.budgets += [budget] if budget else []

@@ -172,7 +172,12 @@ def _methods() -> dict[str, Method]:
         for method in found
         if method.name in {name for names in BATCHED.values() for name in names}
     ]
-    return {method.name: method for method in (*found, *clean, *shared, *larger)}
+    guided = [
+        Method(f"{method.name}-guided", f"{method.label}, guided images", (*method.keys, ("guidance", GUIDANCE)))
+        for method in found
+        if method.name in GUIDED[MAIN]
+    ]
+    return {method.name: method for method in (*found, *clean, *shared, *larger, *guided)}
 
 
 FREE = ("oversample", "class-weighted", "logit-adjusted", "flip-crop")
@@ -187,6 +192,11 @@ BATCHED: Variants = {
     PAPERS: dict.fromkeys(("missing-only", "scaffold", "fedeas-b8", "uniform-b4", "uniform-b16"), LARGER),
     "c10-k100-a0.05": dict.fromkeys(("uniform", "scaffold"), LARGER),
 }
+GUIDANCE = 1.5
+"""Half as much again: images more surely of their class, fewer of them unusual."""
+GUIDED: Variants = dict.fromkeys(
+    (MAIN, "c100-k100-a0.1"), dict.fromkeys(("uniform", "missing-only", "fedeas"), ("-guided",))
+)
 RULES = ("fedeas-g0.25", "fedeas", "fedeas-g0.75", "fedeas-g1", "waterfill")
 METHODS = _methods()
 
@@ -265,6 +275,7 @@ def all_cells() -> list[Cell]:
         *(f"{place}/{name}{end}" for place, name, end in variants(BATCHED)),
         *_pairs([*others, *of_100], eight),
         *shared,
+        *(f"{place}/{name}{end}" for place, name, end in reversed(variants(GUIDED))),
         *_pairs([MAIN, PAPERS, *others, *of_100], ("fedgen", "fedmix")),
         "c10-k20-a0.3/fedeas+scaffold",
         *_pairs([MAIN], (*CLEAN, *(f"{name}-clean" for name in CLEAN))),

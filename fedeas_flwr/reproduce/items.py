@@ -14,6 +14,7 @@ from fedeas_flwr.reproduce import beside, beyond, paper, tables
 from fedeas_flwr.reproduce.cells import (
     BATCHED,
     CLEAN,
+    GUIDED,
     MAIN,
     PAPERS,
     RULES,
@@ -179,6 +180,13 @@ ITEMS: dict[str, Item] = {
         "Budgets are the same to the image; what differs is which images two clients have in common.",
         _beside(SHARED),
         _fixed(beyond.shared_table),
+        only_by_name=True,
+    ),
+    "guided": Item(
+        "Beyond the paper: guided images",
+        "Guidance draws an image away from what the generator would make without a class. The paper names none.",
+        _beside(GUIDED),
+        _fixed(beyond.guided_table),
         only_by_name=True,
     ),
     "batches": Item(
