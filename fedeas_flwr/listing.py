@@ -113,6 +113,7 @@ def describe_in_full(run: RunDirectory) -> dict[str, Any]:
         "changes": changes,
         "config": config,
         "environment": run.environment(),
+        "files": run.files(),
         "summary": run.summary() if (run.path / "summary.json").exists() else None,
     }
 

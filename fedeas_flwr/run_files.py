@@ -1,6 +1,6 @@
 """What a run leaves in its folder, by name: nothing else there is its own, and nothing else is ever removed.
 
-config.json            the run-config, the environment it ran in and what the labels are called
+config.json            the run-config, the environment it ran in, what the labels are called and what was in its files
 rounds.jsonl           one object a round
 checkpoint.safetensors everything the server needs to go on after the last checkpointed round
 clients/ID/            what client ID keeps between rounds (simulation; see client_state.py)
@@ -54,7 +54,7 @@ def is_run(folder: Path) -> bool:
         found = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):
         return False
-    return isinstance(found, dict) and set(found) - {"classes"} == {"config", "environment"}
+    return isinstance(found, dict) and set(found) - {"classes", "files"} == {"config", "environment"}
 
 
 def is_damaged_run(folder: Path) -> bool:

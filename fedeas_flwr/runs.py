@@ -80,7 +80,7 @@ class RunDirectory:
         remove_unfinished(run.path)
         with run._saying_what_cannot_be_written():
             run.path.mkdir(parents=True, exist_ok=True)
-            kept = {"classes": run.classes()} if config.resume else {}
+            kept = {"classes": run.classes(), "files": run.files()} if config.resume else {}
             run.write_json("config.json", {"config": config.outside(), "environment": dict(environment), **kept})
         run.set_status("running")
         return run
@@ -160,10 +160,14 @@ class RunDirectory:
         found["config"]["clients"] = clients
         self.write_json("config.json", found)
 
-    def record_classes(self, dataset: str, classes: Sequence[str]) -> None:
-        """Note what the labels of its dataset are called, by which a resumed run is held to them."""
+    def record_inputs(self, dataset: str, classes: Sequence[str], files: Mapping[str, str]) -> None:
+        """Note what the labels of its dataset are called, to which a resumed run is held, and what is in its files.
+
+        A resumed run may do without a file: its images lie in the cache.
+        """
         self.check_classes(dataset, classes)
-        self.write_json("config.json", {**self.read_json("config.json"), "classes": classes})
+        found = {"classes": classes, "files": {**self.files(), **files}}
+        self.write_json("config.json", {**self.read_json("config.json"), **found})
 
     def check_classes(self, dataset: str, classes: Sequence[str]) -> None:
         """Refuse a dataset whose labels are called otherwise than when the run began: they would mean other classes."""
@@ -183,6 +187,13 @@ class RunDirectory:
         found = self.read_json("config.json").get("classes", [])
         if not isinstance(found, list) or not all(isinstance(name, str) for name in found):
             raise RunError(f"{self.path / 'config.json'} is not a run's config: classes = {str(found)[:100]}")
+        return found
+
+    def files(self) -> dict[str, str]:
+        """What was in the files that the run was given (`files_of`); nothing in records of older versions."""
+        found = self.read_json("config.json").get("files", {})
+        if not isinstance(found, dict) or not all(isinstance(name, str) for name in found.values()):
+            raise RunError(f"{self.path / 'config.json'} is not a run's config: files = {str(found)[:100]}")
         return found
 
     def config(self) -> RunConfig:

@@ -22,7 +22,7 @@ from fedeas_flwr.checkpoints import Arrays, Checkpoint
 from fedeas_flwr.client_state import forget_kept_states, write_kept_states
 from fedeas_flwr.config import ConfigError, RunConfig, parse_config
 from fedeas_flwr.data import dataset_info
-from fedeas_flwr.environment import describe_environment
+from fedeas_flwr.environment import describe_environment, files_of
 from fedeas_flwr.event_log import event_log
 from fedeas_flwr.generators.ray_service import start_service
 from fedeas_flwr.gpu.own_streams import own_stream
@@ -73,7 +73,7 @@ def main(grid: Grid, context: Context) -> None:
 def _recorded(grid: Grid, config: RunConfig, run: RunDirectory, device: str) -> None:
     """Do the run, and leave its status behind however it ends."""
     try:
-        run.record_classes(config.dataset, dataset_info(config.dataset).classes)
+        run.record_inputs(config.dataset, dataset_info(config.dataset).classes, files_of(config))
         clients = count_clients(grid, config)
         config = config.with_changes(clients=clients)
         federation, start = Federation(grid, config, build_strategy(config), run), _start(config, run)

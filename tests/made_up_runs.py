@@ -32,7 +32,7 @@ def write_run(
     config = parse_config(values)
     run = RunDirectory.start(config, describe_environment("cpu"))
     if not config.dataset.startswith("own:"):  # those may be gone
-        run.record_classes(config.dataset, dataset_info(config.dataset).classes)
+        run.record_inputs(config.dataset, dataset_info(config.dataset).classes, {})
     for number, accuracy in enumerate(accuracies, 1):
         seconds = {"clients": 2.0, "aggregate": 0.5, "evaluate": 0.25, "generating": 1.0, "training": 3.0}
         more = extra[number - 1] if extra else {}

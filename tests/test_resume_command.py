@@ -74,6 +74,8 @@ def test_a_run_from_before_it_kept_its_classes_is_gone_on_with_and_keeps_them_th
     assert run.read_json("config.json")["classes"] == ["well", "ill"]
     run.write_json("config.json", {**kept, "classes": 7})
     assert "config.json is not a run's config: classes = 7" in typed("evaluate", str(run.path)).stderr
+    run.write_json("config.json", {**kept, "files": ["a"]})
+    assert "config.json is not a run's config: files = ['a']" in typed("runs", "show", str(run.path)).stderr
 
 
 def test_a_finished_run_tells_its_result_again_and_nothing_is_started(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import io
 import json
 import os
@@ -16,13 +17,17 @@ import pytest
 import torch
 from flwr.clientapp import ClientApp
 from rich.console import Console
-from runners import CHEAP, finish, hand_models_over, quick, small, start_interruptible, typed, weights
+from runners import CHEAP, black_digits, finish, hand_models_over, quick, small, start_interruptible, typed, weights
+from safetensors.torch import save_file
+from torchvision.models import resnet18
 from waiting import LONG, Held, wait_until
 
 from fedeas_flwr import client_app, generators, prepare
 from fedeas_flwr.allocation import allocate
 from fedeas_flwr.checkpoints import Checkpoint
 from fedeas_flwr.config import MATCHED, RunConfig
+from fedeas_flwr.environment import files_of
+from fedeas_flwr.exporting import export
 from fedeas_flwr.generators import Generator, SampleId
 from fedeas_flwr.grids import InlineGrid
 from fedeas_flwr.launch import launch
@@ -360,3 +365,30 @@ def test_a_plan_without_an_image_is_one_warning(tmp_path: Path, digits_generator
     for policy in ("fedeas", "waterfill"):
         assert said(policy=policy, beta=0.01) == warning.format(policy)
     assert said(policy="fedeas", beta=4.0) == said(policy="none") == said(policy="uniform", total=1) == ""
+
+
+def test_a_record_names_the_files_that_the_run_was_given(tmp_path: Path, digits_generator: Path) -> None:
+    """By what is in them: folders have other names elsewhere."""
+    bank, start = black_digits(tmp_path / "bank.npz", [40] * 10), tmp_path / "start.safetensors"
+    torch.manual_seed(1)
+    save_file(resnet18(num_classes=1000).state_dict(), start)
+
+    def named(file: Path) -> str:
+        return hashlib.sha256(file.read_bytes()).hexdigest()[:16]
+
+    made = finish(quick(tmp_path / "made", rounds=1))
+    (weights,) = digits_generator.rglob("*.safetensors")
+    assert made.files() == {"generator": named(weights)}
+    RunDirectory.start(made.config().with_changes(resume=True), {})
+    made.record_inputs("digits", made.classes(), {"weights": "0" * 16})
+    assert made.files() == {"generator": named(weights), "weights": "0" * 16}, "a resumed run may do without a file"
+    dealt = finish(quick(tmp_path / "dealt", rounds=1, generator=bank))
+    assert dealt.files() == {"generator": named(tmp_path / "bank.npz")}
+    export(dealt, tmp_path / "record")
+    assert RunDirectory(tmp_path / "record").files() == dealt.files()
+    plain = finish(quick(tmp_path / "plain", rounds=1, policy="none", generator=bank))
+    assert plain.files() == {}
+    started = small(tmp_path / "started", rounds=1, policy="none", model="resnet18", weights=str(start))
+    assert files_of(started) == {"weights": named(start)}
+    start.unlink()
+    assert files_of(started) == {}, "who reads it says what is wrong"

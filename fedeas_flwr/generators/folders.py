@@ -46,12 +46,17 @@ def read_model(
     folder: Path, num_classes: int, classes: Sequence[str] = (), image_shape: tuple[int, int, int] | None = None
 ) -> Model:
     """Read a model's folder, refusing one of other classes or images, or without weights; these are not read."""
-    config, weights = read_json(folder / "unet" / "config.json"), folder / "unet" / WEIGHTS_NAME
+    config, weights = read_json(folder / "unet" / "config.json"), weights_file(folder)
     schedule = check_schedule(read_json(folder / "scheduler" / "scheduler_config.json"), folder)
     shape = check_unet(config, folder, image_shape)
     check_classes(config, folder, num_classes, classes)
     _require_weights(weights)
     return Model(config, schedule, shape, weights)
+
+
+def weights_file(folder: Path) -> Path:
+    """Return where a model's folder has its weights, whether they are there or not."""
+    return folder / "unet" / WEIGHTS_NAME
 
 
 def _require_weights(weights: Path) -> None:
