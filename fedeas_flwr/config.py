@@ -198,6 +198,9 @@ class RunConfig(BaseModel):
         description="steps of the sampler; 0: " + ", ".join(f"{n} for {name}" for name, n in SAMPLER_STEPS.items()),
     )
     guidance: float = Field(1.0, ge=1, le=50, description="classifier-free guidance scale; 1 is none")
+    guidance_rescale: float = Field(
+        0.0, ge=0, le=1, description="part of the contrast that guidance adds which is taken away again; 0: none"
+    )
     generation_batch: int = Field(
         0, ge=0, le=65_536, description="images in one forward pass; 0: 64 on a CPU, by free memory on a GPU"
     )

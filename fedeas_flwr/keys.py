@@ -58,6 +58,7 @@ _OF_IMAGES = (
     "sampler",
     "sampler-steps",
     "guidance",
+    "guidance-rescale",
     "generation-batch",
     "generation-precision",
     "shared-images",
@@ -103,6 +104,8 @@ def keys_in_use(config: RunConfig) -> dict[str, Any]:
     idle.difference_update(key for key in OF_STRATEGIES.get(config.strategy, ()) if key not in _SWITCHES)
     if not config.generates:
         idle.update(_OF_IMAGES)
+    if config.guidance == 1:
+        idle.add("guidance-rescale")
     if not config.dp.endswith("adaptive"):
         idle.update(_OF_ADAPTIVE_DP)
     if config.dp == "none":

@@ -169,9 +169,10 @@ def errors_naming(target: Path, temporary: Path | None = None) -> Iterator[None]
             error.filename = str(target / named.relative_to(temporary))
         raise
     except Exception as error:
-        if found := re.search(r"\(os error (\d+)\)$", str(error)):  # safetensors' own kind, as Rust words it
-            raise OSError(int(found[1]), os.strerror(int(found[1])), str(target)) from None
-        raise
+        found = re.search(r"\(os error (\d+)\)$", str(error))  # safetensors' own kind, as Rust words it
+        if found is None or int(found[1]) not in DISK_ERRORS:
+            raise
+        raise OSError(int(found[1]), os.strerror(int(found[1])), str(target)) from error
 
 
 def remove_unfinished(folder: Path) -> None:

@@ -105,7 +105,15 @@ def check_runs(configs: Sequence[RunConfig], console: Console) -> None:
             check_stock(config, planned_counts(config, config.clients), opened)
 
 
-_OF_GENERATORS = ("generator", "sampler", "sampler_steps", "guidance", "generation_batch", "generation_precision")
+_OF_GENERATORS = (
+    "generator",
+    "sampler",
+    "sampler_steps",
+    "guidance",
+    "guidance_rescale",
+    "generation_batch",
+    "generation_precision",
+)
 _OF_PARTITIONS = ("dataset", "protocol", "clients", "alpha", "partition_seed")
 _OF_PLANS = ("policy", "beta", "gamma", "printed_rule", "total", "shared_images")
 

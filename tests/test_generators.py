@@ -129,6 +129,24 @@ def test_label_and_guidance_reach_the_model(tiny: Path) -> None:
         assert torch.equal(plain._denoiser.predict(x, time, labels), conditional)
 
 
+def test_rescaled_guidance_has_the_spread_of_what_is_not_guided(tiny: Path) -> None:
+    """Image by image; with a part of it in between, and with none of it the plain one."""
+    plain, guided = open_tiny(tiny), open_tiny(tiny, guidance=6.0)
+    whole, most = (open_tiny(tiny, guidance=6.0, guidance_rescale=part) for part in (1.0, 0.7))
+    x, labels, time = torch.randn(4, 1, 8, 8), torch.tensor([0, 1, 2, 0]), torch.tensor(500)
+    with torch.no_grad():
+        conditional, far, near, between = (
+            generator._denoiser.predict(x, time, labels) for generator in (plain, guided, whole, most)
+        )
+    torch.testing.assert_close(near.std((1, 2, 3)), conditional.std((1, 2, 3)))
+    torch.testing.assert_close(between, 0.7 * near + 0.3 * far)
+    directions = [torch.nn.functional.normalize(each.flatten(1)) for each in (near, far)]
+    torch.testing.assert_close(*directions)
+    assert not torch.allclose(near, far)
+    assert whole.fingerprint != guided.fingerprint == open_tiny(tiny, guidance=6.0, guidance_rescale=0).fingerprint
+    assert plain.fingerprint == open_tiny(tiny, guidance_rescale=0.7).fingerprint, "nothing is guided"
+
+
 def test_guidance_one_needs_one_forward_a_step(tiny: Path) -> None:
     for guidance, passes in ((1.0, 4), (2.0, 8)):
         generator, seen = open_tiny(tiny, guidance=guidance), []
@@ -244,6 +262,7 @@ def test_a_model_without_the_no_label_class_refuses_guidance(tmp_path: Path) -> 
         ({"steps": 0}, "steps: 0 is not allowed; give 1 to 1000"),
         ({"guidance": 0.5}, "guidance: 0.5 is not allowed"),
         ({"guidance": float("nan")}, "guidance: nan is not allowed"),
+        ({"guidance_rescale": 1.5}, "guidance_rescale: 1.5 is not allowed; give 0 \\(none\\) to 1"),
         ({"batch_size": 0}, "batch_size: 0 is not allowed"),
         ({"sampler": "euler"}, r"sampler: 'euler' is not allowed; give one of dpm\+\+, ddim"),
         ({"sampler": "ddim", "steps": 300}, "steps: 300 is not allowed with ddim; give a divisor of 1000"),

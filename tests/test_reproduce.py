@@ -133,9 +133,10 @@ def test_guided_images_stand_beside_others_and_are_no_cell_of_the_papers(tmp_pat
     place, title = "c100-k100-a0.1", "CIFAR-100, K = 100, α = 0.1"
     record(tmp_path / "guided", f"{place}/fedeas-guided", 1, [0.51] * 200, images=74_005)
     table = beyond.guided_table(found_in(tmp_path))
-    assert table.rows[-2:] == [
+    assert table.rows[-3:] == [
         [title, "FedEAS", "52.04", "none", "–", "–", "–"],
         [title, "FedEAS", "", "1.5", "51.00", "1", "−1.04"],
+        [title, "FedEAS", "", "6, rescaled by 0.7", "–", "–", "–"],
     ]
     assert [(budget.wanted, budget.by, budget.met) for budget in table.budgets] == [(74_005, "plan", True)]
 

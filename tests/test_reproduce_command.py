@@ -23,7 +23,7 @@ from waiting import LONG, Held, wait_until
 
 from fedeas_flwr import prepare, sweep_jobs
 from fedeas_flwr.reproduce.cells import MAIN, PAPERS, all_cells, cell
-from fedeas_flwr.reproduce.filling import export_finished
+from fedeas_flwr.reproduce.filling import settle_finished
 from fedeas_flwr.reproduce.items import ITEMS
 from fedeas_flwr.reproduce.measured import find_results
 from fedeas_flwr.runs import RunDirectory, RunError
@@ -204,6 +204,19 @@ def test_a_failed_run_is_done_again_with_its_record(tmp_path: Path, monkeypatch:
     )
 
 
+@pytest.mark.parametrize("exporting", [True, False])
+def test_a_run_that_finished_unheard_keeps_nothing_to_go_on_with(tmp_path: Path, exporting: bool) -> None:
+    run = RunDirectory(record(tmp_path / "runs" / "unheard", f"{MAIN}/scaffold", 1, TWENTY))
+    for name in ("checkpoint.safetensors", "model.safetensors", "clients/3/state-000200.safetensors"):
+        (run.path / name).parent.mkdir(parents=True, exist_ok=True)
+        (run.path / name).write_bytes(b"arrays")
+    results = find_results(all_cells(), "full", [run.path.parent], {})
+    settle_finished(results, run.path.parent, tmp_path / "records" if exporting else None)
+    left = {path.name for path in run.path.rglob("*") if path.is_file()}
+    assert "model.safetensors" in left and not left & {"checkpoint.safetensors", "state-000200.safetensors"}
+    assert (tmp_path / "records").exists() == exporting and len(run.rounds()) == 200
+
+
 def test_a_run_that_finished_unheard_is_exported_by_the_next_command(tmp_path: Path) -> None:
     """Ctrl-C may come in the moment between a run's end and its record."""
     runs, records = tmp_path / "runs", tmp_path / "records"
@@ -211,13 +224,13 @@ def test_a_run_that_finished_unheard_is_exported_by_the_next_command(tmp_path: P
     record(tmp_path / "elsewhere" / "known", f"{MAIN}/fedavg", 2, TWENTY)
     results = find_results(all_cells(), "full", [tmp_path / "elsewhere", runs], {})
     place = records / "cifar10-k100-a0.1"
-    export_finished(results, runs, records)
+    settle_finished(results, runs, records)
     assert [path.name for path in place.iterdir()] == ["fedavg-s1"]
     assert [r["accuracy"] for r in RunDirectory(place / "fedavg-s1").rounds()] == TWENTY
     (place / "fedavg-s1" / "rounds.jsonl").unlink()  # as if it had been stopped half way
-    export_finished(results, runs, records)
+    settle_finished(results, runs, records)
     stamp = (place / "fedavg-s1" / "rounds.jsonl").stat().st_mtime_ns
-    export_finished(results, runs, records)
+    settle_finished(results, runs, records)
     assert (place / "fedavg-s1" / "rounds.jsonl").stat().st_mtime_ns == stamp
 
 
@@ -242,7 +255,7 @@ def test_records_of_other_runs_are_not_exported_over_and_nothing_is_begun(tmp_pa
     results = find_results(all_cells(), "full", [ours.parent], {})
     record(tmp_path / "records" / "cifar10-k100-a0.1" / "fedavg-s1", f"{MAIN}/fedavg", 1, TWENTY)
     with pytest.raises(RunError, match="holds the record of another run"):
-        export_finished(results, ours.parent, tmp_path / "records")
+        settle_finished(results, ours.parent, tmp_path / "records")
 
 
 def test_the_generator_is_trained_by_whoever_has_the_folder_alone(

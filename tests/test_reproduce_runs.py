@@ -12,7 +12,7 @@ from records import found_in, record
 
 from fedeas_flwr.reproduce import tables
 from fedeas_flwr.reproduce.cells import MAIN, PAPERS, all_cells
-from fedeas_flwr.reproduce.filling import export_finished, make_filling, record_folder
+from fedeas_flwr.reproduce.filling import make_filling, record_folder, settle_finished
 from fedeas_flwr.reproduce.items import choose
 from fedeas_flwr.reproduce.measured import find_results
 from fedeas_flwr.reproduce.sections import make_sections
@@ -107,7 +107,7 @@ def test_a_run_reached_by_two_paths_is_one(tmp_path: Path, monkeypatch: pytest.M
     places = [Path("out"), Path("link"), tmp_path / "out" / "runs"]
     results = find_results(all_cells(), "full", places, {})
     assert [run.seed for run in results.of(f"{MAIN}/fedavg")] == [1] and results.doubles == []
-    export_finished(results, tmp_path / "link" / "runs", tmp_path / "records")
+    settle_finished(results, tmp_path / "link" / "runs", tmp_path / "records")
     assert RunDirectory(tmp_path / "records" / "cifar10-k100-a0.1" / "fedavg-s1").is_record()
 
 
@@ -147,9 +147,9 @@ def test_gamma_misses_a_run_of_another_form_and_finds_it_beside_the_older(tmp_pa
     rows = tables.gamma_table(results).rows
     assert rows[0][3].startswith("70.00<br>"), "elsewhere the first counts"
     assert rows[2][3].startswith("0.0001<br>") and rows[4][3] == "0.8"
-    export_finished(results, run.parent, records)
+    settle_finished(results, run.parent, records)
     assert sorted(path.name for path in place.glob("fedeas-*")) == ["fedeas-s1", "fedeas-s1-all-state"]
     later = tables.gamma_table(found_in(records)).rows
     assert later == rows
-    export_finished(results, run.parent, records)
+    settle_finished(results, run.parent, records)
     assert len(list(place.iterdir())) == 5

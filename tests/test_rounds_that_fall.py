@@ -188,7 +188,10 @@ def test_runs_made_since_fall_as_those_before() -> None:
                     assert run.config().protocol == "clean" and number in of_fedavg
                     plain |= {number}
     assert (len(runs), fallen, with_two, after, plain) == (9, 10, 6, 1, {53, 191})
-    assert "Nine runs that generate were made after this was written" in PAGE and "They fall ten times. Six of" in PAGE
+    assert (
+        "The next nine runs that generate were made after this was written" in PAGE
+        and "They fall ten times. Six of" in PAGE
+    )
     assert f"Six of these are among their {seen} rounds with a client that is left with two" in PAGE
     assert "and three are rounds 53 and 191 of `clean`, where its FedAvg falls too" in PAGE
     usual, others = 100 * with_two / seen, 100 * (fallen - with_two) / (rounds - seen)

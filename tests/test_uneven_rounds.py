@@ -117,7 +117,7 @@ def test_how_even_rounds_are_is_what_the_page_says() -> None:
 
 
 def test_which_methods_without_images_fall_in_uneven_rounds_is_what_the_page_says() -> None:
-    names = ("none", "fedgen", "flip-crop", "oversample", "class-weighted", "scaffold", "logit-adjusted")
+    names = ("none", "fedmix", "fedgen", "flip-crop", "oversample", "class-weighted", "scaffold", "logit-adjusted")
     runs = {name: record(f"cifar10-k100-a0.1/{name}-s1") for name in names}
     who = [one["clients"] for one in runs["none"].rounds()]
     assert all([one["clients"] for one in run.rounds()] == who for run in runs.values())
@@ -131,7 +131,8 @@ def test_which_methods_without_images_fall_in_uneven_rounds_is_what_the_page_say
     mixed = [real[who[number - 1]] @ own[who[number - 1]] / real[who[number - 1]].sum() for number in uneven]
     low = int((normalised_entropy(np.round(1e9 * np.array(mixed)).astype(np.int64)) < 0.85).sum())
     said = (
-        "Of these {} FedAvg falls in {}, FedGen in {}, flips and crops in {}, oversampling in {} (its copies make all"
+        "Of these {} FedAvg falls in {}, FedMix in {}, FedGen in {}, flips and crops in {}, oversampling in {} (its"
+        " copies make all"
     )
     said += f" but {low} of the 72 more even than 0.85), the class-weighted loss in {{}}, SCAFFOLD in {{}}, and the"
     assert f"{said} logit-adjusted loss in none.".format(len(uneven), *fell[:-1]) in PAGE and fell[-1] == 0

@@ -173,6 +173,7 @@ def generate(
     seed: Annotated[int, typer.Option(min=0, help="of the noise")] = 0,
     sampler_steps: Annotated[int, typer.Option(help="steps of the sampler")] = SAMPLER_STEPS["dpm++"],
     guidance: Annotated[float, typer.Option(help="classifier-free guidance scale; 1 is none")] = 1.0,
+    guidance_rescale: Annotated[float, typer.Option(help="part of its contrast taken away again, 0 to 1")] = 0.0,
     generation_batch: Annotated[int, typer.Option(min=0, help="images in one forward pass; 0: by device")] = 0,
     device: Annotated[str, typer.Option(help="auto, cpu or cuda")] = "auto",
     report: Annotated[bool, typer.Option("--report", help="measure them against the real images")] = False,
@@ -193,7 +194,8 @@ def generate(
     from fedeas_flwr.training import pick_device
 
     values = {"dataset": dataset, "generator": generator, "sampler-steps": sampler_steps, "guidance": guidance}
-    config = parse_config(values | {"generation-batch": generation_batch, "device": device})
+    values |= {"guidance-rescale": guidance_rescale, "generation-batch": generation_batch}
+    config = parse_config(values | {"device": device})
     where = pick_device(device)
     if generator == "builtin":
         from fedeas_flwr.prepare import ensure_digits_generator

@@ -143,11 +143,10 @@ def do_missing(
 ) -> bool:
     """Do the runs that are missing, each as it ends a record in ``export``; tell whether one failed for good."""
     from fedeas_flwr.exporting import check_export
-    from fedeas_flwr.reproduce.filling import Settling, export_finished, make_filling, record_folder
+    from fedeas_flwr.reproduce.filling import Settling, make_filling, record_folder, settle_finished
     from fedeas_flwr.sweep_jobs import run_sweep
 
-    if export:
-        export_finished(results, folder, export)
+    settle_finished(results, folder, export)
     missing = choice.missing(results)
     if not missing:
         return False

@@ -97,6 +97,7 @@ def open_generator(
     sampler: str = "dpm++",
     steps: int | None = None,
     guidance: float = 1.0,
+    guidance_rescale: float = 0.0,
     batch_size: int | None = None,
     precision: str | None = None,
     device: str = "cpu",
@@ -117,6 +118,8 @@ def open_generator(
         Solver steps; None is the sampler's own default, 20 or 250.
     guidance
         Scale of classifier-free guidance; 1 is none.
+    guidance_rescale
+        How much of the spread that guidance adds is taken away again; 0 is none.
     batch_size
         Images in each forward pass; short batches are padded to it. None: 64 on the CPU, by free memory on CUDA.
     precision
@@ -160,6 +163,7 @@ def open_generator(
         sampler=sampler,
         steps=steps,
         guidance=guidance,
+        guidance_rescale=guidance_rescale,
         batch_size=batch_size,
         precision=precision,
         device=device,
@@ -220,6 +224,7 @@ def _settings(config: RunConfig) -> dict[str, Any]:
         "sampler": config.sampler,
         "steps": config.sampler_steps or None,
         "guidance": config.guidance,
+        "guidance_rescale": config.guidance_rescale,
         "batch_size": config.generation_batch or None,
         "precision": None if config.generation_precision == "auto" else config.generation_precision,
     }
@@ -236,7 +241,12 @@ def _naming_keys() -> Iterator[None]:
         raise ValueError(f"{_KEYS[setting]}: {refusal}") from None
 
 
-_KEYS = {"steps": "sampler-steps", "batch_size": "generation-batch", "precision": "generation-precision"}
+_KEYS = {
+    "guidance_rescale": "guidance-rescale",
+    "steps": "sampler-steps",
+    "batch_size": "generation-batch",
+    "precision": "generation-precision",
+}
 """Settings that a run-config calls otherwise: an error names what its reader wrote."""
 
 
@@ -279,7 +289,7 @@ class RememberedGenerator:
 
 def describe_generator(config: RunConfig) -> dict[str, Any]:
     """Return the run-config's keys that a person reads to know where an image comes from."""
-    keys = ("generator", "dataset", "sampler", "sampler-steps", "guidance")
+    keys = ("generator", "dataset", "sampler", "sampler-steps", "guidance", "guidance-rescale")
     return {k: v for k, v in config.outside().items() if k in keys or k.startswith("generation-")}
 
 

@@ -83,6 +83,8 @@ class Denoiser:
         Of the solver.
     guidance
         Classifier-free guidance scale; 1 is none.
+    rescale
+        How much of the spread that guidance adds is taken away again (Lin et al., 2024), 0 to 1.
     no_label
         The class that means "no label", which guidance needs.
     precision
@@ -97,12 +99,13 @@ class Denoiser:
         sampler: str,
         steps: int,
         guidance: float = 1.0,
+        rescale: float = 0.0,
         no_label: int | None = None,
         precision: str = "fp32",
     ) -> None:
         self.unet = unet
         self._schedule, self._sampler, self._steps = schedule, sampler, steps
-        self._guidance, self._no_label = guidance, no_label
+        self._guidance, self._rescale, self._no_label = guidance, rescale, no_label
         self._precision = precision
         self._device: torch.device = next(unet.parameters()).device
         self._step: _Step | None = None
@@ -139,7 +142,11 @@ class Denoiser:
             return conditional
         none = torch.full_like(labels, self._no_label)
         free: torch.Tensor = self.unet(given, time, class_labels=none, return_dict=False)[0].float()
-        return free + self._guidance * (conditional - free)
+        guided = free + self._guidance * (conditional - free)
+        if not self._rescale:
+            return guided
+        before, after = (each.std((1, 2, 3), keepdim=True) for each in (conditional, guided))
+        return guided * (1 + self._rescale * (before / after - 1))
 
     def _predict(self, x: torch.Tensor, time: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         with _arithmetic(self._device, self._precision):

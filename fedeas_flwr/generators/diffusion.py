@@ -67,16 +67,22 @@ class Settings:
         sampler: str = "dpm++",
         steps: int | None = None,
         guidance: float = 1.0,
+        guidance_rescale: float = 0.0,
         batch_size: int | None = None,
         precision: str | None = None,
         device: str = "cpu",
     ) -> None:
         self.device = _check_device(device)
         on_cpu = self.device.type == "cpu"
-        self.sampler, self.guidance = sampler, float(guidance)
+        self.sampler, self.guidance, self.guidance_rescale = sampler, float(guidance), float(guidance_rescale)
         self.steps = SAMPLER_STEPS.get(sampler, 0) if steps is None else steps
         self.batch_size = _CPU_BATCH if batch_size is None and on_cpu else batch_size
         self.precision = precision or ("fp32" if on_cpu else "bf16")
+
+    @property
+    def rescales(self) -> bool:
+        """Whether rescaling changes anything."""
+        return self.guidance != 1 and self.guidance_rescale != 0
 
     def check(self, folder: Path, timesteps: int, embeddings: int, num_classes: int) -> None:
         """Refuse what cannot be with a model of so many timesteps and class embeddings."""
@@ -94,6 +100,8 @@ class Settings:
             raise ValueError(f"precision: {self.precision!r} is not allowed on {self.device.type}; give {allowed}")
         if not (math.isfinite(self.guidance) and self.guidance >= 1):
             raise ValueError(f"guidance: {self.guidance} is not allowed; give 1 (none) or more")
+        if not 0 <= self.guidance_rescale <= 1:
+            raise ValueError(f"guidance_rescale: {self.guidance_rescale} is not allowed; give 0 (none) to 1")
         if self.guidance != 1 and embeddings == num_classes:
             raise ValueError(
                 f"guidance: {self.guidance} needs a model with a 'no label' class, {num_classes + 1} embeddings; "
@@ -125,6 +133,8 @@ class DiffusionGenerator:
         Solver steps; None is the sampler's own default, 20 or 250.
     guidance
         Classifier-free guidance scale; 1 is none and spares the second forward pass.
+    guidance_rescale
+        How much of the spread that guidance adds is taken away again; 0 is none.
     batch_size
         Images in every forward pass. A short batch is padded, because another size changes the last bits. None is 64
         on the CPU and found from free memory on CUDA. Where a GPU runs out of memory it is halved.
@@ -144,6 +154,7 @@ class DiffusionGenerator:
         sampler: str = "dpm++",
         steps: int | None = None,
         guidance: float = 1.0,
+        guidance_rescale: float = 0.0,
         batch_size: int | None = None,
         precision: str | None = None,
         device: str = "cpu",
@@ -154,6 +165,7 @@ class DiffusionGenerator:
             sampler=sampler,
             steps=steps,
             guidance=guidance,
+            guidance_rescale=guidance_rescale,
             batch_size=batch_size,
             precision=precision,
             device=device,
@@ -174,10 +186,12 @@ class DiffusionGenerator:
             sampler=self.sampler,
             steps=self.steps,
             guidance=self.guidance,
+            rescale=settings.guidance_rescale,
             no_label=num_classes if embeddings == num_classes + 1 else None,
             precision=self.precision,
         )
-        self.fingerprint = self._make_fingerprint(config, weights)
+        guided = [self.guidance, *([settings.guidance_rescale] if settings.rescales else [])]
+        self.fingerprint = self._make_fingerprint(config, weights, guided)
 
     def sample(self, samples: Sequence[SampleId]) -> NDArray[np.uint8]:
         """Make images; each depends on its own identity alone. See `Generator.sample`."""
@@ -237,11 +251,11 @@ class DiffusionGenerator:
             )
         self.batch_size = size // 2
 
-    def _make_fingerprint(self, config: dict[str, Any], weights: Path) -> str:
+    def _make_fingerprint(self, config: dict[str, Any], weights: Path, guided: Sequence[float]) -> str:
         public = {key: value for key, value in config.items() if not key.startswith("_")}
         with weights.open("rb") as file:
             content = hashlib.file_digest(file, "sha256").hexdigest()
-        solver = [self.sampler, SOLVER_SETTINGS[self.sampler], self.steps, self.guidance]
+        solver = [self.sampler, SOLVER_SETTINGS[self.sampler], self.steps, *guided]
         rounding = [self.device.type, self.precision, self.batch_size if self.device.type == "cpu" else _KERNELS]
         settings = [public, self._schedule, solver, rounding, _SEEDING, content]
         return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()

@@ -158,14 +158,15 @@ def shared_table(results: Results) -> Table:
 
 
 def guided_table(results: Results) -> Table:
-    """Images that are more surely of their class, at one budget; the paper does not say how its own were drawn."""
+    """Images that are more surely of their class, at one budget; the paper does not say how much its own were."""
     table = Table(["Where", "Method", "Paper, last-20 %", "Guidance", "Ours, last-20 %", "Seeds", "Difference"], [])
     for place, method, end in variants(GUIDED):
         one = cell(f"{place}/{method}{end}")
         published = last_20_of(results, f"{place}/{method}").paper
         last = value_of(results, one.name, "last-20 %", lambda run: 100 * run.last_20, published)
-        guidance = one.config(results.scale, 1).guidance
-        shown = ["" if end else show_paper(last), "none" if guidance == 1 else f"{guidance:g}"]
+        config = one.config(results.scale, 1)
+        rescaled = f", rescaled by {config.guidance_rescale:g}" if config.guidance_rescale else ""
+        shown = ["" if end else show_paper(last), f"{config.guidance:g}{rescaled}" if end else "none"]
         shown += [show_ours(last), show_seeds(last), show_difference(last)]
         table.rows.append([one.column.title(results.scale), METHODS[method].label, *shown])
         table.values.append(last)

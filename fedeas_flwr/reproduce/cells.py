@@ -173,9 +173,10 @@ def _methods() -> dict[str, Method]:
         if method.name in {name for names in BATCHED.values() for name in names}
     ]
     guided = [
-        Method(f"{method.name}-guided", f"{method.label}, guided images", (*method.keys, ("guidance", GUIDANCE)))
+        Method(f"{method.name}{end}", f"{method.label}, guidance {keys['guidance']:g}", (*method.keys, *keys.items()))
         for method in found
         if method.name in GUIDED[MAIN]
+        for end, keys in GUIDANCE.items()
     ]
     return {method.name: method for method in (*found, *clean, *shared, *larger, *guided)}
 
@@ -192,10 +193,13 @@ BATCHED: Variants = {
     PAPERS: dict.fromkeys(("missing-only", "scaffold", "fedeas-b8", "uniform-b4", "uniform-b16"), LARGER),
     "c10-k100-a0.05": dict.fromkeys(("uniform", "scaffold"), LARGER),
 }
-GUIDANCE = 1.5
-"""Half as much again: images more surely of their class, fewer of them unusual."""
+GUIDANCE: dict[str, Keys] = {
+    "-guided": {"guidance": 1.5},
+    "-guided-6": {"guidance": 6.0, "guidance-rescale": 0.7},
+}
+"""Half as much again as none; and what public code with the paper's settings of its generator does by default."""
 GUIDED: Variants = dict.fromkeys(
-    (MAIN, "c100-k100-a0.1"), dict.fromkeys(("uniform", "missing-only", "fedeas"), ("-guided",))
+    (MAIN, "c100-k100-a0.1"), dict.fromkeys(("uniform", "missing-only", "fedeas"), tuple(GUIDANCE))
 )
 RULES = ("fedeas-g0.25", "fedeas", "fedeas-g0.75", "fedeas-g1", "waterfill")
 METHODS = _methods()

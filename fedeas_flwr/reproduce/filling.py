@@ -60,27 +60,34 @@ def record_folder(records: Path, name: str, config: RunConfig) -> Path:
     return usual.path
 
 
-def export_finished(results: Results, runs: Path, folder: Path) -> None:
-    """Export the finished runs of a folder that have no record yet; another run's record in its place is refused.
+def settle(run: RunDirectory, record: Path | None) -> None:
+    """Leave of a finished run its model and its record, which goes to ``record`` too, if that is given.
+
+    What it could be given more rounds with goes: with SCAFFOLD or MOON, 100 clients and a ResNet-18 up to 9 GB a run.
+    It goes first, since the record may need the room.
+    """
+    remove_files(run.path, heavy_files(run))
+    if record:
+        export(run, record)
+
+
+def settle_finished(results: Results, runs: Path, folder: Path | None) -> None:
+    """Settle the finished runs of a folder; another run's record in the place of one is refused.
 
     One may have finished when nobody listened: just as Ctrl-C came, or after the sweep around it was killed.
     """
     for name, found in results.cells.items():
         for run in found:
-            record = record_folder(folder, name, run.config)
             if run.path.resolve().parent != runs.resolve():
                 continue
-            check_export(RunDirectory(run.path), record)
-            if not RunDirectory(record).is_record():
-                export(RunDirectory(run.path), record)
+            record, directory = folder and record_folder(folder, name, run.config), RunDirectory(run.path)
+            if record:
+                check_export(directory, record)
+            settle(directory, None if record and RunDirectory(record).is_record() else record)
 
 
 class Settling:
-    """A sweep's watcher that also settles each run as it finishes.
-
-    Its record goes to ``folder``, if there is one, without weights or images. What it could only be gone on with goes:
-    with SCAFFOLD or MOON, 100 clients and a ResNet-18 that is up to 9 GB a run, and no command goes on with it.
-    """
+    """A sweep's watcher that also settles each run as it finishes."""
 
     def __init__(self, inner: Watcher, folder: Path | None) -> None:
         self._inner, self._folder = inner, folder
@@ -92,9 +99,7 @@ class Settling:
     def said(self, one: sweep.Cell, word: str, board: Board) -> None:
         """Settle what is finished; pass everything on."""
         if word == "finished":
-            if self._folder:
-                export(one.run, record_folder(self._folder, one.values["cell"], one.config))
-            remove_files(one.run.path, heavy_files(one.run))
+            settle(one.run, self._folder and record_folder(self._folder, one.values["cell"], one.config))
         self._inner.said(one, word, board)
 
     def tick(self, board: Board) -> None:

@@ -184,7 +184,8 @@ ITEMS: dict[str, Item] = {
     ),
     "guided": Item(
         "Beyond the paper: guided images",
-        "Guidance draws an image away from what the generator would make without a class. The paper names none.",
+        "Guidance draws an image away from what the generator would make without a class. The paper cites it and gives "
+        "no scale; public code with its generator's settings takes 6, rescaled by 0.7, where nothing is said.",
         _beside(GUIDED),
         _fixed(beyond.guided_table),
         only_by_name=True,

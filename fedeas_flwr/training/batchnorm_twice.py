@@ -38,7 +38,7 @@ def batchnorm_twice(model: nn.Module) -> Iterator[None]:
 
 def _forward(layer: nn.modules.batchnorm._BatchNorm, x: torch.Tensor) -> torch.Tensor:
     usual = layer.training and layer.affine and layer.track_running_stats and layer.momentum is not None
-    if not usual:
+    if not usual or x.numel() == x.shape[1]:  # torch refuses one number a channel
         return type(layer).forward(layer, x)
     assert layer.num_batches_tracked is not None
     layer.num_batches_tracked.add_(1)
