@@ -64,6 +64,8 @@ _OF_IMAGES = (
     "shared-images",
     "min-class-agreement",
 )
+_OF_DIFFUSION = ("sampler", "sampler-steps", "guidance", "guidance-rescale", "generation-precision")
+"""Of images; a bank and SD-Turbo take no notice of them."""
 OF_GENERATION = ("policy", *_OF_BUDGETS.values(), *_OF_IMAGES)
 """Keys that say what is generated."""
 OF_STRATEGIES: dict[str, tuple[str, ...]] = {
@@ -106,6 +108,11 @@ def keys_in_use(config: RunConfig) -> dict[str, Any]:
         idle.update(_OF_IMAGES)
     if config.guidance == 1:
         idle.add("guidance-rescale")
+    kind = config.generator.partition(":")[0]
+    if kind in ("bank", "sd-turbo"):
+        idle.update(_OF_DIFFUSION)
+    if kind == "bank":
+        idle.add("generation-batch")
     if not config.dp.endswith("adaptive"):
         idle.update(_OF_ADAPTIVE_DP)
     if config.dp == "none":

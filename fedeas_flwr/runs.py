@@ -201,7 +201,8 @@ class RunDirectory:
         try:
             return parse_config({**self.read_json("config.json")["config"]})
         except (ConfigError, KeyError, TypeError) as error:
-            raise RunError(f"{self.path / 'config.json'} is not a run's config: {error}") from None
+            newer = ", or another version's" if str(error).startswith("unknown key") else ""
+            raise RunError(f"{self.path / 'config.json'} is not a run's config{newer}: {error}") from None
 
     def environment(self) -> dict[str, Any]:
         """What the run ran on."""

@@ -153,7 +153,8 @@ def check_cell(cell: Cell) -> None:
     )
     if changed := _first_change(before, now, {*NOT_THE_RUN, *MADE_ABSOLUTE}):
         key, old, new = changed
-        raise RunError(f"{cell.run.path} holds another run, with {key} = {old!r}, not {new!r}")
+        way = "name another --out, or remove it (fedeas runs rm)"
+        raise RunError(f"{cell.run.path} holds another run, with {key} = {old!r}, not {new!r}: {way}")
 
 
 def _first_change(before: Mapping[str, Any], now: Mapping[str, Any], free: set[str]) -> tuple[str, Any, Any] | None:

@@ -241,6 +241,13 @@ def test_what_a_key_allows_is_said_in_a_few_words() -> None:
         ({}, {"stem": "3x3"}, False),
         ({"model": "resnet18"}, {"stem": "3x3"}, True),
         ({"policy": "none"}, {"beta": 9.0, "sampler": "ddim"}, False),
+        ({}, {"guidance-rescale": 0.7}, False),
+        ({"guidance": 6.0}, {"guidance-rescale": 0.7}, True),
+        ({}, {"guidance": 2.0}, True),
+        ({"generator": "bank:images.npz"}, {"guidance": 2.0, "sampler": "ddim", "generation-batch": 8}, False),
+        ({"generator": "sd-turbo"}, {"guidance": 2.0, "sampler-steps": 4}, False),
+        ({"generator": "sd-turbo"}, {"generation-batch": 8}, True),
+        ({"generator": "bank:images.npz"}, {"shared-images": "by-class"}, True),
     ],
 )
 def test_a_key_that_plays_no_part_does_not_make_another_run(

@@ -139,6 +139,11 @@ def test_guided_images_stand_beside_others_and_are_no_cell_of_the_papers(tmp_pat
         [title, "FedEAS", "", "6, rescaled by 0.7", "–", "–", "–"],
     ]
     assert [(budget.wanted, budget.by, budget.met) for budget in table.budgets] == [(74_005, "plan", True)]
+    for item in ("shared", "guided", "batches"):
+        make = ITEMS[item].table
+        assert make is not None
+        few, all_of_them = (make(found_in(tmp_path), columns).rows for columns in ([MAIN], paper.COLUMNS))
+        assert 0 < len(few) < len(all_of_them) and few == [row for row in all_of_them if row in few]
 
 
 def test_rounds_that_fall_are_counted_by_hand(tmp_path: Path) -> None:

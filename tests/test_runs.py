@@ -426,6 +426,14 @@ def test_states_kept_in_memory_are_on_disk_for_every_checkpoint(tmp_path: Path) 
         forget_kept_states()
 
 
+def test_a_key_that_there_is_not_may_be_another_versions(tmp_path: Path) -> None:
+    run = RunDirectory.start(config(tmp_path / "r"), {})
+    kept = run.read_json("config.json")
+    run.write_json("config.json", {**kept, "config": {**kept["config"], "to-come": 1}})
+    with pytest.raises(RunError, match="is not a run's config, or another version's: unknown key 'to-come' = 1"):
+        run.config()
+
+
 def test_a_record_names_the_state_of_the_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A changed line is another state, and so is a file that was renamed; what Python compiled is not looked at."""
     (tmp_path / "inner").mkdir()

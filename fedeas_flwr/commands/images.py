@@ -183,6 +183,10 @@ def generate(
     """Generate images of every class, to look at, to measure or to keep as a bank."""
     if not report:
         refuse_given(context, ["data_dir", "inception"], "it says nothing without --report")
+    if generator.partition(":")[0] in ("bank", "sd-turbo"):
+        refuse_given(
+            context, ["sampler_steps", "guidance", "guidance_rescale"], "it is of diffusion models in a folder"
+        )
     if inception and not inception.is_file():  # before the images are made
         raise ConfigError(f"--inception: there is no file {inception}")
     import numpy as np
@@ -211,9 +215,11 @@ def generate(
         np.savez_compressed(file, x=images, y=labels)
     rows = images.reshape(opened.num_classes, per_class, *opened.image_shape)[:, :_MOST_SHOWN]
     save_sheet(list(rows), rows.shape[1], out / "grid.png")
+    (out / "report.json").unlink(missing_ok=True)  # of other images
     print(f"{counted(len(images), 'image')} in {seconds:.1f} s → {out}")
     if report:
         from fedeas_flwr.data import open_dataset
+        from fedeas_flwr.exporting import without_folder
         from fedeas_flwr.generators.classifier import independent_classifier
         from fedeas_flwr.generators.quality import quality_report
         from fedeas_flwr.progress import showing_log
@@ -221,7 +227,14 @@ def generate(
         with showing_log(Console(stderr=True, markup=False)):
             judge = independent_classifier(dataset, data_dir, where)
         found = quality_report(open_dataset(dataset, data_dir), judge, images, labels, inception)
-        facts = {"dataset": dataset, "generator": generator, "fingerprint": opened.fingerprint, "seconds": seconds}
+        facts = {
+            **values,
+            "generator": without_folder(generator),
+            "seed": seed,
+            "per-class": per_class,
+            "fingerprint": opened.fingerprint,
+            "seconds": seconds,
+        }
         atomic_write(out / "report.json", (json.dumps(facts | found, indent=1) + "\n").encode())
         for key, value in found.items():
             print(f"  {key.replace('_', ' '):<45} {_show(value)}")

@@ -28,7 +28,9 @@ if TYPE_CHECKING:
     from fedeas_flwr.reproduce.sections import Section
 
 SET_BY_CELLS = {
-    **dict.fromkeys(("dataset", "clients", "alpha", "policy", "strategy"), "choose cells, which --list names"),
+    **dict.fromkeys(
+        ("dataset", "clients", "alpha", "protocol", "policy", "strategy"), "choose cells, which --list names"
+    ),
     "seed": "see --seeds",
     **dict.fromkeys(("run-dir", "resume"), "see --out"),
 }
@@ -146,9 +148,9 @@ def do_missing(
     from fedeas_flwr.reproduce.filling import Settling, make_filling, record_folder, settle_finished
     from fedeas_flwr.sweep_jobs import run_sweep
 
-    settle_finished(results, folder, export)
     missing = choice.missing(results)
     if not missing:
+        settle_finished(results, folder, export)
         return False
     filling = make_filling(choice, missing, folder)
     filling.check()
@@ -156,6 +158,7 @@ def do_missing(
         for one in filling.cells:
             check_export(one.run, record_folder(export, one.values["cell"], one.config))
     refuse_what_a_run_would(filling, console)
+    settle_finished(results, folder, export)
     prepare = partial(prepare_generator, choice.scale, [cell.config.generates for cell in filling.cells], console)
     try:
         with watching(console) as watcher:
@@ -198,7 +201,7 @@ def show(
 
     fill = partial(fill_command, results.scale, options)
     sections = make_sections(choice, results, folder, fill)
-    page = make_page(results, sections)
+    page = make_page(results, sections, options["--set"])
     written = write_page(page, folder)
     record = {**as_json(results, sections), "page": [path.name for path in written]}
     atomic_write(folder / "results.json", (json.dumps(record, indent=1, ensure_ascii=False) + "\n").encode())

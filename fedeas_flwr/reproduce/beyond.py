@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from fedeas_flwr.allocation import negative_gain_samples, removed
 from fedeas_flwr.local_data import different_images, planned_allocation, planned_counts
@@ -35,6 +35,7 @@ from fedeas_flwr.reproduce.cells import (
     variants,
 )
 from fedeas_flwr.reproduce.measured import Results, Value
+from fedeas_flwr.reproduce.paper import COLUMNS
 from fedeas_flwr.reproduce.tables import Table
 from fedeas_flwr.sizes import show_seconds
 
@@ -131,11 +132,11 @@ WHOSE = {
 }
 
 
-def shared_table(results: Results) -> Table:
+def shared_table(results: Results, columns: Sequence[str] = COLUMNS) -> Table:
     """Whether clients have images of their own or the same ones; the paper does not say which it had."""
     ours = ["Ours, last-20 %", "Seeds", "Difference", "Different images"]
     table = Table(["Where", "Method", "Paper, last-20 %", "Images", *ours], [])
-    for place, method, end in variants(SHARED):
+    for place, method, end in variants(SHARED, columns):
         one = cell(f"{place}/{method}{end}")
         config, published = one.config(results.scale, 1), last_20_of(results, f"{place}/{method}").paper
         last = value_of(results, one.name, "last-20 %", lambda run: 100 * run.last_20, published)
@@ -157,10 +158,10 @@ def shared_table(results: Results) -> Table:
     return table
 
 
-def guided_table(results: Results) -> Table:
+def guided_table(results: Results, columns: Sequence[str] = COLUMNS) -> Table:
     """Images that are more surely of their class, at one budget; the paper does not say how much its own were."""
     table = Table(["Where", "Method", "Paper, last-20 %", "Guidance", "Ours, last-20 %", "Seeds", "Difference"], [])
-    for place, method, end in variants(GUIDED):
+    for place, method, end in variants(GUIDED, columns):
         one = cell(f"{place}/{method}{end}")
         published = last_20_of(results, f"{place}/{method}").paper
         last = value_of(results, one.name, "last-20 %", lambda run: 100 * run.last_20, published)
@@ -175,11 +176,11 @@ def guided_table(results: Results) -> Table:
     return table
 
 
-def batches_table(results: Results) -> Table:
+def batches_table(results: Results, columns: Sequence[str] = COLUMNS) -> Table:
     """What last batches of a few images do: BatchNorm makes steps many times the usual size of them."""
     ours = ["Ours, last-20 %", "Seeds", "Peak %", "Falls, by seed", "Deepest, points"]
     table = Table(["K", "α", "Method", "Last batches", *ours], [])
-    for place, method, end in variants(BATCHED):
+    for place, method, end in variants(BATCHED, columns):
         one = cell(f"{place}/{method}{end}")
         last, peak = last_20_of(results, one.name), peak_of(results, one.name)
         depths = [falls(run.accuracies) for run in results.of(one.name)]

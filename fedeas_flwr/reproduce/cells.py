@@ -217,6 +217,11 @@ class Cell:
         """``COLUMN/METHOD``."""
         return f"{self.column.name}/{self.method.name}"
 
+    def own_keys(self) -> tuple[str, ...]:
+        """The keys that its name says, but for the generator: of the others' there is one for all."""
+        named = [key for key, _ in self.method.keys if key != "generator"]
+        return (*named, *(("gamma", "beta") if self.method.gamma != 0.5 else ()))
+
     def config(self, scale: str, seed: int, more: Mapping[str, Any] | None = None) -> RunConfig:
         """The run of one seed; ``more`` are keys that hold for all runs, such as where the data is."""
         keys = {**self.column.keys(scale), **dict(self.method.keys)}
@@ -289,9 +294,9 @@ def all_cells() -> list[Cell]:
     return [cell(name) for name in dict.fromkeys(names)]
 
 
-def variants(methods: Variants) -> list[tuple[str, str, str]]:
+def variants(methods: Variants, columns: Sequence[str] = COLUMNS) -> list[tuple[str, str, str]]:
     """Column, method and end of name: of each method itself, whose end is empty, and of its variants."""
-    named = [(place, name, ends) for place, names in methods.items() for name, ends in names.items()]
+    named = [(place, name, ends) for place in methods if place in columns for name, ends in methods[place].items()]
     return [(place, name, end) for place, name, ends in named for end in ("", *ends)]
 
 

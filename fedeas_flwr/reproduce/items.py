@@ -48,7 +48,7 @@ class Item:
 
 def _beside(methods: Variants) -> Callable[[Sequence[str]], list[str]]:
     """Cells of some columns, and beside each its variants."""
-    return lambda columns: [f"{place}/{name}{end}" for place, name, end in variants(methods) if place in columns]
+    return lambda columns: [f"{place}/{name}{end}" for place, name, end in variants(methods, columns)]
 
 
 def _on(place: str, *methods: str) -> Callable[[Sequence[str]], list[str]]:
@@ -179,7 +179,7 @@ ITEMS: dict[str, Item] = {
         "Beyond the paper: images of each client's own, or the same for all",
         "Budgets are the same to the image; what differs is which images two clients have in common.",
         _beside(SHARED),
-        _fixed(beyond.shared_table),
+        beyond.shared_table,
         only_by_name=True,
     ),
     "guided": Item(
@@ -187,14 +187,14 @@ ITEMS: dict[str, Item] = {
         "Guidance draws an image away from what the generator would make without a class. The paper cites it and gives "
         "no scale; public code with its generator's settings takes 6, rescaled by 0.7, where nothing is said.",
         _beside(GUIDED),
-        _fixed(beyond.guided_table),
+        beyond.guided_table,
         only_by_name=True,
     ),
     "batches": Item(
         "Beyond the paper: last batches of a few images",
         "A fall is a round, after the tenth, more than 5 points under the median of the 13 around it.",
         _beside(BATCHED),
-        _fixed(beyond.batches_table),
+        beyond.batches_table,
         only_by_name=True,
     ),
     "rule": Item(
@@ -291,7 +291,12 @@ def choose(
                 f"'{words[0]}' is a column: say what of it, such as table1, or '{words[0]}/*' for its cells"
             )
         raise ConfigError("say what: `fedeas reproduce all`, or table1, fig2 … (`fedeas reproduce --help`)")
-    return Choice(tuple(dict.fromkeys(items)), tuple(dict.fromkeys(cells)), chosen, scale, tuple(seeds), more)
+    choice = Choice(tuple(dict.fromkeys(items)), tuple(dict.fromkeys(cells)), chosen, scale, tuple(seeds), more)
+    for one in choice.needed():
+        if taken := [key for key in one.own_keys() if key in more]:
+            instead = "choose cells, which --list names"
+            raise ConfigError(f"--set {taken[0]}={more[taken[0]]}: {one.name} sets its own; {instead}")
+    return choice
 
 
 def _concerns(name: str, columns: Sequence[str]) -> bool:

@@ -31,12 +31,14 @@ SMOKE_NOTE = (
 )
 
 
-def make_page(results: Results, sections: list[Section]) -> Page:
-    """Put sections under a head that says what they are."""
+def make_page(results: Results, sections: list[Section], given: Sequence[str] = ()) -> Page:
+    """Put sections under a head that says what they are, and which keys were given for all runs."""
     runs = [run for found in results.cells.values() for run in found]
     devices = "" if not runs else f", {show_seconds(sum(run.seconds for run in runs))} of rounds in all"
     filled = sum(bool(found) for found in results.cells.values())
     notes = [SMOKE_NOTE if results.scale == "smoke" else LEAKAGE]
+    if given:
+        notes.append(f"Set in all runs: {', '.join(f'`{word}`' for word in given)}.")
     notes.append(
         f"{filled} of {len(results.cells)} cells are there, {counted(len(runs), 'run')}{devices}. Ours: mean ± sample "
         "standard deviation over the seeds. ✓: as many images as the paper's run, or as the plan says."
