@@ -22,9 +22,10 @@ from fedeas_flwr.checkpoints import Arrays, Checkpoint
 from fedeas_flwr.client_state import forget_kept_states, write_kept_states
 from fedeas_flwr.config import ConfigError, RunConfig, parse_config
 from fedeas_flwr.data import dataset_info
-from fedeas_flwr.environment import describe_environment, files_of
+from fedeas_flwr.environment import describe_environment
 from fedeas_flwr.event_log import event_log
 from fedeas_flwr.generators.ray_service import start_service
+from fedeas_flwr.given_files import files_of
 from fedeas_flwr.gpu.own_streams import own_stream
 from fedeas_flwr.local_data import federated_data
 from fedeas_flwr.models import split_state

@@ -47,6 +47,7 @@ LAYERS = [
         "models",
         "normaliser",
         "generators",
+        "given_files",
         "cache",
         "upkeep",
         "augment",

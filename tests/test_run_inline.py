@@ -26,9 +26,9 @@ from fedeas_flwr import client_app, generators, prepare
 from fedeas_flwr.allocation import allocate
 from fedeas_flwr.checkpoints import Checkpoint
 from fedeas_flwr.config import MATCHED, RunConfig
-from fedeas_flwr.environment import files_of
 from fedeas_flwr.exporting import export
 from fedeas_flwr.generators import Generator, SampleId
+from fedeas_flwr.given_files import files_of
 from fedeas_flwr.grids import InlineGrid
 from fedeas_flwr.launch import launch
 from fedeas_flwr.local_data import planned_counts
