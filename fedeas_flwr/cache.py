@@ -142,7 +142,8 @@ class ImageCache:
         Parameters
         ----------
         about
-            As it was given to `ensure`; of a path its last part is enough.
+            As it was given to `ensure`; of a path its last part is enough. What a manifest is too old to say
+            fits where it is nothing (0).
         seed
             Of the experiment.
 
@@ -158,7 +159,7 @@ class ImageCache:
                 facts, used = read_manifest(path), path.stat().st_mtime
             except OSError:
                 continue
-            if all(_last_part(facts.get(key)) == value for key, value in wanted.items()):
+            if all(_last_part(facts[key]) == value if key in facts else not value for key, value in wanted.items()):
                 fitting.append((used, path.parent))
         return max(fitting)[1] if fitting else None
 

@@ -64,7 +64,7 @@ def runs_without_images(clients: int) -> list[RunDirectory]:
         return [record(f"cifar10-k20-a0.1/{name}-s1") for name in ("fedavg", "fedprox", "moon")]
     names = ["a0.1/fedprox-s1", *(f"a0.1/{name}-s{seed}" for name in ("none", "moon") for seed in (1, 2, 3))]
     names += [f"a0.05/{name}-s1" for name in ("fedavg", "fedprox", "moon")]
-    names += [f"a0.3/{name}-s1" for name in ("none", "fedprox", "moon")]
+    names += [*(f"a0.3/{name}-s1" for name in ("none", "fedprox", "moon")), "a0.3/moon-s2"]
     return [record(f"cifar10-k100-{name}") for name in names]
 
 

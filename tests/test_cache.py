@@ -249,3 +249,12 @@ def test_a_folder_is_found_beside_manifests_that_are_damaged(tmp_path: Path, dam
     (tmp_path / "other" / "manifest.json").write_text(damaged)
     assert cache.find({"generator": "fake"}, 1) == tmp_path / cache.key(Fake(), 1)
     assert cache.find({"generator": "fake"}, 2) is None
+
+
+def test_a_folder_of_before_a_key_was_is_found_where_the_key_does_nothing(tmp_path: Path) -> None:
+    cache = ImageCache(tmp_path)
+    cache.ensure(Fake(), seed=1, client=0, wanted=[1, 0, 0], about={"generator": "fake"})
+    found = tmp_path / cache.key(Fake(), 1)
+    assert cache.find({"generator": "fake", "guidance-rescale": 0.0}, 1) == found
+    assert cache.find({"generator": "fake", "guidance-rescale": 0.7}, 1) is None
+    assert cache.find({"generator": "fake", "sampler": "dpm++"}, 1) is None

@@ -69,9 +69,10 @@ def test_rounds_fall_where_their_labels_are_uneven_as_the_page_says() -> None:
     }
     said = f"{sum(light[0.05])} of {len(light[0.05])} do; at α = 0.1 {sum(light[0.1])} of {len(light[0.1])})"
     assert said in PAGE
+    names = (*(f"{alpha}/scaffold-s1" for alpha in ("0.05", "0.1", "0.3")), "0.05/scaffold-s2")
     scaffold = [
         (number in falls(accuracies(run)), even < 0.75 and heaviest >= 0.3)
-        for run in (record(f"cifar10-k100-a{alpha}/scaffold-s1") for alpha in ("0.05", "0.1", "0.3"))
+        for run in (record(f"cifar10-k100-a{name}") for name in names)
         for number, even, heaviest, two in evenness(run)
         if not two
     ]
@@ -89,6 +90,16 @@ def test_rounds_fall_where_their_labels_are_uneven_as_the_page_says() -> None:
     counts = [few.count((False, True)), sum(not even for even, _ in few), few.count((True, True))]
     said = "With 20 clients {} of {} rounds of FedAvg, FedProx and MOON under 0.90 fall, and {} of".format(*counts)
     assert f"{said} {sum(even for even, _ in few)} others." in PAGE
+
+
+def test_the_rounds_of_a_run_made_since_that_fall_are_its_least_even() -> None:
+    run = record("cifar10-k100-a0.3/moon-s2")
+    depths, found = falls(accuracies(run)), evenness(run)
+    fallen = {number: even for number, even, _, two in found if number in depths and not two}
+    least = sorted(found, key=lambda one: one[1])[:2]
+    assert sorted(fallen) == sorted(number for number, *_ in least) == [159, 160]
+    said = "two fall, 159 and 160, which are the least even of all its rounds, with {:.2f} and {:.2f}."
+    assert said.format(fallen[159], fallen[160]) in PAGE
 
 
 def test_how_even_rounds_are_is_what_the_page_says() -> None:
@@ -136,13 +147,17 @@ def test_which_methods_without_images_fall_in_uneven_rounds_is_what_the_page_say
     )
     said += f" but {low} of the 72 more even than 0.85), the class-weighted loss in {{}}, SCAFFOLD in {{}}, and the"
     assert f"{said} logit-adjusted loss in none.".format(len(uneven), *fell[:-1]) in PAGE and fell[-1] == 0
-    clean = [record(f"cifar10-k100-a0.1/{name}-clean-s1") for name in ("fedavg", "oversample", "logit-adjusted")]
+    clean = [
+        record(f"cifar10-k100-a0.1/{name}-clean-s1")
+        for name in ("fedavg", "oversample", "class-weighted", "logit-adjusted")
+    ]
     there = [number for number, even, _, _ in evenness(clean[0]) if even < 0.85]
     fell = [sum(number in falls(accuracies(run)) for number in there) for run in clean]
     said = f"Under `clean` FedAvg falls in {fell[0]} of {len(there)} such rounds, oversampling in {fell[1]}, the"
-    assert f"{said} logit-adjusted loss in none." in PAGE and fell[2] == 0
-    of_weights = len(falls(accuracies(runs["class-weighted"])))
-    assert f"does nothing for classes that a client lacks, still falls in {of_weights} rounds in all." in PAGE
+    assert f"{said} class-weighted loss in {fell[2]}, the logit-adjusted loss in none." in PAGE and fell[3] == 0
+    of_weights = [len(falls(accuracies(run))) for run in (runs["class-weighted"], clean[2])]
+    said = "does nothing for classes that a client lacks, still falls in {} rounds in all, under `clean` in {}."
+    assert said.format(*of_weights) in PAGE
     both = [accuracies(record(f"cifar10-k100-a0.1/logit-adjusted{end}-s1")) for end in ("", "-clean")]
     assert not any(falls(curve) for curve in both) and "No round of its two runs falls, nor" in PAGE
     depths = [100 * (np.median(curve[i - 6 : i + 7]) - curve[i]) for curve in both for i in range(10, 200)]
