@@ -51,7 +51,7 @@ MATCHED: tuple[str, ...] = tuple(name for name, kind in POLICIES.items() if kind
 """Policies that spend a given total (by default FedEAS's own) instead of deriving one."""
 FEW = 8
 """Images in a batch: with half as many its gradient is eight times as long as that of 64 (results/short-batches)."""
-SAMPLER_STEPS = {"dpm++": 20, "ddim": 250}
+SAMPLER_STEPS = {"dpm++": 20, "dpm++-logsnr": 20, "ddim": 250}
 """The deterministic samplers, DPM-Solver++ (Lu et al., 2022) and DDIM with η = 0 (Song et al., 2021), and how many
 steps each takes unless told otherwise; 250 are the paper's."""
 
@@ -190,7 +190,9 @@ class RunConfig(BaseModel):
     generator: str = Field(
         "builtin", description="builtin (digits), a folder in diffusers' format, bank:DIR, sd-turbo or sd-turbo:DIR"
     )
-    sampler: Literal["dpm++", "ddim"] = Field("dpm++", description="DPM-Solver++, or the paper's DDIM (η = 0)")
+    sampler: Literal["dpm++", "dpm++-logsnr", "ddim"] = Field(
+        "dpm++", description="DPM-Solver++ in steps even in time or in log SNR, or the paper's DDIM (η = 0)"
+    )
     sampler_steps: int = Field(
         0,
         ge=0,

@@ -417,15 +417,15 @@ def test_generate_measures_and_its_images_are_a_bank(tmp_path: Path, digits_gene
     assert report["samples"] == 120
     assert report["class_agreement"] > 0.8 and report["classifier_test_accuracy"] > 0.95
     assert report["exact_copies"] == 0
-    said = ("generator", "sampler-steps", "guidance", "guidance-rescale", "seed", "per-class")
-    assert [report[key] for key in said] == ["builtin", 20, 1.0, 0.0, 0, 12]
+    said = ("generator", "sampler", "sampler-steps", "guidance", "guidance-rescale", "seed", "per-class")
+    assert [report[key] for key in said] == ["builtin", "dpm++", 20, 1.0, 0.0, 0, 12]
     words = ("generate", "--generator", f"bank:{out}/images.npz", "--out", "again", "--per-class")
     bank, short = typed(*words, "12", cwd=tmp_path), typed(*words, "13", cwd=tmp_path)
     assert bank.returncode == 0, bank.stderr
     assert "has 12 images of class '0'" in short.stderr and len(short.stderr.splitlines()) == 1
     guided = typed(*words, "12", "--guidance", "2", cwd=tmp_path)
     assert guided.stderr == "error: --guidance: leave it out, it is of diffusion models in a folder\n"
-    anew = typed("generate", "--per-class", "2", "--guidance", "2", "--out", "out", cwd=tmp_path)
+    anew = typed("generate", "--per-class", "2", "--sampler", "dpm++-logsnr", "--out", "out", cwd=tmp_path)
     assert anew.returncode == 0 and not (out / "report.json").exists(), "the report was of other images"
 
 

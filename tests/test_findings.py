@@ -113,7 +113,7 @@ def test_what_is_said_of_the_beta_sweep_is_what_the_records_say() -> None:
     assert "it is 2 to 3 points from β = 8 on and none at β = 16, in the paper 7 to 8." in PAGE
     assert "At β = 4 it is {} (paper {}) by a collapse:".format(*signed(leads, 4), *signed(theirs, 4)) in PAGE
     assert "and at β = 16 level with FedEAS" in README and abs(leads[16]) < 0.3
-    assert f"(at β = 4 {-above['uniform'][4]:.1f} below, by a collapse; without" in README
+    assert f"(at β = 4: {-above['uniform'][4]:.1f} below, by a collapse; without" in README
 
 
 def test_uniforms_collapse_at_beta_4_is_what_the_page_says() -> None:
@@ -177,7 +177,9 @@ def test_what_is_said_of_moon_at_100_clients_is_what_the_records_say() -> None:
     spread = f"(three seeds, standard deviation {last.std(ddof=1):.1f})"
     said = f"it is {-few:.1f} and {-low:.1f} below, and {above.mean():.1f} {spread} and {high_alpha:.1f} points"
     assert f"{said} (two, {pair.std(ddof=1):.1f}) above" in PAGE
-    said = f"(by {last.std(ddof=1):.1f} points, standard deviation): it is {-few:.1f} and {-low:.1f} below and"
+    said = (
+        f"(by {last.std(ddof=1):.1f} points at α = 0.1, standard deviation): it is {-few:.1f} and {-low:.1f} below and"
+    )
     assert f"{said} {above.mean():.1f} and {high_alpha:.1f} above the paper's in the four columns" in README
 
 

@@ -86,7 +86,9 @@ def test_what_is_said_of_scaffold_at_alpha_005_is_what_the_records_say() -> None
     below, theirs = plain[-20:].mean() - np.mean(last), papers["fedavg"] - papers["scaffold"]
     said = f"{below:.1f} points below FedAvg, in the paper {theirs:.1f}, and {np.mean(last) - papers['scaffold']:.1f}"
     assert "SCAFFOLD has {:.1f} and {:.1f} with two seeds: ".format(*last) + f"{said} above the paper's." in PAGE
-    assert f"at α = 0.05 is {below:.1f} points below FedAvg (two seeds), in the paper {theirs:.1f}, and without" in PAGE
+    assert (
+        f"at α = 0.05 is {below:.1f} points below FedAvg (two seeds), in the paper {theirs:.1f}, and, without" in PAGE
+    )
     lost, ends = [], []
     for curve in (first, second, longer):
         blocks = curve.reshape(10, 20).mean(axis=1)
@@ -108,7 +110,17 @@ def test_what_is_said_of_scaffold_at_alpha_005_is_what_the_records_say() -> None
     under = (plain - longer)[-20:].mean()
     said = f"it has {longer[-20:].mean():.1f}, {under:.1f} below FedAvg, is above the run with them in"
     assert f"{said} {(longer > first).sum()} of 200 rounds, and loses five points after round 60 in place of" in PAGE
-    assert f"without batches of fewer than 8 {under:.1f} below (one)" in PAGE
+    later = (plain - longer)[20:].mean()
+    assert f"without batches of fewer than 8, {under:.1f} below (one; {later:.1f} over rounds 21 to 200)." in PAGE
+    parted = [(longer - first)[rounds].mean() for rounds in (slice(0, 80), slice(80, 200))]
+    assert "they are {:.1f} apart in rounds 1 to 80 and {:.1f} in rounds 81 to 200.".format(*parted) in PAGE
+    codes = [runs[name].environment()["code"] for name in names[1:]]
+    assert codes[0] != codes[1] == codes[2] and "the second seed, of the later one, is as low" in PAGE
+    said = f"({np.mean(last):.1f}) than to the one without ({longer[-20:].mean():.1f}); with 20 clients it is the other"
+    assert f"is nearer to the runs with these batches {said} way round" in PAGE
+    few = [100 * record(f"cifar10-k20-a0.1/scaffold{end}-s1").summary()["last_20"] for end in ("", "-min8")]
+    assert "(60.2; {:.1f} and {:.1f}).".format(*few) in PAGE
+    assert f"at α = 0.05 {longer[-20:].mean():.1f} for {np.mean(last):.1f}." in README
     assert f"So they cost SCAFFOLD {(longer - first)[-20:].mean():.0f} points here, with one seed" in PAGE
 
 
@@ -129,7 +141,7 @@ def test_what_is_said_of_learners_at_alpha_03_is_what_the_records_say() -> None:
     assert f"{said} (seed 1) {{:.1f}}, {{:.1f}} and {{:.1f}}.".format(*moon[-3:], *again[-3:], *plain[-3:]) in PAGE
     for name in ("moon", "again"):
         means = [curves[name][start : start + 20].mean() for start in range(181)]
-        assert max(means) == means[-1] and "No 20 rounds of either are better than the last." in PAGE
+        assert max(means) == means[-1] and "No 20 rounds of either are better than the last:" in PAGE
 
 
 def test_what_is_said_of_fedeas_with_scaffold_is_what_the_record_says() -> None:

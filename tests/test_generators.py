@@ -264,7 +264,7 @@ def test_a_model_without_the_no_label_class_refuses_guidance(tmp_path: Path) -> 
         ({"guidance": float("nan")}, "guidance: nan is not allowed"),
         ({"guidance_rescale": 1.5}, "guidance_rescale: 1.5 is not allowed; give 0 \\(none\\) to 1"),
         ({"batch_size": 0}, "batch_size: 0 is not allowed"),
-        ({"sampler": "euler"}, r"sampler: 'euler' is not allowed; give one of dpm\+\+, ddim"),
+        ({"sampler": "euler"}, r"sampler: 'euler' is not allowed; give one of dpm\+\+, dpm\+\+-logsnr, ddim"),
         ({"sampler": "ddim", "steps": 300}, "steps: 300 is not allowed with ddim; give a divisor of 1000"),
         ({"precision": "tf32"}, "precision: 'tf32' is not allowed on cpu; give fp32, bf16, fp16"),
         ({"device": "tpu"}, "device: 'tpu' is not allowed; use cpu, cuda"),

@@ -129,17 +129,18 @@ def test_shared_images_stand_beside_images_of_each_clients_own_and_the_papers_nu
     ]
 
 
-def test_guided_images_stand_beside_others_and_are_no_cell_of_the_papers(tmp_path: Path) -> None:
+def test_images_drawn_otherwise_stand_beside_others_and_are_no_cell_of_the_papers(tmp_path: Path) -> None:
     place, title = "c100-k100-a0.1", "CIFAR-100, K = 100, α = 0.1"
     record(tmp_path / "guided", f"{place}/fedeas-guided", 1, [0.51] * 200, images=74_005)
-    table = beyond.guided_table(found_in(tmp_path))
-    assert table.rows[-3:] == [
-        [title, "FedEAS", "52.04", "none", "–", "–", "–"],
-        [title, "FedEAS", "", "1.5", "51.00", "1", "−1.04"],
-        [title, "FedEAS", "", "6, rescaled by 0.7", "–", "–", "–"],
+    table = beyond.drawn_table(found_in(tmp_path))
+    assert table.rows[-4:] == [
+        [title, "FedEAS", "52.04", "20 steps even in time, no guidance", "–", "–", "–"],
+        [title, "FedEAS", "", "steps even in log SNR", "–", "–", "–"],
+        [title, "FedEAS", "", "guidance 1.5", "51.00", "1", "−1.04"],
+        [title, "FedEAS", "", "guidance 6, rescaled by 0.7", "–", "–", "–"],
     ]
     assert [(budget.wanted, budget.by, budget.met) for budget in table.budgets] == [(74_005, "plan", True)]
-    for item in ("shared", "guided", "batches"):
+    for item in ("shared", "drawn", "batches"):
         make = ITEMS[item].table
         assert make is not None
         few, all_of_them = (make(found_in(tmp_path), columns).rows for columns in ([MAIN], paper.COLUMNS))

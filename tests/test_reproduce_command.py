@@ -81,7 +81,7 @@ def test_the_committed_runs_fill_their_column_and_all_else_is_missing(tmp_path: 
         ),
         (["all", "--set", "alpha=0.5"], "--set alpha=0.5: every cell sets its own"),
         (["all", "--set", "protocol=clean"], "--set protocol=clean: every cell sets its own"),
-        (["guided", "--set", "guidance=2"], "--set guidance=2: c100-k100-a0.1/fedeas-guided-6 sets its own"),
+        (["drawn", "--set", "guidance=2"], "--set guidance=2: c100-k100-a0.1/fedeas-guided-6 sets its own"),
         ([f"{PAPERS}/fedeas*", "--set", "beta=5"], f"--set beta=5: {PAPERS}/fedeas-b4 sets its own; choose cells"),
         ([f"{MAIN}/fedeas-g1", "--set", "beta=5"], f"--set beta=5: {MAIN}/fedeas-g1 sets its own; choose cells"),
         (["all", "--seeds", "one"], "seeds = 'one': must be whole numbers"),
@@ -320,7 +320,7 @@ def test_the_whole_paper_in_small_from_nothing(tmp_path: Path, monkeypatch: pyte
     assert done.returncode == 0, done.stderr[-3000:]
     answer = json.loads(done.stdout)
     assert [item["name"] for item in answer["items"]] == [
-        n for n in ITEMS if n not in ("clean", "shared", "guided", "batches", "rule")
+        n for n in ITEMS if n not in ("clean", "shared", "drawn", "batches", "rule")
     ]
     assert not any(item["missing"] or item["note"] for item in answer["items"])
     assert answer["budgets"] and all(budget["met"] for budget in answer["budgets"])

@@ -246,7 +246,7 @@ def test_items_columns_and_cells_are_asked_for_by_name() -> None:
     assert not [one for one in replace(everything, scale="smoke").needed() if "sd-turbo" in one.name]
     assert not [one for one in choose(["*/fedeas*"], [], "smoke").cells if "sd-turbo" in one.name]
     assert "beta" not in choose(["all"], [MAIN], "full").items and "rule" in choose(["all"], [MAIN], "full").items
-    assert set(ITEMS) - set(choose(["all"], [], "smoke").items) == {"clean", "shared", "guided", "batches", "rule"}
+    assert set(ITEMS) - set(choose(["all"], [], "smoke").items) == {"clean", "shared", "drawn", "batches", "rule"}
 
 
 def test_a_name_that_there_is_not_is_one_line() -> None:

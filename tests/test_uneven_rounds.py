@@ -100,6 +100,17 @@ def test_the_rounds_of_a_run_made_since_that_fall_are_its_least_even() -> None:
     assert sorted(fallen) == sorted(number for number, *_ in least) == [159, 160]
     said = "two fall, 159 and 160, which are the least even of all its rounds, with {:.2f} and {:.2f}."
     assert said.format(fallen[159], fallen[160]) in PAGE
+    others = [record(f"cifar10-k100-a0.3/{name}-s1") for name in ("none", "fedprox", "moon")]
+    lower = sorted(number for number, even, _, _ in evenness(others[0]) if even < min(fallen.values()))
+    assert lower == [54, 123, 190] and not any(set(lower) & falls(accuracies(other)).keys() for other in others)
+    assert "seed 1 has three rounds less even still, 54, 123 and 190, and none of its three runs falls there" in PAGE
+    (third,) = depths.keys() - fallen.keys()
+    real, left = last_batches(run)
+    there = run.rounds()[third - 1]["clients"]
+    share = 100 * real[10] / real[there].sum()
+    assert (
+        left[10] == 2 and 10 in there and f"third fall, {third}, is of the other kind: client 10, {share:.0f} %" in PAGE
+    )
 
 
 def test_how_even_rounds_are_is_what_the_page_says() -> None:
@@ -156,8 +167,13 @@ def test_which_methods_without_images_fall_in_uneven_rounds_is_what_the_page_say
     said = f"Under `clean` FedAvg falls in {fell[0]} of {len(there)} such rounds, oversampling in {fell[1]}, the"
     assert f"{said} class-weighted loss in {fell[2]}, the logit-adjusted loss in none." in PAGE and fell[3] == 0
     of_weights = [len(falls(accuracies(run))) for run in (runs["class-weighted"], clean[2])]
-    said = "does nothing for classes that a client lacks, still falls in {} rounds in all, under `clean` in {}."
-    assert said.format(*of_weights) in PAGE
+    said = "does nothing for classes that a client lacks, still falls in {} rounds in all, under `clean` in {}, of"
+    depths = falls(accuracies(clean[2]))
+    deepest = max(depths, key=depths.__getitem__)
+    (even,) = (even for number, even, _, _ in evenness(clean[2]) if number == deepest)
+    said += f" which the deepest, {deepest}, by {100 * depths[deepest]:.0f} points, is in an even round ({even:.2f}) in"
+    assert f"{said} which FedAvg does not fall:".format(*of_weights) in PAGE
+    assert deepest not in falls(accuracies(clean[0]))
     both = [accuracies(record(f"cifar10-k100-a0.1/logit-adjusted{end}-s1")) for end in ("", "-clean")]
     assert not any(falls(curve) for curve in both) and "No round of its two runs falls, nor" in PAGE
     depths = [100 * (np.median(curve[i - 6 : i + 7]) - curve[i]) for curve in both for i in range(10, 200)]

@@ -171,7 +171,8 @@ def generate(
     generator: GeneratorOption = "builtin",
     per_class: Annotated[int, typer.Option(min=1, help="images of each class")] = 20,
     seed: Annotated[int, typer.Option(min=0, help="of the noise")] = 0,
-    sampler_steps: Annotated[int, typer.Option(help="steps of the sampler")] = SAMPLER_STEPS["dpm++"],
+    sampler: Annotated[str, typer.Option(help=", ".join(SAMPLER_STEPS))] = "dpm++",
+    sampler_steps: Annotated[int, typer.Option(help="steps of the sampler; 0: its own")] = 0,
     guidance: Annotated[float, typer.Option(help="classifier-free guidance scale; 1 is none")] = 1.0,
     guidance_rescale: Annotated[float, typer.Option(help="part of its contrast taken away again, 0 to 1")] = 0.0,
     generation_batch: Annotated[int, typer.Option(min=0, help="images in one forward pass; 0: by device")] = 0,
@@ -184,9 +185,8 @@ def generate(
     if not report:
         refuse_given(context, ["data_dir", "inception"], "it says nothing without --report")
     if generator.partition(":")[0] in ("bank", "sd-turbo"):
-        refuse_given(
-            context, ["sampler_steps", "guidance", "guidance_rescale"], "it is of diffusion models in a folder"
-        )
+        drawing = ["sampler", "sampler_steps", "guidance", "guidance_rescale"]
+        refuse_given(context, drawing, "it is of diffusion models in a folder")
     if inception and not inception.is_file():  # before the images are made
         raise ConfigError(f"--inception: there is no file {inception}")
     import numpy as np
@@ -197,8 +197,8 @@ def generate(
     from fedeas_flwr.paths import atomic_path, atomic_write
     from fedeas_flwr.training import pick_device
 
-    values = {"dataset": dataset, "generator": generator, "sampler-steps": sampler_steps, "guidance": guidance}
-    values |= {"guidance-rescale": guidance_rescale, "generation-batch": generation_batch}
+    values = {"dataset": dataset, "generator": generator, "sampler": sampler, "sampler-steps": sampler_steps}
+    values |= {"guidance": guidance, "guidance-rescale": guidance_rescale, "generation-batch": generation_batch}
     config = parse_config(values | {"device": device})
     where = pick_device(device)
     if generator == "builtin":
@@ -230,6 +230,7 @@ def generate(
         facts = {
             **values,
             "generator": without_folder(generator),
+            "sampler-steps": sampler_steps or SAMPLER_STEPS[sampler],
             "seed": seed,
             "per-class": per_class,
             "fingerprint": opened.fingerprint,

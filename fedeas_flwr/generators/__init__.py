@@ -113,7 +113,7 @@ def open_generator(
     dataset_name
         The generator must have this dataset's classes and image shape.
     sampler
-        ``dpm++`` or ``ddim``, both deterministic.
+        ``dpm++``, ``dpm++-logsnr`` or ``ddim``, all deterministic.
     steps
         Solver steps; None is the sampler's own default, 20 or 250.
     guidance

@@ -29,14 +29,16 @@ Pixels = NDArray[np.uint8]
 # -5.1 is what diffusers advises for the cosine schedule, whose last steps are all but pure noise; it changes nothing
 # for schedules that end earlier. Trailing spacing starts at the noisiest step left. DDIM clips its guess of the image,
 # as the first steps of an ε-model divide by almost nothing.
+_DPM = {
+    "algorithm_type": "dpmsolver++",
+    "solver_order": 2,
+    "timestep_spacing": "trailing",
+    "lambda_min_clipped": -5.1,
+    "final_sigmas_type": "zero",
+}
 SOLVER_SETTINGS: dict[str, dict[str, Any]] = {
-    "dpm++": {
-        "algorithm_type": "dpmsolver++",
-        "solver_order": 2,
-        "timestep_spacing": "trailing",
-        "lambda_min_clipped": -5.1,
-        "final_sigmas_type": "zero",
-    },
+    "dpm++": _DPM,
+    "dpm++-logsnr": _DPM,
     "ddim": {"timestep_spacing": "trailing", "clip_sample": True, "set_alpha_to_one": True},
 }
 
@@ -52,7 +54,7 @@ def make_solver(sampler: str, schedule: dict[str, Any], steps: int) -> Any:
     Parameters
     ----------
     sampler
-        ``dpm++`` or ``ddim``.
+        ``dpm++``, ``dpm++-logsnr`` or ``ddim``.
     schedule
         The model's noise schedule.
     steps
@@ -64,10 +66,20 @@ def make_solver(sampler: str, schedule: dict[str, Any], steps: int) -> Any:
     """
     from diffusers import DDIMScheduler, DPMSolverMultistepScheduler
 
-    kinds: dict[str, Any] = {"dpm++": DPMSolverMultistepScheduler, "ddim": DDIMScheduler}
-    solver = kinds[sampler](**schedule, **SOLVER_SETTINGS[sampler])
+    kind: Any = DDIMScheduler if sampler == "ddim" else DPMSolverMultistepScheduler
+    solver = kind(**schedule, **SOLVER_SETTINGS[sampler])
     solver.set_timesteps(steps)
+    if sampler == "dpm++-logsnr":
+        solver.set_timesteps(timesteps=_even_in_log_snr(solver.lambda_t.numpy(), int(solver.timesteps[0]), steps))
     return solver
+
+
+def _even_in_log_snr(log_snr: NDArray[np.float32], first: int, steps: int) -> list[int]:
+    """Spread `steps` over the noise that is left, as DPM-Solver was meant to be: from time `first` to 0, none twice."""
+    levels = np.linspace(log_snr[first], log_snr[0], steps)
+    times = np.interp(-levels, -log_snr, np.arange(len(log_snr))).round().astype(int)
+    place = np.arange(steps)
+    return [int(time) for time in np.minimum.accumulate(np.maximum(times, steps - 1 - place) + place) - place]
 
 
 class Denoiser:

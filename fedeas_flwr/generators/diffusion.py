@@ -128,7 +128,7 @@ class DiffusionGenerator:
     image_shape
         ``(H, W, C)`` that is needed; None takes the model's.
     sampler
-        ``dpm++`` or ``ddim``.
+        ``dpm++``, ``dpm++-logsnr`` or ``ddim``.
     steps
         Solver steps; None is the sampler's own default, 20 or 250.
     guidance

@@ -172,13 +172,13 @@ def _methods() -> dict[str, Method]:
         for method in found
         if method.name in {name for names in BATCHED.values() for name in names}
     ]
-    guided = [
-        Method(f"{method.name}{end}", f"{method.label}, guidance {keys['guidance']:g}", (*method.keys, *keys.items()))
+    drawn = [
+        Method(f"{method.name}{end}", f"{method.label}, {words}", (*method.keys, *keys.items()))
         for method in found
-        if method.name in GUIDED[MAIN]
-        for end, keys in GUIDANCE.items()
+        if method.name in DRAWN[MAIN]
+        for end, (words, keys) in DRAWINGS.items()
     ]
-    return {method.name: method for method in (*found, *clean, *shared, *larger, *guided)}
+    return {method.name: method for method in (*found, *clean, *shared, *larger, *drawn)}
 
 
 FREE = ("oversample", "class-weighted", "logit-adjusted", "flip-crop")
@@ -193,13 +193,15 @@ BATCHED: Variants = {
     PAPERS: dict.fromkeys(("missing-only", "scaffold", "fedeas-b8", "uniform-b4", "uniform-b16"), LARGER),
     "c10-k100-a0.05": dict.fromkeys(("uniform", "scaffold"), LARGER),
 }
-GUIDANCE: dict[str, Keys] = {
-    "-guided": {"guidance": 1.5},
-    "-guided-6": {"guidance": 6.0, "guidance-rescale": 0.7},
+DRAWINGS: dict[str, tuple[str, Keys]] = {
+    "-logsnr": ("steps even in log SNR", {"sampler": "dpm++-logsnr"}),
+    "-guided": ("guidance 1.5", {"guidance": 1.5}),
+    "-guided-6": ("guidance 6, rescaled by 0.7", {"guidance": 6.0, "guidance-rescale": 0.7}),
 }
-"""Half as much again as none; and what public code with the paper's settings of its generator does by default."""
-GUIDED: Variants = dict.fromkeys(
-    (MAIN, "c100-k100-a0.1"), dict.fromkeys(("uniform", "missing-only", "fedeas"), tuple(GUIDANCE))
+"""Nearer to the generator's own; more surely of their class; and what public code with the paper's settings of its
+generator does by default."""
+DRAWN: Variants = dict.fromkeys(
+    (MAIN, "c100-k100-a0.1"), dict.fromkeys(("uniform", "missing-only", "fedeas"), tuple(DRAWINGS))
 )
 RULES = ("fedeas-g0.25", "fedeas", "fedeas-g0.75", "fedeas-g1", "waterfill")
 METHODS = _methods()
@@ -284,7 +286,7 @@ def all_cells() -> list[Cell]:
         *(f"{place}/{name}{end}" for place, name, end in variants(BATCHED)),
         *_pairs([*others, *of_100], eight),
         *shared,
-        *(f"{place}/{name}{end}" for place, name, end in reversed(variants(GUIDED))),
+        *(f"{place}/{name}{end}" for place, name, end in reversed(variants(DRAWN))),
         *_pairs([MAIN, PAPERS, *others, *of_100], ("fedgen", "fedmix")),
         "c10-k20-a0.3/fedeas+scaffold",
         *_pairs([MAIN], (*CLEAN, *(f"{name}-clean" for name in CLEAN))),
