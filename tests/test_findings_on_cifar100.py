@@ -217,6 +217,19 @@ def test_what_guided_images_are_is_what_the_page_says() -> None:
     assert "distance to the nearest is {:.1f}, for {:.1f} (test images {:.1f})".format(*distances) in PAGE
 
 
+def test_what_more_steps_do_is_what_the_pages_say() -> None:
+    few, many = (json.loads((RESULTS / f"quality-cifar100/g1-n{n}/report.json").read_text()) for n in (20, 100))
+    assert (many["sampler-steps"], many["guidance"], many["samples"]) == (100, 1.0, few["samples"])
+    far, near = (each["classifier_frechet_distance"] for each in (few, many))
+    agreement = [100 * each["class_agreement"] for each in (many, few)]
+    said = "the distance is {:.1f} for {:.1f} and the agreement hardly higher, {:.1f} for {:.1f} % (`g1-n100/`; by a"
+    said = said.format(near, far, *agreement)
+    assert f"{said} classifier trained anew, which knows {100 * many['classifier_test_accuracy']:.1f} %" in PAGE
+    guided = json.loads((RESULTS / "quality-cifar100/g1.5-n20/report.json").read_text())["classifier_frechet_distance"]
+    page = " ".join((RESULTS.parent / "docs" / "generators.md").read_text().split())
+    assert f"they bring CIFAR-100's distance from {far:.1f} to {near:.1f}, guidance to {guided:.1f}." in page
+
+
 def test_what_guided_images_bring_is_what_the_pages_say() -> None:
     runs = [record(f"{PLACE}/fedeas{how}-s1") for how in ("", "-guided")]
     usual, ours = (meaning(run.config()) for run in runs)
