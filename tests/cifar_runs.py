@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import csv
+from functools import cache
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
 from fedeas_flwr.local_data import planned_allocation, planned_counts
+from fedeas_flwr.metrics import falls
 from fedeas_flwr.runs import RunDirectory
 
 RESULTS = Path(__file__).parents[1] / "results"
@@ -28,12 +30,32 @@ def sweep_curves(folder: str) -> dict[str, list[float]]:
 
 
 def accuracies(run: RunDirectory) -> list[float]:
-    return [float(one["accuracy"]) for one in run.rounds()]
+    return list(_accuracies(run.path))
+
+
+@cache
+def _accuracies(path: Path) -> tuple[float, ...]:
+    return tuple(float(one["accuracy"]) for one in RunDirectory(path).rounds())
+
+
+def falls_of(run: RunDirectory) -> dict[int, float]:
+    """By round that falls: how far."""
+    return dict(_falls_of(run.path))
+
+
+@cache
+def _falls_of(path: Path) -> dict[int, float]:
+    return falls(_accuracies(path))
 
 
 def last_batches(run: RunDirectory) -> tuple[Counts, Counts]:
     """By client: its real samples, and how many images an epoch leaves for its last batch, 0 if none."""
-    config = run.config()
+    return _last_batches(run.path)
+
+
+@cache
+def _last_batches(path: Path) -> tuple[Counts, Counts]:
+    config = RunDirectory(path).config()
     counts = planned_counts(config, config.clients)
     return counts.sum(axis=1), (counts + planned_allocation(config, counts)).sum(axis=1) % config.batch_size
 

@@ -10,7 +10,7 @@ import re
 
 import numpy as np
 import pytest
-from cifar_runs import PAGE, README, RESULTS, accuracies, record
+from cifar_runs import PAGE, README, RESULTS, accuracies, falls_of, record
 
 from fedeas_flwr.local_data import planned_allocation, planned_counts
 from fedeas_flwr.metrics import WALL_CLOCK, falls, seconds_of
@@ -203,12 +203,12 @@ def test_what_full_balance_costs_is_what_the_records_and_the_shells_clock_say() 
 
 def test_what_is_said_of_moon_at_20_clients_is_what_the_records_say() -> None:
     run, plain = (record(f"cifar10-k20-a0.1/{name}-s1") for name in ("moon", "fedavg"))
-    curve, low = 100 * np.array(accuracies(run)), falls(accuracies(run))
+    curve, low = 100 * np.array(accuracies(run)), falls_of(run)
     mean, means = curve[20:].mean(), [curve[start : start + 20].mean() for start in range(20, 181)]
     assert means[-1] == min(means)
     assert f"its mean is {mean:.1f}, {58.05 - mean:.1f} below the paper's last-20;" in PAGE
     assert f"means of 20 rounds go from {min(means):.1f} to {max(means):.1f}, the last being the lowest" in PAGE
-    too = [number for number in low if number in falls(accuracies(plain))]
+    too = [number for number in low if number in falls_of(plain)]
     assert 198 in too
     said = f"Round 198 alone has {curve[197]:.1f}, where FedAvg falls too, as in {len(too)} of MOON's {len(low)} falls."
     rounds, held = run.rounds(), planned_counts(run.config(), 20).sum(axis=1)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
-from cifar_runs import PAGE, README, accuracies, last_batches, record
+from cifar_runs import PAGE, README, accuracies, falls_of, last_batches, record
 
 from fedeas_flwr.config import FEW
 from fedeas_flwr.metrics import falls
@@ -15,7 +15,7 @@ def test_uniforms_last_rounds_at_alpha_005_are_what_the_page_says() -> None:
     run, fedeas, missing = (record(f"cifar10-k100-a0.05/{name}-s1") for name in ("uniform", "fedeas", "missing-only"))
     (real, left), curve = last_batches(run), 100 * np.array(accuracies(run))
     others = [100 * np.array(accuracies(other)) for other in (fedeas, missing)]
-    counts = [len(falls(accuracies(each))) for each in (missing, run, fedeas, record("cifar10-k100-a0.05/fedavg-s1"))]
+    counts = [len(falls_of(each)) for each in (missing, run, fedeas, record("cifar10-k100-a0.05/fedavg-s1"))]
     assert "in {1} and {0} rounds for {2} (FedAvg in {3}; seed 1)".format(*counts) in PAGE
     shares = []
     for number in range(180, 184):
@@ -25,7 +25,7 @@ def test_uniforms_last_rounds_at_alpha_005_are_what_the_page_says() -> None:
         shares.append(100 * real[92] / real[clients].sum())
     assert f"left with two images and {min(shares):.0f} to {max(shares):.0f} % of the weight" in PAGE
     assert f"accuracy goes from {curve[178]:.1f} to {curve[182]:.1f}, while" in PAGE
-    assert {181, 182} <= set(falls(accuracies(record("cifar10-k100-a0.05/fedavg-s1"))))
+    assert {181, 182} <= set(falls_of(record("cifar10-k100-a0.05/fedavg-s1")))
     lead = others[0] - curve
     shown = f"{lead[-20:].mean():.1f} points here, {lead[100:180].mean():.1f} in rounds 101 to 180 and"
     assert f"lead over Uniform is {shown} {lead[100:].mean():.1f} over rounds 101 to 200." in PAGE
@@ -39,7 +39,7 @@ def test_uniform_without_short_batches_at_alpha_005_is_what_the_page_says() -> N
     assert [one["clients"] for one in usual.rounds()] == [one["clients"] for one in longer.rounds()]
     before, after = (100 * np.array(accuracies(run)) for run in (usual, longer))
     assert f"rounds 180 to 183 have {after[179:183].min():.1f} to {after[179:183].max():.1f} with the" in PAGE
-    fallen, plain = falls(before / 100), falls(accuracies(record("cifar10-k100-a0.05/fedavg-s1")))
+    fallen, plain = falls(before / 100), falls_of(record("cifar10-k100-a0.05/fedavg-s1"))
     _, left = last_batches(usual)
     with_two = [number for number in fallen if any(left[usual.rounds()[number - 1]["clients"]] == 2)]
     assert [len(fallen), len(with_two), len(fallen.keys() & plain.keys())] == [9, 6, 4]

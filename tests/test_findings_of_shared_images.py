@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
-from cifar_runs import PAGE, POLICIES, README, RESULTS, accuracies, record
+from cifar_runs import PAGE, POLICIES, README, RESULTS, accuracies, falls_of, record
 
 from fedeas_flwr.keys import OF_GENERATION
 from fedeas_flwr.local_data import different_images, planned_allocation, planned_counts
@@ -124,7 +124,7 @@ def test_what_speaks_for_few_different_images_is_what_the_records_say() -> None:
     )
     cost = (usual - alike)[100:180].mean()
     assert f"Outside the collapse sharing costs {cost:.0f} points here (rounds 101 to 180)" in PAGE
-    fallen, plain = falls(alike / 100), falls(accuracies(record("cifar10-k100-a0.05/fedavg-s1")))
+    fallen, plain = falls(alike / 100), falls_of(record("cifar10-k100-a0.05/fedavg-s1"))
     assert [number for number in fallen if 180 <= number <= 200] == [181] and 181 in plain
     assert f"bring one fall of {100 * fallen[181]:.1f} points, in round 181" in PAGE
 

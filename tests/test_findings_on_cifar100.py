@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 import numpy as np
-from cifar_runs import PAGE, POLICIES, README, RESULTS, accuracies, last_batches, record
+from cifar_runs import PAGE, POLICIES, README, RESULTS, accuracies, falls_of, last_batches, record
 from test_uneven_rounds import evenness
 
 from fedeas_flwr import allocate
@@ -150,7 +150,7 @@ def test_no_round_falls_and_nobody_is_left_with_two_where_nothing_is_generated()
     assert f"none is more than {max(depths):.1f} points below the median of the 13 around it" in PAGE
     others = [record(f"cifar10-k100-a0.1/{name}-s1") for name in ("none", "fedprox", "scaffold", "moon")]
     others += [record(f"cifar10-k100-a0.1/{name}-s{seed}") for name in ("none", "moon") for seed in (2, 3)]
-    fallen = [len(falls(accuracies(run))) for run in others]
+    fallen = [len(falls_of(run)) for run in others]
     assert f"the same methods fall in {min(fallen)} to {max(fallen)} rounds" in PAGE
     assert all(2 not in last_batches(run)[1] for run in (*others, record(f"{PLACE}/fedavg-s1")))
     gamma = [record(name).summary()["gamma_hat"] for name in (f"{PLACE}/fedavg-s1", "cifar10-k100-a0.1/none-s3")]

@@ -11,6 +11,7 @@ from cifar_runs import (
     README,
     RESULTS,
     accuracies,
+    falls_of,
     last_batches,
     record,
     runs_at_other_alphas,
@@ -38,7 +39,7 @@ def test_what_longer_last_batches_do_is_what_the_records_say() -> None:
     usual, longer = (record(f"cifar10-k100-a0.1/fedeas{name}-s1") for name in ("", "-min8"))
     theirs, ours = meaning(usual.config()), meaning(longer.config())
     assert {key for key in ours if ours[key] != theirs[key]} == {"min-batch"}
-    assert [len(falls(accuracies(run))) for run in (usual, longer)] == [2, 0]
+    assert [len(falls_of(run)) for run in (usual, longer)] == [2, 0]
     curves = [100 * np.array(accuracies(run)) for run in (longer, usual)]
     assert [one["clients"] for one in usual.rounds()] == [one["clients"] for one in longer.rounds()]
     there = [f"{curve[63]:.1f} and {curve[153]:.1f}" for curve in curves]
@@ -57,7 +58,7 @@ def test_rounds_fall_where_clients_with_a_last_batch_of_two_weigh_much() -> None
     seen, fallen, all_seen, all_fallen = ([0] * 5 for _ in range(4))
     after, deepest, few, heavy = 0, 0.0, [0, 0], [0, 0]
     for run in (*first, *more):
-        (real, left), depths = last_batches(run), falls(accuracies(run))
+        (real, left), depths = last_batches(run), falls_of(run)
         deepest = max([deepest, *depths.values()])
         for one in run.rounds()[10:]:
             number, clients = one["round"], np.array(one["clients"])
@@ -91,7 +92,7 @@ def test_it_is_the_last_batches_and_not_the_clients() -> None:
     runs, most, always = runs_with_own_images(), 0.0, set()
     for run in runs:
         _, left = last_batches(run)
-        for number in falls(accuracies(run)):
+        for number in falls_of(run):
             clients = run.rounds()[number - 1]["clients"]
             if not (two := {client for client in clients if left[client] == 2}):
                 continue
@@ -107,7 +108,7 @@ def test_it_is_the_last_batches_and_not_the_clients() -> None:
     names = [f"cifar10-k100-a0.1/{name}-{how}-s1" for name in POLICIES for how in ("shared", "one-seed")]
     columns = [f"cifar10-{place}/uniform-one-seed-s1" for place in ("k20-a0.1", "k100-a0.05", "k100-a0.3")]
     shared = [record(name) for name in (*names, *columns, "shared-images/uniform-s1")]
-    there = [(run, number) for run in shared for number in falls(accuracies(run))]
+    there = [(run, number) for run in shared for number in falls_of(run)]
     without = [all(last_batches(run)[1][run.rounds()[number - 1]["clients"]] != 2) for run, number in there]
     assert f"they fall {len(there)} times, {sum(without)} of them without such a client" in PAGE
     deep = []
@@ -123,9 +124,9 @@ def test_falls_at_other_alphas_are_what_the_page_says() -> None:
     seen, fallen, alone, of_fedavg = {"heavy": 0, "none": 0}, {"heavy": 0, "none": 0}, 0, 0
     for alpha, plain in (("0.05", "fedavg"), ("0.3", "none")):
         runs = {policy: record(f"cifar10-k100-a{alpha}/{policy}-s1") for policy in POLICIES}
-        with_fedavg = falls(accuracies(record(f"cifar10-k100-a{alpha}/{plain}-s1")))
+        with_fedavg = falls_of(record(f"cifar10-k100-a{alpha}/{plain}-s1"))
         for run in runs.values():
-            (real, left), depths = last_batches(run), falls(accuracies(run))
+            (real, left), depths = last_batches(run), falls_of(run)
             of_fedavg += sum(number in with_fedavg for number in depths)
             for one in run.rounds()[10:]:
                 number, clients = one["round"], np.array(one["clients"])
@@ -140,9 +141,9 @@ def test_falls_at_other_alphas_are_what_the_page_says() -> None:
         f"{said} {fallen['none']} of {seen['none']} without one. In {alone} of the {fallen['heavy']} no other" in PAGE
     )
     *first, second = runs_at_other_alphas()
-    total = sum(len(falls(accuracies(run))) for run in first)
+    total = sum(len(falls_of(run)) for run in first)
     assert f"FedAvg falls in {of_fedavg} of these columns' {total} fallen rounds too" in PAGE
-    (real, left), depths, heaviest = last_batches(second), falls(accuracies(second)), []
+    (real, left), depths, heaviest = last_batches(second), falls_of(second), []
     for number in depths:
         clients = second.rounds()[number - 1]["clients"]
         if all(left[clients] != 2):
@@ -160,7 +161,7 @@ def test_falls_at_other_alphas_are_what_the_page_says() -> None:
 def test_how_many_falls_have_a_last_batch_of_two_is_what_the_page_says_in_short() -> None:
     with_two, deep, total, seen, rounds, light, largest = 0, [], 0, 0, 0, 0, 0.0
     for run in (*runs_with_own_images(), *runs_at_other_alphas(), *runs_at_other_budgets().values()):
-        (real, left), depths = last_batches(run), falls(accuracies(run))
+        (real, left), depths = last_batches(run), falls_of(run)
         largest = max(largest, float(np.max(-np.diff(accuracies(run)[9:]))))
         for one in run.rounds()[10:]:
             clients = np.array(one["clients"])
@@ -177,9 +178,9 @@ def test_how_many_falls_have_a_last_batch_of_two_is_what_the_page_says_in_short(
 
 def test_runs_made_since_fall_as_those_before() -> None:
     runs, rounds, seen, fallen, with_two, after, plain = runs_that_generate_since(), 0, 0, 0, 0, 0, set()
-    of_fedavg = falls(accuracies(record("cifar10-k100-a0.1/fedavg-clean-s1")))
+    of_fedavg = falls_of(record("cifar10-k100-a0.1/fedavg-clean-s1"))
     for run in runs:
-        (_, left), depths = last_batches(run), falls(accuracies(run))
+        (_, left), depths = last_batches(run), falls_of(run)
         for one in run.rounds()[10:]:
             number, two = one["round"], 2 in left[one["clients"]]
             rounds, seen = rounds + 1, seen + two
@@ -202,7 +203,7 @@ def test_runs_made_since_fall_as_those_before() -> None:
     )
     before = (*runs_with_own_images(), *runs_at_other_alphas(), *runs_at_other_budgets().values())
     pairs = [
-        (2 in last_batches(run)[1][one["clients"]], one["round"] in falls(accuracies(run)))
+        (2 in last_batches(run)[1][one["clients"]], one["round"] in falls_of(run))
         for run in before
         for one in run.rounds()[10:]
     ]
@@ -211,9 +212,9 @@ def test_runs_made_since_fall_as_those_before() -> None:
     hundred = [run for run in runs if run.config().dataset == "cifar100"]
     where = [2 in last_batches(run)[1][one["clients"]] for run in hundred for one in run.rounds()[10:]]
     assert f"CIFAR-100 has {sum(where)} of the {seen} rounds and one of the falls." in PAGE
-    assert sum(len(falls(accuracies(run))) for run in hundred) == 1
+    assert sum(len(falls_of(run)) for run in hundred) == 1
     worst = record("cifar10-k100-a0.1/missing-only-clean-s1")
-    (real, left), depths = last_batches(worst), falls(accuracies(worst))
+    (real, left), depths = last_batches(worst), falls_of(worst)
     number = max(depths, key=lambda number: depths[number])
     clients = worst.rounds()[number - 1]["clients"]
     assert [client for client in clients if left[client] == 2] == [43]
@@ -233,7 +234,7 @@ def test_the_falls_of_the_sweep_are_those_of_a_client_that_is_left_with_two() ->
     runs = {**plain, **runs_at_other_budgets()}
     clients = [one["clients"] for one in plain["fedeas"].rounds()]
     assert all([one["clients"] for one in run.rounds()] == clients for run in runs.values())
-    depths = {name: falls(accuracies(run)) for name, run in runs.items()}
+    depths = {name: falls_of(run) for name, run in runs.items()}
     two = {name: [client for client in range(20) if last_batches(run)[1][client] == 2] for name, run in runs.items()}
     assert {name for name in two if not two[name]} == {
         *("fedeas-b4", "fedeas-b16", "uniform", "uniform-b20", "without-entropy", "linear")
@@ -283,7 +284,7 @@ def test_runs_that_fall_deeply_end_higher_as_the_page_says() -> None:
     first, then = ([at[name] for name in ("uniform", "uniform-b16", "uniform-b20")] for at in (early, late))
     assert "in rounds 41 to 58 ({:.1f}, {:.1f} and {:.1f}) and after its falls".format(*first) in PAGE
     assert "62 above both ({:.1f}, {:.1f} and {:.1f}).".format(*then) in PAGE and first == sorted(first)
-    depths = falls(accuracies(record("cifar10-k20-a0.1/uniform-b16-s1")))
+    depths = falls_of(record("cifar10-k20-a0.1/uniform-b16-s1"))
     assert [number for number, points in depths.items() if points > 0.1] == [59, 62]
     near = [at["uniform"] - at["uniform-b4"] for at in (late, early)]
     assert "as near to β = 12 as {:.1f}, from {:.1f}.".format(*near) in PAGE
@@ -348,7 +349,7 @@ def test_what_is_said_of_scaffold_without_short_batches_is_what_the_records_say(
     assert short == {2: 2, 12: 3} and np.ceil(held[12] / config.batch_size) == 40
     gained, short_of = 100 * (mended - ours), 60.16 - 100 * mended[-20:].mean()
     said = f"it has {100 * mended[-20:].mean():.1f}, peak {100 * mended.max():.1f}: above FedAvg in"
-    fallen = [len(falls(accuracies(each))) for each in (other, run)]
+    fallen = [len(falls_of(each)) for each in (other, run)]
     assert f"{said} {(mended > theirs).sum()} rounds, {fallen[0]} falls for {fallen[1]}." in PAGE
     assert min(one["round"] for one in run.rounds() if 2 in one["clients"]) == 3
     assert abs(gained[:3]).max() < 0.2 and gained[3] > 1.9
@@ -366,14 +367,14 @@ def test_what_is_said_of_scaffold_without_short_batches_is_what_the_records_say(
     assert f"clients take from {min(steps)} to {max(steps)} steps a round" in PAGE
     left = {alpha: last_batches(record(f"cifar10-k100-a{alpha}/scaffold-s1")) for alpha in ("0.1", "0.3")}
     assert not any(left["0.1"][1] == 2) and left["0.3"][0][left["0.3"][1] == 2].tolist() == [450]
-    assert not falls(accuracies(record("cifar10-k100-a0.3/scaffold-s1")))
+    assert not falls_of(record("cifar10-k100-a0.3/scaffold-s1"))
     assert "At α = 0.3 one is (450 images), and no round falls" in PAGE
     assert f"(`min-batch = 8`) it has {100 * mended[-20:].mean():.1f}, and with" in README
 
 
 def test_fedavg_falls_as_often_as_the_page_says() -> None:
     runs = [record(f"cifar10-k100-a0.1/none-s{seed}") for seed in (1, 2, 3)]
-    counts = [len(falls(accuracies(run))) for run in runs]
+    counts = [len(falls_of(run)) for run in runs]
     assert f"falls in {counts[0]}, {counts[1]} and {counts[2]} rounds of its three seeds" in PAGE
 
 

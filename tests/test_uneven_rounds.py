@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from functools import cache
+from pathlib import Path
+
 import numpy as np
 from cifar_runs import (
     PAGE,
     POLICIES,
     accuracies,
+    falls_of,
     last_batches,
     record,
     runs_at_other_alphas,
@@ -22,6 +26,12 @@ from fedeas_flwr.runs import RunDirectory
 
 def evenness(run: RunDirectory) -> list[tuple[int, float, float, bool]]:
     """By round from the 11th on: H̃ of its labels, the heaviest client's weight, and whether one is left with two."""
+    return list(_evenness(run.path))
+
+
+@cache
+def _evenness(path: Path) -> tuple[tuple[int, float, float, bool], ...]:
+    run = RunDirectory(path)
     config, (_, left) = run.config(), last_batches(run)
     counts = planned_counts(config, config.clients)
     held = counts + planned_allocation(config, counts)
@@ -32,7 +42,7 @@ def evenness(run: RunDirectory) -> list[tuple[int, float, float, bool]]:
         weights = real[clients] / real[clients].sum()
         parts = np.round(1e9 * weights @ own[clients]).astype(np.int64)
         found.append((one["round"], float(normalised_entropy([parts])[0]), float(weights.max()), 2 in left[clients]))
-    return found
+    return tuple(found)
 
 
 def test_rounds_fall_where_their_labels_are_uneven_as_the_page_says() -> None:
@@ -42,13 +52,13 @@ def test_rounds_fall_where_their_labels_are_uneven_as_the_page_says() -> None:
     assert f"and of the {len(policies)} of the policies there" in PAGE
     seen, fallen = np.zeros((5, 3), int), np.zeros((5, 3), int)
     for run in (*plain, *policies):
-        depths = falls(accuracies(run))
+        depths = falls_of(run)
         for number, even, heaviest, two in evenness(run):
             if not two:
                 place = int(np.digitize(even, [0.75, 0.8, 0.85, 0.9])), 2 if run in policies else int(heaviest >= 0.3)
                 seen[place] += 1
                 fallen[place] += number in depths
-    of_plain = [(number in falls(accuracies(run)), two) for run in plain for number, _, _, two in evenness(run)]
+    of_plain = [(number in falls_of(run), two) for run in plain for number, _, _, two in evenness(run)]
     fell = sum(fell for fell, _ in of_plain)
     said = f"with 100 clients {of_plain.count((True, False))} of the {fell} falls of FedAvg, FedProx and MOON are so"
     assert said in PAGE
@@ -60,7 +70,7 @@ def test_rounds_fall_where_their_labels_are_uneven_as_the_page_says() -> None:
         assert f"| {name} | {cells} |" in PAGE
     light = {
         alpha: [
-            number in falls(accuracies(run))
+            number in falls_of(run)
             for run in plain
             for number, even, heaviest, two in evenness(run)
             if run.config().alpha == alpha and even < 0.85 and heaviest < 0.3 and not two
@@ -71,7 +81,7 @@ def test_rounds_fall_where_their_labels_are_uneven_as_the_page_says() -> None:
     assert said in PAGE
     names = (*(f"{alpha}/scaffold-s1" for alpha in ("0.05", "0.1", "0.3")), "0.05/scaffold-s2")
     scaffold = [
-        (number in falls(accuracies(run)), even < 0.75 and heaviest >= 0.3)
+        (number in falls_of(run), even < 0.75 and heaviest >= 0.3)
         for run in (record(f"cifar10-k100-a{name}") for name in names)
         for number, even, heaviest, two in evenness(run)
         if not two
@@ -82,7 +92,7 @@ def test_rounds_fall_where_their_labels_are_uneven_as_the_page_says() -> None:
     )
     assert f"{said} of the worst." in PAGE, said
     few = [
-        (even >= 0.9, number in falls(accuracies(run)))
+        (even >= 0.9, number in falls_of(run))
         for run in runs_without_images(20)
         for number, even, _, two in evenness(run)
         if not two
@@ -94,7 +104,7 @@ def test_rounds_fall_where_their_labels_are_uneven_as_the_page_says() -> None:
 
 def test_the_rounds_of_a_run_made_since_that_fall_are_its_least_even() -> None:
     run = record("cifar10-k100-a0.3/moon-s2")
-    depths, found = falls(accuracies(run)), evenness(run)
+    depths, found = falls_of(run), evenness(run)
     fallen = {number: even for number, even, _, two in found if number in depths and not two}
     least = sorted(found, key=lambda one: one[1])[:2]
     assert sorted(fallen) == sorted(number for number, *_ in least) == [159, 160]
@@ -102,7 +112,7 @@ def test_the_rounds_of_a_run_made_since_that_fall_are_its_least_even() -> None:
     assert said.format(fallen[159], fallen[160]) in PAGE
     others = [record(f"cifar10-k100-a0.3/{name}-s1") for name in ("none", "fedprox", "moon")]
     lower = sorted(number for number, even, _, _ in evenness(others[0]) if even < min(fallen.values()))
-    assert lower == [54, 123, 190] and not any(set(lower) & falls(accuracies(other)).keys() for other in others)
+    assert lower == [54, 123, 190] and not any(set(lower) & falls_of(other).keys() for other in others)
     assert "seed 1 has three rounds less even still, 54, 123 and 190, and none of its three runs falls there" in PAGE
     (third,) = depths.keys() - fallen.keys()
     real, left = last_batches(run)
@@ -145,7 +155,7 @@ def test_which_methods_without_images_fall_in_uneven_rounds_is_what_the_page_say
     assert all([one["clients"] for one in run.rounds()] == who for run in runs.values())
     uneven = [number for number, even, _, _ in evenness(runs["none"]) if even < 0.85]
     assert f"{len(uneven)} rounds of seed 1 under 0.85 among them, are as before" in PAGE
-    fell = [sum(number in falls(accuracies(run)) for number in uneven) for run in runs.values()]
+    fell = [sum(number in falls_of(run) for number in uneven) for run in runs.values()]
     config = runs["oversample"].config()
     counts = planned_counts(config, 100)
     held = counts + oversample(counts, config.beta)
@@ -163,17 +173,17 @@ def test_which_methods_without_images_fall_in_uneven_rounds_is_what_the_page_say
         for name in ("fedavg", "oversample", "class-weighted", "logit-adjusted")
     ]
     there = [number for number, even, _, _ in evenness(clean[0]) if even < 0.85]
-    fell = [sum(number in falls(accuracies(run)) for number in there) for run in clean]
+    fell = [sum(number in falls_of(run) for number in there) for run in clean]
     said = f"Under `clean` FedAvg falls in {fell[0]} of {len(there)} such rounds, oversampling in {fell[1]}, the"
     assert f"{said} class-weighted loss in {fell[2]}, the logit-adjusted loss in none." in PAGE and fell[3] == 0
-    of_weights = [len(falls(accuracies(run))) for run in (runs["class-weighted"], clean[2])]
+    of_weights = [len(falls_of(run)) for run in (runs["class-weighted"], clean[2])]
     said = "does nothing for classes that a client lacks, still falls in {} rounds in all, under `clean` in {}, of"
-    depths = falls(accuracies(clean[2]))
+    depths = falls_of(clean[2])
     deepest = max(depths, key=depths.__getitem__)
     (even,) = (even for number, even, _, _ in evenness(clean[2]) if number == deepest)
     said += f" which the deepest, {deepest}, by {100 * depths[deepest]:.0f} points, is in an even round ({even:.2f}) in"
     assert f"{said} which FedAvg does not fall:".format(*of_weights) in PAGE
-    assert deepest not in falls(accuracies(clean[0]))
+    assert deepest not in falls_of(clean[0])
     both = [accuracies(record(f"cifar10-k100-a0.1/logit-adjusted{end}-s1")) for end in ("", "-clean")]
     assert not any(falls(curve) for curve in both) and "No round of its two runs falls, nor" in PAGE
     depths = [100 * (np.median(curve[i - 6 : i + 7]) - curve[i]) for curve in both for i in range(10, 200)]
