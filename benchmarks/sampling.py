@@ -41,9 +41,13 @@ def main() -> None:
     options = parser.parse_args()
 
     def solved(sampler: str, steps: int) -> NDArray[np.float64]:
-        batch = min(options.images, 64)
         generator = open_generator(
-            *(options.generator, options.dataset), sampler=sampler, steps=steps, batch_size=batch, device=options.device
+            options.generator,
+            options.dataset,
+            sampler=sampler,
+            steps=steps,
+            batch_size=min(options.images, 64),
+            device=options.device,
         )
         samples = [SampleId(0, 0, i % generator.num_classes, i // generator.num_classes) for i in range(options.images)]
         return generator.sample(samples).astype(np.float64)
@@ -63,12 +67,8 @@ def main() -> None:
         )
         print(rows[-1], flush=True)
     write_record(options.out, options.device, {"images": options.images, "exact": EXACT}, rows)
-    print(
-        markdown(
-            list(rows[0]),
-            [[f"{value:.3g}" if isinstance(value, float) else f"{value}" for value in row.values()] for row in rows],
-        )
-    )
+    shown = [[f"{cell:.3g}" if isinstance(cell, float) else str(cell) for cell in row.values()] for row in rows]
+    print(markdown(list(rows[0]), shown))
 
 
 if __name__ == "__main__":
