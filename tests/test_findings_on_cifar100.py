@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import json
-
 import numpy as np
-from cifar_runs import PAGE, POLICIES, README, RESULTS, accuracies, falls_of, last_batches, record
+from cifar_runs import PAGE, POLICIES, README, accuracies, falls_of, last_batches, record
 from test_uneven_rounds import evenness
 
 from fedeas_flwr import allocate
 from fedeas_flwr.allocation import removed
 from fedeas_flwr.local_data import planned_allocation, planned_counts
 from fedeas_flwr.metrics import falls
-from fedeas_flwr.reproduce.cells import DRAWINGS
-from fedeas_flwr.reproduce.measured import meaning
 from fedeas_flwr.reproduce.paper import LAST_20, PEAK, at
 
 COLUMN, PLACE = "c100-k100-a0.1", "cifar100-k100-a0.1"
@@ -191,74 +187,3 @@ def test_how_much_more_even_the_clients_are_is_what_the_page_says() -> None:
         in PAGE
     )
     assert "and {:.0f} % of a client's images in its most frequent class, for {:.0f} %".format(*shares.values()) in PAGE
-
-
-GUIDANCE = DRAWINGS["-guided"][1]["guidance"]
-
-
-def test_what_guided_images_are_is_what_the_page_says() -> None:
-    plain, guided = (json.loads((RESULTS / f"quality-cifar100/g{g}-n20/report.json").read_text()) for g in ("1", "1.5"))
-    assert plain["samples"] == guided["samples"] == 5_000
-    known = 100 * plain["classifier_test_accuracy"]
-    found, drawn = (100 * each["class_agreement"] for each in (plain, guided))
-    said = f"which knows {known:.1f} % of CIFAR-100's test images, finds {found:.1f} % to be of the class that was"
-    assert f"Of 5,000 of its images an independent classifier, {said} asked for." in PAGE
-    assert f"With a guidance of {GUIDANCE} it is {drawn:.1f} %, and their distance" in PAGE
-    assert found < known < drawn and "knows more of the guided images than of real ones" in PAGE
-    assert f"finds {drawn:.0f} % of the class asked for in place of {found:.0f}" in PAGE
-    yardstick = plain["classifier_frechet_distance_of_test_images"]
-    far, near = (each["classifier_frechet_distance"] for each in (plain, guided))
-    assert f"features; {yardstick:.1f} for the test images) goes from {far:.1f} to {near:.1f} (" in PAGE
-    copies = [100 * each["near_copies"] for each in (guided, plain)]
-    said = "{:.1f} % are near copies of a training image, for {:.1f} % (of real test images".format(*copies)
-    assert f"{said} {100 * plain['near_copies_expected']:.0f} % are as near)" in PAGE
-    distances = [each["nearest_train_image_median"] for each in (guided, plain)]
-    distances.append(plain["nearest_train_image_median_of_test_images"])
-    assert "distance to the nearest is {:.1f}, for {:.1f} (test images {:.1f})".format(*distances) in PAGE
-
-
-def test_what_more_steps_do_is_what_the_pages_say() -> None:
-    few, many = (json.loads((RESULTS / f"quality-cifar100/g1-n{n}/report.json").read_text()) for n in (20, 100))
-    assert (many["sampler-steps"], many["guidance"], many["samples"]) == (100, 1.0, few["samples"])
-    far, near = (each["classifier_frechet_distance"] for each in (few, many))
-    agreement = [100 * each["class_agreement"] for each in (many, few)]
-    said = "the distance is {:.1f} for {:.1f} and the agreement hardly higher, {:.1f} for {:.1f} % (`g1-n100/`; by a"
-    said = said.format(near, far, *agreement)
-    assert f"{said} classifier trained anew, which knows {100 * many['classifier_test_accuracy']:.1f} %" in PAGE
-    guided = json.loads((RESULTS / "quality-cifar100/g1.5-n20/report.json").read_text())["classifier_frechet_distance"]
-    page = " ".join((RESULTS.parent / "docs" / "generators.md").read_text().split())
-    assert f"they bring CIFAR-100's distance from {far:.1f} to {near:.1f}, guidance to {guided:.1f}." in page
-
-
-def test_what_guided_images_bring_is_what_the_pages_say() -> None:
-    runs = [record(f"{PLACE}/fedeas{how}-s1") for how in ("", "-guided")]
-    usual, ours = (meaning(run.config()) for run in runs)
-    differing = {key for key in ours if key in usual and ours[key] != usual[key]}
-    assert differing == {"guidance"} and ours["guidance"] == GUIDANCE and ours["guidance-rescale"] == 0
-    clients = [one["clients"] for one in runs[1].rounds()]
-    assert [one["clients"] for one in runs[0].rounds()] == clients
-    assert runs[0].environment()["code"] != runs[1].environment()["code"]
-    without, with_it = curves("fedeas")[0], curves("fedeas-guided")[0]
-    last, before, papers = with_it[-20:].mean(), without[-20:].mean(), at(LAST_20, "fedeas", COLUMN) or 0.0
-    said = (
-        f"has {last:.1f} for {before:.1f}: {last - before:.1f} of the {papers - before:.1f} points that were missing."
-    )
-    assert f"{said} It is above the run without guidance in {(with_it > without).sum()} of 200 rounds." in PAGE
-    plain, other = (100 * record(f"{PLACE}/missing-only{how}-s1").summary()["last_20"] for how in ("", "-guided"))
-    theirs = at(LAST_20, "missing-only", COLUMN) or 0.0
-    said = f"they have {last:.1f} and {other:.1f}, {papers - last:.1f} and {theirs - other:.1f} below (one seed)."
-    assert said in PAGE and f"with guided images (`guidance = {GUIDANCE}`) {said}" in README
-    said = f"has {other:.1f} for {plain:.1f}, {other - plain:.1f} of the {theirs - plain:.1f} that were missing, and is"
-    assert f"{said} above the run without in all 200 rounds." in PAGE
-    assert (curves("missing-only-guided") > curves("missing-only")).all()
-    above = other - last, (with_it - curves("missing-only-guided")[0])[180:199].mean(), papers - theirs
-    said = "Missing-only is {:.1f} above, by FedEAS's round 200 alone ({:.1f} below without it), in the paper {:.1f}"
-    assert f"{said} below.".format(*above) in PAGE
-    lower = [int(number) for number in np.flatnonzero(with_it <= without) + 1]
-    two = set(np.flatnonzero(last_batches(runs[1])[1] == 2).tolist())
-    assert lower == [34, 127, 200] and all(two & set(clients[number - 1]) for number in lower)
-    depths = [np.median(with_it[number - 7 : number + 6]) - with_it[number - 1] for number in lower]
-    assert "34, 127 and 200, have a client that is left with two images, and are" in PAGE
-    assert "{:.1f}, {:.1f} and {:.1f} points below the median around them.".format(*depths) in PAGE
-    assert max(depths) < 5 and not falls(list(with_it / 100)) and "FedEAS's has two that are nearly falls" in PAGE
-    assert f"the model that is left has {with_it[-1]:.1f}, without guidance {without[-1]:.1f}." in PAGE

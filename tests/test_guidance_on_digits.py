@@ -53,7 +53,7 @@ def test_what_the_images_are_by_a_classifier_is_what_the_pages_say() -> None:
     assert "finds {}, {} and {} % of 300 images to be of their class".format(*agreement) in PAGE
     assert "but their distance to the training images grows, from {} to {} and {}".format(*distance) in PAGE
     generators = " ".join((RESULTS.parent / "docs" / "generators.md").read_text().split())
-    assert "(digits: {}, {} and {} at a guidance of 1, 1.5 and 3".format(*distance) in generators
+    assert "(digits: a distance of {}, {} and {} at a guidance of 1, 1.5 and 3".format(*distance) in generators
 
 
 def test_the_sweeps_means_are_those_of_its_curves() -> None:

@@ -80,9 +80,18 @@ def test_what_a_trained_generator_loses_is_what_the_page_says() -> None:
     half = rows["dpm++-logsnr", 10]["rms_grey_levels"]
     assert half < rows["dpm++", 20]["rms_grey_levels"]
     assert f"10 of its steps come as near as 20 of the first's ({half:.1f})." in page
-    digits = [
-        json.loads((ROOT / "results" / "quality-digits" / f"report{end}.json").read_text()) for end in ("", "-logsnr")
-    ]
-    assert digits[1]["sampler"] == "dpm++-logsnr" and digits[1]["per-class"] == 30
-    distances = (f"{one['classifier_frechet_distance']:.1f}" for one in digits)
-    assert "a distance (below) of {} and {}.".format(*distances) in page
+
+
+def test_how_far_images_are_by_the_spread_of_steps_is_what_the_page_says() -> None:
+    page = " ".join((ROOT / "docs" / "generators.md").read_text().split())
+    distances = []
+    for place in ("cifar100/g1-n20{}/report", "cifar10/g1-n20{}/report", "digits/report{}"):
+        ends = ("-logsnr", "") if "digits" in place else ("-dpm++-logsnr", "")
+        texts = [(ROOT / "results" / f"quality-{place.format(end)}.json").read_text() for end in ends]
+        reports = [json.loads(text) for text in texts]
+        assert reports[0]["sampler"] == "dpm++-logsnr" and reports[0]["sampler-steps"] == 20
+        assert reports[1].get("sampler", "dpm++") == "dpm++"
+        assert reports[0]["samples"] == reports[1]["samples"]
+        distances += [report["classifier_frechet_distance"] for report in reports]
+    said = "20 even in log SNR have a distance (below) of {:.1f}, 20 even in time {:.1f}; on CIFAR-10's {:.1f} and"
+    assert f"{said} {{:.1f}}, on digits {{:.1f}} and {{:.1f}}.".format(*distances) in page
