@@ -420,9 +420,13 @@ def test_generate_measures_and_its_images_are_a_bank(tmp_path: Path, digits_gene
     said = ("generator", "sampler", "sampler-steps", "guidance", "guidance-rescale", "seed", "per-class")
     assert [report[key] for key in said] == ["builtin", "dpm++", 20, 1.0, 0.0, 0, 12]
     words = ("generate", "--generator", f"bank:{out}/images.npz", "--out", "again", "--per-class")
-    bank, short = typed(*words, "12", cwd=tmp_path), typed(*words, "13", cwd=tmp_path)
+    bank, short = typed(*words, "12", "--report", cwd=tmp_path), typed(*words, "13", cwd=tmp_path)
     assert bank.returncode == 0, bank.stderr
-    assert "has 12 images of class '0'" in short.stderr and len(short.stderr.splitlines()) == 1
+    dealt = json.loads((tmp_path / "again" / "report.json").read_text())
+    assert dealt["generator"] == "bank:images.npz" and not {*said[1:5]} & set(dealt)
+    assert dealt["class_agreement"] == report["class_agreement"]
+    few = f"error: --per-class 13: bank:{out}/images.npz has 12 images of class '0', and gives none twice\n"
+    assert (short.returncode, short.stderr) == (2, few)
     guided = typed(*words, "12", "--guidance", "2", cwd=tmp_path)
     assert guided.stderr == "error: --guidance: leave it out, it is of diffusion models in a folder\n"
     anew = typed("generate", "--per-class", "2", "--sampler", "dpm++-logsnr", "--out", "out", cwd=tmp_path)

@@ -184,7 +184,8 @@ def generate(
     """Generate images of every class, to look at, to measure or to keep as a bank."""
     if not report:
         refuse_given(context, ["data_dir", "inception"], "it says nothing without --report")
-    if generator.partition(":")[0] in ("bank", "sd-turbo"):
+    solved = generator.partition(":")[0] not in ("bank", "sd-turbo")
+    if not solved:
         drawing = ["sampler", "sampler_steps", "guidance", "guidance_rescale"]
         refuse_given(context, drawing, "it is of diffusion models in a folder")
     if inception and not inception.is_file():  # before the images are made
@@ -192,20 +193,26 @@ def generate(
     import numpy as np
 
     from fedeas_flwr.config import parse_config
-    from fedeas_flwr.generators import SampleId, open_for_run
+    from fedeas_flwr.data import dataset_info, open_dataset
+    from fedeas_flwr.generators import SampleId, open_for_run, stock
     from fedeas_flwr.image_sheet import save_sheet
     from fedeas_flwr.paths import atomic_path, atomic_write
     from fedeas_flwr.training import pick_device
 
-    values = {"dataset": dataset, "generator": generator, "sampler": sampler, "sampler-steps": sampler_steps}
-    values |= {"guidance": guidance, "guidance-rescale": guidance_rescale, "generation-batch": generation_batch}
-    config = parse_config(values | {"device": device})
+    drawn: dict[str, Any] = {"sampler": sampler, "sampler-steps": sampler_steps}
+    drawn |= {"guidance": guidance, "guidance-rescale": guidance_rescale}
+    values = {"dataset": dataset, "generator": generator, "generation-batch": generation_batch}
+    config = parse_config(values | drawn | {"device": device})
     where = pick_device(device)
     if generator == "builtin":
         from fedeas_flwr.prepare import ensure_digits_generator
 
         ensure_digits_generator(Console(stderr=True, markup=False))
     opened = open_for_run(config, where)
+    for label, there in enumerate(stock(opened) or []):
+        if there < per_class:
+            has = f"has {counted(there, 'image')} of class {dataset_info(dataset).classes[label]!r}"
+            raise ConfigError(f"--per-class {per_class}: {generator} {has}, and gives none twice")
     labels = np.repeat(np.arange(opened.num_classes), per_class)
     samples = [SampleId(seed, 0, int(label), i % per_class) for i, label in enumerate(labels)]
     began = time.perf_counter()
@@ -218,7 +225,6 @@ def generate(
     (out / "report.json").unlink(missing_ok=True)  # of other images
     print(f"{counted(len(images), 'image')} in {seconds:.1f} s → {out}")
     if report:
-        from fedeas_flwr.data import open_dataset
         from fedeas_flwr.exporting import without_folder
         from fedeas_flwr.generators.classifier import independent_classifier
         from fedeas_flwr.generators.quality import quality_report
@@ -230,7 +236,7 @@ def generate(
         facts = {
             **values,
             "generator": without_folder(generator),
-            "sampler-steps": sampler_steps or SAMPLER_STEPS[sampler],
+            **(drawn | {"sampler-steps": sampler_steps or SAMPLER_STEPS[sampler]} if solved else {}),
             "seed": seed,
             "per-class": per_class,
             "fingerprint": opened.fingerprint,
