@@ -83,7 +83,7 @@ def runs_at_other_budgets() -> dict[str, RunDirectory]:
 def runs_without_images(clients: int) -> list[RunDirectory]:
     """FedAvg, FedProx and MOON, with 100 clients at every α."""
     if clients == 20:
-        return [record(f"cifar10-k20-a0.1/{name}-s1") for name in ("fedavg", "fedprox", "moon")]
+        return [record(f"cifar10-k20-a0.1/{name}") for name in ("fedavg-s1", "fedprox-s1", "moon-s1", "moon-s2")]
     names = ["a0.1/fedprox-s1", *(f"a0.1/{name}-s{seed}" for name in ("none", "moon") for seed in (1, 2, 3))]
     names += [f"a0.05/{name}-s1" for name in ("fedavg", "fedprox", "moon")]
     names += [*(f"a0.3/{name}-s1" for name in ("none", "fedprox", "moon")), "a0.3/moon-s2"]

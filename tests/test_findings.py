@@ -176,9 +176,9 @@ def test_what_is_said_of_moon_at_100_clients_is_what_the_records_say() -> None:
     pair = np.array([100 * record(f"cifar10-k100-a0.3/moon-s{seed}").summary()["last_20"] for seed in (1, 2)])
     high_alpha = pair.mean() - at(LAST_20, "moon", "c10-k100-a0.3")
     spread = f"(three seeds, standard deviation {last.std(ddof=1):.1f})"
-    said = f"it is {-few:.1f} (two seeds, 0.2 apart) and {-low:.1f} below, and {above.mean():.1f} {spread} and"
-    said = f"{said} {high_alpha:.1f} points"
-    assert f"{said} (two, {pair.std(ddof=1):.1f}) above" in PAGE
+    said = f"MOON is {-few:.1f} points below the paper's with 20 clients (two seeds, 0.2 apart); with 100 it is"
+    said += f" {-low:.1f} below, {above.mean():.1f} above {spread} and {high_alpha:.1f} above"
+    assert f"{said} (two, {pair.std(ddof=1):.1f}) at α = 0.05, 0.1 and 0.3." in PAGE
     said = (
         f"(by {last.std(ddof=1):.1f} points with 100 clients at α = 0.1, standard deviation): it is {-few:.1f} and"
         f" {-low:.1f} below and"
@@ -213,8 +213,12 @@ def test_what_is_said_of_moon_at_20_clients_is_what_the_records_say() -> None:
     said = "last-20 is {:.1f} and {:.1f} points below the paper's with two seeds, its peak {:.1f} and {:.1f} above."
     assert said.format(*numbers) in PAGE and f"The seeds are {abs(last[0] - last[1]):.1f} apart, but" in PAGE
     whole = [one[20:].mean() for one in both]
-    said = "the means are {:.1f} and {:.1f}, {:.1f} and {:.1f} below the paper's last-20,"
+    said = "over rounds 21 to 200 the means are {:.1f} and {:.1f}, {:.1f} and {:.1f} below the paper's last-20,"
     assert said.format(*whole, *(theirs - mean for mean in whole)) in PAGE
+    parts = sorted((theirs - mean) / (theirs - end) for mean, end in zip(whole, last, strict=True))
+    assert abs(parts[0] - 1 / 3) < 0.04 > abs(parts[1] - 2 / 5) and "a third to two fifths of the difference is" in PAGE
+    sinking = both[1][80:].reshape(6, 20).mean(axis=1)
+    assert sinking.argmax() == 0 and sinking.argmin() == 5 and "the second sinks from round 108 on" in PAGE
     means = [np.array([one[start : start + 20].mean() for start in range(20, 181)]) for one in both]
     said = "means of 20 rounds go from {:.1f} to {:.1f} and from {:.1f} to {:.1f}. The last is the lowest of the first"
     assert said.format(*(edge(one) for one in means for edge in (np.min, np.max))) in PAGE
