@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Iterator
 from concurrent.futures import CancelledError
 from contextlib import suppress
 from typing import cast
@@ -38,23 +39,27 @@ def test_the_inline_grid_reaches_every_client_and_answers_in_order() -> None:
 
 def test_an_interrupted_grid_does_not_wait_for_clients_at_work() -> None:
     """A client may have minutes before it; those that wait for their turn never begin."""
-    begun, go_on = threading.Semaphore(0), threading.Event()
+    begun, go_on, handed_over = threading.Semaphore(0), threading.Event(), threading.Event()
 
     def work(*_: object) -> None:
         begun.release()
         go_on.wait(60)
 
     grid = InlineGrid(cast(ClientApp, work), 4, parse_config({"clients": 4}).outside(), workers=2)
-    messages = [ask(node, "identity") for node in grid.get_node_ids()]
+
+    def messages() -> Iterator[Message]:
+        yield from [ask(node, "identity") for node in grid.get_node_ids()]
+        handed_over.set()
 
     def send() -> None:
         with suppress(CancelledError):
-            grid.send_and_receive(messages)
+            grid.send_and_receive(messages())
 
     others = threading.Thread(target=send)
     others.start()
     assert begun.acquire(timeout=60)
     assert begun.acquire(timeout=60)
+    assert handed_over.wait(60)
     before = time.monotonic()
     grid.close()
     assert time.monotonic() - before < 30
