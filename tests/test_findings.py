@@ -204,6 +204,16 @@ def test_what_full_balance_costs_is_what_the_records_and_the_shells_clock_say() 
     )
 
 
+def test_what_agrees_at_20_clients_is_what_the_page_says() -> None:
+    off = {
+        name: abs(100 * record(f"cifar10-k20-a0.1/{name}-s1").summary()["last_20"] - at(LAST_20, name, "c10-k20-a0.1"))
+        for name in ("fedavg", "fedprox", "missing-only", "fedeas", "full-balance")
+    }
+    full = off.pop("full-balance")
+    said = "FedAvg, FedProx, Missing-only and FedEAS are within 1.5 points of the paper's, Full-Balance within"
+    assert 1.4 < max(off.values()) < 1.5 and f"{said} {full:.1f}, and" in PAGE
+
+
 def test_what_is_said_of_moon_at_20_clients_is_what_the_records_say() -> None:
     run, again, plain = (record(f"cifar10-k20-a0.1/{name}") for name in ("moon-s1", "moon-s2", "fedavg-s1"))
     curve, low = 100 * np.array(accuracies(run)), falls_of(run)

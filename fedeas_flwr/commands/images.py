@@ -184,10 +184,11 @@ def generate(
     """Generate images of every class, to look at, to measure or to keep as a bank."""
     if not report:
         refuse_given(context, ["data_dir", "inception"], "it says nothing without --report")
+    drawn: dict[str, Any] = {"sampler": sampler, "sampler-steps": sampler_steps}
+    drawn |= {"guidance": guidance, "guidance-rescale": guidance_rescale}
     solved = generator.partition(":")[0] not in ("bank", "sd-turbo")
     if not solved:
-        drawing = ["sampler", "sampler_steps", "guidance", "guidance_rescale"]
-        refuse_given(context, drawing, "it is of diffusion models in a folder")
+        refuse_given(context, [key.replace("-", "_") for key in drawn], "it is of diffusion models in a folder")
     if inception and not inception.is_file():  # before the images are made
         raise ConfigError(f"--inception: there is no file {inception}")
     import numpy as np
@@ -195,12 +196,11 @@ def generate(
     from fedeas_flwr.config import parse_config
     from fedeas_flwr.data import dataset_info, open_dataset
     from fedeas_flwr.generators import SampleId, open_for_run, stock
+    from fedeas_flwr.generators.bank import check_enough
     from fedeas_flwr.image_sheet import save_sheet
     from fedeas_flwr.paths import atomic_path, atomic_write
     from fedeas_flwr.training import pick_device
 
-    drawn: dict[str, Any] = {"sampler": sampler, "sampler-steps": sampler_steps}
-    drawn |= {"guidance": guidance, "guidance-rescale": guidance_rescale}
     values = {"dataset": dataset, "generator": generator, "generation-batch": generation_batch}
     config = parse_config(values | drawn | {"device": device})
     where = pick_device(device)
@@ -209,10 +209,9 @@ def generate(
 
         ensure_digits_generator(Console(stderr=True, markup=False))
     opened = open_for_run(config, where)
-    for label, there in enumerate(stock(opened) or []):
-        if there < per_class:
-            has = f"has {counted(there, 'image')} of class {dataset_info(dataset).classes[label]!r}"
-            raise ConfigError(f"--per-class {per_class}: {generator} {has}, and gives none twice")
+    if (there := stock(opened)) is not None:
+        planned = np.full((1, opened.num_classes), per_class)
+        check_enough(generator, there, planned, dataset_info(dataset).classes, "--per-class asks for")
     labels = np.repeat(np.arange(opened.num_classes), per_class)
     samples = [SampleId(seed, 0, int(label), i % per_class) for i, label in enumerate(labels)]
     began = time.perf_counter()

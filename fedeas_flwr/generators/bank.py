@@ -21,7 +21,13 @@ from fedeas_flwr.sizes import counted
 from fedeas_flwr.streams import stream
 
 
-def check_enough(spec: str, there: Sequence[int], planned: NDArray[np.int64], classes: Sequence[str]) -> None:
+def check_enough(
+    spec: str,
+    there: Sequence[int],
+    planned: NDArray[np.int64],
+    classes: Sequence[str],
+    needs: str = "by the plan a client needs",
+) -> None:
     """Refuse a bank that has fewer images of a class than a client is to have, since no client gets one twice.
 
     Parameters
@@ -34,6 +40,8 @@ def check_enough(spec: str, there: Sequence[int], planned: NDArray[np.int64], cl
         How many a client is to have of each class, ``[clients, classes]``.
     classes
         Their names.
+    needs
+        Who asks, for the message.
     """
     needed = planned.max(axis=0, initial=0)
     lacking = needed - np.asarray(there)
@@ -41,8 +49,8 @@ def check_enough(spec: str, there: Sequence[int], planned: NDArray[np.int64], cl
     if short:
         more = f"; {short} classes have too few" if short > 1 else ""
         raise ValueError(
-            f"generator: {spec} has {counted(there[worst], 'image')} of class {classes[worst]!r}, and by the plan a "
-            f"client needs {needed[worst]}, none twice{more}"
+            f"generator: {spec} has {counted(there[worst], 'image')} of class {classes[worst]!r}, and {needs} "
+            f"{needed[worst]}, none twice{more}"
         )
 
 
