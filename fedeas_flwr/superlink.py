@@ -68,11 +68,11 @@ def own_environment(folder: Path, mark: str, ray_address: str = "") -> dict[str,
         **({"RAY_ADDRESS": ray_address} if ray_address else {"RAY_TMPDIR": str(folder)}),
         "PYTHONPATH": path,
         "PYTHONUNBUFFERED": "1",
-        "PATH": _path_of_commands(os.environ),
+        "PATH": commands_path(os.environ),
     }
 
 
-def _path_of_commands(environment: Mapping[str, str]) -> str:
+def commands_path(environment: Mapping[str, str]) -> str:
     """Where to look for Flower's commands: beside this Python first, whose environment need not be activated."""
     return os.pathsep.join([str(Path(sys.executable).parent), environment.get("PATH", "")])
 
@@ -114,7 +114,7 @@ def _spawn_superlink(port: int, environment: dict[str, str], folder: Path, log: 
 
 def flwr_answer(words: list[str], environment: dict[str, str], folder: Path) -> dict[str, Any]:
     """What Flower's command line answers to a command, read from its JSON."""
-    command, own = ["flwr", *words, "--format", "json"], {**environment, "PATH": _path_of_commands(environment)}
+    command, own = ["flwr", *words, "--format", "json"], {**environment, "PATH": commands_path(environment)}
     done = subprocess.run(command, env=own, cwd=folder, capture_output=True, text=True, check=False)
     start = done.stdout.find("{")
     try:

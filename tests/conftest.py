@@ -22,7 +22,14 @@ settings.load_profile("any machine")
 
 STARTS_FLOWER = {
     *("test_run_ray", "test_ray_cluster", "test_service", "test_doctor", "test_doctor_machine", "test_deploy"),
-    *("test_deploy_network", "test_deploy_folders", "test_1_killed_clients", "test_7_crowded_machine", "test_11_soak"),
+    *(
+        "test_deploy_network",
+        "test_deploy_gateway",
+        "test_deploy_folders",
+        "test_1_killed_clients",
+        "test_7_crowded_machine",
+        "test_11_soak",
+    ),
     *("test_guides",),  # its `fedeas doctor` rehearses with Ray
 }
 """Tests that start processes of Flower or Ray, and look whether any is left: not two of them at once."""

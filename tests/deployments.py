@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import subprocess
 import sys
 import uuid
@@ -18,7 +19,7 @@ from fedeas_flwr.deploy import CONNECTION, Deployment, write_deployment
 from fedeas_flwr.deploy.registry import list_nodes, register_nodes
 from fedeas_flwr.processes import MARK, ProcessTree
 from fedeas_flwr.runs import RunDirectory, RunError
-from fedeas_flwr.superlink import QUIET, flwr_answer, free_port, is_listening
+from fedeas_flwr.superlink import QUIET, flwr_answer, free_port
 
 WATCH = '''
 """Put on the PYTHONPATH of a deployment: notes who imports diffusers, and every reply that the server is given."""
@@ -63,6 +64,24 @@ sys.meta_path.insert(0, Watcher())
 '''
 
 
+def free_ports() -> tuple[int, int]:
+    """Two ports nobody listens on just now."""
+    with socket.socket() as one, socket.socket() as other:
+        for each in (one, other):
+            each.bind(("127.0.0.1", 0))
+        return one.getsockname()[1], other.getsockname()[1]
+
+
+def is_open(port: int, pid: int) -> bool:
+    """Whether somebody listens on a port of the host, which may be a network namespace, that a process runs on."""
+    for table in ("tcp", "tcp6"):
+        with suppress(OSError):
+            lines = Path(f"/proc/{pid}/net/{table}").read_text().splitlines()[1:]
+            if any(f[1].endswith(f":{port:04X}") and f[3] == "0A" for f in map(str.split, lines)):
+                return True
+    return False
+
+
 class Lab:
     """A deployment whose machines are folders of one machine.
 
@@ -75,11 +94,21 @@ class Lab:
     generator
         The nodes' local generator.
     hosts
-        Where the SuperLink listens; the first is for Flower's command line.
+        Addresses of the server; nodes use the first.
+    within
+        Words before a command that run it on the server.
     """
 
-    def __init__(self, folder: Path, nodes: int, generator: Path, hosts: tuple[str, ...] = ("127.0.0.1",)) -> None:
-        self.folder, self.deployment = folder / "lab", Deployment(hosts, free_port(), nodes, "/opt/fedeas")
+    def __init__(
+        self,
+        folder: Path,
+        nodes: int,
+        generator: Path,
+        hosts: tuple[str, ...] = ("127.0.0.1",),
+        within: tuple[str, ...] = (),
+    ) -> None:
+        self.folder, self._within = folder / "lab", within
+        self.deployment = Deployment(hosts, *free_ports(), nodes, "/opt/fedeas")
         write_deployment(self.deployment, self.folder)
         self._stack, self._mark = ExitStack(), uuid.uuid4().hex
         self.watched = folder / "watched"
@@ -89,17 +118,20 @@ class Lab:
             self.set_node_config(node, f'{(node / "node-config").read_text().strip()} generator="{generator}"')
 
     def __enter__(self) -> Lab:
-        self._start_superlink()
+        with ExitStack() as failed:
+            failed.callback(self._stack.close)
+            self._start_superlink()
+            gateway = self.start(self.folder / "superlink", *self._within, script="gateway.sh")
+            wait_until(lambda: is_open(self.deployment.port, gateway.pid), "the gateway listens")
+            failed.pop_all()
         return self
 
     def __exit__(self, *error: object) -> None:
         self._stack.close()
 
     def _start_superlink(self) -> None:
-        alone = self.deployment.hosts == ("127.0.0.1",)
-        host = "127.0.0.1" if alone else "0.0.0.0"
-        self._superlink = self.start(self.folder / "superlink", SUPERLINK_HOST=host)
-        wait_until(lambda: is_listening(self.deployment.port), "the SuperLink listens")
+        self._superlink = self.start(self.folder / "superlink", *self._within)
+        wait_until(lambda: is_open(self.deployment.superlink_port, self._superlink.pid), "the SuperLink listens")
 
     def restart_superlink(self) -> None:
         """As systemd does it: SIGTERM to every process of the unit, and once they are gone a new one."""
@@ -115,11 +147,13 @@ class Lab:
     def set_node_config(self, node: Path, text: str) -> None:
         (node / "node-config").write_text(text + "\n")
 
-    def start(self, folder: Path, *within: str, **environment: str) -> subprocess.Popen[bytes]:
-        """Run a folder's start.sh (``within`` another command); its output goes to output.log beside it."""
+    def start(
+        self, folder: Path, *within: str, script: str = "start.sh", **environment: str
+    ) -> subprocess.Popen[bytes]:
+        """Run a folder's script (``within`` another command); its output goes to output.log next to it."""
         log = self._stack.enter_context((folder / "output.log").open("ab"))
         process = subprocess.Popen(
-            [*within, folder / "start.sh"],
+            [*within, folder / script],
             env=self.environment(**environment),
             stdin=subprocess.DEVNULL,
             stdout=log,

@@ -15,8 +15,9 @@ from deployments import Lab
 from runners import finish, small, weights
 from waiting import wait_until
 
-from fedeas_flwr.config import parse_config
+from fedeas_flwr.config import RunConfig, parse_config
 from fedeas_flwr.deploy.certificates import write_authority, write_node_key
+from fedeas_flwr.deploy.check import check_gateway, examine
 from fedeas_flwr.local_data import federated_data
 from fedeas_flwr.superlink import free_port
 
@@ -43,6 +44,12 @@ def test_a_stranger_and_a_false_superlink_are_refused(tmp_path: Path) -> None:
         wait_until(lambda: all(process.poll() is not None for process in refused), "both have given up")
         wait_until(lambda: "SuperNode ID" in lab.said("node-0"), "the honest node is in")
         assert lab.online() == 1
+        desk, deployment = lab.folder / "flwr", lab.deployment
+        assert [found.state for found in check_gateway(deployment.address, desk)] == ["ok"]
+        (open_door,) = check_gateway(deployment.control_address, desk)  # as if nodes were given the SuperLink itself
+        assert (open_door.state, "answers 200 to POST /v1/control/list-runs" in open_door.text) == ("problem", True)
+        (found,) = (one for one in examine(lab.folder, RunConfig()) if one.name == "registered nodes")
+        assert (found.state, found.text) == ("note", "1 of 2 are online")
     said = [plain(lab.said(folder)) for folder in ("node-1", "deceived")]
     assert [("Failed to initialize the connection" in text, "SuperNode ID" in text) for text in said] == [
         (True, False)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import http.server
 import shutil
 import socket
 import ssl
@@ -22,7 +23,7 @@ from runners import typed
 from fedeas_flwr.config import ConfigError, RunConfig, parse_config
 from fedeas_flwr.deploy import Deployment, read_deployment, write_deployment
 from fedeas_flwr.deploy.certificates import write_authority, write_node_key
-from fedeas_flwr.deploy.check import check_node, check_reachable, check_superlink, examine
+from fedeas_flwr.deploy.check import check_gateway, check_node, check_superlink, examine
 from fedeas_flwr.doctor.findings import Finding
 
 
@@ -37,7 +38,7 @@ def silent_port() -> Iterator[int]:
 @pytest.fixture
 def lab(tmp_path: Path, silent_port: int) -> Path:
     """A deployment of two nodes whose SuperLink is not running."""
-    deployment = Deployment(("superlink.lab.example", "127.0.0.1"), silent_port, 2, "/opt/fedeas")
+    deployment = Deployment(("127.0.0.1", "superlink.lab.example"), silent_port, 9, 2, "/opt/fedeas")
     write_deployment(deployment, tmp_path / "lab")
     assert read_deployment(tmp_path / "lab") == deployment
     return tmp_path / "lab"
@@ -87,11 +88,16 @@ def test_openssl_agrees_with_the_certificate(lab: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+VALID = {"hosts": ("lab",), "port": 9092, "superlink_port": 9093, "nodes": 2, "install_dir": "/opt/fedeas"}
+
+
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
         ({"nodes": 0}, "nodes = 0: must be from 1 to 10000"),
         ({"port": 70_000}, "port = 70000"),
+        ({"superlink_port": 0}, "superlink-port = 0: must be from 1 to 65535"),
+        ({"superlink_port": 9092}, "superlink-port = 9092: must differ from port"),
         ({"hosts": ("lab:9092:x/..",)}, "must be a name or an address, without a port"),
         ({"hosts": ("$(reboot)",)}, "host = '$(reboot)'"),
         ({"install_dir": "relative"}, "install-dir = 'relative': must be an absolute path"),
@@ -100,7 +106,7 @@ def test_openssl_agrees_with_the_certificate(lab: Path) -> None:
 )
 def test_a_deployment_that_cannot_be_is_one_line(changes: dict[str, object], reason: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        Deployment(**{"hosts": ("lab",), "port": 9092, "nodes": 2, "install_dir": "/opt/fedeas", **changes})  # type: ignore[arg-type]
+        Deployment(**{**VALID, **changes})  # type: ignore[arg-type]
     assert reason in str(caught.value)
 
 
@@ -135,7 +141,7 @@ def test_a_fresh_deployment_has_no_problem(lab: Path) -> None:
 
 @pytest.mark.parametrize(("nodes", "held"), [(1, "the only part"), (3, "one of 3 parts")])
 def test_a_nodes_part_is_said_in_words_that_fit_its_number(tmp_path: Path, nodes: int, held: str) -> None:
-    write_deployment(Deployment(("superlink.lab.example",), 9092, nodes, "/opt/fedeas"), tmp_path / "lab")
+    write_deployment(Deployment(("superlink.lab.example",), 9092, 9093, nodes, "/opt/fedeas"), tmp_path / "lab")
     (found,) = (one for one in check_node(tmp_path / "lab" / "node-0", None) if one.state == "ok")
     assert found.text == f"client 0, {held}"
 
@@ -274,34 +280,66 @@ def test_two_nodes_with_one_client_id_are_found(lab: Path) -> None:
     assert problems(examine(lab, RunConfig())) == ["0 is given to two nodes"]
 
 
+def test_a_folder_from_before_the_gateway_is_named(lab: Path) -> None:
+    (lab / "superlink" / "Caddyfile").unlink()
+    (found,) = problems(check_superlink(lab / "superlink", ()))
+    assert found.startswith("Caddyfile missing: without a gateway whoever reaches its SuperLink's port can run code")
+    noted = (lab / "deployment.toml").read_text()
+    (lab / "deployment.toml").write_text(noted.replace("superlink_port = 9\n", ""))
+    for command in ("check", "register"):
+        done = typed("deploy", command, "lab", cwd=lab.parent)
+        assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
+        assert f"{lab} has no gateway" in done.stderr and "fedeas deploy init" in done.stderr
+
+
+@pytest.mark.parametrize(("host", "warns"), [(None, False), ("localhost", False), ("0.0.0.0", True)])
+def test_a_superlink_beyond_the_loopback_is_warned_of(lab: Path, tmp_path: Path, host: str | None, warns: bool) -> None:
+    command = tmp_path / "flower-superlink"
+    command.write_text('#!/bin/sh\necho "$@"\n')
+    command.chmod(0o755)
+    environment = {"FEDEAS_BIN": str(tmp_path), "PATH": "/usr/bin:/bin"} | ({"SUPERLINK_HOST": host} if host else {})
+    start = lab / "superlink" / "start.sh"
+    done = subprocess.run([start], env=environment, capture_output=True, text=True, check=True)
+    assert done.stdout.startswith(f"--host {host or '127.0.0.1'} --port 9 --ssl-certfile server.crt")
+    assert (done.stderr.count("\n"), "run code on this server and on every node" in done.stderr) == (warns, warns)
+
+
 @contextlib.contextmanager
-def listening(folder: Path) -> Iterator[str]:
-    """A server with the folder's certificate, for one connection after another."""
+def listening(folder: Path, status: int = 403) -> Iterator[str]:
+    """A server with the folder's certificate that answers every request with one status."""
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            self.send_response(status)
+            self.end_headers()
+
+        def log_message(self, *words: object) -> None: ...
+
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.load_cert_chain(folder / "server.crt", folder / "server.key")
-    with socket.create_server(("127.0.0.1", 0)) as server:
-
-        def serve() -> None:
-            with contextlib.suppress(OSError):
-                while True:
-                    connection, _ = server.accept()
-                    with contextlib.suppress(ssl.SSLError), context.wrap_socket(connection, server_side=True) as secure:
-                        secure.recv(1)
-
-        thread = threading.Thread(target=serve, daemon=True)
-        thread.start()
-        yield f"127.0.0.1:{server.getsockname()[1]}"
-        server.shutdown(socket.SHUT_RDWR)
+    with http.server.HTTPServer(("127.0.0.1", 0), Handler) as server:
+        server.socket = context.wrap_socket(server.socket, server_side=True)
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"127.0.0.1:{server.server_port}"
+        server.shutdown()
 
 
-def test_a_superlink_is_known_by_its_authority(lab: Path, silent_port: int, tmp_path: Path) -> None:
+def test_a_gateway_is_known_by_its_authority(lab: Path, silent_port: int, tmp_path: Path) -> None:
     with listening(lab / "superlink") as address:
-        assert [f.state for f in check_reachable(address, lab / "node-0")] == ["ok"]
+        assert [f.state for f in check_gateway(address, lab / "node-0")] == ["ok"]
         write_authority(tmp_path)
-        found = list(check_reachable(address, tmp_path))
+        found = list(check_gateway(address, tmp_path))
     assert [f.state for f in found] == ["problem"]
-    assert "is not the SuperLink that ca.crt is of" in found[0].text
-    assert [f.state for f in check_reachable(f"127.0.0.1:{silent_port}", lab / "node-0")] == ["note"]
+    assert "has no certificate of this deployment" in found[0].text
+    assert [f.state for f in check_gateway(f"127.0.0.1:{silent_port}", lab / "node-0")] == ["note"]
+
+
+@pytest.mark.parametrize("status", [200, 401, 404, 502])
+def test_any_answer_but_403_to_an_operators_request_is_a_problem(lab: Path, status: int) -> None:
+    with listening(lab / "superlink", status) as address:
+        (lab / "node-0" / "superlink-address").write_text(address)
+        (found,) = problems(examine(lab / "node-0", RunConfig()))
+    assert f"{address} answers {status} to POST /v1/control/list-runs" in found
 
 
 def test_the_commands(tmp_path: Path, silent_port: int) -> None:

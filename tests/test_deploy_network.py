@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import uuid
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -12,6 +10,7 @@ from typing import Any
 
 import pytest
 from deployments import Lab
+from namespaces import add_host, connect, must, sh
 from runners import finish, small, weights
 
 LOSSY = ("netem", "delay", "50ms", "10ms", "loss", "3%")
@@ -19,37 +18,18 @@ NARROW = ("tbf", "rate", "2mbit", "burst", "4kb", "latency", "30ms")
 """Where the kernel has no netem: a link of 2 Mbit/s whose queue is full after 30 ms, and then drops what comes."""
 
 
-def sh(*words: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(words, capture_output=True, text=True, check=False)
-
-
-def must(*words: str) -> None:
-    done = sh(*words)
-    if done.returncode:
-        pytest.skip(f"this system does not permit `{' '.join(words[:4])} …`: {done.stderr.strip()[:120]}")
-
-
 class Links:
-    """Two namespaces, each with a link of its own to this one; both ends of a link are bad."""
+    """Two hosts, each with a link of its own to this machine; both ends of a link are bad."""
 
     def __init__(self, stack: ExitStack) -> None:
-        name, self.hosts, self.spaces, self._near = f"fe{uuid.uuid4().hex[:6]}", [], [], []
+        self.hosts, self.spaces, self._near = [], [], []
         for number in range(2):
-            space, near, far = (f"{name}{letter}{number}" for letter in "nab")
-            must("ip", "netns", "add", space)
-            stack.callback(sh, "ip", "netns", "del", space)
-            must("ip", "link", "add", near, "type", "veth", "peer", "name", far, "netns", space)
-            stack.callback(sh, "ip", "link", "del", near)
-            host = f"10.213.{number}.1"
-            must("ip", "addr", "add", f"{host}/30", "dev", near)
-            must("ip", "link", "set", near, "up")
-            within = ("ip", "netns", "exec", space)
-            for words in (f"addr add 10.213.{number}.2/30 dev {far}", f"link set {far} up", "link set lo up"):
-                must(*within, "ip", *words.split())
+            within = add_host(stack)
+            near, far = connect(stack, (), within, f"10.213.{number}")
             for place, device in (((), near), (within, far)):
                 if sh(*place, "tc", "qdisc", "add", "dev", device, "root", *LOSSY).returncode:
                     must(*place, "tc", "qdisc", "add", "dev", device, "root", *NARROW)
-            self.hosts.append(host)
+            self.hosts.append(f"10.213.{number}.1")
             self.spaces.append(within)
             self._near.append(near)
 
@@ -62,10 +42,7 @@ class Links:
 @pytest.fixture
 def links() -> Iterator[Links]:
     with ExitStack() as stack:
-        try:
-            yield Links(stack)
-        except FileNotFoundError as error:
-            pytest.skip(f"this system has no {error.filename}")
+        yield Links(stack)
 
 
 @pytest.mark.slow

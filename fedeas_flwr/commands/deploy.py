@@ -27,23 +27,26 @@ Folder = Annotated[Path, typer.Argument(metavar="DIR", help="folder of the deplo
 def init(
     folder: Folder,
     nodes: Annotated[int, typer.Option(help="how many SuperNodes")],
-    host: Annotated[list[str], typer.Option(help="name or address of the SuperLink; again: other names of it")],
-    port: Annotated[int, typer.Option(help="where it listens")] = 9092,
+    host: Annotated[list[str], typer.Option(help="name or address of the server; again: other names of it")],
+    port: Annotated[int, typer.Option(help="port of the gateway, which nodes connect to")] = 9092,
+    superlink_port: Annotated[int, typer.Option(help="port of the SuperLink on the server's loopback")] = 9093,
     install_dir: Annotated[str, typer.Option(help="where the folders will lie on their machines")] = "/opt/fedeas",
 ) -> None:
     """Write certificates, keys and start scripts, one folder a machine, and the app to run on them."""
     from fedeas_flwr.deploy import CONNECTION, Deployment, write_deployment
 
     folder = folder.absolute()
-    write_deployment(Deployment(tuple(host), port, nodes, install_dir), folder)
+    deployment = Deployment(tuple(host), port, superlink_port, nodes, install_dir)
+    write_deployment(deployment, folder)
     places = "node-0/" if nodes == 1 else f"node-0/ … node-{nodes - 1}/"
     for line in (
         f"superlink/ → {host[0]}; {places} → one a node; ca/ stays here",
-        "1. start superlink/start.sh there",
-        f"2. fedeas deploy register {quote(str(folder))}",
-        "3. start node-N/start.sh on every node",
-        f"4. fedeas deploy check {quote(str(folder))}",
-        f"5. FLWR_HOME={quote(f'{folder}/flwr')} flwr run {quote(f'{folder}/app')} {CONNECTION} --stream",
+        "1. start superlink/start.sh and superlink/gateway.sh there",
+        f"2. unless you are on that machine, open a tunnel to it: {deployment.tunnel}",
+        f"3. fedeas deploy register {quote(str(folder))}",
+        "4. start node-N/start.sh on every node",
+        f"5. fedeas deploy check {quote(str(folder))}",
+        f"6. FLWR_HOME={quote(f'{folder}/flwr')} flwr run {quote(f'{folder}/app')} {CONNECTION} --stream",
     ):
         print(line)
 

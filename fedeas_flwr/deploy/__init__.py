@@ -1,13 +1,17 @@
 """A federation of real machines: `fedeas deploy init` writes a folder for each of them.
 
-    DIR/deployment.toml   hosts, port, nodes: what the rest was made from
+    DIR/deployment.toml   hosts, ports, nodes: what the rest was made from
     DIR/ca/               the authority's key: keep it offline, it is needed to renew the SuperLink's certificate
-    DIR/superlink/        for the server: certificate, key, start.sh, a systemd unit
+    DIR/superlink/        for the server: certificate, key, start.sh (SuperLink), gateway.sh, their systemd units
     DIR/node-0/ …         one a node: its key, the authority's certificate, node-config, start.sh, a systemd unit
     DIR/flwr/             for whoever starts runs, at this very place: FLWR_HOME=DIR/flwr flwr run DIR/app deployment
     DIR/app/              the Flower app, with the run-config of a deployment as its defaults
 
 A machine's folder works wherever it is copied to; nothing in it is shared with another but ``ca.crt``.
+
+Flower serves nodes and operators on one port and asks operators for no login. So the SuperLink listens on the server's
+loopback, and nodes connect to a gateway, which lets nothing but nodes' requests through. Operators work on the server
+or through an SSH tunnel to it.
 """
 
 from __future__ import annotations
@@ -22,7 +26,7 @@ import tomli_w
 
 from fedeas_flwr.config import ConfigError, RunConfig, parse_config
 from fedeas_flwr.deploy.certificates import write_authority, write_node_key, write_server_certificate
-from fedeas_flwr.deploy.scripts import node_script, superlink_script, systemd_unit
+from fedeas_flwr.deploy.scripts import gateway_config, gateway_script, node_script, superlink_script, systemd_unit
 from fedeas_flwr.paths import atomic_folder
 from fedeas_flwr.superlink import stage_app
 
@@ -30,6 +34,10 @@ CONNECTION = "deployment"
 """What Flower's command line calls the SuperLink."""
 FIRST_NODE_PORT = 9094
 """Of a SuperNode's own API on its loopback; counted up, so that several on one machine do not collide."""
+
+NO_GATEWAY = "whoever reaches its SuperLink's port can run code on every machine of the deployment"
+NO_GATEWAY_FIX = "stop it, write a new folder with fedeas deploy init, and register the nodes again"
+"""Said of folders written before there was a gateway."""
 
 
 @dataclass(frozen=True)
@@ -39,9 +47,11 @@ class Deployment:
     Attributes
     ----------
     hosts
-        Names or addresses of the SuperLink; nodes use the first, the certificate is good for all.
+        Names or addresses of the server; nodes use the first, the certificate is valid for all.
     port
-        Where it listens.
+        Port of the gateway, which nodes connect to.
+    superlink_port
+        Port of the SuperLink on the server's loopback, and of an operator's tunnel to it.
     nodes
         How many there are.
     install_dir
@@ -50,14 +60,18 @@ class Deployment:
 
     hosts: tuple[str, ...]
     port: int
+    superlink_port: int
     nodes: int
     install_dir: str
 
     def __post_init__(self) -> None:
         if not 1 <= self.nodes <= 10_000:
             raise ConfigError(f"nodes = {self.nodes}: must be from 1 to 10000")
-        if not 1 <= self.port <= 65_535:
-            raise ConfigError(f"port = {self.port}: must be from 1 to 65535")
+        for name, port in (("port", self.port), ("superlink-port", self.superlink_port)):
+            if not 1 <= port <= 65_535:
+                raise ConfigError(f"{name} = {port}: must be from 1 to 65535")
+        if self.port == self.superlink_port:
+            raise ConfigError(f"superlink-port = {self.superlink_port}: must differ from port, the gateway's")
         for host in self.hosts:
             if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9.-]*|[0-9A-Fa-f:]+", host):
                 raise ConfigError(f"host = '{host}': must be a name or an address, without a port")
@@ -66,9 +80,19 @@ class Deployment:
 
     @property
     def address(self) -> str:
-        """Of the SuperLink, as Flower's commands take it."""
+        """Return the gateway's address, which nodes are given."""
         host = self.hosts[0]
         return f"[{host}]:{self.port}" if ":" in host else f"{host}:{self.port}"
+
+    @property
+    def control_address(self) -> str:
+        """Return the SuperLink's address on the server, and at the near end of an operator's tunnel."""
+        return f"127.0.0.1:{self.superlink_port}"
+
+    @property
+    def tunnel(self) -> str:
+        """Return the command that brings the SuperLink's port to an operator's machine."""
+        return f"ssh -N -L {self.superlink_port}:{self.control_address} {self.hosts[0]}"
 
     def node_folders(self, folder: Path) -> list[Path]:
         """Where each node's files lie."""
@@ -92,7 +116,10 @@ def read_deployment(folder: Path) -> Deployment:
     path = folder / "deployment.toml"
     try:
         found = tomllib.loads(path.read_text(encoding="utf-8"))
-        return Deployment(tuple(found["hosts"]), int(found["port"]), int(found["nodes"]), str(found["install_dir"]))
+        if "superlink_port" not in found:
+            raise ConfigError(f"{folder} has no gateway: {NO_GATEWAY}; {NO_GATEWAY_FIX}")
+        hosts, ports = tuple(found["hosts"]), (int(found["port"]), int(found["superlink_port"]))
+        return Deployment(hosts, *ports, int(found["nodes"]), str(found["install_dir"]))
     except OSError:
         raise ConfigError(f"{folder} is no deployment: deployment.toml is missing; see fedeas deploy init") from None
     except (tomllib.TOMLDecodeError, KeyError, TypeError, ValueError) as error:
@@ -119,9 +146,15 @@ def _write_superlink(deployment: Deployment, folder: Path, authority: Path) -> N
     folder.mkdir()
     shutil.copy(authority / "ca.crt", folder)
     write_server_certificate(authority, folder, deployment.hosts)
-    _write_script(folder / "start.sh", superlink_script(deployment.port))
-    unit = systemd_unit("Flower SuperLink", f"{deployment.install_dir}/superlink")
+    _write_script(folder / "start.sh", superlink_script(deployment.superlink_port))
+    _write_script(folder / "gateway.sh", gateway_script())
+    config = gateway_config(deployment.port, deployment.superlink_port)
+    (folder / "Caddyfile").write_text(config, encoding="utf-8")
+    installed = f"{deployment.install_dir}/superlink"
+    unit = systemd_unit("Flower SuperLink", installed)
     (folder / "fedeas-superlink.service").write_text(unit, encoding="utf-8")
+    unit = systemd_unit("Gateway to the Flower SuperLink", installed, "gateway.sh")
+    (folder / "fedeas-gateway.service").write_text(unit, encoding="utf-8")
 
 
 def _write_node(deployment: Deployment, number: int, folder: Path, authority: Path) -> None:
@@ -140,7 +173,7 @@ def _write_connection(deployment: Deployment, folder: Path, authority: Path, fin
     folder.mkdir()
     shutil.copy(authority / "ca.crt", folder)
     certificate = str(final / "flwr" / "ca.crt")  # Flower takes absolute paths alone
-    connection = {"address": deployment.address, "root-certificates": certificate}
+    connection = {"address": deployment.control_address, "root-certificates": certificate}
     text = tomli_w.dumps({"superlink": {"default": CONNECTION, CONNECTION: connection}})
     (folder / "config.toml").write_text(text, encoding="utf-8")
 

