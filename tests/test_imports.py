@@ -14,7 +14,6 @@ PACKAGE = Path(__file__).parents[1] / "fedeas_flwr"
 
 LAYERS = [
     {
-        "counts",
         "cores",
         "noise",
         "npy",
@@ -33,7 +32,7 @@ LAYERS = [
         "environment",
         "terminal",
     },
-    {"waterfill", "allocation", "partition"},
+    {"allocation", "waterfill", "policies", "partition"},
     {"budget_path", "own_data"},
     {"config", "config_files", "keys", "planning", "choosing", "curves", "dataset_sources", "data"},
     {
