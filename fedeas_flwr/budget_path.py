@@ -51,7 +51,7 @@ class BudgetPath:
     def __init__(
         self, counts: npt.ArrayLike, policy: str = "fedeas", gamma: float = 0.5, strict_mean: bool = True
     ) -> None:
-        able = {name: rule for name, rule in POLICIES.items() if isinstance(rule, FillToBudget) and not rule.repeats}
+        able = {name: rule for name, rule in POLICIES.items() if isinstance(rule, FillToBudget)}
         if policy not in able:
             raise ValueError(
                 f"policy={policy!r}: limits and figures are for those whose total β decides: {', '.join(able)}"

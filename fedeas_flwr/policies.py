@@ -81,13 +81,15 @@ class Policy(Protocol):
         """Return the images of each class that each client adds, in the shape of the counts."""
         ...
 
+    # The defaults below are those of a policy that generates nothing.
+
     def max_total(self, samples: int, classes: int, settings: PolicySettings, share: Share) -> int:
         """Return the largest number of generated images that a client of ``samples`` real ones may report."""
-        ...
+        return 0
 
     def generates(self, settings: PolicySettings) -> bool:
         """Return whether any client can be asked to generate images."""
-        ...
+        return False
 
     def budget(self, view: ClientView) -> IntArray | None:
         """Return each client's b_k, the count that it fills its classes up to; None under a policy without one."""
@@ -135,14 +137,6 @@ class NoImages(Policy):
         """Return zeros."""
         return allocation.none(view.counts)
 
-    def max_total(self, samples: int, classes: int, settings: PolicySettings, share: Share) -> int:
-        """Return 0."""
-        return 0
-
-    def generates(self, settings: PolicySettings) -> bool:
-        """Return False."""
-        return False
-
 
 class FillToBudget(Policy):
     """Fill every client's scarce classes up to its b_k: FedEAS, and the paper's ablations of b_k."""
@@ -173,9 +167,11 @@ class FillToBudget(Policy):
         return settings.gamma if self._own_gamma is None else self._own_gamma
 
 
-class Oversample(FillToBudget):
+class Oversample(Policy):
     """Repeat a client's own images up to FedEAS's budget: the free alternative to generating."""
 
+    name = "oversample"
+    settings = frozenset({"beta", "gamma", "strict_mean"})
     repeats = True
 
     def plan(self, view: ClientView) -> IntArray:
@@ -183,13 +179,9 @@ class Oversample(FillToBudget):
         settings = view.settings
         return allocation.oversample(view.counts, settings.beta, settings.gamma, settings.strict_mean)
 
-    def max_total(self, samples: int, classes: int, settings: PolicySettings, share: Share) -> int:
-        """Return 0: copies are not generated."""
-        return 0
-
-    def generates(self, settings: PolicySettings) -> bool:
-        """Return False."""
-        return False
+    def budget(self, view: ClientView) -> IntArray:
+        """Return FedEAS's b_k."""
+        return FEDEAS.budget(view)
 
 
 class FullBalance(Policy):
@@ -307,7 +299,7 @@ POLICIES: dict[str, Policy] = {
         Waterfill(),
         FillToBudget("without-entropy", gamma=0.5, use_entropy=False),
         FillToBudget("linear", gamma=1.0),
-        Oversample("oversample"),
+        Oversample(),
     )
 }
 REFERENCES: dict[str, Callable[[IntArray, int], IntArray]] = {"greedy": allocation.greedy}

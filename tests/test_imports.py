@@ -13,6 +13,9 @@ import pytest
 PACKAGE = Path(__file__).parents[1] / "fedeas_flwr"
 
 LAYERS = [
+    {"allocation"},
+    {"waterfill"},
+    {"policies"},
     {
         "cores",
         "noise",
@@ -32,8 +35,7 @@ LAYERS = [
         "environment",
         "terminal",
     },
-    {"allocation", "waterfill", "policies", "partition"},
-    {"budget_path", "own_data"},
+    {"partition", "budget_path", "own_data"},
     {"config", "config_files", "keys", "planning", "choosing", "curves", "dataset_sources", "data"},
     {
         "checkpoints",
