@@ -12,11 +12,12 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from fedeas_flwr.allocation import allocate, budget, fedeas, imbalance, normalised_entropy, removed
+    from fedeas_flwr.allocation import budget, fedeas, imbalance, normalised_entropy, removed
     from fedeas_flwr.augment import fill
     from fedeas_flwr.cache import ImageCache
     from fedeas_flwr.generators import Generator, SampleId, open_generator
     from fedeas_flwr.partition import Partition, dirichlet_partition, make_partition
+    from fedeas_flwr.policies import allocate
 
 __all__ = [
     "Generator",
@@ -35,7 +36,7 @@ __all__ = [
     "removed",
 ]
 
-_HOMES = ("allocation", "augment", "cache", "generators", "partition")
+_HOMES = ("allocation", "policies", "augment", "cache", "generators", "partition")
 
 
 def __getattr__(name: str) -> Any:

@@ -9,32 +9,20 @@ from __future__ import annotations
 
 import heapq
 import math
+from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from fedeas_flwr.counts import LARGEST, BoolArray, FloatArray, IntArray, check_number, check_total, checked_counts
-from fedeas_flwr.waterfill import waterfill
+IntArray = npt.NDArray[np.int64]
+FloatArray = npt.NDArray[np.float64]
+BoolArray = npt.NDArray[np.bool_]
 
-# Name → kind. "budget": each client fills to its own b_k; "matched": a given total is spent; "fixed": neither;
-# "repeat": nothing is generated, a client fills to b_k with copies of what it has (`oversample`).
-POLICIES: dict[str, str] = {
-    "none": "fixed",
-    "fedeas": "budget",
-    "uniform": "matched",
-    "missing-only": "matched",
-    "full-balance": "fixed",
-    "greedy": "matched",
-    "waterfill": "matched",
-    "without-entropy": "budget",
-    "linear": "budget",
-    "oversample": "repeat",
-}
-OWN_GAMMA = {"without-entropy": 0.5, "linear": 1.0}
-"""The two ablations', whatever γ is given."""
-MOST_STEPS = 10_000_000
-"""Of `greedy`: half a minute."""
+MAX_COUNT = 2**40
+"""Largest count, budget or total: sums over millions of pairs still fit 64 bits."""
+MAX_GREEDY_STEPS = 10_000_000
+"""Maximum number of samples that `greedy` places."""
 
 # ------------------------------------------------------------------- the budget and the policies that fill to it
 
@@ -73,7 +61,7 @@ def budget(counts: npt.ArrayLike, beta: float, gamma: float = 0.5, use_entropy: 
     skew = 1.0 - normalised_entropy(counts) if use_entropy else counts.any(axis=1).astype(np.float64)
     with np.errstate(over="ignore", invalid="ignore"):
         exact = np.where(skew > 0, counts.mean(axis=1) ** gamma * skew * beta, 0.0)
-    if not exact.max() <= LARGEST:
+    if not exact.max() <= MAX_COUNT:
         raise ValueError(f"beta={beta!r} with gamma={gamma!r}: budgets must stay below 2**40 a class")
     # A product that is whole on paper may come out a few ulps short of it: 100 · 0.29 is 28.999999999999996.
     return np.floor(exact * (1 + 1e-12)).astype(np.int64)
@@ -112,7 +100,7 @@ def full_balance(counts: npt.ArrayLike) -> IntArray:
 
 
 def none(counts: npt.ArrayLike) -> IntArray:
-    """Generate nothing: FedAvg."""
+    """Generate nothing: the baseline."""
     return np.zeros_like(checked_counts(counts))
 
 
@@ -121,12 +109,12 @@ def none(counts: npt.ArrayLike) -> IntArray:
 
 def uniform(counts: npt.ArrayLike, total: int) -> IntArray:
     """Spend the total evenly over all pairs of client and class."""
-    return _deal_out(total, eligible_pairs(counts))
+    return _distribute(total, eligible_pairs(counts))
 
 
 def missing_only(counts: npt.ArrayLike, total: int) -> IntArray:
     """Spend the total evenly over the absent pairs, n_k^c = 0."""
-    return _deal_out(total, eligible_pairs(counts, absent_only=True))
+    return _distribute(total, eligible_pairs(counts, absent_only=True))
 
 
 def eligible_pairs(counts: npt.ArrayLike, absent_only: bool = False) -> BoolArray:
@@ -137,14 +125,14 @@ def eligible_pairs(counts: npt.ArrayLike, absent_only: bool = False) -> BoolArra
     return eligible
 
 
-def shares(total: int, pairs: npt.ArrayLike) -> list[tuple[int, int]]:
-    """Tell each client its part of a total, from nothing but how many eligible pairs everyone has.
+def split_total(total: int, pairs: npt.ArrayLike) -> list[tuple[int, int]]:
+    """Split a total among clients, given only each client's number of eligible (client, class) pairs.
 
     Returns
     -------
     list of (base, extra)
-        One a client, in the order given. Every pair gets ``base`` samples, and the remainder goes one each to the
-        first pairs in client-major order: a client's first ``extra`` pairs get one more. See `spread`.
+        One per client, in the order given. Every pair gets ``base`` samples, and the remainder goes one each to the
+        first pairs in client-major order: a client's first ``extra`` pairs get one more. See `distribute`.
     """
     check_total(total)
     pairs = np.asarray(pairs, dtype=np.int64)
@@ -157,15 +145,16 @@ def shares(total: int, pairs: npt.ArrayLike) -> list[tuple[int, int]]:
     return [(base, int(more)) for more in extra]
 
 
-def spread(eligible: npt.ArrayLike, base: int, extra: int) -> IntArray:
-    """Turn one client's share into samples per class: base each, one more for the first ``extra`` eligible ones."""
-    eligible = np.asarray(eligible, dtype=bool)
-    return np.where(eligible, base + (np.cumsum(eligible) <= extra), 0).astype(np.int64)
+def distribute(eligible: npt.ArrayLike, base: npt.ArrayLike, extra: npt.ArrayLike) -> IntArray:
+    """Return samples per class, [..., C]: ``base`` for each eligible one, one more for the first ``extra`` of them."""
+    eligible, base, extra = np.asarray(eligible, dtype=bool), np.asarray(base), np.asarray(extra)
+    placed = base[..., None] + (np.cumsum(eligible, axis=-1) <= extra[..., None])
+    return np.where(eligible, placed, 0).astype(np.int64)
 
 
-def _deal_out(total: int, eligible: BoolArray) -> IntArray:
-    parts = shares(total, eligible.sum(axis=1))
-    return np.stack([spread(mine, *part) for mine, part in zip(eligible, parts, strict=True)])
+def _distribute(total: int, eligible: BoolArray) -> IntArray:
+    base, extra = np.array(split_total(total, eligible.sum(axis=1))).T
+    return distribute(eligible, base, extra)
 
 
 # ----------------------------------------------------------- matched budgets: a total spent where it helps most
@@ -181,8 +170,8 @@ def greedy(counts: npt.ArrayLike, total: int) -> IntArray:
     counts = checked_counts(counts)
     check_total(total)
     steps = min(total, int(full_balance(counts).sum()))  # beyond them no sample gains anything
-    if steps > MOST_STEPS:
-        allowed = f"greedy places samples one at a time, {MOST_STEPS:,} at most; waterfill has no such limit"
+    if steps > MAX_GREEDY_STEPS:
+        allowed = f"greedy places samples one at a time, {MAX_GREEDY_STEPS:,} at most; waterfill has no such limit"
         raise ValueError(f"total={total}: {allowed}")
     generated = np.zeros_like(counts)
     rows = counts.tolist()
@@ -209,60 +198,8 @@ def greedy(counts: npt.ArrayLike, total: int) -> IntArray:
         heapq.heapreplace(classes[k], (n + 1, c))
         heapq.heapreplace(clients, (-gain_of(k), k))
     if total > steps:  # all are balanced: the lowest client has the rest, round by round
-        generated[clients[0][1]] += spread(np.ones_like(counts[0]), *divmod(total - steps, counts.shape[1]))
+        generated[clients[0][1]] += distribute(np.ones_like(counts[0]), *divmod(total - steps, counts.shape[1]))
     return generated
-
-
-# --------------------------------------------------------------------------------------------- policies by name
-
-
-def allocate(
-    counts: npt.ArrayLike,
-    policy: str,
-    *,
-    beta: float | None = None,
-    gamma: float = 0.5,
-    strict_mean: bool = True,
-    total: int | None = None,
-) -> IntArray:
-    """Allocate by a policy's name; a matched one spends ``total`` or, where it is None, what FedEAS would spend.
-
-    These are images to generate: none for ``oversample``, whose copies `oversample` counts. A matched policy deals one
-    total out to all clients, so its counts must be everybody's; under the others a client's row depends on no other.
-    ``beta`` may be left out where nothing depends on it: beside a total, and with ``none`` and ``full-balance``.
-    """
-    counts, kind = checked_counts(counts), kind_of(policy)
-    if total is not None and kind != "matched":
-        raise ValueError(f"total={total!r}: policy {policy!r} sets its own total; leave it out")
-    if kind == "fixed":
-        return full_balance(counts) if policy == "full-balance" else none(counts)
-    if kind == "matched" and total is not None:
-        return _spend(counts, policy, total)
-    if beta is None:
-        raise ValueError(f"beta=None: policy {policy!r} needs a number{', or a total' if kind == 'matched' else ''}")
-    if kind == "matched":
-        return _spend(counts, policy, int(fedeas(counts, beta, gamma, strict_mean).sum()))
-    level = policy_budget(counts, policy, beta, gamma)
-    return none(counts) if kind == "repeat" or level is None else fill_to(counts, level, strict_mean)
-
-
-def _spend(counts: IntArray, policy: str, total: int) -> IntArray:
-    matched = {"uniform": uniform, "missing-only": missing_only, "greedy": greedy, "waterfill": waterfill}
-    return matched[policy](counts, total)
-
-
-def kind_of(policy: str) -> str:
-    """Give a policy's kind, of those in `POLICIES`."""
-    if policy not in POLICIES:
-        raise ValueError(f"policy={policy!r}: must be one of {', '.join(POLICIES)}")
-    return POLICIES[policy]
-
-
-def policy_budget(counts: npt.ArrayLike, policy: str, beta: float, gamma: float = 0.5) -> IntArray | None:
-    """Give the b_k that a policy fills to, None for a policy without one; the two ablations have their own γ."""
-    if kind_of(policy) not in ("budget", "repeat"):
-        return None
-    return budget(counts, beta, OWN_GAMMA.get(policy, gamma), use_entropy=policy != "without-entropy")
 
 
 # ------------------------------------------------------------------------------------- what an allocation is worth
@@ -340,3 +277,46 @@ def _augmented(counts: IntArray, generated: npt.ArrayLike | None) -> IntArray:
     if generated.shape != counts.shape:
         raise ValueError(f"generated has shape {generated.shape}: must be that of counts, {counts.shape}")
     return counts + generated
+
+
+# ---------------------------------------------------------------------------------------- what may pass as counts
+
+
+def checked_counts(counts: npt.ArrayLike, name: str = "counts") -> IntArray:
+    """Give counts as int64 [K, C]; whole floats pass, anything else is a ValueError."""
+    try:
+        array = np.asarray(counts)
+    except ValueError:
+        raise ValueError(f"{name}: rows differ in length, must be a table of clients by classes") from None
+    if array.ndim != 2 or array.size == 0:
+        raise ValueError(f"{name} has shape {array.shape}: must be a table of clients by classes, at least 1 by 1")
+    if array.dtype.kind not in "iuf":
+        raise ValueError(f"{name} has type {array.dtype}: must be integers")
+    wrong = (array < 0) | (array > MAX_COUNT)
+    if array.dtype.kind == "f":
+        wrong |= array != np.floor(array)  # NaN included
+    if wrong.any():
+        k, c = np.argwhere(wrong)[0]
+        raise ValueError(f"{name}[{k}, {c}]={array[k, c].item()!r}: must be an integer from 0 to 2**40")
+    return array.astype(np.int64, copy=False)
+
+
+def check_number(name: str, value: float) -> None:
+    """Refuse what is no finite number of at least 0."""
+    if not math.isfinite(value) or value < 0:
+        raise ValueError(f"{name}={value!r}: must be a finite number of at least 0")
+
+
+def check_total(total: int) -> None:
+    """Refuse what cannot be a number of images."""
+    if not isinstance(total, int | np.integer) or isinstance(total, bool) or not 0 <= total <= MAX_COUNT:
+        raise ValueError(f"total={total!r}: must be an integer from 0 to 2**40")
+
+
+def first_failing(low: IntArray, high: IntArray, holds: Callable[[IntArray], BoolArray]) -> IntArray:
+    """Find by bisection, elementwise, the first integer from low up to high at which a condition no longer holds."""
+    while (low < high).any():
+        middle = (low + high) // 2
+        more = holds(middle) & (low < high)
+        low, high = np.where(more, middle + 1, low), np.where(more, high, middle)
+    return low

@@ -14,8 +14,17 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from fedeas_flwr.allocation import POLICIES, client_imbalance, fill_to, policy_budget
-from fedeas_flwr.counts import BoolArray, FloatArray, IntArray, check_number, checked_counts, first_failing
+from fedeas_flwr.allocation import (
+    BoolArray,
+    FloatArray,
+    IntArray,
+    check_number,
+    checked_counts,
+    client_imbalance,
+    fill_to,
+    first_failing,
+)
+from fedeas_flwr.policies import POLICIES, ClientView, FillToBudget, PolicySettings
 
 Window = tuple[float, float]  # of β, both ends included
 
@@ -42,19 +51,20 @@ class BudgetPath:
     def __init__(
         self, counts: npt.ArrayLike, policy: str = "fedeas", gamma: float = 0.5, strict_mean: bool = True
     ) -> None:
-        if POLICIES.get(policy) != "budget":
-            able = ", ".join(name for name, kind in POLICIES.items() if kind == "budget")
-            raise ValueError(f"policy={policy!r}: limits and figures are for those whose total β decides: {able}")
+        able = {name: rule for name, rule in POLICIES.items() if isinstance(rule, FillToBudget)}
+        if policy not in able:
+            raise ValueError(
+                f"policy={policy!r}: limits and figures are for those whose total β decides: {', '.join(able)}"
+            )
         check_number("gamma", gamma)
         self.counts, self.policy, self.gamma, self.strict_mean = checked_counts(counts), policy, gamma, strict_mean
+        self._rule = able[policy]
         self.before = float(client_imbalance(self.counts).sum())
         self.end = self._end()
 
     def levels(self, beta: float) -> IntArray:
         """Give every client's budget b_k."""
-        found = policy_budget(self.counts, self.policy, beta, self.gamma)
-        assert found is not None
-        return found
+        return self._rule.budget(ClientView(self.counts, PolicySettings(beta, self.gamma, self.strict_mean)))
 
     def parts(self, levels: IntArray) -> FloatArray:
         """Give every client's part of the imbalance score when it fills to a level."""

@@ -38,7 +38,7 @@ class Checkpoint:
     generated: dict[int, int] = field(default_factory=dict)
     """Client → images in its cache, as it last reported."""
     shares: dict[int, tuple[int, int, float]] = field(default_factory=dict)
-    """Client → its part of a matched budget (`messages.Share`), which is dealt out once a run."""
+    """Client → its part of a matched budget (`policies.Share`), which is dealt out once a run."""
     strategy: StrategyState = field(default_factory=StrategyState)
     run: str = ""
     """Whose it is (`RunDirectory.identity`), as its file says; those of older versions do not."""

@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
+from fedeas_flwr.allocation import check_number
 from fedeas_flwr.budget_path import BudgetPath, Point, Window, greatest, where_removed
-from fedeas_flwr.counts import check_number
 from fedeas_flwr.sizes import counted
 
 

@@ -20,7 +20,7 @@ import torch
 from flwr.app import Context, Message
 from flwr.clientapp import ClientApp
 
-from fedeas_flwr import allocation, messages
+from fedeas_flwr import messages
 from fedeas_flwr.augment import repeated
 from fedeas_flwr.cache import ImageCache
 from fedeas_flwr.checkpoints import plain
@@ -32,15 +32,15 @@ from fedeas_flwr.generators.ray_service import ServiceGenerator
 from fedeas_flwr.generators.service import InProcessService
 from fedeas_flwr.gpu.kept_images import ImagesOnGpu, LocalImages
 from fedeas_flwr.local_data import FederatedData, Images, Labels, asked_images, local_data
-from fedeas_flwr.messages import EvaluateReport, Share, TrainReport, TrainTask
+from fedeas_flwr.messages import EvaluateReport, TrainReport, TrainTask
 from fedeas_flwr.node import Node, read_node
+from fedeas_flwr.policies import POLICIES, ClientView, MatchedPolicy, images_to_generate
 from fedeas_flwr.strategies import ALGORITHMS, client_part
 from fedeas_flwr.strategies.client_part import ClientRound
 from fedeas_flwr.strategies.clipping import clips_update
 from fedeas_flwr.streams import stream
 from fedeas_flwr.training import Evaluator, Normaliser, loss_and_view_inputs, network, pick_device, recipe
 from fedeas_flwr.training.pool import EnginePool
-from fedeas_flwr.waterfill import waterfill_count, waterfill_fill
 
 logger = logging.getLogger(__name__)
 app = ClientApp()
@@ -63,7 +63,7 @@ def reports_errors(handler: Handler) -> Handler:
 @app.query()
 @reports_errors
 def query(message: Message, context: Context) -> Message:
-    """Say who this is and, for a matched budget, two whole numbers: FedEAS's total here and the absent pairs.
+    """Say who this is and, for a matched policy, the whole numbers that it asks for.
 
     Arrays leave only in answer to the question of the run's own strategy, and only if the run-config allows it.
     """
@@ -73,16 +73,15 @@ def query(message: Message, context: Context) -> Message:
     if question == "identity":
         examples, classes = len(data.partition.train[node.part]), messages.classes_digest(data.dataset.classes)
         return messages.answer(message, client, partitions=node.partitions, examples=examples, classes=classes)
-    counts = _counts(data, node.part)
-    if question == "plan":
-        total = allocation.fedeas(counts, at, config.gamma, not config.printed_rule).sum()
-        return messages.answer(message, client, total=int(total), absent=int((counts == 0).sum()))
-    if question == "waterfill":
-        return messages.answer(message, client, count=int(waterfill_count(counts, at)[0]))
+    policy = POLICIES[config.policy]
+    if isinstance(policy, MatchedPolicy) and question in policy.questions:
+        view = ClientView(_counts(data, node.part), config.policy_settings)
+        (numbers,) = policy.reply(view, question, at).tolist()
+        return messages.answer(message, client, **dict(zip(policy.questions[question], numbers, strict=True)))
     disclosure = ALGORITHMS[config.strategy].disclosure
     if disclosure is not None and question == disclosure.question:
         return messages.disclose(message, client, disclosure.answer(config, *data.train(node.part)))
-    raise ValueError(f"question = '{question}': must be identity, plan, waterfill or what the strategy has to ask")
+    raise ValueError(f"question = '{question}': must be identity, or what the policy or the strategy asks")
 
 
 @app.train()
@@ -100,8 +99,9 @@ def train_client(message: Message, context: Context) -> Message:
 
     began = time.perf_counter()
     if state.generate is None or data_changed(config, data, node, state):  # the former: first participation
-        plan = plan_client(config, data, node.part, task.beta, task.share)
-        state = replace(state, generate=plan, counts=tuple(_counts(data, node.part)[0].tolist()))
+        view = _view(config, data, node, task)
+        (plan,), (counts,) = images_to_generate(POLICIES[config.policy], view).tolist(), view.counts.tolist()
+        state = replace(state, generate=tuple(plan), counts=tuple(counts))
     local_images = _images(config, data, node, state, device, task)
     images, labels = local_images.images, local_images.labels
     generated_at = time.perf_counter()
@@ -178,32 +178,15 @@ def data_changed(config: RunConfig, data: FederatedData, node: Node, state: Clie
     return True
 
 
-def plan_client(config: RunConfig, data: FederatedData, client: int, beta: float, share: Share) -> tuple[int, ...]:
-    """How many images of each class this client generates: its own counts, β and its share are all it needs."""
-    counts = _counts(data, client)
-    strict_mean = not config.printed_rule
-    if config.policy in ("uniform", "missing-only"):
-        eligible = allocation.eligible_pairs(counts, absent_only=config.policy == "missing-only")[0]
-        row = allocation.spread(eligible, share.base, share.extra)
-    elif config.policy == "waterfill":
-        samples = waterfill_count(counts, share.level) + share.extra
-        row = waterfill_fill(counts, samples)[0]
-    elif config.policy == "greedy":
-        row = _greedy(data, beta, config.gamma, strict_mean, config.total or None)[client]
-    else:
-        row = allocation.allocate(counts, config.policy, beta=beta, gamma=config.gamma, strict_mean=strict_mean)[0]
-    return tuple(int(n) for n in row)
-
-
-@lru_cache(maxsize=1)
-def _greedy(data: FederatedData, beta: float, gamma: float, strict_mean: bool, total: int | None) -> Labels:
-    """The one policy that needs everybody's counts, in simulation alone: once for all clients of this process."""
-    return allocation.allocate(data.counts(), "greedy", beta=beta, gamma=gamma, strict_mean=strict_mean, total=total)
-
-
 def _open(context: Context) -> tuple[RunConfig, Node]:
     node = read_node(context.node_config)
     return node.apply(parse_config(context.run_config)), node
+
+
+def _view(config: RunConfig, data: FederatedData, node: Node, task: TrainTask) -> ClientView:
+    """What this client's policy may know; β is the server's to say."""
+    settings = replace(config.policy_settings, beta=task.beta)
+    return ClientView(_counts(data, node.part), settings, [task.share])
 
 
 def _counts(data: FederatedData, client: int) -> Labels:
@@ -231,9 +214,10 @@ def _images(
         more, more_labels, made, rejected = _synthetic(config, client, generate, device, source)
         images, labels = np.concatenate([images, more]), np.concatenate([labels, more_labels])
         generator = source.fingerprint
-    if config.policy == "oversample":
-        copies = allocation.oversample(_counts(data, node.part), task.beta, config.gamma, not config.printed_rule)[0]
-        chosen = repeated(labels, copies.tolist(), stream(config.seed, "oversample", client))
+    policy = POLICIES[config.policy]
+    if policy.repeats:
+        (copies,) = policy.plan(_view(config, data, node, task)).tolist()
+        chosen = repeated(labels, copies, stream(config.seed, "oversample", client))
         images, labels = np.concatenate([images, images[chosen]]), np.concatenate([labels, labels[chosen]])
     tensors = torch.from_numpy(images).to(device), torch.from_numpy(labels).to(device)
     if device != "cpu":

@@ -14,21 +14,9 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator, model_validator
 
-from fedeas_flwr.allocation import POLICIES
+from fedeas_flwr.policies import POLICIES, PolicySettings, check_runnable
 from fedeas_flwr.sizes import parse_bytes
 
-Policy = Literal[
-    "none",
-    "fedeas",
-    "uniform",
-    "missing-only",
-    "full-balance",
-    "greedy",
-    "waterfill",
-    "without-entropy",
-    "linear",
-    "oversample",
-]
 StrategyName = Literal[
     "fedavg",
     "fedprox",
@@ -47,8 +35,6 @@ StrategyName = Literal[
     "fedmix",
     "fedgen",
 ]
-MATCHED: tuple[str, ...] = tuple(name for name, kind in POLICIES.items() if kind == "matched")
-"""Policies that spend a given total (by default FedEAS's own) instead of deriving one."""
 FEW = 8
 """Images in a batch: with half as many its gradient is eight times as long as that of 64 (results/short-batches)."""
 SAMPLER_STEPS = {"dpm++": 20, "dpm++-logsnr": 20, "ddim": 250}
@@ -83,8 +69,10 @@ class RunConfig(BaseModel):
     partition_seed: int = Field(42, ge=0, lt=2**32, description="seed of the partition")
     seed: int = Field(1, ge=0, lt=2**31, description="seed of everything else: start, sampling, batches, images")
 
-    policy: Policy = Field(
-        "fedeas", description="how many images each client generates of each class, or repeats (oversample)"
+    policy: str = Field(
+        "fedeas",
+        description="how many images each client generates of each class, or repeats (oversample)",
+        json_schema_extra={"enum": [*POLICIES]},
     )
     beta: float = Field(6.0, ge=0, le=1e6, description="budget parameter β; 0 generates nothing")
     gamma: float = Field(0.5, ge=0, le=2, description="exponent of the mean class count; 0.5 is the paper's root")
@@ -306,6 +294,12 @@ class RunConfig(BaseModel):
             raise ValueError("must be digits, cifar10, cifar100, or own:PATH with a folder or .npz file of yours")
         return value
 
+    @field_validator("policy")
+    @classmethod
+    def _runnable_policy(cls, value: str) -> str:
+        check_runnable(value)
+        return value
+
     @field_validator("cache_limit")
     @classmethod
     def _size(cls, value: str) -> str:
@@ -330,8 +324,9 @@ class RunConfig(BaseModel):
             raise ValueError(f"ray-address = '{self.ray_address}' needs backend = 'ray', not '{self.backend}'")
         if self.resume and not self.run_dir:
             raise ValueError("resume = true needs run-dir: the folder to go on in")
-        if self.total and self.policy not in MATCHED:
-            raise ValueError(f"total = {self.total} needs a matched policy ({', '.join(MATCHED)}), not '{self.policy}'")
+        if self.total and "total" not in POLICIES[self.policy].settings:
+            matched = ", ".join(name for name, policy in POLICIES.items() if "total" in policy.settings)
+            raise ValueError(f"total = {self.total} needs a matched policy ({matched}), not '{self.policy}'")
         if self.min_batch > self.batch_size:
             raise ValueError(f"min-batch = {self.min_batch} must be at most batch-size = {self.batch_size}")
         if self.shared_images == "one-seed" and self.generator.startswith("bank:"):
@@ -345,14 +340,12 @@ class RunConfig(BaseModel):
     @property
     def generates(self) -> bool:
         """Whether any client can be asked for images under this config."""
-        if self.policy == "full-balance" or self.total > 0:
-            return True
-        return self.policy not in ("none", "oversample") and self.beta > 0
+        return POLICIES[self.policy].generates(self.policy_settings)
 
     @property
-    def matched(self) -> bool:
-        """Whether the policy spends a total that all clients share."""
-        return self.policy in MATCHED
+    def policy_settings(self) -> PolicySettings:
+        """What the policy depends on, as one value."""
+        return PolicySettings(self.beta, self.gamma, not self.printed_rule, self.total or None)
 
     def sampled(self, clients: int) -> int:
         """How many of so many clients train in a round."""

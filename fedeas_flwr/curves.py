@@ -8,9 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from fedeas_flwr.allocation import client_imbalance, full_balance, greedy, removed, uniform
+from fedeas_flwr.allocation import FloatArray, IntArray, client_imbalance, full_balance, greedy, removed, uniform
 from fedeas_flwr.budget_path import BudgetPath
-from fedeas_flwr.counts import FloatArray, IntArray
 from fedeas_flwr.waterfill import waterfill
 
 MOST_GREEDY_STEPS = 100_000  # one at a time for every point: seconds; beyond it waterfill, no worse, stands alone

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fedeas_flwr.config import SAMPLER_STEPS, RunConfig
-from fedeas_flwr.planning import settings_of
+from fedeas_flwr.policies import settings_of
 
 _LOWEST = {"minimum": "≤", "exclusiveMinimum": "<"}
 _HIGHEST = {"maximum": "≤", "exclusiveMaximum": "<"}

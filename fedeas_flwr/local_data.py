@@ -9,15 +9,14 @@ from functools import lru_cache
 import numpy as np
 import numpy.typing as npt
 
-from fedeas_flwr.allocation import allocate
-from fedeas_flwr.config import ConfigError, RunConfig
+from fedeas_flwr.config import RunConfig
 from fedeas_flwr.data import Dataset, dataset_info, open_dataset
 from fedeas_flwr.dataset_sources import OWN
 from fedeas_flwr.node import Node
 from fedeas_flwr.own_data import read_images
 from fedeas_flwr.partition import TEST_FRACTION, Partition, make_partition, plan_labels, stratified_split
 from fedeas_flwr.paths import cache_root
-from fedeas_flwr.planning import settings_of
+from fedeas_flwr.policies import allocate, settings_of
 
 Images = npt.NDArray[np.uint8]
 Labels = npt.NDArray[np.int64]
@@ -96,8 +95,6 @@ def local_data(config: RunConfig, node: Node) -> FederatedData:
     """What this node trains on: its part of the run's dataset, or images of its own; `Node.part` is its index there."""
     if not node.data_path:
         return federated_data(config, node.partitions)
-    if config.policy == "greedy":
-        raise ConfigError("policy = 'greedy' needs everybody's label counts: it is for plans and simulation")
     return _own_data(config.dataset, node.data_path, config.protocol, config.partition_seed)
 
 

@@ -28,6 +28,7 @@ from flwr.supercore import log
 from fedeas_flwr.array_records import LiveRecord, WrongArraysError, read_like, to_arrays, to_record
 from fedeas_flwr.checkpoints import Arrays
 from fedeas_flwr.one_line import one_line
+from fedeas_flwr.policies import Share
 
 ARRAYS, BUFFERS, EXTRA, CONFIG, METRICS = "arrays", "buffers", "extra", "config", "metrics"
 WEIGHT, LOSS = "num-examples", "loss"
@@ -38,15 +39,6 @@ CLIENT_FAILED = 1
 
 class MessageError(ValueError):
     """A message that is not what it should be; the text is one line."""
-
-
-@dataclass(frozen=True)
-class Share:
-    """A client's part of a matched budget (allocation.py says how it becomes images of a class)."""
-
-    base: int = 0
-    extra: int = 0
-    level: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -108,7 +100,7 @@ def is_live(message: Message) -> bool:
 
 
 def ask(node: int, question: str, at: float = 0.0) -> Message:
-    """Ask a node who it is (``identity``), its ``plan`` at a β, its ``waterfill`` count at a level, or a disclosure."""
+    """Ask a node who it is (``identity``), what a matched policy asks at a β or a level, or for a disclosure."""
     config = ConfigRecord({"question": question, "at": at})
     return Message(RecordDict({CONFIG: config}), dst_node_id=node, message_type=MessageType.QUERY)
 

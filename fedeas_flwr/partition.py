@@ -22,7 +22,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from fedeas_flwr.counts import IntArray
+from fedeas_flwr.allocation import IntArray
 from fedeas_flwr.npy import read_archive
 from fedeas_flwr.paths import atomic_path
 from fedeas_flwr.sizes import counted

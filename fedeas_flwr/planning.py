@@ -13,7 +13,8 @@ import numpy as np
 import numpy.typing as npt
 
 from fedeas_flwr import allocation
-from fedeas_flwr.counts import LARGEST, checked_counts
+from fedeas_flwr.allocation import MAX_COUNT, checked_counts
+from fedeas_flwr.policies import POLICIES, ClientView, PolicySettings, allocate, settings_of
 from fedeas_flwr.sizes import counted
 
 LARGEST_FILE = 64 * 2**20  # bytes; a thousand clients by a thousand classes need about a tenth of it
@@ -44,21 +45,22 @@ def plan(
     dataset, protocol, seed
         Where the counts come from, carried into the plan; None where they were given as a file.
     policy, beta, gamma, strict_mean, total
-        See `fedeas_flwr.allocation.allocate`.
+        See `fedeas_flwr.policies.allocate`.
 
     Returns
     -------
     dict
         Plain Python values, ready for JSON. ``beta`` and ``gamma`` are None where nothing depends on them (see
         `settings_of`), a client's ``budget`` under a policy without budgets; ``imbalance.removed`` and
-        ``synthetic_fraction`` are fractions. Policy ``oversample`` generates nothing; its clients have ``repeat``
-        besides, copies of each class, and the plan their number, ``repeated``.
+        ``synthetic_fraction`` are fractions. A policy that repeats images generates nothing; its clients have
+        ``repeat`` besides, copies of each class, and the plan their number, ``repeated``.
     """
     counts, settings = checked_counts(counts), settings_of(policy, total is not None)
-    generate = allocation.allocate(counts, policy, beta=beta, gamma=gamma, strict_mean=strict_mean, total=total)
-    repeats = policy == "oversample"
-    repeat = allocation.oversample(counts, beta, gamma, strict_mean) if repeats else allocation.none(counts)
-    budgets = allocation.policy_budget(counts, policy, beta, gamma)
+    generate = allocate(counts, policy, beta=beta, gamma=gamma, strict_mean=strict_mean, total=total)
+    rule, view = POLICIES.get(policy), ClientView(counts, PolicySettings(beta, gamma, strict_mean, total))
+    repeats = rule is not None and rule.repeats
+    repeat = rule.plan(view) if rule and repeats else allocation.none(counts)
+    budgets = rule.budget(view) if rule else None
     samples, entropy = counts.sum(axis=1).tolist(), allocation.normalised_entropy(counts).tolist()
     real, made = int(counts.sum()), int(generate.sum())
     return {
@@ -91,20 +93,6 @@ def plan(
     }
 
 
-def settings_of(policy: str, total_given: bool) -> set[str]:
-    """Name the parameters of `plan` that decide what a policy does; any other would be ignored.
-
-    A matched policy needs β, γ and the rule for FedEAS's total only; the two ablations have their own γ.
-    """
-    kind = allocation.kind_of(policy)
-    if kind == "fixed":
-        return set()
-    if kind == "matched" and total_given:
-        return {"total"}
-    own = {"gamma"} if policy in allocation.OWN_GAMMA else set()
-    return {"beta", "gamma", "strict_mean", *(["total"] if kind == "matched" else [])} - own
-
-
 def read_counts(path: str | Path) -> tuple[npt.NDArray[np.int64], list[str]]:
     """Read label counts, one row a client and one column a class; and the classes' names, where a header has them.
 
@@ -135,7 +123,7 @@ def read_counts(path: str | Path) -> tuple[npt.NDArray[np.int64], list[str]]:
             classes = counted(len(row), "class", "classes")
             raise ValueError(f"{path}: row {k + 1} has {classes}, must have {len(rows[0])} as the first row")
         for c, n in enumerate(row):
-            if type(n) is not int or not 0 <= n <= LARGEST:
+            if type(n) is not int or not 0 <= n <= MAX_COUNT:
                 raise ValueError(
                     f"{path}: row {k + 1}, column {c + 1} is {str(n)[:40]!r}, must be an integer from 0 to 2**40"
                 )

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from fedeas_flwr.counts import BoolArray, FloatArray, IntArray, check_total, checked_counts, first_failing
+from fedeas_flwr.allocation import BoolArray, FloatArray, IntArray, check_total, checked_counts, first_failing
 
 
 # argmin of Eq. (surrogate) at a given total
@@ -23,8 +23,7 @@ def waterfill(counts: npt.ArrayLike, total: int) -> IntArray:
 
     A total beyond full balance, where the score can only grow, is dealt out evenly.
     """
-    counts = checked_counts(counts)
-    return waterfill_fill(counts, waterfill_level(total, partial(_count, _water(counts))).samples)
+    return waterfill_fill(counts, waterfill_level(total, waterfill_counter(counts)).samples)
 
 
 class WaterLevel(NamedTuple):
@@ -79,7 +78,12 @@ def waterfill_count(counts: npt.ArrayLike, level: float) -> IntArray:
     ‖q_k‖² − min_c q_k^c, never above 1, and 0 when it is balanced. Beyond that, level −s stands for s samples more from
     everyone.
     """
-    return _count(_water(checked_counts(counts)), level)
+    return waterfill_counter(counts)(level)
+
+
+def waterfill_counter(counts: npt.ArrayLike) -> Callable[[float], IntArray]:
+    """Return `waterfill_count` of these counts as a function of the level; what no level changes is computed once."""
+    return partial(_count, _water(checked_counts(counts)))
 
 
 class _Water(NamedTuple):

@@ -8,7 +8,7 @@ import numpy as np
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
-from fedeas_flwr.counts import IntArray
+from fedeas_flwr.allocation import IntArray
 from fedeas_flwr.partition import make_partition, plan_labels
 
 

@@ -12,20 +12,19 @@ from hypothesis.extra.numpy import arrays
 from label_counts import betas, tables, totals
 
 from fedeas_flwr.allocation import (
-    POLICIES,
-    allocate,
+    IntArray,
     budget,
+    distribute,
     eligible_pairs,
     fedeas,
     gain,
     greedy,
     imbalance,
     missing_only,
-    shares,
-    spread,
+    split_total,
     uniform,
 )
-from fedeas_flwr.counts import IntArray
+from fedeas_flwr.policies import POLICIES, REFERENCES, allocate, settings_of
 from fedeas_flwr.waterfill import waterfill_count
 
 
@@ -35,21 +34,21 @@ def test_every_policy_gives_whole_samples_and_spends_its_total(
 ) -> None:
     assume(eligible_pairs(counts, absent_only=True).any())
     spent = fedeas(counts, beta, gamma, strict_mean).sum()
-    for policy, kind in POLICIES.items():
+    for policy in (*POLICIES, *REFERENCES):
         assume(policy != "greedy" or spent < 2000)
         generated = allocate(counts, policy, beta=beta, gamma=gamma, strict_mean=strict_mean)
         assert generated.dtype == np.int64
         assert generated.shape == counts.shape
         assert generated.min() >= 0
         assert generated[counts.sum(axis=1) == 0].sum() == 0
-        if kind == "matched":
+        if "total" in settings_of(policy, total_given=False):
             assert generated.sum() == spent
 
 
 @given(tables(), totals)
 def test_matched_policies_spend_a_given_total(counts: IntArray, total: int) -> None:
     assume(eligible_pairs(counts, absent_only=True).any())
-    for policy in (name for name, kind in POLICIES.items() if kind == "matched"):
+    for policy in (name for name in (*POLICIES, *REFERENCES) if "total" in settings_of(name, total_given=True)):
         assert allocate(counts, policy, beta=1.0, total=total).sum() == total
 
 
@@ -81,7 +80,7 @@ def test_beta_zero_generates_nothing(counts: IntArray, strict_mean: bool) -> Non
 @given(st.integers(1, 12), st.lists(st.integers(0, 10**6), min_size=1, max_size=5), st.floats(0, 1e6))
 def test_balanced_clients_generate_nothing(classes: int, levels: list[int], beta: float) -> None:
     counts = np.repeat(np.array(levels)[:, None], classes, axis=1)
-    for policy in POLICIES:
+    for policy in (*POLICIES, *REFERENCES):
         assert allocate(counts, policy, beta=beta).sum() == 0
     assert imbalance(counts).heterogeneity == pytest.approx(0, abs=1e-12)
 
@@ -102,9 +101,9 @@ def test_a_client_finds_its_part_from_its_own_row(counts: IntArray, absent_only:
     dealt_by_hand = np.zeros_like(counts)
     for k, c in itertools.islice(itertools.cycle(np.argwhere(eligible)), total):
         dealt_by_hand[k, c] += 1
-    parts = shares(total, [int(eligible_pairs(row[None], absent_only).sum()) for row in counts])
+    parts = split_total(total, [int(eligible_pairs(row[None], absent_only).sum()) for row in counts])
     on_the_wire = [
-        spread(eligible_pairs(row[None], absent_only)[0], *part) for row, part in zip(counts, parts, strict=True)
+        distribute(eligible_pairs(row[None], absent_only)[0], *part) for row, part in zip(counts, parts, strict=True)
     ]
     assert np.array_equal(on_the_wire, dealt_by_hand)
     assert np.array_equal((missing_only if absent_only else uniform)(counts, total), dealt_by_hand)

@@ -14,10 +14,9 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from fedeas_flwr import curves
-from fedeas_flwr.allocation import fedeas, full_balance, removed
+from fedeas_flwr.allocation import IntArray, fedeas, full_balance, removed
 from fedeas_flwr.budget_path import BudgetPath, greatest, where_removed
 from fedeas_flwr.choosing import Choice, Limits, Speed, broken, choose, format_choice
-from fedeas_flwr.counts import IntArray
 from fedeas_flwr.partition import make_partition, plan_labels
 from fedeas_flwr.report.plan_figures import draw_plan
 

@@ -2,15 +2,14 @@
 
 import tomllib
 from pathlib import Path
-from typing import get_args
 
 import pytest
 from runners import typed
 
-from fedeas_flwr.allocation import POLICIES
-from fedeas_flwr.config import KEYS, ConfigError, Policy, RunConfig, parse_config
+from fedeas_flwr.config import KEYS, ConfigError, RunConfig, parse_config
 from fedeas_flwr.config_files import parse_overrides, read_config
 from fedeas_flwr.keys import Key, keys_in_use, run_keys
+from fedeas_flwr.policies import POLICIES
 from fedeas_flwr.quickstart import quickstart_config
 
 ROOT = Path(__file__).parents[1]
@@ -23,8 +22,9 @@ def test_pyproject_repeats_the_defaults_exactly() -> None:
     assert {k: type(v) for k, v in shipped.items()} == {k: type(v) for k, v in defaults.items()}
 
 
-def test_the_policies_are_those_of_the_allocation() -> None:
-    assert set(get_args(Policy)) == set(POLICIES)
+def test_the_key_policy_lists_every_policy() -> None:
+    (policy,) = (key for key in run_keys() if key.name == "policy")
+    assert policy.allowed["enum"] == list(POLICIES)
 
 
 def test_every_key_is_described() -> None:
@@ -56,6 +56,7 @@ def test_quickstart_conf_is_the_quickstarts_fedeas_run(tmp_path: Path) -> None:
         ({"batch": 3}, ["'batch' = 3; did you mean 'min-batch' or 'batch-size'? `fedeas keys` lists them all"]),
         ({"steps": 3}, ["did you mean 'fedgen-steps' or 'sampler-steps'?"]),
         ({"policy": "magic"}, ["policy", "magic", "fedeas", "waterfill"]),
+        ({"policy": "greedy"}, ["policy = 'greedy': must be", "label counts", "`fedeas plan`", "waterfill"]),
         ({"rounds": 0}, ["rounds", "0"]),
         ({"rounds": True}, ["rounds", "True"]),
         ({"rounds": 2.5}, ["rounds", "2.5", "integer"]),

@@ -63,7 +63,6 @@ SMALL_MODULES = {
     "one_line.py",
     "out_of_memory.py",
     "cores.py",
-    "counts.py",
     "environment.py",
     "npy.py",
     "paths.py",

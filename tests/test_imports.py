@@ -13,8 +13,10 @@ import pytest
 PACKAGE = Path(__file__).parents[1] / "fedeas_flwr"
 
 LAYERS = [
+    {"allocation"},
+    {"waterfill"},
+    {"policies"},
     {
-        "counts",
         "cores",
         "noise",
         "npy",
@@ -33,8 +35,7 @@ LAYERS = [
         "environment",
         "terminal",
     },
-    {"waterfill", "allocation", "partition"},
-    {"budget_path", "own_data"},
+    {"partition", "budget_path", "own_data"},
     {"config", "config_files", "keys", "planning", "choosing", "curves", "dataset_sources", "data"},
     {
         "checkpoints",

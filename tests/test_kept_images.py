@@ -15,6 +15,7 @@ from fedeas_flwr.config import parse_config
 from fedeas_flwr.gpu.kept_images import ImagesOnGpu, LocalImages
 from fedeas_flwr.local_data import federated_data
 from fedeas_flwr.node import read_node
+from fedeas_flwr.policies import Share
 
 CONFIG = parse_config({"clients": 4})
 
@@ -69,7 +70,7 @@ def test_images_that_were_left_out_count_in_every_round(free: list[int], monkeyp
     monkeypatch.setattr(client_app, "_source", lambda *_: SimpleNamespace(fingerprint="stand-in"))
     monkeypatch.setattr(client_app, "_synthetic", lambda *_: made)
     node, planned = read_node({"partition-id": 1, "num-partitions": 4}), ClientState(generate=(5, *[0] * 9))
-    task = messages.TrainTask(1, 6.0, 0, 0, "", messages.Share())
+    task = messages.TrainTask(1, 6.0, 0, 0, "", Share())
     first, second = (
         client_app._images(CONFIG, federated_data(CONFIG, 4), node, planned, "meta", task) for _ in range(2)
     )

@@ -27,7 +27,7 @@ def test_the_readmes_library_example_runs(digits_generator: Path) -> None:
 def test_all_that_the_package_offers_is_there() -> None:
     assert all(getattr(fedeas_flwr, name).__name__ == name for name in fedeas_flwr.__all__)
     assert dir(fedeas_flwr) == fedeas_flwr.__all__ and not hasattr(fedeas_flwr, "nothing")
-    assert fedeas_flwr.__getattr__("allocation").allocate is fedeas_flwr.allocate
+    assert fedeas_flwr.__getattr__("policies").allocate is fedeas_flwr.allocate
 
 
 def test_what_the_library_returns_can_be_named() -> None:

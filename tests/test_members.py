@@ -14,10 +14,10 @@ from flwr.common.constant import ErrorCode
 from test_federation import EXAMPLES, START, VALUES, toy_app
 
 from fedeas_flwr import messages
-from fedeas_flwr.allocation import eligible_pairs, spread
+from fedeas_flwr.allocation import distribute, eligible_pairs
 from fedeas_flwr.config import parse_config
 from fedeas_flwr.grids import InlineGrid
-from fedeas_flwr.messages import Share
+from fedeas_flwr.policies import ClientView, MatchedPolicy, Share
 from fedeas_flwr.runs import RunDirectory, RunError
 from fedeas_flwr.strategies import build_strategy
 from fedeas_flwr.strategies.delivery import deliver
@@ -177,11 +177,11 @@ def test_a_matched_total_is_dealt_out_once(tmp_path: Path, policy: str, monkeypa
         if policy == "waterfill":
             return int(waterfill_count(held, share.level)[0]) + share.extra
         pairs = eligible_pairs(held, absent_only=policy == "missing-only")[0]
-        return int(spread(pairs, share.base, share.extra).sum())
+        return int(distribute(pairs, share.base, share.extra).sum())
 
-    def answers(asked: str, wanted: tuple[str, ...], check: Any, level: float = 0.0) -> list[Any]:
-        there = counts[sorted(run.nodes)]
-        return [np.zeros(len(there), int), (there == 0).sum(1)] if asked == "plan" else [waterfill_count(there, level)]
+    def answers(asked_by: MatchedPolicy, question: str, at: float) -> dict[int, list[int]]:
+        views = {client: ClientView(counts[[client]], run.config.policy_settings) for client in sorted(run.nodes)}
+        return {client: asked_by.reply(view, question, at)[0].tolist() for client, view in views.items()}
 
     grid = ComingAndGoing(0, 2)
     run = started(tmp_path / "r", grid, **keys)

@@ -17,7 +17,8 @@ from fedeas_flwr.array_records import WrongArraysError, encoded, read_like, to_a
 from fedeas_flwr.client_app import app as client_app
 from fedeas_flwr.config import parse_config
 from fedeas_flwr.grids import InlineGrid
-from fedeas_flwr.messages import ARRAYS, BUFFERS, CONFIG, METRICS, WEIGHT, MessageError, Share, TrainReport, TrainTask
+from fedeas_flwr.messages import ARRAYS, BUFFERS, CONFIG, METRICS, WEIGHT, MessageError, TrainReport, TrainTask
+from fedeas_flwr.policies import Share
 
 TRAINABLE = {"w": np.ones((2, 3), np.float32), "b": np.zeros(3, np.float32)}
 COUNTERS = {"n": np.array(4, np.int64)}
@@ -202,7 +203,7 @@ def numbers_on_the_wire(message: Message) -> list[Any]:
 
 
 def test_query_answers_are_whole_numbers_one_each() -> None:
-    grid = InlineGrid(client_app, 4, parse_config({"policy": "missing-only", "clients": 4}).outside())
+    grid = InlineGrid(client_app, 4, parse_config({"policy": "waterfill", "clients": 4}).outside())
     for question, keys in (
         ("identity", {"partitions", "examples", "classes"}),
         ("plan", {"total", "absent"}),
@@ -214,6 +215,13 @@ def test_query_answers_are_whole_numbers_one_each() -> None:
             assert not found.content.array_records
     (unknown,) = grid.send_and_receive([messages.ask(1, "counts")])
     assert "question = 'counts'" in messages.failure_reason(unknown)
+
+
+@pytest.mark.parametrize(("policy", "question"), [("missing-only", "waterfill"), ("fedeas", "plan")])
+def test_a_client_answers_only_its_own_policys_questions(policy: str, question: str) -> None:
+    grid = InlineGrid(client_app, 4, parse_config({"policy": policy, "clients": 4}).outside())
+    (refused,) = grid.send_and_receive([messages.ask(1, question, 0.1)])
+    assert f"question = '{question}'" in messages.failure_reason(refused)
 
 
 def test_no_list_crosses_in_a_train_message_or_its_reply() -> None:

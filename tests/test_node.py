@@ -11,13 +11,11 @@ import numpy as np
 import pytest
 from runners import CHEAP, finish, small, weights
 
-from fedeas_flwr import allocation
 from fedeas_flwr.cache import ImageCache
-from fedeas_flwr.client_app import _source, plan_client
+from fedeas_flwr.client_app import _source
 from fedeas_flwr.config import ConfigError, parse_config
 from fedeas_flwr.generators import RememberedGenerator, SampleId, batch_size, open_generator
 from fedeas_flwr.local_data import federated_data, local_data
-from fedeas_flwr.messages import Share
 from fedeas_flwr.node import read_node
 from fedeas_flwr.runs import RunDirectory, RunFailedError
 from fedeas_flwr.strategies import members
@@ -99,8 +97,6 @@ def test_a_node_trains_on_images_of_its_own(tmp_path: Path) -> None:
     kept = np.bincount(split.test(0)[1], minlength=10)
     assert kept.tolist() == [round(0.25 * n) for n in np.bincount(y, minlength=10)]
     assert len(split.train(0)[1]) + kept.sum() == len(y)
-    with pytest.raises(ConfigError, match="needs everybody's label counts"):
-        local_data(config.with_changes(policy="greedy"), node)
 
 
 def test_a_node_whose_examples_have_other_classes_than_the_servers_does_not_take_part(
@@ -114,16 +110,6 @@ def test_a_node_whose_examples_have_other_classes_than_the_servers_does_not_take
     monkeypatch.setattr(members, "dataset_info", lambda name: on_server)
     with pytest.raises(RunFailedError, match=r"examples.npz': its classes are others there than on the server"):
         finish(small(tmp_path / "r", dataset=f"own:{tmp_path}/examples.npz", policy="none", clients=2, alpha=10.0))
-
-
-def test_what_needs_everybodys_counts_is_worked_out_once_for_all_clients(monkeypatch: pytest.MonkeyPatch) -> None:
-    config = parse_config({"clients": 4, "policy": "greedy"})
-    data, times = federated_data(config, 4), []
-    allocate = allocation.allocate
-    monkeypatch.setattr(allocation, "allocate", lambda *a, **k: times.append(1) or allocate(*a, **k))
-    for beta, so_far in ((3.0, 1), (5.0, 2)):
-        rows = [plan_client(config, data, client, beta, Share()) for client in range(4)]
-        assert np.array_equal(rows, allocate(data.counts(), "greedy", beta=beta)) and len(times) == so_far
 
 
 def test_a_remembered_generator_is_opened_only_to_make_an_image(

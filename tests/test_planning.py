@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from fedeas_flwr import planning
-from fedeas_flwr.allocation import POLICIES
 from fedeas_flwr.partition import make_partition, plan_labels
 from fedeas_flwr.planning import format_table, read_counts
+from fedeas_flwr.policies import POLICIES, REFERENCES
 
 COUNTS = [[64, 0, 0, 0], [32, 32, 0, 0], [16, 16, 16, 16], [0, 0, 0, 0]]
 
@@ -80,7 +80,7 @@ def test_plan_of_the_main_setting() -> None:
     assert [client["budget"] for client in result["clients"]][:5] == [130, 93, 27, 133, 175]
 
 
-@pytest.mark.parametrize("policy", list(POLICIES))
+@pytest.mark.parametrize("policy", [*POLICIES, *REFERENCES])
 def test_every_policy_gives_plain_json(policy: str) -> None:
     result = plan(policy=policy)
     assert json.loads(json.dumps(result)) == result

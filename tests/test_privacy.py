@@ -21,6 +21,7 @@ from fedeas_flwr.config import ConfigError, parse_config
 from fedeas_flwr.data import dataset_info
 from fedeas_flwr.exporting import export
 from fedeas_flwr.grids import InlineGrid
+from fedeas_flwr.policies import Share
 from fedeas_flwr.prepare import prepare
 from fedeas_flwr.runs import RunDirectory, RunError
 from fedeas_flwr.strategies import build_strategy
@@ -283,7 +284,7 @@ def test_a_client_without_a_norm_to_clip_to_says_so(tmp_path: Path) -> None:
     grid = InlineGrid(toy_app(), 3, config.outside())
     plain = build_strategy(config.with_changes(dp="none"))
     (message, *_) = plain.configure_train(1, to_record(START.trainable), ConfigRecord(), grid)
-    task = messages.TrainTask(1, 0.0, 0, 0, str(tmp_path), messages.Share())
+    task = messages.TrainTask(1, 0.0, 0, 0, str(tmp_path), Share())
     messages.add_task(message, task, to_record(START.buffers), to_record({}))
     (reply,) = grid.send_and_receive([message])
     assert "clipping_norm" in messages.failure_reason(reply)

@@ -23,15 +23,15 @@ from torchvision.models import resnet18
 from waiting import LONG, Held, wait_until
 
 from fedeas_flwr import client_app, generators, prepare
-from fedeas_flwr.allocation import allocate
 from fedeas_flwr.checkpoints import Checkpoint
-from fedeas_flwr.config import MATCHED, RunConfig
+from fedeas_flwr.config import RunConfig
 from fedeas_flwr.exporting import export
 from fedeas_flwr.generators import Generator, SampleId
 from fedeas_flwr.given_files import files_of
 from fedeas_flwr.grids import InlineGrid
 from fedeas_flwr.launch import launch
 from fedeas_flwr.local_data import planned_counts
+from fedeas_flwr.policies import POLICIES, MatchedPolicy, PolicySettings, allocate
 from fedeas_flwr.prepare import evaluate_run
 from fedeas_flwr.runs import RunDirectory, RunError
 from fedeas_flwr.strategies.federation import Federation
@@ -53,7 +53,7 @@ def test_beta_zero_is_fedavg_bit_for_bit(tmp_path: Path) -> None:
     assert fedeas.summary()["total_generated"] == 0
 
 
-@pytest.mark.parametrize("policy", ["fedeas", "full-balance", "without-entropy", "linear", *MATCHED])
+@pytest.mark.parametrize("policy", [name for name, policy in POLICIES.items() if policy.generates(PolicySettings(2.0))])
 def test_every_policy_generates_what_its_plan_says(tmp_path: Path, digits_generator: Path, policy: str) -> None:
     beta = {"linear": 0.3}.get(policy, 2.0)
     config = quick(tmp_path / policy, policy=policy, beta=beta, participation=1.0, rounds=1)
@@ -66,7 +66,7 @@ def test_every_policy_generates_what_its_plan_says(tmp_path: Path, digits_genera
     for client in range(4):
         state = json.loads((run.path / "clients" / str(client) / "state-000001.json").read_text())
         assert state["generate"] == expected[client].tolist()
-    if policy in MATCHED:
+    if isinstance(POLICIES[policy], MatchedPolicy):
         assert expected.sum() == allocate(counts, "fedeas", beta=beta).sum()
 
 

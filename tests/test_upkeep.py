@@ -17,9 +17,9 @@ from test_cache import Fake
 from waiting import LONG
 
 from fedeas_flwr import upkeep
-from fedeas_flwr.allocation import allocate
 from fedeas_flwr.cache import ImageCache
 from fedeas_flwr.partition import make_partition, plan_labels
+from fedeas_flwr.policies import allocate
 from fedeas_flwr.sizes import parse_age, parse_bytes, show_bytes
 from fedeas_flwr.upkeep import cache_limit, entries, make_room, prune, verify
 

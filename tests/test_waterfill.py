@@ -11,8 +11,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from label_counts import paper_counts, tables, totals
 
-from fedeas_flwr.allocation import eligible_pairs, fedeas, full_balance, greedy, imbalance, removed, uniform
-from fedeas_flwr.counts import IntArray
+from fedeas_flwr.allocation import IntArray, eligible_pairs, fedeas, full_balance, greedy, imbalance, removed, uniform
 from fedeas_flwr.waterfill import waterfill, waterfill_count, waterfill_fill, waterfill_level
 
 

@@ -17,8 +17,8 @@ from fedeas_flwr.config import ConfigError
 from fedeas_flwr.progress import show_tries
 
 if TYPE_CHECKING:
+    from fedeas_flwr.allocation import IntArray
     from fedeas_flwr.choosing import Choice, Limits
-    from fedeas_flwr.counts import IntArray
 
 DEFAULT_BETA = 12.0
 
@@ -122,18 +122,15 @@ def _as_text(result: dict[str, Any], names: Sequence[str], choice: Choice | None
 
 def _check_settings(context: typer.Context, policy: str, total: int | None) -> None:
     """Refuse what says nothing under this policy, or beside a total."""
-    from fedeas_flwr.allocation import OWN_GAMMA, POLICIES
-    from fedeas_flwr.planning import settings_of
+    from fedeas_flwr.policies import settings_of
 
     settings = settings_of(policy, total is not None)
     if total is not None and "total" not in settings:
         raise ConfigError(f"total = {total}: leave it out, policy {policy} sets its own")
     options = {"beta": "beta", "gamma": "gamma", "strict_mean": "printed_rule"}
-    why = "--total says what is spent"
-    if POLICIES[policy] == "fixed":
+    why = "--total says what is spent" if total is not None else f"policy {policy} has its own"
+    if not settings:
         why = f"policy {policy} has nothing to set"
-    elif policy in OWN_GAMMA:
-        why = f"policy {policy} has its own"
     refuse_given(context, [option for name, option in options.items() if name not in settings], why)
 
 

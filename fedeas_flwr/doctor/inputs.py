@@ -8,8 +8,8 @@ from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from fedeas_flwr import partition
+from fedeas_flwr.allocation import IntArray
 from fedeas_flwr.config import FEW, RunConfig
-from fedeas_flwr.counts import IntArray
 from fedeas_flwr.data import dataset_info
 from fedeas_flwr.dataset_sources import OWN, check_npz, find_source
 from fedeas_flwr.doctor.findings import Finding, note, ok, problem

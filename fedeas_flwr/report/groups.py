@@ -17,6 +17,7 @@ from fedeas_flwr.exporting import without_folder
 from fedeas_flwr.keys import OF_GENERATION, keys_in_use
 from fedeas_flwr.listing import summarise_so_far
 from fedeas_flwr.metrics import WALL_CLOCK, efficiency, last_20, seconds_of
+from fedeas_flwr.policies import POLICIES
 from fedeas_flwr.report.style import LABELS, Look, looks_of
 from fedeas_flwr.runs import NOT_THE_RUN, RunDirectory, RunError
 
@@ -186,7 +187,7 @@ def group_runs(runs: Sequence[RunDirectory]) -> tuple[list[Group], list[str]]:
     for member in members:
         together.setdefault(repr(identity(member.config)), []).append(member)
     found = [_one_a_seed(group, left_out) for group in together.values()]
-    found.sort(key=lambda group: (group[0].summary["total_generated"], group[0].config.policy != "none"))
+    found.sort(key=lambda group: (group[0].summary["total_generated"], not _is_baseline(group[0].config)))
     configs = [group[0].config for group in found]
     told = zip(_names(configs), found, looks_of([config.policy for config in configs]), strict=True)
     return [_make_group(name, group, look) for name, group, look in told], left_out
@@ -254,9 +255,13 @@ def _names(configs: Sequence[RunConfig]) -> list[str]:
 
 
 def _policy(config: RunConfig) -> str:
-    if config.policy == "none" and config.strategy != "fedavg":
+    if _is_baseline(config) and config.strategy != "fedavg":
         return "Nothing generated"
     return LABELS.get(config.policy, config.policy)
+
+
+def _is_baseline(config: RunConfig) -> bool:
+    return POLICIES[config.policy].is_baseline
 
 
 def _show(value: Any) -> str:
@@ -265,7 +270,7 @@ def _show(value: Any) -> str:
 
 def baseline_of(group: Group, groups: Sequence[Group]) -> Group | None:
     """The group that is the same but for generating nothing; of several, that of its own seeds and form of Γ̂."""
-    if group.config.policy == "none":
+    if _is_baseline(group.config):
         return None
     fitting = [other for other in _without_images(group, groups) if not _in_the_way(group, other)]
     return min(
@@ -281,7 +286,7 @@ def baseline_of(group: Group, groups: Sequence[Group]) -> Group | None:
 
 def why_no_gain(group: Group, groups: Sequence[Group]) -> str | None:
     """What keeps a group from being compared with one that generates nothing; ``None`` if it is, or is one itself."""
-    if group.config.policy == "none":
+    if _is_baseline(group.config):
         return None
     if baseline := baseline_of(group, groups):
         came = f"it has come to {_ends(group)}, the group that generates nothing to {_ends(baseline)}"
@@ -307,7 +312,7 @@ def _as_far(group: Group, other: Group) -> bool:
 
 
 def _without_images(group: Group, groups: Sequence[Group]) -> list[Group]:
-    return [other for other in groups if other is not group and other.config.policy == "none"]
+    return [other for other in groups if other is not group and _is_baseline(other.config)]
 
 
 def _in_the_way(group: Group, other: Group) -> list[str]:

@@ -15,10 +15,9 @@ from matplotlib.text import Annotation
 from matplotlib.ticker import MaxNLocator, PercentFormatter, StrMethodFormatter
 
 from fedeas_flwr import curves
-from fedeas_flwr.allocation import fill_to
+from fedeas_flwr.allocation import IntArray, fill_to
 from fedeas_flwr.budget_path import BudgetPath
 from fedeas_flwr.choosing import Choice, option, show
-from fedeas_flwr.counts import IntArray
 from fedeas_flwr.paths import atomic_write
 from fedeas_flwr.report.style import COLOURS, INK, LABELS, legend_above, tidy
 

@@ -13,7 +13,7 @@ from matplotlib.ticker import MaxNLocator, StrMethodFormatter
 
 from fedeas_flwr.metrics import WALL_CLOCK
 from fedeas_flwr.report.groups import CLIENT_WORK, FloatArray, Group, rounds_meant
-from fedeas_flwr.report.style import INK, Look, tidy, within
+from fedeas_flwr.report.style import INK, WIDTHS, Look, tidy, within
 from fedeas_flwr.sizes import counted
 
 MOST_CLASSES_NAMED = 20
@@ -36,7 +36,7 @@ def draw_accuracy(axes: Axes, groups: Sequence[Group]) -> None:
         score = group.spread("last_20")
         assert score is not None  # every round has an accuracy
         images = f" ({group.images:,.0f} images)" if group.images else ""
-        width = 2.4 if group.config.policy == "fedeas" else 1.6
+        width = WIDTHS.get(group.config.policy, 1.6)
         _draw_curve(axes, curve, group.look, width, f"{group.name}: {score.show(100)} %{images}")
         rounds = curve.shape[1]
         window = (max(1, rounds - 19), rounds)

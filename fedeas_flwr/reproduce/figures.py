@@ -13,12 +13,12 @@ from matplotlib.patheffects import withStroke
 from matplotlib.ticker import MaxNLocator, PercentFormatter, StrMethodFormatter
 
 from fedeas_flwr import curves
-from fedeas_flwr.allocation import allocate, budget, fill_to, normalised_entropy
+from fedeas_flwr.allocation import IntArray, budget, fill_to, normalised_entropy
 from fedeas_flwr.budget_path import BudgetPath
 from fedeas_flwr.choosing import Limits, choose
 from fedeas_flwr.config import RunConfig
-from fedeas_flwr.counts import IntArray
 from fedeas_flwr.local_data import planned_counts
+from fedeas_flwr.policies import allocate
 from fedeas_flwr.report.plan_figures import draw_concentration, draw_demand, draw_reduction, draw_selection
 from fedeas_flwr.report.style import COLOURS, INK, LABELS, legend_above, tidy
 from fedeas_flwr.reproduce import paper

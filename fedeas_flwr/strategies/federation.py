@@ -18,8 +18,9 @@ from flwr.supercore import log
 from fedeas_flwr import messages
 from fedeas_flwr.checkpoints import Arrays, Checkpoint
 from fedeas_flwr.config import RunConfig
-from fedeas_flwr.messages import Share, TrainReport
+from fedeas_flwr.messages import TrainReport
 from fedeas_flwr.metrics import summarise
+from fedeas_flwr.policies import Share
 from fedeas_flwr.runs import RunDirectory
 from fedeas_flwr.strategies.beside import Beside
 from fedeas_flwr.strategies.disclosure import NeedsDisclosure, tell

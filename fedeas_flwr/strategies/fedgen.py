@@ -21,10 +21,10 @@ from flwr.serverapp import Grid
 from torch import nn
 from torch.nn import functional as F
 
+from fedeas_flwr.allocation import MAX_COUNT
 from fedeas_flwr.array_records import to_arrays
 from fedeas_flwr.checkpoints import Arrays, StrategyState
 from fedeas_flwr.config import ConfigError, RunConfig
-from fedeas_flwr.counts import LARGEST
 from fedeas_flwr.data import dataset_info
 from fedeas_flwr.local_data import Images, Labels
 from fedeas_flwr.messages import ARRAYS, METRICS, MessageError
@@ -119,9 +119,9 @@ class FedGen(FedAvg):
         """Take the clients' counts."""
         for client, arrays in told.items():
             counts = arrays["counts"]
-            if (wrong := np.flatnonzero((counts < 0) | (counts > LARGEST))).size:
+            if (wrong := np.flatnonzero((counts < 0) | (counts > MAX_COUNT))).size:
                 found = f"images of class {wrong[0]} = {counts[wrong[0]]}"
-                raise MessageError(f"client {client}: {found}, wanted 0 to {LARGEST}")
+                raise MessageError(f"client {client}: {found}, wanted 0 to {MAX_COUNT}")
         if not any(arrays["counts"].any() for arrays in told.values()):
             raise MessageError(f"images of all {len(told)} clients = 0, wanted 1 or more")
         self._counts = {client: arrays["counts"] for client, arrays in told.items()}

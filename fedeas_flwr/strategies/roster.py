@@ -2,28 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from functools import partial
 from logging import WARNING
-from typing import Any
 
-import numpy as np
 from flwr.app import Message
 from flwr.serverapp import Grid
 from flwr.supercore import log
 
 from fedeas_flwr import messages
-from fedeas_flwr.allocation import shares
 from fedeas_flwr.config import RunConfig
 from fedeas_flwr.data import dataset_info
-from fedeas_flwr.messages import MessageError, Share
+from fedeas_flwr.messages import MessageError
+from fedeas_flwr.policies import EMPTY_SHARE, POLICIES, MatchedPolicy, Share
 from fedeas_flwr.runs import ProcessesDiedError, RunError
 from fedeas_flwr.strategies.declarations import Declarations
 from fedeas_flwr.strategies.delivery import deliver, has_died
 from fedeas_flwr.strategies.members import Members
-from fedeas_flwr.waterfill import waterfill_level
-
-NOTHING = Share(level=2.0)
-"""No image under any policy: a marginal gain, which waterfill's level is, never exceeds 1."""
 
 
 class Roster:
@@ -53,53 +48,36 @@ class Roster:
         return len(self.nodes)
 
     def plan(self) -> None:
-        """Agree on a matched budget: each client says two whole numbers and is given its share of the total.
+        """Agree on a matched budget: clients say the whole numbers that their policy asks for, and get their shares.
 
         Once a run: who is there when it is resumed changes nobody's share.
         """
-        if self.config.matched and self.config.policy != "greedy" and not self.shares:
-            self.shares = self._matched_shares(sorted(self.nodes)) | dict.fromkeys(self.refused, NOTHING)
+        policy = POLICIES[self.config.policy]
+        if isinstance(policy, MatchedPolicy) and not self.shares:
+            classes = len(dataset_info(self.config.dataset).classes)
+            shares = policy.split_total(partial(self._ask_all, policy), classes, self.config.policy_settings)
+            self.shares = shares | dict.fromkeys(self.refused, EMPTY_SHARE)
 
     def share_of(self, client: int) -> Share:
         """A client's part of a matched budget, which was spent on those who were there; other policies read none."""
-        return self.shares.get(client, NOTHING)
+        return self.shares.get(client, EMPTY_SHARE)
 
-    def _matched_shares(self, clients: Sequence[int]) -> dict[int, Share]:
-        spent, absent = self._ask_all("plan", ("total", "absent"), self.declared.check_plan, self.config.beta)
-        total = self.config.total or int(spent.sum())
-        if self.config.policy == "waterfill":
-            water = waterfill_level(total, self._count_at)
-            return {c: Share(extra=int(e), level=water.level) for c, e in zip(clients, water.extra, strict=True)}
-        pairs = (
-            absent
-            if self.config.policy == "missing-only"
-            else np.full_like(absent, len(dataset_info(self.config.dataset).classes))
-        )
-        pairs[[client in self.refused for client in clients]] = 0
-        parts = shares(total, pairs)
-        return {c: Share(base, extra) for c, (base, extra) in zip(clients, parts, strict=True)}
-
-    def _count_at(self, level: float) -> Any:
-        def check(client: int, count: int) -> None:
-            self.declared.check_count(client, count, level)
-
-        return self._ask_all("waterfill", ("count",), check, level)[0]
-
-    def _ask_all(self, question: str, keys: Sequence[str], check: Callable[..., None], at: float) -> list[Any]:
-        """Ask every client, and return one array a key in ascending client id; a refused answer counts as zeros."""
-        clients, rows = sorted(self.nodes), []
+    def _ask_all(self, policy: MatchedPolicy, question: str, at: float) -> dict[int, Sequence[int]]:
+        """Ask every client; return the numbers of those that were never refused, in ascending client id."""
+        clients, keys = sorted(self.nodes), policy.questions[question]
         replies = self.query([messages.ask(self.nodes[c], question, at) for c in clients])
+        found = {}
         for client, reply in zip(clients, replies, strict=True):
             try:
-                found, *numbers = messages.read_answer(reply, *keys)
-                if found != client:
-                    raise MessageError(f"client-id = {found}, but the question was for client {client}")
-                check(client, *numbers)
+                sender, *numbers = messages.read_answer(reply, *keys)
+                if sender != client:
+                    raise MessageError(f"client-id = {sender}, but the question was for client {client}")
+                self.declared.check_reply(client, policy, question, at, numbers)
+                found[client] = numbers
             except MessageError as error:
                 log(WARNING, "client %d is refused a part of the plan: %s", client, error)
                 self.refused.setdefault(client, f"{question}: {error}")
-            rows.append([0] * len(keys) if client in self.refused else numbers)
-        return [np.array(column, dtype=np.int64) for column in zip(*rows, strict=True)]
+        return {client: numbers for client, numbers in found.items() if client not in self.refused}
 
     def query(self, questions: Sequence[Message]) -> list[Message]:
         """Ask, and return the answers in the order of the questions; all must answer."""

@@ -22,12 +22,13 @@ from flwr.clientapp import ClientApp
 from test_federation import DIGITS, EXAMPLES, START, VALUES, federation, toy_app
 from test_messages import BAD, COUNTERS, TRAINABLE, read, reply
 
-from fedeas_flwr import allocation, array_records, client_app, messages
+from fedeas_flwr import array_records, client_app, messages
 from fedeas_flwr.checkpoints import Checkpoint
 from fedeas_flwr.config import parse_config
 from fedeas_flwr.grids import InlineGrid
-from fedeas_flwr.local_data import federated_data, planned_counts
+from fedeas_flwr.local_data import planned_counts
 from fedeas_flwr.messages import ARRAYS, METRICS, MessageError, TrainReport
+from fedeas_flwr.policies import POLICIES, ClientView, allocate
 from fedeas_flwr.runs import RunDirectory, RunError
 from fedeas_flwr.strategies import build_strategy
 from fedeas_flwr.strategies.federation import Federation
@@ -197,11 +198,11 @@ def test_a_false_total_costs_the_liar_its_share_and_nobody_else(tmp_path: Path, 
     assert list(made.refused) == [1]
     counts = planned_counts(config, 4)
     honest = [0, 2, 3]
-    total = allocation.allocate(counts[honest], "fedeas", beta=4.0).sum()
+    total = allocate(counts[honest], "fedeas", beta=4.0).sum()
     if lie == "count":  # its total was believed before it lied about a count
-        total += allocation.allocate(counts[[1]], "fedeas", beta=4.0).sum()
-    data = federated_data(config, 4)
-    given = [sum(client_app.plan_client(config, data, c, 4.0, made.shares[c])) for c in range(4)]
+        total += allocate(counts[[1]], "fedeas", beta=4.0).sum()
+    views = [ClientView(counts[[c]], config.policy_settings, [made.shares[c]]) for c in range(4)]
+    given = [POLICIES[policy].plan(view).sum() for view in views]
     assert given[1] == 0
     assert sum(given) == total > 0
 

@@ -1,0 +1,374 @@
+"""Policies: everything that depends on ``policy=``, and the only place that decides by a policy's name.
+
+A policy is one object. `fedeas plan`, a simulation, a SuperNode, the cost estimate and the server's checks all call it:
+
+    any policy     ``plan``         client: the images of each class that it adds, from its own counts
+                   ``max_total``    server: the largest total that a client may report
+    matched ones   ``reply``        client: the whole numbers that it tells the server, never its counts
+                   ``split_total``  server: each client's share of one total, from these numbers
+
+A client is a row. On a node a view has one row, the client's own; the plan of a federation makes the same calls with a
+row per client. A policy treats every row by itself, so plan and run cannot disagree. A new policy is a class here, an
+entry of `POLICIES` and a label in report/style.py. NumPy only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Protocol, runtime_checkable
+
+import numpy as np
+import numpy.typing as npt
+
+from fedeas_flwr import allocation
+from fedeas_flwr.allocation import MAX_COUNT, IntArray, checked_counts
+from fedeas_flwr.waterfill import waterfill_count, waterfill_counter, waterfill_fill, waterfill_level
+
+
+@dataclass(frozen=True)
+class PolicySettings:
+    """What a plan depends on besides counts; ``strict_mean`` is the inverse of the key ``printed-rule``."""
+
+    beta: float
+    gamma: float = 0.5
+    strict_mean: bool = True
+    total: int | None = None
+    """Images that a matched policy spends; None: what FedEAS spends at β."""
+
+
+@dataclass(frozen=True)
+class Share:
+    """A client's share of a matched total: (base, extra) of an even split, or (level, extra) of waterfill."""
+
+    base: int = 0
+    extra: int = 0
+    level: float = 0.0
+
+
+EMPTY_SHARE = Share(level=2.0)
+"""No image under any policy: a marginal gain, which waterfill's level is, never exceeds 1."""
+
+
+@dataclass(frozen=True, eq=False)
+class ClientView:
+    """What a policy may know of clients: their label counts, the settings and, of a matched total, their shares."""
+
+    counts: IntArray
+    """Label counts, [K, C]; one row on a node."""
+    settings: PolicySettings
+    shares: Sequence[Share] = ()
+    """One per row, in the plan of a matched policy."""
+
+
+Ask = Callable[[str, float], Mapping[int, Sequence[int]]]
+"""Sends a question, at a β or a level, to all clients; returns client → whole numbers, in ascending client id."""
+
+
+class Policy(Protocol):
+    """How many images of each class a client adds to its own. Pure and deterministic."""
+
+    name: str
+    settings: frozenset[str] = frozenset()
+    """Fields of `PolicySettings` that the plan depends on."""
+    repeats: bool = False
+    """Whether the plan counts copies of the client's own images. Nothing is generated then."""
+    is_baseline: bool = False
+    """Whether clients train on their own images alone: what a report compares other policies with."""
+
+    def plan(self, view: ClientView) -> IntArray:
+        """Return the images of each class that each client adds, in the shape of the counts."""
+        ...
+
+    # The defaults below are those of a policy that generates nothing.
+
+    def max_total(self, samples: int, classes: int, settings: PolicySettings, share: Share) -> int:
+        """Return the largest number of generated images that a client of ``samples`` real ones may report."""
+        return 0
+
+    def generates(self, settings: PolicySettings) -> bool:
+        """Return whether any client can be asked to generate images."""
+        return False
+
+    def budget(self, view: ClientView) -> IntArray | None:
+        """Return each client's b_k, the count that it fills its classes up to; None under a policy without one."""
+        return None
+
+
+@runtime_checkable
+class MatchedPolicy(Policy, Protocol):
+    """A policy that spends one total on all clients: FedEAS's own, unless the settings say another."""
+
+    settings: frozenset[str] = frozenset({"beta", "gamma", "strict_mean", "total"})
+    questions: Mapping[str, Sequence[str]] = {"plan": ("total", "absent")}
+    """Question of the server → what the numbers of a reply are called on the wire."""
+
+    def reply(self, view: ClientView, question: str, at: float) -> IntArray:
+        """Return each client's whole numbers, [K, n]: to ``plan`` at a β, FedEAS's total and the absent classes."""
+        total = FEDEAS.plan(replace(view, settings=replace(view.settings, beta=at))).sum(axis=1)
+        return np.stack([total, (view.counts == 0).sum(axis=1)], axis=1)
+
+    def max_reply(
+        self, samples: int, classes: int, settings: PolicySettings, question: str, at: float
+    ) -> Sequence[int]:
+        """Return the largest numbers that a client of ``samples`` real images may reply with."""
+        return FEDEAS.max_total(samples, classes, replace(settings, beta=at), EMPTY_SHARE), classes
+
+    def split_total(self, ask: Ask, classes: int, settings: PolicySettings) -> dict[int, Share]:
+        """Return the share of every client that replied, from its replies alone."""
+        ...
+
+    def generates(self, settings: PolicySettings) -> bool:
+        """Return whether there is a total to spend."""
+        return settings.beta > 0 or bool(settings.total)
+
+
+# --------------------------------------------------------------------------------- policies of a client's own counts
+
+
+class NoImages(Policy):
+    """Add nothing."""
+
+    name = "none"
+    is_baseline = True
+
+    def plan(self, view: ClientView) -> IntArray:
+        """Return zeros."""
+        return allocation.none(view.counts)
+
+
+class FillToBudget(Policy):
+    """Fill every client's scarce classes up to its b_k: FedEAS, and the paper's ablations of b_k."""
+
+    def __init__(self, name: str, gamma: float | None = None, use_entropy: bool = True) -> None:
+        self.name, self._own_gamma, self._use_entropy = name, gamma, use_entropy
+        self.settings = frozenset({"beta", "strict_mean"} | ({"gamma"} if gamma is None else set()))
+
+    def plan(self, view: ClientView) -> IntArray:
+        """Return what fills the scarce classes."""
+        return allocation.fill_to(view.counts, self.budget(view), view.settings.strict_mean)
+
+    def budget(self, view: ClientView) -> IntArray:
+        """Return b_k."""
+        return allocation.budget(view.counts, view.settings.beta, self._gamma(view.settings), self._use_entropy)
+
+    # Eq. (cap): b_k = ⌊β n̄_k^γ (1 − H̃_k)⌋ is largest where all samples are of one class, H̃_k = 0
+    def max_total(self, samples: int, classes: int, settings: PolicySettings, share: Share) -> int:
+        """Return C times the largest b_k that any counts of so many samples have."""
+        budget = settings.beta * (samples / classes) ** self._gamma(settings)
+        return classes * int(min(MAX_COUNT, budget * (1 + 1e-9)))
+
+    def generates(self, settings: PolicySettings) -> bool:
+        """Return whether budgets can be above 0."""
+        return settings.beta > 0
+
+    def _gamma(self, settings: PolicySettings) -> float:
+        return settings.gamma if self._own_gamma is None else self._own_gamma
+
+
+class Oversample(Policy):
+    """Repeat a client's own images up to FedEAS's budget: the free alternative to generating."""
+
+    name = "oversample"
+    settings = frozenset({"beta", "gamma", "strict_mean"})
+    repeats = True
+
+    def plan(self, view: ClientView) -> IntArray:
+        """Return the copies of each class; none of a class that the client does not have."""
+        settings = view.settings
+        return allocation.oversample(view.counts, settings.beta, settings.gamma, settings.strict_mean)
+
+    def budget(self, view: ClientView) -> IntArray:
+        """Return FedEAS's b_k."""
+        return FEDEAS.budget(view)
+
+
+class FullBalance(Policy):
+    """Fill every class up to the client's largest."""
+
+    name = "full-balance"
+
+    def plan(self, view: ClientView) -> IntArray:
+        """Return what is missing from balance."""
+        return allocation.full_balance(view.counts)
+
+    def max_total(self, samples: int, classes: int, settings: PolicySettings, share: Share) -> int:
+        """Return the total of a client that has a single class."""
+        return (classes - 1) * samples
+
+    def generates(self, settings: PolicySettings) -> bool:
+        """Return True."""
+        return True
+
+
+# ------------------------------------------------------------------------------------------------- matched policies
+
+
+class EvenSplit(MatchedPolicy):
+    """Spend a total evenly over all pairs of client and class, or over the absent ones."""
+
+    def __init__(self, name: str, absent_only: bool = False) -> None:
+        self.name, self._absent_only = name, absent_only
+
+    def plan(self, view: ClientView) -> IntArray:
+        """Return base samples for each eligible class, and one more for the first ``extra``."""
+        eligible = allocation.eligible_pairs(view.counts, self._absent_only)
+        base, extra = np.array([(share.base, share.extra) for share in view.shares]).T
+        return allocation.distribute(eligible, base, extra)
+
+    def max_total(self, samples: int, classes: int, settings: PolicySettings, share: Share) -> int:
+        """Return the total of a client that has all pairs of its share."""
+        return classes * share.base + share.extra
+
+    def split_total(self, ask: Ask, classes: int, settings: PolicySettings) -> dict[int, Share]:
+        """Return (base, extra) of every client; one that lacks all classes is empty and has no eligible pair."""
+        replies = ask("plan", settings.beta)
+        pairs = [
+            (absent if self._absent_only else classes) if absent < classes else 0 for _, absent in replies.values()
+        ]
+        parts = allocation.split_total(_total(replies, settings), pairs)
+        return {client: Share(*part) for client, part in zip(replies, parts, strict=True)}
+
+
+class Waterfill(MatchedPolicy):
+    """Spend a total where the imbalance score becomes least."""
+
+    name = "waterfill"
+    questions: Mapping[str, Sequence[str]] = {**MatchedPolicy.questions, "waterfill": ("count",)}
+
+    def plan(self, view: ClientView) -> IntArray:
+        """Return the lowest classes filled with the count at the share's level and its extra samples."""
+        samples = np.array([share.extra for share in view.shares])
+        levels = np.array([share.level for share in view.shares])
+        for level in np.unique(levels):
+            samples[levels == level] += waterfill_count(view.counts[levels == level], float(level))
+        return waterfill_fill(view.counts, samples)
+
+    def max_total(self, samples: int, classes: int, settings: PolicySettings, share: Share) -> int:
+        """Return the largest count at the share's level, and its extra samples."""
+        return self._max_count(samples, classes, share.level) + share.extra
+
+    def reply(self, view: ClientView, question: str, at: float) -> IntArray:
+        """Return each client's numbers, [K, n]: to ``waterfill`` at a level, the samples it adds down to it."""
+        return super().reply(view, question, at) if question == "plan" else _counter(view)(at)[:, None]
+
+    def max_reply(
+        self, samples: int, classes: int, settings: PolicySettings, question: str, at: float
+    ) -> Sequence[int]:
+        """Return the largest numbers that a client of ``samples`` real images may reply with."""
+        if question == "plan":
+            return super().max_reply(samples, classes, settings, question, at)
+        return (self._max_count(samples, classes, at),)
+
+    def split_total(self, ask: Ask, classes: int, settings: PolicySettings) -> dict[int, Share]:
+        """Return the level and each client's extra; a client that is left out of a later reply adds nothing there."""
+        replies = ask("plan", settings.beta)
+
+        def count_at(level: float) -> IntArray:
+            counts = ask("waterfill", level)
+            return np.array([counts[client][0] if client in counts else 0 for client in replies], dtype=np.int64)
+
+        water = waterfill_level(_total(replies, settings), count_at)
+        return {c: Share(extra=int(extra), level=water.level) for c, extra in zip(replies, water.extra, strict=True)}
+
+    def _max_count(self, samples: int, classes: int, level: float) -> int:
+        return (classes - 1) * samples + int(max(0.0, -level))
+
+
+def _total(replies: Mapping[int, Sequence[int]], settings: PolicySettings) -> int:
+    return sum(total for total, _ in replies.values()) if settings.total is None else settings.total
+
+
+@lru_cache(maxsize=1)
+def _counter(view: ClientView) -> Callable[[float], IntArray]:
+    return waterfill_counter(view.counts)
+
+
+# ---------------------------------------------------------------------------------------------------------- by name
+
+FEDEAS = FillToBudget("fedeas")
+POLICIES: dict[str, Policy] = {
+    policy.name: policy
+    for policy in (
+        NoImages(),
+        FEDEAS,
+        EvenSplit("uniform"),
+        EvenSplit("missing-only", absent_only=True),
+        FullBalance(),
+        Waterfill(),
+        FillToBudget("without-entropy", gamma=0.5, use_entropy=False),
+        FillToBudget("linear", gamma=1.0),
+        Oversample(),
+    )
+}
+REFERENCES: dict[str, Callable[[IntArray, int], IntArray]] = {"greedy": allocation.greedy}
+"""Rules that need the counts of all clients, and a total: for `fedeas plan` and the figures, not for a run."""
+
+
+def check_runnable(name: str) -> None:
+    """Raise ValueError, with what ``policy`` must be, for a name that a federation cannot run."""
+    if name in REFERENCES:
+        raise ValueError(
+            f"must be a policy that needs a client's own label counts alone; {name} needs those of all clients, so "
+            "only `fedeas plan` has it. Use waterfill, which spends a total at least as well"
+        )
+    if name not in POLICIES:
+        raise ValueError(f"must be one of {', '.join(POLICIES)}")
+
+
+def settings_of(policy: str, total_given: bool) -> frozenset[str]:
+    """Name the settings that decide what a policy does; any other would be ignored.
+
+    A matched policy needs β, γ and the rule for FedEAS's total only; the two ablations have their own γ.
+    """
+    if policy not in POLICIES and policy not in REFERENCES:
+        raise ValueError(f"policy={policy!r}: must be one of {', '.join([*POLICIES, *REFERENCES])}")
+    names = MatchedPolicy.settings if policy in REFERENCES else POLICIES[policy].settings
+    return frozenset({"total"}) if total_given and "total" in names else names
+
+
+def allocate(
+    counts: npt.ArrayLike,
+    policy: str,
+    *,
+    beta: float | None = None,
+    gamma: float = 0.5,
+    strict_mean: bool = True,
+    total: int | None = None,
+) -> IntArray:
+    """Allocate by a policy's name; a matched one spends ``total`` or, where it is None, what FedEAS would spend.
+
+    These are images to generate: none for ``oversample``, which repeats a client's own. A matched policy deals one
+    total out to all clients, so its counts must be everybody's; under the others a client's row depends on no other.
+    ``beta`` may be left out where nothing depends on it: beside a total, and with ``none`` and ``full-balance``.
+    """
+    counts, names = checked_counts(counts), settings_of(policy, total is not None)
+    if total is not None and "total" not in names:
+        raise ValueError(f"total={total!r}: policy {policy!r} sets its own total; leave it out")
+    if "beta" not in names:
+        beta = 0.0
+    elif beta is None:
+        raise ValueError(f"beta=None: policy {policy!r} needs a number{', or a total' if 'total' in names else ''}")
+    view = ClientView(counts, PolicySettings(beta, gamma, strict_mean, total))
+    if policy in REFERENCES:
+        return REFERENCES[policy](counts, int(FEDEAS.plan(view).sum()) if total is None else total)
+    rule = POLICIES[policy]
+    return images_to_generate(rule, replace(view, shares=_shares(rule, view)))
+
+
+def images_to_generate(policy: Policy, view: ClientView) -> IntArray:
+    """Return the part of a plan that is generated: all of it, or nothing under a policy that repeats images."""
+    planned = policy.plan(view)
+    return np.zeros_like(planned) if policy.repeats else planned
+
+
+def _shares(policy: Policy, view: ClientView) -> list[Share]:
+    """Split a matched total over all rows, as the server splits it over clients."""
+    if not isinstance(policy, MatchedPolicy):
+        return []
+
+    def ask(question: str, at: float) -> dict[int, list[int]]:
+        return dict(enumerate(policy.reply(view, question, at).tolist()))
+
+    return list(policy.split_total(ask, view.counts.shape[1], view.settings).values())
