@@ -35,15 +35,15 @@ from fedeas_flwr.commands.report import report
 from fedeas_flwr.commands.reproduce import reproduce
 from fedeas_flwr.commands.runs import runs_app
 from fedeas_flwr.commands.sweep import sweep
-from fedeas_flwr.config import ConfigError, RunConfig, parse_config
+from fedeas_flwr.config import RunConfig, parse_config
 from fedeas_flwr.config_files import parse_overrides, read_config
 from fedeas_flwr.data import dataset_info, short_name
+from fedeas_flwr.errors import ConfigError, RunError, RunFailedError, is_out_of_memory
 from fedeas_flwr.keys import run_keys
 from fedeas_flwr.one_line import one_line
-from fedeas_flwr.out_of_memory import is_out_of_memory
 from fedeas_flwr.paths import DISK_ERRORS, cache_hint
 from fedeas_flwr.project import read_project
-from fedeas_flwr.runs import RunDirectory, RunError, RunFailedError
+from fedeas_flwr.runs import RunDirectory
 from fedeas_flwr.sizes import counted
 from fedeas_flwr.terminal import print_table, table_width
 

@@ -15,6 +15,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator, model_validator
 
 from fedeas_flwr.allocation import POLICIES
+from fedeas_flwr.errors import ConfigError
 from fedeas_flwr.sizes import parse_bytes
 
 Policy = Literal[
@@ -54,10 +55,6 @@ FEW = 8
 SAMPLER_STEPS = {"dpm++": 20, "dpm++-logsnr": 20, "ddim": 250}
 """The deterministic samplers, DPM-Solver++ (Lu et al., 2022) and DDIM with η = 0 (Song et al., 2021), and how many
 steps each takes unless told otherwise; 250 are the paper's."""
-
-
-class ConfigError(ValueError):
-    """A run-config that cannot be run; the message is one line for the user."""
 
 
 def _key(name: str) -> str:

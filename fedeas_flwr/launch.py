@@ -23,11 +23,12 @@ from rich.console import Console
 from fedeas_flwr.config import RunConfig
 from fedeas_flwr.cores import usable_cores
 from fedeas_flwr.environment import describe_environment
+from fedeas_flwr.errors import ProcessesDiedError, RunFailedError
 from fedeas_flwr.generators.ray_service import leave_sliver
 from fedeas_flwr.mps import may_share_gpu, shared_gpu
 from fedeas_flwr.processes import ProcessTree, still_runs
 from fedeas_flwr.progress import ImagesToCome, RoundProgress
-from fedeas_flwr.runs import ProcessesDiedError, RunDirectory, RunFailedError
+from fedeas_flwr.runs import RunDirectory
 from fedeas_flwr.superlink import flwr_answer, own_environment, stage_app, start_superlink
 from fedeas_flwr.training import cohort, pick_device
 

@@ -10,9 +10,10 @@ import numpy as np
 import numpy.typing as npt
 
 from fedeas_flwr.allocation import allocate
-from fedeas_flwr.config import ConfigError, RunConfig
+from fedeas_flwr.config import RunConfig
 from fedeas_flwr.data import Dataset, dataset_info, open_dataset
 from fedeas_flwr.dataset_sources import OWN
+from fedeas_flwr.errors import ConfigError
 from fedeas_flwr.node import Node
 from fedeas_flwr.own_data import read_images
 from fedeas_flwr.partition import TEST_FRACTION, Partition, make_partition, plan_labels, stratified_split

@@ -27,6 +27,7 @@ from flwr.supercore import log
 
 from fedeas_flwr.array_records import LiveRecord, WrongArraysError, read_like, to_arrays, to_record
 from fedeas_flwr.checkpoints import Arrays
+from fedeas_flwr.errors import MessageError
 from fedeas_flwr.one_line import one_line
 
 ARRAYS, BUFFERS, EXTRA, CONFIG, METRICS = "arrays", "buffers", "extra", "config", "metrics"
@@ -34,10 +35,6 @@ WEIGHT, LOSS = "num-examples", "loss"
 _LOGGED_CHARACTERS = 20_000
 CLIENT_FAILED = 1
 """Error code of a reply in which the client itself says what went wrong."""
-
-
-class MessageError(ValueError):
-    """A message that is not what it should be; the text is one line."""
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fedeas_flwr.config import ConfigError, RunConfig, parse_config, unknown_key
+from fedeas_flwr.config import RunConfig, parse_config, unknown_key
+from fedeas_flwr.errors import ConfigError
 from fedeas_flwr.paths import cache_root, expanded
 from fedeas_flwr.runs import run_folder
 

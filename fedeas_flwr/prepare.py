@@ -12,9 +12,10 @@ from rich.console import Console
 
 from fedeas_flwr.cache import ImageCache
 from fedeas_flwr.client_app import own_generator
-from fedeas_flwr.config import ConfigError, RunConfig
+from fedeas_flwr.config import RunConfig
 from fedeas_flwr.data import dataset_info, open_dataset
 from fedeas_flwr.dataset_sources import OWN
+from fedeas_flwr.errors import ConfigError, RunError
 from fedeas_flwr.event_log import check_installed
 from fedeas_flwr.generators import Generator, absolute_spec, check_for_run, open_for_run, stock
 from fedeas_flwr.generators.bank import check_enough
@@ -24,7 +25,7 @@ from fedeas_flwr.local_data import Labels, nothing_planned, planned_counts, plan
 from fedeas_flwr.models import split_state
 from fedeas_flwr.paths import expanded
 from fedeas_flwr.progress import show_tries, showing_log
-from fedeas_flwr.runs import RunDirectory, RunError
+from fedeas_flwr.runs import RunDirectory
 from fedeas_flwr.sizes import show_bytes, show_seconds
 from fedeas_flwr.strategies import build_strategy
 from fedeas_flwr.training import check_engine, network, pick_device

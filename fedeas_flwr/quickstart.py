@@ -7,7 +7,8 @@ from pathlib import Path
 
 from rich.console import Console
 
-from fedeas_flwr.config import ConfigError, RunConfig, parse_config
+from fedeas_flwr.config import RunConfig, parse_config
+from fedeas_flwr.errors import ConfigError
 from fedeas_flwr.launch import launch
 from fedeas_flwr.paths import atomic_write
 from fedeas_flwr.prepare import prepare

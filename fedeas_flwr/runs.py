@@ -24,7 +24,8 @@ from fedeas_flwr.checkpoints import (
     write_arrays,
     write_checkpoint,
 )
-from fedeas_flwr.config import ConfigError, RunConfig, parse_config
+from fedeas_flwr.config import RunConfig, parse_config
+from fedeas_flwr.errors import ConfigError, RunError
 from fedeas_flwr.noise import Noise
 from fedeas_flwr.paths import atomic_write, cache_root, errors_naming, existing_part, remove_unfinished
 from fedeas_flwr.processes import identify, is_elsewhere, still_runs
@@ -52,18 +53,6 @@ NOT_THE_RUN = (
     "tensorboard",
 )
 """Keys that may differ when a run is resumed: they do not change what is computed on the same hardware."""
-
-
-class RunError(RuntimeError):
-    """A run that cannot start, go on, or be read; the message is one line for the user."""
-
-
-class RunFailedError(RunError):
-    """A run, or what is done around it, that was begun and did not come to its end."""
-
-
-class ProcessesDiedError(RunFailedError):
-    """A run that processes died under, by no fault of its own: it can go on from its checkpoint in fresh ones."""
 
 
 class RunDirectory:

@@ -20,9 +20,10 @@ from flwr.supercore import log
 
 from fedeas_flwr.checkpoints import Arrays, Checkpoint
 from fedeas_flwr.client_state import forget_kept_states, write_kept_states
-from fedeas_flwr.config import ConfigError, RunConfig, parse_config
+from fedeas_flwr.config import RunConfig, parse_config
 from fedeas_flwr.data import dataset_info
 from fedeas_flwr.environment import describe_environment
+from fedeas_flwr.errors import ConfigError, ProcessesDiedError, RunError
 from fedeas_flwr.event_log import event_log
 from fedeas_flwr.generators.ray_service import start_service
 from fedeas_flwr.given_files import files_of
@@ -32,7 +33,7 @@ from fedeas_flwr.models import split_state
 from fedeas_flwr.one_line import one_line
 from fedeas_flwr.paths import cache_hint
 from fedeas_flwr.processes import MARK
-from fedeas_flwr.runs import ProcessesDiedError, RunDirectory, RunError, run_folder
+from fedeas_flwr.runs import RunDirectory, run_folder
 from fedeas_flwr.strategies import build_strategy
 from fedeas_flwr.strategies.federation import Evaluate, Federation
 from fedeas_flwr.strategies.members import count_clients

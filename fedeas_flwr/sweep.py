@@ -21,13 +21,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from fedeas_flwr.config import ConfigError, RunConfig, parse_config
+from fedeas_flwr.config import RunConfig, parse_config
 from fedeas_flwr.config_files import parse_overrides
 from fedeas_flwr.data import short_name
+from fedeas_flwr.errors import ConfigError, RunError
 from fedeas_flwr.keys import keys_in_use
 from fedeas_flwr.listing import summarise_so_far
 from fedeas_flwr.paths import atomic_write
-from fedeas_flwr.runs import NOT_THE_RUN, RunDirectory, RunError
+from fedeas_flwr.runs import NOT_THE_RUN, RunDirectory
 
 MADE_ABSOLUTE = ("generator", "data-dir", "weights")
 """Keys that a run writes down otherwise than they were given, as absolute paths."""

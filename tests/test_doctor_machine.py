@@ -16,8 +16,8 @@ from test_doctor import config, only
 
 from fedeas_flwr import cores, launch
 from fedeas_flwr.commands.reproduce import default_jobs
-from fedeas_flwr.config import ConfigError
 from fedeas_flwr.doctor import Finding, federation, machine
+from fedeas_flwr.errors import ConfigError
 from fedeas_flwr.generators.ray_service import leave_sliver
 from fedeas_flwr.superlink import own_environment
 from fedeas_flwr.training import build_engine, cohort

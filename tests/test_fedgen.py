@@ -20,7 +20,7 @@ from torch.nn import functional as F
 
 from fedeas_flwr import messages
 from fedeas_flwr.array_records import to_arrays, to_record
-from fedeas_flwr.config import ConfigError
+from fedeas_flwr.errors import ConfigError
 from fedeas_flwr.grids import InlineGrid
 from fedeas_flwr.local_data import planned_counts
 from fedeas_flwr.models import SmallCNN

@@ -25,7 +25,7 @@ LAYERS = [
         "processes",
         "keeper",
         "one_line",
-        "out_of_memory",
+        "errors",
         "image_sheet",
         "project",
         "round_records",

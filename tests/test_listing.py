@@ -26,12 +26,13 @@ from fedeas_flwr.client_state import ClientState, ClientStore
 from fedeas_flwr.commands.sweep import board_table
 from fedeas_flwr.config import RunConfig
 from fedeas_flwr.environment import describe_environment
+from fedeas_flwr.errors import RunError
 from fedeas_flwr.listing import check_removable
 from fedeas_flwr.metrics import summarise
 from fedeas_flwr.paths import atomic_write
 from fedeas_flwr.reproduce.measured import find_results
 from fedeas_flwr.run_files import files_of_run
-from fedeas_flwr.runs import RunDirectory, RunError
+from fedeas_flwr.runs import RunDirectory
 from fedeas_flwr.sweep import make_sweep
 from fedeas_flwr.sweep_jobs import Board
 

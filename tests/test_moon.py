@@ -18,7 +18,7 @@ from runners import finish, hand_models_over, quick, weights
 from users_models import with_features
 
 from fedeas_flwr.checkpoints import Checkpoint
-from fedeas_flwr.config import ConfigError
+from fedeas_flwr.errors import ConfigError
 from fedeas_flwr.models import split_state
 from fedeas_flwr.prepare import prepare
 from fedeas_flwr.strategies.client_part import ClientRound, Finished

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from fedeas_flwr.allocation import allocate
-from fedeas_flwr.config import ConfigError
 from fedeas_flwr.config_files import parse_overrides, read_config
+from fedeas_flwr.errors import ConfigError
 from fedeas_flwr.local_data import different_images, planned_counts, planned_images
 from fedeas_flwr.reproduce import paper
 from fedeas_flwr.reproduce.cells import (

@@ -26,6 +26,7 @@ from fedeas_flwr import client_app, generators, prepare
 from fedeas_flwr.allocation import allocate
 from fedeas_flwr.checkpoints import Checkpoint
 from fedeas_flwr.config import MATCHED, RunConfig
+from fedeas_flwr.errors import RunError
 from fedeas_flwr.exporting import export
 from fedeas_flwr.generators import Generator, SampleId
 from fedeas_flwr.given_files import files_of
@@ -33,7 +34,7 @@ from fedeas_flwr.grids import InlineGrid
 from fedeas_flwr.launch import launch
 from fedeas_flwr.local_data import planned_counts
 from fedeas_flwr.prepare import evaluate_run
-from fedeas_flwr.runs import RunDirectory, RunError
+from fedeas_flwr.runs import RunDirectory
 from fedeas_flwr.strategies.federation import Federation
 
 ROOT = Path(__file__).parents[1]

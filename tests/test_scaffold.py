@@ -21,12 +21,12 @@ from fedeas_flwr import client_app, messages
 from fedeas_flwr.array_records import to_arrays, to_record
 from fedeas_flwr.checkpoints import Arrays, Checkpoint, plain
 from fedeas_flwr.client_state import ClientStore
-from fedeas_flwr.config import ConfigError
+from fedeas_flwr.errors import ConfigError, RunError
 from fedeas_flwr.grids import InlineGrid
 from fedeas_flwr.messages import TrainReport
 from fedeas_flwr.models import split_state
 from fedeas_flwr.prepare import prepare
-from fedeas_flwr.runs import RunDirectory, RunError
+from fedeas_flwr.runs import RunDirectory
 from fedeas_flwr.strategies import build_strategy
 from fedeas_flwr.strategies.client_part import ClientRound, Finished
 from fedeas_flwr.strategies.scaffold import Scaffold, ScaffoldClient

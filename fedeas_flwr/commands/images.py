@@ -16,7 +16,8 @@ from rich.console import Console
 
 from fedeas_flwr.commands.help import InOrderOfUse
 from fedeas_flwr.commands.output import FormatOption, can_be_folder, refuse_given
-from fedeas_flwr.config import SAMPLER_STEPS, ConfigError
+from fedeas_flwr.config import SAMPLER_STEPS
+from fedeas_flwr.errors import ConfigError
 from fedeas_flwr.sizes import counted, parse_age, parse_bytes, show_bytes, show_seconds
 from fedeas_flwr.terminal import print_table
 

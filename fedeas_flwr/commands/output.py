@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 from click.core import ParameterSource
 
-from fedeas_flwr.config import ConfigError
+from fedeas_flwr.errors import ConfigError
 from fedeas_flwr.paths import existing_part
 
 

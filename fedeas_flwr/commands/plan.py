@@ -13,7 +13,7 @@ from rich.console import Console
 
 from fedeas_flwr.commands.images import batch_speed, estimate_generation, show_estimate
 from fedeas_flwr.commands.output import FormatOption, can_be_folder, refuse_given
-from fedeas_flwr.config import ConfigError
+from fedeas_flwr.errors import ConfigError
 from fedeas_flwr.progress import show_tries
 
 if TYPE_CHECKING:

@@ -13,9 +13,10 @@ import psutil
 
 from fedeas_flwr import training
 from fedeas_flwr.cache import ImageCache
-from fedeas_flwr.config import ConfigError, RunConfig
+from fedeas_flwr.config import RunConfig
 from fedeas_flwr.cores import CGROUP, usable_cores
 from fedeas_flwr.doctor.findings import Finding, note, ok, problem
+from fedeas_flwr.errors import ConfigError
 from fedeas_flwr.launch import clients_at_once
 from fedeas_flwr.mps import CONTROL
 from fedeas_flwr.paths import cache_root, existing_part

@@ -13,12 +13,13 @@ import numpy.typing as npt
 
 from fedeas_flwr.config import RunConfig
 from fedeas_flwr.data import short_name
+from fedeas_flwr.errors import RunError
 from fedeas_flwr.exporting import without_folder
 from fedeas_flwr.keys import OF_GENERATION, keys_in_use
 from fedeas_flwr.listing import summarise_so_far
 from fedeas_flwr.metrics import WALL_CLOCK, efficiency, last_20, seconds_of
 from fedeas_flwr.report.style import LABELS, Look, looks_of
-from fedeas_flwr.runs import NOT_THE_RUN, RunDirectory, RunError
+from fedeas_flwr.runs import NOT_THE_RUN, RunDirectory
 
 FloatArray = npt.NDArray[np.float64]
 

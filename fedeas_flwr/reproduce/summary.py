@@ -10,7 +10,7 @@ from typing import Any
 
 from rich.console import Console
 
-from fedeas_flwr.config import ConfigError
+from fedeas_flwr.errors import ConfigError
 from fedeas_flwr.partition import LEAKAGE
 from fedeas_flwr.report.page import table_markdown
 from fedeas_flwr.reproduce.cells import cell

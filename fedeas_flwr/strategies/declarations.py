@@ -11,7 +11,8 @@ from fedeas_flwr.allocation import OWN_GAMMA
 from fedeas_flwr.config import RunConfig
 from fedeas_flwr.counts import LARGEST
 from fedeas_flwr.data import dataset_info
-from fedeas_flwr.messages import MessageError, Share, TrainReport
+from fedeas_flwr.errors import MessageError
+from fedeas_flwr.messages import Share, TrainReport
 from fedeas_flwr.sizes import counted
 
 

@@ -17,10 +17,9 @@ from flwr.supercore import log
 
 from fedeas_flwr import messages
 from fedeas_flwr.checkpoints import Arrays
-from fedeas_flwr.config import ConfigError, RunConfig
+from fedeas_flwr.config import RunConfig
+from fedeas_flwr.errors import ConfigError, MessageError, RunError
 from fedeas_flwr.local_data import Images, Labels
-from fedeas_flwr.messages import MessageError
-from fedeas_flwr.runs import RunError
 
 
 @dataclass(frozen=True)

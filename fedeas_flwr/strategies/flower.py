@@ -21,7 +21,8 @@ from numpy.random.mtrand import get_bit_generator, set_bit_generator
 from fedeas_flwr import messages
 from fedeas_flwr.array_records import encoded, to_arrays, to_record
 from fedeas_flwr.checkpoints import Arrays, Checkpoint, StrategyState
-from fedeas_flwr.config import ConfigError, RunConfig
+from fedeas_flwr.config import RunConfig
+from fedeas_flwr.errors import ConfigError
 from fedeas_flwr.messages import ARRAYS, METRICS, WEIGHT
 from fedeas_flwr.noise import Noise
 from fedeas_flwr.strategies.fedavg import settings

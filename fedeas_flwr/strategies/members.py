@@ -19,8 +19,7 @@ from flwr.supercore import log
 from fedeas_flwr import messages
 from fedeas_flwr.config import RunConfig
 from fedeas_flwr.data import dataset_info
-from fedeas_flwr.messages import MessageError
-from fedeas_flwr.runs import ProcessesDiedError, RunError
+from fedeas_flwr.errors import MessageError, ProcessesDiedError, RunError
 from fedeas_flwr.sizes import counted
 from fedeas_flwr.strategies.delivery import deliver, has_died
 

@@ -15,8 +15,8 @@ from fedeas_flwr import messages
 from fedeas_flwr.allocation import shares
 from fedeas_flwr.config import RunConfig
 from fedeas_flwr.data import dataset_info
-from fedeas_flwr.messages import MessageError, Share
-from fedeas_flwr.runs import ProcessesDiedError, RunError
+from fedeas_flwr.errors import MessageError, ProcessesDiedError, RunError
+from fedeas_flwr.messages import Share
 from fedeas_flwr.strategies.declarations import Declarations
 from fedeas_flwr.strategies.delivery import deliver, has_died
 from fedeas_flwr.strategies.members import Members

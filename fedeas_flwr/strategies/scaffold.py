@@ -20,7 +20,8 @@ from flwr.serverapp import Grid
 from fedeas_flwr import messages
 from fedeas_flwr.array_records import to_arrays, to_record
 from fedeas_flwr.checkpoints import Arrays, StrategyState
-from fedeas_flwr.config import ConfigError, RunConfig
+from fedeas_flwr.config import RunConfig
+from fedeas_flwr.errors import ConfigError
 from fedeas_flwr.strategies.averaging import like_model, weighted_average
 from fedeas_flwr.strategies.client_part import ClientPart, ClientRound, Finished
 from fedeas_flwr.strategies.fedavg import FedAvg, settings

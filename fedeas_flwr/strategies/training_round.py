@@ -25,9 +25,10 @@ from fedeas_flwr.array_records import to_arrays, to_record
 from fedeas_flwr.checkpoints import Arrays, Checkpoint, StrategyState
 from fedeas_flwr.config import RunConfig
 from fedeas_flwr.cores import in_order, threads_for
+from fedeas_flwr.errors import MessageError, ProcessesDiedError, RunError
 from fedeas_flwr.grids import GridView
-from fedeas_flwr.messages import MessageError, TrainReport, TrainTask
-from fedeas_flwr.runs import ProcessesDiedError, RunDirectory, RunError
+from fedeas_flwr.messages import TrainReport, TrainTask
+from fedeas_flwr.runs import RunDirectory
 from fedeas_flwr.sizes import counted
 from fedeas_flwr.strategies.averaging import like_model, weighted_average
 from fedeas_flwr.strategies.delivery import deliver, has_died

@@ -8,8 +8,9 @@ from functools import lru_cache, partial
 
 import torch
 
-from fedeas_flwr.config import ConfigError, RunConfig
+from fedeas_flwr.config import RunConfig
 from fedeas_flwr.data import dataset_info
+from fedeas_flwr.errors import ConfigError
 from fedeas_flwr.gpu.capture import capturing
 from fedeas_flwr.models import ImageShape, build_model
 from fedeas_flwr.normaliser import Normaliser
