@@ -1,4 +1,4 @@
-"""What crosses the wire: the only place that knows the names of records and keys.
+"""What crosses the wire: who writes what into a message, and how it is checked when it is read.
 
     query     server: which question, at what   client: its id and the whole numbers asked for, nothing else;
                       β or level                        or its id and arrays that a `disclose-…` key lets out
@@ -25,13 +25,24 @@ from typing import Any
 from flwr.app import ArrayRecord, ConfigRecord, Error, Message, MessageType, MetricRecord, RecordDict
 from flwr.supercore import log
 
-from fedeas_flwr.array_records import LiveRecord, WrongArraysError, read_like, to_arrays, to_record
+from fedeas_flwr.array_records import (
+    ARRAYS,
+    BUFFERS,
+    CONFIG,
+    EXTRA,
+    LOSS,
+    METRICS,
+    WEIGHT,
+    LiveRecord,
+    WrongArraysError,
+    read_like,
+    to_arrays,
+    to_record,
+)
 from fedeas_flwr.checkpoints import Arrays
 from fedeas_flwr.errors import MessageError
 from fedeas_flwr.one_line import one_line
 
-ARRAYS, BUFFERS, EXTRA, CONFIG, METRICS = "arrays", "buffers", "extra", "config", "metrics"
-WEIGHT, LOSS = "num-examples", "loss"
 _LOGGED_CHARACTERS = 20_000
 CLIENT_FAILED = 1
 """Error code of a reply in which the client itself says what went wrong."""

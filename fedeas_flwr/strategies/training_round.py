@@ -21,7 +21,7 @@ from flwr.serverapp.strategy import Strategy
 from flwr.supercore import log
 
 from fedeas_flwr import messages
-from fedeas_flwr.array_records import to_arrays, to_record
+from fedeas_flwr.array_records import ARRAYS, to_arrays, to_record
 from fedeas_flwr.checkpoints import Arrays, Checkpoint, StrategyState
 from fedeas_flwr.config import RunConfig
 from fedeas_flwr.cores import in_order, threads_for
@@ -125,7 +125,7 @@ class TrainingRounds(Roster):
         if self.config.gamma_hat == "off":
             return None
         start = dict(state.trainable)
-        ends = [to_arrays(reply.content.array_records[messages.ARRAYS]) for reply, _, _ in accepted]
+        ends = [to_arrays(reply.content.array_records[ARRAYS]) for reply, _, _ in accepted]
         if self.config.gamma_hat == "all-state":
             start |= state.buffers
             ends = [{**end, **buffers} for end, (_, _, buffers) in zip(ends, accepted, strict=True)]
