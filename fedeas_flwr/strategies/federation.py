@@ -22,9 +22,10 @@ from fedeas_flwr.messages import Share, TrainReport
 from fedeas_flwr.metrics import summarise
 from fedeas_flwr.runs import RunDirectory
 from fedeas_flwr.strategies.beside import Beside
-from fedeas_flwr.strategies.disclosure import NeedsDisclosure, tell
+from fedeas_flwr.strategies.disclosure import NeedsDisclosure
 from fedeas_flwr.strategies.federated_evaluation import ask_clients_to_test
 from fedeas_flwr.strategies.flower import Composed
+from fedeas_flwr.strategies.roster import tell
 from fedeas_flwr.strategies.server_part import Stateful
 from fedeas_flwr.strategies.training_round import RoundOutcome, TooFewRepliesError, TrainingRounds
 

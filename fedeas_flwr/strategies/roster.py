@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from logging import WARNING
+from collections.abc import Callable, Mapping, Sequence
+from logging import INFO, WARNING
 from typing import Any
 
 import numpy as np
@@ -19,6 +19,7 @@ from fedeas_flwr.errors import MessageError, ProcessesDiedError, RunError
 from fedeas_flwr.messages import Share
 from fedeas_flwr.strategies.declarations import Declarations
 from fedeas_flwr.strategies.delivery import deliver, has_died
+from fedeas_flwr.strategies.disclosure import NeedsDisclosure
 from fedeas_flwr.strategies.members import Members
 from fedeas_flwr.waterfill import waterfill_level
 
@@ -113,3 +114,18 @@ class Roster:
             missing, within = len(questions) - len(replies), f"round-timeout = {self.config.round_timeout:g} s"
             raise RunError(f"{missing} of {len(questions)} clients did not answer a query within {within}")
         return [replies[question.metadata.dst_node_id] for question in questions]
+
+
+def tell(strategy: NeedsDisclosure, config: RunConfig, clients: Mapping[int, int], replies: Sequence[Message]) -> None:
+    """Check the answers of all clients (node → client), give them to the strategy, and say what that was."""
+    disclosure = strategy.disclosure
+    wanted, told = disclosure.wanted(config), {}
+    try:
+        for reply in replies:
+            client = clients[reply.metadata.src_node_id]
+            told[client] = messages.read_disclosed(reply, client, wanted)
+        strategy.be_told({client: told[client] for client in sorted(told)})
+    except MessageError as error:
+        raise RunError(f"the answer to '{disclosure.question}' is not what it should be: {error}") from None
+    size = sum(array.nbytes for array in wanted.values())
+    log(INFO, "%s = true: each of %d clients disclosed %s (%d bytes)", disclosure.key, len(told), disclosure.what, size)
