@@ -27,7 +27,7 @@ from fedeas_flwr.checkpoints import (
 from fedeas_flwr.config import RunConfig, parse_config
 from fedeas_flwr.errors import ConfigError, RunError
 from fedeas_flwr.noise import Noise
-from fedeas_flwr.paths import atomic_write, cache_root, errors_naming, existing_part, remove_unfinished
+from fedeas_flwr.paths import atomic_write, errors_naming, existing_part, remove_unfinished
 from fedeas_flwr.processes import identify, is_elsewhere, still_runs
 from fedeas_flwr.round_records import Recorded, read_records
 from fedeas_flwr.run_files import holds_others_files
@@ -404,8 +404,3 @@ def _saying_what_cannot_be_read(path: Path) -> Iterator[None]:
         raise
     except OSError as error:
         raise RunError(f"{path} cannot be read: {error.strerror or error}") from None
-
-
-def run_folder(config: RunConfig, run_id: int) -> Path:
-    """Where a run is recorded: as its config says, or by Flower's number in the user's cache."""
-    return Path(config.run_dir) if config.run_dir else cache_root() / "runs" / str(run_id)

@@ -30,10 +30,11 @@ from fedeas_flwr.given_files import files_of
 from fedeas_flwr.gpu.own_streams import own_stream
 from fedeas_flwr.local_data import federated_data
 from fedeas_flwr.models import split_state
+from fedeas_flwr.node import run_folder
 from fedeas_flwr.one_line import one_line
 from fedeas_flwr.paths import cache_hint
 from fedeas_flwr.processes import MARK
-from fedeas_flwr.runs import RunDirectory, run_folder
+from fedeas_flwr.runs import RunDirectory
 from fedeas_flwr.strategies import build_strategy
 from fedeas_flwr.strategies.federation import Evaluate, Federation
 from fedeas_flwr.strategies.members import count_clients
