@@ -26,8 +26,9 @@ from fedeas_flwr.cache import ImageCache
 from fedeas_flwr.checkpoints import plain
 from fedeas_flwr.client_state import ClientState, ClientStore
 from fedeas_flwr.config import RunConfig, parse_config
-from fedeas_flwr.generators import Generator, RememberedGenerator, describe_generator, open_for_run
 from fedeas_flwr.generators.classifier import ensure_recognised, independent_classifier
+from fedeas_flwr.generators.interface import Generator, RememberedGenerator, describe_generator
+from fedeas_flwr.generators.opening import open_for_run
 from fedeas_flwr.generators.ray_service import ServiceGenerator
 from fedeas_flwr.generators.service import InProcessService
 from fedeas_flwr.gpu.kept_images import ImagesOnGpu, LocalImages

@@ -17,9 +17,10 @@ from fedeas_flwr.data import dataset_info, open_dataset
 from fedeas_flwr.dataset_sources import OWN
 from fedeas_flwr.errors import ConfigError, RunError
 from fedeas_flwr.event_log import check_installed
-from fedeas_flwr.generators import Generator, absolute_spec, check_for_run, open_for_run, stock
 from fedeas_flwr.generators.bank import check_enough
 from fedeas_flwr.generators.classifier import independent_classifier
+from fedeas_flwr.generators.interface import Generator, stock
+from fedeas_flwr.generators.opening import absolute_spec, check_for_run, open_for_run
 from fedeas_flwr.launch import ray_resources
 from fedeas_flwr.local_data import Labels, nothing_planned, planned_counts, planned_images
 from fedeas_flwr.models import split_state

@@ -25,8 +25,8 @@ from fedeas_flwr.data import dataset_info
 from fedeas_flwr.environment import describe_environment
 from fedeas_flwr.errors import ConfigError, ProcessesDiedError, RunError
 from fedeas_flwr.event_log import event_log
+from fedeas_flwr.generators.opening import files_of
 from fedeas_flwr.generators.ray_service import start_service
-from fedeas_flwr.given_files import files_of
 from fedeas_flwr.gpu.own_streams import own_stream
 from fedeas_flwr.local_data import federated_data
 from fedeas_flwr.models import split_state

@@ -16,7 +16,8 @@ from fedeas_flwr.cache import ImageCache
 from fedeas_flwr.client_app import _source, plan_client
 from fedeas_flwr.config import parse_config
 from fedeas_flwr.errors import ConfigError, RunFailedError
-from fedeas_flwr.generators import RememberedGenerator, SampleId, batch_size, open_generator
+from fedeas_flwr.generators.interface import RememberedGenerator, SampleId, batch_size
+from fedeas_flwr.generators.opening import open_generator
 from fedeas_flwr.local_data import federated_data, local_data
 from fedeas_flwr.messages import Share
 from fedeas_flwr.node import read_node

@@ -23,7 +23,7 @@ from fedeas_flwr.cache import ImageCache
 from fedeas_flwr.cli import app
 from fedeas_flwr.errors import RunError
 from fedeas_flwr.exporting import export
-from fedeas_flwr.generators import SampleId, describe_generator
+from fedeas_flwr.generators.interface import SampleId, describe_generator
 from fedeas_flwr.partition import LEAKAGE_ELSEWHERE
 from fedeas_flwr.report import samples
 from fedeas_flwr.report.allocations import draw, maps_of

@@ -22,14 +22,15 @@ from safetensors.torch import save_file
 from torchvision.models import resnet18
 from waiting import LONG, Held, wait_until
 
-from fedeas_flwr import client_app, generators, prepare
+from fedeas_flwr import client_app, prepare
 from fedeas_flwr.allocation import allocate
 from fedeas_flwr.checkpoints import Checkpoint
 from fedeas_flwr.config import MATCHED, RunConfig
 from fedeas_flwr.errors import RunError
 from fedeas_flwr.exporting import export
-from fedeas_flwr.generators import Generator, SampleId
-from fedeas_flwr.given_files import files_of
+from fedeas_flwr.generators import opening
+from fedeas_flwr.generators.interface import Generator, SampleId
+from fedeas_flwr.generators.opening import files_of
 from fedeas_flwr.grids import InlineGrid
 from fedeas_flwr.launch import launch
 from fedeas_flwr.local_data import planned_counts
@@ -265,7 +266,7 @@ def test_an_inline_run_opens_its_generator_once(
 
     def counted(config: RunConfig, device: str) -> Generator:
         opened.append(device)
-        return generators.open_for_run(config, device)
+        return opening.open_for_run(config, device)
 
     for module in (client_app, prepare):
         monkeypatch.setattr(module, "open_for_run", counted)

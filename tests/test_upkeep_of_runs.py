@@ -22,7 +22,7 @@ from fedeas_flwr.cli import app
 from fedeas_flwr.commands import images as images_command
 from fedeas_flwr.config import KEYS
 from fedeas_flwr.errors import ConfigError, RunError
-from fedeas_flwr.generators import SampleId, describe_generator
+from fedeas_flwr.generators.interface import SampleId, describe_generator
 from fedeas_flwr.prepare import prepare
 from fedeas_flwr.progress import ImagesToCome, RoundProgress
 from fedeas_flwr.runs import RunDirectory

@@ -182,7 +182,7 @@ def check_plan(config: RunConfig) -> Iterable[Finding]:
 
 
 def _model(config: RunConfig) -> Finding:
-    from fedeas_flwr.generators import check_for_run
+    from fedeas_flwr.generators.opening import check_for_run
     from fedeas_flwr.training import pick_device
 
     try:

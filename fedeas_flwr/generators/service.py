@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from fedeas_flwr.generators import Generator, SampleId, batch_size, stock
+from fedeas_flwr.generators.interface import Generator, SampleId, batch_size, stock
 
 Images = NDArray[np.uint8]
 

@@ -23,7 +23,7 @@ from test_cache import Fake, ids
 
 from fedeas_flwr.cache import ImageCache
 from fedeas_flwr.errors import RunError
-from fedeas_flwr.generators import SampleId
+from fedeas_flwr.generators.interface import SampleId
 from fedeas_flwr.runs import RunDirectory
 from fedeas_flwr.upkeep import verify
 
