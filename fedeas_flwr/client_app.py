@@ -32,9 +32,10 @@ from fedeas_flwr.generators.opening import open_for_run
 from fedeas_flwr.generators.ray_service import ServiceGenerator
 from fedeas_flwr.generators.service import InProcessService
 from fedeas_flwr.gpu.kept_images import ImagesOnGpu, LocalImages
-from fedeas_flwr.local_data import FederatedData, Images, Labels, asked_images, local_data
+from fedeas_flwr.local_data import FederatedData, Images, Labels, local_data
 from fedeas_flwr.messages import EvaluateReport, Share, TrainReport, TrainTask
 from fedeas_flwr.node import Node, read_node
+from fedeas_flwr.run_plan import asked_images
 from fedeas_flwr.strategies import ALGORITHMS, client_part
 from fedeas_flwr.strategies.client_part import ClientRound
 from fedeas_flwr.strategies.clipping import clips_update

@@ -22,8 +22,8 @@ from fedeas_flwr import messages
 from fedeas_flwr.array_records import to_arrays, to_record
 from fedeas_flwr.errors import ConfigError
 from fedeas_flwr.grids import InlineGrid
-from fedeas_flwr.local_data import planned_counts
 from fedeas_flwr.models import SmallCNN
+from fedeas_flwr.run_plan import planned_counts
 from fedeas_flwr.strategies import build_strategy
 from fedeas_flwr.strategies.client_part import ClientRound
 from fedeas_flwr.strategies.feature_generator import (

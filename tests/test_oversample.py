@@ -20,10 +20,11 @@ from fedeas_flwr.augment import repeated
 from fedeas_flwr.client_app import _images
 from fedeas_flwr.client_state import ClientState
 from fedeas_flwr.counts import IntArray
-from fedeas_flwr.local_data import federated_data, planned_counts
+from fedeas_flwr.local_data import federated_data
 from fedeas_flwr.node import read_node
 from fedeas_flwr.partition import make_partition, plan_labels
 from fedeas_flwr.planning import format_table
+from fedeas_flwr.run_plan import planned_counts
 from fedeas_flwr.training import recipe
 
 

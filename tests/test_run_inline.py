@@ -33,8 +33,8 @@ from fedeas_flwr.generators.interface import Generator, SampleId
 from fedeas_flwr.generators.opening import files_of
 from fedeas_flwr.grids import InlineGrid
 from fedeas_flwr.launch import launch
-from fedeas_flwr.local_data import planned_counts
 from fedeas_flwr.prepare import evaluate_run
+from fedeas_flwr.run_plan import planned_counts
 from fedeas_flwr.runs import RunDirectory
 from fedeas_flwr.strategies.federation import Federation
 

@@ -165,6 +165,6 @@ def read_grid(text: str) -> list[float]:
 
 
 def _partition_counts(dataset: str, protocol: str, clients: int, alpha: float, seed: int) -> IntArray:
-    from fedeas_flwr.local_data import partition_counts
+    from fedeas_flwr.run_plan import partition_counts
 
     return partition_counts(dataset, protocol, clients, alpha, seed, progress=show_tries(Console(stderr=True)))

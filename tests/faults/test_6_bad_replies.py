@@ -28,8 +28,9 @@ from fedeas_flwr.checkpoints import Checkpoint
 from fedeas_flwr.config import parse_config
 from fedeas_flwr.errors import MessageError, RunError
 from fedeas_flwr.grids import InlineGrid
-from fedeas_flwr.local_data import federated_data, planned_counts
+from fedeas_flwr.local_data import federated_data
 from fedeas_flwr.messages import TrainReport
+from fedeas_flwr.run_plan import planned_counts
 from fedeas_flwr.runs import RunDirectory
 from fedeas_flwr.strategies import build_strategy
 from fedeas_flwr.strategies.federation import Federation
