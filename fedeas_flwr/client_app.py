@@ -28,9 +28,8 @@ from fedeas_flwr.client_state import ClientState, ClientStore
 from fedeas_flwr.config import RunConfig, parse_config
 from fedeas_flwr.generators.classifier import ensure_recognised, independent_classifier
 from fedeas_flwr.generators.interface import Generator, RememberedGenerator, describe_generator
-from fedeas_flwr.generators.opening import open_for_run
 from fedeas_flwr.generators.ray_service import ServiceGenerator
-from fedeas_flwr.generators.service import InProcessService
+from fedeas_flwr.generators.service import own_generator
 from fedeas_flwr.gpu.kept_images import ImagesOnGpu, LocalImages
 from fedeas_flwr.local_data import FederatedData, Images, Labels, local_data
 from fedeas_flwr.messages import EvaluateReport, Share, TrainReport, TrainTask
@@ -213,7 +212,6 @@ def _counts(data: FederatedData, client: int) -> Labels:
 
 
 _on_gpu = ImagesOnGpu()
-_opening = threading.Lock()
 _own = threading.local()
 _engines = EnginePool()
 
@@ -275,17 +273,6 @@ def _synthetic(
         images, labels, made, rejected = ensure_recognised(cache, generator, judge, least, **ask)
     used = np.concatenate([np.arange(end - n, end) for n, end in zip(wanted, asked.cumsum(), strict=True)])
     return images[used], labels[used], made, rejected
-
-
-def own_generator(config: RunConfig, device: str) -> Generator:
-    """The run's generator in this process, one for all of its threads."""
-    with _opening:
-        return _opened_generator(tuple(describe_generator(config).items()), device)
-
-
-@lru_cache(maxsize=1)
-def _opened_generator(keys: tuple[tuple[str, Any], ...], device: str) -> Generator:
-    return InProcessService(open_for_run(parse_config(dict(keys)), device))
 
 
 def _tested_model(config: RunConfig, device: str) -> torch.nn.Module:

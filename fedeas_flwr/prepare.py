@@ -11,7 +11,6 @@ from typing import Any
 from rich.console import Console
 
 from fedeas_flwr.cache import ImageCache
-from fedeas_flwr.client_app import own_generator
 from fedeas_flwr.config import RunConfig
 from fedeas_flwr.data import dataset_info, open_dataset
 from fedeas_flwr.dataset_sources import OWN
@@ -21,6 +20,7 @@ from fedeas_flwr.generators.bank import check_enough
 from fedeas_flwr.generators.classifier import independent_classifier
 from fedeas_flwr.generators.interface import Generator, stock
 from fedeas_flwr.generators.opening import absolute_spec, check_for_run, open_for_run
+from fedeas_flwr.generators.service import own_generator
 from fedeas_flwr.launch import ray_resources
 from fedeas_flwr.local_data import Labels
 from fedeas_flwr.models import split_state

@@ -28,7 +28,7 @@ from fedeas_flwr.checkpoints import Checkpoint
 from fedeas_flwr.config import MATCHED, RunConfig
 from fedeas_flwr.errors import RunError
 from fedeas_flwr.exporting import export
-from fedeas_flwr.generators import opening
+from fedeas_flwr.generators import opening, service
 from fedeas_flwr.generators.interface import Generator, SampleId
 from fedeas_flwr.generators.opening import files_of
 from fedeas_flwr.grids import InlineGrid
@@ -262,13 +262,13 @@ def test_an_inline_run_opens_its_generator_once(
 ) -> None:
     """To open one reads and hashes all of its weights: gigabytes of SD-Turbo."""
     opened: list[str] = []
-    client_app._opened_generator.cache_clear()
+    service._opened_generator.cache_clear()
 
     def counted(config: RunConfig, device: str) -> Generator:
         opened.append(device)
         return opening.open_for_run(config, device)
 
-    for module in (client_app, prepare):
+    for module in (service, prepare):
         monkeypatch.setattr(module, "open_for_run", counted)
     console = Console(file=io.StringIO())
     run = launch(prepare.prepare(quick(tmp_path / "r", rounds=1), console), console)
