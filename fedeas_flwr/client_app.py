@@ -34,12 +34,14 @@ from fedeas_flwr.gpu.kept_images import ImagesOnGpu, LocalImages
 from fedeas_flwr.local_data import FederatedData, Images, Labels, local_data
 from fedeas_flwr.messages import EvaluateReport, Share, TrainReport, TrainTask
 from fedeas_flwr.node import Node, read_node
+from fedeas_flwr.normaliser import Normaliser
 from fedeas_flwr.run_plan import asked_images
 from fedeas_flwr.strategies import ALGORITHMS, client_part
 from fedeas_flwr.strategies.client_part import ClientRound
 from fedeas_flwr.strategies.clipping import clips_update
 from fedeas_flwr.streams import stream
-from fedeas_flwr.training import Evaluator, Normaliser, loss_and_view_inputs, network, pick_device, recipe
+from fedeas_flwr.training import loss_and_view_inputs, network, pick_device, recipe
+from fedeas_flwr.training.evaluation import Evaluator
 from fedeas_flwr.training.pool import EnginePool
 from fedeas_flwr.waterfill import waterfill_count, waterfill_fill
 

@@ -185,7 +185,7 @@ def ensure_digits_generator(console: Console) -> None:
 
 def evaluate_run(run: RunDirectory) -> dict[str, Any]:
     """Test a finished run's model anew."""
-    from fedeas_flwr.server_app import central_test
+    from fedeas_flwr.training.evaluation import central_test
 
     config = run.config()
     arrays = run.load_model()

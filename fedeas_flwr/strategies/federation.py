@@ -16,7 +16,7 @@ from flwr.serverapp.strategy import Strategy
 from flwr.supercore import log
 
 from fedeas_flwr import messages
-from fedeas_flwr.checkpoints import Arrays, Checkpoint
+from fedeas_flwr.checkpoints import Checkpoint
 from fedeas_flwr.config import RunConfig
 from fedeas_flwr.messages import Share, TrainReport
 from fedeas_flwr.metrics import summarise
@@ -28,8 +28,7 @@ from fedeas_flwr.strategies.flower import Composed
 from fedeas_flwr.strategies.roster import tell
 from fedeas_flwr.strategies.server_part import Stateful
 from fedeas_flwr.strategies.training_round import RoundOutcome, TooFewRepliesError, TrainingRounds
-
-Evaluate = Callable[[Arrays, Arrays], dict[str, Any]]
+from fedeas_flwr.training.evaluation import Evaluate
 
 
 class Federation(TrainingRounds):

@@ -1,4 +1,4 @@
-"""The client's engine: the run's network, training it on images, and testing it."""
+"""The client's engine: the run's network, and training it on images."""
 
 from __future__ import annotations
 
@@ -15,30 +15,11 @@ from fedeas_flwr.gpu.capture import capturing
 from fedeas_flwr.models import ImageShape, build_model
 from fedeas_flwr.normaliser import Normaliser
 from fedeas_flwr.streams import stream
-from fedeas_flwr.training.engine import Engine, Recipe, State, TrainResult, copy_state
-from fedeas_flwr.training.evaluation import Evaluation, Evaluator
+from fedeas_flwr.training.engine import Engine, Recipe
 from fedeas_flwr.training.losses import loss_constants
 from fedeas_flwr.training.objective import Inputs, Objective
 from fedeas_flwr.training.sparing import Differentiate, Rung, SparingEngine, at_once, frugal_ways
 from fedeas_flwr.training.views import VIEWS, draw_views
-
-__all__ = [
-    "Engine",
-    "Evaluation",
-    "Evaluator",
-    "Normaliser",
-    "Objective",
-    "Recipe",
-    "State",
-    "TrainResult",
-    "build_engine",
-    "check_engine",
-    "copy_state",
-    "loss_and_view_inputs",
-    "network",
-    "pick_device",
-    "recipe",
-]
 
 
 def network(config: RunConfig) -> torch.nn.Module:

@@ -31,7 +31,8 @@ from fedeas_flwr.errors import ConfigError, ProcessesDiedError, RunError
 from fedeas_flwr.grids import InlineGrid
 from fedeas_flwr.runs import RunDirectory
 from fedeas_flwr.strategies import federation as loop
-from fedeas_flwr.strategies.federation import Evaluate, Federation
+from fedeas_flwr.strategies.federation import Federation
+from fedeas_flwr.training.evaluation import Evaluate
 
 KEYS: dict[str, Any] = {"policy": "none", "strategy": "scaffold", "participation": 1.0, "rounds": 6}
 
