@@ -308,11 +308,11 @@ def train_generator(
     checkpoint_every: Annotated[float, typer.Option(help="seconds between checkpoints")] = 300.0,
 ) -> None:
     """Train a class-conditional diffusion model; Ctrl-C saves a checkpoint."""
+    from fedeas_flwr.devices import pick_device
     from fedeas_flwr.generators.presets import find_preset
     from fedeas_flwr.generators.training_run import preset_begun_with
     from fedeas_flwr.generators.training_run import train_generator as train
     from fedeas_flwr.progress import show_training
-    from fedeas_flwr.training import pick_device
 
     if device not in ("auto", "cpu", "cuda"):
         raise ConfigError(f"device = '{device}': must be auto, cpu or cuda")

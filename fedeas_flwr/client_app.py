@@ -26,6 +26,7 @@ from fedeas_flwr.cache import ImageCache
 from fedeas_flwr.checkpoints import plain
 from fedeas_flwr.client_state import ClientState, ClientStore
 from fedeas_flwr.config import RunConfig, parse_config
+from fedeas_flwr.devices import pick_device
 from fedeas_flwr.generators.classifier import ensure_recognised, independent_classifier
 from fedeas_flwr.generators.interface import Generator, RememberedGenerator, describe_generator
 from fedeas_flwr.generators.ray_service import ServiceGenerator
@@ -40,7 +41,7 @@ from fedeas_flwr.strategies import ALGORITHMS, client_part
 from fedeas_flwr.strategies.client_part import ClientRound
 from fedeas_flwr.strategies.clipping import clips_update
 from fedeas_flwr.streams import stream
-from fedeas_flwr.training import loss_and_view_inputs, network, pick_device, recipe
+from fedeas_flwr.training import loss_and_view_inputs, network, recipe
 from fedeas_flwr.training.evaluation import Evaluator
 from fedeas_flwr.training.pool import EnginePool
 from fedeas_flwr.waterfill import waterfill_count, waterfill_fill

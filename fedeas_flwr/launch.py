@@ -22,6 +22,7 @@ from rich.console import Console
 
 from fedeas_flwr.config import RunConfig
 from fedeas_flwr.cores import usable_cores
+from fedeas_flwr.devices import pick_device
 from fedeas_flwr.environment import describe_environment
 from fedeas_flwr.errors import ProcessesDiedError, RunFailedError
 from fedeas_flwr.generators.ray_service import leave_sliver
@@ -30,7 +31,7 @@ from fedeas_flwr.processes import ProcessTree, still_runs
 from fedeas_flwr.progress import ImagesToCome, RoundProgress
 from fedeas_flwr.runs import RunDirectory
 from fedeas_flwr.superlink import flwr_answer, own_environment, stage_app, start_superlink
-from fedeas_flwr.training import cohort, pick_device
+from fedeas_flwr.training import cohort
 
 
 def launch(config: RunConfig, console: Console) -> RunDirectory:

@@ -36,7 +36,7 @@ def may_share_gpu(config: RunConfig) -> bool:
     """Whether a run computes on this machine's GPU and allows MPS; on a cluster, MPS is its keeper's affair."""
     if config.mps == "off" or config.ray_address or config.device == "cpu":
         return False
-    from fedeas_flwr.training import pick_device  # slow to import, and most sweeps do without
+    from fedeas_flwr.devices import pick_device
 
     try:
         return pick_device(config.device) == "cuda"

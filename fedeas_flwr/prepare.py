@@ -14,6 +14,7 @@ from fedeas_flwr.cache import ImageCache
 from fedeas_flwr.config import RunConfig
 from fedeas_flwr.data import dataset_info, open_dataset
 from fedeas_flwr.dataset_sources import OWN
+from fedeas_flwr.devices import pick_device
 from fedeas_flwr.errors import ConfigError, RunError
 from fedeas_flwr.event_log import check_installed
 from fedeas_flwr.generators.bank import check_enough
@@ -30,7 +31,7 @@ from fedeas_flwr.run_plan import nothing_planned, planned_counts, planned_images
 from fedeas_flwr.runs import RunDirectory
 from fedeas_flwr.sizes import show_bytes, show_seconds
 from fedeas_flwr.strategies import build_strategy
-from fedeas_flwr.training import check_engine, network, pick_device
+from fedeas_flwr.training import check_engine, network
 from fedeas_flwr.training.engine import copy_state
 from fedeas_flwr.upkeep import make_room
 

@@ -22,6 +22,7 @@ from fedeas_flwr.checkpoints import Arrays, Checkpoint
 from fedeas_flwr.client_state import forget_kept_states, write_kept_states
 from fedeas_flwr.config import RunConfig, parse_config
 from fedeas_flwr.data import dataset_info
+from fedeas_flwr.devices import pick_device
 from fedeas_flwr.environment import describe_environment
 from fedeas_flwr.errors import ConfigError, ProcessesDiedError, RunError
 from fedeas_flwr.event_log import event_log
@@ -36,7 +37,7 @@ from fedeas_flwr.runs import RunDirectory
 from fedeas_flwr.strategies import build_strategy
 from fedeas_flwr.strategies.federation import Federation
 from fedeas_flwr.strategies.members import count_clients
-from fedeas_flwr.training import network, pick_device
+from fedeas_flwr.training import network
 from fedeas_flwr.training.evaluation import central_test
 
 FORESEEN = (RunError, ConfigError)

@@ -39,6 +39,7 @@ LAYERS = [
     {
         "checkpoints",
         "gpu",
+        "devices",
         "runs",
         "exporting",
         "node",
@@ -69,6 +70,7 @@ FLOWER = {"array_records", "messages", "grids", "strategies", "client_app", "ser
 TORCH = {
     "array_records",
     "gpu",
+    "devices",
     "event_log",
     "training",
     "models",

@@ -107,7 +107,7 @@ def estimate_generation(plan: dict[str, Any], spec: str, dataset: str) -> dict[s
 
     Images that are in the cache already are not taken off.
     """
-    from fedeas_flwr.training import pick_device
+    from fedeas_flwr.devices import pick_device
     from fedeas_flwr.upkeep import stored_bytes
 
     rows = [client["generate"] for client in plan["clients"]]
@@ -130,8 +130,8 @@ def batch_speed(spec: str, dataset: str, classes: int) -> Speed:
 
 def _open_checked(spec: str, dataset: str, classes: int, wanted_by: str) -> Generator:
     from fedeas_flwr.config import parse_config
+    from fedeas_flwr.devices import pick_device
     from fedeas_flwr.generators.opening import open_for_run
-    from fedeas_flwr.training import pick_device
 
     generator = open_for_run(parse_config({"dataset": dataset, "generator": spec}), pick_device("auto"))
     if classes != generator.num_classes:
@@ -196,12 +196,12 @@ def generate(
 
     from fedeas_flwr.config import parse_config
     from fedeas_flwr.data import dataset_info, open_dataset
+    from fedeas_flwr.devices import pick_device
     from fedeas_flwr.generators.bank import check_enough
     from fedeas_flwr.generators.interface import SampleId, stock
     from fedeas_flwr.generators.opening import open_for_run
     from fedeas_flwr.image_sheet import save_sheet
     from fedeas_flwr.paths import atomic_path, atomic_write
-    from fedeas_flwr.training import pick_device
 
     values = {"dataset": dataset, "generator": generator, "generation-batch": generation_batch}
     config = parse_config(values | drawn | {"device": device})

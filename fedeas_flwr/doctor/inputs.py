@@ -182,8 +182,8 @@ def check_plan(config: RunConfig) -> Iterable[Finding]:
 
 
 def _model(config: RunConfig) -> Finding:
+    from fedeas_flwr.devices import pick_device
     from fedeas_flwr.generators.opening import check_for_run
-    from fedeas_flwr.training import pick_device
 
     try:
         device = pick_device(config.device)

@@ -28,9 +28,10 @@ from filelock import FileLock
 
 from fedeas_flwr.config import RunConfig, parse_config
 from fedeas_flwr.data import dataset_info
+from fedeas_flwr.devices import pick_device
 from fedeas_flwr.one_line import one_line
 from fedeas_flwr.paths import atomic_write, cache_root
-from fedeas_flwr.training import build_engine, network, pick_device
+from fedeas_flwr.training import build_engine, network
 from fedeas_flwr.training.engine import Engine, read_state
 from fedeas_flwr.training.objective import CROSS_ENTROPY
 
