@@ -77,7 +77,7 @@ def query(message: Message, context: Context) -> Message:
     if question == "identity":
         examples, classes = len(data.partition.train[node.part]), messages.classes_digest(data.dataset.classes)
         return messages.answer(message, client, partitions=node.partitions, examples=examples, classes=classes)
-    counts = _counts(data, node.part)
+    counts = data.label_counts(node.part)
     if question == "plan":
         total = allocation.fedeas(counts, at, config.gamma, not config.printed_rule).sum()
         return messages.answer(message, client, total=int(total), absent=int((counts == 0).sum()))
@@ -105,7 +105,7 @@ def train_client(message: Message, context: Context) -> Message:
     began = time.perf_counter()
     if state.generate is None or data_changed(config, data, node, state):  # the former: first participation
         plan = plan_client(config, data, node.part, task.beta, task.share)
-        state = replace(state, generate=plan, counts=tuple(_counts(data, node.part)[0].tolist()))
+        state = replace(state, generate=plan, counts=tuple(data.label_counts(node.part)[0].tolist()))
     local_images = _images(config, data, node, state, device, task)
     images, labels = local_images.images, local_images.labels
     generated_at = time.perf_counter()
@@ -170,7 +170,7 @@ def data_changed(config: RunConfig, data: FederatedData, node: Node, state: Clie
         If they are and the run-config does not allow to plan anew: an average of clients that are no longer what they
         declared is not the run that was asked for. The counts themselves are not told.
     """
-    client, now = node.client, tuple(_counts(data, node.part)[0].tolist())
+    client, now = node.client, tuple(data.label_counts(node.part)[0].tolist())
     if state.counts is None or state.counts == now:
         return False
     if config.data_change == "refuse":
@@ -184,7 +184,7 @@ def data_changed(config: RunConfig, data: FederatedData, node: Node, state: Clie
 
 def plan_client(config: RunConfig, data: FederatedData, client: int, beta: float, share: Share) -> tuple[int, ...]:
     """How many images of each class this client generates: its own counts, β and its share are all it needs."""
-    counts = _counts(data, client)
+    counts = data.label_counts(client)
     strict_mean = not config.printed_rule
     if config.policy in ("uniform", "missing-only"):
         eligible = allocation.eligible_pairs(counts, absent_only=config.policy == "missing-only")[0]
@@ -210,10 +210,6 @@ def _open(context: Context) -> tuple[RunConfig, Node]:
     return node.apply(parse_config(context.run_config)), node
 
 
-def _counts(data: FederatedData, client: int) -> Labels:
-    return np.bincount(data.train_labels(client), minlength=data.num_classes)[None, :].astype(np.int64)
-
-
 _on_gpu = ImagesOnGpu()
 _own = threading.local()
 _engines = EnginePool()
@@ -235,7 +231,7 @@ def _images(
         images, labels = np.concatenate([images, more]), np.concatenate([labels, more_labels])
         generator = source.fingerprint
     if config.policy == "oversample":
-        copies = allocation.oversample(_counts(data, node.part), task.beta, config.gamma, not config.printed_rule)[0]
+        copies = allocation.oversample(data.label_counts(node.part), task.beta, config.gamma, not config.printed_rule)[0]
         chosen = repeated(labels, copies.tolist(), stream(config.seed, "oversample", client))
         images, labels = np.concatenate([images, images[chosen]]), np.concatenate([labels, labels[chosen]])
     tensors = torch.from_numpy(images).to(device), torch.from_numpy(labels).to(device)

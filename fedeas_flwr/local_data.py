@@ -45,6 +45,10 @@ class FederatedData:
         """The labels alone: enough for a plan."""
         return self._labels()[self.partition.train[client]]
 
+    def label_counts(self, client: int) -> Labels:
+        """Label counts of client k alone, [1, C]."""
+        return np.bincount(self.train_labels(client), minlength=self.num_classes)[None, :].astype(np.int64)
+
     def global_test(self) -> tuple[Images, Labels]:
         """The server's test set: official (``clean``), or the union of the clients' own (``paper``)."""
         if self.protocol == "clean":
