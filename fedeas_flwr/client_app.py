@@ -2,7 +2,7 @@
 
 The same code runs under Ray, inline and on a SuperNode. A client knows its own data, the run-config and what the
 message says; what it keeps between rounds is in client_state.py and cache.py. In module state there are only copies
-that spare work: engines, an open generator, images that lie on the GPU.
+that spare work: engines and networks to test with.
 """
 
 from __future__ import annotations
@@ -13,30 +13,21 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from functools import lru_cache, wraps
-from typing import Any
 
-import numpy as np
 import torch
 from flwr.app import Context, Message
 from flwr.clientapp import ClientApp
 
 from fedeas_flwr import allocation, messages
-from fedeas_flwr.augment import repeated
-from fedeas_flwr.cache import ImageCache
 from fedeas_flwr.checkpoints import plain
 from fedeas_flwr.client_state import ClientState, ClientStore
 from fedeas_flwr.config import RunConfig, parse_config
 from fedeas_flwr.devices import pick_device
-from fedeas_flwr.generators.classifier import ensure_recognised, independent_classifier
-from fedeas_flwr.generators.interface import Generator, RememberedGenerator, describe_generator
-from fedeas_flwr.generators.ray_service import ServiceGenerator
-from fedeas_flwr.generators.service import own_generator
-from fedeas_flwr.gpu.kept_images import ImagesOnGpu, LocalImages
-from fedeas_flwr.local_data import FederatedData, Images, Labels, local_data
-from fedeas_flwr.messages import EvaluateReport, Share, TrainReport, TrainTask
+from fedeas_flwr.generators.client_images import local_images
+from fedeas_flwr.local_data import FederatedData, Labels, local_data
+from fedeas_flwr.messages import EvaluateReport, Share, TrainReport
 from fedeas_flwr.node import Node, read_node
 from fedeas_flwr.normaliser import Normaliser
-from fedeas_flwr.run_plan import asked_images
 from fedeas_flwr.strategies import ALGORITHMS, client_part
 from fedeas_flwr.strategies.client_part import ClientRound
 from fedeas_flwr.strategies.clipping import clips_update
@@ -106,8 +97,9 @@ def train_client(message: Message, context: Context) -> Message:
     if state.generate is None or data_changed(config, data, node, state):  # the former: first participation
         plan = plan_client(config, data, node.part, task.beta, task.share)
         state = replace(state, generate=plan, counts=tuple(data.label_counts(node.part)[0].tolist()))
-    local_images = _images(config, data, node, state, device, task)
-    images, labels = local_images.images, local_images.labels
+    generate = state.generate or ()
+    found = local_images(config, data, node, generate, task.beta, task.service, state.generator, device)
+    images, labels = found.images, found.labels
     generated_at = time.perf_counter()
 
     part, (trainable, buffers) = client_part(config), messages.read_model(message)
@@ -130,18 +122,18 @@ def train_client(message: Message, context: Context) -> Message:
     trainable, buffers = (dict(s) if live else plain(s) for s in trained)
     finished = part.finish(local, trainable, buffers)
     needed = (task.accepted_round, task.checkpointed_round)
-    kept = replace(state, memory=finished.memory, generator=local_images.generator)
+    kept = replace(state, memory=finished.memory, generator=found.generator)
     store.save(task.round, kept, needed)
     report = TrainReport(
         client=client,
         examples=len(data.partition.train[node.part]),
         loss=result.loss,
         steps=result.steps,
-        generated=sum(state.generate or ()),
-        made=local_images.made,
+        generated=sum(generate),
+        made=found.made,
         seconds_generating=generated_at - began,
         seconds_training=time.perf_counter() - generated_at,
-        rejected=local_images.rejected,
+        rejected=found.rejected,
     )
     extra = finished.extra if live else plain(finished.extra)
     return messages.train_reply(message, report, trainable, buffers, extra)
@@ -210,68 +202,8 @@ def _open(context: Context) -> tuple[RunConfig, Node]:
     return node.apply(parse_config(context.run_config)), node
 
 
-_on_gpu = ImagesOnGpu()
 _own = threading.local()
 _engines = EnginePool()
-
-
-def _images(
-    config: RunConfig, data: FederatedData, node: Node, state: ClientState, device: str, task: TrainTask
-) -> LocalImages:
-    """A client's images and labels, those of its plan generated if they are not there yet."""
-    client, generate = node.client, state.generate or ()
-    found = _on_gpu.find(config, client, generate)
-    if found is not None:
-        return found
-    images, labels = data.train(node.part)
-    made, rejected, generator = 0, 0, state.generator
-    if sum(generate):
-        source = _source(config, device, task.service, state.generator)
-        more, more_labels, made, rejected = _synthetic(config, client, generate, device, source)
-        images, labels = np.concatenate([images, more]), np.concatenate([labels, more_labels])
-        generator = source.fingerprint
-    if config.policy == "oversample":
-        copies = allocation.oversample(data.label_counts(node.part), task.beta, config.gamma, not config.printed_rule)[0]
-        chosen = repeated(labels, copies.tolist(), stream(config.seed, "oversample", client))
-        images, labels = np.concatenate([images, images[chosen]]), np.concatenate([labels, labels[chosen]])
-    tensors = torch.from_numpy(images).to(device), torch.from_numpy(labels).to(device)
-    if device != "cpu":
-        _on_gpu.keep(config, client, generate, LocalImages(*tensors, rejected=rejected, generator=generator))
-    return LocalImages(*tensors, made, rejected, generator)
-
-
-def _source(config: RunConfig, device: str, service: str, known: str) -> Generator:
-    """The generator to ask: the federation's shared one, or this client's own.
-
-    A client that has its images knows the generator by its fingerprint, and the model stays on disk: on a SuperNode
-    every message is a new process, and each would load diffusers and the model to read images that are in the cache.
-    """
-
-    def open_it() -> Generator:
-        return ServiceGenerator(service, config.dataset) if service else own_generator(config, device)
-
-    return RememberedGenerator(known, config.dataset, open_it) if known else open_it()
-
-
-def _synthetic(
-    config: RunConfig, client: int, wanted: tuple[int, ...], device: str, generator: Generator
-) -> tuple[Images, Labels, int, int]:
-    """This client's synthetic images and labels, how many were made just now, and how many were left out."""
-    cache, least, asked = ImageCache(), config.min_class_agreement, asked_images(config, np.array(wanted))
-    ask: dict[str, Any] = {
-        "seed": config.seed,
-        "client": client if config.shared_images == "no" else 0,
-        "wanted": asked.tolist(),
-        "about": describe_generator(config),
-    }
-    if least == 0:
-        images, labels, made = cache.ensure(generator, **ask)
-        rejected = 0
-    else:
-        judge = independent_classifier(config.dataset, config.data_dir, device)
-        images, labels, made, rejected = ensure_recognised(cache, generator, judge, least, **ask)
-    used = np.concatenate([np.arange(end - n, end) for n, end in zip(wanted, asked.cumsum(), strict=True)])
-    return images[used], labels[used], made, rejected
 
 
 def _tested_model(config: RunConfig, device: str) -> torch.nn.Module:

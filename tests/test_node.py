@@ -13,9 +13,10 @@ from runners import CHEAP, finish, small, weights
 
 from fedeas_flwr import allocation
 from fedeas_flwr.cache import ImageCache
-from fedeas_flwr.client_app import _source, plan_client
+from fedeas_flwr.client_app import plan_client
 from fedeas_flwr.config import parse_config
 from fedeas_flwr.errors import ConfigError, RunFailedError
+from fedeas_flwr.generators.client_images import _source
 from fedeas_flwr.generators.interface import RememberedGenerator, SampleId, batch_size
 from fedeas_flwr.generators.opening import open_generator
 from fedeas_flwr.local_data import federated_data, local_data

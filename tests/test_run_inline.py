@@ -22,13 +22,13 @@ from safetensors.torch import save_file
 from torchvision.models import resnet18
 from waiting import LONG, Held, wait_until
 
-from fedeas_flwr import client_app, prepare
+from fedeas_flwr import prepare
 from fedeas_flwr.allocation import allocate
 from fedeas_flwr.checkpoints import Checkpoint
 from fedeas_flwr.config import MATCHED, RunConfig
 from fedeas_flwr.errors import RunError
 from fedeas_flwr.exporting import export
-from fedeas_flwr.generators import opening, service
+from fedeas_flwr.generators import client_images, opening, service
 from fedeas_flwr.generators.interface import Generator, SampleId
 from fedeas_flwr.generators.opening import files_of
 from fedeas_flwr.grids import InlineGrid
@@ -138,7 +138,7 @@ def test_with_one_seed_an_image_is_known_by_its_place_in_the_clients_list(
     config = small(tmp_path / "r", shared_images="one-seed")
     for client, wanted in ((1, (2, 0, 3, 1)), (2, (2, 0, 3, 0)), (3, (0, 4, 1, 0))):
         row = (*wanted, *[0] * 6)
-        images, labels, _, _ = client_app._synthetic(config, client, row, "cpu", Named())
+        images, labels, _, _ = client_images._synthetic(config, client, row, "cpu", Named())
         assert labels.tolist() == np.repeat(np.arange(10), row).tolist()
         assert images[:, 0, 0, 0].tolist() == list(range(sum(wanted)))
     assert {one.client for one in asked} == {0} and len(asked) == len(set(asked))
