@@ -22,11 +22,11 @@ from fedeas_flwr.generators.classifier import independent_classifier
 from fedeas_flwr.generators.interface import Generator, stock
 from fedeas_flwr.generators.opening import absolute_spec, check_for_run, open_for_run
 from fedeas_flwr.generators.service import own_generator
-from fedeas_flwr.launch import ray_resources
 from fedeas_flwr.local_data import Labels
 from fedeas_flwr.models import split_state
 from fedeas_flwr.paths import expanded
 from fedeas_flwr.progress import show_tries, showing_log
+from fedeas_flwr.resources import ray_resources
 from fedeas_flwr.run_plan import nothing_planned, planned_counts, planned_images
 from fedeas_flwr.runs import RunDirectory
 from fedeas_flwr.sizes import show_bytes, show_seconds

@@ -57,7 +57,7 @@ LAYERS = [
     {"array_records", "messages", "training", "progress", "report", "sweep", "listing", "event_log"},
     {"grids", "strategies"},
     {"client_app", "server_app"},
-    {"mps", "launch", "prepare", "sweep_jobs"},
+    {"resources", "mps", "launch", "prepare", "sweep_jobs"},
     {"quickstart", "doctor", "reproduce"},
     {"deploy"},
     {"commands"},
@@ -79,6 +79,7 @@ TORCH = {
     "strategies",
     "client_app",
     "server_app",
+    "resources",
     "doctor",
 }
 

@@ -19,8 +19,8 @@ from waiting import wait_until
 
 from fedeas_flwr.config import parse_config
 from fedeas_flwr.errors import ConfigError
-from fedeas_flwr.launch import ray_resources
 from fedeas_flwr.processes import MARK, ProcessTree
+from fedeas_flwr.resources import ray_resources
 from fedeas_flwr.superlink import QUIET, free_port, is_listening, own_environment
 
 

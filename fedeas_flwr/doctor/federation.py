@@ -20,8 +20,8 @@ from fedeas_flwr.config import RunConfig
 from fedeas_flwr.doctor.findings import Finding, note, ok, problem
 from fedeas_flwr.doctor.machine import on_gpu
 from fedeas_flwr.generators.ray_service import GPU_SLIVER, leave_sliver
-from fedeas_flwr.launch import ray_resources
 from fedeas_flwr.processes import ProcessTree
+from fedeas_flwr.resources import ray_resources
 from fedeas_flwr.sizes import counted
 from fedeas_flwr.superlink import free_port, is_listening, own_environment
 

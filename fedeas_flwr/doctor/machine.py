@@ -18,9 +18,9 @@ from fedeas_flwr.cores import CGROUP, usable_cores
 from fedeas_flwr.devices import pick_device
 from fedeas_flwr.doctor.findings import Finding, note, ok, problem
 from fedeas_flwr.errors import ConfigError
-from fedeas_flwr.launch import clients_at_once
 from fedeas_flwr.mps import CONTROL
 from fedeas_flwr.paths import cache_root, existing_part
+from fedeas_flwr.resources import clients_at_once
 from fedeas_flwr.sizes import show_bytes
 from fedeas_flwr.upkeep import cache_limit, entries
 

@@ -1,6 +1,6 @@
 """A run's division of one GPU, played through Ray with actors that do nothing.
 
-    python -m fedeas_flwr.doctor.rehearsal '[run-config, what launch.ray_resources says]'
+    python -m fedeas_flwr.doctor.rehearsal '[run-config, what resources.ray_resources says]'
 
 It prints one JSON object: how many clients there were, the seconds until the generator was there too, and an error or
 an empty string.
