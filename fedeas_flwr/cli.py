@@ -1,4 +1,4 @@
-"""The `fedeas` command: run, resume, evaluate, export, quickstart, train-generator, keys, strategies.
+"""The `fedeas` command: run, resume, evaluate, export, train-generator, keys, strategies.
 
 The other commands are in `commands/`, a file each; generate and cache in its images.py.
 
@@ -29,8 +29,9 @@ from fedeas_flwr.commands.deploy import deploy_app
 from fedeas_flwr.commands.doctor import doctor
 from fedeas_flwr.commands.help import CLICK_SUGGESTS, THE_WAY, InOrderOfUse
 from fedeas_flwr.commands.images import cache_app, generate
-from fedeas_flwr.commands.output import FormatOption, can_be_folder
+from fedeas_flwr.commands.output import FormatOption, can_be_folder, console
 from fedeas_flwr.commands.plan import plan
+from fedeas_flwr.commands.quickstart import quickstart_command
 from fedeas_flwr.commands.report import report
 from fedeas_flwr.commands.reproduce import reproduce
 from fedeas_flwr.commands.runs import runs_app
@@ -56,6 +57,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     suggest_commands=not CLICK_SUGGESTS,
 )
+app.command("quickstart", short_help="Four runs on built-in data, a table and a page")(quickstart_command)
 app.command(short_help="Who would generate how much; choose β from limits")(plan)
 app.add_typer(cache_app, name="cache", short_help="Look after generated images: ls, verify, prune")
 app.add_typer(runs_app, name="runs", short_help="Look after runs: ls, show, csv, prune, rm")
@@ -67,11 +69,8 @@ app.add_typer(deploy_app, name="deploy", short_help="A federation of real machin
 app.command(short_help="What this machine can do for a run, and what to mend")(doctor)
 WRONG_PATHS = (FileNotFoundError, FileExistsError, IsADirectoryError, NotADirectoryError, PermissionError)
 """What an operating system says to a path that should have been another; a full disk it says otherwise."""
-_QUICKSTART = Path("runs/quickstart")
 _FOUR_COLUMNS = 120
 """Characters that a terminal needs for one of them to be of sentences."""
-console = Console(markup=False)
-"""A path is printed as it is: brackets in it are no styles."""
 
 
 def main() -> None:
@@ -265,23 +264,6 @@ def export(
     run, again = RunDirectory(folder.absolute()), RunDirectory(to.absolute()).is_record()
     exporting.export(run, to.absolute())
     print(f"exported {counted(len(run.rounds()), 'round')} → {to}" + (", where its record was before" if again else ""))
-
-
-@app.command(short_help="Four runs on built-in data, a table and a page")
-def quickstart(
-    out: Annotated[Path, typer.Option(help="folder of the runs and the picture", callback=can_be_folder)] = _QUICKSTART,
-) -> None:
-    """Four runs on the built-in digits: no synthetic data, FedEAS, and two policies at FedEAS's budget.
-
-    Started again, it does what is left of them.
-    """
-    try:
-        from fedeas_flwr.quickstart import quickstart as run_quickstart
-
-        run_quickstart(out.absolute(), console)
-    except KeyboardInterrupt:
-        again = shlex.join(["fedeas", "quickstart", *(() if out == _QUICKSTART else ("--out", str(out)))])
-        raise KeyboardInterrupt(f"stopped; go on with: {again}") from None
 
 
 # ------------------------------------------------------------------------------------------- generators

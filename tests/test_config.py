@@ -8,11 +8,11 @@ import pytest
 from runners import typed
 
 from fedeas_flwr.allocation import POLICIES
+from fedeas_flwr.commands.quickstart import quickstart_config
 from fedeas_flwr.config import KEYS, Policy, RunConfig, parse_config
 from fedeas_flwr.config_files import parse_overrides, read_config
 from fedeas_flwr.errors import ConfigError
 from fedeas_flwr.keys import Key, keys_in_use, run_keys
-from fedeas_flwr.quickstart import quickstart_config
 
 ROOT = Path(__file__).parents[1]
 

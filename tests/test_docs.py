@@ -72,7 +72,6 @@ SMALL_MODULES = {
     "augment.py",
     "prepare.py",
     "project.py",
-    "quickstart.py",
     "sizes.py",
 }
 """Helpers that the tree leaves out so that it stays readable."""

@@ -58,7 +58,7 @@ LAYERS = [
     {"grids", "strategies"},
     {"client_app", "server_app"},
     {"resources", "mps", "launch", "prepare", "sweep_jobs"},
-    {"quickstart", "doctor", "reproduce"},
+    {"doctor", "reproduce"},
     {"deploy"},
     {"commands"},
     {"cli"},
