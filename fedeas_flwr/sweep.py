@@ -9,9 +9,7 @@ Here is what a sweep is; sweep_jobs.py runs it.
 
 from __future__ import annotations
 
-import csv
 import hashlib
-import io
 import itertools
 import json
 import re
@@ -29,6 +27,7 @@ from fedeas_flwr.keys import keys_in_use
 from fedeas_flwr.listing import summarise_so_far
 from fedeas_flwr.paths import atomic_write
 from fedeas_flwr.runs import NOT_THE_RUN, RunDirectory
+from fedeas_flwr.terminal import as_csv
 
 MADE_ABSOLUTE = ("generator", "data-dir", "weights")
 """Keys that a run writes down otherwise than they were given, as absolute paths."""
@@ -280,13 +279,3 @@ def points(rows: Sequence[Mapping[str, Any]], grid: Mapping[str, Sequence[Any]])
             }
         found.append(point)
     return found
-
-
-def as_csv(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Rows of the same or of growing keys as CSV; what a row does not have is empty."""
-    columns = list(dict.fromkeys(key for row in rows for key in row))
-    out = io.StringIO()
-    writer = csv.DictWriter(out, columns, lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(rows)
-    return out.getvalue()
