@@ -55,6 +55,26 @@ FEW = 8
 SAMPLER_STEPS = {"dpm++": 20, "dpm++-logsnr": 20, "ddim": 250}
 """The deterministic samplers, DPM-Solver++ (Lu et al., 2022) and DDIM with η = 0 (Song et al., 2021), and how many
 steps each takes unless told otherwise; 250 are the paper's."""
+KEYS_CHANGEABLE_ON_RESUME = (
+    "run-dir",
+    "resume",
+    "backend",
+    "actors",
+    "gpu-share",
+    "ray-address",
+    "mps",
+    "cache-limit",
+    "device",
+    "node-wait",
+    "round-timeout",
+    "failed-rounds",
+    "max-examples",
+    "data-change",
+    "restarts",
+    "checkpoint-every",
+    "tensorboard",
+)
+"""Keys that may differ when a run is resumed: they do not change what is computed on the same hardware."""
 
 
 def _key(name: str) -> str:
