@@ -14,6 +14,7 @@ client takes it from the message, never from its run-config.
 from __future__ import annotations
 
 import hashlib
+import logging
 import math
 import re
 import traceback
@@ -23,7 +24,6 @@ from logging import ERROR
 from typing import Any
 
 from flwr.app import ArrayRecord, ConfigRecord, Error, Message, MessageType, MetricRecord, RecordDict
-from flwr.supercore import log
 
 from fedeas_flwr.array_records import (
     ARRAYS,
@@ -42,6 +42,8 @@ from fedeas_flwr.array_records import (
 from fedeas_flwr.checkpoints import Arrays
 from fedeas_flwr.errors import MessageError
 from fedeas_flwr.one_line import one_line
+
+log = logging.getLogger("flwr").log
 
 _LOGGED_CHARACTERS = 20_000
 CLIENT_FAILED = 1

@@ -16,7 +16,6 @@ import numpy as np
 import torch
 from flwr.app import Context
 from flwr.serverapp import Grid, ServerApp
-from flwr.supercore import log
 
 from fedeas_flwr.checkpoints import Arrays, Checkpoint
 from fedeas_flwr.client_state import forget_kept_states, write_kept_states
@@ -39,6 +38,8 @@ from fedeas_flwr.strategies.federation import Federation
 from fedeas_flwr.strategies.members import count_clients
 from fedeas_flwr.training import network
 from fedeas_flwr.training.evaluation import central_test
+
+log = logging.getLogger("flwr").log
 
 FORESEEN = (RunError, ConfigError)
 """What a user can mend: the line says all of it."""

@@ -54,7 +54,17 @@ LAYERS = [
         "augment",
         "superlink",
     },
-    {"array_records", "messages", "training", "progress", "report", "sweep", "listing", "event_log"},
+    {
+        "flower_internals",
+        "array_records",
+        "messages",
+        "training",
+        "progress",
+        "report",
+        "sweep",
+        "listing",
+        "event_log",
+    },
     {"grids", "strategies"},
     {"client_app", "server_app"},
     {"resources", "mps", "launch", "prepare", "sweep_jobs"},
@@ -66,7 +76,16 @@ LAYERS = [
 ]
 """A module imports from its own layer or a lower one (nearer the top of this list), never from a higher one."""
 
-FLOWER = {"array_records", "messages", "grids", "strategies", "client_app", "server_app", "launch", "doctor", "deploy"}
+FLOWER = {
+    "flower_internals",
+    "array_records",
+    "messages",
+    "grids",
+    "strategies",
+    "client_app",
+    "server_app",
+    "launch",
+}
 TORCH = {
     "array_records",
     "gpu",
@@ -126,6 +145,16 @@ def test_imports_point_down(name: str) -> None:
 def test_heavy_libraries_stay_where_they_belong(library: str, allowed: set[str]) -> None:
     users = {n for n, paths in modules().items() if any(t.split(".")[0] == library for p in paths for t in imported(p))}
     assert users <= allowed
+
+
+PUBLIC = {"flwr.app", "flwr.clientapp", "flwr.clientapp.mod", "flwr.serverapp", "flwr.serverapp.strategy"}
+
+
+def test_flowers_private_names_stay_in_one_module() -> None:
+    for path in (path for name, paths in modules().items() if name != "flower_internals" for path in paths):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] == "flwr":
+                assert node.module in PUBLIC, path.name
 
 
 @pytest.mark.parametrize(

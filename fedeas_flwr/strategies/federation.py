@@ -5,6 +5,7 @@ What happens within a round is in `training_round.py`.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import astuple, replace
@@ -13,7 +14,6 @@ from typing import Any
 
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Strategy
-from flwr.supercore import log
 
 from fedeas_flwr import messages
 from fedeas_flwr.checkpoints import Checkpoint
@@ -29,6 +29,8 @@ from fedeas_flwr.strategies.roster import tell
 from fedeas_flwr.strategies.server_part import Stateful
 from fedeas_flwr.strategies.training_round import RoundOutcome, TooFewRepliesError, TrainingRounds
 from fedeas_flwr.training.evaluation import Evaluate
+
+log = logging.getLogger("flwr").log
 
 
 class Federation(TrainingRounds):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from logging import INFO, WARNING
 from typing import Any
@@ -9,7 +10,6 @@ from typing import Any
 import numpy as np
 from flwr.app import Message
 from flwr.serverapp import Grid
-from flwr.supercore import log
 
 from fedeas_flwr import messages
 from fedeas_flwr.allocation import shares
@@ -22,6 +22,8 @@ from fedeas_flwr.strategies.delivery import deliver, has_died
 from fedeas_flwr.strategies.disclosure import NeedsDisclosure
 from fedeas_flwr.strategies.members import Members
 from fedeas_flwr.waterfill import waterfill_level
+
+log = logging.getLogger("flwr").log
 
 NOTHING = Share(level=2.0)
 """No image under any policy: a marginal gain, which waterfill's level is, never exceeds 1."""

@@ -8,6 +8,7 @@ In the order of `TrainingRounds.train_round`:
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,7 +19,6 @@ from typing import Any
 from flwr.app import ConfigRecord, Message
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Strategy
-from flwr.supercore import log
 
 from fedeas_flwr import messages
 from fedeas_flwr.array_records import ARRAYS, to_arrays, to_record
@@ -36,6 +36,8 @@ from fedeas_flwr.strategies.dissimilarity import gradient_dissimilarity
 from fedeas_flwr.strategies.roster import Roster
 from fedeas_flwr.strategies.server_part import SendsExtra, Stateful
 from fedeas_flwr.streams import stream
+
+log = logging.getLogger("flwr").log
 
 
 @dataclass(frozen=True)
