@@ -33,9 +33,9 @@ from torch.utils.flop_counter import FlopCounterMode
 from fedeas_flwr.environment import describe_environment
 from fedeas_flwr.models import build_model
 from fedeas_flwr.mps import shared_gpu
-from fedeas_flwr.training import Normaliser, Recipe
+from fedeas_flwr.normaliser import Normaliser
 from fedeas_flwr.training.eager import EagerEngine
-from fedeas_flwr.training.engine import read_state
+from fedeas_flwr.training.engine import Recipe, read_state
 from fedeas_flwr.training.graphed import GraphedEngine
 
 MEAN, STD = (0.4914, 0.4822, 0.4465), (0.2023, 0.1994, 0.2010)

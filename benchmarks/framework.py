@@ -45,17 +45,19 @@ from run_records import let_children_import_models, markdown, round_seconds, wri
 from fedeas_flwr.checkpoints import Arrays, plain
 from fedeas_flwr.config import RunConfig, parse_config
 from fedeas_flwr.config_files import read_config
+from fedeas_flwr.devices import pick_device
 from fedeas_flwr.launch import launch
 from fedeas_flwr.local_data import federated_data
 from fedeas_flwr.metrics import WALL_CLOCK
 from fedeas_flwr.models import split_state
 from fedeas_flwr.mps import shared_gpu
 from fedeas_flwr.runs import RunDirectory
-from fedeas_flwr.server_app import central_test
 from fedeas_flwr.strategies import client_part
 from fedeas_flwr.strategies.averaging import weighted_average
 from fedeas_flwr.streams import stream
-from fedeas_flwr.training import Engine, build_engine, network, pick_device
+from fedeas_flwr.training import build_engine, network
+from fedeas_flwr.training.engine import Engine
+from fedeas_flwr.training.evaluation import central_test
 
 # Γ̂ is a measurement that a bare loop has no part of, so it is off here; benchmarks/strategies.py says what it costs.
 ALWAYS: dict[str, Any] = {"policy": "none", "gamma-hat": "off"}

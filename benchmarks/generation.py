@@ -33,10 +33,10 @@ from rich.table import Table
 
 from fedeas_flwr.config import SAMPLER_STEPS, parse_config
 from fedeas_flwr.data import dataset_info
-from fedeas_flwr.generators import SampleId
 from fedeas_flwr.generators.denoising import make_solver
 from fedeas_flwr.generators.diffusion import DiffusionGenerator, initial_noise
 from fedeas_flwr.generators.folders import check_schedule, load_unet, read_json
+from fedeas_flwr.generators.interface import SampleId
 from fedeas_flwr.generators.ray_service import ServiceGenerator, start_service
 
 PLAIN_BATCH = 64

@@ -16,7 +16,8 @@ import numpy as np
 from numpy.typing import NDArray
 from run_records import markdown, write_record
 
-from fedeas_flwr.generators import SampleId, open_generator
+from fedeas_flwr.generators.interface import SampleId
+from fedeas_flwr.generators.opening import open_generator
 
 EXACT = ("dpm++-logsnr", 150)
 TRIED = (("dpm++", 20), ("dpm++-logsnr", 20), ("dpm++-logsnr", 10), ("dpm++", 100))

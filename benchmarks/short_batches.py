@@ -20,9 +20,11 @@ from torch.nn import functional as F
 
 from fedeas_flwr.config import RunConfig
 from fedeas_flwr.data import dataset_info
+from fedeas_flwr.devices import pick_device
 from fedeas_flwr.local_data import federated_data
+from fedeas_flwr.normaliser import Normaliser
 from fedeas_flwr.streams import stream
-from fedeas_flwr.training import Normaliser, network, pick_device
+from fedeas_flwr.training import network
 
 SIZES = (2, 3, 4, 8, 16, 32, 64)
 

@@ -23,7 +23,7 @@ from flwr.app import ConfigRecord, Message
 from flwr.clientapp import ClientApp
 
 from fedeas_flwr import messages
-from fedeas_flwr.array_records import to_record
+from fedeas_flwr.array_records import CONFIG, METRICS, to_record
 from fedeas_flwr.checkpoints import Arrays
 from fedeas_flwr.config import RunConfig, parse_config
 from fedeas_flwr.environment import describe_environment
@@ -69,8 +69,8 @@ def _reply(message: Message, states: list[Arrays], extra: Arrays) -> Message:
     report = messages.TrainReport(client, 100 + client, 0.5, 1, 0, 0, 0.0, 0.0)
     reply = messages.train_reply(message, report, states[1 + client], {}, extra)
     messages.read_train_reply(reply, client, states[0], {}, extra)
-    if "clipping_norm" in message.content.config_records[messages.CONFIG]:  # what a client that clips says besides
-        reply.content.metric_records[messages.METRICS]["norm_bit"] = 1
+    if "clipping_norm" in message.content.config_records[CONFIG]:  # what a client that clips says besides
+        reply.content.metric_records[METRICS]["norm_bit"] = 1
     return reply
 
 

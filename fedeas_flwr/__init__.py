@@ -15,7 +15,8 @@ if TYPE_CHECKING:
     from fedeas_flwr.allocation import budget, fedeas, imbalance, normalised_entropy, removed
     from fedeas_flwr.augment import fill
     from fedeas_flwr.cache import ImageCache
-    from fedeas_flwr.generators import Generator, SampleId, open_generator
+    from fedeas_flwr.generators.interface import Generator, SampleId
+    from fedeas_flwr.generators.opening import open_generator
     from fedeas_flwr.partition import Partition, dirichlet_partition, make_partition
     from fedeas_flwr.policies import allocate
 
@@ -36,7 +37,7 @@ __all__ = [
     "removed",
 ]
 
-_HOMES = ("allocation", "policies", "augment", "cache", "generators", "partition")
+_HOMES = ("allocation", "policies", "partition", "augment", "cache", "generators", "generators.opening")
 
 
 def __getattr__(name: str) -> Any:

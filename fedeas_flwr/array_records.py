@@ -1,4 +1,7 @@
-"""Arrays in Flower's records: as bytes, or handed over within one process; and read only if they are those wanted."""
+"""The names of Flower's records, and arrays in them.
+
+Arrays are there as bytes, or handed over within one process; they are read only if they are those wanted.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +14,8 @@ from flwr.app import Array, ArrayRecord
 from fedeas_flwr.checkpoints import Arrays, plain
 from fedeas_flwr.npy import array_bytes, read_array
 
+ARRAYS, BUFFERS, EXTRA, CONFIG, METRICS = "arrays", "buffers", "extra", "config", "metrics"
+WEIGHT, LOSS = "num-examples", "loss"
 _ENCODING = "numpy.ndarray"  # Flower's name for NumPy's file format
 _HEADER_BYTES = 1024  # of NumPy's format before the data; 128 are usual
 

@@ -9,7 +9,7 @@ import numpy.typing as npt
 from numpy.typing import NDArray
 
 from fedeas_flwr.cache import ImageCache, check_wanted, sample_checked
-from fedeas_flwr.generators import Generator, SampleId
+from fedeas_flwr.generators.interface import Generator, SampleId
 
 
 def fill(

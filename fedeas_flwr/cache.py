@@ -27,7 +27,7 @@ import numpy as np
 from filelock import FileLock
 from numpy.typing import NDArray
 
-from fedeas_flwr.generators import Generator, SampleId, batch_size
+from fedeas_flwr.generators.interface import Generator, SampleId, batch_size
 from fedeas_flwr.npy import read_array
 from fedeas_flwr.paths import atomic_write, cache_root, remove_unfinished
 

@@ -1,4 +1,4 @@
-"""The `fedeas` command: run, resume, evaluate, export, quickstart, train-generator, keys, strategies.
+"""The `fedeas` command: run, resume, evaluate, export, train-generator, keys, strategies.
 
 The other commands are in `commands/`, a file each; generate and cache in its images.py.
 
@@ -29,21 +29,22 @@ from fedeas_flwr.commands.deploy import deploy_app
 from fedeas_flwr.commands.doctor import doctor
 from fedeas_flwr.commands.help import CLICK_SUGGESTS, THE_WAY, InOrderOfUse
 from fedeas_flwr.commands.images import cache_app, generate
-from fedeas_flwr.commands.output import FormatOption, can_be_folder
+from fedeas_flwr.commands.output import FormatOption, can_be_folder, console
 from fedeas_flwr.commands.plan import plan
+from fedeas_flwr.commands.quickstart import quickstart_command
 from fedeas_flwr.commands.report import report
 from fedeas_flwr.commands.reproduce import reproduce
 from fedeas_flwr.commands.runs import runs_app
 from fedeas_flwr.commands.sweep import sweep
-from fedeas_flwr.config import ConfigError, RunConfig, parse_config
+from fedeas_flwr.config import RunConfig, parse_config
 from fedeas_flwr.config_files import parse_overrides, read_config
 from fedeas_flwr.data import dataset_info, short_name
+from fedeas_flwr.errors import ConfigError, RunError, RunFailedError, is_out_of_memory
 from fedeas_flwr.keys import run_keys
 from fedeas_flwr.one_line import one_line
-from fedeas_flwr.out_of_memory import is_out_of_memory
 from fedeas_flwr.paths import DISK_ERRORS, cache_hint
 from fedeas_flwr.project import read_project
-from fedeas_flwr.runs import RunDirectory, RunError, RunFailedError
+from fedeas_flwr.runs import RunDirectory
 from fedeas_flwr.sizes import counted
 from fedeas_flwr.terminal import print_table, table_width
 
@@ -56,6 +57,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     suggest_commands=not CLICK_SUGGESTS,
 )
+app.command("quickstart", short_help="Four runs on built-in data, a table and a page")(quickstart_command)
 app.command(short_help="Who would generate how much; choose β from limits")(plan)
 app.add_typer(cache_app, name="cache", short_help="Look after generated images: ls, verify, prune")
 app.add_typer(runs_app, name="runs", short_help="Look after runs: ls, show, csv, prune, rm")
@@ -67,11 +69,8 @@ app.add_typer(deploy_app, name="deploy", short_help="A federation of real machin
 app.command(short_help="What this machine can do for a run, and what to mend")(doctor)
 WRONG_PATHS = (FileNotFoundError, FileExistsError, IsADirectoryError, NotADirectoryError, PermissionError)
 """What an operating system says to a path that should have been another; a full disk it says otherwise."""
-_QUICKSTART = Path("runs/quickstart")
 _FOUR_COLUMNS = 120
 """Characters that a terminal needs for one of them to be of sentences."""
-console = Console(markup=False)
-"""A path is printed as it is: brackets in it are no styles."""
 
 
 def main() -> None:
@@ -267,23 +266,6 @@ def export(
     print(f"exported {counted(len(run.rounds()), 'round')} → {to}" + (", where its record was before" if again else ""))
 
 
-@app.command(short_help="Four runs on built-in data, a table and a page")
-def quickstart(
-    out: Annotated[Path, typer.Option(help="folder of the runs and the picture", callback=can_be_folder)] = _QUICKSTART,
-) -> None:
-    """Four runs on the built-in digits: no synthetic data, FedEAS, and two policies at FedEAS's budget.
-
-    Started again, it does what is left of them.
-    """
-    try:
-        from fedeas_flwr.quickstart import quickstart as run_quickstart
-
-        run_quickstart(out.absolute(), console)
-    except KeyboardInterrupt:
-        again = shlex.join(["fedeas", "quickstart", *(() if out == _QUICKSTART else ("--out", str(out)))])
-        raise KeyboardInterrupt(f"stopped; go on with: {again}") from None
-
-
 # ------------------------------------------------------------------------------------------- generators
 
 
@@ -308,11 +290,11 @@ def train_generator(
     checkpoint_every: Annotated[float, typer.Option(help="seconds between checkpoints")] = 300.0,
 ) -> None:
     """Train a class-conditional diffusion model; Ctrl-C saves a checkpoint."""
+    from fedeas_flwr.devices import pick_device
     from fedeas_flwr.generators.presets import find_preset
     from fedeas_flwr.generators.training_run import preset_begun_with
     from fedeas_flwr.generators.training_run import train_generator as train
     from fedeas_flwr.progress import show_training
-    from fedeas_flwr.training import pick_device
 
     if device not in ("auto", "cpu", "cuda"):
         raise ConfigError(f"device = '{device}': must be auto, cpu or cuda")

@@ -2,7 +2,7 @@
 
 The same code runs under Ray, inline and on a SuperNode. A client knows its own data, the run-config and what the
 message says; what it keeps between rounds is in client_state.py and cache.py. In module state there are only copies
-that spare work: engines, an open generator, images that lie on the GPU.
+that spare work: engines and networks to test with.
 """
 
 from __future__ import annotations
@@ -12,34 +12,29 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from functools import lru_cache, wraps
-from typing import Any
+from functools import wraps
 
-import numpy as np
 import torch
 from flwr.app import Context, Message
 from flwr.clientapp import ClientApp
 
 from fedeas_flwr import messages
-from fedeas_flwr.augment import repeated
-from fedeas_flwr.cache import ImageCache
 from fedeas_flwr.checkpoints import plain
 from fedeas_flwr.client_state import ClientState, ClientStore
 from fedeas_flwr.config import RunConfig, parse_config
-from fedeas_flwr.generators import Generator, RememberedGenerator, describe_generator, open_for_run
-from fedeas_flwr.generators.classifier import ensure_recognised, independent_classifier
-from fedeas_flwr.generators.ray_service import ServiceGenerator
-from fedeas_flwr.generators.service import InProcessService
-from fedeas_flwr.gpu.kept_images import ImagesOnGpu, LocalImages
-from fedeas_flwr.local_data import FederatedData, Images, Labels, asked_images, local_data
-from fedeas_flwr.messages import EvaluateReport, TrainReport, TrainTask
+from fedeas_flwr.devices import pick_device
+from fedeas_flwr.generators.client_images import local_images
+from fedeas_flwr.local_data import FederatedData, local_data
+from fedeas_flwr.messages import EvaluateReport, TrainReport
 from fedeas_flwr.node import Node, read_node
+from fedeas_flwr.normaliser import Normaliser
 from fedeas_flwr.policies import POLICIES, ClientView, MatchedPolicy, images_to_generate
 from fedeas_flwr.strategies import ALGORITHMS, client_part
 from fedeas_flwr.strategies.client_part import ClientRound
 from fedeas_flwr.strategies.clipping import clips_update
 from fedeas_flwr.streams import stream
-from fedeas_flwr.training import Evaluator, Normaliser, loss_and_view_inputs, network, pick_device, recipe
+from fedeas_flwr.training import loss_and_view_inputs, network, recipe
+from fedeas_flwr.training.evaluation import Evaluator
 from fedeas_flwr.training.pool import EnginePool
 
 logger = logging.getLogger(__name__)
@@ -75,7 +70,7 @@ def query(message: Message, context: Context) -> Message:
         return messages.answer(message, client, partitions=node.partitions, examples=examples, classes=classes)
     policy = POLICIES[config.policy]
     if isinstance(policy, MatchedPolicy) and question in policy.questions:
-        view = ClientView(_counts(data, node.part), config.policy_settings)
+        view = ClientView(data.label_counts(node.part), config.policy_settings)
         (numbers,) = policy.reply(view, question, at).tolist()
         return messages.answer(message, client, **dict(zip(policy.questions[question], numbers, strict=True)))
     disclosure = ALGORITHMS[config.strategy].disclosure
@@ -96,14 +91,17 @@ def train_client(message: Message, context: Context) -> Message:
     live = messages.is_live(message)
     store = ClientStore(node.state_folder(config, context.run_id, task.run), in_memory=live)
     state = store.load(task.accepted_round)
+    policy, settings = POLICIES[config.policy], replace(config.policy_settings, beta=task.beta)
+    view = ClientView(data.label_counts(node.part), settings, [task.share])
 
     began = time.perf_counter()
     if state.generate is None or data_changed(config, data, node, state):  # the former: first participation
-        view = _view(config, data, node, task)
-        (plan,), (counts,) = images_to_generate(POLICIES[config.policy], view).tolist(), view.counts.tolist()
+        (plan,), (counts,) = images_to_generate(policy, view).tolist(), view.counts.tolist()
         state = replace(state, generate=tuple(plan), counts=tuple(counts))
-    local_images = _images(config, data, node, state, device, task)
-    images, labels = local_images.images, local_images.labels
+    generate = state.generate or ()
+    copies = tuple(policy.plan(view)[0].tolist()) if policy.repeats else ()
+    found = local_images(config, data, node, generate, copies, task.service, state.generator, device)
+    images, labels = found.images, found.labels
     generated_at = time.perf_counter()
 
     part, (trainable, buffers) = client_part(config), messages.read_model(message)
@@ -126,18 +124,18 @@ def train_client(message: Message, context: Context) -> Message:
     trainable, buffers = (dict(s) if live else plain(s) for s in trained)
     finished = part.finish(local, trainable, buffers)
     needed = (task.accepted_round, task.checkpointed_round)
-    kept = replace(state, memory=finished.memory, generator=local_images.generator)
+    kept = replace(state, memory=finished.memory, generator=found.generator)
     store.save(task.round, kept, needed)
     report = TrainReport(
         client=client,
         examples=len(data.partition.train[node.part]),
         loss=result.loss,
         steps=result.steps,
-        generated=sum(state.generate or ()),
-        made=local_images.made,
+        generated=sum(generate),
+        made=found.made,
         seconds_generating=generated_at - began,
         seconds_training=time.perf_counter() - generated_at,
-        rejected=local_images.rejected,
+        rejected=found.rejected,
     )
     extra = finished.extra if live else plain(finished.extra)
     return messages.train_reply(message, report, trainable, buffers, extra)
@@ -166,7 +164,7 @@ def data_changed(config: RunConfig, data: FederatedData, node: Node, state: Clie
         If they are and the run-config does not allow to plan anew: an average of clients that are no longer what they
         declared is not the run that was asked for. The counts themselves are not told.
     """
-    client, now = node.client, tuple(_counts(data, node.part)[0].tolist())
+    client, now = node.client, tuple(data.label_counts(node.part)[0].tolist())
     if state.counts is None or state.counts == now:
         return False
     if config.data_change == "refuse":
@@ -183,91 +181,8 @@ def _open(context: Context) -> tuple[RunConfig, Node]:
     return node.apply(parse_config(context.run_config)), node
 
 
-def _view(config: RunConfig, data: FederatedData, node: Node, task: TrainTask) -> ClientView:
-    """What this client's policy may know; β is the server's to say."""
-    settings = replace(config.policy_settings, beta=task.beta)
-    return ClientView(_counts(data, node.part), settings, [task.share])
-
-
-def _counts(data: FederatedData, client: int) -> Labels:
-    return np.bincount(data.train_labels(client), minlength=data.num_classes)[None, :].astype(np.int64)
-
-
-_on_gpu = ImagesOnGpu()
-_opening = threading.Lock()
 _own = threading.local()
 _engines = EnginePool()
-
-
-def _images(
-    config: RunConfig, data: FederatedData, node: Node, state: ClientState, device: str, task: TrainTask
-) -> LocalImages:
-    """A client's images and labels, those of its plan generated if they are not there yet."""
-    client, generate = node.client, state.generate or ()
-    found = _on_gpu.find(config, client, generate)
-    if found is not None:
-        return found
-    images, labels = data.train(node.part)
-    made, rejected, generator = 0, 0, state.generator
-    if sum(generate):
-        source = _source(config, device, task.service, state.generator)
-        more, more_labels, made, rejected = _synthetic(config, client, generate, device, source)
-        images, labels = np.concatenate([images, more]), np.concatenate([labels, more_labels])
-        generator = source.fingerprint
-    policy = POLICIES[config.policy]
-    if policy.repeats:
-        (copies,) = policy.plan(_view(config, data, node, task)).tolist()
-        chosen = repeated(labels, copies, stream(config.seed, "oversample", client))
-        images, labels = np.concatenate([images, images[chosen]]), np.concatenate([labels, labels[chosen]])
-    tensors = torch.from_numpy(images).to(device), torch.from_numpy(labels).to(device)
-    if device != "cpu":
-        _on_gpu.keep(config, client, generate, LocalImages(*tensors, rejected=rejected, generator=generator))
-    return LocalImages(*tensors, made, rejected, generator)
-
-
-def _source(config: RunConfig, device: str, service: str, known: str) -> Generator:
-    """The generator to ask: the federation's shared one, or this client's own.
-
-    A client that has its images knows the generator by its fingerprint, and the model stays on disk: on a SuperNode
-    every message is a new process, and each would load diffusers and the model to read images that are in the cache.
-    """
-
-    def open_it() -> Generator:
-        return ServiceGenerator(service, config.dataset) if service else own_generator(config, device)
-
-    return RememberedGenerator(known, config.dataset, open_it) if known else open_it()
-
-
-def _synthetic(
-    config: RunConfig, client: int, wanted: tuple[int, ...], device: str, generator: Generator
-) -> tuple[Images, Labels, int, int]:
-    """This client's synthetic images and labels, how many were made just now, and how many were left out."""
-    cache, least, asked = ImageCache(), config.min_class_agreement, asked_images(config, np.array(wanted))
-    ask: dict[str, Any] = {
-        "seed": config.seed,
-        "client": client if config.shared_images == "no" else 0,
-        "wanted": asked.tolist(),
-        "about": describe_generator(config),
-    }
-    if least == 0:
-        images, labels, made = cache.ensure(generator, **ask)
-        rejected = 0
-    else:
-        judge = independent_classifier(config.dataset, config.data_dir, device)
-        images, labels, made, rejected = ensure_recognised(cache, generator, judge, least, **ask)
-    used = np.concatenate([np.arange(end - n, end) for n, end in zip(wanted, asked.cumsum(), strict=True)])
-    return images[used], labels[used], made, rejected
-
-
-def own_generator(config: RunConfig, device: str) -> Generator:
-    """The run's generator in this process, one for all of its threads."""
-    with _opening:
-        return _opened_generator(tuple(describe_generator(config).items()), device)
-
-
-@lru_cache(maxsize=1)
-def _opened_generator(keys: tuple[tuple[str, Any], ...], device: str) -> Generator:
-    return InProcessService(open_for_run(parse_config(dict(keys)), device))
 
 
 def _tested_model(config: RunConfig, device: str) -> torch.nn.Module:

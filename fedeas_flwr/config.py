@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator, model_validator
 
+from fedeas_flwr.errors import ConfigError
 from fedeas_flwr.policies import POLICIES, PolicySettings, check_runnable
 from fedeas_flwr.sizes import parse_bytes
 
@@ -40,10 +41,26 @@ FEW = 8
 SAMPLER_STEPS = {"dpm++": 20, "dpm++-logsnr": 20, "ddim": 250}
 """The deterministic samplers, DPM-Solver++ (Lu et al., 2022) and DDIM with η = 0 (Song et al., 2021), and how many
 steps each takes unless told otherwise; 250 are the paper's."""
-
-
-class ConfigError(ValueError):
-    """A run-config that cannot be run; the message is one line for the user."""
+KEYS_CHANGEABLE_ON_RESUME = (
+    "run-dir",
+    "resume",
+    "backend",
+    "actors",
+    "gpu-share",
+    "ray-address",
+    "mps",
+    "cache-limit",
+    "device",
+    "node-wait",
+    "round-timeout",
+    "failed-rounds",
+    "max-examples",
+    "data-change",
+    "restarts",
+    "checkpoint-every",
+    "tensorboard",
+)
+"""Keys that may differ when a run is resumed: they do not change what is computed on the same hardware."""
 
 
 def _key(name: str) -> str:

@@ -8,7 +8,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from fedeas_flwr.config import TEXT_KEYS, ConfigError, RunConfig, parse_config
+from fedeas_flwr.config import TEXT_KEYS, RunConfig, parse_config
+from fedeas_flwr.errors import ConfigError
 from fedeas_flwr.paths import expanded
 
 

@@ -8,7 +8,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from fedeas_flwr.config import ConfigError
+from fedeas_flwr.errors import ConfigError
 
 
 def check_installed() -> None:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from fedeas_flwr.errors import RunError
 from fedeas_flwr.paths import atomic_write
 from fedeas_flwr.run_files import holds_others_files
-from fedeas_flwr.runs import RunDirectory, RunError
+from fedeas_flwr.runs import RunDirectory
 from fedeas_flwr.sizes import counted
 
 

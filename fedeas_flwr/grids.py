@@ -5,16 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
-from uuid import uuid4
 
 from flwr.app import Context, Message, RecordDict
 from flwr.clientapp import ClientApp
 from flwr.serverapp import Grid
 
-# Flower has no public way to create messages outside its own processes; tests/test_grids.py guards TaskIdentity.
-from flwr.supercore.run import Run
-from flwr.supercore.task_identity import TaskIdentity
-
+from fedeas_flwr.flower_internals import Run, identify_process, set_message_id
 from fedeas_flwr.messages import error_reply
 from fedeas_flwr.node import SIMULATED
 
@@ -51,7 +47,7 @@ class InlineGrid(_SendAndReceiveGrid):
     def __init__(
         self, app: ClientApp, clients: int, run_config: Mapping[str, Any], workers: int = 1, live: bool = False
     ) -> None:
-        TaskIdentity.task_id = TaskIdentity.run_id = TaskIdentity.node_id = 1
+        identify_process()
         self._app, self.live = app, live
         self._pool = ThreadPoolExecutor(workers) if workers > 1 else None
         self._contexts = {
@@ -80,7 +76,7 @@ class InlineGrid(_SendAndReceiveGrid):
             self._pool.shutdown(wait=False, cancel_futures=True)  # who stops a run does not wait for a client's epochs
 
     def _deliver(self, message: Message) -> Message:
-        message.metadata.__dict__["_message_id"] = str(uuid4())  # as Flower's grids do: a reply says what it answers
+        set_message_id(message)
         try:
             return self._app(message, self._contexts[message.metadata.dst_node_id])
         except Exception as error:  # a node's failure is an answer, as it is on Flower's own grids

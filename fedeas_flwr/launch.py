@@ -21,15 +21,15 @@ from pathlib import Path
 from rich.console import Console
 
 from fedeas_flwr.config import RunConfig
-from fedeas_flwr.cores import usable_cores
+from fedeas_flwr.devices import pick_device
 from fedeas_flwr.environment import describe_environment
-from fedeas_flwr.generators.ray_service import leave_sliver
+from fedeas_flwr.errors import ProcessesDiedError, RunFailedError
 from fedeas_flwr.mps import may_share_gpu, shared_gpu
 from fedeas_flwr.processes import ProcessTree, still_runs
 from fedeas_flwr.progress import ImagesToCome, RoundProgress
-from fedeas_flwr.runs import ProcessesDiedError, RunDirectory, RunFailedError
+from fedeas_flwr.resources import clients_at_once, ray_resources
+from fedeas_flwr.runs import RunDirectory
 from fedeas_flwr.superlink import flwr_answer, own_environment, stage_app, start_superlink
-from fedeas_flwr.training import cohort, pick_device
 
 
 def launch(config: RunConfig, console: Console) -> RunDirectory:
@@ -154,27 +154,6 @@ def _run_ray(config: RunConfig, run: RunDirectory, progress: RoundProgress) -> N
             return status if status.startswith("finished") else ""
 
         _follow(superlink, processes, finished_by_flower, run, progress)
-
-
-def clients_at_once(config: RunConfig, on_gpu: bool) -> int:
-    """Return how many clients train at the same time: under Ray in a process each, inline on a GPU in a thread each."""
-    if config.actors:
-        return config.actors
-    if on_gpu:
-        return cohort.clients_at_once(config)
-    usual = usable_cores()
-    return min(usual, config.clients or usual)
-
-
-def ray_resources(config: RunConfig, on_gpu: bool) -> dict[str, float]:
-    """Return what Ray is told it has and what each client takes of it, in the keys of Flower's federation config."""
-    actors = clients_at_once(config, on_gpu)
-    resources: dict[str, float] = {"client-resources-num-cpus": 1}
-    if on_gpu:  # a client that asks Ray for none is shown none
-        resources["client-resources-num-gpus"] = leave_sliver(config.gpu_share or 1 / actors)
-    if config.ray_address:  # a cluster has what it has; `actors` then says how many clients share one of its GPUs
-        return resources
-    return resources | {"init-args-num-cpus": actors, **({"init-args-num-gpus": 1} if on_gpu else {})}
 
 
 def _submit(app: Path, config: RunConfig, environment: dict[str, str], folder: Path) -> str:

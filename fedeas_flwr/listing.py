@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from fedeas_flwr.config import RunConfig, parse_config
+from fedeas_flwr.errors import RunError
 from fedeas_flwr.metrics import summarise
 from fedeas_flwr.run_files import files_of_run, is_damaged_run, is_run, remove_files
-from fedeas_flwr.runs import RunDirectory, RunError
+from fedeas_flwr.runs import RunDirectory
 
 _DEPTH = 4
 """How far below a folder runs are looked for: runs/sweep/NAME is two."""

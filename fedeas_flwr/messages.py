@@ -1,4 +1,4 @@
-"""What crosses the wire: the only place that knows the names of records and keys.
+"""What crosses the wire: who writes what into a message, and how it is checked when it is read.
 
     query     server: which question, at what   client: its id and the whole numbers asked for, nothing else;
                       β or level                        or its id and arrays that a `disclose-…` key lets out
@@ -14,6 +14,7 @@ client takes it from the message, never from its run-config.
 from __future__ import annotations
 
 import hashlib
+import logging
 import math
 import re
 import traceback
@@ -23,22 +24,31 @@ from logging import ERROR
 from typing import Any
 
 from flwr.app import ArrayRecord, ConfigRecord, Error, Message, MessageType, MetricRecord, RecordDict
-from flwr.supercore import log
 
-from fedeas_flwr.array_records import LiveRecord, WrongArraysError, read_like, to_arrays, to_record
+from fedeas_flwr.array_records import (
+    ARRAYS,
+    BUFFERS,
+    CONFIG,
+    EXTRA,
+    LOSS,
+    METRICS,
+    WEIGHT,
+    LiveRecord,
+    WrongArraysError,
+    read_like,
+    to_arrays,
+    to_record,
+)
 from fedeas_flwr.checkpoints import Arrays
+from fedeas_flwr.errors import MessageError
 from fedeas_flwr.one_line import one_line
 from fedeas_flwr.policies import Share
 
-ARRAYS, BUFFERS, EXTRA, CONFIG, METRICS = "arrays", "buffers", "extra", "config", "metrics"
-WEIGHT, LOSS = "num-examples", "loss"
+log = logging.getLogger("flwr").log
+
 _LOGGED_CHARACTERS = 20_000
 CLIENT_FAILED = 1
 """Error code of a reply in which the client itself says what went wrong."""
-
-
-class MessageError(ValueError):
-    """A message that is not what it should be; the text is one line."""
 
 
 @dataclass(frozen=True)

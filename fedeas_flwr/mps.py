@@ -36,7 +36,7 @@ def may_share_gpu(config: RunConfig) -> bool:
     """Whether a run computes on this machine's GPU and allows MPS; on a cluster, MPS is its keeper's affair."""
     if config.mps == "off" or config.ray_address or config.device == "cpu":
         return False
-    from fedeas_flwr.training import pick_device  # slow to import, and most sweeps do without
+    from fedeas_flwr.devices import pick_device
 
     try:
         return pick_device(config.device) == "cuda"
@@ -93,7 +93,7 @@ def shared_gpu(folder: Path, environment: Mapping[str, str], processes: int) -> 
 def gpu_shared_by(configs: Sequence[RunConfig], at_once: int) -> Iterator[Callable[[RunConfig], dict[str, str]]]:
     """Run one daemon for all runs of a sweep, and yield what tells the variables that a run is to be given.
 
-    How many clients a run has at once is measured here too (cohort.py), before the first run starts: measured beside
+    How many clients a run has at once is measured here too (resources.py), before the first run starts: measured beside
     other runs it would be wrong, and kept.
 
     Parameters
@@ -108,7 +108,7 @@ def gpu_shared_by(configs: Sequence[RunConfig], at_once: int) -> Iterator[Callab
     if len(sharing) < 2:
         yield lambda config: {}
         return
-    from fedeas_flwr.training.cohort import clients_at_once
+    from fedeas_flwr.resources import max_parallel_clients
 
     # Short, because the daemon puts Unix sockets below it and their paths may have 107 characters.
     with (
@@ -117,7 +117,7 @@ def gpu_shared_by(configs: Sequence[RunConfig], at_once: int) -> Iterator[Callab
     ):
         for config in sharing:
             if not config.actors:
-                clients_at_once(config)
+                max_parallel_clients(config)
         yield lambda config: own if own and may_share_gpu(config) else {}
 
 

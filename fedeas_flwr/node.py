@@ -18,9 +18,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fedeas_flwr.config import ConfigError, RunConfig, parse_config, unknown_key
+from fedeas_flwr.config import RunConfig, parse_config, unknown_key
+from fedeas_flwr.errors import ConfigError
 from fedeas_flwr.paths import cache_root, expanded
-from fedeas_flwr.runs import run_folder
 
 OVERRIDES = ("generator", "data-dir", "device")
 NODE_KEYS = ("client-id", "data-path", "partition-id", "num-partitions", *OVERRIDES, "state-dir")
@@ -136,3 +136,8 @@ def _text(node_config: Mapping[str, Any], key: str) -> str:
 def _under_ray() -> bool:
     ray = sys.modules.get("ray")  # never imported for this: a SuperNode has no use for it
     return ray is not None and bool(ray.is_initialized())
+
+
+def run_folder(config: RunConfig, run_id: int) -> Path:
+    """Where a run is recorded: as its config says, or by Flower's number in the user's cache."""
+    return Path(config.run_dir) if config.run_dir else cache_root() / "runs" / str(run_id)

@@ -11,23 +11,27 @@ from typing import Any
 from rich.console import Console
 
 from fedeas_flwr.cache import ImageCache
-from fedeas_flwr.client_app import own_generator
-from fedeas_flwr.config import ConfigError, RunConfig
+from fedeas_flwr.config import RunConfig
 from fedeas_flwr.data import dataset_info, open_dataset
 from fedeas_flwr.dataset_sources import OWN
+from fedeas_flwr.devices import pick_device
+from fedeas_flwr.errors import ConfigError, RunError
 from fedeas_flwr.event_log import check_installed
-from fedeas_flwr.generators import Generator, absolute_spec, check_for_run, open_for_run, stock
 from fedeas_flwr.generators.bank import check_enough
 from fedeas_flwr.generators.classifier import independent_classifier
-from fedeas_flwr.launch import ray_resources
-from fedeas_flwr.local_data import Labels, nothing_planned, planned_counts, planned_images
+from fedeas_flwr.generators.interface import Generator, stock
+from fedeas_flwr.generators.opening import absolute_spec, check_for_run, open_for_run
+from fedeas_flwr.generators.service import own_generator
+from fedeas_flwr.local_data import Labels
 from fedeas_flwr.models import split_state
 from fedeas_flwr.paths import expanded
 from fedeas_flwr.progress import show_tries, showing_log
-from fedeas_flwr.runs import RunDirectory, RunError
+from fedeas_flwr.resources import ray_resources
+from fedeas_flwr.run_plan import nothing_planned, planned_counts, planned_images
+from fedeas_flwr.runs import RunDirectory
 from fedeas_flwr.sizes import show_bytes, show_seconds
 from fedeas_flwr.strategies import build_strategy
-from fedeas_flwr.training import check_engine, network, pick_device
+from fedeas_flwr.training import check_engine, network
 from fedeas_flwr.training.engine import copy_state
 from fedeas_flwr.upkeep import make_room
 
@@ -182,7 +186,7 @@ def ensure_digits_generator(console: Console) -> None:
 
 def evaluate_run(run: RunDirectory) -> dict[str, Any]:
     """Test a finished run's model anew."""
-    from fedeas_flwr.server_app import central_test
+    from fedeas_flwr.training.evaluation import central_test
 
     config = run.config()
     arrays = run.load_model()

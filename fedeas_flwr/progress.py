@@ -15,8 +15,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from fedeas_flwr.cache import ImageCache
 from fedeas_flwr.config import RunConfig
-from fedeas_flwr.generators import describe_generator
-from fedeas_flwr.local_data import planned_counts, planned_images
+from fedeas_flwr.generators.interface import describe_generator
+from fedeas_flwr.run_plan import planned_counts, planned_images
 from fedeas_flwr.runs import RunDirectory
 from fedeas_flwr.sizes import show_seconds
 

@@ -24,46 +24,14 @@ from fedeas_flwr.checkpoints import (
     write_arrays,
     write_checkpoint,
 )
-from fedeas_flwr.config import ConfigError, RunConfig, parse_config
+from fedeas_flwr.config import KEYS_CHANGEABLE_ON_RESUME, RunConfig, parse_config
+from fedeas_flwr.errors import ConfigError, RunError
 from fedeas_flwr.noise import Noise
-from fedeas_flwr.paths import atomic_write, cache_root, errors_naming, existing_part, remove_unfinished
+from fedeas_flwr.paths import atomic_write, errors_naming, existing_part, remove_unfinished
 from fedeas_flwr.processes import identify, is_elsewhere, still_runs
 from fedeas_flwr.round_records import Recorded, read_records
 from fedeas_flwr.run_files import holds_others_files
 from fedeas_flwr.sizes import counted
-
-NOT_THE_RUN = (
-    "run-dir",
-    "resume",
-    "backend",
-    "actors",
-    "gpu-share",
-    "ray-address",
-    "mps",
-    "cache-limit",
-    "device",
-    "node-wait",
-    "round-timeout",
-    "failed-rounds",
-    "max-examples",
-    "data-change",
-    "restarts",
-    "checkpoint-every",
-    "tensorboard",
-)
-"""Keys that may differ when a run is resumed: they do not change what is computed on the same hardware."""
-
-
-class RunError(RuntimeError):
-    """A run that cannot start, go on, or be read; the message is one line for the user."""
-
-
-class RunFailedError(RunError):
-    """A run, or what is done around it, that was begun and did not come to its end."""
-
-
-class ProcessesDiedError(RunFailedError):
-    """A run that processes died under, by no fault of its own: it can go on from its checkpoint in fresh ones."""
 
 
 class RunDirectory:
@@ -124,7 +92,7 @@ class RunDirectory:
     def _check_same(self, config: RunConfig) -> None:
         self._refuse_record()
         before, now = self.config().outside(), config.outside()
-        free = {*NOT_THE_RUN, "rounds", *(() if now["clients"] else ("clients",))}
+        free = {*KEYS_CHANGEABLE_ON_RESUME, "rounds", *(() if now["clients"] else ("clients",))}
         changed = [k for k in now if before[k] != now[k] and k not in free]
         if changed:
             key = changed[0]
@@ -415,8 +383,3 @@ def _saying_what_cannot_be_read(path: Path) -> Iterator[None]:
         raise
     except OSError as error:
         raise RunError(f"{path} cannot be read: {error.strerror or error}") from None
-
-
-def run_folder(config: RunConfig, run_id: int) -> Path:
-    """Where a run is recorded: as its config says, or by Flower's number in the user's cache."""
-    return Path(config.run_dir) if config.run_dir else cache_root() / "runs" / str(run_id)

@@ -16,27 +16,30 @@ import numpy as np
 import torch
 from flwr.app import Context
 from flwr.serverapp import Grid, ServerApp
-from flwr.supercore import log
 
 from fedeas_flwr.checkpoints import Arrays, Checkpoint
 from fedeas_flwr.client_state import forget_kept_states, write_kept_states
-from fedeas_flwr.config import ConfigError, RunConfig, parse_config
+from fedeas_flwr.config import RunConfig, parse_config
 from fedeas_flwr.data import dataset_info
+from fedeas_flwr.devices import pick_device
 from fedeas_flwr.environment import describe_environment
+from fedeas_flwr.errors import ConfigError, ProcessesDiedError, RunError
 from fedeas_flwr.event_log import event_log
+from fedeas_flwr.generators.opening import files_of
 from fedeas_flwr.generators.ray_service import start_service
-from fedeas_flwr.given_files import files_of
-from fedeas_flwr.gpu.own_streams import own_stream
-from fedeas_flwr.local_data import federated_data
 from fedeas_flwr.models import split_state
+from fedeas_flwr.node import run_folder
 from fedeas_flwr.one_line import one_line
 from fedeas_flwr.paths import cache_hint
 from fedeas_flwr.processes import MARK
-from fedeas_flwr.runs import ProcessesDiedError, RunDirectory, RunError, run_folder
+from fedeas_flwr.runs import RunDirectory
 from fedeas_flwr.strategies import build_strategy
-from fedeas_flwr.strategies.federation import Evaluate, Federation
+from fedeas_flwr.strategies.federation import Federation
 from fedeas_flwr.strategies.members import count_clients
-from fedeas_flwr.training import Evaluator, Normaliser, network, pick_device
+from fedeas_flwr.training import network
+from fedeas_flwr.training.evaluation import central_test
+
+log = logging.getLogger("flwr").log
 
 FORESEEN = (RunError, ConfigError)
 """What a user can mend: the line says all of it."""
@@ -182,29 +185,6 @@ def _keeper(device: str) -> Callable[[], None]:
     if device == "cpu":
         return write_kept_states
     return partial(write_kept_states, torch.cuda.mem_get_info()[1] // 4)
-
-
-def central_test(config: RunConfig, clients: int, device: str) -> Evaluate:
-    """Return the function that tests a model's arrays on the global test set."""
-    data = federated_data(config, clients)
-    images, labels = (torch.tensor(array, device=device) for array in data.global_test())
-    model = network(config).to(device)
-    if device == "cuda":
-        model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-    normalise = Normaliser(data.dataset.mean, data.dataset.std, device)
-    stream = own_stream() if device == "cuda" and config.engine != "eager" else None
-    evaluator = Evaluator(model, images, labels, data.num_classes, normalise, stream)
-
-    def test(trainable: Arrays, buffers: Arrays) -> dict[str, Any]:
-        result = evaluator.evaluate(trainable, buffers)
-        return {
-            "accuracy": result.accuracy,
-            "balanced_accuracy": result.balanced_accuracy,
-            "per_class_accuracy": result.per_class_accuracy,
-            "loss": result.loss,
-        }
-
-    return test
 
 
 def _device_name(device: str) -> str:

@@ -17,11 +17,12 @@ from typing import Any
 import tomli_w
 
 from fedeas_flwr.config import RunConfig
+from fedeas_flwr.errors import RunFailedError
 from fedeas_flwr.keeper import kept
 from fedeas_flwr.one_line import one_line
 from fedeas_flwr.processes import MARK, ProcessTree, listens
 from fedeas_flwr.project import NAME, read_project
-from fedeas_flwr.runs import RunDirectory, RunFailedError
+from fedeas_flwr.runs import RunDirectory
 
 QUIET = {
     # Flower would otherwise run `uv sync` on the app's dependencies for every run, and both would call home.

@@ -9,9 +9,7 @@ Here is what a sweep is; sweep_jobs.py runs it.
 
 from __future__ import annotations
 
-import csv
 import hashlib
-import io
 import itertools
 import json
 import re
@@ -21,13 +19,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from fedeas_flwr.config import ConfigError, RunConfig, parse_config
+from fedeas_flwr.config import KEYS_CHANGEABLE_ON_RESUME, RunConfig, parse_config
 from fedeas_flwr.config_files import parse_overrides
 from fedeas_flwr.data import short_name
+from fedeas_flwr.errors import ConfigError, RunError
 from fedeas_flwr.keys import keys_in_use
 from fedeas_flwr.listing import summarise_so_far
 from fedeas_flwr.paths import atomic_write
-from fedeas_flwr.runs import NOT_THE_RUN, RunDirectory, RunError
+from fedeas_flwr.runs import RunDirectory
+from fedeas_flwr.terminal import as_csv
 
 MADE_ABSOLUTE = ("generator", "data-dir", "weights")
 """Keys that a run writes down otherwise than they were given, as absolute paths."""
@@ -129,7 +129,7 @@ class Sweep:
                 f"{self.folder} holds another sweep, over {', '.join(keys)}, not {', '.join(self.grid)}: "
                 "name another folder with --out"
             )
-        if changed := _first_change(before, self.base.outside(), {*NOT_THE_RUN, *keys}):
+        if changed := _first_change(before, self.base.outside(), {*KEYS_CHANGEABLE_ON_RESUME, *keys}):
             key, old, new = changed
             raise RunError(
                 f"{self.folder} holds another sweep, with {key} = {old!r}, not {new!r}: name another folder with --out"
@@ -151,7 +151,7 @@ def check_cell(cell: Cell) -> None:
     before, now = (
         {**config.outside(), "dataset": short_name(config.dataset)} for config in (cell.run.config(), cell.config)
     )
-    if changed := _first_change(before, now, {*NOT_THE_RUN, *MADE_ABSOLUTE}):
+    if changed := _first_change(before, now, {*KEYS_CHANGEABLE_ON_RESUME, *MADE_ABSOLUTE}):
         key, old, new = changed
         way = "name another --out, or remove it (fedeas runs rm)"
         raise RunError(f"{cell.run.path} holds another run, with {key} = {old!r}, not {new!r}: {way}")
@@ -279,13 +279,3 @@ def points(rows: Sequence[Mapping[str, Any]], grid: Mapping[str, Sequence[Any]])
             }
         found.append(point)
     return found
-
-
-def as_csv(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Rows of the same or of growing keys as CSV; what a row does not have is empty."""
-    columns = list(dict.fromkeys(key for row in rows for key in row))
-    out = io.StringIO()
-    writer = csv.DictWriter(out, columns, lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(rows)
-    return out.getvalue()

@@ -24,11 +24,12 @@ from filelock import FileLock, Timeout
 
 from fedeas_flwr.config import RunConfig
 from fedeas_flwr.environment import describe_environment
+from fedeas_flwr.errors import RunError
 from fedeas_flwr.keeper import is_keeper
 from fedeas_flwr.mps import gpu_shared_by
 from fedeas_flwr.paths import atomic_write
 from fedeas_flwr.processes import undisturbed
-from fedeas_flwr.runs import RunDirectory, RunError
+from fedeas_flwr.runs import RunDirectory
 from fedeas_flwr.sweep import Cell, Sweep
 
 REFUSED = 2

@@ -1,8 +1,11 @@
-"""Tables on a terminal: as wide as it is where they can be, and nothing of them is ever cut off."""
+"""Tables on a terminal, as wide as it is where they can be, of which nothing is ever cut off; and as CSV."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+import csv
+import io
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
 
 from rich.cells import cell_len
 from rich.console import Console
@@ -60,3 +63,13 @@ def folding_table(
     for row in cells[1:]:
         table.add_row(*row)
     return table
+
+
+def as_csv(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Rows of the same or of growing keys as CSV; what a row does not have is empty."""
+    columns = list(dict.fromkeys(key for row in rows for key in row))
+    out = io.StringIO()
+    writer = csv.DictWriter(out, columns, lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+    return out.getvalue()

@@ -16,7 +16,7 @@ from typing import Any
 from filelock import FileLock, Timeout
 
 from fedeas_flwr.cache import MANIFEST, ImageCache, read_manifest, read_shard
-from fedeas_flwr.generators import Generator
+from fedeas_flwr.generators.interface import Generator
 from fedeas_flwr.paths import existing_part
 from fedeas_flwr.sizes import counted, parse_bytes, show_bytes
 

@@ -9,8 +9,8 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from fedeas_flwr.local_data import planned_allocation, planned_counts
 from fedeas_flwr.metrics import falls
+from fedeas_flwr.run_plan import planned_allocation, planned_counts
 from fedeas_flwr.runs import RunDirectory
 
 RESULTS = Path(__file__).parents[1] / "results"

@@ -17,8 +17,9 @@ from waiting import LONG, wait_until
 
 from fedeas_flwr.deploy import CONNECTION, Deployment, write_deployment
 from fedeas_flwr.deploy.registry import list_nodes, register_nodes
+from fedeas_flwr.errors import RunError
 from fedeas_flwr.processes import MARK, ProcessTree
-from fedeas_flwr.runs import RunDirectory, RunError
+from fedeas_flwr.runs import RunDirectory
 from fedeas_flwr.superlink import QUIET, flwr_answer, free_port
 
 WATCH = '''

@@ -9,7 +9,7 @@ from flwr.app import Context, Message
 from flwr.clientapp import ClientApp
 
 from fedeas_flwr import client_app, messages
-from fedeas_flwr.array_records import to_arrays, to_record
+from fedeas_flwr.array_records import ARRAYS, EXTRA, to_arrays, to_record
 from fedeas_flwr.config import RunConfig
 from fedeas_flwr.grids import InlineGrid
 from fedeas_flwr.runs import RunDirectory
@@ -35,7 +35,7 @@ def lossy_app(fate: Callable[[int, int], str]) -> ClientApp:
         if fate(client, number) == "lost":
             raise TimeoutError("the reply was lost")
         if fate(client, number) == "NaN":
-            name = messages.EXTRA if messages.EXTRA in reply.content else messages.ARRAYS
+            name = EXTRA if EXTRA in reply.content else ARRAYS
             arrays = to_arrays(reply.content.array_records[name])
             first = next(iter(arrays))
             reply.content[name] = to_record({**arrays, first: arrays[first] * np.nan})

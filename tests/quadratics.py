@@ -8,9 +8,9 @@ import numpy as np
 import torch
 from torch import nn
 
-from fedeas_flwr.training import Normaliser, Recipe
+from fedeas_flwr.normaliser import Normaliser
 from fedeas_flwr.training.eager import EagerEngine
-from fedeas_flwr.training.engine import Engine, State
+from fedeas_flwr.training.engine import Engine, Recipe, State
 from fedeas_flwr.training.graphed import GraphedEngine
 from fedeas_flwr.training.objective import Batch, Inputs, Objective
 

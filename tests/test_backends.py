@@ -15,9 +15,10 @@ from rich.console import Console
 from runners import black_digits, small
 
 from fedeas_flwr.cache import ImageCache
-from fedeas_flwr.generators import SampleId, absolute_spec, open_generator
 from fedeas_flwr.generators.bank import BankGenerator
 from fedeas_flwr.generators.classifier import ensure_recognised
+from fedeas_flwr.generators.interface import SampleId
+from fedeas_flwr.generators.opening import absolute_spec, open_generator
 from fedeas_flwr.prepare import prepare
 
 ROOT = Path(__file__).parents[1]

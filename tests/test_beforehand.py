@@ -14,11 +14,12 @@ from torch.nn import functional as F
 from users_models import WithFeatures
 
 from fedeas_flwr.config import parse_config
+from fedeas_flwr.normaliser import Normaliser
 from fedeas_flwr.strategies.moon import PREVIOUS, RECEIVED, ContrastiveObjective
 from fedeas_flwr.streams import stream
-from fedeas_flwr.training import Normaliser, Recipe, build_engine
+from fedeas_flwr.training import build_engine
 from fedeas_flwr.training.eager import EagerEngine
-from fedeas_flwr.training.engine import Engine, read_state
+from fedeas_flwr.training.engine import Engine, Recipe, read_state
 from fedeas_flwr.training.graphed import GraphedEngine
 from fedeas_flwr.training.objective import CROSS_ENTROPY, Batch, Inputs, Objective
 from fedeas_flwr.training.sparing import at_once, in_parts

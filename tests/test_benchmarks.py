@@ -22,9 +22,11 @@ from fedeas_flwr.config import parse_config
 from fedeas_flwr.data import dataset_info
 from fedeas_flwr.dataset_sources import check_npz
 from fedeas_flwr.local_data import federated_data
+from fedeas_flwr.normaliser import Normaliser
 from fedeas_flwr.runs import RunDirectory
 from fedeas_flwr.streams import stream
-from fedeas_flwr.training import Normaliser, Recipe, network
+from fedeas_flwr.training import network
+from fedeas_flwr.training.engine import Recipe
 from fedeas_flwr.training.graphed import GraphedEngine
 
 ROOT = Path(__file__).parents[1]

@@ -17,7 +17,7 @@ from waiting import LONG
 
 from fedeas_flwr.augment import fill
 from fedeas_flwr.cache import ImageCache
-from fedeas_flwr.generators import Generator, SampleId
+from fedeas_flwr.generators.interface import Generator, SampleId
 
 
 class Fake:

@@ -13,9 +13,10 @@ import pytest
 import torch
 from waiting import LONG
 
+from fedeas_flwr.devices import pick_device
 from fedeas_flwr.generators.denoising import _arithmetic
 from fedeas_flwr.gpu.capture import WARM_UPS, CaptureError, capture, capturing
-from fedeas_flwr.training import TrainResult, pick_device
+from fedeas_flwr.training.engine import TrainResult
 from fedeas_flwr.training.sparing import SparingEngine
 
 CUDA = torch.device("cuda")

@@ -16,9 +16,10 @@ from runners import command, fedeas, finish, small, typed
 from fedeas_flwr import prepare
 from fedeas_flwr.cli import exit_code, reserved_folder, run_name
 from fedeas_flwr.config import parse_config
+from fedeas_flwr.errors import ProcessesDiedError
 from fedeas_flwr.paths import cache_hint
 from fedeas_flwr.project import read_project
-from fedeas_flwr.runs import ProcessesDiedError, RunDirectory
+from fedeas_flwr.runs import RunDirectory
 from fedeas_flwr.sizes import counted
 
 ROOT = Path(__file__).parents[1]

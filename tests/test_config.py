@@ -6,11 +6,12 @@ from pathlib import Path
 import pytest
 from runners import typed
 
-from fedeas_flwr.config import KEYS, ConfigError, RunConfig, parse_config
+from fedeas_flwr.commands.quickstart import quickstart_config
+from fedeas_flwr.config import KEYS, RunConfig, parse_config
 from fedeas_flwr.config_files import parse_overrides, read_config
+from fedeas_flwr.errors import ConfigError
 from fedeas_flwr.keys import Key, keys_in_use, run_keys
 from fedeas_flwr.policies import POLICIES
-from fedeas_flwr.quickstart import quickstart_config
 
 ROOT = Path(__file__).parents[1]
 

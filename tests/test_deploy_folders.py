@@ -20,11 +20,12 @@ from ordinary_user import ordinary_user
 from PIL import Image
 from runners import typed
 
-from fedeas_flwr.config import ConfigError, RunConfig, parse_config
+from fedeas_flwr.config import RunConfig, parse_config
 from fedeas_flwr.deploy import Deployment, read_deployment, write_deployment
 from fedeas_flwr.deploy.certificates import write_authority, write_node_key
 from fedeas_flwr.deploy.check import check_gateway, check_node, check_superlink, examine
 from fedeas_flwr.doctor.findings import Finding
+from fedeas_flwr.errors import ConfigError
 
 
 @pytest.fixture

@@ -16,12 +16,12 @@ from runners import finish, hand_models_over, quick, weights
 
 import fedeas_flwr.strategies.delivery  # noqa: F401 - it must know the true InlineGrid, whichever test comes first
 from fedeas_flwr import messages
+from fedeas_flwr.array_records import ARRAYS, CONFIG
 from fedeas_flwr.client_app import app as client_app
-from fedeas_flwr.config import ConfigError
+from fedeas_flwr.errors import ConfigError, MessageError, RunError
 from fedeas_flwr.grids import InlineGrid
-from fedeas_flwr.messages import ARRAYS, CONFIG, MessageError
 from fedeas_flwr.prepare import prepare
-from fedeas_flwr.runs import RunDirectory, RunError
+from fedeas_flwr.runs import RunDirectory
 from fedeas_flwr.strategies import ALGORITHMS, build_strategy
 from fedeas_flwr.strategies.disclosure import NeedsDisclosure
 

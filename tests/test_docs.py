@@ -61,7 +61,7 @@ def test_every_module_is_in_the_tree() -> None:
 
 SMALL_MODULES = {
     "one_line.py",
-    "out_of_memory.py",
+    "errors.py",
     "cores.py",
     "environment.py",
     "npy.py",
@@ -71,7 +71,6 @@ SMALL_MODULES = {
     "augment.py",
     "prepare.py",
     "project.py",
-    "quickstart.py",
     "sizes.py",
 }
 """Helpers that the tree leaves out so that it stays readable."""

@@ -23,7 +23,8 @@ from fedeas_flwr import doctor, event_log
 from fedeas_flwr.commands.doctor import show
 from fedeas_flwr.config import RunConfig, parse_config
 from fedeas_flwr.data import dataset_info
-from fedeas_flwr.doctor import Finding, inputs, packages
+from fedeas_flwr.doctor import inputs, packages
+from fedeas_flwr.doctor.findings import Finding
 from fedeas_flwr.partition import dirichlet_partition
 from fedeas_flwr.prepare import prepare
 

@@ -14,13 +14,14 @@ import pytest
 import torch
 from test_doctor import config, only
 
-from fedeas_flwr import cores, launch
+from fedeas_flwr import cores, resources
 from fedeas_flwr.commands.reproduce import default_jobs
-from fedeas_flwr.config import ConfigError
-from fedeas_flwr.doctor import Finding, federation, machine
+from fedeas_flwr.doctor import federation, machine
+from fedeas_flwr.doctor.findings import Finding
+from fedeas_flwr.errors import ConfigError
 from fedeas_flwr.generators.ray_service import leave_sliver
 from fedeas_flwr.superlink import own_environment
-from fedeas_flwr.training import build_engine, cohort
+from fedeas_flwr.training import build_engine
 from fedeas_flwr.training.objective import CROSS_ENTROPY
 
 # --------------------------------------------------------------------------------------------------- GPU
@@ -41,7 +42,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
         "bytes_a_client": 10**9,
         "bytes_free": 7 * 10**10,
     }
-    monkeypatch.setattr(cohort, "_known_or_measured", lambda given, path: probed)
+    monkeypatch.setattr(resources, "_known_or_measured", lambda given, path: probed)
     monkeypatch.setattr(machine, "tiny_kernel", lambda number: facts["kernel"](number))
     return facts
 
@@ -260,7 +261,7 @@ def test_the_generators_actor_fits_beside_the_clients_under_ray(monkeypatch: pyt
 
 @pytest.mark.slow
 def test_clients_that_fill_the_gpu_are_found_by_ray_itself(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launch, "leave_sliver", lambda share: share)  # a launcher that forgot the generator
+    monkeypatch.setattr(resources, "leave_sliver", lambda share: share)  # a launcher that forgot the generator
     found = only(federation.check_rehearsal, config(actors=4, gpu_share=0.25))
     assert found.state == "problem" and found.text.startswith("gpu-share = 0.25, actors = 4: ")
     assert "actors=4 gpu-share=0.249" in found.fix and "backend=inline" in found.fix

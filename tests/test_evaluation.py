@@ -15,8 +15,10 @@ from torch import nn
 from torch.nn import functional as F
 from users_models import with_batchnorm
 
-from fedeas_flwr.training import Evaluator, Normaliser, evaluation
+from fedeas_flwr.normaliser import Normaliser
+from fedeas_flwr.training import evaluation
 from fedeas_flwr.training.engine import read_state
+from fedeas_flwr.training.evaluation import Evaluator
 
 
 class Brightness(nn.Module):

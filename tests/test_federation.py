@@ -19,9 +19,10 @@ from fedeas_flwr import messages
 from fedeas_flwr.checkpoints import Checkpoint
 from fedeas_flwr.config import parse_config
 from fedeas_flwr.data import dataset_info
+from fedeas_flwr.errors import RunError
 from fedeas_flwr.grids import InlineGrid
 from fedeas_flwr.messages import TrainReport
-from fedeas_flwr.runs import RunDirectory, RunError
+from fedeas_flwr.runs import RunDirectory
 from fedeas_flwr.strategies import build_strategy, training_round
 from fedeas_flwr.strategies.federation import Federation
 

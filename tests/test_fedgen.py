@@ -20,10 +20,11 @@ from torch.nn import functional as F
 
 from fedeas_flwr import messages
 from fedeas_flwr.array_records import to_arrays, to_record
-from fedeas_flwr.config import ConfigError
+from fedeas_flwr.errors import ConfigError
 from fedeas_flwr.grids import InlineGrid
-from fedeas_flwr.local_data import planned_counts
 from fedeas_flwr.models import SmallCNN
+from fedeas_flwr.normaliser import Normaliser
+from fedeas_flwr.run_plan import planned_counts
 from fedeas_flwr.strategies import build_strategy
 from fedeas_flwr.strategies.client_part import ClientRound
 from fedeas_flwr.strategies.feature_generator import (
@@ -40,9 +41,8 @@ from fedeas_flwr.strategies.feature_generator import (
 )
 from fedeas_flwr.strategies.fedgen import FedGen, FedGenClient, TaughtObjective, label_counts, term_weight
 from fedeas_flwr.streams import stream
-from fedeas_flwr.training import Normaliser, Recipe
 from fedeas_flwr.training.eager import EagerEngine
-from fedeas_flwr.training.engine import read_state
+from fedeas_flwr.training.engine import Recipe, read_state
 from fedeas_flwr.training.graphed import GraphedEngine
 from fedeas_flwr.training.objective import Batch
 

@@ -20,13 +20,13 @@ from users_models import with_batchnorm
 
 from fedeas_flwr.config import RunConfig
 from fedeas_flwr.local_data import federated_data
+from fedeas_flwr.normaliser import Normaliser
 from fedeas_flwr.strategies.averaging import weighted_average
 from fedeas_flwr.strategies.client_part import ClientRound
 from fedeas_flwr.strategies.fedmix import FedMixClient, MixedObjective
-from fedeas_flwr.training import Normaliser, Recipe
 from fedeas_flwr.training.batchnorm_twice import batchnorm_twice
 from fedeas_flwr.training.eager import EagerEngine
-from fedeas_flwr.training.engine import read_state
+from fedeas_flwr.training.engine import Recipe, read_state
 from fedeas_flwr.training.graphed import GraphedEngine
 from fedeas_flwr.training.masked_batchnorm import masked_batchnorm
 from fedeas_flwr.training.objective import Batch, Inputs, mean_of_first

@@ -18,7 +18,6 @@ from numpy.typing import NDArray
 
 from fedeas_flwr.budget_path import BudgetPath
 from fedeas_flwr.choosing import Limits, choose
-from fedeas_flwr.local_data import partition_counts
 from fedeas_flwr.report.comparison import comparison_figure
 from fedeas_flwr.report.document import make_document
 from fedeas_flwr.report.groups import group_runs
@@ -38,6 +37,7 @@ from fedeas_flwr.reproduce.figures import (
     setting_of,
 )
 from fedeas_flwr.reproduce.measured import Value, find_results
+from fedeas_flwr.run_plan import partition_counts
 from fedeas_flwr.runs import RunDirectory
 
 RESULTS = Path(__file__).parents[1] / "results"

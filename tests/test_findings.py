@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 from cifar_runs import PAGE, README, RESULTS, accuracies, falls_of, record
 
-from fedeas_flwr.local_data import planned_allocation, planned_counts
 from fedeas_flwr.metrics import WALL_CLOCK, falls, seconds_of
 from fedeas_flwr.reproduce.paper import BETA_SWEEP, GAMMA_HAT, LAST_20, PEAK, at
+from fedeas_flwr.run_plan import planned_allocation, planned_counts
 from fedeas_flwr.runs import RunDirectory
 
 IMAGES_MADE = {"missing-only": 33_650, "uniform": 16_145, "full-balance": 235_847}

@@ -7,11 +7,11 @@ import pytest
 from cifar_runs import PAGE, POLICIES, README, RESULTS, accuracies, record
 
 from fedeas_flwr.allocation import removed
-from fedeas_flwr.local_data import planned_allocation, planned_counts
 from fedeas_flwr.metrics import falls
 from fedeas_flwr.policies import allocate
 from fedeas_flwr.reproduce.measured import meaning
 from fedeas_flwr.reproduce.paper import LAST_20, at
+from fedeas_flwr.run_plan import planned_allocation, planned_counts
 
 PLACE = "cifar10-k100-a0.1"
 ALTERNATIVES = " ".join((RESULTS.parent / "docs" / "alternatives.md").read_text().split())

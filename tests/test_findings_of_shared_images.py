@@ -6,10 +6,10 @@ import numpy as np
 from cifar_runs import PAGE, POLICIES, README, RESULTS, accuracies, falls_of, record
 
 from fedeas_flwr.keys import OF_GENERATION
-from fedeas_flwr.local_data import different_images, planned_allocation, planned_counts
 from fedeas_flwr.metrics import falls
 from fedeas_flwr.reproduce.measured import meaning
 from fedeas_flwr.reproduce.paper import GAMMA_HAT, LAST_20, PEAK, PEAK_LEAD, at
+from fedeas_flwr.run_plan import different_images, planned_allocation, planned_counts
 from fedeas_flwr.runs import RunDirectory
 
 

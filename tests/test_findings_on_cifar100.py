@@ -6,11 +6,11 @@ import numpy as np
 from cifar_runs import PAGE, POLICIES, README, accuracies, falls_of, last_batches, record
 from test_uneven_rounds import evenness
 
-from fedeas_flwr import allocate
 from fedeas_flwr.allocation import removed
-from fedeas_flwr.local_data import planned_allocation, planned_counts
 from fedeas_flwr.metrics import falls
+from fedeas_flwr.policies import allocate
 from fedeas_flwr.reproduce.paper import LAST_20, PEAK, at
+from fedeas_flwr.run_plan import planned_allocation, planned_counts
 
 COLUMN, PLACE = "c100-k100-a0.1", "cifar100-k100-a0.1"
 RUNS = {"fedavg": (1, 2, 3), "fedprox": (1,), "scaffold": (1, 2), "moon": (1, 2)}

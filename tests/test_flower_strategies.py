@@ -22,7 +22,8 @@ from waiting import LONG
 
 from fedeas_flwr import messages
 from fedeas_flwr.array_records import to_arrays, to_record
-from fedeas_flwr.config import ConfigError, StrategyName, parse_config
+from fedeas_flwr.config import StrategyName, parse_config
+from fedeas_flwr.errors import ConfigError
 from fedeas_flwr.grids import InlineGrid
 from fedeas_flwr.prepare import prepare
 from fedeas_flwr.strategies import ALGORITHMS, build_strategy, flower

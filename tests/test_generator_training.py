@@ -24,9 +24,10 @@ from timelines import Clock
 from waiting import LONG
 
 from fedeas_flwr.data import Dataset, _open_own, open_dataset
-from fedeas_flwr.generators import SampleId, training, training_run
+from fedeas_flwr.generators import training, training_run
 from fedeas_flwr.generators.diffusion import DiffusionGenerator
 from fedeas_flwr.generators.folders import CLASSES, WEIGHTS_NAME
+from fedeas_flwr.generators.interface import SampleId
 from fedeas_flwr.generators.presets import CIFAR_SMALL, DIGITS, PAPER, PRESETS, Preset, find_preset
 from fedeas_flwr.generators.training import Progress, Trainer, _loss_weights, _rate
 from fedeas_flwr.generators.training_run import CHECKPOINT, train_generator

@@ -14,12 +14,13 @@ import pytest
 import torch
 from waiting import LONG
 
-from fedeas_flwr import generators
 from fedeas_flwr.config import SAMPLER_STEPS, RunConfig, parse_config
-from fedeas_flwr.generators import SampleId, open_generator
+from fedeas_flwr.generators import opening
 from fedeas_flwr.generators.denoising import PRECISIONS, make_solver
 from fedeas_flwr.generators.diffusion import DiffusionGenerator, initial_noise
 from fedeas_flwr.generators.folders import CLASSES, WEIGHTS_NAME, check_classes
+from fedeas_flwr.generators.interface import SampleId
+from fedeas_flwr.generators.opening import open_generator
 
 SHAPE = (8, 8, 1)
 
@@ -231,11 +232,11 @@ def test_out_of_memory_halves_the_batch_and_loses_nothing(
 
 def test_a_run_config_leaves_choices_open_or_makes_them(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: dict[str, Any] = {}
-    monkeypatch.setattr(generators, "open_generator", lambda *_, **settings: seen.update(settings))
-    generators.open_for_run(parse_config({}), "cpu")
+    monkeypatch.setattr(opening, "open_generator", lambda *_, **settings: seen.update(settings))
+    opening.open_for_run(parse_config({}), "cpu")
     assert (seen["sampler"], seen["steps"], seen["batch_size"], seen["precision"]) == ("dpm++", None, None, None)
     given = {"sampler": "ddim", "sampler-steps": 50, "generation-batch": 7, "generation-precision": "fp16"}
-    generators.open_for_run(parse_config(given), "cpu")
+    opening.open_for_run(parse_config(given), "cpu")
     assert (seen["sampler"], seen["steps"], seen["batch_size"], seen["precision"]) == ("ddim", 50, 7, "fp16")
     for key, known in (("sampler", SAMPLER_STEPS), ("generation_precision", {"auto", *PRECISIONS})):
         assert set(get_args(RunConfig.model_fields[key].annotation)) == set(known)
@@ -286,7 +287,7 @@ def test_wrong_settings_are_refused_in_one_line(tiny: Path, settings: dict[str, 
 )
 def test_a_run_is_refused_by_the_names_of_its_keys(digits_generator: Path, given: dict[str, Any], message: str) -> None:
     with pytest.raises((ValueError, FileNotFoundError), match=f"^{message}"):
-        generators.open_for_run(parse_config({"generator": str(digits_generator), **given}), "cpu")
+        opening.open_for_run(parse_config({"generator": str(digits_generator), **given}), "cpu")
 
 
 def test_wrong_folders_are_refused_in_one_line(tmp_path: Path) -> None:

@@ -9,23 +9,13 @@ from concurrent.futures import CancelledError
 from contextlib import suppress
 from typing import cast
 
-from flwr.app import ConfigRecord, Message, RecordDict
+from flwr.app import Message, RecordDict
 from flwr.clientapp import ClientApp
-from flwr.supercore.task_identity import TaskIdentity
 
 from fedeas_flwr.client_app import app
 from fedeas_flwr.config import parse_config
 from fedeas_flwr.grids import GridView, InlineGrid
 from fedeas_flwr.messages import ask, failure_reason, read_answer
-
-
-def test_flower_still_has_the_identity_that_messages_need() -> None:
-    """If a release of Flower moves it, this names the place to mend: grids.py."""
-    for name in ("task_id", "run_id", "node_id"):
-        setattr(TaskIdentity, name, 7)
-        assert getattr(TaskIdentity, name) == 7
-    message = Message(RecordDict({"config": ConfigRecord()}), dst_node_id=3, message_type="query")
-    assert message.metadata.src_node_id == 7
 
 
 def test_the_inline_grid_reaches_every_client_and_answers_in_order() -> None:

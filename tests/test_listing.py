@@ -19,19 +19,21 @@ from rich.console import Console
 from runners import SMALL, fedeas, finish, quick, small, typed
 from test_sweep import ROOT
 
-from fedeas_flwr import cli, listing, quickstart
+from fedeas_flwr import cli, launch, listing, prepare
 from fedeas_flwr.cache import MANIFEST, ImageCache
 from fedeas_flwr.checkpoints import Checkpoint
 from fedeas_flwr.client_state import ClientState, ClientStore
+from fedeas_flwr.commands.quickstart import quickstart_config
 from fedeas_flwr.commands.sweep import board_table
 from fedeas_flwr.config import RunConfig
 from fedeas_flwr.environment import describe_environment
+from fedeas_flwr.errors import RunError
 from fedeas_flwr.listing import check_removable
 from fedeas_flwr.metrics import summarise
 from fedeas_flwr.paths import atomic_write
 from fedeas_flwr.reproduce.measured import find_results
 from fedeas_flwr.run_files import files_of_run
-from fedeas_flwr.runs import RunDirectory, RunError
+from fedeas_flwr.runs import RunDirectory
 from fedeas_flwr.sweep import make_sweep
 from fedeas_flwr.sweep_jobs import Board
 
@@ -210,8 +212,8 @@ def begun(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, bool]]:
         run.set_status("finished")
         return run
 
-    monkeypatch.setattr(quickstart, "prepare", lambda config, console: config)
-    monkeypatch.setattr(quickstart, "launch", finish_at_once)
+    monkeypatch.setattr(prepare, "prepare", lambda config, console: config)
+    monkeypatch.setattr(launch, "launch", finish_at_once)
     return found
 
 
@@ -251,7 +253,7 @@ def test_quickstart_does_what_is_left_and_ends_in_the_picture(tmp_path: Path, be
             "{}/uniform holds another run, with clients = 4, not 10",
         ),
         (
-            lambda folder: RunDirectory.start(quickstart.quickstart_config("uniform", "inline", folder), {}).set_status(
+            lambda folder: RunDirectory.start(quickstart_config("uniform", "inline", folder), {}).set_status(
                 "running", pid=os.getppid()
             ),
             "{}/uniform is still running, in process ",
@@ -282,7 +284,7 @@ def test_quickstart_says_how_to_go_on_after_ctrl_c(
     def stop(config: RunConfig, console: Console) -> RunDirectory:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(quickstart, "launch", stop)
+    monkeypatch.setattr(launch, "launch", stop)
     named = typed("quickstart", "--out", "a b", cwd=tmp_path)
     assert (named.returncode, named.stderr) == (130, "stopped; go on with: fedeas quickstart --out 'a b'\n")
     assert typed("quickstart", cwd=tmp_path).stderr == "stopped; go on with: fedeas quickstart\n"

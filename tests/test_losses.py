@@ -15,10 +15,11 @@ from runners import finish, quick, weights
 from torch.nn import functional as F
 from users_models import with_batchnorm
 
+from fedeas_flwr.normaliser import Normaliser
 from fedeas_flwr.strategies.fedprox import ProximalObjective
-from fedeas_flwr.training import Normaliser, Recipe, loss_and_view_inputs
+from fedeas_flwr.training import loss_and_view_inputs
 from fedeas_flwr.training.eager import EagerEngine
-from fedeas_flwr.training.engine import read_state
+from fedeas_flwr.training.engine import Recipe, read_state
 from fedeas_flwr.training.graphed import GraphedEngine
 from fedeas_flwr.training.losses import OFFSETS, WEIGHTS, class_weights, logit_offsets, loss_constants, sample_losses
 from fedeas_flwr.training.objective import CROSS_ENTROPY, Inputs, Objective

@@ -16,9 +16,10 @@ from test_federation import EXAMPLES, START, VALUES, toy_app
 from fedeas_flwr import messages
 from fedeas_flwr.allocation import distribute, eligible_pairs
 from fedeas_flwr.config import parse_config
+from fedeas_flwr.errors import RunError
 from fedeas_flwr.grids import InlineGrid
 from fedeas_flwr.policies import ClientView, MatchedPolicy, Share
-from fedeas_flwr.runs import RunDirectory, RunError
+from fedeas_flwr.runs import RunDirectory
 from fedeas_flwr.strategies import build_strategy
 from fedeas_flwr.strategies.delivery import deliver
 from fedeas_flwr.strategies.federation import Federation

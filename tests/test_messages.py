@@ -13,11 +13,23 @@ from flwr.common.serde import recorddict_to_proto
 from flwr.supercore.inflatable.inflatable_object import get_all_nested_objects
 
 from fedeas_flwr import messages
-from fedeas_flwr.array_records import WrongArraysError, encoded, read_like, to_arrays, to_record
+from fedeas_flwr.array_records import (
+    ARRAYS,
+    BUFFERS,
+    CONFIG,
+    METRICS,
+    WEIGHT,
+    WrongArraysError,
+    encoded,
+    read_like,
+    to_arrays,
+    to_record,
+)
 from fedeas_flwr.client_app import app as client_app
 from fedeas_flwr.config import parse_config
+from fedeas_flwr.errors import MessageError
 from fedeas_flwr.grids import InlineGrid
-from fedeas_flwr.messages import ARRAYS, BUFFERS, CONFIG, METRICS, WEIGHT, MessageError, TrainReport, TrainTask
+from fedeas_flwr.messages import TrainReport, TrainTask
 from fedeas_flwr.policies import Share
 
 TRAINABLE = {"w": np.ones((2, 3), np.float32), "b": np.zeros(3, np.float32)}

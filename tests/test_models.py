@@ -15,7 +15,8 @@ from users_models import WithFunctions, with_batchnorm, with_dropout
 from fedeas_flwr.config import parse_config
 from fedeas_flwr.data import dataset_info
 from fedeas_flwr.models import build_model, draws_numbers, split_state
-from fedeas_flwr.training import copy_state, network
+from fedeas_flwr.training import network
+from fedeas_flwr.training.engine import copy_state
 
 DIGITS = (8, 8, 1)
 CIFAR = (32, 32, 3)

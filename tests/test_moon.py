@@ -18,8 +18,9 @@ from runners import finish, hand_models_over, quick, weights
 from users_models import with_features
 
 from fedeas_flwr.checkpoints import Checkpoint
-from fedeas_flwr.config import ConfigError
+from fedeas_flwr.errors import ConfigError
 from fedeas_flwr.models import split_state
+from fedeas_flwr.normaliser import Normaliser
 from fedeas_flwr.prepare import prepare
 from fedeas_flwr.strategies.client_part import ClientRound, Finished
 from fedeas_flwr.strategies.moon import (
@@ -31,9 +32,9 @@ from fedeas_flwr.strategies.moon import (
     contrastive_losses,
     reference_features,
 )
-from fedeas_flwr.training import Normaliser, Recipe, State, network
+from fedeas_flwr.training import network
 from fedeas_flwr.training.eager import EagerEngine
-from fedeas_flwr.training.engine import read_state
+from fedeas_flwr.training.engine import Recipe, State, read_state
 from fedeas_flwr.training.graphed import GraphedEngine
 from fedeas_flwr.training.masked_batchnorm import masked_batchnorm
 from fedeas_flwr.training.objective import CROSS_ENTROPY, Batch, Inputs

@@ -13,12 +13,12 @@ import psutil
 import pytest
 from waiting import LONG
 
-from fedeas_flwr import mps, sweep_jobs, training
+from fedeas_flwr import devices, mps, resources, sweep_jobs
+from fedeas_flwr.devices import pick_device
 from fedeas_flwr.mps import LOG, PIPE, QUEUES, shared_gpu
 from fedeas_flwr.processes import MARK, ProcessTree, with_variable
 from fedeas_flwr.sweep import Cell, make_sweep
 from fedeas_flwr.sweep_jobs import Board, run_sweep
-from fedeas_flwr.training import cohort, pick_device
 
 
 def control(folder: Path, code: int = 0) -> Path:
@@ -210,8 +210,8 @@ class Nobody:
 def on_a_gpu(works: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """A machine with a GPU and MPS, and runs that do nothing; returns what was measured, by seed."""
     measured: list[int] = []
-    monkeypatch.setattr(training, "pick_device", lambda wanted: "cpu" if wanted == "cpu" else "cuda")
-    monkeypatch.setattr(cohort, "clients_at_once", lambda config: measured.append(config.seed))
+    monkeypatch.setattr(devices, "pick_device", lambda wanted: "cpu" if wanted == "cpu" else "cuda")
+    monkeypatch.setattr(resources, "max_parallel_clients", lambda config: measured.append(config.seed))
     (tmp_path / "child.py").write_text(CHILD)
 
     def command_of(conf: Path, resume: bool) -> list[str]:

@@ -12,12 +12,14 @@ import pytest
 from runners import CHEAP, finish, small, weights
 
 from fedeas_flwr.cache import ImageCache
-from fedeas_flwr.client_app import _source
-from fedeas_flwr.config import ConfigError, parse_config
-from fedeas_flwr.generators import RememberedGenerator, SampleId, batch_size, open_generator
+from fedeas_flwr.config import parse_config
+from fedeas_flwr.errors import ConfigError, RunFailedError
+from fedeas_flwr.generators.client_images import _source
+from fedeas_flwr.generators.interface import RememberedGenerator, SampleId, batch_size
+from fedeas_flwr.generators.opening import open_generator
 from fedeas_flwr.local_data import federated_data, local_data
 from fedeas_flwr.node import read_node
-from fedeas_flwr.runs import RunDirectory, RunFailedError
+from fedeas_flwr.runs import RunDirectory
 from fedeas_flwr.strategies import members
 
 RUN = "ab" * 16

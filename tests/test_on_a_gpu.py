@@ -14,14 +14,15 @@ from gpu_here import on_a_gpu
 from runners import CHEAP, NEEDS, finish, small
 from safetensors.numpy import load_file
 
+from fedeas_flwr.devices import pick_device
 from fedeas_flwr.models import build_model, split_state
+from fedeas_flwr.normaliser import Normaliser
 from fedeas_flwr.runs import RunDirectory
 from fedeas_flwr.strategies import ALGORITHMS, client_part
 from fedeas_flwr.strategies.client_part import ClientRound
 from fedeas_flwr.strategies.feature_generator import new_generator
-from fedeas_flwr.training import Normaliser, Recipe, pick_device
 from fedeas_flwr.training.eager import EagerEngine
-from fedeas_flwr.training.engine import read_state
+from fedeas_flwr.training.engine import Recipe, read_state
 from fedeas_flwr.training.graphed import GraphedEngine
 
 GPU: dict[str, Any] = {"device": "cuda", "precision": "fp32", "actors": 2}

@@ -20,8 +20,9 @@ from waiting import LONG
 
 from fedeas_flwr import messages, server_app
 from fedeas_flwr.checkpoints import Arrays, Checkpoint, plain
+from fedeas_flwr.errors import RunError
 from fedeas_flwr.metrics import WALL_CLOCK, seconds_of
-from fedeas_flwr.runs import RunDirectory, RunError
+from fedeas_flwr.runs import RunDirectory
 from fedeas_flwr.strategies import ALGORITHMS
 from fedeas_flwr.strategies.beside import Beside
 from fedeas_flwr.strategies.federation import Federation

@@ -17,13 +17,13 @@ from runners import finish, quick, weights
 from fedeas_flwr import messages, planning
 from fedeas_flwr.allocation import IntArray, budget, fedeas, imbalance, oversample
 from fedeas_flwr.augment import repeated
-from fedeas_flwr.client_app import _images
-from fedeas_flwr.client_state import ClientState
-from fedeas_flwr.local_data import federated_data, planned_counts
+from fedeas_flwr.generators.client_images import local_images
+from fedeas_flwr.local_data import federated_data
 from fedeas_flwr.node import read_node
 from fedeas_flwr.partition import make_partition, plan_labels
 from fedeas_flwr.planning import format_table
-from fedeas_flwr.policies import Share, allocate
+from fedeas_flwr.policies import allocate
+from fedeas_flwr.run_plan import planned_counts
 from fedeas_flwr.training import recipe
 
 
@@ -88,9 +88,8 @@ def test_a_client_trains_on_its_images_and_their_copies() -> None:
     config = quick(Path("/nowhere"), policy="oversample", beta=8.0)
     data, counts = federated_data(config, 4), planned_counts(config, 4)
     for client, copies in enumerate(oversample(counts, 8.0)):
-        node, planned = read_node({"partition-id": client, "num-partitions": 4}), ClientState(generate=(0,) * 10)
-        task = messages.TrainTask(1, 8.0, 0, 0, "", Share())
-        found = _images(config, data, node, planned, "cpu", task)
+        node = read_node({"partition-id": client, "num-partitions": 4})
+        found = local_images(config, data, node, (0,) * 10, tuple(copies.tolist()), "", "", "cpu")
         images, labels = found.images, found.labels
         real, real_labels = data.train(client)
         assert np.array_equal(images[: len(real)].numpy(), real)

@@ -15,7 +15,8 @@ from rich.console import Console
 from runners import finish, small, typed
 
 from fedeas_flwr import data, own_data
-from fedeas_flwr.config import ConfigError, parse_config
+from fedeas_flwr.config import parse_config
+from fedeas_flwr.errors import ConfigError
 from fedeas_flwr.exporting import export
 from fedeas_flwr.own_data import read_dataset, read_images
 from fedeas_flwr.prepare import prepare

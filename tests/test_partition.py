@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fedeas_flwr.allocation import IntArray
 from fedeas_flwr.partition import (
     CLASS_COUNTS,
-    IntArray,
     Partition,
     dirichlet_partition,
     make_partition,

@@ -17,13 +17,14 @@ from runners import finish, hand_models_over, quick, weights, with_known_noise
 from fedeas_flwr import messages
 from fedeas_flwr.array_records import to_record
 from fedeas_flwr.checkpoints import Checkpoint
-from fedeas_flwr.config import ConfigError, parse_config
+from fedeas_flwr.config import parse_config
 from fedeas_flwr.data import dataset_info
+from fedeas_flwr.errors import ConfigError, RunError
 from fedeas_flwr.exporting import export
 from fedeas_flwr.grids import InlineGrid
 from fedeas_flwr.policies import Share
 from fedeas_flwr.prepare import prepare
-from fedeas_flwr.runs import RunDirectory, RunError
+from fedeas_flwr.runs import RunDirectory
 from fedeas_flwr.strategies import build_strategy
 from fedeas_flwr.strategies.clipping import clips_update
 from fedeas_flwr.strategies.federation import Federation

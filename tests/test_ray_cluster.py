@@ -17,9 +17,10 @@ import pytest
 from runners import finish, small, typed, weights
 from waiting import wait_until
 
-from fedeas_flwr.config import ConfigError, parse_config
-from fedeas_flwr.launch import ray_resources
+from fedeas_flwr.config import parse_config
+from fedeas_flwr.errors import ConfigError
 from fedeas_flwr.processes import MARK, ProcessTree
+from fedeas_flwr.resources import ray_resources
 from fedeas_flwr.superlink import QUIET, free_port, is_listening, own_environment
 
 

@@ -21,8 +21,9 @@ from runners import typed
 
 from fedeas_flwr.cache import ImageCache
 from fedeas_flwr.cli import app
+from fedeas_flwr.errors import RunError
 from fedeas_flwr.exporting import export
-from fedeas_flwr.generators import SampleId, describe_generator
+from fedeas_flwr.generators.interface import SampleId, describe_generator
 from fedeas_flwr.partition import LEAKAGE_ELSEWHERE
 from fedeas_flwr.report import samples
 from fedeas_flwr.report.allocations import draw, maps_of
@@ -33,7 +34,7 @@ from fedeas_flwr.report.groups import group_runs
 from fedeas_flwr.report.notes import notes_on
 from fedeas_flwr.report.page import as_html, as_markdown
 from fedeas_flwr.report.run_figures import draw_classes
-from fedeas_flwr.runs import RunDirectory, RunError
+from fedeas_flwr.runs import RunDirectory
 
 ROOT = Path(__file__).parents[1]
 QUICKSTART = ROOT / "results" / "quickstart"

@@ -22,11 +22,12 @@ from test_reproduce import ROOT, TWENTY
 from waiting import LONG, Held, wait_until
 
 from fedeas_flwr import prepare, sweep_jobs
+from fedeas_flwr.errors import RunError
 from fedeas_flwr.reproduce.cells import MAIN, PAPERS, all_cells, cell
 from fedeas_flwr.reproduce.filling import settle_finished
 from fedeas_flwr.reproduce.items import ITEMS
 from fedeas_flwr.reproduce.measured import find_results
-from fedeas_flwr.runs import RunDirectory, RunError
+from fedeas_flwr.runs import RunDirectory
 
 fedeas, typed = partial(runners.fedeas, "reproduce"), partial(runners.typed, "reproduce")
 

@@ -8,9 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from fedeas_flwr.config import ConfigError
 from fedeas_flwr.config_files import parse_overrides, read_config
-from fedeas_flwr.local_data import different_images, planned_counts, planned_images
+from fedeas_flwr.errors import ConfigError
 from fedeas_flwr.policies import allocate
 from fedeas_flwr.reproduce import paper
 from fedeas_flwr.reproduce.cells import (
@@ -28,6 +27,7 @@ from fedeas_flwr.reproduce.cells import (
 )
 from fedeas_flwr.reproduce.items import ITEMS, can_run, choose
 from fedeas_flwr.reproduce.measured import meaning
+from fedeas_flwr.run_plan import different_images, planned_counts, planned_images
 
 ROOT = Path(__file__).parents[1]
 SLOW_PARTITION = "c10-k100-a0.05"

@@ -14,7 +14,7 @@ from runners import finish, quick, small, typed, weights
 from fedeas_flwr import data, local_data
 from fedeas_flwr.checkpoints import read_arrays, write_arrays
 from fedeas_flwr.config import RunConfig
-from fedeas_flwr.runs import RunFailedError
+from fedeas_flwr.errors import RunFailedError
 
 
 def test_resume_of_another_config_is_refused(tmp_path: Path) -> None:

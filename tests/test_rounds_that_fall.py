@@ -21,10 +21,10 @@ from cifar_runs import (
 )
 
 from fedeas_flwr.config import FEW
-from fedeas_flwr.local_data import planned_allocation, planned_counts
 from fedeas_flwr.metrics import falls
 from fedeas_flwr.reproduce.measured import meaning
 from fedeas_flwr.reproduce.paper import BETA_SWEEP
+from fedeas_flwr.run_plan import planned_allocation, planned_counts
 from fedeas_flwr.runs import RunDirectory
 from fedeas_flwr.training import recipe
 

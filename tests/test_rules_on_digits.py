@@ -12,7 +12,7 @@ from cifar_runs import PAGE, README, RESULTS, sweep_curves
 
 from fedeas_flwr.allocation import removed
 from fedeas_flwr.config import parse_config
-from fedeas_flwr.local_data import planned_allocation, planned_counts
+from fedeas_flwr.run_plan import planned_allocation, planned_counts
 
 SWEEP: dict[str, Any] = json.loads((RESULTS / "rules-on-digits" / "sweep.json").read_text())
 PARTITIONS, BUDGETS = SWEEP["grid"]["partition-seed"], SWEEP["grid"]["beta"]

@@ -22,18 +22,20 @@ from safetensors.torch import save_file
 from torchvision.models import resnet18
 from waiting import LONG, Held, wait_until
 
-from fedeas_flwr import client_app, generators, prepare
+from fedeas_flwr import prepare
 from fedeas_flwr.checkpoints import Checkpoint
 from fedeas_flwr.config import RunConfig
+from fedeas_flwr.errors import RunError
 from fedeas_flwr.exporting import export
-from fedeas_flwr.generators import Generator, SampleId
-from fedeas_flwr.given_files import files_of
+from fedeas_flwr.generators import client_images, opening, service
+from fedeas_flwr.generators.interface import Generator, SampleId
+from fedeas_flwr.generators.opening import files_of
 from fedeas_flwr.grids import InlineGrid
 from fedeas_flwr.launch import launch
-from fedeas_flwr.local_data import planned_counts
 from fedeas_flwr.policies import POLICIES, MatchedPolicy, PolicySettings, allocate
 from fedeas_flwr.prepare import evaluate_run
-from fedeas_flwr.runs import RunDirectory, RunError
+from fedeas_flwr.run_plan import planned_counts
+from fedeas_flwr.runs import RunDirectory
 from fedeas_flwr.strategies.federation import Federation
 
 ROOT = Path(__file__).parents[1]
@@ -136,7 +138,7 @@ def test_with_one_seed_an_image_is_known_by_its_place_in_the_clients_list(
     config = small(tmp_path / "r", shared_images="one-seed")
     for client, wanted in ((1, (2, 0, 3, 1)), (2, (2, 0, 3, 0)), (3, (0, 4, 1, 0))):
         row = (*wanted, *[0] * 6)
-        images, labels, _, _ = client_app._synthetic(config, client, row, "cpu", Named())
+        images, labels, _, _ = client_images._synthetic(config, client, row, "cpu", Named())
         assert labels.tolist() == np.repeat(np.arange(10), row).tolist()
         assert images[:, 0, 0, 0].tolist() == list(range(sum(wanted)))
     assert {one.client for one in asked} == {0} and len(asked) == len(set(asked))
@@ -260,13 +262,13 @@ def test_an_inline_run_opens_its_generator_once(
 ) -> None:
     """To open one reads and hashes all of its weights: gigabytes of SD-Turbo."""
     opened: list[str] = []
-    client_app._opened_generator.cache_clear()
+    service._opened_generator.cache_clear()
 
     def counted(config: RunConfig, device: str) -> Generator:
         opened.append(device)
-        return generators.open_for_run(config, device)
+        return opening.open_for_run(config, device)
 
-    for module in (client_app, prepare):
+    for module in (service, prepare):
         monkeypatch.setattr(module, "open_for_run", counted)
     console = Console(file=io.StringIO())
     run = launch(prepare.prepare(quick(tmp_path / "r", rounds=1), console), console)

@@ -20,7 +20,8 @@ from leftovers import flowers_processes
 from runners import CHEAP, finish, small, start_interruptible, weights, with_known_noise
 from waiting import LONG, Held, wait_until
 
-from fedeas_flwr.runs import RunDirectory, RunError
+from fedeas_flwr.errors import RunError
+from fedeas_flwr.runs import RunDirectory
 from fedeas_flwr.superlink import QUIET, free_port
 
 ROOT = Path(__file__).parents[1]

@@ -18,10 +18,11 @@ from safetensors.torch import save, save_file
 from fedeas_flwr import environment
 from fedeas_flwr.checkpoints import Checkpoint, StrategyState, write_arrays
 from fedeas_flwr.config import parse_config
+from fedeas_flwr.errors import RunError
 from fedeas_flwr.exporting import export
 from fedeas_flwr.metrics import rounds_to_threshold, summarise
 from fedeas_flwr.paths import atomic_folder, atomic_write
-from fedeas_flwr.runs import RunDirectory, RunError
+from fedeas_flwr.runs import RunDirectory
 from fedeas_flwr.sizes import counted
 
 

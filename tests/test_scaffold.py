@@ -18,15 +18,15 @@ from rich.console import Console
 from runners import finish, hand_models_over, quick, weights
 
 from fedeas_flwr import client_app, messages
-from fedeas_flwr.array_records import to_arrays, to_record
+from fedeas_flwr.array_records import METRICS, WEIGHT, to_arrays, to_record
 from fedeas_flwr.checkpoints import Arrays, Checkpoint, plain
 from fedeas_flwr.client_state import ClientStore
-from fedeas_flwr.config import ConfigError
+from fedeas_flwr.errors import ConfigError, RunError
 from fedeas_flwr.grids import InlineGrid
 from fedeas_flwr.messages import TrainReport
 from fedeas_flwr.models import split_state
 from fedeas_flwr.prepare import prepare
-from fedeas_flwr.runs import RunDirectory, RunError
+from fedeas_flwr.runs import RunDirectory
 from fedeas_flwr.strategies import build_strategy
 from fedeas_flwr.strategies.client_part import ClientRound, Finished
 from fedeas_flwr.strategies.scaffold import Scaffold, ScaffoldClient
@@ -201,13 +201,13 @@ def all_alike() -> ClientApp:
     @app.query()
     def query(message: Message, context: Context) -> Message:
         reply = client_app.query(message, context)
-        reply.content.metric_records[messages.METRICS]["examples"] = 1
+        reply.content.metric_records[METRICS]["examples"] = 1
         return reply
 
     @app.train()
     def train(message: Message, context: Context) -> Message:
         reply = client_app.train_client(message, context)
-        reply.content.metric_records[messages.METRICS][messages.WEIGHT] = 1
+        reply.content.metric_records[METRICS][WEIGHT] = 1
         return reply
 
     return app

@@ -21,7 +21,7 @@ from runners import small
 from test_cache import Fake, ids
 from waiting import LONG
 
-from fedeas_flwr.generators import SampleId
+from fedeas_flwr.generators.interface import SampleId
 from fedeas_flwr.generators.ray_service import RunningService, ServiceGenerator, leave_sliver, start_service
 from fedeas_flwr.generators.service import GeneratorService, InProcessService
 from fedeas_flwr.superlink import QUIET

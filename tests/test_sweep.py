@@ -19,8 +19,9 @@ from made_up_runs import write_run
 from runners import black_digits, command, fedeas, typed
 from waiting import Held, wait_until
 
-from fedeas_flwr.config import KEYS, ConfigError
-from fedeas_flwr.runs import RunDirectory, RunError
+from fedeas_flwr.config import KEYS
+from fedeas_flwr.errors import ConfigError, RunError
+from fedeas_flwr.runs import RunDirectory
 from fedeas_flwr.sweep import cell_name, make_sweep, points
 
 ROOT = Path(__file__).parents[1]

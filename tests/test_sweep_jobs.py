@@ -20,7 +20,8 @@ from waiting import LONG, wait_until
 
 from fedeas_flwr import sweep_jobs
 from fedeas_flwr.commands.sweep import watching
-from fedeas_flwr.runs import RunDirectory, RunError
+from fedeas_flwr.errors import RunError
+from fedeas_flwr.runs import RunDirectory
 from fedeas_flwr.sizes import show_seconds
 from fedeas_flwr.sweep import Cell, make_sweep
 from fedeas_flwr.sweep_jobs import Board, Job, Standing, run_sweep

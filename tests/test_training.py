@@ -19,12 +19,14 @@ from users_models import with_batchnorm
 
 from fedeas_flwr.config import RunConfig, parse_config
 from fedeas_flwr.models import build_model
+from fedeas_flwr.normaliser import Normaliser
 from fedeas_flwr.strategies.averaging import weighted_average
-from fedeas_flwr.training import Engine, Normaliser, Objective, Recipe, recipe
+from fedeas_flwr.training import recipe
 from fedeas_flwr.training.eager import Descent, EagerEngine
-from fedeas_flwr.training.engine import batch_table, read_state
+from fedeas_flwr.training.engine import Engine, Recipe, batch_table, read_state
 from fedeas_flwr.training.graphed import GraphedEngine
 from fedeas_flwr.training.masked_batchnorm import masked_batchnorm
+from fedeas_flwr.training.objective import Objective
 from fedeas_flwr.training.one_pixel import one_pixel_convolutions
 from fedeas_flwr.training.pool import EnginePool
 

@@ -19,8 +19,8 @@ from cifar_runs import (
 )
 
 from fedeas_flwr.allocation import normalised_entropy, oversample
-from fedeas_flwr.local_data import planned_allocation, planned_counts
 from fedeas_flwr.metrics import falls
+from fedeas_flwr.run_plan import planned_allocation, planned_counts
 from fedeas_flwr.runs import RunDirectory
 
 

@@ -20,11 +20,12 @@ from fedeas_flwr.cache import ImageCache
 from fedeas_flwr.checkpoints import Checkpoint
 from fedeas_flwr.cli import app
 from fedeas_flwr.commands import images as images_command
-from fedeas_flwr.config import KEYS, ConfigError
-from fedeas_flwr.generators import SampleId, describe_generator
+from fedeas_flwr.config import KEYS
+from fedeas_flwr.errors import ConfigError, RunError
+from fedeas_flwr.generators.interface import SampleId, describe_generator
 from fedeas_flwr.prepare import prepare
 from fedeas_flwr.progress import ImagesToCome, RoundProgress
-from fedeas_flwr.runs import RunDirectory, RunError
+from fedeas_flwr.runs import RunDirectory
 from fedeas_flwr.strategies import ALGORITHMS
 
 

@@ -14,10 +14,11 @@ from runners import finish, quick, weights
 from users_models import with_batchnorm
 
 from fedeas_flwr.data import dataset_info
+from fedeas_flwr.normaliser import Normaliser
 from fedeas_flwr.streams import stream
-from fedeas_flwr.training import Normaliser, Recipe, loss_and_view_inputs
+from fedeas_flwr.training import loss_and_view_inputs
 from fedeas_flwr.training.eager import EagerEngine
-from fedeas_flwr.training.engine import read_state
+from fedeas_flwr.training.engine import Recipe, read_state
 from fedeas_flwr.training.graphed import GraphedEngine
 from fedeas_flwr.training.objective import NO_INPUTS, Inputs
 from fedeas_flwr.training.views import VIEWS, draw_views, viewed

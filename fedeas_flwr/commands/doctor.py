@@ -18,7 +18,7 @@ from fedeas_flwr.sizes import counted
 from fedeas_flwr.terminal import print_table
 
 if TYPE_CHECKING:
-    from fedeas_flwr.doctor import Finding
+    from fedeas_flwr.doctor.findings import Finding
 
 _COLOURS = {"ok": "green", "note": "yellow", "problem": "bold red"}
 

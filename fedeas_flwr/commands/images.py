@@ -16,7 +16,8 @@ from rich.console import Console
 
 from fedeas_flwr.commands.help import InOrderOfUse
 from fedeas_flwr.commands.output import FormatOption, can_be_folder, refuse_given
-from fedeas_flwr.config import SAMPLER_STEPS, ConfigError
+from fedeas_flwr.config import SAMPLER_STEPS
+from fedeas_flwr.errors import ConfigError
 from fedeas_flwr.sizes import counted, parse_age, parse_bytes, show_bytes, show_seconds
 from fedeas_flwr.terminal import print_table
 
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from fedeas_flwr.choosing import Speed
-    from fedeas_flwr.generators import Generator, SampleId
+    from fedeas_flwr.generators.interface import Generator, SampleId
     from fedeas_flwr.upkeep import Entry
 
 cache_app = typer.Typer(cls=InOrderOfUse, help="The cache of generated images.", rich_markup_mode=None)
@@ -106,7 +107,7 @@ def estimate_generation(plan: dict[str, Any], spec: str, dataset: str) -> dict[s
 
     Images that are in the cache already are not taken off.
     """
-    from fedeas_flwr.training import pick_device
+    from fedeas_flwr.devices import pick_device
     from fedeas_flwr.upkeep import stored_bytes
 
     rows = [client["generate"] for client in plan["clients"]]
@@ -129,8 +130,8 @@ def batch_speed(spec: str, dataset: str, classes: int) -> Speed:
 
 def _open_checked(spec: str, dataset: str, classes: int, wanted_by: str) -> Generator:
     from fedeas_flwr.config import parse_config
-    from fedeas_flwr.generators import open_for_run
-    from fedeas_flwr.training import pick_device
+    from fedeas_flwr.devices import pick_device
+    from fedeas_flwr.generators.opening import open_for_run
 
     generator = open_for_run(parse_config({"dataset": dataset, "generator": spec}), pick_device("auto"))
     if classes != generator.num_classes:
@@ -142,7 +143,7 @@ def _open_checked(spec: str, dataset: str, classes: int, wanted_by: str) -> Gene
 def _timed(generator: Generator) -> Speed:
     """Time one batch after one to warm up."""
     from fedeas_flwr.choosing import Speed
-    from fedeas_flwr.generators import SampleId, batch_size
+    from fedeas_flwr.generators.interface import SampleId, batch_size
 
     batch = batch_size(generator)
     samples = [SampleId(0, client, client % generator.num_classes, 0) for client in range(batch)]
@@ -195,11 +196,12 @@ def generate(
 
     from fedeas_flwr.config import parse_config
     from fedeas_flwr.data import dataset_info, open_dataset
-    from fedeas_flwr.generators import SampleId, open_for_run, stock
+    from fedeas_flwr.devices import pick_device
     from fedeas_flwr.generators.bank import check_enough
+    from fedeas_flwr.generators.interface import SampleId, stock
+    from fedeas_flwr.generators.opening import open_for_run
     from fedeas_flwr.image_sheet import save_sheet
     from fedeas_flwr.paths import atomic_path, atomic_write
-    from fedeas_flwr.training import pick_device
 
     values = {"dataset": dataset, "generator": generator, "generation-batch": generation_batch}
     config = parse_config(values | drawn | {"device": device})
@@ -248,7 +250,7 @@ def generate(
 
 def _in_chunks(opened: Generator, samples: Sequence[SampleId]) -> Iterator[NDArray[np.uint8]]:
     """Sample whole batches at a time, and say every ten seconds how long it will take; the images are the same."""
-    from fedeas_flwr.generators import batch_size, stock
+    from fedeas_flwr.generators.interface import batch_size, stock
 
     began = shown = time.monotonic()
     chunk, done = batch_size(opened), 0

@@ -9,9 +9,13 @@ from typing import Annotated
 
 import typer
 from click.core import ParameterSource
+from rich.console import Console
 
-from fedeas_flwr.config import ConfigError
+from fedeas_flwr.errors import ConfigError
 from fedeas_flwr.paths import existing_part
+
+console = Console(markup=False)
+"""A path is printed as it is: brackets in it are no styles."""
 
 
 def check_format(output: str) -> str:

@@ -13,7 +13,7 @@ from rich.console import Console
 
 from fedeas_flwr.commands.images import batch_speed, estimate_generation, show_estimate
 from fedeas_flwr.commands.output import FormatOption, can_be_folder, refuse_given
-from fedeas_flwr.config import ConfigError
+from fedeas_flwr.errors import ConfigError
 from fedeas_flwr.progress import show_tries
 
 if TYPE_CHECKING:
@@ -162,6 +162,6 @@ def read_grid(text: str) -> list[float]:
 
 
 def _partition_counts(dataset: str, protocol: str, clients: int, alpha: float, seed: int) -> IntArray:
-    from fedeas_flwr.local_data import partition_counts
+    from fedeas_flwr.run_plan import partition_counts
 
     return partition_counts(dataset, protocol, clients, alpha, seed, progress=show_tries(Console(stderr=True)))

@@ -10,8 +10,8 @@ import typer
 from rich.console import Console
 
 from fedeas_flwr.commands.output import FormatOption, can_be_file, can_be_folder
+from fedeas_flwr.errors import RunError
 from fedeas_flwr.listing import find_runs
-from fedeas_flwr.runs import RunError
 
 
 def report(

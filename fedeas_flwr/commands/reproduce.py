@@ -16,9 +16,9 @@ from rich.console import Console
 
 from fedeas_flwr.commands.output import FormatOption, can_be_folder, refuse_given
 from fedeas_flwr.commands.sweep import refuse_what_a_run_would, watching
-from fedeas_flwr.config import ConfigError
 from fedeas_flwr.config_files import parse_overrides
 from fedeas_flwr.cores import usable_cores
+from fedeas_flwr.errors import ConfigError
 from fedeas_flwr.paths import atomic_path, atomic_write
 from fedeas_flwr.sizes import counted
 

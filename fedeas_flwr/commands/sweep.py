@@ -17,8 +17,8 @@ from rich.table import Table
 from rich.text import Text
 
 from fedeas_flwr.commands.output import can_be_folder, check_format
-from fedeas_flwr.config import ConfigError
 from fedeas_flwr.config_files import parse_overrides, read_values, refuse_ignored
+from fedeas_flwr.errors import ConfigError
 from fedeas_flwr.listing import find_runs
 from fedeas_flwr.sizes import counted, show_seconds
 from fedeas_flwr.sweep import Cell, Sweep, make_sweep, parse_grid, points

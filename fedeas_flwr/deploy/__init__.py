@@ -24,9 +24,10 @@ from pathlib import Path
 
 import tomli_w
 
-from fedeas_flwr.config import ConfigError, RunConfig, parse_config
+from fedeas_flwr.config import RunConfig, parse_config
 from fedeas_flwr.deploy.certificates import write_authority, write_node_key, write_server_certificate
 from fedeas_flwr.deploy.scripts import gateway_config, gateway_script, node_script, superlink_script, systemd_unit
+from fedeas_flwr.errors import ConfigError
 from fedeas_flwr.paths import atomic_folder
 from fedeas_flwr.superlink import stage_app
 

@@ -18,17 +18,17 @@ import click
 from cryptography import x509
 from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives import serialization
-from flwr.common.config import parse_config_args
 
-from fedeas_flwr.config import ConfigError, RunConfig, parse_config
+from fedeas_flwr.config import RunConfig, parse_config
 from fedeas_flwr.deploy import NO_GATEWAY, NO_GATEWAY_FIX, Deployment, read_deployment
 from fedeas_flwr.deploy.registry import list_nodes
 from fedeas_flwr.doctor.findings import Finding, note, ok, problem
 from fedeas_flwr.doctor.inputs import check_generator
 from fedeas_flwr.doctor.machine import check_engine, check_gpu
+from fedeas_flwr.errors import ConfigError, RunError
+from fedeas_flwr.flower_internals import parse_config_args
 from fedeas_flwr.local_data import local_data
 from fedeas_flwr.node import Node, read_node
-from fedeas_flwr.runs import RunError
 from fedeas_flwr.sizes import counted
 from fedeas_flwr.superlink import commands_path, is_listening
 

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from fedeas_flwr.deploy import CONNECTION, Deployment
+from fedeas_flwr.errors import RunFailedError
 from fedeas_flwr.one_line import one_line
-from fedeas_flwr.runs import RunFailedError
 from fedeas_flwr.superlink import QUIET, flwr_answer, is_listening
 
 

@@ -19,9 +19,10 @@ import psutil
 from fedeas_flwr.config import RunConfig
 from fedeas_flwr.doctor.findings import Finding, note, ok, problem
 from fedeas_flwr.doctor.machine import on_gpu
+from fedeas_flwr.flower_internals import local_ports
 from fedeas_flwr.generators.ray_service import GPU_SLIVER, leave_sliver
-from fedeas_flwr.launch import ray_resources
 from fedeas_flwr.processes import ProcessTree
+from fedeas_flwr.resources import ray_resources
 from fedeas_flwr.sizes import counted
 from fedeas_flwr.superlink import free_port, is_listening, own_environment
 
@@ -52,9 +53,7 @@ def check_port(config: RunConfig) -> Iterable[Finding]:
 
 def check_other_superlink(config: RunConfig) -> Iterable[Finding]:
     """A SuperLink on Flower's own port: `flwr run` would use it, `fedeas run` does not."""
-    from flwr.cli.constant import LOCAL_CONTROL_API_PORT, LOCAL_SUPERLINK_HTTP_API_PORT
-
-    busy = [port for port in (LOCAL_SUPERLINK_HTTP_API_PORT, LOCAL_CONTROL_API_PORT) if is_listening(int(port))]
+    busy = [port for port in local_ports() if is_listening(int(port))]
     if not busy:
         return []
     text = f"port {' and '.join(busy)} is in use: `flwr run` would talk to that one, `fedeas run` starts its own"

@@ -92,7 +92,7 @@ def check_clients(config: RunConfig) -> Iterable[Finding]:
 @lru_cache(maxsize=1)
 def _counts(config: RunConfig) -> IntArray:
     """What every client of a simulation holds; a hard partition takes long to draw, and no file is left of it."""
-    from fedeas_flwr.local_data import partition_counts
+    from fedeas_flwr.run_plan import partition_counts
 
     given = config.dataset, config.protocol, config.clients, config.alpha, config.partition_seed
     return partition_counts(*given, keep=False)
@@ -105,8 +105,8 @@ def check_last_batches(config: RunConfig) -> Iterable[Finding]:
     """
     from torch.nn.modules.batchnorm import _BatchNorm
 
-    from fedeas_flwr.local_data import planned_allocation
     from fedeas_flwr.models import build_model
+    from fedeas_flwr.run_plan import planned_allocation
     from fedeas_flwr.training import recipe
 
     if config.dataset.startswith(OWN) or config.clients > _CLIENTS:
@@ -157,7 +157,7 @@ def check_generator(config: RunConfig) -> Iterable[Finding]:
 def check_plan(config: RunConfig) -> Iterable[Finding]:
     """What the clients of a simulation will ask for, and whether a bank has it; of very many it would take long."""
     from fedeas_flwr.generators.bank import check_enough
-    from fedeas_flwr.local_data import nothing_planned, planned_images
+    from fedeas_flwr.run_plan import nothing_planned, planned_images
 
     if not config.generates:
         return [ok("plan", "nothing to generate")]
@@ -182,8 +182,8 @@ def check_plan(config: RunConfig) -> Iterable[Finding]:
 
 
 def _model(config: RunConfig) -> Finding:
-    from fedeas_flwr.generators import check_for_run
-    from fedeas_flwr.training import pick_device
+    from fedeas_flwr.devices import pick_device
+    from fedeas_flwr.generators.opening import check_for_run
 
     try:
         device = pick_device(config.device)

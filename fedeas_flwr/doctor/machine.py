@@ -13,12 +13,14 @@ import psutil
 
 from fedeas_flwr import training
 from fedeas_flwr.cache import ImageCache
-from fedeas_flwr.config import ConfigError, RunConfig
+from fedeas_flwr.config import RunConfig
 from fedeas_flwr.cores import CGROUP, usable_cores
+from fedeas_flwr.devices import pick_device
 from fedeas_flwr.doctor.findings import Finding, note, ok, problem
-from fedeas_flwr.launch import clients_at_once
+from fedeas_flwr.errors import ConfigError
 from fedeas_flwr.mps import CONTROL
 from fedeas_flwr.paths import cache_root, existing_part
+from fedeas_flwr.resources import clients_at_once
 from fedeas_flwr.sizes import show_bytes
 from fedeas_flwr.upkeep import cache_limit, entries
 
@@ -37,7 +39,7 @@ NETWORKED = ("nfs", "cifs", "smb", "lustre", "gpfs", "beegfs", "ceph", "gluster"
 def on_gpu(config: RunConfig) -> bool:
     """Whether a run of this config trains on a GPU here; what keeps it from it is `check_gpu`'s to say."""
     with suppress(ValueError):
-        return training.pick_device(config.device) == "cuda"
+        return pick_device(config.device) == "cuda"
     return False
 
 

@@ -9,8 +9,9 @@ from importlib import metadata
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
-from fedeas_flwr.config import ConfigError, RunConfig
+from fedeas_flwr.config import RunConfig
 from fedeas_flwr.doctor.findings import Finding, ok, problem
+from fedeas_flwr.errors import ConfigError
 from fedeas_flwr.event_log import check_installed
 from fedeas_flwr.project import read_project
 

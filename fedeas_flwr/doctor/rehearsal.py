@@ -1,6 +1,6 @@
 """A run's division of one GPU, played through Ray with actors that do nothing.
 
-    python -m fedeas_flwr.doctor.rehearsal '[run-config, what launch.ray_resources says]'
+    python -m fedeas_flwr.doctor.rehearsal '[run-config, what resources.ray_resources says]'
 
 It prints one JSON object: how many clients there were, the seconds until the generator was there too, and an error or
 an empty string.
@@ -35,7 +35,8 @@ class Placeholder:
 def rehearse(config: RunConfig, resources: dict[str, float]) -> dict[str, float | str]:
     """Fill Ray with clients as Flower would, then ask for the generator's actor as the ServerApp would."""
     import ray
-    from flwr.simulation.ray_transport.ray_actor import pool_size_from_resources
+
+    from fedeas_flwr.flower_internals import clients_that_fit
 
     ray.init(
         address="local",  # whatever RAY_ADDRESS says
@@ -49,7 +50,7 @@ def rehearse(config: RunConfig, resources: dict[str, float]) -> dict[str, float 
     # As a 32-bit float, which is how Flower's message carries it.
     share = float(np.float32(resources["client-resources-num-gpus"]))
     client: dict[str, int | float] = {"num_cpus": int(resources["client-resources-num-cpus"]), "num_gpus": share}
-    clients = pool_size_from_resources(client)
+    clients = clients_that_fit(client)
     answer: dict[str, float | str] = {"clients": clients, "seconds": 0.0, "error": ""}
     if not clients:
         return answer | {"error": "no client fits"}

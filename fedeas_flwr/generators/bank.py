@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from fedeas_flwr.generators import SampleId
+from fedeas_flwr.generators.interface import SampleId
 from fedeas_flwr.own_data import read_images
 from fedeas_flwr.paths import expanded
 from fedeas_flwr.sizes import counted

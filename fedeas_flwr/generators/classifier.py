@@ -21,8 +21,8 @@ from torch.nn import functional as F
 from fedeas_flwr.cache import ImageCache
 from fedeas_flwr.data import Dataset, dataset_info, open_dataset
 from fedeas_flwr.dataset_sources import OWN, find_source
-from fedeas_flwr.generators import Generator
-from fedeas_flwr.generators.one_thread import one_thread
+from fedeas_flwr.devices import one_thread
+from fedeas_flwr.generators.interface import Generator
 from fedeas_flwr.models import build_model
 from fedeas_flwr.normaliser import Normaliser
 from fedeas_flwr.paths import atomic_path, cache_root

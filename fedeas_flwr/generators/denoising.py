@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from fedeas_flwr.generators.one_thread import one_thread
+from fedeas_flwr.devices import one_thread
 from fedeas_flwr.gpu.capture import CaptureError, capture, capturing, give_memory_back
 from fedeas_flwr.gpu.own_streams import own_stream
 from fedeas_flwr.one_line import one_line

@@ -20,9 +20,9 @@ import torch
 from numpy.typing import NDArray
 
 from fedeas_flwr.config import SAMPLER_STEPS
-from fedeas_flwr.generators import SampleId
 from fedeas_flwr.generators.denoising import PRECISIONS, SOLVER_SETTINGS, Denoiser
 from fedeas_flwr.generators.folders import load_unet, read_model
+from fedeas_flwr.generators.interface import SampleId
 from fedeas_flwr.gpu.capture import give_memory_back
 from fedeas_flwr.one_line import one_line
 from fedeas_flwr.sizes import counted

@@ -9,9 +9,9 @@ from numpy.typing import NDArray
 
 from fedeas_flwr.config import SAMPLER_STEPS
 from fedeas_flwr.data import Dataset, short_name
-from fedeas_flwr.generators import SampleId
 from fedeas_flwr.generators.denoising import Denoiser
 from fedeas_flwr.generators.diffusion import initial_noise
+from fedeas_flwr.generators.interface import SampleId
 from fedeas_flwr.generators.training import Trainer
 from fedeas_flwr.image_sheet import save_sheet, spread
 from fedeas_flwr.paths import atomic_path

@@ -14,13 +14,15 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from fedeas_flwr.generators import Generator, SampleId, batch_size, stock
+from fedeas_flwr.config import RunConfig, parse_config
+from fedeas_flwr.generators.interface import Generator, SampleId, batch_size, describe_generator, stock
+from fedeas_flwr.generators.opening import open_for_run
 
 Images = NDArray[np.uint8]
 
@@ -159,3 +161,17 @@ class InProcessService:
     def sample(self, samples: Sequence[SampleId]) -> Images:
         """Make images together with whoever else is asking; see `Generator.sample`."""
         return asyncio.run_coroutine_threadsafe(self._service.sample(samples), self._loop).result()
+
+
+_opening = threading.Lock()
+
+
+def own_generator(config: RunConfig, device: str) -> Generator:
+    """The run's generator in this process, one for all of its threads."""
+    with _opening:
+        return _opened_generator(tuple(describe_generator(config).items()), device)
+
+
+@lru_cache(maxsize=1)
+def _opened_generator(keys: tuple[tuple[str, Any], ...], device: str) -> Generator:
+    return InProcessService(open_for_run(parse_config(dict(keys)), device))

@@ -18,8 +18,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from fedeas_flwr.generators import SampleId
-from fedeas_flwr.generators.one_thread import one_thread
+from fedeas_flwr.devices import one_thread
+from fedeas_flwr.generators.interface import SampleId
 from fedeas_flwr.one_line import one_line
 from fedeas_flwr.paths import expanded
 

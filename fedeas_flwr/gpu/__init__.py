@@ -1,1 +1,1 @@
-"""What clients and generators on one GPU share: graphs captured one at a time, streams, images that stay there."""
+"""What clients and generators on one GPU share: graphs captured one at a time, and streams."""

@@ -11,9 +11,9 @@ import numpy.typing as npt
 from matplotlib.figure import Figure
 
 from fedeas_flwr.data import dataset_info
-from fedeas_flwr.local_data import different_images, planned_allocation, planned_counts
 from fedeas_flwr.report.groups import Group
 from fedeas_flwr.report.run_figures import draw_heat_map
+from fedeas_flwr.run_plan import different_images, planned_allocation, planned_counts
 from fedeas_flwr.sizes import counted
 
 Counts = npt.NDArray[np.int64]

@@ -8,12 +8,12 @@ from matplotlib.figure import Figure
 from rich.console import Console
 
 from fedeas_flwr.data import dataset_info
-from fedeas_flwr.local_data import planned_allocation, planned_counts
 from fedeas_flwr.policies import POLICIES, FillToBudget
 from fedeas_flwr.report.document import results
 from fedeas_flwr.report.groups import Group, rounds_meant
 from fedeas_flwr.report.run_figures import draw_accuracy, draw_heat_map
 from fedeas_flwr.report.style import LABELS
+from fedeas_flwr.run_plan import planned_allocation, planned_counts
 from fedeas_flwr.sizes import counted
 from fedeas_flwr.terminal import print_table, table_width
 

@@ -11,15 +11,16 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from fedeas_flwr.config import RunConfig
+from fedeas_flwr.config import KEYS_CHANGEABLE_ON_RESUME, RunConfig
 from fedeas_flwr.data import short_name
+from fedeas_flwr.errors import RunError
 from fedeas_flwr.exporting import without_folder
 from fedeas_flwr.keys import OF_GENERATION, keys_in_use
 from fedeas_flwr.listing import summarise_so_far
 from fedeas_flwr.metrics import WALL_CLOCK, efficiency, last_20, seconds_of
 from fedeas_flwr.policies import POLICIES
 from fedeas_flwr.report.style import LABELS, Look, looks_of
-from fedeas_flwr.runs import NOT_THE_RUN, RunDirectory, RunError
+from fedeas_flwr.runs import RunDirectory
 
 FloatArray = npt.NDArray[np.float64]
 
@@ -210,7 +211,7 @@ def identity(config: RunConfig, free: Sequence[str] = ()) -> dict[str, Any]:
 
     Folders count by their names: a record has no paths, and a run and its record are the same run.
     """
-    ignored = {"seed", "data-dir", *NOT_THE_RUN, *free}
+    ignored = {"seed", "data-dir", *KEYS_CHANGEABLE_ON_RESUME, *free}
     values = {key: value for key, value in keys_in_use(config).items() if key not in ignored}
     dataset = {"dataset": short_name(config.dataset)}
     return values | dataset | {key: without_folder(str(values[key])) for key in _PATHS if key in values}

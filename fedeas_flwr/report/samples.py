@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 from fedeas_flwr.cache import ImageCache
 from fedeas_flwr.config import RunConfig
 from fedeas_flwr.data import dataset_info
-from fedeas_flwr.generators import describe_generator
+from fedeas_flwr.generators.interface import describe_generator
 from fedeas_flwr.image_sheet import gap_between, image_sheet, spread
 from fedeas_flwr.report.groups import Group
 

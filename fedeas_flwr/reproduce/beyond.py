@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from fedeas_flwr.allocation import negative_gain_samples, removed
-from fedeas_flwr.local_data import different_images, planned_allocation, planned_counts
 from fedeas_flwr.metrics import falls
 from fedeas_flwr.reproduce import paper
 from fedeas_flwr.reproduce.beside import (
@@ -38,6 +37,7 @@ from fedeas_flwr.reproduce.cells import (
 from fedeas_flwr.reproduce.measured import Results, Value
 from fedeas_flwr.reproduce.paper import COLUMNS
 from fedeas_flwr.reproduce.tables import Table
+from fedeas_flwr.run_plan import different_images, planned_allocation, planned_counts
 from fedeas_flwr.sizes import show_seconds
 
 

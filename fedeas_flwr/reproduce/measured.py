@@ -10,17 +10,18 @@ from typing import Any
 
 import numpy as np
 
-from fedeas_flwr.config import RunConfig
+from fedeas_flwr.config import KEYS_CHANGEABLE_ON_RESUME, RunConfig
+from fedeas_flwr.errors import RunError
 from fedeas_flwr.keys import keys_in_use
 from fedeas_flwr.listing import find_runs, refusing_what_is_no_round
-from fedeas_flwr.local_data import planned_allocation, planned_counts
 from fedeas_flwr.metrics import WALL_CLOCK, rounds_to_threshold, seconds_of, summarise
 from fedeas_flwr.one_line import one_line
 from fedeas_flwr.reproduce.cells import Cell
-from fedeas_flwr.runs import NOT_THE_RUN, RunDirectory, RunError
+from fedeas_flwr.run_plan import planned_allocation, planned_counts
+from fedeas_flwr.runs import RunDirectory
 
 FREE_KEYS = (
-    *NOT_THE_RUN,
+    *KEYS_CHANGEABLE_ON_RESUME,
     "seed",
     "data-dir",
     "precision",

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from fedeas_flwr.config import ConfigError
+from fedeas_flwr.errors import ConfigError
 from fedeas_flwr.paths import atomic_write
 from fedeas_flwr.report import page as pages
 from fedeas_flwr.reproduce.sections import Section

@@ -7,9 +7,9 @@ from matplotlib.figure import Figure
 from fedeas_flwr.cache import ImageCache
 from fedeas_flwr.config import RunConfig
 from fedeas_flwr.data import dataset_info
-from fedeas_flwr.generators import open_for_run
+from fedeas_flwr.devices import pick_device
+from fedeas_flwr.generators.opening import open_for_run
 from fedeas_flwr.report.samples import draw_rows
-from fedeas_flwr.training import pick_device
 
 EACH = 10
 

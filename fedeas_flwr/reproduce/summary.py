@@ -10,7 +10,7 @@ from typing import Any
 
 from rich.console import Console
 
-from fedeas_flwr.config import ConfigError
+from fedeas_flwr.errors import ConfigError
 from fedeas_flwr.partition import LEAKAGE
 from fedeas_flwr.report.page import table_markdown
 from fedeas_flwr.reproduce.cells import cell
@@ -20,8 +20,7 @@ from fedeas_flwr.reproduce.page import Block, Page, find_blocks, with_blocks
 from fedeas_flwr.reproduce.sections import Section
 from fedeas_flwr.reproduce.tables import cell_table
 from fedeas_flwr.sizes import counted, show_seconds
-from fedeas_flwr.sweep import as_csv
-from fedeas_flwr.terminal import print_table
+from fedeas_flwr.terminal import as_csv, print_table
 
 SMOKE_NOTE = (
     "**Smoke scale.** Every cell is a few seconds on scikit-learn's 8×8 digits: 6 or 10 clients in place of 20 or 100, "

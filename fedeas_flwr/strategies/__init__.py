@@ -12,7 +12,8 @@ from functools import lru_cache
 
 from flwr.serverapp.strategy import Strategy
 
-from fedeas_flwr.config import ConfigError, RunConfig
+from fedeas_flwr.config import RunConfig
+from fedeas_flwr.errors import ConfigError
 from fedeas_flwr.keys import OF_STRATEGIES
 from fedeas_flwr.strategies import flower
 from fedeas_flwr.strategies.client_part import ClientPart

@@ -11,13 +11,12 @@ from functools import wraps
 
 from flwr.app import Context, Message, RecordDict
 from flwr.clientapp.mod import adaptiveclipping_mod, fixedclipping_mod
-from flwr.clientapp.typing import Mod
 
-from fedeas_flwr.array_records import as_handed_over, encoded
-from fedeas_flwr.messages import ARRAYS, BUFFERS, CONFIG, METRICS
+from fedeas_flwr.array_records import ARRAYS, BUFFERS, CONFIG, METRICS, as_handed_over, encoded
 
-MODS: dict[str, Mod] = {"client-fixed": fixedclipping_mod, "client-adaptive": adaptiveclipping_mod}
 Handler = Callable[[Message, Context], Message]
+Mod = Callable[[Message, Context, Handler], Message]
+MODS: dict[str, Mod] = {"client-fixed": fixedclipping_mod, "client-adaptive": adaptiveclipping_mod}
 
 
 def clips_update(train: Handler) -> Handler:

@@ -11,7 +11,8 @@ from collections.abc import Sequence
 
 from fedeas_flwr.config import RunConfig
 from fedeas_flwr.data import dataset_info
-from fedeas_flwr.messages import MessageError, TrainReport
+from fedeas_flwr.errors import MessageError
+from fedeas_flwr.messages import TrainReport
 from fedeas_flwr.policies import POLICIES, MatchedPolicy, Share
 from fedeas_flwr.sizes import counted
 

@@ -12,6 +12,7 @@ vain. When none but dead processes answer the questions, no other pass follows.
 
 from __future__ import annotations
 
+import logging
 import math
 import time
 from collections.abc import Mapping, Sequence
@@ -19,10 +20,11 @@ from logging import WARNING
 
 from flwr.app import Error, Message
 from flwr.serverapp import Grid
-from flwr.supercore import log
 
 from fedeas_flwr import messages
 from fedeas_flwr.grids import InlineGrid
+
+log = logging.getLogger("flwr").log
 
 PROCESS_DIED = (0, 8)
 """Flower's error codes for it: an error it has no name for (Ray's ActorDiedError), and a crashed client process."""

@@ -7,20 +7,14 @@ asked has no part in the run, resumed or not.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
-from logging import INFO
 from typing import Protocol, runtime_checkable
 
-from flwr.app import Message
-from flwr.supercore import log
-
-from fedeas_flwr import messages
 from fedeas_flwr.checkpoints import Arrays
-from fedeas_flwr.config import ConfigError, RunConfig
+from fedeas_flwr.config import RunConfig
+from fedeas_flwr.errors import ConfigError
 from fedeas_flwr.local_data import Images, Labels
-from fedeas_flwr.messages import MessageError
-from fedeas_flwr.runs import RunError
 
 
 @dataclass(frozen=True)
@@ -75,18 +69,3 @@ class NeedsDisclosure(Protocol):
     def be_told(self, told: Mapping[int, Arrays]) -> None:
         """Take what each client disclosed, by client id; a `MessageError` refuses it."""
         ...
-
-
-def tell(strategy: NeedsDisclosure, config: RunConfig, clients: Mapping[int, int], replies: Sequence[Message]) -> None:
-    """Check the answers of all clients (node → client), give them to the strategy, and say what that was."""
-    disclosure = strategy.disclosure
-    wanted, told = disclosure.wanted(config), {}
-    try:
-        for reply in replies:
-            client = clients[reply.metadata.src_node_id]
-            told[client] = messages.read_disclosed(reply, client, wanted)
-        strategy.be_told({client: told[client] for client in sorted(told)})
-    except MessageError as error:
-        raise RunError(f"the answer to '{disclosure.question}' is not what it should be: {error}") from None
-    size = sum(array.nbytes for array in wanted.values())
-    log(INFO, "%s = true: each of %d clients disclosed %s (%d bytes)", disclosure.key, len(told), disclosure.what, size)

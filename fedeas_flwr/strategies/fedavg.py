@@ -8,8 +8,7 @@ from typing import Any
 from flwr.app import ArrayRecord, Message, MetricRecord
 from flwr.serverapp import strategy as flower
 
-from fedeas_flwr import messages
-from fedeas_flwr.array_records import to_arrays, to_record
+from fedeas_flwr.array_records import ARRAYS, CONFIG, METRICS, WEIGHT, to_arrays, to_record
 from fedeas_flwr.config import RunConfig
 from fedeas_flwr.strategies.averaging import weighted_average
 
@@ -21,9 +20,9 @@ def settings() -> dict[str, Any]:
         "min_train_nodes": 1,
         "min_evaluate_nodes": 1,
         "min_available_nodes": 1,
-        "weighted_by_key": messages.WEIGHT,
-        "arrayrecord_key": messages.ARRAYS,
-        "configrecord_key": messages.CONFIG,
+        "weighted_by_key": WEIGHT,
+        "arrayrecord_key": ARRAYS,
+        "configrecord_key": CONFIG,
     }
 
 
@@ -42,6 +41,6 @@ class FedAvg(flower.FedAvg):
         contents = [reply.content for reply in replies if reply.has_content()]
         if not contents:
             return None, None
-        weights = [float(content.metric_records[messages.METRICS][self.weighted_by_key]) for content in contents]  # type: ignore[arg-type]
-        states = [to_arrays(content.array_records[messages.ARRAYS]) for content in contents]
+        weights = [float(content.metric_records[METRICS][self.weighted_by_key]) for content in contents]  # type: ignore[arg-type]
+        states = [to_arrays(content.array_records[ARRAYS]) for content in contents]
         return to_record(weighted_average(states, weights)), None

@@ -11,8 +11,7 @@ from fedeas_flwr import messages
 from fedeas_flwr.array_records import to_record
 from fedeas_flwr.checkpoints import Checkpoint
 from fedeas_flwr.config import RunConfig
-from fedeas_flwr.messages import MessageError
-from fedeas_flwr.runs import RunError
+from fedeas_flwr.errors import MessageError, RunError
 from fedeas_flwr.strategies.delivery import deliver
 
 

@@ -5,6 +5,7 @@ What happens within a round is in `training_round.py`.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import astuple, replace
@@ -13,23 +14,24 @@ from typing import Any
 
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Strategy
-from flwr.supercore import log
 
 from fedeas_flwr import messages
-from fedeas_flwr.checkpoints import Arrays, Checkpoint
+from fedeas_flwr.checkpoints import Checkpoint
 from fedeas_flwr.config import RunConfig
 from fedeas_flwr.messages import TrainReport
 from fedeas_flwr.metrics import summarise
 from fedeas_flwr.policies import Share
 from fedeas_flwr.runs import RunDirectory
 from fedeas_flwr.strategies.beside import Beside
-from fedeas_flwr.strategies.disclosure import NeedsDisclosure, tell
+from fedeas_flwr.strategies.disclosure import NeedsDisclosure
 from fedeas_flwr.strategies.federated_evaluation import ask_clients_to_test
 from fedeas_flwr.strategies.flower import Composed
+from fedeas_flwr.strategies.roster import tell
 from fedeas_flwr.strategies.server_part import Stateful
 from fedeas_flwr.strategies.training_round import RoundOutcome, TooFewRepliesError, TrainingRounds
+from fedeas_flwr.training.evaluation import Evaluate
 
-Evaluate = Callable[[Arrays, Arrays], dict[str, Any]]
+log = logging.getLogger("flwr").log
 
 
 class Federation(TrainingRounds):

@@ -22,12 +22,12 @@ from torch import nn
 from torch.nn import functional as F
 
 from fedeas_flwr.allocation import MAX_COUNT
-from fedeas_flwr.array_records import to_arrays
+from fedeas_flwr.array_records import ARRAYS, METRICS, to_arrays
 from fedeas_flwr.checkpoints import Arrays, StrategyState
-from fedeas_flwr.config import ConfigError, RunConfig
+from fedeas_flwr.config import RunConfig
 from fedeas_flwr.data import dataset_info
+from fedeas_flwr.errors import ConfigError, MessageError
 from fedeas_flwr.local_data import Images, Labels
-from fedeas_flwr.messages import ARRAYS, METRICS, MessageError
 from fedeas_flwr.strategies.client_part import ClientPart, ClientRound
 from fedeas_flwr.strategies.disclosure import Disclosure
 from fedeas_flwr.strategies.feature_generator import (

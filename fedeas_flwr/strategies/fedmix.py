@@ -23,8 +23,8 @@ from torch import nn
 from fedeas_flwr.checkpoints import Arrays, StrategyState
 from fedeas_flwr.config import RunConfig
 from fedeas_flwr.data import dataset_info
+from fedeas_flwr.errors import MessageError
 from fedeas_flwr.local_data import Images, Labels
-from fedeas_flwr.messages import MessageError
 from fedeas_flwr.strategies.client_part import ClientPart, ClientRound
 from fedeas_flwr.strategies.disclosure import Disclosure
 from fedeas_flwr.strategies.fedavg import FedAvg, settings

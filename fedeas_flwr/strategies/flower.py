@@ -18,11 +18,10 @@ from flwr.serverapp import Grid
 from flwr.serverapp import strategy as flower
 from numpy.random.mtrand import get_bit_generator, set_bit_generator
 
-from fedeas_flwr import messages
-from fedeas_flwr.array_records import encoded, to_arrays, to_record
+from fedeas_flwr.array_records import ARRAYS, LOSS, METRICS, WEIGHT, encoded, to_arrays, to_record
 from fedeas_flwr.checkpoints import Arrays, Checkpoint, StrategyState
-from fedeas_flwr.config import ConfigError, RunConfig
-from fedeas_flwr.messages import ARRAYS, METRICS, WEIGHT
+from fedeas_flwr.config import RunConfig
+from fedeas_flwr.errors import ConfigError
 from fedeas_flwr.noise import Noise
 from fedeas_flwr.strategies.fedavg import settings
 from fedeas_flwr.strategies.privacy import privacy_spent, with_privacy
@@ -230,9 +229,7 @@ def build_bulyan(config: RunConfig) -> flower.Strategy:
 
 def build_qfedavg(config: RunConfig) -> flower.Strategy:
     """Updates weighted by F_k^q (Li et al. 2020, Algorithm 2), with L = 1/η of the clients' own step size."""
-    return flower.QFedAvg(
-        client_learning_rate=config.learning_rate, q=config.q, train_loss_key=messages.LOSS, **settings()
-    )
+    return flower.QFedAvg(client_learning_rate=config.learning_rate, q=config.q, train_loss_key=LOSS, **settings())
 
 
 def _need_replies(config: RunConfig, needed: int, rule: str) -> None:

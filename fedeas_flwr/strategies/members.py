@@ -8,26 +8,27 @@ asked, before every round, and the node that answered last is the client's.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Collection, Sequence
 from logging import INFO, WARNING
 
-from flwr.common.constant import ErrorCode
 from flwr.serverapp import Grid
-from flwr.supercore import log
 
 from fedeas_flwr import messages
 from fedeas_flwr.config import RunConfig
 from fedeas_flwr.data import dataset_info
-from fedeas_flwr.messages import MessageError
-from fedeas_flwr.runs import ProcessesDiedError, RunError
+from fedeas_flwr.errors import MessageError, ProcessesDiedError, RunError
+from fedeas_flwr.flower_internals import APP_RAISED
 from fedeas_flwr.sizes import counted
 from fedeas_flwr.strategies.delivery import deliver, has_died
+
+log = logging.getLogger("flwr").log
 
 ANSWER_SECONDS = 120.0
 """What a node gets to say who it is: a process is started for it there, and torch is imported."""
 _LOOK_AGAIN = 0.2
-_OWN_FAULT = (messages.CLIENT_FAILED, ErrorCode.CLIENT_APP_RAISED_EXCEPTION)
+_OWN_FAULT = (messages.CLIENT_FAILED, APP_RAISED)
 """Errors that asking again does not mend; the others are about nodes that are gone or not there yet."""
 
 

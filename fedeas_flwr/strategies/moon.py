@@ -17,7 +17,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from fedeas_flwr.config import ConfigError, RunConfig
+from fedeas_flwr.config import RunConfig
+from fedeas_flwr.errors import ConfigError
 from fedeas_flwr.strategies.client_part import ClientPart, ClientRound, Finished
 from fedeas_flwr.strategies.fedavg import FedAvg, build_fedavg
 from fedeas_flwr.training import network

@@ -14,7 +14,8 @@ from typing import Any
 from flwr.serverapp import strategy as flower
 
 from fedeas_flwr.checkpoints import Arrays
-from fedeas_flwr.config import ConfigError, RunConfig
+from fedeas_flwr.config import RunConfig
+from fedeas_flwr.errors import ConfigError
 from fedeas_flwr.strategies.fedavg import FedAvg
 
 WRAPPERS: dict[str, Any] = {

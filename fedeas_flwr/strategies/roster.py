@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import logging
+from collections.abc import Mapping, Sequence
 from functools import partial
-from logging import WARNING
+from logging import INFO, WARNING
 
 from flwr.app import Message
 from flwr.serverapp import Grid
-from flwr.supercore import log
 
 from fedeas_flwr import messages
 from fedeas_flwr.config import RunConfig
 from fedeas_flwr.data import dataset_info
-from fedeas_flwr.messages import MessageError
+from fedeas_flwr.errors import MessageError, ProcessesDiedError, RunError
 from fedeas_flwr.policies import EMPTY_SHARE, POLICIES, MatchedPolicy, Share
-from fedeas_flwr.runs import ProcessesDiedError, RunError
 from fedeas_flwr.strategies.declarations import Declarations
 from fedeas_flwr.strategies.delivery import deliver, has_died
+from fedeas_flwr.strategies.disclosure import NeedsDisclosure
 from fedeas_flwr.strategies.members import Members
+
+log = logging.getLogger("flwr").log
 
 
 class Roster:
@@ -91,3 +93,18 @@ class Roster:
             missing, within = len(questions) - len(replies), f"round-timeout = {self.config.round_timeout:g} s"
             raise RunError(f"{missing} of {len(questions)} clients did not answer a query within {within}")
         return [replies[question.metadata.dst_node_id] for question in questions]
+
+
+def tell(strategy: NeedsDisclosure, config: RunConfig, clients: Mapping[int, int], replies: Sequence[Message]) -> None:
+    """Check the answers of all clients (node → client), give them to the strategy, and say what that was."""
+    disclosure = strategy.disclosure
+    wanted, told = disclosure.wanted(config), {}
+    try:
+        for reply in replies:
+            client = clients[reply.metadata.src_node_id]
+            told[client] = messages.read_disclosed(reply, client, wanted)
+        strategy.be_told({client: told[client] for client in sorted(told)})
+    except MessageError as error:
+        raise RunError(f"the answer to '{disclosure.question}' is not what it should be: {error}") from None
+    size = sum(array.nbytes for array in wanted.values())
+    log(INFO, "%s = true: each of %d clients disclosed %s (%d bytes)", disclosure.key, len(told), disclosure.what, size)

@@ -17,10 +17,10 @@ import torch
 from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
 from flwr.serverapp import Grid
 
-from fedeas_flwr import messages
-from fedeas_flwr.array_records import to_arrays, to_record
+from fedeas_flwr.array_records import ARRAYS, EXTRA, METRICS, WEIGHT, to_arrays, to_record
 from fedeas_flwr.checkpoints import Arrays, StrategyState
-from fedeas_flwr.config import ConfigError, RunConfig
+from fedeas_flwr.config import RunConfig
+from fedeas_flwr.errors import ConfigError
 from fedeas_flwr.strategies.averaging import like_model, weighted_average
 from fedeas_flwr.strategies.client_part import ClientPart, ClientRound, Finished
 from fedeas_flwr.strategies.fedavg import FedAvg, settings
@@ -74,10 +74,10 @@ class Scaffold(FedAvg):
     ) -> tuple[ArrayRecord | None, MetricRecord | None]:
         """Both of the server's steps above."""
         contents = [reply.content for reply in replies]
-        changes = [to_arrays(content.array_records[messages.EXTRA]) for content in contents]
+        changes = [to_arrays(content.array_records[EXTRA]) for content in contents]
         self._control = moved_control(self._control, changes, self._clients)
-        models = [to_arrays(content.array_records[messages.ARRAYS]) for content in contents]
-        examples = [float(content.metric_records[messages.METRICS][messages.WEIGHT]) for content in contents]  # type: ignore[arg-type]
+        models = [to_arrays(content.array_records[ARRAYS]) for content in contents]
+        examples = [float(content.metric_records[METRICS][WEIGHT]) for content in contents]  # type: ignore[arg-type]
         mean = weighted_average(models, examples if self._by_examples else [1.0] * len(models))
         # x + η_g (mean − x), written so that η_g = 1 gives the mean to the bit.
         return to_record(weighted_average([self._sent, mean], [1 - self._rate, self._rate])), None

@@ -25,7 +25,7 @@ class Stateful(Protocol):
 
 @runtime_checkable
 class SendsExtra(Protocol):
-    """A strategy whose two parts exchange arrays beside the model, in a record of their own (`messages.EXTRA`).
+    """A strategy whose two parts exchange arrays beside the model, in a record of their own (`array_records.EXTRA`).
 
     They are of the model's own kind: NumPy arrays, or tensors where models are handed over within the process.
     """

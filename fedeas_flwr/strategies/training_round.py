@@ -8,6 +8,7 @@ In the order of `TrainingRounds.train_round`:
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,16 +19,16 @@ from typing import Any
 from flwr.app import ConfigRecord, Message
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Strategy
-from flwr.supercore import log
 
 from fedeas_flwr import messages
-from fedeas_flwr.array_records import to_arrays, to_record
+from fedeas_flwr.array_records import ARRAYS, to_arrays, to_record
 from fedeas_flwr.checkpoints import Arrays, Checkpoint, StrategyState
 from fedeas_flwr.config import RunConfig
 from fedeas_flwr.cores import in_order, threads_for
+from fedeas_flwr.errors import MessageError, ProcessesDiedError, RunError
 from fedeas_flwr.grids import GridView
-from fedeas_flwr.messages import MessageError, TrainReport, TrainTask
-from fedeas_flwr.runs import ProcessesDiedError, RunDirectory, RunError
+from fedeas_flwr.messages import TrainReport, TrainTask
+from fedeas_flwr.runs import RunDirectory
 from fedeas_flwr.sizes import counted
 from fedeas_flwr.strategies.averaging import like_model, weighted_average
 from fedeas_flwr.strategies.delivery import deliver, has_died
@@ -35,6 +36,8 @@ from fedeas_flwr.strategies.dissimilarity import gradient_dissimilarity
 from fedeas_flwr.strategies.roster import Roster
 from fedeas_flwr.strategies.server_part import SendsExtra, Stateful
 from fedeas_flwr.streams import stream
+
+log = logging.getLogger("flwr").log
 
 
 @dataclass(frozen=True)
@@ -124,7 +127,7 @@ class TrainingRounds(Roster):
         if self.config.gamma_hat == "off":
             return None
         start = dict(state.trainable)
-        ends = [to_arrays(reply.content.array_records[messages.ARRAYS]) for reply, _, _ in accepted]
+        ends = [to_arrays(reply.content.array_records[ARRAYS]) for reply, _, _ in accepted]
         if self.config.gamma_hat == "all-state":
             start |= state.buffers
             ends = [{**end, **buffers} for end, (_, _, buffers) in zip(ends, accepted, strict=True)]

@@ -1,43 +1,23 @@
-"""The client's engine: the run's network, training it on images, and testing it."""
+"""The client's engine: the run's network, and training it on images."""
 
 from __future__ import annotations
 
-import os
 from copy import deepcopy
 from functools import lru_cache, partial
 
 import torch
 
-from fedeas_flwr.config import ConfigError, RunConfig
+from fedeas_flwr.config import RunConfig
 from fedeas_flwr.data import dataset_info
-from fedeas_flwr.gpu.capture import capturing
+from fedeas_flwr.errors import ConfigError
 from fedeas_flwr.models import ImageShape, build_model
 from fedeas_flwr.normaliser import Normaliser
 from fedeas_flwr.streams import stream
-from fedeas_flwr.training.engine import Engine, Recipe, State, TrainResult, copy_state
-from fedeas_flwr.training.evaluation import Evaluation, Evaluator
+from fedeas_flwr.training.engine import Engine, Recipe
 from fedeas_flwr.training.losses import loss_constants
 from fedeas_flwr.training.objective import Inputs, Objective
 from fedeas_flwr.training.sparing import Differentiate, Rung, SparingEngine, at_once, frugal_ways
 from fedeas_flwr.training.views import VIEWS, draw_views
-
-__all__ = [
-    "Engine",
-    "Evaluation",
-    "Evaluator",
-    "Normaliser",
-    "Objective",
-    "Recipe",
-    "State",
-    "TrainResult",
-    "build_engine",
-    "check_engine",
-    "copy_state",
-    "loss_and_view_inputs",
-    "network",
-    "pick_device",
-    "recipe",
-]
 
 
 def network(config: RunConfig) -> torch.nn.Module:
@@ -126,24 +106,3 @@ def build_engine(config: RunConfig, device: str, objective: Objective, rank: int
         return [*([eagerly] if in_graphs else []), *fewer]
 
     return SparingEngine(("in CUDA graphs", graphed) if in_graphs else eagerly, less)
-
-
-def pick_device(wanted: str, precision: str = "tf32") -> str:
-    """Turn ``auto``, ``cpu`` or ``cuda`` into a device that is there, and set how it computes.
-
-    One torch thread a client: with more, sums are split differently and the last bits depend on the machine's load.
-    """
-    torch.set_num_threads(1)
-    # How many streams may run side by side: 8 unless told so before CUDA starts, and ten clients have one each. Under
-    # MPS all processes share them, and mps.py says how many this one has.
-    if not os.environ.get("CUDA_MPS_PIPE_DIRECTORY"):
-        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
-    if wanted == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("device = 'cuda', but torch finds no CUDA device: use 'auto' or 'cpu'")
-    if wanted == "cpu" or not torch.cuda.is_available():
-        return "cpu"
-    matmul, cudnn, tf32 = torch.backends.cuda.matmul, torch.backends.cudnn, precision != "fp32"
-    if (matmul.allow_tf32, cudnn.allow_tf32) != (tf32, tf32):
-        with capturing:  # a generator in another thread may compute otherwise for a moment, and needs it until its end
-            matmul.allow_tf32 = cudnn.allow_tf32 = tf32
-    return "cuda"

@@ -6,19 +6,26 @@ import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch.nn import functional as F
 
+from fedeas_flwr.checkpoints import Arrays
+from fedeas_flwr.config import RunConfig
 from fedeas_flwr.gpu.capture import capture
+from fedeas_flwr.gpu.own_streams import own_stream
+from fedeas_flwr.local_data import federated_data
 from fedeas_flwr.metrics import balanced_accuracy, per_class_accuracy
 from fedeas_flwr.normaliser import Normaliser
 from fedeas_flwr.one_line import one_line
+from fedeas_flwr.training import network
 from fedeas_flwr.training.engine import State, copy_state
 
 logger = logging.getLogger(__name__)
 
 BATCH = 1024
+Evaluate = Callable[[Arrays, Arrays], dict[str, Any]]
 
 
 @dataclass(frozen=True)
@@ -118,3 +125,26 @@ class Evaluator:
         self._stream.wait_stream(torch.cuda.default_stream())  # where the state comes from
         with torch.cuda.stream(self._stream):
             yield
+
+
+def central_test(config: RunConfig, clients: int, device: str) -> Evaluate:
+    """Return the function that tests a model's arrays on the global test set."""
+    data = federated_data(config, clients)
+    images, labels = (torch.tensor(array, device=device) for array in data.global_test())
+    model = network(config).to(device)
+    if device == "cuda":
+        model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    normalise = Normaliser(data.dataset.mean, data.dataset.std, device)
+    stream = own_stream() if device == "cuda" and config.engine != "eager" else None
+    evaluator = Evaluator(model, images, labels, data.num_classes, normalise, stream)
+
+    def test(trainable: Arrays, buffers: Arrays) -> dict[str, Any]:
+        result = evaluator.evaluate(trainable, buffers)
+        return {
+            "accuracy": result.accuracy,
+            "balanced_accuracy": result.balanced_accuracy,
+            "per_class_accuracy": result.per_class_accuracy,
+            "loss": result.loss,
+        }
+
+    return test

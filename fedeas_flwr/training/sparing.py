@@ -27,10 +27,10 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from fedeas_flwr.errors import is_out_of_memory
 from fedeas_flwr.gpu.capture import CaptureError, give_memory_back
 from fedeas_flwr.models import draws_numbers
 from fedeas_flwr.one_line import one_line
-from fedeas_flwr.out_of_memory import is_out_of_memory
 from fedeas_flwr.training.engine import Engine, State, TrainResult
 from fedeas_flwr.training.objective import NO_INPUTS, Batch, Inputs, Objective
 

@@ -18,8 +18,9 @@ from flwr.app import Error, Message
 from runners import finish, small, weights
 from test_federation import START, federation, toy_app
 
+from fedeas_flwr.errors import ProcessesDiedError, RunError
 from fedeas_flwr.grids import InlineGrid
-from fedeas_flwr.runs import ProcessesDiedError, RunDirectory, RunError
+from fedeas_flwr.runs import RunDirectory
 
 
 class PoolGrid(InlineGrid):

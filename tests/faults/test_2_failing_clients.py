@@ -15,8 +15,8 @@ from timelines import Clock
 
 from fedeas_flwr import messages
 from fedeas_flwr.checkpoints import Checkpoint
+from fedeas_flwr.errors import RunError
 from fedeas_flwr.grids import InlineGrid
-from fedeas_flwr.runs import RunError
 from fedeas_flwr.strategies import delivery
 
 

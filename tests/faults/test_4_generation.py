@@ -22,8 +22,9 @@ from test_5_killed_server import STEPS, die_at, forked
 from test_cache import Fake, ids
 
 from fedeas_flwr.cache import ImageCache
-from fedeas_flwr.generators import SampleId
-from fedeas_flwr.runs import RunDirectory, RunError
+from fedeas_flwr.errors import RunError
+from fedeas_flwr.generators.interface import SampleId
+from fedeas_flwr.runs import RunDirectory
 from fedeas_flwr.upkeep import verify
 
 WANTED = [40, 0, 25]

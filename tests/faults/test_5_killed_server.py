@@ -20,7 +20,8 @@ from runners import finish, quick, weights, with_known_noise
 from waiting import LONG, wait_until
 
 from fedeas_flwr import paths
-from fedeas_flwr.runs import Checkpoint, RunDirectory
+from fedeas_flwr.checkpoints import Checkpoint
+from fedeas_flwr.runs import RunDirectory
 from fedeas_flwr.strategies.federation import Federation
 
 KEYS: dict[str, Any] = {"policy": "none", "rounds": 4, "participation": 0.5, "local_epochs": 1}

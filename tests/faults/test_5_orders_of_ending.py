@@ -26,11 +26,13 @@ from waiting import LONG, wait_until
 from fedeas_flwr import client_app, messages, server_app
 from fedeas_flwr.checkpoints import Arrays, Checkpoint
 from fedeas_flwr.client_state import ClientState, ClientStore
-from fedeas_flwr.config import ConfigError, RunConfig
+from fedeas_flwr.config import RunConfig
+from fedeas_flwr.errors import ConfigError, ProcessesDiedError, RunError
 from fedeas_flwr.grids import InlineGrid
-from fedeas_flwr.runs import ProcessesDiedError, RunDirectory, RunError
+from fedeas_flwr.runs import RunDirectory
 from fedeas_flwr.strategies import federation as loop
-from fedeas_flwr.strategies.federation import Evaluate, Federation
+from fedeas_flwr.strategies.federation import Federation
+from fedeas_flwr.training.evaluation import Evaluate
 
 KEYS: dict[str, Any] = {"policy": "none", "strategy": "scaffold", "participation": 1.0, "rounds": 6}
 

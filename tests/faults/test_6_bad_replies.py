@@ -23,13 +23,15 @@ from test_federation import DIGITS, EXAMPLES, START, VALUES, federation, toy_app
 from test_messages import BAD, COUNTERS, TRAINABLE, read, reply
 
 from fedeas_flwr import array_records, client_app, messages
+from fedeas_flwr.array_records import ARRAYS, METRICS
 from fedeas_flwr.checkpoints import Checkpoint
 from fedeas_flwr.config import parse_config
+from fedeas_flwr.errors import MessageError, RunError
 from fedeas_flwr.grids import InlineGrid
-from fedeas_flwr.local_data import planned_counts
-from fedeas_flwr.messages import ARRAYS, METRICS, MessageError, TrainReport
+from fedeas_flwr.messages import TrainReport
 from fedeas_flwr.policies import POLICIES, ClientView, allocate
-from fedeas_flwr.runs import RunDirectory, RunError
+from fedeas_flwr.run_plan import planned_counts
+from fedeas_flwr.runs import RunDirectory
 from fedeas_flwr.strategies import build_strategy
 from fedeas_flwr.strategies.federation import Federation
 

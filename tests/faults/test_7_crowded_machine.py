@@ -19,7 +19,8 @@ from small_disks import remount, tiny_disk
 from waiting import wait_until
 
 from fedeas_flwr import processes, superlink
-from fedeas_flwr.runs import RunDirectory, RunError
+from fedeas_flwr.errors import RunError
+from fedeas_flwr.runs import RunDirectory
 from fedeas_flwr.superlink import free_port, own_environment
 
 CONF = 'clients = 4\nrounds = 2\nlocal-epochs = 1\npolicy = "none"\nalpha = 0.1\nbeta = 4.0\n'

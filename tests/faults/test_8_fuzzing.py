@@ -30,13 +30,13 @@ from test_messages import COUNTERS, TRAINABLE, reply
 from fedeas_flwr import client_app, messages
 from fedeas_flwr.array_records import to_record
 from fedeas_flwr.cache import ImageCache
-from fedeas_flwr.config import KEYS, ConfigError, RunConfig, parse_config
+from fedeas_flwr.config import KEYS, RunConfig, parse_config
 from fedeas_flwr.config_files import read_config
 from fedeas_flwr.dataset_sources import check_npz
+from fedeas_flwr.errors import ConfigError, MessageError
 from fedeas_flwr.generators.bank import BankGenerator
 from fedeas_flwr.generators.diffusion import DiffusionGenerator
 from fedeas_flwr.grids import InlineGrid
-from fedeas_flwr.messages import MessageError
 from fedeas_flwr.own_data import MOST_CLASSES, read_dataset
 from fedeas_flwr.runs import RunDirectory
 

@@ -1,20 +1,18 @@
-"""The built-in job: one digits partition under four policies, a table, a picture and a page, in minutes on 2 cores."""
+"""The quickstart: one digits partition under four policies, a table, a picture and a page, in minutes on 2 cores."""
 
 from __future__ import annotations
 
 import shlex
 from pathlib import Path
+from typing import Annotated
 
+import typer
 from rich.console import Console
 
-from fedeas_flwr.config import ConfigError, RunConfig, parse_config
-from fedeas_flwr.launch import launch
+from fedeas_flwr.commands.output import can_be_folder, console
+from fedeas_flwr.config import RunConfig, parse_config
+from fedeas_flwr.errors import ConfigError
 from fedeas_flwr.paths import atomic_write
-from fedeas_flwr.prepare import prepare
-from fedeas_flwr.report.comparison import comparison_figure, print_comparison
-from fedeas_flwr.report.groups import group_runs
-from fedeas_flwr.report.page import as_png
-from fedeas_flwr.report.writing import write_report
 from fedeas_flwr.run_files import is_run
 from fedeas_flwr.runs import RunDirectory
 from fedeas_flwr.sweep import Cell, check_cell
@@ -22,6 +20,21 @@ from fedeas_flwr.sweep import Cell, check_cell
 RUNS = (("none", "ray"), ("fedeas", "ray"), ("uniform", "inline"), ("missing-only", "inline"))
 """Policy and backend. Two runs go through Flower's Ray simulation; its start costs half a minute, so two do not: the
 result is the same bit for bit."""
+_FOLDER = Path("runs/quickstart")
+
+
+def quickstart_command(
+    out: Annotated[Path, typer.Option(help="folder of the runs and the picture", callback=can_be_folder)] = _FOLDER,
+) -> None:
+    """Four runs on the built-in digits: no synthetic data, FedEAS, and two policies at FedEAS's budget.
+
+    Started again, it does what is left of them.
+    """
+    try:
+        quickstart(out.absolute(), console)
+    except KeyboardInterrupt:
+        again = shlex.join(["fedeas", "quickstart", *(() if out == _FOLDER else ("--out", str(out)))])
+        raise KeyboardInterrupt(f"stopped; go on with: {again}") from None
 
 
 def quickstart_config(policy: str, backend: str, folder: Path) -> RunConfig:
@@ -39,6 +52,11 @@ def quickstart_config(policy: str, backend: str, folder: Path) -> RunConfig:
 
 def quickstart(folder: Path, console: Console) -> None:
     """Run the four policies into ``folder``, or what is left of them, print a table, write a picture and a page."""
+    from fedeas_flwr.report.comparison import comparison_figure, print_comparison
+    from fedeas_flwr.report.groups import group_runs
+    from fedeas_flwr.report.page import as_png
+    from fedeas_flwr.report.writing import write_report
+
     _refuse_others(folder)
     cells = [_cell(quickstart_config(policy, backend, folder)) for policy, backend in RUNS]
     groups, left_out = group_runs([_do(cell, console) for cell in cells])
@@ -80,6 +98,9 @@ def _do(cell: Cell, console: Console) -> RunDirectory:
         again = shlex.join(["fedeas", "runs", "rm", str(cell.run.path)])
         console.print(f"{cell.name}: done before, and kept; to do it anew, first: {again}", soft_wrap=True)
         return cell.run
+    from fedeas_flwr.launch import launch
+    from fedeas_flwr.prepare import prepare
+
     config = prepare(cell.config, console)
     console.print(f"\n{cell.name}: {config.rounds} rounds, {config.clients} clients, backend {config.backend}")
     return launch(config, console)

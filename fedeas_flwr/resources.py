@@ -1,10 +1,10 @@
-"""How many clients train at once on a GPU: a probe of some seconds, whose answer is kept for the next run.
+"""How many clients train at once, and what Ray is told of it; on a GPU by a probe, whose answer is kept.
 
-    python -m fedeas_flwr.training.cohort '{"model": "resnet18", …}'     a run-config; prints what was measured as JSON
+    python -m fedeas_flwr.resources '{"model": "resnet18", …}'     a run-config; prints what was measured as JSON
 
-More clients at once use a GPU better until they only wait for each other, and each takes memory. Both depend on the
-GPU, the network, the batch and the precision, so they are measured: 1, 2, 4 … engines on streams of one process. Ray's
-client processes share a GPU in the same way where CUDA's MPS runs.
+The probe takes some seconds. More clients at once use a GPU better until they only wait for each other, and each takes
+memory. Both depend on the GPU, the network, the batch and the precision, so they are measured: 1, 2, 4 … engines on
+streams of one process. Ray's client processes share a GPU in the same way where CUDA's MPS runs.
 """
 
 from __future__ import annotations
@@ -27,10 +27,13 @@ import torch
 from filelock import FileLock
 
 from fedeas_flwr.config import RunConfig, parse_config
+from fedeas_flwr.cores import usable_cores
 from fedeas_flwr.data import dataset_info
+from fedeas_flwr.devices import pick_device
+from fedeas_flwr.generators.ray_service import leave_sliver
 from fedeas_flwr.one_line import one_line
 from fedeas_flwr.paths import atomic_write, cache_root
-from fedeas_flwr.training import build_engine, network, pick_device
+from fedeas_flwr.training import build_engine, network
 from fedeas_flwr.training.engine import Engine, read_state
 from fedeas_flwr.training.objective import CROSS_ENTROPY
 
@@ -50,7 +53,28 @@ asks about each of its runs beforehand."""
 _KEYS = ("dataset", "model", "stem", "batch_size", "precision", "engine")
 
 
-def clients_at_once(config: RunConfig) -> int:
+def clients_at_once(config: RunConfig, on_gpu: bool) -> int:
+    """Return how many clients train at the same time: under Ray in a process each, inline on a GPU in a thread each."""
+    if config.actors:
+        return config.actors
+    if on_gpu:
+        return max_parallel_clients(config)
+    usual = usable_cores()
+    return min(usual, config.clients or usual)
+
+
+def ray_resources(config: RunConfig, on_gpu: bool) -> dict[str, float]:
+    """Return what Ray is told it has and what each client takes of it, in the keys of Flower's federation config."""
+    actors = clients_at_once(config, on_gpu)
+    resources: dict[str, float] = {"client-resources-num-cpus": 1}
+    if on_gpu:  # a client that asks Ray for none is shown none
+        resources["client-resources-num-gpus"] = leave_sliver(config.gpu_share or 1 / actors)
+    if config.ray_address:  # a cluster has what it has; `actors` then says how many clients share one of its GPUs
+        return resources
+    return resources | {"init-args-num-cpus": actors, **({"init-args-num-gpus": 1} if on_gpu else {})}
+
+
+def max_parallel_clients(config: RunConfig) -> int:
     """As many as the run has in a round, at most, and as pay on this GPU."""
     most = config.sampled(config.clients) if config.clients else USUAL
     if not torch.cuda.is_available():  # somebody wants to know how it would be on a machine with a GPU

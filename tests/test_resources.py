@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 import torch
 
+from fedeas_flwr import resources
 from fedeas_flwr.config import RunConfig, parse_config
-from fedeas_flwr.training import cohort
 
 GIGABYTE = 1 << 30
 
@@ -27,10 +27,10 @@ def measured(rates: dict[str, float], free: int = 100 * GIGABYTE) -> dict[str, A
 
 def test_more_clients_are_chosen_only_while_they_pay_and_fit() -> None:
     rates = {"1": 80.0, "2": 120.0, "4": 180.0, "7": 182.0, "10": 175.0}
-    assert cohort.choose(measured(rates)) == 4
-    assert cohort.choose(measured({**rates, "10": 280.0})) == 10
-    assert cohort.choose(measured(rates, free=7 * GIGABYTE)) == 2  # 0.8 · 7 GB by 2 GB each
-    assert cohort.choose(measured(rates, free=0)) == 1
+    assert resources.choose(measured(rates)) == 4
+    assert resources.choose(measured({**rates, "10": 280.0})) == 10
+    assert resources.choose(measured(rates, free=7 * GIGABYTE)) == 2  # 0.8 · 7 GB by 2 GB each
+    assert resources.choose(measured(rates, free=0)) == 1
 
 
 @pytest.fixture
@@ -51,15 +51,15 @@ def test_the_probe_measures_once_and_is_remembered(
 ) -> None:
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([os.environ["PYTHONPATH"], str(Path(__file__).parent)]))
     keys = {"model": "users_models:tiny", "batch_size": 2}
-    found = cohort.clients_at_once(config(**keys))
+    found = resources.max_parallel_clients(config(**keys))
     (kept,) = tmp_path.glob("probes/*.json")
     record = json.loads(kept.read_text())
-    assert list(record["images_per_second"]) == ["1", "2", "4", "7", "10"] and found == cohort.choose(record)
+    assert list(record["images_per_second"]) == ["1", "2", "4", "7", "10"] and found == resources.choose(record)
     assert all(rate > 0 for rate in record["images_per_second"].values())
     kept.write_text(json.dumps(measured({"1": 10.0, "4": 40.0, "10": 80.0})))
     monkeypatch.setattr(subprocess, "run", lambda *a, **k: pytest.fail("measured again"))
-    assert cohort.clients_at_once(config(**keys)) == 10
-    assert cohort.clients_at_once(config(participation=0.1, **keys)) == 2, "a round has no more"
+    assert resources.max_parallel_clients(config(**keys)) == 10
+    assert resources.max_parallel_clients(config(participation=0.1, **keys)) == 2, "a round has no more"
 
 
 def test_runs_that_start_at_once_measure_once(a_gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -73,7 +73,7 @@ def test_runs_that_start_at_once_measure_once(a_gpu: None, monkeypatch: pytest.M
 
     monkeypatch.setattr(subprocess, "run", slow_probe)
     with ThreadPoolExecutor(3) as pool:
-        found = list(pool.map(cohort.clients_at_once, [config(seed=1), config(seed=2), config(seed=3)]))
+        found = list(pool.map(resources.max_parallel_clients, [config(seed=1), config(seed=2), config(seed=3)]))
     assert found == [10, 10, 10] and len(probes) == 1
 
 
@@ -81,18 +81,18 @@ def test_without_a_gpu_nothing_is_measured(monkeypatch: pytest.MonkeyPatch) -> N
     """`fedeas doctor` asks on any machine what a run would do on one with a GPU."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(subprocess, "run", lambda *a, **k: pytest.fail("measured"))
-    assert cohort.clients_at_once(config(participation=1.0)) == cohort.USUAL
-    assert cohort.clients_at_once(config(participation=0.1)) == 2
+    assert resources.max_parallel_clients(config(participation=1.0)) == resources.USUAL
+    assert resources.max_parallel_clients(config(participation=0.1)) == 2
 
 
 def test_a_probe_that_fails_costs_nothing_but_its_answer_and_says_so(
     a_gpu: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    assert cohort.clients_at_once(config(model="no_such:network")) == cohort.USUAL
+    assert resources.max_parallel_clients(config(model="no_such:network")) == resources.USUAL
     (said,) = caplog.messages
     assert "so it is 10: " in said and "no_such" in said and "\n" not in said
-    monkeypatch.setattr(cohort, "_SECONDS", 0.01)
-    assert cohort.clients_at_once(config(participation=0.2)) == 4
+    monkeypatch.setattr(resources, "_SECONDS", 0.01)
+    assert resources.max_parallel_clients(config(participation=0.2)) == 4
 
 
 def test_a_probe_that_crashes_is_tried_once_and_named(
@@ -106,17 +106,17 @@ def test_a_probe_that_crashes_is_tried_once_and_named(
         raise subprocess.CalledProcessError(-signal.SIGSEGV, words, "", "")
 
     monkeypatch.setattr(subprocess, "run", crashing)
-    assert [cohort.clients_at_once(config(seed=seed)) for seed in (1, 2, 3)] == [cohort.USUAL] * 3
+    assert [resources.max_parallel_clients(config(seed=seed)) for seed in (1, 2, 3)] == [resources.USUAL] * 3
     assert len(probes) == 1
     assert caplog.messages == [
         "how many clients at once pay cannot be measured, so it is 10: the probe died (Segmentation fault)"
     ]
-    assert cohort.clients_at_once(config(batch_size=16)) == cohort.USUAL and len(probes) == 2, (
+    assert resources.max_parallel_clients(config(batch_size=16)) == resources.USUAL and len(probes) == 2, (
         "that is another question"
     )
     code = "import os, sys; print(*os.environ[sys.argv[1]].split(), sep='\\n')"
     told = subprocess.Popen([sys.executable, "-c", code, "FEDEAS_UNMEASURED"], stdout=subprocess.PIPE, text=True)
-    names = [cohort._kept_at(config(batch_size=size)).name for size in (config().batch_size, 16)]
+    names = [resources._kept_at(config(batch_size=size)).name for size in (config().batch_size, 16)]
     assert told.communicate()[0].split() == names, "and the runs that it starts are told both"
 
 
@@ -128,22 +128,22 @@ def test_a_damaged_record_is_measured_anew(
         return subprocess.CompletedProcess(words, 0, json.dumps(measured({"1": 10.0, "4": 40.0})))
 
     monkeypatch.setattr(subprocess, "run", probe)
-    assert cohort.clients_at_once(config()) == 4
+    assert resources.max_parallel_clients(config()) == 4
     (kept,) = tmp_path.glob("probes/*.json")
     whole = kept.read_text()
     kept.write_text(text)
-    assert cohort.clients_at_once(config()) == 4
+    assert resources.max_parallel_clients(config()) == 4
     assert kept.read_text() == whole
 
 
 def test_the_probe_trains_with_the_engine_that_the_run_has(monkeypatch: pytest.MonkeyPatch) -> None:
     built: list[tuple[str, int]] = []
-    build = cohort.build_engine
+    build = resources.build_engine
 
     def noting(config: RunConfig, device: str, objective: Any, rank: int) -> Any:
         built.append((config.engine, rank))
         return build(config, device, objective, rank)
 
-    monkeypatch.setattr(cohort, "build_engine", noting)
-    found = cohort.measure(config(model="users_models:tiny", batch_size=2, engine="eager"), "cpu", (1, 3))
+    monkeypatch.setattr(resources, "build_engine", noting)
+    found = resources.measure(config(model="users_models:tiny", batch_size=2, engine="eager"), "cpu", (1, 3))
     assert list(found["images_per_second"]) == [1, 3] and built == [("eager", 0), ("eager", 1), ("eager", 2)]

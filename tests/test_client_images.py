@@ -9,13 +9,11 @@ import numpy as np
 import pytest
 import torch
 
-from fedeas_flwr import client_app, messages
-from fedeas_flwr.client_state import ClientState
 from fedeas_flwr.config import parse_config
-from fedeas_flwr.gpu.kept_images import ImagesOnGpu, LocalImages
+from fedeas_flwr.generators import client_images
+from fedeas_flwr.generators.client_images import ImagesOnGpu, LocalImages
 from fedeas_flwr.local_data import federated_data
 from fedeas_flwr.node import read_node
-from fedeas_flwr.policies import Share
 
 CONFIG = parse_config({"clients": 4})
 
@@ -66,14 +64,12 @@ def test_the_next_run_of_a_process_frees_the_memory_of_the_last(free: list[int])
 def test_images_that_were_left_out_count_in_every_round(free: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     """As where nothing is kept; those that were made count once. The device stands in for a GPU: all but cpu keep."""
     made = np.zeros((5, 8, 8, 1), np.uint8), np.zeros(5, np.int64), 12, 7
-    monkeypatch.setattr(client_app, "_on_gpu", ImagesOnGpu())
-    monkeypatch.setattr(client_app, "_source", lambda *_: SimpleNamespace(fingerprint="stand-in"))
-    monkeypatch.setattr(client_app, "_synthetic", lambda *_: made)
-    node, planned = read_node({"partition-id": 1, "num-partitions": 4}), ClientState(generate=(5, *[0] * 9))
-    task = messages.TrainTask(1, 6.0, 0, 0, "", Share())
-    first, second = (
-        client_app._images(CONFIG, federated_data(CONFIG, 4), node, planned, "meta", task) for _ in range(2)
-    )
+    monkeypatch.setattr(client_images, "_on_gpu", ImagesOnGpu())
+    monkeypatch.setattr(client_images, "_source", lambda *_: SimpleNamespace(fingerprint="stand-in"))
+    monkeypatch.setattr(client_images, "_synthetic", lambda *_: made)
+    node, planned = read_node({"partition-id": 1, "num-partitions": 4}), (5, *[0] * 9)
+    data = federated_data(CONFIG, 4)
+    first, second = (client_images.local_images(CONFIG, data, node, planned, (), "", "", "meta") for _ in range(2))
     assert second.images is first.images
     assert [(found.made, found.rejected, found.generator) for found in (first, second)] == [
         *((12, 7, "stand-in"), (0, 7, "stand-in"))

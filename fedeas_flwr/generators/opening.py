@@ -1,0 +1,227 @@
+"""Open the generator that a spec names, check it before a run, and name its files by what is in them."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from fedeas_flwr.data import dataset_info
+from fedeas_flwr.generators.interface import Generator
+from fedeas_flwr.paths import expanded
+
+if TYPE_CHECKING:  # the library's door does without pydantic
+    from fedeas_flwr.config import RunConfig
+
+
+def open_generator(
+    spec: str,
+    dataset_name: str,
+    *,
+    sampler: str = "dpm++",
+    steps: int | None = None,
+    guidance: float = 1.0,
+    guidance_rescale: float = 0.0,
+    batch_size: int | None = None,
+    precision: str | None = None,
+    device: str = "cpu",
+) -> Generator:
+    """Open a diffusion model for a dataset.
+
+    Parameters
+    ----------
+    spec
+        ``builtin``: the digits model, trained on first use (about a minute). ``bank:DIR``: images from a folder
+        (bank.py). ``sd-turbo`` or ``sd-turbo:DIR``: text to image (turbo.py). Otherwise the path of a folder in
+        diffusers' format with ``unet`` and ``scheduler``.
+    dataset_name
+        The generator must have this dataset's classes and image shape.
+    sampler
+        ``dpm++``, ``dpm++-logsnr`` or ``ddim``, all deterministic.
+    steps
+        Solver steps; None is the sampler's own default, 20 or 250.
+    guidance
+        Scale of classifier-free guidance; 1 is none.
+    guidance_rescale
+        How much of the spread that guidance adds is taken away again; 0 is none.
+    batch_size
+        Images in each forward pass; short batches are padded to it. None: 64 on the CPU, by free memory on CUDA.
+    precision
+        ``fp32``, ``tf32``, ``bf16`` or ``fp16``; None: fp32 on the CPU, bf16 on CUDA.
+    device
+        ``cpu``, ``cuda`` or ``cuda:N``.
+
+    Returns
+    -------
+    Generator
+    """
+    info = dataset_info(dataset_name)
+    kind, _, where = spec.partition(":")
+    if kind == "bank":
+        from fedeas_flwr.generators.bank import BankGenerator
+
+        return BankGenerator(where, classes=info.classes, image_shape=info.image_shape)
+    if kind == "sd-turbo":
+        from fedeas_flwr.generators.turbo import TurboGenerator
+
+        return TurboGenerator(
+            where, classes=info.classes, image_shape=info.image_shape, batch_size=batch_size, device=device
+        )
+    if spec == "builtin":
+        if dataset_name != "digits":
+            raise ValueError(
+                f"generator: 'builtin' is for digits only; {dataset_name} needs the path of a diffusers folder"
+            )
+        from fedeas_flwr.generators.digits import ensure_builtin
+
+        folder = ensure_builtin()
+    else:
+        folder = expanded(spec, "generator")
+    from fedeas_flwr.generators.diffusion import DiffusionGenerator
+
+    return DiffusionGenerator(
+        folder,
+        num_classes=len(info.classes),
+        classes=info.classes,
+        image_shape=info.image_shape,
+        sampler=sampler,
+        steps=steps,
+        guidance=guidance,
+        guidance_rescale=guidance_rescale,
+        batch_size=batch_size,
+        precision=precision,
+        device=device,
+    )
+
+
+def open_for_run(config: RunConfig, device: str) -> Generator:
+    """Open the generator that a run-config names.
+
+    Parameters
+    ----------
+    config
+        Of the run; 0 and ``auto`` in it leave the choice to the generator.
+    device
+        ``cpu``, ``cuda`` or ``cuda:N``.
+
+    Returns
+    -------
+    Generator
+    """
+    with _naming_keys():
+        return open_generator(config.generator, config.dataset, **_settings(config), device=device)
+
+
+def check_for_run(config: RunConfig, device: str) -> None:
+    """Refuse a model that `open_for_run` would, as far as can be told without reading weights or training any.
+
+    Parameters
+    ----------
+    config, device
+        As of `open_for_run`; its generator is no bank, which to check is to open.
+    """
+    kind, _, where = config.generator.partition(":")
+    if kind == "sd-turbo":
+        from fedeas_flwr.generators.turbo import check_transformers, find_pipeline
+
+        check_transformers()
+        find_pipeline(where)
+        return
+    from fedeas_flwr.generators.diffusion import Settings
+    from fedeas_flwr.generators.digits import builtin_folder
+    from fedeas_flwr.generators.folders import read_model
+    from fedeas_flwr.generators.training import TIMESTEPS
+
+    info = dataset_info(config.dataset)
+    classes, built_in = len(info.classes), config.generator == "builtin"
+    folder = builtin_folder() if built_in else expanded(config.generator, "generator")
+    timesteps, embeddings = TIMESTEPS, classes + 1
+    if not built_in:  # which may not be there yet, and is then trained
+        model = read_model(folder, classes, info.classes, info.image_shape)
+        timesteps, embeddings = model.schedule["num_train_timesteps"], model.config["num_class_embeds"]
+    with _naming_keys():
+        Settings(**_settings(config), device=device).check(folder, timesteps, embeddings, classes)
+
+
+def _settings(config: RunConfig) -> dict[str, Any]:
+    return {
+        "sampler": config.sampler,
+        "steps": config.sampler_steps or None,
+        "guidance": config.guidance,
+        "guidance_rescale": config.guidance_rescale,
+        "batch_size": config.generation_batch or None,
+        "precision": None if config.generation_precision == "auto" else config.generation_precision,
+    }
+
+
+@contextmanager
+def _naming_keys() -> Iterator[None]:
+    try:
+        yield
+    except ValueError as error:
+        setting, _, refusal = str(error).partition(": ")
+        if setting not in _KEYS:
+            raise
+        raise ValueError(f"{_KEYS[setting]}: {refusal}") from None
+
+
+_KEYS = {
+    "guidance_rescale": "guidance-rescale",
+    "steps": "sampler-steps",
+    "batch_size": "generation-batch",
+    "precision": "generation-precision",
+}
+"""Settings that a run-config calls otherwise: an error names what its reader wrote."""
+
+
+def absolute_spec(spec: str) -> str:
+    """Return a generator's spec with its folder as an absolute path: Flower's processes start elsewhere."""
+    kind, colon, where = spec.partition(":")
+    if spec in ("builtin", "sd-turbo"):
+        return spec
+    if colon and kind in ("bank", "sd-turbo"):
+        return f"{kind}:{expanded(where, 'generator').absolute()}"
+    return str(expanded(spec, "generator").absolute())
+
+
+def files_of(config: RunConfig) -> dict[str, str]:
+    """Name the files that a run is given by what is in them: the generator's weights or its bank, and the start's.
+
+    Folders have other names elsewhere, and other weights the same name. Only single files that can be read here have
+    one; whoever needs a file says what is wrong with it.
+    """
+    wanted = {"generator": _generator_file(config.generator) if config.generates else None}
+    wanted["weights"] = _start_file(config.weights)
+    found = {}
+    for key, path in wanted.items():
+        with suppress(OSError):
+            if path is not None and path.is_file():
+                found[key] = _digest(path)
+    return found
+
+
+def _generator_file(spec: str) -> Path | None:
+    kind, _, where = spec.partition(":")
+    if kind == "sd-turbo":
+        return None
+    if kind == "bank":
+        return expanded(where, "generator")
+    from fedeas_flwr.generators.digits import builtin_folder
+    from fedeas_flwr.generators.folders import weights_file
+
+    return weights_file(builtin_folder() if spec == "builtin" else expanded(spec, "generator"))
+
+
+def _start_file(weights: str) -> Path | None:
+    if weights == "none":
+        return None
+    from fedeas_flwr.models import imagenet_file
+
+    return imagenet_file() if weights == "imagenet" else expanded(weights, "weights")
+
+
+def _digest(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()[:16]
