@@ -156,7 +156,7 @@ ITEMS: dict[str, Item] = {
         _none,
         draw="draw_samples",
     ),
-    "table2": Item(
+    "peak": Item(
         "Supplement, E: peak accuracy (%)",
         "Best of all rounds; one seed where no number of seeds is given.",
         lambda columns: tables.large_cells(columns),
@@ -281,11 +281,12 @@ def choose(
                 has = dict.fromkeys(name.partition("/")[0] for name in ITEMS[word].cells(paper.COLUMNS))
                 raise ConfigError(f"'{word}' has nothing in {', '.join(chosen)}, only in {', '.join(has)}")
             items.append(word)
+        elif word == "table2":  # the former name of `peak`; the paper's Table 2 is `ablation`
+            raise ConfigError("'table2': say ablation (the paper's Table 2) or peak (supplement, E)")
         elif "/" in word or "*" in word:
             cells += _cells(word, chosen, scale)
         else:
-            names = (f"{name} (the peaks)" if name == "table2" else name for name in ITEMS)
-            raise ConfigError(f"'{word}': must be all, {', '.join(names)}, or cells such as '{MAIN}/*'")
+            raise ConfigError(f"'{word}': must be all, {', '.join(ITEMS)}, or cells such as '{MAIN}/*'")
     if not items and not cells:
         if words:
             raise ConfigError(
