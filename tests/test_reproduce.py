@@ -21,7 +21,7 @@ from fedeas_flwr.reproduce.items import ITEMS, choose
 from fedeas_flwr.reproduce.measured import Results
 from fedeas_flwr.reproduce.page import Page
 from fedeas_flwr.reproduce.sections import Section, make_sections
-from fedeas_flwr.reproduce.summary import fill_command, filled_document, make_page
+from fedeas_flwr.reproduce.summary import fill_command, make_page
 from fedeas_flwr.runs import RunDirectory
 
 ROOT = Path(__file__).parents[1]
@@ -289,14 +289,6 @@ def test_the_committed_figures_are_of_all_committed_runs() -> None:
     found = choose(names, [], "full").find([ROOT / "results"])
     today = {name: [str(run.path.relative_to(ROOT)) for run in runs] for name, runs in found.cells.items()}
     assert drawn["runs"] == today
-
-
-@pytest.mark.parametrize("name", ["README.md", "docs/reproduction.md"])
-def test_the_tables_of_the_docs_are_those_of_the_committed_runs(name: str) -> None:
-    path = ROOT / name
-    text = path.read_text()
-    assert "<!-- reproduce table1" in text
-    assert filled_document(path, text, "full", [ROOT / "results"], {}) == (text, [])
 
 
 @pytest.mark.parametrize(
