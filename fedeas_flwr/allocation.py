@@ -34,7 +34,7 @@ POLICIES: dict[str, str] = {
 OWN_GAMMA = {"without-entropy": 0.5, "linear": 1.0}
 """The two ablations', whatever γ is given."""
 MOST_STEPS = 10_000_000
-"""Of `greedy`: half a minute."""
+"""Maximum number of samples that `greedy` places."""
 
 # ------------------------------------------------------------------- the budget and the policies that fill to it
 
@@ -112,7 +112,7 @@ def full_balance(counts: npt.ArrayLike) -> IntArray:
 
 
 def none(counts: npt.ArrayLike) -> IntArray:
-    """Generate nothing: FedAvg."""
+    """Generate nothing: the strategy alone."""
     return np.zeros_like(checked_counts(counts))
 
 

@@ -228,7 +228,11 @@ class RunConfig(BaseModel):
     )
     threshold: float = Field(0.7, ge=0, le=1, description="accuracy whose first round the summary names")
     min_replies: float = Field(
-        1.0, gt=0, le=1, description="fraction of a round's clients that must reply, or it stops"
+        1.0,
+        gt=0,
+        le=1,
+        description="minimum fraction of a round's clients that must reply; a round below it fails, and "
+        "`failed-rounds` failed rounds in a row stop the run",
     )
     failed_rounds: int = Field(
         1,

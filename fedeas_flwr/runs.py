@@ -51,7 +51,8 @@ NOT_THE_RUN = (
     "checkpoint-every",
     "tensorboard",
 )
-"""Keys that may differ when a run is resumed: they do not change what is computed on the same hardware."""
+"""Keys that may differ when a run is resumed: none changes what a client computes on the same hardware.
+`round-timeout`, `node-wait`, `failed-rounds`, `max-examples` and `data-change` can change who is averaged."""
 
 
 class RunError(RuntimeError):
