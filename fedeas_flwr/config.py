@@ -60,7 +60,8 @@ KEYS_CHANGEABLE_ON_RESUME = (
     "checkpoint-every",
     "tensorboard",
 )
-"""Keys that may differ when a run is resumed: they do not change what is computed on the same hardware."""
+"""Keys that may differ when a run is resumed: none changes what a client computes on the same hardware.
+`round-timeout`, `node-wait`, `failed-rounds`, `max-examples` and `data-change` can change who is averaged."""
 
 
 def _key(name: str) -> str:
@@ -233,7 +234,11 @@ class RunConfig(BaseModel):
     )
     threshold: float = Field(0.7, ge=0, le=1, description="accuracy whose first round the summary names")
     min_replies: float = Field(
-        1.0, gt=0, le=1, description="fraction of a round's clients that must reply, or it stops"
+        1.0,
+        gt=0,
+        le=1,
+        description="minimum fraction of a round's clients that must reply; a round below it fails, and "
+        "`failed-rounds` failed rounds in a row stop the run",
     )
     failed_rounds: int = Field(
         1,

@@ -65,7 +65,7 @@ class InlineGrid(_SendAndReceiveGrid):
         return list(self._contexts)
 
     def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> Iterable[Message]:
-        """Run the messages and return the replies in order. ``timeout`` does not apply: nothing here can be late."""
+        """Run the messages and return the replies in order. ``timeout`` is ignored, however slow a client is."""
         if self._pool is None:
             return [self._deliver(message) for message in messages]
         return list(self._pool.map(self._deliver, messages))

@@ -1,8 +1,8 @@
 """Start a run, show its progress, know how it really ended, and leave nothing running.
 
-`flwr run` returns success whatever happens, finds a SuperLink by its port, and leaves one behind. So a run through Ray
-gets a SuperLink of its own as a child, with its own port, home and folder for Ray; the run's state is read from its run
-directory; and at the end every process that the run started is ended.
+`flwr run` of Flower 1.41 returns success whatever happens, finds a SuperLink by its port, and leaves one behind. So a
+run through Ray gets a SuperLink of its own as a child, with its own port, home and folder for Ray; the run's state is
+read from its run directory; and at the end every process that the run started is ended.
 """
 
 from __future__ import annotations

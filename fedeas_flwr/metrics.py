@@ -57,7 +57,7 @@ def falls(accuracies: Sequence[float]) -> dict[int, float]:
 
 # Sec. 4.3 and Supp. F of the paper: η = Δ accuracy · 10³ / images generated.
 def efficiency(gain: float, images: float) -> float | None:
-    """Percentage points over FedAvg for a thousand images, η; ``None`` where nothing was generated."""
+    """Return η, points over the same strategy without generation per 1,000 images; ``None`` without images."""
     return 1000 * gain / images if images else None
 
 

@@ -40,7 +40,7 @@ from fedeas_flwr.training.objective import CROSS_ENTROPY
 logger = logging.getLogger(__name__)
 
 USUAL = 10
-"""Clients at once where the probe fails; also the most that pay on any GPU seen so far."""
+"""Clients at once where the probe fails; also the most that pay on the one GPU measured, an H200 (docs/speed.md)."""
 _SAMPLES, _EPOCHS = 8, 10  # batches a client, and how often
 _PASSES = 3  # of which the best counts: whatever else a machine does takes time away, and the answer is kept
 _WORTH = 0.05  # of the rate, that twice as many clients must bring

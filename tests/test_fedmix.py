@@ -150,7 +150,7 @@ def test_gradients_are_those_of_finite_differences() -> None:
             assert gradient.view(-1)[at].item() == pytest.approx(found, rel=1e-6, abs=1e-8)
 
 
-def test_the_second_order_term_is_the_slope_of_the_loss_towards_the_mean() -> None:
+def test_the_taylor_term_is_the_slope_of_the_loss_towards_the_mean() -> None:
     """CE(u + t x̄) differentiated by t: what mixing the mean into all images of a batch does, BatchNorm included."""
     model, batch, part = smooth_net(), random_batch(5), 0.3
     mean, cross_entropy = batch.given["means"][2], nn.CrossEntropyLoss()

@@ -14,13 +14,14 @@ from fedeas_flwr.partition import LEAKAGE
 from fedeas_flwr.report.document import make_document
 from fedeas_flwr.report.groups import group_runs
 from fedeas_flwr.report.page import as_html, as_markdown
-from fedeas_flwr.reproduce import beside, beyond, paper, tables
+from fedeas_flwr.reproduce import beside, beyond, drops, paper, tables
 from fedeas_flwr.reproduce.cells import MAIN, PAPERS
+from fedeas_flwr.reproduce.claims import verdict
 from fedeas_flwr.reproduce.items import ITEMS, choose
 from fedeas_flwr.reproduce.measured import Results
 from fedeas_flwr.reproduce.page import Page
 from fedeas_flwr.reproduce.sections import Section, make_sections
-from fedeas_flwr.reproduce.summary import fill_command, filled_document, make_page
+from fedeas_flwr.reproduce.summary import fill_command, make_page
 from fedeas_flwr.runs import RunDirectory
 
 ROOT = Path(__file__).parents[1]
@@ -255,7 +256,7 @@ def test_every_table_and_figure_is_on_the_page(page: tuple[Page, Path, Results])
 
 def test_missing_runs_are_named_with_the_command_that_does_them(page: tuple[Page, Path, Results]) -> None:
     text = as_markdown(page[0].document())
-    assert text.count(f"Missing, 1 run: {PAPERS}/uniform-b20 seed 1.") == 2  # Fig. 5 and the β table
+    assert text.count(f"Missing, 1 run: {PAPERS}/uniform-b20 seed 1.") == 4  # Fig. 5, the β table, both counts of drops
     assert "To do them: `fedeas reproduce beta --scale smoke --run --out 'o{u}t'`" in text
     assert "| Uniform β = 6.667 | missing<br>paper 66.46 |" in text
 
@@ -290,9 +291,29 @@ def test_the_committed_figures_are_of_all_committed_runs() -> None:
     assert drawn["runs"] == today
 
 
-@pytest.mark.parametrize("name", ["README.md", "docs/reproduction.md"])
-def test_the_tables_of_the_docs_are_those_of_the_committed_runs(name: str) -> None:
-    path = ROOT / name
-    text = path.read_text()
-    assert "<!-- reproduce table1" in text
-    assert filled_document(path, text, "full", [ROOT / "results"], {}) == (text, [])
+@pytest.mark.parametrize(
+    ("published", "ours", "says"),
+    [
+        (5.0, 4.0, "agrees"),
+        (5.0, 2.5, "same sign, smaller"),
+        (5.0, 7.5, "same sign, larger"),
+        (5.0, -4.0, "opposite"),
+        (5.0, 1.9, "not decided"),
+        (5.0, None, "to be run"),
+        (None, 4.0, "–"),
+    ],
+)
+def test_verdict_on_a_claim(published: float | None, ours: float | None, says: str) -> None:
+    assert verdict(published, ours, error=1.0) == says
+
+
+def test_drops_are_counted_by_last_batch(tmp_path: Path) -> None:
+    """Client 14 has a last batch of two images, and every client takes part in every round."""
+    accuracies = [0.5] * 200
+    accuracies[49] = 0.3
+    record(tmp_path / "run", f"{PAPERS}/fedeas-b8", accuracies=accuracies)
+    record(tmp_path / "other", f"{PAPERS}/fedeas-b4", accuracies=accuracies)
+    rows = drops.last_batch_table(found_in(tmp_path), [PAPERS]).rows
+    assert rows[0] == ["no such client", "1 of 190 (0.5 %)"] and rows[4] == ["over 12 %", "1 of 190 (0.5 %)"]
+    rows = drops.imbalance_table(found_in(tmp_path), [PAPERS]).rows
+    assert rows[-1] == ["0.90 to 1.00", "–", "–", "1 of 190 (0.5 %)"]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import re
 from functools import partial
 from pathlib import Path
 
@@ -48,9 +50,53 @@ def test_records_that_cannot_be_read_are_named_once_and_the_others_are_written(p
     assert (place / "doc.md").read_text().count(f"| {PAPERS}/fedavg | 50.00 | 1 | 55.52 |") == 2
 
 
+def test_numbers_of_sentences_are_computed_in_place(place: Path) -> None:
+    for seed, accuracy in ((1, 0.6), (2, 0.7)):
+        record(place / "records" / f"fedeas-s{seed}", f"{PAPERS}/fedeas", seed, [accuracy] * 10, "smoke", images=1234)
+    (place / "doc.md").write_text(
+        f"{number('last-20', 'fedeas')} {number('sd', 'fedeas')}\n{number('last-20', 'fedeas - fedavg')}, "
+        f"{number('images', 'fedeas')} of {number('seeds', 'fedeas')} seeds, {number('paper', 'fedavg - ours')}, "
+        "1.5 and 9<!--= rounds-2-3 fedavg -->"
+    )
+    done = into(cwd=place)
+    assert done.returncode == 0, done.stderr
+    numbers = re.sub(r"<!--.*?-->", "", (place / "doc.md").read_text())
+    assert numbers == "65.0 7.1\n15.0, 1,234 of 2 seeds, 5.5, 1.5 and 50.0"
+    assert "1,234<!--= images " in (place / "doc.md").read_text()
+
+
+def number(statistic: str, words: str) -> str:
+    return f"0.0<!--= {statistic} {PAPERS}/{words} -->"
+
+
+def test_a_sweep_is_compared_on_the_same_partitions(place: Path) -> None:
+    grid = {"partition-seed": [1, 2], "policy": ["none", "fedeas"]}
+    accuracies = {(1, "none"): 0.5, (2, "none"): 0.7, (1, "fedeas"): 0.6, (2, "fedeas"): 0.9}
+    runs = [
+        {"partition-seed": seed, "policy": policy, "last_20": accuracy, "images": 10 * (policy == "fedeas")}
+        for (seed, policy), accuracy in accuracies.items()
+    ]
+    (place / "records" / "two").mkdir()
+    (place / "records" / "two" / "sweep.json").write_text(json.dumps({"config": {}, "grid": grid, "runs": runs}))
+    (place / "doc.md").write_text("<!-- reproduce sweep two policy=none -->\n<!-- end -->\n")
+    done = into(cwd=place)
+    assert done.returncode == 0, done.stderr
+    rows = (place / "doc.md").read_text().splitlines()[4:6]
+    assert rows == [
+        "| none | 2 | 0 | 60.0 ± 14.1 | – | – |",
+        "| fedeas | 2 | 10 | 75.0 ± 21.2 | +15.0 ± 5.0 | 2 of 2 |",
+    ]
+
+
 @pytest.mark.parametrize(
     ("text", "says"),
     [
+        (number("last-20", "fedavg - fedavg-x"), f"doc.md, line 1: cell '{PAPERS}/fedavg-x': there is none"),
+        (number("last-20", "fedavg - paper"), f"doc.md, line 1: 'last-20 {PAPERS}/fedavg - paper' is -5.52: must be"),
+        (number("last-20", "uniform"), f"doc.md, line 1: '{PAPERS}/uniform' has no finished run in records"),
+        (number("sd", "fedavg"), "doc.md, line 1: 'sd' of 1 runs"),
+        ("1<!--= last-20 nowhere/here -->", "doc.md, line 1: 'nowhere/here': neither a cell nor a folder in records"),
+        ("<!-- reproduce sweep nowhere a=b -->\n<!-- end -->", "doc.md, line 1: 'sweep nowhere a=b': must be sweep FO"),
         (
             f"a\n<!-- reproduce beta -->\nprose\n{DOCUMENT}",
             "doc.md, line 2: '<!-- reproduce beta -->' has no '<!-- end",

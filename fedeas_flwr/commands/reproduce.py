@@ -41,9 +41,7 @@ def reproduce(
     context: typer.Context,
     what: Annotated[
         list[str] | None,
-        typer.Argument(
-            help="all, table1, table2 (the peaks), beta, ablation, gamma, fig1 … fig5, …, or cells: 'c10-k100-a0.1/*'"
-        ),
+        typer.Argument(help="all, table1, peak, beta, ablation, gamma, fig1 … fig5, …, or cells: 'c10-k100-a0.1/*'"),
     ] = None,
     columns: Annotated[list[str] | None, typer.Option(help="of tables and cells, such as c10-k100-a0.1")] = None,
     scale: Annotated[str, typer.Option(help="smoke: minutes, on digits; full: the paper's experiments")] = "smoke",

@@ -135,7 +135,7 @@ def check_last_batches(config: RunConfig) -> Iterable[Finding]:
         f"client {least} with {short[least]} of its {samples[least]:,}: with BatchNorm such a step can be many times "
         "the usual size"
     )
-    return [note("last batches", text, f"min-batch={FEW} leaves these out; see docs/reproduction.md, Rounds that fall")]
+    return [note("last batches", text, f"min-batch={FEW} leaves these out; see results/notes/accuracy-drops.md")]
 
 
 def check_generator(config: RunConfig) -> Iterable[Finding]:

@@ -28,7 +28,7 @@ def open_generator(
     precision: str | None = None,
     device: str = "cpu",
 ) -> Generator:
-    """Open a diffusion model for a dataset.
+    """Open a diffusion model or an image bank for a dataset.
 
     Parameters
     ----------

@@ -61,9 +61,8 @@ def text_table(results: Results) -> Table:
             value = value_of(results, f"{place}/{method}", until, lambda run: run.first_round_at(threshold), rounds, 0)
             add(f"{METHODS[method].label}: {until}", place, value)
     add("Uniform: images that make their client's labels less even", PAPERS, _negative_gain(results))
-    together, published_peak = "c10-k20-a0.3", paper.FEDEAS_AND_SCAFFOLD_PEAK
-    peak = value_of(results, f"{together}/fedeas+scaffold", "peak %", lambda run: 100 * run.peak, published_peak)
-    add("FedEAS + SCAFFOLD: peak %", together, peak)
+    peak = peak_of(results, paper.FEDEAS_AND_SCAFFOLD)
+    add("FedEAS + SCAFFOLD: peak %", paper.FEDEAS_AND_SCAFFOLD.partition("/")[0], peak)
     for kind, lead in paper.PEAK_LEAD.items():
         ending = "" if kind == "ddpm" else "-sd-turbo"
         ours = _lead(results, f"{PAPERS}/fedeas{ending}", f"{PAPERS}/uniform{ending}", lead)

@@ -11,6 +11,7 @@ from pathlib import Path
 from fedeas_flwr.errors import ConfigError
 from fedeas_flwr.paths import atomic_write
 from fedeas_flwr.report import page as pages
+from fedeas_flwr.reproduce.inline_numbers import NUMBER
 from fedeas_flwr.reproduce.sections import Section
 from fedeas_flwr.sizes import counted
 
@@ -87,7 +88,8 @@ def find_blocks(path: Path, text: str) -> list[Block]:
     Raises
     ------
     ConfigError
-        One line if there is none, or for one without an end of its own: what it would run into is not ours.
+        One line if there is neither a place nor a number to write, or for a place without an end of its own: what it
+        would run into is not ours.
     """
     found = []
     marks = list(_MARK.finditer(text))
@@ -99,7 +101,7 @@ def find_blocks(path: Path, text: str) -> list[Block]:
         if following is None or following["words"] is not None:
             raise ConfigError(f"{where}: '{mark[0].strip()}' has no '<!-- end -->' of its own")
         found.append(Block(where, mark["words"].split(), mark["newline"], mark.end(), following.start()))
-    if not found:
+    if not found and not NUMBER.search(text):
         raise ConfigError(f"{path} has no lines '<!-- reproduce table1 COLUMN -->' and '<!-- end -->' to write between")
     return found
 

@@ -85,6 +85,7 @@ ROUNDS_TO_70: dict[str, dict[str, int]] = {
 }
 
 # Supplement, D, on CIFAR-10 with α = 0.3. It stands beside two peaks of the K = 20 column, so it is a peak too.
+FEDEAS_AND_SCAFFOLD = "c10-k20-a0.3/fedeas+scaffold"
 FEDEAS_AND_SCAFFOLD_PEAK = 78.18
 
 # Section 4.2, on c10-k20-a0.1: FedEAS's lead over Uniform in peak accuracy, in points, by generator

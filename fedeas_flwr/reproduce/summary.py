@@ -14,11 +14,13 @@ from fedeas_flwr.errors import ConfigError
 from fedeas_flwr.partition import LEAKAGE
 from fedeas_flwr.report.page import table_markdown
 from fedeas_flwr.reproduce.cells import cell
+from fedeas_flwr.reproduce.inline_numbers import InlineNumbers
 from fedeas_flwr.reproduce.items import ITEMS, choose
 from fedeas_flwr.reproduce.measured import Budget, Results
 from fedeas_flwr.reproduce.page import Block, Page, find_blocks, with_blocks
 from fedeas_flwr.reproduce.sections import Section
-from fedeas_flwr.reproduce.tables import cell_table
+from fedeas_flwr.reproduce.sweep_tables import sweep_table
+from fedeas_flwr.reproduce.tables import Table, cell_table
 from fedeas_flwr.sizes import counted, show_seconds
 from fedeas_flwr.terminal import as_csv, print_table
 
@@ -160,7 +162,9 @@ def _plain(text: str) -> str:
 def filled_document(
     path: Path, text: str, scale: str, places: Sequence[Path], more: Mapping[str, Any]
 ) -> tuple[str, list[str]]:
-    """Make a document's ``<!-- reproduce WORDS -->`` blocks anew; WORDS are tables, columns and cells.
+    """Write a document's ``<!-- reproduce WORDS -->`` blocks and the numbers of its sentences again.
+
+    WORDS are tables, columns and cells, or ``sweep FOLDER KEY=VALUE`` for a recorded sweep.
 
     Returns
     -------
@@ -168,12 +172,16 @@ def filled_document(
         The document, and a line for every record that could not be read for any of its blocks.
     """
     found = find_blocks(path, text)
-    contents, unreadable = zip(*(_content(block, scale, places, more) for block in found), strict=True)
-    return with_blocks(text, found, contents), list(dict.fromkeys(itertools.chain(*unreadable)))
+    contents = [_content(block, scale, places, more) for block in found]
+    filled = with_blocks(text, found, [content for content, _ in contents])
+    unreadable = dict.fromkeys(line for _, lines in contents for line in lines)
+    return InlineNumbers(scale, places, more).fill(path, filled), list(unreadable)
 
 
 def _content(block: Block, scale: str, places: Sequence[Path], more: Mapping[str, Any]) -> tuple[str, list[str]]:
     try:
+        if block.words[:1] == ["sweep"]:
+            return table_markdown(_sweep(block.words[1:], places).shown()) + "\n", []
         choice = choose(block.words, [], scale, more=more)
     except ConfigError as error:
         raise ConfigError(f"{block.where}: {error}") from None
@@ -184,3 +192,10 @@ def _content(block: Block, scale: str, places: Sequence[Path], more: Mapping[str
     made = [make(results, choice.columns) for name in choice.items if (make := ITEMS[name].table)]
     made += [cell_table(results, choice.cells)] if choice.cells else []
     return "\n".join(table_markdown(table.shown()) + "\n" for table in made), results.unreadable
+
+
+def _sweep(words: Sequence[str], places: Sequence[Path]) -> Table:
+    match words:
+        case [name, base] if "=" in base and (found := [place / name for place in places if (place / name).is_dir()]):
+            return sweep_table(found[0], base)
+    raise ConfigError(f"'sweep {' '.join(words)}': must be sweep FOLDER KEY=VALUE, the folder in one of --runs")

@@ -95,7 +95,7 @@ ALGORITHMS: dict[str, Algorithm] = {
     ),
     "fedmix": Algorithm(
         build_fedmix,
-        "FedAvg whose clients mix their images with other clients' means, to second order",
+        "FedAvg whose clients mix their images with other clients' means, to first order",
         MEAN_IMAGES.what,
         0.03,
         FedMixClient,
