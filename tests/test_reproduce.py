@@ -13,13 +13,12 @@ from records import found_in, record, smoke_cells
 from fedeas_flwr.partition import LEAKAGE
 from fedeas_flwr.report.document import make_document
 from fedeas_flwr.report.groups import group_runs
-from fedeas_flwr.report.page import as_html, as_markdown
+from fedeas_flwr.report.page import Document, as_html, as_markdown
 from fedeas_flwr.reproduce import beside, beyond, drops, paper, tables
 from fedeas_flwr.reproduce.cells import MAIN, PAPERS
 from fedeas_flwr.reproduce.claims import verdict
 from fedeas_flwr.reproduce.items import ITEMS, choose
 from fedeas_flwr.reproduce.measured import Results
-from fedeas_flwr.reproduce.page import Page
 from fedeas_flwr.reproduce.sections import Section, make_sections
 from fedeas_flwr.reproduce.summary import fill_command, make_page
 from fedeas_flwr.runs import RunDirectory
@@ -190,7 +189,7 @@ def test_best_and_second_best_are_marked_once_a_column_is_complete(tmp_path: Pat
 
 def test_both_pages_of_the_papers_protocol_say_that_its_test_set_leaks(tmp_path: Path) -> None:
     run = RunDirectory(record(tmp_path / "a", f"{MAIN}/fedavg"))
-    assert LEAKAGE in make_page(found_in(tmp_path), []).notes
+    assert LEAKAGE in make_page(found_in(tmp_path), []).text
     assert LEAKAGE in make_document(group_runs([run])[0]).text
     clean = RunDirectory(record(tmp_path / "b", f"{MAIN}/fedavg-clean"))
     assert LEAKAGE not in make_document(group_runs([clean])[0]).text
@@ -208,8 +207,8 @@ def test_a_wrong_number_of_images_is_told(tmp_path: Path) -> None:
     assert beside.show_budget(wrong) == "33,649 ✗ (paper: 33,650)"
     table = tables.large_table(results, paper.COLUMNS, beside.last_20_of)
     page = make_page(results, [Section("table1", "", "", table, None, ())])
-    assert "Matched budgets: 1 of 2 cells generated exactly what they should." in page.notes
-    assert f"{MAIN}/uniform generated 33649 images, not the paper's 33,650." in page.notes
+    assert "Matched budgets: 1 of 2 cells generated exactly what they should." in page.text
+    assert f"{MAIN}/uniform generated 33649 images, not the paper's 33,650." in page.text
 
 
 def test_at_smoke_the_plan_says_how_many_images_and_policies_share_it(tmp_path: Path) -> None:
@@ -227,8 +226,11 @@ def test_at_smoke_the_plan_says_how_many_images_and_policies_share_it(tmp_path: 
 # ------------------------------------------------------------------------------------------------- the whole page
 
 
+Made = tuple[Document, list[Section], Path, Results]
+
+
 @pytest.fixture(scope="module")
-def page(tmp_path_factory: pytest.TempPathFactory, session_cache: Path) -> tuple[Page, Path, Results]:
+def page(tmp_path_factory: pytest.TempPathFactory, session_cache: Path) -> Made:
     """Everything at smoke scale but the samples, from records made by hand; one cell is missing."""
     folder = tmp_path_factory.mktemp("page")
     for number, one in enumerate(smoke_cells()):
@@ -240,40 +242,42 @@ def page(tmp_path_factory: pytest.TempPathFactory, session_cache: Path) -> tuple
     results = choice.find([folder / "runs"])
     fill = partial(fill_command, "smoke", {"--out": ["o{u}t"], "--set": []})
     sections = make_sections(choice, results, folder, fill)
-    return make_page(results, sections), folder, results
+    return make_page(results, sections), sections, folder, results
 
 
-def test_every_table_and_figure_is_on_the_page(page: tuple[Page, Path, Results]) -> None:
-    made, folder, results = page
-    assert [section.name for section in made.sections] == [name for name in ITEMS if name != "samples"]
+def test_every_table_and_figure_is_on_the_page(page: Made) -> None:
+    _, made, folder, results = page
+    assert [section.name for section in made] == [name for name in ITEMS if name != "samples"]
     pictures = {path.stem for path in folder.glob("*.png")}
     assert pictures == {"fig1", "fig2", "fig3", "fig4", "fig5", "closed-form"}
     assert all((folder / f"{name}.png").read_bytes().startswith(b"\x89PNG") for name in pictures)
     assert sum(bool(runs) for runs in results.cells.values()) == len(results.cells) - 1
-    tables_made = [section.table for section in made.sections if section.table]
+    tables_made = [section.table for section in made if section.table]
     assert all(len(row) == len(table.head) for table in tables_made for row in table.rows)
 
 
-def test_missing_runs_are_named_with_the_command_that_does_them(page: tuple[Page, Path, Results]) -> None:
-    text = as_markdown(page[0].document())
+def test_missing_runs_are_named_with_the_command_that_does_them(
+    page: Made,
+) -> None:
+    text = as_markdown(page[0])
     assert text.count(f"Missing, 1 run: {PAPERS}/uniform-b20 seed 1.") == 4  # Fig. 5, the β table, both counts of drops
     assert "To do them: `fedeas reproduce beta --scale smoke --run --out 'o{u}t'`" in text
     assert "| Uniform β = 6.667 | missing<br>paper 66.46 |" in text
 
 
-def test_the_html_page_needs_no_other_file(page: tuple[Page, Path, Results]) -> None:
-    document = as_html(page[0].document())
+def test_the_html_page_needs_no_other_file(page: Made) -> None:
+    document = as_html(page[0])
     assert document.count('src="data:image/svg+xml;base64,') == 6
     assert not re.findall(r'(?:src|href)="(?!data:|#)', document) and "http" not in document
-    assert document.count("<table>") == sum(1 for section in page[0].sections if section.table)
+    assert document.count("<table>") == sum(1 for section in page[1] if section.table)
     assert "<b>" in document and "**" not in document
     links = re.findall(r'href="#([^"]*)"', document)
     assert "table-1-accuracy-last-20-round-mean" in links and all(f'id="{link}"' in document for link in links)
 
 
 def test_text_from_outside_stays_text() -> None:
-    hostile = Page("a <b> title", ["Unreadable: /runs/<script>alert(1)</script>"], [])
-    document = as_html(hostile.document())
+    hostile = Document("a <b> title", ["Unreadable: /runs/<script>alert(1)</script>"], [])
+    document = as_html(hostile)
     assert "<script>" not in document and "a &lt;b&gt; title" in document
 
 

@@ -246,13 +246,14 @@ def test_items_columns_and_cells_are_asked_for_by_name() -> None:
     assert not [one for one in replace(everything, scale="smoke").needed() if "sd-turbo" in one.name]
     assert not [one for one in choose(["*/fedeas*"], [], "smoke").cells if "sd-turbo" in one.name]
     assert "beta" not in choose(["all"], [MAIN], "full").items and "rule" in choose(["all"], [MAIN], "full").items
-    assert set(ITEMS) - set(choose(["all"], [], "smoke").items) == {"clean", "shared", "drawn", "batches", "rule"}
+    by_name = {"claims", "clean", "shared", "drawn", "batches", "last-batches", "imbalanced-rounds", "rule"}
+    assert set(ITEMS) - set(choose(["all"], [], "smoke").items) == by_name
 
 
 def test_a_name_that_there_is_not_is_one_line() -> None:
     with pytest.raises(ConfigError, match=r"column 'c10-k30-a0\.1': must be one of c10-k20-a0\.05"):
         column("c10-k30-a0.1")
-    with pytest.raises(ConfigError, match="'table9': must be all, fig1"):
+    with pytest.raises(ConfigError, match="'table9': must be all, claims, fig1"):
         choose(["table9"], [], "full")
     with pytest.raises(ConfigError, match=r"cell 'c10-k20-a0\.1/nothing': there is none"):
         matching("c10-k20-a0.1/nothing")

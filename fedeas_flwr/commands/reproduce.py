@@ -207,7 +207,7 @@ def show(
     if output == "json":
         print(json.dumps({**record, "folder": str(folder)}, ensure_ascii=False))
     else:
-        print_tables(page, console)
+        print_tables(sections, page.text, console)
     if missing := choice.missing(results):
         number = counted(sum(map(len, missing.values())), "run")
         command, beside = fill(words, missing)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from fedeas_flwr.allocation import negative_gain_samples, removed
+from fedeas_flwr.config import RunConfig
 from fedeas_flwr.metrics import falls
 from fedeas_flwr.reproduce import paper
 from fedeas_flwr.reproduce.beside import (
@@ -43,7 +44,7 @@ from fedeas_flwr.sizes import show_seconds
 
 def text_table(results: Results) -> Table:
     """What the paper's text says besides: rounds to 70 %, where Uniform does harm, another generator, hours …"""
-    table = Table(["Quantity", "Where", "Ours", "Seeds", "Paper", "Difference"], [])
+    table = Table(["Quantity", "Where", "Ours", "Seeds", "Paper", "Difference"])
 
     def add(label: str, place: str, value: Value, show: Callable[[float], str] | None = None) -> None:
         write = show or (lambda number: f"{number:.{value.digits}f}")
@@ -51,8 +52,7 @@ def text_table(results: Results) -> Table:
         published = NONE if value.paper is None else write(value.paper)
         difference = NONE if show else show_difference(value)
         where = column(place).title(results.scale)
-        table.rows.append([label, where, ours, show_seeds(value), published, difference])
-        table.values.append(value)
+        table.add([label, where, ours, show_seeds(value), published, difference], value)
 
     threshold = 0.7 if results.scale == "full" else cell(f"{PAPERS}/fedeas").config("smoke", 1).threshold
     until = f"rounds to {100 * threshold:.0f} %"
@@ -101,27 +101,16 @@ def _lead(results: Results, first: str, second: str, published: float) -> Value:
 
 def clean_table(results: Results) -> Table:
     """What the test set's leakage is worth, and what is to be had without a generator; not in the paper."""
-    table = Table(
-        [
-            "Method",
-            "Protocol paper, last-20 %",
-            "Seeds",
-            "Protocol clean, last-20 %",
-            "Seeds",
-            "clean − paper",
-            "Images",
-        ],
-        [],
-    )
+    protocols = [word for name in ("paper", "clean") for word in (f"Protocol {name}, last-20 %", "Seeds")]
+    table = Table(["Method", *protocols, "clean − paper", "Images"])
     for method in CLEAN:
-        leaky, clean = (last_20_of(results, f"{MAIN}/{name}") for name in (method, f"{method}-clean"))
+        names = [f"{MAIN}/{method}", f"{MAIN}/{method}-clean"]
+        leaky, clean = (last_20_of(results, name) for name in names)
         change = NONE if leaky.mean is None or clean.mean is None else signed(clean.mean - leaky.mean, 2)
-        budgets = [budget_of(results, f"{MAIN}/{name}") for name in (method, f"{method}-clean")]
+        budgets = [budget_of(results, name) for name in names]
         images = "; ".join(map(show_budget, budgets)) if any(budgets) else NONE
         shown = [show_ours(leaky), show_seeds(leaky), show_ours(clean), show_seeds(clean)]
-        table.rows.append([METHODS[method].label, *shown, change, images])
-        table.values += [leaky, clean]
-        table.budgets += [budget for budget in budgets if budget]
+        table.add([METHODS[method].label, *shown, change, images], leaky, clean, *budgets)
     return table
 
 
@@ -131,53 +120,59 @@ WHOSE = {
     "one-seed": "one seed for all clients",
 }
 
+Describe = Callable[[RunConfig, str], str]
+"""Writes a cell of a table from a variant's run-config and the end of its name."""
 
-def shared_table(results: Results, columns: Sequence[str] = COLUMNS) -> Table:
-    """Whether clients have images of their own or the same ones; the paper does not say which it had."""
-    ours = ["Ours, last-20 %", "Seeds", "Difference", "Different images"]
-    table = Table(["Where", "Method", "Paper, last-20 %", "Images", *ours], [])
-    for place, method, end in variants(SHARED, columns):
+
+def variant_table(
+    results: Results, rows: Iterable[tuple[str, str, str]], images: Describe, more: Mapping[str, Describe]
+) -> Table:
+    """List methods and their variants, each against the paper's number of the method itself.
+
+    Parameters
+    ----------
+    results
+        The runs that there are.
+    rows
+        Column, method and end of the variant's name.
+    images
+        Says which images a variant has.
+    more
+        Further columns, by their heads.
+    """
+    ours = ["Ours, last-20 %", "Seeds", "Difference"]
+    table = Table(["Where", "Method", "Paper, last-20 %", "Images", *ours, *more])
+    for place, method, end in rows:
         one = cell(f"{place}/{method}{end}")
         config, published = one.config(results.scale, 1), last_20_of(results, f"{place}/{method}").paper
         last = value_of(results, one.name, "last-20 %", lambda run: 100 * run.last_20, published)
-        table.rows.append(
-            [
-                one.column.title(results.scale),
-                METHODS[method].label,
-                "" if end else show_paper(last),
-                WHOSE[config.shared_images],
-                show_ours(last),
-                show_seeds(last),
-                show_difference(last),
-                f"{different_images(config, planned_counts(config, config.clients)):,}",
-            ]
-        )
-        table.values.append(last)
-        budget = budget_of(results, one.name)
-        table.budgets += [budget] if budget else []
+        shown = ["" if end else show_paper(last), images(config, end)]
+        shown += [show_ours(last), show_seeds(last), show_difference(last)]
+        shown += [describe(config, end) for describe in more.values()]
+        table.add([one.column.title(results.scale), METHODS[method].label, *shown], last, budget_of(results, one.name))
     return table
+
+
+def shared_table(results: Results, columns: Sequence[str] = COLUMNS) -> Table:
+    """Whether clients have images of their own or the same ones; the paper does not say which it had."""
+    return variant_table(
+        results,
+        variants(SHARED, columns),
+        lambda config, _: WHOSE[config.shared_images],
+        {"Different images": lambda config, _: f"{different_images(config, planned_counts(config, config.clients)):,}"},
+    )
 
 
 def drawn_table(results: Results, columns: Sequence[str] = COLUMNS) -> Table:
     """Images of one generator drawn otherwise, at one budget; the paper does not say all of how its own were."""
-    table = Table(["Where", "Method", "Paper, last-20 %", "Images", "Ours, last-20 %", "Seeds", "Difference"], [])
-    for place, method, end in variants(DRAWN, columns):
-        one = cell(f"{place}/{method}{end}")
-        published = last_20_of(results, f"{place}/{method}").paper
-        last = value_of(results, one.name, "last-20 %", lambda run: 100 * run.last_20, published)
-        shown = ["" if end else show_paper(last), DRAWINGS[end][0] if end else "20 steps even in time, no guidance"]
-        shown += [show_ours(last), show_seeds(last), show_difference(last)]
-        table.rows.append([one.column.title(results.scale), METHODS[method].label, *shown])
-        table.values.append(last)
-        budget = budget_of(results, one.name)
-        table.budgets += [budget] if budget else []
-    return table
+    usual = "20 steps even in time, no guidance"
+    return variant_table(results, variants(DRAWN, columns), lambda _, end: DRAWINGS[end][0] if end else usual, more={})
 
 
 def batches_table(results: Results, columns: Sequence[str] = COLUMNS) -> Table:
     """What last batches of a few images do: BatchNorm makes steps many times the usual size of them."""
     ours = ["Ours, last-20 %", "Seeds", "Peak %", "Falls, by seed", "Deepest, points"]
-    table = Table(["K", "α", "Method", "Last batches", *ours], [])
+    table = Table(["K", "α", "Method", "Last batches", *ours])
     for place, method, end in variants(BATCHED, columns):
         one = cell(f"{place}/{method}{end}")
         last, peak = last_20_of(results, one.name), peak_of(results, one.name)
@@ -185,18 +180,16 @@ def batches_table(results: Results, columns: Sequence[str] = COLUMNS) -> Table:
         counts = ", ".join(str(len(found)) for found in depths) or NONE
         deepest = max((depth for found in depths for depth in found.values()), default=None)
         config = one.config(results.scale, 1)
-        batches = f"from {config.min_batch} images"
         label = METHODS[method].label + (f", β = {config.beta:g}" if "beta" in dict(one.method.keys) else "")
         depth = NONE if deepest is None else f"{100 * deepest:.1f}"
-        shown = [show_ours(last), show_seeds(last), show_ours(peak), counts, depth]
-        table.rows.append([str(config.clients), f"{config.alpha:g}", label, batches, *shown])
-        table.values += [last, peak]
+        which = [str(config.clients), f"{config.alpha:g}", label, f"from {config.min_batch} images"]
+        table.add([*which, show_ours(last), show_seeds(last), show_ours(peak), counts, depth], last, peak)
     return table
 
 
 def rule_table(results: Results) -> Table:
     """Other exponents and the exact minimiser of the paper's score, at FedEAS's total; not in the paper."""
-    table = Table(["Rule", "β", "Images", "Imbalance removed", "Ours, last-20 %", "Seeds"], [])
+    table = Table(["Rule", "β", "Images", "Imbalance removed", "Ours, last-20 %", "Seeds"])
     for method in RULES:
         one = cell(f"{MAIN}/{method}")
         config = one.config(results.scale, 1)
@@ -206,9 +199,6 @@ def rule_table(results: Results) -> Table:
         label = "FedEAS, γ = 0.5 (the paper's)" if method == "fedeas" else one.method.label
         beta = f"{config.beta:g}" if config.policy == "fedeas" else NONE
         images = show_budget(budget) if budget else f"{plan.sum():,} planned"
-        table.rows.append(
-            [label, beta, images, f"{100 * removed(counts, plan):.1f} %", show_ours(last), show_seeds(last)]
-        )
-        table.values.append(last)
-        table.budgets += [budget] if budget else []
+        share = f"{100 * removed(counts, plan):.1f} %"
+        table.add([label, beta, images, share, show_ours(last), show_seeds(last)], last, budget)
     return table

@@ -54,7 +54,7 @@ def claim_cells(columns: Sequence[str]) -> list[str]:
 
 def claims_table(results: Results, columns: Sequence[str] = COLUMNS) -> Table:
     """List each claim with the paper's difference in points, ours, and whether ours agrees."""
-    table = Table(["Claim", "Where", "Paper", "Ours", "Seeds", "Verdict"], [])
+    table = Table(["Claim", "Where", "Paper", "Ours", "Seeds", "Verdict"])
     for claim in (claim for claim in CLAIMS if claim.place in columns):
         above, below = (last_20_of(results, f"{claim.place}/{method}") for method in (claim.above, claim.below))
         published = None if above.paper is None or below.paper is None else above.paper - below.paper
@@ -62,7 +62,7 @@ def claims_table(results: Results, columns: Sequence[str] = COLUMNS) -> Table:
         seeds = NONE if ours is None else f"{show_seeds(above)} vs {show_seeds(below)}"
         shown = [NONE if number is None else signed(number, 1) for number in (published, ours)]
         comparable = published if results.scale == "full" else None
-        table.rows.append(
+        table.add(
             [
                 claim.text,
                 column(claim.place).title(results.scale),

@@ -78,9 +78,9 @@ def last_batch_table(results: Results, columns: Sequence[str]) -> Table:
     places = np.searchsorted(SHARES, [one.share_of_two for one in rounds])
     bounds = [f"{100 * share:.0f} %" for share in SHARES[1:]]
     names = ["no such client", *(f"up to {bound}" for bound in bounds), f"over {bounds[-1]}"]
-    table = Table(["Weight of these clients in the round", f"Drops, of the rounds of {len(runs)} runs"], [])
+    table = Table(["Weight of these clients in the round", f"Drops, of the rounds of {len(runs)} runs"])
     for place, name in enumerate(names):
-        table.rows.append([name, _counted([one for one, at in zip(rounds, places, strict=True) if at == place])])
+        table.add([name, _counted([one for one, at in zip(rounds, places, strict=True) if at == place])])
     return table
 
 
@@ -94,12 +94,12 @@ def imbalance_table(results: Results, columns: Sequence[str]) -> Table:
         f"Nothing generated, one client of {100 * HEAVY:.0f} % or more",
         "Images generated",
     ]
-    table = Table(head, [])
+    table = Table(head)
     for low, high in itertools.pairwise((0.0, *ENTROPIES, 1.01)):
         there = [(images, one) for images, one in rounds if low <= one.entropy < high]
         light, heavy = ([one for g, one in there if not g and (one.heaviest >= HEAVY) == big] for big in (False, True))
         name = f"{low:.2f} to {min(high, 1):.2f}"
-        table.rows.append([name, *map(_counted, (light, heavy, [one for images, one in there if images]))])
+        table.add([name, *map(_counted, (light, heavy, [one for images, one in there if images]))])
     return table
 
 

@@ -19,36 +19,23 @@ MOST_NAMED = 12
 """Missing runs that a section names; of more it gives the number."""
 
 
-@dataclass(frozen=True)
-class Page:
-    """What is shown."""
-
-    title: str
-    notes: list[str]
-    sections: list[Section]
-
-    def document(self) -> pages.Document:
-        """The page as it is written."""
-        return pages.Document(self.title, self.notes, [_section(section) for section in self.sections])
-
-
-def write_page(page: Page, folder: Path) -> tuple[Path, Path]:
+def write_page(document: pages.Document, folder: Path) -> tuple[Path, Path]:
     """Write index.md and index.html."""
-    markdown, whole, document = folder / "index.md", folder / "index.html", page.document()
+    markdown, whole = folder / "index.md", folder / "index.html"
     atomic_write(markdown, pages.as_markdown(document).encode())
     atomic_write(whole, pages.as_html(document).encode())
     return markdown, whole
 
 
-def _section(section: Section) -> pages.Section:
-    """A table has its caption above it, a figure below."""
+def page_section(section: Section) -> pages.Section:
+    """Return a section as it is shown: a table has its caption above it, a figure below."""
     text = [line for line in (section.note, *missing_lines(section)) if line]
     if section.figure is not None:
         return pages.Section(
             section.title, text, pictures=[pages.Picture(section.name, section.figure, section.caption)]
         )
     captions = [section.caption] if section.caption else []
-    return pages.Section(section.title, [*captions, *text], [section.table.shown()] if section.table else [])
+    return pages.Section(section.title, [*captions, *text], [section.table] if section.table else [])
 
 
 def missing_lines(section: Section) -> list[str]:

@@ -12,12 +12,12 @@ from rich.console import Console
 
 from fedeas_flwr.errors import ConfigError
 from fedeas_flwr.partition import LEAKAGE
-from fedeas_flwr.report.page import table_markdown
+from fedeas_flwr.report.page import Document, table_markdown
 from fedeas_flwr.reproduce.cells import cell
 from fedeas_flwr.reproduce.inline_numbers import InlineNumbers
 from fedeas_flwr.reproduce.items import ITEMS, choose
 from fedeas_flwr.reproduce.measured import Budget, Results
-from fedeas_flwr.reproduce.page import Block, Page, find_blocks, with_blocks
+from fedeas_flwr.reproduce.page import Block, find_blocks, page_section, with_blocks
 from fedeas_flwr.reproduce.sections import Section
 from fedeas_flwr.reproduce.sweep_tables import sweep_table
 from fedeas_flwr.reproduce.tables import Table, cell_table
@@ -32,7 +32,7 @@ SMOKE_NOTE = (
 )
 
 
-def make_page(results: Results, sections: list[Section], given: Sequence[str] = ()) -> Page:
+def make_page(results: Results, sections: list[Section], given: Sequence[str] = ()) -> Document:
     """Put sections under a head that says what they are, and which keys were given for all runs."""
     runs = [run for found in results.cells.values() for run in found]
     devices = "" if not runs else f", {show_seconds(sum(run.seconds for run in runs))} of rounds in all"
@@ -51,7 +51,7 @@ def make_page(results: Results, sections: list[Section], given: Sequence[str] = 
         )
     notes += [f"Unreadable: {line}" for line in results.unreadable]
     title = "The paper's tables and figures" + (", in small" if results.scale == "smoke" else "")
-    return Page(title, notes, sections)
+    return Document(title, notes, [page_section(section) for section in sections])
 
 
 def fill_command(
@@ -138,18 +138,18 @@ def values_csv(sections: Sequence[Section]) -> str:
     return as_csv(list(rows.values()))
 
 
-def print_tables(page: Page, console: Console) -> None:
-    """Print every table, and where every picture is."""
+def print_tables(sections: Sequence[Section], notes: Sequence[str], console: Console) -> None:
+    """Print every table, where every picture is, and the notes."""
     if not console.is_terminal:
         console = Console(width=200, stderr=console.stderr, markup=False)  # for a file or a pipe: no table is squeezed
-    for section in page.sections:
+    for section in sections:
         console.print(f"\n{section.title}", style="bold", highlight=False)
         if section.table:
             head, *rows = ([_plain(cell) for cell in row] for row in (section.table.head, *section.table.rows))
             print_table(console, head, rows, fold=head, right=head[1:])
         if section.picture or section.note:
             console.print(str(section.picture or section.note), highlight=False, soft_wrap=True)
-    for note in page.notes:
+    for note in notes:
         console.print(_plain(note), highlight=False, markup=False)
 
 
@@ -181,7 +181,7 @@ def filled_document(
 def _content(block: Block, scale: str, places: Sequence[Path], more: Mapping[str, Any]) -> tuple[str, list[str]]:
     try:
         if block.words[:1] == ["sweep"]:
-            return table_markdown(_sweep(block.words[1:], places).shown()) + "\n", []
+            return table_markdown(_sweep(block.words[1:], places)) + "\n", []
         choice = choose(block.words, [], scale, more=more)
     except ConfigError as error:
         raise ConfigError(f"{block.where}: {error}") from None
@@ -191,7 +191,7 @@ def _content(block: Block, scale: str, places: Sequence[Path], more: Mapping[str
     results = choice.find(places)
     made = [make(results, choice.columns) for name in choice.items if (make := ITEMS[name].table)]
     made += [cell_table(results, choice.cells)] if choice.cells else []
-    return "\n".join(table_markdown(table.shown()) + "\n" for table in made), results.unreadable
+    return "\n".join(table_markdown(table) + "\n" for table in made), results.unreadable
 
 
 def _sweep(words: Sequence[str], places: Sequence[Path]) -> Table:

@@ -37,7 +37,7 @@ def sweep_table(folder: Path, base: str) -> Table:
             found.setdefault(setting, {})[run[PARTITION]] = run
     if not any((key, value) in setting for setting in found):
         raise ConfigError(f"{folder} has no run with {base}")
-    table = Table([*keys, "Partitions", "Images, mean", "Last-20 %", f"To {base}", "Partitions above it"], [])
+    table = Table([*keys, "Partitions", "Images, mean", "Last-20 %", f"To {base}", "Partitions above it"])
     for setting in sorted(found, key=lambda setting: [dict(setting).get(name, "") for name in keys if name != key]):
         runs = found[setting]
         ours = [100 * run["last_20"] for run in runs.values()]
@@ -47,7 +47,7 @@ def sweep_table(folder: Path, base: str) -> Table:
             compared = _compared([100 * (run["last_20"] - found[other][seed]["last_20"]) for seed, run in runs.items()])
         images = f"{statistics.mean(run['images'] for run in runs.values()):,.0f}"
         mean = f"{statistics.mean(ours):.1f} ± {statistics.stdev(ours):.1f}"
-        table.rows.append([*(dict(setting).get(name, "") for name in keys), str(len(runs)), images, mean, *compared])
+        table.add([*(dict(setting).get(name, "") for name in keys), str(len(runs)), images, mean, *compared])
     return table
 
 

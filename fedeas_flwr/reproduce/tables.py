@@ -28,18 +28,19 @@ LARGE = tuple(paper.LAST_20)
 """The rows of the two large tables."""
 
 
-@dataclass
-class Table:
-    """A table as it is shown, and every number in it."""
+@dataclass(frozen=True)
+class Table(pages.Table):
+    """A table of a report, and every number in it."""
 
-    head: list[str]
-    rows: list[list[str]]
+    rows: list[list[str]] = field(default_factory=list)
     values: list[Value] = field(default_factory=list)
     budgets: list[Budget] = field(default_factory=list)
 
-    def shown(self) -> pages.Table:
-        """The table without what is behind it."""
-        return pages.Table(self.head, self.rows)
+    def add(self, row: Sequence[str], *numbers: Value | Budget | None) -> None:
+        """Append a row, and the numbers that are in it."""
+        self.rows.append(list(row))
+        self.values.extend(number for number in numbers if isinstance(number, Value))
+        self.budgets.extend(number for number in numbers if isinstance(number, Budget))
 
 
 # ------------------------------------------------------------------------------------------- Table 1 and the peaks
@@ -54,28 +55,19 @@ def large_table(results: Results, columns: Sequence[str], of: Of) -> Table:
     """
     values = {name: of(results, name) for name in large_cells(columns)}
     marks = _marks(values, columns)
-    rows = []
+    table = Table(["Method", *(column(place).title(results.scale) for place in columns)])
     for method in LARGE:
         names = [f"{place}/{method}" for place in columns]
         found = [together(values[name], marks.get(name, "{}")) if name in values else NONE for name in names]
-        rows.append([METHODS[method].label, *found])
-    budgets = []
+        table.add([METHODS[method].label, *found])
+    table.values.extend(values.values())
     for method in ("fedeas", "full-balance"):
-        row = [f"{METHODS[method].label} total gen."]
-        for place in columns:
-            name, published = f"{place}/{method}", paper.images(method, place)
-            budget = budget_of(results, name)
-            row.append(show_budget(budget, published))
-            budgets.append(budget)
-        rows.append(row)
-    budgets += [budget_of(results, f"{place}/{method}") for place in columns for method in ("uniform", "missing-only")]
-    found_budgets = [budget for budget in budgets if budget is not None]
-    return Table(
-        ["Method", *(column(place).title(results.scale) for place in columns)],
-        rows,
-        list(values.values()),
-        found_budgets,
-    )
+        budgets = [budget_of(results, f"{place}/{method}") for place in columns]
+        shown = [show_budget(b, paper.images(method, place)) for b, place in zip(budgets, columns, strict=True)]
+        table.add([f"{METHODS[method].label} total gen.", *shown], *budgets)
+    checked = [budget_of(results, f"{place}/{method}") for place in columns for method in ("uniform", "missing-only")]
+    table.budgets.extend(budget for budget in checked if budget)
+    return table
 
 
 def large_cells(columns: Sequence[str]) -> list[str]:
@@ -107,17 +99,15 @@ def column_table(results: Results, place: str) -> Table:
         "Difference",
         "Images",
     ]
-    rows, values, budgets = [], [], []
+    table = Table(head)
     for name in large_cells([place]):
         last, best, budget = last_20_of(results, name), peak_of(results, name), budget_of(results, name)
         first = [show_ours(last), show_seeds(last), show_paper(last), show_difference(last)]
         second = [show_ours(best), show_paper(best), show_difference(best)]
         published = paper.images(name.partition("/")[2], place)
         shown = show_budget(budget) if budget else f"{NONE} (paper {published:,})"
-        rows.append([METHODS[name.partition("/")[2]].label, *first, *second, shown])
-        values += [last, best]
-        budgets += [budget] if budget else []
-    return Table(head, rows, values, budgets)
+        table.add([METHODS[name.partition("/")[2]].label, *first, *second, shown], last, best, budget)
+    return table
 
 
 # ----------------------------------------------------------------------------------- β sweep, ablation, Γ̂ (K = 20)
@@ -125,7 +115,7 @@ def column_table(results: Results, place: str) -> Table:
 
 def beta_table(results: Results) -> Table:
     """The sweep of β with the efficiency η, as in the supplement's F."""
-    table = Table(["Method", "Last-20 avg.", "Total gen.", "ΔFedAvg", "η"], [])
+    table = Table(["Method", "Last-20 avg.", "Total gen.", "ΔFedAvg", "η"])
     base = last_20_of(results, f"{PAPERS}/fedavg")
     for method, (_, _, published_gain, published_eta) in paper.BETA_SWEEP.items():
         name = f"{PAPERS}/{method}"
@@ -137,9 +127,7 @@ def beta_table(results: Results) -> Table:
         gains = _derived(results, name, "ΔFedAvg", gain, last.seeds, published_gain, 2)
         etas = _derived(results, name, "η", eta, last.seeds, published_eta, 3)
         shown = [together(last), show_budget(budget, paper.images(method, PAPERS)), together(gains), together(etas)]
-        table.rows.append([_with_beta(results, name), *shown])
-        table.values += [last, gains, etas]
-        table.budgets += [budget] if budget else []
+        table.add([_with_beta(results, name), *shown], last, gains, etas, budget)
     return table
 
 
@@ -171,35 +159,32 @@ def beta_of(one: Cell, scale: str) -> float:
 def ablation_table(results: Results) -> Table:
     """What the entropy and the root are for, as in the paper's Table 2."""
     factors = {"fedeas-b8": ("yes", "√n̄"), "without-entropy": ("no", "√n̄"), "linear": ("yes", "n̄")}
-    table = Table(["Variant", "Entropy", "Size factor", "Gen.", "Accuracy"], [])
+    table = Table(["Variant", "Entropy", "Size factor", "Gen.", "Accuracy"])
     for method, about in factors.items():
         name = f"{PAPERS}/{method}"
         last, budget = last_20_of(results, name), budget_of(results, name)
         label = f"{METHODS[method].label} (β = {beta_of(cell(name), results.scale):g})"
-        table.rows.append([label, *about, show_budget(budget, paper.images(method, PAPERS)), together(last)])
-        table.values.append(last)
-        table.budgets += [budget] if budget else []
+        shown = [show_budget(budget, paper.images(method, PAPERS)), together(last)]
+        table.add([label, *about, *shown], last, budget)
     return table
 
 
 def gamma_table(results: Results) -> Table:
     """Γ̂ by policy, as in the supplement's A; in its form and over the trainable parameters alone."""
     methods = list(paper.GAMMA_HAT)
-    table = Table(["", *(METHODS[method].label for method in methods)], [])
+    table = Table(["", *(METHODS[method].label for method in methods)])
     last = {m: last_20_of(results, f"{PAPERS}/{m}") for m in methods}
     budgets = {m: budget_of(results, f"{PAPERS}/{m}") for m in methods}
-    table.rows.append(["Last-20 avg. (%)", *(together(last[m]) for m in methods)])
-    table.rows.append(["Total gen.", *(show_budget(budgets[m], paper.images(m, PAPERS)) for m in methods)])
-    table.values += last.values()
-    table.budgets += [budget for budget in budgets.values() if budget]
+    table.add(["Last-20 avg. (%)", *(together(last[m]) for m in methods)], *last.values())
+    shown = [show_budget(budgets[m], paper.images(m, PAPERS)) for m in methods]
+    table.add(["Total gen.", *shown], *budgets.values())
     for form, words in (("all-state", "with BatchNorm's counters"), ("trainable", "trainable parameters")):
         found = {m: _gamma_hat(results, f"{PAPERS}/{m}", form) for m in methods}
         less = {m: _reduction(found[m], found["fedavg"]) for m in methods}
         if form == "trainable" and not any(value.ours for value in found.values()):
             continue  # no run has measured it so, and the paper has not either
-        table.rows.append([f"Γ̂ (med.), {words}", *(_show_gamma(found[m]) for m in methods)])
-        table.rows.append(["Γ̂ reduction (%)", *(together(less[m]) for m in methods)])
-        table.values += [*found.values(), *less.values()]
+        table.add([f"Γ̂ (med.), {words}", *(_show_gamma(found[m]) for m in methods)], *found.values())
+        table.add(["Γ̂ reduction (%)", *(together(less[m]) for m in methods)], *less.values())
     return table
 
 
@@ -230,13 +215,11 @@ def _show_gamma(value: Value) -> str:
 
 def cell_table(results: Results, cells: Iterable[Cell]) -> Table:
     """Some cells as a list, one a row."""
-    table = Table(["Cell", "Ours, last-20 %", "Seeds", "Paper", "Difference", "Peak %", "Images"], [])
+    table = Table(["Cell", "Ours, last-20 %", "Seeds", "Paper", "Difference", "Peak %", "Images"])
     for one in cells:
         last, best, budget = last_20_of(results, one.name), peak_of(results, one.name), budget_of(results, one.name)
         shown = [show_ours(last), show_seeds(last), show_paper(last), show_difference(last), show_ours(best)]
-        table.rows.append([one.name, *shown, show_budget(budget)])
-        table.values += [last, best]
-        table.budgets += [budget] if budget else []
+        table.add([one.name, *shown, show_budget(budget)], last, best, budget)
     return table
 
 
