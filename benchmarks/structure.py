@@ -1,0 +1,216 @@
+"""The shape of the package in numbers: modules, floors, arrows, circles, and how much code a round runs through.
+
+    python benchmarks/structure.py                   of this tree
+    python benchmarks/structure.py --tree ../other   of another checkout, whatever its layout
+
+An arrow is one top-level module or room (package) that imports another, inside functions too. Floors are the longest
+chain of arrows, a circle counting as one. Arrows up are those against `FLOORS` in tests/test_imports.py. A round is
+measured from the end of round 1's last client to that of round 2's, in conf/quickstart.toml run inline: the functions
+(lambdas and comprehensions too, as far as Python calls them) of the package that are entered, in every thread. A
+client's turn is what the ClientApp enters for one message. The first run of a machine also generates images: use the
+numbers of a second one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+from collections import defaultdict
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+NAME = "fedeas_flwr"
+Graph = dict[str, set[str]]
+
+
+def module_name(path: Path, package: Path) -> str:
+    """Return a file's module below the package: `data.node`; a room's `__init__` is the room, the package's own ""."""
+    parts = path.relative_to(package).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def import_graph(package: Path) -> Graph:
+    """Return which module imports which, inside functions too; the package's own `__init__` is left out."""
+    paths = {module_name(path, package): path for path in sorted(package.rglob("*.py"))}
+    graph: Graph = {name: set() for name in paths if name}
+    for name in graph:
+        for node in ast.walk(ast.parse(paths[name].read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Import):
+                targets = [alias.name for alias in node.names]
+            elif isinstance(node, ast.ImportFrom):
+                below = [f"{node.module}.{alias.name}" for alias in node.names]
+                targets = [target if target.partition(".")[2] in graph else str(node.module) for target in below]
+            else:
+                continue
+            found = {target.partition(".")[2] for target in targets if target.partition(".")[0] == NAME}
+            graph[name] |= (found & graph.keys()) - {name}
+    return graph
+
+
+def rooms_of(graph: Graph) -> Graph:
+    """Return the graph of top-level modules and rooms."""
+    rooms: Graph = defaultdict(set)
+    for name, targets in graph.items():
+        room = name.partition(".")[0]
+        rooms[room] |= {target.partition(".")[0] for target in targets} - {room}
+    return rooms
+
+
+def circles(graph: Graph) -> list[set[str]]:
+    """Return the sets of two or more that import each other, directly or through others."""
+    reached: Graph = {}
+    for start in graph:
+        seen, waiting = set(), [start]
+        while waiting:
+            new = graph[waiting.pop()] - seen
+            seen |= new
+            waiting += new
+        reached[start] = seen
+    groups = {frozenset(other for other in reached[name] if name in reached[other]) for name in graph}
+    return [set(group) for group in groups if len(group) > 1]
+
+
+def count_floors(graph: Graph) -> int:
+    """Return the length of the longest chain of imports, each circle taken as one."""
+    circle_of = {name: min(group) for group in circles(graph) for name in group}
+    merged: Graph = defaultdict(set)
+    for name, targets in graph.items():
+        own = circle_of.get(name, name)
+        merged[own] |= {circle_of.get(target, target) for target in targets} - {own}
+    height: dict[str, int] = {}
+
+    def climb(name: str) -> int:
+        if name not in height:
+            height[name] = 1 + max((climb(target) for target in merged[name]), default=0)
+        return height[name]
+
+    return max(climb(name) for name in list(merged))
+
+
+def arrows_up(tree: Path, rooms: Graph) -> int | None:
+    """Return how many arrows go against `FLOORS` in tests/test_imports.py, or None in a tree without them."""
+    for node in ast.parse((tree / "tests" / "test_imports.py").read_text(encoding="utf-8")).body:
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "FLOORS":
+            levels = ast.literal_eval(node.value)
+            floor = {name: number for number, level in enumerate(levels) for name in level}
+            return sum(floor[target] >= floor[room] for room, targets in rooms.items() for target in targets)
+    return None
+
+
+def describe(tree: Path) -> dict[str, Any]:
+    """Return what can be read from the files alone."""
+    package = tree / NAME
+    graph = import_graph(package)
+    rooms = rooms_of(graph)
+    sources = {path: path.read_text(encoding="utf-8") for path in package.rglob("*.py")}
+    kinds = (ast.FunctionDef, ast.AsyncFunctionDef)
+    functions = [n for text in sources.values() for n in ast.walk(ast.parse(text)) if isinstance(n, kinds)]
+    tests = [path.read_text(encoding="utf-8") for path in (tree / "tests").rglob("*.py")]
+    return {
+        "modules at the top": len(list(package.glob("*.py"))),
+        "rooms": sum((folder / "__init__.py").exists() for folder in package.iterdir()),
+        "modules in all": len(sources),
+        "floors": count_floors(rooms),
+        "arrows": sum(len(targets) for targets in rooms.values()),
+        "arrows up": arrows_up(tree, rooms),
+        "circles of rooms": sorted(len(group) for group in circles(rooms)),
+        "circles of modules": sorted(len(group) for group in circles(graph)),
+        "lines of the package": sum(len(text.splitlines()) for text in sources.values()),
+        "lines of the tests": sum(len(text.splitlines()) for text in tests),
+        "median lines of a function": statistics.median((n.end_lineno or 0) - n.lineno + 1 for n in functions),
+    }
+
+
+class Round:
+    """Notes which functions of the package round 2 of a run enters, and which of them a client's turn does."""
+
+    def __init__(self, package: Path, clients: int) -> None:
+        self._package, self._clients = f"{package}{os.sep}", clients
+        self._trained, self._here = 0, threading.local()
+        self.entered: set[tuple[str, str]] = set()
+        self.turn: set[tuple[str, str]] = set()
+
+    def watch(self) -> None:
+        """Note calls from now on, in this thread and in those to come."""
+        from flwr.clientapp import ClientApp
+
+        call = ClientApp.__call__
+
+        def noted(app: ClientApp, message: Any, context: Any) -> Any:
+            self._here.turn = trains = message.metadata.message_type == "train"
+            try:
+                return call(app, message, context)
+            finally:
+                self._here.turn = False
+                self._trained += trains
+
+        ClientApp.__call__ = noted  # type: ignore[method-assign]
+        threading.setprofile(self._note)
+        sys.setprofile(self._note)
+
+    def _note(self, frame: FrameType, event: str, _: Any) -> None:
+        code = frame.f_code
+        if event != "call" or not code.co_filename.startswith(self._package):
+            return
+        if self._clients <= self._trained < 2 * self._clients:
+            function = (code.co_filename.removeprefix(self._package), code.co_qualname)
+            self.entered.add(function)
+            if getattr(self._here, "turn", False):
+                self.turn.add(function)
+
+
+def follow(tree: Path, policy: str) -> dict[str, Any]:
+    """Run three rounds of the quickstart in this process; return what its second one entered."""
+    from fedeas_flwr.__main__ import main
+    from fedeas_flwr.config import KEYS
+
+    watched = Round(tree / NAME, clients=5)  # half of ten a round
+    with tempfile.TemporaryDirectory() as folder:
+        words = [f"policy={policy}", "backend=inline", "device=cpu", "rounds=3", f"run-dir={folder}/run"]
+        sys.argv = ["fedeas", "run", str(tree / "conf" / "quickstart.toml"), *words]
+        watched.watch()
+        main()
+        sys.setprofile(None)
+    counted = {"a round": watched.entered, "a client's turn": watched.turn}
+    found = {what: {"files": len({f for f, _ in all_}), "functions": len(all_)} for what, all_ in counted.items()}
+    listed = {what: sorted({f for f, _ in all_}) for what, all_ in counted.items()}
+    return {"keys": len(KEYS), **found, "listed": listed}
+
+
+def main() -> None:
+    """Print all numbers, or write them as JSON."""
+    words = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    words.add_argument("--tree", type=Path, default=Path(__file__).parents[1], help="the checkout to look at")
+    words.add_argument("--files", action="store_true", help="also name the files")
+    words.add_argument("--follow", help=argparse.SUPPRESS)
+    given = words.parse_args()
+    tree = given.tree.resolve()
+    if given.follow:
+        found = follow(tree, given.follow)
+        print("\n" + json.dumps(found))
+        return
+    for name, value in describe(tree).items():
+        print(f"{name:28} {value}")
+    for policy in ("none", "fedeas"):
+        command = [sys.executable, str(Path(__file__).resolve()), "--tree", str(tree), "--follow", policy]
+        environment = {**os.environ, "PYTHONPATH": str(tree)}
+        done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
+        found = json.loads(done.stdout.splitlines()[-1])
+        if policy == "none":
+            print(f"{'run-config keys':28} {found['keys']}")
+        for what in ("a round", "a client's turn"):
+            print(f"{what + ', ' + policy:28} {found[what]['files']} files, {found[what]['functions']} functions")
+            if given.files:
+                print("".join(f"    {name}\n" for name in found["listed"][what]), end="")
+
+
+if __name__ == "__main__":
+    main()
