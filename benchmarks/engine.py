@@ -30,13 +30,12 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 from torch.utils.flop_counter import FlopCounterMode
 
-from fedeas_flwr.environment import describe_environment
-from fedeas_flwr.models import build_model
-from fedeas_flwr.mps import shared_gpu
-from fedeas_flwr.normaliser import Normaliser
+from fedeas_flwr.common.project import describe_environment
+from fedeas_flwr.launch.mps import shared_gpu
 from fedeas_flwr.training.eager import EagerEngine
 from fedeas_flwr.training.engine import Recipe, read_state
-from fedeas_flwr.training.graphed import GraphedEngine
+from fedeas_flwr.training.gpu.graphed import GraphedEngine
+from fedeas_flwr.training.models import Normaliser, build_model
 
 MEAN, STD = (0.4914, 0.4822, 0.4465), (0.2023, 0.1994, 0.2010)
 

@@ -16,11 +16,11 @@ from typing import Any
 import torch
 from run_records import asked_run, markdown, parser_for_a_run, write_record
 
+from fedeas_flwr.common.devices import pick_device
+from fedeas_flwr.common.randomness import stream
 from fedeas_flwr.config import RunConfig
-from fedeas_flwr.devices import pick_device
-from fedeas_flwr.local_data import federated_data
-from fedeas_flwr.streams import stream
-from fedeas_flwr.training import build_engine, network, recipe
+from fedeas_flwr.data.federated import federated_data
+from fedeas_flwr.training.build import build_engine, network, recipe
 from fedeas_flwr.training.engine import read_state
 from fedeas_flwr.training.objective import CROSS_ENTROPY
 

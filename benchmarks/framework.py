@@ -42,22 +42,22 @@ import torch
 from rich.console import Console
 from run_records import let_children_import_models, markdown, round_seconds, write_record
 
-from fedeas_flwr.checkpoints import Arrays, plain
+from fedeas_flwr.common.devices import pick_device
+from fedeas_flwr.common.randomness import stream
 from fedeas_flwr.config import RunConfig, parse_config
 from fedeas_flwr.config_files import read_config
-from fedeas_flwr.devices import pick_device
-from fedeas_flwr.launch import launch
-from fedeas_flwr.local_data import federated_data
-from fedeas_flwr.metrics import WALL_CLOCK
-from fedeas_flwr.models import split_state
-from fedeas_flwr.mps import shared_gpu
-from fedeas_flwr.runs import RunDirectory
-from fedeas_flwr.strategies import client_part
+from fedeas_flwr.data.federated import federated_data
+from fedeas_flwr.launch.mps import shared_gpu
+from fedeas_flwr.launch.run import launch
+from fedeas_flwr.runs.checkpoints import Arrays, plain
+from fedeas_flwr.runs.directory import RunDirectory
+from fedeas_flwr.runs.metrics import WALL_CLOCK
 from fedeas_flwr.strategies.averaging import weighted_average
-from fedeas_flwr.streams import stream
-from fedeas_flwr.training import build_engine, network
+from fedeas_flwr.strategies.registry import client_part
+from fedeas_flwr.training.build import build_engine, network
 from fedeas_flwr.training.engine import Engine
 from fedeas_flwr.training.evaluation import central_test
+from fedeas_flwr.training.models import split_state
 
 # Γ̂ is a measurement that a bare loop has no part of, so it is off here; benchmarks/strategies.py says what it costs.
 ALWAYS: dict[str, Any] = {"policy": "none", "gamma-hat": "off"}

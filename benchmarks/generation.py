@@ -32,10 +32,10 @@ from rich.console import Console
 from rich.table import Table
 
 from fedeas_flwr.config import SAMPLER_STEPS, parse_config
-from fedeas_flwr.data import dataset_info
-from fedeas_flwr.generators.denoising import make_solver
-from fedeas_flwr.generators.diffusion import DiffusionGenerator, initial_noise
-from fedeas_flwr.generators.folders import check_schedule, load_unet, read_json
+from fedeas_flwr.data.datasets import dataset_info
+from fedeas_flwr.generators.diffusion.denoising import make_solver
+from fedeas_flwr.generators.diffusion.model_folder import check_schedule, load_unet, read_json
+from fedeas_flwr.generators.diffusion.sampler import DiffusionGenerator, initial_noise
 from fedeas_flwr.generators.interface import SampleId
 from fedeas_flwr.generators.ray_service import ServiceGenerator, start_service
 
@@ -77,7 +77,7 @@ def main() -> None:
     device = options.device if options.device != "auto" else ("cuda" if torch.cuda.is_available() else "cpu")
     info = dataset_info(options.dataset)
     if options.generator == "builtin":
-        from fedeas_flwr.generators.digits import ensure_builtin
+        from fedeas_flwr.generators.learn.builtin import ensure_builtin
 
         folder = ensure_builtin()
     else:

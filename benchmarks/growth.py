@@ -36,13 +36,13 @@ import psutil
 import tomli_w
 from run_records import let_children_import_models, markdown, round_seconds, seconds_to_discover, write_record
 
-from fedeas_flwr.array_records import to_record
 from fedeas_flwr.config import RunConfig, parse_config
-from fedeas_flwr.data import dataset_info
-from fedeas_flwr.local_data import federated_data
-from fedeas_flwr.models import split_state
-from fedeas_flwr.runs import RunDirectory
-from fedeas_flwr.training import network
+from fedeas_flwr.data.datasets import dataset_info
+from fedeas_flwr.data.federated import federated_data
+from fedeas_flwr.runs.directory import RunDirectory
+from fedeas_flwr.strategies.records import to_record
+from fedeas_flwr.training.build import network
+from fedeas_flwr.training.models import split_state
 
 A_ROUND = 10
 MODELS = ("fifty_thousand", "one_million", "eleven_million")
@@ -95,7 +95,7 @@ def watched_run(config: RunConfig, folder: Path) -> tuple[RunDirectory, Memory]:
     conf.write_text(tomli_w.dumps(config.outside()))
     with (folder / "output.txt").open("w+b") as output:
         child = subprocess.Popen(
-            [sys.executable, "-c", "from fedeas_flwr.cli import main; main()", "run", str(conf)],
+            [sys.executable, "-c", "from fedeas_flwr.commands.app import main; main()", "run", str(conf)],
             stdout=output,
             stderr=subprocess.STDOUT,
         )

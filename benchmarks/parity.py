@@ -18,16 +18,16 @@ import numpy as np
 import torch
 from run_records import asked_run, markdown, parser_for_a_run, write_record
 
+from fedeas_flwr.common.devices import pick_device
+from fedeas_flwr.common.randomness import stream
 from fedeas_flwr.config import RunConfig
-from fedeas_flwr.data import dataset_info
-from fedeas_flwr.devices import pick_device
-from fedeas_flwr.local_data import federated_data
-from fedeas_flwr.normaliser import Normaliser
-from fedeas_flwr.streams import stream
-from fedeas_flwr.training import build_engine, network, recipe
+from fedeas_flwr.data.datasets import dataset_info
+from fedeas_flwr.data.federated import federated_data
+from fedeas_flwr.training.build import build_engine, network, recipe
 from fedeas_flwr.training.eager import EagerEngine
 from fedeas_flwr.training.engine import Engine, read_state
-from fedeas_flwr.training.graphed import GraphedEngine
+from fedeas_flwr.training.gpu.graphed import GraphedEngine
+from fedeas_flwr.training.models import Normaliser
 from fedeas_flwr.training.objective import CROSS_ENTROPY
 
 EXACT, PLAIN = "eager, float64", "eager, fp32"

@@ -16,10 +16,10 @@ from typing import Any
 
 import torch
 
+from fedeas_flwr.common.project import describe_environment
 from fedeas_flwr.config import RunConfig, parse_config
 from fedeas_flwr.config_files import read_config
-from fedeas_flwr.environment import describe_environment
-from fedeas_flwr.runs import RunDirectory
+from fedeas_flwr.runs.directory import RunDirectory
 
 HERE = Path(__file__).resolve().parent
 

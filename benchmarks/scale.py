@@ -28,13 +28,14 @@ from flwr.app import Context, Message
 from flwr.clientapp import ClientApp
 from run_records import HERE, markdown, write_record
 
-from fedeas_flwr import allocation, messages
+from fedeas_flwr import allocation
 from fedeas_flwr.config import RunConfig, parse_config
-from fedeas_flwr.data import dataset_info
-from fedeas_flwr.grids import InlineGrid
-from fedeas_flwr.runs import RunDirectory
-from fedeas_flwr.strategies import build_strategy
-from fedeas_flwr.strategies.federation import Federation
+from fedeas_flwr.data.datasets import dataset_info
+from fedeas_flwr.federation import messages
+from fedeas_flwr.federation.federation import Federation
+from fedeas_flwr.federation.grids import InlineGrid
+from fedeas_flwr.runs.directory import RunDirectory
+from fedeas_flwr.strategies.registry import build_strategy
 
 CLASSES, IMAGES, ALPHA = 10, 500, 0.1
 ROUNDS = 200

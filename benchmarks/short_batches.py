@@ -18,13 +18,13 @@ import torch
 from run_records import asked_run, markdown, parser_for_a_run, write_record
 from torch.nn import functional as F
 
+from fedeas_flwr.common.devices import pick_device
+from fedeas_flwr.common.randomness import stream
 from fedeas_flwr.config import RunConfig
-from fedeas_flwr.data import dataset_info
-from fedeas_flwr.devices import pick_device
-from fedeas_flwr.local_data import federated_data
-from fedeas_flwr.normaliser import Normaliser
-from fedeas_flwr.streams import stream
-from fedeas_flwr.training import network
+from fedeas_flwr.data.datasets import dataset_info
+from fedeas_flwr.data.federated import federated_data
+from fedeas_flwr.training.build import network
+from fedeas_flwr.training.models import Normaliser
 
 SIZES = (2, 3, 4, 8, 16, 32, 64)
 

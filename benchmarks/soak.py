@@ -31,9 +31,9 @@ from rich.console import Console
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from fedeas_flwr.config import RunConfig, parse_config
-from fedeas_flwr.launch import launch
-from fedeas_flwr.prepare import prepare
-from fedeas_flwr.runs import RunDirectory
+from fedeas_flwr.launch.prepare import prepare
+from fedeas_flwr.launch.run import launch
+from fedeas_flwr.runs.directory import RunDirectory
 
 RECIPE: dict[str, Any] = {
     "clients": 50,

@@ -22,19 +22,19 @@ import torch
 from flwr.app import ConfigRecord, Message
 from flwr.clientapp import ClientApp
 
-from fedeas_flwr import messages
-from fedeas_flwr.array_records import CONFIG, METRICS, to_record
-from fedeas_flwr.checkpoints import Arrays
+from fedeas_flwr.common.project import describe_environment
 from fedeas_flwr.config import RunConfig, parse_config
-from fedeas_flwr.environment import describe_environment
-from fedeas_flwr.grids import InlineGrid
-from fedeas_flwr.models import build_model, split_state
-from fedeas_flwr.strategies import ALGORITHMS, build_strategy
-from fedeas_flwr.strategies.dissimilarity import gradient_dissimilarity
+from fedeas_flwr.federation import messages
+from fedeas_flwr.federation.dissimilarity import gradient_dissimilarity
+from fedeas_flwr.federation.grids import InlineGrid
+from fedeas_flwr.runs.checkpoints import Arrays
 from fedeas_flwr.strategies.fedavg import FedAvg
 from fedeas_flwr.strategies.flower import Composed
+from fedeas_flwr.strategies.interface import SendsExtra
 from fedeas_flwr.strategies.privacy import WRAPPERS
-from fedeas_flwr.strategies.server_part import SendsExtra
+from fedeas_flwr.strategies.records import CONFIG, METRICS, to_record
+from fedeas_flwr.strategies.registry import ALGORITHMS, build_strategy
+from fedeas_flwr.training.models import build_model, split_state
 
 CLIENTS = 10
 

@@ -27,12 +27,12 @@ from typing import Any
 
 from rich.console import Console
 
+from fedeas_flwr.common.errors import RunError
 from fedeas_flwr.config import RunConfig, parse_config
-from fedeas_flwr.errors import RunError
-from fedeas_flwr.launch import launch
-from fedeas_flwr.prepare import ensure_digits_generator
-from fedeas_flwr.runs import RunDirectory
-from fedeas_flwr.strategies import ALGORITHMS
+from fedeas_flwr.launch.prepare import ensure_digits_generator
+from fedeas_flwr.launch.run import launch
+from fedeas_flwr.runs.directory import RunDirectory
+from fedeas_flwr.strategies.registry import ALGORITHMS
 
 SETTING: dict[str, Any] = {"clients": 10, "backend": "inline", "threshold": 0.9, "device": "cpu"}
 FREE: dict[str, dict[str, Any]] = {

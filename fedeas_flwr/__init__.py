@@ -13,12 +13,13 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from fedeas_flwr.allocation import budget, fedeas, imbalance, normalised_entropy, removed
-    from fedeas_flwr.augment import fill
-    from fedeas_flwr.cache import ImageCache
+    from fedeas_flwr.generators.cache import ImageCache
+    from fedeas_flwr.generators.fill import fill
     from fedeas_flwr.generators.interface import Generator, SampleId
     from fedeas_flwr.generators.opening import open_generator
     from fedeas_flwr.partition import Partition, dirichlet_partition, make_partition
     from fedeas_flwr.policies import allocate
+
 
 __all__ = [
     "Generator",
@@ -37,7 +38,15 @@ __all__ = [
     "removed",
 ]
 
-_HOMES = ("allocation", "policies", "partition", "augment", "cache", "generators", "generators.opening")
+_HOMES = (
+    "allocation",
+    "policies",
+    "partition",
+    "generators.interface",
+    "generators.cache",
+    "generators.fill",
+    "generators.opening",
+)
 
 
 def __getattr__(name: str) -> Any:

@@ -25,12 +25,12 @@ def main() -> None:
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     try:
         _stop_at_once()
-        from fedeas_flwr import cli
+        from fedeas_flwr.commands import app
 
         if signal.getsignal(signal.SIGINT) is _stop:
             signal.signal(signal.SIGINT, signal.default_int_handler)
         try:
-            cli.main()
+            app.main()
         finally:
             _stop_at_once()
             with suppress(OSError, ValueError):  # what cannot be written is told when Python closes it

@@ -1,8 +1,8 @@
 """The ClientApp: plan once, generate what is missing, train on real and synthetic images, reply.
 
 The same code runs under Ray, inline and on a SuperNode. A client knows its own data, the run-config and what the
-message says; what it keeps between rounds is in client_state.py and cache.py. In module state there are only copies
-that spare work: engines and networks to test with.
+message says; what it keeps between rounds is in federation/client_state.py and generators/cache.py. In module state
+there are only copies that spare work: engines and networks to test with.
 """
 
 from __future__ import annotations
@@ -18,24 +18,23 @@ import torch
 from flwr.app import Context, Message
 from flwr.clientapp import ClientApp
 
-from fedeas_flwr import messages
-from fedeas_flwr.checkpoints import plain
-from fedeas_flwr.client_state import ClientState, ClientStore
+from fedeas_flwr.common.devices import pick_device
+from fedeas_flwr.common.randomness import stream
 from fedeas_flwr.config import RunConfig, parse_config
-from fedeas_flwr.devices import pick_device
+from fedeas_flwr.data.federated import FederatedData, local_data
+from fedeas_flwr.data.node import Node, read_node
+from fedeas_flwr.federation import messages
+from fedeas_flwr.federation.client_state import ClientState, ClientStore
+from fedeas_flwr.federation.messages import EvaluateReport, TrainReport
 from fedeas_flwr.generators.client_images import local_images
-from fedeas_flwr.local_data import FederatedData, local_data
-from fedeas_flwr.messages import EvaluateReport, TrainReport
-from fedeas_flwr.node import Node, read_node
-from fedeas_flwr.normaliser import Normaliser
 from fedeas_flwr.policies import POLICIES, ClientView, MatchedPolicy, images_to_generate
-from fedeas_flwr.strategies import ALGORITHMS, client_part
-from fedeas_flwr.strategies.client_part import ClientRound
-from fedeas_flwr.strategies.clipping import clips_update
-from fedeas_flwr.streams import stream
-from fedeas_flwr.training import loss_and_view_inputs, network, recipe
+from fedeas_flwr.runs.checkpoints import plain
+from fedeas_flwr.strategies.interface import ClientRound
+from fedeas_flwr.strategies.privacy import clips_update
+from fedeas_flwr.strategies.registry import ALGORITHMS, client_part
+from fedeas_flwr.training.build import EnginePool, loss_and_view_inputs, network, recipe
 from fedeas_flwr.training.evaluation import Evaluator
-from fedeas_flwr.training.pool import EnginePool
+from fedeas_flwr.training.models import Normaliser
 
 logger = logging.getLogger(__name__)
 app = ClientApp()

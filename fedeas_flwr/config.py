@@ -14,9 +14,9 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator, model_validator
 
-from fedeas_flwr.errors import ConfigError
+from fedeas_flwr.common.errors import ConfigError
+from fedeas_flwr.common.text import parse_bytes
 from fedeas_flwr.policies import POLICIES, PolicySettings, check_runnable
-from fedeas_flwr.sizes import parse_bytes
 
 StrategyName = Literal[
     "fedavg",

@@ -8,9 +8,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from fedeas_flwr.common.errors import ConfigError
+from fedeas_flwr.common.files import expanded
 from fedeas_flwr.config import TEXT_KEYS, RunConfig, parse_config
-from fedeas_flwr.errors import ConfigError
-from fedeas_flwr.paths import expanded
 
 
 def read_config(path: Path, overrides: Sequence[str] = ()) -> RunConfig:

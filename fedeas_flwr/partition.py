@@ -23,9 +23,9 @@ import numpy as np
 import numpy.typing as npt
 
 from fedeas_flwr.allocation import IntArray
-from fedeas_flwr.npy import read_archive
-from fedeas_flwr.paths import atomic_path
-from fedeas_flwr.sizes import counted
+from fedeas_flwr.common.files import atomic_path
+from fedeas_flwr.common.npy import read_archive
+from fedeas_flwr.common.text import counted
 
 Progress = Callable[[int], None]
 

@@ -17,27 +17,27 @@ import torch
 from flwr.app import Context
 from flwr.serverapp import Grid, ServerApp
 
-from fedeas_flwr.checkpoints import Arrays, Checkpoint
-from fedeas_flwr.client_state import forget_kept_states, write_kept_states
+from fedeas_flwr.common.devices import pick_device
+from fedeas_flwr.common.errors import ConfigError, ProcessesDiedError, RunError
+from fedeas_flwr.common.files import cache_hint
+from fedeas_flwr.common.processes import MARK
+from fedeas_flwr.common.project import describe_environment
+from fedeas_flwr.common.text import one_line
 from fedeas_flwr.config import RunConfig, parse_config
-from fedeas_flwr.data import dataset_info
-from fedeas_flwr.devices import pick_device
-from fedeas_flwr.environment import describe_environment
-from fedeas_flwr.errors import ConfigError, ProcessesDiedError, RunError
-from fedeas_flwr.event_log import event_log
+from fedeas_flwr.data.datasets import dataset_info
+from fedeas_flwr.data.node import run_folder
+from fedeas_flwr.federation.client_manager import count_clients
+from fedeas_flwr.federation.client_state import forget_kept_states, write_kept_states
+from fedeas_flwr.federation.federation import Federation
 from fedeas_flwr.generators.opening import files_of
 from fedeas_flwr.generators.ray_service import start_service
-from fedeas_flwr.models import split_state
-from fedeas_flwr.node import run_folder
-from fedeas_flwr.one_line import one_line
-from fedeas_flwr.paths import cache_hint
-from fedeas_flwr.processes import MARK
-from fedeas_flwr.runs import RunDirectory
-from fedeas_flwr.strategies import build_strategy
-from fedeas_flwr.strategies.federation import Federation
-from fedeas_flwr.strategies.members import count_clients
-from fedeas_flwr.training import network
+from fedeas_flwr.runs.checkpoints import Arrays, Checkpoint
+from fedeas_flwr.runs.directory import RunDirectory
+from fedeas_flwr.runs.tensorboard import event_log
+from fedeas_flwr.strategies.registry import build_strategy
+from fedeas_flwr.training.build import network
 from fedeas_flwr.training.evaluation import central_test
+from fedeas_flwr.training.models import split_state
 
 log = logging.getLogger("flwr").log
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import gc
 import os
+import sys
 from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -13,6 +15,8 @@ from xdist.remote import Producer
 from xdist.scheduler import LoadScopeScheduling
 
 ROOT = Path(__file__).parents[1]
+# Helpers, and tests that others build on, are imported by their bare names.
+sys.path[:0] = [str(folder) for folder in sorted(Path(__file__).parent.iterdir()) if folder.is_dir()]
 if os.environ.get("FEDEAS_TEST_GPU") != "1":  # `make test-gpu`: all other tests are the same with and without a GPU
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
 pytest_plugins = ["leftovers"]
@@ -20,30 +24,22 @@ settings.register_profile("any machine", deadline=None, suppress_health_check=[H
 settings.load_profile("any machine")
 
 
-STARTS_FLOWER = {
-    *("test_run_ray", "test_ray_cluster", "test_service", "test_doctor", "test_doctor_machine", "test_deploy"),
-    *(
-        "test_deploy_network",
-        "test_deploy_gateway",
-        "test_deploy_folders",
-        "test_1_killed_clients",
-        "test_7_crowded_machine",
-        "test_11_soak",
-    ),
-    *("test_guides",),  # its `fedeas doctor` rehearses with Ray
-}
-"""Tests that start processes of Flower or Ray, and look whether any is left: not two of them at once."""
+@cache
+def _starts_flower(path: str) -> bool:
+    """Return whether the tests of a file start processes of Flower or Ray: the file says `pytest.mark.flower`."""
+    return "pytest.mark.flower" in (ROOT / path).read_text(encoding="utf-8")
 
 
 class FileByFile(LoadScopeScheduling):
-    """Keeps the tests of a file in one process, and all of the above in one.
+    """Keeps the tests of a file in one process, and all that start Flower in one: they look for processes left behind.
 
-    xdist's own groups (`--dist loadgroup`) are lost with pytest 9.2: tests are named otherwise than xdist expects.
+    The scheduler sees the tests' ids alone, so the marker is read from the file. xdist's own groups
+    (`--dist loadgroup`) are lost with pytest 9.2: tests are named otherwise than xdist expects.
     """
 
     def _split_scope(self, nodeid: str) -> str:
-        stem = Path(nodeid.partition("::")[0]).stem
-        return "flower" if stem in STARTS_FLOWER else stem
+        path = nodeid.partition("::")[0]
+        return "flower" if _starts_flower(path) else path
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> FileByFile:
@@ -90,6 +86,6 @@ def fresh_images(
 @pytest.fixture(scope="session")
 def digits_generator(session_cache: Path) -> Path:
     """Return the folder of the real built-in generator: about a minute of training, once."""
-    from fedeas_flwr.generators.digits import ensure_builtin
+    from fedeas_flwr.generators.learn.builtin import ensure_builtin
 
     return ensure_builtin()

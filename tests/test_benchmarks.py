@@ -18,16 +18,16 @@ import pytest
 import torch
 from torch.nn import functional as F
 
+from fedeas_flwr.common.randomness import stream
 from fedeas_flwr.config import parse_config
-from fedeas_flwr.data import dataset_info
-from fedeas_flwr.dataset_sources import check_npz
-from fedeas_flwr.local_data import federated_data
-from fedeas_flwr.normaliser import Normaliser
-from fedeas_flwr.runs import RunDirectory
-from fedeas_flwr.streams import stream
-from fedeas_flwr.training import network
+from fedeas_flwr.data.datasets import dataset_info
+from fedeas_flwr.data.federated import federated_data
+from fedeas_flwr.data.sources import check_npz
+from fedeas_flwr.runs.directory import RunDirectory
+from fedeas_flwr.training.build import network
 from fedeas_flwr.training.engine import Recipe
-from fedeas_flwr.training.graphed import GraphedEngine
+from fedeas_flwr.training.gpu.graphed import GraphedEngine
+from fedeas_flwr.training.models import Normaliser
 
 ROOT = Path(__file__).parents[1]
 

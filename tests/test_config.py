@@ -7,10 +7,10 @@ import pytest
 from runners import typed
 
 from fedeas_flwr.commands.quickstart import quickstart_config
+from fedeas_flwr.common.errors import ConfigError
 from fedeas_flwr.config import KEYS, RunConfig, parse_config
 from fedeas_flwr.config_files import parse_overrides, read_config
-from fedeas_flwr.errors import ConfigError
-from fedeas_flwr.keys import Key, keys_in_use, run_keys
+from fedeas_flwr.config_keys import Key, keys_in_use, run_keys
 from fedeas_flwr.policies import POLICIES
 
 ROOT = Path(__file__).parents[1]

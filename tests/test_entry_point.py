@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from runners import start_interruptible, typed
 
-from fedeas_flwr.cli import _terminated
+from fedeas_flwr.commands.app import _terminated
 
 ROOT = Path(__file__).parents[1]
 
@@ -25,7 +25,7 @@ def test_what_nohup_started_outlives_its_terminal(monkeypatch: pytest.MonkeyPatc
         found.append([signal.getsignal(number) for number in (signal.SIGHUP, signal.SIGTERM)])
         return []
 
-    monkeypatch.setattr("fedeas_flwr.cli.run_keys", note)
+    monkeypatch.setattr("fedeas_flwr.commands.listings.run_keys", note)
     for before in (signal.SIG_DFL, signal.SIG_IGN):
         usual = signal.signal(signal.SIGHUP, before)
         typed("keys")
@@ -50,7 +50,7 @@ def close():
 atexit.register(close)
 """,
     "again, when the command has just been stopped": f"""
-from fedeas_flwr import cli
+from fedeas_flwr.commands import app as cli
 def stopped():
     try:
         {WAIT}
@@ -78,7 +78,7 @@ def test_what_was_stopped_does_not_wait_for_its_threads(code: int, waits: bool) 
     script = f"""
 import sys, time
 from concurrent.futures import ThreadPoolExecutor
-from fedeas_flwr import __main__, cli
+from fedeas_flwr import __main__; from fedeas_flwr.commands import app as cli
 def end():
     def work():
         time.sleep(3)
@@ -104,7 +104,7 @@ def test_ctrl_c_in_a_command_that_has_nothing_to_go_on_with_is_one_line(monkeypa
     def stop() -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("fedeas_flwr.cli.run_keys", stop)
+    monkeypatch.setattr("fedeas_flwr.commands.listings.run_keys", stop)
     done = typed("keys")
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "stopped\n")
     monkeypatch.setattr("fedeas_flwr.commands.runs.find_runs", lambda *_, **__: stop())

@@ -21,6 +21,8 @@ from test_packaging import check_words
 
 from fedeas_flwr.config_files import read_config
 
+pytestmark = pytest.mark.flower
+
 ROOT = Path(__file__).parents[1]
 BLOCK = re.compile(r"^ *```(sh|python|toml|gpu)\n(.*?)^ *```", re.S | re.M)
 

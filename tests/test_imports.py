@@ -1,4 +1,4 @@
-"""Imports point one way, and light modules stay light."""
+"""Imports point down from floor to floor, rooms keep their private names, and light modules stay light."""
 
 from __future__ import annotations
 
@@ -6,176 +6,173 @@ import ast
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 PACKAGE = Path(__file__).parents[1] / "fedeas_flwr"
 
-LAYERS = [
-    {"allocation"},
-    {"waterfill"},
+FLOORS = [
+    {"common", "allocation"},
+    {"waterfill", "partition"},
     {"policies"},
-    {
-        "cores",
-        "noise",
-        "npy",
-        "paths",
-        "sizes",
-        "streams",
-        "metrics",
-        "processes",
-        "keeper",
-        "one_line",
-        "errors",
-        "image_sheet",
-        "project",
-        "round_records",
-        "run_files",
-        "environment",
-        "terminal",
-    },
-    {"partition", "budget_path", "own_data"},
-    {"config", "config_files", "keys", "planning", "choosing", "curves", "dataset_sources", "data"},
-    {
-        "checkpoints",
-        "gpu",
-        "devices",
-        "runs",
-        "exporting",
-        "node",
-        "client_state",
-        "local_data",
-        "run_plan",
-        "models",
-        "normaliser",
-        "generators",
-        "cache",
-        "upkeep",
-        "augment",
-        "superlink",
-    },
-    {
-        "flower_internals",
-        "array_records",
-        "messages",
-        "training",
-        "progress",
-        "report",
-        "sweep",
-        "listing",
-        "event_log",
-    },
-    {"grids", "strategies"},
+    {"config"},
+    {"config_keys", "config_files", "data", "runs"},
+    {"planning", "training"},
+    {"strategies", "generators"},
+    {"federation", "report"},
     {"client_app", "server_app"},
-    {"resources", "mps", "launch", "prepare", "sweep_jobs"},
-    {"doctor", "reproduce"},
+    {"launch"},
     {"deploy"},
+    {"doctor", "reproduce"},
     {"commands"},
-    {"cli"},
     {"__main__"},
 ]
-"""A module imports from its own layer or a lower one (nearer the top of this list), never from a higher one."""
+"""A file imports from its own room or from a lower floor, never from another room on its own floor."""
 
-FLOWER = {
-    "flower_internals",
-    "array_records",
-    "messages",
-    "grids",
-    "strategies",
-    "client_app",
-    "server_app",
-    "launch",
-}
-TORCH = {
-    "array_records",
-    "gpu",
-    "devices",
-    "event_log",
-    "training",
-    "models",
-    "normaliser",
-    "generators",
-    "strategies",
-    "client_app",
-    "server_app",
-    "resources",
-    "doctor",
-}
-
-
-def modules() -> dict[str, list[Path]]:
-    """Module or subpackage → its files."""
-    found: dict[str, list[Path]] = {}
-    for path in sorted(PACKAGE.rglob("*.py")):
-        name = path.relative_to(PACKAGE).parts[0].removesuffix(".py")
-        if name != "__init__":
-            found.setdefault(name, []).append(path)
-    return found
-
-
-def imported(path: Path) -> set[str]:
-    """Every module a file imports, also inside functions."""
-    names: set[str] = set()
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.Import):
-            names |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom) and node.module:
-            names.add(node.module)
-            names |= {f"{node.module}.{alias.name}" for alias in node.names}
-    return names
-
-
-def test_every_module_has_a_layer() -> None:
-    assert sorted(name for layer in LAYERS for name in layer) == sorted(modules())
-
-
-@pytest.mark.parametrize("name", sorted(modules()))
-def test_imports_point_down(name: str) -> None:
-    rank = {module: number for number, layer in enumerate(LAYERS) for module in layer}
-    for path in modules()[name]:
-        for target in imported(path):
-            parts = target.split(".")
-            if parts[0] == "fedeas_flwr" and len(parts) > 1 and parts[1] in rank:
-                assert rank[parts[1]] <= rank[name], f"{path.name} imports {target}"
-
-
-@pytest.mark.parametrize(
-    ("library", "allowed"), [("flwr", FLOWER), ("torch", TORCH), ("ray", {"generators", "doctor"})]
-)
-def test_heavy_libraries_stay_where_they_belong(library: str, allowed: set[str]) -> None:
-    users = {n for n, paths in modules().items() if any(t.split(".")[0] == library for p in paths for t in imported(p))}
-    assert users <= allowed
-
-
-PUBLIC = {"flwr.app", "flwr.clientapp", "flwr.clientapp.mod", "flwr.serverapp", "flwr.serverapp.strategy"}
-
-
-def test_flowers_private_names_stay_in_one_module() -> None:
-    for path in (path for name, paths in modules().items() if name != "flower_internals" for path in paths):
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] == "flwr":
-                assert node.module in PUBLIC, path.name
-
-
-@pytest.mark.parametrize(
-    "module",
-    [
-        "fedeas_flwr",
-        "fedeas_flwr.allocation",
-        "fedeas_flwr.augment",
-        "fedeas_flwr.cache",
-        "fedeas_flwr.generators",
-        "fedeas_flwr.generators.interface",
-        "fedeas_flwr.generators.opening",
-        "fedeas_flwr.partition",
-        "fedeas_flwr.planning",
-        "fedeas_flwr.run_plan",
-        "fedeas_flwr.report.plan_figures",
-        "fedeas_flwr.report.writing",
-        "fedeas_flwr.cli",
+INNER_FLOORS = {
+    "training": [
+        {"losses", "augmentation"},
+        {"objective", "models"},
+        {"precompute"},
+        {"engine"},
+        {"oom_fallback"},
+        {"eager", "gpu"},
+        {"build"},
+        {"evaluation"},
     ],
-)
+    "generators": [
+        {"interface"},
+        {"cache", "bank", "sd_turbo", "diffusion"},
+        {"fill", "cache_maintenance"},
+        {"learn"},
+        {"opening"},
+        {"classifier"},
+        {"quality", "service"},
+        {"ray_service"},
+        {"client_images"},
+    ],
+}
+"""The same within the two rooms that are large enough to need it."""
+
+FLWR = {"strategies", "federation", "client_app", "server_app", "launch", "doctor"}
+TORCH = {
+    *("common/devices", "common/cuda", "runs/tensorboard", "training", "generators", "strategies"),
+    *("federation/dissimilarity", "client_app", "server_app", "launch/resources", "doctor"),
+}
+RAY = {"generators/ray_service", "doctor/rehearsal"}
+"""Rooms and files that may import a heavy library."""
+
+LIGHT = [
+    *("allocation", "policies", "partition", "generators", "generators.interface", "generators.opening"),
+    *("generators.cache", "generators.fill", "planning.plan", "planning.run_plan", "report.plan_figures"),
+    *("report.writing", "commands.app"),
+]
+
+
+def modules() -> list[str]:
+    """Return every module but the package itself, as a path below it: `data/node`; a room's `__init__` is the room."""
+    paths = (path.relative_to(PACKAGE).with_suffix("").as_posix() for path in sorted(PACKAGE.rglob("*.py")))
+    return [path.removesuffix("/__init__") for path in paths if path != "__init__"]
+
+
+def source(module: str) -> Path:
+    """Return a module's file."""
+    path = PACKAGE / f"{module}.py"
+    return path if path.exists() else PACKAGE / module / "__init__.py"
+
+
+def imports(module: str) -> Iterator[tuple[str, str]]:
+    """Yield every (module, name) that a file imports, also inside functions; the name is "" for a plain import."""
+    for node in ast.walk(ast.parse(source(module).read_text())):
+        if isinstance(node, ast.Import):
+            yield from ((alias.name, "") for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{module}: relative import"
+            yield from ((node.module or "", alias.name) for alias in node.names)
+
+
+def own_imports(module: str) -> Iterator[tuple[str, str]]:
+    """Yield (module of this package, imported name), the module as a path below the package."""
+    for target, name in imports(module):
+        if target.split(".")[0] == PACKAGE.name:
+            path = "/".join(target.split(".")[1:])
+            below = f"{path}/{name}".strip("/")
+            yield (below, "") if name and source(below).exists() else (path, name)
+
+
+def floors(levels: list[set[str]]) -> dict[str, int]:
+    """Return the floor of each room or module."""
+    return {name: number for number, level in enumerate(levels) for name in level}
+
+
+def test_every_room_has_a_floor() -> None:
+    assert sorted(floors(FLOORS)) == sorted({module.split("/")[0] for module in modules()})
+    for room, levels in INNER_FLOORS.items():
+        inside = {module.split("/")[1] for module in modules() if module.startswith(f"{room}/")}
+        assert sorted(floors(levels)) == sorted(inside), room
+
+
+def test_the_top_stays_small() -> None:
+    assert len(list(PACKAGE.glob("*.py"))) <= 12
+
+
+def test_imports_point_down() -> None:
+    floor = floors(FLOORS)
+    wrong = []
+    for module in modules():
+        room = module.split("/")[0]
+        for target, _ in own_imports(module):
+            other = target.split("/")[0]
+            if other != room and floor.get(other, -1) >= floor[room]:
+                wrong.append(f"{module} imports {target}")
+    assert wrong == []
+
+
+@pytest.mark.parametrize("room", sorted(INNER_FLOORS))
+def test_imports_within_a_room_point_down(room: str) -> None:
+    floor = floors(INNER_FLOORS[room])
+    wrong = []
+    for module in (module for module in modules() if module.startswith(f"{room}/")):
+        own = module.split("/")[1]
+        for target, _ in own_imports(module):
+            parts = target.split("/")
+            if parts[0] == room and len(parts) > 1 and parts[1] != own and floor[parts[1]] >= floor[own]:
+                wrong.append(f"{module} imports {target}")
+    assert wrong == []
+
+
+def test_only_training_opens_its_gpu_room() -> None:
+    users = {m for m in modules() for target, _ in own_imports(m) if target.startswith("training/gpu")}
+    assert {module for module in users if not module.startswith("training/gpu")} <= {"training/build"}
+
+
+def test_private_names_stay_in_their_room() -> None:
+    wrong = []
+    for module in modules():
+        room, aliases = module.split("/")[0], set()
+        for target, name in own_imports(module):
+            if target.split("/")[0] == room:
+                continue
+            if name.startswith("_") or "/_" in target:
+                wrong.append(f"{module} imports {target}.{name}")
+            if not name:
+                aliases.add(target.split("/")[-1])
+        for node in ast.walk(ast.parse(source(module).read_text())):
+            if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in aliases:
+                private = node.attr.startswith("_") and not node.attr.startswith("__")
+                wrong += [f"{module} uses {node.value.id}.{node.attr}"] if private else []
+    assert wrong == []
+
+
+@pytest.mark.parametrize(("library", "allowed"), [("flwr", FLWR), ("torch", TORCH), ("ray", RAY)])
+def test_heavy_libraries_stay_where_they_belong(library: str, allowed: set[str]) -> None:
+    users = [module for module in modules() if any(target.split(".")[0] == library for target, _ in imports(module))]
+    assert [user for user in users if not {user, user.split("/")[0]} & allowed] == []
+
+
+@pytest.mark.parametrize("module", ["fedeas_flwr", *(f"fedeas_flwr.{name}" for name in LIGHT)])
 def test_light_modules_pull_in_nothing_heavy(module: str) -> None:
     code = f"import sys, {module}; print(*sorted({{'torch','flwr','ray','diffusers','sklearn'}} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
@@ -192,9 +189,9 @@ def test_a_plain_inline_run_imports_only_what_it_needs(tmp_path: Path) -> None:
         'policy = "none"\nclients = 2\nrounds = 1\nlocal-epochs = 1\nbackend = "inline"\ndevice = "cpu"\n'
     )
     code = (
-        "import atexit, sys; from fedeas_flwr import cli\n"
+        "import atexit, sys; from fedeas_flwr.commands.app import main\n"
         f"atexit.register(lambda: print('imported:', *sorted({UNNEEDED!r} & set(sys.modules))))\n"
-        "sys.argv = ['fedeas', 'run', 'conf.toml']; cli.main()"
+        "sys.argv = ['fedeas', 'run', 'conf.toml']; main()"
     )
     environment = {**os.environ, "PYTHONPATH": str(PACKAGE.parent)}
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path, env=environment)

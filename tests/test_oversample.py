@@ -14,17 +14,18 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import array_shapes, arrays
 from runners import finish, quick, weights
 
-from fedeas_flwr import messages, planning
 from fedeas_flwr.allocation import IntArray, budget, fedeas, imbalance, oversample
-from fedeas_flwr.augment import repeated
+from fedeas_flwr.data.federated import federated_data
+from fedeas_flwr.data.node import read_node
+from fedeas_flwr.federation import messages
 from fedeas_flwr.generators.client_images import local_images
-from fedeas_flwr.local_data import federated_data
-from fedeas_flwr.node import read_node
+from fedeas_flwr.generators.fill import repeated
 from fedeas_flwr.partition import make_partition, plan_labels
-from fedeas_flwr.planning import format_table
+from fedeas_flwr.planning import plan as plan_module
+from fedeas_flwr.planning.plan import format_table
+from fedeas_flwr.planning.run_plan import planned_counts
 from fedeas_flwr.policies import allocate
-from fedeas_flwr.run_plan import planned_counts
-from fedeas_flwr.training import recipe
+from fedeas_flwr.training.build import recipe
 
 
 def test_targets_by_hand() -> None:
@@ -51,7 +52,7 @@ def test_it_is_fedeas_on_classes_that_are_there(counts: IntArray, beta: float, s
 def test_the_plan_shows_copies_and_generates_nothing() -> None:
     counts = make_partition("cifar10", "paper", 20, 0.1, 42).counts(plan_labels("cifar10", "paper"), 10)
     keys = {"dataset": "cifar10", "protocol": "paper", "beta": 12.0, "gamma": 0.5, "seed": 42}
-    plan, filled = (planning.plan(counts, policy=policy, **keys) for policy in ("oversample", "fedeas"))
+    plan, filled = (plan_module.plan(counts, policy=policy, **keys) for policy in ("oversample", "fedeas"))
     assert plan["total"] == plan["synthetic_fraction"] == 0
     assert not any(any(client["generate"]) for client in plan["clients"])
     copies = np.array([client["repeat"] for client in plan["clients"]])

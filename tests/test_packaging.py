@@ -22,7 +22,7 @@ import yaml
 from click.testing import CliRunner
 from waiting import LONG
 
-from fedeas_flwr.cli import app
+from fedeas_flwr.commands.app import app
 
 ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]

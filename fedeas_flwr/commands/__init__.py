@@ -1,1 +1,1 @@
-"""The commands of `fedeas` that have a file of their own, and what they share."""
+"""The command line of `fedeas`: one file per command or group of commands. Only `__main__` imports it."""

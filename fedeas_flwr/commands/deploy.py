@@ -33,7 +33,7 @@ def init(
     install_dir: Annotated[str, typer.Option(help="where the folders will lie on their machines")] = "/opt/fedeas",
 ) -> None:
     """Write certificates, keys and start scripts, one folder a machine, and the app to run on them."""
-    from fedeas_flwr.deploy import CONNECTION, Deployment, write_deployment
+    from fedeas_flwr.deploy.deployment import CONNECTION, Deployment, write_deployment
 
     folder = folder.absolute()
     deployment = Deployment(tuple(host), port, superlink_port, nodes, install_dir)
@@ -54,7 +54,7 @@ def init(
 @deploy_app.command(short_help="Tell the running SuperLink the nodes' public keys")
 def register(folder: Folder) -> None:
     """Tell the running SuperLink the public keys of the nodes; doing it again is harmless."""
-    from fedeas_flwr.deploy import read_deployment
+    from fedeas_flwr.deploy.deployment import read_deployment
     from fedeas_flwr.deploy.registry import register_nodes
 
     folder = folder.absolute()
@@ -72,7 +72,7 @@ def check(
 ) -> None:
     """Say what is wrong with a deployment, or on a machine with its own folder; exit code 1 if there is a problem."""
     run, folder = parse_config(parse_overrides(words or [])), folder.absolute()
-    from fedeas_flwr.deploy.check import examine
+    from fedeas_flwr.doctor.deployment import examine
 
     os.environ.setdefault("FEDEAS_CACHE", str(folder / "cache"))  # as start.sh does: where a node keeps what it needs
     findings = list(examine(folder, run))

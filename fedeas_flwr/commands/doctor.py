@@ -12,13 +12,14 @@ from rich.console import Console
 from rich.text import Text
 
 from fedeas_flwr.commands.output import FormatOption
+from fedeas_flwr.common.tables import print_table
+from fedeas_flwr.common.text import counted
 from fedeas_flwr.config import RunConfig, parse_config
 from fedeas_flwr.config_files import parse_overrides, read_config, refuse_ignored
-from fedeas_flwr.sizes import counted
-from fedeas_flwr.terminal import print_table
 
 if TYPE_CHECKING:
     from fedeas_flwr.doctor.findings import Finding
+
 
 _COLOURS = {"ok": "green", "note": "yellow", "problem": "bold red"}
 
@@ -32,7 +33,7 @@ def doctor(
 ) -> None:
     """Say what this machine can do for a run, and what to mend; exit code 1 if there is a problem."""
     config = _read(words or [])
-    from fedeas_flwr.doctor import examine
+    from fedeas_flwr.doctor.findings import examine
 
     findings = list(examine(config, rehearse=ray))
     if output == "json":

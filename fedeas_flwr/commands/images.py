@@ -16,18 +16,19 @@ from rich.console import Console
 
 from fedeas_flwr.commands.help import InOrderOfUse
 from fedeas_flwr.commands.output import FormatOption, can_be_folder, refuse_given
+from fedeas_flwr.common.errors import ConfigError
+from fedeas_flwr.common.tables import print_table
+from fedeas_flwr.common.text import counted, parse_age, parse_bytes, show_bytes, show_seconds
 from fedeas_flwr.config import SAMPLER_STEPS
-from fedeas_flwr.errors import ConfigError
-from fedeas_flwr.sizes import counted, parse_age, parse_bytes, show_bytes, show_seconds
-from fedeas_flwr.terminal import print_table
 
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-    from fedeas_flwr.choosing import Speed
+    from fedeas_flwr.generators.cache_maintenance import Entry
     from fedeas_flwr.generators.interface import Generator, SampleId
-    from fedeas_flwr.upkeep import Entry
+    from fedeas_flwr.planning.beta_selection import Speed
+
 
 cache_app = typer.Typer(cls=InOrderOfUse, help="The cache of generated images.", rich_markup_mode=None)
 
@@ -43,8 +44,8 @@ GeneratorOption = Annotated[str, typer.Option(help="builtin, FOLDER in diffusers
 @cache_app.command(short_help="List what the cache holds, the least recently used first")
 def ls(output: FormatOption = "table") -> None:
     """List what the cache holds, the least recently used first."""
-    from fedeas_flwr.cache import ImageCache
-    from fedeas_flwr.upkeep import entries
+    from fedeas_flwr.generators.cache import ImageCache
+    from fedeas_flwr.generators.cache_maintenance import entries
 
     found = entries(ImageCache())
     if output == "json":
@@ -63,8 +64,8 @@ def ls(output: FormatOption = "table") -> None:
 @cache_app.command(short_help="Check every shard, and name those that are damaged")
 def verify() -> None:
     """Check every shard; a damaged one is named, and made again when it is next needed."""
-    from fedeas_flwr.cache import ImageCache
-    from fedeas_flwr.upkeep import verify as verify_cache
+    from fedeas_flwr.generators.cache import ImageCache
+    from fedeas_flwr.generators.cache_maintenance import verify as verify_cache
 
     checked, damaged = verify_cache(ImageCache())
     for path in damaged:
@@ -81,8 +82,8 @@ def prune(
     key: Annotated[str, typer.Option(help="remove the entry whose key begins so")] = "",
 ) -> None:
     """Remove images that can be made again."""
-    from fedeas_flwr.cache import ImageCache
-    from fedeas_flwr.upkeep import prune as prune_cache
+    from fedeas_flwr.generators.cache import ImageCache
+    from fedeas_flwr.generators.cache_maintenance import prune as prune_cache
 
     if not (max_bytes or older_than or key):
         raise ValueError("say what may go: --max-bytes, --older-than or --key")
@@ -107,8 +108,8 @@ def estimate_generation(plan: dict[str, Any], spec: str, dataset: str) -> dict[s
 
     Images that are in the cache already are not taken off.
     """
-    from fedeas_flwr.devices import pick_device
-    from fedeas_flwr.upkeep import stored_bytes
+    from fedeas_flwr.common.devices import pick_device
+    from fedeas_flwr.generators.cache_maintenance import stored_bytes
 
     rows = [client["generate"] for client in plan["clients"]]
     generator = _open_checked(spec, dataset, len(rows[0]), "--estimate")
@@ -129,8 +130,8 @@ def batch_speed(spec: str, dataset: str, classes: int) -> Speed:
 
 
 def _open_checked(spec: str, dataset: str, classes: int, wanted_by: str) -> Generator:
+    from fedeas_flwr.common.devices import pick_device
     from fedeas_flwr.config import parse_config
-    from fedeas_flwr.devices import pick_device
     from fedeas_flwr.generators.opening import open_for_run
 
     generator = open_for_run(parse_config({"dataset": dataset, "generator": spec}), pick_device("auto"))
@@ -142,8 +143,8 @@ def _open_checked(spec: str, dataset: str, classes: int, wanted_by: str) -> Gene
 
 def _timed(generator: Generator) -> Speed:
     """Time one batch after one to warm up."""
-    from fedeas_flwr.choosing import Speed
     from fedeas_flwr.generators.interface import SampleId, batch_size
+    from fedeas_flwr.planning.beta_selection import Speed
 
     batch = batch_size(generator)
     samples = [SampleId(0, client, client % generator.num_classes, 0) for client in range(batch)]
@@ -194,20 +195,20 @@ def generate(
         raise ConfigError(f"--inception: there is no file {inception}")
     import numpy as np
 
+    from fedeas_flwr.common.devices import pick_device
+    from fedeas_flwr.common.files import atomic_path, atomic_write
+    from fedeas_flwr.common.image_sheet import save_sheet
     from fedeas_flwr.config import parse_config
-    from fedeas_flwr.data import dataset_info, open_dataset
-    from fedeas_flwr.devices import pick_device
+    from fedeas_flwr.data.datasets import dataset_info, open_dataset
     from fedeas_flwr.generators.bank import check_enough
     from fedeas_flwr.generators.interface import SampleId, stock
     from fedeas_flwr.generators.opening import open_for_run
-    from fedeas_flwr.image_sheet import save_sheet
-    from fedeas_flwr.paths import atomic_path, atomic_write
 
     values = {"dataset": dataset, "generator": generator, "generation-batch": generation_batch}
     config = parse_config(values | drawn | {"device": device})
     where = pick_device(device)
     if generator == "builtin":
-        from fedeas_flwr.prepare import ensure_digits_generator
+        from fedeas_flwr.launch.prepare import ensure_digits_generator
 
         ensure_digits_generator(Console(stderr=True, markup=False))
     opened = open_for_run(config, where)
@@ -226,10 +227,10 @@ def generate(
     (out / "report.json").unlink(missing_ok=True)  # of other images
     print(f"{counted(len(images), 'image')} in {seconds:.1f} s → {out}")
     if report:
-        from fedeas_flwr.exporting import without_folder
         from fedeas_flwr.generators.classifier import independent_classifier
         from fedeas_flwr.generators.quality import quality_report
-        from fedeas_flwr.progress import showing_log
+        from fedeas_flwr.launch.progress import showing_log
+        from fedeas_flwr.runs.listing import without_folder
 
         with showing_log(Console(stderr=True, markup=False)):
             judge = independent_classifier(dataset, data_dir, where)

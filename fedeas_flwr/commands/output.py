@@ -11,8 +11,8 @@ import typer
 from click.core import ParameterSource
 from rich.console import Console
 
-from fedeas_flwr.errors import ConfigError
-from fedeas_flwr.paths import existing_part
+from fedeas_flwr.common.errors import ConfigError
+from fedeas_flwr.common.files import existing_part
 
 console = Console(markup=False)
 """A path is printed as it is: brackets in it are no styles."""

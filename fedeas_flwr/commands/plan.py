@@ -13,12 +13,13 @@ from rich.console import Console
 
 from fedeas_flwr.commands.images import batch_speed, estimate_generation, show_estimate
 from fedeas_flwr.commands.output import FormatOption, can_be_folder, refuse_given
-from fedeas_flwr.errors import ConfigError
-from fedeas_flwr.progress import show_tries
+from fedeas_flwr.common.errors import ConfigError
+from fedeas_flwr.launch.progress import show_tries
 
 if TYPE_CHECKING:
     from fedeas_flwr.allocation import IntArray
-    from fedeas_flwr.choosing import Choice, Limits
+    from fedeas_flwr.planning.beta_selection import Choice, Limits
+
 
 DEFAULT_BETA = 12.0
 
@@ -59,11 +60,12 @@ def plan(
     ] = None,
 ) -> None:
     """Say how many images each client would generate, from label counts alone; choose β from limits."""
-    from fedeas_flwr import choosing, planning
-    from fedeas_flwr.budget_path import BudgetPath
-    from fedeas_flwr.data import dataset_info
+    from fedeas_flwr.data.datasets import dataset_info
+    from fedeas_flwr.planning import beta_selection, counts_file
+    from fedeas_flwr.planning import plan as plan_module
+    from fedeas_flwr.planning.budget_path import BudgetPath
 
-    limits, betas = choosing.Limits(min_removed, max_synthetic, max_images, max_seconds), read_grid(grid)
+    limits, betas = beta_selection.Limits(min_removed, max_synthetic, max_images, max_seconds), read_grid(grid)
     _check_settings(context, policy, total)
     _check_who_chooses(limits, beta, grid)
     if not estimate and max_seconds is None:
@@ -71,20 +73,20 @@ def plan(
     names: Sequence[str]
     if counts:
         _check_given_counts(context, "--max-seconds" if max_seconds is not None else "--estimate" if estimate else "")
-        found, names = planning.read_counts(counts)
+        found, names = counts_file.read_counts(counts)
     else:
         names = dataset_info(dataset).classes  # first: it names all that a dataset can be, data of one's own too
         found = _partition_counts(dataset, protocol, clients, alpha, seed)
     choice = None
     if limits.given():
         speed = batch_speed(generator, dataset, found.shape[1]) if max_seconds is not None else None
-        choice = choosing.choose(BudgetPath(found, policy, gamma, not printed_rule), limits, betas, speed)
+        choice = beta_selection.choose(BudgetPath(found, policy, gamma, not printed_rule), limits, betas, speed)
         if choice.recommended is None:
             answer = json.dumps({"choice": choice.as_json()})
-            print(answer if output == "json" else choosing.format_choice(choice))
+            print(answer if output == "json" else beta_selection.format_choice(choice))
             raise typer.Exit(1)
         beta = choice.recommended
-    result = planning.plan(
+    result = plan_module.plan(
         found,
         dataset=None if counts else dataset,
         protocol=None if counts else protocol,
@@ -108,13 +110,14 @@ def plan(
 
 
 def _as_text(result: dict[str, Any], names: Sequence[str], choice: Choice | None, drawn: list[Path]) -> str:
-    from fedeas_flwr import choosing, planning
+    from fedeas_flwr.planning import beta_selection
+    from fedeas_flwr.planning import plan as plan_module
 
-    parts = [planning.format_table(result, names)]
+    parts = [plan_module.format_table(result, names)]
     if "estimate" in result:
         parts.append(show_estimate(result["estimate"]))
     if choice:
-        parts.append(choosing.format_choice(choice))
+        parts.append(beta_selection.format_choice(choice))
     if drawn:
         parts.append(f"Figures:      {', '.join(map(str, drawn))}")
     return "\n".join(parts)
@@ -136,7 +139,7 @@ def _check_settings(context: typer.Context, policy: str, total: int | None) -> N
 
 def _check_who_chooses(limits: Limits, beta: float | None, grid: str) -> None:
     """Refuse a β beside limits that choose it, and a grid without any."""
-    from fedeas_flwr.choosing import option
+    from fedeas_flwr.planning.beta_selection import option
 
     if limits.given() and beta is not None:
         raise ConfigError(f"beta = {beta:g}: leave it out, the limits choose it")
@@ -162,6 +165,6 @@ def read_grid(text: str) -> list[float]:
 
 
 def _partition_counts(dataset: str, protocol: str, clients: int, alpha: float, seed: int) -> IntArray:
-    from fedeas_flwr.run_plan import partition_counts
+    from fedeas_flwr.planning.run_plan import partition_counts
 
     return partition_counts(dataset, protocol, clients, alpha, seed, progress=show_tries(Console(stderr=True)))

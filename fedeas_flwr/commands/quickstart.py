@@ -10,12 +10,12 @@ import typer
 from rich.console import Console
 
 from fedeas_flwr.commands.output import can_be_folder, console
+from fedeas_flwr.common.errors import ConfigError
+from fedeas_flwr.common.files import atomic_write
 from fedeas_flwr.config import RunConfig, parse_config
-from fedeas_flwr.errors import ConfigError
-from fedeas_flwr.paths import atomic_write
-from fedeas_flwr.run_files import is_run
-from fedeas_flwr.runs import RunDirectory
-from fedeas_flwr.sweep import Cell, check_cell
+from fedeas_flwr.launch.sweep import Cell, check_cell
+from fedeas_flwr.runs.directory import RunDirectory
+from fedeas_flwr.runs.files import is_run
 
 RUNS = (("none", "ray"), ("fedeas", "ray"), ("uniform", "inline"), ("missing-only", "inline"))
 """Policy and backend. Two runs go through Flower's Ray simulation; its start costs half a minute, so two do not: the
@@ -52,10 +52,9 @@ def quickstart_config(policy: str, backend: str, folder: Path) -> RunConfig:
 
 def quickstart(folder: Path, console: Console) -> None:
     """Run the four policies into ``folder``, or what is left of them, print a table, write a picture and a page."""
-    from fedeas_flwr.report.comparison import comparison_figure, print_comparison
     from fedeas_flwr.report.groups import group_runs
     from fedeas_flwr.report.page import as_png
-    from fedeas_flwr.report.writing import write_report
+    from fedeas_flwr.report.writing import comparison_figure, print_comparison, write_report
 
     _refuse_others(folder)
     cells = [_cell(quickstart_config(policy, backend, folder)) for policy, backend in RUNS]
@@ -98,8 +97,8 @@ def _do(cell: Cell, console: Console) -> RunDirectory:
         again = shlex.join(["fedeas", "runs", "rm", str(cell.run.path)])
         console.print(f"{cell.name}: done before, and kept; to do it anew, first: {again}", soft_wrap=True)
         return cell.run
-    from fedeas_flwr.launch import launch
-    from fedeas_flwr.prepare import prepare
+    from fedeas_flwr.launch.prepare import prepare
+    from fedeas_flwr.launch.run import launch
 
     config = prepare(cell.config, console)
     console.print(f"\n{cell.name}: {config.rounds} rounds, {config.clients} clients, backend {config.backend}")

@@ -10,8 +10,8 @@ import typer
 from rich.console import Console
 
 from fedeas_flwr.commands.output import FormatOption, can_be_file, can_be_folder
-from fedeas_flwr.errors import RunError
-from fedeas_flwr.listing import find_runs
+from fedeas_flwr.common.errors import RunError
+from fedeas_flwr.runs.listing import find_runs
 
 
 def report(
@@ -27,11 +27,10 @@ def report(
     """Compare runs, as a table, a page or Markdown; runs that differ in their seed alone are one row."""
     if missing := [folder for folder in runs if not folder.is_dir()]:
         raise RunError(f"{missing[0]} is not a folder")
-    from fedeas_flwr.report.comparison import print_comparison
-    from fedeas_flwr.report.for_machines import as_data
     from fedeas_flwr.report.groups import group_runs
+    from fedeas_flwr.report.json_export import as_data
     from fedeas_flwr.report.notes import notes_on
-    from fedeas_flwr.report.writing import write_report
+    from fedeas_flwr.report.writing import print_comparison, write_report
 
     unreadable: list[str] = []
     found = list(find_runs(runs, unreadable=unreadable))

@@ -16,16 +16,17 @@ from rich.console import Console
 
 from fedeas_flwr.commands.output import FormatOption, can_be_folder, refuse_given
 from fedeas_flwr.commands.sweep import refuse_what_a_run_would, watching
+from fedeas_flwr.common.cores import usable_cores
+from fedeas_flwr.common.errors import ConfigError
+from fedeas_flwr.common.files import atomic_path, atomic_write
+from fedeas_flwr.common.text import counted
 from fedeas_flwr.config_files import parse_overrides
-from fedeas_flwr.cores import usable_cores
-from fedeas_flwr.errors import ConfigError
-from fedeas_flwr.paths import atomic_path, atomic_write
-from fedeas_flwr.sizes import counted
 
 if TYPE_CHECKING:
     from fedeas_flwr.reproduce.items import Choice
-    from fedeas_flwr.reproduce.measured import Results
+    from fedeas_flwr.reproduce.results import Results
     from fedeas_flwr.reproduce.sections import Section
+
 
 SET_BY_CELLS = {
     **dict.fromkeys(
@@ -142,9 +143,9 @@ def do_missing(
     choice: Choice, results: Results, folder: Path, jobs: int, export: Path | None, console: Console
 ) -> bool:
     """Do the runs that are missing, each as it ends a record in ``export``; tell whether one failed for good."""
-    from fedeas_flwr.exporting import check_export
-    from fedeas_flwr.reproduce.filling import Settling, make_filling, record_folder, settle_finished
-    from fedeas_flwr.sweep_jobs import run_sweep
+    from fedeas_flwr.launch.sweep_jobs import run_sweep
+    from fedeas_flwr.reproduce.missing_runs import Settling, make_filling, record_folder, settle_finished
+    from fedeas_flwr.runs.listing import check_export
 
     missing = choice.missing(results)
     if not missing:
@@ -171,7 +172,7 @@ def do_missing(
 def prepare_generator(scale: str, generating: Sequence[bool], console: Console) -> None:
     """Train the built-in generator here, where it is seen, and not in the first run that needs it."""
     if scale == "smoke" and any(generating):
-        from fedeas_flwr.prepare import ensure_digits_generator
+        from fedeas_flwr.launch.prepare import ensure_digits_generator
 
         ensure_digits_generator(console)
 

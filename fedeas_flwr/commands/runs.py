@@ -14,12 +14,20 @@ from rich.console import Console
 
 from fedeas_flwr.commands.help import InOrderOfUse
 from fedeas_flwr.commands.output import FormatOption
-from fedeas_flwr.errors import RunError
-from fedeas_flwr.listing import check_removable, describe, describe_in_full, find_runs, flat_rounds, heavy_files, remove
-from fedeas_flwr.run_files import remove_files
-from fedeas_flwr.runs import RunDirectory
-from fedeas_flwr.sizes import counted, show_bytes
-from fedeas_flwr.terminal import as_csv, print_table, table_width
+from fedeas_flwr.common.errors import RunError
+from fedeas_flwr.common.tables import as_csv, print_table, table_width
+from fedeas_flwr.common.text import counted, show_bytes
+from fedeas_flwr.runs.directory import RunDirectory
+from fedeas_flwr.runs.files import remove_files
+from fedeas_flwr.runs.listing import (
+    check_removable,
+    describe,
+    describe_in_full,
+    find_runs,
+    flat_rounds,
+    heavy_files,
+    remove,
+)
 
 runs_app = typer.Typer(cls=InOrderOfUse, help="Run directories.", rich_markup_mode=None)
 

@@ -17,13 +17,13 @@ from rich.table import Table
 from rich.text import Text
 
 from fedeas_flwr.commands.output import can_be_folder, check_format
+from fedeas_flwr.common.errors import ConfigError
+from fedeas_flwr.common.tables import folding_table, print_table
+from fedeas_flwr.common.text import counted, show_seconds
 from fedeas_flwr.config_files import parse_overrides, read_values, refuse_ignored
-from fedeas_flwr.errors import ConfigError
-from fedeas_flwr.listing import find_runs
-from fedeas_flwr.sizes import counted, show_seconds
-from fedeas_flwr.sweep import Cell, Sweep, make_sweep, parse_grid, points
-from fedeas_flwr.sweep_jobs import Board, Watcher, run_sweep
-from fedeas_flwr.terminal import folding_table, print_table
+from fedeas_flwr.launch.sweep import Cell, Sweep, make_sweep, parse_grid, points
+from fedeas_flwr.launch.sweep_jobs import Board, Watcher, run_sweep
+from fedeas_flwr.runs.listing import find_runs
 
 _LINE_EVERY = 30.0
 _LIVE = 72
@@ -81,7 +81,7 @@ def _refuse_two_words(overrides: list[str], grid: list[str]) -> None:
 
 def refuse_what_a_run_would(sweep: Sweep, console: Console) -> None:
     """Refuse now what a run that is still to be done would, hours later."""
-    from fedeas_flwr.prepare import check_runs  # with all of Flower, which other commands need not load
+    from fedeas_flwr.launch.prepare import check_runs  # with all of Flower, which other commands need not load
 
     check_runs([cell.config for cell in sweep.cells if not cell.finished], console)
 

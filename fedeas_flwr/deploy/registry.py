@@ -6,10 +6,10 @@ import os
 from pathlib import Path
 from typing import Any
 
-from fedeas_flwr.deploy import CONNECTION, Deployment
-from fedeas_flwr.errors import RunFailedError
-from fedeas_flwr.one_line import one_line
-from fedeas_flwr.superlink import QUIET, flwr_answer, is_listening
+from fedeas_flwr.common.errors import RunFailedError
+from fedeas_flwr.common.text import one_line
+from fedeas_flwr.deploy.deployment import CONNECTION, Deployment
+from fedeas_flwr.launch.superlink import QUIET, flwr_answer, is_listening
 
 
 def register_nodes(deployment: Deployment, folder: Path) -> list[str]:

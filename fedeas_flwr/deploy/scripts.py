@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 
-from fedeas_flwr.superlink import QUIET
+from fedeas_flwr.launch.superlink import QUIET
 
 _HEAD = """\
 #!/bin/sh

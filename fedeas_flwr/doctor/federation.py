@@ -16,15 +16,15 @@ from pathlib import Path
 
 import psutil
 
+from fedeas_flwr.common.processes import ProcessTree
+from fedeas_flwr.common.text import counted
 from fedeas_flwr.config import RunConfig
 from fedeas_flwr.doctor.findings import Finding, note, ok, problem
 from fedeas_flwr.doctor.machine import on_gpu
-from fedeas_flwr.flower_internals import local_ports
+from fedeas_flwr.federation.flower_internals import local_ports
 from fedeas_flwr.generators.ray_service import GPU_SLIVER, leave_sliver
-from fedeas_flwr.processes import ProcessTree
-from fedeas_flwr.resources import ray_resources
-from fedeas_flwr.sizes import counted
-from fedeas_flwr.superlink import free_port, is_listening, own_environment
+from fedeas_flwr.launch.resources import ray_resources
+from fedeas_flwr.launch.superlink import free_port, is_listening, own_environment
 
 COMMANDS = ("flwr", "flower-superlink")
 _DEFAULTS = "write what the text says, or gpu-share=0 and actors=0 for the defaults"

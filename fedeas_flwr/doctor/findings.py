@@ -1,11 +1,47 @@
-"""What a check of `fedeas doctor` says."""
+"""The findings of `fedeas doctor`, and the list of its checks.
+
+A check is a small function from a run-config to findings. Write a new one in the file it belongs to and add it to
+`CHECKS`. Nothing is trained, downloaded or left behind. Checks are imported when their turn comes, so that the doctor
+can report where torch or Flower is missing or broken.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
+from importlib import import_module
 from typing import Literal
 
-from fedeas_flwr.one_line import one_line
+from fedeas_flwr.common.text import one_line
+from fedeas_flwr.config import RunConfig
+
+CHECKS = {
+    "python": "packages.check_python",
+    "packages": "packages.check_packages",
+    "torch with torchvision": "packages.check_torch_pair",
+    "tensorboard": "packages.check_tensorboard",
+    "GPU": "machine.check_gpu",
+    "engine": "machine.check_engine",
+    "CUDA MPS": "machine.check_mps",
+    "cores": "machine.check_cores",
+    "memory": "machine.check_memory",
+    "/dev/shm": "machine.check_shared_memory",
+    "cache folder": "machine.check_cache_folder",
+    "cache limit": "machine.check_cache_limit",
+    "run folder": "machine.check_run_folder",
+    "dataset": "inputs.check_dataset",
+    "model": "inputs.check_model",
+    "strategy": "inputs.check_strategy",
+    "clients": "inputs.check_clients",
+    "last batches": "inputs.check_last_batches",
+    "generator": "inputs.check_generator",
+    "plan": "inputs.check_plan",
+    "Flower's commands": "federation.check_commands",
+    "loopback port": "federation.check_port",
+    "other SuperLink": "federation.check_other_superlink",
+    "other Ray": "federation.check_other_ray",
+    "GPU shares": "federation.check_shares",
+}
 
 
 @dataclass(frozen=True)
@@ -34,3 +70,29 @@ def problem(name: str, text: str | Exception, fix: str) -> Finding:
     """A run would fail or badly suffer. An error becomes one line."""
     line = one_line(text, None) or type(text).__name__
     return Finding(name, "problem", line if len(line) <= 400 else line[:399] + "…", fix)
+
+
+def examine(config: RunConfig, rehearse: bool = False) -> Iterator[Finding]:
+    """Make every check, the quick ones first; one that raises is a finding itself.
+
+    Parameters
+    ----------
+    config
+        Of the run that is meant.
+    rehearse
+        Also start a small Ray and divide its GPU as the run would, about 15 seconds.
+
+    Yields
+    ------
+    Finding
+    """
+    checks = {**CHECKS, "GPU shares under Ray": "federation.check_rehearsal"} if rehearse else CHECKS
+    for name, where in checks.items():
+        module, _, function = where.partition(".")
+        try:
+            yield from getattr(import_module(f"{__package__}.{module}"), function)(config)
+        except ImportError as error:
+            yield problem(name, f"could not be checked: {error}", "install what is missing, then ask again")
+        except Exception as error:
+            cause = f"the check itself failed: {type(error).__name__}: {error}"
+            yield problem(name, cause, "mend what the text names; if it names nothing, report it with this line")

@@ -9,15 +9,16 @@ from typing import TYPE_CHECKING
 
 from fedeas_flwr import partition
 from fedeas_flwr.allocation import IntArray
+from fedeas_flwr.common.files import expanded
+from fedeas_flwr.common.text import counted
 from fedeas_flwr.config import FEW, RunConfig
-from fedeas_flwr.data import dataset_info
-from fedeas_flwr.dataset_sources import OWN, check_npz, find_source
+from fedeas_flwr.data.datasets import dataset_info
+from fedeas_flwr.data.sources import OWN, check_npz, find_source
 from fedeas_flwr.doctor.findings import Finding, note, ok, problem
-from fedeas_flwr.paths import expanded
-from fedeas_flwr.sizes import counted
 
 if TYPE_CHECKING:
     from fedeas_flwr.generators.bank import BankGenerator
+
 
 _CLIENTS = 1000
 _AS_MANY, _SAY = "clients = 0 is as many as the federation has", "say how many, such as clients=10"
@@ -45,8 +46,8 @@ def check_dataset(config: RunConfig) -> Iterable[Finding]:
 
 def check_model(config: RunConfig) -> Iterable[Finding]:
     """The network, built with the weights a run starts from."""
-    from fedeas_flwr.models import imagenet_file
-    from fedeas_flwr.training import network
+    from fedeas_flwr.training.build import network
+    from fedeas_flwr.training.models import imagenet_file
 
     text = f"{config.model}, weights {config.weights}"
     if config.model == "resnet18" and config.weights == "imagenet" and not imagenet_file().is_file():
@@ -63,7 +64,7 @@ def check_model(config: RunConfig) -> Iterable[Finding]:
 
 def check_strategy(config: RunConfig) -> Iterable[Finding]:
     """Whether the strategy can work with the other keys, and with so many clients."""
-    from fedeas_flwr.strategies import build_strategy
+    from fedeas_flwr.strategies.registry import build_strategy
 
     if not config.clients:
         return [note("strategy", f"{config.strategy}, not tried: {_AS_MANY}", _SAY)]
@@ -92,7 +93,7 @@ def check_clients(config: RunConfig) -> Iterable[Finding]:
 @lru_cache(maxsize=1)
 def _counts(config: RunConfig) -> IntArray:
     """What every client of a simulation holds; a hard partition takes long to draw, and no file is left of it."""
-    from fedeas_flwr.run_plan import partition_counts
+    from fedeas_flwr.planning.run_plan import partition_counts
 
     given = config.dataset, config.protocol, config.clients, config.alpha, config.partition_seed
     return partition_counts(*given, keep=False)
@@ -105,9 +106,9 @@ def check_last_batches(config: RunConfig) -> Iterable[Finding]:
     """
     from torch.nn.modules.batchnorm import _BatchNorm
 
-    from fedeas_flwr.models import build_model
-    from fedeas_flwr.run_plan import planned_allocation
-    from fedeas_flwr.training import recipe
+    from fedeas_flwr.planning.run_plan import planned_allocation
+    from fedeas_flwr.training.build import recipe
+    from fedeas_flwr.training.models import build_model
 
     if config.dataset.startswith(OWN) or config.clients > _CLIENTS:
         return []
@@ -157,7 +158,7 @@ def check_generator(config: RunConfig) -> Iterable[Finding]:
 def check_plan(config: RunConfig) -> Iterable[Finding]:
     """What the clients of a simulation will ask for, and whether a bank has it; of very many it would take long."""
     from fedeas_flwr.generators.bank import check_enough
-    from fedeas_flwr.run_plan import nothing_planned, planned_images
+    from fedeas_flwr.planning.run_plan import nothing_planned, planned_images
 
     if not config.generates:
         return [ok("plan", "nothing to generate")]
@@ -182,7 +183,7 @@ def check_plan(config: RunConfig) -> Iterable[Finding]:
 
 
 def _model(config: RunConfig) -> Finding:
-    from fedeas_flwr.devices import pick_device
+    from fedeas_flwr.common.devices import pick_device
     from fedeas_flwr.generators.opening import check_for_run
 
     try:
@@ -197,7 +198,7 @@ def _model(config: RunConfig) -> Finding:
 
 
 def _builtin() -> Finding:
-    from fedeas_flwr.generators.digits import builtin_folder, is_whole
+    from fedeas_flwr.generators.learn.builtin import builtin_folder, is_whole
 
     folder = builtin_folder()
     if is_whole(folder):
@@ -225,7 +226,7 @@ def _bank(where: str, dataset: str) -> Finding:
 
 
 def _turbo(where: str) -> Finding:
-    from fedeas_flwr.generators.turbo import HUB_NAME, check_transformers, find_pipeline
+    from fedeas_flwr.generators.sd_turbo import HUB_NAME, check_transformers, find_pipeline
 
     check_transformers()
     if not where and not os.environ.get("FEDEAS_OFFLINE"):

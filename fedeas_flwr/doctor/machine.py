@@ -11,18 +11,18 @@ from pathlib import Path
 
 import psutil
 
-from fedeas_flwr import training
-from fedeas_flwr.cache import ImageCache
+from fedeas_flwr.common.cores import CGROUP, usable_cores
+from fedeas_flwr.common.devices import pick_device
+from fedeas_flwr.common.errors import ConfigError
+from fedeas_flwr.common.files import cache_root, existing_part
+from fedeas_flwr.common.text import show_bytes
 from fedeas_flwr.config import RunConfig
-from fedeas_flwr.cores import CGROUP, usable_cores
-from fedeas_flwr.devices import pick_device
 from fedeas_flwr.doctor.findings import Finding, note, ok, problem
-from fedeas_flwr.errors import ConfigError
-from fedeas_flwr.mps import CONTROL
-from fedeas_flwr.paths import cache_root, existing_part
-from fedeas_flwr.resources import clients_at_once
-from fedeas_flwr.sizes import show_bytes
-from fedeas_flwr.upkeep import cache_limit, entries
+from fedeas_flwr.generators.cache import ImageCache
+from fedeas_flwr.generators.cache_maintenance import cache_limit, entries
+from fedeas_flwr.launch.mps import CONTROL
+from fedeas_flwr.launch.resources import clients_at_once
+from fedeas_flwr.training import build
 
 CLIENT_BYTES = 500_000_000
 """Memory of one client process before its data: importing torch, Flower and Ray takes 385 MB."""
@@ -97,7 +97,7 @@ def tiny_kernel(number: int) -> None:
 def check_engine(config: RunConfig) -> Iterable[Finding]:
     """Whether the engine can be had where a run of this config trains; nothing is said of one that can."""
     try:
-        training.check_engine(config, "cuda" if on_gpu(config) else "cpu")
+        build.check_engine(config, "cuda" if on_gpu(config) else "cpu")
     except ConfigError as error:
         return [problem("engine", error, "write engine=auto")]
     return []

@@ -9,11 +9,11 @@ from importlib import metadata
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
+from fedeas_flwr.common.errors import ConfigError
+from fedeas_flwr.common.project import read_project
 from fedeas_flwr.config import RunConfig
 from fedeas_flwr.doctor.findings import Finding, ok, problem
-from fedeas_flwr.errors import ConfigError
-from fedeas_flwr.event_log import check_installed
-from fedeas_flwr.project import read_project
+from fedeas_flwr.runs.tensorboard import check_installed
 
 SHOWN = ("torch", "torchvision", "flwr", "ray", "diffusers")
 REINSTALL = "pip install -c constraints.txt -e . in the project's folder, or `make`"

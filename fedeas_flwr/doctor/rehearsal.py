@@ -16,9 +16,9 @@ from typing import Any
 
 import numpy as np
 
+from fedeas_flwr.common.text import counted
 from fedeas_flwr.config import RunConfig, parse_config
 from fedeas_flwr.generators.ray_service import actor_demand
-from fedeas_flwr.sizes import counted
 
 _CLIENT_SECONDS = 40.0
 _GENERATOR_SECONDS = 10.0
@@ -36,7 +36,7 @@ def rehearse(config: RunConfig, resources: dict[str, float]) -> dict[str, float 
     """Fill Ray with clients as Flower would, then ask for the generator's actor as the ServerApp would."""
     import ray
 
-    from fedeas_flwr.flower_internals import clients_that_fit
+    from fedeas_flwr.federation.flower_internals import clients_that_fit
 
     ray.init(
         address="local",  # whatever RAY_ADDRESS says

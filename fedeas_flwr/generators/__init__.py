@@ -1,4 +1,11 @@
-"""Where synthetic images come from: generators, how they are opened, shared among clients, trained and measured."""
+"""Where synthetic images come from, and where they are kept.
+
+Other rooms use the interface (`Generator`, `SampleId`, `batch_size`, `stock`, `describe_generator`), `opening.py`
+(`open_generator`, `open_for_run`, `check_for_run`, `absolute_spec`, `files_of`), `ImageCache` and its maintenance,
+`fill`, a client's images (`local_images`), the generator of a process or a run (`own_generator`, `start_service`,
+`leave_sliver`), `independent_classifier`, `quality_report`, `check_enough`, `learn.run.train_generator` and
+`learn/builtin.py`.
+"""
 
 from fedeas_flwr.generators.interface import Generator, SampleId
 

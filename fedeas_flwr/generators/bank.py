@@ -14,11 +14,11 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from fedeas_flwr.common.files import expanded
+from fedeas_flwr.common.randomness import stream
+from fedeas_flwr.common.text import counted
+from fedeas_flwr.data.own_images import read_images
 from fedeas_flwr.generators.interface import SampleId
-from fedeas_flwr.own_data import read_images
-from fedeas_flwr.paths import expanded
-from fedeas_flwr.sizes import counted
-from fedeas_flwr.streams import stream
 
 
 def check_enough(

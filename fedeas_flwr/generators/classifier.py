@@ -18,15 +18,14 @@ from filelock import FileLock
 from numpy.typing import NDArray
 from torch.nn import functional as F
 
-from fedeas_flwr.cache import ImageCache
-from fedeas_flwr.data import Dataset, dataset_info, open_dataset
-from fedeas_flwr.dataset_sources import OWN, find_source
-from fedeas_flwr.devices import one_thread
+from fedeas_flwr.common.devices import one_thread
+from fedeas_flwr.common.files import atomic_path, cache_root
+from fedeas_flwr.common.text import counted, show_seconds
+from fedeas_flwr.data.datasets import Dataset, dataset_info, open_dataset
+from fedeas_flwr.data.sources import OWN, find_source
+from fedeas_flwr.generators.cache import ImageCache
 from fedeas_flwr.generators.interface import Generator
-from fedeas_flwr.models import build_model
-from fedeas_flwr.normaliser import Normaliser
-from fedeas_flwr.paths import atomic_path, cache_root
-from fedeas_flwr.sizes import counted, show_seconds
+from fedeas_flwr.training.models import Normaliser, build_model
 
 logger = logging.getLogger(__name__)
 

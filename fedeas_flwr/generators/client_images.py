@@ -9,17 +9,17 @@ from typing import Any
 import numpy as np
 import torch
 
-from fedeas_flwr.augment import repeated
-from fedeas_flwr.cache import ImageCache
+from fedeas_flwr.common.randomness import stream
 from fedeas_flwr.config import RunConfig
+from fedeas_flwr.data.federated import FederatedData, Images, Labels
+from fedeas_flwr.data.node import Node
+from fedeas_flwr.generators.cache import ImageCache
 from fedeas_flwr.generators.classifier import ensure_recognised, independent_classifier
+from fedeas_flwr.generators.fill import repeated
 from fedeas_flwr.generators.interface import Generator, RememberedGenerator, describe_generator
 from fedeas_flwr.generators.ray_service import ServiceGenerator
 from fedeas_flwr.generators.service import own_generator
-from fedeas_flwr.local_data import FederatedData, Images, Labels
-from fedeas_flwr.node import Node
-from fedeas_flwr.run_plan import asked_images
-from fedeas_flwr.streams import stream
+from fedeas_flwr.planning.run_plan import asked_images
 
 _ROOM = 4
 """A part of the GPU's memory that is left free, 1/4. All processes on a GPU see the same, so that ten of them that each

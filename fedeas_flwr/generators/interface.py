@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from fedeas_flwr.data import dataset_info
+from fedeas_flwr.data.datasets import dataset_info
 
 if TYPE_CHECKING:  # the library's door does without pydantic
     from fedeas_flwr.config import RunConfig

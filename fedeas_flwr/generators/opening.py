@@ -8,9 +8,9 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fedeas_flwr.data import dataset_info
+from fedeas_flwr.common.files import expanded
+from fedeas_flwr.data.datasets import dataset_info
 from fedeas_flwr.generators.interface import Generator
-from fedeas_flwr.paths import expanded
 
 if TYPE_CHECKING:  # the library's door does without pydantic
     from fedeas_flwr.config import RunConfig
@@ -34,7 +34,7 @@ def open_generator(
     ----------
     spec
         ``builtin``: the digits model, trained on first use (about a minute). ``bank:DIR``: images from a folder
-        (bank.py). ``sd-turbo`` or ``sd-turbo:DIR``: text to image (turbo.py). Otherwise the path of a folder in
+        (bank.py). ``sd-turbo`` or ``sd-turbo:DIR``: text to image (sd_turbo.py). Otherwise the path of a folder in
         diffusers' format with ``unet`` and ``scheduler``.
     dataset_name
         The generator must have this dataset's classes and image shape.
@@ -64,7 +64,7 @@ def open_generator(
 
         return BankGenerator(where, classes=info.classes, image_shape=info.image_shape)
     if kind == "sd-turbo":
-        from fedeas_flwr.generators.turbo import TurboGenerator
+        from fedeas_flwr.generators.sd_turbo import TurboGenerator
 
         return TurboGenerator(
             where, classes=info.classes, image_shape=info.image_shape, batch_size=batch_size, device=device
@@ -74,12 +74,12 @@ def open_generator(
             raise ValueError(
                 f"generator: 'builtin' is for digits only; {dataset_name} needs the path of a diffusers folder"
             )
-        from fedeas_flwr.generators.digits import ensure_builtin
+        from fedeas_flwr.generators.learn.builtin import ensure_builtin
 
         folder = ensure_builtin()
     else:
         folder = expanded(spec, "generator")
-    from fedeas_flwr.generators.diffusion import DiffusionGenerator
+    from fedeas_flwr.generators.diffusion.sampler import DiffusionGenerator
 
     return DiffusionGenerator(
         folder,
@@ -124,15 +124,15 @@ def check_for_run(config: RunConfig, device: str) -> None:
     """
     kind, _, where = config.generator.partition(":")
     if kind == "sd-turbo":
-        from fedeas_flwr.generators.turbo import check_transformers, find_pipeline
+        from fedeas_flwr.generators.sd_turbo import check_transformers, find_pipeline
 
         check_transformers()
         find_pipeline(where)
         return
-    from fedeas_flwr.generators.diffusion import Settings
-    from fedeas_flwr.generators.digits import builtin_folder
-    from fedeas_flwr.generators.folders import read_model
-    from fedeas_flwr.generators.training import TIMESTEPS
+    from fedeas_flwr.generators.diffusion.model_folder import read_model
+    from fedeas_flwr.generators.diffusion.sampler import Settings
+    from fedeas_flwr.generators.learn.builtin import builtin_folder
+    from fedeas_flwr.generators.learn.trainer import TIMESTEPS
 
     info = dataset_info(config.dataset)
     classes, built_in = len(info.classes), config.generator == "builtin"
@@ -208,8 +208,8 @@ def _generator_file(spec: str) -> Path | None:
         return None
     if kind == "bank":
         return expanded(where, "generator")
-    from fedeas_flwr.generators.digits import builtin_folder
-    from fedeas_flwr.generators.folders import weights_file
+    from fedeas_flwr.generators.diffusion.model_folder import weights_file
+    from fedeas_flwr.generators.learn.builtin import builtin_folder
 
     return weights_file(builtin_folder() if spec == "builtin" else expanded(spec, "generator"))
 
@@ -217,7 +217,7 @@ def _generator_file(spec: str) -> Path | None:
 def _start_file(weights: str) -> Path | None:
     if weights == "none":
         return None
-    from fedeas_flwr.models import imagenet_file
+    from fedeas_flwr.training.models import imagenet_file
 
     return imagenet_file() if weights == "imagenet" else expanded(weights, "weights")
 

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from fedeas_flwr.data import Dataset
+from fedeas_flwr.data.datasets import Dataset
 from fedeas_flwr.generators.classifier import Classifier, Images, Labels, agreement
 
 _NEAR_COPY_PERCENTILE = 1.0

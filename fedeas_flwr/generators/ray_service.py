@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 
 from fedeas_flwr.config import RunConfig, parse_config
-from fedeas_flwr.data import dataset_info
+from fedeas_flwr.data.datasets import dataset_info
 from fedeas_flwr.generators.interface import Generator, SampleId
 from fedeas_flwr.generators.opening import open_for_run
 from fedeas_flwr.generators.service import GeneratorService, Images

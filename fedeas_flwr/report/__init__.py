@@ -1,1 +1,5 @@
-"""Tables and figures, from run directories alone: nothing here trains, generates or imports torch or flwr."""
+"""Runs compared with each other: tables, figures, pages. It trains nothing and imports neither torch nor flwr.
+
+Other rooms use `group_runs`, `notes_on`, `as_data`, `write_report`, `print_comparison`, `comparison_figure`, `page.py`,
+`plan_figures.py` and `style.py`.
+"""

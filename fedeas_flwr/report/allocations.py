@@ -10,11 +10,11 @@ import numpy as np
 import numpy.typing as npt
 from matplotlib.figure import Figure
 
-from fedeas_flwr.data import dataset_info
+from fedeas_flwr.common.text import counted
+from fedeas_flwr.data.datasets import dataset_info
+from fedeas_flwr.planning.run_plan import different_images, planned_allocation, planned_counts
 from fedeas_flwr.report.groups import Group
 from fedeas_flwr.report.run_figures import draw_heat_map
-from fedeas_flwr.run_plan import different_images, planned_allocation, planned_counts
-from fedeas_flwr.sizes import counted
 
 Counts = npt.NDArray[np.int64]
 _OF_PARTITION = ("dataset", "data_dir", "protocol", "clients", "alpha", "partition_seed")

@@ -10,8 +10,8 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from fedeas_flwr.data import dataset_info, short_name
-from fedeas_flwr.metrics import BESIDE, WALL_CLOCK
+from fedeas_flwr.common.text import counted
+from fedeas_flwr.data.datasets import dataset_info, short_name
 from fedeas_flwr.partition import LEAKAGE, LEAKAGE_ELSEWHERE
 from fedeas_flwr.report import allocations, samples
 from fedeas_flwr.report.groups import (
@@ -25,16 +25,9 @@ from fedeas_flwr.report.groups import (
 )
 from fedeas_flwr.report.notes import notes_on
 from fedeas_flwr.report.page import Document, Picture, Section, Table
-from fedeas_flwr.report.run_figures import (
-    GAMMA_HAT,
-    draw_accuracy,
-    draw_classes,
-    draw_cost,
-    draw_measure,
-    draw_seconds,
-)
+from fedeas_flwr.report.run_figures import GAMMA_HAT, draw_accuracy, draw_classes, draw_cost, draw_measure, draw_seconds
 from fedeas_flwr.report.style import Look, legend_above
-from fedeas_flwr.sizes import counted
+from fedeas_flwr.runs.metrics import BESIDE, WALL_CLOCK
 
 NOTHING = "–"
 _TOLD: dict[str, Callable[[Any], str]] = {

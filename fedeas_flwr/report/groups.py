@@ -11,16 +11,15 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from fedeas_flwr.common.errors import RunError
 from fedeas_flwr.config import KEYS_CHANGEABLE_ON_RESUME, RunConfig
-from fedeas_flwr.data import short_name
-from fedeas_flwr.errors import RunError
-from fedeas_flwr.exporting import without_folder
-from fedeas_flwr.keys import OF_GENERATION, keys_in_use
-from fedeas_flwr.listing import summarise_so_far
-from fedeas_flwr.metrics import WALL_CLOCK, efficiency, last_20, seconds_of
+from fedeas_flwr.config_keys import OF_GENERATION, keys_in_use
+from fedeas_flwr.data.datasets import short_name
 from fedeas_flwr.policies import POLICIES
 from fedeas_flwr.report.style import LABELS, Look, looks_of
-from fedeas_flwr.runs import RunDirectory
+from fedeas_flwr.runs.directory import RunDirectory
+from fedeas_flwr.runs.listing import summarise_so_far, without_folder
+from fedeas_flwr.runs.metrics import WALL_CLOCK, efficiency, last_20, seconds_of
 
 FloatArray = npt.NDArray[np.float64]
 

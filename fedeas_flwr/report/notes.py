@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from fedeas_flwr.common.text import counted
 from fedeas_flwr.report.groups import Group, baseline_of, gain_and_efficiency, why_no_gain
-from fedeas_flwr.sizes import counted
 
 _MOST_NAMED = 6
 """Clients; of more the number is given."""

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
     from fedeas_flwr.report.style import Look
 
+
 _STYLE = """
 :root { color-scheme: light dark; --ink: #22303c; --paper: white; --faint: #5a6773; --line: #dfe4e9; --soft: #f5f7f9;
   --accent: #d1495b; --link: #2f5d9b; }

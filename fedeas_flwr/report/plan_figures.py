@@ -14,11 +14,11 @@ from matplotlib.patheffects import withStroke
 from matplotlib.text import Annotation
 from matplotlib.ticker import MaxNLocator, PercentFormatter, StrMethodFormatter
 
-from fedeas_flwr import curves
 from fedeas_flwr.allocation import IntArray, fill_to
-from fedeas_flwr.budget_path import BudgetPath
-from fedeas_flwr.choosing import Choice, option, show
-from fedeas_flwr.paths import atomic_write
+from fedeas_flwr.common.files import atomic_write
+from fedeas_flwr.planning import curves
+from fedeas_flwr.planning.beta_selection import Choice, option, show
+from fedeas_flwr.planning.budget_path import BudgetPath
 from fedeas_flwr.report.style import COLOURS, INK, LABELS, legend_above, tidy
 
 PATH_POINTS = 240

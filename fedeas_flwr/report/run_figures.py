@@ -11,10 +11,10 @@ import numpy.typing as npt
 from matplotlib.axes import Axes
 from matplotlib.ticker import MaxNLocator, StrMethodFormatter
 
-from fedeas_flwr.metrics import WALL_CLOCK
+from fedeas_flwr.common.text import counted
 from fedeas_flwr.report.groups import CLIENT_WORK, FloatArray, Group, rounds_meant
 from fedeas_flwr.report.style import INK, WIDTHS, Look, tidy, within
-from fedeas_flwr.sizes import counted
+from fedeas_flwr.runs.metrics import WALL_CLOCK
 
 MOST_CLASSES_NAMED = 20
 MOST_CELLS_NUMBERED = 300

@@ -9,11 +9,11 @@ import numpy as np
 import numpy.typing as npt
 from matplotlib.figure import Figure
 
-from fedeas_flwr.cache import ImageCache
+from fedeas_flwr.common.image_sheet import gap_between, image_sheet, spread
 from fedeas_flwr.config import RunConfig
-from fedeas_flwr.data import dataset_info
+from fedeas_flwr.data.datasets import dataset_info
+from fedeas_flwr.generators.cache import ImageCache
 from fedeas_flwr.generators.interface import describe_generator
-from fedeas_flwr.image_sheet import gap_between, image_sheet, spread
 from fedeas_flwr.report.groups import Group
 
 MOST_CLASSES = 10

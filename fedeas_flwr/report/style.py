@@ -10,10 +10,9 @@ from typing import Any
 
 import matplotlib
 import numpy as np
+from matplotlib.axes import Axes
 
 matplotlib.use("Agg")
-
-from matplotlib.axes import Axes
 
 INK = "#22303c"
 COLOURS = {

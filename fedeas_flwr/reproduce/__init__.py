@@ -1,20 +1,17 @@
-"""The paper's tables and figures from run directories, its numbers beside ours.
+"""The paper's tables and figures, made from runs, with the paper's numbers next to ours.
 
-paper.py     what the paper published
-cells.py     every number's run: a column, a method, their run-config
-measured.py  the runs of a cell, found by what their configs mean, and what they measured
-beside.py    a number of the paper beside ours, and how the two are written
-tables.py    the paper's tables
-beyond.py    the numbers of its text, and our questions to it
-claims.py    the paper's comparisons, and whether our runs agree
-drops.py     rounds whose accuracy drops, counted over all runs
-figures.py   the figures
-samples.py   images of the generator for one of them
-items.py     every table and figure by name
-sections.py  those that were asked for, made
-page.py      one page of all of it, as Markdown and as HTML
-summary.py   the page's head, JSON, CSV, the terminal, tables for another document
-inline_numbers.py  numbers inside sentences of a document
-sweep_tables.py    recorded sweeps over partitions
-filling.py   the runs that are missing, done as a sweep
+Only `commands/` uses it.
+
+paper.py             what the paper published
+cells.py             the run-config behind every number: a column and a method
+results.py           the runs of a cell, found by their configs, and what they measured
+paper_comparison.py  a number of the paper and ours, and how both are written
+tables.py            the paper's tables
+extra_tables.py      the numbers of its text, and further comparisons
+figures.py           the figures
+items.py             every table and figure by name
+sections.py          the tables and figures that were asked for
+page.py              all of them as one page, in Markdown and HTML
+summary.py           the page's head, JSON, CSV, the terminal, tables for another document
+missing_runs.py      the runs that are missing, done as a sweep
 """

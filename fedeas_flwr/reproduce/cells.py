@@ -14,11 +14,11 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
-from fedeas_flwr.budget_path import BudgetPath, greatest
+from fedeas_flwr.common.errors import ConfigError
 from fedeas_flwr.config import FEW, RunConfig, parse_config
-from fedeas_flwr.errors import ConfigError
+from fedeas_flwr.planning.budget_path import BudgetPath, greatest
+from fedeas_flwr.planning.run_plan import planned_counts
 from fedeas_flwr.reproduce.paper import COLUMNS, LAST_20, at
-from fedeas_flwr.run_plan import planned_counts
 
 SCALES = ("smoke", "full")
 MAIN = "c10-k100-a0.1"

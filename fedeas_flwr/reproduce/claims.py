@@ -6,10 +6,10 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from fedeas_flwr.reproduce.beside import NONE, last_20_of, show_seeds, signed
 from fedeas_flwr.reproduce.cells import MAIN, PAPERS, column
-from fedeas_flwr.reproduce.measured import Results, Value
 from fedeas_flwr.reproduce.paper import COLUMNS
+from fedeas_flwr.reproduce.paper_comparison import NONE, last_20_of, show_seeds, signed
+from fedeas_flwr.reproduce.results import Results, Value
 from fedeas_flwr.reproduce.tables import Table
 
 SEED_SD = 0.65

@@ -10,13 +10,13 @@ import numpy as np
 
 from fedeas_flwr.allocation import normalised_entropy
 from fedeas_flwr.config import RunConfig
-from fedeas_flwr.metrics import falls
-from fedeas_flwr.reproduce.beside import NONE
+from fedeas_flwr.planning.run_plan import planned_allocation, planned_counts
 from fedeas_flwr.reproduce.cells import all_cells
-from fedeas_flwr.reproduce.measured import Measured, Results
+from fedeas_flwr.reproduce.paper_comparison import NONE
+from fedeas_flwr.reproduce.results import Measured, Results
 from fedeas_flwr.reproduce.tables import Table
-from fedeas_flwr.run_plan import planned_allocation, planned_counts
-from fedeas_flwr.runs import RunDirectory
+from fedeas_flwr.runs.directory import RunDirectory
+from fedeas_flwr.runs.metrics import falls
 
 SHARES = (0.0, 0.05, 0.08, 0.12)
 """Bounds on the weight, in a round's mean, of the clients whose epochs end with a batch of two images."""

@@ -12,20 +12,20 @@ from matplotlib.figure import Figure
 from matplotlib.patheffects import withStroke
 from matplotlib.ticker import MaxNLocator, PercentFormatter, StrMethodFormatter
 
-from fedeas_flwr import curves
 from fedeas_flwr.allocation import IntArray, budget, fill_to, normalised_entropy
-from fedeas_flwr.budget_path import BudgetPath
-from fedeas_flwr.choosing import Limits, choose
 from fedeas_flwr.config import RunConfig
+from fedeas_flwr.planning import curves
+from fedeas_flwr.planning.beta_selection import Limits, choose
+from fedeas_flwr.planning.budget_path import BudgetPath
+from fedeas_flwr.planning.run_plan import planned_counts
 from fedeas_flwr.policies import allocate
 from fedeas_flwr.report.plan_figures import draw_concentration, draw_demand, draw_reduction, draw_selection
 from fedeas_flwr.report.style import COLOURS, INK, LABELS, legend_above, tidy
 from fedeas_flwr.reproduce import paper
-from fedeas_flwr.reproduce.beside import last_20_of
 from fedeas_flwr.reproduce.cells import MAIN, PAPERS, cell, column
-from fedeas_flwr.reproduce.measured import Measured, Results, Value
+from fedeas_flwr.reproduce.paper_comparison import last_20_of
+from fedeas_flwr.reproduce.results import Measured, Results, Value
 from fedeas_flwr.reproduce.tables import swept_methods
-from fedeas_flwr.run_plan import planned_counts
 
 POLICIES = ("fedavg", "uniform", "missing-only", "fedeas")
 CONDITIONS = Limits(min_removed=0.5, max_synthetic=0.25)

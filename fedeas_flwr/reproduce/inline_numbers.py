@@ -28,13 +28,13 @@ from pathlib import Path
 from typing import Any
 
 from fedeas_flwr.allocation import removed
-from fedeas_flwr.errors import ConfigError
-from fedeas_flwr.reproduce.beside import last_20_of, peak_of
+from fedeas_flwr.common.errors import ConfigError
+from fedeas_flwr.planning.run_plan import planned_allocation, planned_counts
 from fedeas_flwr.reproduce.cells import all_cells, matching
-from fedeas_flwr.reproduce.measured import Measured, Results, find_results, measure
 from fedeas_flwr.reproduce.paper import COLUMNS
-from fedeas_flwr.run_plan import planned_allocation, planned_counts
-from fedeas_flwr.runs import RunDirectory
+from fedeas_flwr.reproduce.paper_comparison import last_20_of, peak_of
+from fedeas_flwr.reproduce.results import Measured, Results, find_results, measure
+from fedeas_flwr.runs.directory import RunDirectory
 
 NUMBER = re.compile(r"(?P<number>\d[\d,]*(?:\.\d+)?)(?P<comment><!--=\s*(?P<words>(?:(?!-->).)*?)\s*-->)", re.DOTALL)
 """A number and the comment that says what it is."""

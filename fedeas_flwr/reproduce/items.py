@@ -9,8 +9,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from fedeas_flwr.errors import ConfigError
-from fedeas_flwr.reproduce import beside, beyond, claims, drops, paper, tables
+from fedeas_flwr.common.errors import ConfigError
+from fedeas_flwr.reproduce import claims, drops, extra_tables, paper, paper_comparison, tables
 from fedeas_flwr.reproduce.cells import (
     BATCHED,
     CLEAN,
@@ -26,7 +26,7 @@ from fedeas_flwr.reproduce.cells import (
     matching,
     variants,
 )
-from fedeas_flwr.reproduce.measured import Results, find_results
+from fedeas_flwr.reproduce.results import Results, find_results
 from fedeas_flwr.reproduce.tables import Table
 
 
@@ -118,7 +118,7 @@ ITEMS: dict[str, Item] = {
         "One seed where no number of seeds is given. Bold and underlined: best and second best of ours in a complete "
         "column, Full-Balance apart.",
         lambda columns: tables.large_cells(columns),
-        partial(_large, beside.last_20_of),
+        partial(_large, paper_comparison.last_20_of),
     ),
     "fig4": Item(
         "Fig. 4: convergence at matched budgets",
@@ -144,7 +144,7 @@ ITEMS: dict[str, Item] = {
         "Rounds to the threshold (Fig. 4), the lead under another generator (4.2), FedEAS with SCAFFOLD (supplement, "
         "D), and time: the paper's on one RTX 4090, ours without starting up, on what each run's config.json names.",
         _text,
-        _fixed(beyond.text_table),
+        _fixed(extra_tables.text_table),
     ),
     "gamma": Item(
         "Supplement, A: gradient dissimilarity Γ̂",
@@ -169,7 +169,7 @@ ITEMS: dict[str, Item] = {
         "Supplement, E: peak accuracy (%)",
         "Best of all rounds; one seed where no number of seeds is given.",
         lambda columns: tables.large_cells(columns),
-        partial(_large, beside.peak_of),
+        partial(_large, paper_comparison.peak_of),
     ),
     "beta": Item(
         "Supplement, F: β sweep with efficiency η",
@@ -181,14 +181,14 @@ ITEMS: dict[str, Item] = {
         "Beyond the paper: without leakage, and without a generator",
         "Protocol paper tests on images of which the generator has seen 5/6; protocol clean on the official test set.",
         _on(MAIN, *CLEAN, *(f"{name}-clean" for name in CLEAN)),
-        _fixed(beyond.clean_table),
+        _fixed(extra_tables.clean_table),
         only_by_name=True,
     ),
     "shared": Item(
         "Beyond the paper: images of each client's own, or the same for all",
         "Budgets are the same to the image; what differs is which images two clients have in common.",
         _beside(SHARED),
-        beyond.shared_table,
+        extra_tables.shared_table,
         only_by_name=True,
     ),
     "drawn": Item(
@@ -197,14 +197,14 @@ ITEMS: dict[str, Item] = {
         "the generator would make without a class. The paper cites it and gives no scale; public code with its "
         "generator's settings takes 6, rescaled by 0.7, where nothing is said.",
         _beside(DRAWN),
-        beyond.drawn_table,
+        extra_tables.drawn_table,
         only_by_name=True,
     ),
     "batches": Item(
         "Beyond the paper: last batches of a few images",
         "A fall is a round, after the tenth, more than 5 points under the median of the 13 around it.",
         _beside(BATCHED),
-        beyond.batches_table,
+        extra_tables.batches_table,
         only_by_name=True,
     ),
     "last-batches": Item(
@@ -227,7 +227,7 @@ ITEMS: dict[str, Item] = {
         "Beyond the paper: other exponents, and the least imbalance a total can buy",
         "Every rule spends FedEAS's total, or as little less as whole images allow.",
         _on(MAIN, *RULES),
-        _fixed(beyond.rule_table),
+        _fixed(extra_tables.rule_table),
         only_by_name=True,
     ),
 }

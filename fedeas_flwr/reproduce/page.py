@@ -8,12 +8,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from fedeas_flwr.errors import ConfigError
-from fedeas_flwr.paths import atomic_write
+from fedeas_flwr.common.errors import ConfigError
+from fedeas_flwr.common.files import atomic_write
+from fedeas_flwr.common.text import counted
 from fedeas_flwr.report import page as pages
 from fedeas_flwr.reproduce.inline_numbers import NUMBER
 from fedeas_flwr.reproduce.sections import Section
-from fedeas_flwr.sizes import counted
 
 MOST_NAMED = 12
 """Missing runs that a section names; of more it gives the number."""

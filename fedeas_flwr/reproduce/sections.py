@@ -1,4 +1,7 @@
-"""The tables and figures asked for, made: each a section of the page, with what it still lacks."""
+"""Make the tables and figures that were asked for: each a section of the page, with what it still lacks.
+
+One section shows images as the generator makes them, none picked: the supplement's C.
+"""
 
 from __future__ import annotations
 
@@ -7,12 +10,20 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fedeas_flwr.paths import atomic_write
+from matplotlib.figure import Figure
+
+from fedeas_flwr.common.devices import pick_device
+from fedeas_flwr.common.files import atomic_write
+from fedeas_flwr.config import RunConfig
+from fedeas_flwr.data.datasets import dataset_info
+from fedeas_flwr.generators.cache import ImageCache
+from fedeas_flwr.generators.opening import open_for_run
 from fedeas_flwr.report.page import as_png
+from fedeas_flwr.report.samples import draw_rows
 from fedeas_flwr.reproduce import tables
 from fedeas_flwr.reproduce.cells import PAPERS, cell
 from fedeas_flwr.reproduce.items import ITEMS, Choice, Item
-from fedeas_flwr.reproduce.measured import Results
+from fedeas_flwr.reproduce.results import Results
 from fedeas_flwr.reproduce.tables import Table
 
 if TYPE_CHECKING:
@@ -20,8 +31,11 @@ if TYPE_CHECKING:
 
     from fedeas_flwr.reproduce.figures import Setting
 
+
 Fill = Callable[[Sequence[str], Collection[str]], tuple[str, str]]
 """From words that ask for something, and the names of its cells that lack runs, the command and what it needs."""
+
+EACH = 10
 
 
 @dataclass(frozen=True)
@@ -97,11 +111,21 @@ def _draw(item: Item, setting: Setting, more: Mapping[str, Any]) -> Figure | str
     if item.draw == "draw_closed_form":
         return figures.draw_closed_form()
     if item.draw == "draw_samples":
-        from fedeas_flwr.reproduce.samples import draw_samples
-
         config = cell(f"{PAPERS}/fedeas").config(setting.results.scale, 1, more)
         if config.dataset != "digits" and "generator" not in more:
             return "missing: name the generator with --set generator=FOLDER"
         return draw_samples(config)
     drawn: Figure = getattr(figures, item.draw)(setting)
     return drawn
+
+
+def draw_samples(config: RunConfig) -> Figure:
+    """Draw the first images of each class that a run's client 0 has.
+
+    They come from the cache that runs share, and are made where they are not there yet.
+    """
+    names = dataset_info(config.dataset).classes
+    generator = open_for_run(config, pick_device(config.device))
+    images, _, _ = ImageCache().ensure(generator, seed=config.seed, client=0, wanted=[EACH] * len(names))
+    rows = images.reshape(len(names), EACH, *images.shape[1:])
+    return draw_rows(list(zip(names, rows, strict=True)), EACH)

@@ -10,19 +10,19 @@ from typing import Any
 
 from rich.console import Console
 
-from fedeas_flwr.errors import ConfigError
+from fedeas_flwr.common.errors import ConfigError
+from fedeas_flwr.common.tables import as_csv, print_table
+from fedeas_flwr.common.text import counted, show_seconds
 from fedeas_flwr.partition import LEAKAGE
 from fedeas_flwr.report.page import Document, table_markdown
 from fedeas_flwr.reproduce.cells import cell
 from fedeas_flwr.reproduce.inline_numbers import InlineNumbers
 from fedeas_flwr.reproduce.items import ITEMS, choose
-from fedeas_flwr.reproduce.measured import Budget, Results
 from fedeas_flwr.reproduce.page import Block, find_blocks, page_section, with_blocks
+from fedeas_flwr.reproduce.results import Budget, Results
 from fedeas_flwr.reproduce.sections import Section
 from fedeas_flwr.reproduce.sweep_tables import sweep_table
 from fedeas_flwr.reproduce.tables import Table, cell_table
-from fedeas_flwr.sizes import counted, show_seconds
-from fedeas_flwr.terminal import as_csv, print_table
 
 SMOKE_NOTE = (
     "**Smoke scale.** Every cell is a few seconds on scikit-learn's 8×8 digits: 6 or 10 clients in place of 20 or 100, "

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from fedeas_flwr.errors import ConfigError
-from fedeas_flwr.reproduce.beside import NONE, signed
+from fedeas_flwr.common.errors import ConfigError
+from fedeas_flwr.reproduce.paper_comparison import NONE, signed
 from fedeas_flwr.reproduce.tables import Table
 
 PARTITION = "partition-seed"

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
-from fedeas_flwr.metrics import efficiency
 from fedeas_flwr.report import page as pages
 from fedeas_flwr.reproduce import paper
-from fedeas_flwr.reproduce.beside import (
+from fedeas_flwr.reproduce.cells import BETAS, FULL, METHODS, PAPERS, Cell, cell, column
+from fedeas_flwr.reproduce.paper_comparison import (
     NONE,
     budget_of,
     last_20_of,
@@ -21,8 +21,8 @@ from fedeas_flwr.reproduce.beside import (
     together,
     value_of,
 )
-from fedeas_flwr.reproduce.cells import BETAS, FULL, METHODS, PAPERS, Cell, cell, column
-from fedeas_flwr.reproduce.measured import Budget, Results, Value
+from fedeas_flwr.reproduce.results import Budget, Results, Value
+from fedeas_flwr.runs.metrics import efficiency
 
 LARGE = tuple(paper.LAST_20)
 """The rows of the two large tables."""

@@ -9,8 +9,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from fedeas_flwr.checkpoints import Arrays
-from fedeas_flwr.cores import in_order, pieces, threads_for
+from fedeas_flwr.common.cores import in_order, pieces, threads_for
+from fedeas_flwr.runs.checkpoints import Arrays
 
 _BLOCK = 2**17
 """Elements that are summed together: a sum and a product of that many stay in a core's own cache, and a loop over them

@@ -8,9 +8,9 @@ from typing import Any
 from flwr.app import ArrayRecord, Message, MetricRecord
 from flwr.serverapp import strategy as flower
 
-from fedeas_flwr.array_records import ARRAYS, CONFIG, METRICS, WEIGHT, to_arrays, to_record
 from fedeas_flwr.config import RunConfig
 from fedeas_flwr.strategies.averaging import weighted_average
+from fedeas_flwr.strategies.records import ARRAYS, CONFIG, METRICS, WEIGHT, to_arrays, to_record
 
 
 def settings() -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """FedGen (Zhu et al., 2021, Algorithm 1): the server learns a generator of features, and the clients learn from it.
 
-Server, every round before it averages: train the generator (feature_generator.py) on the heads h_k of the replies, each
+Server, every round before it averages: train the generator (fedgen_generator.py) on the heads h_k of the replies, each
 weighed per label by how much of it its client holds. Client, from round 2 on, with G the generator as received:
 
     L = CE(f(x), y) + β_t KL(softmax h(G(ε, y)) ‖ softmax f(x)) + α_t (B_G/B) CE(h(G(ε̂, ŷ)), ŷ)
@@ -22,27 +22,17 @@ from torch import nn
 from torch.nn import functional as F
 
 from fedeas_flwr.allocation import MAX_COUNT
-from fedeas_flwr.array_records import ARRAYS, METRICS, to_arrays
-from fedeas_flwr.checkpoints import Arrays, StrategyState
+from fedeas_flwr.common.errors import ConfigError, MessageError
+from fedeas_flwr.common.randomness import stream
 from fedeas_flwr.config import RunConfig
-from fedeas_flwr.data import dataset_info
-from fedeas_flwr.errors import ConfigError, MessageError
-from fedeas_flwr.local_data import Images, Labels
-from fedeas_flwr.strategies.client_part import ClientPart, ClientRound
-from fedeas_flwr.strategies.disclosure import Disclosure
-from fedeas_flwr.strategies.feature_generator import (
-    ALL,
-    NOISE,
-    Heads,
-    Trained,
-    generate,
-    new_generator,
-    train_generator,
-)
+from fedeas_flwr.data.datasets import dataset_info
+from fedeas_flwr.data.federated import Images, Labels
+from fedeas_flwr.runs.checkpoints import Arrays, StrategyState
 from fedeas_flwr.strategies.fedavg import FedAvg, settings
-from fedeas_flwr.strategies.server_part import beside
-from fedeas_flwr.streams import stream
-from fedeas_flwr.training import network
+from fedeas_flwr.strategies.fedgen_generator import ALL, NOISE, Heads, Trained, generate, new_generator, train_generator
+from fedeas_flwr.strategies.interface import ClientPart, ClientRound, Disclosure, beside
+from fedeas_flwr.strategies.records import ARRAYS, METRICS, to_arrays
+from fedeas_flwr.training.build import network
 from fedeas_flwr.training.objective import Batch, Inputs, Objective
 
 DECAY, LEAST = 0.98, 1e-4

@@ -20,16 +20,14 @@ from flwr.app import ArrayRecord, ConfigRecord, Message
 from flwr.serverapp import Grid
 from torch import nn
 
-from fedeas_flwr.checkpoints import Arrays, StrategyState
+from fedeas_flwr.common.errors import MessageError
+from fedeas_flwr.common.randomness import stream
 from fedeas_flwr.config import RunConfig
-from fedeas_flwr.data import dataset_info
-from fedeas_flwr.errors import MessageError
-from fedeas_flwr.local_data import Images, Labels
-from fedeas_flwr.strategies.client_part import ClientPart, ClientRound
-from fedeas_flwr.strategies.disclosure import Disclosure
+from fedeas_flwr.data.datasets import dataset_info
+from fedeas_flwr.data.federated import Images, Labels
+from fedeas_flwr.runs.checkpoints import Arrays, StrategyState
 from fedeas_flwr.strategies.fedavg import FedAvg, settings
-from fedeas_flwr.strategies.server_part import beside
-from fedeas_flwr.streams import stream
+from fedeas_flwr.strategies.interface import ClientPart, ClientRound, Disclosure, beside
 from fedeas_flwr.training.objective import Batch, Inputs, Objective
 
 # ----------------------------------------------------------------------------------------- what is told

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 
 from fedeas_flwr.config import RunConfig
-from fedeas_flwr.strategies.client_part import ClientPart, ClientRound
+from fedeas_flwr.strategies.interface import ClientPart, ClientRound
 from fedeas_flwr.training.objective import Inputs, Objective, Tensors
 
 

@@ -18,14 +18,13 @@ from flwr.serverapp import Grid
 from flwr.serverapp import strategy as flower
 from numpy.random.mtrand import get_bit_generator, set_bit_generator
 
-from fedeas_flwr.array_records import ARRAYS, LOSS, METRICS, WEIGHT, encoded, to_arrays, to_record
-from fedeas_flwr.checkpoints import Arrays, Checkpoint, StrategyState
+from fedeas_flwr.common.errors import ConfigError
+from fedeas_flwr.common.randomness import Noise, stream
 from fedeas_flwr.config import RunConfig
-from fedeas_flwr.errors import ConfigError
-from fedeas_flwr.noise import Noise
+from fedeas_flwr.runs.checkpoints import Arrays, Checkpoint, StrategyState
 from fedeas_flwr.strategies.fedavg import settings
 from fedeas_flwr.strategies.privacy import privacy_spent, with_privacy
-from fedeas_flwr.streams import stream
+from fedeas_flwr.strategies.records import ARRAYS, LOSS, METRICS, WEIGHT, encoded, to_arrays, to_record
 
 REMEMBERED: dict[type[flower.Strategy], tuple[str, ...]] = {
     flower.FedAvgM: ("current_arrays", "momentum_vector"),
@@ -36,7 +35,7 @@ REMEMBERED: dict[type[flower.Strategy], tuple[str, ...]] = {
     flower.DifferentialPrivacyClientSideAdaptiveClipping: ("clipping_norm",),
 }
 """Attributes that carry over from one round to the next. All others are set anew by every `configure_train`, or never
-change; tests/test_flower_strategies.py finds an attribute that is missing here."""
+change; tests/strategies/test_flower_strategies.py finds an attribute that is missing here."""
 
 
 class Composed(flower.Strategy):

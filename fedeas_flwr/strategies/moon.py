@@ -17,11 +17,11 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from fedeas_flwr.common.errors import ConfigError
 from fedeas_flwr.config import RunConfig
-from fedeas_flwr.errors import ConfigError
-from fedeas_flwr.strategies.client_part import ClientPart, ClientRound, Finished
 from fedeas_flwr.strategies.fedavg import FedAvg, build_fedavg
-from fedeas_flwr.training import network
+from fedeas_flwr.strategies.interface import ClientPart, ClientRound, Finished
+from fedeas_flwr.training.build import network
 from fedeas_flwr.training.engine import State
 from fedeas_flwr.training.objective import Batch, Inputs, Objective, Tensors, features_and_logits
 

@@ -9,14 +9,19 @@ further than the noise covers), every sampled client must reply, and an ε is gi
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from functools import wraps
 from typing import Any
 
+from flwr.app import Context, Message, RecordDict
+from flwr.clientapp.mod import adaptiveclipping_mod, fixedclipping_mod
 from flwr.serverapp import strategy as flower
 
-from fedeas_flwr.checkpoints import Arrays
+from fedeas_flwr.common.errors import ConfigError
 from fedeas_flwr.config import RunConfig
-from fedeas_flwr.errors import ConfigError
+from fedeas_flwr.runs.checkpoints import Arrays
 from fedeas_flwr.strategies.fedavg import FedAvg
+from fedeas_flwr.strategies.records import ARRAYS, BUFFERS, CONFIG, METRICS, as_handed_over, encoded
 
 WRAPPERS: dict[str, Any] = {
     "server-fixed": flower.DifferentialPrivacyServerSideFixedClipping,
@@ -28,6 +33,10 @@ ASSUMES = (
     "one client's update present or zero, RDP over all rounds without amplification by sampling, trained parameters "
     "alone, a noise-key that nobody but the server reads"
 )
+
+Handler = Callable[[Message, Context], Message]
+Mod = Callable[[Message, Context, Handler], Message]
+MODS: dict[str, Mod] = {"client-fixed": fixedclipping_mod, "client-adaptive": adaptiveclipping_mod}
 
 
 def with_privacy(strategy: flower.Strategy, config: RunConfig) -> flower.Strategy:
@@ -105,3 +114,37 @@ def _no_epsilon(config: RunConfig, wrapper: Any, trainable: Arrays, buffers: Arr
         return f"the model's buffers, such as {next(iter(buffers))}, are averaged without noise"
     scalars = [key for key, array in trainable.items() if len(array.shape) == 0]
     return f"Flower does not clip scalars such as {scalars[0]}" if scalars else ""
+
+
+def clips_update(train: Handler) -> Handler:
+    """Clip what ``train`` replies where the run's `dp` says that clients do; the norm comes with the message."""
+
+    @wraps(train)
+    def wrapped(message: Message, context: Context) -> Message:
+        mod = MODS.get(str(context.run_config.get("dp", "none")))
+        return train(message, context) if mod is None else _clipped(mod, train, message, context)
+
+    return wrapped
+
+
+def _clipped(mod: Mod, train: Handler, message: Message, context: Context) -> Message:
+    whole = message.content
+    sent, buffers = whole.array_records[ARRAYS], []
+
+    def train_and_show_arrays_alone(message: Message, context: Context) -> Message:
+        message.content = whole
+        reply = train(message, context)
+        if reply.has_content():
+            records = reply.content.array_records
+            buffers.append(records[BUFFERS])
+            arrays, metrics = encoded(records[ARRAYS]), reply.content.metric_records[METRICS]
+            reply.content = RecordDict({ARRAYS: arrays, METRICS: metrics})
+        return reply
+
+    message.content = RecordDict({ARRAYS: encoded(sent), CONFIG: whole.config_records[CONFIG]})
+    reply = mod(message, context, train_and_show_arrays_alone)
+    if reply.has_content():
+        clipped = as_handed_over(reply.content.array_records[ARRAYS], sent)
+        metrics = reply.content.metric_records[METRICS]
+        reply.content = RecordDict({ARRAYS: clipped, BUFFERS: buffers[0], METRICS: metrics})
+    return reply

@@ -17,13 +17,13 @@ import torch
 from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
 from flwr.serverapp import Grid
 
-from fedeas_flwr.array_records import ARRAYS, EXTRA, METRICS, WEIGHT, to_arrays, to_record
-from fedeas_flwr.checkpoints import Arrays, StrategyState
+from fedeas_flwr.common.errors import ConfigError
 from fedeas_flwr.config import RunConfig
-from fedeas_flwr.errors import ConfigError
+from fedeas_flwr.runs.checkpoints import Arrays, StrategyState
 from fedeas_flwr.strategies.averaging import like_model, weighted_average
-from fedeas_flwr.strategies.client_part import ClientPart, ClientRound, Finished
 from fedeas_flwr.strategies.fedavg import FedAvg, settings
+from fedeas_flwr.strategies.interface import ClientPart, ClientRound, Finished
+from fedeas_flwr.strategies.records import ARRAYS, EXTRA, METRICS, WEIGHT, to_arrays, to_record
 from fedeas_flwr.training.engine import State
 from fedeas_flwr.training.objective import Inputs, Objective, Tensors
 

@@ -9,13 +9,12 @@ import numpy as np
 import torch
 from torch import nn
 
-from fedeas_flwr.models import drawing, draws_numbers
-from fedeas_flwr.normaliser import Normaliser
-from fedeas_flwr.training.beforehand import asks_beforehand
+from fedeas_flwr.training.augmentation import VIEWS, viewed
 from fedeas_flwr.training.engine import Recipe, State, TrainResult, copy_state, read_state, stream_seed
+from fedeas_flwr.training.models import Normaliser, drawing, draws_numbers
 from fedeas_flwr.training.objective import CROSS_ENTROPY, NO_INPUTS, Batch, Inputs, Objective, Tensors, named
-from fedeas_flwr.training.sparing import Differentiate, at_once
-from fedeas_flwr.training.views import VIEWS, viewed
+from fedeas_flwr.training.oom_fallback import Differentiate, at_once
+from fedeas_flwr.training.precompute import asks_beforehand
 
 
 class Descent:

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from fedeas_flwr.models import trained_names
+from fedeas_flwr.training.models import trained_names
 from fedeas_flwr.training.objective import NO_INPUTS, Inputs
 
 State = Mapping[str, Any]

@@ -3,24 +3,23 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch.nn import functional as F
 
-from fedeas_flwr.checkpoints import Arrays
+from fedeas_flwr.common.cuda import capture, own_stream
+from fedeas_flwr.common.text import one_line
 from fedeas_flwr.config import RunConfig
-from fedeas_flwr.gpu.capture import capture
-from fedeas_flwr.gpu.own_streams import own_stream
-from fedeas_flwr.local_data import federated_data
-from fedeas_flwr.metrics import balanced_accuracy, per_class_accuracy
-from fedeas_flwr.normaliser import Normaliser
-from fedeas_flwr.one_line import one_line
-from fedeas_flwr.training import network
+from fedeas_flwr.data.federated import federated_data
+from fedeas_flwr.runs.checkpoints import Arrays
+from fedeas_flwr.training.build import network
 from fedeas_flwr.training.engine import State, copy_state
+from fedeas_flwr.training.models import Normaliser
 
 logger = logging.getLogger(__name__)
 
@@ -148,3 +147,14 @@ def central_test(config: RunConfig, clients: int, device: str) -> Evaluate:
         }
 
     return test
+
+
+def per_class_accuracy(correct: Sequence[int], seen: Sequence[int]) -> list[float | None]:
+    """Fraction right of each class; ``None`` where a class has no test image."""
+    return [float(c / s) if s else None for c, s in zip(correct, seen, strict=True)]
+
+
+def balanced_accuracy(per_class: Sequence[float | None]) -> float:
+    """Mean of the class accuracies, over the classes that were tested."""
+    tested = [a for a in per_class if a is not None]
+    return float(np.mean(tested)) if tested else 0.0

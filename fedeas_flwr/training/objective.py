@@ -74,7 +74,7 @@ class Objective:
         An engine asks once before the first step, for all samples in chunks, and gives every batch its rows as
         `Batch.kept`. So a row may depend on its own sample and the inputs' constants alone: a chunk holds other samples
         than a step does, at its end maybe padding, and comes before the tables' first row. Under random views
-        (views.py) the images are other ones in every step: no engine asks, and the loss has to.
+        (augmentation.py) the images are other ones in every step: no engine asks, and the loss has to.
         """
         return {}
 

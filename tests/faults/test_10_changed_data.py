@@ -10,12 +10,12 @@ import pytest
 from runners import finish, quick
 
 from fedeas_flwr import allocation, client_app
+from fedeas_flwr.common.errors import RunError
 from fedeas_flwr.config import RunConfig
-from fedeas_flwr.errors import RunError
-from fedeas_flwr.local_data import FederatedData, federated_data, local_data
-from fedeas_flwr.node import Node
+from fedeas_flwr.data.federated import FederatedData, federated_data, local_data
+from fedeas_flwr.data.node import Node
 from fedeas_flwr.partition import Partition
-from fedeas_flwr.runs import RunDirectory
+from fedeas_flwr.runs.directory import RunDirectory
 
 KEYS: dict[str, Any] = {"policy": "fedeas", "beta": 2.0, "alpha": 0.5, "participation": 1.0}
 

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.flower
+
 ROOT = Path(__file__).parents[2]
 RECORDS = {"inline": ("launcher MB",), "ray": ("launcher MB", "server MB", "client process MB")}
 

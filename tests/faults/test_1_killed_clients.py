@@ -18,9 +18,11 @@ from flwr.app import Error, Message
 from runners import finish, small, weights
 from test_federation import START, federation, toy_app
 
-from fedeas_flwr.errors import ProcessesDiedError, RunError
-from fedeas_flwr.grids import InlineGrid
-from fedeas_flwr.runs import RunDirectory
+from fedeas_flwr.common.errors import ProcessesDiedError, RunError
+from fedeas_flwr.federation.grids import InlineGrid
+from fedeas_flwr.runs.directory import RunDirectory
+
+pytestmark = pytest.mark.flower
 
 
 class PoolGrid(InlineGrid):
@@ -133,7 +135,7 @@ def test_the_launcher_goes_on_while_rounds_are_gained_and_gives_up_after_vain_re
             run.append_round({"round": len(resumed), "accuracy": 0.5, "generated": 0, "failures": []})
         raise ProcessesDiedError("killed")
 
-    monkeypatch.setattr("fedeas_flwr.launch._run_ray", dies)
+    monkeypatch.setattr("fedeas_flwr.launch.run._run_ray", dies)
     with pytest.raises(RunError, match="killed"):
         finish(small(tmp_path / "r", backend="ray", restarts=2))
     assert resumed == [False, *[True] * 5]  # three that gained a round, and three in vain: the first and two restarts
@@ -205,8 +207,8 @@ def test_killed_processes_cost_time_and_nothing_else(tmp_path: Path, kind: str) 
 @pytest.mark.slow
 @pytest.mark.usefixtures("nothing_is_left_behind")
 def test_what_dies_every_time_ends_the_run_with_its_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(Path(__file__).parents[1])
-    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[1]))
+    monkeypatch.syspath_prepend(Path(__file__).parents[1] / "helpers")
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[1] / "helpers"))
     run = finish(small(tmp_path / "r", policy="none", rounds=1, model="users_models:that_may_kill"))
     monkeypatch.setenv("KILLS_ITS_PROCESS", "1")
     keys = {"policy": "none", "rounds": 3, "model": "users_models:that_may_kill", "restarts": 0, "resume": True}

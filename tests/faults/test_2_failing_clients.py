@@ -13,11 +13,10 @@ from flwr.app import Message, RecordDict
 from test_federation import START, federation, toy_app
 from timelines import Clock
 
-from fedeas_flwr import messages
-from fedeas_flwr.checkpoints import Checkpoint
-from fedeas_flwr.errors import RunError
-from fedeas_flwr.grids import InlineGrid
-from fedeas_flwr.strategies import delivery
+from fedeas_flwr.common.errors import RunError
+from fedeas_flwr.federation import delivery, messages
+from fedeas_flwr.federation.grids import InlineGrid
+from fedeas_flwr.runs.checkpoints import Checkpoint
 
 
 class LateGrid(InlineGrid):

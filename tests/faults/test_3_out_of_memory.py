@@ -16,14 +16,14 @@ from runners import finish, small
 from torch import nn
 from users_models import Unlucky, WithFeatures, WithFunctions
 
+from fedeas_flwr.common.randomness import stream
 from fedeas_flwr.config import parse_config
-from fedeas_flwr.runs import RunDirectory
-from fedeas_flwr.strategies import client_part
-from fedeas_flwr.streams import stream
-from fedeas_flwr.training import build_engine, network
+from fedeas_flwr.runs.directory import RunDirectory
+from fedeas_flwr.strategies.registry import client_part
+from fedeas_flwr.training.build import build_engine, network
 from fedeas_flwr.training.engine import read_state
 from fedeas_flwr.training.objective import Batch
-from fedeas_flwr.training.sparing import at_once, in_parts, recomputed
+from fedeas_flwr.training.oom_fallback import at_once, in_parts, recomputed
 
 
 class Limited(nn.Module):
@@ -59,7 +59,7 @@ def trained(model: Callable[[], nn.Module], monkeypatch: pytest.MonkeyPatch, **k
         torch.manual_seed(3)
         return model()
 
-    monkeypatch.setattr("fedeas_flwr.training.network", fresh)
+    monkeypatch.setattr("fedeas_flwr.training.build.network", fresh)
     draws = np.random.default_rng(0)
     images = torch.from_numpy(draws.integers(0, 256, (75, 8, 8, 1), dtype=np.uint8))
     labels = torch.from_numpy(draws.integers(0, 10, 75))
@@ -186,7 +186,7 @@ print(float(t.trained(Large, MonkeyPatch())["loss"]))
 @pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="needs Linux to know how much memory is in use")
 def test_a_process_that_the_system_gives_no_more_memory() -> None:
-    folders = [str(Path(__file__).parent), str(Path(__file__).parents[1])]
+    folders = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "helpers")]
     said = []
     for room in (0, 250_000_000):
         command = [sys.executable, "-c", ADDRESS_SPACE, str(room), *folders]

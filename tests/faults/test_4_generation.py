@@ -2,7 +2,7 @@
 
 Damaged, truncated, lost and foreign shards, and generators that die or lie, are in test_cache.py; a generator killed
 under Ray in test_run_ray.py; a stale key is another generator's folder (test_cache.py); eight writers at once are in
-test_upkeep.py.
+test_cache_maintenance.py.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from small_disks import remount, tiny_disk
 from test_5_killed_server import STEPS, die_at, forked
 from test_cache import Fake, ids
 
-from fedeas_flwr.cache import ImageCache
-from fedeas_flwr.errors import RunError
+from fedeas_flwr.common.errors import RunError
+from fedeas_flwr.generators.cache import ImageCache
+from fedeas_flwr.generators.cache_maintenance import verify
 from fedeas_flwr.generators.interface import SampleId
-from fedeas_flwr.runs import RunDirectory
-from fedeas_flwr.upkeep import verify
+from fedeas_flwr.runs.directory import RunDirectory
 
 WANTED = [40, 0, 25]
 

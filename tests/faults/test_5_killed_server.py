@@ -19,10 +19,10 @@ import pytest
 from runners import finish, quick, weights, with_known_noise
 from waiting import LONG, wait_until
 
-from fedeas_flwr import paths
-from fedeas_flwr.checkpoints import Checkpoint
-from fedeas_flwr.runs import RunDirectory
-from fedeas_flwr.strategies.federation import Federation
+from fedeas_flwr.common import files
+from fedeas_flwr.federation.federation import Federation
+from fedeas_flwr.runs.checkpoints import Checkpoint
+from fedeas_flwr.runs.directory import RunDirectory
 
 KEYS: dict[str, Any] = {"policy": "none", "rounds": 4, "participation": 0.5, "local_epochs": 1}
 forks = multiprocessing.get_context("forkserver")
@@ -69,8 +69,8 @@ def die_at(name: str, step: str, times: int) -> None:
         last.renamed = str(source)
         at("renamed", source)
 
-    before, replace = paths._sync, os.replace
-    paths._sync, Path.write_bytes, os.replace = sync, write_bytes, rename  # type: ignore[assignment,method-assign]
+    before, replace = files._sync, os.replace
+    files._sync, Path.write_bytes, os.replace = sync, write_bytes, rename  # type: ignore[assignment,method-assign]
 
 
 def run_and_die(folder: Path, keys: dict[str, Any], name: str, step: str, times: int) -> None:
@@ -83,7 +83,7 @@ def forked(target: Any, *given: Any) -> Any:
 
     A fork of this one would have to do without its threads, and torch would wait for them.
     """
-    forks.set_forkserver_preload(["fedeas_flwr.server_app", "fedeas_flwr.client_app", "fedeas_flwr.launch"])
+    forks.set_forkserver_preload(["fedeas_flwr.server_app", "fedeas_flwr.client_app", "fedeas_flwr.launch.run"])
     child = forks.Process(target=target, args=given)
     child.start()
     return child

@@ -23,15 +23,17 @@ from test_5_killed_server import forked
 from test_federation import START, federation, toy_app
 from waiting import LONG, wait_until
 
-from fedeas_flwr import client_app, messages, server_app
-from fedeas_flwr.checkpoints import Arrays, Checkpoint
-from fedeas_flwr.client_state import ClientState, ClientStore
+from fedeas_flwr import client_app, server_app
+from fedeas_flwr.common.errors import ConfigError, ProcessesDiedError, RunError
 from fedeas_flwr.config import RunConfig
-from fedeas_flwr.errors import ConfigError, ProcessesDiedError, RunError
-from fedeas_flwr.grids import InlineGrid
-from fedeas_flwr.runs import RunDirectory
-from fedeas_flwr.strategies import federation as loop
-from fedeas_flwr.strategies.federation import Federation
+from fedeas_flwr.federation import federation as loop
+from fedeas_flwr.federation import messages
+from fedeas_flwr.federation.client_state import ClientState, ClientStore
+from fedeas_flwr.federation.federation import Federation
+from fedeas_flwr.federation.grids import InlineGrid
+from fedeas_flwr.runs.checkpoints import Arrays, Checkpoint
+from fedeas_flwr.runs.directory import RunDirectory
+from fedeas_flwr.training import evaluation
 from fedeas_flwr.training.evaluation import Evaluate
 
 KEYS: dict[str, Any] = {"policy": "none", "strategy": "scaffold", "participation": 1.0, "rounds": 6}
@@ -59,7 +61,7 @@ def resumes_to_the_same(folder: Path, undisturbed: str, keys: dict[str, Any]) ->
 
 def broken_test(monkeypatch: pytest.MonkeyPatch, number: int, when: threading.Event) -> None:
     """Let the test of one round fail, after ``when``."""
-    central_test = server_app.central_test
+    central_test = evaluation.central_test
 
     def central(*given: Any) -> Evaluate:
         working, tested = central_test(*given), []
@@ -172,7 +174,7 @@ def main_is_in(functions: set[str]) -> bool:
 def interrupted_again_and_again(folder: Path, keys: dict[str, Any], times: int) -> None:
     """Ctrl-C in round 4, and again while the test of round 3 is waited for, and again."""
     heard, nobody_waits = list[int](), threading.Event()
-    central_test = server_app.central_test
+    central_test = evaluation.central_test
 
     def hear(number: int, frame: object) -> None:
         heard.append(number)
@@ -206,7 +208,7 @@ def interrupted_again_and_again(folder: Path, keys: dict[str, Any], times: int) 
 
         return test
 
-    server_app.central_test = central
+    evaluation.central_test = central
     try:
         finish(quick(folder, **keys))
     finally:

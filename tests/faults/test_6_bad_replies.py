@@ -22,18 +22,20 @@ from flwr.clientapp import ClientApp
 from test_federation import DIGITS, EXAMPLES, START, VALUES, federation, toy_app
 from test_messages import BAD, COUNTERS, TRAINABLE, read, reply
 
-from fedeas_flwr import array_records, client_app, messages
-from fedeas_flwr.array_records import ARRAYS, METRICS
-from fedeas_flwr.checkpoints import Checkpoint
+from fedeas_flwr import client_app
+from fedeas_flwr.common.errors import MessageError, RunError
 from fedeas_flwr.config import parse_config
-from fedeas_flwr.errors import MessageError, RunError
-from fedeas_flwr.grids import InlineGrid
-from fedeas_flwr.messages import TrainReport
+from fedeas_flwr.federation import messages
+from fedeas_flwr.federation.federation import Federation
+from fedeas_flwr.federation.grids import InlineGrid
+from fedeas_flwr.federation.messages import TrainReport
+from fedeas_flwr.planning.run_plan import planned_counts
 from fedeas_flwr.policies import POLICIES, ClientView, allocate
-from fedeas_flwr.run_plan import planned_counts
-from fedeas_flwr.runs import RunDirectory
-from fedeas_flwr.strategies import build_strategy
-from fedeas_flwr.strategies.federation import Federation
+from fedeas_flwr.runs.checkpoints import Checkpoint
+from fedeas_flwr.runs.directory import RunDirectory
+from fedeas_flwr.strategies import records
+from fedeas_flwr.strategies.records import ARRAYS, METRICS
+from fedeas_flwr.strategies.registry import build_strategy
 
 
 @pytest.fixture(autouse=True)
@@ -96,7 +98,7 @@ def npy_header(text: str) -> bytes:
 def test_oversized_arrays_are_refused_before_they_are_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
     buffer = io.BytesIO()
     np.save(buffer, np.zeros(2**20, np.float32))
-    monkeypatch.setattr(array_records, "read_array", lambda data: pytest.fail("decoded"))
+    monkeypatch.setattr(records, "read_array", lambda data: pytest.fail("decoded"))
     with pytest.raises(MessageError, match=r"array w has 4194432 bytes, wanted 1048 at most"):
         read(encoded_as(buffer.getvalue()))
 

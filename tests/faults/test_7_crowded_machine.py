@@ -18,10 +18,13 @@ from runners import fedeas, finish, small, weights
 from small_disks import remount, tiny_disk
 from waiting import wait_until
 
-from fedeas_flwr import processes, superlink
-from fedeas_flwr.errors import RunError
-from fedeas_flwr.runs import RunDirectory
-from fedeas_flwr.superlink import free_port, own_environment
+from fedeas_flwr.common import processes
+from fedeas_flwr.common.errors import RunError
+from fedeas_flwr.launch import superlink
+from fedeas_flwr.launch.superlink import free_port, own_environment
+from fedeas_flwr.runs.directory import RunDirectory
+
+pytestmark = pytest.mark.flower
 
 CONF = 'clients = 4\nrounds = 2\nlocal-epochs = 1\npolicy = "none"\nalpha = 0.1\nbeta = 4.0\n'
 

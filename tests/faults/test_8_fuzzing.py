@@ -27,18 +27,20 @@ from test_cache import Fake
 from test_generators import save_tiny
 from test_messages import COUNTERS, TRAINABLE, reply
 
-from fedeas_flwr import client_app, messages
-from fedeas_flwr.array_records import to_record
-from fedeas_flwr.cache import ImageCache
+from fedeas_flwr import client_app
+from fedeas_flwr.common.errors import ConfigError, MessageError
 from fedeas_flwr.config import KEYS, RunConfig, parse_config
 from fedeas_flwr.config_files import read_config
-from fedeas_flwr.dataset_sources import check_npz
-from fedeas_flwr.errors import ConfigError, MessageError
+from fedeas_flwr.data.own_dataset import read_dataset
+from fedeas_flwr.data.own_images import MOST_CLASSES
+from fedeas_flwr.data.sources import check_npz
+from fedeas_flwr.federation import messages
+from fedeas_flwr.federation.grids import InlineGrid
 from fedeas_flwr.generators.bank import BankGenerator
-from fedeas_flwr.generators.diffusion import DiffusionGenerator
-from fedeas_flwr.grids import InlineGrid
-from fedeas_flwr.own_data import MOST_CLASSES, read_dataset
-from fedeas_flwr.runs import RunDirectory
+from fedeas_flwr.generators.cache import ImageCache
+from fedeas_flwr.generators.diffusion.sampler import DiffusionGenerator
+from fedeas_flwr.runs.directory import RunDirectory
+from fedeas_flwr.strategies.records import to_record
 
 Words = list[str]
 

@@ -19,15 +19,16 @@ import numpy as np
 import pytest
 from test_cache import Fake, ids
 
-from fedeas_flwr import data, npy
-from fedeas_flwr.cache import ImageCache
-from fedeas_flwr.client_state import ClientStore
-from fedeas_flwr.data import open_dataset
+from fedeas_flwr.common import npy
+from fedeas_flwr.data import datasets
+from fedeas_flwr.data.datasets import open_dataset
+from fedeas_flwr.federation.client_state import ClientStore
 from fedeas_flwr.generators.bank import BankGenerator
+from fedeas_flwr.generators.cache import ImageCache
+from fedeas_flwr.generators.cache_maintenance import entries, prune, verify
 from fedeas_flwr.partition import make_partition
-from fedeas_flwr.upkeep import entries, prune, verify
 
-PACKAGE = Path(data.__file__).parent
+PACKAGE = Path(datasets.__file__).parents[1]
 DIGITS = tuple("0123456789")
 
 

@@ -1,0 +1,151 @@
+"""The commands `fedeas run`, `resume`, `evaluate` and `export`."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from fedeas_flwr.commands.output import can_be_folder, console
+from fedeas_flwr.common.errors import ConfigError
+from fedeas_flwr.common.text import counted
+from fedeas_flwr.config import RunConfig, parse_config
+from fedeas_flwr.config_files import parse_overrides, read_config
+from fedeas_flwr.data.datasets import short_name
+from fedeas_flwr.runs.directory import RunDirectory
+
+
+def run(
+    conf: Annotated[Path, typer.Argument(help="a TOML file of run-config keys, such as conf/quickstart.toml")],
+    overrides: Annotated[list[str] | None, typer.Argument(help="key=value …; `fedeas keys` lists them")] = None,
+) -> None:
+    """Run one federated training under Flower and wait for its end."""
+    config = read_config(conf, overrides or [])
+    if config.run_dir:
+        start(config)
+        return
+    wanted = Path("runs").absolute() / run_name(config)
+    with reserved_folder(wanted) as folder:
+        if folder != wanted and RunDirectory(wanted).state() == "interrupted":
+            again = shlex.join(["fedeas", "resume", str(wanted)])
+            console.print(f"{wanted.name} was interrupted; to go on with it: {again}", highlight=False, soft_wrap=True)
+        start(config.with_changes(run_dir=str(folder)))
+
+
+def resume(
+    folder: Annotated[Path, typer.Argument(help="the run directory of an interrupted run")],
+    overrides: Annotated[list[str] | None, typer.Argument(help="key=value …, such as rounds=40")] = None,
+) -> None:
+    """Go on with an interrupted run from its last checkpoint; the result is as if it had not been.
+
+    A finished one goes on if it is given more rounds, and else tells its result again.
+    """
+    changes, own = parse_overrides(overrides or []), {"run-dir": str(folder.absolute()), "resume": True}
+    for key in own.keys() & changes.keys():
+        raise ConfigError(f"{key} = {changes[key]!r}: leave it out, `fedeas resume` goes on in {folder}")
+    run = RunDirectory(folder.absolute())
+    config = parse_config({**run.config().outside(), **changes, **own})
+    if not changes and run.state() == "finished" and (run.path / "model.safetensors").exists():
+        run.checked_rounds()
+        console.print(f"finished already: {run.path}", highlight=False, soft_wrap=True)
+        tell(run)
+    else:
+        start(config)
+
+
+def start(config: RunConfig) -> RunDirectory:
+    """Prepare what a run needs, with progress, then run it and print where the result is."""
+    from fedeas_flwr.launch.prepare import prepare
+    from fedeas_flwr.launch.run import launch
+
+    try:
+        config = prepare(config, console)
+    except KeyboardInterrupt:
+        raise KeyboardInterrupt("stopped before the run began: give the same command again") from None
+    console.print(
+        f"{config.policy} · {config.strategy} · {config.dataset} · {counted(config.clients, 'client')} "
+        f"· {counted(config.rounds, 'round')} · {config.backend} → {config.run_dir}",
+        highlight=False,
+        soft_wrap=True,
+    )
+    try:
+        finished = launch(config, console)
+    except KeyboardInterrupt:
+        again = shlex.join(["fedeas", "resume", config.run_dir])
+        raise KeyboardInterrupt(f"stopped; go on with: {again}") from None
+    tell(finished)
+    return finished
+
+
+def tell(run: RunDirectory) -> None:
+    """Print what a finished run came to."""
+    summary = run.summary()
+    last, peak = (f"{100 * summary[key]:.1f} %" for key in ("last_20", "peak"))
+    images = counted(summary["total_generated"], "image")
+    told = f"last-{min(20, summary['rounds'])} accuracy {last} · peak {peak} · {images} generated"
+    console.print(told, highlight=False)
+    if "privacy" in summary:
+        console.print(show_privacy(summary["privacy"]), highlight=False, soft_wrap=True)
+
+
+def show_privacy(spent: dict[str, Any]) -> str:
+    """What a run with `dp` spent, as one sentence."""
+    if spent["epsilon"] is None:
+        return f"privacy: no ε can be given, since {spent['why']}"
+    return f"privacy: ε = {spent['epsilon']:.2f} at δ = {spent['delta']:g}; assumes {spent['assumes']}"
+
+
+def run_name(config: RunConfig) -> str:
+    """A folder name that says what the run is."""
+    more = [word for word in (config.loss, config.views) if word not in ("cross-entropy", "none")]
+    words = [f"k{config.clients}", f"a{config.alpha:g}", config.policy, config.strategy, *more, f"s{config.seed}"]
+    return "-".join([short_name(config.dataset), *words])
+
+
+@contextmanager
+def reserved_folder(wanted: Path) -> Iterator[Path]:
+    """Make ``wanted``, or with a number behind it if it is taken; of what fails before it begins nothing is left.
+
+    It is made and not only looked for: another run may want the same name at this very moment.
+    """
+    wanted.parent.mkdir(parents=True, exist_ok=True)
+    folder, number = wanted, 1
+    while True:
+        try:
+            folder.mkdir()
+            break
+        except FileExistsError:
+            number += 1
+            folder = wanted.with_name(f"{wanted.name}-{number}")
+    try:
+        yield folder
+    except BaseException:
+        with suppress(OSError):  # a folder that is not empty stays
+            folder.rmdir()
+            wanted.parent.rmdir()
+        raise
+
+
+def evaluate(folder: Annotated[Path, typer.Argument(help="the run directory of a finished run")]) -> None:
+    """Test a run's saved model on its global test set."""
+    from fedeas_flwr.launch.prepare import evaluate_run
+
+    scores = evaluate_run(RunDirectory(folder.absolute()))
+    print(json.dumps(scores, indent=1))
+
+
+def export(
+    folder: Annotated[Path, typer.Argument(help="the run directory of a finished run")],
+    to: Annotated[Path, typer.Argument(help="where its record goes, such as results/NAME", callback=can_be_folder)],
+) -> None:
+    """Copy a run's record (config, rounds, summary) without weights, images or paths of this machine."""
+    from fedeas_flwr.runs import listing
+
+    run, again = RunDirectory(folder.absolute()), RunDirectory(to.absolute()).is_record()
+    listing.export(run, to.absolute())
+    print(f"exported {counted(len(run.rounds()), 'round')} → {to}" + (", where its record was before" if again else ""))

@@ -1,0 +1,63 @@
+"""Many images as one picture: what every command that shows generated images draws."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fedeas_flwr.common.files import atomic_write
+
+Pixels = NDArray[np.uint8]
+
+_LEAST_HEIGHT = 64
+"""Pixels of an image's height in a file: datasets' images are too small for the eye."""
+
+
+def spread(classes: int, most: int) -> list[int]:
+    """The classes of the rows: all, or so many spread evenly from the first to the last."""
+    return sorted({round(i * (classes - 1) / (most - 1)) for i in range(most)})
+
+
+def gap_between(image: Pixels) -> int:
+    """The white line between two images ``[..., H, W, C]``."""
+    return max(1, int(image.shape[-2]) // 16)
+
+
+def image_sheet(rows: Sequence[Pixels], columns: int) -> Pixels:
+    """Lay images out in rows on white.
+
+    Parameters
+    ----------
+    rows
+        The images of each row, ``[N, H, W, C]`` with one or three channels, all of one size.
+    columns
+        Room in a row. Where a row has fewer images, the rest stays white.
+
+    Returns
+    -------
+    array
+        ``[height, width, 3]``, no line around it.
+    """
+    height, width = rows[0].shape[1:3]
+    gap = gap_between(rows[0])
+    sheet = np.full((len(rows) * (height + gap) - gap, columns * (width + gap) - gap, 3), 255, np.uint8)
+    for row, images in enumerate(rows):
+        for column, image in enumerate(images):
+            top, left = row * (height + gap), column * (width + gap)
+            sheet[top : top + height, left : left + width] = image  # grey fills all three channels
+    return sheet
+
+
+def save_sheet(rows: Sequence[Pixels], columns: int, path: Path) -> None:
+    """Write a sheet as PNG, small images enlarged without blurring them."""
+    from PIL import Image
+
+    times = max(1, _LEAST_HEIGHT // rows[0].shape[1])
+    sheet = image_sheet(rows, columns).repeat(times, axis=0).repeat(times, axis=1)
+    file = io.BytesIO()
+    Image.fromarray(sheet).save(file, "PNG")
+    atomic_write(path, file.getvalue())

@@ -1,0 +1,48 @@
+"""Numbers of things, bytes and durations as text, and messages of other libraries in one line."""
+
+from __future__ import annotations
+
+import math
+import re
+
+_SIZES = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+_AGES = {"s": 1, "m": 60, "h": 3600, "d": 86_400}
+
+
+def parse_bytes(text: str, name: str) -> int:
+    """Read a number of bytes such as ``500MB``, ``20GB`` or ``2GiB``; `name` is whose value it is, for the error."""
+    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", text)
+    if not found or found[2].upper() not in _SIZES:
+        raise ValueError(f"{name} = {text!r}: must be a size such as 500MB, 20GB or 2GiB")
+    return int(float(found[1]) * _SIZES[found[2].upper()])
+
+
+def parse_age(text: str, name: str) -> float:
+    """Read a span of time such as ``90m``, ``12h`` or ``30d``, in seconds."""
+    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([smhd])\s*", text)
+    if not found:
+        raise ValueError(f"{name} = {text!r}: must be a time such as 90m, 12h or 30d")
+    return float(found[1]) * _AGES[found[2]]
+
+
+def counted(number: int, noun: str, plural: str = "") -> str:
+    """Write a number of things: 1 run, 12,000 images; ``plural`` where an s behind the noun does not make it."""
+    return f"{number:,} {noun if number == 1 else plural or f'{noun}s'}"
+
+
+def show_bytes(number: int) -> str:
+    """Write a number of bytes for a person."""
+    unit = next((unit for unit in ("B", "KB", "MB", "GB") if number < 1000 * _SIZES[unit]), "TB")
+    return f"{number / _SIZES[unit]:.3g} {unit}"
+
+
+def show_seconds(seconds: float) -> str:
+    """Write a span of time for a person; some time is never written as none."""
+    if seconds < 90:
+        return f"{math.ceil(seconds)} s"
+    return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
+
+
+def one_line(said: object, most: int | None = 200) -> str:
+    """An error, or any text, without line breaks and cut to so many characters; ``None``: not cut."""
+    return " ".join(str(said).split())[:most]

@@ -1,0 +1,177 @@
+"""The datasets, as memory-mapped arrays that all processes of a machine share.
+
+`open_dataset` writes a dataset once as plain ``.npy`` files into the user's cache and maps them ever after: a hundred
+client processes then cost the memory of one. Images are uint8 ``[N, H, W, C]``, labels int64 ``[N]``.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import os
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+
+import numpy as np
+from filelock import FileLock
+from numpy.typing import NDArray
+
+from fedeas_flwr.common.files import atomic_folder, cache_root
+from fedeas_flwr.data import own_dataset
+from fedeas_flwr.data.sources import KEYS, OWN, Arrays, DatasetInfo, built_in, check_arrays, find_source
+
+# Part of the names of built-in datasets' folders in the cache: raise it when what is written below changes.
+_FORMAT = "1"
+
+
+@dataclass(frozen=True)
+class Dataset:
+    """A dataset's images and labels, mapped from disk and read-only.
+
+    Attributes
+    ----------
+    name
+        ``digits``, ``cifar10``, ``cifar100`` or ``own:PATH``.
+    classes
+        One name for each label.
+    mean, std
+        Of each channel of the train images, on the scale 0 to 1.
+    x_train, x_test
+        uint8 ``[N, H, W, C]``.
+    y_train, y_test
+        int64 ``[N]``.
+    """
+
+    name: str
+    classes: tuple[str, ...]
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+    x_train: NDArray[np.uint8]
+    y_train: NDArray[np.int64]
+    x_test: NDArray[np.uint8]
+    y_test: NDArray[np.int64]
+
+
+def dataset_info(name: str) -> DatasetInfo:
+    """Return a dataset's class names, image shape and constants, of built-in ones without reading them.
+
+    Parameters
+    ----------
+    name
+        ``digits``, ``cifar10``, ``cifar100`` or ``own:PATH``.
+
+    Returns
+    -------
+    DatasetInfo
+    """
+    if name.startswith(OWN):
+        return _open_own(name)[0]
+    return built_in(name)
+
+
+def short_name(name: str) -> str:
+    """What a dataset is called where there is no room for a path."""
+    return Path(name.removeprefix(OWN)).stem if name.startswith(OWN) else name
+
+
+def open_dataset(name: str, data_dir: str = "") -> Dataset:
+    """Open a dataset; the first time, write it to the user's cache.
+
+    Parameters
+    ----------
+    name
+        ``digits`` (comes with scikit-learn), ``cifar10``, ``cifar100``, or ``own:PATH`` (see
+        `own_dataset.read_dataset`).
+    data_dir
+        Where CIFAR is looked for: ``NAME.npz`` with ``x_train``, ``y_train``, ``x_test``, ``y_test``, or the folder
+        that torchvision unpacks. With neither, torchvision downloads it there, unless ``FEDEAS_OFFLINE`` is set.
+        Empty means ``datasets`` in the user's cache.
+
+    Returns
+    -------
+    Dataset
+    """
+    if name.startswith(OWN):
+        return _open_own(name)[1]
+    info, source = dataset_info(name), find_source(name, data_dir)
+    origin = source.origin
+    digest = hashlib.sha256("\0".join((_FORMAT, name, origin)).encode()).hexdigest()[:16]
+    folder = cache_root() / "data" / f"{name}-{digest}"
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with FileLock(f"{folder}.lock"):
+        try:
+            arrays = _open_folder(info, folder)
+        except Exception:  # not there yet, or damaged in any way: both are mended by writing it
+            arrays = source.read()
+            check_arrays(info, arrays, origin)
+            with atomic_folder(folder) as temporary:
+                _write_arrays(temporary, arrays)
+            arrays = _open_folder(info, folder)
+    return Dataset(name, info.classes, info.mean, info.std, **arrays)
+
+
+@lru_cache(maxsize=2)
+def _open_own(name: str) -> tuple[DatasetInfo, Dataset]:
+    """Open a dataset of the user's own, once in the life of a process; the first time, write it to the cache."""
+    where = name.removeprefix(OWN)
+    if not where:  # Path("") would be the folder one is in
+        raise ValueError("dataset = 'own:': must be own:PATH with a folder or .npz file of yours")
+    root = cache_root()
+    try:
+        folder = root / "data" / f"own-{own_dataset.fingerprint(where)}"
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with FileLock(f"{folder}.lock"):
+            try:
+                info, arrays = _open_own_folder(name, folder)
+            except Exception:  # as above
+                _write_own(name, folder)
+                info, arrays = _open_own_folder(name, folder)
+    except (FileNotFoundError, ValueError) as error:
+        if getattr(error, "filename", None):  # the system's word on a file, which may be one of the cache
+            raise
+        raise type(error)(f"dataset: {error}") from None
+    return info, Dataset(name, info.classes, info.mean, info.std, **arrays)
+
+
+def _write_own(name: str, folder: Path) -> None:
+    arrays, classes = own_dataset.read_dataset(name.removeprefix(OWN))
+    # A channel that never changes would have no deviation to divide by.
+    pixels = arrays["x_train"].reshape(-1, arrays["x_train"].shape[3])
+    mean, std = pixels.mean(axis=0) / 255, np.maximum(pixels.std(axis=0) / 255, 1e-3)
+    about = {"classes": classes, "mean": mean.tolist(), "std": std.tolist(), "shape": arrays["x_train"].shape[1:]}
+    about |= {"train": len(arrays["y_train"]), "test": len(arrays["y_test"])}
+    with atomic_folder(folder) as temporary:
+        _write_arrays(temporary, arrays)
+        (temporary / "about.json").write_text(json.dumps(about), encoding="utf-8")
+
+
+def _open_own_folder(name: str, folder: Path) -> tuple[DatasetInfo, Arrays]:
+    about = json.loads((folder / "about.json").read_text(encoding="utf-8"))
+    height, width, channels = about["shape"]
+    constants = tuple(about["mean"]), tuple(about["std"])
+    sizes = about["train"], about["test"]
+    # Whether a mirrored image keeps its class cannot be known: letters do not, so none is mirrored.
+    info = DatasetInfo(name, tuple(about["classes"]), (height, width, channels), *constants, *sizes, False)
+    return info, _open_folder(info, folder)
+
+
+def _write_arrays(folder: Path, arrays: Arrays) -> None:
+    for key in KEYS:
+        dtype = np.uint8 if key.startswith("x") else np.int64
+        try:
+            np.save(folder / f"{key}.npy", arrays[key].astype(dtype, copy=False), allow_pickle=False)
+        except OSError as error:
+            if error.errno is None:  # NumPy's own: so much was requested and so much written
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)) from error
+            raise
+
+
+def _open_folder(info: DatasetInfo, folder: Path) -> Arrays:
+    # mmap_mode also makes NumPy refuse a file that is shorter than its header says.
+    arrays: Arrays = {key: np.load(folder / f"{key}.npy", mmap_mode="r", allow_pickle=False) for key in KEYS}
+    check_arrays(info, arrays, str(folder))
+    if any(arrays[key].dtype != np.int64 for key in ("y_train", "y_test")):
+        raise ValueError(f"{folder}: labels are not int64")
+    return arrays

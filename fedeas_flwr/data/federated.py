@@ -1,0 +1,113 @@
+"""Who holds what: a dataset and its partition, seen from one client or from the server; or a node's own images."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+import numpy.typing as npt
+
+from fedeas_flwr.common.files import cache_root
+from fedeas_flwr.config import RunConfig
+from fedeas_flwr.data.datasets import Dataset, dataset_info, open_dataset
+from fedeas_flwr.data.node import Node
+from fedeas_flwr.data.own_images import read_images
+from fedeas_flwr.partition import TEST_FRACTION, Partition, make_partition, stratified_split
+
+Images = npt.NDArray[np.uint8]
+Labels = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, eq=False)  # one is another only if it is the same object
+class FederatedData:
+    """A dataset split over clients."""
+
+    dataset: Dataset
+    partition: Partition
+    protocol: str
+
+    @property
+    def num_classes(self) -> int:
+        """Number of classes C."""
+        return len(self.dataset.classes)
+
+    def train(self, client: int) -> tuple[Images, Labels]:
+        """What client k trains on, copied into memory."""
+        return self._gather(self.partition.train[client])
+
+    def test(self, client: int) -> tuple[Images, Labels]:
+        """What client k tests on (protocol ``paper``)."""
+        return self._gather(self.partition.test[client])
+
+    def train_labels(self, client: int) -> Labels:
+        """The labels alone: enough for a plan."""
+        return self._labels()[self.partition.train[client]]
+
+    def label_counts(self, client: int) -> Labels:
+        """Label counts of client k alone, [1, C]."""
+        return np.bincount(self.train_labels(client), minlength=self.num_classes)[None, :].astype(np.int64)
+
+    def global_test(self) -> tuple[Images, Labels]:
+        """The server's test set: official (``clean``), or the union of the clients' own (``paper``)."""
+        if self.protocol == "clean":
+            return np.asarray(self.dataset.x_test), np.asarray(self.dataset.y_test)
+        return self._gather(np.concatenate(self.partition.test))
+
+    def counts(self) -> Labels:
+        """Label counts of all clients, [K, C]: simulation alone can know them."""
+        return self.partition.counts(self._labels(), self.num_classes)
+
+    def _labels(self) -> Labels:
+        return dealt_out(self.dataset, self.protocol)
+
+    def _gather(self, indices: Labels) -> tuple[Images, Labels]:
+        # Indices run over the train set and then, under `paper`, over the test set.
+        first = len(self.dataset.y_train)
+        images = np.empty((len(indices), *self.dataset.x_train.shape[1:]), dtype=np.uint8)
+        from_train = indices < first
+        images[from_train] = self.dataset.x_train[indices[from_train]]
+        images[~from_train] = self.dataset.x_test[indices[~from_train] - first]
+        return images, self._labels()[indices]
+
+
+def dealt_out(dataset: Dataset, protocol: str) -> Labels:
+    """The labels of all images that a protocol deals out: of the train set and, under ``paper``, the test set."""
+    if protocol == "clean":
+        return np.asarray(dataset.y_train)
+    return np.concatenate([dataset.y_train, dataset.y_test])
+
+
+def federated_data(config: RunConfig, clients: int) -> FederatedData:
+    """Open the run's dataset and split it over ``clients``; kept for the life of the process."""
+    return _federated_data(
+        config.dataset, config.data_dir, config.protocol, clients, config.alpha, config.partition_seed
+    )
+
+
+@lru_cache(maxsize=2)
+def _federated_data(name: str, data_dir: str, protocol: str, clients: int, alpha: float, seed: int) -> FederatedData:
+    dataset = open_dataset(name, data_dir)
+    partition = make_partition(dealt_out(dataset, protocol), protocol, clients, alpha, seed, cache_root())
+    return FederatedData(dataset, partition, protocol)
+
+
+def local_data(config: RunConfig, node: Node) -> FederatedData:
+    """What this node trains on: its part of the run's dataset, or images of its own; `Node.part` is its index there."""
+    if not node.data_path:
+        return federated_data(config, node.partitions)
+    return _own_data(config.dataset, node.data_path, config.protocol, config.partition_seed)
+
+
+@lru_cache(maxsize=1)
+def _own_data(name: str, path: str, protocol: str, seed: int) -> FederatedData:
+    """A node's own images as a federation of one. Protocol ``paper`` keeps a quarter of each class for testing."""
+    info = dataset_info(name)
+    height, width, channels = info.image_shape
+    found = read_images(path, classes=info.classes, size=(height, width), channels=channels)
+    fraction, everything = TEST_FRACTION[protocol], np.arange(len(found.labels))
+    train, test = stratified_split(found.labels, fraction, seed) if fraction else (everything, everything[:0])
+    dataset = Dataset(
+        name, info.classes, info.mean, info.std, found.images, found.labels, found.images[:0], found.labels[:0]
+    )
+    return FederatedData(dataset, Partition([train], [test]), protocol)

@@ -1,0 +1,114 @@
+"""A custom dataset (`dataset = "own:PATH"`): a train and a test split read from a folder or an `.npz` file."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fedeas_flwr.common.files import expanded
+from fedeas_flwr.common.text import counted
+from fedeas_flwr.data.own_images import (
+    OwnImages,
+    _check_classes,
+    _check_labels,
+    _class_folders,
+    _is_image,
+    _not_images,
+    _npz_keys,
+    _say_once,
+    check_arrays,
+    class_names,
+    read_arrays,
+    read_images,
+    with_channels,
+)
+from fedeas_flwr.partition import stratified_split
+
+_VERSION = "3"
+"""Part of the fingerprint: raise it when the same files are read otherwise, or are kept in the cache otherwise."""
+_TEST_FRACTION = 0.2
+
+
+def read_dataset(where: str | Path) -> tuple[dict[str, NDArray[Any]], tuple[str, ...]]:
+    """Read a dataset of one's own: images to train on, and images to test on.
+
+    Parameters
+    ----------
+    where
+        A folder with ``train`` and ``test``, each with one subfolder a class; an ``.npz`` file with ``x_train``,
+        ``y_train``, ``x_test``, ``y_test``; or, for `read_images`, one set, of which a fifth of every class, always the
+        same, is set aside for testing: to the nearest image, so that of one or two it is none.
+
+    Returns
+    -------
+    arrays : dict
+        ``x_train``, ``y_train``, ``x_test``, ``y_test``.
+    classes : tuple of str
+    """
+    path = expanded(where)
+    if path.is_dir() and (path / "train").is_dir() and (path / "test").is_dir():
+        train = read_images(path / "train")
+        height, width, channels = train.images.shape[1:]
+        test = read_images(path / "test", classes=train.classes, size=(height, width), channels=channels)
+        return _arrays(train, test), train.classes
+    if path.suffix == ".npz" and path.is_file() and "x_train" in _npz_keys(path):
+        return _read_split_npz(path)
+    _refuse_half_a_split(path)
+    found = read_images(path)
+    chosen, set_aside = stratified_split(found.labels, test_fraction=_TEST_FRACTION, seed=0)
+    if not len(set_aside):
+        raise ValueError(
+            f"{path} has {counted(len(found.labels), 'image')}, too few to set a fifth of every class aside for testing"
+        )
+    untested = np.setdiff1d(found.labels, found.labels[set_aside])
+    if len(untested):
+        these = f"{counted(len(untested), 'class', 'classes')} of fewer than 3 images"
+        example = repr(found.classes[untested[0]])
+        _say_once(f"{path}: {these} have none to test on, such as {example}; all are trained on")
+    parts = [OwnImages(found.images[part], found.labels[part], found.classes) for part in (chosen, set_aside)]
+    return _arrays(*parts), found.classes
+
+
+def _refuse_half_a_split(path: Path) -> None:
+    """Tell a folder with ``train`` and no ``test``, or the reverse, from one where that is the name of a class."""
+    for part, lacking in (("train", "test"), ("test", "train")):
+        folder = path / part
+        if folder.is_dir() and _class_folders(folder) and not any(map(_is_image, folder.iterdir())):
+            instead = f", or give {folder}, of which a fifth is set aside for testing" if part == "train" else ""
+            raise ValueError(f"{path} has {part}/ but no {lacking}/: add it{instead}")
+
+
+def _arrays(train: OwnImages, test: OwnImages) -> dict[str, NDArray[Any]]:
+    return {"x_train": train.images, "y_train": train.labels, "x_test": test.images, "y_test": test.labels}
+
+
+def _read_split_npz(path: Path) -> tuple[dict[str, NDArray[Any]], tuple[str, ...]]:
+    arrays = read_arrays(path, ("x_train", "y_train", "x_test", "y_test"), optional=("classes",))
+    for part in ("train", "test"):
+        arrays[f"x_{part}"] = with_channels(arrays[f"x_{part}"])
+        check_arrays(path, f"x_{part}", arrays[f"x_{part}"], f"y_{part}", arrays[f"y_{part}"])
+    names = class_names(
+        path, arrays.pop("classes", None), int(max(arrays["y_train"].max(), arrays["y_test"].max())) + 1
+    )
+    _check_classes(path, names)
+    for part in ("train", "test"):
+        _check_labels(path, f"y_{part}", arrays[f"y_{part}"], names)
+    if arrays["x_train"].shape[1:] != arrays["x_test"].shape[1:]:
+        raise ValueError(f"{path}: images of x_train and x_test differ in size")
+    return arrays, names
+
+
+def fingerprint(where: str | Path) -> str:
+    """What stands for a path's content without reading it: names, sizes and times of change."""
+    path = expanded(where).resolve()
+    # Not `rglob`, which looks behind no link: a class's folder may be one.
+    below = (*path.glob("*/*"), *path.glob("*/*/*"))  # the latter of train/ and test/
+    files = sorted(file for file in below if _is_image(file)) if path.is_dir() else [path]
+    if not path.exists():
+        raise _not_images(path, where)
+    facts = [(str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
+    return hashlib.sha256(repr((_VERSION, str(path), facts)).encode()).hexdigest()[:16]

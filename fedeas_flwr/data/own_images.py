@@ -1,0 +1,342 @@
+"""Images of your own: an ``.npz`` file, or a folder with one subfolder a class.
+
+Whoever brings images reads them here: a simulation (``dataset = "own:PATH"``), a bank of images that are there already,
+a node of a deployment with its own data. Nothing is unpickled, and sizes are known from headers before pixels are read.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection, Sequence
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fedeas_flwr.common.files import expanded
+from fedeas_flwr.common.npy import archive_keys, read_archive
+from fedeas_flwr.common.text import counted, one_line
+
+if TYPE_CHECKING:  # slow to import
+    from PIL import Image
+
+
+logger = logging.getLogger(__name__)
+
+SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".tif", ".tiff")
+MOST_BYTES = 8 << 30
+"""Of all pixels together: a small file may claim to unpack to any size."""
+MOST_CLASSES = 10_000
+_GREY_OF_16_BITS = ("I;16", "I;16B", "I;16L")
+_GREY = ("1", "L", "LA", *_GREY_OF_16_BITS)
+_OF_ANY_RANGE = ("I", "F")
+"""Pillow's modes."""
+_ORIENTATION = 0x0112
+_LIES_FROM = 5
+_TURNS = {
+    2: "FLIP_LEFT_RIGHT",
+    3: "ROTATE_180",
+    4: "FLIP_TOP_BOTTOM",
+    _LIES_FROM: "TRANSPOSE",
+    6: "ROTATE_270",
+    7: "TRANSVERSE",
+    8: "ROTATE_90",
+}
+"""EXIF's tag, from which of its values on height and width are swapped, and what Pillow calls the turn back."""
+
+
+class OwnImages(NamedTuple):
+    """Images, their labels, and what the labels are called."""
+
+    images: NDArray[np.uint8]
+    """uint8 ``[N, H, W, C]``, C = 1 or 3."""
+    labels: NDArray[np.int64]
+    """int64 ``[N]``, from 0 to the number of classes - 1."""
+    classes: tuple[str, ...]
+
+
+def read_images(
+    where: str | Path,
+    *,
+    classes: Sequence[str] | None = None,
+    size: tuple[int, int] | None = None,
+    channels: int | None = None,
+) -> OwnImages:
+    """Read labelled images.
+
+    Parameters
+    ----------
+    where
+        A folder with one subfolder a class that holds image files (`SUFFIXES`); or an ``.npz`` file with ``x`` (uint8
+        ``[N, H, W, C]`` or ``[N, H, W]``), ``y`` (labels ``[N]``) and, if classes have names, ``classes`` (strings).
+    classes
+        Names of the classes in the order of their labels, where that is settled already: subfolders, and the
+        ``classes`` of an ``.npz`` file, are then called by name or, unless a name is a number itself, by number.
+        Otherwise the subfolders are the classes, in the order of their names, of numbers if all of them are whole
+        numbers.
+    size
+        ``(H, W)``: files of another size are resampled with anti-aliasing, arrays must fit. Without it all images
+        must be of one size.
+    channels
+        1 makes files grey, 3 makes them RGB; arrays must fit. Without it files become grey if all of them are; a
+        ``.webp`` file never is.
+        Of 16 bits a channel the upper 8 are taken.
+
+    Raises
+    ------
+    FileNotFoundError, ValueError
+        One line that names the path and what was expected there.
+    """
+    path = expanded(where)
+    if path.is_dir():
+        return _read_folder(path, classes, size, channels)
+    if path.suffix == ".npz" and path.is_file():
+        return _read_npz(path, classes, size, channels)
+    raise _not_images(path, where)
+
+
+# ---------------------------------------------------------------------------------------------------------- folders
+
+
+def _read_folder(
+    path: Path, classes: Sequence[str] | None, size: tuple[int, int] | None, channels: int | None
+) -> OwnImages:
+    inside = _class_folders(path)
+    names = tuple(classes) if classes is not None else tuple(folder.name for folder in inside)
+    numbers = {name: label for label, name in enumerate(names)}
+    if classes is not None:
+        numbers = _numbers_of(path, "subfolder", [folder.name for folder in inside], names)
+    files = [(file, numbers[folder.name]) for folder in inside for file in sorted(folder.iterdir()) if _is_image(file)]
+    there = {file.parent for file, _ in files}
+    if not files:
+        called = f"; name its subfolders {names[0]!r} … or 0 …" if classes else "; it needs one subfolder a class"
+        raise ValueError(f"{path} has no images{called}, with {', '.join(SUFFIXES)} files")
+    if classes is None and (bare := [folder for folder in inside if folder not in there]):
+        raise ValueError(f"{bare[0]} has no images; every subfolder of {path} is a class: fill it, or remove it")
+    _check_classes(path, names)
+    _say_skipped(path, {file for file, _ in files})
+    size, channels = _size_and_channels(path, [file for file, _ in files], size, channels)
+    _check_bytes(path, len(files), *size, channels)
+    images = np.empty((len(files), *size, channels), np.uint8)
+    for position, (file, _) in enumerate(files):
+        images[position] = _read_file(file, size, channels)
+    return OwnImages(images, np.array([label for _, label in files], np.int64), names)
+
+
+def _numbers_of(path: Path, what: str, called: Sequence[str], names: Sequence[str]) -> dict[str, int]:
+    """Which label a class has by its name or, unless a name is a number itself, its number; all ``called`` must."""
+    numbers = {name: label for label, name in enumerate(names)}
+    if not any(map(str.isdecimal, names)):
+        numbers |= {str(label): label for label in range(len(names))}
+    if unknown := [name for name in called if name not in numbers]:
+        raise ValueError(f"{path} has a {what} {unknown[0]!r}; the dataset's classes are {_few(names)}")
+    return numbers
+
+
+def _class_folders(path: Path) -> list[Path]:
+    """The subfolders, in the order of their names: 2 before 10 if all are whole numbers, as labels of arrays are."""
+    inside = [folder for folder in path.iterdir() if folder.is_dir() and not folder.name.startswith(".")]
+    if all(folder.name.isdecimal() for folder in inside):
+        return sorted(inside, key=lambda folder: (int(folder.name), folder.name))
+    return sorted(inside)
+
+
+def _is_image(file: Path) -> bool:
+    return file.suffix.lower() in SUFFIXES and not file.name.startswith(".")
+
+
+def _say_skipped(path: Path, read: Collection[Path]) -> None:
+    """Say how many files below are not read, and one of them; of hidden ones nothing is said."""
+    others = (file.relative_to(path) for file in path.rglob("*") if file not in read and file.is_file())
+    if skipped := sorted(file for file in others if not any(part.startswith(".") for part in file.parts)):
+        these = f"{counted(len(skipped), 'file')} {'is' if len(skipped) == 1 else 'are'} not read, such as {skipped[0]}"
+        _say_once(f"{path}: {these}; {', '.join(SUFFIXES)} files right in a class's folder are")
+
+
+@cache
+def _say_once(text: str) -> None:
+    logger.warning(text)
+
+
+def _size_and_channels(
+    path: Path, files: Sequence[Path], size: tuple[int, int] | None, channels: int | None
+) -> tuple[tuple[int, int], int]:
+    """Settle what all images become, from the files' headers."""
+    if size is not None and channels is not None:
+        return size, channels
+    headers = [_read_header(file) for file in files]
+    sizes = {found: file for (found, _), file in zip(headers, files, strict=True)}
+    if size is None and len(sizes) > 1:
+        (one, first), (other, second) = list(sizes.items())[:2]
+        raise ValueError(
+            f"images in {path} differ ({first.name} is {one[1]}×{one[0]}, {second.name} {other[1]}×{other[0]}): "
+            "bring them to one size first (see docs/your-own-data-and-generator.md)"
+        )
+    grey = all(mode in _GREY for _, mode in headers)
+    return size or next(iter(sizes)), channels or (1 if grey else 3)
+
+
+def _read_header(file: Path) -> tuple[tuple[int, int], str]:
+    from PIL import Image
+
+    try:
+        with Image.open(file) as image:
+            lies = _orientation(image) >= _LIES_FROM
+            return (image.width, image.height) if lies else (image.height, image.width), image.mode
+    except (OSError, Image.DecompressionBombError) as error:  # PIL's "cannot identify" is an OSError
+        raise ValueError(f"{file} is not an image that can be read ({one_line(error)})") from None
+
+
+def _orientation(image: Image.Image) -> int:
+    """Which way up EXIF says that an image is, 1 being upright; where the header does not have it, it is not known."""
+    from PIL import Image
+
+    if image.format == "TIFF":  # Pillow turns it itself, and gives the size that it then has
+        return 1
+    try:
+        found = Image.Image.getexif(image).get(_ORIENTATION)  # a PNG's own method would decode the pixels first
+    except Exception:  # whatever Pillow raises for damaged EXIF: the pixels may be whole
+        return 1
+    return found if isinstance(found, int) and found in _TURNS else 1
+
+
+def _read_file(file: Path, size: tuple[int, int], channels: int) -> NDArray[np.uint8]:
+    from PIL import Image
+
+    try:
+        # Given by name, Pillow maps an uncompressed TIFF, and one that lies on its side then wrongly.
+        with file.open("rb") as content, Image.open(content) as image:
+            if image.mode in _OF_ANY_RANGE:
+                raise ValueError(f"Pillow's mode {image.mode} has no known range: save it with 8 or 16 bits")
+            pixels: Image.Image = image
+            if image.mode in _GREY_OF_16_BITS:  # the upper 8, as Pillow does with colours; `convert` cuts off at 255
+                pixels = Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
+            if turn := _TURNS.get(_orientation(image)):
+                pixels = pixels.transpose(Image.Transpose[turn])
+            pixels = pixels.convert("L" if channels == 1 else "RGB")
+    # A broken PNG is a SyntaxError, and what Pillow cannot convert a ValueError.
+    except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
+        raise ValueError(f"{file} is not an image that can be read ({one_line(error)})") from None
+    if pixels.size != (size[1], size[0]):
+        pixels = pixels.resize((size[1], size[0]), Image.Resampling.LANCZOS)
+    return np.asarray(pixels, dtype=np.uint8).reshape(*size, channels)
+
+
+# -------------------------------------------------------------------------------------------------------- npz files
+
+
+def _read_npz(
+    path: Path, classes: Sequence[str] | None, size: tuple[int, int] | None, channels: int | None
+) -> OwnImages:
+    arrays = read_arrays(path, ("x", "y"), optional=("classes",))
+    images, labels = with_channels(arrays["x"]), arrays["y"]
+    check_arrays(path, "x", images, "y", labels)
+    wanted = (*(size or images.shape[1:3]), channels or images.shape[3])
+    if images.shape[1:] != wanted:
+        must = ", ".join(map(str, wanted))
+        raise ValueError(f"{path} holds x uint8 {list(images.shape)}; x must be uint8 [N, {must}]")
+    called, names = arrays.get("classes"), tuple(classes or ())
+    if classes is None:
+        names = class_names(path, called, int(labels.max()) + 1)
+    elif called is not None:
+        labels = _by_name(path, labels, class_names(path, called, 0), names)
+    _check_classes(path, names)
+    _check_labels(path, "y", labels, names)
+    return OwnImages(images, labels.astype(np.int64), names)
+
+
+def _by_name(path: Path, labels: NDArray[Any], called: Sequence[str], names: Sequence[str]) -> NDArray[np.int64]:
+    """The labels of a file that names its classes, as settled ``names`` count them: its 0 may be another's 1."""
+    numbers = _numbers_of(path, "class", called, names)
+    if len({numbers[name] for name in called}) < max(1, len(called)):
+        raise ValueError(f"{path} holds classes = {_few(called) or 'none'}; each must be there once, by name or number")
+    _check_labels(path, "y", labels, called)
+    return np.take(np.array([numbers[name] for name in called], np.int64), labels)
+
+
+def read_arrays(path: Path, needed: Sequence[str], optional: Sequence[str] = ()) -> dict[str, NDArray[Any]]:
+    """Read arrays of an ``.npz`` file: no pickles, no bombs, no more than `MOST_BYTES`."""
+    there = _npz_keys(path)
+    try:
+        if not there.issuperset(needed):
+            has = _few(sorted(there)) or "nothing"
+            raise ValueError(f"it is not an .npz file with {' and '.join(needed)}; it has {has}")
+        return read_archive(path, [*needed, *(key for key in optional if key in there)], MOST_BYTES)
+    except ValueError as error:
+        raise ValueError(f"{path} cannot be used: {one_line(error)}") from None
+
+
+def _npz_keys(path: Path) -> set[str]:
+    try:
+        return archive_keys(path)
+    except ValueError as error:
+        raise ValueError(f"{path} cannot be used: {one_line(error)}") from None
+
+
+def with_channels(images: NDArray[Any]) -> NDArray[Any]:
+    """Grey images without a channel axis get one."""
+    return images[..., None] if images.ndim == 3 else images
+
+
+def check_arrays(path: Path, x: str, images: NDArray[Any], y: str, labels: NDArray[Any]) -> None:
+    """Refuse arrays that are not images with a label each."""
+    found, labelled = f"{x} {images.dtype} {list(images.shape)}", f"{y} {labels.dtype} {list(labels.shape)}"
+    if images.dtype != np.uint8 or images.ndim != 4 or images.shape[3] not in (1, 3):
+        raise ValueError(f"{path} holds {found}; {x} must be uint8 [N, H, W, 1 or 3]")
+    if not images.size:
+        raise ValueError(f"{path} holds {found}, which is no image")
+    if labels.shape != images.shape[:1]:
+        must = f"{y} must be {list(images.shape[:1])}, a label for every image"
+        raise ValueError(f"{path} holds {found}, {labelled}; {must}")
+    if labels.dtype.kind not in "iu":
+        raise ValueError(f"{path} holds {labelled}; {y} must be whole numbers from 0, such as int64")
+    if labels.min() < 0:
+        raise ValueError(f"{path}: in {y} a label is {labels.min()}; labels are whole numbers from 0")
+
+
+def _check_labels(path: Path, y: str, labels: NDArray[Any], names: Sequence[str]) -> None:
+    if (label := labels.max()) >= len(names):
+        allowed = f"there are {len(names)} classes, so 0 to {len(names) - 1}"
+        raise ValueError(f"{path}: in {y} a label is {label}; {allowed}")
+
+
+def class_names(path: Path, stored: NDArray[Any] | None, number: int) -> tuple[str, ...]:
+    """The names that a file gives its classes, or their numbers."""
+    if stored is None:
+        _check_number(path, number)  # before as many names are made: one label may be any number
+        return tuple(str(label) for label in range(number))
+    if stored.ndim != 1 or stored.dtype.kind != "U":
+        raise ValueError(f"{path}: classes is {stored.dtype} {list(stored.shape)}; it must be a list of strings")
+    return tuple(map(str, stored))
+
+
+# ------------------------------------------------------------------------------------------------------------ checks
+
+
+def _check_number(path: Path, number: int) -> None:
+    if not 2 <= number <= MOST_CLASSES:
+        raise ValueError(f"{path} has {counted(number, 'class', 'classes')}; 2 to {MOST_CLASSES:,} are possible")
+
+
+def _check_classes(path: Path, names: Sequence[str]) -> None:
+    _check_number(path, len(names))
+    if len(set(names)) < len(names):
+        raise ValueError(f"{path}: two classes have one name among {_few(names)}")
+
+
+def _check_bytes(path: Path, number: int, height: int, width: int, channels: int) -> None:
+    if (claimed := number * height * width * channels) > MOST_BYTES:
+        raise ValueError(
+            f"{path}: {number:,} images of {height}×{width} are {claimed:,} bytes; {MOST_BYTES:,} are the most"
+        )
+
+
+def _few(names: Sequence[str]) -> str:
+    return ", ".join(names) if len(names) <= 12 else f"{', '.join(names[:10])}, … ({len(names)})"
+
+
+def _not_images(path: Path, where: str | Path) -> FileNotFoundError:
+    wanted = "a folder with one subfolder a class, or an .npz file"
+    return FileNotFoundError(f"{str(where)!r} {'is not' if path.exists() else 'is not there; give'} {wanted}")

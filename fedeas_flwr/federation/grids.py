@@ -1,0 +1,96 @@
+"""Two grids beside Flower's own: one that calls the ClientApp in this process, and a view of some nodes of another."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from flwr.app import Context, Message, RecordDict
+from flwr.clientapp import ClientApp
+from flwr.serverapp import Grid
+
+from fedeas_flwr.data.node import SIMULATED
+from fedeas_flwr.federation.flower_internals import Run, identify_process, set_message_id
+from fedeas_flwr.federation.messages import error_reply
+
+
+class _SendAndReceiveGrid(Grid):
+    """The part of Flower's Grid that both of ours leave unsupported: pushing and pulling apart."""
+
+    def set_run(self, run: Run) -> None:
+        raise NotImplementedError("this grid belongs to one run")
+
+    @property
+    def run(self) -> Run:
+        raise NotImplementedError("this grid has no Flower run")
+
+    def create_message(
+        self, content: RecordDict, message_type: str, dst_node_id: int, group_id: str, ttl: float | None = None
+    ) -> Message:
+        return Message(content, dst_node_id=dst_node_id, message_type=message_type, group_id=group_id, ttl=ttl)
+
+    def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
+        raise NotImplementedError("use send_and_receive")
+
+    def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
+        raise NotImplementedError("use send_and_receive")
+
+
+class InlineGrid(_SendAndReceiveGrid):
+    """Call the same ClientApp for every node in this process: no Ray, no pickling, breakpoints work.
+
+    With several ``workers`` (threads), clients of a round run at once: on a GPU, each thread on a stream of its own. A
+    ``live`` grid hands models over as tensors instead of bytes; the server asks for that attribute.
+    """
+
+    def __init__(
+        self, app: ClientApp, clients: int, run_config: Mapping[str, Any], workers: int = 1, live: bool = False
+    ) -> None:
+        identify_process()
+        self._app, self.live = app, live
+        self._pool = ThreadPoolExecutor(workers) if workers > 1 else None
+        self._contexts = {
+            node: Context(
+                run_id=1,
+                node_id=node,
+                node_config={"partition-id": node - 1, "num-partitions": clients, SIMULATED: True},
+                state=RecordDict(),
+                run_config=dict(run_config),
+            )
+            for node in range(1, clients + 1)
+        }
+
+    def get_node_ids(self) -> Iterable[int]:
+        return list(self._contexts)
+
+    def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> Iterable[Message]:
+        """Run the messages and return the replies in order. ``timeout`` is ignored, however slow a client is."""
+        if self._pool is None:
+            return [self._deliver(message) for message in messages]
+        return list(self._pool.map(self._deliver, messages))
+
+    def close(self) -> None:
+        """End the workers, each after the message it is at, if any; messages that wait are dropped."""
+        if self._pool is not None:
+            self._pool.shutdown(wait=False, cancel_futures=True)  # who stops a run does not wait for a client's epochs
+
+    def _deliver(self, message: Message) -> Message:
+        set_message_id(message)
+        try:
+            return self._app(message, self._contexts[message.metadata.dst_node_id])
+        except Exception as error:  # a node's failure is an answer, as it is on Flower's own grids
+            return error_reply(message, error)
+
+
+class GridView(_SendAndReceiveGrid):
+    """Another grid with only the chosen nodes in sight, so that a strategy samples exactly those."""
+
+    def __init__(self, grid: Grid, nodes: Iterable[int]) -> None:
+        self._grid, self._nodes = grid, list(nodes)
+
+    def get_node_ids(self) -> Iterable[int]:
+        return self._nodes
+
+    def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> Iterable[Message]:
+        return self._grid.send_and_receive(messages, timeout=timeout)

@@ -1,0 +1,323 @@
+"""A content-addressed store of generated images that grows, resumes and mends itself.
+
+Layout, under the root::
+
+    <sha256 of generator, image shape and seed>/manifest.json
+    <sha256 of generator, image shape and seed>/client-00003/class-007/000000-000050.npy
+
+The manifest says in words what the folder is of; its time of change is when the folder was last used. A shard holds
+the images of an index range, as a NumPy file followed by the 32 bytes of its SHA-256. Asking for 50 images and then for
+80 makes 30 more; asking for fewer reads a prefix. A shard that does not check is set aside as ``*.corrupt`` and its
+images are made again, which gives the same bytes as long as the generator keeps its promise. Images are made and
+written a few batches at a time, so that whatever dies, little is lost.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import itertools
+import json
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from filelock import FileLock
+from numpy.typing import NDArray
+
+from fedeas_flwr.common.files import atomic_write, cache_root, remove_unfinished
+from fedeas_flwr.common.npy import read_array
+from fedeas_flwr.generators.interface import Generator, SampleId, batch_size
+
+MANIFEST = "manifest.json"
+_LARGEST_MANIFEST = 2**20
+_DIGEST_BYTES = 32
+_BATCHES_A_CHUNK = 4
+
+Images = NDArray[np.uint8]
+
+
+class ImageCache:
+    """Generated images on disk, shared by runs, policies and processes.
+
+    Parameters
+    ----------
+    root
+        The folder to keep them in; by default ``images`` in the user's cache.
+    """
+
+    def __init__(self, root: str | os.PathLike[str] | None = None) -> None:
+        self.root = Path(root) if root is not None else cache_root() / "images"
+
+    def ensure(
+        self,
+        generator: Generator,
+        *,
+        seed: int,
+        client: int,
+        wanted: Sequence[int],
+        about: Mapping[str, Any] | None = None,
+    ) -> tuple[Images, NDArray[np.int64], int]:
+        """Return a client's synthetic images, generating those that are not there yet.
+
+        Two processes that ask for the same client wait for each other, so nothing is made twice.
+
+        Parameters
+        ----------
+        generator
+            Called with what is missing, a chunk of full batches at a time; each chunk is on disk before the next.
+        seed
+            Of the experiment.
+        client
+            The client's number.
+        wanted
+            How many images of each class.
+        about
+            For the manifest: what a person would want to know of the generator.
+
+        Returns
+        -------
+        images : array
+            uint8 ``[sum(wanted), H, W, C]``: class 0 first, by index within a class.
+        labels : array
+            int64 ``[sum(wanted)]``.
+        generated : int
+            How many of them were sampled in this call.
+        """
+        counts = check_wanted(wanted, generator)
+        labels = np.repeat(np.arange(len(counts), dtype=np.int64), counts)
+        images = np.zeros((len(labels), *generator.image_shape), dtype=np.uint8)
+        if not len(labels):
+            return images, labels, 0
+        folder = _client_folder(self.root / self.key(generator, seed), client)
+        _refuse_links(folder.parent, folder, Path(f"{folder}.lock"), *folder.glob("class-*"))
+        folder.mkdir(parents=True, exist_ok=True)
+        _note_use(folder.parent, generator, seed, about or {"generator": type(generator).__name__})
+        # Positions in `images` of each class's first sample.
+        starts = np.concatenate(([0], np.cumsum(counts)))[:-1]
+        with FileLock(f"{folder}.lock"):
+            remove_unfinished(folder)
+            missing: list[int] = []
+            ids = [SampleId(seed, client, label, index) for label, n in enumerate(counts) for index in range(n)]
+            for label, count in enumerate(counts):
+                part = images[starts[label] : starts[label] + count]
+                there = _read_shards(_class_folder(folder, label), part)
+                missing += (starts[label] + np.flatnonzero(~there)).tolist()
+            step = _BATCHES_A_CHUNK * batch_size(generator) if missing else 1  # to say it, a generator may have to load
+            for first in range(0, len(missing), step):
+                chunk = missing[first : first + step]
+                images[chunk] = sample_checked(generator, [ids[i] for i in chunk])
+                _write_shards(folder, chunk, ids, images)
+        return images, labels, len(missing)
+
+    def missing(self, generator: Generator, *, seed: int, client: int, wanted: Sequence[int]) -> int:
+        """Say how many of a client's images are not there yet, by the names of the shards alone.
+
+        Parameters
+        ----------
+        generator, seed, client, wanted
+            As for `ensure`.
+
+        Returns
+        -------
+        int
+        """
+        return self.missing_in(self.root / self.key(generator, seed), client, check_wanted(wanted, generator))
+
+    def missing_in(self, folder: Path, client: int, wanted: Sequence[int]) -> int:
+        """Say the same of a folder that `find` found; no generator is needed."""
+        lacking = 0
+        for label, count in enumerate(wanted):
+            there = np.zeros(count, dtype=bool)
+            for _, start, stop in _shards(_class_folder(_client_folder(folder, client), label)):
+                there[start:stop] = True
+            lacking += int((~there).sum())
+        return lacking
+
+    def find(self, about: Mapping[str, Any], seed: int) -> Path | None:
+        """Look for images by what their manifest says, without opening a generator.
+
+        Parameters
+        ----------
+        about
+            As it was given to `ensure`; of a path its last part is enough. What a manifest is too old to say
+            fits where it is nothing (0).
+        seed
+            Of the experiment.
+
+        Returns
+        -------
+        Path or None
+            The folder, the one used last where several fit.
+        """
+        wanted = {key: _last_part(value) for key, value in {**about, "seed": seed}.items()}
+        fitting = []
+        for path in self.root.glob(f"*/{MANIFEST}"):
+            try:
+                facts, used = read_manifest(path), path.stat().st_mtime
+            except OSError:
+                continue
+            if all(_last_part(facts[key]) == value if key in facts else not value for key, value in wanted.items()):
+                fitting.append((used, path.parent))
+        return max(fitting)[1] if fitting else None
+
+    def peek(self, folder: Path, label: int, count: int) -> Images:
+        """Return up to ``count`` images of a class that are there, those of the first clients first."""
+        found: list[Images] = []
+        for client in sorted(folder.glob("client-*")):
+            for path, _, _ in _shards(_class_folder(client, label)):
+                images = read_shard(path)
+                if images is not None:
+                    found.append(images)
+                if sum(map(len, found)) >= count:
+                    return np.concatenate(found)[:count]
+        return np.concatenate(found) if found else np.zeros((0, 0, 0, 1), np.uint8)
+
+    def key(self, generator: Generator, seed: int) -> str:
+        """Return the name of the folder that holds this generator's images of an experiment."""
+        identity = json.dumps([generator.fingerprint, list(generator.image_shape), int(seed)])
+        return hashlib.sha256(identity.encode()).hexdigest()
+
+
+def read_manifest(path: Path) -> dict[str, Any]:
+    """Read what a folder says that it is; nothing if that cannot be read, is no JSON object, or lies elsewhere."""
+    if path.is_symlink() or path.stat().st_size > _LARGEST_MANIFEST:
+        return {}
+    try:
+        facts = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError):
+        return {}
+    return facts if isinstance(facts, dict) else {}
+
+
+def _last_part(value: Any) -> Any:
+    return Path(value).name if isinstance(value, str) else value
+
+
+def _refuse_links(*paths: Path) -> None:
+    """See that what is read and written below the root stays below it, whoever else may write to the cache."""
+    for path in paths:
+        if path.is_symlink():
+            raise ValueError(f"cache: {path} is a link, and only plain folders are used; remove it")
+
+
+def _note_use(folder: Path, generator: Generator, seed: int, about: Mapping[str, Any]) -> None:
+    path = folder / MANIFEST
+    try:
+        os.utime(path, follow_symlinks=False)
+    except FileNotFoundError:
+        facts = {**about, "seed": seed, "image-shape": generator.image_shape, "fingerprint": generator.fingerprint}
+        atomic_write(path, (json.dumps(facts, indent=1) + "\n").encode())
+
+
+def check_wanted(wanted: Sequence[int], generator: Generator, name: str = "wanted") -> list[int]:
+    """Return `wanted` as integers, one for each class of the generator, or refuse it.
+
+    Parameters
+    ----------
+    wanted
+        How many images of each class.
+    generator
+        Whose classes are meant.
+    name
+        What the caller's own caller knows it by.
+
+    Returns
+    -------
+    list of int
+    """
+    given = np.asarray(wanted)
+    whole = given.shape == (generator.num_classes,) and given.dtype.kind in "iuf" and bool((given % 1 == 0).all())
+    if not whole or (given < 0).any():
+        raise ValueError(
+            f"{name}: {given.tolist()} is not allowed; give {generator.num_classes} whole numbers, none negative"
+        )
+    return [int(n) for n in given]
+
+
+def sample_checked(generator: Generator, samples: Sequence[SampleId]) -> Images:
+    """Sample and refuse anything but uint8 images of the promised shape and number.
+
+    Parameters
+    ----------
+    generator
+        Any generator, a user's own too.
+    samples
+        What to ask it for.
+
+    Returns
+    -------
+    array
+        uint8 ``[len(samples), H, W, C]``.
+    """
+    images = generator.sample(samples)
+    expected = (len(samples), *generator.image_shape)
+    if not isinstance(images, np.ndarray) or images.dtype != np.uint8 or images.shape != expected:
+        found = f"{images.dtype} {list(images.shape)}" if isinstance(images, np.ndarray) else type(images).__name__
+        name = type(generator).__name__
+        raise ValueError(f"generator: {name}.sample returned {found}; it must return uint8 {list(expected)}")
+    return images
+
+
+def _client_folder(folder: Path, client: int) -> Path:
+    return folder / f"client-{client:05d}"
+
+
+def _class_folder(folder: Path, label: int) -> Path:
+    return folder / f"class-{label:03d}"
+
+
+def _read_shards(folder: Path, into: Images) -> NDArray[np.bool_]:
+    """Fill `into` with the first images of a class; return which of them were there."""
+    there = np.zeros(len(into), dtype=bool)
+    for path, start, stop in _shards(folder):
+        if start >= len(into):
+            continue
+        images = read_shard(path)
+        if images is None or images.shape != (stop - start, *into.shape[1:]):
+            os.replace(path, f"{path}.corrupt")
+            continue
+        stop = min(stop, len(into))
+        into[start:stop] = images[: stop - start]
+        there[start:stop] = True
+    return there
+
+
+def _shards(folder: Path) -> Iterator[tuple[Path, int, int]]:
+    for path in sorted(folder.glob("*-*.npy")):
+        first, _, end = path.stem.partition("-")
+        if first.isdecimal() and end.isdecimal():
+            yield path, int(first), int(end)
+
+
+def read_shard(path: Path) -> Images | None:
+    """Read a shard's images; None if it is damaged, or a link."""
+    if path.is_symlink():  # it may lead out of the cache
+        return None
+    content = path.read_bytes()
+    payload, digest = content[:-_DIGEST_BYTES], content[-_DIGEST_BYTES:]
+    if hashlib.sha256(payload).digest() != digest:
+        return None
+    try:
+        images = read_array(payload)
+    except ValueError:
+        return None
+    first, _, end = path.stem.partition("-")
+    right = images.dtype == np.uint8 and images.ndim == 4
+    return images if right and len(images) == int(end) - int(first) else None
+
+
+def _write_shards(folder: Path, missing: Sequence[int], ids: Sequence[SampleId], images: Images) -> None:
+    """Write the images at positions `missing`, one shard for each unbroken range of a class."""
+    # Along a run of neighbours, position minus rank is constant.
+    runs = itertools.groupby(enumerate(missing), key=lambda pair: (ids[pair[1]].label, pair[1] - pair[0]))
+    for (label, _), run in runs:
+        positions = [position for _, position in run]
+        first, end = ids[positions[0]].index, ids[positions[-1]].index + 1
+        buffer = io.BytesIO()
+        np.save(buffer, images[positions], allow_pickle=False)
+        payload = buffer.getvalue()
+        path = _class_folder(folder, label) / f"{first:06d}-{end:06d}.npy"
+        atomic_write(path, payload + hashlib.sha256(payload).digest())

@@ -1,0 +1,273 @@
+"""The denoising loop: one of diffusers' solvers around a UNet, plain on the CPU, one CUDA graph a step on a GPU.
+
+On a GPU the host never waits inside the loop: the solver's own numbers (times, noise levels) stay on the CPU, the UNet
+reads its time from a buffer, and a batch's pixels are copied back while the next batch is already queued.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from fedeas_flwr.common.cuda import CaptureError, capture, capturing, give_memory_back, own_stream
+from fedeas_flwr.common.devices import one_thread
+from fedeas_flwr.common.text import one_line
+
+# diffusers takes seconds to import, so only functions import it.
+
+logger = logging.getLogger(__name__)
+
+Pixels = NDArray[np.uint8]
+
+# -5.1 is what diffusers advises for the cosine schedule, whose last steps are all but pure noise; it changes nothing
+# for schedules that end earlier. Trailing spacing starts at the noisiest step left. DDIM clips its guess of the image,
+# as the first steps of an ε-model divide by almost nothing.
+_DPM = {
+    "algorithm_type": "dpmsolver++",
+    "solver_order": 2,
+    "timestep_spacing": "trailing",
+    "lambda_min_clipped": -5.1,
+    "final_sigmas_type": "zero",
+}
+SOLVER_SETTINGS: dict[str, dict[str, Any]] = {
+    "dpm++": _DPM,
+    "dpm++-logsnr": _DPM,
+    "ddim": {"timestep_spacing": "trailing", "clip_sample": True, "set_alpha_to_one": True},
+}
+
+PRECISIONS = {"fp32": torch.float32, "tf32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+"""What the UNet computes in. The solver's state is float32 in all of them."""
+
+_PROBE = 32
+
+
+def make_solver(sampler: str, schedule: dict[str, Any], steps: int) -> Any:
+    """Return a fresh solver with its timesteps set, all of its numbers on the CPU.
+
+    Parameters
+    ----------
+    sampler
+        ``dpm++``, ``dpm++-logsnr`` or ``ddim``.
+    schedule
+        The model's noise schedule.
+    steps
+        Solver steps.
+
+    Returns
+    -------
+    DPMSolverMultistepScheduler or DDIMScheduler
+    """
+    from diffusers import DDIMScheduler, DPMSolverMultistepScheduler
+
+    kind: Any = DDIMScheduler if sampler == "ddim" else DPMSolverMultistepScheduler
+    solver = kind(**schedule, **SOLVER_SETTINGS[sampler])
+    solver.set_timesteps(steps)
+    if sampler == "dpm++-logsnr":
+        solver.set_timesteps(timesteps=_even_in_log_snr(solver.lambda_t.numpy(), int(solver.timesteps[0]), steps))
+    return solver
+
+
+def _even_in_log_snr(log_snr: NDArray[np.float32], first: int, steps: int) -> list[int]:
+    """Spread `steps` over the noise that is left, as DPM-Solver was meant to be: from time `first` to 0, none twice."""
+    levels = np.linspace(log_snr[first], log_snr[0], steps)
+    times = np.interp(-levels, -log_snr, np.arange(len(log_snr))).round().astype(int)
+    place = np.arange(steps)
+    return [int(time) for time in np.minimum.accumulate(np.maximum(times, steps - 1 - place) + place) - place]
+
+
+class Denoiser:
+    """Turns noise and labels into pixels.
+
+    Parameters
+    ----------
+    unet
+        The model, on its device and in its precision, in eval mode.
+    schedule
+        Its noise schedule.
+    sampler, steps
+        Of the solver.
+    guidance
+        Classifier-free guidance scale; 1 is none.
+    rescale
+        How much of the spread that guidance adds is taken away again (Lin et al., 2024), 0 to 1.
+    no_label
+        The class that means "no label", which guidance needs.
+    precision
+        A key of `PRECISIONS`.
+    """
+
+    def __init__(
+        self,
+        unet: Any,
+        schedule: dict[str, Any],
+        *,
+        sampler: str,
+        steps: int,
+        guidance: float = 1.0,
+        rescale: float = 0.0,
+        no_label: int | None = None,
+        precision: str = "fp32",
+    ) -> None:
+        self.unet = unet
+        self._schedule, self._sampler, self._steps = schedule, sampler, steps
+        self._guidance, self._rescale, self._no_label = guidance, rescale, no_label
+        self._precision = precision
+        self._device: torch.device = next(unet.parameters()).device
+        self._step: _Step | None = None
+
+    def start(self, noise: NDArray[np.float32], labels: Sequence[int]) -> Callable[[], Pixels]:
+        """Denoise one batch; on a GPU, only queue the work.
+
+        Parameters
+        ----------
+        noise
+            ``[N, C, H, W]``.
+        labels
+            N classes.
+
+        Returns
+        -------
+        callable
+            Waits for the batch and returns its pixels, uint8 ``[N, H, W, C]``.
+        """
+        with torch.no_grad(), self._on_device():
+            x = self._send(torch.from_numpy(noise))
+            step = self._prepared(x, self._send(torch.tensor(labels)))
+            solver = make_solver(self._sampler, self._schedule, self._steps)
+            for time in solver.timesteps:
+                x = solver.step(step(x, int(time)), time, x).prev_sample
+            pixels = ((x / 2 + 0.5).clamp(0, 1) * 255).round().to(torch.uint8).permute(0, 2, 3, 1)
+            return self._fetch(pixels.contiguous())
+
+    def predict(self, x: torch.Tensor, time: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        """Return the model's guided prediction in float32."""
+        given = x.to(self.unet.dtype)
+        conditional: torch.Tensor = self.unet(given, time, class_labels=labels, return_dict=False)[0].float()
+        if self._guidance == 1.0 or self._no_label is None:
+            return conditional
+        none = torch.full_like(labels, self._no_label)
+        free: torch.Tensor = self.unet(given, time, class_labels=none, return_dict=False)[0].float()
+        guided = free + self._guidance * (conditional - free)
+        if not self._rescale:
+            return guided
+        before, after = (each.std((1, 2, 3), keepdim=True) for each in (conditional, guided))
+        return guided * (1 + self._rescale * (before / after - 1))
+
+    def _predict(self, x: torch.Tensor, time: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        with _arithmetic(self._device, self._precision):
+            return self.predict(x, time, labels)
+
+    def bytes_per_image(self, image_shape: tuple[int, int, int]) -> float:
+        """Measure what one image adds to a forward pass's peak memory; CUDA only."""
+        height, width, channels = image_shape
+        with torch.no_grad(), self._on_device():
+            x = torch.zeros(_PROBE, channels, height, width, device=self._device)
+            time, labels = (torch.zeros(n, dtype=torch.int64, device=self._device) for n in (1, _PROBE))
+            before = torch.cuda.memory_allocated(self._device)
+            torch.cuda.reset_peak_memory_stats(self._device)
+            self._predict(x, time, labels)
+            return (torch.cuda.max_memory_allocated(self._device) - before) / _PROBE
+
+    def forget(self) -> None:
+        """Let go of the graph and its memory, as after running out of it."""
+        with capturing:  # beside another thread's capture nobody may wait for the whole device
+            if self._device.type == "cuda":
+                torch.cuda.synchronize(self._device)  # queued batches still use them
+            self._step = None
+            give_memory_back()
+
+    def _on_device(self) -> AbstractContextManager[None]:
+        return torch.cuda.device(self._device) if self._device.type == "cuda" else nullcontext()
+
+    def _prepared(self, x: torch.Tensor, labels: torch.Tensor) -> _Step:
+        """Return the step of this batch size, its labels set."""
+        if self._step is not None and len(self._step.labels) != len(x):
+            self.forget()
+        if self._step is None:
+            self._step = _Step(self._predict, x)
+        self._step.labels.copy_(labels)
+        return self._step
+
+    def _send(self, values: torch.Tensor) -> torch.Tensor:
+        if self._device.type == "cpu":
+            return values
+        return values.pin_memory().to(self._device, non_blocking=True)
+
+    def _fetch(self, pixels: torch.Tensor) -> Callable[[], Pixels]:
+        if self._device.type == "cpu":
+            return pixels.numpy
+        host = torch.empty(pixels.shape, dtype=torch.uint8, pin_memory=True)
+        host.copy_(pixels, non_blocking=True)
+        done = torch.cuda.Event()  # type: ignore[no-untyped-call, unused-ignore]
+        done.record()  # type: ignore[no-untyped-call, unused-ignore]
+
+        def wait() -> Pixels:
+            done.synchronize()  # type: ignore[no-untyped-call, unused-ignore]
+            return host.numpy()
+
+        return wait
+
+
+class _Step:
+    """One prediction for a fixed batch size; on CUDA a graph over buffers that never move."""
+
+    def __init__(self, predict: Callable[..., torch.Tensor], like: torch.Tensor) -> None:
+        self._predict = predict
+        self._time = torch.zeros(1, dtype=torch.int64, device=like.device)
+        self.labels = torch.zeros(len(like), dtype=torch.int64, device=like.device)
+        self._replay: Callable[[], None] | None = None
+        if like.device.type == "cuda":
+            self._x = torch.zeros_like(like, memory_format=torch.channels_last)
+            self._capture()
+
+    def __call__(self, x: torch.Tensor, time: int) -> torch.Tensor:
+        self._time.fill_(time)
+        if self._replay is None:
+            return self._predict(x, self._time, self.labels)
+        self._x.copy_(x)
+        self._replay()
+        return self._output.clone()  # the next replay writes there, and a multistep solver looks back
+
+    def _capture(self) -> None:
+        # Clients of the same process may train meanwhile: a stream that is nobody's but this graph's, as long as it is.
+        self._stream, before = own_stream(), torch.cuda.current_stream()
+        self._stream.wait_stream(before)
+        try:
+            with torch.cuda.stream(self._stream):
+                self._replay = capture(self._fill, self._stream)
+        except CaptureError as error:
+            logger.warning("no CUDA graph, sampling goes on without: %s", one_line(error))
+        before.wait_stream(self._stream)
+
+    def _fill(self) -> None:
+        self._output = self._predict(self._x, self._time, self.labels)
+
+
+@contextmanager
+def _arithmetic(device: torch.device, precision: str) -> Iterator[None]:
+    """Fix what decides the last bits on `device`, and put it back afterwards.
+
+    On a GPU only where the network runs, which is when its graph is captured: these are settings of the whole process,
+    in which clients may be training.
+    """
+    if device.type == "cpu":
+        with one_thread(device):
+            yield
+        return
+    matmul, cudnn = torch.backends.cuda.matmul, torch.backends.cudnn
+    with capturing:
+        before = matmul.allow_tf32, cudnn.allow_tf32, cudnn.deterministic, cudnn.benchmark
+        # torch lets convolutions use TF32 unless told otherwise, so "fp32" has to say no.
+        matmul.allow_tf32 = cudnn.allow_tf32 = precision != "fp32"
+        # A benchmark may choose other kernels the next time, and with them other bits.
+        cudnn.deterministic, cudnn.benchmark = True, False
+        try:
+            yield
+        finally:
+            matmul.allow_tf32, cudnn.allow_tf32, cudnn.deterministic, cudnn.benchmark = before

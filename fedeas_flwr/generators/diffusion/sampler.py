@@ -1,0 +1,284 @@
+"""Class-conditional diffusion: samples from any local folder in diffusers' format.
+
+The folder holds ``unet`` (a `UNet2DModel` in safetensors) and ``scheduler``. Each sample starts from noise of its own
+and is solved by a deterministic sampler, so that its identity fixes its pixels.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import math
+from collections import deque
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from fedeas_flwr.common.cuda import give_memory_back
+from fedeas_flwr.common.text import counted, one_line
+from fedeas_flwr.config import SAMPLER_STEPS
+from fedeas_flwr.generators.diffusion.denoising import PRECISIONS, SOLVER_SETTINGS, Denoiser
+from fedeas_flwr.generators.diffusion.model_folder import load_unet, read_model
+from fedeas_flwr.generators.interface import SampleId
+
+logger = logging.getLogger(__name__)
+
+# Part of the fingerprint: raise it when `initial_noise` changes.
+_SEEDING = "philox-seedsequence-1"
+# Likewise for CUDA: raise it when the kernels there change what comes out by more than the last bits.
+_KERNELS = "fused-1"
+_CPU_BATCH = 64
+# On a GPU the largest whose forward pass fits in half of the free memory; more than the first gains nothing.
+_CUDA_BATCHES = (1024, 512, 256, 128, 64, 32)
+_SMALLEST_BATCH = 8
+
+
+def initial_noise(sample: SampleId, shape: tuple[int, ...]) -> NDArray[np.float32]:
+    """Return the standard normal noise that `sample` starts from, on any device and in any batch.
+
+    Parameters
+    ----------
+    sample
+        Its identity, all four numbers.
+    shape
+        Of one image.
+
+    Returns
+    -------
+    array
+        float32.
+    """
+    source = np.random.SeedSequence(sample.seed, spawn_key=(sample.client, sample.label, sample.index))
+    return np.random.Generator(np.random.Philox(source)).standard_normal(shape, dtype=np.float32)
+
+
+class Settings:
+    """How a model is sampled, with the defaults of the sampler and the device; see `DiffusionGenerator`."""
+
+    def __init__(
+        self,
+        *,
+        sampler: str = "dpm++",
+        steps: int | None = None,
+        guidance: float = 1.0,
+        guidance_rescale: float = 0.0,
+        batch_size: int | None = None,
+        precision: str | None = None,
+        device: str = "cpu",
+    ) -> None:
+        self.device = _check_device(device)
+        on_cpu = self.device.type == "cpu"
+        self.sampler, self.guidance, self.guidance_rescale = sampler, float(guidance), float(guidance_rescale)
+        self.steps = SAMPLER_STEPS.get(sampler, 0) if steps is None else steps
+        self.batch_size = _CPU_BATCH if batch_size is None and on_cpu else batch_size
+        self.precision = precision or ("fp32" if on_cpu else "bf16")
+
+    @property
+    def rescales(self) -> bool:
+        """Whether rescaling changes anything."""
+        return self.guidance != 1 and self.guidance_rescale != 0
+
+    def check(self, folder: Path, timesteps: int, embeddings: int, num_classes: int) -> None:
+        """Refuse what cannot be with a model of so many timesteps and class embeddings."""
+        if self.sampler not in SAMPLER_STEPS:
+            raise ValueError(f"sampler: {self.sampler!r} is not allowed; give one of {', '.join(SAMPLER_STEPS)}")
+        if not 1 <= self.steps <= timesteps:
+            raise ValueError(f"steps: {self.steps} is not allowed; give 1 to {timesteps}")
+        if self.sampler == "ddim" and timesteps % self.steps:
+            # diffusers rounds the stride down, and each step would then aim at another noise than the next expects.
+            raise ValueError(f"steps: {self.steps} is not allowed with ddim; give a divisor of {timesteps}")
+        if self.batch_size is not None and self.batch_size < 1:
+            raise ValueError(f"batch_size: {self.batch_size} is not allowed; give at least 1")
+        if self.precision not in PRECISIONS or (self.precision == "tf32" and self.device.type == "cpu"):
+            allowed = ", ".join(name for name in PRECISIONS if name != "tf32" or self.device.type != "cpu")
+            raise ValueError(f"precision: {self.precision!r} is not allowed on {self.device.type}; give {allowed}")
+        if not (math.isfinite(self.guidance) and self.guidance >= 1):
+            raise ValueError(f"guidance: {self.guidance} is not allowed; give 1 (none) or more")
+        if not 0 <= self.guidance_rescale <= 1:
+            raise ValueError(f"guidance_rescale: {self.guidance_rescale} is not allowed; give 0 (none) to 1")
+        if self.guidance != 1 and embeddings == num_classes:
+            raise ValueError(
+                f"guidance: {self.guidance} needs a model with a 'no label' class, {num_classes + 1} embeddings; "
+                f"{folder} has {num_classes}, so only 1 is allowed"
+            )
+
+
+class DiffusionGenerator:
+    """Samples a class-conditional `UNet2DModel`.
+
+    What the fingerprint promises. On the CPU the batch size is part of it, and the same fingerprint means the same
+    bytes (same machine and wheels). On CUDA it holds the kind of device and the precision but no batch size, since
+    that follows the memory that happens to be free: there, images made again are the same up to rounding.
+
+    Parameters
+    ----------
+    folder
+        With ``unet`` and ``scheduler``, as `save_pretrained` writes them. Weights may be of any float type.
+    num_classes
+        C of the dataset. A model with C + 1 class embeddings was trained with the last one meaning "no label", which
+        guidance needs; one with C was not.
+    classes
+        Their names: a model that says its own must say the same. Empty: any.
+    image_shape
+        ``(H, W, C)`` that is needed; None takes the model's.
+    sampler
+        ``dpm++``, ``dpm++-logsnr`` or ``ddim``.
+    steps
+        Solver steps; None is the sampler's own default, 20 or 250.
+    guidance
+        Classifier-free guidance scale; 1 is none and spares the second forward pass.
+    guidance_rescale
+        How much of the spread that guidance adds is taken away again; 0 is none.
+    batch_size
+        Images in every forward pass. A short batch is padded, because another size changes the last bits. None is 64
+        on the CPU and found from free memory on CUDA. Where a GPU runs out of memory it is halved.
+    precision
+        ``fp32``, ``tf32`` (CUDA only), ``bf16`` or ``fp16``; None is fp32 on the CPU and bf16 on CUDA.
+    device
+        ``cpu``, ``cuda`` or ``cuda:N``.
+    """
+
+    def __init__(
+        self,
+        folder: str | Path,
+        *,
+        num_classes: int,
+        classes: Sequence[str] = (),
+        image_shape: tuple[int, int, int] | None = None,
+        sampler: str = "dpm++",
+        steps: int | None = None,
+        guidance: float = 1.0,
+        guidance_rescale: float = 0.0,
+        batch_size: int | None = None,
+        precision: str | None = None,
+        device: str = "cpu",
+    ) -> None:
+        self.folder = Path(folder)
+        self.num_classes = num_classes
+        settings = Settings(
+            sampler=sampler,
+            steps=steps,
+            guidance=guidance,
+            guidance_rescale=guidance_rescale,
+            batch_size=batch_size,
+            precision=precision,
+            device=device,
+        )
+        self.device, self.sampler, self.steps = settings.device, settings.sampler, settings.steps
+        self.guidance, self.batch_size, self.precision = settings.guidance, settings.batch_size, settings.precision
+        config, self._schedule, self.image_shape, weights = read_model(self.folder, num_classes, classes, image_shape)
+        embeddings = config["num_class_embeds"]
+        settings.check(self.folder, self._schedule["num_train_timesteps"], embeddings, num_classes)
+        unet = load_unet(config, weights)
+        # The module's own `to`: diffusers' warns about every cast.
+        torch.nn.Module.to(unet, self.device, PRECISIONS[self.precision])
+        if self.device.type != "cpu":
+            _fuse(unet)
+        self._denoiser = Denoiser(
+            unet,
+            self._schedule,
+            sampler=self.sampler,
+            steps=self.steps,
+            guidance=self.guidance,
+            rescale=settings.guidance_rescale,
+            no_label=num_classes if embeddings == num_classes + 1 else None,
+            precision=self.precision,
+        )
+        guided = [self.guidance, *([settings.guidance_rescale] if settings.rescales else [])]
+        self.fingerprint = self._make_fingerprint(config, weights, guided)
+
+    def sample(self, samples: Sequence[SampleId]) -> NDArray[np.uint8]:
+        """Make images; each depends on its own identity alone. See `Generator.sample`."""
+        for sample in samples:
+            if min(sample) < 0 or sample.label >= self.num_classes:
+                allowed = f"none negative, label below {self.num_classes}"
+                raise ValueError(f"sample: {tuple(sample)} is not allowed as seed, client, label, index; {allowed}")
+        images = np.empty((len(samples), *self.image_shape), dtype=np.uint8)
+        asked = self.batch_size
+        queued: deque[tuple[int, int, Callable[[], NDArray[np.uint8]]]] = deque()
+        start = 0
+        while start < len(samples) or queued:
+            if start < len(samples):
+                try:
+                    batch = samples[start : start + self.find_batch_size()]
+                    queued.append((start, len(batch), self._start(batch)))
+                    start += len(batch)
+                except torch.OutOfMemoryError:
+                    asked = asked or self.batch_size
+                    self._halve_batch_size()
+                    continue
+            # One batch stays queued until the next one is too: a GPU works on it while that one's noise is made here.
+            if len(queued) > 1 or start == len(samples):
+                first, count, fetch = queued.popleft()
+                images[first : first + count] = fetch()[:count]
+        if asked and self.batch_size != asked:
+            logger.warning("out of memory at a batch of %d; going on with %s", asked, self.batch_size)
+        return images
+
+    def _start(self, batch: Sequence[SampleId]) -> Callable[[], NDArray[np.uint8]]:
+        """Queue one batch, padded to the constant size."""
+        height, width, channels = self.image_shape
+        padded = [*batch, *[batch[-1]] * (self.find_batch_size() - len(batch))]
+        noise = np.empty((len(padded), channels, height, width), dtype=np.float32)
+        for row, sample in enumerate(batch):
+            noise[row] = initial_noise(sample, noise.shape[1:])
+        noise[len(batch) :] = noise[len(batch) - 1]
+        return self._denoiser.start(noise, [sample.label for sample in padded])
+
+    def find_batch_size(self) -> int:
+        """Return the batch size, choosing it the first time where it was left open."""
+        if self.batch_size is None:
+            give_memory_back()
+            need = self._denoiser.bytes_per_image(self.image_shape)
+            free, _ = torch.cuda.mem_get_info(self.device)
+            fitting = [size for size in _CUDA_BATCHES if size * need <= free / 2]
+            self.batch_size = fitting[0] if fitting else _SMALLEST_BATCH
+            logger.info("batch of %d: %.1f MB an image, %.1f GB free", self.batch_size, need / 1e6, free / 1e9)
+        return self.batch_size
+
+    def _halve_batch_size(self) -> None:
+        size = self.find_batch_size()
+        self._denoiser.forget()
+        if size // 2 < _SMALLEST_BATCH:
+            raise MemoryError(
+                f"generation-batch: the GPU has no memory left for {counted(size, 'image')}; free some of it"
+            )
+        self.batch_size = size // 2
+
+    def _make_fingerprint(self, config: dict[str, Any], weights: Path, guided: Sequence[float]) -> str:
+        public = {key: value for key, value in config.items() if not key.startswith("_")}
+        with weights.open("rb") as file:
+            content = hashlib.file_digest(file, "sha256").hexdigest()
+        solver = [self.sampler, SOLVER_SETTINGS[self.sampler], self.steps, *guided]
+        rounding = [self.device.type, self.precision, self.batch_size if self.device.type == "cpu" else _KERNELS]
+        settings = [public, self._schedule, solver, rounding, _SEEDING, content]
+        return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()
+
+
+def _check_device(device: str) -> torch.device:
+    try:
+        checked = torch.device(device)
+    except RuntimeError:
+        checked = torch.device("meta")
+    if checked.type not in ("cpu", "cuda"):
+        raise ValueError(f"device: {device!r} is not allowed; use cpu, cuda or cuda:N")
+    if checked.type == "cuda" and not torch.cuda.is_available():
+        raise ValueError(f"device: {device!r} is not there; torch sees no GPU, so use cpu")
+    return checked
+
+
+def _fuse(unet: torch.nn.Module) -> None:
+    """Give the UNet the fused kernels; without Triton, or a C compiler for it, it stays as it is and is slower."""
+    try:
+        from fedeas_flwr.generators.diffusion.fused import fuse
+
+        fuse(unet)
+    except Exception as error:  # whatever a compiler may raise
+        logger.warning("kernels not fused, sampling goes on slower: %s", one_line(error))
+    else:
+        unet.to(memory_format=torch.channels_last)  # type: ignore[call-overload]

@@ -1,0 +1,4 @@
+"""Train a diffusion model to generate with.
+
+Other rooms use `run.train_generator`, the presets, and `builtin.py`, the generator of the built-in digits.
+"""

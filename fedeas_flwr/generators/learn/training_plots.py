@@ -1,0 +1,57 @@
+"""What a person looks at while a generator trains: its samples and its loss."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fedeas_flwr.common.files import atomic_path
+from fedeas_flwr.common.image_sheet import save_sheet, spread
+from fedeas_flwr.config import SAMPLER_STEPS
+from fedeas_flwr.data.datasets import Dataset, short_name
+from fedeas_flwr.generators.diffusion.denoising import Denoiser
+from fedeas_flwr.generators.diffusion.sampler import initial_noise
+from fedeas_flwr.generators.interface import SampleId
+from fedeas_flwr.generators.learn.trainer import Trainer
+
+_GRID = 10
+
+
+def draw_pictures(folder: Path, trainer: Trainer, dataset: Dataset) -> None:
+    """Write samples.png and loss.png."""
+    from matplotlib.figure import Figure
+
+    images = _sample_grid(trainer, dataset)
+    save_sheet(list(images.reshape(-1, _GRID, *images.shape[1:])), _GRID, folder / "samples.png")
+    figure = Figure(figsize=(7, 4), layout="constrained", dpi=120)
+    axes = figure.subplots()
+    axes.plot(*np.array(trainer.diary.curve).reshape(-1, 2).T, color="#d1495b", lw=1)
+    axes.set(
+        xlabel="step", ylabel="loss", yscale="log", title=f"{short_name(dataset.name)}, preset {trainer.preset.name}"
+    )
+    axes.grid(alpha=0.25)
+    axes.spines[["top", "right"]].set_visible(False)
+    with atomic_path(folder / "loss.png") as temporary:
+        figure.savefig(temporary, format="png")
+
+
+def _sample_grid(trainer: Trainer, dataset: Dataset) -> NDArray[np.uint8]:
+    """Return `_GRID` images of each class, or of `_GRID` classes spread over all of them; no guidance."""
+    classes = spread(len(dataset.classes), _GRID)
+    samples = [SampleId(0, 0, label, index) for label in classes for index in range(_GRID)]
+    height, width, channels = dataset.x_train.shape[1:]
+    schedule = {"beta_schedule": trainer.preset.beta_schedule, "prediction_type": trainer.preset.prediction}
+    on_cuda = trainer.device.type == "cuda"
+    denoiser = Denoiser(
+        trainer.averaged().to(trainer.device),
+        schedule,
+        sampler="dpm++",
+        steps=SAMPLER_STEPS["dpm++"],
+        precision="tf32" if on_cuda else "fp32",
+    )
+    noise = np.stack([initial_noise(sample, (channels, height, width)) for sample in samples])
+    images = denoiser.start(noise, [sample.label for sample in samples])()
+    denoiser.forget()
+    return images

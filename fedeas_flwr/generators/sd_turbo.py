@@ -1,0 +1,165 @@
+"""Text to image in one step: Stability AI's SD-Turbo, or any local folder of a like pipeline, through diffusers.
+
+The prompt names the class, the pipeline paints at its own size (512×512), and the picture is brought down to the
+dataset's with anti-aliasing. Needs the package transformers: ``pip install "fedeas-flwr[sd]"``.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from fedeas_flwr.common.devices import one_thread
+from fedeas_flwr.common.files import expanded
+from fedeas_flwr.common.text import one_line
+from fedeas_flwr.generators.interface import SampleId
+
+HUB_NAME = "stabilityai/sd-turbo"
+_STEPS = 1
+# Without guidance, as distilled one-step models are meant to be used.
+_GUIDANCE = 0.0
+_MOST_AT_ONCE = 16
+
+
+class TurboGenerator:
+    """Samples a text-to-image pipeline with a prompt a class.
+
+    Parameters
+    ----------
+    where
+        A pipeline's folder; empty: SD-Turbo from the hub, or from its local copy if ``FEDEAS_OFFLINE`` is set.
+    classes
+        Names for the prompts, in the order of the labels.
+    image_shape
+        ``(H, W, C)`` that the pictures are brought down to.
+    batch_size
+        Pictures at once, at most 16: they are large before they are small.
+    device
+        ``cpu`` or ``cuda``, where the pipeline runs in float16.
+    prompt
+        With ``{}`` for the class.
+    """
+
+    def __init__(
+        self,
+        where: str | Path = "",
+        *,
+        classes: Sequence[str],
+        image_shape: tuple[int, int, int],
+        batch_size: int | None = None,
+        device: str = "cpu",
+        prompt: str = "a photo of a {}",
+    ) -> None:
+        check_transformers()
+        self.image_shape, self.num_classes = image_shape, len(classes)
+        self.batch_size = min(batch_size or _MOST_AT_ONCE, _MOST_AT_ONCE)
+        self._prompts = [prompt.format(name.replace("_", " ")) for name in classes]
+        self._device = torch.device(device)
+        folder = find_pipeline(where)
+        dtype = torch.float16 if self._device.type == "cuda" else torch.float32
+        self._pipeline = _load(folder, dtype).to(self._device)
+        settings = [_STEPS, _GUIDANCE, self._prompts, image_shape, self.batch_size, str(dtype), "turbo-1"]
+        digest = hashlib.sha256(json.dumps(settings).encode())
+        for file in sorted(folder.rglob("*")):
+            if file.suffix in (".safetensors", ".json", ".txt"):
+                with file.open("rb") as stream:
+                    digest.update(file.relative_to(folder).as_posix().encode())
+                    digest.update(hashlib.file_digest(stream, "sha256").digest())
+        self.fingerprint = digest.hexdigest()
+
+    def sample(self, samples: Sequence[SampleId]) -> NDArray[np.uint8]:
+        """Make images; each has noise of its own. See `Generator.sample`."""
+        images = np.empty((len(samples), *self.image_shape), dtype=np.uint8)
+        with torch.no_grad(), one_thread(self._device):
+            for start in range(0, len(samples), self.batch_size):
+                batch = list(samples[start : start + self.batch_size])
+                padded = batch + [batch[-1]] * (self.batch_size - len(batch))
+                images[start : start + len(batch)] = self._paint(padded)[: len(batch)]
+        return images
+
+    def _paint(self, batch: Sequence[SampleId]) -> NDArray[np.uint8]:
+        pictures = self._pipeline(
+            prompt=[self._prompts[sample.label] for sample in batch],
+            num_inference_steps=_STEPS,
+            guidance_scale=_GUIDANCE,
+            # On the CPU, whatever the pipeline runs on: the same noise everywhere.
+            generator=[torch.Generator().manual_seed(_seed(sample)) for sample in batch],
+            output_type="pt",
+        ).images
+        return shrink(pictures.float().cpu(), self.image_shape)
+
+
+def shrink(pictures: torch.Tensor, image_shape: tuple[int, int, int]) -> NDArray[np.uint8]:
+    """Bring pictures down to a dataset's size and channels, anti-aliased.
+
+    Parameters
+    ----------
+    pictures
+        ``[N, 3, H, W]`` from 0 to 1.
+    image_shape
+        ``(H, W, C)``; one channel is the luminance.
+
+    Returns
+    -------
+    array
+        uint8 ``[N, H, W, C]``.
+    """
+    height, width, channels = image_shape
+    small = torch.nn.functional.interpolate(
+        pictures, size=(height, width), mode="bicubic", align_corners=False, antialias=True
+    )
+    if channels == 1:
+        small = (small * torch.tensor([0.299, 0.587, 0.114]).view(1, 3, 1, 1)).sum(dim=1, keepdim=True)
+    pixels = (small.clamp(0, 1) * 255).round().to(torch.uint8)
+    return np.ascontiguousarray(pixels.permute(0, 2, 3, 1).numpy())
+
+
+def _seed(sample: SampleId) -> int:
+    source = np.random.SeedSequence(sample.seed, spawn_key=(sample.client, sample.label, sample.index))
+    return int(source.generate_state(1, np.uint64)[0] >> 1)
+
+
+def check_transformers() -> None:
+    """See that the text encoder's package is installed."""
+    if importlib.util.find_spec("transformers") is None:
+        raise ValueError("generator: sd-turbo needs the package transformers; pip install 'fedeas-flwr[sd]'")
+
+
+def find_pipeline(where: str | Path) -> Path:
+    """Return the pipeline's folder; an empty `where` is SD-Turbo, downloaded unless ``FEDEAS_OFFLINE`` is set."""
+    if str(where):
+        folder = expanded(where, "generator")
+        if not (folder / "model_index.json").is_file():
+            raise FileNotFoundError(f"generator: there is no {folder / 'model_index.json'}; sd-turbo:DIR is a pipeline")
+        return folder
+    from diffusers import DiffusionPipeline
+
+    offline = bool(os.environ.get("FEDEAS_OFFLINE"))
+    try:
+        return Path(DiffusionPipeline.download(HUB_NAME, use_safetensors=True, local_files_only=offline))
+    except Exception as error:  # the hub's client has a dozen kinds of them
+        reason = "FEDEAS_OFFLINE is set and it is not in the hub's cache" if offline else one_line(error)
+        raise FileNotFoundError(f"generator: {HUB_NAME} cannot be had ({reason}); give sd-turbo:DIR") from None
+
+
+def _load(folder: Path, dtype: torch.dtype) -> Any:
+    from diffusers import AutoPipelineForText2Image
+
+    try:
+        pipeline: Any = AutoPipelineForText2Image.from_pretrained(  # type: ignore[no-untyped-call, unused-ignore]
+            folder, torch_dtype=dtype, local_files_only=True, use_safetensors=True
+        )
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        line = one_line(error)
+        raise ValueError(f"generator: {folder} is not a text-to-image pipeline or is damaged ({line})") from error
+    pipeline.set_progress_bar_config(disable=True)
+    return pipeline

@@ -1,0 +1,202 @@
+"""Everything a run needs before its first message, made where a person can watch: data, partition, generator."""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from fedeas_flwr.common.devices import pick_device
+from fedeas_flwr.common.errors import ConfigError, RunError
+from fedeas_flwr.common.files import expanded
+from fedeas_flwr.common.text import show_bytes, show_seconds
+from fedeas_flwr.config import RunConfig
+from fedeas_flwr.data.datasets import dataset_info, open_dataset
+from fedeas_flwr.data.federated import Labels
+from fedeas_flwr.data.sources import OWN
+from fedeas_flwr.generators.bank import check_enough
+from fedeas_flwr.generators.cache import ImageCache
+from fedeas_flwr.generators.cache_maintenance import make_room
+from fedeas_flwr.generators.classifier import independent_classifier
+from fedeas_flwr.generators.interface import Generator, stock
+from fedeas_flwr.generators.opening import absolute_spec, check_for_run, open_for_run
+from fedeas_flwr.generators.service import own_generator
+from fedeas_flwr.launch.progress import show_tries, showing_log
+from fedeas_flwr.launch.resources import ray_resources
+from fedeas_flwr.planning.run_plan import nothing_planned, planned_counts, planned_images
+from fedeas_flwr.runs.directory import RunDirectory
+from fedeas_flwr.runs.tensorboard import check_installed
+from fedeas_flwr.strategies.registry import build_strategy
+from fedeas_flwr.training.build import check_engine, network
+from fedeas_flwr.training.engine import copy_state
+from fedeas_flwr.training.models import split_state
+
+
+def prepare(config: RunConfig, console: Console) -> RunConfig:
+    """Check that the run can be had at all, and make what is slow to make once.
+
+    A mistake found here costs a second; found by Flower's processes it would cost half a minute.
+    """
+    check_config(config)
+    device = pick_device(config.device)
+    if config.ray_address:
+        _reach(config.ray_address)
+    config = _with_absolute_paths(config)
+    if config.run_dir:
+        run = RunDirectory(Path(config.run_dir))
+        run.check_ready(config)
+        if config.resume:
+            run.check_classes(config.dataset, dataset_info(config.dataset).classes)
+    counts = planned_counts(config, config.clients, show_tries(console))
+    open_dataset(config.dataset, config.data_dir)
+    network(config)
+    if config.generates:
+        if config.generator == "builtin":
+            ensure_digits_generator(console)
+        # Inline, this very process goes on with it: weights of gigabytes are read and hashed once.
+        open_it = own_generator if config.backend == "inline" else open_for_run
+        generator = open_it(config, device)
+        check_stock(config, counts, generator)
+        check_room(config, counts, generator, console)
+        if config.min_class_agreement:
+            with showing_log(console):
+                independent_classifier(config.dataset, config.data_dir, device)
+    return config
+
+
+def check_config(config: RunConfig) -> None:
+    """Refuse what the run-config and this machine's devices alone tell, before anything is opened or drawn."""
+    if not config.clients:
+        raise ConfigError("clients = 0: `fedeas run` makes the federation itself, so say how many clients it has")
+    if config.tensorboard:
+        check_installed()
+    build_strategy(config)  # refuses what so few clients cannot do
+    device = pick_device(config.device)
+    check_engine(config, device)
+    if config.backend == "ray":
+        ray_resources(config, device == "cuda")
+
+
+def check_runs(configs: Sequence[RunConfig], console: Console) -> None:
+    """Refuse now what one of several runs would, hours later: all that they name is looked at once.
+
+    Only the generators' weights are not read. Datasets and partitions are in the cache then, where the runs find them.
+    """
+    for config in configs:
+        check_config(config)
+    for config in _differing(configs, "ray_address"):
+        if config.ray_address:
+            _reach(config.ray_address)
+    generating = [config for config in configs if config.generates]
+    made = [config for config in generating if not config.generator.startswith("bank:")]
+    for config in _differing(made, "dataset", "device", *_OF_GENERATORS):
+        check_for_run(config, pick_device(config.device))
+    for config in _differing(configs, "dataset", "model", "stem", "weights"):
+        network(config)
+    for config in _differing(configs, "dataset", "data_dir"):
+        open_dataset(config.dataset, config.data_dir)
+    for config in _differing(configs, *_OF_PARTITIONS):
+        planned_counts(config, config.clients, show_tries(console))
+    dealt = [config for config in generating if config.generator.startswith("bank:")]
+    for bank in _differing(dealt, "dataset", "generator"):
+        opened = open_for_run(bank, "cpu")
+        of_this = [config for config in dealt if (config.dataset, config.generator) == (bank.dataset, bank.generator)]
+        for config in _differing(of_this, *_OF_PARTITIONS, *_OF_PLANS):
+            check_stock(config, planned_counts(config, config.clients), opened)
+
+
+_OF_GENERATORS = (
+    "generator",
+    "sampler",
+    "sampler_steps",
+    "guidance",
+    "guidance_rescale",
+    "generation_batch",
+    "generation_precision",
+)
+_OF_PARTITIONS = ("dataset", "protocol", "clients", "alpha", "partition_seed")
+_OF_PLANS = ("policy", "beta", "gamma", "printed_rule", "total", "shared_images")
+
+
+def _differing(configs: Iterable[RunConfig], *fields: str) -> list[RunConfig]:
+    """Leave one of all that are alike in some fields."""
+    return list({tuple(getattr(config, field) for field in fields): config for config in configs}.values())
+
+
+def _reach(address: str) -> None:
+    """See that a cluster's head is there: Flower's processes would ask for minutes, in silence."""
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdecimal() or int(port) > 65_535:
+        raise ConfigError(f"ray-address = '{address}': must be HOST:PORT, such as 10.0.0.1:6379")
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=10).close()
+    except (OSError, UnicodeError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise ConfigError(f"ray-address = '{address}': nobody answers there ({reason}); is the head started?") from None
+
+
+def check_stock(config: RunConfig, counts: Labels, generator: Generator) -> None:
+    """See that a bank has as many images as the plan asks for."""
+    there = stock(generator)
+    if there is not None:
+        check_enough(config.generator, there, planned_images(config, counts), dataset_info(config.dataset).classes)
+
+
+def check_room(config: RunConfig, counts: Labels, generator: Generator, console: Console) -> None:
+    """See that the disk and the cache's limit allow what the run will generate, before it begins."""
+    planned = planned_images(config, counts)
+    if not planned.any():
+        console.print(f"warning: the plan has {nothing_planned(config)}", highlight=False, soft_wrap=True)
+    for entry in make_room(ImageCache(), generator, config.seed, planned.tolist(), config.cache_limit):
+        console.print(f"cache-limit: pruned {entry.key[:12]} ({show_bytes(entry.bytes)})", highlight=False)
+
+
+def _with_absolute_paths(config: RunConfig) -> RunConfig:
+    """Flower's processes start elsewhere, and a run may be resumed from elsewhere."""
+    changes = {"data_dir": str(expanded(config.data_dir, "data-dir").absolute()) if config.data_dir else ""}
+    if config.generates:
+        changes["generator"] = absolute_spec(config.generator)
+    if config.dataset.startswith(OWN):
+        changes["dataset"] = OWN + str(expanded(config.dataset.removeprefix(OWN), "dataset").absolute())
+    if config.weights not in ("none", "imagenet"):
+        changes["weights"] = str(expanded(config.weights, "weights").absolute())
+    return config.with_changes(**changes)
+
+
+def ensure_digits_generator(console: Console) -> None:
+    """Train the built-in generator if this user's cache does not hold it yet."""
+    from fedeas_flwr.generators.learn.builtin import ensure_builtin
+
+    began = time.monotonic()
+
+    def show(step: int, total: int, loss: float) -> None:
+        if step == 1:
+            console.print("training the built-in digits generator, once (about a minute on two cores) …")
+        if step % 40 == 0 or step == total:
+            left = (total - step) * (time.monotonic() - began) / step
+            ahead = f"  about {show_seconds(left)} left" if left else ""
+            console.print(f"  step {step:>3}/{total}  loss {loss:.3f}{ahead}", highlight=False)
+
+    ensure_builtin(progress=show)
+
+
+def evaluate_run(run: RunDirectory) -> dict[str, Any]:
+    """Test a finished run's model anew."""
+    from fedeas_flwr.training.evaluation import central_test
+
+    config = run.config()
+    arrays = run.load_model()
+    run.check_classes(config.dataset, dataset_info(config.dataset).classes)
+    model = network(config)
+    try:
+        copy_state(model, arrays, {})
+    except ValueError as error:
+        why = str(error).removeprefix("state: ")
+        raise RunError(f"{run.path / 'model.safetensors'} does not hold model '{config.model}': {why}") from None
+    trainable, buffers = split_state(model)
+    test = central_test(config, config.clients, pick_device(config.device, config.precision))
+    return test(trainable, buffers)

@@ -1,0 +1,212 @@
+"""What a person sees while a run goes on: a bar on a terminal, a line a round elsewhere."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from fedeas_flwr.common.text import show_seconds
+from fedeas_flwr.config import RunConfig
+from fedeas_flwr.generators.cache import ImageCache
+from fedeas_flwr.generators.interface import describe_generator
+from fedeas_flwr.planning.run_plan import planned_counts, planned_images
+from fedeas_flwr.runs.directory import RunDirectory
+
+if TYPE_CHECKING:
+    from fedeas_flwr.generators.learn.trainer import Progress as TrainingProgress
+
+
+_LINE_EVERY = 10.0
+
+
+def show_tries(console: Console) -> Callable[[int], None]:
+    """Return what a partition reports its tries to: most need a handful, the hardest of the paper 10,826."""
+
+    def show(tries: int) -> None:
+        if tries % 2000 == 0:
+            console.print(f"partition: {tries:,} tries so far (kept in the cache once found)", highlight=False)
+
+    return show
+
+
+def show_training(console: Console, batch: int) -> Callable[[TrainingProgress], None]:
+    """Return what a generator's training reports to: a line every ten seconds."""
+    _show_log(console)
+    shown_at, shown_step = -1e9, 0
+
+    def show(now: TrainingProgress) -> None:
+        nonlocal shown_at, shown_step
+        if now.seconds - shown_at < _LINE_EVERY and now.remaining > 0:
+            return
+        speed = batch * (now.step - shown_step) / (now.seconds - shown_at) if shown_step else 0.0
+        shown_at, shown_step = now.seconds, now.step
+        pace = f"  {speed:,.0f} images/s" if speed else ""
+        left = f"{now.remaining / 60:.1f} min left"
+        console.print(f"step {now.step:>7,}  loss {now.loss:.4f}{pace}  {now.seconds:.0f} s  {left}", highlight=False)
+
+    return show
+
+
+def _show_log(console: Console) -> logging.Handler:
+    """Let a person see what the package logs while this command runs."""
+
+    class Lines(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            console.print(record.getMessage(), highlight=False, markup=False)
+
+    logger, lines = logging.getLogger("fedeas_flwr"), Lines()
+    logger.addHandler(lines)
+    logger.setLevel(logging.INFO)
+    logger.propagate = False
+    return lines
+
+
+@contextmanager
+def showing_log(console: Console) -> Iterator[None]:
+    """Let a person see what the package logs in the meantime, and leave logging as it was."""
+    logger = logging.getLogger("fedeas_flwr")
+    before = logger.level, logger.propagate
+    lines = _show_log(console)
+    try:
+        yield
+    finally:
+        logger.removeHandler(lines)
+        logger.setLevel(before[0])
+        logger.propagate = before[1]
+
+
+class ImagesToCome:
+    """The images that a simulated run's clients plan to generate, and how many of them are not in the cache yet.
+
+    Clients generate in processes of their own, and say nothing before they have trained: it is seen by the files.
+    """
+
+    def __init__(self, config: RunConfig) -> None:
+        self._about, self._seed = describe_generator(config), config.seed
+        self._cache = ImageCache()
+        self._planned = planned_images(config, planned_counts(config, config.clients)).tolist()
+        self.total = sum(map(sum, self._planned))
+
+    def left(self) -> int:
+        """How many are not there."""
+        folder = self._cache.find(self._about, self._seed)
+        if folder is None:
+            return self.total
+        return sum(self._cache.missing_in(folder, client, row) for client, row in enumerate(self._planned))
+
+
+class RoundProgress:
+    """Reads a run directory's rounds as they appear and shows them; meanwhile, how the clients' images grow."""
+
+    def __init__(
+        self, run: RunDirectory, rounds: int, done: int, console: Console, images: ImagesToCome | None = None
+    ) -> None:
+        self._images = images if images and images.total else None
+        self._looked = -1e9
+        self._left = 0
+        self._pace_from: tuple[float, int] | None = None  # when generating was last seen to begin, and what was left
+        self._run, self._rounds, self._shown, self._console = run, rounds, done, console
+        # When rounds of this sitting were first seen, and the last of them: starting up is no part of the pace.
+        self._first_seen: tuple[float, int] | None = None
+        self._offset = 0
+        self._lock = threading.Lock()
+        self._began = time.monotonic()
+        self._bar: Progress | None = None
+
+    def __enter__(self) -> RoundProgress:
+        if self._console.is_terminal:
+            self._bar = Progress(
+                TextColumn("{task.description}"),
+                BarColumn(),
+                MofNCompleteColumn(),
+                TextColumn("{task.fields[scores]}"),
+                TimeElapsedColumn(),
+                TimeRemainingColumn(),
+                console=self._console,
+            )
+            self._task = self._bar.add_task("round", total=self._rounds, completed=self._shown, scores="starting …")
+            self._bar.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+
+    def update(self) -> bool:
+        """Show rounds that are new; tell whether there were any."""
+        with self._lock:
+            found, self._offset = self._run.rounds_from(self._offset)
+            records = [record for record in found if record["round"] > self._shown]
+            now = time.monotonic()
+            for record in records:
+                self._show(record, now)
+                self._shown = record["round"]
+            if records and self._first_seen is None:
+                self._first_seen = now, self._shown
+            if self._images is not None:
+                self._watch_images(self._images, bool(records), now)
+            return bool(records)
+
+    def _watch_images(self, images: ImagesToCome, round_ended: bool, now: float) -> None:
+        """Say how far generating is while no round ends for long: looking at the files costs something."""
+        if round_ended:
+            self._looked, self._pace_from = now, None
+        if now - self._looked < _LINE_EVERY:
+            return
+        before, self._left, self._looked = self._left, images.left(), now
+        if self._pace_from is None or self._left >= self._pace_from[1]:
+            self._pace_from = now, self._left
+        elif self._left < before:
+            since, then = self._pace_from
+            rest = show_seconds(self._left * (now - since) / (then - self._left))
+            self._say_images(f"{images.total - self._left:,} of {images.total:,} images there", rest)
+
+    def _say_images(self, there: str, rest: str) -> None:
+        ahead = f", about {rest} of generating left" if self._left else ""
+        if self._bar is not None:
+            self._bar.update(self._task, scores=there + ahead)
+        else:
+            self._console.print(f"  {there}{ahead}", highlight=False)
+
+    def _show(self, record: dict[str, Any], now: float) -> None:
+        scores = f"accuracy {100 * record['accuracy']:5.1f} %  generated {record['generated']:,}"
+        if record["failures"]:
+            scores += f"  {len(record['failures'])} failed"
+        if self._bar is not None:
+            self._bar.update(self._task, completed=record["round"], scores=scores)
+        else:
+            left, elapsed = 0.0, now - self._began
+            if self._first_seen is not None:
+                since, first = self._first_seen
+                left = (self._rounds - record["round"]) * (now - since) / (record["round"] - first)
+            ahead = f"  about {show_seconds(left)} left" if left else ""
+            self._console.print(
+                f"round {record['round']:>3}/{self._rounds}  {scores}  {elapsed:.0f} s{ahead}", highlight=False
+            )
+
+    @contextmanager
+    def in_background(self) -> Iterator[None]:
+        """Keep showing rounds from a thread while this one is busy training."""
+        stop = threading.Event()
+
+        def watch() -> None:
+            while not stop.wait(0.2):
+                self.update()
+
+        thread = threading.Thread(target=watch, daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            stop.set()
+            thread.join()

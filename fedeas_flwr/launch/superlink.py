@@ -1,0 +1,149 @@
+"""Flower's own processes around a run: an app for them, an environment, a SuperLink as a child, and its commands."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import tomli_w
+
+from fedeas_flwr.common.errors import RunFailedError
+from fedeas_flwr.common.processes import MARK, ProcessTree, listens
+from fedeas_flwr.common.project import NAME, read_project
+from fedeas_flwr.common.text import one_line
+from fedeas_flwr.config import RunConfig
+from fedeas_flwr.launch.watchdog import kept
+from fedeas_flwr.runs.directory import RunDirectory
+
+QUIET = {
+    # Flower would otherwise run `uv sync` on the app's dependencies for every run, and both would call home.
+    "FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION": "1",
+    "FLWR_DISABLE_UPDATE_CHECK": "1",
+    "FLWR_TELEMETRY_ENABLED": "0",
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_DISABLE_IMPORT_WARNING": "1",
+}
+
+_PORT_TRIES = 3
+
+
+def stage_app(config: RunConfig, folder: Path) -> Path:
+    """Lay out a Flower app: this very package, and the run-config as its defaults."""
+    package = Path(__file__).resolve().parents[1]
+    shutil.copytree(package, folder / package.name, ignore=shutil.ignore_patterns("__pycache__"))
+    app = {
+        "publisher": "fedeas",
+        "fab-include": ["fedeas_flwr/**/*.py"],
+        "components": {"serverapp": "fedeas_flwr.server_app:app", "clientapp": "fedeas_flwr.client_app:app"},
+        "config": config.outside(),
+    }
+    project = {"name": NAME, "version": read_project().version, "license": "Apache-2.0", "dependencies": []}
+    (folder / "pyproject.toml").write_text(tomli_w.dumps({"project": project, "tool": {"flwr": {"app": app}}}))
+    return folder
+
+
+def own_environment(folder: Path, mark: str, ray_address: str = "") -> dict[str, str]:
+    """Return the environment of processes that share nothing with other Flower or Ray of this machine.
+
+    ``ray_address`` is the exception somebody asked for: a cluster whose Ray it is.
+    """
+    home = folder / "flwr"
+    home.mkdir()
+    path = os.pathsep.join([os.getcwd(), *filter(None, [os.environ.get("PYTHONPATH")])])  # for models of the user's own
+    # With RAY_ADDRESS Flower joins that cluster, unasked, and a cluster refuses to be told its size.
+    inherited = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
+    return {
+        **inherited,
+        **QUIET,
+        MARK: mark,
+        "FLWR_HOME": str(home),
+        **({"RAY_ADDRESS": ray_address} if ray_address else {"RAY_TMPDIR": str(folder)}),
+        "PYTHONPATH": path,
+        "PYTHONUNBUFFERED": "1",
+        "PATH": commands_path(os.environ),
+    }
+
+
+def commands_path(environment: Mapping[str, str]) -> str:
+    """Where to look for Flower's commands: beside this Python first, whose environment need not be activated."""
+    return os.pathsep.join([str(Path(sys.executable).parent), environment.get("PATH", "")])
+
+
+def start_superlink(
+    environment: dict[str, str], folder: Path, log: Any, mark: str, stack: ExitStack, run: RunDirectory
+) -> tuple[subprocess.Popen[bytes], ProcessTree]:
+    """Start a SuperLink that answers; somebody may take its port before it does, so it has several tries."""
+    for _ in range(_PORT_TRIES):
+        port = free_port()
+        superlink = _spawn_superlink(port, environment, folder, log)
+        processes = ProcessTree(superlink, mark)
+        stack.enter_context(kept(superlink.pid, mark, folder))
+        stack.callback(processes.end)
+        if _answers(superlink, port):
+            return superlink, processes
+        processes.end()
+    raise RunFailedError(
+        f"Flower's SuperLink did not start, the last time on port {port}; see {run.path / 'superlink.log'}"
+    )
+
+
+def _spawn_superlink(port: int, environment: dict[str, str], folder: Path, log: Any) -> subprocess.Popen[bytes]:
+    address = f"127.0.0.1:{port}"
+    (folder / "flwr" / "config.toml").write_text(
+        tomli_w.dumps({"superlink": {"default": "own", "own": {"address": address, "insecure": True}}})
+    )
+    command = ["flower-superlink", "--insecure", "--simulation", "--isolation", "subprocess"]
+    return subprocess.Popen(
+        [*command, "--host", "127.0.0.1", "--port", str(port)],
+        env=environment,
+        cwd=folder,
+        stdin=subprocess.DEVNULL,
+        stdout=log,
+        stderr=log,
+        start_new_session=True,  # Ctrl-C is ours to handle
+    )
+
+
+def flwr_answer(words: list[str], environment: dict[str, str], folder: Path) -> dict[str, Any]:
+    """What Flower's command line answers to a command, read from its JSON."""
+    command, own = ["flwr", *words, "--format", "json"], {**environment, "PATH": commands_path(environment)}
+    done = subprocess.run(command, env=own, cwd=folder, capture_output=True, text=True, check=False)
+    start = done.stdout.find("{")
+    try:
+        return dict(json.loads(done.stdout[start:])) if start >= 0 else {}
+    except json.JSONDecodeError:
+        text = one_line(done.stderr or done.stdout, 300)
+        raise RunFailedError(f"flwr {words[0]} answered: {text}") from None
+
+
+def free_port() -> int:
+    """A port nobody listens on just now."""
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return int(s.getsockname()[1])
+
+
+def is_listening(port: int) -> bool:
+    """Whether somebody answers on a port of this machine."""
+    with socket.socket() as s:
+        s.settimeout(1)
+        return s.connect_ex(("127.0.0.1", port)) == 0
+
+
+def _answers(superlink: subprocess.Popen[bytes], port: int) -> bool:
+    """Wait until the port is this very SuperLink's; False if it ended, as it does when somebody else has the port."""
+    deadline = time.monotonic() + 120
+    while time.monotonic() < deadline and superlink.poll() is None:
+        if is_listening(port) and listens(superlink.pid, port):
+            return True
+        time.sleep(0.1)
+    return False

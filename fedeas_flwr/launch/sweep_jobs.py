@@ -1,0 +1,337 @@
+"""Run a sweep: each run a process of its own, so that its memory and its GPU are free again when it ends.
+
+A sweep that was killed leaves its runs running. The next one finds them by their run directories and waits for them
+instead of starting them twice.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+import psutil
+import tomli_w
+from filelock import FileLock, Timeout
+
+from fedeas_flwr.common.errors import RunError
+from fedeas_flwr.common.files import atomic_write
+from fedeas_flwr.common.processes import undisturbed
+from fedeas_flwr.common.project import describe_environment
+from fedeas_flwr.config import RunConfig
+from fedeas_flwr.launch.mps import gpu_shared_by
+from fedeas_flwr.launch.sweep import Cell, Sweep
+from fedeas_flwr.launch.watchdog import is_keeper
+from fedeas_flwr.runs.directory import RunDirectory
+
+REFUSED = 2
+"""The exit code of a command to which something wrong was given (`app.exit_code`): given again, it is no better."""
+_LOOK_EVERY = 0.2
+_GRACE = 60.0
+"""Seconds that runs have to end after being asked: to train the clients under way to their end and write a checkpoint,
+which with all clients' states may be gigabytes; under Ray, to end all that the launcher has started."""
+
+
+@dataclass
+class Job:
+    """A run that goes on now."""
+
+    cell: Cell
+    process: subprocess.Popen[bytes] | None
+    """``None``: an earlier sweep, or somebody else, started it."""
+    rounds_before: int
+    began: float = field(default_factory=time.monotonic)
+
+    def has_ended(self) -> bool:
+        """Whether nobody works on the run any more."""
+        if self.process is not None and self.process.poll() is None:
+            return False
+        return not self._others()
+
+    def why_it_failed(self) -> str:
+        """One line about a run that ended without finishing."""
+        run, log = self.cell.run, self.cell.run.path / "output.log"
+        code = self.process.returncode if self.process is not None else None
+        if code is not None and code < 0:
+            return f"killed by {signal.Signals(-code).name}"
+        lines = log.read_text(encoding="utf-8", errors="replace").splitlines() if log.exists() else []
+        said = next((line.removeprefix("error: ") for line in reversed(lines) if line.startswith("error: ")), "")
+        done, wanted = self.cell.reached()["rounds"], self.cell.config.rounds
+        return said or run.status()[1] or f"ended after {done} of {wanted} rounds; see {log}"
+
+    def ask_to_stop(self) -> None:
+        """Let the run end itself, as Ctrl-C would; it can be resumed."""
+        for process in self._others()[:1]:  # the launcher, which ends what it has started
+            with suppress(psutil.Error):
+                psutil.Process(process["pid"]).terminate()
+
+    def _others(self) -> list[dict[str, Any]]:
+        """The run's processes; the sweep itself, which made the run's folder, is for a moment among them."""
+        return [process for process in self.cell.run.processes() if process["pid"] != os.getpid()]
+
+    def kill(self) -> None:
+        """End the run and whatever it started."""
+        for announced in self._others():
+            with suppress(psutil.Error):
+                process = psutil.Process(announced["pid"])
+                for one in (*process.children(recursive=True), process):
+                    if not is_keeper(one):
+                        one.kill()
+
+
+@dataclass
+class Standing:
+    """Where one run of the sweep stands, as it is shown."""
+
+    state: str
+    """waiting, running, finished or failed."""
+    rounds: int
+    accuracy: float | None
+
+
+@dataclass
+class Board:
+    """Where a sweep stands, and how long it may take from here."""
+
+    sweep: Sweep
+    slots: int
+    running: dict[str, Job] = field(default_factory=dict)
+    standings: dict[str, Standing] = field(default_factory=dict)
+    _seconds: float = 0.0
+    _rounds: int = 0
+
+    def look_at(self, cell: Cell, state: str) -> None:
+        """Note where a run stands."""
+        reached = cell.reached()
+        self.standings[cell.name] = Standing(state, reached["rounds"], reached.get("final"))
+
+    def note_end(self, job: Job) -> None:
+        """Keep what an ended job tells about the pace of the others."""
+        seconds, rounds = self._spent(job)
+        self._seconds, self._rounds = self._seconds + seconds, self._rounds + rounds
+        del self.running[job.cell.name]
+
+    def count(self, state: str) -> int:
+        """How many runs are in a state."""
+        return sum(standing.state == state for standing in self.standings.values())
+
+    def seconds_left(self, cell: Cell) -> float | None:
+        """How long one run will still take, by its own pace or else by the others'; ``None`` before any round."""
+        seconds, rounds = self._spent(self.running[cell.name]) if cell.name in self.running else (0.0, 0)
+        if not rounds:
+            spent = [(self._seconds, self._rounds), *(self._spent(job) for job in self.running.values())]
+            seconds, rounds = sum(pair[0] for pair in spent), sum(pair[1] for pair in spent)
+        if not rounds:
+            return None
+        return max(cell.config.rounds - self.standings[cell.name].rounds, 0) * seconds / rounds
+
+    def all_seconds_left(self) -> float | None:
+        """How long the sweep will still take: what is left, shared out evenly, and at least its longest run."""
+        open_cells = [c for c in self.sweep.cells if self.standings[c.name].state in ("waiting", "running")]
+        left = [self.seconds_left(cell) for cell in open_cells]
+        known = [seconds for seconds in left if seconds is not None]
+        if len(known) < len(left):
+            return None
+        return max([sum(known) / self.slots, *known], default=0.0)
+
+    def _spent(self, job: Job) -> tuple[float, int]:
+        done = max(self.standings[job.cell.name].rounds - job.rounds_before, 0)
+        return time.monotonic() - job.began, done
+
+
+class Watcher(Protocol):
+    """What a sweep tells of itself while it goes on."""
+
+    def began(self, board: Board) -> None:
+        """Hear, first of all, that nothing keeps the sweep from its folder."""
+
+    def said(self, cell: Cell, word: str, board: Board) -> None:
+        """Hear that a run was started, joined, finished, skipped, failed, or will be tried again."""
+
+    def tick(self, board: Board) -> None:
+        """Hear, several times a second, where everything stands."""
+
+
+def run_sweep(
+    sweep: Sweep, slots: int, retries: int, watcher: Watcher, prepare: Callable[[], None] | None = None
+) -> list[Cell]:
+    """Do what is left of a sweep.
+
+    Parameters
+    ----------
+    sweep
+        What to run, and where.
+    slots
+        How many runs at once.
+    retries
+        How often a run that failed is started again, after all others have had their turn; one that was refused never.
+    watcher
+        Who is told.
+    prepare
+        Done before the first run, once the folder is this sweep's alone.
+
+    Returns
+    -------
+    list[Cell]
+        The runs that failed for good, each with its ``error``; those whose record is damaged are not even started.
+
+    Raises
+    ------
+    KeyboardInterrupt
+        If the user stopped it; the runs were stopped too, and the same sweep goes on from there. Likewise where the
+        sweep itself fails, at a full disk for example.
+    """
+    with _alone_in(sweep.folder):
+        sweep.open()
+        board = Board(sweep, slots)
+        damaged = [cell for cell in sweep.cells if "damage" in cell.reached() and not cell.run.processes()]
+        for cell in damaged:
+            cell.error = cell.reached()["damage"]
+        for cell in sweep.cells:
+            board.look_at(cell, "failed" if cell in damaged else "finished" if cell.finished else "waiting")
+        watcher.began(board)
+        if prepare:
+            prepare()
+        for cell in sweep.cells:
+            if (state := board.standings[cell.name].state) != "waiting":
+                watcher.said(cell, "skipped" if state == "finished" else state, board)
+        left = [cell for cell in sweep.cells if board.standings[cell.name].state == "waiting"]
+        left.sort(key=lambda cell: not cell.run.processes())  # what runs already is counted before more is started
+        try:
+            with gpu_shared_by([cell.config for cell in left], slots) as variables, _stopping_runs_on_error(board):
+                return [*damaged, *_work(board, deque(left), retries, watcher, variables)]
+        finally:
+            sweep.save()
+
+
+@contextmanager
+def _stopping_runs_on_error(board: Board) -> Iterator[None]:
+    try:
+        yield
+    except BaseException:
+        # Not those on the board alone: it may have been just as one was started.
+        alive = [cell for cell in board.sweep.cells if cell.name not in board.running and cell.run.processes()]
+        stop([*board.running.values(), *(Job(cell, None, 0) for cell in alive)])
+        raise
+
+
+def _work(
+    board: Board,
+    waiting: deque[Cell],
+    retries: int,
+    watcher: Watcher,
+    variables: Callable[[RunConfig], dict[str, str]],
+) -> list[Cell]:
+    failed: list[Cell] = []
+    while waiting or board.running:
+        while waiting and len(board.running) < board.slots:
+            cell = waiting.popleft()
+            job = board.running[cell.name] = start(cell, variables(cell.config))
+            board.look_at(cell, "running")
+            watcher.said(cell, "started" if job.process else "joined", board)
+        time.sleep(_LOOK_EVERY)
+        for job in list(board.running.values()):
+            cell = job.cell
+            board.look_at(cell, "running")
+            if not job.has_ended():
+                continue
+            board.note_end(job)
+            word = _settle(job, retries)
+            board.look_at(cell, {"again": "waiting"}.get(word, word))
+            if word == "again":
+                waiting.append(cell)
+            elif word == "failed":
+                failed.append(cell)
+            board.sweep.save()
+            watcher.said(cell, word, board)
+        watcher.tick(board)
+    return failed
+
+
+def _settle(job: Job, retries: int) -> str:
+    """Say how a job ended: finished, failed, or again; and leave the reason where the next reader looks."""
+    cell = job.cell
+    if cell.finished:
+        cell.error = ""
+        return "finished"
+    cell.error = job.why_it_failed()
+    code = job.process.returncode if job.process is not None else None
+    # A run that was refused before it began has written nothing itself; one that was killed is only interrupted.
+    if code in (1, REFUSED) and cell.run.status()[0] == "running":
+        cell.run.set_status("failed", cell.error)
+    return "again" if cell.attempts <= retries and code != REFUSED else "failed"
+
+
+def start(cell: Cell, variables: Mapping[str, str]) -> Job:
+    """Start a run with more environment variables, go on with it from its checkpoint, or join it if it runs already.
+
+    One that was last heard of on another machine is taken for interrupted: a container that is started anew has another
+    name, and waiting for the old one would never end.
+    """
+    run = cell.run
+    rounds = cell.reached()["rounds"]
+    if run.processes():
+        return Job(cell, None, rounds)
+    cell.attempts += 1
+    begun = (run.path / "rounds.jsonl").exists()
+    if not begun:
+        RunDirectory.start(cell.config, describe_environment("not known yet"))
+        run.set_status("interrupted")  # it names this process as the run's, and stopping the run would end the sweep
+    atomic_write(run.path / "run.toml", tomli_w.dumps(cell.config.outside()).encode())
+    with (run.path / "output.log").open("wb") as log:
+        process = subprocess.Popen(
+            command_of(run.path / "run.toml", resume=begun),
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            env={**os.environ, **variables},
+            start_new_session=True,  # Ctrl-C is ours to handle
+        )
+    try:
+        run.set_status("running", pid=process.pid)
+    except BaseException:  # Ctrl-C just now: nobody could find it any more
+        process.terminate()
+        process.wait()
+        raise
+    return Job(cell, process, rounds)
+
+
+def command_of(conf: Path, resume: bool) -> list[str]:
+    """Return the command that does a run in this Python."""
+    command = [sys.executable, "-m", "fedeas_flwr", "run", str(conf)]
+    return [*command, "resume=true"] if resume else command
+
+
+def stop(jobs: list[Job]) -> None:
+    """Stop runs so that they can be resumed: ask, wait, and end what does not listen."""
+    with undisturbed():
+        for act in (Job.ask_to_stop, Job.kill):
+            for job in jobs:
+                act(job)
+            if _within(_GRACE, lambda: all(job.has_ended() for job in jobs)):
+                return
+
+
+def _within(seconds: float, holds: Callable[[], bool]) -> bool:
+    deadline = time.monotonic() + seconds
+    while not (held := holds()) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return held
+
+
+@contextmanager
+def _alone_in(folder: Path) -> Iterator[None]:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with FileLock(folder / ".sweep.lock", timeout=0):
+            yield
+    except Timeout:
+        raise RunError(f"a sweep is at work in {folder} already") from None

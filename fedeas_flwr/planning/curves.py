@@ -1,0 +1,81 @@
+"""What the paper's figures about counts show, as numbers. NumPy only."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from fedeas_flwr.allocation import FloatArray, IntArray, client_imbalance, full_balance, greedy, removed, uniform
+from fedeas_flwr.planning.budget_path import BudgetPath
+from fedeas_flwr.waterfill import waterfill
+
+MOST_GREEDY_STEPS = 100_000  # one at a time for every point: seconds; beyond it waterfill, no worse, stands alone
+CURVE_POINTS = 24
+
+
+@dataclass(frozen=True)
+class Concentration:
+    """Cumulative shares, from no client to all of them, the most imbalanced first."""
+
+    held: FloatArray  # of the imbalance score
+    received: FloatArray  # of what is generated
+
+
+# Fig. 1(a)
+def demand(counts: npt.ArrayLike, generated: IntArray) -> tuple[IntArray, IntArray]:
+    """Give what each client would need to be fully balanced, and what it gets."""
+    return full_balance(counts).sum(axis=1), generated.sum(axis=1)
+
+
+# Fig. 2(a)
+def concentration(counts: npt.ArrayLike, generated: IntArray) -> Concentration:
+    """Add up clients in decreasing order of their part of the score, p_k ‖q_k − u‖²."""
+    held = client_imbalance(counts)
+    order = np.argsort(-held, kind="stable")
+    return Concentration(_running_share(held[order]), _running_share(generated.sum(axis=1)[order]))
+
+
+def _running_share(parts: npt.NDArray[np.int64] | FloatArray) -> FloatArray:
+    sums = np.concatenate([[0.0], np.cumsum(parts, dtype=np.float64)])
+    return sums / sums[-1] if sums[-1] > 0 else sums
+
+
+@dataclass(frozen=True)
+class Reduction:
+    """Images generated and the share of the imbalance that they remove, by policy: along β, and at the marked β."""
+
+    betas: list[float]  # the marked ones
+    curves: dict[str, list[tuple[int, float]]]
+    marks: dict[str, list[tuple[int, float]]]  # of β's own policy and, at the same totals, of Uniform
+
+
+# Fig. 2(b): 1 − 𝓘(B) / 𝓘(0)
+def reduction(path: BudgetPath, betas: Sequence[float]) -> Reduction:
+    """Compare a policy's budget path with Uniform at matched totals, and with the greedy and waterfill references."""
+    along = [path.at(float(beta)) for beta in np.linspace(0, max(betas, default=0.0), CURVE_POINTS)]
+    marked = [path.at(beta) for beta in betas]
+    totals = [point.images for point in along]
+    rules = {"waterfill": waterfill, "greedy": greedy, "uniform": uniform}
+    if totals[-1] > MOST_GREEDY_STEPS:
+        del rules["greedy"]
+
+    def at(rule: Callable[[npt.ArrayLike, int], IntArray], images: list[int]) -> list[tuple[int, float]]:
+        return [(total, removed(path.counts, rule(path.counts, total))) for total in images]
+
+    return Reduction(
+        betas=list(betas),
+        curves={name: at(rule, totals) for name, rule in rules.items()}
+        | {path.policy: [(point.images, point.removed) for point in along]},
+        marks={
+            path.policy: [(point.images, point.removed) for point in marked],
+            "uniform": at(uniform, [point.images for point in marked]),
+        },
+    )
+
+
+def marked_betas(beta: float) -> list[float]:
+    """Give the β to mark where no grid is given: thirds of β up to five, which makes the paper's sweep of its 12."""
+    return [float(f"{beta * i / 3:.3g}") for i in range(1, 6)]

@@ -1,0 +1,157 @@
+"""Plan before anything is generated: what a policy would do with given label counts, as data and as a table."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy.typing as npt
+
+from fedeas_flwr import allocation
+from fedeas_flwr.allocation import checked_counts
+from fedeas_flwr.common.text import counted
+from fedeas_flwr.policies import POLICIES, ClientView, PolicySettings, allocate, settings_of
+
+MOST_CLASSES_SHOWN = 20
+LONGEST_HEAD = 16
+
+
+def plan(
+    counts: npt.ArrayLike,
+    *,
+    dataset: str | None,
+    protocol: str | None,
+    policy: str,
+    beta: float,
+    gamma: float,
+    seed: int | None,
+    strict_mean: bool = True,
+    total: int | None = None,
+) -> dict[str, Any]:
+    """Say what every client would generate under a policy, and what that does to the imbalance.
+
+    Parameters
+    ----------
+    counts : array_like of int, shape [K, C]
+        Label counts of the clients' training data.
+    dataset, protocol, seed
+        Where the counts come from, carried into the plan; None where they were given as a file.
+    policy, beta, gamma, strict_mean, total
+        See `fedeas_flwr.policies.allocate`.
+
+    Returns
+    -------
+    dict
+        Plain Python values, ready for JSON. ``beta`` and ``gamma`` are None where nothing depends on them (see
+        `settings_of`), a client's ``budget`` under a policy without budgets; ``imbalance.removed`` and
+        ``synthetic_fraction`` are fractions. A policy that repeats images generates nothing; its clients have
+        ``repeat`` besides, copies of each class, and the plan their number, ``repeated``.
+    """
+    counts, settings = checked_counts(counts), settings_of(policy, total is not None)
+    generate = allocate(counts, policy, beta=beta, gamma=gamma, strict_mean=strict_mean, total=total)
+    rule, view = POLICIES.get(policy), ClientView(counts, PolicySettings(beta, gamma, strict_mean, total))
+    repeats = rule is not None and rule.repeats
+    repeat = rule.plan(view) if rule and repeats else allocation.none(counts)
+    budgets = rule.budget(view) if rule else None
+    samples, entropy = counts.sum(axis=1).tolist(), allocation.normalised_entropy(counts).tolist()
+    real, made = int(counts.sum()), int(generate.sum())
+    return {
+        "dataset": dataset,
+        "protocol": protocol,
+        "policy": policy,
+        "beta": beta if "beta" in settings else None,
+        "gamma": gamma if "gamma" in settings else None,
+        "seed": seed,
+        "clients": [
+            {
+                "client": k,
+                "samples": samples[k],
+                "entropy": entropy[k],
+                "budget": None if budgets is None else int(budgets[k]),
+                "generate": row,
+                **({"repeat": repeat[k].tolist()} if repeats else {}),
+            }
+            for k, row in enumerate(generate.tolist())
+        ],
+        "total": made,
+        "full_balance_total": int(allocation.full_balance(counts).sum()),
+        "imbalance": {
+            "before": allocation.imbalance(counts).score,
+            "after": allocation.imbalance(counts, generate + repeat).score,
+            "removed": allocation.removed(counts, generate + repeat),
+        },
+        "synthetic_fraction": made / (real + made) if real + made > 0 else 0.0,
+        **({"repeated": int(repeat.sum())} if repeats else {}),
+    }
+
+
+def format_table(plan: dict[str, Any], names: Sequence[str] = ()) -> str:
+    """Show a plan as plain text: a line a client, then the totals.
+
+    Up to twenty classes are shown one by one, under their names where they have any; of more than that, how many
+    classes get samples and how many each.
+    """
+    classes = len(plan["clients"][0]["generate"])
+    heads = [_head(name) for name in names or map(str, range(classes))]
+    shown = [heads, *_class_by_class(plan)] if classes <= MOST_CLASSES_SHOWN else _summarised(plan)
+    header = ["client", "samples", "entropy", "budget", "repeat" if "repeated" in plan else "generate", *shown[0]]
+    rows = [
+        [
+            str(client["client"]),
+            f"{client['samples']:,}",
+            f"{client['entropy']:.3f}",
+            "-" if client["budget"] is None else f"{client['budget']:,}",
+            f"{sum(added):,}",
+            *more,
+        ]
+        for client, added, more in zip(plan["clients"], _added(plan), shown[1:], strict=True)
+    ]
+    widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
+    table = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in [header, *rows]]
+    return "\n".join([_title(plan), "", table[0], "-" * len(table[0]), *table[1:], "", *_totals(plan)])
+
+
+def _added(plan: dict[str, Any]) -> list[list[int]]:
+    """What every client gets of each class, generated or repeated."""
+    return [client.get("repeat", client["generate"]) for client in plan["clients"]]
+
+
+def _head(name: str) -> str:
+    """A class above its column: a number would pass for a count, and a long name would push the table apart."""
+    return f"c{name}" if name.isdecimal() else name if len(name) <= LONGEST_HEAD else f"{name[: LONGEST_HEAD - 1]}…"
+
+
+def _class_by_class(plan: dict[str, Any]) -> list[list[str]]:
+    return [[f"{n:,}" if n else "." for n in row] for row in _added(plan)]
+
+
+def _summarised(plan: dict[str, Any]) -> list[list[str]]:
+    rows = [[n for n in row if n] for row in _added(plan)]
+    return [["classes", "each"]] + [[str(len(row)), _range(row)] for row in rows]
+
+
+def _range(numbers: list[int]) -> str:
+    if not numbers:
+        return "."
+    least, most = min(numbers), max(numbers)
+    return f"{least:,}" if least == most else f"{least:,}-{most:,}"
+
+
+def _title(plan: dict[str, Any]) -> str:
+    source = "given counts"
+    if plan["dataset"] is not None:
+        source = f"{plan['dataset']}, protocol {plan['protocol']}, seed {plan['seed']}"
+    set_to = ", ".join(f"{name} {plan[name]:g}" for name in ("beta", "gamma") if plan[name] is not None)
+    return f"Policy {plan['policy']}{f' ({set_to})' if set_to else ''} on {source}"
+
+
+def _totals(plan: dict[str, Any]) -> list[str]:
+    score, full = plan["imbalance"], plan["full_balance_total"]
+    part = f"; the plan is {plan['total'] / full:.1%} of it" if full else ""
+    repeat = "To repeat:    {:,} of the clients' own samples; classes a client has none of stay empty"
+    return [
+        *([repeat.format(plan["repeated"])] if "repeated" in plan else []),
+        f"To generate:  {counted(plan['total'], 'sample')}, {plan['synthetic_fraction']:.1%} of the training data then",
+        f"Full balance: {counted(full, 'sample')}{part}",
+        f"Imbalance:    {score['before']:.4f} -> {score['after']:.4f}, {score['removed']:.1%} removed",
+    ]

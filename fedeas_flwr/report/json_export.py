@@ -1,0 +1,70 @@
+"""A report's figures for machines: what `fedeas report --format json` prints of the groups."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from fedeas_flwr.report.groups import CLIENT_WORK, FloatArray, Group, Spread, gain_and_efficiency, why_no_gain
+from fedeas_flwr.runs.metrics import BESIDE, WALL_CLOCK
+
+
+def as_data(groups: Sequence[Group]) -> list[dict[str, Any]]:
+    """The groups' figures, for machines."""
+    found = []
+    for group in groups:
+        gain = gain_and_efficiency(group, groups)
+        worst_class = group.worst_class
+        found.append(
+            {
+                "name": group.name,
+                "runs": [str(member.run.path) for member in group.members],
+                "seeds": group.seeds,
+                "rounds": [len(member.rounds) for member in group.members],
+                "unfinished": _unfinished(group),
+                "missing_replies": [member.summary["failures"] for member in group.members],
+                "last_20": _plain(group.spread("last_20")),
+                "peak": _plain(group.spread("peak")),
+                "images": group.images,
+                "gain_points": gain[0] if gain else None,
+                "eta": gain[1] if gain else None,
+                "never_took_part": [member.never_took_part for member in group.members],
+                "no_gain": why_no_gain(group, groups),
+                "gamma_hat": _plain(group.spread("gamma_hat")),
+                "threshold": group.config.threshold,
+                "rounds_to_threshold": [member.summary["rounds_to_threshold"] for member in group.members],
+                "per_class_accuracy": None if group.per_class is None else _no_nan(group.per_class),
+                "worst_class": None if worst_class is None else {"class": worst_class[0], "accuracy": worst_class[1]},
+                "worst_client_accuracy": _plain(group.worst_client),
+                "seconds": {phase: group.seconds(phase) for phase in (*WALL_CLOCK, *BESIDE, *CLIENT_WORK)},
+                "config": group.config.outside(),
+                "environments": [member.run.environment() for member in group.members],
+            }
+        )
+    return found
+
+
+def _unfinished(group: Group) -> list[dict[str, Any]]:
+    """The runs of a group that have not come to their end, and whether its figures are of them."""
+    return [
+        {
+            "run": str(member.run.path),
+            "seed": member.config.seed,
+            "rounds": len(member.rounds),
+            "of": member.config.rounds,
+            "state": member.run.state(),
+            "counted": member in group.members,
+        }
+        for member in group.all_members
+        if member.unfinished
+    ]
+
+
+def _plain(spread: Spread | None) -> Mapping[str, Any] | None:
+    return None if spread is None else {"mean": spread.mean, "sd": spread.sd, "values": list(spread.values)}
+
+
+def _no_nan(values: FloatArray) -> list[float | None]:
+    return [None if np.isnan(value) else float(value) for value in values]

@@ -1,0 +1,104 @@
+"""A number of the paper beside ours, and how the two are written.
+
+Text for tables is Markdown with ``<br>`` and ``<ins>`` (underlined); page.py turns it into HTML too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from fedeas_flwr.reproduce import paper
+from fedeas_flwr.reproduce.cells import PAPERS
+from fedeas_flwr.reproduce.results import Budget, Measured, Results, Value, check_budget
+
+NONE = "–"
+
+
+def value_of(
+    results: Results,
+    name: str,
+    measure: str,
+    of: Callable[[Measured], float | None],
+    published: float | None,
+    digits: int = 2,
+    form: str = "",
+) -> Value:
+    """Put what a cell's runs measured, or those of a form of Γ̂, beside the paper's number."""
+    pairs = [(run.seed, number) for run in results.of(name, form) if (number := of(run)) is not None]
+    ours, seeds = tuple(number for _, number in pairs), tuple(seed for seed, _ in pairs)
+    return Value(name, measure, ours, seeds, published, digits, comparable=results.scale == "full")
+
+
+def last_20_of(results: Results, name: str) -> Value:
+    """Give a cell's mean accuracy of the last 20 rounds, in %."""
+    place, _, method = name.partition("/")
+    published = paper.at(paper.LAST_20, method, place)
+    if published is None and place == PAPERS:
+        small = {key: row[0] for key, row in paper.BETA_SWEEP.items()} | {k: v[1] for k, v in paper.ABLATION.items()}
+        published = small.get(method)
+    return value_of(results, name, "last-20 %", lambda run: 100 * run.last_20, published)
+
+
+def peak_of(results: Results, name: str) -> Value:
+    """Give a cell's best accuracy of any round, in %."""
+    place, _, method = name.partition("/")
+    published = paper.at(paper.PEAK, method, place)
+    if name == paper.FEDEAS_AND_SCAFFOLD:
+        published = paper.FEDEAS_AND_SCAFFOLD_PEAK
+    return value_of(results, name, "peak %", lambda run: 100 * run.peak, published)
+
+
+def budget_of(results: Results, name: str) -> Budget | None:
+    """Hold a cell's images against the paper's total at full scale, against the plan otherwise."""
+    place, _, method = name.partition("/")
+    published = paper.images(method, place) if results.scale == "full" else None
+    return check_budget(name, results.of(name), published)
+
+
+def show_ours(value: Value) -> str:
+    """Write mean ± deviation, or that there is nothing."""
+    if value.mean is None:
+        return NONE
+    shown = f"{value.mean:.{value.digits}f}".replace("-", "−")
+    return shown if value.sd is None else f"{shown} ± {value.sd:.{value.digits}f}"
+
+
+def show_paper(value: Value) -> str:
+    """Write the paper's number."""
+    return NONE if value.paper is None else f"{value.paper:.{value.digits}f}"
+
+
+def show_difference(value: Value) -> str:
+    """Write ours less the paper's, with its sign."""
+    return NONE if value.difference is None else signed(value.difference, value.digits)
+
+
+def show_seeds(value: Value) -> str:
+    """Name the seeds."""
+    return ", ".join(map(str, value.seeds)) or NONE
+
+
+def signed(number: float, digits: int) -> str:
+    return f"{number:+.{digits}f}".replace("-", "−")
+
+
+def together(value: Value, mark: str = "{}") -> str:
+    """Write one cell of a large table: ours and the seeds, the paper's and the difference below."""
+    if value.mean is None and value.paper is None:
+        return NONE
+    ours = mark.format(show_ours(value)) if value.mean is not None else "missing"
+    difference = f", {show_difference(value)}" if value.difference is not None else ""
+    below = [f"{len(value.seeds)} seeds"] if len(value.seeds) > 1 else []
+    below += [f"paper {show_paper(value)}{difference}"] if value.paper is not None else []
+    return f"{ours}<br>{'; '.join(below)}" if below else ours
+
+
+def show_budget(budget: Budget | None, published: int | None = None) -> str:
+    """Write the images that runs generated, and whether that is what they should have."""
+    if budget is None:
+        return f"missing<br>paper {published:,}" if published is not None else NONE
+    found = sorted(set(budget.images))
+    shown = ", ".join(f"{images:,}" for images in found)
+    if budget.met:
+        return f"{shown} ✓" if budget.wanted else shown
+    return f"{shown} ✗ ({budget.by}: {budget.wanted:,})"

@@ -1,0 +1,5 @@
+"""What a run leaves on disk, and reading it back.
+
+Other rooms use `RunDirectory`, the checkpoint's `Arrays`, `Checkpoint`, `StrategyState` and `plain`, the functions of
+`listing.py` and `metrics.py`, `event_log`, `is_run` and `remove_files`.
+"""

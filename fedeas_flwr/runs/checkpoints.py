@@ -1,0 +1,114 @@
+"""Arrays by name, what the server holds of them after a round, and their files."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save
+
+from fedeas_flwr.common.files import atomic_write
+
+Arrays = dict[str, Any]
+"""Name → NumPy array, or a tensor where a model is handed over within the process."""
+
+
+@dataclass(frozen=True)
+class StrategyState:
+    """What a strategy carries from one round to the next, beside the model: momentum, moments, a clipping norm."""
+
+    arrays: Arrays = field(default_factory=dict)
+    numbers: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass
+class Checkpoint:
+    """Everything the server holds after a round."""
+
+    round: int
+    trainable: Arrays
+    buffers: Arrays
+    accepted: dict[int, int] = field(default_factory=dict)
+    """Client → the last round whose reply the server used."""
+    generated: dict[int, int] = field(default_factory=dict)
+    """Client → images in its cache, as it last reported."""
+    shares: dict[int, tuple[int, int, float]] = field(default_factory=dict)
+    """Client → its part of a matched budget (`policies.Share`), which is dealt out once a run."""
+    strategy: StrategyState = field(default_factory=StrategyState)
+    run: str = ""
+    """Whose it is (`RunDirectory.identity`), as its file says; those of older versions do not."""
+
+
+def plain(arrays: Mapping[str, Any]) -> Arrays:
+    """Contiguous NumPy arrays, also of tensors that lie on a GPU."""
+    return {k: np.asarray(v.cpu().numpy() if hasattr(v, "cpu") else v, order="C") for k, v in arrays.items()}
+
+
+def write_checkpoint(path: Path, checkpoint: Checkpoint) -> None:
+    """Write a checkpoint as one file; a reader sees the old one or the new one, never a part."""
+    parts = {"trainable": checkpoint.trainable, "buffers": checkpoint.buffers, "strategy": checkpoint.strategy.arrays}
+    state = {
+        "round": checkpoint.round,
+        "accepted": checkpoint.accepted,
+        "generated": checkpoint.generated,
+        "shares": checkpoint.shares,
+        "strategy": checkpoint.strategy.numbers,
+        "run": checkpoint.run,
+    }
+    arrays = {f"{part}/{key}": value for part, found in parts.items() for key, value in found.items()}
+    write_arrays(path, arrays, {"state": json.dumps(state)})
+
+
+def read_checkpoint(path: Path) -> Checkpoint:
+    """Read a checkpoint.
+
+    Raises
+    ------
+    ValueError
+        If the file is damaged or something else, in one line.
+    """
+    arrays, metadata = read_arrays(path)
+    try:
+        state = json.loads(metadata["state"])
+        return Checkpoint(
+            round=int(state["round"]),
+            trainable=_under("trainable/", arrays),
+            buffers=_under("buffers/", arrays),
+            accepted={int(k): int(v) for k, v in state["accepted"].items()},
+            generated={int(k): int(v) for k, v in state["generated"].items()},
+            shares={int(k): (int(b), int(e), float(level)) for k, (b, e, level) in state.get("shares", {}).items()},
+            strategy=StrategyState(_under("strategy/", arrays), dict(state.get("strategy", {}))),
+            run=str(state.get("run", "")),
+        )
+    except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
+        reason = f"it holds no server's state ({type(error).__name__}: {error})"
+        raise ValueError(f"{path} cannot be read: {reason}") from None
+
+
+def write_arrays(path: Path, arrays: Arrays, metadata: dict[str, str] | None = None) -> None:
+    """Write arrays as one safetensors file, whole or not at all."""
+    atomic_write(path, save(plain(arrays), metadata=metadata))
+
+
+def read_arrays(path: Path) -> tuple[Arrays, dict[str, str]]:
+    """Read arrays as NumPy's, and what is written beside them.
+
+    Raises
+    ------
+    ValueError
+        If the file is damaged or something else, in one line.
+    """
+    try:
+        with safe_open(path, framework="np") as file:
+            return {key: file.get_tensor(key) for key in file.keys()}, file.metadata() or {}  # noqa: SIM118 - not a dict
+    except (SafetensorError, OSError, TypeError) as error:  # the last for kinds of numbers that NumPy does not have
+        raise ValueError(f"{path} cannot be read: {error}") from None
+
+
+def _under(prefix: str, arrays: Arrays) -> Arrays:
+    return {key.removeprefix(prefix): value for key, value in arrays.items() if key.startswith(prefix)}

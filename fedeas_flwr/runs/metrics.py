@@ -1,0 +1,70 @@
+"""What a run's rounds amount to: last-20 mean, peak, rounds to a threshold, falls, median Γ̂; what images bought, η."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+WALL_CLOCK = ("clients", "aggregate", "end_wait")
+"""Phases that follow one another on the server: together they are what a run's rounds take.
+
+``end_wait`` is what a round stood still for the ends of rounds: for that of the round before (Γ̂, test, record,
+checkpoint), if it was not over when this one's clients were, and for its own Γ̂ and test where nothing goes on beside.
+"""
+BESIDE = ("gamma_hat", "evaluate")
+"""How long Γ̂ and the test took, most of it beside the next round's clients: not to be added to the others."""
+
+
+def seconds_of(phase: str, seconds: Mapping[str, float]) -> float:
+    """Of a phase, in a record or a summary.
+
+    In records from before there was an ``end_wait``, every Γ̂ was waited for, and every test or what ``test_wait`` says.
+    """
+    if phase == "end_wait" and phase not in seconds:
+        return seconds.get("test_wait", seconds.get("evaluate", 0.0)) + seconds.get("gamma_hat", 0.0)
+    return seconds.get(phase, 0.0)
+
+
+def last_20(accuracies: Sequence[float]) -> float:
+    """Mean accuracy of the last min(20, T) rounds, the paper's headline number."""
+    return float(np.mean(accuracies[-20:]))
+
+
+def rounds_to_threshold(accuracies: Sequence[float], threshold: float) -> int | None:
+    """The first round (from 1) that reaches the threshold, or ``None``."""
+    return next((i for i, a in enumerate(accuracies, start=1) if a >= threshold), None)
+
+
+def falls(accuracies: Sequence[float]) -> dict[int, float]:
+    """Rounds after the tenth that are over 0.05 below the median of the 13 around them, and by how much."""
+    medians = (np.median(accuracies[max(0, i - 6) : i + 7]) for i in range(len(accuracies)))
+    depths = {i: float(m) - a for i, (m, a) in enumerate(zip(medians, accuracies, strict=True), start=1)}
+    return {number: depth for number, depth in depths.items() if number > 10 and depth > 0.05}
+
+
+# Sec. 4.3 and Supp. F of the paper: η = Δ accuracy · 10³ / images generated.
+def efficiency(gain: float, images: float) -> float | None:
+    """Return η, points over the same strategy without generation per 1,000 images; ``None`` without images."""
+    return 1000 * gain / images if images else None
+
+
+def summarise(rounds: Sequence[Mapping[str, Any]], threshold: float) -> dict[str, Any]:
+    """The summary of a run from its round records."""
+    accuracies = [float(r["accuracy"]) for r in rounds]
+    dissimilarities = [r["gamma_hat"] for r in rounds if r.get("gamma_hat") is not None]
+    phases = sorted({phase for r in rounds for phase in r["seconds"]})
+    return {
+        "rounds": len(rounds),
+        "last_20": last_20(accuracies),
+        "peak": max(accuracies),
+        "peak_round": int(np.argmax(accuracies)) + 1,
+        "final": accuracies[-1],
+        "total_generated": int(rounds[-1]["generated"]),
+        "gamma_hat": float(np.median(dissimilarities)) if dissimilarities else None,
+        "threshold": threshold,
+        "rounds_to_threshold": rounds_to_threshold(accuracies, threshold),
+        "failures": sum(len(r["failures"]) for r in rounds),
+        "seconds": {phase: round(sum(seconds_of(phase, r["seconds"]) for r in rounds), 3) for phase in phases},
+    }

@@ -1,0 +1,137 @@
+"""Build the network and the engine of a run, and share engines among the clients of a process."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from copy import deepcopy
+from functools import lru_cache, partial
+
+import torch
+
+from fedeas_flwr.common.errors import ConfigError
+from fedeas_flwr.common.randomness import stream
+from fedeas_flwr.config import RunConfig
+from fedeas_flwr.data.datasets import dataset_info
+from fedeas_flwr.training.augmentation import VIEWS, draw_views
+from fedeas_flwr.training.engine import Engine, Recipe
+from fedeas_flwr.training.losses import loss_constants
+from fedeas_flwr.training.models import ImageShape, Normaliser, build_model
+from fedeas_flwr.training.objective import Inputs, Objective
+from fedeas_flwr.training.oom_fallback import Differentiate, Rung, SparingEngine, at_once, frugal_ways
+
+
+def network(config: RunConfig) -> torch.nn.Module:
+    """Build the run's network with the weights a run starts from.
+
+    A run needs a dozen of them: one for each engine, to test with, to begin with. Drawing or reading a ResNet-18's
+    weights takes twenty times as long as copying them.
+    """
+    info = dataset_info(config.dataset)
+    ask = (config.model, len(info.classes), info.image_shape, config.stem, config.weights, config.seed)
+    if ":" in config.model:  # a user's own, which may not be one that can be copied
+        return _initial_network(*ask)
+    return deepcopy(_kept_network(*ask))
+
+
+def _initial_network(
+    model: str, classes: int, image_shape: ImageShape, stem: str, weights: str, seed: int
+) -> torch.nn.Module:
+    return build_model(model, classes, image_shape, stem=stem, weights=weights, seed=seed)
+
+
+_kept_network = lru_cache(maxsize=1)(_initial_network)
+
+
+def recipe(config: RunConfig) -> Recipe:
+    """How the run's clients train in a round."""
+    return Recipe(
+        config.local_epochs,
+        config.batch_size,
+        config.learning_rate,
+        config.momentum,
+        config.weight_decay,
+        config.min_batch,
+    )
+
+
+def loss_and_view_inputs(config: RunConfig, labels: torch.Tensor, number: int, client: int) -> Inputs:
+    """What the steps of a client and round need under any algorithm: the loss's constants and the images' views.
+
+    Views are drawn from a stream of their own, so that they leave the batches as they are.
+    """
+    info = dataset_info(config.dataset)
+    constants = loss_constants(config.loss, labels, len(info.classes), config.logit_adjustment_tau)
+    if config.views == "none":
+        return Inputs(constants)
+    draws, steps = stream(config.seed, "views", number, client), recipe(config).steps(len(labels))
+    return Inputs(constants, {VIEWS: draw_views(info, steps, config.batch_size, draws).to(labels.device)})
+
+
+def check_engine(config: RunConfig, device: str) -> None:
+    """Refuse an engine that cannot be had on a device: ``graphed`` replays CUDA graphs."""
+    if config.engine == "graphed" and device == "cpu":
+        raise ConfigError("engine = 'graphed': must be auto or eager where clients train on the CPU, it needs a GPU")
+
+
+def build_engine(config: RunConfig, device: str, objective: Objective, rank: int = 0) -> Engine:
+    """Build the engine the run-config names; ``auto`` is graphed on a GPU and eager elsewhere.
+
+    Of several engines in a process a GPU serves those of the lowest rank first.
+
+    What cannot be captured in a graph is trained eagerly, and that is said. Out of memory, the engine goes on with less
+    (oom_fallback.py).
+    """
+    from fedeas_flwr.training.eager import EagerEngine
+
+    check_engine(config, device)
+    info = dataset_info(config.dataset)
+    normalise, steps = Normaliser(info.mean, info.std, device), recipe(config)
+
+    def graphed() -> Engine:
+        from fedeas_flwr.training.gpu.graphed import GraphedEngine
+
+        return GraphedEngine(network(config), steps, normalise, config.precision, objective=objective, rank=rank)
+
+    def eager(differentiate: Differentiate, at_a_time: int) -> Engine:
+        precision = config.precision if device == "cuda" else "fp32"  # a GPU's: processors emulate bf16, slowly
+        return EagerEngine(network(config), steps, normalise, device, objective, differentiate, precision, at_a_time)
+
+    eagerly = ("eagerly", partial(eager, at_once, config.batch_size))
+    in_graphs = config.engine != "eager" and device != "cpu"
+
+    def less() -> list[Rung]:
+        height, width, channels = info.image_shape
+        ways = frugal_ways(network(config), torch.zeros(2, channels, height, width), config.batch_size)
+        fewer = [(words, partial(eager, way, at_a_time)) for words, way, at_a_time in ways]
+        return [*([eagerly] if in_graphs else []), *fewer]
+
+    return SparingEngine(("in CUDA graphs", graphed) if in_graphs else eagerly, less)
+
+
+class EnginePool:
+    """Engines of one run-config; with another one they are built anew."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._config: RunConfig | None = None
+        self._free: dict[int, Engine] = {}
+        self._count = 0
+
+    @contextmanager
+    def lent(self, config: RunConfig, device: str, objective: Objective) -> Iterator[Engine]:
+        """The first engine that nobody has just now."""
+        with self._lock:
+            if self._config != config:
+                self._config, self._free, self._count = config, {}, 0
+            free = self._free
+            rank = min(free, default=self._count)
+            engine = free.pop(rank, None)
+            self._count = max(self._count, rank + 1)
+        engine = engine or build_engine(config, device, objective, rank)
+        try:
+            yield engine
+        finally:
+            with self._lock:
+                free[rank] = engine

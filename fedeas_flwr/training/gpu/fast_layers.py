@@ -1,0 +1,110 @@
+"""Replace a model's layers by those of batchnorm_kernels.py, stem_kernels.py and head_kernels.py while it trains."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from fedeas_flwr.training.gpu.batchnorm_kernels import batchnorm
+from fedeas_flwr.training.gpu.head_kernels import WIDEST, linear
+from fedeas_flwr.training.gpu.stem_kernels import is_known_pooling, pooled
+
+Pair = tuple[torch.Tensor, torch.Tensor]
+"""One map for two uses, whose gradients come back apart: a block's own way and its shortcut."""
+
+
+class FastLayers:
+    """Gives a model's layers fast forward passes, in place, while in training mode; in eval mode they are as ever.
+
+    Parameters
+    ----------
+    model
+        On a GPU. BatchNorm is known, and torchvision's ResNets with basic blocks, whose ReLUs, sums, pooling and last
+        layer are merged too.
+
+    Attributes
+    ----------
+    count
+        How many samples of the batch count: a float on the device, set before the step is captured or run.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        from torchvision.models.resnet import ResNet
+
+        device = next(model.parameters()).device
+        self.count = torch.full((), 2.0, device=device)
+        self._counters: list[torch.Tensor] = []
+        for module in model.modules():
+            is_norm = isinstance(module, nn.modules.batchnorm._BatchNorm)
+            if is_norm and not (module.affine and module.momentum is not None):
+                # It would be left as it is, and would take the padding of a short batch for samples.
+                raise ValueError("a BatchNorm without weights, or with a cumulative average, is not known here")
+        trial = nn.BatchNorm1d(1, device=device)
+        self._batchnorm(trial, torch.zeros(2, 1, device=device))  # raises where Triton cannot compile
+        for module in model.modules():
+            if isinstance(module, nn.modules.batchnorm._BatchNorm):
+                module.forward = partial(self._batchnorm, module)  # type: ignore[method-assign]
+                if module.num_batches_tracked is not None:
+                    self._counters.append(module.num_batches_tracked)
+            elif isinstance(module, ResNet):
+                module._forward_impl = partial(self._resnet, module)
+                if isinstance(module.fc, nn.Linear) and module.fc.bias is not None and len(module.fc.bias) <= WIDEST:
+                    module.fc.forward = partial(self._linear, module.fc)  # type: ignore[method-assign]
+
+    def count_batches(self, number: int) -> None:
+        """Move BatchNorm's counters on by so many steps: once, instead of a kernel a layer and step."""
+        if self._counters:
+            torch._foreach_add_(self._counters, number)
+
+    def _batchnorm(self, layer: Any, x: torch.Tensor) -> torch.Tensor:
+        return self._normalised(layer, x)[0]
+
+    def _normalised(
+        self, layer: Any, x: torch.Tensor, added: torch.Tensor | None = None, relu: bool = False, other: Any = None
+    ) -> Pair:
+        """``relu(layer(x) + other(added))``, the ReLU and what is added where asked for."""
+        if layer.training:
+            return batchnorm(layer, self.count, x, added, relu, other)
+        y = type(layer).forward(layer, x)
+        if added is not None:
+            y = y + (added if other is None else type(other).forward(other, added))
+        y = F.relu(y) if relu else y
+        return y, y
+
+    def _basic_block(self, block: Any, x: torch.Tensor, shortcut: torch.Tensor) -> Pair:
+        """torchvision's `BasicBlock.forward`, its ReLUs, its sum and its shortcut's norm merged into the BatchNorms."""
+        hidden, _ = self._normalised(block.bn1, block.conv1(x), relu=True)
+        norm = None
+        if block.downsample is not None:
+            convolution, norm = block.downsample
+            shortcut = convolution(shortcut)
+        return self._normalised(block.bn2, block.conv2(hidden), shortcut, relu=True, other=norm)
+
+    def _resnet(self, model: Any, x: torch.Tensor) -> torch.Tensor:
+        """torchvision's `ResNet.forward`, likewise."""
+        from torchvision.models.resnet import BasicBlock
+
+        x = model.conv1(x)
+        if is_known_pooling(model.maxpool) and model.training:
+            x, shortcut = pooled(model.bn1, self.count, x)
+        else:
+            x = shortcut = model.maxpool(self._normalised(model.bn1, x, relu=True)[0])
+        for layer in (model.layer1, model.layer2, model.layer3, model.layer4):
+            for block in layer:
+                if isinstance(block, BasicBlock):
+                    x, shortcut = self._basic_block(block, x, shortcut)
+                else:
+                    x = shortcut = block(x)
+        if x.shape[2:] != (1, 1) or model.avgpool.output_size not in (1, (1, 1)):
+            x = model.avgpool(x)
+        logits: torch.Tensor = model.fc(torch.flatten(x, 1))
+        return logits
+
+    def _linear(self, layer: nn.Linear, x: torch.Tensor) -> torch.Tensor:
+        if layer.training and x.dim() == 2:
+            return linear(x, layer.weight, layer.bias)
+        return type(layer).forward(layer, x)

@@ -1,0 +1,323 @@
+"""Training as replayed CUDA graphs: a batch-64 step of a small network is bound by launches, not by arithmetic.
+
+One step (gather, normalise, forward, loss, backward, SGD) is captured once and replayed for every batch of every client
+and round. It reads its batch from a table of indices on the device that holds the permutations of all epochs, one row a
+step, and a row counter that the graph itself moves on. Two graphs suffice: one for full batches and one for the last,
+shorter batch of an epoch, of whatever size. In that second graph the batch is padded, and loss and BatchNorm take their
+means over the rows that count, so the result is the short batch's own up to rounding. On a GPU BatchNorm and what
+surrounds it are kernels of our own (batchnorm_kernels.py). An objective that knows something of every sample before
+the first step has a third graph, replayed for all of them in chunks; the steps then read their batch's rows of what it
+left.
+
+Weights, data and tables live in buffers that are refilled in place; nothing is allocated or captured between clients.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from functools import partial
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import nn
+
+from fedeas_flwr.common.cuda import LAST, capture, capturing, own_stream
+from fedeas_flwr.common.text import one_line
+from fedeas_flwr.training.augmentation import VIEWS, viewed
+from fedeas_flwr.training.engine import Recipe, State, TrainResult, batch_table, clone_state, copy_state
+from fedeas_flwr.training.gpu.batchnorm import batchnorm_twice, masked_batchnorm
+from fedeas_flwr.training.gpu.convolutions import first_convolution, one_pixel_convolutions, room_for
+from fedeas_flwr.training.gpu.launcher import launcher
+from fedeas_flwr.training.gpu.weights import Weights
+from fedeas_flwr.training.losses import cross_entropy
+from fedeas_flwr.training.models import Normaliser, trained_names
+from fedeas_flwr.training.objective import (
+    CROSS_ENTROPY,
+    NO_INPUTS,
+    Batch,
+    Inputs,
+    Objective,
+    Tensors,
+    mean_of_first,
+    named,
+)
+from fedeas_flwr.training.precompute import KeptRows, asks_beforehand
+
+logger = logging.getLogger(__name__)
+
+
+class Graphs(NamedTuple):
+    """What replays the captured graphs; without a GPU, the functions themselves."""
+
+    chunk: Callable[[], None] | None
+    """A chunk of all samples, before the steps; of an objective that asks for it."""
+    full: Callable[[], None]
+    short: Callable[[], None]
+
+
+class GraphedEngine:
+    """One model, its graphs and its buffers on a CUDA stream of its own.
+
+    Parameters
+    ----------
+    model
+        The network; it is moved to the device and kept there.
+    recipe
+        How clients train. It is part of the captured step, so an engine has one.
+    normalise
+        Pixels to network input.
+    precision
+        ``fp32``, ``tf32`` (tensor cores on float32 storage) or ``bf16`` (autocast; weights stay float32).
+    device
+        ``cuda``; on ``cpu`` the same steps run without graphs, which is how they are tested everywhere.
+    objective
+        What a step minimises; it is captured too.
+    rank
+        The GPU serves engines of a lower rank first, as far as it has priorities.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        recipe: Recipe,
+        normalise: Normaliser,
+        precision: str,
+        device: str = "cuda",
+        objective: Objective = CROSS_ENTROPY,
+        rank: int = LAST,
+    ) -> None:
+        self.recipe, self._normalise, self._precision, self._device = recipe, normalise, precision, device
+        self._objective = objective
+        self._stream = own_stream(rank) if device == "cuda" else None
+        self._model = model.to(device).train()
+        if device == "cuda":
+            self._model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        self._batch = torch.full((), float(recipe.batch_size), device=device)
+        self._one = torch.ones((), device=device)
+        self._row = torch.zeros(1, dtype=torch.long, device=device)
+        self._count = torch.zeros((), device=device)
+        self._loss = torch.zeros((), device=device)
+        self._pixels = torch.zeros(0, dtype=torch.uint8, device=device)
+        self._labels = torch.zeros(0, dtype=torch.long, device=device)
+        self._table = torch.zeros(0, recipe.batch_size, dtype=torch.long, device=device)
+        self._constants: dict[str, torch.Tensor] = {}
+        self._tables: dict[str, torch.Tensor] = {}
+        self._kept: KeptRows | None = None
+        self._graphs: Graphs | None = None
+        self._state: dict[str, torch.Tensor] = {}
+
+    def _see(self, image: Sequence[int]) -> None:
+        """Get the model ready for the first images, whose shape [H, W, C] is that of all to come."""
+        changes_gradients = type(self._objective).correct is not Objective.correct
+        self._fast = fast_layers(self._model) if self._device == "cuda" and not self._objective.second_order else None
+        self._weights, self._room = self._laid_out(image, changes_gradients)
+        self._state, self._trained = self._weights.state(self._model), trained_names(self._model)
+        self._momentum = [torch.zeros_like(p) for p in self._weights.masters] if self.recipe.momentum else []
+        self._descent: Any = None
+        self._cross_entropy, self._mean_of_first = cross_entropy, mean_of_first
+        if self._fast is not None:
+            from fedeas_flwr.training.gpu import step_kernels
+
+            self._cross_entropy, self._mean_of_first = step_kernels.cross_entropy, step_kernels.mean_of_first
+            if not (self.recipe.momentum or self.recipe.weight_decay or changes_gradients):
+                self._descent = step_kernels.Descent(self._weights.parameters, self._weights.masters)
+
+    def _laid_out(self, image: Sequence[int], changes_gradients: bool) -> tuple[Weights, int]:
+        """The weights as the steps use them, and how many channels of an image there is room for (convolutions.py).
+
+        An algorithm that changes gradients has arrays of its own for them, in the model's shapes: it gets those.
+        """
+        halved, channels = self._precision == "bf16" and self._device == "cuda", image[-1]
+        if changes_gradients or self._objective.second_order:
+            return Weights(self._model, halved), channels
+        taps: list[nn.Conv2d] = []
+        if not self.recipe.weight_decay:
+            pixels = torch.zeros((2, *image), dtype=torch.uint8, device=self._device)
+            taps = one_pixel_convolutions(self._model, self._normalise(pixels))
+        first = first_convolution(self._model) if self._fast is not None else None
+        if first is None:
+            return Weights(self._model, halved, taps), channels
+        room = room_for(channels, torch.bfloat16 if halved else torch.float32)
+        return Weights(self._model, halved, taps, first, room), room
+
+    def train(
+        self,
+        trainable: State,
+        buffers: State,
+        images: torch.Tensor,
+        labels: torch.Tensor,
+        batches: np.random.Generator,
+        inputs: Inputs = NO_INPUTS,
+    ) -> tuple[TrainResult, State, State]:
+        """Train from the given state on uint8 images [N, H, W, C]; return the result and the state after it."""
+        table, full, rest = batch_table(len(labels), self.recipe, batches)
+        with self._on_stream():
+            graphs = self._reserve(images, len(table), inputs)
+            copy_state(self._state, trainable, buffers)
+            self._weights.refresh()
+            for name, value in inputs.constants.items():
+                self._constants[name].copy_(value)
+            for name, value in inputs.tables.items():
+                self._tables[name][: len(table)].copy_(value)
+            self._pixels[: len(images)].copy_(images)
+            self._labels[: len(labels)].copy_(labels)
+            self._table[: len(table)].copy_(torch.from_numpy(table))
+            self._row.zero_()
+            self._count.fill_(float(rest))
+            for buffer in self._momentum:
+                buffer.zero_()
+            epoch = [self._loss.zero_, *[graphs.full] * full, *[graphs.short] * (rest > 0)]
+            self._launch([*self._first(graphs, len(labels)), *epoch * self.recipe.epochs])
+            if self._fast is not None:
+                self._fast.count_batches(len(table))
+            state = clone_state(self._state, self._trained)
+            loss = float(self._loss)  # waits for the stream
+        return TrainResult(loss / max(self.recipe.samples(len(labels)), 1), len(table)), *state
+
+    def _launch(self, steps: Sequence[Callable[[], object]]) -> None:
+        if self._stream is None:
+            for step in steps:
+                step()
+        else:
+            launcher().run(self._stream, steps)
+
+    @contextmanager
+    def _on_stream(self) -> Iterator[None]:
+        if self._stream is None:
+            yield
+            return
+        with torch.cuda.stream(self._stream):
+            self._stream.wait_stream(torch.cuda.default_stream())
+            try:
+                yield
+            finally:  # also after an error: what was handed over may be freed then, and this stream still read it
+                self._stream.synchronize()
+
+    def _reserve(self, images: torch.Tensor, rows: int, inputs: Inputs) -> Graphs:
+        """Make the buffers large enough; growing them means capturing anew, so they grow by half at least."""
+        samples, device = len(images), self._device
+        if self._graphs and samples <= len(self._pixels) and rows <= len(self._table):
+            return self._graphs
+        self._graphs = None  # so that a failure here leaves no graph on buffers that are gone
+        if not self._state:
+            with capturing:  # kernels are compiled and loaded: once, and not beside another thread's capture
+                self._see(images.shape[1:])
+        # One at least: a capture runs the step, also for a client whose only sample will be skipped.
+        samples, rows = max(samples, len(self._pixels) * 3 // 2, 1), max(rows, len(self._table) * 3 // 2, 1)
+        self._pixels = torch.zeros((samples, *images.shape[1:]), dtype=torch.uint8, device=device)
+        self._labels = torch.zeros(samples, dtype=torch.long, device=device)
+        self._table = torch.zeros(rows, self.recipe.batch_size, dtype=torch.long, device=device)
+        self._constants = {name: value.to(device, copy=True) for name, value in inputs.constants.items()}
+        self._tables = {
+            name: torch.zeros((rows, *value.shape[1:]), dtype=value.dtype, device=device)
+            for name, value in inputs.tables.items()
+        }
+        asks = asks_beforehand(self._objective, inputs)
+        self._kept = KeptRows(samples, self.recipe.batch_size, device) if asks else None
+        # The steps read what the first of these made room for.
+        chunk = self._captured(self._keep_chunk) if asks else None
+        self._graphs = Graphs(chunk, self._captured_step(self._full_step), self._captured_step(self._short_step))
+        return self._graphs
+
+    def _captured(self, work: Callable[[], None]) -> Callable[[], None]:
+        return work if self._stream is None else capture(work, self._stream, before_each=self._row.zero_)
+
+    def _captured_step(self, step: Callable[[], None]) -> Callable[[], None]:
+        self._count.fill_(2.0)
+        addresses = self._descent.begin() if self._descent else None
+        replay = self._captured(step)
+        if self._descent:
+            self._descent.captured()
+        return lambda addresses=addresses: replay()  # type: ignore[misc]
+
+    def _first(self, graphs: Graphs, samples: int) -> list[Callable[[], object]]:
+        """What comes before the first step: all samples in chunks, if the objective asks for it."""
+        if graphs.chunk is None or self._kept is None:
+            return []
+        return [*[graphs.chunk] * self._kept.chunks(samples), self._row.zero_]
+
+    @torch.no_grad()
+    def _keep_chunk(self) -> None:
+        """Keep what the objective knows of the samples of one chunk, of which the row counter is the number."""
+        assert self._kept is not None
+        images, labels = self._fetch(self._kept.table, None)
+        batch = Batch(images, labels, self._constants, partial(self._mean_of_first, self._batch), self._cross_entropy)
+        with self._autocast():
+            found = self._objective.beforehand(self._model, batch)
+        self._kept.put(self._row, found)
+        self._row.add_(1)
+
+    def _full_step(self) -> None:
+        if self._fast is not None:
+            self._fast.count = self._batch
+        with batchnorm_twice(self._model) if self._objective.second_order else nullcontext():
+            self._step(self._batch)
+
+    def _short_step(self) -> None:
+        if self._fast is not None:
+            self._fast.count = self._count
+            self._step(self._count)
+            return
+        mask = (torch.arange(self.recipe.batch_size, device=self._device) < self._count).float()
+        with masked_batchnorm(self._model, mask):
+            self._step(self._count)
+
+    def _step(self, samples: torch.Tensor) -> None:
+        rows = {name: table.index_select(0, self._row)[0] for name, table in self._tables.items() if name != VIEWS}
+        images, labels = self._fetch(self._table, self._tables.get(VIEWS))
+        kept = self._kept.of(self._table.index_select(0, self._row).view(-1)) if self._kept is not None else {}
+        mean = partial(self._mean_of_first, samples)
+        batch = Batch(images, labels, {**self._constants, **rows}, mean, self._cross_entropy, kept)
+        with self._autocast():
+            loss = self._objective.loss(self._model, batch)
+        gradients = torch.autograd.grad(loss, self._weights.parameters, self._one)
+        if self._descent:
+            self._descent(gradients, self.recipe.learning_rate, loss.detach(), self._loss, samples, self._row)
+        else:
+            self._descend(gradients, batch.given)
+            self._loss.add_(loss.detach() * samples)
+            self._row.add_(1)
+
+    def _autocast(self) -> torch.autocast:
+        return torch.autocast(self._device, torch.bfloat16, enabled=self._precision == "bf16", cache_enabled=False)
+
+    def _fetch(self, table: torch.Tensor, views: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+        """The batch of this row of a table; images are stored as channels_last already."""
+        if self._fast is not None:
+            from fedeas_flwr.training.gpu.step_kernels import fetch
+
+            kind = torch.bfloat16 if self._precision == "bf16" else torch.float32
+            return fetch(table, self._row, self._pixels, self._labels, views, self._normalise, kind, self._room)
+        chosen = table.index_select(0, self._row).view(-1)
+        pixels = self._pixels.index_select(0, chosen)
+        if views is not None:
+            pixels = viewed(pixels, views.index_select(0, self._row)[0])
+        return self._normalise(pixels), self._labels.index_select(0, chosen)
+
+    @torch.no_grad()
+    def _descend(self, gradients: Sequence[torch.Tensor], given: Tensors) -> None:
+        """SGD as torch.optim.SGD does it, on all parameters at once."""
+        recipe, names, weights = self.recipe, self._weights.names, self._weights.masters
+        grads = self._weights.whole_gradients(gradients)
+        self._objective.correct(named(names, weights), named(names, grads), given)
+        if recipe.weight_decay:
+            torch._foreach_add_(grads, weights, alpha=recipe.weight_decay)
+        if recipe.momentum:
+            torch._foreach_mul_(self._momentum, recipe.momentum)
+            torch._foreach_add_(self._momentum, grads)
+            grads = self._momentum
+        self._weights.descend(grads, recipe.learning_rate)
+
+
+def fast_layers(model: nn.Module) -> Any:
+    """Put the fast layers in; without Triton, or a C compiler for it, the model stays as it is and is slower."""
+    try:
+        from fedeas_flwr.training.gpu.fast_layers import FastLayers
+
+        return FastLayers(model)
+    except Exception as error:  # whatever a compiler may raise
+        logger.warning("BatchNorm is not fused, training goes on slower: %s", one_line(error))
+        return None

@@ -1,0 +1,266 @@
+"""What a step does around the network on a GPU, a kernel each: fetch the batch, its loss, and go down the gradient.
+
+In PyTorch's own operations these are some fifty kernels of a microsecond or two. With several clients on one GPU each
+costs the others as much: what is scarce there is the starting of kernels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from fedeas_flwr.training.models import Normaliser
+
+_BLOCK = 1024
+
+
+# ------------------------------------------------------------------------------------------------- fetch
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _fetch_kernel(  # type: ignore[no-untyped-def]
+    table, row, pixels, labels, views, mean, std, images, chosen, BATCH: tl.constexpr,
+    H: tl.constexpr, W: tl.constexpr, C: tl.constexpr, ROOM: tl.constexpr, HAS_VIEWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Part of one image: `viewed` (training/augmentation.py) and `Normaliser` (training/models.py), element by
+    element."""
+    place = tl.load(row) * BATCH + tl.program_id(0)
+    index = tl.load(table + place)
+    element = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = element < H * W * ROOM
+    channel = element % ROOM
+    across = (element // ROOM) % W
+    down = element // (ROOM * W)
+    is_channel = inside & (channel < C)
+    shown = is_channel
+    if HAS_VIEWS:
+        mirrored = tl.load(views + 3 * place)
+        down -= tl.load(views + 3 * place + 1).to(tl.int32)
+        across -= tl.load(views + 3 * place + 2).to(tl.int32)
+        shown = is_channel & (down >= 0) & (down < H) & (across >= 0) & (across < W)
+        across = tl.where(mirrored > 0, W - 1 - across, across)
+    value = tl.load(pixels + index * (H * W * C) + (down * W + across) * C + channel, mask=shown, other=0)
+    value = value.to(tl.float32) / 255.0 - tl.load(mean + channel, mask=is_channel, other=0)
+    value = tl.where(is_channel, value / tl.load(std + channel, mask=is_channel, other=1), 0.0)
+    where = images + tl.program_id(0) * (H * W * ROOM) + element
+    tl.store(where, value.to(images.dtype.element_ty), mask=inside)
+    if tl.program_id(1) == 0:
+        tl.store(chosen + tl.program_id(0), tl.load(labels + index))
+
+
+def fetch(
+    table: torch.Tensor,
+    row: torch.Tensor,
+    pixels: torch.Tensor,
+    labels: torch.Tensor,
+    views: torch.Tensor | None,
+    normalise: Normaliser,
+    kind: torch.dtype,
+    room: int,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The normalised images (channels last) and labels of the batch whose indices are in a row of the table.
+
+    ``views`` is the whole table of views (training/augmentation.py), or nothing. In memory a pixel has ``room`` for
+    channels (convolutions.py); those that it has not are zero.
+    """
+    batch, (height, width, channels) = table.shape[1], pixels.shape[1:]
+    images = torch.empty(batch, height, width, room, dtype=kind, device=pixels.device)
+    chosen = torch.empty(batch, dtype=labels.dtype, device=labels.device)
+    _fetch_kernel[(batch, triton.cdiv(height * width * room, _BLOCK))](
+        table, row, pixels, labels, views, normalise.mean, normalise.std, images, chosen,
+        BATCH=batch, H=height, W=width, C=channels, ROOM=room, HAS_VIEWS=views is not None, BLOCK=_BLOCK,
+    )  # fmt: skip
+    return images.permute(0, 3, 1, 2)[:, :channels], chosen
+
+
+# -------------------------------------------------------------------------------------------------- loss
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _loss_kernel(logits, labels, losses, slopes, C: tl.constexpr, WIDTH: tl.constexpr):  # type: ignore[no-untyped-def]
+    sample = tl.program_id(0)
+    column = tl.arange(0, WIDTH)
+    inside = column < C
+    label = tl.load(labels + sample)
+    value = tl.load(logits + sample * C + column, mask=inside, other=-float("inf")).to(tl.float32)
+    value -= tl.max(value, 0)
+    power = tl.exp(value)
+    total = tl.sum(power, 0)
+    is_label = column == label
+    tl.store(losses + sample, tl.log(total) - tl.sum(tl.where(is_label, value, 0.0), 0))
+    tl.store(slopes + sample * C + column, power / total - tl.where(is_label, 1.0, 0.0), mask=inside)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _loss_backward_kernel(slopes, dlosses, dlogits, C: tl.constexpr, WIDTH: tl.constexpr):  # type: ignore[no-untyped-def]
+    sample = tl.program_id(0)
+    column = tl.arange(0, WIDTH)
+    inside = column < C
+    slope = tl.load(slopes + sample * C + column, mask=inside, other=0) * tl.load(dlosses + sample)
+    tl.store(dlogits + sample * C + column, slope.to(dlogits.dtype.element_ty), mask=inside)
+
+
+class _CrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, logits: Any, labels: Any) -> Any:
+        logits, (samples, classes) = logits.contiguous(), logits.shape
+        losses = torch.empty(samples, device=logits.device)
+        slopes = torch.empty(samples, classes, device=logits.device)
+        width = triton.next_power_of_2(classes)
+        _loss_kernel[(samples,)](logits, labels, losses, slopes, C=classes, WIDTH=width, num_warps=1)
+        ctx.save_for_backward(slopes)
+        ctx.kind = logits.dtype
+        return losses
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, dlosses: Any) -> Any:
+        (slopes,) = ctx.saved_tensors
+        samples, classes = slopes.shape
+        dlogits = torch.empty_like(slopes, dtype=ctx.kind)
+        width = triton.next_power_of_2(classes)
+        _loss_backward_kernel[(samples,)](slopes, dlosses.contiguous(), dlogits, C=classes, WIDTH=width, num_warps=1)
+        return dlogits, None
+
+
+def cross_entropy(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """−log softmax(z)_y of each sample, in float32."""
+    losses: torch.Tensor = _CrossEntropy.apply(logits, labels)  # type: ignore[no-untyped-call]
+    return losses
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _mean_kernel(values, count, mean, B: tl.constexpr, WIDTH: tl.constexpr):  # type: ignore[no-untyped-def]
+    sample, number = tl.arange(0, WIDTH), tl.load(count)
+    counts = (sample < B) & (sample < number)
+    tl.store(mean, tl.sum(tl.load(values + sample, mask=counts, other=0).to(tl.float32), 0) / number)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _mean_backward_kernel(slope, count, slopes, B: tl.constexpr, WIDTH: tl.constexpr):  # type: ignore[no-untyped-def]
+    sample, number = tl.arange(0, WIDTH), tl.load(count)
+    tl.store(slopes + sample, tl.where(sample < number, tl.load(slope) / number, 0.0), mask=sample < B)
+
+
+class _Mean(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, values: Any, count: Any) -> Any:
+        mean = torch.empty((), device=values.device)
+        ctx.size = {"B": len(values), "WIDTH": triton.next_power_of_2(len(values))}
+        _mean_kernel[(1,)](values.contiguous(), count, mean, **ctx.size)
+        ctx.save_for_backward(count)
+        ctx.kind = values.dtype
+        return mean
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, slope: Any) -> Any:
+        (count,) = ctx.saved_tensors
+        slopes = torch.empty(ctx.size["B"], device=count.device)
+        _mean_backward_kernel[(1,)](slope, count, slopes, **ctx.size)
+        return slopes.to(ctx.kind), None
+
+
+def mean_of_first(count: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    """The mean of values ``[B]`` over the first so many of them, a number on the device; in float32."""
+    mean: torch.Tensor = _Mean.apply(values, count)  # type: ignore[no-untyped-call]
+    return mean
+
+
+# ----------------------------------------------------------------------------------------------- descent
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _descend_kernel(blocks, gradients, rate, loss, sum_of_losses, samples, row, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    block = blocks + 5 * tl.program_id(0).to(tl.int64)
+    start = tl.load(block + 1)
+    master = tl.load(block + 2).to(tl.pointer_type(tl.float32))
+    half = tl.load(block + 3)
+    element = tl.arange(0, BLOCK)
+    inside = element < tl.load(block + 4)
+    gradient = tl.load(gradients + tl.load(block))
+    value = tl.load(master + element, mask=inside, other=0)
+    if half == 0:
+        value -= rate * tl.load(gradient.to(tl.pointer_type(tl.float32)) + start + element, mask=inside, other=0)
+    else:
+        slope = tl.load(gradient.to(tl.pointer_type(tl.bfloat16)) + start + element, mask=inside, other=0)
+        value -= rate * slope.to(tl.float32)
+        tl.store(half.to(tl.pointer_type(tl.bfloat16)) + element, value.to(tl.bfloat16), mask=inside)
+    tl.store(master + element, value, mask=inside)
+    if tl.program_id(0) == 0:
+        tl.store(sum_of_losses, tl.load(sum_of_losses) + tl.load(loss) * tl.load(samples))
+        tl.store(row, tl.load(row) + 1)
+
+
+class Descent:
+    """w ← w − η g of all parameters in one kernel, and of the bfloat16 copies that the model computes with.
+
+    Parameters
+    ----------
+    parameters
+        What the loss is differentiated by: float32, or bfloat16 copies of the masters.
+    masters
+        Their float32 values, which must stay where they are in memory: whole, or rows of a larger array.
+    """
+
+    def __init__(self, parameters: Sequence[torch.Tensor], masters: Sequence[torch.Tensor]) -> None:
+        self._parameters = list(parameters)
+        found = [_blocks(i, *pair) for i, pair in enumerate(zip(parameters, masters, strict=True))]
+        device = parameters[0].device
+        self._blocks = torch.tensor([block for part in found for block in part], dtype=torch.long, device=device)
+        self._addresses: list[int] = []
+        self.begin()
+
+    def begin(self) -> torch.Tensor:
+        """Use, and return, a table of its own for the step that is captured next: it must live as long as its graph."""
+        self._table = torch.zeros(len(self._parameters), dtype=torch.long, device=self._blocks.device)
+        return self._table
+
+    def captured(self) -> None:
+        """Tell the graph where its gradients lie; while it is captured nothing can be copied to the device."""
+        self._table.copy_(torch.tensor(self._addresses))
+
+    def __call__(
+        self,
+        gradients: Sequence[torch.Tensor],
+        rate: float,
+        loss: torch.Tensor,
+        sum_of_losses: torch.Tensor,
+        samples: torch.Tensor,
+        row: torch.Tensor,
+    ) -> None:
+        """Take the step, add ``loss`` × ``samples`` to the sum, and go to the next row."""
+        laid_out = [_like(g, p) for g, p in zip(gradients, self._parameters, strict=True)]
+        self._addresses = [gradient.data_ptr() for gradient in laid_out]
+        if not (self._table.is_cuda and torch.cuda.is_current_stream_capturing()):
+            self.captured()
+        _descend_kernel[(len(self._blocks),)](
+            self._blocks, self._table, rate, loss, sum_of_losses, samples, row, BLOCK=_BLOCK
+        )
+
+
+def _blocks(number: int, parameter: torch.Tensor, master: torch.Tensor) -> list[tuple[int, int, int, int, int]]:
+    """Runs of memory: which gradient and from where, where the master lies and its copy if it has one, how long."""
+    rows, length, pitch = 1, master.numel(), 0
+    if master.dim() == 2 and master.stride(0) > master.shape[1]:
+        rows, length, pitch = master.shape[0], master.shape[1], master.stride(0)
+    halved = parameter.dtype != master.dtype
+    found = []
+    for row in range(rows):
+        for start in range(0, length, _BLOCK):
+            offset = row * pitch + start
+            half = parameter.data_ptr() + 2 * offset if halved else 0
+            whole = master.data_ptr() + 4 * offset
+            found.append((number, row * length + start, whole, half, min(_BLOCK, length - start)))
+    return found
+
+
+def _like(gradient: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+    """The gradient in the order in memory of its parameter; of one that has gaps between its rows, without them."""
+    wanted = torch.empty_like(parameter, device="meta").stride()
+    same = all(a == b for a, b, n in zip(gradient.stride(), wanted, parameter.shape, strict=True) if n > 1)
+    return gradient if same else torch.empty_like(parameter).copy_(gradient)

@@ -1,0 +1,147 @@
+"""The parameters that an engine trains, always float32; in bf16 the model itself computes with copies.
+
+Autocast would make those copies anew in every step, a kernel a layer. Here they lie in one piece and are made by one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+
+import torch
+from torch import nn
+
+from fedeas_flwr.training.gpu.convolutions import use_centre_tap, use_room
+
+
+class Weights:
+    """A model's trained parameters by name.
+
+    Parameters
+    ----------
+    model
+        On its device and in its memory format. With ``halved``, its matrices, kernels and biases become bfloat16.
+    halved
+        Whether the model is to compute in bfloat16.
+    one_pixel
+        Convolutions of which the centre taps alone are trained (convolutions.py).
+    widened
+        A convolution whose weights have ``room`` for so many input channels in memory, the further ones zero
+        (convolutions.py).
+
+    Attributes
+    ----------
+    names, parameters, masters
+        Of all that is trained: what it is called, what the loss is differentiated by, and its float32 values.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        halved: bool,
+        one_pixel: Sequence[nn.Conv2d] = (),
+        widened: nn.Conv2d | None = None,
+        room: int = 0,
+    ) -> None:
+        if widened is not None:
+            _widen(widened, room)
+        layers = {id(layer.weight): layer for layer in one_pixel}
+        trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+        trained.sort(key=lambda pair: id(pair[1]) in layers)  # those last, so that the others are one piece
+        self.names = [name for name, _ in trained]
+        self.parameters: list[torch.Tensor] = [p for _, p in trained]
+        self._dense = len(trained) - len(layers)
+        biases = _biases(model)
+        self._halved = [
+            i
+            for i, p in enumerate(self.parameters)
+            if halved and p.dtype == torch.float32 and (p.dim() > 1 or id(p) in biases)  # the rest is BatchNorm's
+        ]
+        self._wholes = self._in_one_piece()
+        self.masters = list(self._wholes)
+        self._empty: list[torch.Tensor] = []
+        for i in range(self._dense, len(trained)):
+            self.parameters[i] = use_centre_tap(layers[id(trained[i][1])])
+            self.masters[i] = self._wholes[i][:, :, 1, 1]
+        if widened is not None:
+            i = next(i for i, (_, p) in enumerate(trained) if p is widened.weight)
+            self.parameters[i] = use_room(widened, _whole_room(widened.weight, room))
+            self.masters[i] = _whole_room(self._wholes[i], room)
+            self._empty.append(self.masters[i][:, widened.in_channels :])
+        self._gradients = [torch.zeros_like(self.masters[i]) for i in self._halved]
+        self.refresh()
+
+    def _in_one_piece(self) -> list[torch.Tensor]:
+        """Move what is halved to two pieces of memory, one float32, one the model's; return all float32 values."""
+        sizes = [-_extent(self.parameters[i]) // 64 * -64 for i in self._halved]  # each starts at a full memory line
+        starts = list(accumulate(sizes, initial=0))
+        self._moving = starts[sum(i < self._dense for i in self._halved)]
+        self._whole = torch.zeros(starts[-1], device=self.parameters[0].device)
+        self._half = torch.zeros_like(self._whole, dtype=torch.bfloat16)
+        wholes = [p.detach() for p in self.parameters]
+        for i, start in zip(self._halved, starts[:-1], strict=True):
+            place = wholes[i].shape, wholes[i].stride(), start  # channels last, where the model is
+            moved = self._whole.as_strided(*place)
+            moved.copy_(wholes[i])
+            wholes[i], self.parameters[i].data = moved, self._half.as_strided(*place)
+        return wholes
+
+    def whole_gradients(self, gradients: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Gradients of `parameters` as float32."""
+        whole = list(gradients)
+        if self._halved:
+            torch._foreach_copy_(self._gradients, [gradients[i] for i in self._halved])
+            for i, gradient in zip(self._halved, self._gradients, strict=True):
+                whole[i] = gradient
+        return whole
+
+    @torch.no_grad()
+    def descend(self, directions: Sequence[torch.Tensor], rate: float) -> None:
+        """Move the masters by ``-rate`` times the directions, and the model with them."""
+        dense = self._dense
+        torch._foreach_add_(self.masters[:dense], list(directions[:dense]), alpha=-rate)
+        self._half[: self._moving].copy_(self._whole[: self._moving])
+        for i in range(dense, len(self.masters)):  # with gaps between their rows, so not in one launch with the others
+            self.masters[i].add_(directions[i], alpha=-rate)
+            if self.parameters[i].dtype != self.masters[i].dtype:
+                self.parameters[i].copy_(self.masters[i])
+
+    @torch.no_grad()
+    def refresh(self) -> None:
+        """Let the model compute with what the masters are now, all of them.
+
+        Room is no part of a state. It stays zero but for one case: 0 · NaN is NaN, and a client whose training broke
+        must not break that of all who come after it.
+        """
+        for room in self._empty:
+            room.zero_()
+        self._half.copy_(self._whole)
+
+    def state(self, model: nn.Module) -> dict[str, torch.Tensor]:
+        """The model's state dict in float32, in the memory that is trained."""
+        wholes = dict(zip(self.names, self._wholes, strict=True))
+        return {key: wholes.get(key, tensor).detach() for key, tensor in model.state_dict().items()}
+
+
+def _widen(layer: nn.Conv2d, room: int) -> None:
+    """Move a layer's weights to memory with room for more input channels, all zero."""
+    outputs, channels, *size = layer.weight.shape
+    memory = torch.zeros(outputs, *size, room, dtype=layer.weight.dtype, device=layer.weight.device).movedim(-1, 1)
+    memory[:, :channels] = layer.weight.detach()
+    layer.weight.data = memory[:, :channels]
+
+
+def _whole_room(weight: torch.Tensor, room: int) -> torch.Tensor:
+    """Weights together with the channels there is room for."""
+    return weight.detach().as_strided((weight.shape[0], room, *weight.shape[2:]), weight.stride())
+
+
+def _extent(weight: torch.Tensor) -> int:
+    """Elements of memory that weights take up, room included."""
+    return max(weight.numel(), weight.shape[0] * weight.stride(0))
+
+
+def _biases(model: nn.Module) -> set[int]:
+    """Of the layers that compute in bfloat16: autocast would convert them in every step."""
+    layers = [m for m in model.modules() if isinstance(m, (nn.Linear, nn.modules.conv._ConvNd))]
+    return {id(layer.bias) for layer in layers if layer.bias is not None}

@@ -1,0 +1,287 @@
+"""The networks that clients train, their state as NumPy arrays, and pixels as a network takes them.
+
+Both built-in networks end in a linear layer named ``fc``, fed with a flat vector of features.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from numpy.typing import NDArray
+from torch import nn
+
+from fedeas_flwr.common.files import expanded
+from fedeas_flwr.common.text import one_line
+
+ImageShape = tuple[int, int, int]
+State = dict[str, NDArray[Any]]
+
+STEMS = ("7x7", "3x3")
+
+drawing = threading.RLock()
+"""Held by whoever draws from torch's generator, of which a process has one: new networks, layers such as dropout."""
+
+
+class SmallCNN(nn.Module):
+    """Two convolutions and a linear layer: enough for 8×8 digits, and quick on a CPU.
+
+    Without BatchNorm, so that a client's few images of few classes distort no statistics.
+
+    Parameters
+    ----------
+    num_classes
+        Outputs.
+    image_shape
+        ``(H, W, C)``; H and W at least 2.
+    """
+
+    def __init__(self, num_classes: int, image_shape: ImageShape) -> None:
+        super().__init__()
+        height, width, channels = image_shape
+        if min(height, width) < 2:
+            raise ValueError(f"model: small-cnn needs images of 2×2 or more, these are {height}×{width}; use resnet18")
+        self.features = nn.Sequential(
+            nn.Conv2d(channels, 16, 3, padding=1),
+            nn.ReLU(),
+            nn.Conv2d(16, 32, 3, padding=1),
+            nn.ReLU(),
+            nn.MaxPool2d(2),
+            nn.Flatten(),
+        )
+        self.fc = nn.Linear(32 * (height // 2) * (width // 2), num_classes)
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        """Return the logits of normalised images ``[N, C, H, W]``."""
+        logits: torch.Tensor = self.fc(self.features(images))
+        return logits
+
+
+def build_model(
+    name: str,
+    num_classes: int,
+    image_shape: ImageShape,
+    *,
+    stem: str = "7x7",
+    weights: str = "none",
+    seed: int,
+) -> nn.Module:
+    """Build a network whose initial weights depend on `seed` alone.
+
+    The global random state of torch is left as it was found.
+
+    Parameters
+    ----------
+    name
+        ``small-cnn``, ``resnet18`` (torchvision's), or ``package.module:callable``: your own, called with
+        ``num_classes`` and ``image_shape`` by keyword.
+    num_classes
+        Outputs.
+    image_shape
+        ``(H, W, C)``.
+    stem
+        Of resnet18: ``7x7`` with max-pool (torchvision's), or ``3x3`` with stride 1 and none.
+    weights
+        Of resnet18: ``none``; ``imagenet``, torchvision's official ones; or the path of a ``.safetensors`` file with
+        torchvision's names, in any float type. The head is always new; a 3×3 stem too.
+    seed
+        Of the initial weights.
+
+    Returns
+    -------
+    torch.nn.Module
+        On the CPU, in training mode.
+    """
+    if name != "resnet18" and weights != "none":
+        raise ValueError(f"weights: {weights!r} cannot be loaded into model {name!r}; allowed is none")
+    with drawing, torch.random.fork_rng(devices=[]):
+        # Not torch.manual_seed, which would seed the GPUs too, and fork_rng was told to leave them out.
+        torch.default_generator.manual_seed(seed)
+        if name == "small-cnn":
+            return SmallCNN(num_classes, image_shape)
+        if name == "resnet18":
+            return _build_resnet18(num_classes, image_shape, stem, weights)
+        if ":" in name:
+            return _build_users(name, num_classes, image_shape)
+    raise ValueError(f"model: {name!r} is not known; use small-cnn, resnet18 or package.module:callable")
+
+
+def split_state(model: nn.Module) -> tuple[State, State]:
+    """Copy a model's state into arrays, what is trained apart from what is not.
+
+    Parameters
+    ----------
+    model
+        Any module.
+
+    Returns
+    -------
+    trainable : dict of str to array
+        The parameters that require a gradient.
+    buffers : dict of str to array
+        The rest of the state dict, in its own types: statistics, integer counters, frozen parameters.
+    """
+    trainable: State = {}
+    buffers: State = {}
+    names = trained_names(model)
+    for key, tensor in model.state_dict().items():
+        if tensor.dtype == torch.bfloat16:
+            raise ValueError(f"model: {key} is bfloat16, which NumPy does not have; keep parameters in float32")
+        array = tensor.detach().cpu().numpy().copy()
+        (trainable if key in names else buffers)[key] = array
+    return trainable, buffers
+
+
+def trained_names(model: nn.Module) -> set[str]:
+    """Names of the state dict that are trained parameters; tied ones have several, all on this side."""
+    return {key for key, value in model.named_parameters(remove_duplicate=False) if value.requires_grad}
+
+
+@torch.no_grad()
+def draws_numbers(model: nn.Module, images: torch.Tensor) -> bool:
+    """Whether a network draws from torch's generators in training, by its layers or by functions such as dropout's.
+
+    One pass tells. The generators and the network's buffers are left as they were.
+
+    Parameters
+    ----------
+    model
+        It stays in training mode.
+    images
+        Normalised, ``[2, C, H, W]``, where the model lies; what they show does not matter.
+    """
+    devices = [images.device] if images.is_cuda else []
+    with drawing, torch.random.fork_rng(devices):
+        before = [torch.default_generator.get_state(), *map(torch.cuda.get_rng_state, devices)]
+        buffers = [buffer.clone() for buffer in model.buffers()]
+        model.train()(images)
+        for buffer, kept in zip(model.buffers(), buffers, strict=True):
+            buffer.copy_(kept)
+        after = [torch.default_generator.get_state(), *map(torch.cuda.get_rng_state, devices)]
+    return not all(map(torch.equal, before, after))
+
+
+def _build_resnet18(num_classes: int, image_shape: ImageShape, stem: str, weights: str) -> nn.Module:
+    from torchvision.models import resnet18  # slow to import
+
+    if stem not in STEMS:
+        raise ValueError(f"stem: {stem!r} is not known; use one of {', '.join(STEMS)}")
+    channels = image_shape[2]
+    model: nn.Module = resnet18(weights=None, num_classes=num_classes)
+    if stem == "3x3":
+        model.conv1 = nn.Conv2d(channels, 64, 3, stride=1, padding=1, bias=False)
+        model.maxpool = nn.Identity()
+    elif channels != 3:
+        model.conv1 = nn.Conv2d(channels, 64, 7, stride=2, padding=3, bias=False)
+    if weights != "none":
+        if stem == "7x7" and channels != 3:
+            raise ValueError(f"weights: {weights!r} with stem 7x7 needs images of 3 channels; these have {channels}")
+        loaded = _download_imagenet() if weights == "imagenet" else _read_safetensors(weights)
+        _load_pretrained(model, loaded, weights, keep_stem=stem == "7x7")
+    return model
+
+
+def _load_pretrained(model: nn.Module, loaded: dict[str, torch.Tensor], origin: str, keep_stem: bool) -> None:
+    state = model.state_dict()
+    left_new = {"fc.weight", "fc.bias"} | (set() if keep_stem else {"conv1.weight"})
+    for key in sorted(state.keys() - left_new):
+        if key not in loaded:
+            if key.endswith("num_batches_tracked"):  # older files lack it, and resnet18's momentum never reads it
+                continue
+            raise ValueError(f"weights: {origin} lacks {key}; it must have torchvision's resnet18 names")
+        if loaded[key].shape != state[key].shape:
+            shapes = f"{list(loaded[key].shape)}; resnet18 needs {list(state[key].shape)}"
+            raise ValueError(f"weights: {key} of {origin} has shape {shapes}")
+        state[key].copy_(loaded[key])  # also converts float16
+
+
+def _read_safetensors(path: str) -> dict[str, torch.Tensor]:
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    file = expanded(path, "weights")
+    if file.suffix != ".safetensors":
+        raise ValueError(f"weights: {path!r} is not known; use none, imagenet or the path of a .safetensors file")
+    if not file.is_file():
+        raise FileNotFoundError(f"weights: there is no file {path!r}; use none, imagenet or the path of one")
+    try:
+        return load_file(file)
+    except (SafetensorError, OSError) as error:
+        raise ValueError(f"weights: {path!r} is not a whole safetensors file ({one_line(error)})") from error
+
+
+def imagenet_file() -> Path:
+    """Return where torchvision keeps resnet18's ImageNet weights, whether they are there or not."""
+    from torchvision.models import ResNet18_Weights
+
+    name = str(ResNet18_Weights.IMAGENET1K_V1.url).rsplit("/", 1)[1]
+    return Path(torch.hub.get_dir()) / "checkpoints" / name
+
+
+def _download_imagenet() -> dict[str, torch.Tensor]:
+    from torchvision.models import ResNet18_Weights
+
+    official, kept = ResNet18_Weights.IMAGENET1K_V1, imagenet_file()
+    if os.environ.get("FEDEAS_OFFLINE") and not kept.is_file():
+        raise FileNotFoundError(f"weights: imagenet is not at {kept}, FEDEAS_OFFLINE is set; give a .safetensors path")
+    try:
+        state: dict[str, torch.Tensor] = official.get_state_dict(progress=False, check_hash=True)
+    except (OSError, RuntimeError) as error:
+        raise FileNotFoundError(
+            f"weights: imagenet could not be downloaded ({one_line(error)}); give a .safetensors path"
+        ) from error
+    return state
+
+
+def _build_users(name: str, num_classes: int, image_shape: ImageShape) -> nn.Module:
+    module_name, _, attribute = name.partition(":")
+    try:
+        build = getattr(importlib.import_module(module_name), attribute)
+    except Exception as error:  # a module of somebody's does anything when it is imported
+        raise ValueError(f"model: {name!r} cannot be imported ({_told(error)})") from error
+    if not callable(build):
+        raise ValueError(f"model: {name!r} is {type(build).__name__}; it must be callable")
+    try:
+        model = build(num_classes=num_classes, image_shape=image_shape)
+    except Exception as error:
+        text = f"model: {name!r}, called with num_classes and image_shape by keyword, raised {_told(error)}"
+        raise ValueError(text) from error
+    if not isinstance(model, nn.Module):
+        raise ValueError(f"model: {name!r} returned {type(model).__name__}; it must return a torch.nn.Module")
+    _try_out(model, name, num_classes, image_shape)
+    return model
+
+
+def _try_out(model: nn.Module, name: str, num_classes: int, image_shape: ImageShape) -> None:
+    """See whether a model of somebody's makes of two images what training needs: one logit a class."""
+    height, width, channels = image_shape
+    wanted = f"must make [2, {num_classes}] of images [2, {channels}, {height}, {width}]"
+    try:
+        with torch.no_grad():
+            logits = model.eval()(torch.zeros(2, channels, height, width))
+    except Exception as error:
+        raise ValueError(f"model: {name!r} {wanted} ({_told(error)})") from error
+    found = list(logits.shape) if isinstance(logits, torch.Tensor) else type(logits).__name__
+    if found != [2, num_classes]:
+        raise ValueError(f"model: {name!r} {wanted}; it makes {found}")
+    model.train()
+
+
+def _told(error: Exception) -> str:
+    return f"{type(error).__name__}: {one_line(error)}"
+
+
+class Normaliser:
+    """uint8 [N, H, W, C] → float32 [N, C, H, W], by channel mean and deviation on the scale 0 to 1."""
+
+    def __init__(self, mean: Sequence[float], std: Sequence[float], device: str) -> None:
+        self.mean = torch.tensor(mean, device=device).view(1, -1, 1, 1)
+        self.std = torch.tensor(std, device=device).view(1, -1, 1, 1)
+
+    def __call__(self, pixels: torch.Tensor) -> torch.Tensor:
+        return (pixels.permute(0, 3, 1, 2).float() / 255 - self.mean) / self.std

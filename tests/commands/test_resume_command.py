@@ -1,0 +1,146 @@
+"""`fedeas resume`: what it goes on from, what it refuses before anything is cut, what a finished run is told."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from runners import finish, quick, small, typed, weights
+
+from fedeas_flwr.common.errors import RunFailedError
+from fedeas_flwr.config import RunConfig
+from fedeas_flwr.data import datasets, federated
+from fedeas_flwr.runs.checkpoints import read_arrays, write_arrays
+
+
+def test_resume_of_another_config_is_refused(tmp_path: Path) -> None:
+    finish(small(tmp_path / "r", policy="none", rounds=1))
+    done = typed("resume", str(tmp_path / "r"), "alpha=0.5")
+    assert (done.returncode, done.stdout) == (2, ""), "it is refused before its headline"
+    assert "alpha = 0.5, but the run to resume has alpha = 0.1" in done.stderr
+
+
+def write_images(path: Path, classes: Sequence[str]) -> Path:
+    """Forty images of two labels, whatever these are called."""
+    images = np.random.default_rng(0).integers(0, 256, (40, 8, 8, 1), dtype=np.uint8)
+    np.savez(path, x=images, y=np.arange(40) % 2, classes=np.array(classes))
+    datasets._open_own.cache_clear()
+    federated._federated_data.cache_clear()
+    return path
+
+
+@pytest.mark.parametrize(
+    ("now", "why"),
+    [
+        (("healthy", "sick"), "its class 1 is 'sick', and 'ill' in the run"),
+        (("ill", "healthy"), "its class 0 is 'ill', and 'healthy' in the run"),
+        (("healthy", "ill", "unclear"), "its class 2 is 'unclear', and not there in the run"),
+    ],
+)
+def test_data_of_other_classes_are_refused_before_anything_changes(
+    now: tuple[str, ...], why: str, tmp_path: Path
+) -> None:
+    images = write_images(tmp_path / "images.npz", ("healthy", "ill"))
+    keys: dict[str, Any] = {"policy": "none", "rounds": 1, "clients": 2, "alpha": 10.0}
+    run = finish(small(tmp_path / "r", dataset=f"own:{images}", **keys))
+    before = {path.name: path.read_bytes() for path in run.path.iterdir() if path.is_file()}
+    write_images(images, now)
+    for words in (("resume", str(run.path), "rounds=2"), ("evaluate", str(run.path))):
+        refused = typed(*words)
+        assert (refused.returncode, refused.stdout) == (2, "")
+        line = f"error: dataset = 'own:{images}': {why} {run.path}: put its classes back, or begin anew\n"
+        assert refused.stderr == line
+    assert before == {path.name: path.read_bytes() for path in run.path.iterdir() if path.is_file()}
+    with pytest.raises(RunFailedError, match=why):  # as `flwr run` starts it, where no command has looked before
+        finish(run.config().with_changes(resume=True, rounds=2))
+    assert len(run.rounds()) == 1 and why in run.status()[1], "its folder says why"
+    write_images(images, ("healthy", "ill"))
+    assert typed("resume", str(run.path), "rounds=2").returncode == 0 and len(run.rounds()) == 2
+
+
+def test_a_run_from_before_it_kept_its_classes_is_gone_on_with_and_keeps_them_then(tmp_path: Path) -> None:
+    images = write_images(tmp_path / "images.npz", ("healthy", "ill"))
+    run = finish(small(tmp_path / "r", dataset=f"own:{images}", policy="none", rounds=1, clients=2, alpha=10.0))
+    kept = run.read_json("config.json")
+    assert kept.pop("classes") == ["healthy", "ill"]
+    run.write_json("config.json", kept)
+    write_images(images, ("well", "ill"))
+    assert typed("evaluate", str(run.path)).returncode == 0
+    assert typed("resume", str(run.path), "rounds=2").returncode == 0
+    assert run.read_json("config.json")["classes"] == ["well", "ill"]
+    run.write_json("config.json", {**kept, "classes": 7})
+    assert "config.json is not a run's config: classes = 7" in typed("evaluate", str(run.path)).stderr
+    run.write_json("config.json", {**kept, "files": ["a"]})
+    assert "config.json is not a run's config: files = ['a']" in typed("runs", "show", str(run.path)).stderr
+
+
+def test_a_finished_run_tells_its_result_again_and_nothing_is_started(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = finish(quick(tmp_path / "r", policy="none", rounds=2))
+    before = {path.name: path.read_bytes() for path in run.path.iterdir() if path.is_file()}
+    begun: list[RunConfig] = []
+    monkeypatch.setattr("fedeas_flwr.commands.run.start", begun.append)
+    again = typed("resume", str(run.path))
+    accuracy = 100 * run.summary()["last_20"]
+    assert again.stdout.startswith(f"finished already: {run.path}\nlast-2 accuracy {accuracy:.1f} % · peak ")
+    assert (again.returncode, begun) == (0, [])
+    assert before == {path.name: path.read_bytes() for path in run.path.iterdir() if path.is_file()}
+    typed("resume", str(run.path), "rounds=3")
+    (run.path / "model.safetensors").unlink()
+    typed("resume", str(run.path))
+    assert [config.rounds for config in begun] == [3, 2], "more rounds are done, and a lost model is written again"
+    (run.path / "rounds.jsonl").write_text("")
+    (run.path / "model.safetensors").touch()
+    assert "holds 0 whole records" in typed("resume", str(run.path)).stderr, "a damaged record is no result"
+
+
+def test_a_checkpoint_that_cannot_be_read_is_refused_before_the_headline(tmp_path: Path) -> None:
+    run = finish(small(tmp_path / "r", policy="none", rounds=1))
+    whole = (run.path / "rounds.jsonl").read_bytes()
+    (run.path / "rounds.jsonl").write_bytes(whole[: len(whole) // 2])
+    short = typed("resume", str(run.path), "rounds=2")
+    (run.path / "rounds.jsonl").write_bytes(whole)
+    (run.path / "checkpoint.safetensors").write_bytes(b"nothing")
+    damaged = typed("resume", str(run.path), "rounds=2")
+    assert [(done.returncode, done.stdout) for done in (short, damaged)] == [(2, ""), (2, "")]
+    assert "holds 0 whole records" in short.stderr and "checkpoint.safetensors" in damaged.stderr
+    assert run.status()[0] == "finished", "nothing was begun"
+
+
+def test_another_runs_checkpoint_is_refused_before_anything_is_cut(tmp_path: Path) -> None:
+    run = finish(quick(tmp_path / "r", policy="none", rounds=2))
+    other = finish(quick(tmp_path / "other", policy="none", rounds=1, strategy="fedadam"))
+    checkpoint, before = run.path / "checkpoint.safetensors", (run.path / "rounds.jsonl").read_bytes()
+    checkpoint.write_bytes((other.path / "checkpoint.safetensors").read_bytes())
+    refused = typed("resume", str(run.path), "rounds=3")
+    assert (refused.returncode, refused.stdout) == (2, "")
+    assert refused.stderr == f"error: {checkpoint} is of another run: put back the run's own, or begin anew\n"
+    assert (run.path / "rounds.jsonl").read_bytes() == before and run.status()[0] == "finished"
+
+
+def test_a_checkpoint_from_before_it_named_its_run_is_gone_on_from(tmp_path: Path) -> None:
+    whole = finish(quick(tmp_path / "whole", policy="none", rounds=3))
+    run = finish(quick(tmp_path / "r", policy="none", rounds=2))
+    arrays, metadata = read_arrays(path := run.path / "checkpoint.safetensors")
+    older = json.loads(metadata["state"])
+    assert older.pop("run") == run.identity()
+    write_arrays(path, arrays, {"state": json.dumps(older)})
+    assert typed("resume", str(run.path), "rounds=3").returncode == 0
+    assert weights(run) == weights(whole)
+
+
+def test_an_older_checkpoint_of_another_shape_cuts_nothing(tmp_path: Path) -> None:
+    run = finish(quick(tmp_path / "r", policy="none", rounds=2))
+    before = (run.path / "rounds.jsonl").read_bytes()
+    arrays, metadata = read_arrays(path := run.path / "checkpoint.safetensors")
+    state = {key: value for key, value in json.loads(metadata["state"]).items() if key != "run"}
+    larger = {key: value[..., None] for key, value in arrays.items()}
+    write_arrays(path, larger, {"state": json.dumps(state | {"round": 1})})
+    refused = typed("resume", str(run.path), "rounds=3")
+    assert refused.returncode == 1 and "does not hold the arrays of model 'users_models:tiny'" in refused.stderr
+    assert (run.path / "rounds.jsonl").read_bytes() == before

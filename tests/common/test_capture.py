@@ -1,0 +1,154 @@
+"""One capture at a time, with the process's own settings; and what cannot be captured is said to be so."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from waiting import LONG
+
+from fedeas_flwr.common.cuda import WARM_UPS, CaptureError, capture, capturing
+from fedeas_flwr.common.devices import pick_device
+from fedeas_flwr.generators.diffusion.denoising import _arithmetic
+from fedeas_flwr.training.engine import TrainResult
+from fedeas_flwr.training.oom_fallback import SparingEngine
+
+CUDA = torch.device("cuda")
+MATMUL, CUDNN = torch.backends.cuda.matmul, torch.backends.cudnn
+
+
+@pytest.fixture(autouse=True)
+def settings() -> Iterator[None]:
+    before = MATMUL.allow_tf32, CUDNN.allow_tf32, CUDNN.deterministic
+    yield
+    MATMUL.allow_tf32, CUDNN.allow_tf32, CUDNN.deterministic = before
+
+
+def is_free() -> bool:
+    """Whether another thread could capture now."""
+    found: list[bool] = []
+
+    def look() -> None:
+        found.append(capturing.acquire(blocking=False))
+        if found[0]:
+            capturing.release()
+
+    thread = threading.Thread(target=look)
+    thread.start()
+    thread.join()
+    return found[0]
+
+
+def test_a_generator_changes_how_the_process_computes_only_while_nobody_captures() -> None:
+    MATMUL.allow_tf32 = CUDNN.allow_tf32 = False
+    assert is_free()
+    with _arithmetic(CUDA, "bf16"):
+        assert MATMUL.allow_tf32 and CUDNN.allow_tf32 and CUDNN.deterministic
+        assert not is_free(), "an engine that is captured now would train in TF32 for the rest of the run"
+    assert is_free() and not MATMUL.allow_tf32 and not CUDNN.allow_tf32
+
+
+def test_a_client_that_begins_leaves_a_generators_settings_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    client = threading.Thread(target=pick_device, args=("cuda", "tf32"))
+    with _arithmetic(CUDA, "fp32"):
+        client.start()
+        client.join(timeout=0.3)
+        assert client.is_alive() and not MATMUL.allow_tf32 and not CUDNN.allow_tf32
+    client.join(timeout=LONG)
+    assert not client.is_alive() and MATMUL.allow_tf32 and CUDNN.allow_tf32
+
+
+class NoStream:
+    """What a capture asks of its stream."""
+
+    def synchronize(self) -> None:
+        pass
+
+
+@pytest.fixture
+def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """CUDA's part of a capture, of which none is there: ending a broken one raises an error of its own."""
+
+    class Graph:
+        def replay(self) -> str:
+            return "replayed"
+
+    @contextmanager
+    def graph(*_: Any, **modes: Any) -> Iterator[None]:
+        assert modes["capture_error_mode"] == "thread_local" and not is_free()
+        try:
+            yield
+        except BaseException:
+            raise RuntimeError("CUDA error: operation failed due to a previous error during capture")  # noqa: B904
+
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
+    monkeypatch.setattr(torch.cuda, "graph", graph)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
+
+
+def failing(error: Exception, calls: list[int]) -> Any:
+    """A step that runs, and fails once it is captured."""
+
+    def step() -> None:
+        calls.append(len(calls))
+        if len(calls) > WARM_UPS:
+            raise error
+
+    return step
+
+
+def test_a_step_that_runs_but_cannot_be_captured_is_told_from_one_that_has_no_memory(no_gpu: None) -> None:
+    steps: list[int] = []
+    assert capture(lambda: steps.append(0), NoStream())() == "replayed" and len(steps) == WARM_UPS + 1  # type: ignore
+    unseen = RuntimeError("operation not permitted when\nstream is capturing")
+    with pytest.raises(CaptureError, match="not permitted when stream is capturing"):
+        capture(failing(unseen, []), NoStream())  # type: ignore[arg-type]
+    with pytest.raises(torch.OutOfMemoryError, match="no memory"):
+        capture(failing(torch.OutOfMemoryError("no memory"), []), NoStream())  # type: ignore[arg-type]
+    assert is_free()
+
+
+class Trains:
+    """An engine, or one that says why it cannot be."""
+
+    def __init__(self, error: Exception | None = None) -> None:
+        self.error = error
+
+    def train(self, *given: Any) -> Any:
+        if self.error is not None:
+            raise self.error
+        return TrainResult(0.5, 3), {}, {}
+
+
+def trained(first: Exception, second: Exception | None, caplog: pytest.LogCaptureFixture) -> list[str]:
+    """What is said when a client is trained twice by an engine whose two first rungs fail, or the first alone."""
+    less = [("eagerly", lambda: Trains(second)), ("block by block", Trains)]
+    engine: Any = SparingEngine(("in CUDA graphs", lambda: Trains(first)), lambda: less)
+    with caplog.at_level(logging.WARNING, "fedeas_flwr"):
+        for _ in range(2):
+            assert engine.train({}, {}, None, None, np.random.default_rng(0))[0].steps == 3
+    return caplog.messages
+
+
+def test_a_network_that_cannot_be_captured_trains_eagerly_and_says_so_once(caplog: pytest.LogCaptureFixture) -> None:
+    assert trained(CaptureError("it looks at a number"), None, caplog) == [
+        "no CUDA graph of a training step (it looks at a number); from here on eagerly"
+    ]
+
+
+def test_what_runs_out_of_memory_after_that_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    assert trained(CaptureError("it looks at a number"), torch.OutOfMemoryError("none left"), caplog) == [
+        "out of memory in training (none left); from here on block by block"
+    ]
+
+
+def test_any_other_failure_is_raised(caplog: pytest.LogCaptureFixture) -> None:
+    with pytest.raises(RuntimeError, match="a mistake of the model"):
+        trained(RuntimeError("a mistake of the model"), None, caplog)

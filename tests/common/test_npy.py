@@ -1,0 +1,164 @@
+"""NumPy's format without NumPy's copies: the same bytes, the same arrays, and everything else refused."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import io
+import pickle
+import struct
+import weakref
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from fedeas_flwr.common.npy import archive_keys, array_bytes, read_archive, read_array, read_headers
+
+ARRAYS: dict[str, NDArray[Any]] = {
+    "floats": np.linspace(-1, 1, 24, dtype=np.float32).reshape(2, 3, 4),
+    "halves": np.arange(5, dtype=np.float16),
+    "wholes": np.arange(-3, 3, dtype=np.int64),
+    "bytes": np.arange(256, dtype=np.uint8).reshape(16, 16),
+    "truths": np.array([[True], [False]]),
+    "words": np.array(["cat", "Hund"]),
+    "other end first": np.arange(4, dtype=">f8"),
+    "one number": np.array(7, np.int64),
+    "nothing": np.zeros((0,), np.float32),
+    "nothing of a shape": np.zeros((3, 0, 2), np.float32),
+    "one of each axis": np.ones((1, 1, 1), np.float64),
+}
+
+
+def saved(array: NDArray[Any]) -> bytes:
+    buffer = io.BytesIO()
+    np.save(buffer, array, allow_pickle=False)
+    return buffer.getvalue()
+
+
+@pytest.mark.parametrize("name", ARRAYS)
+def test_the_bytes_are_numpys_own(name: str) -> None:
+    array = ARRAYS[name]
+    assert array_bytes(array) == saved(array)
+    read = read_array(array_bytes(array))
+    assert (read.dtype, read.shape) == (array.dtype, array.shape)
+    assert np.array_equal(read, array)
+
+
+@pytest.mark.parametrize("kind", ["transposed", "every second", "backwards"])
+def test_views_in_another_order_are_written_in_the_order_of_c(kind: str) -> None:
+    whole = np.arange(24, dtype=np.float32).reshape(4, 6)
+    view = {"transposed": whole.T, "every second": whole[:, ::2], "backwards": whole[::-1]}[kind]
+    assert array_bytes(view) == saved(view.copy(order="C"))
+    assert np.array_equal(read_array(array_bytes(view)), view)
+
+
+def test_what_is_read_is_a_view_not_to_be_written_to() -> None:
+    content = array_bytes(np.arange(6, dtype=np.int32))
+    read = read_array(content)
+    assert np.shares_memory(read, np.frombuffer(content, np.uint8))
+    with pytest.raises(ValueError, match="read-only"):
+        read[0] = 1
+
+
+def through_pickle(content: bytes) -> tuple[Any, bytes, list[pickle.PickleBuffer]]:
+    """What arrives where pickle gives large buffers out of band, as Ray has it; the stream, and the buffers."""
+    buffers: list[pickle.PickleBuffer] = []
+    stream = pickle.dumps(content, protocol=5, buffer_callback=buffers.append)
+    return pickle.loads(stream, buffers=buffers), stream, buffers
+
+
+@pytest.mark.parametrize("name", ARRAYS)
+def test_pickle_leaves_an_arrays_bytes_out_of_its_stream(name: str) -> None:
+    content = array_bytes(ARRAYS[name])
+    received, stream, buffers = through_pickle(content)
+    assert len(stream) < 100 and len(buffers) == 1
+    assert received == content and received.readonly
+    assert np.shares_memory(np.frombuffer(received, np.uint8), np.frombuffer(content, np.uint8)), "it was copied"
+    read = read_array(received)
+    assert read.dtype == ARRAYS[name].dtype and np.array_equal(read, ARRAYS[name])
+    assert not read.flags.writeable
+
+
+def test_without_buffers_and_to_everything_but_pickle_they_are_bytes() -> None:
+    content, plain = array_bytes(WHOLE), saved(WHOLE)
+    assert isinstance(content, bytes) and content == plain and hash(content) == hash(plain)
+    assert pickle.loads(pickle.dumps(content, protocol=5)) == plain
+    for protocol in range(5):
+        read = pickle.loads(pickle.dumps(content, protocol=protocol))
+        assert type(read) is bytes and read == plain
+    assert copy.copy(content) is content and copy.deepcopy([content])[0] is content
+
+
+def test_what_is_remembered_of_headers_does_not_keep_the_array() -> None:
+    class Memory(bytearray):
+        """Bytes whose end can be seen."""
+
+    memory = Memory(array_bytes(np.arange(9173, dtype=np.float64)))  # a shape that no other test has
+    gone = weakref.ref(memory)
+    read_array(memoryview(memory).toreadonly())
+    del memory
+    gc.collect()
+    assert gone() is None
+
+
+def written(version: tuple[int, int], array: NDArray[Any]) -> bytes:
+    buffer = io.BytesIO()
+    np.lib.format.write_array(buffer, array, version=version, allow_pickle=True)
+    return buffer.getvalue()
+
+
+WHOLE = np.arange(6, dtype=np.float32).reshape(2, 3)
+REFUSED: dict[str, tuple[bytes, str]] = {
+    "version 2": (written((2, 0), WHOLE), "version 1.0"),
+    "version 3": (written((3, 0), WHOLE), "version 1.0"),
+    "the order of Fortran": (saved(np.asfortranarray(WHOLE)), "not in the order of C"),
+    "Python objects": (written((1, 0), np.array([None])), "Python objects"),
+    "a byte too few": (saved(WHOLE)[:-1], r"float32\[2, 3\] needs 24 bytes, but 23 are there"),
+    "a byte too many": (saved(WHOLE) + b"!", "needs 24 bytes, but 25 are there"),
+    "half a header": (saved(WHOLE)[:40], "."),
+    "no header": (b"\x93NUMPY\x01\x00", "."),
+    "nothing": (b"", "version 1.0"),
+    "a header longer than all": (b"\x93NUMPY\x01\x00" + struct.pack("<H", 65535) + b"{", "."),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_other_bytes_are_refused(name: str) -> None:
+    content, reason = REFUSED[name]
+    for _ in range(2):  # what is remembered of headers must not let a second one through
+        for arrived in (content, memoryview(content)):
+            with pytest.raises(ValueError, match=reason):
+                read_array(arrived)
+
+
+def test_an_archive_gives_the_arrays_asked_for_within_bounds(tmp_path: Path) -> None:
+    np.savez(tmp_path / "a.npz", x=WHOLE, y=np.arange(2))
+    assert archive_keys(tmp_path / "a.npz") == {"x", "y"}
+    assert read_headers(tmp_path / "a.npz", ("x",)) == {"x": ((2, 3), np.dtype(np.float32))}
+    found = read_archive(tmp_path / "a.npz", ("x",), most_bytes=24)
+    assert list(found) == ["x"] and np.array_equal(found["x"], WHOLE)
+    with pytest.raises(ValueError, match="would unpack to 24 bytes, and 23 are allowed"):
+        read_archive(tmp_path / "a.npz", ("x",), most_bytes=23)
+    with pytest.raises(ValueError, match=r"it lacks .*z\.npy"):
+        read_archive(tmp_path / "a.npz", ("x", "z"))
+    (tmp_path / "b.npz").write_bytes(b"no archive")
+    with pytest.raises(ValueError, match="not a zip file"):
+        archive_keys(tmp_path / "b.npz")
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (0,), (3, 4), (5, 1, 2)])
+def test_an_array_that_was_read_gives_its_bytes_back_uncopied(shape: tuple[int, ...]) -> None:
+    sent = array_bytes(np.arange(np.prod(shape, dtype=int), dtype=np.float32).reshape(shape))
+    assert array_bytes(read_array(sent)) is sent
+    assert array_bytes(np.asarray(read_array(sent), dtype=np.float32)) is sent
+
+
+def test_a_part_or_another_view_of_an_array_that_was_read_is_what_it_is_and_not_the_whole() -> None:
+    array = np.arange(12, dtype=np.float32).reshape(3, 4)
+    read = read_array(array_bytes(array))
+    square = read_array(array_bytes(array[:, :3]))
+    for view in (read[1:], read[:, 1:], read.T, read[::-1], read.reshape(-1), read.view(np.int32), read[1], square.T):
+        assert array_bytes(view) == saved(view.copy(order="C"))

@@ -1,0 +1,239 @@
+"""Datasets: the fixed split, the shared maps, and what happens to files that are not what they should be."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from waiting import LONG
+
+from fedeas_flwr.common.files import atomic_folder, atomic_path, atomic_write, cache_root, remove_unfinished
+from fedeas_flwr.data import datasets, sources
+
+
+@pytest.fixture
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("FEDEAS_CACHE", str(tmp_path / "cache"))
+    monkeypatch.delenv("FEDEAS_OFFLINE", raising=False)
+    return tmp_path / "cache"
+
+
+@pytest.fixture
+def small_cifar(monkeypatch: pytest.MonkeyPatch) -> sources.DatasetInfo:
+    """A CIFAR-10 of 20 and 10 images, so that a test does not write 180 MB."""
+    info = dataclasses.replace(datasets.dataset_info("cifar10"), num_train=20, num_test=10)
+    monkeypatch.setitem(sources.BUILT_IN, "cifar10", info)
+    return info
+
+
+def small_arrays() -> dict[str, Any]:
+    rng = np.random.default_rng(0)
+    return {
+        "x_train": rng.integers(0, 256, (20, 32, 32, 3), dtype=np.uint8),
+        "y_train": np.arange(20) % 10,
+        "x_test": rng.integers(0, 256, (10, 32, 32, 3), dtype=np.uint8),
+        "y_test": np.arange(10),
+    }
+
+
+def test_digits_are_scikit_learns_split_once_and_stratified() -> None:
+    from sklearn.datasets import load_digits
+
+    digits = datasets.open_dataset("digits")
+    assert digits.x_train.shape == (1438, 8, 8, 1) and digits.x_test.shape == (359, 8, 8, 1)
+    assert digits.y_train.dtype == np.int64 and digits.x_train.dtype == np.uint8
+    assert np.bincount(digits.y_train).tolist() == [142, 146, 142, 146, 145, 146, 145, 143, 139, 144]
+    assert np.bincount(digits.y_test).tolist() == [36, 36, 35, 37, 36, 36, 36, 36, 35, 36]
+    # Disjoint and complete: scikit-learn's images, as a multiset, are exactly train and test together.
+    source = load_digits()
+    original = np.rint(source.images * 255 / 16).astype(np.uint8)
+    ours = np.concatenate([digits.x_train, digits.x_test])[..., 0]
+    assert sorted(image.tobytes() for image in ours) == sorted(image.tobytes() for image in original)
+    assert original.max() == 255
+
+
+def test_digits_constants_are_those_of_the_train_split() -> None:
+    digits = datasets.open_dataset("digits")
+    pixels = digits.x_train / 255
+    assert digits.mean == pytest.approx((pixels.mean(),), abs=1e-4)
+    assert digits.std == pytest.approx((pixels.std(),), abs=1e-4)
+
+
+@pytest.mark.parametrize(("name", "classes"), [("digits", 10), ("cifar10", 10), ("cifar100", 100)])
+def test_every_class_has_its_own_name(name: str, classes: int) -> None:
+    assert len(set(datasets.dataset_info(name).classes)) == classes
+
+
+def test_arrays_are_maps_of_one_file_and_read_only() -> None:
+    first, second = datasets.open_dataset("digits"), datasets.open_dataset("digits")
+    for key in ("x_train", "y_train", "x_test", "y_test"):
+        array, again = getattr(first, key), getattr(second, key)
+        assert isinstance(array, np.memmap) and array.filename == again.filename
+        with pytest.raises(ValueError, match="read-only"):
+            array[0] = 0
+
+
+def test_processes_that_start_together_write_it_once(own_cache: Path) -> None:
+    code = "from fedeas_flwr.data.datasets import open_dataset; print(open_dataset('digits').x_train.filename)"
+    started = [subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) for _ in range(3)]
+    printed = {process.communicate(timeout=LONG)[0].strip() for process in started}
+    assert [process.returncode for process in started] == [0, 0, 0]
+    assert len(printed) == 1 and Path(printed.pop()).is_relative_to(own_cache)
+    assert [path.name for path in (own_cache / "data").iterdir() if path.name.endswith(".tmp")] == []
+
+
+@pytest.mark.parametrize("left", [1000, 20, 0])
+def test_a_damaged_cache_is_written_again(own_cache: Path, left: int) -> None:
+    whole = np.array(datasets.open_dataset("digits").x_train)
+    (file,) = own_cache.glob("data/digits-*/x_train.npy")
+    file.write_bytes(file.read_bytes()[:left])
+    assert np.array_equal(datasets.open_dataset("digits").x_train, whole)
+
+
+def test_npz_is_read_and_read_again_when_it_changes(
+    own_cache: Path, small_cifar: sources.DatasetInfo, tmp_path: Path
+) -> None:
+    arrays = small_arrays()
+    arrays["y_train"] = arrays["y_train"].astype(np.uint8)
+    np.savez_compressed(tmp_path / "cifar10.npz", **arrays)
+    opened = datasets.open_dataset("cifar10", str(tmp_path))
+    assert np.array_equal(opened.x_train, arrays["x_train"]) and opened.y_train.dtype == np.int64
+    arrays["x_train"] = 255 - arrays["x_train"]
+    np.savez(tmp_path / "cifar10.npz", **arrays)
+    assert np.array_equal(datasets.open_dataset("cifar10", str(tmp_path)).x_train, arrays["x_train"])
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"x_train": np.zeros((19, 32, 32, 3), np.uint8)}, r"x_train .* is uint8 \[19, 32, 32, 3\]; it must be uint8"),
+        ({"x_test": np.zeros((10, 32, 32, 3), np.float32)}, "x_test .* is float32"),
+        ({"y_test": np.full(10, 10)}, "has labels 10 to 10; allowed is 0 to 9"),
+        ({"y_train": np.zeros(20)}, "y_train .* must be integer"),
+        ({"y_train": np.array([None] * 20)}, "cifar10.npz .* Python objects"),
+        ({"y_train": None}, r"it lacks .*y_train\.npy.* with x_train, y_train, x_test, y_test$"),
+    ],
+)
+def test_a_wrong_npz_is_refused_in_one_line(
+    own_cache: Path, small_cifar: sources.DatasetInfo, tmp_path: Path, change: dict[str, Any], message: str
+) -> None:
+    arrays = {key: value for key, value in (small_arrays() | change).items() if value is not None}
+    np.savez(tmp_path / "cifar10.npz", **arrays)
+    with pytest.raises(ValueError, match=message) as caught:
+        datasets.open_dataset("cifar10", str(tmp_path))
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("damage", ["truncated", "flipped", "text"])
+def test_a_damaged_npz_is_refused_in_one_line(
+    own_cache: Path, small_cifar: sources.DatasetInfo, tmp_path: Path, damage: str
+) -> None:
+    file = tmp_path / "cifar10.npz"
+    np.savez_compressed(file, **small_arrays())
+    content = bytearray(file.read_bytes())
+    if damage == "flipped":
+        content[len(content) // 2] ^= 0xFF
+    file.write_bytes({"truncated": content[: len(content) // 2], "flipped": content, "text": b"no archive"}[damage])
+    with pytest.raises(ValueError, match=r"cifar10.npz cannot be used \(") as caught:
+        datasets.open_dataset("cifar10", str(tmp_path))
+    assert "\n" not in str(caught.value)
+
+
+def test_a_missing_dataset_names_three_ways(own_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FEDEAS_OFFLINE", "1")
+    with pytest.raises(FileNotFoundError) as caught:
+        datasets.open_dataset("cifar100", str(tmp_path))
+    line = str(caught.value)
+    assert all(way in line for way in ("cifar100.npz", "cifar-100-python", "download")) and "\n" not in line
+
+
+def test_a_folder_that_fails_torchvisions_checksums_is_refused(own_cache: Path, tmp_path: Path) -> None:
+    (tmp_path / "cifar-10-batches-py").mkdir()
+    (tmp_path / "cifar-10-batches-py" / "data_batch_1").write_bytes(b"not what it should be")
+    with pytest.raises(FileNotFoundError, match="incomplete or damaged"):
+        datasets.open_dataset("cifar10", str(tmp_path))
+
+
+def test_an_unknown_dataset_is_refused() -> None:
+    with pytest.raises(ValueError, match="'mnist' is not known; use one of cifar10, cifar100, digits"):
+        datasets.open_dataset("mnist")
+
+
+def test_atomic_writes_leave_the_old_or_the_new(tmp_path: Path) -> None:
+    file, folder = tmp_path / "deep" / "file", tmp_path / "folder"
+    atomic_write(file, b"old")
+    with atomic_folder(folder) as temporary:
+        (temporary / "a").write_bytes(b"old")
+    with pytest.raises(RuntimeError), atomic_path(file) as part:
+        part.write_bytes(b"half")
+        raise RuntimeError
+    with pytest.raises(RuntimeError), atomic_folder(folder) as temporary:
+        (temporary / "b").write_bytes(b"half")
+        raise RuntimeError
+    assert file.read_bytes() == b"old" and [path.name for path in folder.iterdir()] == ["a"]
+    with atomic_folder(folder) as temporary:
+        (temporary / "c").write_bytes(b"new")
+    assert [path.name for path in folder.iterdir()] == ["c"]
+    assert sorted(path.name for path in tmp_path.rglob("*")) == ["c", "deep", "file", "folder"]
+
+
+def test_a_folder_of_a_similar_name_is_left_alone_while_it_is_made(tmp_path: Path) -> None:
+    with atomic_folder(tmp_path / "site.2") as other:
+        with atomic_folder(tmp_path / "site"):
+            assert other.exists()
+        (other / "a").write_bytes(b"")
+    assert (tmp_path / "site").exists() and (tmp_path / "site.2" / "a").exists()
+
+
+def test_a_folder_has_its_name_before_the_old_one_goes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever is killed while the old one is removed leaves the new one, and temporary folders that can be removed."""
+    folder, rename = tmp_path / "a" / "folder", os.rename
+
+    def replace(name: str) -> None:
+        with atomic_folder(folder) as temporary:
+            (temporary / name).write_bytes(b"")
+
+    def killed(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    def killed_between(old: Path, new: Path) -> None:
+        killed() if (old / "third").exists() else rename(old, new)
+
+    replace("first")
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr("shutil.rmtree", killed)
+        replace("second")
+    assert [path.name for path in folder.iterdir()] == ["second"]
+    shutil.copytree(folder.parent, tmp_path / "b")
+    remove_unfinished(tmp_path / "b")
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr("os.rename", killed_between)
+        replace("third")
+    assert {path.name for path in tmp_path.rglob("*")} == {"a", "b", "folder", "second"}
+
+
+def test_cache_root_follows_the_environment(own_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert cache_root() == own_cache
+    monkeypatch.delenv("FEDEAS_CACHE")
+    assert cache_root() == Path.home() / ".cache" / "fedeas"
+
+
+def test_a_cache_in_an_unknown_home_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FEDEAS_CACHE", "~no-one/x")
+    with pytest.raises(
+        ValueError, match=r"^FEDEAS_CACHE = '~no-one/x': its home folder is not known; give the whole path$"
+    ):
+        cache_root()
+
+
+def test_only_one_function_looks_for_homes() -> None:
+    package = Path(datasets.__file__).parents[1]
+    texts = {path: path.read_text() for path in package.rglob("*.py")}
+    assert [path.name for path, text in texts.items() if "expanduser" in text or "Path.home" in text] == ["files.py"]

@@ -1,0 +1,172 @@
+"""A node's own word on itself: what is refused, where its state lies, what it trains on, and what it does not load."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from runners import CHEAP, finish, small, weights
+
+from fedeas_flwr.common.errors import ConfigError, RunFailedError
+from fedeas_flwr.config import parse_config
+from fedeas_flwr.data import datasets
+from fedeas_flwr.data.federated import federated_data, local_data
+from fedeas_flwr.data.node import read_node
+from fedeas_flwr.federation import client_manager
+from fedeas_flwr.generators.cache import ImageCache
+from fedeas_flwr.generators.client_images import _source
+from fedeas_flwr.generators.interface import RememberedGenerator, SampleId, batch_size
+from fedeas_flwr.generators.opening import open_generator
+from fedeas_flwr.runs.directory import RunDirectory
+
+RUN = "ab" * 16
+
+
+@pytest.mark.parametrize(
+    ("node_config", "reason"),
+    [
+        ({}, "data-path is missing, or for a trial partition-id and num-partitions"),
+        ({"client-id": 3}, "data-path is missing, or for a trial"),
+        ({"partition-id": 0}, "num-partitions is missing: must be a whole number from 1"),
+        ({"partition-id": 2, "num-partitions": 2}, "partition-id = 2: must be a whole number from 0 to 1"),
+        ({"partition-id": "0", "num-partitions": 2}, "partition-id = '0': must be a whole number"),
+        ({"partition-id": True, "num-partitions": 2}, "partition-id = True: must be a whole number"),
+        ({"partition-id": 0, "num-partitions": 2, "client-id": 1}, "client-id = 1, but partition-id = 0"),
+        ({"data-path": "/nowhere", "client-id": 1}, "data-path = '/nowhere' is not there"),
+        ({"data-path": ".", "client-id": 1, "partition-id": 1}, "exclude each other"),
+        ({"data-path": "."}, "client-id is missing"),
+        ({"data-pat": "."}, "unknown key 'data-pat' = '.'; did you mean 'data-path'?"),
+        ({"path": "."}, "unknown key 'path' = '.'; did you mean 'data-path'?"),
+        ({"zzzzzz": 1}, "unknown key 'zzzzzz' = 1; there are client-id, data-path, partition-id, num-partitions, gen"),
+        ({"partition-id": 0, "num-partitions": 2, "generator": 3}, "generator = 3: must be text"),
+    ],
+)
+def test_a_bad_node_config_is_one_line(node_config: dict[str, object], reason: str) -> None:
+    with pytest.raises(ConfigError, match=r"^node-config: ") as caught:
+        read_node(node_config)
+    assert reason in str(caught.value)
+
+
+def test_a_nodes_own_keys_take_the_place_of_the_runs() -> None:
+    place = {"partition-id": 0, "num-partitions": 2}
+    config = parse_config({"generator": "/servers/generator", "data-dir": "/servers/data"})
+    assert read_node(place).apply(config) is config
+    node = read_node({**place, "generator": "/mine/generator", "device": "cpu"})
+    assert node.apply(config) == config.with_changes(generator="/mine/generator", device="cpu")
+
+
+def test_a_simulated_clients_state_is_in_the_run_directory_a_nodes_is_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FEDEAS_CACHE", str(tmp_path / "cache"))
+    place = {"partition-id": 1, "num-partitions": 2}
+    config = parse_config({"run-dir": "/run"})
+
+    def folder(**more: object) -> Path:
+        return read_node({**place, **more}).state_folder(config, 5, RUN)
+
+    assert folder(simulated=True) == Path("/run/clients/1")
+    simulated = read_node({**place, "simulated": True})
+    assert simulated.state_folder(parse_config({}), 5, RUN) == tmp_path / "cache/runs/5/clients/1"
+    assert folder() == tmp_path / "cache/clients" / RUN / "1"
+    assert folder(**{"state-dir": "/var/lib/node"}) == Path("/var/lib/node") / RUN / "1"
+
+
+def test_a_run_keeps_its_identity_wherever_its_folder_goes(tmp_path: Path) -> None:
+    run = RunDirectory.start(parse_config({"run-dir": str(tmp_path / "a")}), {})
+    name = run.identity()
+    (tmp_path / "a").rename(tmp_path / "b")
+    assert RunDirectory(tmp_path / "b").identity() == name
+    assert RunDirectory.start(parse_config({"run-dir": str(tmp_path / "a")}), {}).identity() != name
+
+
+def test_a_node_trains_on_images_of_its_own(tmp_path: Path) -> None:
+    """The images of partition 1, brought as a file of the node's own, are the data of partition 1."""
+    config = parse_config({"clients": 3})
+    partition = federated_data(config, 3)
+    x, y = partition.train(1)
+    np.savez(tmp_path / "mine.npz", x=x, y=y)
+    node = read_node({"client-id": 9, "data-path": str(tmp_path / "mine.npz")})
+    own = local_data(config, node)
+    assert node.part == 0
+    assert np.array_equal(own.train(node.part)[0], x)
+    assert np.array_equal(own.train_labels(node.part), y)
+    assert len(own.test(node.part)[1]) == 0
+    split = local_data(config.with_changes(protocol="paper"), node)
+    kept = np.bincount(split.test(0)[1], minlength=10)
+    assert kept.tolist() == [round(0.25 * n) for n in np.bincount(y, minlength=10)]
+    assert len(split.train(0)[1]) + kept.sum() == len(y)
+
+
+def test_a_node_whose_examples_have_other_classes_than_the_servers_does_not_take_part(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same path on two machines may hold two things, and label 1 would mean one class here and another there."""
+    x = np.random.default_rng(0).integers(0, 256, (40, 8, 8, 1), dtype=np.uint8)
+    np.savez(tmp_path / "examples.npz", x=x, y=np.arange(40) % 2, classes=np.array(["healthy", "ill"]))
+    opened = datasets.dataset_info(f"own:{tmp_path}/examples.npz")
+    on_server = replace(opened, classes=("healthy", "broken"))
+    monkeypatch.setattr(client_manager, "dataset_info", lambda name: on_server)
+    with pytest.raises(RunFailedError, match=r"examples.npz': its classes are others there than on the server"):
+        finish(small(tmp_path / "r", dataset=f"own:{tmp_path}/examples.npz", policy="none", clients=2, alpha=10.0))
+
+
+def test_a_remembered_generator_is_opened_only_to_make_an_image(
+    digits_generator: Path, fresh_images: object, tmp_path: Path
+) -> None:
+    generator = open_generator(str(digits_generator), "digits")
+    cache, wanted = ImageCache(tmp_path), [3, *[0] * 9]
+    images, _, made = cache.ensure(generator, seed=1, client=0, wanted=wanted)
+    opened: list[object] = []
+
+    def open_it() -> object:
+        opened.append(1)
+        return generator
+
+    remembered = RememberedGenerator(generator.fingerprint, "digits", open_it)
+    again, _, made_again = cache.ensure(remembered, seed=1, client=0, wanted=wanted)
+    assert (made, made_again, opened) == (3, 0, [])
+    assert np.array_equal(images, again)
+    next(tmp_path.rglob("*.npy")).write_bytes(b"damaged")
+    mended, _, made_again = cache.ensure(remembered, seed=1, client=0, wanted=wanted)
+    assert (made_again, opened) == (3, [1])
+    assert np.array_equal(images, mended)
+    other = RememberedGenerator("0" * 64, "digits", open_it)
+    with pytest.raises(ValueError, match="not the one that made this client's images"):
+        other.sample([SampleId(1, 0, 0, 0)])
+    assert batch_size(RememberedGenerator("wide", "digits", Wide)) == 512
+
+
+class Wide:
+    """Makes 512 images at once, and a client that has some of them asks for as many."""
+
+    fingerprint, batch_size = "wide", 512
+
+
+def test_under_ray_too_a_clients_images_come_from_one_generator(tmp_path: Path) -> None:
+    config, address = small(tmp_path), "service NEW 64"
+    assert _source(config, "cpu", address, "").fingerprint == "NEW"
+    known = _source(config, "cpu", address, "OLD")
+    assert known.fingerprint == "OLD"
+    with pytest.raises(ValueError, match="not the one that made this client's images"):
+        known.sample([SampleId(1, 0, 0, 0)])
+
+
+def test_a_resumed_run_does_not_load_diffusers(tmp_path: Path, fresh_images) -> None:
+    """Every message to a SuperNode is a process like this one: only the one that generates may load diffusers."""
+    fresh_images("a")
+    finish(small(tmp_path / "run", participation=1.0, rounds=2, **CHEAP))
+    whole = weights(finish(small(tmp_path / "whole", participation=1.0, **CHEAP)))
+    code = (
+        "import io, sys; from rich.console import Console; from fedeas_flwr.launch.run import launch; "
+        "from fedeas_flwr.runs.directory import RunDirectory; from pathlib import Path; "
+        f"config = RunDirectory(Path({str(tmp_path / 'run')!r})).config().with_changes(rounds=3, resume=True); "
+        "launch(config, Console(file=io.StringIO())); print('diffusers' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["False"]
+    assert weights(RunDirectory(tmp_path / "run")) == whole

@@ -1,0 +1,172 @@
+"""The same two apps on a SuperLink and SuperNodes, with TLS and registered keys: the same weights, nobody else in."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+from deployments import Lab
+from runners import finish, small, weights
+from waiting import wait_until
+
+from fedeas_flwr.config import RunConfig, parse_config
+from fedeas_flwr.data.federated import federated_data
+from fedeas_flwr.deploy.certificates import write_authority, write_node_key
+from fedeas_flwr.doctor.deployment import check_gateway, examine
+from fedeas_flwr.launch.superlink import free_port
+
+pytestmark = pytest.mark.flower
+
+KEYS: dict[str, Any] = {"clients": 3, "rounds": 5, "participation": 1.0, "local_epochs": 1, "beta": 4.0, "alpha": 0.1}
+
+
+def test_a_stranger_and_a_false_superlink_are_refused(tmp_path: Path) -> None:
+    """Flower's own processes, for real: a key nobody registered, and a certificate of another authority."""
+    with Lab(tmp_path, 2, tmp_path) as lab:
+        honest, other = lab.deployment.node_folders(lab.folder)
+        assert [re.sub(r"\d{6,}", "N", line) for line in lab.register()] == [
+            "node-0: registered as node N",
+            "node-1: registered as node N",
+        ]
+        (other / "node.key").unlink()
+        write_node_key(other)  # a key of its own making
+        deceived = lab.folder / "deceived"
+        shutil.copytree(honest, deceived)
+        (tmp_path / "elsewhere").mkdir()
+        write_authority(tmp_path / "elsewhere")
+        shutil.copy(tmp_path / "elsewhere" / "ca.crt", deceived)
+        lab.start_node(0)
+        refused = [lab.start_node(1), lab.start(deceived, NODE_PORT=str(free_port()))]
+        wait_until(lambda: all(process.poll() is not None for process in refused), "both have given up")
+        wait_until(lambda: "SuperNode ID" in lab.said("node-0"), "the honest node is in")
+        assert lab.online() == 1
+        desk, deployment = lab.folder / "flwr", lab.deployment
+        assert [found.state for found in check_gateway(deployment.address, desk)] == ["ok"]
+        (open_door,) = check_gateway(deployment.control_address, desk)  # as if nodes were given the SuperLink itself
+        assert (open_door.state, "answers 200 to POST /v1/control/list-runs" in open_door.text) == ("problem", True)
+        (found,) = (one for one in examine(lab.folder, RunConfig()) if one.name == "registered nodes")
+        assert (found.state, found.text) == ("note", "1 of 2 are online")
+    said = [plain(lab.said(folder)) for folder in ("node-1", "deceived")]
+    assert [("Failed to initialize the connection" in text, "SuperNode ID" in text) for text in said] == [
+        (True, False)
+    ] * 2
+
+
+def own_file(folder: Path, client: int) -> Path:
+    """The images of one partition as a file that a node brings itself."""
+    x, y = federated_data(parse_config({"alpha": KEYS["alpha"]}), KEYS["clients"]).train(client)
+    np.savez(folder / "mine.npz", x=x, y=y)
+    return folder / "mine.npz"
+
+
+@pytest.mark.slow
+def test_three_supernodes_train_the_model_of_the_simulation(
+    tmp_path: Path, digits_generator: Path, fresh_images: Any
+) -> None:
+    fresh_images("simulated")
+    simulated = finish(small(tmp_path / "simulated", **KEYS))
+    with Lab(tmp_path, 3, digits_generator) as lab:
+        lab.register()
+        third = lab.deployment.node_folders(lab.folder)[2]
+        own = f'client-id=2 data-path="{own_file(third, 2)}" state-dir="{third}/kept"'
+        lab.set_node_config(third, f'{own} generator="{digits_generator}"')
+        for number in range(3):
+            lab.start_node(number)
+        run = lab.follow(lab.submit(**KEYS, min_replies=1.0))
+    assert weights(run) == weights(simulated)
+    assert [r["clients"] for r in run.rounds()] == [[0, 1, 2]] * 5
+    assert [r["made"] > 0 for r in run.rounds()] == [True, *[False] * 4]
+    # Six messages a node, each a process of its own: one of them loaded diffusers.
+    nodes = lab.deployment.node_folders(lab.folder)
+    assert sorted(lab.notes("diffusers")) == [str(node / "cache") for node in nodes]
+    # The last round's, the accepted one's and, if round 4 was still being tested when 5 went out, the checkpoint's.
+    kept = [path.name for path in sorted((third / "kept").rglob("2/*"))]
+    assert kept[-2:] == ["state-000004.json", "state-000005.json"] and kept[:-2] in ([], ["state-000003.json"])
+    assert not (run.path / "clients").exists()
+    nothing_but_the_model_and_numbers(lab, run.load_model())
+
+
+def nothing_but_the_model_and_numbers(lab: Lab, model: dict[str, Any]) -> None:
+    """What the server was given: arrays of the model's names and shapes, and single numbers under known names."""
+    replies = lab.notes("replies")
+    assert Counter(reply["type"] for reply in replies) == {"query": 3, "train": 15}
+    for reply in replies:
+        assert reply["configs"] == {}
+        assert list(reply["metrics"]) == ["metrics"]
+        assert all(type(value) in (int, float) for value in reply["metrics"]["metrics"].values())
+        names = set(reply["metrics"]["metrics"])
+        if reply["type"] == "query":
+            assert (names, reply["arrays"]) == ({"client-id", "partitions", "examples", "classes"}, {})
+            continue
+        assert names == {
+            *("num-examples", "client-id", "loss", "steps", "generated", "made", "rejected"),
+            *("seconds-generating", "seconds-training"),
+        }
+        assert set(reply["arrays"]) == {"arrays", "buffers"}
+        sent = {key: shape for record in reply["arrays"].values() for key, shape in record.items()}
+        assert sent == {key: list(array.shape) for key, array in model.items()}
+
+
+@pytest.mark.slow
+def test_nodes_may_be_late_and_may_be_killed(tmp_path: Path, digits_generator: Path) -> None:
+    with Lab(tmp_path, 3, digits_generator) as lab:
+        lab.register()
+        lab.start_node(0)
+        victim = lab.start_node(1)
+        wait_until(lambda: lab.online() == 2, "two nodes are there")
+        run = lab.submit(**KEYS, min_replies=0.5, node_wait=1.0, round_timeout=45.0)
+        wait_until(lambda: len(run.rounds()) >= 1, "round 1 is done")
+        lab.start_node(2)
+        # One query and the tasks of two rounds: Flower never gives it the second one again.
+        wait_until(lambda: lab.said("node-1").count("Received successfully") == 3, "it has its second task")
+        for process in [*psutil.Process(victim.pid).children(recursive=True), psutil.Process(victim.pid)]:
+            process.kill()
+        # As systemd does: until a dead node's last heartbeat is a minute old, Flower refuses its key to a new process.
+        back = [lab.start_node(1)]
+
+        def done() -> bool:
+            if back[-1].poll() is not None:
+                back.append(lab.start_node(1))
+            return run.status()[0] in ("finished", "failed")
+
+        wait_until(done, "the run ends")
+    assert run.status() == ("finished", "")
+    rounds = run.rounds()
+    assert rounds[0]["clients"] == [0, 1]
+    assert {"client": 1, "reason": "no reply within 45 s"} in rounds[1]["failures"]
+    assert rounds[-1]["clients"] == [0, 1, 2]
+    made = Counter()
+    for client, folder in enumerate(lab.deployment.node_folders(lab.folder)):
+        shards = list((folder / "cache" / "images").rglob("*.npy"))
+        made[client] = sum(int(p.stem.split("-")[1]) - int(p.stem.split("-")[0]) for p in shards)
+    assert sum(r["made"] for r in rounds) == sum(made.values()) == rounds[-1]["generated"]
+    assert sorted(lab.notes("diffusers")) == [str(node / "cache") for node in lab.deployment.node_folders(lab.folder)]
+
+
+@pytest.mark.slow
+def test_a_server_that_is_stopped_and_started_again_goes_on_with_the_round_it_was_at(
+    tmp_path: Path, digits_generator: Path
+) -> None:
+    keys: dict[str, Any] = {**KEYS, "clients": 1, "policy": "none", "checkpoint_every": 50}
+    with Lab(tmp_path, 1, digits_generator) as lab:
+        lab.register()
+        lab.start_node(0)
+        run = lab.submit(**keys)
+        wait_until(lambda: len(run.rounds()) >= 2, "two rounds are done")
+        lab.restart_superlink()
+        checkpoint, done = run.load_checkpoint(), len(run.rounds())
+        assert (run.status(), checkpoint is not None and checkpoint.round == done) == (("interrupted", ""), True)
+        lab.submit(**keys, run_dir=str(run.path), resume=True)
+        lab.follow(run)
+    assert [r["round"] for r in run.rounds()] == [1, 2, 3, 4, 5] and 2 <= done < 5
+    assert weights(run) == weights(finish(small(tmp_path / "simulated", **keys)))
+
+
+def plain(log: str) -> str:
+    return re.sub(r"\x1b\[\d+m", "", log)

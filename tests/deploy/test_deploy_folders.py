@@ -1,0 +1,361 @@
+"""What `fedeas deploy init` writes and `fedeas deploy check` finds: files alone, and one TLS server in this process."""
+
+from __future__ import annotations
+
+import contextlib
+import http.server
+import shutil
+import socket
+import ssl
+import subprocess
+import threading
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from ordinary_user import ordinary_user
+from PIL import Image
+from runners import typed
+
+from fedeas_flwr.common.errors import ConfigError
+from fedeas_flwr.config import RunConfig, parse_config
+from fedeas_flwr.deploy.certificates import write_authority, write_node_key
+from fedeas_flwr.deploy.deployment import Deployment, read_deployment, write_deployment
+from fedeas_flwr.doctor.deployment import check_gateway, check_node, check_superlink, examine
+from fedeas_flwr.doctor.findings import Finding
+
+pytestmark = pytest.mark.flower
+
+
+@pytest.fixture
+def silent_port() -> Iterator[int]:
+    """A port that nobody listens on, now or later: it is taken."""
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        yield taken.getsockname()[1]
+
+
+@pytest.fixture
+def lab(tmp_path: Path, silent_port: int) -> Path:
+    """A deployment of two nodes whose SuperLink is not running."""
+    deployment = Deployment(("127.0.0.1", "superlink.lab.example"), silent_port, 9, 2, "/opt/fedeas")
+    write_deployment(deployment, tmp_path / "lab")
+    assert read_deployment(tmp_path / "lab") == deployment
+    return tmp_path / "lab"
+
+
+def problems(findings: Iterator[Finding]) -> list[str]:
+    found = list(findings)
+    assert all(finding.fix for finding in found if finding.state == "problem")
+    return [finding.text for finding in found if finding.state == "problem"]
+
+
+def test_every_machine_gets_its_own_and_no_more(lab: Path) -> None:
+    assert sorted(path.name for path in lab.iterdir()) == [
+        *("app", "ca", "deployment.toml", "flwr", "node-0", "node-1", "superlink")
+    ]
+    assert [p.relative_to(lab).as_posix() for p in sorted(lab.rglob("*.key"))] == [
+        *("ca/ca.key", "node-0/node.key", "node-1/node.key", "superlink/server.key")
+    ]
+    assert all(path.stat().st_mode & 0o777 == 0o600 for path in lab.rglob("*.key"))
+    keys = {(lab / f"node-{n}" / "node.pub").read_text() for n in range(2)}
+    assert len(keys) == 2
+    unit = (lab / "node-1" / "fedeas-node-1.service").read_text()
+    assert "ExecStart=/opt/fedeas/node-1/start.sh\n" in unit and "Restart=always\n" in unit
+    connection = tomllib.loads((lab / "flwr" / "config.toml").read_text())["superlink"]["deployment"]
+    assert connection["root-certificates"] == str(lab / "flwr" / "ca.crt")
+    assert (lab / "flwr" / "ca.crt").read_bytes() == (lab / "ca" / "ca.crt").read_bytes()
+    for script in lab.glob("*/start.sh"):
+        subprocess.run(["sh", "-n", script], check=True)
+        assert script.stat().st_mode & 0o111
+    app = tomllib.loads((lab / "app" / "pyproject.toml").read_text())["tool"]["flwr"]["app"]
+    run = parse_config(app["config"])
+    assert (run.clients, run.min_replies, run.round_timeout > 0) == (2, 0.5, True)
+
+
+def test_openssl_agrees_with_the_certificate(lab: Path) -> None:
+    command = [
+        "openssl",
+        "verify",
+        "-x509_strict",
+        "-purpose",
+        "sslserver",
+        "-verify_hostname",
+        "superlink.lab.example",
+    ]
+    files = ["-CAfile", str(lab / "ca" / "ca.crt"), str(lab / "superlink" / "server.crt")]
+    done = subprocess.run([*command, *files], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+VALID = {"hosts": ("lab",), "port": 9092, "superlink_port": 9093, "nodes": 2, "install_dir": "/opt/fedeas"}
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"nodes": 0}, "nodes = 0: must be from 1 to 10000"),
+        ({"port": 70_000}, "port = 70000"),
+        ({"superlink_port": 0}, "superlink-port = 0: must be from 1 to 65535"),
+        ({"superlink_port": 9092}, "superlink-port = 9092: must differ from port"),
+        ({"hosts": ("lab:9092:x/..",)}, "must be a name or an address, without a port"),
+        ({"hosts": ("$(reboot)",)}, "host = '$(reboot)'"),
+        ({"install_dir": "relative"}, "install-dir = 'relative': must be an absolute path"),
+        ({"install_dir": "/opt/fedeas\nUser=root"}, "must be an absolute path without spaces"),
+    ],
+)
+def test_a_deployment_that_cannot_be_is_one_line(changes: dict[str, object], reason: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        Deployment(**{**VALID, **changes})  # type: ignore[arg-type]
+    assert reason in str(caught.value)
+
+
+def test_keys_are_never_overwritten(lab: Path) -> None:
+    before = (lab / "node-0" / "node.key").read_bytes()
+    with pytest.raises(ConfigError, match="is there already"):
+        write_deployment(read_deployment(lab), lab)
+    assert (lab / "node-0" / "node.key").read_bytes() == before
+
+
+def test_a_folder_that_nobody_may_write_to_is_named_as_it_was_given(tmp_path: Path) -> None:
+    (tmp_path / "shut").mkdir(mode=0o500)
+    with ordinary_user():
+        done = typed("deploy", "init", "shut/lab", "--nodes", "1", "--host", "lab", cwd=tmp_path)
+    assert (done.returncode, done.stdout, done.stderr) == (
+        *(2, ""),
+        f"error: {tmp_path}/shut/lab: Permission denied\n",
+    )
+
+
+def test_a_fresh_deployment_has_no_problem(lab: Path) -> None:
+    assert problems(examine(lab, RunConfig())) == []
+    assert problems(examine(lab / "node-0", RunConfig())) == []
+    assert problems(examine(lab / "superlink", RunConfig())) == []
+    with pytest.raises(ConfigError, match="neither a deployment nor a folder of one"):
+        list(examine(lab / "flwr", RunConfig()))
+    (lab / "superlink" / "start.sh").unlink()
+    assert problems(examine(lab, RunConfig())) == ["start.sh missing"]
+    shutil.rmtree(lab / "superlink")  # moved to the server, as keys should be
+    assert problems(examine(lab, RunConfig())) == ["ca.crt, server.crt, server.key, start.sh missing"]
+
+
+@pytest.mark.parametrize(("nodes", "held"), [(1, "the only part"), (3, "one of 3 parts")])
+def test_a_nodes_part_is_said_in_words_that_fit_its_number(tmp_path: Path, nodes: int, held: str) -> None:
+    write_deployment(Deployment(("superlink.lab.example",), 9092, 9093, nodes, "/opt/fedeas"), tmp_path / "lab")
+    (found,) = (one for one in check_node(tmp_path / "lab" / "node-0", None) if one.state == "ok")
+    assert found.text == f"client 0, {held}"
+
+
+def test_each_fault_of_a_node_is_found(lab: Path, tmp_path: Path) -> None:
+    node = lab / "node-0"
+
+    def found() -> list[str]:
+        return problems(check_node(node, RunConfig()))
+
+    (node / "node.key").chmod(0o644)
+    assert found() == ["others can read node.key"]
+    (node / "node.key").chmod(0o600)
+    (node / "ca.key").write_bytes((lab / "ca" / "ca.key").read_bytes())
+    assert "it holds ca.key" in found()
+    (node / "ca.key").unlink()
+    (node / "node-config").write_text("partition-id=5 num-partitions=2\n")
+    assert found() == ["node-config: partition-id = 5: must be a whole number from 0 to 1"]
+    (node / "node-config").write_text(f'client-id=0 data-path="{tmp_path}/gone"\n')
+    assert "is not there" in found()[0]
+    (desk,) = check_node(node, None)  # it is a path of the node's machine
+    assert (desk.state, desk.text) == ("ok", "client 0, data of its own; checked on its machine alone: data-path")
+    (node / "node.key").unlink()
+    write_node_key(tmp_path)
+    (node / "node.key").write_bytes((tmp_path / "node.key").read_bytes())
+    assert "node.pub is not of node.key" in found()
+    (node / "node.pub").unlink()
+    assert found() == ["node.pub missing"]
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ("client-id=0 data-path=/data/images", "node-config: data-path=/data/images cannot be read; text is in quotes"),
+        ('client-id=0 data-path="/data', 'node-config: data-path="/data cannot be read; text is in quotes'),
+        ('client-id=0, data-path="/data"', "node-config: client-id=0, cannot be read"),
+        ("partition-id=0 partition-id=1 num-partitions=2", "node-config: a key stands there twice"),
+        ("client-id=0 data-path = '/x'", "node-config: \"data-path = '/x'\" is not key=value; Flower would ignore it"),
+        ('client-id=0 data-path=""', "node-config: data-path is missing, or for a trial"),
+        ('partition-id=0 num-partitions=2 device="gpu"', "device = 'gpu': must be 'auto', 'cpu' or 'cuda'"),
+    ],
+)
+def test_a_node_config_that_cannot_be_read_is_a_finding(lab: Path, text: str, found: str) -> None:
+    """Also at the desk, where the other nodes are looked at all the same."""
+    (lab / "node-0" / "node-config").write_text(text)
+    for findings in (check_node(lab / "node-0", RunConfig()), examine(lab, RunConfig())):
+        (told,) = problems(findings)
+        assert told.startswith(found) and "\n" not in told
+
+
+def test_a_gpu_that_is_not_there_is_found_on_the_node_and_not_at_the_desk(
+    lab: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    (lab / "node-0" / "node-config").write_text('partition-id=0 num-partitions=2 device="cuda"\n')
+    (told,) = problems(check_node(lab / "node-0", RunConfig()))
+    assert told.startswith("device = 'cuda', but torch finds no CUDA device")
+    assert problems(check_node(lab / "node-1", RunConfig(device="cuda"))), "the run may say so, too"
+    (found,) = check_node(lab / "node-0", None)
+    assert (found.state, found.text) == ("ok", "client 0, one of 2 parts; checked on its machine alone: device")
+    (told,) = problems(check_node(lab / "node-1", RunConfig(engine="graphed")))
+    assert told.startswith("engine = 'graphed'")
+
+
+def test_a_nodes_images_and_generator_are_held_against_the_run(
+    lab: Path, tmp_path: Path, digits_generator: Path
+) -> None:
+    node, images = lab / "node-0", tmp_path / "images"
+
+    def found(run: RunConfig, generator: Path | str = digits_generator, data: Path = images) -> list[tuple[str, str]]:
+        (node / "node-config").write_text(f'client-id=0 data-path="{data}" generator="{generator}"\n')
+        return [(f.state, f.text) for f in check_node(node, run)]
+
+    for label, side in ((0, 8), (3, 12), (3, 30), (3, 31)):  # of any size: a run brings files to its own
+        (images / str(label)).mkdir(parents=True, exist_ok=True)
+        Image.new("L", (side, side)).save(images / str(label) / f"{side}.png")
+    fits = ("ok", f"{digits_generator}, 10 classes, images [8, 8, 1]")
+    assert found(RunConfig()) == [("ok", "client 0, data of its own: 4 images of 2 of the 10 classes"), fits]
+    tested = RunConfig(protocol="paper", evaluation="federated")
+    assert found(tested)[0][1] == "client 0, data of its own: 3 images of 2 of the 10 classes, 1 to test on"
+    assert found(RunConfig(policy="none"), tmp_path / "none")[1][0] == "note"
+    state, text = found(RunConfig(), tmp_path / "none")[1]
+    assert (state, f"there is no {tmp_path}/none/unet/config.json" in text) == ("problem", True)
+    cifar = RunConfig(dataset="cifar100", generator="elsewhere")  # the node's own goes before the run's
+    assert (found(cifar)[1][0], "the dataset's are [32, 32, 3]" in found(cifar)[1][1]) == ("problem", True)
+    for name in ("cat", "dog"):  # classes that no built-in dataset has
+        (tmp_path / "public" / name).mkdir(parents=True)
+        for number in range(5):
+            Image.new("RGB", (9, 9), (number, 0, 0)).save(tmp_path / "public" / name / f"{number}.png")
+    (tmp_path / "pets" / "dog").mkdir(parents=True)
+    Image.new("RGB", (20, 30)).save(tmp_path / "pets" / "dog" / "rex.jpg")
+    public = RunConfig(dataset=f"own:{tmp_path}/public", generator="elsewhere")
+    assert found(public, f"bank:{tmp_path}/public", tmp_path / "pets") == [
+        ("ok", "client 0, data of its own: 1 image of 1 of the 2 classes"),
+        ("ok", f"bank {tmp_path}/public, 5 images or more of every class"),
+    ]
+    (images / "seven").mkdir()
+    state, text = found(RunConfig())[0]
+    assert (state, f"{images} has a subfolder 'seven'; the dataset's classes are 0, 1, 2, 3" in text) == (
+        "problem",
+        True,
+    )
+    np.savez(tmp_path / "mine.npz", x=np.zeros((5, 9, 9, 1), np.uint8), y=np.arange(5))
+    state, text = found(RunConfig(), data=tmp_path / "mine.npz")[0]
+    assert (state, "x must be uint8 [N, 8, 8, 1]" in text) == ("problem", True)
+
+
+def test_each_fault_of_the_superlink_is_found(lab: Path, tmp_path: Path) -> None:
+    folder = lab / "superlink"
+    assert problems(check_superlink(folder, ("superlink.lab.example", "127.0.0.1"))) == []
+    assert "it is not for 'other.example'" in problems(check_superlink(folder, ("other.example",)))[0]
+    (folder / "server.key").write_bytes((lab / "ca" / "ca.key").read_bytes())
+    assert problems(check_superlink(folder, ())) == ["server.key is not the key of server.crt"]
+    write_authority(tmp_path)
+    (folder / "ca.crt").write_bytes((tmp_path / "ca.crt").read_bytes())
+    assert "do not fit together" in problems(check_superlink(folder, ()))[0]
+
+
+def test_a_deployment_is_checked_without_its_authoritys_key(lab: Path, tmp_path: Path) -> None:
+    """It is kept offline, as the guide says."""
+    shutil.rmtree(lab / "ca")
+    assert problems(examine(lab, RunConfig())) == []
+    write_authority(tmp_path)
+    (lab / "node-1" / "ca.crt").write_bytes((tmp_path / "ca.crt").read_bytes())
+    assert problems(examine(lab, RunConfig())) == ["its ca.crt is another authority's"]
+
+
+@pytest.mark.parametrize("name", ["superlink-address", "ca.crt"])
+def test_a_node_that_lacks_what_it_reaches_the_superlink_with_is_told_that_alone(lab: Path, name: str) -> None:
+    (lab / "node-0" / name).unlink()
+    assert [finding.text for finding in examine(lab / "node-0", RunConfig())] == [f"{name} missing"]
+
+
+def test_two_nodes_with_one_client_id_are_found(lab: Path) -> None:
+    (lab / "node-1" / "node-config").write_text("partition-id=0 num-partitions=2\n")
+    assert problems(examine(lab, RunConfig())) == ["0 is given to two nodes"]
+
+
+def test_a_folder_from_before_the_gateway_is_named(lab: Path) -> None:
+    (lab / "superlink" / "Caddyfile").unlink()
+    (found,) = problems(check_superlink(lab / "superlink", ()))
+    assert found.startswith("Caddyfile missing: without a gateway whoever reaches its SuperLink's port can run code")
+    noted = (lab / "deployment.toml").read_text()
+    (lab / "deployment.toml").write_text(noted.replace("superlink_port = 9\n", ""))
+    for command in ("check", "register"):
+        done = typed("deploy", command, "lab", cwd=lab.parent)
+        assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
+        assert f"{lab} has no gateway" in done.stderr and "fedeas deploy init" in done.stderr
+
+
+@pytest.mark.parametrize(("host", "warns"), [(None, False), ("localhost", False), ("0.0.0.0", True)])
+def test_a_superlink_beyond_the_loopback_is_warned_of(lab: Path, tmp_path: Path, host: str | None, warns: bool) -> None:
+    command = tmp_path / "flower-superlink"
+    command.write_text('#!/bin/sh\necho "$@"\n')
+    command.chmod(0o755)
+    environment = {"FEDEAS_BIN": str(tmp_path), "PATH": "/usr/bin:/bin"} | ({"SUPERLINK_HOST": host} if host else {})
+    start = lab / "superlink" / "start.sh"
+    done = subprocess.run([start], env=environment, capture_output=True, text=True, check=True)
+    assert done.stdout.startswith(f"--host {host or '127.0.0.1'} --port 9 --ssl-certfile server.crt")
+    assert (done.stderr.count("\n"), "run code on this server and on every node" in done.stderr) == (warns, warns)
+
+
+@contextlib.contextmanager
+def listening(folder: Path, status: int = 403) -> Iterator[str]:
+    """A server with the folder's certificate that answers every request with one status."""
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            self.send_response(status)
+            self.end_headers()
+
+        def log_message(self, *words: object) -> None: ...
+
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(folder / "server.crt", folder / "server.key")
+    with http.server.HTTPServer(("127.0.0.1", 0), Handler) as server:
+        server.socket = context.wrap_socket(server.socket, server_side=True)
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"127.0.0.1:{server.server_port}"
+        server.shutdown()
+
+
+def test_a_gateway_is_known_by_its_authority(lab: Path, silent_port: int, tmp_path: Path) -> None:
+    with listening(lab / "superlink") as address:
+        assert [f.state for f in check_gateway(address, lab / "node-0")] == ["ok"]
+        write_authority(tmp_path)
+        found = list(check_gateway(address, tmp_path))
+    assert [f.state for f in found] == ["problem"]
+    assert "has no certificate of this deployment" in found[0].text
+    assert [f.state for f in check_gateway(f"127.0.0.1:{silent_port}", lab / "node-0")] == ["note"]
+
+
+@pytest.mark.parametrize("status", [200, 401, 404, 502])
+def test_any_answer_but_403_to_an_operators_request_is_a_problem(lab: Path, status: int) -> None:
+    with listening(lab / "superlink", status) as address:
+        (lab / "node-0" / "superlink-address").write_text(address)
+        (found,) = problems(examine(lab / "node-0", RunConfig()))
+    assert f"{address} answers {status} to POST /v1/control/list-runs" in found
+
+
+def test_the_commands(tmp_path: Path, silent_port: int) -> None:
+    words = ("deploy", "init", "lab", "--nodes", "2", "--host", "127.0.0.1")
+    made = typed(*words, "--port", str(silent_port), cwd=tmp_path)
+    assert made.returncode == 0, made.stderr
+    assert f"FLWR_HOME={tmp_path}/lab/flwr flwr run {tmp_path}/lab/app deployment" in made.stdout
+    spaced = typed("deploy", "init", "lab two", *words[3:], cwd=tmp_path).stdout
+    assert f"fedeas deploy register '{tmp_path}/lab two'\n" in spaced and f"check '{tmp_path}/lab two'\n" in spaced
+    assert f"FLWR_HOME='{tmp_path}/lab two/flwr' flwr run '{tmp_path}/lab two/app' deployment" in spaced
+    (tmp_path / "lab" / "node-1" / "node.key").chmod(0o640)
+    checked = typed("deploy", "check", "lab", cwd=tmp_path)
+    assert checked.returncode == 1
+    assert "others can read node.key" in checked.stdout
+    again = typed(*words, cwd=tmp_path)
+    assert (again.returncode, again.stderr.count("\n"), "is there already" in again.stderr) == (2, 1, True)

@@ -1,0 +1,277 @@
+"""What `fedeas doctor` finds of the machine: GPU, cores, memory, folders, and Flower and Ray on it."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import socket
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+from test_doctor import config, only
+
+from fedeas_flwr.commands.reproduce import default_jobs
+from fedeas_flwr.common import cores
+from fedeas_flwr.common.errors import ConfigError
+from fedeas_flwr.doctor import federation, machine
+from fedeas_flwr.doctor.findings import Finding
+from fedeas_flwr.generators.ray_service import leave_sliver
+from fedeas_flwr.launch import resources
+from fedeas_flwr.launch.superlink import own_environment
+from fedeas_flwr.training.build import build_engine
+from fedeas_flwr.training.objective import CROSS_ENTROPY
+
+pytestmark = pytest.mark.flower
+
+# --------------------------------------------------------------------------------------------------- GPU
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """A GPU as torch would describe it; its values can be changed."""
+    facts = {"free": 70 * 10**9, "bf16": True, "kernel": lambda number: None}
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda number: "NVIDIA T4")
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda number: "NVIDIA T4")
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda number: (facts["free"], 80 * 10**9))
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: facts["bf16"])
+    probed = {
+        "images_per_second": {"1": 10.0, "5": 50.0, "10": 50.0},
+        "bytes_a_client": 10**9,
+        "bytes_free": 7 * 10**10,
+    }
+    monkeypatch.setattr(resources, "_known_or_measured", lambda given, path: probed)
+    monkeypatch.setattr(machine, "tiny_kernel", lambda number: facts["kernel"](number))
+    return facts
+
+
+def test_no_gpu_is_a_note_unless_one_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert only(machine.check_gpu).state == "note"
+    assert list(machine.check_mps(config())) == []
+    found = only(machine.check_gpu, config(device="cuda"))
+    assert found.state == "problem" and "device = 'cuda'" in found.text and "device=auto" in found.fix
+    assert not machine.on_gpu(config(device="cuda"))
+
+
+def test_an_engine_that_needs_a_gpu_is_a_problem_where_the_run_has_none(gpu: dict[str, Any]) -> None:
+    assert list(machine.check_engine(config())) == list(machine.check_engine(config(engine="graphed"))) == []
+    found = only(machine.check_engine, config(engine="graphed", device="cpu"))
+    assert (found.state, found.fix) == ("problem", "write engine=auto")
+    with pytest.raises(ConfigError, match=re.escape(found.text)):
+        build_engine(config(engine="graphed"), "cpu", CROSS_ENTROPY)
+
+
+def test_a_gpu_is_described_and_its_failings_named(gpu: dict[str, Any]) -> None:
+    assert only(machine.check_gpu) == Finding("GPU 0", "ok", "NVIDIA T4, 70 GB of 80 GB free, runs kernels, bf16")
+    gpu["bf16"] = False
+    assert "generation-precision=fp16" in only(machine.check_gpu).fix
+    gpu["free"] = 3 * 10**8
+    full = only(machine.check_gpu)
+    assert full.state == "problem" and "300 MB of 80 GB" in full.text and "nvidia-smi" in full.fix
+
+    def wedged(number: int) -> None:
+        raise RuntimeError("CUDA error: all CUDA-capable devices are busy")
+
+    gpu["kernel"] = wedged
+    broken = only(machine.check_gpu)
+    assert broken.state == "problem" and "are busy" in broken.text and "device=cpu" in broken.fix
+
+
+def test_mps_is_looked_for_on_the_path(gpu: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert "not on PATH" in only(machine.check_mps).text
+    command = tmp_path / "nvidia-cuda-mps-control"
+    command.write_text("#!/bin/sh\n")
+    command.chmod(0o755)
+    found = only(machine.check_mps)
+    assert found.state == "ok" and "starts one of its own" in found.text
+    off = only(machine.check_mps, config(mps="off"))
+    assert off.state == "note" and off.fix == "mps=auto"
+    daemon = type("Process", (), {"info": {"name": "nvidia-cuda-mps-control"}})
+    monkeypatch.setattr(psutil, "process_iter", lambda wanted: [daemon])
+    assert only(machine.check_mps).state == "ok"
+
+
+# ------------------------------------------------------------------------------------- cores and memory
+
+
+def test_a_containers_limits_count_not_the_hosts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cores, "CGROUP", tmp_path)
+    monkeypatch.setattr(machine, "CGROUP", tmp_path)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(64)))
+    monkeypatch.setattr(os, "cpu_count", lambda: 64)
+    assert cores.usable_cores() == 64
+    (tmp_path / "cpu.max").write_text("max 100000\n")
+    assert cores.usable_cores() == 64
+    (tmp_path / "cpu.max").write_text("350000 100000\n")
+    found = only(machine.check_cores, config(clients=100))
+    assert (found.state, found.text) == ("ok", "3 usable of 64; 3 client processes at once")
+    assert (default_jobs("smoke"), default_jobs("full")) == (3, 1)
+    found = only(machine.check_cores, config(clients=100, actors=5))
+    assert found.state == "note" and found.text.startswith("3 usable of 64; 5 client") and "actors=3" in found.fix
+    assert only(machine.check_cores, config(clients=100, backend="inline")).state == "ok"
+
+    for name, number in (("max", "2000000000"), ("current", "1500000000")):
+        (tmp_path / f"memory.{name}").write_text(number)
+    (tmp_path / "memory.stat").write_text("anon 1\ninactive_file 600000000\n")
+    assert machine.free_memory() == 1_100_000_000
+    short = only(machine.check_memory, config(actors=5))
+    assert (short.state, short.fix) == ("problem", "write actors=1")
+    assert "1.1 GB free" in short.text and "3 GB or more" in short.text
+    assert only(machine.check_memory, config(actors=1)).state == "ok"
+
+
+def test_a_small_shared_memory_is_noted_with_the_size_it_should_have(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    usage = shutil.disk_usage(tmp_path)._replace(free=64 * 2**20)
+    monkeypatch.setattr(machine, "free_memory", lambda: 16 * 10**9)
+    monkeypatch.setattr(machine, "SHARED_MEMORY", tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
+    found = only(machine.check_shared_memory)
+    assert found.state == "note" and "67.1 MB free; Ray wants 4.8 GB" in found.text and "--shm-size=5g" in found.fix
+    assert list(machine.check_shared_memory(config(backend="inline"))) == []
+
+
+# ---------------------------------------------------------------------------------------------- folders
+
+
+def test_a_file_in_place_of_a_folder_cannot_be_written_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    blocked = tmp_path / "file"
+    blocked.write_text("not a folder")
+    monkeypatch.setenv("FEDEAS_CACHE", str(blocked / "cache"))
+    cache = only(machine.check_cache_folder)
+    assert cache.state == "problem" and str(blocked) in cache.text and "FEDEAS_CACHE" in cache.fix
+    run = only(machine.check_run_folder, config(run_dir=str(blocked / "run")))
+    assert run.state == "problem" and str(blocked) in run.text and "run-dir=" in run.fix
+    assert blocked.read_text() == "not a folder"
+
+
+def test_a_full_disk_is_a_problem_and_looking_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FEDEAS_CACHE", str(tmp_path / "not" / "yet"))
+    assert only(machine.check_cache_folder).state == "ok"
+    assert list(tmp_path.iterdir()) == []
+    monkeypatch.setattr(machine, "LITTLE_DISK", 10**18)
+    found = only(machine.check_cache_folder)
+    assert found.state == "problem" and "make room" in found.fix
+
+
+@pytest.mark.parametrize(("kind", "words"), [("nfs4", "other machines"), ("ext4", "own disk")])
+def test_the_run_folders_file_system_is_named(
+    kind: str, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    part = type("Part", (), {})
+    parts = []
+    for mount, fstype in (("/", "overlay"), (str(tmp_path), kind), ("/elsewhere/deep/down/there", "tmpfs")):
+        parts.append(part())
+        parts[-1].mountpoint, parts[-1].fstype = mount, fstype
+    monkeypatch.setattr(psutil, "disk_partitions", lambda all: parts)
+    folder, state = machine.check_run_folder(config(run_dir=str(tmp_path / "run")))
+    assert folder.state == "ok"
+    assert state.state == "note" and f"on {kind}:" in state.text and words in state.text
+
+
+def test_a_limit_that_is_no_size_is_a_problem(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("FEDEAS_CACHE", str(tmp_path))
+    assert only(machine.check_cache_limit).text.startswith("none; 0 B")
+    assert only(machine.check_cache_limit, config(cache_limit="20GB")).state == "ok"
+    monkeypatch.setenv("FEDEAS_CACHE_LIMIT", "lots")
+    found = only(machine.check_cache_limit)
+    assert found.state == "problem" and "FEDEAS_CACHE_LIMIT = 'lots'" in found.text and "20GB" in found.fix
+
+
+# -------------------------------------------------------------------------------------- Flower and Ray
+
+
+def test_flowers_commands_must_be_beside_this_python(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert only(federation.check_commands).state == "ok"
+    monkeypatch.setattr(federation.sys, "executable", str(tmp_path / "python"))
+    found = only(federation.check_commands)
+    assert found.state == "problem" and "flower-superlink" in found.text
+    assert found.fix == f"{tmp_path}/python -m pip install 'flwr[simulation]'"
+
+
+def test_a_busy_port_is_fine_and_a_dead_loopback_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    import flwr.cli.constant as flower
+
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        port = str(other.getsockname()[1])
+        monkeypatch.setattr(flower, "LOCAL_SUPERLINK_HTTP_API_PORT", port)
+        found = only(federation.check_other_superlink)
+        assert found.state == "note" and port in found.text
+        assert only(federation.check_port).state == "ok"
+    with socket.socket() as silent:  # a port that is taken and not listened on, so that nobody else does
+        silent.bind(("127.0.0.1", 0))
+        for name in ("LOCAL_SUPERLINK_HTTP_API_PORT", "LOCAL_CONTROL_API_PORT"):
+            monkeypatch.setattr(flower, name, str(silent.getsockname()[1]))
+        assert list(federation.check_other_superlink(config())) == []
+
+    def refuse() -> int:
+        raise OSError(99, "Cannot assign requested address")
+
+    monkeypatch.setattr(federation, "free_port", refuse)
+    dead = only(federation.check_port)
+    assert dead.state == "problem" and "Cannot assign" in dead.text and "backend=inline" in dead.fix
+
+
+def test_another_ray_is_a_note_and_a_run_does_not_join_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
+    found = only(federation.check_other_ray)
+    assert found.state == "note" and "10.0.0.1:6379" in found.text
+    assert "RAY_ADDRESS" not in own_environment(tmp_path, "mark")
+
+
+def test_shares_that_leave_no_sliver_are_a_problem_with_values_that_fit(gpu: dict[str, Any]) -> None:
+    fine = only(federation.check_shares)
+    assert fine.state == "ok" and fine.text.startswith("5 clients × 0.199, 0.004 for the generator")
+    tiny = only(federation.check_shares, config(gpu_share=0.0005))
+    assert tiny.state == "problem" and "gpu-share = 0.0005: 2,000 clients" in tiny.text
+    assert "gpu-share=0.002 or more, or actors=996 or fewer" in tiny.text and "gpu-share=0" in tiny.fix
+    assert leave_sliver(0.002) == 0.001 and leave_sliver(1 / 996) == 0.001
+    assert only(federation.check_shares, config(actors=997)).state == "problem"
+    assert only(federation.check_shares, config(actors=997, device="cpu")).state == "note"
+    assert only(federation.check_rehearsal, config(actors=997, device="cpu")).text.startswith("gpu-share = ")
+    fewer = only(federation.check_shares, config(actors=5, gpu_share=0.5))
+    assert fewer.state == "note" and fewer.text.startswith("2 clients × 0.498") and "gpu-share=0.199" in fewer.fix
+    assert only(federation.check_shares, config(backend="inline")).state == "note"
+
+
+def test_a_clusters_gpus_are_its_own_and_only_the_share_of_one_is_told(gpu: dict[str, Any]) -> None:
+    joined = {"ray_address": "10.0.0.2:6379", "gpu_share": 0.25}
+    shares = only(federation.check_shares, config(**joined))
+    assert shares.state == "note" and shares.text.startswith("4 clients × 0.249, 0.004 for the generator on a GPU of")
+    assert "10.0.0.2:6379" in shares.text
+    rehearsal = only(federation.check_rehearsal, config(**joined))
+    assert rehearsal.state == "note" and "10.0.0.2:6379" in rehearsal.text
+    assert only(federation.check_shares, config(**joined | {"gpu_share": 0.0005})).state == "problem"
+
+
+@pytest.mark.slow
+def test_the_generators_actor_fits_beside_the_clients_under_ray(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Four quarters less a thousandth leave exactly the sliver."""
+    monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")  # must not be joined
+    found = only(federation.check_rehearsal, config(actors=4, gpu_share=0.25))
+    assert found.state == "ok" and found.text.startswith("4 clients and the generator were scheduled"), found
+
+
+@pytest.mark.slow
+def test_clients_that_fill_the_gpu_are_found_by_ray_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(resources, "leave_sliver", lambda share: share)  # a launcher that forgot the generator
+    found = only(federation.check_rehearsal, config(actors=4, gpu_share=0.25))
+    assert found.state == "problem" and found.text.startswith("gpu-share = 0.25, actors = 4: ")
+    assert "actors=4 gpu-share=0.249" in found.fix and "backend=inline" in found.fix
+
+
+def test_a_rehearsal_that_dies_is_a_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(federation.sys, "executable", shutil.which("false"))
+    found = only(federation.check_rehearsal)
+    assert found.state == "problem" and "Ray did not start: exit code 1" in found.text
+    assert only(federation.check_rehearsal, config(policy="none")).state == "note"

@@ -1,0 +1,253 @@
+"""Nodes that come, go and come back: who is asked, who takes part, and what the record says."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from flwr.app import Context, Error, Message, RecordDict
+from flwr.common.constant import ErrorCode
+from test_federation import EXAMPLES, START, VALUES, toy_app
+
+from fedeas_flwr.allocation import distribute, eligible_pairs
+from fedeas_flwr.common.errors import RunError
+from fedeas_flwr.config import parse_config
+from fedeas_flwr.federation import messages
+from fedeas_flwr.federation.client_manager import count_clients
+from fedeas_flwr.federation.delivery import deliver
+from fedeas_flwr.federation.federation import Federation
+from fedeas_flwr.federation.grids import InlineGrid
+from fedeas_flwr.policies import ClientView, MatchedPolicy, Share
+from fedeas_flwr.runs.directory import RunDirectory
+from fedeas_flwr.strategies.registry import build_strategy
+from fedeas_flwr.waterfill import waterfill_count
+
+SUPERLINK = 1
+
+
+class ComingAndGoing(InlineGrid):
+    """A grid whose nodes are started, stopped and killed by the test; a killed one stays online for a while."""
+
+    def __init__(self, *clients: int, of: int = 3) -> None:
+        super().__init__(toy_app(), 0, {})
+        self._of, self._dead, self.asked = of, set[int](), list[int]()
+        for client in clients:
+            self.start(client, 100 + client)
+
+    def start(self, client: int, node: int) -> None:
+        place = {"partition-id": client, "num-partitions": self._of}
+        self._contexts[node] = Context(run_id=1, node_id=node, node_config=place, state=RecordDict(), run_config={})
+
+    def stop(self, node: int) -> None:
+        del self._contexts[node]
+
+    def kill(self, node: int) -> None:
+        self._dead.add(node)
+
+    def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> Iterable[Message]:
+        alive = []
+        for message in messages:
+            if message.metadata.message_type == "query":
+                self.asked.append(message.metadata.dst_node_id)
+            if message.metadata.dst_node_id not in self._dead:
+                alive.append(message)
+        return super().send_and_receive(alive)
+
+
+def started(folder: Path, grid: ComingAndGoing, **keys: Any) -> Federation:
+    values = {"clients": 3, "participation": 1.0, "policy": "fedeas", "run-dir": str(folder), "min-replies": 0.5}
+    config = parse_config({**values, "node-wait": 0, **keys})
+    run = Federation(grid, config, build_strategy(config), RunDirectory.start(config, {}))
+    run.discover()
+    return run
+
+
+def mean_of(*clients: int) -> float:
+    return sum(EXAMPLES[c] * VALUES[c] for c in clients) / sum(EXAMPLES[c] for c in clients)
+
+
+def test_a_node_that_does_not_answer_is_named(tmp_path: Path) -> None:
+    grid = ComingAndGoing(0, 1, 2)
+    grid.kill(101)
+    with pytest.raises(RunError, match="node 101 did not say who it is within"):
+        started(tmp_path, grid, **{"min-replies": 1.0})
+
+
+def test_nobody_waits_for_clients_that_must_stay_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def never(seconds: float) -> None:
+        raise AssertionError("it waits")
+
+    monkeypatch.setattr("fedeas_flwr.federation.client_manager.time.sleep", never)
+    values = {"clients": 3, "policy": "none", "run-dir": str(tmp_path), "min-replies": 0.5, "node-wait": 60}
+    config = parse_config(values)
+    run = Federation(ComingAndGoing(0, 1, 2), config, build_strategy(config), RunDirectory.start(config, {}))
+    run.members.asked = {0, 2}
+    assert run.discover() == 2 and sorted(run.nodes) == [0, 2]
+
+
+def test_an_offline_client_is_recorded_and_the_rest_are_averaged(tmp_path: Path) -> None:
+    grid = ComingAndGoing(0, 1, 2)
+    run = started(tmp_path, grid)
+    run.plan()
+    grid.stop(101)
+    state, outcome = run.train_round(START)
+    assert outcome.failures == [{"client": 1, "reason": "its node is offline"}]
+    assert state.trainable["w"] == pytest.approx(np.full(2, mean_of(0, 2)))
+    assert state.accepted == {0: 1, 2: 1}
+
+
+def test_a_restarted_node_is_known_by_its_client_id(tmp_path: Path) -> None:
+    grid = ComingAndGoing(0, 1, 2)
+    run = started(tmp_path, grid)
+    run.plan()
+    grid.kill(101)
+    grid.start(1, 7)  # the old id lingers
+    state, outcome = run.train_round(START)
+    assert outcome.failures == []
+    assert run.nodes == {0: 100, 1: 7, 2: 102}
+    run.train_round(state)
+    assert grid.asked == [100, 101, 102, 7]  # nobody is asked twice, the lingering id least of all
+
+
+def test_a_run_starts_with_the_quorum_and_lets_the_others_join(tmp_path: Path) -> None:
+    grid = ComingAndGoing(0, 2)
+    run = started(tmp_path, grid)
+    run.plan()
+    state, outcome = run.train_round(START)
+    assert [r.client for r in outcome.reports] == [0, 2]
+    grid.start(1, 101)
+    state, outcome = run.train_round(state)
+    assert [r.client for r in outcome.reports] == [0, 1, 2]
+    assert state.trainable["w"] == pytest.approx(np.full(2, mean_of(0, 1, 2)))
+
+
+def test_without_the_quorum_it_does_not_start(tmp_path: Path) -> None:
+    with pytest.raises(RunError, match=r"clients = 3, but the federation has 2 nodes: start more"):
+        started(tmp_path, ComingAndGoing(0, 2), **{"min-replies": 1.0})
+
+
+def test_a_round_waits_for_its_quorum(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    grid = ComingAndGoing(0, 1, 2)
+    run = started(tmp_path, grid, **{"min-replies": 1.0, "node-wait": 5.0})
+    run.plan()
+    grid.stop(101)
+    waited: list[float] = []
+
+    def sleep(seconds: float) -> None:
+        waited.append(seconds)
+        if len(waited) == 3:
+            grid.start(1, 55)
+
+    monkeypatch.setattr("fedeas_flwr.federation.client_manager.time.sleep", sleep)
+    _, outcome = run.train_round(START)
+    assert len(waited) == 3
+    assert outcome.failures == []
+
+
+def test_one_client_more_than_the_run_has_is_left_out(tmp_path: Path) -> None:
+    grid = ComingAndGoing(0, 1, of=2)
+    run = started(tmp_path, grid, clients=2)
+    run.plan()
+    grid.start(0, 300)
+    grid._contexts[300].node_config["partition-id"] = 2
+    _, outcome = run.train_round(START)
+    assert [r.client for r in outcome.reports] == [0, 1]
+    run.train_round(START)
+    assert grid.asked.count(300) == 1
+
+
+@pytest.mark.parametrize("policy", ["uniform", "missing-only", "waterfill"])
+def test_a_matched_total_is_dealt_out_once(tmp_path: Path, policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those who come later generate nothing, within the run or with its resume, and nobody's share changes."""
+    tasks: dict[int, Share] = {}
+    add_task = messages.add_task
+
+    def listen(message: Message, task: messages.TrainTask, *rest: Any) -> None:
+        tasks[message.metadata.dst_node_id] = task.share
+        add_task(message, task, *rest)
+
+    monkeypatch.setattr(messages, "add_task", listen)
+    keys, counts = {"policy": policy, "total": 60, "rounds": 2}, np.array([[9, *[0] * 9], [3, *[1] * 9], [0, *[7] * 9]])
+
+    def images(share: Share, client: int) -> int:
+        held = counts[[client]]
+        if policy == "waterfill":
+            return int(waterfill_count(held, share.level)[0]) + share.extra
+        pairs = eligible_pairs(held, absent_only=policy == "missing-only")[0]
+        return int(distribute(pairs, share.base, share.extra).sum())
+
+    def answers(asked_by: MatchedPolicy, question: str, at: float) -> dict[int, list[int]]:
+        views = {client: ClientView(counts[[client]], run.config.policy_settings) for client in sorted(run.nodes)}
+        return {client: asked_by.reply(view, question, at)[0].tolist() for client, view in views.items()}
+
+    grid = ComingAndGoing(0, 2)
+    run = started(tmp_path / "r", grid, **keys)
+    monkeypatch.setattr(run, "_ask_all", answers)
+    run.plan()
+    grid.start(1, 101)
+    run.fit(START, lambda *model: {"accuracy": 0.5})
+    first = tasks.copy()
+    assert sum(images(first[100 + client], client) for client in (0, 2)) == 60 and images(first[101], 1) == 0
+
+    tasks.clear()
+    kept = run.run.load_checkpoint()
+    assert kept is not None
+    run = started(tmp_path / "resumed", ComingAndGoing(0, 1), **keys)
+    run.take_up(kept)
+    run.plan()  # nobody is asked: these clients have no answer
+    run.train_round(replace(kept, trainable=START.trainable, buffers=START.buffers))
+    assert tasks == {100: first[100], 101: first[101]}
+
+
+def test_two_nodes_with_one_client_id_are_refused(tmp_path: Path) -> None:
+    grid = ComingAndGoing(0, 1)
+    grid.start(1, 200)
+    with pytest.raises(RunError, match="two nodes say they are client 1"):
+        started(tmp_path, grid)
+
+
+class AnsweredFor(ComingAndGoing):
+    """Killed nodes are answered for as a SuperLink does: from its own node id, and before the others."""
+
+    def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> Iterable[Message]:
+        sent = list(messages)
+        answered = super().send_and_receive(sent)
+        return [*map(self._answer_for, (m for m in sent if m.metadata.dst_node_id in self._dead)), *answered]
+
+    def _answer_for(self, message: Message) -> Message:
+        message.metadata.__dict__["_message_id"] = f"to-{message.metadata.dst_node_id}"
+        reply = Message(Error(ErrorCode.NODE_UNAVAILABLE, "Node Unavailable"), reply_to=message)
+        reply.metadata.__dict__["_src_node_id"] = SUPERLINK
+        return reply
+
+
+def test_the_superlinks_answer_for_a_lost_node_counts_as_that_nodes(tmp_path: Path) -> None:
+    grid = AnsweredFor(1, 2)
+    grid.start(0, SUPERLINK)  # the worst case: a client whose node has the id that the answer comes from
+    run = started(tmp_path, grid)
+    run.plan()
+    grid.kill(101)
+    replies = deliver(grid, [messages.ask(node, "identity") for node in (SUPERLINK, 101, 102)], 0)
+    assert replies[101].error.code == ErrorCode.NODE_UNAVAILABLE
+    assert [messages.read_answer(replies[node])[0] for node in (SUPERLINK, 102)] == [0, 2]
+    state, outcome = run.train_round(START)
+    (failure,) = outcome.failures
+    assert failure["client"] == 1 and "Node Unavailable" in failure["reason"]
+    assert state.trainable["w"] == pytest.approx(np.full(2, mean_of(0, 2)))
+
+
+def test_a_reply_to_an_earlier_message_counts_for_nothing() -> None:
+    grid = ComingAndGoing(0)
+    (late,) = grid.send_and_receive([messages.ask(100, "identity")])
+    grid.send_and_receive = lambda out, *, timeout=None: [late]  # type: ignore[method-assign]
+    assert deliver(grid, [messages.ask(100, "identity")], 0) == {}
+
+
+def test_a_federation_nobody_counted_has_the_nodes_it_has() -> None:
+    assert count_clients(ComingAndGoing(0, 1, 2), parse_config({})) == 3
+    with pytest.raises(RunError, match="a run needs at least one client"):
+        count_clients(ComingAndGoing(), parse_config({"node-wait": 0}))

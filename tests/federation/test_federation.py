@@ -1,0 +1,223 @@
+"""The server's loop: what it averages, whom it asks, and when it stops."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from flwr.app import Message
+from flwr.clientapp import ClientApp
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from fedeas_flwr.common.errors import RunError
+from fedeas_flwr.config import parse_config
+from fedeas_flwr.data.datasets import dataset_info
+from fedeas_flwr.federation import messages, training_round
+from fedeas_flwr.federation.federation import Federation
+from fedeas_flwr.federation.grids import InlineGrid
+from fedeas_flwr.federation.messages import TrainReport
+from fedeas_flwr.runs.checkpoints import Checkpoint
+from fedeas_flwr.runs.directory import RunDirectory
+from fedeas_flwr.strategies.registry import build_strategy
+
+START = Checkpoint(0, {"w": np.zeros(2, np.float32)}, {"n": np.array(0, np.int64), "mean": np.zeros(1, np.float32)})
+EXAMPLES = (30, 10, 60)
+DIGITS = messages.classes_digest(dataset_info("digits").classes)
+VALUES = (1.0, 5.0, 2.0)
+
+
+def toy_app(misbehave: Callable[[int, Message], Message | None] = lambda client, message: None) -> ClientApp:
+    """Clients that reply their own constant: averages can be done by hand."""
+    app = ClientApp()
+
+    @app.query()
+    def query(message: Message, context: Any) -> Message:
+        node = context.node_config
+        client = node["partition-id"]
+        numbers = {"partitions": node["num-partitions"], "examples": EXAMPLES[client], "classes": DIGITS}
+        return messages.answer(message, client, **numbers)
+
+    @app.train()
+    def train(message: Message, context: Any) -> Message:
+        client = context.node_config["partition-id"]
+        odd = misbehave(client, message)
+        if odd is not None:
+            return odd
+        value = VALUES[client]
+        trained = {"w": np.full(2, value, np.float32)}
+        buffers = {"n": np.array(client + 2, np.int64), "mean": np.array([value], np.float32)}
+        report = TrainReport(client, EXAMPLES[client], value, EXAMPLES[client] // 10, 10 * client, 0, 0.0, 0.0)
+        return messages.train_reply(message, report, trained, buffers, {})
+
+    return app
+
+
+class ShuffledGrid(InlineGrid):
+    """Replies arrive in another order than they were asked for."""
+
+    def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> Iterable[Message]:
+        return list(super().send_and_receive(messages))[::-1]
+
+
+def federation(folder: Path, app: ClientApp, grid: type[InlineGrid] = InlineGrid, **keys: Any) -> Federation:
+    config = parse_config({"clients": 3, "participation": 1.0, "policy": "fedeas", "run-dir": str(folder), **keys})
+    made = Federation(grid(app, 3, config.outside()), config, build_strategy(config), RunDirectory.start(config, {}))
+    assert made.discover() == 3
+    made.plan()
+    return made
+
+
+def test_average_is_weighted_by_real_samples_and_counters_stay_whole(tmp_path: Path) -> None:
+    state, outcome = federation(tmp_path, toy_app()).train_round(START)
+    by_hand = (30 * 1.0 + 10 * 5.0 + 60 * 2.0) / 100
+    assert state.trainable["w"] == pytest.approx([by_hand, by_hand])
+    assert state.trainable["w"].dtype == np.float32
+    assert state.buffers["mean"] == pytest.approx([by_hand])
+    assert state.buffers["n"] == round((30 * 2 + 10 * 3 + 60 * 4) / 100)
+    assert state.buffers["n"].dtype == np.int64
+    assert state.buffers["n"].shape == ()
+    assert state.accepted == {0: 1, 1: 1, 2: 1}
+    assert sum(state.generated.values()) == 30
+    assert outcome.failures == []
+
+
+def test_order_of_arrival_does_not_change_a_bit(tmp_path: Path) -> None:
+    first, _ = federation(tmp_path / "a", toy_app()).train_round(START)
+    second, _ = federation(tmp_path / "b", toy_app(), ShuffledGrid).train_round(START)
+    assert first.trainable["w"].tobytes() == second.trainable["w"].tobytes()
+
+
+def test_the_largest_client_is_asked_first_once_it_is_known(tmp_path: Path) -> None:
+    asked: list[int] = []
+    federated = federation(tmp_path, toy_app(lambda client, message: asked.append(client)))
+    state, _ = federated.train_round(START)
+    state, _ = federated.train_round(state)
+    assert asked == [0, 1, 2, 2, 0, 1]
+    federated._steps.pop(1)  # not seen yet, so its images are still to be made
+    federated.train_round(state)
+    assert asked[6:] == [1, 2, 0]
+
+
+def misbehaviours() -> dict[str, Callable[[int, Message], Message | None]]:
+    def raises(client: int, message: Message) -> Message | None:
+        if client == 1:
+            raise ArithmeticError("out of luck")
+        return None
+
+    def sends_nan(client: int, message: Message) -> Message | None:
+        if client != 1:
+            return None
+        report = TrainReport(1, 10, 0.0, 1, 0, 0, 0.0, 0.0)
+        arrays = {"w": np.array([np.nan, 0], np.float32)}
+        return messages.train_reply(message, report, arrays, START.buffers, {})
+
+    return {"raises": raises, "NaN": sends_nan}
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize("kind", ["raises", "NaN"])
+def test_a_failed_client_is_named_and_the_average_is_that_of_the_rest(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, threads: int
+) -> None:
+    monkeypatch.setattr(training_round, "threads_for", lambda model, models: threads)
+    app = toy_app(misbehaviours()[kind])
+    strict = federation(tmp_path / "strict", app)
+    with pytest.raises(RunError, match=r"round 1: 1 of 3 clients failed and min-replies = 1 .* client 1: "):
+        strict.train_round(START)
+    state, outcome = federation(tmp_path / "lax", app, **{"min-replies": 0.5}).train_round(START)
+    assert state.trainable["w"] == pytest.approx((30 * 1.0 + 60 * 2.0) / 90)
+    assert [failure["client"] for failure in outcome.failures] == [1]
+    assert 1 not in state.accepted
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_the_log_tells_of_failed_clients_in_their_order(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, threads: int
+) -> None:
+    def all_fail(client: int, message: Message) -> Message | None:
+        raise ValueError(f"luck of {client}")
+
+    def first_is_slow(reply: Message) -> str:
+        if "luck of 0" in reply.error.reason:
+            time.sleep(0.2)
+        return tell_reason(reply)
+
+    told: list[str] = []
+    tell_reason = messages.failure_reason
+    monkeypatch.setattr(messages, "failure_reason", first_is_slow)
+    monkeypatch.setattr(training_round, "threads_for", lambda model, models: threads)
+    for module in (messages, training_round):
+        monkeypatch.setattr(module, "log", lambda level, text, *values: told.append((text % values).splitlines()[0]))
+    with pytest.raises(RunError, match="3 of 3 clients failed"):
+        federation(tmp_path, toy_app(all_fail)).train_round(START)
+    assert [re.sub("node [0-9]+ failed", "node failed", line) for line in told] == [
+        line
+        for k in range(3)
+        for line in (f"node failed: ValueError: luck of {k}", f"client {k}: ValueError: luck of {k}")
+    ]
+
+
+def test_a_round_without_any_good_reply_never_counts_as_one(tmp_path: Path) -> None:
+    def all_fail(client: int, message: Message) -> Message | None:
+        raise ValueError("no")
+
+    lax = federation(tmp_path, toy_app(all_fail), **{"min-replies": 0.01})
+    with pytest.raises(RunError, match="3 of 3 clients failed"):
+        lax.train_round(START)
+
+
+def test_the_last_accepted_round_is_what_a_client_is_told(tmp_path: Path) -> None:
+    told: list[tuple[int, int, int]] = []
+
+    def note(client: int, message: Message) -> Message | None:
+        task = messages.read_task(message)
+        told.append((task.round, client, task.accepted_round))
+        if task.round == 2 and client == 0:
+            raise ValueError("reply lost")
+        return None
+
+    run = federation(tmp_path, toy_app(note), **{"min-replies": 0.5})
+    state = START
+    for _ in range(3):
+        state, _ = run.train_round(state)
+    assert [t for t in told if t[1] == 0] == [(1, 0, 0), (2, 0, 1), (3, 0, 1)]
+    assert [t for t in told if t[1] == 1] == [(1, 1, 0), (2, 1, 1), (3, 1, 2)]
+
+
+def test_sampling_depends_on_seed_and_round_alone(tmp_path: Path) -> None:
+    config = {"participation": 0.5}
+    run = federation(tmp_path / "a", toy_app(), **config)
+    run.nodes = {client: 1000 - client for client in range(20)}
+    other = federation(tmp_path / "b", toy_app(), **config)
+    other.nodes = {client: 7 * client + 1 for client in reversed(range(20))}
+    draws = [run.sample(n) for n in range(1, 200)]
+    assert draws == [other.sample(n) for n in range(1, 200)]
+    assert all(len(set(d)) == 10 for d in draws)
+    often = np.bincount(np.concatenate(draws), minlength=20)
+    assert often.min() > 60  # of 199 rounds, 99.5 expected: nobody is left out
+    different = federation(tmp_path / "c", toy_app(), seed=2, **config)
+    different.nodes = run.nodes
+    assert [different.sample(n) for n in range(1, 20)] != draws[:19]
+
+
+@given(hundredths=st.integers(1, 100), asked=st.integers(1, 2000))
+@example(hundredths=28, asked=25)
+@example(hundredths=55, asked=100)
+def test_the_fewest_replies_are_those_of_exact_arithmetic(hundredths: int, asked: int) -> None:
+    """0.28 · 25 is 7.000000000000001 in floats, and 7 replies of 25 are enough."""
+    config = parse_config({"min-replies": hundredths / 100})
+    assert config.enough_of(asked) == -(-hundredths * asked // 100)
+
+
+def test_a_federation_of_another_size_is_one_line_with_the_flag(tmp_path: Path) -> None:
+    config = parse_config({"clients": 10, "run-dir": str(tmp_path), "node-wait": 0})
+    grid = InlineGrid(toy_app(), 2, config.outside())
+    run = Federation(grid, config, build_strategy(config), RunDirectory.start(config, {}))
+    with pytest.raises(RunError, match=r"clients = 10, but the federation has 2 nodes: .*num-supernodes=10"):
+        run.discover()

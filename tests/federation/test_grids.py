@@ -1,0 +1,73 @@
+"""The inline grid's one hold on Flower's inside, and the view a strategy is shown."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import CancelledError
+from contextlib import suppress
+from typing import cast
+
+from flwr.app import Message, RecordDict
+from flwr.clientapp import ClientApp
+
+from fedeas_flwr.client_app import app
+from fedeas_flwr.config import parse_config
+from fedeas_flwr.federation.grids import GridView, InlineGrid
+from fedeas_flwr.federation.messages import ask, failure_reason, read_answer
+
+
+def test_the_inline_grid_reaches_every_client_and_answers_in_order() -> None:
+    for workers in (1, 3):
+        grid = InlineGrid(app, 4, parse_config({"clients": 4}).outside(), workers)
+        nodes = list(grid.get_node_ids())
+        replies = grid.send_and_receive([ask(node, "identity") for node in reversed(nodes)])
+        assert [read_answer(reply, "partitions") for reply in replies] == [(3, 4), (2, 4), (1, 4), (0, 4)]
+        grid.close()
+
+
+def test_an_interrupted_grid_does_not_wait_for_clients_at_work() -> None:
+    """A client may have minutes before it; those that wait for their turn never begin."""
+    begun, go_on, handed_over = threading.Semaphore(0), threading.Event(), threading.Event()
+
+    def work(*_: object) -> None:
+        begun.release()
+        go_on.wait(60)
+
+    grid = InlineGrid(cast(ClientApp, work), 4, parse_config({"clients": 4}).outside(), workers=2)
+
+    def messages() -> Iterator[Message]:
+        yield from [ask(node, "identity") for node in grid.get_node_ids()]
+        handed_over.set()
+
+    def send() -> None:
+        with suppress(CancelledError):
+            grid.send_and_receive(messages())
+
+    others = threading.Thread(target=send)
+    others.start()
+    assert begun.acquire(timeout=60)
+    assert begun.acquire(timeout=60)
+    assert handed_over.wait(60)
+    before = time.monotonic()
+    grid.close()
+    assert time.monotonic() - before < 30
+    go_on.set()
+    others.join(60)
+    assert not begun.acquire(blocking=False)
+
+
+def test_a_message_nobody_handles_is_an_error_reply_not_a_crash() -> None:
+    grid = InlineGrid(app, 2, parse_config({"clients": 2}).outside())
+    (reply,) = grid.send_and_receive([Message(RecordDict(), dst_node_id=1, message_type="query.unknown")])
+    assert reply.has_error()
+    assert "unknown" in failure_reason(reply)
+
+
+def test_a_view_shows_the_chosen_nodes_alone() -> None:
+    grid = InlineGrid(app, 4, parse_config({"clients": 4}).outside())
+    view = GridView(grid, [2, 4])
+    assert list(view.get_node_ids()) == [2, 4]
+    (reply,) = view.send_and_receive([ask(4, "identity")])
+    assert read_answer(reply, "partitions") == (3, 4)

@@ -1,0 +1,273 @@
+"""What must not reach the global model is refused by name; what crosses the wire holds no per-class vector."""
+
+import copy
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
+from flwr.common.serde import recorddict_to_proto
+from flwr.supercore.inflatable.inflatable_object import get_all_nested_objects
+
+from fedeas_flwr.client_app import app as client_app
+from fedeas_flwr.common.errors import MessageError
+from fedeas_flwr.config import parse_config
+from fedeas_flwr.federation import messages
+from fedeas_flwr.federation.grids import InlineGrid
+from fedeas_flwr.federation.messages import TrainReport, TrainTask
+from fedeas_flwr.policies import Share
+from fedeas_flwr.strategies.records import (
+    ARRAYS,
+    BUFFERS,
+    CONFIG,
+    METRICS,
+    WEIGHT,
+    WrongArraysError,
+    encoded,
+    read_like,
+    to_arrays,
+    to_record,
+)
+
+TRAINABLE = {"w": np.ones((2, 3), np.float32), "b": np.zeros(3, np.float32)}
+COUNTERS = {"n": np.array(4, np.int64)}
+REPORT = TrainReport(5, 120, 0.5, 7, 30, 30, 1.5, 2.5)
+
+
+@pytest.fixture(autouse=True)
+def identity() -> None:
+    """Flower messages need to know whose they are."""
+    InlineGrid(client_app, 1, parse_config({}).outside())
+
+
+def request() -> Message:
+    content = RecordDict({ARRAYS: to_record(TRAINABLE), CONFIG: ConfigRecord({"server-round": 3})})
+    message = Message(content, dst_node_id=6, message_type="train")
+    task = TrainTask(3, 12.0, 2, 1, "0123456789abcdef" * 2, Share(4, 1, 0.25))
+    messages.add_task(message, task, to_record(COUNTERS), to_record({}))
+    return message
+
+
+def reply() -> Message:
+    return messages.train_reply(request(), REPORT, TRAINABLE, COUNTERS, {})
+
+
+def read(message: Message) -> Any:
+    return messages.read_train_reply(message, 5, TRAINABLE, COUNTERS, {})
+
+
+def test_task_and_reply_come_back_as_sent() -> None:
+    assert messages.read_task(request()) == TrainTask(3, 12.0, 2, 1, "0123456789abcdef" * 2, Share(4, 1, 0.25))
+    message = reply()
+    report, buffers = read(message)
+    assert report == REPORT
+    assert buffers["n"] == 4
+    assert buffers["n"].dtype == np.int64
+    # What is left is what Flower's strategies take.
+    assert list(message.content.array_records) == [ARRAYS]
+    assert list(message.content.metric_records) == [METRICS]
+
+
+def replace_array(key: str, value: Any, record: str = ARRAYS) -> Callable[[RecordDict], None]:
+    def change(content: RecordDict) -> None:
+        arrays = dict(content.array_records[record].items())
+        if value is None:
+            del arrays[key]
+        else:
+            arrays[key] = Array(value)
+        content[record] = ArrayRecord(arrays)
+
+    return change
+
+
+def replace_metric(key: str, value: Any) -> Callable[[RecordDict], None]:
+    def change(content: RecordDict) -> None:
+        metrics = dict(content.metric_records[METRICS].items())
+        metrics.pop(key)
+        if value is not None:
+            metrics[key] = value
+        content[METRICS] = MetricRecord(metrics)
+
+    return change
+
+
+def lying_shape(content: RecordDict) -> None:
+    """Declare the right shape over bytes of another one."""
+    arrays = dict(content.array_records[ARRAYS].items())
+    big = Array(np.ones((50, 3), np.float32))
+    arrays["w"] = Array(dtype="float32", shape=(2, 3), stype=big.stype, data=big.data)
+    content[ARRAYS] = ArrayRecord(arrays)
+
+
+def broken_bytes(content: RecordDict) -> None:
+    arrays = dict(content.array_records[ARRAYS].items())
+    arrays["w"] = Array(dtype="float32", shape=(2, 3), stype=arrays["w"].stype, data=b"not an array")
+    content[ARRAYS] = ArrayRecord(arrays)
+
+
+def second_metrics(content: RecordDict) -> None:
+    content["more"] = MetricRecord({"a": 1})
+
+
+def with_data(data: Any) -> Callable[[RecordDict], None]:
+    """Put something into an array that Flower itself would not let in, but a pickle may bring."""
+
+    def change(content: RecordDict) -> None:
+        content.array_records[ARRAYS]["w"].data = data
+
+    return change
+
+
+W = to_record(TRAINABLE)["w"].data
+BAD = {
+    "a view of bytes, cut short": (with_data(memoryview(W[:-1])), "w cannot be decoded: .* needs 24 bytes, but 23 are"),
+    "a view of bytes of another array": (with_data(memoryview(W[:60] + b"9" + W[61:])), "w cannot be decoded"),
+    "a view of more bytes than it may": (
+        with_data(memoryview(bytes(2**20))),
+        "w has 1048576 bytes, wanted 1048 at most",
+    ),
+    "a view of larger items": (with_data(memoryview(bytes(2**13)).cast("d")), "w has data of type memoryview"),
+    "a view with gaps": (with_data(memoryview(W + W)[::2]), "w has data of type memoryview, wanted bytes"),
+    "a view that can be written to": (with_data(memoryview(bytearray(W))), "w has data of type memoryview"),
+    "data that are no bytes": (with_data([1, 2, 3]), "w has data of type list, wanted bytes"),
+    "NaN": (replace_array("w", np.full((2, 3), np.nan, np.float32)), "w holds NaN"),
+    "infinity": (replace_array("b", np.array([0, np.inf, 0], np.float32)), "b holds NaN or infinity"),
+    "wrong shape": (replace_array("w", np.ones((3, 2), np.float32)), r"w is float32\[3, 2\]"),
+    "broadcastable shape": (replace_array("b", np.ones(1, np.float32)), r"b is float32\[1\]"),
+    "wrong dtype": (replace_array("w", np.ones((2, 3))), "w is float64"),
+    "missing key": (replace_array("b", None), "differ from those wanted: b"),
+    "extra key": (replace_array("z", np.ones(1, np.float32)), "differ from those wanted: z"),
+    "float counter": (replace_array("n", np.array(4.0), BUFFERS), "n is float64"),
+    "shape that lies": (lying_shape, "w decodes to"),
+    "bytes that are no array": (broken_bytes, "w cannot be decoded"),
+    "no weight": (replace_metric(WEIGHT, None), "num-examples = None"),
+    "zero weight": (replace_metric(WEIGHT, 0), "num-examples = 0"),
+    "negative weight": (replace_metric(WEIGHT, -3), "num-examples = -3"),
+    "fractional weight": (replace_metric(WEIGHT, 1.5), r"num-examples = 1\.5"),
+    "huge weight": (replace_metric(WEIGHT, 2**60), "num-examples = "),
+    "NaN loss": (replace_metric("loss", float("nan")), "loss = nan"),
+    "another client": (replace_metric("client-id", 6), "client-id = 6, but the message was for client 5"),
+    "second metric record": (second_metrics, "metric records"),
+}
+
+
+def through_ray(message: Message) -> Message:
+    """The message as Ray brings it: pickled, with large buffers out of band."""
+    buffers: list[pickle.PickleBuffer] = []
+    stream = pickle.dumps(message, protocol=5, buffer_callback=buffers.append)
+    assert len(stream) < 5_000 and len(buffers) == 3
+    received: Message = pickle.loads(stream, buffers=buffers)
+    return received
+
+
+def test_a_reply_that_came_out_of_band_is_read_and_can_be_sent_on_where_flower_takes_it() -> None:
+    message = through_ray(reply())
+    report, buffers = read(message)
+    assert report == REPORT and buffers["n"] == 4 and buffers["n"].dtype == np.int64
+    record = message.content.array_records[ARRAYS]
+    assert isinstance(record["w"].data, memoryview)
+    assert all(np.array_equal(array, TRAINABLE[key]) for key, array in to_arrays(record).items())
+    assert np.array_equal(record["w"].numpy(), TRAINABLE["w"])  # as Flower reads it
+    assert record.count_bytes() == to_record(TRAINABLE).count_bytes()
+    # What a strategy of Flower's is given can do all that a record it made itself can.
+    shown, made = encoded(record), ArrayRecord({key: Array(array) for key, array in TRAINABLE.items()})
+    assert shown == made and ArrayRecord(dict(shown)) == pickle.loads(pickle.dumps(copy.deepcopy(shown))) == made
+    assert shown.object_id == made.object_id
+    assert recorddict_to_proto(RecordDict({ARRAYS: shown})) == recorddict_to_proto(RecordDict({ARRAYS: made}))
+    assert encoded(shown) is shown
+
+
+def test_over_the_network_goes_what_flower_itself_would_send() -> None:
+    ours, flowers = to_record(TRAINABLE), ArrayRecord({key: Array(array) for key, array in TRAINABLE.items()})
+    assert recorddict_to_proto(RecordDict({ARRAYS: ours})) == recorddict_to_proto(RecordDict({ARRAYS: flowers}))
+    nested, expected = get_all_nested_objects(ours), get_all_nested_objects(flowers)
+    assert list(nested) == list(expected) and len(nested) == 5  # the record, two arrays and a chunk of each
+    assert [part.deflate() for part in nested.values()] == [part.deflate() for part in expected.values()]
+    assert all(type(part.deflate()) is bytes for part in nested.values())
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_replies_that_must_not_be_averaged_are_refused_by_name(name: str) -> None:
+    change, reason = BAD[name]
+    message = reply()
+    content = RecordDict(dict(message.content.items()))
+    change(content)
+    message.content = content
+    with pytest.raises(MessageError, match=reason):
+        read(message)
+
+
+def test_an_error_travels_as_one_line_with_its_traceback_behind() -> None:
+    try:
+        raise ArithmeticError("first\nsecond")
+    except ArithmeticError as error:
+        failed = messages.error_reply(request(), error)
+    assert messages.failure_reason(failed) == "ArithmeticError: first second"
+    assert "Traceback" in (failed.error.reason or "")
+
+
+def numbers_on_the_wire(message: Message) -> list[Any]:
+    records = [*message.content.metric_records.values(), *message.content.config_records.values()]
+    return [value for record in records for value in record.values()]
+
+
+def test_query_answers_are_whole_numbers_one_each() -> None:
+    grid = InlineGrid(client_app, 4, parse_config({"policy": "waterfill", "clients": 4}).outside())
+    for question, keys in (
+        ("identity", {"partitions", "examples", "classes"}),
+        ("plan", {"total", "absent"}),
+        ("waterfill", {"count"}),
+    ):
+        for found in grid.send_and_receive([messages.ask(node, question, 0.1) for node in grid.get_node_ids()]):
+            assert set(found.content.metric_records[METRICS]) == {"client-id", *keys}
+            assert all(type(v) is int for v in found.content.metric_records[METRICS].values())
+            assert not found.content.array_records
+    (unknown,) = grid.send_and_receive([messages.ask(1, "counts")])
+    assert "question = 'counts'" in messages.failure_reason(unknown)
+
+
+@pytest.mark.parametrize(("policy", "question"), [("missing-only", "waterfill"), ("fedeas", "plan")])
+def test_a_client_answers_only_its_own_policys_questions(policy: str, question: str) -> None:
+    grid = InlineGrid(client_app, 4, parse_config({"policy": policy, "clients": 4}).outside())
+    (refused,) = grid.send_and_receive([messages.ask(1, question, 0.1)])
+    assert f"question = '{question}'" in messages.failure_reason(refused)
+
+
+def test_no_list_crosses_in_a_train_message_or_its_reply() -> None:
+    for message in (request(), reply()):
+        assert not any(isinstance(value, (list, tuple, bytes)) for value in numbers_on_the_wire(message))
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+def test_a_tensor_handed_over_with_one_bad_element_is_refused(value: float) -> None:
+    model = {"w": torch.ones(3, 4), "b": torch.ones(4)}
+    counters = {"n": torch.tensor(3)}
+    good = messages.train_reply(request(), REPORT, model, counters, {})
+    messages.read_train_reply(good, 5, model, counters, {})
+    spoilt = {"w": torch.ones(3, 4), "b": torch.tensor([1, 2, value, 4])}
+    bad = messages.train_reply(request(), REPORT, spoilt, counters, {})
+    with pytest.raises(MessageError, match="NaN or infinity"):
+        messages.read_train_reply(bad, 5, model, counters, {})
+    smaller = messages.train_reply(request(), REPORT, {**model, "b": torch.ones(1)}, counters, {})
+    with pytest.raises(MessageError, match="array b is"):
+        messages.read_train_reply(smaller, 5, model, counters, {})
+
+
+@pytest.mark.parametrize(
+    ("found", "reason"),
+    [
+        ({"a": torch.zeros(2, 3)}, "differ from those wanted: b"),
+        ({"b": torch.zeros(2), "a": torch.zeros(2, 3)}, "differ from those wanted: the order"),
+        ({"a": torch.zeros(3, 2), "b": torch.zeros(2)}, r"a is torch.float32\[3, 2\], wanted torch.float32\[2, 3\]"),
+        ({"a": torch.zeros(2, 3), "b": torch.zeros(2).double()}, r"b is torch.float64\[2\], wanted torch.float32\[2\]"),
+        ({"a": torch.full((2, 3), torch.inf), "b": torch.zeros(2)}, "NaN or infinity"),
+    ],
+)
+def test_tensors_that_are_handed_over_are_checked_too(found: dict[str, torch.Tensor], reason: str) -> None:
+    wanted = {"a": torch.zeros(2, 3), "b": torch.zeros(2)}
+    assert read_like(to_record(wanted), wanted) == wanted
+    with pytest.raises(WrongArraysError, match=reason):
+        read_like(to_record(found), wanted)

@@ -1,0 +1,285 @@
+"""Generators beside diffusion: a bank of images, text to image, and the one that the documentation shows."""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+from rich.console import Console
+from runners import black_digits, small
+
+from fedeas_flwr.generators.bank import BankGenerator
+from fedeas_flwr.generators.cache import ImageCache
+from fedeas_flwr.generators.classifier import ensure_recognised
+from fedeas_flwr.generators.interface import SampleId
+from fedeas_flwr.generators.opening import absolute_spec, open_generator
+from fedeas_flwr.launch.prepare import prepare
+
+ROOT = Path(__file__).parents[2]
+SHAPE = (8, 8, 1)
+
+
+def few(classes: int = 3, count: int = 4, seed: int = 0, client: int = 0) -> list[SampleId]:
+    return [SampleId(seed, client, label, index) for label in range(classes) for index in range(count)]
+
+
+# ------------------------------------------------------------------------------------------------- bank
+
+
+def save_bank(folder: Path, count: int = 5, size: int = 8) -> Path:
+    for label, name in enumerate(("cat", "1", "ship")):  # by name or by number
+        (folder / name).mkdir(parents=True)
+        for i in range(count):
+            pixels = np.full((size, size, 3), 80 * label + i, np.uint8)
+            Image.fromarray(pixels).save(folder / name / f"{i}.png")
+    return folder
+
+
+def open_bank(where: Path, shape: tuple[int, int, int] = SHAPE) -> BankGenerator:
+    return BankGenerator(where, classes=("cat", "dog", "ship"), image_shape=shape)
+
+
+def test_a_bank_deals_every_image_of_a_class_once_to_a_client(tmp_path: Path) -> None:
+    bank = open_bank(save_bank(tmp_path))
+    images = bank.sample(few(count=5))
+    assert images.shape == (15, *SHAPE) and images.dtype == np.uint8
+    values = images[:, 0, 0, 0].reshape(3, 5)
+    assert [sorted(row) for row in values.tolist()] == [[80 * c + i for i in range(5)] for c in range(3)]
+    backwards = bank.sample(few(count=5)[::-1])
+    assert np.array_equal(backwards[::-1], images)
+    orders = {tuple(bank.sample(few(1, 5, seed, client))[:, 0, 0, 0]) for seed in range(3) for client in range(3)}
+    assert len(orders) > 3, "each client has an order of its own"
+
+
+def test_a_bank_that_is_too_small_says_so(tmp_path: Path) -> None:
+    bank = open_bank(save_bank(tmp_path))
+    with pytest.raises(ValueError, match=r"has 5 images of class 'dog'; client 7 needs at least 6"):
+        bank.sample([SampleId(0, 7, 1, 5)])
+
+
+def test_a_banks_fingerprint_is_its_content(tmp_path: Path) -> None:
+    first = open_bank(save_bank(tmp_path / "a")).fingerprint
+    assert first == open_bank(save_bank(tmp_path / "b")).fingerprint
+    Image.fromarray(np.zeros((8, 8), np.uint8)).save(tmp_path / "b" / "ship" / "4.png")
+    assert first != open_bank(tmp_path / "b").fingerprint
+
+
+def test_a_banks_large_pictures_are_brought_down_without_aliasing(tmp_path: Path) -> None:
+    (tmp_path / "0").mkdir()
+    stripes = np.zeros((64, 64), np.uint8)
+    stripes[:, ::2] = 255  # any subsampling would be all black or all white
+    Image.fromarray(stripes).save(tmp_path / "0" / "a.png")
+    image = open_bank(tmp_path, (8, 8, 3)).sample([SampleId(0, 0, 0, 0)])
+    assert abs(int(image.mean()) - 127) < 3 and image.std() < 10
+
+
+def test_a_bank_from_arrays(tmp_path: Path) -> None:
+    x, y = np.arange(6 * 64, dtype=np.uint8).reshape(6, 8, 8, 1), np.array([0, 0, 1, 1, 2, 2])
+    np.savez(tmp_path / "b.npz", x=x, y=y)
+    images = open_bank(tmp_path / "b.npz").sample(few(count=2))
+    assert sorted(map(bytes, images)) == sorted(map(bytes, x))
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ({"x": np.zeros((2, 9, 9, 1), np.uint8), "y": np.zeros(2, int)}, r"x uint8 \[2, 9, 9, 1\].*\[N, 8, 8, 1\]"),
+        ({"x": np.zeros((2, 8, 8, 1), np.uint8), "y": np.zeros(3, int)}, r"y int64 \[3\]"),
+        ({"x": np.zeros((2, 8, 8, 1), np.uint8)}, "is not an .npz file with x and y"),
+    ],
+)
+def test_wrong_arrays_are_refused_in_one_line(tmp_path: Path, content: dict[str, Any], message: str) -> None:
+    np.savez(tmp_path / "b.npz", **content)
+    with pytest.raises(ValueError, match=message) as caught:
+        open_bank(tmp_path / "b.npz")
+    assert "\n" not in str(caught.value)
+
+
+def test_wrong_banks_are_refused_in_one_line(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match=r"there is no bank '/nowhere'; write bank:DIR"):
+        open_generator("bank:/nowhere", "digits")
+    with pytest.raises(FileNotFoundError, match="there is no bank ''"):
+        open_generator("bank:", "digits")
+    with pytest.raises(ValueError, match=r"has no images; name its subfolders 'cat' … or 0 …"):
+        open_bank(tmp_path)
+    (tmp_path / "cat").mkdir()
+    (tmp_path / "cat" / "a.png").write_text("no picture")
+    with pytest.raises(ValueError, match=r"cat/a.png is not an image"):
+        open_bank(tmp_path)
+
+
+@pytest.mark.parametrize("backend", ["inline", "ray"])
+def test_a_bank_with_too_few_images_is_refused_before_the_run(tmp_path: Path, backend: str) -> None:
+    def prepared(*counts: int, **keys: Any) -> None:
+        bank = black_digits(tmp_path / f"{sum(counts)}.npz", counts)
+        prepare(small(tmp_path / "run", generator=bank, backend=backend, **keys), Console(file=io.StringIO()))
+
+    with pytest.raises(ValueError, match=r"has 3 images of class '7', and by the plan a client needs 25, none twice$"):
+        prepared(*[25] * 7, 3, 25, 25, policy="uniform", total=1000)
+    prepared(*[25] * 10, policy="uniform", total=1000)
+    prepared(*[25] * 10, policy="uniform", total=1000, shared_images="by-class")
+    with pytest.raises(ValueError, match="10 classes have too few"):
+        prepared(*[24] * 10, policy="uniform", total=1000, shared_images="by-class")
+
+
+def test_specs_become_absolute(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    given = ["builtin", "sd-turbo", "bank:b", "sd-turbo:/m", "folder"]
+    assert [absolute_spec(s) for s in given] == [
+        "builtin", "sd-turbo", f"bank:{tmp_path}/b", "sd-turbo:/m", f"{tmp_path}/folder"
+    ]  # fmt: skip
+
+
+# --------------------------------------------------------------------------------------------- sd-turbo
+
+
+@pytest.fixture(scope="module")
+def pipeline(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random text-to-image pipeline of the smallest size, saved as SD-Turbo is."""
+    transformers = pytest.importorskip("transformers", reason="sd-turbo is an extra: pip install 'fedeas-flwr[sd]'")
+    import torch
+    from diffusers import AutoencoderKL, EulerDiscreteScheduler, StableDiffusionPipeline, UNet2DConditionModel
+
+    folder = tmp_path_factory.mktemp("pipeline")
+    letters = "abcdefghijklmnopqrstuvwxyz0123456789"
+    words = ["<|startoftext|>", "<|endoftext|>", *letters, *(f"{letter}</w>" for letter in letters)]
+    (folder / "vocab.json").write_text(json.dumps({word: i for i, word in enumerate(words)}))
+    (folder / "merges.txt").write_text("#version: 0.2\n")
+    files = (str(folder / "vocab.json"), str(folder / "merges.txt"))
+    torch.manual_seed(0)
+    text = transformers.CLIPTextConfig(
+        vocab_size=len(words), hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2,
+        bos_token_id=0, eos_token_id=1, pad_token_id=1,
+    )  # fmt: skip
+    StableDiffusionPipeline(
+        vae=AutoencoderKL(
+            block_out_channels=(8, 8), down_block_types=("DownEncoderBlock2D",) * 2,
+            up_block_types=("UpDecoderBlock2D",) * 2, latent_channels=4, norm_num_groups=4, sample_size=32,
+        ),
+        text_encoder=transformers.CLIPTextModel(text),
+        tokenizer=transformers.CLIPTokenizer(*files, model_max_length=77),
+        unet=UNet2DConditionModel(
+            sample_size=16, block_out_channels=(8, 16), layers_per_block=1, cross_attention_dim=16, norm_num_groups=4,
+            down_block_types=("DownBlock2D", "CrossAttnDownBlock2D"), attention_head_dim=4,
+            up_block_types=("CrossAttnUpBlock2D", "UpBlock2D"),
+        ),
+        scheduler=EulerDiscreteScheduler(timestep_spacing="trailing", steps_offset=1),
+        safety_checker=None,
+        feature_extractor=None,
+        requires_safety_checker=False,
+    ).save_pretrained(folder / "model")  # fmt: skip
+    return folder / "model"
+
+
+def open_turbo(folder: str | Path, **settings: Any) -> Any:
+    from fedeas_flwr.generators.sd_turbo import TurboGenerator
+
+    given: dict[str, Any] = {"classes": ("cat", "dog", "ship"), "image_shape": (8, 8, 3), "batch_size": 4}
+    return TurboGenerator(folder, **(given | settings))
+
+
+def test_turbo_makes_the_same_image_in_any_company(pipeline: Path) -> None:
+    turbo = open_turbo(pipeline)
+    images = turbo.sample(few(count=2))
+    assert images.shape == (6, 8, 8, 3) and images.dtype == np.uint8
+    assert len({bytes(image) for image in images}) == 6, "each has noise of its own"
+    assert np.array_equal(turbo.sample(few(count=2)[::-1])[::-1], images)
+    assert np.array_equal(turbo.sample(few(count=2)[3:4]), images[3:4])
+    assert turbo.fingerprint == open_turbo(pipeline).fingerprint
+    assert turbo.fingerprint != open_turbo(pipeline, prompt="a drawing of a {}").fingerprint
+    assert open_generator(f"sd-turbo:{pipeline}", "digits").sample(few(1, 1)).shape == (1, 8, 8, 1)
+
+
+def test_turbo_without_a_pipeline_is_one_line(pipeline: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(FileNotFoundError, match=r"there is no .*model_index.json"):
+        open_turbo(tmp_path)
+    (tmp_path / "model_index.json").write_text('{"_class_name": "Nothing"}')
+    with pytest.raises(ValueError, match="is not a text-to-image pipeline or is damaged"):
+        open_turbo(tmp_path)
+    monkeypatch.setenv("FEDEAS_OFFLINE", "1")
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+    with pytest.raises(FileNotFoundError, match=r"stabilityai/sd-turbo cannot be had \(FEDEAS_OFFLINE is set"):
+        open_turbo("")
+
+
+def test_without_transformers_turbo_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ValueError, match=r"sd-turbo needs the package transformers; pip install 'fedeas-flwr\[sd\]'"):
+        open_generator("sd-turbo", "digits")
+
+
+def test_pictures_are_brought_down_without_aliasing() -> None:
+    import torch
+
+    from fedeas_flwr.generators.sd_turbo import shrink
+
+    stripes = torch.zeros(1, 3, 512, 512)
+    stripes[..., ::2] = 1
+    for channels in (1, 3):
+        image = shrink(stripes, (32, 32, channels))
+        assert image.shape == (1, 32, 32, channels)
+        assert abs(float(image.mean()) - 127.5) < 2 and image.std() < 8
+
+
+# ------------------------------------------------------------------------------------------- the fourth
+
+
+def test_the_documentations_own_backend_runs(tmp_path: Path) -> None:
+    text = (ROOT / "docs" / "generators.md").read_text()
+    (code,) = re.findall(r"```python\n# a fourth backend\n(.*?)```", text, re.DOTALL)
+    space: dict[str, Any] = {}
+    exec(code, space)
+    images, labels, made = ImageCache(tmp_path).ensure(space["StripesGenerator"](), seed=1, client=2, wanted=[3] * 10)
+    assert images.shape == (30, 8, 8, 1) and made == 30 and len(np.unique(images)) > 2
+    again = space["StripesGenerator"]().sample([SampleId(1, 2, 4, 1)])
+    assert np.array_equal(again[0], images[labels == 4][1])
+
+
+# --------------------------------------------------------------------------------------------- the gate
+
+
+class OddJudge:
+    """Believes an image if its first pixel is odd."""
+
+    def judge(self, images: Any) -> tuple[Any, Any]:
+        believed = np.where(images[:, 0, 0, 0] % 2 == 1, 0.9, 0.2)
+        return np.repeat(believed[:, None], 3, axis=1), np.zeros((len(images), 1))
+
+
+class Counting:
+    """The first pixel is the index, or 0 if this one makes nothing worth believing."""
+
+    fingerprint, image_shape, num_classes = "counting", (1, 1, 1), 3
+
+    def __init__(self, hopeless: bool = False) -> None:
+        self.hopeless = hopeless
+
+    def sample(self, samples: Any) -> Any:
+        return np.array([0 if self.hopeless else s.index % 256 for s in samples], np.uint8).reshape(-1, 1, 1, 1)
+
+
+def test_doubtful_images_are_left_out_and_later_ones_take_their_place(tmp_path: Path) -> None:
+    cache, judge = ImageCache(tmp_path), OddJudge()
+    images, labels, made, rejected = ensure_recognised(
+        cache, Counting(), judge, 0.5, seed=0, client=0, wanted=[3, 0, 2]  # type: ignore[arg-type]
+    )  # fmt: skip
+    assert images.ravel().tolist() == [1, 3, 5, 1, 3] and labels.tolist() == [0, 0, 0, 2, 2]
+    assert (made, rejected) == (10, 5)
+    more = ensure_recognised(cache, Counting(), judge, 0.5, seed=0, client=0, wanted=[4, 0, 2])  # type: ignore[arg-type]
+    assert more[0].ravel().tolist() == [1, 3, 5, 7, 1, 3] and more[2:] == (2, 6)
+    assert cache.ensure(Counting(), seed=0, client=0, wanted=[8, 0, 4])[2] == 0, "the cache holds the rejects too"
+
+
+def test_a_generator_nobody_believes_is_one_line(tmp_path: Path) -> None:
+    hopeless = Counting(hopeless=True)
+    with pytest.raises(ValueError, match=r"min-class-agreement = 0.5: \d+ images of class 1 gave only 0") as caught:
+        ensure_recognised(
+            ImageCache(tmp_path), hopeless, OddJudge(), 0.5, seed=0, client=0, wanted=[0, 2, 0]  # type: ignore[arg-type]
+        )  # fmt: skip
+    assert "\n" not in str(caught.value)

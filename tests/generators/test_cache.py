@@ -1,0 +1,260 @@
+"""The image cache: it grows, never makes a thing twice, and finds and mends damage."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+from waiting import LONG
+
+from fedeas_flwr.generators.cache import ImageCache
+from fedeas_flwr.generators.fill import fill
+from fedeas_flwr.generators.interface import Generator, SampleId
+
+
+class Fake:
+    """Noise that depends on the identity alone; notes what it was asked."""
+
+    def __init__(self, fingerprint: str = "fake", num_classes: int = 3) -> None:
+        self.fingerprint = fingerprint
+        self.image_shape = (4, 5, 2)
+        self.num_classes = num_classes
+        self.calls: list[list[SampleId]] = []
+
+    def sample(self, samples: Sequence[SampleId]) -> NDArray[np.uint8]:
+        self.calls.append(list(samples))
+        return np.stack([np.random.default_rng(s).integers(0, 256, self.image_shape, np.uint8) for s in samples])
+
+
+def ids(seed: int, client: int, wanted: Sequence[int]) -> list[SampleId]:
+    return [SampleId(seed, client, label, index) for label, count in enumerate(wanted) for index in range(count)]
+
+
+def shards(root: Path) -> list[str]:
+    return sorted(f"{path.parent.name}/{path.name}" for path in root.rglob("class-*/*"))
+
+
+def test_images_come_by_class_and_index_in_one_call(tmp_path: Path) -> None:
+    fake = Fake()
+    images, labels, generated = ImageCache(tmp_path).ensure(fake, seed=1, client=2, wanted=[2, 0, 3])
+    assert labels.tolist() == [0, 0, 2, 2, 2] and labels.dtype == np.int64 and generated == 5
+    assert fake.calls == [ids(1, 2, [2, 0, 3])]
+    assert np.array_equal(images, Fake().sample(ids(1, 2, [2, 0, 3])))
+
+
+def test_a_larger_wish_makes_only_the_rest_and_a_smaller_reads_a_prefix(tmp_path: Path) -> None:
+    fake, cache = Fake(), ImageCache(tmp_path)
+    fifty, _, first = cache.ensure(fake, seed=0, client=0, wanted=[50, 1, 0])
+    eighty, _, more = cache.ensure(fake, seed=0, client=0, wanted=[80, 1, 2])
+    few, _, none = cache.ensure(fake, seed=0, client=0, wanted=[60, 0, 0])
+    assert (first, more, none) == (51, 32, 0) and len(fake.calls) == 2
+    assert fake.calls[1] == [SampleId(0, 0, 0, i) for i in range(50, 80)] + [SampleId(0, 0, 2, i) for i in range(2)]
+    assert np.array_equal(eighty[:50], fifty[:50]) and np.array_equal(few, eighty[:60])
+    assert np.array_equal(eighty, Fake().sample(ids(0, 0, [80, 1, 2])))
+    assert shards(tmp_path) == [
+        "class-000/000000-000050.npy",
+        "class-000/000050-000080.npy",
+        "class-001/000000-000001.npy",
+        "class-002/000000-000002.npy",
+    ]
+
+
+@settings(max_examples=25)
+@given(st.lists(st.tuples(*[st.integers(0, 6)] * 3), min_size=1, max_size=5))
+def test_any_row_of_wishes_gives_what_one_wish_gives(
+    tmp_path_factory: pytest.TempPathFactory, wishes: list[tuple[int, int, int]]
+) -> None:
+    cache, fake = ImageCache(tmp_path_factory.mktemp("images")), Fake()
+    for wanted in wishes:
+        images, labels, _ = cache.ensure(fake, seed=0, client=0, wanted=wanted)
+        expected = ids(0, 0, wanted)
+        assert labels.tolist() == [sample.label for sample in expected]
+        assert len(images) == len(expected)
+        assert not expected or np.array_equal(images, Fake().sample(expected))
+    asked = [sample for call in fake.calls for sample in call]
+    assert len(asked) == len(set(asked)) == sum(map(max, zip(*wishes, strict=True)))
+
+
+def test_generator_seed_and_client_are_kept_apart(tmp_path: Path) -> None:
+    cache, wanted = ImageCache(tmp_path), [2, 2, 2]
+    made = [
+        cache.ensure(fake, seed=seed, client=client, wanted=wanted)[2]
+        for fake, seed, client in [(Fake("a"), 0, 0), (Fake("b"), 0, 0), (Fake("a"), 1, 0), (Fake("a"), 0, 1)]
+    ]
+    assert made == [6, 6, 6, 6]
+    assert cache.ensure(Fake("a"), seed=0, client=0, wanted=wanted)[2] == 0
+
+
+@pytest.mark.parametrize("damage", ["flip image", "flip header", "flip checksum", "truncate", "empty", "wrong shape"])
+def test_a_damaged_shard_is_set_aside_and_made_again_alike(tmp_path: Path, damage: str) -> None:
+    cache, fake = ImageCache(tmp_path), Fake()
+    before, _, _ = cache.ensure(fake, seed=0, client=0, wanted=[3, 4, 0])
+    (shard,) = tmp_path.rglob("class-001/*.npy")
+    whole = shard.read_bytes()
+    at = {"flip image": 140, "flip header": 20, "flip checksum": len(whole) - 1}.get(damage)
+    if at is not None:
+        shard.write_bytes(whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :])
+    elif damage == "wrong shape":  # whole, but another shard's
+        (other,) = tmp_path.rglob("class-000/*.npy")
+        shard.write_bytes(other.read_bytes())
+    else:
+        shard.write_bytes(whole[: len(whole) // 2] if damage == "truncate" else b"")
+    after, _, generated = cache.ensure(fake, seed=0, client=0, wanted=[3, 4, 0])
+    assert generated == 4 and fake.calls[-1] == [SampleId(0, 0, 1, i) for i in range(4)]
+    assert np.array_equal(before, after) and shard.read_bytes() == whole
+    assert shard.with_name(shard.name + ".corrupt").exists()
+
+
+def test_a_lost_shard_in_the_middle_is_made_again_alone(tmp_path: Path) -> None:
+    cache, fake = ImageCache(tmp_path), Fake()
+    for count in (2, 5, 9):
+        whole, _, _ = cache.ensure(fake, seed=0, client=0, wanted=[count, 0, 0])
+    next(tmp_path.rglob("000002-000005.npy")).unlink()
+    next(tmp_path.rglob("000005-000009.npy")).write_bytes(b"")
+    images, _, generated = cache.ensure(fake, seed=0, client=0, wanted=[4, 0, 1])
+    assert generated == 3 and np.array_equal(images[:4], whole[:4])
+    images, _, generated = cache.ensure(fake, seed=0, client=0, wanted=[9, 0, 0])
+    assert generated == 5 and np.array_equal(images, whole)
+
+
+def test_a_generator_that_dies_half_way_loses_one_chunk(tmp_path: Path) -> None:
+    class Mortal(Fake):
+        batch_size = 2
+        lives = 2
+
+        def sample(self, samples: Sequence[SampleId]) -> NDArray[np.uint8]:
+            if len(self.calls) == self.lives:
+                raise ConnectionError("killed")
+            return super().sample(samples)
+
+    cache, mortal, wanted = ImageCache(tmp_path), Mortal(), [11, 0, 10]
+    with pytest.raises(ConnectionError):
+        cache.ensure(mortal, seed=0, client=0, wanted=wanted)
+    assert [len(call) for call in mortal.calls] == [8, 8]
+    assert cache.missing(mortal, seed=0, client=0, wanted=wanted) == 5
+    heir = Fake()
+    images, _, generated = cache.ensure(heir, seed=0, client=0, wanted=wanted)
+    assert generated == 5 and [sample for call in heir.calls for sample in call] == ids(0, 0, wanted)[16:]
+    assert np.array_equal(images, Fake().sample(ids(0, 0, wanted)))
+    assert cache.missing(heir, seed=0, client=0, wanted=wanted) == 0
+
+
+def test_nothing_wanted_touches_nothing(tmp_path: Path) -> None:
+    fake = Fake()
+    images, labels, generated = ImageCache(tmp_path / "none").ensure(fake, seed=0, client=0, wanted=[0, 0, 0])
+    assert images.shape == (0, 4, 5, 2) and len(labels) == 0 and generated == 0
+    assert fake.calls == [] and not (tmp_path / "none").exists()
+
+
+@pytest.mark.parametrize("wanted", [[1, 2], [1, -1, 0], [1.5, 0, 0], [1, 2, 3, 4], [[1, 2, 3]], [[1, 2, 3]] * 3])
+def test_a_wrong_wish_is_refused(tmp_path: Path, wanted: Any) -> None:
+    """A whole plan among them, of all clients."""
+    with pytest.raises(ValueError, match=r"wanted: .* give 3 whole numbers, none negative"):
+        ImageCache(tmp_path).ensure(Fake(), seed=0, client=0, wanted=wanted)
+
+
+@pytest.mark.parametrize(
+    ("returned", "found"),
+    [
+        (np.zeros((2, 4, 5, 2), np.float32), r"float32 \[2, 4, 5, 2\]"),
+        (np.zeros((1, 4, 5, 2), np.uint8), r"uint8 \[1, 4, 5, 2\]"),
+        (np.zeros((2, 2, 4, 5), np.uint8), r"uint8 \[2, 2, 4, 5\]"),
+        ([[0]], "list"),
+    ],
+)
+def test_a_wrong_generator_is_refused_and_stores_nothing(tmp_path: Path, returned: object, found: str) -> None:
+    class Wrong(Fake):
+        def sample(self, samples: Sequence[SampleId]) -> NDArray[np.uint8]:
+            return returned  # type: ignore[return-value]
+
+    with pytest.raises(ValueError, match=rf"Wrong.sample returned {found}; it must return uint8 \[2, 4, 5, 2\]"):
+        ImageCache(tmp_path).ensure(Wrong(), seed=0, client=0, wanted=[2, 0, 0])
+    assert shards(tmp_path) == []
+
+
+def test_two_processes_do_not_make_the_same_twice(tmp_path: Path) -> None:
+    code = (
+        "import sys, time; sys.path.insert(0, sys.argv[2])\n"
+        "from test_cache import Fake; from fedeas_flwr.generators.cache import ImageCache\n"
+        "class Slow(Fake):\n"
+        "    def sample(self, samples): time.sleep(0.5); return super().sample(samples)\n"
+        "print(ImageCache(sys.argv[1]).ensure(Slow(), seed=0, client=0, wanted=[5, 5, 5])[2])\n"
+    )
+    command = [sys.executable, "-c", code, str(tmp_path), str(Path(__file__).parent)]
+    started = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(2)]
+    assert sorted(int(process.communicate(timeout=LONG)[0]) for process in started) == [0, 15]
+
+
+def test_cache_and_augment_need_no_torch() -> None:
+    code = "import sys, fedeas_flwr.generators.fill; sys.exit('torch' in sys.modules or 'sklearn' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+@pytest.mark.parametrize("cached", [True, False])
+def test_fill_appends_the_same_with_and_without_a_cache(tmp_path: Path, cached: bool) -> None:
+    fake: Generator = Fake()
+    real = np.full((2, 4, 5, 2), 7, dtype=np.uint8)
+    cache = ImageCache(tmp_path) if cached else None
+    images, labels = fill(real, np.array([2, 1]), [1, 0, 2], fake, seed=4, client=5, cache=cache)
+    assert labels.tolist() == [2, 1, 0, 2, 2] and labels.dtype == np.int64
+    assert np.array_equal(images[:2], real) and np.array_equal(images[2:], Fake().sample(ids(4, 5, [1, 0, 2])))
+    unchanged, same_labels = fill(real, np.array([2, 1]), [0, 0, 0], fake, cache=cache)
+    assert np.array_equal(unchanged, real) and same_labels.tolist() == [2, 1]
+
+
+def test_fill_refuses_images_that_do_not_fit() -> None:
+    with pytest.raises(ValueError, match=r"images: uint8 \[2, 4, 4, 2\] .* give uint8 \[N, 4, 5, 2\]"):
+        fill(np.zeros((2, 4, 4, 2), np.uint8), np.zeros(2, np.int64), [1, 0, 0], Fake())
+    with pytest.raises(ValueError, match=r"labels: shape \[3\]"):
+        fill(np.zeros((2, 4, 5, 2), np.uint8), np.zeros(3, np.int64), [1, 0, 0], Fake())
+
+
+@pytest.mark.parametrize(
+    ("labels", "why"),
+    [
+        ([0, 3], "labels: 3 is not allowed; give whole numbers from 0 to 2"),
+        ([-1, 0], "labels: -1 is not allowed; give whole numbers from 0 to 2"),
+        ([0.5, 1.0], "labels: float64 is not allowed; give whole numbers from 0 to 2"),
+        ([True, False], "labels: bool is not allowed"),
+    ],
+)
+def test_fill_refuses_labels_that_are_no_classes(labels: list[float], why: str) -> None:
+    with pytest.raises(ValueError, match=f"^{why}"):
+        fill(np.zeros((2, 4, 5, 2), np.uint8), np.array(labels), [1, 0, 0], Fake())
+
+
+@pytest.mark.parametrize("cached", [True, False])
+def test_fill_names_what_it_was_given(tmp_path: Path, cached: bool) -> None:
+    real, cache = np.zeros((2, 4, 5, 2), np.uint8), ImageCache(tmp_path) if cached else None
+    for wrong in ([1, 0], [1, -1, 0], [0.5, 0, 0]):
+        with pytest.raises(ValueError, match=r"^generate_per_class: \[.* is not allowed; give 3 whole numbers"):
+            fill(real, np.array([2, 1]), wrong, Fake(), cache=cache)
+    images, labels = fill(real[:0], [], [1, 0, 0], Fake(), cache=cache)
+    assert (len(images), labels.tolist(), labels.dtype) == (1, [0], np.int64)
+
+
+@pytest.mark.parametrize("damaged", ["null", "[]", "{", "[" * 100_000, ""])
+def test_a_folder_is_found_beside_manifests_that_are_damaged(tmp_path: Path, damaged: str) -> None:
+    cache = ImageCache(tmp_path)
+    cache.ensure(Fake(), seed=1, client=0, wanted=[1, 0, 0], about={"generator": "fake"})
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "manifest.json").write_text(damaged)
+    assert cache.find({"generator": "fake"}, 1) == tmp_path / cache.key(Fake(), 1)
+    assert cache.find({"generator": "fake"}, 2) is None
+
+
+def test_a_folder_of_before_a_key_was_is_found_where_the_key_does_nothing(tmp_path: Path) -> None:
+    cache = ImageCache(tmp_path)
+    cache.ensure(Fake(), seed=1, client=0, wanted=[1, 0, 0], about={"generator": "fake"})
+    found = tmp_path / cache.key(Fake(), 1)
+    assert cache.find({"generator": "fake", "guidance-rescale": 0.0}, 1) == found
+    assert cache.find({"generator": "fake", "guidance-rescale": 0.7}, 1) is None
+    assert cache.find({"generator": "fake", "sampler": "dpm++"}, 1) is None

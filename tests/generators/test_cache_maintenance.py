@@ -1,0 +1,164 @@
+"""The image cache kept in order: listed, checked, pruned by use, never what is needed."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections import namedtuple
+from pathlib import Path
+
+import numpy as np
+import pytest
+from filelock import FileLock
+from test_cache import Fake
+from waiting import LONG
+
+from fedeas_flwr.common.text import parse_age, parse_bytes, show_bytes
+from fedeas_flwr.generators import cache_maintenance
+from fedeas_flwr.generators.cache import ImageCache
+from fedeas_flwr.generators.cache_maintenance import cache_limit, entries, make_room, prune, verify
+from fedeas_flwr.partition import make_partition, plan_labels
+from fedeas_flwr.policies import allocate
+
+
+def filled(root: Path, names: str = "abc") -> ImageCache:
+    """A cache of one entry a letter; the first was used longest ago."""
+    cache = ImageCache(root)
+    for age, name in enumerate(reversed(names)):
+        cache.ensure(Fake(name), seed=1, client=0, wanted=[2, 0, 3], about={"generator": name, "dataset": "toy"})
+        manifest = root / cache.key(Fake(name), 1) / "manifest.json"
+        then = manifest.stat().st_mtime - 100 - 1000 * age  # the last one, too, before what a test does now
+        os.utime(manifest, (then, then))
+    return cache
+
+
+def names(found: list[cache_maintenance.Entry]) -> str:
+    return "".join(entry.manifest["generator"] for entry in found)
+
+
+def test_entries_are_listed_by_last_use_with_their_manifests(tmp_path: Path) -> None:
+    cache = filled(tmp_path)
+    assert entries(ImageCache(tmp_path / "nowhere")) == []
+    assert names(entries(cache)) == "abc"
+    first = entries(cache)[0]
+    assert first.images == 5 and first.bytes > 5 * 40
+    assert first.manifest == {
+        "generator": "a", "dataset": "toy", "seed": 1, "image-shape": [4, 5, 2], "fingerprint": "a"
+    }  # fmt: skip
+    cache.ensure(Fake("a"), seed=1, client=0, wanted=[1, 0, 0])
+    assert names(entries(cache)) == "bca", "reading is using"
+
+
+def test_verify_finds_a_flipped_byte_and_changes_nothing(tmp_path: Path) -> None:
+    cache = filled(tmp_path)
+    assert verify(cache) == (6, [])
+    shard = sorted(tmp_path.rglob("*.npy"))[2]
+    content = bytearray(shard.read_bytes())
+    content[150] ^= 1
+    shard.write_bytes(content)
+    assert verify(cache) == verify(cache) == (6, [shard])
+
+
+def test_prune_takes_the_least_recently_used_first(tmp_path: Path) -> None:
+    cache = filled(tmp_path)
+    size = entries(cache)[0].bytes
+    assert names(prune(cache, max_bytes=3 * size)) == ""
+    assert names(prune(cache, max_bytes=2 * size, keep=[cache.key(Fake("a"), 1)])) == "b"
+    assert names(prune(cache, older_than=500)) == "a"
+    assert names(prune(cache, key=entries(cache)[0].key[:8])) == "c"
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_a_process_writes_to_stays(tmp_path: Path) -> None:
+    cache = filled(tmp_path)
+    with FileLock(next(entries(cache)[0].path.glob("client-*.lock"))):
+        assert names(prune(cache, max_bytes=0)) == "bc"
+    assert names(entries(cache)) == "a"
+
+
+def test_room_is_made_for_a_run_but_not_from_its_own_images(tmp_path: Path) -> None:
+    cache = filled(tmp_path)
+    rows = [[2, 0, 3], [4, 4, 4]]
+    wanted = cache_maintenance.stored_bytes((4, 5, 2), rows)
+    assert wanted >= 17 * 40
+    assert make_room(cache, Fake("a"), 1, rows, "") == []
+    assert names(make_room(cache, Fake("a"), 1, rows, f"{wanted}B")) == "bc"
+    with pytest.raises(ValueError, match=r"cache-limit = 600 B: this run's images alone take .* allow that much"):
+        make_room(cache, Fake("a"), 1, rows, "600")
+
+
+def test_a_full_disk_is_told_before_anything_is_generated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: namedtuple("Usage", "free")(30_000))
+    cache = ImageCache(tmp_path / "not" / "yet")
+    with pytest.raises(ValueError, match=r"3,000 images of the run take 1\d\d KB in .*/not/yet, which has 30 KB free"):
+        make_room(cache, Fake(), 1, [[1000, 2000, 0]], "")
+    cache.ensure(Fake(), seed=1, client=0, wanted=[1000, 2000, 0])
+    make_room(cache, Fake(), 1, [[1000, 2000, 0]], "")  # they are there already
+
+
+def test_sizes_and_ages(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert [parse_bytes(t, "x") for t in ("5", "1.5 kb", "20GB", "2GiB")] == [5, 1500, 20 * 10**9, 2**31]
+    assert [parse_age(t, "x") for t in ("5s", "90m", "1.5h", "30d")] == [5, 5400, 5400, 30 * 86400]
+    assert [show_bytes(n) for n in (999, 1500, 2 * 10**12)] == ["999 B", "1.5 KB", "2 TB"]
+    with pytest.raises(ValueError, match="max-bytes = 'lots': must be a size such as 500MB"):
+        parse_bytes("lots", "max-bytes")
+    with pytest.raises(ValueError, match="older-than = '3 weeks': must be a time such as 90m"):
+        parse_age("3 weeks", "older-than")
+    monkeypatch.setenv("FEDEAS_CACHE_LIMIT", "1KB")
+    assert (cache_limit(""), cache_limit("2KB")) == (1000, 2000)
+    monkeypatch.delenv("FEDEAS_CACHE_LIMIT")
+    assert cache_limit("") is None
+
+
+def test_a_sweep_over_beta_generates_the_largest_budget_once(tmp_path: Path) -> None:
+    """The paper's partition, K = 20 and α = 0.1: 68,172 images are asked for, 23,514 are made."""
+    counts = make_partition("cifar10", "paper", 20, 0.1, 42).counts(plan_labels("cifar10", "paper"), 10)
+
+    class Cheap(Fake):
+        image_shape = (1, 1, 1)
+
+        def __init__(self) -> None:
+            self.fingerprint, self.num_classes, self.made = "cheap", 10, 0
+
+        def sample(self, samples):  # type: ignore[no-untyped-def]
+            self.made += len(samples)
+            return np.array([s.index % 256 for s in samples], np.uint8).reshape(-1, 1, 1, 1)
+
+    cache, cheap, asked, generated = ImageCache(tmp_path), Cheap(), 0, 0
+    for beta in (4, 8, 12, 16, 20):
+        for client, row in enumerate(allocate(counts, "fedeas", beta=beta)):
+            images, _, made = cache.ensure(cheap, seed=1, client=client, wanted=row.tolist())
+            asked, generated = asked + len(images), generated + made
+    assert (asked, generated, cheap.made) == (68_172, 23_514, 23_514)
+    assert entries(cache)[0].images == 23_514
+
+
+def test_eight_processes_at_once_make_everything_once(tmp_path: Path) -> None:
+    code = (
+        "import sys; sys.path.insert(0, sys.argv[2])\n"
+        "from test_cache import Fake; from fedeas_flwr.generators.cache import ImageCache; import hashlib, json\n"
+        "class Small(Fake): batch_size = 2\n"
+        "made, sums = 0, []\n"
+        "for client in range(4):\n"
+        "    images, _, new = ImageCache(sys.argv[1]).ensure(Small(), seed=0, client=client, wanted=[9, 7, 5])\n"
+        "    made += new; sums.append(hashlib.sha256(images).hexdigest())\n"
+        "print(json.dumps([made, sums]))\n"
+    )
+    command = [sys.executable, "-c", code, str(tmp_path), str(Path(__file__).parent)]
+    started = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(8)]
+    answers = [json.loads(process.communicate(timeout=LONG)[0]) for process in started]
+    assert sum(made for made, _ in answers) == 4 * 21
+    assert all(sums == answers[0][1] for _, sums in answers)
+    assert verify(ImageCache(tmp_path))[1] == []
+    assert not list(tmp_path.rglob("*.tmp"))
+
+
+def test_two_that_make_room_at_once_do_not_trip_over_each_other(tmp_path: Path) -> None:
+    cache = ImageCache(tmp_path)
+    cache.ensure(Fake(), seed=0, client=0, wanted=[1, 1, 1])
+    (entry,) = entries(cache)
+    assert cache_maintenance._remove(entry) and not cache_maintenance._remove(entry)
+    assert entries(cache) == []

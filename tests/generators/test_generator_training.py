@@ -1,0 +1,413 @@
+"""The trainer: what resume, interruption and the presets promise, on a network too small to be slow."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+import os
+import shutil
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from gpu_here import DEVICES
+from runners import start_interruptible, typed
+from safetensors import safe_open
+from safetensors.torch import save
+from timelines import Clock
+from waiting import LONG
+
+from fedeas_flwr.data.datasets import Dataset, _open_own, open_dataset
+from fedeas_flwr.generators.diffusion.model_folder import CLASSES, WEIGHTS_NAME
+from fedeas_flwr.generators.diffusion.sampler import DiffusionGenerator
+from fedeas_flwr.generators.interface import SampleId
+from fedeas_flwr.generators.learn import run
+from fedeas_flwr.generators.learn import trainer as trainer_module
+from fedeas_flwr.generators.learn.presets import CIFAR_SMALL, DIGITS, PAPER, PRESETS, Preset, find_preset
+from fedeas_flwr.generators.learn.run import CHECKPOINT, train_generator
+from fedeas_flwr.generators.learn.trainer import Progress, Trainer, _loss_weights, _rate
+
+TINY = dataclasses.replace(
+    DIGITS,
+    name="tiny",
+    unet={**DIGITS.unet, "block_out_channels": (8, 8), "norm_num_groups": 4, "dropout": 0.1},
+    batch=8,
+    min_snr=5.0,
+)
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def digits() -> Dataset:
+    return open_dataset("digits")
+
+
+def weights(trainer: Trainer) -> list[torch.Tensor]:
+    return [*trainer.unet.parameters(), *trainer.average.shadow_params]
+
+
+def same(one: Trainer, other: Trainer) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(weights(one), weights(other), strict=True))
+
+
+def test_a_resumed_training_is_the_uninterrupted_one_bit_for_bit(tmp_path: Path, digits: Dataset) -> None:
+    whole = Trainer(TINY, digits)
+    assert whole.run(steps=6)
+    seen: list[int] = []
+
+    def stop_at_three(now: Progress) -> None:
+        seen.append(now.step)
+        if now.step == 3:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    out, before = tmp_path / "g", signal.getsignal(signal.SIGINT)  # a shell's background job has it ignored
+    assert not train_generator("digits", out, TINY, steps=6, report=stop_at_three)
+    assert sorted(path.name for path in out.iterdir()) == [CHECKPOINT]
+    assert signal.getsignal(signal.SIGINT) is before
+    torch.manual_seed(123)  # a resumed process has another random state
+    state, threads = torch.random.get_rng_state(), torch.get_num_threads()
+    assert train_generator("digits", out, TINY, steps=6, resume=True, report=lambda now: seen.append(now.step))
+    assert torch.equal(torch.random.get_rng_state(), state) and torch.get_num_threads() == threads
+    assert seen == [1, 2, 3, 4, 5, 6]
+    resumed = dict(DiffusionGenerator(out, num_classes=10)._denoiser.unet.named_parameters())
+    for name, value in whole.averaged().named_parameters():
+        assert torch.equal(value, resumed[name])
+
+
+@pytest.fixture
+def deterministic_mode() -> Iterator[Callable[[], int]]:
+    """What reads torch's mode: 0 nothing, 1 a warning, 2 an error where it has no deterministic algorithm."""
+    yield torch.get_deterministic_debug_mode
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.parametrize("given", [0, 1, 2])
+def test_torchs_deterministic_mode_is_the_callers_again_after_an_error_too(
+    digits: Dataset, deterministic_mode: Callable[[], int], given: int
+) -> None:
+    plain, other = Trainer(TINY, digits), Trainer(TINY, digits)
+    plain.run(steps=2)
+    within: list[int] = []
+
+    def fail_at_two(now: Progress) -> None:
+        within.append(deterministic_mode())
+        if now.step == 2:
+            raise ZeroDivisionError
+
+    torch.use_deterministic_algorithms(given > 0, warn_only=given == 1)
+    with pytest.raises(ZeroDivisionError):
+        other.run(steps=2, report=fail_at_two)
+    assert deterministic_mode() == given and within == [2, 2] and same(plain, other)
+
+
+def test_seed_and_step_change_the_draws(digits: Dataset) -> None:
+    trainers = [Trainer(TINY, digits, seed=seed) for seed in (0, 0, 1)]
+    for trainer in trainers:
+        trainer.run(steps=2)
+    assert same(trainers[0], trainers[1]) and not same(trainers[0], trainers[2])
+    losses = [loss for _, loss in trainers[0].diary.curve]
+    assert len(set(losses)) == 2
+
+
+def test_minutes_are_wall_clock_and_count_from_the_beginning(digits: Dataset, monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer, clock = Trainer(TINY, digits), Clock()
+    monkeypatch.setattr(trainer_module, "time", clock)
+
+    def a_step_of_half_a_second() -> bool:
+        clock.sleep(0.5)
+        return False
+
+    assert trainer.run(minutes=1.75 / 60, between=a_step_of_half_a_second)
+    assert (trainer.diary.step, trainer.diary.seconds) == (4, 2.0)
+    clock.sleep(3600)  # between two sittings
+    assert trainer.run(minutes=1.75 / 60) and trainer.diary.step == 4
+    assert trainer.run(minutes=2.25 / 60, between=a_step_of_half_a_second)
+    assert (trainer.diary.step, trainer.diary.seconds) == (5, 2.5)
+
+
+def test_the_folder_holds_model_card_and_pictures(tmp_path: Path) -> None:
+    out = tmp_path / "g"
+    assert train_generator("digits", out, TINY, steps=2, half=True)
+    names = {path.relative_to(out).as_posix() for path in out.rglob("*")}
+    assert names >= {"unet/config.json", f"unet/{WEIGHTS_NAME}", "scheduler/scheduler_config.json", "README.md"}
+    assert all((out / name).read_bytes().startswith(b"\x89PNG") for name in ("samples.png", "loss.png"))
+    card = (out / "README.md").read_text()
+    for fact in ("1,438 train images", "No test set was seen", "2 steps of 8 images", "CC BY 4.0", "`tiny`", "float16"):
+        assert fact in card
+    assert not list(out.rglob(".*"))
+    with np.errstate(all="ignore"):
+        images = DiffusionGenerator(out, num_classes=10, steps=2).sample([SampleId(0, 0, 3, 0)])
+    assert images.shape == (1, 8, 8, 1)
+    assert json.loads((out / "unet" / "config.json").read_text())[CLASSES] == list("0123456789")
+    with pytest.raises(ValueError, match="was trained on 10 classes; the dataset has 11"):
+        DiffusionGenerator(out, num_classes=11)
+
+
+def test_a_wrong_start_or_resume_is_refused_in_one_line(tmp_path: Path) -> None:
+    out = tmp_path / "g"
+    train_generator("digits", out, TINY, steps=1)
+    cases = [
+        ({}, "is not empty; give --resume"),
+        ({"resume": True, "seed": 7}, "seed: 7 is not allowed; the checkpoint in .* has 0"),
+        ({"steps": 0}, "steps: 0 is not allowed"),
+        ({"steps": 1, "minutes": 1}, "do not go together"),
+        ({"minutes": 0}, "minutes: 0 is not allowed; give more than 0 and less than 1,000,000"),
+        ({"minutes": float("inf")}, "minutes: inf is not allowed; give more than 0 and less than 1,000,000"),
+    ]
+    for settings, message in cases:
+        with pytest.raises(ValueError, match=message) as caught:
+            train_generator("digits", out, TINY, **settings)  # type: ignore[arg-type]
+        assert "\n" not in str(caught.value)
+    with pytest.raises(ValueError, match=r"preset: 'digits' is not allowed; the checkpoint in .* has 'tiny'"):
+        train_generator("digits", out, DIGITS, resume=True)
+    (out / CHECKPOINT).write_bytes((out / CHECKPOINT).read_bytes()[:1000])
+    with pytest.raises(ValueError, match="cannot be read"):
+        train_generator("digits", out, TINY, resume=True)
+    (out / CHECKPOINT).write_bytes(save({"w": torch.zeros(1)}, metadata={"state": "{}"}))
+    with pytest.raises(ValueError, match=r"cannot be read \('identity'\)"):
+        train_generator("digits", out, TINY, resume=True)
+    with pytest.raises(ValueError, match=r"resume: there is no .*checkpoint.safetensors; leave --resume out to begin"):
+        train_generator("digits", tmp_path / "new", TINY, resume=True)
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "thesis.txt").write_text("x")
+    with pytest.raises(ValueError, match="is not empty; it has no training to go on with; give another folder"):
+        train_generator("digits", tmp_path / "other", TINY, steps=1)
+    with pytest.raises(ValueError, match=r"there is no .*checkpoint.safetensors; name another folder to begin"):
+        train_generator("digits", tmp_path / "other", TINY, resume=True)
+    with pytest.raises(ValueError, match="preset: 'large' is not known; use one of digits, cifar-small, paper"):
+        find_preset("large", "cifar10", "cpu")
+
+
+def test_a_resumed_training_goes_on_with_its_own_preset(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Begun on a GPU, where cifar-small suits, and resumed where there is none."""
+    out, asked = tmp_path / "g", list[str]()
+    out.mkdir()
+    identity = {"dataset": "cifar10", "seed": 0, "preset": dataclasses.asdict(CIFAR_SMALL)}
+    state = json.dumps({"identity": identity, "diary": {"step": 1, "seconds": 1.0, "curve": []}})
+    (out / CHECKPOINT).write_bytes(save({"w": torch.zeros(1)}, metadata={"state": state}))
+    words = ("train-generator", "--dataset", "cifar10", "--out", str(out), "--device", "cpu", "--resume")
+    other = typed(*words, "--preset", "paper")
+    line = f"error: preset: 'paper' is not allowed; the checkpoint in {out} has 'cifar-small'\n"
+    assert (other.returncode, other.stdout, other.stderr) == (2, "", line)
+
+    def train(dataset: str, out: Path, preset: Preset, **more: Any) -> bool:
+        asked.append(preset.name)
+        return True
+
+    monkeypatch.setattr(run, "train_generator", train)
+    done = typed(*words)
+    assert (done.returncode, done.stdout, asked) == (0, f"generator: {out}\n", ["cifar-small"])
+    monkeypatch.undo()
+    full = typed(*words[:-1])
+    assert (full.returncode, full.stdout) == (2, "") and "is not empty; give --resume" in full.stderr
+    nowhere = typed(*words[:4], str(tmp_path / "new"), *words[5:])
+    assert (nowhere.returncode, nowhere.stdout) == (2, "") and "resume: there is no" in nowhere.stderr
+
+
+def test_a_training_is_not_resumed_on_data_that_changed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One's own data keep their path when a class is added; checkpoints of before do not say their classes."""
+    monkeypatch.setenv("FEDEAS_CACHE", str(tmp_path / "cache"))
+    out, own = tmp_path / "g", tmp_path / "own.npz"
+    x = np.random.default_rng(0).integers(0, 256, (24, 8, 8, 1), dtype=np.uint8)
+
+    def write(*classes: str, channels: int = 1) -> None:
+        np.savez(own, x=x.repeat(channels, axis=3), y=np.arange(24) % len(classes), classes=np.array(classes))
+        _open_own.cache_clear()
+
+    def train(**settings: Any) -> bool:
+        return train_generator(f"own:{own}", out, TINY, **settings)
+
+    write("ant", "bee")
+    assert train(steps=1)
+    for other, message in (
+        (("ant", "bee", "cat"), "class 2: 'cat' is not allowed; the checkpoint in .*g has None"),
+        (("ant", "cow"), "class 1: 'cow' is not allowed; the checkpoint in .*g has 'bee'"),
+    ):
+        write(*other)
+        with pytest.raises(ValueError, match=f"^{message}$"):
+            train(steps=2, resume=True)
+    write("ant", "bee", channels=3)
+    with pytest.raises(ValueError, match=r"^images: \[8, 8, 3\] is not allowed; the checkpoint in .* has \[8, 8, 1\]"):
+        train(steps=2, resume=True)
+    write("ant", "bee")
+    with safe_open(out / CHECKPOINT, framework="pt") as file:
+        state = json.loads(file.metadata()["state"])
+        tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 - not a dict
+    assert state["identity"].pop("classes") == ["ant", "bee"] and state["identity"].pop("images")
+    (out / CHECKPOINT).write_bytes(save(tensors, metadata={"state": json.dumps(state)}))
+    assert train(steps=2, resume=True)
+
+
+def test_learning_rates_by_hand() -> None:
+    tail = dataclasses.replace(CIFAR_SMALL, warm_up=4)
+    assert [_rate(tail, step, 0.0) for step in (0, 1, 3, 9)] == [0.25, 0.5, 1.0, 1.0]
+    assert _rate(tail, 9, 0.8) == 1.0
+    assert _rate(tail, 9, 0.9) == pytest.approx(0.5)
+    assert _rate(tail, 9, 1.0) == pytest.approx(0.0)
+    assert _rate(DIGITS, 99, 0.5) == pytest.approx(0.5)
+    assert _rate(PAPER, 0, 0.99) == 1.0
+
+
+def test_min_snr_weights_by_hand() -> None:
+    ratio = torch.tensor([0.5, 5.0, 20.0])
+    epsilon = dataclasses.replace(PAPER, min_snr=5.0)
+    assert _loss_weights(epsilon, ratio).tolist() == [1.0, 1.0, 0.25]
+    torch.testing.assert_close(_loss_weights(CIFAR_SMALL, ratio), torch.tensor([0.5 / 1.5, 5 / 6, 5 / 21]))
+    assert _loss_weights(PAPER, ratio).tolist() == [1.0, 1.0, 1.0]
+
+
+def fake_cifar() -> Dataset:
+    images = np.random.default_rng(0).integers(0, 256, (6, 32, 32, 3), dtype=np.uint8)
+    labels = np.arange(6) % 10
+    return Dataset("cifar10", tuple("abcdefghij"), (0.5,) * 3, (0.2,) * 3, images, labels, images[:1], labels[:1])
+
+
+@pytest.mark.parametrize(("preset", "millions"), [(CIFAR_SMALL, (24, 27)), (PAPER, (30, 80))])
+def test_presets_are_the_networks_they_say(preset: Preset, millions: tuple[int, int]) -> None:
+    trainer = Trainer(preset, fake_cifar())
+    size = sum(value.numel() for value in trainer.unet.parameters()) / 1e6
+    assert millions[0] < size < millions[1]
+    assert trainer.unet.config.num_class_embeds == 11 and trainer.unet.config.sample_size == 32
+    assert (preset.flips, trainer._flips) == (True, True)
+    assert trainer.scheduler.config.beta_schedule == preset.beta_schedule
+    json.dumps(dataclasses.asdict(preset))
+
+
+def test_digits_are_never_mirrored(digits: Dataset) -> None:
+    assert not Trainer(dataclasses.replace(TINY, flips=True), digits)._flips
+    assert set(PRESETS) == {"digits", "cifar-small", "paper"}
+
+
+def test_a_preset_that_ends_is_chosen_and_the_reason_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert find_preset("", "digits", "cpu") is find_preset("", "digits", "cuda") is DIGITS
+    assert find_preset("", "cifar100", "cuda") is find_preset("", "own:x", "cuda") is CIFAR_SMALL
+    assert find_preset("", "cifar100", "cpu") is find_preset("", "own:x", "cpu") is DIGITS
+    assert find_preset("cifar-small", "own:x", "cpu") is CIFAR_SMALL
+    monkeypatch.setenv("FEDEAS_CACHE", str(tmp_path / "cache"))
+    rng = np.random.default_rng(0)
+    np.savez(tmp_path / "own.npz", x=rng.integers(0, 256, (20, 8, 8, 3), dtype=np.uint8), y=np.arange(20) % 2)
+    words = ("train-generator", "--dataset", "own:own.npz", "--device", "cpu", "--steps", "1")
+    done = typed(*words, "--out", "chosen", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    first = "preset digits, the small one: cifar-small is for a GPU; --preset takes another"
+    assert done.stdout.splitlines()[0] == first
+    named = typed(*words, "--out", "named", "--preset", "digits", cwd=tmp_path)
+    assert "is for a GPU" not in named.stdout
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_training_begins_with_anothers_weights_and_says_so(tmp_path: Path, device: str) -> None:
+    """Of three classes after ten: all four begin as "no label", everything else as it was."""
+    first, out = tmp_path / "first", tmp_path / "second"
+    assert train_generator("digits", first, TINY, steps=2, device=device, compiled=False)
+    given = DiffusionGenerator(first, num_classes=10)._denoiser.unet.state_dict()
+    x = np.random.default_rng(0).integers(0, 256, (9, 8, 8, 1), dtype=np.uint8)
+    three = Dataset("digits", ("a", "b", "c"), (0.5,), (0.2,), x, np.arange(9) % 3, x[:1], np.zeros(1, np.int64))
+    trainer = Trainer(TINY, three, device=device, compiled=False, start=first)
+    for name, value in trainer.unet.state_dict().items():
+        wanted = given[name][-1:].expand(4, -1) if name == "class_embedding.weight" else given[name]
+        assert torch.equal(value.cpu(), wanted), name
+    assert all(torch.equal(a, b) for a, b in zip(trainer.unet.parameters(), trainer.average.shadow_params, strict=True))
+    assert trainer.run(steps=1)
+    alike = Trainer(TINY, open_dataset("digits"), start=first).unet.state_dict()
+    assert all(torch.equal(alike[name], value) for name, value in given.items())
+
+    def stop(now: Progress) -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+
+    assert not train_generator("digits", out, TINY, steps=2, start=first, report=stop, device=device, compiled=False)
+    shutil.rmtree(first)  # resumed, it is not read again
+    assert train_generator("digits", out, TINY, steps=2, start=first, resume=True, device=device, compiled=False)
+    assert "**Start**: the weights of `first` (sha256 " in (out / "README.md").read_text()
+
+
+def test_a_start_of_another_kind_is_refused_in_one_line(tmp_path: Path) -> None:
+    first, wider = tmp_path / "first", {**TINY.unet, "block_out_channels": (8, 16)}
+    with pytest.raises(FileNotFoundError, match=r"start: there is no .*config\.json; a generator is a folder with"):
+        train_generator("digits", tmp_path / "new", TINY, steps=1, start=first)
+    assert train_generator("digits", first, TINY, steps=1)
+    assert "**Start**" not in (first / "README.md").read_text()
+    cases = [
+        ({"unet": wider}, r"start: \S+ of .*first is '.*'; it must be .*, as the preset's"),
+        (
+            {"prediction": "epsilon"},
+            "start: prediction_type of .* is 'v_prediction'; it must be epsilon, as",
+        ),
+        ({"beta_schedule": "linear"}, "start: beta_schedule of .* is 'squaredcos_cap_v2'; it must be linear, as"),
+    ]
+    for changes, message in cases:
+        with pytest.raises(ValueError, match=message) as caught:
+            train_generator("digits", tmp_path / "new", dataclasses.replace(TINY, **changes), steps=1, start=first)
+        assert "\n" not in str(caught.value) and not (tmp_path / "new").exists()
+    words = ("train-generator", "--dataset", "digits", "--preset", "digits", "--steps", "1", "--out", "new")
+    refused = typed(*words, "--start", "nowhere", cwd=tmp_path)
+    assert refused.returncode == 2 and refused.stderr.startswith("error: start: there is no nowhere/unet/config.json")
+
+
+def test_epsilon_and_flips_train_too() -> None:
+    preset = dataclasses.replace(TINY, prediction="epsilon", beta_schedule="linear", flips=True)
+    trainer = Trainer(preset, fake_cifar())
+    assert trainer.run(steps=2)
+    assert all(np.isfinite(loss) for _, loss in trainer.diary.curve)
+
+
+def test_the_command_is_interrupted_cleanly_and_resumed(tmp_path: Path) -> None:
+    words = [sys.executable, "-m", "fedeas_flwr", "train-generator", "--dataset", "digits", "--out", "g"]
+    running = start_interruptible([*words, "--minutes", "5"], cwd=tmp_path)
+    assert running.stdout is not None
+    assert "loss" in running.stdout.readline()
+    running.send_signal(signal.SIGINT)
+    _, errors = running.communicate(timeout=LONG)
+    assert running.returncode not in (0, None)
+    assert "--resume" in errors and "Traceback" not in errors
+    assert (tmp_path / "g" / CHECKPOINT).is_file()
+    log = logging.getLogger("fedeas_flwr")
+    before = log.handlers[:], log.getEffectiveLevel(), log.propagate
+    done = typed(*words[3:], "--steps", "1", "--resume", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert (log.handlers, log.getEffectiveLevel(), log.propagate) == before, "the next test would be shown the log, too"
+    assert "generator: " in done.stdout and (tmp_path / "g" / "unet" / WEIGHTS_NAME).is_file()
+    again = typed(*words[3:], cwd=tmp_path)
+    assert again.returncode == 2 and "is not empty" in again.stderr and len(again.stderr.splitlines()) == 1
+
+
+def write_images(path: Path, height: int, width: int) -> str:
+    np.savez(path, x=np.zeros((60, height, width, 1), np.uint8), y=np.arange(60) % 3)
+    return f"own:{path}"
+
+
+@pytest.mark.parametrize(
+    ("height", "width", "preset", "why"),
+    [
+        (28, 28, "paper", "sides of multiples of 8; these are 28×28, which digits, cifar-small can have"),
+        (30, 44, "cifar-small", "sides of multiples of 4; these are 30×44, which digits can have"),
+        (30, 45, "digits", "sides of multiples of 2; these are 30×45, which no preset can have"),
+        (7, 5, "digits", "sides of multiples of 2; these are 7×5, which no preset can have"),
+    ],
+)
+def test_images_that_a_preset_cannot_halve_are_refused_before_the_training(
+    tmp_path: Path, height: int, width: int, preset: str, why: str
+) -> None:
+    given = ["--dataset", write_images(tmp_path / "own.npz", height, width), "--preset", preset]
+    done = typed("train-generator", *given, "--out", str(tmp_path / "g"), FEDEAS_CACHE=str(tmp_path / "cache"))
+    assert (done.returncode, done.stdout) == (2, "") and not (tmp_path / "g").exists()
+    assert done.stderr.startswith(f"error: preset: {preset} needs images with {why}") and done.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize(("height", "width"), [(2, 6), (10, 4)])
+def test_what_is_refused_is_what_the_network_cannot_have(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, height: int, width: int
+) -> None:
+    monkeypatch.setenv("FEDEAS_CACHE", str(tmp_path / "cache"))
+    dataset = open_dataset(write_images(tmp_path / "own.npz", height, width))
+    TINY.check_size(height, width)
+    assert Trainer(TINY, dataset).run(steps=1)
+    with pytest.raises(RuntimeError, match="Sizes of tensors must match"):
+        odd = dataclasses.replace(dataset, x_train=dataset.x_train[:, :, : width - 1])
+        Trainer(TINY, odd).run(steps=1)

@@ -1,0 +1,237 @@
+"""The shared generator without Ray: requests share batches, mistakes stay with whoever made them."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from unittest.mock import MagicMock
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+from runners import small
+from test_cache import Fake, ids
+from waiting import LONG
+
+from fedeas_flwr.generators.interface import SampleId
+from fedeas_flwr.generators.ray_service import RunningService, ServiceGenerator, leave_sliver, start_service
+from fedeas_flwr.generators.service import GeneratorService, InProcessService
+from fedeas_flwr.launch.superlink import QUIET
+
+pytestmark = pytest.mark.flower
+
+
+class Batched(Fake):
+    batch_size = 4
+
+    def sample(self, samples: Sequence[SampleId]) -> NDArray[np.uint8]:
+        if any(sample.client == 99 for sample in samples):
+            self.calls.append(list(samples))
+            raise ValueError("not for 99")
+        return super().sample(samples)
+
+
+def test_requests_of_many_clients_share_full_batches_and_come_back_apart() -> None:
+    fake, opened = Batched(), []
+
+    def open_generator() -> Fake:
+        opened.append(1)
+        return fake
+
+    async def run() -> list[NDArray[np.uint8]]:
+        service = GeneratorService(open_generator)
+        assert not (await service.stats())["loaded"] and not opened
+        answers = await asyncio.gather(*(service.sample(ids(0, client, [1, 0, 2])) for client in range(20)))
+        late = await service.sample(ids(0, 3, [2, 0, 0]))
+        assert await service.describe() == ("fake", 4)
+        stats = await service.stats()
+        assert (stats["requests"], stats["images"], stats["loaded"]) == (21, 62, True)
+        return [*answers, late]
+
+    *answers, late = asyncio.run(run())
+    assert opened == [1]
+    assert [len(call) for call in fake.calls] == [32, 28, 2]  # eight batches a pass
+    for client, images in enumerate(answers):
+        assert np.array_equal(images, Fake().sample(ids(0, client, [1, 0, 2])))
+    assert np.array_equal(late, Fake().sample(ids(0, 3, [2, 0, 0])))
+
+
+def test_threads_of_one_process_share_batches_and_get_their_own_images(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Patient(Batched):
+        """Makes nothing before everybody has asked."""
+
+        def sample(self, samples: Sequence[SampleId]) -> NDArray[np.uint8]:
+            assert all_have_asked.wait(LONG)
+            return super().sample(samples)
+
+    fake, asked, all_have_asked = Patient(), list[int](), threading.Event()
+    sample = GeneratorService.sample
+
+    async def counted(self: GeneratorService, samples: Sequence[tuple[int, ...]]) -> NDArray[np.uint8]:
+        asked.append(1)
+        if len(asked) == 10:
+            all_have_asked.set()
+        return await sample(self, samples)
+
+    monkeypatch.setattr(GeneratorService, "sample", counted)
+    service = InProcessService(fake)
+    with ThreadPoolExecutor(10) as pool:
+        answers = list(pool.map(lambda client: service.sample(ids(0, client, [1, 0, 2])), range(10)))
+    for client, images in enumerate(answers):
+        assert np.array_equal(images, Fake().sample(ids(0, client, [1, 0, 2])))
+    assert len(fake.calls) <= 2, "who asked during the first pass was not served in one"
+    with pytest.raises(ValueError, match="not for 99"):
+        service.sample(ids(0, 99, [1]))
+    assert (service.fingerprint, service.batch_size) == ("fake", 4)
+
+
+def test_one_clients_mistake_is_not_its_neighbours_failure() -> None:
+    async def run() -> list[object]:
+        service = GeneratorService(Batched)
+        requests = [service.sample(ids(0, client, [20, 0, 0])) for client in (12, 99, 14)]
+        answers = await asyncio.gather(*requests, return_exceptions=True)
+        return [*answers, await service.sample(ids(0, 1, [1, 0, 0]))]
+
+    first, wrong, third, after = asyncio.run(run())
+    assert isinstance(wrong, ValueError) and str(wrong) == "not for 99"
+    for client, images in ((12, first), (14, third)):
+        assert np.array_equal(images, Fake().sample(ids(0, client, [20, 0, 0])))  # type: ignore[arg-type]
+    assert len(after) == 1  # type: ignore[arg-type]
+
+
+def test_a_generator_that_cannot_be_opened_is_everybodys_error() -> None:
+    def broken() -> Fake:
+        raise FileNotFoundError("generator: there is no /nowhere")
+
+    async def run() -> list[object]:
+        service = GeneratorService(broken)
+        return await asyncio.gather(*(service.sample(ids(0, 0, [1, 0, 0])) for _ in range(3)), return_exceptions=True)
+
+    assert [str(error) for error in asyncio.run(run())] == ["generator: there is no /nowhere"] * 3
+
+
+def test_a_generator_that_cannot_measure_its_batch_is_everybodys_error() -> None:
+    """As on a GPU that clients have filled; nobody may wait for images that will not come."""
+
+    class Full(Fake):
+        def find_batch_size(self) -> int:
+            raise MemoryError("no room")
+
+    async def run() -> list[object]:
+        service = GeneratorService(Full)
+        asked = (service.sample(ids(0, 0, [1, 0, 0])) for _ in range(3))
+        return await asyncio.wait_for(asyncio.gather(*asked, return_exceptions=True), LONG)
+
+    assert [str(error) for error in asyncio.run(run())] == ["no room"] * 3
+
+
+def test_without_ray_there_is_no_service(tmp_path: Path) -> None:
+    assert start_service(small(tmp_path), "cpu") is None
+
+
+def test_an_address_says_all_but_the_pixels() -> None:
+    generator = ServiceGenerator("fedeas-generator-1 abc 512", "cifar10")
+    assert (generator.fingerprint, generator.batch_size) == ("abc", 512)
+    assert (generator.image_shape, generator.num_classes) == ((32, 32, 3), 10)
+
+
+@pytest.mark.parametrize(
+    ("share", "left"),
+    [(0.1, 0.099), (0.099, 0.099), (0.2, 0.199), (0.25, 0.249), (0.5, 0.498), (1.0, 0.996), (0.3, 0.3)],
+)
+def test_clients_leave_the_generator_a_sliver(share: float, left: float) -> None:
+    assert leave_sliver(share) == left
+    assert int(1 / share + 1e-6) * left + 0.004 <= 1
+
+
+def test_a_share_too_small_to_trim_is_refused() -> None:
+    with pytest.raises(
+        ValueError, match=r"gpu-share = 0\.001: 1,000 clients .* gpu-share=0\.002 or more, or actors=996"
+    ):
+        leave_sliver(0.001)
+
+
+class SilentRay:
+    """As much of Ray as holds one actor, which answers nothing."""
+
+    class exceptions:
+        class RayError(Exception): ...
+
+        class RayTaskError(RayError): ...
+
+    def __init__(self) -> None:
+        self.kills: list[bool] = []
+
+    def nodes(self) -> list[dict[str, object]]:
+        return []
+
+    def remote(self, kind: type) -> MagicMock:
+        return MagicMock()
+
+    def get(self, reference: object, timeout: float | None = None) -> object:
+        raise self.exceptions.RayError("it is being restarted")
+
+    def kill(self, actor: object, *, no_restart: bool) -> None:
+        self.kills.append(no_restart)
+
+
+def test_a_service_that_does_not_say_what_it_did_is_put_to_rest_once(tmp_path: Path) -> None:
+    ray = SilentRay()
+    service = RunningService(ray, small(tmp_path), "cpu")
+    assert [service.rest(), service.rest(), service.rest()] == [{}, None, None]
+    assert ray.kills == [False] and service.stats() == {}
+
+
+RESTING = """
+import json, psutil, ray, sys, time
+from pathlib import Path
+from fedeas_flwr.generators.interface import SampleId
+from fedeas_flwr.generators.ray_service import ServiceGenerator, start_service
+sys.path.insert(0, sys.argv[1])
+from runners import small
+ray.init(num_cpus=1, include_dashboard=False, log_to_driver=False)
+service = start_service(small(Path("/nowhere")), "cpu")
+generator = ServiceGenerator(service.address(), "digits")
+samples = [SampleId(1, 2, 3, index) for index in range(5)]
+first = generator.sample(samples)
+done = service.rest()
+assert done["images"] == 5 and service.rest() is None
+deadline = time.monotonic() + 120
+while psutil.pid_exists(done["pid"]) and psutil.Process(done["pid"]).status() != "zombie":
+    assert time.monotonic() < deadline, "the model's process goes on"
+    time.sleep(0.1)
+again = generator.sample(samples)
+try:
+    generator.sample([SampleId(0, 0, 99, 0)])
+    refused = ""
+except ValueError as error:
+    refused = str(error)
+service.end()
+try:
+    ray.get_actor(generator._name)
+    gone = False
+except ValueError:
+    gone = True
+print(json.dumps([bool((first == again).all()), refused, gone, "diffusers" in sys.modules]))
+ray.shutdown()
+"""
+
+
+@pytest.mark.slow
+def test_a_rested_service_is_a_fresh_process_that_still_serves(digits_generator: Path) -> None:
+    command = [sys.executable, "-c", RESTING, str(Path(__file__).parents[1] / "helpers")]
+    with tempfile.TemporaryDirectory(prefix="rt-", ignore_cleanup_errors=True) as folder:
+        environment = {**os.environ, **QUIET, "RAY_TMPDIR": folder}
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    same, refused, gone, loaded_here = json.loads(done.stdout.splitlines()[-1])
+    assert same and gone and not loaded_here
+    assert "label below 10" in refused and "\n" not in refused

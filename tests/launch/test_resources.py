@@ -1,0 +1,152 @@
+"""How many clients at once: as many as pay, as memory allows, and as the round has."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from fedeas_flwr.config import RunConfig, parse_config
+from fedeas_flwr.launch import resources
+from fedeas_flwr.training import build as build_module
+
+GIGABYTE = 1 << 30
+
+
+def measured(rates: dict[str, float], free: int = 100 * GIGABYTE) -> dict[str, Any]:
+    return {"images_per_second": rates, "bytes_a_client": GIGABYTE, "bytes_free": free}
+
+
+def test_more_clients_are_chosen_only_while_they_pay_and_fit() -> None:
+    rates = {"1": 80.0, "2": 120.0, "4": 180.0, "7": 182.0, "10": 175.0}
+    assert resources.choose(measured(rates)) == 4
+    assert resources.choose(measured({**rates, "10": 280.0})) == 10
+    assert resources.choose(measured(rates, free=7 * GIGABYTE)) == 2  # 0.8 · 7 GB by 2 GB each
+    assert resources.choose(measured(rates, free=0)) == 1
+
+
+@pytest.fixture
+def a_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: "a GPU that is none")
+    monkeypatch.setenv("FEDEAS_CACHE", str(tmp_path))
+    monkeypatch.setenv("FEDEAS_UNMEASURED", "")  # and so that nothing is left of it
+
+
+def config(**keys: Any) -> RunConfig:
+    values = {"device": "cpu", "policy": "none", "clients": 20, "participation": 0.5, **keys}
+    return parse_config({key.replace("_", "-"): value for key, value in values.items()})
+
+
+def test_the_probe_measures_once_and_is_remembered(
+    a_gpu: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(
+        "PYTHONPATH", os.pathsep.join([os.environ["PYTHONPATH"], str(Path(__file__).parents[1] / "helpers")])
+    )
+    keys = {"model": "users_models:tiny", "batch_size": 2}
+    found = resources.max_parallel_clients(config(**keys))
+    (kept,) = tmp_path.glob("probes/*.json")
+    record = json.loads(kept.read_text())
+    assert list(record["images_per_second"]) == ["1", "2", "4", "7", "10"] and found == resources.choose(record)
+    assert all(rate > 0 for rate in record["images_per_second"].values())
+    kept.write_text(json.dumps(measured({"1": 10.0, "4": 40.0, "10": 80.0})))
+    monkeypatch.setattr(subprocess, "run", lambda *a, **k: pytest.fail("measured again"))
+    assert resources.max_parallel_clients(config(**keys)) == 10
+    assert resources.max_parallel_clients(config(participation=0.1, **keys)) == 2, "a round has no more"
+
+
+def test_runs_that_start_at_once_measure_once(a_gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two probes at the same time would each see a GPU that is half taken, and the answer is kept."""
+    probes: list[Any] = []
+
+    def slow_probe(words: Any, **more: Any) -> Any:
+        probes.append(words)
+        time.sleep(0.5)
+        return subprocess.CompletedProcess(words, 0, json.dumps(measured({"1": 10.0, "4": 40.0, "10": 80.0})))
+
+    monkeypatch.setattr(subprocess, "run", slow_probe)
+    with ThreadPoolExecutor(3) as pool:
+        found = list(pool.map(resources.max_parallel_clients, [config(seed=1), config(seed=2), config(seed=3)]))
+    assert found == [10, 10, 10] and len(probes) == 1
+
+
+def test_without_a_gpu_nothing_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`fedeas doctor` asks on any machine what a run would do on one with a GPU."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(subprocess, "run", lambda *a, **k: pytest.fail("measured"))
+    assert resources.max_parallel_clients(config(participation=1.0)) == resources.USUAL
+    assert resources.max_parallel_clients(config(participation=0.1)) == 2
+
+
+def test_a_probe_that_fails_costs_nothing_but_its_answer_and_says_so(
+    a_gpu: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert resources.max_parallel_clients(config(model="no_such:network")) == resources.USUAL
+    (said,) = caplog.messages
+    assert "so it is 10: " in said and "no_such" in said and "\n" not in said
+    monkeypatch.setattr(resources, "_SECONDS", 0.01)
+    assert resources.max_parallel_clients(config(participation=0.2)) == 4
+
+
+def test_a_probe_that_crashes_is_tried_once_and_named(
+    a_gpu: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A sweep asks about each of its runs before the first: a probe that fails would cost its seconds every time."""
+    probes: list[Any] = []
+
+    def crashing(words: Any, **more: Any) -> Any:
+        probes.append(words)
+        raise subprocess.CalledProcessError(-signal.SIGSEGV, words, "", "")
+
+    monkeypatch.setattr(subprocess, "run", crashing)
+    assert [resources.max_parallel_clients(config(seed=seed)) for seed in (1, 2, 3)] == [resources.USUAL] * 3
+    assert len(probes) == 1
+    assert caplog.messages == [
+        "how many clients at once pay cannot be measured, so it is 10: the probe died (Segmentation fault)"
+    ]
+    assert resources.max_parallel_clients(config(batch_size=16)) == resources.USUAL and len(probes) == 2, (
+        "that is another question"
+    )
+    code = "import os, sys; print(*os.environ[sys.argv[1]].split(), sep='\\n')"
+    told = subprocess.Popen([sys.executable, "-c", code, "FEDEAS_UNMEASURED"], stdout=subprocess.PIPE, text=True)
+    names = [resources._kept_at(config(batch_size=size)).name for size in (config().batch_size, 16)]
+    assert told.communicate()[0].split() == names, "and the runs that it starts are told both"
+
+
+@pytest.mark.parametrize("text", ["{", "[]", "{}", '{"images_per_second": {}, "bytes_a_client": 1, "bytes_free": 1}'])
+def test_a_damaged_record_is_measured_anew(
+    a_gpu: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str
+) -> None:
+    def probe(words: Any, **more: Any) -> Any:
+        return subprocess.CompletedProcess(words, 0, json.dumps(measured({"1": 10.0, "4": 40.0})))
+
+    monkeypatch.setattr(subprocess, "run", probe)
+    assert resources.max_parallel_clients(config()) == 4
+    (kept,) = tmp_path.glob("probes/*.json")
+    whole = kept.read_text()
+    kept.write_text(text)
+    assert resources.max_parallel_clients(config()) == 4
+    assert kept.read_text() == whole
+
+
+def test_the_probe_trains_with_the_engine_that_the_run_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    built: list[tuple[str, int]] = []
+    build = build_module.build_engine
+
+    def noting(config: RunConfig, device: str, objective: Any, rank: int) -> Any:
+        built.append((config.engine, rank))
+        return build(config, device, objective, rank)
+
+    monkeypatch.setattr(resources, "build_engine", noting)
+    found = resources.measure(config(model="users_models:tiny", batch_size=2, engine="eager"), "cpu", (1, 3))
+    assert list(found["images_per_second"]) == [1, 3] and built == [("eager", 0), ("eager", 1), ("eager", 2)]

@@ -1,0 +1,173 @@
+"""The same run through Flower's Ray simulation: the same weights, the true status, nothing left behind."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+import psutil
+import pytest
+from leftovers import flowers_processes
+from runners import CHEAP, finish, small, start_interruptible, weights, with_known_noise
+from waiting import LONG, Held, wait_until
+
+from fedeas_flwr.common.errors import RunError
+from fedeas_flwr.launch.superlink import QUIET, free_port
+from fedeas_flwr.runs.directory import RunDirectory
+
+ROOT = Path(__file__).parents[2]
+pytestmark = [pytest.mark.flower, pytest.mark.usefixtures("nothing_is_left_behind")]
+
+
+def images_of(cache: str, folder: Path) -> dict[str, str]:
+    """Shards of a cache, by name, and what is in them."""
+    root = folder / "caches" / cache / "images"
+    return {str(p.relative_to(root)): hashlib.sha256(p.read_bytes()).hexdigest() for p in sorted(root.rglob("*.npy"))}
+
+
+@pytest.mark.parametrize("actors", [pytest.param(1, marks=pytest.mark.slow), 2])
+def test_ray_and_inline_give_the_same_weights(tmp_path: Path, fresh_images: Callable[[str], None], actors: int) -> None:
+    """Four clients a round: of two processes each trains some beside the other, and some after one another."""
+    keys = {**CHEAP, "participation": 1.0}
+    fresh_images("inline")
+    inline = finish(small(tmp_path / "inline", **keys))
+    fresh_images("ray")
+    ray = finish(small(tmp_path / "ray", backend="ray", actors=actors, **keys))
+    # Every image came from the one shared generator: no client loaded a model.
+    assert images_of("inline", tmp_path) == images_of("ray", tmp_path)
+    assert ray.service()["state"] == "ended"
+    assert ray.service()["images"] == sum(record["made"] for record in ray.rounds()) > 0
+    assert weights(inline) == weights(ray)
+    assert inline.summary()["total_generated"] == ray.summary()["total_generated"] > 0
+    assert [r["accuracy"] for r in inline.rounds()] == [r["accuracy"] for r in ray.rounds()]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"strategy": "fedadam"},
+        {"strategy": "fedavgm", "dp": "client-adaptive", "dp_noise_multiplier": 0.1},
+        {"strategy": "scaffold", "policy": "fedeas"},
+    ],
+)
+def test_strategies_and_client_side_clipping_are_the_same_under_ray(
+    tmp_path: Path, digits_generator: Path, keys: dict[str, object]
+) -> None:
+    keys = {"policy": "none", "rounds": 3, **keys}
+    inline = finish(small(with_known_noise(tmp_path / "inline"), **keys))
+    ray = finish(small(with_known_noise(tmp_path / "ray"), backend="ray", **keys))
+    assert weights(inline) == weights(ray)
+    assert [r["gamma_hat"] for r in inline.rounds()] == pytest.approx([r["gamma_hat"] for r in ray.rounds()])
+
+
+@pytest.mark.slow
+def test_a_killed_generator_costs_time_and_nothing_else(tmp_path: Path, fresh_images: Callable[[str], None]) -> None:
+    # Chunks of 4 × 8 images: the service dies with some of a client's images on disk and some not.
+    changes = {"beta": 12.0, "generation_batch": 8, "participation": 1.0, "rounds": 2}
+    fresh_images("inline")
+    whole = finish(small(tmp_path / "whole", **changes))
+    fresh_images("killed")
+    config, killed = small(tmp_path / "r", backend="ray", actors=2, **changes), []
+
+    def kill() -> None:
+        wait_until(lambda: any((tmp_path / "caches" / "killed" / "images").rglob("*.npy")), "some images are there")
+        killed.append(RunDirectory(tmp_path / "r").service()["pid"])
+        os.kill(killed[0], signal.SIGKILL)
+
+    killer = threading.Thread(target=kill)
+    killer.start()
+    run = finish(config)
+    killer.join()
+    done = run.service()
+    assert done["pid"] != killed[0]
+    assert 0 < done["images"] < run.rounds()[0]["made"] == run.summary()["total_generated"]
+    assert images_of("inline", tmp_path) == images_of("killed", tmp_path)
+    assert weights(whole) == weights(run)
+
+
+@pytest.mark.slow
+def test_a_client_that_raises_under_ray_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(Path(__file__).parents[1] / "helpers")
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[1] / "helpers"))
+    with pytest.raises(RunError, match="ArithmeticError: out of luck"):
+        finish(small(tmp_path / "r", backend="ray", policy="none", model="users_models:that_raises"))
+    assert RunDirectory(tmp_path / "r").status()[0] == "failed"
+
+
+@pytest.mark.slow
+def test_ctrl_c_under_ray_ends_everything_and_the_run_resumes(tmp_path: Path, digits_generator: Path) -> None:
+    whole = finish(small(tmp_path / "whole", rounds=30))
+    folder, conf = tmp_path / "stopped", tmp_path / "conf.toml"
+    conf.write_text("clients = 4\nalpha = 0.1\nbeta = 4.0\nrounds = 30\nlocal-epochs = 1\n")
+    command = [sys.executable, "-m", "fedeas_flwr", "run", str(conf), f"run-dir={folder}"]
+    child = start_interruptible(command, env=Held(tmp_path, 20).environment)
+    wait_until(lambda: len(RunDirectory(folder).rounds()) >= 3, "three rounds are done")
+    child.send_signal(signal.SIGINT)
+    _, errors = child.communicate(timeout=LONG)
+    assert child.returncode == 130
+    assert "fedeas resume" in errors
+    assert "Traceback" not in errors
+    assert 3 <= len(RunDirectory(folder).rounds()) < 30
+    assert RunDirectory(folder).status()[0] == "interrupted"
+    resumed = finish(small(folder, rounds=30, resume=True))
+    assert weights(whole) == weights(resumed)
+
+
+@pytest.mark.slow
+def test_a_launcher_killed_under_ray_leaves_nothing_and_its_run_resumes(tmp_path: Path, digits_generator: Path) -> None:
+    folder, conf = tmp_path / "killed", tmp_path / "conf.toml"
+    conf.write_text("clients = 4\nalpha = 0.1\nbeta = 4.0\nrounds = 30\nlocal-epochs = 1\n")
+    before, folders = flowers_processes(), set(Path(tempfile.gettempdir()).glob("fe-*"))
+    command = [sys.executable, "-m", "fedeas_flwr", "run", str(conf), f"run-dir={folder}"]
+    with start_interruptible(command, env=Held(tmp_path, 20).environment) as child:
+        wait_until(lambda: len(RunDirectory(folder).rounds()) >= 3, "three rounds are done")
+        child.kill()
+    wait_until(lambda: flowers_processes() <= before, "what it started has ended")
+    wait_until(lambda: set(Path(tempfile.gettempdir()).glob("fe-*")) <= folders, "its folder is gone")
+    whole, resumed = finish(small(tmp_path / "whole", rounds=30)), finish(small(folder, rounds=30, resume=True))
+    assert weights(whole) == weights(resumed)
+
+
+@pytest.mark.slow
+def test_flwr_run_works_as_flowers_users_expect(tmp_path: Path, digits_generator: Path) -> None:
+    """Plain `flwr run .` with Flower's default of two nodes, on a SuperLink of this test's own."""
+    environment = {
+        **os.environ,
+        **QUIET,
+        "FLWR_HOME": str(tmp_path / "flwr"),
+        "FLWR_LOCAL_SUPERLINK_HTTP_API_PORT": str(free_port()),
+        "FLWR_LOCAL_CONTROL_API_PORT": str(free_port()),
+        "RAY_TMPDIR": tempfile.mkdtemp(prefix="rt-"),
+        "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
+    }
+    before = flowers_processes()
+
+    def flwr_run(keys: str) -> subprocess.CompletedProcess[str]:
+        words = ["flwr", "run", str(ROOT), "--stream", "--run-config", keys]
+        return subprocess.run(words, env=environment, capture_output=True, text=True, timeout=300)
+
+    try:
+        done = flwr_run(f'rounds=2 local-epochs=1 run-dir="{tmp_path / "run"}"')
+        run = RunDirectory(tmp_path / "run")
+        assert run.status()[0] == "finished", done.stdout + done.stderr
+        assert run.config().clients == 2
+        assert run.summary()["rounds"] == 2
+        wrong = flwr_run("policy='nonsense'")
+        said = wrong.stdout + wrong.stderr
+        assert "policy = 'nonsense': must be" in said and "Traceback" not in said
+    finally:
+        for pid in flowers_processes() - before:
+            with suppress(psutil.NoSuchProcess):  # ended by itself just now
+                psutil.Process(pid).kill()
+        wait_until(lambda: flowers_processes() <= before, "all of it has ended")
+        shutil.rmtree(environment["RAY_TMPDIR"], ignore_errors=True)

@@ -1,0 +1,367 @@
+"""Sweeps: killed anywhere they do only what was left; mistakes are found before anything starts."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import re
+import shlex
+import shutil
+import signal
+import statistics
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from made_up_runs import write_run
+from runners import black_digits, command, fedeas, typed
+from waiting import Held, wait_until
+
+from fedeas_flwr.common.errors import ConfigError, RunError
+from fedeas_flwr.config import KEYS
+from fedeas_flwr.launch.sweep import cell_name, make_sweep, points
+from fedeas_flwr.runs.directory import RunDirectory
+
+ROOT = Path(__file__).parents[2]
+DOCUMENTED = [
+    shlex.split(line)[1:]
+    for block in re.findall(r"```sh\n(.*?)```", (ROOT / "docs" / "sweeps.md").read_text(), re.S)
+    for line in block.splitlines()
+]
+"""The commands of docs/sweeps.md; the first is the sweep that these tests kill and look at."""
+
+
+# ------------------------------------------------------------------------------------------ killed half way
+
+
+@dataclass
+class Killed:
+    """A sweep that was killed and done again, with what was seen in between."""
+
+    place: Path
+    killed_child: str
+    orphan: str
+    rounds_then: list[str]
+    started_then: dict[str, int]
+    again: subprocess.CompletedProcess[str]
+
+    @property
+    def folder(self) -> Path:
+        return self.place / "runs" / "grid"
+
+
+def lines(folder: Path) -> list[str]:
+    path = folder / "rounds.jsonl"
+    return path.read_text().splitlines(keepends=True) if path.exists() else []
+
+
+@pytest.fixture(scope="module")
+def swept(tmp_path_factory: pytest.TempPathFactory) -> Killed:
+    place = tmp_path_factory.mktemp("sweep")
+    (place / "conf").symlink_to(ROOT / "conf")
+    held = Held(place / "held", 4)
+    first = subprocess.Popen(command(*DOCUMENTED[0]), cwd=place, env=held.environment, stdout=subprocess.DEVNULL)
+    folders = [place / "runs" / "grid" / f"policy-none_seed-{seed}" for seed in (1, 2)]
+    wait_until(lambda: any(len(lines(folder)) >= 2 for folder in folders), "two rounds of one run are done")
+    first.kill()
+    first.wait()
+    victim, orphan = sorted(folders, key=lambda folder: -len(lines(folder)))
+    (process,) = RunDirectory(victim).processes()
+    os.kill(process["pid"], signal.SIGKILL)
+    wait_until(lambda: not RunDirectory(victim).processes(), "it is dead")
+    then = [line for line in lines(victim) if line.endswith("\n")]
+    started = {folder.name: (folder / "run.toml").stat().st_mtime_ns for folder in folders}
+    held.let_go()
+    return Killed(place, victim.name, orphan.name, then, started, fedeas(*DOCUMENTED[0], cwd=place))
+
+
+@pytest.mark.slow
+def test_a_killed_sweep_does_only_what_was_left(swept: Killed) -> None:
+    assert swept.again.returncode == 0, swept.again.stdout + swept.again.stderr
+    assert 2 <= len(swept.rounds_then) < 6, "the run was over before the signal came"
+    # The killed child went on from its checkpoint: the seconds in its first records are those of before. Of its last
+    # record there may have been no checkpoint yet.
+    kept = len(swept.rounds_then) - 1
+    assert lines(swept.folder / swept.killed_child)[:kept] == swept.rounds_then[:kept]
+    assert f"{swept.killed_child}  resumed after round {len(swept.rounds_then)}" in swept.again.stdout
+    # The other was still running, and was waited for, not started a second time.
+    assert (swept.folder / swept.orphan / "run.toml").stat().st_mtime_ns == swept.started_then[swept.orphan]
+    assert re.search(rf"{swept.orphan}  (is running already|skipped)", swept.again.stdout)
+    for seed in (1, 2):
+        assert f"policy-oversample_seed-{seed}  started" in swept.again.stdout
+    for folder in swept.folder.glob("policy-*"):
+        assert [record["round"] for record in RunDirectory(folder).rounds()] == list(range(1, 7))
+        assert RunDirectory(folder).state() == "finished"
+    assert len(list(swept.folder.glob("policy-*"))) == 4
+
+
+@pytest.mark.slow
+def test_a_finished_sweep_does_nothing(swept: Killed) -> None:
+    before = {path: path.stat().st_mtime_ns for path in swept.folder.glob("policy-*/**/*")}
+    done = fedeas(*DOCUMENTED[0], cwd=swept.place)
+    assert done.returncode == 0 and done.stdout.count("skipped") == 4
+    assert before == {path: path.stat().st_mtime_ns for path in swept.folder.glob("policy-*/**/*")}
+
+
+@pytest.mark.slow
+def test_the_results_are_the_runs(swept: Killed) -> None:
+    record = json.loads((swept.folder / "sweep.json").read_text())
+    assert record["grid"] == {"policy": ["none", "oversample"], "seed": [1, 2]}
+    summaries = [RunDirectory(swept.folder / f"policy-oversample_seed-{seed}").summary() for seed in (1, 2)]
+    point = record["points"][1]
+    assert (point["policy"], point["finished"], point["runs"]) == ("oversample", 2, 2)
+    a, b = (summary["last_20"] for summary in summaries)
+    assert point["last_20"]["mean"] == pytest.approx((a + b) / 2)
+    assert point["last_20"]["sd"] == pytest.approx(abs(a - b) / 2**0.5)
+    assert f"{100 * (a + b) / 2:.1f} ± {100 * abs(a - b) / 2**0.5:.1f}" in swept.again.stdout
+    with (swept.folder / "sweep.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert [row["name"] for row in rows] == [f"policy-{p}_seed-{s}" for p in ("none", "oversample") for s in (1, 2)]
+    assert float(rows[2]["peak"]) == summaries[0]["peak"]
+    assert rows[0]["state"] == "finished" and rows[0]["rounds_done"] == "6"
+
+
+@pytest.mark.slow
+def test_another_sweep_is_refused_and_more_seeds_are_not(swept: Killed) -> None:
+    words = [word.replace("rounds=6", "rounds=9") for word in DOCUMENTED[0]]
+    done = fedeas(*words, cwd=swept.place)
+    assert (done.returncode, done.stdout) == (2, "") and "holds another sweep, with rounds = 6, not 9" in done.stderr
+    base = json.loads((swept.folder / "sweep.json").read_text())["config"]
+    with pytest.raises(RunError, match="another sweep, over policy, seed, not seed"):
+        make_sweep(base, ["seed=1"], swept.folder)._check_same()
+    make_sweep(base, ["policy=none", "seed=1,2,3"], swept.folder)._check_same()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("words", DOCUMENTED[1:], ids=" ".join)
+def test_the_documented_commands_about_runs(swept: Killed, tmp_path: Path, words: list[str]) -> None:
+    shutil.copytree(swept.folder, tmp_path / "runs" / "grid")
+    done = fedeas(*words, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    expected = {
+        "ls": "policy-oversample_seed-2",
+        "show": "local-epochs",
+        "csv": "round,accuracy,",
+        "prune": "pruned 4 runs",
+        "rm": "removed 1 run,",
+    }
+    assert expected[words[1]] in done.stdout
+
+
+# --------------------------------------------------------------------------------------------------- grid
+
+
+def base(**changes: object) -> dict[str, object]:
+    return {"clients": 4, "rounds": 3, "backend": "inline", **changes}
+
+
+MISTAKES = {
+    "unknown key": (["polcy=none"], ["polcy", "policy"]),
+    "bad value": (["policy=none", "beta=1,-1"], ["beta = -1"]),
+    "bad word": (["policy"], ["policy", "key=value"]),
+    "no value": (["seed="], ["seed", "''"]),
+    "twice": (["seed=1,2,1"], ["seed=1", "twice"]),
+    "the same in other words": (["alpha=0.1,0.10"], ["alpha=0.1", "twice"]),
+    "key twice": (["seed=1", "seed=2"], ["seed", "twice"]),
+    "a folder of one's own": (["run-dir=/tmp/a,/tmp/b"], ["run-dir", "itself"]),
+    "no clients": (["clients=4,0"], ["clients = 0"]),
+    "a strategy's own, without it": (["fedprox-mu=0.1,1", "seed=1,2"], ["fedprox-mu=0.1,1.0", "no run", "same"]),
+    "a budget's, without one": (["policy=none,full-balance", "beta=3,6"], ["beta=3.0,6.0", "no run"]),
+    "nothing": ([], ["--grid"]),
+}
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_a_grid_that_cannot_be_is_one_line_before_anything_starts(tmp_path: Path, name: str) -> None:
+    words, parts = MISTAKES[name]
+    with pytest.raises(ConfigError) as caught:
+        make_sweep(base(), words, tmp_path / "s")
+    assert all(part in str(caught.value) for part in parts), caught.value
+    assert "\n" not in str(caught.value)
+    assert not (tmp_path / "s").exists()
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"dataset": "cifar10"}, ["generator=bank:A,bank:B"]),
+        ({"min-batch": 40}, ["batch-size=64,128"]),
+        ({"total": 50}, ["policy=uniform,waterfill"]),
+        ({"evaluation": "federated"}, ["protocol=paper"]),
+    ],
+)
+def test_what_all_runs_share_needs_no_sense_without_the_grid(
+    tmp_path: Path, given: dict[str, object], words: list[str]
+) -> None:
+    sweep = make_sweep(base(**given), words, tmp_path)
+    sweep.open()
+    make_sweep(base(**given), words, tmp_path).open()
+    (key,) = given
+    assert [cell.config.outside()[key] for cell in sweep.cells] == [given[key]] * len(sweep.cells)
+
+
+@pytest.mark.parametrize("words", [["policy=none,fedeas", "beta=3,6"], ["fedprox-mu=0.1"], ["actors=1,2"]])
+def test_a_key_of_some_runs_or_of_one_value_may_be_in_the_grid(tmp_path: Path, words: list[str]) -> None:
+    assert make_sweep(base(), words, tmp_path).cells
+
+
+def test_a_combination_that_cannot_be_is_refused_whatever_the_others_are(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"min-batch = 40 must be at most batch-size = 32"):
+        make_sweep(base(), ["min-batch=2,40", "batch-size=32,64"], tmp_path / "s")
+    with pytest.raises(ConfigError, match="unknown key 'polcy'"):
+        make_sweep(base(polcy="none"), ["seed=1"], tmp_path / "s")
+
+
+@pytest.mark.parametrize(("key", "value"), [("run-dir", "/tmp/mine"), ("resume", True)])
+def test_a_sweep_names_its_runs_folders_itself(tmp_path: Path, key: str, value: object) -> None:
+    with pytest.raises(ConfigError, match=f"{key} = {value!r}: a sweep"):
+        make_sweep(base(**{key: value}), ["seed=1"], tmp_path / "s")
+
+
+def test_a_mistake_in_the_shell_leaves_nothing(tmp_path: Path) -> None:
+    done = fedeas("sweep", str(ROOT / "conf/quickstart.toml"), "--grid", "policy=none,magic", cwd=tmp_path)
+    assert done.returncode == 2 and done.stdout == "" and len(done.stderr.splitlines()) == 1
+    assert "magic" in done.stderr and list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    "value", ["../../etc", "/etc/passwd", "..", ".", "", "a\nb", "bank:/x/../../y", "x" * 400, "~", "-rf", "a\0b", "ü"]
+)
+def test_names_never_leave_the_folder(tmp_path: Path, value: str) -> None:
+    name = cell_name({"generator": value, "seed": 1})
+    assert re.fullmatch(r"generator-[A-Za-z0-9.+_-]+", name) and len(name) < 255
+    assert (tmp_path / name).resolve().parent == tmp_path.resolve()
+
+
+def test_values_that_look_alike_have_names_of_their_own(tmp_path: Path) -> None:
+    values = ["a/b", "a-b", "a//b", "a:b", "x" * 99, "x" * 98]
+    assert len({cell_name({"generator": value}) for value in values}) == len(values)
+    sweep = make_sweep(base(), ["generator=../up,/abs", "beta=1,2"], tmp_path / "s")
+    assert all(Path(cell.config.run_dir).parent == tmp_path / "s" for cell in sweep.cells)
+    assert len(sweep.cells) == 4
+
+
+@pytest.mark.parametrize(
+    ("words", "why"),
+    [
+        (
+            ("momentum=0.9", "--grid", "strategy=fedavg,scaffold"),
+            "momentum = 0.9: must be 0 with strategy = 'scaffold'",
+        ),
+        (("--grid", "strategy=fedavg,fedmix"), "disclose-mean-images"),
+        (("--grid", "clients=4,1000"), "there can be 143 clients at most"),
+        (("--grid", "device=cpu,cuda"), "cuda"),
+        (("policy=none", "--grid", "dataset=digits,cifar10"), "dataset cifar10 was not found"),
+        (("policy=none", "--grid", "dataset=digits,own:/nowhere"), "dataset: '/nowhere' is not there"),
+        (("--grid", "data-dir=/nowhere", "dataset=cifar10", "policy=none"), "data-dir = '/nowhere': no such folder"),
+        (("--grid", "generator=builtin,/nowhere"), "generator: there is no /nowhere/unet/config.json"),
+        (("--grid", "generator=builtin,bank:/nowhere"), "generator: there is no bank '/nowhere'"),
+        (("--grid", "policy=none,fedeas", "generator=sd-turbo:/nowhere"), "sd-turbo"),
+        (("sampler=ddim", "--grid", "sampler-steps=250,300"), "sampler-steps: 300 is not allowed with ddim"),
+        (("--grid", "model=small-cnn,nowhere:net"), "model: 'nowhere:net' cannot be imported"),
+        (("model=resnet18", "stem=3x3", "--grid", "weights=none,/no.safetensors"), "weights: there is no file '/no"),
+        (("--grid", "ray-address=,127.0.0.1:1"), "ray-address = '127.0.0.1:1': nobody answers"),
+    ],
+)
+def test_what_one_run_of_a_grid_cannot_do_is_refused_before_the_first_run(
+    tmp_path: Path, words: tuple[str, ...], why: str
+) -> None:
+    done = typed("sweep", str(ROOT / "conf/quickstart.toml"), *words, "--out", str(tmp_path / "s"))
+    assert (done.returncode, done.stdout) == (2, "") and why in done.stderr
+    assert not (tmp_path / "s").exists()
+
+
+def test_a_bank_with_too_few_images_for_one_run_is_refused_before_the_first(tmp_path: Path) -> None:
+    bank = black_digits(tmp_path / "bank.npz", [18] * 9 + [10])
+    words = (f"generator={bank}", "--grid", "beta=1,6", "--out", str(tmp_path / "s"))
+    done = typed("sweep", str(ROOT / "conf/quickstart.toml"), *words)
+    assert (done.returncode, done.stdout) == (2, "") and not (tmp_path / "s").exists()
+    why = "has 10 images of class '9', and by the plan a client needs 18, none twice"
+    assert done.stderr == f"error: generator: {bank} {why}\n"
+
+
+def test_a_finished_sweep_needs_nothing_that_its_runs_needed(tmp_path: Path) -> None:
+    words = ("policy=none", "rounds=2", "dataset=own:/nowhere", "--grid", "seed=1", "--out", str(tmp_path / "s"))
+    keys = {"clients": 10, "policy": "none", "rounds": 2, "dataset": "own:/nowhere", "threshold": 0.9}
+    write_run(tmp_path / "s" / "seed-1", [0.1, 0.2], **keys)
+    done = typed("sweep", str(ROOT / "conf/quickstart.toml"), *words)
+    assert done.returncode == 0 and "seed-1  skipped" in done.stdout, done.stderr
+
+
+def test_a_sweep_begun_before_a_key_was_there_goes_on(tmp_path: Path) -> None:
+    sweep = make_sweep(base(), ["seed=1"], tmp_path)
+    sweep.open()
+    path = tmp_path / "sweep.json"
+    record = json.loads(path.read_text())
+    del record["config"]["min-batch"]
+    path.write_text(json.dumps(record))
+    make_sweep(base(), ["seed=1"], tmp_path).open()
+    del record["config"]["rounds"]  # whose default is not what this sweep has
+    path.write_text(json.dumps(record))
+    with pytest.raises(RunError, match="holds another sweep, with rounds = 20, not 3"):
+        make_sweep(base(), ["seed=1"], tmp_path).open()
+
+
+def test_a_record_is_read_again_only_once_it_has_changed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (cell,) = make_sweep(base(), ["seed=1"], tmp_path).cells
+    assert cell.reached() == {"rounds": 0}
+    run = write_run(cell.run.path, [0.1, 0.2], finished=False)
+    reads: list[Path] = []
+    checked = RunDirectory.checked_rounds
+    monkeypatch.setattr(RunDirectory, "checked_rounds", lambda self: reads.append(self.path) or checked(self))
+    assert [cell.reached()["final"] for _ in range(3)] == [0.2, 0.2, 0.2] and len(reads) == 1
+    run.append_round({**run.rounds()[1], "round": 3, "accuracy": 0.3})
+    assert [cell.reached()["final"] for _ in range(3)] == [0.3, 0.3, 0.3] and len(reads) == 2
+    (run.path / "rounds.jsonl").write_text("{}\n")
+    assert "mend line 1 (round = null, must be 1)" in cell.reached()["damage"] and len(reads) == 3
+
+
+def test_a_folder_with_another_run_under_a_cells_name_is_refused(tmp_path: Path) -> None:
+    sweep = make_sweep(base(), ["seed=1"], tmp_path)
+    RunDirectory.start(sweep.cells[0].config.with_changes(alpha=0.5), {})
+    with pytest.raises(RunError, match=r"holds another run, with alpha = 0\.5, not 0\.1"):
+        sweep.open()
+
+
+def test_runs_on_data_named_by_a_relative_path_are_known_again(tmp_path: Path) -> None:
+    """A run writes the path down in full."""
+    sweep = make_sweep(base(dataset="own:mine.npz", policy="none"), ["seed=1"], tmp_path)
+    RunDirectory.start(sweep.cells[0].config.with_changes(dataset=f"own:{tmp_path}/mine.npz"), {})
+    sweep.open()
+    other = make_sweep(base(dataset="cifar10", policy="none"), ["seed=1"], tmp_path / "other")
+    RunDirectory.start(other.cells[0].config.with_changes(dataset="digits"), {})
+    with pytest.raises(RunError, match="holds another run, with dataset = 'digits', not 'cifar10'"):
+        other.open()
+
+
+def test_points_by_hand() -> None:
+    def row(policy: str, seed: int, last_20: float | None, state: str = "finished") -> dict[str, object]:
+        return {
+            "policy": policy,
+            "seed": seed,
+            "state": state,
+            "last_20": last_20,
+            "peak": last_20,
+            "images": 10 * seed,
+        }
+
+    rows = [
+        row("a", 1, 0.5),
+        row("a", 2, 0.7),
+        row("a", 3, 0.1, "failed"),
+        row("b", 1, 0.4),
+        row("c", 1, None, "waiting"),
+    ]
+    a, b, c = points(rows, {"policy": ["a", "b", "c"], "seed": [1, 2, 3]})
+    assert a["last_20"] == {"mean": pytest.approx(0.6), "sd": pytest.approx(statistics.stdev([0.5, 0.7]))}
+    assert (a["finished"], a["runs"], a["images"]["mean"]) == (2, 3, 15)
+    assert b["last_20"] == {"mean": 0.4, "sd": None}
+    assert c["peak"] == {"mean": None, "sd": None}
+
+
+def test_a_results_columns_are_no_keys(tmp_path: Path) -> None:
+    sweep = make_sweep(base(), ["rounds=2,3"], tmp_path)
+    assert set(sweep.cells[0].result()) & set(KEYS) == {"rounds"}
+    assert sweep.cells[1].result()["rounds"] == 3

@@ -1,0 +1,247 @@
+"""Runs of a sweep: failures are tried again and told, Ctrl-C stops them all, and the time left is estimated."""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+import shlex
+import signal
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from made_up_runs import write_run
+from rich.console import Console
+from runners import command, fedeas, start_interruptible, typed
+from test_sweep import ROOT, base
+from waiting import LONG, wait_until
+
+from fedeas_flwr.commands.sweep import watching
+from fedeas_flwr.common.errors import RunError
+from fedeas_flwr.common.text import show_seconds
+from fedeas_flwr.launch import sweep_jobs
+from fedeas_flwr.launch.sweep import Cell, make_sweep
+from fedeas_flwr.launch.sweep_jobs import Board, Job, Standing, run_sweep
+from fedeas_flwr.runs.directory import RunDirectory
+
+CHILD = """
+import pathlib, sys, time
+from fedeas_flwr.config_files import read_config
+from fedeas_flwr.runs.listing import check_removable
+from fedeas_flwr.common.project import describe_environment
+from fedeas_flwr.runs.directory import RunDirectory
+config = read_config(pathlib.Path(sys.argv[1]), sys.argv[2:])
+if config.seed == 13:
+    sys.exit("error: thirteen cannot be had")
+if config.seed == 22:
+    print("error: what was given is wrong", file=sys.stderr)
+    sys.exit(2)
+run = RunDirectory.start(config, {})
+for number in range(len(run.rounds()) + 1, config.rounds + 1):
+    if config.seed == 7 and number == 2 and not config.resume:
+        run.set_status("failed", "a reason of its own")
+        sys.exit(1)
+    time.sleep(60 if config.seed == 99 else 0)
+    record = {"round": number, "accuracy": 0.5, "generated": 0, "failures": [], "seconds": {"clients": 0.0}}
+    run.append_round(record)
+run.set_status("finished")
+"""
+"""A run of nothing: fails always (seed 13), once in its second round (7), is refused (22), or takes for ever (99)."""
+
+
+class Heard:
+    """Keeps what a sweep says."""
+
+    def __init__(self, interrupt_at: str = "") -> None:
+        self.words: list[tuple[str, str]] = []
+        self._interrupt_at = interrupt_at
+
+    def began(self, board: Board) -> None:
+        self.words.append(("", "began"))
+
+    def said(self, cell: Cell, word: str, board: Board) -> None:
+        self.words.append((cell.name, word))
+
+    def tick(self, board: Board) -> None:
+        if self._interrupt_at and (board.sweep.folder / self._interrupt_at / "config.json").exists():
+            raise KeyboardInterrupt
+
+
+@pytest.fixture
+def quick(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Runs that do nothing in place of real ones."""
+    script = tmp_path / "child.py"
+    script.write_text(CHILD)
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+
+    def command_of(conf: Path, resume: bool) -> list[str]:
+        return [sys.executable, str(script), str(conf), *(["resume=true"] if resume else [])]
+
+    monkeypatch.setattr(sweep_jobs, "command_of", command_of)
+    return tmp_path / "s"
+
+
+def test_failures_are_tried_again_at_the_end_and_listed(quick: Path) -> None:
+    sweep, heard = make_sweep(base(), ["seed=13,7,1"], quick), Heard()
+    (failed,) = run_sweep(sweep, 1, 1, heard)
+    assert heard.words == [
+        ("", "began"),
+        ("seed-13", "started"),
+        ("seed-13", "again"),
+        ("seed-7", "started"),
+        ("seed-7", "again"),
+        ("seed-1", "started"),
+        ("seed-1", "finished"),
+        ("seed-13", "started"),
+        ("seed-13", "failed"),
+        ("seed-7", "started"),
+        ("seed-7", "finished"),
+    ]
+    assert (failed.name, failed.error) == ("seed-13", "thirteen cannot be had")
+    record = json.loads((quick / "sweep.json").read_text())
+    assert [(run["state"], run["rounds_done"], run["error"]) for run in record["runs"]] == [
+        ("failed", 0, "thirteen cannot be had"),
+        ("finished", 3, ""),
+        ("finished", 3, ""),
+    ]
+
+
+def test_a_run_that_was_refused_is_not_tried_again(quick: Path) -> None:
+    sweep, heard = make_sweep(base(), ["seed=22,1"], quick), Heard()
+    (failed,) = run_sweep(sweep, 1, 5, heard)
+    assert heard.words[1:4] == [("seed-22", "started"), ("seed-22", "failed"), ("seed-1", "started")]
+    assert (failed.name, failed.error, failed.attempts) == ("seed-22", "what was given is wrong", 1)
+    assert failed.run.status() == ("failed", "what was given is wrong")
+
+
+DAMAGES: dict[str, tuple[str | None, str]] = {
+    "empty": ("", "holds 0 whole records, but summary.json counts 3 rounds: mend line 1"),
+    "gone": (None, "holds 0 whole records, but summary.json counts 3 rounds: mend line 1"),
+    "strange": (
+        '{"round": 1}\n' * 3,
+        "holds 0 whole records, but summary.json counts 3 rounds: mend line 1 (accuracy = null, must be from 0 to 1)",
+    ),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_run_is_left_as_it_is_and_told_and_the_others_are_done(quick: Path, damage: str) -> None:
+    text, reason = DAMAGES[damage]
+    sweep, heard = make_sweep(base(), ["seed=1,2"], quick), Heard()
+    record = write_run(sweep.cells[0].run.path, [0.5] * 3, **vars(sweep.cells[0].config)).path / "rounds.jsonl"
+    record.unlink() if text is None else record.write_text(text)
+    (failed,) = run_sweep(sweep, 1, 1, heard)
+    assert heard.words == [("", "began"), ("seed-1", "failed"), ("seed-2", "started"), ("seed-2", "finished")]
+    assert (failed.name, failed.attempts) == ("seed-1", 0)
+    assert failed.error == f"{record} {reason}; after `fedeas runs rm {failed.run.path}` the sweep does it anew"
+    found = json.loads((quick / "sweep.json").read_text())
+    assert [(run["state"], run["error"]) for run in found["runs"]] == [("damaged", failed.error), ("finished", "")]
+    assert (found["points"][0]["finished"], found["points"][0]["last_20"]["mean"]) == (1, 0.5)
+    assert typed("runs", "rm", str(failed.run.path), "--yes").returncode == 0
+    assert run_sweep(make_sweep(base(), ["seed=1,2"], quick), 1, 1, Heard()) == []
+
+
+def test_a_run_that_says_finished_and_has_no_round_is_done(quick: Path) -> None:
+    sweep = make_sweep(base(), ["seed=1"], quick)
+    RunDirectory.start(sweep.cells[0].config, {}).set_status("finished")
+    assert run_sweep(sweep, 1, 1, Heard()) == [] and sweep.cells[0].result()["rounds_done"] == 3
+
+
+def test_ctrl_c_stops_the_runs_and_the_next_sweep_goes_on(quick: Path) -> None:
+    sweep = make_sweep(base(), ["seed=1,99"], quick)
+    with pytest.raises(KeyboardInterrupt):
+        run_sweep(sweep, 2, 1, Heard(interrupt_at="seed-99"))
+    stopped = sweep.cells[1].run
+    assert stopped.processes() == [] and stopped.state() == "interrupted"
+    assert json.loads((quick / "sweep.json").read_text())["runs"][1]["state"] == "interrupted"
+
+
+def test_ctrl_c_in_the_shell_says_how_to_go_on_and_leaves_nothing_running(tmp_path: Path) -> None:
+    conf = tmp_path / "conf.toml"
+    conf.write_text('clients = 4\npolicy = "none"\nbackend = "inline"\nrounds = 500\n')
+    words = ["sweep", str(conf), "--grid", "seed=1,2", "--out", str(tmp_path / "out")]
+    child = start_interruptible(command(*words))
+    run = RunDirectory(tmp_path / "out" / "seed-1")
+    wait_until(lambda: [p for p in run.processes() if p["pid"] != child.pid], "a run is at work")
+    child.send_signal(signal.SIGINT)
+    _, errors = child.communicate(timeout=LONG)
+    assert child.returncode == 130
+    assert errors == f"stopped; go on with: fedeas {shlex.join(words)}\n"
+    assert run.state() == "interrupted" and run.processes() == []
+    assert not (tmp_path / "out" / "seed-2").exists()
+
+
+def test_the_live_table_has_every_run_and_keeps_failures(quick: Path) -> None:
+    console = Console(file=io.StringIO(), force_terminal=True, width=120, color_system=None)
+    with watching(console) as watcher:
+        run_sweep(make_sweep(base(), ["seed=13,1"], quick), 2, 0, watcher)
+    shown = console.file.getvalue()
+    assert f"2 runs, 2 at once → {quick}" in shown
+    assert "seed-13  failed: thirteen cannot be had" in shown
+    assert re.search(r"seed-1 +finished +3/3 +50\.0", shown)
+    assert "1 finished, 1 failed" in shown and not re.search(r"\b0 s", shown)
+
+
+def test_two_sweeps_in_one_folder_are_refused(quick: Path) -> None:
+    heard = Heard()
+    with sweep_jobs._alone_in(quick), pytest.raises(RunError, match="a sweep is at work in"):
+        run_sweep(make_sweep(base(), ["seed=1"], quick), 1, 1, heard)
+    assert heard.words == []
+
+
+def test_a_second_sweep_is_refused_before_its_headline(tmp_path: Path) -> None:
+    words = ("sweep", str(ROOT / "conf" / "quickstart.toml"), "--grid", "seed=1", "--out", str(tmp_path / "s"))
+    with sweep_jobs._alone_in(tmp_path / "s"):
+        done = typed(*words)
+    line = f"error: a sweep is at work in {tmp_path / 's'} already\n"
+    assert (done.returncode, done.stdout, done.stderr) == (2, "", line)
+
+
+@pytest.mark.slow
+def test_a_failing_run_in_the_shell_is_listed_and_the_rest_is_done(tmp_path: Path) -> None:
+    """One that fails as it trains: what a run refuses is refused before the first of them (test_sweep.py)."""
+    words = ("policy=none", "rounds=1", "clients=4", "backend=inline", "--retries", "0", "--out", "out")
+    grid = ("--grid", "learning-rate=100,0.05")
+    done = fedeas("sweep", str(ROOT / "conf/quickstart.toml"), *words, *grid, cwd=tmp_path)
+    assert done.returncode == 1
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("failed: learning-rate-100.0: round 1: ") and "loss = nan" in line
+    assert RunDirectory(tmp_path / "out" / "learning-rate-0.05").state() == "finished"
+    assert RunDirectory(tmp_path / "out" / "learning-rate-100.0").state() == "failed"
+
+
+def test_the_time_left_comes_from_the_rounds_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sweep = make_sweep(base(rounds=10), ["seed=1,2,3"], tmp_path)
+    one, two, three = sweep.cells
+    monkeypatch.setattr(time, "monotonic", lambda: 100.0)
+    board = Board(sweep, 2, running={one.name: Job(one, None, 2, began=80.0), two.name: Job(two, None, 0, began=99.0)})
+    board.standings = {
+        one.name: Standing("running", 2, None),
+        two.name: Standing("running", 0, None),
+        three.name: Standing("waiting", 0, None),
+    }
+    assert board.seconds_left(one) is None and board.all_seconds_left() is None
+    board.standings[one.name].rounds = 6  # four rounds in 20 s; four are left
+    assert board.seconds_left(one) == 20
+    assert board.seconds_left(three) == pytest.approx(10 * 21 / 4)
+    assert board.all_seconds_left() == pytest.approx((20 + 2 * 52.5) / 2)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(0, "0 s"), (0.01, "1 s"), (1, "1 s"), (89.2, "90 s"), (90, "2 min"), (5399, "90 min"), (5400, "1.5 h")],
+)
+def test_some_time_is_never_written_as_none(seconds: float, text: str) -> None:
+    assert show_seconds(seconds) == text
+
+
+def test_runs_of_values_no_longer_asked_for_stay_and_are_counted(quick: Path) -> None:
+    words = ("sweep", str(ROOT / "conf" / "quickstart.toml"), "policy=none", "backend=inline", "--out", str(quick))
+    whole = typed(*words, "--grid", "seed=1,2,3")
+    fewer = typed(*words, "--grid", "seed=2")
+    assert (whole.returncode, fewer.returncode) == (0, 0), whole.stderr + fewer.stderr
+    assert "left out" not in whole.stdout
+    assert f"left out, being of another grid: 2 runs in {quick}" in fewer.stdout
+    assert len(list(quick.glob("seed-*"))) == 3

@@ -1,0 +1,84 @@
+"""A launcher that is killed leaves nothing running, and one that ends is not interfered with."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from contextlib import suppress
+from pathlib import Path
+
+import psutil
+import pytest
+from waiting import wait_until
+
+from fedeas_flwr.common.processes import MARK
+from fedeas_flwr.launch.watchdog import is_keeper, kept
+
+LAUNCHER = """
+import os, subprocess, sys, time
+from pathlib import Path
+from fedeas_flwr.launch.watchdog import kept
+
+inside = os.environ | {"FEDEAS_LAUNCH": "the-mark"}
+root = subprocess.Popen(["sh", "-c", "sleep 600 & sleep 600"], start_new_session=True)
+sockets = os.environ | {"ITS_SOCKETS": sys.argv[1] + "/mps"}
+daemon = subprocess.Popen(["sleep", "600"], env=sockets, start_new_session=True)
+alone = ["sh", "-c", "sleep 600 > /dev/null 2>&1 & echo $!"]
+orphan = subprocess.run(alone, env=inside, capture_output=True, text=True)
+with kept(root.pid, "the-mark", Path(sys.argv[1])):
+    print(root.pid, daemon.pid, orphan.stdout.strip(), flush=True)
+    time.sleep(600)
+"""
+
+
+def keepers_of(folder: Path) -> list[psutil.Process]:
+    found = []
+    for process in psutil.process_iter():
+        with suppress(psutil.Error):
+            if process.cmdline()[-1:] == [str(folder)] and process.cmdline()[2:3] == ["fedeas_flwr.launch.watchdog"]:
+                found.append(process)
+    return found
+
+
+def lives(process: psutil.Process) -> bool:
+    with suppress(psutil.NoSuchProcess):
+        return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
+    return False
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGABRT])
+def test_what_a_killed_launcher_started_is_ended_and_its_folder_removed(number: int, tmp_path: Path) -> None:
+    folder = tmp_path / "fe-folder"
+    (folder / "deep").mkdir(parents=True)
+    launcher = subprocess.Popen(
+        [sys.executable, "-c", LAUNCHER, str(folder)], stdout=subprocess.PIPE, text=True, start_new_session=True
+    )
+    assert launcher.stdout
+    root, daemon, orphan = (psutil.Process(int(pid)) for pid in launcher.stdout.readline().split())
+    assert orphan.environ()[MARK] == "the-mark"
+    wait_until(lambda: len(root.children()) == 2 and keepers_of(folder), "all are there")
+    started = [root, daemon, orphan, *root.children()]
+    os.killpg(launcher.pid, number)
+    launcher.wait()
+    launcher.stdout.close()
+    wait_until(lambda: not any(map(lives, started)), "what it started has ended")
+    wait_until(lambda: not folder.exists() and not keepers_of(folder), "the folder is gone, and the keeper")
+
+
+def test_a_launcher_that_ends_its_processes_itself_has_a_keeper_that_does_nothing(tmp_path: Path) -> None:
+    with subprocess.Popen(["sleep", "600"], start_new_session=True) as root:
+        with pytest.raises(ZeroDivisionError), kept(root.pid, "no-mark", tmp_path):
+            raise ZeroDivisionError
+        assert root.poll() is None and tmp_path.exists() and not keepers_of(tmp_path)
+        with kept(root.pid, "no-mark", tmp_path):
+            assert not is_keeper(psutil.Process(root.pid)) and is_keeper(keepers_of(tmp_path)[0])
+        root.kill()
+
+
+def test_a_keeper_that_somebody_killed_is_no_error(tmp_path: Path) -> None:
+    with subprocess.Popen(["sleep", "600"], start_new_session=True) as root:
+        with kept(root.pid, "no-mark", tmp_path):
+            keepers_of(tmp_path)[0].kill()
+        root.kill()

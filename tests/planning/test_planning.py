@@ -1,0 +1,237 @@
+"""Plans as data and as a table, and counts read from files."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from fedeas_flwr.partition import make_partition, plan_labels
+from fedeas_flwr.planning import counts_file
+from fedeas_flwr.planning import plan as plan_module
+from fedeas_flwr.planning.counts_file import read_counts
+from fedeas_flwr.planning.plan import format_table
+from fedeas_flwr.policies import POLICIES, REFERENCES
+
+COUNTS = [[64, 0, 0, 0], [32, 32, 0, 0], [16, 16, 16, 16], [0, 0, 0, 0]]
+
+
+def plan(counts: Any = COUNTS, **changes: Any) -> dict[str, Any]:
+    request: dict[str, Any] = {"policy": "fedeas", "beta": 3.0, "gamma": 0.5, "seed": 42}
+    return plan_module.plan(counts, **{"dataset": None, "protocol": None, **request, **changes})
+
+
+def test_a_plan_by_hand() -> None:
+    # q = (64, 12, 12, 12) / 100 and (32, 32, 6, 6) / 76, p = 1/3 each
+    after = ((64**2 + 3 * 12**2) / 100**2 - 1 / 4 + 2 * (32**2 + 6**2) / 76**2 - 1 / 4) / 3
+    assert plan() == {
+        "dataset": None,
+        "protocol": None,
+        "policy": "fedeas",
+        "beta": 3.0,
+        "gamma": 0.5,
+        "seed": 42,
+        "clients": [
+            {"client": 0, "samples": 64, "entropy": 0.0, "budget": 12, "generate": [0, 12, 12, 12]},
+            {"client": 1, "samples": 64, "entropy": 0.5, "budget": 6, "generate": [0, 0, 6, 6]},
+            {"client": 2, "samples": 64, "entropy": 1.0, "budget": 0, "generate": [0, 0, 0, 0]},
+            {"client": 3, "samples": 0, "entropy": 1.0, "budget": 0, "generate": [0, 0, 0, 0]},
+        ],
+        "total": 48,
+        "full_balance_total": 192 + 64,
+        "imbalance": {
+            "before": pytest.approx((0.75 + 0.25) / 3),
+            "after": pytest.approx(after),
+            "removed": pytest.approx(1 - 3 * after),
+        },
+        "synthetic_fraction": 48 / (192 + 48),
+    }
+
+
+@pytest.mark.parametrize(
+    ("changes", "beta", "gamma", "title"),
+    [
+        ({"policy": "uniform"}, 3.0, 0.5, "Policy uniform (beta 3, gamma 0.5) on given counts"),
+        ({"policy": "uniform", "total": 5}, None, None, "Policy uniform on given counts"),
+        ({"policy": "full-balance"}, None, None, "Policy full-balance on given counts"),
+        ({"policy": "linear"}, 3.0, None, "Policy linear (beta 3) on given counts"),
+        ({"policy": "oversample"}, 3.0, 0.5, "Policy oversample (beta 3, gamma 0.5) on given counts"),
+    ],
+)
+def test_a_plan_names_beta_and_gamma_only_where_they_decide(
+    changes: dict[str, Any], beta: float | None, gamma: float | None, title: str
+) -> None:
+    result = plan(**changes)
+    assert (result["beta"], result["gamma"]) == (beta, gamma)
+    assert format_table(result).splitlines()[0] == title
+    other = [plan(**changes, **{key: 1.9})["clients"] for key in ("beta", "gamma")]
+    decides = [value is not None for value in (beta, gamma)]
+    assert [clients != result["clients"] for clients in other] == decides
+
+
+def test_plan_of_the_main_setting() -> None:
+    counts = make_partition("cifar10", "paper", 20, 0.1, 42).counts(plan_labels("cifar10", "paper"), 10)
+    result = plan(counts, dataset="cifar10", protocol="paper", beta=12.0)
+    assert result["total"] == 13_437
+    assert result["full_balance_total"] == 226_783
+    assert round(result["imbalance"]["removed"], 3) == 0.518
+    assert round(result["synthetic_fraction"], 3) == 0.230  # of the training data, 45,007 + 13,437
+    assert [client["budget"] for client in result["clients"]][:5] == [130, 93, 27, 133, 175]
+
+
+@pytest.mark.parametrize("policy", [*POLICIES, *REFERENCES])
+def test_every_policy_gives_plain_json(policy: str) -> None:
+    result = plan(policy=policy)
+    assert json.loads(json.dumps(result)) == result
+    has_budget = policy in ("fedeas", "without-entropy", "linear", "oversample")
+    assert all((client["budget"] is not None) == has_budget for client in result["clients"])
+    assert result["total"] == sum(sum(client["generate"]) for client in result["clients"])
+    assert policy in format_table(result)
+
+
+def test_total_and_rule_are_passed_on() -> None:
+    assert plan(policy="uniform", total=7)["total"] == 7
+    assert plan([[64, 0, 0, 0]], beta=20.0)["total"] == 3 * 80
+    assert plan([[64, 0, 0, 0]], beta=20.0, strict_mean=False)["total"] == 3 * 80 + 16
+
+
+def test_nothing_at_all_is_a_plan_too() -> None:
+    result = plan([[0, 0], [0, 0]])
+    assert result["synthetic_fraction"] == 0
+    assert result["imbalance"] == {"before": 0, "after": 0, "removed": 0}
+    assert "0 samples" in format_table(result)
+
+
+def test_table_shows_every_client_and_class() -> None:
+    lines = format_table(plan(dataset="digits", protocol="clean")).splitlines()
+    assert lines[0] == "Policy fedeas (beta 3, gamma 0.5) on digits, protocol clean, seed 42"
+    assert lines[2].split() == ["client", "samples", "entropy", "budget", "generate", "c0", "c1", "c2", "c3"]
+    assert lines[4].split() == ["0", "64", "0.000", "12", "36", ".", "12", "12", "12"]
+    assert len({len(line) for line in lines[2:8]}) == 1
+    assert "48 samples" in lines[9]
+    assert "given counts" in format_table(plan())
+
+
+def test_table_names_classes_that_have_names() -> None:
+    names = ["cat", "dog", "2", "a dachshund in a basket"]
+    head = format_table(plan(), names).splitlines()[2]
+    assert head.split("  ")[-4:] == ["cat", "dog", "c2", "a dachshund in …"]  # a bare number would pass for a count
+
+
+def test_full_balance_is_what_the_plan_is_a_part_of() -> None:
+    counts = [[30, 10], [0, 5]]  # full balance: 20 + 5
+    result = plan(counts, policy="uniform", total=4)
+    assert "Full balance: 25 samples; the plan is 16.0% of it" in format_table(result).splitlines()
+    assert "Full balance: 0 samples" in format_table(plan([[5, 5]])).splitlines()
+
+
+def test_table_of_many_classes_stays_narrow() -> None:
+    counts = np.zeros((3, 300), dtype=int)
+    counts[0, :10] = 500
+    counts[1, 0] = 900
+    counts[1, 1] = 2
+    table = format_table(plan(counts, beta=5.0))
+    assert max(len(line) for line in table.splitlines()) <= 100
+    row = table.splitlines()[5].split()
+    assert row[-2:] == ["299", "6-8"]  # classes that get samples, and how many each
+    assert table.splitlines()[6].split()[-2:] == ["0", "."]
+
+
+# --------------------------------------------------------------------------------------------------- counts in files
+
+
+def written(folder: Path, name: str, content: str | bytes) -> Path:
+    file = folder / name
+    file.write_bytes(content.encode() if isinstance(content, str) else content)
+    return file
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("a.json", "[[1, 2, 3], [4, 0, 6]]"),
+        ("a.csv", "1,2,3\n4,0,6\n"),
+        ("a.CSV", "\ufeffcat, dog, ship\r\n1, 2, 3\r\n4, 0, 6\r\n\r\n"),
+        ("a.csv", "client,cat,dog,ship\n0,1,2,3\n1,4,0,6\n"),
+        ("a.csv", ",cat,dog,ship\nhospital a,1,2,3\nhospital b,4,0,6\n"),
+        ("a.csv", "ID,0,1,2\n7,1,2,3\n9,4,0,6\n"),
+        ("a.csv", " Index ,cat,dog,ship\n,1,2,3\n,4,0,6\n"),
+        ("a.csv", '"cat","dog","a ship, or a boat"\n1,2,3\n4,0,6'),
+    ],
+)
+def test_counts_are_read(tmp_path: Path, name: str, content: str) -> None:
+    counts, _ = read_counts(written(tmp_path, name, content))
+    assert counts.dtype == np.int64
+    assert counts.tolist() == [[1, 2, 3], [4, 0, 6]]
+
+
+@pytest.mark.parametrize(
+    ("content", "names"),
+    [
+        ("1,2\n", []),
+        ("cat, dog\n1,2\n", ["cat", "dog"]),
+        ("client,cat,dog\n0,1,2\n", ["cat", "dog"]),
+        ("ID,0,1\n7,1,2\n", ["0", "1"]),
+    ],
+)
+def test_a_header_names_the_classes(tmp_path: Path, content: str, names: list[str]) -> None:
+    assert read_counts(written(tmp_path, "a.csv", content))[1] == names
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("a.txt", "1,2", "must be a .json or a .csv file"),
+        ("a.json", "[[1, 2], [3]]", "row 2 has 1 class, must have 2"),
+        ("a.json", "[[1, -2]]", "row 1, column 2 is '-2', must be an integer from 0"),
+        ("a.json", "[[1, 2.0]]", "row 1, column 2 is '2.0'"),
+        ("a.json", "[[1, true]]", "column 2 is 'True'"),
+        ("a.json", "[[1, null]]", "column 2 is 'None'"),
+        ("a.json", "[[1, NaN]]", "column 2 is 'nan'"),
+        ("a.json", f"[[1, {2**41}]]", "column 2 is '2199023255552'"),
+        ("a.json", "[]", "holds no counts"),
+        ("a.json", "[[]]", "holds no counts"),
+        ("a.json", '{"counts": [[1]]}', "must be a list of rows"),
+        ("a.json", "[1, 2]", "must be a list of rows"),
+        ("a.json", "[[1, 2]", "not valid JSON"),
+        ("a.json", "[" * 100_000, "not valid JSON"),
+        ("a.json", b"\xff\xfe\x00", "UTF-8"),
+        ("a.csv", "", "holds no counts"),
+        ("a.csv", "cat,dog\n", "holds no counts"),
+        ("a.csv", "client\n3\n", "holds no counts"),
+        ("a.csv", "client,cat\n0,1\n1\n", "row 2 has 0 classes"),
+        ("a.csv", ",2\n3,4\n", "row 1, column 1 is ''"),
+        ("a.csv", "1,2\n3\n", "row 2 has 1 class, "),
+        ("a.csv", "cat,dog,ship\n1,2\n", "the header has 3 columns, the first row 2"),
+        ("a.csv", "1,2\n3,x\n", "row 2, column 2 is 'x'"),
+        ("a.csv", "1,x\n3,4\n", "row 1, column 2 is 'x'"),
+        ("a.csv", "1,2.5\n", "row 1, column 2 is '2.5'"),
+        ("a.csv", "1,-3\n", "row 1, column 2 is '-3'"),
+        ("a.csv", "1,\n", "row 1, column 2 is ''"),
+        ("a.csv", "1," + "9" * 5000, "row 1, column 2 is '999"),
+        ("a.csv", "1,1_000", "row 1, column 2 is '1_000'"),
+    ],
+)
+def test_wrong_files_are_refused_in_one_line(tmp_path: Path, name: str, content: str | bytes, message: str) -> None:
+    with pytest.raises(ValueError, match=message) as caught:
+        read_counts(written(tmp_path, name, content))
+    assert "\n" not in str(caught.value)
+    assert str(tmp_path / name) in str(caught.value)
+    assert len(str(caught.value)) < 300
+
+
+def test_a_missing_file_and_a_folder_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="cannot be read, No such file"):
+        read_counts(tmp_path / "none.json")
+    (tmp_path / "folder.csv").mkdir()
+    with pytest.raises(ValueError, match="cannot be read"):
+        read_counts(tmp_path / "folder.csv")
+
+
+def test_a_file_too_large_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(counts_file, "LARGEST_FILE", 2**20)
+    with pytest.raises(ValueError, match="too large, at most 1 MiB"):
+        read_counts(written(tmp_path, "a.csv", "1," * 2**20))

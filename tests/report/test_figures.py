@@ -1,0 +1,239 @@
+"""Every figure that is drawn, as a reader sees it: nothing lies on the data, nothing is cut off, colours differ."""
+
+from __future__ import annotations
+
+import re
+from itertools import combinations
+from pathlib import Path
+
+import numpy as np
+import pytest
+from made_up_runs import write_run
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.colors import to_rgb
+from matplotlib.figure import Figure
+from matplotlib.transforms import Bbox
+from numpy.typing import NDArray
+
+from fedeas_flwr.planning.beta_selection import Limits, choose
+from fedeas_flwr.planning.budget_path import BudgetPath
+from fedeas_flwr.planning.run_plan import partition_counts
+from fedeas_flwr.report.document import make_document
+from fedeas_flwr.report.groups import group_runs
+from fedeas_flwr.report.page import Document, as_html
+from fedeas_flwr.report.plan_figures import plan_figures
+from fedeas_flwr.report.style import COLOURS, MORE_COLOURS, legend_above
+from fedeas_flwr.report.writing import comparison_figure
+from fedeas_flwr.reproduce.cells import all_cells
+from fedeas_flwr.reproduce.figures import (
+    _draw_bars,
+    _draw_budgets,
+    draw_closed_form,
+    draw_convergence,
+    draw_motivation,
+    draw_overview,
+    draw_sensitivity,
+    draw_surrogate,
+    setting_of,
+)
+from fedeas_flwr.reproduce.results import Value, find_results
+from fedeas_flwr.runs.directory import RunDirectory
+
+RESULTS = Path(__file__).parents[2] / "results"
+
+
+def faults(figure: Figure) -> list[str]:
+    """What a reader would stumble over: words on the data, and words that the edge cuts off."""
+    FigureCanvasAgg(figure).draw()
+    found = []
+    for axes in figure.axes:
+        legend, words = axes.get_legend(), [text for text in axes.texts if text.get_text()]
+        if legend and any(_covers(legend.get_window_extent(), points) for points in [*_lines(axes), *_areas(axes)]):
+            found.append(f"legend on the data: {[text.get_text() for text in legend.get_texts()]}")
+        for text in words:
+            box = text.get_window_extent()
+            if any(_covers(box, points) for points in _lines(axes)):
+                found.append(f"on a curve: {text.get_text()}")
+            if legend and box.overlaps(legend.get_window_extent()):
+                found.append(f"on the legend: {text.get_text()}")
+            if any(_covers(box, points) for points in _straight_lines(axes)):
+                found.append(f"on a straight line: {text.get_text()}")
+        for one, other in combinations(words, 2):
+            if one.get_window_extent().overlaps(other.get_window_extent()):
+                found.append(f"on each other: {one.get_text()}, {other.get_text()}")
+    inside = figure.bbox.padded(1)
+    for part in (*figure.axes, *figure.legends):
+        box = part.get_tightbbox()
+        if box is not None and not (inside.contains(*box.min) and inside.contains(*box.max)):
+            found.append(f"cut off: {part}")
+    return found
+
+
+def _covers(box: Bbox, points: NDArray[np.float64]) -> bool:
+    return bool(((points > box.min) & (points < box.max)).all(axis=1).any())
+
+
+def _lines(axes: Axes) -> list[NDArray[np.float64]]:
+    """Points close to each other along every curve; not along straight lines right across."""
+    found = []
+    for line in axes.lines:
+        points = line.get_transform().transform(np.asarray(line.get_xydata()))
+        if len(points) and line.get_transform() == axes.transData:
+            places = np.linspace(0, len(points) - 1, 40 * len(points))
+            found.append(np.stack([np.interp(places, np.arange(len(points)), column) for column in points.T], axis=1))
+    return found
+
+
+def _straight_lines(axes: Axes) -> list[NDArray[np.float64]]:
+    """Points close to each other along the lines right across, which say where a limit is."""
+    across = [line for line in axes.lines if line.get_transform() != axes.transData and len(line.get_xydata()) == 2]
+    ends = [line.get_transform().transform(np.asarray(line.get_xydata())) for line in across]
+    return [np.linspace(start, end, 2000) for start, end in ends]
+
+
+def _areas(axes: Axes) -> list[NDArray[np.float64]]:
+    """A grid of points over every bar."""
+    boxes = [patch.get_window_extent() for patch in axes.patches]
+    return [np.stack(np.meshgrid(*np.linspace(box.min, box.max, 30).T), axis=-1).reshape(-1, 2) for box in boxes]
+
+
+@pytest.mark.parametrize("name", ["quickstart", "cifar10-k100-a0.1"])
+def test_a_reports_figures(name: str) -> None:
+    groups, _ = group_runs([RunDirectory(path.parent) for path in sorted((RESULTS / name).glob("*/config.json"))])
+    pictures = [picture for section in make_document(groups).sections for picture in section.pictures]
+    assert len(pictures) >= 6
+    assert {picture.name: found for picture in pictures if (found := faults(picture.figure))} == {}
+    if name == "quickstart":
+        assert faults(comparison_figure(groups)) == []
+
+
+@pytest.mark.parametrize(("dataset", "clients"), [("digits", 10), ("cifar10", 20)])
+def test_a_plans_figures(dataset: str, clients: int) -> None:
+    path = BudgetPath(partition_counts(dataset, "paper", clients, 0.1, 42))
+    choice = choose(path, Limits(min_removed=0.5, max_synthetic=0.4), [4.0, 8.0, 12.0, 16.0, 20.0])
+    for chosen in (None, choice):
+        assert {name: bad for name, f in plan_figures(path, 12.0, chosen).items() if (bad := faults(f))} == {}
+
+
+def test_few_images_and_seconds_have_ticks_that_are_true(tmp_path: Path) -> None:
+    """Where a dataset is small, a tick between two whole numbers must not pass for one."""
+    drawn = plan_figures(BudgetPath([[41, 11, 3], [1, 4, 21], [14, 33, 16]]), 4.0)
+    assert {name: bad for name, figure in drawn.items() if (bad := faults(figure))} == {}
+    seconds = {"seconds": {"clients": 1.2, "aggregate": 0.1, "generating": 0.9, "training": 0.3}}
+    groups, _ = group_runs([write_run(tmp_path / "run", [0.5], extra=[seconds])])
+    pictures = {p.name: p.figure for section in make_document(groups).sections for p in section.pictures}
+    for figure in (drawn["reduction.png"], pictures["seconds"]):
+        FigureCanvasAgg(figure).draw()
+        (axes,) = figure.axes
+        labels = [float(label.get_text()) for label in axes.get_xticklabels()]
+        assert labels == pytest.approx(list(axes.get_xticks()))
+
+
+def test_no_axis_says_what_cannot_be(tmp_path: Path) -> None:
+    """No accuracy is over 100 %, none and no Γ̂ below 0, however far a deviation reaches; no mark is cut in half."""
+    runs = []
+    for seed, (low, high) in enumerate([(0.0, 1.0), (0.9, 0.98)]):
+        more = {"per_class_accuracy": [1.0] * 9 + [low], "worst_client_accuracy": low, "gamma_hat": low / 2}
+        for policy in ("none", "fedeas"):
+            run = {"extra": [more] * 2, "images": 400 * (policy == "fedeas"), "policy": policy, "seed": seed}
+            runs.append(write_run(tmp_path / f"{policy}-{seed}", [low, high], **run))
+    pictures = {p.name: p.figure for s in make_document(group_runs(runs)[0]).sections for p in s.pictures}
+    for name, most in (("accuracy", 100), ("cost", 100), ("classes", 100), ("worst-client", 100), ("gamma-hat", 1)):
+        (axes,) = pictures[name].axes
+        low, high = axes.get_ylim()
+        assert 0 <= low < high <= most, name
+        marks = [line for line in axes.lines if line.get_marker() not in ("None", "", "_", "|")]
+        assert not any(line.get_clip_on() for line in marks), name
+    setting = setting_of(find_results(all_cells(), "smoke", [tmp_path], {}))
+    assert [axes.get_ylim() for axes in draw_convergence(setting).axes] == [(0, 100)] * 2
+    axes = Figure(layout="constrained").subplots()
+    _draw_bars(axes, [Value("c/fedavg", "", (97.0, 99.0), (1, 2), 55.0), Value("c/fedeas", "", (99.9,), (1,), 71.0)])
+    assert axes.get_ylim() == (0, 100) and faults(axes.figure) == []  # type: ignore[arg-type]
+
+
+def test_the_papers_figures() -> None:
+    setting = setting_of(find_results(all_cells(), "full", [RESULTS], {}))
+    drawn = [draw(setting) for draw in (draw_motivation, draw_surrogate, draw_overview, draw_convergence)]
+    assert [faults(figure) for figure in (*drawn, draw_sensitivity(setting), draw_closed_form())] == [[]] * 6
+
+
+def test_rounds_that_coincide_are_both_seen_and_titles_are_level() -> None:
+    """With 20 clients FedEAS and Missing-only reach 70 % in one round: the lines there share their place."""
+    figure = draw_convergence(setting_of(find_results(all_cells(), "full", [RESULTS], {})))
+    canvas = FigureCanvasAgg(figure)
+    canvas.draw()
+    pixels = np.asarray(canvas.buffer_rgba())[::-1, :, :3].astype(int)
+    axes = figure.axes[0]
+    (left, low), (right, high) = axes.transData.transform([(77, 5), (79, 35)]).round().astype(int)
+    under_the_curves = pixels[low:high, left:right].reshape(-1, 3)
+    for method in ("missing-only", "fedeas"):
+        colour = 255 * np.array(to_rgb(COLOURS[method]))
+        assert (np.abs(under_the_curves - colour).max(axis=1) < 40).sum() > 50, method
+    heights = [axes._left_title.get_window_extent().y0 for axes in figure.axes]  # type: ignore[attr-defined]
+    assert heights[0] == pytest.approx(heights[1], abs=0.5)
+
+
+def test_a_beta_without_runs_is_a_gap_and_one_seed_has_no_deviation() -> None:
+    axes = Figure(figsize=(6.2, 4.4), layout="constrained").subplots()
+    runs: list[tuple[float, ...]] = [(61.0,), (), (62.0, 64.0)]
+    values = [Value("", "", ours, tuple(range(len(ours))), 60.0, 2, comparable=True) for ours in runs]
+    for name in ("FedEAS", "Uniform"):
+        _draw_budgets(axes, values, [1, 2, 3], name, "black", "o")
+    legend_above(axes)
+    lines = [line for line in axes.lines if not str(line.get_label()).startswith("_")]
+    assert [line.get_label() for line in lines] == [
+        f"{name}, {whose}" for name in ("FedEAS", "Uniform") for whose in ("ours", "the paper's")
+    ]
+    assert np.array_equal(np.asarray(lines[0].get_ydata(), dtype=float), [61.0, np.nan, 63.0], equal_nan=True)
+    bars = [np.asarray(path.vertices)[:, 1] for part in axes.collections for path in part.get_paths()]
+    assert [list(np.round(bar, 2)) for bar in bars if np.isfinite(bar).all()] == [[61.59, 64.41]] * 2
+    legend = axes.get_legend()
+    assert legend is not None and legend._ncols == 2  # each policy's two below each other
+
+
+def test_the_papers_figures_before_anything_was_run(tmp_path: Path) -> None:
+    """What was not measured is said in its place: an axis without a single curve has no legend to make."""
+    setting = setting_of(find_results(all_cells(), "smoke", [tmp_path], {}))
+    drawn = [draw(setting) for draw in (draw_motivation, draw_surrogate, draw_overview, draw_convergence)]
+    assert [faults(figure) for figure in (*drawn, draw_sensitivity(setting))] == [[]] * 5
+    for figure, panels in ((drawn[3], (0, 1)), (draw_sensitivity(setting), (0,))):
+        assert [[text.get_text() for text in figure.axes[panel].texts] for panel in panels] == [["not run yet"]] * len(
+            panels
+        )
+
+
+def test_thirty_groups_look_like_thirty(tmp_path: Path) -> None:
+    """In curves by colour and dashes, as marks by colour and shape; in the table as in the curves."""
+    rates = [0.001 * number for number in range(1, 31)]
+    runs = [
+        write_run(tmp_path / f"{rate}", [0.5, 0.6], extra=[{"per_class_accuracy": [0.5] * 10}] * 2, learning_rate=rate)
+        for rate in rates
+    ]
+    groups, _ = group_runs(runs)
+    assert len({(group.look.colour, group.look.line) for group in groups}) == 30
+    assert len({(group.look.colour, group.look.marker) for group in groups}) == 30
+    assert [group.look.line for group in groups[:9]] == ["-"] * 9, "as long as there are colours they are enough"
+    sections = {section.title: section for section in make_document(groups).sections}
+    (axes,) = sections["Accuracy"].pictures[0].figure.axes
+    assert len({(line.get_color(), str(line._dash_pattern)) for line in axes.lines}) == 30  # type: ignore[attr-defined]
+    (axes,) = sections["Classes before and after filling"].pictures[0].figure.axes
+    assert len({(line.get_color(), line.get_marker()) for line in axes.lines}) == 30
+    assert sections["Results"].tables[0].swatches == [group.look for group in groups]
+    swatches = re.findall(r'<svg class="swatch".*?</svg>', as_html(Document("", [], [sections["Results"]])))
+    assert len(set(swatches)) == 30
+
+
+def lab(colour: str) -> NDArray[np.float64]:
+    """A colour as CIE L*a*b*, where distances are what the eye sees."""
+    rgb = np.array(to_rgb(colour))
+    rgb = np.where(rgb > 0.04045, ((rgb + 0.055) / 1.055) ** 2.4, rgb / 12.92)
+    to_xyz = [[0.4124, 0.3576, 0.1805], [0.2126, 0.7152, 0.0722], [0.0193, 0.1192, 0.9505]]
+    x, y, z = np.cbrt(to_xyz @ rgb / [0.9505, 1.0, 1.089])
+    return np.array([116 * y - 16, 500 * (x - y), 200 * (y - z)])
+
+
+def test_colours_can_be_told_apart() -> None:
+    pairs = combinations(sorted({*COLOURS.values(), *MORE_COLOURS}), 2)
+    near = {pair: float(np.linalg.norm(lab(pair[0]) - lab(pair[1]))) for pair in pairs}
+    assert {pair: distance for pair, distance in near.items() if distance < 25} == {}

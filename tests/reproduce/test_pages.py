@@ -1,0 +1,50 @@
+"""Measured numbers on the pages are written from the records by `fedeas reproduce --into`, and by nobody else."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from fedeas_flwr.reproduce.inline_numbers import NUMBER
+from fedeas_flwr.reproduce.summary import filled_document
+
+ROOT = Path(__file__).parents[2]
+PAGES = sorted(
+    str(path.relative_to(ROOT))
+    for path in (ROOT / "README.md", *(ROOT / "docs").glob("*.md"), *(ROOT / "results").rglob("*.md"))
+    if "<!-- reproduce " in path.read_text() or NUMBER.search(path.read_text())
+)
+GENERATED = re.compile(r"<!-- reproduce .*?<!-- end -->|^```.*?^```|`[^`\n]+`", re.DOTALL | re.MULTILINE)
+"""Generated tables, and code, which shows what a command prints."""
+MEASURED = re.compile(
+    r"(?<![\d.])([2-9]\d\.\d+\b|\d+\.\d+ (%|points?\b|more\b|less\b|above\b|below\b|higher\b|lower\b|ahead\b|apart\b))"
+)
+"""An accuracy in %, or a difference of two."""
+SETTINGS = ("0.65 points",)
+"""What looks measured and is a setting."""
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_running_the_command_changes_nothing(name: str) -> None:
+    text = (ROOT / name).read_text()
+    assert filled_document(ROOT / name, text, "full", [ROOT / "results"], {}) == (text, [])
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_no_measured_number_is_written_by_hand(name: str) -> None:
+    text = NUMBER.sub("n", GENERATED.sub("", (ROOT / name).read_text()))
+    found = [match[0] for match in MEASURED.finditer(" ".join(text.split()))]
+    assert [number for number in found if number not in SETTINGS] == []
+
+
+def test_pages_have_few_numbers_in_sentences() -> None:
+    assert {"README.md", "docs/reproduction.md"} < set(PAGES)
+    assert sum(len(NUMBER.findall((ROOT / name).read_text())) for name in PAGES) <= 70
+
+
+@pytest.mark.parametrize("sentence", ["it has 72.4 %", "5.1 points", "it is 0.3 above", "Uniform has 69.02 ± 0.54"])
+def test_a_number_by_hand_is_found(sentence: str) -> None:
+    assert MEASURED.search(sentence)
+    assert not MEASURED.search("α = 0.1 and β = 12.5 with a guidance of 1.5, 33,650 images, 3 to 12 points, 30 %")

@@ -1,0 +1,323 @@
+"""Tables from run directories: hand-worked means, budgets, the page and what is committed of it."""
+
+from __future__ import annotations
+
+import json
+import re
+from functools import partial
+from pathlib import Path
+
+import pytest
+from records import found_in, record, smoke_cells
+
+from fedeas_flwr.partition import LEAKAGE
+from fedeas_flwr.report.document import make_document
+from fedeas_flwr.report.groups import group_runs
+from fedeas_flwr.report.page import Document, as_html, as_markdown
+from fedeas_flwr.reproduce import drops, extra_tables, paper, paper_comparison, tables
+from fedeas_flwr.reproduce.cells import MAIN, PAPERS
+from fedeas_flwr.reproduce.claims import verdict
+from fedeas_flwr.reproduce.items import ITEMS, choose
+from fedeas_flwr.reproduce.results import Results
+from fedeas_flwr.reproduce.sections import Section, make_sections
+from fedeas_flwr.reproduce.summary import fill_command, make_page
+from fedeas_flwr.runs.directory import RunDirectory
+
+ROOT = Path(__file__).parents[2]
+TWENTY = [0.1] * 180 + [0.5, 0.6] * 10
+"""Rounds 181 to 200 have a mean of 0.55; round 182 is the first of the best."""
+
+
+# ------------------------------------------------------------------------------------------------- means by hand
+
+
+def test_last_20_mean_deviation_and_difference_by_hand(tmp_path: Path) -> None:
+    record(tmp_path / "a", f"{MAIN}/fedavg", 1, TWENTY)
+    record(tmp_path / "b", f"{MAIN}/fedavg", 2, [0.9] + [0.1] * 179 + [0.51] * 20)
+    record(tmp_path / "c", f"{MAIN}/fedavg", 3, [0.1] * 180 + [0.50] * 20)
+    results = found_in(tmp_path)
+    value = paper_comparison.last_20_of(results, f"{MAIN}/fedavg")
+    assert value.seeds == (1, 2, 3)
+    assert value.mean == pytest.approx(52.0)  # of 55, 51, 50
+    assert value.sd == pytest.approx(7**0.5)  # (9 + 1 + 4) / 2
+    assert value.difference == pytest.approx(52.0 - 50.18)
+    assert paper_comparison.together(value) == "52.00 ± 2.65<br>3 seeds; paper 50.18, +1.82"
+    peak = paper_comparison.peak_of(results, f"{MAIN}/fedavg")
+    assert peak.mean == pytest.approx((60 + 90 + 50) / 3)
+    row = next(row for row in tables.column_table(results, MAIN).rows if row[0] == "FedAvg")
+    assert row == ["FedAvg", "52.00 ± 2.65", "1, 2, 3", "50.18", "+1.82", "66.67 ± 20.82", "56.08", "+10.59", "0"]
+
+
+def test_one_seed_has_no_deviation_and_a_missing_cell_says_so(tmp_path: Path) -> None:
+    record(tmp_path / "a", f"{MAIN}/moon", 4, TWENTY)
+    results = found_in(tmp_path)
+    table = tables.large_table(results, paper.COLUMNS, paper_comparison.last_20_of)
+    rows = {row[0]: row[1:] for row in table.rows}
+    main = paper.COLUMNS.index(MAIN)
+    assert rows["MOON"][main] == "55.00<br>paper 43.08, +11.92"
+    assert rows["MOON"][0] == "missing<br>paper 37.08"
+    assert rows["Full-Balance"][0] == "–"
+    assert rows["FedEAS total gen."][main] == "missing<br>paper 33,650"
+    assert [len(row) for row in table.rows] == [9] * 12
+
+
+def test_the_sweeps_gain_and_efficiency_by_hand(tmp_path: Path) -> None:
+    record(tmp_path / "a", f"{PAPERS}/fedavg", 1, [0.5] * 200)
+    record(tmp_path / "b", f"{PAPERS}/fedeas-b4", 1, [0.6] * 200)
+    rows = {row[0]: row[1:] for row in tables.beta_table(found_in(tmp_path)).rows}
+    last, images, gain, eta = rows["FedEAS β = 4"]
+    assert last == "60.00<br>paper 66.11, −6.11"
+    assert images == "4,113 ✓"
+    assert gain == "10.00<br>paper 10.59, −0.59"
+    assert eta == "2.431<br>paper 2.575, −0.144"  # 10 · 1000 / 4113
+    assert rows["FedAvg"][1:] == ["0", "–", "–"]
+    assert rows["Uniform β = 20"][0] == "missing<br>paper 66.46"
+
+
+def test_gamma_hat_is_compared_in_its_own_form(tmp_path: Path) -> None:
+    record(tmp_path / "a", f"{PAPERS}/fedavg", 1, gamma_hat=2e-4)
+    record(tmp_path / "b", f"{PAPERS}/fedeas", 1, gamma_hat=5e-5)
+    record(tmp_path / "c", f"{PAPERS}/fedeas", 2, gamma_hat=0.8, keys={"gamma-hat": "trainable"})
+    rows = tables.gamma_table(found_in(tmp_path)).rows
+    assert rows[2][1] == "0.0002<br>paper 0.000142"
+    assert rows[2][3] == "5e-05<br>paper 1.95e-05"
+    assert rows[3][3] == "75.0<br>paper 86.3, −11.3"
+    assert rows[4][1:] == ["missing", "missing", "0.8", "missing"]
+    (tmp_path / "c" / "summary.json").unlink()
+    assert len(tables.gamma_table(found_in(tmp_path)).rows) == 4
+
+
+def test_numbers_of_the_text_by_hand(tmp_path: Path) -> None:
+    record(tmp_path / "a", f"{PAPERS}/fedeas", 1, [0.1] * 29 + [0.7] * 171)
+    record(tmp_path / "b", f"{PAPERS}/uniform", 1, [0.64] * 200)
+    record(tmp_path / "c", "c10-k20-a0.3/fedeas+scaffold", 1, [0.1, 0.8] * 100)
+    record(tmp_path / "d", f"{PAPERS}/full-balance", 1, seconds=2.5)
+    rows = {row[0]: row[2:] for row in extra_tables.text_table(found_in(tmp_path)).rows if row[1].endswith("α = 0.1")}
+    assert rows["FedEAS's lead over Uniform, peak, ddpm"] == ["6.00", "1", "6.34", "−0.34"]
+    assert rows["FedEAS: time, generation included"] == ["5 min", "1", "3.1 h", "–"]  # 200 · 1.5 s
+    assert rows["Full-Balance's time over FedEAS's"] == ["2.00", "1", "3.72", "−1.72"]
+    assert rows["Uniform: images that make their client's labels less even"] == [
+        "1679",
+        "–",
+        "1679",
+        "+0",
+    ]  # of the plan, not of a run
+    values = {(v.cell, v.measure): v for v in extra_tables.text_table(found_in(tmp_path)).values}
+    assert values[f"{PAPERS}/fedeas", "rounds to 70 %"].ours == (30,)
+    assert values["c10-k20-a0.3/fedeas+scaffold", "peak %"].difference == pytest.approx(80 - 78.18)
+
+
+def test_shared_images_stand_beside_images_of_each_clients_own_and_the_papers_number(tmp_path: Path) -> None:
+    record(tmp_path / "own", f"{MAIN}/uniform", 1, [0.69] * 200)
+    record(tmp_path / "shared", f"{MAIN}/uniform-shared", 1, [0.585] * 200, images=33_650)
+    table, place = extra_tables.shared_table(found_in(tmp_path)), "CIFAR-10, K = 100, α = 0.1"
+    assert table.rows[:4] == [
+        [place, "Uniform", "58.81", "of each client's own", "69.00", "1", "+10.19", "33,650"],
+        [place, "Uniform", "", "the same of a class on all clients", "58.50", "1", "−0.31", "340"],
+        [place, "Uniform", "", "one seed for all clients", "–", "–", "–", "385"],
+        [place, "Missing-only", "70.18", "of each client's own", "–", "–", "–", "33,650"],
+    ]
+    assert [(budget.wanted, budget.by, budget.met) for budget in table.budgets] == [
+        (33_650, "paper", True),
+        (33_650, "plan", True),
+    ]
+    assert [(row[0], row[1], row[-1]) for row in (*table.rows[-8:-6], *table.rows[-2:])] == [
+        ("CIFAR-10, K = 20, α = 0.1", "Uniform", "13,437"),
+        ("CIFAR-10, K = 20, α = 0.1", "Uniform", "725"),
+        ("CIFAR-100, K = 100, α = 0.1", "Uniform", "74,005"),
+        ("CIFAR-100, K = 100, α = 0.1", "Uniform", "1,922"),
+    ]
+
+
+def test_images_drawn_otherwise_stand_beside_others_and_are_no_cell_of_the_papers(tmp_path: Path) -> None:
+    place, title = "c100-k100-a0.1", "CIFAR-100, K = 100, α = 0.1"
+    record(tmp_path / "guided", f"{place}/fedeas-guided", 1, [0.51] * 200, images=74_005)
+    table = extra_tables.drawn_table(found_in(tmp_path))
+    assert table.rows[-4:] == [
+        [title, "FedEAS", "52.04", "20 steps even in time, no guidance", "–", "–", "–"],
+        [title, "FedEAS", "", "steps even in log SNR", "–", "–", "–"],
+        [title, "FedEAS", "", "guidance 1.5", "51.00", "1", "−1.04"],
+        [title, "FedEAS", "", "guidance 6, rescaled by 0.7", "–", "–", "–"],
+    ]
+    assert [(budget.wanted, budget.by, budget.met) for budget in table.budgets] == [(74_005, "plan", True)]
+    for item in ("shared", "drawn", "batches"):
+        make = ITEMS[item].table
+        assert make is not None
+        few, all_of_them = (make(found_in(tmp_path), columns).rows for columns in ([MAIN], paper.COLUMNS))
+        assert 0 < len(few) < len(all_of_them) and few == [row for row in all_of_them if row in few]
+
+
+def test_rounds_that_fall_are_counted_by_hand(tmp_path: Path) -> None:
+    """Rounds 5 and 150 fall, the first too early to count; one that is 4 points below is no fall."""
+    curve = [0.7] * 200
+    curve[4], curve[100], curve[149], curve[150] = 0.2, 0.66, 0.217, 0.63
+    record(tmp_path / "two", f"{MAIN}/fedeas", 1, curve)
+    record(tmp_path / "none", f"{MAIN}/fedeas", 2, [0.7] * 200)
+    record(tmp_path / "min8", f"{MAIN}/fedeas-min8", 2, [0.72] * 200, images=33_650)
+    rows = [row for row in extra_tables.batches_table(found_in(tmp_path)).rows if row[2] == "FedEAS"]
+    assert rows[0][3:6] == ["from 2 images", "70.00 ± 0.00", "1, 2"] and rows[0][7:] == ["2, 0", "48.3"]
+    assert rows[1][3:] == ["from 8 images", "72.00", "2", "72.00", "0", "–"]
+
+
+def test_small_batches_are_left_out_where_rounds_fell(tmp_path: Path) -> None:
+    record(tmp_path / "all", f"{PAPERS}/scaffold", 1, TWENTY)
+    record(tmp_path / "min8", f"{PAPERS}/scaffold-min8", 1, [0.6] * 200)
+    rows = extra_tables.batches_table(found_in(tmp_path)).rows
+    assert ["20", "0.1", "Uniform, β = 4", "from 8 images"] in [row[:4] for row in rows]
+    all_batches, large = (row for row in rows if row[:3] == ["20", "0.1", "SCAFFOLD"])
+    assert [row[:4] for row in (all_batches, large)] == [
+        ["20", "0.1", "SCAFFOLD", "from 2 images"],
+        ["20", "0.1", "SCAFFOLD", "from 8 images"],
+    ]
+    assert large[4] == "60.00" != all_batches[4]
+    assert choose(["batches"], [MAIN], "full").needed()[-1].name == f"{MAIN}/fedeas-min8"
+
+
+def test_best_and_second_best_are_marked_once_a_column_is_complete(tmp_path: Path) -> None:
+    for place, method in enumerate(paper.LAST_20):
+        if method != "fedeas":
+            record(tmp_path / method, f"{MAIN}/{method}", 1, [0.3 + place / 100] * 200)
+    incomplete = tables.large_table(found_in(tmp_path), paper.COLUMNS, paper_comparison.last_20_of)
+    assert not any("**" in cell for row in incomplete.rows for cell in row)
+    record(tmp_path / "last", f"{MAIN}/fedeas", 1, [0.2] * 200)
+    table = tables.large_table(found_in(tmp_path), paper.COLUMNS, paper_comparison.last_20_of)
+    marked = {row[0]: row[1 + paper.COLUMNS.index(MAIN)] for row in table.rows}
+    assert marked["Missing-only"].startswith("**37.00**")
+    assert marked["Uniform"].startswith("<ins>36.00</ins>")
+    assert marked["Full-Balance"].startswith("38.00<br>")
+
+
+def test_both_pages_of_the_papers_protocol_say_that_its_test_set_leaks(tmp_path: Path) -> None:
+    run = RunDirectory(record(tmp_path / "a", f"{MAIN}/fedavg"))
+    assert LEAKAGE in make_page(found_in(tmp_path), []).text
+    assert LEAKAGE in make_document(group_runs([run])[0]).text
+    clean = RunDirectory(record(tmp_path / "b", f"{MAIN}/fedavg-clean"))
+    assert LEAKAGE not in make_document(group_runs([clean])[0]).text
+
+
+# --------------------------------------------------------------------------------------------------------- budgets
+
+
+def test_a_wrong_number_of_images_is_told(tmp_path: Path) -> None:
+    record(tmp_path / "a", f"{MAIN}/uniform", 1, images=33_649)
+    record(tmp_path / "b", f"{MAIN}/fedeas", 1)
+    results = found_in(tmp_path)
+    wrong, right = (paper_comparison.budget_of(results, f"{MAIN}/{method}") for method in ("uniform", "fedeas"))
+    assert wrong and right and right.met and not wrong.met
+    assert paper_comparison.show_budget(wrong) == "33,649 ✗ (paper: 33,650)"
+    table = tables.large_table(results, paper.COLUMNS, paper_comparison.last_20_of)
+    page = make_page(results, [Section("table1", "", "", table, None, ())])
+    assert "Matched budgets: 1 of 2 cells generated exactly what they should." in page.text
+    assert f"{MAIN}/uniform generated 33649 images, not the paper's 33,650." in page.text
+
+
+def test_at_smoke_the_plan_says_how_many_images_and_policies_share_it(tmp_path: Path) -> None:
+    for method in ("fedeas", "uniform", "missing-only", "full-balance"):
+        record(tmp_path / method, f"{MAIN}/{method}", 1, scale="smoke", images=434)
+    budgets = [
+        paper_comparison.budget_of(found_in(tmp_path, "smoke"), f"{MAIN}/{method}")
+        for method in ("fedeas", "uniform", "missing-only", "full-balance")
+    ]
+    assert [budget.met for budget in budgets if budget] == [True, True, True, False]
+    value = paper_comparison.last_20_of(found_in(tmp_path, "smoke"), f"{MAIN}/fedeas")
+    assert value.paper == 72.55 and value.difference is None  # digits are not CIFAR
+
+
+# ------------------------------------------------------------------------------------------------- the whole page
+
+
+Made = tuple[Document, list[Section], Path, Results]
+
+
+@pytest.fixture(scope="module")
+def page(tmp_path_factory: pytest.TempPathFactory, session_cache: Path) -> Made:
+    """Everything at smoke scale but the samples, from records made by hand; one cell is missing."""
+    folder = tmp_path_factory.mktemp("page")
+    for number, one in enumerate(smoke_cells()):
+        if one.name != f"{PAPERS}/uniform-b20":
+            for seed in one.seeds("smoke"):
+                accuracies = [min(0.97, 0.3 + 0.08 * i + number / 1000) for i in range(10)]
+                record(folder / "runs" / f"{number}-{seed}", one.name, seed, accuracies, "smoke", gamma_hat=0.5)
+    choice = choose([name for name in ITEMS if name != "samples"], [], "smoke")
+    results = choice.find([folder / "runs"])
+    fill = partial(fill_command, "smoke", {"--out": ["o{u}t"], "--set": []})
+    sections = make_sections(choice, results, folder, fill)
+    return make_page(results, sections), sections, folder, results
+
+
+def test_every_table_and_figure_is_on_the_page(page: Made) -> None:
+    _, made, folder, results = page
+    assert [section.name for section in made] == [name for name in ITEMS if name != "samples"]
+    pictures = {path.stem for path in folder.glob("*.png")}
+    assert pictures == {"fig1", "fig2", "fig3", "fig4", "fig5", "closed-form"}
+    assert all((folder / f"{name}.png").read_bytes().startswith(b"\x89PNG") for name in pictures)
+    assert sum(bool(runs) for runs in results.cells.values()) == len(results.cells) - 1
+    tables_made = [section.table for section in made if section.table]
+    assert all(len(row) == len(table.head) for table in tables_made for row in table.rows)
+
+
+def test_missing_runs_are_named_with_the_command_that_does_them(
+    page: Made,
+) -> None:
+    text = as_markdown(page[0])
+    assert text.count(f"Missing, 1 run: {PAPERS}/uniform-b20 seed 1.") == 4  # Fig. 5, the β table, both counts of drops
+    assert "To do them: `fedeas reproduce beta --scale smoke --run --out 'o{u}t'`" in text
+    assert "| Uniform β = 6.667 | missing<br>paper 66.46 |" in text
+
+
+def test_the_html_page_needs_no_other_file(page: Made) -> None:
+    document = as_html(page[0])
+    assert document.count('src="data:image/svg+xml;base64,') == 6
+    assert not re.findall(r'(?:src|href)="(?!data:|#)', document) and "http" not in document
+    assert document.count("<table>") == sum(1 for section in page[1] if section.table)
+    assert "<b>" in document and "**" not in document
+    links = re.findall(r'href="#([^"]*)"', document)
+    assert "table-1-accuracy-last-20-round-mean" in links and all(f'id="{link}"' in document for link in links)
+
+
+def test_text_from_outside_stays_text() -> None:
+    hostile = Document("a <b> title", ["Unreadable: /runs/<script>alert(1)</script>"], [])
+    document = as_html(hostile)
+    assert "<script>" not in document and "a &lt;b&gt; title" in document
+
+
+# -------------------------------------------------------------------------------------------- what is committed
+
+
+def test_the_committed_figures_are_of_all_committed_runs() -> None:
+    """Drawn before a run was added, a picture would leave it out."""
+    drawn = json.loads((ROOT / "results" / "figures" / "results.json").read_text())
+    names = [part["name"] for part in drawn["items"]]
+    assert names == ["fig1", "fig4", "fig5"] and not any(part["missing"] for part in drawn["items"])
+    assert all((ROOT / "results" / "figures" / part["picture"]).is_file() for part in drawn["items"])
+    found = choose(names, [], "full").find([ROOT / "results"])
+    today = {name: [str(run.path.relative_to(ROOT)) for run in runs] for name, runs in found.cells.items()}
+    assert drawn["runs"] == today
+
+
+@pytest.mark.parametrize(
+    ("published", "ours", "says"),
+    [
+        (5.0, 4.0, "agrees"),
+        (5.0, 2.5, "same sign, smaller"),
+        (5.0, 7.5, "same sign, larger"),
+        (5.0, -4.0, "opposite"),
+        (5.0, 1.9, "not decided"),
+        (5.0, None, "to be run"),
+        (None, 4.0, "–"),
+    ],
+)
+def test_verdict_on_a_claim(published: float | None, ours: float | None, says: str) -> None:
+    assert verdict(published, ours, error=1.0) == says
+
+
+def test_drops_are_counted_by_last_batch(tmp_path: Path) -> None:
+    """Client 14 has a last batch of two images, and every client takes part in every round."""
+    accuracies = [0.5] * 200
+    accuracies[49] = 0.3
+    record(tmp_path / "run", f"{PAPERS}/fedeas-b8", accuracies=accuracies)
+    record(tmp_path / "other", f"{PAPERS}/fedeas-b4", accuracies=accuracies)
+    rows = drops.last_batch_table(found_in(tmp_path), [PAPERS]).rows
+    assert rows[0] == ["no such client", "1 of 190 (0.5 %)"] and rows[4] == ["over 12 %", "1 of 190 (0.5 %)"]
+    rows = drops.imbalance_table(found_in(tmp_path), [PAPERS]).rows
+    assert rows[-1] == ["0.90 to 1.00", "–", "–", "1 of 190 (0.5 %)"]

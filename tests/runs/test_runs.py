@@ -1,0 +1,405 @@
+"""The run directory: whole or not at all, and no quiet change of what a run is."""
+
+import errno
+import json
+import os
+import resource
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from made_up_runs import write_run
+from ordinary_user import ordinary_user
+from runners import typed
+from safetensors.torch import save, save_file
+
+from fedeas_flwr.common import project
+from fedeas_flwr.common.errors import RunError
+from fedeas_flwr.common.files import atomic_folder, atomic_write
+from fedeas_flwr.common.text import counted
+from fedeas_flwr.config import parse_config
+from fedeas_flwr.runs.checkpoints import Checkpoint, StrategyState, write_arrays
+from fedeas_flwr.runs.directory import RunDirectory
+from fedeas_flwr.runs.listing import export
+from fedeas_flwr.runs.metrics import rounds_to_threshold, summarise
+
+
+def config(folder: Path, **changes: object):
+    return parse_config({"run-dir": str(folder), "clients": 4, **{k.replace("_", "-"): v for k, v in changes.items()}})
+
+
+def record(number: int, accuracy: float, generated: int = 0) -> dict[str, object]:
+    seconds = {"clients": 1.0}
+    return {"round": number, "accuracy": accuracy, "generated": generated, "failures": [], "seconds": seconds}
+
+
+def checkpoint() -> Checkpoint:
+    return Checkpoint(
+        round=3,
+        trainable={"w": np.arange(6, dtype=np.float32).reshape(2, 3).T, "scalar": np.float32(2.5)},
+        buffers={"steps": np.array(7, dtype=np.int64)},
+        accepted={0: 1, 12: 3},
+        generated={0: 9},
+        strategy=StrategyState({"m_t/000000/w": np.ones(2, np.float64)}, {"clipping_norm": 0.1 + 0.2}),
+    )
+
+
+def test_checkpoint_comes_back_with_kinds_and_shapes(tmp_path: Path) -> None:
+    run = RunDirectory.start(config(tmp_path / "r"), {})
+    assert run.load_checkpoint() is None
+    run.save_checkpoint(checkpoint())
+    back = run.load_checkpoint()
+    assert back is not None
+    assert (back.round, back.accepted, back.generated) == (3, {0: 1, 12: 3}, {0: 9})
+    assert np.array_equal(back.trainable["w"], checkpoint().trainable["w"])
+    assert back.trainable["scalar"].shape == ()
+    assert back.buffers["steps"].dtype == np.int64
+    assert back.buffers["steps"].shape == ()
+    assert back.strategy.numbers == {"clipping_norm": 0.1 + 0.2}
+    assert back.strategy.arrays["m_t/000000/w"].dtype == np.float64
+    assert set(back.trainable) == {"w", "scalar"}
+
+
+@pytest.mark.parametrize("damage", [b"", b"garbage", None])
+def test_damaged_checkpoint_is_named_not_guessed_at(tmp_path: Path, damage: bytes | None) -> None:
+    run = RunDirectory.start(config(tmp_path / "r"), {})
+    run.save_checkpoint(checkpoint())
+    path = run.path / "checkpoint.safetensors"
+    path.write_bytes(path.read_bytes()[:-3] if damage is None else damage)
+    with pytest.raises(RunError, match=r"checkpoint\.safetensors cannot be read"):
+        run.load_checkpoint()
+
+
+@pytest.mark.parametrize(
+    "metadata",
+    [
+        None,
+        {"state": "{"},
+        {"state": "[]"},
+        {"state": '{"round": 3}'},
+        {"state": '{"round": "three", "accepted": {}, "generated": {}}'},
+        {"state": '{"round": 3, "accepted": [], "generated": {}}'},
+        {"state": "[" * 100_000},
+    ],
+)
+def test_a_checkpoint_without_the_servers_state_is_named_too(tmp_path: Path, metadata: dict[str, str] | None) -> None:
+    run = RunDirectory.start(config(tmp_path / "r"), {})
+    write_arrays(run.path / "checkpoint.safetensors", {"trainable/w": np.ones(2)}, metadata)
+    with pytest.raises(RunError, match=r"checkpoint\.safetensors cannot be read: it holds no server's state"):
+        run.load_checkpoint()
+
+
+def test_a_damaged_model_is_named(tmp_path: Path) -> None:
+    run = RunDirectory.start(config(tmp_path / "r"), {})
+    run.save_model({"w": np.arange(3)})
+    assert run.load_model()["w"].tolist() == [0, 1, 2]
+    (run.path / "model.safetensors").write_bytes(b"garbage")
+    with pytest.raises(RunError, match=r"model\.safetensors cannot be read"):
+        run.load_model()
+    (run.path / "model.safetensors").write_bytes(save({"w": torch.zeros(3, dtype=torch.bfloat16)}))
+    with pytest.raises(RunError, match=r"model\.safetensors cannot be read: data type 'bfloat16' not understood"):
+        run.load_model()
+
+
+def test_a_finished_folder_is_not_overwritten(tmp_path: Path) -> None:
+    run = RunDirectory.start(config(tmp_path / "r"), {})
+    run.append_round(record(1, 0.5))
+    with pytest.raises(RunError, match="already holds a run"):
+        RunDirectory.start(config(tmp_path / "r"), {})
+    assert len(run.rounds()) == 1
+
+
+def test_resume_refuses_another_config_by_key(tmp_path: Path) -> None:
+    folder = tmp_path / "r"
+    run = RunDirectory.start(config(folder), {})
+    run.append_round(record(1, 0.5))
+    with pytest.raises(RunError, match=r"beta = 7\.0, but .* beta = 6\.0"):
+        RunDirectory.start(config(folder, resume=True, beta=7.0), {})
+    RunDirectory.start(config(folder, resume=True, rounds=40, backend="inline", actors=2), {})
+    with pytest.raises(RunError, match="not a run directory"):
+        RunDirectory.start(config(tmp_path / "other", resume=True), {})
+
+
+def test_a_line_cut_short_is_left_out_and_rounds_beyond_a_checkpoint_dropped(tmp_path: Path) -> None:
+    run = RunDirectory.start(config(tmp_path / "r"), {})
+    for number in (1, 2, 3):
+        run.append_round(record(number, number / 10))
+    with (run.path / "rounds.jsonl").open("a") as file:
+        file.write('{"round": 4, "accu')
+    assert [r["round"] for r in run.rounds()] == [1, 2, 3]
+    run.keep_rounds(2)
+    assert [r["round"] for r in run.rounds()] == [1, 2]
+    assert json.loads((run.path / "rounds.jsonl").read_text().splitlines()[1])["round"] == 2
+
+
+def test_whoever_follows_a_run_reads_every_record_once(tmp_path: Path) -> None:
+    run = RunDirectory.start(config(tmp_path / "r"), {})
+    assert run.rounds_from(0) == ([], 0)
+    for number in (1, 2):
+        run.append_round(record(number, 0.5))
+    found, place = run.rounds_from(0)
+    assert [r["round"] for r in found] == [1, 2]
+    assert run.rounds_from(place) == ([], place)
+    with (run.path / "rounds.jsonl").open("a") as file:
+        file.write('{"round": 3, ')
+    assert run.rounds_from(place) == ([], place), "half a line is not there yet"
+    run.keep_rounds(1)
+    run.append_round(record(2, 0.75))
+    run.append_round(record(3, 0.75))
+    found, _ = run.rounds_from(place + 5)
+    assert [(r["round"], r["accuracy"]) for r in found] == [(1, 0.5), (2, 0.75), (3, 0.75)]
+
+
+def test_unwritable_run_dir_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("not a folder")
+    with pytest.raises(RunError, match="cannot be written"):
+        RunDirectory.start(config(tmp_path / "file" / "r"), {})
+
+
+def test_what_cannot_be_written_is_named_by_its_own_name_and_not_the_temporary_one(tmp_path: Path) -> None:
+    (tmp_path / "shut").mkdir(mode=0o500)
+    target = tmp_path / "shut" / "new"
+    with ordinary_user(), pytest.raises(PermissionError) as of_file:
+        atomic_write(target, b"x")
+    with ordinary_user(), pytest.raises(PermissionError) as of_folder, atomic_folder(target):
+        pass
+    assert of_file.value.filename == of_folder.value.filename == str(target)
+    with pytest.raises(FileNotFoundError) as inside, atomic_folder(tmp_path / "new") as folder:
+        (folder / "a" / "b").write_text("x")
+    assert inside.value.filename == str(tmp_path / "new" / "a" / "b")
+    with pytest.raises(FileNotFoundError) as elsewhere, atomic_folder(tmp_path / "new"):
+        (tmp_path / "other").read_text()
+    assert elsewhere.value.filename == str(tmp_path / "other"), "what is no part of it keeps its name"
+
+
+def test_what_a_disk_says_to_safetensors_is_told_as_the_disks(tmp_path: Path) -> None:
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 12, limits[1]))
+    try:
+        with pytest.raises(OSError, match="File too large") as found, atomic_folder(tmp_path / "unet") as folder:
+            save_file({"w": torch.zeros(1 << 16)}, folder / "w")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert found.value.filename == str(tmp_path / "unet") and found.value.errno == errno.EFBIG
+
+
+def test_a_full_disk_names_what_was_being_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = RunDirectory.start(config(tmp_path / "r"), {})
+    (run.path / "rounds.jsonl").symlink_to("/dev/full")
+    with pytest.raises(OSError, match="No space left") as of_record:
+        run.append_round(record(1, 0.5))
+    assert of_record.value.filename == str(run.path / "rounds.jsonl")
+    noise = run.noise()
+    (run.path / "noise-key").unlink()
+    (run.path / "noise-key").symlink_to("/dev/full")
+    with pytest.raises(OSError, match="No space left") as of_noise:
+        noise.draws(1, [b"reply"])
+    assert of_noise.value.filename == str(run.path / "noise-key")
+
+    def full(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with pytest.raises(OSError, match="No space left") as of_folder, atomic_folder(tmp_path / "new"):
+        full()
+    assert of_folder.value.filename == str(tmp_path / "new")
+    with pytest.raises(OSError, match="refused") as of_network, atomic_folder(tmp_path / "new"):
+        raise OSError(errno.ECONNREFUSED, "Connection refused")
+    assert of_network.value.filename is None
+    monkeypatch.setattr(Path, "write_bytes", full)
+    with pytest.raises(OSError, match="No space left") as of_file:
+        atomic_write(tmp_path / "file", b"x")
+    assert of_file.value.filename == str(tmp_path / "file")
+
+
+def test_summary_by_hand() -> None:
+    rounds = [record(i, a, 10 * i) for i, a in enumerate([0.1] * 5 + [0.5] * 10 + [0.9] * 10, start=1)]
+    summary = summarise(rounds, threshold=0.5)
+    assert summary["last_20"] == pytest.approx(0.7)
+    assert (summary["peak"], summary["peak_round"], summary["final"]) == (0.9, 16, 0.9)
+    assert (summary["rounds_to_threshold"], summary["total_generated"]) == (6, 250)
+    assert summary["seconds"] == {"clients": 25.0}
+    assert rounds_to_threshold([0.1, 0.2], 0.5) is None
+
+
+@pytest.mark.parametrize(
+    ("generator", "kept"),
+    [
+        ("/home/me/ddpm", "ddpm"),
+        ("bank:/home/me/images.npz", "bank:images.npz"),
+        ("/home/me/10:30/ddpm", "ddpm"),
+        ("sd-turbo:/home/me/10:30/turbo", "sd-turbo:turbo"),
+        ("builtin", "builtin"),
+    ],
+)
+def test_export_leaves_weights_and_paths_behind(tmp_path: Path, generator: str, kept: str) -> None:
+    """But not what kind of generator it was: with images that all clients share, a run is another experiment."""
+    run = RunDirectory.start(config(tmp_path / "r", data_dir="/home/me/data", generator=generator), {"device": "cpu"})
+    run.append_round(record(1, 0.5))
+    run.save_model({"w": np.zeros(3)})
+    run = RunDirectory.start(run.config().with_changes(resume=True), {"device": "cpu"})  # and was resumed
+    run.save_summary(summarise(run.rounds(), 0.5))
+    export(run, tmp_path / "out")
+    assert sorted(p.name for p in (tmp_path / "out").iterdir()) == ["config.json", "rounds.jsonl", "summary.json"]
+    text = "".join(p.read_text() for p in (tmp_path / "out").iterdir())
+    assert "/home/me" not in text
+    assert str(tmp_path) not in text
+    copy = RunDirectory(tmp_path / "out")
+    assert copy.config().generator == kept
+    assert copy.rounds() == run.rounds()
+    assert copy.environment() == {"device": "cpu"}
+
+
+def finished(folder: Path, *accuracies: float, **changes: Any) -> RunDirectory:
+    """A finished run of so many rounds."""
+    run = RunDirectory.start(config(folder, **changes), {})
+    for number, accuracy in enumerate(accuracies, start=1):
+        run.append_round(record(number, accuracy))
+    run.save_summary(summarise(run.rounds(), 0.5))
+    run.set_status("finished")
+    return run
+
+
+def test_a_run_may_be_exported_again_also_when_it_has_gone_on(tmp_path: Path) -> None:
+    run = finished(tmp_path / "r", 0.5)
+    first = typed("export", str(run.path), str(tmp_path / "out"))
+    assert (first.returncode, first.stdout) == (0, f"exported 1 round → {tmp_path}/out\n")
+    run.append_round(record(2, 0.6))
+    again = typed("export", str(run.path), str(tmp_path / "out"))
+    assert (again.returncode, again.stdout) == (
+        0,
+        f"exported 2 rounds → {tmp_path}/out, where its record was before\n",
+    )
+    assert RunDirectory(tmp_path / "out").rounds() == run.rounds()
+
+
+def test_a_run_that_goes_on_is_not_exported(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", [0.5], rounds=2, finished=False)
+    with pytest.raises(RunError, match=r"run has not finished: there is no summary\.json to export"):
+        export(run, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(("kept", "damage"), [(0, ""), (1, '{"round": 2, "accu'), (1, "\0\n{}\n"), (2, "")])
+def test_a_run_that_lost_rounds_is_not_exported(tmp_path: Path, kept: int, damage: str) -> None:
+    run = finished(tmp_path / "r", 0.5, 0.6, 0.7)
+    path = run.path / "rounds.jsonl"
+    path.write_text("".join(path.read_text().splitlines(keepends=True)[:kept]) + damage)
+    done = typed("export", str(run.path), str(tmp_path / "out"))
+    why = f"{path} holds {counted(kept, 'whole record')}, but summary.json counts 3 rounds: mend line {kept + 1}"
+    assert (done.returncode, done.stdout, done.stderr) == (2, "", f"error: {why}\n")
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("summary", ["{}", '{"rounds": null}', '{"rounds": "many"}'])
+def test_a_summary_that_is_none_is_not_exported(tmp_path: Path, summary: str) -> None:
+    run = finished(tmp_path / "r", 0.5)
+    (run.path / "summary.json").write_text(summary)
+    with pytest.raises(RunError, match=r"summary\.json is not a run's summary: "):
+        export(run, tmp_path / "out")
+
+
+@pytest.mark.parametrize("damaged", ["{}", "[]", '{"config": []}', '{"config": {"rounds": "many"}}'])
+def test_a_config_that_is_none_is_not_exported(tmp_path: Path, damaged: str) -> None:
+    run = finished(tmp_path / "r", 0.5)
+    (run.path / "config.json").write_text(damaged)
+    done = typed("export", str(run.path), str(tmp_path / "out"))
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+    assert f"{run.path / 'config.json'} is not a " in done.stderr
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_run_is_not_exported_over_anything_else(tmp_path: Path) -> None:
+    export(finished(tmp_path / "other", 0.5, 0.7, seed=7, policy="none"), tmp_path / "record")
+    run = finished(tmp_path / "r", 0.5, 0.6)
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "config.json").write_text("{}")
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    for folder, why in (
+        ("record", "holds the record of another run (none, fedavg, digits, seed 7, 2 rounds): name another folder"),
+        ("r", "is a run directory"),
+        ("other", "is a run directory"),
+        ("mine", "is not empty and holds no record"),
+    ):
+        done = typed("export", str(run.path), str(tmp_path / folder))
+        assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
+        assert done.stderr.startswith(f"error: {tmp_path / folder} {why}")
+    assert before == {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    (tmp_path / "record" / "rounds.jsonl").write_text("damaged")
+    assert typed("export", str(run.path), str(tmp_path / "record")).returncode == 2
+
+
+def test_a_key_that_there_is_not_may_be_another_versions(tmp_path: Path) -> None:
+    run = RunDirectory.start(config(tmp_path / "r"), {})
+    kept = run.read_json("config.json")
+    run.write_json("config.json", {**kept, "config": {**kept["config"], "to-come": 1}})
+    with pytest.raises(RunError, match="is not a run's config, or another version's: unknown key 'to-come' = 1"):
+        run.config()
+
+
+def test_a_record_names_the_state_of_the_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A changed line is another state, and so is a file that was renamed; what Python compiled is not looked at."""
+    (tmp_path / "inner").mkdir()
+    (tmp_path / "a.py").write_text("x = 1\n")
+    (tmp_path / "inner" / "b.py").write_text("y = 2\n")
+    monkeypatch.setattr(project, "__file__", str(tmp_path / "common" / "project.py"))
+    first = project.code_digest()
+    (tmp_path / "a.pyc").write_text("compiled")
+    assert project.describe_environment("cpu")["code"] == first == project.code_digest()
+    (tmp_path / "inner" / "b.py").write_text("y = 3\n")
+    second = project.code_digest()
+    (tmp_path / "inner" / "b.py").rename(tmp_path / "inner" / "c.py")
+    assert len({first, second, project.code_digest()}) == 3
+
+
+SPOILT = {
+    "doubled": (lambda a, b, c: [a, b, b, c], 2, "mend line 3 (round = 2, must be 3)"),
+    "doubled at the end": (lambda a, b, c: [a, b, c, c], 3, "mend line 4 (round = 3, must be 4)"),
+    "swapped": (lambda a, b, c: [b, a, c], 0, "mend line 1 (round = 2, must be 1)"),
+    "left out": (lambda a, b, c: [a, c], 1, "mend line 2 (round = 3, must be 2)"),
+    "a word": (
+        lambda a, b, c: [a, b.replace('"round": 2', '"round": "2"'), c],
+        1,
+        'mend line 2 (round = "2", must be 2)',
+    ),
+    **{
+        f"accuracy {value}": (
+            lambda a, b, c, value=value: [a, b.replace('"accuracy": 0.2', f'"accuracy": {value}'), c],
+            1,
+            f"mend line 2 (accuracy = {value}, must be from 0 to 1)",
+        )
+        for value in ("59.3", "-0.1", "NaN", "Infinity", "null", "true", '"0.2"', "[0.2]")
+    },
+}
+
+
+@pytest.mark.parametrize("summary", [True, False])
+@pytest.mark.parametrize("damage", SPOILT)
+def test_every_line_is_the_record_of_its_round_or_the_first_that_is_not_is_named(
+    tmp_path: Path, damage: str, summary: bool
+) -> None:
+    run = write_run(tmp_path / "r", [0.1, 0.2, 0.3], finished=summary)
+    record = run.path / "rounds.jsonl"
+    spoil, good, told = SPOILT[damage]
+    lines = spoil(*record.read_text().splitlines(keepends=True))
+    record.write_text("".join(lines))
+    assert len(run.rounds()) == good
+    few = "summary.json counts 3 rounds" if summary and good < 3 else f"has {len(lines)} lines"
+    with pytest.raises(RunError) as refused:
+        run.checked_rounds()
+    assert str(refused.value) == f"{record} holds {counted(good, 'whole record')}, but {few}: {told}"
+
+
+def test_before_there_is_a_summary_lines_tell_that_a_round_was_lost(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "r", [0.1, 0.2, 0.3], finished=False)
+    record = run.path / "rounds.jsonl"
+    first, second, third = record.read_text().splitlines(keepends=True)
+    for damaged in (first + second[:9] + "\n" + third, first + "\n" + third, first + "[]\n"):
+        record.write_text(damaged)
+        with pytest.raises(RunError, match=r"holds 1 whole record, but has \d lines: mend line 2$"):
+            run.checked_rounds()
+    record.write_text(first + second + third[:9])  # as a crash leaves it
+    run.checked_rounds()
+    record.unlink()
+    run.checked_rounds()

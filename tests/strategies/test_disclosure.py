@@ -1,0 +1,278 @@
+"""What only a key lets out: nothing without it, once with it, checked like any reply, and kept over a resume."""
+
+from __future__ import annotations
+
+import io
+import re
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+import pytest
+from flwr.app import Array, ArrayRecord, Message, RecordDict
+from rich.console import Console
+from runners import finish, hand_models_over, quick, weights
+
+import fedeas_flwr.federation.delivery  # noqa: F401 - it must know the true InlineGrid, whichever test comes first
+from fedeas_flwr.client_app import app as client_app
+from fedeas_flwr.common.errors import ConfigError, MessageError, RunError
+from fedeas_flwr.federation import messages
+from fedeas_flwr.federation.grids import InlineGrid
+from fedeas_flwr.launch.prepare import prepare
+from fedeas_flwr.runs.directory import RunDirectory
+from fedeas_flwr.strategies.interface import NeedsDisclosure
+from fedeas_flwr.strategies.records import ARRAYS, CONFIG
+from fedeas_flwr.strategies.registry import ALGORITHMS, build_strategy
+
+TELLING: dict[str, dict[str, Any]] = {
+    name: {"strategy": name, algorithm.disclosure.key.replace("-", "_"): True}
+    for name, algorithm in ALGORITHMS.items()
+    if algorithm.disclosure
+}
+
+
+class RecordingGrid(InlineGrid):
+    """Keeps every message and reply; ``change`` may spoil a reply on its way."""
+
+    def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> Iterable[Message]:
+        sent = list(messages)
+        log.extend(sent)
+        replies = list(super().send_and_receive(sent))
+        log.extend(replies)
+        return replies
+
+
+log: list[Message] = []
+
+
+@pytest.fixture(autouse=True)
+def recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+    log.clear()
+    monkeypatch.setattr("fedeas_flwr.federation.grids.InlineGrid", RecordingGrid)
+
+
+def questions() -> list[str]:
+    return [str(m.content.config_records[CONFIG]["question"]) for m in log if "question" in m.content.get(CONFIG, {})]
+
+
+@pytest.mark.parametrize("name", TELLING)
+def test_without_its_key_nothing_is_sent_and_the_reason_is_said(tmp_path: Path, name: str) -> None:
+    disclosure = ALGORITHMS[name].disclosure
+    assert disclosure is not None
+    config = quick(tmp_path / "r", strategy=name, policy="none")
+    with pytest.raises(ConfigError) as refused:
+        prepare(config, Console(file=io.StringIO()))
+    with pytest.raises(RunError, match=f"{disclosure.key} = false"):  # a server app that `fedeas run` did not prepare
+        finish(config)
+    assert log == []
+    assert "\n" not in str(refused.value)
+    assert f"{disclosure.key} = false" in str(refused.value)
+    assert disclosure.what in str(refused.value)
+
+
+@pytest.mark.parametrize("name", TELLING)
+def test_a_client_refuses_a_question_that_its_config_does_not_allow(tmp_path: Path, name: str) -> None:
+    disclosure = ALGORITHMS[name].disclosure
+    assert disclosure is not None
+    allowed = quick(tmp_path / "r", policy="none", **TELLING[name]).outside()
+    for keys, words in (
+        ({disclosure.key: False}, f"{disclosure.key} = false"),
+        ({"strategy": "fedavg"}, "question = "),  # the key alone lets nothing out
+        ({}, None),
+    ):
+        (reply,) = InlineGrid(client_app, 4, {**allowed, **keys}).send_and_receive(
+            [messages.ask(2, disclosure.question)]
+        )
+        assert reply.has_error() == (words is not None)
+        if words is not None:
+            assert words in messages.failure_reason(reply)
+            assert not reply.has_content()
+
+
+@pytest.mark.parametrize("name", TELLING)
+def test_it_is_asked_once_and_a_resumed_run_ends_with_the_same_bits(tmp_path: Path, name: str) -> None:
+    disclosure = ALGORITHMS[name].disclosure
+    assert disclosure is not None
+    keys = {"policy": "none", **TELLING[name]}
+    whole = finish(quick(tmp_path / "whole", rounds=4, **keys))
+    assert questions() == ["identity"] * 4 + [disclosure.question] * 4
+    said = (whole.path / "flower.log").read_text()
+    assert said.count(disclosure.what) == 1
+    assert f"{disclosure.key} = true" in said
+    finish(quick(tmp_path / "parts", rounds=2, **keys))
+    log.clear()
+    resumed = finish(quick(tmp_path / "parts", rounds=4, resume=True, **keys))
+    assert questions() == ["identity"] * 4
+    assert weights(whole) == weights(resumed)
+
+
+class WithoutSome(RecordingGrid):
+    """Some nodes are away, until the first round has been trained."""
+
+    away: ClassVar[set[int]] = set()
+    for_good = False
+
+    def get_node_ids(self) -> list[int]:
+        return [node for node in super().get_node_ids() if node not in self.away]
+
+    def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> Iterable[Message]:
+        replies = list(super().send_and_receive(messages))
+        if not self.for_good and any(reply.metadata.message_type == "train" for reply in replies):
+            self.away.clear()
+        return replies
+
+
+@pytest.fixture
+def without_some(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    def switch(*away: int, for_good: bool = False) -> None:
+        patch = {"away": set(away), "for_good": for_good}
+        monkeypatch.setattr("fedeas_flwr.federation.grids.InlineGrid", type("Grid", (WithoutSome,), patch))
+
+    return switch
+
+
+OF_FOUR = {"policy": "none", "participation": 1.0, "min_replies": 0.75, "node_wait": 0.0}
+
+
+def who_trained(run: RunDirectory) -> list[list[int]]:
+    return [record["clients"] for record in run.rounds()]
+
+
+@pytest.mark.parametrize("name", TELLING)
+@pytest.mark.parametrize("joins", ["in the run", "with the resume"])
+def test_who_was_not_there_to_be_asked_waits_for_the_next_run(
+    tmp_path: Path, name: str, joins: str, without_some: Callable[..., None]
+) -> None:
+    keys = {**OF_FOUR, **TELLING[name]}
+    without_some(4, for_good=True)
+    alone = finish(quick(tmp_path / "alone", rounds=4, **keys))
+    without_some(4, for_good=joins == "with the resume")
+    finish(quick(tmp_path / "r", rounds=2, **keys))
+    without_some()
+    log.clear()
+    resumed = finish(quick(tmp_path / "r", rounds=4, resume=True, **keys))
+    assert questions() == ["identity"] * 4
+    assert who_trained(resumed) == [[0, 1, 2]] * 4
+    said = "Client 3 came too late for this run: its strategy asked all clients before the first round"
+    assert said in (resumed.path / "flower.log").read_text()
+    assert weights(resumed) == weights(alone)
+
+
+@pytest.mark.parametrize("name", TELLING)
+def test_who_was_asked_may_come_back_late(tmp_path: Path, name: str, without_some: Callable[..., None]) -> None:
+    keys = {**OF_FOUR, **TELLING[name]}
+    finish(quick(tmp_path / "r", rounds=1, **keys))
+    without_some(4)
+    resumed = finish(quick(tmp_path / "r", rounds=3, resume=True, **keys))
+    assert who_trained(resumed) == [[0, 1, 2, 3], [0, 1, 2], [0, 1, 2, 3]]
+
+
+@pytest.mark.parametrize("name", TELLING)
+def test_who_was_not_asked_makes_no_quorum(tmp_path: Path, name: str, without_some: Callable[..., None]) -> None:
+    keys = {**OF_FOUR, **TELLING[name]}
+    without_some(4, for_good=True)
+    finish(quick(tmp_path / "r", rounds=1, **keys))
+    without_some(3, for_good=True)
+    with pytest.raises(RunError, match="clients = 4, but the federation has 3 nodes"):
+        finish(quick(tmp_path / "r", rounds=2, resume=True, **keys))
+
+
+@pytest.mark.parametrize("name", TELLING)
+def test_a_model_handed_over_as_tensors_gives_the_same_weights(
+    tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keys = {"policy": "none", "rounds": 3, **TELLING[name]}
+    sent = finish(quick(tmp_path / "bytes", **keys))
+    hand_models_over(monkeypatch)
+    assert weights(finish(quick(tmp_path / "live", **keys))) == weights(sent)
+    finish(quick(tmp_path / "parts", **{**keys, "rounds": 1}))
+    assert weights(finish(quick(tmp_path / "parts", resume=True, **keys))) == weights(sent)
+
+
+@pytest.mark.parametrize("name", TELLING)
+def test_it_works_on_generated_images_too(tmp_path: Path, digits_generator: Path, name: str) -> None:
+    run = finish(quick(tmp_path / "r", rounds=2, beta=1.0, **TELLING[name]))
+    assert run.summary()["total_generated"] > 0
+    assert len(run.rounds()) == 2
+
+
+@pytest.mark.parametrize(
+    ("name", "told", "words"),
+    [
+        (
+            "fedmix",
+            {"labels": [0.5, -0.25, 0.75] + [0.0] * 7},
+            "client 3: proportion of class 1 = -0.25, wanted 0 to 1",
+        ),
+        ("fedmix", {"labels": [0.0] * 9 + [1.5]}, "client 3: proportion of class 9 = 1.5, wanted 0 to 1"),
+        ("fedmix", {"labels": [0.5, 0.25] + [0.0] * 8}, "client 3: sum of its label proportions = 0.75, wanted 1"),
+        ("fedgen", {"counts": [1, 2, -3] + [0] * 7}, "client 3: images of class 2 = -3, wanted 0 to 1099511627776"),
+        ("fedgen", {"counts": [2**40 + 1] + [0] * 9}, "images of class 0 = 1099511627777, wanted 0 to 1099511627776"),
+        ("fedgen", {"counts": [0] * 10}, "images of all 1 clients = 0, wanted 1 or more"),
+    ],
+)
+def test_a_refused_answer_is_told_with_its_value_and_what_is_allowed(
+    tmp_path: Path, name: str, told: dict[str, Any], words: str
+) -> None:
+    strategy = build_strategy(quick(tmp_path, **TELLING[name]))
+    assert isinstance(strategy, NeedsDisclosure)
+    arrays = {key: np.array(value, np.float32 if name == "fedmix" else np.int64) for key, value in told.items()}
+    with pytest.raises(MessageError, match=re.escape(words)):
+        strategy.be_told({3: {"image": np.zeros((1, 8, 8), np.float32), **arrays}})
+    assert not strategy.told()
+
+
+def test_dp_is_refused_with_just_the_strategies_that_its_refusal_names(tmp_path: Path) -> None:
+    refused = set()
+    for name in ALGORITHMS:
+        try:
+            build_strategy(
+                quick(tmp_path, **{"clients": 20, **TELLING.get(name, {"strategy": name}), "dp": "client-fixed"})
+            )
+        except ConfigError as error:
+            refused.add(name)
+            assert f"dp = 'client-fixed' does not cover all that strategy = '{name}' sends" in str(error)
+            assert "must be none with it, or with a strategy other than scaffold, fedmix and fedgen" in str(error)
+    assert refused == {"scaffold", "fedmix", "fedgen"}
+
+
+@pytest.mark.parametrize("name", TELLING)
+def test_a_client_without_images_has_nothing_to_tell(tmp_path: Path, name: str) -> None:
+    disclosure = ALGORITHMS[name].disclosure
+    assert disclosure is not None
+    with pytest.raises(ValueError, match=f"{disclosure.key} = true: this client holds 0 images, wanted 1 or more"):
+        disclosure.answer(quick(tmp_path, **TELLING[name]), np.zeros((0, 8, 8, 1), np.uint8), np.zeros(0, np.int64))
+
+
+def spoiled(first: Any) -> type[InlineGrid]:
+    """A grid on which client 1 answers with its first array changed."""
+
+    class Spoiling(InlineGrid):
+        def _deliver(self, message: Message) -> Message:
+            reply = super()._deliver(message)
+            if message.metadata.dst_node_id == 2 and ARRAYS in reply.content and CONFIG in message.content:
+                arrays = dict(reply.content.array_records[ARRAYS].items())
+                key = next(iter(arrays))
+                arrays[key] = Array(first(arrays[key].numpy()))
+                reply.content = RecordDict({**reply.content, ARRAYS: ArrayRecord(arrays)})
+            return reply
+
+    return Spoiling
+
+
+@pytest.mark.parametrize("name", TELLING)
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (lambda a: a.astype(np.float64), "is float64"),
+        (lambda a: a[..., :-1], "wanted"),
+        (lambda a: (a * np.nan).astype(np.float32), "NaN|is float32"),
+    ],
+)
+def test_an_answer_is_checked_like_a_reply(
+    tmp_path: Path, name: str, change: Any, reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("fedeas_flwr.federation.grids.InlineGrid", spoiled(change))
+    with pytest.raises(RunError, match=f"is not what it should be: .*({reason})"):
+        finish(quick(tmp_path / "r", policy="none", **TELLING[name]))

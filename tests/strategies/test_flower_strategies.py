@@ -1,0 +1,219 @@
+"""Flower's own strategies: every one runs with every policy, resumes to the same bits, and takes tensors as well."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import random
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, get_args
+
+import numpy as np
+import pytest
+from flwr.app import ConfigRecord
+from flwr.clientapp import ClientApp
+from rich.console import Console
+from runners import finish, hand_models_over, quick, weights
+from waiting import LONG
+
+from fedeas_flwr.common.errors import ConfigError
+from fedeas_flwr.common.randomness import stream
+from fedeas_flwr.config import StrategyName, parse_config
+from fedeas_flwr.federation import messages
+from fedeas_flwr.federation.grids import InlineGrid
+from fedeas_flwr.launch.prepare import prepare
+from fedeas_flwr.strategies import flower
+from fedeas_flwr.strategies.flower import REMEMBERED, Composed, lent_randomness
+from fedeas_flwr.strategies.records import to_arrays, to_record
+from fedeas_flwr.strategies.registry import ALGORITHMS, build_strategy
+
+TINY = {"clients": 3, "participation": 1.0, "batch_size": 128, "policy": "none"}
+"""Three clients, a few steps each: the fewest that Krum and Bulyan take."""
+FLOWERS = [
+    name
+    for name, algorithm in ALGORITHMS.items()
+    if isinstance(algorithm.build(parse_config({"clients": 6})), Composed)
+]
+
+
+def test_the_config_names_the_registrys_algorithms() -> None:
+    assert list(get_args(StrategyName)) == list(ALGORITHMS)
+    assert len(FLOWERS) == 10
+
+
+LINEAR = {**TINY, "model": "users_models:with_dropout"}
+"""The quickest to train, and with draws of its own."""
+
+
+@pytest.fixture(autouse=True)
+def models_of_the_tests(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(Path(__file__).parents[1] / "helpers")
+
+
+@pytest.mark.parametrize("name", FLOWERS)
+def test_resumed_is_uninterrupted_bit_for_bit(tmp_path: Path, name: str) -> None:
+    whole = finish(quick(tmp_path / "whole", strategy=name, rounds=4, **LINEAR))
+    finish(quick(tmp_path / "parts", strategy=name, rounds=2, **LINEAR))
+    np.random.rand(7), random.random()  # what this process drew in between must not matter
+    resumed = finish(quick(tmp_path / "parts", strategy=name, rounds=4, resume=True, **LINEAR))
+    assert weights(whole) == weights(resumed)
+
+
+@pytest.mark.parametrize("name", ["fedadam", "fedavgm"])
+def test_without_what_it_remembers_a_strategy_resumes_to_another_model(
+    tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = finish(quick(tmp_path / "whole", strategy=name, rounds=4, **LINEAR))
+    finish(quick(tmp_path / "parts", strategy=name, rounds=2, **LINEAR))
+    monkeypatch.setattr(flower, "REMEMBERED", {})
+    forgetful = finish(quick(tmp_path / "parts", strategy=name, rounds=4, resume=True, **LINEAR))
+    assert weights(whole) != weights(forgetful)
+
+
+@pytest.mark.parametrize("name", FLOWERS)
+def test_every_strategy_works_on_images_too(tmp_path: Path, digits_generator: Path, name: str) -> None:
+    run = finish(quick(tmp_path / "r", strategy=name, rounds=2, **{**TINY, "policy": "fedeas", "beta": 1.0}))
+    assert run.summary()["total_generated"] > 0
+    assert len(run.rounds()) == 2
+
+
+@pytest.mark.parametrize("name", FLOWERS)
+def test_a_model_handed_over_as_tensors_gives_the_same_weights(
+    tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keys = {**TINY, "strategy": name, "rounds": 2}
+    keys["model"] = "users_models:with_batchnorm"  # statistics and a whole-number counter beside the weights
+    sent = finish(quick(tmp_path / "bytes", **keys))
+    hand_models_over(monkeypatch)
+    handed_over = finish(quick(tmp_path / "live", **keys))
+    assert weights(sent) == weights(handed_over)
+    model = handed_over.load_model()
+    assert model["1.num_batches_tracked"].dtype == np.int64
+    assert model["0.weight"].dtype == np.float32
+
+
+@pytest.mark.parametrize("name", FLOWERS)
+def test_whatever_changes_over_a_round_is_remembered(name: str) -> None:
+    """A release of Flower that keeps something new between rounds shows here, not in a wrong resume."""
+    strategy = build_strategy(parse_config({"strategy": name, "clients": 3, "participation": 1.0}))
+    assert isinstance(strategy, Composed)
+    before = {key: repr(value) for key, value in vars(strategy.inner).items()}
+    one_round(strategy, 1)
+    changed = {key for key, value in vars(strategy.inner).items() if repr(value) != before.get(key)}
+    # What is kept, and what `configure_train` writes whatever was there before.
+    assert changed <= {*REMEMBERED.get(type(strategy.inner), ()), "current_arrays"}
+    assert changed >= set(REMEMBERED.get(type(strategy.inner), ()))
+
+
+def one_round(strategy: Composed, number: int, updates: Sequence[float] = (0.1, 0.2, 0.3)) -> dict[str, Any]:
+    """Clients that move a model of two arrays by known steps."""
+    grid = InlineGrid(ClientApp(), len(updates), {})
+    start = {"w": np.full(3, number, np.float32), "b": np.zeros(2, np.float32)}
+    out = strategy.configure_train(number, to_record(start), ConfigRecord(), grid)
+    replies = []
+    for message in out:
+        client = message.metadata.dst_node_id - 1
+        trained = {key: value + np.float32(updates[client]) for key, value in start.items()}
+        report = messages.TrainReport(client, 10 * (client + 1), 0.5, 1, 0, 0, 0.0, 0.0)
+        reply = messages.train_reply(message, report, trained, {}, {})
+        messages.read_train_reply(reply, client, start, {}, {})
+        replies.append(reply)
+    arrays, _ = strategy.aggregate_train(number, replies)
+    assert arrays is not None
+    return to_arrays(arrays)
+
+
+MEAN = (10 * 0.1 + 20 * 0.2 + 30 * 0.3) / 60  # of the three updates, by real samples
+FIRST_STEP: dict[str, tuple[dict[str, Any], float]] = {
+    "fedavgm": ({"server-learning-rate": 0.5}, 0.5 * MEAN),
+    "fedadam": ({"tau": 0.01}, 0.1 * (1 - 0.99**2) ** 0.5 / (1 - 0.9**2) * 0.1 * MEAN / (0.1 * MEAN + 0.01)),
+    "fedadagrad": ({"tau": 0.01}, 0.1 * MEAN / (MEAN + 0.01)),
+    "fedyogi": ({"beta-1": 0.5, "tau": 0.01}, 0.01 * 0.5 * MEAN / (0.1 * MEAN + 0.01)),
+    "fedmedian": ({}, 0.2),
+    "fedtrimmedavg": ({"trim-fraction": 0.4}, 0.2),
+    "multikrum": ({}, MEAN),
+    "qfedavg": (
+        {"q": 2.0, "learning-rate": 0.5},  # L = 2, F_k = 0.5; Δ_k = 2 u F², h_k = 2 F · 5 (2 u)² + 2 F²
+        2 * 0.6 * 0.25 / sum(2 * 0.5 * 5 * (2 * u) ** 2 + 2 * 0.25 for u in (0.1, 0.2, 0.3)),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FIRST_STEP)
+def test_keys_reach_the_strategy_and_its_first_step_is_the_one_by_hand(name: str) -> None:
+    keys, step = FIRST_STEP[name]
+    strategy = build_strategy(parse_config({"strategy": name, "clients": 3, "participation": 1.0, **keys}))
+    assert isinstance(strategy, Composed)
+    assert one_round(strategy, 1)["w"] == pytest.approx(np.full(3, 1 + step), rel=1e-5)
+
+
+@pytest.mark.parametrize("name", ["krum", "multikrum", "bulyan", "fedmedian", "fedtrimmedavg"])
+def test_one_wild_client_does_not_move_a_robust_strategy(name: str) -> None:
+    keys = {"clients": 7, "participation": 1.0, "malicious-clients": 1}
+    strategy = build_strategy(parse_config({"strategy": name, **keys}))
+    assert isinstance(strategy, Composed)
+    moved = one_round(strategy, 1, updates=(0.1, 0.1, 0.1, 0.1, 0.1, 0.1, 1e6))["w"]
+    assert moved == pytest.approx(np.full(3, 1.1), rel=1e-5)
+
+
+def test_global_generators_are_lent_and_given_back() -> None:
+    def draw() -> tuple[float, float, float]:
+        return random.random(), np.random.rand(), np.random.normal()
+
+    def begin() -> None:
+        random.seed(5)
+        np.random.seed(5)
+        np.random.normal()  # they come in pairs: the second one waits
+
+    begin()
+    expected = draw()
+    begin()
+    with lent_randomness(stream(1, "test", 3)):
+        drawn = draw()
+    assert draw() == expected
+    with lent_randomness(stream(1, "test", 3)):
+        assert draw() == drawn
+    with lent_randomness(stream(1, "test", 4)):
+        assert draw() != drawn
+
+
+@pytest.mark.parametrize(
+    ("keys", "words"),
+    [
+        ({"strategy": "krum", "clients": 4, "participation": 0.5}, ["krum", "needs 3 replies", "assure 2"]),
+        ({"strategy": "krum", "clients": 4, "malicious-clients": 1}, ["malicious-clients = 1", "needs 5 replies"]),
+        (
+            {"strategy": "bulyan", "clients": 6, "malicious-clients": 1},
+            ["needs 7 replies", "4 · malicious-clients + 3"],
+        ),
+        ({"strategy": "bulyan", "clients": 8, "malicious-clients": 1, "min-replies": 0.7}, ["min-replies = 0.7"]),
+        ({"strategy": "multikrum", "clients": 4, "selected-clients": 5}, ["selected-clients = 5", "at most 4"]),
+        ({"strategy": "fedsgd"}, ["strategy", "fedsgd", "multikrum"]),
+        ({"trim-fraction": 0.5}, ["trim-fraction", "0.5"]),
+        ({"tau": float("nan")}, ["tau", "nan"]),
+    ],
+)
+def test_what_cannot_be_aggregated_is_refused_before_the_run(keys: dict[str, Any], words: list[str]) -> None:
+    with pytest.raises(ConfigError) as refused:
+        prepare(parse_config({"policy": "none", "participation": 1.0, **keys}), Console(file=io.StringIO()))
+    assert "\n" not in str(refused.value)
+    assert all(word in str(refused.value) for word in words), refused.value
+
+
+def test_the_benchmark_runs_and_writes_what_it_prints(tmp_path: Path) -> None:
+    root = Path(__file__).parents[2]
+    words = ["--small", "--out", str(tmp_path / "out.json")]
+    done = subprocess.run(
+        [sys.executable, str(root / "benchmarks" / "strategies.py"), *words],
+        capture_output=True,
+        text=True,
+        timeout=LONG,
+        env={**os.environ, "PYTHONPATH": str(root)},
+    )
+    assert done.returncode == 0, done.stderr
+    assert {"fedavg", *FLOWERS, "Γ̂"} <= set(json.loads((tmp_path / "out.json").read_text())["seconds"])
+    assert "bulyan" in done.stdout

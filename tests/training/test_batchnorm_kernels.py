@@ -1,0 +1,155 @@
+"""The fast layers compute what PyTorch's do (run on a GPU, or by Triton's interpreter)."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from triton_here import DEVICE  # first: it skips where Triton is not there
+
+from fedeas_flwr.training.gpu.batchnorm_kernels import batchnorm
+from fedeas_flwr.training.gpu.fast_layers import FastLayers
+from fedeas_flwr.training.gpu.stem_kernels import is_known_pooling, pooled
+from fedeas_flwr.training.models import build_model
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.fixture(autouse=True)
+def strict_float32() -> None:
+    torch.manual_seed(0)
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
+
+
+def compare(plain: nn.Module, x: torch.Tensor, counted: int, tolerance: float) -> None:
+    """The plain model on the samples that count, and the fast one on all of them, padding and all."""
+    fast = copy.deepcopy(plain)
+    layers = FastLayers(fast)
+    layers.count = torch.tensor(float(counted), device=x.device)
+    direction = torch.randn_like(plain(x))
+    plain.load_state_dict(fast.state_dict())
+    one, two = x[:counted].clone().requires_grad_(), x.clone().requires_grad_()
+    (plain(one) * direction[:counted]).sum().backward()
+    outputs = fast(two)
+    layers.count_batches(1)
+    (outputs[:counted] * direction[:counted]).sum().backward()
+    assert one.grad is not None and two.grad is not None
+    close("the images' gradient", two.grad[:counted], one.grad, tolerance)
+    assert not two.grad[counted:].any(), "padding has a gradient"
+    for (name, first), second in zip(plain.named_parameters(), fast.parameters(), strict=True):
+        close(name, second.grad, first.grad, tolerance)
+    for key, value in plain.state_dict().items():
+        close(key, fast.state_dict()[key], value, tolerance)
+    plain.eval()
+    fast.eval()
+    close("in eval mode", fast(x), plain(x), tolerance)
+
+
+def close(name: str, got: torch.Tensor, wanted: torch.Tensor, tolerance: float) -> None:
+    """Near by length: where rounding turns a ReLU the other way, a few elements are not."""
+    off = (got.double() - wanted.double()).norm() / (wanted.double().norm() + 1e-6)
+    assert off <= tolerance, f"{name} is off by {off:.1e} of its length"
+
+
+@pytest.mark.parametrize("counted", [6, 5, 3])
+def test_batchnorm_alone_also_far_from_zero(counted: int) -> None:
+    norm = nn.BatchNorm2d(20).to(DEVICE)
+    nn.init.normal_(norm.weight)
+    compare(norm, 0.1 * torch.randn(6, 20, 3, 3, device=DEVICE) + 30, counted, 1e-3)
+    compare(nn.BatchNorm1d(20).to(DEVICE), torch.randn(6, 20, 7, device=DEVICE), counted, 1e-4)
+    flat = nn.BatchNorm1d(20).to(DEVICE)
+    compare(flat, torch.randn(6, 20, device=DEVICE), counted, 1e-4)
+
+
+@pytest.mark.parametrize("counted", [5, 4])
+def test_a_map_so_large_that_its_rows_are_spread_over_programs(counted: int) -> None:
+    norm = nn.BatchNorm2d(20).to(DEVICE)
+    nn.init.normal_(norm.weight)
+    compare(norm, 0.1 * torch.randn(5, 20, 19, 29, device=DEVICE) + 30, counted, 1e-3)
+    compare(nn.BatchNorm2d(20).to(DEVICE), torch.randn(5, 20, 29, 19, device=DEVICE), counted, 1e-5)
+
+
+@pytest.mark.parametrize("with_norm", [False, True])
+@pytest.mark.parametrize("uses", [(True, True), (False, True), (True, False)])
+@pytest.mark.parametrize("side", [2, 40])  # the larger one's rows are spread over programs
+def test_a_map_is_added_normalised_and_used_twice(side: int, uses: tuple[bool, bool], with_norm: bool) -> None:
+    """relu(norm(x) + other(added)) and all its gradients, of two samples that count and one that pads."""
+    norm, other = (nn.BatchNorm2d(20).to(DEVICE) for _ in range(2))
+    for layer in (norm, other):
+        nn.init.normal_(layer.weight)
+    second = other if with_norm else None
+    plain = copy.deepcopy((norm, second))
+    x, added, *directions = torch.randn(4, 3, 20, side, side, device=DEVICE).unbind()
+    one, two = ([t.clone().requires_grad_() for t in (x, added)] for _ in range(2))
+    shortcut = plain[1](one[1][:2]) if plain[1] is not None else one[1][:2]
+    wanted = F.relu(plain[0](one[0][:2]) + shortcut)
+    outputs = batchnorm(norm, torch.tensor(2.0, device=DEVICE), two[0], two[1], relu=True, other=second)
+    used = [(y[:2] * d[:2]).sum() for y, d, use in zip(outputs, directions, uses, strict=True) if use]
+    torch.stack(used).sum().backward()
+    sum((wanted * d[:2]).sum() for d, use in zip(directions, uses, strict=True) if use).backward()  # type: ignore[union-attr]
+    for y in outputs:
+        close("the map", y[:2], wanted, 1e-5)
+    for ours, theirs, name in zip(two, one, ("x", "added"), strict=True):
+        assert ours.grad is not None and theirs.grad is not None
+        close(name, ours.grad[:2], theirs.grad[:2], 1e-4)
+        assert not ours.grad[2].any()
+    for ours, theirs in zip((norm, second), plain, strict=True):
+        for value, right in zip(*([*m.parameters(), *m.buffers()] if m else [] for m in (ours, theirs)), strict=True):
+            if value.is_floating_point():
+                close("a weight or statistic", value, right, 1e-5)
+            if value.grad is not None:
+                close("a weight's gradient", value.grad, right.grad, 1e-4)
+
+
+@pytest.mark.parametrize(("height", "width"), [(6, 8), (5, 7), (1, 2)])
+def test_a_pooled_map_is_norm_relu_and_pooling(height: int, width: int) -> None:
+    norm, pool = nn.BatchNorm2d(20).to(DEVICE), nn.MaxPool2d(3, 2, 1)
+    nn.init.normal_(norm.weight)  # also below zero, where the smallest value becomes the largest
+    nn.init.normal_(norm.bias)
+    plain = copy.deepcopy(norm)
+    x = torch.randn(5, 20, height, width, device=DEVICE)
+    one, two = x[:4].clone().requires_grad_(), x.clone().requires_grad_()
+    wanted = pool(F.relu(plain(one)))
+    outputs = pooled(norm, torch.tensor(4.0, device=DEVICE), two)
+    directions = torch.randn(2, *outputs[0].shape, device=DEVICE)
+    sum((y[:4] * d[:4]).sum() for y, d in zip(outputs, directions, strict=True)).backward()  # type: ignore[union-attr]
+    (wanted * directions.sum(0)[:4]).sum().backward()
+    close("the map", outputs[0][:4], wanted, 1e-5)
+    assert one.grad is not None and two.grad is not None
+    close("x", two.grad[:4], one.grad, 1e-4)
+    assert not two.grad[4].any()
+    for (name, right), value in zip(plain.named_parameters(), norm.parameters(), strict=True):
+        close(name, value.grad, right.grad, 1e-4)
+    close("mean", norm.running_mean, plain.running_mean, 1e-5)
+    close("variance", norm.running_var, plain.running_var, 1e-5)
+
+
+def test_other_poolings_are_not_taken_for_the_stems() -> None:
+    assert is_known_pooling(nn.MaxPool2d(3, 2, 1)) and is_known_pooling(nn.MaxPool2d((3, 3), (2, 2), (1, 1)))
+    others = [nn.MaxPool2d(2), nn.MaxPool2d(3, 2, 0), nn.MaxPool2d(3, 2, 1, ceil_mode=True), nn.Identity()]
+    assert not any(map(is_known_pooling, [*others, nn.MaxPool2d(3, 2, 1, dilation=2), nn.AvgPool2d(3, 2, 1)]))
+
+
+def test_a_norm_that_would_count_padding_is_refused_before_anything_is_changed() -> None:
+    for norm in (nn.BatchNorm2d(4, affine=False), nn.BatchNorm2d(4, momentum=None)):
+        model = nn.Sequential(nn.BatchNorm2d(4), norm).to(DEVICE)
+        with pytest.raises(ValueError, match="not known here"):
+            FastLayers(model)
+        assert not any("forward" in vars(module) for module in model.modules())
+
+
+@pytest.mark.parametrize("counted", [8, 5])
+def test_a_resnet18_with_maps_of_one_pixel(counted: int) -> None:
+    """Rounding may turn one of its ReLUs the other way, which moves a gradient by a hundredth; not for every draw."""
+    side = 32 if DEVICE == "cuda" else 24  # the last maps are 1×1 with either
+    for last in (False, False, True):
+        model = build_model("resnet18", 10, (side, side, 3), seed=0).to(DEVICE)
+        try:
+            compare(model, torch.randn(8, 3, side, side, device=DEVICE), counted, 1e-3)
+            break
+        except AssertionError:
+            if last:
+                raise

@@ -1,0 +1,81 @@
+"""Weights with room for more channels train as those without do."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from fedeas_flwr.training.gpu.convolutions import first_convolution, room_for
+from fedeas_flwr.training.gpu.weights import Weights
+from fedeas_flwr.training.models import build_model
+
+ROOM = 4
+
+
+def images_with_room(images: torch.Tensor) -> torch.Tensor:
+    """The same images, in memory as `fetch` lays them out."""
+    memory = F.pad(images.movedim(1, -1), (0, ROOM - images.shape[1])).contiguous()
+    return memory.movedim(-1, 1)[:, : images.shape[1]]
+
+
+def test_channels_come_in_runs_of_sixteen_bytes() -> None:
+    assert [room_for(n, torch.bfloat16) for n in (1, 3, 8, 9)] == [8, 8, 8, 16]
+    assert [room_for(n, torch.float32) for n in (1, 3, 4, 5)] == [4, 4, 4, 8]
+
+
+@pytest.mark.parametrize("laid_out", [True, False])
+def test_a_step_with_room_is_the_step_without(laid_out: bool) -> None:
+    plain, wide = (build_model("resnet18", 10, (16, 16, 3), seed=0).double() for _ in range(2))
+    torch.manual_seed(0)
+    images, labels = torch.randn(4, 3, 16, 16, dtype=torch.float64), torch.tensor([1, 2, 3, 4])
+    layer = first_convolution(wide)
+    assert layer is not None
+    one, two = Weights(plain, halved=False), Weights(wide, halved=False, widened=layer, room=ROOM)
+    place = two.names.index("conv1.weight")
+    assert two.masters[place].shape == two.parameters[place].shape == (64, ROOM, 7, 7)
+    for model, weights, given in ((plain, one, images), (wide, two, images_with_room(images) if laid_out else images)):
+        for _ in range(2):
+            gradients = torch.autograd.grad(F.cross_entropy(model.train()(given), labels), weights.parameters)
+            weights.descend(weights.whole_gradients(gradients), 0.1)
+    assert not two.masters[place][:, 3:].any(), "the room was trained"
+    first, second = one.state(plain), two.state(wide)
+    assert first.keys() == second.keys()
+    for key, value in first.items():
+        torch.testing.assert_close(second[key], value, rtol=1e-6, atol=1e-8, msg=lambda text, key=key: f"{key}: {text}")
+    moved = second["conv1.weight"] - build_model("resnet18", 10, (16, 16, 3), seed=0).state_dict()["conv1.weight"]
+    assert moved.abs().max() > 1e-4, "nothing was trained"
+
+
+def test_what_one_client_broke_is_whole_again_for_the_next() -> None:
+    """0 · NaN is NaN: a gradient that is none reaches the room too, which no client's state refills."""
+    model = build_model("resnet18", 10, (16, 16, 3), seed=0)
+    start = {key: value.clone() for key, value in model.state_dict().items()}
+    layer = first_convolution(model)
+    assert layer is not None
+    weights = Weights(model, halved=False, widened=layer, room=ROOM)
+    state = weights.state(model)
+    images = images_with_room(torch.rand(2, 3, 16, 16))
+    wanted = model.train()(images)
+    broken = torch.autograd.grad(model(images).sum() * torch.nan, weights.parameters)
+    weights.descend(weights.whole_gradients(broken), 0.1)
+    assert weights.masters[weights.names.index("conv1.weight")].isnan().all()
+    torch._foreach_copy_(list(state.values()), [start[key] for key in state])
+    weights.refresh()
+    torch.testing.assert_close(model(images), wanted)
+
+
+def test_called_with_another_states_weights_or_in_eval_mode_a_layer_is_as_ever() -> None:
+    model = build_model("resnet18", 10, (16, 16, 3), seed=0)
+    layer = first_convolution(model)
+    assert layer is not None
+    other = {"weight": torch.randn(64, 3, 7, 7)}
+    images = torch.randn(2, 3, 16, 16)
+    wanted = F.conv2d(images, other["weight"], None, 2, 3), layer(images)
+    Weights(model, halved=False, widened=layer, room=ROOM)
+    torch.testing.assert_close(torch.func.functional_call(layer.train(), other, (images,)), wanted[0])
+    torch.testing.assert_close(layer.eval()(images_with_room(images)), wanted[1], rtol=1e-4, atol=1e-5)
+
+
+def test_models_that_are_not_known_get_no_room() -> None:
+    assert first_convolution(build_model("small-cnn", 10, (16, 16, 3), seed=0)) is None

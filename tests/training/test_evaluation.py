@@ -1,0 +1,164 @@
+"""A test of a model: counts that can be done by hand, and the same from a CUDA graph."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from gpu_here import on_a_gpu
+from torch import nn
+from torch.nn import functional as F
+from users_models import with_batchnorm
+
+from fedeas_flwr.training import evaluation
+from fedeas_flwr.training.engine import read_state
+from fedeas_flwr.training.evaluation import Evaluator
+from fedeas_flwr.training.models import Normaliser
+
+
+class Brightness(nn.Module):
+    """Sees one pixel of 0 or 1, shifted: class 0 if dark, else class 1; class 2 never."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shift = nn.Parameter(torch.zeros(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        bright = x.flatten(1)[:, :1] + self.shift
+        return torch.cat([1 - bright, bright, torch.full_like(bright, -9.0)], dim=1)
+
+
+def by_hand() -> Evaluator:
+    pixels = torch.tensor([0, 0, 255, 255, 255, 0], dtype=torch.uint8).view(-1, 1, 1, 1)
+    labels = torch.tensor([0, 1, 1, 1, 1, 2])
+    return Evaluator(Brightness(), pixels, labels, 4, Normaliser((0.0,), (1.0,), "cpu"))
+
+
+def test_counts_and_loss_are_those_done_by_hand() -> None:
+    evaluator = by_hand()
+    found = evaluator.evaluate({"shift": np.float32(0)}, {})
+    assert (found.correct, found.examples, found.accuracy) == (4, 6, 4 / 6)
+    assert found.per_class_accuracy == [1.0, 3 / 4, 0.0, None]
+    assert found.balanced_accuracy == pytest.approx((1 + 3 / 4) / 3)
+    right, wrong, never = (-np.log(np.exp(x) / (1 + np.e + np.exp(-9))) for x in (1, 0, -9))
+    assert found.loss == pytest.approx((4 * right + wrong + never) / 6, rel=1e-6)
+    # Everything is bright now; nothing of the first test is left over, and the arrays given are as they were.
+    shift = np.float32(2)
+    again = evaluator.evaluate({"shift": shift}, {})
+    assert again.per_class_accuracy == [0.0, 1.0, 0.0, None] and shift == 2
+    assert evaluator.evaluate({"shift": torch.zeros(())}, {}) == found
+
+
+def test_images_beyond_a_batch_are_tested_once_each() -> None:
+    rng = np.random.default_rng(0)
+    images = torch.from_numpy(rng.integers(0, 256, (2 * evaluation.BATCH + 7, 8, 8, 1), dtype=np.uint8))
+    labels = torch.from_numpy(rng.integers(0, 10, len(images)))
+    torch.manual_seed(0)
+    model, normalise = with_batchnorm(10, (8, 8, 1)), Normaliser((0.3,), (0.4,), "cpu")
+    found = Evaluator(model, images, labels, 10, normalise).evaluate(*read_state(model))
+    assert not model.training
+    with torch.no_grad():
+        logits = model(normalise(images))
+    assert found.correct == int((logits.argmax(1) == labels).sum())
+    assert found.loss == pytest.approx(float(F.cross_entropy(logits, labels)), rel=1e-5)
+
+
+class NoStream:
+    """As much of a stream as a CPU has."""
+
+    def __init__(self) -> None:
+        self.waited: list[str] = []
+
+    def wait_stream(self, other: str) -> None:
+        self.waited.append(other)
+
+
+def on_a_pretended_stream(
+    monkeypatch: pytest.MonkeyPatch, capture: Callable[..., Callable[[], None]]
+) -> tuple[Evaluator, NoStream]:
+    monkeypatch.setattr(evaluation, "capture", capture)
+    monkeypatch.setattr(torch.cuda, "default_stream", lambda: "default")
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
+    plain, stream = by_hand(), NoStream()
+    images, labels, normalise = plain._images, plain._labels, plain._normalise
+    return Evaluator(Brightness(), images, labels, 4, normalise, stream), stream  # type: ignore[arg-type]
+
+
+def test_a_captured_test_is_captured_once_and_replayed(monkeypatch: pytest.MonkeyPatch) -> None:
+    happened: list[str] = []
+
+    def capture(step: Callable[[], None], stream: Any) -> Callable[[], None]:
+        happened.append("captured")
+
+        def replay() -> None:
+            happened.append("replayed")
+            step()
+
+        return replay
+
+    evaluator, stream = on_a_pretended_stream(monkeypatch, capture)
+    for shift in (0.0, 2.0, 0.0):
+        state = {"shift": np.float32(shift)}
+        assert evaluator.evaluate(state, {}) == by_hand().evaluate(state, {})
+    assert happened == ["captured", "replayed", "replayed", "replayed"]
+    assert stream.waited == ["default"] * 4, "the state may still be on its way"
+
+
+def test_without_a_graph_the_test_goes_on_and_says_so_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def capture(step: Callable[[], None], stream: Any) -> Callable[[], None]:
+        raise torch.cuda.OutOfMemoryError("CUDA out of memory.\nTried to allocate")
+
+    with caplog.at_level(logging.WARNING, "fedeas_flwr"):
+        evaluator, _ = on_a_pretended_stream(monkeypatch, capture)
+        for shift in (0.0, 2.0):
+            state = {"shift": np.float32(shift)}
+            assert evaluator.evaluate(state, {}) == by_hand().evaluate(state, {})
+    (said,) = caplog.messages
+    assert "no CUDA graph" in said and "out of memory. Tried" in said
+
+
+@on_a_gpu
+def test_a_graph_counts_what_launches_count() -> None:
+    rng = np.random.default_rng(0)
+    images = torch.from_numpy(rng.integers(0, 256, (2 * evaluation.BATCH + 7, 8, 8, 1), dtype=np.uint8)).cuda()
+    labels, normalise = torch.from_numpy(rng.integers(0, 10, len(images))).cuda(), Normaliser((0.3,), (0.4,), "cuda")
+    torch.manual_seed(0)
+    states = [read_state(with_batchnorm(10, (8, 8, 1))) for _ in range(3)]
+    stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    graphed = Evaluator(with_batchnorm(10, (8, 8, 1)).cuda(), images, labels, 10, normalise, stream)
+    assert graphed._run != graphed._count, "it was not captured"
+    plain = Evaluator(with_batchnorm(10, (8, 8, 1)).cuda(), images, labels, 10, normalise)
+    for trainable, buffers in [*states, states[0]]:
+        one, two = graphed.evaluate(trainable, buffers), plain.evaluate(trainable, buffers)
+        assert one.per_class_accuracy == two.per_class_accuracy and one.correct == two.correct
+        assert one.loss == pytest.approx(two.loss, rel=1e-6)
+
+
+class Stops(nn.Module):
+    """Asks the GPU for a number on the way, which no graph can hold."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(64, 10)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        logits: torch.Tensor = self.fc(x.flatten(1))
+        return logits if float(logits.sum()) > -1e30 else -logits
+
+
+@on_a_gpu
+def test_a_network_that_cannot_be_captured_is_tested_without(caplog: pytest.LogCaptureFixture) -> None:
+    images, labels = torch.zeros((9, 8, 8, 1), dtype=torch.uint8).cuda(), torch.zeros(9, dtype=torch.long).cuda()
+    normalise, model = Normaliser((0.3,), (0.4,), "cuda"), Stops().cuda()
+    before, stream = torch.cuda.current_stream(), torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    with caplog.at_level(logging.WARNING, "fedeas_flwr"):
+        evaluator = Evaluator(model, images, labels, 10, normalise, stream)
+    assert "no CUDA graph" in caplog.text and torch.cuda.current_stream() == before
+    assert evaluator.evaluate(*read_state(model)).examples == 9

@@ -1,0 +1,126 @@
+"""One thread launches for many: each job in its order, in turns, and a failure is its owner's alone."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import weakref
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from waiting import LONG, wait_until
+
+from fedeas_flwr.training.gpu.launcher import AHEAD, Launcher
+
+
+class Stream(str):
+    """A stream by name, on which everything is done at once, or nothing until it is let go."""
+
+    def __new__(cls, name: str, let_go: threading.Event | None = None) -> Stream:
+        stream = super().__new__(cls, name)
+        stream.let_go = let_go or threading.Event()
+        if let_go is None:
+            stream.let_go.set()
+        return stream
+
+    let_go: threading.Event
+
+    def record_event(self) -> Stream:
+        return self
+
+    def query(self) -> bool:
+        return self.let_go.is_set()
+
+
+@pytest.fixture
+def current(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The stream that is set, by name: no GPU is needed to see who launches where."""
+    now = [""]
+    monkeypatch.setattr(torch.cuda, "set_stream", lambda stream: now.__setitem__(0, stream))
+    return now
+
+
+def test_jobs_run_on_their_own_stream_in_order_and_in_turns(current: list[str]) -> None:
+    launcher, launched, let_go = Launcher(), [], threading.Event()
+
+    def work(name: str) -> None:
+        def launch(number: int) -> None:
+            assert current[0] == name
+            launched.append((name, number))
+
+        launcher.run(Stream(name, let_go), [lambda n=n: launch(n) for n in range(200)])
+
+    with ThreadPoolExecutor(3) as pool:
+        jobs = [pool.submit(work, name) for name in "abc"]
+        wait_until(lambda: len(launched) == 3 * AHEAD, "all three have come")
+        let_go.set()
+        for job in jobs:
+            job.result(timeout=LONG)
+    for name in "abc":
+        assert [number for owner, number in launched if owner == name] == list(range(200))
+    switches = sum(one[0] != other[0] for one, other in itertools.pairwise(launched[3 * AHEAD :]))
+    assert switches >= 3 * (200 - AHEAD) - 3, "one job was launched whole before the next had its turn"
+
+
+def test_a_failing_launch_is_raised_to_its_owner_and_the_others_go_on(current: list[str]) -> None:
+    launcher, done = Launcher(), []
+
+    def fail() -> None:
+        raise ValueError("no such kernel")
+
+    with ThreadPoolExecutor(2) as pool:
+        bad = pool.submit(launcher.run, Stream("bad"), [lambda: None, fail, lambda: done.append("after the failure")])
+        good = pool.submit(launcher.run, Stream("good"), [lambda: done.append("good")] * 5)
+        with pytest.raises(ValueError, match="no such kernel"):
+            bad.result(timeout=LONG)
+        good.result(timeout=LONG)
+    launcher.run(Stream("again"), [lambda: done.append("again")])
+    assert done == ["good"] * 5 + ["again"]
+    launcher.run(Stream("empty"), [])
+
+
+def test_a_stream_that_has_enough_does_not_keep_the_others_waiting(current: list[str]) -> None:
+    launcher, stuck, launched = Launcher(), Stream("stuck", threading.Event()), []
+    with ThreadPoolExecutor(1) as pool:
+        job = pool.submit(launcher.run, stuck, [lambda: launched.append("stuck")] * (AHEAD + 3))
+        wait_until(lambda: launched.count("stuck") == AHEAD, "it has enough")
+        launcher.run(Stream("free"), [lambda: launched.append("free")] * 100)
+        assert launched.count("free") == 100
+        assert launched.count("stuck") == AHEAD and not job.done()
+        stuck.let_go.set()
+        job.result(timeout=LONG)
+    assert launched.count("stuck") == AHEAD + 3
+
+
+class Broken(Stream):
+    """The stream of a GPU that has failed: whoever looks at it is told so."""
+
+    def query(self) -> bool:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+
+def test_a_gpu_that_fails_is_told_to_those_who_wait_and_ends_no_thread(current: list[str]) -> None:
+    launcher, said = Launcher(), []
+
+    def work() -> None:
+        with pytest.raises(RuntimeError, match="illegal memory access"):
+            launcher.run(Broken("broken"), [lambda: None] * 5)
+        launcher.run(Stream("another"), [lambda: said.append("another")] * 3)
+
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
+    thread.join(timeout=LONG)
+    assert said == ["another"] * 3, "it still waits"
+
+
+def test_what_is_launched_is_forgotten_so_that_a_graph_frees_its_memory(current: list[str]) -> None:
+    class Graph:
+        def replay(self) -> None:
+            pass
+
+    launcher, graph = Launcher(), Graph()
+    launcher.run(Stream("a"), [graph.replay] * 3)
+    alive = weakref.ref(graph)
+    del graph
+    assert alive() is None

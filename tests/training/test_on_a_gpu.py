@@ -1,0 +1,126 @@
+"""Whole runs on a GPU: they end where a processor's end, go on after a stop, and are the same under Ray."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from gpu_here import on_a_gpu
+from runners import CHEAP, NEEDS, finish, small
+from safetensors.numpy import load_file
+
+from fedeas_flwr.common.devices import pick_device
+from fedeas_flwr.runs.directory import RunDirectory
+from fedeas_flwr.strategies.fedgen_generator import new_generator
+from fedeas_flwr.strategies.interface import ClientRound
+from fedeas_flwr.strategies.registry import ALGORITHMS, client_part
+from fedeas_flwr.training.eager import EagerEngine
+from fedeas_flwr.training.engine import Recipe, read_state
+from fedeas_flwr.training.gpu.graphed import GraphedEngine
+from fedeas_flwr.training.models import Normaliser, build_model, split_state
+
+GPU: dict[str, Any] = {"device": "cuda", "precision": "fp32", "actors": 2}
+
+
+def moved(run: RunDirectory) -> np.ndarray[Any, Any]:
+    """How far a run's model has come from where it began, all weights in one row."""
+    start, _ = split_state(build_model("small-cnn", 10, (8, 8, 1), seed=1))
+    end = load_file(run.path / "model.safetensors")
+    return np.concatenate([(end[key] - start[key]).ravel() for key in sorted(start)])
+
+
+def assert_alike(ours: RunDirectory, theirs: RunDirectory, part: float = 0.03) -> None:
+    """The same clients, the same number of steps and images; the models apart by ``part`` of their way at most.
+
+    Rounding alone moves most of these runs by less than 0.006 of it; class-weighted losses and FedAdagrad, whose rare
+    images and small denominators count for much, by up to 0.012 (rounding played on a processor).
+    """
+    for key in ("clients", "steps", "generated"):
+        assert [one[key] for one in ours.rounds()] == [one[key] for one in theirs.rounds()]
+    way, other = moved(ours), moved(theirs)
+    assert np.linalg.norm(other) > 0
+    assert np.linalg.norm(way - other) < part * np.linalg.norm(other)
+
+
+def assert_in_graphs(run: RunDirectory) -> None:
+    """Nothing was trained or tested in the slow way that stands behind the quick one."""
+    said = (run.path / "flower.log").read_text()
+    assert "no CUDA graph" not in said and "not fused" not in said
+
+
+@on_a_gpu
+@pytest.mark.parametrize("strategy", sorted(ALGORITHMS))
+def test_every_strategy_ends_where_it_does_on_a_processor(tmp_path: Path, strategy: str) -> None:
+    keys = {"policy": "none", "participation": 1.0, "strategy": strategy, **NEEDS.get(strategy, {})}
+    keys |= {"fedprox_mu": 1.0} if strategy == "fedprox" else {}  # by default it is within rounding of FedAvg here
+    here, there = (finish(small(tmp_path / at["device"], **keys, **at)) for at in (GPU, {**GPU, "device": "cpu"}))
+    assert_alike(here, there)
+    assert_in_graphs(here)
+
+
+@on_a_gpu
+@pytest.mark.parametrize(("precision", "alike"), [("fp32", 0.999), ("bf16", 0.8)])
+@pytest.mark.parametrize("strategy", ["fedgen", "fedmix"])
+def test_a_resnet18_learns_in_graphs_what_it_learns_eagerly(strategy: str, precision: str, alike: float) -> None:
+    """FedMix without the fast layers, which cannot be differentiated twice, and FedGen with a fast head.
+
+    In bf16 roundings alone part them: at these weights they move FedMix's gradient, of λ = ½, by half (on a processor).
+    """
+    start, rng = build_model("resnet18", 10, (32, 32, 3), seed=1), np.random.default_rng(0)
+    config = small(Path("/nowhere"), strategy=strategy, batch_size=16, **NEEDS[strategy], fedmix_lambda=0.5)
+    part, recipe, normalise = client_part(config), Recipe(1, 16, 1e-4), Normaliser((0.5,) * 3, (0.3,) * 3, "cuda")
+    images = torch.from_numpy(rng.integers(0, 256, (40, 32, 32, 3), dtype=np.uint8)).cuda()  # the last batch is short
+    labels = torch.from_numpy(rng.integers(0, 10, 40)).cuda()
+    told = {"means": rng.normal(0, 0.1, (3, 3, 32, 32)).astype(np.float32), "clients": np.arange(3)}
+    told |= {"proportions": np.full((3, 10), 0.1, np.float32)}
+    if strategy == "fedgen":
+        told = {f"generator/{name}": value.numpy() for name, value in new_generator(512, 10, seed=1).items()}
+        told |= {"labels": np.arange(10)}
+    task = ClientRound(config, 2, 0, "cuda", {}, {}, told, {}, labels, recipe.steps(40))
+    inputs, ways = part.prepare(task), []
+    pick_device("cuda", precision)
+    for engine in (
+        EagerEngine(deepcopy(start), recipe, normalise, "cuda", part.objective, precision=precision),
+        GraphedEngine(deepcopy(start), recipe, normalise, precision, objective=part.objective),
+    ):
+        _, trained, _ = engine.train(*read_state(start), images, labels, np.random.default_rng(3), inputs)
+        before = read_state(start)[0]
+        ways.append(torch.cat([(trained[key].cpu() - before[key]).flatten() for key in before]))
+    assert torch.nn.functional.cosine_similarity(ways[0], ways[1], dim=0) > alike
+    assert 0.8 < ways[1].norm() / ways[0].norm() < 1.25
+
+
+@on_a_gpu
+@pytest.mark.parametrize(
+    "keys", [{"loss": "class-weighted"}, {"loss": "logit-adjusted"}, {"views": "flip-crop"}, {"policy": "oversample"}]
+)
+def test_what_needs_no_generator_ends_where_it_does_on_a_processor(tmp_path: Path, keys: dict[str, Any]) -> None:
+    keys = {"policy": "none", **keys}
+    here, there = (finish(small(tmp_path / at["device"], **keys, **at)) for at in (GPU, {**GPU, "device": "cpu"}))
+    assert_alike(here, there)
+    assert_in_graphs(here)
+
+
+@on_a_gpu
+def test_a_stopped_run_with_generated_images_goes_on_to_the_same_model(tmp_path: Path) -> None:
+    whole = finish(small(tmp_path / "whole", **GPU, **CHEAP))
+    half = finish(small(tmp_path / "half", **GPU, **CHEAP, rounds=1))
+    finish(half.config().with_changes(rounds=3, resume=True))
+    assert whole.rounds()[-1]["generated"] > 0
+    assert_alike(half, whole)
+
+
+@on_a_gpu
+def test_under_ray_on_shares_of_a_gpu_the_run_is_the_inline_one(
+    tmp_path: Path, fresh_images: Callable[[str], None]
+) -> None:
+    """Each makes its images itself."""
+    fresh_images("inline")
+    inline = finish(small(tmp_path / "inline", **GPU, **CHEAP))
+    fresh_images("ray")
+    assert_alike(finish(small(tmp_path / "ray", **GPU, **CHEAP, backend="ray", gpu_share=0.2)), inline)
