@@ -121,7 +121,7 @@ def test_one_policy_is_the_baseline_and_one_repeats_images() -> None:
 
 AMBIGUOUS = {"none", "fedeas", "linear"}
 """Also a value of other keys, the command, a schedule of noise."""
-MAY_NAME = {"config.py", "quickstart.py", "curves.py", "report/style.py", "report/plan_figures.py"}
+MAY_NAME = {"config.py", "commands/quickstart.py", "planning/curves.py", "report/style.py", "report/plan_figures.py"}
 """Defaults, the quickstart, curves by name and their labels and colours; all of reproduce/: the paper's tables."""
 
 
