@@ -33,7 +33,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from fedeas_flwr.common.project import describe_environment
 from fedeas_flwr.launch.mps import shared_gpu
 from fedeas_flwr.training.eager import EagerEngine
-from fedeas_flwr.training.engine import Recipe, read_state
+from fedeas_flwr.training.engine import LocalTrainingConfig, read_state
 from fedeas_flwr.training.gpu.graphed import GraphedEngine
 from fedeas_flwr.training.models import Normaliser, build_model
 
@@ -80,7 +80,9 @@ def worker(samples: int, epochs: int, precision: str) -> None:
     """One of several processes: get ready, say so, train when told to, say so."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     set_precision(precision)
-    engine = GraphedEngine(network(), Recipe(epochs, 64, 1e-3), Normaliser(MEAN, STD, device), precision, device)
+    engine = GraphedEngine(
+        network(), LocalTrainingConfig(epochs, 64, 1e-3), Normaliser(MEAN, STD, device), precision, device
+    )
     rng, start = np.random.default_rng(0), read_state(network())
     images = torch.from_numpy(rng.integers(0, 256, (samples, 32, 32, 3), dtype=np.uint8)).to(device)
     labels = torch.from_numpy(rng.integers(0, 10, samples)).to(device)
@@ -167,7 +169,7 @@ def main() -> None:
     images = rng.integers(0, 256, (samples, 32, 32, 3), dtype=np.uint8)
     labels = rng.integers(0, 10, samples)
     x, y = torch.from_numpy(images).to(device), torch.from_numpy(labels).to(device)
-    recipe, normalise = Recipe(epochs, 64, 1e-3), Normaliser(MEAN, STD, device)
+    recipe, normalise = LocalTrainingConfig(epochs, 64, 1e-3), Normaliser(MEAN, STD, device)
     start = read_state(network())
     rows: list[tuple[str, float]] = []
 

@@ -65,7 +65,7 @@ def main() -> None:
     device = pick_device(options.device, "fp32")
     rows = measure(config, device, [int(word) for word in options.clients.split(",")])
     print(table(rows))
-    write_record(options.out, device, config.outside(), rows)
+    write_record(options.out, device, config.to_user_dict(), rows)
 
 
 if __name__ == "__main__":

@@ -49,7 +49,7 @@ from fedeas_flwr.config_files import read_config
 from fedeas_flwr.data.federated import federated_data
 from fedeas_flwr.launch.mps import shared_gpu
 from fedeas_flwr.launch.run import launch
-from fedeas_flwr.runs.checkpoints import Arrays, plain
+from fedeas_flwr.runs.checkpoints import Arrays, to_numpy
 from fedeas_flwr.runs.directory import RunDirectory
 from fedeas_flwr.runs.metrics import WALL_CLOCK
 from fedeas_flwr.strategies.averaging import weighted_average
@@ -100,11 +100,11 @@ class BareLoop:
                 self.test(*model)
                 seconds.append(time.perf_counter() - began)
                 cpu.append(time.process_time() - cpu_began)
-        return seconds, cpu, plain({**model[0], **model[1]})
+        return seconds, cpu, to_numpy({**model[0], **model[1]})
 
     def _sample(self, number: int) -> list[int]:
         """The clients that `Federation.sample` chooses."""
-        count = self.config.sampled(self.config.clients)
+        count = self.config.num_sampled(self.config.clients)
         chosen = stream(self.config.seed, "sample", number).choice(self.config.clients, count, replace=False)
         return [int(client) for client in sorted(chosen)]
 
@@ -112,7 +112,7 @@ class BareLoop:
         images, labels = self._images(client)
         batches = stream(self.config.seed, "batches", number, client)
         _, *trained = self._engine().train(trainable, buffers, images, labels, batches)
-        first, second = (plain(part) if self.device == "cpu" else dict(part) for part in trained)
+        first, second = (to_numpy(part) if self.device == "cpu" else dict(part) for part in trained)
         return first, second
 
     def _images(self, client: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -268,7 +268,7 @@ def main() -> None:
     if options.small:
         options.rounds, options.repeats = 3, 1
     if options.config:
-        models = {options.config.stem: read_config(options.config, options.set).outside()}
+        models = {options.config.stem: read_config(options.config, options.set).to_user_dict()}
     else:
         models = SMALL if options.small else MODELS
     let_children_import_models()

@@ -92,7 +92,7 @@ def watched_run(config: RunConfig, folder: Path) -> tuple[RunDirectory, Memory]:
     """Run the command line's `run` in a process of its own, and watch its memory."""
     federated_data(config, config.clients)  # the caches are filled here, so that every line starts from the same
     conf, run = folder / "run.toml", RunDirectory(Path(config.run_dir))
-    conf.write_text(tomli_w.dumps(config.outside()))
+    conf.write_text(tomli_w.dumps(config.to_user_dict()))
     with (folder / "output.txt").open("w+b") as output:
         child = subprocess.Popen(
             [sys.executable, "-c", "from fedeas_flwr.commands.app import main; main()", "run", str(conf)],
@@ -127,14 +127,14 @@ def measured(config: RunConfig, growth: str, folder: Path) -> dict[str, Any]:
         "growth_of": growth,
         "backend": config.backend,
         "clients": config.clients,
-        "clients_a_round": config.sampled(config.clients),
+        "clients_a_round": config.num_sampled(config.clients),
         "parameters": sum(array.size for part in state for array in part.values()),
         "rounds": config.rounds,
         "steps_a_round": round(statistics.mean(record["steps"] for record in records)),
         "seconds_a_round": round(statistics.median(walls), 4),
         "seconds_outside": round(statistics.median(w - b for w, b in zip(walls, busy, strict=True)), 4),
         "seconds_to_discover": round(seconds_to_discover(run), 3),
-        "bytes_a_round": 2 * config.sampled(config.clients) * encoded,
+        "bytes_a_round": 2 * config.num_sampled(config.clients) * encoded,
         "processes": memory.processes,
         "resident_peak_mb": round(memory.resident / MEGABYTE, 1),
         "own_peak_mb": round(max(memory.own.values()) / MEGABYTE, 1),

@@ -118,7 +118,7 @@ def main() -> None:
     for epochs in map(int, options.epochs.split(",")):
         rows += compare(base.with_changes(local_epochs=epochs), device)
     print(table(rows))
-    write_record(options.out, device, base.outside(), rows)
+    write_record(options.out, device, base.to_user_dict(), rows)
 
 
 if __name__ == "__main__":

@@ -108,9 +108,11 @@ def counting_app(counts: Counts, config: RunConfig) -> ClientApp:
         question, beta = messages.read_question(message)
         if question == "identity":
             classes = messages.classes_digest(dataset_info(config.dataset).classes)
-            return messages.answer(message, client, partitions=len(counts), examples=int(mine.sum()), classes=classes)
+            return messages.build_query_reply(
+                message, client, partitions=len(counts), examples=int(mine.sum()), classes=classes
+            )
         total = int(allocation.fedeas(mine, beta, config.gamma, True).sum())
-        return messages.answer(message, client, total=total, absent=int((mine == 0).sum()))
+        return messages.build_query_reply(message, client, total=total, absent=int((mine == 0).sum()))
 
     return app
 
@@ -129,7 +131,7 @@ def measure(clients: int, folder: Path) -> dict[str, Any]:
         "seconds_to_discover": timed(federation.discover),
         "seconds_to_plan": timed(federation.plan),
         "seconds_to_sample_a_round": timed(lambda: [federation.sample(n + 1) for n in range(ROUNDS)]) / ROUNDS,
-        "clients_a_round": config.sampled(clients),
+        "clients_a_round": config.num_sampled(clients),
         "seconds_to_allocate": timed(lambda: allocation.fedeas(counts, config.beta, config.gamma, True)),
         "memory_mb": round((psutil.Process().memory_info().rss - before) / MEGABYTE, 1),
     }

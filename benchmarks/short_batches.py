@@ -79,7 +79,7 @@ def main() -> None:
     device = pick_device(options.device, "fp32")
     rows = measure(config, device, [size for size in SIZES if size <= config.batch_size], options.draws)
     print(table(rows))
-    write_record(options.out, device, config.outside(), rows)
+    write_record(options.out, device, config.to_user_dict(), rows)
 
 
 if __name__ == "__main__":

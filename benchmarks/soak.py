@@ -144,7 +144,7 @@ def soak(config: RunConfig) -> dict[str, Any]:
         "failures": sum(len(record["failures"]) for record in finished.rounds()),
         "final_accuracy": finished.rounds()[-1]["accuracy"],
         "seconds": round(seconds, 1),
-        "recipe": {key: config.outside()[key] for key in RECIPE},
+        "recipe": {key: config.to_user_dict()[key] for key in RECIPE},
         "second_half": {role: slope(found, config.rounds) for role, found in sorted(watch.samples.items())},
         "run_directory": {"files": len(files), "bytes": sum(path.stat().st_size for path in files)},
         "left_behind": left,

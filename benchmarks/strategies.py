@@ -29,7 +29,7 @@ from fedeas_flwr.federation.dissimilarity import gradient_dissimilarity
 from fedeas_flwr.federation.grids import InlineGrid
 from fedeas_flwr.runs.checkpoints import Arrays
 from fedeas_flwr.strategies.fedavg import FedAvg
-from fedeas_flwr.strategies.flower import Composed
+from fedeas_flwr.strategies.flower import FlowerStrategyAdapter
 from fedeas_flwr.strategies.interface import SendsExtra
 from fedeas_flwr.strategies.privacy import WRAPPERS
 from fedeas_flwr.strategies.records import CONFIG, METRICS, to_record
@@ -58,7 +58,7 @@ def merging_seconds(config: RunConfig, states: list[Arrays]) -> float:
     strategy, grid = build_strategy(config), InlineGrid(ClientApp(), CLIENTS, {})
     for number in (1, 2):
         out = list(strategy.configure_train(number, to_record(states[0]), ConfigRecord(), grid))
-        extra = strategy.extra_wanted() if isinstance(strategy, SendsExtra) else {}
+        extra = strategy.expected_extra() if isinstance(strategy, SendsExtra) else {}
         replies = [_reply(message, states, extra) for message in out]
         taken = seconds(lambda number=number, replies=replies: strategy.aggregate_train(number, replies))
     return taken
@@ -94,7 +94,7 @@ def measured(device: str, small: bool) -> dict[str, Any]:
         if algorithm.disclosure:  # it has to be told things of the clients' data first
             continue
         config = parse_config({**base, "strategy": name})
-        if isinstance(build_strategy(config), (Composed, FedAvg)):
+        if isinstance(build_strategy(config), (FlowerStrategyAdapter, FedAvg)):
             found[name] = merging_seconds(config, states)
     for dp in WRAPPERS:
         found[f"fedavg, dp = {dp}"] = merging_seconds(parse_config({**base, "dp": dp}), states)

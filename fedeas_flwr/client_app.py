@@ -28,7 +28,7 @@ from fedeas_flwr.federation.client_state import ClientState, ClientStore
 from fedeas_flwr.federation.messages import EvaluateReport, TrainReport
 from fedeas_flwr.generators.client_images import local_images
 from fedeas_flwr.policies import POLICIES, ClientView, MatchedPolicy, images_to_generate
-from fedeas_flwr.runs.checkpoints import plain
+from fedeas_flwr.runs.checkpoints import to_numpy
 from fedeas_flwr.strategies.interface import ClientRound
 from fedeas_flwr.strategies.privacy import clips_update
 from fedeas_flwr.strategies.registry import ALGORITHMS, client_part
@@ -41,7 +41,7 @@ app = ClientApp()
 Handler = Callable[[Message, Context], Message]
 
 
-def reports_errors(handler: Handler) -> Handler:
+def reply_with_errors(handler: Handler) -> Handler:
     """Answer with the reason in one line instead of raising: every grid then tells the server the same."""
 
     @wraps(handler)
@@ -55,7 +55,7 @@ def reports_errors(handler: Handler) -> Handler:
 
 
 @app.query()
-@reports_errors
+@reply_with_errors
 def query(message: Message, context: Context) -> Message:
     """Say who this is and, for a matched policy, the whole numbers that it asks for.
 
@@ -66,12 +66,16 @@ def query(message: Message, context: Context) -> Message:
     question, at = messages.read_question(message)
     if question == "identity":
         examples, classes = len(data.partition.train[node.part]), messages.classes_digest(data.dataset.classes)
-        return messages.answer(message, client, partitions=node.partitions, examples=examples, classes=classes)
+        return messages.build_query_reply(
+            message, client, partitions=node.partitions, examples=examples, classes=classes
+        )
     policy = POLICIES[config.policy]
     if isinstance(policy, MatchedPolicy) and question in policy.questions:
         view = ClientView(data.label_counts(node.part), config.policy_settings)
         (numbers,) = policy.reply(view, question, at).tolist()
-        return messages.answer(message, client, **dict(zip(policy.questions[question], numbers, strict=True)))
+        return messages.build_query_reply(
+            message, client, **dict(zip(policy.questions[question], numbers, strict=True))
+        )
     disclosure = ALGORITHMS[config.strategy].disclosure
     if disclosure is not None and question == disclosure.question:
         return messages.disclose(message, client, disclosure.answer(config, *data.train(node.part)))
@@ -79,7 +83,7 @@ def query(message: Message, context: Context) -> Message:
 
 
 @app.train()
-@reports_errors
+@reply_with_errors
 @clips_update
 def train_client(message: Message, context: Context) -> Message:
     """Train the received model on this client's images, real and synthetic."""
@@ -87,7 +91,7 @@ def train_client(message: Message, context: Context) -> Message:
     client, data = node.client, local_data(config, node)
     task = messages.read_task(message)
     device = pick_device(config.device, config.precision)
-    live = messages.is_live(message)
+    live = messages.is_in_process(message)
     store = ClientStore(node.state_folder(config, context.run_id, task.run), in_memory=live)
     state = store.load(task.accepted_round)
     policy, settings = POLICIES[config.policy], replace(config.policy_settings, beta=task.beta)
@@ -118,9 +122,9 @@ def train_client(message: Message, context: Context) -> Message:
     )
     inputs = part.prepare(local) | loss_and_view_inputs(config, labels, task.round, client)
     batches = stream(config.seed, "batches", task.round, client)
-    with _engines.lent(config, device, part.objective) as engine:
+    with _engines.borrow(config, device, part.objective) as engine:
         result, *trained = engine.train(trainable, buffers, images, labels, batches, inputs)
-    trainable, buffers = (dict(s) if live else plain(s) for s in trained)
+    trainable, buffers = (dict(s) if live else to_numpy(s) for s in trained)
     finished = part.finish(local, trainable, buffers)
     needed = (task.accepted_round, task.checkpointed_round)
     kept = replace(state, memory=finished.memory, generator=found.generator)
@@ -136,18 +140,18 @@ def train_client(message: Message, context: Context) -> Message:
         seconds_training=time.perf_counter() - generated_at,
         rejected=found.rejected,
     )
-    extra = finished.extra if live else plain(finished.extra)
+    extra = finished.extra if live else to_numpy(finished.extra)
     return messages.train_reply(message, report, trainable, buffers, extra)
 
 
 @app.evaluate()
-@reports_errors
+@reply_with_errors
 def evaluate_client(message: Message, context: Context) -> Message:
     """Test the global model on this client's own test images."""
     config, node = _open(context)
     data = local_data(config, node)
     device = pick_device(config.device, config.precision)
-    model = _tested_model(config, device)
+    model = _evaluation_model(config, device)
     images, labels = (torch.tensor(array, device=device) for array in data.test(node.part))
     normalise = Normaliser(data.dataset.mean, data.dataset.std, device)
     result = Evaluator(model, images, labels, data.num_classes, normalise).evaluate(*messages.read_model(message))
@@ -184,7 +188,7 @@ _own = threading.local()
 _engines = EnginePool()
 
 
-def _tested_model(config: RunConfig, device: str) -> torch.nn.Module:
+def _evaluation_model(config: RunConfig, device: str) -> torch.nn.Module:
     """This thread's network for testing, kept like the engines; its weights come with every message."""
     if getattr(_own, "tested_config", None) != config:
         _own.tested, _own.tested_config = network(config).to(device), config

@@ -36,7 +36,7 @@ StrategyName = Literal[
     "fedmix",
     "fedgen",
 ]
-FEW = 8
+SMALL_BATCH = 8
 """Images in a batch: with half as many its gradient is eight times as long as that of 64 (results/short-batches)."""
 SAMPLER_STEPS = {"dpm++": 20, "dpm++-logsnr": 20, "ddim": 250}
 """The deterministic samplers, DPM-Solver++ (Lu et al., 2022) and DDIM with η = 0 (Song et al., 2021), and how many
@@ -295,7 +295,7 @@ class RunConfig(BaseModel):
 
     @field_validator("*", mode="before")
     @classmethod
-    def _true_is_true(cls, value: Any, info: ValidationInfo) -> Any:
+    def _reject_bool_coercion(cls, value: Any, info: ValidationInfo) -> Any:
         if isinstance(value, bool) and cls.model_fields[str(info.field_name)].annotation is not bool:
             raise ValueError("a value of its own kind, not true or false")
         if cls.model_fields[str(info.field_name)].annotation is bool and not isinstance(value, bool):
@@ -304,7 +304,7 @@ class RunConfig(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _once_yes_or_no(cls, values: dict[str, Any]) -> dict[str, Any]:
+    def _migrate_bool_shared_images(cls, values: dict[str, Any]) -> dict[str, Any]:
         """Read records of runs from when all clients shared images by class or not at all."""
         shared = values.get("shared-images")
         return {**values, "shared-images": "by-class" if shared else "no"} if isinstance(shared, bool) else values
@@ -339,7 +339,7 @@ class RunConfig(BaseModel):
         return value
 
     @model_validator(mode="after")
-    def _fits_together(self) -> RunConfig:
+    def _check_combinations(self) -> RunConfig:
         if self.evaluation == "federated" and self.protocol != "paper":
             raise ValueError("evaluation = 'federated' needs protocol = 'paper': 'clean' leaves clients no test data")
         if self.ray_address and self.backend != "ray":
@@ -369,26 +369,26 @@ class RunConfig(BaseModel):
         """What the policy depends on, as one value."""
         return PolicySettings(self.beta, self.gamma, not self.printed_rule, self.total or None)
 
-    def sampled(self, clients: int) -> int:
+    def num_sampled(self, clients: int) -> int:
         """How many of so many clients train in a round."""
         return max(1, round(self.participation * clients))
 
-    def enough_of(self, asked: int) -> int:
+    def min_replies_for(self, num_sampled: int) -> int:
         """The fewest of so many that `min-replies` lets pass; 0.28 of 25 are 7, though floats make it a little more."""
-        return max(1, math.ceil(self.min_replies * asked - 1e-9))
+        return max(1, math.ceil(self.min_replies * num_sampled - 1e-9))
 
     @property
-    def fewest_replies(self) -> int:
+    def min_replies_per_round(self) -> int:
         """The fewest replies of a round that `min-replies` lets pass."""
-        return self.enough_of(self.sampled(self.clients))
+        return self.min_replies_for(self.num_sampled(self.clients))
 
-    def outside(self) -> dict[str, Any]:
+    def to_user_dict(self) -> dict[str, Any]:
         """The config as users write it: kebab-case keys, plain values."""
         return self.model_dump(by_alias=True)
 
     def with_changes(self, **changes: Any) -> RunConfig:
         """Return a validated copy with some fields changed."""
-        return parse_config({**self.outside(), **{_key(k): v for k, v in changes.items()}})
+        return parse_config({**self.to_user_dict(), **{_key(k): v for k, v in changes.items()}})
 
 
 KEYS: tuple[str, ...] = tuple(_key(name) for name in RunConfig.model_fields)

@@ -25,7 +25,7 @@ def refuse_ignored(config: RunConfig, given: Collection[str]) -> None:
 
     In a file they may stand beside it: a run's own record has all keys.
     """
-    values = config.outside()
+    values = config.to_user_dict()
     for key in ("beta", "gamma", "printed-rule"):
         if config.total and key in given:
             raise ConfigError(f"{key} = {values[key]!r}: leave it out, total = {config.total} says what is spent")

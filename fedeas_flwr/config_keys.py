@@ -12,9 +12,9 @@ from typing import Any
 from fedeas_flwr.config import SAMPLER_STEPS, RunConfig
 from fedeas_flwr.policies import settings_of
 
-_LOWEST = {"minimum": "≤", "exclusiveMinimum": "<"}
-_HIGHEST = {"maximum": "≤", "exclusiveMaximum": "<"}
-_WORDS = ("type", "enum", *_LOWEST, *_HIGHEST)
+_LOWER_BOUNDS = {"minimum": "≤", "exclusiveMinimum": "<"}
+_UPPER_BOUNDS = {"maximum": "≤", "exclusiveMaximum": "<"}
+_WORDS = ("type", "enum", *_LOWER_BOUNDS, *_UPPER_BOUNDS)
 _ANY = {"integer": "n", "number": "x", "boolean": "true, false", "string": "text"}
 
 
@@ -31,8 +31,8 @@ class Key:
         """What is allowed, for a person: choices, or a range in which n is a whole number and x is any."""
         if "enum" in self.allowed:
             return ", ".join(self.allowed["enum"])
-        low = [f"{_show(self.allowed[word])} {sign} " for word, sign in _LOWEST.items() if word in self.allowed]
-        high = [f" {sign} {_show(self.allowed[word])}" for word, sign in _HIGHEST.items() if word in self.allowed]
+        low = [f"{_show(self.allowed[word])} {sign} " for word, sign in _LOWER_BOUNDS.items() if word in self.allowed]
+        high = [f" {sign} {_show(self.allowed[word])}" for word, sign in _UPPER_BOUNDS.items() if word in self.allowed]
         return "".join([*low, _ANY[self.allowed["type"]], *high])
 
 
@@ -51,9 +51,9 @@ def run_keys() -> list[Key]:
 # ----------------------------------------------------------------------------------------------- of a run
 
 
-_OF_BUDGETS = {"beta": "beta", "gamma": "gamma", "strict_mean": "printed-rule", "total": "total"}
+_BUDGET_KEYS = {"beta": "beta", "gamma": "gamma", "strict_mean": "printed-rule", "total": "total"}
 """What a plan calls them, and the keys."""
-_OF_IMAGES = (
+_IMAGE_KEYS = (
     "generator",
     "sampler",
     "sampler-steps",
@@ -64,11 +64,11 @@ _OF_IMAGES = (
     "shared-images",
     "min-class-agreement",
 )
-_OF_DIFFUSION = ("sampler", "sampler-steps", "guidance", "guidance-rescale", "generation-precision")
+_DIFFUSION_KEYS = ("sampler", "sampler-steps", "guidance", "guidance-rescale", "generation-precision")
 """Of images; a bank and SD-Turbo take no notice of them."""
-OF_GENERATION = ("policy", *_OF_BUDGETS.values(), *_OF_IMAGES)
+GENERATION_KEYS = ("policy", *_BUDGET_KEYS.values(), *_IMAGE_KEYS)
 """Keys that say what is generated."""
-OF_STRATEGIES: dict[str, tuple[str, ...]] = {
+STRATEGY_KEYS: dict[str, tuple[str, ...]] = {
     "fedprox": ("fedprox-mu",),
     "scaffold": ("scaffold-server-rate", "scaffold-weighting"),
     "moon": ("moon-mu", "moon-temperature"),
@@ -95,31 +95,31 @@ OF_STRATEGIES: dict[str, tuple[str, ...]] = {
 """The keys that are a strategy's own; the others take no notice of them."""
 _SWITCHES = ("disclose-mean-images", "disclose-label-counts")
 """A strategy needs them on, or takes no notice of them."""
-_OF_ADAPTIVE_DP = ("dp-clip-quantile", "dp-clip-rate", "dp-count-noise")
+_ADAPTIVE_DP_KEYS = ("dp-clip-quantile", "dp-clip-rate", "dp-count-noise")
 
 
 def keys_in_use(config: RunConfig) -> dict[str, Any]:
     """The keys that play a part in a run, and their values: without β, say, where nothing depends on it."""
     settings = settings_of(config.policy, config.total > 0)
-    idle = {*_SWITCHES, *(key for name, key in _OF_BUDGETS.items() if name not in settings)}
-    idle.update(key for keys in OF_STRATEGIES.values() for key in keys)
-    idle.difference_update(key for key in OF_STRATEGIES.get(config.strategy, ()) if key not in _SWITCHES)
+    idle = {*_SWITCHES, *(key for name, key in _BUDGET_KEYS.items() if name not in settings)}
+    idle.update(key for keys in STRATEGY_KEYS.values() for key in keys)
+    idle.difference_update(key for key in STRATEGY_KEYS.get(config.strategy, ()) if key not in _SWITCHES)
     if not config.generates:
-        idle.update(_OF_IMAGES)
+        idle.update(_IMAGE_KEYS)
     if config.guidance == 1:
         idle.add("guidance-rescale")
     kind = config.generator.partition(":")[0]
     if kind in ("bank", "sd-turbo"):
-        idle.update(_OF_DIFFUSION)
+        idle.update(_DIFFUSION_KEYS)
     if kind == "bank":
         idle.add("generation-batch")
     if not config.dp.endswith("adaptive"):
-        idle.update(_OF_ADAPTIVE_DP)
+        idle.update(_ADAPTIVE_DP_KEYS)
     if config.dp == "none":
-        idle.update(key for key in config.outside() if key.startswith("dp-"))
+        idle.update(key for key in config.to_user_dict() if key.startswith("dp-"))
     if config.loss != "logit-adjusted":
         idle.add("logit-adjustment-tau")
     if config.model != "resnet18":
         idle.add("stem")
-    values = config.outside() | {"sampler-steps": config.sampler_steps or SAMPLER_STEPS[config.sampler]}
+    values = config.to_user_dict() | {"sampler-steps": config.sampler_steps or SAMPLER_STEPS[config.sampler]}
     return {key: value for key, value in values.items() if key not in idle}

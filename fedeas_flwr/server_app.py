@@ -29,7 +29,7 @@ from fedeas_flwr.data.node import run_folder
 from fedeas_flwr.federation.client_manager import count_clients
 from fedeas_flwr.federation.client_state import forget_kept_states, write_kept_states
 from fedeas_flwr.federation.federation import Federation
-from fedeas_flwr.generators.opening import files_of
+from fedeas_flwr.generators.opening import hash_input_files
 from fedeas_flwr.generators.ray_service import start_service
 from fedeas_flwr.runs.checkpoints import Arrays, Checkpoint
 from fedeas_flwr.runs.directory import RunDirectory
@@ -41,15 +41,15 @@ from fedeas_flwr.training.models import split_state
 
 log = logging.getLogger("flwr").log
 
-FORESEEN = (RunError, ConfigError)
+USER_ERRORS = (RunError, ConfigError)
 """What a user can mend: the line says all of it."""
 
 
 def _in_one_line(record: logging.LogRecord) -> bool:
     """Take the traceback off what Flower logs of an error that was foreseen; a filter of its logger."""
     error = record.exc_info[1] if record.exc_info else None
-    if isinstance(error, FORESEEN):
-        record.msg, record.args, record.exc_info = f"{record.getMessage()}: {as_told(error)}", (), None
+    if isinstance(error, USER_ERRORS):
+        record.msg, record.args, record.exc_info = f"{record.getMessage()}: {format_error(error)}", (), None
     return True
 
 
@@ -71,34 +71,34 @@ def main(grid: Grid, context: Context) -> None:
     run = RunDirectory.start(config, describe_environment(_device_name(device)))
     with log_to(run.path / "flower.log"):
         log(INFO, "Run directory: %s", run.path)
-        _recorded(grid, config, run, device)
+        _run_recording_status(grid, config, run, device)
 
 
-def _recorded(grid: Grid, config: RunConfig, run: RunDirectory, device: str) -> None:
+def _run_recording_status(grid: Grid, config: RunConfig, run: RunDirectory, device: str) -> None:
     """Do the run, and leave its status behind however it ends."""
     try:
-        run.record_inputs(config.dataset, dataset_info(config.dataset).classes, files_of(config))
+        run.record_inputs(config.dataset, dataset_info(config.dataset).classes, hash_input_files(config))
         clients = count_clients(grid, config)
         config = config.with_changes(clients=clients)
         federation, start = Federation(grid, config, build_strategy(config), run), _start(config, run)
-        federation.take_up(start)
+        federation.restore(start)
         federation.discover()
         run.record_clients(clients)
         with shared_generator(federation, config, run, device):
             federation.plan()
             test = central_test(config, clients, device) if config.evaluation == "central" else None
-            run.keep_rounds(start.round)
+            run.truncate_rounds(start.round)
             if getattr(grid, "live", False):  # clients of this very process keep their states in memory meanwhile
-                start, federation.before_checkpoint = _on_device(start, device), _keeper(device)
+                start, federation.before_checkpoint = _on_device(start, device), _client_state_flusher(device)
             with event_log(run.path / "tensorboard", start.round) if config.tensorboard else nullcontext() as write:
-                federation.when_a_round_ends = write or federation.when_a_round_ends
+                federation.on_round_end = write or federation.on_round_end
                 federation.fit(start, test)
     except (KeyboardInterrupt, SystemExit):  # the latter is how Flower's own processes answer a signal
         run.set_status("interrupted")
         raise
     except BaseException as error:
-        run.set_status("failed", as_told(error), died=isinstance(error, ProcessesDiedError))
-        log(ERROR, "The run failed: %s", as_told(error), exc_info=not isinstance(error, FORESEEN))
+        run.set_status("failed", format_error(error), died=isinstance(error, ProcessesDiedError))
+        log(ERROR, "The run failed: %s", format_error(error), exc_info=not isinstance(error, USER_ERRORS))
         raise
     finally:
         forget_kept_states()
@@ -114,14 +114,14 @@ def shared_generator(federation: Federation, config: RunConfig, run: RunDirector
         return
 
     def rest() -> None:
-        done = service.rest()
+        done = service.release_gpu()
         if done is not None:
             run.save_service({"state": "resting", **done})
             log(INFO, "Every client has its images; the generator is unloaded: %s", done)
 
     try:
         federation.service = service.address()
-        federation.when_all_have_generated = rest
+        federation.on_generation_done = rest
         run.save_service({"state": "serving", **service.stats()})
         yield
     finally:
@@ -145,7 +145,7 @@ def log_to(path: Path) -> Iterator[None]:
         handler.close()
 
 
-def as_told(error: BaseException) -> str:
+def format_error(error: BaseException) -> str:
     """An error as the user is told it: our own speak for themselves, others say what kind they are."""
     text = one_line(error, None)
     return text if isinstance(error, (RunError, ConfigError)) else f"{type(error).__name__}: {text}{cache_hint(error)}"
@@ -180,7 +180,7 @@ def _on_device(state: Checkpoint, device: str) -> Checkpoint:
     return replace(state, trainable=move(state.trainable), buffers=move(state.buffers))
 
 
-def _keeper(device: str) -> Callable[[], None]:
+def _client_state_flusher(device: str) -> Callable[[], None]:
     """Write what clients keep in memory; of what is written, a quarter of the GPU's memory may stay there."""
     if device == "cpu":
         return write_kept_states

@@ -25,7 +25,7 @@ from fedeas_flwr.data.federated import federated_data
 from fedeas_flwr.data.sources import check_npz
 from fedeas_flwr.runs.directory import RunDirectory
 from fedeas_flwr.training.build import network
-from fedeas_flwr.training.engine import Recipe
+from fedeas_flwr.training.engine import LocalTrainingConfig
 from fedeas_flwr.training.gpu.graphed import GraphedEngine
 from fedeas_flwr.training.models import Normaliser
 
@@ -200,7 +200,7 @@ def test_a_distance_of_zero_is_one_that_was_measured(benchmark: Any) -> None:
     ]
 
 
-def other(words: tuple[Any, ...], steps: Recipe) -> tuple[Any, ...]:
+def other(words: tuple[Any, ...], steps: LocalTrainingConfig) -> tuple[Any, ...]:
     """The same, with a learning rate that is off by a thousandth."""
     return (words[0], replace(steps, learning_rate=1.001 * steps.learning_rate), *words[2:])
 

@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[1]
 
 def test_pyproject_repeats_the_defaults_exactly() -> None:
     shipped = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["flwr"]["app"]["config"]
-    defaults = parse_config({}).outside()
+    defaults = parse_config({}).to_user_dict()
     assert shipped == defaults
     assert {k: type(v) for k, v in shipped.items()} == {k: type(v) for k, v in defaults.items()}
 
@@ -119,8 +119,8 @@ def test_bad_files_are_refused_in_one_line(tmp_path: Path, content: bytes) -> No
 
 def test_outside_and_back() -> None:
     config = parse_config({"policy": "uniform", "total": 7, "learning-rate": 1})
-    assert parse_config(config.outside()) == config
-    assert set(config.outside()) == set(KEYS)
+    assert parse_config(config.to_user_dict()) == config
+    assert set(config.to_user_dict()) == set(KEYS)
     assert config.with_changes(beta=3.0).beta == 3.0
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from fedeas_flwr.config import KEYS
 from fedeas_flwr.config_files import read_config
-from fedeas_flwr.config_keys import OF_STRATEGIES, run_keys
+from fedeas_flwr.config_keys import STRATEGY_KEYS, run_keys
 from fedeas_flwr.runs.directory import RunDirectory
 from fedeas_flwr.runs.metrics import WALL_CLOCK, seconds_of
 from fedeas_flwr.strategies.registry import ALGORITHMS, TABLE_HEAD, table_rows
@@ -44,11 +44,11 @@ def test_the_strategies_seconds_are_the_committed_ones() -> None:
 
 
 def test_an_algorithms_keys_are_keys() -> None:
-    assert OF_STRATEGIES.keys() < ALGORITHMS.keys() and all(
-        key in KEYS for own in OF_STRATEGIES.values() for key in own
+    assert STRATEGY_KEYS.keys() < ALGORITHMS.keys() and all(
+        key in KEYS for own in STRATEGY_KEYS.values() for key in own
     )
     for name, algorithm in ALGORITHMS.items():
-        assert algorithm.disclosure is None or algorithm.disclosure.key in OF_STRATEGIES[name]
+        assert algorithm.disclosure is None or algorithm.disclosure.key in STRATEGY_KEYS[name]
 
 
 def test_every_room_and_top_module_is_in_the_table_of_floors() -> None:
@@ -78,8 +78,8 @@ def test_the_committed_runs_are_of_todays_quickstart(policy: str) -> None:
     ran = RunDirectory(ROOT / "results" / "quickstart" / policy).config()
     today = read_config(ROOT / "conf" / "quickstart.toml", [f"policy={policy}"])
     free = {"run-dir", "backend"}
-    assert {k: v for k, v in ran.outside().items() if k not in free} == {
-        k: v for k, v in today.outside().items() if k not in free
+    assert {k: v for k, v in ran.to_user_dict().items() if k not in free} == {
+        k: v for k, v in today.to_user_dict().items() if k not in free
     }
 
 

@@ -18,7 +18,7 @@ import typer
 
 from fedeas_flwr.commands.deploy import deploy_app
 from fedeas_flwr.commands.doctor import doctor
-from fedeas_flwr.commands.help import CLICK_SUGGESTS, THE_WAY, InOrderOfUse
+from fedeas_flwr.commands.help import CLICK_SUGGESTS, WORKFLOW_HELP, OrderedGroup
 from fedeas_flwr.commands.images import cache_app, generate
 from fedeas_flwr.commands.listings import keys, strategies
 from fedeas_flwr.commands.plan import plan
@@ -35,9 +35,9 @@ from fedeas_flwr.common.project import read_project
 from fedeas_flwr.common.text import one_line
 
 app = typer.Typer(
-    cls=InOrderOfUse,
+    cls=OrderedGroup,
     help="Budget-aware synthetic augmentation for federated learning, on Flower.",
-    epilog=THE_WAY,
+    epilog=WORKFLOW_HELP,
     add_completion=False,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
@@ -79,7 +79,7 @@ def main() -> None:
     except Exception as error:
         if not (isinstance(error, (click.ClickException, RunError, ValueError, OSError)) or is_out_of_memory(error)):
             raise
-        print("error: " + one_line(_told(error), None), file=sys.stderr)
+        print("error: " + one_line(_format_error(error), None), file=sys.stderr)
         sys.exit(exit_code(error))
 
 
@@ -90,7 +90,7 @@ def exit_code(error: Exception) -> int:
     return 1 if isinstance(error, RunFailedError) or is_out_of_memory(error) else 2
 
 
-def _told(error: Exception) -> str:
+def _format_error(error: Exception) -> str:
     if isinstance(error, click.ClickException):
         return error.format_message()
     if isinstance(error, OSError) and error.strerror:

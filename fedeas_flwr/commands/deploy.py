@@ -11,12 +11,12 @@ import typer
 from rich.console import Console
 
 from fedeas_flwr.commands.doctor import show
-from fedeas_flwr.commands.help import InOrderOfUse
+from fedeas_flwr.commands.help import OrderedGroup
 from fedeas_flwr.config import parse_config
 from fedeas_flwr.config_files import parse_overrides
 
 deploy_app = typer.Typer(
-    cls=InOrderOfUse,
+    cls=OrderedGroup,
     help="A federation of real machines: keys, certificates, start scripts.",
     rich_markup_mode=None,
 )

@@ -20,7 +20,7 @@ _ORDER = (
     *("quickstart", "doctor", "plan", "run", "resume", "sweep", "report", "reproduce", "runs", "evaluate", "export"),
     *("train-generator", "generate", "cache", "deploy", "keys", "strategies"),
 )
-THE_WAY = """
+WORKFLOW_HELP = """
 The way of an experiment:
 
 \b
@@ -40,7 +40,7 @@ Exit codes: 2 what was given is wrong, nothing was begun; 1 it failed, or the an
 """
 
 
-class InOrderOfUse(TyperGroup):
+class OrderedGroup(TyperGroup):
     """Lists commands as a newcomer needs them, others behind, and explains their arguments; alone it is its help."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:

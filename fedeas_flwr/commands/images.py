@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
-from fedeas_flwr.commands.help import InOrderOfUse
+from fedeas_flwr.commands.help import OrderedGroup
 from fedeas_flwr.commands.output import FormatOption, can_be_folder, refuse_given
 from fedeas_flwr.common.errors import ConfigError
 from fedeas_flwr.common.tables import print_table
@@ -27,13 +27,13 @@ if TYPE_CHECKING:
 
     from fedeas_flwr.generators.cache_maintenance import Entry
     from fedeas_flwr.generators.interface import Generator, SampleId
-    from fedeas_flwr.planning.beta_selection import Speed
+    from fedeas_flwr.planning.beta_selection import GeneratorSpeed
 
 
-cache_app = typer.Typer(cls=InOrderOfUse, help="The cache of generated images.", rich_markup_mode=None)
+cache_app = typer.Typer(cls=OrderedGroup, help="The cache of generated images.", rich_markup_mode=None)
 
 _LINE_EVERY = 10.0
-_MOST_SHOWN = 20
+_MAX_SHOWN = 20
 
 GeneratorOption = Annotated[str, typer.Option(help="builtin, FOLDER in diffusers' format, bank:DIR, sd-turbo[:DIR]")]
 
@@ -113,7 +113,7 @@ def estimate_generation(plan: dict[str, Any], spec: str, dataset: str) -> dict[s
 
     rows = [client["generate"] for client in plan["clients"]]
     generator = _open_checked(spec, dataset, len(rows[0]), "--estimate")
-    speed = _timed(generator)
+    speed = _measure_speed(generator)
     return {
         "generator": spec,
         "device": pick_device("auto"),
@@ -124,9 +124,9 @@ def estimate_generation(plan: dict[str, Any], spec: str, dataset: str) -> dict[s
     }
 
 
-def batch_speed(spec: str, dataset: str, classes: int) -> Speed:
+def batch_speed(spec: str, dataset: str, classes: int) -> GeneratorSpeed:
     """Time a generator, for a limit in seconds."""
-    return _timed(_open_checked(spec, dataset, classes, "--max-seconds"))
+    return _measure_speed(_open_checked(spec, dataset, classes, "--max-seconds"))
 
 
 def _open_checked(spec: str, dataset: str, classes: int, wanted_by: str) -> Generator:
@@ -141,17 +141,17 @@ def _open_checked(spec: str, dataset: str, classes: int, wanted_by: str) -> Gene
     return generator
 
 
-def _timed(generator: Generator) -> Speed:
+def _measure_speed(generator: Generator) -> GeneratorSpeed:
     """Time one batch after one to warm up."""
     from fedeas_flwr.generators.interface import SampleId, batch_size
-    from fedeas_flwr.planning.beta_selection import Speed
+    from fedeas_flwr.planning.beta_selection import GeneratorSpeed
 
     batch = batch_size(generator)
     samples = [SampleId(0, client, client % generator.num_classes, 0) for client in range(batch)]
     generator.sample(samples)
     began = time.perf_counter()
     generator.sample(samples)
-    return Speed(batch, time.perf_counter() - began)
+    return GeneratorSpeed(batch, time.perf_counter() - began)
 
 
 def show_estimate(estimate: dict[str, Any]) -> str:
@@ -200,8 +200,8 @@ def generate(
     from fedeas_flwr.common.image_sheet import save_sheet
     from fedeas_flwr.config import parse_config
     from fedeas_flwr.data.datasets import dataset_info, open_dataset
-    from fedeas_flwr.generators.bank import check_enough
-    from fedeas_flwr.generators.interface import SampleId, stock
+    from fedeas_flwr.generators.bank import check_bank_size
+    from fedeas_flwr.generators.interface import SampleId, images_per_class
     from fedeas_flwr.generators.opening import open_for_run
 
     values = {"dataset": dataset, "generator": generator, "generation-batch": generation_batch}
@@ -212,9 +212,9 @@ def generate(
 
         ensure_digits_generator(Console(stderr=True, markup=False))
     opened = open_for_run(config, where)
-    if (there := stock(opened)) is not None:
+    if (there := images_per_class(opened)) is not None:
         planned = np.full((1, opened.num_classes), per_class)
-        check_enough(generator, there, planned, dataset_info(dataset).classes, "--per-class asks for")
+        check_bank_size(generator, there, planned, dataset_info(dataset).classes, "--per-class asks for")
     labels = np.repeat(np.arange(opened.num_classes), per_class)
     samples = [SampleId(seed, 0, int(label), i % per_class) for i, label in enumerate(labels)]
     began = time.perf_counter()
@@ -222,7 +222,7 @@ def generate(
     seconds = time.perf_counter() - began
     with atomic_path(out / "images.npz") as temporary, temporary.open("wb") as file:
         np.savez_compressed(file, x=images, y=labels)
-    rows = images.reshape(opened.num_classes, per_class, *opened.image_shape)[:, :_MOST_SHOWN]
+    rows = images.reshape(opened.num_classes, per_class, *opened.image_shape)[:, :_MAX_SHOWN]
     save_sheet(list(rows), rows.shape[1], out / "grid.png")
     (out / "report.json").unlink(missing_ok=True)  # of other images
     print(f"{counted(len(images), 'image')} in {seconds:.1f} s → {out}")
@@ -251,11 +251,11 @@ def generate(
 
 def _in_chunks(opened: Generator, samples: Sequence[SampleId]) -> Iterator[NDArray[np.uint8]]:
     """Sample whole batches at a time, and say every ten seconds how long it will take; the images are the same."""
-    from fedeas_flwr.generators.interface import batch_size, stock
+    from fedeas_flwr.generators.interface import batch_size, images_per_class
 
     began = shown = time.monotonic()
     chunk, done = batch_size(opened), 0
-    if len(samples) > chunk and stock(opened) is None:  # a bank's images are there
+    if len(samples) > chunk and images_per_class(opened) is None:  # a bank's images are there
         print(f"{len(samples):,} images, {chunk:,} at a time", file=sys.stderr)
     while done < len(samples):
         yield opened.sample(samples[done : done + chunk])

@@ -67,7 +67,7 @@ def plan(
 
     limits, betas = beta_selection.Limits(min_removed, max_synthetic, max_images, max_seconds), read_grid(grid)
     _check_settings(context, policy, total)
-    _check_who_chooses(limits, beta, grid)
+    _check_beta_or_limits(limits, beta, grid)
     if not estimate and max_seconds is None:
         refuse_given(context, ["generator"], "it says nothing without --estimate or --max-seconds")
     names: Sequence[str]
@@ -137,7 +137,7 @@ def _check_settings(context: typer.Context, policy: str, total: int | None) -> N
     refuse_given(context, [option for name, option in options.items() if name not in settings], why)
 
 
-def _check_who_chooses(limits: Limits, beta: float | None, grid: str) -> None:
+def _check_beta_or_limits(limits: Limits, beta: float | None, grid: str) -> None:
     """Refuse a β beside limits that choose it, and a grid without any."""
     from fedeas_flwr.planning.beta_selection import option
 

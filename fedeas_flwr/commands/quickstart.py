@@ -13,7 +13,7 @@ from fedeas_flwr.commands.output import can_be_folder, console
 from fedeas_flwr.common.errors import ConfigError
 from fedeas_flwr.common.files import atomic_write
 from fedeas_flwr.config import RunConfig, parse_config
-from fedeas_flwr.launch.sweep import Cell, check_cell
+from fedeas_flwr.launch.sweep import SweepRun, check_cell
 from fedeas_flwr.runs.directory import RunDirectory
 from fedeas_flwr.runs.files import is_run
 
@@ -80,10 +80,10 @@ def _refuse_others(folder: Path) -> None:
         raise ConfigError(f"--out '{folder}': holds {others[0]} and no quickstart; name a new folder")
 
 
-def _cell(config: RunConfig) -> Cell:
+def _cell(config: RunConfig) -> SweepRun:
     """One of the runs as it is to be done: from its start, or from its checkpoint; refused if it cannot be."""
     run = RunDirectory(Path(config.run_dir))
-    cell = Cell(config.policy, {}, config.with_changes(resume=run.is_record()), run)
+    cell = SweepRun(config.policy, {}, config.with_changes(resume=run.is_record()), run)
     check_cell(cell)
     run.checked_rounds()
     if not cell.finished:
@@ -91,7 +91,7 @@ def _cell(config: RunConfig) -> Cell:
     return cell
 
 
-def _do(cell: Cell, console: Console) -> RunDirectory:
+def _do(cell: SweepRun, console: Console) -> RunDirectory:
     """Do one of the runs, or what is left of it."""
     if cell.finished:
         again = shlex.join(["fedeas", "runs", "rm", str(cell.run.path)])

@@ -15,7 +15,7 @@ import typer
 from rich.console import Console
 
 from fedeas_flwr.commands.output import FormatOption, can_be_folder, refuse_given
-from fedeas_flwr.commands.sweep import refuse_what_a_run_would, watching
+from fedeas_flwr.commands.sweep import validate_runs, watching
 from fedeas_flwr.common.cores import usable_cores
 from fedeas_flwr.common.errors import ConfigError
 from fedeas_flwr.common.files import atomic_path, atomic_write
@@ -144,24 +144,29 @@ def do_missing(
 ) -> bool:
     """Do the runs that are missing, each as it ends a record in ``export``; tell whether one failed for good."""
     from fedeas_flwr.launch.sweep_jobs import run_sweep
-    from fedeas_flwr.reproduce.missing_runs import Settling, make_filling, record_folder, settle_finished
+    from fedeas_flwr.reproduce.missing_runs import (
+        ArchivingWatcher,
+        make_missing_sweep,
+        record_folder,
+        archive_finished_runs,
+    )
     from fedeas_flwr.runs.listing import check_export
 
     missing = choice.missing(results)
     if not missing:
-        settle_finished(results, folder, export)
+        archive_finished_runs(results, folder, export)
         return False
-    filling = make_filling(choice, missing, folder)
+    filling = make_missing_sweep(choice, missing, folder)
     filling.check()
     if export:
         for one in filling.cells:
             check_export(one.run, record_folder(export, one.values["cell"], one.config))
-    refuse_what_a_run_would(filling, console)
-    settle_finished(results, folder, export)
+    validate_runs(filling, console)
+    archive_finished_runs(results, folder, export)
     prepare = partial(prepare_generator, choice.scale, [cell.config.generates for cell in filling.cells], console)
     try:
         with watching(console) as watcher:
-            failed = run_sweep(filling, jobs, 1, Settling(watcher, export), prepare)
+            failed = run_sweep(filling, jobs, 1, ArchivingWatcher(watcher, export), prepare)
     except KeyboardInterrupt:
         raise KeyboardInterrupt(f"stopped; go on with: {shlex.join(['fedeas', *sys.argv[1:]])}") from None
     for cell in failed:
@@ -222,12 +227,12 @@ def show(
 
 def print_cells(choice: Choice, output: str) -> None:
     """Name every cell with its seeds and the words that do its first run."""
-    from fedeas_flwr.reproduce.cells import run_words
+    from fedeas_flwr.reproduce.cells import run_command_args
 
     rows = []
     for one in choice.needed():
         seeds = choice.seeds or one.seeds(choice.scale)
-        command = shlex.join(run_words(one, choice.scale, seeds[0], choice.more))
+        command = shlex.join(run_command_args(one, choice.scale, seeds[0], choice.more))
         rows.append({"cell": one.name, "seeds": list(seeds), "command": command})
     if output == "json":
         print(json.dumps(rows))

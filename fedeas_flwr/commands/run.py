@@ -49,11 +49,11 @@ def resume(
     for key in own.keys() & changes.keys():
         raise ConfigError(f"{key} = {changes[key]!r}: leave it out, `fedeas resume` goes on in {folder}")
     run = RunDirectory(folder.absolute())
-    config = parse_config({**run.config().outside(), **changes, **own})
+    config = parse_config({**run.config().to_user_dict(), **changes, **own})
     if not changes and run.state() == "finished" and (run.path / "model.safetensors").exists():
         run.checked_rounds()
         console.print(f"finished already: {run.path}", highlight=False, soft_wrap=True)
-        tell(run)
+        print_summary(run)
     else:
         start(config)
 
@@ -78,11 +78,11 @@ def start(config: RunConfig) -> RunDirectory:
     except KeyboardInterrupt:
         again = shlex.join(["fedeas", "resume", config.run_dir])
         raise KeyboardInterrupt(f"stopped; go on with: {again}") from None
-    tell(finished)
+    print_summary(finished)
     return finished
 
 
-def tell(run: RunDirectory) -> None:
+def print_summary(run: RunDirectory) -> None:
     """Print what a finished run came to."""
     summary = run.summary()
     last, peak = (f"{100 * summary[key]:.1f} %" for key in ("last_20", "peak"))

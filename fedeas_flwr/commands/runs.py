@@ -12,7 +12,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from fedeas_flwr.commands.help import InOrderOfUse
+from fedeas_flwr.commands.help import OrderedGroup
 from fedeas_flwr.commands.output import FormatOption
 from fedeas_flwr.common.errors import RunError
 from fedeas_flwr.common.tables import as_csv, print_table, table_width
@@ -25,15 +25,15 @@ from fedeas_flwr.runs.listing import (
     describe_in_full,
     find_runs,
     flat_rounds,
-    heavy_files,
+    prunable_files,
     remove,
 )
 
-runs_app = typer.Typer(cls=InOrderOfUse, help="Run directories.", rich_markup_mode=None)
+runs_app = typer.Typer(cls=OrderedGroup, help="Run directories.", rich_markup_mode=None)
 
 _MISSING = "missing"
 _HEAD = ("run", "state", "rounds", "last-20 %", "peak %", "images", _MISSING, "changed", "size")
-_LEFT_OUT_WHERE_NARROW = ("peak %", "images")
+_HIDDEN_WHEN_NARROW = ("peak %", "images")
 _WIDE = 100
 """Characters that all columns need beside a name of some length."""
 
@@ -58,7 +58,7 @@ def ls(
         return
     console = Console()
     lost = any(row["missing_replies"] for row in rows)
-    left_out = {*(() if lost else (_MISSING,)), *(() if table_width(console) >= _WIDE else _LEFT_OUT_WHERE_NARROW)}
+    left_out = {*(() if lost else (_MISSING,)), *(() if table_width(console) >= _WIDE else _HIDDEN_WHEN_NARROW)}
     head = [name for name in _HEAD if name not in left_out]
     cells = [[shown[name] for name in head] for shown in map(_cells, rows)]
     print_table(console, head, cells, fold=["run"], right=_HEAD[2:])
@@ -128,7 +128,7 @@ def prune(
 ) -> None:
     """Remove checkpoints and clients' states of finished runs; records, summaries and models stay."""
     found = [check_removable(run.path.absolute()) for run in find_runs(folders)]
-    heavy = [(run.path, heavy_files(run, model)) for run in found]  # all of them, before anything is removed
+    heavy = [(run.path, prunable_files(run, model)) for run in found]  # all of them, before anything is removed
     freed = sum(remove_files(folder, files) for folder, files in heavy)
     print(f"pruned {counted(len(found), 'run')}, {show_bytes(freed)} freed")
 

@@ -21,8 +21,8 @@ from fedeas_flwr.common.errors import ConfigError
 from fedeas_flwr.common.tables import folding_table, print_table
 from fedeas_flwr.common.text import counted, show_seconds
 from fedeas_flwr.config_files import parse_overrides, read_values, refuse_ignored
-from fedeas_flwr.launch.sweep import Cell, Sweep, make_sweep, parse_grid, points
-from fedeas_flwr.launch.sweep_jobs import Board, Watcher, run_sweep
+from fedeas_flwr.launch.sweep import SweepRun, Sweep, make_sweep, parse_grid, points
+from fedeas_flwr.launch.sweep_jobs import SweepStatus, Watcher, run_sweep
 from fedeas_flwr.runs.listing import find_runs
 
 _LINE_EVERY = 30.0
@@ -52,7 +52,7 @@ def sweep(
         refuse_ignored(cell.config, {*parse_overrides(overrides or []), *found.grid})
     found.check()
     console, warnings = Console(stderr=output == "json", markup=False), Console(stderr=True, markup=False)
-    refuse_what_a_run_would(found, console)
+    validate_runs(found, console)
     try:
         with watching(console) as watcher:
             failed = run_sweep(found, jobs, retries, watcher)
@@ -79,7 +79,7 @@ def _refuse_two_words(overrides: list[str], grid: list[str]) -> None:
             raise ConfigError(f"{key} = {value!r}: leave it out, --grid has the values of {key}")
 
 
-def refuse_what_a_run_would(sweep: Sweep, console: Console) -> None:
+def validate_runs(sweep: Sweep, console: Console) -> None:
     """Refuse now what a run that is still to be done would, hours later."""
     from fedeas_flwr.launch.prepare import check_runs  # with all of Flower, which other commands need not load
 
@@ -105,15 +105,15 @@ class Lines:
     def __init__(self, console: Console) -> None:
         self._console, self._said_at = console, time.monotonic()
 
-    def began(self, board: Board) -> None:
+    def on_start(self, board: SweepStatus) -> None:
         """Print the headline."""
         self._print(_headline(board))
 
-    def said(self, cell: Cell, word: str, board: Board) -> None:
+    def on_event(self, cell: SweepRun, word: str, board: SweepStatus) -> None:
         """Print what happened to a run."""
         self._print(f"{_event(cell, word, board)}  ({_progress(board)})")
 
-    def tick(self, board: Board) -> None:
+    def on_tick(self, board: SweepStatus) -> None:
         """Print where the running ones stand, if nothing was printed for a while."""
         if time.monotonic() - self._said_at < _LINE_EVERY:
             return
@@ -131,44 +131,44 @@ class LiveTable:
     def __init__(self, live: Live) -> None:
         self._live = live
 
-    def began(self, board: Board) -> None:
+    def on_start(self, board: SweepStatus) -> None:
         """Print the headline above the table."""
         self._live.console.print(_headline(board), highlight=False, soft_wrap=True, markup=False)
 
-    def said(self, cell: Cell, word: str, board: Board) -> None:
+    def on_event(self, cell: SweepRun, word: str, board: SweepStatus) -> None:
         """Keep failures on the screen above the table."""
         if word in ("failed", "again"):
             self._live.console.print(_event(cell, word, board), highlight=False, markup=False)
 
-    def tick(self, board: Board) -> None:
+    def on_tick(self, board: SweepStatus) -> None:
         """Draw the table anew."""
         self._live.update(board_table(board, self._live.console.width), refresh=True)
 
 
-def board_table(board: Board, width: int) -> Table:
+def board_table(board: SweepStatus, width: int) -> Table:
     """Every run with its state, round, accuracy and time left; a line about the whole."""
     facts = ("round", "accuracy %", "left")
-    cells = sorted(board.sweep.cells, key=lambda cell: _ORDER.index(board.standings[cell.name].state))
-    rows = [(cell.name, board.standings[cell.name].state, *_facts(board, cell)) for cell in cells]
+    cells = sorted(board.sweep.cells, key=lambda cell: _ORDER.index(board.progress[cell.name].state))
+    rows = [(cell.name, board.progress[cell.name].state, *_facts(board, cell)) for cell in cells]
     table = folding_table(width, ("run", "state", *facts), rows, fold=["run"], right=facts)
     table.caption = Text(_progress(board))
     return table
 
 
-def _headline(board: Board) -> str:
+def _headline(board: SweepStatus) -> str:
     return f"{counted(len(board.sweep.cells), 'run')}, {board.slots} at once → {board.sweep.folder}"
 
 
-def _facts(board: Board, cell: Cell) -> tuple[str, str, str]:
-    standing = board.standings[cell.name]
+def _facts(board: SweepStatus, cell: SweepRun) -> tuple[str, str, str]:
+    standing = board.progress[cell.name]
     left = board.seconds_left(cell) if standing.state in ("waiting", "running") else None
     accuracy = "-" if standing.accuracy is None else f"{100 * standing.accuracy:.1f}"
     rounds = f"{standing.rounds}/{cell.config.rounds}"
     return rounds, accuracy, f"about {show_seconds(left)}" if left else ""
 
 
-def _event(cell: Cell, word: str, board: Board) -> str:
-    standing = board.standings[cell.name]
+def _event(cell: SweepRun, word: str, board: SweepStatus) -> str:
+    standing = board.progress[cell.name]
     text = {"again": "will be tried again", "joined": "is running already"}.get(word, word)
     if word in ("failed", "again"):
         return f"{cell.name}  {text}: {cell.error}"
@@ -177,7 +177,7 @@ def _event(cell: Cell, word: str, board: Board) -> str:
     return f"{cell.name}  {text}"
 
 
-def _progress(board: Board) -> str:
+def _progress(board: SweepStatus) -> str:
     counted = ", ".join(f"{number} {state}" for state in reversed(_ORDER) if (number := board.count(state)))
     left = board.all_seconds_left()
     return f"{counted}; about {show_seconds(left)} left" if left else counted

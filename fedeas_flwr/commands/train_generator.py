@@ -34,7 +34,7 @@ def train_generator(
     """Train a class-conditional diffusion model; Ctrl-C saves a checkpoint."""
     from fedeas_flwr.common.devices import pick_device
     from fedeas_flwr.generators.learn.presets import find_preset
-    from fedeas_flwr.generators.learn.run import preset_begun_with
+    from fedeas_flwr.generators.learn.run import read_preset_name
     from fedeas_flwr.generators.learn.run import train_generator as train
     from fedeas_flwr.launch.progress import show_training
 
@@ -42,7 +42,7 @@ def train_generator(
         raise ConfigError(f"device = '{device}': must be auto, cpu or cuda")
     where, out = pick_device(device), out.absolute()
     dataset_info(dataset)  # refuses what there is not
-    chosen = find_preset(preset or (preset_begun_with(out) if resume else ""), dataset, where)
+    chosen = find_preset(preset or (read_preset_name(out) if resume else ""), dataset, where)
 
     def say_which() -> None:
         if not (preset or resume) and dataset != "digits":

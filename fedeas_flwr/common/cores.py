@@ -18,12 +18,12 @@ import numpy as np
 
 CGROUP = Path("/sys/fs/cgroup")
 """Where a container reads its own limits."""
-MOST_THREADS = 8
+MAX_THREADS = 8
 """Between two loops a thread needs the interpreter, of which there is one: it serves no more of them in time."""
-ELEMENTS_A_THREAD = 2**22
+ELEMENTS_PER_THREAD = 2**22
 """Numbers to be read for which a thread more is made. On two slow cores a second one gained nothing in an average of
 three million numbers (1.8 ms with one, 2.1 with two), and a quarter of the time with ten million (6.3 ms, 4.8)."""
-LEAST_ARRAY = 2**15
+MIN_ARRAY = 2**15
 """Elements below which an array does not count for that: with 2,000 arrays of 1,000 elements the threads only waited
 for each other at the interpreter, and two took twice as long as one."""
 _AHEAD = 2
@@ -42,21 +42,21 @@ def usable_cores() -> int:
     return allowed
 
 
-def threads_for(model: Mapping[str, Any], models: int, beside_clients: bool = False) -> int:
+def threads_for(model: Mapping[str, Any], models: int, while_clients_train: bool = False) -> int:
     """How many threads pay for work that reads so many models like this one; 1: none but the caller's.
 
     NumPy's arrays alone count: tensors are left to torch. Beside clients that train half of the cores stay free: nobody
     waits for such work, and on two cores a second thread took more time from the clients than it saved.
     """
     sizes = [array.size for array in model.values() if isinstance(array, np.ndarray)]
-    elements = models * sum(size for size in sizes if size >= LEAST_ARRAY)
-    wanted = min(MOST_THREADS, elements // ELEMENTS_A_THREAD)
+    elements = models * sum(size for size in sizes if size >= MIN_ARRAY)
+    wanted = min(MAX_THREADS, elements // ELEMENTS_PER_THREAD)
     if wanted <= 1:
         return 1
-    return min(wanted, max(1, usable_cores() // 2) if beside_clients else usable_cores())
+    return min(wanted, max(1, usable_cores() // 2) if while_clients_train else usable_cores())
 
 
-def pieces(arrays: Mapping[str, Any], block: int, elements: int, blocks: int) -> Iterator[list[tuple[str, int]]]:
+def chunks(arrays: Mapping[str, Any], block: int, elements: int, blocks: int) -> Iterator[list[tuple[str, int]]]:
     """The blocks of arrays as (name, first element), in order: so many a piece that a thread is worth being woken.
 
     Parameters
@@ -81,7 +81,7 @@ def pieces(arrays: Mapping[str, Any], block: int, elements: int, blocks: int) ->
         yield piece
 
 
-def in_order(work: Callable[[Piece], Result], pieces: Iterable[Piece], threads: int) -> Iterator[Result]:
+def map_ordered(work: Callable[[Piece], Result], pieces: Iterable[Piece], threads: int) -> Iterator[Result]:
     """Do work on every piece, several at once, and give the results in the order of the pieces.
 
     What is done with them then does not depend on the number of threads. Only a few results wait to be taken, however

@@ -33,7 +33,7 @@ class CaptureError(RuntimeError):
     """What was to be captured runs, but not as a graph: it asks the GPU for a number on the way, for instance."""
 
 
-def give_memory_back() -> None:
+def release_cached_memory() -> None:
     """Return what torch keeps for later to the GPU: not beside a capture, since it waits for all that runs there."""
     with capturing:
         torch.cuda.empty_cache()

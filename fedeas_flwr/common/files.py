@@ -89,7 +89,7 @@ def atomic_path(path: str | os.PathLike[str]) -> Iterator[Path]:
         The temporary file, not yet made.
     """
     target = Path(path)
-    temporary = _temporary_beside(target)
+    temporary = _temporary_path(target)
     with errors_naming(target, temporary):
         try:
             yield temporary
@@ -132,7 +132,7 @@ def atomic_folder(path: str | os.PathLike[str]) -> Iterator[Path]:
         The temporary folder, empty.
     """
     target = Path(path)
-    temporary, old = _temporary_beside(target), _temporary_beside(target)
+    temporary, old = _temporary_path(target), _temporary_path(target)
     for left in target.parent.glob(f".{glob.escape(target.name)}.*.tmp"):
         if re.fullmatch(r"\d+-[0-9a-f]{8}", left.name[len(target.name) + 2 : -len(".tmp")]):  # not that of NAME.2
             _remove(left)
@@ -190,7 +190,7 @@ def _remove(path: Path) -> None:
             path.unlink()
 
 
-def _temporary_beside(target: Path) -> Path:
+def _temporary_path(target: Path) -> Path:
     # Not tempfile.mkstemp: its files are readable by their owner only, and a cache may be shared.
     target.parent.mkdir(parents=True, exist_ok=True)
     return target.parent / f".{target.name}.{os.getpid()}-{secrets.token_hex(4)}.tmp"

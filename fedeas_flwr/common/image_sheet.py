@@ -13,7 +13,7 @@ from fedeas_flwr.common.files import atomic_write
 
 Pixels = NDArray[np.uint8]
 
-_LEAST_HEIGHT = 64
+_MIN_HEIGHT = 64
 """Pixels of an image's height in a file: datasets' images are too small for the eye."""
 
 
@@ -56,7 +56,7 @@ def save_sheet(rows: Sequence[Pixels], columns: int, path: Path) -> None:
     """Write a sheet as PNG, small images enlarged without blurring them."""
     from PIL import Image
 
-    times = max(1, _LEAST_HEIGHT // rows[0].shape[1])
+    times = max(1, _MIN_HEIGHT // rows[0].shape[1])
     sheet = image_sheet(rows, columns).repeat(times, axis=0).repeat(times, axis=1)
     file = io.BytesIO()
     Image.fromarray(sheet).save(file, "PNG")

@@ -23,7 +23,7 @@ _parsing = threading.Lock()
 """NumPy parses a file's header as Python, and Python 3.11 counts the depth of that wrongly when two threads do it."""
 
 _ALWAYS_ALLOWED = 2**26
-_LARGEST_RATIO = 100
+_MAX_RATIO = 100
 """Images and indices shrink to a tenth at best; what a zip shrinks a thousandfold is a bomb."""
 
 
@@ -154,7 +154,7 @@ def read_archive(path: Path, keys: Sequence[str], most_bytes: int | None = None)
     """
     claimed = sum(math.prod(shape) * dtype.itemsize for shape, dtype in read_headers(path, keys).values())
     with _damage_as_value_error():
-        most = max(_ALWAYS_ALLOWED, _LARGEST_RATIO * path.stat().st_size)
+        most = max(_ALWAYS_ALLOWED, _MAX_RATIO * path.stat().st_size)
         most = most if most_bytes is None else min(most, most_bytes)
         if claimed > most:
             raise ValueError(f"it would unpack to {claimed:,} bytes, and {most:,} are allowed")

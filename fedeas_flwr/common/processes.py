@@ -46,7 +46,7 @@ class ProcessTree:
 
     def end(self) -> None:
         """End them all. Killed, not asked: the run is over or given up, and Ray takes seconds to say goodbye."""
-        with undisturbed():
+        with ignore_sigint():
             for _ in range(3):  # a process may start another while it is being found
                 self.note()
                 self._known.update(with_variable(MARK, self._mark))
@@ -68,7 +68,7 @@ def with_variable(name: str, value: str) -> Iterator[psutil.Process]:
 
 
 @contextmanager
-def undisturbed() -> Iterator[None]:
+def ignore_sigint() -> Iterator[None]:
     """Ignore a second Ctrl-C for a moment: it would stop the cleaning up half way."""
     numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
     before = [signal.signal(number, signal.SIG_IGN) for number in numbers]
@@ -109,7 +109,7 @@ def is_elsewhere(identity: Mapping[str, Any]) -> bool:
     return identity.get("host") != socket.gethostname()
 
 
-def still_runs(identity: Mapping[str, Any]) -> bool:
+def is_alive(identity: Mapping[str, Any]) -> bool:
     """Whether that very process lives on this machine; one that has ended and was not waited for does not."""
     if is_elsewhere(identity):
         return False

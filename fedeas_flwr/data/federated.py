@@ -59,7 +59,7 @@ class FederatedData:
         return self.partition.counts(self._labels(), self.num_classes)
 
     def _labels(self) -> Labels:
-        return dealt_out(self.dataset, self.protocol)
+        return partitioned_labels(self.dataset, self.protocol)
 
     def _gather(self, indices: Labels) -> tuple[Images, Labels]:
         # Indices run over the train set and then, under `paper`, over the test set.
@@ -71,7 +71,7 @@ class FederatedData:
         return images, self._labels()[indices]
 
 
-def dealt_out(dataset: Dataset, protocol: str) -> Labels:
+def partitioned_labels(dataset: Dataset, protocol: str) -> Labels:
     """The labels of all images that a protocol deals out: of the train set and, under ``paper``, the test set."""
     if protocol == "clean":
         return np.asarray(dataset.y_train)
@@ -88,7 +88,7 @@ def federated_data(config: RunConfig, clients: int) -> FederatedData:
 @lru_cache(maxsize=2)
 def _federated_data(name: str, data_dir: str, protocol: str, clients: int, alpha: float, seed: int) -> FederatedData:
     dataset = open_dataset(name, data_dir)
-    partition = make_partition(dealt_out(dataset, protocol), protocol, clients, alpha, seed, cache_root())
+    partition = make_partition(partitioned_labels(dataset, protocol), protocol, clients, alpha, seed, cache_root())
     return FederatedData(dataset, partition, protocol)
 
 

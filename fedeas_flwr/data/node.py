@@ -62,7 +62,7 @@ class Node:
 
     def apply(self, config: RunConfig) -> RunConfig:
         """The run-config as it holds on this machine."""
-        return parse_config({**config.outside(), **self.overrides}) if self.overrides else config
+        return parse_config({**config.to_user_dict(), **self.overrides}) if self.overrides else config
 
     def state_folder(self, config: RunConfig, run_id: int, run: str) -> Path:
         """Where this client's state of a run lies.

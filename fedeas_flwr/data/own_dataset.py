@@ -19,7 +19,7 @@ from fedeas_flwr.data.own_images import (
     _is_image,
     _not_images,
     _npz_keys,
-    _say_once,
+    _log_once,
     check_arrays,
     class_names,
     read_arrays,
@@ -68,7 +68,7 @@ def read_dataset(where: str | Path) -> tuple[dict[str, NDArray[Any]], tuple[str,
     if len(untested):
         these = f"{counted(len(untested), 'class', 'classes')} of fewer than 3 images"
         example = repr(found.classes[untested[0]])
-        _say_once(f"{path}: {these} have none to test on, such as {example}; all are trained on")
+        _log_once(f"{path}: {these} have none to test on, such as {example}; all are trained on")
     parts = [OwnImages(found.images[part], found.labels[part], found.classes) for part in (chosen, set_aside)]
     return _arrays(*parts), found.classes
 

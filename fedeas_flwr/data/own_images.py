@@ -26,12 +26,12 @@ if TYPE_CHECKING:  # slow to import
 logger = logging.getLogger(__name__)
 
 SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".tif", ".tiff")
-MOST_BYTES = 8 << 30
+MAX_BYTES = 8 << 30
 """Of all pixels together: a small file may claim to unpack to any size."""
-MOST_CLASSES = 10_000
+MAX_CLASSES = 10_000
 _GREY_OF_16_BITS = ("I;16", "I;16B", "I;16L")
 _GREY = ("1", "L", "LA", *_GREY_OF_16_BITS)
-_OF_ANY_RANGE = ("I", "F")
+_MODES_OF_ANY_RANGE = ("I", "F")
 """Pillow's modes."""
 _ORIENTATION = 0x0112
 _LIES_FROM = 5
@@ -116,7 +116,7 @@ def _read_folder(
     if classes is None and (bare := [folder for folder in inside if folder not in there]):
         raise ValueError(f"{bare[0]} has no images; every subfolder of {path} is a class: fill it, or remove it")
     _check_classes(path, names)
-    _say_skipped(path, {file for file, _ in files})
+    _log_skipped(path, {file for file, _ in files})
     size, channels = _size_and_channels(path, [file for file, _ in files], size, channels)
     _check_bytes(path, len(files), *size, channels)
     images = np.empty((len(files), *size, channels), np.uint8)
@@ -147,16 +147,16 @@ def _is_image(file: Path) -> bool:
     return file.suffix.lower() in SUFFIXES and not file.name.startswith(".")
 
 
-def _say_skipped(path: Path, read: Collection[Path]) -> None:
+def _log_skipped(path: Path, read: Collection[Path]) -> None:
     """Say how many files below are not read, and one of them; of hidden ones nothing is said."""
     others = (file.relative_to(path) for file in path.rglob("*") if file not in read and file.is_file())
     if skipped := sorted(file for file in others if not any(part.startswith(".") for part in file.parts)):
         these = f"{counted(len(skipped), 'file')} {'is' if len(skipped) == 1 else 'are'} not read, such as {skipped[0]}"
-        _say_once(f"{path}: {these}; {', '.join(SUFFIXES)} files right in a class's folder are")
+        _log_once(f"{path}: {these}; {', '.join(SUFFIXES)} files right in a class's folder are")
 
 
 @cache
-def _say_once(text: str) -> None:
+def _log_once(text: str) -> None:
     logger.warning(text)
 
 
@@ -208,7 +208,7 @@ def _read_file(file: Path, size: tuple[int, int], channels: int) -> NDArray[np.u
     try:
         # Given by name, Pillow maps an uncompressed TIFF, and one that lies on its side then wrongly.
         with file.open("rb") as content, Image.open(content) as image:
-            if image.mode in _OF_ANY_RANGE:
+            if image.mode in _MODES_OF_ANY_RANGE:
                 raise ValueError(f"Pillow's mode {image.mode} has no known range: save it with 8 or 16 bits")
             pixels: Image.Image = image
             if image.mode in _GREY_OF_16_BITS:  # the upper 8, as Pillow does with colours; `convert` cuts off at 255
@@ -257,13 +257,13 @@ def _by_name(path: Path, labels: NDArray[Any], called: Sequence[str], names: Seq
 
 
 def read_arrays(path: Path, needed: Sequence[str], optional: Sequence[str] = ()) -> dict[str, NDArray[Any]]:
-    """Read arrays of an ``.npz`` file: no pickles, no bombs, no more than `MOST_BYTES`."""
+    """Read arrays of an ``.npz`` file: no pickles, no bombs, no more than `MAX_BYTES`."""
     there = _npz_keys(path)
     try:
         if not there.issuperset(needed):
             has = _few(sorted(there)) or "nothing"
             raise ValueError(f"it is not an .npz file with {' and '.join(needed)}; it has {has}")
-        return read_archive(path, [*needed, *(key for key in optional if key in there)], MOST_BYTES)
+        return read_archive(path, [*needed, *(key for key in optional if key in there)], MAX_BYTES)
     except ValueError as error:
         raise ValueError(f"{path} cannot be used: {one_line(error)}") from None
 
@@ -316,8 +316,8 @@ def class_names(path: Path, stored: NDArray[Any] | None, number: int) -> tuple[s
 
 
 def _check_number(path: Path, number: int) -> None:
-    if not 2 <= number <= MOST_CLASSES:
-        raise ValueError(f"{path} has {counted(number, 'class', 'classes')}; 2 to {MOST_CLASSES:,} are possible")
+    if not 2 <= number <= MAX_CLASSES:
+        raise ValueError(f"{path} has {counted(number, 'class', 'classes')}; 2 to {MAX_CLASSES:,} are possible")
 
 
 def _check_classes(path: Path, names: Sequence[str]) -> None:
@@ -327,9 +327,9 @@ def _check_classes(path: Path, names: Sequence[str]) -> None:
 
 
 def _check_bytes(path: Path, number: int, height: int, width: int, channels: int) -> None:
-    if (claimed := number * height * width * channels) > MOST_BYTES:
+    if (claimed := number * height * width * channels) > MAX_BYTES:
         raise ValueError(
-            f"{path}: {number:,} images of {height}×{width} are {claimed:,} bytes; {MOST_BYTES:,} are the most"
+            f"{path}: {number:,} images of {height}×{width} are {claimed:,} bytes; {MAX_BYTES:,} are the most"
         )
 
 

@@ -9,7 +9,7 @@ from typing import Any
 from fedeas_flwr.common.errors import RunFailedError
 from fedeas_flwr.common.text import one_line
 from fedeas_flwr.deploy.deployment import CONNECTION, Deployment
-from fedeas_flwr.launch.superlink import QUIET, flwr_answer, is_listening
+from fedeas_flwr.launch.superlink import QUIET, run_flwr_json, is_listening
 
 
 def register_nodes(deployment: Deployment, folder: Path) -> list[str]:
@@ -48,4 +48,4 @@ def list_nodes(folder: Path) -> list[dict[str, Any]]:
 
 def _flwr(folder: Path, *words: str) -> dict[str, Any]:
     environment = {**os.environ, **QUIET, "FLWR_HOME": str(folder / "flwr")}
-    return flwr_answer(list(words), environment, folder)
+    return run_flwr_json(list(words), environment, folder)

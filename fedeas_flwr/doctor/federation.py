@@ -22,14 +22,14 @@ from fedeas_flwr.config import RunConfig
 from fedeas_flwr.doctor.findings import Finding, note, ok, problem
 from fedeas_flwr.doctor.machine import on_gpu
 from fedeas_flwr.federation.flower_internals import local_ports
-from fedeas_flwr.generators.ray_service import GPU_SLIVER, leave_sliver
+from fedeas_flwr.generators.ray_service import GENERATOR_GPU_FRACTION, reserve_generator_gpu
 from fedeas_flwr.launch.resources import ray_resources
 from fedeas_flwr.launch.superlink import free_port, is_listening, own_environment
 
 COMMANDS = ("flwr", "flower-superlink")
 _DEFAULTS = "write what the text says, or gpu-share=0 and actors=0 for the defaults"
 _SECONDS = 60.0
-_SECONDS_A_CLIENT = 3.0
+_SECONDS_PER_CLIENT = 3.0
 
 
 def check_commands(config: RunConfig) -> Iterable[Finding]:
@@ -85,13 +85,13 @@ def check_shares(config: RunConfig) -> Iterable[Finding]:
     fitting = int(1 / share + 1e-6)
     actors = int(resources.get("init-args-num-cpus", fitting))  # a cluster is not told how many it holds
     clients = min(actors, fitting)
-    text = f"{counted(clients, 'client')} × {share:g}, {GPU_SLIVER} for the generator"
+    text = f"{counted(clients, 'client')} × {share:g}, {GENERATOR_GPU_FRACTION} for the generator"
     if config.ray_address:
         return [note("GPU shares", f"{text} on a GPU of the Ray at {config.ray_address}, which is not looked at")]
     if not on_gpu(config):
         text += " (on a machine with a GPU)"
     if clients < config.actors:
-        fix = f"gpu-share={leave_sliver(1 / actors):g} lets {config.actors} run at once"
+        fix = f"gpu-share={reserve_generator_gpu(1 / actors):g} lets {config.actors} run at once"
         return [
             note("GPU shares", f"{text}: gpu-share = {config.gpu_share:g} allows fewer than actors = {actors}", fix)
         ]
@@ -117,7 +117,7 @@ def check_rehearsal(config: RunConfig) -> Iterable[Finding]:
         clients = counted(int(found["clients"]), "client")
         return [ok(name, f"{clients} and the generator were scheduled, the last after {found['seconds']:.1f} s")]
     actors = int(resources["init-args-num-cpus"])
-    fitting = f"actors={actors} gpu-share={leave_sliver(1 / actors):g}"
+    fitting = f"actors={actors} gpu-share={reserve_generator_gpu(1 / actors):g}"
     taken = f"gpu-share = {resources['client-resources-num-gpus']:g}, actors = {actors}"
     return [problem(name, f"{taken}: {found['error']}", f"write {fitting}, or backend=inline")]
 
@@ -125,10 +125,10 @@ def check_rehearsal(config: RunConfig) -> Iterable[Finding]:
 def _rehearse(config: RunConfig, resources: dict[str, float]) -> dict[str, float | str]:
     """Run rehearsal.py in a process of its own, and end whatever it leaves."""
     folder, mark = Path(tempfile.mkdtemp(prefix="fe-")), uuid.uuid4().hex  # short: Ray's sockets lie below it
-    words = [sys.executable, "-m", "fedeas_flwr.doctor.rehearsal", json.dumps([config.outside(), resources])]
+    words = [sys.executable, "-m", "fedeas_flwr.doctor.rehearsal", json.dumps([config.to_user_dict(), resources])]
     package = Path(__file__).resolve().parents[2]  # started there, it finds the very package that runs here
     out, noise = folder / "out", folder / "noise"
-    deadline = time.monotonic() + _SECONDS + _SECONDS_A_CLIENT * resources["init-args-num-cpus"]
+    deadline = time.monotonic() + _SECONDS + _SECONDS_PER_CLIENT * resources["init-args-num-cpus"]
     with ExitStack() as stack:
         stack.callback(shutil.rmtree, folder, ignore_errors=True)
         streams = [stack.enter_context(path.open("wb")) for path in (out, noise)]

@@ -11,7 +11,7 @@ from fedeas_flwr import partition
 from fedeas_flwr.allocation import IntArray
 from fedeas_flwr.common.files import expanded
 from fedeas_flwr.common.text import counted
-from fedeas_flwr.config import FEW, RunConfig
+from fedeas_flwr.config import SMALL_BATCH, RunConfig
 from fedeas_flwr.data.datasets import dataset_info
 from fedeas_flwr.data.sources import OWN, check_npz, find_source
 from fedeas_flwr.doctor.findings import Finding, note, ok, problem
@@ -127,16 +127,18 @@ def check_last_batches(config: RunConfig) -> Iterable[Finding]:
         return []
     samples = [int(held) for held in (counts + planned_allocation(config, counts)).sum(axis=1)]
     last = {client: recipe(config).batches(held)[1] for client, held in enumerate(samples)}
-    short = {client: size for client, size in last.items() if 0 < size < FEW}
+    short = {client: size for client, size in last.items() if 0 < size < SMALL_BATCH}
     if not short:
-        return [ok("last batches", f"none of fewer than {FEW} images")]
+        return [ok("last batches", f"none of fewer than {SMALL_BATCH} images")]
     least = min(short, key=lambda client: short[client])
     text = (
-        f"{len(short)} of {counted(config.clients, 'client')} end their epochs in a batch of fewer than {FEW} images, "
+        f"{len(short)} of {counted(config.clients, 'client')} end their epochs in a batch of fewer than {SMALL_BATCH} images, "
         f"client {least} with {short[least]} of its {samples[least]:,}: with BatchNorm such a step can be many times "
         "the usual size"
     )
-    return [note("last batches", text, f"min-batch={FEW} leaves these out; see results/notes/accuracy-drops.md")]
+    return [
+        note("last batches", text, f"min-batch={SMALL_BATCH} leaves these out; see results/notes/accuracy-drops.md")
+    ]
 
 
 def check_generator(config: RunConfig) -> Iterable[Finding]:
@@ -157,8 +159,8 @@ def check_generator(config: RunConfig) -> Iterable[Finding]:
 
 def check_plan(config: RunConfig) -> Iterable[Finding]:
     """What the clients of a simulation will ask for, and whether a bank has it; of very many it would take long."""
-    from fedeas_flwr.generators.bank import check_enough
-    from fedeas_flwr.planning.run_plan import nothing_planned, planned_images
+    from fedeas_flwr.generators.bank import check_bank_size
+    from fedeas_flwr.planning.run_plan import empty_plan_message, planned_images
 
     if not config.generates:
         return [ok("plan", "nothing to generate")]
@@ -174,11 +176,11 @@ def check_plan(config: RunConfig) -> Iterable[Finding]:
         return []
     if there is not None:
         try:
-            check_enough(config.generator, there, needed, dataset_info(config.dataset).classes)
+            check_bank_size(config.generator, there, needed, dataset_info(config.dataset).classes)
         except ValueError as error:
             return [problem("plan", error, "give a bank with more images of these classes, or a smaller beta or total")]
     if not needed.any():
-        return [note("plan", nothing_planned(config), "give a larger beta")]
+        return [note("plan", empty_plan_message(config), "give a larger beta")]
     return [ok("plan", f"{counted(int(needed.sum()), 'image')}, at most {int(needed.max()):,} of a class for a client")]
 
 

@@ -26,11 +26,11 @@ from fedeas_flwr.training import build
 
 CLIENT_BYTES = 500_000_000
 """Memory of one client process before its data: importing torch, Flower and Ray takes 385 MB."""
-LITTLE_DISK = 1_000_000_000
-LITTLE_GPU = 1_000_000_000
+MIN_DISK = 1_000_000_000
+MIN_GPU = 1_000_000_000
 OBJECT_STORE_PART = 0.3
 """Part of the memory that Ray sets aside for its object store; if /dev/shm is smaller, it goes to the disk instead."""
-OBJECT_STORE_MOST = 10_000_000_000
+MAX_OBJECT_STORE = 10_000_000_000
 """Ray fits a larger store to what /dev/shm has."""
 SHARED_MEMORY = Path("/dev/shm")
 NETWORKED = ("nfs", "cifs", "smb", "lustre", "gpfs", "beegfs", "ceph", "gluster", "fuse.sshfs", "9p", "virtiofs", "afs")
@@ -78,7 +78,7 @@ def check_gpu(config: RunConfig) -> Iterator[Finding]:
             yield problem(name, f"{label} does not run a kernel: {error}", f"{fix} Meanwhile device=cpu works")
             continue
         memory = f"{label}, {show_bytes(free)} of {show_bytes(total)} free, runs kernels"
-        if free < LITTLE_GPU:
+        if free < MIN_GPU:
             yield problem(name, memory, "end what fills it (nvidia-smi names it), or choose by CUDA_VISIBLE_DEVICES")
         elif not torch.cuda.is_bf16_supported(including_emulation=False):
             yield note(name, f"{memory}, has no bf16", "write generation-precision=fp16 and precision=tf32")
@@ -157,7 +157,7 @@ def check_shared_memory(config: RunConfig) -> Iterable[Finding]:
     if config.backend == "inline" or not SHARED_MEMORY.is_dir():  # macOS has none
         return []
     free = shutil.disk_usage(SHARED_MEMORY).free
-    wanted = min(int(OBJECT_STORE_PART * free_memory()), max(OBJECT_STORE_MOST, free))
+    wanted = min(int(OBJECT_STORE_PART * free_memory()), max(MAX_OBJECT_STORE, free))
     text = f"{show_bytes(free)} free; Ray wants {show_bytes(wanted)} for its object store"
     if free >= wanted:
         return [ok("/dev/shm", text)]
@@ -199,11 +199,7 @@ def _check_folder(name: str, folder: Path, fix: str) -> Finding:
         return problem(name, f"{folder} cannot be written: {place}: {error.strerror or error}", fix)
     free = shutil.disk_usage(place).free
     text = f"{folder}, writable, {show_bytes(free)} free"
-    return (
-        ok(name, text)
-        if free >= LITTLE_DISK
-        else problem(name, text, f"make room ({show_bytes(LITTLE_DISK)}), or {fix}")
-    )
+    return ok(name, text) if free >= MIN_DISK else problem(name, text, f"make room ({show_bytes(MIN_DISK)}), or {fix}")
 
 
 def file_system(folder: Path) -> str:

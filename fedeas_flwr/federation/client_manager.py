@@ -27,12 +27,12 @@ log = logging.getLogger("flwr").log
 
 ANSWER_SECONDS = 120.0
 """What a node gets to say who it is: a process is started for it there, and torch is imported."""
-_LOOK_AGAIN = 0.2
-_OWN_FAULT = (messages.CLIENT_FAILED, APP_RAISED)
+_POLL_SECONDS = 0.2
+_CLIENT_ERRORS = (messages.CLIENT_FAILED, APP_RAISED)
 """Errors that asking again does not mend; the others are about nodes that are gone or not there yet."""
 
 
-class Members:
+class ClientManager:
     """The federation's clients, known by their own ids.
 
     Parameters
@@ -55,47 +55,47 @@ class Members:
         self._done_with: set[int] = set()
         """Nodes of clients that have a newer one, or that came too late."""
 
-    def gather(self) -> None:
+    def wait_for_clients(self) -> None:
         """Wait for the clients and learn who they are.
 
         After ``node-wait`` seconds the run starts with the part of them that `min-replies` asks for; the others may
         join later.
         """
         deadline, clients = time.monotonic() + self._config.node_wait, self._config.clients
-        wanted, enough = clients if self.asked is None else len(self.asked), self._config.enough_of(clients)
+        wanted, enough = clients if self.asked is None else len(self.asked), self._config.min_replies_for(clients)
         while True:
             nodes, late = list(self._grid.get_node_ids()), time.monotonic() >= deadline
-            failed = self._ask(nodes) if len(nodes) >= (enough if late else wanted) else []
+            failed = self._query_unknown_nodes(nodes) if len(nodes) >= (enough if late else wanted) else []
             if len(self.nodes) >= wanted:
                 break
             if late or any(final for final, _ in failed):
                 if len(self.nodes) < enough:
-                    raise _no_start(self._config, nodes, failed)
+                    raise _cannot_start_error(self._config, nodes, failed)
                 log(WARNING, "Starting with %d of %d clients", len(self.nodes), clients)
                 break
-            time.sleep(_LOOK_AGAIN)
+            time.sleep(_POLL_SECONDS)
         log(INFO, "Federation of %d clients", len(self.nodes))
 
-    def present(self, chosen: Sequence[int]) -> list[int]:
+    def available(self, chosen: Sequence[int]) -> list[int]:
         """Those of ``chosen`` that can be sent to now; below the quorum, up to ``node-wait`` seconds are given them."""
         deadline = time.monotonic() + self._config.node_wait
         while True:
             online = set(self._grid.get_node_ids())
             there = [client for client in chosen if self.nodes[client] in online]
-            if len(there) >= self._config.enough_of(len(chosen)) or time.monotonic() >= deadline:
+            if len(there) >= self._config.min_replies_for(len(chosen)) or time.monotonic() >= deadline:
                 return there
-            time.sleep(_LOOK_AGAIN)
-            self.look()
+            time.sleep(_POLL_SECONDS)
+            self.discover_new_nodes()
 
-    def look(self) -> None:
+    def discover_new_nodes(self) -> None:
         """Ask nodes that are new who they are."""
-        self._ask(list(self._grid.get_node_ids()))
+        self._query_unknown_nodes(list(self._grid.get_node_ids()))
 
-    def _ask(self, nodes: Collection[int]) -> list[tuple[bool, str]]:
+    def _query_unknown_nodes(self, nodes: Collection[int]) -> list[tuple[bool, str]]:
         """Ask those not known yet; return the failures: whether the client itself refused, and why."""
         known = {*self.nodes.values(), *self._done_with}
         asked = {node for node in nodes if node not in known}
-        questions = [messages.ask(node, "identity") for node in sorted(asked)]
+        questions = [messages.build_query(node, "identity") for node in sorted(asked)]
         failed: list[tuple[bool, str]] = []
         replies = deliver(self._grid, questions, ANSWER_SECONDS) if questions else {}
         if replies and all(map(has_died, replies.values())):
@@ -106,7 +106,7 @@ class Members:
                     raise MessageError(messages.failure_reason(reply))
                 client, partitions, examples, classes = messages.read_answer(reply, "partitions", "examples", "classes")
             except MessageError as error:
-                final = not reply.has_error() or reply.error.code in _OWN_FAULT
+                final = not reply.has_error() or reply.error.code in _CLIENT_ERRORS
                 failed.append((final, f"node {node} does not say who it is: {error}"))
                 continue
             if classes != self._classes:
@@ -114,11 +114,11 @@ class Members:
                 failed.append((True, f"node {node} cannot take part: {others}, by name or order"))
                 log(WARNING, failed[-1][1])
                 continue
-            self._enter(client, partitions, examples, node, asked)
+            self._register(client, partitions, examples, node, asked)
         silent = f"did not say who it is within {ANSWER_SECONDS:g} s"
         return failed + [(False, f"node {node} {silent}") for node in sorted(asked - replies.keys())]
 
-    def _enter(self, client: int, partitions: int, examples: int, node: int, asked: Collection[int]) -> None:
+    def _register(self, client: int, partitions: int, examples: int, node: int, asked: Collection[int]) -> None:
         expected = self._config.clients
         if partitions and partitions != expected:
             raise RunError(
@@ -148,12 +148,12 @@ def count_clients(grid: Grid, config: RunConfig) -> int:
         if nodes:
             return len(nodes)
         if time.monotonic() >= deadline:
-            raise _no_start(config, nodes, [])
-        time.sleep(_LOOK_AGAIN)
+            raise _cannot_start_error(config, nodes, [])
+        time.sleep(_POLL_SECONDS)
     return config.clients
 
 
-def _no_start(config: RunConfig, nodes: Collection[int], failed: Sequence[tuple[bool, str]]) -> RunError:
+def _cannot_start_error(config: RunConfig, nodes: Collection[int], failed: Sequence[tuple[bool, str]]) -> RunError:
     if failed:
         return RunError(next((why for final, why in failed if final), failed[0][1]))
     wanted = f"clients = {config.clients}" if config.clients else "a run needs at least one client"

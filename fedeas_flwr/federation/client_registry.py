@@ -14,8 +14,8 @@ from fedeas_flwr.common.errors import MessageError, ProcessesDiedError, RunError
 from fedeas_flwr.config import RunConfig
 from fedeas_flwr.data.datasets import dataset_info
 from fedeas_flwr.federation import messages
-from fedeas_flwr.federation.client_manager import Members
-from fedeas_flwr.federation.declarations import Declarations
+from fedeas_flwr.federation.client_manager import ClientManager
+from fedeas_flwr.federation.declarations import DeclaredSampleCounts
 from fedeas_flwr.federation.delivery import deliver, has_died
 from fedeas_flwr.policies import EMPTY_SHARE, POLICIES, MatchedPolicy, Share
 from fedeas_flwr.strategies.interface import NeedsDisclosure
@@ -23,7 +23,7 @@ from fedeas_flwr.strategies.interface import NeedsDisclosure
 log = logging.getLogger("flwr").log
 
 
-class Roster:
+class ClientRegistry:
     """The clients behind a grid.
 
     Parameters
@@ -37,8 +37,8 @@ class Roster:
     def __init__(self, grid: Grid, config: RunConfig) -> None:
         self.grid, self.config = grid, config
         self.shares: dict[int, Share] = {}
-        self.declared = Declarations(config)
-        self.members = Members(grid, config, self.declared.note)
+        self.declared = DeclaredSampleCounts(config)
+        self.members = ClientManager(grid, config, self.declared.note)
         self.nodes = self.members.nodes
         """Client → node."""
         self.refused: dict[int, str] = {}
@@ -46,7 +46,7 @@ class Roster:
 
     def discover(self) -> int:
         """Learn which node is which client, and return how many there are."""
-        self.members.gather()
+        self.members.wait_for_clients()
         return len(self.nodes)
 
     def plan(self) -> None:
@@ -57,17 +57,17 @@ class Roster:
         policy = POLICIES[self.config.policy]
         if isinstance(policy, MatchedPolicy) and not self.shares:
             classes = len(dataset_info(self.config.dataset).classes)
-            shares = policy.split_total(partial(self._ask_all, policy), classes, self.config.policy_settings)
+            shares = policy.split_total(partial(self._query_all, policy), classes, self.config.policy_settings)
             self.shares = shares | dict.fromkeys(self.refused, EMPTY_SHARE)
 
     def share_of(self, client: int) -> Share:
         """A client's part of a matched budget, which was spent on those who were there; other policies read none."""
         return self.shares.get(client, EMPTY_SHARE)
 
-    def _ask_all(self, policy: MatchedPolicy, question: str, at: float) -> dict[int, Sequence[int]]:
+    def _query_all(self, policy: MatchedPolicy, question: str, at: float) -> dict[int, Sequence[int]]:
         """Ask every client; return the numbers of those that were never refused, in ascending client id."""
         clients, keys = sorted(self.nodes), policy.questions[question]
-        replies = self.query([messages.ask(self.nodes[c], question, at) for c in clients])
+        replies = self.query([messages.build_query(self.nodes[c], question, at) for c in clients])
         found = {}
         for client, reply in zip(clients, replies, strict=True):
             try:
@@ -95,15 +95,17 @@ class Roster:
         return [replies[question.metadata.dst_node_id] for question in questions]
 
 
-def tell(strategy: NeedsDisclosure, config: RunConfig, clients: Mapping[int, int], replies: Sequence[Message]) -> None:
+def collect_disclosures(
+    strategy: NeedsDisclosure, config: RunConfig, clients: Mapping[int, int], replies: Sequence[Message]
+) -> None:
     """Check the answers of all clients (node → client), give them to the strategy, and say what that was."""
     disclosure = strategy.disclosure
-    wanted, told = disclosure.wanted(config), {}
+    wanted, told = disclosure.expected(config), {}
     try:
         for reply in replies:
             client = clients[reply.metadata.src_node_id]
             told[client] = messages.read_disclosed(reply, client, wanted)
-        strategy.be_told({client: told[client] for client in sorted(told)})
+        strategy.receive_disclosures({client: told[client] for client in sorted(told)})
     except MessageError as error:
         raise RunError(f"the answer to '{disclosure.question}' is not what it should be: {error}") from None
     size = sum(array.nbytes for array in wanted.values())

@@ -25,7 +25,7 @@ from safetensors import SafetensorError
 from safetensors.numpy import load, save
 
 from fedeas_flwr.common.files import atomic_write
-from fedeas_flwr.runs.checkpoints import plain
+from fedeas_flwr.runs.checkpoints import to_numpy
 
 
 @dataclass(frozen=True)
@@ -114,7 +114,7 @@ class ClientStore:
     def write(self, this_round: int, state: ClientState) -> None:
         """Write a version to disk."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        path, memory = self._path(this_round), plain(state.memory)
+        path, memory = self._path(this_round), to_numpy(state.memory)
         if memory:
             atomic_write(path.with_suffix(".safetensors"), save(memory))
         facts = {"generate": state.generate, "generator": state.generator, "counts": state.counts}
@@ -145,10 +145,10 @@ def write_kept_states(most_bytes: int = 4 << 30) -> None:
                     store.write(number, state)
             versions.written = set(versions.states)
             store.drop_all_but(versions.needed)
-        _free_all_but(most_bytes)
+        _evict_oldest_until(most_bytes)
 
 
-def _free_all_but(most: int) -> None:
+def _evict_oldest_until(most: int) -> None:
     """Let the arrays of clients go that trained longest ago; all versions are on disk."""
     room = most
     for versions in sorted(_kept.values(), key=lambda versions: -max(versions.states, default=0)):

@@ -17,7 +17,7 @@ from fedeas_flwr.federation.messages import TrainReport
 from fedeas_flwr.policies import POLICIES, MatchedPolicy, Share
 
 
-class Declarations:
+class DeclaredSampleCounts:
     """The clients' numbers of real samples, and checks of what they say by them.
 
     Parameters

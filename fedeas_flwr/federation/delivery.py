@@ -32,8 +32,8 @@ _NODE_UNAVAILABLE = 5
 """Flower's error code for it."""
 _PASSES = 4
 """For each message; a pass usually brings one through at least."""
-_QUESTIONS, _TIMES_ASKED, _REST = 4, 5, 0.1
-_PULL_SECONDS, _PULL_SECONDS_A_MESSAGE = 0.005, 0.0002
+_PROBES, _PROBE_ATTEMPTS, _PROBE_PAUSE_SECONDS = 4, 5, 0.1
+_PULL_SECONDS, _PULL_SECONDS_PER_MESSAGE = 0.005, 0.0002
 """Between two looks for replies that lie in this process, or for each that is waited for, whichever is more. On a slow
 core a look takes 0.2 ms and 15 µs for each: less than a tenth of the time."""
 _HTTP_PULL_SECONDS = 3.0
@@ -59,9 +59,9 @@ def deliver(grid: Grid, out: Sequence[Message], timeout: float) -> dict[int, Mes
         if not lost or (deadline is not None and time.monotonic() >= deadline):
             break
         log(WARNING, "%d of %d messages met a client process that died; they are sent again", len(lost), len(out))
-        if not _anybody_lives(grid, deadline):
+        if not _has_live_process(grid, deadline):
             break
-        replies |= _exchange(grid, [_anew(message) for message in lost], deadline)
+        replies |= _exchange(grid, [_copy_unsent(message) for message in lost], deadline)
     return replies
 
 
@@ -70,21 +70,21 @@ def has_died(reply: Message | None) -> bool:
     return reply is not None and reply.has_error() and reply.error.code in PROCESS_DIED
 
 
-def _anew(message: Message) -> Message:
+def _copy_unsent(message: Message) -> Message:
     meta = message.metadata
     return Message(
         message.content, dst_node_id=meta.dst_node_id, message_type=meta.message_type, group_id=meta.group_id
     )
 
 
-def _anybody_lives(grid: Grid, deadline: float | None) -> bool:
+def _has_live_process(grid: Grid, deadline: float | None) -> bool:
     """Ask, and ask again: one dead process may take all questions before a thread has handed one to a live process."""
-    nodes = sorted(grid.get_node_ids())[:_QUESTIONS]
-    for _ in range(_TIMES_ASKED):
-        answers = _exchange(grid, [messages.ask(node, "identity") for node in nodes], deadline)
+    nodes = sorted(grid.get_node_ids())[:_PROBES]
+    for _ in range(_PROBE_ATTEMPTS):
+        answers = _exchange(grid, [messages.build_query(node, "identity") for node in nodes], deadline)
         if not all(has_died(answers.get(node)) for node in nodes):
             return True
-        time.sleep(_REST)
+        time.sleep(_PROBE_PAUSE_SECONDS)
     return False
 
 
@@ -102,7 +102,11 @@ def _exchange(grid: Grid, out: Sequence[Message], deadline: float | None) -> dic
     in_this_process = hasattr(grid, "pull_interval")  # which Flower's grid of a simulation has, and no other
     taken = set(grid.push_messages(out))
     asked = _by_id(out)
-    replies = {message.metadata.dst_node_id: _not_taken(message) for key, message in asked.items() if key not in taken}
+    replies = {
+        message.metadata.dst_node_id: _node_unavailable_reply(message)
+        for key, message in asked.items()
+        if key not in taken
+    }
     waiting = asked.keys() & taken
     while waiting:
         answered = _by_node(asked, list(grid.pull_messages(waiting)))
@@ -110,13 +114,13 @@ def _exchange(grid: Grid, out: Sequence[Message], deadline: float | None) -> dic
         replies |= answered
         if not waiting or time.monotonic() >= until:
             break
-        here = max(_PULL_SECONDS, _PULL_SECONDS_A_MESSAGE * len(waiting))
+        here = max(_PULL_SECONDS, _PULL_SECONDS_PER_MESSAGE * len(waiting))
         step = here if in_this_process else _HTTP_PULL_SECONDS
         time.sleep(min(step, max(0.0, until - time.monotonic())))
     return replies
 
 
-def _not_taken(message: Message) -> Message:
+def _node_unavailable_reply(message: Message) -> Message:
     """Answer for a SuperLink that has no such node any more: nobody will, and to wait for it would be in vain."""
     return Message(Error(_NODE_UNAVAILABLE, "the SuperLink did not take the message"), reply_to=message)
 

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from fedeas_flwr.common.cores import in_order, pieces, threads_for
-from fedeas_flwr.runs.checkpoints import Arrays, plain
+from fedeas_flwr.common.cores import map_ordered, chunks, threads_for
+from fedeas_flwr.runs.checkpoints import Arrays, to_numpy
 
 _BLOCK = 2**15
 """Elements of each client's array that are looked at together: with ten clients the cache holds them in float64."""
@@ -24,9 +24,9 @@ _AT_ONCE = 2**25
 def gradient_dissimilarity(start: Arrays, ends: Sequence[Arrays], weights: Sequence[float]) -> float:
     """Γ̂ = Σ_k w_k ‖Δ̂_k − Σ_j w_j Δ̂_j‖², with Δ̂_k = Δ_k/‖Δ_k‖, Δ_k = θ − θ_k and w_k = N_k/Σ_j N_j.
 
-    Multiplied out it needs only the inner products ⟨Δ_i, Δ_j⟩: Σ_k w_k ‖Δ̂_k‖² − Σ_ij w_i w_j ⟨Δ̂_i, Δ̂_j⟩, which is the
-    paper's 1 − ‖mean‖². They are summed in float64, since Γ̂ may be as small as 1e-6. A client that did not move has no
-    direction: its Δ̂ is zero.
+    Multiplied out it needs only the inner products ⟨Δ_i, Δ_j⟩: Σ_k w_k ‖Δ̂_k‖² − Σ_ij w_i w_j ⟨Δ̂_i, Δ̂_j⟩, which is
+    the paper's 1 − ‖mean‖². They are summed in float64, since Γ̂ may be as small as 1e-6. A client that did not move
+    has no direction: its Δ̂ is zero.
 
     Parameters
     ----------
@@ -51,7 +51,9 @@ def _products(start: Arrays, ends: Sequence[Arrays]) -> NDArray[np.float64]:
     Several blocks at once, but their products are added up in the order of the blocks, however many threads there are.
     """
     models = [{key: state[key].reshape(-1) for key in start} for state in (start, *ends)]
-    threads = min(threads_for(start, len(models), beside_clients=True), max(1, _ROOM // (len(models) * _BLOCK * 8)))
+    threads = min(
+        threads_for(start, len(models), while_clients_train=True), max(1, _ROOM // (len(models) * _BLOCK * 8))
+    )
     rooms = [np.empty(len(models) * _BLOCK) for _ in range(threads)]
 
     def multiplied(blocks: Sequence[tuple[str, int]]) -> list[NDArray[np.float64]]:
@@ -69,7 +71,7 @@ def _products(start: Arrays, ends: Sequence[Arrays]) -> NDArray[np.float64]:
         return found
 
     products = np.zeros((len(ends), len(ends)))
-    for found in in_order(multiplied, pieces(start, _BLOCK, _PIECE * _BLOCK, _PIECE), threads):
+    for found in map_ordered(multiplied, chunks(start, _BLOCK, _PIECE * _BLOCK, _PIECE), threads):
         for product in found:
             products += product
     return products
@@ -84,7 +86,7 @@ def _products_of_tensors(start: Arrays, ends: Sequence[Arrays]) -> NDArray[np.fl
         base, *rows = (torch.cat([state[key].reshape(-1) for key in keys]).double() for state in (start, *ends))
         moved = torch.stack([base - row for row in rows])
         products = products + moved @ moved.T
-    found: NDArray[np.float64] = plain({"products": products})["products"]
+    found: NDArray[np.float64] = to_numpy({"products": products})["products"]
     return found
 
 

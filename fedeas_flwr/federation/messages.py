@@ -37,9 +37,9 @@ from fedeas_flwr.strategies.records import (
     LOSS,
     METRICS,
     WEIGHT,
-    LiveRecord,
-    WrongArraysError,
-    read_like,
+    InProcessRecord,
+    ArrayMismatchError,
+    read_validated,
     to_arrays,
     to_record,
 )
@@ -101,15 +101,15 @@ def classes_digest(classes: Sequence[str]) -> int:
     return int(hashlib.sha256(repr(tuple(classes)).encode()).hexdigest()[:12], 16)
 
 
-def is_live(message: Message) -> bool:
+def is_in_process(message: Message) -> bool:
     """Whether a message hands its model over within the process."""
-    return isinstance(message.content.array_records[ARRAYS], LiveRecord)
+    return isinstance(message.content.array_records[ARRAYS], InProcessRecord)
 
 
 # ------------------------------------------------------------------------------------------------ query
 
 
-def ask(node: int, question: str, at: float = 0.0) -> Message:
+def build_query(node: int, question: str, at: float = 0.0) -> Message:
     """Ask a node who it is (``identity``), what a matched policy asks at a β or a level, or for a disclosure."""
     config = ConfigRecord({"question": question, "at": at})
     return Message(RecordDict({CONFIG: config}), dst_node_id=node, message_type=MessageType.QUERY)
@@ -121,7 +121,7 @@ def read_question(message: Message) -> tuple[str, float]:
     return str(config["question"]), float(config["at"])  # type: ignore[arg-type]
 
 
-def answer(message: Message, client: int, **numbers: int) -> Message:
+def build_query_reply(message: Message, client: int, **numbers: int) -> Message:
     """Answer a query with the client's id and whole numbers."""
     record = MetricRecord({"client-id": client, **numbers})
     return Message(RecordDict({METRICS: record}), reply_to=message)
@@ -139,14 +139,14 @@ def disclose(message: Message, client: int, arrays: Arrays) -> Message:
     return Message(RecordDict(records), reply_to=message)  # type: ignore[arg-type]
 
 
-def read_disclosed(message: Message, client: int, wanted: Arrays) -> Arrays:
-    """Read what a client disclosed; names, kinds and shapes must be those of ``wanted``, as in a train reply."""
+def read_disclosed(message: Message, client: int, expected: Arrays) -> Arrays:
+    """Read what a client disclosed; names, kinds and shapes must be those of ``expected``, as in a train reply."""
     _check_sender(_metrics(message), client)
     records = message.content.array_records
     if set(records) != {ARRAYS}:
         raise MessageError(f"array records {sorted(records)}, wanted {ARRAYS} alone")
     # Copies: a strategy keeps them for the whole run, and they may be views of memory that Ray wants back.
-    return {key: array.copy() for key, array in _like(records[ARRAYS], wanted).items()}
+    return {key: array.copy() for key, array in _like(records[ARRAYS], expected).items()}
 
 
 # ------------------------------------------------------------------------------------------------ train
@@ -300,10 +300,10 @@ def failure_reason(message: Message) -> str:
     return (reason.strip().splitlines() or ["no reason given"])[0][:600]
 
 
-def _like(record: ArrayRecord, wanted: Arrays) -> Arrays:
+def _like(record: ArrayRecord, expected: Arrays) -> Arrays:
     try:
-        return read_like(record, wanted)
-    except WrongArraysError as error:
+        return read_validated(record, expected)
+    except ArrayMismatchError as error:
         raise MessageError(str(error)) from None
 
 

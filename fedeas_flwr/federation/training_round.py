@@ -20,20 +20,20 @@ from flwr.app import ConfigRecord, Message
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Strategy
 
-from fedeas_flwr.common.cores import in_order, threads_for
+from fedeas_flwr.common.cores import map_ordered, threads_for
 from fedeas_flwr.common.errors import MessageError, ProcessesDiedError, RunError
 from fedeas_flwr.common.randomness import stream
 from fedeas_flwr.common.text import counted
 from fedeas_flwr.config import RunConfig
 from fedeas_flwr.federation import messages
-from fedeas_flwr.federation.client_registry import Roster
+from fedeas_flwr.federation.client_registry import ClientRegistry
 from fedeas_flwr.federation.delivery import deliver, has_died
 from fedeas_flwr.federation.dissimilarity import gradient_dissimilarity
 from fedeas_flwr.federation.grids import GridView
 from fedeas_flwr.federation.messages import TrainReport, TrainTask
 from fedeas_flwr.runs.checkpoints import Arrays, Checkpoint, StrategyState
 from fedeas_flwr.runs.directory import RunDirectory
-from fedeas_flwr.strategies.averaging import like_model, weighted_average
+from fedeas_flwr.strategies.averaging import cast_like, weighted_average
 from fedeas_flwr.strategies.interface import SendsExtra, Stateful
 from fedeas_flwr.strategies.records import ARRAYS, to_arrays, to_record
 
@@ -59,13 +59,13 @@ class TooFewRepliesError(RunError):
         self.failures = failures
 
 
-class TrainingRounds(Roster):
+class TrainingRounds(ClientRegistry):
     """The clients behind a grid, and how a round turns one model of theirs into the next.
 
     Parameters
     ----------
     grid, config
-        As of `Roster`.
+        As of `ClientRegistry`.
     strategy
         How replies become a model.
     run
@@ -83,16 +83,16 @@ class TrainingRounds(Roster):
     def sample(self, round_number: int) -> list[int]:
         """The clients of a round: uniform without replacement, from a stream of the round's own."""
         clients = sorted(self.nodes)
-        count = self.config.sampled(len(clients))
+        count = self.config.num_sampled(len(clients))
         chosen = stream(self.config.seed, "sample", round_number).choice(len(clients), count, replace=False)
         return [clients[i] for i in sorted(chosen)]
 
     def train_round(self, state: Checkpoint) -> tuple[Checkpoint, RoundOutcome]:
         """Send the model to a round's clients and merge what comes back."""
         number, began = state.round + 1, time.perf_counter()
-        self.members.look()
+        self.members.discover_new_nodes()
         chosen = self.sample(number)
-        replies = self._send_round(number, self.members.present(chosen), state)
+        replies = self._send_round(number, self.members.available(chosen), state)
         received = time.perf_counter()
         accepted, failures = self._accept(chosen, replies, state)
         self._check_quorum(number, chosen, failures, replies)
@@ -106,7 +106,7 @@ class TrainingRounds(Roster):
         self._steps |= {report.client: report.steps for report in reports}
         merged = Checkpoint(
             round=number,
-            trainable=like_model(to_arrays(arrays), state.trainable),
+            trainable=cast_like(to_arrays(arrays), state.trainable),
             buffers=weighted_average([b for _, _, b in accepted], [r.examples for r in reports]),
             accepted=state.accepted | {r.client: number for r in reports},
             generated=state.generated | {r.client: r.generated for r in reports},
@@ -167,7 +167,7 @@ class TrainingRounds(Roster):
         """Check every reply; return the good ones in ascending client id, and the failures with their reasons."""
         accepted: list[tuple[Message, TrainReport, Arrays]] = []
         failures: list[dict[str, Any]] = []
-        extra = self.strategy.extra_wanted() if isinstance(self.strategy, SendsExtra) else {}
+        extra = self.strategy.expected_extra() if isinstance(self.strategy, SendsExtra) else {}
 
         def read(client: int) -> tuple[Message, TrainReport, Arrays] | str:
             """What came, or why it does not count; empty if nothing came."""
@@ -183,17 +183,17 @@ class TrainingRounds(Roster):
 
         # Several at once, since every number of every reply is looked at; what is made of them, and what the log is
         # told, goes by client id.
-        read_ones = in_order(read, chosen, threads_for(state.trainable, len(chosen)))
+        read_ones = map_ordered(read, chosen, threads_for(state.trainable, len(chosen)))
         for client, found in zip(chosen, read_ones, strict=True):
             if isinstance(found, str):
-                reason = found or self._why_nothing_came(client, replies)
+                reason = found or self._missing_reply_reason(client, replies)
                 log(INFO, "client %d: %s", client, reason)
                 failures.append({"client": client, "reason": reason})
             else:
                 accepted.append(found)
         return accepted, failures
 
-    def _why_nothing_came(self, client: int, replies: Mapping[int, Message | None]) -> str:
+    def _missing_reply_reason(self, client: int, replies: Mapping[int, Message | None]) -> str:
         if client not in replies:
             return "its node is offline"
         if (reply := replies[client]) is None:
@@ -208,7 +208,7 @@ class TrainingRounds(Roster):
         replies: Mapping[int, Message | None],
     ) -> None:
         good = len(chosen) - len(failures)
-        if good >= self.config.enough_of(len(chosen)):
+        if good >= self.config.min_replies_for(len(chosen)):
             return
         first = failures[0]
         text = (

@@ -1,10 +1,10 @@
 """Where synthetic images come from, and where they are kept.
 
-Other rooms use the interface (`Generator`, `SampleId`, `batch_size`, `stock`, `describe_generator`), `opening.py`
-(`open_generator`, `open_for_run`, `check_for_run`, `absolute_spec`, `files_of`), `ImageCache` and its maintenance,
-`fill`, a client's images (`local_images`), the generator of a process or a run (`own_generator`, `start_service`,
-`leave_sliver`), `independent_classifier`, `quality_report`, `check_enough`, `learn.run.train_generator` and
-`learn/builtin.py`.
+Other rooms use the interface (`Generator`, `SampleId`, `batch_size`, `images_per_class`, `describe_generator`),
+`opening.py` (`open_generator`, `open_for_run`, `check_for_run`, `absolute_spec`, `hash_input_files`), `ImageCache` and
+its maintenance, `fill`, a client's images (`local_images`), the generator of a process or a run (`own_generator`,
+`start_service`, `reserve_generator_gpu`), `independent_classifier`, `quality_report`, `check_bank_size`,
+`learn.run.train_generator` and `learn/builtin.py`.
 """
 
 from fedeas_flwr.generators.interface import Generator, SampleId

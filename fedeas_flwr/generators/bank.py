@@ -21,7 +21,7 @@ from fedeas_flwr.data.own_images import read_images
 from fedeas_flwr.generators.interface import SampleId
 
 
-def check_enough(
+def check_bank_size(
     spec: str,
     there: Sequence[int],
     planned: NDArray[np.int64],

@@ -32,9 +32,9 @@ from fedeas_flwr.common.npy import read_array
 from fedeas_flwr.generators.interface import Generator, SampleId, batch_size
 
 MANIFEST = "manifest.json"
-_LARGEST_MANIFEST = 2**20
+_MAX_MANIFEST_BYTES = 2**20
 _DIGEST_BYTES = 32
-_BATCHES_A_CHUNK = 4
+_BATCHES_PER_CHUNK = 4
 
 Images = NDArray[np.uint8]
 
@@ -105,7 +105,9 @@ class ImageCache:
                 part = images[starts[label] : starts[label] + count]
                 there = _read_shards(_class_folder(folder, label), part)
                 missing += (starts[label] + np.flatnonzero(~there)).tolist()
-            step = _BATCHES_A_CHUNK * batch_size(generator) if missing else 1  # to say it, a generator may have to load
+            step = (
+                _BATCHES_PER_CHUNK * batch_size(generator) if missing else 1
+            )  # to say it, a generator may have to load
             for first in range(0, len(missing), step):
                 chunk = missing[first : first + step]
                 images[chunk] = sample_checked(generator, [ids[i] for i in chunk])
@@ -183,7 +185,7 @@ class ImageCache:
 
 def read_manifest(path: Path) -> dict[str, Any]:
     """Read what a folder says that it is; nothing if that cannot be read, is no JSON object, or lies elsewhere."""
-    if path.is_symlink() or path.stat().st_size > _LARGEST_MANIFEST:
+    if path.is_symlink() or path.stat().st_size > _MAX_MANIFEST_BYTES:
         return {}
     try:
         facts = json.loads(path.read_text(encoding="utf-8"))

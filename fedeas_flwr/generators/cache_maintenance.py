@@ -162,7 +162,7 @@ def stored_bytes(image_shape: Sequence[int], rows: Sequence[Sequence[int]]) -> i
     return sum(numbers) * height * width * channels + len(numbers) * _SHARD_OVERHEAD
 
 
-def make_room(
+def ensure_space(
     cache: ImageCache, generator: Generator, seed: int, rows: Sequence[Sequence[int]], limit: str
 ) -> list[Entry]:
     """See that a run's images will fit on the disk and under the cache's limit, pruning others' if need be.

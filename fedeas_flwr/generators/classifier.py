@@ -38,7 +38,7 @@ _VERSION = "1"
 _BATCH = 128
 _LINE_EVERY = 10.0
 _EPOCHS = {"small-cnn": 30, "resnet18": 15}
-_MOST_RAW = 20
+_MAX_RAW = 20
 
 
 class Classifier:
@@ -62,7 +62,7 @@ class Classifier:
         self._normalise = Normaliser(dataset.mean, dataset.std, device)
 
     @torch.no_grad()
-    def judge(self, images: Images) -> tuple[Floats, Floats]:
+    def predict(self, images: Images) -> tuple[Floats, Floats]:
         """Return the class probabilities ``[N, C]`` and the features before the last layer ``[N, D]``.
 
         Batches are padded to one size, so that an image is judged alike in any company.
@@ -156,7 +156,7 @@ def _train(classifier: Classifier, dataset: Dataset, epochs: int) -> None:
 
 def agreement(classifier: Classifier, images: Images, labels: Labels) -> tuple[float, list[float | None]]:
     """Return the fraction of images recognised as what they should be: overall, and of each class (None: no image)."""
-    probabilities, _ = classifier.judge(images)
+    probabilities, _ = classifier.predict(images)
     right = probabilities.argmax(axis=1) == labels
     by_class = [right[labels == c] for c in range(probabilities.shape[1])]
     return float(right.mean()) if len(right) else 0.0, [float(r.mean()) if len(r) else None for r in by_class]
@@ -165,7 +165,7 @@ def agreement(classifier: Classifier, images: Images, labels: Labels) -> tuple[f
 # --------------------------------------------------------------------------------------------- the gate
 
 
-def ensure_recognised(
+def ensure_filtered(
     cache: ImageCache,
     generator: Generator,
     classifier: Classifier,
@@ -202,14 +202,14 @@ def ensure_recognised(
     while True:
         images, labels, new = cache.ensure(generator, seed=seed, client=client, wanted=raw, about=about)
         made += new
-        probabilities, _ = classifier.judge(images)
+        probabilities, _ = classifier.predict(images)
         good = probabilities[np.arange(len(labels)), labels] >= least
         lacking = [n - int(good[labels == c].sum()) for c, n in enumerate(wanted)]
         if not any(n > 0 for n in lacking):
             break
         raw = [have + max(0, more) for have, more in zip(raw, lacking, strict=True)]
         for label, (have, n) in enumerate(zip(raw, wanted, strict=True)):
-            if have > _MOST_RAW * n + _MOST_RAW:
+            if have > _MAX_RAW * n + _MAX_RAW:
                 raise ValueError(
                     f"min-class-agreement = {least:g}: {counted(have - lacking[label], 'image')} of class {label} gave "
                     f"only {n - lacking[label]} that the classifier recognises; lower it or use a better generator"

@@ -14,12 +14,12 @@ from fedeas_flwr.config import RunConfig
 from fedeas_flwr.data.federated import FederatedData, Images, Labels
 from fedeas_flwr.data.node import Node
 from fedeas_flwr.generators.cache import ImageCache
-from fedeas_flwr.generators.classifier import ensure_recognised, independent_classifier
+from fedeas_flwr.generators.classifier import ensure_filtered, independent_classifier
 from fedeas_flwr.generators.fill import repeated
-from fedeas_flwr.generators.interface import Generator, RememberedGenerator, describe_generator
+from fedeas_flwr.generators.interface import Generator, LazyGenerator, describe_generator
 from fedeas_flwr.generators.ray_service import ServiceGenerator
 from fedeas_flwr.generators.service import own_generator
-from fedeas_flwr.planning.run_plan import asked_images
+from fedeas_flwr.planning.run_plan import requested_images
 
 _ROOM = 4
 """A part of the GPU's memory that is left free, 1/4. All processes on a GPU see the same, so that ten of them that each
@@ -124,14 +124,14 @@ def _source(config: RunConfig, device: str, service: str, known: str) -> Generat
     def open_it() -> Generator:
         return ServiceGenerator(service, config.dataset) if service else own_generator(config, device)
 
-    return RememberedGenerator(known, config.dataset, open_it) if known else open_it()
+    return LazyGenerator(known, config.dataset, open_it) if known else open_it()
 
 
 def _synthetic(
     config: RunConfig, client: int, wanted: tuple[int, ...], device: str, generator: Generator
 ) -> tuple[Images, Labels, int, int]:
     """This client's synthetic images and labels, how many were made just now, and how many were left out."""
-    cache, least, asked = ImageCache(), config.min_class_agreement, asked_images(config, np.array(wanted))
+    cache, least, asked = ImageCache(), config.min_class_agreement, requested_images(config, np.array(wanted))
     ask: dict[str, Any] = {
         "seed": config.seed,
         "client": client if config.shared_images == "no" else 0,
@@ -143,6 +143,6 @@ def _synthetic(
         rejected = 0
     else:
         judge = independent_classifier(config.dataset, config.data_dir, device)
-        images, labels, made, rejected = ensure_recognised(cache, generator, judge, least, **ask)
+        images, labels, made, rejected = ensure_filtered(cache, generator, judge, least, **ask)
     used = np.concatenate([np.arange(end - n, end) for n, end in zip(wanted, asked.cumsum(), strict=True)])
     return images[used], labels[used], made, rejected

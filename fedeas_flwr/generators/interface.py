@@ -83,12 +83,12 @@ def batch_size(generator: Generator) -> int:
     return int(find() if find else getattr(generator, "batch_size", 0) or 64)
 
 
-def stock(generator: Generator) -> list[int] | None:
+def images_per_class(generator: Generator) -> list[int] | None:
     """Return how many images of each class `generator` has, if it hands out what is there; None: it makes them."""
     return getattr(generator, "images_of_class", None)
 
 
-class RememberedGenerator:
+class LazyGenerator:
     """A generator known by its fingerprint, opened only if an image must be made after all.
 
     Parameters
@@ -128,4 +128,4 @@ class RememberedGenerator:
 def describe_generator(config: RunConfig) -> dict[str, Any]:
     """Return the run-config's keys that a person reads to know where an image comes from."""
     keys = ("generator", "dataset", "sampler", "sampler-steps", "guidance", "guidance-rescale")
-    return {k: v for k, v in config.outside().items() if k in keys or k.startswith("generation-")}
+    return {k: v for k, v in config.to_user_dict().items() if k in keys or k.startswith("generation-")}

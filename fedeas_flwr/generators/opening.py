@@ -186,7 +186,7 @@ def absolute_spec(spec: str) -> str:
     return str(expanded(spec, "generator").absolute())
 
 
-def files_of(config: RunConfig) -> dict[str, str]:
+def hash_input_files(config: RunConfig) -> dict[str, str]:
     """Name the files that a run is given by what is in them: the generator's weights or its bank, and the start's.
 
     Folders have other names elsewhere, and other weights the same name. Only single files that can be read here have

@@ -13,7 +13,7 @@ from fedeas_flwr.data.datasets import Dataset
 from fedeas_flwr.generators.classifier import Classifier, Images, Labels, agreement
 
 _NEAR_COPY_PERCENTILE = 1.0
-_MOST_COMPARED = 2000  # features of each set, in a kernel distance
+_MAX_COMPARED = 2000  # features of each set, in a kernel distance
 
 
 def quality_report(
@@ -39,7 +39,7 @@ def quality_report(
     """
     train, test = np.asarray(dataset.x_train), np.asarray(dataset.x_test)
     overall, by_class = agreement(classifier, images, labels)
-    features = [classifier.judge(part)[1] for part in (train, images, test)]
+    features = [classifier.predict(part)[1] for part in (train, images, test)]
     real, ours, held_out = (part.astype(np.float64) for part in features)
     sample_distance, test_distance = nearest_distance(images, train), nearest_distance(test, train)
     threshold = float(np.percentile(test_distance, _NEAR_COPY_PERCENTILE))
@@ -74,7 +74,7 @@ def frechet_distance(a: NDArray[np.float64], b: NDArray[np.float64]) -> float:
 def kernel_distance(a: NDArray[np.float64], b: NDArray[np.float64]) -> float:
     """Return the unbiased squared MMD under (x·y / D + 1)³ (Bińkowski et al., 2018), of some of each."""
     random = np.random.default_rng(0)
-    a, b = (x[random.permutation(len(x))[:_MOST_COMPARED]] for x in (a, b))
+    a, b = (x[random.permutation(len(x))[:_MAX_COMPARED]] for x in (a, b))
 
     def kernel(x: NDArray[np.float64], y: NDArray[np.float64]) -> NDArray[np.float64]:
         cubed: NDArray[np.float64] = (x @ y.T / x.shape[1] + 1) ** 3

@@ -29,7 +29,7 @@ from fedeas_flwr.generators.interface import Generator, SampleId
 from fedeas_flwr.generators.opening import open_for_run
 from fedeas_flwr.generators.service import GeneratorService, Images
 
-GPU_SLIVER = 0.004
+GENERATOR_GPU_FRACTION = 0.004
 """Fraction of a GPU the actor asks Ray for: 0 would hide the GPU from it, more would not fit beside the clients."""
 _ATTEMPTS = 5
 _RESTART_SECONDS = 1.0
@@ -56,7 +56,7 @@ class RunningService:
             "runtime_env": {"env_vars": {"PYTHONPATH": path}},
         }
         make = ray.remote(GeneratorService).options
-        opened = partial(_open, config.outside(), device)
+        opened = partial(_open, config.to_user_dict(), device)
         places = [{"name": f"{self._name}-{node}", **_only_on(ray, node)} for node in self._nodes]
         self._actors = [make(**options, **place).remote(opened) for place in places or [{"name": self._name}]]
         self._descriptions = [actor.describe.remote() for actor in self._actors]
@@ -83,7 +83,7 @@ class RunningService:
         counted = ("requests", "passes", "images", "seconds")
         return {**found[0], **{key: sum(one[key] for one in found) for key in counted}, "nodes": self._nodes}
 
-    def rest(self) -> dict[str, Any] | None:
+    def release_gpu(self) -> dict[str, Any] | None:
         """Free the GPUs, once; return what had been done. A late request (a damaged shard) loads the model again."""
         if self._done is not None:
             return None
@@ -140,20 +140,20 @@ def _gpu_share(ray: Any, config: RunConfig, actors: int) -> float:
     if ray.cluster_resources().get("GPU", 0) == 0:  # the clients have none either
         return 0
     left = ray.available_resources().get("GPU", 0)
-    if left < GPU_SLIVER * actors:
+    if left < GENERATOR_GPU_FRACTION * actors:
         raise ValueError(
             f"gpu-share = {config.gpu_share:g}: the clients' shares leave {left:g} of the GPU and the generator needs "
-            f"{GPU_SLIVER}; write {leave_sliver(config.gpu_share or 0.1):g}"
+            f"{GENERATOR_GPU_FRACTION}; write {reserve_generator_gpu(config.gpu_share or 0.1):g}"
         )
-    return GPU_SLIVER
+    return GENERATOR_GPU_FRACTION
 
 
-def leave_sliver(share: float) -> float:
+def reserve_generator_gpu(share: float) -> float:
     """Return the largest share, in thousandths, that lets as many clients run at once and the generator beside them."""
     clients = max(1, int(1 / share + 1e-6))
-    most = (1 - GPU_SLIVER) / clients
+    most = (1 - GENERATOR_GPU_FRACTION) / clients
     if 1000 * most + 1e-9 < 1:
-        fits = int(1000 * (1 - GPU_SLIVER) + 1e-9)
+        fits = int(1000 * (1 - GENERATOR_GPU_FRACTION) + 1e-9)
         raise ValueError(
             f"gpu-share = {share:g}: {clients:,} clients and the generator do not fit on one GPU, which is shared in "
             f"thousandths; write gpu-share={-(-1000 // fits) / 1000:g} or more, or actors={fits} or fewer"

@@ -27,7 +27,7 @@ HUB_NAME = "stabilityai/sd-turbo"
 _STEPS = 1
 # Without guidance, as distilled one-step models are meant to be used.
 _GUIDANCE = 0.0
-_MOST_AT_ONCE = 16
+_MAX_BATCH = 16
 
 
 class TurboGenerator:
@@ -61,7 +61,7 @@ class TurboGenerator:
     ) -> None:
         check_transformers()
         self.image_shape, self.num_classes = image_shape, len(classes)
-        self.batch_size = min(batch_size or _MOST_AT_ONCE, _MOST_AT_ONCE)
+        self.batch_size = min(batch_size or _MAX_BATCH, _MAX_BATCH)
         self._prompts = [prompt.format(name.replace("_", " ")) for name in classes]
         self._device = torch.device(device)
         folder = find_pipeline(where)
@@ -83,10 +83,10 @@ class TurboGenerator:
             for start in range(0, len(samples), self.batch_size):
                 batch = list(samples[start : start + self.batch_size])
                 padded = batch + [batch[-1]] * (self.batch_size - len(batch))
-                images[start : start + len(batch)] = self._paint(padded)[: len(batch)]
+                images[start : start + len(batch)] = self._generate(padded)[: len(batch)]
         return images
 
-    def _paint(self, batch: Sequence[SampleId]) -> NDArray[np.uint8]:
+    def _generate(self, batch: Sequence[SampleId]) -> NDArray[np.uint8]:
         pictures = self._pipeline(
             prompt=[self._prompts[sample.label] for sample in batch],
             num_inference_steps=_STEPS,
@@ -95,10 +95,10 @@ class TurboGenerator:
             generator=[torch.Generator().manual_seed(_seed(sample)) for sample in batch],
             output_type="pt",
         ).images
-        return shrink(pictures.float().cpu(), self.image_shape)
+        return downscale(pictures.float().cpu(), self.image_shape)
 
 
-def shrink(pictures: torch.Tensor, image_shape: tuple[int, int, int]) -> NDArray[np.uint8]:
+def downscale(pictures: torch.Tensor, image_shape: tuple[int, int, int]) -> NDArray[np.uint8]:
     """Bring pictures down to a dataset's size and channels, anti-aliased.
 
     Parameters

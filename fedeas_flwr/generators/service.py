@@ -21,13 +21,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedeas_flwr.config import RunConfig, parse_config
-from fedeas_flwr.generators.interface import Generator, SampleId, batch_size, describe_generator, stock
+from fedeas_flwr.generators.interface import Generator, SampleId, batch_size, describe_generator, images_per_class
 from fedeas_flwr.generators.opening import open_for_run
 
 Images = NDArray[np.uint8]
 
 _GATHER_SECONDS = 0.02
-_BATCHES_A_PASS = 8
+_BATCHES_PER_PASS = 8
 
 
 @dataclass
@@ -96,7 +96,7 @@ class GeneratorService:
                 return
             if sum(len(request.samples) - request.taken for request in self._waiting) < batch:
                 await asyncio.sleep(_GATHER_SECONDS)
-            await self._pass(generator, self._take(_BATCHES_A_PASS * batch))
+            await self._pass(generator, self._take(_BATCHES_PER_PASS * batch))
 
     def _take(self, most: int) -> list[tuple[_Request, list[SampleId]]]:
         """Take up to `most` samples from the front of the queue, the last request's perhaps in part."""
@@ -153,7 +153,7 @@ class InProcessService:
     def __init__(self, generator: Generator) -> None:
         self.fingerprint, self.image_shape = generator.fingerprint, generator.image_shape
         self.num_classes, self.batch_size = generator.num_classes, batch_size(generator)
-        self.images_of_class = stock(generator)
+        self.images_of_class = images_per_class(generator)
         self._service = GeneratorService(lambda: generator)
         self._loop = asyncio.new_event_loop()
         threading.Thread(target=self._loop.run_forever, name="generator", daemon=True).start()

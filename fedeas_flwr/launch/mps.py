@@ -14,7 +14,7 @@ from pathlib import Path
 
 import psutil
 
-from fedeas_flwr.common.processes import MARK, undisturbed, with_variable
+from fedeas_flwr.common.processes import MARK, ignore_sigint, with_variable
 from fedeas_flwr.common.text import one_line
 from fedeas_flwr.config import RunConfig
 
@@ -82,7 +82,7 @@ def shared_gpu(folder: Path, environment: Mapping[str, str], processes: int) -> 
         yield {} if problem else own
     finally:
         # Its clients are gone by now. Where it never started, this fails and does nothing.
-        with undisturbed():
+        with ignore_sigint():
             if _run([CONTROL], inside, say="quit\n"):
                 for process in with_variable(PIPE, own[PIPE]):
                     with suppress(psutil.Error):
@@ -100,7 +100,7 @@ def gpu_shared_by(configs: Sequence[RunConfig], at_once: int) -> Iterator[Callab
     ----------
     configs
         Of the runs to come; some may not want MPS, or no GPU.
-    at_once
+    full_batch_gradient
         How many of them: one alone has nobody to share with.
     """
     installed = at_once > 1 and shutil.which(CONTROL) is not None

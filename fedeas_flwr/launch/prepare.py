@@ -18,16 +18,16 @@ from fedeas_flwr.config import RunConfig
 from fedeas_flwr.data.datasets import dataset_info, open_dataset
 from fedeas_flwr.data.federated import Labels
 from fedeas_flwr.data.sources import OWN
-from fedeas_flwr.generators.bank import check_enough
+from fedeas_flwr.generators.bank import check_bank_size
 from fedeas_flwr.generators.cache import ImageCache
-from fedeas_flwr.generators.cache_maintenance import make_room
+from fedeas_flwr.generators.cache_maintenance import ensure_space
 from fedeas_flwr.generators.classifier import independent_classifier
-from fedeas_flwr.generators.interface import Generator, stock
+from fedeas_flwr.generators.interface import Generator, images_per_class
 from fedeas_flwr.generators.opening import absolute_spec, check_for_run, open_for_run
 from fedeas_flwr.generators.service import own_generator
 from fedeas_flwr.launch.progress import show_tries, showing_log
 from fedeas_flwr.launch.resources import ray_resources
-from fedeas_flwr.planning.run_plan import nothing_planned, planned_counts, planned_images
+from fedeas_flwr.planning.run_plan import empty_plan_message, planned_counts, planned_images
 from fedeas_flwr.runs.directory import RunDirectory
 from fedeas_flwr.runs.tensorboard import check_installed
 from fedeas_flwr.strategies.registry import build_strategy
@@ -60,8 +60,8 @@ def prepare(config: RunConfig, console: Console) -> RunConfig:
         # Inline, this very process goes on with it: weights of gigabytes are read and hashed once.
         open_it = own_generator if config.backend == "inline" else open_for_run
         generator = open_it(config, device)
-        check_stock(config, counts, generator)
-        check_room(config, counts, generator, console)
+        check_bank_covers_plan(config, counts, generator)
+        check_disk_space(config, counts, generator, console)
         if config.min_class_agreement:
             with showing_log(console):
                 independent_classifier(config.dataset, config.data_dir, device)
@@ -93,23 +93,23 @@ def check_runs(configs: Sequence[RunConfig], console: Console) -> None:
             _reach(config.ray_address)
     generating = [config for config in configs if config.generates]
     made = [config for config in generating if not config.generator.startswith("bank:")]
-    for config in _differing(made, "dataset", "device", *_OF_GENERATORS):
+    for config in _differing(made, "dataset", "device", *_GENERATOR_KEYS):
         check_for_run(config, pick_device(config.device))
     for config in _differing(configs, "dataset", "model", "stem", "weights"):
         network(config)
     for config in _differing(configs, "dataset", "data_dir"):
         open_dataset(config.dataset, config.data_dir)
-    for config in _differing(configs, *_OF_PARTITIONS):
+    for config in _differing(configs, *_PARTITION_KEYS):
         planned_counts(config, config.clients, show_tries(console))
     dealt = [config for config in generating if config.generator.startswith("bank:")]
     for bank in _differing(dealt, "dataset", "generator"):
         opened = open_for_run(bank, "cpu")
         of_this = [config for config in dealt if (config.dataset, config.generator) == (bank.dataset, bank.generator)]
-        for config in _differing(of_this, *_OF_PARTITIONS, *_OF_PLANS):
-            check_stock(config, planned_counts(config, config.clients), opened)
+        for config in _differing(of_this, *_PARTITION_KEYS, *_PLAN_KEYS):
+            check_bank_covers_plan(config, planned_counts(config, config.clients), opened)
 
 
-_OF_GENERATORS = (
+_GENERATOR_KEYS = (
     "generator",
     "sampler",
     "sampler_steps",
@@ -118,8 +118,8 @@ _OF_GENERATORS = (
     "generation_batch",
     "generation_precision",
 )
-_OF_PARTITIONS = ("dataset", "protocol", "clients", "alpha", "partition_seed")
-_OF_PLANS = ("policy", "beta", "gamma", "printed_rule", "total", "shared_images")
+_PARTITION_KEYS = ("dataset", "protocol", "clients", "alpha", "partition_seed")
+_PLAN_KEYS = ("policy", "beta", "gamma", "printed_rule", "total", "shared_images")
 
 
 def _differing(configs: Iterable[RunConfig], *fields: str) -> list[RunConfig]:
@@ -139,19 +139,19 @@ def _reach(address: str) -> None:
         raise ConfigError(f"ray-address = '{address}': nobody answers there ({reason}); is the head started?") from None
 
 
-def check_stock(config: RunConfig, counts: Labels, generator: Generator) -> None:
+def check_bank_covers_plan(config: RunConfig, counts: Labels, generator: Generator) -> None:
     """See that a bank has as many images as the plan asks for."""
-    there = stock(generator)
+    there = images_per_class(generator)
     if there is not None:
-        check_enough(config.generator, there, planned_images(config, counts), dataset_info(config.dataset).classes)
+        check_bank_size(config.generator, there, planned_images(config, counts), dataset_info(config.dataset).classes)
 
 
-def check_room(config: RunConfig, counts: Labels, generator: Generator, console: Console) -> None:
+def check_disk_space(config: RunConfig, counts: Labels, generator: Generator, console: Console) -> None:
     """See that the disk and the cache's limit allow what the run will generate, before it begins."""
     planned = planned_images(config, counts)
     if not planned.any():
-        console.print(f"warning: the plan has {nothing_planned(config)}", highlight=False, soft_wrap=True)
-    for entry in make_room(ImageCache(), generator, config.seed, planned.tolist(), config.cache_limit):
+        console.print(f"warning: the plan has {empty_plan_message(config)}", highlight=False, soft_wrap=True)
+    for entry in ensure_space(ImageCache(), generator, config.seed, planned.tolist(), config.cache_limit):
         console.print(f"cache-limit: pruned {entry.key[:12]} ({show_bytes(entry.bytes)})", highlight=False)
 
 

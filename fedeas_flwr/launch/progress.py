@@ -83,7 +83,7 @@ def showing_log(console: Console) -> Iterator[None]:
         logger.propagate = before[1]
 
 
-class ImagesToCome:
+class GenerationProgress:
     """The images that a simulated run's clients plan to generate, and how many of them are not in the cache yet.
 
     Clients generate in processes of their own, and say nothing before they have trained: it is seen by the files.
@@ -107,7 +107,7 @@ class RoundProgress:
     """Reads a run directory's rounds as they appear and shows them; meanwhile, how the clients' images grow."""
 
     def __init__(
-        self, run: RunDirectory, rounds: int, done: int, console: Console, images: ImagesToCome | None = None
+        self, run: RunDirectory, rounds: int, done: int, console: Console, images: GenerationProgress | None = None
     ) -> None:
         self._images = images if images and images.total else None
         self._looked = -1e9
@@ -157,7 +157,7 @@ class RoundProgress:
                 self._watch_images(self._images, bool(records), now)
             return bool(records)
 
-    def _watch_images(self, images: ImagesToCome, round_ended: bool, now: float) -> None:
+    def _watch_images(self, images: GenerationProgress, round_ended: bool, now: float) -> None:
         """Say how far generating is while no round ends for long: looking at the files costs something."""
         if round_ended:
             self._looked, self._pace_from = now, None

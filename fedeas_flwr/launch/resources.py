@@ -32,18 +32,18 @@ from fedeas_flwr.common.files import atomic_write, cache_root
 from fedeas_flwr.common.text import one_line
 from fedeas_flwr.config import RunConfig, parse_config
 from fedeas_flwr.data.datasets import dataset_info
-from fedeas_flwr.generators.ray_service import leave_sliver
+from fedeas_flwr.generators.ray_service import reserve_generator_gpu
 from fedeas_flwr.training.build import build_engine, network
 from fedeas_flwr.training.engine import Engine, read_state
 from fedeas_flwr.training.objective import CROSS_ENTROPY
 
 logger = logging.getLogger(__name__)
 
-USUAL = 10
+DEFAULT_PARALLEL_CLIENTS = 10
 """Clients at once where the probe fails; also the most that pay on the one GPU measured, an H200 (docs/speed.md)."""
 _SAMPLES, _EPOCHS = 8, 10  # batches a client, and how often
 _PASSES = 3  # of which the best counts: whatever else a machine does takes time away, and the answer is kept
-_WORTH = 0.05  # of the rate, that twice as many clients must bring
+_MIN_GAIN = 0.05  # of the rate, that twice as many clients must bring
 _FREE = 0.8  # of the GPU's memory that is free: the generator and the test need some
 _PROCESS_BYTES = 1 << 30  # CUDA's own, in each of Ray's processes
 _SECONDS = 180.0
@@ -68,7 +68,7 @@ def ray_resources(config: RunConfig, on_gpu: bool) -> dict[str, float]:
     actors = clients_at_once(config, on_gpu)
     resources: dict[str, float] = {"client-resources-num-cpus": 1}
     if on_gpu:  # a client that asks Ray for none is shown none
-        resources["client-resources-num-gpus"] = leave_sliver(config.gpu_share or 1 / actors)
+        resources["client-resources-num-gpus"] = reserve_generator_gpu(config.gpu_share or 1 / actors)
     if config.ray_address:  # a cluster has what it has; `actors` then says how many clients share one of its GPUs
         return resources
     return resources | {"init-args-num-cpus": actors, **({"init-args-num-gpus": 1} if on_gpu else {})}
@@ -76,18 +76,18 @@ def ray_resources(config: RunConfig, on_gpu: bool) -> dict[str, float]:
 
 def max_parallel_clients(config: RunConfig) -> int:
     """As many as the run has in a round, at most, and as pay on this GPU."""
-    most = config.sampled(config.clients) if config.clients else USUAL
+    most = config.num_sampled(config.clients) if config.clients else DEFAULT_PARALLEL_CLIENTS
     if not torch.cuda.is_available():  # somebody wants to know how it would be on a machine with a GPU
-        return min(most, USUAL)
-    path = _kept_at(config)
+        return min(most, DEFAULT_PARALLEL_CLIENTS)
+    path = _cache_file(config)
     if path.name not in (failed := os.environ.get(_UNMEASURED, "").split()):
         try:
-            return min(most, choose(_known_or_measured(config, path)))
+            return min(most, choose(_read_or_measure(config, path)))
         except (OSError, ValueError, LookupError, subprocess.SubprocessError) as error:
             os.environ[_UNMEASURED] = " ".join([*failed, path.name])
-            usual, why = min(most, USUAL), _why(error)
+            usual, why = min(most, DEFAULT_PARALLEL_CLIENTS), _why(error)
             logger.warning("how many clients at once pay cannot be measured, so it is %d: %s", usual, why)
-    return min(most, USUAL)
+    return min(most, DEFAULT_PARALLEL_CLIENTS)
 
 
 def _why(error: Exception) -> str:
@@ -111,16 +111,16 @@ def choose(measured: Mapping[str, Any]) -> int:
     rates = {int(count): float(rate) for count, rate in measured["images_per_second"].items()}
     allowed = {count: rate for count, rate in rates.items() if count <= max(1, most)}
     best = max(allowed.values())
-    return min(count for count, rate in allowed.items() if rate * (1 + _WORTH) >= best)
+    return min(count for count, rate in allowed.items() if rate * (1 + _MIN_GAIN) >= best)
 
 
-def _kept_at(config: RunConfig) -> Path:
+def _cache_file(config: RunConfig) -> Path:
     properties = torch.cuda.get_device_properties(0)
     about = [str(properties), torch.__version__, *(str(getattr(config, key)) for key in _KEYS)]
     return cache_root() / "probes" / f"{hashlib.sha256(repr(about).encode()).hexdigest()[:16]}.json"
 
 
-def _known_or_measured(config: RunConfig, path: Path) -> dict[str, Any]:
+def _read_or_measure(config: RunConfig, path: Path) -> dict[str, Any]:
     known = _read(path)
     if known is None:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -128,7 +128,7 @@ def _known_or_measured(config: RunConfig, path: Path) -> dict[str, Any]:
         with FileLock(path.parent / ".lock"):
             known = _read(path)
             if known is None:
-                known = _measured_apart(config)
+                known = _measure_in_subprocess(config)
                 atomic_write(path, json.dumps(known).encode())
     return known
 
@@ -143,9 +143,9 @@ def _read(path: Path) -> dict[str, Any] | None:
         return None
 
 
-def _measured_apart(config: RunConfig) -> dict[str, Any]:
+def _measure_in_subprocess(config: RunConfig) -> dict[str, Any]:
     """Measure in a process of its own: what it allocates is gone with it."""
-    words = [sys.executable, "-m", __name__, json.dumps(config.outside())]
+    words = [sys.executable, "-m", __name__, json.dumps(config.to_user_dict())]
     done = subprocess.run(words, capture_output=True, text=True, timeout=_SECONDS, check=True)
     return dict(json.loads(done.stdout.strip().splitlines()[-1]))
 

@@ -22,13 +22,13 @@ from rich.console import Console
 
 from fedeas_flwr.common.devices import pick_device
 from fedeas_flwr.common.errors import ProcessesDiedError, RunFailedError
-from fedeas_flwr.common.processes import ProcessTree, still_runs
+from fedeas_flwr.common.processes import ProcessTree, is_alive
 from fedeas_flwr.common.project import describe_environment
 from fedeas_flwr.config import RunConfig
 from fedeas_flwr.launch.mps import may_share_gpu, shared_gpu
-from fedeas_flwr.launch.progress import ImagesToCome, RoundProgress
+from fedeas_flwr.launch.progress import GenerationProgress, RoundProgress
 from fedeas_flwr.launch.resources import clients_at_once, ray_resources
-from fedeas_flwr.launch.superlink import flwr_answer, own_environment, stage_app, start_superlink
+from fedeas_flwr.launch.superlink import run_flwr_json, own_environment, stage_app, start_superlink
 from fedeas_flwr.runs.directory import RunDirectory
 
 
@@ -48,7 +48,7 @@ def launch(config: RunConfig, console: Console) -> RunDirectory:
     RunDirectory(Path(config.run_dir)).refuse_if_it_runs()
     run = RunDirectory.start(config, environment)
     before = len(run.rounds())
-    images = ImagesToCome(config) if config.generates else None
+    images = GenerationProgress(config) if config.generates else None
     with RoundProgress(run, config.rounds, before, console, images) as progress:
         try:
             if config.backend == "inline":
@@ -75,7 +75,7 @@ def _run_inline(config: RunConfig, run: RunDirectory, progress: RoundProgress) -
     from fedeas_flwr import client_app, server_app
     from fedeas_flwr.federation.grids import InlineGrid
 
-    values = config.outside()
+    values = config.to_user_dict()
     with _quiet_terminal(), progress.in_background():
         on_gpu = pick_device(config.device) == "cuda"
         workers = clients_at_once(config, on_gpu) if on_gpu else config.actors or 1
@@ -149,7 +149,7 @@ def _run_ray(config: RunConfig, run: RunDirectory, progress: RoundProgress) -> N
         run_id = _submit(stage_app(config, folder / "fedeas"), config, environment, folder)
 
         def finished_by_flower() -> str:
-            found = flwr_answer(["list", "own", "--run-id", run_id], environment, folder).get("runs") or [{}]
+            found = run_flwr_json(["list", "own", "--run-id", run_id], environment, folder).get("runs") or [{}]
             status = str(found[0].get("status", ""))
             return status if status.startswith("finished") else ""
 
@@ -160,7 +160,7 @@ def _submit(app: Path, config: RunConfig, environment: dict[str, str], folder: P
     resources = ray_resources(config, pick_device(config.device) == "cuda")
     federation = {"num-supernodes": config.clients, **resources}
     words = " ".join(f"{key}={value}" for key, value in federation.items())
-    answer = flwr_answer(["run", str(app), "own", "--federation-config", words], environment, folder)
+    answer = run_flwr_json(["run", str(app), "own", "--federation-config", words], environment, folder)
     if not answer.get("run-id"):
         raise RunFailedError(f"Flower did not start the run: {answer.get('error-message', answer)}")
     return str(answer["run-id"])
@@ -181,8 +181,8 @@ def _follow(
         if progress.update():
             heard = time.monotonic()
         # In this order: a ServerApp writes how the run ended, and ends then.
-        servers = [process for process in run.announced() if process["pid"] != os.getpid()]
-        gone = bool(servers) and not any(map(still_runs, servers))
+        servers = [process for process in run.registered_processes() if process["pid"] != os.getpid()]
+        gone = bool(servers) and not any(map(is_alive, servers))
         if run.status()[0] in ("finished", "failed"):
             return
         if superlink.poll() is not None:

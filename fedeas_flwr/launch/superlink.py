@@ -21,7 +21,7 @@ from fedeas_flwr.common.processes import MARK, ProcessTree, listens
 from fedeas_flwr.common.project import NAME, read_project
 from fedeas_flwr.common.text import one_line
 from fedeas_flwr.config import RunConfig
-from fedeas_flwr.launch.watchdog import kept
+from fedeas_flwr.launch.watchdog import watchdog
 from fedeas_flwr.runs.directory import RunDirectory
 
 QUIET = {
@@ -44,7 +44,7 @@ def stage_app(config: RunConfig, folder: Path) -> Path:
         "publisher": "fedeas",
         "fab-include": ["fedeas_flwr/**/*.py"],
         "components": {"serverapp": "fedeas_flwr.server_app:app", "clientapp": "fedeas_flwr.client_app:app"},
-        "config": config.outside(),
+        "config": config.to_user_dict(),
     }
     project = {"name": NAME, "version": read_project().version, "license": "Apache-2.0", "dependencies": []}
     (folder / "pyproject.toml").write_text(tomli_w.dumps({"project": project, "tool": {"flwr": {"app": app}}}))
@@ -86,9 +86,9 @@ def start_superlink(
         port = free_port()
         superlink = _spawn_superlink(port, environment, folder, log)
         processes = ProcessTree(superlink, mark)
-        stack.enter_context(kept(superlink.pid, mark, folder))
+        stack.enter_context(watchdog(superlink.pid, mark, folder))
         stack.callback(processes.end)
-        if _answers(superlink, port):
+        if _is_ready(superlink, port):
             return superlink, processes
         processes.end()
     raise RunFailedError(
@@ -113,7 +113,7 @@ def _spawn_superlink(port: int, environment: dict[str, str], folder: Path, log: 
     )
 
 
-def flwr_answer(words: list[str], environment: dict[str, str], folder: Path) -> dict[str, Any]:
+def run_flwr_json(words: list[str], environment: dict[str, str], folder: Path) -> dict[str, Any]:
     """What Flower's command line answers to a command, read from its JSON."""
     command, own = ["flwr", *words, "--format", "json"], {**environment, "PATH": commands_path(environment)}
     done = subprocess.run(command, env=own, cwd=folder, capture_output=True, text=True, check=False)
@@ -139,7 +139,7 @@ def is_listening(port: int) -> bool:
         return s.connect_ex(("127.0.0.1", port)) == 0
 
 
-def _answers(superlink: subprocess.Popen[bytes], port: int) -> bool:
+def _is_ready(superlink: subprocess.Popen[bytes], port: int) -> bool:
     """Wait until the port is this very SuperLink's; False if it ended, as it does when somebody else has the port."""
     deadline = time.monotonic() + 120
     while time.monotonic() < deadline and superlink.poll() is None:

@@ -29,7 +29,7 @@ from fedeas_flwr.data.datasets import short_name
 from fedeas_flwr.runs.directory import RunDirectory
 from fedeas_flwr.runs.listing import summarise_so_far
 
-MADE_ABSOLUTE = ("generator", "data-dir", "weights")
+PATH_KEYS = ("generator", "data-dir", "weights")
 """Keys that a run writes down otherwise than they were given, as absolute paths."""
 
 MEASURES = {"last_20": "last_20", "peak": "peak", "images": "total_generated"}
@@ -37,7 +37,7 @@ MEASURES = {"last_20": "last_20", "peak": "peak", "images": "total_generated"}
 
 
 @dataclass
-class Cell:
+class SweepRun:
     """One run of a sweep."""
 
     name: str
@@ -102,7 +102,7 @@ class Sweep:
     base: RunConfig
     """What all runs have in common; of the grid's keys it has one run's values."""
     grid: dict[str, list[Any]]
-    cells: list[Cell] = field(default_factory=list)
+    cells: list[SweepRun] = field(default_factory=list)
 
     def open(self) -> None:
         """Make the folder, or see that what lies there belongs to this very sweep, before anything starts."""
@@ -121,7 +121,7 @@ class Sweep:
             return
         try:
             found = json.loads(path.read_text(encoding="utf-8"))
-            before, keys = parse_config(found["config"]).outside(), list(found["grid"])
+            before, keys = parse_config(found["config"]).to_user_dict(), list(found["grid"])
         except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise RunError(f"{path} is not a sweep's record: {error}") from None
         if keys != list(self.grid):
@@ -129,7 +129,7 @@ class Sweep:
                 f"{self.folder} holds another sweep, over {', '.join(keys)}, not {', '.join(self.grid)}: "
                 "name another folder with --out"
             )
-        if changed := _first_change(before, self.base.outside(), {*KEYS_CHANGEABLE_ON_RESUME, *keys}):
+        if changed := _first_change(before, self.base.to_user_dict(), {*KEYS_CHANGEABLE_ON_RESUME, *keys}):
             key, old, new = changed
             raise RunError(
                 f"{self.folder} holds another sweep, with {key} = {old!r}, not {new!r}: name another folder with --out"
@@ -138,20 +138,25 @@ class Sweep:
     def save(self) -> None:
         """Write sweep.json and sweep.csv."""
         rows = [cell.result() for cell in self.cells]
-        record = {"config": self.base.outside(), "grid": self.grid, "runs": rows, "points": points(rows, self.grid)}
+        record = {
+            "config": self.base.to_user_dict(),
+            "grid": self.grid,
+            "runs": rows,
+            "points": points(rows, self.grid),
+        }
         atomic_write(self.folder / "sweep.json", (json.dumps(record, indent=1, ensure_ascii=False) + "\n").encode())
         atomic_write(self.folder / "sweep.csv", as_csv(rows).encode())
 
 
-def check_cell(cell: Cell) -> None:
+def check_cell(cell: SweepRun) -> None:
     """Refuse another run in the place of one that is to be done."""
     if not (cell.run.path / "config.json").exists():
         return
     # A run writes the path of data of one's own down in full; its name is enough to tell it from other data.
     before, now = (
-        {**config.outside(), "dataset": short_name(config.dataset)} for config in (cell.run.config(), cell.config)
+        {**config.to_user_dict(), "dataset": short_name(config.dataset)} for config in (cell.run.config(), cell.config)
     )
-    if changed := _first_change(before, now, {*KEYS_CHANGEABLE_ON_RESUME, *MADE_ABSOLUTE}):
+    if changed := _first_change(before, now, {*KEYS_CHANGEABLE_ON_RESUME, *PATH_KEYS}):
         key, old, new = changed
         way = "name another --out, or remove it (fedeas runs rm)"
         raise RunError(f"{cell.run.path} holds another run, with {key} = {old!r}, not {new!r}: {way}")
@@ -193,13 +198,13 @@ def make_sweep(common: Mapping[str, Any], grid_words: Sequence[str], folder: Pat
     for config in configs:
         if not config.clients:
             raise ConfigError("clients = 0: a sweep makes the federations itself, so say how many clients they have")
-        values = {key: config.outside()[key] for key in grid}
+        values = {key: config.to_user_dict()[key] for key in grid}
         name = cell_name(values)
         run = RunDirectory(folder / name)
-        cells.append(Cell(name, values, config.with_changes(run_dir=str(run.path)), run))
-    _refuse_doubles(cells)
+        cells.append(SweepRun(name, values, config.with_changes(run_dir=str(run.path)), run))
+    _check_no_duplicates(cells)
     settled = {key: list(dict.fromkeys(cell.values[key] for cell in cells)) for key in grid}
-    _refuse_idle(settled, configs)
+    _check_no_unused_keys(settled, configs)
     return Sweep(folder, configs[0], settled, cells)
 
 
@@ -219,7 +224,7 @@ def parse_grid(words: Sequence[str]) -> dict[str, list[Any]]:
     return grid
 
 
-def _refuse_doubles(cells: Sequence[Cell]) -> None:
+def _check_no_duplicates(cells: Sequence[SweepRun]) -> None:
     seen: set[str] = set()
     for cell in cells:
         if cell.name in seen:
@@ -228,7 +233,7 @@ def _refuse_doubles(cells: Sequence[Cell]) -> None:
         seen.add(cell.name)
 
 
-def _refuse_idle(grid: Mapping[str, Sequence[Any]], configs: Sequence[RunConfig]) -> None:
+def _check_no_unused_keys(grid: Mapping[str, Sequence[Any]], configs: Sequence[RunConfig]) -> None:
     """Refuse several values of a key that plays no part in any run: all would come out the same."""
     used = {key for config in configs for key in keys_in_use(config)}
     for key, values in grid.items():

@@ -24,17 +24,17 @@ from filelock import FileLock, Timeout
 
 from fedeas_flwr.common.errors import RunError
 from fedeas_flwr.common.files import atomic_write
-from fedeas_flwr.common.processes import undisturbed
+from fedeas_flwr.common.processes import ignore_sigint
 from fedeas_flwr.common.project import describe_environment
 from fedeas_flwr.config import RunConfig
 from fedeas_flwr.launch.mps import gpu_shared_by
-from fedeas_flwr.launch.sweep import Cell, Sweep
-from fedeas_flwr.launch.watchdog import is_keeper
+from fedeas_flwr.launch.sweep import SweepRun, Sweep
+from fedeas_flwr.launch.watchdog import is_watchdog
 from fedeas_flwr.runs.directory import RunDirectory
 
 REFUSED = 2
 """The exit code of a command to which something wrong was given (`app.exit_code`): given again, it is no better."""
-_LOOK_EVERY = 0.2
+_POLL_SECONDS = 0.2
 _GRACE = 60.0
 """Seconds that runs have to end after being asked: to train the clients under way to their end and write a checkpoint,
 which with all clients' states may be gigabytes; under Ray, to end all that the launcher has started."""
@@ -44,7 +44,7 @@ which with all clients' states may be gigabytes; under Ray, to end all that the 
 class Job:
     """A run that goes on now."""
 
-    cell: Cell
+    cell: SweepRun
     process: subprocess.Popen[bytes] | None
     """``None``: an earlier sweep, or somebody else, started it."""
     rounds_before: int
@@ -56,7 +56,7 @@ class Job:
             return False
         return not self._others()
 
-    def why_it_failed(self) -> str:
+    def failure_reason(self) -> str:
         """One line about a run that ended without finishing."""
         run, log = self.cell.run, self.cell.run.path / "output.log"
         code = self.process.returncode if self.process is not None else None
@@ -83,12 +83,12 @@ class Job:
             with suppress(psutil.Error):
                 process = psutil.Process(announced["pid"])
                 for one in (*process.children(recursive=True), process):
-                    if not is_keeper(one):
+                    if not is_watchdog(one):
                         one.kill()
 
 
 @dataclass
-class Standing:
+class RunProgress:
     """Where one run of the sweep stands, as it is shown."""
 
     state: str
@@ -98,20 +98,20 @@ class Standing:
 
 
 @dataclass
-class Board:
+class SweepStatus:
     """Where a sweep stands, and how long it may take from here."""
 
     sweep: Sweep
     slots: int
     running: dict[str, Job] = field(default_factory=dict)
-    standings: dict[str, Standing] = field(default_factory=dict)
+    progress: dict[str, RunProgress] = field(default_factory=dict)
     _seconds: float = 0.0
     _rounds: int = 0
 
-    def look_at(self, cell: Cell, state: str) -> None:
+    def look_at(self, cell: SweepRun, state: str) -> None:
         """Note where a run stands."""
         reached = cell.reached()
-        self.standings[cell.name] = Standing(state, reached["rounds"], reached.get("final"))
+        self.progress[cell.name] = RunProgress(state, reached["rounds"], reached.get("final"))
 
     def note_end(self, job: Job) -> None:
         """Keep what an ended job tells about the pace of the others."""
@@ -121,9 +121,9 @@ class Board:
 
     def count(self, state: str) -> int:
         """How many runs are in a state."""
-        return sum(standing.state == state for standing in self.standings.values())
+        return sum(standing.state == state for standing in self.progress.values())
 
-    def seconds_left(self, cell: Cell) -> float | None:
+    def seconds_left(self, cell: SweepRun) -> float | None:
         """How long one run will still take, by its own pace or else by the others'; ``None`` before any round."""
         seconds, rounds = self._spent(self.running[cell.name]) if cell.name in self.running else (0.0, 0)
         if not rounds:
@@ -131,11 +131,11 @@ class Board:
             seconds, rounds = sum(pair[0] for pair in spent), sum(pair[1] for pair in spent)
         if not rounds:
             return None
-        return max(cell.config.rounds - self.standings[cell.name].rounds, 0) * seconds / rounds
+        return max(cell.config.rounds - self.progress[cell.name].rounds, 0) * seconds / rounds
 
     def all_seconds_left(self) -> float | None:
         """How long the sweep will still take: what is left, shared out evenly, and at least its longest run."""
-        open_cells = [c for c in self.sweep.cells if self.standings[c.name].state in ("waiting", "running")]
+        open_cells = [c for c in self.sweep.cells if self.progress[c.name].state in ("waiting", "running")]
         left = [self.seconds_left(cell) for cell in open_cells]
         known = [seconds for seconds in left if seconds is not None]
         if len(known) < len(left):
@@ -143,26 +143,26 @@ class Board:
         return max([sum(known) / self.slots, *known], default=0.0)
 
     def _spent(self, job: Job) -> tuple[float, int]:
-        done = max(self.standings[job.cell.name].rounds - job.rounds_before, 0)
+        done = max(self.progress[job.cell.name].rounds - job.rounds_before, 0)
         return time.monotonic() - job.began, done
 
 
 class Watcher(Protocol):
     """What a sweep tells of itself while it goes on."""
 
-    def began(self, board: Board) -> None:
+    def on_start(self, board: SweepStatus) -> None:
         """Hear, first of all, that nothing keeps the sweep from its folder."""
 
-    def said(self, cell: Cell, word: str, board: Board) -> None:
+    def on_event(self, cell: SweepRun, word: str, board: SweepStatus) -> None:
         """Hear that a run was started, joined, finished, skipped, failed, or will be tried again."""
 
-    def tick(self, board: Board) -> None:
+    def on_tick(self, board: SweepStatus) -> None:
         """Hear, several times a second, where everything stands."""
 
 
 def run_sweep(
     sweep: Sweep, slots: int, retries: int, watcher: Watcher, prepare: Callable[[], None] | None = None
-) -> list[Cell]:
+) -> list[SweepRun]:
     """Do what is left of a sweep.
 
     Parameters
@@ -189,21 +189,21 @@ def run_sweep(
         If the user stopped it; the runs were stopped too, and the same sweep goes on from there. Likewise where the
         sweep itself fails, at a full disk for example.
     """
-    with _alone_in(sweep.folder):
+    with _lock_folder(sweep.folder):
         sweep.open()
-        board = Board(sweep, slots)
+        board = SweepStatus(sweep, slots)
         damaged = [cell for cell in sweep.cells if "damage" in cell.reached() and not cell.run.processes()]
         for cell in damaged:
             cell.error = cell.reached()["damage"]
         for cell in sweep.cells:
             board.look_at(cell, "failed" if cell in damaged else "finished" if cell.finished else "waiting")
-        watcher.began(board)
+        watcher.on_start(board)
         if prepare:
             prepare()
         for cell in sweep.cells:
-            if (state := board.standings[cell.name].state) != "waiting":
-                watcher.said(cell, "skipped" if state == "finished" else state, board)
-        left = [cell for cell in sweep.cells if board.standings[cell.name].state == "waiting"]
+            if (state := board.progress[cell.name].state) != "waiting":
+                watcher.on_event(cell, "skipped" if state == "finished" else state, board)
+        left = [cell for cell in sweep.cells if board.progress[cell.name].state == "waiting"]
         left.sort(key=lambda cell: not cell.run.processes())  # what runs already is counted before more is started
         try:
             with gpu_shared_by([cell.config for cell in left], slots) as variables, _stopping_runs_on_error(board):
@@ -213,7 +213,7 @@ def run_sweep(
 
 
 @contextmanager
-def _stopping_runs_on_error(board: Board) -> Iterator[None]:
+def _stopping_runs_on_error(board: SweepStatus) -> Iterator[None]:
     try:
         yield
     except BaseException:
@@ -224,45 +224,45 @@ def _stopping_runs_on_error(board: Board) -> Iterator[None]:
 
 
 def _work(
-    board: Board,
-    waiting: deque[Cell],
+    board: SweepStatus,
+    waiting: deque[SweepRun],
     retries: int,
     watcher: Watcher,
     variables: Callable[[RunConfig], dict[str, str]],
-) -> list[Cell]:
-    failed: list[Cell] = []
+) -> list[SweepRun]:
+    failed: list[SweepRun] = []
     while waiting or board.running:
         while waiting and len(board.running) < board.slots:
             cell = waiting.popleft()
             job = board.running[cell.name] = start(cell, variables(cell.config))
             board.look_at(cell, "running")
-            watcher.said(cell, "started" if job.process else "joined", board)
-        time.sleep(_LOOK_EVERY)
+            watcher.on_event(cell, "started" if job.process else "joined", board)
+        time.sleep(_POLL_SECONDS)
         for job in list(board.running.values()):
             cell = job.cell
             board.look_at(cell, "running")
             if not job.has_ended():
                 continue
             board.note_end(job)
-            word = _settle(job, retries)
+            word = _classify_end(job, retries)
             board.look_at(cell, {"again": "waiting"}.get(word, word))
             if word == "again":
                 waiting.append(cell)
             elif word == "failed":
                 failed.append(cell)
             board.sweep.save()
-            watcher.said(cell, word, board)
-        watcher.tick(board)
+            watcher.on_event(cell, word, board)
+        watcher.on_tick(board)
     return failed
 
 
-def _settle(job: Job, retries: int) -> str:
+def _classify_end(job: Job, retries: int) -> str:
     """Say how a job ended: finished, failed, or again; and leave the reason where the next reader looks."""
     cell = job.cell
     if cell.finished:
         cell.error = ""
         return "finished"
-    cell.error = job.why_it_failed()
+    cell.error = job.failure_reason()
     code = job.process.returncode if job.process is not None else None
     # A run that was refused before it began has written nothing itself; one that was killed is only interrupted.
     if code in (1, REFUSED) and cell.run.status()[0] == "running":
@@ -270,7 +270,7 @@ def _settle(job: Job, retries: int) -> str:
     return "again" if cell.attempts <= retries and code != REFUSED else "failed"
 
 
-def start(cell: Cell, variables: Mapping[str, str]) -> Job:
+def start(cell: SweepRun, variables: Mapping[str, str]) -> Job:
     """Start a run with more environment variables, go on with it from its checkpoint, or join it if it runs already.
 
     One that was last heard of on another machine is taken for interrupted: a container that is started anew has another
@@ -285,7 +285,7 @@ def start(cell: Cell, variables: Mapping[str, str]) -> Job:
     if not begun:
         RunDirectory.start(cell.config, describe_environment("not known yet"))
         run.set_status("interrupted")  # it names this process as the run's, and stopping the run would end the sweep
-    atomic_write(run.path / "run.toml", tomli_w.dumps(cell.config.outside()).encode())
+    atomic_write(run.path / "run.toml", tomli_w.dumps(cell.config.to_user_dict()).encode())
     with (run.path / "output.log").open("wb") as log:
         process = subprocess.Popen(
             command_of(run.path / "run.toml", resume=begun),
@@ -312,15 +312,15 @@ def command_of(conf: Path, resume: bool) -> list[str]:
 
 def stop(jobs: list[Job]) -> None:
     """Stop runs so that they can be resumed: ask, wait, and end what does not listen."""
-    with undisturbed():
+    with ignore_sigint():
         for act in (Job.ask_to_stop, Job.kill):
             for job in jobs:
                 act(job)
-            if _within(_GRACE, lambda: all(job.has_ended() for job in jobs)):
+            if _wait_until(_GRACE, lambda: all(job.has_ended() for job in jobs)):
                 return
 
 
-def _within(seconds: float, holds: Callable[[], bool]) -> bool:
+def _wait_until(seconds: float, holds: Callable[[], bool]) -> bool:
     deadline = time.monotonic() + seconds
     while not (held := holds()) and time.monotonic() < deadline:
         time.sleep(0.05)
@@ -328,7 +328,7 @@ def _within(seconds: float, holds: Callable[[], bool]) -> bool:
 
 
 @contextmanager
-def _alone_in(folder: Path) -> Iterator[None]:
+def _lock_folder(folder: Path) -> Iterator[None]:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with FileLock(folder / ".sweep.lock", timeout=0):

@@ -17,11 +17,11 @@ import psutil
 
 from fedeas_flwr.common.processes import ProcessTree
 
-_NOTHING_TO_DO = "ended\n"
+_EXITED_CLEANLY = "ended\n"
 
 
 @contextmanager
-def kept(root: int, mark: str, folder: Path) -> Iterator[None]:
+def watchdog(root: int, mark: str, folder: Path) -> Iterator[None]:
     """Have a keeper for the block.
 
     Parameters
@@ -42,10 +42,10 @@ def kept(root: int, mark: str, folder: Path) -> Iterator[None]:
     try:
         yield
     finally:
-        keeper.communicate(_NOTHING_TO_DO)  # no error where somebody killed it
+        keeper.communicate(_EXITED_CLEANLY)  # no error where somebody killed it
 
 
-def is_keeper(process: psutil.Process) -> bool:
+def is_watchdog(process: psutil.Process) -> bool:
     """Whether a process is one: it is to be left to its work."""
     return bool(process.cmdline()[1:3] == ["-m", __name__])
 
@@ -54,7 +54,7 @@ def main() -> None:
     """Wait for the launcher's end."""
     root, mark, folder = int(sys.argv[1]), sys.argv[2], Path(sys.argv[3])
     tree = ProcessTree(psutil.Process(root), mark)
-    if sys.stdin.read() == _NOTHING_TO_DO:
+    if sys.stdin.read() == _EXITED_CLEANLY:
         return
     tree.end()
     for process in psutil.process_iter():  # MPS does without the mark, but has its sockets in the folder

@@ -11,11 +11,11 @@ import numpy as np
 
 from fedeas_flwr.allocation import check_number
 from fedeas_flwr.common.text import counted
-from fedeas_flwr.planning.budget_path import BudgetPath, Point, Window, greatest, where_removed
+from fedeas_flwr.planning.budget_path import BudgetPath, Point, Window, bisect_last_true, where_removed
 
 
 @dataclass(frozen=True)
-class Speed:
+class GeneratorSpeed:
     """How fast a generator is: it makes images in whole batches."""
 
     batch: int
@@ -72,7 +72,7 @@ class Choice:
     recommended: float | None
     why: str
     contradictions: list[str]
-    speed: Speed | None = None
+    speed: GeneratorSpeed | None = None
 
     def as_json(self) -> dict[str, Any]:
         """Give plain values; a window that is open above has ``high`` None."""
@@ -90,7 +90,7 @@ class Choice:
         return row | {"removed": point.removed} | ({"seconds": self.speed.seconds(point.images)} if self.speed else {})
 
 
-def choose(path: BudgetPath, limits: Limits, grid: Sequence[float] = (), speed: Speed | None = None) -> Choice:
+def choose(path: BudgetPath, limits: Limits, grid: Sequence[float] = (), speed: GeneratorSpeed | None = None) -> Choice:
     """Find the β that satisfy the limits and recommend one.
 
     Under a ceiling the recommended β is the one that removes most, for the limits already say what may be spent; with
@@ -129,17 +129,17 @@ def choose(path: BudgetPath, limits: Limits, grid: Sequence[float] = (), speed: 
     return Choice(limits, windows, path.end, rows, best.beta, why, [], speed)
 
 
-def broken(point: Point, limits: Limits, speed: Speed | None = None) -> list[str]:
+def broken(point: Point, limits: Limits, speed: GeneratorSpeed | None = None) -> list[str]:
     """Name the limits that a β breaks."""
     return [name for name in limits.given() if _breaks(point, limits, name, speed)]
 
 
-def _top(path: BudgetPath, limits: Limits, name: str, speed: Speed | None) -> float:
+def _top(path: BudgetPath, limits: Limits, name: str, speed: GeneratorSpeed | None) -> float:
     """Find the greatest β that one ceiling allows."""
-    return greatest(lambda beta: not _breaks(path.at(beta), limits, name, speed), path.end)
+    return bisect_last_true(lambda beta: not _breaks(path.at(beta), limits, name, speed), path.end)
 
 
-def _breaks(point: Point, limits: Limits, name: str, speed: Speed | None) -> bool:
+def _breaks(point: Point, limits: Limits, name: str, speed: GeneratorSpeed | None) -> bool:
     limit = limits.given()[name]
     if name == "min_removed":
         return point.removed < limit

@@ -1,8 +1,8 @@
 """What β decides on given label counts, and for which β it decides enough.
 
 Budgets are whole numbers, so everything moves in steps. Images and the synthetic share never fall as β grows: the
-greatest β under such a ceiling is found by plain bisection (`greatest`). The removed share does fall at some steps,
-where a client is filled past its best level, and in the end for good: see `where_removed`. NumPy only.
+greatest β under such a ceiling is found by plain bisection (`bisect_last_true`). The removed share does fall at some
+steps, where a client is filled past its best level, and in the end for good: see `where_removed`. NumPy only.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ class BudgetPath:
 # ------------------------------------------------------------------------------------------- which β satisfy
 
 
-def greatest(holds: Callable[[float], bool], end: float) -> float:
+def bisect_last_true(holds: Callable[[float], bool], end: float) -> float:
     """Find by bisection the last float from 0 to ``end`` at which a condition holds that, once lost, stays lost."""
     if holds(end):
         return end

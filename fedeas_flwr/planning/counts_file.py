@@ -14,7 +14,7 @@ import numpy.typing as npt
 from fedeas_flwr.allocation import MAX_COUNT
 from fedeas_flwr.common.text import counted
 
-LARGEST_FILE = 64 * 2**20  # bytes; a thousand clients by a thousand classes need about a tenth of it
+MAX_FILE_BYTES = 64 * 2**20  # bytes; a thousand clients by a thousand classes need about a tenth of it
 NAMES_OF_CLIENTS = ("client", "id", "index")
 """Above a column that holds no counts."""
 
@@ -32,11 +32,11 @@ def read_counts(path: str | Path) -> tuple[npt.NDArray[np.int64], list[str]]:
         raise ValueError(f"{path}: counts must be a .json or a .csv file")
     try:
         with path.open("rb") as stream:
-            content = stream.read(LARGEST_FILE + 1)
+            content = stream.read(MAX_FILE_BYTES + 1)
     except OSError as error:
         raise ValueError(f"{path}: cannot be read, {error.strerror or error}") from None
-    if len(content) > LARGEST_FILE:
-        raise ValueError(f"{path}: too large, at most {LARGEST_FILE // 2**20} MiB are allowed")
+    if len(content) > MAX_FILE_BYTES:
+        raise ValueError(f"{path}: too large, at most {MAX_FILE_BYTES // 2**20} MiB are allowed")
     try:
         text = content.decode("utf-8-sig")
     except UnicodeDecodeError:

@@ -12,7 +12,7 @@ from fedeas_flwr.allocation import FloatArray, IntArray, client_imbalance, full_
 from fedeas_flwr.planning.budget_path import BudgetPath
 from fedeas_flwr.waterfill import waterfill
 
-MOST_GREEDY_STEPS = 100_000  # one at a time for every point: seconds; beyond it waterfill, no worse, stands alone
+MAX_DRAWN_GREEDY_STEPS = 100_000  # one at a time for every point: seconds; beyond it waterfill, no worse, stands alone
 CURVE_POINTS = 24
 
 
@@ -59,7 +59,7 @@ def reduction(path: BudgetPath, betas: Sequence[float]) -> Reduction:
     marked = [path.at(beta) for beta in betas]
     totals = [point.images for point in along]
     rules = {"waterfill": waterfill, "greedy": greedy, "uniform": uniform}
-    if totals[-1] > MOST_GREEDY_STEPS:
+    if totals[-1] > MAX_DRAWN_GREEDY_STEPS:
         del rules["greedy"]
 
     def at(rule: Callable[[npt.ArrayLike, int], IntArray], images: list[int]) -> list[tuple[int, float]]:

@@ -12,8 +12,8 @@ from fedeas_flwr.allocation import checked_counts
 from fedeas_flwr.common.text import counted
 from fedeas_flwr.policies import POLICIES, ClientView, PolicySettings, allocate, settings_of
 
-MOST_CLASSES_SHOWN = 20
-LONGEST_HEAD = 16
+MAX_CLASSES_SHOWN = 20
+MAX_HEAD_LENGTH = 16
 
 
 def plan(
@@ -93,7 +93,7 @@ def format_table(plan: dict[str, Any], names: Sequence[str] = ()) -> str:
     """
     classes = len(plan["clients"][0]["generate"])
     heads = [_head(name) for name in names or map(str, range(classes))]
-    shown = [heads, *_class_by_class(plan)] if classes <= MOST_CLASSES_SHOWN else _summarised(plan)
+    shown = [heads, *_class_by_class(plan)] if classes <= MAX_CLASSES_SHOWN else _summarised(plan)
     header = ["client", "samples", "entropy", "budget", "repeat" if "repeated" in plan else "generate", *shown[0]]
     rows = [
         [
@@ -118,7 +118,9 @@ def _added(plan: dict[str, Any]) -> list[list[int]]:
 
 def _head(name: str) -> str:
     """A class above its column: a number would pass for a count, and a long name would push the table apart."""
-    return f"c{name}" if name.isdecimal() else name if len(name) <= LONGEST_HEAD else f"{name[: LONGEST_HEAD - 1]}…"
+    return (
+        f"c{name}" if name.isdecimal() else name if len(name) <= MAX_HEAD_LENGTH else f"{name[: MAX_HEAD_LENGTH - 1]}…"
+    )
 
 
 def _class_by_class(plan: dict[str, Any]) -> list[list[str]]:

@@ -9,7 +9,7 @@ import numpy as np
 from fedeas_flwr.common.files import cache_root
 from fedeas_flwr.config import RunConfig
 from fedeas_flwr.data.datasets import dataset_info, open_dataset
-from fedeas_flwr.data.federated import Labels, dealt_out
+from fedeas_flwr.data.federated import Labels, partitioned_labels
 from fedeas_flwr.data.sources import OWN
 from fedeas_flwr.partition import make_partition, plan_labels
 from fedeas_flwr.policies import allocate, settings_of
@@ -34,7 +34,7 @@ def partition_counts(
 ) -> Labels:
     """The same of any partition, of which there need be no run, nor a trace left; see `make_partition`."""
     own = dataset.startswith(OWN)  # no constant knows its labels
-    labels = dealt_out(open_dataset(dataset), protocol) if own else plan_labels(dataset, protocol)
+    labels = partitioned_labels(open_dataset(dataset), protocol) if own else plan_labels(dataset, protocol)
     partition = make_partition(labels, protocol, clients, alpha, seed, cache_root() if keep else None, progress)
     return partition.counts(labels, len(dataset_info(dataset).classes))
 
@@ -51,7 +51,7 @@ def planned_allocation(config: RunConfig, counts: Labels) -> Labels:
     )
 
 
-def asked_images(config: RunConfig, wanted: Labels) -> Labels:
+def requested_images(config: RunConfig, wanted: Labels) -> Labels:
     """How many images of each class a client asks for, ``[…, classes]``, to use the last ``wanted`` of each.
 
     They are as many, unless all clients seed the generator alike: then a class's images are those whose numbers the
@@ -65,22 +65,22 @@ def planned_images(config: RunConfig, counts: Labels) -> Labels:
 
     With shared images all are made for client 0, as many as any client asks for.
     """
-    asked = asked_images(config, planned_allocation(config, counts))
+    asked = requested_images(config, planned_allocation(config, counts))
     return asked if config.shared_images == "no" else asked.max(axis=0, keepdims=True)
 
 
-def nothing_planned(config: RunConfig) -> str:
+def empty_plan_message(config: RunConfig) -> str:
     """Say that a plan has no image in it, though the policy generates: a run that looks like one of it, and is not."""
     given = f" with β = {config.beta:g}" if "beta" in settings_of(config.policy, config.total > 0) else ""
     return f"no images: policy '{config.policy}'{given} gives these clients none; see `fedeas plan`"
 
 
-def different_images(config: RunConfig, counts: Labels) -> int:
+def count_distinct_images(config: RunConfig, counts: Labels) -> int:
     """How many different images the clients of a run use, all together."""
     wanted = planned_allocation(config, counts)
     if config.shared_images == "no":
         return int(wanted.sum())
-    ends = asked_images(config, wanted)
+    ends = requested_images(config, wanted)
     firsts, classes = ends - wanted, range(wanted.shape[1])
     used = [[range(*ends_of) for ends_of in zip(firsts[:, c], ends[:, c], strict=True)] for c in classes]
     return sum(len(set().union(*numbers)) for numbers in used)

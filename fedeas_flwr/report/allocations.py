@@ -12,12 +12,12 @@ from matplotlib.figure import Figure
 
 from fedeas_flwr.common.text import counted
 from fedeas_flwr.data.datasets import dataset_info
-from fedeas_flwr.planning.run_plan import different_images, planned_allocation, planned_counts
+from fedeas_flwr.planning.run_plan import count_distinct_images, planned_allocation, planned_counts
 from fedeas_flwr.report.groups import Group
 from fedeas_flwr.report.run_figures import draw_heat_map
 
 Counts = npt.NDArray[np.int64]
-_OF_PARTITION = ("dataset", "data_dir", "protocol", "clients", "alpha", "partition_seed")
+_PARTITION_KEYS = ("dataset", "data_dir", "protocol", "clients", "alpha", "partition_seed")
 _COLUMNS = 2
 
 
@@ -50,13 +50,13 @@ def maps_of(groups: Sequence[Group]) -> tuple[list[HeatMaps], list[str]]:
         except (OSError, ValueError) as error:
             notes.append(f"No heat map of {group.name}: {error}.")
             continue
-        of_partition = tuple(getattr(config, key) for key in _OF_PARTITION)
+        of_partition = tuple(getattr(config, key) for key in _PARTITION_KEYS)
         maps = found.setdefault(of_partition, HeatMaps(dataset_info(config.dataset).classes, counts, []))
         if generated is None:
             continue
-        if _is_what_ran(group, generated):
+        if _matches_run(group, generated):
             maps.generated.append((group.name, generated))
-            notes += _what_the_map_hides(group, counts, int(generated.sum()))
+            notes += _map_caveats(group, counts, int(generated.sum()))
         else:
             images = counted(int(generated.sum()), "image")
             notes.append(
@@ -66,7 +66,7 @@ def maps_of(groups: Sequence[Group]) -> tuple[list[HeatMaps], list[str]]:
     return list(found.values()), notes
 
 
-def _what_the_map_hides(group: Group, counts: Counts, planned: int) -> list[str]:
+def _map_caveats(group: Group, counts: Counts, planned: int) -> list[str]:
     """Where fewer images were made than the map counts: of clients that never took part, or shared ones."""
     notes = []
     made = [member.summary["total_generated"] for member in group.members]
@@ -75,12 +75,12 @@ def _what_the_map_hides(group: Group, counts: Counts, planned: int) -> list[str]
         why = "since clients that never took part generate none"
         notes.append(f"{group.name}: the map is the plan, {counted(planned, 'image')}; {runs}, {why}.")
     if group.config.shared_images != "no":
-        different = different_images(group.config, counts)
+        different = count_distinct_images(group.config, counts)
         notes.append(f"{group.name}: {different:,} of the plan's {counted(planned, 'image')} are different.")
     return notes
 
 
-def _is_what_ran(group: Group, generated: Counts) -> bool:
+def _matches_run(group: Group, generated: Counts) -> bool:
     """Whether the plan is the run's own: clients that have trained have generated what it says."""
     by_client = generated.sum(axis=1)
     for member in group.members:

@@ -21,16 +21,16 @@ from fedeas_flwr.report.groups import (
     differences,
     gain_and_efficiency,
     identity,
-    rounds_meant,
+    mean_window,
 )
 from fedeas_flwr.report.notes import notes_on
 from fedeas_flwr.report.page import Document, Picture, Section, Table
 from fedeas_flwr.report.run_figures import GAMMA_HAT, draw_accuracy, draw_classes, draw_cost, draw_measure, draw_seconds
-from fedeas_flwr.report.style import Look, legend_above
-from fedeas_flwr.runs.metrics import BESIDE, WALL_CLOCK
+from fedeas_flwr.report.style import LineStyle, legend_above
+from fedeas_flwr.runs.metrics import BACKGROUND_PHASES, WALL_CLOCK
 
 NOTHING = "–"
-_TOLD: dict[str, Callable[[Any], str]] = {
+_KEY_FORMATS: dict[str, Callable[[Any], str]] = {
     "dataset": "Dataset {}".format,
     "clients": partial(counted, noun="client"),
     "alpha": "α = {}".format,
@@ -70,7 +70,7 @@ def _title(groups: Sequence[Group]) -> str:
 def _opening(groups: Sequence[Group]) -> list[str]:
     shared = identity(groups[0].config)
     same = {key: value for key, value in shared.items() if key not in differences([group.config for group in groups])}
-    words = [told(same[key]) for key, told in _TOLD.items() if key in same]
+    words = [told(same[key]) for key, told in _KEY_FORMATS.items() if key in same]
     runs = sum(len(group.all_members) for group in groups)
     found = f"{counted(runs, 'run')} in {counted(len(groups), 'group')}"
     text = [f"{found} (a group's runs differ in their seed alone). {', '.join(words)}."]
@@ -84,13 +84,13 @@ def results(groups: Sequence[Group]) -> Table:
     """The groups in a row each."""
     thresholds = {group.config.threshold for group in groups}
     reached = f"rounds to {100 * thresholds.pop():g} %" if len(thresholds) == 1 else "rounds to threshold"
-    head = ("", "seeds", f"last-{rounds_meant(groups)} %", "peak %", "images", "gain", "η", reached, "Γ̂", "seconds")
-    return Table(head, [_result_row(group, groups) for group in groups], _looks(groups))
+    head = ("", "seeds", f"last-{mean_window(groups)} %", "peak %", "images", "gain", "η", reached, "Γ̂", "seconds")
+    return Table(head, [_result_row(group, groups) for group in groups], _styles(groups))
 
 
 def _results(groups: Sequence[Group]) -> Section:
     text = (
-        f"Last-{rounds_meant(groups)} is the mean test accuracy of {_last_rounds(groups)}; ± is the standard "
+        f"Last-{mean_window(groups)} is the mean test accuracy of {_last_rounds(groups)}; ± is the standard "
         "deviation over seeds. Gain is in "
         "percentage points over the group that generates nothing and is otherwise the same; η is the gain for a "
         "thousand images. Γ̂ says how far the clients' updates point apart (median of the rounds; smaller is closer). "
@@ -102,7 +102,7 @@ def _results(groups: Sequence[Group]) -> Section:
 
 
 def _last_rounds(groups: Sequence[Group]) -> str:
-    number = rounds_meant(groups)
+    number = mean_window(groups)
     fewer = any(len(member.rounds) < number for group in groups for member in group.members)
     words = f"the last {number} rounds" if number > 1 else "the one round"
     return f"{words} (of all where a run has fewer)" if fewer else words
@@ -127,8 +127,8 @@ def _result_row(group: Group, groups: Sequence[Group]) -> list[str]:
     ]
 
 
-def _looks(groups: Sequence[Group]) -> list[Look]:
-    return [group.look for group in groups]
+def _styles(groups: Sequence[Group]) -> list[LineStyle]:
+    return [group.style for group in groups]
 
 
 # --------------------------------------------------------------------------------------------------------- pictures
@@ -188,7 +188,7 @@ def _classes_of_one(title: str, picture: str, known: Sequence[Group]) -> Section
         cells = [f"{100 * worst[1]:.1f}", NOTHING if before is None else f"{100 * before:.1f}"]
         rows.append([group.name, names[worst[0]], *cells, f"{100 * float(np.nanmean(values)):.1f}"])
     head = ("", "worst class", "its accuracy %", "that class before filling %", "mean of the classes %")
-    table = Table(head, rows, _looks(known))
+    table = Table(head, rows, _styles(known))
     pictures = _picture(picture, caption, lambda axes: draw_classes(axes, known, names, baseline))
     return Section(title, (), (table,), pictures)
 
@@ -217,7 +217,7 @@ def _worst_client(groups: Sequence[Group]) -> list[Section]:
     return [
         Section(
             "The worst client",
-            tables=[Table(("", f"last-{rounds_meant(known)} %"), rows, _looks(known))],
+            tables=[Table(("", f"last-{mean_window(known)} %"), rows, _styles(known))],
             pictures=pictures,
         )
     ]
@@ -259,12 +259,12 @@ def _time(groups: Sequence[Group]) -> Section:
         "clients: the wait is what they held up. Starting up is not in it."
     )
     height = 1.0 + 0.7 * len(groups)
-    phases = (*WALL_CLOCK, *BESIDE, *CLIENT_WORK)
+    phases = (*WALL_CLOCK, *BACKGROUND_PHASES, *CLIENT_WORK)
     server = ("waiting for clients", "averaging and checks", "waiting for Γ̂ and tests", "Γ̂", "testing")
     names = (*server, "clients: generating", "clients: training")
     rows = [[group.name, *(f"{group.seconds(phase):,.1f}" for phase in phases)] for group in groups]
     pictures = _picture("seconds", caption, lambda axes: draw_seconds(axes, groups), (8.6, height))
-    return Section("Where the time went", (), [Table(("seconds", *names), rows, _looks(groups))], pictures)
+    return Section("Where the time went", (), [Table(("seconds", *names), rows, _styles(groups))], pictures)
 
 
 # ---------------------------------------------------------------------------------------------------- configuration

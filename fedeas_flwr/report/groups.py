@@ -13,10 +13,10 @@ import numpy.typing as npt
 
 from fedeas_flwr.common.errors import RunError
 from fedeas_flwr.config import KEYS_CHANGEABLE_ON_RESUME, RunConfig
-from fedeas_flwr.config_keys import OF_GENERATION, keys_in_use
+from fedeas_flwr.config_keys import GENERATION_KEYS, keys_in_use
 from fedeas_flwr.data.datasets import short_name
 from fedeas_flwr.policies import POLICIES
-from fedeas_flwr.report.style import LABELS, Look, looks_of
+from fedeas_flwr.report.style import LABELS, LineStyle, assign_styles
 from fedeas_flwr.runs.directory import RunDirectory
 from fedeas_flwr.runs.listing import summarise_so_far, without_folder
 from fedeas_flwr.runs.metrics import WALL_CLOCK, efficiency, last_20, seconds_of
@@ -80,15 +80,15 @@ class Group:
     name: str
     members: tuple[Member, ...]
     """Those that all figures are of."""
-    look: Look
+    style: LineStyle
     """In every picture and table."""
-    aside: tuple[Member, ...] = ()
+    excluded: tuple[Member, ...] = ()
     """Those that have not finished while others have: in a mean they would pass for worse seeds."""
 
     @property
     def all_members(self) -> tuple[Member, ...]:
         """Those that count, and those that do not."""
-        return (*self.members, *self.aside)
+        return (*self.members, *self.excluded)
 
     @property
     def config(self) -> RunConfig:
@@ -103,10 +103,10 @@ class Group:
     @property
     def colour(self) -> str:
         """Of its look."""
-        return self.look.colour
+        return self.style.colour
 
     @property
-    def came_to(self) -> int:
+    def last_round(self) -> int:
         """The last round of the run that came furthest."""
         return max(len(member.rounds) for member in self.members)
 
@@ -117,7 +117,7 @@ class Group:
 
     def curve(self, measure: str) -> FloatArray:
         """A figure of the rounds, [seeds, rounds]; NaN where a round has none or a run is shorter."""
-        found = np.full((len(self.members), self.came_to), np.nan)
+        found = np.full((len(self.members), self.last_round), np.nan)
         for row, member in zip(found, self.members, strict=True):
             values = [record.get(measure) for record in member.rounds]
             row[: len(values)] = [np.nan if value is None else value for value in values]
@@ -186,23 +186,23 @@ def group_runs(runs: Sequence[RunDirectory]) -> tuple[list[Group], list[str]]:
     together: dict[str, list[Member]] = {}
     for member in members:
         together.setdefault(repr(identity(member.config)), []).append(member)
-    found = [_one_a_seed(group, left_out) for group in together.values()]
+    found = [_one_per_seed(group, left_out) for group in together.values()]
     found.sort(key=lambda group: (group[0].summary["total_generated"], not _is_baseline(group[0].config)))
     configs = [group[0].config for group in found]
-    told = zip(_names(configs), found, looks_of([config.policy for config in configs]), strict=True)
+    told = zip(_names(configs), found, assign_styles([config.policy for config in configs]), strict=True)
     return [_make_group(name, group, look) for name, group, look in told], left_out
 
 
-def _make_group(name: str, runs: Sequence[Member], look: Look) -> Group:
+def _make_group(name: str, runs: Sequence[Member], style: LineStyle) -> Group:
     finished = tuple(member for member in runs if not member.unfinished)
     if not finished:  # as far as they came is all there is
-        return Group(name, tuple(runs), look)
-    return Group(name, finished, look, tuple(member for member in runs if member.unfinished))
+        return Group(name, tuple(runs), style)
+    return Group(name, finished, style, tuple(member for member in runs if member.unfinished))
 
 
-def rounds_meant(groups: Sequence[Group]) -> int:
+def mean_window(groups: Sequence[Group]) -> int:
     """Of how many rounds at most the last-20 mean of these groups is."""
-    return max(min(20, group.came_to) for group in groups)
+    return max(min(20, group.last_round) for group in groups)
 
 
 def identity(config: RunConfig, free: Sequence[str] = ()) -> dict[str, Any]:
@@ -216,7 +216,7 @@ def identity(config: RunConfig, free: Sequence[str] = ()) -> dict[str, Any]:
     return values | dataset | {key: without_folder(str(values[key])) for key in _PATHS if key in values}
 
 
-def _one_a_seed(group: Sequence[Member], left_out: list[str]) -> list[Member]:
+def _one_per_seed(group: Sequence[Member], left_out: list[str]) -> list[Member]:
     """By seed; of a run that is there twice, the one that came furthest and of these the last written counts."""
     kept: dict[int, Member] = {}
     for member in sorted(group, key=lambda one: (len(one.rounds), (one.run.path / "rounds.jsonl").stat().st_mtime)):
@@ -272,7 +272,7 @@ def baseline_of(group: Group, groups: Sequence[Group]) -> Group | None:
     """The group that is the same but for generating nothing; of several, that of its own seeds and form of Γ̂."""
     if _is_baseline(group.config):
         return None
-    fitting = [other for other in _without_images(group, groups) if not _in_the_way(group, other)]
+    fitting = [other for other in _without_images(group, groups) if not _differing_keys(group, other)]
     return min(
         fitting,
         key=lambda other: (
@@ -294,9 +294,9 @@ def why_no_gain(group: Group, groups: Sequence[Group]) -> str | None:
     others = _without_images(group, groups)
     if not others:
         return "there is no group that generates nothing (policy = none)"
-    nearest = min(others, key=lambda other: len(_in_the_way(group, other)))
+    nearest = min(others, key=lambda other: len(_differing_keys(group, other)))
     mine, theirs = identity(group.config), identity(nearest.config)
-    keys = [f"{key} = {_show(theirs[key])}, not {_show(mine[key])}" for key in _in_the_way(group, nearest)]
+    keys = [f"{key} = {_show(theirs[key])}, not {_show(mine[key])}" for key in _differing_keys(group, nearest)]
     return f"the nearest group that generates nothing has {'; '.join(keys)}"
 
 
@@ -315,9 +315,9 @@ def _without_images(group: Group, groups: Sequence[Group]) -> list[Group]:
     return [other for other in groups if other is not group and _is_baseline(other.config)]
 
 
-def _in_the_way(group: Group, other: Group) -> list[str]:
+def _differing_keys(group: Group, other: Group) -> list[str]:
     """The keys in which two groups differ, what is generated aside; of one strategy's keys the strategy is enough."""
-    mine, theirs = (identity(one.config, (*OF_GENERATION, "threshold", "gamma-hat")) for one in (group, other))
+    mine, theirs = (identity(one.config, (*GENERATION_KEYS, "threshold", "gamma-hat")) for one in (group, other))
     return [key for key in mine if mine[key] != theirs.get(key, mine[key])]
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from fedeas_flwr.report.groups import CLIENT_WORK, FloatArray, Group, Spread, gain_and_efficiency, why_no_gain
-from fedeas_flwr.runs.metrics import BESIDE, WALL_CLOCK
+from fedeas_flwr.runs.metrics import BACKGROUND_PHASES, WALL_CLOCK
 
 
 def as_data(groups: Sequence[Group]) -> list[dict[str, Any]]:
@@ -38,8 +38,8 @@ def as_data(groups: Sequence[Group]) -> list[dict[str, Any]]:
                 "per_class_accuracy": None if group.per_class is None else _no_nan(group.per_class),
                 "worst_class": None if worst_class is None else {"class": worst_class[0], "accuracy": worst_class[1]},
                 "worst_client_accuracy": _plain(group.worst_client),
-                "seconds": {phase: group.seconds(phase) for phase in (*WALL_CLOCK, *BESIDE, *CLIENT_WORK)},
-                "config": group.config.outside(),
+                "seconds": {phase: group.seconds(phase) for phase in (*WALL_CLOCK, *BACKGROUND_PHASES, *CLIENT_WORK)},
+                "config": group.config.to_user_dict(),
                 "environments": [member.run.environment() for member in group.members],
             }
         )

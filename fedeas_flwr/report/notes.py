@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from fedeas_flwr.common.text import counted
 from fedeas_flwr.report.groups import Group, baseline_of, gain_and_efficiency, why_no_gain
 
-_MOST_NAMED = 6
+_MAX_NAMED = 6
 """Clients; of more the number is given."""
 
 
@@ -22,7 +22,7 @@ def unfinished_notes(groups: Sequence[Group]) -> list[str]:
     included = [
         f"Not finished: {member.unfinished}" for group in groups for member in group.members if member.unfinished
     ]
-    aside = [f"Not finished, so not counted: {member.unfinished}" for group in groups for member in group.aside]
+    aside = [f"Not finished, so not counted: {member.unfinished}" for group in groups for member in group.excluded]
     return [*included, *aside]
 
 
@@ -67,7 +67,7 @@ def _told(absent: Sequence[int], clients: int) -> str:
     if len(absent) == 1:
         return f"client {absent[0]} never took part, so it has generated none"
     who = f"{len(absent):,} of {counted(clients, 'client')}"
-    if len(absent) <= _MOST_NAMED:
+    if len(absent) <= _MAX_NAMED:
         who = f"clients {', '.join(map(str, absent))}"
     return f"{who} never took part, so they have generated none"
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-    from fedeas_flwr.report.style import Look
+    from fedeas_flwr.report.style import LineStyle
 
 
 _STYLE = """
@@ -63,7 +63,7 @@ class Table:
 
     head: Sequence[str]
     rows: Sequence[Sequence[str]]
-    swatches: Sequence[Look] = ()
+    swatches: Sequence[LineStyle] = ()
     """A look for each row, as in the pictures."""
 
 
@@ -76,7 +76,7 @@ class Picture:
     caption: str
 
     @property
-    def spoken(self) -> str:
+    def alt_text(self) -> str:
         """For those who do not see it: what its axes are, and its names with what they say of values."""
         axes = self.figure.axes
         shown = [(place.get_ylabel(), place.get_xlabel()) for place in axes if place.get_legend()]
@@ -140,7 +140,7 @@ def _html_section(section: Section) -> str:
     parts += [_scrolling(_html_table(table), f"{section.title}: table") for table in section.tables]
     for picture in section.pictures:
         code = base64.b64encode(as_svg(picture.figure)).decode()
-        image = f'<img alt="{html.escape(picture.spoken)}" src="data:image/svg+xml;base64,{code}">'
+        image = f'<img alt="{html.escape(picture.alt_text)}" src="data:image/svg+xml;base64,{code}">'
         shown = _scrolling(image, f"{section.title}: picture")
         parts.append(
             f'<figure id="figure-{picture.name}">{shown}<figcaption>{_text(picture.caption)}</figcaption></figure>'
@@ -167,11 +167,11 @@ def _scrolling(inside: str, name: str) -> str:
     return f'<div class="wide" role="region" aria-label="{html.escape(name)}" tabindex="0">{inside}</div>'
 
 
-def _swatch(look: Look) -> str:
+def _swatch(style: LineStyle) -> str:
     """A piece of a group's curve; not a background, which printers leave out."""
     from fedeas_flwr.report.style import LINES
 
-    line = f'stroke="{look.colour}" stroke-width="4" stroke-dasharray="{LINES[look.line] or "none"}"'
+    line = f'stroke="{style.colour}" stroke-width="4" stroke-dasharray="{LINES[style.line] or "none"}"'
     return f'<svg class="swatch" width="24" height="10" aria-hidden="true"><path d="M0 5H24" {line}/></svg>'
 
 

@@ -22,7 +22,7 @@ from fedeas_flwr.planning.budget_path import BudgetPath
 from fedeas_flwr.report.style import COLOURS, INK, LABELS, legend_above, tidy
 
 PATH_POINTS = 240
-MOST_BARS_NAMED = 30
+MAX_BARS_NAMED = 30
 REMOVED = "imbalance removed, 1 − I(B) / I(0)"
 
 
@@ -80,7 +80,7 @@ def draw_demand(axes: Axes, path: BudgetPath, generated: IntArray, beta: float) 
     axes.set_ylim(0, 1.3 * max(10, int(needed.max()), int(given.max())))
     axes.yaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
     axes.set(xlabel="client", ylabel="images to generate (log scale)")
-    if len(clients) <= MOST_BARS_NAMED:
+    if len(clients) <= MAX_BARS_NAMED:
         axes.set_xticks(clients)
     else:
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))

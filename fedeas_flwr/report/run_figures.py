@@ -12,12 +12,12 @@ from matplotlib.axes import Axes
 from matplotlib.ticker import MaxNLocator, StrMethodFormatter
 
 from fedeas_flwr.common.text import counted
-from fedeas_flwr.report.groups import CLIENT_WORK, FloatArray, Group, rounds_meant
-from fedeas_flwr.report.style import INK, WIDTHS, Look, tidy, within
+from fedeas_flwr.report.groups import CLIENT_WORK, FloatArray, Group, mean_window
+from fedeas_flwr.report.style import INK, WIDTHS, LineStyle, tidy, within
 from fedeas_flwr.runs.metrics import WALL_CLOCK
 
-MOST_CLASSES_NAMED = 20
-MOST_CELLS_NUMBERED = 300
+MAX_CLASSES_NAMED = 20
+MAX_CELLS_NUMBERED = 300
 GAMMA_HAT = r"$\hat{\Gamma}$"
 """Γ̂ as matplotlib sets it: its fonts place the combining accent badly."""
 _PHASES = {
@@ -37,7 +37,7 @@ def draw_accuracy(axes: Axes, groups: Sequence[Group]) -> None:
         assert score is not None  # every round has an accuracy
         images = f" ({group.images:,.0f} images)" if group.images else ""
         width = WIDTHS.get(group.config.policy, 1.6)
-        _draw_curve(axes, curve, group.look, width, f"{group.name}: {score.show(100)} %{images}")
+        _draw_curve(axes, curve, group.style, width, f"{group.name}: {score.show(100)} %{images}")
         rounds = curve.shape[1]
         window = (max(1, rounds - 19), rounds)
         low, high = 100 * (score.mean - (score.sd or 0)), 100 * (score.mean + (score.sd or 0))
@@ -55,26 +55,26 @@ def draw_measure(
     for group in groups:
         curve = scale * group.curve(measure)
         if not np.isnan(curve).all():
-            _draw_curve(axes, curve, group.look, 1.6, group.name)
+            _draw_curve(axes, curve, group.style, 1.6, group.name)
     axes.set(xlabel="round", ylabel=label)
     _rounds_axis(axes)
     within(axes, scale * most)
 
 
-def _draw_curve(axes: Axes, curve: FloatArray, look: Look, width: float, label: str) -> None:
+def _draw_curve(axes: Axes, curve: FloatArray, style: LineStyle, width: float, label: str) -> None:
     """One line for the mean, a mark where there is one round alone; a band where at least two seeds have a value."""
     there = (~np.isnan(curve)).sum(axis=0)
     known = np.flatnonzero(there)
     rounds = known + 1
     mean = np.nanmean(curve[:, known], axis=0)
-    alone = look.marker if len(rounds) == 1 else None
-    axes.plot(rounds, mean, color=look.colour, ls=look.line, lw=width, marker=alone, label=label)
+    alone = style.marker if len(rounds) == 1 else None
+    axes.plot(rounds, mean, color=style.colour, ls=style.line, lw=width, marker=alone, label=label)
     several = there[known] > 1
     if several.any():
         spread = np.zeros_like(mean)
         spread[several] = np.nanstd(curve[:, known[several]], axis=0, ddof=1)
         axes.fill_between(
-            rounds, mean - spread, mean + spread, where=several.tolist(), color=look.colour, alpha=0.15, lw=0
+            rounds, mean - spread, mean + spread, where=several.tolist(), color=style.colour, alpha=0.15, lw=0
         )
 
 
@@ -89,25 +89,25 @@ def draw_classes(axes: Axes, groups: Sequence[Group], classes: Sequence[str], ba
     known = [group for group in groups if group.per_class is not None]
     order = np.argsort((baseline or known[0]).per_class)  # type: ignore[arg-type]
     places = np.arange(len(order))
-    if len(order) <= MOST_CLASSES_NAMED:
+    if len(order) <= MAX_CLASSES_NAMED:
         values = np.stack([100 * group.per_class[order] for group in known if group.per_class is not None])
         # fmin and fmax let numbers win over NaN, and stay silent where a class was never tested.
         lowest, highest = np.fmin.reduce(values, axis=0), np.fmax.reduce(values, axis=0)
         axes.vlines(places, lowest, highest, color="#d5dae0", lw=6, zorder=1)
         for group, row in zip(known, values, strict=True):
-            axes.plot(places, row, group.look.marker, ms=7, color=group.colour, label=group.name, zorder=2)
+            axes.plot(places, row, group.style.marker, ms=7, color=group.colour, label=group.name, zorder=2)
         _name_classes(axes, [classes[label] for label in order])
     else:
         for group in known:
             assert group.per_class is not None
             axes.plot(
-                places, 100 * group.per_class[order], color=group.colour, ls=group.look.line, lw=1.3, label=group.name
+                places, 100 * group.per_class[order], color=group.colour, ls=group.style.line, lw=1.3, label=group.name
             )
         axes.set_xticks([])
     first = (baseline or known[0]).name
     axes.set(
         xlabel=textwrap.fill(f"class, worst first under: {first}", 95, break_on_hyphens=False),
-        ylabel=f"accuracy (%), last {counted(rounds_meant(known), 'round')}",
+        ylabel=f"accuracy (%), last {counted(mean_window(known), 'round')}",
     )
     tidy(axes)
     axes.grid(visible=False, axis="x")
@@ -133,7 +133,7 @@ def draw_cost(axes: Axes, groups: Sequence[Group]) -> None:
     for group in groups:
         score = group.spread("last_20")
         assert score is not None
-        spread, marker = None if score.sd is None else 100 * score.sd, group.look.marker
+        spread, marker = None if score.sd is None else 100 * score.sd, group.style.marker
         axes.errorbar(
             group.images, 100 * score.mean, spread, fmt=marker, ms=9, capsize=4, color=group.colour, label=group.name
         )
@@ -141,7 +141,7 @@ def draw_cost(axes: Axes, groups: Sequence[Group]) -> None:
             images = [member.summary["total_generated"] for member in group.members]
             axes.plot(images, [100 * v for v in score.values], marker, ms=4, mfc="none", color=group.colour, alpha=0.7)
     axes.xaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
-    axes.set(xlabel="images generated in all", ylabel=f"last-{rounds_meant(groups)} accuracy (%)")
+    axes.set(xlabel="images generated in all", ylabel=f"last-{mean_window(groups)} accuracy (%)")
     axes.margins(0.08)
     tidy(axes)
     within(axes, 100)
@@ -174,13 +174,13 @@ def draw_heat_map(
     axes.imshow(shown, cmap=tint, aspect="auto", vmin=0, vmax=top, interpolation="nearest")
     axes.set(xlabel="class", ylabel="client")
     axes.set_title(textwrap.fill(title, 48, break_on_hyphens=False), fontsize=10)
-    if len(classes) <= MOST_CLASSES_NAMED:
+    if len(classes) <= MAX_CLASSES_NAMED:
         _name_classes(axes, classes)
-    if values.shape[0] <= MOST_CLASSES_NAMED:
+    if values.shape[0] <= MAX_CLASSES_NAMED:
         axes.set_yticks(range(values.shape[0]))
     axes.tick_params(length=0)
     axes.spines[:].set_color("#d5dae0")
-    if values.size > MOST_CELLS_NUMBERED:
+    if values.size > MAX_CELLS_NUMBERED:
         return
     for (row, column), value in np.ndenumerate(values):
         if value:

@@ -16,8 +16,8 @@ from fedeas_flwr.generators.cache import ImageCache
 from fedeas_flwr.generators.interface import describe_generator
 from fedeas_flwr.report.groups import Group
 
-MOST_CLASSES = 10
-A_CLASS = 12
+MAX_CLASSES = 10
+IMAGES_PER_CLASS = 12
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ def _rows(config: RunConfig) -> list[tuple[str, npt.NDArray[np.uint8]]]:
         names = dataset_info(config.dataset).classes
     except (OSError, ValueError):
         return []
-    rows = [(names[label], cache.peek(folder, label, A_CLASS)) for label in spread(len(names), MOST_CLASSES)]
+    rows = [(names[label], cache.peek(folder, label, IMAGES_PER_CLASS)) for label in spread(len(names), MAX_CLASSES)]
     return [(name, images) for name, images in rows if len(images)]
 
 
@@ -69,7 +69,7 @@ def _name(config: RunConfig) -> str:
 
 def draw(grid: SampleGrid) -> Figure:
     """A row a class."""
-    return draw_rows(grid.rows, A_CLASS)
+    return draw_rows(grid.rows, IMAGES_PER_CLASS)
 
 
 def draw_rows(rows: Sequence[tuple[str, npt.NDArray[np.uint8]]], columns: int) -> Figure:

@@ -44,7 +44,7 @@ LABELS = {
 
 
 @dataclass(frozen=True)
-class Look:
+class LineStyle:
     """What tells a group from others: its colour, and where that is another's too, how it is dashed; its mark."""
 
     colour: str
@@ -58,9 +58,9 @@ _LETTER, _SIGN, _LINE = 0.068, 0.6, 0.19
 """Inches that a letter, the sign before a name and a line take in a legend."""
 
 
-def looks_of(policies: Sequence[str]) -> list[Look]:
+def assign_styles(policies: Sequence[str]) -> list[LineStyle]:
     """Give every group a look: its policy's colour where that is still free, and dashes when no colour is."""
-    found: list[Look] = []
+    found: list[LineStyle] = []
     for number, policy in enumerate(policies):
         colours = dict.fromkeys((COLOURS.get(policy, MORE_COLOURS[0]), *MORE_COLOURS))
         taken = {(look.colour, look.line) for look in found}
@@ -69,7 +69,9 @@ def looks_of(policies: Sequence[str]) -> list[Look]:
         used = {look.marker for look in found if look.colour == colour}
         turned = MARKERS[number % len(MARKERS) :] + MARKERS
         found.append(
-            Look(colour, line, next(marker for marker in turned if len(used) == len(MARKERS) or marker not in used))
+            LineStyle(
+                colour, line, next(marker for marker in turned if len(used) == len(MARKERS) or marker not in used)
+            )
         )
     return found
 

@@ -16,7 +16,7 @@ from fedeas_flwr.data.datasets import dataset_info
 from fedeas_flwr.planning.run_plan import planned_allocation, planned_counts
 from fedeas_flwr.policies import POLICIES, FillToBudget
 from fedeas_flwr.report.document import make_document, results
-from fedeas_flwr.report.groups import Group, rounds_meant
+from fedeas_flwr.report.groups import Group, mean_window
 from fedeas_flwr.report.page import as_html, as_markdown, as_png, as_svg
 from fedeas_flwr.report.run_figures import draw_accuracy, draw_heat_map
 from fedeas_flwr.report.style import LABELS
@@ -70,6 +70,6 @@ def comparison_figure(groups: Sequence[Group]) -> Figure:
     title = f"{LABELS[planned.policy]} generates ({generated.sum():,}, β = {planned.beta:g})"
     draw_heat_map(middle, generated, classes, title, "Reds")
     draw_accuracy(right, groups)
-    right.set_title(f"Accuracy: mean of the last {counted(rounds_meant(groups), 'round')}", fontsize=10)
+    right.set_title(f"Accuracy: mean of the last {counted(mean_window(groups), 'round')}", fontsize=10)
     figure.legend(loc="outside lower right", ncols=len(groups), frameon=False)
     return figure

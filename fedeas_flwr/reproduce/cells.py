@@ -15,15 +15,15 @@ from functools import lru_cache
 from typing import Any
 
 from fedeas_flwr.common.errors import ConfigError
-from fedeas_flwr.config import FEW, RunConfig, parse_config
-from fedeas_flwr.planning.budget_path import BudgetPath, greatest
+from fedeas_flwr.config import SMALL_BATCH, RunConfig, parse_config
+from fedeas_flwr.planning.budget_path import BudgetPath, bisect_last_true
 from fedeas_flwr.planning.run_plan import planned_counts
 from fedeas_flwr.reproduce.paper import COLUMNS, LAST_20, at
 
 SCALES = ("smoke", "full")
-MAIN = "c10-k100-a0.1"
+DEFAULT_COLUMN = "c10-k100-a0.1"
 """The column that seeds, protocol `clean`, the free alternatives and other rules are tried on."""
-PAPERS = "c10-k20-a0.1"
+BETA_SWEEP_COLUMN = "c10-k20-a0.1"
 """The column of the paper's β sweep, ablation, Γ̂ table and figures."""
 BETAS = (4, 8, 12, 16, 20)
 
@@ -165,36 +165,41 @@ def _methods() -> dict[str, Method]:
     shared = [
         Method(f"{method.name}{end}", f"{method.label}, {words}", (*method.keys, ("shared-images", how)))
         for method in found
-        if method.name in SHARED[MAIN]
+        if method.name in SHARED[DEFAULT_COLUMN]
         for end, words, how in (("-shared", "shared images", "by-class"), ("-one-seed", "one seed for all", "one-seed"))
     ]
     larger = [
-        Method(f"{method.name}{LARGER[0]}", f"{method.label}, no small batch", (*method.keys, ("min-batch", FEW)))
+        Method(
+            f"{method.name}{LARGER[0]}", f"{method.label}, no small batch", (*method.keys, ("min-batch", SMALL_BATCH))
+        )
         for method in found
         if method.name in {name for names in BATCHED.values() for name in names}
     ]
     drawn = [
         Method(f"{method.name}{end}", f"{method.label}, {words}", (*method.keys, *keys.items()))
         for method in found
-        if method.name in DRAWN[MAIN]
-        for end, (words, keys) in DRAWINGS.items()
+        if method.name in DRAWN[DEFAULT_COLUMN]
+        for end, (words, keys) in SAMPLER_VARIANTS.items()
     ]
     return {method.name: method for method in (*found, *clean, *shared, *larger, *drawn)}
 
 
 FREE = ("oversample", "class-weighted", "logit-adjusted", "flip-crop")
 CLEAN = ("fedavg", "fedeas", "missing-only", "uniform", "full-balance", *FREE, "fedeas+logit-adjusted")
-LARGER = (f"-min{FEW}",)
+LARGER = (f"-min{SMALL_BATCH}",)
 SHARED: Variants = {
-    MAIN: dict.fromkeys(("uniform", "missing-only", "fedeas"), ("-shared", "-one-seed")),
-    **{place: {"uniform": ("-one-seed",)} for place in (PAPERS, "c10-k100-a0.05", "c10-k100-a0.3", "c100-k100-a0.1")},
+    DEFAULT_COLUMN: dict.fromkeys(("uniform", "missing-only", "fedeas"), ("-shared", "-one-seed")),
+    **{
+        place: {"uniform": ("-one-seed",)}
+        for place in (BETA_SWEEP_COLUMN, "c10-k100-a0.05", "c10-k100-a0.3", "c100-k100-a0.1")
+    },
 }
 BATCHED: Variants = {
-    MAIN: dict.fromkeys(("uniform", "missing-only", "fedeas"), LARGER),
-    PAPERS: dict.fromkeys(("missing-only", "scaffold", "fedeas-b8", "uniform-b4", "uniform-b16"), LARGER),
+    DEFAULT_COLUMN: dict.fromkeys(("uniform", "missing-only", "fedeas"), LARGER),
+    BETA_SWEEP_COLUMN: dict.fromkeys(("missing-only", "scaffold", "fedeas-b8", "uniform-b4", "uniform-b16"), LARGER),
     "c10-k100-a0.05": dict.fromkeys(("uniform", "scaffold"), LARGER),
 }
-DRAWINGS: dict[str, tuple[str, Keys]] = {
+SAMPLER_VARIANTS: dict[str, tuple[str, Keys]] = {
     "-logsnr": ("steps even in log SNR", {"sampler": "dpm++-logsnr"}),
     "-guided": ("guidance 1.5", {"guidance": 1.5}),
     "-guided-6": ("guidance 6, rescaled by 0.7", {"guidance": 6.0, "guidance-rescale": 0.7}),
@@ -202,7 +207,7 @@ DRAWINGS: dict[str, tuple[str, Keys]] = {
 """Nearer to the generator's own; more surely of their class; and what public code with the paper's settings of its
 generator does by default."""
 DRAWN: Variants = dict.fromkeys(
-    (MAIN, "c100-k100-a0.1"), dict.fromkeys(("uniform", "missing-only", "fedeas"), tuple(DRAWINGS))
+    (DEFAULT_COLUMN, "c100-k100-a0.1"), dict.fromkeys(("uniform", "missing-only", "fedeas"), tuple(SAMPLER_VARIANTS))
 )
 RULES = ("fedeas-g0.25", "fedeas", "fedeas-g0.75", "fedeas-g1", "waterfill")
 METHODS = _methods()
@@ -232,7 +237,7 @@ class Cell:
             keys["beta"] = round(keys["beta"] * SMOKE_BETA, 3)
         if self.method.name == "fedgen" and scale == "smoke":
             keys |= {"fedgen-alpha": 1.0, "fedgen-beta": 1.0}  # at so large a learning rate its 10 gives NaN
-        if self.column.name == PAPERS:
+        if self.column.name == BETA_SWEEP_COLUMN:
             keys["gamma-hat"] = "all-state"  # the form of the paper's table; it changes nothing in the training
         if self.method.gamma != 0.5:
             keys |= {"gamma": self.method.gamma, "beta": matched_beta(self.column, scale, self.method.gamma)}
@@ -241,7 +246,12 @@ class Cell:
 
     def seeds(self, scale: str) -> tuple[int, ...]:
         """The seeds to run: several where the order of the policies is to be told from chance."""
-        if self.column.name != MAIN or self.method.name not in ("fedavg", "fedeas", "missing-only", "uniform"):
+        if self.column.name != DEFAULT_COLUMN or self.method.name not in (
+            "fedavg",
+            "fedeas",
+            "missing-only",
+            "uniform",
+        ):
             return (1,)
         if scale == "full":
             return (1, 2, 3)
@@ -255,7 +265,7 @@ def matched_beta(place: Column, scale: str, gamma: float) -> float:
     counts = planned_counts(config, config.clients)
     total = BudgetPath(counts).at(config.beta).images
     path = BudgetPath(counts, gamma=gamma)
-    beta = greatest(lambda value: path.at(value).images <= total, path.end)
+    beta = bisect_last_true(lambda value: path.at(value).images <= total, path.end)
     step = 10.0 ** (math.floor(math.log10(beta)) - 5)  # six digits, rounded down so that it stays below the total
     return float(f"{math.floor(beta / step) * step:.6g}")
 
@@ -281,18 +291,18 @@ def all_cells() -> list[Cell]:
     shared = [f"{place}/{name}{end}" for place, name, end in variants(SHARED)]
     sweep = [f"{name}-b{beta}" for beta in BETAS if beta != FULL["beta"] for name in ("fedeas", "uniform")]
     names = [
-        *_pairs([MAIN, PAPERS], eight),
+        *_pairs([DEFAULT_COLUMN, BETA_SWEEP_COLUMN], eight),
         *(name for name in shared if name.startswith("c10-")),
-        *_pairs([PAPERS], (*sweep, "without-entropy", "linear")),
+        *_pairs([BETA_SWEEP_COLUMN], (*sweep, "without-entropy", "linear")),
         *(f"{place}/{name}{end}" for place, name, end in variants(BATCHED)),
         *_pairs([*others, *of_100], eight),
         *shared,
         *(f"{place}/{name}{end}" for place, name, end in reversed(variants(DRAWN))),
-        *_pairs([MAIN, PAPERS, *others, *of_100], ("fedgen", "fedmix")),
+        *_pairs([DEFAULT_COLUMN, BETA_SWEEP_COLUMN, *others, *of_100], ("fedgen", "fedmix")),
         "c10-k20-a0.3/fedeas+scaffold",
-        *_pairs([MAIN], (*CLEAN, *(f"{name}-clean" for name in CLEAN))),
-        *_pairs([MAIN], [name for name in ("waterfill", *RULES) if name not in policies]),
-        *_pairs([PAPERS], ("fedeas-sd-turbo", "uniform-sd-turbo")),
+        *_pairs([DEFAULT_COLUMN], (*CLEAN, *(f"{name}-clean" for name in CLEAN))),
+        *_pairs([DEFAULT_COLUMN], [name for name in ("waterfill", *RULES) if name not in policies]),
+        *_pairs([BETA_SWEEP_COLUMN], ("fedeas-sd-turbo", "uniform-sd-turbo")),
     ]
     return [cell(name) for name in dict.fromkeys(names)]
 
@@ -321,14 +331,14 @@ def matching(pattern: str) -> list[Cell]:
 # -------------------------------------------------------------------------------------------------------- as words
 
 
-def run_words(one: Cell, scale: str, seed: int, more: Mapping[str, Any] | None = None) -> list[str]:
+def run_command_args(one: Cell, scale: str, seed: int, more: Mapping[str, Any] | None = None) -> list[str]:
     """Give the words of `fedeas run` that do a cell's run: a file of conf/ and what differs from it."""
     if scale == "full":
         conf = f"conf/cifar10-k{one.column.clients}.toml"
         base = column(f"c10-k{one.column.clients}-a0.1").keys("full") | {"policy": "fedeas"}
     else:
         conf, base = "conf/quickstart.toml", {"clients": 10, "policy": "fedeas", "threshold": 0.9}
-    before, now = parse_config(base).outside(), one.config(scale, seed, more).outside()
+    before, now = parse_config(base).to_user_dict(), one.config(scale, seed, more).to_user_dict()
     changes = [f"{key}={_word(value)}" for key, value in now.items() if before[key] != value]
     return ["fedeas", "run", conf, *changes]
 

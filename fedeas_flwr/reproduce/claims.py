@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from fedeas_flwr.reproduce.cells import MAIN, PAPERS, column
+from fedeas_flwr.reproduce.cells import DEFAULT_COLUMN, BETA_SWEEP_COLUMN, column
 from fedeas_flwr.reproduce.paper import COLUMNS
 from fedeas_flwr.reproduce.paper_comparison import NONE, last_20_of, show_seeds, signed
 from fedeas_flwr.reproduce.results import Results, Value
@@ -30,7 +30,7 @@ class Claim:
     below: str
 
 
-_OTHER_COLUMNS = (PAPERS, "c10-k100-a0.05", MAIN, "c10-k100-a0.3", "c100-k100-a0.1")
+_OTHER_COLUMNS = (BETA_SWEEP_COLUMN, "c10-k100-a0.05", DEFAULT_COLUMN, "c10-k100-a0.3", "c100-k100-a0.1")
 CLAIMS = (
     *(Claim("FedEAS is above FedAvg", place, "fedeas", "fedavg") for place in _OTHER_COLUMNS),
     *(Claim("FedEAS is above Uniform at the same total", place, "fedeas", "uniform") for place in _OTHER_COLUMNS),
@@ -38,11 +38,11 @@ CLAIMS = (
         Claim("FedEAS is above Missing-only at the same total", place, "fedeas", "missing-only")
         for place in _OTHER_COLUMNS
     ),
-    Claim("Full-Balance is above FedEAS, for 17 times the images", PAPERS, "full-balance", "fedeas"),
-    Claim("More images help: β = 20 is above β = 4", PAPERS, "fedeas-b20", "fedeas-b4"),
-    Claim("The entropy factor helps", PAPERS, "fedeas-b8", "without-entropy"),
-    Claim("The square root helps", PAPERS, "fedeas-b8", "linear"),
-    Claim("SCAFFOLD is above FedAvg with 20 clients", PAPERS, "scaffold", "fedavg"),
+    Claim("Full-Balance is above FedEAS, for 17 times the images", BETA_SWEEP_COLUMN, "full-balance", "fedeas"),
+    Claim("More images help: β = 20 is above β = 4", BETA_SWEEP_COLUMN, "fedeas-b20", "fedeas-b4"),
+    Claim("The entropy factor helps", BETA_SWEEP_COLUMN, "fedeas-b8", "without-entropy"),
+    Claim("The square root helps", BETA_SWEEP_COLUMN, "fedeas-b8", "linear"),
+    Claim("SCAFFOLD is above FedAvg with 20 clients", BETA_SWEEP_COLUMN, "scaffold", "fedavg"),
     Claim("SCAFFOLD is below FedAvg at α = 0.05", "c10-k100-a0.05", "fedavg", "scaffold"),
 )
 

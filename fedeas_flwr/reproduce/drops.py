@@ -16,7 +16,7 @@ from fedeas_flwr.reproduce.paper_comparison import NONE
 from fedeas_flwr.reproduce.results import Measured, Results
 from fedeas_flwr.reproduce.tables import Table
 from fedeas_flwr.runs.directory import RunDirectory
-from fedeas_flwr.runs.metrics import falls
+from fedeas_flwr.runs.metrics import accuracy_drops
 
 SHARES = (0.0, 0.05, 0.08, 0.12)
 """Bounds on the weight, in a round's mean, of the clients whose epochs end with a batch of two images."""
@@ -42,7 +42,7 @@ class Round:
 
 
 def _rounds(run: Measured) -> Iterator[Round]:
-    config, dropped = run.config, falls(run.accuracies)
+    config, dropped = run.config, accuracy_drops(run.accuracies)
     counts = planned_counts(config, config.clients)
     held, real = counts + planned_allocation(config, counts), counts.sum(axis=1)
     labels, ends_with_two = held / held.sum(axis=1, keepdims=True), held.sum(axis=1) % config.batch_size == 2

@@ -7,16 +7,16 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from fedeas_flwr.allocation import negative_gain_samples, removed
 from fedeas_flwr.common.text import show_seconds
 from fedeas_flwr.config import RunConfig
-from fedeas_flwr.planning.run_plan import different_images, planned_allocation, planned_counts
+from fedeas_flwr.planning.run_plan import count_distinct_images, planned_allocation, planned_counts
 from fedeas_flwr.reproduce import paper
 from fedeas_flwr.reproduce.cells import (
     BATCHED,
     CLEAN,
-    DRAWINGS,
+    SAMPLER_VARIANTS,
     DRAWN,
-    MAIN,
+    DEFAULT_COLUMN,
     METHODS,
-    PAPERS,
+    BETA_SWEEP_COLUMN,
     RULES,
     SHARED,
     cell,
@@ -39,7 +39,7 @@ from fedeas_flwr.reproduce.paper_comparison import (
 )
 from fedeas_flwr.reproduce.results import Results, Value
 from fedeas_flwr.reproduce.tables import Table
-from fedeas_flwr.runs.metrics import falls
+from fedeas_flwr.runs.metrics import accuracy_drops
 
 
 def text_table(results: Results) -> Table:
@@ -54,43 +54,47 @@ def text_table(results: Results) -> Table:
         where = column(place).title(results.scale)
         table.add([label, where, ours, show_seeds(value), published, difference], value)
 
-    threshold = 0.7 if results.scale == "full" else cell(f"{PAPERS}/fedeas").config("smoke", 1).threshold
+    threshold = 0.7 if results.scale == "full" else cell(f"{BETA_SWEEP_COLUMN}/fedeas").config("smoke", 1).threshold
     until = f"rounds to {100 * threshold:.0f} %"
     for place, published in paper.ROUNDS_TO_70.items():
         for method, rounds in published.items():
             value = value_of(results, f"{place}/{method}", until, lambda run: run.first_round_at(threshold), rounds, 0)
             add(f"{METHODS[method].label}: {until}", place, value)
-    add("Uniform: images that make their client's labels less even", PAPERS, _negative_gain(results))
+    add("Uniform: images that make their client's labels less even", BETA_SWEEP_COLUMN, _negative_gain(results))
     peak = peak_of(results, paper.FEDEAS_AND_SCAFFOLD)
     add("FedEAS + SCAFFOLD: peak %", paper.FEDEAS_AND_SCAFFOLD.partition("/")[0], peak)
     for kind, lead in paper.PEAK_LEAD.items():
         ending = "" if kind == "ddpm" else "-sd-turbo"
-        ours = _lead(results, f"{PAPERS}/fedeas{ending}", f"{PAPERS}/uniform{ending}", lead)
-        add(f"FedEAS's lead over Uniform, peak, {kind}", PAPERS, ours)
+        ours = _lead(results, f"{BETA_SWEEP_COLUMN}/fedeas{ending}", f"{BETA_SWEEP_COLUMN}/uniform{ending}", lead)
+        add(f"FedEAS's lead over Uniform, peak, {kind}", BETA_SWEEP_COLUMN, ours)
     for method, seconds in paper.RUN_SECONDS.items():
-        value = value_of(results, f"{PAPERS}/{method}", "seconds", lambda run: run.seconds, seconds, 0)
-        add(f"{METHODS[method].label}: time, generation included", PAPERS, value, show_seconds)
-    add("Full-Balance's time over FedEAS's", PAPERS, _ratio(results))
+        value = value_of(results, f"{BETA_SWEEP_COLUMN}/{method}", "seconds", lambda run: run.seconds, seconds, 0)
+        add(f"{METHODS[method].label}: time, generation included", BETA_SWEEP_COLUMN, value, show_seconds)
+    add("Full-Balance's time over FedEAS's", BETA_SWEEP_COLUMN, _ratio(results))
     return table
 
 
 def _negative_gain(results: Results) -> Value:
     """Of Uniform's plan, which no run is needed for."""
-    config = cell(f"{PAPERS}/uniform").config(results.scale, 1)
+    config = cell(f"{BETA_SWEEP_COLUMN}/uniform").config(results.scale, 1)
     counts = planned_counts(config, config.clients)
     ours = float(negative_gain_samples(counts, planned_allocation(config, counts)))
     comparable = results.scale == "full"
-    return Value(f"{PAPERS}/uniform", "images of negative gain", (ours,), (), paper.NEGATIVE_GAIN, 0, comparable)
+    return Value(
+        f"{BETA_SWEEP_COLUMN}/uniform", "images of negative gain", (ours,), (), paper.NEGATIVE_GAIN, 0, comparable
+    )
 
 
 def _ratio(results: Results) -> Value:
     """How many times as long Full-Balance takes."""
-    both = [results.of(f"{PAPERS}/{method}") for method in ("full-balance", "fedeas")]
+    both = [results.of(f"{BETA_SWEEP_COLUMN}/{method}") for method in ("full-balance", "fedeas")]
     long, short = (sum(run.seconds for run in runs) / max(1, len(runs)) for runs in both)
     published = paper.RUN_SECONDS["full-balance"] / paper.RUN_SECONDS["fedeas"]
     ours = (long / short,) if long and short else ()
     seeds = tuple(run.seed for run in both[0]) if ours else ()
-    return Value(f"{PAPERS}/full-balance", "time over FedEAS's", ours, seeds, published, 2, results.scale == "full")
+    return Value(
+        f"{BETA_SWEEP_COLUMN}/full-balance", "time over FedEAS's", ours, seeds, published, 2, results.scale == "full"
+    )
 
 
 def _lead(results: Results, first: str, second: str, published: float) -> Value:
@@ -104,7 +108,7 @@ def clean_table(results: Results) -> Table:
     protocols = [word for name in ("paper", "clean") for word in (f"Protocol {name}, last-20 %", "Seeds")]
     table = Table(["Method", *protocols, "clean − paper", "Images"])
     for method in CLEAN:
-        names = [f"{MAIN}/{method}", f"{MAIN}/{method}-clean"]
+        names = [f"{DEFAULT_COLUMN}/{method}", f"{DEFAULT_COLUMN}/{method}-clean"]
         leaky, clean = (last_20_of(results, name) for name in names)
         change = NONE if leaky.mean is None or clean.mean is None else signed(clean.mean - leaky.mean, 2)
         budgets = [budget_of(results, name) for name in names]
@@ -114,7 +118,7 @@ def clean_table(results: Results) -> Table:
     return table
 
 
-WHOSE = {
+SHARED_IMAGES_LABELS = {
     "no": "of each client's own",
     "by-class": "the same of a class on all clients",
     "one-seed": "one seed for all clients",
@@ -158,15 +162,21 @@ def shared_table(results: Results, columns: Sequence[str] = COLUMNS) -> Table:
     return variant_table(
         results,
         variants(SHARED, columns),
-        lambda config, _: WHOSE[config.shared_images],
-        {"Different images": lambda config, _: f"{different_images(config, planned_counts(config, config.clients)):,}"},
+        lambda config, _: SHARED_IMAGES_LABELS[config.shared_images],
+        {
+            "Different images": lambda config, _: (
+                f"{count_distinct_images(config, planned_counts(config, config.clients)):,}"
+            )
+        },
     )
 
 
 def drawn_table(results: Results, columns: Sequence[str] = COLUMNS) -> Table:
     """Images of one generator drawn otherwise, at one budget; the paper does not say all of how its own were."""
     usual = "20 steps even in time, no guidance"
-    return variant_table(results, variants(DRAWN, columns), lambda _, end: DRAWINGS[end][0] if end else usual, more={})
+    return variant_table(
+        results, variants(DRAWN, columns), lambda _, end: SAMPLER_VARIANTS[end][0] if end else usual, more={}
+    )
 
 
 def batches_table(results: Results, columns: Sequence[str] = COLUMNS) -> Table:
@@ -176,7 +186,7 @@ def batches_table(results: Results, columns: Sequence[str] = COLUMNS) -> Table:
     for place, method, end in variants(BATCHED, columns):
         one = cell(f"{place}/{method}{end}")
         last, peak = last_20_of(results, one.name), peak_of(results, one.name)
-        depths = [falls(run.accuracies) for run in results.of(one.name)]
+        depths = [accuracy_drops(run.accuracies) for run in results.of(one.name)]
         counts = ", ".join(str(len(found)) for found in depths) or NONE
         deepest = max((depth for found in depths for depth in found.values()), default=None)
         config = one.config(results.scale, 1)
@@ -191,7 +201,7 @@ def rule_table(results: Results) -> Table:
     """Other exponents and the exact minimiser of the paper's score, at FedEAS's total; not in the paper."""
     table = Table(["Rule", "β", "Images", "Imbalance removed", "Ours, last-20 %", "Seeds"])
     for method in RULES:
-        one = cell(f"{MAIN}/{method}")
+        one = cell(f"{DEFAULT_COLUMN}/{method}")
         config = one.config(results.scale, 1)
         counts = planned_counts(config, config.clients)
         plan = planned_allocation(config, counts)

@@ -22,7 +22,7 @@ from fedeas_flwr.policies import allocate
 from fedeas_flwr.report.plan_figures import draw_concentration, draw_demand, draw_reduction, draw_selection
 from fedeas_flwr.report.style import COLOURS, INK, LABELS, legend_above, tidy
 from fedeas_flwr.reproduce import paper
-from fedeas_flwr.reproduce.cells import MAIN, PAPERS, cell, column
+from fedeas_flwr.reproduce.cells import DEFAULT_COLUMN, BETA_SWEEP_COLUMN, cell, column
 from fedeas_flwr.reproduce.paper_comparison import last_20_of
 from fedeas_flwr.reproduce.results import Measured, Results, Value
 from fedeas_flwr.reproduce.tables import swept_methods
@@ -58,13 +58,13 @@ class Setting:
 
     def last_20(self, method: str) -> Value:
         """A method's last-20 accuracy, ours and the paper's."""
-        return last_20_of(self.results, f"{PAPERS}/{method}")
+        return last_20_of(self.results, f"{BETA_SWEEP_COLUMN}/{method}")
 
 
 def setting_of(results: Results) -> Setting:
     """Make the partition that the figures are of."""
-    config = cell(f"{PAPERS}/fedeas").config(results.scale, 1)
-    betas = [cell(f"{PAPERS}/{method}").config(results.scale, 1).beta for method in swept_methods("fedeas")]
+    config = cell(f"{BETA_SWEEP_COLUMN}/fedeas").config(results.scale, 1)
+    betas = [cell(f"{BETA_SWEEP_COLUMN}/{method}").config(results.scale, 1).beta for method in swept_methods("fedeas")]
     return Setting(results, config, BudgetPath(planned_counts(config, config.clients)), betas)
 
 
@@ -211,12 +211,12 @@ def _draw_one_client(figure: Figure, grid: Any, setting: Setting, one: int) -> N
 
 def draw_convergence(setting: Setting) -> Figure:
     """Fig. 4: accuracy by round, FedEAS and Missing-only at one budget, and when each reaches the threshold."""
-    titles = tuple(column(place).title("full") for place in (PAPERS, MAIN))
+    titles = tuple(column(place).title("full") for place in (BETA_SWEEP_COLUMN, DEFAULT_COLUMN))
     if setting.results.scale != "full":
-        configs = [cell(f"{place}/fedeas").config("smoke", 1) for place in (PAPERS, MAIN)]
+        configs = [cell(f"{place}/fedeas").config("smoke", 1) for place in (BETA_SWEEP_COLUMN, DEFAULT_COLUMN)]
         titles = tuple(f"digits, K = {c.clients}, α = {c.alpha:g}" for c in configs)
     figure, left, right = _pair((titles[0], titles[1]))
-    for axes, place in ((left, PAPERS), (right, MAIN)):
+    for axes, place in ((left, BETA_SWEEP_COLUMN), (right, DEFAULT_COLUMN)):
         _draw_curves(axes, setting, place)
     return _level_titles(figure)
 

@@ -40,7 +40,7 @@ NUMBER = re.compile(r"(?P<number>\d[\d,]*(?:\.\d+)?)(?P<comment><!--=\s*(?P<word
 """A number and the comment that says what it is."""
 _WHOLE = ("images", "seeds")
 _ROUNDS = re.compile(r"rounds-(\d+)-(\d+)")
-_OF_REPORTS = {"agreement": ("class_agreement", 100.0), "distance": ("classifier_frechet_distance", 1.0)}
+_REPORT_MEASURES = {"agreement": ("class_agreement", 100.0), "distance": ("classifier_frechet_distance", 1.0)}
 
 
 class InlineNumbers:
@@ -81,8 +81,8 @@ class InlineNumbers:
         return f"{number:,.0f}" if statistic in _WHOLE else f"{number:.1f}"
 
     def _value(self, statistic: str, name: str) -> float:
-        if statistic in _OF_REPORTS:
-            key, factor = _OF_REPORTS[statistic]
+        if statistic in _REPORT_MEASURES:
+            key, factor = _REPORT_MEASURES[statistic]
             return factor * float(json.loads((self._folder(name) / "report.json").read_text())[key])
         if statistic == "removed":
             config = matching(name)[0].config(self._scale, 1)

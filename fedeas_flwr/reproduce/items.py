@@ -15,8 +15,8 @@ from fedeas_flwr.reproduce.cells import (
     BATCHED,
     CLEAN,
     DRAWN,
-    MAIN,
-    PAPERS,
+    DEFAULT_COLUMN,
+    BETA_SWEEP_COLUMN,
     RULES,
     SHARED,
     Cell,
@@ -46,7 +46,7 @@ class Item:
     """The form of Γ̂ that its runs must have measured, where it is about Γ̂."""
 
 
-def _beside(methods: Variants) -> Callable[[Sequence[str]], list[str]]:
+def _with_variants(methods: Variants) -> Callable[[Sequence[str]], list[str]]:
     """Cells of some columns, and beside each its variants."""
     return lambda columns: [f"{place}/{name}{end}" for place, name, end in variants(methods, columns)]
 
@@ -62,14 +62,17 @@ def _none(columns: Sequence[str]) -> list[str]:
 
 def _convergence(columns: Sequence[str]) -> list[str]:
     return [
-        f"{place}/{method}" for place in (PAPERS, MAIN) if place in columns for method in ("fedeas", "missing-only")
+        f"{place}/{method}"
+        for place in (BETA_SWEEP_COLUMN, DEFAULT_COLUMN)
+        if place in columns
+        for method in ("fedeas", "missing-only")
     ]
 
 
 def _text(columns: Sequence[str]) -> list[str]:
-    names = [*_convergence(columns), *_on(PAPERS, "uniform", "full-balance")(columns)]
+    names = [*_convergence(columns), *_on(BETA_SWEEP_COLUMN, "uniform", "full-balance")(columns)]
     names += _on("c10-k20-a0.3", "fedeas+scaffold")(columns)
-    return [*names, *_on(PAPERS, "fedeas-sd-turbo", "uniform-sd-turbo")(columns)]
+    return [*names, *_on(BETA_SWEEP_COLUMN, "fedeas-sd-turbo", "uniform-sd-turbo")(columns)]
 
 
 def _large(of: tables.Of, results: Results, columns: Sequence[str]) -> Table:
@@ -97,7 +100,7 @@ ITEMS: dict[str, Item] = {
         "Fig. 1: how much, and where",
         "(a) What every client would need for full class balance (hatched) and its FedEAS budget (solid). (b) Last-20 "
         "accuracy without synthetic data and with one total in three places.",
-        _on(PAPERS, "fedavg", "uniform", "missing-only", "fedeas"),
+        _on(BETA_SWEEP_COLUMN, "fedavg", "uniform", "missing-only", "fedeas"),
         draw="draw_motivation",
     ),
     "fig2": Item(
@@ -130,13 +133,13 @@ ITEMS: dict[str, Item] = {
         "Fig. 5: budget sensitivity and selection",
         "(a) Last-20 accuracy as the total grows. (b) The β that remove half of the imbalance with a quarter of "
         "synthetic images.",
-        _on(PAPERS, *tables.swept_methods("fedeas"), *tables.swept_methods("uniform")),
+        _on(BETA_SWEEP_COLUMN, *tables.swept_methods("fedeas"), *tables.swept_methods("uniform")),
         draw="draw_sensitivity",
     ),
     "ablation": Item(
         "Table 2: budget-factor ablation",
         "The rows' β are those that give the paper's totals: 8, 6 and 0.6 at full scale.",
-        _on(PAPERS, *paper.ABLATION),
+        _on(BETA_SWEEP_COLUMN, *paper.ABLATION),
         _fixed(tables.ablation_table),
     ),
     "text": Item(
@@ -149,7 +152,7 @@ ITEMS: dict[str, Item] = {
     "gamma": Item(
         "Supplement, A: gradient dissimilarity Γ̂",
         "Median over all rounds. The paper's 1e-4 comes out when BatchNorm's step counters count as parameters.",
-        _on(PAPERS, *paper.GAMMA_HAT),
+        _on(BETA_SWEEP_COLUMN, *paper.GAMMA_HAT),
         _fixed(tables.gamma_table),
         form="all-state",
     ),
@@ -174,20 +177,20 @@ ITEMS: dict[str, Item] = {
     "beta": Item(
         "Supplement, F: β sweep with efficiency η",
         "η = ΔFedAvg (%) × 10³ / total. FedEAS and Uniform share their total at each β.",
-        _on(PAPERS, *paper.BETA_SWEEP),
+        _on(BETA_SWEEP_COLUMN, *paper.BETA_SWEEP),
         _fixed(tables.beta_table),
     ),
     "clean": Item(
         "Beyond the paper: without leakage, and without a generator",
         "Protocol paper tests on images of which the generator has seen 5/6; protocol clean on the official test set.",
-        _on(MAIN, *CLEAN, *(f"{name}-clean" for name in CLEAN)),
+        _on(DEFAULT_COLUMN, *CLEAN, *(f"{name}-clean" for name in CLEAN)),
         _fixed(extra_tables.clean_table),
         only_by_name=True,
     ),
     "shared": Item(
         "Beyond the paper: images of each client's own, or the same for all",
         "Budgets are the same to the image; what differs is which images two clients have in common.",
-        _beside(SHARED),
+        _with_variants(SHARED),
         extra_tables.shared_table,
         only_by_name=True,
     ),
@@ -196,14 +199,14 @@ ITEMS: dict[str, Item] = {
         "Steps even in log SNR keep the contrast that steps even in time lose. Guidance draws an image away from what "
         "the generator would make without a class. The paper cites it and gives no scale; public code with its "
         "generator's settings takes 6, rescaled by 0.7, where nothing is said.",
-        _beside(DRAWN),
+        _with_variants(DRAWN),
         extra_tables.drawn_table,
         only_by_name=True,
     ),
     "batches": Item(
         "Beyond the paper: last batches of a few images",
         "A fall is a round, after the tenth, more than 5 points under the median of the 13 around it.",
-        _beside(BATCHED),
+        _with_variants(BATCHED),
         extra_tables.batches_table,
         only_by_name=True,
     ),
@@ -226,7 +229,7 @@ ITEMS: dict[str, Item] = {
     "rule": Item(
         "Beyond the paper: other exponents, and the least imbalance a total can buy",
         "Every rule spends FedEAS's total, or as little less as whole images allow.",
-        _on(MAIN, *RULES),
+        _on(DEFAULT_COLUMN, *RULES),
         _fixed(extra_tables.rule_table),
         only_by_name=True,
     ),
@@ -311,7 +314,7 @@ def choose(
         elif "/" in word or "*" in word:
             cells += _cells(word, chosen, scale)
         else:
-            raise ConfigError(f"'{word}': must be all, {', '.join(ITEMS)}, or cells such as '{MAIN}/*'")
+            raise ConfigError(f"'{word}': must be all, {', '.join(ITEMS)}, or cells such as '{DEFAULT_COLUMN}/*'")
     if not items and not cells:
         if words:
             raise ConfigError(

@@ -8,16 +8,16 @@ from typing import Any
 
 from fedeas_flwr.config import RunConfig
 from fedeas_flwr.launch import sweep
-from fedeas_flwr.launch.sweep_jobs import Board, Watcher
-from fedeas_flwr.reproduce.cells import MAIN, cell
+from fedeas_flwr.launch.sweep_jobs import SweepStatus, Watcher
+from fedeas_flwr.reproduce.cells import DEFAULT_COLUMN, cell
 from fedeas_flwr.reproduce.items import Choice
-from fedeas_flwr.reproduce.results import Results, meaning
+from fedeas_flwr.reproduce.results import Results, experiment_key
 from fedeas_flwr.runs.directory import RunDirectory
 from fedeas_flwr.runs.files import remove_files
-from fedeas_flwr.runs.listing import check_export, export, heavy_files
+from fedeas_flwr.runs.listing import check_export, export, prunable_files
 
 
-def make_filling(choice: Choice, missing: Mapping[str, Sequence[int]], folder: Path) -> sweep.Sweep:
+def make_missing_sweep(choice: Choice, missing: Mapping[str, Sequence[int]], folder: Path) -> sweep.Sweep:
     """Lay the missing runs out as a sweep.
 
     Parameters
@@ -34,13 +34,13 @@ def make_filling(choice: Choice, missing: Mapping[str, Sequence[int]], folder: P
         for seed in seeds:
             run = RunDirectory(folder / f"{name.replace('/', '_')}_s{seed}")
             config = cell(name).config(choice.scale, seed, choice.more).with_changes(run_dir=str(run.path))
-            cells.append(sweep.Cell(run.path.name, {"cell": name, "seed": seed}, config, run))
+            cells.append(sweep.SweepRun(run.path.name, {"cell": name, "seed": seed}, config, run))
     grid: dict[str, list[Any]] = {
         "cell": list(missing),
         "seed": sorted({seed for seeds in missing.values() for seed in seeds}),
     }
     # What all cells of a scale share; a folder of the other scale is then refused.
-    return sweep.Sweep(folder, cell(f"{MAIN}/fedavg").config(choice.scale, 1), grid, cells)
+    return sweep.Sweep(folder, cell(f"{DEFAULT_COLUMN}/fedavg").config(choice.scale, 1), grid, cells)
 
 
 def record_folder(records: Path, name: str, config: RunConfig) -> Path:
@@ -54,23 +54,23 @@ def record_folder(records: Path, name: str, config: RunConfig) -> Path:
         place = f"{config.dataset}-k{config.clients}-a{config.alpha:g}"
     usual = RunDirectory(records / place / f"{method}-s{config.seed}")
     before = usual.config() if usual.is_record() else config
-    if before.gamma_hat != config.gamma_hat and meaning(before) == meaning(config):
+    if before.gamma_hat != config.gamma_hat and experiment_key(before) == experiment_key(config):
         return usual.path.with_name(f"{usual.path.name}-{config.gamma_hat}")
     return usual.path
 
 
-def settle(run: RunDirectory, record: Path | None) -> None:
+def archive_run(run: RunDirectory, record: Path | None) -> None:
     """Leave of a finished run its model and its record, which goes to ``record`` too, if that is given.
 
     What it could be given more rounds with goes: with SCAFFOLD or MOON, 100 clients and a ResNet-18 up to 9 GB a run.
     It goes first, since the record may need the room.
     """
-    remove_files(run.path, heavy_files(run))
+    remove_files(run.path, prunable_files(run))
     if record:
         export(run, record)
 
 
-def settle_finished(results: Results, runs: Path, folder: Path | None) -> None:
+def archive_finished_runs(results: Results, runs: Path, folder: Path | None) -> None:
     """Settle the finished runs of a folder; another run's record in the place of one is refused.
 
     One may have finished when nobody listened: just as Ctrl-C came, or after the sweep around it was killed.
@@ -82,25 +82,25 @@ def settle_finished(results: Results, runs: Path, folder: Path | None) -> None:
             record, directory = folder and record_folder(folder, name, run.config), RunDirectory(run.path)
             if record:
                 check_export(directory, record)
-            settle(directory, None if record and RunDirectory(record).is_record() else record)
+            archive_run(directory, None if record and RunDirectory(record).is_record() else record)
 
 
-class Settling:
+class ArchivingWatcher:
     """A sweep's watcher that also settles each run as it finishes."""
 
     def __init__(self, inner: Watcher, folder: Path | None) -> None:
         self._inner, self._folder = inner, folder
 
-    def began(self, board: Board) -> None:
+    def on_start(self, board: SweepStatus) -> None:
         """Pass it on."""
-        self._inner.began(board)
+        self._inner.on_start(board)
 
-    def said(self, one: sweep.Cell, word: str, board: Board) -> None:
+    def on_event(self, one: sweep.SweepRun, word: str, board: SweepStatus) -> None:
         """Settle what is finished; pass everything on."""
         if word == "finished":
-            settle(one.run, self._folder and record_folder(self._folder, one.values["cell"], one.config))
-        self._inner.said(one, word, board)
+            archive_run(one.run, self._folder and record_folder(self._folder, one.values["cell"], one.config))
+        self._inner.on_event(one, word, board)
 
-    def tick(self, board: Board) -> None:
+    def on_tick(self, board: SweepStatus) -> None:
         """Pass it on."""
-        self._inner.tick(board)
+        self._inner.on_tick(board)

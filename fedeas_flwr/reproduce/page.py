@@ -15,7 +15,7 @@ from fedeas_flwr.report import page as pages
 from fedeas_flwr.reproduce.inline_numbers import NUMBER
 from fedeas_flwr.reproduce.sections import Section
 
-MOST_NAMED = 12
+MAX_NAMED = 12
 """Missing runs that a section names; of more it gives the number."""
 
 
@@ -42,8 +42,8 @@ def missing_lines(section: Section) -> list[str]:
     """Say which runs a section lacks, and the command that does them."""
     if not section.missing:
         return []
-    names = ", ".join(section.missing[:MOST_NAMED])
-    more = f" and {len(section.missing) - MOST_NAMED} more" if len(section.missing) > MOST_NAMED else ""
+    names = ", ".join(section.missing[:MAX_NAMED])
+    more = f" and {len(section.missing) - MAX_NAMED} more" if len(section.missing) > MAX_NAMED else ""
     return [
         f"Missing, {counted(len(section.missing), 'run')}: {names}{more}.",
         f"To do them: `{section.command}`",

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from fedeas_flwr.reproduce import paper
-from fedeas_flwr.reproduce.cells import PAPERS
+from fedeas_flwr.reproduce.cells import BETA_SWEEP_COLUMN
 from fedeas_flwr.reproduce.results import Budget, Measured, Results, Value, check_budget
 
 NONE = "–"
@@ -33,7 +33,7 @@ def last_20_of(results: Results, name: str) -> Value:
     """Give a cell's mean accuracy of the last 20 rounds, in %."""
     place, _, method = name.partition("/")
     published = paper.at(paper.LAST_20, method, place)
-    if published is None and place == PAPERS:
+    if published is None and place == BETA_SWEEP_COLUMN:
         small = {key: row[0] for key, row in paper.BETA_SWEEP.items()} | {k: v[1] for k, v in paper.ABLATION.items()}
         published = small.get(method)
     return value_of(results, name, "last-20 %", lambda run: 100 * run.last_20, published)
@@ -82,7 +82,7 @@ def signed(number: float, digits: int) -> str:
     return f"{number:+.{digits}f}".replace("-", "−")
 
 
-def together(value: Value, mark: str = "{}") -> str:
+def format_cell(value: Value, mark: str = "{}") -> str:
     """Write one cell of a large table: ours and the seeds, the paper's and the difference below."""
     if value.mean is None and value.paper is None:
         return NONE

@@ -17,7 +17,7 @@ from fedeas_flwr.config_keys import keys_in_use
 from fedeas_flwr.planning.run_plan import planned_allocation, planned_counts
 from fedeas_flwr.reproduce.cells import Cell
 from fedeas_flwr.runs.directory import RunDirectory
-from fedeas_flwr.runs.listing import find_runs, refusing_what_is_no_round
+from fedeas_flwr.runs.listing import find_runs, invalid_rounds_as_run_error
 from fedeas_flwr.runs.metrics import WALL_CLOCK, rounds_to_threshold, seconds_of, summarise
 
 FREE_KEYS = (
@@ -35,7 +35,7 @@ FREE_KEYS = (
 """Keys in which runs of one cell may differ: where and how exactly it was computed, and what was looked at besides."""
 
 
-def meaning(config: RunConfig) -> dict[str, Any]:
+def experiment_key(config: RunConfig) -> dict[str, Any]:
     """Give the keys that decide what an experiment is, each in one form: equal meanings are the same cell.
 
     Left out are the keys of `FREE_KEYS` and those that are not in use. A path says no more than that there is a start
@@ -87,7 +87,7 @@ class Measured:
 def measure(run: RunDirectory, config: RunConfig) -> Measured:
     """Work a finished run's rounds out."""
     rounds = run.checked_rounds()
-    with refusing_what_is_no_round(run):
+    with invalid_rounds_as_run_error(run):
         summary = summarise(rounds, config.threshold)
         spent = summary["seconds"]
         return Measured(
@@ -149,14 +149,14 @@ def find_results(cells: Sequence[Cell], scale: str, folders: Sequence[Path], mor
     """
     wanted: dict[tuple[tuple[str, Any], ...], str] = {}
     for one in cells:
-        wanted[_key(meaning(one.config(scale, 1, more)))] = one.name
+        wanted[_key(experiment_key(one.config(scale, 1, more)))] = one.name
     found: dict[str, dict[tuple[int, str], Measured]] = {one.name: {} for one in cells}
     doubles: list[Path] = []
     unreadable: list[str] = []
     for run in find_runs([folder for folder in folders if folder.exists()], unreadable=unreadable):
         try:
             config = run.config()
-            name = wanted.get(_key(meaning(config)))
+            name = wanted.get(_key(experiment_key(config)))
             if name is None or run.state() != "finished":
                 continue
             measured = measure(run, config)

@@ -21,7 +21,7 @@ from fedeas_flwr.generators.opening import open_for_run
 from fedeas_flwr.report.page import as_png
 from fedeas_flwr.report.samples import draw_rows
 from fedeas_flwr.reproduce import tables
-from fedeas_flwr.reproduce.cells import PAPERS, cell
+from fedeas_flwr.reproduce.cells import BETA_SWEEP_COLUMN, cell
 from fedeas_flwr.reproduce.items import ITEMS, Choice, Item
 from fedeas_flwr.reproduce.results import Results
 from fedeas_flwr.reproduce.tables import Table
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 Fill = Callable[[Sequence[str], Collection[str]], tuple[str, str]]
 """From words that ask for something, and the names of its cells that lack runs, the command and what it needs."""
 
-EACH = 10
+IMAGES_PER_CLASS = 10
 
 
 @dataclass(frozen=True)
@@ -111,7 +111,7 @@ def _draw(item: Item, setting: Setting, more: Mapping[str, Any]) -> Figure | str
     if item.draw == "draw_closed_form":
         return figures.draw_closed_form()
     if item.draw == "draw_samples":
-        config = cell(f"{PAPERS}/fedeas").config(setting.results.scale, 1, more)
+        config = cell(f"{BETA_SWEEP_COLUMN}/fedeas").config(setting.results.scale, 1, more)
         if config.dataset != "digits" and "generator" not in more:
             return "missing: name the generator with --set generator=FOLDER"
         return draw_samples(config)
@@ -126,6 +126,6 @@ def draw_samples(config: RunConfig) -> Figure:
     """
     names = dataset_info(config.dataset).classes
     generator = open_for_run(config, pick_device(config.device))
-    images, _, _ = ImageCache().ensure(generator, seed=config.seed, client=0, wanted=[EACH] * len(names))
-    rows = images.reshape(len(names), EACH, *images.shape[1:])
-    return draw_rows(list(zip(names, rows, strict=True)), EACH)
+    images, _, _ = ImageCache().ensure(generator, seed=config.seed, client=0, wanted=[IMAGES_PER_CLASS] * len(names))
+    rows = images.reshape(len(names), IMAGES_PER_CLASS, *images.shape[1:])
+    return draw_rows(list(zip(names, rows, strict=True)), IMAGES_PER_CLASS)

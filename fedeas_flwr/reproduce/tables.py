@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from fedeas_flwr.report import page as pages
 from fedeas_flwr.reproduce import paper
-from fedeas_flwr.reproduce.cells import BETAS, FULL, METHODS, PAPERS, Cell, cell, column
+from fedeas_flwr.reproduce.cells import BETAS, FULL, METHODS, BETA_SWEEP_COLUMN, Cell, cell, column
 from fedeas_flwr.reproduce.paper_comparison import (
     NONE,
     budget_of,
@@ -18,7 +18,7 @@ from fedeas_flwr.reproduce.paper_comparison import (
     show_ours,
     show_paper,
     show_seeds,
-    together,
+    format_cell,
     value_of,
 )
 from fedeas_flwr.reproduce.results import Budget, Results, Value
@@ -58,7 +58,7 @@ def large_table(results: Results, columns: Sequence[str], of: Of) -> Table:
     table = Table(["Method", *(column(place).title(results.scale) for place in columns)])
     for method in LARGE:
         names = [f"{place}/{method}" for place in columns]
-        found = [together(values[name], marks.get(name, "{}")) if name in values else NONE for name in names]
+        found = [format_cell(values[name], marks.get(name, "{}")) if name in values else NONE for name in names]
         table.add([METHODS[method].label, *found])
     table.values.extend(values.values())
     for method in ("fedeas", "full-balance"):
@@ -116,9 +116,9 @@ def column_table(results: Results, place: str) -> Table:
 def beta_table(results: Results) -> Table:
     """The sweep of β with the efficiency η, as in the supplement's F."""
     table = Table(["Method", "Last-20 avg.", "Total gen.", "ΔFedAvg", "η"])
-    base = last_20_of(results, f"{PAPERS}/fedavg")
+    base = last_20_of(results, f"{BETA_SWEEP_COLUMN}/fedavg")
     for method, (_, _, published_gain, published_eta) in paper.BETA_SWEEP.items():
-        name = f"{PAPERS}/{method}"
+        name = f"{BETA_SWEEP_COLUMN}/{method}"
         last, budget = last_20_of(results, name), budget_of(results, name)
         gain = eta = None
         if last.mean is not None and base.mean is not None and budget and budget.images[0]:
@@ -126,7 +126,12 @@ def beta_table(results: Results) -> Table:
             eta = efficiency(gain, budget.images[0])
         gains = _derived(results, name, "ΔFedAvg", gain, last.seeds, published_gain, 2)
         etas = _derived(results, name, "η", eta, last.seeds, published_eta, 3)
-        shown = [together(last), show_budget(budget, paper.images(method, PAPERS)), together(gains), together(etas)]
+        shown = [
+            format_cell(last),
+            show_budget(budget, paper.images(method, BETA_SWEEP_COLUMN)),
+            format_cell(gains),
+            format_cell(etas),
+        ]
         table.add([_with_beta(results, name), *shown], last, gains, etas, budget)
     return table
 
@@ -161,10 +166,10 @@ def ablation_table(results: Results) -> Table:
     factors = {"fedeas-b8": ("yes", "√n̄"), "without-entropy": ("no", "√n̄"), "linear": ("yes", "n̄")}
     table = Table(["Variant", "Entropy", "Size factor", "Gen.", "Accuracy"])
     for method, about in factors.items():
-        name = f"{PAPERS}/{method}"
+        name = f"{BETA_SWEEP_COLUMN}/{method}"
         last, budget = last_20_of(results, name), budget_of(results, name)
         label = f"{METHODS[method].label} (β = {beta_of(cell(name), results.scale):g})"
-        shown = [show_budget(budget, paper.images(method, PAPERS)), together(last)]
+        shown = [show_budget(budget, paper.images(method, BETA_SWEEP_COLUMN)), format_cell(last)]
         table.add([label, *about, *shown], last, budget)
     return table
 
@@ -173,18 +178,18 @@ def gamma_table(results: Results) -> Table:
     """Γ̂ by policy, as in the supplement's A; in its form and over the trainable parameters alone."""
     methods = list(paper.GAMMA_HAT)
     table = Table(["", *(METHODS[method].label for method in methods)])
-    last = {m: last_20_of(results, f"{PAPERS}/{m}") for m in methods}
-    budgets = {m: budget_of(results, f"{PAPERS}/{m}") for m in methods}
-    table.add(["Last-20 avg. (%)", *(together(last[m]) for m in methods)], *last.values())
-    shown = [show_budget(budgets[m], paper.images(m, PAPERS)) for m in methods]
+    last = {m: last_20_of(results, f"{BETA_SWEEP_COLUMN}/{m}") for m in methods}
+    budgets = {m: budget_of(results, f"{BETA_SWEEP_COLUMN}/{m}") for m in methods}
+    table.add(["Last-20 avg. (%)", *(format_cell(last[m]) for m in methods)], *last.values())
+    shown = [show_budget(budgets[m], paper.images(m, BETA_SWEEP_COLUMN)) for m in methods]
     table.add(["Total gen.", *shown], *budgets.values())
     for form, words in (("all-state", "with BatchNorm's counters"), ("trainable", "trainable parameters")):
-        found = {m: _gamma_hat(results, f"{PAPERS}/{m}", form) for m in methods}
+        found = {m: _gamma_hat(results, f"{BETA_SWEEP_COLUMN}/{m}", form) for m in methods}
         less = {m: _reduction(found[m], found["fedavg"]) for m in methods}
         if form == "trainable" and not any(value.ours for value in found.values()):
             continue  # no run has measured it so, and the paper has not either
         table.add([f"Γ̂ (med.), {words}", *(_show_gamma(found[m]) for m in methods)], *found.values())
-        table.add(["Γ̂ reduction (%)", *(together(less[m]) for m in methods)], *less.values())
+        table.add(["Γ̂ reduction (%)", *(format_cell(less[m]) for m in methods)], *less.values())
     return table
 
 

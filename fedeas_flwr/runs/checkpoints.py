@@ -44,7 +44,7 @@ class Checkpoint:
     """Whose it is (`RunDirectory.identity`), as its file says; those of older versions do not."""
 
 
-def plain(arrays: Mapping[str, Any]) -> Arrays:
+def to_numpy(arrays: Mapping[str, Any]) -> Arrays:
     """Contiguous NumPy arrays, also of tensors that lie on a GPU."""
     return {k: np.asarray(v.cpu().numpy() if hasattr(v, "cpu") else v, order="C") for k, v in arrays.items()}
 
@@ -92,7 +92,7 @@ def read_checkpoint(path: Path) -> Checkpoint:
 
 def write_arrays(path: Path, arrays: Arrays, metadata: dict[str, str] | None = None) -> None:
     """Write arrays as one safetensors file, whole or not at all."""
-    atomic_write(path, save(plain(arrays), metadata=metadata))
+    atomic_write(path, save(to_numpy(arrays), metadata=metadata))
 
 
 def read_arrays(path: Path) -> tuple[Arrays, dict[str, str]]:

@@ -18,7 +18,7 @@ from typing import Any
 
 from fedeas_flwr.common.errors import ConfigError, RunError
 from fedeas_flwr.common.files import atomic_write, errors_naming, existing_part, remove_unfinished
-from fedeas_flwr.common.processes import identify, is_elsewhere, still_runs
+from fedeas_flwr.common.processes import identify, is_elsewhere, is_alive
 from fedeas_flwr.common.randomness import Noise
 from fedeas_flwr.common.text import counted
 from fedeas_flwr.config import KEYS_CHANGEABLE_ON_RESUME, RunConfig, parse_config
@@ -31,7 +31,7 @@ from fedeas_flwr.runs.checkpoints import (
     write_checkpoint,
 )
 from fedeas_flwr.runs.files import holds_others_files
-from fedeas_flwr.runs.round_records import Recorded, read_records
+from fedeas_flwr.runs.round_records import RoundLog, read_records
 
 
 class RunDirectory:
@@ -46,10 +46,10 @@ class RunDirectory:
         run = cls(Path(config.run_dir))
         run._refuse_another(config)
         remove_unfinished(run.path)
-        with run._saying_what_cannot_be_written():
+        with run._write_errors_as_run_error():
             run.path.mkdir(parents=True, exist_ok=True)
             kept = {"classes": run.classes(), "files": run.files()} if config.resume else {}
-            run.write_json("config.json", {"config": config.outside(), "environment": dict(environment), **kept})
+            run.write_json("config.json", {"config": config.to_user_dict(), "environment": dict(environment), **kept})
         run.set_status("running")
         return run
 
@@ -57,7 +57,7 @@ class RunDirectory:
         """Refuse what could not start or go on here, before anything is written, or prepared for minutes."""
         self.refuse_if_it_runs()
         self._refuse_another(config)
-        with self._saying_what_cannot_be_written(), TemporaryFile(dir=existing_part(self.path)):
+        with self._write_errors_as_run_error(), TemporaryFile(dir=existing_part(self.path)):
             pass
         checkpoint = self.load_checkpoint() if config.resume else None
         if checkpoint is not None:
@@ -70,7 +70,7 @@ class RunDirectory:
             self._refuse_if_taken()
 
     @contextmanager
-    def _saying_what_cannot_be_written(self) -> Iterator[None]:
+    def _write_errors_as_run_error(self) -> Iterator[None]:
         try:
             yield
         except OSError as error:
@@ -91,7 +91,7 @@ class RunDirectory:
 
     def _check_same(self, config: RunConfig) -> None:
         self._refuse_record()
-        before, now = self.config().outside(), config.outside()
+        before, now = self.config().to_user_dict(), config.to_user_dict()
         free = {*KEYS_CHANGEABLE_ON_RESUME, "rounds", *(() if now["clients"] else ("clients",))}
         changed = [k for k in now if before[k] != now[k] and k not in free]
         if changed:
@@ -117,7 +117,7 @@ class RunDirectory:
                 f"{path} is not there, and which noise the run's models have is not known without: begin anew"
             )
         try:
-            with _saying_what_cannot_be_read(path):
+            with _read_errors_as_run_error(path):
                 return Noise(path)
         except ValueError as error:
             raise RunError(str(error)) from None
@@ -158,7 +158,7 @@ class RunDirectory:
         return found
 
     def files(self) -> dict[str, str]:
-        """What was in the files that the run was given (`files_of`); nothing in records of older versions."""
+        """What was in the files that the run was given (`hash_input_files`); nothing in records of older versions."""
         found = self.read_json("config.json").get("files", {})
         if not isinstance(found, dict) or not all(isinstance(name, str) for name in found.values()):
             raise RunError(f"{self.path / 'config.json'} is not a run's config: files = {str(found)[:100]}")
@@ -187,15 +187,15 @@ class RunDirectory:
         """The rounds recorded behind a place in their file, and the place to look from next time.
 
         Whoever follows a run then reads every record once, or again from the first where rounds were taken back
-        (`keep_rounds`) and the place is no longer between two of them.
+        (`truncate_rounds`) and the place is no longer between two of them.
         """
         found = self._recorded(offset)
-        return found.records, found.place
+        return found.records, found.offset
 
-    def _recorded(self, offset: int = 0) -> Recorded:
+    def _recorded(self, offset: int = 0) -> RoundLog:
         path = self.path / "rounds.jsonl"
-        with _saying_what_cannot_be_read(path):
-            return read_records(path, offset) if path.exists() else Recorded()
+        with _read_errors_as_run_error(path):
+            return read_records(path, offset) if path.exists() else RoundLog()
 
     def append_round(self, record: Mapping[str, Any]) -> None:
         """Add one finished round."""
@@ -205,7 +205,7 @@ class RunDirectory:
             file.flush()
             os.fsync(file.fileno())
 
-    def keep_rounds(self, count: int) -> None:
+    def truncate_rounds(self, count: int) -> None:
         """Drop the records after ``count``: rounds that no checkpoint covers are done again on resume."""
         found = self._rounds_at_least(count, f"the checkpoint is of round {count}")[:count]
         lines = "".join(json.dumps(record) + "\n" for record in found)
@@ -216,10 +216,10 @@ class RunDirectory:
         self._refuse_fewer(found, count, why)
         return found.records
 
-    def _refuse_fewer(self, found: Recorded, count: int, why: str) -> None:
+    def _refuse_fewer(self, found: RoundLog, count: int, why: str) -> None:
         if len(found.records) < count:
             whole, line = counted(len(found.records), "whole record"), len(found.records) + 1
-            flaw = f" ({found.flaw})" if found.flaw else ""
+            flaw = f" ({found.error})" if found.error else ""
             raise RunError(f"{self.path / 'rounds.jsonl'} holds {whole}, but {why}: mend line {line}{flaw}")
 
     def checked_rounds(self) -> list[dict[str, Any]]:
@@ -329,9 +329,9 @@ class RunDirectory:
 
     def processes(self) -> list[dict[str, Any]]:
         """The living processes that said that they run it."""
-        return [process for process in self.announced() if still_runs(process)]
+        return [process for process in self.registered_processes() if is_alive(process)]
 
-    def announced(self) -> list[dict[str, Any]]:
+    def registered_processes(self) -> list[dict[str, Any]]:
         """All processes that said that they run it, dead ones too."""
         try:
             found = self.read_json("status.json").get("processes", [])
@@ -350,7 +350,9 @@ class RunDirectory:
         """
         status = self.status()[0]
         if status == "running" and not self.processes():
-            return "elsewhere" if any(is_elsewhere(process) for process in self.announced()) else "interrupted"
+            return (
+                "elsewhere" if any(is_elsewhere(process) for process in self.registered_processes()) else "interrupted"
+            )
         return "finished" if status == "unknown" and (self.path / "summary.json").exists() else status
 
     def write_json(self, name: str, value: Mapping[str, Any]) -> None:
@@ -360,7 +362,7 @@ class RunDirectory:
     def read_json(self, name: str) -> Any:
         """Read one of the run's small files."""
         try:
-            with _saying_what_cannot_be_read(self.path / name):
+            with _read_errors_as_run_error(self.path / name):
                 found = json.loads((self.path / name).read_text(encoding="utf-8"))
         except (FileNotFoundError, NotADirectoryError):
             raise RunError(f"{self.path} is not a run directory: {name} is missing") from None
@@ -376,7 +378,7 @@ def _is_pid(value: Any) -> bool:
 
 
 @contextmanager
-def _saying_what_cannot_be_read(path: Path) -> Iterator[None]:
+def _read_errors_as_run_error(path: Path) -> Iterator[None]:
     try:
         yield
     except (FileNotFoundError, NotADirectoryError):  # whoever reads says what that means

@@ -24,8 +24,8 @@ from contextlib import suppress
 from fnmatch import fnmatchcase
 from pathlib import Path
 
-_OF_A_SWEEP = ("run.toml", "output.log")
-_OF_A_START = (*_OF_A_SWEEP, "status.json", "flower.log", "superlink.log", "noise-key")
+_SWEEP_FILES = ("run.toml", "output.log")
+_START_FILES = (*_SWEEP_FILES, "status.json", "flower.log", "superlink.log", "noise-key")
 """What may be there before a run has begun, or is left where one ended before it had; a noise-key to repeat a run."""
 _IN_FOLDERS = ("clients/*/state-*", "clients/*/.state-*.tmp", "tensorboard/events.out.tfevents.*")
 _FILES = (
@@ -34,7 +34,7 @@ _FILES = (
     "identity",
     "noise-key",
     "service.json",
-    *_OF_A_SWEEP,
+    *_SWEEP_FILES,
     "flower.log",
     "superlink.log",
     "summary.json",
@@ -69,7 +69,7 @@ def holds_others_files(folder: Path) -> bool:
     """Whether a folder has something in it and is no run: a new run would mix its files with somebody's own."""
     if not folder.is_dir() or is_run(folder):
         return False
-    own = (*_OF_A_START, *_LEFT_BY_KILLED)
+    own = (*_START_FILES, *_LEFT_BY_KILLED)
     return any(not any(fnmatchcase(path.name, pattern) for pattern in own) for path in folder.iterdir())
 
 

@@ -64,12 +64,12 @@ def _folders_in(folder: Path) -> list[Path]:
 def summarise_so_far(run: RunDirectory, config: RunConfig) -> dict[str, Any] | None:
     """A run in a few numbers, from the rounds there are, before the first ``None``; a damaged record is one line."""
     rounds = run.checked_rounds()
-    with refusing_what_is_no_round(run):
+    with invalid_rounds_as_run_error(run):
         return summarise(rounds, config.threshold) if rounds else None
 
 
 @contextmanager
-def refusing_what_is_no_round(run: RunDirectory) -> Iterator[None]:
+def invalid_rounds_as_run_error(run: RunDirectory) -> Iterator[None]:
     """Bring what goes wrong with the rounds of a damaged record to one line."""
     try:
         yield
@@ -106,8 +106,8 @@ def describe_in_full(run: RunDirectory) -> dict[str, Any]:
     """One run's row, its config with the keys that differ from their defaults, environment and summary."""
     if not is_run(run.path) and not is_damaged_run(run.path):
         raise RunError(f"{run.path} is not a run directory")
-    config = run.config().outside()
-    defaults = parse_config({}).outside()
+    config = run.config().to_user_dict()
+    defaults = parse_config({}).to_user_dict()
     changes = {key: {"value": config[key], "default": defaults[key]} for key in config if config[key] != defaults[key]}
     row = describe(run)
     return {
@@ -136,7 +136,7 @@ def check_removable(folder: Path) -> RunDirectory:
     return run
 
 
-def heavy_files(run: RunDirectory, model: bool = False) -> list[Path]:
+def prunable_files(run: RunDirectory, model: bool = False) -> list[Path]:
     """What a finished run keeps only to be gone on with: checkpoint, noise-key, client states; on demand its model."""
     if run.state() != "finished":
         raise RunError(f"{run.path} is {run.state()}, not finished: it needs its checkpoint, nothing is removed")
@@ -175,7 +175,7 @@ def _flat(record: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, An
 
 def export(run: RunDirectory, folder: Path) -> None:
     """Copy the record of a finished run to a folder."""
-    config = run.config().outside()
+    config = run.config().to_user_dict()
     if not (run.path / "summary.json").exists():
         raise RunError(f"{run.path} has not finished: there is no summary.json to export")
     run.checked_rounds()

@@ -13,14 +13,15 @@ WALL_CLOCK = ("clients", "aggregate", "end_wait")
 ``end_wait`` is what a round stood still for the ends of rounds: for that of the round before (Γ̂, test, record,
 checkpoint), if it was not over when this one's clients were, and for its own Γ̂ and test where nothing goes on beside.
 """
-BESIDE = ("gamma_hat", "evaluate")
+BACKGROUND_PHASES = ("gamma_hat", "evaluate")
 """How long Γ̂ and the test took, most of it beside the next round's clients: not to be added to the others."""
 
 
 def seconds_of(phase: str, seconds: Mapping[str, float]) -> float:
     """Of a phase, in a record or a summary.
 
-    In records from before there was an ``end_wait``, every Γ̂ was waited for, and every test or what ``test_wait`` says.
+    In records from before there was an ``end_wait``, every Γ̂ was waited for, and every test or what ``test_wait``
+    says.
     """
     if phase == "end_wait" and phase not in seconds:
         return seconds.get("test_wait", seconds.get("evaluate", 0.0)) + seconds.get("gamma_hat", 0.0)
@@ -37,7 +38,7 @@ def rounds_to_threshold(accuracies: Sequence[float], threshold: float) -> int | 
     return next((i for i, a in enumerate(accuracies, start=1) if a >= threshold), None)
 
 
-def falls(accuracies: Sequence[float]) -> dict[int, float]:
+def accuracy_drops(accuracies: Sequence[float]) -> dict[int, float]:
     """Rounds after the tenth that are over 0.05 below the median of the 13 around them, and by how much."""
     medians = (np.median(accuracies[max(0, i - 6) : i + 7]) for i in range(len(accuracies)))
     depths = {i: float(m) - a for i, (m, a) in enumerate(zip(medians, accuracies, strict=True), start=1)}

@@ -7,41 +7,41 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-_MOST_SHOWN = 40
+_MAX_SHOWN = 40
 
 
 @dataclass
-class Recorded:
+class RoundLog:
     """What stands in rounds.jsonl behind a place."""
 
     records: list[dict[str, Any]] = field(default_factory=list)
     """Up to the first line that is not the record of its round."""
-    place: int = 0
+    offset: int = 0
     """Behind the last of them."""
     lines: int = 0
     """All that have an end, whatever is in them; one that a crash cut short has none."""
-    flaw: str = ""
+    error: str = ""
     """What is wrong with the line after the last record, if that can be told."""
 
 
-def read_records(path: Path, offset: int = 0) -> Recorded:
+def read_records(path: Path, offset: int = 0) -> RoundLog:
     """Read the records behind a place, or all if that is no longer between two of them."""
     with path.open("rb") as file:
         file.seek(max(0, offset - 1))
         if offset and file.read(1) != b"\n":
             return read_records(path)
-        found = Recorded(place=offset)
+        found = RoundLog(offset=offset)
         for line in file:
             if not line.endswith(b"\n"):
                 break
             found.lines += 1
             number = found.records[-1]["round"] + 1 if found.records else None if offset else 1
-            record, found.flaw = _as_record(line, number)
+            record, found.error = _as_record(line, number)
             if record is None:
                 found.lines += sum(rest.endswith(b"\n") for rest in file)
                 break
             found.records.append(record)
-            found.place += len(line)
+            found.offset += len(line)
     return found
 
 
@@ -64,4 +64,4 @@ def _as_record(line: bytes, number: int | None) -> tuple[dict[str, Any] | None, 
 def _shown(value: Any) -> str:
     """As it stands in the line, cut."""
     text = json.dumps(value, ensure_ascii=False)
-    return text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]}…"
+    return text if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]}…"

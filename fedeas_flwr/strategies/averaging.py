@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from fedeas_flwr.common.cores import in_order, pieces, threads_for
+from fedeas_flwr.common.cores import map_ordered, chunks, threads_for
 from fedeas_flwr.runs.checkpoints import Arrays
 
 _BLOCK = 2**17
@@ -58,7 +58,7 @@ def _average_arrays(means: Arrays, parts: Mapping[str, Sequence[NDArray[Any]]], 
                 np.multiply(row, share, out=product)
                 block += product
 
-    for _ in in_order(add_up, pieces(means, _BLOCK, _BLOCK, _TINY_ARRAYS), threads_for(means, len(shares))):
+    for _ in map_ordered(add_up, chunks(means, _BLOCK, _BLOCK, _TINY_ARRAYS), threads_for(means, len(shares))):
         pass
 
 
@@ -83,7 +83,7 @@ def _average_tensors(states: Sequence[Arrays], shares: Sequence[float]) -> Array
     return {key: averaged[key] for key in first}
 
 
-def like_model(arrays: Arrays, model: Arrays) -> Arrays:
+def cast_like(arrays: Arrays, model: Arrays) -> Arrays:
     """Arrays in the kind, place and order of the model's.
 
     A strategy may compute in float64, or in NumPy on a model of tensors, and a file gives its arrays in another order.

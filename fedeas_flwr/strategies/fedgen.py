@@ -30,12 +30,12 @@ from fedeas_flwr.data.federated import Images, Labels
 from fedeas_flwr.runs.checkpoints import Arrays, StrategyState
 from fedeas_flwr.strategies.fedavg import FedAvg, settings
 from fedeas_flwr.strategies.fedgen_generator import ALL, NOISE, Heads, Trained, generate, new_generator, train_generator
-from fedeas_flwr.strategies.interface import ClientPart, ClientRound, Disclosure, beside
+from fedeas_flwr.strategies.interface import ClientAlgorithm, ClientRound, Disclosure, match_model_backend
 from fedeas_flwr.strategies.records import ARRAYS, METRICS, to_arrays
 from fedeas_flwr.training.build import network
 from fedeas_flwr.training.objective import Batch, Inputs, Objective
 
-DECAY, LEAST = 0.98, 1e-4
+DECAY, MIN_WEIGHT = 0.98, 1e-4
 """Of α, β and the generator's rate, a round; and below which α and β do not fall."""
 
 # ----------------------------------------------------------------------------------------- what is told
@@ -101,11 +101,11 @@ class FedGen(FedAvg):
         self._counts: dict[int, Labels] = {}
         self._sent: Arrays = {}
 
-    def told(self) -> Collection[int]:
+    def disclosing_clients(self) -> Collection[int]:
         """Whose counts are there."""
         return self._counts.keys()
 
-    def be_told(self, told: Mapping[int, Arrays]) -> None:
+    def receive_disclosures(self, told: Mapping[int, Arrays]) -> None:
         """Take the clients' counts."""
         for client, arrays in told.items():
             counts = arrays["counts"]
@@ -122,14 +122,14 @@ class FedGen(FedAvg):
         """FedAvg's messages; the generator goes with them, where the model is."""
         held = np.flatnonzero(np.sum(list(self._counts.values()), axis=0))
         generator = {f"generator/{name}": value for name, value in self._generator.weights.items()}
-        self._sent = beside(arrays, {**generator, "labels": held})
+        self._sent = match_model_backend(arrays, {**generator, "labels": held})
         return super().configure_train(server_round, arrays, config, grid)
 
     def extra(self) -> Arrays:
         """The generator, and which labels any client holds."""
         return self._sent
 
-    def extra_wanted(self) -> Arrays:
+    def expected_extra(self) -> Arrays:
         """Replies bring nothing: a client's head is in its model."""
         return {}
 
@@ -189,7 +189,7 @@ def _stacked(arrays: list[Any]) -> torch.Tensor:
 # ------------------------------------------------------------------------------------------- the client
 
 
-class TaughtObjective(Objective):
+class FedGenObjective(Objective):
     """Cross-entropy, and what a generator of features has to say."""
 
     def __init__(self, config: RunConfig) -> None:
@@ -215,14 +215,14 @@ class TaughtObjective(Objective):
 
 def term_weight(first: float, round_number: int) -> float:
     """α_t or β_t: × 0.98 a round down to 1e-4; none in round 1, whose generator knows nothing, nor if switched off."""
-    return 0.0 if round_number == 1 or first == 0 else max(LEAST, first * DECAY ** (round_number - 1))
+    return 0.0 if round_number == 1 or first == 0 else max(MIN_WEIGHT, first * DECAY ** (round_number - 1))
 
 
-class FedGenClient(ClientPart):
+class FedGenClient(ClientAlgorithm):
     """Asks the generator for features of its own labels and of all."""
 
     def __init__(self, config: RunConfig) -> None:
-        self.objective = TaughtObjective(config)
+        self.objective = FedGenObjective(config)
 
     def prepare(self, task: ClientRound) -> Inputs:
         """The generator, the terms' weights, and the noise and labels of every step."""

@@ -27,7 +27,7 @@ from fedeas_flwr.data.datasets import dataset_info
 from fedeas_flwr.data.federated import Images, Labels
 from fedeas_flwr.runs.checkpoints import Arrays, StrategyState
 from fedeas_flwr.strategies.fedavg import FedAvg, settings
-from fedeas_flwr.strategies.interface import ClientPart, ClientRound, Disclosure, beside
+from fedeas_flwr.strategies.interface import ClientAlgorithm, ClientRound, Disclosure, match_model_backend
 from fedeas_flwr.training.objective import Batch, Inputs, Objective
 
 # ----------------------------------------------------------------------------------------- what is told
@@ -73,11 +73,11 @@ class FedMix(FedAvg):
         self._means: Arrays = {}
         self._sent: Arrays = {}
 
-    def told(self) -> Collection[int]:
+    def disclosing_clients(self) -> Collection[int]:
         """Whose means are there."""
         return self._means["clients"].tolist() if self._means else []
 
-    def be_told(self, told: Mapping[int, Arrays]) -> None:
+    def receive_disclosures(self, told: Mapping[int, Arrays]) -> None:
         """Stack what the clients told, in ascending client id."""
         for client, arrays in told.items():
             shares = arrays["labels"]
@@ -96,14 +96,14 @@ class FedMix(FedAvg):
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
         """FedAvg's messages; the means go with them, where the model is."""
-        self._sent = self._sent or beside(arrays, self._means)
+        self._sent = self._sent or match_model_backend(arrays, self._means)
         return super().configure_train(server_round, arrays, config, grid)
 
     def extra(self) -> Arrays:
         """All clients' means, and whose they are."""
         return self._sent
 
-    def extra_wanted(self) -> Arrays:
+    def expected_extra(self) -> Arrays:
         """Replies bring nothing."""
         return {}
 
@@ -119,11 +119,11 @@ class FedMix(FedAvg):
 # ------------------------------------------------------------------------------------------- the client
 
 
-class MixedObjective(Objective):
+class FedMixObjective(Objective):
     """Cross-entropy of images mixed with one mean a step."""
 
     def __init__(self, part: float) -> None:
-        self.part, self.second_order = part, part > 0
+        self.part, self.needs_double_backward = part, part > 0
 
     def loss(self, model: nn.Module, batch: Batch) -> torch.Tensor:
         """L above: one forward pass, and a second derivative for its last term."""
@@ -139,9 +139,9 @@ class MixedObjective(Objective):
         # on u_a too: the slope is then that of the whole batch's loss when x̄ is added to all its inputs at once, which
         # is what mixing does to them.
         (slopes,) = torch.autograd.grad(batch.mean(own), inputs, create_graph=True)
-        second_order = (slopes * mean_image).sum()
+        taylor_term = (slopes * mean_image).sum()
         mixed = (1 - part) * own + part * self._losses_of_mixture(logits, proportions, batch)
-        return batch.mean(mixed) + part * (1 - part) * second_order
+        return batch.mean(mixed) + part * (1 - part) * taylor_term
 
     def _losses_of_mixture(self, logits: torch.Tensor, proportions: torch.Tensor, batch: Batch) -> torch.Tensor:
         """CE(f(u), ȳ) = Σ_c ȳ_c CE(f(u), c), with whatever loss the run takes for CE."""
@@ -151,11 +151,11 @@ class MixedObjective(Objective):
         return (losses.view(samples, classes) * proportions).sum(1)
 
 
-class FedMixClient(ClientPart):
+class FedMixClient(ClientAlgorithm):
     """Draws whose mean a step mixes in."""
 
     def __init__(self, config: RunConfig) -> None:
-        self.objective = MixedObjective(config.fedmix_lambda)
+        self.objective = FedMixObjective(config.fedmix_lambda)
 
     def prepare(self, task: ClientRound) -> Inputs:
         """All means, and a row of them for each step: another client's, or one's own where there is no other."""

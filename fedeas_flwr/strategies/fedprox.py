@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 
 from fedeas_flwr.config import RunConfig
-from fedeas_flwr.strategies.interface import ClientPart, ClientRound
+from fedeas_flwr.strategies.interface import ClientAlgorithm, ClientRound
 from fedeas_flwr.training.objective import Inputs, Objective, Tensors
 
 
@@ -27,7 +27,7 @@ class ProximalObjective(Objective):
         torch._foreach_add_([gradients[name] for name in names], drift, alpha=self.mu)
 
 
-class FedProxClient(ClientPart):
+class FedProxClient(ClientAlgorithm):
     """Keeps to the received model."""
 
     def __init__(self, config: RunConfig) -> None:

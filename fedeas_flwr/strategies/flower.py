@@ -1,8 +1,8 @@
 """Flower's own strategies, unmodified: what they need around them here, and how each is built from the run-config.
 
 They take NumPy arrays in messages, draw from the process's global random generators, and keep what they remember in
-attributes. `Composed` gives them arrays whatever the model is made of, draws of the run's own, and a state that a
-checkpoint can hold.
+attributes. `FlowerStrategyAdapter` gives them arrays whatever the model is made of, draws of the run's own, and a
+state that a checkpoint can hold.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from fedeas_flwr.strategies.fedavg import settings
 from fedeas_flwr.strategies.privacy import privacy_spent, with_privacy
 from fedeas_flwr.strategies.records import ARRAYS, LOSS, METRICS, WEIGHT, encoded, to_arrays, to_record
 
-REMEMBERED: dict[type[flower.Strategy], tuple[str, ...]] = {
+STATEFUL_ATTRIBUTES: dict[type[flower.Strategy], tuple[str, ...]] = {
     flower.FedAvgM: ("current_arrays", "momentum_vector"),
     flower.FedAdam: ("m_t", "v_t"),
     flower.FedAdagrad: ("m_t", "v_t"),
@@ -38,7 +38,7 @@ REMEMBERED: dict[type[flower.Strategy], tuple[str, ...]] = {
 change; tests/strategies/test_flower_strategies.py finds an attribute that is missing here."""
 
 
-class Composed(flower.Strategy):
+class FlowerStrategyAdapter(flower.Strategy):
     """One of Flower's strategies inside `Federation`.
 
     Parameters
@@ -58,7 +58,7 @@ class Composed(flower.Strategy):
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
         """Let the strategy see NumPy arrays; the clients get the model as it is."""
-        with lent_randomness(stream(self.config.seed, "flower configure", server_round)):
+        with seeded_global_rng(stream(self.config.seed, "flower configure", server_round)):
             out = list(self.inner.configure_train(server_round, encoded(arrays), config, grid))
         for message in out:
             message.content = RecordDict({**message.content, ARRAYS: arrays})
@@ -74,10 +74,10 @@ class Composed(flower.Strategy):
             if self.config.dp != "none":
                 metrics = MetricRecord({**metrics, WEIGHT: 1})  # privacy.py says why
             reply.content = RecordDict({ARRAYS: encoded(arrays), METRICS: metrics})
-        with lent_randomness(self._draws(server_round, taken)):
+        with seeded_global_rng(self._rng_for_round(server_round, taken)):
             return self.inner.aggregate_train(server_round, taken)
 
-    def _draws(self, server_round: int, replies: Sequence[Message]) -> np.random.Generator:
+    def _rng_for_round(self, server_round: int, replies: Sequence[Message]) -> np.random.Generator:
         if self.config.dp == "none":
             return stream(self.config.seed, "flower aggregate", server_round)
         # Whoever clips: all noise is the server's, that of the count of clipped updates too. The replies stand for the
@@ -109,7 +109,7 @@ class Composed(flower.Strategy):
     def state(self) -> StrategyState:
         """What the strategy remembers, by attribute."""
         state = StrategyState()
-        for owner, name in self._remembered():
+        for owner, name in self._stateful_attributes():
             value = getattr(owner, name)
             if isinstance(value, float):
                 state.numbers[name] = value
@@ -121,7 +121,7 @@ class Composed(flower.Strategy):
 
     def load_state(self, state: StrategyState) -> None:
         """Put the attributes back as they were; what is not there has not been set before the first round."""
-        for owner, name in self._remembered():
+        for owner, name in self._stateful_attributes():
             found = sorted(key for key in state.arrays if key.startswith(f"{name}/"))
             if name in state.numbers:
                 setattr(owner, name, state.numbers[name])
@@ -129,9 +129,9 @@ class Composed(flower.Strategy):
                 arrays = {key.split("/", 2)[2]: state.arrays[key] for key in found}
                 setattr(owner, name, _like_attribute(name, arrays))
 
-    def _remembered(self) -> Iterator[tuple[flower.Strategy, str]]:
+    def _stateful_attributes(self) -> Iterator[tuple[flower.Strategy, str]]:
         for owner in (self.inner, getattr(self.inner, "strategy", None)):  # a DP wrapper, and what it wraps
-            for name in REMEMBERED.get(type(owner), ()):  # type: ignore[arg-type]
+            for name in STATEFUL_ATTRIBUTES.get(type(owner), ()):  # type: ignore[arg-type]
                 yield owner, name  # type: ignore[misc]
 
 
@@ -150,7 +150,7 @@ def _like_attribute(name: str, arrays: Arrays) -> Any:
 
 
 @contextmanager
-def lent_randomness(draws: np.random.Generator) -> Iterator[None]:
+def seeded_global_rng(draws: np.random.Generator) -> Iterator[None]:
     """Let Python's and NumPy's global functions draw from a generator of the round's own, and then as before.
 
     Flower's strategies use them. What they draw then depends on that generator alone, so a resumed run draws the same,
@@ -213,7 +213,7 @@ def build_krum(config: RunConfig) -> flower.Strategy:
 def build_multikrum(config: RunConfig) -> flower.Strategy:
     """The mean of the replies with the best Krum scores (Blanchard et al. 2017)."""
     _need_replies(config, 2 * config.malicious_clients + 3, "2 · malicious-clients + 3")
-    fewest = config.fewest_replies
+    fewest = config.min_replies_per_round
     selected = config.selected_clients or fewest - config.malicious_clients
     if selected > fewest:
         raise ConfigError(f"selected-clients = {selected}: must be at most {fewest}, the fewest replies of a round")
@@ -232,19 +232,19 @@ def build_qfedavg(config: RunConfig) -> flower.Strategy:
 
 
 def _need_replies(config: RunConfig, needed: int, rule: str) -> None:
-    if config.fewest_replies < needed:
+    if config.min_replies_per_round < needed:
         raise ConfigError(
             f"strategy = '{config.strategy}' with malicious-clients = {config.malicious_clients} needs {needed} "
             f"replies a round ({rule}), but clients = {config.clients}, participation = {config.participation:g} and "
-            f"min-replies = {config.min_replies:g} assure {config.fewest_replies}"
+            f"min-replies = {config.min_replies:g} assure {config.min_replies_per_round}"
         )
 
 
-def composed(build: Callable[[RunConfig], flower.Strategy]) -> Callable[[RunConfig], flower.Strategy]:
+def adapt(build: Callable[[RunConfig], flower.Strategy]) -> Callable[[RunConfig], flower.Strategy]:
     """A builder of one of Flower's strategies, made into one of ours."""
-    return lambda config: Composed(with_privacy(build(config), config), config)
+    return lambda config: FlowerStrategyAdapter(with_privacy(build(config), config), config)
 
 
-def composed_if_private(build: Callable[[RunConfig], flower.Strategy]) -> Callable[[RunConfig], flower.Strategy]:
+def adapt_if_dp(build: Callable[[RunConfig], flower.Strategy]) -> Callable[[RunConfig], flower.Strategy]:
     """The same for one of ours, which takes tensors as they are: only Flower's DP wrappers need it composed."""
-    return lambda config: build(config) if config.dp == "none" else composed(build)(config)
+    return lambda config: build(config) if config.dp == "none" else adapt(build)(config)

@@ -25,7 +25,7 @@ from flwr.app import ArrayRecord
 from fedeas_flwr.common.errors import ConfigError
 from fedeas_flwr.config import RunConfig
 from fedeas_flwr.data.federated import Images, Labels
-from fedeas_flwr.runs.checkpoints import Arrays, StrategyState, plain
+from fedeas_flwr.runs.checkpoints import Arrays, StrategyState, to_numpy
 from fedeas_flwr.strategies.records import to_arrays
 from fedeas_flwr.training.engine import State
 from fedeas_flwr.training.objective import CROSS_ENTROPY, NO_INPUTS, Inputs, Objective
@@ -62,7 +62,7 @@ class ClientRound:
 
 
 @dataclass(frozen=True)
-class Finished:
+class ClientAlgorithmResult:
     """What a client's part has to say after training."""
 
     memory: Mapping[str, Any] = field(default_factory=dict)
@@ -71,7 +71,7 @@ class Finished:
     """Sent beside the model, encoded where the model is; the server's part says which arrays it expects."""
 
 
-class ClientPart:
+class ClientAlgorithm:
     """FedAvg's: cross-entropy, nothing kept, nothing more sent."""
 
     objective: Objective = CROSS_ENTROPY
@@ -80,9 +80,9 @@ class ClientPart:
         """The inputs that the objective needs for this client and round."""
         return NO_INPUTS
 
-    def finish(self, task: ClientRound, trainable: State, buffers: State) -> Finished:
+    def finish(self, task: ClientRound, trainable: State, buffers: State) -> ClientAlgorithmResult:
         """Look at the trained model."""
-        return Finished()
+        return ClientAlgorithmResult()
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,7 @@ class Disclosure:
     """What every client gives away, as a table of strategies says it."""
     arrays: Callable[[RunConfig, Images, Labels], Arrays]
     """The answer, from the client's real images [N, H, W, C] and their labels."""
-    wanted: Callable[[RunConfig], Arrays]
+    expected: Callable[[RunConfig], Arrays]
     """Arrays with the names, kinds and shapes of an answer."""
 
     @property
@@ -110,7 +110,7 @@ class Disclosure:
         ConfigError
             It says what would be disclosed.
         """
-        if not config.outside()[self.key]:
+        if not config.to_user_dict()[self.key]:
             raise ConfigError(
                 f"{self.key} = false: strategy = '{config.strategy}' needs it to be true, "
                 f"and then discloses of every client {self.what}"
@@ -130,11 +130,11 @@ class NeedsDisclosure(Protocol):
 
     disclosure: Disclosure
 
-    def told(self) -> Collection[int]:
+    def disclosing_clients(self) -> Collection[int]:
         """The clients that told it, perhaps before an interrupt; empty before they were asked."""
         ...
 
-    def be_told(self, told: Mapping[int, Arrays]) -> None:
+    def receive_disclosures(self, told: Mapping[int, Arrays]) -> None:
         """Take what each client disclosed, by client id; a `MessageError` refuses it."""
         ...
 
@@ -163,16 +163,16 @@ class SendsExtra(Protocol):
         """What goes to every client of the round; asked after `configure_train`."""
         ...
 
-    def extra_wanted(self) -> Arrays:
+    def expected_extra(self) -> Arrays:
         """Arrays with the names, kinds and shapes that a reply must bring; empty if it brings none."""
         ...
 
 
-def beside(model: ArrayRecord, arrays: Arrays) -> Arrays:
+def match_model_backend(model: ArrayRecord, arrays: Arrays) -> Arrays:
     """The arrays as extra ones must be: tensors where the model's lie if it is handed over, else NumPy's."""
     first = next(iter(to_arrays(model).values()), None)
     if first is None or not hasattr(first, "cpu"):
-        return plain(arrays)
+        return to_numpy(arrays)
     import torch  # only where models are tensors already
 
     return {key: torch.as_tensor(array, device=first.device) for key, array in arrays.items()}

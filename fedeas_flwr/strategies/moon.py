@@ -20,7 +20,7 @@ from torch.nn import functional as F
 from fedeas_flwr.common.errors import ConfigError
 from fedeas_flwr.config import RunConfig
 from fedeas_flwr.strategies.fedavg import FedAvg, build_fedavg
-from fedeas_flwr.strategies.interface import ClientPart, ClientRound, Finished
+from fedeas_flwr.strategies.interface import ClientAlgorithm, ClientRound, ClientAlgorithmResult
 from fedeas_flwr.training.build import network
 from fedeas_flwr.training.engine import State
 from fedeas_flwr.training.objective import Batch, Inputs, Objective, Tensors, features_and_logits
@@ -52,9 +52,9 @@ def build_moon(config: RunConfig) -> FedAvg:
     return build_fedavg(config)
 
 
-def moon_client(config: RunConfig) -> ClientPart:
+def moon_client(config: RunConfig) -> ClientAlgorithm:
     """The client's part; with μ = 0 FedAvg's, which keeps no model."""
-    return MoonClient(config) if config.moon_mu else ClientPart()
+    return MoonClient(config) if config.moon_mu else ClientAlgorithm()
 
 
 def contrastive_losses(
@@ -76,12 +76,12 @@ class ContrastiveObjective(Objective):
 
     def loss(self, model: nn.Module, batch: Batch) -> torch.Tensor:
         """Take z from the one forward pass that the logits come from too."""
-        references = batch.kept or self.beforehand(model, batch)
+        references = batch.precomputed or self.precompute(model, batch)
         z, logits = features_and_logits(model, batch.images)
         contrast = contrastive_losses(z, references[RECEIVED], references[PREVIOUS], self.temperature)
         return batch.mean(self.losses(logits, batch) + self.mu * contrast)
 
-    def beforehand(self, model: nn.Module, batch: Batch) -> Tensors:
+    def precompute(self, model: nn.Module, batch: Batch) -> Tensors:
         """z_glob and z_prev."""
         return {prefix: reference_features(model, batch, prefix) for prefix in (RECEIVED, PREVIOUS)}
 
@@ -97,7 +97,7 @@ def reference_features(model: nn.Module, batch: Batch, prefix: str) -> torch.Ten
         model.train()
 
 
-class MoonClient(ClientPart):
+class MoonClient(ClientAlgorithm):
     """The client's part: its last model, buffers included, is what it remembers."""
 
     def __init__(self, config: RunConfig) -> None:
@@ -112,6 +112,6 @@ class MoonClient(ClientPart):
             | {f"{PREVIOUS}{key}": previous[key] for key in received}
         )
 
-    def finish(self, task: ClientRound, trainable: State, buffers: State) -> Finished:
+    def finish(self, task: ClientRound, trainable: State, buffers: State) -> ClientAlgorithmResult:
         """Remember the trained model."""
-        return Finished(memory={**trainable, **buffers})
+        return ClientAlgorithmResult(memory={**trainable, **buffers})

@@ -21,7 +21,7 @@ from fedeas_flwr.common.errors import ConfigError
 from fedeas_flwr.config import RunConfig
 from fedeas_flwr.runs.checkpoints import Arrays
 from fedeas_flwr.strategies.fedavg import FedAvg
-from fedeas_flwr.strategies.records import ARRAYS, BUFFERS, CONFIG, METRICS, as_handed_over, encoded
+from fedeas_flwr.strategies.records import ARRAYS, BUFFERS, CONFIG, METRICS, to_in_process, encoded
 
 WRAPPERS: dict[str, Any] = {
     "server-fixed": flower.DifferentialPrivacyServerSideFixedClipping,
@@ -53,7 +53,7 @@ def with_privacy(strategy: flower.Strategy, config: RunConfig) -> flower.Strateg
         raise ConfigError(
             f"min-replies = {config.min_replies:g}: must be 1 with dp = '{config.dp}', whose noise is for all clients"
         )
-    sampled = config.sampled(config.clients)
+    sampled = config.num_sampled(config.clients)
     if config.dp in ("server-fixed", "client-fixed"):
         fixed: flower.Strategy = WRAPPERS[config.dp](
             strategy, config.dp_noise_multiplier, config.dp_clipping_norm, sampled
@@ -144,7 +144,7 @@ def _clipped(mod: Mod, train: Handler, message: Message, context: Context) -> Me
     message.content = RecordDict({ARRAYS: encoded(sent), CONFIG: whole.config_records[CONFIG]})
     reply = mod(message, context, train_and_show_arrays_alone)
     if reply.has_content():
-        clipped = as_handed_over(reply.content.array_records[ARRAYS], sent)
+        clipped = to_in_process(reply.content.array_records[ARRAYS], sent)
         metrics = reply.content.metric_records[METRICS]
         reply.content = RecordDict({ARRAYS: clipped, BUFFERS: buffers[0], METRICS: metrics})
     return reply

@@ -12,7 +12,7 @@ import numpy as np
 from flwr.app import Array, ArrayRecord
 
 from fedeas_flwr.common.npy import array_bytes, read_array
-from fedeas_flwr.runs.checkpoints import Arrays, plain
+from fedeas_flwr.runs.checkpoints import Arrays, to_numpy
 
 ARRAYS, BUFFERS, EXTRA, CONFIG, METRICS = "arrays", "buffers", "extra", "config", "metrics"
 WEIGHT, LOSS = "num-examples", "loss"
@@ -20,11 +20,11 @@ _ENCODING = "numpy.ndarray"  # Flower's name for NumPy's file format
 _HEADER_BYTES = 1024  # of NumPy's format before the data; 128 are usual
 
 
-class WrongArraysError(ValueError):
+class ArrayMismatchError(ValueError):
     """Arrays that are not those wanted; the text is one line."""
 
 
-class LiveRecord(ArrayRecord):
+class InProcessRecord(ArrayRecord):
     """Arrays handed over within one process, without bytes: the one exception to messages, for the inline grid.
 
     To Flower it is an empty record. What it holds must not be changed by either side.
@@ -38,7 +38,7 @@ class LiveRecord(ArrayRecord):
 def to_record(arrays: Mapping[str, Any]) -> ArrayRecord:
     """Build a new record: one that was sent must never be changed in place. Tensors are handed over as they are."""
     if any(hasattr(value, "cpu") for value in arrays.values()):
-        return LiveRecord(arrays)
+        return InProcessRecord(arrays)
     return ArrayRecord({key: _encoded(np.asarray(value)) for key, value in arrays.items()})
 
 
@@ -48,7 +48,7 @@ def _encoded(array: Any) -> Array:
 
 def to_arrays(record: ArrayRecord) -> Arrays:
     """Read a record: NumPy arrays, not to be written to, or the tensors of a live one."""
-    if isinstance(record, LiveRecord):
+    if isinstance(record, InProcessRecord):
         return dict(record.__dict__["live"])
     return {key: read_array(value.data) for key, value in record.items()}
 
@@ -59,8 +59,8 @@ def encoded(record: ArrayRecord) -> ArrayRecord:
     Tensors that were handed over become NumPy arrays, and data that came out of band (common/npy.py) become bytes:
     Flower makes an Array of nothing else, and neither pickle nor protobuf takes a view.
     """
-    if isinstance(record, LiveRecord):
-        return to_record(plain(to_arrays(record)))
+    if isinstance(record, InProcessRecord):
+        return to_record(to_numpy(to_arrays(record)))
     if all(isinstance(array.data, bytes) for array in record.values()):
         return record
     return ArrayRecord({key: _with_bytes(array) for key, array in record.items()})
@@ -70,46 +70,46 @@ def _with_bytes(array: Array) -> Array:
     return Array(dtype=array.dtype, shape=tuple(array.shape), stype=array.stype, data=bytes(array.data))
 
 
-def as_handed_over(record: ArrayRecord, like: ArrayRecord) -> ArrayRecord:
+def to_in_process(record: ArrayRecord, like: ArrayRecord) -> ArrayRecord:
     """The way back: tensors beside those of ``like``, if it is live."""
-    if not isinstance(like, LiveRecord):
+    if not isinstance(like, InProcessRecord):
         return record
     tensors = to_arrays(like)
-    return LiveRecord({key: tensors[key].new_tensor(array) for key, array in to_arrays(record).items()})
+    return InProcessRecord({key: tensors[key].new_tensor(array) for key, array in to_arrays(record).items()})
 
 
-def read_like(record: ArrayRecord, wanted: Arrays) -> Arrays:
-    """Read a record whose names, kinds and shapes must be those of ``wanted``, and whose values must be finite.
+def read_validated(record: ArrayRecord, expected: Arrays) -> Arrays:
+    """Read a record whose names, kinds and shapes must be those of ``expected``, and whose values must be finite.
 
     Raises
     ------
-    WrongArraysError
+    ArrayMismatchError
         By name, before the bytes are decoded where they need not be.
     """
-    if isinstance(record, LiveRecord):
-        return _check_live(to_arrays(record), wanted)
-    _check_names(record, wanted)
+    if isinstance(record, InProcessRecord):
+        return _check_in_process(to_arrays(record), expected)
+    _check_names(record, expected)
     arrays: Arrays = {}
-    for key, like in wanted.items():
+    for key, like in expected.items():
         _check_kind(key, record[key], like)  # as declared, before the bytes are decoded
         array = _decoded(key, record[key], like)
         if not np.isfinite(array).all():
-            raise WrongArraysError(f"array {key} holds NaN or infinity")
+            raise ArrayMismatchError(f"array {key} holds NaN or infinity")
         arrays[key] = array
     return arrays
 
 
-def _check_names(found: Iterable[str], wanted: Arrays) -> None:
+def _check_names(found: Iterable[str], expected: Arrays) -> None:
     names = list(found)
-    if names != list(wanted):
-        odd = sorted(set(names) ^ set(wanted)) or ["the order"]
-        raise WrongArraysError(f"arrays differ from those wanted: {odd[0]}")
+    if names != list(expected):
+        odd = sorted(set(names) ^ set(expected)) or ["the order"]
+        raise ArrayMismatchError(f"arrays differ from those wanted: {odd[0]}")
 
 
 def _check_kind(key: str, found: Any, like: Any) -> None:
     if str(found.dtype) != str(like.dtype) or tuple(found.shape) != tuple(like.shape):
         got, want = (f"{array.dtype}{list(array.shape)}" for array in (found, like))
-        raise WrongArraysError(f"array {key} is {got}, wanted {want}")
+        raise ArrayMismatchError(f"array {key} is {got}, wanted {want}")
 
 
 def _decoded(key: str, sent: Array, like: Any) -> Any:
@@ -119,17 +119,17 @@ def _decoded(key: str, sent: Array, like: Any) -> Any:
     """
     most = like.nbytes + _HEADER_BYTES
     if not _is_of_bytes(sent.data):
-        raise WrongArraysError(f"array {key} has data of type {type(sent.data).__name__}, wanted bytes")
+        raise ArrayMismatchError(f"array {key} has data of type {type(sent.data).__name__}, wanted bytes")
     if len(sent.data) > most:
-        raise WrongArraysError(f"array {key} has {len(sent.data)} bytes, wanted {most} at most")
+        raise ArrayMismatchError(f"array {key} has {len(sent.data)} bytes, wanted {most} at most")
     try:
         if sent.stype != _ENCODING:
             raise ValueError(f"its encoding is '{sent.stype[:50]}', wanted {_ENCODING}")
         array = read_array(sent.data)
     except ValueError as error:
-        raise WrongArraysError(f"array {key} cannot be decoded: {error}") from None
+        raise ArrayMismatchError(f"array {key} cannot be decoded: {error}") from None
     if array.dtype != like.dtype or array.shape != like.shape:
-        raise WrongArraysError(f"array {key} decodes to {array.dtype}{list(array.shape)}")
+        raise ArrayMismatchError(f"array {key} decodes to {array.dtype}{list(array.shape)}")
     return array
 
 
@@ -140,15 +140,15 @@ def _is_of_bytes(data: Any) -> bool:
     return isinstance(data, bytes)
 
 
-def _check_live(arrays: Arrays, wanted: Arrays) -> Arrays:
+def _check_in_process(arrays: Arrays, expected: Arrays) -> Arrays:
     """The same checks on tensors, with one look at the GPU for all of them."""
     import torch  # where tensors are handed over it is there already
 
-    _check_names(arrays, wanted)
-    for key, like in wanted.items():
+    _check_names(arrays, expected)
+    for key, like in expected.items():
         _check_kind(key, arrays[key], like)
     floats = [array for array in arrays.values() if array.is_floating_point() and array.numel()]
     # A maximum norm is NaN or infinite where an element is, and all of them are a launch or two.
     if floats and not bool(torch.stack(torch._foreach_norm(floats, float("inf"))).isfinite().all()):
-        raise WrongArraysError("the arrays hold NaN or infinity")
+        raise ArrayMismatchError("the arrays hold NaN or infinity")
     return arrays

@@ -20,9 +20,9 @@ from flwr.serverapp import Grid
 from fedeas_flwr.common.errors import ConfigError
 from fedeas_flwr.config import RunConfig
 from fedeas_flwr.runs.checkpoints import Arrays, StrategyState
-from fedeas_flwr.strategies.averaging import like_model, weighted_average
+from fedeas_flwr.strategies.averaging import cast_like, weighted_average
 from fedeas_flwr.strategies.fedavg import FedAvg, settings
-from fedeas_flwr.strategies.interface import ClientPart, ClientRound, Finished
+from fedeas_flwr.strategies.interface import ClientAlgorithm, ClientRound, ClientAlgorithmResult
 from fedeas_flwr.strategies.records import ARRAYS, EXTRA, METRICS, WEIGHT, to_arrays, to_record
 from fedeas_flwr.training.engine import State
 from fedeas_flwr.training.objective import Inputs, Objective, Tensors
@@ -58,14 +58,14 @@ class Scaffold(FedAvg):
         """Send the model; c starts at zero."""
         self._sent = to_arrays(arrays)
         start = self._control or {key: array - array for key, array in self._sent.items()}
-        self._control = like_model(start, self._sent)  # a checkpoint gives NumPy arrays, in an order of its own
+        self._control = cast_like(start, self._sent)  # a checkpoint gives NumPy arrays, in an order of its own
         return super().configure_train(server_round, arrays, config, grid)
 
     def extra(self) -> Arrays:
         """Give every client c."""
         return self._control
 
-    def extra_wanted(self) -> Arrays:
+    def expected_extra(self) -> Arrays:
         """A reply brings c_i⁺ − c_i, which is like c."""
         return self._control
 
@@ -75,7 +75,7 @@ class Scaffold(FedAvg):
         """Both of the server's steps above."""
         contents = [reply.content for reply in replies]
         changes = [to_arrays(content.array_records[EXTRA]) for content in contents]
-        self._control = moved_control(self._control, changes, self._clients)
+        self._control = updated_control(self._control, changes, self._clients)
         models = [to_arrays(content.array_records[ARRAYS]) for content in contents]
         examples = [float(content.metric_records[METRICS][WEIGHT]) for content in contents]  # type: ignore[arg-type]
         mean = weighted_average(models, examples if self._by_examples else [1.0] * len(models))
@@ -91,13 +91,13 @@ class Scaffold(FedAvg):
         self._control = dict(state.arrays)
 
 
-def moved_control(control: Arrays, changes: Sequence[Arrays], clients: int) -> Arrays:
+def updated_control(control: Arrays, changes: Sequence[Arrays], clients: int) -> Arrays:
     """c + (|S|/K) · mean of (c_i⁺ − c_i), in new arrays: those of c were handed to clients and to the checkpoint."""
     mean, part = weighted_average(changes, [1.0] * len(changes)), len(changes) / clients
     return {key: control[key] + mean[key] * part for key in control}
 
 
-class ControlledObjective(Objective):
+class ScaffoldObjective(Objective):
     """Cross-entropy whose gradients are corrected by c − c_i."""
 
     def correct(self, weights: Tensors, gradients: Tensors, given: Tensors) -> None:
@@ -106,29 +106,31 @@ class ControlledObjective(Objective):
         torch._foreach_add_([gradients[name] for name in names], [given[f"correction/{name}"] for name in names])
 
 
-class ScaffoldClient(ClientPart):
+class ScaffoldClient(ClientAlgorithm):
     """The client's part: c_i is what it remembers."""
 
     def __init__(self, config: RunConfig) -> None:
-        self.objective = ControlledObjective()
+        self.objective = ScaffoldObjective()
 
     def prepare(self, task: ClientRound) -> Inputs:
         """Give c − c_i, under ``correction/``."""
-        control, own = task.tensors(task.extra), own_control(task)
+        control, own = task.tensors(task.extra), client_control_variate(task)
         return Inputs({f"correction/{name}": control[name] - own[name] for name in control})
 
-    def finish(self, task: ClientRound, trainable: State, buffers: State) -> Finished:
+    def finish(self, task: ClientRound, trainable: State, buffers: State) -> ClientAlgorithmResult:
         """c_i⁺ = c_i − c + (x − y)/(Tη); a client that took no step keeps its c_i."""
-        control, own = task.tensors(task.extra), own_control(task)
+        control, own = task.tensors(task.extra), client_control_variate(task)
         if task.steps == 0:
-            return Finished(memory=own, extra={name: torch.zeros_like(value) for name, value in control.items()})
+            return ClientAlgorithmResult(
+                memory=own, extra={name: torch.zeros_like(value) for name, value in control.items()}
+            )
         start, end = task.tensors(task.trainable), task.tensors(trainable)
         reach = task.steps * task.config.learning_rate
         change = {name: (start[name] - end[name]) / reach - control[name] for name in control}
-        return Finished(memory={name: own[name] + change[name] for name in change}, extra=change)
+        return ClientAlgorithmResult(memory={name: own[name] + change[name] for name in change}, extra=change)
 
 
-def own_control(task: ClientRound) -> dict[str, torch.Tensor]:
+def client_control_variate(task: ClientRound) -> dict[str, torch.Tensor]:
     """c_i as of the client's last accepted round; zero before the first."""
     if task.memory:
         return task.tensors(task.memory)

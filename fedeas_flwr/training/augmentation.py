@@ -32,7 +32,7 @@ def draw_views(info: DatasetInfo, steps: int, batch_size: int, draws: np.random.
     return torch.from_numpy(table)
 
 
-def viewed(pixels: torch.Tensor, views: torch.Tensor) -> torch.Tensor:
+def augment(pixels: torch.Tensor, views: torch.Tensor) -> torch.Tensor:
     """Images as their views show them: mirrored, then shifted, zeros where nothing was.
 
     Parameters

@@ -15,11 +15,17 @@ from fedeas_flwr.common.randomness import stream
 from fedeas_flwr.config import RunConfig
 from fedeas_flwr.data.datasets import dataset_info
 from fedeas_flwr.training.augmentation import VIEWS, draw_views
-from fedeas_flwr.training.engine import Engine, Recipe
+from fedeas_flwr.training.engine import Engine, LocalTrainingConfig
 from fedeas_flwr.training.losses import loss_constants
 from fedeas_flwr.training.models import ImageShape, Normaliser, build_model
 from fedeas_flwr.training.objective import Inputs, Objective
-from fedeas_flwr.training.oom_fallback import Differentiate, Rung, SparingEngine, at_once, frugal_ways
+from fedeas_flwr.training.oom_fallback import (
+    Differentiate,
+    FallbackLevel,
+    OomFallbackEngine,
+    full_batch_gradient,
+    low_memory_modes,
+)
 
 
 def network(config: RunConfig) -> torch.nn.Module:
@@ -44,9 +50,9 @@ def _initial_network(
 _kept_network = lru_cache(maxsize=1)(_initial_network)
 
 
-def recipe(config: RunConfig) -> Recipe:
+def recipe(config: RunConfig) -> LocalTrainingConfig:
     """How the run's clients train in a round."""
-    return Recipe(
+    return LocalTrainingConfig(
         config.local_epochs,
         config.batch_size,
         config.learning_rate,
@@ -98,16 +104,16 @@ def build_engine(config: RunConfig, device: str, objective: Objective, rank: int
         precision = config.precision if device == "cuda" else "fp32"  # a GPU's: processors emulate bf16, slowly
         return EagerEngine(network(config), steps, normalise, device, objective, differentiate, precision, at_a_time)
 
-    eagerly = ("eagerly", partial(eager, at_once, config.batch_size))
+    eagerly = ("eagerly", partial(eager, full_batch_gradient, config.batch_size))
     in_graphs = config.engine != "eager" and device != "cpu"
 
-    def less() -> list[Rung]:
+    def fallbacks() -> list[FallbackLevel]:
         height, width, channels = info.image_shape
-        ways = frugal_ways(network(config), torch.zeros(2, channels, height, width), config.batch_size)
+        ways = low_memory_modes(network(config), torch.zeros(2, channels, height, width), config.batch_size)
         fewer = [(words, partial(eager, way, at_a_time)) for words, way, at_a_time in ways]
         return [*([eagerly] if in_graphs else []), *fewer]
 
-    return SparingEngine(("in CUDA graphs", graphed) if in_graphs else eagerly, less)
+    return OomFallbackEngine(("in CUDA graphs", graphed) if in_graphs else eagerly, fallbacks)
 
 
 class EnginePool:
@@ -120,7 +126,7 @@ class EnginePool:
         self._count = 0
 
     @contextmanager
-    def lent(self, config: RunConfig, device: str, objective: Objective) -> Iterator[Engine]:
+    def borrow(self, config: RunConfig, device: str, objective: Objective) -> Iterator[Engine]:
         """The first engine that nobody has just now."""
         with self._lock:
             if self._config != config:

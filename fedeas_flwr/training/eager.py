@@ -9,21 +9,21 @@ import numpy as np
 import torch
 from torch import nn
 
-from fedeas_flwr.training.augmentation import VIEWS, viewed
-from fedeas_flwr.training.engine import Recipe, State, TrainResult, copy_state, read_state, stream_seed
-from fedeas_flwr.training.models import Normaliser, drawing, draws_numbers
+from fedeas_flwr.training.augmentation import VIEWS, augment
+from fedeas_flwr.training.engine import LocalTrainingConfig, State, TrainResult, copy_state, read_state, stream_seed
+from fedeas_flwr.training.models import Normaliser, drawing, uses_rng
 from fedeas_flwr.training.objective import CROSS_ENTROPY, NO_INPUTS, Batch, Inputs, Objective, Tensors, named
-from fedeas_flwr.training.oom_fallback import Differentiate, at_once
-from fedeas_flwr.training.precompute import asks_beforehand
+from fedeas_flwr.training.oom_fallback import Differentiate, full_batch_gradient
+from fedeas_flwr.training.precompute import needs_precompute
 
 
-class Descent:
+class SGD:
     """SGD with momentum and weight decay, bit for bit torch.optim.SGD's, which takes two seconds to import.
 
     Fresh each round: the momentum starts from nothing.
     """
 
-    def __init__(self, recipe: Recipe, weights: Sequence[torch.Tensor]) -> None:
+    def __init__(self, recipe: LocalTrainingConfig, weights: Sequence[torch.Tensor]) -> None:
         self._recipe, self._weights = recipe, weights
         self._momentum: list[torch.Tensor] = []
 
@@ -54,11 +54,11 @@ class EagerEngine:
     def __init__(
         self,
         model: nn.Module,
-        recipe: Recipe,
+        recipe: LocalTrainingConfig,
         normalise: Normaliser,
         device: str,
         objective: Objective = CROSS_ENTROPY,
-        differentiate: Differentiate = at_once,
+        differentiate: Differentiate = full_batch_gradient,
         precision: str = "fp32",
         at_a_time: int | None = None,
     ) -> None:
@@ -80,7 +80,7 @@ class EagerEngine:
         copy_state(self._model, trainable, buffers)
         if self._draws is None:  # not before: now the images' shape is known
             two = torch.zeros((2, *images.shape[1:]), dtype=torch.uint8, device=self._device)
-            self._draws = draws_numbers(self._model, self._normalise(two))
+            self._draws = uses_rng(self._model, self._normalise(two))
         # What a model draws itself must not depend on what this process did before, nor on what it does meanwhile: such
         # clients train one after the other in it.
         with ExitStack() as one_at_a_time:
@@ -97,8 +97,8 @@ class EagerEngine:
     ) -> TrainResult:
         model, recipe, device = self._model.train(), self._recipe, self._device
         names, weights = zip(*((k, p) for k, p in model.named_parameters() if p.requires_grad), strict=True)
-        descent, steps = Descent(recipe, weights), 0
-        kept = self._beforehand(images, labels, inputs)
+        descent, steps = SGD(recipe, weights), 0
+        kept = self._precompute(images, labels, inputs)
         loss_sum, seen = torch.zeros((), device=device), 0
         for _ in range(recipe.epochs):
             order = torch.from_numpy(batches.permutation(len(labels))[: recipe.samples(len(labels))]).to(device)
@@ -108,9 +108,9 @@ class EagerEngine:
                 given = {**inputs.constants, **{name: table[steps] for name, table in inputs.tables.items()}}
                 pixels = images[chosen]
                 if VIEWS in given:
-                    pixels = viewed(pixels, given[VIEWS][: len(chosen)])
+                    pixels = augment(pixels, given[VIEWS][: len(chosen)])
                 rows = {name: of_all[chosen] for name, of_all in kept.items()}
-                batch = Batch(self._normalise(pixels), labels[chosen], given, torch.mean, kept=rows)
+                batch = Batch(self._normalise(pixels), labels[chosen], given, torch.mean, precomputed=rows)
                 with torch.autocast(device, torch.bfloat16, enabled=self._halved):
                     loss, gradients = self._differentiate(self._objective, model, batch, weights)
                 with torch.no_grad():
@@ -122,14 +122,14 @@ class EagerEngine:
         return TrainResult(loss=float(loss_sum) / max(seen, 1), steps=steps)
 
     @torch.no_grad()
-    def _beforehand(self, images: torch.Tensor, labels: torch.Tensor, inputs: Inputs) -> Tensors:
+    def _precompute(self, images: torch.Tensor, labels: torch.Tensor, inputs: Inputs) -> Tensors:
         """What the objective knows of every sample before the first step, ``[N, …]``."""
-        if not (len(labels) and asks_beforehand(self._objective, inputs)):
+        if not (len(labels) and needs_precompute(self._objective, inputs)):
             return {}
         found = []
         for begin in range(0, len(labels), self._at_a_time):
             chunk = slice(begin, begin + self._at_a_time)
             batch = Batch(self._normalise(images[chunk]), labels[chunk], inputs.constants, torch.mean)
             with torch.autocast(self._device, torch.bfloat16, enabled=self._halved):
-                found.append(self._objective.beforehand(self._model, batch))
+                found.append(self._objective.precompute(self._model, batch))
         return {name: torch.cat([each[name] for each in found]) for name in found[0]}

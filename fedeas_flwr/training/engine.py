@@ -22,7 +22,7 @@ State = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
-class Recipe:
+class LocalTrainingConfig:
     """How a client trains in a round."""
 
     epochs: int
@@ -53,7 +53,7 @@ class Recipe:
 
 
 def batch_table(
-    samples: int, recipe: Recipe, batches: np.random.Generator
+    samples: int, recipe: LocalTrainingConfig, batches: np.random.Generator
 ) -> tuple[np.ndarray[Any, np.dtype[np.int64]], int, int]:
     """The indices of every step of every epoch, one row a step.
 

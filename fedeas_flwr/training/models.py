@@ -143,7 +143,7 @@ def trained_names(model: nn.Module) -> set[str]:
 
 
 @torch.no_grad()
-def draws_numbers(model: nn.Module, images: torch.Tensor) -> bool:
+def uses_rng(model: nn.Module, images: torch.Tensor) -> bool:
     """Whether a network draws from torch's generators in training, by its layers or by functions such as dropout's.
 
     One pass tells. The generators and the network's buffers are left as they were.
@@ -243,13 +243,13 @@ def _build_users(name: str, num_classes: int, image_shape: ImageShape) -> nn.Mod
     try:
         build = getattr(importlib.import_module(module_name), attribute)
     except Exception as error:  # a module of somebody's does anything when it is imported
-        raise ValueError(f"model: {name!r} cannot be imported ({_told(error)})") from error
+        raise ValueError(f"model: {name!r} cannot be imported ({_format_error(error)})") from error
     if not callable(build):
         raise ValueError(f"model: {name!r} is {type(build).__name__}; it must be callable")
     try:
         model = build(num_classes=num_classes, image_shape=image_shape)
     except Exception as error:
-        text = f"model: {name!r}, called with num_classes and image_shape by keyword, raised {_told(error)}"
+        text = f"model: {name!r}, called with num_classes and image_shape by keyword, raised {_format_error(error)}"
         raise ValueError(text) from error
     if not isinstance(model, nn.Module):
         raise ValueError(f"model: {name!r} returned {type(model).__name__}; it must return a torch.nn.Module")
@@ -265,14 +265,14 @@ def _try_out(model: nn.Module, name: str, num_classes: int, image_shape: ImageSh
         with torch.no_grad():
             logits = model.eval()(torch.zeros(2, channels, height, width))
     except Exception as error:
-        raise ValueError(f"model: {name!r} {wanted} ({_told(error)})") from error
+        raise ValueError(f"model: {name!r} {wanted} ({_format_error(error)})") from error
     found = list(logits.shape) if isinstance(logits, torch.Tensor) else type(logits).__name__
     if found != [2, num_classes]:
         raise ValueError(f"model: {name!r} {wanted}; it makes {found}")
     model.train()
 
 
-def _told(error: Exception) -> str:
+def _format_error(error: Exception) -> str:
     return f"{type(error).__name__}: {one_line(error)}"
 
 

@@ -1,7 +1,7 @@
 """What a client's step minimises: the classification loss, and whatever an algorithm adds to it.
 
 An algorithm overrides `Objective.loss` (an extra term) or `Objective.correct` (a change of the gradients), and
-`Objective.beforehand` where the loss needs something of every sample that no step changes. All are pure: everything
+`Objective.precompute` where the loss needs something of every sample that no step changes. All are pure: everything
 that differs between clients, rounds and steps comes in as `Inputs`, never from the object. So one CUDA graph can serve
 every client: the engine copies the inputs into buffers that never move. A step that looks at a tensor's values cannot
 be captured, and is taken eagerly.
@@ -50,14 +50,14 @@ class Batch:
     """Of values ``[B]``, over the samples that count: a graph pads a short batch, and the padding does not."""
     cross_entropy: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] = cross_entropy
     """Of logits and labels, by sample: the engine's own."""
-    kept: Tensors = field(default_factory=dict)
-    """``[B, …]``: what `Objective.beforehand` gave of these samples; empty where it was not asked before the steps."""
+    precomputed: Tensors = field(default_factory=dict)
+    """``[B, …]``: what `Objective.precompute` gave of these samples; empty where it was not asked before the steps."""
 
 
 class Objective:
     """The classification loss alone: FedAvg's. Algorithms derive from it."""
 
-    second_order = False
+    needs_double_backward = False
     """Whether the loss holds a gradient itself, which fast layers cannot differentiate once more."""
 
     def loss(self, model: nn.Module, batch: Batch) -> torch.Tensor:
@@ -68,12 +68,12 @@ class Objective:
         """Classification loss of each sample, ``[B]``, as the run-config's `loss` has it."""
         return sample_losses(logits, batch.labels, batch.given, batch.cross_entropy)
 
-    def beforehand(self, model: nn.Module, batch: Batch) -> Tensors:
+    def precompute(self, model: nn.Module, batch: Batch) -> Tensors:
         """What of each sample stays the same through a round, ``[B, …]``, without a gradient; by default nothing.
 
         An engine asks once before the first step, for all samples in chunks, and gives every batch its rows as
-        `Batch.kept`. So a row may depend on its own sample and the inputs' constants alone: a chunk holds other samples
-        than a step does, at its end maybe padding, and comes before the tables' first row. Under random views
+        `Batch.precomputed`. So a row may depend on its own sample and the inputs' constants alone: a chunk holds other
+        samples than a step does, at its end maybe padding, and comes before the tables' first row. Under random views
         (augmentation.py) the images are other ones in every step: no engine asks, and the loss has to.
         """
         return {}

@@ -27,11 +27,11 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from fedeas_flwr.common.cuda import CaptureError, give_memory_back
+from fedeas_flwr.common.cuda import CaptureError, release_cached_memory
 from fedeas_flwr.common.errors import is_out_of_memory
 from fedeas_flwr.common.text import one_line
 from fedeas_flwr.training.engine import Engine, State, TrainResult
-from fedeas_flwr.training.models import draws_numbers
+from fedeas_flwr.training.models import uses_rng
 from fedeas_flwr.training.objective import NO_INPUTS, Batch, Inputs, Objective
 
 logger = logging.getLogger(__name__)
@@ -40,11 +40,11 @@ Gradients = tuple[torch.Tensor, ...]
 Differentiate = Callable[[Objective, nn.Module, Batch, Sequence[torch.Tensor]], tuple[torch.Tensor, Gradients]]
 """(objective, model, batch, weights) → the batch's loss and its gradient by the weights."""
 
-Rung = tuple[str, Callable[[], Engine]]
+FallbackLevel = tuple[str, Callable[[], Engine]]
 """A way to train in words, and the function that builds its engine."""
 
 
-def at_once(
+def full_batch_gradient(
     objective: Objective, model: nn.Module, batch: Batch, weights: Sequence[torch.Tensor]
 ) -> tuple[torch.Tensor, Gradients]:
     """Loss and gradient of a batch in one piece: what is done while there is memory."""
@@ -53,7 +53,7 @@ def at_once(
 
 
 # ∇ℓ(B) = Σ_p |B_p|/|B| ∇ℓ(B_p): of a mean over samples, and of a term that no sample is in, since Σ_p |B_p|/|B| = 1
-def in_parts(
+def accumulate_gradients(
     parts: int, objective: Objective, model: nn.Module, batch: Batch, weights: Sequence[torch.Tensor]
 ) -> tuple[torch.Tensor, Gradients]:
     """Loss and gradient of a batch from those of so many parts of it."""
@@ -61,16 +61,16 @@ def in_parts(
     loss, total = torch.zeros((), device=batch.labels.device), [torch.zeros_like(weight) for weight in weights]
     for begin in range(0, len(batch.labels), size):
         rows = slice(begin, begin + size)
-        kept = {name: of_all[rows] for name, of_all in batch.kept.items()}
-        part = replace(batch, images=batch.images[rows], labels=batch.labels[rows], kept=kept)
+        kept = {name: of_all[rows] for name, of_all in batch.precomputed.items()}
+        part = replace(batch, images=batch.images[rows], labels=batch.labels[rows], precomputed=kept)
         share = len(part.labels) / len(batch.labels)
-        own, gradients = at_once(objective, model, part, weights)
+        own, gradients = full_batch_gradient(objective, model, part, weights)
         loss += share * own
         torch._foreach_add_(total, gradients, alpha=share)
     return loss, tuple(total)
 
 
-def recomputed(
+def checkpoint_activations(
     objective: Objective, model: nn.Module, batch: Batch, weights: Sequence[torch.Tensor]
 ) -> tuple[torch.Tensor, Gradients]:
     """Loss and gradient of a whole batch, each of the model's blocks computed again on the way back."""
@@ -82,7 +82,7 @@ def recomputed(
     for block in blocks:
         block.forward = partial(checkpoint, block.forward, use_reentrant=False, context_fn=contexts)
     try:
-        return at_once(objective, model, batch, weights)
+        return full_batch_gradient(objective, model, batch, weights)
     finally:
         for block in blocks:
             del block.forward
@@ -117,33 +117,37 @@ class _StatisticsKept(AbstractContextManager[None]):
             layer._buffers.update(buffers)
 
 
-def frugal_ways(model: nn.Module, images: torch.Tensor, batch_size: int) -> list[tuple[str, Differentiate, int]]:
-    """What can be done with less memory than `at_once` needs, the quickest first; two ``images`` are to try it with.
+def low_memory_modes(model: nn.Module, images: torch.Tensor, batch_size: int) -> list[tuple[str, Differentiate, int]]:
+    """What can be done with less memory than `full_batch_gradient` needs, the quickest first; two ``images`` are to
+    try it with.
 
     Each in words, as a function, and how many samples it shows to the model at a time.
     """
     batchnorm = any(isinstance(layer, nn.modules.batchnorm._BatchNorm) for layer in model.modules())
-    if batchnorm or draws_numbers(model, images):
-        return [("block by block, each computed twice", recomputed, batch_size)]
+    if batchnorm or uses_rng(model, images):
+        return [("block by block, each computed twice", checkpoint_activations, batch_size)]
     parts = [2**power for power in range(1, batch_size.bit_length()) if 2**power <= batch_size]
-    return [(f"each batch in {count} parts", partial(in_parts, count), -(-batch_size // count)) for count in parts]
+    return [
+        (f"each batch in {count} parts", partial(accumulate_gradients, count), -(-batch_size // count))
+        for count in parts
+    ]
 
 
-class SparingEngine:
+class OomFallbackEngine:
     """An engine that goes on with less memory when it runs out, and without graphs where there can be none.
 
     Parameters
     ----------
     first
         What to train with while there is memory.
-    less
+    fallbacks
         Asked once, when there is not: what else to train with, the one that needs most memory first.
     """
 
-    def __init__(self, first: Rung, less: Callable[[], Sequence[Rung]]) -> None:
+    def __init__(self, first: FallbackLevel, fallbacks: Callable[[], Sequence[FallbackLevel]]) -> None:
         self._words, build = first
-        self._engine, self._ask = build(), less
-        self._less: list[Rung] | None = None
+        self._engine, self._list_fallbacks = build(), fallbacks
+        self._fallbacks: list[FallbackLevel] | None = None
         self._problem = self._reason = ""
 
     def train(
@@ -172,15 +176,15 @@ class SparingEngine:
                     self._problem, self._reason = problem, one_line(error)
             # Only here, where the traceback with its tensors is gone, is there memory again.
             batches.bit_generator.state = start
-            self._use_less()
+            self._fall_back()
 
-    def _use_less(self) -> None:
-        self._less = list(self._ask()) if self._less is None else self._less
-        if not self._less:
+    def _fall_back(self) -> None:
+        self._fallbacks = list(self._list_fallbacks()) if self._fallbacks is None else self._fallbacks
+        if not self._fallbacks:
             raise RuntimeError(f"batch-size: no memory to train even {self._words} ({self._reason}); make it smaller")
-        self._words, build = self._less.pop(0)
+        self._words, build = self._fallbacks.pop(0)
         del self._engine
         gc.collect()
         if torch.cuda.is_available():
-            give_memory_back()
+            release_cached_memory()
         self._engine = build()

@@ -1,4 +1,4 @@
-"""What an objective knows of every sample before the first step (`Objective.beforehand`): when, and where it lies."""
+"""What an objective knows of every sample before the first step (`Objective.precompute`): when, and where it lies."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from fedeas_flwr.training.augmentation import VIEWS
 from fedeas_flwr.training.objective import Inputs, Objective, Tensors
 
 
-def asks_beforehand(objective: Objective, inputs: Inputs) -> bool:
+def needs_precompute(objective: Objective, inputs: Inputs) -> bool:
     """Whether an engine computes something before the steps: not if random views make the images new in each."""
-    return type(objective).beforehand is not Objective.beforehand and VIEWS not in inputs.tables
+    return type(objective).precompute is not Objective.precompute and VIEWS not in inputs.tables
 
 
-class KeptRows:
+class PrecomputedRows:
     """Buffers that stay where they are, for what a pass over all samples in chunks of a batch finds.
 
     They are a whole number of chunks long, so that the last one's padding has rows of its own, which nobody reads.

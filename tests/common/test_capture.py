@@ -17,7 +17,7 @@ from fedeas_flwr.common.cuda import WARM_UPS, CaptureError, capture, capturing
 from fedeas_flwr.common.devices import pick_device
 from fedeas_flwr.generators.diffusion.denoising import _arithmetic
 from fedeas_flwr.training.engine import TrainResult
-from fedeas_flwr.training.oom_fallback import SparingEngine
+from fedeas_flwr.training.oom_fallback import OomFallbackEngine
 
 CUDA = torch.device("cuda")
 MATMUL, CUDNN = torch.backends.cuda.matmul, torch.backends.cudnn
@@ -130,7 +130,7 @@ class Trains:
 def trained(first: Exception, second: Exception | None, caplog: pytest.LogCaptureFixture) -> list[str]:
     """What is said when a client is trained twice by an engine whose two first rungs fail, or the first alone."""
     less = [("eagerly", lambda: Trains(second)), ("block by block", Trains)]
-    engine: Any = SparingEngine(("in CUDA graphs", lambda: Trains(first)), lambda: less)
+    engine: Any = OomFallbackEngine(("in CUDA graphs", lambda: Trains(first)), lambda: less)
     with caplog.at_level(logging.WARNING, "fedeas_flwr"):
         for _ in range(2):
             assert engine.train({}, {}, None, None, np.random.default_rng(0))[0].steps == 3

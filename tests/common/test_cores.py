@@ -141,8 +141,8 @@ def test_any_sizes_blocks_and_threads(
 def test_tensors_are_left_to_torch() -> None:
     states = [{"w": torch.ones(2**12) * k} for k in (1, 2)]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cores, "ELEMENTS_A_THREAD", 1)
-        patch.setattr(cores, "LEAST_ARRAY", 1)
+        patch.setattr(cores, "ELEMENTS_PER_THREAD", 1)
+        patch.setattr(cores, "MIN_ARRAY", 1)
         patch.setattr(cores, "ThreadPoolExecutor", None)
         assert weighted_average(states, [1, 1])["w"][0] == 1.5
         assert gradient_dissimilarity({"w": torch.zeros(2**12)}, states, [1, 1]) == pytest.approx(0, abs=1e-12)
@@ -168,7 +168,7 @@ def test_beside_clients_half_of_the_cores_stay_free(
 ) -> None:
     monkeypatch.setattr(cores, "usable_cores", lambda: usable)
     model = {"w": np.broadcast_to(np.float32(0), 2**27)}
-    assert (cores.threads_for(model, 8), cores.threads_for(model, 8, beside_clients=True)) == (alone, beside)
+    assert (cores.threads_for(model, 8), cores.threads_for(model, 8, while_clients_train=True)) == (alone, beside)
 
 
 def test_results_come_in_order_and_few_wait() -> None:
@@ -183,7 +183,7 @@ def test_results_come_in_order_and_few_wait() -> None:
         time.sleep(0.002 * (number % 3 == 0))
         return number
 
-    for number, result in enumerate(cores.in_order(work, pieces(), 4)):
+    for number, result in enumerate(cores.map_ordered(work, pieces(), 4)):
         assert result == number
         assert len(begun) <= number + 10
 
@@ -198,7 +198,7 @@ def test_an_error_is_raised_and_the_rest_is_not_begun() -> None:
 
     before = set(threading.enumerate())
     with pytest.raises(ValueError, match="the third"):
-        list(cores.in_order(work, range(1000), 2))
+        list(cores.map_ordered(work, range(1000), 2))
     assert set(threading.enumerate()) <= before and len(done) < 20
 
 
@@ -222,7 +222,7 @@ def test_many_clients_take_no_more_room_than_is_allowed(monkeypatch: pytest.Monk
     start, *ends = random_states({"w": (np.float32, (2**18,))}, 11, 3)
     threads: list[int] = []
     monkeypatch.setattr(dissimilarity, "threads_for", lambda *model, **where: 8)
-    monkeypatch.setattr(dissimilarity, "in_order", lambda work, parts, number: threads.append(number) or [])
+    monkeypatch.setattr(dissimilarity, "map_ordered", lambda work, parts, number: threads.append(number) or [])
     for room in (2**27, 3 * 11 * 2**15 * 8, 1):
         monkeypatch.setattr(dissimilarity, "_ROOM", room)
         dissimilarity._products(start, ends)
@@ -251,7 +251,7 @@ def work(number):
     let_go.wait()
 cores.ThreadPoolExecutor = Pool
 try:
-    list(cores.in_order(work, range(1000), 2))
+    list(cores.map_ordered(work, range(1000), 2))
 except KeyboardInterrupt:
     os.write(1, b"interrupted\\n")
 """

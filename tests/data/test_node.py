@@ -19,7 +19,7 @@ from fedeas_flwr.data.node import read_node
 from fedeas_flwr.federation import client_manager
 from fedeas_flwr.generators.cache import ImageCache
 from fedeas_flwr.generators.client_images import _source
-from fedeas_flwr.generators.interface import RememberedGenerator, SampleId, batch_size
+from fedeas_flwr.generators.interface import LazyGenerator, SampleId, batch_size
 from fedeas_flwr.generators.opening import open_generator
 from fedeas_flwr.runs.directory import RunDirectory
 
@@ -127,7 +127,7 @@ def test_a_remembered_generator_is_opened_only_to_make_an_image(
         opened.append(1)
         return generator
 
-    remembered = RememberedGenerator(generator.fingerprint, "digits", open_it)
+    remembered = LazyGenerator(generator.fingerprint, "digits", open_it)
     again, _, made_again = cache.ensure(remembered, seed=1, client=0, wanted=wanted)
     assert (made, made_again, opened) == (3, 0, [])
     assert np.array_equal(images, again)
@@ -135,10 +135,10 @@ def test_a_remembered_generator_is_opened_only_to_make_an_image(
     mended, _, made_again = cache.ensure(remembered, seed=1, client=0, wanted=wanted)
     assert (made_again, opened) == (3, [1])
     assert np.array_equal(images, mended)
-    other = RememberedGenerator("0" * 64, "digits", open_it)
+    other = LazyGenerator("0" * 64, "digits", open_it)
     with pytest.raises(ValueError, match="not the one that made this client's images"):
         other.sample([SampleId(1, 0, 0, 0)])
-    assert batch_size(RememberedGenerator("wide", "digits", Wide)) == 512
+    assert batch_size(LazyGenerator("wide", "digits", Wide)) == 512
 
 
 class Wide:

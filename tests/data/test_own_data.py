@@ -264,7 +264,7 @@ def test_a_label_without_a_class_is_named_with_its_array(tmp_path: Path) -> None
 def test_a_file_that_would_unpack_to_too_much_is_not_unpacked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     np.savez_compressed(tmp_path / "d.npz", x=np.zeros((1000, 8, 8, 3), np.uint8), y=np.zeros(1000, int))
     assert (tmp_path / "d.npz").stat().st_size < 10_000
-    monkeypatch.setattr(own_images, "MOST_BYTES", 100_000)
+    monkeypatch.setattr(own_images, "MAX_BYTES", 100_000)
     monkeypatch.setattr(np, "load", lambda *a, **k: pytest.fail("it was read"))
     with pytest.raises(ValueError, match=r"would unpack to 200,\d+ bytes, and 100,000 are allowed"):
         read_images(tmp_path / "d.npz")
@@ -288,7 +288,7 @@ def test_a_large_label_makes_no_list_of_as_many_classes(parts: tuple[str, ...], 
 def test_pictures_that_would_take_too_much_are_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save_picture(tmp_path / "a" / "one.png", 9)
     save_picture(tmp_path / "b" / "two.png", 9)
-    monkeypatch.setattr(own_images, "MOST_BYTES", 95)
+    monkeypatch.setattr(own_images, "MAX_BYTES", 95)
     with pytest.raises(ValueError, match=r"2 images of 6×8 are 96 bytes; 95 are the most"):
         read_images(tmp_path)
 

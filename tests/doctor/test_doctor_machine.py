@@ -19,7 +19,7 @@ from fedeas_flwr.common import cores
 from fedeas_flwr.common.errors import ConfigError
 from fedeas_flwr.doctor import federation, machine
 from fedeas_flwr.doctor.findings import Finding
-from fedeas_flwr.generators.ray_service import leave_sliver
+from fedeas_flwr.generators.ray_service import reserve_generator_gpu
 from fedeas_flwr.launch import resources
 from fedeas_flwr.launch.superlink import own_environment
 from fedeas_flwr.training.build import build_engine
@@ -45,7 +45,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
         "bytes_a_client": 10**9,
         "bytes_free": 7 * 10**10,
     }
-    monkeypatch.setattr(resources, "_known_or_measured", lambda given, path: probed)
+    monkeypatch.setattr(resources, "_read_or_measure", lambda given, path: probed)
     monkeypatch.setattr(machine, "tiny_kernel", lambda number: facts["kernel"](number))
     return facts
 
@@ -157,7 +157,7 @@ def test_a_full_disk_is_a_problem_and_looking_leaves_nothing(tmp_path: Path, mon
     monkeypatch.setenv("FEDEAS_CACHE", str(tmp_path / "not" / "yet"))
     assert only(machine.check_cache_folder).state == "ok"
     assert list(tmp_path.iterdir()) == []
-    monkeypatch.setattr(machine, "LITTLE_DISK", 10**18)
+    monkeypatch.setattr(machine, "MIN_DISK", 10**18)
     found = only(machine.check_cache_folder)
     assert found.state == "problem" and "make room" in found.fix
 
@@ -235,7 +235,7 @@ def test_shares_that_leave_no_sliver_are_a_problem_with_values_that_fit(gpu: dic
     tiny = only(federation.check_shares, config(gpu_share=0.0005))
     assert tiny.state == "problem" and "gpu-share = 0.0005: 2,000 clients" in tiny.text
     assert "gpu-share=0.002 or more, or actors=996 or fewer" in tiny.text and "gpu-share=0" in tiny.fix
-    assert leave_sliver(0.002) == 0.001 and leave_sliver(1 / 996) == 0.001
+    assert reserve_generator_gpu(0.002) == 0.001 and reserve_generator_gpu(1 / 996) == 0.001
     assert only(federation.check_shares, config(actors=997)).state == "problem"
     assert only(federation.check_shares, config(actors=997, device="cpu")).state == "note"
     assert only(federation.check_rehearsal, config(actors=997, device="cpu")).text.startswith("gpu-share = ")
@@ -264,7 +264,7 @@ def test_the_generators_actor_fits_beside_the_clients_under_ray(monkeypatch: pyt
 
 @pytest.mark.slow
 def test_clients_that_fill_the_gpu_are_found_by_ray_itself(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(resources, "leave_sliver", lambda share: share)  # a launcher that forgot the generator
+    monkeypatch.setattr(resources, "reserve_generator_gpu", lambda share: share)  # a launcher that forgot the generator
     found = only(federation.check_rehearsal, config(actors=4, gpu_share=0.25))
     assert found.state == "problem" and found.text.startswith("gpu-share = 0.25, actors = 4: ")
     assert "actors=4 gpu-share=0.249" in found.fix and "backend=inline" in found.fix

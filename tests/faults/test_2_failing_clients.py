@@ -75,7 +75,7 @@ def test_a_clock_that_jumps_neither_ends_nor_prolongs_the_wait(
     monkeypatch.setattr(time, "time", jumping)
     clock = Clock()
     monkeypatch.setattr(delivery, "time", clock)
-    replies = delivery.deliver(grid, [messages.ask(node, "identity") for node in (1, 2, 3)], 0.5)
+    replies = delivery.deliver(grid, [messages.build_query(node, "identity") for node in (1, 2, 3)], 0.5)
     assert sorted(replies) == [1, 3]
     assert clock.now == pytest.approx(0.5)
 
@@ -92,7 +92,7 @@ def test_a_message_that_the_superlink_does_not_take_is_not_waited_for(monkeypatc
     grid, clock = Unregistered(toy_app(), 3, {}), Clock()
     monkeypatch.setattr(delivery, "InlineGrid", LateGrid)  # this one is to be treated as Flower's
     monkeypatch.setattr(delivery, "time", clock)
-    replies = delivery.deliver(grid, [messages.ask(node, "identity") for node in (1, 2, 3)], 1800.0)
+    replies = delivery.deliver(grid, [messages.build_query(node, "identity") for node in (1, 2, 3)], 1800.0)
     assert sorted(replies) == [1, 2, 3] and clock.now == 0
     assert messages.failure_reason(replies[2]) == "the SuperLink did not take the message"
     assert not delivery.has_died(replies[2])
@@ -126,7 +126,7 @@ def test_replies_within_this_process_are_not_waited_for_in_tenths_of_a_second(
     grid.clock = Clock()
     monkeypatch.setattr(delivery, "time", grid.clock)
     monkeypatch.setattr(delivery, "InlineGrid", LateGrid)  # this one is to be treated as Flower's
-    replies = delivery.deliver(grid, [messages.ask(node, "identity") for node in (1, 2, 3)], timeout)
+    replies = delivery.deliver(grid, [messages.build_query(node, "identity") for node in (1, 2, 3)], timeout)
     assert sorted(replies) == [1, 2, 3]
     assert grid.pulls == 52  # at once, and every 5 ms; with Flower's interval it would be 4
 
@@ -152,7 +152,7 @@ def test_the_more_replies_are_waited_for_the_rarer_are_the_looks(monkeypatch: py
     InlineGrid(toy_app(), 1, {})  # without a grid of ours Flower makes no messages here
     grid, clock = Crowd(), Clock()
     monkeypatch.setattr(delivery, "time", clock)
-    replies = delivery.deliver(grid, [messages.ask(node, "identity") for node in range(1000)], 0.0)  # type: ignore[arg-type]
+    replies = delivery.deliver(grid, [messages.build_query(node, "identity") for node in range(1000)], 0.0)  # type: ignore[arg-type]
     assert sorted(replies) == list(range(1000))
     assert clock.slept == pytest.approx([0.1, 0.05, 0.025, 0.0124, 0.0062, *[0.005] * 4])
 
@@ -167,7 +167,7 @@ def test_a_superlink_over_the_network_is_not_asked_more_often(monkeypatch: pytes
     grid.clock = Clock()
     monkeypatch.setattr(delivery, "time", grid.clock)
     monkeypatch.setattr(delivery, "InlineGrid", LateGrid)
-    assert sorted(delivery.deliver(grid, [messages.ask(1, "identity")], 0.0)) == [1]
+    assert sorted(delivery.deliver(grid, [messages.build_query(1, "identity")], 0.0)) == [1]
     assert grid.clock.slept == [3.0]
 
 

@@ -23,7 +23,7 @@ from fedeas_flwr.strategies.registry import client_part
 from fedeas_flwr.training.build import build_engine, network
 from fedeas_flwr.training.engine import read_state
 from fedeas_flwr.training.objective import Batch
-from fedeas_flwr.training.oom_fallback import at_once, in_parts, recomputed
+from fedeas_flwr.training.oom_fallback import full_batch_gradient, accumulate_gradients, checkpoint_activations
 
 
 class Limited(nn.Module):
@@ -146,8 +146,8 @@ def test_algorithms_with_terms_of_their_own_take_the_same_step_in_parts(
         }
         batch = Batch(torch.randn(30, 1, 8, 8), torch.randint(0, 10, (30,)), given, torch.mean)
         objective = client_part(config).objective
-        whole_loss, whole = at_once(objective, model, batch, weights)
-        way = recomputed if isinstance(model, WithFeatures) else lambda *a: in_parts(4, *a)
+        whole_loss, whole = full_batch_gradient(objective, model, batch, weights)
+        way = checkpoint_activations if isinstance(model, WithFeatures) else lambda *a: accumulate_gradients(4, *a)
         loss, gradients = way(objective, model, batch, weights)
         assert torch.allclose(loss, whole_loss, atol=1e-5)
         for ours, theirs in zip(gradients, whole, strict=True):

@@ -159,7 +159,8 @@ def test_what_ended_a_run_is_told_also_where_the_last_checkpoint_cannot_be_writt
 
 
 WHERE: list[set[str]] = [set(), {"__exit__", "result"}, {"__exit__", "shutdown", "join"}, set()]
-"""What the main thread is in when Ctrl-C comes: anything of round 4, `Beside`'s two waits, anything after them."""
+"""What the main thread is in when Ctrl-C comes: anything of round 4, `BackgroundTask`'s two waits, anything after
+them."""
 
 
 def main_is_in(functions: set[str]) -> bool:
@@ -319,7 +320,7 @@ def test_a_folder_that_another_process_runs_in_is_refused(tmp_path: Path, resume
 
 def as_flwr_run_does(config: RunConfig, nodes: int = 4) -> None:
     """Start the ServerApp itself, without `fedeas run` before it."""
-    values = config.outside()
+    values = config.to_user_dict()
     context = Context(run_id=1, node_id=0, node_config={}, state=RecordDict(), run_config=values)
     server_app.app(InlineGrid(client_app.app, nodes, values), context)
 

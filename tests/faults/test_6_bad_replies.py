@@ -51,7 +51,7 @@ def app_with(spoil: Callable[[RecordDict], None]) -> ClientApp:
     @app.query()
     def query(message: Message, context: Context) -> Message:
         client = int(context.node_config["partition-id"])
-        return messages.answer(message, client, partitions=3, examples=EXAMPLES[client], classes=DIGITS)
+        return messages.build_query_reply(message, client, partitions=3, examples=EXAMPLES[client], classes=DIGITS)
 
     @app.train()
     def train(message: Message, context: Context) -> Message:
@@ -195,7 +195,10 @@ def test_a_false_total_costs_the_liar_its_share_and_nobody_else(tmp_path: Path, 
     policy = "waterfill" if lie == "count" else "missing-only"
     config = parse_config({"clients": 4, "policy": policy, "beta": 4.0, "run-dir": str(tmp_path)})
     made = Federation(
-        InlineGrid(liar(LIES[lie]), 4, config.outside()), config, build_strategy(config), RunDirectory.start(config, {})
+        InlineGrid(liar(LIES[lie]), 4, config.to_user_dict()),
+        config,
+        build_strategy(config),
+        RunDirectory.start(config, {}),
     )
     made.discover()
     made.plan()
@@ -215,7 +218,7 @@ def test_a_node_that_says_nothing_of_itself_is_named(tmp_path: Path) -> None:
     config = parse_config({"clients": 4, "policy": "none", "run-dir": str(tmp_path)})
     app = liar({"identity": {"examples": -1}})
     made = Federation(
-        InlineGrid(app, 4, config.outside()), config, build_strategy(config), RunDirectory.start(config, {})
+        InlineGrid(app, 4, config.to_user_dict()), config, build_strategy(config), RunDirectory.start(config, {})
     )
     with pytest.raises(RunError, match="node 2 does not say who it is: examples = -1"):
         made.discover()

@@ -38,7 +38,7 @@ def test_a_port_that_somebody_else_has_is_not_taken_for_our_superlinks() -> None
         assert superlink.is_listening(port)
         assert processes.listens(os.getpid(), port)
         ours = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(0.5)"])
-        assert not superlink._answers(ours, port)
+        assert not superlink._is_ready(ours, port)
         assert ours.wait() == 0
 
 
@@ -158,4 +158,4 @@ def test_a_clock_that_jumps_does_not_make_a_running_run_a_dead_one(
     assert run.state() == "running"
     assert [process["pid"] for process in run.processes()] == [os.getpid()]
     (announced,) = run.processes()
-    assert not processes.still_runs({**announced, "started": announced["started"] + "0"})
+    assert not processes.is_alive({**announced, "started": announced["started"] + "0"})

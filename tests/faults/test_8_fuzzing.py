@@ -32,7 +32,7 @@ from fedeas_flwr.common.errors import ConfigError, MessageError
 from fedeas_flwr.config import KEYS, RunConfig, parse_config
 from fedeas_flwr.config_files import read_config
 from fedeas_flwr.data.own_dataset import read_dataset
-from fedeas_flwr.data.own_images import MOST_CLASSES
+from fedeas_flwr.data.own_images import MAX_CLASSES
 from fedeas_flwr.data.sources import check_npz
 from fedeas_flwr.federation import messages
 from fedeas_flwr.federation.grids import InlineGrid
@@ -127,7 +127,7 @@ def test_run_configs(values: dict[str, Any]) -> None:
         assert "\n" not in str(error).strip("\n") or any("\n" in str(value) for value in (*values, *values.values()))
         return
     assert isinstance(config, RunConfig)
-    assert all(not isinstance(v, float) or math.isfinite(v) for v in config.outside().values())
+    assert all(not isinstance(v, float) or math.isfinite(v) for v in config.to_user_dict().values())
 
 
 @cases(60)
@@ -227,7 +227,7 @@ def test_archives_with_any_labels(labels: list[int]) -> None:
         except ValueError as error:
             assert str(path) in str(error) and "\n" not in str(error)
         else:
-            assert 2 <= len(found[1]) <= MOST_CLASSES
+            assert 2 <= len(found[1]) <= MAX_CLASSES
 
 
 @cases(40)
@@ -373,7 +373,7 @@ def test_replies(data: st.DataObject) -> None:
 @given(st.dictionaries(st.sampled_from(["client-id", "total", "absent", "x"]), values.filter(lambda v: v is not None)))
 def test_answers(numbers: dict[str, Any]) -> None:
     InlineGrid(client_app.app, 1, {})
-    asked = messages.ask(1, "plan")
+    asked = messages.build_query(1, "plan")
     answer = Message(RecordDict({"metrics": MetricRecord(numbers)}), reply_to=asked)
     try:
         found = messages.read_answer(answer, "total", "absent")

@@ -186,7 +186,7 @@ def test_a_matched_total_is_dealt_out_once(tmp_path: Path, policy: str, monkeypa
 
     grid = ComingAndGoing(0, 2)
     run = started(tmp_path / "r", grid, **keys)
-    monkeypatch.setattr(run, "_ask_all", answers)
+    monkeypatch.setattr(run, "_query_all", answers)
     run.plan()
     grid.start(1, 101)
     run.fit(START, lambda *model: {"accuracy": 0.5})
@@ -197,7 +197,7 @@ def test_a_matched_total_is_dealt_out_once(tmp_path: Path, policy: str, monkeypa
     kept = run.run.load_checkpoint()
     assert kept is not None
     run = started(tmp_path / "resumed", ComingAndGoing(0, 1), **keys)
-    run.take_up(kept)
+    run.restore(kept)
     run.plan()  # nobody is asked: these clients have no answer
     run.train_round(replace(kept, trainable=START.trainable, buffers=START.buffers))
     assert tasks == {100: first[100], 101: first[101]}
@@ -231,7 +231,7 @@ def test_the_superlinks_answer_for_a_lost_node_counts_as_that_nodes(tmp_path: Pa
     run = started(tmp_path, grid)
     run.plan()
     grid.kill(101)
-    replies = deliver(grid, [messages.ask(node, "identity") for node in (SUPERLINK, 101, 102)], 0)
+    replies = deliver(grid, [messages.build_query(node, "identity") for node in (SUPERLINK, 101, 102)], 0)
     assert replies[101].error.code == ErrorCode.NODE_UNAVAILABLE
     assert [messages.read_answer(replies[node])[0] for node in (SUPERLINK, 102)] == [0, 2]
     state, outcome = run.train_round(START)
@@ -242,9 +242,9 @@ def test_the_superlinks_answer_for_a_lost_node_counts_as_that_nodes(tmp_path: Pa
 
 def test_a_reply_to_an_earlier_message_counts_for_nothing() -> None:
     grid = ComingAndGoing(0)
-    (late,) = grid.send_and_receive([messages.ask(100, "identity")])
+    (late,) = grid.send_and_receive([messages.build_query(100, "identity")])
     grid.send_and_receive = lambda out, *, timeout=None: [late]  # type: ignore[method-assign]
-    assert deliver(grid, [messages.ask(100, "identity")], 0) == {}
+    assert deliver(grid, [messages.build_query(100, "identity")], 0) == {}
 
 
 def test_a_federation_nobody_counted_has_the_nodes_it_has() -> None:

@@ -41,7 +41,7 @@ def toy_app(misbehave: Callable[[int, Message], Message | None] = lambda client,
         node = context.node_config
         client = node["partition-id"]
         numbers = {"partitions": node["num-partitions"], "examples": EXAMPLES[client], "classes": DIGITS}
-        return messages.answer(message, client, **numbers)
+        return messages.build_query_reply(message, client, **numbers)
 
     @app.train()
     def train(message: Message, context: Any) -> Message:
@@ -67,7 +67,9 @@ class ShuffledGrid(InlineGrid):
 
 def federation(folder: Path, app: ClientApp, grid: type[InlineGrid] = InlineGrid, **keys: Any) -> Federation:
     config = parse_config({"clients": 3, "participation": 1.0, "policy": "fedeas", "run-dir": str(folder), **keys})
-    made = Federation(grid(app, 3, config.outside()), config, build_strategy(config), RunDirectory.start(config, {}))
+    made = Federation(
+        grid(app, 3, config.to_user_dict()), config, build_strategy(config), RunDirectory.start(config, {})
+    )
     assert made.discover() == 3
     made.plan()
     return made
@@ -212,12 +214,12 @@ def test_sampling_depends_on_seed_and_round_alone(tmp_path: Path) -> None:
 def test_the_fewest_replies_are_those_of_exact_arithmetic(hundredths: int, asked: int) -> None:
     """0.28 · 25 is 7.000000000000001 in floats, and 7 replies of 25 are enough."""
     config = parse_config({"min-replies": hundredths / 100})
-    assert config.enough_of(asked) == -(-hundredths * asked // 100)
+    assert config.min_replies_for(asked) == -(-hundredths * asked // 100)
 
 
 def test_a_federation_of_another_size_is_one_line_with_the_flag(tmp_path: Path) -> None:
     config = parse_config({"clients": 10, "run-dir": str(tmp_path), "node-wait": 0})
-    grid = InlineGrid(toy_app(), 2, config.outside())
+    grid = InlineGrid(toy_app(), 2, config.to_user_dict())
     run = Federation(grid, config, build_strategy(config), RunDirectory.start(config, {}))
     with pytest.raises(RunError, match=r"clients = 10, but the federation has 2 nodes: .*num-supernodes=10"):
         run.discover()

@@ -15,14 +15,14 @@ from flwr.clientapp import ClientApp
 from fedeas_flwr.client_app import app
 from fedeas_flwr.config import parse_config
 from fedeas_flwr.federation.grids import GridView, InlineGrid
-from fedeas_flwr.federation.messages import ask, failure_reason, read_answer
+from fedeas_flwr.federation.messages import build_query, failure_reason, read_answer
 
 
 def test_the_inline_grid_reaches_every_client_and_answers_in_order() -> None:
     for workers in (1, 3):
-        grid = InlineGrid(app, 4, parse_config({"clients": 4}).outside(), workers)
+        grid = InlineGrid(app, 4, parse_config({"clients": 4}).to_user_dict(), workers)
         nodes = list(grid.get_node_ids())
-        replies = grid.send_and_receive([ask(node, "identity") for node in reversed(nodes)])
+        replies = grid.send_and_receive([build_query(node, "identity") for node in reversed(nodes)])
         assert [read_answer(reply, "partitions") for reply in replies] == [(3, 4), (2, 4), (1, 4), (0, 4)]
         grid.close()
 
@@ -35,10 +35,10 @@ def test_an_interrupted_grid_does_not_wait_for_clients_at_work() -> None:
         begun.release()
         go_on.wait(60)
 
-    grid = InlineGrid(cast(ClientApp, work), 4, parse_config({"clients": 4}).outside(), workers=2)
+    grid = InlineGrid(cast(ClientApp, work), 4, parse_config({"clients": 4}).to_user_dict(), workers=2)
 
     def messages() -> Iterator[Message]:
-        yield from [ask(node, "identity") for node in grid.get_node_ids()]
+        yield from [build_query(node, "identity") for node in grid.get_node_ids()]
         handed_over.set()
 
     def send() -> None:
@@ -59,15 +59,15 @@ def test_an_interrupted_grid_does_not_wait_for_clients_at_work() -> None:
 
 
 def test_a_message_nobody_handles_is_an_error_reply_not_a_crash() -> None:
-    grid = InlineGrid(app, 2, parse_config({"clients": 2}).outside())
+    grid = InlineGrid(app, 2, parse_config({"clients": 2}).to_user_dict())
     (reply,) = grid.send_and_receive([Message(RecordDict(), dst_node_id=1, message_type="query.unknown")])
     assert reply.has_error()
     assert "unknown" in failure_reason(reply)
 
 
 def test_a_view_shows_the_chosen_nodes_alone() -> None:
-    grid = InlineGrid(app, 4, parse_config({"clients": 4}).outside())
+    grid = InlineGrid(app, 4, parse_config({"clients": 4}).to_user_dict())
     view = GridView(grid, [2, 4])
     assert list(view.get_node_ids()) == [2, 4]
-    (reply,) = view.send_and_receive([ask(4, "identity")])
+    (reply,) = view.send_and_receive([build_query(4, "identity")])
     assert read_answer(reply, "partitions") == (3, 4)

@@ -25,9 +25,9 @@ from fedeas_flwr.strategies.records import (
     CONFIG,
     METRICS,
     WEIGHT,
-    WrongArraysError,
+    ArrayMismatchError,
     encoded,
-    read_like,
+    read_validated,
     to_arrays,
     to_record,
 )
@@ -40,7 +40,7 @@ REPORT = TrainReport(5, 120, 0.5, 7, 30, 30, 1.5, 2.5)
 @pytest.fixture(autouse=True)
 def identity() -> None:
     """Flower messages need to know whose they are."""
-    InlineGrid(client_app, 1, parse_config({}).outside())
+    InlineGrid(client_app, 1, parse_config({}).to_user_dict())
 
 
 def request() -> Message:
@@ -215,24 +215,24 @@ def numbers_on_the_wire(message: Message) -> list[Any]:
 
 
 def test_query_answers_are_whole_numbers_one_each() -> None:
-    grid = InlineGrid(client_app, 4, parse_config({"policy": "waterfill", "clients": 4}).outside())
+    grid = InlineGrid(client_app, 4, parse_config({"policy": "waterfill", "clients": 4}).to_user_dict())
     for question, keys in (
         ("identity", {"partitions", "examples", "classes"}),
         ("plan", {"total", "absent"}),
         ("waterfill", {"count"}),
     ):
-        for found in grid.send_and_receive([messages.ask(node, question, 0.1) for node in grid.get_node_ids()]):
+        for found in grid.send_and_receive([messages.build_query(node, question, 0.1) for node in grid.get_node_ids()]):
             assert set(found.content.metric_records[METRICS]) == {"client-id", *keys}
             assert all(type(v) is int for v in found.content.metric_records[METRICS].values())
             assert not found.content.array_records
-    (unknown,) = grid.send_and_receive([messages.ask(1, "counts")])
+    (unknown,) = grid.send_and_receive([messages.build_query(1, "counts")])
     assert "question = 'counts'" in messages.failure_reason(unknown)
 
 
 @pytest.mark.parametrize(("policy", "question"), [("missing-only", "waterfill"), ("fedeas", "plan")])
 def test_a_client_answers_only_its_own_policys_questions(policy: str, question: str) -> None:
-    grid = InlineGrid(client_app, 4, parse_config({"policy": policy, "clients": 4}).outside())
-    (refused,) = grid.send_and_receive([messages.ask(1, question, 0.1)])
+    grid = InlineGrid(client_app, 4, parse_config({"policy": policy, "clients": 4}).to_user_dict())
+    (refused,) = grid.send_and_receive([messages.build_query(1, question, 0.1)])
     assert f"question = '{question}'" in messages.failure_reason(refused)
 
 
@@ -268,6 +268,6 @@ def test_a_tensor_handed_over_with_one_bad_element_is_refused(value: float) -> N
 )
 def test_tensors_that_are_handed_over_are_checked_too(found: dict[str, torch.Tensor], reason: str) -> None:
     wanted = {"a": torch.zeros(2, 3), "b": torch.zeros(2)}
-    assert read_like(to_record(wanted), wanted) == wanted
-    with pytest.raises(WrongArraysError, match=reason):
-        read_like(to_record(found), wanted)
+    assert read_validated(to_record(wanted), wanted) == wanted
+    with pytest.raises(ArrayMismatchError, match=reason):
+        read_validated(to_record(found), wanted)

@@ -21,8 +21,8 @@ from waiting import LONG
 from fedeas_flwr import server_app
 from fedeas_flwr.common.errors import RunError
 from fedeas_flwr.federation import messages
-from fedeas_flwr.federation.federation import Beside, Federation
-from fedeas_flwr.runs.checkpoints import Arrays, Checkpoint, plain
+from fedeas_flwr.federation.federation import BackgroundTask, Federation
+from fedeas_flwr.runs.checkpoints import Arrays, Checkpoint, to_numpy
 from fedeas_flwr.runs.directory import RunDirectory
 from fedeas_flwr.runs.metrics import WALL_CLOCK, seconds_of
 from fedeas_flwr.strategies.registry import ALGORITHMS
@@ -104,7 +104,7 @@ def test_records_and_checkpoints_come_in_order_and_one_round_behind_at_most(tmp_
 
     federated.run.save_checkpoint = save_noted  # type: ignore[method-assign]
     federated.before_checkpoint = before_noted
-    federated.when_a_round_ends = lambda record: happened.append(("record", record["round"]))
+    federated.on_round_end = lambda record: happened.append(("record", record["round"]))
     federated.fit(START, test)
 
     for kind in ("train", "record"):
@@ -312,7 +312,7 @@ def test_what_is_done_beside_is_waited_for_and_its_error_raised_once(monkeypatch
     def fail() -> None:
         raise ZeroDivisionError
 
-    with Beside() as beside:
+    with BackgroundTask() as beside:
         assert beside.wait() == 0  # there is nothing to wait for
         beside.start(lambda: times.spend(2))
         times.spend(0.5)
@@ -321,9 +321,9 @@ def test_what_is_done_beside_is_waited_for_and_its_error_raised_once(monkeypatch
         with pytest.raises(ZeroDivisionError):
             beside.wait()
         beside.wait()
-    with pytest.raises(ZeroDivisionError), Beside() as beside:
+    with pytest.raises(ZeroDivisionError), BackgroundTask() as beside:
         beside.start(fail)
-    with pytest.raises(SystemExit), Beside() as beside:
+    with pytest.raises(SystemExit), BackgroundTask() as beside:
         beside.start(fail)
         raise SystemExit
 
@@ -345,7 +345,7 @@ def test_a_rounds_state_is_not_changed_by_the_next_ones(
     def hold(self: Federation, state: Checkpoint) -> Any:
         after, outcome = train_round(self, state)
         for arrays in (after.trainable, after.buffers, after.strategy.arrays):
-            held.append((arrays, {key: value.copy() for key, value in plain(arrays).items()}))
+            held.append((arrays, {key: value.copy() for key, value in to_numpy(arrays).items()}))
         return after, outcome
 
     monkeypatch.setattr(Federation, "train_round", hold)
@@ -356,7 +356,7 @@ def test_a_rounds_state_is_not_changed_by_the_next_ones(
     assert len(held) == 9 and recorded(run) == [1, 2, 3]
     assert any(isinstance(value, torch.Tensor) for arrays, _ in held for value in arrays.values()) or not live
     for arrays, then in held:
-        for key, value in plain(arrays).items():
+        for key, value in to_numpy(arrays).items():
             assert np.array_equal(value, then[key]), key
 
 
@@ -369,7 +369,7 @@ def test_what_is_measured_and_tested_beside_the_clients_is_what_it_is_alone(
         hand_models_over(monkeypatch)
     keys = {"policy": "none", "rounds": 5, "strategy": strategy, "gamma_hat": "all-state", "device": "cpu"}
     beside = finish(quick(tmp_path / "beside", **keys))
-    monkeypatch.setattr(Beside, "start", lambda self, work: work())
+    monkeypatch.setattr(BackgroundTask, "start", lambda self, work: work())
     alone = finish(quick(tmp_path / "alone", **keys))
     assert all(record["gamma_hat"] > 0 for record in beside.rounds())
     assert weights(beside) == weights(alone)

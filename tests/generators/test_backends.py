@@ -16,7 +16,7 @@ from runners import black_digits, small
 
 from fedeas_flwr.generators.bank import BankGenerator
 from fedeas_flwr.generators.cache import ImageCache
-from fedeas_flwr.generators.classifier import ensure_recognised
+from fedeas_flwr.generators.classifier import ensure_filtered
 from fedeas_flwr.generators.interface import SampleId
 from fedeas_flwr.generators.opening import absolute_spec, open_generator
 from fedeas_flwr.launch.prepare import prepare
@@ -217,12 +217,12 @@ def test_without_transformers_turbo_is_one_line(monkeypatch: pytest.MonkeyPatch)
 def test_pictures_are_brought_down_without_aliasing() -> None:
     import torch
 
-    from fedeas_flwr.generators.sd_turbo import shrink
+    from fedeas_flwr.generators.sd_turbo import downscale
 
     stripes = torch.zeros(1, 3, 512, 512)
     stripes[..., ::2] = 1
     for channels in (1, 3):
-        image = shrink(stripes, (32, 32, channels))
+        image = downscale(stripes, (32, 32, channels))
         assert image.shape == (1, 32, 32, channels)
         assert abs(float(image.mean()) - 127.5) < 2 and image.std() < 8
 
@@ -244,10 +244,10 @@ def test_the_documentations_own_backend_runs(tmp_path: Path) -> None:
 # --------------------------------------------------------------------------------------------- the gate
 
 
-class OddJudge:
+class OddImagesClassifier:
     """Believes an image if its first pixel is odd."""
 
-    def judge(self, images: Any) -> tuple[Any, Any]:
+    def predict(self, images: Any) -> tuple[Any, Any]:
         believed = np.where(images[:, 0, 0, 0] % 2 == 1, 0.9, 0.2)
         return np.repeat(believed[:, None], 3, axis=1), np.zeros((len(images), 1))
 
@@ -265,13 +265,13 @@ class Counting:
 
 
 def test_doubtful_images_are_left_out_and_later_ones_take_their_place(tmp_path: Path) -> None:
-    cache, judge = ImageCache(tmp_path), OddJudge()
-    images, labels, made, rejected = ensure_recognised(
+    cache, judge = ImageCache(tmp_path), OddImagesClassifier()
+    images, labels, made, rejected = ensure_filtered(
         cache, Counting(), judge, 0.5, seed=0, client=0, wanted=[3, 0, 2]  # type: ignore[arg-type]
     )  # fmt: skip
     assert images.ravel().tolist() == [1, 3, 5, 1, 3] and labels.tolist() == [0, 0, 0, 2, 2]
     assert (made, rejected) == (10, 5)
-    more = ensure_recognised(cache, Counting(), judge, 0.5, seed=0, client=0, wanted=[4, 0, 2])  # type: ignore[arg-type]
+    more = ensure_filtered(cache, Counting(), judge, 0.5, seed=0, client=0, wanted=[4, 0, 2])  # type: ignore[arg-type]
     assert more[0].ravel().tolist() == [1, 3, 5, 7, 1, 3] and more[2:] == (2, 6)
     assert cache.ensure(Counting(), seed=0, client=0, wanted=[8, 0, 4])[2] == 0, "the cache holds the rejects too"
 
@@ -279,7 +279,7 @@ def test_doubtful_images_are_left_out_and_later_ones_take_their_place(tmp_path: 
 def test_a_generator_nobody_believes_is_one_line(tmp_path: Path) -> None:
     hopeless = Counting(hopeless=True)
     with pytest.raises(ValueError, match=r"min-class-agreement = 0.5: \d+ images of class 1 gave only 0") as caught:
-        ensure_recognised(
-            ImageCache(tmp_path), hopeless, OddJudge(), 0.5, seed=0, client=0, wanted=[0, 2, 0]  # type: ignore[arg-type]
+        ensure_filtered(
+            ImageCache(tmp_path), hopeless, OddImagesClassifier(), 0.5, seed=0, client=0, wanted=[0, 2, 0]  # type: ignore[arg-type]
         )  # fmt: skip
     assert "\n" not in str(caught.value)

@@ -19,7 +19,7 @@ from waiting import LONG
 from fedeas_flwr.common.text import parse_age, parse_bytes, show_bytes
 from fedeas_flwr.generators import cache_maintenance
 from fedeas_flwr.generators.cache import ImageCache
-from fedeas_flwr.generators.cache_maintenance import cache_limit, entries, make_room, prune, verify
+from fedeas_flwr.generators.cache_maintenance import cache_limit, entries, ensure_space, prune, verify
 from fedeas_flwr.partition import make_partition, plan_labels
 from fedeas_flwr.policies import allocate
 
@@ -84,19 +84,19 @@ def test_room_is_made_for_a_run_but_not_from_its_own_images(tmp_path: Path) -> N
     rows = [[2, 0, 3], [4, 4, 4]]
     wanted = cache_maintenance.stored_bytes((4, 5, 2), rows)
     assert wanted >= 17 * 40
-    assert make_room(cache, Fake("a"), 1, rows, "") == []
-    assert names(make_room(cache, Fake("a"), 1, rows, f"{wanted}B")) == "bc"
+    assert ensure_space(cache, Fake("a"), 1, rows, "") == []
+    assert names(ensure_space(cache, Fake("a"), 1, rows, f"{wanted}B")) == "bc"
     with pytest.raises(ValueError, match=r"cache-limit = 600 B: this run's images alone take .* allow that much"):
-        make_room(cache, Fake("a"), 1, rows, "600")
+        ensure_space(cache, Fake("a"), 1, rows, "600")
 
 
 def test_a_full_disk_is_told_before_anything_is_generated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shutil, "disk_usage", lambda _: namedtuple("Usage", "free")(30_000))
     cache = ImageCache(tmp_path / "not" / "yet")
     with pytest.raises(ValueError, match=r"3,000 images of the run take 1\d\d KB in .*/not/yet, which has 30 KB free"):
-        make_room(cache, Fake(), 1, [[1000, 2000, 0]], "")
+        ensure_space(cache, Fake(), 1, [[1000, 2000, 0]], "")
     cache.ensure(Fake(), seed=1, client=0, wanted=[1000, 2000, 0])
-    make_room(cache, Fake(), 1, [[1000, 2000, 0]], "")  # they are there already
+    ensure_space(cache, Fake(), 1, [[1000, 2000, 0]], "")  # they are there already
 
 
 def test_sizes_and_ages(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -54,11 +54,11 @@ def test_the_classifier_knows_digits_and_judges_alike_in_any_company() -> None:
     assert classifier.test_accuracy > 0.96
     overall, by_class = agreement(classifier, images, labels)
     assert overall == classifier.test_accuracy and len(by_class) == 10 and min(by_class) > 0.8  # type: ignore[type-var]
-    probabilities, features = classifier.judge(images)
-    alone = [classifier.judge(images[i : i + 1]) for i in (0, 130, 358)]
+    probabilities, features = classifier.predict(images)
+    alone = [classifier.predict(images[i : i + 1]) for i in (0, 130, 358)]
     assert all(np.array_equal(p[0], probabilities[i]) for i, (p, _) in zip((0, 130, 358), alone, strict=True))
     assert features.shape == (359, 512)
-    assert classifier.judge(images[:0])[0].shape == (0, 10)
+    assert classifier.predict(images[:0])[0].shape == (0, 10)
 
 
 def test_training_the_classifier_tells_how_far_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

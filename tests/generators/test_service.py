@@ -22,7 +22,7 @@ from test_cache import Fake, ids
 from waiting import LONG
 
 from fedeas_flwr.generators.interface import SampleId
-from fedeas_flwr.generators.ray_service import RunningService, ServiceGenerator, leave_sliver, start_service
+from fedeas_flwr.generators.ray_service import RunningService, ServiceGenerator, reserve_generator_gpu, start_service
 from fedeas_flwr.generators.service import GeneratorService, InProcessService
 from fedeas_flwr.launch.superlink import QUIET
 
@@ -148,7 +148,7 @@ def test_an_address_says_all_but_the_pixels() -> None:
     [(0.1, 0.099), (0.099, 0.099), (0.2, 0.199), (0.25, 0.249), (0.5, 0.498), (1.0, 0.996), (0.3, 0.3)],
 )
 def test_clients_leave_the_generator_a_sliver(share: float, left: float) -> None:
-    assert leave_sliver(share) == left
+    assert reserve_generator_gpu(share) == left
     assert int(1 / share + 1e-6) * left + 0.004 <= 1
 
 
@@ -156,7 +156,7 @@ def test_a_share_too_small_to_trim_is_refused() -> None:
     with pytest.raises(
         ValueError, match=r"gpu-share = 0\.001: 1,000 clients .* gpu-share=0\.002 or more, or actors=996"
     ):
-        leave_sliver(0.001)
+        reserve_generator_gpu(0.001)
 
 
 class SilentRay:
@@ -186,7 +186,7 @@ class SilentRay:
 def test_a_service_that_does_not_say_what_it_did_is_put_to_rest_once(tmp_path: Path) -> None:
     ray = SilentRay()
     service = RunningService(ray, small(tmp_path), "cpu")
-    assert [service.rest(), service.rest(), service.rest()] == [{}, None, None]
+    assert [service.release_gpu(), service.release_gpu(), service.release_gpu()] == [{}, None, None]
     assert ray.kills == [False] and service.stats() == {}
 
 

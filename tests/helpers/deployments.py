@@ -19,7 +19,7 @@ from fedeas_flwr.common.errors import RunError
 from fedeas_flwr.common.processes import MARK, ProcessTree
 from fedeas_flwr.deploy.deployment import CONNECTION, Deployment, write_deployment
 from fedeas_flwr.deploy.registry import list_nodes, register_nodes
-from fedeas_flwr.launch.superlink import QUIET, flwr_answer, free_port
+from fedeas_flwr.launch.superlink import QUIET, run_flwr_json, free_port
 from fedeas_flwr.runs.directory import RunDirectory
 
 WATCH = '''
@@ -187,7 +187,7 @@ class Lab:
         words = " ".join(f"{key}={json.dumps(value)}" for key, value in values.items())
         environment = {**self.environment(FLWR_HOME=str(self.folder / "flwr")), **QUIET}
         command = ["run", str(self.folder / "app"), CONNECTION, "--run-config", words]
-        answer = flwr_answer(command, environment, self.folder)
+        answer = run_flwr_json(command, environment, self.folder)
         assert answer.get("run-id"), answer
         return RunDirectory(run)
 

@@ -47,7 +47,7 @@ def lossy_app(fate: Callable[[int, int], str]) -> ClientApp:
 
 def federation(config: RunConfig, app: ClientApp) -> Federation:
     """A federation of these clients, ready to train."""
-    grid = InlineGrid(app, config.clients, config.outside())
+    grid = InlineGrid(app, config.clients, config.to_user_dict())
     made = Federation(grid, config, build_strategy(config), RunDirectory.start(config, {}))
     made.discover()
     made.plan()

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from fedeas_flwr.training.eager import EagerEngine
-from fedeas_flwr.training.engine import Engine, Recipe, State
+from fedeas_flwr.training.engine import Engine, LocalTrainingConfig, State
 from fedeas_flwr.training.gpu.graphed import GraphedEngine
 from fedeas_flwr.training.models import Normaliser
 from fedeas_flwr.training.objective import Batch, Inputs, Objective
@@ -39,7 +39,7 @@ def quadratic(objective: Objective) -> Objective:
 
 def engine(kind: str, objective: Objective, steps: int, rate: float = 0.5) -> Engine:
     """An engine that takes ``steps`` steps: that many epochs of one batch of two samples."""
-    recipe, normalise = Recipe(steps, 2, rate), Normaliser((0.5,), (0.5,), "cpu")
+    recipe, normalise = LocalTrainingConfig(steps, 2, rate), Normaliser((0.5,), (0.5,), "cpu")
     if kind == "eager":
         return EagerEngine(OneWeight(), recipe, normalise, "cpu", quadratic(objective))
     return GraphedEngine(OneWeight(), recipe, normalise, "fp32", "cpu", quadratic(objective))

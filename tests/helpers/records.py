@@ -38,7 +38,7 @@ def write_record(
         for number, accuracy in enumerate(accuracies, start=1)
     ]
     folder.mkdir(parents=True)
-    (folder / "config.json").write_text(json.dumps({"config": config.outside(), "environment": {}}))
+    (folder / "config.json").write_text(json.dumps({"config": config.to_user_dict(), "environment": {}}))
     (folder / "rounds.jsonl").write_text("".join(json.dumps(record) + "\n" for record in rounds))
     (folder / "summary.json").write_text(json.dumps(summarise(rounds, config.threshold)))
     return folder

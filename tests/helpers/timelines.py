@@ -14,7 +14,7 @@ from fedeas_flwr.federation import training_round
 
 
 class Timelines:
-    """Every thread's own time, in place of `time` and of `Beside`'s pool in the modules of a round.
+    """Every thread's own time, in place of `time` and of `BackgroundTask`'s pool in the modules of a round.
 
     What is begun beside a thread begins at that thread's time. Who waits for it has the later of the two times then.
     """

@@ -45,7 +45,7 @@ def wait_until(true: Callable[[], object], what: str) -> None:
         time.sleep(0.01)
 
 
-class Held:
+class PausedRun:
     """Runs of other processes that go so far and no further until they are let go: a signal never comes too late.
 
     Parameters
@@ -70,5 +70,5 @@ class Held:
         how = {"PYTHONPATH": path, "HELD_AFTER": str(rounds), "HELD_BY": str(self._file)}
         self.environment = {**os.environ, **how}
 
-    def let_go(self) -> None:
+    def release(self) -> None:
         self._file.unlink()

@@ -18,8 +18,8 @@ from fedeas_flwr.common.devices import pick_device
 from fedeas_flwr.common.processes import MARK, ProcessTree, with_variable
 from fedeas_flwr.launch import mps, resources, sweep_jobs
 from fedeas_flwr.launch.mps import LOG, PIPE, QUEUES, shared_gpu
-from fedeas_flwr.launch.sweep import Cell, make_sweep
-from fedeas_flwr.launch.sweep_jobs import Board, run_sweep
+from fedeas_flwr.launch.sweep import SweepRun, make_sweep
+from fedeas_flwr.launch.sweep_jobs import SweepStatus, run_sweep
 
 
 def control(folder: Path, code: int = 0) -> Path:
@@ -196,13 +196,13 @@ class Nobody:
     def __init__(self, breaks: type[BaseException] | None = None) -> None:
         self._breaks = breaks
 
-    def began(self, board: Board) -> None:
+    def on_start(self, board: SweepStatus) -> None:
         pass
 
-    def said(self, cell: Cell, word: str, board: Board) -> None:
+    def on_event(self, cell: SweepRun, word: str, board: SweepStatus) -> None:
         pass
 
-    def tick(self, board: Board) -> None:
+    def on_tick(self, board: SweepStatus) -> None:
         if self._breaks and (board.sweep.folder / "seed-99" / "there").exists():
             raise self._breaks
 

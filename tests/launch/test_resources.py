@@ -84,14 +84,14 @@ def test_without_a_gpu_nothing_is_measured(monkeypatch: pytest.MonkeyPatch) -> N
     """`fedeas doctor` asks on any machine what a run would do on one with a GPU."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(subprocess, "run", lambda *a, **k: pytest.fail("measured"))
-    assert resources.max_parallel_clients(config(participation=1.0)) == resources.USUAL
+    assert resources.max_parallel_clients(config(participation=1.0)) == resources.DEFAULT_PARALLEL_CLIENTS
     assert resources.max_parallel_clients(config(participation=0.1)) == 2
 
 
 def test_a_probe_that_fails_costs_nothing_but_its_answer_and_says_so(
     a_gpu: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    assert resources.max_parallel_clients(config(model="no_such:network")) == resources.USUAL
+    assert resources.max_parallel_clients(config(model="no_such:network")) == resources.DEFAULT_PARALLEL_CLIENTS
     (said,) = caplog.messages
     assert "so it is 10: " in said and "no_such" in said and "\n" not in said
     monkeypatch.setattr(resources, "_SECONDS", 0.01)
@@ -109,17 +109,19 @@ def test_a_probe_that_crashes_is_tried_once_and_named(
         raise subprocess.CalledProcessError(-signal.SIGSEGV, words, "", "")
 
     monkeypatch.setattr(subprocess, "run", crashing)
-    assert [resources.max_parallel_clients(config(seed=seed)) for seed in (1, 2, 3)] == [resources.USUAL] * 3
+    assert [resources.max_parallel_clients(config(seed=seed)) for seed in (1, 2, 3)] == [
+        resources.DEFAULT_PARALLEL_CLIENTS
+    ] * 3
     assert len(probes) == 1
     assert caplog.messages == [
         "how many clients at once pay cannot be measured, so it is 10: the probe died (Segmentation fault)"
     ]
-    assert resources.max_parallel_clients(config(batch_size=16)) == resources.USUAL and len(probes) == 2, (
-        "that is another question"
-    )
+    assert (
+        resources.max_parallel_clients(config(batch_size=16)) == resources.DEFAULT_PARALLEL_CLIENTS and len(probes) == 2
+    ), "that is another question"
     code = "import os, sys; print(*os.environ[sys.argv[1]].split(), sep='\\n')"
     told = subprocess.Popen([sys.executable, "-c", code, "FEDEAS_UNMEASURED"], stdout=subprocess.PIPE, text=True)
-    names = [resources._kept_at(config(batch_size=size)).name for size in (config().batch_size, 16)]
+    names = [resources._cache_file(config(batch_size=size)).name for size in (config().batch_size, 16)]
     assert told.communicate()[0].split() == names, "and the runs that it starts are told both"
 
 

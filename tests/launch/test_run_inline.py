@@ -20,7 +20,7 @@ from rich.console import Console
 from runners import CHEAP, black_digits, finish, hand_models_over, quick, small, start_interruptible, typed, weights
 from safetensors.torch import save_file
 from torchvision.models import resnet18
-from waiting import LONG, Held, wait_until
+from waiting import LONG, PausedRun, wait_until
 
 from fedeas_flwr.common.errors import RunError
 from fedeas_flwr.config import RunConfig
@@ -28,7 +28,7 @@ from fedeas_flwr.federation.federation import Federation
 from fedeas_flwr.federation.grids import InlineGrid
 from fedeas_flwr.generators import client_images, opening, service
 from fedeas_flwr.generators.interface import Generator, SampleId
-from fedeas_flwr.generators.opening import files_of
+from fedeas_flwr.generators.opening import hash_input_files
 from fedeas_flwr.launch import prepare
 from fedeas_flwr.launch.prepare import evaluate_run
 from fedeas_flwr.launch.run import launch
@@ -319,7 +319,7 @@ def test_a_run_stopped_by_a_signal_resumes_to_the_same_weights(
     conf.write_text('clients = 4\nalpha = 0.1\nbeta = 4.0\nrounds = 8\nlocal-epochs = 3\nbackend = "inline"\n')
     folder = tmp_path / "stopped"
     command = [sys.executable, "-m", "fedeas_flwr", "run", str(conf), f"run-dir={folder}", "checkpoint-every=2"]
-    child = start_interruptible(command, env=Held(tmp_path, 6).environment)
+    child = start_interruptible(command, env=PausedRun(tmp_path, 6).environment)
     wait_until(lambda: len(RunDirectory(folder).rounds()) >= 3, "three rounds are done")
     child.send_signal(number)
     _, errors = child.communicate(timeout=LONG)
@@ -391,6 +391,6 @@ def test_a_record_names_the_files_that_the_run_was_given(tmp_path: Path, digits_
     plain = finish(quick(tmp_path / "plain", rounds=1, policy="none", generator=bank))
     assert plain.files() == {}
     started = small(tmp_path / "started", rounds=1, policy="none", model="resnet18", weights=str(start))
-    assert files_of(started) == {"weights": named(start)}
+    assert hash_input_files(started) == {"weights": named(start)}
     start.unlink()
-    assert files_of(started) == {}, "who reads it says what is wrong"
+    assert hash_input_files(started) == {}, "who reads it says what is wrong"

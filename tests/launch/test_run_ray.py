@@ -18,7 +18,7 @@ import psutil
 import pytest
 from leftovers import flowers_processes
 from runners import CHEAP, finish, small, start_interruptible, weights, with_known_noise
-from waiting import LONG, Held, wait_until
+from waiting import LONG, PausedRun, wait_until
 
 from fedeas_flwr.common.errors import RunError
 from fedeas_flwr.launch.superlink import QUIET, free_port
@@ -110,7 +110,7 @@ def test_ctrl_c_under_ray_ends_everything_and_the_run_resumes(tmp_path: Path, di
     folder, conf = tmp_path / "stopped", tmp_path / "conf.toml"
     conf.write_text("clients = 4\nalpha = 0.1\nbeta = 4.0\nrounds = 30\nlocal-epochs = 1\n")
     command = [sys.executable, "-m", "fedeas_flwr", "run", str(conf), f"run-dir={folder}"]
-    child = start_interruptible(command, env=Held(tmp_path, 20).environment)
+    child = start_interruptible(command, env=PausedRun(tmp_path, 20).environment)
     wait_until(lambda: len(RunDirectory(folder).rounds()) >= 3, "three rounds are done")
     child.send_signal(signal.SIGINT)
     _, errors = child.communicate(timeout=LONG)
@@ -129,7 +129,7 @@ def test_a_launcher_killed_under_ray_leaves_nothing_and_its_run_resumes(tmp_path
     conf.write_text("clients = 4\nalpha = 0.1\nbeta = 4.0\nrounds = 30\nlocal-epochs = 1\n")
     before, folders = flowers_processes(), set(Path(tempfile.gettempdir()).glob("fe-*"))
     command = [sys.executable, "-m", "fedeas_flwr", "run", str(conf), f"run-dir={folder}"]
-    with start_interruptible(command, env=Held(tmp_path, 20).environment) as child:
+    with start_interruptible(command, env=PausedRun(tmp_path, 20).environment) as child:
         wait_until(lambda: len(RunDirectory(folder).rounds()) >= 3, "three rounds are done")
         child.kill()
     wait_until(lambda: flowers_processes() <= before, "what it started has ended")

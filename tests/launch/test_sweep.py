@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 from made_up_runs import write_run
 from runners import black_digits, command, fedeas, typed
-from waiting import Held, wait_until
+from waiting import PausedRun, wait_until
 
 from fedeas_flwr.common.errors import ConfigError, RunError
 from fedeas_flwr.config import KEYS
@@ -61,7 +61,7 @@ def lines(folder: Path) -> list[str]:
 def swept(tmp_path_factory: pytest.TempPathFactory) -> Killed:
     place = tmp_path_factory.mktemp("sweep")
     (place / "conf").symlink_to(ROOT / "conf")
-    held = Held(place / "held", 4)
+    held = PausedRun(place / "held", 4)
     first = subprocess.Popen(command(*DOCUMENTED[0]), cwd=place, env=held.environment, stdout=subprocess.DEVNULL)
     folders = [place / "runs" / "grid" / f"policy-none_seed-{seed}" for seed in (1, 2)]
     wait_until(lambda: any(len(lines(folder)) >= 2 for folder in folders), "two rounds of one run are done")
@@ -73,7 +73,7 @@ def swept(tmp_path_factory: pytest.TempPathFactory) -> Killed:
     wait_until(lambda: not RunDirectory(victim).processes(), "it is dead")
     then = [line for line in lines(victim) if line.endswith("\n")]
     started = {folder.name: (folder / "run.toml").stat().st_mtime_ns for folder in folders}
-    held.let_go()
+    held.release()
     return Killed(place, victim.name, orphan.name, then, started, fedeas(*DOCUMENTED[0], cwd=place))
 
 
@@ -199,7 +199,7 @@ def test_what_all_runs_share_needs_no_sense_without_the_grid(
     sweep.open()
     make_sweep(base(**given), words, tmp_path).open()
     (key,) = given
-    assert [cell.config.outside()[key] for cell in sweep.cells] == [given[key]] * len(sweep.cells)
+    assert [cell.config.to_user_dict()[key] for cell in sweep.cells] == [given[key]] * len(sweep.cells)
 
 
 @pytest.mark.parametrize("words", [["policy=none,fedeas", "beta=3,6"], ["fedprox-mu=0.1"], ["actors=1,2"]])

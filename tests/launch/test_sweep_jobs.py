@@ -22,8 +22,8 @@ from fedeas_flwr.commands.sweep import watching
 from fedeas_flwr.common.errors import RunError
 from fedeas_flwr.common.text import show_seconds
 from fedeas_flwr.launch import sweep_jobs
-from fedeas_flwr.launch.sweep import Cell, make_sweep
-from fedeas_flwr.launch.sweep_jobs import Board, Job, Standing, run_sweep
+from fedeas_flwr.launch.sweep import SweepRun, make_sweep
+from fedeas_flwr.launch.sweep_jobs import SweepStatus, Job, RunProgress, run_sweep
 from fedeas_flwr.runs.directory import RunDirectory
 
 CHILD = """
@@ -58,13 +58,13 @@ class Heard:
         self.words: list[tuple[str, str]] = []
         self._interrupt_at = interrupt_at
 
-    def began(self, board: Board) -> None:
+    def on_start(self, board: SweepStatus) -> None:
         self.words.append(("", "began"))
 
-    def said(self, cell: Cell, word: str, board: Board) -> None:
+    def on_event(self, cell: SweepRun, word: str, board: SweepStatus) -> None:
         self.words.append((cell.name, word))
 
-    def tick(self, board: Board) -> None:
+    def on_tick(self, board: SweepStatus) -> None:
         if self._interrupt_at and (board.sweep.folder / self._interrupt_at / "config.json").exists():
             raise KeyboardInterrupt
 
@@ -186,14 +186,14 @@ def test_the_live_table_has_every_run_and_keeps_failures(quick: Path) -> None:
 
 def test_two_sweeps_in_one_folder_are_refused(quick: Path) -> None:
     heard = Heard()
-    with sweep_jobs._alone_in(quick), pytest.raises(RunError, match="a sweep is at work in"):
+    with sweep_jobs._lock_folder(quick), pytest.raises(RunError, match="a sweep is at work in"):
         run_sweep(make_sweep(base(), ["seed=1"], quick), 1, 1, heard)
     assert heard.words == []
 
 
 def test_a_second_sweep_is_refused_before_its_headline(tmp_path: Path) -> None:
     words = ("sweep", str(ROOT / "conf" / "quickstart.toml"), "--grid", "seed=1", "--out", str(tmp_path / "s"))
-    with sweep_jobs._alone_in(tmp_path / "s"):
+    with sweep_jobs._lock_folder(tmp_path / "s"):
         done = typed(*words)
     line = f"error: a sweep is at work in {tmp_path / 's'} already\n"
     assert (done.returncode, done.stdout, done.stderr) == (2, "", line)
@@ -216,14 +216,16 @@ def test_the_time_left_comes_from_the_rounds_seen(tmp_path: Path, monkeypatch: p
     sweep = make_sweep(base(rounds=10), ["seed=1,2,3"], tmp_path)
     one, two, three = sweep.cells
     monkeypatch.setattr(time, "monotonic", lambda: 100.0)
-    board = Board(sweep, 2, running={one.name: Job(one, None, 2, began=80.0), two.name: Job(two, None, 0, began=99.0)})
-    board.standings = {
-        one.name: Standing("running", 2, None),
-        two.name: Standing("running", 0, None),
-        three.name: Standing("waiting", 0, None),
+    board = SweepStatus(
+        sweep, 2, running={one.name: Job(one, None, 2, began=80.0), two.name: Job(two, None, 0, began=99.0)}
+    )
+    board.progress = {
+        one.name: RunProgress("running", 2, None),
+        two.name: RunProgress("running", 0, None),
+        three.name: RunProgress("waiting", 0, None),
     }
     assert board.seconds_left(one) is None and board.all_seconds_left() is None
-    board.standings[one.name].rounds = 6  # four rounds in 20 s; four are left
+    board.progress[one.name].rounds = 6  # four rounds in 20 s; four are left
     assert board.seconds_left(one) == 20
     assert board.seconds_left(three) == pytest.approx(10 * 21 / 4)
     assert board.all_seconds_left() == pytest.approx((20 + 2 * 52.5) / 2)

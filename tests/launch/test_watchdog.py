@@ -14,12 +14,12 @@ import pytest
 from waiting import wait_until
 
 from fedeas_flwr.common.processes import MARK
-from fedeas_flwr.launch.watchdog import is_keeper, kept
+from fedeas_flwr.launch.watchdog import is_watchdog, watchdog
 
 LAUNCHER = """
 import os, subprocess, sys, time
 from pathlib import Path
-from fedeas_flwr.launch.watchdog import kept
+from fedeas_flwr.launch.watchdog import watchdog
 
 inside = os.environ | {"FEDEAS_LAUNCH": "the-mark"}
 root = subprocess.Popen(["sh", "-c", "sleep 600 & sleep 600"], start_new_session=True)
@@ -27,7 +27,7 @@ sockets = os.environ | {"ITS_SOCKETS": sys.argv[1] + "/mps"}
 daemon = subprocess.Popen(["sleep", "600"], env=sockets, start_new_session=True)
 alone = ["sh", "-c", "sleep 600 > /dev/null 2>&1 & echo $!"]
 orphan = subprocess.run(alone, env=inside, capture_output=True, text=True)
-with kept(root.pid, "the-mark", Path(sys.argv[1])):
+with watchdog(root.pid, "the-mark", Path(sys.argv[1])):
     print(root.pid, daemon.pid, orphan.stdout.strip(), flush=True)
     time.sleep(600)
 """
@@ -69,16 +69,16 @@ def test_what_a_killed_launcher_started_is_ended_and_its_folder_removed(number: 
 
 def test_a_launcher_that_ends_its_processes_itself_has_a_keeper_that_does_nothing(tmp_path: Path) -> None:
     with subprocess.Popen(["sleep", "600"], start_new_session=True) as root:
-        with pytest.raises(ZeroDivisionError), kept(root.pid, "no-mark", tmp_path):
+        with pytest.raises(ZeroDivisionError), watchdog(root.pid, "no-mark", tmp_path):
             raise ZeroDivisionError
         assert root.poll() is None and tmp_path.exists() and not keepers_of(tmp_path)
-        with kept(root.pid, "no-mark", tmp_path):
-            assert not is_keeper(psutil.Process(root.pid)) and is_keeper(keepers_of(tmp_path)[0])
+        with watchdog(root.pid, "no-mark", tmp_path):
+            assert not is_watchdog(psutil.Process(root.pid)) and is_watchdog(keepers_of(tmp_path)[0])
         root.kill()
 
 
 def test_a_keeper_that_somebody_killed_is_no_error(tmp_path: Path) -> None:
     with subprocess.Popen(["sleep", "600"], start_new_session=True) as root:
-        with kept(root.pid, "no-mark", tmp_path):
+        with watchdog(root.pid, "no-mark", tmp_path):
             keepers_of(tmp_path)[0].kill()
         root.kill()

@@ -16,8 +16,8 @@ from PIL import Image
 from fedeas_flwr.allocation import IntArray, fedeas, full_balance, removed
 from fedeas_flwr.partition import make_partition, plan_labels
 from fedeas_flwr.planning import curves
-from fedeas_flwr.planning.beta_selection import Choice, Limits, Speed, broken, choose, format_choice
-from fedeas_flwr.planning.budget_path import BudgetPath, greatest, where_removed
+from fedeas_flwr.planning.beta_selection import Choice, Limits, GeneratorSpeed, broken, choose, format_choice
+from fedeas_flwr.planning.budget_path import BudgetPath, bisect_last_true, where_removed
 from fedeas_flwr.report.plan_figures import draw_plan
 
 PAPER = Limits(min_removed=0.5, max_synthetic=0.25)
@@ -110,7 +110,7 @@ def test_a_removed_share_that_falls_again_closes_the_window(cifar: BudgetPath) -
 
 
 def test_seconds_are_whole_batches(cifar: BudgetPath) -> None:
-    speed, limits = Speed(batch=100, seconds_a_batch=2.0), Limits(max_seconds=201.9)
+    speed, limits = GeneratorSpeed(batch=100, seconds_a_batch=2.0), Limits(max_seconds=201.9)
     ((_, high),) = choose(cifar, limits, speed=speed).windows
     assert cifar.at(high).images <= 10_000 < cifar.at(just(high, math.inf)).images  # 100 batches, 200 s
     assert choose(cifar, limits, GRID, speed).as_json()["grid"][1]["seconds"] == 174  # 8,673 images
@@ -166,7 +166,7 @@ def test_a_step_down_inside_leaves_two_pieces() -> None:
 @given(counts=counts_of, most=st.integers(0, 60))
 def test_the_greatest_beta_under_a_ceiling(counts: Any, most: int) -> None:
     path = BudgetPath(counts)
-    top = greatest(lambda beta: path.at(beta).images <= most, path.end)
+    top = bisect_last_true(lambda beta: path.at(beta).images <= most, path.end)
     assert path.at(top).images <= most
     assert top == path.end or path.at(just(top, math.inf)).images > most
 
@@ -182,7 +182,7 @@ def contradiction(choice: Choice) -> list[str]:
 
 def test_every_limit_that_contradicts_is_named_and_no_other(cifar: BudgetPath) -> None:
     limits = Limits(min_removed=0.5, max_synthetic=0.25, max_images=5_000, max_seconds=100.0)
-    choice = choose(cifar, limits, GRID, Speed(100, 1.0))
+    choice = choose(cifar, limits, GRID, GeneratorSpeed(100, 1.0))
     (images,) = [line for line in contradiction(choice) if "--max-images" in line]
     assert images == (
         "--min-removed 0.5 needs β ≥ 11.374 (50.0% removed, 12,654 images, 21.9% synthetic), "
@@ -249,7 +249,9 @@ def test_a_choice_is_plain_json(cifar: BudgetPath) -> None:
 @pytest.mark.parametrize("counts", [None, [[5, 0]], [[9, 0, 3], [0, 0, 0], [1, 1, 1]]])
 def test_four_pictures_are_drawn(tmp_path: Path, cifar: BudgetPath, counts: list[list[int]] | None) -> None:
     path = BudgetPath(counts) if counts else cifar
-    choice = choose(path, Limits(max_synthetic=0.6, max_images=14_000, max_seconds=9.0), GRID[:3], Speed(64, 0.04))
+    choice = choose(
+        path, Limits(max_synthetic=0.6, max_images=14_000, max_seconds=9.0), GRID[:3], GeneratorSpeed(64, 0.04)
+    )
     assert choice.recommended is not None
     drawn = draw_plan(path, choice.recommended, tmp_path / "new" / "folder", choice)
     names = ["demand.png", "concentration.png", "reduction.png", "beta-selection.png"]
@@ -285,7 +287,7 @@ def test_nothing_to_draw_is_said(tmp_path: Path, cifar: BudgetPath) -> None:
 def test_a_reduction_of_very_many_images_leaves_the_slow_reference_out(monkeypatch: pytest.MonkeyPatch) -> None:
     path = BudgetPath([[64, 0, 0, 0]])
     assert "greedy" in curves.reduction(path, [4.0]).curves
-    monkeypatch.setattr(curves, "MOST_GREEDY_STEPS", 10)
+    monkeypatch.setattr(curves, "MAX_DRAWN_GREEDY_STEPS", 10)
     assert list(curves.reduction(path, [4.0]).curves) == ["waterfill", "uniform", "fedeas"]
 
 

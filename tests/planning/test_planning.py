@@ -232,6 +232,6 @@ def test_a_missing_file_and_a_folder_are_refused(tmp_path: Path) -> None:
 
 
 def test_a_file_too_large_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(counts_file, "LARGEST_FILE", 2**20)
+    monkeypatch.setattr(counts_file, "MAX_FILE_BYTES", 2**20)
     with pytest.raises(ValueError, match="too large, at most 1 MiB"):
         read_counts(written(tmp_path, "a.csv", "1," * 2**20))

@@ -211,15 +211,15 @@ def test_thirty_groups_look_like_thirty(tmp_path: Path) -> None:
         for rate in rates
     ]
     groups, _ = group_runs(runs)
-    assert len({(group.look.colour, group.look.line) for group in groups}) == 30
-    assert len({(group.look.colour, group.look.marker) for group in groups}) == 30
-    assert [group.look.line for group in groups[:9]] == ["-"] * 9, "as long as there are colours they are enough"
+    assert len({(group.style.colour, group.style.line) for group in groups}) == 30
+    assert len({(group.style.colour, group.style.marker) for group in groups}) == 30
+    assert [group.style.line for group in groups[:9]] == ["-"] * 9, "as long as there are colours they are enough"
     sections = {section.title: section for section in make_document(groups).sections}
     (axes,) = sections["Accuracy"].pictures[0].figure.axes
     assert len({(line.get_color(), str(line._dash_pattern)) for line in axes.lines}) == 30  # type: ignore[attr-defined]
     (axes,) = sections["Classes before and after filling"].pictures[0].figure.axes
     assert len({(line.get_color(), line.get_marker()) for line in axes.lines}) == 30
-    assert sections["Results"].tables[0].swatches == [group.look for group in groups]
+    assert sections["Results"].tables[0].swatches == [group.style for group in groups]
     swatches = re.findall(r'<svg class="swatch".*?</svg>', as_html(Document("", [], [sections["Results"]])))
     assert len(set(swatches)) == 30
 

@@ -15,7 +15,7 @@ from fedeas_flwr.report.document import make_document
 from fedeas_flwr.report.groups import group_runs
 from fedeas_flwr.report.page import Document, as_html, as_markdown
 from fedeas_flwr.reproduce import drops, extra_tables, paper, paper_comparison, tables
-from fedeas_flwr.reproduce.cells import MAIN, PAPERS
+from fedeas_flwr.reproduce.cells import DEFAULT_COLUMN, BETA_SWEEP_COLUMN
 from fedeas_flwr.reproduce.claims import verdict
 from fedeas_flwr.reproduce.items import ITEMS, choose
 from fedeas_flwr.reproduce.results import Results
@@ -32,28 +32,28 @@ TWENTY = [0.1] * 180 + [0.5, 0.6] * 10
 
 
 def test_last_20_mean_deviation_and_difference_by_hand(tmp_path: Path) -> None:
-    record(tmp_path / "a", f"{MAIN}/fedavg", 1, TWENTY)
-    record(tmp_path / "b", f"{MAIN}/fedavg", 2, [0.9] + [0.1] * 179 + [0.51] * 20)
-    record(tmp_path / "c", f"{MAIN}/fedavg", 3, [0.1] * 180 + [0.50] * 20)
+    record(tmp_path / "a", f"{DEFAULT_COLUMN}/fedavg", 1, TWENTY)
+    record(tmp_path / "b", f"{DEFAULT_COLUMN}/fedavg", 2, [0.9] + [0.1] * 179 + [0.51] * 20)
+    record(tmp_path / "c", f"{DEFAULT_COLUMN}/fedavg", 3, [0.1] * 180 + [0.50] * 20)
     results = found_in(tmp_path)
-    value = paper_comparison.last_20_of(results, f"{MAIN}/fedavg")
+    value = paper_comparison.last_20_of(results, f"{DEFAULT_COLUMN}/fedavg")
     assert value.seeds == (1, 2, 3)
     assert value.mean == pytest.approx(52.0)  # of 55, 51, 50
     assert value.sd == pytest.approx(7**0.5)  # (9 + 1 + 4) / 2
     assert value.difference == pytest.approx(52.0 - 50.18)
-    assert paper_comparison.together(value) == "52.00 ± 2.65<br>3 seeds; paper 50.18, +1.82"
-    peak = paper_comparison.peak_of(results, f"{MAIN}/fedavg")
+    assert paper_comparison.format_cell(value) == "52.00 ± 2.65<br>3 seeds; paper 50.18, +1.82"
+    peak = paper_comparison.peak_of(results, f"{DEFAULT_COLUMN}/fedavg")
     assert peak.mean == pytest.approx((60 + 90 + 50) / 3)
-    row = next(row for row in tables.column_table(results, MAIN).rows if row[0] == "FedAvg")
+    row = next(row for row in tables.column_table(results, DEFAULT_COLUMN).rows if row[0] == "FedAvg")
     assert row == ["FedAvg", "52.00 ± 2.65", "1, 2, 3", "50.18", "+1.82", "66.67 ± 20.82", "56.08", "+10.59", "0"]
 
 
 def test_one_seed_has_no_deviation_and_a_missing_cell_says_so(tmp_path: Path) -> None:
-    record(tmp_path / "a", f"{MAIN}/moon", 4, TWENTY)
+    record(tmp_path / "a", f"{DEFAULT_COLUMN}/moon", 4, TWENTY)
     results = found_in(tmp_path)
     table = tables.large_table(results, paper.COLUMNS, paper_comparison.last_20_of)
     rows = {row[0]: row[1:] for row in table.rows}
-    main = paper.COLUMNS.index(MAIN)
+    main = paper.COLUMNS.index(DEFAULT_COLUMN)
     assert rows["MOON"][main] == "55.00<br>paper 43.08, +11.92"
     assert rows["MOON"][0] == "missing<br>paper 37.08"
     assert rows["Full-Balance"][0] == "–"
@@ -62,8 +62,8 @@ def test_one_seed_has_no_deviation_and_a_missing_cell_says_so(tmp_path: Path) ->
 
 
 def test_the_sweeps_gain_and_efficiency_by_hand(tmp_path: Path) -> None:
-    record(tmp_path / "a", f"{PAPERS}/fedavg", 1, [0.5] * 200)
-    record(tmp_path / "b", f"{PAPERS}/fedeas-b4", 1, [0.6] * 200)
+    record(tmp_path / "a", f"{BETA_SWEEP_COLUMN}/fedavg", 1, [0.5] * 200)
+    record(tmp_path / "b", f"{BETA_SWEEP_COLUMN}/fedeas-b4", 1, [0.6] * 200)
     rows = {row[0]: row[1:] for row in tables.beta_table(found_in(tmp_path)).rows}
     last, images, gain, eta = rows["FedEAS β = 4"]
     assert last == "60.00<br>paper 66.11, −6.11"
@@ -75,9 +75,9 @@ def test_the_sweeps_gain_and_efficiency_by_hand(tmp_path: Path) -> None:
 
 
 def test_gamma_hat_is_compared_in_its_own_form(tmp_path: Path) -> None:
-    record(tmp_path / "a", f"{PAPERS}/fedavg", 1, gamma_hat=2e-4)
-    record(tmp_path / "b", f"{PAPERS}/fedeas", 1, gamma_hat=5e-5)
-    record(tmp_path / "c", f"{PAPERS}/fedeas", 2, gamma_hat=0.8, keys={"gamma-hat": "trainable"})
+    record(tmp_path / "a", f"{BETA_SWEEP_COLUMN}/fedavg", 1, gamma_hat=2e-4)
+    record(tmp_path / "b", f"{BETA_SWEEP_COLUMN}/fedeas", 1, gamma_hat=5e-5)
+    record(tmp_path / "c", f"{BETA_SWEEP_COLUMN}/fedeas", 2, gamma_hat=0.8, keys={"gamma-hat": "trainable"})
     rows = tables.gamma_table(found_in(tmp_path)).rows
     assert rows[2][1] == "0.0002<br>paper 0.000142"
     assert rows[2][3] == "5e-05<br>paper 1.95e-05"
@@ -88,10 +88,10 @@ def test_gamma_hat_is_compared_in_its_own_form(tmp_path: Path) -> None:
 
 
 def test_numbers_of_the_text_by_hand(tmp_path: Path) -> None:
-    record(tmp_path / "a", f"{PAPERS}/fedeas", 1, [0.1] * 29 + [0.7] * 171)
-    record(tmp_path / "b", f"{PAPERS}/uniform", 1, [0.64] * 200)
+    record(tmp_path / "a", f"{BETA_SWEEP_COLUMN}/fedeas", 1, [0.1] * 29 + [0.7] * 171)
+    record(tmp_path / "b", f"{BETA_SWEEP_COLUMN}/uniform", 1, [0.64] * 200)
     record(tmp_path / "c", "c10-k20-a0.3/fedeas+scaffold", 1, [0.1, 0.8] * 100)
-    record(tmp_path / "d", f"{PAPERS}/full-balance", 1, seconds=2.5)
+    record(tmp_path / "d", f"{BETA_SWEEP_COLUMN}/full-balance", 1, seconds=2.5)
     rows = {row[0]: row[2:] for row in extra_tables.text_table(found_in(tmp_path)).rows if row[1].endswith("α = 0.1")}
     assert rows["FedEAS's lead over Uniform, peak, ddpm"] == ["6.00", "1", "6.34", "−0.34"]
     assert rows["FedEAS: time, generation included"] == ["5 min", "1", "3.1 h", "–"]  # 200 · 1.5 s
@@ -103,13 +103,13 @@ def test_numbers_of_the_text_by_hand(tmp_path: Path) -> None:
         "+0",
     ]  # of the plan, not of a run
     values = {(v.cell, v.measure): v for v in extra_tables.text_table(found_in(tmp_path)).values}
-    assert values[f"{PAPERS}/fedeas", "rounds to 70 %"].ours == (30,)
+    assert values[f"{BETA_SWEEP_COLUMN}/fedeas", "rounds to 70 %"].ours == (30,)
     assert values["c10-k20-a0.3/fedeas+scaffold", "peak %"].difference == pytest.approx(80 - 78.18)
 
 
 def test_shared_images_stand_beside_images_of_each_clients_own_and_the_papers_number(tmp_path: Path) -> None:
-    record(tmp_path / "own", f"{MAIN}/uniform", 1, [0.69] * 200)
-    record(tmp_path / "shared", f"{MAIN}/uniform-shared", 1, [0.585] * 200, images=33_650)
+    record(tmp_path / "own", f"{DEFAULT_COLUMN}/uniform", 1, [0.69] * 200)
+    record(tmp_path / "shared", f"{DEFAULT_COLUMN}/uniform-shared", 1, [0.585] * 200, images=33_650)
     table, place = extra_tables.shared_table(found_in(tmp_path)), "CIFAR-10, K = 100, α = 0.1"
     assert table.rows[:4] == [
         [place, "Uniform", "58.81", "of each client's own", "69.00", "1", "+10.19", "33,650"],
@@ -143,7 +143,7 @@ def test_images_drawn_otherwise_stand_beside_others_and_are_no_cell_of_the_paper
     for item in ("shared", "drawn", "batches"):
         make = ITEMS[item].table
         assert make is not None
-        few, all_of_them = (make(found_in(tmp_path), columns).rows for columns in ([MAIN], paper.COLUMNS))
+        few, all_of_them = (make(found_in(tmp_path), columns).rows for columns in ([DEFAULT_COLUMN], paper.COLUMNS))
         assert 0 < len(few) < len(all_of_them) and few == [row for row in all_of_them if row in few]
 
 
@@ -151,17 +151,17 @@ def test_rounds_that_fall_are_counted_by_hand(tmp_path: Path) -> None:
     """Rounds 5 and 150 fall, the first too early to count; one that is 4 points below is no fall."""
     curve = [0.7] * 200
     curve[4], curve[100], curve[149], curve[150] = 0.2, 0.66, 0.217, 0.63
-    record(tmp_path / "two", f"{MAIN}/fedeas", 1, curve)
-    record(tmp_path / "none", f"{MAIN}/fedeas", 2, [0.7] * 200)
-    record(tmp_path / "min8", f"{MAIN}/fedeas-min8", 2, [0.72] * 200, images=33_650)
+    record(tmp_path / "two", f"{DEFAULT_COLUMN}/fedeas", 1, curve)
+    record(tmp_path / "none", f"{DEFAULT_COLUMN}/fedeas", 2, [0.7] * 200)
+    record(tmp_path / "min8", f"{DEFAULT_COLUMN}/fedeas-min8", 2, [0.72] * 200, images=33_650)
     rows = [row for row in extra_tables.batches_table(found_in(tmp_path)).rows if row[2] == "FedEAS"]
     assert rows[0][3:6] == ["from 2 images", "70.00 ± 0.00", "1, 2"] and rows[0][7:] == ["2, 0", "48.3"]
     assert rows[1][3:] == ["from 8 images", "72.00", "2", "72.00", "0", "–"]
 
 
 def test_small_batches_are_left_out_where_rounds_fell(tmp_path: Path) -> None:
-    record(tmp_path / "all", f"{PAPERS}/scaffold", 1, TWENTY)
-    record(tmp_path / "min8", f"{PAPERS}/scaffold-min8", 1, [0.6] * 200)
+    record(tmp_path / "all", f"{BETA_SWEEP_COLUMN}/scaffold", 1, TWENTY)
+    record(tmp_path / "min8", f"{BETA_SWEEP_COLUMN}/scaffold-min8", 1, [0.6] * 200)
     rows = extra_tables.batches_table(found_in(tmp_path)).rows
     assert ["20", "0.1", "Uniform, β = 4", "from 8 images"] in [row[:4] for row in rows]
     all_batches, large = (row for row in rows if row[:3] == ["20", "0.1", "SCAFFOLD"])
@@ -170,28 +170,28 @@ def test_small_batches_are_left_out_where_rounds_fell(tmp_path: Path) -> None:
         ["20", "0.1", "SCAFFOLD", "from 8 images"],
     ]
     assert large[4] == "60.00" != all_batches[4]
-    assert choose(["batches"], [MAIN], "full").needed()[-1].name == f"{MAIN}/fedeas-min8"
+    assert choose(["batches"], [DEFAULT_COLUMN], "full").needed()[-1].name == f"{DEFAULT_COLUMN}/fedeas-min8"
 
 
 def test_best_and_second_best_are_marked_once_a_column_is_complete(tmp_path: Path) -> None:
     for place, method in enumerate(paper.LAST_20):
         if method != "fedeas":
-            record(tmp_path / method, f"{MAIN}/{method}", 1, [0.3 + place / 100] * 200)
+            record(tmp_path / method, f"{DEFAULT_COLUMN}/{method}", 1, [0.3 + place / 100] * 200)
     incomplete = tables.large_table(found_in(tmp_path), paper.COLUMNS, paper_comparison.last_20_of)
     assert not any("**" in cell for row in incomplete.rows for cell in row)
-    record(tmp_path / "last", f"{MAIN}/fedeas", 1, [0.2] * 200)
+    record(tmp_path / "last", f"{DEFAULT_COLUMN}/fedeas", 1, [0.2] * 200)
     table = tables.large_table(found_in(tmp_path), paper.COLUMNS, paper_comparison.last_20_of)
-    marked = {row[0]: row[1 + paper.COLUMNS.index(MAIN)] for row in table.rows}
+    marked = {row[0]: row[1 + paper.COLUMNS.index(DEFAULT_COLUMN)] for row in table.rows}
     assert marked["Missing-only"].startswith("**37.00**")
     assert marked["Uniform"].startswith("<ins>36.00</ins>")
     assert marked["Full-Balance"].startswith("38.00<br>")
 
 
 def test_both_pages_of_the_papers_protocol_say_that_its_test_set_leaks(tmp_path: Path) -> None:
-    run = RunDirectory(record(tmp_path / "a", f"{MAIN}/fedavg"))
+    run = RunDirectory(record(tmp_path / "a", f"{DEFAULT_COLUMN}/fedavg"))
     assert LEAKAGE in make_page(found_in(tmp_path), []).text
     assert LEAKAGE in make_document(group_runs([run])[0]).text
-    clean = RunDirectory(record(tmp_path / "b", f"{MAIN}/fedavg-clean"))
+    clean = RunDirectory(record(tmp_path / "b", f"{DEFAULT_COLUMN}/fedavg-clean"))
     assert LEAKAGE not in make_document(group_runs([clean])[0]).text
 
 
@@ -199,27 +199,29 @@ def test_both_pages_of_the_papers_protocol_say_that_its_test_set_leaks(tmp_path:
 
 
 def test_a_wrong_number_of_images_is_told(tmp_path: Path) -> None:
-    record(tmp_path / "a", f"{MAIN}/uniform", 1, images=33_649)
-    record(tmp_path / "b", f"{MAIN}/fedeas", 1)
+    record(tmp_path / "a", f"{DEFAULT_COLUMN}/uniform", 1, images=33_649)
+    record(tmp_path / "b", f"{DEFAULT_COLUMN}/fedeas", 1)
     results = found_in(tmp_path)
-    wrong, right = (paper_comparison.budget_of(results, f"{MAIN}/{method}") for method in ("uniform", "fedeas"))
+    wrong, right = (
+        paper_comparison.budget_of(results, f"{DEFAULT_COLUMN}/{method}") for method in ("uniform", "fedeas")
+    )
     assert wrong and right and right.met and not wrong.met
     assert paper_comparison.show_budget(wrong) == "33,649 ✗ (paper: 33,650)"
     table = tables.large_table(results, paper.COLUMNS, paper_comparison.last_20_of)
     page = make_page(results, [Section("table1", "", "", table, None, ())])
     assert "Matched budgets: 1 of 2 cells generated exactly what they should." in page.text
-    assert f"{MAIN}/uniform generated 33649 images, not the paper's 33,650." in page.text
+    assert f"{DEFAULT_COLUMN}/uniform generated 33649 images, not the paper's 33,650." in page.text
 
 
 def test_at_smoke_the_plan_says_how_many_images_and_policies_share_it(tmp_path: Path) -> None:
     for method in ("fedeas", "uniform", "missing-only", "full-balance"):
-        record(tmp_path / method, f"{MAIN}/{method}", 1, scale="smoke", images=434)
+        record(tmp_path / method, f"{DEFAULT_COLUMN}/{method}", 1, scale="smoke", images=434)
     budgets = [
-        paper_comparison.budget_of(found_in(tmp_path, "smoke"), f"{MAIN}/{method}")
+        paper_comparison.budget_of(found_in(tmp_path, "smoke"), f"{DEFAULT_COLUMN}/{method}")
         for method in ("fedeas", "uniform", "missing-only", "full-balance")
     ]
     assert [budget.met for budget in budgets if budget] == [True, True, True, False]
-    value = paper_comparison.last_20_of(found_in(tmp_path, "smoke"), f"{MAIN}/fedeas")
+    value = paper_comparison.last_20_of(found_in(tmp_path, "smoke"), f"{DEFAULT_COLUMN}/fedeas")
     assert value.paper == 72.55 and value.difference is None  # digits are not CIFAR
 
 
@@ -234,7 +236,7 @@ def page(tmp_path_factory: pytest.TempPathFactory, session_cache: Path) -> Made:
     """Everything at smoke scale but the samples, from records made by hand; one cell is missing."""
     folder = tmp_path_factory.mktemp("page")
     for number, one in enumerate(smoke_cells()):
-        if one.name != f"{PAPERS}/uniform-b20":
+        if one.name != f"{BETA_SWEEP_COLUMN}/uniform-b20":
             for seed in one.seeds("smoke"):
                 accuracies = [min(0.97, 0.3 + 0.08 * i + number / 1000) for i in range(10)]
                 record(folder / "runs" / f"{number}-{seed}", one.name, seed, accuracies, "smoke", gamma_hat=0.5)
@@ -260,7 +262,9 @@ def test_missing_runs_are_named_with_the_command_that_does_them(
     page: Made,
 ) -> None:
     text = as_markdown(page[0])
-    assert text.count(f"Missing, 1 run: {PAPERS}/uniform-b20 seed 1.") == 4  # Fig. 5, the β table, both counts of drops
+    assert (
+        text.count(f"Missing, 1 run: {BETA_SWEEP_COLUMN}/uniform-b20 seed 1.") == 4
+    )  # Fig. 5, the β table, both counts of drops
     assert "To do them: `fedeas reproduce beta --scale smoke --run --out 'o{u}t'`" in text
     assert "| Uniform β = 6.667 | missing<br>paper 66.46 |" in text
 
@@ -315,9 +319,9 @@ def test_drops_are_counted_by_last_batch(tmp_path: Path) -> None:
     """Client 14 has a last batch of two images, and every client takes part in every round."""
     accuracies = [0.5] * 200
     accuracies[49] = 0.3
-    record(tmp_path / "run", f"{PAPERS}/fedeas-b8", accuracies=accuracies)
-    record(tmp_path / "other", f"{PAPERS}/fedeas-b4", accuracies=accuracies)
-    rows = drops.last_batch_table(found_in(tmp_path), [PAPERS]).rows
+    record(tmp_path / "run", f"{BETA_SWEEP_COLUMN}/fedeas-b8", accuracies=accuracies)
+    record(tmp_path / "other", f"{BETA_SWEEP_COLUMN}/fedeas-b4", accuracies=accuracies)
+    rows = drops.last_batch_table(found_in(tmp_path), [BETA_SWEEP_COLUMN]).rows
     assert rows[0] == ["no such client", "1 of 190 (0.5 %)"] and rows[4] == ["over 12 %", "1 of 190 (0.5 %)"]
-    rows = drops.imbalance_table(found_in(tmp_path), [PAPERS]).rows
+    rows = drops.imbalance_table(found_in(tmp_path), [BETA_SWEEP_COLUMN]).rows
     assert rows[-1] == ["0.90 to 1.00", "–", "–", "1 of 190 (0.5 %)"]

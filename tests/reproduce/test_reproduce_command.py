@@ -19,13 +19,13 @@ from records import record
 from rich.console import Console
 from runners import start_interruptible
 from test_reproduce import ROOT, TWENTY
-from waiting import LONG, Held, wait_until
+from waiting import LONG, PausedRun, wait_until
 
 from fedeas_flwr.common.errors import RunError
 from fedeas_flwr.launch import prepare, sweep_jobs
-from fedeas_flwr.reproduce.cells import MAIN, PAPERS, all_cells, cell
+from fedeas_flwr.reproduce.cells import DEFAULT_COLUMN, BETA_SWEEP_COLUMN, all_cells, cell
 from fedeas_flwr.reproduce.items import ITEMS
-from fedeas_flwr.reproduce.missing_runs import settle_finished
+from fedeas_flwr.reproduce.missing_runs import archive_finished_runs
 from fedeas_flwr.reproduce.results import find_results
 from fedeas_flwr.runs.directory import RunDirectory
 
@@ -39,13 +39,13 @@ def test_the_committed_runs_fill_their_column_and_all_else_is_missing(tmp_path: 
     answer = json.loads(done.stdout)
     table = answer["items"][0]
     there = {value["cell"]: value for value in table["values"] if value["ours"] is not None}
-    assert set(there) >= {f"{MAIN}/{m}" for m in ("fedavg", "fedeas", "missing-only", "uniform")}
-    assert there[f"{MAIN}/fedavg"]["seeds"] == [1, 2, 3]
+    assert set(there) >= {f"{DEFAULT_COLUMN}/{m}" for m in ("fedavg", "fedeas", "missing-only", "uniform")}
+    assert there[f"{DEFAULT_COLUMN}/fedavg"]["seeds"] == [1, 2, 3]
     fedavg = [
         RunDirectory(ROOT / "results" / "cifar10-k100-a0.1" / f"none-s{s}").summary()["last_20"] for s in (1, 2, 3)
     ]
-    assert there[f"{MAIN}/fedavg"]["ours"] == pytest.approx(100 * sum(fedavg) / 3)
-    assert abs(there[f"{MAIN}/fedeas"]["difference"]) < 3
+    assert there[f"{DEFAULT_COLUMN}/fedavg"]["ours"] == pytest.approx(100 * sum(fedavg) / 3)
+    assert abs(there[f"{DEFAULT_COLUMN}/fedeas"]["difference"]) < 3
     assert all(budget["met"] for budget in answer["budgets"]) and len(answer["budgets"]) >= 3
     assert "c100-k20-a0.1/fedgen seed 1" in table["missing"]
     command = "to do them: fedeas reproduce table1 gamma --scale full --run"
@@ -62,14 +62,26 @@ def test_the_committed_runs_fill_their_column_and_all_else_is_missing(tmp_path: 
     ("words", "says"),
     [
         ([], "say what: `fedeas reproduce all`"),
-        (["--columns", MAIN], "say what: `fedeas reproduce all`"),
+        (["--columns", DEFAULT_COLUMN], "say what: `fedeas reproduce all`"),
         (["table9"], "'table9': must be all, claims, fig1, fig2, fig3, table1"),
         (["table2"], "'table2': say ablation (the paper's Table 2) or peak (supplement, E)"),
-        ([PAPERS], f"'{PAPERS}' is a column: say what of it, such as table1, or '{PAPERS}/*' for its cells"),
-        (["gamma", "--columns", MAIN], f"'gamma' has nothing in {MAIN}, only in {PAPERS}"),
-        (["fig1", MAIN], f"'fig1' has nothing in {MAIN}, only in {PAPERS}"),
-        ([f"{PAPERS}/*", "--columns", MAIN], f"'{PAPERS}/*' has no cell in {MAIN}"),
-        ([f"{PAPERS}/fedeas-sd-turbo"], f"'{PAPERS}/fedeas-sd-turbo' has no cell at scale smoke: SD-Turbo makes no"),
+        (
+            [BETA_SWEEP_COLUMN],
+            f"'{BETA_SWEEP_COLUMN}' is a column: say what of it, such as table1, or '{BETA_SWEEP_COLUMN}/*' for its cells",
+        ),
+        (
+            ["gamma", "--columns", DEFAULT_COLUMN],
+            f"'gamma' has nothing in {DEFAULT_COLUMN}, only in {BETA_SWEEP_COLUMN}",
+        ),
+        (["fig1", DEFAULT_COLUMN], f"'fig1' has nothing in {DEFAULT_COLUMN}, only in {BETA_SWEEP_COLUMN}"),
+        (
+            [f"{BETA_SWEEP_COLUMN}/*", "--columns", DEFAULT_COLUMN],
+            f"'{BETA_SWEEP_COLUMN}/*' has no cell in {DEFAULT_COLUMN}",
+        ),
+        (
+            [f"{BETA_SWEEP_COLUMN}/fedeas-sd-turbo"],
+            f"'{BETA_SWEEP_COLUMN}/fedeas-sd-turbo' has no cell at scale smoke: SD-Turbo makes no",
+        ),
         (["c1000-*"], "cell 'c1000-*/*': there is none of that name"),
         (["all", "--scale", "half"], "scale = 'half': must be smoke or full"),
         (["all", "--columns", "c10-k5-a1"], "column 'c10-k5-a1': must be one of"),
@@ -83,8 +95,14 @@ def test_the_committed_runs_fill_their_column_and_all_else_is_missing(tmp_path: 
         (["all", "--set", "alpha=0.5"], "--set alpha=0.5: every cell sets its own"),
         (["all", "--set", "protocol=clean"], "--set protocol=clean: every cell sets its own"),
         (["drawn", "--set", "guidance=2"], "--set guidance=2: c100-k100-a0.1/fedeas-guided-6 sets its own"),
-        ([f"{PAPERS}/fedeas*", "--set", "beta=5"], f"--set beta=5: {PAPERS}/fedeas-b4 sets its own; choose cells"),
-        ([f"{MAIN}/fedeas-g1", "--set", "beta=5"], f"--set beta=5: {MAIN}/fedeas-g1 sets its own; choose cells"),
+        (
+            [f"{BETA_SWEEP_COLUMN}/fedeas*", "--set", "beta=5"],
+            f"--set beta=5: {BETA_SWEEP_COLUMN}/fedeas-b4 sets its own; choose cells",
+        ),
+        (
+            [f"{DEFAULT_COLUMN}/fedeas-g1", "--set", "beta=5"],
+            f"--set beta=5: {DEFAULT_COLUMN}/fedeas-g1 sets its own; choose cells",
+        ),
         (["all", "--seeds", "one"], "seeds = 'one': must be whole numbers"),
         (["all", "--seeds=-1", "--no-run"], "seeds = '-1': must be whole numbers of at least 0"),
         (["all", "--seeds", "1,2,1", "--no-run"], "seeds = '1,2,1': must be whole numbers of at least 0, each once"),
@@ -107,13 +125,16 @@ def test_every_cell_is_listed_with_its_words(tmp_path: Path) -> None:
     assert set(listed) == {one.name for one in all_cells()}
     command = listed["c10-k20-a0.3/fedeas+scaffold"]["command"]
     assert command.startswith("fedeas run conf/cifar10-k20.toml alpha=0.3 strategy=scaffold precision=bf16")
-    assert listed[f"{MAIN}/uniform"]["seeds"] == [1, 2, 3]
-    few = json.loads(typed("--list", "--columns", MAIN, "--format", "json", cwd=tmp_path).stdout)
-    assert [row["cell"] for row in few] == [name for name in listed if name.startswith(f"{MAIN}/")]
+    assert listed[f"{DEFAULT_COLUMN}/uniform"]["seeds"] == [1, 2, 3]
+    few = json.loads(typed("--list", "--columns", DEFAULT_COLUMN, "--format", "json", cwd=tmp_path).stdout)
+    assert [row["cell"] for row in few] == [name for name in listed if name.startswith(f"{DEFAULT_COLUMN}/")]
 
 
 def test_a_finished_run_keeps_its_model_and_nothing_to_go_on_with(tmp_path: Path) -> None:
-    words, run = [f"{PAPERS}/scaffold", "--out", "out"], RunDirectory(tmp_path / "out/runs" / f"{PAPERS}_scaffold_s1")
+    words, run = (
+        [f"{BETA_SWEEP_COLUMN}/scaffold", "--out", "out"],
+        RunDirectory(tmp_path / "out/runs" / f"{BETA_SWEEP_COLUMN}_scaffold_s1"),
+    )
     words += ["--set", "rounds=2"]
     done = fedeas(*words, cwd=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -124,14 +145,24 @@ def test_a_finished_run_keeps_its_model_and_nothing_to_go_on_with(tmp_path: Path
 
 
 def test_missing_runs_are_done_exported_and_not_done_again(tmp_path: Path, digits_generator: Path) -> None:
-    words = [f"{PAPERS}/fedavg", f"{PAPERS}/linear", "--out", "out", "--export", "records", "--set", "rounds=2"]
+    words = [
+        f"{BETA_SWEEP_COLUMN}/fedavg",
+        f"{BETA_SWEEP_COLUMN}/linear",
+        "--out",
+        "out",
+        "--export",
+        "records",
+        "--set",
+        "rounds=2",
+    ]
     done = fedeas(*words, cwd=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "2 runs, " in done.stdout and f"{PAPERS}_linear_s1  finished" in done.stdout
-    exported = [RunDirectory(tmp_path / "records" / PAPERS / name) for name in ("fedavg-s1", "linear-s1")]
+    assert "2 runs, " in done.stdout and f"{BETA_SWEEP_COLUMN}_linear_s1  finished" in done.stdout
+    exported = [RunDirectory(tmp_path / "records" / BETA_SWEEP_COLUMN / name) for name in ("fedavg-s1", "linear-s1")]
     assert [len(run.rounds()) for run in exported] == [2, 2]
     began = [
-        (tmp_path / "out" / "runs" / f"{PAPERS}_{m}_s1" / "rounds.jsonl").stat().st_mtime for m in ("fedavg", "linear")
+        (tmp_path / "out" / "runs" / f"{BETA_SWEEP_COLUMN}_{m}_s1" / "rounds.jsonl").stat().st_mtime
+        for m in ("fedavg", "linear")
     ]
     again = typed(*words[:4], *words[6:], "--no-run", "--format", "json", cwd=tmp_path)
     values = json.loads(again.stdout)["items"][0]["values"]
@@ -139,20 +170,32 @@ def test_missing_runs_are_done_exported_and_not_done_again(tmp_path: Path, digit
     once_more = typed(*words, cwd=tmp_path)
     assert once_more.returncode == 0 and "at once" not in once_more.stdout
     now = [
-        (tmp_path / "out" / "runs" / f"{PAPERS}_{m}_s1" / "rounds.jsonl").stat().st_mtime for m in ("fedavg", "linear")
+        (tmp_path / "out" / "runs" / f"{BETA_SWEEP_COLUMN}_{m}_s1" / "rounds.jsonl").stat().st_mtime
+        for m in ("fedavg", "linear")
     ]
     assert began == now
 
 
 def test_the_command_that_is_named_does_what_is_missing(tmp_path: Path) -> None:
     (tmp_path / "a {} b").mkdir()
-    words = [f"{PAPERS}/fedav*", PAPERS, "--seeds", "2", "--set", "rounds=2", "--runs", "a {} b", "--out", "o{u}t"]
+    words = [
+        f"{BETA_SWEEP_COLUMN}/fedav*",
+        BETA_SWEEP_COLUMN,
+        "--seeds",
+        "2",
+        "--set",
+        "rounds=2",
+        "--runs",
+        "a {} b",
+        "--out",
+        "o{u}t",
+    ]
     told = typed(*words, "--no-run", cwd=tmp_path)
     assert told.returncode == 0, told.stderr
     command = told.stdout.partition("to do them: ")[2].partition("\n")[0]
-    assert shlex.split(command)[:3] == ["fedeas", "reproduce", f"{PAPERS}/fedav*"]
+    assert shlex.split(command)[:3] == ["fedeas", "reproduce", f"{BETA_SWEEP_COLUMN}/fedav*"]
     on_page = (tmp_path / "o{u}t" / "index.md").read_text().partition("To do them: `")[2].partition("`")[0]
-    assert on_page == command.replace(f"'{PAPERS}/fedav*'", f"{PAPERS}/fedavg")
+    assert on_page == command.replace(f"'{BETA_SWEEP_COLUMN}/fedav*'", f"{BETA_SWEEP_COLUMN}/fedavg")
     done = fedeas(*shlex.split(on_page)[2:], cwd=tmp_path)
     assert done.returncode == 0 and "Missing" not in done.stdout, done.stdout + done.stderr
     (run,) = (RunDirectory(path) for path in (tmp_path / "o{u}t" / "runs").glob("*/"))
@@ -163,16 +206,26 @@ def test_the_command_that_is_named_does_what_is_missing(tmp_path: Path) -> None:
     ("words", "command"),
     [
         (
-            ["table1", PAPERS],
-            f"table1 --scale full --run --columns {PAPERS} --set data-dir=DIR --set generator=DIR --set backend=inline",
+            ["table1", BETA_SWEEP_COLUMN],
+            f"table1 --scale full --run --columns {BETA_SWEEP_COLUMN} --set data-dir=DIR --set generator=DIR --set backend=inline",
         ),
         (["table1"], "table1 --scale full --run --set data-dir=DIR --set backend=inline"),
         (
-            [f"{MAIN}/fedeas", f"{PAPERS}/uniform-sd-turbo", "--set", "data-dir=/data", "--set", "precision=bf16"],
-            f"{MAIN}/fedeas {PAPERS}/uniform-sd-turbo --scale full --run --set data-dir=/data --set precision=bf16 "
+            [
+                f"{DEFAULT_COLUMN}/fedeas",
+                f"{BETA_SWEEP_COLUMN}/uniform-sd-turbo",
+                "--set",
+                "data-dir=/data",
+                "--set",
+                "precision=bf16",
+            ],
+            f"{DEFAULT_COLUMN}/fedeas {BETA_SWEEP_COLUMN}/uniform-sd-turbo --scale full --run --set data-dir=/data --set precision=bf16 "
             "--set generator=DIR --set backend=inline",
         ),
-        ([f"{MAIN}/fedavg"], f"{MAIN}/fedavg --scale full --run --set data-dir=DIR --set backend=inline"),
+        (
+            [f"{DEFAULT_COLUMN}/fedavg"],
+            f"{DEFAULT_COLUMN}/fedavg --scale full --run --set data-dir=DIR --set backend=inline",
+        ),
         (
             ["gamma", "--set", "generator=/g", "--set", "backend=ray", "--set", "data-dir=/d", "--jobs", "2"],
             "gamma --scale full --run --jobs 2 --set generator=/g --set backend=ray --set data-dir=/d",
@@ -196,27 +249,27 @@ def test_where_no_one_generator_serves_all_cells_the_folders_are_named_that_are_
     told = typed("table1", "--scale", "full", cwd=tmp_path)
     assert f"--set backend=inline\n{looked_in}\n" in told.stdout
     assert f"--set backend=inline`\n\n{looked_in}" in (tmp_path / "runs" / "reproduce-full" / "index.md").read_text()
-    given = typed("table1", PAPERS, "--scale", "full", cwd=tmp_path)
+    given = typed("table1", BETA_SWEEP_COLUMN, "--scale", "full", cwd=tmp_path)
     assert "--set generator=DIR" in given.stdout and "they look in" not in given.stdout
 
 
 def test_a_failed_run_is_done_again_with_its_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sweep_jobs, "run_sweep", lambda *words: [])
-    failed = typed(f"{PAPERS}/fedavg", "--export", "records", cwd=tmp_path)
+    failed = typed(f"{BETA_SWEEP_COLUMN}/fedavg", "--export", "records", cwd=tmp_path)
     assert failed.returncode == 1
     assert failed.stdout.partition("to do them: ")[2].startswith(
-        f"fedeas reproduce {PAPERS}/fedavg --scale smoke --run --export records\n"
+        f"fedeas reproduce {BETA_SWEEP_COLUMN}/fedavg --scale smoke --run --export records\n"
     )
 
 
 @pytest.mark.parametrize("exporting", [True, False])
 def test_a_run_that_finished_unheard_keeps_nothing_to_go_on_with(tmp_path: Path, exporting: bool) -> None:
-    run = RunDirectory(record(tmp_path / "runs" / "unheard", f"{MAIN}/scaffold", 1, TWENTY))
+    run = RunDirectory(record(tmp_path / "runs" / "unheard", f"{DEFAULT_COLUMN}/scaffold", 1, TWENTY))
     for name in ("checkpoint.safetensors", "model.safetensors", "clients/3/state-000200.safetensors"):
         (run.path / name).parent.mkdir(parents=True, exist_ok=True)
         (run.path / name).write_bytes(b"arrays")
     results = find_results(all_cells(), "full", [run.path.parent], {})
-    settle_finished(results, run.path.parent, tmp_path / "records" if exporting else None)
+    archive_finished_runs(results, run.path.parent, tmp_path / "records" if exporting else None)
     left = {path.name for path in run.path.rglob("*") if path.is_file()}
     assert "model.safetensors" in left and not left & {"checkpoint.safetensors", "state-000200.safetensors"}
     assert (tmp_path / "records").exists() == exporting and len(run.rounds()) == 200
@@ -225,17 +278,17 @@ def test_a_run_that_finished_unheard_keeps_nothing_to_go_on_with(tmp_path: Path,
 def test_a_run_that_finished_unheard_is_exported_by_the_next_command(tmp_path: Path) -> None:
     """Ctrl-C may come in the moment between a run's end and its record."""
     runs, records = tmp_path / "runs", tmp_path / "records"
-    record(runs / "unheard", f"{MAIN}/fedavg", 1, TWENTY)
-    record(tmp_path / "elsewhere" / "known", f"{MAIN}/fedavg", 2, TWENTY)
+    record(runs / "unheard", f"{DEFAULT_COLUMN}/fedavg", 1, TWENTY)
+    record(tmp_path / "elsewhere" / "known", f"{DEFAULT_COLUMN}/fedavg", 2, TWENTY)
     results = find_results(all_cells(), "full", [tmp_path / "elsewhere", runs], {})
     place = records / "cifar10-k100-a0.1"
-    settle_finished(results, runs, records)
+    archive_finished_runs(results, runs, records)
     assert [path.name for path in place.iterdir()] == ["fedavg-s1"]
     assert [r["accuracy"] for r in RunDirectory(place / "fedavg-s1").rounds()] == TWENTY
     (place / "fedavg-s1" / "rounds.jsonl").unlink()  # as if it had been stopped half way
-    settle_finished(results, runs, records)
+    archive_finished_runs(results, runs, records)
     stamp = (place / "fedavg-s1" / "rounds.jsonl").stat().st_mtime_ns
-    settle_finished(results, runs, records)
+    archive_finished_runs(results, runs, records)
     assert (place / "fedavg-s1" / "rounds.jsonl").stat().st_mtime_ns == stamp
 
 
@@ -244,23 +297,26 @@ def test_what_the_runs_need_and_is_not_there_is_one_line_before_the_first(tmp_pa
     lacking = typed(*words, cwd=tmp_path)
     assert (lacking.returncode, lacking.stdout) == (2, "")
     assert lacking.stderr.startswith("error: generator: there is no generators/cifar10/unet/config.json")
-    lacking = typed(f"{PAPERS}/fedavg", *words[1:], cwd=tmp_path)
+    lacking = typed(f"{BETA_SWEEP_COLUMN}/fedavg", *words[1:], cwd=tmp_path)
     assert lacking.returncode == 2 and lacking.stderr.startswith("error: dataset cifar10 was not found")
     assert lacking.stderr.count("\n") == 1 and list(tmp_path.iterdir()) == []
 
 
 def test_records_of_other_runs_are_not_exported_over_and_nothing_is_begun(tmp_path: Path) -> None:
     """Neither by runs that are still to be done, which is said before they are, nor by one that has finished."""
-    record(tmp_path / "records" / PAPERS / "fedavg-s1", f"{MAIN}/fedavg", 1, TWENTY)
-    words = [f"{PAPERS}/fedavg", "--out", "out", "--export", "records", "--set", "rounds=2"]
+    record(tmp_path / "records" / BETA_SWEEP_COLUMN / "fedavg-s1", f"{DEFAULT_COLUMN}/fedavg", 1, TWENTY)
+    words = [f"{BETA_SWEEP_COLUMN}/fedavg", "--out", "out", "--export", "records", "--set", "rounds=2"]
     done = typed(*words, cwd=tmp_path)
     assert (done.returncode, done.stdout) == (2, "")
-    assert f"{PAPERS}/fedavg-s1 holds the record of another run" in done.stderr and not (tmp_path / "out").exists()
-    ours = record(tmp_path / "runs" / "ours", f"{MAIN}/fedavg", 1, [0.987, *TWENTY[1:]])
+    assert (
+        f"{BETA_SWEEP_COLUMN}/fedavg-s1 holds the record of another run" in done.stderr
+        and not (tmp_path / "out").exists()
+    )
+    ours = record(tmp_path / "runs" / "ours", f"{DEFAULT_COLUMN}/fedavg", 1, [0.987, *TWENTY[1:]])
     results = find_results(all_cells(), "full", [ours.parent], {})
-    record(tmp_path / "records" / "cifar10-k100-a0.1" / "fedavg-s1", f"{MAIN}/fedavg", 1, TWENTY)
+    record(tmp_path / "records" / "cifar10-k100-a0.1" / "fedavg-s1", f"{DEFAULT_COLUMN}/fedavg", 1, TWENTY)
     with pytest.raises(RunError, match="holds the record of another run"):
-        settle_finished(results, ours.parent, tmp_path / "records")
+        archive_finished_runs(results, ours.parent, tmp_path / "records")
 
 
 def test_the_generator_is_trained_by_whoever_has_the_folder_alone(
@@ -269,14 +325,14 @@ def test_the_generator_is_trained_by_whoever_has_the_folder_alone(
     runs, trained = tmp_path / "out" / "runs", []
 
     def train(console: Console) -> None:
-        with pytest.raises(RunError, match="a sweep is at work in"), sweep_jobs._alone_in(runs):
+        with pytest.raises(RunError, match="a sweep is at work in"), sweep_jobs._lock_folder(runs):
             pass
         trained.append(list(runs.glob("*/")))
         raise KeyboardInterrupt
 
     monkeypatch.setattr(prepare, "ensure_digits_generator", train)
-    words = [f"{PAPERS}/linear", "--out", "out", "--set", "rounds=2"]
-    with sweep_jobs._alone_in(runs):
+    words = [f"{BETA_SWEEP_COLUMN}/linear", "--out", "out", "--set", "rounds=2"]
+    with sweep_jobs._lock_folder(runs):
         refused = typed(*words, cwd=tmp_path)
     assert (refused.returncode, refused.stderr) == (2, f"error: a sweep is at work in {runs} already\n")
     assert trained == [], "which takes minutes"
@@ -287,11 +343,11 @@ def test_the_generator_is_trained_by_whoever_has_the_folder_alone(
 
 @pytest.mark.slow
 def test_three_runs_at_once_are_stopped_with_checkpoints_and_the_same_command_goes_on(tmp_path: Path) -> None:
-    words = [f"{PAPERS}/fedavg", "--seeds", "1,2,3", "--jobs", "3", "--out", "out", "--export", "records"]
+    words = [f"{BETA_SWEEP_COLUMN}/fedavg", "--seeds", "1,2,3", "--jobs", "3", "--out", "out", "--export", "records"]
     words += ["--set", "rounds=40", "--set", "checkpoint-every=50"]
-    runs = [RunDirectory(tmp_path / "out" / "runs" / f"{PAPERS}_fedavg_s{seed}") for seed in (1, 2, 3)]
+    runs = [RunDirectory(tmp_path / "out" / "runs" / f"{BETA_SWEEP_COLUMN}_fedavg_s{seed}") for seed in (1, 2, 3)]
     command = [sys.executable, "-m", "fedeas_flwr", "reproduce", *words]
-    first = start_interruptible(command, cwd=tmp_path, env=Held(tmp_path, 30).environment)
+    first = start_interruptible(command, cwd=tmp_path, env=PausedRun(tmp_path, 30).environment)
     wait_until(lambda: all(run.rounds() for run in runs), "every run has done a round")
     first.send_signal(signal.SIGINT)
     _, errors = first.communicate(timeout=LONG)
@@ -307,7 +363,7 @@ def test_three_runs_at_once_are_stopped_with_checkpoints_and_the_same_command_go
     for run, before in zip(runs, records, strict=True):
         assert (run.path / "rounds.jsonl").read_text().startswith(before), "rounds were done again"
         assert len(run.rounds()) == 40
-    exported = sorted(path.name for path in (tmp_path / "records" / PAPERS).iterdir())
+    exported = sorted(path.name for path in (tmp_path / "records" / BETA_SWEEP_COLUMN).iterdir())
     assert exported == ["fedavg-s1", "fedavg-s2", "fedavg-s3"]
 
 

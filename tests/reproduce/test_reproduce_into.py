@@ -12,17 +12,17 @@ import pytest
 import runners
 from records import record
 
-from fedeas_flwr.reproduce.cells import PAPERS
+from fedeas_flwr.reproduce.cells import BETA_SWEEP_COLUMN
 
 into = partial(runners.typed, "reproduce", "--into", "doc.md", "--runs", "records")
-DOCUMENT = f"before\n<!-- reproduce {PAPERS}/fedavg -->\nold\n<!-- end -->\nafter\n"
+DOCUMENT = f"before\n<!-- reproduce {BETA_SWEEP_COLUMN}/fedavg -->\nold\n<!-- end -->\nafter\n"
 FILLED = "| Cell | Ours, last-20 % | Seeds |"
 
 
 @pytest.fixture
 def place(tmp_path: Path) -> Path:
     """A folder with one record."""
-    record(tmp_path / "records" / "fedavg", f"{PAPERS}/fedavg", 1, [0.5] * 10, "smoke")
+    record(tmp_path / "records" / "fedavg", f"{BETA_SWEEP_COLUMN}/fedavg", 1, [0.5] * 10, "smoke")
     return tmp_path
 
 
@@ -33,26 +33,33 @@ def test_cells_and_tables_are_written_and_what_is_around_them_stays(place: Path)
     assert done.returncode == 0, done.stderr
     text = (place / "doc.md").read_text()
     assert "<!-- reproduce ablation -->\n\n| Variant |" in text and "<!-- end --> between\nbefore\n" in text
-    assert FILLED in text and f"| {PAPERS}/fedavg | 50.00 | 1 | 55.52 |" in text
+    assert FILLED in text and f"| {BETA_SWEEP_COLUMN}/fedavg | 50.00 | 1 | 55.52 |" in text
     assert "old" not in text and text.endswith("\n\n<!-- end -->\nafter\n")
     into(cwd=place)
     assert (place / "doc.md").read_text() == text
 
 
 def test_records_that_cannot_be_read_are_named_once_and_the_others_are_written(place: Path) -> None:
-    damaged = record(place / "records" / "damaged", f"{PAPERS}/fedavg", 2, [0.5] * 10, "smoke")
+    damaged = record(place / "records" / "damaged", f"{BETA_SWEEP_COLUMN}/fedavg", 2, [0.5] * 10, "smoke")
     (damaged / "config.json").write_text('{"config": {"see')
     (place / "doc.md").write_text(DOCUMENT + DOCUMENT)
     done = into(cwd=place)
     assert (done.returncode, done.stdout) == (0, "doc.md\n")
     (line,) = done.stderr.splitlines()
     assert line.startswith("Unreadable: records/damaged: records/damaged/config.json is not JSON")
-    assert (place / "doc.md").read_text().count(f"| {PAPERS}/fedavg | 50.00 | 1 | 55.52 |") == 2
+    assert (place / "doc.md").read_text().count(f"| {BETA_SWEEP_COLUMN}/fedavg | 50.00 | 1 | 55.52 |") == 2
 
 
 def test_numbers_of_sentences_are_computed_in_place(place: Path) -> None:
     for seed, accuracy in ((1, 0.6), (2, 0.7)):
-        record(place / "records" / f"fedeas-s{seed}", f"{PAPERS}/fedeas", seed, [accuracy] * 10, "smoke", images=1234)
+        record(
+            place / "records" / f"fedeas-s{seed}",
+            f"{BETA_SWEEP_COLUMN}/fedeas",
+            seed,
+            [accuracy] * 10,
+            "smoke",
+            images=1234,
+        )
     (place / "doc.md").write_text(
         f"{number('last-20', 'fedeas')} {number('sd', 'fedeas')}\n{number('last-20', 'fedeas - fedavg')}, "
         f"{number('images', 'fedeas')} of {number('seeds', 'fedeas')} seeds, {number('paper', 'fedavg - ours')}, "
@@ -66,7 +73,7 @@ def test_numbers_of_sentences_are_computed_in_place(place: Path) -> None:
 
 
 def number(statistic: str, words: str) -> str:
-    return f"0.0<!--= {statistic} {PAPERS}/{words} -->"
+    return f"0.0<!--= {statistic} {BETA_SWEEP_COLUMN}/{words} -->"
 
 
 def test_a_sweep_is_compared_on_the_same_partitions(place: Path) -> None:
@@ -91,9 +98,12 @@ def test_a_sweep_is_compared_on_the_same_partitions(place: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        (number("last-20", "fedavg - fedavg-x"), f"doc.md, line 1: cell '{PAPERS}/fedavg-x': there is none"),
-        (number("last-20", "fedavg - paper"), f"doc.md, line 1: 'last-20 {PAPERS}/fedavg - paper' is -5.52: must be"),
-        (number("last-20", "uniform"), f"doc.md, line 1: '{PAPERS}/uniform' has no finished run in records"),
+        (number("last-20", "fedavg - fedavg-x"), f"doc.md, line 1: cell '{BETA_SWEEP_COLUMN}/fedavg-x': there is none"),
+        (
+            number("last-20", "fedavg - paper"),
+            f"doc.md, line 1: 'last-20 {BETA_SWEEP_COLUMN}/fedavg - paper' is -5.52: must be",
+        ),
+        (number("last-20", "uniform"), f"doc.md, line 1: '{BETA_SWEEP_COLUMN}/uniform' has no finished run in records"),
         (number("sd", "fedavg"), "doc.md, line 1: 'sd' of 1 runs"),
         ("1<!--= last-20 nowhere/here -->", "doc.md, line 1: 'nowhere/here': neither a cell nor a folder in records"),
         ("<!-- reproduce sweep nowhere a=b -->\n<!-- end -->", "doc.md, line 1: 'sweep nowhere a=b': must be sweep FO"),
@@ -105,10 +115,13 @@ def test_a_sweep_is_compared_on_the_same_partitions(place: Path) -> None:
             f"{DOCUMENT}<!-- reproduce beta -->",
             "doc.md, line 6: '<!-- reproduce beta -->' has no '<!-- end -->' of its",
         ),
-        (DOCUMENT + DOCUMENT.replace(f"{PAPERS}/fedavg", "table1 fig1"), "doc.md, line 7: 'fig1' is a figure"),
-        (DOCUMENT.replace("/fedavg", ""), f"doc.md, line 2: '{PAPERS}' is a column: say what of it"),
-        (DOCUMENT.replace(f" {PAPERS}/fedavg", ""), "doc.md, line 2: say what"),
-        (DOCUMENT.replace("/fedavg", "/nothing"), f"doc.md, line 2: cell '{PAPERS}/nothing': there is none"),
+        (
+            DOCUMENT + DOCUMENT.replace(f"{BETA_SWEEP_COLUMN}/fedavg", "table1 fig1"),
+            "doc.md, line 7: 'fig1' is a figure",
+        ),
+        (DOCUMENT.replace("/fedavg", ""), f"doc.md, line 2: '{BETA_SWEEP_COLUMN}' is a column: say what of it"),
+        (DOCUMENT.replace(f" {BETA_SWEEP_COLUMN}/fedavg", ""), "doc.md, line 2: say what"),
+        (DOCUMENT.replace("/fedavg", "/nothing"), f"doc.md, line 2: cell '{BETA_SWEEP_COLUMN}/nothing': there is none"),
         ("no place at all\n", "doc.md has no lines '<!-- reproduce table1 COLUMN -->' and '<!-- end -->'"),
     ],
 )

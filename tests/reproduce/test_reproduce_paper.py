@@ -10,12 +10,12 @@ import pytest
 
 from fedeas_flwr.common.errors import ConfigError
 from fedeas_flwr.config_files import parse_overrides, read_config
-from fedeas_flwr.planning.run_plan import different_images, planned_counts, planned_images
+from fedeas_flwr.planning.run_plan import count_distinct_images, planned_counts, planned_images
 from fedeas_flwr.policies import allocate
 from fedeas_flwr.reproduce import paper
 from fedeas_flwr.reproduce.cells import (
-    MAIN,
-    PAPERS,
+    DEFAULT_COLUMN,
+    BETA_SWEEP_COLUMN,
     RULES,
     SCALES,
     SHARED,
@@ -23,11 +23,11 @@ from fedeas_flwr.reproduce.cells import (
     cell,
     column,
     matching,
-    run_words,
+    run_command_args,
     variants,
 )
 from fedeas_flwr.reproduce.items import ITEMS, can_run, choose
-from fedeas_flwr.reproduce.results import meaning
+from fedeas_flwr.reproduce.results import experiment_key
 
 ROOT = Path(__file__).parents[2]
 SLOW_PARTITION = "c10-k100-a0.05"
@@ -55,11 +55,11 @@ def test_the_sentences_of_the_text_follow_from_the_table() -> None:
 
     over_uniform = {place: lead(place, "uniform") for place in paper.COLUMNS}
     assert max(over_uniform.values()) == over_uniform["c10-k100-a0.05"] == 18.82
-    assert [over_uniform[p] for p in ("c10-k20-a0.05", PAPERS, "c10-k20-a0.3")] == [13.28, 7.22, 1.81]
+    assert [over_uniform[p] for p in ("c10-k20-a0.05", BETA_SWEEP_COLUMN, "c10-k20-a0.3")] == [13.28, 7.22, 1.81]
     assert [over_uniform[p] for p in ("c100-k20-a0.1", "c100-k100-a0.1")] == [5.16, 8.32]
     assert lead("c10-k20-a0.05", "fedavg") == 29.09
     assert round(100 * (1 - 13_437 / 226_783), 1) == 94.1
-    peaks = [paper.at(paper.PEAK, method, PAPERS) for method in ("fedeas", "uniform")]
+    peaks = [paper.at(paper.PEAK, method, BETA_SWEEP_COLUMN) for method in ("fedeas", "uniform")]
     assert peaks[0] and peaks[1] and round(peaks[0] - peaks[1], 2) == paper.PEAK_LEAD["ddpm"]
     assert round(paper.RUN_SECONDS["full-balance"] / paper.RUN_SECONDS["fedeas"], 1) == 3.7
 
@@ -84,7 +84,7 @@ def test_the_printed_best_and_second_best_of_every_column() -> None:
 def test_the_small_tables_follow_from_the_large_one() -> None:
     for method, (last, images, gain, eta) in paper.BETA_SWEEP.items():
         if method in paper.LAST_20:
-            assert last == paper.at(paper.LAST_20, method, PAPERS)
+            assert last == paper.at(paper.LAST_20, method, BETA_SWEEP_COLUMN)
         if gain is None or eta is None:
             continue
         assert round(last - 55.52, 2) == gain
@@ -118,12 +118,12 @@ def test_a_cell_generates_the_papers_total_to_the_unit(name: str) -> None:
 def test_other_rules_spend_fedeas_total_or_a_little_less() -> None:
     totals = {}
     for method in RULES:
-        config = cell(f"{MAIN}/{method}").config("full", 1)
+        config = cell(f"{DEFAULT_COLUMN}/{method}").config("full", 1)
         plan = allocate(planned_counts(config, 100), config.policy, beta=config.beta, gamma=config.gamma)
         totals[method] = int(plan.sum())
     assert totals["fedeas"] == totals["waterfill"] == 33_650
     assert all(33_640 <= total <= 33_650 for total in totals.values())
-    gammas = [cell(f"{MAIN}/{method}").config("full", 1).gamma for method in RULES[:4]]
+    gammas = [cell(f"{DEFAULT_COLUMN}/{method}").config("full", 1).gamma for method in RULES[:4]]
     assert gammas == [0.25, 0.5, 0.75, 1.0]
 
 
@@ -135,20 +135,24 @@ def test_shared_images_are_as_many_as_the_largest_wishes() -> None:
         counts = planned_counts(config, config.clients)
         total = paper.images(method, place)
         assert allocate(counts, config.policy, beta=config.beta).sum() == total
-        different[place, method, end] = different_images(config, counts)
+        different[place, method, end] = count_distinct_images(config, counts)
         assert different[place, method, end] <= planned_images(config, counts).sum() <= total
     assert different == {
-        (MAIN, "uniform", ""): 33_650,
-        (MAIN, "uniform", "-shared"): 10 * 34,
-        (MAIN, "uniform", "-one-seed"): 385,  # the remainder moves the lists of some clients on by a few images
-        (MAIN, "missing-only", ""): 33_650,
-        (MAIN, "missing-only", "-shared"): 10 * 65,
-        (MAIN, "missing-only", "-one-seed"): 3_122,
-        (MAIN, "fedeas", ""): 33_650,
-        (MAIN, "fedeas", "-shared"): 984,
-        (MAIN, "fedeas", "-one-seed"): 4_152,
-        (PAPERS, "uniform", ""): 13_437,
-        (PAPERS, "uniform", "-one-seed"): 725,
+        (DEFAULT_COLUMN, "uniform", ""): 33_650,
+        (DEFAULT_COLUMN, "uniform", "-shared"): 10 * 34,
+        (
+            DEFAULT_COLUMN,
+            "uniform",
+            "-one-seed",
+        ): 385,  # the remainder moves the lists of some clients on by a few images
+        (DEFAULT_COLUMN, "missing-only", ""): 33_650,
+        (DEFAULT_COLUMN, "missing-only", "-shared"): 10 * 65,
+        (DEFAULT_COLUMN, "missing-only", "-one-seed"): 3_122,
+        (DEFAULT_COLUMN, "fedeas", ""): 33_650,
+        (DEFAULT_COLUMN, "fedeas", "-shared"): 984,
+        (DEFAULT_COLUMN, "fedeas", "-one-seed"): 4_152,
+        (BETA_SWEEP_COLUMN, "uniform", ""): 13_437,
+        (BETA_SWEEP_COLUMN, "uniform", "-one-seed"): 725,
         ("c10-k100-a0.05", "uniform", ""): 36_697,
         ("c10-k100-a0.05", "uniform", "-one-seed"): 415,
         ("c10-k100-a0.3", "uniform", ""): 15_666,
@@ -160,22 +164,22 @@ def test_shared_images_are_as_many_as_the_largest_wishes() -> None:
 
 def test_shared_images_make_another_experiment_only_where_there_are_images() -> None:
     for method, is_another in (("uniform", True), ("fedavg", False)):
-        config = cell(f"{MAIN}/{method}").config("full", 1)
-        assert (meaning(config) != meaning(config.with_changes(shared_images="by-class"))) == is_another
+        config = cell(f"{DEFAULT_COLUMN}/{method}").config("full", 1)
+        assert (experiment_key(config) != experiment_key(config.with_changes(shared_images="by-class"))) == is_another
 
 
 @pytest.mark.parametrize("clients", [20, 100])
 def test_the_files_of_conf_are_cells(clients: int) -> None:
     file = read_config(ROOT / "conf" / f"cifar10-k{clients}.toml")
     mine = cell(f"c10-k{clients}-a0.1/fedeas").config("full", 1)
-    told = {key: value for key, value in mine.outside().items() if key not in ("gamma-hat", "generator")}
-    assert told == {key: value for key, value in file.outside().items() if key not in ("gamma-hat", "generator")}
+    told = {key: value for key, value in mine.to_user_dict().items() if key not in ("gamma-hat", "generator")}
+    assert told == {key: value for key, value in file.to_user_dict().items() if key not in ("gamma-hat", "generator")}
 
 
 @pytest.mark.parametrize("scale", SCALES)
 def test_no_two_cells_mean_the_same_run(scale: str) -> None:
     cells = [one for one in all_cells() if can_run(one, scale)]
-    meanings = {one.name: str(sorted(meaning(one.config(scale, 1)).items())) for one in cells}
+    meanings = {one.name: str(sorted(experiment_key(one.config(scale, 1)).items())) for one in cells}
     assert len(set(meanings.values())) == len(cells) > 100
 
 
@@ -183,7 +187,7 @@ def test_no_two_cells_mean_the_same_run(scale: str) -> None:
 def test_the_words_of_fedeas_run_give_back_the_cell(scale: str) -> None:
     for one in all_cells():
         if can_run(one, scale):
-            fedeas, run, conf, *words = run_words(one, scale, 2, {"precision": "bf16"})
+            fedeas, run, conf, *words = run_command_args(one, scale, 2, {"precision": "bf16"})
             assert (fedeas, run) == ("fedeas", "run")
             assert parse_overrides(words)["seed"] == 2
             assert read_config(ROOT / conf, words) == one.config(scale, 2, {"precision": "bf16"}), one.name
@@ -191,30 +195,32 @@ def test_the_words_of_fedeas_run_give_back_the_cell(scale: str) -> None:
 
 def test_cells_are_run_in_the_order_in_which_they_are_worth_it() -> None:
     names = [one.name for one in all_cells()]
-    assert names[:5] == [f"{MAIN}/{m}" for m in ("fedavg", "fedeas", "missing-only", "uniform", "full-balance")]
+    assert names[:5] == [
+        f"{DEFAULT_COLUMN}/{m}" for m in ("fedavg", "fedeas", "missing-only", "uniform", "full-balance")
+    ]
     wanted = [
-        f"{MAIN}/moon",
-        f"{PAPERS}/fedavg",
-        f"{MAIN}/uniform-one-seed",
-        f"{PAPERS}/linear",
+        f"{DEFAULT_COLUMN}/moon",
+        f"{BETA_SWEEP_COLUMN}/fedavg",
+        f"{DEFAULT_COLUMN}/uniform-one-seed",
+        f"{BETA_SWEEP_COLUMN}/linear",
         "c10-k100-a0.05/fedavg",
         "c10-k20-a0.05/fedavg",
         "c100-k100-a0.1/fedeas",
         "c100-k100-a0.1/uniform-one-seed",
-        f"{MAIN}/fedgen",
+        f"{DEFAULT_COLUMN}/fedgen",
         "c10-k20-a0.3/fedeas+scaffold",
-        f"{MAIN}/oversample",
-        f"{MAIN}/fedeas+logit-adjusted",
-        f"{MAIN}/fedeas-clean",
-        f"{MAIN}/waterfill",
+        f"{DEFAULT_COLUMN}/oversample",
+        f"{DEFAULT_COLUMN}/fedeas+logit-adjusted",
+        f"{DEFAULT_COLUMN}/fedeas-clean",
+        f"{DEFAULT_COLUMN}/waterfill",
     ]
     assert [names.index(name) for name in wanted] == sorted(names.index(name) for name in wanted)
-    assert cell(f"{MAIN}/fedeas").seeds("full") == (1, 2, 3)
-    assert cell(f"{MAIN}/scaffold").seeds("full") == (1,)
+    assert cell(f"{DEFAULT_COLUMN}/fedeas").seeds("full") == (1, 2, 3)
+    assert cell(f"{DEFAULT_COLUMN}/scaffold").seeds("full") == (1,)
 
 
 def test_what_the_user_sets_holds_for_all_runs_but_never_changes_a_method() -> None:
-    one = cell(f"{PAPERS}/uniform-sd-turbo")
+    one = cell(f"{BETA_SWEEP_COLUMN}/uniform-sd-turbo")
     config = one.config("full", 1, {"generator": "/models/ddpm", "policy": "none", "precision": "bf16"})
     assert (config.generator, config.policy, config.precision) == ("sd-turbo", "uniform", "bf16")
 
@@ -232,20 +238,23 @@ def test_items_columns_and_cells_are_asked_for_by_name() -> None:
     everything = choose(["all"], [], "full")
     assert everything.items == tuple(ITEMS) and everything.columns == paper.COLUMNS
     assert {one.name for one in everything.needed()} == {one.name for one in all_cells()}
-    main = choose(["table1", MAIN], ["c10-k20-a0.3"], "full")
-    assert main.columns == ("c10-k20-a0.3", MAIN)
+    main = choose(["table1", DEFAULT_COLUMN], ["c10-k20-a0.3"], "full")
+    assert main.columns == ("c10-k20-a0.3", DEFAULT_COLUMN)
     assert len(main.needed()) == 10 + 9
-    assert [one.name for one in choose([f"{MAIN}/fed*-clean"], [], "full").cells] == [
-        f"{MAIN}/fedavg-clean",
-        f"{MAIN}/fedeas-clean",
-        f"{MAIN}/fedeas+logit-adjusted-clean",
+    assert [one.name for one in choose([f"{DEFAULT_COLUMN}/fed*-clean"], [], "full").cells] == [
+        f"{DEFAULT_COLUMN}/fedavg-clean",
+        f"{DEFAULT_COLUMN}/fedeas-clean",
+        f"{DEFAULT_COLUMN}/fedeas+logit-adjusted-clean",
     ]
     of_100 = choose(["c100-*"], [], "full").cells
     assert of_100 == tuple(one for one in all_cells() if one.column.dataset == "cifar100")
-    assert [one.column.name for one in choose(["*/fedavg"], [MAIN], "full").cells] == [MAIN]
+    assert [one.column.name for one in choose(["*/fedavg"], [DEFAULT_COLUMN], "full").cells] == [DEFAULT_COLUMN]
     assert not [one for one in replace(everything, scale="smoke").needed() if "sd-turbo" in one.name]
     assert not [one for one in choose(["*/fedeas*"], [], "smoke").cells if "sd-turbo" in one.name]
-    assert "beta" not in choose(["all"], [MAIN], "full").items and "rule" in choose(["all"], [MAIN], "full").items
+    assert (
+        "beta" not in choose(["all"], [DEFAULT_COLUMN], "full").items
+        and "rule" in choose(["all"], [DEFAULT_COLUMN], "full").items
+    )
     by_name = {"claims", "clean", "shared", "drawn", "batches", "last-batches", "imbalanced-rounds", "rule"}
     assert set(ITEMS) - set(choose(["all"], [], "smoke").items) == by_name
 

@@ -31,7 +31,7 @@ from fedeas_flwr.generators.cache import MANIFEST, ImageCache
 from fedeas_flwr.launch import prepare
 from fedeas_flwr.launch import run as run_module
 from fedeas_flwr.launch.sweep import make_sweep
-from fedeas_flwr.launch.sweep_jobs import Board
+from fedeas_flwr.launch.sweep_jobs import SweepStatus
 from fedeas_flwr.reproduce.results import find_results
 from fedeas_flwr.runs import listing
 from fedeas_flwr.runs.checkpoints import Checkpoint
@@ -58,7 +58,7 @@ def test_a_killed_run_is_interrupted_a_living_one_runs_and_a_number_used_again_i
 def test_a_damaged_status_is_no_traceback(tmp_path: Path, processes: object) -> None:
     run = RunDirectory.start(small(tmp_path / "r"), {})
     (run.path / "status.json").write_text(json.dumps({"status": "running", "error": "", "processes": processes}))
-    assert run.announced() == [] and run.state() == "interrupted"
+    assert run.registered_processes() == [] and run.state() == "interrupted"
 
 
 def test_a_run_at_work_is_listed_though_its_files_come_and_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -264,7 +264,7 @@ def test_quickstart_does_what_is_left_and_ends_in_the_picture(tmp_path: Path, be
         (
             lambda folder: write_run(
                 folder / "uniform", [0.5] * 20, clients=10, threshold=0.9, policy="uniform"
-            ).keep_rounds(9),
+            ).truncate_rounds(9),
             "{}/uniform/rounds.jsonl holds 9 whole records, but summary.json counts 20 rounds: mend line 10",
         ),
     ],
@@ -376,7 +376,7 @@ def test_the_cache_is_listed_whole_in_80_columns(
 
 def test_the_sweeps_table_folds_names_in_80_columns(tmp_path: Path) -> None:
     found = make_sweep(SMALL, ["policy=missing-only", "generator=" + "g" * 70], tmp_path)
-    board, text = Board(found, slots=1), io.StringIO()
+    board, text = SweepStatus(found, slots=1), io.StringIO()
     board.look_at(found.cells[0], "waiting")
     Console(file=text, width=80).print(board_table(board, 80))
     rows = [line.split()[0] for line in text.getvalue().splitlines()[1:-1]]

@@ -129,7 +129,7 @@ def test_a_line_cut_short_is_left_out_and_rounds_beyond_a_checkpoint_dropped(tmp
     with (run.path / "rounds.jsonl").open("a") as file:
         file.write('{"round": 4, "accu')
     assert [r["round"] for r in run.rounds()] == [1, 2, 3]
-    run.keep_rounds(2)
+    run.truncate_rounds(2)
     assert [r["round"] for r in run.rounds()] == [1, 2]
     assert json.loads((run.path / "rounds.jsonl").read_text().splitlines()[1])["round"] == 2
 
@@ -145,7 +145,7 @@ def test_whoever_follows_a_run_reads_every_record_once(tmp_path: Path) -> None:
     with (run.path / "rounds.jsonl").open("a") as file:
         file.write('{"round": 3, ')
     assert run.rounds_from(place) == ([], place), "half a line is not there yet"
-    run.keep_rounds(1)
+    run.truncate_rounds(1)
     run.append_round(record(2, 0.75))
     run.append_round(record(3, 0.75))
     found, _ = run.rounds_from(place + 5)

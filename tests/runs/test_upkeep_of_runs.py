@@ -23,7 +23,7 @@ from fedeas_flwr.generators.cache import ImageCache
 from fedeas_flwr.generators.interface import SampleId, describe_generator
 from fedeas_flwr.launch import progress
 from fedeas_flwr.launch.prepare import prepare
-from fedeas_flwr.launch.progress import ImagesToCome, RoundProgress
+from fedeas_flwr.launch.progress import GenerationProgress, RoundProgress
 from fedeas_flwr.runs import tensorboard
 from fedeas_flwr.runs.checkpoints import Checkpoint
 from fedeas_flwr.runs.directory import RunDirectory
@@ -142,9 +142,9 @@ def test_while_no_round_ends_a_run_says_how_long_it_will_generate(
     run = write_run(tmp_path / "a", [], rounds=10, clients=2, policy="uniform", total=400, finished=False)
     config, out, now = run.config(), io.StringIO(), [100.0]
     monkeypatch.setattr(progress, "time", SimpleNamespace(monotonic=lambda: now[0]))
-    images = ImagesToCome(config)
+    images = GenerationProgress(config)
     assert (images.total, images.left()) == (400, 400)
-    assert ImagesToCome(config.with_changes(shared_images="by-class")).total == 200
+    assert GenerationProgress(config.with_changes(shared_images="by-class")).total == 200
 
     def lines_at(second: float, *, client: int = 0, of_each_class: int = 0) -> list[str]:
         if of_each_class:

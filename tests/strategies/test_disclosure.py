@@ -75,14 +75,14 @@ def test_without_its_key_nothing_is_sent_and_the_reason_is_said(tmp_path: Path, 
 def test_a_client_refuses_a_question_that_its_config_does_not_allow(tmp_path: Path, name: str) -> None:
     disclosure = ALGORITHMS[name].disclosure
     assert disclosure is not None
-    allowed = quick(tmp_path / "r", policy="none", **TELLING[name]).outside()
+    allowed = quick(tmp_path / "r", policy="none", **TELLING[name]).to_user_dict()
     for keys, words in (
         ({disclosure.key: False}, f"{disclosure.key} = false"),
         ({"strategy": "fedavg"}, "question = "),  # the key alone lets nothing out
         ({}, None),
     ):
         (reply,) = InlineGrid(client_app, 4, {**allowed, **keys}).send_and_receive(
-            [messages.ask(2, disclosure.question)]
+            [messages.build_query(2, disclosure.question)]
         )
         assert reply.has_error() == (words is not None)
         if words is not None:
@@ -219,8 +219,8 @@ def test_a_refused_answer_is_told_with_its_value_and_what_is_allowed(
     assert isinstance(strategy, NeedsDisclosure)
     arrays = {key: np.array(value, np.float32 if name == "fedmix" else np.int64) for key, value in told.items()}
     with pytest.raises(MessageError, match=re.escape(words)):
-        strategy.be_told({3: {"image": np.zeros((1, 8, 8), np.float32), **arrays}})
-    assert not strategy.told()
+        strategy.receive_disclosures({3: {"image": np.zeros((1, 8, 8), np.float32), **arrays}})
+    assert not strategy.disclosing_clients()
 
 
 def test_dp_is_refused_with_just_the_strategies_that_its_refusal_names(tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ from fedeas_flwr.common.randomness import stream
 from fedeas_flwr.federation import messages
 from fedeas_flwr.federation.grids import InlineGrid
 from fedeas_flwr.planning.run_plan import planned_counts
-from fedeas_flwr.strategies.fedgen import FedGen, FedGenClient, TaughtObjective, label_counts, term_weight
+from fedeas_flwr.strategies.fedgen import FedGen, FedGenClient, FedGenObjective, label_counts, term_weight
 from fedeas_flwr.strategies.fedgen_generator import (
     NOISE,
     TRAINED,
@@ -40,7 +40,7 @@ from fedeas_flwr.strategies.interface import ClientRound
 from fedeas_flwr.strategies.records import to_arrays, to_record
 from fedeas_flwr.strategies.registry import build_strategy
 from fedeas_flwr.training.eager import EagerEngine
-from fedeas_flwr.training.engine import Recipe, read_state
+from fedeas_flwr.training.engine import LocalTrainingConfig, read_state
 from fedeas_flwr.training.gpu.graphed import GraphedEngine
 from fedeas_flwr.training.models import Normaliser, SmallCNN
 from fedeas_flwr.training.objective import Batch
@@ -111,7 +111,7 @@ def test_two_rounds_are_adams_own_steps_with_one_client_sitting_out() -> None:
     strategy = build_strategy(config)
     assert isinstance(strategy, FedGen)
     counts = {0: np.array([5, 1, 0, 0, 0, 0, 0, 0, 0, 2]), 1: np.array([5, 0, 7, 0, 0, 0, 0, 0, 0, 0])}
-    strategy.be_told({client: {"counts": row} for client, row in counts.items()})
+    strategy.receive_disclosures({client: {"counts": row} for client, row in counts.items()})
     rng = np.random.default_rng(0)
     replies = {
         c: {"fc.weight": rng.normal(size=(10, 512)).astype(np.float32), "fc.bias": np.full(10, c, np.float32)}
@@ -212,7 +212,7 @@ def test_the_clients_three_terms_by_hand() -> None:
     }
     config = quick(Path("/nowhere"), **FEDGEN, fedgen_batch=2, batch_size=8)
     model, batch = Straight(), Batch(torch.zeros(3, 1, 1, 1), torch.tensor([0, 1, 0]), given, torch.mean)
-    loss = TaughtObjective(config).loss(model, batch)
+    loss = FedGenObjective(config).loss(model, batch)
     divergence = 0.75 * math.log(1.5) + 0.25 * math.log(0.5)
     answered = (math.log(4 / 3) + math.log(4)) / 2
     assert loss.item() == pytest.approx(math.log(2) + 3 * divergence + 4 * (2 / 8) * answered, rel=1e-6)
@@ -242,7 +242,7 @@ def test_the_clients_gradients_are_those_of_finite_differences() -> None:
         given_of(5, rng, 32, 3),
         torch.mean,
     )
-    objective = TaughtObjective(quick(Path("/nowhere"), **FEDGEN, fedgen_batch=4))
+    objective = FedGenObjective(quick(Path("/nowhere"), **FEDGEN, fedgen_batch=4))
     parameters = list(model.parameters())
     gradients = torch.autograd.grad(objective.loss(model, batch), parameters)
     teacher = copy.deepcopy(model.fc)  # it carries no gradient: differences must not move it either
@@ -280,7 +280,7 @@ def test_both_engines_take_the_same_steps(samples: int, device: str) -> None:
     torch.manual_seed(0)
     config = quick(Path("/nowhere"), **FEDGEN)
     model, rng, part = Normed().to(device), np.random.default_rng(0), FedGenClient(config)
-    start, recipe = read_state(model), Recipe(epochs=2, batch_size=32, learning_rate=0.01)
+    start, recipe = read_state(model), LocalTrainingConfig(epochs=2, batch_size=32, learning_rate=0.01)
     images = torch.from_numpy(rng.integers(0, 256, (samples, 8, 8, 1), dtype=np.uint8)).to(device)
     labels = torch.from_numpy(rng.integers(0, 10, samples)).to(device)
     extra = {f"generator/{name}": value for name, value in new_generator(256, 10, seed=1).items()}

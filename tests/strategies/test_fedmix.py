@@ -21,11 +21,11 @@ from users_models import with_batchnorm
 from fedeas_flwr.config import RunConfig
 from fedeas_flwr.data.federated import federated_data
 from fedeas_flwr.strategies.averaging import weighted_average
-from fedeas_flwr.strategies.fedmix import FedMixClient, MixedObjective
+from fedeas_flwr.strategies.fedmix import FedMixClient, FedMixObjective
 from fedeas_flwr.strategies.interface import ClientRound
 from fedeas_flwr.training.eager import EagerEngine
-from fedeas_flwr.training.engine import Recipe, read_state
-from fedeas_flwr.training.gpu.batchnorm import batchnorm_twice, masked_batchnorm
+from fedeas_flwr.training.engine import LocalTrainingConfig, read_state
+from fedeas_flwr.training.gpu.batchnorm import double_backward_batchnorm, masked_batchnorm
 from fedeas_flwr.training.gpu.graphed import GraphedEngine
 from fedeas_flwr.training.models import Normaliser
 from fedeas_flwr.training.objective import Batch, Inputs, mean_of_first
@@ -62,16 +62,16 @@ def by_hand(copies: int) -> Batch:
 def test_the_three_terms_and_the_slope_by_hand(copies: int) -> None:
     # λ = ¼, w = 1, y = 0: softmax(ln 3, 0) = (¾, ¼).
     model, part = WeightTimesInput(), 0.25
-    loss = MixedObjective(part).loss(model, by_hand(copies))
+    loss = FedMixObjective(part).loss(model, by_hand(copies))
     own = 0.75 * math.log(4 / 3)
     mixture = 0.25 * (0.5 * math.log(4 / 3) + 0.5 * math.log(4))
-    second_order = -3 / 16 * 0.25 * 2
-    assert (own, mixture, second_order) == (
+    taylor_term = -3 / 16 * 0.25 * 2
+    assert (own, mixture, taylor_term) == (
         pytest.approx(0.215762, abs=5e-7),
         pytest.approx(0.209247, abs=5e-7),
         -0.09375,
     )
-    assert loss.item() == pytest.approx(own + mixture + second_order, abs=1e-12)
+    assert loss.item() == pytest.approx(own + mixture + taylor_term, abs=1e-12)
     (slope,) = torch.autograd.grad(loss, [model.w])
     assert slope.item() == pytest.approx(-0.153830, abs=5e-7)
 
@@ -92,8 +92,8 @@ def test_two_rounds_by_hand_with_one_client_sitting_out(kind: str) -> None:
 
     def local(client: int, w: float) -> float:
         x, mean, _ = data[client]
-        recipe, normalise = Recipe(1, 2, 0.5), Normaliser((0.0,), (1 / x,), "cpu")
-        model, objective = WeightTimesInput().float(), MixedObjective(0.25)
+        recipe, normalise = LocalTrainingConfig(1, 2, 0.5), Normaliser((0.0,), (1 / x,), "cpu")
+        model, objective = WeightTimesInput().float(), FedMixObjective(0.25)
         engine = (
             EagerEngine(model, recipe, normalise, "cpu", objective)
             if kind == "eager"
@@ -139,7 +139,7 @@ def difference(loss: Callable[[], torch.Tensor], weight: torch.Tensor, at: int) 
 
 
 def test_gradients_are_those_of_finite_differences() -> None:
-    model, batch, objective = smooth_net(), random_batch(5), MixedObjective(0.3)
+    model, batch, objective = smooth_net(), random_batch(5), FedMixObjective(0.3)
     parameters = list(model.parameters())
     gradients = torch.autograd.grad(objective.loss(model, batch), parameters)
     assert len(parameters) == 6
@@ -161,11 +161,11 @@ def test_the_taylor_term_is_the_slope_of_the_loss_towards_the_mean() -> None:
     logits = model((1 - part) * batch.images)
     soft = -(batch.given["proportions"][2] * logits.log_softmax(1)).sum(1).mean()
     expected = (1 - part) * plain(0) + part * soft.item() + part * (1 - part) * slope
-    assert MixedObjective(part).loss(model, batch).item() == pytest.approx(expected, rel=1e-9)
+    assert FedMixObjective(part).loss(model, batch).item() == pytest.approx(expected, rel=1e-9)
 
 
 def test_rows_that_pad_a_short_batch_change_nothing() -> None:
-    model, short, objective = smooth_net(), random_batch(5), MixedObjective(0.3)
+    model, short, objective = smooth_net(), random_batch(5), FedMixObjective(0.3)
     alone = torch.autograd.grad(objective.loss(model, short), list(model.parameters()))
     mask = (torch.arange(8) < 5).double()
     images = torch.cat([short.images, 50 * torch.randn(3, 1, 4, 4, dtype=torch.float64)])
@@ -184,7 +184,7 @@ def test_both_engines_take_the_same_steps(samples: int, device: str) -> None:
     torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = False
     torch.manual_seed(0)
     model, rng = with_batchnorm(10, (8, 8, 1)).to(device), np.random.default_rng(0)
-    start, recipe = read_state(model), Recipe(epochs=2, batch_size=32, learning_rate=0.05, momentum=0.9)
+    start, recipe = read_state(model), LocalTrainingConfig(epochs=2, batch_size=32, learning_rate=0.05, momentum=0.9)
     images = torch.from_numpy(rng.integers(0, 256, (samples, 8, 8, 1), dtype=np.uint8)).to(device)
     labels = torch.from_numpy(rng.integers(0, 10, samples)).to(device)
     inputs = Inputs(
@@ -194,9 +194,9 @@ def test_both_engines_take_the_same_steps(samples: int, device: str) -> None:
         },
         {"other": torch.from_numpy(rng.integers(0, 3, recipe.steps(samples))).to(device)},
     )
-    normalise, objective = Normaliser((0.3,), (0.4,), device), MixedObjective(0.2)
-    assert objective.second_order, "layers that can be differentiated only once must stay out"
-    assert not MixedObjective(0).second_order
+    normalise, objective = Normaliser((0.3,), (0.4,), device), FedMixObjective(0.2)
+    assert objective.needs_double_backward, "layers that can be differentiated only once must stay out"
+    assert not FedMixObjective(0).needs_double_backward
     eager = EagerEngine(copy.deepcopy(model), recipe, normalise, device, objective)
     graphed = GraphedEngine(copy.deepcopy(model), recipe, normalise, "fp32", device, objective)
     one, *first = eager.train(*start, images, labels, np.random.default_rng(3), inputs)
@@ -223,7 +223,11 @@ def test_full_batches_in_graphs_take_batchnorms_second_derivative_in_few_operati
     torch.manual_seed(0)
     blocks = [layer for _ in range(6) for layer in (nn.Conv2d(4, 4, 3, padding=1), nn.BatchNorm2d(4), nn.Softplus())]
     model = nn.Sequential(nn.Conv2d(1, 4, 3), *blocks, nn.Flatten(), nn.Linear(16, 3))
-    recipe, normalise, objective = Recipe(1, 8, 0.05), Normaliser((0.3,), (0.4,), "cpu"), MixedObjective(0.2)
+    recipe, normalise, objective = (
+        LocalTrainingConfig(1, 8, 0.05),
+        Normaliser((0.3,), (0.4,), "cpu"),
+        FedMixObjective(0.2),
+    )
     images, labels = torch.randint(0, 256, (8, 4, 4, 1), dtype=torch.uint8), torch.arange(8) % 3
     constants = {"means": torch.randn(2, 1, 4, 4), "proportions": torch.full((2, 3), 1 / 3)}
     inputs, states, numbers = Inputs(constants, {"other": torch.ones(1, dtype=torch.long)}), [], []
@@ -258,7 +262,7 @@ def test_batchnorm_is_differentiated_twice_as_torch_does_it(shape: tuple[int, ..
         return loss, *torch.autograd.grad(loss, [inputs, *layer.parameters()])
 
     expected = found(plain)
-    with batchnorm_twice(ours):
+    with double_backward_batchnorm(ours):
         torch.testing.assert_close(found(ours), expected, rtol=1e-12, atol=1e-14)
     torch.testing.assert_close(dict(ours.named_buffers()), dict(plain.named_buffers()))
     assert "forward" not in vars(ours)

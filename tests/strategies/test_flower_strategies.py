@@ -27,7 +27,7 @@ from fedeas_flwr.federation import messages
 from fedeas_flwr.federation.grids import InlineGrid
 from fedeas_flwr.launch.prepare import prepare
 from fedeas_flwr.strategies import flower
-from fedeas_flwr.strategies.flower import REMEMBERED, Composed, lent_randomness
+from fedeas_flwr.strategies.flower import STATEFUL_ATTRIBUTES, FlowerStrategyAdapter, seeded_global_rng
 from fedeas_flwr.strategies.records import to_arrays, to_record
 from fedeas_flwr.strategies.registry import ALGORITHMS, build_strategy
 
@@ -36,7 +36,7 @@ TINY = {"clients": 3, "participation": 1.0, "batch_size": 128, "policy": "none"}
 FLOWERS = [
     name
     for name, algorithm in ALGORITHMS.items()
-    if isinstance(algorithm.build(parse_config({"clients": 6})), Composed)
+    if isinstance(algorithm.build(parse_config({"clients": 6})), FlowerStrategyAdapter)
 ]
 
 
@@ -69,7 +69,7 @@ def test_without_what_it_remembers_a_strategy_resumes_to_another_model(
 ) -> None:
     whole = finish(quick(tmp_path / "whole", strategy=name, rounds=4, **LINEAR))
     finish(quick(tmp_path / "parts", strategy=name, rounds=2, **LINEAR))
-    monkeypatch.setattr(flower, "REMEMBERED", {})
+    monkeypatch.setattr(flower, "STATEFUL_ATTRIBUTES", {})
     forgetful = finish(quick(tmp_path / "parts", strategy=name, rounds=4, resume=True, **LINEAR))
     assert weights(whole) != weights(forgetful)
 
@@ -100,16 +100,18 @@ def test_a_model_handed_over_as_tensors_gives_the_same_weights(
 def test_whatever_changes_over_a_round_is_remembered(name: str) -> None:
     """A release of Flower that keeps something new between rounds shows here, not in a wrong resume."""
     strategy = build_strategy(parse_config({"strategy": name, "clients": 3, "participation": 1.0}))
-    assert isinstance(strategy, Composed)
+    assert isinstance(strategy, FlowerStrategyAdapter)
     before = {key: repr(value) for key, value in vars(strategy.inner).items()}
     one_round(strategy, 1)
     changed = {key for key, value in vars(strategy.inner).items() if repr(value) != before.get(key)}
     # What is kept, and what `configure_train` writes whatever was there before.
-    assert changed <= {*REMEMBERED.get(type(strategy.inner), ()), "current_arrays"}
-    assert changed >= set(REMEMBERED.get(type(strategy.inner), ()))
+    assert changed <= {*STATEFUL_ATTRIBUTES.get(type(strategy.inner), ()), "current_arrays"}
+    assert changed >= set(STATEFUL_ATTRIBUTES.get(type(strategy.inner), ()))
 
 
-def one_round(strategy: Composed, number: int, updates: Sequence[float] = (0.1, 0.2, 0.3)) -> dict[str, Any]:
+def one_round(
+    strategy: FlowerStrategyAdapter, number: int, updates: Sequence[float] = (0.1, 0.2, 0.3)
+) -> dict[str, Any]:
     """Clients that move a model of two arrays by known steps."""
     grid = InlineGrid(ClientApp(), len(updates), {})
     start = {"w": np.full(3, number, np.float32), "b": np.zeros(2, np.float32)}
@@ -147,7 +149,7 @@ FIRST_STEP: dict[str, tuple[dict[str, Any], float]] = {
 def test_keys_reach_the_strategy_and_its_first_step_is_the_one_by_hand(name: str) -> None:
     keys, step = FIRST_STEP[name]
     strategy = build_strategy(parse_config({"strategy": name, "clients": 3, "participation": 1.0, **keys}))
-    assert isinstance(strategy, Composed)
+    assert isinstance(strategy, FlowerStrategyAdapter)
     assert one_round(strategy, 1)["w"] == pytest.approx(np.full(3, 1 + step), rel=1e-5)
 
 
@@ -155,7 +157,7 @@ def test_keys_reach_the_strategy_and_its_first_step_is_the_one_by_hand(name: str
 def test_one_wild_client_does_not_move_a_robust_strategy(name: str) -> None:
     keys = {"clients": 7, "participation": 1.0, "malicious-clients": 1}
     strategy = build_strategy(parse_config({"strategy": name, **keys}))
-    assert isinstance(strategy, Composed)
+    assert isinstance(strategy, FlowerStrategyAdapter)
     moved = one_round(strategy, 1, updates=(0.1, 0.1, 0.1, 0.1, 0.1, 0.1, 1e6))["w"]
     assert moved == pytest.approx(np.full(3, 1.1), rel=1e-5)
 
@@ -172,12 +174,12 @@ def test_global_generators_are_lent_and_given_back() -> None:
     begin()
     expected = draw()
     begin()
-    with lent_randomness(stream(1, "test", 3)):
+    with seeded_global_rng(stream(1, "test", 3)):
         drawn = draw()
     assert draw() == expected
-    with lent_randomness(stream(1, "test", 3)):
+    with seeded_global_rng(stream(1, "test", 3)):
         assert draw() == drawn
-    with lent_randomness(stream(1, "test", 4)):
+    with seeded_global_rng(stream(1, "test", 4)):
         assert draw() != drawn
 
 

@@ -20,7 +20,7 @@ from users_models import with_features
 from fedeas_flwr.common.errors import ConfigError
 from fedeas_flwr.launch.prepare import prepare
 from fedeas_flwr.runs.checkpoints import Checkpoint
-from fedeas_flwr.strategies.interface import ClientRound, Finished
+from fedeas_flwr.strategies.interface import ClientRound, ClientAlgorithmResult
 from fedeas_flwr.strategies.moon import (
     PREVIOUS,
     RECEIVED,
@@ -32,7 +32,7 @@ from fedeas_flwr.strategies.moon import (
 )
 from fedeas_flwr.training.build import network
 from fedeas_flwr.training.eager import EagerEngine
-from fedeas_flwr.training.engine import Recipe, State, read_state
+from fedeas_flwr.training.engine import LocalTrainingConfig, State, read_state
 from fedeas_flwr.training.gpu.batchnorm import masked_batchnorm
 from fedeas_flwr.training.gpu.graphed import GraphedEngine
 from fedeas_flwr.training.models import Normaliser, split_state
@@ -117,7 +117,10 @@ def test_a_step_moves_batchnorms_statistics_once() -> None:
 @pytest.mark.parametrize("samples", [40, 64, 70, 7])
 def test_both_engines_take_the_same_steps(samples: int) -> None:
     model, previous, other_previous = models(3)
-    recipe, normalise = Recipe(epochs=2, batch_size=32, learning_rate=0.05), Normaliser((0.3,), (0.4,), "cpu")
+    recipe, normalise = (
+        LocalTrainingConfig(epochs=2, batch_size=32, learning_rate=0.05),
+        Normaliser((0.3,), (0.4,), "cpu"),
+    )
     objective = ContrastiveObjective(5.0, 0.5)
     eager = EagerEngine(copy.deepcopy(model), recipe, normalise, "cpu", objective)
     graphed = GraphedEngine(copy.deepcopy(model), recipe, normalise, "fp32", "cpu", objective)
@@ -161,7 +164,7 @@ def test_the_last_model_is_the_one_of_the_last_accepted_round_however_long_ago(
             )
         return inputs
 
-    def noted_finish(part: MoonClient, task: ClientRound, trainable: State, buffers: State) -> Finished:
+    def noted_finish(part: MoonClient, task: ClientRound, trainable: State, buffers: State) -> ClientAlgorithmResult:
         ended[task.client][task.number] = {**trainable, **buffers}
         return finish_really(part, task, trainable, buffers)
 

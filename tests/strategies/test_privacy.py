@@ -52,7 +52,7 @@ def toy_app() -> ClientApp:
         node = context.node_config
         client = node["partition-id"]
         numbers = {"partitions": node["num-partitions"], "examples": EXAMPLES[client], "classes": DIGITS}
-        return messages.answer(message, client, **numbers)
+        return messages.build_query_reply(message, client, **numbers)
 
     @app.train()
     @clips_update
@@ -69,7 +69,7 @@ def toy_app() -> ClientApp:
 def one_round(folder: Path, **keys: Any) -> tuple[Federation, Checkpoint]:
     values = {"clients": 3, "participation": 1.0, "policy": "none", "run-dir": str(folder), **keys}
     config = parse_config({key.replace("_", "-"): value for key, value in values.items()})
-    grid = InlineGrid(toy_app(), 3, config.outside())
+    grid = InlineGrid(toy_app(), 3, config.to_user_dict())
     made = Federation(grid, config, build_strategy(config), RunDirectory.start(config, {}))
     made.discover()
     made.plan()
@@ -281,7 +281,7 @@ def test_what_would_not_be_private_is_refused_before_the_run(keys: dict[str, Any
 def test_a_client_without_a_norm_to_clip_to_says_so(tmp_path: Path) -> None:
     """A run-config that says client-fixed and a server that does not: nothing unclipped leaves the client."""
     config = parse_config({"clients": 3, "participation": 1.0, "dp": "client-fixed"})
-    grid = InlineGrid(toy_app(), 3, config.outside())
+    grid = InlineGrid(toy_app(), 3, config.to_user_dict())
     plain = build_strategy(config.with_changes(dp="none"))
     (message, *_) = plain.configure_train(1, to_record(START.trainable), ConfigRecord(), grid)
     task = messages.TrainTask(1, 0.0, 0, 0, str(tmp_path), Share())

@@ -24,9 +24,9 @@ from fedeas_flwr.federation.client_state import ClientStore
 from fedeas_flwr.federation.grids import InlineGrid
 from fedeas_flwr.federation.messages import TrainReport
 from fedeas_flwr.launch.prepare import prepare
-from fedeas_flwr.runs.checkpoints import Arrays, Checkpoint, plain
+from fedeas_flwr.runs.checkpoints import Arrays, Checkpoint, to_numpy
 from fedeas_flwr.runs.directory import RunDirectory
-from fedeas_flwr.strategies.interface import ClientRound, Finished
+from fedeas_flwr.strategies.interface import ClientRound, ClientAlgorithmResult
 from fedeas_flwr.strategies.records import METRICS, WEIGHT, to_arrays, to_record
 from fedeas_flwr.strategies.registry import build_strategy
 from fedeas_flwr.strategies.scaffold import Scaffold, ScaffoldClient
@@ -51,7 +51,7 @@ class ByHand:
     def array(self, value: float) -> Arrays:
         return {"w": torch.tensor(value) if self.live else np.array(value, np.float32)}
 
-    def client(self, client: int, steps: int) -> tuple[float, Finished]:
+    def client(self, client: int, steps: int) -> tuple[float, ClientAlgorithmResult]:
         assert isinstance(self.server, Scaffold)
         part = ScaffoldClient(self.config)
         task = ClientRound(
@@ -68,9 +68,9 @@ class ByHand:
         for client in chosen:
             y, finished = self.client(client, steps[client])
             report = TrainReport(client, EXAMPLES[client], 0.0, steps[client], 0, 0, 0.0, 0.0)
-            extra = dict(finished.extra) if self.live else plain(finished.extra)
+            extra = dict(finished.extra) if self.live else to_numpy(finished.extra)
             reply = messages.train_reply(out[client], report, self.array(y), {}, extra)
-            messages.read_train_reply(reply, client, self.x, {}, self.server.extra_wanted())  # type: ignore[attr-defined]
+            messages.read_train_reply(reply, client, self.x, {}, self.server.expected_extra())  # type: ignore[attr-defined]
             replies.append(reply)
             ends.append(y)
             self.controls[client] = finished.memory

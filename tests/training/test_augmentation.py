@@ -15,10 +15,10 @@ from users_models import with_batchnorm
 
 from fedeas_flwr.common.randomness import stream
 from fedeas_flwr.data.datasets import dataset_info
-from fedeas_flwr.training.augmentation import VIEWS, draw_views, viewed
+from fedeas_flwr.training.augmentation import VIEWS, draw_views, augment
 from fedeas_flwr.training.build import loss_and_view_inputs
 from fedeas_flwr.training.eager import EagerEngine
-from fedeas_flwr.training.engine import Recipe, read_state
+from fedeas_flwr.training.engine import LocalTrainingConfig, read_state
 from fedeas_flwr.training.gpu.graphed import GraphedEngine
 from fedeas_flwr.training.models import Normaliser
 from fedeas_flwr.training.objective import NO_INPUTS, Inputs
@@ -40,7 +40,7 @@ IMAGE = torch.tensor([[1, 2, 3], [4, 5, 6], [7, 8, 9]], dtype=torch.uint8)
 def test_a_view_by_hand(view: tuple[int, int, int], expected: list[list[int]]) -> None:
     other = IMAGE + 100  # beside it in the batch, with a view of its own
     pixels = torch.stack([IMAGE, other])[..., None].repeat(1, 1, 1, 2)
-    shown = viewed(pixels, torch.tensor([view, (0, 0, 0)], dtype=torch.int8))
+    shown = augment(pixels, torch.tensor([view, (0, 0, 0)], dtype=torch.int8))
     assert shown.dtype == torch.uint8
     assert shown.is_contiguous()
     for channel in (0, 1):
@@ -79,7 +79,7 @@ def test_draws_are_the_clients_and_the_rounds_own() -> None:
 def test_both_engines_take_the_same_steps(samples: int, device: str) -> None:
     torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = False
     model = with_batchnorm(10, (8, 8, 1)).to(device)
-    start, recipe, normalise = read_state(model), Recipe(2, 32, 0.05), Normaliser((0.3,), (0.4,), device)
+    start, recipe, normalise = read_state(model), LocalTrainingConfig(2, 32, 0.05), Normaliser((0.3,), (0.4,), device)
     eager = EagerEngine(copy.deepcopy(model), recipe, normalise, device)
     graphed = GraphedEngine(copy.deepcopy(model), recipe, normalise, "fp32", device)
     rng = np.random.default_rng(samples)
@@ -100,7 +100,11 @@ def test_both_engines_take_the_same_steps(samples: int, device: str) -> None:
 
 @pytest.mark.parametrize("kind", ["eager", "graphed"])
 def test_views_that_change_nothing_change_no_bit_and_others_do(kind: str) -> None:
-    model, recipe, normalise = with_batchnorm(10, (8, 8, 1)), Recipe(2, 32, 0.05), Normaliser((0.3,), (0.4,), "cpu")
+    model, recipe, normalise = (
+        with_batchnorm(10, (8, 8, 1)),
+        LocalTrainingConfig(2, 32, 0.05),
+        Normaliser((0.3,), (0.4,), "cpu"),
+    )
     start, (images, labels) = read_state(model), (torch.randint(0, 256, (70, 8, 8, 1)).byte(), torch.arange(70) % 10)
 
     def trained(inputs: Inputs) -> torch.Tensor:

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from triton_here import DEVICE  # first: it skips where Triton is not there
 
 from fedeas_flwr.training.gpu.batchnorm_kernels import batchnorm
-from fedeas_flwr.training.gpu.fast_layers import FastLayers
+from fedeas_flwr.training.gpu.fast_layers import FusedLayers
 from fedeas_flwr.training.gpu.stem_kernels import is_known_pooling, pooled
 from fedeas_flwr.training.models import build_model
 
@@ -27,7 +27,7 @@ def strict_float32() -> None:
 def compare(plain: nn.Module, x: torch.Tensor, counted: int, tolerance: float) -> None:
     """The plain model on the samples that count, and the fast one on all of them, padding and all."""
     fast = copy.deepcopy(plain)
-    layers = FastLayers(fast)
+    layers = FusedLayers(fast)
     layers.count = torch.tensor(float(counted), device=x.device)
     direction = torch.randn_like(plain(x))
     plain.load_state_dict(fast.state_dict())
@@ -137,7 +137,7 @@ def test_a_norm_that_would_count_padding_is_refused_before_anything_is_changed()
     for norm in (nn.BatchNorm2d(4, affine=False), nn.BatchNorm2d(4, momentum=None)):
         model = nn.Sequential(nn.BatchNorm2d(4), norm).to(DEVICE)
         with pytest.raises(ValueError, match="not known here"):
-            FastLayers(model)
+            FusedLayers(model)
         assert not any("forward" in vars(module) for module in model.modules())
 
 

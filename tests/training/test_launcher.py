@@ -11,7 +11,7 @@ import pytest
 import torch
 from waiting import LONG, wait_until
 
-from fedeas_flwr.training.gpu.launcher import AHEAD, Launcher
+from fedeas_flwr.training.gpu.launcher import MAX_QUEUED_PER_STREAM, Launcher
 
 
 class Stream(str):
@@ -53,14 +53,14 @@ def test_jobs_run_on_their_own_stream_in_order_and_in_turns(current: list[str]) 
 
     with ThreadPoolExecutor(3) as pool:
         jobs = [pool.submit(work, name) for name in "abc"]
-        wait_until(lambda: len(launched) == 3 * AHEAD, "all three have come")
+        wait_until(lambda: len(launched) == 3 * MAX_QUEUED_PER_STREAM, "all three have come")
         let_go.set()
         for job in jobs:
             job.result(timeout=LONG)
     for name in "abc":
         assert [number for owner, number in launched if owner == name] == list(range(200))
-    switches = sum(one[0] != other[0] for one, other in itertools.pairwise(launched[3 * AHEAD :]))
-    assert switches >= 3 * (200 - AHEAD) - 3, "one job was launched whole before the next had its turn"
+    switches = sum(one[0] != other[0] for one, other in itertools.pairwise(launched[3 * MAX_QUEUED_PER_STREAM :]))
+    assert switches >= 3 * (200 - MAX_QUEUED_PER_STREAM) - 3, "one job was launched whole before the next had its turn"
 
 
 def test_a_failing_launch_is_raised_to_its_owner_and_the_others_go_on(current: list[str]) -> None:
@@ -83,14 +83,14 @@ def test_a_failing_launch_is_raised_to_its_owner_and_the_others_go_on(current: l
 def test_a_stream_that_has_enough_does_not_keep_the_others_waiting(current: list[str]) -> None:
     launcher, stuck, launched = Launcher(), Stream("stuck", threading.Event()), []
     with ThreadPoolExecutor(1) as pool:
-        job = pool.submit(launcher.run, stuck, [lambda: launched.append("stuck")] * (AHEAD + 3))
-        wait_until(lambda: launched.count("stuck") == AHEAD, "it has enough")
+        job = pool.submit(launcher.run, stuck, [lambda: launched.append("stuck")] * (MAX_QUEUED_PER_STREAM + 3))
+        wait_until(lambda: launched.count("stuck") == MAX_QUEUED_PER_STREAM, "it has enough")
         launcher.run(Stream("free"), [lambda: launched.append("free")] * 100)
         assert launched.count("free") == 100
-        assert launched.count("stuck") == AHEAD and not job.done()
+        assert launched.count("stuck") == MAX_QUEUED_PER_STREAM and not job.done()
         stuck.let_go.set()
         job.result(timeout=LONG)
-    assert launched.count("stuck") == AHEAD + 3
+    assert launched.count("stuck") == MAX_QUEUED_PER_STREAM + 3
 
 
 class Broken(Stream):

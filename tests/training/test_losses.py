@@ -18,7 +18,7 @@ from users_models import with_batchnorm
 from fedeas_flwr.strategies.fedprox import ProximalObjective
 from fedeas_flwr.training.build import loss_and_view_inputs
 from fedeas_flwr.training.eager import EagerEngine
-from fedeas_flwr.training.engine import Recipe, read_state
+from fedeas_flwr.training.engine import LocalTrainingConfig, read_state
 from fedeas_flwr.training.gpu.graphed import GraphedEngine
 from fedeas_flwr.training.losses import OFFSETS, WEIGHTS, class_weights, logit_offsets, loss_constants, sample_losses
 from fedeas_flwr.training.models import Normaliser
@@ -91,7 +91,11 @@ def test_a_client_without_a_sample_gets_finite_constants() -> None:
 def test_both_engines_take_the_same_steps(objective: Objective, loss: str, samples: int, device: str) -> None:
     torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = False
     model = with_batchnorm(10, (8, 8, 1)).to(device)
-    start, recipe, normalise = read_state(model), Recipe(2, 32, 0.05, 0.9), Normaliser((0.3,), (0.4,), device)
+    start, recipe, normalise = (
+        read_state(model),
+        LocalTrainingConfig(2, 32, 0.05, 0.9),
+        Normaliser((0.3,), (0.4,), device),
+    )
     eager = EagerEngine(copy.deepcopy(model), recipe, normalise, device, objective)
     graphed = GraphedEngine(copy.deepcopy(model), recipe, normalise, "fp32", device, objective)
     config = quick(Path("/nowhere"), loss=loss)

@@ -16,7 +16,7 @@ from fedeas_flwr.config import parse_config
 from fedeas_flwr.data.datasets import dataset_info
 from fedeas_flwr.training.build import network
 from fedeas_flwr.training.engine import copy_state
-from fedeas_flwr.training.models import build_model, draws_numbers, split_state
+from fedeas_flwr.training.models import build_model, uses_rng, split_state
 
 DIGITS = (8, 8, 1)
 CIFAR = (32, 32, 3)
@@ -189,7 +189,7 @@ def test_whether_a_network_draws_is_found_out_and_nothing_moved_by_it(device: st
         generators = [torch.default_generator, *(torch.cuda.default_generators if device == "cuda" else ())]
         state = {key: value.clone() for key, value in model.state_dict().items()}
         before = [generator.get_state() for generator in generators]
-        assert draws_numbers(model, images) == draws, build
+        assert uses_rng(model, images) == draws, build
         assert all(torch.equal(value, state[key]) for key, value in model.state_dict().items())
         assert all(map(torch.equal, before, (generator.get_state() for generator in generators)))
 

@@ -20,7 +20,7 @@ from fedeas_flwr.strategies.fedgen_generator import new_generator
 from fedeas_flwr.strategies.interface import ClientRound
 from fedeas_flwr.strategies.registry import ALGORITHMS, client_part
 from fedeas_flwr.training.eager import EagerEngine
-from fedeas_flwr.training.engine import Recipe, read_state
+from fedeas_flwr.training.engine import LocalTrainingConfig, read_state
 from fedeas_flwr.training.gpu.graphed import GraphedEngine
 from fedeas_flwr.training.models import Normaliser, build_model, split_state
 
@@ -73,7 +73,11 @@ def test_a_resnet18_learns_in_graphs_what_it_learns_eagerly(strategy: str, preci
     """
     start, rng = build_model("resnet18", 10, (32, 32, 3), seed=1), np.random.default_rng(0)
     config = small(Path("/nowhere"), strategy=strategy, batch_size=16, **NEEDS[strategy], fedmix_lambda=0.5)
-    part, recipe, normalise = client_part(config), Recipe(1, 16, 1e-4), Normaliser((0.5,) * 3, (0.3,) * 3, "cuda")
+    part, recipe, normalise = (
+        client_part(config),
+        LocalTrainingConfig(1, 16, 1e-4),
+        Normaliser((0.5,) * 3, (0.3,) * 3, "cuda"),
+    )
     images = torch.from_numpy(rng.integers(0, 256, (40, 32, 32, 3), dtype=np.uint8)).cuda()  # the last batch is short
     labels = torch.from_numpy(rng.integers(0, 10, 40)).cuda()
     told = {"means": rng.normal(0, 0.1, (3, 3, 32, 32)).astype(np.float32), "clients": np.arange(3)}

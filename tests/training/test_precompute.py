@@ -19,11 +19,11 @@ from fedeas_flwr.strategies.moon import PREVIOUS, RECEIVED, ContrastiveObjective
 from fedeas_flwr.training.augmentation import VIEWS
 from fedeas_flwr.training.build import build_engine
 from fedeas_flwr.training.eager import EagerEngine
-from fedeas_flwr.training.engine import Engine, Recipe, read_state
+from fedeas_flwr.training.engine import Engine, LocalTrainingConfig, read_state
 from fedeas_flwr.training.gpu.graphed import GraphedEngine
 from fedeas_flwr.training.models import Normaliser
 from fedeas_flwr.training.objective import CROSS_ENTROPY, Batch, Inputs, Objective
-from fedeas_flwr.training.oom_fallback import at_once, in_parts
+from fedeas_flwr.training.oom_fallback import full_batch_gradient, accumulate_gradients
 
 BATCH, MU, TAU, RATE = 32, 5.0, 0.5, 0.05
 MOON = ContrastiveObjective(MU, TAU)
@@ -59,7 +59,7 @@ def data(samples: int, seed: int = 0, device: str = "cpu") -> tuple[torch.Tensor
 def engine(
     kind: str,
     model: nn.Module,
-    recipe: Recipe,
+    recipe: LocalTrainingConfig,
     objective: Objective = MOON,
     device: str = "cpu",
     precision: str = "fp32",
@@ -91,7 +91,7 @@ def assert_near(ours: Any, theirs: Any, rtol: float = 2e-4, atol: float = 2e-5) 
 def test_ten_epochs_compute_a_samples_references_once_and_with_views_in_every_step(
     kind: str, a_pass: list[int]
 ) -> None:
-    recipe, model = Recipe(10, BATCH, RATE), Counting(0)
+    recipe, model = LocalTrainingConfig(10, BATCH, RATE), Counting(0)
     inputs = references(model, Counting(1))
     for more, times in ((Inputs(), 1), (unmoved(recipe.steps(70)), 10)):
         trainer: Any = engine(kind, model, recipe)
@@ -105,7 +105,7 @@ def test_ten_epochs_compute_a_samples_references_once_and_with_views_in_every_st
 @pytest.mark.parametrize("kind", ["eager", "graphed"])
 def test_other_objectives_pay_nothing(kind: str) -> None:
     model = Counting(0)
-    trainer: Any = engine(kind, model, Recipe(2, BATCH, RATE), CROSS_ENTROPY)
+    trainer: Any = engine(kind, model, LocalTrainingConfig(2, BATCH, RATE), CROSS_ENTROPY)
     for _ in range(2):
         trainer._model.seen.clear()
         trainer.train(*read_state(model), *data(70), np.random.default_rng(0))
@@ -145,7 +145,7 @@ def by_hand(
 )  # a short last batch; none; five left out, others each epoch; less than a batch
 def test_both_engines_take_the_steps_that_compute_references_anew(samples: int, kept: int, device: str) -> None:
     model, received, previous = (Counting(seed).to(device) for seed in range(3))
-    recipe, client = Recipe(3, BATCH, RATE, min_batch=6), data(samples, device=device)
+    recipe, client = LocalTrainingConfig(3, BATCH, RATE, min_batch=6), data(samples, device=device)
     engines = [engine(kind, model, recipe, device=device) for kind in ("eager", "graphed")]
     wanted = by_hand(model, received, previous, *client, kept)
     for trainer in engines:
@@ -163,7 +163,7 @@ def test_both_engines_take_the_steps_that_compute_references_anew(samples: int, 
 def test_rows_kept_are_what_the_step_itself_would_compute(kind: str, precision: str, device: str) -> None:
     """Also of samples that an epoch leaves out, and in bf16, whose features are kept as they come."""
     model, received, previous = (Counting(seed).to(device) for seed in range(3))
-    recipe, inputs, ends = Recipe(3, BATCH, RATE, min_batch=6), references(received, previous), []
+    recipe, inputs, ends = LocalTrainingConfig(3, BATCH, RATE, min_batch=6), references(received, previous), []
     for more in (Inputs(), unmoved(recipe.steps(69), device)):
         trainer = engine(kind, model, recipe, device=device, precision=precision)
         client = data(69, device=device)
@@ -175,7 +175,7 @@ def test_rows_kept_are_what_the_step_itself_would_compute(kind: str, precision: 
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_clients_of_other_sizes_through_the_same_buffers_leave_nothing_behind(device: str) -> None:
-    model, recipe = Counting(0).to(device), Recipe(3, BATCH, RATE)
+    model, recipe = Counting(0).to(device), LocalTrainingConfig(3, BATCH, RATE)
     used = engine("graphed", model, recipe, device=device)
     for number, samples in enumerate((40, 200, 33, 1, 70, 200)):  # the second makes the buffers anew
         inputs = references(Counting(number + 1).to(device), Counting(number + 2).to(device))
@@ -193,7 +193,7 @@ def test_clients_of_other_sizes_through_the_same_buffers_leave_nothing_behind(de
 @pytest.mark.parametrize("kind", ["eager", "graphed"])
 def test_a_client_without_samples_takes_no_step(kind: str) -> None:
     model = Counting(0)
-    trainer = engine(kind, model, Recipe(3, BATCH, RATE))
+    trainer = engine(kind, model, LocalTrainingConfig(3, BATCH, RATE))
     result, end, _ = trainer.train(
         *read_state(model), *data(0), np.random.default_rng(0), references(Counting(1), Counting(2))
     )
@@ -223,11 +223,11 @@ def test_parts_of_a_batch_have_their_own_rows() -> None:
     torch.manual_seed(0)
     model, (images, labels) = WithoutNorm(30), data(30)
     kept = {RECEIVED: torch.randn(30, 144), PREVIOUS: torch.randn(30, 144)}
-    batch = Batch(images.permute(0, 3, 1, 2).float(), labels, {}, torch.mean, kept=kept)
+    batch = Batch(images.permute(0, 3, 1, 2).float(), labels, {}, torch.mean, precomputed=kept)
     weights = list(model.parameters())
-    whole_loss, whole = at_once(MOON, model, batch, weights)
+    whole_loss, whole = full_batch_gradient(MOON, model, batch, weights)
     for parts in (2, 4, 7):  # of 15, of 8 and 6, of 5
-        loss, gradients = in_parts(parts, MOON, model, batch, weights)
+        loss, gradients = accumulate_gradients(parts, MOON, model, batch, weights)
         torch.testing.assert_close(loss, whole_loss)
         for ours, theirs in zip(gradients, whole, strict=True):
             torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)

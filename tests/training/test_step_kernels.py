@@ -9,9 +9,9 @@ from torch.nn import functional as F
 from triton_here import DEVICE  # first: it skips where Triton is not there
 
 from fedeas_flwr.data.datasets import dataset_info
-from fedeas_flwr.training.augmentation import draw_views, viewed
+from fedeas_flwr.training.augmentation import draw_views, augment
 from fedeas_flwr.training.gpu.head_kernels import linear
-from fedeas_flwr.training.gpu.step_kernels import Descent, cross_entropy, fetch, mean_of_first
+from fedeas_flwr.training.gpu.step_kernels import FusedSGD, cross_entropy, fetch, mean_of_first
 from fedeas_flwr.training.models import Normaliser
 
 pytestmark = pytest.mark.gpu
@@ -26,7 +26,7 @@ def test_a_batch_is_fetched_viewed_and_normalised(with_views: bool, room: int) -
     views = draw_views(info, 3, 4, rng).to(DEVICE) if with_views else None
     normalise, row = Normaliser(info.mean, info.std, DEVICE), torch.tensor([2], device=DEVICE)
     images, chosen = fetch(table, row, pixels, labels, views, normalise, torch.float32, room)
-    wanted = pixels[table[2]] if views is None else viewed(pixels[table[2]], views[2])
+    wanted = pixels[table[2]] if views is None else augment(pixels[table[2]], views[2])
     torch.testing.assert_close(images, normalise(wanted), rtol=1e-6, atol=1e-6)  # torch multiplies by 1/255 on a GPU
     assert torch.equal(chosen, labels[table[2]])
     whole = images.as_strided((4, room, *images.shape[2:]), images.stride())
@@ -82,7 +82,7 @@ def test_the_descent_moves_masters_copies_loss_and_row(kind: torch.dtype) -> Non
     for target, gradient in zip([*wanted[:2], wanted[2][tap]], gradients, strict=True):
         target -= 0.1 * gradient.float()
     total, row = torch.tensor(3.0, device=DEVICE), torch.tensor([4], device=DEVICE)
-    descent = Descent(parameters, masters)
+    descent = FusedSGD(parameters, masters)
     loss, samples = torch.tensor(0.5, device=DEVICE), torch.tensor(6.0, device=DEVICE)
     descent(gradients, 0.1, loss, total, samples, row)
     for whole, copy, value in zip(wholes, copies, wanted, strict=True):

@@ -20,8 +20,8 @@ from users_models import with_batchnorm
 from fedeas_flwr.config import RunConfig, parse_config
 from fedeas_flwr.strategies.averaging import weighted_average
 from fedeas_flwr.training.build import EnginePool, recipe
-from fedeas_flwr.training.eager import Descent, EagerEngine
-from fedeas_flwr.training.engine import Engine, Recipe, batch_table, read_state
+from fedeas_flwr.training.eager import SGD, EagerEngine
+from fedeas_flwr.training.engine import Engine, LocalTrainingConfig, batch_table, read_state
 from fedeas_flwr.training.gpu.batchnorm import masked_batchnorm
 from fedeas_flwr.training.gpu.convolutions import one_pixel_convolutions
 from fedeas_flwr.training.gpu.graphed import GraphedEngine
@@ -44,7 +44,7 @@ def test_both_engines_take_the_same_steps(samples: int, momentum: float, decay: 
     torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = False
     model = with_batchnorm(10, (8, 8, 1)).to(device)
     start = read_state(model)
-    recipe = Recipe(epochs=3, batch_size=32, learning_rate=0.05, momentum=momentum, weight_decay=decay)
+    recipe = LocalTrainingConfig(epochs=3, batch_size=32, learning_rate=0.05, momentum=momentum, weight_decay=decay)
     normalise = Normaliser((0.3,), (0.4,), device)
     eager = EagerEngine(copy.deepcopy(model), recipe, normalise, device)
     graphed = GraphedEngine(copy.deepcopy(model), recipe, normalise, "fp32", device)
@@ -69,7 +69,7 @@ def test_a_last_batch_that_is_too_small_is_left_out(samples: int, taken: int, de
     torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = False
     model, (images, labels) = with_batchnorm(10, (8, 8, 1)).to(device), data(samples, device)
     start, normalise = read_state(model), Normaliser((0.3,), (0.4,), device)
-    recipe = Recipe(epochs=2, batch_size=32, learning_rate=0.05, min_batch=8)
+    recipe = LocalTrainingConfig(epochs=2, batch_size=32, learning_rate=0.05, min_batch=8)
     ends = []
     for engine in (
         EagerEngine(copy.deepcopy(model), recipe, normalise, device),
@@ -95,14 +95,14 @@ def test_a_last_batch_that_is_too_small_is_left_out(samples: int, taken: int, de
 
 def test_clients_train_by_the_keys_of_the_run() -> None:
     keys = {"local-epochs": 5, "batch-size": 40, "learning-rate": 0.3, "momentum": 0.7, "weight-decay": 0.02}
-    wanted = Recipe(5, 40, 0.3, momentum=0.7, weight_decay=0.02, min_batch=9)
+    wanted = LocalTrainingConfig(5, 40, 0.3, momentum=0.7, weight_decay=0.02, min_batch=9)
     assert recipe(parse_config({**keys, "min-batch": 9})) == wanted
 
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_bf16_means_the_same_in_both_engines(device: str) -> None:
     model, (images, labels) = with_batchnorm(10, (8, 8, 1)).to(device), data(70, device)
-    start, recipe = read_state(model), Recipe(epochs=2, batch_size=32, learning_rate=0.05)
+    start, recipe = read_state(model), LocalTrainingConfig(epochs=2, batch_size=32, learning_rate=0.05)
     normalise, trained = Normaliser((0.3,), (0.4,), device), {}
     for name, engine in {
         "whole": EagerEngine(copy.deepcopy(model), recipe, normalise, device),
@@ -122,7 +122,7 @@ def test_the_descent_is_torchs_to_the_bit(momentum: float, decay: float) -> None
     torch.manual_seed(0)
     ours = [torch.randn(7, 5), torch.randn(3)]
     theirs = [nn.Parameter(weight.clone()) for weight in ours]
-    descent = Descent(Recipe(1, 8, 0.05, momentum, decay), ours)
+    descent = SGD(LocalTrainingConfig(1, 8, 0.05, momentum, decay), ours)
     optimizer = torch.optim.SGD(theirs, lr=0.05, momentum=momentum, weight_decay=decay)
     for _ in range(5):
         gradients = [torch.randn_like(weight) for weight in ours]
@@ -153,7 +153,7 @@ def test_taps_that_meet_padding_alone_are_left_out_of_the_step(momentum: float, 
     torch.manual_seed(0)
     model = OnePixel().to(device)
     start = read_state(model)
-    recipe, normalise = Recipe(3, 32, 0.05, momentum, decay), Normaliser((0.3,), (0.4,), device)
+    recipe, normalise = LocalTrainingConfig(3, 32, 0.05, momentum, decay), Normaliser((0.3,), (0.4,), device)
     assert one_pixel_convolutions(model, torch.zeros(2, 1, 8, 8, device=device)) == [model.second]
     eager = EagerEngine(copy.deepcopy(model), recipe, normalise, device)
     graphed = GraphedEngine(copy.deepcopy(model), recipe, normalise, "fp32", device)
@@ -188,7 +188,7 @@ def test_a_padded_batch_is_the_short_batch_for_batchnorm() -> None:
 
 
 def test_the_batch_table_holds_every_sample_once_an_epoch() -> None:
-    recipe = Recipe(epochs=4, batch_size=8, learning_rate=0.1)
+    recipe = LocalTrainingConfig(epochs=4, batch_size=8, learning_rate=0.1)
     table, full, rest = batch_table(21, recipe, np.random.default_rng(0))
     assert (table.shape, full, rest) == ((12, 8), 2, 5)
     for epoch in table.reshape(4, 24):
@@ -209,7 +209,10 @@ def test_models_handed_over_live_train_to_the_same_weights(tmp_path: Path, monke
 def test_clients_whose_networks_draw_train_alike_whoever_trains_beside_them(network: str) -> None:
     """Layers draw from one generator of the whole process, and an inline grid has several threads."""
     images, labels = data(200, "cpu")
-    recipe, normalise = Recipe(epochs=5, batch_size=8, learning_rate=0.05), Normaliser((0.3,), (0.4,), "cpu")
+    recipe, normalise = (
+        LocalTrainingConfig(epochs=5, batch_size=8, learning_rate=0.05),
+        Normaliser((0.3,), (0.4,), "cpu"),
+    )
 
     def model() -> nn.Module:
         return build_model(f"users_models:{network}", 10, (8, 8, 1), seed=0)
@@ -271,7 +274,7 @@ def test_engines_are_lent_first_ones_first_and_only_to_one_client_at_a_time(tmp_
     objective = Objective()
 
     def lent(config: RunConfig = config) -> AbstractContextManager[Engine]:
-        return pool.lent(config, "cpu", objective)
+        return pool.borrow(config, "cpu", objective)
 
     with lent() as first:
         with lent() as second, lent() as third:

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from fedeas_flwr.common.cuda import CaptureError, capture, capturing, give_memory_back, own_stream
+from fedeas_flwr.common.cuda import CaptureError, capture, capturing, release_cached_memory, own_stream
 from fedeas_flwr.common.devices import one_thread
 from fedeas_flwr.common.text import one_line
 
@@ -69,11 +69,11 @@ def make_solver(sampler: str, schedule: dict[str, Any], steps: int) -> Any:
     solver = kind(**schedule, **SOLVER_SETTINGS[sampler])
     solver.set_timesteps(steps)
     if sampler == "dpm++-logsnr":
-        solver.set_timesteps(timesteps=_even_in_log_snr(solver.lambda_t.numpy(), int(solver.timesteps[0]), steps))
+        solver.set_timesteps(timesteps=_uniform_log_snr_steps(solver.lambda_t.numpy(), int(solver.timesteps[0]), steps))
     return solver
 
 
-def _even_in_log_snr(log_snr: NDArray[np.float32], first: int, steps: int) -> list[int]:
+def _uniform_log_snr_steps(log_snr: NDArray[np.float32], first: int, steps: int) -> list[int]:
     """Spread `steps` over the noise that is left, as DPM-Solver was meant to be: from time `first` to 0, none twice."""
     levels = np.linspace(log_snr[first], log_snr[0], steps)
     times = np.interp(-levels, -log_snr, np.arange(len(log_snr))).round().astype(int)
@@ -180,7 +180,7 @@ class Denoiser:
             if self._device.type == "cuda":
                 torch.cuda.synchronize(self._device)  # queued batches still use them
             self._step = None
-            give_memory_back()
+            release_cached_memory()
 
     def _on_device(self) -> AbstractContextManager[None]:
         return torch.cuda.device(self._device) if self._device.type == "cuda" else nullcontext()

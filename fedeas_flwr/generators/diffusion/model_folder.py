@@ -27,7 +27,7 @@ _NOISE_SCHEDULE_KEYS = (
     "prediction_type",
     "rescale_betas_zero_snr",
 )
-_MOST_TIMESTEPS, _MOST_LAYERS, _MOST_BLOCKS, _WIDEST, _LARGEST_SIDE = 100_000, 32, 16, 16_384, 8192
+_MAX_TIMESTEPS, _MAX_LAYERS, _MAX_BLOCKS, _MAX_WIDTH, _MAX_SIDE = 100_000, 32, 16, 16_384, 8192
 _BETA_SCHEDULES = ("linear", "scaled_linear", "squaredcos_cap_v2")  # those that both samplers of diffusers know
 _PREDICTIONS = ("epsilon", "sample", "v_prediction")
 
@@ -87,7 +87,7 @@ def check_schedule(config: dict[str, Any], folder: Path) -> dict[str, Any]:
             f"generator: prediction_type of {folder} is {prediction!r}; allowed are {', '.join(_PREDICTIONS)}"
         )
     steps, betas = schedule["num_train_timesteps"], schedule.get("trained_betas", ())
-    _require(_is_whole(steps, 1, _MOST_TIMESTEPS), folder, "num_train_timesteps", steps, f"1 to {_MOST_TIMESTEPS}")
+    _require(_is_whole(steps, 1, _MAX_TIMESTEPS), folder, "num_train_timesteps", steps, f"1 to {_MAX_TIMESTEPS}")
     for key in ("beta_start", "beta_end"):
         value = schedule.get(key, 0.01)
         _require(_is_share(value), folder, key, value, "a number between 0 and 1")
@@ -144,14 +144,14 @@ def check_unet(
         raise ValueError(f"generator: unet of {folder} is {config.get('_class_name')}; it must be UNet2DModel")
     layers = config.get("layers_per_block", 2)
     # A model that cannot be built is diffusers' to refuse, but one of a million layers would never be.
-    _require(_is_whole(layers, 1, _MOST_LAYERS), folder, "layers_per_block", layers, f"1 to {_MOST_LAYERS}")
+    _require(_is_whole(layers, 1, _MAX_LAYERS), folder, "layers_per_block", layers, f"1 to {_MAX_LAYERS}")
     widths = config.get("block_out_channels", (1,))
-    fitting = isinstance(widths, list | tuple) and 1 <= len(widths) <= _MOST_BLOCKS
-    fitting = fitting and all(_is_whole(width, 1, _WIDEST) for width in widths)
-    _require(fitting, folder, "block_out_channels", widths, f"up to {_MOST_BLOCKS} numbers of 1 to {_WIDEST}")
+    fitting = isinstance(widths, list | tuple) and 1 <= len(widths) <= _MAX_BLOCKS
+    fitting = fitting and all(_is_whole(width, 1, _MAX_WIDTH) for width in widths)
+    _require(fitting, folder, "block_out_channels", widths, f"up to {_MAX_BLOCKS} numbers of 1 to {_MAX_WIDTH}")
     size, channels = config.get("sample_size"), config.get("in_channels")
     sides = [size, size] if isinstance(size, int) else size if isinstance(size, list | tuple) else []
-    whole = len(sides) == 2 and all(_is_whole(side, 1, _LARGEST_SIDE) for side in (*sides, channels))
+    whole = len(sides) == 2 and all(_is_whole(side, 1, _MAX_SIDE) for side in (*sides, channels))
     if not whole or channels != config.get("out_channels"):
         raise ValueError(f"generator: unet of {folder} has no sample_size, or in_channels differs from out_channels")
     shape = (int(sides[0]), int(sides[1]), int(channels or 0))
@@ -179,7 +179,7 @@ def load_unet(config: dict[str, Any], weights: Path) -> Any:
     return unet.eval().requires_grad_(False)
 
 
-def begin_with(unet: Any, folder: Path, schedule: Mapping[str, Any]) -> str:
+def init_from_pretrained(unet: Any, folder: Path, schedule: Mapping[str, Any]) -> str:
     """Give a new network the weights of a trained one, whose classes may be others.
 
     Where their numbers differ, every class begins as the last one there, which means "no label": the network then knows
@@ -203,7 +203,7 @@ def begin_with(unet: Any, folder: Path, schedule: Mapping[str, Any]) -> str:
         config = read_json(folder / "unet" / "config.json")
         found = check_schedule(read_json(folder / "scheduler" / "scheduler_config.json"), folder)
         embeddings = config.get("num_class_embeds")
-        _require(_is_whole(embeddings, 1, _WIDEST), folder, "num_class_embeds", embeddings, f"1 to {_WIDEST}")
+        _require(_is_whole(embeddings, 1, _MAX_WIDTH), folder, "num_class_embeds", embeddings, f"1 to {_MAX_WIDTH}")
         check_unet(config, folder)
         for key, value in schedule.items():
             there = found.get(key, "linear")  # diffusers' own default of the one that may be left out

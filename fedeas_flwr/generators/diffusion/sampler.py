@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from fedeas_flwr.common.cuda import give_memory_back
+from fedeas_flwr.common.cuda import release_cached_memory
 from fedeas_flwr.common.text import counted, one_line
 from fedeas_flwr.config import SAMPLER_STEPS
 from fedeas_flwr.generators.diffusion.denoising import PRECISIONS, SOLVER_SETTINGS, Denoiser
@@ -35,7 +35,7 @@ _KERNELS = "fused-1"
 _CPU_BATCH = 64
 # On a GPU the largest whose forward pass fits in half of the free memory; more than the first gains nothing.
 _CUDA_BATCHES = (1024, 512, 256, 128, 64, 32)
-_SMALLEST_BATCH = 8
+_MIN_BATCH = 8
 
 
 def initial_noise(sample: SampleId, shape: tuple[int, ...]) -> NDArray[np.float32]:
@@ -233,18 +233,18 @@ class DiffusionGenerator:
     def find_batch_size(self) -> int:
         """Return the batch size, choosing it the first time where it was left open."""
         if self.batch_size is None:
-            give_memory_back()
+            release_cached_memory()
             need = self._denoiser.bytes_per_image(self.image_shape)
             free, _ = torch.cuda.mem_get_info(self.device)
             fitting = [size for size in _CUDA_BATCHES if size * need <= free / 2]
-            self.batch_size = fitting[0] if fitting else _SMALLEST_BATCH
+            self.batch_size = fitting[0] if fitting else _MIN_BATCH
             logger.info("batch of %d: %.1f MB an image, %.1f GB free", self.batch_size, need / 1e6, free / 1e9)
         return self.batch_size
 
     def _halve_batch_size(self) -> None:
         size = self.find_batch_size()
         self._denoiser.forget()
-        if size // 2 < _SMALLEST_BATCH:
+        if size // 2 < _MIN_BATCH:
             raise MemoryError(
                 f"generation-batch: the GPU has no memory left for {counted(size, 'image')}; free some of it"
             )

@@ -27,7 +27,7 @@ import torch
 from fedeas_flwr.common.files import atomic_folder, atomic_write
 from fedeas_flwr.data.datasets import Dataset, dataset_info, open_dataset, short_name
 from fedeas_flwr.generators.learn.presets import Preset
-from fedeas_flwr.generators.learn.trainer import Diary, Progress, Trainer
+from fedeas_flwr.generators.learn.trainer import TrainingState, Progress, Trainer
 from fedeas_flwr.generators.learn.training_plots import draw_pictures
 
 CHECKPOINT = "checkpoint.safetensors"
@@ -222,13 +222,13 @@ def write_checkpoint(path: Path, trainer: Trainer, identity: dict[str, Any]) -> 
     atomic_write(path, save(trainer.tensors(), metadata={"state": state}))
 
 
-def read_checkpoint(path: Path, identity: dict[str, Any]) -> tuple[dict[str, torch.Tensor], Diary]:
+def read_checkpoint(path: Path, identity: dict[str, Any]) -> tuple[dict[str, torch.Tensor], TrainingState]:
     """Read a checkpoint, refusing one of another dataset, seed or preset, or of other images or classes."""
     with _opened(path) as (file, state):
         tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 - not a dict
         known, diary = identity | state["identity"], state["diary"]  # older ones say less
         curve = [(int(step), loss) for step, loss in diary["curve"]]
-        so_far = Diary(diary["step"], diary["seconds"], curve, diary.get("start", ""))
+        so_far = TrainingState(diary["step"], diary["seconds"], curve, diary.get("start", ""))
         pairs = {key: (value, known.get(key)) for key, value in identity.items() if key != "classes"}
         classes = zip_longest(identity["classes"], known["classes"])
         pairs |= {f"class {label}": pair for label, pair in enumerate(classes)}
@@ -239,7 +239,7 @@ def read_checkpoint(path: Path, identity: dict[str, Any]) -> tuple[dict[str, tor
     return tensors, so_far
 
 
-def preset_begun_with(out: Path) -> str:
+def read_preset_name(out: Path) -> str:
     """Name the preset of a folder's training, with which it is to go on, whatever would suit the device."""
     _check_folder(out, resume=True)
     with _opened(out / CHECKPOINT) as (_, state):

@@ -22,7 +22,7 @@ import torch
 
 from fedeas_flwr.common.text import one_line
 from fedeas_flwr.data.datasets import Dataset, dataset_info
-from fedeas_flwr.generators.diffusion.model_folder import CLASSES, begin_with
+from fedeas_flwr.generators.diffusion.model_folder import CLASSES, init_from_pretrained
 from fedeas_flwr.generators.learn.presets import Preset
 
 # diffusers takes seconds to import, so only functions import it.
@@ -44,7 +44,7 @@ class Progress:
 
 
 @dataclass
-class Diary:
+class TrainingState:
     """What a training remembers beside its tensors."""
 
     step: int = 0
@@ -87,14 +87,14 @@ class Trainer:
 
         self.preset, self.seed = preset, seed
         self.device = torch.device(device)
-        self.diary = Diary()
+        self.diary = TrainingState()
         self.scheduler = _scheduler(preset)
-        with self._quiet():
+        with self._deterministic():
             torch.manual_seed(_step_seed(seed, 0))
             self.unet = _build_unet(preset, dataset)
         if start is not None:
             schedule = {"prediction_type": preset.prediction, "beta_schedule": preset.beta_schedule}
-            self.diary.start = begin_with(self.unet, start, schedule)
+            self.diary.start = init_from_pretrained(self.unet, start, schedule)
         self.unet.to(self.device).train()
         on_cuda = self.device.type == "cuda"
         if on_cuda:
@@ -136,7 +136,7 @@ class Trainer:
         """
         earlier, began = self.diary.seconds, time.monotonic()
         losses: list[torch.Tensor] = []
-        with self._quiet():
+        with self._deterministic():
             if self._wants_compile:
                 self._compile()
             while True:
@@ -159,7 +159,7 @@ class Trainer:
 
     def averaged(self) -> Any:
         """Return a fresh network with the averaged weights, float32 on the CPU."""
-        with self._quiet():
+        with self._deterministic():
             unet = type(self.unet).from_config(self.unet.config)
         self.average.copy_to(unet.parameters())
         return unet.eval().requires_grad_(False)
@@ -173,7 +173,7 @@ class Trainer:
             found |= {f"adam-{key}/{name}": value for key, value in self.optimizer.state[parameter].items()}
         return {name: value.detach().cpu().contiguous().clone() for name, value in found.items()}
 
-    def load(self, tensors: dict[str, torch.Tensor], diary: Diary) -> None:
+    def load(self, tensors: dict[str, torch.Tensor], diary: TrainingState) -> None:
         """Go back to where `tensors` and `diary` were taken."""
         parameters = dict(self.unet.named_parameters())
         with torch.no_grad():
@@ -247,7 +247,7 @@ class Trainer:
         return self.diary.seconds / self.diary.step * (steps - self.diary.step)
 
     @contextmanager
-    def _quiet(self) -> Iterator[None]:
+    def _deterministic(self) -> Iterator[None]:
         """Fix what changes the last bits, and leave the caller's random state, threads and switches as they were."""
         threads, strict = torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()
         warn_only = torch.is_deterministic_algorithms_warn_only_enabled()

@@ -24,7 +24,7 @@ from torch import nn
 
 
 @contextmanager
-def batchnorm_twice(model: nn.Module) -> Iterator[None]:
+def double_backward_batchnorm(model: nn.Module) -> Iterator[None]:
     """Let every BatchNorm of ``model`` be differentiated twice by its inputs, cheaply."""
     layers = [m for m in model.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
     for layer in layers:

@@ -46,13 +46,13 @@ def _forward_kernel(  # type: ignore[no-untyped-def]
         tl.store(partials + 2 * part * C + channel, total, mask=is_channel)
         tl.store(partials + (2 * part + 1) * C + channel, square, mask=is_channel)
     else:
-        mean, factor, offset = settled(
+        mean, factor, offset = finalize_stats(
             x, total, square, number, part, channel, is_channel, weight, bias, running_mean, running_var, means,
             inverses, momentum, eps, TRACK,
         )  # fmt: skip
         if ADDS == 2:
             total, square = _sums(added, number, part, channel, is_channel, C, SPAN, ROWS, COLUMNS)
-            mean2, factor2, offset2 = settled(
+            mean2, factor2, offset2 = finalize_stats(
                 added, total, square, number, part, channel, is_channel, weight2, bias2, running_mean2, running_var2,
                 means + C, inverses + C, momentum, eps, TRACK,
             )  # fmt: skip
@@ -104,7 +104,7 @@ def summed(partials, channel, is_channel, C: tl.constexpr, PARTS: tl.constexpr):
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def settled(  # type: ignore[no-untyped-def]
+def finalize_stats(  # type: ignore[no-untyped-def]
     x, total, square, number, part, channel, is_channel, weight, bias, running_mean, running_var, means, inverses,
     momentum, eps, TRACK: tl.constexpr,
 ):  # fmt: skip
@@ -152,7 +152,7 @@ def _backward_kernel(  # type: ignore[no-untyped-def]
             row = part * SPAN + start + tl.arange(0, ROWS)
             counts = ((row < number) & (row < (part + 1) * SPAN))[:, None] & is_channel[None, :]
             where = row[:, None] * C + channel[None, :]
-            gradient = arrived(dy, more_dy, y, where, counts, RELU, TWO)
+            gradient = incoming_grad(dy, more_dy, y, where, counts, RELU, TWO)
             value = tl.load(x + where, mask=counts, other=0).to(tl.float32)
             sums += gradient
             products += gradient * (value - mean[None, :]) * inverse[None, :]
@@ -179,7 +179,7 @@ def _backward_kernel(  # type: ignore[no-untyped-def]
             inside = ((row < M) & (row < (part + 1) * SPAN))[:, None] & is_channel[None, :]
             counts = inside & (row < number)[:, None]
             where = row[:, None] * C + channel[None, :]
-            gradient = arrived(dy, more_dy, y, where, counts, RELU, TWO)
+            gradient = incoming_grad(dy, more_dy, y, where, counts, RELU, TWO)
             if ADDS == 1:
                 tl.store(dadded + where, gradient.to(dadded.dtype.element_ty), mask=inside)
             if ADDS == 2:
@@ -196,7 +196,7 @@ def _backward_kernel(  # type: ignore[no-untyped-def]
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def arrived(dy, more_dy, y, where, counts, RELU: tl.constexpr, TWO: tl.constexpr):  # type: ignore[no-untyped-def]
+def incoming_grad(dy, more_dy, y, where, counts, RELU: tl.constexpr, TWO: tl.constexpr):  # type: ignore[no-untyped-def]
     """The gradient that comes back, its two parts together, as far as the ReLU lets it through."""
     gradient = tl.load(dy + where, mask=counts, other=0).to(tl.float32)
     if TWO:
@@ -262,7 +262,7 @@ def batchnorm(
 
     ``other`` is a layer too, or nothing: then ``added`` is added as it is.
     """
-    if other is not None and (_parts(x) > 1 or _habits(other) != _habits(layer)):
+    if other is not None and (_parts(x) > 1 or _batchnorm_args(other) != _batchnorm_args(layer)):
         (added, _), other = batchnorm(other, count, added), None  # type: ignore[arg-type]
     second = (other.weight, other.bias) if other is not None else (None, None)
     y: tuple[torch.Tensor, torch.Tensor] = _BatchNorm.apply(  # type: ignore[no-untyped-call]
@@ -280,7 +280,7 @@ def _or(tensor: torch.Tensor | None, other: Any) -> Any:
     return other if tensor is None else tensor
 
 
-def _habits(layer: Any) -> tuple[Any, ...]:
+def _batchnorm_args(layer: Any) -> tuple[Any, ...]:
     return layer.momentum, layer.eps, layer.track_running_stats
 
 
@@ -321,7 +321,8 @@ def _launch(kernel: Any, x: torch.Tensor, before: Sequence[Any], after: Sequence
 
 
 def row_sums(x: torch.Tensor, count: torch.Tensor) -> torch.Tensor:
-    """What `settled` needs of the first ``count`` samples of ``x``: two sums for every part of its rows and channel."""
+    """What `finalize_stats` needs of the first ``count`` samples of ``x``: two sums for every part of its rows and
+    channel."""
     grid, told = _shape(x)
     partials = torch.empty(told["PARTS"], 2, told["C"], device=x.device)
     _forward_kernel[grid](

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-_RUN = 16
+_ALIGNED_BYTES = 16
 """Bytes."""
 
 
@@ -89,13 +89,13 @@ def first_convolution(model: nn.Module) -> nn.Conv2d | None:
     return layer if plain and layer.weight.requires_grad else None
 
 
-def room_for(channels: int, kind: torch.dtype) -> int:
+def padded_channels(channels: int, kind: torch.dtype) -> int:
     """How many channels as many take up in memory."""
-    run = _RUN // kind.itemsize
+    run = _ALIGNED_BYTES // kind.itemsize
     return -channels // run * -run
 
 
-def use_room(layer: nn.Conv2d, wide: torch.Tensor) -> torch.Tensor:
+def use_padded_weights(layer: nn.Conv2d, wide: torch.Tensor) -> torch.Tensor:
     """Let a layer compute with wide weights in training; return them, a leaf. Its own are their first channels."""
     leaf = wide.detach().requires_grad_()
     layer.forward = partial(_convolve, layer, layer.weight, leaf)  # type: ignore[method-assign]

@@ -10,14 +10,14 @@ from torch import nn
 from torch.nn import functional as F
 
 from fedeas_flwr.training.gpu.batchnorm_kernels import batchnorm
-from fedeas_flwr.training.gpu.head_kernels import WIDEST, linear
+from fedeas_flwr.training.gpu.head_kernels import MAX_CLASSES, linear
 from fedeas_flwr.training.gpu.stem_kernels import is_known_pooling, pooled
 
 Pair = tuple[torch.Tensor, torch.Tensor]
 """One map for two uses, whose gradients come back apart: a block's own way and its shortcut."""
 
 
-class FastLayers:
+class FusedLayers:
     """Gives a model's layers fast forward passes, in place, while in training mode; in eval mode they are as ever.
 
     Parameters
@@ -52,7 +52,11 @@ class FastLayers:
                     self._counters.append(module.num_batches_tracked)
             elif isinstance(module, ResNet):
                 module._forward_impl = partial(self._resnet, module)
-                if isinstance(module.fc, nn.Linear) and module.fc.bias is not None and len(module.fc.bias) <= WIDEST:
+                if (
+                    isinstance(module.fc, nn.Linear)
+                    and module.fc.bias is not None
+                    and len(module.fc.bias) <= MAX_CLASSES
+                ):
                     module.fc.forward = partial(self._linear, module.fc)  # type: ignore[method-assign]
 
     def count_batches(self, number: int) -> None:

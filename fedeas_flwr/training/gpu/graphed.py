@@ -26,10 +26,10 @@ from torch import nn
 
 from fedeas_flwr.common.cuda import LAST, capture, capturing, own_stream
 from fedeas_flwr.common.text import one_line
-from fedeas_flwr.training.augmentation import VIEWS, viewed
-from fedeas_flwr.training.engine import Recipe, State, TrainResult, batch_table, clone_state, copy_state
-from fedeas_flwr.training.gpu.batchnorm import batchnorm_twice, masked_batchnorm
-from fedeas_flwr.training.gpu.convolutions import first_convolution, one_pixel_convolutions, room_for
+from fedeas_flwr.training.augmentation import VIEWS, augment
+from fedeas_flwr.training.engine import LocalTrainingConfig, State, TrainResult, batch_table, clone_state, copy_state
+from fedeas_flwr.training.gpu.batchnorm import double_backward_batchnorm, masked_batchnorm
+from fedeas_flwr.training.gpu.convolutions import first_convolution, one_pixel_convolutions, padded_channels
 from fedeas_flwr.training.gpu.launcher import launcher
 from fedeas_flwr.training.gpu.weights import Weights
 from fedeas_flwr.training.losses import cross_entropy
@@ -44,7 +44,7 @@ from fedeas_flwr.training.objective import (
     mean_of_first,
     named,
 )
-from fedeas_flwr.training.precompute import KeptRows, asks_beforehand
+from fedeas_flwr.training.precompute import PrecomputedRows, needs_precompute
 
 logger = logging.getLogger(__name__)
 
@@ -82,7 +82,7 @@ class GraphedEngine:
     def __init__(
         self,
         model: nn.Module,
-        recipe: Recipe,
+        recipe: LocalTrainingConfig,
         normalise: Normaliser,
         precision: str,
         device: str = "cuda",
@@ -105,15 +105,17 @@ class GraphedEngine:
         self._table = torch.zeros(0, recipe.batch_size, dtype=torch.long, device=device)
         self._constants: dict[str, torch.Tensor] = {}
         self._tables: dict[str, torch.Tensor] = {}
-        self._kept: KeptRows | None = None
+        self._kept: PrecomputedRows | None = None
         self._graphs: Graphs | None = None
         self._state: dict[str, torch.Tensor] = {}
 
-    def _see(self, image: Sequence[int]) -> None:
+    def _build_for_shape(self, image: Sequence[int]) -> None:
         """Get the model ready for the first images, whose shape [H, W, C] is that of all to come."""
         changes_gradients = type(self._objective).correct is not Objective.correct
-        self._fast = fast_layers(self._model) if self._device == "cuda" and not self._objective.second_order else None
-        self._weights, self._room = self._laid_out(image, changes_gradients)
+        self._fast = (
+            fast_layers(self._model) if self._device == "cuda" and not self._objective.needs_double_backward else None
+        )
+        self._weights, self._room = self._lay_out_weights(image, changes_gradients)
         self._state, self._trained = self._weights.state(self._model), trained_names(self._model)
         self._momentum = [torch.zeros_like(p) for p in self._weights.masters] if self.recipe.momentum else []
         self._descent: Any = None
@@ -123,25 +125,25 @@ class GraphedEngine:
 
             self._cross_entropy, self._mean_of_first = step_kernels.cross_entropy, step_kernels.mean_of_first
             if not (self.recipe.momentum or self.recipe.weight_decay or changes_gradients):
-                self._descent = step_kernels.Descent(self._weights.parameters, self._weights.masters)
+                self._descent = step_kernels.FusedSGD(self._weights.parameters, self._weights.masters)
 
-    def _laid_out(self, image: Sequence[int], changes_gradients: bool) -> tuple[Weights, int]:
+    def _lay_out_weights(self, image: Sequence[int], changes_gradients: bool) -> tuple[Weights, int]:
         """The weights as the steps use them, and how many channels of an image there is room for (convolutions.py).
 
         An algorithm that changes gradients has arrays of its own for them, in the model's shapes: it gets those.
         """
-        halved, channels = self._precision == "bf16" and self._device == "cuda", image[-1]
-        if changes_gradients or self._objective.second_order:
-            return Weights(self._model, halved), channels
+        use_bf16, channels = self._precision == "bf16" and self._device == "cuda", image[-1]
+        if changes_gradients or self._objective.needs_double_backward:
+            return Weights(self._model, use_bf16), channels
         taps: list[nn.Conv2d] = []
         if not self.recipe.weight_decay:
             pixels = torch.zeros((2, *image), dtype=torch.uint8, device=self._device)
             taps = one_pixel_convolutions(self._model, self._normalise(pixels))
         first = first_convolution(self._model) if self._fast is not None else None
         if first is None:
-            return Weights(self._model, halved, taps), channels
-        room = room_for(channels, torch.bfloat16 if halved else torch.float32)
-        return Weights(self._model, halved, taps, first, room), room
+            return Weights(self._model, use_bf16, taps), channels
+        room = padded_channels(channels, torch.bfloat16 if use_bf16 else torch.float32)
+        return Weights(self._model, use_bf16, taps, first, room), room
 
     def train(
         self,
@@ -204,7 +206,7 @@ class GraphedEngine:
         self._graphs = None  # so that a failure here leaves no graph on buffers that are gone
         if not self._state:
             with capturing:  # kernels are compiled and loaded: once, and not beside another thread's capture
-                self._see(images.shape[1:])
+                self._build_for_shape(images.shape[1:])
         # One at least: a capture runs the step, also for a client whose only sample will be skipped.
         samples, rows = max(samples, len(self._pixels) * 3 // 2, 1), max(rows, len(self._table) * 3 // 2, 1)
         self._pixels = torch.zeros((samples, *images.shape[1:]), dtype=torch.uint8, device=device)
@@ -215,10 +217,10 @@ class GraphedEngine:
             name: torch.zeros((rows, *value.shape[1:]), dtype=value.dtype, device=device)
             for name, value in inputs.tables.items()
         }
-        asks = asks_beforehand(self._objective, inputs)
-        self._kept = KeptRows(samples, self.recipe.batch_size, device) if asks else None
+        asks = needs_precompute(self._objective, inputs)
+        self._kept = PrecomputedRows(samples, self.recipe.batch_size, device) if asks else None
         # The steps read what the first of these made room for.
-        chunk = self._captured(self._keep_chunk) if asks else None
+        chunk = self._captured(self._precompute_chunk) if asks else None
         self._graphs = Graphs(chunk, self._captured_step(self._full_step), self._captured_step(self._short_step))
         return self._graphs
 
@@ -240,20 +242,20 @@ class GraphedEngine:
         return [*[graphs.chunk] * self._kept.chunks(samples), self._row.zero_]
 
     @torch.no_grad()
-    def _keep_chunk(self) -> None:
+    def _precompute_chunk(self) -> None:
         """Keep what the objective knows of the samples of one chunk, of which the row counter is the number."""
         assert self._kept is not None
         images, labels = self._fetch(self._kept.table, None)
         batch = Batch(images, labels, self._constants, partial(self._mean_of_first, self._batch), self._cross_entropy)
         with self._autocast():
-            found = self._objective.beforehand(self._model, batch)
+            found = self._objective.precompute(self._model, batch)
         self._kept.put(self._row, found)
         self._row.add_(1)
 
     def _full_step(self) -> None:
         if self._fast is not None:
             self._fast.count = self._batch
-        with batchnorm_twice(self._model) if self._objective.second_order else nullcontext():
+        with double_backward_batchnorm(self._model) if self._objective.needs_double_backward else nullcontext():
             self._step(self._batch)
 
     def _short_step(self) -> None:
@@ -294,7 +296,7 @@ class GraphedEngine:
         chosen = table.index_select(0, self._row).view(-1)
         pixels = self._pixels.index_select(0, chosen)
         if views is not None:
-            pixels = viewed(pixels, views.index_select(0, self._row)[0])
+            pixels = augment(pixels, views.index_select(0, self._row)[0])
         return self._normalise(pixels), self._labels.index_select(0, chosen)
 
     @torch.no_grad()
@@ -315,9 +317,9 @@ class GraphedEngine:
 def fast_layers(model: nn.Module) -> Any:
     """Put the fast layers in; without Triton, or a C compiler for it, the model stays as it is and is slower."""
     try:
-        from fedeas_flwr.training.gpu.fast_layers import FastLayers
+        from fedeas_flwr.training.gpu.fast_layers import FusedLayers
 
-        return FastLayers(model)
+        return FusedLayers(model)
     except Exception as error:  # whatever a compiler may raise
         logger.warning("BatchNorm is not fused, training goes on slower: %s", one_line(error))
         return None

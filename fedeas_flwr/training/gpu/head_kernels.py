@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 _ROWS, _COLUMNS = 16, 64
-WIDEST = 256
+MAX_CLASSES = 256
 """Outputs that one program holds."""
 
 

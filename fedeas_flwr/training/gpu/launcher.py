@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-AHEAD = 4
+MAX_QUEUED_PER_STREAM = 4
 """Pieces of work that wait on a stream: some milliseconds, which covers whatever keeps this thread from coming."""
 PAUSE = 1e-4
 """Seconds between two looks at streams that all have enough."""
@@ -34,7 +34,7 @@ class _Job:
 
     error: BaseException | None
 
-    def go_on(self) -> bool:
+    def launch_next(self) -> bool:
         """Launch the next piece, unless the stream has work for a while; say whether something was done.
 
         An error belongs to whoever waits for the job: also one of the GPU's, of which a look at the stream tells.
@@ -43,7 +43,7 @@ class _Job:
         try:
             while self.waiting and self.waiting[0].query():
                 self.waiting.popleft()
-            if len(self.waiting) >= AHEAD:
+            if len(self.waiting) >= MAX_QUEUED_PER_STREAM:
                 return False
             if self.next < len(self.launches):
                 torch.cuda.set_stream(self.stream)
@@ -87,7 +87,7 @@ class Launcher:
                     self._arrived.wait()
                 active += self._new
                 self._new.clear()
-            worked = [job.go_on() for job in active]
+            worked = [job.launch_next() for job in active]
             active = [job for job in active if not job.done.is_set()]
             if not any(worked):
                 time.sleep(PAUSE)

@@ -12,7 +12,15 @@ import triton
 import triton.language as tl
 from torch import nn
 
-from fedeas_flwr.training.gpu.batchnorm_kernels import arrived, columns_of, row_sums, rows, settled, statistics, summed
+from fedeas_flwr.training.gpu.batchnorm_kernels import (
+    incoming_grad,
+    columns_of,
+    row_sums,
+    rows,
+    finalize_stats,
+    statistics,
+    summed,
+)
 
 _AT_ONCE = 1024
 """Elements of a map in one program."""
@@ -28,7 +36,7 @@ def _pooled_kernel(  # type: ignore[no-untyped-def]
     channel = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     is_channel = channel < C
     total, square = summed(partials, channel, is_channel, C, PARTS)
-    mean, factor, offset = settled(
+    mean, factor, offset = finalize_stats(
         x, total, square, tl.load(count) * pixels, tl.program_id(1), channel, is_channel, weight, bias, running_mean,
         running_var, means, inverses, momentum, eps, TRACK,
     )  # fmt: skip
@@ -70,7 +78,7 @@ def _pooled_sums_kernel(  # type: ignore[no-untyped-def]
         row = part * SPAN + start + tl.arange(0, ROWS)
         counts = ((row < number) & (row < (part + 1) * SPAN))[:, None] & is_channel[None, :]
         where = row[:, None] * C + channel[None, :]
-        gradient = arrived(dy, more_dy, y, where, counts, True, TWO)
+        gradient = incoming_grad(dy, more_dy, y, where, counts, True, TWO)
         tap = tl.load(taps + where, mask=counts, other=4).to(tl.int32)
         h = (2 * ((row // ACROSS) % DOWN) - 1)[:, None] + tap // 3
         w = (2 * (row % ACROSS) - 1)[:, None] + tap % 3
@@ -112,7 +120,7 @@ def _pooled_backward_kernel(  # type: ignore[no-untyped-def]
         there = counts & seen[:, None]
         where = ((image * DOWN + down) * ACROSS + across)[:, None] * C + channel[None, :]
         largest = tl.load(taps + where, mask=there, other=-1).to(tl.int32) == tap[:, None]
-        gradient += arrived(dy, more_dy, y, where, there & largest, True, TWO)
+        gradient += incoming_grad(dy, more_dy, y, where, there & largest, True, TWO)
     where = row[:, None] * C + channel[None, :]
     value = (tl.load(x + where, mask=counts, other=0).to(tl.float32) - mean[None, :]) * inverse[None, :]
     gradient = (gradient - total[None, :] / number - value * product[None, :] / number) * factor[None, :]

@@ -26,7 +26,7 @@ def _fetch_kernel(  # type: ignore[no-untyped-def]
     table, row, pixels, labels, views, mean, std, images, chosen, BATCH: tl.constexpr,
     H: tl.constexpr, W: tl.constexpr, C: tl.constexpr, ROOM: tl.constexpr, HAS_VIEWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Part of one image: `viewed` (training/augmentation.py) and `Normaliser` (training/models.py), element by
+    """Part of one image: `augment` (training/augmentation.py) and `Normaliser` (training/models.py), element by
     element."""
     place = tl.load(row) * BATCH + tl.program_id(0)
     index = tl.load(table + place)
@@ -196,7 +196,7 @@ def _descend_kernel(blocks, gradients, rate, loss, sum_of_losses, samples, row, 
         tl.store(row, tl.load(row) + 1)
 
 
-class Descent:
+class FusedSGD:
     """w ← w − η g of all parameters in one kernel, and of the bfloat16 copies that the model computes with.
 
     Parameters
@@ -248,12 +248,12 @@ def _blocks(number: int, parameter: torch.Tensor, master: torch.Tensor) -> list[
     rows, length, pitch = 1, master.numel(), 0
     if master.dim() == 2 and master.stride(0) > master.shape[1]:
         rows, length, pitch = master.shape[0], master.shape[1], master.stride(0)
-    halved = parameter.dtype != master.dtype
+    use_bf16 = parameter.dtype != master.dtype
     found = []
     for row in range(rows):
         for start in range(0, length, _BLOCK):
             offset = row * pitch + start
-            half = parameter.data_ptr() + 2 * offset if halved else 0
+            half = parameter.data_ptr() + 2 * offset if use_bf16 else 0
             whole = master.data_ptr() + 4 * offset
             found.append((number, row * length + start, whole, half, min(_BLOCK, length - start)))
     return found

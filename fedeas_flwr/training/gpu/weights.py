@@ -11,7 +11,7 @@ from itertools import accumulate
 import torch
 from torch import nn
 
-from fedeas_flwr.training.gpu.convolutions import use_centre_tap, use_room
+from fedeas_flwr.training.gpu.convolutions import use_centre_tap, use_padded_weights
 
 
 class Weights:
@@ -20,8 +20,8 @@ class Weights:
     Parameters
     ----------
     model
-        On its device and in its memory format. With ``halved``, its matrices, kernels and biases become bfloat16.
-    halved
+        On its device and in its memory format. With ``use_bf16``, its matrices, kernels and biases become bfloat16.
+    use_bf16
         Whether the model is to compute in bfloat16.
     one_pixel
         Convolutions of which the centre taps alone are trained (convolutions.py).
@@ -38,7 +38,7 @@ class Weights:
     def __init__(
         self,
         model: nn.Module,
-        halved: bool,
+        use_bf16: bool,
         one_pixel: Sequence[nn.Conv2d] = (),
         widened: nn.Conv2d | None = None,
         room: int = 0,
@@ -55,9 +55,9 @@ class Weights:
         self._halved = [
             i
             for i, p in enumerate(self.parameters)
-            if halved and p.dtype == torch.float32 and (p.dim() > 1 or id(p) in biases)  # the rest is BatchNorm's
+            if use_bf16 and p.dtype == torch.float32 and (p.dim() > 1 or id(p) in biases)  # the rest is BatchNorm's
         ]
-        self._wholes = self._in_one_piece()
+        self._wholes = self._flatten_storage()
         self.masters = list(self._wholes)
         self._empty: list[torch.Tensor] = []
         for i in range(self._dense, len(trained)):
@@ -65,13 +65,13 @@ class Weights:
             self.masters[i] = self._wholes[i][:, :, 1, 1]
         if widened is not None:
             i = next(i for i, (_, p) in enumerate(trained) if p is widened.weight)
-            self.parameters[i] = use_room(widened, _whole_room(widened.weight, room))
+            self.parameters[i] = use_padded_weights(widened, _whole_room(widened.weight, room))
             self.masters[i] = _whole_room(self._wholes[i], room)
             self._empty.append(self.masters[i][:, widened.in_channels :])
         self._gradients = [torch.zeros_like(self.masters[i]) for i in self._halved]
         self.refresh()
 
-    def _in_one_piece(self) -> list[torch.Tensor]:
+    def _flatten_storage(self) -> list[torch.Tensor]:
         """Move what is halved to two pieces of memory, one float32, one the model's; return all float32 values."""
         sizes = [-_extent(self.parameters[i]) // 64 * -64 for i in self._halved]  # each starts at a full memory line
         starts = list(accumulate(sizes, initial=0))

@@ -1,0 +1,51 @@
+"""Run directories written by hand, for what reads them: no training, and figures that can be checked by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from fedeas_flwr.common.project import describe_environment
+from fedeas_flwr.config import parse_config
+from fedeas_flwr.data.datasets import dataset_info
+from fedeas_flwr.report.groups import Group, group_runs
+from fedeas_flwr.runs.directory import RunDirectory
+from fedeas_flwr.runs.metrics import summarise
+
+FEDEAS_OF_FOUR = 115
+"""What FedEAS generates on the digits partition of four clients at β = 4, α = 0.1."""
+
+
+def write_run(
+    folder: Path,
+    accuracies: Sequence[float],
+    *,
+    images: int = 0,
+    extra: Sequence[dict[str, Any]] | None = None,
+    finished: bool = True,
+    **keys: Any,
+) -> RunDirectory:
+    """A run of four clients with the given accuracies; ``extra`` adds to each round, ``keys`` are snake_case."""
+    values = {"clients": 4, "rounds": len(accuracies), "policy": "none", "run-dir": str(folder)}
+    values |= {key.replace("_", "-"): value for key, value in keys.items()}
+    config = parse_config(values)
+    run = RunDirectory.start(config, describe_environment("cpu"))
+    if not config.dataset.startswith("own:"):  # those may be gone
+        run.record_inputs(config.dataset, dataset_info(config.dataset).classes, {})
+    for number, accuracy in enumerate(accuracies, 1):
+        seconds = {"clients": 2.0, "aggregate": 0.5, "evaluate": 0.25, "generating": 1.0, "training": 3.0}
+        more = extra[number - 1] if extra else {}
+        record = {"round": number, "accuracy": accuracy, "clients": [0, 1, 2, 3], "failures": [], "generated": images}
+        run.append_round({**record, "seconds": seconds, **more})
+    if finished:
+        run.save_summary(summarise(run.rounds(), config.threshold))
+        run.set_status("finished")
+    else:
+        run.set_status("interrupted")
+    return run
+
+
+def grouped(*runs: RunDirectory) -> list[Group]:
+    """The groups that a report makes of runs."""
+    return group_runs(runs)[0]
