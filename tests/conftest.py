@@ -56,8 +56,9 @@ def session_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     folder.mkdir(parents=True, exist_ok=True)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("FEDEAS_CACHE", str(folder))
-        # Processes that tests start elsewhere import this very tree; a relative path would lead nowhere from there.
-        patch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep))
+        # Processes that tests start elsewhere import this very tree and the helpers; a relative path would fail there.
+        path = [str(ROOT), str(ROOT / "tests" / "helpers"), os.environ.get("PYTHONPATH", "")]
+        patch.setenv("PYTHONPATH", os.pathsep.join(path).rstrip(os.pathsep))
         yield folder
 
 

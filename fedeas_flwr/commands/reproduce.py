@@ -146,9 +146,9 @@ def do_missing(
     from fedeas_flwr.launch.sweep_jobs import run_sweep
     from fedeas_flwr.reproduce.missing_runs import (
         ArchivingWatcher,
+        archive_finished_runs,
         make_missing_sweep,
         record_folder,
-        archive_finished_runs,
     )
     from fedeas_flwr.runs.listing import check_export
 

@@ -21,7 +21,7 @@ from fedeas_flwr.common.errors import ConfigError
 from fedeas_flwr.common.tables import folding_table, print_table
 from fedeas_flwr.common.text import counted, show_seconds
 from fedeas_flwr.config_files import parse_overrides, read_values, refuse_ignored
-from fedeas_flwr.launch.sweep import SweepRun, Sweep, make_sweep, parse_grid, points
+from fedeas_flwr.launch.sweep import Sweep, SweepRun, make_sweep, parse_grid, points
 from fedeas_flwr.launch.sweep_jobs import SweepStatus, Watcher, run_sweep
 from fedeas_flwr.runs.listing import find_runs
 

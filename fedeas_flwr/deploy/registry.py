@@ -9,7 +9,7 @@ from typing import Any
 from fedeas_flwr.common.errors import RunFailedError
 from fedeas_flwr.common.text import one_line
 from fedeas_flwr.deploy.deployment import CONNECTION, Deployment
-from fedeas_flwr.launch.superlink import QUIET, run_flwr_json, is_listening
+from fedeas_flwr.launch.superlink import QUIET, is_listening, run_flwr_json
 
 
 def register_nodes(deployment: Deployment, folder: Path) -> list[str]:

@@ -132,9 +132,9 @@ def check_last_batches(config: RunConfig) -> Iterable[Finding]:
         return [ok("last batches", f"none of fewer than {SMALL_BATCH} images")]
     least = min(short, key=lambda client: short[client])
     text = (
-        f"{len(short)} of {counted(config.clients, 'client')} end their epochs in a batch of fewer than {SMALL_BATCH} images, "
-        f"client {least} with {short[least]} of its {samples[least]:,}: with BatchNorm such a step can be many times "
-        "the usual size"
+        f"{len(short)} of {counted(config.clients, 'client')} end their epochs in a batch of fewer than {SMALL_BATCH} "
+        f"images, client {least} with {short[least]} of its {samples[least]:,}: with BatchNorm such a step can be "
+        "many times the usual size"
     )
     return [
         note("last batches", text, f"min-batch={SMALL_BATCH} leaves these out; see results/notes/accuracy-drops.md")

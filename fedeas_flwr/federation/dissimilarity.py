@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from fedeas_flwr.common.cores import map_ordered, chunks, threads_for
+from fedeas_flwr.common.cores import chunks, map_ordered, threads_for
 from fedeas_flwr.runs.checkpoints import Arrays, to_numpy
 
 _BLOCK = 2**15

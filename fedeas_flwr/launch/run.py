@@ -28,7 +28,7 @@ from fedeas_flwr.config import RunConfig
 from fedeas_flwr.launch.mps import may_share_gpu, shared_gpu
 from fedeas_flwr.launch.progress import GenerationProgress, RoundProgress
 from fedeas_flwr.launch.resources import clients_at_once, ray_resources
-from fedeas_flwr.launch.superlink import run_flwr_json, own_environment, stage_app, start_superlink
+from fedeas_flwr.launch.superlink import own_environment, run_flwr_json, stage_app, start_superlink
 from fedeas_flwr.runs.directory import RunDirectory
 
 

@@ -28,7 +28,7 @@ from fedeas_flwr.common.processes import ignore_sigint
 from fedeas_flwr.common.project import describe_environment
 from fedeas_flwr.config import RunConfig
 from fedeas_flwr.launch.mps import gpu_shared_by
-from fedeas_flwr.launch.sweep import SweepRun, Sweep
+from fedeas_flwr.launch.sweep import Sweep, SweepRun
 from fedeas_flwr.launch.watchdog import is_watchdog
 from fedeas_flwr.runs.directory import RunDirectory
 

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from fedeas_flwr.reproduce.cells import DEFAULT_COLUMN, BETA_SWEEP_COLUMN, column
+from fedeas_flwr.reproduce.cells import BETA_SWEEP_COLUMN, DEFAULT_COLUMN, column
 from fedeas_flwr.reproduce.paper import COLUMNS
 from fedeas_flwr.reproduce.paper_comparison import NONE, last_20_of, show_seeds, signed
 from fedeas_flwr.reproduce.results import Results, Value

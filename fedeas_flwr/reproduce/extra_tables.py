@@ -11,13 +11,13 @@ from fedeas_flwr.planning.run_plan import count_distinct_images, planned_allocat
 from fedeas_flwr.reproduce import paper
 from fedeas_flwr.reproduce.cells import (
     BATCHED,
-    CLEAN,
-    SAMPLER_VARIANTS,
-    DRAWN,
-    DEFAULT_COLUMN,
-    METHODS,
     BETA_SWEEP_COLUMN,
+    CLEAN,
+    DEFAULT_COLUMN,
+    DRAWN,
+    METHODS,
     RULES,
+    SAMPLER_VARIANTS,
     SHARED,
     cell,
     column,

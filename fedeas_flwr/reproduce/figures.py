@@ -22,7 +22,7 @@ from fedeas_flwr.policies import allocate
 from fedeas_flwr.report.plan_figures import draw_concentration, draw_demand, draw_reduction, draw_selection
 from fedeas_flwr.report.style import COLOURS, INK, LABELS, legend_above, tidy
 from fedeas_flwr.reproduce import paper
-from fedeas_flwr.reproduce.cells import DEFAULT_COLUMN, BETA_SWEEP_COLUMN, cell, column
+from fedeas_flwr.reproduce.cells import BETA_SWEEP_COLUMN, DEFAULT_COLUMN, cell, column
 from fedeas_flwr.reproduce.paper_comparison import last_20_of
 from fedeas_flwr.reproduce.results import Measured, Results, Value
 from fedeas_flwr.reproduce.tables import swept_methods

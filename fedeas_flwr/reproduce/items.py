@@ -13,10 +13,10 @@ from fedeas_flwr.common.errors import ConfigError
 from fedeas_flwr.reproduce import claims, drops, extra_tables, paper, paper_comparison, tables
 from fedeas_flwr.reproduce.cells import (
     BATCHED,
-    CLEAN,
-    DRAWN,
-    DEFAULT_COLUMN,
     BETA_SWEEP_COLUMN,
+    CLEAN,
+    DEFAULT_COLUMN,
+    DRAWN,
     RULES,
     SHARED,
     Cell,

@@ -7,10 +7,11 @@ from dataclasses import dataclass, field
 
 from fedeas_flwr.report import page as pages
 from fedeas_flwr.reproduce import paper
-from fedeas_flwr.reproduce.cells import BETAS, FULL, METHODS, BETA_SWEEP_COLUMN, Cell, cell, column
+from fedeas_flwr.reproduce.cells import BETA_SWEEP_COLUMN, BETAS, FULL, METHODS, Cell, cell, column
 from fedeas_flwr.reproduce.paper_comparison import (
     NONE,
     budget_of,
+    format_cell,
     last_20_of,
     peak_of,
     show_budget,
@@ -18,7 +19,6 @@ from fedeas_flwr.reproduce.paper_comparison import (
     show_ours,
     show_paper,
     show_seeds,
-    format_cell,
     value_of,
 )
 from fedeas_flwr.reproduce.results import Budget, Results, Value

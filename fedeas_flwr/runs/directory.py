@@ -18,7 +18,7 @@ from typing import Any
 
 from fedeas_flwr.common.errors import ConfigError, RunError
 from fedeas_flwr.common.files import atomic_write, errors_naming, existing_part, remove_unfinished
-from fedeas_flwr.common.processes import identify, is_elsewhere, is_alive
+from fedeas_flwr.common.processes import identify, is_alive, is_elsewhere
 from fedeas_flwr.common.randomness import Noise
 from fedeas_flwr.common.text import counted
 from fedeas_flwr.config import KEYS_CHANGEABLE_ON_RESUME, RunConfig, parse_config

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from fedeas_flwr.common.cores import map_ordered, chunks, threads_for
+from fedeas_flwr.common.cores import chunks, map_ordered, threads_for
 from fedeas_flwr.runs.checkpoints import Arrays
 
 _BLOCK = 2**17

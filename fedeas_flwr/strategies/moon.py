@@ -20,7 +20,7 @@ from torch.nn import functional as F
 from fedeas_flwr.common.errors import ConfigError
 from fedeas_flwr.config import RunConfig
 from fedeas_flwr.strategies.fedavg import FedAvg, build_fedavg
-from fedeas_flwr.strategies.interface import ClientAlgorithm, ClientRound, ClientAlgorithmResult
+from fedeas_flwr.strategies.interface import ClientAlgorithm, ClientAlgorithmResult, ClientRound
 from fedeas_flwr.training.build import network
 from fedeas_flwr.training.engine import State
 from fedeas_flwr.training.objective import Batch, Inputs, Objective, Tensors, features_and_logits

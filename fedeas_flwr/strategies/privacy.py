@@ -21,7 +21,7 @@ from fedeas_flwr.common.errors import ConfigError
 from fedeas_flwr.config import RunConfig
 from fedeas_flwr.runs.checkpoints import Arrays
 from fedeas_flwr.strategies.fedavg import FedAvg
-from fedeas_flwr.strategies.records import ARRAYS, BUFFERS, CONFIG, METRICS, to_in_process, encoded
+from fedeas_flwr.strategies.records import ARRAYS, BUFFERS, CONFIG, METRICS, encoded, to_in_process
 
 WRAPPERS: dict[str, Any] = {
     "server-fixed": flower.DifferentialPrivacyServerSideFixedClipping,

@@ -22,7 +22,7 @@ from fedeas_flwr.config import RunConfig
 from fedeas_flwr.runs.checkpoints import Arrays, StrategyState
 from fedeas_flwr.strategies.averaging import cast_like, weighted_average
 from fedeas_flwr.strategies.fedavg import FedAvg, settings
-from fedeas_flwr.strategies.interface import ClientAlgorithm, ClientRound, ClientAlgorithmResult
+from fedeas_flwr.strategies.interface import ClientAlgorithm, ClientAlgorithmResult, ClientRound
 from fedeas_flwr.strategies.records import ARRAYS, EXTRA, METRICS, WEIGHT, to_arrays, to_record
 from fedeas_flwr.training.engine import State
 from fedeas_flwr.training.objective import Inputs, Objective, Tensors

@@ -23,7 +23,7 @@ from fedeas_flwr.strategies.registry import client_part
 from fedeas_flwr.training.build import build_engine, network
 from fedeas_flwr.training.engine import read_state
 from fedeas_flwr.training.objective import Batch
-from fedeas_flwr.training.oom_fallback import full_batch_gradient, accumulate_gradients, checkpoint_activations
+from fedeas_flwr.training.oom_fallback import accumulate_gradients, checkpoint_activations, full_batch_gradient
 
 
 class Limited(nn.Module):

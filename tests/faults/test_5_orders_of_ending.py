@@ -209,7 +209,7 @@ def interrupted_again_and_again(folder: Path, keys: dict[str, Any], times: int) 
 
         return test
 
-    evaluation.central_test = central
+    server_app.central_test = central
     try:
         finish(quick(folder, **keys))
     finally:

@@ -19,7 +19,7 @@ from waiting import LONG
 from fedeas_flwr.common.text import parse_age, parse_bytes, show_bytes
 from fedeas_flwr.generators import cache_maintenance
 from fedeas_flwr.generators.cache import ImageCache
-from fedeas_flwr.generators.cache_maintenance import cache_limit, entries, ensure_space, prune, verify
+from fedeas_flwr.generators.cache_maintenance import cache_limit, ensure_space, entries, prune, verify
 from fedeas_flwr.partition import make_partition, plan_labels
 from fedeas_flwr.policies import allocate
 

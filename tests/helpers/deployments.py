@@ -19,7 +19,7 @@ from fedeas_flwr.common.errors import RunError
 from fedeas_flwr.common.processes import MARK, ProcessTree
 from fedeas_flwr.deploy.deployment import CONNECTION, Deployment, write_deployment
 from fedeas_flwr.deploy.registry import list_nodes, register_nodes
-from fedeas_flwr.launch.superlink import QUIET, run_flwr_json, free_port
+from fedeas_flwr.launch.superlink import QUIET, free_port, run_flwr_json
 from fedeas_flwr.runs.directory import RunDirectory
 
 WATCH = '''

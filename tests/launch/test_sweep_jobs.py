@@ -23,7 +23,7 @@ from fedeas_flwr.common.errors import RunError
 from fedeas_flwr.common.text import show_seconds
 from fedeas_flwr.launch import sweep_jobs
 from fedeas_flwr.launch.sweep import SweepRun, make_sweep
-from fedeas_flwr.launch.sweep_jobs import SweepStatus, Job, RunProgress, run_sweep
+from fedeas_flwr.launch.sweep_jobs import Job, RunProgress, SweepStatus, run_sweep
 from fedeas_flwr.runs.directory import RunDirectory
 
 CHILD = """

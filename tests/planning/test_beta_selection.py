@@ -16,7 +16,7 @@ from PIL import Image
 from fedeas_flwr.allocation import IntArray, fedeas, full_balance, removed
 from fedeas_flwr.partition import make_partition, plan_labels
 from fedeas_flwr.planning import curves
-from fedeas_flwr.planning.beta_selection import Choice, Limits, GeneratorSpeed, broken, choose, format_choice
+from fedeas_flwr.planning.beta_selection import Choice, GeneratorSpeed, Limits, broken, choose, format_choice
 from fedeas_flwr.planning.budget_path import BudgetPath, bisect_last_true, where_removed
 from fedeas_flwr.report.plan_figures import draw_plan
 

@@ -15,7 +15,7 @@ from fedeas_flwr.report.document import make_document
 from fedeas_flwr.report.groups import group_runs
 from fedeas_flwr.report.page import Document, as_html, as_markdown
 from fedeas_flwr.reproduce import drops, extra_tables, paper, paper_comparison, tables
-from fedeas_flwr.reproduce.cells import DEFAULT_COLUMN, BETA_SWEEP_COLUMN
+from fedeas_flwr.reproduce.cells import BETA_SWEEP_COLUMN, DEFAULT_COLUMN
 from fedeas_flwr.reproduce.claims import verdict
 from fedeas_flwr.reproduce.items import ITEMS, choose
 from fedeas_flwr.reproduce.results import Results

@@ -23,7 +23,7 @@ from waiting import LONG, PausedRun, wait_until
 
 from fedeas_flwr.common.errors import RunError
 from fedeas_flwr.launch import prepare, sweep_jobs
-from fedeas_flwr.reproduce.cells import DEFAULT_COLUMN, BETA_SWEEP_COLUMN, all_cells, cell
+from fedeas_flwr.reproduce.cells import BETA_SWEEP_COLUMN, DEFAULT_COLUMN, all_cells, cell
 from fedeas_flwr.reproduce.items import ITEMS
 from fedeas_flwr.reproduce.missing_runs import archive_finished_runs
 from fedeas_flwr.reproduce.results import find_results
@@ -67,7 +67,8 @@ def test_the_committed_runs_fill_their_column_and_all_else_is_missing(tmp_path: 
         (["table2"], "'table2': say ablation (the paper's Table 2) or peak (supplement, E)"),
         (
             [BETA_SWEEP_COLUMN],
-            f"'{BETA_SWEEP_COLUMN}' is a column: say what of it, such as table1, or '{BETA_SWEEP_COLUMN}/*' for its cells",
+            f"'{BETA_SWEEP_COLUMN}' is a column: say what of it, such as table1, or '{BETA_SWEEP_COLUMN}/*' for "
+            f"its cells",
         ),
         (
             ["gamma", "--columns", DEFAULT_COLUMN],
@@ -207,7 +208,8 @@ def test_the_command_that_is_named_does_what_is_missing(tmp_path: Path) -> None:
     [
         (
             ["table1", BETA_SWEEP_COLUMN],
-            f"table1 --scale full --run --columns {BETA_SWEEP_COLUMN} --set data-dir=DIR --set generator=DIR --set backend=inline",
+            f"table1 --scale full --run --columns {BETA_SWEEP_COLUMN} --set data-dir=DIR --set generator=DIR "
+            f"--set backend=inline",
         ),
         (["table1"], "table1 --scale full --run --set data-dir=DIR --set backend=inline"),
         (
@@ -219,7 +221,8 @@ def test_the_command_that_is_named_does_what_is_missing(tmp_path: Path) -> None:
                 "--set",
                 "precision=bf16",
             ],
-            f"{DEFAULT_COLUMN}/fedeas {BETA_SWEEP_COLUMN}/uniform-sd-turbo --scale full --run --set data-dir=/data --set precision=bf16 "
+            f"{DEFAULT_COLUMN}/fedeas {BETA_SWEEP_COLUMN}/uniform-sd-turbo --scale full --run --set "
+            f"data-dir=/data --set precision=bf16 "
             "--set generator=DIR --set backend=inline",
         ),
         (

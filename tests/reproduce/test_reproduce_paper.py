@@ -14,8 +14,8 @@ from fedeas_flwr.planning.run_plan import count_distinct_images, planned_counts,
 from fedeas_flwr.policies import allocate
 from fedeas_flwr.reproduce import paper
 from fedeas_flwr.reproduce.cells import (
-    DEFAULT_COLUMN,
     BETA_SWEEP_COLUMN,
+    DEFAULT_COLUMN,
     RULES,
     SCALES,
     SHARED,

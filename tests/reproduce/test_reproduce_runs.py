@@ -11,9 +11,9 @@ import pytest
 from records import found_in, record
 
 from fedeas_flwr.reproduce import tables
-from fedeas_flwr.reproduce.cells import DEFAULT_COLUMN, BETA_SWEEP_COLUMN, all_cells
+from fedeas_flwr.reproduce.cells import BETA_SWEEP_COLUMN, DEFAULT_COLUMN, all_cells
 from fedeas_flwr.reproduce.items import choose
-from fedeas_flwr.reproduce.missing_runs import make_missing_sweep, record_folder, archive_finished_runs
+from fedeas_flwr.reproduce.missing_runs import archive_finished_runs, make_missing_sweep, record_folder
 from fedeas_flwr.reproduce.results import find_results
 from fedeas_flwr.reproduce.sections import make_sections
 from fedeas_flwr.runs.directory import RunDirectory

@@ -20,7 +20,7 @@ from users_models import with_features
 from fedeas_flwr.common.errors import ConfigError
 from fedeas_flwr.launch.prepare import prepare
 from fedeas_flwr.runs.checkpoints import Checkpoint
-from fedeas_flwr.strategies.interface import ClientRound, ClientAlgorithmResult
+from fedeas_flwr.strategies.interface import ClientAlgorithmResult, ClientRound
 from fedeas_flwr.strategies.moon import (
     PREVIOUS,
     RECEIVED,

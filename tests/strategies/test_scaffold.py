@@ -26,7 +26,7 @@ from fedeas_flwr.federation.messages import TrainReport
 from fedeas_flwr.launch.prepare import prepare
 from fedeas_flwr.runs.checkpoints import Arrays, Checkpoint, to_numpy
 from fedeas_flwr.runs.directory import RunDirectory
-from fedeas_flwr.strategies.interface import ClientRound, ClientAlgorithmResult
+from fedeas_flwr.strategies.interface import ClientAlgorithmResult, ClientRound
 from fedeas_flwr.strategies.records import METRICS, WEIGHT, to_arrays, to_record
 from fedeas_flwr.strategies.registry import build_strategy
 from fedeas_flwr.strategies.scaffold import Scaffold, ScaffoldClient

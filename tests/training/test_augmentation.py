@@ -15,7 +15,7 @@ from users_models import with_batchnorm
 
 from fedeas_flwr.common.randomness import stream
 from fedeas_flwr.data.datasets import dataset_info
-from fedeas_flwr.training.augmentation import VIEWS, draw_views, augment
+from fedeas_flwr.training.augmentation import VIEWS, augment, draw_views
 from fedeas_flwr.training.build import loss_and_view_inputs
 from fedeas_flwr.training.eager import EagerEngine
 from fedeas_flwr.training.engine import LocalTrainingConfig, read_state

@@ -16,7 +16,7 @@ from fedeas_flwr.config import parse_config
 from fedeas_flwr.data.datasets import dataset_info
 from fedeas_flwr.training.build import network
 from fedeas_flwr.training.engine import copy_state
-from fedeas_flwr.training.models import build_model, uses_rng, split_state
+from fedeas_flwr.training.models import build_model, split_state, uses_rng
 
 DIGITS = (8, 8, 1)
 CIFAR = (32, 32, 3)

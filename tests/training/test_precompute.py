@@ -23,7 +23,7 @@ from fedeas_flwr.training.engine import Engine, LocalTrainingConfig, read_state
 from fedeas_flwr.training.gpu.graphed import GraphedEngine
 from fedeas_flwr.training.models import Normaliser
 from fedeas_flwr.training.objective import CROSS_ENTROPY, Batch, Inputs, Objective
-from fedeas_flwr.training.oom_fallback import full_batch_gradient, accumulate_gradients
+from fedeas_flwr.training.oom_fallback import accumulate_gradients, full_batch_gradient
 
 BATCH, MU, TAU, RATE = 32, 5.0, 0.5, 0.05
 MOON = ContrastiveObjective(MU, TAU)

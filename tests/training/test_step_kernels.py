@@ -9,7 +9,7 @@ from torch.nn import functional as F
 from triton_here import DEVICE  # first: it skips where Triton is not there
 
 from fedeas_flwr.data.datasets import dataset_info
-from fedeas_flwr.training.augmentation import draw_views, augment
+from fedeas_flwr.training.augmentation import augment, draw_views
 from fedeas_flwr.training.gpu.head_kernels import linear
 from fedeas_flwr.training.gpu.step_kernels import FusedSGD, cross_entropy, fetch, mean_of_first
 from fedeas_flwr.training.models import Normaliser

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from fedeas_flwr.common.cuda import CaptureError, capture, capturing, release_cached_memory, own_stream
+from fedeas_flwr.common.cuda import CaptureError, capture, capturing, own_stream, release_cached_memory
 from fedeas_flwr.common.devices import one_thread
 from fedeas_flwr.common.text import one_line
 

@@ -27,7 +27,7 @@ import torch
 from fedeas_flwr.common.files import atomic_folder, atomic_write
 from fedeas_flwr.data.datasets import Dataset, dataset_info, open_dataset, short_name
 from fedeas_flwr.generators.learn.presets import Preset
-from fedeas_flwr.generators.learn.trainer import TrainingState, Progress, Trainer
+from fedeas_flwr.generators.learn.trainer import Progress, Trainer, TrainingState
 from fedeas_flwr.generators.learn.training_plots import draw_pictures
 
 CHECKPOINT = "checkpoint.safetensors"

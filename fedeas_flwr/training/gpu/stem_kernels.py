@@ -13,11 +13,11 @@ import triton.language as tl
 from torch import nn
 
 from fedeas_flwr.training.gpu.batchnorm_kernels import (
-    incoming_grad,
     columns_of,
+    finalize_stats,
+    incoming_grad,
     row_sums,
     rows,
-    finalize_stats,
     statistics,
     summed,
 )
