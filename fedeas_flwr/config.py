@@ -1,7 +1,7 @@
-"""The run-config: every key a run knows, its default, its range and what it means.
+"""The run-config: every key of a run with its default, range and description.
 
-Outside (TOML files, ``--run-config``, ``key=value``) keys are kebab-case; inside they are snake_case. They are
-converted here and nowhere else.
+Users write keys in kebab-case (TOML files, ``--run-config``, ``key=value``); the code uses snake_case. Only this module
+converts between the two.
 """
 
 from __future__ import annotations
@@ -37,10 +37,11 @@ StrategyName = Literal[
     "fedgen",
 ]
 SMALL_BATCH = 8
-"""Images in a batch: with half as many its gradient is eight times as long as that of 64 (results/short-batches)."""
+"""Images in a batch that counts as small: with half as many, the gradient is eight times as long as with 64 images
+(results/short-batches)."""
 SAMPLER_STEPS = {"dpm++": 20, "dpm++-logsnr": 20, "ddim": 250}
-"""The deterministic samplers, DPM-Solver++ (Lu et al., 2022) and DDIM with η = 0 (Song et al., 2021), and how many
-steps each takes unless told otherwise; 250 are the paper's."""
+"""Default number of steps of each deterministic sampler: DPM-Solver++ (Lu et al., 2022), and DDIM with η = 0 (Song et
+al., 2021) with the paper's 250 steps."""
 KEYS_CHANGEABLE_ON_RESUME = (
     "run-dir",
     "resume",
@@ -60,7 +61,7 @@ KEYS_CHANGEABLE_ON_RESUME = (
     "checkpoint-every",
     "tensorboard",
 )
-"""Keys that may differ when a run is resumed: none changes what a client computes on the same hardware.
+"""Keys that may change when a run is resumed. None changes what a client computes on the same hardware;
 `round-timeout`, `node-wait`, `failed-rounds`, `max-examples` and `data-change` can change who is averaged."""
 
 
@@ -69,170 +70,224 @@ def _key(name: str) -> str:
 
 
 class RunConfig(BaseModel):
-    """One run, complete and validated. Defaults are the built-in digits job."""
+    """The complete, validated config of one run. The defaults run the built-in digits example."""
 
     model_config = ConfigDict(
         frozen=True, extra="forbid", alias_generator=_key, populate_by_name=True, allow_inf_nan=False
     )
 
     dataset: str = Field(
-        "digits", description="what the clients hold: digits, cifar10, cifar100, or own:PATH, a folder or .npz of yours"
+        "digits",
+        description="images that the clients hold: digits, cifar10, cifar100, or own:PATH for a custom folder or .npz "
+        "file",
     )
-    data_dir: str = Field("", description="folder with NAME.npz or torchvision's files; empty: the user's cache")
+    data_dir: str = Field("", description="folder with NAME.npz or torchvision's files; empty: the user cache")
     protocol: Literal["clean", "paper"] = Field(
-        "clean", description="clean: test on the official test set; paper: split train+test, as the paper did"
+        "clean",
+        description="clean: test on the official test set; paper: partition train and test images together, as the "
+        "paper does",
     )
-    clients: int = Field(0, ge=0, le=100_000, description="number of clients K; 0: as many as the federation has")
-    alpha: float = Field(0.1, gt=0, le=1e6, description="Dirichlet concentration; smaller is more skewed")
+    clients: int = Field(0, ge=0, le=100_000, description="number of clients K; 0: all clients of the federation")
+    alpha: float = Field(
+        0.1, gt=0, le=1e6, description="Dirichlet concentration α of the partition; smaller is more skewed"
+    )
     partition_seed: int = Field(42, ge=0, lt=2**32, description="seed of the partition")
-    seed: int = Field(1, ge=0, lt=2**31, description="seed of everything else: start, sampling, batches, images")
+    seed: int = Field(
+        1, ge=0, lt=2**31, description="seed of everything else: initial weights, client sampling, batches, images"
+    )
 
     policy: str = Field(
         "fedeas",
-        description="how many images each client generates of each class, or repeats (oversample)",
+        description="allocation policy: how many images each client generates, or repeats (oversample), per class",
         json_schema_extra={"enum": [*POLICIES]},
     )
     beta: float = Field(6.0, ge=0, le=1e6, description="budget parameter β; 0 generates nothing")
-    gamma: float = Field(0.5, ge=0, le=2, description="exponent of the mean class count; 0.5 is the paper's root")
-    printed_rule: bool = Field(False, description="fill by Eq. 9 as printed, without the below-the-mean condition")
+    gamma: float = Field(
+        0.5, ge=0, le=2, description="exponent γ of the mean class count; 0.5 is the paper's square root"
+    )
+    printed_rule: bool = Field(
+        False,
+        description="fill by Eq. 9 as printed, without the below-the-mean condition (the inverse of `allocate`'s "
+        "`strict_mean`)",
+    )
     total: int = Field(
-        0, ge=0, le=10**9, description="images of a matched policy, whatever β; 0: what FedEAS spends at β"
+        0,
+        ge=0,
+        le=10**9,
+        description="total number of images of a matched policy, independent of β; 0: the number that FedEAS generates "
+        "at β",
     )
 
     strategy: StrategyName = Field(
-        "fedavg", description="how the clients' models become one; `fedeas strategies` lists them"
+        "fedavg", description="how client models are aggregated; `fedeas strategies` lists all"
     )
-    fedprox_mu: float = Field(0.01, ge=0, le=1e4, description="of fedprox: weight μ of the proximal term")
-    scaffold_server_rate: float = Field(1.0, gt=0, le=100, description="of scaffold: the server's step size η_g")
+    fedprox_mu: float = Field(0.01, ge=0, le=1e4, description="FedProx: weight μ of the proximal term")
+    scaffold_server_rate: float = Field(1.0, gt=0, le=100, description="SCAFFOLD: server step size η_g")
     scaffold_weighting: Literal["uniform", "examples"] = Field(
-        "uniform", description="of scaffold: whether the models' mean counts clients alike, or by real samples"
+        "uniform",
+        description="SCAFFOLD: weight of a client in the mean of the models: equal, or its number of real samples",
     )
-    moon_mu: float = Field(5.0, ge=0, le=1e4, description="of moon: weight μ of the contrastive term")
-    moon_temperature: float = Field(0.5, gt=0, le=1e4, description="of moon: temperature τ of the similarities")
-    fedmix_lambda: float = Field(
-        0.05, ge=0, lt=1, description="of fedmix: part λ of another client's mean in an image; 0 is FedAvg"
-    )
+    moon_mu: float = Field(5.0, ge=0, le=1e4, description="MOON: weight μ of the contrastive term")
+    moon_temperature: float = Field(0.5, gt=0, le=1e4, description="MOON: temperature τ of the similarities")
+    fedmix_lambda: float = Field(0.05, ge=0, lt=1, description="FedMix: mixing weight λ; 0 is FedAvg")
     disclose_mean_images: bool = Field(
         False,
-        description="of fedmix, which needs it: a client tells all others its mean image and label proportions",
+        description="FedMix, required: each client discloses its mean image and label proportions to all other clients",
     )
     fedgen_alpha: float = Field(
-        10.0, ge=0, le=1e4, description="of fedgen: weight α₀ of the loss on generated features; × 0.98 a round"
+        10.0, ge=0, le=1e4, description="FedGen: weight α₀ of the loss on generated features; × 0.98 per round"
     )
     fedgen_beta: float = Field(
-        10.0, ge=0, le=1e4, description="of fedgen: weight β₀ of agreeing with the generator; × 0.98 a round"
+        10.0, ge=0, le=1e4, description="FedGen: weight β₀ of the agreement with the generator; × 0.98 per round"
     )
-    fedgen_steps: int = Field(10, ge=0, le=100_000, description="of fedgen: the generator's training steps a round")
-    fedgen_batch: int = Field(32, ge=2, le=65_536, description="of fedgen: features generated in a step")
-    fedgen_rate: float = Field(3e-4, gt=0, le=10, description="of fedgen: the generator's Adam step; × 0.98 a round")
+    fedgen_steps: int = Field(10, ge=0, le=100_000, description="FedGen: training steps of the generator per round")
+    fedgen_batch: int = Field(32, ge=2, le=65_536, description="FedGen: features generated per step")
+    fedgen_rate: float = Field(
+        3e-4, gt=0, le=10, description="FedGen: Adam step size of the generator; × 0.98 per round"
+    )
     fedgen_count_noise: float = Field(
-        0.0, ge=0, le=1e6, description="of fedgen: scale b of Laplace noise on the disclosed counts, ε = 2/b; 0: none"
+        0.0,
+        ge=0,
+        le=1e6,
+        description="FedGen: scale b of the Laplace noise on disclosed label counts, ε = 2/b; 0: no noise",
     )
     disclose_label_counts: bool = Field(
-        False, description="of fedgen, which needs it: a client tells the server how many images of each class it holds"
+        False, description="FedGen, required: each client discloses its number of images per class to the server"
     )
-    server_learning_rate: float = Field(
-        0.0, ge=0, le=1000, description="the server's step size; 0: the strategy's own default"
+    server_learning_rate: float = Field(0.0, ge=0, le=1000, description="server step size; 0: the strategy's default")
+    server_momentum: float = Field(
+        0.9, ge=0, lt=1, description="FedAvgM: server momentum; 0 with step size 1 is FedAvg"
     )
-    server_momentum: float = Field(0.9, ge=0, lt=1, description="of fedavgm; 0 with step size 1 is FedAvg")
-    beta_1: float = Field(0.9, ge=0, lt=1, description="of fedadam, fedyogi: decay of the first moment")
-    beta_2: float = Field(0.99, ge=0, lt=1, description="of fedadam, fedyogi: decay of the second moment")
-    tau: float = Field(1e-3, gt=0, le=1, description="of fedadam, fedadagrad, fedyogi: floor of the step's divisor")
+    beta_1: float = Field(0.9, ge=0, lt=1, description="FedAdam, FedYogi: decay of the first moment")
+    beta_2: float = Field(0.99, ge=0, lt=1, description="FedAdam, FedYogi: decay of the second moment")
+    tau: float = Field(
+        1e-3, gt=0, le=1, description="FedAdam, FedAdagrad, FedYogi: adaptivity τ, added to the divisor of the step"
+    )
     trim_fraction: float = Field(
-        0.2, ge=0, lt=0.5, description="of fedtrimmedavg: part of the replies cut off at either end, rounded down"
+        0.2, ge=0, lt=0.5, description="FedTrimmedAvg: fraction of the replies dropped at each end, rounded down"
     )
     malicious_clients: int = Field(
-        0, ge=0, le=100_000, description="of krum, multikrum, bulyan: bad replies f to withstand in a round"
+        0, ge=0, le=100_000, description="Krum, Multi-Krum, Bulyan: number f of malicious replies per round to tolerate"
     )
     selected_clients: int = Field(
-        0, ge=0, le=100_000, description="of multikrum: replies that are averaged; 0: all but malicious-clients"
+        0, ge=0, le=100_000, description="Multi-Krum: number of replies to average; 0: all but `malicious-clients`"
     )
-    q: float = Field(0.1, ge=0, le=100, description="of qfedavg: how much a worse loss weighs; 0: all alike")
+    q: float = Field(
+        0.1,
+        ge=0,
+        le=100,
+        description="q-FedAvg: exponent q of the loss in a client's weight; 0: all clients weigh equally",
+    )
     dp: Literal["none", "server-fixed", "server-adaptive", "client-fixed", "client-adaptive"] = Field(
-        "none", description="differential privacy: who clips the updates, and whether the norm adapts"
+        "none",
+        description="differential privacy: who clips the updates, and whether the clipping norm is fixed or adaptive",
     )
-    dp_noise_multiplier: float = Field(1.0, ge=0, le=1e4, description="of dp: noise in clipping norms, σ")
-    dp_clipping_norm: float = Field(0.1, gt=0, le=1e9, description="of dp: length of an update, C; adaptive: at first")
-    dp_clip_quantile: float = Field(0.5, ge=0, le=1, description="of adaptive dp: part of the updates to be clipped")
-    dp_clip_rate: float = Field(0.2, gt=0, le=100, description="of adaptive dp: step size of the clipping norm")
+    dp_noise_multiplier: float = Field(
+        1.0, ge=0, le=1e4, description="DP: noise multiplier σ, in units of the clipping norm"
+    )
+    dp_clipping_norm: float = Field(
+        0.1, gt=0, le=1e9, description="DP: clipping norm C of an update; if adaptive, its initial value"
+    )
+    dp_clip_quantile: float = Field(0.5, ge=0, le=1, description="adaptive DP: target fraction of updates to clip")
+    dp_clip_rate: float = Field(0.2, gt=0, le=100, description="adaptive DP: step size of the clipping norm")
     dp_count_noise: float = Field(
-        0.0, ge=0, le=1e6, description="of adaptive dp: noise of the clipped clients' number; 0: their 20th part"
+        0.0,
+        ge=0,
+        le=1e6,
+        description="adaptive DP: noise on the number of clipped clients; 0: 1/20 of the sampled clients",
     )
-    dp_delta: float = Field(1e-5, gt=0, lt=1, description="of dp: the δ that ε is given for")
+    dp_delta: float = Field(1e-5, gt=0, lt=1, description="DP: δ for which ε is reported")
     rounds: int = Field(20, ge=1, le=100_000, description="communication rounds T")
-    participation: float = Field(0.5, gt=0, le=1, description="fraction of the clients that train in a round")
-    local_epochs: int = Field(3, ge=1, le=10_000, description="epochs a client trains in a round, E")
-    batch_size: int = Field(32, ge=2, le=65_536, description="images in a training step")
+    participation: float = Field(0.5, gt=0, le=1, description="fraction of the clients that train per round")
+    local_epochs: int = Field(3, ge=1, le=10_000, description="local epochs E per client and round")
+    batch_size: int = Field(32, ge=2, le=65_536, description="images per training step")
     min_batch: int = Field(
         2,
         ge=2,
         le=65_536,
-        description="a last batch of fewer images is left out (BatchNorm makes much of small ones); a client that has "
-        "fewer in all does not train",
+        description="skip the last batch of an epoch if it has fewer images (BatchNorm turns small batches into very "
+        "large steps); a client with fewer images in total does not train",
     )
     loss: Literal["cross-entropy", "class-weighted", "logit-adjusted"] = Field(
-        "cross-entropy", description="a client's loss; the other two offset its own label skew, with any strategy"
+        "cross-entropy",
+        description="client loss; class-weighted and logit-adjusted offset the client's label skew and work with any "
+        "strategy",
     )
     logit_adjustment_tau: float = Field(
-        1.0, ge=0, le=100, description="of logit-adjusted: scale τ of the log prior; 0 is cross-entropy"
+        1.0, ge=0, le=100, description="logit-adjusted loss: scale τ of the log prior; 0 is cross-entropy"
     )
     views: Literal["none", "flip-crop"] = Field(
-        "none", description="flip-crop: every time an image is used, shifted at random and, but for digits, mirrored"
+        "none",
+        description="data augmentation; flip-crop: shift each used image at random and, except for digits, mirror it",
     )
     learning_rate: float = Field(0.05, gt=0, le=100, description="SGD step size")
-    momentum: float = Field(0.0, ge=0, lt=1, description="SGD momentum, fresh each round")
+    momentum: float = Field(0.0, ge=0, lt=1, description="SGD momentum, reset every round")
     weight_decay: float = Field(0.0, ge=0, le=10, description="SGD weight decay")
 
     engine: Literal["auto", "eager", "graphed"] = Field(
         "auto",
-        description="how a client trains: graphed replays CUDA graphs, on a GPU; eager runs anywhere; auto picks",
+        description="training engine: graphed replays CUDA graphs on a GPU; eager runs anywhere; auto chooses",
     )
-    precision: Literal["fp32", "tf32", "bf16"] = Field("tf32", description="arithmetic of training on a GPU")
+    precision: Literal["fp32", "tf32", "bf16"] = Field("tf32", description="arithmetic precision of training on a GPU")
 
-    model: str = Field("small-cnn", description="small-cnn, resnet18, or package.module:callable of your own")
+    model: str = Field("small-cnn", description="small-cnn, resnet18, or package.module:callable for a custom model")
     stem: Literal["7x7", "3x3"] = Field("7x7", description="first layer of resnet18")
-    weights: str = Field("none", description="start of resnet18: none, imagenet, or a .safetensors file")
+    weights: str = Field(
+        "none", description="initial weights of resnet18: none (random), imagenet (pretrained), or a .safetensors file"
+    )
 
     generator: str = Field(
-        "builtin", description="builtin (digits), a folder in diffusers' format, bank:DIR, sd-turbo or sd-turbo:DIR"
+        "builtin", description="builtin (digits), a folder in diffusers format, bank:DIR, sd-turbo or sd-turbo:DIR"
     )
     sampler: Literal["dpm++", "dpm++-logsnr", "ddim"] = Field(
-        "dpm++", description="DPM-Solver++ in steps even in time or in log SNR, or the paper's DDIM (η = 0)"
+        "dpm++",
+        description="DPM-Solver++ with uniform timestep or uniform log-SNR spacing, or the paper's DDIM (η = 0)",
     )
     sampler_steps: int = Field(
         0,
         ge=0,
         le=1000,
-        description="steps of the sampler; 0: " + ", ".join(f"{n} for {name}" for name, n in SAMPLER_STEPS.items()),
+        description="number of sampler steps; 0: " + ", ".join(f"{n} for {name}" for name, n in SAMPLER_STEPS.items()),
     )
-    guidance: float = Field(1.0, ge=1, le=50, description="classifier-free guidance scale; 1 is none")
+    guidance: float = Field(1.0, ge=1, le=50, description="classifier-free guidance scale; 1: no guidance")
     guidance_rescale: float = Field(
-        0.0, ge=0, le=1, description="part of the contrast that guidance adds which is taken away again; 0: none"
+        0.0, ge=0, le=1, description="fraction of the contrast added by guidance that is removed again; 0: none"
     )
     generation_batch: int = Field(
-        0, ge=0, le=65_536, description="images in one forward pass; 0: 64 on a CPU, by free memory on a GPU"
+        0,
+        ge=0,
+        le=65_536,
+        description="images per forward pass of the generator; 0: 64 on a CPU, by free memory on a GPU",
     )
     generation_precision: Literal["auto", "fp32", "tf32", "bf16", "fp16"] = Field(
-        "auto", description="what the generator computes in; auto: fp32 on a CPU, bf16 on a GPU"
+        "auto", description="arithmetic precision of the generator; auto: fp32 on a CPU, bf16 on a GPU"
     )
 
     shared_images: Literal["no", "by-class", "one-seed"] = Field(
         "no",
-        description="no: each client has images of its own; by-class: image i of a class is the same on all; one-seed: "
-        "as if all seeded the generator alike, an image goes by its class and its place in the client's list",
+        description="no: each client has its own images; by-class: image i of a class is identical on every client; "
+        "one-seed: all clients seed the generator identically, so an image depends on its class and its "
+        "position in the client's list",
     )
     min_class_agreement: float = Field(
-        0.0, ge=0, le=1, description="probability of its class that an independent classifier must give; 0: any"
+        0.0,
+        ge=0,
+        le=1,
+        description="minimum probability that an independent classifier must give an image's class; 0: no filter",
     )
-    cache_limit: str = Field("", description="size the image cache is kept under, such as 20GB; empty: none")
+    cache_limit: str = Field("", description="maximum size of the image cache, such as 20GB; empty: no limit")
 
     evaluation: Literal["central", "federated"] = Field(
-        "central", description="central: the server's test set; federated: the clients' own (protocol paper)"
+        "central",
+        description="central: on the server's test set; federated: on the clients' test sets (needs protocol = paper)",
     )
     gamma_hat: Literal["off", "trainable", "all-state"] = Field(
-        "trainable", description="of what Γ̂ is measured each round; all-state: BatchNorm's statistics and counters too"
+        "trainable",
+        description="state that Γ̂ is measured on each round; all-state adds BatchNorm statistics and counters",
     )
-    threshold: float = Field(0.7, ge=0, le=1, description="accuracy whose first round the summary names")
+    threshold: float = Field(
+        0.7, ge=0, le=1, description="target accuracy; the summary reports the first round that reaches it"
+    )
     min_replies: float = Field(
         1.0,
         gt=0,
@@ -244,68 +299,74 @@ class RunConfig(BaseModel):
         1,
         ge=1,
         le=100_000,
-        description="rounds in a row below min-replies that stop the run; until then the model stays",
+        description="number of consecutive rounds below `min-replies` that stops the run; before that, a failed round "
+        "leaves the model unchanged",
     )
     max_examples: int = Field(
-        10_000_000, ge=1, le=2**40, description="most real samples a client may declare; its replies are held to them"
+        10_000_000,
+        ge=1,
+        le=2**40,
+        description="maximum number of real samples that a client may declare; its replies must match its declaration",
     )
     data_change: Literal["refuse", "replan"] = Field(
-        "refuse", description="what a client does whose labels changed after its plan: fail by name, or plan anew"
+        "refuse",
+        description="if a client's labels change after planning (on data change): refuse fails, replan plans again",
     )
-    node_wait: float = Field(10.0, ge=0, le=1e6, description="seconds to wait for the federation's nodes")
-    round_timeout: float = Field(0.0, ge=0, le=1e6, description="seconds to wait for a round's replies; 0: for ever")
+    node_wait: float = Field(10.0, ge=0, le=1e6, description="node timeout: seconds to wait for the federation's nodes")
+    round_timeout: float = Field(0.0, ge=0, le=1e6, description="seconds to wait for a round's replies; 0: no timeout")
     checkpoint_every: int = Field(1, ge=1, le=100_000, description="rounds between checkpoints")
-    device: Literal["auto", "cpu", "cuda"] = Field("auto", description="where models run")
+    device: Literal["auto", "cpu", "cuda"] = Field("auto", description="device that models run on")
     tensorboard: bool = Field(
-        False, description="write the rounds to run-dir/tensorboard too; needs the extra tensorboard"
+        False, description="also write the rounds to run-dir/tensorboard; needs the extra `tensorboard`"
     )
     run_dir: str = Field(
         "",
-        description="folder of this run, absolute under `flwr run`; empty: ./runs/NAME with `fedeas run`, else in the "
-        "user's cache",
+        description="folder of this run, absolute under `flwr run`; empty: ./runs/NAME with `fedeas run`, otherwise in "
+        "the user cache",
     )
-    resume: bool = Field(False, description="go on from the checkpoint in run-dir")
+    resume: bool = Field(False, description="resume from the checkpoint in run-dir")
 
     backend: Literal["ray", "inline"] = Field(
-        "ray", description="of `fedeas run` alone: Flower's Ray simulation, or one process without Ray"
+        "ray", description="`fedeas run` only: Flower's Ray simulation, or a single process without Ray"
     )
     actors: int = Field(
         0,
         ge=0,
         le=4096,
-        description="of `fedeas run` alone: clients at once; 0: one a core, on a GPU what a probe finds",
+        description="`fedeas run` only: clients trained in parallel; 0: one per core, on a GPU as a probe measures",
     )
-    ray_address: str = Field(
-        "", description="of `fedeas run` alone: HOST:PORT of a Ray cluster to run on; empty: a Ray of its own"
-    )
+    ray_address: str = Field("", description="`fedeas run` only: HOST:PORT of a Ray cluster; empty: start a local Ray")
     restarts: int = Field(
-        2, ge=0, le=1000, description="of `fedeas run` alone, under Ray: vain restarts in a row when processes die"
+        2,
+        ge=0,
+        le=1000,
+        description="`fedeas run` under Ray only: maximum consecutive restarts without progress after processes died",
     )
     mps: Literal["auto", "off"] = Field(
         "auto",
-        description="on a GPU, of `fedeas run` under Ray and of several runs at once in a sweep: CUDA's MPS meanwhile, "
-        "where there is one; or off",
+        description="auto: use CUDA MPS, where available, for `fedeas run` under Ray and for parallel runs of a sweep "
+        "on one GPU",
     )
     gpu_share: float = Field(
         0.0,
         ge=0,
         le=1,
-        description="of `fedeas run` alone: GPU fraction of a client under Ray; 0: one part for each of `actors`",
+        description="`fedeas run` only: GPU fraction per client under Ray; 0: an equal part for each of `actors`",
     )
 
     @field_validator("*", mode="before")
     @classmethod
     def _reject_bool_coercion(cls, value: Any, info: ValidationInfo) -> Any:
         if isinstance(value, bool) and cls.model_fields[str(info.field_name)].annotation is not bool:
-            raise ValueError("a value of its own kind, not true or false")
+            raise ValueError("a value of its own type, not true or false")
         if cls.model_fields[str(info.field_name)].annotation is bool and not isinstance(value, bool):
-            raise ValueError("true or false")  # pydantic would take 't', 'on' or 1 for true
+            raise ValueError("true or false")  # pydantic would accept 't', 'on' or 1 as true
         return value
 
     @model_validator(mode="before")
     @classmethod
     def _migrate_bool_shared_images(cls, values: dict[str, Any]) -> dict[str, Any]:
-        """Read records of runs from when all clients shared images by class or not at all."""
+        """Read records from older versions, in which `shared-images` was true (by class) or false."""
         shared = values.get("shared-images")
         return {**values, "shared-images": "by-class" if shared else "no"} if isinstance(shared, bool) else values
 
@@ -313,7 +374,7 @@ class RunConfig(BaseModel):
     @classmethod
     def _known_dataset(cls, value: str) -> str:
         if value == "own:" or (value not in ("digits", "cifar10", "cifar100") and not value.startswith("own:")):
-            raise ValueError("must be digits, cifar10, cifar100, or own:PATH with a folder or .npz file of yours")
+            raise ValueError("must be digits, cifar10, cifar100, or own:PATH with a custom folder or .npz file")
         return value
 
     @field_validator("policy")
@@ -335,55 +396,60 @@ class RunConfig(BaseModel):
     @classmethod
     def _absolute(cls, value: str) -> str:
         if value and not Path(value).is_absolute():
-            raise ValueError("must be an absolute path, since Flower's processes start elsewhere")
+            raise ValueError("must be an absolute path, since Flower's processes start in another folder")
         return value
 
     @model_validator(mode="after")
     def _check_combinations(self) -> RunConfig:
         if self.evaluation == "federated" and self.protocol != "paper":
-            raise ValueError("evaluation = 'federated' needs protocol = 'paper': 'clean' leaves clients no test data")
+            raise ValueError(
+                "evaluation = 'federated' needs protocol = 'paper': with 'clean', clients have no test data"
+            )
         if self.ray_address and self.backend != "ray":
             raise ValueError(f"ray-address = '{self.ray_address}' needs backend = 'ray', not '{self.backend}'")
         if self.resume and not self.run_dir:
-            raise ValueError("resume = true needs run-dir: the folder to go on in")
+            raise ValueError("resume = true needs run-dir: the folder of the run to resume")
         if self.total and "total" not in POLICIES[self.policy].settings:
             matched = ", ".join(name for name, policy in POLICIES.items() if "total" in policy.settings)
             raise ValueError(f"total = {self.total} needs a matched policy ({matched}), not '{self.policy}'")
         if self.min_batch > self.batch_size:
             raise ValueError(f"min-batch = {self.min_batch} must be at most batch-size = {self.batch_size}")
         if self.shared_images == "one-seed" and self.generator.startswith("bank:"):
-            raise ValueError("shared-images = 'one-seed': must be no or by-class with a bank, which needs no seed")
+            raise ValueError("shared-images = 'one-seed': must be no or by-class with a bank, which has no seed")
         if self.generates and self.dataset != "digits" and self.generator == "builtin":
             raise ValueError(
-                f"generator = 'builtin' knows digits only; for {self.dataset} name a folder in diffusers' format"
+                f"generator = 'builtin' generates digits only; for {self.dataset} give a folder in diffusers format"
             )
         return self
 
     @property
     def generates(self) -> bool:
-        """Whether any client can be asked for images under this config."""
+        """Return whether any client can be asked to generate images under this config."""
         return POLICIES[self.policy].generates(self.policy_settings)
 
     @property
     def policy_settings(self) -> PolicySettings:
-        """What the policy depends on, as one value."""
+        """Return the settings that the policy depends on."""
         return PolicySettings(self.beta, self.gamma, not self.printed_rule, self.total or None)
 
     def num_sampled(self, clients: int) -> int:
-        """How many of so many clients train in a round."""
+        """Return the number of clients, out of `clients`, that train in a round."""
         return max(1, round(self.participation * clients))
 
     def min_replies_for(self, num_sampled: int) -> int:
-        """The fewest of so many that `min-replies` lets pass; 0.28 of 25 are 7, though floats make it a little more."""
+        """Return the minimum number of replies, out of `num_sampled`, that satisfies `min-replies`.
+
+        The tolerance absorbs float error: 0.28 of 25 is 7, although the float product is slightly larger.
+        """
         return max(1, math.ceil(self.min_replies * num_sampled - 1e-9))
 
     @property
     def min_replies_per_round(self) -> int:
-        """The fewest replies of a round that `min-replies` lets pass."""
+        """Return the minimum number of replies of a round that satisfies `min-replies`."""
         return self.min_replies_for(self.num_sampled(self.clients))
 
     def to_user_dict(self) -> dict[str, Any]:
-        """The config as users write it: kebab-case keys, plain values."""
+        """Return the config as users write it: kebab-case keys, plain values."""
         return self.model_dump(by_alias=True)
 
     def with_changes(self, **changes: Any) -> RunConfig:
@@ -393,7 +459,7 @@ class RunConfig(BaseModel):
 
 KEYS: tuple[str, ...] = tuple(_key(name) for name in RunConfig.model_fields)
 TEXT_KEYS = frozenset(_key(name) for name, field in RunConfig.model_fields.items() if field.annotation is str)
-"""Keys whose value may be any text: also one that looks like a number or a date."""
+"""Keys whose value may be any text, even one that looks like a number or a date."""
 
 
 def parse_config(values: Mapping[str, Any]) -> RunConfig:
@@ -414,10 +480,12 @@ def parse_config(values: Mapping[str, Any]) -> RunConfig:
 
 
 def unknown_key(key: str, value: Any, known: Sequence[str], listed: str = "`fedeas keys` lists them all") -> str:
-    """Say that a key is not known, which was meant, and unless that is plain where all are ``listed``."""
-    with_it = [name for name in known if key in name.split("-")]
+    """Return an error line for an unknown key: the likely key and, if unclear, where all keys are ``listed``."""
+    with_word = [name for name in known if key in name.split("-")]
     near = difflib.get_close_matches(key, known, n=1, cutoff=0.8)
-    near = near or difflib.get_close_matches(key, with_it, n=2, cutoff=0) or difflib.get_close_matches(key, known, n=2)
+    near = (
+        near or difflib.get_close_matches(key, with_word, n=2, cutoff=0) or difflib.get_close_matches(key, known, n=2)
+    )
     if not near:
         return f"unknown key '{key}' = {value!r}; {listed}"
     hint = f"did you mean {' or '.join(map(repr, near))}?"

@@ -1,4 +1,4 @@
-"""Where run-configs come from on a command line: a TOML file, and ``key=value`` words behind it."""
+"""Read run-configs from the command line: a TOML file and ``key=value`` overrides."""
 
 from __future__ import annotations
 
@@ -21,23 +21,28 @@ def read_config(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
 
 
 def refuse_ignored(config: RunConfig, given: Collection[str]) -> None:
-    """Refuse, of the keys given on a command line, those of a budget that `total` takes the place of.
+    """Reject budget keys that were given on the command line although `total` overrides them.
 
-    In a file they may stand beside it: a run's own record has all keys.
+    A file may hold them together with `total`: a run's record has all keys.
     """
     values = config.to_user_dict()
     for key in ("beta", "gamma", "printed-rule"):
         if config.total and key in given:
-            raise ConfigError(f"{key} = {values[key]!r}: leave it out, total = {config.total} says what is spent")
+            raise ConfigError(
+                f"{key} = {values[key]!r}: leave it out, total = {config.total} sets the number of images"
+            )
 
 
 def read_values(path: Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
-    """Read a TOML file of run-config keys and apply ``key=value`` overrides; a run-dir is seen from this folder."""
+    """Read a TOML file of run-config keys and apply ``key=value`` overrides.
+
+    A relative run-dir is resolved against the working directory.
+    """
     try:
         values = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"config file {path}: {error.strerror or error}") from None
-    except (ValueError, RecursionError) as error:  # also numbers of thousands of digits, and brackets as deep
+    except (ValueError, RecursionError) as error:  # also numbers of thousands of digits and deep nesting
         raise ConfigError(f"config file {path} is not TOML: {error}") from None
     values |= parse_overrides(overrides)
     if isinstance(folder := values.get("run-dir"), str) and folder:
@@ -46,7 +51,7 @@ def read_values(path: Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
 
 
 def parse_overrides(overrides: Sequence[str]) -> dict[str, Any]:
-    """Read ``key=value`` words; a value is TOML where it can be and the key takes it, else a string."""
+    """Read ``key=value`` words; a value is parsed as TOML if possible and if the key allows it, else it is a string."""
     values: dict[str, Any] = {}
     for word in overrides:
         key, equals, text = (part.strip() for part in word.partition("="))

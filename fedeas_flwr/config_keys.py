@@ -1,7 +1,6 @@
-"""Every run-config key in a row: its default, what it allows and what it means, as `RunConfig` itself has them.
+"""Tables of the run-config's keys: what each allows and means, and which of them identify a run.
 
-What is allowed is said in JSON Schema's words, which pydantic makes from the very fields that it checks values by.
-Which keys play a part in a run, and hence what makes two runs the same, is said by `keys_in_use`.
+Allowed values are in JSON Schema terms, which pydantic derives from the fields that it validates with.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ _ANY = {"integer": "n", "number": "x", "boolean": "true, false", "string": "text
 
 @dataclass(frozen=True)
 class Key:
-    """One key of a run-config; ``allowed`` in the words of JSON Schema."""
+    """One key of the run-config; ``allowed`` holds its JSON Schema terms."""
 
     name: str
     default: Any
@@ -28,7 +27,7 @@ class Key:
     meaning: str
 
     def allowed_shown(self) -> str:
-        """What is allowed, for a person: choices, or a range in which n is a whole number and x is any."""
+        """Return the allowed values as text: choices, or a range where n is an integer and x any number."""
         if "enum" in self.allowed:
             return ", ".join(self.allowed["enum"])
         low = [f"{_show(self.allowed[word])} {sign} " for word, sign in _LOWER_BOUNDS.items() if word in self.allowed]
@@ -41,18 +40,18 @@ def _show(bound: float) -> str:
 
 
 def run_keys() -> list[Key]:
-    """All keys, in the order in which they are declared."""
+    """Return all keys in the order of their declaration."""
     return [
         Key(name, field["default"], {word: field[word] for word in _WORDS if word in field}, field["description"])
         for name, field in RunConfig.model_json_schema()["properties"].items()
     ]
 
 
-# ----------------------------------------------------------------------------------------------- of a run
+# ------------------------------------------------------------------------------------------- keys of a run
 
 
 _BUDGET_KEYS = {"beta": "beta", "gamma": "gamma", "strict_mean": "printed-rule", "total": "total"}
-"""What a plan calls them, and the keys."""
+"""Setting of a policy → its key."""
 _IMAGE_KEYS = (
     "generator",
     "sampler",
@@ -65,9 +64,9 @@ _IMAGE_KEYS = (
     "min-class-agreement",
 )
 _DIFFUSION_KEYS = ("sampler", "sampler-steps", "guidance", "guidance-rescale", "generation-precision")
-"""Of images; a bank and SD-Turbo take no notice of them."""
+"""Image keys that a bank and SD-Turbo ignore."""
 GENERATION_KEYS = ("policy", *_BUDGET_KEYS.values(), *_IMAGE_KEYS)
-"""Keys that say what is generated."""
+"""Keys that determine which images are generated."""
 STRATEGY_KEYS: dict[str, tuple[str, ...]] = {
     "fedprox": ("fedprox-mu",),
     "scaffold": ("scaffold-server-rate", "scaffold-weighting"),
@@ -92,34 +91,34 @@ STRATEGY_KEYS: dict[str, tuple[str, ...]] = {
         "disclose-label-counts",
     ),
 }
-"""The keys that are a strategy's own; the others take no notice of them."""
+"""Strategy → the keys that only this strategy reads."""
 _SWITCHES = ("disclose-mean-images", "disclose-label-counts")
-"""A strategy needs them on, or takes no notice of them."""
+"""Switches that a strategy either requires to be true or ignores."""
 _ADAPTIVE_DP_KEYS = ("dp-clip-quantile", "dp-clip-rate", "dp-count-noise")
 
 
 def keys_in_use(config: RunConfig) -> dict[str, Any]:
-    """The keys that play a part in a run, and their values: without β, say, where nothing depends on it."""
+    """Return the keys that affect a run, with their values: without β, for example, if the policy ignores it."""
     settings = settings_of(config.policy, config.total > 0)
-    idle = {*_SWITCHES, *(key for name, key in _BUDGET_KEYS.items() if name not in settings)}
-    idle.update(key for keys in STRATEGY_KEYS.values() for key in keys)
-    idle.difference_update(key for key in STRATEGY_KEYS.get(config.strategy, ()) if key not in _SWITCHES)
+    unused = {*_SWITCHES, *(key for name, key in _BUDGET_KEYS.items() if name not in settings)}
+    unused.update(key for keys in STRATEGY_KEYS.values() for key in keys)
+    unused.difference_update(key for key in STRATEGY_KEYS.get(config.strategy, ()) if key not in _SWITCHES)
     if not config.generates:
-        idle.update(_IMAGE_KEYS)
+        unused.update(_IMAGE_KEYS)
     if config.guidance == 1:
-        idle.add("guidance-rescale")
+        unused.add("guidance-rescale")
     kind = config.generator.partition(":")[0]
     if kind in ("bank", "sd-turbo"):
-        idle.update(_DIFFUSION_KEYS)
+        unused.update(_DIFFUSION_KEYS)
     if kind == "bank":
-        idle.add("generation-batch")
+        unused.add("generation-batch")
     if not config.dp.endswith("adaptive"):
-        idle.update(_ADAPTIVE_DP_KEYS)
+        unused.update(_ADAPTIVE_DP_KEYS)
     if config.dp == "none":
-        idle.update(key for key in config.to_user_dict() if key.startswith("dp-"))
+        unused.update(key for key in config.to_user_dict() if key.startswith("dp-"))
     if config.loss != "logit-adjusted":
-        idle.add("logit-adjustment-tau")
+        unused.add("logit-adjustment-tau")
     if config.model != "resnet18":
-        idle.add("stem")
+        unused.add("stem")
     values = config.to_user_dict() | {"sampler-steps": config.sampler_steps or SAMPLER_STEPS[config.sampler]}
-    return {key: value for key, value in values.items() if key not in idle}
+    return {key: value for key, value in values.items() if key not in unused}
