@@ -18,7 +18,6 @@ from typing import Any
 
 from fedeas_flwr.common.errors import ConfigError, RunError
 from fedeas_flwr.common.files import atomic_write, errors_naming, existing_part, remove_unfinished
-from fedeas_flwr.common.processes import identify, is_alive, is_elsewhere
 from fedeas_flwr.common.randomness import Noise
 from fedeas_flwr.common.text import counted
 from fedeas_flwr.config import KEYS_CHANGEABLE_ON_RESUME, RunConfig, parse_config
@@ -32,13 +31,11 @@ from fedeas_flwr.runs.checkpoints import (
 )
 from fedeas_flwr.runs.files import holds_others_files
 from fedeas_flwr.runs.round_records import RoundLog, read_records
+from fedeas_flwr.runs.status import RunStatus, read_errors_as_run_error
 
 
-class RunDirectory:
-    """One run's folder."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
+class RunDirectory(RunStatus):
+    """The folder of one run."""
 
     @classmethod
     def start(cls, config: RunConfig, environment: Mapping[str, Any]) -> RunDirectory:
@@ -117,7 +114,7 @@ class RunDirectory:
                 f"{path} is not there, and which noise the run's models have is not known without: begin anew"
             )
         try:
-            with _read_errors_as_run_error(path):
+            with read_errors_as_run_error(path):
                 return Noise(path)
         except ValueError as error:
             raise RunError(str(error)) from None
@@ -194,7 +191,7 @@ class RunDirectory:
 
     def _recorded(self, offset: int = 0) -> RoundLog:
         path = self.path / "rounds.jsonl"
-        with _read_errors_as_run_error(path):
+        with read_errors_as_run_error(path):
             return read_records(path, offset) if path.exists() else RoundLog()
 
     def append_round(self, record: Mapping[str, Any]) -> None:
@@ -291,97 +288,3 @@ class RunDirectory:
     def service(self) -> dict[str, Any]:
         """Where the shared generator stood last."""
         return dict(self.read_json("service.json"))
-
-    def set_status(self, status: str, error: str = "", pid: int | None = None, died: bool = False) -> None:
-        """Say where the run stands; ``error`` is one line, ``pid`` a process that was just started to run it.
-
-        ``died`` tells a launcher that processes of the run died, so that fresh ones may go on with it.
-
-        Without ``pid`` this process is added to those that run it together (a launcher, and the ServerApp it started):
-        the run goes on while one of them lives.
-        """
-        found: dict[str, Any] = {"status": status, "error": error, **({"died": True} if died else {})}
-        if status == "running":
-            this = identify(pid)
-            others = [] if pid else [other for other in self.processes() if other["pid"] != this["pid"]]
-            found["processes"] = [*others, this]
-        self.write_json("status.json", found)
-
-    def status(self) -> tuple[str, str]:
-        """Where the run stands by its own word, and why if it failed."""
-        try:
-            found = self.read_json("status.json")
-            return str(found["status"]), str(found["error"])
-        except (RunError, KeyError, TypeError):
-            return "unknown", ""
-
-    def has_died(self) -> bool:
-        """Whether it failed because processes died under it."""
-        try:
-            return bool(self.read_json("status.json").get("died"))
-        except (RunError, AttributeError):
-            return False
-
-    def refuse_if_it_runs(self) -> None:
-        """Let nobody in while another process works here: both would write the same files."""
-        if others := [process["pid"] for process in self.processes() if process["pid"] != os.getpid()]:
-            raise RunError(f"{self.path} is still running, in process {others[0]}")
-
-    def processes(self) -> list[dict[str, Any]]:
-        """The living processes that said that they run it."""
-        return [process for process in self.registered_processes() if is_alive(process)]
-
-    def registered_processes(self) -> list[dict[str, Any]]:
-        """All processes that said that they run it, dead ones too."""
-        try:
-            found = self.read_json("status.json").get("processes", [])
-            return [one for one in found if {"started", "host"} <= one.keys() and _is_pid(one.get("pid"))]
-        except (RunError, TypeError, AttributeError):
-            return []
-
-    def state(self) -> str:
-        """Where the run really stands: a killed run still says that it is running, a record has no status at all.
-
-        Returns
-        -------
-        str
-            running, elsewhere (it was running on another machine when last heard of), interrupted, finished, failed or
-            unknown.
-        """
-        status = self.status()[0]
-        if status == "running" and not self.processes():
-            return (
-                "elsewhere" if any(is_elsewhere(process) for process in self.registered_processes()) else "interrupted"
-            )
-        return "finished" if status == "unknown" and (self.path / "summary.json").exists() else status
-
-    def write_json(self, name: str, value: Mapping[str, Any]) -> None:
-        """Write one of the run's small files."""
-        atomic_write(self.path / name, (json.dumps(value, indent=1) + "\n").encode())
-
-    def read_json(self, name: str) -> Any:
-        """Read one of the run's small files."""
-        try:
-            with _read_errors_as_run_error(self.path / name):
-                found = json.loads((self.path / name).read_text(encoding="utf-8"))
-        except (FileNotFoundError, NotADirectoryError):
-            raise RunError(f"{self.path} is not a run directory: {name} is missing") from None
-        except (ValueError, RecursionError) as error:
-            raise RunError(f"{self.path / name} is not JSON: {error}") from None
-        if not isinstance(found, dict):
-            raise RunError(f"{self.path / name} is not a JSON object")
-        return found
-
-
-def _is_pid(value: Any) -> bool:
-    return type(value) is int and 0 < value < 2**31
-
-
-@contextmanager
-def _read_errors_as_run_error(path: Path) -> Iterator[None]:
-    try:
-        yield
-    except (FileNotFoundError, NotADirectoryError):  # whoever reads says what that means
-        raise
-    except OSError as error:
-        raise RunError(f"{path} cannot be read: {error.strerror or error}") from None

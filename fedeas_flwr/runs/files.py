@@ -11,6 +11,7 @@ summary.json           the run in a few numbers
 tensorboard/           the rounds as TensorBoard reads them (`tensorboard = true`)
 service.json           the generator that all clients share: its process and what it has made (simulation under Ray)
 status.json            running and in which processes, finished, interrupted, or failed with the reason in one line
+.status.lock           held while a process changes status.json
 run.toml, output.log   of a run that a sweep started: its run-config, and what it said
 flower.log             what the server and Flower said, with the traceback of any client that failed
 superlink.log          what the launcher's own SuperLink said
@@ -24,8 +25,9 @@ from contextlib import suppress
 from fnmatch import fnmatchcase
 from pathlib import Path
 
+STATUS_LOCK = ".status.lock"
 _SWEEP_FILES = ("run.toml", "output.log")
-_START_FILES = (*_SWEEP_FILES, "status.json", "flower.log", "superlink.log", "noise-key")
+_START_FILES = (*_SWEEP_FILES, "status.json", STATUS_LOCK, "flower.log", "superlink.log", "noise-key")
 """What may be there before a run has begun, or is left where one ended before it had; a noise-key to repeat a run."""
 _IN_FOLDERS = ("clients/*/state-*", "clients/*/.state-*.tmp", "tensorboard/events.out.tfevents.*")
 _FILES = (
@@ -40,6 +42,7 @@ _FILES = (
     "summary.json",
     "rounds.jsonl",
     "status.json",
+    STATUS_LOCK,
     "config.json",  # last: what is left of a removal that was interrupted is still a run
 )
 _LEFT_BY_KILLED = tuple(f".{name}.*.tmp" for name in _FILES)

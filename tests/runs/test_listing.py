@@ -198,7 +198,7 @@ def test_what_a_writer_left_that_was_killed_keeps_nobody_out(tmp_path: Path) -> 
     (folder / ".config.json.4711-0a1b2c3d.tmp").write_text('{"conf')
     RunDirectory(folder).check_ready(small(folder))
     run = RunDirectory.start(small(folder), {})
-    assert {path.name for path in run.path.iterdir()} == {"config.json", "status.json"}
+    assert {path.name for path in run.path.iterdir()} == {"config.json", "status.json", ".status.lock"}
 
 
 @pytest.fixture

@@ -51,7 +51,7 @@ def test_prune_frees_what_a_finished_run_could_be_resumed_with(
     record = {name: (run.path / name).read_bytes() for name in ("config.json", "rounds.jsonl", "summary.json")}
     assert "pruned 1 run, 4." in fedeas(capsys, "runs", "prune", str(tmp_path / "runs"))
     left = {path.name for path in run.path.iterdir()}
-    assert left == {*record, "status.json", "model.safetensors", "identity"}
+    assert left == {*record, "status.json", ".status.lock", "model.safetensors", "identity"}
     assert all((run.path / name).read_bytes() == content for name, content in record.items())
     fedeas(capsys, "runs", "prune", str(run.path), "--model")
     assert not (run.path / "model.safetensors").exists()

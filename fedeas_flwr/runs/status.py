@@ -1,0 +1,133 @@
+"""The status of a run in its folder: running and in which processes, interrupted, finished or failed."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from filelock import FileLock
+
+from fedeas_flwr.common.errors import RunError
+from fedeas_flwr.common.files import atomic_write
+from fedeas_flwr.common.processes import identify, is_alive, is_elsewhere
+from fedeas_flwr.runs.files import STATUS_LOCK
+
+
+class RunStatus:
+    """The JSON files of a run's folder, and the run's status, which is one of them."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def set_status(self, status: str, error: str = "", pid: int | None = None, died: bool = False) -> None:
+        """Write the status of the run, unless it is interrupted after it has ended.
+
+        A running run lists its processes (a launcher, and the ServerApp that it started) and is running while one of
+        them is alive. A lock keeps these processes from overwriting each other's status.
+
+        Parameters
+        ----------
+        status
+            running, interrupted, finished or failed.
+        error
+            Why the run failed, in one line.
+        pid
+            A process that was just started to run it, which replaces all listed ones; by default this process is
+            added to them.
+        died
+            Whether it failed because processes died, so that a launcher may resume it in new ones.
+        """
+        found: dict[str, Any] = {"status": status, "error": error, **({"died": True} if died else {})}
+        with FileLock(self.path / STATUS_LOCK):
+            if status == "interrupted" and self._has_ended():
+                return
+            if status == "running":
+                this = identify(pid)
+                others = [] if pid else [other for other in self.processes() if other["pid"] != this["pid"]]
+                found["processes"] = [*others, this]
+            self.write_json("status.json", found)
+
+    def _has_ended(self) -> bool:
+        """Return whether the status is final: the launcher may still resume a run whose processes died."""
+        return self.status()[0] in ("finished", "failed") and not self.has_died()
+
+    def status(self) -> tuple[str, str]:
+        """Return the recorded status, and the error if the run failed."""
+        try:
+            found = self.read_json("status.json")
+            return str(found["status"]), str(found["error"])
+        except (RunError, KeyError, TypeError):
+            return "unknown", ""
+
+    def has_died(self) -> bool:
+        """Return whether the run failed because processes died."""
+        try:
+            return bool(self.read_json("status.json").get("died"))
+        except (RunError, AttributeError):
+            return False
+
+    def refuse_if_it_runs(self) -> None:
+        """Raise `RunError` if another process runs it: both would write the same files."""
+        if others := [process["pid"] for process in self.processes() if process["pid"] != os.getpid()]:
+            raise RunError(f"{self.path} is still running, in process {others[0]}")
+
+    def processes(self) -> list[dict[str, Any]]:
+        """Return the registered processes that are alive on this machine."""
+        return [process for process in self.registered_processes() if is_alive(process)]
+
+    def registered_processes(self) -> list[dict[str, Any]]:
+        """Return all processes that registered as running it, dead ones too."""
+        try:
+            found = self.read_json("status.json").get("processes", [])
+            return [one for one in found if {"started", "host"} <= one.keys() and _is_pid(one.get("pid"))]
+        except (RunError, TypeError, AttributeError):
+            return []
+
+    def state(self) -> str:
+        """Return the actual state: a killed run is still recorded as running, and an exported record has no status.
+
+        Returns
+        -------
+        str
+            running, elsewhere (recorded as running on another machine), interrupted, finished, failed or unknown.
+        """
+        status = self.status()[0]
+        if status == "running" and not self.processes():
+            return "elsewhere" if any(map(is_elsewhere, self.registered_processes())) else "interrupted"
+        return "finished" if status == "unknown" and (self.path / "summary.json").exists() else status
+
+    def write_json(self, name: str, value: Mapping[str, Any]) -> None:
+        """Write a JSON file of the run."""
+        atomic_write(self.path / name, (json.dumps(value, indent=1) + "\n").encode())
+
+    def read_json(self, name: str) -> Any:
+        """Return the object in a JSON file of the run; raise `RunError` if there is none."""
+        try:
+            with read_errors_as_run_error(self.path / name):
+                found = json.loads((self.path / name).read_text(encoding="utf-8"))
+        except (FileNotFoundError, NotADirectoryError):
+            raise RunError(f"{self.path} is not a run directory: {name} is missing") from None
+        except (ValueError, RecursionError) as error:
+            raise RunError(f"{self.path / name} is not JSON: {error}") from None
+        if not isinstance(found, dict):
+            raise RunError(f"{self.path / name} is not a JSON object")
+        return found
+
+
+@contextmanager
+def read_errors_as_run_error(path: Path) -> Iterator[None]:
+    """Raise an OS error in the block as a `RunError`, except for a missing file, which the caller handles."""
+    try:
+        yield
+    except (FileNotFoundError, NotADirectoryError):
+        raise
+    except OSError as error:
+        raise RunError(f"{path} cannot be read: {error.strerror or error}") from None
+
+
+def _is_pid(value: Any) -> bool:
+    return type(value) is int and 0 < value < 2**31
