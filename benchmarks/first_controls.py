@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from run_records import asked_run, markdown, parser_for_a_run, write_record
 
-from fedeas_flwr.common.devices import pick_device
+from fedeas_flwr.common.devices import configure_torch
 from fedeas_flwr.common.randomness import stream
 from fedeas_flwr.config import RunConfig
 from fedeas_flwr.data.federated import federated_data
@@ -62,7 +62,7 @@ def main() -> None:
     parser.add_argument("--clients", default="0", help="numbers separated by commas")
     options = parser.parse_args()
     config = asked_run(options)
-    device = pick_device(options.device, "fp32")
+    device = configure_torch(options.device, "fp32")
     rows = measure(config, device, [int(word) for word in options.clients.split(",")])
     print(table(rows))
     write_record(options.out, device, config.to_user_dict(), rows)

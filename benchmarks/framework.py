@@ -42,7 +42,7 @@ import torch
 from rich.console import Console
 from run_records import let_children_import_models, markdown, round_seconds, write_record
 
-from fedeas_flwr.common.devices import pick_device
+from fedeas_flwr.common.devices import configure_torch
 from fedeas_flwr.common.randomness import stream
 from fedeas_flwr.config import RunConfig, parse_config
 from fedeas_flwr.config_files import read_config
@@ -73,7 +73,7 @@ class BareLoop:
     """Federated averaging as one would write it without a framework."""
 
     def __init__(self, config: RunConfig, workers: int) -> None:
-        self.config, self.device = config, pick_device(config.device, config.precision)
+        self.config, self.device = config, configure_torch(config.device, config.precision)
         self.data = federated_data(config, config.clients)
         self.test = central_test(config, config.clients, self.device)
         self._own = threading.local()

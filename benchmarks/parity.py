@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from run_records import asked_run, markdown, parser_for_a_run, write_record
 
-from fedeas_flwr.common.devices import pick_device
+from fedeas_flwr.common.devices import configure_torch
 from fedeas_flwr.common.randomness import stream
 from fedeas_flwr.config import RunConfig
 from fedeas_flwr.data.datasets import dataset_info
@@ -68,7 +68,7 @@ def compare(config: RunConfig, device: str) -> list[dict[str, Any]]:
     start, exactly = read_state(network(config)), read_state(network(config).double())
     rows, ends = list[dict[str, Any]](), dict[str, torch.Tensor]()
     for name, engine in engines(config, device).items():
-        pick_device(device, name.rsplit(" ", 1)[-1])
+        configure_torch(device, name.rsplit(" ", 1)[-1])
         batches = stream(config.seed, "batches", 1, client)
         result, trained, _ = engine.train(*(start if rows else exactly), images, labels, batches)
         ends[name] = flat(trained)
@@ -114,7 +114,7 @@ def main() -> None:
     parser.add_argument("--epochs", default="1", help="one or several numbers of them, with commas")
     options = parser.parse_args()
     base = asked_run(options)
-    device, rows = pick_device(options.device), list[dict[str, Any]]()
+    device, rows = configure_torch(options.device), list[dict[str, Any]]()
     for epochs in map(int, options.epochs.split(",")):
         rows += compare(base.with_changes(local_epochs=epochs), device)
     print(table(rows))

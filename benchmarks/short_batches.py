@@ -18,7 +18,7 @@ import torch
 from run_records import asked_run, markdown, parser_for_a_run, write_record
 from torch.nn import functional as F
 
-from fedeas_flwr.common.devices import pick_device
+from fedeas_flwr.common.devices import configure_torch
 from fedeas_flwr.common.randomness import stream
 from fedeas_flwr.config import RunConfig
 from fedeas_flwr.data.datasets import dataset_info
@@ -76,7 +76,7 @@ def main() -> None:
     parser.add_argument("--draws", type=int, default=40, help="batches of each size")
     options = parser.parse_args()
     config = asked_run(options)
-    device = pick_device(options.device, "fp32")
+    device = configure_torch(options.device, "fp32")
     rows = measure(config, device, [size for size in SIZES if size <= config.batch_size], options.draws)
     print(table(rows))
     write_record(options.out, device, config.to_user_dict(), rows)

@@ -18,7 +18,7 @@ import torch
 from flwr.app import Context, Message
 from flwr.clientapp import ClientApp
 
-from fedeas_flwr.common.devices import pick_device
+from fedeas_flwr.common.devices import configure_torch
 from fedeas_flwr.common.randomness import stream
 from fedeas_flwr.config import RunConfig, parse_config
 from fedeas_flwr.data.federated import FederatedData, local_data
@@ -90,7 +90,7 @@ def train_client(message: Message, context: Context) -> Message:
     config, node = _open(context)
     client, data = node.client, local_data(config, node)
     task = messages.read_task(message)
-    device = pick_device(config.device, config.precision)
+    device = configure_torch(config.device, config.precision)
     live = messages.is_in_process(message)
     store = ClientStore(node.state_folder(config, context.run_id, task.run), in_memory=live)
     state = store.load(task.accepted_round)
@@ -150,7 +150,7 @@ def evaluate_client(message: Message, context: Context) -> Message:
     """Test the global model on this client's own test images."""
     config, node = _open(context)
     data = local_data(config, node)
-    device = pick_device(config.device, config.precision)
+    device = configure_torch(config.device, config.precision)
     model = _evaluation_model(config, device)
     images, labels = (torch.tensor(array, device=device) for array in data.test(node.part))
     normalise = Normaliser(data.dataset.mean, data.dataset.std, device)

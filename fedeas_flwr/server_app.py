@@ -17,7 +17,7 @@ import torch
 from flwr.app import Context
 from flwr.serverapp import Grid, ServerApp
 
-from fedeas_flwr.common.devices import pick_device
+from fedeas_flwr.common.devices import configure_torch
 from fedeas_flwr.common.errors import ConfigError, ProcessesDiedError, RunError
 from fedeas_flwr.common.files import cache_hint
 from fedeas_flwr.common.processes import MARK
@@ -67,7 +67,7 @@ def main(grid: Grid, context: Context) -> None:
         RunDirectory(Path(config.run_dir)).refuse_if_it_runs()
     if config.resume and not config.clients:  # as many as before, not as many as happen to be there now
         config = config.with_changes(clients=RunDirectory(Path(config.run_dir)).config().clients)
-    device = pick_device(config.device, config.precision)
+    device = configure_torch(config.device, config.precision)
     run = RunDirectory.start(config, describe_environment(_device_name(device)))
     with log_to(run.path / "flower.log"):
         log(INFO, "Run directory: %s", run.path)

@@ -130,11 +130,11 @@ def batch_speed(spec: str, dataset: str, classes: int) -> GeneratorSpeed:
 
 
 def _open_checked(spec: str, dataset: str, classes: int, wanted_by: str) -> Generator:
-    from fedeas_flwr.common.devices import pick_device
+    from fedeas_flwr.common.devices import configure_torch
     from fedeas_flwr.config import parse_config
     from fedeas_flwr.generators.opening import open_for_run
 
-    generator = open_for_run(parse_config({"dataset": dataset, "generator": spec}), pick_device("auto"))
+    generator = open_for_run(parse_config({"dataset": dataset, "generator": spec}), configure_torch("auto"))
     if classes != generator.num_classes:
         found = f"the counts have {counted(classes, 'class', 'classes')}, {dataset} has {generator.num_classes}"
         raise ValueError(f"{wanted_by}: {found}; name the right one with --dataset")
@@ -195,7 +195,7 @@ def generate(
         raise ConfigError(f"--inception: there is no file {inception}")
     import numpy as np
 
-    from fedeas_flwr.common.devices import pick_device
+    from fedeas_flwr.common.devices import configure_torch
     from fedeas_flwr.common.files import atomic_path, atomic_write
     from fedeas_flwr.common.image_sheet import save_sheet
     from fedeas_flwr.config import parse_config
@@ -206,7 +206,7 @@ def generate(
 
     values = {"dataset": dataset, "generator": generator, "generation-batch": generation_batch}
     config = parse_config(values | drawn | {"device": device})
-    where = pick_device(device)
+    where = configure_torch(device)
     if generator == "builtin":
         from fedeas_flwr.launch.prepare import ensure_digits_generator
 

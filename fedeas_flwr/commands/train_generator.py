@@ -32,7 +32,7 @@ def train_generator(
     checkpoint_every: Annotated[float, typer.Option(help="seconds between checkpoints")] = 300.0,
 ) -> None:
     """Train a class-conditional diffusion model; Ctrl-C saves a checkpoint."""
-    from fedeas_flwr.common.devices import pick_device
+    from fedeas_flwr.common.devices import configure_torch
     from fedeas_flwr.generators.learn.presets import find_preset
     from fedeas_flwr.generators.learn.run import read_preset_name
     from fedeas_flwr.generators.learn.run import train_generator as train
@@ -40,7 +40,7 @@ def train_generator(
 
     if device not in ("auto", "cpu", "cuda"):
         raise ConfigError(f"device = '{device}': must be auto, cpu or cuda")
-    where, out = pick_device(device), out.absolute()
+    where, out = configure_torch(device), out.absolute()
     dataset_info(dataset)  # refuses what there is not
     chosen = find_preset(preset or (read_preset_name(out) if resume else ""), dataset, where)
 

@@ -1,4 +1,4 @@
-"""The device that a run computes on, and how it computes there: in one thread on a CPU, so that bits do not differ."""
+"""Choose the device of a run and configure torch for it: one CPU thread, so that results are equal bit for bit."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from fedeas_flwr.common.errors import ConfigError
 
 @contextmanager
 def one_thread(device: torch.device) -> Iterator[None]:
-    """Let torch use one thread if it works on a CPU, and put their number back afterwards.
+    """Let torch use one thread inside the block if it computes on a CPU.
 
-    Sums are split among threads: their number changes the last bits, and a process may have any.
+    Sums are split among threads, so their number changes the last bits, and processes differ in it.
     """
     if device.type != "cpu":
         yield
@@ -29,22 +29,34 @@ def one_thread(device: torch.device) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def pick_device(wanted: str, precision: str = "tf32") -> str:
-    """Turn ``auto``, ``cpu`` or ``cuda`` into a device that is there, and set how it computes.
+def pick_device(wanted: str) -> str:
+    """Return the device, ``cpu`` or ``cuda``, that ``auto``, ``cpu`` or ``cuda`` means on this machine.
 
-    One torch thread a client: with more, sums are split differently and the last bits depend on the machine's load.
+    Raises
+    ------
+    ConfigError
+        If ``cuda`` is wanted and torch finds no CUDA device.
     """
-    torch.set_num_threads(1)
-    # How many streams may run side by side: 8 unless told so before CUDA starts, and ten clients have one each. Under
-    # MPS all processes share them, and launch/mps.py says how many this one has.
-    if not os.environ.get("CUDA_MPS_PIPE_DIRECTORY"):
-        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
     if wanted == "cuda" and not torch.cuda.is_available():
         raise ConfigError("device = 'cuda', but torch finds no CUDA device: use 'auto' or 'cpu'")
-    if wanted == "cpu" or not torch.cuda.is_available():
-        return "cpu"
-    matmul, cudnn, tf32 = torch.backends.cuda.matmul, torch.backends.cudnn, precision != "fp32"
-    if (matmul.allow_tf32, cudnn.allow_tf32) != (tf32, tf32):
-        with capturing:  # a generator in another thread may compute otherwise for a moment, and needs it until its end
-            matmul.allow_tf32 = cudnn.allow_tf32 = tf32
-    return "cuda"
+    return "cpu" if wanted == "cpu" or not torch.cuda.is_available() else "cuda"
+
+
+def configure_torch(wanted: str, precision: str = "tf32") -> str:
+    """Set the threads, CUDA queues and TF32 use of this process, and return the device that it computes on.
+
+    Torch uses one thread per client: with more, sums are split differently and the last bits depend on the machine's
+    load. OpenMP keeps this number per thread, so every client sets it in the thread that it runs in.
+    """
+    torch.set_num_threads(1)
+    # CUDA runs 8 streams in parallel unless this is set before it starts, and ten clients have one stream each. Under
+    # MPS all processes share the queues, and launch/mps.py sets the number for this process.
+    if not os.environ.get("CUDA_MPS_PIPE_DIRECTORY"):
+        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
+    device = pick_device(wanted)
+    if device == "cuda":
+        matmul, cudnn, tf32 = torch.backends.cuda.matmul, torch.backends.cudnn, precision != "fp32"
+        if (matmul.allow_tf32, cudnn.allow_tf32) != (tf32, tf32):
+            with capturing:  # a generator in another thread may have changed them until it is done
+                matmul.allow_tf32 = cudnn.allow_tf32 = tf32
+    return device

@@ -10,7 +10,7 @@ from typing import Any
 
 from rich.console import Console
 
-from fedeas_flwr.common.devices import pick_device
+from fedeas_flwr.common.devices import configure_torch, pick_device
 from fedeas_flwr.common.errors import ConfigError, RunError
 from fedeas_flwr.common.files import expanded
 from fedeas_flwr.common.text import show_bytes, show_seconds
@@ -41,8 +41,8 @@ def prepare(config: RunConfig, console: Console) -> RunConfig:
 
     A mistake found here costs a second; found by Flower's processes it would cost half a minute.
     """
+    device = configure_torch(config.device)
     check_config(config)
-    device = pick_device(config.device)
     if config.ray_address:
         _reach(config.ray_address)
     config = _with_absolute_paths(config)
@@ -198,5 +198,5 @@ def evaluate_run(run: RunDirectory) -> dict[str, Any]:
         why = str(error).removeprefix("state: ")
         raise RunError(f"{run.path / 'model.safetensors'} does not hold model '{config.model}': {why}") from None
     trainable, buffers = split_state(model)
-    test = central_test(config, config.clients, pick_device(config.device, config.precision))
+    test = central_test(config, config.clients, configure_torch(config.device, config.precision))
     return test(trainable, buffers)

@@ -27,7 +27,7 @@ import torch
 from filelock import FileLock
 
 from fedeas_flwr.common.cores import usable_cores
-from fedeas_flwr.common.devices import pick_device
+from fedeas_flwr.common.devices import configure_torch
 from fedeas_flwr.common.files import atomic_write, cache_root
 from fedeas_flwr.common.text import one_line
 from fedeas_flwr.config import RunConfig, parse_config
@@ -180,7 +180,7 @@ def _free(device: str) -> int:
 def main() -> None:
     """Measure what the command line's run-config says."""
     config = parse_config(json.loads(sys.argv[1]))
-    print(json.dumps(measure(config, pick_device(config.device, config.precision))))
+    print(json.dumps(measure(config, configure_torch(config.device, config.precision))))
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from matplotlib.figure import Figure
 
-from fedeas_flwr.common.devices import pick_device
+from fedeas_flwr.common.devices import configure_torch
 from fedeas_flwr.common.files import atomic_write
 from fedeas_flwr.config import RunConfig
 from fedeas_flwr.data.datasets import dataset_info
@@ -125,7 +125,7 @@ def draw_samples(config: RunConfig) -> Figure:
     They come from the cache that runs share, and are made where they are not there yet.
     """
     names = dataset_info(config.dataset).classes
-    generator = open_for_run(config, pick_device(config.device))
+    generator = open_for_run(config, configure_torch(config.device))
     images, _, _ = ImageCache().ensure(generator, seed=config.seed, client=0, wanted=[IMAGES_PER_CLASS] * len(names))
     rows = images.reshape(len(names), IMAGES_PER_CLASS, *images.shape[1:])
     return draw_rows(list(zip(names, rows, strict=True)), IMAGES_PER_CLASS)

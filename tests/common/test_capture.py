@@ -14,7 +14,7 @@ import torch
 from waiting import LONG
 
 from fedeas_flwr.common.cuda import WARM_UPS, CaptureError, capture, capturing
-from fedeas_flwr.common.devices import pick_device
+from fedeas_flwr.common.devices import configure_torch
 from fedeas_flwr.generators.diffusion.denoising import _arithmetic
 from fedeas_flwr.training.engine import TrainResult
 from fedeas_flwr.training.oom_fallback import OomFallbackEngine
@@ -56,7 +56,7 @@ def test_a_generator_changes_how_the_process_computes_only_while_nobody_captures
 
 def test_a_client_that_begins_leaves_a_generators_settings_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    client = threading.Thread(target=pick_device, args=("cuda", "tf32"))
+    client = threading.Thread(target=configure_torch, args=("cuda", "tf32"))
     with _arithmetic(CUDA, "fp32"):
         client.start()
         client.join(timeout=0.3)

@@ -14,7 +14,7 @@ import pytest
 from waiting import LONG
 
 from fedeas_flwr.common import devices
-from fedeas_flwr.common.devices import pick_device
+from fedeas_flwr.common.devices import configure_torch
 from fedeas_flwr.common.processes import MARK, ProcessTree, with_variable
 from fedeas_flwr.launch import mps, resources, sweep_jobs
 from fedeas_flwr.launch.mps import LOG, PIPE, QUEUES, shared_gpu
@@ -144,7 +144,7 @@ def test_a_process_takes_no_queues_of_a_daemon_that_gave_it_none(
 ) -> None:
     monkeypatch.setenv(PIPE, pipe)
     monkeypatch.delenv(QUEUES, raising=False)
-    pick_device("cpu")
+    configure_torch("cpu")
     assert os.environ.get(QUEUES) == wanted
 
 

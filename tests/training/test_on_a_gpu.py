@@ -14,7 +14,7 @@ from gpu_here import on_a_gpu
 from runners import CHEAP, NEEDS, finish, small
 from safetensors.numpy import load_file
 
-from fedeas_flwr.common.devices import pick_device
+from fedeas_flwr.common.devices import configure_torch
 from fedeas_flwr.runs.directory import RunDirectory
 from fedeas_flwr.strategies.fedgen_generator import new_generator
 from fedeas_flwr.strategies.interface import ClientRound
@@ -87,7 +87,7 @@ def test_a_resnet18_learns_in_graphs_what_it_learns_eagerly(strategy: str, preci
         told |= {"labels": np.arange(10)}
     task = ClientRound(config, 2, 0, "cuda", {}, {}, told, {}, labels, recipe.steps(40))
     inputs, ways = part.prepare(task), []
-    pick_device("cuda", precision)
+    configure_torch("cuda", precision)
     for engine in (
         EagerEngine(deepcopy(start), recipe, normalise, "cuda", part.objective, precision=precision),
         GraphedEngine(deepcopy(start), recipe, normalise, precision, objective=part.objective),
