@@ -5,10 +5,11 @@ Allowed values are in JSON Schema terms, which pydantic derives from the fields 
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
-from fedeas_flwr.config import SAMPLER_STEPS, RunConfig
+from fedeas_flwr.config import KEYS_CHANGEABLE_ON_RESUME, SAMPLER_STEPS, RunConfig
 from fedeas_flwr.policies import settings_of
 
 _LOWER_BOUNDS = {"minimum": "≤", "exclusiveMinimum": "<"}
@@ -50,6 +51,8 @@ def run_keys() -> list[Key]:
 # ------------------------------------------------------------------------------------------- keys of a run
 
 
+PARTITION_KEYS = ("dataset", "data-dir", "protocol", "clients", "alpha", "partition-seed")
+"""Keys that determine which client holds which images."""
 _BUDGET_KEYS = {"beta": "beta", "gamma": "gamma", "strict_mean": "printed-rule", "total": "total"}
 """Setting of a policy → its key."""
 _IMAGE_KEYS = (
@@ -122,3 +125,12 @@ def keys_in_use(config: RunConfig) -> dict[str, Any]:
         unused.add("stem")
     values = config.to_user_dict() | {"sampler-steps": config.sampler_steps or SAMPLER_STEPS[config.sampler]}
     return {key: value for key, value in values.items() if key not in unused}
+
+
+def identity(config: RunConfig, free: Collection[str] = ()) -> dict[str, Any]:
+    """Return the keys that identify a run, with their values; two runs are the same if these are equal.
+
+    They are the keys in use, without those that may change on resume and the ``free`` ones.
+    """
+    ignored = {*KEYS_CHANGEABLE_ON_RESUME, *free}
+    return {key: value for key, value in keys_in_use(config).items() if key not in ignored}

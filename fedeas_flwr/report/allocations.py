@@ -11,13 +11,13 @@ import numpy.typing as npt
 from matplotlib.figure import Figure
 
 from fedeas_flwr.common.text import counted
+from fedeas_flwr.config_keys import PARTITION_KEYS
 from fedeas_flwr.data.datasets import dataset_info
 from fedeas_flwr.planning.run_plan import count_distinct_images, planned_allocation, planned_counts
 from fedeas_flwr.report.groups import Group
 from fedeas_flwr.report.run_figures import draw_heat_map
 
 Counts = npt.NDArray[np.int64]
-_PARTITION_KEYS = ("dataset", "data_dir", "protocol", "clients", "alpha", "partition_seed")
 _COLUMNS = 2
 
 
@@ -50,7 +50,8 @@ def maps_of(groups: Sequence[Group]) -> tuple[list[HeatMaps], list[str]]:
         except (OSError, ValueError) as error:
             notes.append(f"No heat map of {group.name}: {error}.")
             continue
-        of_partition = tuple(getattr(config, key) for key in _PARTITION_KEYS)
+        values = config.to_user_dict()
+        of_partition = tuple(values[key] for key in PARTITION_KEYS)
         maps = found.setdefault(of_partition, HeatMaps(dataset_info(config.dataset).classes, counts, []))
         if generated is None:
             continue

@@ -20,7 +20,7 @@ from fedeas_flwr.report.groups import (
     baseline_of,
     differences,
     gain_and_efficiency,
-    identity,
+    group_key,
     mean_window,
 )
 from fedeas_flwr.report.notes import notes_on
@@ -68,7 +68,7 @@ def _title(groups: Sequence[Group]) -> str:
 
 
 def _opening(groups: Sequence[Group]) -> list[str]:
-    shared = identity(groups[0].config)
+    shared = group_key(groups[0].config)
     same = {key: value for key, value in shared.items() if key not in differences([group.config for group in groups])}
     words = [told(same[key]) for key, told in _KEY_FORMATS.items() if key in same]
     runs = sum(len(group.all_members) for group in groups)
@@ -273,7 +273,7 @@ def _time(groups: Sequence[Group]) -> Section:
 def _configuration(groups: Sequence[Group], left_out: Sequence[str]) -> Section:
     configs = [group.config for group in groups]
     differing = differences(configs)
-    rows = [[key, *(str(identity(config).get(key, NOTHING)) for config in configs)] for key in differing]
+    rows = [[key, *(str(group_key(config).get(key, NOTHING)) for config in configs)] for key in differing]
     diff = Table(("key", *(group.name for group in groups)), rows)
     folders = [
         [group.name, member.run.path.name, str(member.config.seed)] for group in groups for member in group.all_members
@@ -282,7 +282,7 @@ def _configuration(groups: Sequence[Group], left_out: Sequence[str]) -> Section:
     if not differing:
         text = ["There is one group, so nothing differs."]
     text += [f"Left out: {reason}." for reason in left_out]
-    same = [[key, str(value)] for key, value in identity(configs[0]).items() if key not in differing]
+    same = [[key, str(value)] for key, value in group_key(configs[0]).items() if key not in differing]
     tables = [*([diff] if differing else []), Table(("group", "run", "seed"), folders), Table(("key", "value"), same)]
     return Section("Configuration", text, tables, folded=True)
 

@@ -12,8 +12,8 @@ import numpy as np
 import numpy.typing as npt
 
 from fedeas_flwr.common.errors import RunError
-from fedeas_flwr.config import KEYS_CHANGEABLE_ON_RESUME, RunConfig
-from fedeas_flwr.config_keys import GENERATION_KEYS, keys_in_use
+from fedeas_flwr.config import RunConfig
+from fedeas_flwr.config_keys import GENERATION_KEYS, identity
 from fedeas_flwr.data.datasets import short_name
 from fedeas_flwr.policies import POLICIES
 from fedeas_flwr.report.style import LABELS, LineStyle, assign_styles
@@ -185,7 +185,7 @@ def group_runs(runs: Sequence[RunDirectory]) -> tuple[list[Group], list[str]]:
         raise RunError(f"nothing to report: {'; '.join(left_out)}")
     together: dict[str, list[Member]] = {}
     for member in members:
-        together.setdefault(repr(identity(member.config)), []).append(member)
+        together.setdefault(repr(group_key(member.config)), []).append(member)
     found = [_one_per_seed(group, left_out) for group in together.values()]
     found.sort(key=lambda group: (group[0].summary["total_generated"], not _is_baseline(group[0].config)))
     configs = [group[0].config for group in found]
@@ -205,13 +205,12 @@ def mean_window(groups: Sequence[Group]) -> int:
     return max(min(20, group.last_round) for group in groups)
 
 
-def identity(config: RunConfig, free: Sequence[str] = ()) -> dict[str, Any]:
-    """What makes a run the run it is, but for its seed and some keys.
+def group_key(config: RunConfig, free: Sequence[str] = ()) -> dict[str, Any]:
+    """Return the keys and values that the runs of one group share: all that identify a run, except its seed.
 
-    Folders count by their names: a record has no paths, and a run and its record are the same run.
+    Folders count by name: an exported record has no paths, and a run and its record are the same run.
     """
-    ignored = {"seed", "data-dir", *KEYS_CHANGEABLE_ON_RESUME, *free}
-    values = {key: value for key, value in keys_in_use(config).items() if key not in ignored}
+    values = identity(config, ("seed", "data-dir", *free))
     dataset = {"dataset": short_name(config.dataset)}
     return values | dataset | {key: without_folder(str(values[key])) for key in _PATHS if key in values}
 
@@ -231,7 +230,7 @@ def _one_per_seed(group: Sequence[Member], left_out: list[str]) -> list[Member]:
 
 def differences(configs: Sequence[RunConfig]) -> list[str]:
     """The keys in which some configs differ, seeds and what is no part of a run aside."""
-    seen = [identity(config) for config in configs]
+    seen = [group_key(config) for config in configs]
     keys = list(dict.fromkeys(key for values in seen for key in values))
     return [key for key in keys if len({repr(values[key]) for values in seen if key in values}) > 1]
 
@@ -244,7 +243,7 @@ def _names(configs: Sequence[RunConfig]) -> list[str]:
     policies, strategies = {config.policy for config in configs}, {config.strategy for config in configs}
     names = []
     for config in configs:
-        values = identity(config)
+        values = group_key(config)
         differing = differences([other for other in configs if other.policy == config.policy])
         if "strategy" not in differing and len(strategies) > 1 and config.strategy != "fedavg":
             differing.insert(0, "strategy")
@@ -295,7 +294,7 @@ def why_no_gain(group: Group, groups: Sequence[Group]) -> str | None:
     if not others:
         return "there is no group that generates nothing (policy = none)"
     nearest = min(others, key=lambda other: len(_differing_keys(group, other)))
-    mine, theirs = identity(group.config), identity(nearest.config)
+    mine, theirs = group_key(group.config), group_key(nearest.config)
     keys = [f"{key} = {_show(theirs[key])}, not {_show(mine[key])}" for key in _differing_keys(group, nearest)]
     return f"the nearest group that generates nothing has {'; '.join(keys)}"
 
@@ -317,7 +316,7 @@ def _without_images(group: Group, groups: Sequence[Group]) -> list[Group]:
 
 def _differing_keys(group: Group, other: Group) -> list[str]:
     """The keys in which two groups differ, what is generated aside; of one strategy's keys the strategy is enough."""
-    mine, theirs = (identity(one.config, (*GENERATION_KEYS, "threshold", "gamma-hat")) for one in (group, other))
+    mine, theirs = (group_key(one.config, (*GENERATION_KEYS, "threshold", "gamma-hat")) for one in (group, other))
     return [key for key in mine if mine[key] != theirs.get(key, mine[key])]
 
 

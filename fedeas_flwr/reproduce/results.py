@@ -12,8 +12,8 @@ import numpy as np
 
 from fedeas_flwr.common.errors import RunError
 from fedeas_flwr.common.text import one_line
-from fedeas_flwr.config import KEYS_CHANGEABLE_ON_RESUME, RunConfig
-from fedeas_flwr.config_keys import keys_in_use
+from fedeas_flwr.config import RunConfig
+from fedeas_flwr.config_keys import identity
 from fedeas_flwr.planning.run_plan import planned_allocation, planned_counts
 from fedeas_flwr.reproduce.cells import Cell
 from fedeas_flwr.runs.directory import RunDirectory
@@ -21,7 +21,6 @@ from fedeas_flwr.runs.listing import find_runs, invalid_rounds_as_run_error
 from fedeas_flwr.runs.metrics import WALL_CLOCK, rounds_to_threshold, seconds_of, summarise
 
 FREE_KEYS = (
-    *KEYS_CHANGEABLE_ON_RESUME,
     "seed",
     "data-dir",
     "precision",
@@ -41,7 +40,7 @@ def experiment_key(config: RunConfig) -> dict[str, Any]:
     Left out are the keys of `FREE_KEYS` and those that are not in use. A path says no more than that there is a start
     or a diffusion model, since folders have other names elsewhere.
     """
-    values = {key: value for key, value in keys_in_use(config).items() if key not in FREE_KEYS}
+    values = identity(config, FREE_KEYS)
     values["weights"] = "none" if config.weights == "none" else "given"
     if "generator" in values:
         kind = config.generator.partition(":")[0]

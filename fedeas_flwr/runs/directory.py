@@ -20,7 +20,8 @@ from fedeas_flwr.common.errors import ConfigError, RunError
 from fedeas_flwr.common.files import atomic_write, errors_naming, existing_part, remove_unfinished
 from fedeas_flwr.common.randomness import Noise
 from fedeas_flwr.common.text import counted
-from fedeas_flwr.config import KEYS_CHANGEABLE_ON_RESUME, RunConfig, parse_config
+from fedeas_flwr.config import RunConfig, parse_config
+from fedeas_flwr.config_keys import identity
 from fedeas_flwr.runs.checkpoints import (
     Arrays,
     Checkpoint,
@@ -88,16 +89,16 @@ class RunDirectory(RunStatus):
 
     def _check_same(self, config: RunConfig) -> None:
         self._refuse_record()
-        before, now = self.config().to_user_dict(), config.to_user_dict()
-        free = {*KEYS_CHANGEABLE_ON_RESUME, "rounds", *(() if now["clients"] else ("clients",))}
-        changed = [k for k in now if before[k] != now[k] and k not in free]
-        if changed:
-            key = changed[0]
-            raise RunError(f"{key} = {now[key]!r}, but the run to resume has {key} = {before[key]!r} in {self.path}")
+        started = self.config()
+        free = ("rounds",) if config.clients else ("rounds", "clients")
+        before, now = identity(started, free), identity(config, free)
+        if changed := next((key for key in now if before.get(key) != now[key]), None):
+            old, new = started.to_user_dict()[changed], config.to_user_dict()[changed]
+            raise RunError(f"{changed} = {new!r}, but the run to resume has {changed} = {old!r} in {self.path}")
         if (self.path / "summary.json").exists() and not (self.path / "checkpoint.safetensors").exists():
             raise RunError(f"{self.path} has finished and was pruned: there is no checkpoint to go on from")
-        if now["rounds"] < len(self.rounds()):
-            raise RunError(f"rounds = {now['rounds']}, but the run to resume has done {len(self.rounds())}")
+        if config.rounds < len(self.rounds()):
+            raise RunError(f"rounds = {config.rounds}, but the run to resume has done {len(self.rounds())}")
 
     def identity(self) -> str:
         """A name that no other run has and that a resumed run keeps, wherever the folder lies by then."""

@@ -16,7 +16,6 @@ from fedeas_flwr.common.cuda import capture, own_stream
 from fedeas_flwr.common.text import one_line
 from fedeas_flwr.config import RunConfig
 from fedeas_flwr.data.federated import federated_data
-from fedeas_flwr.runs.checkpoints import Arrays
 from fedeas_flwr.training.build import network
 from fedeas_flwr.training.engine import State, copy_state
 from fedeas_flwr.training.models import Normaliser
@@ -24,7 +23,7 @@ from fedeas_flwr.training.models import Normaliser
 logger = logging.getLogger(__name__)
 
 BATCH = 1024
-Evaluate = Callable[[Arrays, Arrays], dict[str, Any]]
+Evaluate = Callable[[State, State], dict[str, Any]]
 
 
 @dataclass(frozen=True)
@@ -137,7 +136,7 @@ def central_test(config: RunConfig, clients: int, device: str) -> Evaluate:
     stream = own_stream() if device == "cuda" and config.engine != "eager" else None
     evaluator = Evaluator(model, images, labels, data.num_classes, normalise, stream)
 
-    def test(trainable: Arrays, buffers: Arrays) -> dict[str, Any]:
+    def test(trainable: State, buffers: State) -> dict[str, Any]:
         result = evaluator.evaluate(trainable, buffers)
         return {
             "accuracy": result.accuracy,

@@ -109,7 +109,8 @@ def test_rm_leaves_what_no_run_wrote(tmp_path: Path) -> None:
         f"{outer.path} stays: no run wrote clients and 3 more"
     ]
     left = {str(path.relative_to(outer.path)) for path in outer.path.rglob("*") if path.is_file()}
-    of_inner = {f"later/inner/{name}" for name in ("config.json", "rounds.jsonl", "status.json", "summary.json")}
+    of_a_run = ("config.json", "rounds.jsonl", "status.json", ".status.lock", "summary.json")
+    of_inner = {f"later/inner/{name}" for name in of_a_run}
     assert left == {"thesis.txt", "clients/notes.txt", *of_inner}
     assert inner.state() == "finished" and (elsewhere / "state-000001.json").exists()
 
