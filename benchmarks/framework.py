@@ -103,7 +103,7 @@ class BareLoop:
         return seconds, cpu, to_numpy({**model[0], **model[1]})
 
     def _sample(self, number: int) -> list[int]:
-        """The clients that `Federation.sample` chooses."""
+        """The clients that `TrainingRounds.sample` chooses."""
         count = self.config.num_sampled(self.config.clients)
         chosen = stream(self.config.seed, "sample", number).choice(self.config.clients, count, replace=False)
         return [int(client) for client in sorted(chosen)]

@@ -128,14 +128,14 @@ def measure(clients: int, folder: Path) -> dict[str, Any]:
     federation = Federation(grid, config, build_strategy(config), RunDirectory.start(config, {}))
     row = {
         "clients": clients,
-        "seconds_to_discover": timed(federation.discover),
-        "seconds_to_plan": timed(federation.plan),
-        "seconds_to_sample_a_round": timed(lambda: [federation.sample(n + 1) for n in range(ROUNDS)]) / ROUNDS,
+        "seconds_to_discover": timed(federation.clients.discover),
+        "seconds_to_plan": timed(federation.clients.plan),
+        "seconds_to_sample_a_round": timed(lambda: [federation.training.sample(n + 1) for n in range(ROUNDS)]) / ROUNDS,
         "clients_a_round": config.num_sampled(clients),
         "seconds_to_allocate": timed(lambda: allocation.fedeas(counts, config.beta, config.gamma, True)),
         "memory_mb": round((psutil.Process().memory_info().rss - before) / MEGABYTE, 1),
     }
-    given = sum(share.base * CLASSES + share.extra for share in federation.shares.values())
+    given = sum(share.base * CLASSES + share.extra for share in federation.clients.shares.values())
     spent = int(allocation.fedeas(counts, config.beta, config.gamma, True).sum())
     if given != spent:
         raise SystemExit(f"{clients} clients were given {given} images, and FedEAS spends {spent}")

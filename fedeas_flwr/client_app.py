@@ -1,8 +1,8 @@
-"""The ClientApp: plan once, generate what is missing, train on real and synthetic images, reply.
+"""The ClientApp: plan once, generate missing images, train on real and synthetic images, reply.
 
-The same code runs under Ray, inline and on a SuperNode. A client knows its own data, the run-config and what the
-message says; what it keeps between rounds is in federation/client_state.py and generators/cache.py. In module state
-there are only copies that spare work: engines and networks to test with.
+The same code runs under Ray, inline and on a SuperNode. A client uses its own data, the run-config and the message;
+federation/client_state.py and generators/cache.py keep its state between rounds. Module state only caches engines and
+evaluation networks.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import wraps
 
@@ -21,7 +21,7 @@ from flwr.clientapp import ClientApp
 from fedeas_flwr.common.devices import configure_torch
 from fedeas_flwr.common.randomness import stream
 from fedeas_flwr.config import RunConfig, parse_config
-from fedeas_flwr.data.federated import FederatedData, local_data
+from fedeas_flwr.data.federated import local_data
 from fedeas_flwr.data.node import Node, read_node
 from fedeas_flwr.federation import messages
 from fedeas_flwr.federation.client_state import ClientState, ClientStore
@@ -42,13 +42,13 @@ Handler = Callable[[Message, Context], Message]
 
 
 def reply_with_errors(handler: Handler) -> Handler:
-    """Answer with the reason in one line instead of raising: every grid then tells the server the same."""
+    """Reply with a one-line reason instead of raising, so that the server sees the same failure on every grid."""
 
     @wraps(handler)
     def wrapped(message: Message, context: Context) -> Message:
         try:
             return handler(message, context)
-        except (Exception, SystemExit) as error:  # a model that leaves must not take an inline run with it
+        except (Exception, SystemExit) as error:  # a model that calls sys.exit() must not end an inline run
             return messages.error_reply(message, error)
 
     return wrapped
@@ -57,125 +57,129 @@ def reply_with_errors(handler: Handler) -> Handler:
 @app.query()
 @reply_with_errors
 def query(message: Message, context: Context) -> Message:
-    """Say who this is and, for a matched policy, the whole numbers that it asks for.
+    """Reply with the client's id and, for a matched policy, the whole numbers that it asks for.
 
-    Arrays leave only in answer to the question of the run's own strategy, and only if the run-config allows it.
+    Arrays leave the client only in reply to the question of the run's own strategy, and only if the run-config allows
+    the disclosure.
     """
     config, node = _open(context)
     client, data = node.client, local_data(config, node)
     question, at = messages.read_question(message)
     if question == "identity":
         examples, classes = len(data.partition.train[node.part]), messages.classes_digest(data.dataset.classes)
-        return messages.build_query_reply(
-            message, client, partitions=node.partitions, examples=examples, classes=classes
-        )
+        numbers = {"partitions": node.partitions, "examples": examples, "classes": classes}
+        return messages.build_query_reply(message, client, **numbers)
     policy = POLICIES[config.policy]
     if isinstance(policy, MatchedPolicy) and question in policy.questions:
         view = ClientView(data.label_counts(node.part), config.policy_settings)
-        (numbers,) = policy.reply(view, question, at).tolist()
-        return messages.build_query_reply(
-            message, client, **dict(zip(policy.questions[question], numbers, strict=True))
-        )
+        (values,) = policy.reply(view, question, at).tolist()
+        numbers = dict(zip(policy.questions[question], values, strict=True))
+        return messages.build_query_reply(message, client, **numbers)
     disclosure = ALGORITHMS[config.strategy].disclosure
     if disclosure is not None and question == disclosure.question:
         return messages.disclose(message, client, disclosure.answer(config, *data.train(node.part)))
-    raise ValueError(f"question = '{question}': must be identity, or what the policy or the strategy asks")
+    raise ValueError(f"question = '{question}': must be identity, or a question of the policy or the strategy")
 
 
 @app.train()
 @reply_with_errors
 @clips_update
 def train_client(message: Message, context: Context) -> Message:
-    """Train the received model on this client's images, real and synthetic."""
+    """Train the received model on this client's real and synthetic images."""
     config, node = _open(context)
-    client, data = node.client, local_data(config, node)
-    task = messages.read_task(message)
-    device = configure_torch(config.device, config.precision)
-    live = messages.is_in_process(message)
-    store = ClientStore(node.state_folder(config, context.run_id, task.run), in_memory=live)
+    data, device = local_data(config, node), configure_torch(config.device, config.precision)
+    task, (trainable, buffers) = messages.read_task(message), messages.read_model(message)
+    by_reference = messages.is_in_process(message)
+
+    # 1. Load the client's state after the last round whose reply the server used.
+    store = ClientStore(node.state_folder(config, context.run_id, task.run), in_memory=by_reference)
     state = store.load(task.accepted_round)
+    started = time.perf_counter()
+
+    # 2. Plan how many images to generate per class: in the client's first round, or again after its data changed.
     policy, settings = POLICIES[config.policy], replace(config.policy_settings, beta=task.beta)
     view = ClientView(data.label_counts(node.part), settings, [task.share])
-
-    began = time.perf_counter()
-    if state.generate is None or data_changed(config, data, node, state):  # the former: first participation
-        (plan,), (counts,) = images_to_generate(policy, view).tolist(), view.counts.tolist()
+    (counts,) = view.counts.tolist()
+    if state.generate is None or data_changed(config, node.client, state, counts):
+        (plan,) = images_to_generate(policy, view).tolist()
         state = replace(state, generate=tuple(plan), counts=tuple(counts))
     generate = state.generate or ()
-    copies = tuple(policy.plan(view)[0].tolist()) if policy.repeats else ()
-    found = local_images(config, data, node, generate, copies, task.service, state.generator, device)
-    images, labels = found.images, found.labels
-    generated_at = time.perf_counter()
 
-    part, (trainable, buffers) = client_part(config), messages.read_model(message)
-    local = ClientRound(
+    # 3. Generate the planned images that the cache lacks, or repeat real ones (oversample).
+    copies = tuple(policy.plan(view)[0].tolist()) if policy.repeats else ()
+    local = local_images(config, data, node, generate, copies, task.service, state.generator, device)
+    generated = time.perf_counter()
+
+    # 4. Train with the algorithm's objective.
+    algorithm = client_part(config)
+    client_round = ClientRound(
         config=config,
         number=task.round,
-        client=client,
+        client=node.client,
         device=device,
         trainable=trainable,
         buffers=buffers,
         extra=messages.read_extra(message),
         memory=state.memory,
-        labels=labels,
-        steps=recipe(config).steps(len(labels)),
+        labels=local.labels,
+        steps=recipe(config).steps(len(local.labels)),
     )
-    inputs = part.prepare(local) | loss_and_view_inputs(config, labels, task.round, client)
-    batches = stream(config.seed, "batches", task.round, client)
-    with _engines.borrow(config, device, part.objective) as engine:
-        result, *trained = engine.train(trainable, buffers, images, labels, batches, inputs)
-    trainable, buffers = (dict(s) if live else to_numpy(s) for s in trained)
-    finished = part.finish(local, trainable, buffers)
-    needed = (task.accepted_round, task.checkpointed_round)
-    kept = replace(state, memory=finished.memory, generator=found.generator)
-    store.save(task.round, kept, needed)
+    inputs = algorithm.prepare(client_round) | loss_and_view_inputs(config, local.labels, task.round, node.client)
+    batches = stream(config.seed, "batches", task.round, node.client)
+    with _engines.borrow(config, device, algorithm.objective) as engine:
+        result, *trained = engine.train(trainable, buffers, local.images, local.labels, batches, inputs)
+    new_trainable, new_buffers = (dict(arrays) if by_reference else to_numpy(arrays) for arrays in trained)
+    finished = algorithm.finish(client_round, new_trainable, new_buffers)
+
+    # 5. Save the state after this round, and reply.
+    new_state = replace(state, memory=finished.memory, generator=local.generator)
+    store.save(task.round, new_state, (task.accepted_round, task.checkpointed_round))
     report = TrainReport(
-        client=client,
+        client=node.client,
         examples=len(data.partition.train[node.part]),
         loss=result.loss,
         steps=result.steps,
         generated=sum(generate),
-        made=found.made,
-        seconds_generating=generated_at - began,
-        seconds_training=time.perf_counter() - generated_at,
-        rejected=found.rejected,
+        made=local.made,
+        seconds_generating=generated - started,
+        seconds_training=time.perf_counter() - generated,
+        rejected=local.rejected,
     )
-    extra = finished.extra if live else to_numpy(finished.extra)
-    return messages.train_reply(message, report, trainable, buffers, extra)
+    extra = finished.extra if by_reference else to_numpy(finished.extra)
+    return messages.train_reply(message, report, new_trainable, new_buffers, extra)
 
 
 @app.evaluate()
 @reply_with_errors
 def evaluate_client(message: Message, context: Context) -> Message:
-    """Test the global model on this client's own test images."""
+    """Evaluate the global model on this client's own test images."""
     config, node = _open(context)
     data = local_data(config, node)
     device = configure_torch(config.device, config.precision)
-    model = _evaluation_model(config, device)
     images, labels = (torch.tensor(array, device=device) for array in data.test(node.part))
     normalise = Normaliser(data.dataset.mean, data.dataset.std, device)
-    result = Evaluator(model, images, labels, data.num_classes, normalise).evaluate(*messages.read_model(message))
+    evaluator = Evaluator(_evaluation_model(config, device), images, labels, data.num_classes, normalise)
+    result = evaluator.evaluate(*messages.read_model(message))
     return messages.evaluate_reply(message, EvaluateReport(node.client, result.examples, result.correct, result.loss))
 
 
-def data_changed(config: RunConfig, data: FederatedData, node: Node, state: ClientState) -> bool:
-    """Whether this client's label counts are others than those its plan was made for.
+def data_changed(config: RunConfig, client: int, state: ClientState, counts: Sequence[int]) -> bool:
+    """Return whether this client's label counts differ from those of its plan.
 
     Raises
     ------
     ValueError
-        If they are and the run-config does not allow to plan anew: an average of clients that are no longer what they
-        declared is not the run that was asked for. The counts themselves are not told.
+        If they differ and `data-change` is "refuse": an average of clients that are no longer what they declared is not
+        the requested run. The error does not contain the counts, only their sums.
     """
-    client, now = node.client, tuple(data.label_counts(node.part)[0].tolist())
-    if state.counts is None or state.counts == now:
+    if state.counts is None or state.counts == tuple(counts):
         return False
     if config.data_change == "refuse":
         raise ValueError(
-            f"data-change = 'refuse': the labels of client {client} are not those it planned with, {sum(state.counts)} "
-            f"samples then and {sum(now)} now; 'replan' lets it plan anew"
+            f"data-change = 'refuse': the labels of client {client} differ from those of its plan, "
+            f"{sum(state.counts)} samples then and {sum(counts)} now; 'replan' lets it plan again"
         )
-    logger.warning("client %d: its labels changed, so that it plans anew", client)
+    logger.warning("client %d: its labels changed, planning again", client)
     return True
 
 
@@ -184,13 +188,21 @@ def _open(context: Context) -> tuple[RunConfig, Node]:
     return node.apply(parse_config(context.run_config)), node
 
 
-_own = threading.local()
 _engines = EnginePool()
 
 
+class _ThreadLocal(threading.local):
+    """This thread's evaluation network and its config; the weights come with every message."""
+
+    config: RunConfig | None = None
+    network: torch.nn.Module
+
+
+_evaluation = _ThreadLocal()
+
+
 def _evaluation_model(config: RunConfig, device: str) -> torch.nn.Module:
-    """This thread's network for testing, kept like the engines; its weights come with every message."""
-    if getattr(_own, "tested_config", None) != config:
-        _own.tested, _own.tested_config = network(config).to(device), config
-    model: torch.nn.Module = _own.tested
-    return model
+    """Return this thread's network for evaluation, built once per config."""
+    if _evaluation.config != config:
+        _evaluation.network, _evaluation.config = network(config).to(device), config
+    return _evaluation.network

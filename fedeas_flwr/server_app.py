@@ -1,4 +1,4 @@
-"""The ServerApp: validate, find the clients, agree on a plan, train, evaluate, record."""
+"""The ServerApp: validate the config, discover the clients, split the budget, train, evaluate and record."""
 
 from __future__ import annotations
 
@@ -29,6 +29,7 @@ from fedeas_flwr.data.node import run_folder
 from fedeas_flwr.federation.client_manager import count_clients
 from fedeas_flwr.federation.client_state import forget_kept_states, write_kept_states
 from fedeas_flwr.federation.federation import Federation
+from fedeas_flwr.federation.grids import InlineGrid
 from fedeas_flwr.generators.opening import hash_input_files
 from fedeas_flwr.generators.ray_service import start_service
 from fedeas_flwr.runs.checkpoints import Arrays, Checkpoint
@@ -42,58 +43,35 @@ from fedeas_flwr.training.models import split_state
 log = logging.getLogger("flwr").log
 
 USER_ERRORS = (RunError, ConfigError)
-"""What a user can mend: the line says all of it."""
+"""Errors that a user can fix. Their one line is complete: they are logged without a traceback."""
 
-
-def _in_one_line(record: logging.LogRecord) -> bool:
-    """Take the traceback off what Flower logs of an error that was foreseen; a filter of its logger."""
-    error = record.exc_info[1] if record.exc_info else None
-    if isinstance(error, USER_ERRORS):
-        record.msg, record.args, record.exc_info = f"{record.getMessage()}: {format_error(error)}", (), None
-    return True
-
-
-logging.getLogger("flwr").addFilter(_in_one_line)
 app = ServerApp()
 
 
 @app.main()
 def main(grid: Grid, context: Context) -> None:
-    """Run one federated training from start, or from its checkpoint, to end."""
-    config = parse_config(context.run_config)
-    if not config.run_dir:
-        config = config.with_changes(run_dir=str(run_folder(config, context.run_id)))
-    if MARK not in os.environ:  # else the launcher has looked, and is at work there itself
-        RunDirectory(Path(config.run_dir)).refuse_if_it_runs()
-    if config.resume and not config.clients:  # as many as before, not as many as happen to be there now
-        config = config.with_changes(clients=RunDirectory(Path(config.run_dir)).config().clients)
-    device = configure_torch(config.device, config.precision)
-    run = RunDirectory.start(config, describe_environment(_device_name(device)))
-    with log_to(run.path / "flower.log"):
-        log(INFO, "Run directory: %s", run.path)
-        _run_recording_status(grid, config, run, device)
+    """Run one federated training to its end, from the start or from its checkpoint."""
+    with user_errors_in_one_line(grid):
+        config = parse_config(context.run_config)
+        if not config.run_dir:
+            config = config.with_changes(run_dir=str(run_folder(config, context.run_id)))
+        if MARK not in os.environ:  # otherwise the launcher has checked this, and has opened the directory itself
+            RunDirectory(Path(config.run_dir)).refuse_if_it_runs()
+        if config.resume and not config.clients:  # as many as before, however many nodes are online now
+            config = config.with_changes(clients=RunDirectory(Path(config.run_dir)).config().clients)
+        device = configure_torch(config.device, config.precision)
+        gpu = torch.cuda.get_device_name(0) if device == "cuda" else "cpu"
+        run = RunDirectory.start(config, describe_environment(gpu))
+        with log_to(run.path / "flower.log"):
+            log(INFO, "Run directory: %s", run.path)
+            _run_recording_status(grid, config, run, device)
 
 
 def _run_recording_status(grid: Grid, config: RunConfig, run: RunDirectory, device: str) -> None:
-    """Do the run, and leave its status behind however it ends."""
+    """Run the training, and record its final status: finished, interrupted or failed."""
     try:
-        run.record_inputs(config.dataset, dataset_info(config.dataset).classes, hash_input_files(config))
-        clients = count_clients(grid, config)
-        config = config.with_changes(clients=clients)
-        federation, start = Federation(grid, config, build_strategy(config), run), _start(config, run)
-        federation.restore(start)
-        federation.discover()
-        run.record_clients(clients)
-        with shared_generator(federation, config, run, device):
-            federation.plan()
-            test = central_test(config, clients, device) if config.evaluation == "central" else None
-            run.truncate_rounds(start.round)
-            if getattr(grid, "live", False):  # clients of this very process keep their states in memory meanwhile
-                start, federation.before_checkpoint = _on_device(start, device), _client_state_flusher(device)
-            with event_log(run.path / "tensorboard", start.round) if config.tensorboard else nullcontext() as write:
-                federation.on_round_end = write or federation.on_round_end
-                federation.fit(start, test)
-    except (KeyboardInterrupt, SystemExit):  # the latter is how Flower's own processes answer a signal
+        _run(grid, config, run, device)
+    except (KeyboardInterrupt, SystemExit):  # Flower's own processes raise SystemExit on a signal
         run.set_status("interrupted")
         raise
     except BaseException as error:
@@ -105,23 +83,41 @@ def _run_recording_status(grid: Grid, config: RunConfig, run: RunDirectory, devi
     run.set_status("finished")
 
 
+def _run(grid: Grid, config: RunConfig, run: RunDirectory, device: str) -> None:
+    run.record_inputs(config.dataset, dataset_info(config.dataset).classes, hash_input_files(config))
+    config = config.with_changes(clients=count_clients(grid, config))
+    federation, start = Federation(grid, config, build_strategy(config), run), _initial_state(config, run)
+    federation.restore(start)
+    federation.clients.discover()
+    run.record_clients(config.clients)
+    with shared_generator(federation, config, run, device):
+        federation.clients.plan()
+        test = central_test(config, config.clients, device) if config.evaluation == "central" else None
+        run.truncate_rounds(start.round)
+        if isinstance(grid, InlineGrid) and grid.by_reference:  # clients keep their states in this process's memory
+            start, federation.before_checkpoint = _on_device(start, device), _client_state_flusher(device)
+        with event_log(run.path / "tensorboard", start.round) if config.tensorboard else nullcontext() as write:
+            federation.on_round_end = write or federation.on_round_end
+            federation.fit(start, test)
+
+
 @contextmanager
 def shared_generator(federation: Federation, config: RunConfig, run: RunDirectory, device: str) -> Iterator[None]:
-    """Under Ray, hold one generator for all clients until the block ends; elsewhere do nothing."""
-    service = start_service(config, device)  # not before a client has answered: Ray is certainly running then
+    """Under Ray, serve one generator to all clients for the duration of the block; on other grids do nothing."""
+    service = start_service(config, device)  # after the clients have replied, so Ray is running
     if service is None:
         yield
         return
 
-    def rest() -> None:
-        done = service.release_gpu()
-        if done is not None:
-            run.save_service({"state": "resting", **done})
-            log(INFO, "Every client has its images; the generator is unloaded: %s", done)
+    def release_gpu() -> None:
+        stats = service.release_gpu()
+        if stats is not None:
+            run.save_service({"state": "resting", **stats})
+            log(INFO, "Every client has generated its images; the generator is unloaded: %s", stats)
 
     try:
-        federation.service = service.address()
-        federation.on_generation_done = rest
+        federation.training.service = service.address()
+        federation.on_generation_done = release_gpu
         run.save_service({"state": "serving", **service.stats()})
         yield
     finally:
@@ -131,7 +127,7 @@ def shared_generator(federation: Federation, config: RunConfig, run: RunDirector
 
 @contextmanager
 def log_to(path: Path) -> Iterator[None]:
-    """Keep Flower's log, and what our own modules say, in the run directory too."""
+    """Write the log of Flower and of this package to a file as well."""
     handler = logging.FileHandler(path, encoding="utf-8")
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
     loggers = [logging.getLogger(name) for name in ("flwr", "fedeas_flwr")]
@@ -145,21 +141,44 @@ def log_to(path: Path) -> Iterator[None]:
         handler.close()
 
 
+@contextmanager
+def user_errors_in_one_line(grid: Grid) -> Iterator[None]:
+    """Let Flower log a user error that the block raises in one line, without a traceback.
+
+    Flower logs the error after the app has raised it and then ends the process, so the filter is added only then and
+    never removed. On the inline grid Flower logs nothing.
+    """
+    try:
+        yield
+    except USER_ERRORS:
+        if not isinstance(grid, InlineGrid):
+            logging.getLogger("flwr").addFilter(_remove_traceback)
+        raise
+
+
+def _remove_traceback(record: logging.LogRecord) -> bool:
+    """Put a user error into the text of its log record, in place of the traceback."""
+    error = record.exc_info[1] if record.exc_info else None
+    if isinstance(error, USER_ERRORS):
+        record.msg, record.args, record.exc_info = f"{record.getMessage()}: {format_error(error)}", (), None
+    return True
+
+
 def format_error(error: BaseException) -> str:
-    """An error as the user is told it: our own speak for themselves, others say what kind they are."""
+    """Return an error in one line; one that is not a user error begins with its type."""
     text = one_line(error, None)
-    return text if isinstance(error, (RunError, ConfigError)) else f"{type(error).__name__}: {text}{cache_hint(error)}"
+    return text if isinstance(error, USER_ERRORS) else f"{type(error).__name__}: {text}{cache_hint(error)}"
 
 
-def _start(config: RunConfig, run: RunDirectory) -> Checkpoint:
-    """The run's checkpoint if it resumes and has one, else the untrained model."""
+def _initial_state(config: RunConfig, run: RunDirectory) -> Checkpoint:
+    """Return the checkpoint of a resumed run if it has one, else the untrained model."""
     trainable, buffers = split_state(network(config))
     checkpoint = run.load_checkpoint() if config.resume else None
     if checkpoint is None:
         checkpoint = Checkpoint(0, trainable, buffers)
     elif _shapes(checkpoint.trainable) != _shapes(trainable) or _shapes(checkpoint.buffers) != _shapes(buffers):
         raise RunError(f"the checkpoint in {run.path} does not hold the arrays of model '{config.model}'")
-    # A file keeps its arrays in an order of its own; on the wire they are in the model's.
+    # The file's order of arrays differs from the model's, which messages require.
     return replace(
         checkpoint,
         trainable={key: checkpoint.trainable[key] for key in trainable},
@@ -172,7 +191,7 @@ def _shapes(arrays: Arrays) -> dict[str, tuple[int, ...]]:
 
 
 def _on_device(state: Checkpoint, device: str) -> Checkpoint:
-    """The same state as tensors on the device, to be handed over instead of sent."""
+    """Return the state as tensors on the device, which messages pass by reference."""
 
     def move(arrays: Arrays) -> dict[str, Any]:
         return {key: torch.from_numpy(np.array(array)).to(device) for key, array in arrays.items()}
@@ -181,11 +200,7 @@ def _on_device(state: Checkpoint, device: str) -> Checkpoint:
 
 
 def _client_state_flusher(device: str) -> Callable[[], None]:
-    """Write what clients keep in memory; of what is written, a quarter of the GPU's memory may stay there."""
+    """Return a function that writes all client states to disk and keeps a quarter of the GPU's memory of them there."""
     if device == "cpu":
         return write_kept_states
     return partial(write_kept_states, torch.cuda.mem_get_info()[1] // 4)
-
-
-def _device_name(device: str) -> str:
-    return torch.cuda.get_device_name(0) if device == "cuda" else "cpu"

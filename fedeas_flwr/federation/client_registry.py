@@ -1,9 +1,9 @@
-"""Before the rounds: who the clients are, what they declare, and what a matched budget gives each of them."""
+"""The run's clients: who they are, what they declared, and each one's share of a matched budget."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
 from logging import INFO, WARNING
 
@@ -37,22 +37,23 @@ class ClientRegistry:
     def __init__(self, grid: Grid, config: RunConfig) -> None:
         self.grid, self.config = grid, config
         self.shares: dict[int, Share] = {}
+        """Client → its share of a matched budget."""
         self.declared = DeclaredSampleCounts(config)
-        self.members = ClientManager(grid, config, self.declared.note)
-        self.nodes = self.members.nodes
+        self.manager = ClientManager(grid, config, self.declared.note)
+        self.nodes = self.manager.nodes
         """Client → node."""
         self.refused: dict[int, str] = {}
-        """Client → why its part of the plan was refused; it generates nothing."""
+        """Client → why its reply to a matched policy was rejected; it generates nothing."""
 
     def discover(self) -> int:
-        """Learn which node is which client, and return how many there are."""
-        self.members.wait_for_clients()
+        """Wait for the clients to identify themselves; return their number."""
+        self.manager.wait_for_clients()
         return len(self.nodes)
 
     def plan(self) -> None:
-        """Agree on a matched budget: clients say the whole numbers that their policy asks for, and get their shares.
+        """Split a matched policy's total among the clients, by the whole numbers that they reply with.
 
-        Once a run: who is there when it is resumed changes nobody's share.
+        This happens once per run: clients that are online when it is resumed do not change the shares.
         """
         policy = POLICIES[self.config.policy]
         if isinstance(policy, MatchedPolicy) and not self.shares:
@@ -61,13 +62,13 @@ class ClientRegistry:
             self.shares = shares | dict.fromkeys(self.refused, EMPTY_SHARE)
 
     def share_of(self, client: int) -> Share:
-        """A client's part of a matched budget, which was spent on those who were there; other policies read none."""
+        """Return a client's share; an empty one for a client that joined after the total was split."""
         return self.shares.get(client, EMPTY_SHARE)
 
     def _query_all(self, policy: MatchedPolicy, question: str, at: float) -> dict[int, Sequence[int]]:
-        """Ask every client; return the numbers of those that were never refused, in ascending client id."""
+        """Ask every client; return the numbers of the clients never rejected, in ascending client id."""
         clients, keys = sorted(self.nodes), policy.questions[question]
-        replies = self.query([messages.build_query(self.nodes[c], question, at) for c in clients])
+        replies = self._query([messages.build_query(self.nodes[c], question, at) for c in clients])
         found = {}
         for client, reply in zip(clients, replies, strict=True):
             try:
@@ -77,36 +78,42 @@ class ClientRegistry:
                 self.declared.check_reply(client, policy, question, at, numbers)
                 found[client] = numbers
             except MessageError as error:
-                log(WARNING, "client %d is refused a part of the plan: %s", client, error)
+                log(WARNING, "client %d gets no share of the budget, its reply is rejected: %s", client, error)
                 self.refused.setdefault(client, f"{question}: {error}")
         return {client: numbers for client, numbers in found.items() if client not in self.refused}
 
-    def query(self, questions: Sequence[Message]) -> list[Message]:
-        """Ask, and return the answers in the order of the questions; all must answer."""
+    def collect_disclosures(self, strategy: NeedsDisclosure) -> None:
+        """Ask every client for the strategy's disclosure, check the replies and pass them to the strategy."""
+        disclosure, clients = strategy.disclosure, sorted(self.nodes)
+        replies = self._query([messages.build_query(self.nodes[client], disclosure.question) for client in clients])
+        expected = disclosure.expected(self.config)
+        try:
+            found = {
+                client: messages.read_disclosed(reply, client, expected)
+                for client, reply in zip(clients, replies, strict=True)
+            }
+            strategy.receive_disclosures(found)
+        except MessageError as error:
+            raise RunError(f"invalid reply to the question '{disclosure.question}': {error}") from None
+        size = sum(array.nbytes for array in expected.values())
+        log(
+            INFO,
+            "%s = true: %d clients disclosed %s (%d bytes each)",
+            disclosure.key,
+            len(found),
+            disclosure.what,
+            size,
+        )
+
+    def _query(self, questions: Sequence[Message]) -> list[Message]:
+        """Send queries and return the replies in the same order; raise `RunError` unless every client replies."""
         replies = deliver(self.grid, questions, self.config.round_timeout)
         for reply in replies.values():
             if has_died(reply):
-                raise ProcessesDiedError(f"client processes died over a query: {messages.failure_reason(reply)}")
+                raise ProcessesDiedError(f"client processes died during a query: {messages.failure_reason(reply)}")
             if reply.has_error():
-                raise RunError(f"a client could not answer a query: {messages.failure_reason(reply)}")
+                raise RunError(f"a client failed to answer a query: {messages.failure_reason(reply)}")
         if len(replies) < len(questions):
             missing, within = len(questions) - len(replies), f"round-timeout = {self.config.round_timeout:g} s"
             raise RunError(f"{missing} of {len(questions)} clients did not answer a query within {within}")
         return [replies[question.metadata.dst_node_id] for question in questions]
-
-
-def collect_disclosures(
-    strategy: NeedsDisclosure, config: RunConfig, clients: Mapping[int, int], replies: Sequence[Message]
-) -> None:
-    """Check the answers of all clients (node → client), give them to the strategy, and say what that was."""
-    disclosure = strategy.disclosure
-    wanted, told = disclosure.expected(config), {}
-    try:
-        for reply in replies:
-            client = clients[reply.metadata.src_node_id]
-            told[client] = messages.read_disclosed(reply, client, wanted)
-        strategy.receive_disclosures({client: told[client] for client in sorted(told)})
-    except MessageError as error:
-        raise RunError(f"the answer to '{disclosure.question}' is not what it should be: {error}") from None
-    size = sum(array.nbytes for array in wanted.values())
-    log(INFO, "%s = true: each of %d clients disclosed %s (%d bytes)", disclosure.key, len(told), disclosure.what, size)

@@ -1,8 +1,8 @@
-"""What each client said of itself once, and the bounds that follow for all it says later.
+"""Each client's declared number of real samples, and the bounds that it sets on the client's later messages.
 
-A client's number of real samples N_k is its weight in every average, and what a matched budget is shared out by. So it
-is declared once, before the first round, under a ceiling (`max-examples`); a reply that weighs itself otherwise is
-refused, and so is a plan that N_k samples cannot ask for.
+A client's number of real samples N_k is its weight in every average, and a matched budget is split by it. So a client
+declares it once, before the first round, and at most `max-examples`. A reply with another weight is rejected, and so is
+a plan that no client with N_k samples can have.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from fedeas_flwr.policies import POLICIES, MatchedPolicy, Share
 
 
 class DeclaredSampleCounts:
-    """The clients' numbers of real samples, and checks of what they say by them.
+    """Records the clients' numbers of real samples, and checks later messages against them.
 
     Parameters
     ----------
     config
-        Of the run.
+        The run's config.
     """
 
     def __init__(self, config: RunConfig) -> None:
@@ -31,35 +31,37 @@ class DeclaredSampleCounts:
         self._examples: dict[int, int] = {}
 
     def note(self, client: int, examples: int) -> None:
-        """Keep what a client declared first, whatever it says when it comes back."""
+        """Record a client's first declaration; later ones, after it rejoins, are ignored."""
         self._examples.setdefault(client, examples)
 
     def check_report(self, report: TrainReport, share: Share) -> None:
-        """Refuse a train reply's numbers that do not fit the declaration.
+        """Check a train reply's numbers.
 
         Raises
         ------
         MessageError
+            If they do not match the declaration.
         """
-        declared, most = self._examples[report.client], self._config.max_examples
-        if max(declared, report.examples) > most:
-            raise MessageError(f"num-examples = {max(declared, report.examples)}, but max-examples = {most}")
+        declared, limit = self._examples[report.client], self._config.max_examples
+        if max(declared, report.examples) > limit:
+            raise MessageError(f"num-examples = {max(declared, report.examples)}, but max-examples = {limit}")
         if report.examples != declared and self._config.data_change == "refuse":
-            raise MessageError(f"num-examples = {report.examples}, but the client declared {declared} at first")
+            raise MessageError(f"num-examples = {report.examples}, but the client first declared {declared}")
         policy, settings = POLICIES[self._config.policy], self._config.policy_settings
         images = policy.max_total(max(declared, report.examples), self._classes, settings, share)
         if report.generated > images:
             raise MessageError(f"generated = {report.generated}, but its plan cannot exceed {images}")
 
     def check_reply(self, client: int, policy: MatchedPolicy, question: str, at: float, numbers: Sequence[int]) -> None:
-        """Refuse a reply to a matched policy's question that no label counts of so many samples give.
+        """Check a reply to a matched policy's question.
 
         Raises
         ------
         MessageError
+            If no label counts with the declared number of samples give this reply.
         """
         samples, settings = self._examples[client], self._config.policy_settings
         bounds = policy.max_reply(samples, self._classes, settings, question, at)
-        for key, number, most in zip(policy.questions[question], numbers, bounds, strict=True):
-            if number > most:
-                raise MessageError(f"{key} = {number}, but it is at most {most} with {counted(samples, 'sample')}")
+        for key, number, limit in zip(policy.questions[question], numbers, bounds, strict=True):
+            if number > limit:
+                raise MessageError(f"{key} = {number}, but it is at most {limit} with {counted(samples, 'sample')}")

@@ -1,13 +1,13 @@
-"""The rounds of a run, one after another: test, record and checkpoint each, and decide when to stop.
+"""A run's rounds in sequence: train, evaluate, record and checkpoint each one, and stop after the last.
 
-What happens within a round is in `training_round.py`.
+`training_round.py` has the steps within a training round.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import astuple, replace
@@ -21,9 +21,8 @@ from flwr.serverapp.strategy import Strategy
 from fedeas_flwr.common.errors import MessageError, RunError
 from fedeas_flwr.config import RunConfig
 from fedeas_flwr.federation import messages
-from fedeas_flwr.federation.client_registry import collect_disclosures
+from fedeas_flwr.federation.client_registry import ClientRegistry
 from fedeas_flwr.federation.delivery import deliver
-from fedeas_flwr.federation.messages import TrainReport
 from fedeas_flwr.federation.training_round import RoundOutcome, TooFewRepliesError, TrainingRounds
 from fedeas_flwr.policies import Share
 from fedeas_flwr.runs.checkpoints import Checkpoint
@@ -37,57 +36,72 @@ from fedeas_flwr.training.evaluation import Evaluate
 log = logging.getLogger("flwr").log
 
 
-class Federation(TrainingRounds):
-    """A grid's clients, and the run that trains them.
+class Federation:
+    """Runs federated training from a checkpoint to the last round.
 
     Parameters
     ----------
-    grid, config, strategy
-        As of `TrainingRounds`.
+    grid
+        Any of Flower's grids, or the inline one.
+    config
+        The validated run-config.
+    strategy
+        Builds the messages and aggregates the replies.
     run
-        Where the run is recorded.
+        The run directory, in which rounds and checkpoints are recorded.
+
+    Attributes
+    ----------
+    clients
+        The clients behind the grid, and their shares of a matched budget.
+    training
+        Runs one training round at a time.
+    on_generation_done, before_checkpoint, on_round_end
+        Callbacks: after every client has generated its images, before client states must be on disk, and with the
+        record of each round.
     """
 
     def __init__(self, grid: Grid, config: RunConfig, strategy: Strategy, run: RunDirectory) -> None:
-        super().__init__(grid, config, strategy, run)
+        self.grid, self.config, self.strategy, self.run = grid, config, strategy, run
+        self.clients = ClientRegistry(grid, config)
+        self.training = TrainingRounds(self.clients, strategy, run)
         self.on_generation_done: Callable[[], None] = lambda: None
         self.before_checkpoint: Callable[[], None] = lambda: None
         self.on_round_end: Callable[[Mapping[str, Any]], None] = lambda record: None
 
     def restore(self, start: Checkpoint) -> None:
-        """Go on from what the server held after a round; before `discover`, since some clients may come too late."""
-        self.checkpointed = start.accepted
-        self.shares = {client: Share(*share) for client, share in start.shares.items()}
+        """Load the server's state from ``start``.
+
+        Call this before the clients are discovered: a strategy that requires disclosures excludes clients that joined
+        after them.
+        """
+        self.training.checkpointed = start.accepted
+        self.clients.shares = {client: Share(*share) for client, share in start.shares.items()}
         if isinstance(self.strategy, FlowerStrategyAdapter) and self.config.dp != "none":
             self.strategy.noise = self.run.noise(begun=start.round > 0)
         if isinstance(self.strategy, Stateful):
             self.strategy.load_state(start.strategy)
         if isinstance(self.strategy, NeedsDisclosure):
-            self.members.asked = self.strategy.disclosing_clients() or None
+            self.clients.manager.admitted = self.strategy.disclosing_clients() or None
 
     def fit(self, start: Checkpoint, test: Evaluate | None) -> None:
-        """Train from ``start``, which was taken up, to the last round, recording every round.
+        """Train from ``start``, which `restore` has loaded, to the last round; record every round and the summary.
 
-        ``test`` scores (trainable, buffers) on a test set of the server's; without it the clients are asked.
+        ``test`` evaluates (trainable, buffers) on the server's test set; without it the clients evaluate.
 
-        A round's Γ̂, the server's test of it, its record and its checkpoint go on beside the training of the next
-        round, and are done before that one's begin: a client keeps the versions of its state that the last two
-        checkpoints may need, not those of a third. States and replies are never changed in place, so that those of a
-        round stay as they are meanwhile.
+        The server computes Γ̂, evaluates, records and checkpoints a round while the next one trains, and finishes this
+        before the round after that starts: a client keeps the states that the last two checkpoints may need, not those
+        of a third. States and replies are never changed in place, so both rounds can be read at the same time.
 
-        However it ends, the rounds that are recorded are kept, also between two checkpoints.
+        However training ends, the recorded rounds are kept, also those after the last checkpoint that was due.
         """
         if isinstance(self.strategy, NeedsDisclosure) and not self.strategy.disclosing_clients():
-            clients, question = sorted(self.nodes), self.strategy.disclosure.question
-            replies = self.query([messages.build_query(self.nodes[client], question) for client in clients])
-            collect_disclosures(
-                self.strategy, self.config, {node: client for client, node in self.nodes.items()}, replies
-            )
-            self.members.asked = self.strategy.disclosing_clients()
-        start = replace(start, shares={client: astuple(share) for client, share in self.shares.items()})
-        self._recorded, self._saved, self._begun = start, start.round, start.round
+            self.clients.collect_disclosures(self.strategy)
+            self.clients.manager.admitted = self.strategy.disclosing_clients()
+        start = replace(start, shares={client: astuple(share) for client, share in self.clients.shares.items()})
+        self._recorded, self._checkpointed_round, self._round_in_progress = start, start.round, start.round
         try:
-            state = self._rounds(start, test)
+            state = self._run_rounds(start, test)
         except BaseException:
             self._checkpoint_last_recorded_round()
             raise
@@ -97,135 +111,136 @@ class Federation(TrainingRounds):
             {**summarise(self.run.rounds(), self.config.threshold), **({"privacy": spent} if spent else {})}
         )
 
-    def _rounds(self, state: Checkpoint, test: Evaluate | None) -> Checkpoint:
-        """Train, test and record round after round; return what the server holds after the last."""
-        failed = 0
+    def _run_rounds(self, state: Checkpoint, test: Evaluate | None) -> Checkpoint:
+        """Train, evaluate and record round by round; return the state after the last."""
+        consecutive_failures = 0
         with BackgroundTask() as background:
             while state.round < self.config.rounds:
-                self._begun = state.round + 1
+                self._round_in_progress = state.round + 1
                 try:
-                    (state, outcome), failed = self.train_round(state), 0
+                    (state, outcome), consecutive_failures = self.training.train_round(state), 0
                 except TooFewRepliesError as error:
-                    failed += 1
-                    if failed >= self.config.failed_rounds:
+                    consecutive_failures += 1
+                    if consecutive_failures >= self.config.failed_rounds:
                         raise
-                    log(WARNING, "%s; the model stays as it is", error)
+                    log(WARNING, "%s; the model is unchanged", error)
                     state, outcome = replace(state, round=state.round + 1), RoundOutcome([], error.failures, {})
-                if state.generated.keys() >= self.nodes.keys():
+                if state.generated.keys() >= self.clients.nodes.keys():
                     self.on_generation_done()
-                outcome.seconds["end_wait"] = background.wait()
+                outcome.seconds["end_wait"] = background.wait()  # for the previous round
                 self._end_round(state, outcome, test, background)
-                del outcome  # it holds the clients' models, and the next ones are on their way
+                del outcome  # frees the clients' models before the next round's arrive
         return state
-
-    def _checkpoint(self, state: Checkpoint) -> None:
-        self.run.save_checkpoint(state)
-        self.checkpointed, self._saved = state.accepted, state.round
-
-    def _checkpoint_last_recorded_round(self) -> None:
-        """Checkpoint the last recorded round, if clients still have its states: of the round before the one begun.
-
-        Where a test failed or was not waited for, the last record is older, and the clients that trained since have
-        dropped what it would need; then the checkpoint that is there is the one to go on from.
-        """
-        state = self._recorded
-        if state.round <= self._saved or state.round < self._begun - 1:
-            return
-        try:
-            self.before_checkpoint()
-            self._checkpoint(state)
-        except Exception as error:  # must not hide what ended the run: a full disk, a broken GPU
-            log(ERROR, "no checkpoint of round %d: %s", state.round, error)
 
     def _end_round(
         self, state: Checkpoint, outcome: RoundOutcome, test: Evaluate | None, background: BackgroundTask
     ) -> None:
-        """Γ̂, test, record and, where it is due, checkpoint of a round; beside the next one if the server tests it."""
+        """Measure, record and, if due, checkpoint a round; in the background if the server evaluates."""
         last = state.round == self.config.rounds
-        checkpoint = last or state.round % self.config.checkpoint_every == 0
-        if checkpoint:  # now: the next round's clients change what they keep in memory
+        checkpoint_due = last or state.round % self.config.checkpoint_every == 0
+        if checkpoint_due:  # before the next round, whose clients replace the states that they keep in memory
             self.before_checkpoint()
-        alone = last or test is None  # clients cannot test while they train
-        known = self._round_metadata(state, outcome)  # now: it asks the strategy, which the next round changes
+        blocking = last or test is None  # clients cannot evaluate while they train
+        metadata = self._round_metadata(state, outcome)  # before the next round, which changes the strategy
 
-        def end() -> None:
-            measured = self._measure(state, outcome, test, alone)
+        def finish_round() -> None:
+            measured = self._measure(state, outcome, test, blocking)
             seconds = {phase: round(s, 4) for phase, s in outcome.seconds.items()}
-            record = {"round": state.round, **measured, **known, "seconds": seconds}
+            record = {"round": state.round, **measured, **metadata, "seconds": seconds}
             self.run.append_round(record)
             self.on_round_end(record)
             self._recorded = state
-            if checkpoint:
+            if checkpoint_due:
                 self._checkpoint(state)
             log(INFO, "[round %d/%d] accuracy %.4f", state.round, self.config.rounds, measured["accuracy"])
 
-        def finish_round_logging_errors() -> (
-            None
-        ):  # at once: the clients' round, after which it is raised, may take hours
+        def finish_round_logging_errors() -> None:
             try:
-                end()
-            except BaseException as error:
+                finish_round()
+            except BaseException as error:  # logged now: it is raised after the next round, perhaps hours later
                 log(ERROR, "round %d is not recorded: %s", state.round, error)
                 raise
 
-        if alone:
-            end()
+        if blocking:
+            finish_round()
         else:
             background.start(finish_round_logging_errors)
 
-    def _measure(self, state: Checkpoint, outcome: RoundOutcome, test: Evaluate | None, alone: bool) -> dict[str, Any]:
-        """A round's scores and Γ̂; the time they took goes to its seconds, and to its wait where no client trains."""
-        began = time.perf_counter()
+    def _measure(
+        self, state: Checkpoint, outcome: RoundOutcome, test: Evaluate | None, blocking: bool
+    ) -> dict[str, Any]:
+        """Return a round's scores and Γ̂; add their durations to its seconds, and to `end_wait` if ``blocking``."""
+        started = time.perf_counter()
         gamma_hat = outcome.gamma_hat() if outcome.gamma_hat is not None else None
         measured = time.perf_counter()
-        if test is None:
-            scores = evaluate_on_clients(self.grid, self.config, self._available_clients(), state)
-        else:
+        if test is not None:
             scores = test(state.trainable, state.buffers)
-        tested = time.perf_counter()
-        outcome.seconds["gamma_hat"], outcome.seconds["evaluate"] = measured - began, tested - measured
-        outcome.seconds["end_wait"] += tested - began if alone else 0.0
+        else:
+            online = self.clients.manager.available(sorted(self.clients.nodes))
+            nodes = {client: self.clients.nodes[client] for client in online}
+            scores = evaluate_on_clients(self.grid, self.config, nodes, state)
+        evaluated = time.perf_counter()
+        outcome.seconds["gamma_hat"], outcome.seconds["evaluate"] = measured - started, evaluated - measured
+        outcome.seconds["end_wait"] += evaluated - started if blocking else 0.0
         return {**scores, "gamma_hat": gamma_hat}
 
     def _round_metadata(self, state: Checkpoint, outcome: RoundOutcome) -> dict[str, Any]:
-        """What a round's record says beside scores, Γ̂ and seconds."""
+        """Return a round's record without scores, Γ̂ and seconds."""
+        reports, spent = outcome.reports, self._privacy_spent(state)
+        examples = sum(report.examples for report in reports)
+        loss = sum(report.loss * report.examples for report in reports) / examples if reports else None
+        refused = sorted(self.clients.refused.items()) if state.round == 1 else []  # recorded with the first round
         return {
-            "train_loss": _mean(outcome.reports, lambda r: r.loss),
-            **({"epsilon": spent["epsilon"]} if (spent := self._privacy_spent(state)) else {}),
-            "clients": [r.client for r in outcome.reports],
-            "failures": [*self._refused_in(state.round), *outcome.failures],
+            "train_loss": loss,
+            **({"epsilon": spent["epsilon"]} if spent else {}),
+            "clients": [report.client for report in reports],
+            "failures": [*({"client": client, "reason": why} for client, why in refused), *outcome.failures],
             "generated": sum(state.generated.values()),
-            "made": sum(r.made for r in outcome.reports),
-            "rejected": sum(r.rejected for r in outcome.reports),
-            "steps": sum(r.steps for r in outcome.reports),
+            "made": sum(report.made for report in reports),
+            "rejected": sum(report.rejected for report in reports),
+            "steps": sum(report.steps for report in reports),
         }
 
-    def _available_clients(self) -> dict[int, int]:
-        return {client: self.nodes[client] for client in self.members.available(sorted(self.nodes))}
+    def _checkpoint(self, state: Checkpoint) -> None:
+        self.run.save_checkpoint(state)
+        self.training.checkpointed, self._checkpointed_round = state.accepted, state.round
 
-    def _refused_in(self, number: int) -> list[dict[str, Any]]:
-        """Refusals of the plan, which are recorded with the first round."""
-        return [{"client": c, "reason": why} for c, why in sorted(self.refused.items())] if number == 1 else []
+    def _checkpoint_last_recorded_round(self) -> None:
+        """Checkpoint the last recorded round if clients still hold its states.
+
+        They do if it is the round before the one in progress. If an evaluation failed or was not waited for, the last
+        record is older, and clients that trained since have dropped the states it needs. The run then resumes from the
+        existing checkpoint.
+        """
+        state = self._recorded
+        if state.round <= self._checkpointed_round or state.round < self._round_in_progress - 1:
+            return
+        try:
+            self.before_checkpoint()
+            self._checkpoint(state)
+        except Exception as error:  # a full disk or a broken GPU must not hide the error that ended the run
+            log(ERROR, "no checkpoint of round %d: %s", state.round, error)
 
     def _privacy_spent(self, state: Checkpoint) -> dict[str, Any] | None:
         return self.strategy.privacy_spent(state) if isinstance(self.strategy, FlowerStrategyAdapter) else None
 
 
-def _mean(reports: Sequence[TrainReport], value: Callable[[TrainReport], float]) -> float | None:
-    if not reports:  # a failed round
-        return None
-    return sum(value(r) * r.examples for r in reports) / sum(r.examples for r in reports)
-
-
 def evaluate_on_clients(grid: Grid, config: RunConfig, nodes: Mapping[int, int], state: Checkpoint) -> dict[str, Any]:
-    """Ask the clients that are there (client → node) for their scores, and return the round's."""
+    """Let the clients (client → node) evaluate the model on their own test images; return the round's scores.
+
+    Raises
+    ------
+    RunError
+        If fewer clients reply than `min-replies` requires, or none has test images.
+    """
     model, buffers = to_record(state.trainable), to_record(state.buffers)
     questions = [messages.evaluate_message(node, model, buffers) for node in nodes.values()]
-    reports = []
-    failed = f"no reply within {config.round_timeout:g} s"
-    clients = {node: client for client, node in nodes.items()}
-    for node, reply in deliver(grid, questions, config.round_timeout).items():
-        client = clients[node]
+    replies = deliver(grid, questions, config.round_timeout)
+    reports, failed = [], f"no reply within {config.round_timeout:g} s"
+    for client, node in nodes.items():
+        reply = replies.get(node)
+        if reply is None:
+            continue
         try:
             if reply.has_error():
                 raise MessageError(messages.failure_reason(reply))
@@ -238,49 +253,50 @@ def evaluate_on_clients(grid: Grid, config: RunConfig, nodes: Mapping[int, int],
             f"evaluation: {missing} of {len(questions)} clients failed and min-replies = "
             f"{config.min_replies:g} does not allow it; {failed}"
         )
-    reports = sorted((r for r in reports if r.examples), key=lambda r: r.client)
+    reports = sorted((report for report in reports if report.examples), key=lambda report: report.client)
     if not reports:
         raise RunError("evaluation: no client has test data of its own")
-    examples = sum(r.examples for r in reports)
-    own = {r.client: r.correct / r.examples for r in reports}
-    worst = min(own, key=lambda client: own[client])
+    examples = sum(report.examples for report in reports)
+    accuracies = {report.client: report.correct / report.examples for report in reports}
+    worst = min(accuracies, key=lambda client: accuracies[client])
     return {
-        "accuracy": sum(r.correct for r in reports) / examples,
-        "mean_client_accuracy": sum(own.values()) / len(own),
-        "worst_client_accuracy": own[worst],
+        "accuracy": sum(report.correct for report in reports) / examples,
+        "mean_client_accuracy": sum(accuracies.values()) / len(accuracies),
+        "worst_client_accuracy": accuracies[worst],
         "worst_client": worst,
-        "loss": sum(r.loss * r.examples for r in reports) / examples,
+        "loss": sum(report.loss * report.examples for report in reports) / examples,
     }
 
 
 class BackgroundTask:
-    """Does one piece of work at a time in a thread of its own; the block's end waits for it, however the block ends.
+    """Runs one task at a time in a background thread.
 
-    What the work raises is raised by the next `wait`, or by the block's end: there also in place of an error of the
-    block's own, which came later. Only an interruption goes before it.
+    Leaving the `with` block waits for the task, even if the block raised. The task's exception is re-raised by the next
+    `wait()` or on exit. On exit it replaces an exception of the block, which happened later; only an interruption
+    (KeyboardInterrupt, SystemExit) takes precedence.
     """
 
     def __enter__(self) -> BackgroundTask:
-        self._pool = ThreadPoolExecutor(1, thread_name_prefix="beside-the-clients")
-        self._work: Future[None] | None = None
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="end-of-round")
+        self._task: Future[None] | None = None
         return self
 
-    def start(self, work: Callable[[], None]) -> None:
-        """Begin with ``work``; the piece before must have been waited for."""
-        assert self._work is None
-        self._work = self._pool.submit(work)
+    def start(self, task: Callable[[], None]) -> None:
+        """Start ``task``; the previous one must have been waited for."""
+        assert self._task is None
+        self._task = self._pool.submit(task)
 
     def wait(self) -> float:
-        """Wait until the work is done, if there is any; return the seconds it took to wait."""
-        began = time.perf_counter()
-        if self._work is not None:
+        """Wait for the task, if there is one; return the seconds spent waiting."""
+        started = time.perf_counter()
+        if self._task is not None:
             try:
-                self._work.result()
-            except Exception:  # the work's own, to be raised once; whoever is interrupted here has yet to wait
-                self._work = None
+                self._task.result()
+            except Exception:  # the task's own, raised once; after an interruption here the task is still waited for
+                self._task = None
                 raise
-            self._work = None
-        return time.perf_counter() - began
+            self._task = None
+        return time.perf_counter() - started
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

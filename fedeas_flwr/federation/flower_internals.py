@@ -1,10 +1,11 @@
-"""Every name of Flower's that is not part of its public interface.
+"""All names of Flower that are not part of its public interface.
 
-A release of Flower may move any of them without notice; tests/federation/test_flower_internals.py has a test for each.
+A Flower release may move any of them without notice; tests/federation/test_flower_internals.py has a test for each.
 """
 
 from __future__ import annotations
 
+from typing import Protocol, runtime_checkable
 from uuid import uuid4
 
 from flwr.app import Message
@@ -16,6 +17,7 @@ from flwr.supercore.task_identity import TaskIdentity
 __all__ = [
     "APP_RAISED",
     "Run",
+    "SimulationGrid",
     "clients_that_fit",
     "identify_process",
     "local_ports",
@@ -24,28 +26,35 @@ __all__ = [
 ]
 
 APP_RAISED = ErrorCode.CLIENT_APP_RAISED_EXCEPTION
-"""Error code of a reply that Flower writes where a ClientApp raised."""
+"""Error code of the reply that Flower writes if a ClientApp raises."""
+
+
+@runtime_checkable
+class SimulationGrid(Protocol):
+    """Grid of Flower's simulation, whose replies are in this process; no other grid has this attribute."""
+
+    pull_interval: float
 
 
 def identify_process() -> None:
-    """Set the identity without which no message can be created; Flower's own processes have one."""
+    """Set the identity that a process needs to create messages; Flower sets it in its own processes."""
     TaskIdentity.task_id = TaskIdentity.run_id = TaskIdentity.node_id = 1
 
 
 def set_message_id(message: Message) -> None:
-    """Give a message an id, as Flower's grids do: a reply says which message it answers."""
+    """Give a message an id, as Flower's grids do; the reply refers to it."""
     message.metadata.__dict__["_message_id"] = str(uuid4())
 
 
 def local_ports() -> tuple[str, str]:
-    """Return the two ports of the SuperLink that `flwr run` starts and looks for."""
+    """Return the two ports of the SuperLink that `flwr run` starts or connects to."""
     from flwr.cli.constant import LOCAL_CONTROL_API_PORT, LOCAL_SUPERLINK_HTTP_API_PORT
 
     return LOCAL_SUPERLINK_HTTP_API_PORT, LOCAL_CONTROL_API_PORT
 
 
 def clients_that_fit(client: dict[str, int | float]) -> int:
-    """Return how many clients Flower's simulation puts into the Ray that runs, each with ``num_cpus``, ``num_gpus``."""
+    """Return how many clients of ``num_cpus`` and ``num_gpus`` Flower's simulation places in the running Ray."""
     from flwr.simulation.ray_transport.ray_actor import pool_size_from_resources
 
     return pool_size_from_resources(client)

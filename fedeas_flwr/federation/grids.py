@@ -1,4 +1,4 @@
-"""Two grids beside Flower's own: one that calls the ClientApp in this process, and a view of some nodes of another."""
+"""Two grids in addition to Flower's: one calls the ClientApp in this process, one shows some nodes of another grid."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from fedeas_flwr.federation.messages import error_reply
 
 
 class _SendAndReceiveGrid(Grid):
-    """The part of Flower's Grid that both of ours leave unsupported: pushing and pulling apart."""
+    """Base of both grids, which send by `send_and_receive` only; pushing and pulling are unsupported."""
 
     def set_run(self, run: Run) -> None:
         raise NotImplementedError("this grid belongs to one run")
@@ -38,17 +38,27 @@ class _SendAndReceiveGrid(Grid):
 
 
 class InlineGrid(_SendAndReceiveGrid):
-    """Call the same ClientApp for every node in this process: no Ray, no pickling, breakpoints work.
+    """Calls the same ClientApp for every node in this process: no Ray, no pickling, breakpoints work.
 
-    With several ``workers`` (threads), clients of a round run at once: on a GPU, each thread on a stream of its own. A
-    ``live`` grid hands models over as tensors instead of bytes; the server asks for that attribute.
+    Parameters
+    ----------
+    app
+        The ClientApp.
+    clients
+        Number of nodes.
+    run_config
+        The run-config that every node receives.
+    workers
+        Number of threads, each of which runs one client at a time; on a GPU each has its own stream.
+    by_reference
+        The server passes models to the clients as tensors, not as bytes.
     """
 
     def __init__(
-        self, app: ClientApp, clients: int, run_config: Mapping[str, Any], workers: int = 1, live: bool = False
+        self, app: ClientApp, clients: int, run_config: Mapping[str, Any], workers: int = 1, by_reference: bool = False
     ) -> None:
         identify_process()
-        self._app, self.live = app, live
+        self._app, self.by_reference = app, by_reference
         self._pool = ThreadPoolExecutor(workers) if workers > 1 else None
         self._contexts = {
             node: Context(
@@ -65,26 +75,26 @@ class InlineGrid(_SendAndReceiveGrid):
         return list(self._contexts)
 
     def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> Iterable[Message]:
-        """Run the messages and return the replies in order. ``timeout`` is ignored, however slow a client is."""
+        """Handle the messages and return the replies in order; ``timeout`` is ignored."""
         if self._pool is None:
             return [self._deliver(message) for message in messages]
         return list(self._pool.map(self._deliver, messages))
 
     def close(self) -> None:
-        """End the workers, each after the message it is at, if any; messages that wait are dropped."""
+        """Stop the workers after their current messages, without waiting for them; drop the queued messages."""
         if self._pool is not None:
-            self._pool.shutdown(wait=False, cancel_futures=True)  # who stops a run does not wait for a client's epochs
+            self._pool.shutdown(wait=False, cancel_futures=True)  # an interrupted run does not wait for epochs
 
     def _deliver(self, message: Message) -> Message:
         set_message_id(message)
         try:
             return self._app(message, self._contexts[message.metadata.dst_node_id])
-        except Exception as error:  # a node's failure is an answer, as it is on Flower's own grids
+        except Exception as error:  # an error reply, as on Flower's own grids
             return error_reply(message, error)
 
 
 class GridView(_SendAndReceiveGrid):
-    """Another grid with only the chosen nodes in sight, so that a strategy samples exactly those."""
+    """Shows only some nodes of another grid, so that a strategy samples exactly those."""
 
     def __init__(self, grid: Grid, nodes: Iterable[int]) -> None:
         self._grid, self._nodes = grid, list(nodes)

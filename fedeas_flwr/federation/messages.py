@@ -1,14 +1,14 @@
-"""What crosses the wire: who writes what into a message, and how it is checked when it is read.
+"""Messages between the server and the clients: each one's writer, and the reader that checks it.
 
-    query     server: which question, at what   client: its id and the whole numbers asked for, nothing else;
-                      β or level                        or its id and arrays that a `disclose-…` key lets out
+    query     server: a question, at a β or     client: its id and the whole numbers asked for, nothing else;
+                      a level                           or its id and arrays that a `disclose-…` key allows
     train     server: model, β, this round,     client: model, its real sample count, a few numbers,
                       last accepted round,              and an algorithm's extra arrays (SCAFFOLD …)
                       share, extra arrays
-    evaluate  server: model                     client: how many of its own test images it got right
+    evaluate  server: model                     client: how many of its own test images it classified correctly
 
-No per-class vector crosses but in such a disclosure: a client's label counts stay with it. β is the server's to say: a
-client takes it from the message, never from its run-config.
+A client sends a vector per class only in such a disclosure; otherwise its label counts stay on the client. The server
+decides β: a client reads it from the message, never from its run-config.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ import logging
 import math
 import re
 import traceback
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from dataclasses import astuple, dataclass, field, fields, is_dataclass
 from logging import ERROR
-from typing import Any
+from typing import Any, TypeVar
 
 from flwr.app import ArrayRecord, ConfigRecord, Error, Message, MessageType, MetricRecord, RecordDict
 
@@ -47,62 +47,123 @@ from fedeas_flwr.strategies.records import (
 log = logging.getLogger("flwr").log
 
 _LOGGED_CHARACTERS = 20_000
+"""Characters of a failed reply's reason that are logged."""
 CLIENT_FAILED = 1
-"""Error code of a reply in which the client itself says what went wrong."""
+"""Error code of a reply whose reason the client wrote itself."""
+
+# --------------------------------------------------------------------------- values of a record, by field
+
+
+@dataclass(frozen=True)
+class _Key:
+    """One value of a record: its name on the wire, and the check that a reader makes."""
+
+    name: str
+    check: Callable[[Any], bool]
+    expected: str
+
+    def read(self, record: Mapping[str, Any]) -> Any:
+        """Return the value, or raise `MessageError` with its key, the value and what is allowed."""
+        value = record.get(self.name)
+        if not self.check(value):
+            raise MessageError(f"{self.name} = {value!r}, expected {self.expected}")
+        return value
+
+
+def _whole(name: str, low: int = 0, high: int = 2**53) -> _Key:
+    return _Key(name, lambda v: type(v) is int and low <= v <= high, f"a whole number from {low} to {high}")
+
+
+def _number(name: str) -> _Key:
+    return _Key(name, lambda v: type(v) in (int, float) and math.isfinite(v), "a finite number")
+
+
+def _text(name: str, pattern: str = ".*", expected: str = "a text") -> _Key:
+    return _Key(name, lambda v: type(v) is str and re.fullmatch(pattern, v) is not None, expected)
+
+
+def _on_wire(*keys: _Key, build: Callable[..., Any] = lambda value: value) -> dict[str, Any]:
+    """Return a field's metadata: its keys, and the function that builds the field from their values."""
+    return {"keys": keys, "build": build}
+
+
+_Values = TypeVar("_Values", bound="TrainTask | TrainReport | EvaluateReport")
+
+
+def _write(record: MutableMapping[str, Any], values: TrainTask | TrainReport | EvaluateReport) -> None:
+    for item in fields(values):
+        value = getattr(values, item.name)
+        parts = astuple(value) if is_dataclass(value) else (value,)  # type: ignore[arg-type]
+        for key, part in zip(item.metadata["keys"], parts, strict=True):
+            record[key.name] = part
+
+
+def _read(cls: type[_Values], record: Mapping[str, Any]) -> _Values:
+    """Read and check every field; raise `MessageError` for the first value that is not allowed."""
+    found = {
+        item.name: item.metadata["build"](*(key.read(record) for key in item.metadata["keys"])) for item in fields(cls)
+    }
+    return cls(**found)
+
+
+_CLIENT = _whole("client-id")
 
 
 @dataclass(frozen=True)
 class TrainTask:
-    """What the server asks of a client in a round, beside the model."""
+    """A client's task in a round: what the server sends in addition to the model."""
 
-    round: int
-    beta: float
-    accepted_round: int
-    """The last round whose reply from this client the server used: the client's state starts from it."""
-    checkpointed_round: int
-    """The same, as the server's last checkpoint knows it: what it would ask for after a crash."""
-    run: str
-    """The run's name for itself, under which a node keeps its state."""
-    share: Share
-    service: str = ""
-    """Address of the generator that all clients share; empty: a client has its own."""
+    round: int = field(metadata=_on_wire(_whole("server-round")))
+    beta: float = field(metadata=_on_wire(_number("beta"), build=float))
+    accepted_round: int = field(metadata=_on_wire(_whole("accepted-round")))
+    """Last round whose reply from this client the server used; the client starts from its state after that round."""
+    checkpointed_round: int = field(metadata=_on_wire(_whole("checkpointed-round")))
+    """`accepted_round` in the server's last checkpoint, from which a server that crashed resumes."""
+    run: str = field(metadata=_on_wire(_text("run", "[0-9a-f]{32}", "32 hexadecimal digits")))
+    """Identity of the run. A node keeps the client's state in a folder of this name."""
+    share: Share = field(
+        metadata=_on_wire(_whole("share-base"), _whole("share-extra"), _number("share-level"), build=Share)
+    )
+    service: str = field(default="", metadata=_on_wire(_text("generator-service")))
+    """Address of the generator that all clients share; empty if every client opens its own."""
 
 
 @dataclass(frozen=True)
 class TrainReport:
-    """What a client says of its round, beside the model."""
+    """A client's numbers for a round, which it sends in addition to the model."""
 
-    client: int
-    examples: int
-    """Real samples N_k: the aggregation weight. Synthetic images do not count."""
-    loss: float
-    steps: int
-    generated: int
-    """Images in this client's cache."""
-    made: int
-    """Images sampled in this very round; the rest were there."""
-    seconds_generating: float
-    seconds_training: float
-    rejected: int = 0  # images in the cache that `min-class-agreement` left out
+    client: int = field(metadata=_on_wire(_CLIENT))
+    examples: int = field(metadata=_on_wire(_whole(WEIGHT, 1, 2**40)))
+    """Number of real samples N_k, the aggregation weight. Synthetic images do not count."""
+    loss: float = field(metadata=_on_wire(_number(LOSS), build=float))
+    steps: int = field(metadata=_on_wire(_whole("steps")))
+    generated: int = field(metadata=_on_wire(_whole("generated")))
+    """Total number of images in this client's cache."""
+    made: int = field(metadata=_on_wire(_whole("made")))
+    """Number of images newly generated in this round."""
+    seconds_generating: float = field(metadata=_on_wire(_number("seconds-generating"), build=float))
+    seconds_training: float = field(metadata=_on_wire(_number("seconds-training"), build=float))
+    rejected: int = field(default=0, metadata=_on_wire(_whole("rejected")))
+    """Number of cached images that `min-class-agreement` excludes from training."""
 
 
 @dataclass(frozen=True)
 class EvaluateReport:
-    """How a client's own test images fared."""
+    """A client's result on its own test images."""
 
-    client: int
-    examples: int
-    correct: int
-    loss: float
+    client: int = field(metadata=_on_wire(_CLIENT))
+    examples: int = field(metadata=_on_wire(_whole(WEIGHT, 0, 2**40)))
+    correct: int = field(metadata=_on_wire(_whole("correct")))
+    loss: float = field(metadata=_on_wire(_number(LOSS), build=float))
 
 
 def classes_digest(classes: Sequence[str]) -> int:
-    """One number for the names of all classes in their order: by it a server sees whether a node means the same."""
+    """Return a 48-bit hash of the class names in order; the server compares it with its own."""
     return int(hashlib.sha256(repr(tuple(classes)).encode()).hexdigest()[:12], 16)
 
 
 def is_in_process(message: Message) -> bool:
-    """Whether a message hands its model over within the process."""
+    """Return whether a message passes its model by reference within this process, not as bytes."""
     return isinstance(message.content.array_records[ARRAYS], InProcessRecord)
 
 
@@ -110,106 +171,80 @@ def is_in_process(message: Message) -> bool:
 
 
 def build_query(node: int, question: str, at: float = 0.0) -> Message:
-    """Ask a node who it is (``identity``), what a matched policy asks at a β or a level, or for a disclosure."""
+    """Build a query to a node: its ``identity``, a matched policy's question at a β or a level, or a disclosure."""
     config = ConfigRecord({"question": question, "at": at})
     return Message(RecordDict({CONFIG: config}), dst_node_id=node, message_type=MessageType.QUERY)
 
 
 def read_question(message: Message) -> tuple[str, float]:
-    """Read what the server asks, and the β or the level it is about."""
+    """Return the server's question, and the β or level that it is asked at."""
     config = message.content[CONFIG]
     return str(config["question"]), float(config["at"])  # type: ignore[arg-type]
 
 
 def build_query_reply(message: Message, client: int, **numbers: int) -> Message:
-    """Answer a query with the client's id and whole numbers."""
+    """Build a reply with the client's id and whole numbers."""
     record = MetricRecord({"client-id": client, **numbers})
     return Message(RecordDict({METRICS: record}), reply_to=message)
 
 
 def read_answer(message: Message, *keys: str) -> tuple[int, ...]:
-    """Read the client's id and the numbers asked for."""
+    """Return the client's id and the numbers under ``keys``; raise `MessageError` if one is missing or negative."""
     record = _metrics(message)
-    return tuple(_whole(record, key, 0, 2**53) for key in ("client-id", *keys))
+    return tuple(_whole(key).read(record) for key in ("client-id", *keys))
 
 
 def disclose(message: Message, client: int, arrays: Arrays) -> Message:
-    """Answer a query with the client's id and arrays; only for what `strategies/interface.py` names."""
+    """Build a reply with the client's id and arrays; only a `Disclosure` (strategies/interface.py) uses it."""
     records = {METRICS: MetricRecord({"client-id": client}), ARRAYS: to_record(arrays)}
     return Message(RecordDict(records), reply_to=message)  # type: ignore[arg-type]
 
 
 def read_disclosed(message: Message, client: int, expected: Arrays) -> Arrays:
-    """Read what a client disclosed; names, kinds and shapes must be those of ``expected``, as in a train reply."""
-    _check_sender(_metrics(message), client)
+    """Return the arrays that a client disclosed; raise `MessageError` unless they match ``expected``."""
+    _check_sender(_CLIENT.read(_metrics(message)), client)
     records = message.content.array_records
     if set(records) != {ARRAYS}:
-        raise MessageError(f"array records {sorted(records)}, wanted {ARRAYS} alone")
-    # Copies: a strategy keeps them for the whole run, and they may be views of memory that Ray wants back.
-    return {key: array.copy() for key, array in _like(records[ARRAYS], expected).items()}
+        raise MessageError(f"array records {sorted(records)}, expected {ARRAYS} alone")
+    # Copy: a strategy keeps the arrays for the whole run, and they may be views of memory that Ray reuses.
+    return {key: array.copy() for key, array in _validated(records[ARRAYS], expected).items()}
 
 
 # ------------------------------------------------------------------------------------------------ train
 
 
 def add_task(message: Message, task: TrainTask, buffers: ArrayRecord, extra: ArrayRecord) -> None:
-    """Give a strategy's message the task of one client; the arrays in it stay as they are."""
+    """Add one client's task, the buffers and the extra arrays to a message that the strategy built."""
     content = RecordDict(dict(message.content.items()))
     config = ConfigRecord(dict(message.content.config_records[CONFIG].items()))
-    config["server-round"], config["beta"] = task.round, task.beta
-    config["accepted-round"], config["checkpointed-round"] = task.accepted_round, task.checkpointed_round
-    config["share-base"], config["share-extra"] = task.share.base, task.share.extra
-    config["share-level"] = task.share.level
-    config["run"], config["generator-service"] = task.run, task.service
+    _write(config, task)
     content[CONFIG] = config
     content[BUFFERS], content[EXTRA] = buffers, extra
     message.content = content
 
 
 def read_task(message: Message) -> TrainTask:
-    """Read the server's task."""
-    config: Any = message.content.config_records[CONFIG]
-    if not re.fullmatch("[0-9a-f]{32}", str(config["run"])):  # it becomes part of a path
-        raise MessageError(f"run = {config['run']!r}, wanted 32 hexadecimal digits")
-    return TrainTask(
-        round=int(config["server-round"]),
-        beta=float(config["beta"]),
-        accepted_round=int(config["accepted-round"]),
-        checkpointed_round=int(config["checkpointed-round"]),
-        run=str(config["run"]),
-        share=Share(int(config["share-base"]), int(config["share-extra"]), float(config["share-level"])),
-        service=str(config["generator-service"]),
-    )
+    """Return the client's task; raise `MessageError` for a value that is not allowed."""
+    return _read(TrainTask, message.content.config_records[CONFIG])
 
 
 def read_model(message: Message) -> tuple[Arrays, Arrays]:
-    """Read the trainable arrays and the buffers of a message."""
+    """Return the trainable arrays and the buffers of a message."""
     records = message.content.array_records
     return to_arrays(records[ARRAYS]), to_arrays(records[BUFFERS])
 
 
 def read_extra(message: Message) -> Arrays:
-    """Read what the server's part of an algorithm sent beside the model."""
+    """Return the extra arrays that the strategy sent with the model."""
     return to_arrays(message.content.array_records[EXTRA])
 
 
 def train_reply(
     message: Message, report: TrainReport, trainable: Arrays, buffers: Arrays, extra: Mapping[str, Any]
 ) -> Message:
-    """Build a client's answer to a train message; a record of extra arrays only where there are any."""
-    metrics = MetricRecord(
-        {
-            WEIGHT: report.examples,
-            "client-id": report.client,
-            LOSS: report.loss,
-            "steps": report.steps,
-            "generated": report.generated,
-            "made": report.made,
-            "seconds-generating": report.seconds_generating,
-            "seconds-training": report.seconds_training,
-            "rejected": report.rejected,
-        }
-    )
+    """Build a client's reply to a train message, with a record of extra arrays if there are any."""
+    metrics = MetricRecord()
+    _write(metrics, report)
     records = {ARRAYS: to_record(trainable), BUFFERS: to_record(buffers), METRICS: metrics}
     if extra:
         records[EXTRA] = to_record(extra)
@@ -219,38 +254,28 @@ def train_reply(
 def read_train_reply(
     message: Message, client: int, trainable: Arrays, buffers: Arrays, extra: Arrays
 ) -> tuple[TrainReport, Arrays]:
-    """Check a train reply against what was sent, and take its buffers out of it.
+    """Check a train reply against the model that was sent; return its report and its buffers.
 
-    Afterwards the message holds exactly one ArrayRecord and one MetricRecord, which is what Flower's strategies take,
-    and the record of extra arrays if ``extra`` (arrays like those wanted) says that the strategy waits for one.
+    Afterwards the message holds exactly one ArrayRecord and one MetricRecord, as Flower's strategies require, and the
+    record of extra arrays if the strategy expects ``extra`` (arrays with the expected names, dtypes and shapes).
 
     Raises
     ------
     MessageError
-        For anything that must not reach the global model, by name.
+        For any value that must not reach the global model; it names the value.
     """
     record = _metrics(message)
-    _check_sender(record, client)
-    report = TrainReport(
-        client=client,
-        examples=_whole(record, WEIGHT, 1, 2**40),
-        loss=_number(record, LOSS),
-        steps=_whole(record, "steps", 0, 2**53),
-        generated=_whole(record, "generated", 0, 2**53),
-        made=_whole(record, "made", 0, 2**53),
-        seconds_generating=_number(record, "seconds-generating"),
-        seconds_training=_number(record, "seconds-training"),
-        rejected=_whole(record, "rejected", 0, 2**53),
-    )
+    report = _read(TrainReport, record)
+    _check_sender(report.client, client)
     records = message.content.array_records
-    wanted = [ARRAYS, BUFFERS, *([EXTRA] if extra else [])]
-    if set(records) != set(wanted):
-        raise MessageError(f"array records {sorted(records)}, wanted {' and '.join(wanted)}")
-    _like(records[ARRAYS], trainable)
-    received = _like(records[BUFFERS], buffers)
+    expected = [ARRAYS, BUFFERS, *([EXTRA] if extra else [])]
+    if set(records) != set(expected):
+        raise MessageError(f"array records {sorted(records)}, expected {' and '.join(expected)}")
+    _validated(records[ARRAYS], trainable)
+    received = _validated(records[BUFFERS], buffers)
     message.content = RecordDict({ARRAYS: records[ARRAYS], METRICS: record})
     if extra:
-        _like(records[EXTRA], extra)
+        _validated(records[EXTRA], extra)
         message.content[EXTRA] = records[EXTRA]
     return report, received
 
@@ -259,48 +284,45 @@ def read_train_reply(
 
 
 def evaluate_message(node: int, model: ArrayRecord, buffers: ArrayRecord) -> Message:
-    """Ask a node to test the global model on its own test data."""
+    """Build a request to evaluate the global model on the node's own test images."""
     content = RecordDict({ARRAYS: model, BUFFERS: buffers})
     return Message(content, dst_node_id=node, message_type=MessageType.EVALUATE)
 
 
 def evaluate_reply(message: Message, report: EvaluateReport) -> Message:
-    """Build a client's answer to an evaluate message."""
-    record = {WEIGHT: report.examples, "client-id": report.client, "correct": report.correct, LOSS: report.loss}
-    return Message(RecordDict({METRICS: MetricRecord(record)}), reply_to=message)  # type: ignore[arg-type]
+    """Build a client's reply to an evaluate message."""
+    metrics = MetricRecord()
+    _write(metrics, report)
+    return Message(RecordDict({METRICS: metrics}), reply_to=message)
 
 
 def read_evaluate_reply(message: Message, client: int) -> EvaluateReport:
-    """Check and read an evaluate reply."""
-    record = _metrics(message)
-    _check_sender(record, client)
-    examples = _whole(record, WEIGHT, 0, 2**40)
-    return EvaluateReport(
-        client=client,
-        examples=examples,
-        correct=_whole(record, "correct", 0, examples),
-        loss=_number(record, LOSS),
-    )
+    """Check an evaluate reply and return its report."""
+    report = _read(EvaluateReport, _metrics(message))
+    _check_sender(report.client, client)
+    if report.correct > report.examples:
+        raise MessageError(f"correct = {report.correct}, expected at most {WEIGHT} = {report.examples}")
+    return report
 
 
 # ----------------------------------------------------------------------------------------------- errors
 
 
 def error_reply(message: Message, error: Exception | SystemExit) -> Message:
-    """Tell the server what went wrong on a client: one line, and the traceback below it."""
+    """Build the reply of a client that failed: the error in one line, then its traceback."""
     text = one_line(error, 500) or "no message"
     trace = "".join(traceback.format_exception(error))[-8000:]
     return Message(Error(CLIENT_FAILED, f"{type(error).__name__}: {text}\n{trace}"), reply_to=message)
 
 
 def failure_reason(message: Message) -> str:
-    """The reason of a failed reply in one line; all that came with it goes to the log."""
+    """Return the reason of a failed reply in one line, and log all of it."""
     reason = (message.error.reason or f"error {message.error.code}")[:_LOGGED_CHARACTERS]
     log(ERROR, "node %d failed: %s", message.metadata.src_node_id, reason)
     return (reason.strip().splitlines() or ["no reason given"])[0][:600]
 
 
-def _like(record: ArrayRecord, expected: Arrays) -> Arrays:
+def _validated(record: ArrayRecord, expected: Arrays) -> Arrays:
     try:
         return read_validated(record, expected)
     except ArrayMismatchError as error:
@@ -310,24 +332,10 @@ def _like(record: ArrayRecord, expected: Arrays) -> Arrays:
 def _metrics(message: Message) -> MetricRecord:
     records = message.content.metric_records
     if set(records) != {METRICS}:
-        raise MessageError(f"metric records {sorted(records)}, wanted {METRICS} alone")
+        raise MessageError(f"metric records {sorted(records)}, expected {METRICS} alone")
     return records[METRICS]
 
 
-def _check_sender(record: MetricRecord, client: int) -> None:
-    if (found := _whole(record, "client-id", 0, 2**53)) != client:
+def _check_sender(found: int, client: int) -> None:
+    if found != client:
         raise MessageError(f"client-id = {found}, but the message was for client {client}")
-
-
-def _whole(record: MetricRecord, key: str, low: int, high: int) -> int:
-    value = record.get(key)
-    if type(value) is not int or not low <= value <= high:
-        raise MessageError(f"{key} = {value!r}, wanted a whole number from {low} to {high}")
-    return value
-
-
-def _number(record: MetricRecord, key: str) -> float:
-    value = record.get(key)
-    if type(value) not in (int, float) or not math.isfinite(value):  # type: ignore[arg-type]
-        raise MessageError(f"{key} = {value!r}, wanted a finite number")
-    return float(value)  # type: ignore[arg-type]

@@ -1,9 +1,6 @@
-"""One round of training around any strategy: who trains, what is sent, what is accepted, when too few replied.
+"""One training round with any Flower strategy; `TrainingRounds.train_round` is the server's side of the algorithm.
 
-In the order of `TrainingRounds.train_round`:
-
-    sample by client id → strategy.configure_train → one task a client → send
-    → check every reply → order by client id → strategy.aggregate_train → average the buffers
+1. sample clients → 2. configure messages → 3. send → 4. check replies → 5. aggregate → 6. average buffers
 """
 
 from __future__ import annotations
@@ -14,17 +11,15 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from logging import INFO
-from typing import Any
+from typing import Any, NamedTuple
 
 from flwr.app import ConfigRecord, Message
-from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Strategy
 
 from fedeas_flwr.common.cores import map_ordered, threads_for
 from fedeas_flwr.common.errors import MessageError, ProcessesDiedError, RunError
 from fedeas_flwr.common.randomness import stream
 from fedeas_flwr.common.text import counted
-from fedeas_flwr.config import RunConfig
 from fedeas_flwr.federation import messages
 from fedeas_flwr.federation.client_registry import ClientRegistry
 from fedeas_flwr.federation.delivery import deliver, has_died
@@ -42,155 +37,178 @@ log = logging.getLogger("flwr").log
 
 @dataclass(frozen=True)
 class RoundOutcome:
-    """What a round's accepted clients said, and who failed and why."""
+    """Reports of a round's accepted clients, and the failed clients with the reasons."""
 
     reports: list[TrainReport]
     failures: list[dict[str, Any]]
     seconds: dict[str, float]
+    """Phase of the round → its duration in seconds."""
     gamma_hat: Callable[[], float] | None = None
-    """Works Γ̂ out, of models that it holds on to: for when there is time. ``None`` if it is not wanted."""
+    """Computes Γ̂ from the clients' models, which it holds in memory; ``None`` if `gamma-hat` is off."""
+
+
+class AcceptedReply(NamedTuple):
+    """A reply that passed all checks. The message holds the trainable arrays."""
+
+    message: Message
+    report: TrainReport
+    buffers: Arrays
 
 
 class TooFewRepliesError(RunError):
-    """A round below its quorum; it leaves the model as it was."""
+    """A round with fewer valid replies than `min-replies` requires; it leaves the model unchanged."""
 
     def __init__(self, text: str, failures: list[dict[str, Any]]) -> None:
         super().__init__(text)
         self.failures = failures
 
 
-class TrainingRounds(ClientRegistry):
-    """The clients behind a grid, and how a round turns one model of theirs into the next.
+class TrainingRounds:
+    """Runs training rounds: each one turns the global model of a round into that of the next.
 
     Parameters
     ----------
-    grid, config
-        As of `ClientRegistry`.
+    clients
+        The clients to sample from.
     strategy
-        How replies become a model.
+        Builds the messages and aggregates the replies.
     run
-        Under whose identity clients keep their states.
+        The run directory; clients keep their states under its identity.
     """
 
-    def __init__(self, grid: Grid, config: RunConfig, strategy: Strategy, run: RunDirectory) -> None:
-        super().__init__(grid, config)
-        self.strategy, self.run = strategy, run
-        self.service = ""  # address of the shared generator; empty: every client has its own
+    def __init__(self, clients: ClientRegistry, strategy: Strategy, run: RunDirectory) -> None:
+        self.clients, self.strategy, self.run, self.config = clients, strategy, run, clients.config
+        self.service = ""
+        """Address of the generator that all clients share; empty if every client opens its own."""
         self.checkpointed: dict[int, int] = {}
-        """Client → the round its state would start from if the server came back from its checkpoint."""
+        """Client → the last round whose reply the server used, according to its last checkpoint."""
         self._steps: dict[int, int] = {}
-
-    def sample(self, round_number: int) -> list[int]:
-        """The clients of a round: uniform without replacement, from a stream of the round's own."""
-        clients = sorted(self.nodes)
-        count = self.config.num_sampled(len(clients))
-        chosen = stream(self.config.seed, "sample", round_number).choice(len(clients), count, replace=False)
-        return [clients[i] for i in sorted(chosen)]
+        """Client → number of training steps in its last round."""
 
     def train_round(self, state: Checkpoint) -> tuple[Checkpoint, RoundOutcome]:
-        """Send the model to a round's clients and merge what comes back."""
-        number, began = state.round + 1, time.perf_counter()
-        self.members.discover_new_nodes()
-        chosen = self.sample(number)
-        replies = self._send_round(number, self.members.available(chosen), state)
+        """Train the round that follows ``state``; return the state after it and its outcome.
+
+        Raises
+        ------
+        TooFewRepliesError
+            If fewer clients replied than `min-replies` requires.
+        ProcessesDiedError
+            If this happened and client processes died.
+        """
+        number, started = state.round + 1, time.perf_counter()
+
+        # 1. Sample the round's clients, nodes that joined since the last round included.
+        self.clients.manager.discover_new_nodes()
+        sampled = self.sample(number)
+
+        # 2. Configure: the strategy builds a message per client that is online, and the client's task is added.
+        online = self.clients.manager.available(sampled)
+        out = self._configure(number, online, state)
+
+        # 3. Send, and wait for the replies.
+        by_node = deliver(self.clients.grid, out, self.config.round_timeout) if out else {}
+        replies = {client: by_node.get(self.clients.nodes[client]) for client in online}
         received = time.perf_counter()
-        accepted, failures = self._accept(chosen, replies, state)
-        self._check_quorum(number, chosen, failures, replies)
-        gamma_hat = self._gamma_hat(state, accepted)  # before the strategy, which may use the replies up
-        arrays, _ = self.strategy.aggregate_train(number, [reply for reply, _, _ in accepted])
+
+        # 4. Check every reply. The valid ones are used in ascending client id, whatever their order of arrival.
+        accepted, failures = self._check_replies(sampled, replies, state)
+        self._check_quorum(number, sampled, failures, replies)
+        reports = [reply.report for reply in accepted]
+        gamma_hat = self._gamma_hat(state, accepted)  # before step 5, in which the strategy may change the replies
+
+        # 5. Aggregate the trainable arrays by the strategy.
+        arrays, _ = self.strategy.aggregate_train(number, [reply.message for reply in accepted])
         if arrays is None:
-            raise RunError(
-                f"round {number}: {self.config.strategy} made no model of {counted(len(accepted), 'reply', 'replies')}"
-            )
-        reports = [report for _, report, _ in accepted]
+            replied = counted(len(accepted), "reply", "replies")
+            raise RunError(f"round {number}: strategy = '{self.config.strategy}' returned no model for {replied}")
+
+        # 6. Average the buffers (BatchNorm statistics), weighted by the clients' real samples N_k.
+        buffers = weighted_average([reply.buffers for reply in accepted], [report.examples for report in reports])
+
         self._steps |= {report.client: report.steps for report in reports}
-        merged = Checkpoint(
+        new_state = Checkpoint(
             round=number,
             trainable=cast_like(to_arrays(arrays), state.trainable),
-            buffers=weighted_average([b for _, _, b in accepted], [r.examples for r in reports]),
-            accepted=state.accepted | {r.client: number for r in reports},
-            generated=state.generated | {r.client: r.generated for r in reports},
+            buffers=buffers,
+            accepted=state.accepted | {report.client: number for report in reports},
+            generated=state.generated | {report.client: report.generated for report in reports},
             shares=state.shares,
             strategy=self.strategy.state() if isinstance(self.strategy, Stateful) else StrategyState(),
         )
         seconds = {
-            "clients": received - began,
+            "clients": received - started,
             "aggregate": time.perf_counter() - received,
-            "generating": sum(r.seconds_generating for r in reports),
-            "training": sum(r.seconds_training for r in reports),
+            "generating": sum(report.seconds_generating for report in reports),
+            "training": sum(report.seconds_training for report in reports),
         }
-        return merged, RoundOutcome(reports, failures, seconds, gamma_hat)
+        return new_state, RoundOutcome(reports, failures, seconds, gamma_hat)
 
-    def _gamma_hat(
-        self, state: Checkpoint, accepted: Sequence[tuple[Message, TrainReport, Arrays]]
-    ) -> Callable[[], float] | None:
-        if self.config.gamma_hat == "off":
-            return None
-        start = dict(state.trainable)
-        ends = [to_arrays(reply.content.array_records[ARRAYS]) for reply, _, _ in accepted]
-        if self.config.gamma_hat == "all-state":
-            start |= state.buffers
-            ends = [{**end, **buffers} for end, (_, _, buffers) in zip(ends, accepted, strict=True)]
-        return partial(gradient_dissimilarity, start, ends, [report.examples for _, report, _ in accepted])
+    def sample(self, number: int) -> list[int]:
+        """Return the round's clients in ascending order: drawn uniformly without replacement, by seed and round."""
+        clients = sorted(self.clients.nodes)
+        count = self.config.num_sampled(len(clients))
+        drawn = stream(self.config.seed, "sample", number).choice(len(clients), count, replace=False)
+        return [clients[i] for i in sorted(drawn)]
 
-    def _send_round(self, number: int, present: Sequence[int], state: Checkpoint) -> dict[int, Message | None]:
-        """Send to the chosen clients that are there; return what each of them said, if anything."""
-        if not present:
-            return {}
-        view = GridView(self.grid, [self.nodes[client] for client in present])
+    def _configure(self, number: int, online: Sequence[int], state: Checkpoint) -> list[Message]:
+        """Return one message per client, in the order in which they are to be sent."""
+        if not online:
+            return []
+        client_of = {node: client for client, node in self.clients.nodes.items()}
+        view = GridView(self.clients.grid, [self.clients.nodes[client] for client in online])
         model, buffers = to_record(state.trainable), to_record(state.buffers)
-        clients = {node: client for client, node in self.nodes.items()}
         out = list(self.strategy.configure_train(number, model, ConfigRecord(), view))
         extra = to_record(self.strategy.extra() if isinstance(self.strategy, SendsExtra) else {})
         run = self.run.identity()
         for message in out:
-            client = clients[message.metadata.dst_node_id]
+            client = client_of[message.metadata.dst_node_id]
             task = TrainTask(
                 round=number,
                 beta=self.config.beta,
                 accepted_round=state.accepted.get(client, 0),
                 checkpointed_round=self.checkpointed.get(client, 0),
                 run=run,
-                share=self.share_of(client),
+                share=self.clients.share_of(client),
                 service=self.service,
             )
             messages.add_task(message, task, buffers, extra)
-        # Largest first, so that it does not end the round alone; before all those who have their images still to make.
-        out.sort(key=lambda message: clients[message.metadata.dst_node_id])
-        out.sort(key=lambda message: -self._steps.get(clients[message.metadata.dst_node_id], 2**63))
-        found = deliver(self.grid, out, self.config.round_timeout)
-        return {client: found.get(self.nodes[client]) for client in present}
 
-    def _accept(
-        self, chosen: Sequence[int], replies: Mapping[int, Message | None], state: Checkpoint
-    ) -> tuple[list[tuple[Message, TrainReport, Arrays]], list[dict[str, Any]]]:
-        """Check every reply; return the good ones in ascending client id, and the failures with their reasons."""
-        accepted: list[tuple[Message, TrainReport, Arrays]] = []
-        failures: list[dict[str, Any]] = []
+        def order(message: Message) -> tuple[int, int]:
+            """Put clients that have images to generate first, then those with most steps, which would finish last."""
+            client = client_of[message.metadata.dst_node_id]
+            return -self._steps.get(client, 2**63), client
+
+        return sorted(out, key=order)
+
+    def _check_replies(
+        self, sampled: Sequence[int], replies: Mapping[int, Message | None], state: Checkpoint
+    ) -> tuple[list[AcceptedReply], list[dict[str, Any]]]:
+        """Return the valid replies in ascending client id, and the failed clients with the reasons."""
         extra = self.strategy.expected_extra() if isinstance(self.strategy, SendsExtra) else {}
 
-        def read(client: int) -> tuple[Message, TrainReport, Arrays] | str:
-            """What came, or why it does not count; empty if nothing came."""
+        def check(client: int) -> AcceptedReply | str:
+            """Return the reply, or the reason why it is rejected; an empty reason if there is none to check."""
             reply = replies.get(client)
             if reply is None or reply.has_error():
                 return ""
             try:
-                found = reply, *messages.read_train_reply(reply, client, state.trainable, state.buffers, extra)
-                self.declared.check_report(found[1], self.share_of(client))
+                report, buffers = messages.read_train_reply(reply, client, state.trainable, state.buffers, extra)
+                self.clients.declared.check_report(report, self.clients.share_of(client))
             except MessageError as error:
                 return str(error)
-            return found
+            return AcceptedReply(reply, report, buffers)
 
-        # Several at once, since every number of every reply is looked at; what is made of them, and what the log is
-        # told, goes by client id.
-        read_ones = map_ordered(read, chosen, threads_for(state.trainable, len(chosen)))
-        for client, found in zip(chosen, read_ones, strict=True):
-            if isinstance(found, str):
-                reason = found or self._missing_reply_reason(client, replies)
-                log(INFO, "client %d: %s", client, reason)
-                failures.append({"client": client, "reason": reason})
-            else:
-                accepted.append(found)
+        accepted: list[AcceptedReply] = []
+        failures: list[dict[str, Any]] = []
+        # In threads: the check reads every number of every reply. Results and log lines are in the clients' order.
+        checked = map_ordered(check, sampled, threads_for(state.trainable, len(sampled)))
+        for client, result in zip(sampled, checked, strict=True):
+            if isinstance(result, AcceptedReply):
+                accepted.append(result)
+                continue
+            reason = result or self._missing_reply_reason(client, replies)
+            log(INFO, "client %d: %s", client, reason)
+            failures.append({"client": client, "reason": reason})
         return accepted, failures
 
     def _missing_reply_reason(self, client: int, replies: Mapping[int, Message | None]) -> str:
@@ -203,18 +221,27 @@ class TrainingRounds(ClientRegistry):
     def _check_quorum(
         self,
         number: int,
-        chosen: Sequence[int],
+        sampled: Sequence[int],
         failures: list[dict[str, Any]],
         replies: Mapping[int, Message | None],
     ) -> None:
-        good = len(chosen) - len(failures)
-        if good >= self.config.min_replies_for(len(chosen)):
+        if len(sampled) - len(failures) >= self.config.min_replies_for(len(sampled)):
             return
         first = failures[0]
         text = (
-            f"round {number}: {len(failures)} of {len(chosen)} clients failed and min-replies = "
+            f"round {number}: {len(failures)} of {len(sampled)} clients failed and min-replies = "
             f"{self.config.min_replies:g} does not allow it; client {first['client']}: {first['reason']}"
         )
         if any(has_died(reply) for reply in replies.values()):
             raise ProcessesDiedError(text)
         raise TooFewRepliesError(text, failures)
+
+    def _gamma_hat(self, state: Checkpoint, accepted: Sequence[AcceptedReply]) -> Callable[[], float] | None:
+        if self.config.gamma_hat == "off":
+            return None
+        start = dict(state.trainable)
+        ends = [to_arrays(reply.message.content.array_records[ARRAYS]) for reply in accepted]
+        if self.config.gamma_hat == "all-state":
+            start |= state.buffers
+            ends = [{**end, **reply.buffers} for end, reply in zip(ends, accepted, strict=True)]
+        return partial(gradient_dissimilarity, start, ends, [reply.report.examples for reply in accepted])

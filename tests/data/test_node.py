@@ -111,7 +111,7 @@ def test_a_node_whose_examples_have_other_classes_than_the_servers_does_not_take
     opened = datasets.dataset_info(f"own:{tmp_path}/examples.npz")
     on_server = replace(opened, classes=("healthy", "broken"))
     monkeypatch.setattr(client_manager, "dataset_info", lambda name: on_server)
-    with pytest.raises(RunFailedError, match=r"examples.npz': its classes are others there than on the server"):
+    with pytest.raises(RunFailedError, match=r"examples.npz': its class names or their order differ"):
         finish(small(tmp_path / "r", dataset=f"own:{tmp_path}/examples.npz", policy="none", clients=2, alpha=10.0))
 
 

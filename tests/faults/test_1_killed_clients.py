@@ -61,9 +61,9 @@ class PoolGrid(InlineGrid):
 
 
 def test_messages_that_met_a_dead_process_are_sent_until_a_live_one_has_them(tmp_path: Path) -> None:
-    undisturbed, _ = federation(tmp_path / "whole", toy_app()).train_round(START)
+    undisturbed, _ = federation(tmp_path / "whole", toy_app()).training.train_round(START)
     made = federation(tmp_path / "killed", toy_app(), PoolGrid)
-    state, outcome = made.train_round(START)
+    state, outcome = made.training.train_round(START)
     assert outcome.failures == []
     assert np.array_equal(state.trainable["w"], undisturbed.trainable["w"])
     assert made.grid.failed > 2  # type: ignore[attr-defined]  # a lone message, too, met the dead one again
@@ -74,9 +74,9 @@ class BusyPool(PoolGrid):
 
 
 def test_on_a_busy_machine_a_lone_message_finds_the_live_process_later_but_finds_it(tmp_path: Path) -> None:
-    undisturbed, _ = federation(tmp_path / "whole", toy_app()).train_round(START)
+    undisturbed, _ = federation(tmp_path / "whole", toy_app()).training.train_round(START)
     made = federation(tmp_path / "killed", toy_app(), BusyPool)
-    state, outcome = made.train_round(START)
+    state, outcome = made.training.train_round(START)
     assert outcome.failures == []
     assert np.array_equal(state.trainable["w"], undisturbed.trainable["w"])
     assert made.grid.failed > BusyPool.late_refusals  # type: ignore[attr-defined]
@@ -98,7 +98,7 @@ class StarvedPool(PoolGrid):
 
 def test_a_dead_process_that_takes_all_messages_for_a_while_is_not_taken_for_all_processes(tmp_path: Path) -> None:
     made = federation(tmp_path, toy_app(), StarvedPool)
-    _, outcome = made.train_round(START)
+    _, outcome = made.training.train_round(START)
     assert outcome.failures == [] and made.grid.vain == 0  # type: ignore[attr-defined]
 
 
@@ -108,7 +108,7 @@ class LonePool(PoolGrid):
 
 def test_without_a_live_process_the_run_stops_as_died_and_never_as_done(tmp_path: Path) -> None:
     with pytest.raises(ProcessesDiedError, match=r"round 1: 3 of 3 clients failed .* it died"):
-        federation(tmp_path, toy_app(), LonePool).train_round(START)
+        federation(tmp_path, toy_app(), LonePool).training.train_round(START)
 
 
 def test_a_clients_own_error_is_not_tried_again(tmp_path: Path) -> None:
@@ -119,7 +119,7 @@ def test_a_clients_own_error_is_not_tried_again(tmp_path: Path) -> None:
         raise ValueError("mine")
 
     with pytest.raises(RunError, match="3 of 3 clients failed"):
-        federation(tmp_path, toy_app(fail)).train_round(START)
+        federation(tmp_path, toy_app(fail)).training.train_round(START)
     assert sorted(tries) == [0, 1, 2]
 
 

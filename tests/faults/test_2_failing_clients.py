@@ -38,7 +38,7 @@ def test_a_late_reply_is_a_missing_one_and_never_the_next_rounds(tmp_path: Path)
     made = federation(tmp_path, toy_app(), LateGrid, **{"min-replies": 0.5, "round-timeout": 5})
     state = START
     for number in (1, 2, 3):
-        state, outcome = made.train_round(state)
+        state, outcome = made.training.train_round(state)
         assert outcome.failures == [{"client": 1, "reason": "no reply within 5 s"}]
         assert state.trainable["w"] == pytest.approx((30 * 1.0 + 60 * 2.0) / 90)
         assert state.accepted == {0: number, 2: number}

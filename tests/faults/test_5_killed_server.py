@@ -20,7 +20,7 @@ from runners import finish, quick, weights, with_known_noise
 from waiting import LONG, wait_until
 
 from fedeas_flwr.common import files
-from fedeas_flwr.federation.federation import Federation
+from fedeas_flwr.federation.training_round import TrainingRounds
 from fedeas_flwr.runs.checkpoints import Checkpoint
 from fedeas_flwr.runs.directory import RunDirectory
 
@@ -182,14 +182,14 @@ def test_a_line_that_was_cut_short_is_done_again(tmp_path: Path) -> None:
 
 def go_on_to(rounds: int, folder: Path, keys: dict[str, Any]) -> None:
     """Go on up to a round, and wait there to be killed."""
-    train_round = Federation.train_round
+    train_round = TrainingRounds.train_round
 
-    def held(self: Federation, state: Checkpoint) -> Any:
+    def held(self: TrainingRounds, state: Checkpoint) -> Any:
         while state.round >= rounds:
             time.sleep(0.01)
         return train_round(self, state)
 
-    Federation.train_round = held  # type: ignore[method-assign]
+    TrainingRounds.train_round = held  # type: ignore[method-assign]
     finish(quick(folder, resume=(folder / "config.json").exists(), **keys))
 
 

@@ -14,10 +14,11 @@ import threading
 import time
 from logging import ERROR
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from flwr.app import Context, Message, RecordDict
+from flwr.serverapp import Grid
 from runners import finish, hand_models_over, quick, weights
 from test_5_killed_server import forked
 from test_federation import START, federation, toy_app
@@ -29,8 +30,8 @@ from fedeas_flwr.config import RunConfig
 from fedeas_flwr.federation import federation as loop
 from fedeas_flwr.federation import messages
 from fedeas_flwr.federation.client_state import ClientState, ClientStore
-from fedeas_flwr.federation.federation import Federation
 from fedeas_flwr.federation.grids import InlineGrid
+from fedeas_flwr.federation.training_round import TrainingRounds
 from fedeas_flwr.runs.checkpoints import Arrays, Checkpoint
 from fedeas_flwr.runs.directory import RunDirectory
 from fedeas_flwr.training import evaluation
@@ -87,9 +88,9 @@ def test_a_failed_test_while_the_next_rounds_clients_have_trained(
 ) -> None:
     """The round before the failed one is recorded, but its clients' states are gone: it must not be checkpointed."""
     keys = {**KEYS, "checkpoint_every": checkpoint_every}
-    train_round, trained = Federation.train_round, threading.Event()
+    train_round, trained = TrainingRounds.train_round, threading.Event()
 
-    def train(self: Federation, state: Checkpoint) -> Any:
+    def train(self: TrainingRounds, state: Checkpoint) -> Any:
         outcome = train_round(self, state)
         if state.round == 4:
             trained.set()
@@ -99,7 +100,7 @@ def test_a_failed_test_while_the_next_rounds_clients_have_trained(
 
     with monkeypatch.context() as meanwhile:
         broken_test(meanwhile, 4, trained)
-        meanwhile.setattr(Federation, "train_round", train)
+        meanwhile.setattr(TrainingRounds, "train_round", train)
         with pytest.raises(KeyboardInterrupt if interrupted else RunError):
             finish(quick(tmp_path / "r", **keys))
     stopped = RunDirectory(tmp_path / "r")
@@ -117,16 +118,16 @@ def test_an_error_keeps_every_round_that_is_done_however_rare_checkpoints_are(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, undisturbed: str, error: BaseException
 ) -> None:
     keys = {**KEYS, "checkpoint_every": 50}
-    train_round = Federation.train_round
+    train_round = TrainingRounds.train_round
 
-    def train(self: Federation, state: Checkpoint) -> Any:
+    def train(self: TrainingRounds, state: Checkpoint) -> Any:
         outcome = train_round(self, state)
         if state.round == 4:
             raise error
         return outcome
 
     with monkeypatch.context() as meanwhile, pytest.raises(RunError):
-        meanwhile.setattr(Federation, "train_round", train)
+        meanwhile.setattr(TrainingRounds, "train_round", train)
         finish(quick(tmp_path / "r", **keys))
     checkpoint = RunDirectory(tmp_path / "r").load_checkpoint()
     assert checkpoint is not None and checkpoint.round == 4
@@ -139,7 +140,7 @@ def test_what_ended_a_run_is_told_also_where_the_last_checkpoint_cannot_be_writt
 ) -> None:
     said: list[str] = []
     run = federation(tmp_path, toy_app(), rounds=5, **{"checkpoint-every": 50})
-    train_round = run.train_round
+    train_round = run.training.train_round
 
     def train(state: Checkpoint) -> Any:
         if state.round == 2:
@@ -149,7 +150,7 @@ def test_what_ended_a_run_is_told_also_where_the_last_checkpoint_cannot_be_writt
     def full(checkpoint: Checkpoint) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(run, "train_round", train)
+    monkeypatch.setattr(run.training, "train_round", train)
     monkeypatch.setattr(run.run, "save_checkpoint", full)
     monkeypatch.setattr(loop, "log", lambda level, text, *given: said.append(text % given))
     with pytest.raises(KeyboardInterrupt if ending is KeyboardInterrupt else RunError):
@@ -360,10 +361,10 @@ def test_a_server_that_is_told_to_leave_was_interrupted_and_did_not_fail(
 ) -> None:
     """Flower's processes answer SIGTERM and Ctrl-C by leaving the interpreter with code 0."""
 
-    def leave(self: Federation, state: Checkpoint) -> Any:
+    def leave(self: TrainingRounds, state: Checkpoint) -> Any:
         raise SystemExit(0)
 
-    monkeypatch.setattr(Federation, "train_round", leave)
+    monkeypatch.setattr(TrainingRounds, "train_round", leave)
     with pytest.raises(RunError, match="interrupted"):
         finish(quick(tmp_path / "r", policy="none"))
     assert RunDirectory(tmp_path / "r").state() == "interrupted"
@@ -372,10 +373,10 @@ def test_a_server_that_is_told_to_leave_was_interrupted_and_did_not_fail(
 def test_an_error_nobody_foresaw_is_one_line_with_its_traceback_in_the_log(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def broken(self: Federation, state: Checkpoint) -> Any:
+    def broken(self: TrainingRounds, state: Checkpoint) -> Any:
         raise TypeError("two\nlines")
 
-    monkeypatch.setattr(Federation, "train_round", broken)
+    monkeypatch.setattr(TrainingRounds, "train_round", broken)
     with pytest.raises(RunError, match=r"^TypeError: two lines$"):
         finish(quick(tmp_path / "r", policy="none"))
     assert "Traceback" in (tmp_path / "r" / "flower.log").read_text()
@@ -385,10 +386,15 @@ def test_an_error_nobody_foresaw_is_one_line_with_its_traceback_in_the_log(
     "error", [ConfigError("beta = -1: must be 0 or more"), RunError("no"), TypeError("two\nlines")]
 )
 def test_flower_logs_a_traceback_only_of_what_nobody_foresaw(
-    caplog: pytest.LogCaptureFixture, error: Exception
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:
-    """As it does of whatever the ServerApp raises, under `flwr run`."""
-    foreseen = not isinstance(error, TypeError)
+    """Flower logs what the ServerApp raises after it has raised it, under `flwr run`."""
+    foreseen, logger = not isinstance(error, TypeError), logging.getLogger("flwr")
+    monkeypatch.setattr(logger, "filters", [])
+    with server_app.user_errors_in_one_line(cast(Grid, None)):
+        assert logger.filters == []
+    with pytest.raises(type(error)), server_app.user_errors_in_one_line(cast(Grid, None)):
+        raise error
     logging.getLogger("flwr").error("%s raised an exception", "Simulation", exc_info=error)
     (record,) = caplog.records
     assert (record.exc_info is None) == foreseen

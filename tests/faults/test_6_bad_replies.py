@@ -72,7 +72,7 @@ def app_with(spoil: Callable[[RecordDict], None]) -> ClientApp:
 def test_one_bad_reply_of_any_kind_leaves_the_average_of_the_rest(tmp_path: Path, name: str) -> None:
     spoil, reason = BAD[name]
     start = Checkpoint(0, {k: np.zeros_like(v) for k, v in TRAINABLE.items()}, dict(COUNTERS))
-    state, outcome = federation(tmp_path, app_with(spoil), **{"min-replies": 0.5}).train_round(start)
+    state, outcome = federation(tmp_path, app_with(spoil), **{"min-replies": 0.5}).training.train_round(start)
     for array in state.trainable.values():
         assert array == pytest.approx((30 * 1.0 + 60 * 2.0) / 90)
     (failure,) = outcome.failures
@@ -135,7 +135,7 @@ def test_an_unknown_encoding_and_an_endless_reason_are_cut_short() -> None:
 @pytest.mark.parametrize(
     ("examples", "keys", "reason"),
     [
-        (11, {}, "num-examples = 11, but the client declared 10 at first"),
+        (11, {}, "num-examples = 11, but the client first declared 10"),
         (2**40, {}, "num-examples = 1099511627776, but max-examples = 10000000"),
         (10**7, {"data-change": "replan", "max-examples": 1000}, "num-examples = 10000000, but max-examples = 1000"),
     ],
@@ -150,7 +150,7 @@ def test_a_weight_is_held_to_what_was_declared(
         return messages.train_reply(message, report, {"w": np.full(2, 9, np.float32)}, dict(START.buffers), {})
 
     made = federation(tmp_path, toy_app(inflate), **{"min-replies": 0.5, **keys})
-    state, outcome = made.train_round(START)
+    state, outcome = made.training.train_round(START)
     assert outcome.failures == [{"client": 1, "reason": reason}]
     assert state.trainable["w"] == pytest.approx((30 * 1.0 + 60 * 2.0) / 90)
 
@@ -162,7 +162,7 @@ def test_images_beyond_any_plan_are_refused(tmp_path: Path) -> None:
         report = TrainReport(1, 10, 0.0, 1, 10**9, 0, 0.0, 0.0)
         return messages.train_reply(message, report, {"w": np.zeros(2, np.float32)}, dict(START.buffers), {})
 
-    _, outcome = federation(tmp_path, toy_app(boast), **{"min-replies": 0.5}).train_round(START)
+    _, outcome = federation(tmp_path, toy_app(boast), **{"min-replies": 0.5}).training.train_round(START)
     assert outcome.failures == [{"client": 1, "reason": "generated = 1000000000, but its plan cannot exceed 60"}]
 
 
@@ -200,15 +200,15 @@ def test_a_false_total_costs_the_liar_its_share_and_nobody_else(tmp_path: Path, 
         build_strategy(config),
         RunDirectory.start(config, {}),
     )
-    made.discover()
-    made.plan()
-    assert list(made.refused) == [1]
+    made.clients.discover()
+    made.clients.plan()
+    assert list(made.clients.refused) == [1]
     counts = planned_counts(config, 4)
     honest = [0, 2, 3]
     total = allocate(counts[honest], "fedeas", beta=4.0).sum()
     if lie == "count":  # its total was believed before it lied about a count
         total += allocate(counts[[1]], "fedeas", beta=4.0).sum()
-    views = [ClientView(counts[[c]], config.policy_settings, [made.shares[c]]) for c in range(4)]
+    views = [ClientView(counts[[c]], config.policy_settings, [made.clients.shares[c]]) for c in range(4)]
     given = [POLICIES[policy].plan(view).sum() for view in views]
     assert given[1] == 0
     assert sum(given) == total > 0
@@ -220,5 +220,5 @@ def test_a_node_that_says_nothing_of_itself_is_named(tmp_path: Path) -> None:
     made = Federation(
         InlineGrid(app, 4, config.to_user_dict()), config, build_strategy(config), RunDirectory.start(config, {})
     )
-    with pytest.raises(RunError, match="node 2 does not say who it is: examples = -1"):
-        made.discover()
+    with pytest.raises(RunError, match="node 2 did not identify itself: examples = -1"):
+        made.clients.discover()

@@ -62,7 +62,7 @@ def started(folder: Path, grid: ComingAndGoing, **keys: Any) -> Federation:
     values = {"clients": 3, "participation": 1.0, "policy": "fedeas", "run-dir": str(folder), "min-replies": 0.5}
     config = parse_config({**values, "node-wait": 0, **keys})
     run = Federation(grid, config, build_strategy(config), RunDirectory.start(config, {}))
-    run.discover()
+    run.clients.discover()
     return run
 
 
@@ -73,7 +73,7 @@ def mean_of(*clients: int) -> float:
 def test_a_node_that_does_not_answer_is_named(tmp_path: Path) -> None:
     grid = ComingAndGoing(0, 1, 2)
     grid.kill(101)
-    with pytest.raises(RunError, match="node 101 did not say who it is within"):
+    with pytest.raises(RunError, match="node 101 did not identify itself within"):
         started(tmp_path, grid, **{"min-replies": 1.0})
 
 
@@ -85,16 +85,16 @@ def test_nobody_waits_for_clients_that_must_stay_out(tmp_path: Path, monkeypatch
     values = {"clients": 3, "policy": "none", "run-dir": str(tmp_path), "min-replies": 0.5, "node-wait": 60}
     config = parse_config(values)
     run = Federation(ComingAndGoing(0, 1, 2), config, build_strategy(config), RunDirectory.start(config, {}))
-    run.members.asked = {0, 2}
-    assert run.discover() == 2 and sorted(run.nodes) == [0, 2]
+    run.clients.manager.admitted = {0, 2}
+    assert run.clients.discover() == 2 and sorted(run.clients.nodes) == [0, 2]
 
 
 def test_an_offline_client_is_recorded_and_the_rest_are_averaged(tmp_path: Path) -> None:
     grid = ComingAndGoing(0, 1, 2)
     run = started(tmp_path, grid)
-    run.plan()
+    run.clients.plan()
     grid.stop(101)
-    state, outcome = run.train_round(START)
+    state, outcome = run.training.train_round(START)
     assert outcome.failures == [{"client": 1, "reason": "its node is offline"}]
     assert state.trainable["w"] == pytest.approx(np.full(2, mean_of(0, 2)))
     assert state.accepted == {0: 1, 2: 1}
@@ -103,24 +103,24 @@ def test_an_offline_client_is_recorded_and_the_rest_are_averaged(tmp_path: Path)
 def test_a_restarted_node_is_known_by_its_client_id(tmp_path: Path) -> None:
     grid = ComingAndGoing(0, 1, 2)
     run = started(tmp_path, grid)
-    run.plan()
+    run.clients.plan()
     grid.kill(101)
     grid.start(1, 7)  # the old id lingers
-    state, outcome = run.train_round(START)
+    state, outcome = run.training.train_round(START)
     assert outcome.failures == []
-    assert run.nodes == {0: 100, 1: 7, 2: 102}
-    run.train_round(state)
+    assert run.clients.nodes == {0: 100, 1: 7, 2: 102}
+    run.training.train_round(state)
     assert grid.asked == [100, 101, 102, 7]  # nobody is asked twice, the lingering id least of all
 
 
 def test_a_run_starts_with_the_quorum_and_lets_the_others_join(tmp_path: Path) -> None:
     grid = ComingAndGoing(0, 2)
     run = started(tmp_path, grid)
-    run.plan()
-    state, outcome = run.train_round(START)
+    run.clients.plan()
+    state, outcome = run.training.train_round(START)
     assert [r.client for r in outcome.reports] == [0, 2]
     grid.start(1, 101)
-    state, outcome = run.train_round(state)
+    state, outcome = run.training.train_round(state)
     assert [r.client for r in outcome.reports] == [0, 1, 2]
     assert state.trainable["w"] == pytest.approx(np.full(2, mean_of(0, 1, 2)))
 
@@ -133,7 +133,7 @@ def test_without_the_quorum_it_does_not_start(tmp_path: Path) -> None:
 def test_a_round_waits_for_its_quorum(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     grid = ComingAndGoing(0, 1, 2)
     run = started(tmp_path, grid, **{"min-replies": 1.0, "node-wait": 5.0})
-    run.plan()
+    run.clients.plan()
     grid.stop(101)
     waited: list[float] = []
 
@@ -143,7 +143,7 @@ def test_a_round_waits_for_its_quorum(tmp_path: Path, monkeypatch: pytest.Monkey
             grid.start(1, 55)
 
     monkeypatch.setattr("fedeas_flwr.federation.client_manager.time.sleep", sleep)
-    _, outcome = run.train_round(START)
+    _, outcome = run.training.train_round(START)
     assert len(waited) == 3
     assert outcome.failures == []
 
@@ -151,12 +151,12 @@ def test_a_round_waits_for_its_quorum(tmp_path: Path, monkeypatch: pytest.Monkey
 def test_one_client_more_than_the_run_has_is_left_out(tmp_path: Path) -> None:
     grid = ComingAndGoing(0, 1, of=2)
     run = started(tmp_path, grid, clients=2)
-    run.plan()
+    run.clients.plan()
     grid.start(0, 300)
     grid._contexts[300].node_config["partition-id"] = 2
-    _, outcome = run.train_round(START)
+    _, outcome = run.training.train_round(START)
     assert [r.client for r in outcome.reports] == [0, 1]
-    run.train_round(START)
+    run.training.train_round(START)
     assert grid.asked.count(300) == 1
 
 
@@ -181,13 +181,15 @@ def test_a_matched_total_is_dealt_out_once(tmp_path: Path, policy: str, monkeypa
         return int(distribute(pairs, share.base, share.extra).sum())
 
     def answers(asked_by: MatchedPolicy, question: str, at: float) -> dict[int, list[int]]:
-        views = {client: ClientView(counts[[client]], run.config.policy_settings) for client in sorted(run.nodes)}
+        views = {
+            client: ClientView(counts[[client]], run.config.policy_settings) for client in sorted(run.clients.nodes)
+        }
         return {client: asked_by.reply(view, question, at)[0].tolist() for client, view in views.items()}
 
     grid = ComingAndGoing(0, 2)
     run = started(tmp_path / "r", grid, **keys)
-    monkeypatch.setattr(run, "_query_all", answers)
-    run.plan()
+    monkeypatch.setattr(run.clients, "_query_all", answers)
+    run.clients.plan()
     grid.start(1, 101)
     run.fit(START, lambda *model: {"accuracy": 0.5})
     first = tasks.copy()
@@ -198,15 +200,15 @@ def test_a_matched_total_is_dealt_out_once(tmp_path: Path, policy: str, monkeypa
     assert kept is not None
     run = started(tmp_path / "resumed", ComingAndGoing(0, 1), **keys)
     run.restore(kept)
-    run.plan()  # nobody is asked: these clients have no answer
-    run.train_round(replace(kept, trainable=START.trainable, buffers=START.buffers))
+    run.clients.plan()  # nobody is asked: these clients have no answer
+    run.training.train_round(replace(kept, trainable=START.trainable, buffers=START.buffers))
     assert tasks == {100: first[100], 101: first[101]}
 
 
 def test_two_nodes_with_one_client_id_are_refused(tmp_path: Path) -> None:
     grid = ComingAndGoing(0, 1)
     grid.start(1, 200)
-    with pytest.raises(RunError, match="two nodes say they are client 1"):
+    with pytest.raises(RunError, match="two nodes have the id of client 1"):
         started(tmp_path, grid)
 
 
@@ -229,12 +231,12 @@ def test_the_superlinks_answer_for_a_lost_node_counts_as_that_nodes(tmp_path: Pa
     grid = AnsweredFor(1, 2)
     grid.start(0, SUPERLINK)  # the worst case: a client whose node has the id that the answer comes from
     run = started(tmp_path, grid)
-    run.plan()
+    run.clients.plan()
     grid.kill(101)
     replies = deliver(grid, [messages.build_query(node, "identity") for node in (SUPERLINK, 101, 102)], 0)
     assert replies[101].error.code == ErrorCode.NODE_UNAVAILABLE
     assert [messages.read_answer(replies[node])[0] for node in (SUPERLINK, 102)] == [0, 2]
-    state, outcome = run.train_round(START)
+    state, outcome = run.training.train_round(START)
     (failure,) = outcome.failures
     assert failure["client"] == 1 and "Node Unavailable" in failure["reason"]
     assert state.trainable["w"] == pytest.approx(np.full(2, mean_of(0, 2)))

@@ -70,13 +70,13 @@ def federation(folder: Path, app: ClientApp, grid: type[InlineGrid] = InlineGrid
     made = Federation(
         grid(app, 3, config.to_user_dict()), config, build_strategy(config), RunDirectory.start(config, {})
     )
-    assert made.discover() == 3
-    made.plan()
+    assert made.clients.discover() == 3
+    made.clients.plan()
     return made
 
 
 def test_average_is_weighted_by_real_samples_and_counters_stay_whole(tmp_path: Path) -> None:
-    state, outcome = federation(tmp_path, toy_app()).train_round(START)
+    state, outcome = federation(tmp_path, toy_app()).training.train_round(START)
     by_hand = (30 * 1.0 + 10 * 5.0 + 60 * 2.0) / 100
     assert state.trainable["w"] == pytest.approx([by_hand, by_hand])
     assert state.trainable["w"].dtype == np.float32
@@ -90,19 +90,19 @@ def test_average_is_weighted_by_real_samples_and_counters_stay_whole(tmp_path: P
 
 
 def test_order_of_arrival_does_not_change_a_bit(tmp_path: Path) -> None:
-    first, _ = federation(tmp_path / "a", toy_app()).train_round(START)
-    second, _ = federation(tmp_path / "b", toy_app(), ShuffledGrid).train_round(START)
+    first, _ = federation(tmp_path / "a", toy_app()).training.train_round(START)
+    second, _ = federation(tmp_path / "b", toy_app(), ShuffledGrid).training.train_round(START)
     assert first.trainable["w"].tobytes() == second.trainable["w"].tobytes()
 
 
 def test_the_largest_client_is_asked_first_once_it_is_known(tmp_path: Path) -> None:
     asked: list[int] = []
     federated = federation(tmp_path, toy_app(lambda client, message: asked.append(client)))
-    state, _ = federated.train_round(START)
-    state, _ = federated.train_round(state)
+    state, _ = federated.training.train_round(START)
+    state, _ = federated.training.train_round(state)
     assert asked == [0, 1, 2, 2, 0, 1]
-    federated._steps.pop(1)  # not seen yet, so its images are still to be made
-    federated.train_round(state)
+    federated.training._steps.pop(1)  # not seen yet, so its images are still to be made
+    federated.training.train_round(state)
     assert asked[6:] == [1, 2, 0]
 
 
@@ -131,8 +131,8 @@ def test_a_failed_client_is_named_and_the_average_is_that_of_the_rest(
     app = toy_app(misbehaviours()[kind])
     strict = federation(tmp_path / "strict", app)
     with pytest.raises(RunError, match=r"round 1: 1 of 3 clients failed and min-replies = 1 .* client 1: "):
-        strict.train_round(START)
-    state, outcome = federation(tmp_path / "lax", app, **{"min-replies": 0.5}).train_round(START)
+        strict.training.train_round(START)
+    state, outcome = federation(tmp_path / "lax", app, **{"min-replies": 0.5}).training.train_round(START)
     assert state.trainable["w"] == pytest.approx((30 * 1.0 + 60 * 2.0) / 90)
     assert [failure["client"] for failure in outcome.failures] == [1]
     assert 1 not in state.accepted
@@ -157,7 +157,7 @@ def test_the_log_tells_of_failed_clients_in_their_order(
     for module in (messages, training_round):
         monkeypatch.setattr(module, "log", lambda level, text, *values: told.append((text % values).splitlines()[0]))
     with pytest.raises(RunError, match="3 of 3 clients failed"):
-        federation(tmp_path, toy_app(all_fail)).train_round(START)
+        federation(tmp_path, toy_app(all_fail)).training.train_round(START)
     assert [re.sub("node [0-9]+ failed", "node failed", line) for line in told] == [
         line
         for k in range(3)
@@ -171,7 +171,7 @@ def test_a_round_without_any_good_reply_never_counts_as_one(tmp_path: Path) -> N
 
     lax = federation(tmp_path, toy_app(all_fail), **{"min-replies": 0.01})
     with pytest.raises(RunError, match="3 of 3 clients failed"):
-        lax.train_round(START)
+        lax.training.train_round(START)
 
 
 def test_the_last_accepted_round_is_what_a_client_is_told(tmp_path: Path) -> None:
@@ -187,7 +187,7 @@ def test_the_last_accepted_round_is_what_a_client_is_told(tmp_path: Path) -> Non
     run = federation(tmp_path, toy_app(note), **{"min-replies": 0.5})
     state = START
     for _ in range(3):
-        state, _ = run.train_round(state)
+        state, _ = run.training.train_round(state)
     assert [t for t in told if t[1] == 0] == [(1, 0, 0), (2, 0, 1), (3, 0, 1)]
     assert [t for t in told if t[1] == 1] == [(1, 1, 0), (2, 1, 1), (3, 1, 2)]
 
@@ -195,17 +195,17 @@ def test_the_last_accepted_round_is_what_a_client_is_told(tmp_path: Path) -> Non
 def test_sampling_depends_on_seed_and_round_alone(tmp_path: Path) -> None:
     config = {"participation": 0.5}
     run = federation(tmp_path / "a", toy_app(), **config)
-    run.nodes = {client: 1000 - client for client in range(20)}
+    run.clients.nodes = {client: 1000 - client for client in range(20)}
     other = federation(tmp_path / "b", toy_app(), **config)
-    other.nodes = {client: 7 * client + 1 for client in reversed(range(20))}
-    draws = [run.sample(n) for n in range(1, 200)]
-    assert draws == [other.sample(n) for n in range(1, 200)]
+    other.clients.nodes = {client: 7 * client + 1 for client in reversed(range(20))}
+    draws = [run.training.sample(n) for n in range(1, 200)]
+    assert draws == [other.training.sample(n) for n in range(1, 200)]
     assert all(len(set(d)) == 10 for d in draws)
     often = np.bincount(np.concatenate(draws), minlength=20)
     assert often.min() > 60  # of 199 rounds, 99.5 expected: nobody is left out
     different = federation(tmp_path / "c", toy_app(), seed=2, **config)
-    different.nodes = run.nodes
-    assert [different.sample(n) for n in range(1, 20)] != draws[:19]
+    different.clients.nodes = run.clients.nodes
+    assert [different.training.sample(n) for n in range(1, 20)] != draws[:19]
 
 
 @given(hundredths=st.integers(1, 100), asked=st.integers(1, 2000))
@@ -222,4 +222,4 @@ def test_a_federation_of_another_size_is_one_line_with_the_flag(tmp_path: Path) 
     grid = InlineGrid(toy_app(), 2, config.to_user_dict())
     run = Federation(grid, config, build_strategy(config), RunDirectory.start(config, {}))
     with pytest.raises(RunError, match=r"clients = 10, but the federation has 2 nodes: .*num-supernodes=10"):
-        run.discover()
+        run.clients.discover()

@@ -6,12 +6,14 @@ What is to be mended is then in fedeas_flwr/federation/flower_internals.py.
 from __future__ import annotations
 
 from typing import get_type_hints
+from unittest.mock import Mock
 
 import click
 import pytest
 from flwr.app import Message, RecordDict
 from flwr.serverapp import Grid
 from flwr.supercore.task_identity import TaskIdentity
+from flwr.superlink.grid import HttpGrid, InMemoryGrid
 
 from fedeas_flwr.federation import flower_internals
 
@@ -41,6 +43,12 @@ def test_a_reply_names_the_message_that_it_answers() -> None:
 
 def test_a_grid_is_given_flowers_run() -> None:
     assert get_type_hints(Grid.set_run)["run"] is flower_internals.Run
+
+
+def test_simulation_grid_is_told_from_that_of_a_superlink() -> None:
+    in_memory, http = InMemoryGrid(Mock()), HttpGrid.__new__(HttpGrid)
+    assert isinstance(in_memory, flower_internals.SimulationGrid)
+    assert not isinstance(http, flower_internals.SimulationGrid)
 
 
 def test_an_app_that_raises_has_a_code_of_its_own() -> None:

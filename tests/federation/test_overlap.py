@@ -22,6 +22,7 @@ from fedeas_flwr import server_app
 from fedeas_flwr.common.errors import RunError
 from fedeas_flwr.federation import messages
 from fedeas_flwr.federation.federation import BackgroundTask, Federation
+from fedeas_flwr.federation.training_round import TrainingRounds
 from fedeas_flwr.runs.checkpoints import Arrays, Checkpoint, to_numpy
 from fedeas_flwr.runs.directory import RunDirectory
 from fedeas_flwr.runs.metrics import WALL_CLOCK, seconds_of
@@ -40,8 +41,8 @@ def rounds_of_clients(then: Callable[[int, int], None]) -> Callable[[int, Messag
     return train
 
 
-def threads_beside() -> list[str]:
-    return [thread.name for thread in threading.enumerate() if thread.name.startswith("beside")]
+def background_threads() -> list[str]:
+    return [thread.name for thread in threading.enumerate() if thread.name.startswith("end-of-round")]
 
 
 def recorded(run: RunDirectory) -> list[int]:
@@ -65,7 +66,7 @@ def test_a_rounds_test_waits_for_the_next_rounds_clients(tmp_path: Path, checkpo
     run = federation(tmp_path, app, rounds=4, **{"checkpoint-every": checkpoint_every})
     run.fit(START, test)
     assert tested == recorded(run.run) == [1, 2, 3, 4]
-    assert not threads_beside()
+    assert not background_threads()
 
 
 def test_records_and_checkpoints_come_in_order_and_one_round_behind_at_most(tmp_path: Path) -> None:
@@ -199,7 +200,7 @@ def test_an_error_in_the_test_ends_the_run_with_the_rounds_before_recorded(tmp_p
     assert recorded(run.run) == [1]
     checkpoint = run.run.load_checkpoint()
     assert checkpoint is not None and checkpoint.round == 1
-    assert len(tested) == 2 and not threads_beside()
+    assert len(tested) == 2 and not background_threads()
     assert not (tmp_path / "summary.json").exists() and not (tmp_path / "model.safetensors").exists()
 
 
@@ -220,7 +221,7 @@ def test_a_round_that_fails_leaves_the_one_before_recorded_and_checkpointed(tmp_
         run.fit(START, test)
     checkpoint = run.run.load_checkpoint()
     assert recorded(run.run) == [1] and checkpoint is not None and checkpoint.round == 1
-    assert not threads_beside()
+    assert not background_threads()
 
 
 def test_of_two_errors_the_earlier_rounds_is_told(tmp_path: Path) -> None:
@@ -275,22 +276,22 @@ def test_an_interruption_waits_for_the_test_and_leaves_no_thread(
 
         return test
 
-    train_round = Federation.train_round
+    train_round = TrainingRounds.train_round
 
-    def interrupt_round_2(self: Federation, state: Checkpoint) -> Any:
+    def interrupt_round_2(self: TrainingRounds, state: Checkpoint) -> Any:
         if state.round == 1:
             interrupted.set()
             raise KeyboardInterrupt
         return train_round(self, state)
 
     monkeypatch.setattr(server_app, "central_test", central_test)
-    monkeypatch.setattr(Federation, "train_round", interrupt_round_2)
+    monkeypatch.setattr(TrainingRounds, "train_round", interrupt_round_2)
     with pytest.raises(KeyboardInterrupt):
         finish(quick(tmp_path / "r", policy="none"))
     run = RunDirectory(tmp_path / "r")
     assert run.status()[0] == "interrupted"
     assert recorded(run) == ([] if test_fails else [1])
-    assert not threads_beside()
+    assert not background_threads()
 
 
 def test_an_error_in_the_test_is_one_line_of_a_failed_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -340,15 +341,15 @@ def test_a_rounds_state_is_not_changed_by_the_next_ones(
 ) -> None:
     """What is tested and checkpointed beside the next round: the arrays themselves, seen again when all is over."""
     held: list[tuple[Arrays, dict[str, np.ndarray[Any, Any]]]] = []
-    train_round = Federation.train_round
+    train_round = TrainingRounds.train_round
 
-    def hold(self: Federation, state: Checkpoint) -> Any:
+    def hold(self: TrainingRounds, state: Checkpoint) -> Any:
         after, outcome = train_round(self, state)
         for arrays in (after.trainable, after.buffers, after.strategy.arrays):
             held.append((arrays, {key: value.copy() for key, value in to_numpy(arrays).items()}))
         return after, outcome
 
-    monkeypatch.setattr(Federation, "train_round", hold)
+    monkeypatch.setattr(TrainingRounds, "train_round", hold)
     if live:
         hand_models_over(monkeypatch)
     keys = {"policy": "none", "participation": 1.0, "strategy": strategy, "device": "cpu", **NEEDS.get(strategy, {})}

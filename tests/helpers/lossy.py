@@ -49,6 +49,6 @@ def federation(config: RunConfig, app: ClientApp) -> Federation:
     """A federation of these clients, ready to train."""
     grid = InlineGrid(app, config.clients, config.to_user_dict())
     made = Federation(grid, config, build_strategy(config), RunDirectory.start(config, {}))
-    made.discover()
-    made.plan()
+    made.clients.discover()
+    made.clients.plan()
     return made

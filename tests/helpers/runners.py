@@ -70,12 +70,13 @@ def with_known_noise(folder: Path) -> Path:
 
 
 def hand_models_over(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let inline runs hand models over as tensors, as they do on a GPU, with two clients at once."""
+    """Let inline runs pass models by reference, as on a GPU, with two clients in parallel."""
 
-    def live_grid(*args: Any, **more: Any) -> InlineGrid:
-        return InlineGrid(*args[:3], workers=2, live=True)
+    class ByReference(InlineGrid):
+        def __init__(self, *args: Any, **more: Any) -> None:
+            super().__init__(*args[:3], workers=2, by_reference=True)
 
-    monkeypatch.setattr("fedeas_flwr.federation.grids.InlineGrid", live_grid)
+    monkeypatch.setattr("fedeas_flwr.federation.grids.InlineGrid", ByReference)
 
 
 def weights(run: RunDirectory) -> str:

@@ -15,16 +15,16 @@ HOLDING = '''
 import importlib.abc, importlib.machinery, os, sys, time
 
 def hold(module):
-    train_round = module.Federation.train_round
+    train_round = module.TrainingRounds.train_round
     def held(self, state):
         while state.round >= int(os.environ["HELD_AFTER"]) and os.path.exists(os.environ["HELD_BY"]):
             time.sleep(0.01)
         return train_round(self, state)
-    module.Federation.train_round = held
+    module.TrainingRounds.train_round = held
 
 class Holder(importlib.abc.MetaPathFinder):
     def find_spec(self, name, path, target=None):
-        if name != "fedeas_flwr.federation.federation":
+        if name != "fedeas_flwr.federation.training_round":
             return None
         spec = importlib.machinery.PathFinder.find_spec(name, path)
         run = spec.loader.exec_module

@@ -24,8 +24,8 @@ from waiting import LONG, PausedRun, wait_until
 
 from fedeas_flwr.common.errors import RunError
 from fedeas_flwr.config import RunConfig
-from fedeas_flwr.federation.federation import Federation
 from fedeas_flwr.federation.grids import InlineGrid
+from fedeas_flwr.federation.training_round import TrainingRounds
 from fedeas_flwr.generators import client_images, opening, service
 from fedeas_flwr.generators.interface import Generator, SampleId
 from fedeas_flwr.generators.opening import hash_input_files
@@ -284,16 +284,16 @@ def test_ctrl_c_keeps_every_round_that_is_done_however_rare_checkpoints_are(
     if live:
         hand_models_over(monkeypatch)
     whole = finish(quick(tmp_path / "whole", rounds=6, **keys))
-    train_round = Federation.train_round
+    train_round = TrainingRounds.train_round
 
-    def interrupted(self: Federation, state: Checkpoint) -> object:
+    def interrupted(self: TrainingRounds, state: Checkpoint) -> object:
         outcome = train_round(self, state)
         if state.round == 3:
             raise KeyboardInterrupt
         return outcome
 
     with monkeypatch.context() as meanwhile, pytest.raises(KeyboardInterrupt):
-        meanwhile.setattr(Federation, "train_round", interrupted)
+        meanwhile.setattr(TrainingRounds, "train_round", interrupted)
         finish(quick(tmp_path / "stopped", rounds=6, **keys))
     stopped = RunDirectory(tmp_path / "stopped")
     checkpoint = stopped.load_checkpoint()

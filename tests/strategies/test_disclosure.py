@@ -154,7 +154,7 @@ def test_who_was_not_there_to_be_asked_waits_for_the_next_run(
     resumed = finish(quick(tmp_path / "r", rounds=4, resume=True, **keys))
     assert questions() == ["identity"] * 4
     assert who_trained(resumed) == [[0, 1, 2]] * 4
-    said = "Client 3 came too late for this run: its strategy asked all clients before the first round"
+    said = "Client 3 joined too late and is excluded from this run: its strategy collected disclosures before"
     assert said in (resumed.path / "flower.log").read_text()
     assert weights(resumed) == weights(alone)
 
@@ -274,5 +274,5 @@ def test_an_answer_is_checked_like_a_reply(
     tmp_path: Path, name: str, change: Any, reason: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("fedeas_flwr.federation.grids.InlineGrid", spoiled(change))
-    with pytest.raises(RunError, match=f"is not what it should be: .*({reason})"):
+    with pytest.raises(RunError, match=f"invalid reply to the question .*({reason})"):
         finish(quick(tmp_path / "r", policy="none", **TELLING[name]))

@@ -177,9 +177,9 @@ def test_the_last_model_is_the_one_of_the_last_accepted_round_however_long_ago(
     state, checked, refused, skipped = Checkpoint(0, *split_state(network(config))), 0, 0, 0
     for number in range(1, 8):
         accepted = state.accepted
-        state, outcome = run.train_round(state)
+        state, outcome = run.training.train_round(state)
         refused += len(outcome.failures)
-        for client in run.sample(number):
+        for client in run.training.sample(number):
             if client not in accepted:
                 continue
             last, previous = ended[client][accepted[client]], began[client][number]

@@ -71,9 +71,9 @@ def one_round(folder: Path, **keys: Any) -> tuple[Federation, Checkpoint]:
     config = parse_config({key.replace("_", "-"): value for key, value in values.items()})
     grid = InlineGrid(toy_app(), 3, config.to_user_dict())
     made = Federation(grid, config, build_strategy(config), RunDirectory.start(config, {}))
-    made.discover()
-    made.plan()
-    return made, made.train_round(START)[0]
+    made.clients.discover()
+    made.clients.plan()
+    return made, made.training.train_round(START)[0]
 
 
 @pytest.mark.parametrize("dp", WRAPPERS)
@@ -139,11 +139,11 @@ def test_a_round_done_again_has_the_same_noise_for_the_same_updates_alone(
         return made.strategy.privacy_spent(Checkpoint(1, START.trainable, {}))["epsilon"]
 
     np.random.rand(5)
-    again, _ = made.train_round(START)
+    again, _ = made.training.train_round(START)
     assert again.trainable["w"].tobytes() == state.trainable["w"].tobytes(), "the same model: nothing more is told"
     assert spent() == gaussian_epsilon(3.0, 1, 1e-5)
     monkeypatch.setattr("test_privacy.UPDATES", (1.0, 2.0, 3.0 + 1e-4))  # as on a GPU, or of data that changed
-    other, _ = made.train_round(START)
+    other, _ = made.training.train_round(START)
     difference = other.trainable["w"] - state.trainable["w"]
     assert difference.std() == pytest.approx(math.sqrt(2) * 3.0 * 999.0 / 3, rel=0.03), "not that of the updates"
     assert spent() == gaussian_epsilon(3.0, 2, 1e-5)

@@ -148,7 +148,7 @@ def test_c_is_the_mean_of_all_c_i_after_every_round_also_when_replies_are_refuse
     run = federation(config, lossy_app(lambda client, number: fate if number in (2, 4) and client % 2 else ""))
     state, failed = Checkpoint(0, *split_state(network(config))), 0
     for _ in range(5):
-        state, outcome = run.train_round(state)
+        state, outcome = run.training.train_round(state)
         failed += len(outcome.failures)
         assert_c_is_the_mean_of_all_c_i(tmp_path, state, 4)
     assert failed >= 2
@@ -186,8 +186,8 @@ def test_one_full_batch_step_of_all_clients_with_equal_weights_is_fedavg(tmp_pat
     fedavg = federation(quick(tmp_path / "fedavg", **keys), all_alike())
     state = plain_state = Checkpoint(0, *split_state(network(scaffold.config)))
     for _ in range(4):
-        state, outcome = scaffold.train_round(state)
-        plain_state, _ = fedavg.train_round(plain_state)
+        state, outcome = scaffold.training.train_round(state)
+        plain_state, _ = fedavg.training.train_round(plain_state)
         assert [report.steps for report in outcome.reports] == [1] * 4
     for key, array in state.trainable.items():
         np.testing.assert_allclose(array, plain_state.trainable[key], rtol=1e-4, atol=1e-6, err_msg=key)
