@@ -10,13 +10,15 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from types import ModuleType
 from typing import Any
 
 import numpy as np
 from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
 from flwr.serverapp import Grid
 from flwr.serverapp import strategy as flower
-from numpy.random.mtrand import get_bit_generator, set_bit_generator
+from flwr.serverapp.strategy import dp_adaptive_clipping, strategy_utils
+from flwr.supercore import differential_privacy
 
 from fedeas_flwr.common.errors import ConfigError
 from fedeas_flwr.common.randomness import Noise, stream
@@ -58,7 +60,7 @@ class FlowerStrategyAdapter(flower.Strategy):
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
         """Let the strategy see NumPy arrays; the clients get the model as it is."""
-        with seeded_global_rng(stream(self.config.seed, "flower configure", server_round)):
+        with seeded_flower_rng(stream(self.config.seed, "flower configure", server_round)):
             out = list(self.inner.configure_train(server_round, encoded(arrays), config, grid))
         for message in out:
             message.content = RecordDict({**message.content, ARRAYS: arrays})
@@ -74,7 +76,7 @@ class FlowerStrategyAdapter(flower.Strategy):
             if self.config.dp != "none":
                 metrics = MetricRecord({**metrics, WEIGHT: 1})  # privacy.py says why
             reply.content = RecordDict({ARRAYS: encoded(arrays), METRICS: metrics})
-        with seeded_global_rng(self._rng_for_round(server_round, taken)):
+        with seeded_flower_rng(self._rng_for_round(server_round, taken)):
             return self.inner.aggregate_train(server_round, taken)
 
     def _rng_for_round(self, server_round: int, replies: Sequence[Message]) -> np.random.Generator:
@@ -149,23 +151,33 @@ def _like_attribute(name: str, arrays: Arrays) -> Any:
     return list(arrays.values()) if name == "momentum_vector" else arrays
 
 
-@contextmanager
-def seeded_global_rng(draws: np.random.Generator) -> Iterator[None]:
-    """Let Python's and NumPy's global functions draw from a generator of the round's own, and then as before.
+class _NumPy(ModuleType):
+    """NumPy with its functions of `numpy.random` drawing from one bit generator."""
 
-    Flower's strategies use them. What they draw then depends on that generator alone, so a resumed run draws the same,
-    and nothing else in the process notices.
+    def __init__(self, bit_generator: np.random.BitGenerator) -> None:
+        super().__init__("numpy")
+        self.random = np.random.RandomState(bit_generator)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(np, name)
+
+
+@contextmanager
+def seeded_flower_rng(draws: np.random.Generator) -> Iterator[None]:
+    """Make Flower's strategies draw from ``draws``, so that a resumed run draws the same numbers.
+
+    Flower calls `random.sample` and `numpy.random.normal`, and takes no generator. The names `random` and `np` are
+    therefore replaced in Flower's modules alone: a background thread may use the global generators at the same time.
     """
-    before, numpy_before = random.getstate(), get_bit_generator()
-    state_before = np.random.get_state(legacy=False)  # with the second of a pair of normal numbers, if it waits
-    random.seed(draws.bytes(32))
-    set_bit_generator(draws.bit_generator)
+    python = random.Random(draws.bytes(32))
+    numpy = _NumPy(draws.bit_generator)
+    strategy_utils.random = python  # type: ignore[attr-defined, assignment]
+    differential_privacy.np = dp_adaptive_clipping.np = numpy  # type: ignore[attr-defined]
     try:
         yield
     finally:
-        random.setstate(before)
-        set_bit_generator(numpy_before)
-        np.random.set_state(state_before)
+        strategy_utils.random = random  # type: ignore[attr-defined]
+        differential_privacy.np = dp_adaptive_clipping.np = np  # type: ignore[attr-defined]
 
 
 # ------------------------------------------------------------------------------------------------ builders
