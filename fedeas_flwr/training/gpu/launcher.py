@@ -64,18 +64,28 @@ class Launcher:
     """The thread, and the jobs it takes turns with."""
 
     def __init__(self) -> None:
-        sys.setswitchinterval(SWITCH)
         self._new: list[_Job] = []
         self._arrived = threading.Condition()
+        self._callers, self._usual_interval = 0, sys.getswitchinterval()
         threading.Thread(target=self._run, name="launcher", daemon=True).start()
 
     def run(self, stream: Any, launches: Sequence[Callable[[], object]]) -> None:
         """Launch all of ``launches`` on ``stream`` in order; return when the last one is launched, not done."""
         job = _Job(stream, launches)
         with self._arrived:
+            if self._callers == 0:
+                self._usual_interval = sys.getswitchinterval()
+                sys.setswitchinterval(SWITCH)
+            self._callers += 1
             self._new.append(job)
             self._arrived.notify()
-        job.done.wait()
+        try:
+            job.done.wait()
+        finally:
+            with self._arrived:
+                self._callers -= 1
+                if self._callers == 0:
+                    sys.setswitchinterval(self._usual_interval)
         if job.error is not None:
             raise job.error
 
