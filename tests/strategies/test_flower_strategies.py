@@ -194,7 +194,7 @@ def test_seeded_flower_rng_leaves_global_generators_alone() -> None:
 @pytest.mark.parametrize(
     ("keys", "words"),
     [
-        ({"strategy": "krum", "clients": 4, "participation": 0.5}, ["krum", "needs 3 replies", "assure 2"]),
+        ({"strategy": "krum", "clients": 4, "participation": 0.5}, ["krum", "needs 3 replies", "guarantee only 2"]),
         ({"strategy": "krum", "clients": 4, "malicious-clients": 1}, ["malicious-clients = 1", "needs 5 replies"]),
         (
             {"strategy": "bulyan", "clients": 6, "malicious-clients": 1},
