@@ -1,4 +1,4 @@
-"""States whose arrays are NumPy's or tensors on a GPU: their weighted mean, and one made to be like another."""
+"""Average model states of NumPy arrays or tensors, and cast one state like another."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from fedeas_flwr.common.cores import chunks, map_ordered, threads_for
 from fedeas_flwr.runs.checkpoints import Arrays
 
 _BLOCK = 2**17
-"""Elements that are summed together: a sum and a product of that many stay in a core's own cache, and a loop over them
-takes long enough that the threads seldom meet at the interpreter, which they need between two loops."""
+"""Number of elements summed at once. The sum and one product of this size fit a core's own cache, and a loop over them
+takes long enough that threads seldom wait for the interpreter lock, which they need between loops."""
 _TINY_ARRAYS = 64
-"""Arrays that a thread takes at once where they are far smaller than that."""
+"""Number of arrays per task of a thread if they are far smaller than a block."""
 
 
 def weighted_average(states: Sequence[Arrays], weights: Sequence[float]) -> Arrays:
-    """Average states by weights, in the order given; whole-number arrays (counters) stay whole.
+    """Return the weighted mean of states, summed in the order given; integer arrays (counters) are rounded.
 
-    Sums run in the arrays' own precision and in place: float32 weights need no float64 copies of a model.
+    Sums use the arrays' own dtype and run in place: float32 weights need no float64 copies of a model.
     """
     total = float(sum(weights))
     shares = [weight / total for weight in weights]
@@ -42,10 +42,10 @@ def weighted_average(states: Sequence[Arrays], weights: Sequence[float]) -> Arra
 
 
 def _average_arrays(means: Arrays, parts: Mapping[str, Sequence[NDArray[Any]]], shares: Sequence[float]) -> None:
-    """Sum parts times shares into the means, a block at a time and several at once.
+    """Write the sums of parts times shares into ``means``, block by block in several threads.
 
-    Blocks share no element, and each element's sum runs over the clients in their order: which thread does it, and how
-    large its block is, changes no bit.
+    Blocks share no element, and each element is summed over the clients in their order: neither the thread nor the
+    block size changes a bit.
     """
 
     def add_up(blocks: Sequence[tuple[str, int]]) -> None:
@@ -63,7 +63,7 @@ def _average_arrays(means: Arrays, parts: Mapping[str, Sequence[NDArray[Any]]], 
 
 
 def _average_tensors(states: Sequence[Arrays], shares: Sequence[float]) -> Arrays:
-    """The same sums in the same order, all tensors of a state at once: on a GPU each would be a launch of its own."""
+    """Return the same sums for tensors, with one call per state: on a GPU every call is a kernel launch."""
     first = states[0]
     floats = [key for key, tensor in first.items() if tensor.dtype.is_floating_point]
     counters = [key for key in first if key not in set(floats)]
@@ -84,9 +84,9 @@ def _average_tensors(states: Sequence[Arrays], shares: Sequence[float]) -> Array
 
 
 def cast_like(arrays: Arrays, model: Arrays) -> Arrays:
-    """Arrays in the kind, place and order of the model's.
+    """Return arrays with the model's dtypes and order, on its device.
 
-    A strategy may compute in float64, or in NumPy on a model of tensors, and a file gives its arrays in another order.
+    A strategy may compute in float64, or in NumPy for a model of tensors, and a file stores arrays in another order.
     """
 
     def restored(array: Any, like: Any) -> Any:

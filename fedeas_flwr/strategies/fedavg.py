@@ -14,7 +14,7 @@ from fedeas_flwr.strategies.records import ARRAYS, CONFIG, METRICS, WEIGHT, to_a
 
 
 def settings() -> dict[str, Any]:
-    """What every Flower strategy is told here: the grid it is shown holds the round's clients alone, and all train."""
+    """Return the arguments of every Flower strategy: its grid holds the round's clients only, and all of them train."""
     return {
         "fraction_train": 1.0,
         "min_train_nodes": 1,
@@ -27,17 +27,17 @@ def settings() -> dict[str, Any]:
 
 
 def build_fedavg(config: RunConfig) -> FedAvg:
-    """FedAvg has no keys of its own."""
+    """Build FedAvg, which has no keys of its own."""
     return FedAvg(**settings())
 
 
 class FedAvg(flower.FedAvg):
-    """Flower's FedAvg with the average taken in place, wherever the arrays lie: in a message or on the GPU."""
+    """Flower's FedAvg with an average in place, of arrays in messages or of tensors on a GPU."""
 
     def aggregate_train(
         self, server_round: int, replies: Iterable[Message]
     ) -> tuple[ArrayRecord | None, MetricRecord | None]:
-        """Average the replies' arrays by their number of real samples."""
+        """Return the mean of the replies' arrays, weighted by real samples; None without replies."""
         contents = [reply.content for reply in replies if reply.has_content()]
         if not contents:
             return None, None

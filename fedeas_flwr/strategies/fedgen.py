@@ -1,11 +1,11 @@
-"""FedGen (Zhu et al., 2021, Algorithm 1): the server learns a generator of features, and the clients learn from it.
+"""FedGen (Zhu et al., 2021, Algorithm 1): the server trains a generator of features, and clients learn from it.
 
-Server, every round before it averages: train the generator (fedgen_generator.py) on the heads h_k of the replies, each
-weighed per label by how much of it its client holds. Client, from round 2 on, with G the generator as received:
+Server, in every round before averaging: train the generator (fedgen_generator.py) on the heads h_k of the replies,
+each weighted per label by its client's share of that label. Client, from round 2 on, with the received generator G:
 
     L = CE(f(x), y) + β_t KL(softmax h(G(ε, y)) ‖ softmax f(x)) + α_t (B_G/B) CE(h(G(ε̂, ŷ)), ŷ)
 
-The KL's first argument carries no gradient; ŷ is uniform over the labels that any client holds; B_G is `fedgen-batch`.
+The KL's first argument has no gradient; ŷ is uniform over the labels that any client holds; B_G is `fedgen-batch`.
 """
 
 from __future__ import annotations
@@ -36,16 +36,16 @@ from fedeas_flwr.training.build import network
 from fedeas_flwr.training.objective import Batch, Inputs, Objective
 
 DECAY, MIN_WEIGHT = 0.98, 1e-4
-"""Of α, β and the generator's rate, a round; and below which α and β do not fall."""
+"""DECAY multiplies α, β and the generator's learning rate every round; MIN_WEIGHT is the minimum of α and β."""
 
-# ----------------------------------------------------------------------------------------- what is told
+# ------------------------------------------------------------------------------------------- disclosure
 
 
 def label_counts(config: RunConfig, images: Images, labels: Labels) -> Arrays:
-    """How many real images of each class a client holds, with noise if `fedgen-count-noise` asks for it.
+    """Return the number of real images per class, with noise if `fedgen-count-noise` is above 0.
 
-    The noise is the discrete Laplace of scale b: counts stay whole. Like that of `dp` it does not come from the run's
-    seed, since the server, from whom it hides the counts, knows that.
+    The noise is discrete Laplace of scale b: counts stay integers. Like the noise of `dp` it does not depend on the
+    run's seed, which the server has: the noise must hide the counts from the server.
     """
     counts = np.bincount(labels, minlength=len(dataset_info(config.dataset).classes)).astype(np.int64)
     if config.fedgen_count_noise:
@@ -61,16 +61,16 @@ LABEL_COUNTS = Disclosure(
     lambda config: {"counts": np.zeros(len(dataset_info(config.dataset).classes), np.int64)},
 )
 
-# ------------------------------------------------------------------------------------------- the server
+# ----------------------------------------------------------------------------------------------- server
 
 
 def build_fedgen(config: RunConfig) -> FedGen:
-    """Refuses a network that has no head to learn from.
+    """Build FedGen's server part.
 
     Raises
     ------
     ConfigError
-        In one line.
+        If the network does not end in a trained linear layer named ``fc``.
     """
     head = getattr(network(config), "fc", None)
     if not isinstance(head, nn.Linear) or not head.weight.requires_grad:
@@ -81,14 +81,14 @@ def build_fedgen(config: RunConfig) -> FedGen:
 
 
 class FedGen(FedAvg):
-    """FedAvg with a generator that learns from the replies.
+    """FedAvg with a generator that is trained on the replies.
 
     Parameters
     ----------
     config
-        The run.
+        The run's config.
     features
-        What the network's last layer is fed with, F.
+        Number of inputs of the network's last layer, F.
     """
 
     disclosure = LABEL_COUNTS
@@ -102,41 +102,41 @@ class FedGen(FedAvg):
         self._sent: Arrays = {}
 
     def disclosing_clients(self) -> Collection[int]:
-        """Whose counts are there."""
+        """Return the ids of the clients whose counts are stored."""
         return self._counts.keys()
 
-    def receive_disclosures(self, told: Mapping[int, Arrays]) -> None:
-        """Take the clients' counts."""
-        for client, arrays in told.items():
+    def receive_disclosures(self, answers: Mapping[int, Arrays]) -> None:
+        """Store the clients' counts; raise `MessageError` if they are invalid."""
+        for client, arrays in answers.items():
             counts = arrays["counts"]
             if (wrong := np.flatnonzero((counts < 0) | (counts > MAX_COUNT))).size:
                 found = f"images of class {wrong[0]} = {counts[wrong[0]]}"
                 raise MessageError(f"client {client}: {found}, wanted 0 to {MAX_COUNT}")
-        if not any(arrays["counts"].any() for arrays in told.values()):
-            raise MessageError(f"images of all {len(told)} clients = 0, wanted 1 or more")
-        self._counts = {client: arrays["counts"] for client, arrays in told.items()}
+        if not any(arrays["counts"].any() for arrays in answers.values()):
+            raise MessageError(f"images of all {len(answers)} clients = 0, wanted 1 or more")
+        self._counts = {client: arrays["counts"] for client, arrays in answers.items()}
 
     def configure_train(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
-        """FedAvg's messages; the generator goes with them, where the model is."""
+        """Return FedAvg's messages; `extra` then returns the generator in the model's form."""
         held = np.flatnonzero(np.sum(list(self._counts.values()), axis=0))
         generator = {f"generator/{name}": value for name, value in self._generator.weights.items()}
         self._sent = match_model_backend(arrays, {**generator, "labels": held})
         return super().configure_train(server_round, arrays, config, grid)
 
     def extra(self) -> Arrays:
-        """The generator, and which labels any client holds."""
+        """Return the generator and the labels that any client holds."""
         return self._sent
 
     def expected_extra(self) -> Arrays:
-        """Replies bring nothing: a client's head is in its model."""
+        """Return nothing: a client's head is part of its model."""
         return {}
 
     def aggregate_train(
         self, server_round: int, replies: Iterable[Message]
     ) -> tuple[ArrayRecord | None, MetricRecord | None]:
-        """Train the generator on the replies' heads, then average as FedAvg."""
+        """Train the generator on the replies' heads; return FedAvg's mean."""
         taken = [reply for reply in replies if reply.has_content()]
         if taken:
             self._generator = train_generator(
@@ -159,7 +159,7 @@ class FedGen(FedAvg):
         return Heads(weight, bias, counts)
 
     def state(self) -> StrategyState:
-        """The generator, Adam's moments, and what the clients told."""
+        """Return the generator, Adam's moments and the clients' counts."""
         generator = self._generator
         parts = {"weights": generator.weights, "first": generator.first, "second": generator.second}
         arrays: Arrays = {f"{part}/{name}": value for part, found in parts.items() for name, value in found.items()}
@@ -168,7 +168,7 @@ class FedGen(FedAvg):
         return StrategyState(arrays, {"steps": generator.steps})
 
     def load_state(self, state: StrategyState) -> None:
-        """Go on from there; before the first round there is nothing."""
+        """Restore generator and counts; the state is empty before the first round."""
         if not state.arrays:
             return
         arrays = state.arrays
@@ -182,22 +182,22 @@ class FedGen(FedAvg):
 
 
 def _stacked(arrays: list[Any]) -> torch.Tensor:
-    """One tensor of many arrays, on the CPU, or of many tensors, where they lie."""
+    """Stack arrays into a tensor on the CPU, or tensors on their device."""
     return torch.stack(arrays) if hasattr(arrays[0], "cpu") else torch.from_numpy(np.stack(arrays))
 
 
-# ------------------------------------------------------------------------------------------- the client
+# ----------------------------------------------------------------------------------------------- client
 
 
 class FedGenObjective(Objective):
-    """Cross-entropy, and what a generator of features has to say."""
+    """Classification loss with the two generator terms."""
 
     def __init__(self, config: RunConfig) -> None:
         self.off = config.fedgen_alpha == config.fedgen_beta == 0
         self.ratio = config.fedgen_batch / config.batch_size
 
     def loss(self, model: nn.Module, batch: Batch) -> torch.Tensor:
-        """L above."""
+        """Return L."""
         if self.off:
             return super().loss(model, batch)  # FedAvg to the bit
         logits, head, given = model(batch.images), cast(nn.Linear, model.fc), batch.given
@@ -207,25 +207,25 @@ class FedGenObjective(Objective):
             teacher = F.log_softmax(head(like_own), 1)
             asked = generate(generator, given["asked noise"], given["asked labels"])
         divergence = F.kl_div(F.log_softmax(logits, 1), teacher, reduction="none", log_target=True).sum(1)
-        # Plain, whatever loss the images take: these labels are uniform already.
+        # Plain cross-entropy under every `loss`: these labels are uniform already.
         answered = F.cross_entropy(head(asked), given["asked labels"])
         own = batch.mean(self.losses(logits, batch) + given["beta"] * divergence)
         return own + given["alpha"] * self.ratio * answered
 
 
 def term_weight(first: float, round_number: int) -> float:
-    """α_t or β_t: × 0.98 a round down to 1e-4; none in round 1, whose generator knows nothing, nor if switched off."""
+    """Return α_t or β_t: × 0.98 per round down to 1e-4; 0 in round 1, whose generator is untrained, and if off."""
     return 0.0 if round_number == 1 or first == 0 else max(MIN_WEIGHT, first * DECAY ** (round_number - 1))
 
 
 class FedGenClient(ClientAlgorithm):
-    """Asks the generator for features of its own labels and of all."""
+    """FedGen's client part: draws the noise and labels for which a step generates features."""
 
     def __init__(self, config: RunConfig) -> None:
         self.objective = FedGenObjective(config)
 
     def prepare(self, task: ClientRound) -> Inputs:
-        """The generator, the terms' weights, and the noise and labels of every step."""
+        """Return the generator, the terms' weights, and the noise and labels of every step."""
         config, received = task.config, task.tensors(task.extra)
         held = received.pop("labels").cpu().numpy()
         draws, steps = stream(config.seed, "fedgen client", task.number, task.client), task.steps

@@ -1,9 +1,9 @@
-"""FedGen's generator: from noise and a label to what the classifier's last layer is fed with.
+"""FedGen's generator: maps noise and a label to inputs of the classifier's last layer.
 
     [ε ~ N(0, 1)¹²⁸, one-hot y] → Linear 256 → BatchNorm → ReLU → Linear F
 
-Its weights are a plain mapping of tensors and its functions are pure: the same mapping is trained on the server, sent,
-checkpointed, and read by a client's captured step.
+Its weights are a mapping of tensors and its functions are pure: the server trains, sends and checkpoints the mapping,
+and a client's captured step reads it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Weights = Mapping[str, torch.Tensor]
 
 
 def new_generator(features: int, classes: int, seed: int) -> dict[str, torch.Tensor]:
-    """An untrained generator, with torch's initial weights from a stream of its own."""
+    """Return an untrained generator, with torch's initial weights drawn from a separate stream."""
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(int(stream(seed, "fedgen start").integers(2**63)))
         hidden, norm = nn.Linear(NOISE + classes, HIDDEN), nn.BatchNorm1d(HIDDEN)
@@ -39,7 +39,7 @@ def new_generator(features: int, classes: int, seed: int) -> dict[str, torch.Ten
 
 
 def generate(weights: Weights, noise: torch.Tensor, labels: torch.Tensor, training: bool = False) -> torch.Tensor:
-    """G(ε, y), ``[B, F]``. In training BatchNorm takes the batch's statistics and moves its own, in place."""
+    """Return G(ε, y), ``[B, F]``. In training, BatchNorm uses the batch's statistics and updates its own in place."""
     classes = weights["hidden.weight"].shape[1] - NOISE
     one_hot = torch.eye(classes, dtype=noise.dtype, device=noise.device).index_select(0, labels)
     hidden = F.linear(torch.cat([noise, one_hot], 1), weights["hidden.weight"], weights["hidden.bias"])
@@ -48,51 +48,51 @@ def generate(weights: Weights, noise: torch.Tensor, labels: torch.Tensor, traini
     return F.linear(active, weights["features.weight"], weights["features.bias"])
 
 
-# ----------------------------------------------------------------------------------------- the server's
+# ------------------------------------------------------------------------------- training on the server
 
 
 @dataclass(frozen=True)
 class Heads:
-    """The last layers h_k of a round's clients, stacked, and how many images of each class they hold."""
+    """Last layers h_k of a round's clients, stacked, and their numbers of images per class."""
 
     weight: torch.Tensor  # [S, C, F]
     bias: torch.Tensor  # [S, C]
     counts: torch.Tensor  # [S, C]
 
     def losses(self, features: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        """CE(h_k(features_b), y_b), ``[S, B]``."""
+        """Return CE(h_k(features_b), y_b), ``[S, B]``."""
         logits = torch.einsum("bf,kcf->kbc", features, self.weight) + self.bias[:, None, :]
         clients, samples, classes = logits.shape
         losses = F.cross_entropy(logits.reshape(-1, classes), labels.repeat(clients), reduction="none")
         return losses.view(clients, samples)
 
     def label_weights(self, labels: torch.Tensor) -> torch.Tensor:
-        """w_{k, y_b} = n_{k, y_b} / Σ_{j ∈ S} n_{j, y_b}, ``[S, B]``; the labels must be held by someone."""
+        """Return w_{k, y_b} = n_{k, y_b} / Σ_{j ∈ S} n_{j, y_b}, ``[S, B]``; some client must hold each label."""
         held = self.counts.index_select(1, labels)
         return held / held.sum(0)
 
 
 def ensemble_loss(losses: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """Σ_k mean_b [w_{k, y_b} · CE(h_k(G_b), y_b)] of ``[S, B]`` and ``[S, B]`` (Zhu et al. 2021, Algorithm 1)."""
+    """Return Σ_k mean_b [w_{k, y_b} · CE(h_k(G_b), y_b)] of two ``[S, B]`` (Zhu et al. 2021, Algorithm 1)."""
     return (weights * losses).mean(1).sum()
 
 
 def diversity_loss(noise: torch.Tensor, made: torch.Tensor) -> torch.Tensor:
-    """exp(−mean_{i,j} (mean_d (ε_i − ε_j)² · mean_d |G_i − G_j|)): other noise must make other features."""
+    """Return exp(−mean_{i,j} (mean_d (ε_i − ε_j)² · mean_d |G_i − G_j|)): different noise, different features."""
     far_noise = (noise[:, None] - noise[None]).square().mean(2)
     far_made = (made[:, None] - made[None]).abs().mean(2)
     return torch.exp(-(far_noise * far_made).mean())
 
 
 def generator_loss(weights: Weights, heads: Heads, noise: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """What a step of the server minimises."""
+    """Return the loss of a server step: ensemble loss plus diversity loss."""
     made = generate(weights, noise, labels, training=True)
     return ensemble_loss(heads.losses(made, labels), heads.label_weights(labels)) + diversity_loss(noise, made)
 
 
 @dataclass(frozen=True)
 class Trained:
-    """A generator and Adam's moments of it after so many steps; all that the next round goes on from."""
+    """A generator with Adam's moments after ``steps`` steps: everything that the next round continues from."""
 
     weights: dict[str, torch.Tensor]
     first: dict[str, torch.Tensor]
@@ -101,7 +101,7 @@ class Trained:
 
     @classmethod
     def untrained(cls, weights: dict[str, torch.Tensor]) -> Trained:
-        """Before the first step: no moments yet."""
+        """Return the state before the first step, with zero moments."""
         zeros = {name: torch.zeros_like(weights[name]) for name in TRAINED}
         return cls(weights, zeros, zeros)
 
@@ -109,10 +109,9 @@ class Trained:
 def train_generator(
     start: Trained, heads: Heads, steps: int, batch: int, rate: float, draws: np.random.Generator
 ) -> Trained:
-    """Take ``steps`` steps of Adam and return what came of it; ``start`` stays as it is, for it may have been sent.
+    """Take ``steps`` steps of Adam and return the result; ``start`` stays unchanged, since clients may hold it.
 
-    Labels are uniform over those that the round's clients hold. If they hold none, as noisy counts may say, there is
-    nothing to learn from.
+    Labels are uniform over those that the round's clients hold. If noisy counts are zero for all, return ``start``.
     """
     device = heads.weight.device
     held = np.flatnonzero(heads.counts.sum(0).cpu().numpy() > 0)

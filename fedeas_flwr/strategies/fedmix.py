@@ -1,11 +1,13 @@
-"""FedMix (Yoon et al., 2021): clients mix their images with means of other clients' images, by Taylor's formula.
+"""FedMix (Yoon et al., 2021): clients mix in other clients' mean images, by a first-order Taylor expansion.
 
-Once, before training, every client k tells x̄_k, the mean of all of its normalised real images, and ȳ_k, its label
-proportions. All clients get all of them. A step draws one (x̄, ȳ) of another client and minimises, with u = (1 − λ) x,
+Once, before training, every client k discloses x̄_k, the mean of all its normalised real images, and ȳ_k, its label
+proportions. Every client receives all of them. A step draws the (x̄, ȳ) of another client and minimises, with
+u = (1 − λ) x,
 
     L = (1 − λ) CE(f(u), y) + λ CE(f(u), ȳ) + λ (1 − λ) mean_b ⟨∂CE_b/∂u_b, x̄⟩          (its Proposition 1)
 
-where CE_b is that of the true label, and L is differentiated through the inner gradient. The server is FedAvg's.
+where CE_b is the loss on the true label. L is differentiated through the inner gradient, so a step needs a second
+derivative. The server is FedAvg's.
 """
 
 from __future__ import annotations
@@ -30,11 +32,11 @@ from fedeas_flwr.strategies.fedavg import FedAvg, settings
 from fedeas_flwr.strategies.interface import ClientAlgorithm, ClientRound, Disclosure, match_model_backend
 from fedeas_flwr.training.objective import Batch, Inputs, Objective
 
-# ----------------------------------------------------------------------------------------- what is told
+# ------------------------------------------------------------------------------------------- disclosure
 
 
 def mean_image(config: RunConfig, images: Images, labels: Labels) -> Arrays:
-    """x̄ [C, H, W] and ȳ [classes] of a client's real images; normalising is linear, so it may follow the mean."""
+    """Return x̄ [C, H, W] and ȳ [classes] of a client's real images; normalising is linear, so it follows the mean."""
     info = dataset_info(config.dataset)
     mean = (images.mean(axis=0, dtype=np.float64) / 255 - np.array(info.mean)) / np.array(info.std)
     counts = np.bincount(labels, minlength=len(info.classes))
@@ -44,7 +46,7 @@ def mean_image(config: RunConfig, images: Images, labels: Labels) -> Arrays:
     }
 
 
-def _wanted(config: RunConfig) -> Arrays:
+def _expected(config: RunConfig) -> Arrays:
     info = dataset_info(config.dataset)
     height, width, channels = info.image_shape
     shapes = {"image": (channels, height, width), "labels": (len(info.classes),)}
@@ -52,19 +54,19 @@ def _wanted(config: RunConfig) -> Arrays:
 
 
 MEAN_IMAGES = Disclosure(
-    "mean-images", "the mean of its images and its label proportions, to all clients", mean_image, _wanted
+    "mean-images", "the mean of its images and its label proportions, to all clients", mean_image, _expected
 )
 
-# ------------------------------------------------------------------------------------------- the server
+# ----------------------------------------------------------------------------------------------- server
 
 
 def build_fedmix(config: RunConfig) -> FedMix:
-    """FedMix's λ is the clients'."""
+    """Build FedMix's server part; only clients use λ."""
     return FedMix(**settings())
 
 
 class FedMix(FedAvg):
-    """FedAvg that hands every client all clients' means, one row a client."""
+    """FedAvg that sends every client the means of all clients, one row per client."""
 
     disclosure = MEAN_IMAGES
 
@@ -74,12 +76,12 @@ class FedMix(FedAvg):
         self._sent: Arrays = {}
 
     def disclosing_clients(self) -> Collection[int]:
-        """Whose means are there."""
+        """Return the ids of the clients whose means are stored."""
         return self._means["clients"].tolist() if self._means else []
 
-    def receive_disclosures(self, told: Mapping[int, Arrays]) -> None:
-        """Stack what the clients told, in ascending client id."""
-        for client, arrays in told.items():
+    def receive_disclosures(self, answers: Mapping[int, Arrays]) -> None:
+        """Store the clients' means, in ascending client id; raise `MessageError` if proportions are invalid."""
+        for client, arrays in answers.items():
             shares = arrays["labels"]
             if (wrong := np.flatnonzero((shares < 0) | (shares > 1))).size:
                 found = f"proportion of class {wrong[0]} = {shares[wrong[0]]:g}"
@@ -87,46 +89,46 @@ class FedMix(FedAvg):
             if abs(float(shares.sum()) - 1) > 1e-3:
                 raise MessageError(f"client {client}: sum of its label proportions = {shares.sum():g}, wanted 1")
         self._means = {
-            "means": np.stack([arrays["image"] for arrays in told.values()]),
-            "proportions": np.stack([arrays["labels"] for arrays in told.values()]),
-            "clients": np.array(list(told), dtype=np.int64),
+            "means": np.stack([arrays["image"] for arrays in answers.values()]),
+            "proportions": np.stack([arrays["labels"] for arrays in answers.values()]),
+            "clients": np.array(list(answers), dtype=np.int64),
         }
 
     def configure_train(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
-        """FedAvg's messages; the means go with them, where the model is."""
+        """Return FedAvg's messages; `extra` then returns the means in the model's form."""
         self._sent = self._sent or match_model_backend(arrays, self._means)
         return super().configure_train(server_round, arrays, config, grid)
 
     def extra(self) -> Arrays:
-        """All clients' means, and whose they are."""
+        """Return all clients' means, proportions and ids."""
         return self._sent
 
     def expected_extra(self) -> Arrays:
-        """Replies bring nothing."""
+        """Return nothing: replies have no extra arrays."""
         return {}
 
     def state(self) -> StrategyState:
-        """What the clients told: they are asked once a run."""
+        """Return the disclosed means: clients are asked once per run."""
         return StrategyState(dict(self._means))
 
     def load_state(self, state: StrategyState) -> None:
-        """Go on with it."""
+        """Restore the disclosed means."""
         self._means, self._sent = dict(state.arrays), {}
 
 
-# ------------------------------------------------------------------------------------------- the client
+# ----------------------------------------------------------------------------------------------- client
 
 
 class FedMixObjective(Objective):
-    """Cross-entropy of images mixed with one mean a step."""
+    """Classification loss of images mixed with one mean image per step."""
 
     def __init__(self, part: float) -> None:
         self.part, self.needs_double_backward = part, part > 0
 
     def loss(self, model: nn.Module, batch: Batch) -> torch.Tensor:
-        """L above: one forward pass, and a second derivative for its last term."""
+        """Return L: one forward pass; the last term holds a gradient, so its own gradient is a second derivative."""
         if self.part == 0:
             return super().loss(model, batch)  # FedAvg to the bit
         row = batch.given["other"].view(1)
@@ -134,17 +136,16 @@ class FedMixObjective(Objective):
         part, inputs = self.part, ((1 - self.part) * batch.images).requires_grad_()
         logits = model(inputs)
         own = self.losses(logits, batch)
-        # mean_b ⟨∂CE_b/∂u_b, x̄⟩ = Σ_b ⟨∂(mean CE)/∂u_b, x̄⟩: the mean is in the inner gradient already, and once only.
-        # Rows that pad a short batch have no part in it. BatchNorm ties a batch's samples together, so CE_b depends
-        # on u_a too: the slope is then that of the whole batch's loss when x̄ is added to all its inputs at once, which
-        # is what mixing does to them.
+        # mean_b ⟨∂CE_b/∂u_b, x̄⟩ = Σ_b ⟨∂(mean CE)/∂u_b, x̄⟩: the inner gradient contains the mean already, exactly once.
+        # Rows that pad a short batch do not contribute. With BatchNorm CE_b depends on every u_a of the batch: the
+        # slope is then that of the batch's loss when x̄ is added to all inputs at once, which is what mixing does.
         (slopes,) = torch.autograd.grad(batch.mean(own), inputs, create_graph=True)
         taylor_term = (slopes * mean_image).sum()
         mixed = (1 - part) * own + part * self._losses_of_mixture(logits, proportions, batch)
         return batch.mean(mixed) + part * (1 - part) * taylor_term
 
     def _losses_of_mixture(self, logits: torch.Tensor, proportions: torch.Tensor, batch: Batch) -> torch.Tensor:
-        """CE(f(u), ȳ) = Σ_c ȳ_c CE(f(u), c), with whatever loss the run takes for CE."""
+        """Return CE(f(u), ȳ) = Σ_c ȳ_c CE(f(u), c) of each sample, with the run's `loss` as CE."""
         samples, classes = logits.shape
         labels = torch.arange(classes, device=logits.device).repeat(samples)
         losses = self.losses(logits.repeat_interleave(classes, 0), replace(batch, labels=labels))
@@ -152,16 +153,16 @@ class FedMixObjective(Objective):
 
 
 class FedMixClient(ClientAlgorithm):
-    """Draws whose mean a step mixes in."""
+    """FedMix's client part: draws another client's mean for each step."""
 
     def __init__(self, config: RunConfig) -> None:
         self.objective = FedMixObjective(config.fedmix_lambda)
 
     def prepare(self, task: ClientRound) -> Inputs:
-        """All means, and a row of them for each step: another client's, or one's own where there is no other."""
-        told = task.tensors(task.extra)
-        clients = told.pop("clients").cpu().numpy()
+        """Return all means, and for each step the row of another client, or its own if there is no other."""
+        received = task.tensors(task.extra)
+        clients = received.pop("clients").cpu().numpy()
         rows = np.flatnonzero(clients != task.client)
         rows = rows if len(rows) else np.arange(len(clients))
         drawn = stream(task.config.seed, "fedmix", task.number, task.client).choice(rows, task.steps)
-        return Inputs(told, {"other": torch.as_tensor(drawn, device=task.device)})
+        return Inputs(received, {"other": torch.as_tensor(drawn, device=task.device)})

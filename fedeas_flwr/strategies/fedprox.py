@@ -1,6 +1,6 @@
 """FedProx (Li et al., 2020): a client minimises F_k(w) + (μ/2) ‖w − wᵗ‖², wᵗ the model it received.
 
-The server is FedAvg's. The term's gradient, μ (w − wᵗ), is added to the loss's; over trained parameters alone.
+The server is FedAvg's. A step adds the term's gradient, μ (w − wᵗ), to the loss's gradient; trained parameters only.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from fedeas_flwr.training.objective import Inputs, Objective, Tensors
 
 
 class ProximalObjective(Objective):
-    """Cross-entropy with the proximal term."""
+    """Classification loss with the proximal term."""
 
     def __init__(self, mu: float) -> None:
         self.mu = mu
 
     def correct(self, weights: Tensors, gradients: Tensors, given: Tensors) -> None:
-        """g ← g + μ (w − wᵗ)."""
+        """Set g ← g + μ (w − wᵗ)."""
         if self.mu == 0:
             return  # FedAvg to the bit
         names = list(gradients)
@@ -28,11 +28,11 @@ class ProximalObjective(Objective):
 
 
 class FedProxClient(ClientAlgorithm):
-    """Keeps to the received model."""
+    """FedProx's client part: passes the received model to the objective."""
 
     def __init__(self, config: RunConfig) -> None:
         self.objective = ProximalObjective(config.fedprox_mu)
 
     def prepare(self, task: ClientRound) -> Inputs:
-        """Wᵗ, under ``start/``."""
+        """Return wᵗ, under ``start/``."""
         return Inputs({f"start/{name}": value for name, value in task.tensors(task.trainable).items()})

@@ -1,8 +1,7 @@
-"""Flower's own strategies, unmodified: what they need around them here, and how each is built from the run-config.
+"""Flower's strategies, unmodified: an adapter to run them in `Federation`, and a builder for each.
 
-They take NumPy arrays in messages, draw from the process's global random generators, and keep what they remember in
-attributes. `FlowerStrategyAdapter` gives them arrays whatever the model is made of, draws of the run's own, and a
-state that a checkpoint can hold.
+They take NumPy arrays in messages, draw from global random generators, and keep state in attributes.
+`FlowerStrategyAdapter` converts models to NumPy arrays, seeds their random numbers, and saves and restores the state.
 """
 
 from __future__ import annotations
@@ -10,13 +9,15 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from types import ModuleType
 from typing import Any
 
 import numpy as np
 from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
 from flwr.serverapp import Grid
 from flwr.serverapp import strategy as flower
-from numpy.random.mtrand import get_bit_generator, set_bit_generator
+from flwr.serverapp.strategy import dp_adaptive_clipping, strategy_utils
+from flwr.supercore import differential_privacy
 
 from fedeas_flwr.common.errors import ConfigError
 from fedeas_flwr.common.randomness import Noise, stream
@@ -34,31 +35,31 @@ STATEFUL_ATTRIBUTES: dict[type[flower.Strategy], tuple[str, ...]] = {
     flower.DifferentialPrivacyServerSideAdaptiveClipping: ("clipping_norm",),
     flower.DifferentialPrivacyClientSideAdaptiveClipping: ("clipping_norm",),
 }
-"""Attributes that carry over from one round to the next. All others are set anew by every `configure_train`, or never
-change; tests/strategies/test_flower_strategies.py finds an attribute that is missing here."""
+"""Attributes that carry over from one round to the next. `configure_train` sets all others again, or they never change;
+tests/strategies/test_flower_strategies.py finds an attribute that is missing here."""
 
 
 class FlowerStrategyAdapter(flower.Strategy):
-    """One of Flower's strategies inside `Federation`.
+    """Run one of Flower's strategies inside `Federation`.
 
     Parameters
     ----------
     inner
-        The strategy, as Flower ships it.
+        Flower's strategy.
     config
-        The run it works for.
+        The run's config.
     """
 
     def __init__(self, inner: flower.Strategy, config: RunConfig) -> None:
         self.inner, self.config = inner, config
         self.noise = Noise()
-        """Where `dp` draws from; a run gives it one that lasts."""
+        """Source of the noise of `dp`; a run replaces it by one with a stored key."""
 
     def configure_train(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
-        """Let the strategy see NumPy arrays; the clients get the model as it is."""
-        with seeded_global_rng(stream(self.config.seed, "flower configure", server_round)):
+        """Return the inner strategy's messages. It sees NumPy arrays; the clients get the model unchanged."""
+        with seeded_flower_rng(stream(self.config.seed, "flower configure", server_round)):
             out = list(self.inner.configure_train(server_round, encoded(arrays), config, grid))
         for message in out:
             message.content = RecordDict({**message.content, ARRAYS: arrays})
@@ -67,47 +68,47 @@ class FlowerStrategyAdapter(flower.Strategy):
     def aggregate_train(
         self, server_round: int, replies: Iterable[Message]
     ) -> tuple[ArrayRecord | None, MetricRecord | None]:
-        """Hand the replies over as NumPy arrays; `Federation` gives the result the model's own kind and place."""
+        """Return the inner strategy's aggregate as NumPy arrays; `Federation` casts it like the model."""
         taken = list(replies)
         for reply in taken:
             arrays, metrics = reply.content.array_records[ARRAYS], reply.content.metric_records[METRICS]
             if self.config.dp != "none":
-                metrics = MetricRecord({**metrics, WEIGHT: 1})  # privacy.py says why
+                metrics = MetricRecord({**metrics, WEIGHT: 1})  # equal weights: see privacy.py
             reply.content = RecordDict({ARRAYS: encoded(arrays), METRICS: metrics})
-        with seeded_global_rng(self._rng_for_round(server_round, taken)):
+        with seeded_flower_rng(self._rng_for_round(server_round, taken)):
             return self.inner.aggregate_train(server_round, taken)
 
     def _rng_for_round(self, server_round: int, replies: Sequence[Message]) -> np.random.Generator:
         if self.config.dp == "none":
             return stream(self.config.seed, "flower aggregate", server_round)
-        # Whoever clips: all noise is the server's, that of the count of clipped updates too. The replies stand for the
-        # model as well that they were trained from.
+        # The server adds all noise, whoever clips, also that of the count of clipped updates. The replies identify the
+        # model that they were trained from, so the key needs no more than them.
         records = (reply.content.array_records[ARRAYS] for reply in replies)
         return self.noise.draws(server_round, (array.data for record in records for array in record.values()))
 
     def configure_evaluate(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
-        """No messages: evaluation is `Federation`'s, the same for every strategy."""
+        """Return no messages: `Federation` evaluates, in the same way for every strategy."""
         return []
 
     def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> MetricRecord | None:
-        """Nothing, for the same reason."""
+        """Return None: `Federation` evaluates."""
         return None
 
     def summary(self) -> None:
-        """Log the strategy's own settings."""
+        """Log the inner strategy's settings."""
         self.inner.summary()
 
     def privacy_spent(self, state: Checkpoint) -> dict[str, Any] | None:
-        """What the run has spent up to ``state``; ``None`` without `dp`."""
+        """Return the privacy spent up to ``state``; None without `dp`."""
         if self.config.dp == "none":
             return None
         releases = max(state.round, self.noise.releases(state.round))
         return privacy_spent(self.config, self.inner, releases, state.trainable, state.buffers)
 
     def state(self) -> StrategyState:
-        """What the strategy remembers, by attribute."""
+        """Return the stateful attributes of the strategy and, under `dp`, of the strategy that it wraps."""
         state = StrategyState()
         for owner, name in self._stateful_attributes():
             value = getattr(owner, name)
@@ -115,12 +116,12 @@ class FlowerStrategyAdapter(flower.Strategy):
                 state.numbers[name] = value
                 continue
             for position, (key, array) in enumerate(_items(value)):
-                # A file sorts its names, and some of Flower's lists follow the model's order: the position keeps it.
+                # A file sorts its names, but some of Flower's lists follow the model's order: the position keeps it.
                 state.arrays[f"{name}/{position:06d}/{key}"] = array
         return state
 
     def load_state(self, state: StrategyState) -> None:
-        """Put the attributes back as they were; what is not there has not been set before the first round."""
+        """Restore the attributes; one that is missing had not been set before the first round."""
         for owner, name in self._stateful_attributes():
             found = sorted(key for key in state.arrays if key.startswith(f"{name}/"))
             if name in state.numbers:
@@ -130,7 +131,7 @@ class FlowerStrategyAdapter(flower.Strategy):
                 setattr(owner, name, _like_attribute(name, arrays))
 
     def _stateful_attributes(self) -> Iterator[tuple[flower.Strategy, str]]:
-        for owner in (self.inner, getattr(self.inner, "strategy", None)):  # a DP wrapper, and what it wraps
+        for owner in (self.inner, getattr(self.inner, "strategy", None)):  # a DP wrapper and its strategy
             for name in STATEFUL_ATTRIBUTES.get(type(owner), ()):  # type: ignore[arg-type]
                 yield owner, name  # type: ignore[misc]
 
@@ -149,85 +150,95 @@ def _like_attribute(name: str, arrays: Arrays) -> Any:
     return list(arrays.values()) if name == "momentum_vector" else arrays
 
 
-@contextmanager
-def seeded_global_rng(draws: np.random.Generator) -> Iterator[None]:
-    """Let Python's and NumPy's global functions draw from a generator of the round's own, and then as before.
+class _NumPy(ModuleType):
+    """NumPy with its functions of `numpy.random` drawing from one bit generator."""
 
-    Flower's strategies use them. What they draw then depends on that generator alone, so a resumed run draws the same,
-    and nothing else in the process notices.
+    def __init__(self, bit_generator: np.random.BitGenerator) -> None:
+        super().__init__("numpy")
+        self.random = np.random.RandomState(bit_generator)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(np, name)
+
+
+@contextmanager
+def seeded_flower_rng(draws: np.random.Generator) -> Iterator[None]:
+    """Make Flower's strategies draw from ``draws``, so that a resumed run draws the same numbers.
+
+    Flower calls `random.sample` and `numpy.random.normal`, and takes no generator. The names `random` and `np` are
+    therefore replaced in Flower's modules alone: a background thread may use the global generators at the same time.
     """
-    before, numpy_before = random.getstate(), get_bit_generator()
-    state_before = np.random.get_state(legacy=False)  # with the second of a pair of normal numbers, if it waits
-    random.seed(draws.bytes(32))
-    set_bit_generator(draws.bit_generator)
+    python = random.Random(draws.bytes(32))
+    numpy = _NumPy(draws.bit_generator)
+    strategy_utils.random = python  # type: ignore[attr-defined, assignment]
+    differential_privacy.np = dp_adaptive_clipping.np = numpy  # type: ignore[attr-defined]
     try:
         yield
     finally:
-        random.setstate(before)
-        set_bit_generator(numpy_before)
-        np.random.set_state(state_before)
+        strategy_utils.random = random  # type: ignore[attr-defined]
+        differential_privacy.np = dp_adaptive_clipping.np = np  # type: ignore[attr-defined]
 
 
 # ------------------------------------------------------------------------------------------------ builders
 
 
 def build_fedavgm(config: RunConfig) -> flower.Strategy:
-    """v ← μ v + (θ − mean θ_k), θ ← θ − η v (Hsu et al. 2019)."""
+    """Build FedAvgM: v ← μ v + (θ − mean θ_k), θ ← θ − η v (Hsu et al. 2019)."""
     rate = config.server_learning_rate or 1.0
     return flower.FedAvgM(**settings(), server_learning_rate=rate, server_momentum=config.server_momentum)
 
 
 def build_fedadam(config: RunConfig) -> flower.Strategy:
-    """Adam on the mean update (Reddi et al. 2021, Algorithm 2)."""
+    """Build FedAdam: Adam on the mean update (Reddi et al. 2021, Algorithm 2)."""
     moments: dict[str, Any] = {"beta_1": config.beta_1, "beta_2": config.beta_2, "tau": config.tau}
     return flower.FedAdam(**settings(), eta=config.server_learning_rate or 0.1, **moments)
 
 
 def build_fedadagrad(config: RunConfig) -> flower.Strategy:
-    """Adagrad on the mean update (Reddi et al. 2021, Algorithm 2), without momentum as Flower has it."""
+    """Build FedAdagrad: Adagrad on the mean update (Reddi et al. 2021, Algorithm 2), in Flower without momentum."""
     return flower.FedAdagrad(**settings(), eta=config.server_learning_rate or 0.1, tau=config.tau)
 
 
 def build_fedyogi(config: RunConfig) -> flower.Strategy:
-    """Yogi on the mean update (Reddi et al. 2021, Algorithm 2)."""
+    """Build FedYogi: Yogi on the mean update (Reddi et al. 2021, Algorithm 2)."""
     moments: dict[str, Any] = {"beta_1": config.beta_1, "beta_2": config.beta_2, "tau": config.tau}
     return flower.FedYogi(**settings(), eta=config.server_learning_rate or 0.01, **moments)
 
 
 def build_fedmedian(config: RunConfig) -> flower.Strategy:
-    """The median of every weight (Yin et al. 2018)."""
+    """Build FedMedian: the coordinate-wise median (Yin et al. 2018)."""
     return flower.FedMedian(**settings())
 
 
 def build_fedtrimmedavg(config: RunConfig) -> flower.Strategy:
-    """The mean of every weight without its extremes (Yin et al. 2018)."""
+    """Build FedTrimmedAvg: the coordinate-wise trimmed mean (Yin et al. 2018)."""
     return flower.FedTrimmedAvg(**settings(), beta=config.trim_fraction)
 
 
 def build_krum(config: RunConfig) -> flower.Strategy:
-    """The one reply nearest to its neighbours (Blanchard et al. 2017)."""
+    """Build Krum: the single model nearest to its neighbours (Blanchard et al. 2017)."""
     _need_replies(config, 2 * config.malicious_clients + 3, "2 · malicious-clients + 3")
     return flower.Krum(**settings(), num_malicious_nodes=config.malicious_clients)
 
 
 def build_multikrum(config: RunConfig) -> flower.Strategy:
-    """The mean of the replies with the best Krum scores (Blanchard et al. 2017)."""
+    """Build MultiKrum: the mean of the models with the best Krum scores (Blanchard et al. 2017)."""
     _need_replies(config, 2 * config.malicious_clients + 3, "2 · malicious-clients + 3")
-    fewest = config.min_replies_per_round
-    selected = config.selected_clients or fewest - config.malicious_clients
-    if selected > fewest:
-        raise ConfigError(f"selected-clients = {selected}: must be at most {fewest}, the fewest replies of a round")
+    replies = config.min_replies_per_round
+    selected = config.selected_clients or replies - config.malicious_clients
+    if selected > replies:
+        raise ConfigError(f"selected-clients = {selected}: must be at most {replies}, the minimum of replies per round")
     return flower.MultiKrum(**settings(), num_malicious_nodes=config.malicious_clients, num_nodes_to_select=selected)
 
 
 def build_bulyan(config: RunConfig) -> flower.Strategy:
-    """MultiKrum, then of every weight the mean of those nearest to the median (El Mhamdi et al. 2018)."""
+    """Build Bulyan: MultiKrum, then the mean of the values nearest to the median (El Mhamdi et al. 2018)."""
     _need_replies(config, 4 * config.malicious_clients + 3, "4 · malicious-clients + 3")
     return flower.Bulyan(**settings(), num_malicious_nodes=config.malicious_clients)
 
 
 def build_qfedavg(config: RunConfig) -> flower.Strategy:
-    """Updates weighted by F_k^q (Li et al. 2020, Algorithm 2), with L = 1/η of the clients' own step size."""
+    """Build q-FedAvg: updates weighted by F_k^q (Li et al. 2020, Algorithm 2), L = 1/η of the clients."""
     return flower.QFedAvg(client_learning_rate=config.learning_rate, q=config.q, train_loss_key=LOSS, **settings())
 
 
@@ -235,16 +246,16 @@ def _need_replies(config: RunConfig, needed: int, rule: str) -> None:
     if config.min_replies_per_round < needed:
         raise ConfigError(
             f"strategy = '{config.strategy}' with malicious-clients = {config.malicious_clients} needs {needed} "
-            f"replies a round ({rule}), but clients = {config.clients}, participation = {config.participation:g} and "
-            f"min-replies = {config.min_replies:g} assure {config.min_replies_per_round}"
+            f"replies per round ({rule}), but clients = {config.clients}, participation = {config.participation:g} and "
+            f"min-replies = {config.min_replies:g} guarantee only {config.min_replies_per_round}"
         )
 
 
 def adapt(build: Callable[[RunConfig], flower.Strategy]) -> Callable[[RunConfig], flower.Strategy]:
-    """A builder of one of Flower's strategies, made into one of ours."""
+    """Return a builder that wraps Flower's strategy, and its DP wrapper if `dp` is on, in the adapter."""
     return lambda config: FlowerStrategyAdapter(with_privacy(build(config), config), config)
 
 
 def adapt_if_dp(build: Callable[[RunConfig], flower.Strategy]) -> Callable[[RunConfig], flower.Strategy]:
-    """The same for one of ours, which takes tensors as they are: only Flower's DP wrappers need it composed."""
+    """Return a builder that adapts a strategy of this package under `dp` only: without it, it accepts tensors."""
     return lambda config: build(config) if config.dp == "none" else adapt(build)(config)

@@ -1,15 +1,18 @@
-"""What a learning algorithm may define besides Flower's `Strategy`: a client's part, a server's part, a disclosure.
+"""Interfaces of a learning algorithm beyond Flower's `Strategy`: client part, server part and disclosure.
 
-    prepare   from what was received and remembered to the inputs of the steps
-    (the engine trains, with the part's objective)
-    finish    from what was trained to the next memory and the reply's extra arrays
+A client runs `ClientAlgorithm` around its local training:
 
-FedAvg's client part does nothing, and so does that of any algorithm that lives on the server alone.
+    prepare   turns received and remembered arrays into the inputs of the training steps
+    (the engine trains with the algorithm's objective)
+    finish    turns the trained model into the next memory and the reply's extra arrays
 
-A `Disclosure` is what an algorithm must know of the clients' data. The clients are asked once, before training, and
-only if the run-config's `disclose-…` key allows it: without the key the run does not start, and a client that is asked
-refuses. The answers are kept in the checkpoint, so a resumed run does not ask again. A client that was not there to be
-asked takes no part in the run, resumed or not.
+The client part of FedAvg, and of algorithms that differ on the server only, does nothing.
+
+On the server a strategy may implement `Stateful`, `SendsExtra` and `NeedsDisclosure`. A `Disclosure` is information
+about the clients' data that an algorithm needs. The server asks every client once, before training, and only if the
+run-config's `disclose-…` key is true: otherwise the run does not start, and a client rejects the question. The
+checkpoint stores the answers, so a resumed run does not ask again. A client that did not answer is excluded from the
+run, also after a resume.
 """
 
 from __future__ import annotations
@@ -33,82 +36,82 @@ from fedeas_flwr.training.objective import CROSS_ENTROPY, NO_INPUTS, Inputs, Obj
 
 @dataclass(frozen=True)
 class ClientRound:
-    """One client in one round, as its part of an algorithm sees it. States hold arrays or tensors."""
+    """One client in one round, as passed to its `ClientAlgorithm`. States hold NumPy arrays or tensors."""
 
     config: RunConfig
     number: int
     client: int
     device: str
     trainable: State
-    """The global model as received, and below its buffers."""
+    """Trained parameters of the received global model; `buffers` are its other arrays."""
     buffers: State
     extra: State
-    """What the server's part sent beside the model."""
+    """Arrays that the server part sent with the model (`SendsExtra`)."""
     memory: State
-    """What this client's part kept in its last accepted round; empty before the first."""
+    """Arrays that this client stored in its last accepted round; empty before the first."""
     labels: torch.Tensor
-    """Of everything the client trains on, synthetic images included."""
+    """Labels of all images that the client trains on, synthetic ones included."""
     steps: int
-    """How many steps this round takes."""
+    """Number of training steps in this round."""
 
     def tensors(self, state: State) -> dict[str, torch.Tensor]:
-        """A state as tensors on the client's device."""
+        """Return a state as tensors on the client's device."""
         return {key: self._tensor(value) for key, value in state.items()}
 
     def _tensor(self, value: Any) -> torch.Tensor:
         if isinstance(value, torch.Tensor):
             return value.to(self.device)
-        return torch.from_numpy(np.require(value, requirements="W")).to(self.device)  # of read-only ones torch warns
+        return torch.from_numpy(np.require(value, requirements="W")).to(self.device)  # torch warns of read-only
 
 
 @dataclass(frozen=True)
 class ClientAlgorithmResult:
-    """What a client's part has to say after training."""
+    """Arrays that a client part returns after training."""
 
     memory: Mapping[str, Any] = field(default_factory=dict)
-    """Kept on this client if the server uses the reply."""
+    """Stored on this client if the server accepts the reply."""
     extra: Mapping[str, Any] = field(default_factory=dict)
-    """Sent beside the model, encoded where the model is; the server's part says which arrays it expects."""
+    """Sent with the model, encoded if the model is; `SendsExtra.expected_extra` defines names, dtypes and shapes."""
 
 
 class ClientAlgorithm:
-    """FedAvg's: cross-entropy, nothing kept, nothing more sent."""
+    """FedAvg's client part: cross-entropy, no memory, no extra arrays. Algorithms derive from it."""
 
     objective: Objective = CROSS_ENTROPY
 
     def prepare(self, task: ClientRound) -> Inputs:
-        """The inputs that the objective needs for this client and round."""
+        """Return the inputs that the objective needs for this client and round."""
         return NO_INPUTS
 
     def finish(self, task: ClientRound, trainable: State, buffers: State) -> ClientAlgorithmResult:
-        """Look at the trained model."""
+        """Return the memory and the extra arrays that follow from the trained model."""
         return ClientAlgorithmResult()
 
 
 @dataclass(frozen=True)
 class Disclosure:
-    """One question that is answered with arrays."""
+    """One question about a client's data, answered with arrays."""
 
     question: str
     what: str
-    """What every client gives away, as a table of strategies says it."""
+    """What every client discloses, and to whom, as the table of strategies prints it."""
     arrays: Callable[[RunConfig, Images, Labels], Arrays]
-    """The answer, from the client's real images [N, H, W, C] and their labels."""
+    """Computes the answer from the client's real images [N, H, W, C] and their labels."""
     expected: Callable[[RunConfig], Arrays]
-    """Arrays with the names, kinds and shapes of an answer."""
+    """Returns arrays with the names, dtypes and shapes of an answer."""
 
     @property
     def key(self) -> str:
-        """The run-config key that allows it."""
+        """Return the run-config key that allows it."""
         return f"disclose-{self.question}"
 
     def check_allowed(self, config: RunConfig) -> None:
-        """Refuse in one line unless the key is set.
+        """Check that the run-config allows the disclosure.
 
         Raises
         ------
         ConfigError
-            It says what would be disclosed.
+            If the key is false; the message names what would be disclosed.
         """
         if not config.to_user_dict()[self.key]:
             raise ConfigError(
@@ -117,62 +120,60 @@ class Disclosure:
             )
 
     def answer(self, config: RunConfig, images: Images, labels: Labels) -> Arrays:
-        """What a client answers, or its refusal."""
+        """Return a client's answer; raise if the key is false or the client has no images."""
         self.check_allowed(config)
         if len(labels) == 0:
-            raise ValueError(f"{self.key} = true: this client holds 0 images, wanted 1 or more to tell anything of")
+            raise ValueError(f"{self.key} = true: this client holds 0 images, wanted 1 or more")
         return self.arrays(config, images, labels)
 
 
 @runtime_checkable
 class NeedsDisclosure(Protocol):
-    """A strategy that must be told something of every client before the first round."""
+    """A strategy that needs a disclosure from every client before the first round."""
 
     disclosure: Disclosure
 
     def disclosing_clients(self) -> Collection[int]:
-        """The clients that told it, perhaps before an interrupt; empty before they were asked."""
+        """Return the ids of the clients that answered, also before a resume; empty before they were asked."""
         ...
 
-    def receive_disclosures(self, told: Mapping[int, Arrays]) -> None:
-        """Take what each client disclosed, by client id; a `MessageError` refuses it."""
+    def receive_disclosures(self, answers: Mapping[int, Arrays]) -> None:
+        """Store each client's answer, by client id; raise `MessageError` if one is invalid."""
         ...
 
 
 @runtime_checkable
 class Stateful(Protocol):
-    """A strategy that remembers something between rounds: what `state` gives, `load_state` takes back on resume."""
+    """A strategy with state beyond the model: `load_state` restores on resume what `state` returned."""
 
     def state(self) -> StrategyState:
-        """All that changes from round to round, the model itself left out."""
+        """Return everything that changes from round to round, except the model."""
         ...
 
     def load_state(self, state: StrategyState) -> None:
-        """Go on from there."""
+        """Restore a state that `state` returned."""
         ...
 
 
 @runtime_checkable
 class SendsExtra(Protocol):
-    """A strategy whose two parts exchange arrays beside the model, in a record of their own (`records.EXTRA`).
+    """A strategy whose server and client parts exchange arrays besides the model, in the record `records.EXTRA`.
 
-    They are of the model's own kind: NumPy arrays, or tensors where models are handed over within the process.
+    They are NumPy arrays, or tensors if models are passed by reference within the process.
     """
 
     def extra(self) -> Arrays:
-        """What goes to every client of the round; asked after `configure_train`."""
+        """Return the arrays for every client of the round; called after `configure_train`."""
         ...
 
     def expected_extra(self) -> Arrays:
-        """Arrays with the names, kinds and shapes that a reply must bring; empty if it brings none."""
+        """Return arrays with the names, dtypes and shapes that a reply must have; empty if it has none."""
         ...
 
 
 def match_model_backend(model: ArrayRecord, arrays: Arrays) -> Arrays:
-    """The arrays as extra ones must be: tensors where the model's lie if it is handed over, else NumPy's."""
+    """Return arrays in the model's form: tensors on its device if it is passed by reference, else NumPy arrays."""
     first = next(iter(to_arrays(model).values()), None)
     if first is None or not hasattr(first, "cpu"):
         return to_numpy(arrays)
-    import torch  # only where models are tensors already
-
     return {key: torch.as_tensor(array, device=first.device) for key, array in arrays.items()}

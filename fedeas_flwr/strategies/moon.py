@@ -1,12 +1,12 @@
-"""MOON (Li, He, Song, 2021): a client's features are drawn to the global model's, away from its own last model's.
+"""MOON (Li, He, Song, 2021): a loss pulls features to the global model's and away from the client's last model's.
 
     ℓ = CE + μ · ℓ_con        ℓ_con = −log( e^{cos(z, z_glob)/τ} / (e^{cos(z, z_glob)/τ} + e^{cos(z, z_prev)/τ}) )
 
-z are the features of the model in training, what its last layer ``fc`` is fed with; z_glob those of the received model,
-z_prev those of the model that this client made in its last accepted round, however long ago. Both are references: in
-evaluation mode, with their own BatchNorm statistics, and without a gradient. An image's references are therefore the
-same in every epoch of a round: they are computed once, before the first step. Before its first round a client has no
-model of its own, and the received one takes its place: ℓ_con is then ln 2 and its gradient zero.
+z are the features of the model in training, the input of its last layer ``fc``; z_glob are those of the received model,
+z_prev those of the model that this client trained in its last accepted round, however long ago. Both models are in
+evaluation mode, with their own BatchNorm statistics, and have no gradient. The reference features of an image are
+therefore the same in every epoch of a round, and are computed once, before the first step. In its first round a client
+has no previous model and uses the received one: ℓ_con is then ln 2 and its gradient zero.
 
 The server is FedAvg's.
 """
@@ -29,66 +29,66 @@ RECEIVED, PREVIOUS = "received/", "previous/"
 
 
 def build_moon(config: RunConfig) -> FedAvg:
-    """FedAvg, for a model whose features can be seen, and in evaluation mode are of one image alone.
+    """Build FedAvg, after checking that the model has features and that they depend on one image only.
 
     Raises
     ------
     ConfigError
-        If the model does not end in a linear layer named ``fc``, or has a BatchNorm without running statistics: that
-        takes them from the batch in evaluation mode too, so an image would have other references in every batch.
+        If the model does not end in a linear layer named ``fc``, or has a BatchNorm without running statistics: it
+        uses the batch's statistics in evaluation mode too, so an image's features would depend on its batch.
     """
     model = network(config)
     if not isinstance(getattr(model, "fc", None), nn.Linear):
         raise ConfigError(
-            f"model = '{config.model}': strategy = 'moon' looks at what the last layer is fed with, so that layer must "
-            "be a Linear named fc"
+            f"model = '{config.model}': strategy = 'moon' uses the input of the last layer, so that layer must be a "
+            "Linear named fc"
         )
     for name, layer in model.named_modules():
         if isinstance(layer, nn.modules.batchnorm._BatchNorm) and layer.running_mean is None:
             raise ConfigError(
-                f"model = '{config.model}': strategy = 'moon' needs features that are of one image alone, so the "
+                f"model = '{config.model}': strategy = 'moon' needs features that depend on one image only, so the "
                 f"BatchNorm {name} must have track_running_stats=True"
             )
     return build_fedavg(config)
 
 
 def moon_client(config: RunConfig) -> ClientAlgorithm:
-    """The client's part; with μ = 0 FedAvg's, which keeps no model."""
+    """Build the client part; with μ = 0 it is FedAvg's, which stores no model."""
     return MoonClient(config) if config.moon_mu else ClientAlgorithm()
 
 
 def contrastive_losses(
     z: torch.Tensor, z_received: torch.Tensor, z_previous: torch.Tensor, temperature: float
 ) -> torch.Tensor:
-    """ℓ_con of each sample, as log(1 + e^{(cos(z, z_prev) − cos(z, z_glob))/τ}).
+    """Return ℓ_con of each sample, as log(1 + e^{(cos(z, z_prev) − cos(z, z_glob))/τ}).
 
-    The difference is taken between the references, so that equal ones give no gradient at all, not one of rounding.
+    The references are subtracted first, so that equal ones give a gradient of exactly zero.
     """
     unit, received, previous = (F.normalize(each.float(), dim=1, eps=1e-8) for each in (z, z_received, z_previous))
     return F.softplus((unit * (previous - received)).sum(dim=1) / temperature)
 
 
 class ContrastiveObjective(Objective):
-    """Cross-entropy with the model-contrastive term."""
+    """Classification loss with the model-contrastive term."""
 
     def __init__(self, mu: float, temperature: float) -> None:
         self.mu, self.temperature = mu, temperature
 
     def loss(self, model: nn.Module, batch: Batch) -> torch.Tensor:
-        """Take z from the one forward pass that the logits come from too."""
+        """Return CE + μ ℓ_con; z and the logits come from one forward pass."""
         references = batch.precomputed or self.precompute(model, batch)
         z, logits = features_and_logits(model, batch.images)
         contrast = contrastive_losses(z, references[RECEIVED], references[PREVIOUS], self.temperature)
         return batch.mean(self.losses(logits, batch) + self.mu * contrast)
 
     def precompute(self, model: nn.Module, batch: Batch) -> Tensors:
-        """z_glob and z_prev."""
+        """Return z_glob and z_prev."""
         return {prefix: reference_features(model, batch, prefix) for prefix in (RECEIVED, PREVIOUS)}
 
 
 @torch.no_grad()
 def reference_features(model: nn.Module, batch: Batch, prefix: str) -> torch.Tensor:
-    """Features as the model of the given parameters and buffers has them; those of ``model`` are not touched."""
+    """Return the features under the given parameters and buffers; those of ``model`` stay unchanged."""
     state = {key.removeprefix(prefix): value for key, value in batch.given.items() if key.startswith(prefix)}
     model.eval()
     try:
@@ -98,13 +98,13 @@ def reference_features(model: nn.Module, batch: Batch, prefix: str) -> torch.Ten
 
 
 class MoonClient(ClientAlgorithm):
-    """The client's part: its last model, buffers included, is what it remembers."""
+    """MOON's client part: stores its last model, buffers included, as its memory."""
 
     def __init__(self, config: RunConfig) -> None:
         self.objective = ContrastiveObjective(config.moon_mu, config.moon_temperature)
 
     def prepare(self, task: ClientRound) -> Inputs:
-        """Give the two reference models."""
+        """Return the two reference models."""
         received = task.tensors({**task.trainable, **task.buffers})
         previous = task.tensors(task.memory) if task.memory else received
         return Inputs(
@@ -113,5 +113,5 @@ class MoonClient(ClientAlgorithm):
         )
 
     def finish(self, task: ClientRound, trainable: State, buffers: State) -> ClientAlgorithmResult:
-        """Remember the trained model."""
+        """Return the trained model as memory."""
         return ClientAlgorithmResult(memory={**trainable, **buffers})

@@ -1,9 +1,9 @@
-"""Differential privacy by Flower's wrappers: which are allowed, what they need, and what they are worth.
+"""Differential privacy with Flower's wrappers: server wrapper, ε, and clipping on the client.
 
-A wrapper clips every client's update to length C and adds noise of standard deviation σ·C/n to the aggregate of n
-clients. That is the Gaussian mechanism only if one client can move the aggregate by C/n at most, so the aggregate must
-be a mean of equal weights. With `dp` on, clients therefore weigh alike (by N_k, a large client would move the mean
-further than the noise covers), every sampled client must reply, and an ε is given only where all of that holds.
+A wrapper clips every client's update to norm C and adds noise of standard deviation σ·C/n to the aggregate of n
+clients. That is the Gaussian mechanism only if one client can move the aggregate by at most C/n, so the aggregate must
+be an unweighted mean. With `dp`, clients therefore have equal weights (weighted by N_k, a large client would move the
+mean further than the noise covers), every sampled client must reply, and ε is reported only if all of that holds.
 """
 
 from __future__ import annotations
@@ -33,19 +33,22 @@ ASSUMES = (
     "one client's update present or zero, RDP over all rounds without amplification by sampling, trained parameters "
     "alone, a noise-key that nobody but the server reads"
 )
+"""Assumptions behind ε, as the summary of a run lists them."""
 
 Handler = Callable[[Message, Context], Message]
 Mod = Callable[[Message, Context, Handler], Message]
 MODS: dict[str, Mod] = {"client-fixed": fixedclipping_mod, "client-adaptive": adaptiveclipping_mod}
 
+# ------------------------------------------------------------------------------------------------- server
+
 
 def with_privacy(strategy: flower.Strategy, config: RunConfig) -> flower.Strategy:
-    """Put the wrapper that `dp` names around a strategy.
+    """Wrap a strategy in the wrapper that `dp` names; return it unchanged without `dp`.
 
     Raises
     ------
     ConfigError
-        If the wrapper cannot keep its promise under this config, in one line.
+        If the wrapper's noise would not cover this config.
     """
     if config.dp == "none":
         return strategy
@@ -74,17 +77,17 @@ def with_privacy(strategy: flower.Strategy, config: RunConfig) -> flower.Strateg
         config.dp_clip_rate,
         config.dp_count_noise or None,
     )
-    # C ← C·exp(−η(b − γ)) is for b = the part of the updates that was *not* clipped (Andrew et al. 2021, Algorithm 1).
-    # Flower 1.41 counts the clipped ones, so that its norm runs away from the quantile; the other sign leads it there.
+    # C ← C·exp(−η(b − γ)) is for b = the fraction of updates that were *not* clipped (Andrew et al. 2021, Algorithm 1).
+    # Flower 1.41 counts the clipped ones, so its norm moves away from the quantile; the opposite sign corrects it.
     adaptive.clip_norm_lr = -config.dp_clip_rate
     wrapped: flower.Strategy = adaptive
     return wrapped
 
 
 def gaussian_epsilon(noise_multiplier: float, releases: int, delta: float) -> float:
-    """ε of so many Gaussian mechanisms at δ.
+    """Return ε of ``releases`` Gaussian mechanisms at δ.
 
-    A Gaussian mechanism of multiplier σ is (α, α/(2σ²))-RDP, T of them add up to (α, αρ) with ρ = T/(2σ²), and that is
+    A Gaussian mechanism of multiplier σ is (α, α/(2σ²))-RDP, T of them compose to (α, αρ) with ρ = T/(2σ²), and that is
     (αρ + ln(1/δ)/(α−1), δ)-DP (Mironov 2017, Corollary 3, Propositions 1 and 3); the best α is 1 + √(ln(1/δ)/ρ).
     """
     rho = releases / (2 * noise_multiplier**2)
@@ -94,7 +97,7 @@ def gaussian_epsilon(noise_multiplier: float, releases: int, delta: float) -> fl
 def privacy_spent(
     config: RunConfig, wrapper: flower.Strategy, releases: int, trainable: Arrays, buffers: Arrays
 ) -> dict[str, Any]:
-    """What so many noisy models have spent: ε with δ and what it assumes, or no ε and why."""
+    """Return ε after ``releases`` noisy models with δ and its assumptions, or no ε and the reason."""
     why = _no_epsilon(config, wrapper, trainable, buffers)
     if why:
         return {"epsilon": None, "why": why}
@@ -116,8 +119,11 @@ def _no_epsilon(config: RunConfig, wrapper: Any, trainable: Arrays, buffers: Arr
     return f"Flower does not clip scalars such as {scalars[0]}" if scalars else ""
 
 
+# ------------------------------------------------------------------------------------------------- client
+
+
 def clips_update(train: Handler) -> Handler:
-    """Clip what ``train`` replies where the run's `dp` says that clients do; the norm comes with the message."""
+    """Clip the update in the reply of ``train`` if `dp` is client-side; the message carries the norm."""
 
     @wraps(train)
     def wrapped(message: Message, context: Context) -> Message:
@@ -128,10 +134,11 @@ def clips_update(train: Handler) -> Handler:
 
 
 def _clipped(mod: Mod, train: Handler, message: Message, context: Context) -> Message:
+    """Run ``train`` inside Flower's mod, which must see the arrays and metrics only; return the clipped reply."""
     whole = message.content
     sent, buffers = whole.array_records[ARRAYS], []
 
-    def train_and_show_arrays_alone(message: Message, context: Context) -> Message:
+    def train_hiding_buffers(message: Message, context: Context) -> Message:
         message.content = whole
         reply = train(message, context)
         if reply.has_content():
@@ -142,7 +149,7 @@ def _clipped(mod: Mod, train: Handler, message: Message, context: Context) -> Me
         return reply
 
     message.content = RecordDict({ARRAYS: encoded(sent), CONFIG: whole.config_records[CONFIG]})
-    reply = mod(message, context, train_and_show_arrays_alone)
+    reply = mod(message, context, train_hiding_buffers)
     if reply.has_content():
         clipped = to_in_process(reply.content.array_records[ARRAYS], sent)
         metrics = reply.content.metric_records[METRICS]

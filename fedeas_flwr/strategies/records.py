@@ -1,6 +1,6 @@
-"""The names of Flower's records, and arrays in them.
+"""Names of the records in a message, and conversion between arrays and records.
 
-Arrays are there as bytes, or handed over within one process; they are read only if they are those wanted.
+A record holds arrays as bytes or, within one process, by reference. `read_validated` reads only expected arrays.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from fedeas_flwr.runs.checkpoints import Arrays, to_numpy
 ARRAYS, BUFFERS, EXTRA, CONFIG, METRICS = "arrays", "buffers", "extra", "config", "metrics"
 WEIGHT, LOSS = "num-examples", "loss"
 _ENCODING = "numpy.ndarray"  # Flower's name for NumPy's file format
-_HEADER_BYTES = 1024  # of NumPy's format before the data; 128 are usual
+_HEADER_BYTES = 1024  # maximum header of NumPy's format; 128 are usual
 
 
 class ArrayMismatchError(ValueError):
-    """Arrays that are not those wanted; the text is one line."""
+    """Arrays that differ from the expected ones; the message is one line."""
 
 
 class InProcessRecord(ArrayRecord):
-    """Arrays handed over within one process, without bytes: the one exception to messages, for the inline grid.
+    """Arrays passed by reference within one process, for the inline grid only.
 
-    To Flower it is an empty record. What it holds must not be changed by either side.
+    To Flower it is an empty record. Neither side may change the arrays.
     """
 
     def __init__(self, arrays: Mapping[str, Any]) -> None:
@@ -36,7 +36,7 @@ class InProcessRecord(ArrayRecord):
 
 
 def to_record(arrays: Mapping[str, Any]) -> ArrayRecord:
-    """Build a new record: one that was sent must never be changed in place. Tensors are handed over as they are."""
+    """Return a new record of arrays, encoded; tensors are passed by reference. A sent record must never be changed."""
     if any(hasattr(value, "cpu") for value in arrays.values()):
         return InProcessRecord(arrays)
     return ArrayRecord({key: _encoded(np.asarray(value)) for key, value in arrays.items()})
@@ -47,17 +47,17 @@ def _encoded(array: Any) -> Array:
 
 
 def to_arrays(record: ArrayRecord) -> Arrays:
-    """Read a record: NumPy arrays, not to be written to, or the tensors of a live one."""
+    """Return a record's arrays: read-only NumPy arrays, or the tensors of an in-process record."""
     if isinstance(record, InProcessRecord):
         return dict(record.__dict__["live"])
     return {key: read_array(value.data) for key, value in record.items()}
 
 
 def encoded(record: ArrayRecord) -> ArrayRecord:
-    """The record as Flower knows it, which may be copied, kept and sent on.
+    """Return the record in Flower's own form, which can be copied, stored and sent.
 
-    Tensors that were handed over become NumPy arrays, and data that came out of band (common/npy.py) become bytes:
-    Flower makes an Array of nothing else, and neither pickle nor protobuf takes a view.
+    Tensors become NumPy arrays, and data sent out of band (common/npy.py) become bytes: Flower's Array accepts nothing
+    else, and neither pickle nor protobuf accepts a view.
     """
     if isinstance(record, InProcessRecord):
         return to_record(to_numpy(to_arrays(record)))
@@ -71,7 +71,7 @@ def _with_bytes(array: Array) -> Array:
 
 
 def to_in_process(record: ArrayRecord, like: ArrayRecord) -> ArrayRecord:
-    """The way back: tensors beside those of ``like``, if it is live."""
+    """Undo `encoded`: return tensors on the devices of those of ``like`` if that is an in-process record."""
     if not isinstance(like, InProcessRecord):
         return record
     tensors = to_arrays(like)
@@ -79,19 +79,19 @@ def to_in_process(record: ArrayRecord, like: ArrayRecord) -> ArrayRecord:
 
 
 def read_validated(record: ArrayRecord, expected: Arrays) -> Arrays:
-    """Read a record whose names, kinds and shapes must be those of ``expected``, and whose values must be finite.
+    """Return a record's arrays, whose names, dtypes and shapes must be those of ``expected``, and values finite.
 
     Raises
     ------
     ArrayMismatchError
-        By name, before the bytes are decoded where they need not be.
+        With the array's name; raised before decoding where the declared dtype or shape is wrong.
     """
     if isinstance(record, InProcessRecord):
         return _check_in_process(to_arrays(record), expected)
     _check_names(record, expected)
     arrays: Arrays = {}
     for key, like in expected.items():
-        _check_kind(key, record[key], like)  # as declared, before the bytes are decoded
+        _check_dtype_and_shape(key, record[key], like)  # as declared, before the bytes are decoded
         array = _decoded(key, record[key], like)
         if not np.isfinite(array).all():
             raise ArrayMismatchError(f"array {key} holds NaN or infinity")
@@ -106,19 +106,19 @@ def _check_names(found: Iterable[str], expected: Arrays) -> None:
         raise ArrayMismatchError(f"arrays differ from those wanted: {odd[0]}")
 
 
-def _check_kind(key: str, found: Any, like: Any) -> None:
+def _check_dtype_and_shape(key: str, found: Any, like: Any) -> None:
     if str(found.dtype) != str(like.dtype) or tuple(found.shape) != tuple(like.shape):
         got, want = (f"{array.dtype}{list(array.shape)}" for array in (found, like))
         raise ArrayMismatchError(f"array {key} is {got}, wanted {want}")
 
 
 def _decoded(key: str, sent: Array, like: Any) -> Any:
-    """Read an array's bytes, after a look at how many they are and at what they say of themselves.
+    """Decode an array after checking its size and encoding.
 
-    A few bytes may claim to be an array of terabytes, and NumPy makes room for it before it counts them.
+    A few bytes may declare an array of terabytes, which NumPy would allocate before reading the data.
     """
     most = like.nbytes + _HEADER_BYTES
-    if not _is_of_bytes(sent.data):
+    if not _is_bytes(sent.data):
         raise ArrayMismatchError(f"array {key} has data of type {type(sent.data).__name__}, wanted bytes")
     if len(sent.data) > most:
         raise ArrayMismatchError(f"array {key} has {len(sent.data)} bytes, wanted {most} at most")
@@ -133,22 +133,22 @@ def _decoded(key: str, sent: Array, like: Any) -> Any:
     return array
 
 
-def _is_of_bytes(data: Any) -> bool:
-    """Whether they are bytes, or the view of bytes that comes out of band; its length must be what it is read as."""
+def _is_bytes(data: Any) -> bool:
+    """Return whether data are bytes, or a flat read-only view of bytes sent out of band, whose length is in bytes."""
     if isinstance(data, memoryview):
         return data.format == "B" and data.ndim == 1 and data.c_contiguous and data.readonly
     return isinstance(data, bytes)
 
 
 def _check_in_process(arrays: Arrays, expected: Arrays) -> Arrays:
-    """The same checks on tensors, with one look at the GPU for all of them."""
-    import torch  # where tensors are handed over it is there already
+    """Check tensors as `read_validated` checks arrays, with one GPU synchronisation for all; return them."""
+    import torch  # loaded already if there are tensors
 
     _check_names(arrays, expected)
     for key, like in expected.items():
-        _check_kind(key, arrays[key], like)
+        _check_dtype_and_shape(key, arrays[key], like)
     floats = [array for array in arrays.values() if array.is_floating_point() and array.numel()]
-    # A maximum norm is NaN or infinite where an element is, and all of them are a launch or two.
+    # A maximum norm is NaN or infinite if an element is, and all norms take one or two kernel launches.
     if floats and not bool(torch.stack(torch._foreach_norm(floats, float("inf"))).isfinite().all()):
         raise ArrayMismatchError("the arrays hold NaN or infinity")
     return arrays

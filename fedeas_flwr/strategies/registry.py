@@ -1,7 +1,7 @@
-"""How the clients' models become one: algorithms by the name the run-config gives them.
+"""Learning algorithms by their run-config name: how each is built, and what it sends and discloses.
 
-An algorithm is a Flower strategy. It sees a grid with only the round's chosen clients, and only trainable arrays;
-sampling, checks, order, buffers, quorum and resume are `Federation`'s, the same for every algorithm.
+An algorithm is a Flower strategy. It sees a grid of the round's sampled clients only, and trainable arrays only.
+`Federation` samples clients, checks and orders replies, averages buffers, checks the quorum and resumes.
 """
 
 from __future__ import annotations
@@ -28,39 +28,39 @@ from fedeas_flwr.strategies.scaffold import ScaffoldClient, build_scaffold
 
 @dataclass(frozen=True)
 class Algorithm:
-    """A strategy, how it is built, and what choosing it means."""
+    """A strategy: its builders for server and client, and its row in the table of strategies."""
 
     build: Callable[[RunConfig], Strategy]
     summary: str
     discloses: str
-    """What a client reveals beyond what FedAvg takes: its model update and its number of real samples."""
+    """What a client reveals beyond FedAvg, which gets its model update and its number of real samples."""
     extra_bytes: float
-    """What crosses the wire for a client of a round beyond model out and model back, in models."""
+    """Traffic per client and round beyond sending the model and receiving it back, in units of one model."""
     client: Callable[[RunConfig], ClientAlgorithm] = lambda config: ClientAlgorithm()
-    """Its part on a client."""
+    """Builds the algorithm's part on a client."""
     disclosure: Disclosure | None = None
-    """What it asks of every client's data before training; it starts only with the key that allows that."""
+    """What it asks every client before training. The run starts only if the disclosure's key allows it."""
 
 
 ALGORITHMS: dict[str, Algorithm] = {
-    "fedavg": Algorithm(adapt_if_dp(build_fedavg), "mean of the models by real samples", "nothing", 0),
+    "fedavg": Algorithm(adapt_if_dp(build_fedavg), "mean of the client models, weighted by real samples", "nothing", 0),
     "fedprox": Algorithm(
         adapt_if_dp(build_fedavg),
-        "FedAvg whose clients keep near the model they received",
+        "FedAvg with a proximal term that keeps clients near the received model",
         "nothing",
         0,
         FedProxClient,
     ),
     "scaffold": Algorithm(
         build_scaffold,
-        "clients' steps corrected by control variates; plain mean of the models",
+        "control variates correct the clients' steps; unweighted mean of the models",
         "nothing: the change of its control variate follows from its update and its steps",
         2,
         ScaffoldClient,
     ),
     "moon": Algorithm(
         adapt_if_dp(build_moon),
-        "FedAvg whose clients' features keep near the received model's, away from their own last one's",
+        "FedAvg with a contrastive loss: features near the received model's, far from the client's last model's",
         "nothing",
         0,
         moon_client,
@@ -69,32 +69,32 @@ ALGORITHMS: dict[str, Algorithm] = {
     "fedadam": Algorithm(adapt(flower.build_fedadam), "Adam on the mean update", "nothing", 0),
     "fedadagrad": Algorithm(adapt(flower.build_fedadagrad), "Adagrad on the mean update", "nothing", 0),
     "fedyogi": Algorithm(adapt(flower.build_fedyogi), "Yogi on the mean update", "nothing", 0),
-    "fedmedian": Algorithm(adapt(flower.build_fedmedian), "median of every weight, clients alike", "nothing", 0),
+    "fedmedian": Algorithm(adapt(flower.build_fedmedian), "unweighted coordinate-wise median", "nothing", 0),
     "fedtrimmedavg": Algorithm(
-        adapt(flower.build_fedtrimmedavg), "mean of every weight without its extremes, clients alike", "nothing", 0
+        adapt(flower.build_fedtrimmedavg), "unweighted coordinate-wise trimmed mean", "nothing", 0
     ),
-    "krum": Algorithm(adapt(flower.build_krum), "the one reply that lies nearest to the others", "nothing", 0),
+    "krum": Algorithm(adapt(flower.build_krum), "the single client model nearest to the others", "nothing", 0),
     "multikrum": Algorithm(
         adapt(flower.build_multikrum),
-        "mean by real samples of the replies that lie nearest to the others",
+        "mean of the client models nearest to the others, weighted by real samples",
         "nothing",
         0,
     ),
     "bulyan": Algorithm(
         adapt(flower.build_bulyan),
-        "MultiKrum, then of every weight the mean of those nearest the median",
+        "MultiKrum, then for every weight the mean of the values nearest to the median",
         "nothing",
         0,
     ),
     "qfedavg": Algorithm(
         adapt(flower.build_qfedavg),
         "updates weighted by the client's training loss to the power q",
-        "nothing; the loss, sent anyway, decides its weight",
+        "nothing; its training loss, which FedAvg sends too, sets its weight",
         0,
     ),
     "fedmix": Algorithm(
         build_fedmix,
-        "FedAvg whose clients mix their images with other clients' means, to first order",
+        "FedAvg whose clients mix in other clients' mean images, by a first-order Taylor term",
         MEAN_IMAGES.what,
         0.03,
         FedMixClient,
@@ -102,7 +102,7 @@ ALGORITHMS: dict[str, Algorithm] = {
     ),
     "fedgen": Algorithm(
         build_fedgen,
-        "FedAvg whose clients learn from a generator of features, which the server learns from their heads",
+        "FedAvg with a feature generator: the server trains it on the clients' heads, the clients learn from it",
         LABEL_COUNTS.what,
         0.015,
         FedGenClient,
@@ -117,8 +117,8 @@ def build_strategy(config: RunConfig) -> Strategy:
     Raises
     ------
     ConfigError
-        If the algorithm cannot work with so few replies or with `dp`, or needs a disclosure that is not allowed, in
-        one line.
+        If the algorithm needs more replies per round, cannot be combined with `dp`, or needs a disclosure that is
+        not allowed.
     """
     algorithm = ALGORITHMS[config.strategy]
     if algorithm.disclosure is not None:
@@ -134,15 +134,15 @@ def build_strategy(config: RunConfig) -> Strategy:
 
 @lru_cache(maxsize=8)
 def client_part(config: RunConfig) -> ClientAlgorithm:
-    """Build the part of the run's algorithm that a client runs."""
+    """Build the client part of the run's algorithm."""
     return ALGORITHMS[config.strategy].client(config)
 
 
-TABLE_HEAD = ("strategy", "what it does", "keys of its own", "discloses beyond FedAvg", "models sent, a client a round")
+TABLE_HEAD = ("strategy", "what it does", "keys of its own", "discloses beyond FedAvg", "models per client and round")
 
 
 def table_rows() -> list[tuple[str, ...]]:
-    """One row an algorithm: the table of `fedeas strategies` and of docs/strategies.md."""
+    """Return one row per algorithm, for `fedeas strategies` and docs/strategies.md."""
     return [
         (name, a.summary, ", ".join(STRATEGY_KEYS.get(name, ())) or "none", a.discloses, f"{2 + a.extra_bytes:g}")
         for name, a in ALGORITHMS.items()

@@ -1,12 +1,13 @@
-"""SCAFFOLD (Karimireddy et al., 2020, Algorithm 1, option II): control variates take the clients' drift out of a step.
+"""SCAFFOLD (Karimireddy et al., 2020, Algorithm 1, option II): control variates correct client drift.
 
     client   y ← y − η (g(y) − c_i + c)        every step, from y = x
              c_i⁺ = c_i − c + (x − y) / (T η)  after T steps, those on synthetic images included
     server   x ← x + η_g · mean of (y − x)     over the replies
              c ← c + (1/K) Σ (c_i⁺ − c_i)      over the replies, K all clients
 
-c lives on the server and c_i on its client, which keeps c_i⁺ only if the server used its reply. So c is the mean of all
-c_i after every round, whatever was lost. Both are of trained parameters; buffers are averaged as in FedAvg.
+The server stores c, and each client its c_i. A client stores c_i⁺ only if the server accepted its reply, so c is the
+mean of all c_i after every round, even if replies are lost. Both cover trained parameters; buffers are averaged as in
+FedAvg.
 """
 
 from __future__ import annotations
@@ -29,12 +30,12 @@ from fedeas_flwr.training.objective import Inputs, Objective, Tensors
 
 
 def build_scaffold(config: RunConfig) -> Scaffold:
-    """SCAFFOLD for a federation of `clients` clients.
+    """Build SCAFFOLD for a federation of `clients` clients.
 
     Raises
     ------
     ConfigError
-        With momentum or weight decay: (x − y)/(Tη) is the mean of the gradients for plain SGD alone.
+        With momentum or weight decay: (x − y)/(Tη) is the mean gradient for plain SGD only.
     """
     for key, value in (("momentum", config.momentum), ("weight-decay", config.weight_decay)):
         if value:
@@ -43,7 +44,7 @@ def build_scaffold(config: RunConfig) -> Scaffold:
 
 
 class Scaffold(FedAvg):
-    """The server's part: the model's step, and c."""
+    """SCAFFOLD's server part: updates the model and c."""
 
     def __init__(self, config: RunConfig) -> None:
         super().__init__(**settings())
@@ -55,24 +56,24 @@ class Scaffold(FedAvg):
     def configure_train(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
-        """Send the model; c starts at zero."""
+        """Return FedAvg's messages; set c to zero in the first round."""
         self._sent = to_arrays(arrays)
         start = self._control or {key: array - array for key, array in self._sent.items()}
-        self._control = cast_like(start, self._sent)  # a checkpoint gives NumPy arrays, in an order of its own
+        self._control = cast_like(start, self._sent)  # a checkpoint has NumPy arrays in another order
         return super().configure_train(server_round, arrays, config, grid)
 
     def extra(self) -> Arrays:
-        """Give every client c."""
+        """Return c."""
         return self._control
 
     def expected_extra(self) -> Arrays:
-        """A reply brings c_i⁺ − c_i, which is like c."""
+        """Return c: a reply has c_i⁺ − c_i, with the same names, dtypes and shapes."""
         return self._control
 
     def aggregate_train(
         self, server_round: int, replies: Iterable[Message]
     ) -> tuple[ArrayRecord | None, MetricRecord | None]:
-        """Both of the server's steps above."""
+        """Update c and return the new model: the server's two formulas above."""
         contents = [reply.content for reply in replies]
         changes = [to_arrays(content.array_records[EXTRA]) for content in contents]
         self._control = updated_control(self._control, changes, self._clients)
@@ -83,42 +84,42 @@ class Scaffold(FedAvg):
         return to_record(weighted_average([self._sent, mean], [1 - self._rate, self._rate])), None
 
     def state(self) -> StrategyState:
-        """What is remembered: c."""
+        """Return c."""
         return StrategyState(arrays=dict(self._control))
 
     def load_state(self, state: StrategyState) -> None:
-        """Go on with that c; none before the first round."""
+        """Restore c; the state is empty before the first round."""
         self._control = dict(state.arrays)
 
 
 def updated_control(control: Arrays, changes: Sequence[Arrays], clients: int) -> Arrays:
-    """c + (|S|/K) · mean of (c_i⁺ − c_i), in new arrays: those of c were handed to clients and to the checkpoint."""
+    """Return c + (|S|/K) · mean of (c_i⁺ − c_i), in new arrays: clients and the checkpoint may hold those of c."""
     mean, part = weighted_average(changes, [1.0] * len(changes)), len(changes) / clients
     return {key: control[key] + mean[key] * part for key in control}
 
 
 class ScaffoldObjective(Objective):
-    """Cross-entropy whose gradients are corrected by c − c_i."""
+    """Classification loss whose gradients are corrected by c − c_i."""
 
     def correct(self, weights: Tensors, gradients: Tensors, given: Tensors) -> None:
-        """g ← g − c_i + c."""
+        """Set g ← g − c_i + c."""
         names = list(gradients)
         torch._foreach_add_([gradients[name] for name in names], [given[f"correction/{name}"] for name in names])
 
 
 class ScaffoldClient(ClientAlgorithm):
-    """The client's part: c_i is what it remembers."""
+    """SCAFFOLD's client part: stores c_i as its memory."""
 
     def __init__(self, config: RunConfig) -> None:
         self.objective = ScaffoldObjective()
 
     def prepare(self, task: ClientRound) -> Inputs:
-        """Give c − c_i, under ``correction/``."""
+        """Return c − c_i, under ``correction/``."""
         control, own = task.tensors(task.extra), client_control_variate(task)
         return Inputs({f"correction/{name}": control[name] - own[name] for name in control})
 
     def finish(self, task: ClientRound, trainable: State, buffers: State) -> ClientAlgorithmResult:
-        """c_i⁺ = c_i − c + (x − y)/(Tη); a client that took no step keeps its c_i."""
+        """Return c_i⁺ = c_i − c + (x − y)/(Tη) and its change; a client without a step keeps its c_i."""
         control, own = task.tensors(task.extra), client_control_variate(task)
         if task.steps == 0:
             return ClientAlgorithmResult(
@@ -131,7 +132,7 @@ class ScaffoldClient(ClientAlgorithm):
 
 
 def client_control_variate(task: ClientRound) -> dict[str, torch.Tensor]:
-    """c_i as of the client's last accepted round; zero before the first."""
+    """Return c_i of the client's last accepted round; zero before the first."""
     if task.memory:
         return task.tensors(task.memory)
     return {name: torch.zeros_like(value) for name, value in task.tensors(task.extra).items()}

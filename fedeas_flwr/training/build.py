@@ -29,16 +29,16 @@ from fedeas_flwr.training.oom_fallback import (
 
 
 def network(config: RunConfig) -> torch.nn.Module:
-    """Build the run's network with the weights a run starts from.
+    """Build the run's network with its initial weights.
 
-    A run needs a dozen of them: one for each engine, to test with, to begin with. Drawing or reading a ResNet-18's
-    weights takes twenty times as long as copying them.
+    A run needs about a dozen copies: for each engine, for evaluation and for the first round. Drawing or reading
+    ResNet-18's weights takes twenty times as long as copying them.
     """
     info = dataset_info(config.dataset)
-    ask = (config.model, len(info.classes), info.image_shape, config.stem, config.weights, config.seed)
-    if ":" in config.model:  # a user's own, which may not be one that can be copied
-        return _initial_network(*ask)
-    return deepcopy(_kept_network(*ask))
+    arguments = (config.model, len(info.classes), info.image_shape, config.stem, config.weights, config.seed)
+    if ":" in config.model:  # a user's model may not support deepcopy
+        return _initial_network(*arguments)
+    return deepcopy(_cached_network(*arguments))
 
 
 def _initial_network(
@@ -47,11 +47,11 @@ def _initial_network(
     return build_model(model, classes, image_shape, stem=stem, weights=weights, seed=seed)
 
 
-_kept_network = lru_cache(maxsize=1)(_initial_network)
+_cached_network = lru_cache(maxsize=1)(_initial_network)
 
 
 def recipe(config: RunConfig) -> LocalTrainingConfig:
-    """How the run's clients train in a round."""
+    """Return how the run's clients train in a round."""
     return LocalTrainingConfig(
         config.local_epochs,
         config.batch_size,
@@ -63,9 +63,9 @@ def recipe(config: RunConfig) -> LocalTrainingConfig:
 
 
 def loss_and_view_inputs(config: RunConfig, labels: torch.Tensor, number: int, client: int) -> Inputs:
-    """What the steps of a client and round need under any algorithm: the loss's constants and the images' views.
+    """Return the inputs that a client's steps need under any algorithm: the loss's constants and the random views.
 
-    Views are drawn from a stream of their own, so that they leave the batches as they are.
+    Views come from a separate stream, so that they do not change the batches.
     """
     info = dataset_info(config.dataset)
     constants = loss_constants(config.loss, labels, len(info.classes), config.logit_adjustment_tau)
@@ -76,7 +76,7 @@ def loss_and_view_inputs(config: RunConfig, labels: torch.Tensor, number: int, c
 
 
 def check_engine(config: RunConfig, device: str) -> None:
-    """Refuse an engine that cannot be had on a device: ``graphed`` replays CUDA graphs."""
+    """Raise ConfigError if the device cannot run the engine: ``graphed`` replays CUDA graphs."""
     if config.engine == "graphed" and device == "cpu":
         raise ConfigError("engine = 'graphed': must be auto or eager where clients train on the CPU, it needs a GPU")
 
@@ -84,9 +84,8 @@ def check_engine(config: RunConfig, device: str) -> None:
 def build_engine(config: RunConfig, device: str, objective: Objective, rank: int = 0) -> Engine:
     """Build the engine the run-config names; ``auto`` is graphed on a GPU and eager elsewhere.
 
-    Of several engines in a process a GPU serves those of the lowest rank first.
-
-    What cannot be captured in a graph is trained eagerly, and that is said. Out of memory, the engine goes on with less
+    If a process has several engines, the GPU serves those of lower rank first. A step that cannot be captured in a
+    graph runs eagerly, with a warning. If memory runs out, the engine falls back to one that needs less
     (oom_fallback.py).
     """
     from fedeas_flwr.training.eager import EagerEngine
@@ -100,24 +99,26 @@ def build_engine(config: RunConfig, device: str, objective: Objective, rank: int
 
         return GraphedEngine(network(config), steps, normalise, config.precision, objective=objective, rank=rank)
 
-    def eager(differentiate: Differentiate, at_a_time: int) -> Engine:
-        precision = config.precision if device == "cuda" else "fp32"  # a GPU's: processors emulate bf16, slowly
-        return EagerEngine(network(config), steps, normalise, device, objective, differentiate, precision, at_a_time)
+    def eager(differentiate: Differentiate, samples_at_once: int) -> Engine:
+        precision = config.precision if device == "cuda" else "fp32"  # CPUs emulate bf16, slowly
+        return EagerEngine(
+            network(config), steps, normalise, device, objective, differentiate, precision, samples_at_once
+        )
 
     eagerly = ("eagerly", partial(eager, full_batch_gradient, config.batch_size))
-    in_graphs = config.engine != "eager" and device != "cpu"
+    use_graphs = config.engine != "eager" and device != "cpu"
 
     def fallbacks() -> list[FallbackLevel]:
         height, width, channels = info.image_shape
-        ways = low_memory_modes(network(config), torch.zeros(2, channels, height, width), config.batch_size)
-        fewer = [(words, partial(eager, way, at_a_time)) for words, way, at_a_time in ways]
-        return [*([eagerly] if in_graphs else []), *fewer]
+        modes = low_memory_modes(network(config), torch.zeros(2, channels, height, width), config.batch_size)
+        low_memory = [(name, partial(eager, differentiate, samples)) for name, differentiate, samples in modes]
+        return [*([eagerly] if use_graphs else []), *low_memory]
 
-    return OomFallbackEngine(("in CUDA graphs", graphed) if in_graphs else eagerly, fallbacks)
+    return OomFallbackEngine(("in CUDA graphs", graphed) if use_graphs else eagerly, fallbacks)
 
 
 class EnginePool:
-    """Engines of one run-config; with another one they are built anew."""
+    """Engines of one run-config, shared by the clients of a process; another run-config discards them."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -127,7 +128,7 @@ class EnginePool:
 
     @contextmanager
     def borrow(self, config: RunConfig, device: str, objective: Objective) -> Iterator[Engine]:
-        """The first engine that nobody has just now."""
+        """Yield the free engine of lowest rank, or a new one if none is free."""
         with self._lock:
             if self._config != config:
                 self._config, self._free, self._count = config, {}, 0

@@ -1,4 +1,4 @@
-"""Plain PyTorch training on any device: the reference every faster engine is measured against."""
+"""Plain PyTorch training on any device: the reference for faster engines."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from fedeas_flwr.training.precompute import needs_precompute
 
 
 class SGD:
-    """SGD with momentum and weight decay, bit for bit torch.optim.SGD's, which takes two seconds to import.
+    """SGD with momentum and weight decay, bit for bit as torch.optim.SGD, which takes two seconds to import.
 
-    Fresh each round: the momentum starts from nothing.
+    Every round has a new one: momentum starts at zero.
     """
 
     def __init__(self, recipe: LocalTrainingConfig, weights: Sequence[torch.Tensor]) -> None:
@@ -29,7 +29,7 @@ class SGD:
 
     @torch.no_grad()
     def step(self, gradients: Sequence[torch.Tensor]) -> None:
-        """Move the weights."""
+        """Update the weights in place."""
         recipe, directions = self._recipe, list(gradients)
         if recipe.weight_decay:
             pairs = zip(directions, self._weights, strict=True)
@@ -46,9 +46,9 @@ class SGD:
 
 
 class EagerEngine:
-    """A model that is trained step by step; with ``bf16`` as its precision under autocast, the weights in float32.
+    """Train a model step by step; with precision ``bf16`` under autocast, with weights in float32.
 
-    Before the steps the objective sees so many samples ``at_a_time``: a batch, unless there is memory for fewer.
+    `Objective.precompute` gets ``samples_at_once`` samples per call: a batch by default, fewer if memory is short.
     """
 
     def __init__(
@@ -60,12 +60,12 @@ class EagerEngine:
         objective: Objective = CROSS_ENTROPY,
         differentiate: Differentiate = full_batch_gradient,
         precision: str = "fp32",
-        at_a_time: int | None = None,
+        samples_at_once: int | None = None,
     ) -> None:
         self._model, self._recipe, self._normalise, self._device = model.to(device), recipe, normalise, device
-        self._objective, self._differentiate, self._halved = objective, differentiate, precision == "bf16"
-        self._at_a_time = at_a_time or recipe.batch_size
-        self._draws: bool | None = None
+        self._objective, self._differentiate, self._use_bf16 = objective, differentiate, precision == "bf16"
+        self._samples_at_once = samples_at_once or recipe.batch_size
+        self._uses_rng: bool | None = None
 
     def train(
         self,
@@ -76,19 +76,19 @@ class EagerEngine:
         batches: np.random.Generator,
         inputs: Inputs = NO_INPUTS,
     ) -> tuple[TrainResult, State, State]:
-        """Train from a state, the whole set shuffled uniformly each epoch."""
+        """Train from a state, with all samples shuffled uniformly in each epoch; return as `Engine.train`."""
         copy_state(self._model, trainable, buffers)
-        if self._draws is None:  # not before: now the images' shape is known
+        if self._uses_rng is None:  # the images' shape is known only now
             two = torch.zeros((2, *images.shape[1:]), dtype=torch.uint8, device=self._device)
-            self._draws = uses_rng(self._model, self._normalise(two))
-        # What a model draws itself must not depend on what this process did before, nor on what it does meanwhile: such
-        # clients train one after the other in it.
+            self._uses_rng = uses_rng(self._model, self._normalise(two))
+        # A model's random numbers must not depend on other work of this process, before or at the same time: clients
+        # whose models draw train one after the other.
         with ExitStack() as one_at_a_time:
             one_at_a_time.enter_context(drawing)
             torch.default_generator.manual_seed(stream_seed(batches))
             if self._device != "cpu":
                 torch.cuda.manual_seed(stream_seed(batches))
-            if not self._draws:
+            if not self._uses_rng:
                 one_at_a_time.close()
             return self._train(images, labels, batches, inputs), *read_state(self._model)
 
@@ -98,7 +98,7 @@ class EagerEngine:
         model, recipe, device = self._model.train(), self._recipe, self._device
         names, weights = zip(*((k, p) for k, p in model.named_parameters() if p.requires_grad), strict=True)
         descent, steps = SGD(recipe, weights), 0
-        kept = self._precompute(images, labels, inputs)
+        precomputed = self._precompute(images, labels, inputs)
         loss_sum, seen = torch.zeros((), device=device), 0
         for _ in range(recipe.epochs):
             order = torch.from_numpy(batches.permutation(len(labels))[: recipe.samples(len(labels))]).to(device)
@@ -109,9 +109,9 @@ class EagerEngine:
                 pixels = images[chosen]
                 if VIEWS in given:
                     pixels = augment(pixels, given[VIEWS][: len(chosen)])
-                rows = {name: of_all[chosen] for name, of_all in kept.items()}
+                rows = {name: values[chosen] for name, values in precomputed.items()}
                 batch = Batch(self._normalise(pixels), labels[chosen], given, torch.mean, precomputed=rows)
-                with torch.autocast(device, torch.bfloat16, enabled=self._halved):
+                with torch.autocast(device, torch.bfloat16, enabled=self._use_bf16):
                     loss, gradients = self._differentiate(self._objective, model, batch, weights)
                 with torch.no_grad():
                     self._objective.correct(named(names, weights), named(names, gradients), given)
@@ -123,13 +123,13 @@ class EagerEngine:
 
     @torch.no_grad()
     def _precompute(self, images: torch.Tensor, labels: torch.Tensor, inputs: Inputs) -> Tensors:
-        """What the objective knows of every sample before the first step, ``[N, …]``."""
+        """Return `Objective.precompute` of all samples, ``[N, …]``; empty if it is not needed."""
         if not (len(labels) and needs_precompute(self._objective, inputs)):
             return {}
         found = []
-        for begin in range(0, len(labels), self._at_a_time):
-            chunk = slice(begin, begin + self._at_a_time)
+        for begin in range(0, len(labels), self._samples_at_once):
+            chunk = slice(begin, begin + self._samples_at_once)
             batch = Batch(self._normalise(images[chunk]), labels[chunk], inputs.constants, torch.mean)
-            with torch.autocast(self._device, torch.bfloat16, enabled=self._halved):
+            with torch.autocast(self._device, torch.bfloat16, enabled=self._use_bf16):
                 found.append(self._objective.precompute(self._model, batch))
         return {name: torch.cat([each[name] for each in found]) for name in found[0]}

@@ -1,7 +1,7 @@
-"""What an engine is: something that trains a client's model from one state to the next.
+"""The interface of an engine, which trains a client's model, and functions that engines share.
 
-Two engines: `eager` runs anywhere and is the reference; `graphed` replays CUDA graphs. Both take and give plain state
-dicts (float32 weights, buffers of their own kinds) and draw the same batches from the same stream.
+There are two engines: `eager` runs on any device and is the reference; `graphed` replays CUDA graphs. Both accept and
+return state dicts (float32 weights, buffers with their own dtypes) and draw the same batches from the same stream.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from fedeas_flwr.training.models import trained_names
 from fedeas_flwr.training.objective import NO_INPUTS, Inputs
 
 State = Mapping[str, Any]
-"""Name → NumPy array (from a message) or tensor (handed over within a process)."""
+"""Name → NumPy array (from a message) or tensor (passed by reference within a process)."""
 
 
 @dataclass(frozen=True)
 class LocalTrainingConfig:
-    """How a client trains in a round."""
+    """Hyperparameters of a client's local training in a round."""
 
     epochs: int
     batch_size: int
@@ -33,21 +33,21 @@ class LocalTrainingConfig:
     min_batch: int = 2
 
     def batches(self, samples: int) -> tuple[int, int]:
-        """Full batches in an epoch of so many samples, and the size of the short one after them, 0 if there is none.
+        """Return the number of full batches in an epoch, and the size of the short last batch, 0 if there is none.
 
-        One of fewer than ``min_batch`` is left out, always one of a single sample: BatchNorm cannot take a variance
-        from it.
+        A last batch of fewer than ``min_batch`` samples is skipped. ``min_batch`` is at least 2: BatchNorm cannot
+        compute the variance of one sample.
         """
         full, rest = divmod(samples, self.batch_size)
         return full, rest if rest >= self.min_batch else 0
 
     def samples(self, of: int) -> int:
-        """How many of so many samples an epoch trains on."""
+        """Return how many of ``of`` samples an epoch trains on."""
         full, rest = self.batches(of)
         return full * self.batch_size + rest
 
     def steps(self, samples: int) -> int:
-        """Steps on so many samples."""
+        """Return the number of steps that all epochs take on ``samples`` samples."""
         full, rest = self.batches(samples)
         return self.epochs * (full + (rest > 0))
 
@@ -55,16 +55,16 @@ class LocalTrainingConfig:
 def batch_table(
     samples: int, recipe: LocalTrainingConfig, batches: np.random.Generator
 ) -> tuple[np.ndarray[Any, np.dtype[np.int64]], int, int]:
-    """The indices of every step of every epoch, one row a step.
+    """Draw the sample indices of every step of every epoch, one row per step.
 
     Returns
     -------
     table
         int64 [steps, batch size]; a short last batch is padded with index 0.
     full
-        Full batches an epoch.
+        Number of full batches per epoch.
     rest
-        Samples of a short last batch; 0 if it has none.
+        Size of the short last batch; 0 if there is none.
     """
     size, kept = recipe.batch_size, recipe.samples(samples)
     full, rest = recipe.batches(samples)
@@ -76,7 +76,7 @@ def batch_table(
 
 @dataclass(frozen=True)
 class TrainResult:
-    """What a round of training was."""
+    """Loss and number of steps of a client's round."""
 
     loss: float
     """Mean over the samples of the last epoch."""
@@ -84,7 +84,7 @@ class TrainResult:
 
 
 class Engine(Protocol):
-    """Trains a client."""
+    """Trains a client's model in one round."""
 
     def train(
         self,
@@ -97,33 +97,34 @@ class Engine(Protocol):
     ) -> tuple[TrainResult, State, State]:
         """Train from a state on uint8 images [N, H, W, C]; return the result, and trainable and buffers after it.
 
-        ``inputs`` are what the engine's objective needs of this client and round.
+        ``inputs`` are those of the engine's objective for this client and round.
         """
         ...
 
 
 def copy_state(model: nn.Module | Mapping[str, torch.Tensor], trainable: State, buffers: State) -> None:
-    """Copy a state, arrays or tensors, into a model (or its state dict) in place, or refuse all of it.
+    """Copy a state, arrays or tensors, into a model (or its state dict) in place; raise ValueError before any copy.
 
-    Shapes and kinds must be the model's own: torch would quietly stretch a smaller array and round a float counter.
+    Names, shapes and dtypes must be the model's: torch would silently broadcast a smaller array and round a float
+    counter.
     """
     given = {**trainable, **buffers}
     state = model.state_dict() if isinstance(model, nn.Module) else model
     if given.keys() != state.keys():
         raise ValueError(f"state: the names differ from the model's: {sorted(given.keys() ^ state.keys())[:3]}")
     for key, tensor in state.items():
-        kind, own = str(given[key].dtype).removeprefix("torch."), str(tensor.dtype).removeprefix("torch.")
-        if tuple(given[key].shape) != tuple(tensor.shape) or kind != own:
-            wanted = f"{own} {list(tensor.shape)}"
-            raise ValueError(f"state: {key} is {kind} {list(given[key].shape)}; the model needs {wanted}")
-    # A copy first: arrays from a message may be read-only, and torch warns of those.
+        dtype, own = str(given[key].dtype).removeprefix("torch."), str(tensor.dtype).removeprefix("torch.")
+        if tuple(given[key].shape) != tuple(tensor.shape) or dtype != own:
+            expected = f"{own} {list(tensor.shape)}"
+            raise ValueError(f"state: {key} is {dtype} {list(given[key].shape)}; the model needs {expected}")
+    # Copy first: arrays from a message may be read-only, and torch warns of those.
     sources = [a if isinstance(a, torch.Tensor) else torch.from_numpy(np.array(a)) for a in map(given.get, state)]
     with torch.no_grad():
         torch._foreach_copy_(list(state.values()), sources)
 
 
 def read_state(model: nn.Module) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-    """Clone a model's state: what is trained, and the rest."""
+    """Return clones of a model's trained parameters and of the rest of its state."""
     return clone_state(model.state_dict(), trained_names(model))
 
 
@@ -131,20 +132,20 @@ def read_state(model: nn.Module) -> tuple[dict[str, torch.Tensor], dict[str, tor
 def clone_state(
     state: Mapping[str, torch.Tensor], trained: Collection[str]
 ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-    """Clone a state: what is trained, and the rest.
+    """Return clones of the trained parameters and of the rest of a state.
 
-    In two calls, because every call gives other threads a chance to hold the interpreter, and ten of them do this at
-    once on a GPU. Times one is exact.
+    It multiplies by one, which is exact, in two calls: every call may pass the interpreter lock to another thread, and
+    ten threads do this at once on a GPU.
     """
-    whole = {key for key, tensor in state.items() if not tensor.is_floating_point()}
+    integers = {key for key, tensor in state.items() if not tensor.is_floating_point()}
     copies: dict[str, torch.Tensor] = {}
-    for keys in ([key for key in state if key not in whole], [key for key in state if key in whole]):
+    for keys in ([key for key in state if key not in integers], [key for key in state if key in integers]):
         if keys:
             copies |= zip(keys, torch._foreach_mul([state[key] for key in keys], 1), strict=True)
     return {k: copies[k] for k in state if k in trained}, {k: copies[k] for k in state if k not in trained}
 
 
 def stream_seed(stream: np.random.Generator) -> int:
-    """A seed that belongs to a stream, without drawing from it."""
+    """Return a seed derived from a stream, without drawing from it."""
     sequence: Any = stream.bit_generator.seed_seq
     return int(sequence.generate_state(1, np.uint64)[0] >> np.uint64(1))

@@ -1,4 +1,4 @@
-"""Test a model: accuracy overall and by class, and loss."""
+"""Evaluate a model on a test set: accuracy, accuracy per class, and loss."""
 
 from __future__ import annotations
 
@@ -23,12 +23,14 @@ from fedeas_flwr.training.models import Normaliser
 logger = logging.getLogger(__name__)
 
 BATCH = 1024
+"""Number of test images per forward pass."""
 Evaluate = Callable[[State, State], dict[str, Any]]
+"""(trainable, buffers) → metrics by name, as a round's record stores them."""
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """How a model did on a test set."""
+    """Metrics of a model on a test set; accuracies are from 0 to 1."""
 
     accuracy: float
     balanced_accuracy: float
@@ -39,25 +41,25 @@ class Evaluation:
 
 
 class Evaluator:
-    """A test set, and the network that states are tested in; nothing of it moves between two tests.
+    """Evaluates states on a test set in one network, with fixed buffers.
 
-    With a stream, a whole test is one CUDA graph on it: some thousand launches of Python's would take turns with those
-    of the clients that train meanwhile.
+    With a stream, an evaluation is one CUDA graph: its thousand or so kernel launches from Python would compete with
+    those of the clients that train at the same time.
 
     Parameters
     ----------
     model
-        The network, where it is to be tested; the weights it has do not matter.
+        The network, on the device of the evaluation; its weights are overwritten.
     images
-        uint8 [N, H, W, C] that lie where the model does.
+        uint8 [N, H, W, C], on the model's device.
     labels
-        Their classes.
+        Class of each image.
     num_classes
-        How many classes there are.
+        Number of classes.
     normalise
-        Pixels to network input.
+        Maps pixels to network input.
     stream
-        Of a GPU, for these tests alone; without one they run wherever they are called, launch by launch.
+        CUDA stream for these evaluations only; without one they run eagerly on the current stream.
     """
 
     def __init__(
@@ -78,11 +80,11 @@ class Evaluator:
         self._run = self._count if stream is None else self._captured(stream)
 
     def evaluate(self, trainable: State, buffers: State) -> Evaluation:
-        """Test a state; one test at a time."""
+        """Return the metrics of a state; not thread-safe."""
         with self._on_stream():
             copy_state(self._state, trainable, buffers)
             self._run()
-            *correct, loss = self._result.tolist()  # waits
+            *correct, loss = self._result.tolist()  # waits for the GPU
         total, examples = int(sum(correct)), len(self._labels)
         by_class = per_class_accuracy([int(count) for count in correct], self._seen.tolist())
         return Evaluation(
@@ -96,14 +98,14 @@ class Evaluator:
 
     @torch.no_grad()
     def _count(self) -> None:
-        """Count what is right of each class and add the losses up, from the first image to the last."""
+        """Count correct predictions per class and sum the losses, from the first image to the last."""
         self._correct.zero_()
         self._loss.zero_()
         for pixels, targets in zip(torch.split(self._images, BATCH), torch.split(self._labels, BATCH), strict=True):
             logits = self._model(self._normalise(pixels))
             self._loss += F.cross_entropy(logits, targets, reduction="sum")
             self._correct.scatter_add_(0, targets, (logits.argmax(dim=1) == targets).long())
-        self._result[:-1].copy_(self._correct)  # both in one place, to be fetched at once; doubles hold them exactly
+        self._result[:-1].copy_(self._correct)  # one tensor for one transfer; float64 holds the counts exactly
         self._result[-1].copy_(self._loss)
 
     def _captured(self, stream: torch.cuda.Stream) -> Callable[[], None]:
@@ -112,7 +114,7 @@ class Evaluator:
                 return capture(self._count, stream)
         except RuntimeError as error:  # out of memory, or a network that cannot be captured
             reason = one_line(error)
-            logger.warning("no CUDA graph of the test, which goes on launch by launch: %s", reason)
+            logger.warning("no CUDA graph of the evaluation, which runs eagerly instead: %s", reason)
             return self._count
 
     @contextmanager
@@ -120,13 +122,13 @@ class Evaluator:
         if self._stream is None:
             yield
             return
-        self._stream.wait_stream(torch.cuda.default_stream())  # where the state comes from
+        self._stream.wait_stream(torch.cuda.default_stream())  # which writes the state
         with torch.cuda.stream(self._stream):
             yield
 
 
 def central_test(config: RunConfig, clients: int, device: str) -> Evaluate:
-    """Return the function that tests a model's arrays on the global test set."""
+    """Return a function that evaluates a model's arrays on the global test set."""
     data = federated_data(config, clients)
     images, labels = (torch.tensor(array, device=device) for array in data.global_test())
     model = network(config).to(device)
@@ -149,11 +151,11 @@ def central_test(config: RunConfig, clients: int, device: str) -> Evaluate:
 
 
 def per_class_accuracy(correct: Sequence[int], seen: Sequence[int]) -> list[float | None]:
-    """Fraction right of each class; ``None`` where a class has no test image."""
+    """Return the accuracy of each class; None for a class without test images."""
     return [float(c / s) if s else None for c, s in zip(correct, seen, strict=True)]
 
 
 def balanced_accuracy(per_class: Sequence[float | None]) -> float:
-    """Mean of the class accuracies, over the classes that were tested."""
+    """Return the mean of the class accuracies, over the classes that have test images."""
     tested = [a for a in per_class if a is not None]
     return float(np.mean(tested)) if tested else 0.0

@@ -1,8 +1,8 @@
-"""Classification losses that answer label skew without an image more: weighted classes, and adjusted logits.
+"""Classification losses against label skew that need no added images: class weights and logit adjustment.
 
-Every algorithm's objective takes the loss of a sample from here (`Objective.losses`). Which loss that is follows from
-the constants that come with the client's inputs, so an objective, and the graph captured of it, need not know. Counts
-are of what the client trains on, added images included; they are used where they are and never sent.
+Every algorithm's objective computes the loss of a sample with this module (`Objective.losses`). The constants in the
+client's inputs select the loss, so objectives and captured graphs are the same for all losses. Counts cover all images
+that the client trains on, added ones included; they never leave the client.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ import torch
 from torch.nn import functional as F
 
 WEIGHTS, OFFSETS = "class-weights", "logit-offsets"
-"""Names of the constants; without either the loss is plain cross-entropy."""
+"""Names of the constants; without them the loss is plain cross-entropy."""
 
 
 def cross_entropy(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """−log softmax(z)_y of each sample, ``[B]``."""
+    """Return −log softmax(z)_y of each sample, ``[B]``."""
     return F.cross_entropy(logits, labels, reduction="none")
 
 
@@ -27,9 +27,9 @@ def sample_losses(
     given: Mapping[str, torch.Tensor],
     entropy: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] = cross_entropy,
 ) -> torch.Tensor:
-    """Loss of each sample, ``[B]``: w_y · (−log softmax(z + o)_y), with w = 1 or o = 0 where they are not given.
+    """Return the loss of each sample, ``[B]``: w_y · (−log softmax(z + o)_y), with w = 1 and o = 0 by default.
 
-    ``entropy`` computes what `cross_entropy` does, perhaps faster.
+    ``entropy`` is `cross_entropy` or a faster equivalent.
     """
     adjusted = logits + given[OFFSETS] if OFFSETS in given else logits
     losses = entropy(adjusted, labels)
@@ -37,7 +37,7 @@ def sample_losses(
 
 
 def loss_constants(loss: str, labels: torch.Tensor, classes: int, tau: float) -> dict[str, torch.Tensor]:
-    """What the run-config's `loss` needs of a client that trains on these labels; cross-entropy needs nothing."""
+    """Return the constants of the run-config's `loss` for a client that trains on these labels."""
     if loss == "class-weighted":
         return {WEIGHTS: class_weights(torch.bincount(labels, minlength=classes))}
     if loss == "logit-adjusted":
@@ -47,10 +47,10 @@ def loss_constants(loss: str, labels: torch.Tensor, classes: int, tau: float) ->
 
 # w_c = N / (H n_c) over the H classes the client holds: inverse frequency, scaled so that Σ_c n_c w_c / N = 1
 def class_weights(counts: torch.Tensor) -> torch.Tensor:
-    """Weights under which every class the client holds counts alike, float32 ``[C]``.
+    """Return weights that give every class the client holds the same total weight, float32 ``[C]``.
 
-    Their mean over the client's samples is 1, so the step size means what it means without them; equal counts give
-    exactly 1. A class it has none of gets 1: no sample of it is there to be weighed.
+    Their mean over the client's samples is 1, so the step size keeps its meaning; equal counts give exactly 1. A class
+    without samples gets 1, which is never used.
     """
     counts = counts.double()
     held = counts > 0
@@ -60,12 +60,11 @@ def class_weights(counts: torch.Tensor) -> torch.Tensor:
 
 # Menon et al. (2021), Eq. 10: −log softmax(z + τ log π)_y, π the label prior; prediction uses z alone
 def logit_offsets(counts: torch.Tensor, tau: float) -> torch.Tensor:
-    """What is added to the logits in training: τ log π_c, π the client's own label prior, float32 ``[C]``.
+    """Return the offsets added to the logits in training: τ log π_c, π the client's label prior, float32 ``[C]``.
 
-    A class it has none of is counted as one sample. With log 0 = −∞ no step would ever lower its logit, whatever the
-    images, and τ = 0 would be 0 · ∞. One sample is the least a class can have, so that a class never seen is adjusted
-    like the rarest that could be seen; that π then sums to a little more than 1 shifts all logits alike, which softmax
-    does not see.
+    A class without samples counts as one sample. With log 0 = −∞ no step would ever lower its logit, and τ = 0 would
+    give 0 · ∞. One sample is the minimum of a class that is present, so an absent class is adjusted like the rarest
+    possible one. π then sums to slightly more than 1, which shifts all logits equally and does not change softmax.
     """
     counts = counts.double()
     return (tau * torch.log(counts.clamp(min=1) / counts.sum().clamp(min=1))).float()

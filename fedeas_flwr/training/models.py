@@ -1,6 +1,6 @@
-"""The networks that clients train, their state as NumPy arrays, and pixels as a network takes them.
+"""Networks that clients train, their state as NumPy arrays, and the normalisation of pixels.
 
-Both built-in networks end in a linear layer named ``fc``, fed with a flat vector of features.
+Both built-in networks end in a linear layer named ``fc``, whose input is a flat vector of features.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ State = dict[str, NDArray[Any]]
 STEMS = ("7x7", "3x3")
 
 drawing = threading.RLock()
-"""Held by whoever draws from torch's generator, of which a process has one: new networks, layers such as dropout."""
+"""Lock for torch's generator, of which a process has one: new networks and layers such as dropout draw from it."""
 
 
 class SmallCNN(nn.Module):
-    """Two convolutions and a linear layer: enough for 8×8 digits, and quick on a CPU.
+    """Two convolutions and a linear layer: enough for 8×8 digits, and fast on a CPU.
 
-    Without BatchNorm, so that a client's few images of few classes distort no statistics.
+    It has no BatchNorm, whose statistics a client's few images of few classes would distort.
 
     Parameters
     ----------
     num_classes
-        Outputs.
+        Number of outputs.
     image_shape
         ``(H, W, C)``; H and W at least 2.
     """
@@ -71,26 +71,27 @@ def build_model(
     weights: str = "none",
     seed: int,
 ) -> nn.Module:
-    """Build a network whose initial weights depend on `seed` alone.
+    """Build a network whose initial weights depend on `seed` only.
 
-    The global random state of torch is left as it was found.
+    torch's global random state stays unchanged.
 
     Parameters
     ----------
     name
-        ``small-cnn``, ``resnet18`` (torchvision's), or ``package.module:callable``: your own, called with
+        ``small-cnn``, ``resnet18`` (torchvision's), or ``package.module:callable``: a custom network, called with
         ``num_classes`` and ``image_shape`` by keyword.
     num_classes
-        Outputs.
+        Number of outputs.
     image_shape
         ``(H, W, C)``.
     stem
-        Of resnet18: ``7x7`` with max-pool (torchvision's), or ``3x3`` with stride 1 and none.
+        resnet18 only: ``7x7`` with max-pool (torchvision's), or ``3x3`` with stride 1 and no max-pool.
     weights
-        Of resnet18: ``none``; ``imagenet``, torchvision's official ones; or the path of a ``.safetensors`` file with
-        torchvision's names, in any float type. The head is always new; a 3×3 stem too.
+        Pretrained weights, resnet18 only: ``none``; ``imagenet``, torchvision's official ones; or the path of a
+        ``.safetensors`` file with torchvision's names, in any float dtype. The head is always new, and so is a 3×3
+        stem.
     seed
-        Of the initial weights.
+        Seed of the initial weights.
 
     Returns
     -------
@@ -100,70 +101,15 @@ def build_model(
     if name != "resnet18" and weights != "none":
         raise ValueError(f"weights: {weights!r} cannot be loaded into model {name!r}; allowed is none")
     with drawing, torch.random.fork_rng(devices=[]):
-        # Not torch.manual_seed, which would seed the GPUs too, and fork_rng was told to leave them out.
+        # Not torch.manual_seed, which would also seed the GPUs, whose state fork_rng does not restore here.
         torch.default_generator.manual_seed(seed)
         if name == "small-cnn":
             return SmallCNN(num_classes, image_shape)
         if name == "resnet18":
             return _build_resnet18(num_classes, image_shape, stem, weights)
         if ":" in name:
-            return _build_users(name, num_classes, image_shape)
+            return _build_custom(name, num_classes, image_shape)
     raise ValueError(f"model: {name!r} is not known; use small-cnn, resnet18 or package.module:callable")
-
-
-def split_state(model: nn.Module) -> tuple[State, State]:
-    """Copy a model's state into arrays, what is trained apart from what is not.
-
-    Parameters
-    ----------
-    model
-        Any module.
-
-    Returns
-    -------
-    trainable : dict of str to array
-        The parameters that require a gradient.
-    buffers : dict of str to array
-        The rest of the state dict, in its own types: statistics, integer counters, frozen parameters.
-    """
-    trainable: State = {}
-    buffers: State = {}
-    names = trained_names(model)
-    for key, tensor in model.state_dict().items():
-        if tensor.dtype == torch.bfloat16:
-            raise ValueError(f"model: {key} is bfloat16, which NumPy does not have; keep parameters in float32")
-        array = tensor.detach().cpu().numpy().copy()
-        (trainable if key in names else buffers)[key] = array
-    return trainable, buffers
-
-
-def trained_names(model: nn.Module) -> set[str]:
-    """Names of the state dict that are trained parameters; tied ones have several, all on this side."""
-    return {key for key, value in model.named_parameters(remove_duplicate=False) if value.requires_grad}
-
-
-@torch.no_grad()
-def uses_rng(model: nn.Module, images: torch.Tensor) -> bool:
-    """Whether a network draws from torch's generators in training, by its layers or by functions such as dropout's.
-
-    One pass tells. The generators and the network's buffers are left as they were.
-
-    Parameters
-    ----------
-    model
-        It stays in training mode.
-    images
-        Normalised, ``[2, C, H, W]``, where the model lies; what they show does not matter.
-    """
-    devices = [images.device] if images.is_cuda else []
-    with drawing, torch.random.fork_rng(devices):
-        before = [torch.default_generator.get_state(), *map(torch.cuda.get_rng_state, devices)]
-        buffers = [buffer.clone() for buffer in model.buffers()]
-        model.train()(images)
-        for buffer, kept in zip(model.buffers(), buffers, strict=True):
-            buffer.copy_(kept)
-        after = [torch.default_generator.get_state(), *map(torch.cuda.get_rng_state, devices)]
-    return not all(map(torch.equal, before, after))
 
 
 def _build_resnet18(num_classes: int, image_shape: ImageShape, stem: str, weights: str) -> nn.Module:
@@ -191,7 +137,7 @@ def _load_pretrained(model: nn.Module, loaded: dict[str, torch.Tensor], origin: 
     left_new = {"fc.weight", "fc.bias"} | (set() if keep_stem else {"conv1.weight"})
     for key in sorted(state.keys() - left_new):
         if key not in loaded:
-            if key.endswith("num_batches_tracked"):  # older files lack it, and resnet18's momentum never reads it
+            if key.endswith("num_batches_tracked"):  # older files lack it, and resnet18 never reads it
                 continue
             raise ValueError(f"weights: {origin} lacks {key}; it must have torchvision's resnet18 names")
         if loaded[key].shape != state[key].shape:
@@ -216,7 +162,7 @@ def _read_safetensors(path: str) -> dict[str, torch.Tensor]:
 
 
 def imagenet_file() -> Path:
-    """Return where torchvision keeps resnet18's ImageNet weights, whether they are there or not."""
+    """Return the path where torchvision stores resnet18's ImageNet weights; the file may not exist."""
     from torchvision.models import ResNet18_Weights
 
     name = str(ResNet18_Weights.IMAGENET1K_V1.url).rsplit("/", 1)[1]
@@ -238,11 +184,11 @@ def _download_imagenet() -> dict[str, torch.Tensor]:
     return state
 
 
-def _build_users(name: str, num_classes: int, image_shape: ImageShape) -> nn.Module:
+def _build_custom(name: str, num_classes: int, image_shape: ImageShape) -> nn.Module:
     module_name, _, attribute = name.partition(":")
     try:
         build = getattr(importlib.import_module(module_name), attribute)
-    except Exception as error:  # a module of somebody's does anything when it is imported
+    except Exception as error:  # a user's module may raise anything
         raise ValueError(f"model: {name!r} cannot be imported ({_format_error(error)})") from error
     if not callable(build):
         raise ValueError(f"model: {name!r} is {type(build).__name__}; it must be callable")
@@ -253,22 +199,22 @@ def _build_users(name: str, num_classes: int, image_shape: ImageShape) -> nn.Mod
         raise ValueError(text) from error
     if not isinstance(model, nn.Module):
         raise ValueError(f"model: {name!r} returned {type(model).__name__}; it must return a torch.nn.Module")
-    _try_out(model, name, num_classes, image_shape)
+    _check_output(model, name, num_classes, image_shape)
     return model
 
 
-def _try_out(model: nn.Module, name: str, num_classes: int, image_shape: ImageShape) -> None:
-    """See whether a model of somebody's makes of two images what training needs: one logit a class."""
+def _check_output(model: nn.Module, name: str, num_classes: int, image_shape: ImageShape) -> None:
+    """Check that a user's model returns one logit per class for two images; raise ValueError otherwise."""
     height, width, channels = image_shape
-    wanted = f"must make [2, {num_classes}] of images [2, {channels}, {height}, {width}]"
+    expected = f"must return [2, {num_classes}] for images [2, {channels}, {height}, {width}]"
     try:
         with torch.no_grad():
             logits = model.eval()(torch.zeros(2, channels, height, width))
     except Exception as error:
-        raise ValueError(f"model: {name!r} {wanted} ({_format_error(error)})") from error
+        raise ValueError(f"model: {name!r} {expected} ({_format_error(error)})") from error
     found = list(logits.shape) if isinstance(logits, torch.Tensor) else type(logits).__name__
     if found != [2, num_classes]:
-        raise ValueError(f"model: {name!r} {wanted}; it makes {found}")
+        raise ValueError(f"model: {name!r} {expected}; it returns {found}")
     model.train()
 
 
@@ -276,8 +222,66 @@ def _format_error(error: Exception) -> str:
     return f"{type(error).__name__}: {one_line(error)}"
 
 
+# ------------------------------------------------------------------------------------------- state and pixels
+
+
+def split_state(model: nn.Module) -> tuple[State, State]:
+    """Copy a model's state into NumPy arrays, trained parameters apart from all others.
+
+    Parameters
+    ----------
+    model
+        Any module.
+
+    Returns
+    -------
+    trainable : dict of str to array
+        The parameters that require a gradient.
+    buffers : dict of str to array
+        The rest of the state dict, with its dtypes: statistics, integer counters, frozen parameters.
+    """
+    trainable: State = {}
+    buffers: State = {}
+    names = trained_names(model)
+    for key, tensor in model.state_dict().items():
+        if tensor.dtype == torch.bfloat16:
+            raise ValueError(f"model: {key} is bfloat16, which NumPy does not support; keep parameters in float32")
+        array = tensor.detach().cpu().numpy().copy()
+        (trainable if key in names else buffers)[key] = array
+    return trainable, buffers
+
+
+def trained_names(model: nn.Module) -> set[str]:
+    """Return the names in the state dict that are trained parameters, all names of tied ones included."""
+    return {key for key, value in model.named_parameters(remove_duplicate=False) if value.requires_grad}
+
+
+@torch.no_grad()
+def uses_rng(model: nn.Module, images: torch.Tensor) -> bool:
+    """Return whether a network draws random numbers in training, in layers or by functions such as dropout's.
+
+    It runs one forward pass. The generators and the network's buffers stay unchanged.
+
+    Parameters
+    ----------
+    model
+        The network; it is left in training mode.
+    images
+        Normalised images ``[2, C, H, W]`` of any content, on the model's device.
+    """
+    devices = [images.device] if images.is_cuda else []
+    with drawing, torch.random.fork_rng(devices):
+        before = [torch.default_generator.get_state(), *map(torch.cuda.get_rng_state, devices)]
+        buffers = [buffer.clone() for buffer in model.buffers()]
+        model.train()(images)
+        for buffer, kept in zip(model.buffers(), buffers, strict=True):
+            buffer.copy_(kept)
+        after = [torch.default_generator.get_state(), *map(torch.cuda.get_rng_state, devices)]
+    return not all(map(torch.equal, before, after))
+
+
 class Normaliser:
-    """uint8 [N, H, W, C] → float32 [N, C, H, W], by channel mean and deviation on the scale 0 to 1."""
+    """Map uint8 [N, H, W, C] to float32 [N, C, H, W], normalised by channel mean and deviation on the scale 0 to 1."""
 
     def __init__(self, mean: Sequence[float], std: Sequence[float], device: str) -> None:
         self.mean = torch.tensor(mean, device=device).view(1, -1, 1, 1)

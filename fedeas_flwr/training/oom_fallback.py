@@ -1,15 +1,16 @@
-"""Out of memory: train the same steps in less of it. A network that cannot be captured goes on eagerly as well.
+"""Engine that falls back to less memory when it runs out, and to eager steps if a step cannot be captured.
 
-A round that runs out of memory begins again from the state it was given, one rung further down, and the engine stays
-there; the client's result is the same up to rounding. The rungs below the engine that was asked for:
+A client's training that runs out of memory restarts from its initial state one fallback level lower, and the engine
+stays at that level; the result is the same up to rounding. The levels:
 
-    graphed → eager → the gradient of a batch in 2, 4, 8 … parts, of which the weighted sum is taken
+    graphed → eager → gradient accumulation over 2, 4, 8 … micro-batches
 
-A batch's gradient is the sum of its parts' only where samples do not meet. BatchNorm takes its statistics over the
-whole batch, and dropout draws for the whole batch at once: in parts both would give another step, not a rounding of it.
-A model with either keeps its batches whole. It forgets what its blocks computed on the way forward and computes it
-again on the way back, which is the very same step in the memory of the blocks' inputs and one block at a time. Blocks
-are the model's own children: a flat chain of layers gains little, a ResNet about two thirds.
+A batch's gradient is the weighted sum of its micro-batches' only if samples are independent. BatchNorm computes its
+statistics over the whole batch, and dropout draws for the whole batch at once: micro-batches would change the step, not
+just its rounding. A model with either uses activation checkpointing instead: it drops the activations inside each block
+in the forward pass and recomputes them in the backward pass. The step is identical and needs memory for the blocks'
+inputs and for one block at a time. Blocks are the model's children: a flat chain of layers saves little, a ResNet about
+two thirds.
 """
 
 from __future__ import annotations
@@ -38,31 +39,31 @@ logger = logging.getLogger(__name__)
 
 Gradients = tuple[torch.Tensor, ...]
 Differentiate = Callable[[Objective, nn.Module, Batch, Sequence[torch.Tensor]], tuple[torch.Tensor, Gradients]]
-"""(objective, model, batch, weights) → the batch's loss and its gradient by the weights."""
+"""(objective, model, batch, weights) → the batch's loss and its gradient with respect to the weights."""
 
 FallbackLevel = tuple[str, Callable[[], Engine]]
-"""A way to train in words, and the function that builds its engine."""
+"""A description for the log, and the function that builds the engine."""
 
 
 def full_batch_gradient(
     objective: Objective, model: nn.Module, batch: Batch, weights: Sequence[torch.Tensor]
 ) -> tuple[torch.Tensor, Gradients]:
-    """Loss and gradient of a batch in one piece: what is done while there is memory."""
+    """Return loss and gradient of a batch in one pass: the mode while memory suffices."""
     loss = objective.loss(model, batch)
     return loss.detach(), torch.autograd.grad(loss, weights)
 
 
-# ∇ℓ(B) = Σ_p |B_p|/|B| ∇ℓ(B_p): of a mean over samples, and of a term that no sample is in, since Σ_p |B_p|/|B| = 1
+# ∇ℓ(B) = Σ_p |B_p|/|B| ∇ℓ(B_p): for a mean over samples, and for a term without samples, since Σ_p |B_p|/|B| = 1
 def accumulate_gradients(
     parts: int, objective: Objective, model: nn.Module, batch: Batch, weights: Sequence[torch.Tensor]
 ) -> tuple[torch.Tensor, Gradients]:
-    """Loss and gradient of a batch from those of so many parts of it."""
+    """Return loss and gradient of a batch, accumulated over ``parts`` micro-batches."""
     size = -(-len(batch.labels) // parts)
     loss, total = torch.zeros((), device=batch.labels.device), [torch.zeros_like(weight) for weight in weights]
     for begin in range(0, len(batch.labels), size):
         rows = slice(begin, begin + size)
-        kept = {name: of_all[rows] for name, of_all in batch.precomputed.items()}
-        part = replace(batch, images=batch.images[rows], labels=batch.labels[rows], precomputed=kept)
+        precomputed = {name: values[rows] for name, values in batch.precomputed.items()}
+        part = replace(batch, images=batch.images[rows], labels=batch.labels[rows], precomputed=precomputed)
         share = len(part.labels) / len(batch.labels)
         own, gradients = full_batch_gradient(objective, model, part, weights)
         loss += share * own
@@ -73,11 +74,11 @@ def accumulate_gradients(
 def checkpoint_activations(
     objective: Objective, model: nn.Module, batch: Batch, weights: Sequence[torch.Tensor]
 ) -> tuple[torch.Tensor, Gradients]:
-    """Loss and gradient of a whole batch, each of the model's blocks computed again on the way back."""
+    """Return loss and gradient of a whole batch with activation checkpointing of each of the model's blocks."""
     blocks = _blocks(model)
 
     def contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-        return nullcontext(), _StatisticsKept(model)
+        return nullcontext(), _FrozenStatistics(model)
 
     for block in blocks:
         block.forward = partial(checkpoint, block.forward, use_reentrant=False, context_fn=contexts)
@@ -89,7 +90,7 @@ def checkpoint_activations(
 
 
 def _blocks(model: nn.Module) -> list[nn.Module]:
-    """The model's children; those of a mere list, or of an only child, stand for it."""
+    """Return the model's children; a list or an only child is replaced by its own children."""
     children = list(model.children())
     if len(children) == 1 and list(children[0].children()):
         return _blocks(children[0])
@@ -97,10 +98,10 @@ def _blocks(model: nn.Module) -> list[nn.Module]:
     return [block for child in children for block in (_blocks(child) if isinstance(child, lists) else [child])]
 
 
-class _StatisticsKept(AbstractContextManager[None]):
-    """The second time BatchNorm sees a batch it counts it in copies, which are thrown away.
+class _FrozenStatistics(AbstractContextManager[None]):
+    """Keep BatchNorm's statistics unchanged while a block is recomputed: it updates copies, which are dropped.
 
-    A second derivative sees it a third time: this can be entered again.
+    A second derivative recomputes the block again, so this context manager can be entered more than once.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -118,34 +119,38 @@ class _StatisticsKept(AbstractContextManager[None]):
 
 
 def low_memory_modes(model: nn.Module, images: torch.Tensor, batch_size: int) -> list[tuple[str, Differentiate, int]]:
-    """What can be done with less memory than `full_batch_gradient` needs, the quickest first; two ``images`` are to
-    try it with.
+    """Return the modes that need less memory than `full_batch_gradient`, the fastest first.
 
-    Each in words, as a function, and how many samples it shows to the model at a time.
+    A mode is a description, a function, and the number of samples per forward pass. ``images`` are two images for a
+    trial forward pass.
     """
     batchnorm = any(isinstance(layer, nn.modules.batchnorm._BatchNorm) for layer in model.modules())
     if batchnorm or uses_rng(model, images):
-        return [("block by block, each computed twice", checkpoint_activations, batch_size)]
+        return [("with activation checkpointing", checkpoint_activations, batch_size)]
     parts = [2**power for power in range(1, batch_size.bit_length()) if 2**power <= batch_size]
     return [
-        (f"each batch in {count} parts", partial(accumulate_gradients, count), -(-batch_size // count))
+        (
+            f"with gradient accumulation over {count} micro-batches",
+            partial(accumulate_gradients, count),
+            -(-batch_size // count),
+        )
         for count in parts
     ]
 
 
 class OomFallbackEngine:
-    """An engine that goes on with less memory when it runs out, and without graphs where there can be none.
+    """Engine that moves to the next fallback level when memory runs out or a step cannot be captured.
 
     Parameters
     ----------
     first
-        What to train with while there is memory.
+        The level to start with.
     fallbacks
-        Asked once, when there is not: what else to train with, the one that needs most memory first.
+        Returns the levels below it, the one that needs most memory first; called once, when the first level fails.
     """
 
     def __init__(self, first: FallbackLevel, fallbacks: Callable[[], Sequence[FallbackLevel]]) -> None:
-        self._words, build = first
+        self._mode, build = first
         self._engine, self._list_fallbacks = build(), fallbacks
         self._fallbacks: list[FallbackLevel] | None = None
         self._problem = self._reason = ""
@@ -159,13 +164,13 @@ class OomFallbackEngine:
         batches: np.random.Generator,
         inputs: Inputs = NO_INPUTS,
     ) -> tuple[TrainResult, State, State]:
-        """Train as `Engine.train` says, from the beginning again where the memory did not suffice."""
+        """Train as `Engine.train`; restart from the initial state at each fallback level."""
         start: Any = batches.bit_generator.state
         while True:
             try:
                 done = self._engine.train(trainable, buffers, images, labels, batches, inputs)
                 if self._problem:
-                    logger.warning("%s (%s); from here on %s", self._problem, self._reason, self._words)
+                    logger.warning("%s (%s); from here on %s", self._problem, self._reason, self._mode)
                     self._problem = ""
                 return done
             except (RuntimeError, MemoryError) as error:
@@ -174,15 +179,15 @@ class OomFallbackEngine:
                 problem = "out of memory in training" if is_out_of_memory(error) else "no CUDA graph of a training step"
                 if problem != self._problem:
                     self._problem, self._reason = problem, one_line(error)
-            # Only here, where the traceback with its tensors is gone, is there memory again.
+            # The memory is free only here, after the traceback and its tensors are gone.
             batches.bit_generator.state = start
             self._fall_back()
 
     def _fall_back(self) -> None:
         self._fallbacks = list(self._list_fallbacks()) if self._fallbacks is None else self._fallbacks
         if not self._fallbacks:
-            raise RuntimeError(f"batch-size: no memory to train even {self._words} ({self._reason}); make it smaller")
-        self._words, build = self._fallbacks.pop(0)
+            raise RuntimeError(f"batch-size: no memory to train even {self._mode} ({self._reason}); make it smaller")
+        self._mode, build = self._fallbacks.pop(0)
         del self._engine
         gc.collect()
         if torch.cuda.is_available():

@@ -1,4 +1,4 @@
-"""What an objective knows of every sample before the first step (`Objective.precompute`): when, and where it lies."""
+"""When engines call `Objective.precompute` before the first step, and the buffers for its results."""
 
 from __future__ import annotations
 
@@ -9,28 +9,28 @@ from fedeas_flwr.training.objective import Inputs, Objective, Tensors
 
 
 def needs_precompute(objective: Objective, inputs: Inputs) -> bool:
-    """Whether an engine computes something before the steps: not if random views make the images new in each."""
+    """Return whether an engine precomputes values per sample; not if random views change the images in every step."""
     return type(objective).precompute is not Objective.precompute and VIEWS not in inputs.tables
 
 
 class PrecomputedRows:
-    """Buffers that stay where they are, for what a pass over all samples in chunks of a batch finds.
+    """Buffers with fixed addresses for values per sample, computed in chunks of one batch.
 
-    They are a whole number of chunks long, so that the last one's padding has rows of its own, which nobody reads.
+    Their length is a whole number of chunks: the padding of the last chunk has its own rows, which are never read.
 
     Parameters
     ----------
     samples
-        For how many there is room, one at least.
+        Capacity in samples, at least 1.
     batch_size
-        Of a chunk.
+        Samples per chunk.
     device
-        Where.
+        Device of the buffers.
 
     Attributes
     ----------
     table
-        int64 ``[chunks, batch size]``: which samples a chunk is of, in order, the very last one again as padding.
+        int64 ``[chunks, batch size]``: the sample indices of each chunk, in order, padded with the last index.
     """
 
     def __init__(self, samples: int, batch_size: int, device: str) -> None:
@@ -39,14 +39,14 @@ class PrecomputedRows:
         self._buffers: dict[str, torch.Tensor] = {}
 
     def chunks(self, samples: int) -> int:
-        """How many chunks so many samples are."""
+        """Return the number of chunks for ``samples`` samples."""
         return -(-samples // self.table.shape[1])
 
     def put(self, chunk: torch.Tensor, found: Tensors) -> None:
-        """Keep what was found of a chunk, whose number is on the device.
+        """Store the values of one chunk; its number is a tensor on the device.
 
-        The first time says what there is to keep. On a GPU that is a capture's warm-up: what a graph allocates itself
-        is the graph's alone.
+        The first call allocates the buffers. On a GPU that is a capture's warm-up, since memory allocated during a
+        capture belongs to the graph.
         """
         for name, rows in found.items():
             if name not in self._buffers:
@@ -54,5 +54,5 @@ class PrecomputedRows:
             self._buffers[name].index_copy_(0, chunk, rows[None])
 
     def of(self, samples: torch.Tensor) -> dict[str, torch.Tensor]:
-        """The rows of a batch's samples, given by their indices."""
+        """Return the rows of the samples with these indices."""
         return {name: buffer.flatten(0, 1).index_select(0, samples) for name, buffer in self._buffers.items()}

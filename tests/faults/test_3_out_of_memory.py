@@ -96,7 +96,7 @@ def test_a_batch_in_parts_is_the_same_step_and_one_line_says_so(
         less = trained(lambda: Limited(plain(), 40_000), monkeypatch)  # 32 images keep 150,000
     assert [record.getMessage() for record in caplog.records] == [
         "out of memory in training (CUDA out of memory. Tried to keep 67728 numbers); "
-        "from here on each batch in 8 parts"
+        "from here on with gradient accumulation over 8 micro-batches"
     ]
     for name, value in less.items():
         assert torch.allclose(value, whole[name.removeprefix("model.")], atol=1e-5), name
@@ -110,7 +110,7 @@ def test_batchnorm_and_dropout_keep_their_batches_whole(
     with caplog.at_level(logging.WARNING, "fedeas_flwr"):
         less = trained(lambda: Limited(norm(), 20_000), monkeypatch)
     assert [record.getMessage().rpartition("; ")[2] for record in caplog.records] == [
-        "from here on block by block, each computed twice"
+        "from here on with activation checkpointing"
     ]
     assert int(less["model.body.1.num_batches_tracked"]) == 6
     for name, value in less.items():
@@ -157,7 +157,7 @@ def test_algorithms_with_terms_of_their_own_take_the_same_step_in_parts(
 def test_other_errors_are_no_lack_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ArithmeticError, match="out of"):
         trained(lambda: Unlucky(10), monkeypatch)
-    with pytest.raises(RuntimeError, match=r"batch-size: no memory to train even each batch in 32 parts .* smaller"):
+    with pytest.raises(RuntimeError, match=r"batch-size: no memory to train even .* over 32 micro-batches .* smaller"):
         trained(lambda: Limited(plain(), 10), monkeypatch)
 
 

@@ -16,6 +16,8 @@ import numpy as np
 import pytest
 from flwr.app import ConfigRecord
 from flwr.clientapp import ClientApp
+from flwr.serverapp.strategy import dp_adaptive_clipping, strategy_utils
+from flwr.supercore import differential_privacy
 from rich.console import Console
 from runners import finish, hand_models_over, quick, weights
 from waiting import LONG
@@ -27,7 +29,7 @@ from fedeas_flwr.federation import messages
 from fedeas_flwr.federation.grids import InlineGrid
 from fedeas_flwr.launch.prepare import prepare
 from fedeas_flwr.strategies import flower
-from fedeas_flwr.strategies.flower import STATEFUL_ATTRIBUTES, FlowerStrategyAdapter, seeded_global_rng
+from fedeas_flwr.strategies.flower import STATEFUL_ATTRIBUTES, FlowerStrategyAdapter, seeded_flower_rng
 from fedeas_flwr.strategies.records import to_arrays, to_record
 from fedeas_flwr.strategies.registry import ALGORITHMS, build_strategy
 
@@ -162,31 +164,37 @@ def test_one_wild_client_does_not_move_a_robust_strategy(name: str) -> None:
     assert moved == pytest.approx(np.full(3, 1.1), rel=1e-5)
 
 
-def test_global_generators_are_lent_and_given_back() -> None:
-    def draw() -> tuple[float, float, float]:
-        return random.random(), np.random.rand(), np.random.normal()
+def test_seeded_flower_rng_leaves_global_generators_alone() -> None:
+    def draw_globally() -> tuple[float, float]:
+        return random.random(), np.random.normal()
 
-    def begin() -> None:
-        random.seed(5)
-        np.random.seed(5)
-        np.random.normal()  # they come in pairs: the second one waits
+    def draw_as_flower() -> tuple[Any, ...]:
+        noise = [np.zeros(3)]
+        differential_privacy.add_gaussian_noise_inplace(noise, 1.0)
+        count = dp_adaptive_clipping.np.random.normal(10, 2.0)  # type: ignore[attr-defined]
+        return (*noise[0], count, *strategy_utils.random.sample(range(100), 5))  # type: ignore[attr-defined]
 
-    begin()
-    expected = draw()
-    begin()
-    with seeded_global_rng(stream(1, "test", 3)):
-        drawn = draw()
-    assert draw() == expected
-    with seeded_global_rng(stream(1, "test", 3)):
-        assert draw() == drawn
-    with seeded_global_rng(stream(1, "test", 4)):
-        assert draw() != drawn
+    random.seed(5)
+    np.random.seed(5)
+    expected = [draw_globally() for _ in range(2)]
+    with seeded_flower_rng(stream(1, "test", 3)):
+        drawn = draw_as_flower()
+    random.seed(5)
+    np.random.seed(5)
+    with seeded_flower_rng(stream(1, "test", 3)):
+        in_block = draw_globally()  # as a background thread may
+        assert draw_as_flower() == drawn
+    assert [in_block, draw_globally()] == expected
+    with seeded_flower_rng(stream(1, "test", 4)):
+        assert draw_as_flower() != drawn
+    assert strategy_utils.random is random  # type: ignore[attr-defined]
+    assert differential_privacy.np is dp_adaptive_clipping.np is np  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize(
     ("keys", "words"),
     [
-        ({"strategy": "krum", "clients": 4, "participation": 0.5}, ["krum", "needs 3 replies", "assure 2"]),
+        ({"strategy": "krum", "clients": 4, "participation": 0.5}, ["krum", "needs 3 replies", "guarantee only 2"]),
         ({"strategy": "krum", "clients": 4, "malicious-clients": 1}, ["malicious-clients = 1", "needs 5 replies"]),
         (
             {"strategy": "bulyan", "clients": 6, "malicious-clients": 1},

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import sys
 import threading
 import weakref
 from concurrent.futures import ThreadPoolExecutor
@@ -11,7 +12,7 @@ import pytest
 import torch
 from waiting import LONG, wait_until
 
-from fedeas_flwr.training.gpu.launcher import MAX_QUEUED_PER_STREAM, Launcher
+from fedeas_flwr.training.gpu.launcher import MAX_QUEUED_PER_STREAM, SWITCH, Launcher
 
 
 class Stream(str):
@@ -91,6 +92,19 @@ def test_a_stream_that_has_enough_does_not_keep_the_others_waiting(current: list
         stuck.let_go.set()
         job.result(timeout=LONG)
     assert launched.count("stuck") == MAX_QUEUED_PER_STREAM + 3
+
+
+def test_run_shortens_the_switch_interval_until_its_last_job_ends(current: list[str]) -> None:
+    launcher, before, stuck, seen = Launcher(), sys.getswitchinterval(), Stream("stuck", threading.Event()), []
+    assert before != pytest.approx(SWITCH)
+    with ThreadPoolExecutor(1) as pool:
+        job = pool.submit(launcher.run, stuck, [lambda: seen.append("stuck")] * (MAX_QUEUED_PER_STREAM + 1))
+        wait_until(lambda: len(seen) == MAX_QUEUED_PER_STREAM, "the stream is full")
+        launcher.run(Stream("free"), [lambda: None])
+        assert sys.getswitchinterval() == pytest.approx(SWITCH), "restored although a job is left"
+        stuck.let_go.set()
+        job.result(timeout=LONG)
+    assert sys.getswitchinterval() == before
 
 
 class Broken(Stream):

@@ -1,4 +1,4 @@
 """The engine that replays training steps as CUDA graphs, and the Triton kernels it uses.
 
-Only `training/build.py` uses it, and imports it when a run trains on a GPU.
+Only `training/build.py` imports it, when a run trains on a GPU.
 """

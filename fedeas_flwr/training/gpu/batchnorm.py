@@ -1,6 +1,7 @@
-"""BatchNorm whose gradient can be differentiated once more in few kernels: what a second-order objective needs.
+"""Replacements for BatchNorm's forward pass: one with a fast double backward, one for padded batches.
 
-PyTorch's own second derivative is some seventy kernels a layer, three quarters of a FedMix step of a ResNet-18. With
+`double_backward_batchnorm` is for objectives that contain a gradient (FedMix). PyTorch's second derivative takes about
+seventy kernels per layer, three quarters of a FedMix step of ResNet-18. With
 h = (x − μ) r, P(v) = v − mean(v) − h mean(v h) and means over a channel of M numbers,
 
     y = γ h + β     ∂x = γ r P(g)     S(a) = ⟨a, ∂x⟩ = γ r M Q,  Q = mean(a g) − mean(a) mean(g) − mean(a h) mean(g h)
@@ -9,13 +10,15 @@ for a gradient g of y, and so, for a gradient a of ∂x,
 
     ∂S/∂g = γ r P(a)     ∂S/∂γ = r M Q     ∂S/∂x = −r ( mean(g h) γ r P(a) + mean(a h) γ r P(g) + γ r Q h ).
 
-γ r P(v), M mean(v h) and M mean(v) are the three results of the first derivative's kernel, of g and of a alike.
+γ r P(v), M mean(v h) and M mean(v) are the three results of the first derivative's kernel, for v = g and for v = a.
+
+`masked_batchnorm` computes statistics without the rows that pad a short batch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any
 
@@ -24,11 +27,11 @@ from torch import nn
 
 
 @contextmanager
-def double_backward_batchnorm(model: nn.Module) -> Iterator[None]:
-    """Let every BatchNorm of ``model`` be differentiated twice by its inputs, cheaply."""
+def _replaced_forward(model: nn.Module, forward: Callable[..., torch.Tensor]) -> Iterator[None]:
+    """Make every BatchNorm of ``model`` call ``forward(layer, x)`` inside the `with` block."""
     layers = [m for m in model.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
     for layer in layers:
-        layer.forward = partial(_forward, layer)  # type: ignore[method-assign]
+        layer.forward = partial(forward, layer)  # type: ignore[method-assign]
     try:
         yield
     finally:
@@ -36,9 +39,17 @@ def double_backward_batchnorm(model: nn.Module) -> Iterator[None]:
             del layer.forward
 
 
-def _forward(layer: nn.modules.batchnorm._BatchNorm, x: torch.Tensor) -> torch.Tensor:
+# -------------------------------------------------------------------------------------------- double backward
+
+
+def double_backward_batchnorm(model: nn.Module) -> AbstractContextManager[None]:
+    """Make every BatchNorm of ``model`` twice differentiable by its inputs, in few kernels."""
+    return _replaced_forward(model, _double_backward_forward)
+
+
+def _double_backward_forward(layer: nn.modules.batchnorm._BatchNorm, x: torch.Tensor) -> torch.Tensor:
     usual = layer.training and layer.affine and layer.track_running_stats and layer.momentum is not None
-    if not usual or x.numel() == x.shape[1]:  # torch refuses one number a channel
+    if not usual or x.numel() == x.shape[1]:  # torch rejects one value per channel
         return type(layer).forward(layer, x)
     assert layer.num_batches_tracked is not None
     layer.num_batches_tracked.add_(1)
@@ -61,7 +72,7 @@ class _Normalised(torch.autograd.Function):
 
 
 class _Gradients(torch.autograd.Function):
-    """∂x, ∂γ and ∂β, of which ∂x can be differentiated."""
+    """Compute ∂x, ∂γ and ∂β; ∂x can be differentiated."""
 
     @staticmethod
     def forward(ctx: Any, dy: Any, x: Any, weight: Any, mean: Any, scale: Any, eps: float) -> Any:
@@ -87,30 +98,25 @@ class _Gradients(torch.autograd.Function):
 
 
 def _gradients(dy: Any, x: Any, weight: Any, mean: Any, scale: Any, eps: float) -> Any:
-    """γ r P(dy), Σ dy h and Σ dy."""
+    """Return γ r P(dy), Σ dy h and Σ dy."""
     return torch.ops.aten.native_batch_norm_backward(
         dy, x, weight, None, None, mean, scale, True, eps, [True, True, True]
     )
 
 
-@contextmanager
-def masked_batchnorm(model: nn.Module, mask: torch.Tensor) -> Iterator[None]:
-    """Let every BatchNorm of ``model`` see only the rows of the batch that count."""
-    layers = [m for m in model.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
-    for layer in layers:
-        layer.forward = partial(_masked_forward, layer, mask)  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        for layer in layers:
-            del layer.forward
+# ----------------------------------------------------------------------------------------------- masked rows
 
 
-def _masked_forward(layer: nn.modules.batchnorm._BatchNorm, mask: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-    """BatchNorm in training mode over the masked rows: the same formulas, sums instead of means."""
-    if not layer.training:  # a reference model's: its statistics are given, and rows do not mix
+def masked_batchnorm(model: nn.Module, mask: torch.Tensor) -> AbstractContextManager[None]:
+    """Make every BatchNorm of ``model`` compute its statistics over the rows where ``mask`` is 1."""
+    return _replaced_forward(model, partial(_masked_forward, mask=mask))
+
+
+def _masked_forward(layer: nn.modules.batchnorm._BatchNorm, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """Return BatchNorm in training mode over the masked rows, with masked sums for the means."""
+    if not layer.training:  # a reference model: its statistics are given, and rows are independent
         return type(layer).forward(layer, x)
-    kind, x = x.dtype, x.float()
+    dtype, x = x.dtype, x.float()
     weight = mask.view(-1, *[1] * (x.dim() - 1))
     over = [0, *range(2, x.dim())]
     number = mask.sum() * (x[0, 0].numel())
@@ -129,4 +135,4 @@ def _masked_forward(layer: nn.modules.batchnorm._BatchNorm, mask: torch.Tensor, 
     out = centred * torch.rsqrt(variance + layer.eps).view(shape)
     if layer.affine:
         out = out * layer.weight.view(shape) + layer.bias.view(shape)
-    return out.to(kind)
+    return out.to(dtype)

@@ -1,10 +1,9 @@
-"""BatchNorm for small maps on a GPU: with the ReLU and the sum around it, forward one kernel or two, backward likewise.
+"""BatchNorm of small feature maps on a GPU, fused with ReLU and sum: one or two kernels forward, the same backward.
 
-A ResNet-18 step on 64 images of 32×32 is some 300 kernels of a few microseconds; half of its time went to BatchNorm and
-what surrounds it. Here a program holds a few channels and some or all of their rows. What is added may be normalised
-by the same program (a block's shortcut), and the gradient may come in two parts (of a block's two ways), which need
-no kernel to be added. The number of rows that count comes from the device, so that a padded batch costs what a full
-one does.
+A ResNet-18 step on 64 images of 32×32 is about 300 kernels of a few microseconds; half of its time was BatchNorm and
+adjacent operations. Here a program processes a few channels and some or all of their rows. It can also normalise the
+map that is added (a block's shortcut), and add two incoming gradients (of a block's main branch and shortcut) without
+another kernel. The kernel reads the number of real rows from the device, so a padded batch costs as much as a full one.
 """
 
 from __future__ import annotations
@@ -17,13 +16,15 @@ import triton
 import triton.language as tl
 
 _ELEMENTS = 4096
-"""Of a map in one program: enough to keep it busy, few enough that a large map gives every multiprocessor some."""
+"""Elements of a feature map that one program processes: enough to keep it busy, few enough that a large map occupies
+every multiprocessor."""
 _SECTOR = 32
-"""Bytes that memory delivers at once: a program's channels of one row."""
+"""Bytes of one memory transaction: the size of a program's channels in one row."""
 _BOTH, _SUMS, _APPLY = 0, 1, 2
-"""A small map's channels are done by one program each; a large map's rows are spread over many, in two launches."""
+"""Phases of a kernel. One program processes all rows of a small map (_BOTH); several share the rows of a large map, in
+two launches (_SUMS, then _APPLY)."""
 _NOTHING, _MAP, _NORMALISED = 0, 1, 2
-"""What is added to the normalised map."""
+"""What the kernel adds to the normalised map: nothing, a map, or a map that it normalises first."""
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -33,7 +34,7 @@ def _forward_kernel(  # type: ignore[no-untyped-def]
     M: tl.constexpr, C: tl.constexpr, ADDS: tl.constexpr, RELU: tl.constexpr, TRACK: tl.constexpr,
     PHASE: tl.constexpr, PARTS: tl.constexpr, SPAN: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Statistics of this program's channels over the rows that count, then all rows normalised."""
+    """Compute the statistics of this program's channels over the real rows, then normalise all rows."""
     channel = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     is_channel = channel < C
     part = tl.program_id(1)
@@ -77,9 +78,9 @@ def _sums(  # type: ignore[no-untyped-def]
     x, number, part, channel, is_channel, C: tl.constexpr, SPAN: tl.constexpr, ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Of this part's rows that count: the sum of their differences to the first row, and of their squares.
+    """Return the sums of the differences to the first row, and of their squares, over this part's real rows.
 
-    Differences, because a mean far from zero must not drown the variance.
+    Differences keep the variance accurate when the mean is far from zero.
     """
     shift = tl.load(x + channel, mask=is_channel, other=0).to(tl.float32)
     totals = tl.zeros([ROWS, COLUMNS], tl.float32)
@@ -96,7 +97,7 @@ def _sums(  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def summed(partials, channel, is_channel, C: tl.constexpr, PARTS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The two sums of all parts of the rows."""
+    """Return the two sums over all parts of the rows."""
     where = 2 * tl.arange(0, PARTS)[:, None] * C + channel[None, :]
     first = tl.sum(tl.load(partials + where, mask=is_channel[None, :], other=0), 0)
     second = tl.sum(tl.load(partials + C + where, mask=is_channel[None, :], other=0), 0)
@@ -108,7 +109,7 @@ def finalize_stats(  # type: ignore[no-untyped-def]
     x, total, square, number, part, channel, is_channel, weight, bias, running_mean, running_var, means, inverses,
     momentum, eps, TRACK: tl.constexpr,
 ):  # fmt: skip
-    """From the sums to what a value becomes, (value − mean) · factor + offset; the first part keeps the statistics."""
+    """Return mean, factor and offset of (value − mean) · factor + offset; the first part stores the statistics."""
     moved = total / number
     variance = tl.maximum(square / number - moved * moved, 0.0)
     mean = moved + tl.load(x + channel, mask=is_channel, other=0).to(tl.float32)
@@ -132,7 +133,7 @@ def _backward_kernel(  # type: ignore[no-untyped-def]
     M: tl.constexpr, C: tl.constexpr, ADDS: tl.constexpr, RELU: tl.constexpr, TWO: tl.constexpr,
     PHASE: tl.constexpr, PARTS: tl.constexpr, SPAN: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """dx = w/σ (g − mean g − x̂ · mean g x̂) over the rows that count, g the gradient behind the ReLU; 0 elsewhere."""
+    """Compute dx = w/σ (g − mean g − x̂ · mean g x̂) over the real rows, g the gradient behind the ReLU; 0 elsewhere."""
     channel = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     is_channel = channel < C
     part = tl.program_id(1)
@@ -197,7 +198,7 @@ def _backward_kernel(  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def incoming_grad(dy, more_dy, y, where, counts, RELU: tl.constexpr, TWO: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The gradient that comes back, its two parts together, as far as the ReLU lets it through."""
+    """Return the sum of the two incoming gradients, masked by the ReLU."""
     gradient = tl.load(dy + where, mask=counts, other=0).to(tl.float32)
     if TWO:
         gradient += tl.load(more_dy + where, mask=counts, other=0).to(tl.float32)
@@ -207,9 +208,9 @@ def incoming_grad(dy, more_dy, y, where, counts, RELU: tl.constexpr, TWO: tl.con
 
 
 class _BatchNorm(torch.autograd.Function):
-    """``relu(batchnorm(x) + added)`` in training mode, twice: for two uses, whose gradients come back apart.
+    """Compute ``relu(batchnorm(x) + added)`` in training mode; return it twice, for two uses with separate gradients.
 
-    ``added`` is nothing, a map, or a map that ``other``, a second layer with weights of its own, normalises first.
+    ``added`` is None, a map, or a map that ``other``, a second layer with its own weights, normalises first.
     """
 
     @staticmethod
@@ -217,7 +218,7 @@ class _BatchNorm(torch.autograd.Function):
         ctx: Any, x: Any, added: Any, weight: Any, bias: Any, weight2: Any, bias2: Any,
         layer: Any, other: Any, count: Any, relu: bool,
     ) -> Any:  # fmt: skip
-        ctx.set_materialize_grads(False)  # of a use that there was not
+        ctx.set_materialize_grads(False)  # an unused output has no gradient
         x = rows(x)
         added = None if added is None else rows(added)
         y = torch.empty_like(x)
@@ -258,9 +259,9 @@ def batchnorm(
     layer: Any, count: torch.Tensor, x: torch.Tensor, added: torch.Tensor | None = None, relu: bool = False,
     other: Any = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """``relu(layer(x) + other(added))`` over the first ``count`` samples, for two uses, each with its own gradient.
+    """Return ``relu(layer(x) + other(added))`` over the first ``count`` samples twice, for two uses.
 
-    ``other`` is a layer too, or nothing: then ``added`` is added as it is.
+    ``other`` is a BatchNorm too, or None: then ``added`` is added unchanged.
     """
     if other is not None and (_parts(x) > 1 or _batchnorm_args(other) != _batchnorm_args(layer)):
         (added, _), other = batchnorm(other, count, added), None  # type: ignore[arg-type]
@@ -272,7 +273,7 @@ def batchnorm(
 
 
 def statistics(layer: Any, instead: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """A layer's running mean and variance; something else where it keeps none, for a kernel that will not look."""
+    """Return a layer's running mean and variance, or ``instead`` twice if it has none; the kernel then ignores them."""
     return _or(layer.running_mean, instead), _or(layer.running_var, instead)
 
 
@@ -285,24 +286,24 @@ def _batchnorm_args(layer: Any) -> tuple[Any, ...]:
 
 
 def rows(x: torch.Tensor) -> torch.Tensor:
-    """The map with its channels last in memory: rows of channels."""
-    return x.movedim(1, -1).contiguous().movedim(-1, 1)  # no copy where they are last already
+    """Return the map with its channels last in memory, as rows of channels."""
+    return x.movedim(1, -1).contiguous().movedim(-1, 1)  # no copy if they are last already
 
 
 def columns_of(x: torch.Tensor) -> int:
-    """Channels of one program."""
+    """Return the number of channels per program."""
     return _SECTOR // x.element_size()
 
 
 def _parts(x: torch.Tensor) -> int:
-    """Into how many parts the rows of a map are divided."""
+    """Return the number of parts that the rows of a map are divided into."""
     elements = x.numel() // x.shape[1] * columns_of(x)
     parts = min(triton.next_power_of_2(triton.cdiv(elements, _ELEMENTS)), 64)
-    return parts if parts > 4 else 1  # a second launch costs more than it brings
+    return parts if parts > 4 else 1  # a second launch costs more than it saves
 
 
 def _shape(x: torch.Tensor) -> tuple[tuple[int, int], dict[str, int]]:
-    """The grid of programs for a map, and what each is told of it."""
+    """Return the grid of programs for a map, and the kernel's constants."""
     channels, number, columns, parts = x.shape[1], x.numel() // x.shape[1], columns_of(x), _parts(x)
     span = triton.cdiv(number, parts)
     at_once = min(triton.next_power_of_2(span), 4 * _ELEMENTS // columns)
@@ -313,7 +314,7 @@ def _shape(x: torch.Tensor) -> tuple[tuple[int, int], dict[str, int]]:
 
 
 def _launch(kernel: Any, x: torch.Tensor, before: Sequence[Any], after: Sequence[Any], **constants: Any) -> None:
-    """Run a kernel on all channels and rows of ``x``: at once, or first the parts' sums and then what needs them."""
+    """Run a kernel on all channels and rows of ``x``: in one launch, or in two, of which the first sums the parts."""
     grid, told = _shape(x)
     partials = torch.empty(told["PARTS"], 2, told["C"], device=x.device)
     for phase in [_SUMS, _APPLY] if told["PARTS"] > 1 else [_BOTH]:
@@ -321,12 +322,11 @@ def _launch(kernel: Any, x: torch.Tensor, before: Sequence[Any], after: Sequence
 
 
 def row_sums(x: torch.Tensor, count: torch.Tensor) -> torch.Tensor:
-    """What `finalize_stats` needs of the first ``count`` samples of ``x``: two sums for every part of its rows and
-    channel."""
+    """Return the input of `finalize_stats` for the first ``count`` samples of ``x``: two sums per part and channel."""
     grid, told = _shape(x)
     partials = torch.empty(told["PARTS"], 2, told["C"], device=x.device)
     _forward_kernel[grid](
-        *[x] * 13,  # in this phase the kernel looks at the first alone
+        *[x] * 13,  # in this phase the kernel reads only the first
         partials,
         count,
         x[0, 0].numel(),

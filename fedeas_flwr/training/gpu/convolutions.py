@@ -1,12 +1,12 @@
-"""Two faster convolutions: of maps of one pixel, and of images with three channels.
+"""Two faster convolutions: of feature maps of one pixel, and of images with three channels.
 
-A 3×3 convolution of maps of one pixel is a matrix product with its centre tap: the other taps meet padding alone. With
-the 7×7 stem ResNet-18 has three of those on images of 32×32, and they hold 7 of its 11 million weights. The other taps'
-gradients are zero, so that only weight decay, or an algorithm that changes gradients, would ever move them.
+A padded 3×3 convolution of one-pixel maps is a matrix product with its centre tap: the other taps see only padding.
+With the 7×7 stem, ResNet-18 has three of these on 32×32 images, with 7 of its 11 million weights. The gradients of the
+other taps are zero, so only weight decay, or an algorithm that changes gradients, could change them.
 
-Tensor cores take channels in runs of 16 bytes. Images have three, so that every step would copy the batch and the
-weights into wider ones, and the weights' gradient back, in seven small kernels. Here both lie in memory with room for
-more channels, all zero, from the start; zero channels have zero gradients, and stay zero.
+Tensor cores need channels in multiples of 16 bytes. Images have three channels, so every step would copy batch and
+weights to padded tensors, and the weights' gradient back, in seven small kernels. Here both are allocated with zero
+channels as padding; their gradients are zero, and they stay zero.
 """
 
 from __future__ import annotations
@@ -19,12 +19,15 @@ from torch import nn
 from torch.nn import functional as F
 
 _ALIGNED_BYTES = 16
-"""Bytes."""
+"""Alignment in bytes that tensor cores need for a pixel's channels."""
+
+
+# --------------------------------------------------------------------------------------------- one-pixel maps
 
 
 @torch.no_grad()
 def one_pixel_convolutions(model: nn.Module, images: torch.Tensor) -> list[nn.Conv2d]:
-    """The convolutions, 3×3 and padded by one, that see maps of one pixel and no others in a pass on ``images``."""
+    """Return the padded 3×3 convolutions whose inputs all have one pixel in a forward pass on ``images``."""
     known = [layer for layer in model.modules() if isinstance(layer, nn.Conv2d) and _is_padded_3x3(layer)]
     seen: dict[nn.Module, set[bool]] = {}
 
@@ -34,7 +37,7 @@ def one_pixel_convolutions(model: nn.Module, images: torch.Tensor) -> list[nn.Co
     hooks = [layer.register_forward_pre_hook(note) for layer in known]
     before = model.training
     try:
-        model.eval()(images)  # statistics stay as they are
+        model.eval()(images)  # does not update statistics
     finally:
         model.train(before)
         for hook in hooks:
@@ -43,27 +46,31 @@ def one_pixel_convolutions(model: nn.Module, images: torch.Tensor) -> list[nn.Co
 
 
 def use_centre_tap(layer: nn.Conv2d) -> torch.Tensor:
-    """Let a layer compute with its centre tap in training; return the tap, a leaf in the very memory of the weight."""
+    """Make a layer use only its centre tap in training; return the tap, a leaf that shares the weight's memory."""
     tap = layer.weight.data[:, :, 1, 1].requires_grad_()
-    layer.forward = partial(_forward, layer, layer.weight, tap)  # type: ignore[method-assign]
+    layer.forward = partial(_forward_centre_tap, layer, layer.weight, tap)  # type: ignore[method-assign]
     return tap
 
 
 def _is_padded_3x3(layer: nn.Conv2d) -> bool:
-    known = (layer.kernel_size, layer.stride, layer.padding, layer.dilation) == ((3, 3), (1, 1), (1, 1), (1, 1))
+    geometry = (layer.kernel_size, layer.stride, layer.padding, layer.dilation)
+    return geometry == ((3, 3), (1, 1), (1, 1), (1, 1)) and _is_plain(layer)
+
+
+def _is_plain(layer: nn.Conv2d) -> bool:
     plain = layer.groups == 1 and layer.bias is None and layer.padding_mode == "zeros"
-    return known and plain and layer.weight.requires_grad
+    return plain and layer.weight.requires_grad
 
 
-def _forward(layer: nn.Conv2d, weight: torch.Tensor, tap: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-    if not layer.training or layer.weight is not weight:  # the latter: called with another state's weights
+def _forward_centre_tap(layer: nn.Conv2d, weight: torch.Tensor, tap: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    if not layer.training or layer.weight is not weight:  # functional_call with another state
         return type(layer).forward(layer, x)
     y: torch.Tensor = _CentreTap.apply(x.flatten(1), tap)  # type: ignore[no-untyped-call]
     return y[:, :, None, None]
 
 
 class _CentreTap(torch.autograd.Function):
-    """A linear layer whose gradient lies in memory row by row, although the weight does not."""
+    """Linear layer whose weight gradient is contiguous although the weight is not."""
 
     @staticmethod
     def forward(ctx: Any, x: Any, tap: Any) -> Any:
@@ -78,36 +85,38 @@ class _CentreTap(torch.autograd.Function):
         return dy @ tap, dy.t() @ x
 
 
+# -------------------------------------------------------------------------------------------- padded channels
+
+
 def first_convolution(model: nn.Module) -> nn.Conv2d | None:
-    """The layer that sees the images in a model that is known here: torchvision's ResNets, also with another stem."""
+    """Return the convolution of the images in torchvision's ResNets, with any stem; None for other models."""
     from torchvision.models.resnet import ResNet
 
     if not isinstance(model, ResNet):
         return None
     layer = model.conv1
-    plain = isinstance(layer, nn.Conv2d) and layer.groups == 1 and layer.bias is None and layer.padding_mode == "zeros"
-    return layer if plain and layer.weight.requires_grad else None
+    return layer if isinstance(layer, nn.Conv2d) and _is_plain(layer) else None
 
 
-def padded_channels(channels: int, kind: torch.dtype) -> int:
-    """How many channels as many take up in memory."""
-    run = _ALIGNED_BYTES // kind.itemsize
-    return -channels // run * -run
+def padded_channels(channels: int, dtype: torch.dtype) -> int:
+    """Return the number of channels, padding included."""
+    multiple = _ALIGNED_BYTES // dtype.itemsize
+    return -channels // multiple * -multiple
 
 
 def use_padded_weights(layer: nn.Conv2d, wide: torch.Tensor) -> torch.Tensor:
-    """Let a layer compute with wide weights in training; return them, a leaf. Its own are their first channels."""
+    """Make a layer use padded weights in training; return them as a leaf. Their first channels are the layer's own."""
     leaf = wide.detach().requires_grad_()
-    layer.forward = partial(_convolve, layer, layer.weight, leaf)  # type: ignore[method-assign]
+    layer.forward = partial(_forward_padded, layer, layer.weight, leaf)  # type: ignore[method-assign]
     return leaf
 
 
-def _convolve(layer: nn.Conv2d, weight: torch.Tensor, wide: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-    if not layer.training or layer.weight is not weight:  # the latter: called with another state's weights
+def _forward_padded(layer: nn.Conv2d, weight: torch.Tensor, wide: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    if not layer.training or layer.weight is not weight:  # functional_call with another state
         return type(layer).forward(layer, x)
-    (batch, channels, height, width), room = x.shape, wide.shape[1]
-    if x.stride() == (height * width * room, 1, width * room, room):  # as `fetch` lays images out
-        x = x.as_strided((batch, room, height, width), x.stride())
+    (batch, channels, height, width), padded = x.shape, wide.shape[1]
+    if x.stride() == (height * width * padded, 1, width * padded, padded):  # the memory layout of `fetch`
+        x = x.as_strided((batch, padded, height, width), x.stride())
     else:
         wide = wide[:, :channels]
     return F.conv2d(x, wide, None, layer.stride, layer.padding, layer.dilation)

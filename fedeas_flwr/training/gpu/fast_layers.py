@@ -1,4 +1,4 @@
-"""Replace a model's layers by those of batchnorm_kernels.py, stem_kernels.py and head_kernels.py while it trains."""
+"""Replace a model's layers in training mode by the fused kernels of batchnorm_, stem_ and head_kernels.py."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ from fedeas_flwr.training.gpu.head_kernels import MAX_CLASSES, linear
 from fedeas_flwr.training.gpu.stem_kernels import is_known_pooling, pooled
 
 Pair = tuple[torch.Tensor, torch.Tensor]
-"""One map for two uses, whose gradients come back apart: a block's own way and its shortcut."""
+"""One feature map for two uses with separate gradients: a block's main branch and its shortcut."""
 
 
 class FusedLayers:
-    """Gives a model's layers fast forward passes, in place, while in training mode; in eval mode they are as ever.
+    """Give a model's layers fused forward passes, in place, in training mode; evaluation mode is unchanged.
 
     Parameters
     ----------
     model
-        On a GPU. BatchNorm is known, and torchvision's ResNets with basic blocks, whose ReLUs, sums, pooling and last
-        layer are merged too.
+        A network on a GPU. BatchNorm is fused in any network, and in torchvision's ResNets with basic blocks also ReLU,
+        sums, pooling and the last layer.
 
     Attributes
     ----------
     count
-        How many samples of the batch count: a float on the device, set before the step is captured or run.
+        Number of samples of the batch without padding: a float on the device, set before the step is captured or run.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -41,8 +41,8 @@ class FusedLayers:
         for module in model.modules():
             is_norm = isinstance(module, nn.modules.batchnorm._BatchNorm)
             if is_norm and not (module.affine and module.momentum is not None):
-                # It would be left as it is, and would take the padding of a short batch for samples.
-                raise ValueError("a BatchNorm without weights, or with a cumulative average, is not known here")
+                # It would not be replaced, and would treat the padding of a short batch as samples.
+                raise ValueError("a BatchNorm without weights, or with a cumulative average, is not supported")
         trial = nn.BatchNorm1d(1, device=device)
         self._batchnorm(trial, torch.zeros(2, 1, device=device))  # raises where Triton cannot compile
         for module in model.modules():
@@ -60,7 +60,7 @@ class FusedLayers:
                     module.fc.forward = partial(self._linear, module.fc)  # type: ignore[method-assign]
 
     def count_batches(self, number: int) -> None:
-        """Move BatchNorm's counters on by so many steps: once, instead of a kernel a layer and step."""
+        """Add ``number`` steps to BatchNorm's counters: once per round, instead of one kernel per layer and step."""
         if self._counters:
             torch._foreach_add_(self._counters, number)
 
@@ -70,7 +70,7 @@ class FusedLayers:
     def _normalised(
         self, layer: Any, x: torch.Tensor, added: torch.Tensor | None = None, relu: bool = False, other: Any = None
     ) -> Pair:
-        """``relu(layer(x) + other(added))``, the ReLU and what is added where asked for."""
+        """Return ``relu(layer(x) + other(added))``; the ReLU and the sum are optional."""
         if layer.training:
             return batchnorm(layer, self.count, x, added, relu, other)
         y = type(layer).forward(layer, x)
@@ -80,7 +80,7 @@ class FusedLayers:
         return y, y
 
     def _basic_block(self, block: Any, x: torch.Tensor, shortcut: torch.Tensor) -> Pair:
-        """torchvision's `BasicBlock.forward`, its ReLUs, its sum and its shortcut's norm merged into the BatchNorms."""
+        """Run torchvision's `BasicBlock.forward` with ReLUs, sum and the shortcut's norm fused into the BatchNorms."""
         hidden, _ = self._normalised(block.bn1, block.conv1(x), relu=True)
         norm = None
         if block.downsample is not None:
@@ -89,7 +89,7 @@ class FusedLayers:
         return self._normalised(block.bn2, block.conv2(hidden), shortcut, relu=True, other=norm)
 
     def _resnet(self, model: Any, x: torch.Tensor) -> torch.Tensor:
-        """torchvision's `ResNet.forward`, likewise."""
+        """Run torchvision's `ResNet.forward` with fused layers."""
         from torchvision.models.resnet import BasicBlock
 
         x = model.conv1(x)

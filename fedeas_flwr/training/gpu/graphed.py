@@ -1,15 +1,14 @@
-"""Training as replayed CUDA graphs: a batch-64 step of a small network is bound by launches, not by arithmetic.
+"""Training with replayed CUDA graphs: kernel launches, not arithmetic, limit a batch-64 step of a small network.
 
-One step (gather, normalise, forward, loss, backward, SGD) is captured once and replayed for every batch of every client
-and round. It reads its batch from a table of indices on the device that holds the permutations of all epochs, one row a
-step, and a row counter that the graph itself moves on. Two graphs suffice: one for full batches and one for the last,
-shorter batch of an epoch, of whatever size. In that second graph the batch is padded, and loss and BatchNorm take their
-means over the rows that count, so the result is the short batch's own up to rounding. On a GPU BatchNorm and what
-surrounds it are kernels of our own (batchnorm_kernels.py). An objective that knows something of every sample before
-the first step has a third graph, replayed for all of them in chunks; the steps then read their batch's rows of what it
-left.
+The engine captures one step (gather, normalise, forward, loss, backward, SGD) once and replays it for every batch of
+every client and round. The step reads its sample indices from a table on the device with the permutations of all
+epochs, one row per step, at a row counter that the graph itself increments. There are two step graphs: one for full
+batches, and one for the shorter last batch of an epoch, of any size. The second pads the batch, and loss and BatchNorm
+average over the real rows only, so the result equals that of the short batch up to rounding. On a GPU, BatchNorm and
+adjacent operations are fused kernels (batchnorm_kernels.py). An objective with `precompute` has a third graph, which
+the engine replays for all samples in chunks before the first step.
 
-Weights, data and tables live in buffers that are refilled in place; nothing is allocated or captured between clients.
+Weights, data and tables are buffers that are refilled in place; nothing is allocated or captured between clients.
 """
 
 from __future__ import annotations
@@ -50,33 +49,33 @@ logger = logging.getLogger(__name__)
 
 
 class Graphs(NamedTuple):
-    """What replays the captured graphs; without a GPU, the functions themselves."""
+    """Functions that replay the captured graphs; without a GPU, the captured functions themselves."""
 
     chunk: Callable[[], None] | None
-    """A chunk of all samples, before the steps; of an objective that asks for it."""
+    """Precomputes one chunk of samples; None if the objective does not need it."""
     full: Callable[[], None]
     short: Callable[[], None]
 
 
 class GraphedEngine:
-    """One model, its graphs and its buffers on a CUDA stream of its own.
+    """One model, its graphs and its buffers, on its own CUDA stream.
 
     Parameters
     ----------
     model
-        The network; it is moved to the device and kept there.
+        The network; the engine moves it to the device.
     recipe
-        How clients train. It is part of the captured step, so an engine has one.
+        How clients train; the captured step contains it, so it is fixed for an engine.
     normalise
-        Pixels to network input.
+        Maps pixels to network input.
     precision
         ``fp32``, ``tf32`` (tensor cores on float32 storage) or ``bf16`` (autocast; weights stay float32).
     device
-        ``cuda``; on ``cpu`` the same steps run without graphs, which is how they are tested everywhere.
+        ``cuda``; on ``cpu`` the same steps run without graphs, for tests without a GPU.
     objective
-        What a step minimises; it is captured too.
+        The objective of a step; the captured step contains it.
     rank
-        The GPU serves engines of a lower rank first, as far as it has priorities.
+        The GPU serves engines of lower rank first, as far as it has stream priorities.
     """
 
     def __init__(
@@ -105,12 +104,12 @@ class GraphedEngine:
         self._table = torch.zeros(0, recipe.batch_size, dtype=torch.long, device=device)
         self._constants: dict[str, torch.Tensor] = {}
         self._tables: dict[str, torch.Tensor] = {}
-        self._kept: PrecomputedRows | None = None
+        self._precomputed: PrecomputedRows | None = None
         self._graphs: Graphs | None = None
         self._state: dict[str, torch.Tensor] = {}
 
     def _build_for_shape(self, image: Sequence[int]) -> None:
-        """Get the model ready for the first images, whose shape [H, W, C] is that of all to come."""
+        """Prepare the model for images of this shape [H, W, C], which is the same for all clients."""
         changes_gradients = type(self._objective).correct is not Objective.correct
         self._fast = (
             fast_layers(self._model) if self._device == "cuda" and not self._objective.needs_double_backward else None
@@ -128,9 +127,9 @@ class GraphedEngine:
                 self._descent = step_kernels.FusedSGD(self._weights.parameters, self._weights.masters)
 
     def _lay_out_weights(self, image: Sequence[int], changes_gradients: bool) -> tuple[Weights, int]:
-        """The weights as the steps use them, and how many channels of an image there is room for (convolutions.py).
+        """Return the weights for the steps, and the number of image channels, padding included (convolutions.py).
 
-        An algorithm that changes gradients has arrays of its own for them, in the model's shapes: it gets those.
+        An algorithm that changes gradients has arrays in the model's own shapes, so its weights are not rearranged.
         """
         use_bf16, channels = self._precision == "bf16" and self._device == "cuda", image[-1]
         if changes_gradients or self._objective.needs_double_backward:
@@ -172,7 +171,7 @@ class GraphedEngine:
             for buffer in self._momentum:
                 buffer.zero_()
             epoch = [self._loss.zero_, *[graphs.full] * full, *[graphs.short] * (rest > 0)]
-            self._launch([*self._first(graphs, len(labels)), *epoch * self.recipe.epochs])
+            self._launch([*self._precompute_launches(graphs, len(labels)), *epoch * self.recipe.epochs])
             if self._fast is not None:
                 self._fast.count_batches(len(table))
             state = clone_state(self._state, self._trained)
@@ -195,19 +194,19 @@ class GraphedEngine:
             self._stream.wait_stream(torch.cuda.default_stream())
             try:
                 yield
-            finally:  # also after an error: what was handed over may be freed then, and this stream still read it
+            finally:  # also after an error: the caller may free tensors that the stream still reads
                 self._stream.synchronize()
 
     def _reserve(self, images: torch.Tensor, rows: int, inputs: Inputs) -> Graphs:
-        """Make the buffers large enough; growing them means capturing anew, so they grow by half at least."""
+        """Make the buffers large enough; return the graphs. Growth needs a new capture, so it is by at least half."""
         samples, device = len(images), self._device
         if self._graphs and samples <= len(self._pixels) and rows <= len(self._table):
             return self._graphs
-        self._graphs = None  # so that a failure here leaves no graph on buffers that are gone
+        self._graphs = None  # so that an error below leaves no graph of freed buffers
         if not self._state:
-            with capturing:  # kernels are compiled and loaded: once, and not beside another thread's capture
+            with capturing:  # compiles and loads kernels: once, and not during another thread's capture
                 self._build_for_shape(images.shape[1:])
-        # One at least: a capture runs the step, also for a client whose only sample will be skipped.
+        # At least one: a capture runs the step, even for a client whose only sample is skipped.
         samples, rows = max(samples, len(self._pixels) * 3 // 2, 1), max(rows, len(self._table) * 3 // 2, 1)
         self._pixels = torch.zeros((samples, *images.shape[1:]), dtype=torch.uint8, device=device)
         self._labels = torch.zeros(samples, dtype=torch.long, device=device)
@@ -217,10 +216,10 @@ class GraphedEngine:
             name: torch.zeros((rows, *value.shape[1:]), dtype=value.dtype, device=device)
             for name, value in inputs.tables.items()
         }
-        asks = needs_precompute(self._objective, inputs)
-        self._kept = PrecomputedRows(samples, self.recipe.batch_size, device) if asks else None
-        # The steps read what the first of these made room for.
-        chunk = self._captured(self._precompute_chunk) if asks else None
+        needed = needs_precompute(self._objective, inputs)
+        self._precomputed = PrecomputedRows(samples, self.recipe.batch_size, device) if needed else None
+        # Capture this first: it allocates the buffers that the steps read.
+        chunk = self._captured(self._precompute_chunk) if needed else None
         self._graphs = Graphs(chunk, self._captured_step(self._full_step), self._captured_step(self._short_step))
         return self._graphs
 
@@ -235,21 +234,21 @@ class GraphedEngine:
             self._descent.captured()
         return lambda addresses=addresses: replay()  # type: ignore[misc]
 
-    def _first(self, graphs: Graphs, samples: int) -> list[Callable[[], object]]:
-        """What comes before the first step: all samples in chunks, if the objective asks for it."""
-        if graphs.chunk is None or self._kept is None:
+    def _precompute_launches(self, graphs: Graphs, samples: int) -> list[Callable[[], object]]:
+        """Return the launches before the first step: all chunks of samples, if the objective needs `precompute`."""
+        if graphs.chunk is None or self._precomputed is None:
             return []
-        return [*[graphs.chunk] * self._kept.chunks(samples), self._row.zero_]
+        return [*[graphs.chunk] * self._precomputed.chunks(samples), self._row.zero_]
 
     @torch.no_grad()
     def _precompute_chunk(self) -> None:
-        """Keep what the objective knows of the samples of one chunk, of which the row counter is the number."""
-        assert self._kept is not None
-        images, labels = self._fetch(self._kept.table, None)
+        """Store `Objective.precompute` of one chunk of samples; the row counter is the chunk's number."""
+        assert self._precomputed is not None
+        images, labels = self._fetch(self._precomputed.table, None)
         batch = Batch(images, labels, self._constants, partial(self._mean_of_first, self._batch), self._cross_entropy)
         with self._autocast():
             found = self._objective.precompute(self._model, batch)
-        self._kept.put(self._row, found)
+        self._precomputed.put(self._row, found)
         self._row.add_(1)
 
     def _full_step(self) -> None:
@@ -270,9 +269,13 @@ class GraphedEngine:
     def _step(self, samples: torch.Tensor) -> None:
         rows = {name: table.index_select(0, self._row)[0] for name, table in self._tables.items() if name != VIEWS}
         images, labels = self._fetch(self._table, self._tables.get(VIEWS))
-        kept = self._kept.of(self._table.index_select(0, self._row).view(-1)) if self._kept is not None else {}
+        precomputed = (
+            self._precomputed.of(self._table.index_select(0, self._row).view(-1))
+            if self._precomputed is not None
+            else {}
+        )
         mean = partial(self._mean_of_first, samples)
-        batch = Batch(images, labels, {**self._constants, **rows}, mean, self._cross_entropy, kept)
+        batch = Batch(images, labels, {**self._constants, **rows}, mean, self._cross_entropy, precomputed)
         with self._autocast():
             loss = self._objective.loss(self._model, batch)
         gradients = torch.autograd.grad(loss, self._weights.parameters, self._one)
@@ -287,7 +290,7 @@ class GraphedEngine:
         return torch.autocast(self._device, torch.bfloat16, enabled=self._precision == "bf16", cache_enabled=False)
 
     def _fetch(self, table: torch.Tensor, views: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-        """The batch of this row of a table; images are stored as channels_last already."""
+        """Return images and labels of the current row of a table; stored images are channels-last already."""
         if self._fast is not None:
             from fedeas_flwr.training.gpu.step_kernels import fetch
 
@@ -301,7 +304,7 @@ class GraphedEngine:
 
     @torch.no_grad()
     def _descend(self, gradients: Sequence[torch.Tensor], given: Tensors) -> None:
-        """SGD as torch.optim.SGD does it, on all parameters at once."""
+        """Take an SGD step, as torch.optim.SGD, on all parameters at once."""
         recipe, names, weights = self.recipe, self._weights.names, self._weights.masters
         grads = self._weights.whole_gradients(gradients)
         self._objective.correct(named(names, weights), named(names, grads), given)
@@ -315,11 +318,11 @@ class GraphedEngine:
 
 
 def fast_layers(model: nn.Module) -> Any:
-    """Put the fast layers in; without Triton, or a C compiler for it, the model stays as it is and is slower."""
+    """Install the fused layers; return None, with a warning, if Triton or its C compiler is missing."""
     try:
         from fedeas_flwr.training.gpu.fast_layers import FusedLayers
 
         return FusedLayers(model)
-    except Exception as error:  # whatever a compiler may raise
-        logger.warning("BatchNorm is not fused, training goes on slower: %s", one_line(error))
+    except Exception as error:  # a compiler may raise anything
+        logger.warning("BatchNorm is not fused, so training is slower: %s", one_line(error))
         return None

@@ -1,4 +1,4 @@
-"""The last layer of a classifier on a GPU: few outputs, so that PyTorch's five kernels are two here."""
+"""The last layer of a classifier on a GPU, for few outputs: two kernels instead of PyTorch's five."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import triton.language as tl
 
 _ROWS, _COLUMNS = 16, 64
 MAX_CLASSES = 256
-"""Outputs that one program holds."""
+"""Maximum number of outputs; one program holds all of them."""
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -18,7 +18,7 @@ def _forward_kernel(  # type: ignore[no-untyped-def]
     x, weight, bias, y, B: tl.constexpr, F: tl.constexpr, C: tl.constexpr, EXACT: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """y = x Wᵀ + b of a few samples."""
+    """Compute y = x Wᵀ + b for a few samples."""
     row, output = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, WIDTH)
     is_row, is_output = (row < B)[:, None], (output < C)[None, :]
     result = tl.zeros([ROWS, WIDTH], tl.float32)
@@ -37,7 +37,7 @@ def _backward_kernel(  # type: ignore[no-untyped-def]
     dy, x, weight, dx, dweight, dbias, B: tl.constexpr, F: tl.constexpr, C: tl.constexpr, EXACT: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """dx = dy W, dW = dyᵀ x and db = Σ dy, of a few features."""
+    """Compute dx = dy W, dW = dyᵀ x and db = Σ dy for a few features."""
     column, output = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS), tl.arange(0, WIDTH)
     is_column, is_output = (column < F)[None, :], output < C
     weights = tl.load(weight + output[:, None] * F + column[None, :], mask=is_output[:, None] & is_column, other=0)
@@ -90,6 +90,6 @@ class _Linear(torch.autograd.Function):
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
-    """x Wᵀ + b of features ``[B, F]``, in the weights' precision."""
+    """Return x Wᵀ + b of features ``[B, F]``, in the weights' dtype."""
     y: torch.Tensor = _Linear.apply(x.to(weight.dtype), weight, bias)  # type: ignore[no-untyped-call]
     return y

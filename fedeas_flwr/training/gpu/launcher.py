@@ -1,8 +1,8 @@
-"""One thread that launches the work of all of a process's engines in turn.
+"""One thread that launches the CUDA graphs of all engines of a process, in turns.
 
-Ten threads that launch graphs get in each other's way: in the driver, and at Python's interpreter lock. One thread can
-launch for all of them several times faster than the GPU works it off. It takes turns, so that no stream runs dry, and
-stays only a few steps ahead of each: the driver would make it wait at a stream that has many, and the others with it.
+Ten threads that launch graphs block each other, in the driver and at Python's interpreter lock. One thread launches for
+all of them several times faster than the GPU executes. It takes turns, so that no stream becomes idle, and stays only a
+few launches ahead of each stream: the driver blocks a launch on a stream with a long queue, and with it all others.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from typing import Any
 import torch
 
 MAX_QUEUED_PER_STREAM = 4
-"""Pieces of work that wait on a stream: some milliseconds, which covers whatever keeps this thread from coming."""
+"""Maximum number of launches queued on a stream: a few milliseconds of work, longer than delays of this thread."""
 PAUSE = 1e-4
-"""Seconds between two looks at streams that all have enough."""
+"""Seconds to sleep when all queues are full."""
 
 SWITCH = 5e-4
-"""Seconds after which Python takes the interpreter from a thread that others wait for; 10 times that is the default."""
+"""Switch interval while jobs run, in seconds: after it Python passes the interpreter lock on. The default is 5e-3."""
 
 
 class _Job:
@@ -35,10 +35,10 @@ class _Job:
     error: BaseException | None
 
     def launch_next(self) -> bool:
-        """Launch the next piece, unless the stream has work for a while; say whether something was done.
+        """Launch the next item, unless the stream's queue is full; return whether anything was done.
 
-        An error belongs to whoever waits for the job: also one of the GPU's, of which a look at the stream tells.
-        Raised here, it would end the thread, and everybody would wait for ever.
+        An error is stored for the caller of `Launcher.run`, also a GPU error, which querying the stream raises. Raised
+        here it would end the thread, and all callers would wait forever.
         """
         try:
             while self.waiting and self.waiting[0].query():
@@ -53,7 +53,7 @@ class _Job:
         except BaseException as error:
             self.error, self.next = error, len(self.launches)
         if self.next == len(self.launches):
-            # This thread knows the job until the next one comes, and graphs that nobody needs must free their memory.
+            # The thread references the job until the next one arrives; unused graphs must free their memory now.
             self.launches, self.next = (), 0
             self.waiting.clear()
             self.done.set()
@@ -61,21 +61,34 @@ class _Job:
 
 
 class Launcher:
-    """The thread, and the jobs it takes turns with."""
+    """The launching thread and its jobs."""
 
     def __init__(self) -> None:
-        sys.setswitchinterval(SWITCH)
         self._new: list[_Job] = []
         self._arrived = threading.Condition()
+        self._callers, self._usual_interval = 0, sys.getswitchinterval()
         threading.Thread(target=self._run, name="launcher", daemon=True).start()
 
     def run(self, stream: Any, launches: Sequence[Callable[[], object]]) -> None:
-        """Launch all of ``launches`` on ``stream`` in order; return when the last one is launched, not done."""
+        """Launch ``launches`` on ``stream`` in order; return after the last launch, before the GPU has finished.
+
+        An error in a launch is raised here.
+        """
         job = _Job(stream, launches)
         with self._arrived:
+            if self._callers == 0:
+                self._usual_interval = sys.getswitchinterval()
+                sys.setswitchinterval(SWITCH)
+            self._callers += 1
             self._new.append(job)
             self._arrived.notify()
-        job.done.wait()
+        try:
+            job.done.wait()
+        finally:
+            with self._arrived:
+                self._callers -= 1
+                if self._callers == 0:
+                    sys.setswitchinterval(self._usual_interval)
         if job.error is not None:
             raise job.error
 
@@ -95,5 +108,5 @@ class Launcher:
 
 @lru_cache(maxsize=1)
 def launcher() -> Launcher:
-    """This process's launcher."""
+    """Return this process's launcher."""
     return Launcher()

@@ -1,6 +1,6 @@
 """BatchNorm, ReLU and max pooling of a ResNet's stem on a GPU: two kernels forward and two backward.
 
-The map before pooling is by far the largest of the network; here it is written once, by the convolution.
+The feature map before pooling is by far the largest of the network; here only the convolution writes it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from fedeas_flwr.training.gpu.batchnorm_kernels import (
 )
 
 _AT_ONCE = 1024
-"""Elements of a map in one program."""
+"""Elements of a feature map that one program processes."""
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -32,7 +32,7 @@ def _pooled_kernel(  # type: ignore[no-untyped-def]
     M: tl.constexpr, C: tl.constexpr, H: tl.constexpr, W: tl.constexpr, DOWN: tl.constexpr, ACROSS: tl.constexpr,
     TRACK: tl.constexpr, PARTS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """The largest of nine normalised values, if positive, and which it was."""
+    """Compute the maximum of nine normalised values, at least 0, and its index."""
     channel = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     is_channel = channel < C
     total, square = summed(partials, channel, is_channel, C, PARTS)
@@ -65,7 +65,7 @@ def _pooled_sums_kernel(  # type: ignore[no-untyped-def]
     C: tl.constexpr, H: tl.constexpr, W: tl.constexpr, DOWN: tl.constexpr, ACROSS: tl.constexpr, TWO: tl.constexpr,
     SPAN: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Σ g and Σ g x̂ over a part of the pooled rows: a pooled gradient goes to one value, whose x̂ counts."""
+    """Compute Σ g and Σ g x̂ over a part of the pooled rows; a pooled gradient belongs to the maximum and its x̂."""
     channel = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     is_channel = channel < C
     part = tl.program_id(1)
@@ -96,7 +96,7 @@ def _pooled_backward_kernel(  # type: ignore[no-untyped-def]
     M: tl.constexpr, C: tl.constexpr, H: tl.constexpr, W: tl.constexpr, DOWN: tl.constexpr, ACROSS: tl.constexpr,
     TWO: tl.constexpr, PARTS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """dx as BatchNorm's is, of the gradients of the windows, up to four, in which this value was the largest."""
+    """Compute BatchNorm's dx from the gradients of the windows, at most four, whose maximum this value is."""
     channel = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     is_channel = channel < C
     once = is_channel & (tl.program_id(1) == 0)
@@ -175,7 +175,7 @@ class _Pooled(torch.autograd.Function):
 
 
 def is_known_pooling(layer: Any) -> bool:
-    """Whether a layer pools as the stem of torchvision's ResNets does: the largest of 3×3, every second."""
+    """Return whether a layer is the max pooling of torchvision's ResNet stem: 3×3 with stride 2."""
     if not isinstance(layer, nn.MaxPool2d) or layer.ceil_mode or layer.return_indices:
         return False
     pairs = [(n, n) if isinstance(n, int) else tuple(n) for n in (layer.kernel_size, layer.stride, layer.padding)]
@@ -183,7 +183,7 @@ def is_known_pooling(layer: Any) -> bool:
 
 
 def pooled(layer: Any, count: torch.Tensor, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """``maxpool(relu(layer(x)))`` over the first ``count`` samples, for two uses, each with its own gradient."""
+    """Return ``maxpool(relu(layer(x)))`` over the first ``count`` samples twice, for two uses."""
     y: tuple[torch.Tensor, torch.Tensor] = _Pooled.apply(  # type: ignore[no-untyped-call]
         x, layer.weight, layer.bias, layer, count
     )

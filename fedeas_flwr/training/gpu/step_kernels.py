@@ -1,7 +1,7 @@
-"""What a step does around the network on a GPU, a kernel each: fetch the batch, its loss, and go down the gradient.
+"""The parts of a training step outside the network, as one kernel each: fetch the batch, loss, and SGD.
 
-In PyTorch's own operations these are some fifty kernels of a microsecond or two. With several clients on one GPU each
-costs the others as much: what is scarce there is the starting of kernels.
+In PyTorch's operations these are about fifty kernels of one or two microseconds. Kernel launches limit a GPU that
+trains several clients, so each of these kernels would delay the other clients too.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import triton.language as tl
 from fedeas_flwr.training.models import Normaliser
 
 _BLOCK = 1024
+"""Elements that one program processes."""
 
 
 # ------------------------------------------------------------------------------------------------- fetch
@@ -26,8 +27,7 @@ def _fetch_kernel(  # type: ignore[no-untyped-def]
     table, row, pixels, labels, views, mean, std, images, chosen, BATCH: tl.constexpr,
     H: tl.constexpr, W: tl.constexpr, C: tl.constexpr, ROOM: tl.constexpr, HAS_VIEWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Part of one image: `augment` (training/augmentation.py) and `Normaliser` (training/models.py), element by
-    element."""
+    """Apply `augment` (training/augmentation.py) and `Normaliser` (training/models.py) to a part of one image."""
     place = tl.load(row) * BATCH + tl.program_id(0)
     index = tl.load(table + place)
     element = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -62,10 +62,10 @@ def fetch(
     kind: torch.dtype,
     room: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The normalised images (channels last) and labels of the batch whose indices are in a row of the table.
+    """Return the normalised images (channels last) and labels of the batch whose indices are in a row of the table.
 
-    ``views`` is the whole table of views (training/augmentation.py), or nothing. In memory a pixel has ``room`` for
-    channels (convolutions.py); those that it has not are zero.
+    ``views`` is the whole table of views (training/augmentation.py), or None. In memory a pixel has ``room`` channels
+    (convolutions.py), of which the padding is zero.
     """
     batch, (height, width, channels) = table.shape[1], pixels.shape[1:]
     images = torch.empty(batch, height, width, room, dtype=kind, device=pixels.device)
@@ -128,7 +128,7 @@ class _CrossEntropy(torch.autograd.Function):
 
 
 def cross_entropy(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """−log softmax(z)_y of each sample, in float32."""
+    """Return −log softmax(z)_y of each sample, in float32."""
     losses: torch.Tensor = _CrossEntropy.apply(logits, labels)  # type: ignore[no-untyped-call]
     return losses
 
@@ -166,12 +166,12 @@ class _Mean(torch.autograd.Function):
 
 
 def mean_of_first(count: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-    """The mean of values ``[B]`` over the first so many of them, a number on the device; in float32."""
+    """Return the mean of the first ``count`` of values ``[B]`` in float32; ``count`` is a tensor on the device."""
     mean: torch.Tensor = _Mean.apply(values, count)  # type: ignore[no-untyped-call]
     return mean
 
 
-# ----------------------------------------------------------------------------------------------- descent
+# --------------------------------------------------------------------------------------------------- SGD
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -197,14 +197,14 @@ def _descend_kernel(blocks, gradients, rate, loss, sum_of_losses, samples, row, 
 
 
 class FusedSGD:
-    """w ← w − η g of all parameters in one kernel, and of the bfloat16 copies that the model computes with.
+    """Set w ← w − η g for all parameters in one kernel, and update the model's bfloat16 copies.
 
     Parameters
     ----------
     parameters
-        What the loss is differentiated by: float32, or bfloat16 copies of the masters.
+        Tensors that the loss is differentiated by: float32, or bfloat16 copies of the masters.
     masters
-        Their float32 values, which must stay where they are in memory: whole, or rows of a larger array.
+        Their float32 values at fixed addresses: contiguous, or rows of a larger array.
     """
 
     def __init__(self, parameters: Sequence[torch.Tensor], masters: Sequence[torch.Tensor]) -> None:
@@ -216,12 +216,12 @@ class FusedSGD:
         self.begin()
 
     def begin(self) -> torch.Tensor:
-        """Use, and return, a table of its own for the step that is captured next: it must live as long as its graph."""
+        """Return a new address table for the next captured step; it must live as long as the step's graph."""
         self._table = torch.zeros(len(self._parameters), dtype=torch.long, device=self._blocks.device)
         return self._table
 
     def captured(self) -> None:
-        """Tell the graph where its gradients lie; while it is captured nothing can be copied to the device."""
+        """Write the gradients' addresses to the table, after the capture, during which nothing can be copied."""
         self._table.copy_(torch.tensor(self._addresses))
 
     def __call__(
@@ -233,7 +233,7 @@ class FusedSGD:
         samples: torch.Tensor,
         row: torch.Tensor,
     ) -> None:
-        """Take the step, add ``loss`` × ``samples`` to the sum, and go to the next row."""
+        """Take the step, add ``loss`` × ``samples`` to the sum, and increment the row counter."""
         laid_out = [_like(g, p) for g, p in zip(gradients, self._parameters, strict=True)]
         self._addresses = [gradient.data_ptr() for gradient in laid_out]
         if not (self._table.is_cuda and torch.cuda.is_current_stream_capturing()):
@@ -244,7 +244,7 @@ class FusedSGD:
 
 
 def _blocks(number: int, parameter: torch.Tensor, master: torch.Tensor) -> list[tuple[int, int, int, int, int]]:
-    """Runs of memory: which gradient and from where, where the master lies and its copy if it has one, how long."""
+    """Return contiguous blocks: gradient number, offset in it, addresses of master and copy (or 0), length."""
     rows, length, pitch = 1, master.numel(), 0
     if master.dim() == 2 and master.stride(0) > master.shape[1]:
         rows, length, pitch = master.shape[0], master.shape[1], master.stride(0)
@@ -260,7 +260,7 @@ def _blocks(number: int, parameter: torch.Tensor, master: torch.Tensor) -> list[
 
 
 def _like(gradient: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
-    """The gradient in the order in memory of its parameter; of one that has gaps between its rows, without them."""
+    """Return the gradient in its parameter's memory order; if the parameter is strided, without the gaps."""
     wanted = torch.empty_like(parameter, device="meta").stride()
     same = all(a == b for a, b, n in zip(gradient.stride(), wanted, parameter.shape, strict=True) if n > 1)
     return gradient if same else torch.empty_like(parameter).copy_(gradient)

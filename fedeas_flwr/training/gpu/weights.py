@@ -1,6 +1,6 @@
-"""The parameters that an engine trains, always float32; in bf16 the model itself computes with copies.
+"""The parameters that an engine trains, always float32; with bf16 the model computes with bfloat16 copies.
 
-Autocast would make those copies anew in every step, a kernel a layer. Here they lie in one piece and are made by one.
+Autocast would copy them in every step, with one kernel per layer. Here they are contiguous, and one kernel copies all.
 """
 
 from __future__ import annotations
@@ -20,19 +20,21 @@ class Weights:
     Parameters
     ----------
     model
-        On its device and in its memory format. With ``use_bf16``, its matrices, kernels and biases become bfloat16.
+        The network, on its device and in its memory format. With ``use_bf16``, its matrices, kernels and biases become
+        bfloat16.
     use_bf16
-        Whether the model is to compute in bfloat16.
+        Whether the model computes in bfloat16.
     one_pixel
-        Convolutions of which the centre taps alone are trained (convolutions.py).
+        Convolutions of which only the centre taps are trained (convolutions.py).
     widened
-        A convolution whose weights have ``room`` for so many input channels in memory, the further ones zero
-        (convolutions.py).
+        A convolution whose weights are padded to ``room`` input channels in memory with zeros (convolutions.py).
+    room
+        Number of input channels of ``widened``, padding included.
 
     Attributes
     ----------
     names, parameters, masters
-        Of all that is trained: what it is called, what the loss is differentiated by, and its float32 values.
+        Name of each trained parameter, the tensor that the loss is differentiated by, and its float32 values.
     """
 
     def __init__(
@@ -47,7 +49,7 @@ class Weights:
             _widen(widened, room)
         layers = {id(layer.weight): layer for layer in one_pixel}
         trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-        trained.sort(key=lambda pair: id(pair[1]) in layers)  # those last, so that the others are one piece
+        trained.sort(key=lambda pair: id(pair[1]) in layers)  # those last, so that the others are contiguous
         self.names = [name for name, _ in trained]
         self.parameters: list[torch.Tensor] = [p for _, p in trained]
         self._dense = len(trained) - len(layers)
@@ -72,8 +74,8 @@ class Weights:
         self.refresh()
 
     def _flatten_storage(self) -> list[torch.Tensor]:
-        """Move what is halved to two pieces of memory, one float32, one the model's; return all float32 values."""
-        sizes = [-_extent(self.parameters[i]) // 64 * -64 for i in self._halved]  # each starts at a full memory line
+        """Move parameters with bfloat16 copies to two flat buffers, float32 and bfloat16; return all float32 values."""
+        sizes = [-_extent(self.parameters[i]) // 64 * -64 for i in self._halved]  # each starts at a 64-element boundary
         starts = list(accumulate(sizes, initial=0))
         self._moving = starts[sum(i < self._dense for i in self._halved)]
         self._whole = torch.zeros(starts[-1], device=self.parameters[0].device)
@@ -87,7 +89,7 @@ class Weights:
         return wholes
 
     def whole_gradients(self, gradients: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Gradients of `parameters` as float32."""
+        """Return the gradients of `parameters` in float32."""
         whole = list(gradients)
         if self._halved:
             torch._foreach_copy_(self._gradients, [gradients[i] for i in self._halved])
@@ -97,34 +99,34 @@ class Weights:
 
     @torch.no_grad()
     def descend(self, directions: Sequence[torch.Tensor], rate: float) -> None:
-        """Move the masters by ``-rate`` times the directions, and the model with them."""
+        """Add ``-rate`` times the directions to the masters, and update the model's copies."""
         dense = self._dense
         torch._foreach_add_(self.masters[:dense], list(directions[:dense]), alpha=-rate)
         self._half[: self._moving].copy_(self._whole[: self._moving])
-        for i in range(dense, len(self.masters)):  # with gaps between their rows, so not in one launch with the others
+        for i in range(dense, len(self.masters)):  # strided, so not in one launch with the others
             self.masters[i].add_(directions[i], alpha=-rate)
             if self.parameters[i].dtype != self.masters[i].dtype:
                 self.parameters[i].copy_(self.masters[i])
 
     @torch.no_grad()
     def refresh(self) -> None:
-        """Let the model compute with what the masters are now, all of them.
+        """Copy all masters to the model's copies and reset the padding channels to zero.
 
-        Room is no part of a state. It stays zero but for one case: 0 · NaN is NaN, and a client whose training broke
-        must not break that of all who come after it.
+        Padding is not part of a state. It stays zero except after NaN, since 0 · NaN is NaN: a client whose training
+        diverged must not affect the next clients.
         """
         for room in self._empty:
             room.zero_()
         self._half.copy_(self._whole)
 
     def state(self, model: nn.Module) -> dict[str, torch.Tensor]:
-        """The model's state dict in float32, in the memory that is trained."""
+        """Return the model's state dict in float32; its tensors share memory with the masters."""
         wholes = dict(zip(self.names, self._wholes, strict=True))
         return {key: wholes.get(key, tensor).detach() for key, tensor in model.state_dict().items()}
 
 
 def _widen(layer: nn.Conv2d, room: int) -> None:
-    """Move a layer's weights to memory with room for more input channels, all zero."""
+    """Move a layer's weights to memory padded with zero input channels."""
     outputs, channels, *size = layer.weight.shape
     memory = torch.zeros(outputs, *size, room, dtype=layer.weight.dtype, device=layer.weight.device).movedim(-1, 1)
     memory[:, :channels] = layer.weight.detach()
@@ -132,16 +134,16 @@ def _widen(layer: nn.Conv2d, room: int) -> None:
 
 
 def _whole_room(weight: torch.Tensor, room: int) -> torch.Tensor:
-    """Weights together with the channels there is room for."""
+    """Return weights with their padding channels."""
     return weight.detach().as_strided((weight.shape[0], room, *weight.shape[2:]), weight.stride())
 
 
 def _extent(weight: torch.Tensor) -> int:
-    """Elements of memory that weights take up, room included."""
+    """Return the number of elements that weights occupy, padding included."""
     return max(weight.numel(), weight.shape[0] * weight.stride(0))
 
 
 def _biases(model: nn.Module) -> set[int]:
-    """Of the layers that compute in bfloat16: autocast would convert them in every step."""
+    """Return the ids of the biases of layers that compute in bfloat16; autocast would convert them in every step."""
     layers = [m for m in model.modules() if isinstance(m, (nn.Linear, nn.modules.conv._ConvNd))]
     return {id(layer.bias) for layer in layers if layer.bias is not None}
