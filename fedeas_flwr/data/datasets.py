@@ -112,26 +112,30 @@ def open_dataset(name: str, data_dir: str = "") -> Dataset:
     return Dataset(name, info.classes, info.mean, info.std, **arrays)
 
 
-@lru_cache(maxsize=2)
 def _open_own(name: str) -> tuple[DatasetInfo, Dataset]:
-    """Open a dataset of the user's own, once in the life of a process; the first time, write it to the cache."""
+    """Open a custom dataset, and again whenever its files change."""
     where = name.removeprefix(OWN)
-    if not where:  # Path("") would be the folder one is in
-        raise ValueError("dataset = 'own:': must be own:PATH with a folder or .npz file of yours")
+    if not where:  # Path("") would be the current folder
+        raise ValueError("dataset = 'own:': must be own:PATH with a folder or an .npz file")
     root = cache_root()
     try:
-        folder = root / "data" / f"own-{own_dataset.fingerprint(where)}"
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        with FileLock(f"{folder}.lock"):
-            try:
-                info, arrays = _open_own_folder(name, folder)
-            except Exception:  # as above
-                _write_own(name, folder)
-                info, arrays = _open_own_folder(name, folder)
+        return _open_own_cached(name, root / "data" / f"own-{own_dataset.fingerprint(where)}")
     except (FileNotFoundError, ValueError) as error:
-        if getattr(error, "filename", None):  # the system's word on a file, which may be one of the cache
+        if getattr(error, "filename", None):  # raised by the system, perhaps for a file of the cache
             raise
         raise type(error)(f"dataset: {error}") from None
+
+
+@lru_cache(maxsize=2)
+def _open_own_cached(name: str, folder: Path) -> tuple[DatasetInfo, Dataset]:
+    """Open a custom dataset from its folder in the user's cache, which is written first if necessary."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with FileLock(f"{folder}.lock"):
+        try:
+            info, arrays = _open_own_folder(name, folder)
+        except Exception:  # missing or damaged: write it
+            _write_own(name, folder)
+            info, arrays = _open_own_folder(name, folder)
     return info, Dataset(name, info.classes, info.mean, info.std, **arrays)
 
 

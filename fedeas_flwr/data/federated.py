@@ -12,7 +12,9 @@ from fedeas_flwr.common.files import cache_root
 from fedeas_flwr.config import RunConfig
 from fedeas_flwr.data.datasets import Dataset, dataset_info, open_dataset
 from fedeas_flwr.data.node import Node
+from fedeas_flwr.data.own_dataset import fingerprint
 from fedeas_flwr.data.own_images import read_images
+from fedeas_flwr.data.sources import DatasetInfo, find_source
 from fedeas_flwr.partition import TEST_FRACTION, Partition, make_partition, stratified_split
 
 Images = npt.NDArray[np.uint8]
@@ -79,14 +81,23 @@ def partitioned_labels(dataset: Dataset, protocol: str) -> Labels:
 
 
 def federated_data(config: RunConfig, clients: int) -> FederatedData:
-    """Open the run's dataset and split it over ``clients``; kept for the life of the process."""
+    """Open the run's dataset and split it over ``clients``; return the same object until the dataset's files change."""
     return _federated_data(
-        config.dataset, config.data_dir, config.protocol, clients, config.alpha, config.partition_seed
+        config.dataset,
+        config.data_dir,
+        find_source(config.dataset, config.data_dir).origin,
+        config.protocol,
+        clients,
+        config.alpha,
+        config.partition_seed,
     )
 
 
 @lru_cache(maxsize=2)
-def _federated_data(name: str, data_dir: str, protocol: str, clients: int, alpha: float, seed: int) -> FederatedData:
+def _federated_data(
+    name: str, data_dir: str, origin: str, protocol: str, clients: int, alpha: float, seed: int
+) -> FederatedData:
+    """Return the split dataset; ``origin`` identifies the content of the dataset's files in the cache's key."""
     dataset = open_dataset(name, data_dir)
     partition = make_partition(partitioned_labels(dataset, protocol), protocol, clients, alpha, seed, cache_root())
     return FederatedData(dataset, partition, protocol)
@@ -96,18 +107,21 @@ def local_data(config: RunConfig, node: Node) -> FederatedData:
     """What this node trains on: its part of the run's dataset, or images of its own; `Node.part` is its index there."""
     if not node.data_path:
         return federated_data(config, node.partitions)
-    return _own_data(config.dataset, node.data_path, config.protocol, config.partition_seed)
+    info, version = dataset_info(config.dataset), fingerprint(node.data_path)
+    return _own_data(info, node.data_path, version, config.protocol, config.partition_seed)
 
 
 @lru_cache(maxsize=1)
-def _own_data(name: str, path: str, protocol: str, seed: int) -> FederatedData:
-    """A node's own images as a federation of one. Protocol ``paper`` keeps a quarter of each class for testing."""
-    info = dataset_info(name)
+def _own_data(info: DatasetInfo, path: str, version: str, protocol: str, seed: int) -> FederatedData:
+    """Return a node's own images as a federation of one; protocol ``paper`` keeps a quarter of each class for testing.
+
+    ``version`` is the fingerprint of the files at ``path``.
+    """
     height, width, channels = info.image_shape
     found = read_images(path, classes=info.classes, size=(height, width), channels=channels)
     fraction, everything = TEST_FRACTION[protocol], np.arange(len(found.labels))
     train, test = stratified_split(found.labels, fraction, seed) if fraction else (everything, everything[:0])
     dataset = Dataset(
-        name, info.classes, info.mean, info.std, found.images, found.labels, found.images[:0], found.labels[:0]
+        info.name, info.classes, info.mean, info.std, found.images, found.labels, found.images[:0], found.labels[:0]
     )
     return FederatedData(dataset, Partition([train], [test]), protocol)

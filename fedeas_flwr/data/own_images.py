@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Collection, Sequence
 from functools import cache
+from os import DirEntry
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -143,8 +144,8 @@ def _class_folders(path: Path) -> list[Path]:
     return sorted(inside)
 
 
-def _is_image(file: Path) -> bool:
-    return file.suffix.lower() in SUFFIXES and not file.name.startswith(".")
+def _is_image(file: Path | DirEntry[str]) -> bool:
+    return file.name.lower().endswith(SUFFIXES) and not file.name.startswith(".")
 
 
 def _log_skipped(path: Path, read: Collection[Path]) -> None:

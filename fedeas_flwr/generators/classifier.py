@@ -90,7 +90,6 @@ class Classifier:
         return self._normalise(torch.tensor(images, device=self._device))
 
 
-@lru_cache(maxsize=1)
 def independent_classifier(dataset_name: str, data_dir: str = "", device: str = "cpu") -> Classifier:
     """Return the dataset's classifier, trained on first use and kept in the user's cache.
 
@@ -107,11 +106,16 @@ def independent_classifier(dataset_name: str, data_dir: str = "", device: str = 
     -------
     Classifier
     """
+    return _independent_classifier(dataset_name, data_dir, find_source(dataset_name, data_dir).origin, device)
+
+
+@lru_cache(maxsize=1)
+def _independent_classifier(dataset_name: str, data_dir: str, origin: str, device: str) -> Classifier:
     from safetensors.torch import load_file, save_file
 
     dataset = open_dataset(dataset_name, data_dir)
     name = "resnet18" if dataset_name.startswith("cifar") else "small-cnn"
-    called = f"own-{find_source(dataset_name).origin}" if dataset_name.startswith(OWN) else dataset_name
+    called = f"own-{origin}" if dataset_name.startswith(OWN) else dataset_name
     shape = dataset.x_train.shape[1:]
     model = build_model(name, len(dataset.classes), (shape[0], shape[1], shape[2]), stem="3x3", seed=7919)
     path = cache_root() / "classifiers" / f"{called}-{name}-{_VERSION}.safetensors"

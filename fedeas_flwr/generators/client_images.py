@@ -44,20 +44,24 @@ class ImagesOnGpu:
     """Images of the clients of one run that were seen so far; those of a run before are let go."""
 
     def __init__(self) -> None:
-        self._config: RunConfig | None = None
+        self._source: tuple[RunConfig, FederatedData] | None = None
         self._kept: dict[tuple[int, tuple[int, ...]], LocalImages] = {}
         self._lock = threading.Lock()  # clients of one process train in threads
 
-    def find(self, config: RunConfig, client: int, generate: tuple[int, ...]) -> LocalImages | None:
-        """A client's images under a plan, if they are there."""
+    def find(
+        self, config: RunConfig, data: FederatedData, client: int, generate: tuple[int, ...]
+    ) -> LocalImages | None:
+        """Return a client's images under a plan, or None if they are not on the GPU."""
         with self._lock:
-            return self._kept.get((client, generate)) if config == self._config else None
+            return self._kept.get((client, generate)) if (config, data) == self._source else None
 
-    def keep(self, config: RunConfig, client: int, generate: tuple[int, ...], found: LocalImages) -> None:
-        """Keep a client's images, if there is room."""
+    def keep(
+        self, config: RunConfig, data: FederatedData, client: int, generate: tuple[int, ...], found: LocalImages
+    ) -> None:
+        """Keep a client's images if at least a quarter of the GPU's memory is free."""
         with self._lock:
-            if config != self._config:
-                self._config = config
+            if (config, data) != self._source:
+                self._source = config, data
                 self._kept.clear()
             free, total = torch.cuda.mem_get_info()
             if free * _ROOM > total:
@@ -95,7 +99,7 @@ def local_images(
         Where they are wanted.
     """
     client = node.client
-    found = _on_gpu.find(config, client, generate)
+    found = _on_gpu.find(config, data, client, generate)
     if found is not None:
         return found
     images, labels = data.train(node.part)
@@ -110,7 +114,7 @@ def local_images(
         images, labels = np.concatenate([images, images[chosen]]), np.concatenate([labels, labels[chosen]])
     tensors = torch.from_numpy(images).to(device), torch.from_numpy(labels).to(device)
     if device != "cpu":
-        _on_gpu.keep(config, client, generate, LocalImages(*tensors, rejected=rejected, generator=generator))
+        _on_gpu.keep(config, data, client, generate, LocalImages(*tensors, rejected=rejected, generator=generator))
     return LocalImages(*tensors, made, rejected, generator)
 
 

@@ -13,7 +13,6 @@ from runners import finish, quick, small, typed, weights
 
 from fedeas_flwr.common.errors import RunFailedError
 from fedeas_flwr.config import RunConfig
-from fedeas_flwr.data import datasets, federated
 from fedeas_flwr.runs.checkpoints import read_arrays, write_arrays
 
 
@@ -28,8 +27,6 @@ def write_images(path: Path, classes: Sequence[str]) -> Path:
     """Forty images of two labels, whatever these are called."""
     images = np.random.default_rng(0).integers(0, 256, (40, 8, 8, 1), dtype=np.uint8)
     np.savez(path, x=images, y=np.arange(40) % 2, classes=np.array(classes))
-    datasets._open_own.cache_clear()
-    federated._federated_data.cache_clear()
     return path
 
 

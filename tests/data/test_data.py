@@ -15,7 +15,9 @@ import pytest
 from waiting import LONG
 
 from fedeas_flwr.common.files import atomic_folder, atomic_path, atomic_write, cache_root, remove_unfinished
+from fedeas_flwr.config import parse_config
 from fedeas_flwr.data import datasets, sources
+from fedeas_flwr.data.federated import federated_data
 
 
 @pytest.fixture
@@ -108,6 +110,17 @@ def test_npz_is_read_and_read_again_when_it_changes(
     arrays["x_train"] = 255 - arrays["x_train"]
     np.savez(tmp_path / "cifar10.npz", **arrays)
     assert np.array_equal(datasets.open_dataset("cifar10", str(tmp_path)).x_train, arrays["x_train"])
+
+
+def test_federated_data_of_a_changed_npz_is_read_again(
+    own_cache: Path, small_cifar: sources.DatasetInfo, tmp_path: Path
+) -> None:
+    config, arrays = parse_config({"dataset": "cifar10", "data-dir": str(tmp_path), "policy": "none"}), small_arrays()
+    np.savez(tmp_path / "cifar10.npz", **arrays)
+    assert federated_data(config, 1) is federated_data(config, 1)
+    arrays["x_train"] = 255 - arrays["x_train"]
+    np.savez(tmp_path / "cifar10.npz", **arrays)
+    assert np.array_equal(federated_data(config, 1).dataset.x_train, arrays["x_train"])
 
 
 @pytest.mark.parametrize(

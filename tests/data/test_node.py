@@ -102,6 +102,15 @@ def test_a_node_trains_on_images_of_its_own(tmp_path: Path) -> None:
     assert len(split.train(0)[1]) + kept.sum() == len(y)
 
 
+def test_node_whose_file_changed_reads_it_again(tmp_path: Path) -> None:
+    config, images = parse_config({}), np.zeros((20, 8, 8, 1), np.uint8)
+    np.savez(tmp_path / "mine.npz", x=images, y=np.arange(20) % 2)
+    node = read_node({"client-id": 9, "data-path": str(tmp_path / "mine.npz")})
+    assert local_data(config, node) is local_data(config, node)
+    np.savez(tmp_path / "mine.npz", x=images, y=np.arange(20) % 4)
+    assert local_data(config, node).label_counts(0).tolist() == [[5] * 4 + [0] * 6]
+
+
 def test_a_node_whose_examples_have_other_classes_than_the_servers_does_not_take_part(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

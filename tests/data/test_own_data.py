@@ -17,6 +17,7 @@ from runners import finish, small, typed
 from fedeas_flwr.common.errors import ConfigError
 from fedeas_flwr.config import parse_config
 from fedeas_flwr.data import datasets, own_dataset, own_images
+from fedeas_flwr.data.federated import federated_data
 from fedeas_flwr.data.own_dataset import read_dataset
 from fedeas_flwr.data.own_images import read_images
 from fedeas_flwr.launch.prepare import prepare
@@ -321,7 +322,7 @@ def test_what_is_neither_is_refused(tmp_path: Path) -> None:
 
 @pytest.fixture
 def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    datasets._open_own.cache_clear()
+    datasets._open_own_cached.cache_clear()
     monkeypatch.setenv("FEDEAS_CACHE", str(tmp_path / "cache"))
     return tmp_path / "cache"
 
@@ -350,7 +351,7 @@ def test_a_folder_is_a_dataset_with_a_fifth_of_every_class_set_aside(own_cache: 
     before = np.array(opened.x_test)
     (folder,) = own_cache.glob("data/own-*/")
     (folder / "x_test.npy").write_bytes(b"damaged")
-    datasets._open_own.cache_clear()
+    datasets._open_own_cached.cache_clear()
     assert np.array_equal(datasets.open_dataset(name).x_test, before)
 
 
@@ -360,7 +361,7 @@ def test_a_damaged_description_in_the_cache_is_written_again(content: bytes, own
     before = datasets.dataset_info(name)
     (about,) = own_cache.glob("data/own-*/about.json")
     about.write_bytes(content)
-    datasets._open_own.cache_clear()
+    datasets._open_own_cached.cache_clear()
     assert datasets.dataset_info(name) == before
 
 
@@ -375,8 +376,16 @@ def test_a_changed_folder_is_read_again(own_cache: Path, tmp_path: Path) -> None
     name = f"own:{shapes(tmp_path / 'shapes')}"
     assert datasets.dataset_info(name).num_train == 48
     save_picture(tmp_path / "shapes" / "dot" / "more.png", 9, (8, 8))
-    datasets._open_own.cache_clear()
     assert datasets.dataset_info(name).num_train + datasets.dataset_info(name).num_test == 61
+
+
+def test_image_overwritten_in_place_is_read_again(own_cache: Path, tmp_path: Path) -> None:
+    config = parse_config({"dataset": f"own:{shapes(tmp_path / 'shapes')}", "alpha": 10.0, "policy": "none"})
+    before = federated_data(config, 2)
+    assert federated_data(config, 2) is before
+    for file in (tmp_path / "shapes" / "dot").iterdir():
+        save_picture(file, 77, (8, 8))
+    assert (federated_data(config, 2).dataset.x_train[:16] == 77).all()
 
 
 def test_a_change_behind_a_linked_class_folder_is_read_again(own_cache: Path, tmp_path: Path) -> None:
@@ -387,7 +396,6 @@ def test_a_change_behind_a_linked_class_folder_is_read_again(own_cache: Path, tm
             (linked / part / folder.name).symlink_to(folder)
     assert [datasets.dataset_info(f"own:{folder}").num_train for folder in (linked, linked / "train")] == [60, 48]
     save_picture(elsewhere / "dot" / "more.png", 9, (8, 8))
-    datasets._open_own.cache_clear()
     assert [datasets.dataset_info(f"own:{folder}").num_train for folder in (linked, linked / "train")] == [61, 49]
 
 
@@ -458,7 +466,7 @@ def test_classes_too_small_for_a_test_image_are_said(tmp_path: Path, caplog: pyt
 def test_a_cache_that_cannot_be_is_not_said_to_be_the_dataset(
     cache: str, line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    datasets._open_own.cache_clear()
+    datasets._open_own_cached.cache_clear()
     monkeypatch.setenv("FEDEAS_CACHE", cache)
     assert (
         typed("plan", "--dataset", f"own:{shapes(tmp_path / 'shapes')}", "--clients", "2").stderr == f"error: {line}\n"

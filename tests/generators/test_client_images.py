@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import weakref
 from types import SimpleNamespace
 
@@ -10,7 +11,7 @@ import pytest
 import torch
 
 from fedeas_flwr.config import parse_config
-from fedeas_flwr.data.federated import federated_data
+from fedeas_flwr.data.federated import FederatedData, federated_data
 from fedeas_flwr.data.node import read_node
 from fedeas_flwr.generators import client_images
 from fedeas_flwr.generators.client_images import ImagesOnGpu, LocalImages
@@ -23,6 +24,11 @@ def some_images() -> LocalImages:
 
 
 @pytest.fixture
+def data() -> FederatedData:
+    return federated_data(CONFIG, 4)
+
+
+@pytest.fixture
 def free(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """What is free, of 100."""
     now = [100]
@@ -30,45 +36,52 @@ def free(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return now
 
 
-def test_a_client_finds_its_images_and_nobody_elses(free: list[int]) -> None:
+def test_a_client_finds_its_images_and_nobody_elses(data: FederatedData, free: list[int]) -> None:
     kept, images = ImagesOnGpu(), some_images()
-    kept.keep(CONFIG, 3, (0, 5), images)
-    assert kept.find(CONFIG, 3, (0, 5)) is images
-    assert kept.find(CONFIG, 2, (0, 5)) is None
-    assert kept.find(CONFIG, 3, (0, 6)) is None, "it has planned anew since"
+    kept.keep(CONFIG, data, 3, (0, 5), images)
+    assert kept.find(CONFIG, data, 3, (0, 5)) is images
+    assert kept.find(CONFIG, data, 2, (0, 5)) is None
+    assert kept.find(CONFIG, data, 3, (0, 6)) is None, "it has planned anew since"
 
 
-def test_a_full_gpu_keeps_what_it_has_and_no_more(free: list[int]) -> None:
+def test_images_of_data_read_again_are_not_found(data: FederatedData, free: list[int]) -> None:
+    kept = ImagesOnGpu()
+    kept.keep(CONFIG, data, 3, (0, 5), some_images())
+    assert kept.find(CONFIG, dataclasses.replace(data), 3, (0, 5)) is None
+
+
+def test_a_full_gpu_keeps_what_it_has_and_no_more(data: FederatedData, free: list[int]) -> None:
     kept, first, second = ImagesOnGpu(), some_images(), some_images()
-    kept.keep(CONFIG, 1, (), first)
+    kept.keep(CONFIG, data, 1, (), first)
     free[0] = 25
-    kept.keep(CONFIG, 2, (), second)
-    assert kept.find(CONFIG, 1, ()) is first and kept.find(CONFIG, 2, ()) is None
+    kept.keep(CONFIG, data, 2, (), second)
+    assert kept.find(CONFIG, data, 1, ()) is first and kept.find(CONFIG, data, 2, ()) is None
     free[0] = 26
-    kept.keep(CONFIG, 2, (), second)
-    assert kept.find(CONFIG, 2, ()) is second
+    kept.keep(CONFIG, data, 2, (), second)
+    assert kept.find(CONFIG, data, 2, ()) is second
 
 
-def test_the_next_run_of_a_process_frees_the_memory_of_the_last(free: list[int]) -> None:
+def test_the_next_run_of_a_process_frees_the_memory_of_the_last(data: FederatedData, free: list[int]) -> None:
     kept, images = ImagesOnGpu(), some_images()
-    kept.keep(CONFIG, 1, (), images)
+    kept.keep(CONFIG, data, 1, (), images)
     alive = weakref.ref(images)
     del images
     assert alive() is not None
     second = CONFIG.with_changes(seed=2)
-    assert kept.find(second, 1, ()) is None, "those are the first run's"
-    kept.keep(second, 2, (), some_images())
-    assert alive() is None and kept.find(second, 1, ()) is None and kept.find(second, 2, ()) is not None
+    assert kept.find(second, data, 1, ()) is None, "those are the first run's"
+    kept.keep(second, data, 2, (), some_images())
+    assert alive() is None and kept.find(second, data, 1, ()) is None and kept.find(second, data, 2, ()) is not None
 
 
-def test_images_that_were_left_out_count_in_every_round(free: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_images_that_were_left_out_count_in_every_round(
+    data: FederatedData, free: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """As where nothing is kept; those that were made count once. The device stands in for a GPU: all but cpu keep."""
     made = np.zeros((5, 8, 8, 1), np.uint8), np.zeros(5, np.int64), 12, 7
     monkeypatch.setattr(client_images, "_on_gpu", ImagesOnGpu())
     monkeypatch.setattr(client_images, "_source", lambda *_: SimpleNamespace(fingerprint="stand-in"))
     monkeypatch.setattr(client_images, "_synthetic", lambda *_: made)
     node, planned = read_node({"partition-id": 1, "num-partitions": 4}), (5, *[0] * 9)
-    data = federated_data(CONFIG, 4)
     first, second = (client_images.local_images(CONFIG, data, node, planned, (), "", "", "meta") for _ in range(2))
     assert second.images is first.images
     assert [(found.made, found.rejected, found.generator) for found in (first, second)] == [

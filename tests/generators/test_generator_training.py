@@ -23,7 +23,7 @@ from safetensors.torch import save
 from timelines import Clock
 from waiting import LONG
 
-from fedeas_flwr.data.datasets import Dataset, _open_own, open_dataset
+from fedeas_flwr.data.datasets import Dataset, open_dataset
 from fedeas_flwr.generators.diffusion.model_folder import CLASSES, WEIGHTS_NAME
 from fedeas_flwr.generators.diffusion.sampler import DiffusionGenerator
 from fedeas_flwr.generators.interface import SampleId
@@ -218,7 +218,6 @@ def test_a_training_is_not_resumed_on_data_that_changed(tmp_path: Path, monkeypa
 
     def write(*classes: str, channels: int = 1) -> None:
         np.savez(own, x=x.repeat(channels, axis=3), y=np.arange(24) % len(classes), classes=np.array(classes))
-        _open_own.cache_clear()
 
     def train(**settings: Any) -> bool:
         return train_generator(f"own:{own}", out, TINY, **settings)
