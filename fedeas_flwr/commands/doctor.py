@@ -29,13 +29,12 @@ def doctor(
         list[str] | None, typer.Argument(metavar="[CONF] [KEY=VALUE]...", help="of the run that is meant; else digits")
     ] = None,
     output: FormatOption = "table",
-    ray: Annotated[bool, typer.Option("--ray", help="also start Ray and divide a GPU as the run would, ~15 s")] = False,
 ) -> None:
     """Say what this machine can do for a run, and what to mend; exit code 1 if there is a problem."""
     config = _read(words or [])
     from fedeas_flwr.doctor.findings import examine
 
-    findings = list(examine(config, rehearse=ray))
+    findings = list(examine(config))
     if output == "json":
         print(json.dumps([asdict(finding) for finding in findings], indent=1))
     else:

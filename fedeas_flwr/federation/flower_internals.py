@@ -16,7 +16,6 @@ from flwr.supercore.task_identity import TaskIdentity
 __all__ = [
     "APP_RAISED",
     "Run",
-    "clients_that_fit",
     "identify_process",
     "local_ports",
     "parse_config_args",
@@ -42,10 +41,3 @@ def local_ports() -> tuple[str, str]:
     from flwr.cli.constant import LOCAL_CONTROL_API_PORT, LOCAL_SUPERLINK_HTTP_API_PORT
 
     return LOCAL_SUPERLINK_HTTP_API_PORT, LOCAL_CONTROL_API_PORT
-
-
-def clients_that_fit(client: dict[str, int | float]) -> int:
-    """Return how many clients Flower's simulation puts into the Ray that runs, each with ``num_cpus``, ``num_gpus``."""
-    from flwr.simulation.ray_transport.ray_actor import pool_size_from_resources
-
-    return pool_size_from_resources(client)
