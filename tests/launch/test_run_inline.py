@@ -302,6 +302,16 @@ def test_ctrl_c_keeps_every_round_that_is_done_however_rare_checkpoints_are(
     assert weights(finish(quick(tmp_path / "stopped", rounds=6, resume=True, **keys))) == weights(whole)
 
 
+def test_ctrl_c_after_the_last_round_keeps_status_finished(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(self: InlineGrid) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as meanwhile, pytest.raises(KeyboardInterrupt):
+        meanwhile.setattr(InlineGrid, "close", interrupted)
+        finish(quick(tmp_path / "r", rounds=1, policy="none"))
+    assert RunDirectory(tmp_path / "r").status() == ("finished", "")
+
+
 @pytest.fixture(scope="module")
 def eight_rounds(tmp_path_factory: pytest.TempPathFactory, digits_generator: Path) -> str:
     """The weights of a run that no signal stops."""
