@@ -349,8 +349,8 @@ def test_a_run_stopped_by_a_signal_resumes_to_the_same_weights(
 @pytest.mark.parametrize(
     ("where", "said"),
     [
-        ("launch.prepare.prepare", "stopped before the run began: give the same command again\n"),
-        ("launch.run.launch", "stopped; go on with: fedeas resume '{run}'\n"),
+        ("launch.prepare.prepare", "stopped before the run started: repeat the same command\n"),
+        ("launch.run.launch", "stopped; resume with: fedeas resume '{run}'\n"),
     ],
 )
 def test_after_ctrl_c_it_says_how_to_go_on(
