@@ -1,8 +1,8 @@
-"""The command `fedeas` from its first moment to its last: Ctrl-C is one line also while no command is at work.
+"""Entry point of the `fedeas` command: Ctrl-C prints one line even before and after a command runs.
 
-Before, Python loads what commands need for a second or more; afterwards it waits for threads and closes down. There is
-nothing to clean up then, and nothing of ours that could: an exception would only be a traceback. Nor is there anything
-to wait for once a command was stopped: a client at work in a thread, or the generator, may have minutes to go.
+Before a command, Python imports for a second or more; afterwards it waits for threads and shuts down. There is nothing
+to clean up at these times, and KeyboardInterrupt would only print a traceback, so the process exits at once. It also
+exits at once after a stopped command: a client or generator in a thread may take minutes to end.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from types import FrameType
 from typing import NoReturn
 
 _STOPPED = 130
-"""The exit code of a command that Ctrl-C ended: as shells have it, 128 and the signal's number."""
+"""Exit code of a command stopped by Ctrl-C: 128 plus the signal's number, as shells do."""
 
 
 def main() -> None:
-    """Load the command line, and run it."""
-    # Set before torch is loaded. Its threads spin while they wait for each other, and where something else has the core
-    # that one of them needs, all of them stand: training then takes several times as long.
+    """Import the command line and run it."""
+    # Set before torch is imported. Its threads spin while they wait for each other; if another process occupies a core
+    # that one of them needs, all wait, and training takes several times as long.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     try:
         _stop_at_once()
@@ -33,9 +33,9 @@ def main() -> None:
             app.main()
         finally:
             _stop_at_once()
-            with suppress(OSError, ValueError):  # what cannot be written is told when Python closes it
+            with suppress(OSError, ValueError):  # Python reports it when it closes stdout
                 sys.stdout.flush()
-    except KeyboardInterrupt:  # between two of the lines above
+    except KeyboardInterrupt:  # raised between the handlers above
         _stop(signal.SIGINT, None)
     except SystemExit as end:
         if end.code == _STOPPED:
@@ -44,7 +44,7 @@ def main() -> None:
 
 
 def _stop_at_once() -> None:
-    """Let a signal end the process, unless it is ignored, as in a shell's background."""
+    """Let signals end the process at once, except ignored ones, as for background jobs of a shell."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(number) is not signal.SIG_IGN:
             signal.signal(number, _stop)

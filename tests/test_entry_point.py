@@ -84,7 +84,7 @@ def end():
         time.sleep(3)
         print("worked", flush=True)
     ThreadPoolExecutor(1).submit(work)
-    print("stopped; go on with: …", flush=True)
+    print("stopped; resume with: …", flush=True)
     sys.exit({code})
 cli.main = end
 __main__.main()
@@ -97,7 +97,7 @@ __main__.main()
         check=False,
         timeout=60,
     )
-    assert (done.returncode, "worked" in done.stdout, "go on with" in done.stdout) == (code, waits, True), done.stderr
+    assert (done.returncode, "worked" in done.stdout, "resume with" in done.stdout) == (code, waits, True), done.stderr
 
 
 def test_ctrl_c_in_a_command_that_has_nothing_to_go_on_with_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -61,7 +61,7 @@ TORCH = {
     *("common/devices", "common/cuda", "runs/tensorboard", "training", "generators", "strategies"),
     *("federation/dissimilarity", "client_app", "server_app", "launch/resources", "doctor"),
 }
-RAY = {"generators/ray_service", "doctor/rehearsal"}
+RAY = {"generators/ray_service"}
 """Rooms and files that may import a heavy library."""
 
 LIGHT = [

@@ -59,7 +59,7 @@ def test_the_wheel_builds_installs_and_works_far_from_the_source(tmp_path: Path)
     where = fresh(str(python), "-c", "import fedeas_flwr; print(fedeas_flwr.__file__)")
     assert Path(where.strip()).is_relative_to(packages)
     fedeas = str(python.with_name("fedeas"))
-    assert "The way of an experiment" in fresh(fedeas, "--help")
+    assert "Typical workflow" in fresh(fedeas, "--help")
     assert json.loads(fresh(fedeas, "plan", "--format", "json"))["total"] == 13_437
 
 
@@ -128,4 +128,4 @@ def test_every_option_and_argument_is_explained() -> None:
             assert record[1].removesuffix("[required]").strip(), (*path, parameter.name)
 
     walk(typer.main.get_command(app), ())
-    assert help_of("report").count("run directories, or folders with runs below") == 1
+    assert help_of("report").count("run directories, or folders that contain runs") == 1

@@ -1,6 +1,6 @@
 """The `fedeas` command: its subcommands, its exit codes, and errors as one line on stderr.
 
-Heavy imports (torch, flwr) happen inside the commands that need them: `fedeas plan` answers at once.
+Commands import torch and flwr inside their functions, so that light ones such as `fedeas plan` start fast.
 """
 
 from __future__ import annotations
@@ -43,37 +43,37 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     suggest_commands=not CLICK_SUGGESTS,
 )
-app.command("quickstart", short_help="Four runs on built-in data, a table and a page")(quickstart_command)
-app.command(short_help="Who would generate how much; choose β from limits")(plan)
-app.add_typer(cache_app, name="cache", short_help="Look after generated images: ls, verify, prune")
-app.add_typer(runs_app, name="runs", short_help="Look after runs: ls, show, csv, prune, rm")
-app.command(short_help="Do a grid of runs; started again, what is left of it")(sweep)
-app.command(short_help="The paper's tables and figures, its numbers beside ours")(reproduce)
-app.command(short_help="Make images to look at, to measure, to use as a bank")(generate)
-app.command(short_help="Compare and plot runs: a table, a page, Markdown")(report)
-app.add_typer(deploy_app, name="deploy", short_help="A federation of real machines: init, register, check")
-app.command(short_help="What this machine can do for a run, and what to mend")(doctor)
+app.command("quickstart", short_help="Run and compare four policies on built-in data")(quickstart_command)
+app.command(short_help="Plan how many images each client generates; choose β")(plan)
+app.add_typer(cache_app, name="cache", short_help="Manage generated images: ls, verify, prune")
+app.add_typer(runs_app, name="runs", short_help="Manage run directories: ls, show, csv, prune, rm")
+app.command(short_help="Run a grid of experiments; repeat to finish the rest")(sweep)
+app.command(short_help="Reproduce the paper's tables and figures")(reproduce)
+app.command(short_help="Generate images to view, measure or use as a bank")(generate)
+app.command(short_help="Compare and plot runs: table, HTML page, Markdown")(report)
+app.add_typer(deploy_app, name="deploy", short_help="Set up real machines: init, register, check")
+app.command(short_help="Check whether this machine can run a config")(doctor)
 app.command(short_help="List every run-config key")(keys)
-app.command(short_help="List every strategy, and what it discloses")(strategies)
-app.command("train-generator", short_help="Train a diffusion model to generate with")(train_generator)
+app.command(short_help="List every strategy and what clients disclose")(strategies)
+app.command("train-generator", short_help="Train a diffusion model as a generator")(train_generator)
 app.command(short_help="Run one federated training")(run)
-app.command(short_help="Go on with an interrupted run")(resume)
-app.command(short_help="Test a run's saved model")(evaluate)
-app.command(short_help="Copy a run's record, without weights and paths")(export)
+app.command(short_help="Resume an interrupted run")(resume)
+app.command(short_help="Evaluate a run's saved model")(evaluate)
+app.command(short_help="Copy a run's record without weights and paths")(export)
 WRONG_PATHS = (FileNotFoundError, FileExistsError, IsADirectoryError, NotADirectoryError, PermissionError)
-"""What an operating system says to a path that should have been another; a full disk it says otherwise."""
+"""Errors that mean that the user gave a wrong path; a full disk raises other ones."""
 
 
 def main() -> None:
-    """Run the command line; every foreseeable failure is one line."""
+    """Run the command line; print an expected error as one line and exit with its code."""
     for number in (signal.SIGTERM, signal.SIGHUP):
-        if signal.getsignal(number) is not signal.SIG_IGN:  # as `nohup` has it
+        if signal.getsignal(number) is not signal.SIG_IGN:  # `nohup` ignores SIGHUP
             signal.signal(number, _terminated)
-    # On its way out the interpreter would look through all that torch and diffusers have made, several times.
+    # At exit the interpreter would run the garbage collector several times over all objects of torch and diffusers.
     atexit.register(gc.freeze)
-    sys.path.insert(0, os.getcwd())  # where models of the user's own are looked for
+    sys.path.insert(0, os.getcwd())  # custom models (`model=MODULE:FUNCTION`) are imported from here
     try:
-        code = app(standalone_mode=False)  # typer turns Ctrl-C into a code of its own, and returns it
+        code = app(standalone_mode=False)  # on Ctrl-C, typer returns an exit code
         if isinstance(code, int):
             sys.exit(code)
     except Exception as error:
@@ -84,7 +84,7 @@ def main() -> None:
 
 
 def exit_code(error: Exception) -> int:
-    """2 where what was given is wrong, so that nothing was begun; 1 where what was begun has failed."""
+    """Return 2 for invalid input (nothing was started) and 1 for a command that started and failed."""
     if isinstance(error, OSError):
         return 2 if isinstance(error, WRONG_PATHS) else 1
     return 1 if isinstance(error, RunFailedError) or is_out_of_memory(error) else 2
@@ -111,9 +111,9 @@ def _show_version(wanted: bool) -> None:
 
 
 @app.callback()
-def of_all_commands(
+def root_options(
     version: Annotated[
         bool, typer.Option("--version", help="show the version", callback=_show_version, is_eager=True)
     ] = False,
 ) -> None:
-    """Take the options that stand before any command."""
+    """Handle the options given before a command."""

@@ -17,7 +17,7 @@ from fedeas_flwr.config_files import parse_overrides
 
 deploy_app = typer.Typer(
     cls=OrderedGroup,
-    help="A federation of real machines: keys, certificates, start scripts.",
+    help="Set up a federation of real machines: keys, certificates, start scripts.",
     rich_markup_mode=None,
 )
 Folder = Annotated[Path, typer.Argument(metavar="DIR", help="folder of the deployment, or of one of its machines")]
@@ -26,13 +26,15 @@ Folder = Annotated[Path, typer.Argument(metavar="DIR", help="folder of the deplo
 @deploy_app.command(short_help="Write certificates, keys and start scripts")
 def init(
     folder: Folder,
-    nodes: Annotated[int, typer.Option(help="how many SuperNodes")],
-    host: Annotated[list[str], typer.Option(help="name or address of the server; again: other names of it")],
+    nodes: Annotated[int, typer.Option(help="number of SuperNodes")],
+    host: Annotated[list[str], typer.Option(help="host name or address of the server; repeat for other names")],
     port: Annotated[int, typer.Option(help="port of the gateway, which nodes connect to")] = 9092,
-    superlink_port: Annotated[int, typer.Option(help="port of the SuperLink on the server's loopback")] = 9093,
-    install_dir: Annotated[str, typer.Option(help="where the folders will lie on their machines")] = "/opt/fedeas",
+    superlink_port: Annotated[
+        int, typer.Option(help="port of the SuperLink on the server's loopback interface")
+    ] = 9093,
+    install_dir: Annotated[str, typer.Option(help="folder on each machine that will hold its copy")] = "/opt/fedeas",
 ) -> None:
-    """Write certificates, keys and start scripts, one folder a machine, and the app to run on them."""
+    """Write certificates, keys and start scripts, one folder per machine, and the Flower app to run."""
     from fedeas_flwr.deploy.deployment import CONNECTION, Deployment, write_deployment
 
     folder = folder.absolute()
@@ -40,9 +42,9 @@ def init(
     write_deployment(deployment, folder)
     places = "node-0/" if nodes == 1 else f"node-0/ … node-{nodes - 1}/"
     for line in (
-        f"superlink/ → {host[0]}; {places} → one a node; ca/ stays here",
-        "1. start superlink/start.sh and superlink/gateway.sh there",
-        f"2. unless you are on that machine, open a tunnel to it: {deployment.tunnel}",
+        f"superlink/ → {host[0]}; {places} → one per node; ca/ stays here",
+        "1. start superlink/start.sh and superlink/gateway.sh on the server",
+        f"2. unless you are on the server, open a tunnel to it: {deployment.tunnel}",
         f"3. fedeas deploy register {quote(str(folder))}",
         "4. start node-N/start.sh on every node",
         f"5. fedeas deploy check {quote(str(folder))}",
@@ -51,9 +53,9 @@ def init(
         print(line)
 
 
-@deploy_app.command(short_help="Tell the running SuperLink the nodes' public keys")
+@deploy_app.command(short_help="Register the nodes' public keys with the SuperLink")
 def register(folder: Folder) -> None:
-    """Tell the running SuperLink the public keys of the nodes; doing it again is harmless."""
+    """Register the nodes' public keys with the running SuperLink; repeating it is harmless."""
     from fedeas_flwr.deploy.deployment import read_deployment
     from fedeas_flwr.deploy.registry import register_nodes
 
@@ -62,19 +64,19 @@ def register(folder: Folder) -> None:
         print(line)
 
 
-@deploy_app.command(short_help="Say what is wrong with a deployment, or one machine")
+@deploy_app.command(short_help="Check a deployment, or one of its machines")
 def check(
     folder: Folder,
     words: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[KEY=VALUE]...", help="run-config that a node's images and generator are held against"),
+        typer.Argument(metavar="[KEY=VALUE]...", help="run-config to check a node's images and generator against"),
     ] = None,
 ) -> None:
-    """Say what is wrong with a deployment, or on a machine with its own folder; exit code 1 if there is a problem."""
+    """Check a deployment, or on one of its machines that machine's folder; exit code 1 if there is a problem."""
     run, folder = parse_config(parse_overrides(words or [])), folder.absolute()
     from fedeas_flwr.doctor.deployment import examine
 
-    os.environ.setdefault("FEDEAS_CACHE", str(folder / "cache"))  # as start.sh does: where a node keeps what it needs
+    os.environ.setdefault("FEDEAS_CACHE", str(folder / "cache"))  # as start.sh does
     findings = list(examine(folder, run))
     show(findings, Console(markup=False))
     if any(finding.state == "problem" for finding in findings):

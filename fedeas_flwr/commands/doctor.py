@@ -26,16 +26,16 @@ _COLOURS = {"ok": "green", "note": "yellow", "problem": "bold red"}
 
 def doctor(
     words: Annotated[
-        list[str] | None, typer.Argument(metavar="[CONF] [KEY=VALUE]...", help="of the run that is meant; else digits")
+        list[str] | None,
+        typer.Argument(metavar="[CONF] [KEY=VALUE]...", help="config of the run to check; without it, digits"),
     ] = None,
     output: FormatOption = "table",
-    ray: Annotated[bool, typer.Option("--ray", help="also start Ray and divide a GPU as the run would, ~15 s")] = False,
 ) -> None:
-    """Say what this machine can do for a run, and what to mend; exit code 1 if there is a problem."""
+    """Check whether this machine can run a config, and print what to fix; exit code 1 if there is a problem."""
     config = _read(words or [])
     from fedeas_flwr.doctor.findings import examine
 
-    findings = list(examine(config, rehearse=ray))
+    findings = list(examine(config))
     if output == "json":
         print(json.dumps([asdict(finding) for finding in findings], indent=1))
     else:
@@ -54,7 +54,7 @@ def _read(words: list[str]) -> RunConfig:
 
 
 def show(findings: list[Finding], console: Console) -> None:
-    """Print findings as a table; states are words, so that it reads without colour, and long texts are wrapped."""
+    """Print findings as a table that is readable without colour; long texts are wrapped."""
     rows, folded = [], ("check", "what was found")
     for finding in findings:
         text = Text(finding.text)

@@ -1,4 +1,4 @@
-"""What `fedeas --help` shows: commands in the order of use, the way of an experiment, and every argument explained."""
+"""The output of `fedeas --help`: commands in order of use, a typical workflow, and help for every argument."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ import typer.core
 from typer.core import TyperArgument, TyperGroup
 from typer.models import ArgumentInfo
 
-# Help is plain text here. Typer still escapes "[required]" for rich where rich is installed, and shows the backslash.
+# Our help is plain text, but where rich is installed typer escapes "[required]" for it and prints the backslash.
 typer.core.HAS_RICH = False
 
 CLICK_SUGGESTS = hasattr(click.exceptions, "NoSuchCommand")
-"""Whether click says itself which command was meant, as since 8.4; typer would say it once more."""
+"""Whether click suggests a similar command itself (since 8.4); typer would then suggest it a second time."""
 _ORDER = (
     *("quickstart", "doctor", "plan", "run", "resume", "sweep", "report", "reproduce", "runs", "evaluate", "export"),
     *("train-generator", "generate", "cache", "deploy", "keys", "strategies"),
 )
 WORKFLOW_HELP = """
-The way of an experiment:
+Typical workflow:
 
 \b
   try it            fedeas quickstart
@@ -33,27 +33,27 @@ The way of an experiment:
   a grid of runs    fedeas sweep CONF --grid policy=none,fedeas --grid seed=1,2
   compare and plot  fedeas report runs --html report.html
 
-CONF is a TOML file of run-config keys, such as conf/quickstart.toml; `fedeas keys` lists them, and key=value behind it
-changes one. `fedeas COMMAND --help` has the options of a command.
+CONF is a TOML file of run-config keys, such as conf/quickstart.toml; `fedeas keys` lists all keys, and key=value after
+CONF overrides one. `fedeas COMMAND --help` lists the options of a command.
 
-Exit codes: 2 what was given is wrong, nothing was begun; 1 it failed, or the answer is no; 130 Ctrl-C.
+Exit codes: 2 invalid input, nothing was started; 1 the command failed, or a check found a problem; 130 Ctrl-C.
 """
 
 
 class OrderedGroup(TyperGroup):
-    """Lists commands as a newcomer needs them, others behind, and explains their arguments; alone it is its help."""
+    """Command group that lists its commands in order of use and prints its help if no command is given."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        """The commands' names."""
+        """Return the names of the commands in order of use."""
         names = super().list_commands(ctx)
         return sorted(names, key=lambda name: _ORDER.index(name) if name in _ORDER else len(_ORDER))
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Take the words behind the group; where there are none, its help is what was meant."""
+        """Parse the arguments; without any, print the help."""
         return super().parse_args(ctx, args or ["--help"])
 
     def invoke(self, ctx: click.Context) -> Any:
-        """Run a command; if Ctrl-C stops it, say so in the words that came with it."""
+        """Run a command; if Ctrl-C stops it, print the message of the KeyboardInterrupt."""
         try:
             return super().invoke(ctx)
         except KeyboardInterrupt as stopped:
@@ -62,7 +62,7 @@ class OrderedGroup(TyperGroup):
             raise
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        """A command by its name."""
+        """Return a command by its name, with the help of its arguments."""
         command = super().get_command(ctx, cmd_name)
         if command is not None:
             _restore_help(command)
@@ -70,9 +70,9 @@ class OrderedGroup(TyperGroup):
 
 
 def _restore_help(command: click.Command) -> None:
-    """Give arguments the help they were declared with: click 8.5 forgets it in the typer that Flower 1.41 needs.
+    """Set the declared help of arguments, which click 8.5 drops with the typer version that Flower 1.41 needs.
 
-    Once they have it, click 8.5 and typer would each list them: typer alone may.
+    Click 8.5 and typer would then both list the arguments, so click's listing is switched off.
     """
     if command.callback is None:
         return

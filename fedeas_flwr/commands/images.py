@@ -1,4 +1,4 @@
-"""The commands about images: `fedeas generate`, `fedeas cache ls|verify|prune`, and the estimate of `fedeas plan`."""
+"""The commands `fedeas generate` and `fedeas cache ls|verify|prune`, and the estimate of `fedeas plan`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import typer
 from rich.console import Console
 
 from fedeas_flwr.commands.help import OrderedGroup
-from fedeas_flwr.commands.output import FormatOption, can_be_folder, refuse_given
+from fedeas_flwr.commands.output import FormatOption, check_folder, reject_options
 from fedeas_flwr.common.errors import ConfigError
 from fedeas_flwr.common.tables import print_table
 from fedeas_flwr.common.text import counted, parse_age, parse_bytes, show_bytes, show_seconds
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from fedeas_flwr.planning.beta_selection import GeneratorSpeed
 
 
-cache_app = typer.Typer(cls=OrderedGroup, help="The cache of generated images.", rich_markup_mode=None)
+cache_app = typer.Typer(cls=OrderedGroup, help="Manage the cache of generated images.", rich_markup_mode=None)
 
 _LINE_EVERY = 10.0
 _MAX_SHOWN = 20
@@ -41,9 +41,9 @@ GeneratorOption = Annotated[str, typer.Option(help="builtin, FOLDER in diffusers
 # ------------------------------------------------------------------------------------------------ cache
 
 
-@cache_app.command(short_help="List what the cache holds, the least recently used first")
+@cache_app.command(short_help="List cache entries, least recently used first")
 def ls(output: FormatOption = "table") -> None:
-    """List what the cache holds, the least recently used first."""
+    """List cache entries, least recently used first."""
     from fedeas_flwr.generators.cache import ImageCache
     from fedeas_flwr.generators.cache_maintenance import entries
 
@@ -61,9 +61,9 @@ def ls(output: FormatOption = "table") -> None:
     print(f"{ImageCache().root}: {_in_all(found)}")
 
 
-@cache_app.command(short_help="Check every shard, and name those that are damaged")
+@cache_app.command(short_help="Check every shard and list damaged ones")
 def verify() -> None:
-    """Check every shard; a damaged one is named, and made again when it is next needed."""
+    """Check every shard and list damaged ones, which are regenerated when next needed."""
     from fedeas_flwr.generators.cache import ImageCache
     from fedeas_flwr.generators.cache_maintenance import verify as verify_cache
 
@@ -75,18 +75,18 @@ def verify() -> None:
         raise typer.Exit(1)
 
 
-@cache_app.command(short_help="Remove images that can be made again")
+@cache_app.command(short_help="Remove images that can be regenerated")
 def prune(
-    max_bytes: Annotated[str, typer.Option(help="keep at most this, such as 20GB, least recently used first")] = "",
-    older_than: Annotated[str, typer.Option(help="remove what was not used for, such as 30d")] = "",
-    key: Annotated[str, typer.Option(help="remove the entry whose key begins so")] = "",
+    max_bytes: Annotated[str, typer.Option(help="size to keep, such as 20GB; removes least recently used first")] = "",
+    older_than: Annotated[str, typer.Option(help="remove entries unused for, such as 30d")] = "",
+    key: Annotated[str, typer.Option(help="remove the entry whose key starts with this")] = "",
 ) -> None:
-    """Remove images that can be made again."""
+    """Remove images that can be regenerated."""
     from fedeas_flwr.generators.cache import ImageCache
     from fedeas_flwr.generators.cache_maintenance import prune as prune_cache
 
     if not (max_bytes or older_than or key):
-        raise ValueError("say what may go: --max-bytes, --older-than or --key")
+        raise ValueError("give what to remove: --max-bytes, --older-than or --key")
     removed = prune_cache(
         ImageCache(),
         max_bytes=parse_bytes(max_bytes, "max-bytes") if max_bytes else None,
@@ -104,9 +104,9 @@ def _in_all(found: Sequence[Entry]) -> str:
 
 
 def estimate_generation(plan: dict[str, Any], spec: str, dataset: str) -> dict[str, Any]:
-    """Say what a plan would cost with a generator.
+    """Return the seconds and bytes that generating a plan would take.
 
-    Images that are in the cache already are not taken off.
+    Images that are already in the cache are counted too.
     """
     from fedeas_flwr.common.devices import pick_device
     from fedeas_flwr.generators.cache_maintenance import stored_bytes
@@ -125,7 +125,7 @@ def estimate_generation(plan: dict[str, Any], spec: str, dataset: str) -> dict[s
 
 
 def batch_speed(spec: str, dataset: str, classes: int) -> GeneratorSpeed:
-    """Time a generator, for a limit in seconds."""
+    """Return the measured speed of a generator, for a limit in seconds."""
     return _measure_speed(_open_checked(spec, dataset, classes, "--max-seconds"))
 
 
@@ -137,12 +137,12 @@ def _open_checked(spec: str, dataset: str, classes: int, wanted_by: str) -> Gene
     generator = open_for_run(parse_config({"dataset": dataset, "generator": spec}), configure_torch("auto"))
     if classes != generator.num_classes:
         found = f"the counts have {counted(classes, 'class', 'classes')}, {dataset} has {generator.num_classes}"
-        raise ValueError(f"{wanted_by}: {found}; name the right one with --dataset")
+        raise ValueError(f"{wanted_by}: {found}; give the matching --dataset")
     return generator
 
 
 def _measure_speed(generator: Generator) -> GeneratorSpeed:
-    """Time one batch after one to warm up."""
+    """Return the time of one batch, measured after a warm-up batch."""
     from fedeas_flwr.generators.interface import SampleId, batch_size
     from fedeas_flwr.planning.beta_selection import GeneratorSpeed
 
@@ -155,7 +155,7 @@ def _measure_speed(generator: Generator) -> GeneratorSpeed:
 
 
 def show_estimate(estimate: dict[str, Any]) -> str:
-    """Write an estimate as one line under the plan's table."""
+    """Return an estimate as the line under the plan's table."""
     speed = estimate["batch"] / estimate["seconds_a_batch"]
     return (
         f"Estimate:     {estimate['seconds']:,.0f} s of generation by {estimate['generator']} on {estimate['device']} "
@@ -168,30 +168,32 @@ def show_estimate(estimate: dict[str, Any]) -> str:
 
 def generate(
     context: typer.Context,
-    out: Annotated[Path, typer.Option(help="folder for images.npz, grid.png and report.json", callback=can_be_folder)],
+    out: Annotated[Path, typer.Option(help="folder for images.npz, grid.png and report.json", callback=check_folder)],
     dataset: Annotated[str, typer.Option(help="digits, cifar10, cifar100 or own:PATH")] = "digits",
     generator: GeneratorOption = "builtin",
     per_class: Annotated[int, typer.Option(min=1, help="images of each class")] = 20,
-    seed: Annotated[int, typer.Option(min=0, help="of the noise")] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="seed of the noise")] = 0,
     sampler: Annotated[str, typer.Option(help=", ".join(SAMPLER_STEPS))] = "dpm++",
-    sampler_steps: Annotated[int, typer.Option(help="steps of the sampler; 0: its own")] = 0,
+    sampler_steps: Annotated[int, typer.Option(help="sampler steps; 0: the sampler's default")] = 0,
     guidance: Annotated[float, typer.Option(help="classifier-free guidance scale; 1 is none")] = 1.0,
-    guidance_rescale: Annotated[float, typer.Option(help="part of its contrast taken away again, 0 to 1")] = 0.0,
-    generation_batch: Annotated[int, typer.Option(min=0, help="images in one forward pass; 0: by device")] = 0,
+    guidance_rescale: Annotated[float, typer.Option(help="guidance rescale factor φ, 0 to 1")] = 0.0,
+    generation_batch: Annotated[int, typer.Option(min=0, help="images per forward pass; 0: by device")] = 0,
     device: Annotated[str, typer.Option(help="auto, cpu or cuda")] = "auto",
-    report: Annotated[bool, typer.Option("--report", help="measure them against the real images")] = False,
-    data_dir: Annotated[str, typer.Option(help="of --report: where the dataset is")] = "",
-    inception: Annotated[Path | None, typer.Option(help="of --report: Inception weights, for FID and KID")] = None,
+    report: Annotated[bool, typer.Option("--report", help="compare the images with real ones")] = False,
+    data_dir: Annotated[str, typer.Option(help="with --report: folder of the dataset")] = "",
+    inception: Annotated[Path | None, typer.Option(help="with --report: Inception weights, for FID and KID")] = None,
 ) -> None:
-    """Generate images of every class, to look at, to measure or to keep as a bank."""
+    """Generate images of every class to view, to measure or to use as a bank."""
     if not report:
-        refuse_given(context, ["data_dir", "inception"], "it says nothing without --report")
-    drawn: dict[str, Any] = {"sampler": sampler, "sampler-steps": sampler_steps}
-    drawn |= {"guidance": guidance, "guidance-rescale": guidance_rescale}
-    solved = generator.partition(":")[0] not in ("bank", "sd-turbo")
-    if not solved:
-        refuse_given(context, [key.replace("-", "_") for key in drawn], "it is of diffusion models in a folder")
-    if inception and not inception.is_file():  # before the images are made
+        reject_options(context, ["data_dir", "inception"], "it has no effect without --report")
+    sampling: dict[str, Any] = {"sampler": sampler, "sampler-steps": sampler_steps}
+    sampling |= {"guidance": guidance, "guidance-rescale": guidance_rescale}
+    has_sampler = generator.partition(":")[0] not in ("bank", "sd-turbo")
+    if not has_sampler:
+        reject_options(
+            context, [key.replace("-", "_") for key in sampling], "it applies only to diffusion models in a folder"
+        )
+    if inception and not inception.is_file():  # checked before generating
         raise ConfigError(f"--inception: there is no file {inception}")
     import numpy as np
 
@@ -205,7 +207,7 @@ def generate(
     from fedeas_flwr.generators.opening import open_for_run
 
     values = {"dataset": dataset, "generator": generator, "generation-batch": generation_batch}
-    config = parse_config(values | drawn | {"device": device})
+    config = parse_config(values | sampling | {"device": device})
     where = configure_torch(device)
     if generator == "builtin":
         from fedeas_flwr.launch.prepare import ensure_digits_generator
@@ -224,7 +226,7 @@ def generate(
         np.savez_compressed(file, x=images, y=labels)
     rows = images.reshape(opened.num_classes, per_class, *opened.image_shape)[:, :_MAX_SHOWN]
     save_sheet(list(rows), rows.shape[1], out / "grid.png")
-    (out / "report.json").unlink(missing_ok=True)  # of other images
+    (out / "report.json").unlink(missing_ok=True)  # describes the previous images
     print(f"{counted(len(images), 'image')} in {seconds:.1f} s → {out}")
     if report:
         from fedeas_flwr.generators.classifier import independent_classifier
@@ -233,12 +235,12 @@ def generate(
         from fedeas_flwr.runs.listing import without_folder
 
         with showing_log(Console(stderr=True, markup=False)):
-            judge = independent_classifier(dataset, data_dir, where)
-        found = quality_report(open_dataset(dataset, data_dir), judge, images, labels, inception)
+            classifier = independent_classifier(dataset, data_dir, where)
+        found = quality_report(open_dataset(dataset, data_dir), classifier, images, labels, inception)
         facts = {
             **values,
             "generator": without_folder(generator),
-            **(drawn | {"sampler-steps": sampler_steps or SAMPLER_STEPS[sampler]} if solved else {}),
+            **(sampling | {"sampler-steps": sampler_steps or SAMPLER_STEPS[sampler]} if has_sampler else {}),
             "seed": seed,
             "per-class": per_class,
             "fingerprint": opened.fingerprint,
@@ -250,18 +252,18 @@ def generate(
 
 
 def _in_chunks(opened: Generator, samples: Sequence[SampleId]) -> Iterator[NDArray[np.uint8]]:
-    """Sample whole batches at a time, and say every ten seconds how long it will take; the images are the same."""
+    """Yield images in chunks of whole batches and print the time left every ten seconds."""
     from fedeas_flwr.generators.interface import batch_size, images_per_class
 
     began = shown = time.monotonic()
     chunk, done = batch_size(opened), 0
-    if len(samples) > chunk and images_per_class(opened) is None:  # a bank's images are there
+    if len(samples) > chunk and images_per_class(opened) is None:  # a bank is only read
         print(f"{len(samples):,} images, {chunk:,} at a time", file=sys.stderr)
     while done < len(samples):
         yield opened.sample(samples[done : done + chunk])
         now = time.monotonic()
         if not done and now - began < _LINE_EVERY / 4:
-            chunk, done = 4 * chunk, chunk  # a quick generator has no pauses between its batches
+            chunk, done = 4 * chunk, chunk  # larger chunks keep a fast generator busy
         else:
             done += chunk
         done = min(done, len(samples))

@@ -13,11 +13,11 @@ from fedeas_flwr.common.tables import print_table, table_width
 from fedeas_flwr.config_keys import run_keys
 
 _FOUR_COLUMNS = 120
-"""Characters that a terminal needs for one of them to be of sentences."""
+"""Minimum terminal width, in characters, for four columns of which one holds sentences."""
 
 
 def keys(output: FormatOption = "table") -> None:
-    """List every run-config key: default, allowed values (n is a whole number, x any) and meaning."""
+    """List every run-config key: default, allowed values (n: integer, x: any number) and meaning."""
     head: tuple[str, ...] = ("key", "default", "allowed", "meaning")
     rows: list[tuple[Any, ...]] = [(key.name, key.default, key.allowed, key.meaning) for key in run_keys()]
     if output == "table":
@@ -28,17 +28,17 @@ def keys(output: FormatOption = "table") -> None:
 
 
 def strategies(output: FormatOption = "table") -> None:
-    """List every strategy: what it does, its keys, what a client discloses, and what it costs."""
+    """List every strategy: what it does, its keys, what a client discloses, and its cost."""
     from fedeas_flwr.strategies.registry import TABLE_HEAD, table_rows
 
-    _, told, keys, *others = TABLE_HEAD
-    _print_rows(TABLE_HEAD, table_rows(), output, fold=[told, *others], listed=keys)
+    _, summary, keys, *others = TABLE_HEAD
+    _print_rows(TABLE_HEAD, table_rows(), output, fold=[summary, *others], listed=keys)
 
 
 def _print_rows(
     head: Sequence[str], rows: Sequence[Sequence[Any]], output: str, fold: Sequence[str], listed: str = ""
 ) -> None:
-    """Print rows as a table or JSON; ``listed`` is a column of several names, a line each, so that none is broken."""
+    """Print rows as a table or JSON; in the column ``listed``, every name gets its own line and is not broken."""
     if output == "json":
         print(json.dumps([dict(zip(head, row, strict=True)) for row in rows], indent=1, ensure_ascii=False))
         return

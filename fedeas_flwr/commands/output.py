@@ -1,4 +1,4 @@
-"""How commands give their answers: a table or JSON, files where files can be."""
+"""Options and checks that several commands share: output format, output paths, rejected options."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from fedeas_flwr.common.errors import ConfigError
 from fedeas_flwr.common.files import existing_part
 
 console = Console(markup=False)
-"""A path is printed as it is: brackets in it are no styles."""
+"""Console without markup: brackets in a path are printed as they are."""
 
 
 def check_format(output: str) -> str:
-    """Refuse a format that there is not."""
+    """Return the format, or raise `ConfigError` if it is unknown."""
     if output not in ("table", "json"):
         raise ConfigError(f"format = '{output}': must be table or json")
     return output
@@ -28,8 +28,11 @@ def check_format(output: str) -> str:
 FormatOption = Annotated[str, typer.Option("--format", help="table or json", callback=check_format)]
 
 
-def can_be_folder(option: typer.CallbackParam, path: Path | None) -> Path | None:
-    """Refuse a folder that cannot be written to, before hours are spent on what goes there; an option's callback."""
+def check_folder(option: typer.CallbackParam, path: Path | None) -> Path | None:
+    """Return the path, or raise `ConfigError` if no folder can be written there; callback of an option.
+
+    The check comes first, because computing the content may take hours.
+    """
     if path is None:
         return path
     if not (there := existing_part(path.absolute())).is_dir():
@@ -39,21 +42,21 @@ def can_be_folder(option: typer.CallbackParam, path: Path | None) -> Path | None
         with TemporaryFile(dir=there):
             pass
     except OSError as error:
-        raise ConfigError(f"{option.opts[0]} '{path}': cannot be written to, {error.strerror or error}") from None
+        raise ConfigError(f"{option.opts[0]} '{path}': cannot be written to: {error.strerror or error}") from None
     return path
 
 
-def can_be_file(option: typer.CallbackParam, path: Path | None) -> Path | None:
-    """Refuse a file to write that is a folder, or lies below a file; as the callback of an option."""
+def check_file(option: typer.CallbackParam, path: Path | None) -> Path | None:
+    """Return the path, or raise `ConfigError` if no file can be written there; callback of an option."""
     if path is not None and path.is_dir():
         raise ConfigError(f"{option.opts[0]} '{path}': is a folder, must be a file")
     if path is not None:
-        can_be_folder(option, path.parent)
+        check_folder(option, path.parent)
     return path
 
 
-def refuse_given(context: typer.Context, names: Collection[str], why: str) -> None:
-    """Refuse options of a command that were given and would be ignored."""
+def reject_options(context: typer.Context, names: Collection[str], why: str) -> None:
+    """Raise `ConfigError` for an option that was given on the command line but would be ignored."""
     for name in names:
         if context.get_parameter_source(name) is ParameterSource.COMMANDLINE:
             option = next(param.opts[0] for param in context.command.params if param.name == name)

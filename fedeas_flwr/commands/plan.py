@@ -1,4 +1,4 @@
-"""The command `fedeas plan`: who would generate what, and which β to take."""
+"""The command `fedeas plan`: images per client and class, and the choice of β."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from click.core import ParameterSource
 from rich.console import Console
 
 from fedeas_flwr.commands.images import batch_speed, estimate_generation, show_estimate
-from fedeas_flwr.commands.output import FormatOption, can_be_folder, refuse_given
+from fedeas_flwr.commands.output import FormatOption, check_folder, reject_options
 from fedeas_flwr.common.errors import ConfigError
 from fedeas_flwr.launch.progress import show_tries
 
@@ -33,33 +33,37 @@ def plan(
     policy: Annotated[str, typer.Option(help="fedeas, uniform, missing-only, full-balance, greedy, waterfill …")] = (
         "fedeas"
     ),
-    beta: Annotated[float | None, typer.Option(help="budget parameter β; else 12, or what the limits choose")] = None,
+    beta: Annotated[float | None, typer.Option(help="budget parameter β; default: 12, or chosen by the limits")] = None,
     gamma: Annotated[float, typer.Option(help="exponent of the mean class count")] = 0.5,
     seed: Annotated[int, typer.Option(help="seed of the partition")] = 42,
-    printed_rule: Annotated[bool, typer.Option("--printed-rule", help="fill by Eq. 9 as printed")] = False,
-    total: Annotated[int | None, typer.Option(help="images of a matched policy; else what FedEAS spends")] = None,
+    printed_rule: Annotated[bool, typer.Option("--printed-rule", help="apply Eq. 9 as printed in the paper")] = False,
+    total: Annotated[int | None, typer.Option(help="total images of a matched policy; default: FedEAS's total")] = None,
     counts: Annotated[
         Path | None,
         typer.Option(
-            help="label counts as .json or .csv: a row a client, a column a class; a .csv may have a header, and under "
-            "client, id, index or an empty cell a first column that is no class"
+            help="label counts as .json or .csv: one row per client, one column per class; a .csv may have a header, "
+            "and a first column named client, id, index or nothing is ignored"
         ),
     ] = None,
     output: FormatOption = "table",
-    estimate: Annotated[bool, typer.Option("--estimate", help="time one batch: generation seconds and disk")] = False,
+    estimate: Annotated[
+        bool, typer.Option("--estimate", help="estimate seconds and disk space by timing one batch")
+    ] = False,
     generator: Annotated[
-        str, typer.Option(help="of --estimate and --max-seconds: builtin, FOLDER, bank:DIR, sd-turbo")
+        str, typer.Option(help="with --estimate or --max-seconds: builtin, FOLDER, bank:DIR, sd-turbo")
     ] = "builtin",
-    min_removed: Annotated[float | None, typer.Option(help="choose β: least share of the imbalance removed")] = None,
-    max_synthetic: Annotated[float | None, typer.Option(help="choose β: greatest share of synthetic images")] = None,
-    max_images: Annotated[int | None, typer.Option(help="choose β: most images to generate")] = None,
-    max_seconds: Annotated[float | None, typer.Option(help="choose β: most seconds, by one timed batch")] = None,
-    grid: Annotated[str, typer.Option(help="the β to choose from, such as 4,8,12,16,20; else any")] = "",
+    min_removed: Annotated[
+        float | None, typer.Option(help="choose β: minimum fraction of the imbalance removed")
+    ] = None,
+    max_synthetic: Annotated[float | None, typer.Option(help="choose β: maximum fraction of synthetic images")] = None,
+    max_images: Annotated[int | None, typer.Option(help="choose β: maximum number of images")] = None,
+    max_seconds: Annotated[float | None, typer.Option(help="choose β: maximum seconds, by timing one batch")] = None,
+    grid: Annotated[str, typer.Option(help="candidate β, such as 4,8,12,16,20; default: any")] = "",
     figures: Annotated[
-        Path | None, typer.Option(help="folder for four PNGs, in the paper's layout", callback=can_be_folder)
+        Path | None, typer.Option(help="folder for four PNG figures in the paper's layout", callback=check_folder)
     ] = None,
 ) -> None:
-    """Say how many images each client would generate, from label counts alone; choose β from limits."""
+    """Plan how many images each client generates, from label counts alone; choose β from limits."""
     from fedeas_flwr.data.datasets import dataset_info
     from fedeas_flwr.planning import beta_selection, counts_file
     from fedeas_flwr.planning import plan as plan_module
@@ -69,13 +73,13 @@ def plan(
     _check_settings(context, policy, total)
     _check_beta_or_limits(limits, beta, grid)
     if not estimate and max_seconds is None:
-        refuse_given(context, ["generator"], "it says nothing without --estimate or --max-seconds")
+        reject_options(context, ["generator"], "it has no effect without --estimate or --max-seconds")
     names: Sequence[str]
     if counts:
         _check_given_counts(context, "--max-seconds" if max_seconds is not None else "--estimate" if estimate else "")
         found, names = counts_file.read_counts(counts)
     else:
-        names = dataset_info(dataset).classes  # first: it names all that a dataset can be, data of one's own too
+        names = dataset_info(dataset).classes  # first: its error lists every allowed dataset
         found = _partition_counts(dataset, protocol, clients, alpha, seed)
     choice = None
     if limits.given():
@@ -124,40 +128,40 @@ def _as_text(result: dict[str, Any], names: Sequence[str], choice: Choice | None
 
 
 def _check_settings(context: typer.Context, policy: str, total: int | None) -> None:
-    """Refuse what says nothing under this policy, or beside a total."""
+    """Raise `ConfigError` for an option that has no effect with this policy or with a total."""
     from fedeas_flwr.policies import settings_of
 
     settings = settings_of(policy, total is not None)
     if total is not None and "total" not in settings:
         raise ConfigError(f"total = {total}: leave it out, policy {policy} sets its own")
     options = {"beta": "beta", "gamma": "gamma", "strict_mean": "printed_rule"}
-    why = "--total says what is spent" if total is not None else f"policy {policy} has its own"
+    why = "--total sets the number of images" if total is not None else f"policy {policy} has its own"
     if not settings:
         why = f"policy {policy} has nothing to set"
-    refuse_given(context, [option for name, option in options.items() if name not in settings], why)
+    reject_options(context, [option for name, option in options.items() if name not in settings], why)
 
 
 def _check_beta_or_limits(limits: Limits, beta: float | None, grid: str) -> None:
-    """Refuse a β beside limits that choose it, and a grid without any."""
+    """Raise `ConfigError` for β given together with limits, or a grid given without limits."""
     from fedeas_flwr.planning.beta_selection import option
 
     if limits.given() and beta is not None:
         raise ConfigError(f"beta = {beta:g}: leave it out, the limits choose it")
     if grid and not limits.given():
         names = ", ".join(map(option, vars(limits)))
-        raise ConfigError(f"grid = '{grid}': there is nothing to choose by; give one or more of {names}")
+        raise ConfigError(f"grid = '{grid}': needs a limit to choose by; give one or more of {names}")
 
 
 def _check_given_counts(context: typer.Context, timed_by: str) -> None:
-    """Refuse options that counts make void, and a generator's time without the dataset that it makes images of."""
+    """Raise `ConfigError` for options that --counts replaces, or for timing a generator without its dataset."""
     if timed_by and context.get_parameter_source("dataset") is not ParameterSource.COMMANDLINE:
         raise ConfigError(f"{timed_by} with --counts needs --dataset and --generator")
     void = ("protocol", "clients", "alpha", "seed", *([] if timed_by else ["dataset"]))
-    refuse_given(context, void, "--counts says what the clients hold")
+    reject_options(context, void, "--counts gives the label counts")
 
 
 def read_grid(text: str) -> list[float]:
-    """Read numbers separated by commas."""
+    """Return the numbers of a comma-separated list."""
     try:
         return [float(word) for word in text.split(",")] if text else []
     except ValueError:

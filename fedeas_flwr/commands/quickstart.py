@@ -1,4 +1,4 @@
-"""The quickstart: one digits partition under four policies, a table, a picture and a page, in minutes on 2 cores."""
+"""The command `fedeas quickstart`: four policies on one digits partition, in minutes on two cores."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from fedeas_flwr.commands.output import can_be_folder, console
+from fedeas_flwr.commands.output import check_folder, console
 from fedeas_flwr.common.errors import ConfigError
 from fedeas_flwr.common.files import atomic_write
 from fedeas_flwr.config import RunConfig, parse_config
@@ -18,27 +18,29 @@ from fedeas_flwr.runs.directory import RunDirectory
 from fedeas_flwr.runs.files import is_run
 
 RUNS = (("none", "ray"), ("fedeas", "ray"), ("uniform", "inline"), ("missing-only", "inline"))
-"""Policy and backend. Two runs go through Flower's Ray simulation; its start costs half a minute, so two do not: the
-result is the same bit for bit."""
+"""Policy and backend of each run. Two use Flower's Ray simulation, which takes half a minute to start; the other two
+run inline, with bit-identical results."""
 _FOLDER = Path("runs/quickstart")
 
 
 def quickstart_command(
-    out: Annotated[Path, typer.Option(help="folder of the runs and the picture", callback=can_be_folder)] = _FOLDER,
+    out: Annotated[
+        Path, typer.Option(help="folder of the runs, the figure and the report", callback=check_folder)
+    ] = _FOLDER,
 ) -> None:
-    """Four runs on the built-in digits: no synthetic data, FedEAS, and two policies at FedEAS's budget.
+    """Run four policies on the built-in digits: none, FedEAS, and two others with FedEAS's number of images.
 
-    Started again, it does what is left of them.
+    Run the same command again to finish what is left.
     """
     try:
         quickstart(out.absolute(), console)
     except KeyboardInterrupt:
         again = shlex.join(["fedeas", "quickstart", *(() if out == _FOLDER else ("--out", str(out)))])
-        raise KeyboardInterrupt(f"stopped; go on with: {again}") from None
+        raise KeyboardInterrupt(f"stopped; resume with: {again}") from None
 
 
 def quickstart_config(policy: str, backend: str, folder: Path) -> RunConfig:
-    """One of the four runs: the run-config's defaults, for ten clients."""
+    """Return the config of one of the four runs: the defaults, with ten clients."""
     return parse_config(
         {
             "clients": 10,
@@ -51,37 +53,37 @@ def quickstart_config(policy: str, backend: str, folder: Path) -> RunConfig:
 
 
 def quickstart(folder: Path, console: Console) -> None:
-    """Run the four policies into ``folder``, or what is left of them, print a table, write a picture and a page."""
+    """Finish the four runs in ``folder``, print a table, and write a figure and an HTML report."""
     from fedeas_flwr.report.groups import group_runs
     from fedeas_flwr.report.page import as_png
     from fedeas_flwr.report.writing import comparison_figure, print_comparison, write_report
 
-    _refuse_others(folder)
+    _reject_other_folder(folder)
     cells = [_cell(quickstart_config(policy, backend, folder)) for policy, backend in RUNS]
-    groups, left_out = group_runs([_do(cell, console) for cell in cells])
-    picture, page = folder / "quickstart.png", folder / "report.html"
-    atomic_write(picture, as_png(comparison_figure(groups)))
+    groups, left_out = group_runs([_finish(cell, console) for cell in cells])
+    figure, page = folder / "quickstart.png", folder / "report.html"
+    atomic_write(figure, as_png(comparison_figure(groups)))
     write_report(groups, left_out, page)
     console.print()
     print_comparison(groups, console)
     console.print(
-        "One seed, 8×8 digits: generating is far above not generating; policies that spend the same number of images "
-        "lie too close together here to be told apart."
+        "One seed, 8×8 digits: generating images raises accuracy by far; policies with the same number of images are "
+        "too close to separate here."
     )
-    console.print(f"Picture: {picture}\nReport: {page}", soft_wrap=True, highlight=False)
+    console.print(f"Figure: {figure}\nReport: {page}", soft_wrap=True, highlight=False)
 
 
-def _refuse_others(folder: Path) -> None:
-    """Write into no folder with somebody's own things; what was put beside an earlier quickstart's runs may stay."""
+def _reject_other_folder(folder: Path) -> None:
+    """Raise `ConfigError` if the folder holds other files and no run of an earlier quickstart."""
     own = [policy for policy, _ in RUNS]
     there = sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
     others = [name for name in there if name not in own and not name.startswith(".")]
     if others and not any(is_run(folder / policy) for policy in own):
-        raise ConfigError(f"--out '{folder}': holds {others[0]} and no quickstart; name a new folder")
+        raise ConfigError(f"--out '{folder}': holds {others[0]} and no quickstart; give a new folder")
 
 
 def _cell(config: RunConfig) -> SweepRun:
-    """One of the runs as it is to be done: from its start, or from its checkpoint; refused if it cannot be."""
+    """Return one of the runs, to be started or resumed; raise if its folder does not allow that."""
     run = RunDirectory(Path(config.run_dir))
     cell = SweepRun(config.policy, {}, config.with_changes(resume=run.is_record()), run)
     check_cell(cell)
@@ -91,11 +93,11 @@ def _cell(config: RunConfig) -> SweepRun:
     return cell
 
 
-def _do(cell: SweepRun, console: Console) -> RunDirectory:
-    """Do one of the runs, or what is left of it."""
+def _finish(cell: SweepRun, console: Console) -> RunDirectory:
+    """Start or resume one of the runs and return its directory; a finished run is kept."""
     if cell.finished:
         again = shlex.join(["fedeas", "runs", "rm", str(cell.run.path)])
-        console.print(f"{cell.name}: done before, and kept; to do it anew, first: {again}", soft_wrap=True)
+        console.print(f"{cell.name}: already finished and kept; to repeat it, first: {again}", soft_wrap=True)
         return cell.run
     from fedeas_flwr.launch.prepare import prepare
     from fedeas_flwr.launch.run import launch

@@ -1,4 +1,4 @@
-"""The command `fedeas report`: runs side by side, as a table, a page, Markdown or JSON."""
+"""The command `fedeas report`: compare runs as a table, an HTML page, Markdown or JSON."""
 
 from __future__ import annotations
 
@@ -9,22 +9,22 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from fedeas_flwr.commands.output import FormatOption, can_be_file, can_be_folder
+from fedeas_flwr.commands.output import FormatOption, check_file, check_folder
 from fedeas_flwr.common.errors import RunError
 from fedeas_flwr.runs.listing import find_runs
 
 
 def report(
-    runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="run directories, or folders with runs below")],
+    runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="run directories, or folders that contain runs")],
     page: Annotated[
-        Path | None, typer.Option("--html", help="write one page with all pictures inside", callback=can_be_file)
+        Path | None, typer.Option("--html", help="write one HTML page with all figures", callback=check_file)
     ] = None,
     out: Annotated[
-        Path | None, typer.Option(help="folder for report.md and every picture as PNG and SVG", callback=can_be_folder)
+        Path | None, typer.Option(help="folder for report.md and its figures as PNG and SVG", callback=check_folder)
     ] = None,
     output: FormatOption = "table",
 ) -> None:
-    """Compare runs, as a table, a page or Markdown; runs that differ in their seed alone are one row."""
+    """Compare runs as a table, an HTML page or Markdown; runs that differ only in their seed share a row."""
     if missing := [folder for folder in runs if not folder.is_dir()]:
         raise RunError(f"{missing[0]} is not a folder")
     from fedeas_flwr.report.groups import group_runs

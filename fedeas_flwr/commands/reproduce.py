@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
-from fedeas_flwr.commands.output import FormatOption, can_be_folder, refuse_given
+from fedeas_flwr.commands.output import FormatOption, check_folder, reject_options
 from fedeas_flwr.commands.sweep import validate_runs, watching
 from fedeas_flwr.common.cores import usable_cores
 from fedeas_flwr.common.errors import ConfigError
@@ -30,12 +30,12 @@ if TYPE_CHECKING:
 
 SET_BY_CELLS = {
     **dict.fromkeys(
-        ("dataset", "clients", "alpha", "protocol", "policy", "strategy"), "choose cells, which --list names"
+        ("dataset", "clients", "alpha", "protocol", "policy", "strategy"), "choose among the cells of --list"
     ),
     "seed": "see --seeds",
     **dict.fromkeys(("run-dir", "resume"), "see --out"),
 }
-"""Keys that no --set may change, since a cell's name or folder says them → what to do instead."""
+"""Keys that --set must not change, because a cell's name or folder fixes them → what to use instead."""
 
 
 def reproduce(
@@ -44,27 +44,31 @@ def reproduce(
         list[str] | None,
         typer.Argument(help="all, table1, peak, beta, ablation, gamma, fig1 … fig5, …, or cells: 'c10-k100-a0.1/*'"),
     ] = None,
-    columns: Annotated[list[str] | None, typer.Option(help="of tables and cells, such as c10-k100-a0.1")] = None,
+    columns: Annotated[
+        list[str] | None, typer.Option(help="columns of tables and cells, such as c10-k100-a0.1")
+    ] = None,
     scale: Annotated[str, typer.Option(help="smoke: minutes, on digits; full: the paper's experiments")] = "smoke",
-    runs: Annotated[list[Path] | None, typer.Option(help="folder with runs or exported records; several")] = None,
+    runs: Annotated[
+        list[Path] | None, typer.Option(help="folder with runs or exported records; may be repeated")
+    ] = None,
     out: Annotated[
         Path | None,
-        typer.Option(help="folder of the page and of new runs; else runs/reproduce-…", callback=can_be_folder),
+        typer.Option(help="folder of the page and new runs; default: runs/reproduce-SCALE", callback=check_folder),
     ] = None,
-    run: Annotated[bool | None, typer.Option("--run/--no-run", help="do missing runs; else only at smoke")] = None,
-    given: Annotated[list[str] | None, typer.Option("--set", help="key=value of all runs, such as data-dir=…")] = None,
-    seeds: Annotated[str, typer.Option(help="such as 1,2,3; else one, and more where order is to be told")] = "",
-    jobs: Annotated[int, typer.Option(help="runs at once; 0: one, at smoke one a core", min=0)] = 0,
+    run: Annotated[
+        bool | None, typer.Option("--run/--no-run", help="run what is missing; default: only at smoke scale")
+    ] = None,
+    given: Annotated[list[str] | None, typer.Option("--set", help="key=value for all runs, such as data-dir=…")] = None,
+    seeds: Annotated[str, typer.Option(help="such as 1,2,3; default: one, more where an order is tested")] = "",
+    jobs: Annotated[int, typer.Option(help="parallel runs; 0: one, at smoke scale one per core", min=0)] = 0,
     export: Annotated[
-        Path | None, typer.Option(help="folder that gets each new run's record", callback=can_be_folder)
+        Path | None, typer.Option(help="folder to export each new run's record to", callback=check_folder)
     ] = None,
-    into: Annotated[
-        Path | None, typer.Option(help="write tables into a Markdown file that has places for them")
-    ] = None,
-    listing: Annotated[bool, typer.Option("--list", help="name the cells, with the words of `fedeas run`")] = False,
+    into: Annotated[Path | None, typer.Option(help="write tables between the markers of a Markdown file")] = None,
+    listing: Annotated[bool, typer.Option("--list", help="list the cells with their `fedeas run` arguments")] = False,
     output: FormatOption = "table",
 ) -> None:
-    """The paper's tables and figures from runs, its numbers beside ours; missing runs are done or named."""
+    """Reproduce the paper's tables and figures, with its numbers for comparison; run or list missing runs."""
     from fedeas_flwr.reproduce.cells import SCALES
     from fedeas_flwr.reproduce.items import choose
     from fedeas_flwr.reproduce.paper import COLUMNS
@@ -73,29 +77,29 @@ def reproduce(
         raise ConfigError(f"scale = '{scale}': must be {' or '.join(SCALES)}")
     for folder in runs or []:
         if not folder.is_dir():
-            raise ConfigError(f"runs = '{folder}': there is no such folder")
+            raise ConfigError(f"runs = '{folder}': no such folder")
     names = [name for words in columns or [] for name in words.split(",")]
     more, numbers = read_words(given or []), read_seeds(seeds)
     if listing:
-        refuse_given(context, ("runs", "out", "run", "jobs", "export", "into"), "--list does no runs and reads none")
+        reject_options(context, ("runs", "out", "run", "jobs", "export", "into"), "--list starts and reads no runs")
         print_cells(choose(what or ["*/*"], names, scale, numbers, more), output)
         return
     folder = (out or Path("runs") / f"reproduce-{scale}").absolute()
     places = [*(runs or []), folder / "runs"]
     if into:
         void = ("what", "columns", "run", "seeds", "jobs", "export", "output")
-        refuse_given(context, void, "--into writes what the document asks for, from the runs that there are")
+        reject_options(context, void, "--into writes only what the document asks for, from existing runs")
         write_into(into, scale, places, more)
         return
     choice = choose(what or [], names, scale, numbers, more)
     doing = scale == "smoke" if run is None else run
     if export and not doing:
-        raise ConfigError(f"--export '{export}': leave it out or say --run, no run is done without")
-    # With JSON on stdout, what goes on is told on stderr.
+        raise ConfigError(f"--export '{export}': leave it out or give --run, without which nothing runs")
+    # With JSON on stdout, progress goes to stderr.
     console = Console(stderr=output == "json", markup=False)
     results, failed = choice.find(places), False
     if doing:
-        failed = do_missing(choice, results, folder / "runs", jobs or default_jobs(scale), export, console)
+        failed = run_missing(choice, results, folder / "runs", jobs or default_jobs(scale), export, console)
         results = choice.find(places)
     options = {
         "--columns": [] if choice.columns == COLUMNS else [",".join(choice.columns)],
@@ -113,36 +117,36 @@ def reproduce(
 
 
 def read_words(words: Sequence[str]) -> dict[str, Any]:
-    """Read the key=value words that hold for all runs; a relative path is meant from here."""
+    """Return the key=value pairs of --set; raise `ConfigError` for a key that the cells set."""
     values = parse_overrides(words)
     for key, instead in SET_BY_CELLS.items():
         if key in values:
-            raise ConfigError(f"--set {key}={values[key]}: every cell sets its own; {instead}")
+            raise ConfigError(f"--set {key}={values[key]}: every cell sets this key; {instead}")
     return values
 
 
 def read_seeds(text: str) -> list[int]:
-    """Read numbers separated by commas; one that is there twice would be two runs in one folder."""
+    """Return the seeds of a comma-separated list; a repeated seed would put two runs into one folder."""
     words = text.split(",") if text else []
     numbers = [int(word) for word in words if word.strip().isdecimal()]
     if len(set(numbers)) < len(words):
-        allowed = "whole numbers of at least 0, each once, separated by commas"
+        allowed = "different integers of at least 0, separated by commas"
         raise ConfigError(f"seeds = '{text}': must be {allowed}, such as 1,2,3")
     return numbers
 
 
 def default_jobs(scale: str) -> int:
-    """One a core at smoke, where a run is one thread; on a GPU one, since several share it well only under MPS."""
+    """Return one per core at smoke scale, where a run has one thread; else 1: runs share a GPU well only with MPS."""
     return usable_cores() if scale == "smoke" else 1
 
 
 # --------------------------------------------------------------------------------------------------------- the runs
 
 
-def do_missing(
+def run_missing(
     choice: Choice, results: Results, folder: Path, jobs: int, export: Path | None, console: Console
 ) -> bool:
-    """Do the runs that are missing, each as it ends a record in ``export``; tell whether one failed for good."""
+    """Run what is missing, export each run's record as it ends, and return whether a run failed after all retries."""
     from fedeas_flwr.launch.sweep_jobs import run_sweep
     from fedeas_flwr.reproduce.missing_runs import (
         ArchivingWatcher,
@@ -156,26 +160,26 @@ def do_missing(
     if not missing:
         archive_finished_runs(results, folder, export)
         return False
-    filling = make_missing_sweep(choice, missing, folder)
-    filling.check()
+    sweep = make_missing_sweep(choice, missing, folder)
+    sweep.check()
     if export:
-        for one in filling.cells:
+        for one in sweep.cells:
             check_export(one.run, record_folder(export, one.values["cell"], one.config))
-    validate_runs(filling, console)
+    validate_runs(sweep, console)
     archive_finished_runs(results, folder, export)
-    prepare = partial(prepare_generator, choice.scale, [cell.config.generates for cell in filling.cells], console)
+    prepare = partial(prepare_generator, choice.scale, [cell.config.generates for cell in sweep.cells], console)
     try:
         with watching(console) as watcher:
-            failed = run_sweep(filling, jobs, 1, ArchivingWatcher(watcher, export), prepare)
+            failed = run_sweep(sweep, jobs, 1, ArchivingWatcher(watcher, export), prepare)
     except KeyboardInterrupt:
-        raise KeyboardInterrupt(f"stopped; go on with: {shlex.join(['fedeas', *sys.argv[1:]])}") from None
+        raise KeyboardInterrupt(f"stopped; resume with: {shlex.join(['fedeas', *sys.argv[1:]])}") from None
     for cell in failed:
         _warn(f"failed: {cell.name}: {cell.error}")
     return bool(failed)
 
 
 def prepare_generator(scale: str, generating: Sequence[bool], console: Console) -> None:
-    """Train the built-in generator here, where it is seen, and not in the first run that needs it."""
+    """Train the built-in generator here, where progress is shown, and not inside the first run that needs it."""
     if scale == "smoke" and any(generating):
         from fedeas_flwr.launch.prepare import ensure_digits_generator
 
@@ -198,7 +202,7 @@ def show(
     console: Console,
     output: str,
 ) -> list[Section]:
-    """Write the page, print the tables or JSON, and say what is missing."""
+    """Write the page, print the tables or JSON and what is missing, and return the sections."""
     from fedeas_flwr.reproduce.page import write_page
     from fedeas_flwr.reproduce.sections import make_sections
     from fedeas_flwr.reproduce.summary import as_json, fill_command, make_page, print_tables, values_csv
@@ -216,8 +220,8 @@ def show(
         print_tables(sections, page.text, console)
     if missing := choice.missing(results):
         number = counted(sum(map(len, missing.values())), "run")
-        command, beside = fill(words, missing)
-        for line in (f"Missing: {number} of {counted(len(missing), 'cell')}; to do them: {command}", beside):
+        command, hint = fill(words, missing)
+        for line in (f"Missing: {number} of {counted(len(missing), 'cell')}; to run them: {command}", hint):
             if line:
                 console.print(line, highlight=False, soft_wrap=True, markup=False)
     if output == "table":
@@ -226,7 +230,7 @@ def show(
 
 
 def print_cells(choice: Choice, output: str) -> None:
-    """Name every cell with its seeds and the words that do its first run."""
+    """Print every cell with its seeds and the command of its first run."""
     from fedeas_flwr.reproduce.cells import run_command_args
 
     rows = []
@@ -242,13 +246,13 @@ def print_cells(choice: Choice, output: str) -> None:
 
 
 def write_into(path: Path, scale: str, places: Sequence[Path], more: Mapping[str, Any]) -> None:
-    """Write tables between a document's ``<!-- reproduce WORDS -->`` and ``<!-- end -->``."""
+    """Write tables between the markers ``<!-- reproduce WORDS -->`` and ``<!-- end -->`` of a document."""
     from fedeas_flwr.reproduce.summary import filled_document
 
     if not path.is_file():
-        raise ConfigError(f"into = '{path}': there is no such file")
+        raise ConfigError(f"into = '{path}': no such file")
     try:
-        text = path.read_bytes().decode()  # as it is: reading as text would lose its line ends
+        text = path.read_bytes().decode()  # reading as text would change line endings
     except UnicodeDecodeError as error:
         raise ConfigError(f"into = '{path}': must be UTF-8, and byte {error.start} is not") from None
     filled, unreadable = filled_document(path, text, scale, places, more)

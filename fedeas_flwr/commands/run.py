@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
-from fedeas_flwr.commands.output import can_be_folder, console
+from fedeas_flwr.commands.output import check_folder, console
 from fedeas_flwr.common.errors import ConfigError
 from fedeas_flwr.common.text import counted
 from fedeas_flwr.config import RunConfig, parse_config
@@ -22,9 +22,9 @@ from fedeas_flwr.runs.directory import RunDirectory
 
 def run(
     conf: Annotated[Path, typer.Argument(help="a TOML file of run-config keys, such as conf/quickstart.toml")],
-    overrides: Annotated[list[str] | None, typer.Argument(help="key=value …; `fedeas keys` lists them")] = None,
+    overrides: Annotated[list[str] | None, typer.Argument(help="key=value …; `fedeas keys` lists the keys")] = None,
 ) -> None:
-    """Run one federated training under Flower and wait for its end."""
+    """Run one federated training under Flower and wait until it ends."""
     config = read_config(conf, overrides or [])
     if config.run_dir:
         start(config)
@@ -33,7 +33,7 @@ def run(
     with reserved_folder(wanted) as folder:
         if folder != wanted and RunDirectory(wanted).state() == "interrupted":
             again = shlex.join(["fedeas", "resume", str(wanted)])
-            console.print(f"{wanted.name} was interrupted; to go on with it: {again}", highlight=False, soft_wrap=True)
+            console.print(f"{wanted.name} was interrupted; to resume it: {again}", highlight=False, soft_wrap=True)
         start(config.with_changes(run_dir=str(folder)))
 
 
@@ -41,32 +41,32 @@ def resume(
     folder: Annotated[Path, typer.Argument(help="the run directory of an interrupted run")],
     overrides: Annotated[list[str] | None, typer.Argument(help="key=value …, such as rounds=40")] = None,
 ) -> None:
-    """Go on with an interrupted run from its last checkpoint; the result is as if it had not been.
+    """Resume an interrupted run from its last checkpoint; the result is the same as without the interruption.
 
-    A finished one goes on if it is given more rounds, and else tells its result again.
+    A finished run continues if `rounds` is raised; otherwise its result is printed again.
     """
     changes, own = parse_overrides(overrides or []), {"run-dir": str(folder.absolute()), "resume": True}
     for key in own.keys() & changes.keys():
-        raise ConfigError(f"{key} = {changes[key]!r}: leave it out, `fedeas resume` goes on in {folder}")
+        raise ConfigError(f"{key} = {changes[key]!r}: leave it out, `fedeas resume` continues in {folder}")
     run = RunDirectory(folder.absolute())
     config = parse_config({**run.config().to_user_dict(), **changes, **own})
     if not changes and run.state() == "finished" and (run.path / "model.safetensors").exists():
         run.checked_rounds()
-        console.print(f"finished already: {run.path}", highlight=False, soft_wrap=True)
+        console.print(f"already finished: {run.path}", highlight=False, soft_wrap=True)
         print_summary(run)
     else:
         start(config)
 
 
 def start(config: RunConfig) -> RunDirectory:
-    """Prepare what a run needs, with progress, then run it and print where the result is."""
+    """Prepare and launch a run, print its summary and return its directory."""
     from fedeas_flwr.launch.prepare import prepare
     from fedeas_flwr.launch.run import launch
 
     try:
         config = prepare(config, console)
     except KeyboardInterrupt:
-        raise KeyboardInterrupt("stopped before the run began: give the same command again") from None
+        raise KeyboardInterrupt("stopped before the run started: repeat the same command") from None
     console.print(
         f"{config.policy} · {config.strategy} · {config.dataset} · {counted(config.clients, 'client')} "
         f"· {counted(config.rounds, 'round')} · {config.backend} → {config.run_dir}",
@@ -77,31 +77,31 @@ def start(config: RunConfig) -> RunDirectory:
         finished = launch(config, console)
     except KeyboardInterrupt:
         again = shlex.join(["fedeas", "resume", config.run_dir])
-        raise KeyboardInterrupt(f"stopped; go on with: {again}") from None
+        raise KeyboardInterrupt(f"stopped; resume with: {again}") from None
     print_summary(finished)
     return finished
 
 
 def print_summary(run: RunDirectory) -> None:
-    """Print what a finished run came to."""
+    """Print a finished run's accuracy, number of images and privacy spent."""
     summary = run.summary()
     last, peak = (f"{100 * summary[key]:.1f} %" for key in ("last_20", "peak"))
     images = counted(summary["total_generated"], "image")
-    told = f"last-{min(20, summary['rounds'])} accuracy {last} · peak {peak} · {images} generated"
-    console.print(told, highlight=False)
+    line = f"last-{min(20, summary['rounds'])} accuracy {last} · peak {peak} · {images} generated"
+    console.print(line, highlight=False)
     if "privacy" in summary:
         console.print(show_privacy(summary["privacy"]), highlight=False, soft_wrap=True)
 
 
 def show_privacy(spent: dict[str, Any]) -> str:
-    """What a run with `dp` spent, as one sentence."""
+    """Return one sentence on the privacy that a run with `dp` spent."""
     if spent["epsilon"] is None:
         return f"privacy: no ε can be given, since {spent['why']}"
     return f"privacy: ε = {spent['epsilon']:.2f} at δ = {spent['delta']:g}; assumes {spent['assumes']}"
 
 
 def run_name(config: RunConfig) -> str:
-    """A folder name that says what the run is."""
+    """Return a folder name made of the dataset, clients, α, policy, strategy and seed."""
     more = [word for word in (config.loss, config.views) if word not in ("cross-entropy", "none")]
     words = [f"k{config.clients}", f"a{config.alpha:g}", config.policy, config.strategy, *more, f"s{config.seed}"]
     return "-".join([short_name(config.dataset), *words])
@@ -109,9 +109,9 @@ def run_name(config: RunConfig) -> str:
 
 @contextmanager
 def reserved_folder(wanted: Path) -> Iterator[Path]:
-    """Make ``wanted``, or with a number behind it if it is taken; of what fails before it begins nothing is left.
+    """Create ``wanted``, or ``wanted-N`` if it exists, and yield it; remove it if it is still empty after an error.
 
-    It is made and not only looked for: another run may want the same name at this very moment.
+    Creating the folder reserves the name: another run may be looking for the same one at this moment.
     """
     wanted.parent.mkdir(parents=True, exist_ok=True)
     folder, number = wanted, 1
@@ -125,14 +125,14 @@ def reserved_folder(wanted: Path) -> Iterator[Path]:
     try:
         yield folder
     except BaseException:
-        with suppress(OSError):  # a folder that is not empty stays
+        with suppress(OSError):  # not empty
             folder.rmdir()
             wanted.parent.rmdir()
         raise
 
 
 def evaluate(folder: Annotated[Path, typer.Argument(help="the run directory of a finished run")]) -> None:
-    """Test a run's saved model on its global test set."""
+    """Evaluate a run's saved model on the global test set."""
     from fedeas_flwr.launch.prepare import evaluate_run
 
     scores = evaluate_run(RunDirectory(folder.absolute()))
@@ -141,11 +141,13 @@ def evaluate(folder: Annotated[Path, typer.Argument(help="the run directory of a
 
 def export(
     folder: Annotated[Path, typer.Argument(help="the run directory of a finished run")],
-    to: Annotated[Path, typer.Argument(help="where its record goes, such as results/NAME", callback=can_be_folder)],
+    to: Annotated[Path, typer.Argument(help="folder for its record, such as results/NAME", callback=check_folder)],
 ) -> None:
     """Copy a run's record (config, rounds, summary) without weights, images or paths of this machine."""
     from fedeas_flwr.runs import listing
 
     run, again = RunDirectory(folder.absolute()), RunDirectory(to.absolute()).is_record()
     listing.export(run, to.absolute())
-    print(f"exported {counted(len(run.rounds()), 'round')} → {to}" + (", where its record was before" if again else ""))
+    print(
+        f"exported {counted(len(run.rounds()), 'round')} → {to}" + (", replacing its earlier record" if again else "")
+    )

@@ -29,21 +29,23 @@ from fedeas_flwr.runs.listing import (
     remove,
 )
 
-runs_app = typer.Typer(cls=OrderedGroup, help="Run directories.", rich_markup_mode=None)
+runs_app = typer.Typer(cls=OrderedGroup, help="Manage run directories.", rich_markup_mode=None)
 
 _MISSING = "missing"
 _HEAD = ("run", "state", "rounds", "last-20 %", "peak %", "images", _MISSING, "changed", "size")
 _HIDDEN_WHEN_NARROW = ("peak %", "images")
 _WIDE = 100
-"""Characters that all columns need beside a name of some length."""
+"""Minimum terminal width, in characters, to show all columns."""
 
 
 @runs_app.command(short_help="List runs: state, rounds, accuracy, images, age, size")
 def ls(
-    folders: Annotated[list[Path] | None, typer.Argument(help="where to look, also below; else runs")] = None,
+    folders: Annotated[
+        list[Path] | None, typer.Argument(help="folders to search, with subfolders; default: runs")
+    ] = None,
     output: FormatOption = "table",
 ) -> None:
-    """List runs: state, rounds, accuracy, images, when they last changed, size."""
+    """List runs: state, rounds, accuracy, images, last change, size."""
     wanted = folders or [Path("runs")]
     if not folders and not wanted[0].exists():
         print("[]" if output == "json" else "no runs yet: there is no folder runs here")
@@ -64,7 +66,7 @@ def ls(
     print_table(console, head, cells, fold=["run"], right=_HEAD[2:])
     print(f"{counted(len(rows), 'run')}, {show_bytes(sum(row['bytes'] for row in rows))}")
     if lost:
-        print(f"{_MISSING}: replies that a run went on without")
+        print(f"{_MISSING}: client replies that the run continued without")
     _warn([*(row["error"] for row in rows if "error" in row), *bad])
 
 
@@ -101,7 +103,7 @@ def _as_json(value: Any) -> str:
 @runs_app.command(short_help="Print a run's rounds as CSV")
 def csv(folder: Annotated[Path, typer.Argument(metavar="RUN", help="a run directory")]) -> None:
     """Print a run's rounds as CSV."""
-    found = describe_in_full(RunDirectory(folder))  # says what is wrong with the folder
+    found = describe_in_full(RunDirectory(folder))  # raises if the folder is not a run
     if found["state"] == "damaged":
         raise RunError(found["error"])
     sys.stdout.write(as_csv(flat_rounds(RunDirectory(folder).rounds())))
@@ -110,25 +112,27 @@ def csv(folder: Annotated[Path, typer.Argument(metavar="RUN", help="a run direct
 @runs_app.command(short_help="Remove run directories")
 def rm(
     folders: Annotated[list[Path], typer.Argument(metavar="RUN...", help="run directories")],
-    yes: Annotated[bool, typer.Option("--yes", help="do not ask")] = False,
+    yes: Annotated[bool, typer.Option("--yes", help="remove without asking")] = False,
 ) -> None:
-    """Remove what runs wrote, and their folders if nothing else is in them; nothing if one is no run, or is running."""
+    """Remove the files of runs, and their folders if empty; remove nothing if one is not a run or is running."""
     found = list({folder.resolve(): check_removable(folder.absolute()) for folder in folders}.values())
     size = show_bytes(sum(describe(run)["bytes"] for run in found))
     if not yes and not (sys.stdin.isatty() and typer.confirm(f"remove {counted(len(found), 'run')}, {size}?")):
-        raise RunError("nothing is removed without a yes: answer it, or say --yes")
-    stayed = remove(found)
-    print("\n".join([f"removed {counted(len(found), 'run')}, {size}", *stayed]))
+        raise RunError("nothing was removed: confirm with y, or give --yes")
+    kept = remove(found)
+    print("\n".join([f"removed {counted(len(found), 'run')}, {size}", *kept]))
 
 
-@runs_app.command(short_help="Remove what finished runs could be resumed with")
+@runs_app.command(short_help="Remove checkpoints and client states of finished runs")
 def prune(
-    folders: Annotated[list[Path], typer.Argument(metavar="RUN...", help="finished runs, or folders with runs below")],
-    model: Annotated[bool, typer.Option("--model", help="their final models too")] = False,
+    folders: Annotated[
+        list[Path], typer.Argument(metavar="RUN...", help="finished runs, or folders that contain runs")
+    ],
+    model: Annotated[bool, typer.Option("--model", help="also remove the final models")] = False,
 ) -> None:
-    """Remove checkpoints and clients' states of finished runs; records, summaries and models stay."""
+    """Remove checkpoints and client states of finished runs; keep records, summaries and models."""
     found = [check_removable(run.path.absolute()) for run in find_runs(folders)]
-    heavy = [(run.path, prunable_files(run, model)) for run in found]  # all of them, before anything is removed
+    heavy = [(run.path, prunable_files(run, model)) for run in found]  # check all before removing anything
     freed = sum(remove_files(folder, files) for folder, files in heavy)
     print(f"pruned {counted(len(found), 'run')}, {show_bytes(freed)} freed")
 

@@ -16,7 +16,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from fedeas_flwr.commands.output import can_be_folder, check_format
+from fedeas_flwr.commands.output import check_folder, check_format
 from fedeas_flwr.common.errors import ConfigError
 from fedeas_flwr.common.tables import folding_table, print_table
 from fedeas_flwr.common.text import counted, show_seconds
@@ -27,25 +27,25 @@ from fedeas_flwr.runs.listing import find_runs
 
 _LINE_EVERY = 30.0
 _LIVE = 72
-"""Characters that the table of a sweep at work needs."""
+"""Minimum terminal width, in characters, for the live table of a sweep."""
 _ORDER = ("running", "failed", "waiting", "finished")
 
 
 def sweep(
     conf: Annotated[Path, typer.Argument(help="a TOML file of run-config keys, such as conf/quickstart.toml")],
-    overrides: Annotated[list[str] | None, typer.Argument(help="key=value …, of all runs")] = None,
-    grid: Annotated[list[str] | None, typer.Option(help="key=value,value…; once for each key")] = None,
-    jobs: Annotated[int, typer.Option(help="runs at once", min=1)] = 1,
+    overrides: Annotated[list[str] | None, typer.Argument(help="key=value …, for all runs")] = None,
+    grid: Annotated[list[str] | None, typer.Option(help="key=value,value…; repeat for each key")] = None,
+    jobs: Annotated[int, typer.Option(help="number of parallel runs", min=1)] = 1,
     out: Annotated[
-        Path | None, typer.Option(help="folder of the runs; else runs/sweep-CONF", callback=can_be_folder)
+        Path | None, typer.Option(help="folder of the runs; default: runs/sweep-CONF", callback=check_folder)
     ] = None,
-    retries: Annotated[int, typer.Option(help="how often a run that failed is started again", min=0)] = 1,
+    retries: Annotated[int, typer.Option(help="number of restarts of a failed run", min=0)] = 1,
     output: Annotated[
-        str, typer.Option("--format", help="table, or json: what sweep.json holds, at the end", callback=check_format)
+        str, typer.Option("--format", help="table, or json: sweep.json at the end", callback=check_format)
     ] = "table",
 ) -> None:
-    """Run every combination of some keys' values; started again, it does what is left."""
-    _refuse_two_words(overrides or [], grid or [])
+    """Run every combination of the grid's values; run the same command again to finish what is left."""
+    _reject_keys_given_twice(overrides or [], grid or [])
     folder = (out or Path("runs") / f"sweep-{conf.stem}").absolute()
     found = make_sweep(read_values(conf, overrides or []), grid or [], folder)
     for cell in found.cells:
@@ -57,41 +57,41 @@ def sweep(
         with watching(console) as watcher:
             failed = run_sweep(found, jobs, retries, watcher)
     except KeyboardInterrupt:
-        raise KeyboardInterrupt(f"stopped; go on with: {shlex.join(['fedeas', *sys.argv[1:]])}") from None
+        raise KeyboardInterrupt(f"stopped; resume with: {shlex.join(['fedeas', *sys.argv[1:]])}") from None
     if output == "json":
         print((folder / "sweep.json").read_text(encoding="utf-8"), end="")
     else:
         print_results(found, console)
     console.print(f"{folder / 'sweep.json'}, sweep.csv", highlight=False, soft_wrap=True)
     if others := {run.path for run in find_runs([folder], 1, [])} - {cell.run.path for cell in found.cells}:
-        console.print(f"left out, being of another grid: {counted(len(others), 'run')} in {folder}", soft_wrap=True)
+        console.print(f"not in this grid and left out: {counted(len(others), 'run')} in {folder}", soft_wrap=True)
     for cell in failed:
         warnings.print(f"failed: {cell.name}: {cell.error}", highlight=False, soft_wrap=True, markup=False)
     if failed:
         raise typer.Exit(1)
 
 
-def _refuse_two_words(overrides: list[str], grid: list[str]) -> None:
-    """Refuse a key that is given one value for all runs, and others by the grid."""
+def _reject_keys_given_twice(overrides: list[str], grid: list[str]) -> None:
+    """Raise `ConfigError` for a key that is both an override and in the grid."""
     swept = parse_grid(grid)
     for key, value in parse_overrides(overrides).items():
         if key in swept:
-            raise ConfigError(f"{key} = {value!r}: leave it out, --grid has the values of {key}")
+            raise ConfigError(f"{key} = {value!r}: leave it out, --grid sets the values of {key}")
 
 
 def validate_runs(sweep: Sweep, console: Console) -> None:
-    """Refuse now what a run that is still to be done would, hours later."""
-    from fedeas_flwr.launch.prepare import check_runs  # with all of Flower, which other commands need not load
+    """Check all unfinished runs before the first one starts; raise the error that a run would raise hours later."""
+    from fedeas_flwr.launch.prepare import check_runs  # imports Flower
 
     check_runs([cell.config for cell in sweep.cells if not cell.finished], console)
 
 
-# --------------------------------------------------------------------------------------- while it goes on
+# ------------------------------------------------------------------------------------------ while it runs
 
 
 @contextmanager
 def watching(console: Console) -> Iterator[Watcher]:
-    """Give what shows a sweep: a table that changes on a terminal, lines elsewhere and where it has no room."""
+    """Yield the sweep's display: a live table on a wide terminal, otherwise lines."""
     if not console.is_terminal or console.width < _LIVE:
         yield Lines(console)
         return
@@ -100,10 +100,10 @@ def watching(console: Console) -> Iterator[Watcher]:
 
 
 class Lines:
-    """A line when a run starts or ends, and now and then one about those that run."""
+    """Prints a line when a run starts or ends, and every 30 s one for each running run."""
 
     def __init__(self, console: Console) -> None:
-        self._console, self._said_at = console, time.monotonic()
+        self._console, self._printed_at = console, time.monotonic()
 
     def on_start(self, board: SweepStatus) -> None:
         """Print the headline."""
@@ -114,19 +114,19 @@ class Lines:
         self._print(f"{_event(cell, word, board)}  ({_progress(board)})")
 
     def on_tick(self, board: SweepStatus) -> None:
-        """Print where the running ones stand, if nothing was printed for a while."""
-        if time.monotonic() - self._said_at < _LINE_EVERY:
+        """Print the progress of running runs if nothing was printed for `_LINE_EVERY` seconds."""
+        if time.monotonic() - self._printed_at < _LINE_EVERY:
             return
         for name, job in board.running.items():
             self._print(f"{name}  " + "  ".join(_facts(board, job.cell)))
 
     def _print(self, line: str) -> None:
-        self._said_at = time.monotonic()
+        self._printed_at = time.monotonic()
         self._console.print(line, highlight=False, soft_wrap=True, markup=False)
 
 
 class LiveTable:
-    """A table of all runs, those that run on top."""
+    """Shows a live table of all runs, running ones first."""
 
     def __init__(self, live: Live) -> None:
         self._live = live
@@ -136,17 +136,17 @@ class LiveTable:
         self._live.console.print(_headline(board), highlight=False, soft_wrap=True, markup=False)
 
     def on_event(self, cell: SweepRun, word: str, board: SweepStatus) -> None:
-        """Keep failures on the screen above the table."""
+        """Print failures above the table."""
         if word in ("failed", "again"):
             self._live.console.print(_event(cell, word, board), highlight=False, markup=False)
 
     def on_tick(self, board: SweepStatus) -> None:
-        """Draw the table anew."""
+        """Redraw the table."""
         self._live.update(board_table(board, self._live.console.width), refresh=True)
 
 
 def board_table(board: SweepStatus, width: int) -> Table:
-    """Every run with its state, round, accuracy and time left; a line about the whole."""
+    """Return a table of every run's state, round, accuracy and time left, with a caption on the whole sweep."""
     facts = ("round", "accuracy %", "left")
     cells = sorted(board.sweep.cells, key=lambda cell: _ORDER.index(board.progress[cell.name].state))
     rows = [(cell.name, board.progress[cell.name].state, *_facts(board, cell)) for cell in cells]
@@ -169,7 +169,7 @@ def _facts(board: SweepStatus, cell: SweepRun) -> tuple[str, str, str]:
 
 def _event(cell: SweepRun, word: str, board: SweepStatus) -> str:
     standing = board.progress[cell.name]
-    text = {"again": "will be tried again", "joined": "is running already"}.get(word, word)
+    text = {"again": "will be restarted", "joined": "is already running"}.get(word, word)
     if word in ("failed", "again"):
         return f"{cell.name}  {text}: {cell.error}"
     if word == "started" and standing.rounds:
@@ -187,7 +187,7 @@ def _progress(board: SweepStatus) -> str:
 
 
 def print_results(found: Sweep, console: Console) -> None:
-    """Print every grid point: mean ± standard deviation over its finished seeds."""
+    """Print mean ± standard deviation over the finished seeds of every grid point."""
     keys = [key for key in found.grid if key != "seed"]
     rounds = min(20, max(cell.config.rounds for cell in found.cells))
     reached, rows = ("runs", f"last-{rounds} %", "peak %", "images"), []

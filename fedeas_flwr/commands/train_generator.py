@@ -7,28 +7,32 @@ from typing import Annotated
 
 import typer
 
-from fedeas_flwr.commands.output import can_be_folder, console
+from fedeas_flwr.commands.output import check_folder, console
 from fedeas_flwr.common.errors import ConfigError
 from fedeas_flwr.data.datasets import dataset_info
 
 
 def train_generator(
-    dataset: Annotated[str, typer.Option(help="digits, cifar10, cifar100 or own:PATH; only its train split is seen")],
+    dataset: Annotated[str, typer.Option(help="digits, cifar10, cifar100 or own:PATH; uses only the train split")],
     out: Annotated[
-        Path, typer.Option(help="folder of the model, its checkpoint and its pictures", callback=can_be_folder)
+        Path, typer.Option(help="folder for the model, its checkpoint and its plots", callback=check_folder)
     ],
-    minutes: Annotated[float | None, typer.Option(help="stop after so many minutes in all")] = None,
-    steps: Annotated[int | None, typer.Option(help="stop after so many steps in all; else the preset's")] = None,
+    minutes: Annotated[float | None, typer.Option(help="stop after this many minutes in total")] = None,
+    steps: Annotated[
+        int | None, typer.Option(help="stop after this many steps in total; default: the preset's")
+    ] = None,
     preset: Annotated[
-        str, typer.Option(help="digits, cifar-small or paper; else by dataset and device, or as begun")
+        str, typer.Option(help="digits, cifar-small or paper; default: by dataset and device, or the resumed one")
     ] = "",
-    data_dir: Annotated[str, typer.Option(help="where CIFAR is looked for; empty: the user's cache")] = "",
-    seed: Annotated[int, typer.Option(help="of the initial weights and all draws", min=0)] = 0,
+    data_dir: Annotated[str, typer.Option(help="folder with CIFAR; default: the cache")] = "",
+    seed: Annotated[int, typer.Option(help="seed of the initial weights and all random numbers", min=0)] = 0,
     device: Annotated[str, typer.Option(help="auto, cpu or cuda")] = "auto",
-    compiled: Annotated[bool, typer.Option("--compile/--no-compile", help="torch.compile, on a GPU")] = True,
+    compiled: Annotated[bool, typer.Option("--compile/--no-compile", help="use torch.compile on a GPU")] = True,
     half: Annotated[bool, typer.Option("--half", help="write float16 weights")] = False,
-    resume: Annotated[bool, typer.Option("--resume", help="go on from the checkpoint in --out")] = False,
-    start: Annotated[Path | None, typer.Option(help="begin with a generator's weights; of other classes, too")] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="continue from the checkpoint in --out")] = False,
+    start: Annotated[
+        Path | None, typer.Option(help="start from a generator's weights, also one of other classes")
+    ] = None,
     checkpoint_every: Annotated[float, typer.Option(help="seconds between checkpoints")] = 300.0,
 ) -> None:
     """Train a class-conditional diffusion model; Ctrl-C saves a checkpoint."""
@@ -41,13 +45,13 @@ def train_generator(
     if device not in ("auto", "cpu", "cuda"):
         raise ConfigError(f"device = '{device}': must be auto, cpu or cuda")
     where, out = configure_torch(device), out.absolute()
-    dataset_info(dataset)  # refuses what there is not
+    dataset_info(dataset)  # raises for an unknown dataset
     chosen = find_preset(preset or (read_preset_name(out) if resume else ""), dataset, where)
 
-    def say_which() -> None:
+    def print_preset() -> None:
         if not (preset or resume) and dataset != "digits":
             why = "the small one: cifar-small is for a GPU" if where == "cpu" else "for images on a GPU"
-            console.print(f"preset {chosen.name}, {why}; --preset takes another", highlight=False, soft_wrap=True)
+            console.print(f"preset {chosen.name}, {why}; --preset chooses another", highlight=False, soft_wrap=True)
 
     finished = train(
         dataset,
@@ -63,9 +67,9 @@ def train_generator(
         resume=resume,
         start=start,
         checkpoint_every=checkpoint_every,
-        begun=say_which,
+        begun=print_preset,
         report=show_training(console, chosen.batch),
     )
     if not finished:
-        raise KeyboardInterrupt(f"stopped; go on with the same command and --resume ({out})")
+        raise KeyboardInterrupt(f"stopped; resume with the same command and --resume ({out})")
     console.print(f"generator: {out}", highlight=False, soft_wrap=True)

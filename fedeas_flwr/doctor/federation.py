@@ -2,21 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
-import subprocess
 import sys
-import tempfile
-import time
-import uuid
 from collections.abc import Iterable
-from contextlib import ExitStack
 from pathlib import Path
 
 import psutil
 
-from fedeas_flwr.common.processes import ProcessTree
 from fedeas_flwr.common.text import counted
 from fedeas_flwr.config import RunConfig
 from fedeas_flwr.doctor.findings import Finding, note, ok, problem
@@ -24,12 +17,10 @@ from fedeas_flwr.doctor.machine import on_gpu
 from fedeas_flwr.federation.flower_internals import local_ports
 from fedeas_flwr.generators.ray_service import GENERATOR_GPU_FRACTION, reserve_generator_gpu
 from fedeas_flwr.launch.resources import ray_resources
-from fedeas_flwr.launch.superlink import free_port, is_listening, own_environment
+from fedeas_flwr.launch.superlink import free_port, is_listening
 
 COMMANDS = ("flwr", "flower-superlink")
 _DEFAULTS = "write what the text says, or gpu-share=0 and actors=0 for the defaults"
-_SECONDS = 60.0
-_SECONDS_PER_CLIENT = 3.0
 
 
 def check_commands(config: RunConfig) -> Iterable[Finding]:
@@ -96,59 +87,3 @@ def check_shares(config: RunConfig) -> Iterable[Finding]:
             note("GPU shares", f"{text}: gpu-share = {config.gpu_share:g} allows fewer than actors = {actors}", fix)
         ]
     return [ok("GPU shares", text)]
-
-
-def check_rehearsal(config: RunConfig) -> Iterable[Finding]:
-    """Start Ray with a run's numbers and see the generator's actor scheduled beside all the clients.
-
-    Ray counts GPUs without looking at them, so that the numbers are tested on a machine that has none.
-    """
-    name = "GPU shares under Ray"
-    if config.backend == "inline" or not config.generates:
-        return [note(name, "not tried: the run shares no generator under Ray (backend, policy)")]
-    if config.ray_address:
-        return [note(name, f"not tried: the run joins the Ray at {config.ray_address}, which is not looked at")]
-    try:
-        resources = ray_resources(config, on_gpu=True)
-    except ValueError as error:
-        return [problem(name, error, _DEFAULTS)]
-    found = _rehearse(config, resources)
-    if not found["error"]:
-        clients = counted(int(found["clients"]), "client")
-        return [ok(name, f"{clients} and the generator were scheduled, the last after {found['seconds']:.1f} s")]
-    actors = int(resources["init-args-num-cpus"])
-    fitting = f"actors={actors} gpu-share={reserve_generator_gpu(1 / actors):g}"
-    taken = f"gpu-share = {resources['client-resources-num-gpus']:g}, actors = {actors}"
-    return [problem(name, f"{taken}: {found['error']}", f"write {fitting}, or backend=inline")]
-
-
-def _rehearse(config: RunConfig, resources: dict[str, float]) -> dict[str, float | str]:
-    """Run rehearsal.py in a process of its own, and end whatever it leaves."""
-    folder, mark = Path(tempfile.mkdtemp(prefix="fe-")), uuid.uuid4().hex  # short: Ray's sockets lie below it
-    words = [sys.executable, "-m", "fedeas_flwr.doctor.rehearsal", json.dumps([config.to_user_dict(), resources])]
-    package = Path(__file__).resolve().parents[2]  # started there, it finds the very package that runs here
-    out, noise = folder / "out", folder / "noise"
-    deadline = time.monotonic() + _SECONDS + _SECONDS_PER_CLIENT * resources["init-args-num-cpus"]
-    with ExitStack() as stack:
-        stack.callback(shutil.rmtree, folder, ignore_errors=True)
-        streams = [stack.enter_context(path.open("wb")) for path in (out, noise)]
-        process = subprocess.Popen(
-            words,
-            env=own_environment(folder, mark) | {"CUDA_VISIBLE_DEVICES": "0"},  # one GPU, whatever this shell may see
-            cwd=package,
-            stdin=subprocess.DEVNULL,
-            stdout=streams[0],
-            stderr=streams[1],
-            start_new_session=True,  # Ctrl-C is ours to handle
-        )
-        processes = ProcessTree(process, mark)
-        stack.callback(processes.end)
-        while process.poll() is None:
-            processes.note()
-            if time.monotonic() > deadline:
-                return {"error": "Ray did not answer in time"}
-            time.sleep(0.2)
-        if process.returncode == 0:
-            return dict(json.loads(out.read_text().splitlines()[-1]))
-        last = noise.read_text(errors="replace").strip().rpartition("\n")[2]
-        return {"error": f"Ray did not start: {last or f'exit code {process.returncode}'}"}

@@ -72,22 +72,9 @@ def problem(name: str, text: str | Exception, fix: str) -> Finding:
     return Finding(name, "problem", line if len(line) <= 400 else line[:399] + "…", fix)
 
 
-def examine(config: RunConfig, rehearse: bool = False) -> Iterator[Finding]:
-    """Make every check, the quick ones first; one that raises is a finding itself.
-
-    Parameters
-    ----------
-    config
-        Of the run that is meant.
-    rehearse
-        Also start a small Ray and divide its GPU as the run would, about 15 seconds.
-
-    Yields
-    ------
-    Finding
-    """
-    checks = {**CHECKS, "GPU shares under Ray": "federation.check_rehearsal"} if rehearse else CHECKS
-    for name, where in checks.items():
+def examine(config: RunConfig) -> Iterator[Finding]:
+    """Yield the findings of every check in `CHECKS`; a check that raises becomes a problem."""
+    for name, where in CHECKS.items():
         module, _, function = where.partition(".")
         try:
             yield from getattr(import_module(f"{__package__}.{module}"), function)(config)

@@ -18,7 +18,6 @@ __all__ = [
     "APP_RAISED",
     "Run",
     "SimulationGrid",
-    "clients_that_fit",
     "identify_process",
     "local_ports",
     "parse_config_args",
@@ -51,10 +50,3 @@ def local_ports() -> tuple[str, str]:
     from flwr.cli.constant import LOCAL_CONTROL_API_PORT, LOCAL_SUPERLINK_HTTP_API_PORT
 
     return LOCAL_SUPERLINK_HTTP_API_PORT, LOCAL_CONTROL_API_PORT
-
-
-def clients_that_fit(client: dict[str, int | float]) -> int:
-    """Return how many clients of ``num_cpus`` and ``num_gpus`` Flower's simulation places in the running Ray."""
-    from flwr.simulation.ray_transport.ray_actor import pool_size_from_resources
-
-    return pool_size_from_resources(client)

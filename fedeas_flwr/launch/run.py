@@ -56,7 +56,10 @@ def launch(config: RunConfig, console: Console) -> RunDirectory:
             else:
                 _run_ray_on(config, run, progress, console)
         except KeyboardInterrupt:
-            run.set_status("interrupted")
+            # A run that has already finished or failed keeps its status, unless it failed because processes died:
+            # that one would have been resumed.
+            if run.status()[0] not in ("finished", "failed") or run.has_died():
+                run.set_status("interrupted")
             raise
         finally:
             progress.update()

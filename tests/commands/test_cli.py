@@ -111,11 +111,11 @@ MISTAKES = {
     ),
     "a generator where nobody may write": (
         ("train-generator", "--dataset", "digits", "--out", "/proc/g", "--steps", "1"),
-        ["--out '/proc/g': cannot be written to, "],
+        ["--out '/proc/g': cannot be written to: "],
     ),
     "a page where nobody may write": (
         ("report", str(ROOT / "results"), "--html", "/proc/page.html"),
-        ["--html '/proc': cannot be written to, "],
+        ["--html '/proc': cannot be written to: "],
     ),
     "checkpoints before the beginning": (
         ("train-generator", "--dataset", "digits", "--out", "g", "--steps", "1", "--checkpoint-every", "-3"),
@@ -167,13 +167,16 @@ MISTAKES = {
     ),
     "measures of no report": (
         ("generate", "--out", "out", "--data-dir", "/nowhere"),
-        ["--data-dir: leave it out, it says nothing without --report"],
+        ["--data-dir: leave it out, it has no effect without --report"],
     ),
     "weights nowhere": (
         ("generate", "--out", "out", "--report", "--inception", "/nowhere"),
         ["--inception: there is no file /nowhere"],
     ),
-    "runs of a list": (("reproduce", "--list", "--no-run"), ["--run: leave it out, --list does no runs"]),
+    "runs of a list": (
+        ("reproduce", "--list", "--no-run"),
+        ["--run: leave it out, --list starts and reads no runs"],
+    ),
     "columns of a document": (
         ("reproduce", "--into", "doc.md", "--columns", "c10-k100-a0.1"),
         ["--columns: leave it out, --into writes"],
@@ -194,11 +197,11 @@ MISTAKES = {
     ),
     "β beside a total": (
         ("plan", "--policy", "uniform", "--total", "5", "--beta", "3"),
-        ["--beta: leave it out, --total says what is spent"],
+        ["--beta: leave it out, --total sets the number of images"],
     ),
     "a rule beside a total": (
         ("plan", "--policy", "waterfill", "--total", "5", "--printed-rule"),
-        ["--printed-rule: leave it out, --total says what is spent"],
+        ["--printed-rule: leave it out, --total sets the number of images"],
     ),
     "total beside limits": (
         ("plan", "--total", "5", "--min-removed", "0.5", "--max-images", "9"),
@@ -430,7 +433,7 @@ def test_generate_measures_and_its_images_are_a_bank(tmp_path: Path, digits_gene
     few = f"error: generator: bank:{out}/images.npz has 12 images of class '0', and --per-class asks for 13, none twice"
     assert (short.returncode, short.stderr) == (2, f"{few}; 10 classes have too few\n")
     guided = typed(*words, "12", "--guidance", "2", cwd=tmp_path)
-    assert guided.stderr == "error: --guidance: leave it out, it is of diffusion models in a folder\n"
+    assert guided.stderr == "error: --guidance: leave it out, it applies only to diffusion models in a folder\n"
     anew = typed("generate", "--per-class", "2", "--sampler", "dpm++-logsnr", "--out", "out", cwd=tmp_path)
     assert anew.returncode == 0 and not (out / "report.json").exists(), "the report was of other images"
 

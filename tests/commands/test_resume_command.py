@@ -84,7 +84,7 @@ def test_a_finished_run_tells_its_result_again_and_nothing_is_started(
     monkeypatch.setattr("fedeas_flwr.commands.run.start", begun.append)
     again = typed("resume", str(run.path))
     accuracy = 100 * run.summary()["last_20"]
-    assert again.stdout.startswith(f"finished already: {run.path}\nlast-2 accuracy {accuracy:.1f} % · peak ")
+    assert again.stdout.startswith(f"already finished: {run.path}\nlast-2 accuracy {accuracy:.1f} % · peak ")
     assert (again.returncode, begun) == (0, [])
     assert before == {path.name: path.read_bytes() for path in run.path.iterdir() if path.is_file()}
     typed("resume", str(run.path), "rounds=3")

@@ -238,7 +238,6 @@ def test_shares_that_leave_no_sliver_are_a_problem_with_values_that_fit(gpu: dic
     assert reserve_generator_gpu(0.002) == 0.001 and reserve_generator_gpu(1 / 996) == 0.001
     assert only(federation.check_shares, config(actors=997)).state == "problem"
     assert only(federation.check_shares, config(actors=997, device="cpu")).state == "note"
-    assert only(federation.check_rehearsal, config(actors=997, device="cpu")).text.startswith("gpu-share = ")
     fewer = only(federation.check_shares, config(actors=5, gpu_share=0.5))
     assert fewer.state == "note" and fewer.text.startswith("2 clients × 0.498") and "gpu-share=0.199" in fewer.fix
     assert only(federation.check_shares, config(backend="inline")).state == "note"
@@ -249,29 +248,4 @@ def test_a_clusters_gpus_are_its_own_and_only_the_share_of_one_is_told(gpu: dict
     shares = only(federation.check_shares, config(**joined))
     assert shares.state == "note" and shares.text.startswith("4 clients × 0.249, 0.004 for the generator on a GPU of")
     assert "10.0.0.2:6379" in shares.text
-    rehearsal = only(federation.check_rehearsal, config(**joined))
-    assert rehearsal.state == "note" and "10.0.0.2:6379" in rehearsal.text
     assert only(federation.check_shares, config(**joined | {"gpu_share": 0.0005})).state == "problem"
-
-
-@pytest.mark.slow
-def test_the_generators_actor_fits_beside_the_clients_under_ray(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Four quarters less a thousandth leave exactly the sliver."""
-    monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")  # must not be joined
-    found = only(federation.check_rehearsal, config(actors=4, gpu_share=0.25))
-    assert found.state == "ok" and found.text.startswith("4 clients and the generator were scheduled"), found
-
-
-@pytest.mark.slow
-def test_clients_that_fill_the_gpu_are_found_by_ray_itself(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(resources, "reserve_generator_gpu", lambda share: share)  # a launcher that forgot the generator
-    found = only(federation.check_rehearsal, config(actors=4, gpu_share=0.25))
-    assert found.state == "problem" and found.text.startswith("gpu-share = 0.25, actors = 4: ")
-    assert "actors=4 gpu-share=0.249" in found.fix and "backend=inline" in found.fix
-
-
-def test_a_rehearsal_that_dies_is_a_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(federation.sys, "executable", shutil.which("false"))
-    found = only(federation.check_rehearsal)
-    assert found.state == "problem" and "Ray did not start: exit code 1" in found.text
-    assert only(federation.check_rehearsal, config(policy="none")).state == "note"

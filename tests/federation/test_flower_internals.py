@@ -64,9 +64,3 @@ def test_a_node_config_is_read_as_flower_reads_it() -> None:
 
 def test_the_local_superlink_has_two_ports() -> None:
     assert all(0 < int(port) < 2**16 for port in flower_internals.local_ports())
-
-
-def test_clients_fit_as_flower_counts_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ray.nodes", lambda: [{"Resources": {"CPU": 8.0, "GPU": 1.0}}, {"Resources": {}}])
-    assert flower_internals.clients_that_fit({"num_cpus": 1, "num_gpus": 0.25}) == 4
-    assert flower_internals.clients_that_fit({"num_cpus": 2, "num_gpus": 0.0}) == 4

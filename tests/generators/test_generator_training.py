@@ -294,7 +294,7 @@ def test_a_preset_that_ends_is_chosen_and_the_reason_is_said(tmp_path: Path, mon
     words = ("train-generator", "--dataset", "own:own.npz", "--device", "cpu", "--steps", "1")
     done = typed(*words, "--out", "chosen", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    first = "preset digits, the small one: cifar-small is for a GPU; --preset takes another"
+    first = "preset digits, the small one: cifar-small is for a GPU; --preset chooses another"
     assert done.stdout.splitlines()[0] == first
     named = typed(*words, "--out", "named", "--preset", "digits", cwd=tmp_path)
     assert "is for a GPU" not in named.stdout

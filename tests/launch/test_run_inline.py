@@ -302,6 +302,16 @@ def test_ctrl_c_keeps_every_round_that_is_done_however_rare_checkpoints_are(
     assert weights(finish(quick(tmp_path / "stopped", rounds=6, resume=True, **keys))) == weights(whole)
 
 
+def test_ctrl_c_after_the_last_round_keeps_status_finished(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(self: InlineGrid) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as meanwhile, pytest.raises(KeyboardInterrupt):
+        meanwhile.setattr(InlineGrid, "close", interrupted)
+        finish(quick(tmp_path / "r", rounds=1, policy="none"))
+    assert RunDirectory(tmp_path / "r").status() == ("finished", "")
+
+
 @pytest.fixture(scope="module")
 def eight_rounds(tmp_path_factory: pytest.TempPathFactory, digits_generator: Path) -> str:
     """The weights of a run that no signal stops."""
@@ -339,8 +349,8 @@ def test_a_run_stopped_by_a_signal_resumes_to_the_same_weights(
 @pytest.mark.parametrize(
     ("where", "said"),
     [
-        ("launch.prepare.prepare", "stopped before the run began: give the same command again\n"),
-        ("launch.run.launch", "stopped; go on with: fedeas resume '{run}'\n"),
+        ("launch.prepare.prepare", "stopped before the run started: repeat the same command\n"),
+        ("launch.run.launch", "stopped; resume with: fedeas resume '{run}'\n"),
     ],
 )
 def test_after_ctrl_c_it_says_how_to_go_on(

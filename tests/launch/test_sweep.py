@@ -88,7 +88,7 @@ def test_a_killed_sweep_does_only_what_was_left(swept: Killed) -> None:
     assert f"{swept.killed_child}  resumed after round {len(swept.rounds_then)}" in swept.again.stdout
     # The other was still running, and was waited for, not started a second time.
     assert (swept.folder / swept.orphan / "run.toml").stat().st_mtime_ns == swept.started_then[swept.orphan]
-    assert re.search(rf"{swept.orphan}  (is running already|skipped)", swept.again.stdout)
+    assert re.search(rf"{swept.orphan}  (is already running|skipped)", swept.again.stdout)
     for seed in (1, 2):
         assert f"policy-oversample_seed-{seed}  started" in swept.again.stdout
     for folder in swept.folder.glob("policy-*"):

@@ -168,7 +168,7 @@ def test_ctrl_c_in_the_shell_says_how_to_go_on_and_leaves_nothing_running(tmp_pa
     child.send_signal(signal.SIGINT)
     _, errors = child.communicate(timeout=LONG)
     assert child.returncode == 130
-    assert errors == f"stopped; go on with: fedeas {shlex.join(words)}\n"
+    assert errors == f"stopped; resume with: fedeas {shlex.join(words)}\n"
     assert run.state() == "interrupted" and run.processes() == []
     assert not (tmp_path / "out" / "seed-2").exists()
 
@@ -245,5 +245,5 @@ def test_runs_of_values_no_longer_asked_for_stay_and_are_counted(quick: Path) ->
     fewer = typed(*words, "--grid", "seed=2")
     assert (whole.returncode, fewer.returncode) == (0, 0), whole.stderr + fewer.stderr
     assert "left out" not in whole.stdout
-    assert f"left out, being of another grid: 2 runs in {quick}" in fewer.stdout
+    assert f"not in this grid and left out: 2 runs in {quick}" in fewer.stdout
     assert len(list(quick.glob("seed-*"))) == 3

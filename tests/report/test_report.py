@@ -210,7 +210,7 @@ def test_replies_that_a_run_went_on_without_are_told_where_its_figures_are(tmp_p
     assert [row["missing_replies"] for row in rows] == [0, 3]
     head, *lines = typed("runs", "ls", str(tmp_path)).stdout.splitlines()
     assert head.split()[-3] == "missing" and [line.split()[-5] for line in lines[:2]] == ["0", "3"]
-    assert lines[-1] == "missing: replies that a run went on without"
+    assert lines[-1] == "missing: client replies that the run continued without"
     assert "missing" not in typed("runs", "ls", str(tmp_path / "a1")).stdout, "only where there are any"
 
 

@@ -48,7 +48,7 @@ def test_the_committed_runs_fill_their_column_and_all_else_is_missing(tmp_path: 
     assert abs(there[f"{DEFAULT_COLUMN}/fedeas"]["difference"]) < 3
     assert all(budget["met"] for budget in answer["budgets"]) and len(answer["budgets"]) >= 3
     assert "c100-k20-a0.1/fedgen seed 1" in table["missing"]
-    command = "to do them: fedeas reproduce table1 gamma --scale full --run"
+    command = "to run them: fedeas reproduce table1 gamma --scale full --run"
     missing = re.search(rf"Missing: (\d+) runs of \d+ cells; {command}", done.stderr)
     asked = sum(len(set(cell(name).seeds("full")) & set(value["seeds"])) for name, value in there.items())
     gamma = set(answer["items"][1]["missing"]) - set(table["missing"])  # of another form of Γ̂
@@ -86,15 +86,15 @@ def test_the_committed_runs_fill_their_column_and_all_else_is_missing(tmp_path: 
         (["c1000-*"], "cell 'c1000-*/*': there is none of that name"),
         (["all", "--scale", "half"], "scale = 'half': must be smoke or full"),
         (["all", "--columns", "c10-k5-a1"], "column 'c10-k5-a1': must be one of"),
-        (["all", "--runs", "nowhere"], "runs = 'nowhere': there is no such folder"),
+        (["all", "--runs", "nowhere"], "runs = 'nowhere': no such folder"),
         (["all", "--set", "precison=bf16"], "unknown key 'precison' = 'bf16'; did you mean 'precision'?"),
-        (["all", "--set", "seed=2"], "--set seed=2: every cell sets its own; see --seeds"),
+        (["all", "--set", "seed=2"], "--set seed=2: every cell sets this key; see --seeds"),
         (
             ["all", "--set", "policy=none"],
-            "--set policy=none: every cell sets its own; choose cells, which --list names",
+            "--set policy=none: every cell sets this key; choose among the cells of --list",
         ),
-        (["all", "--set", "alpha=0.5"], "--set alpha=0.5: every cell sets its own"),
-        (["all", "--set", "protocol=clean"], "--set protocol=clean: every cell sets its own"),
+        (["all", "--set", "alpha=0.5"], "--set alpha=0.5: every cell sets this key"),
+        (["all", "--set", "protocol=clean"], "--set protocol=clean: every cell sets this key"),
         (["drawn", "--set", "guidance=2"], "--set guidance=2: c100-k100-a0.1/fedeas-guided-6 sets its own"),
         (
             [f"{BETA_SWEEP_COLUMN}/fedeas*", "--set", "beta=5"],
@@ -104,12 +104,12 @@ def test_the_committed_runs_fill_their_column_and_all_else_is_missing(tmp_path: 
             [f"{DEFAULT_COLUMN}/fedeas-g1", "--set", "beta=5"],
             f"--set beta=5: {DEFAULT_COLUMN}/fedeas-g1 sets its own; choose cells",
         ),
-        (["all", "--seeds", "one"], "seeds = 'one': must be whole numbers"),
-        (["all", "--seeds=-1", "--no-run"], "seeds = '-1': must be whole numbers of at least 0"),
-        (["all", "--seeds", "1,2,1", "--no-run"], "seeds = '1,2,1': must be whole numbers of at least 0, each once"),
-        (["--into", "nowhere.md"], "into = 'nowhere.md': there is no such file"),
-        (["all", "--no-run", "--export", "ex"], "--export 'ex': leave it out or say --run, no run is done without"),
-        (["all", "--scale", "full", "--export", "ex"], "--export 'ex': leave it out or say --run"),
+        (["all", "--seeds", "one"], "seeds = 'one': must be different integers"),
+        (["all", "--seeds=-1", "--no-run"], "seeds = '-1': must be different integers of at least 0"),
+        (["all", "--seeds", "1,2,1", "--no-run"], "seeds = '1,2,1': must be different integers of at least 0"),
+        (["--into", "nowhere.md"], "into = 'nowhere.md': no such file"),
+        (["all", "--no-run", "--export", "ex"], "--export 'ex': leave it out or give --run"),
+        (["all", "--scale", "full", "--export", "ex"], "--export 'ex': leave it out or give --run"),
         (["all", "--format", "xml"], "format = 'xml': must be table or json"),
     ],
 )
@@ -193,7 +193,7 @@ def test_the_command_that_is_named_does_what_is_missing(tmp_path: Path) -> None:
     ]
     told = typed(*words, "--no-run", cwd=tmp_path)
     assert told.returncode == 0, told.stderr
-    command = told.stdout.partition("to do them: ")[2].partition("\n")[0]
+    command = told.stdout.partition("to run them: ")[2].partition("\n")[0]
     assert shlex.split(command)[:3] == ["fedeas", "reproduce", f"{BETA_SWEEP_COLUMN}/fedav*"]
     on_page = (tmp_path / "o{u}t" / "index.md").read_text().partition("To do them: `")[2].partition("`")[0]
     assert on_page == command.replace(f"'{BETA_SWEEP_COLUMN}/fedav*'", f"{BETA_SWEEP_COLUMN}/fedavg")
@@ -239,7 +239,7 @@ def test_the_command_that_is_named_has_what_was_given_and_places_for_what_was_no
     tmp_path: Path, words: list[str], command: str
 ) -> None:
     told = typed(*words, "--scale", "full", cwd=tmp_path)
-    assert told.stdout.partition("to do them: ")[2].startswith(f"fedeas reproduce {command}\n"), told.stdout
+    assert told.stdout.partition("to run them: ")[2].startswith(f"fedeas reproduce {command}\n"), told.stdout
     page = (tmp_path / "runs" / "reproduce-full" / "index.md").read_text()
     assert f"To do them: `fedeas reproduce {command}`" in page
 
@@ -260,7 +260,7 @@ def test_a_failed_run_is_done_again_with_its_record(tmp_path: Path, monkeypatch:
     monkeypatch.setattr(sweep_jobs, "run_sweep", lambda *words: [])
     failed = typed(f"{BETA_SWEEP_COLUMN}/fedavg", "--export", "records", cwd=tmp_path)
     assert failed.returncode == 1
-    assert failed.stdout.partition("to do them: ")[2].startswith(
+    assert failed.stdout.partition("to run them: ")[2].startswith(
         f"fedeas reproduce {BETA_SWEEP_COLUMN}/fedavg --scale smoke --run --export records\n"
     )
 
@@ -340,7 +340,7 @@ def test_the_generator_is_trained_by_whoever_has_the_folder_alone(
     assert (refused.returncode, refused.stderr) == (2, f"error: a sweep is at work in {runs} already\n")
     assert trained == [], "which takes minutes"
     stopped = typed(*words, cwd=tmp_path)
-    assert stopped.returncode == 130 and "stopped; go on with: fedeas reproduce" in stopped.stderr
+    assert stopped.returncode == 130 and "stopped; resume with: fedeas reproduce" in stopped.stderr
     assert trained == [[]], "once, and before the first run"
 
 
@@ -354,7 +354,7 @@ def test_three_runs_at_once_are_stopped_with_checkpoints_and_the_same_command_go
     wait_until(lambda: all(run.rounds() for run in runs), "every run has done a round")
     first.send_signal(signal.SIGINT)
     _, errors = first.communicate(timeout=LONG)
-    assert first.returncode == 130 and "stopped; go on with: fedeas reproduce" in errors
+    assert first.returncode == 130 and "stopped; resume with: fedeas reproduce" in errors
     assert [run.processes() for run in runs] == [[], [], []]
     done = [len(run.rounds()) for run in runs]
     checkpoints = [run.load_checkpoint() for run in runs]

@@ -233,7 +233,9 @@ def test_quickstart_does_what_is_left_and_ends_in_the_picture(tmp_path: Path, be
     first = typed("quickstart", "--out", str(folder))
     assert (first.returncode, first.stderr) == (0, "")
     assert begun == [("fedeas", True), ("uniform", False), ("missing-only", False)]
-    assert f"none: done before, and kept; to do it anew, first: fedeas runs rm {kept.path}" in first.stdout.splitlines()
+    assert (
+        f"none: already finished and kept; to repeat it, first: fedeas runs rm {kept.path}" in first.stdout.splitlines()
+    )
     assert " 25.0 " in first.stdout, "the kept run is in the table"
     picture = folder / "quickstart.png"
     picture.unlink()
@@ -290,8 +292,8 @@ def test_quickstart_says_how_to_go_on_after_ctrl_c(
 
     monkeypatch.setattr(run_module, "launch", stop)
     named = typed("quickstart", "--out", "a b", cwd=tmp_path)
-    assert (named.returncode, named.stderr) == (130, "stopped; go on with: fedeas quickstart --out 'a b'\n")
-    assert typed("quickstart", cwd=tmp_path).stderr == "stopped; go on with: fedeas quickstart\n"
+    assert (named.returncode, named.stderr) == (130, "stopped; resume with: fedeas quickstart --out 'a b'\n")
+    assert typed("quickstart", cwd=tmp_path).stderr == "stopped; resume with: fedeas quickstart\n"
 
 
 @pytest.mark.parametrize("keys", [{"strategy": "scaffold"}, {"dp": "server-fixed"}])

@@ -269,7 +269,7 @@ def test_a_run_may_be_exported_again_also_when_it_has_gone_on(tmp_path: Path) ->
     again = typed("export", str(run.path), str(tmp_path / "out"))
     assert (again.returncode, again.stdout) == (
         0,
-        f"exported 2 rounds → {tmp_path}/out, where its record was before\n",
+        f"exported 2 rounds → {tmp_path}/out, replacing its earlier record\n",
     )
     assert RunDirectory(tmp_path / "out").rounds() == run.rounds()
 
