@@ -77,7 +77,7 @@ def quickstart_loop(images: np.ndarray, labels: np.ndarray, epochs: int, device:
 
 
 def worker(samples: int, epochs: int, precision: str) -> None:
-    """One of several processes: get ready, say so, train when told to, say so."""
+    """Run one of several processes: get ready, report it, train on request, report the result."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     set_precision(precision)
     engine = GraphedEngine(
@@ -93,7 +93,7 @@ def worker(samples: int, epochs: int, precision: str) -> None:
 
 
 def processes_rate(count: int, samples: int, epochs: int, precision: str, environment: Mapping[str, str]) -> float:
-    """Images/s of so many processes that train at the same time, each a client."""
+    """Return the images/s of some processes that train at the same time, each a client."""
     words = [sys.executable, __file__, "--worker", f"{samples},{epochs},{precision}"]
     started = [
         subprocess.Popen(words, env=dict(environment), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)

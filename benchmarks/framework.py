@@ -1,4 +1,4 @@
-"""The framework's tax: rounds under Flower beside a bare loop over the same clients, in one run.
+"""The framework's tax: rounds under Flower next to a bare loop over the same clients, in one run.
 
     python benchmarks/framework.py --out results/framework/cpu.json [--ray]
     python benchmarks/framework.py --device cuda --out results/framework/h200.json [--ray] \\

@@ -1,4 +1,4 @@
-"""Images a second: this project's generator service beside a plain diffusers loop, same model, same noise, same run.
+"""Images per second: this project's generator service next to a plain diffusers loop, same model, same noise, same run.
 
     python benchmarks/generation.py --generator FOLDER --out results/generation-h200
     python benchmarks/generation.py --generator builtin --dataset digits --images 64 --steps 20 --ddim-steps 10

@@ -1,10 +1,10 @@
-"""Do the engines take the same steps? One client's weights, trained by each, beside the same steps in float64.
+"""Do the engines take the same steps? One client's weights, trained by each, next to the same steps in float64.
 
     python benchmarks/parity.py --out results/parity/h200.json --config conf/cifar10-k100.toml \\
         --set data-dir=data --set weights=resnet18-imagenet.safetensors --epochs 1,10
 
 Two float32 results of the same steps differ by the order of their sums, and a network of ReLUs makes more of it step
-by step. What an engine's difference is worth is therefore told by float64: an engine that takes other steps is farther
+by step. So float64 decides what an engine's difference is worth: an engine that takes other steps is farther
 from it than plain PyTorch in float32 is. Distances are those of all trained weights together, as part of the way they
 went. The client is the federation's one of median size, its batches and its start those of round 1. Without --config:
 digits.

@@ -69,7 +69,7 @@ def _reply(message: Message, states: list[Arrays], extra: Arrays) -> Message:
     report = messages.TrainReport(client, 100 + client, 0.5, 1, 0, 0, 0.0, 0.0)
     reply = messages.train_reply(message, report, states[1 + client], {}, extra)
     messages.read_train_reply(reply, client, states[0], {}, extra)
-    if "clipping_norm" in message.content.config_records[CONFIG]:  # what a client that clips says besides
+    if "clipping_norm" in message.content.config_records[CONFIG]:  # what a client that clips also replies
         reply.content.metric_records[METRICS]["norm_bit"] = 1
     return reply
 
@@ -91,7 +91,7 @@ def measured(device: str, small: bool) -> dict[str, Any]:
     base = {"clients": CLIENTS, "participation": 1.0, "dp-noise-multiplier": 0.5}
     found: dict[str, float] = {}
     for name, algorithm in ALGORITHMS.items():
-        if algorithm.disclosure:  # it has to be told things of the clients' data first
+        if algorithm.disclosure:  # it needs the clients' disclosures first
             continue
         config = parse_config({**base, "strategy": name})
         if isinstance(build_strategy(config), (FlowerStrategyAdapter, FedAvg)):

@@ -4,7 +4,7 @@
 
 The quickstart's setting (10 clients, α = 0.1, 20 rounds, β = 6; so last-20 is the mean of all rounds) by
 `backend = "inline"`, three seeds, the strategies of the registry with their default keys. Runs that are finished are
-not run again, so the same command goes on with an interrupted table. There are seeds × (2 × strategies + 4) runs, each
+not run again, so the same command resumes an interrupted table. There are seeds × (2 × strategies + 4) runs, each
 some 10 s of a slow core, two at once: about a quarter of an hour for all. --seeds and --strategies take less, for a
 look.
 """
@@ -59,7 +59,7 @@ class Row:
 
 
 def rows(strategies: Sequence[str]) -> list[Row]:
-    """The lines of the table; a strategy that discloses more must be told that it may."""
+    """Return the lines of the table; a strategy that discloses more needs its key."""
     found = []
     for name in strategies:
         own = {"strategy": name, **{key: True for key in ALGORITHMS[name].keys if key.startswith("disclose-")}}

@@ -1,7 +1,7 @@
-"""Every cell of the paper's tables, and ours beside them: a column, a method, and the run-config they mean.
+"""Every cell of the paper's tables and of ours: a column, a method, and the run-config they mean.
 
 A cell's name is ``COLUMN/METHOD``, such as ``c10-k100-a0.1/fedeas``. At scale ``full`` it is the paper's experiment; at
-scale ``smoke`` the same cell is a few seconds on the built-in digits.
+scale ``smoke`` the same cell takes a few seconds on the built-in digits.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from fedeas_flwr.reproduce.paper import COLUMNS, LAST_20, at
 
 SCALES = ("smoke", "full")
 DEFAULT_COLUMN = "c10-k100-a0.1"
-"""The column that seeds, protocol `clean`, the free alternatives and other rules are tried on."""
+"""Column of several seeds, protocol `clean`, the alternatives without a generator, and other rules."""
 BETA_SWEEP_COLUMN = "c10-k20-a0.1"
-"""The column of the paper's β sweep, ablation, Γ̂ table and figures."""
+"""Column of the paper's β sweep, ablation, Γ̂ table and figures."""
 BETAS = (4, 8, 12, 16, 20)
 
 Keys = dict[str, Any]
 Variants = Mapping[str, Mapping[str, Sequence[str]]]
-"""Column → method → the ends of the names of its variants, which are set beside it."""
+"""Column → method → the ends of the names of its variants."""
 
 # As conf/cifar10-k20.toml and conf/cifar10-k100.toml
 FULL: Keys = {
@@ -44,7 +44,7 @@ FULL: Keys = {
     "threshold": 0.7,
 }
 
-# Long enough for every client to have its turn, so that policies at one budget generate equally many.
+# Enough rounds for every client to train once, so that policies with one budget generate equally many images.
 SMOKE: Keys = {
     "dataset": "digits",
     "protocol": "paper",
@@ -59,12 +59,13 @@ SMOKE: Keys = {
 }
 SMOKE_CLIENTS = {20: 6, 100: 10}
 SMOKE_BETA = 1 / 3
-"""A client of digits holds so much less that the paper's β = 12 becomes 4, which satisfies its two conditions there."""
+"""Factor on the paper's β at smoke scale, where clients hold fewer images: 12 becomes 4, which satisfies the paper's
+two conditions there."""
 
 
 @dataclass(frozen=True)
 class Column:
-    """A federation: what is split over how many clients, and how unevenly."""
+    """A federation: a dataset, its number of clients and the partition's α."""
 
     name: str
     dataset: str
@@ -72,17 +73,17 @@ class Column:
     alpha: float
 
     def title(self, scale: str) -> str:
-        """The column's head; at smoke it says what the column stands in for."""
+        """Return the column's head; at smoke scale, the column that it stands in for."""
         name = f"{_DATASETS[self.dataset]}, K = {self.clients}, α = {self.alpha:g}"
         return name if scale == "full" else f"for {name}"
 
     def keys(self, scale: str) -> Keys:
-        """The run-config's part that the column decides; ten clients train in a round (three at smoke)."""
+        """Return the run-config keys that the column decides; ten clients train per round (three at smoke scale)."""
         if scale == "full":
             own = {"dataset": self.dataset, "clients": self.clients, "participation": 10 / self.clients}
             return {**FULL, **own, "alpha": self.alpha, "generator": f"generators/{self.dataset}"}
         clients = SMOKE_CLIENTS[self.clients]
-        # There is one built-in dataset: another partition of it stands in for CIFAR-100.
+        # There is one built-in dataset, so another partition of it stands in for CIFAR-100.
         seed = 42 if self.dataset == "cifar10" else 43
         return {**SMOKE, "clients": clients, "participation": 3 / clients, "alpha": self.alpha, "partition-seed": seed}
 
@@ -91,12 +92,12 @@ _DATASETS = {"cifar10": "CIFAR-10", "cifar100": "CIFAR-100"}
 
 
 def column(name: str) -> Column:
-    """Read a column's name.
+    """Return the column of a name.
 
     Raises
     ------
     ConfigError
-        One line that names the columns there are.
+        One line that names the columns.
     """
     if name not in COLUMNS:
         raise ConfigError(f"column '{name}': must be one of {', '.join(COLUMNS)}")
@@ -106,13 +107,13 @@ def column(name: str) -> Column:
 
 @dataclass(frozen=True)
 class Method:
-    """A row: how to learn, what to generate."""
+    """A row of a table: the strategy, the policy and other keys."""
 
     name: str
     label: str
     keys: tuple[tuple[str, Any], ...]
     gamma: float = 0.5
-    """The exponent of a rule whose β is chosen so that it spends what FedEAS does."""
+    """Exponent of the rule; where it is not the paper's, β is chosen so that the rule spends FedEAS's total."""
 
 
 def _method(name: str, label: str, **keys: Any) -> Method:
@@ -128,7 +129,7 @@ def _methods() -> dict[str, Method]:
         _method("moon", "MOON", **plain, strategy="moon"),
         _method("fedgen", "FedGen", **plain, strategy="fedgen", disclose_label_counts=True),
         # The supplement, Section D, has FedMix "following the original CIFAR-10 setup" in all columns: λ = 0.05 on
-        # CIFAR-100 too, where FedMix's own authors take 0.1.
+        # CIFAR-100 too, where FedMix's authors use 0.1.
         _method("fedmix", "FedMix", **plain, strategy="fedmix", disclose_mean_images=True, fedmix_lambda=0.05),
         _method("uniform", "Uniform", policy="uniform"),
         _method("missing-only", "Missing-only", policy="missing-only"),
@@ -140,7 +141,7 @@ def _methods() -> dict[str, Method]:
             for beta in BETAS
             if beta != FULL["beta"]
         ),
-        # The ablation's rows have other β than the paper's text says; these give its totals.
+        # These β give the totals of the paper's ablation; its text names others.
         _method("without-entropy", "w/o entropy", policy="without-entropy", beta=6.0),
         _method("linear", "Linear rule", policy="linear", beta=0.6),
         _method("fedeas+scaffold", "FedEAS + SCAFFOLD", policy="fedeas", strategy="scaffold"),
@@ -168,12 +169,11 @@ def _methods() -> dict[str, Method]:
         if method.name in SHARED[DEFAULT_COLUMN]
         for end, words, how in (("-shared", "shared images", "by-class"), ("-one-seed", "one seed for all", "one-seed"))
     ]
+    batched = {name for names in BATCHED.values() for name in names}
     larger = [
-        Method(
-            f"{method.name}{LARGER[0]}", f"{method.label}, no small batch", (*method.keys, ("min-batch", SMALL_BATCH))
-        )
-        for method in found
-        if method.name in {name for names in BATCHED.values() for name in names}
+        Method(f"{one.name}{LARGER[0]}", f"{one.label}, no small batch", (*one.keys, ("min-batch", SMALL_BATCH)))
+        for one in found
+        if one.name in batched
     ]
     drawn = [
         Method(f"{method.name}{end}", f"{method.label}, {words}", (*method.keys, *keys.items()))
@@ -200,12 +200,12 @@ BATCHED: Variants = {
     "c10-k100-a0.05": dict.fromkeys(("uniform", "scaffold"), LARGER),
 }
 SAMPLER_VARIANTS: dict[str, tuple[str, Keys]] = {
-    "-logsnr": ("steps even in log SNR", {"sampler": "dpm++-logsnr"}),
+    "-logsnr": ("steps uniform in log SNR", {"sampler": "dpm++-logsnr"}),
     "-guided": ("guidance 1.5", {"guidance": 1.5}),
     "-guided-6": ("guidance 6, rescaled by 0.7", {"guidance": 6.0, "guidance-rescale": 0.7}),
 }
-"""Nearer to the generator's own; more surely of their class; and what public code with the paper's settings of its
-generator does by default."""
+"""End of a variant's name → label and keys. The last is the default of public code that has the paper's generator
+settings."""
 DRAWN: Variants = dict.fromkeys(
     (DEFAULT_COLUMN, "c100-k100-a0.1"), dict.fromkeys(("uniform", "missing-only", "fedeas"), tuple(SAMPLER_VARIANTS))
 )
@@ -215,43 +215,39 @@ METHODS = _methods()
 
 @dataclass(frozen=True)
 class Cell:
-    """One number of a table, as an experiment."""
+    """One cell of a table, as an experiment."""
 
     column: Column
     method: Method
 
     @property
     def name(self) -> str:
-        """``COLUMN/METHOD``."""
+        """Return ``COLUMN/METHOD``."""
         return f"{self.column.name}/{self.method.name}"
 
     def own_keys(self) -> tuple[str, ...]:
-        """The keys that its name says, but for the generator: of the others' there is one for all."""
+        """Return the keys that the cell's name decides, which no `--set` may change; the generator's may be changed."""
         named = [key for key, _ in self.method.keys if key != "generator"]
         return (*named, *(("gamma", "beta") if self.method.gamma != 0.5 else ()))
 
     def config(self, scale: str, seed: int, more: Mapping[str, Any] | None = None) -> RunConfig:
-        """The run of one seed; ``more`` are keys that hold for all runs, such as where the data is."""
+        """Return the run-config of one seed; ``more`` are keys of all runs, such as where the data is."""
         keys = {**self.column.keys(scale), **dict(self.method.keys)}
         if scale == "smoke" and self.method.name != "linear" and "beta" in dict(self.method.keys):
             keys["beta"] = round(keys["beta"] * SMOKE_BETA, 3)
         if self.method.name == "fedgen" and scale == "smoke":
-            keys |= {"fedgen-alpha": 1.0, "fedgen-beta": 1.0}  # at so large a learning rate its 10 gives NaN
+            keys |= {"fedgen-alpha": 1.0, "fedgen-beta": 1.0}  # with smoke's learning rate the default of 10 gives NaN
         if self.column.name == BETA_SWEEP_COLUMN:
-            keys["gamma-hat"] = "all-state"  # the form of the paper's table; it changes nothing in the training
+            keys["gamma-hat"] = "all-state"  # the form of the paper's table; training does not depend on it
         if self.method.gamma != 0.5:
             keys |= {"gamma": self.method.gamma, "beta": matched_beta(self.column, scale, self.method.gamma)}
         given = {key: value for key, value in (more or {}).items() if key not in dict(self.method.keys)}
         return parse_config({**keys, "seed": seed, **given})
 
     def seeds(self, scale: str) -> tuple[int, ...]:
-        """The seeds to run: several where the order of the policies is to be told from chance."""
-        if self.column.name != DEFAULT_COLUMN or self.method.name not in (
-            "fedavg",
-            "fedeas",
-            "missing-only",
-            "uniform",
-        ):
+        """Return the seeds to run: several where the order of the policies must be separated from chance."""
+        several = ("fedavg", "fedeas", "missing-only", "uniform")
+        if self.column.name != DEFAULT_COLUMN or self.method.name not in several:
             return (1,)
         if scale == "full":
             return (1, 2, 3)
@@ -260,32 +256,29 @@ class Cell:
 
 @lru_cache
 def matched_beta(place: Column, scale: str, gamma: float) -> float:
-    """Find the β with which another exponent spends what FedEAS does, or as little less as its steps allow."""
+    """Return the β with which another exponent spends FedEAS's total, or as little less as whole images allow."""
     config = parse_config({**place.keys(scale), "policy": "none"})
     counts = planned_counts(config, config.clients)
     total = BudgetPath(counts).at(config.beta).images
     path = BudgetPath(counts, gamma=gamma)
     beta = bisect_last_true(lambda value: path.at(value).images <= total, path.end)
-    step = 10.0 ** (math.floor(math.log10(beta)) - 5)  # six digits, rounded down so that it stays below the total
+    step = 10.0 ** (math.floor(math.log10(beta)) - 5)  # six digits, rounded down to stay below the total
     return float(f"{math.floor(beta / step) * step:.6g}")
 
 
 def cell(name: str) -> Cell:
-    """Read ``COLUMN/METHOD``."""
+    """Return the cell of a name ``COLUMN/METHOD``."""
     place, _, method = name.partition("/")
     return Cell(column(place), METHODS[method])
 
 
-# -------------------------------------------------------------------------------------------------- which there are
+# ----------------------------------------------------------------------------------------------------- all cells
 
 
 def all_cells() -> list[Cell]:
-    """Every cell there is, in the order in which they are worth running."""
-    policies, learners = (
-        ("fedavg", "fedeas", "missing-only", "uniform", "full-balance"),
-        ("scaffold", "fedprox", "moon"),
-    )
-    eight = (*policies, *learners)
+    """Return all cells, most useful to run first."""
+    policies = ("fedavg", "fedeas", "missing-only", "uniform", "full-balance")
+    eight = (*policies, "scaffold", "fedprox", "moon")
     others = ("c10-k100-a0.05", "c10-k100-a0.3", "c10-k20-a0.05", "c10-k20-a0.3")
     of_100 = ("c100-k100-a0.1", "c100-k20-a0.1")
     shared = [f"{place}/{name}{end}" for place, name, end in variants(SHARED)]
@@ -308,31 +301,37 @@ def all_cells() -> list[Cell]:
 
 
 def variants(methods: Variants, columns: Sequence[str] = COLUMNS) -> list[tuple[str, str, str]]:
-    """Column, method and end of name: of each method itself, whose end is empty, and of its variants."""
+    """Return column, method and end of name of each method itself, with an empty end, and of its variants."""
     named = [(place, name, ends) for place in methods if place in columns for name, ends in methods[place].items()]
     return [(place, name, end) for place, name, ends in named for end in ("", *ends)]
 
 
 def _pairs(columns: Sequence[str], methods: Sequence[str]) -> list[str]:
-    """All pairs but those of Full-Balance that the paper leaves out too."""
+    """Return all pairs but those of Full-Balance that the paper leaves out."""
     pairs = itertools.product(columns, methods)
     left_out = {c for c in COLUMNS if at(LAST_20, "full-balance", c) is None}
     return [f"{c}/{m}" for c, m in pairs if not (m == "full-balance" and c in left_out)]
 
 
 def matching(pattern: str) -> list[Cell]:
-    """Find cells by a name with ``*`` in it."""
+    """Return the cells whose names match a pattern with ``*``.
+
+    Raises
+    ------
+    ConfigError
+        One line if there is none.
+    """
     found = [one for one in all_cells() if fnmatch.fnmatchcase(one.name, pattern)]
     if not found:
         raise ConfigError(f"cell '{pattern}': there is none of that name; `fedeas reproduce --list` names them")
     return found
 
 
-# -------------------------------------------------------------------------------------------------------- as words
+# ---------------------------------------------------------------------------------------------------- as a command
 
 
 def run_command_args(one: Cell, scale: str, seed: int, more: Mapping[str, Any] | None = None) -> list[str]:
-    """Give the words of `fedeas run` that do a cell's run: a file of conf/ and what differs from it."""
+    """Return the `fedeas run` command of a cell: a file of conf/ and the keys that differ from it."""
     if scale == "full":
         conf = f"conf/cifar10-k{one.column.clients}.toml"
         base = column(f"c10-k{one.column.clients}-a0.1").keys("full") | {"policy": "fedeas"}

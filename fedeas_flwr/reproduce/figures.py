@@ -1,4 +1,4 @@
-"""The paper's figures: from label counts, from runs where there are any, and the paper's own values beside them."""
+"""The paper's figures, drawn from label counts and from runs, with the paper's values next to ours."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ from fedeas_flwr.reproduce.tables import swept_methods
 
 POLICIES = ("fedavg", "uniform", "missing-only", "fedeas")
 CONDITIONS = Limits(min_removed=0.5, max_synthetic=0.25)
-"""The paper's two: remove half of the imbalance, and keep synthetic images to a quarter."""
+"""The paper's two conditions on β: remove half of the imbalance, with at most a quarter of synthetic images."""
 
 
 @dataclass(frozen=True)
 class Setting:
-    """The federation that the paper's figures are of, at some scale."""
+    """The federation of the paper's figures, at some scale."""
 
     results: Results
     config: RunConfig
@@ -43,26 +43,26 @@ class Setting:
 
     @property
     def beta(self) -> float:
-        """The β that is FedEAS's default here."""
+        """Return FedEAS's default β here."""
         return self.config.beta
 
     @property
     def score(self) -> str:
-        """What the last-20 accuracy is called here, where there may be fewer rounds."""
+        """Return the label of last-20 accuracy, with the number of rounds if there are fewer."""
         return f"last-{min(20, self.config.rounds)} accuracy (%)"
 
     @property
     def generated(self) -> IntArray:
-        """What FedEAS generates, [K, C]."""
+        """Return the images that FedEAS generates, [K, C]."""
         return fill_to(self.path.counts, self.path.levels(self.beta))
 
     def last_20(self, method: str) -> Value:
-        """A method's last-20 accuracy, ours and the paper's."""
+        """Return a method's last-20 accuracy, ours and the paper's."""
         return last_20_of(self.results, f"{BETA_SWEEP_COLUMN}/{method}")
 
 
 def setting_of(results: Results) -> Setting:
-    """Make the partition that the figures are of."""
+    """Return the federation of the figures."""
     config = cell(f"{BETA_SWEEP_COLUMN}/fedeas").config(results.scale, 1)
     betas = [cell(f"{BETA_SWEEP_COLUMN}/{method}").config(results.scale, 1).beta for method in swept_methods("fedeas")]
     return Setting(results, config, BudgetPath(planned_counts(config, config.clients)), betas)
@@ -77,7 +77,7 @@ def _pair(titles: tuple[str, str]) -> tuple[Figure, Axes, Axes]:
 
 
 def _level_titles(figure: Figure) -> Figure:
-    """Put a pair's titles at one height, that of the higher legend's."""
+    """Put both titles at the same height, above the higher legend."""
     figure.draw_without_rendering()
     legends = [legend.get_window_extent().height for axes in figure.axes if (legend := axes.get_legend())]
     for axes in figure.axes:
@@ -89,7 +89,7 @@ def _level_titles(figure: Figure) -> Figure:
 
 
 def draw_motivation(setting: Setting) -> Figure:
-    """Fig. 1: what full balance would take, client by client; what the same total buys in different places."""
+    """Draw Fig. 1: each client's images for full balance, and the accuracy of one total in different places."""
     figure, left, right = _pair(("Per-client generation demand", "Allocation drives accuracy"))
     draw_demand(left, setting.path, setting.generated, setting.beta)
     values = [setting.last_20(method) for method in POLICIES]
@@ -102,7 +102,7 @@ def draw_motivation(setting: Setting) -> Figure:
 
 
 def _draw_bars(axes: Axes, values: Sequence[Value]) -> None:
-    """Ours as bars with the deviation over seeds, the paper's as diamonds."""
+    """Draw ours as bars with the standard deviation over seeds, the paper's as diamonds."""
     for place, value in enumerate(values):
         colour = COLOURS["none" if value.cell.endswith("/fedavg") else value.cell.partition("/")[2]]
         if value.mean is not None:
@@ -127,7 +127,7 @@ def _draw_bars(axes: Axes, values: Sequence[Value]) -> None:
 
 
 def _write_on_bar(axes: Axes, place: int, mean: float, sd: float) -> None:
-    """Write a bar's value above it, or inside its end where that is near the axis's own."""
+    """Write a bar's value above it, or inside the bar if its end is near the axis's end."""
     low = mean + sd > 85
     height, offset = (mean - sd, (0, -14)) if low else (mean + sd, (0, 4))
     text = axes.annotate(
@@ -144,7 +144,7 @@ def _label(method: str) -> str:
 
 
 def draw_surrogate(setting: Setting) -> Figure:
-    """Fig. 2: how concentrated the imbalance is, and how fast it is removed."""
+    """Draw Fig. 2: how concentrated the imbalance is, and how fast it is removed."""
     figure, left, right = _pair(("Imbalance concentration", "Imbalance reduction"))
     draw_concentration(left, setting.path, setting.generated, setting.beta)
     draw_reduction(right, curves.reduction(setting.path, setting.betas), "fedeas", setting.beta)
@@ -155,19 +155,19 @@ def draw_surrogate(setting: Setting) -> Figure:
 
 
 def draw_overview(setting: Setting) -> Figure:
-    """Fig. 3 on real counts: entropy, budget, and where four policies put images at one client."""
+    """Draw Fig. 3 on real counts: entropy, budget, and where four policies put images at one client."""
     counts = setting.path.counts
     figure = Figure(figsize=(12.8, 7.2), layout="constrained", dpi=150)
     grid = figure.add_gridspec(2, 4, height_ratios=[1, 1.1])
     entropies, levels = normalised_entropy(counts), budget(counts, setting.beta)
     sizes = counts.sum(axis=1)
-    # Of the larger half, the client where most is to be seen.
+    # Of the larger half of the clients, the one with the most generated images relative to its largest class.
     shares = np.where(sizes >= np.median(sizes), setting.generated.sum(axis=1) / counts.max(axis=1), 0.0)
     one = int(np.argmax(shares))
     clients = np.arange(len(counts))
     for place, values, title, label in (
         (grid[0, :2], entropies, "1. Each client's label balance", "normalised entropy H̃"),
-        (grid[0, 2:], levels, f"2. Its budget a class, √n̄ (1 − H̃) β with β = {setting.beta:g}", "budget b (images)"),
+        (grid[0, 2:], levels, f"2. Its budget per class, √n̄ (1 − H̃) β with β = {setting.beta:g}", "budget b (images)"),
     ):
         axes = figure.add_subplot(place)
         colours = [COLOURS["fedeas"] if k == one else "#e3a5ad" for k in clients]
@@ -202,7 +202,7 @@ def _draw_one_client(figure: Figure, grid: Any, setting: Setting, one: int) -> N
             axes.set_ylabel(f"3. Images at client {one}")
         tidy(axes)
         axes.grid(visible=False, axis="x")
-        if policy != "full-balance":  # it fills the whole picture
+        if policy != "full-balance":  # its bars fill the whole axes
             axes.legend(frameon=False, fontsize=9, loc="upper right" if counts[one].argmax() < 5 else "upper left")
 
 
@@ -210,7 +210,7 @@ def _draw_one_client(figure: Figure, grid: Any, setting: Setting, one: int) -> N
 
 
 def draw_convergence(setting: Setting) -> Figure:
-    """Fig. 4: accuracy by round, FedEAS and Missing-only at one budget, and when each reaches the threshold."""
+    """Draw Fig. 4: accuracy by round, FedEAS and Missing-only with one budget, and when each reaches the threshold."""
     titles = tuple(column(place).title("full") for place in (BETA_SWEEP_COLUMN, DEFAULT_COLUMN))
     if setting.results.scale != "full":
         configs = [cell(f"{place}/fedeas").config("smoke", 1) for place in (BETA_SWEEP_COLUMN, DEFAULT_COLUMN)]
@@ -228,12 +228,12 @@ def _draw_curves(axes: Axes, setting: Setting, place: str) -> None:
     for turn, method in enumerate(("missing-only", "fedeas")):
         runs = setting.results.of(f"{place}/{method}")
         colour, published = COLOURS[method], paper.ROUNDS_TO_70[place][method]
-        said = f"; the paper's: {published}" if setting.results.scale == "full" else ""
+        note = f"; the paper's: {published}" if setting.results.scale == "full" else ""
         if not runs:
-            axes.plot([], [], color=colour, ls=":", label=f"{LABELS[method]}: not run yet{said}")
+            axes.plot([], [], color=colour, ls=":", label=f"{LABELS[method]}: not run yet{note}")
             continue
         reached = _draw_band(axes, runs, colour, threshold, turn)
-        axes.lines[-1].set_label(f"{LABELS[method]}: {reached}{said}")
+        axes.lines[-1].set_label(f"{LABELS[method]}: {reached}{note}")
     axes.set(xlabel="round", ylabel="test accuracy (%)", xlim=(0, most))
     axes.set_ylim(0, 100 if threshold > 0.7 else 82)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
@@ -248,9 +248,9 @@ def _say_not_run(axes: Axes) -> None:
 
 
 def _draw_band(axes: Axes, runs: Sequence[Measured], colour: str, threshold: float, turn: int) -> str:
-    """Draw the mean over seeds, the range between them, and a dotted line where it first reaches the threshold.
+    """Draw the mean over seeds, their range, and a dotted line at the first round at the threshold; return that round.
 
-    The dots of the second ``turn`` lie between those of the first: both are seen where the rounds are the same.
+    The dots of the second ``turn`` lie between those of the first, so that both show if the rounds are the same.
     """
     found = 100 * np.array([run.accuracies for run in runs])
     rounds, mean = np.arange(1, found.shape[1] + 1), found.mean(axis=0)
@@ -267,7 +267,7 @@ def _draw_band(axes: Axes, runs: Sequence[Measured], colour: str, threshold: flo
 
 
 def draw_sensitivity(setting: Setting) -> Figure:
-    """Fig. 5: accuracy as the budget grows, FedEAS and Uniform; and which β the two conditions allow."""
+    """Draw Fig. 5: accuracy as the budget grows, FedEAS and Uniform; and which β the two conditions allow."""
     figure, left, right = _pair(("Accuracy at matched budgets", "Budget parameter selection"))
     totals = [setting.path.at(beta).images for beta in setting.betas]
     for policy, marker in (("fedeas", "o"), ("uniform", "s")):
@@ -288,7 +288,7 @@ def draw_sensitivity(setting: Setting) -> Figure:
 def _draw_budgets(
     axes: Axes, values: Sequence[Value], totals: Sequence[int], name: str, colour: str, marker: str
 ) -> None:
-    # A β without runs leaves a gap, one seed has no deviation.
+    # A β without runs leaves a gap; one seed has no standard deviation.
     means = [np.nan if value.mean is None else value.mean for value in values]
     deviations = [np.nan if value.sd is None else value.sd for value in values]
     if not np.isnan(means).all():
@@ -306,7 +306,7 @@ def _draw_budgets(
 
 # Theorem 1: h(r) = ((1 − r) / (1 + r))²,  |h′(r)| = 4 (1 − r) / (1 + r)³
 def draw_closed_form() -> Figure:
-    """Supplement, B: what is left of the heterogeneity of two clients with one class each, by generation ratio."""
+    """Draw the supplement's B: the heterogeneity left between two clients of one class each, by generation ratio."""
     figure = Figure(figsize=(7.2, 4.4), layout="constrained", dpi=150)
     axes = figure.subplots()
     ratio = np.linspace(0, 1, 201)
@@ -324,5 +324,5 @@ def draw_closed_form() -> Figure:
 
 
 def residual(ratio: Any) -> Any:
-    """h(r): the share of the heterogeneity that is left at a generation ratio."""
+    """Return h(r), the share of the heterogeneity that is left at a generation ratio."""
     return ((1 - ratio) / (1 + ratio)) ** 2

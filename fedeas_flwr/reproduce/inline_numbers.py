@@ -1,18 +1,16 @@
 """Numbers inside the sentences of a document, written from records: ``72.4<!--= last-20 c10-k100-a0.1/fedeas -->``.
 
-The comment, which Markdown does not show, directly follows its number and says what the number is: a statistic of a
-cell, or of a record named by its folder below --runs, and perhaps what is subtracted from it. A difference must be
-positive, so that no sentence says "above" of what is below. The column of the second cell may be left out.
+The comment, which Markdown does not show, directly follows its number and names it: a statistic of a cell, or of a
+record named by its folder below --runs, and perhaps what is subtracted. A difference must be positive, so that no
+sentence says "above" of what is below. The column of the second cell may be left out.
 
     last-20 c10-k100-a0.1/fedeas                   mean accuracy of the last 20 rounds over the seeds, %
     rounds-21-200 c10-k100-a0.1/fedeas             mean accuracy of these rounds over the seeds, %
     peak c10-k100-a0.1/fedeas                      mean of the seeds' best rounds, %
     sd c10-k100-a0.1/fedeas                        standard deviation of last-20 over the seeds, points
-    seeds c10-k100-a0.1/fedeas                     number of seeds
-    images c10-k100-a0.1/fedeas                    images that a run generated
     paper, paper-peak c10-k100-a0.1/fedeas         the paper's last-20 and peak, %
     removed c10-k20-a0.1/fedeas                    label imbalance that the plan removes, %
-    agreement, distance quality-cifar100/g1-n20    of a report on a generator's images
+    agreement, distance quality-cifar100/g1-n20    from the report on a generator's images
     last-20 c10-k100-a0.1/fedeas - uniform         ours minus ours
     last-20 c10-k100-a0.1/uniform - paper          ours minus the paper's; or paper … - ours
 """
@@ -37,8 +35,7 @@ from fedeas_flwr.reproduce.results import Measured, Results, find_results, measu
 from fedeas_flwr.runs.directory import RunDirectory
 
 NUMBER = re.compile(r"(?P<number>\d[\d,]*(?:\.\d+)?)(?P<comment><!--=\s*(?P<words>(?:(?!-->).)*?)\s*-->)", re.DOTALL)
-"""A number and the comment that says what it is."""
-_WHOLE = ("images", "seeds")
+"""A number and the comment that names it."""
 _ROUNDS = re.compile(r"rounds-(\d+)-(\d+)")
 _REPORT_MEASURES = {"agreement": ("class_agreement", 100.0), "distance": ("classifier_frechet_distance", 1.0)}
 
@@ -60,25 +57,24 @@ class InlineNumbers:
 
         def write(found: re.Match[str]) -> str:
             try:
-                return self.compute(found["words"]) + found["comment"]
+                return f"{self.compute(found['words']):.1f}{found['comment']}"
             except ConfigError as error:
                 line = text.count("\n", 0, found.start()) + 1
                 raise ConfigError(f"{path}, line {line}: {error}") from None
 
         return NUMBER.sub(write, text)
 
-    def compute(self, words: str) -> str:
-        """Return the number that some words ask for, as it is written."""
+    def compute(self, words: str) -> float:
+        """Return the number that a comment names."""
         match words.split():
             case [statistic, name]:
-                number = self._value(statistic, name)
+                return self._value(statistic, name)
             case [statistic, name, "-", other]:
                 number = self._value(statistic, name) - self._value(*_subtracted(statistic, name, other))
                 if number < 0:
                     raise ConfigError(f"'{words}' is {number:.2f}: must be positive, swap the two and the sentence")
-            case _:
-                raise ConfigError(f"'{words}': must be STATISTIC CELL or STATISTIC CELL - CELL")
-        return f"{number:,.0f}" if statistic in _WHOLE else f"{number:.1f}"
+                return number
+        raise ConfigError(f"'{words}': must be STATISTIC CELL or STATISTIC CELL - CELL")
 
     def _value(self, statistic: str, name: str) -> float:
         if statistic in _REPORT_MEASURES:
@@ -93,7 +89,20 @@ class InlineNumbers:
             if published is None:
                 raise ConfigError(f"the paper has no {statistic.replace('paper', 'number')} of {name}")
             return published
-        return _of_runs(statistic, self._runs(name))
+        runs = self._runs(name)
+        last_20s = [run.last_20 for run in runs]
+        if statistic == "last-20":
+            return 100 * statistics.fmean(last_20s)
+        if statistic == "peak":
+            return 100 * statistics.fmean(run.peak for run in runs)
+        if statistic == "sd" and len(runs) > 1:
+            return 100 * statistics.stdev(last_20s)
+        if rounds := _ROUNDS.fullmatch(statistic):
+            first, last = map(int, rounds.groups())
+            return 100 * statistics.fmean(accuracy for run in runs for accuracy in run.accuracies[first - 1 : last])
+        raise ConfigError(
+            f"'{statistic}' of {len(runs)} runs: fedeas_flwr/reproduce/inline_numbers.py lists what there is"
+        )
 
     def _runs(self, name: str) -> list[Measured]:
         if name.partition("/")[0] not in COLUMNS:
@@ -116,29 +125,9 @@ class InlineNumbers:
 
 
 def _subtracted(statistic: str, name: str, other: str) -> tuple[str, str]:
-    """Read what stands behind the minus: the paper's number of the same cell, ours of it, or another cell."""
+    """Return the statistic and cell after the minus: the paper's number of the same cell, ours, or another cell's."""
     if other == "paper":
         return ("paper-peak" if statistic == "peak" else "paper"), name
     if other == "ours":
         return ("peak" if statistic == "paper-peak" else "last-20"), name
     return statistic, other if "/" in other else f"{name.partition('/')[0]}/{other}"
-
-
-def _of_runs(statistic: str, runs: Sequence[Measured]) -> float:
-    if rounds := _ROUNDS.fullmatch(statistic):
-        first, last = map(int, rounds.groups())
-        return 100 * statistics.fmean(accuracy for run in runs for accuracy in run.accuracies[first - 1 : last])
-    match statistic:
-        case "last-20":
-            return 100 * statistics.fmean(run.last_20 for run in runs)
-        case "peak":
-            return 100 * statistics.fmean(run.peak for run in runs)
-        case "sd" if len(runs) > 1:
-            return 100 * statistics.stdev(run.last_20 for run in runs)
-        case "seeds":
-            return len(runs)
-        case "images" if len({run.images for run in runs}) == 1:
-            return runs[0].images
-    raise ConfigError(
-        f"'{statistic}' of {len(runs)} runs: see fedeas_flwr/reproduce/inline_numbers.py for what there is"
-    )

@@ -1,4 +1,4 @@
-"""Every table and figure by name: which cells it needs, and what is made of them."""
+"""Every table and figure by name, and the cells it needs."""
 
 from __future__ import annotations
 
@@ -32,22 +32,22 @@ from fedeas_flwr.reproduce.tables import Table
 
 @dataclass(frozen=True)
 class Item:
-    """A table or a figure of the paper, or one of ours."""
+    """A table or figure of the paper, or one of ours."""
 
     title: str
     caption: str
     cells: Callable[[Sequence[str]], list[str]]
     table: Callable[[Results, Sequence[str]], Table] | None = None
     draw: str = ""
-    """Name of the function in figures.py."""
+    """Name of the function in figures.py, for a figure."""
     only_by_name: bool = False
-    """Whether ``all`` leaves it out at smoke scale, which is to be over in minutes."""
+    """Whether ``all`` leaves it out at smoke scale, which must finish within minutes."""
     form: str = ""
-    """The form of Γ̂ that its runs must have measured, where it is about Γ̂."""
+    """Form of Γ̂ that its runs must have measured, for a table of Γ̂."""
 
 
 def _with_variants(methods: Variants) -> Callable[[Sequence[str]], list[str]]:
-    """Cells of some columns, and beside each its variants."""
+    """Return a function that names the cells of some columns and their variants."""
     return lambda columns: [f"{place}/{name}{end}" for place, name, end in variants(methods, columns)]
 
 
@@ -76,7 +76,7 @@ def _text(columns: Sequence[str]) -> list[str]:
 
 
 def _large(of: tables.Of, results: Results, columns: Sequence[str]) -> Table:
-    """Lay several columns out as the paper does; of one there is room for all."""
+    """Return several columns as the paper shows them, or one column in full."""
     if len(columns) == 1:
         return tables.column_table(results, columns[0])
     return tables.large_table(results, columns, of)
@@ -98,8 +98,8 @@ ITEMS: dict[str, Item] = {
     ),
     "fig1": Item(
         "Fig. 1: how much, and where",
-        "(a) What every client would need for full class balance (hatched) and its FedEAS budget (solid). (b) Last-20 "
-        "accuracy without synthetic data and with one total in three places.",
+        "(a) The images that every client would need for full class balance (hatched) and its FedEAS budget (solid). "
+        "(b) Last-20 accuracy without synthetic data and with one total in three places.",
         _on(BETA_SWEEP_COLUMN, "fedavg", "uniform", "missing-only", "fedeas"),
         draw="draw_motivation",
     ),
@@ -112,15 +112,15 @@ ITEMS: dict[str, Item] = {
     ),
     "fig3": Item(
         "Fig. 3: the rule, on real counts",
-        "Entropy and budget of every client, and where four policies put images at one of them.",
+        "Entropy and budget of every client, and where four policies put images at one client.",
         _none,
         draw="draw_overview",
     ),
     "table1": Item(
         "Table 1: accuracy (%, last-20-round mean)",
-        "One seed where no number of seeds is given. Bold and underlined: best and second best of ours in a complete "
-        "column, Full-Balance apart.",
-        lambda columns: tables.large_cells(columns),
+        "One seed where no number of seeds is given. Bold and underlined: our best and second best of a complete "
+        "column, without Full-Balance.",
+        tables.large_cells,
         partial(_large, paper_comparison.last_20_of),
     ),
     "fig4": Item(
@@ -145,7 +145,7 @@ ITEMS: dict[str, Item] = {
     "text": Item(
         "Numbers of the text",
         "Rounds to the threshold (Fig. 4), the lead under another generator (4.2), FedEAS with SCAFFOLD (supplement, "
-        "D), and time: the paper's on one RTX 4090, ours without starting up, on what each run's config.json names.",
+        "D), and time: the paper's on one RTX 4090, ours without starting up, on the device in each run's config.json.",
         _text,
         _fixed(extra_tables.text_table),
     ),
@@ -158,7 +158,7 @@ ITEMS: dict[str, Item] = {
     ),
     "closed-form": Item(
         "Supplement, B: the closed form h(r)",
-        "Two clients with one class each: what is left of their heterogeneity by generation ratio.",
+        "Two clients with one class each: the share of their heterogeneity that is left, by generation ratio.",
         _none,
         draw="draw_closed_form",
     ),
@@ -171,7 +171,7 @@ ITEMS: dict[str, Item] = {
     "peak": Item(
         "Supplement, E: peak accuracy (%)",
         "Best of all rounds; one seed where no number of seeds is given.",
-        lambda columns: tables.large_cells(columns),
+        tables.large_cells,
         partial(_large, paper_comparison.peak_of),
     ),
     "beta": Item(
@@ -182,30 +182,30 @@ ITEMS: dict[str, Item] = {
     ),
     "clean": Item(
         "Beyond the paper: without leakage, and without a generator",
-        "Protocol paper tests on images of which the generator has seen 5/6; protocol clean on the official test set.",
+        "Protocol paper tests on images of which the generator has seen 5/6, protocol clean on the official test set.",
         _on(DEFAULT_COLUMN, *CLEAN, *(f"{name}-clean" for name in CLEAN)),
         _fixed(extra_tables.clean_table),
         only_by_name=True,
     ),
     "shared": Item(
-        "Beyond the paper: images of each client's own, or the same for all",
-        "Budgets are the same to the image; what differs is which images two clients have in common.",
+        "Beyond the paper: images of each client's own, or the same for all clients",
+        "Budgets are the same to the image; only the images that clients have in common differ.",
         _with_variants(SHARED),
         extra_tables.shared_table,
         only_by_name=True,
     ),
     "drawn": Item(
-        "Beyond the paper: images drawn otherwise",
-        "Steps even in log SNR keep the contrast that steps even in time lose. Guidance draws an image away from what "
-        "the generator would make without a class. The paper cites it and gives no scale; public code with its "
-        "generator's settings takes 6, rescaled by 0.7, where nothing is said.",
+        "Beyond the paper: images sampled in other ways",
+        "Steps uniform in log SNR keep the contrast that steps uniform in time lose. Guidance moves an image away from "
+        "what the generator would make without a class. The paper cites it and gives no scale; public code with the "
+        "paper's generator settings uses 6, rescaled by 0.7, by default.",
         _with_variants(DRAWN),
         extra_tables.drawn_table,
         only_by_name=True,
     ),
     "batches": Item(
         "Beyond the paper: last batches of a few images",
-        "A fall is a round, after the tenth, more than 5 points under the median of the 13 around it.",
+        "An accuracy drop: a round after the tenth that is more than 5 points below the median of the 13 around it.",
         _with_variants(BATCHED),
         extra_tables.batches_table,
         only_by_name=True,
@@ -213,7 +213,7 @@ ITEMS: dict[str, Item] = {
     "last-batches": Item(
         "Beyond the paper: accuracy drops by last batches of two images",
         "Rounds from the 11th on of runs that generate, each client with images of its own. A drop: more than 5 points "
-        "under the median of the 13 rounds around it.",
+        "below the median of the 13 rounds around it.",
         drops.drop_cells,
         drops.last_batch_table,
         only_by_name=True,
@@ -227,44 +227,44 @@ ITEMS: dict[str, Item] = {
         only_by_name=True,
     ),
     "rule": Item(
-        "Beyond the paper: other exponents, and the least imbalance a total can buy",
+        "Beyond the paper: other exponents, and the least imbalance that a total can reach",
         "Every rule spends FedEAS's total, or as little less as whole images allow.",
         _on(DEFAULT_COLUMN, *RULES),
         _fixed(extra_tables.rule_table),
         only_by_name=True,
     ),
 }
-"""In the order of the paper and its supplement."""
+"""Items in the order of the paper and its supplement, then ours."""
 
 
 @dataclass(frozen=True)
 class Choice:
-    """What was asked for."""
+    """The items, cells, columns, scale and seeds of one command."""
 
     items: tuple[str, ...]
     cells: tuple[Cell, ...]
-    """Cells asked for by name."""
+    """Cells given by name."""
     columns: tuple[str, ...]
     scale: str
     seeds: tuple[int, ...]
-    """In place of each cell's own, if any are given."""
+    """Seeds that replace each cell's own; empty: each cell's own."""
     more: Mapping[str, Any]
-    """Keys that hold for all runs, such as where the data is."""
+    """Keys of all runs, such as where the data is."""
 
     def needed(self) -> list[Cell]:
-        """All cells that are needed, in the order in which they are worth running."""
+        """Return all cells that are needed, most useful to run first."""
         names = {name for item in self.items for name in ITEMS[item].cells(self.columns)}
         names |= {one.name for one in self.cells}
         return [one for one in all_cells() if one.name in names and can_run(one, self.scale)]
 
     def find(self, folders: Sequence[Path]) -> Results:
-        """Look for the runs of all cells that are needed."""
+        """Find the runs of all cells that are needed."""
         return find_results(self.needed(), self.scale, folders, self.more)
 
     def missing(self, results: Results) -> dict[str, list[int]]:
-        """Name the seeds of every cell needed that have no finished run, in the order in which to run them.
+        """Return cell → seeds without a finished run, in the order in which to run them.
 
-        Where Γ̂ is asked for, runs with another form of it do not count.
+        For a table of Γ̂, runs with another form of it do not count.
         """
         about = [ITEMS[item] for item in self.items if ITEMS[item].form]
         forms = {name: self.more.get("gamma-hat", item.form) for item in about for name in item.cells(self.columns)}
@@ -277,7 +277,7 @@ class Choice:
 
 
 def can_run(one: Cell, scale: str) -> bool:
-    """Whether a cell has a meaning at a scale: SD-Turbo makes no digits."""
+    """Return whether a cell can be run at a scale; SD-Turbo makes no digits."""
     return scale == "full" or not one.method.name.endswith("-sd-turbo")
 
 
@@ -288,12 +288,12 @@ def choose(
     seeds: Sequence[int] = (),
     more: Mapping[str, Any] = MappingProxyType({}),
 ) -> Choice:
-    """Read what is asked for: names of items, ``all``, columns, or cells such as ``c10-k100-a0.1/*``.
+    """Read names of items, ``all``, columns, or cells such as ``c10-k100-a0.1/*``.
 
     Raises
     ------
     ConfigError
-        One line for a name that there is not, or that has nothing in the columns or at the scale.
+        One line for an unknown name, or one that has nothing in the columns or at the scale.
     """
     places = [column(word).name for word in (*columns, *words) if word in paper.COLUMNS or word in columns]
     chosen = tuple(place for place in paper.COLUMNS if place in places) or paper.COLUMNS
@@ -330,12 +330,12 @@ def choose(
 
 
 def _concerns(name: str, columns: Sequence[str]) -> bool:
-    """Whether an item says anything about some columns; what needs no runs always does."""
+    """Return whether an item shows anything of some columns; an item without runs always does."""
     return not ITEMS[name].cells(paper.COLUMNS) or bool(ITEMS[name].cells(columns))
 
 
 def _cells(word: str, columns: Sequence[str], scale: str) -> list[Cell]:
-    """Find the cells of some columns by a pattern; one without a slash is of columns."""
+    """Return the cells of some columns that match a pattern; a pattern without a slash matches columns."""
     found = [one for one in matching(word if "/" in word else f"{word}/*") if one.column.name in columns]
     if not found:
         raise ConfigError(f"'{word}' has no cell in {', '.join(columns)}")

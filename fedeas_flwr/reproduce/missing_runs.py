@@ -1,4 +1,4 @@
-"""The runs that are missing, done by the machinery of sweeps: resumable, one process each, failures listed."""
+"""Runs the missing cells as a sweep (resumable, one process each, failures listed), and exports their records."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from fedeas_flwr.runs.listing import check_export, export, prunable_files
 
 
 def make_missing_sweep(choice: Choice, missing: Mapping[str, Sequence[int]], folder: Path) -> sweep.Sweep:
-    """Lay the missing runs out as a sweep.
+    """Return a sweep of the missing runs.
 
     Parameters
     ----------
     choice
-        What was asked for.
+        The scale and the keys of all runs.
     missing
         Cell's name → seeds, in the order in which to run them.
     folder
@@ -39,18 +39,18 @@ def make_missing_sweep(choice: Choice, missing: Mapping[str, Sequence[int]], fol
         "cell": list(missing),
         "seed": sorted({seed for seeds in missing.values() for seed in seeds}),
     }
-    # What all cells of a scale share; a folder of the other scale is then refused.
+    # All cells of a scale share this config, so that a sweep rejects a folder of the other scale.
     return sweep.Sweep(folder, cell(f"{DEFAULT_COLUMN}/fedavg").config(choice.scale, 1), grid, cells)
 
 
 def record_folder(records: Path, name: str, config: RunConfig) -> Path:
-    """Where a run's record goes in a folder of records, such as ``cifar10-k100-a0.1/scaffold-s1``.
+    """Return where a run's record goes in a folder of records, such as ``cifar10-k100-a0.1/scaffold-s1``.
 
-    If that is the record of the same cell with another form of Γ̂, its form ends this one's name: the older is found
-    first, and counts where the form does not matter.
+    If that folder is the record of the same cell with another form of Γ̂, the form is appended to the new name. The
+    older record is then found first, and counts where the form does not matter.
     """
     place, _, method = name.partition("/")
-    if config.dataset != "digits":  # at smoke several columns share it
+    if config.dataset != "digits":  # at smoke scale several columns share a config
         place = f"{config.dataset}-k{config.clients}-a{config.alpha:g}"
     usual = RunDirectory(records / place / f"{method}-s{config.seed}")
     before = usual.config() if usual.is_record() else config
@@ -60,10 +60,10 @@ def record_folder(records: Path, name: str, config: RunConfig) -> Path:
 
 
 def archive_run(run: RunDirectory, record: Path | None) -> None:
-    """Leave of a finished run its model and its record, which goes to ``record`` too, if that is given.
+    """Reduce a finished run to its model and its record, and copy the record to ``record`` if that is given.
 
-    What it could be given more rounds with goes: with SCAFFOLD or MOON, 100 clients and a ResNet-18 up to 9 GB a run.
-    It goes first, since the record may need the room.
+    Removed is what would be needed to give it more rounds: up to 9 GB per run with SCAFFOLD or MOON, 100 clients and a
+    ResNet-18. It is removed first, since the record may need the space.
     """
     remove_files(run.path, prunable_files(run))
     if record:
@@ -71,9 +71,12 @@ def archive_run(run: RunDirectory, record: Path | None) -> None:
 
 
 def archive_finished_runs(results: Results, runs: Path, folder: Path | None) -> None:
-    """Settle the finished runs of a folder; another run's record in the place of one is refused.
+    """Archive the finished runs of a folder that no watcher saw finish: at a Ctrl-C, or after the sweep was killed.
 
-    One may have finished when nobody listened: just as Ctrl-C came, or after the sweep around it was killed.
+    Raises
+    ------
+    RunError
+        If the place of a run's record holds another run's.
     """
     for name, found in results.cells.items():
         for run in found:
@@ -86,21 +89,21 @@ def archive_finished_runs(results: Results, runs: Path, folder: Path | None) -> 
 
 
 class ArchivingWatcher:
-    """A sweep's watcher that also settles each run as it finishes."""
+    """A sweep's watcher that also archives each run when it finishes."""
 
     def __init__(self, inner: Watcher, folder: Path | None) -> None:
         self._inner, self._folder = inner, folder
 
     def on_start(self, board: SweepStatus) -> None:
-        """Pass it on."""
+        """Pass the event on."""
         self._inner.on_start(board)
 
     def on_event(self, one: sweep.SweepRun, word: str, board: SweepStatus) -> None:
-        """Settle what is finished; pass everything on."""
+        """Archive a finished run; pass every event on."""
         if word == "finished":
             archive_run(one.run, self._folder and record_folder(self._folder, one.values["cell"], one.config))
         self._inner.on_event(one, word, board)
 
     def on_tick(self, board: SweepStatus) -> None:
-        """Pass it on."""
+        """Pass the event on."""
         self._inner.on_tick(board)

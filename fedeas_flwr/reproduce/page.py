@@ -1,4 +1,4 @@
-"""The paper's tables and figures as a page, and its tables inside another document."""
+"""The paper's tables and figures as one page, and places for tables in another document."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from fedeas_flwr.reproduce.inline_numbers import NUMBER
 from fedeas_flwr.reproduce.sections import Section
 
 MAX_NAMED = 12
-"""Missing runs that a section names; of more it gives the number."""
+"""Maximum number of missing runs that a section names; it counts the others."""
 
 
 def write_page(document: pages.Document, folder: Path) -> tuple[Path, Path]:
@@ -28,7 +28,7 @@ def write_page(document: pages.Document, folder: Path) -> tuple[Path, Path]:
 
 
 def page_section(section: Section) -> pages.Section:
-    """Return a section as it is shown: a table has its caption above it, a figure below."""
+    """Return a section for the page: a table has its caption above it, a figure below."""
     text = [line for line in (section.note, *missing_lines(section)) if line]
     if section.figure is not None:
         return pages.Section(
@@ -39,7 +39,7 @@ def page_section(section: Section) -> pages.Section:
 
 
 def missing_lines(section: Section) -> list[str]:
-    """Say which runs a section lacks, and the command that does them."""
+    """Return lines that name a section's missing runs and the command that does them."""
     if not section.missing:
         return []
     names = ", ".join(section.missing[:MAX_NAMED])
@@ -47,7 +47,7 @@ def missing_lines(section: Section) -> list[str]:
     return [
         f"Missing, {counted(len(section.missing), 'run')}: {names}{more}.",
         f"To do them: `{section.command}`",
-        *([section.beside] if section.beside else []),
+        *([section.command_note] if section.command_note else []),
     ]
 
 
@@ -58,25 +58,25 @@ _MARK = re.compile(r"<!-- (?:reproduce\b(?P<words>(?:(?!-->).)*)-->[ \t]*(?P<new
 
 @dataclass(frozen=True)
 class Block:
-    """A place for tables in a document: what lies between ``<!-- reproduce WORDS -->`` and ``<!-- end -->``."""
+    """A place for tables in a document: the text between ``<!-- reproduce WORDS -->`` and ``<!-- end -->``."""
 
     where: str
     """File and line, for messages."""
     words: list[str]
     newline: str
-    """How its first line ends, and so those to be written."""
+    """End of its first line, and of every line to be written."""
     start: int
     end: int
 
 
 def find_blocks(path: Path, text: str) -> list[Block]:
-    """List a document's places for tables.
+    """Return a document's places for tables.
 
     Raises
     ------
     ConfigError
-        One line if there is neither a place nor a number to write, or for a place without an end of its own: what it
-        would run into is not ours.
+        One line if there is neither a place nor a number to write, or for a place without an end of its own, since
+        filling it would overwrite other text.
     """
     found = []
     marks = list(_MARK.finditer(text))
@@ -94,7 +94,7 @@ def find_blocks(path: Path, text: str) -> list[Block]:
 
 
 def with_blocks(text: str, blocks: Sequence[Block], contents: Sequence[str]) -> str:
-    """Put contents into the places found in a text, in their order."""
+    """Return a text with contents in its places, in their order."""
     for block, content in reversed(list(zip(blocks, contents, strict=True))):
         lines = f"\n{content}\n".replace("\n", block.newline)
         text = f"{text[: block.start]}{lines}{text[block.end :]}"

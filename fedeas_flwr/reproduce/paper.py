@@ -1,4 +1,4 @@
-"""The numbers that the paper printed, as they stand there. Accuracies in %."""
+"""The numbers that the paper printed. Accuracies are in %."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ COLUMNS = (
     "c10-k100-a0.3",
     "c100-k100-a0.1",
 )
-"""The columns of its two large tables, in its order: dataset, clients K, Dirichlet α."""
+"""Columns of the paper's two large tables, in its order: dataset, clients K, Dirichlet α."""
 
 Row = tuple[float | None, ...]
 
-# Table 1 (main text): mean of rounds 181–200; None where it has a dash
+# Table 1 (main text): mean of rounds 181–200; None where the paper has a dash
 LAST_20: dict[str, Row] = {
     "fedavg": (39.16, 55.52, 67.47, 42.83, 43.41, 50.18, 65.11, 41.11),
     "fedprox": (39.16, 56.40, 67.53, 42.46, 43.44, 50.63, 64.65, 41.04),
@@ -84,7 +84,8 @@ ROUNDS_TO_70: dict[str, dict[str, int]] = {
     "c10-k100-a0.1": {"fedeas": 59, "missing-only": 100},
 }
 
-# Supplement, D, on CIFAR-10 with α = 0.3. It stands beside two peaks of the K = 20 column, so it is a peak too.
+# Supplement, D, on CIFAR-10 with α = 0.3. The paper gives it next to two peaks of the K = 20 column, so
+# it is a peak too.
 FEDEAS_AND_SCAFFOLD = "c10-k20-a0.3/fedeas+scaffold"
 FEDEAS_AND_SCAFFOLD_PEAK = 78.18
 
@@ -99,12 +100,12 @@ RUN_SECONDS = {"fedeas": 3 * 3600 + 7 * 60, "full-balance": 11 * 3600 + 36 * 60}
 
 
 def at(rows: dict[str, Row], method: str, column: str) -> float | None:
-    """Look one number of a large table up; None where the paper has none."""
+    """Return one number of a large table, None where the paper has none."""
     return rows[method][COLUMNS.index(column)] if method in rows and column in COLUMNS else None
 
 
 def images(method: str, column: str) -> int | None:
-    """Give the images that the paper's run of a method generated in all, None where the paper does not say."""
+    """Return the total of images that the paper's run of a method generated, None where the paper does not say."""
     if column == "c10-k20-a0.1":
         known = {name: row[1] for name, row in BETA_SWEEP.items()} | {name: row[0] for name, row in ABLATION.items()}
         if method in known:

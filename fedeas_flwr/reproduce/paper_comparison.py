@@ -1,6 +1,6 @@
-"""A number of the paper beside ours, and how the two are written.
+"""A number of the paper next to ours, and how both are written.
 
-Text for tables is Markdown with ``<br>`` and ``<ins>`` (underlined); page.py turns it into HTML too.
+Text for tables is Markdown with ``<br>`` and ``<ins>`` (underlined); page.py also turns it into HTML.
 """
 
 from __future__ import annotations
@@ -23,14 +23,25 @@ def value_of(
     digits: int = 2,
     form: str = "",
 ) -> Value:
-    """Put what a cell's runs measured, or those of a form of Γ̂, beside the paper's number."""
+    """Return what a cell's runs measured, next to the paper's number; with ``form``, only runs with that form of Γ̂."""
     pairs = [(run.seed, number) for run in results.of(name, form) if (number := of(run)) is not None]
     ours, seeds = tuple(number for _, number in pairs), tuple(seed for seed, _ in pairs)
     return Value(name, measure, ours, seeds, published, digits, comparable=results.scale == "full")
 
 
+def derived(value: Value, measure: str, number: float | None, published: float | None, digits: int = 2) -> Value:
+    """Return a number computed from a cell's value, with its seeds, next to the paper's."""
+    ours = () if number is None else (number,)
+    return Value(value.cell, measure, ours, value.seeds if ours else (), published, digits, value.comparable)
+
+
+def difference(first: Value, second: Value) -> float | None:
+    """Return our first mean minus our second, or None if one is missing."""
+    return None if first.mean is None or second.mean is None else first.mean - second.mean
+
+
 def last_20_of(results: Results, name: str) -> Value:
-    """Give a cell's mean accuracy of the last 20 rounds, in %."""
+    """Return a cell's mean accuracy of the last 20 rounds, in %."""
     place, _, method = name.partition("/")
     published = paper.at(paper.LAST_20, method, place)
     if published is None and place == BETA_SWEEP_COLUMN:
@@ -40,7 +51,7 @@ def last_20_of(results: Results, name: str) -> Value:
 
 
 def peak_of(results: Results, name: str) -> Value:
-    """Give a cell's best accuracy of any round, in %."""
+    """Return a cell's best accuracy of any round, in %."""
     place, _, method = name.partition("/")
     published = paper.at(paper.PEAK, method, place)
     if name == paper.FEDEAS_AND_SCAFFOLD:
@@ -49,14 +60,14 @@ def peak_of(results: Results, name: str) -> Value:
 
 
 def budget_of(results: Results, name: str) -> Budget | None:
-    """Hold a cell's images against the paper's total at full scale, against the plan otherwise."""
+    """Check a cell's number of images against the paper's total at full scale, else against the plan."""
     place, _, method = name.partition("/")
     published = paper.images(method, place) if results.scale == "full" else None
     return check_budget(name, results.of(name), published)
 
 
 def show_ours(value: Value) -> str:
-    """Write mean ± deviation, or that there is nothing."""
+    """Write mean ± standard deviation, or a dash."""
     if value.mean is None:
         return NONE
     shown = f"{value.mean:.{value.digits}f}".replace("-", "−")
@@ -64,26 +75,32 @@ def show_ours(value: Value) -> str:
 
 
 def show_paper(value: Value) -> str:
-    """Write the paper's number."""
+    """Write the paper's number, or a dash."""
     return NONE if value.paper is None else f"{value.paper:.{value.digits}f}"
 
 
 def show_difference(value: Value) -> str:
-    """Write ours less the paper's, with its sign."""
-    return NONE if value.difference is None else signed(value.difference, value.digits)
+    """Write ours minus the paper's with its sign, or a dash."""
+    return signed(value.difference, value.digits)
 
 
 def show_seeds(value: Value) -> str:
-    """Name the seeds."""
+    """Write the seeds, or a dash."""
     return ", ".join(map(str, value.seeds)) or NONE
 
 
-def signed(number: float, digits: int) -> str:
-    return f"{number:+.{digits}f}".replace("-", "−")
+def compared(value: Value) -> list[str]:
+    """Write ours, the seeds, the paper's number and the difference, each for a column of its own."""
+    return [show_ours(value), show_seeds(value), show_paper(value), show_difference(value)]
+
+
+def signed(number: float | None, digits: int) -> str:
+    """Write a number with its sign, or a dash."""
+    return NONE if number is None else f"{number:+.{digits}f}".replace("-", "−")
 
 
 def format_cell(value: Value, mark: str = "{}") -> str:
-    """Write one cell of a large table: ours and the seeds, the paper's and the difference below."""
+    """Write one cell of a large table: ours above, the seeds, the paper's number and the difference below."""
     if value.mean is None and value.paper is None:
         return NONE
     ours = mark.format(show_ours(value)) if value.mean is not None else "missing"
@@ -94,7 +111,7 @@ def format_cell(value: Value, mark: str = "{}") -> str:
 
 
 def show_budget(budget: Budget | None, published: int | None = None) -> str:
-    """Write the images that runs generated, and whether that is what they should have."""
+    """Write the number of images that runs generated, with ✓ or ✗ for what they should have generated."""
     if budget is None:
         return f"missing<br>paper {published:,}" if published is not None else NONE
     found = sorted(set(budget.images))

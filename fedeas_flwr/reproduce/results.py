@@ -1,4 +1,4 @@
-"""The runs of a cell, whatever their folders are called, and what they measured."""
+"""The runs of each cell, found by their configs, not by their folders' names, and what they measured."""
 
 from __future__ import annotations
 
@@ -7,8 +7,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
-
-import numpy as np
 
 from fedeas_flwr.common.errors import RunError
 from fedeas_flwr.common.text import one_line
@@ -31,14 +29,14 @@ FREE_KEYS = (
     "threshold",
     "min-replies",
 )
-"""Keys in which runs of one cell may differ: where and how exactly it was computed, and what was looked at besides."""
+"""Keys in which runs of one cell may differ: where and in which precision they ran, and what they also measured."""
 
 
 def experiment_key(config: RunConfig) -> dict[str, Any]:
-    """Give the keys that decide what an experiment is, each in one form: equal meanings are the same cell.
+    """Return the keys that decide what an experiment is; runs with equal ones belong to the same cell.
 
-    Left out are the keys of `FREE_KEYS` and those that are not in use. A path says no more than that there is a start
-    or a diffusion model, since folders have other names elsewhere.
+    Keys of `FREE_KEYS` and unused keys are left out. Of a path it only matters that there are pretrained weights or a
+    diffusion model, since folders have other names elsewhere.
     """
     values = identity(config, FREE_KEYS)
     values["weights"] = "none" if config.weights == "none" else "given"
@@ -53,38 +51,38 @@ def experiment_key(config: RunConfig) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Measured:
-    """A finished run and what it came to."""
+    """A finished run and its measurements."""
 
     path: Path
     config: RunConfig
     accuracies: list[float]
-    """After every round, from 0 to 1."""
+    """Test accuracy after every round, from 0 to 1."""
     last_20: float
     peak: float
     images: int
     gamma_hat: float | None
     seconds: float
-    """On clients, merging and testing; without starting up."""
+    """Seconds of clients, aggregation and evaluation, without starting up."""
     clients: frozenset[int]
-    """Those that trained at least once, and hence generated."""
+    """Clients that trained at least once, and so generated."""
 
     @property
     def seed(self) -> int:
-        """The run's seed."""
+        """Return the run's seed."""
         return self.config.seed
 
     def first_round_at(self, threshold: float) -> int | None:
-        """The first round (from 1) that reached an accuracy."""
+        """Return the first round (from 1) that reached an accuracy, None if none did."""
         return rounds_to_threshold(self.accuracies, threshold)
 
     def planned_images(self) -> int:
-        """What the policy allots to the clients that took part, from label counts."""
+        """Return the number of images that the policy plans for the clients that took part."""
         plan = planned_allocation(self.config, planned_counts(self.config, self.config.clients))
         return int(plan[sorted(self.clients)].sum())
 
 
 def measure(run: RunDirectory, config: RunConfig) -> Measured:
-    """Work a finished run's rounds out."""
+    """Return the measurements of a finished run."""
     rounds = run.checked_rounds()
     with invalid_rounds_as_run_error(run):
         summary = summarise(rounds, config.threshold)
@@ -103,7 +101,7 @@ def measure(run: RunDirectory, config: RunConfig) -> Measured:
 
 
 def _client(number: Any, config: RunConfig) -> int:
-    """One that the run's plan has."""
+    """Return a client's number if the run has such a client, or raise ValueError."""
     if type(number) is not int or not 0 <= number < config.clients:
         raise ValueError(f"client {number!r}: must be from 0 to {config.clients - 1}")
     return number
@@ -114,17 +112,17 @@ def _client(number: Any, config: RunConfig) -> int:
 
 @dataclass(frozen=True)
 class Results:
-    """What there is of every cell, and what could not be used."""
+    """The runs of every cell, and those that could not be used."""
 
     scale: str
     cells: dict[str, list[Measured]]
     """Cell's name → its finished runs by seed, one for each form of Γ̂."""
     doubles: list[Path] = field(default_factory=list)
-    """Runs of a seed and a form of Γ̂ that another run has already, with other accuracies: not its copies."""
+    """Runs whose seed and form of Γ̂ an earlier run has, with other accuracies: not its copies."""
     unreadable: list[str] = field(default_factory=list)
 
     def of(self, name: str, form: str = "") -> list[Measured]:
-        """The runs of a cell, one a seed, perhaps none: the first found, or that of a form of Γ̂."""
+        """Return the runs of a cell, the first found of each seed; with ``form``, only runs with that form of Γ̂."""
         first: dict[int, Measured] = {}
         for run in self.cells.get(name, ()):
             if form in ("", run.config.gamma_hat):
@@ -133,18 +131,18 @@ class Results:
 
 
 def find_results(cells: Sequence[Cell], scale: str, folders: Sequence[Path], more: Mapping[str, Any]) -> Results:
-    """Look through folders for the finished runs of some cells.
+    """Return the finished runs of some cells, found in folders.
 
     Parameters
     ----------
     cells
-        What is looked for.
+        The cells to find.
     scale
-        Of the cells.
+        The cells' scale.
     folders
-        Where to look; of two runs of one seed, and one form of Γ̂, the first found counts.
+        Where to look; of two runs with one seed and one form of Γ̂ the first found counts.
     more
-        Keys that hold for all runs; those that change what a cell means are looked for too.
+        Keys of all runs; those that change what a cell means must also match.
     """
     wanted: dict[tuple[tuple[str, Any], ...], str] = {}
     for one in cells:
@@ -175,42 +173,42 @@ def _key(values: Mapping[str, Any]) -> tuple[tuple[str, Any], ...]:
     return tuple(sorted(values.items()))
 
 
-# ---------------------------------------------------------------------------------------------- mean and deviation
+# ------------------------------------------------------------------------------------------- values and budgets
 
 
 @dataclass(frozen=True)
 class Value:
-    """One number of the paper, and ours."""
+    """One number of the paper, and ours for every seed."""
 
     cell: str
     measure: str
     ours: tuple[float, ...]
-    """One a seed."""
+    """One per seed."""
     seeds: tuple[int, ...]
     paper: float | None
     digits: int = 2
     comparable: bool = True
-    """Whether the paper's number is of the same experiment; at smoke scale it is not."""
+    """Whether the paper's number belongs to the same experiment; at smoke scale it does not."""
 
     @property
     def mean(self) -> float | None:
-        """Over the seeds."""
+        """Return the mean over the seeds."""
         return statistics.fmean(self.ours) if self.ours else None
 
     @property
     def sd(self) -> float | None:
-        """The sample's deviation (n − 1); one seed has none."""
+        """Return the sample standard deviation (n − 1); None with fewer than two seeds."""
         return statistics.stdev(self.ours) if len(self.ours) > 1 else None
 
     @property
     def difference(self) -> float | None:
-        """Ours less the paper's."""
+        """Return ours minus the paper's, None if the two cannot be compared."""
         if self.mean is None or self.paper is None or not self.comparable:
             return None
         return self.mean - self.paper
 
     def as_json(self) -> dict[str, Any]:
-        """Plain values."""
+        """Return plain values."""
         return {
             "cell": self.cell,
             "measure": self.measure,
@@ -224,27 +222,26 @@ class Value:
 
 @dataclass(frozen=True)
 class Budget:
-    """Whether a cell's runs generated what they should have."""
+    """The number of images that a cell's runs generated, and the number they should have."""
 
     cell: str
     images: tuple[int, ...]
-    """One a seed."""
+    """One per seed."""
     wanted: int
     by: str
-    """Who says so: the paper, or the plan made from label counts."""
+    """Where ``wanted`` comes from: "paper", or "plan" (made from label counts)."""
 
     @property
     def met(self) -> bool:
-        """Whether every run generated exactly that."""
+        """Return whether every run generated exactly ``wanted`` images."""
         return all(images == self.wanted for images in self.images)
 
 
 def check_budget(name: str, runs: Sequence[Measured], published: int | None) -> Budget | None:
-    """Hold the images of a cell's runs against the paper's total, or else against the plan; None without runs."""
+    """Check the images of a cell's runs against the paper's total, else against the plan; None without runs."""
     if not runs:
         return None
     images = tuple(run.images for run in runs)
     if published is not None:
         return Budget(name, images, published, "paper")
-    planned = {run.planned_images() for run in runs}
-    return Budget(name, images, int(np.max(list(planned))), "plan")
+    return Budget(name, images, max(run.planned_images() for run in runs), "plan")

@@ -1,7 +1,4 @@
-"""Make the tables and figures that were asked for: each a section of the page, with what it still lacks.
-
-One section shows images as the generator makes them, none picked: the supplement's C.
-"""
+"""The tables and figures of one command, each a section of the page with its missing runs."""
 
 from __future__ import annotations
 
@@ -27,13 +24,11 @@ from fedeas_flwr.reproduce.results import Results
 from fedeas_flwr.reproduce.tables import Table
 
 if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
     from fedeas_flwr.reproduce.figures import Setting
 
 
 Fill = Callable[[Sequence[str], Collection[str]], tuple[str, str]]
-"""From words that ask for something, and the names of its cells that lack runs, the command and what it needs."""
+"""Returns the command that does missing runs, and a note on what it needs, from words and the cells that lack runs."""
 
 IMAGES_PER_CLASS = 10
 
@@ -48,29 +43,29 @@ class Section:
     table: Table | None
     picture: Path | None
     missing: tuple[str, ...]
-    """Runs that are not there, ``COLUMN/METHOD seed N``."""
+    """Missing runs, ``COLUMN/METHOD seed N``."""
     note: str = ""
     figure: Figure | None = None
-    """What the picture shows."""
+    """The figure that the picture shows."""
     command: str = ""
-    """Does what is missing."""
-    beside: str = ""
-    """What else must be there for it."""
+    """Command that does the missing runs."""
+    command_note: str = ""
+    """What else the command needs."""
 
 
 def make_sections(choice: Choice, results: Results, folder: Path, fill: Fill) -> list[Section]:
-    """Make every table and figure asked for.
+    """Return a section for every table and figure, and one for cells given by name.
 
     Parameters
     ----------
     choice
-        What was asked for.
+        The tables, figures and cells.
     results
-        The runs that there are.
+        The runs.
     folder
         Where pictures go.
     fill
-        Gives the command that does what is missing.
+        Returns the command that does missing runs.
     """
     setting: Setting | None = None
     sections = []
@@ -105,7 +100,7 @@ def _runs(missing: Mapping[str, Sequence[int]]) -> tuple[str, ...]:
 
 
 def _draw(item: Item, setting: Setting, more: Mapping[str, Any]) -> Figure | str:
-    """Draw a figure, or say why not."""
+    """Return a figure, or the reason why it cannot be drawn."""
     from fedeas_flwr.reproduce import figures
 
     if item.draw == "draw_closed_form":
@@ -120,9 +115,9 @@ def _draw(item: Item, setting: Setting, more: Mapping[str, Any]) -> Figure | str
 
 
 def draw_samples(config: RunConfig) -> Figure:
-    """Draw the first images of each class that a run's client 0 has.
+    """Draw the first images of each class of a run's client 0, none picked, as in the supplement's C.
 
-    They come from the cache that runs share, and are made where they are not there yet.
+    They come from the cache that runs share, and are generated if the cache lacks them.
     """
     names = dataset_info(config.dataset).classes
     generator = open_for_run(config, configure_torch(config.device))

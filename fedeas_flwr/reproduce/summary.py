@@ -1,4 +1,4 @@
-"""What all sections together say: the page's head, JSON, CSV, the terminal, and tables for another document."""
+"""All sections together: the page's head, JSON, CSV, the terminal's output, and filled documents."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ from fedeas_flwr.reproduce.tables import Table, cell_table
 SMOKE_NOTE = (
     "**Smoke scale.** Every cell is a few seconds on scikit-learn's 8×8 digits: 6 or 10 clients in place of 20 or 100, "
     "another partition in place of CIFAR-100, 10 rounds (so last-20 is the mean of all), β a third of the paper's, one "
-    "seed (two where so marked). It shows that everything runs and what it looks like. The paper's numbers stand "
-    "beside ours for their place only: no difference is formed."
+    "seed (two where so marked). It shows that everything runs and what it looks like. The paper's numbers are shown "
+    "for their place only: no difference is computed."
 )
 
 
 def make_page(results: Results, sections: list[Section], given: Sequence[str] = ()) -> Document:
-    """Put sections under a head that says what they are, and which keys were given for all runs."""
+    """Return sections under a head that describes them and names the keys given for all runs."""
     runs = [run for found in results.cells.values() for run in found]
     devices = "" if not runs else f", {show_seconds(sum(run.seconds for run in runs))} of rounds in all"
     filled = sum(bool(found) for found in results.cells.values())
@@ -41,8 +41,8 @@ def make_page(results: Results, sections: list[Section], given: Sequence[str] = 
     if given:
         notes.append(f"Set in all runs: {', '.join(f'`{word}`' for word in given)}.")
     notes.append(
-        f"{filled} of {len(results.cells)} cells are there, {counted(len(runs), 'run')}{devices}. Ours: mean ± sample "
-        "standard deviation over the seeds. ✓: as many images as the paper's run, or as the plan says."
+        f"{filled} of {len(results.cells)} cells have runs, {counted(len(runs), 'run')}{devices}. Ours: mean ± sample "
+        "standard deviation over the seeds. ✓: as many images as in the paper's run, or in the plan."
     )
     notes += _budget_notes(sections)
     if results.doubles:
@@ -57,36 +57,36 @@ def make_page(results: Results, sections: list[Section], given: Sequence[str] = 
 def fill_command(
     scale: str, options: Mapping[str, Sequence[str]], words: Sequence[str], cells: Collection[str]
 ) -> tuple[str, str]:
-    """Give the command that does what is missing, and what else must be there for it, if anything.
+    """Return the command that does missing runs, and a note on what else it needs, or "".
 
     Parameters
     ----------
     scale
-        Of the cells.
+        The cells' scale.
     options
-        The command's other options, each with the values that it was given; ``--set`` is among them.
+        The command's other options with their values; ``--set`` is one of them.
     words
-        What asks for the cells.
+        The items or cells of the command.
     cells
-        Names of those that lack runs.
+        Names of the cells that lack runs.
     """
     keys = {word.partition("=")[0].strip() for word in options["--set"]}
-    places, beside = [], ""
+    places, note = [], ""
     if scale == "full":
         configs = [cell(name).config(scale, 1) for name in cells]
         needed = {config.generator for config in configs if config.generates and config.generator != "sd-turbo"}
-        # One generator does not serve two datasets; if none is named, each cell looks in its dataset's own folder.
+        # A generator serves one dataset; if none is named, each cell looks in its dataset's folder.
         places = ["data-dir=DIR", *(["generator=DIR"] if len(needed) == 1 else []), "backend=inline"]
         if len(needed) > 1 and "generator" not in keys:
             folders = f"{' and '.join(sorted(needed))}, which `fedeas train-generator` makes"
-            beside = f"No --set generator= serves them all: they look in {folders}."
+            note = f"No --set generator= serves them all: they look in {folders}."
     given = [(name, value) for name, values in options.items() for value in values]
     given += [("--set", word) for word in places if word.partition("=")[0] not in keys]
-    return shlex.join(["fedeas", "reproduce", *words, "--scale", scale, "--run", *itertools.chain(*given)]), beside
+    return shlex.join(["fedeas", "reproduce", *words, "--scale", scale, "--run", *itertools.chain(*given)]), note
 
 
 def all_budgets(sections: Sequence[Section]) -> list[Budget]:
-    """Every check of a cell's images once."""
+    """Return the check of each cell's images, once per cell."""
     found = {b.cell: b for section in sections if section.table for b in section.table.budgets}
     return list(found.values())
 
@@ -107,7 +107,7 @@ def _budget_notes(sections: Sequence[Section]) -> list[str]:
 
 
 def as_json(results: Results, sections: Sequence[Section]) -> dict[str, Any]:
-    """Plain values of everything on the page; pictures by their names in its folder, which may be moved."""
+    """Return plain values of everything on the page; pictures by their names in its folder, which may be moved."""
     parts = []
     for section in sections:
         table = section.table
@@ -129,7 +129,7 @@ def as_json(results: Results, sections: Sequence[Section]) -> dict[str, Any]:
 
 
 def values_csv(sections: Sequence[Section]) -> str:
-    """Every number as a line; what stands in two tables is there once."""
+    """Return every number as a line of CSV; a number of two tables is there once."""
     rows = {}
     for section in sections:
         for value in section.table.values if section.table else ():
@@ -139,9 +139,11 @@ def values_csv(sections: Sequence[Section]) -> str:
 
 
 def print_tables(sections: Sequence[Section], notes: Sequence[str], console: Console) -> None:
-    """Print every table, where every picture is, and the notes."""
+    """Print every table, the path of every picture, and the notes."""
     if not console.is_terminal:
-        console = Console(width=200, stderr=console.stderr, markup=False)  # for a file or a pipe: no table is squeezed
+        console = Console(
+            width=200, stderr=console.stderr, markup=False
+        )  # a file or a pipe: wide enough for every table
     for section in sections:
         console.print(f"\n{section.title}", style="bold", highlight=False)
         if section.table:
@@ -162,14 +164,14 @@ def _plain(text: str) -> str:
 def filled_document(
     path: Path, text: str, scale: str, places: Sequence[Path], more: Mapping[str, Any]
 ) -> tuple[str, list[str]]:
-    """Write a document's ``<!-- reproduce WORDS -->`` blocks and the numbers of its sentences again.
+    """Return a document with its ``<!-- reproduce WORDS -->`` blocks and the numbers of its sentences written again.
 
     WORDS are tables, columns and cells, or ``sweep FOLDER KEY=VALUE`` for a recorded sweep.
 
     Returns
     -------
     text, unreadable : str, list of str
-        The document, and a line for every record that could not be read for any of its blocks.
+        The document, and a line for every record that could not be read.
     """
     found = find_blocks(path, text)
     contents = [_content(block, scale, places, more) for block in found]

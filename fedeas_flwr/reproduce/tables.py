@@ -1,4 +1,4 @@
-"""The paper's tables with our numbers in them."""
+"""The paper's tables with our numbers."""
 
 from __future__ import annotations
 
@@ -11,33 +11,33 @@ from fedeas_flwr.reproduce.cells import BETA_SWEEP_COLUMN, BETAS, FULL, METHODS,
 from fedeas_flwr.reproduce.paper_comparison import (
     NONE,
     budget_of,
+    compared,
+    derived,
+    difference,
     format_cell,
     last_20_of,
     peak_of,
     show_budget,
-    show_difference,
     show_ours,
-    show_paper,
-    show_seeds,
     value_of,
 )
 from fedeas_flwr.reproduce.results import Budget, Results, Value
 from fedeas_flwr.runs.metrics import efficiency
 
 LARGE = tuple(paper.LAST_20)
-"""The rows of the two large tables."""
+"""Methods in the rows of the two large tables."""
 
 
 @dataclass(frozen=True)
 class Table(pages.Table):
-    """A table of a report, and every number in it."""
+    """A table of a report, with the numbers in it."""
 
     rows: list[list[str]] = field(default_factory=list)
     values: list[Value] = field(default_factory=list)
     budgets: list[Budget] = field(default_factory=list)
 
     def add(self, row: Sequence[str], *numbers: Value | Budget | None) -> None:
-        """Append a row, and the numbers that are in it."""
+        """Append a row and record the numbers in it."""
         self.rows.append(list(row))
         self.values.extend(number for number in numbers if isinstance(number, Value))
         self.budgets.extend(number for number in numbers if isinstance(number, Budget))
@@ -49,9 +49,9 @@ Of = Callable[[Results, str], Value]
 
 
 def large_table(results: Results, columns: Sequence[str], of: Of) -> Table:
-    """Lay methods against columns, as the paper's Table 1 and its table of peaks do.
+    """Return methods by columns, as in the paper's Table 1 and its table of peaks.
 
-    Best and second best of ours are bold and underlined, Full-Balance apart, once a column is complete.
+    Our best and second best of a complete column are bold and underlined, without Full-Balance.
     """
     values = {name: of(results, name) for name in large_cells(columns)}
     marks = _marks(values, columns)
@@ -71,7 +71,7 @@ def large_table(results: Results, columns: Sequence[str], of: Of) -> Table:
 
 
 def large_cells(columns: Sequence[str]) -> list[str]:
-    """Name the cells of a large table: all but those that the paper left out."""
+    """Return the names of a large table's cells: all that the paper has."""
     return [f"{c}/{m}" for c in columns for m in LARGE if paper.at(paper.LAST_20, m, c) is not None]
 
 
@@ -87,26 +87,15 @@ def _marks(values: dict[str, Value], columns: Sequence[str]) -> dict[str, str]:
 
 
 def column_table(results: Results, place: str) -> Table:
-    """One column as a list: every method's last-20 and peak, the seeds, the images."""
-    head = [
-        "Method",
-        "Ours, last-20 %",
-        "Seeds",
-        "Paper",
-        "Difference",
-        "Ours, peak %",
-        "Paper",
-        "Difference",
-        "Images",
-    ]
-    table = Table(head)
+    """Return one column with a row per method: last-20 and peak accuracy, the seeds, the images."""
+    ours = ["Ours, last-20 %", "Seeds", "Paper", "Difference", "Ours, peak %", "Paper", "Difference"]
+    table = Table(["Method", *ours, "Images"])
     for name in large_cells([place]):
         last, best, budget = last_20_of(results, name), peak_of(results, name), budget_of(results, name)
-        first = [show_ours(last), show_seeds(last), show_paper(last), show_difference(last)]
-        second = [show_ours(best), show_paper(best), show_difference(best)]
-        published = paper.images(name.partition("/")[2], place)
-        shown = show_budget(budget) if budget else f"{NONE} (paper {published:,})"
-        table.add([METHODS[name.partition("/")[2]].label, *first, *second, shown], last, best, budget)
+        peak, _, *peaks = compared(best)
+        method = name.partition("/")[2]
+        images = show_budget(budget) if budget else f"{NONE} (paper {paper.images(method, place):,})"
+        table.add([METHODS[method].label, *compared(last), peak, *peaks, images], last, best, budget)
     return table
 
 
@@ -114,55 +103,36 @@ def column_table(results: Results, place: str) -> Table:
 
 
 def beta_table(results: Results) -> Table:
-    """The sweep of β with the efficiency η, as in the supplement's F."""
+    """Return the sweep of β with the efficiency η, as in the supplement's F."""
     table = Table(["Method", "Last-20 avg.", "Total gen.", "ΔFedAvg", "η"])
     base = last_20_of(results, f"{BETA_SWEEP_COLUMN}/fedavg")
     for method, (_, _, published_gain, published_eta) in paper.BETA_SWEEP.items():
         name = f"{BETA_SWEEP_COLUMN}/{method}"
         last, budget = last_20_of(results, name), budget_of(results, name)
-        gain = eta = None
-        if last.mean is not None and base.mean is not None and budget and budget.images[0]:
-            gain = last.mean - base.mean
-            eta = efficiency(gain, budget.images[0])
-        gains = _derived(results, name, "ΔFedAvg", gain, last.seeds, published_gain, 2)
-        etas = _derived(results, name, "η", eta, last.seeds, published_eta, 3)
-        shown = [
-            format_cell(last),
-            show_budget(budget, paper.images(method, BETA_SWEEP_COLUMN)),
-            format_cell(gains),
-            format_cell(etas),
-        ]
+        images = budget.images[0] if budget else 0
+        gain = difference(last, base) if images else None
+        gains = derived(last, "ΔFedAvg", gain, published_gain)
+        etas = derived(last, "η", None if gain is None else efficiency(gain, images), published_eta, 3)
+        total = show_budget(budget, paper.images(method, BETA_SWEEP_COLUMN))
+        shown = [format_cell(last), total, format_cell(gains), format_cell(etas)]
         table.add([_with_beta(results, name), *shown], last, gains, etas, budget)
     return table
 
 
-def _derived(
-    results: Results,
-    name: str,
-    measure: str,
-    number: float | None,
-    seeds: tuple[int, ...],
-    published: float | None,
-    digits: int,
-) -> Value:
-    ours = () if number is None else (number,)
-    return Value(name, measure, ours, seeds if ours else (), published, digits, results.scale == "full")
-
-
 def _with_beta(results: Results, name: str) -> str:
-    """The row's name with the β that it has at this scale."""
+    """Return a row's label with its β at this scale."""
     one = cell(name)
     label, policy = one.method.label, dict(one.method.keys)["policy"]
     return f"{label} β = {beta_of(one, results.scale):g}" if policy in ("fedeas", "uniform") else label
 
 
 def beta_of(one: Cell, scale: str) -> float:
-    """The β of a cell's runs."""
+    """Return the β of a cell's runs."""
     return one.config(scale, 1).beta
 
 
 def ablation_table(results: Results) -> Table:
-    """What the entropy and the root are for, as in the paper's Table 2."""
+    """Return FedEAS without the entropy factor and without the square root, as in the paper's Table 2."""
     factors = {"fedeas-b8": ("yes", "√n̄"), "without-entropy": ("no", "√n̄"), "linear": ("yes", "n̄")}
     table = Table(["Variant", "Entropy", "Size factor", "Gen.", "Accuracy"])
     for method, about in factors.items():
@@ -175,7 +145,7 @@ def ablation_table(results: Results) -> Table:
 
 
 def gamma_table(results: Results) -> Table:
-    """Γ̂ by policy, as in the supplement's A; in its form and over the trainable parameters alone."""
+    """Return Γ̂ by policy as in the supplement's A, in the paper's form and over the trainable parameters alone."""
     methods = list(paper.GAMMA_HAT)
     table = Table(["", *(METHODS[method].label for method in methods)])
     last = {m: last_20_of(results, f"{BETA_SWEEP_COLUMN}/{m}") for m in methods}
@@ -187,7 +157,7 @@ def gamma_table(results: Results) -> Table:
         found = {m: _gamma_hat(results, f"{BETA_SWEEP_COLUMN}/{m}", form) for m in methods}
         less = {m: _reduction(found[m], found["fedavg"]) for m in methods}
         if form == "trainable" and not any(value.ours for value in found.values()):
-            continue  # no run has measured it so, and the paper has not either
+            continue  # neither our runs nor the paper measured this form
         table.add([f"Γ̂ (med.), {words}", *(_show_gamma(found[m]) for m in methods)], *found.values())
         table.add(["Γ̂ reduction (%)", *(format_cell(less[m]) for m in methods)], *less.values())
     return table
@@ -203,9 +173,7 @@ def _reduction(value: Value, base: Value) -> Value:
     if value.mean is not None and base.mean and value.cell != base.cell:
         less = 100 * (1 - value.mean / base.mean)
     published = paper.GAMMA_HAT[value.cell.partition("/")[2]][1] if value.paper is not None else None
-    ours = () if less is None else (less,)
-    measure = f"{value.measure}, reduction %"
-    return Value(value.cell, measure, ours, value.seeds if ours else (), published, 1, value.comparable)
+    return derived(value, f"{value.measure}, reduction %", less, published, 1)
 
 
 def _show_gamma(value: Value) -> str:
@@ -219,15 +187,14 @@ def _show_gamma(value: Value) -> str:
 
 
 def cell_table(results: Results, cells: Iterable[Cell]) -> Table:
-    """Some cells as a list, one a row."""
+    """Return some cells, one per row."""
     table = Table(["Cell", "Ours, last-20 %", "Seeds", "Paper", "Difference", "Peak %", "Images"])
     for one in cells:
         last, best, budget = last_20_of(results, one.name), peak_of(results, one.name), budget_of(results, one.name)
-        shown = [show_ours(last), show_seeds(last), show_paper(last), show_difference(last), show_ours(best)]
-        table.add([one.name, *shown, show_budget(budget)], last, best, budget)
+        table.add([one.name, *compared(last), show_ours(best), show_budget(budget)], last, best, budget)
     return table
 
 
 def swept_methods(policy: str) -> list[str]:
-    """Name a policy's methods along the sweep of β."""
+    """Return the names of a policy's methods in the sweep of β."""
     return [policy if beta == FULL["beta"] else f"{policy}-b{beta}" for beta in BETAS]

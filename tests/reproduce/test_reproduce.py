@@ -134,8 +134,8 @@ def test_images_drawn_otherwise_stand_beside_others_and_are_no_cell_of_the_paper
     record(tmp_path / "guided", f"{place}/fedeas-guided", 1, [0.51] * 200, images=74_005)
     table = extra_tables.drawn_table(found_in(tmp_path))
     assert table.rows[-4:] == [
-        [title, "FedEAS", "52.04", "20 steps even in time, no guidance", "–", "–", "–"],
-        [title, "FedEAS", "", "steps even in log SNR", "–", "–", "–"],
+        [title, "FedEAS", "52.04", "20 steps uniform in time, no guidance", "–", "–", "–"],
+        [title, "FedEAS", "", "steps uniform in log SNR", "–", "–", "–"],
         [title, "FedEAS", "", "guidance 1.5", "51.00", "1", "−1.04"],
         [title, "FedEAS", "", "guidance 6, rescaled by 0.7", "–", "–", "–"],
     ]
