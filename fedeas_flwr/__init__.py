@@ -4,8 +4,8 @@ As a library, from label counts to a filled dataset, without the app:
 
     counts → `budget` → `allocate` → `fill` (with any `Generator`)
 
-Importing this package pulls in nothing, and what it offers NumPy alone: neither torch nor flwr nor ray. The command
-`fedeas` is in `__main__.py`, and must be up before anything else is loaded.
+Importing this package imports nothing else, and its functions import only NumPy: neither torch nor flwr nor ray. The
+command `fedeas` is in `__main__.py`, which must run before anything else is imported.
 """
 
 from importlib import import_module
@@ -50,7 +50,7 @@ _HOMES = (
 
 
 def __getattr__(name: str) -> Any:
-    """Load what is asked for when it is asked for."""
+    """Import a name of `__all__`, or a module of `_HOMES`, on first use."""
     if name in _HOMES:
         return import_module(f"{__name__}.{name}")
     for home in _HOMES if name in __all__ else ():

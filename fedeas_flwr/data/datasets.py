@@ -1,7 +1,7 @@
-"""The datasets, as memory-mapped arrays that all processes of a machine share.
+"""Datasets as memory-mapped arrays that all processes of a machine share.
 
-`open_dataset` writes a dataset once as plain ``.npy`` files into the user's cache and maps them ever after: a hundred
-client processes then cost the memory of one. Images are uint8 ``[N, H, W, C]``, labels int64 ``[N]``.
+`open_dataset` writes a dataset once as ``.npy`` files into the user's cache and memory-maps them from then on: a
+hundred client processes use the memory of one. Images are uint8 ``[N, H, W, C]``, labels int64 ``[N]``.
 """
 
 from __future__ import annotations
@@ -22,22 +22,25 @@ from fedeas_flwr.common.files import atomic_folder, cache_root
 from fedeas_flwr.data import own_dataset
 from fedeas_flwr.data.sources import KEYS, OWN, Arrays, DatasetInfo, built_in, check_arrays, find_source
 
-# Part of the names of built-in datasets' folders in the cache: raise it when what is written below changes.
+Images = NDArray[np.uint8]
+Labels = NDArray[np.int64]
+
+# Part of the names of built-in datasets' folders in the cache: raise it when their content changes.
 _FORMAT = "1"
 
 
 @dataclass(frozen=True)
 class Dataset:
-    """A dataset's images and labels, mapped from disk and read-only.
+    """Images and labels of a dataset, memory-mapped and read-only.
 
     Attributes
     ----------
     name
         ``digits``, ``cifar10``, ``cifar100`` or ``own:PATH``.
     classes
-        One name for each label.
+        Name of each label.
     mean, std
-        Of each channel of the train images, on the scale 0 to 1.
+        Mean and standard deviation of each channel of the train images, on the scale 0 to 1.
     x_train, x_test
         uint8 ``[N, H, W, C]``.
     y_train, y_test
@@ -48,14 +51,14 @@ class Dataset:
     classes: tuple[str, ...]
     mean: tuple[float, ...]
     std: tuple[float, ...]
-    x_train: NDArray[np.uint8]
-    y_train: NDArray[np.int64]
-    x_test: NDArray[np.uint8]
-    y_test: NDArray[np.int64]
+    x_train: Images
+    y_train: Labels
+    x_test: Images
+    y_test: Labels
 
 
 def dataset_info(name: str) -> DatasetInfo:
-    """Return a dataset's class names, image shape and constants, of built-in ones without reading them.
+    """Return a dataset's class names, image shape and constants; built-in datasets are not read.
 
     Parameters
     ----------
@@ -72,7 +75,7 @@ def dataset_info(name: str) -> DatasetInfo:
 
 
 def short_name(name: str) -> str:
-    """What a dataset is called where there is no room for a path."""
+    """Return a dataset's name without its folder, for titles and labels."""
     return Path(name.removeprefix(OWN)).stem if name.startswith(OWN) else name
 
 
@@ -85,9 +88,9 @@ def open_dataset(name: str, data_dir: str = "") -> Dataset:
         ``digits`` (comes with scikit-learn), ``cifar10``, ``cifar100``, or ``own:PATH`` (see
         `own_dataset.read_dataset`).
     data_dir
-        Where CIFAR is looked for: ``NAME.npz`` with ``x_train``, ``y_train``, ``x_test``, ``y_test``, or the folder
-        that torchvision unpacks. With neither, torchvision downloads it there, unless ``FEDEAS_OFFLINE`` is set.
-        Empty means ``datasets`` in the user's cache.
+        Folder of CIFAR: it has ``NAME.npz`` with ``x_train``, ``y_train``, ``x_test``, ``y_test``, or the folder that
+        torchvision unpacks. If both are missing, torchvision downloads the dataset to it, unless ``FEDEAS_OFFLINE`` is
+        set. Empty: ``datasets`` in the user's cache.
 
     Returns
     -------
@@ -103,7 +106,7 @@ def open_dataset(name: str, data_dir: str = "") -> Dataset:
     with FileLock(f"{folder}.lock"):
         try:
             arrays = _open_folder(info, folder)
-        except Exception:  # not there yet, or damaged in any way: both are mended by writing it
+        except Exception:  # missing or damaged: write it
             arrays = source.read()
             check_arrays(info, arrays, origin)
             with atomic_folder(folder) as temporary:
@@ -141,7 +144,7 @@ def _open_own_cached(name: str, folder: Path) -> tuple[DatasetInfo, Dataset]:
 
 def _write_own(name: str, folder: Path) -> None:
     arrays, classes = own_dataset.read_dataset(name.removeprefix(OWN))
-    # A channel that never changes would have no deviation to divide by.
+    # The lower bound avoids a division by zero for a constant channel.
     pixels = arrays["x_train"].reshape(-1, arrays["x_train"].shape[3])
     mean, std = pixels.mean(axis=0) / 255, np.maximum(pixels.std(axis=0) / 255, 1e-3)
     about = {"classes": classes, "mean": mean.tolist(), "std": std.tolist(), "shape": arrays["x_train"].shape[1:]}
@@ -156,7 +159,7 @@ def _open_own_folder(name: str, folder: Path) -> tuple[DatasetInfo, Arrays]:
     height, width, channels = about["shape"]
     constants = tuple(about["mean"]), tuple(about["std"])
     sizes = about["train"], about["test"]
-    # Whether a mirrored image keeps its class cannot be known: letters do not, so none is mirrored.
+    # It is unknown whether a mirrored image keeps its class (a letter does not), so no image is mirrored.
     info = DatasetInfo(name, tuple(about["classes"]), (height, width, channels), *constants, *sizes, False)
     return info, _open_folder(info, folder)
 
@@ -167,13 +170,13 @@ def _write_arrays(folder: Path, arrays: Arrays) -> None:
         try:
             np.save(folder / f"{key}.npy", arrays[key].astype(dtype, copy=False), allow_pickle=False)
         except OSError as error:
-            if error.errno is None:  # NumPy's own: so much was requested and so much written
+            if error.errno is None:  # NumPy's own error: fewer bytes were written than requested
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)) from error
             raise
 
 
 def _open_folder(info: DatasetInfo, folder: Path) -> Arrays:
-    # mmap_mode also makes NumPy refuse a file that is shorter than its header says.
+    # With mmap_mode, NumPy also rejects a file that is shorter than its header says.
     arrays: Arrays = {key: np.load(folder / f"{key}.npy", mmap_mode="r", allow_pickle=False) for key in KEYS}
     check_arrays(info, arrays, str(folder))
     if any(arrays[key].dtype != np.int64 for key in ("y_train", "y_test")):

@@ -1,4 +1,4 @@
-"""Who holds what: a dataset and its partition, seen from one client or from the server; or a node's own images."""
+"""A dataset and its partition over clients, or the images of a node that brings its own."""
 
 from __future__ import annotations
 
@@ -6,22 +6,18 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 import numpy as np
-import numpy.typing as npt
 
 from fedeas_flwr.common.files import cache_root
 from fedeas_flwr.config import RunConfig
-from fedeas_flwr.data.datasets import Dataset, dataset_info, open_dataset
+from fedeas_flwr.data.datasets import Dataset, Images, Labels, dataset_info, open_dataset
 from fedeas_flwr.data.node import Node
 from fedeas_flwr.data.own_dataset import fingerprint
 from fedeas_flwr.data.own_images import read_images
 from fedeas_flwr.data.sources import DatasetInfo, find_source
 from fedeas_flwr.partition import TEST_FRACTION, Partition, make_partition, stratified_split
 
-Images = npt.NDArray[np.uint8]
-Labels = npt.NDArray[np.int64]
 
-
-@dataclass(frozen=True, eq=False)  # one is another only if it is the same object
+@dataclass(frozen=True, eq=False)  # compared by identity
 class FederatedData:
     """A dataset split over clients."""
 
@@ -35,36 +31,36 @@ class FederatedData:
         return len(self.dataset.classes)
 
     def train(self, client: int) -> tuple[Images, Labels]:
-        """What client k trains on, copied into memory."""
+        """Return the training images and labels of client k, copied into memory."""
         return self._gather(self.partition.train[client])
 
     def test(self, client: int) -> tuple[Images, Labels]:
-        """What client k tests on (protocol ``paper``)."""
+        """Return the test images and labels of client k (protocol ``paper``)."""
         return self._gather(self.partition.test[client])
 
     def train_labels(self, client: int) -> Labels:
-        """The labels alone: enough for a plan."""
+        """Return the training labels of client k."""
         return self._labels()[self.partition.train[client]]
 
     def label_counts(self, client: int) -> Labels:
-        """Label counts of client k alone, [1, C]."""
+        """Return the label counts of client k, [1, C]."""
         return np.bincount(self.train_labels(client), minlength=self.num_classes)[None, :].astype(np.int64)
 
     def global_test(self) -> tuple[Images, Labels]:
-        """The server's test set: official (``clean``), or the union of the clients' own (``paper``)."""
+        """Return the server's test set: the official one (``clean``), or the union of the clients' (``paper``)."""
         if self.protocol == "clean":
             return np.asarray(self.dataset.x_test), np.asarray(self.dataset.y_test)
         return self._gather(np.concatenate(self.partition.test))
 
     def counts(self) -> Labels:
-        """Label counts of all clients, [K, C]: simulation alone can know them."""
+        """Return the label counts of all clients, [K, C]; only a simulation has them."""
         return self.partition.counts(self._labels(), self.num_classes)
 
     def _labels(self) -> Labels:
         return partitioned_labels(self.dataset, self.protocol)
 
     def _gather(self, indices: Labels) -> tuple[Images, Labels]:
-        # Indices run over the train set and then, under `paper`, over the test set.
+        # Indices count the train set first and then, under `paper`, the test set.
         first = len(self.dataset.y_train)
         images = np.empty((len(indices), *self.dataset.x_train.shape[1:]), dtype=np.uint8)
         from_train = indices < first
@@ -74,7 +70,7 @@ class FederatedData:
 
 
 def partitioned_labels(dataset: Dataset, protocol: str) -> Labels:
-    """The labels of all images that a protocol deals out: of the train set and, under ``paper``, the test set."""
+    """Return the labels of all images to be partitioned: the train set and, under ``paper``, the test set."""
     if protocol == "clean":
         return np.asarray(dataset.y_train)
     return np.concatenate([dataset.y_train, dataset.y_test])
@@ -104,7 +100,7 @@ def _federated_data(
 
 
 def local_data(config: RunConfig, node: Node) -> FederatedData:
-    """What this node trains on: its part of the run's dataset, or images of its own; `Node.part` is its index there."""
+    """Return the data of which this node holds part `Node.part`: the run's dataset, or the node's own images."""
     if not node.data_path:
         return federated_data(config, node.partitions)
     info, version = dataset_info(config.dataset), fingerprint(node.data_path)

@@ -1,13 +1,13 @@
-"""What a node says of itself: who it is, where its data, its generator and its memory lie.
+"""A node's settings: its client number, and the paths of its data, generator and state.
 
-A simulated client is a number in a partition, and the run directory is its memory. A SuperNode is a machine of
-somebody's own, so it chooses these things itself, in its `--node-config`; the server names no path on it.
+A simulated client is an index into a partition and keeps its state in the run directory. A SuperNode sets these things
+in its `--node-config`; the server never names a path on it.
 
-    client-id                      who it is, however often it restarts; needed with data-path
-    data-path                      images of its own: a folder with one subfolder a class, or an .npz file
+    client-id                      client number, the same after each restart; required with data-path
+    data-path                      its own images: a folder with one subfolder per class, or an .npz file
     partition-id, num-partitions   or, for a trial, its part of the run's dataset
-    generator, data-dir, device    in place of the run-config's keys of these names
-    state-dir                      where it keeps what it must know in the next round; empty: clients/ in its cache
+    generator, data-dir, device    override the run-config's keys of these names
+    state-dir                      folder of its state between rounds; empty: clients/ in its cache
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from fedeas_flwr.config import RunConfig, parse_config, unknown_key
 OVERRIDES = ("generator", "data-dir", "device")
 NODE_KEYS = ("client-id", "data-path", "partition-id", "num-partitions", *OVERRIDES, "state-dir")
 SIMULATED = "simulated"
-"""Set by the inline grid; under Ray, which cannot set it, Ray itself is the sign."""
+"""Key that the inline grid sets. Ray cannot set it, so a client under Ray is recognised by Ray itself."""
 
 
 @dataclass(frozen=True)
@@ -35,17 +35,17 @@ class Node:
     Attributes
     ----------
     client
-        Its number, which seeds its batches and images.
+        Client number, which seeds batches and images.
     partitions
-        Into how many parts the run's dataset is split; 0: this node has data of its own.
+        Number of parts of the run's dataset; 0: this node has its own data.
     data_path
-        Where that is.
+        Path of its own data.
     overrides
-        Run-config keys that are this machine's business.
+        Run-config values that this machine sets itself.
     state_dir
-        Where it wants its memory kept.
+        Folder of its state; empty: the default.
     simulated
-        Whether it shares a disk with the server, as a client of a simulation.
+        Whether it is a client of a simulation, which shares a disk with the server.
     """
 
     client: int
@@ -57,22 +57,22 @@ class Node:
 
     @property
     def part(self) -> int:
-        """Which part of the data it opens is its own."""
+        """Index of this node's part in the data it opens."""
         return self.client if self.partitions else 0
 
     def apply(self, config: RunConfig) -> RunConfig:
-        """The run-config as it holds on this machine."""
+        """Return the run-config with this node's overrides."""
         return parse_config({**config.to_user_dict(), **self.overrides}) if self.overrides else config
 
     def state_folder(self, config: RunConfig, run_id: int, run: str) -> Path:
-        """Where this client's state of a run lies.
+        """Return the folder of this client's state in a run.
 
         Parameters
         ----------
         config, run_id
-            Of the run: its folder, which a simulated client shares.
+            Of the run; they name its folder, where a simulated client keeps its state.
         run
-            The run's own name for itself (`RunDirectory.identity`): a resumed run has another ``run_id``.
+            Identity of the run (`RunDirectory.identity`), since ``run_id`` changes when a run is resumed.
         """
         if self.simulated:
             return run_folder(config, run_id) / "clients" / str(self.client)
@@ -94,9 +94,13 @@ def read_node(node_config: Mapping[str, Any]) -> Node:
             raise ConfigError(f"node-config: {unknown_key(key, node_config[key], NODE_KEYS, listed)}")
     data_path = _text(node_config, "data-path")
     if data_path and not expanded(data_path, "node-config: data-path").exists():
-        raise ConfigError(f"node-config: data-path = '{data_path}' is not there: an image folder or an .npz file")
+        raise ConfigError(
+            f"node-config: data-path = '{data_path}' is not there: must be an image folder or an .npz file"
+        )
     if data_path and "partition-id" in node_config:
-        raise ConfigError("node-config: data-path and partition-id exclude each other: own data, or part of a dataset")
+        raise ConfigError(
+            "node-config: data-path and partition-id exclude each other: give own data or a part of the run's dataset"
+        )
     if data_path:
         client, partitions = _whole(node_config, "client-id"), 0
     elif "num-partitions" not in node_config and "partition-id" not in node_config:
@@ -106,7 +110,7 @@ def read_node(node_config: Mapping[str, Any]) -> Node:
         client = _whole(node_config, "partition-id", below=partitions)
         if node_config.get("client-id", client) != client:
             raise ConfigError(
-                f"node-config: client-id = {node_config['client-id']!r}, but partition-id = {client}: leave one out"
+                f"node-config: client-id = {node_config['client-id']!r}, but partition-id = {client}: give one of them"
             )
     return Node(
         client=client,
@@ -134,10 +138,10 @@ def _text(node_config: Mapping[str, Any], key: str) -> str:
 
 
 def _under_ray() -> bool:
-    ray = sys.modules.get("ray")  # never imported for this: a SuperNode has no use for it
+    ray = sys.modules.get("ray")  # not imported here: a SuperNode does not need it
     return ray is not None and bool(ray.is_initialized())
 
 
 def run_folder(config: RunConfig, run_id: int) -> Path:
-    """Where a run is recorded: as its config says, or by Flower's number in the user's cache."""
+    """Return the run's folder: `run-dir`, or a folder in the user's cache named by Flower's run id."""
     return Path(config.run_dir) if config.run_dir else cache_root() / "runs" / str(run_id)

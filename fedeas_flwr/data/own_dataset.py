@@ -31,19 +31,19 @@ from fedeas_flwr.data.own_images import (
 from fedeas_flwr.partition import stratified_split
 
 _VERSION = "3"
-"""Part of the fingerprint: raise it when the same files are read otherwise, or are kept in the cache otherwise."""
+"""Part of the fingerprint: raise it when the same files give other arrays, or are cached in another format."""
 _TEST_FRACTION = 0.2
 
 
 def read_dataset(where: str | Path) -> tuple[dict[str, NDArray[Any]], tuple[str, ...]]:
-    """Read a dataset of one's own: images to train on, and images to test on.
+    """Read a custom dataset with its train and test split.
 
     Parameters
     ----------
     where
-        A folder with ``train`` and ``test``, each with one subfolder a class; an ``.npz`` file with ``x_train``,
-        ``y_train``, ``x_test``, ``y_test``; or, for `read_images`, one set, of which a fifth of every class, always the
-        same, is set aside for testing: to the nearest image, so that of one or two it is none.
+        A folder with ``train`` and ``test``, each with one subfolder per class; an ``.npz`` file with ``x_train``,
+        ``y_train``, ``x_test``, ``y_test``; or one set as for `read_images`. Of one set, a fixed fifth of every class,
+        rounded to the nearest image, is held out for testing; a class of one or two images has no test image.
 
     Returns
     -------
@@ -59,28 +59,28 @@ def read_dataset(where: str | Path) -> tuple[dict[str, NDArray[Any]], tuple[str,
         return _arrays(train, test), train.classes
     if path.suffix == ".npz" and path.is_file() and "x_train" in _npz_keys(path):
         return _read_split_npz(path)
-    _refuse_half_a_split(path)
+    _reject_partial_split(path)
     found = read_images(path)
-    chosen, set_aside = stratified_split(found.labels, test_fraction=_TEST_FRACTION, seed=0)
-    if not len(set_aside):
+    kept, held_out = stratified_split(found.labels, test_fraction=_TEST_FRACTION, seed=0)
+    if not len(held_out):
         raise ValueError(
-            f"{path} has {counted(len(found.labels), 'image')}, too few to set a fifth of every class aside for testing"
+            f"{path} has {counted(len(found.labels), 'image')}, too few to hold out a fifth of every class for testing"
         )
-    untested = np.setdiff1d(found.labels, found.labels[set_aside])
+    untested = np.setdiff1d(found.labels, found.labels[held_out])
     if len(untested):
         these = f"{counted(len(untested), 'class', 'classes')} of fewer than 3 images"
         example = repr(found.classes[untested[0]])
-        _log_once(f"{path}: {these} have none to test on, such as {example}; all are trained on")
-    parts = [OwnImages(found.images[part], found.labels[part], found.classes) for part in (chosen, set_aside)]
+        _log_once(f"{path}: {these} have no test images, such as {example}; all are used for training")
+    parts = [OwnImages(found.images[part], found.labels[part], found.classes) for part in (kept, held_out)]
     return _arrays(*parts), found.classes
 
 
-def _refuse_half_a_split(path: Path) -> None:
-    """Tell a folder with ``train`` and no ``test``, or the reverse, from one where that is the name of a class."""
+def _reject_partial_split(path: Path) -> None:
+    """Raise ValueError for a folder with ``train`` and no ``test``, or the reverse, unless that is a class name."""
     for part, lacking in (("train", "test"), ("test", "train")):
         folder = path / part
         if folder.is_dir() and _class_folders(folder) and not any(map(_is_image, folder.iterdir())):
-            instead = f", or give {folder}, of which a fifth is set aside for testing" if part == "train" else ""
+            instead = f", or give {folder}, of which a fifth is held out for testing" if part == "train" else ""
             raise ValueError(f"{path} has {part}/ but no {lacking}/: add it{instead}")
 
 
@@ -107,7 +107,7 @@ def _read_split_npz(path: Path) -> tuple[dict[str, NDArray[Any]], tuple[str, ...
 def fingerprint(where: str | Path) -> str:
     """Return a hash of the names, sizes and modification times of the files at a path; no file is read.
 
-    A client computes it in every round: 20,000 files take about 0.15 s on a slow core, links and all.
+    Clients compute it twice per round; 20,000 files take about 0.15 s on a slow core. Links are followed.
     """
     path = expanded(where).resolve()
     if not path.exists():

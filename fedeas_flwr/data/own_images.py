@@ -1,7 +1,7 @@
-"""Images of your own: an ``.npz`` file, or a folder with one subfolder a class.
+"""Read labelled images from an ``.npz`` file, or from a folder with one subfolder per class.
 
-Whoever brings images reads them here: a simulation (``dataset = "own:PATH"``), a bank of images that are there already,
-a node of a deployment with its own data. Nothing is unpickled, and sizes are known from headers before pixels are read.
+Custom datasets (``dataset = "own:PATH"``), image banks and the nodes of a deployment are read here. Nothing is
+unpickled, and sizes are checked from file headers before pixels are read.
 """
 
 from __future__ import annotations
@@ -28,28 +28,28 @@ logger = logging.getLogger(__name__)
 
 SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".tif", ".tiff")
 MAX_BYTES = 8 << 30
-"""Of all pixels together: a small file may claim to unpack to any size."""
+"""Maximum bytes of all pixels together: a small file may claim to unpack to any size."""
 MAX_CLASSES = 10_000
 _GREY_OF_16_BITS = ("I;16", "I;16B", "I;16L")
 _GREY = ("1", "L", "LA", *_GREY_OF_16_BITS)
 _MODES_OF_ANY_RANGE = ("I", "F")
-"""Pillow's modes."""
+"""Modes of Pillow: 16-bit grey, grey, and modes without a fixed value range."""
 _ORIENTATION = 0x0112
-_LIES_FROM = 5
+_FIRST_SWAPPED = 5
 _TURNS = {
     2: "FLIP_LEFT_RIGHT",
     3: "ROTATE_180",
     4: "FLIP_TOP_BOTTOM",
-    _LIES_FROM: "TRANSPOSE",
+    _FIRST_SWAPPED: "TRANSPOSE",
     6: "ROTATE_270",
     7: "TRANSVERSE",
     8: "ROTATE_90",
 }
-"""EXIF's tag, from which of its values on height and width are swapped, and what Pillow calls the turn back."""
+"""EXIF orientation tag, its first value with swapped height and width, and Pillow's name of each inverse."""
 
 
 class OwnImages(NamedTuple):
-    """Images, their labels, and what the labels are called."""
+    """Images, their labels and the names of the classes."""
 
     images: NDArray[np.uint8]
     """uint8 ``[N, H, W, C]``, C = 1 or 3."""
@@ -70,20 +70,18 @@ def read_images(
     Parameters
     ----------
     where
-        A folder with one subfolder a class that holds image files (`SUFFIXES`); or an ``.npz`` file with ``x`` (uint8
+        A folder with one subfolder of image files (`SUFFIXES`) per class; or an ``.npz`` file with ``x`` (uint8
         ``[N, H, W, C]`` or ``[N, H, W]``), ``y`` (labels ``[N]``) and, if classes have names, ``classes`` (strings).
     classes
-        Names of the classes in the order of their labels, where that is settled already: subfolders, and the
-        ``classes`` of an ``.npz`` file, are then called by name or, unless a name is a number itself, by number.
-        Otherwise the subfolders are the classes, in the order of their names, of numbers if all of them are whole
-        numbers.
+        Names of the classes in the order of their labels, if given by the dataset. Subfolders, and the ``classes`` of
+        an ``.npz`` file, then name a class by its name or its number (by number only if no name is a number).
+        Otherwise the subfolders are the classes, sorted by name, or numerically if all names are whole numbers.
     size
-        ``(H, W)``: files of another size are resampled with anti-aliasing, arrays must fit. Without it all images
-        must be of one size.
+        ``(H, W)``: files of another size are resampled with anti-aliasing; arrays must have this size. None: all
+        images must have the same size.
     channels
-        1 makes files grey, 3 makes them RGB; arrays must fit. Without it files become grey if all of them are; a
-        ``.webp`` file never is.
-        Of 16 bits a channel the upper 8 are taken.
+        1 converts files to grey, 3 to RGB; arrays must have this many. None: 1 if all files are grey (a ``.webp`` file
+        never is), else 3. Of 16 bits per channel the upper 8 are used.
 
     Raises
     ------
@@ -112,10 +110,12 @@ def _read_folder(
     files = [(file, numbers[folder.name]) for folder in inside for file in sorted(folder.iterdir()) if _is_image(file)]
     there = {file.parent for file, _ in files}
     if not files:
-        called = f"; name its subfolders {names[0]!r} … or 0 …" if classes else "; it needs one subfolder a class"
-        raise ValueError(f"{path} has no images{called}, with {', '.join(SUFFIXES)} files")
-    if classes is None and (bare := [folder for folder in inside if folder not in there]):
-        raise ValueError(f"{bare[0]} has no images; every subfolder of {path} is a class: fill it, or remove it")
+        called = f" named {names[0]!r} … or 0 …" if classes else ""
+        raise ValueError(
+            f"{path} has no images; must have one subfolder per class{called}, with {', '.join(SUFFIXES)} files"
+        )
+    if classes is None and (empty := [folder for folder in inside if folder not in there]):
+        raise ValueError(f"{empty[0]} has no images; every subfolder of {path} is a class: add images, or remove it")
     _check_classes(path, names)
     _log_skipped(path, {file for file, _ in files})
     size, channels = _size_and_channels(path, [file for file, _ in files], size, channels)
@@ -127,7 +127,7 @@ def _read_folder(
 
 
 def _numbers_of(path: Path, what: str, called: Sequence[str], names: Sequence[str]) -> dict[str, int]:
-    """Which label a class has by its name or, unless a name is a number itself, its number; all ``called`` must."""
+    """Map class names and, unless one is a number, class numbers to labels; raise if one of ``called`` is unknown."""
     numbers = {name: label for label, name in enumerate(names)}
     if not any(map(str.isdecimal, names)):
         numbers |= {str(label): label for label in range(len(names))}
@@ -137,7 +137,7 @@ def _numbers_of(path: Path, what: str, called: Sequence[str], names: Sequence[st
 
 
 def _class_folders(path: Path) -> list[Path]:
-    """The subfolders, in the order of their names: 2 before 10 if all are whole numbers, as labels of arrays are."""
+    """Return the subfolders sorted by name, or numerically (2 before 10) if all names are whole numbers."""
     inside = [folder for folder in path.iterdir() if folder.is_dir() and not folder.name.startswith(".")]
     if all(folder.name.isdecimal() for folder in inside):
         return sorted(inside, key=lambda folder: (int(folder.name), folder.name))
@@ -149,11 +149,11 @@ def _is_image(file: Path | DirEntry[str]) -> bool:
 
 
 def _log_skipped(path: Path, read: Collection[Path]) -> None:
-    """Say how many files below are not read, and one of them; of hidden ones nothing is said."""
+    """Log the number of ignored files and one example; hidden files are not counted."""
     others = (file.relative_to(path) for file in path.rglob("*") if file not in read and file.is_file())
     if skipped := sorted(file for file in others if not any(part.startswith(".") for part in file.parts)):
-        these = f"{counted(len(skipped), 'file')} {'is' if len(skipped) == 1 else 'are'} not read, such as {skipped[0]}"
-        _log_once(f"{path}: {these}; {', '.join(SUFFIXES)} files right in a class's folder are")
+        these = f"{counted(len(skipped), 'file')} ignored, such as {skipped[0]}"
+        _log_once(f"{path}: {these}; only {', '.join(SUFFIXES)} files directly in a class's folder are read")
 
 
 @cache
@@ -164,7 +164,7 @@ def _log_once(text: str) -> None:
 def _size_and_channels(
     path: Path, files: Sequence[Path], size: tuple[int, int] | None, channels: int | None
 ) -> tuple[tuple[int, int], int]:
-    """Settle what all images become, from the files' headers."""
+    """Return the size and channels that all images are converted to, from the files' headers."""
     if size is not None and channels is not None:
         return size, channels
     headers = [_read_header(file) for file in files]
@@ -173,7 +173,7 @@ def _size_and_channels(
         (one, first), (other, second) = list(sizes.items())[:2]
         raise ValueError(
             f"images in {path} differ ({first.name} is {one[1]}×{one[0]}, {second.name} {other[1]}×{other[0]}): "
-            "bring them to one size first (see docs/your-own-data-and-generator.md)"
+            "resize them to one size first (see docs/your-own-data-and-generator.md)"
         )
     grey = all(mode in _GREY for _, mode in headers)
     return size or next(iter(sizes)), channels or (1 if grey else 3)
@@ -184,21 +184,21 @@ def _read_header(file: Path) -> tuple[tuple[int, int], str]:
 
     try:
         with Image.open(file) as image:
-            lies = _orientation(image) >= _LIES_FROM
-            return (image.width, image.height) if lies else (image.height, image.width), image.mode
+            swapped = _orientation(image) >= _FIRST_SWAPPED
+            return (image.width, image.height) if swapped else (image.height, image.width), image.mode
     except (OSError, Image.DecompressionBombError) as error:  # PIL's "cannot identify" is an OSError
         raise ValueError(f"{file} is not an image that can be read ({one_line(error)})") from None
 
 
 def _orientation(image: Image.Image) -> int:
-    """Which way up EXIF says that an image is, 1 being upright; where the header does not have it, it is not known."""
+    """Return an image's EXIF orientation, 1 (upright) if the header has none."""
     from PIL import Image
 
-    if image.format == "TIFF":  # Pillow turns it itself, and gives the size that it then has
+    if image.format == "TIFF":  # Pillow applies it itself, and reports the size after it
         return 1
     try:
         found = Image.Image.getexif(image).get(_ORIENTATION)  # a PNG's own method would decode the pixels first
-    except Exception:  # whatever Pillow raises for damaged EXIF: the pixels may be whole
+    except Exception:  # Pillow raises many types for damaged EXIF, and the pixels may be intact
         return 1
     return found if isinstance(found, int) and found in _TURNS else 1
 
@@ -207,17 +207,17 @@ def _read_file(file: Path, size: tuple[int, int], channels: int) -> NDArray[np.u
     from PIL import Image
 
     try:
-        # Given by name, Pillow maps an uncompressed TIFF, and one that lies on its side then wrongly.
+        # Opened by name, an uncompressed TIFF is memory-mapped by Pillow, wrongly if it is rotated.
         with file.open("rb") as content, Image.open(content) as image:
             if image.mode in _MODES_OF_ANY_RANGE:
-                raise ValueError(f"Pillow's mode {image.mode} has no known range: save it with 8 or 16 bits")
+                raise ValueError(f"Pillow's mode {image.mode} has no fixed range: save the image with 8 or 16 bits")
             pixels: Image.Image = image
-            if image.mode in _GREY_OF_16_BITS:  # the upper 8, as Pillow does with colours; `convert` cuts off at 255
+            if image.mode in _GREY_OF_16_BITS:  # the upper 8 bits, as Pillow does for RGB; `convert` clips at 255
                 pixels = Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
             if turn := _TURNS.get(_orientation(image)):
                 pixels = pixels.transpose(Image.Transpose[turn])
             pixels = pixels.convert("L" if channels == 1 else "RGB")
-    # A broken PNG is a SyntaxError, and what Pillow cannot convert a ValueError.
+    # A broken PNG is a SyntaxError; an image that Pillow cannot convert is a ValueError.
     except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
         raise ValueError(f"{file} is not an image that can be read ({one_line(error)})") from None
     if pixels.size != (size[1], size[0]):
@@ -234,9 +234,9 @@ def _read_npz(
     arrays = read_arrays(path, ("x", "y"), optional=("classes",))
     images, labels = with_channels(arrays["x"]), arrays["y"]
     check_arrays(path, "x", images, "y", labels)
-    wanted = (*(size or images.shape[1:3]), channels or images.shape[3])
-    if images.shape[1:] != wanted:
-        must = ", ".join(map(str, wanted))
+    expected = (*(size or images.shape[1:3]), channels or images.shape[3])
+    if images.shape[1:] != expected:
+        must = ", ".join(map(str, expected))
         raise ValueError(f"{path} holds x uint8 {list(images.shape)}; x must be uint8 [N, {must}]")
     called, names = arrays.get("classes"), tuple(classes or ())
     if classes is None:
@@ -249,22 +249,24 @@ def _read_npz(
 
 
 def _by_name(path: Path, labels: NDArray[Any], called: Sequence[str], names: Sequence[str]) -> NDArray[np.int64]:
-    """The labels of a file that names its classes, as settled ``names`` count them: its 0 may be another's 1."""
+    """Translate the labels of a file that names its classes to those of ``names``, whose order may differ."""
     numbers = _numbers_of(path, "class", called, names)
     if len({numbers[name] for name in called}) < max(1, len(called)):
-        raise ValueError(f"{path} holds classes = {_few(called) or 'none'}; each must be there once, by name or number")
+        raise ValueError(
+            f"{path} holds classes = {_few(called) or 'none'}; each must be present once, by name or number"
+        )
     _check_labels(path, "y", labels, called)
     return np.take(np.array([numbers[name] for name in called], np.int64), labels)
 
 
 def read_arrays(path: Path, needed: Sequence[str], optional: Sequence[str] = ()) -> dict[str, NDArray[Any]]:
-    """Read arrays of an ``.npz`` file: no pickles, no bombs, no more than `MAX_BYTES`."""
-    there = _npz_keys(path)
+    """Read arrays of an ``.npz`` file; raise ValueError for pickles and for more than `MAX_BYTES` unpacked."""
+    present = _npz_keys(path)
     try:
-        if not there.issuperset(needed):
-            has = _few(sorted(there)) or "nothing"
-            raise ValueError(f"it is not an .npz file with {' and '.join(needed)}; it has {has}")
-        return read_archive(path, [*needed, *(key for key in optional if key in there)], MAX_BYTES)
+        if not present.issuperset(needed):
+            has = _few(sorted(present)) or "nothing"
+            raise ValueError(f"must be an .npz file with {' and '.join(needed)}; it has {has}")
+        return read_archive(path, [*needed, *(key for key in optional if key in present)], MAX_BYTES)
     except ValueError as error:
         raise ValueError(f"{path} cannot be used: {one_line(error)}") from None
 
@@ -277,36 +279,35 @@ def _npz_keys(path: Path) -> set[str]:
 
 
 def with_channels(images: NDArray[Any]) -> NDArray[Any]:
-    """Grey images without a channel axis get one."""
+    """Return images with a channel axis, added to grey images without one."""
     return images[..., None] if images.ndim == 3 else images
 
 
 def check_arrays(path: Path, x: str, images: NDArray[Any], y: str, labels: NDArray[Any]) -> None:
-    """Refuse arrays that are not images with a label each."""
+    """Raise ValueError unless the arrays are images with one label each."""
     found, labelled = f"{x} {images.dtype} {list(images.shape)}", f"{y} {labels.dtype} {list(labels.shape)}"
     if images.dtype != np.uint8 or images.ndim != 4 or images.shape[3] not in (1, 3):
         raise ValueError(f"{path} holds {found}; {x} must be uint8 [N, H, W, 1 or 3]")
     if not images.size:
-        raise ValueError(f"{path} holds {found}, which is no image")
+        raise ValueError(f"{path} holds {found}, which has no images")
     if labels.shape != images.shape[:1]:
-        must = f"{y} must be {list(images.shape[:1])}, a label for every image"
+        must = f"{y} must be {list(images.shape[:1])}, one label per image"
         raise ValueError(f"{path} holds {found}, {labelled}; {must}")
     if labels.dtype.kind not in "iu":
         raise ValueError(f"{path} holds {labelled}; {y} must be whole numbers from 0, such as int64")
     if labels.min() < 0:
-        raise ValueError(f"{path}: in {y} a label is {labels.min()}; labels are whole numbers from 0")
+        raise ValueError(f"{path}: in {y} a label is {labels.min()}; must be whole numbers from 0")
 
 
 def _check_labels(path: Path, y: str, labels: NDArray[Any], names: Sequence[str]) -> None:
     if (label := labels.max()) >= len(names):
-        allowed = f"there are {len(names)} classes, so 0 to {len(names) - 1}"
-        raise ValueError(f"{path}: in {y} a label is {label}; {allowed}")
+        raise ValueError(f"{path}: in {y} a label is {label}; must be 0 to {len(names) - 1} ({len(names)} classes)")
 
 
 def class_names(path: Path, stored: NDArray[Any] | None, number: int) -> tuple[str, ...]:
-    """The names that a file gives its classes, or their numbers."""
+    """Return the class names stored in a file, or the class numbers if it has none."""
     if stored is None:
-        _check_number(path, number)  # before as many names are made: one label may be any number
+        _check_number(path, number)  # first: a wrong label could make millions of names
         return tuple(str(label) for label in range(number))
     if stored.ndim != 1 or stored.dtype.kind != "U":
         raise ValueError(f"{path}: classes is {stored.dtype} {list(stored.shape)}; it must be a list of strings")
@@ -318,19 +319,19 @@ def class_names(path: Path, stored: NDArray[Any] | None, number: int) -> tuple[s
 
 def _check_number(path: Path, number: int) -> None:
     if not 2 <= number <= MAX_CLASSES:
-        raise ValueError(f"{path} has {counted(number, 'class', 'classes')}; 2 to {MAX_CLASSES:,} are possible")
+        raise ValueError(f"{path} has {counted(number, 'class', 'classes')}; must have 2 to {MAX_CLASSES:,}")
 
 
 def _check_classes(path: Path, names: Sequence[str]) -> None:
     _check_number(path, len(names))
     if len(set(names)) < len(names):
-        raise ValueError(f"{path}: two classes have one name among {_few(names)}")
+        raise ValueError(f"{path}: two classes have the same name in {_few(names)}")
 
 
 def _check_bytes(path: Path, number: int, height: int, width: int, channels: int) -> None:
     if (claimed := number * height * width * channels) > MAX_BYTES:
         raise ValueError(
-            f"{path}: {number:,} images of {height}×{width} are {claimed:,} bytes; {MAX_BYTES:,} are the most"
+            f"{path}: {number:,} images of {height}×{width} are {claimed:,} bytes; must be at most {MAX_BYTES:,}"
         )
 
 
@@ -339,5 +340,5 @@ def _few(names: Sequence[str]) -> str:
 
 
 def _not_images(path: Path, where: str | Path) -> FileNotFoundError:
-    wanted = "a folder with one subfolder a class, or an .npz file"
-    return FileNotFoundError(f"{str(where)!r} {'is not' if path.exists() else 'is not there; give'} {wanted}")
+    expected = "a folder with one subfolder per class, or an .npz file"
+    return FileNotFoundError(f"{str(where)!r} {'is not' if path.exists() else 'is not there; must be'} {expected}")

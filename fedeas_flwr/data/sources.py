@@ -1,4 +1,4 @@
-"""Datasets before they are opened: what is known of each, where its images are found, and how they are read there."""
+"""Sources of datasets: constants of the built-in ones, where each is found on disk, and how it is read."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from fedeas_flwr.partition import stratified_split
 Arrays = dict[str, NDArray[Any]]
 
 OWN = "own:"
-"""What the name of a dataset of the user's own begins with; its path follows."""
+"""Prefix of a custom dataset's name; its path follows."""
 KEYS = ("x_train", "y_train", "x_test", "y_test")
 
 
 @dataclass(frozen=True)
 class DatasetInfo:
-    """What is known of a dataset before its images are there."""
+    """Class names, sizes and constants of a dataset."""
 
     name: str
     classes: tuple[str, ...]
@@ -37,7 +37,7 @@ class DatasetInfo:
     num_train: int
     num_test: int
     mirrored_keeps_class: bool
-    """Whether an image and its mirror image are of one class: a car is, a mirrored digit is another sign or none."""
+    """Whether a mirrored image keeps its class: a car does, a digit does not."""
 
 
 _CIFAR100_CLASSES = (
@@ -52,7 +52,7 @@ _CIFAR100_CLASSES = (
 BUILT_IN = {
     info.name: info
     for info in (
-        # Mean and deviation of the 1,438 train images.
+        # Mean and standard deviation of the 1,438 train images.
         DatasetInfo("digits", tuple("0123456789"), (8, 8, 1), (0.3058,), (0.3764,), 1438, 359, False),
         DatasetInfo(
             "cifar10",
@@ -80,7 +80,7 @@ _TORCHVISION_FOLDERS = {"cifar10": "cifar-10-batches-py", "cifar100": "cifar-100
 
 
 def built_in(name: str) -> DatasetInfo:
-    """What is known of a dataset that is not the user's own."""
+    """Return the constants of a built-in dataset, or raise ValueError if there is none of that name."""
     if name not in BUILT_IN:
         raise ValueError(f"dataset: {name!r} is not known; use one of {', '.join(sorted(BUILT_IN))} or {OWN}PATH")
     return BUILT_IN[name]
@@ -88,24 +88,24 @@ def built_in(name: str) -> DatasetInfo:
 
 @dataclass(frozen=True)
 class Source:
-    """Where a dataset is read from."""
+    """Location of a dataset's files."""
 
     origin: str
-    """What identifies its content."""
+    """Identifier of the content; it changes when the files do."""
     read: Callable[[], Arrays]
     where: Path | None = None
-    """The file or folder; None for digits, which is in a package."""
+    """File or folder; None for digits, which comes with scikit-learn."""
     downloads: bool = False
-    """Whether it is not there yet."""
+    """Whether it must be downloaded first."""
 
 
 def find_source(name: str, data_dir: str = "") -> Source:
-    """Say where a dataset would be read from, without reading or downloading it.
+    """Return where a dataset would be read from; nothing is read or downloaded.
 
     Parameters
     ----------
     name, data_dir
-        As of `open_dataset`.
+        See `open_dataset`.
 
     Returns
     -------
@@ -123,11 +123,11 @@ def find_source(name: str, data_dir: str = "") -> Source:
         raise FileNotFoundError(f"data-dir = {data_dir!r}: no such folder")
     npz, unpacked = folder / f"{name}.npz", folder / _TORCHVISION_FOLDERS[name]
     if npz.is_file():
-        # Hashing 180 MB at every start would cost more than reading them: the time of change stands for it.
+        # Hashing 180 MB at every start would take longer than reading them, so the modification time identifies it.
         stat = npz.stat()
         origin = f"{npz.resolve()} ({stat.st_size} bytes, {stat.st_mtime_ns})"
         return Source(origin, lambda: _read_npz(info, npz), npz)
-    # torchvision checks md5 sums, so that its files are the same wherever they lie.
+    # torchvision checks MD5 sums, so its files have the same content in every folder.
     if unpacked.is_dir():
         return Source("torchvision", lambda: _read_torchvision(info, folder, download=False), unpacked)
     if not os.environ.get("FEDEAS_OFFLINE"):
@@ -138,7 +138,7 @@ def find_source(name: str, data_dir: str = "") -> Source:
 def _three_ways(info: DatasetInfo, data_dir: Path, why: str) -> str:
     return (
         f"dataset {info.name} was not found ({why}): put {info.name}.npz in {data_dir}, or torchvision's folder "
-        f"{_TORCHVISION_FOLDERS[info.name]} there, or let it be downloaded, with a network and without FEDEAS_OFFLINE"
+        f"{_TORCHVISION_FOLDERS[info.name]} there, or download it, with a network and without FEDEAS_OFFLINE"
     )
 
 
@@ -157,56 +157,56 @@ def _expected_shape(info: DatasetInfo, key: str) -> tuple[int, ...]:
     return (count, *info.image_shape) if key.startswith("x") else (count,)
 
 
-def _check_kind(info: DatasetInfo, key: str, shape: tuple[int, ...], dtype: np.dtype[Any], origin: str) -> None:
+def _check_array(info: DatasetInfo, key: str, shape: tuple[int, ...], dtype: np.dtype[Any], origin: str) -> None:
     images = key.startswith("x")
     right_dtype = dtype == np.uint8 if images else dtype.kind in "iu"
     if shape != _expected_shape(info, key) or not right_dtype:
-        wanted = f"{'uint8' if images else 'integer'} {list(_expected_shape(info, key))}"
-        raise ValueError(f"dataset {info.name}: {key} of {origin} is {dtype} {list(shape)}; it must be {wanted}")
+        expected = f"{'uint8' if images else 'integer'} {list(_expected_shape(info, key))}"
+        raise ValueError(f"dataset {info.name}: {key} of {origin} is {dtype} {list(shape)}; it must be {expected}")
 
 
 def check_arrays(info: DatasetInfo, arrays: Arrays, origin: str) -> None:
-    """Refuse arrays that are not the dataset's: their kinds, shapes and labels."""
+    """Raise ValueError unless the arrays have the dataset's dtypes, shapes and labels."""
     for key in KEYS:
-        _check_kind(info, key, arrays[key].shape, arrays[key].dtype, origin)
+        _check_array(info, key, arrays[key].shape, arrays[key].dtype, origin)
     for key in ("y_train", "y_test"):
         low, high = int(arrays[key].min()), int(arrays[key].max())
         if low < 0 or high >= len(info.classes):
             allowed = f"0 to {len(info.classes) - 1}"
-            raise ValueError(f"dataset {info.name}: {key} of {origin} has labels {low} to {high}; allowed is {allowed}")
+            raise ValueError(f"dataset {info.name}: {key} of {origin} has labels {low} to {high}; must be {allowed}")
 
 
 def check_npz(name: str, path: Path) -> None:
-    """See from its headers alone that a file holds the dataset."""
+    """Raise ValueError unless a file's headers are those of the dataset; no image is read."""
     info = built_in(name)
-    with _refusal_naming(info, path):
-        kinds = read_headers(path, KEYS)
-    for key, (shape, dtype) in kinds.items():
-        _check_kind(info, key, shape, dtype, str(path))
+    with _errors_naming(info, path):
+        headers = read_headers(path, KEYS)
+    for key, (shape, dtype) in headers.items():
+        _check_array(info, key, shape, dtype, str(path))
 
 
 def _read_npz(info: DatasetInfo, path: Path) -> Arrays:
-    check_npz(info.name, path)  # first: it must not unpack to more than the dataset
-    with _refusal_naming(info, path):
+    check_npz(info.name, path)  # first, so that no more than the dataset is unpacked
+    with _errors_naming(info, path):
         return read_archive(path, KEYS)
 
 
 @contextmanager
-def _refusal_naming(info: DatasetInfo, path: Path) -> Iterator[None]:
+def _errors_naming(info: DatasetInfo, path: Path) -> Iterator[None]:
     try:
         yield
     except ValueError as error:
-        needed = f"it must be a whole .npz file with {', '.join(KEYS)}"
+        needed = f"it must be a complete .npz file with {', '.join(KEYS)}"
         raise ValueError(f"dataset {info.name}: {path} cannot be used ({one_line(error)}); {needed}") from None
 
 
 def _read_torchvision(info: DatasetInfo, data_dir: Path, download: bool) -> Arrays:
     from torchvision import datasets  # slow to import
 
-    kind = datasets.CIFAR10 if info.name == "cifar10" else datasets.CIFAR100
+    dataset = datasets.CIFAR10 if info.name == "cifar10" else datasets.CIFAR100
     try:
-        train = kind(str(data_dir), train=True, download=download)
-        test = kind(str(data_dir), train=False, download=False)
+        train = dataset(str(data_dir), train=True, download=download)
+        test = dataset(str(data_dir), train=False, download=False)
     except (OSError, RuntimeError) as error:
         why = "the download failed" if download else "torchvision's folder is incomplete or damaged"
         raise FileNotFoundError(_three_ways(info, data_dir, f"{why}: {one_line(error)}")) from error

@@ -1,4 +1,4 @@
-"""Where synthetic images come from, and where they are kept.
+"""Generators of synthetic images, and the cache of what they made.
 
 Other rooms use the interface (`Generator`, `SampleId`, `batch_size`, `images_per_class`, `describe_generator`),
 `opening.py` (`open_generator`, `open_for_run`, `check_for_run`, `absolute_spec`, `hash_input_files`), `ImageCache` and

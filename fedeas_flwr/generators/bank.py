@@ -1,7 +1,7 @@
-"""A bank: images that are already there, whoever made them, handed out like a generator's.
+"""Image banks: existing images used as a generator.
 
-A bank is a folder with one subfolder a class, named by the class or its number and holding image files, or
-an ``.npz`` file with ``x`` (uint8 ``[N, H, W, C]``) and ``y`` (labels), as `fedeas generate` writes; see `own_data`.
+A bank is a folder with one subfolder of image files per class, named by the class or its number, or an ``.npz`` file
+with ``x`` (uint8 ``[N, H, W, C]``) and ``y`` (labels), as `fedeas generate` writes; see data/own_images.py.
 """
 
 from __future__ import annotations
@@ -28,20 +28,20 @@ def check_bank_size(
     classes: Sequence[str],
     needs: str = "by the plan a client needs",
 ) -> None:
-    """Refuse a bank that has fewer images of a class than a client is to have, since no client gets one twice.
+    """Raise ValueError if a bank has fewer images of a class than a client needs: a client gets no image twice.
 
     Parameters
     ----------
     spec
-        The bank, as a run-config names it.
+        The bank's spec in the run-config.
     there
-        How many images it has of each class.
+        Number of images in the bank per class.
     planned
-        How many a client is to have of each class, ``[clients, classes]``.
+        Number of images that each client needs, ``[clients, classes]``.
     classes
-        Their names.
+        Names of the classes.
     needs
-        Who asks, for the message.
+        Start of the clause on the needed number, for the message.
     """
     needed = planned.max(axis=0, initial=0)
     lacking = needed - np.asarray(there)
@@ -55,9 +55,9 @@ def check_bank_size(
 
 
 class BankGenerator:
-    """Deals each client the bank's images of a class in an order of its own, none twice.
+    """Gives each client the bank's images of a class in its own random order, each at most once.
 
-    Two clients may be given the same image: a bank holds what it holds.
+    Two clients may get the same image.
 
     Parameters
     ----------
@@ -66,7 +66,7 @@ class BankGenerator:
     classes
         Names of the dataset's classes, in the order of their labels.
     image_shape
-        ``(H, W, C)``. Files of another size are resampled with anti-aliasing; arrays must fit.
+        ``(H, W, C)``. Files of another size are resampled with anti-aliasing; arrays must have this shape.
     """
 
     def __init__(self, where: str | Path, *, classes: Sequence[str], image_shape: tuple[int, int, int]) -> None:
@@ -74,8 +74,8 @@ class BankGenerator:
         self.image_shape, self.num_classes, self._classes = image_shape, len(classes), tuple(classes)
         if not str(where) or not self.path.exists():
             raise FileNotFoundError(
-                f"generator: there is no bank {str(where)!r}; write bank:DIR, a folder with one subfolder a class, or "
-                "bank:FILE.npz with x and y"
+                f"generator: there is no bank {str(where)!r}; must be bank:DIR, a folder with one subfolder per class, "
+                "or bank:FILE.npz with x and y"
             )
         self._images = self._read()
         digest = hashlib.sha256(repr(("bank-1", image_shape, [len(images) for images in self._images])).encode())
@@ -85,11 +85,11 @@ class BankGenerator:
 
     @property
     def images_of_class(self) -> list[int]:
-        """How many images the bank has, class by class."""
+        """Number of images in the bank per class."""
         return [len(images) for images in self._images]
 
     def sample(self, samples: Sequence[SampleId]) -> NDArray[np.uint8]:
-        """Look up images; the same identity always gives the same one. See `Generator.sample`."""
+        """Return images of the bank; an identity always gives the same image. See `Generator.sample`."""
         order = lru_cache(maxsize=None)(self._order)
         images = np.empty((len(samples), *self.image_shape), dtype=np.uint8)
         for position, sample in enumerate(samples):

@@ -1,15 +1,15 @@
-"""A content-addressed store of generated images that grows, resumes and mends itself.
+"""A content-addressed, resumable cache of generated images with checksums.
 
 Layout, under the root::
 
     <sha256 of generator, image shape and seed>/manifest.json
     <sha256 of generator, image shape and seed>/client-00003/class-007/000000-000050.npy
 
-The manifest says in words what the folder is of; its time of change is when the folder was last used. A shard holds
-the images of an index range, as a NumPy file followed by the 32 bytes of its SHA-256. Asking for 50 images and then for
-80 makes 30 more; asking for fewer reads a prefix. A shard that does not check is set aside as ``*.corrupt`` and its
-images are made again, which gives the same bytes as long as the generator keeps its promise. Images are made and
-written a few batches at a time, so that whatever dies, little is lost.
+The manifest describes the folder; its modification time is the time of the folder's last use. A shard holds the images
+of an index range, as a NumPy file followed by the 32 bytes of its SHA-256. A request for 50 images and then for 80
+generates 30 more; a request for fewer reads a prefix. A shard whose checksum is wrong is renamed to ``*.corrupt`` and
+its images are generated again, with the same bytes if the generator is deterministic. Images are generated and written
+a few batches at a time, so that a crash loses little.
 """
 
 from __future__ import annotations
@@ -29,14 +29,13 @@ from numpy.typing import NDArray
 
 from fedeas_flwr.common.files import atomic_write, cache_root, remove_unfinished
 from fedeas_flwr.common.npy import read_array
+from fedeas_flwr.data.datasets import Images, Labels
 from fedeas_flwr.generators.interface import Generator, SampleId, batch_size
 
 MANIFEST = "manifest.json"
 _MAX_MANIFEST_BYTES = 2**20
 _DIGEST_BYTES = 32
 _BATCHES_PER_CHUNK = 4
-
-Images = NDArray[np.uint8]
 
 
 class ImageCache:
@@ -45,7 +44,7 @@ class ImageCache:
     Parameters
     ----------
     root
-        The folder to keep them in; by default ``images`` in the user's cache.
+        Folder of the cache; by default ``images`` in the user's cache.
     """
 
     def __init__(self, root: str | os.PathLike[str] | None = None) -> None:
@@ -59,23 +58,23 @@ class ImageCache:
         client: int,
         wanted: Sequence[int],
         about: Mapping[str, Any] | None = None,
-    ) -> tuple[Images, NDArray[np.int64], int]:
-        """Return a client's synthetic images, generating those that are not there yet.
+    ) -> tuple[Images, Labels, int]:
+        """Return a client's synthetic images, generating those that are missing.
 
-        Two processes that ask for the same client wait for each other, so nothing is made twice.
+        A lock per client keeps two processes from generating the same images.
 
         Parameters
         ----------
         generator
-            Called with what is missing, a chunk of full batches at a time; each chunk is on disk before the next.
+            Called with the missing images, in chunks of full batches; each chunk is written before the next.
         seed
             Of the experiment.
         client
             The client's number.
         wanted
-            How many images of each class.
+            Number of images per class.
         about
-            For the manifest: what a person would want to know of the generator.
+            Description of the generator for the manifest.
 
         Returns
         -------
@@ -84,7 +83,7 @@ class ImageCache:
         labels : array
             int64 ``[sum(wanted)]``.
         generated : int
-            How many of them were sampled in this call.
+            Number of images generated in this call.
         """
         counts = check_wanted(wanted, generator)
         labels = np.repeat(np.arange(len(counts), dtype=np.int64), counts)
@@ -92,10 +91,10 @@ class ImageCache:
         if not len(labels):
             return images, labels, 0
         folder = _client_folder(self.root / self.key(generator, seed), client)
-        _refuse_links(folder.parent, folder, Path(f"{folder}.lock"), *folder.glob("class-*"))
+        _reject_links(folder.parent, folder, Path(f"{folder}.lock"), *folder.glob("class-*"))
         folder.mkdir(parents=True, exist_ok=True)
         _note_use(folder.parent, generator, seed, about or {"generator": type(generator).__name__})
-        # Positions in `images` of each class's first sample.
+        # Position in `images` of each class's first sample.
         starts = np.concatenate(([0], np.cumsum(counts)))[:-1]
         with FileLock(f"{folder}.lock"):
             remove_unfinished(folder)
@@ -107,7 +106,7 @@ class ImageCache:
                 missing += (starts[label] + np.flatnonzero(~there)).tolist()
             step = (
                 _BATCHES_PER_CHUNK * batch_size(generator) if missing else 1
-            )  # to say it, a generator may have to load
+            )  # reading the batch size may load the generator
             for first in range(0, len(missing), step):
                 chunk = missing[first : first + step]
                 images[chunk] = sample_checked(generator, [ids[i] for i in chunk])
@@ -115,12 +114,12 @@ class ImageCache:
         return images, labels, len(missing)
 
     def missing(self, generator: Generator, *, seed: int, client: int, wanted: Sequence[int]) -> int:
-        """Say how many of a client's images are not there yet, by the names of the shards alone.
+        """Return the number of a client's missing images, from the names of the shards.
 
         Parameters
         ----------
         generator, seed, client, wanted
-            As for `ensure`.
+            See `ensure`.
 
         Returns
         -------
@@ -129,7 +128,7 @@ class ImageCache:
         return self.missing_in(self.root / self.key(generator, seed), client, check_wanted(wanted, generator))
 
     def missing_in(self, folder: Path, client: int, wanted: Sequence[int]) -> int:
-        """Say the same of a folder that `find` found; no generator is needed."""
+        """Return the number of missing images in a folder from `find`; no generator is needed."""
         lacking = 0
         for label, count in enumerate(wanted):
             there = np.zeros(count, dtype=bool)
@@ -139,20 +138,20 @@ class ImageCache:
         return lacking
 
     def find(self, about: Mapping[str, Any], seed: int) -> Path | None:
-        """Look for images by what their manifest says, without opening a generator.
+        """Find images by their manifest, without opening a generator.
 
         Parameters
         ----------
         about
-            As it was given to `ensure`; of a path its last part is enough. What a manifest is too old to say
-            fits where it is nothing (0).
+            As given to `ensure`; of paths, only the last part is compared. A key that an old manifest lacks matches
+            the value 0.
         seed
             Of the experiment.
 
         Returns
         -------
         Path or None
-            The folder, the one used last where several fit.
+            The folder; of several, the one used last.
         """
         wanted = {key: _last_part(value) for key, value in {**about, "seed": seed}.items()}
         fitting = []
@@ -166,7 +165,7 @@ class ImageCache:
         return max(fitting)[1] if fitting else None
 
     def peek(self, folder: Path, label: int, count: int) -> Images:
-        """Return up to ``count`` images of a class that are there, those of the first clients first."""
+        """Return up to ``count`` cached images of a class, in the order of clients."""
         found: list[Images] = []
         for client in sorted(folder.glob("client-*")):
             for path, _, _ in _shards(_class_folder(client, label)):
@@ -178,13 +177,13 @@ class ImageCache:
         return np.concatenate(found) if found else np.zeros((0, 0, 0, 1), np.uint8)
 
     def key(self, generator: Generator, seed: int) -> str:
-        """Return the name of the folder that holds this generator's images of an experiment."""
+        """Return the name of the folder of this generator's images with a seed."""
         identity = json.dumps([generator.fingerprint, list(generator.image_shape), int(seed)])
         return hashlib.sha256(identity.encode()).hexdigest()
 
 
 def read_manifest(path: Path) -> dict[str, Any]:
-    """Read what a folder says that it is; nothing if that cannot be read, is no JSON object, or lies elsewhere."""
+    """Return a folder's manifest, empty if it is a link, too large or no JSON object."""
     if path.is_symlink() or path.stat().st_size > _MAX_MANIFEST_BYTES:
         return {}
     try:
@@ -198,11 +197,11 @@ def _last_part(value: Any) -> Any:
     return Path(value).name if isinstance(value, str) else value
 
 
-def _refuse_links(*paths: Path) -> None:
-    """See that what is read and written below the root stays below it, whoever else may write to the cache."""
+def _reject_links(*paths: Path) -> None:
+    """Raise ValueError for a link, which could lead out of a cache that others can write to."""
     for path in paths:
         if path.is_symlink():
-            raise ValueError(f"cache: {path} is a link, and only plain folders are used; remove it")
+            raise ValueError(f"cache: {path} is a link, and links are not followed; remove it")
 
 
 def _note_use(folder: Path, generator: Generator, seed: int, about: Mapping[str, Any]) -> None:
@@ -215,16 +214,16 @@ def _note_use(folder: Path, generator: Generator, seed: int, about: Mapping[str,
 
 
 def check_wanted(wanted: Sequence[int], generator: Generator, name: str = "wanted") -> list[int]:
-    """Return `wanted` as integers, one for each class of the generator, or refuse it.
+    """Return `wanted` as a list of integers, one per class of the generator, or raise ValueError.
 
     Parameters
     ----------
     wanted
-        How many images of each class.
+        Number of images per class.
     generator
-        Whose classes are meant.
+        Generator whose classes are counted.
     name
-        What the caller's own caller knows it by.
+        Name of the argument in the error.
 
     Returns
     -------
@@ -240,14 +239,14 @@ def check_wanted(wanted: Sequence[int], generator: Generator, name: str = "wante
 
 
 def sample_checked(generator: Generator, samples: Sequence[SampleId]) -> Images:
-    """Sample and refuse anything but uint8 images of the promised shape and number.
+    """Generate images; raise ValueError unless they are uint8 and of the expected shape.
 
     Parameters
     ----------
     generator
-        Any generator, a user's own too.
+        Any generator, also a custom one.
     samples
-        What to ask it for.
+        Identities of the images.
 
     Returns
     -------
@@ -272,7 +271,7 @@ def _class_folder(folder: Path, label: int) -> Path:
 
 
 def _read_shards(folder: Path, into: Images) -> NDArray[np.bool_]:
-    """Fill `into` with the first images of a class; return which of them were there."""
+    """Fill `into` with the first images of a class; return a mask of those that were in the cache."""
     there = np.zeros(len(into), dtype=bool)
     for path, start, stop in _shards(folder):
         if start >= len(into):
@@ -295,7 +294,7 @@ def _shards(folder: Path) -> Iterator[tuple[Path, int, int]]:
 
 
 def read_shard(path: Path) -> Images | None:
-    """Read a shard's images; None if it is damaged, or a link."""
+    """Return a shard's images, or None if it is damaged or a link."""
     if path.is_symlink():  # it may lead out of the cache
         return None
     content = path.read_bytes()
@@ -312,7 +311,7 @@ def read_shard(path: Path) -> Images | None:
 
 
 def _write_shards(folder: Path, missing: Sequence[int], ids: Sequence[SampleId], images: Images) -> None:
-    """Write the images at positions `missing`, one shard for each unbroken range of a class."""
+    """Write the images at positions `missing`, one shard per contiguous range of a class."""
     # Along a run of neighbours, position minus rank is constant.
     runs = itertools.groupby(enumerate(missing), key=lambda pair: (ids[pair[1]].label, pair[1] - pair[0]))
     for (label, _), run in runs:

@@ -1,4 +1,4 @@
-"""Keep the image cache in order: what is in it, whether it is whole, what may go, and whether a run will fit."""
+"""List, verify and prune the image cache, and check that a run's images fit in it."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from fedeas_flwr.generators.cache import MANIFEST, ImageCache, read_manifest, re
 from fedeas_flwr.generators.interface import Generator
 
 LIMIT_VARIABLE = "FEDEAS_CACHE_LIMIT"
-# A shard is a NumPy header of 128 bytes and a checksum of 32, in a file that takes whole blocks of the disk.
+# A shard has a NumPy header of 128 bytes and a checksum of 32 bytes, and its file takes whole blocks of the disk.
 _BLOCK = 4096
 _SHARD_OVERHEAD = _BLOCK + 160
 
 
 @dataclass(frozen=True)
 class Entry:
-    """One generator's images of one experiment."""
+    """Cached images of one generator and seed."""
 
     key: str
     path: Path
@@ -39,12 +39,12 @@ class Entry:
 
 
 def entries(cache: ImageCache) -> list[Entry]:
-    """List what the cache holds, the least recently used first.
+    """Return the entries of the cache, the least recently used first.
 
     Parameters
     ----------
     cache
-        Where to look.
+        The cache to list.
 
     Returns
     -------
@@ -57,7 +57,7 @@ def entries(cache: ImageCache) -> list[Entry]:
         manifest = folder / MANIFEST
         try:
             last_used, facts = manifest.lstat().st_mtime, read_manifest(manifest)
-        except OSError:  # a cache from before there were manifests
+        except OSError:  # written by a version without manifests
             if not folder.is_dir():  # removed meanwhile
                 continue
             last_used, facts = folder.stat().st_mtime, {}
@@ -79,19 +79,19 @@ def _count_images(folder: Path) -> int:
 
 
 def verify(cache: ImageCache) -> tuple[int, list[Path]]:
-    """Check every shard against its checksum; nothing is changed.
+    """Check every shard against its checksum; change nothing.
 
     Parameters
     ----------
     cache
-        What to check.
+        The cache to check.
 
     Returns
     -------
     checked : int
-        Shards read.
+        Number of shards read.
     damaged : list of Path
-        Those that will be set aside and made again when they are next needed.
+        Shards with a wrong checksum; their images are generated again when next needed.
     """
     shards = sorted(cache.root.glob("*/client-*/class-*/[0-9]*-[0-9]*.npy"))
     return len(shards), [path for path in shards if read_shard(path) is None]
@@ -105,27 +105,27 @@ def prune(
     key: str | None = None,
     keep: Collection[str] = (),
 ) -> list[Entry]:
-    """Remove whole entries, the least recently used first; one that a process is writing to stays.
+    """Remove whole entries, the least recently used first; keep those that a process is writing to.
 
     Parameters
     ----------
     cache
-        What to make smaller.
+        The cache to prune.
     max_bytes
-        Remove until no more than this is left.
+        Remove entries until at most this many bytes are left.
     older_than
-        Remove what has not been used for so many seconds.
+        Remove entries not used for this many seconds.
     key
-        Remove the entry whose key begins so.
+        Remove entries whose key starts with this.
     keep
-        Keys never to remove.
+        Keys of entries to keep in any case.
 
     Returns
     -------
     list of Entry
-        What was removed.
+        The removed entries.
     """
-    for left in cache.root.glob(".pruned-*"):  # by a process that died over it
+    for left in cache.root.glob(".pruned-*"):  # left by a process that died while removing
         shutil.rmtree(left, ignore_errors=True)
     present = entries(cache)
     total, now, removed = sum(entry.bytes for entry in present), time.time(), []
@@ -143,20 +143,20 @@ def _remove(entry: Entry) -> bool:
     with ExitStack() as stack:
         try:
             for client in entry.path.glob("client-*.lock"):
-                if client.is_symlink():  # locking would empty the file it leads to
+                if client.is_symlink():  # locking would truncate its target
                     continue
                 stack.enter_context(FileLock(client, timeout=0))
-            # Out of sight in one step: a reader finds all of it or nothing.
+            # Renamed in one step: a reader finds the whole entry or nothing.
             hidden = entry.path.with_name(f".pruned-{secrets.token_hex(4)}")
             os.rename(entry.path, hidden)
-        except (Timeout, FileNotFoundError):  # the latter: another process made room at the same moment
+        except (Timeout, FileNotFoundError):  # the latter: another process removed it
             return False
     shutil.rmtree(hidden, ignore_errors=True)
     return True
 
 
 def stored_bytes(image_shape: Sequence[int], rows: Sequence[Sequence[int]]) -> int:
-    """Return the disk that images take, rounded up: `rows` has how many of each class, a row a client."""
+    """Return an upper bound of the bytes on disk of images; `rows` has their number per client and class."""
     height, width, channels = image_shape
     numbers = [count for row in rows for count in row if count]
     return sum(numbers) * height * width * channels + len(numbers) * _SHARD_OVERHEAD
@@ -165,45 +165,45 @@ def stored_bytes(image_shape: Sequence[int], rows: Sequence[Sequence[int]]) -> i
 def ensure_space(
     cache: ImageCache, generator: Generator, seed: int, rows: Sequence[Sequence[int]], limit: str
 ) -> list[Entry]:
-    """See that a run's images will fit on the disk and under the cache's limit, pruning others' if need be.
+    """Make a run's images fit on the disk and under the cache's limit, pruning other entries if necessary.
 
     Parameters
     ----------
     cache
-        Where they will go.
+        Cache of the run's images.
     generator, seed
-        Of the run: its own entry is never pruned.
+        Generator and seed of the run, whose own entry is never pruned.
     rows
-        How many images of each class every client will ask for.
+        Number of images that each client requests per class.
     limit
-        Bytes such as ``20GB``; empty: ``FEDEAS_CACHE_LIMIT``, or none.
+        Size such as ``20GB``; empty: ``FEDEAS_CACHE_LIMIT``, or no limit.
 
     Returns
     -------
     list of Entry
-        What was removed to make room.
+        The removed entries.
     """
     lacking = [cache.missing(generator, seed=seed, client=k, wanted=row) for k, row in enumerate(rows)]
     share = sum(lacking) / max(1, sum(map(sum, rows)))
     whole = stored_bytes(generator.image_shape, rows)
     needed = round(whole * share)
-    removed, most = [], cache_limit(limit)
-    if most is not None:
-        if whole > most:
+    removed, max_bytes = [], cache_limit(limit)
+    if max_bytes is not None:
+        if whole > max_bytes:
             raise ValueError(
-                f"cache-limit = {show_bytes(most)}: this run's images alone take {show_bytes(whole)}; allow that much"
+                f"cache-limit = {show_bytes(max_bytes)}: this run's images alone take {show_bytes(whole)}; raise it"
             )
-        removed = prune(cache, max_bytes=most - needed, keep=[cache.key(generator, seed)])
+        removed = prune(cache, max_bytes=max_bytes - needed, keep=[cache.key(generator, seed)])
     free = shutil.disk_usage(existing_part(cache.root)).free
     if needed > free:
         raise ValueError(
             f"{counted(sum(lacking), 'image')} of the run take {show_bytes(needed)} in {cache.root}, which has "
-            f"{show_bytes(free)} free; make room or set FEDEAS_CACHE to a folder on a larger disk"
+            f"{show_bytes(free)} free; free space or set FEDEAS_CACHE to a folder on a larger disk"
         )
     return removed
 
 
 def cache_limit(given: str) -> int | None:
-    """Return the limit in bytes: the one given, else the environment's, else None."""
+    """Return the limit in bytes: the one given, that of the environment, or None."""
     text = given or os.environ.get(LIMIT_VARIABLE, "")
     return parse_bytes(text, "cache-limit" if given else LIMIT_VARIABLE) if text else None

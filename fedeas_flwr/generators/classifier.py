@@ -1,7 +1,7 @@
-"""The independent classifier: a network trained on real images that says what a generated one shows.
+"""The independent classifier: a network trained on real images that classifies generated ones.
 
-It learns the dataset's official train images, apart from any generator and any federation. It is a tool of the
-laboratory: no client could train it from its own data, and under protocol ``paper`` it has seen clients' test images.
+It is trained on the dataset's official train images, without any generator or federation. It is for experiments only:
+no client could train it on its own data, and under protocol ``paper`` it has seen clients' test images.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch.nn import functional as F
 from fedeas_flwr.common.devices import one_thread
 from fedeas_flwr.common.files import atomic_path, cache_root
 from fedeas_flwr.common.text import counted, show_seconds
-from fedeas_flwr.data.datasets import Dataset, dataset_info, open_dataset
+from fedeas_flwr.data.datasets import Dataset, Images, Labels, dataset_info, open_dataset
 from fedeas_flwr.data.sources import OWN, find_source
 from fedeas_flwr.generators.cache import ImageCache
 from fedeas_flwr.generators.interface import Generator
@@ -29,8 +29,6 @@ from fedeas_flwr.training.models import Normaliser, build_model
 
 logger = logging.getLogger(__name__)
 
-Images = NDArray[np.uint8]
-Labels = NDArray[np.int64]
 Floats = NDArray[np.float32]
 
 # Part of the file's name: raise it when anything in `_train` changes.
@@ -42,18 +40,18 @@ _MAX_RAW = 20
 
 
 class Classifier:
-    """A network trained on real images, the judge of generated ones.
+    """A classifier of generated images, trained on real ones.
 
     Parameters
     ----------
     dataset
-        Whose train images it learned.
+        Dataset of the train images.
     model
-        With a last layer ``fc``.
+        Network whose last layer is ``fc``.
     device
-        Where it runs.
+        Device of the network.
     test_accuracy
-        On the dataset's test images.
+        Accuracy on the dataset's test images.
     """
 
     def __init__(self, dataset: Dataset, model: torch.nn.Module, device: str, test_accuracy: float) -> None:
@@ -65,7 +63,7 @@ class Classifier:
     def predict(self, images: Images) -> tuple[Floats, Floats]:
         """Return the class probabilities ``[N, C]`` and the features before the last layer ``[N, D]``.
 
-        Batches are padded to one size, so that an image is judged alike in any company.
+        Batches are padded to one size, so that the result for an image does not depend on its batch.
         """
         seen: list[torch.Tensor] = []
         head: Any = self._model.fc
@@ -86,21 +84,21 @@ class Classifier:
         return np.concatenate(probabilities), np.concatenate(features)
 
     def network_input(self, images: Images) -> torch.Tensor:
-        """Return what the network takes for stored images."""
+        """Return stored images as normalised input of the network."""
         return self._normalise(torch.tensor(images, device=self._device))
 
 
 def independent_classifier(dataset_name: str, data_dir: str = "", device: str = "cpu") -> Classifier:
-    """Return the dataset's classifier, trained on first use and kept in the user's cache.
+    """Return the dataset's classifier, trained on first use and stored in the user's cache.
 
     Parameters
     ----------
     dataset_name
         ``digits`` (small-cnn, seconds on a CPU), ``cifar10`` or ``cifar100`` (resnet18, minutes on a GPU).
     data_dir
-        Where the dataset is looked for.
+        Folder of the dataset.
     device
-        Where to train and judge.
+        Device to train and predict on.
 
     Returns
     -------
@@ -138,7 +136,7 @@ def _train(classifier: Classifier, dataset: Dataset, epochs: int) -> None:
     steps = epochs * (len(dataset.y_train) // batch)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 2e-3, total_steps=steps)
     flip = dataset_info(dataset.name).mirrored_keeps_class
-    logger.info("the independent classifier of %s is trained: %d steps", dataset.name, steps)
+    logger.info("training the independent classifier of %s: %d steps", dataset.name, steps)
     began = shown = time.monotonic()
     for epoch in range(epochs):
         order = random.permutation(len(dataset.y_train))[: steps // epochs * batch].reshape(-1, batch)
@@ -159,14 +157,14 @@ def _train(classifier: Classifier, dataset: Dataset, epochs: int) -> None:
 
 
 def agreement(classifier: Classifier, images: Images, labels: Labels) -> tuple[float, list[float | None]]:
-    """Return the fraction of images recognised as what they should be: overall, and of each class (None: no image)."""
+    """Return the fraction of images classified as their label: overall, and per class (None: no image)."""
     probabilities, _ = classifier.predict(images)
     right = probabilities.argmax(axis=1) == labels
     by_class = [right[labels == c] for c in range(probabilities.shape[1])]
     return float(right.mean()) if len(right) else 0.0, [float(r.mean()) if len(r) else None for r in by_class]
 
 
-# --------------------------------------------------------------------------------------------- the gate
+# ---------------------------------------------------------------------------------- class-agreement filter
 
 
 def ensure_filtered(
@@ -180,27 +178,27 @@ def ensure_filtered(
     wanted: Sequence[int],
     about: Mapping[str, Any] | None = None,
 ) -> tuple[Images, Labels, int, int]:
-    """Like `ImageCache.ensure`, but leave out images the classifier doubts and take later ones in their place.
+    """Return images as `ImageCache.ensure` does, replacing those that the classifier rejects by later ones.
 
-    The cache holds all of them, so that another threshold or none shares what was made.
+    The cache keeps all of them, so that runs with another threshold, or without one, share them.
 
     Parameters
     ----------
     cache, generator, seed, client, wanted, about
-        As for `ImageCache.ensure`.
+        See `ImageCache.ensure`.
     classifier
-        The judge.
+        Classifier of the images.
     least
-        Probability it must give an image's class.
+        Minimum probability of an image's class.
 
     Returns
     -------
     images, labels : array
         Exactly `wanted` of each class, by index.
     made : int
-        Images sampled in this call, rejects among them.
+        Number of images generated in this call, rejected ones included.
     rejected : int
-        Images left out: they were paid for as well.
+        Number of images left out, whose generation counts as well.
     """
     raw, made = [int(n) for n in wanted], 0
     while True:
@@ -216,6 +214,6 @@ def ensure_filtered(
             if have > _MAX_RAW * n + _MAX_RAW:
                 raise ValueError(
                     f"min-class-agreement = {least:g}: {counted(have - lacking[label], 'image')} of class {label} gave "
-                    f"only {n - lacking[label]} that the classifier recognises; lower it or use a better generator"
+                    f"only {n - lacking[label]} that the classifier accepts; lower it or use a better generator"
                 )
     return images[good], labels[good], made, int((~good).sum())

@@ -1,4 +1,4 @@
-"""A client's images, real and synthetic; on a GPU they stay between its rounds, as long as there is room for them."""
+"""A client's real and synthetic images; on a GPU they are kept between rounds while memory permits."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ import torch
 
 from fedeas_flwr.common.randomness import stream
 from fedeas_flwr.config import RunConfig
-from fedeas_flwr.data.federated import FederatedData, Images, Labels
+from fedeas_flwr.data.datasets import Images, Labels
+from fedeas_flwr.data.federated import FederatedData
 from fedeas_flwr.data.node import Node
 from fedeas_flwr.generators.cache import ImageCache
 from fedeas_flwr.generators.classifier import ensure_filtered, independent_classifier
@@ -21,32 +22,32 @@ from fedeas_flwr.generators.ray_service import ServiceGenerator
 from fedeas_flwr.generators.service import own_generator
 from fedeas_flwr.planning.run_plan import requested_images
 
-_ROOM = 4
-"""A part of the GPU's memory that is left free, 1/4. All processes on a GPU see the same, so that ten of them that each
-meet all clients in the end do not keep ten copies of a dataset that is too large for that."""
+_FREE_DIVISOR = 4
+"""Images are kept while more than 1/4 of the GPU's memory is free. All processes on a GPU see the same free memory, so
+ten processes do not keep ten copies of a dataset that is too large for that."""
 
 
 @dataclass(frozen=True)
 class LocalImages:
-    """What a client trains on: its real images, then the added ones, on the device."""
+    """Training images of a client on the device: the real ones, then the added ones."""
 
     images: torch.Tensor
     labels: torch.Tensor
     made: int = 0
-    """Images sampled just now."""
+    """Number of images generated in this call."""
     rejected: int = 0
-    """Images that were left out."""
+    """Number of images that the class-agreement filter rejected."""
     generator: str = ""
-    """Fingerprint of the generator that made the added ones."""
+    """Fingerprint of the generator of the added images."""
 
 
 class ImagesOnGpu:
-    """Images of the clients of one run that were seen so far; those of a run before are let go."""
+    """Images on the GPU of the clients of one run; those of an earlier run are released."""
 
     def __init__(self) -> None:
         self._source: tuple[RunConfig, FederatedData] | None = None
         self._kept: dict[tuple[int, tuple[int, ...]], LocalImages] = {}
-        self._lock = threading.Lock()  # clients of one process train in threads
+        self._lock = threading.Lock()  # clients of a process train in threads
 
     def find(
         self, config: RunConfig, data: FederatedData, client: int, generate: tuple[int, ...]
@@ -64,7 +65,7 @@ class ImagesOnGpu:
                 self._source = config, data
                 self._kept.clear()
             free, total = torch.cuda.mem_get_info()
-            if free * _ROOM > total:
+            if free * _FREE_DIVISOR > total:
                 self._kept[client, generate] = found
 
 
@@ -81,22 +82,22 @@ def local_images(
     known: str,
     device: str,
 ) -> LocalImages:
-    """Return a client's images and labels, those of its plan generated if they are not there yet.
+    """Return a client's images and labels; images of its plan that are missing are generated.
 
     Parameters
     ----------
     config, data, node
-        The run's, and the client's place in them.
+        Config and data of the run, and the client's place in them.
     generate
-        The plan: how many images of each class.
+        Planned number of images per class.
     copies
-        How many of its own images of each class are repeated; empty: none.
+        Number of its own images to repeat per class; empty: none.
     service
-        Address of the generator that all clients share; empty: the client opens its own.
+        Address of the generator service that all clients share; empty: the client opens its own generator.
     known
-        Fingerprint of the generator that made the client's images before; empty: there are none yet.
+        Fingerprint of the generator of the client's earlier images; empty: there are none.
     device
-        Where they are wanted.
+        Device of the returned tensors.
     """
     client = node.client
     found = _on_gpu.find(config, data, client, generate)
@@ -119,22 +120,22 @@ def local_images(
 
 
 def _source(config: RunConfig, device: str, service: str, known: str) -> Generator:
-    """The generator to ask: the federation's shared one, or this client's own.
+    """Return the federation's shared generator, or this client's own.
 
-    A client that has its images knows the generator by its fingerprint, and the model stays on disk: on a SuperNode
-    every message is a new process, and each would load diffusers and the model to read images that are in the cache.
+    For a client that has its images, the generator is opened only if one is missing: on a SuperNode every message is a
+    new process, which would otherwise load diffusers and the model to read images from the cache.
     """
 
-    def open_it() -> Generator:
+    def open_source() -> Generator:
         return ServiceGenerator(service, config.dataset) if service else own_generator(config, device)
 
-    return LazyGenerator(known, config.dataset, open_it) if known else open_it()
+    return LazyGenerator(known, config.dataset, open_source) if known else open_source()
 
 
 def _synthetic(
     config: RunConfig, client: int, wanted: tuple[int, ...], device: str, generator: Generator
 ) -> tuple[Images, Labels, int, int]:
-    """This client's synthetic images and labels, how many were made just now, and how many were left out."""
+    """Return the client's synthetic images, their labels, and the numbers of newly generated and rejected images."""
     cache, least, asked = ImageCache(), config.min_class_agreement, requested_images(config, np.array(wanted))
     ask: dict[str, Any] = {
         "seed": config.seed,
@@ -146,7 +147,7 @@ def _synthetic(
         images, labels, made = cache.ensure(generator, **ask)
         rejected = 0
     else:
-        judge = independent_classifier(config.dataset, config.data_dir, device)
-        images, labels, made, rejected = ensure_filtered(cache, generator, judge, least, **ask)
+        classifier = independent_classifier(config.dataset, config.data_dir, device)
+        images, labels, made, rejected = ensure_filtered(cache, generator, classifier, least, **ask)
     used = np.concatenate([np.arange(end - n, end) for n, end in zip(wanted, asked.cumsum(), strict=True)])
     return images[used], labels[used], made, rejected

@@ -1,4 +1,4 @@
-"""The library's door: one client's real images in, real and added images out, no federation needed."""
+"""Fill one client's dataset with synthetic or repeated images, without a federation."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
-from numpy.typing import NDArray
 
+from fedeas_flwr.data.datasets import Images, Labels
 from fedeas_flwr.generators.cache import ImageCache, check_wanted, sample_checked
 from fedeas_flwr.generators.interface import Generator, SampleId
 
 
 def fill(
-    images: NDArray[np.uint8],
+    images: Images,
     labels: npt.ArrayLike,
     generate_per_class: Sequence[int],
     generator: Generator,
@@ -21,7 +21,7 @@ def fill(
     seed: int = 0,
     client: int = 0,
     cache: ImageCache | None = None,
-) -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
+) -> tuple[Images, Labels]:
     """Append synthetic images to real ones.
 
     Parameters
@@ -29,15 +29,15 @@ def fill(
     images
         The real images, uint8 ``[N, H, W, C]``.
     labels
-        Their labels, whole numbers ``[N]`` from 0 to the generator's number of classes less one.
+        Labels of the images, ``[N]``, whole numbers from 0 to the generator's number of classes less one.
     generate_per_class
-        How many images to add to each class, for instance an allocation of this client.
+        Number of images to add per class, for instance this client's row of an allocation.
     generator
-        Makes them; its image shape must be that of `images`.
+        Generates them; its image shape must be that of `images`.
     seed, client
         Part of each synthetic image's identity: the same two give the same images.
     cache
-        Where to keep them for next time; without one they are made anew.
+        Cache of the generated images; None: they are generated on every call.
 
     Returns
     -------
@@ -61,7 +61,7 @@ def fill(
     return np.concatenate([real, made]), np.concatenate([real_labels, made_labels])
 
 
-def _checked_labels(labels: npt.ArrayLike, number: int, classes: int) -> NDArray[np.int64]:
+def _checked_labels(labels: npt.ArrayLike, number: int, classes: int) -> Labels:
     given = np.asarray(labels)
     if given.shape != (number,):
         raise ValueError(f"labels: shape {list(given.shape)} does not fit; give one for each of {number}")
@@ -72,19 +72,17 @@ def _checked_labels(labels: npt.ArrayLike, number: int, classes: int) -> NDArray
     return given.astype(np.int64)
 
 
-def repeated(
-    labels: NDArray[np.int64], repeat_per_class: Sequence[int], draws: np.random.Generator
-) -> NDArray[np.int64]:
-    """Choose the images to repeat, evenly: within a class, their numbers of copies differ by one at most.
+def repeated(labels: Labels, repeat_per_class: Sequence[int], draws: np.random.Generator) -> Labels:
+    """Choose the images to repeat; within a class, their numbers of copies differ by at most one.
 
     Parameters
     ----------
     labels
-        The real images' labels, ``[N]``.
+        Labels of the real images, ``[N]``.
     repeat_per_class
-        How many copies to add to each class, for instance `allocation.oversample` of this client.
+        Number of copies to add per class, for instance `allocation.oversample` of this client.
     draws
-        Decides which images get the one copy more where they cannot all have the same number.
+        Random generator that chooses the images with one copy more.
 
     Returns
     -------
@@ -97,5 +95,5 @@ def repeated(
         if copies and not len(own):
             raise ValueError(f"repeat_per_class[{label}]={copies}: there is no image of that class to repeat")
         if copies:
-            chosen.append(np.resize(draws.permutation(own), copies))  # one order, over and over
+            chosen.append(np.resize(draws.permutation(own), copies))  # one order, repeated
     return np.concatenate(chosen)

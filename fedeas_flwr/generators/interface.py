@@ -1,6 +1,6 @@
 """Generators: anything that turns a sample's identity into an image.
 
-A new kind of generator is one file. It needs no base class, only the three attributes and the method below::
+A new generator is one file. It needs no base class, only the three attributes and the method below::
 
     class GreyGenerator:
         fingerprint = "grey-1"  # change it whenever the pixels would change: the cache trusts it
@@ -11,9 +11,9 @@ A new kind of generator is one file. It needs no base class, only the three attr
             images = [np.full(self.image_shape, 25 * s.label, dtype=np.uint8) for s in samples]
             return np.stack(images)
 
-The one rule is that a sample's pixels depend on its `SampleId` and the fingerprint, and on nothing else: not on the
-order of the request, on its neighbours or on what was asked before. Then a larger budget extends a smaller one's
-images, policies share what they have in common, and a lost file is made again alike.
+The one rule: a sample's pixels depend on its `SampleId` and the fingerprint only, not on the order of a request, on the
+other samples in it or on earlier requests. A larger budget then extends a smaller one's images, policies share the
+images they have in common, and a lost file is generated again with the same bytes.
 """
 
 from __future__ import annotations
@@ -22,12 +22,9 @@ from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
-import numpy as np
-from numpy.typing import NDArray
+from fedeas_flwr.data.datasets import Images, dataset_info
 
-from fedeas_flwr.data.datasets import dataset_info
-
-if TYPE_CHECKING:  # the library's door does without pydantic
+if TYPE_CHECKING:  # the library works without pydantic
     from fedeas_flwr.config import RunConfig
 
 
@@ -37,68 +34,68 @@ class SampleId(NamedTuple):
     seed: int
     client: int
     label: int
-    index: int  # type: ignore[assignment]  # hides tuple.index, which nobody needs here
+    index: int  # type: ignore[assignment]  # hides tuple.index, which is not used here
 
 
 class Generator(Protocol):
-    """What the rest of the project knows of a generator."""
+    """Interface of a generator."""
 
     @property
     def fingerprint(self) -> str:
-        """A hash of all that decides the pixels: weights, settings, sampler, precision, seeding."""
+        """Hash of everything that determines the pixels: weights, settings, sampler, precision, seeding."""
         ...
 
     @property
     def image_shape(self) -> tuple[int, int, int]:
-        """``(H, W, C)`` of the images."""
+        """Shape ``(H, W, C)`` of the images."""
         ...
 
     @property
     def num_classes(self) -> int:
-        """Labels run from 0 to ``num_classes - 1``."""
+        """Number of classes; labels are 0 to ``num_classes - 1``."""
         ...
 
-    def sample(self, samples: Sequence[SampleId]) -> NDArray[np.uint8]:
-        """Make the images asked for.
+    def sample(self, samples: Sequence[SampleId]) -> Images:
+        """Generate images.
 
         Parameters
         ----------
         samples
-            Their identities, in any order.
+            Identities of the images, in any order.
 
         Returns
         -------
         array
-            uint8 ``[len(samples), H, W, C]``, in the order asked.
+            uint8 ``[len(samples), H, W, C]``, in the order of `samples`.
         """
         ...
 
 
 def batch_size(generator: Generator) -> int:
-    """Return how many images `generator` makes at once; one that does not say is taken to make 64.
+    """Return how many images `generator` makes at once, by default 64.
 
-    A generator that measures first, as one on a GPU does, has a method for it.
+    A generator that must measure it first, such as one on a GPU, has the method ``find_batch_size``.
     """
     find = getattr(generator, "find_batch_size", None)
     return int(find() if find else getattr(generator, "batch_size", 0) or 64)
 
 
 def images_per_class(generator: Generator) -> list[int] | None:
-    """Return how many images of each class `generator` has, if it hands out what is there; None: it makes them."""
+    """Return the number of images per class if `generator` has a fixed stock, such as a bank; else None."""
     return getattr(generator, "images_of_class", None)
 
 
 class LazyGenerator:
-    """A generator known by its fingerprint, opened only if an image must be made after all.
+    """A generator of known fingerprint that is opened only when an image must be generated.
 
     Parameters
     ----------
     fingerprint
-        As the generator gave it when it was open.
+        Fingerprint of the generator when it was open.
     dataset_name
-        Whose classes and image shape are meant.
+        Dataset of the classes and the image shape.
     open_generator
-        Opens it; another one than remembered is refused, since a client's images come from one source.
+        Opens the generator; ValueError is raised if its fingerprint differs, since a client's images have one source.
     """
 
     def __init__(self, fingerprint: str, dataset_name: str, open_generator: Callable[[], Generator]) -> None:
@@ -106,12 +103,12 @@ class LazyGenerator:
         self.fingerprint, self._open = fingerprint, open_generator
         self.image_shape, self.num_classes = info.image_shape, len(info.classes)
 
-    def sample(self, samples: Sequence[SampleId]) -> NDArray[np.uint8]:
-        """Open the generator and make images; see `Generator.sample`."""
+    def sample(self, samples: Sequence[SampleId]) -> Images:
+        """Open the generator and generate images; see `Generator.sample`."""
         return self._generator.sample(samples)
 
     def find_batch_size(self) -> int:
-        """Open the generator and ask it; see `batch_size`."""
+        """Open the generator and return its batch size; see `batch_size`."""
         return batch_size(self._generator)
 
     @cached_property
@@ -120,12 +117,12 @@ class LazyGenerator:
         if generator.fingerprint != self.fingerprint:
             raise ValueError(
                 f"generator: not the one that made this client's images (fingerprint {generator.fingerprint[:12]}, was "
-                f"{self.fingerprint[:12]}); put the old one back, or start a new run"
+                f"{self.fingerprint[:12]}); restore the old one, or start a new run"
             )
         return generator
 
 
 def describe_generator(config: RunConfig) -> dict[str, Any]:
-    """Return the run-config's keys that a person reads to know where an image comes from."""
+    """Return the run-config's keys that describe the origin of its images."""
     keys = ("generator", "dataset", "sampler", "sampler-steps", "guidance", "guidance-rescale")
     return {k: v for k, v in config.to_user_dict().items() if k in keys or k.startswith("generation-")}

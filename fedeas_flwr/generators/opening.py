@@ -1,4 +1,4 @@
-"""Open the generator that a spec names, check it before a run, and name its files by what is in them."""
+"""Open the generator that a spec names, check it before a run, and hash its files."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from fedeas_flwr.common.files import expanded
 from fedeas_flwr.data.datasets import dataset_info
 from fedeas_flwr.generators.interface import Generator
 
-if TYPE_CHECKING:  # the library's door does without pydantic
+if TYPE_CHECKING:  # the library works without pydantic
     from fedeas_flwr.config import RunConfig
 
 
@@ -34,18 +34,18 @@ def open_generator(
     ----------
     spec
         ``builtin``: the digits model, trained on first use (about a minute). ``bank:DIR``: images from a folder
-        (bank.py). ``sd-turbo`` or ``sd-turbo:DIR``: text to image (sd_turbo.py). Otherwise the path of a folder in
-        diffusers' format with ``unet`` and ``scheduler``.
+        (bank.py). ``sd-turbo`` or ``sd-turbo:DIR``: text to image (sd_turbo.py). Otherwise a folder in diffusers'
+        format with ``unet`` and ``scheduler``.
     dataset_name
         The generator must have this dataset's classes and image shape.
     sampler
         ``dpm++``, ``dpm++-logsnr`` or ``ddim``, all deterministic.
     steps
-        Solver steps; None is the sampler's own default, 20 or 250.
+        Solver steps; None: the sampler's default, 20 or 250.
     guidance
-        Scale of classifier-free guidance; 1 is none.
+        Scale of classifier-free guidance; 1: no guidance.
     guidance_rescale
-        How much of the spread that guidance adds is taken away again; 0 is none.
+        Rescaling φ of the guided prediction to its standard deviation without guidance, 0 (none) to 1.
     batch_size
         Images in each forward pass; short batches are padded to it. None: 64 on the CPU, by free memory on CUDA.
     precision
@@ -72,7 +72,7 @@ def open_generator(
     if spec == "builtin":
         if dataset_name != "digits":
             raise ValueError(
-                f"generator: 'builtin' is for digits only; {dataset_name} needs the path of a diffusers folder"
+                f"generator: 'builtin' is for digits only; for {dataset_name} give a folder in diffusers' format"
             )
         from fedeas_flwr.generators.learn.builtin import ensure_builtin
 
@@ -102,7 +102,7 @@ def open_for_run(config: RunConfig, device: str) -> Generator:
     Parameters
     ----------
     config
-        Of the run; 0 and ``auto`` in it leave the choice to the generator.
+        Config of the run; its values 0 and ``auto`` select the generator's defaults.
     device
         ``cpu``, ``cuda`` or ``cuda:N``.
 
@@ -115,12 +115,12 @@ def open_for_run(config: RunConfig, device: str) -> Generator:
 
 
 def check_for_run(config: RunConfig, device: str) -> None:
-    """Refuse a model that `open_for_run` would, as far as can be told without reading weights or training any.
+    """Raise the errors of `open_for_run` that can be found without reading or training weights.
 
     Parameters
     ----------
     config, device
-        As of `open_for_run`; its generator is no bank, which to check is to open.
+        See `open_for_run`. Not for a bank, which is checked by opening it.
     """
     kind, _, where = config.generator.partition(":")
     if kind == "sd-turbo":
@@ -138,7 +138,7 @@ def check_for_run(config: RunConfig, device: str) -> None:
     classes, built_in = len(info.classes), config.generator == "builtin"
     folder = builtin_folder() if built_in else expanded(config.generator, "generator")
     timesteps, embeddings = TIMESTEPS, classes + 1
-    if not built_in:  # which may not be there yet, and is then trained
+    if not built_in:  # the built-in one may still have to be trained
         model = read_model(folder, classes, info.classes, info.image_shape)
         timesteps, embeddings = model.schedule["num_train_timesteps"], model.config["num_class_embeds"]
     with _naming_keys():
@@ -161,10 +161,10 @@ def _naming_keys() -> Iterator[None]:
     try:
         yield
     except ValueError as error:
-        setting, _, refusal = str(error).partition(": ")
+        setting, _, reason = str(error).partition(": ")
         if setting not in _KEYS:
             raise
-        raise ValueError(f"{_KEYS[setting]}: {refusal}") from None
+        raise ValueError(f"{_KEYS[setting]}: {reason}") from None
 
 
 _KEYS = {
@@ -173,11 +173,11 @@ _KEYS = {
     "batch_size": "generation-batch",
     "precision": "generation-precision",
 }
-"""Settings that a run-config calls otherwise: an error names what its reader wrote."""
+"""Run-config keys of the settings with other names in Python, for errors."""
 
 
 def absolute_spec(spec: str) -> str:
-    """Return a generator's spec with its folder as an absolute path: Flower's processes start elsewhere."""
+    """Return a generator's spec with an absolute path: Flower's processes have another working directory."""
     kind, colon, where = spec.partition(":")
     if spec in ("builtin", "sd-turbo"):
         return spec
@@ -187,15 +187,15 @@ def absolute_spec(spec: str) -> str:
 
 
 def hash_input_files(config: RunConfig) -> dict[str, str]:
-    """Name the files that a run is given by what is in them: the generator's weights or its bank, and the start's.
+    """Return hashes of a run's input files: the generator's weights or bank, and the pretrained weights.
 
-    Folders have other names elsewhere, and other weights the same name. Only single files that can be read here have
-    one; whoever needs a file says what is wrong with it.
+    Hashes identify the content, which a path does not. Folders and files that cannot be read are left out; opening them
+    raises the error.
     """
-    wanted = {"generator": _generator_file(config.generator) if config.generates else None}
-    wanted["weights"] = _start_file(config.weights)
+    files = {"generator": _generator_file(config.generator) if config.generates else None}
+    files["weights"] = _pretrained_file(config.weights)
     found = {}
-    for key, path in wanted.items():
+    for key, path in files.items():
         with suppress(OSError):
             if path is not None and path.is_file():
                 found[key] = _digest(path)
@@ -214,7 +214,7 @@ def _generator_file(spec: str) -> Path | None:
     return weights_file(builtin_folder() if spec == "builtin" else expanded(spec, "generator"))
 
 
-def _start_file(weights: str) -> Path | None:
+def _pretrained_file(weights: str) -> Path | None:
     if weights == "none":
         return None
     from fedeas_flwr.training.models import imagenet_file

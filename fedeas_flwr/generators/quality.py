@@ -1,4 +1,4 @@
-"""A report on samples: are they what was asked for, like the real images, and not copies of them?"""
+"""Quality report of generated images: class agreement, distance to real images, and copies of them."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from fedeas_flwr.data.datasets import Dataset
-from fedeas_flwr.generators.classifier import Classifier, Images, Labels, agreement
+from fedeas_flwr.data.datasets import Dataset, Images, Labels
+from fedeas_flwr.generators.classifier import Classifier, agreement
 
 _NEAR_COPY_PERCENTILE = 1.0
-_MAX_COMPARED = 2000  # features of each set, in a kernel distance
+_MAX_COMPARED = 2000  # features of each set in the kernel distance
 
 
 def quality_report(
@@ -24,13 +24,13 @@ def quality_report(
     Parameters
     ----------
     dataset
-        Its train images are what samples should resemble; its test images are the yardstick.
+        Samples are compared with its train images; its test images give the reference values.
     classifier
-        The judge.
+        Classifier of the samples.
     images, labels
-        The samples and what was asked for.
+        The samples and their classes.
     inception
-        Weights of torch-fidelity's Inception network; with them FID and KID proper are measured too.
+        Weights of torch-fidelity's Inception network; with them FID and KID are measured too.
 
     Returns
     -------
@@ -48,7 +48,7 @@ def quality_report(
         "classifier_test_accuracy": classifier.test_accuracy,
         "class_agreement": overall,
         "class_agreement_by_class": by_class,
-        # Not FID and KID: the features are our own classifier's, comparable only with one another.
+        # Not FID and KID: the features are those of our classifier, so the values compare only with each other.
         "classifier_frechet_distance": frechet_distance(real, ours),
         "classifier_frechet_distance_of_test_images": frechet_distance(real, held_out),
         "classifier_kernel_distance": kernel_distance(real, ours),
@@ -63,7 +63,7 @@ def quality_report(
 
 
 def frechet_distance(a: NDArray[np.float64], b: NDArray[np.float64]) -> float:
-    """Return the Fréchet distance of two sets of features seen as Gaussians (Heusel et al., 2017)."""
+    """Return the Fréchet distance of two sets of features fitted by Gaussians (Heusel et al., 2017)."""
     mean = a.mean(axis=0) - b.mean(axis=0)
     first, second = np.cov(a, rowvar=False), np.cov(b, rowvar=False)
     # tr √(ΣaΣb): the product's eigenvalues are those of a positive semi-definite matrix, but for rounding.
@@ -72,7 +72,7 @@ def frechet_distance(a: NDArray[np.float64], b: NDArray[np.float64]) -> float:
 
 
 def kernel_distance(a: NDArray[np.float64], b: NDArray[np.float64]) -> float:
-    """Return the unbiased squared MMD under (x·y / D + 1)³ (Bińkowski et al., 2018), of some of each."""
+    """Return the unbiased squared MMD under (x·y / D + 1)³ (Bińkowski et al., 2018), on a subset of each."""
     random = np.random.default_rng(0)
     a, b = (x[random.permutation(len(x))[:_MAX_COMPARED]] for x in (a, b))
 
@@ -85,14 +85,14 @@ def kernel_distance(a: NDArray[np.float64], b: NDArray[np.float64]) -> float:
 
 
 def nearest_distance(images: Images, train: Images) -> NDArray[np.float64]:
-    """Return each image's Euclidean distance to the nearest train image, on the scale 0 to 1 a pixel."""
+    """Return each image's Euclidean distance to the nearest train image, with pixels from 0 to 1."""
     flat = train.reshape(len(train), -1).astype(np.float32)
     squares = (flat**2).sum(axis=1)
     nearest = np.empty(len(images), dtype=np.int64)
     for start in range(0, len(images), 256):
         part = images[start : start + 256].reshape(-1, flat.shape[1]).astype(np.float32)
         nearest[start : start + 256] = (squares - 2 * part @ flat.T).argmin(axis=1)
-    # The expansion above cancels near zero: the distance proper is taken from the pixels.
+    # The expansion above cancels near zero, so the distance is computed from the pixels again.
     gaps = (images.reshape(len(images), -1).astype(np.float64) - flat[nearest]) / 255
     return np.asarray(np.sqrt((gaps**2).sum(axis=1)))
 

@@ -1,12 +1,12 @@
-"""One generator for a whole simulated federation: a named Ray actor that the clients ask; on a cluster, one a GPU node.
+"""One generator for all clients of a simulation: a named Ray actor; on a cluster, one actor per GPU node.
 
     ServerApp   start_service ──────────► GeneratorService (the actor: loads the model at its first request)
-    clients     ServiceGenerator.sample ─► waits with everybody else's requests, is served in full batches
-    ServerApp   rest, when every client has its images: the process is replaced by a fresh one, so that the GPU is
-                free; end, when the run is over
+    clients     ServiceGenerator.sample ─► the actor serves the requests of all clients in full batches
+    ServerApp   release_gpu, when every client has its images: the actor's process is restarted, which frees the GPU;
+                end, when the run is over
 
-A crash loses at most the chunk each client is waiting for: Ray starts the actor anew, the clients ask again, and what
-they had before is in the image cache.
+A crash loses at most the chunk that each client waits for: Ray restarts the actor, the clients repeat their requests,
+and earlier images are in the image cache.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from typing import Any
 import numpy as np
 
 from fedeas_flwr.config import RunConfig, parse_config
-from fedeas_flwr.data.datasets import dataset_info
+from fedeas_flwr.data.datasets import Images, dataset_info
 from fedeas_flwr.generators.interface import Generator, SampleId
 from fedeas_flwr.generators.opening import open_for_run
-from fedeas_flwr.generators.service import GeneratorService, Images
+from fedeas_flwr.generators.service import GeneratorService
 
 GENERATOR_GPU_FRACTION = 0.004
-"""Fraction of a GPU the actor asks Ray for: 0 would hide the GPU from it, more would not fit beside the clients."""
+"""Fraction of a GPU that an actor requests from Ray: 0 would hide the GPU from it, more would displace clients."""
 _ATTEMPTS = 5
 _RESTART_SECONDS = 1.0
 _ANSWER_SECONDS = 5.0
@@ -40,12 +40,12 @@ _ANSWER_SECONDS = 5.0
 
 
 class RunningService:
-    """The ServerApp's hold on the actors; `start_service` makes it. A single machine has one of them."""
+    """The ServerApp's handle of the actors, made by `start_service`; a single machine has one actor."""
 
     def __init__(self, ray: Any, config: RunConfig, device: str) -> None:
         self._ray, self._name = ray, f"fedeas-generator-{uuid.uuid4().hex[:12]}"
         self._done: dict[str, Any] | None = None
-        # The class is imported by name in the actor's process, which must find the very package that runs here.
+        # The actor's process imports the class by name and must find the same package as this process.
         package = str(Path(__file__).resolve().parents[2])
         path = os.pathsep.join([package, *filter(None, [os.environ.get("PYTHONPATH")])])
         self._nodes = gpu_nodes(ray)
@@ -62,17 +62,17 @@ class RunningService:
         self._descriptions = [actor.describe.remote() for actor in self._actors]
 
     def address(self) -> str:
-        """Return what a client needs to ask the service; waits until the model is loaded."""
+        """Return the address with which clients reach the service; waits until the model is loaded."""
         found = [self._get(description) for description in self._descriptions]
         fingerprints = {fingerprint for fingerprint, _ in found}
         if len(fingerprints) > 1:
             raise ValueError(
-                "generator: the cluster's nodes hold different ones; copy one folder to the same path on all"
+                "generator: the cluster's nodes have different ones; copy one folder to the same path on all"
             )
         return " ".join([self._name, found[0][0], str(min(batch for _, batch in found)), *self._nodes])
 
     def stats(self) -> dict[str, Any]:
-        """Return what the actors' present processes have done, or those before them if they were put to rest."""
+        """Return the counters of the actors' processes, or those before `release_gpu`."""
         if self._done is not None:
             return self._done
         try:
@@ -84,7 +84,7 @@ class RunningService:
         return {**found[0], **{key: sum(one[key] for one in found) for key in counted}, "nodes": self._nodes}
 
     def release_gpu(self) -> dict[str, Any] | None:
-        """Free the GPUs, once; return what had been done. A late request (a damaged shard) loads the model again."""
+        """Free the GPUs once; return the counters so far. A later request (a damaged shard) loads the model again."""
         if self._done is not None:
             return None
         self._done = self.stats()
@@ -93,20 +93,20 @@ class RunningService:
         return self._done
 
     def end(self) -> None:
-        """End the actors for good."""
+        """Stop the actors."""
         for actor in self._actors:
-            with suppress(self._ray.exceptions.RayError):  # Ray may be gone before it
+            with suppress(self._ray.exceptions.RayError):  # Ray may have stopped already
                 self._ray.kill(actor, no_restart=True)
 
     def _get(self, reference: Any, timeout: float | None = None) -> Any:
         try:
             return self._ray.get(reference, timeout=timeout)
-        except self._ray.exceptions.RayTaskError as error:  # its text is a traceback, the cause's is one line
+        except self._ray.exceptions.RayTaskError as error:  # its message is a traceback, its cause's one line
             raise error.cause from None
 
 
 def gpu_nodes(ray: Any) -> list[str]:
-    """The nodes of a cluster that have GPUs, in a fixed order; none if Ray runs on one machine."""
+    """Return the ids of a cluster's nodes with GPUs, sorted; empty if Ray runs on one machine."""
     alive = [node for node in ray.nodes() if node["Alive"]]
     return sorted(node["NodeID"] for node in alive if node["Resources"].get("GPU", 0)) if len(alive) > 1 else []
 
@@ -119,7 +119,7 @@ def _only_on(ray: Any, node: str) -> dict[str, Any]:
 def start_service(config: RunConfig, device: str) -> RunningService | None:
     """Start the run's service if this is a simulation under Ray, else return None.
 
-    Nothing of Ray is called unless it is already running here: in deployment any call would start a cluster.
+    Ray is called only if it is running: in a deployment, a call would start a cluster.
     """
     ray = sys.modules.get("ray")
     if ray is None or not config.generates or not ray.is_initialized():
@@ -132,7 +132,7 @@ def _open(values: dict[str, Any], device: str) -> Generator:
 
 
 def actor_demand(ray: Any, config: RunConfig, device: str, actors: int = 1) -> dict[str, float]:
-    """Return what an actor asks Ray for: no CPU, since the clients hold all of them, and a sliver of the GPU."""
+    """Return an actor's resources: no CPU, since the clients have all of them, and the reserved GPU fraction."""
     return {"num_cpus": 0, "num_gpus": _gpu_share(ray, config, actors) if device == "cuda" else 0}
 
 
@@ -143,20 +143,20 @@ def _gpu_share(ray: Any, config: RunConfig, actors: int) -> float:
     if left < GENERATOR_GPU_FRACTION * actors:
         raise ValueError(
             f"gpu-share = {config.gpu_share:g}: the clients' shares leave {left:g} of the GPU and the generator needs "
-            f"{GENERATOR_GPU_FRACTION}; write {reserve_generator_gpu(config.gpu_share or 0.1):g}"
+            f"{GENERATOR_GPU_FRACTION}; must be at most {reserve_generator_gpu(config.gpu_share or 0.1):g}"
         )
     return GENERATOR_GPU_FRACTION
 
 
 def reserve_generator_gpu(share: float) -> float:
-    """Return the largest share, in thousandths, that lets as many clients run at once and the generator beside them."""
+    """Return the largest share, in thousandths, that fits as many parallel clients and the generator on a GPU."""
     clients = max(1, int(1 / share + 1e-6))
     most = (1 - GENERATOR_GPU_FRACTION) / clients
     if 1000 * most + 1e-9 < 1:
         fits = int(1000 * (1 - GENERATOR_GPU_FRACTION) + 1e-9)
         raise ValueError(
             f"gpu-share = {share:g}: {clients:,} clients and the generator do not fit on one GPU, which is shared in "
-            f"thousandths; write gpu-share={-(-1000 // fits) / 1000:g} or more, or actors={fits} or fewer"
+            f"thousandths; give gpu-share={-(-1000 // fits) / 1000:g} or more, or actors={fits} or fewer"
         )
     return min(share, int(1000 * most + 1e-9) / 1000)
 
@@ -165,14 +165,14 @@ def reserve_generator_gpu(share: float) -> float:
 
 
 class ServiceGenerator:
-    """A generator that asks the service; everything but the pixels it knows from its address.
+    """A client's generator, which requests its images from the service.
 
     Parameters
     ----------
     address
-        As `RunningService.address` gives it.
+        From `RunningService.address`; it includes fingerprint and batch size.
     dataset_name
-        Whose classes and image shape are meant.
+        Dataset of the classes and the image shape.
     """
 
     def __init__(self, address: str, dataset_name: str) -> None:
@@ -182,7 +182,7 @@ class ServiceGenerator:
         self.image_shape, self.num_classes = info.image_shape, len(info.classes)
 
     def sample(self, samples: Sequence[SampleId]) -> Images:
-        """Ask for images, again if the service dies over it. See `Generator.sample`."""
+        """Request images, again if the service dies. See `Generator.sample`."""
         import ray
 
         deaths = 0
@@ -195,11 +195,11 @@ class ServiceGenerator:
             except ray.exceptions.RayActorError as error:
                 deaths += 1
                 if deaths == _ATTEMPTS:
-                    raise RuntimeError(f"generator: the service died {deaths} times over one request") from error
+                    raise RuntimeError(f"generator: the service died {deaths} times during one request") from error
                 time.sleep(_RESTART_SECONDS)
 
     def _nearest(self, ray: Any) -> str:
-        """The actor on this client's own machine, so that images need not travel; else the first."""
+        """Return the name of the actor on this client's machine, to save network traffic; else of the first."""
         if not self._nodes:
             return self._name
         here = ray.get_runtime_context().get_node_id()

@@ -1,7 +1,7 @@
-"""Text to image in one step: Stability AI's SD-Turbo, or any local folder of a like pipeline, through diffusers.
+"""One-step text-to-image generation with SD-Turbo of Stability AI, or a similar pipeline in a local folder.
 
-The prompt names the class, the pipeline paints at its own size (512×512), and the picture is brought down to the
-dataset's with anti-aliasing. Needs the package transformers: ``pip install "fedeas-flwr[sd]"``.
+The prompt names the class, the pipeline generates at its own size (512×512), and the image is downscaled to the
+dataset's size with anti-aliasing. Needs the package transformers: ``pip install "fedeas-flwr[sd]"``.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from fedeas_flwr.generators.interface import SampleId
 
 HUB_NAME = "stabilityai/sd-turbo"
 _STEPS = 1
-# Without guidance, as distilled one-step models are meant to be used.
+# No guidance: the model was distilled to work without it.
 _GUIDANCE = 0.0
 _MAX_BATCH = 16
 
 
 class TurboGenerator:
-    """Samples a text-to-image pipeline with a prompt a class.
+    """Samples a text-to-image pipeline with one prompt per class.
 
     Parameters
     ----------
@@ -40,13 +40,13 @@ class TurboGenerator:
     classes
         Names for the prompts, in the order of the labels.
     image_shape
-        ``(H, W, C)`` that the pictures are brought down to.
+        ``(H, W, C)`` of the downscaled images.
     batch_size
-        Pictures at once, at most 16: they are large before they are small.
+        Images per batch, at most 16, since they are large before downscaling.
     device
         ``cpu`` or ``cuda``, where the pipeline runs in float16.
     prompt
-        With ``{}`` for the class.
+        Prompt with ``{}`` for the class name.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class TurboGenerator:
         self.fingerprint = digest.hexdigest()
 
     def sample(self, samples: Sequence[SampleId]) -> NDArray[np.uint8]:
-        """Make images; each has noise of its own. See `Generator.sample`."""
+        """Generate images; each has its own noise. See `Generator.sample`."""
         images = np.empty((len(samples), *self.image_shape), dtype=np.uint8)
         with torch.no_grad(), one_thread(self._device):
             for start in range(0, len(samples), self.batch_size):
@@ -91,7 +91,7 @@ class TurboGenerator:
             prompt=[self._prompts[sample.label] for sample in batch],
             num_inference_steps=_STEPS,
             guidance_scale=_GUIDANCE,
-            # On the CPU, whatever the pipeline runs on: the same noise everywhere.
+            # Noise is drawn on the CPU, so that it is the same for every device.
             generator=[torch.Generator().manual_seed(_seed(sample)) for sample in batch],
             output_type="pt",
         ).images
@@ -99,7 +99,7 @@ class TurboGenerator:
 
 
 def downscale(pictures: torch.Tensor, image_shape: tuple[int, int, int]) -> NDArray[np.uint8]:
-    """Bring pictures down to a dataset's size and channels, anti-aliased.
+    """Downscale images to a dataset's size and channels with anti-aliasing.
 
     Parameters
     ----------
@@ -129,7 +129,7 @@ def _seed(sample: SampleId) -> int:
 
 
 def check_transformers() -> None:
-    """See that the text encoder's package is installed."""
+    """Raise ValueError unless the text encoder's package is installed."""
     if importlib.util.find_spec("transformers") is None:
         raise ValueError("generator: sd-turbo needs the package transformers; pip install 'fedeas-flwr[sd]'")
 
@@ -139,16 +139,18 @@ def find_pipeline(where: str | Path) -> Path:
     if str(where):
         folder = expanded(where, "generator")
         if not (folder / "model_index.json").is_file():
-            raise FileNotFoundError(f"generator: there is no {folder / 'model_index.json'}; sd-turbo:DIR is a pipeline")
+            raise FileNotFoundError(
+                f"generator: there is no {folder / 'model_index.json'}; sd-turbo:DIR must be a pipeline"
+            )
         return folder
     from diffusers import DiffusionPipeline
 
     offline = bool(os.environ.get("FEDEAS_OFFLINE"))
     try:
         return Path(DiffusionPipeline.download(HUB_NAME, use_safetensors=True, local_files_only=offline))
-    except Exception as error:  # the hub's client has a dozen kinds of them
+    except Exception as error:  # the hub's client raises many types
         reason = "FEDEAS_OFFLINE is set and it is not in the hub's cache" if offline else one_line(error)
-        raise FileNotFoundError(f"generator: {HUB_NAME} cannot be had ({reason}); give sd-turbo:DIR") from None
+        raise FileNotFoundError(f"generator: {HUB_NAME} cannot be loaded ({reason}); give sd-turbo:DIR") from None
 
 
 def _load(folder: Path, dtype: torch.dtype) -> Any:

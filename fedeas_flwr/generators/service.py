@@ -1,7 +1,7 @@
-"""A generator that serves many at once, in full batches: what Ray's actor runs, and what threads of one process share.
+"""A generator service that combines concurrent requests into full batches.
 
-ray_service.py puts it in an actor for a simulated federation. Without Ray (inline, SuperNodes) the same class runs in
-the client's own process, and the threads of an inline grid share its batches (`InProcessService`).
+Under Ray, ray_service.py runs it in an actor that all clients share. Without Ray (inline, SuperNodes) it runs in the
+client's process, and the threads of an inline grid share its batches (`InProcessService`).
 """
 
 from __future__ import annotations
@@ -18,13 +18,11 @@ from functools import lru_cache, partial
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from fedeas_flwr.config import RunConfig, parse_config
+from fedeas_flwr.data.datasets import Images
 from fedeas_flwr.generators.interface import Generator, SampleId, batch_size, describe_generator, images_per_class
 from fedeas_flwr.generators.opening import open_for_run
-
-Images = NDArray[np.uint8]
 
 _GATHER_SECONDS = 0.02
 _BATCHES_PER_PASS = 8
@@ -39,14 +37,14 @@ class _Request:
 
 
 class GeneratorService:
-    """Holds a generator and serves whoever waits, first come first served, in full batches.
+    """Holds a generator and serves requests in order of arrival, in full batches.
 
-    Its methods run on one event loop, the generator in one thread beside it: requests queue up during a pass.
+    Its methods run on one event loop and the generator in one thread: requests queue up during a pass.
 
     Parameters
     ----------
     open_generator
-        Called once, at the first request: a service that nobody asks costs no memory.
+        Called once, at the first request: an unused service takes no memory.
     """
 
     def __init__(self, open_generator: Callable[[], Generator]) -> None:
@@ -64,11 +62,11 @@ class GeneratorService:
         return generator.fingerprint, await self._in_thread(lambda: batch_size(generator))
 
     async def stats(self) -> dict[str, Any]:
-        """Return what this process has done so far; a restart begins at zero."""
+        """Return the counters of this process; they start at zero after a restart."""
         return {"pid": os.getpid(), "loaded": self._generator is not None, **self._counts, "seconds": self._seconds}
 
     async def sample(self, samples: Sequence[tuple[int, ...]]) -> Images:
-        """Make images; the request waits a moment for others, to share batches with them."""
+        """Generate images; a request waits a moment for others to share batches with."""
         request = _Request([SampleId(*sample) for sample in samples], asyncio.get_running_loop().create_future())
         self._counts["requests"] += 1
         self._waiting.append(request)
@@ -78,7 +76,7 @@ class GeneratorService:
 
     async def _loaded(self) -> Generator:
         if self._generator is None:
-            # Two may be here at once, but the thread is one: the second finds the first one's generator.
+            # Two requests may wait here, but there is one thread: the second finds the generator that the first opened.
             self._generator = await self._in_thread(lambda: self._generator or self._open())
         return self._generator
 
@@ -98,14 +96,14 @@ class GeneratorService:
                 await asyncio.sleep(_GATHER_SECONDS)
             await self._pass(generator, self._take(_BATCHES_PER_PASS * batch))
 
-    def _take(self, most: int) -> list[tuple[_Request, list[SampleId]]]:
-        """Take up to `most` samples from the front of the queue, the last request's perhaps in part."""
+    def _take(self, limit: int) -> list[tuple[_Request, list[SampleId]]]:
+        """Take up to `limit` samples from the front of the queue; the last request may be taken in part."""
         parts = []
-        while self._waiting and most > 0:
+        while self._waiting and limit > 0:
             request = self._waiting[0]
-            part = request.samples[request.taken : request.taken + most]
+            part = request.samples[request.taken : request.taken + limit]
             request.taken += len(part)
-            most -= len(part)
+            limit -= len(part)
             parts.append((request, part))
             if request.taken == len(request.samples):
                 self._waiting.popleft()
@@ -116,7 +114,7 @@ class GeneratorService:
         try:
             images = await self._in_thread(lambda: generator.sample([sample for _, part in parts for sample in part]))
         except Exception as error:
-            if len(parts) > 1:  # one request's mistake must not be its neighbours' failure
+            if len(parts) > 1:  # an invalid request must not fail the others
                 for single in parts:
                     await self._pass(generator, [single])
                 return
@@ -142,12 +140,12 @@ def _fail(request: _Request, error: Exception) -> None:
 
 
 class InProcessService:
-    """The service without Ray: a generator whose batches all threads of this process share.
+    """The service without Ray: a generator whose batches the threads of this process share.
 
     Parameters
     ----------
     generator
-        Used by this service alone from now on.
+        Used only by this service from now on.
     """
 
     def __init__(self, generator: Generator) -> None:
@@ -159,7 +157,7 @@ class InProcessService:
         threading.Thread(target=self._loop.run_forever, name="generator", daemon=True).start()
 
     def sample(self, samples: Sequence[SampleId]) -> Images:
-        """Make images together with whoever else is asking; see `Generator.sample`."""
+        """Generate images, in batches shared with concurrent requests; see `Generator.sample`."""
         return asyncio.run_coroutine_threadsafe(self._service.sample(samples), self._loop).result()
 
 
@@ -167,7 +165,7 @@ _opening = threading.Lock()
 
 
 def own_generator(config: RunConfig, device: str) -> Generator:
-    """The run's generator in this process, one for all of its threads."""
+    """Return the run's generator in this process, shared by its threads."""
     with _opening:
         return _opened_generator(tuple(describe_generator(config).items()), device)
 

@@ -15,8 +15,7 @@ from fedeas_flwr.common.errors import ConfigError, RunError
 from fedeas_flwr.common.files import expanded
 from fedeas_flwr.common.text import show_bytes, show_seconds
 from fedeas_flwr.config import RunConfig
-from fedeas_flwr.data.datasets import dataset_info, open_dataset
-from fedeas_flwr.data.federated import Labels
+from fedeas_flwr.data.datasets import Labels, dataset_info, open_dataset
 from fedeas_flwr.data.sources import OWN
 from fedeas_flwr.generators.bank import check_bank_size
 from fedeas_flwr.generators.cache import ImageCache

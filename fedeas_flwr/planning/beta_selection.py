@@ -1,4 +1,4 @@
-"""Choose β from limits, by label counts alone: which β satisfy them, which to take, or which limits contradict."""
+"""Choose β from limits and label counts: find the β that satisfy the limits, recommend one, or name contradictions."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from fedeas_flwr.planning.budget_path import BudgetPath, Point, Window, bisect_l
 
 @dataclass(frozen=True)
 class GeneratorSpeed:
-    """How fast a generator is: it makes images in whole batches."""
+    """Speed of a generator, which makes images in whole batches."""
 
     batch: int
     seconds_a_batch: float
 
     def seconds(self, images: int) -> float:
-        """Give the time that so many images take."""
+        """Return the seconds that generating `images` images takes."""
         return math.ceil(images / self.batch) * self.seconds_a_batch
 
 
 @dataclass(frozen=True)
 class Limits:
-    """What β must satisfy; None is no limit. The paper's two conditions are ``Limits(0.5, 0.25)``."""
+    """Limits that β must satisfy; None: no limit. The paper's two conditions are ``Limits(0.5, 0.25)``."""
 
     min_removed: float | None = None
     max_synthetic: float | None = None
@@ -42,11 +42,11 @@ class Limits:
                 raise ValueError(f"{option(name)} {value}: must be {allowed}")
 
     def given(self) -> dict[str, float]:
-        """Give the limits that there are, by name."""
+        """Return the limits that are set, by name."""
         return {name: value for name, value in vars(self).items() if value is not None}
 
     def ceilings(self) -> list[str]:
-        """Name the limits that hold β down."""
+        """Return the names of the limits that bound β from above."""
         return [name for name in self.given() if name != "min_removed"]
 
 
@@ -54,28 +54,28 @@ SHARES = ("min_removed", "max_synthetic")
 
 
 def option(name: str) -> str:
-    """Write a limit's name as it is on the command line."""
+    """Return a limit's name on the command line."""
     return "--" + name.replace("_", "-")
 
 
-# ---------------------------------------------------------------------------------------------- the decision
+# ---------------------------------------------------------------------------------------------- selection
 
 
 @dataclass(frozen=True)
 class Choice:
-    """Which β satisfy the limits, which of them to take and why, or what contradicts what."""
+    """The β that satisfy the limits, the recommended one with its reason, or the contradictions."""
 
     limits: Limits
     windows: list[Window]
     end: float
-    grid: list[tuple[Point, list[str]]]  # each with the limits it breaks
+    grid: list[tuple[Point, list[str]]]  # each with the limits that it breaks
     recommended: float | None
     why: str
     contradictions: list[str]
     speed: GeneratorSpeed | None = None
 
     def as_json(self) -> dict[str, Any]:
-        """Give plain values; a window that is open above has ``high`` None."""
+        """Return plain values; a window without upper end has ``high`` None."""
         return {
             "limits": self.limits.given(),
             "windows": [{"low": low, "high": None if high >= self.end else high} for low, high in self.windows],
@@ -93,19 +93,19 @@ class Choice:
 def choose(path: BudgetPath, limits: Limits, grid: Sequence[float] = (), speed: GeneratorSpeed | None = None) -> Choice:
     """Find the β that satisfy the limits and recommend one.
 
-    Under a ceiling the recommended β is the one that removes most, for the limits already say what may be spent; with
-    ``min_removed`` alone it is the cheapest. Without a grid it is looked for among values of two digits in the window.
+    If a limit bounds β from above, the recommended β removes most, since the limits already bound the cost; with
+    ``min_removed`` alone it is the cheapest. Without a grid, values of two significant digits are considered.
 
     Parameters
     ----------
     path : BudgetPath
-        The counts and the rule.
+        Counts and policy.
     limits : Limits
         At least one.
     grid : sequence of float
-        The β that can be taken; empty: any.
-    speed : Speed, optional
-        What ``max_seconds`` is reckoned with; needed for it.
+        Allowed values of β; empty: any.
+    speed : GeneratorSpeed, optional
+        Required with ``max_seconds``.
     """
     if not limits.given():
         raise ValueError(f"no limit: give {', '.join(map(option, vars(limits)))} or several of them")
@@ -121,7 +121,9 @@ def choose(path: BudgetPath, limits: Limits, grid: Sequence[float] = (), speed: 
         return Choice(limits, [], path.end, rows, None, "", _contradictions(path, limits, tops), speed)
     if not grid:
         values = _round_values(windows)
-        fitting = [path.at(beta) for beta in (values if limits.ceilings() else values[:1])]  # the least is the cheapest
+        fitting = [
+            path.at(beta) for beta in (values if limits.ceilings() else values[:1])
+        ]  # the smallest is the cheapest
     elif not (fitting := [point for point, breaks in rows if not breaks]):
         text = f"grid {', '.join(f'{point.beta:g}' for point, _ in rows)}: no β of it lies in {show(windows, path.end)}"
         return Choice(limits, windows, path.end, rows, None, "", [text], speed)
@@ -130,12 +132,12 @@ def choose(path: BudgetPath, limits: Limits, grid: Sequence[float] = (), speed: 
 
 
 def broken(point: Point, limits: Limits, speed: GeneratorSpeed | None = None) -> list[str]:
-    """Name the limits that a β breaks."""
+    """Return the names of the limits that a β breaks."""
     return [name for name in limits.given() if _breaks(point, limits, name, speed)]
 
 
 def _top(path: BudgetPath, limits: Limits, name: str, speed: GeneratorSpeed | None) -> float:
-    """Find the greatest β that one ceiling allows."""
+    """Return the largest β that one limit allows."""
     return bisect_last_true(lambda beta: not _breaks(path.at(beta), limits, name, speed), path.end)
 
 
@@ -160,10 +162,10 @@ def _best(fitting: list[Point], limits: Limits, on_grid: bool) -> tuple[Point, s
 
 
 def _round_values(windows: list[Window]) -> list[float]:
-    """Give the values of two significant digits inside each piece; of more digits, or its start, if it has none."""
+    """Return the values of two significant digits in each window; if there are none, of more digits, or its start."""
     values: list[float] = []
     for low, high in windows:
-        lowest = low or min(0.01, high / 1000)  # numbers of two digits never end towards 0
+        lowest = low or min(0.01, high / 1000)  # there are infinitely many numbers of two digits near 0
         for digits in range(2, 8):
             found = [value for value in _of_digits(digits, lowest, high) if low <= value <= high]
             if found:
@@ -173,7 +175,7 @@ def _round_values(windows: list[Window]) -> list[float]:
 
 
 def _of_digits(digits: int, low: float, high: float) -> list[float]:
-    """Give the numbers of so many significant digits from low to high, and perhaps a few beyond."""
+    """Return the numbers of `digits` significant digits from low to high, and possibly a few beyond."""
     if high <= 0:
         return []
     found: list[float] = []
@@ -185,7 +187,7 @@ def _of_digits(digits: int, low: float, high: float) -> list[float]:
 
 
 def _contradictions(path: BudgetPath, limits: Limits, tops: dict[str, float]) -> list[str]:
-    """Name what stands against ``min_removed``: nothing else can, for β = 0 satisfies every ceiling."""
+    """Return the contradictions, all with ``min_removed``: β = 0 satisfies every other limit."""
     least = limits.min_removed
     assert least is not None
     wanted = f"{option('min_removed')} {least:.12g}"
@@ -206,16 +208,16 @@ def _contradictions(path: BudgetPath, limits: Limits, tops: dict[str, float]) ->
     ]
 
 
-# ------------------------------------------------------------------------------------------------- as words
+# ---------------------------------------------------------------------------------------------------- text
 
 
 def describe(point: Point) -> str:
-    """Say in a few words what a β means."""
+    """Return a short text of what a β removes and costs."""
     return f"{point.removed:.1%} removed, {counted(point.images, 'image')}, {point.synthetic:.1%} synthetic"
 
 
 def show(windows: list[Window], end: float) -> str:
-    """Write windows with few digits, rounded inwards, so that what is shown satisfies the limits too."""
+    """Return windows as text, rounded inwards to few digits, so that the printed values satisfy the limits."""
     pieces = []
     for low, high in windows:
         ends = f"{_inside(low, (low, high))} to {_inside(high, (low, high))}"
@@ -234,7 +236,7 @@ def _inside(edge: float, window: Window) -> str:
 
 
 def format_choice(choice: Choice) -> str:
-    """Write a decision as lines: the grid, the window, the recommended β or the contradictions."""
+    """Return a choice as lines: the grid, the window, the recommended β or the contradictions."""
     lines = [
         f"  β {point.beta:<6g} {describe(point)}"
         + (f", {choice.speed.seconds(point.images):,.0f} s" if choice.speed else "")

@@ -1,8 +1,8 @@
-"""What β decides on given label counts, and for which β it decides enough.
+"""Images, synthetic share and removed imbalance as functions of β, and the β that satisfy a limit on them.
 
-Budgets are whole numbers, so everything moves in steps. Images and the synthetic share never fall as β grows: the
-greatest β under such a ceiling is found by plain bisection (`bisect_last_true`). The removed share does fall at some
-steps, where a client is filled past its best level, and in the end for good: see `where_removed`. NumPy only.
+Budgets are whole numbers, so these are step functions. Images and the synthetic share are monotone in β, so the largest
+β under a limit is found by bisection (`bisect_last_true`). The removed share decreases at steps that fill a client past
+its best level, and for large β everywhere: see `where_removed`. NumPy only.
 """
 
 from __future__ import annotations
@@ -26,26 +26,26 @@ from fedeas_flwr.allocation import (
 )
 from fedeas_flwr.policies import POLICIES, ClientView, FillToBudget, PolicySettings
 
-Window = tuple[float, float]  # of β, both ends included
+Window = tuple[float, float]  # interval of β, both ends included
 
 
 @dataclass(frozen=True)
 class Point:
-    """What one β means."""
+    """Images and shares for one β."""
 
     beta: float
     images: int
-    synthetic: float  # share of the training data then
-    removed: float  # share of the imbalance score
+    synthetic: float  # share of the training data
+    removed: float  # share of the imbalance score that is removed
 
 
 class BudgetPath:
-    """All that β decides on given counts, under a policy that fills to a budget.
+    """Budgets, images and imbalance as functions of β, for given counts and a policy that fills to a budget.
 
     Attributes
     ----------
     end : float
-        As far as β is looked at: a power of two, beyond which budgets would soon exceed what counts may be.
+        Upper end of β, a power of two: beyond it, budgets soon exceed the maximum count.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class BudgetPath:
         able = {name: rule for name, rule in POLICIES.items() if isinstance(rule, FillToBudget)}
         if policy not in able:
             raise ValueError(
-                f"policy={policy!r}: limits and figures are for those whose total β decides: {', '.join(able)}"
+                f"policy={policy!r}: limits and figures need a policy whose total depends on β: {', '.join(able)}"
             )
         check_number("gamma", gamma)
         self.counts, self.policy, self.gamma, self.strict_mean = checked_counts(counts), policy, gamma, strict_mean
@@ -63,26 +63,26 @@ class BudgetPath:
         self.end = self._end()
 
     def levels(self, beta: float) -> IntArray:
-        """Give every client's budget b_k."""
+        """Return every client's budget b_k."""
         return self._rule.budget(ClientView(self.counts, PolicySettings(beta, self.gamma, self.strict_mean)))
 
     def parts(self, levels: IntArray) -> FloatArray:
-        """Give every client's part of the imbalance score when it fills to a level."""
+        """Return every client's part of the imbalance score when filled to a level."""
         return client_imbalance(self.counts, fill_to(self.counts, levels, self.strict_mean))
 
     def removed(self, parts: FloatArray) -> float:
-        """Give the share of the score that is gone when these parts are left; as `allocation.removed`."""
+        """Return the removed share of the score for the remaining parts; see `allocation.removed`."""
         return 1 - float(parts.sum()) / self.before if self.before > 0 else 0.0
 
     def at(self, beta: float) -> Point:
-        """Say what one β means."""
+        """Return images and shares for one β."""
         levels = self.levels(beta)
         real, images = int(self.counts.sum()), int(fill_to(self.counts, levels, self.strict_mean).sum())
         synthetic = images / (real + images) if images else 0.0
         return Point(float(beta), images, synthetic, self.removed(self.parts(levels)))
 
     def _end(self) -> float:
-        self.levels(0.0)  # where γ alone is too much, no β is small enough
+        self.levels(0.0)  # raises if γ alone exceeds the maximum
         end = 2.0**40
         while True:
             try:
@@ -90,14 +90,14 @@ class BudgetPath:
             except ValueError:
                 end /= 2
             else:
-                return end / 2  # at the very limit, the rounding of budgets would step over it
+                return end / 2  # at the limit itself, rounded budgets would exceed it
 
 
-# ------------------------------------------------------------------------------------------- which β satisfy
+# ------------------------------------------------------------------------------------- β that satisfy a limit
 
 
 def bisect_last_true(holds: Callable[[float], bool], end: float) -> float:
-    """Find by bisection the last float from 0 to ``end`` at which a condition holds that, once lost, stays lost."""
+    """Return by bisection the last float from 0 to ``end`` at which a condition holds; it must be monotone."""
     if holds(end):
         return end
     low, high = 0.0, end
@@ -107,13 +107,13 @@ def bisect_last_true(holds: Callable[[float], bool], end: float) -> float:
 
 
 def where_removed(path: BudgetPath, least: float, end: float) -> list[Window]:
-    """Find every β from 0 to ``end`` that removes at least a share of the imbalance, exactly.
+    """Return the exact windows of β from 0 to ``end`` that remove at least a share of the imbalance.
 
-    The removed share is no monotone function of β, so bisecting it alone could miss a piece. But each client's part of
-    the score, filled to b, first falls and then rises: with S = Σ n², its slope has the sign of b·N − S, which grows
-    with b. Over an interval of β a part is hence at most what it is at the interval's ends, and at least the lesser of
-    these or, if the turning point lies inside, its minimum. Intervals that these bounds do not decide are halved, down
-    to single steps. Pieces that touch are one; a step that falls below the limit inside leaves two.
+    The removed share is not monotone in β, so bisection could miss a window. But each client's part of the score,
+    filled to b, first decreases and then increases: with S = Σ n², its slope has the sign of b·N − S, which grows with
+    b. Over an interval of β a part is therefore at most its larger value at the ends, and at least its smaller one or,
+    if the turning point is inside, its minimum. Intervals that these bounds do not decide are halved, down to single
+    steps. Adjacent windows are merged; a step below the limit inside separates two.
     """
     turning = _best_levels(path)
     best = np.minimum(path.parts(turning), path.parts(turning - 1))
@@ -135,7 +135,7 @@ def where_removed(path: BudgetPath, least: float, end: float) -> list[Window]:
         elif path.removed(np.where(inside, best, np.minimum(left, right))) >= least:
             middle = (low + high) / 2
             if low < middle < high:
-                waiting += [(middle, high), (low, middle)]  # the left one is next
+                waiting += [(middle, high), (low, middle)]  # the left half is next
                 continue
             for beta, parts in ((low, left), (high, right)):
                 if path.removed(parts) >= least:
@@ -144,7 +144,7 @@ def where_removed(path: BudgetPath, least: float, end: float) -> list[Window]:
 
 
 def _best_levels(path: BudgetPath) -> IntArray:
-    """Find every client's first level from 1 on where b·N − S is not negative; its best is this or one less."""
+    """Return every client's first level ≥ 1 at which b·N − S ≥ 0; the best level is this or one less."""
 
     def falls(level: IntArray) -> BoolArray:
         filled = (path.counts + fill_to(path.counts, level, path.strict_mean)).astype(np.float64)

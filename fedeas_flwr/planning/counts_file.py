@@ -16,15 +16,15 @@ from fedeas_flwr.common.text import counted
 
 MAX_FILE_BYTES = 64 * 2**20  # bytes; a thousand clients by a thousand classes need about a tenth of it
 NAMES_OF_CLIENTS = ("client", "id", "index")
-"""Above a column that holds no counts."""
+"""Headers of a column with client names, which is skipped."""
 
 
 def read_counts(path: str | Path) -> tuple[npt.NDArray[np.int64], list[str]]:
-    """Read label counts, one row a client and one column a class; and the classes' names, where a header has them.
+    """Return label counts, one row per client and one column per class, and the classes' names if there is a header.
 
-    A ``.json`` file holds a list of rows. A ``.csv`` file holds rows of integers; its first line is taken for a header
-    if no cell of it is a number. Under a header that begins with ``client``, ``id``, ``index`` or an empty cell, the
-    first column names the clients and is left out.
+    A ``.json`` file holds a list of rows. A ``.csv`` file holds rows of integers; its first line is a header
+    if no cell of it is a number. If a header starts with ``client``, ``id``, ``index`` or an empty cell, the first
+    column has the names of the clients and is skipped.
     """
     path = Path(path)
     readers = {".json": _json_rows, ".csv": _csv_rows}
@@ -79,12 +79,12 @@ def _csv_rows(path: Path, text: str) -> tuple[list[str], list[list[Any]]]:
             raise ValueError(f"{path}: the header has {counted(len(header), 'column')}, the first row {len(lines[0])}")
         if header[0].lower() in ("", *NAMES_OF_CLIENTS):
             names, lines = header[1:], [line[1:] for line in lines]
-    # Cells that are not integers stay text, for the check of all rows to name them.
+    # Cells that are not integers stay text; the check of all rows reports them.
     return names, [[int(cell) if re.fullmatch(r"-?[0-9]{1,18}", cell) else cell for cell in line] for line in lines]
 
 
 def _is_header(line: list[str]) -> bool:
-    # An empty cell before numbers may as well be a count that was forgotten.
+    # An empty cell before numbers may be a missing count.
     return line[0].lower() in NAMES_OF_CLIENTS or not any(map(_is_number, line))
 
 

@@ -1,4 +1,4 @@
-"""What the paper's figures about counts show, as numbers. NumPy only."""
+"""Data of the paper's figures on label counts. NumPy only."""
 
 from __future__ import annotations
 
@@ -12,27 +12,27 @@ from fedeas_flwr.allocation import FloatArray, IntArray, client_imbalance, full_
 from fedeas_flwr.planning.budget_path import BudgetPath
 from fedeas_flwr.waterfill import waterfill
 
-MAX_DRAWN_GREEDY_STEPS = 100_000  # one at a time for every point: seconds; beyond it waterfill, no worse, stands alone
+MAX_DRAWN_GREEDY_STEPS = 100_000  # takes seconds; above it only waterfill, no worse, is drawn
 CURVE_POINTS = 24
 
 
 @dataclass(frozen=True)
 class Concentration:
-    """Cumulative shares, from no client to all of them, the most imbalanced first."""
+    """Cumulative shares over clients in decreasing order of imbalance."""
 
     held: FloatArray  # of the imbalance score
-    received: FloatArray  # of what is generated
+    received: FloatArray  # of the generated images
 
 
 # Fig. 1(a)
 def demand(counts: npt.ArrayLike, generated: IntArray) -> tuple[IntArray, IntArray]:
-    """Give what each client would need to be fully balanced, and what it gets."""
+    """Return the images that each client needs for full balance, and those that it gets."""
     return full_balance(counts).sum(axis=1), generated.sum(axis=1)
 
 
 # Fig. 2(a)
 def concentration(counts: npt.ArrayLike, generated: IntArray) -> Concentration:
-    """Add up clients in decreasing order of their part of the score, p_k ‖q_k − u‖²."""
+    """Return cumulative shares over clients in decreasing order of their part of the score, p_k ‖q_k − u‖²."""
     held = client_imbalance(counts)
     order = np.argsort(-held, kind="stable")
     return Concentration(_running_share(held[order]), _running_share(generated.sum(axis=1)[order]))
@@ -45,16 +45,16 @@ def _running_share(parts: npt.NDArray[np.int64] | FloatArray) -> FloatArray:
 
 @dataclass(frozen=True)
 class Reduction:
-    """Images generated and the share of the imbalance that they remove, by policy: along β, and at the marked β."""
+    """Generated images and removed share of the imbalance per policy: along β, and at the marked β."""
 
     betas: list[float]  # the marked ones
     curves: dict[str, list[tuple[int, float]]]
-    marks: dict[str, list[tuple[int, float]]]  # of β's own policy and, at the same totals, of Uniform
+    marks: dict[str, list[tuple[int, float]]]  # of the policy of β and, at the same totals, of Uniform
 
 
 # Fig. 2(b): 1 − 𝓘(B) / 𝓘(0)
 def reduction(path: BudgetPath, betas: Sequence[float]) -> Reduction:
-    """Compare a policy's budget path with Uniform at matched totals, and with the greedy and waterfill references."""
+    """Return the curves of a policy along β, and of Uniform, greedy and waterfill at the same totals."""
     along = [path.at(float(beta)) for beta in np.linspace(0, max(betas, default=0.0), CURVE_POINTS)]
     marked = [path.at(beta) for beta in betas]
     totals = [point.images for point in along]
@@ -77,5 +77,5 @@ def reduction(path: BudgetPath, betas: Sequence[float]) -> Reduction:
 
 
 def marked_betas(beta: float) -> list[float]:
-    """Give the β to mark where no grid is given: thirds of β up to five, which makes the paper's sweep of its 12."""
+    """Return the β to mark without a grid: β/3 to 5β/3 in thirds, which for β = 12 is the paper's sweep."""
     return [float(f"{beta * i / 3:.3g}") for i in range(1, 6)]

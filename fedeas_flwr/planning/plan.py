@@ -1,4 +1,4 @@
-"""Plan before anything is generated: what a policy would do with given label counts, as data and as a table."""
+"""The plan of a policy for given label counts, as data and as a table."""
 
 from __future__ import annotations
 
@@ -28,24 +28,24 @@ def plan(
     strict_mean: bool = True,
     total: int | None = None,
 ) -> dict[str, Any]:
-    """Say what every client would generate under a policy, and what that does to the imbalance.
+    """Return what every client would generate under a policy, and the imbalance before and after.
 
     Parameters
     ----------
     counts : array_like of int, shape [K, C]
         Label counts of the clients' training data.
     dataset, protocol, seed
-        Where the counts come from, carried into the plan; None where they were given as a file.
+        Origin of the counts, stored in the plan; None if they come from a file.
     policy, beta, gamma, strict_mean, total
         See `fedeas_flwr.policies.allocate`.
 
     Returns
     -------
     dict
-        Plain Python values, ready for JSON. ``beta`` and ``gamma`` are None where nothing depends on them (see
-        `settings_of`), a client's ``budget`` under a policy without budgets; ``imbalance.removed`` and
-        ``synthetic_fraction`` are fractions. A policy that repeats images generates nothing; its clients have
-        ``repeat`` besides, copies of each class, and the plan their number, ``repeated``.
+        Plain Python values, ready for JSON. ``beta`` and ``gamma`` are None if nothing depends on them (see
+        `settings_of`), a client's ``budget`` if the policy has no budgets; ``imbalance.removed`` and
+        ``synthetic_fraction`` are fractions. A policy that repeats images generates nothing; its clients also have
+        ``repeat``, the number of copies per class, and the plan has their sum, ``repeated``.
     """
     counts, settings = checked_counts(counts), settings_of(policy, total is not None)
     generate = allocate(counts, policy, beta=beta, gamma=gamma, strict_mean=strict_mean, total=total)
@@ -86,10 +86,10 @@ def plan(
 
 
 def format_table(plan: dict[str, Any], names: Sequence[str] = ()) -> str:
-    """Show a plan as plain text: a line a client, then the totals.
+    """Return a plan as plain text: one line per client, then the totals.
 
-    Up to twenty classes are shown one by one, under their names where they have any; of more than that, how many
-    classes get samples and how many each.
+    Up to twenty classes have a column each, under their names if given; of more classes, only the number that get
+    samples and the range of samples are shown.
     """
     classes = len(plan["clients"][0]["generate"])
     heads = [_head(name) for name in names or map(str, range(classes))]
@@ -112,12 +112,12 @@ def format_table(plan: dict[str, Any], names: Sequence[str] = ()) -> str:
 
 
 def _added(plan: dict[str, Any]) -> list[list[int]]:
-    """What every client gets of each class, generated or repeated."""
+    """Return the samples that each client gets per class, generated or repeated."""
     return [client.get("repeat", client["generate"]) for client in plan["clients"]]
 
 
 def _head(name: str) -> str:
-    """A class above its column: a number would pass for a count, and a long name would push the table apart."""
+    """Return a class's column title: a number gets a prefix, since it looks like a count, and a long name is cut."""
     return (
         f"c{name}" if name.isdecimal() else name if len(name) <= MAX_HEAD_LENGTH else f"{name[: MAX_HEAD_LENGTH - 1]}…"
     )
@@ -150,10 +150,10 @@ def _title(plan: dict[str, Any]) -> str:
 def _totals(plan: dict[str, Any]) -> list[str]:
     score, full = plan["imbalance"], plan["full_balance_total"]
     part = f"; the plan is {plan['total'] / full:.1%} of it" if full else ""
-    repeat = "To repeat:    {:,} of the clients' own samples; classes a client has none of stay empty"
+    repeat = "To repeat:    {:,} of the clients' own samples; classes that a client lacks stay empty"
     return [
         *([repeat.format(plan["repeated"])] if "repeated" in plan else []),
-        f"To generate:  {counted(plan['total'], 'sample')}, {plan['synthetic_fraction']:.1%} of the training data then",
+        f"To generate:  {counted(plan['total'], 'sample')}, {plan['synthetic_fraction']:.1%} of the training data",
         f"Full balance: {counted(full, 'sample')}{part}",
         f"Imbalance:    {score['before']:.4f} -> {score['after']:.4f}, {score['removed']:.1%} removed",
     ]

@@ -1,4 +1,4 @@
-"""What a run's clients would hold and generate, from its config alone: no image is opened."""
+"""Label counts and plans of a run's clients, computed from its config; no image is opened."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ import numpy as np
 
 from fedeas_flwr.common.files import cache_root
 from fedeas_flwr.config import RunConfig
-from fedeas_flwr.data.datasets import dataset_info, open_dataset
-from fedeas_flwr.data.federated import Labels, partitioned_labels
+from fedeas_flwr.data.datasets import Labels, dataset_info, open_dataset
+from fedeas_flwr.data.federated import partitioned_labels
 from fedeas_flwr.data.sources import OWN
 from fedeas_flwr.partition import make_partition, plan_labels
 from fedeas_flwr.policies import allocate, settings_of
 
 
 def planned_counts(config: RunConfig, clients: int, progress: Callable[[int], None] | None = None) -> Labels:
-    """Label counts of a run's clients without opening its images; the partition is then in the user's cache."""
+    """Return the label counts of a run's clients; the partition is stored in the user's cache."""
     return partition_counts(
         config.dataset, config.protocol, clients, config.alpha, config.partition_seed, progress=progress
     )
@@ -32,15 +32,15 @@ def partition_counts(
     progress: Callable[[int], None] | None = None,
     keep: bool = True,
 ) -> Labels:
-    """The same of any partition, of which there need be no run, nor a trace left; see `make_partition`."""
-    own = dataset.startswith(OWN)  # no constant knows its labels
+    """Return the label counts of a partition; with ``keep`` false it is not stored. See `make_partition`."""
+    own = dataset.startswith(OWN)  # its labels must be read
     labels = partitioned_labels(open_dataset(dataset), protocol) if own else plan_labels(dataset, protocol)
     partition = make_partition(labels, protocol, clients, alpha, seed, cache_root() if keep else None, progress)
     return partition.counts(labels, len(dataset_info(dataset).classes))
 
 
 def planned_allocation(config: RunConfig, counts: Labels) -> Labels:
-    """How many images of each class every client of a run will have, ``[clients, classes]``."""
+    """Return the number of synthetic images that each client of a run uses, ``[clients, classes]``."""
     return allocate(
         counts,
         config.policy,
@@ -52,31 +52,31 @@ def planned_allocation(config: RunConfig, counts: Labels) -> Labels:
 
 
 def requested_images(config: RunConfig, wanted: Labels) -> Labels:
-    """How many images of each class a client asks for, ``[…, classes]``, to use the last ``wanted`` of each.
+    """Return the number of images per class that a client requests, ``[…, classes]``, to use the last ``wanted``.
 
-    They are as many, unless all clients seed the generator alike: then a class's images are those whose numbers the
-    client has reached in its list, class after class.
+    The numbers are equal, unless all clients use one seed (``one-seed``): a class's images are then numbered by their
+    position in the client's list of all classes.
     """
     return np.where(wanted > 0, wanted.cumsum(axis=-1), 0) if config.shared_images == "one-seed" else wanted
 
 
 def planned_images(config: RunConfig, counts: Labels) -> Labels:
-    """How many images of each class will be made for every client of a run, ``[clients, classes]``.
+    """Return the number of images to generate for each client of a run, ``[clients, classes]``.
 
-    With shared images all are made for client 0, as many as any client asks for.
+    Shared images are generated once, for client 0: per class, the largest number that any client requests.
     """
     asked = requested_images(config, planned_allocation(config, counts))
     return asked if config.shared_images == "no" else asked.max(axis=0, keepdims=True)
 
 
 def empty_plan_message(config: RunConfig) -> str:
-    """Say that a plan has no image in it, though the policy generates: a run that looks like one of it, and is not."""
+    """Return the message for a plan without images under a policy that generates, which is easily overlooked."""
     given = f" with β = {config.beta:g}" if "beta" in settings_of(config.policy, config.total > 0) else ""
     return f"no images: policy '{config.policy}'{given} gives these clients none; see `fedeas plan`"
 
 
 def count_distinct_images(config: RunConfig, counts: Labels) -> int:
-    """How many different images the clients of a run use, all together."""
+    """Return the number of distinct images that the clients of a run use in total."""
     wanted = planned_allocation(config, counts)
     if config.shared_images == "no":
         return int(wanted.sum())

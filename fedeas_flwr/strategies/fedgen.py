@@ -25,8 +25,7 @@ from fedeas_flwr.allocation import MAX_COUNT
 from fedeas_flwr.common.errors import ConfigError, MessageError
 from fedeas_flwr.common.randomness import stream
 from fedeas_flwr.config import RunConfig
-from fedeas_flwr.data.datasets import dataset_info
-from fedeas_flwr.data.federated import Images, Labels
+from fedeas_flwr.data.datasets import Images, Labels, dataset_info
 from fedeas_flwr.runs.checkpoints import Arrays, StrategyState
 from fedeas_flwr.strategies.fedavg import FedAvg, settings
 from fedeas_flwr.strategies.fedgen_generator import ALL, NOISE, Heads, Trained, generate, new_generator, train_generator

@@ -25,8 +25,7 @@ from torch import nn
 from fedeas_flwr.common.errors import MessageError
 from fedeas_flwr.common.randomness import stream
 from fedeas_flwr.config import RunConfig
-from fedeas_flwr.data.datasets import dataset_info
-from fedeas_flwr.data.federated import Images, Labels
+from fedeas_flwr.data.datasets import Images, Labels, dataset_info
 from fedeas_flwr.runs.checkpoints import Arrays, StrategyState
 from fedeas_flwr.strategies.fedavg import FedAvg, settings
 from fedeas_flwr.strategies.interface import ClientAlgorithm, ClientRound, Disclosure, match_model_backend

@@ -27,7 +27,7 @@ from flwr.app import ArrayRecord
 
 from fedeas_flwr.common.errors import ConfigError
 from fedeas_flwr.config import RunConfig
-from fedeas_flwr.data.federated import Images, Labels
+from fedeas_flwr.data.datasets import Images, Labels
 from fedeas_flwr.runs.checkpoints import Arrays, StrategyState, to_numpy
 from fedeas_flwr.strategies.records import to_arrays
 from fedeas_flwr.training.engine import State

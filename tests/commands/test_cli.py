@@ -339,7 +339,7 @@ def test_a_run_that_was_begun_and_failed_has_another_exit_code(tmp_path: Path) -
         (FileNotFoundError("weights: there is no file"), 2),
         (OSError(errno.ENOSPC, "No space left on device", "/tmp"), 1),
         (ProcessesDiedError("the server's process died without a word"), 1),
-        (MemoryError("generation-batch: the GPU has no memory left for 8 images; free some of it"), 1),
+        (MemoryError("generation-batch: the GPU has no memory for 8 images; free some memory"), 1),
     ],
 )
 def test_a_wrong_path_is_the_users_and_a_full_disk_is_not(error: Exception, code: int) -> None:

@@ -128,7 +128,7 @@ def test_federated_data_of_a_changed_npz_is_read_again(
     [
         ({"x_train": np.zeros((19, 32, 32, 3), np.uint8)}, r"x_train .* is uint8 \[19, 32, 32, 3\]; it must be uint8"),
         ({"x_test": np.zeros((10, 32, 32, 3), np.float32)}, "x_test .* is float32"),
-        ({"y_test": np.full(10, 10)}, "has labels 10 to 10; allowed is 0 to 9"),
+        ({"y_test": np.full(10, 10)}, "has labels 10 to 10; must be 0 to 9"),
         ({"y_train": np.zeros(20)}, "y_train .* must be integer"),
         ({"y_train": np.array([None] * 20)}, "cifar10.npz .* Python objects"),
         ({"y_train": None}, r"it lacks .*y_train\.npy.* with x_train, y_train, x_test, y_test$"),
@@ -197,7 +197,7 @@ def test_atomic_writes_leave_the_old_or_the_new(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.rglob("*")) == ["c", "deep", "file", "folder"]
 
 
-def test_a_folder_of_a_similar_name_is_left_alone_while_it_is_made(tmp_path: Path) -> None:
+def test_atomic_folder_keeps_similarly_named_temporaries(tmp_path: Path) -> None:
     with atomic_folder(tmp_path / "site.2") as other:
         with atomic_folder(tmp_path / "site"):
             assert other.exists()

@@ -59,9 +59,7 @@ def test_a_nodes_own_keys_take_the_place_of_the_runs() -> None:
     assert node.apply(config) == config.with_changes(generator="/mine/generator", device="cpu")
 
 
-def test_a_simulated_clients_state_is_in_the_run_directory_a_nodes_is_its_own(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_state_folder_of_simulated_client_and_of_node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FEDEAS_CACHE", str(tmp_path / "cache"))
     place = {"partition-id": 1, "num-partitions": 2}
     config = parse_config({"run-dir": "/run"})
@@ -111,9 +109,7 @@ def test_node_whose_file_changed_reads_it_again(tmp_path: Path) -> None:
     assert local_data(config, node).label_counts(0).tolist() == [[5] * 4 + [0] * 6]
 
 
-def test_a_node_whose_examples_have_other_classes_than_the_servers_does_not_take_part(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_node_with_other_classes_is_rejected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same path on two machines may hold two things, and label 1 would mean one class here and another there."""
     x = np.random.default_rng(0).integers(0, 256, (40, 8, 8, 1), dtype=np.uint8)
     np.savez(tmp_path / "examples.npz", x=x, y=np.arange(40) % 2, classes=np.array(["healthy", "ill"]))

@@ -1,4 +1,4 @@
-"""Generators beside diffusion: a bank of images, text to image, and the one that the documentation shows."""
+"""Generators other than diffusion: image bank, text to image, and the documentation's example."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_a_banks_fingerprint_is_its_content(tmp_path: Path) -> None:
     assert first != open_bank(tmp_path / "b").fingerprint
 
 
-def test_a_banks_large_pictures_are_brought_down_without_aliasing(tmp_path: Path) -> None:
+def test_bank_large_images_are_downscaled_with_antialiasing(tmp_path: Path) -> None:
     (tmp_path / "0").mkdir()
     stripes = np.zeros((64, 64), np.uint8)
     stripes[:, ::2] = 255  # any subsampling would be all black or all white
@@ -91,7 +91,7 @@ def test_a_bank_from_arrays(tmp_path: Path) -> None:
     [
         ({"x": np.zeros((2, 9, 9, 1), np.uint8), "y": np.zeros(2, int)}, r"x uint8 \[2, 9, 9, 1\].*\[N, 8, 8, 1\]"),
         ({"x": np.zeros((2, 8, 8, 1), np.uint8), "y": np.zeros(3, int)}, r"y int64 \[3\]"),
-        ({"x": np.zeros((2, 8, 8, 1), np.uint8)}, "is not an .npz file with x and y"),
+        ({"x": np.zeros((2, 8, 8, 1), np.uint8)}, "must be an .npz file with x and y"),
     ],
 )
 def test_wrong_arrays_are_refused_in_one_line(tmp_path: Path, content: dict[str, Any], message: str) -> None:
@@ -102,11 +102,11 @@ def test_wrong_arrays_are_refused_in_one_line(tmp_path: Path, content: dict[str,
 
 
 def test_wrong_banks_are_refused_in_one_line(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError, match=r"there is no bank '/nowhere'; write bank:DIR"):
+    with pytest.raises(FileNotFoundError, match=r"there is no bank '/nowhere'; must be bank:DIR"):
         open_generator("bank:/nowhere", "digits")
     with pytest.raises(FileNotFoundError, match="there is no bank ''"):
         open_generator("bank:", "digits")
-    with pytest.raises(ValueError, match=r"has no images; name its subfolders 'cat' … or 0 …"):
+    with pytest.raises(ValueError, match=r"has no images; must have one subfolder per class named 'cat'"):
         open_bank(tmp_path)
     (tmp_path / "cat").mkdir()
     (tmp_path / "cat" / "a.png").write_text("no picture")
@@ -204,7 +204,7 @@ def test_turbo_without_a_pipeline_is_one_line(pipeline: Path, tmp_path: Path, mo
         open_turbo(tmp_path)
     monkeypatch.setenv("FEDEAS_OFFLINE", "1")
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
-    with pytest.raises(FileNotFoundError, match=r"stabilityai/sd-turbo cannot be had \(FEDEAS_OFFLINE is set"):
+    with pytest.raises(FileNotFoundError, match=r"stabilityai/sd-turbo cannot be loaded \(FEDEAS_OFFLINE is set"):
         open_turbo("")
 
 
@@ -241,7 +241,7 @@ def test_the_documentations_own_backend_runs(tmp_path: Path) -> None:
     assert np.array_equal(again[0], images[labels == 4][1])
 
 
-# --------------------------------------------------------------------------------------------- the gate
+# --------------------------------------------------------------------------------------------- class-agreement filter
 
 
 class OddImagesClassifier:
@@ -264,14 +264,14 @@ class Counting:
         return np.array([0 if self.hopeless else s.index % 256 for s in samples], np.uint8).reshape(-1, 1, 1, 1)
 
 
-def test_doubtful_images_are_left_out_and_later_ones_take_their_place(tmp_path: Path) -> None:
-    cache, judge = ImageCache(tmp_path), OddImagesClassifier()
+def test_filter_rejected_images_are_replaced_by_later_ones(tmp_path: Path) -> None:
+    cache, classifier = ImageCache(tmp_path), OddImagesClassifier()
     images, labels, made, rejected = ensure_filtered(
-        cache, Counting(), judge, 0.5, seed=0, client=0, wanted=[3, 0, 2]  # type: ignore[arg-type]
+        cache, Counting(), classifier, 0.5, seed=0, client=0, wanted=[3, 0, 2]  # type: ignore[arg-type]
     )  # fmt: skip
     assert images.ravel().tolist() == [1, 3, 5, 1, 3] and labels.tolist() == [0, 0, 0, 2, 2]
     assert (made, rejected) == (10, 5)
-    more = ensure_filtered(cache, Counting(), judge, 0.5, seed=0, client=0, wanted=[4, 0, 2])  # type: ignore[arg-type]
+    more = ensure_filtered(cache, Counting(), classifier, 0.5, seed=0, client=0, wanted=[4, 0, 2])  # type: ignore[arg-type]
     assert more[0].ravel().tolist() == [1, 3, 5, 7, 1, 3] and more[2:] == (2, 6)
     assert cache.ensure(Counting(), seed=0, client=0, wanted=[8, 0, 4])[2] == 0, "the cache holds the rejects too"
 

@@ -50,7 +50,7 @@ def test_images_come_by_class_and_index_in_one_call(tmp_path: Path) -> None:
     assert np.array_equal(images, Fake().sample(ids(1, 2, [2, 0, 3])))
 
 
-def test_a_larger_wish_makes_only_the_rest_and_a_smaller_reads_a_prefix(tmp_path: Path) -> None:
+def test_cache_generates_only_missing_and_reads_prefixes(tmp_path: Path) -> None:
     fake, cache = Fake(), ImageCache(tmp_path)
     fifty, _, first = cache.ensure(fake, seed=0, client=0, wanted=[50, 1, 0])
     eighty, _, more = cache.ensure(fake, seed=0, client=0, wanted=[80, 1, 2])
@@ -94,7 +94,7 @@ def test_generator_seed_and_client_are_kept_apart(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("damage", ["flip image", "flip header", "flip checksum", "truncate", "empty", "wrong shape"])
-def test_a_damaged_shard_is_set_aside_and_made_again_alike(tmp_path: Path, damage: str) -> None:
+def test_damaged_shard_is_renamed_and_regenerated(tmp_path: Path, damage: str) -> None:
     cache, fake = ImageCache(tmp_path), Fake()
     before, _, _ = cache.ensure(fake, seed=0, client=0, wanted=[3, 4, 0])
     (shard,) = tmp_path.rglob("class-001/*.npy")
@@ -242,7 +242,7 @@ def test_fill_names_what_it_was_given(tmp_path: Path, cached: bool) -> None:
 
 
 @pytest.mark.parametrize("damaged", ["null", "[]", "{", "[" * 100_000, ""])
-def test_a_folder_is_found_beside_manifests_that_are_damaged(tmp_path: Path, damaged: str) -> None:
+def test_find_ignores_damaged_manifests(tmp_path: Path, damaged: str) -> None:
     cache = ImageCache(tmp_path)
     cache.ensure(Fake(), seed=1, client=0, wanted=[1, 0, 0], about={"generator": "fake"})
     (tmp_path / "other").mkdir()
@@ -251,7 +251,7 @@ def test_a_folder_is_found_beside_manifests_that_are_damaged(tmp_path: Path, dam
     assert cache.find({"generator": "fake"}, 2) is None
 
 
-def test_a_folder_of_before_a_key_was_is_found_where_the_key_does_nothing(tmp_path: Path) -> None:
+def test_find_old_manifest_without_key_matches_zero(tmp_path: Path) -> None:
     cache = ImageCache(tmp_path)
     cache.ensure(Fake(), seed=1, client=0, wanted=[1, 0, 0], about={"generator": "fake"})
     found = tmp_path / cache.key(Fake(), 1)

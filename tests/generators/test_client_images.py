@@ -41,7 +41,7 @@ def test_a_client_finds_its_images_and_nobody_elses(data: FederatedData, free: l
     kept.keep(CONFIG, data, 3, (0, 5), images)
     assert kept.find(CONFIG, data, 3, (0, 5)) is images
     assert kept.find(CONFIG, data, 2, (0, 5)) is None
-    assert kept.find(CONFIG, data, 3, (0, 6)) is None, "it has planned anew since"
+    assert kept.find(CONFIG, data, 3, (0, 6)) is None, "its plan has changed since"
 
 
 def test_images_of_data_read_again_are_not_found(data: FederatedData, free: list[int]) -> None:

@@ -56,7 +56,7 @@ def same(one: Trainer, other: Trainer) -> bool:
     return all(torch.equal(a, b) for a, b in zip(weights(one), weights(other), strict=True))
 
 
-def test_a_resumed_training_is_the_uninterrupted_one_bit_for_bit(tmp_path: Path, digits: Dataset) -> None:
+def test_resumed_training_equals_uninterrupted_bitwise(tmp_path: Path, digits: Dataset) -> None:
     whole = Trainer(TINY, digits)
     assert whole.run(steps=6)
     seen: list[int] = []
@@ -88,7 +88,7 @@ def deterministic_mode() -> Iterator[Callable[[], int]]:
 
 
 @pytest.mark.parametrize("given", [0, 1, 2])
-def test_torchs_deterministic_mode_is_the_callers_again_after_an_error_too(
+def test_trainer_error_restores_deterministic_mode(
     digits: Dataset, deterministic_mode: Callable[[], int], given: int
 ) -> None:
     plain, other = Trainer(TINY, digits), Trainer(TINY, digits)
@@ -111,7 +111,7 @@ def test_seed_and_step_change_the_draws(digits: Dataset) -> None:
     for trainer in trainers:
         trainer.run(steps=2)
     assert same(trainers[0], trainers[1]) and not same(trainers[0], trainers[2])
-    losses = [loss for _, loss in trainers[0].diary.curve]
+    losses = [loss for _, loss in trainers[0].state.curve]
     assert len(set(losses)) == 2
 
 
@@ -124,11 +124,11 @@ def test_minutes_are_wall_clock_and_count_from_the_beginning(digits: Dataset, mo
         return False
 
     assert trainer.run(minutes=1.75 / 60, between=a_step_of_half_a_second)
-    assert (trainer.diary.step, trainer.diary.seconds) == (4, 2.0)
+    assert (trainer.state.step, trainer.state.seconds) == (4, 2.0)
     clock.sleep(3600)  # between two sittings
-    assert trainer.run(minutes=1.75 / 60) and trainer.diary.step == 4
+    assert trainer.run(minutes=1.75 / 60) and trainer.state.step == 4
     assert trainer.run(minutes=2.25 / 60, between=a_step_of_half_a_second)
-    assert (trainer.diary.step, trainer.diary.seconds) == (5, 2.5)
+    assert (trainer.state.step, trainer.state.seconds) == (5, 2.5)
 
 
 def test_the_folder_holds_model_card_and_pictures(tmp_path: Path) -> None:
@@ -156,7 +156,7 @@ def test_a_wrong_start_or_resume_is_refused_in_one_line(tmp_path: Path) -> None:
         ({}, "is not empty; give --resume"),
         ({"resume": True, "seed": 7}, "seed: 7 is not allowed; the checkpoint in .* has 0"),
         ({"steps": 0}, "steps: 0 is not allowed"),
-        ({"steps": 1, "minutes": 1}, "do not go together"),
+        ({"steps": 1, "minutes": 1}, "exclude each other"),
         ({"minutes": 0}, "minutes: 0 is not allowed; give more than 0 and less than 1,000,000"),
         ({"minutes": float("inf")}, "minutes: inf is not allowed; give more than 0 and less than 1,000,000"),
     ]
@@ -172,13 +172,13 @@ def test_a_wrong_start_or_resume_is_refused_in_one_line(tmp_path: Path) -> None:
     (out / CHECKPOINT).write_bytes(save({"w": torch.zeros(1)}, metadata={"state": "{}"}))
     with pytest.raises(ValueError, match=r"cannot be read \('identity'\)"):
         train_generator("digits", out, TINY, resume=True)
-    with pytest.raises(ValueError, match=r"resume: there is no .*checkpoint.safetensors; leave --resume out to begin"):
+    with pytest.raises(ValueError, match=r"resume: there is no .*checkpoint.safetensors; omit --resume"):
         train_generator("digits", tmp_path / "new", TINY, resume=True)
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "thesis.txt").write_text("x")
-    with pytest.raises(ValueError, match="is not empty; it has no training to go on with; give another folder"):
+    with pytest.raises(ValueError, match="is not empty; it has no training to continue"):
         train_generator("digits", tmp_path / "other", TINY, steps=1)
-    with pytest.raises(ValueError, match=r"there is no .*checkpoint.safetensors; name another folder to begin"):
+    with pytest.raises(ValueError, match=r"there is no .*checkpoint.safetensors; give another folder"):
         train_generator("digits", tmp_path / "other", TINY, resume=True)
     with pytest.raises(ValueError, match="preset: 'large' is not known; use one of digits, cifar-small, paper"):
         find_preset("large", "cifar10", "cpu")
@@ -211,7 +211,7 @@ def test_a_resumed_training_goes_on_with_its_own_preset(tmp_path: Path, monkeypa
 
 
 def test_a_training_is_not_resumed_on_data_that_changed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One's own data keep their path when a class is added; checkpoints of before do not say their classes."""
+    """Custom data keep their path when a class is added; old checkpoints do not store their classes."""
     monkeypatch.setenv("FEDEAS_CACHE", str(tmp_path / "cache"))
     out, own = tmp_path / "g", tmp_path / "own.npz"
     x = np.random.default_rng(0).integers(0, 256, (24, 8, 8, 1), dtype=np.uint8)
@@ -314,8 +314,8 @@ def test_a_training_begins_with_anothers_weights_and_says_so(tmp_path: Path, dev
         assert torch.equal(value.cpu(), wanted), name
     assert all(torch.equal(a, b) for a, b in zip(trainer.unet.parameters(), trainer.average.shadow_params, strict=True))
     assert trainer.run(steps=1)
-    alike = Trainer(TINY, open_dataset("digits"), start=first).unet.state_dict()
-    assert all(torch.equal(alike[name], value) for name, value in given.items())
+    same = Trainer(TINY, open_dataset("digits"), start=first).unet.state_dict()
+    assert all(torch.equal(same[name], value) for name, value in given.items())
 
     def stop(now: Progress) -> None:
         os.kill(os.getpid(), signal.SIGINT)
@@ -323,7 +323,7 @@ def test_a_training_begins_with_anothers_weights_and_says_so(tmp_path: Path, dev
     assert not train_generator("digits", out, TINY, steps=2, start=first, report=stop, device=device, compiled=False)
     shutil.rmtree(first)  # resumed, it is not read again
     assert train_generator("digits", out, TINY, steps=2, start=first, resume=True, device=device, compiled=False)
-    assert "**Start**: the weights of `first` (sha256 " in (out / "README.md").read_text()
+    assert "**Initial weights**: `first` (sha256 " in (out / "README.md").read_text()
 
 
 def test_a_start_of_another_kind_is_refused_in_one_line(tmp_path: Path) -> None:
@@ -331,7 +331,7 @@ def test_a_start_of_another_kind_is_refused_in_one_line(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match=r"start: there is no .*config\.json; a generator is a folder with"):
         train_generator("digits", tmp_path / "new", TINY, steps=1, start=first)
     assert train_generator("digits", first, TINY, steps=1)
-    assert "**Start**" not in (first / "README.md").read_text()
+    assert "**Initial weights**" not in (first / "README.md").read_text()
     cases = [
         ({"unet": wider}, r"start: \S+ of .*first is '.*'; it must be .*, as the preset's"),
         (
@@ -353,7 +353,7 @@ def test_epsilon_and_flips_train_too() -> None:
     preset = dataclasses.replace(TINY, prediction="epsilon", beta_schedule="linear", flips=True)
     trainer = Trainer(preset, fake_cifar())
     assert trainer.run(steps=2)
-    assert all(np.isfinite(loss) for _, loss in trainer.diary.curve)
+    assert all(np.isfinite(loss) for _, loss in trainer.state.curve)
 
 
 def test_the_command_is_interrupted_cleanly_and_resumed(tmp_path: Path) -> None:
@@ -384,13 +384,13 @@ def write_images(path: Path, height: int, width: int) -> str:
 @pytest.mark.parametrize(
     ("height", "width", "preset", "why"),
     [
-        (28, 28, "paper", "sides of multiples of 8; these are 28×28, which digits, cifar-small can have"),
-        (30, 44, "cifar-small", "sides of multiples of 4; these are 30×44, which digits can have"),
-        (30, 45, "digits", "sides of multiples of 2; these are 30×45, which no preset can have"),
-        (7, 5, "digits", "sides of multiples of 2; these are 7×5, which no preset can have"),
+        (28, 28, "paper", "sides of multiples of 8; these are 28×28: use preset digits or cifar-small"),
+        (30, 44, "cifar-small", "sides of multiples of 4; these are 30×44: use preset digits"),
+        (30, 45, "digits", "sides of multiples of 2; these are 30×45: resize them"),
+        (7, 5, "digits", "sides of multiples of 2; these are 7×5: resize them"),
     ],
 )
-def test_images_that_a_preset_cannot_halve_are_refused_before_the_training(
+def test_preset_indivisible_image_size_raises_before_training(
     tmp_path: Path, height: int, width: int, preset: str, why: str
 ) -> None:
     given = ["--dataset", write_images(tmp_path / "own.npz", height, width), "--preset", preset]

@@ -1,4 +1,4 @@
-"""Generators: a sample is its identity, folders are checked, and the built-in one is trained once, alike, and well."""
+"""Generators: sample identity, checks of folders, and training of the built-in one."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def test_order_neighbours_and_padding_do_not_change_a_bit(tiny: Path) -> None:
     assert generator.sample([]).shape == (0, *SHAPE)
 
 
-def test_the_callers_threads_and_random_state_neither_matter_nor_change(tiny: Path) -> None:
+def test_sample_ignores_and_keeps_threads_and_rng_state(tiny: Path) -> None:
     before = torch.get_num_threads()
     state = torch.random.get_rng_state()
     made = []
@@ -170,7 +170,7 @@ def test_the_fingerprint_follows_all_that_changes_pixels(tiny: Path, tmp_path: P
     assert open_tiny(moved).fingerprint == base
 
 
-def test_samplers_have_their_own_default_steps_and_ddim_is_the_formula(tiny: Path) -> None:
+def test_sampler_default_steps_and_ddim_formula(tiny: Path) -> None:
     assert DiffusionGenerator(tiny, num_classes=3).steps == 20
     assert DiffusionGenerator(tiny, num_classes=3, sampler="ddim").steps == 250
     # Song et al. (2021), Eq. 12 with σ = 0, for a v-model: times 999, 749, 499, 249 by trailing spacing.
@@ -190,7 +190,7 @@ def test_samplers_have_their_own_default_steps_and_ddim_is_the_formula(tiny: Pat
     assert np.abs(generator.sample(ids(4)) - expected).max() <= 1
 
 
-def test_another_batch_size_gives_the_same_images_up_to_rounding(digits_generator: Path) -> None:
+def test_batch_size_changes_images_by_rounding_only(digits_generator: Path) -> None:
     wanted = [SampleId(0, 0, label, 0) for label in range(10)]
     one, other = (
         DiffusionGenerator(digits_generator, num_classes=10, batch_size=size).sample(wanted).astype(int)
@@ -224,9 +224,9 @@ def test_out_of_memory_halves_the_batch_and_loses_nothing(
     monkeypatch.setattr(generator._denoiser, "start", short_of_memory)
     assert np.abs(generator.sample(ids(40)).astype(int) - whole).max() <= 1
     assert sizes == [16, 16, 8, 8, 8] and generator.batch_size == 8
-    assert [r.getMessage() for r in caplog.records] == ["out of memory at a batch of 16; going on with 8"]
+    assert [r.getMessage() for r in caplog.records] == ["out of memory at a batch of 16; continuing with 8"]
     monkeypatch.setattr(generator._denoiser, "start", lambda *_: (_ for _ in ()).throw(torch.cuda.OutOfMemoryError))
-    with pytest.raises(MemoryError, match="generation-batch: the GPU has no memory left for 8 images"):
+    with pytest.raises(MemoryError, match="generation-batch: the GPU has no memory for 8 images"):
         generator.sample(ids(1))
 
 
@@ -303,7 +303,7 @@ def test_wrong_folders_are_refused_in_one_line(tmp_path: Path) -> None:
     weights.write_bytes(whole[:-100])
     refuse("does not fit its config.json or is damaged")
     weights.unlink()
-    refuse("weights must be one safetensors file")
+    refuse("must be one safetensors file")
     weights.write_bytes(whole)
     config.write_text(json.dumps(settings | {"layers_per_block": 2}))  # weights are missing: never fill them at random
     refuse("does not fit its config.json")
@@ -338,7 +338,7 @@ def test_a_model_that_says_its_classes_is_of_no_others(tmp_path: Path) -> None:
             open_tiny(tmp_path, **given)
 
 
-def test_a_model_of_numbered_classes_in_another_order_is_refused(tmp_path: Path) -> None:
+def test_model_numbered_classes_in_other_order_raise(tmp_path: Path) -> None:
     numbers = [str(label) for label in range(12)]
     check_classes({"num_class_embeds": 13, CLASSES: numbers}, tmp_path, 12, list("abcdefghijkl"))  # are no names
     with pytest.raises(ValueError, match=r"class 2 of .* is '10'; the dataset's is '2'"):
@@ -354,7 +354,7 @@ def test_identities_out_of_range_are_refused(tiny: Path) -> None:
 
 
 def test_builtin_is_for_digits_only() -> None:
-    with pytest.raises(ValueError, match="cifar10 needs the path of a diffusers folder"):
+    with pytest.raises(ValueError, match="for cifar10 give a folder"):
         open_generator("builtin", "cifar10")
 
 
@@ -367,9 +367,7 @@ def test_diffusers_is_imported_only_when_needed() -> None:
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
-def test_two_processes_train_once_and_a_damaged_folder_is_made_again_alike(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_builtin_trained_once_and_retrained_if_damaged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FEDEAS_CACHE", str(tmp_path))
     code = (
         "from fedeas_flwr.generators.learn.builtin import ensure_builtin\n"
@@ -405,12 +403,12 @@ def test_the_builtin_makes_the_digits_asked_for(digits_generator: Path) -> None:
     from fedeas_flwr.data.datasets import open_dataset
 
     digits = open_dataset("digits")
-    judge = SVC().fit(digits.x_train.reshape(len(digits.x_train), -1), digits.y_train)
-    assert judge.score(digits.x_test.reshape(len(digits.x_test), -1), digits.y_test) > 0.97
+    svm = SVC().fit(digits.x_train.reshape(len(digits.x_train), -1), digits.y_train)
+    assert svm.score(digits.x_test.reshape(len(digits.x_test), -1), digits.y_test) > 0.97
     generator = open_generator("builtin", "digits")
     wanted = [SampleId(0, 0, label, index) for label in range(10) for index in range(19)]
     images = generator.sample(wanted)
-    agreed = judge.predict(images.reshape(len(images), -1)) == [sample.label for sample in wanted]
+    agreed = svm.predict(images.reshape(len(images), -1)) == [sample.label for sample in wanted]
     assert agreed.mean() >= 0.85
     assert agreed.reshape(10, -1).mean(axis=1).min() >= 0.5  # no class is left out
     assert len({image.tobytes() for image in images}) == len(images)

@@ -48,7 +48,7 @@ def test_nearest_distance_by_hand() -> None:
     assert nearest_distance(images, train).tolist() == [0.0, 1.0]
 
 
-def test_the_classifier_knows_digits_and_judges_alike_in_any_company() -> None:
+def test_classifier_is_accurate_and_independent_of_batch() -> None:
     digits, classifier = open_dataset("digits"), independent_classifier("digits")
     images, labels = np.asarray(digits.x_test), np.asarray(digits.y_test)
     assert classifier.test_accuracy > 0.96

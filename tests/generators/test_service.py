@@ -39,7 +39,7 @@ class Batched(Fake):
         return super().sample(samples)
 
 
-def test_requests_of_many_clients_share_full_batches_and_come_back_apart() -> None:
+def test_service_requests_of_clients_share_full_batches() -> None:
     fake, opened = Batched(), []
 
     def open_generator() -> Fake:
@@ -64,7 +64,7 @@ def test_requests_of_many_clients_share_full_batches_and_come_back_apart() -> No
     assert np.array_equal(late, Fake().sample(ids(0, 3, [2, 0, 0])))
 
 
-def test_threads_of_one_process_share_batches_and_get_their_own_images(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_in_process_threads_share_batches_and_get_own_images(monkeypatch: pytest.MonkeyPatch) -> None:
     class Patient(Batched):
         """Makes nothing before everybody has asked."""
 
@@ -118,7 +118,7 @@ def test_a_generator_that_cannot_be_opened_is_everybodys_error() -> None:
     assert [str(error) for error in asyncio.run(run())] == ["generator: there is no /nowhere"] * 3
 
 
-def test_a_generator_that_cannot_measure_its_batch_is_everybodys_error() -> None:
+def test_service_batch_size_error_fails_all_requests() -> None:
     """As on a GPU that clients have filled; nobody may wait for images that will not come."""
 
     class Full(Fake):
@@ -183,7 +183,7 @@ class SilentRay:
         self.kills.append(no_restart)
 
 
-def test_a_service_that_does_not_say_what_it_did_is_put_to_rest_once(tmp_path: Path) -> None:
+def test_release_gpu_without_stats_runs_once(tmp_path: Path) -> None:
     ray = SilentRay()
     service = RunningService(ray, small(tmp_path), "cpu")
     assert [service.release_gpu(), service.release_gpu(), service.release_gpu()] == [{}, None, None]

@@ -33,9 +33,7 @@ def kept(sampler: str, steps: int, spread: float, schedule: dict[str, Any] = COS
 
 
 @pytest.mark.parametrize(("spread", "lost"), [(0.05, 0.45), (0.1, 0.2), (0.2, 0.05), (5.0, 0.08)])
-def test_twenty_steps_even_in_time_lose_fine_and_coarse_contrast_where_even_in_log_snr_keep_it(
-    spread: float, lost: float
-) -> None:
+def test_uniform_log_snr_keeps_contrast_uniform_time_loses(spread: float, lost: float) -> None:
     assert kept("dpm++", 20, spread) < 1 - lost
     assert abs(kept("dpm++-logsnr", 20, spread) - 1) < 0.02
 
@@ -49,9 +47,7 @@ def test_every_solver_comes_to_the_exact_solution(sampler: str, near: float, sch
 
 @pytest.mark.parametrize("schedule", [COSINE, LINEAR])
 @pytest.mark.parametrize("steps", [1, 2, 20, 250, 900])
-def test_times_even_in_log_snr_go_from_the_noisiest_to_the_last_without_a_repetition(
-    steps: int, schedule: dict[str, Any]
-) -> None:
+def test_uniform_log_snr_timesteps_are_strictly_decreasing(steps: int, schedule: dict[str, Any]) -> None:
     solver, usual = (make_solver(sampler, schedule, steps) for sampler in ("dpm++-logsnr", "dpm++"))
     times = solver.timesteps.numpy()
     assert len(times) == steps and times[0] == usual.timesteps[0] and (np.diff(times) < 0).all()
@@ -61,7 +57,7 @@ def test_times_even_in_log_snr_go_from_the_noisiest_to_the_last_without_a_repeti
         assert gaps.max() < 1.5 * gaps.min()
 
 
-def test_how_much_contrast_is_kept_is_what_the_page_says() -> None:
+def test_docs_kept_contrast_matches_computation() -> None:
     page = (ROOT / "docs" / "generators.md").read_text()
     (head,) = (line for line in page.splitlines() if line.startswith("| Contrast of the images |"))
     spreads = [float(cell) for cell in head.split("|")[2:-1]]
@@ -70,7 +66,7 @@ def test_how_much_contrast_is_kept_is_what_the_page_says() -> None:
         assert f"| `{sampler}`, {steps} steps | {cells} |" in page
 
 
-def test_what_a_trained_generator_loses_is_what_the_page_says() -> None:
+def test_docs_solver_errors_match_record() -> None:
     page = " ".join((ROOT / "docs" / "generators.md").read_text().split())
     record = json.loads((ROOT / "results" / "sampling" / "cifar10-cpu.json").read_text())
     rows = {(row["sampler"], row["steps"]): row for row in record["rows"]}
@@ -82,7 +78,7 @@ def test_what_a_trained_generator_loses_is_what_the_page_says() -> None:
     assert f"10 of its steps come as near as 20 of the first's ({half:.1f})." in page
 
 
-def test_how_far_images_are_by_the_spread_of_steps_is_what_the_page_says() -> None:
+def test_docs_distances_by_step_spacing_match_records() -> None:
     page = " ".join((ROOT / "docs" / "generators.md").read_text().split())
     distances = []
     for place in ("cifar100/g1-n20{}/report", "cifar10/g1-n20{}/report", "digits/report{}"):
@@ -93,5 +89,5 @@ def test_how_far_images_are_by_the_spread_of_steps_is_what_the_page_says() -> No
         assert reports[1].get("sampler", "dpm++") == "dpm++"
         assert reports[0]["samples"] == reports[1]["samples"]
         distances += [report["classifier_frechet_distance"] for report in reports]
-    said = "20 even in log SNR have a distance (below) of {:.1f}, 20 even in time {:.1f}; on CIFAR-10's {:.1f} and"
-    assert f"{said} {{:.1f}}, on digits {{:.1f}} and {{:.1f}}.".format(*distances) in page
+    text = "have a distance (below) of {:.1f}, 20 uniform timesteps {:.1f}; on CIFAR-10's {:.1f} and"
+    assert f"{text} {{:.1f}}, on digits {{:.1f}} and {{:.1f}}.".format(*distances) in page

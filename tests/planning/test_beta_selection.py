@@ -82,7 +82,7 @@ def test_a_path_says_what_the_allocation_says(cifar: BudgetPath) -> None:
 # --------------------------------------------------------------------------------------------- which β is recommended
 
 
-def test_limits_on_what_is_spent_are_used_up_and_a_wish_alone_is_met_cheaply(cifar: BudgetPath) -> None:
+def test_choose_spends_upper_limits_and_minimises_otherwise(cifar: BudgetPath) -> None:
     assert choose(cifar, PAPER).recommended == 13  # 12 and 13 are the values of two digits in the window
     assert choose(cifar, Limits(min_removed=0.5)).recommended == 12
     assert choose(cifar, Limits(min_removed=0.3), GRID).recommended == 8
@@ -284,7 +284,7 @@ def test_nothing_to_draw_is_said(tmp_path: Path, cifar: BudgetPath) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_reduction_of_very_many_images_leaves_the_slow_reference_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reduction_of_many_images_omits_greedy(monkeypatch: pytest.MonkeyPatch) -> None:
     path = BudgetPath([[64, 0, 0, 0]])
     assert "greedy" in curves.reduction(path, [4.0]).curves
     monkeypatch.setattr(curves, "MAX_DRAWN_GREEDY_STEPS", 10)

@@ -1,4 +1,4 @@
-"""Class-conditional diffusion models: read one from its folder and sample from it.
+"""Class-conditional diffusion models: reading one from its folder and sampling from it.
 
 `sampler.py` has the generator; `model_folder.py` checks what is in a folder.
 """

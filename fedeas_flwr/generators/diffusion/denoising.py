@@ -1,7 +1,7 @@
-"""The denoising loop: one of diffusers' solvers around a UNet, plain on the CPU, one CUDA graph a step on a GPU.
+"""The denoising loop: a solver of diffusers around a UNet, on a GPU with one CUDA graph per step.
 
-On a GPU the host never waits inside the loop: the solver's own numbers (times, noise levels) stay on the CPU, the UNet
-reads its time from a buffer, and a batch's pixels are copied back while the next batch is already queued.
+On a GPU the host never waits inside the loop: the solver's scalars (timesteps, noise levels) stay on the CPU, the UNet
+reads its timestep from a buffer, and the pixels of a batch are copied back while the next batch is queued.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ logger = logging.getLogger(__name__)
 
 Pixels = NDArray[np.uint8]
 
-# -5.1 is what diffusers advises for the cosine schedule, whose last steps are all but pure noise; it changes nothing
-# for schedules that end earlier. Trailing spacing starts at the noisiest step left. DDIM clips its guess of the image,
-# as the first steps of an ε-model divide by almost nothing.
+# diffusers advises -5.1 for the cosine schedule, whose last steps are almost pure noise; it has no effect on schedules
+# that end earlier. Trailing spacing starts at the noisiest remaining step. DDIM clips its estimate of the image, since
+# an ε-model divides by almost zero in the first steps.
 _DPM = {
     "algorithm_type": "dpmsolver++",
     "solver_order": 2,
@@ -42,18 +42,18 @@ SOLVER_SETTINGS: dict[str, dict[str, Any]] = {
 }
 
 PRECISIONS = {"fp32": torch.float32, "tf32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-"""What the UNet computes in. The solver's state is float32 in all of them."""
+"""Dtype of the UNet for each precision. The solver's state is always float32."""
 
 _PROBE = 32
 
 
 def make_solver(sampler: str, schedule: dict[str, Any], steps: int) -> Any:
-    """Return a fresh solver with its timesteps set, all of its numbers on the CPU.
+    """Return a new solver with its timesteps set and its scalars on the CPU.
 
     Parameters
     ----------
     sampler
-        ``dpm++``, ``dpm++-logsnr`` or ``ddim``.
+        ``dpm++`` and ``ddim`` have uniform timestep spacing, ``dpm++-logsnr`` has uniform log-SNR spacing.
     schedule
         The model's noise schedule.
     steps
@@ -65,8 +65,8 @@ def make_solver(sampler: str, schedule: dict[str, Any], steps: int) -> Any:
     """
     from diffusers import DDIMScheduler, DPMSolverMultistepScheduler
 
-    kind: Any = DDIMScheduler if sampler == "ddim" else DPMSolverMultistepScheduler
-    solver = kind(**schedule, **SOLVER_SETTINGS[sampler])
+    solver_class: Any = DDIMScheduler if sampler == "ddim" else DPMSolverMultistepScheduler
+    solver = solver_class(**schedule, **SOLVER_SETTINGS[sampler])
     solver.set_timesteps(steps)
     if sampler == "dpm++-logsnr":
         solver.set_timesteps(timesteps=_uniform_log_snr_steps(solver.lambda_t.numpy(), int(solver.timesteps[0]), steps))
@@ -74,7 +74,7 @@ def make_solver(sampler: str, schedule: dict[str, Any], steps: int) -> Any:
 
 
 def _uniform_log_snr_steps(log_snr: NDArray[np.float32], first: int, steps: int) -> list[int]:
-    """Spread `steps` over the noise that is left, as DPM-Solver was meant to be: from time `first` to 0, none twice."""
+    """Return distinct timesteps from `first` to 0 with uniform log-SNR spacing, as DPM-Solver proposes."""
     levels = np.linspace(log_snr[first], log_snr[0], steps)
     times = np.interp(-levels, -log_snr, np.arange(len(log_snr))).round().astype(int)
     place = np.arange(steps)
@@ -82,22 +82,22 @@ def _uniform_log_snr_steps(log_snr: NDArray[np.float32], first: int, steps: int)
 
 
 class Denoiser:
-    """Turns noise and labels into pixels.
+    """Generates pixels from noise and labels.
 
     Parameters
     ----------
     unet
         The model, on its device and in its precision, in eval mode.
     schedule
-        Its noise schedule.
+        The model's noise schedule.
     sampler, steps
-        Of the solver.
+        See `make_solver`.
     guidance
-        Classifier-free guidance scale; 1 is none.
+        Classifier-free guidance scale; 1: no guidance.
     rescale
-        How much of the spread that guidance adds is taken away again (Lin et al., 2024), 0 to 1.
+        Rescaling φ of the guided prediction to its standard deviation without guidance (Lin et al., 2024), 0 to 1.
     no_label
-        The class that means "no label", which guidance needs.
+        The class "no label", which guidance needs.
     precision
         A key of `PRECISIONS`.
     """
@@ -129,7 +129,7 @@ class Denoiser:
         noise
             ``[N, C, H, W]``.
         labels
-            N classes.
+            N labels.
 
         Returns
         -------
@@ -164,7 +164,7 @@ class Denoiser:
             return self.predict(x, time, labels)
 
     def bytes_per_image(self, image_shape: tuple[int, int, int]) -> float:
-        """Measure what one image adds to a forward pass's peak memory; CUDA only."""
+        """Measure the peak memory of a forward pass per image, in bytes; CUDA only."""
         height, width, channels = image_shape
         with torch.no_grad(), self._on_device():
             x = torch.zeros(_PROBE, channels, height, width, device=self._device)
@@ -175,8 +175,8 @@ class Denoiser:
             return (torch.cuda.max_memory_allocated(self._device) - before) / _PROBE
 
     def forget(self) -> None:
-        """Let go of the graph and its memory, as after running out of it."""
-        with capturing:  # beside another thread's capture nobody may wait for the whole device
+        """Release the graph and its memory, for instance after running out of memory."""
+        with capturing:  # no thread may synchronise the device during another thread's capture
             if self._device.type == "cuda":
                 torch.cuda.synchronize(self._device)  # queued batches still use them
             self._step = None
@@ -186,7 +186,7 @@ class Denoiser:
         return torch.cuda.device(self._device) if self._device.type == "cuda" else nullcontext()
 
     def _prepared(self, x: torch.Tensor, labels: torch.Tensor) -> _Step:
-        """Return the step of this batch size, its labels set."""
+        """Return the step for this batch size with its labels set."""
         if self._step is not None and len(self._step.labels) != len(x):
             self.forget()
         if self._step is None:
@@ -215,7 +215,7 @@ class Denoiser:
 
 
 class _Step:
-    """One prediction for a fixed batch size; on CUDA a graph over buffers that never move."""
+    """One prediction for a fixed batch size; on CUDA a graph over fixed buffers."""
 
     def __init__(self, predict: Callable[..., torch.Tensor], like: torch.Tensor) -> None:
         self._predict = predict
@@ -232,17 +232,17 @@ class _Step:
             return self._predict(x, self._time, self.labels)
         self._x.copy_(x)
         self._replay()
-        return self._output.clone()  # the next replay writes there, and a multistep solver looks back
+        return self._output.clone()  # the next replay overwrites it, and a multistep solver keeps earlier outputs
 
     def _capture(self) -> None:
-        # Clients of the same process may train meanwhile: a stream that is nobody's but this graph's, as long as it is.
+        # Clients of this process may be training, so the graph has its own stream for its lifetime.
         self._stream, before = own_stream(), torch.cuda.current_stream()
         self._stream.wait_stream(before)
         try:
             with torch.cuda.stream(self._stream):
                 self._replay = capture(self._fill, self._stream)
         except CaptureError as error:
-            logger.warning("no CUDA graph, sampling goes on without: %s", one_line(error))
+            logger.warning("no CUDA graph, sampling continues without: %s", one_line(error))
         before.wait_stream(self._stream)
 
     def _fill(self) -> None:
@@ -251,9 +251,9 @@ class _Step:
 
 @contextmanager
 def _arithmetic(device: torch.device, precision: str) -> Iterator[None]:
-    """Fix what decides the last bits on `device`, and put it back afterwards.
+    """Set the arithmetic switches that determine the last bits on `device`, and restore them afterwards.
 
-    On a GPU only where the network runs, which is when its graph is captured: these are settings of the whole process,
+    On a GPU this is limited to the forward pass, when the graph is captured: the switches apply to the whole process,
     in which clients may be training.
     """
     if device.type == "cpu":
@@ -263,9 +263,9 @@ def _arithmetic(device: torch.device, precision: str) -> Iterator[None]:
     matmul, cudnn = torch.backends.cuda.matmul, torch.backends.cudnn
     with capturing:
         before = matmul.allow_tf32, cudnn.allow_tf32, cudnn.deterministic, cudnn.benchmark
-        # torch lets convolutions use TF32 unless told otherwise, so "fp32" has to say no.
+        # torch uses TF32 in convolutions by default, so "fp32" must switch it off.
         matmul.allow_tf32 = cudnn.allow_tf32 = precision != "fp32"
-        # A benchmark may choose other kernels the next time, and with them other bits.
+        # A benchmark may choose other kernels next time, which changes the last bits.
         cudnn.deterministic, cudnn.benchmark = True, False
         try:
             yield

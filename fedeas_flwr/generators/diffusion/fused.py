@@ -1,9 +1,9 @@
-"""A UNet's normalisation on a GPU in one kernel: what surrounds the convolutions costs more than they do.
+"""Fused GroupNorm, scale, shift and SiLU of a UNet on a GPU: unfused, they take longer than the convolutions.
 
-Eager PyTorch normalises, scales, shifts and activates in a pass over memory each, adds a convolution's bias in another,
-and copies to a layout that its GroupNorm can read and back again. Here one Triton kernel reads the channels-last map
-that the convolution wrote and writes the map that the next one reads. torch.compile finds the same fusion by itself,
-but takes half a minute for it in every process; this takes a second.
+Eager PyTorch normalises, scales, shifts and activates in one pass over memory each, adds a convolution's bias in
+another, and copies to a layout that its GroupNorm can read and back. Here one Triton kernel reads the channels-last map
+that one convolution wrote and writes the map that the next one reads. torch.compile finds the same fusion, but takes
+half a minute in every process; this takes a second.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import nn
 from torch.nn import functional as F
 
 _WARPS, _ELEMENTS = 8, 4096
-"""Of one program, and of the map in flight in it: enough loads to hide memory's latency, few enough for registers."""
+"""Warps and elements of the map per program: enough loads to hide memory latency, few enough for the registers."""
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -42,7 +42,7 @@ def _normalise_kernel(  # type: ignore[no-untyped-def]
     GROUP_WIDTH: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    """One image: sums over its pixels, then the same pixels again (from the L2 cache), normalised."""
+    """Normalise one image: sum over its pixels, then read them again (from the L2 cache) and normalise."""
     size: tl.constexpr = CHANNELS // GROUPS
     image = tl.program_id(0).to(tl.int64)
     x += image * PIXELS * CHANNELS
@@ -54,7 +54,7 @@ def _normalise_kernel(  # type: ignore[no-untyped-def]
     if HAS_BEFORE:
         added = tl.load(before + image * before_stride + channel, mask=is_channel, other=0).to(tl.float32)
 
-    totals = tl.zeros([ROWS, WIDTH], tl.float32)  # summed over rows once, at the end: that makes threads wait
+    totals = tl.zeros([ROWS, WIDTH], tl.float32)  # summed over rows once, at the end, since that synchronises threads
     squared = tl.zeros([ROWS, WIDTH], tl.float32)
     for start in range(0, PIXELS, ROWS):
         row = start + tl.arange(0, ROWS)
@@ -64,7 +64,7 @@ def _normalise_kernel(  # type: ignore[no-untyped-def]
         totals += value
         squared += value * value
 
-    # From sums of channels to those of groups, through memory: a group is not a power of two wide.
+    # Channel sums become group sums through memory: a group's width need not be a power of two.
     tl.store(scratch + channel, tl.sum(totals, 0))
     tl.store(scratch + WIDTH + channel, tl.sum(squared, 0))
     tl.debug_barrier()
@@ -117,16 +117,16 @@ def normalise(
     scale_shift: torch.Tensor | None = None,
     silu: bool = False,
 ) -> torch.Tensor:
-    """GroupNorm of ``x + before``, then ``· (1 + scale) + shift``, then SiLU; all but the first as asked.
+    """Return GroupNorm of ``x + before``, optionally ``· (1 + scale) + shift``, then optionally SiLU.
 
     Parameters
     ----------
     norm
-        Whose groups, weights and ε.
+        Layer with the groups, weights and ε.
     x
-        ``[N, C, H, W]`` or ``[N, C, L]``; channels last in memory, or it is copied so.
+        ``[N, C, H, W]`` or ``[N, C, L]``; copied to channels last if necessary.
     before
-        ``[C]`` or ``[N, C]``, such as the bias of the convolution that made x.
+        ``[C]`` or ``[N, C]``, such as the bias of the preceding convolution.
     scale_shift
         ``[N, 2C]``.
     """
@@ -158,7 +158,7 @@ def normalise(
 
 
 def add(x: torch.Tensor, y: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
-    """``x + y + bias`` of two maps ``[N, C, H, W]``, channels last in memory."""
+    """Return ``x + y + bias`` of two maps ``[N, C, H, W]``, channels last in memory."""
     x, y = x.to(memory_format=torch.channels_last), y.to(memory_format=torch.channels_last)
     out, block = torch.empty_like(x), 2048
     _add_kernel[(triton.cdiv(x.numel(), block),)](x, y, bias, out, x.numel(), CHANNELS=x.shape[1], BLOCK=block)
@@ -166,12 +166,12 @@ def add(x: torch.Tensor, y: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
 
 
 def fuse(unet: nn.Module) -> None:
-    """Give a UNet's blocks the fused forward, in place; blocks of kinds not known here keep their own.
+    """Replace the forward of a UNet's blocks by the fused one, in place; other types of blocks keep theirs.
 
     Raises
     ------
     Exception
-        Whatever Triton says where it cannot compile; the UNet is then as it was.
+        From Triton, if it cannot compile; the UNet is then unchanged.
     """
     from diffusers.models.resnet import ResnetBlock2D
     from diffusers.models.upsampling import Upsample2D
@@ -208,7 +208,7 @@ def _is_plain(block: Any) -> bool:
 
 
 def _resnet_block(block: Any, x: torch.Tensor, temb: torch.Tensor) -> torch.Tensor:
-    """What `ResnetBlock2D.forward` computes in eval mode, each bias added by the kernel that comes after it."""
+    """Compute `ResnetBlock2D.forward` in eval mode; each bias is added by the following kernel."""
     time = block.time_emb_proj(F.silu(temb))
     hidden = _convolve(block.conv1, normalise(block.norm1, x, silu=True))
     if block.time_embedding_norm == "scale_shift":
@@ -227,7 +227,7 @@ def _convolve(layer: nn.Conv2d, x: torch.Tensor) -> torch.Tensor:
 
 
 def _upsample(block: Any, x: torch.Tensor, output_size: Any = None) -> torch.Tensor:
-    """Nearest neighbours without the detour through another layout, then the block's convolution."""
+    """Upsample by nearest neighbours without a change of layout, then apply the block's convolution."""
     scale = 2.0 if output_size is None else None
     larger = F.interpolate(x, size=output_size, scale_factor=scale, mode="nearest")
     convolved: torch.Tensor = (block.conv if block.name == "conv" else block.Conv2d_0)(larger)

@@ -1,4 +1,4 @@
-"""Folders in diffusers' format, read with suspicion: a wrong one is refused in one line, before anything is sampled."""
+"""Read and validate model folders in diffusers' format; errors are one line, raised before anything is sampled."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from fedeas_flwr.common.text import counted, one_line
 
 WEIGHTS_NAME = "diffusion_pytorch_model.safetensors"
 CLASSES = "_fedeas_classes"
-"""Of a unet's config: names of the classes that it was trained on. What begins so diffusers keeps and does not read."""
+"""Key of a UNet's config: names of its training classes. diffusers keeps keys with an underscore and ignores them."""
 
 _NOISE_SCHEDULE_KEYS = (
     "num_train_timesteps",
@@ -28,12 +28,12 @@ _NOISE_SCHEDULE_KEYS = (
     "rescale_betas_zero_snr",
 )
 _MAX_TIMESTEPS, _MAX_LAYERS, _MAX_BLOCKS, _MAX_WIDTH, _MAX_SIDE = 100_000, 32, 16, 16_384, 8192
-_BETA_SCHEDULES = ("linear", "scaled_linear", "squaredcos_cap_v2")  # those that both samplers of diffusers know
+_BETA_SCHEDULES = ("linear", "scaled_linear", "squaredcos_cap_v2")  # supported by both samplers of diffusers
 _PREDICTIONS = ("epsilon", "sample", "v_prediction")
 
 
 class Model(NamedTuple):
-    """A model's folder, read but for its weights."""
+    """Content of a model's folder; the weights are a path."""
 
     config: dict[str, Any]
     schedule: dict[str, Any]
@@ -44,7 +44,7 @@ class Model(NamedTuple):
 def read_model(
     folder: Path, num_classes: int, classes: Sequence[str] = (), image_shape: tuple[int, int, int] | None = None
 ) -> Model:
-    """Read a model's folder, refusing one of other classes or images, or without weights; these are not read."""
+    """Read a model's folder; raise for other classes or images, or missing weights. Weights are not read."""
     config, weights = read_json(folder / "unet" / "config.json"), weights_file(folder)
     schedule = check_schedule(read_json(folder / "scheduler" / "scheduler_config.json"), folder)
     shape = check_unet(config, folder, image_shape)
@@ -54,13 +54,13 @@ def read_model(
 
 
 def weights_file(folder: Path) -> Path:
-    """Return where a model's folder has its weights, whether they are there or not."""
+    """Return the path of a model's weights, which may be missing."""
     return folder / "unet" / WEIGHTS_NAME
 
 
 def _require_weights(weights: Path) -> None:
     if not weights.is_file():
-        raise FileNotFoundError(f"generator: there is no {weights}; weights must be one safetensors file")
+        raise FileNotFoundError(f"generator: there is no {weights}; must be one safetensors file")
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -78,7 +78,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def check_schedule(config: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """Return what defines the noise, whichever scheduler class the folder names."""
+    """Return the keys that define the noise schedule, for any scheduler class; raise ValueError for invalid ones."""
     schedule = {key: config[key] for key in _NOISE_SCHEDULE_KEYS if config.get(key) is not None}
     schedule.setdefault("num_train_timesteps", 1000)
     prediction = schedule.setdefault("prediction_type", "epsilon")
@@ -91,8 +91,8 @@ def check_schedule(config: dict[str, Any], folder: Path) -> dict[str, Any]:
     for key in ("beta_start", "beta_end"):
         value = schedule.get(key, 0.01)
         _require(_is_share(value), folder, key, value, "a number between 0 and 1")
-    kind = schedule.get("beta_schedule", "linear")
-    _require(kind in _BETA_SCHEDULES, folder, "beta_schedule", kind, ", ".join(_BETA_SCHEDULES))
+    shape = schedule.get("beta_schedule", "linear")
+    _require(shape in _BETA_SCHEDULES, folder, "beta_schedule", shape, ", ".join(_BETA_SCHEDULES))
     fitting = isinstance(betas, list | tuple) and len(betas) in (0, steps) and all(map(_is_share, betas))
     _require(fitting, folder, "trained_betas", "…", f"a list of {steps} numbers between 0 and 1")
     zero_snr = schedule.get("rescale_betas_zero_snr", False)
@@ -114,7 +114,7 @@ def _require(right: bool, folder: Path, key: str, value: object, allowed: str) -
 
 
 def check_classes(config: dict[str, Any], folder: Path, num_classes: int, names: Sequence[str] = ()) -> None:
-    """Refuse a model of other classes, as far as it says: what was trained here does, others have a number at most."""
+    """Raise ValueError for a model of other classes; models that were not trained here store only their number."""
     embeddings, own = config.get("num_class_embeds"), config.get(CLASSES)
     fitting, allowed = [num_classes, num_classes + 1], f"{num_classes}, or {num_classes + 1} with a 'no label' class"
     if own is not None:
@@ -129,7 +129,7 @@ def check_classes(config: dict[str, Any], folder: Path, num_classes: int, names:
         trained = counted(len(own), "class", "classes")
         raise ValueError(f"generator: unet of {folder} was trained on {trained}; the dataset has {num_classes}")
     numbers = [str(label) for label in range(num_classes)]
-    if numbers in (own, list(names)) and set(own) != set(names):  # numbers are no names, unless both have them
+    if numbers in (own, list(names)) and set(own) != set(names):  # numbers are no names, unless both use them
         return
     for label, (mine, theirs) in enumerate(zip(own, names, strict=False)):
         if mine != theirs:
@@ -139,11 +139,11 @@ def check_classes(config: dict[str, Any], folder: Path, num_classes: int, names:
 def check_unet(
     config: dict[str, Any], folder: Path, image_shape: tuple[int, int, int] | None = None
 ) -> tuple[int, int, int]:
-    """Return the model's image shape if it fits."""
+    """Return the model's image shape, or raise ValueError if it differs from `image_shape`."""
     if config.get("_class_name") != "UNet2DModel":
         raise ValueError(f"generator: unet of {folder} is {config.get('_class_name')}; it must be UNet2DModel")
     layers = config.get("layers_per_block", 2)
-    # A model that cannot be built is diffusers' to refuse, but one of a million layers would never be.
+    # diffusers rejects a model that it cannot build, but would try to build one of a million layers.
     _require(_is_whole(layers, 1, _MAX_LAYERS), folder, "layers_per_block", layers, f"1 to {_MAX_LAYERS}")
     widths = config.get("block_out_channels", (1,))
     fitting = isinstance(widths, list | tuple) and 1 <= len(widths) <= _MAX_BLOCKS
@@ -167,37 +167,36 @@ def load_unet(config: dict[str, Any], weights: Path) -> Any:
 
     _require_weights(weights)
     try:
-        # Building draws initial weights, which are then replaced: the caller's random state must not notice.
+        # Building draws initial weights, which are then replaced; the caller's random state must not change.
         _check_shapes(config, weights)
         with torch.random.fork_rng(devices=[]):
             unet: Any = UNet2DModel.from_config(config)  # type: ignore[no-untyped-call, unused-ignore]
-        # Not from_pretrained, which fills missing weights at random and only warns.
+        # Not from_pretrained, which initialises missing weights at random and only warns.
         unet.load_state_dict({key: value.float() for key, value in load_file(weights).items()}, strict=True)
-    except Exception as error:  # whatever diffusers' many layers raise for numbers that do not go together
+    except Exception as error:  # diffusers raises many types for inconsistent settings
         line = one_line(error)
         raise ValueError(f"generator: {weights} does not fit its config.json or is damaged ({line})") from error
     return unet.eval().requires_grad_(False)
 
 
 def init_from_pretrained(unet: Any, folder: Path, schedule: Mapping[str, Any]) -> str:
-    """Give a new network the weights of a trained one, whose classes may be others.
+    """Initialise a network with the weights of a trained one, which may have other classes.
 
-    Where their numbers differ, every class begins as the last one there, which means "no label": the network then knows
-    images, and no class yet.
+    If their numbers of classes differ, every class starts with the embedding of "no label", the trained model's last.
 
     Parameters
     ----------
     unet
         The new network.
     folder
-        Of the trained one, in diffusers' format.
+        Folder of the trained network, in diffusers' format.
     schedule
-        ``prediction_type`` and ``beta_schedule``, which must be the same.
+        ``prediction_type`` and ``beta_schedule``, which must match.
 
     Returns
     -------
     str
-        Which weights, for the model card.
+        Name and hash of the weights, for the model card.
     """
     try:
         config = read_json(folder / "unet" / "config.json")
@@ -206,7 +205,7 @@ def init_from_pretrained(unet: Any, folder: Path, schedule: Mapping[str, Any]) -
         _require(_is_whole(embeddings, 1, _MAX_WIDTH), folder, "num_class_embeds", embeddings, f"1 to {_MAX_WIDTH}")
         check_unet(config, folder)
         for key, value in schedule.items():
-            there = found.get(key, "linear")  # diffusers' own default of the one that may be left out
+            there = found.get(key, "linear")  # diffusers' default of beta_schedule
             _require(there == value, folder, key, there, f"{value}, as the preset's")
         weights = folder / "unet" / WEIGHTS_NAME
         given, own = load_unet(config, weights).state_dict(), unet.state_dict()
@@ -224,15 +223,15 @@ def init_from_pretrained(unet: Any, folder: Path, schedule: Mapping[str, Any]) -
 
 
 def _check_shapes(config: dict[str, Any], weights: Path) -> None:
-    """See that the file holds the model's weights before memory is made for them: a config may claim any size."""
+    """Raise ValueError unless the file has the model's weights; allocate nothing, as a config may claim any size."""
     from diffusers import UNet2DModel
     from safetensors import safe_open
 
     with torch.device("meta"):
-        wanted = UNet2DModel.from_config(config).state_dict()  # type: ignore[no-untyped-call, unused-ignore]
+        expected = UNet2DModel.from_config(config).state_dict()  # type: ignore[no-untyped-call, unused-ignore]
     with safe_open(weights, framework="pt") as file:
         found = {key: tuple(file.get_slice(key).get_shape()) for key in file.keys()}  # noqa: SIM118 - not a dict
-    for key in sorted(wanted.keys() | found.keys()):
-        shape = tuple(wanted[key].shape) if key in wanted else None
+    for key in sorted(expected.keys() | found.keys()):
+        shape = tuple(expected[key].shape) if key in expected else None
         if shape != found.get(key):
-            raise ValueError(f"{key} is {found.get(key)} there, and the config makes it {shape}")
+            raise ValueError(f"{key} has shape {found.get(key)}; by the config it must be {shape}")

@@ -1,7 +1,7 @@
-"""Class-conditional diffusion: samples from any local folder in diffusers' format.
+"""The diffusion generator: samples a class-conditional model in a local folder in diffusers' format.
 
-The folder holds ``unet`` (a `UNet2DModel` in safetensors) and ``scheduler``. Each sample starts from noise of its own
-and is solved by a deterministic sampler, so that its identity fixes its pixels.
+The folder has ``unet`` (a `UNet2DModel` in safetensors) and ``scheduler``. Each sample starts from its own noise and
+the sampler is deterministic, so its identity determines its pixels.
 """
 
 from __future__ import annotations
@@ -30,23 +30,23 @@ logger = logging.getLogger(__name__)
 
 # Part of the fingerprint: raise it when `initial_noise` changes.
 _SEEDING = "philox-seedsequence-1"
-# Likewise for CUDA: raise it when the kernels there change what comes out by more than the last bits.
+# Part of the fingerprint on CUDA: raise it when the kernels change the output by more than the last bits.
 _KERNELS = "fused-1"
 _CPU_BATCH = 64
-# On a GPU the largest whose forward pass fits in half of the free memory; more than the first gains nothing.
+# On a GPU, the largest of these whose forward pass fits in half of the free memory; more than 1024 is no faster.
 _CUDA_BATCHES = (1024, 512, 256, 128, 64, 32)
 _MIN_BATCH = 8
 
 
 def initial_noise(sample: SampleId, shape: tuple[int, ...]) -> NDArray[np.float32]:
-    """Return the standard normal noise that `sample` starts from, on any device and in any batch.
+    """Return the initial standard normal noise of `sample`, the same on any device and in any batch.
 
     Parameters
     ----------
     sample
-        Its identity, all four numbers.
+        Identity of the sample.
     shape
-        Of one image.
+        Shape of one image.
 
     Returns
     -------
@@ -58,7 +58,7 @@ def initial_noise(sample: SampleId, shape: tuple[int, ...]) -> NDArray[np.float3
 
 
 class Settings:
-    """How a model is sampled, with the defaults of the sampler and the device; see `DiffusionGenerator`."""
+    """Sampling settings, with the defaults of the sampler and the device; see `DiffusionGenerator`."""
 
     def __init__(
         self,
@@ -80,17 +80,17 @@ class Settings:
 
     @property
     def rescales(self) -> bool:
-        """Whether rescaling changes anything."""
+        """Whether rescaling has an effect."""
         return self.guidance != 1 and self.guidance_rescale != 0
 
     def check(self, folder: Path, timesteps: int, embeddings: int, num_classes: int) -> None:
-        """Refuse what cannot be with a model of so many timesteps and class embeddings."""
+        """Raise ValueError for settings that a model with these timesteps and class embeddings cannot have."""
         if self.sampler not in SAMPLER_STEPS:
             raise ValueError(f"sampler: {self.sampler!r} is not allowed; give one of {', '.join(SAMPLER_STEPS)}")
         if not 1 <= self.steps <= timesteps:
             raise ValueError(f"steps: {self.steps} is not allowed; give 1 to {timesteps}")
         if self.sampler == "ddim" and timesteps % self.steps:
-            # diffusers rounds the stride down, and each step would then aim at another noise than the next expects.
+            # diffusers rounds the stride down, so a step's noise level would not be the one that the next step expects.
             raise ValueError(f"steps: {self.steps} is not allowed with ddim; give a divisor of {timesteps}")
         if self.batch_size is not None and self.batch_size < 1:
             raise ValueError(f"batch_size: {self.batch_size} is not allowed; give at least 1")
@@ -111,34 +111,34 @@ class Settings:
 class DiffusionGenerator:
     """Samples a class-conditional `UNet2DModel`.
 
-    What the fingerprint promises. On the CPU the batch size is part of it, and the same fingerprint means the same
-    bytes (same machine and wheels). On CUDA it holds the kind of device and the precision but no batch size, since
-    that follows the memory that happens to be free: there, images made again are the same up to rounding.
+    On the CPU the fingerprint includes the batch size, and the same fingerprint gives the same bytes (same machine and
+    wheels). On CUDA it includes device type and precision but not the batch size, which depends on free memory: images
+    generated again are the same up to rounding.
 
     Parameters
     ----------
     folder
-        With ``unet`` and ``scheduler``, as `save_pretrained` writes them. Weights may be of any float type.
+        Folder with ``unet`` and ``scheduler``, as `save_pretrained` writes them. Weights may have any float dtype.
     num_classes
-        C of the dataset. A model with C + 1 class embeddings was trained with the last one meaning "no label", which
-        guidance needs; one with C was not.
+        Number of classes C of the dataset. In a model with C + 1 class embeddings the last one is "no label", which
+        guidance needs; a model with C has none.
     classes
-        Their names: a model that says its own must say the same. Empty: any.
+        Names of the classes; a model that stores names must have the same. Empty: any.
     image_shape
-        ``(H, W, C)`` that is needed; None takes the model's.
+        Required ``(H, W, C)``; None: the model's.
     sampler
         ``dpm++``, ``dpm++-logsnr`` or ``ddim``.
     steps
-        Solver steps; None is the sampler's own default, 20 or 250.
+        Solver steps; None: the sampler's default, 20 or 250.
     guidance
-        Classifier-free guidance scale; 1 is none and spares the second forward pass.
+        Classifier-free guidance scale; 1: no guidance and no second forward pass.
     guidance_rescale
-        How much of the spread that guidance adds is taken away again; 0 is none.
+        Rescaling φ of the guided prediction to its standard deviation without guidance, 0 (none) to 1.
     batch_size
-        Images in every forward pass. A short batch is padded, because another size changes the last bits. None is 64
-        on the CPU and found from free memory on CUDA. Where a GPU runs out of memory it is halved.
+        Images per forward pass. A short batch is padded, because another size changes the last bits. None: 64 on the
+        CPU, by free memory on CUDA. It is halved when a GPU runs out of memory.
     precision
-        ``fp32``, ``tf32`` (CUDA only), ``bf16`` or ``fp16``; None is fp32 on the CPU and bf16 on CUDA.
+        ``fp32``, ``tf32`` (CUDA only), ``bf16`` or ``fp16``; None: fp32 on the CPU, bf16 on CUDA.
     device
         ``cpu``, ``cuda`` or ``cuda:N``.
     """
@@ -175,7 +175,7 @@ class DiffusionGenerator:
         embeddings = config["num_class_embeds"]
         settings.check(self.folder, self._schedule["num_train_timesteps"], embeddings, num_classes)
         unet = load_unet(config, weights)
-        # The module's own `to`: diffusers' warns about every cast.
+        # torch's `to`, since that of diffusers warns about every cast.
         torch.nn.Module.to(unet, self.device, PRECISIONS[self.precision])
         if self.device.type != "cpu":
             _fuse(unet)
@@ -193,13 +193,13 @@ class DiffusionGenerator:
         self.fingerprint = self._make_fingerprint(config, weights, guided)
 
     def sample(self, samples: Sequence[SampleId]) -> NDArray[np.uint8]:
-        """Make images; each depends on its own identity alone. See `Generator.sample`."""
+        """Generate images; each depends only on its identity. See `Generator.sample`."""
         for sample in samples:
             if min(sample) < 0 or sample.label >= self.num_classes:
                 allowed = f"none negative, label below {self.num_classes}"
                 raise ValueError(f"sample: {tuple(sample)} is not allowed as seed, client, label, index; {allowed}")
         images = np.empty((len(samples), *self.image_shape), dtype=np.uint8)
-        asked = self.batch_size
+        requested = self.batch_size
         queued: deque[tuple[int, int, Callable[[], NDArray[np.uint8]]]] = deque()
         start = 0
         while start < len(samples) or queued:
@@ -209,15 +209,15 @@ class DiffusionGenerator:
                     queued.append((start, len(batch), self._start(batch)))
                     start += len(batch)
                 except torch.OutOfMemoryError:
-                    asked = asked or self.batch_size
+                    requested = requested or self.batch_size
                     self._halve_batch_size()
                     continue
-            # One batch stays queued until the next one is too: a GPU works on it while that one's noise is made here.
+            # One batch stays queued until the next one is: the GPU computes while the CPU draws the next noise.
             if len(queued) > 1 or start == len(samples):
                 first, count, fetch = queued.popleft()
                 images[first : first + count] = fetch()[:count]
-        if asked and self.batch_size != asked:
-            logger.warning("out of memory at a batch of %d; going on with %s", asked, self.batch_size)
+        if requested and self.batch_size != requested:
+            logger.warning("out of memory at a batch of %d; continuing with %s", requested, self.batch_size)
         return images
 
     def _start(self, batch: Sequence[SampleId]) -> Callable[[], NDArray[np.uint8]]:
@@ -231,23 +231,21 @@ class DiffusionGenerator:
         return self._denoiser.start(noise, [sample.label for sample in padded])
 
     def find_batch_size(self) -> int:
-        """Return the batch size, choosing it the first time where it was left open."""
+        """Return the batch size, chosen by free memory at the first call if it was not given."""
         if self.batch_size is None:
             release_cached_memory()
             need = self._denoiser.bytes_per_image(self.image_shape)
             free, _ = torch.cuda.mem_get_info(self.device)
             fitting = [size for size in _CUDA_BATCHES if size * need <= free / 2]
             self.batch_size = fitting[0] if fitting else _MIN_BATCH
-            logger.info("batch of %d: %.1f MB an image, %.1f GB free", self.batch_size, need / 1e6, free / 1e9)
+            logger.info("batch of %d: %.1f MB per image, %.1f GB free", self.batch_size, need / 1e6, free / 1e9)
         return self.batch_size
 
     def _halve_batch_size(self) -> None:
         size = self.find_batch_size()
         self._denoiser.forget()
         if size // 2 < _MIN_BATCH:
-            raise MemoryError(
-                f"generation-batch: the GPU has no memory left for {counted(size, 'image')}; free some of it"
-            )
+            raise MemoryError(f"generation-batch: the GPU has no memory for {counted(size, 'image')}; free some memory")
         self.batch_size = size // 2
 
     def _make_fingerprint(self, config: dict[str, Any], weights: Path, guided: Sequence[float]) -> str:
@@ -268,17 +266,17 @@ def _check_device(device: str) -> torch.device:
     if checked.type not in ("cpu", "cuda"):
         raise ValueError(f"device: {device!r} is not allowed; use cpu, cuda or cuda:N")
     if checked.type == "cuda" and not torch.cuda.is_available():
-        raise ValueError(f"device: {device!r} is not there; torch sees no GPU, so use cpu")
+        raise ValueError(f"device: {device!r} is not available; torch finds no GPU, so use cpu")
     return checked
 
 
 def _fuse(unet: torch.nn.Module) -> None:
-    """Give the UNet the fused kernels; without Triton, or a C compiler for it, it stays as it is and is slower."""
+    """Use the fused kernels in the UNet; without Triton, or a C compiler for it, sampling is slower."""
     try:
         from fedeas_flwr.generators.diffusion.fused import fuse
 
         fuse(unet)
-    except Exception as error:  # whatever a compiler may raise
-        logger.warning("kernels not fused, sampling goes on slower: %s", one_line(error))
+    except Exception as error:  # a compiler raises many types
+        logger.warning("kernels not fused, sampling is slower: %s", one_line(error))
     else:
         unet.to(memory_format=torch.channels_last)  # type: ignore[call-overload]

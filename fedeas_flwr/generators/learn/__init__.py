@@ -1,4 +1,4 @@
-"""Train a diffusion model to generate with.
+"""Training of diffusion models to generate with.
 
-Other rooms use `run.train_generator`, the presets, and `builtin.py`, the generator of the built-in digits.
+Other rooms use `run.train_generator`, the presets, and `builtin.py`, the generator of digits.
 """

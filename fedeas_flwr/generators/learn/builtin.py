@@ -1,7 +1,7 @@
-"""The built-in generator: a small diffusion model of 8×8 digits, trained here on first use.
+"""The built-in generator: a small diffusion model of 8×8 digits, trained on first use.
 
-Hardware and time: about a minute on two slow CPU cores; 20-step samples are classified as asked by a support vector
-machine trained on real digits at least 85 % of the time. It sees the train split only.
+Training takes about a minute on two slow CPU cores and uses the train split only. A support vector machine trained on
+real digits classifies at least 85 % of 20-step samples as their label.
 """
 
 from __future__ import annotations
@@ -19,23 +19,23 @@ from fedeas_flwr.generators.learn.presets import DIGITS
 from fedeas_flwr.generators.learn.run import save_model
 from fedeas_flwr.generators.learn.trainer import Progress, Trainer
 
-# Part of the folder's name: raise it when anything changes what is learned.
+# Part of the folder's name: raise it when anything changes the trained weights.
 VERSION = "2"
 
 _CHECKSUMS = "checksums.json"
 
 
 def ensure_builtin(progress: Callable[[int, int, float], None] | None = None, *, steps: int = DIGITS.steps) -> Path:
-    """Return the built-in generator's folder, training it if it is not there or not whole.
+    """Return the built-in generator's folder; train the generator if it is missing or damaged.
 
-    Processes that ask at the same time wait for the one that trains.
+    Concurrent processes wait for the one that trains.
 
     Parameters
     ----------
     progress
         Called as ``progress(step, total, loss)`` after each training step.
     steps
-        Training steps. Another number than the default is kept in a folder of its own.
+        Training steps. A model with another number than the default has its own folder.
 
     Returns
     -------
@@ -65,7 +65,7 @@ def ensure_builtin(progress: Callable[[int, int, float], None] | None = None, *,
 
 
 def builtin_folder() -> Path:
-    """Return where the built-in generator is kept, whether it is there or not."""
+    """Return the folder of the built-in generator, which may not exist yet."""
     return cache_root() / "generators" / f"digits-{VERSION}"
 
 
@@ -78,7 +78,7 @@ def _sha256(path: Path) -> str:
 
 
 def is_whole(folder: Path) -> bool:
-    """Tell whether every file of a built-in generator is as it was written."""
+    """Return whether every file of a built-in generator has its checksum."""
     try:
         sums = json.loads((folder / _CHECKSUMS).read_text(encoding="utf-8"))
         return bool(sums) and all(_sha256(folder / name) == digest for name, digest in sums.items())

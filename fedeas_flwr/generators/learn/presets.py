@@ -1,4 +1,4 @@
-"""What to train: a network, a noise schedule and a recipe, under a name."""
+"""Presets of `fedeas train-generator`: a network, a noise schedule and training settings."""
 
 from __future__ import annotations
 
@@ -9,37 +9,37 @@ from typing import Any, Literal
 
 @dataclass(frozen=True)
 class Preset:
-    """One way to train a class-conditional diffusion model.
+    """Settings to train a class-conditional diffusion model.
 
     Attributes
     ----------
     name
-        As `fedeas train-generator --preset` takes it.
+        Value of `fedeas train-generator --preset`.
     unet
-        Settings of `UNet2DModel`, but for what the dataset decides: size, channels, classes.
+        Settings of `UNet2DModel` except size, channels and classes, which the dataset determines.
     beta_schedule
         ``squaredcos_cap_v2`` (cosine) or ``linear``, over 1,000 timesteps.
     prediction
         ``v_prediction`` or ``epsilon``.
     min_snr
-        γ of min-SNR weighting (Hang et al., 2023); None weighs all noise levels alike.
+        γ of min-SNR weighting (Hang et al., 2023); None weights all noise levels equally.
     batch, learning_rate, warm_up
-        Images in a step, Adam's rate, and the steps in which it rises to that.
+        Images per step, Adam's learning rate, and the steps of its linear warm-up.
     decay
-        How the rate falls over the planned length, counted in steps or in time: along a ``cosine``, only in the
-        last fifth (``tail``), or ``never``.
+        Decay of the learning rate over the planned steps or minutes: ``cosine``, cosine in the last fifth only
+        (``tail``), or ``never``.
     ema_decay
-        Of the weights' moving average, which is what is saved.
+        Decay of the weights' exponential moving average, which is saved.
     flips
         Whether images are mirrored at random.
     steps
-        Length unless told otherwise.
+        Default number of steps.
     label_dropout
-        How often the label is replaced by "no label", for guidance.
+        Probability that a label is replaced by "no label", for guidance.
     log_every
         Steps between two points of the loss curve.
     cpu_threads
-        Fixed where the weights must be the same in any process: sums split among threads differ in the last bits.
+        Number of threads if the weights must not depend on the process: it changes the last bits. None: any number.
     """
 
     name: str
@@ -60,32 +60,31 @@ class Preset:
 
     @property
     def multiple(self) -> int:
-        """What an image's sides are multiples of: all blocks of the network but the last halve them."""
+        """Divisor of an image's sides: every block of the network but the last halves them."""
         return int(2 ** (len(self.unet["block_out_channels"]) - 1))
 
     def check_size(self, height: int, width: int) -> None:
-        """Refuse images that the network cannot halve as often as it does, naming the presets that can."""
+        """Raise ValueError if the network cannot halve the sides often enough; name the presets that can."""
         if not (height % self.multiple or width % self.multiple):
             return
         fitting = [name for name, other in PRESETS.items() if not (height % other.multiple or width % other.multiple)]
-        which = ", ".join(fitting) or "no preset"
-        advice = "take one of these" if fitting else "bring them to another size"
+        advice = f"use preset {' or '.join(fitting)}" if fitting else "resize them, since no preset fits"
         raise ValueError(
             f"preset: {self.name} needs images with sides of multiples of {self.multiple}; these are "
-            f"{height}×{width}, which {which} can have: {advice}"
+            f"{height}×{width}: {advice}"
         )
 
 
 DIGITS = Preset(
     name="digits",
-    # As small as still learns in a minute on two slow cores: wider or with attention it has not converged by then.
+    # Small enough to converge in a minute on two slow cores; wider or with attention it does not.
     unet={
         "layers_per_block": 1,
         "block_out_channels": (32, 64),
         "down_block_types": ("DownBlock2D", "DownBlock2D"),
         "up_block_types": ("UpBlock2D", "UpBlock2D"),
         "add_attention": False,
-        "norm_num_groups": 8,  # the default, 32, would leave one channel to a group
+        "norm_num_groups": 8,  # the default, 32, would leave one channel per group
     },
     beta_schedule="squaredcos_cap_v2",
     prediction="v_prediction",
@@ -124,7 +123,7 @@ CIFAR_SMALL = Preset(
     steps=10_000,
 )
 
-# The paper names 1,000 timesteps, the multipliers 1, 2, 4, 8, the batch, the rate and the steps; the rest is usual.
+# The paper gives 1,000 timesteps, the multipliers 1, 2, 4, 8, batch, learning rate and steps; the others are usual.
 PAPER = Preset(
     name="paper",
     unet={
@@ -156,10 +155,10 @@ def find_preset(name: str, dataset: str, device: str) -> Preset:
     Parameters
     ----------
     name
-        ``digits``, ``cifar-small`` or ``paper``; empty is the one that suits dataset and device: without a GPU always
-        the small one, since a step of the next, of 10,000, takes minutes there.
+        ``digits``, ``cifar-small`` or ``paper``; empty: by dataset and device. Without a GPU it is always ``digits``,
+        since one of the 10,000 steps of ``cifar-small`` takes minutes on a CPU.
     dataset, device
-        What it is for, and where.
+        Dataset and device of the training.
 
     Returns
     -------

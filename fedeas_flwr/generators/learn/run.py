@@ -1,9 +1,9 @@
-"""One training in a folder: checkpoints to resume from, pictures to watch, the finished model and its card.
+"""Train a generator in a folder with checkpoints, plots, the finished model and its card.
 
 unet/, scheduler/       the finished model in diffusers' format
 README.md               its model card
-checkpoint.safetensors  where to go on, with the loss curve; may be deleted once the training is over
-samples.png, loss.png   images of the averaged weights, a row a class, and the loss so far
+checkpoint.safetensors  state to resume from, with the loss curve; may be deleted after the training
+samples.png, loss.png   samples of the averaged weights, one row per class, and the loss so far
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ CHECKPOINT = "checkpoint.safetensors"
 _PICTURES_EVERY = 180.0
 _MINUTES = 1_000_000
 
-# Which split, the licence's identifier, and the licence in words.
+# Split, licence identifier and licence text.
 _DATA = {
     "digits": (
         "the project's fixed stratified 80/20 one",
@@ -55,14 +55,14 @@ _DATA = {
     ),
 }
 
-_START = """- **Start**: the weights of {start}, not random ones. What they were trained on, their own
-  card says; this one is of the training that followed.
+_PRETRAINED = """- **Initial weights**: {start}, pretrained. Their model card describes the data that they were
+  trained on; this card describes the training that followed.
 """
 
 _OWN_DATA = (
-    "as given, or a fifth of every class of three images or more set aside",
+    "as given, or with a fifth of every class of three images or more held out",
     "other",
-    "Data of your own: its licence is yours.",
+    "Custom data: its licence is yours.",
 )
 
 _CARD = """---
@@ -108,40 +108,40 @@ def train_generator(
     Parameters
     ----------
     dataset_name, data_dir
-        As `open_dataset` takes them; only the train split is used.
+        See `open_dataset`; only the train split is used.
     out
-        The folder. It must be empty or new, unless `resume`.
+        Output folder; must be empty or new, unless `resume`.
     preset
-        Network and recipe.
+        Network and training settings.
     steps, minutes
-        How long, counted from the very beginning; at most one. Neither is the preset's own number of steps.
+        Total length including the training before `resume`; at most one. Neither: the preset's number of steps.
     seed, device, compiled
-        Of the `Trainer`.
+        See `Trainer`.
     half
         Write float16 weights.
     resume
-        Go on from the folder's checkpoint.
+        Continue from the folder's checkpoint.
     start
-        Of the `Trainer`; a resumed training has its own weights and does not read it again.
+        See `Trainer`; ignored with `resume`.
     checkpoint_every
         Seconds between checkpoints, more than 0.
     begun
-        Called once nothing that was given is wrong.
+        Called when all arguments are checked.
     report
-        Told how it goes.
+        Called with the progress.
 
     Returns
     -------
     bool
-        Whether the end was reached; False after Ctrl-C, with a checkpoint written.
+        Whether the training finished; False after Ctrl-C, with a checkpoint written.
     """
     steps = preset.steps if steps is None and minutes is None else steps
     _check_length(steps, minutes)
-    if not checkpoint_every > 0:  # nor is NaN
+    if not checkpoint_every > 0:  # also rejects NaN
         raise ValueError(f"checkpoint-every: {checkpoint_every:g} is not allowed; give more than 0")
     _check_folder(out, resume)
     identity = {"dataset": dataset_name, "seed": seed, "preset": json.loads(json.dumps(asdict(preset)))}
-    info = dataset_info(dataset_name)  # data of one's own may change under their name
+    info = dataset_info(dataset_name)  # a custom dataset may change under its name
     preset.check_size(*info.image_shape[:2])
     identity |= {"images": list(info.image_shape), "classes": list(info.classes)}
     before = read_checkpoint(out / CHECKPOINT, identity) if resume else None
@@ -193,10 +193,10 @@ def save_model(folder: Path, trainer: Trainer, dataset: Dataset, *, half: bool =
         height=dataset.x_train.shape[1],
         width=dataset.x_train.shape[2],
         preset=preset.name,
-        steps=trainer.diary.step,
+        steps=trainer.state.step,
         batch=preset.batch,
-        seen=trainer.diary.step * preset.batch,
-        seconds=trainer.diary.seconds,
+        seen=trainer.state.step * preset.batch,
+        seconds=trainer.state.seconds,
         num_train=len(dataset.y_train),
         num_test=len(dataset.y_test),
         parameters=parameters / 1e6,
@@ -205,7 +205,7 @@ def save_model(folder: Path, trainer: Trainer, dataset: Dataset, *, half: bool =
         precision="float16" if half else "float32",
         no_label=len(dataset.classes),
         dropout=preset.label_dropout,
-        start=_START.format(start=trainer.diary.start) if trainer.diary.start else "",
+        start=_PRETRAINED.format(start=trainer.state.start) if trainer.state.start else "",
         hardware=_hardware(trainer.device),
         torch=version("torch"),
         diffusers=version("diffusers"),
@@ -215,20 +215,20 @@ def save_model(folder: Path, trainer: Trainer, dataset: Dataset, *, half: bool =
 
 
 def write_checkpoint(path: Path, trainer: Trainer, identity: dict[str, Any]) -> None:
-    """Write everything that `read_checkpoint` needs, as one file that appears whole."""
+    """Write a checkpoint for `read_checkpoint` atomically."""
     from safetensors.torch import save
 
-    state = json.dumps({"identity": identity, "diary": asdict(trainer.diary)})
+    state = json.dumps({"identity": identity, "diary": asdict(trainer.state)})
     atomic_write(path, save(trainer.tensors(), metadata={"state": state}))
 
 
 def read_checkpoint(path: Path, identity: dict[str, Any]) -> tuple[dict[str, torch.Tensor], TrainingState]:
-    """Read a checkpoint, refusing one of another dataset, seed or preset, or of other images or classes."""
+    """Read a checkpoint; raise ValueError if its dataset, seed, preset, images or classes differ."""
     with _opened(path) as (file, state):
         tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 - not a dict
-        known, diary = identity | state["identity"], state["diary"]  # older ones say less
-        curve = [(int(step), loss) for step, loss in diary["curve"]]
-        so_far = TrainingState(diary["step"], diary["seconds"], curve, diary.get("start", ""))
+        known, stored = identity | state["identity"], state["diary"]  # older checkpoints have fewer keys
+        curve = [(int(step), loss) for step, loss in stored["curve"]]
+        so_far = TrainingState(stored["step"], stored["seconds"], curve, stored.get("start", ""))
         pairs = {key: (value, known.get(key)) for key, value in identity.items() if key != "classes"}
         classes = zip_longest(identity["classes"], known["classes"])
         pairs |= {f"class {label}": pair for label, pair in enumerate(classes)}
@@ -240,7 +240,7 @@ def read_checkpoint(path: Path, identity: dict[str, Any]) -> tuple[dict[str, tor
 
 
 def read_preset_name(out: Path) -> str:
-    """Name the preset of a folder's training, with which it is to go on, whatever would suit the device."""
+    """Return the name of the preset of a folder's training, with which it is resumed on any device."""
     _check_folder(out, resume=True)
     with _opened(out / CHECKPOINT) as (_, state):
         return str(state["identity"]["preset"]["name"])
@@ -248,34 +248,34 @@ def read_preset_name(out: Path) -> str:
 
 @contextmanager
 def _opened(path: Path) -> Iterator[tuple[Any, dict[str, Any]]]:
-    """Give a checkpoint's file and what stands beside its tensors; what is no checkpoint is one line."""
+    """Yield a checkpoint's file and metadata; raise ValueError if it is no checkpoint."""
     from safetensors import SafetensorError, safe_open
 
     try:
         with safe_open(path, framework="pt") as file:
             yield file, json.loads(file.metadata()["state"])
     except (SafetensorError, OSError, ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"resume: {path} cannot be read ({error}); train anew in another folder") from None
+        raise ValueError(f"resume: {path} cannot be read ({error}); start again in another folder") from None
 
 
 @contextmanager
 def _stop_requests() -> Iterator[threading.Event]:
-    """Turn the first Ctrl-C or SIGTERM into a wish to stop after the step; the second is the usual one."""
-    asked = threading.Event()
+    """Make the first Ctrl-C or SIGTERM request a stop after the current step; the second has its usual effect."""
+    requested = threading.Event()
     if threading.current_thread() is not threading.main_thread():
-        yield asked  # only the main thread may handle signals
+        yield requested  # only the main thread may handle signals
         return
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
 
-    def ask(number: int, frame: FrameType | None) -> None:
-        asked.set()
+    def request(number: int, frame: FrameType | None) -> None:
+        requested.set()
         for each, handler in before.items():
             signal.signal(each, handler)
 
     for number in before:
-        signal.signal(number, ask)
+        signal.signal(number, request)
     try:
-        yield asked
+        yield requested
     finally:
         for each, handler in before.items():
             signal.signal(each, handler)
@@ -283,7 +283,7 @@ def _stop_requests() -> Iterator[threading.Event]:
 
 def _check_length(steps: int | None, minutes: float | None) -> None:
     if steps is not None and minutes is not None:
-        raise ValueError(f"steps: {steps} and minutes: {minutes:g} do not go together; give one of them")
+        raise ValueError(f"steps: {steps} and minutes: {minutes:g} exclude each other; give one of them")
     if steps is not None and steps < 1:
         raise ValueError(f"steps: {steps} is not allowed; give at least 1")
     if minutes is not None and not 0 < minutes < _MINUTES:
@@ -293,11 +293,11 @@ def _check_length(steps: int | None, minutes: float | None) -> None:
 def _check_folder(out: Path, resume: bool) -> None:
     begun, taken = (out / CHECKPOINT).is_file(), out.exists() and (not out.is_dir() or any(out.iterdir()))
     if resume and not begun:
-        begin = "name another folder" if taken else "leave --resume out"
-        raise ValueError(f"resume: there is no {out / CHECKPOINT}; {begin} to begin")
+        begin = "give another folder" if taken else "omit --resume"
+        raise ValueError(f"resume: there is no {out / CHECKPOINT}; {begin} to start a training")
     if taken and not resume:
-        go_on = "give --resume to go on there, or" if begun else "it has no training to go on with; give"
-        raise ValueError(f"out: {out} is not empty; {go_on} another folder")
+        advice = "give --resume to continue there, or" if begun else "it has no training to continue; give"
+        raise ValueError(f"out: {out} is not empty; {advice} another folder")
 
 
 def _hardware(device: torch.device) -> str:

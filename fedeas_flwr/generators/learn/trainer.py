@@ -1,9 +1,8 @@
 """Train a class-conditional diffusion model on a dataset's train split, for a number of steps or of minutes.
 
-Every random draw of a step comes from (seed, step) and nothing is saved of it: a training that was interrupted and
-resumed ends, on the CPU, with the same bits as one that was not, as long as its length is given in steps. (Given in
-minutes, the learning rate follows the clock.) Hardware and time, preset ``cifar-small``: about 15 minutes for 10,000
-steps on one H200.
+The random numbers of a step are seeded by (seed, step) only. On the CPU, an interrupted and resumed training therefore
+ends with the same bits as an uninterrupted one if its length is given in steps (in minutes, the learning rate follows
+the clock). Preset ``cifar-small`` takes about 15 minutes for 10,000 steps on one H200.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ _MOMENTS = ("exp_avg", "exp_avg_sq")
 
 @dataclass(frozen=True)
 class Progress:
-    """Where a training stands; `loss` is the mean since the last report, `remaining` is in seconds."""
+    """Progress of a training; `loss` is the mean since the last report, `remaining` is in seconds."""
 
     step: int
     loss: float
@@ -45,32 +44,32 @@ class Progress:
 
 @dataclass
 class TrainingState:
-    """What a training remembers beside its tensors."""
+    """State of a training except its tensors."""
 
     step: int = 0
     seconds: float = 0.0
     curve: list[tuple[int, float]] = field(default_factory=list)
     start: str = ""
-    """Whose weights it began with; empty: drawn at random."""
+    """Name of the pretrained initial weights; empty: random initial weights."""
 
 
 class Trainer:
-    """A UNet, its optimiser and its moving average, step by step.
+    """Trains a UNet and the moving average of its weights.
 
     Parameters
     ----------
     preset
-        Network and recipe.
+        Network and training settings.
     dataset
         Only its train images are read.
     seed
-        Of the initial weights and of every step.
+        Seed of the initial weights and of every step.
     device
         ``cpu`` or ``cuda``. On CUDA: bfloat16 autocast, channels last, and torch.compile if `compiled`.
     compiled
-        Spend a minute or two on compiling first, on CUDA.
+        Whether to compile the network first on CUDA, which takes a minute or two.
     start
-        Folder of a trained model to begin with, of the same network; its classes may be others.
+        Folder of a pretrained model with the same network; its classes may differ.
     """
 
     def __init__(
@@ -87,14 +86,14 @@ class Trainer:
 
         self.preset, self.seed = preset, seed
         self.device = torch.device(device)
-        self.diary = TrainingState()
+        self.state = TrainingState()
         self.scheduler = _scheduler(preset)
         with self._deterministic():
             torch.manual_seed(_step_seed(seed, 0))
             self.unet = _build_unet(preset, dataset)
         if start is not None:
             schedule = {"prediction_type": preset.prediction, "beta_schedule": preset.beta_schedule}
-            self.diary.start = init_from_pretrained(self.unet, start, schedule)
+            self.state.start = init_from_pretrained(self.unet, start, schedule)
         self.unet.to(self.device).train()
         on_cuda = self.device.type == "cuda"
         if on_cuda:
@@ -118,54 +117,54 @@ class Trainer:
         report: Callable[[Progress], None] | None = None,
         between: Callable[[], bool] | None = None,
     ) -> bool:
-        """Train until a number of steps or minutes, counted from the very beginning, is reached.
+        """Train up to a total number of steps or minutes, those before a resume included.
 
         Parameters
         ----------
         steps, minutes
             One of them.
         report
-            Told every `Preset.log_every` steps.
+            Called every `Preset.log_every` steps.
         between
-            Called after each step, for checkpoints and pictures; returns whether to stop early.
+            Called after each step, for checkpoints and plots; returns whether to stop early.
 
         Returns
         -------
         bool
-            Whether the end was reached.
+            Whether the training finished.
         """
-        earlier, began = self.diary.seconds, time.monotonic()
+        earlier, began = self.state.seconds, time.monotonic()
         losses: list[torch.Tensor] = []
         with self._deterministic():
             if self._wants_compile:
                 self._compile()
             while True:
-                self.diary.seconds = earlier + time.monotonic() - began
-                step = self.diary.step
-                done = step / steps if steps is not None else self.diary.seconds / (60 * (minutes or 1))
+                self.state.seconds = earlier + time.monotonic() - began
+                step = self.state.step
+                done = step / steps if steps is not None else self.state.seconds / (60 * (minutes or 1))
                 if done >= 1:
                     break
                 self.optimizer.param_groups[0]["lr"] = self.preset.learning_rate * _rate(self.preset, step, done)
                 losses.append(self._train_step(step))
-                self.diary.step += 1
-                if self.diary.step % self.preset.log_every == 0 or self.diary.step == steps:
-                    self.diary.seconds = earlier + time.monotonic() - began
+                self.state.step += 1
+                if self.state.step % self.preset.log_every == 0 or self.state.step == steps:
+                    self.state.seconds = earlier + time.monotonic() - began
                     loss = self._log(losses)
                     if report is not None:
-                        report(Progress(self.diary.step, loss, self.diary.seconds, self._remaining(steps, minutes)))
+                        report(Progress(self.state.step, loss, self.state.seconds, self._remaining(steps, minutes)))
                 if between is not None and between():
                     return False
         return True
 
     def averaged(self) -> Any:
-        """Return a fresh network with the averaged weights, float32 on the CPU."""
+        """Return a new network with the averaged weights, float32 on the CPU."""
         with self._deterministic():
             unet = type(self.unet).from_config(self.unet.config)
         self.average.copy_to(unet.parameters())
         return unet.eval().requires_grad_(False)
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """Return all that a checkpoint needs, by name; contiguous copies on the CPU."""
+        """Return the tensors of a checkpoint by name, as contiguous copies on the CPU."""
         names = [name for name, _ in self.unet.named_parameters()]
         found = {f"unet/{n}": p for n, p in self.unet.named_parameters()}
         found |= {f"average/{n}": p for n, p in zip(names, self.average.shadow_params, strict=True)}
@@ -173,18 +172,18 @@ class Trainer:
             found |= {f"adam-{key}/{name}": value for key, value in self.optimizer.state[parameter].items()}
         return {name: value.detach().cpu().contiguous().clone() for name, value in found.items()}
 
-    def load(self, tensors: dict[str, torch.Tensor], diary: TrainingState) -> None:
-        """Go back to where `tensors` and `diary` were taken."""
+    def load(self, tensors: dict[str, torch.Tensor], state: TrainingState) -> None:
+        """Restore `tensors` and `state` of a checkpoint."""
         parameters = dict(self.unet.named_parameters())
         with torch.no_grad():
             for (name, parameter), shadow in zip(parameters.items(), self.average.shadow_params, strict=True):
                 parameter.copy_(tensors[f"unet/{name}"])
                 shadow.copy_(tensors[f"average/{name}"])
                 moments = {k: torch.empty_like(parameter).copy_(tensors[f"adam-{k}/{name}"]) for k in _MOMENTS}
-                # Adam counts its steps on the CPU, whatever the device.
+                # Adam keeps its step count on the CPU for every device.
                 self.optimizer.state[parameter] = {"step": tensors[f"adam-step/{name}"].clone(), **moments}
-        self.average.optimization_step = diary.step
-        self.diary = diary
+        self.average.optimization_step = state.step
+        self.state = state
 
     def _train_step(self, step: int) -> torch.Tensor:
         torch.manual_seed(_step_seed(self.seed, step + 1))
@@ -200,7 +199,7 @@ class Trainer:
         """Return the weighted squared error on one random batch."""
         batch, device = self.preset.batch, self.device
         chosen = torch.randint(len(self._images), (batch,), device=device)
-        # One timestep from each of `batch` equal slices: the loss varies less from batch to batch than with free draws.
+        # Stratified timesteps, one from each of `batch` equal slices: the loss varies less than with independent ones.
         slices = (torch.arange(batch, device=device) + torch.rand(batch, device=device)) / batch
         times = (slices * TIMESTEPS).long().clamp(max=TIMESTEPS - 1)
         clean = self._images[chosen].float() / 127.5 - 1
@@ -221,34 +220,34 @@ class Trainer:
         return (self._weights[times] * errors).mean()
 
     def _compile(self) -> None:
-        """Compile forward and backward on a batch that changes nothing; without a compiler, go on as before."""
+        """Compile forward and backward on a batch without an update; without a compiler, use the eager network."""
         self._wants_compile = False
-        logger.info("compiling the network, a minute or two")
+        logger.info("compiling the network takes a minute or two")
         self._forward = torch.compile(self.unet, dynamic=False)
         try:
             self._batch_loss().backward()  # type: ignore[no-untyped-call, unused-ignore]
-        except Exception as error:  # whatever a compiler may raise
-            logger.warning("not compiled, training goes on without: %s", one_line(error))
+        except Exception as error:  # a compiler raises many types
+            logger.warning("not compiled, training continues without: %s", one_line(error))
             self._forward = self.unet
         self.optimizer.zero_grad(set_to_none=True)
 
     def _log(self, losses: list[torch.Tensor]) -> float:
-        """Add a point to the curve; the only place where the host waits for the device."""
+        """Add a point to the loss curve; only here does the host wait for the device."""
         loss = float(torch.stack(losses).mean())
         losses.clear()
         if not math.isfinite(loss):
-            raise ValueError(f"loss: {loss} at step {self.diary.step}; --resume goes on from the last checkpoint")
-        self.diary.curve.append((self.diary.step, loss))
+            raise ValueError(f"loss: {loss} at step {self.state.step}; --resume continues from the last checkpoint")
+        self.state.curve.append((self.state.step, loss))
         return loss
 
     def _remaining(self, steps: int | None, minutes: float | None) -> float:
         if steps is None:
-            return max(0.0, 60 * (minutes or 0) - self.diary.seconds)
-        return self.diary.seconds / self.diary.step * (steps - self.diary.step)
+            return max(0.0, 60 * (minutes or 0) - self.state.seconds)
+        return self.state.seconds / self.state.step * (steps - self.state.step)
 
     @contextmanager
     def _deterministic(self) -> Iterator[None]:
-        """Fix what changes the last bits, and leave the caller's random state, threads and switches as they were."""
+        """Make arithmetic deterministic, and restore the caller's random state, threads and switches."""
         threads, strict = torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()
         warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
         devices = [self.device] if self.device.type == "cuda" else []
@@ -268,7 +267,7 @@ def _step_seed(seed: int, number: int) -> int:
 
 
 def _rate(preset: Preset, step: int, done: float) -> float:
-    """Return the fraction of the learning rate at a step, `done` being how much of the planned length is behind."""
+    """Return the factor of the learning rate at a step; `done` is the fraction of the planned length completed."""
     warm = min(1.0, (step + 1) / preset.warm_up) if preset.warm_up else 1.0
     if preset.decay == "never":
         return warm
@@ -278,10 +277,10 @@ def _rate(preset: Preset, step: int, done: float) -> float:
 
 
 def _loss_weights(preset: Preset, signal_to_noise: torch.Tensor) -> torch.Tensor:
-    """Return the weight of each timestep: min-SNR-γ, min(SNR, γ) on the error of the image, in terms of ours."""
+    """Return the min-SNR-γ weight of each timestep: min(SNR, γ) on the image's error, converted to the target's."""
     if preset.min_snr is None:
         return torch.ones_like(signal_to_noise)
-    # The squared error of ε is SNR times the image's, that of v is SNR + 1 times.
+    # The squared error of ε is SNR times that of the image, the error of v is SNR + 1 times.
     own = signal_to_noise + 1 if preset.prediction == "v_prediction" else signal_to_noise
     return signal_to_noise.clamp(max=preset.min_snr) / own
 
@@ -289,16 +288,18 @@ def _loss_weights(preset: Preset, signal_to_noise: torch.Tensor) -> torch.Tensor
 def _scheduler(preset: Preset) -> Any:
     from diffusers import DDIMScheduler
 
-    kind: Any = DDIMScheduler
-    return kind(num_train_timesteps=TIMESTEPS, beta_schedule=preset.beta_schedule, prediction_type=preset.prediction)
+    scheduler: Any = DDIMScheduler
+    return scheduler(
+        num_train_timesteps=TIMESTEPS, beta_schedule=preset.beta_schedule, prediction_type=preset.prediction
+    )
 
 
 def _build_unet(preset: Preset, dataset: Dataset) -> Any:
     from diffusers import UNet2DModel
 
     height, width, channels = dataset.x_train.shape[1:]
-    kind: Any = UNet2DModel
-    unet = kind(
+    unet_class: Any = UNet2DModel
+    unet = unet_class(
         sample_size=height if height == width else (height, width),
         in_channels=channels,
         out_channels=channels,

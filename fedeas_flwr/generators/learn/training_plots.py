@@ -1,4 +1,4 @@
-"""What a person looks at while a generator trains: its samples and its loss."""
+"""Plots of a generator's training: samples and loss curve."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def draw_pictures(folder: Path, trainer: Trainer, dataset: Dataset) -> None:
     save_sheet(list(images.reshape(-1, _GRID, *images.shape[1:])), _GRID, folder / "samples.png")
     figure = Figure(figsize=(7, 4), layout="constrained", dpi=120)
     axes = figure.subplots()
-    axes.plot(*np.array(trainer.diary.curve).reshape(-1, 2).T, color="#d1495b", lw=1)
+    axes.plot(*np.array(trainer.state.curve).reshape(-1, 2).T, color="#d1495b", lw=1)
     axes.set(
         xlabel="step", ylabel="loss", yscale="log", title=f"{short_name(dataset.name)}, preset {trainer.preset.name}"
     )
@@ -38,7 +38,7 @@ def draw_pictures(folder: Path, trainer: Trainer, dataset: Dataset) -> None:
 
 
 def _sample_grid(trainer: Trainer, dataset: Dataset) -> NDArray[np.uint8]:
-    """Return `_GRID` images of each class, or of `_GRID` classes spread over all of them; no guidance."""
+    """Return `_GRID` images of each class, or of `_GRID` evenly spaced classes, without guidance."""
     classes = spread(len(dataset.classes), _GRID)
     samples = [SampleId(0, 0, label, index) for label in classes for index in range(_GRID)]
     height, width, channels = dataset.x_train.shape[1:]
