@@ -1,8 +1,8 @@
-"""FedEAS: how much synthetic data each client generates, and where it goes.
+"""FedEAS: how many synthetic images each client generates, and for which classes.
 
-The paper from top to bottom: label counts → entropy → budget → allocation → imbalance. ``counts`` is everywhere an
-integer array [K, C], n_k^c samples of class c at client k, and every policy returns the samples to generate in the same
-shape. An empty client generates nothing under any policy. NumPy only.
+The order is the paper's: label counts → entropy → budget → allocation → imbalance. ``counts`` is always an integer
+array [K, C], n_k^c samples of class c at client k, and every policy returns the samples to generate in the same shape.
+An empty client generates nothing under any policy. NumPy only.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ FloatArray = npt.NDArray[np.float64]
 BoolArray = npt.NDArray[np.bool_]
 
 MAX_COUNT = 2**40
-"""Largest count, budget or total: sums over millions of pairs still fit 64 bits."""
+"""Largest count, budget or total, in samples: sums over millions of (client, class) pairs still fit 64 bits."""
 MAX_GREEDY_STEPS = 10_000_000
 """Maximum number of samples that `greedy` places."""
 
@@ -29,9 +29,9 @@ MAX_GREEDY_STEPS = 10_000_000
 
 # H̃_k = −Σ_c q_k^c log q_k^c / log C,  q_k^c = n_k^c / N_k,  0 log 0 := 0
 def normalised_entropy(counts: npt.ArrayLike) -> FloatArray:
-    """Measure each client's label balance: 0 with a single class, 1 with all classes alike.
+    """Return each client's label balance: 0 with a single class, 1 with equal counts of all classes.
 
-    Exactly 1 where nothing is left to balance: all classes alike, no sample at all, or only one class to have.
+    It is exactly 1 for equal counts, for a client without samples, and if there is only one class.
     """
     counts = checked_counts(counts)
     q = _proportions(counts)
@@ -42,7 +42,7 @@ def normalised_entropy(counts: npt.ArrayLike) -> FloatArray:
 
 # Eq. (cap): b_k = ⌊ √n̄_k · (1 − H̃_k) · β ⌋,  n̄_k = N_k / C; the paper's √ is γ = ½
 def budget(counts: npt.ArrayLike, beta: float, gamma: float = 0.5, use_entropy: bool = True) -> IntArray:
-    """Give each client the count b_k up to which it fills its scarce classes.
+    """Return each client's b_k, the count up to which it fills its scarce classes.
 
     Parameters
     ----------
@@ -53,7 +53,7 @@ def budget(counts: npt.ArrayLike, beta: float, gamma: float = 0.5, use_entropy: 
     gamma : float
         Exponent of the per-class mean count, at least 0.
     use_entropy : bool
-        Whether the factor (1 − H̃_k) is there; the paper's first ablation leaves it out.
+        Whether to multiply by (1 − H̃_k); the paper's first ablation does not.
     """
     counts = checked_counts(counts)
     check_number("beta", beta)
@@ -62,14 +62,18 @@ def budget(counts: npt.ArrayLike, beta: float, gamma: float = 0.5, use_entropy: 
     with np.errstate(over="ignore", invalid="ignore"):
         exact = np.where(skew > 0, counts.mean(axis=1) ** gamma * skew * beta, 0.0)
     if not exact.max() <= MAX_COUNT:
-        raise ValueError(f"beta={beta!r} with gamma={gamma!r}: budgets must stay below 2**40 a class")
-    # A product that is whole on paper may come out a few ulps short of it: 100 · 0.29 is 28.999999999999996.
+        raise ValueError(f"beta={beta!r} with gamma={gamma!r}: budgets must stay below 2**40 per class")
+    # An exact integer product may be a few ulps too small in floating point: 100 · 0.29 is 28.999999999999996.
     return np.floor(exact * (1 + 1e-12)).astype(np.int64)
 
 
-# Eq. (gen): n_gen = max{0, b_k − n_k^c}; the paper's own totals need n_k^c < n̄_k besides
+# Eq. (gen): n_gen = max{0, b_k − n_k^c}; the paper's totals also need n_k^c < n̄_k
 def fill_to(counts: npt.ArrayLike, level: npt.ArrayLike, strict_mean: bool = True) -> IntArray:
-    """Fill classes up to their client's level; with ``strict_mean`` only those strictly below its mean N_k / C."""
+    """Return the samples that fill classes up to their client's level.
+
+    With ``strict_mean``, the inverse of the key ``printed-rule``, only classes strictly below the client's mean N_k / C
+    are filled.
+    """
     counts = checked_counts(counts)
     missing: IntArray = np.maximum(0, np.asarray(level, dtype=np.int64)[:, None] - counts)
     if strict_mean:
@@ -78,47 +82,47 @@ def fill_to(counts: npt.ArrayLike, level: npt.ArrayLike, strict_mean: bool = Tru
 
 
 def fedeas(counts: npt.ArrayLike, beta: float, gamma: float = 0.5, strict_mean: bool = True) -> IntArray:
-    """Fill every client's scarce classes up to its entropy-adaptive budget: the paper's method."""
+    """Return the paper's allocation: every client fills its scarce classes up to its entropy-adaptive budget."""
     return fill_to(counts, budget(counts, beta, gamma), strict_mean)
 
 
 def oversample(counts: npt.ArrayLike, beta: float, gamma: float = 0.5, strict_mean: bool = True) -> IntArray:
-    """Repeat a client's own images up to FedEAS's budget: the free alternative to it.
+    """Return how many of its own images a client repeats to reach FedEAS's budget: an alternative without generator.
 
-    Returns the images to repeat, not to generate. Where FedEAS fills a class that the client has some of, so does this,
-    with copies; a class it has none of stays empty, for there is nothing to repeat.
+    These are images to repeat, not to generate. The counts are FedEAS's for classes that the client has, and 0 for
+    absent classes, which have nothing to repeat.
     """
     counts = checked_counts(counts)
     return np.where(counts > 0, fedeas(counts, beta, gamma, strict_mean), 0)
 
 
 def full_balance(counts: npt.ArrayLike) -> IntArray:
-    """Fill every class, absent ones included, up to the client's largest."""
+    """Return the samples that fill every class, absent ones included, up to the client's largest class."""
     counts = checked_counts(counts)
     missing: IntArray = counts.max(axis=1, keepdims=True) - counts
     return missing
 
 
 def none(counts: npt.ArrayLike) -> IntArray:
-    """Generate nothing: the baseline."""
+    """Return zeros: the baseline."""
     return np.zeros_like(checked_counts(counts))
 
 
-# --------------------------------------------------- matched budgets: a total dealt out evenly over eligible pairs
+# ------------------------------------------------ matched budgets: a total distributed evenly over eligible pairs
 
 
 def uniform(counts: npt.ArrayLike, total: int) -> IntArray:
-    """Spend the total evenly over all pairs of client and class."""
+    """Return the total distributed evenly over all (client, class) pairs."""
     return _distribute(total, eligible_pairs(counts))
 
 
 def missing_only(counts: npt.ArrayLike, total: int) -> IntArray:
-    """Spend the total evenly over the absent pairs, n_k^c = 0."""
+    """Return the total distributed evenly over the absent pairs, n_k^c = 0."""
     return _distribute(total, eligible_pairs(counts, absent_only=True))
 
 
 def eligible_pairs(counts: npt.ArrayLike, absent_only: bool = False) -> BoolArray:
-    """Mark the pairs [K, C] that a total is dealt out over; an empty client has none."""
+    """Return a mask [K, C] of the pairs that share a total; an empty client has none."""
     counts = checked_counts(counts)
     eligible: BoolArray = counts == 0 if absent_only else np.ones_like(counts, dtype=bool)
     eligible[~counts.any(axis=1)] = False
@@ -138,8 +142,8 @@ def split_total(total: int, pairs: npt.ArrayLike) -> list[tuple[int, int]]:
     pairs = np.asarray(pairs, dtype=np.int64)
     everyone = int(pairs.sum())
     if everyone == 0 and total > 0:
-        wanted = "a client with images, for missing-only a class that a client has none of"
-        raise ValueError(f"total={total}: no pair to generate for is eligible, that needs {wanted}")
+        needed = "at least one client must have images and, for missing-only, lack a class"
+        raise ValueError(f"total={total}: no (client, class) pair is eligible; {needed}")
     base, remainder = divmod(int(total), max(1, everyone))
     extra = np.clip(remainder - (np.cumsum(pairs) - pairs), 0, pairs)
     return [(base, int(more)) for more in extra]
@@ -157,19 +161,19 @@ def _distribute(total: int, eligible: BoolArray) -> IntArray:
     return distribute(eligible, base, extra)
 
 
-# ----------------------------------------------------------- matched budgets: a total spent where it helps most
+# ----------------------------------------------------------- matched budgets: a total spent at the largest gain
 
 
 # Repeated argmax of Eq. (gain), with the current q_k and N_k and the original p_k
 def greedy(counts: npt.ArrayLike, total: int) -> IntArray:
-    """Place one sample at a time at the pair of largest gain, ties to the lowest (client, class).
+    """Place one sample at a time at the pair of largest gain, ties to the lowest (client, class); return all samples.
 
     A client's best class is always its scarcest, and a sample changes the gains of its own client only: hence one heap
-    of classes a client and one heap of clients. Integer arithmetic keeps equal gains equal.
+    of classes per client and one heap of clients. Integer arithmetic keeps equal gains equal.
     """
     counts = checked_counts(counts)
     check_total(total)
-    steps = min(total, int(full_balance(counts).sum()))  # beyond them no sample gains anything
+    steps = min(total, int(full_balance(counts).sum()))  # further samples have no gain
     if steps > MAX_GREEDY_STEPS:
         allowed = f"greedy places samples one at a time, {MAX_GREEDY_STEPS:,} at most; waterfill has no such limit"
         raise ValueError(f"total={total}: {allowed}")
@@ -197,16 +201,16 @@ def greedy(counts: npt.ArrayLike, total: int) -> IntArray:
         squares[k] += 2 * n + 1
         heapq.heapreplace(classes[k], (n + 1, c))
         heapq.heapreplace(clients, (-gain_of(k), k))
-    if total > steps:  # all are balanced: the lowest client has the rest, round by round
+    if total > steps:  # all are balanced: the first client gets the remainder, spread over its classes
         generated[clients[0][1]] += distribute(np.ones_like(counts[0]), *divmod(total - steps, counts.shape[1]))
     return generated
 
 
-# ------------------------------------------------------------------------------------- what an allocation is worth
+# ---------------------------------------------------------------------------------------- scores of an allocation
 
 
 class Imbalance(NamedTuple):
-    """The imbalance score and the two parts it splits into."""
+    """The imbalance score and its two summands."""
 
     score: float
     heterogeneity: float
@@ -215,7 +219,7 @@ class Imbalance(NamedTuple):
 
 # Eq. (surrogate): 𝓘 = Σ_k p_k ‖q_k − u‖²;  Eq. (r-decomp): 𝓘 = Σ_k p_k ‖q_k − q̄‖² + ‖q̄ − u‖²,  q̄ = Σ_k p_k q_k
 def imbalance(counts: npt.ArrayLike, generated: npt.ArrayLike | None = None) -> Imbalance:
-    """Score the label imbalance that is left after an allocation; the weights p_k stay those of the real counts."""
+    """Return the label imbalance after an allocation; the weights p_k are those of the real counts."""
     counts = checked_counts(counts)
     if not counts.any():
         return Imbalance(0.0, 0.0, 0.0)
@@ -230,7 +234,7 @@ def imbalance(counts: npt.ArrayLike, generated: npt.ArrayLike | None = None) -> 
 
 # The summands of Eq. (surrogate)
 def client_imbalance(counts: npt.ArrayLike, generated: npt.ArrayLike | None = None) -> FloatArray:
-    """Give each client's part of the score, p_k ‖q_k − u‖²."""
+    """Return each client's summand of the score, p_k ‖q_k − u‖²."""
     counts = checked_counts(counts)
     q = _proportions(_augmented(counts, generated))
     parts: FloatArray = _weights(counts) * np.square(q - 1 / q.shape[1]).sum(axis=1)
@@ -239,28 +243,28 @@ def client_imbalance(counts: npt.ArrayLike, generated: npt.ArrayLike | None = No
 
 # Eq. (gain): Δ_k^c = (2 p_k / N_k) (‖q_k‖² − q_k^c)
 def gain(counts: npt.ArrayLike) -> FloatArray:
-    """Tell to first order how much one more sample at each pair lowers the score; 0 for an empty client."""
+    """Return, to first order, how much one more sample at each pair lowers the score; 0 for an empty client."""
     counts = checked_counts(counts)
     size = counts.sum(axis=1, keepdims=True).astype(np.float64)
-    # Over the common denominator N_k², where whole numbers let a gain of nothing be exactly 0.
+    # Over the common denominator N_k², where integers make a gain of zero exactly 0.
     excess = np.square(counts, dtype=np.float64).sum(axis=1, keepdims=True) - counts * size
     gains: FloatArray = 2 / max(1.0, float(size.sum())) * excess / np.maximum(1.0, size) ** 2
     return gains
 
 
 def negative_gain_samples(counts: npt.ArrayLike, generated: npt.ArrayLike) -> int:
-    """Count the samples placed where, on the real counts, the gain is negative."""
+    """Return the number of samples placed at pairs whose gain on the real counts is negative."""
     return int(checked_counts(generated, "generated")[gain(counts) < 0].sum())
 
 
 def removed(counts: npt.ArrayLike, generated: npt.ArrayLike) -> float:
-    """Give the part of the imbalance that an allocation removes, 1 − 𝓘(B) / 𝓘(0); 0 where there was none."""
+    """Return the fraction of the imbalance that an allocation removes, 1 − 𝓘(B) / 𝓘(0); 0 if there was none."""
     before = imbalance(counts).score
     return 1 - imbalance(counts, generated).score / before if before > 0 else 0.0
 
 
 def _proportions(counts: IntArray) -> FloatArray:
-    """q_k; for an empty client the uniform distribution, from which nothing is missing."""
+    """Return q_k; for an empty client the uniform distribution, whose imbalance is 0."""
     size = counts.sum(axis=1, keepdims=True)
     q: FloatArray = np.where(size > 0, counts / np.maximum(1, size), 1 / counts.shape[1])
     return q
@@ -279,11 +283,11 @@ def _augmented(counts: IntArray, generated: npt.ArrayLike | None) -> IntArray:
     return counts + generated
 
 
-# ---------------------------------------------------------------------------------------- what may pass as counts
+# ---------------------------------------------------------------------------------------------------- validation
 
 
 def checked_counts(counts: npt.ArrayLike, name: str = "counts") -> IntArray:
-    """Give counts as int64 [K, C]; whole floats pass, anything else is a ValueError."""
+    """Return counts as int64 [K, C]; raise ValueError for anything but integers, also stored as floats."""
     try:
         array = np.asarray(counts)
     except ValueError:
@@ -302,19 +306,19 @@ def checked_counts(counts: npt.ArrayLike, name: str = "counts") -> IntArray:
 
 
 def check_number(name: str, value: float) -> None:
-    """Refuse what is no finite number of at least 0."""
+    """Raise ValueError unless the value is a finite number of at least 0."""
     if not math.isfinite(value) or value < 0:
         raise ValueError(f"{name}={value!r}: must be a finite number of at least 0")
 
 
 def check_total(total: int) -> None:
-    """Refuse what cannot be a number of images."""
+    """Raise ValueError unless the total is an integer from 0 to `MAX_COUNT`."""
     if not isinstance(total, int | np.integer) or isinstance(total, bool) or not 0 <= total <= MAX_COUNT:
         raise ValueError(f"total={total!r}: must be an integer from 0 to 2**40")
 
 
 def first_failing(low: IntArray, high: IntArray, holds: Callable[[IntArray], BoolArray]) -> IntArray:
-    """Find by bisection, elementwise, the first integer from low up to high at which a condition no longer holds."""
+    """Return, elementwise by bisection, the first integer from low up to high at which a condition no longer holds."""
     while (low < high).any():
         middle = (low + high) // 2
         more = holds(middle) & (low < high)

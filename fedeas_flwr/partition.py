@@ -1,14 +1,14 @@
-"""Cut a labelled dataset into label-skewed clients: protocols ``paper`` and ``clean``.
+"""Partition a labelled dataset into label-skewed clients: protocols ``paper`` and ``clean``.
 
 ``paper``
-    Train and test images together (train first) are dealt out by a Dirichlet draw per class, then every client keeps
-    a quarter of what it got as its test set. The union of these test sets is the global test set. About 5/6 of it are
+    Train and test images together (train first) are distributed by a Dirichlet draw per class; then every client keeps
+    a quarter of its images as its test set. The union of these test sets is the global test set. About 5/6 of it are
     images that a generator trained on the official training set has seen.
 ``clean``
-    Only the official training images are dealt out, in the same way and without a local split; the official test set
-    stays untouched.
+    Only the official training images are distributed, in the same way and without a local split; the official test set
+    is the global test set.
 
-Both draw from NumPy's legacy generator, whose stream is frozen, so a seed names one partition for ever.
+Both draw from NumPy's legacy generator, whose stream is frozen, so a seed always gives the same partition.
 """
 
 from __future__ import annotations
@@ -39,23 +39,23 @@ CLASS_COUNTS: dict[str, dict[str, tuple[int, ...]]] = {
     "cifar100": {"train": (500,) * 100, "test": (100,) * 100},
 }
 
-# The share of its samples that a client keeps for testing.
+# Fraction of its samples that a client keeps for testing.
 TEST_FRACTION: dict[str, float] = {"paper": 0.25, "clean": 0.0}
 
 MIN_SAMPLES = 10
-"""What a client has at least, before the local split."""
+"""Minimum number of samples per client, before the local split."""
 
 LEAKAGE = (
     "Protocol `paper` splits CIFAR's train and test images together: about 5/6 of its test images were in the training "
     "set of a generator trained on the official training images. Compare these figures with each other and with the "
     "paper's, not with test accuracies elsewhere."
 )
-"""What every page of figures under protocol ``paper`` says of them."""
+"""Note on every page with figures under protocol ``paper``."""
 LEAKAGE_ELSEWHERE = (
     "Protocol `paper` splits a dataset's train and test images together: a generator trained on its training images "
     "has seen most of these test images. Compare these figures with each other, not with test accuracies elsewhere."
 )
-"""The same of datasets that are not the paper's."""
+"""The note for datasets that are not the paper's."""
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ class Partition:
     test: list[IntArray]
 
     def counts(self, labels: npt.ArrayLike, num_classes: int) -> IntArray:
-        """Count the training samples of every client and class, as an array [K, C]."""
+        """Return the training samples of every client and class, [K, C]."""
         labels = np.asarray(labels)
         return np.stack([np.bincount(labels[mine], minlength=num_classes) for mine in self.train]).astype(np.int64)
 
@@ -89,9 +89,9 @@ def dirichlet_partition(
     max_tries: int = 20_000,
     progress: Progress | None = None,
 ) -> Partition:
-    """Deal samples out class by class in Dirichlet proportions, until every client has enough.
+    """Distribute samples class by class in Dirichlet proportions, so that every client has at least `MIN_SAMPLES`.
 
-    A draw that leaves a client with fewer than `MIN_SAMPLES`, before the local split, is rejected and made again.
+    A draw that gives a client fewer, before the local split, is rejected and repeated.
 
     Parameters
     ----------
@@ -104,8 +104,8 @@ def dirichlet_partition(
     seed : int
         Seed of NumPy's legacy generator.
     test_fraction : float
-        Share of its samples a client sets aside for testing. With 0 the client's samples are not shuffled, so no
-        random number is spent on a split that does not happen; they stay in class order.
+        Fraction of its samples that a client sets aside for testing. With 0 the client's samples are not shuffled and
+        no random number is drawn for a split; they stay in class order.
     max_tries : int
         Draws to make before giving up.
     progress : callable, optional
@@ -140,7 +140,7 @@ def dirichlet_partition(
 
 
 def check_clients(clients: int, samples: int) -> None:
-    """Refuse more clients than there are samples for, before anything is drawn."""
+    """Raise ValueError, before any draw, if there are too few samples for the clients."""
     if clients * MIN_SAMPLES > samples:
         raise ValueError(
             f"clients={clients}: each client needs {MIN_SAMPLES} samples, and there are {samples}; "
@@ -151,10 +151,10 @@ def check_clients(clients: int, samples: int) -> None:
 def _shuffle_and_cut(
     rng: np.random.RandomState, by_class: Sequence[IntArray], concentration: npt.NDArray[np.float64]
 ) -> IntArray | None:
-    """Shuffle every class in place and say where to cut it: K + 1 positions for each class.
+    """Shuffle every class in place and return where to cut it: K + 1 positions per class.
 
-    Whether a draw is accepted depends on the cuts alone, yet the shuffles cannot be left out: they consume the stream,
-    and by an amount that only drawing them tells. None where the proportions underflowed (a very small alpha).
+    Only the cuts decide whether a draw is accepted, but the shuffles cannot be skipped: they consume an amount of the
+    stream that is unknown before. Return None if the proportions underflowed (a very small alpha).
     """
     cuts = np.zeros((len(by_class), concentration.size + 1), dtype=np.int64)
     finite = True
@@ -170,7 +170,7 @@ def _shuffle_and_cut(
 
 
 def _split_locally(rng: np.random.RandomState, held: list[IntArray], test_fraction: float) -> Partition:
-    """Shuffle each client's samples and set its first ones aside for testing."""
+    """Shuffle each client's samples and return the partition with the first ones as test set."""
     if test_fraction == 0:
         return Partition(train=held, test=[mine[:0] for mine in held])
     for mine in held:
@@ -191,10 +191,10 @@ def make_partition(
     cache_dir: Path | None = None,
     progress: Progress | None = None,
 ) -> Partition:
-    """Give the partition of a dataset under a protocol, from the cache where it is there already.
+    """Return the partition of a dataset under a protocol, from the cache if it is there.
 
-    Where a class's samples lie in the dataset decides nothing about the draw, so it is made (and cached) for labels in
-    class order and then carried over to the given ones. A plan and a training run therefore share one cached file.
+    The positions of a class's samples do not affect the draw, so it is made (and cached) for labels in class order and
+    then mapped to the given ones. A plan and a training run therefore share one cached file.
 
     Parameters
     ----------
@@ -205,9 +205,9 @@ def make_partition(
     clients, alpha, seed
         See `dirichlet_partition`.
     cache_dir : Path, optional
-        Results are kept in its folder ``partitions``; without it nothing is read or written.
+        Results are stored in its folder ``partitions``; without it nothing is read or written.
     progress : callable, optional
-        See `dirichlet_partition`; not called where the cache answers.
+        See `dirichlet_partition`; not called if the partition is cached.
     """
     if isinstance(dataset, str):
         dataset = plan_labels(dataset, protocol)
@@ -236,7 +236,7 @@ def make_partition(
 
 
 def plan_labels(dataset: str, protocol: str) -> IntArray:
-    """Give a built-in dataset's labels in class order: enough to plan with, since no image is needed for counts."""
+    """Return a built-in dataset's labels in class order: enough for a plan, which needs counts only."""
     _check_name("dataset", dataset, CLASS_COUNTS)
     _check_name("protocol", protocol, TEST_FRACTION)
     parts = ("train", "test") if protocol == "paper" else ("train",)
@@ -244,7 +244,7 @@ def plan_labels(dataset: str, protocol: str) -> IntArray:
 
 
 def stratified_split(labels: npt.ArrayLike, test_fraction: float = 0.2, seed: int = 0) -> tuple[IntArray, IntArray]:
-    """Set the same share of every class aside for testing.
+    """Set the same fraction of every class aside for testing.
 
     Returns
     -------
@@ -262,7 +262,7 @@ def stratified_split(labels: npt.ArrayLike, test_fraction: float = 0.2, seed: in
 
 
 def _read(file: Path, clients: int, samples: int) -> Partition | None:
-    """Read a cached partition; None where there is none or the file is damaged, so that it is made anew."""
+    """Read a cached partition; return None if it is missing or damaged, so that it is drawn again."""
     try:
         stored = read_archive(file, ("train", "train_sizes", "test", "test_sizes"))
         parts = [np.split(stored[name], np.cumsum(stored[f"{name}_sizes"])[:-1]) for name in ("train", "test")]
@@ -274,7 +274,7 @@ def _read(file: Path, clients: int, samples: int) -> Partition | None:
 
 
 def _write(file: Path, partition: Partition) -> None:
-    """Write a partition so that readers see either all of it or nothing, even with several writers."""
+    """Write a partition atomically: readers see all of it or nothing, even with several writers."""
     with atomic_path(file) as unfinished, unfinished.open("wb") as stream:
         np.savez(
             stream,

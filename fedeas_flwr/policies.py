@@ -1,15 +1,15 @@
-"""Policies: everything that depends on ``policy=``, and the only place that decides by a policy's name.
+"""Policies: everything that depends on ``policy=``, and the only module that decides by a policy's name.
 
 A policy is one object. `fedeas plan`, a simulation, a SuperNode, the cost estimate and the server's checks all call it:
 
     any policy     ``plan``         client: the images of each class that it adds, from its own counts
                    ``max_total``    server: the largest total that a client may report
-    matched ones   ``reply``        client: the whole numbers that it tells the server, never its counts
+    matched ones   ``reply``        client: the integers that it sends to the server, never its counts
                    ``split_total``  server: each client's share of one total, from these numbers
 
-A client is a row. On a node a view has one row, the client's own; the plan of a federation makes the same calls with a
-row per client. A policy treats every row by itself, so plan and run cannot disagree. A new policy is a class here, an
-entry of `POLICIES` and a label in report/style.py. NumPy only.
+A client is a row. On a node a view has one row, the client's own; the plan of a federation makes the same calls with
+one row per client. A policy treats rows independently, so plan and run cannot disagree. A new policy is a class here,
+an entry of `POLICIES` and a label in report/style.py. NumPy only.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from fedeas_flwr.waterfill import waterfill_count, waterfill_counter, waterfill_
 
 @dataclass(frozen=True)
 class PolicySettings:
-    """What a plan depends on besides counts; ``strict_mean`` is the inverse of the key ``printed-rule``."""
+    """Settings of a plan besides counts; ``strict_mean`` is the inverse of the key ``printed-rule``."""
 
     beta: float
     gamma: float = 0.5
     strict_mean: bool = True
     total: int | None = None
-    """Images that a matched policy spends; None: what FedEAS spends at β."""
+    """Number of images that a matched policy spends; None means FedEAS's total at β."""
 
 
 @dataclass(frozen=True)
@@ -48,34 +48,34 @@ class Share:
 
 
 EMPTY_SHARE = Share(level=2.0)
-"""No image under any policy: a marginal gain, which waterfill's level is, never exceeds 1."""
+"""A share without images under any policy: waterfill's level is a marginal gain, which never exceeds 1."""
 
 
 @dataclass(frozen=True, eq=False)
 class ClientView:
-    """What a policy may know of clients: their label counts, the settings and, of a matched total, their shares."""
+    """Input of a policy: clients' label counts, the settings and, under a matched policy, the clients' shares."""
 
     counts: IntArray
     """Label counts, [K, C]; one row on a node."""
     settings: PolicySettings
     shares: Sequence[Share] = ()
-    """One per row, in the plan of a matched policy."""
+    """One share per row, for the plan of a matched policy."""
 
 
 Ask = Callable[[str, float], Mapping[int, Sequence[int]]]
-"""Sends a question, at a β or a level, to all clients; returns client → whole numbers, in ascending client id."""
+"""Sends a question, at a β or a level, to all clients; returns client → integers, in ascending client id."""
 
 
 class Policy(Protocol):
-    """How many images of each class a client adds to its own. Pure and deterministic."""
+    """Decides how many images of each class a client adds to its own. Pure and deterministic."""
 
     name: str
     settings: frozenset[str] = frozenset()
     """Fields of `PolicySettings` that the plan depends on."""
     repeats: bool = False
-    """Whether the plan counts copies of the client's own images. Nothing is generated then."""
+    """Whether the plan counts copies of the client's own images; nothing is generated then."""
     is_baseline: bool = False
-    """Whether clients train on their own images alone: what a report compares other policies with."""
+    """Whether clients train on their own images only; reports compare other policies with this one."""
 
     def plan(self, view: ClientView) -> IntArray:
         """Return the images of each class that each client adds, in the shape of the counts."""
@@ -98,14 +98,14 @@ class Policy(Protocol):
 
 @runtime_checkable
 class MatchedPolicy(Policy, Protocol):
-    """A policy that spends one total on all clients: FedEAS's own, unless the settings say another."""
+    """A policy that spends one total on all clients: FedEAS's, unless the settings have another."""
 
     settings: frozenset[str] = frozenset({"beta", "gamma", "strict_mean", "total"})
     questions: Mapping[str, Sequence[str]] = {"plan": ("total", "absent")}
-    """Question of the server → what the numbers of a reply are called on the wire."""
+    """Question of the server → names of the numbers in a reply, as sent."""
 
     def reply(self, view: ClientView, question: str, at: float) -> IntArray:
-        """Return each client's whole numbers, [K, n]: to ``plan`` at a β, FedEAS's total and the absent classes."""
+        """Return each client's integers, [K, n]: for ``plan`` at a β, FedEAS's total and its absent classes."""
         total = FEDEAS.plan(replace(view, settings=replace(view.settings, beta=at))).sum(axis=1)
         return np.stack([total, (view.counts == 0).sum(axis=1)], axis=1)
 
@@ -116,7 +116,7 @@ class MatchedPolicy(Policy, Protocol):
         return FEDEAS.max_total(samples, classes, replace(settings, beta=at), EMPTY_SHARE), classes
 
     def split_total(self, ask: Ask, classes: int, settings: PolicySettings) -> dict[int, Share]:
-        """Return the share of every client that replied, from its replies alone."""
+        """Return the share of every client that replied, from the replies only."""
         ...
 
     def generates(self, settings: PolicySettings) -> bool:
@@ -124,7 +124,7 @@ class MatchedPolicy(Policy, Protocol):
         return settings.beta > 0 or bool(settings.total)
 
 
-# --------------------------------------------------------------------------------- policies of a client's own counts
+# ------------------------------------------------------------------------- policies that need a client's counts only
 
 
 class NoImages(Policy):
@@ -146,7 +146,7 @@ class FillToBudget(Policy):
         self.settings = frozenset({"beta", "strict_mean"} | ({"gamma"} if gamma is None else set()))
 
     def plan(self, view: ClientView) -> IntArray:
-        """Return what fills the scarce classes."""
+        """Return the samples that fill the scarce classes."""
         return allocation.fill_to(view.counts, self.budget(view), view.settings.strict_mean)
 
     def budget(self, view: ClientView) -> IntArray:
@@ -155,7 +155,7 @@ class FillToBudget(Policy):
 
     # Eq. (cap): b_k = ⌊β n̄_k^γ (1 − H̃_k)⌋ is largest where all samples are of one class, H̃_k = 0
     def max_total(self, samples: int, classes: int, settings: PolicySettings, share: Share) -> int:
-        """Return C times the largest b_k that any counts of so many samples have."""
+        """Return C times the largest b_k of any counts with ``samples`` samples."""
         budget = settings.beta * (samples / classes) ** self._gamma(settings)
         return classes * int(min(MAX_COUNT, budget * (1 + 1e-9)))
 
@@ -168,14 +168,14 @@ class FillToBudget(Policy):
 
 
 class Oversample(Policy):
-    """Repeat a client's own images up to FedEAS's budget: the free alternative to generating."""
+    """Repeat a client's own images up to FedEAS's budget: the alternative without a generator."""
 
     name = "oversample"
     settings = frozenset({"beta", "gamma", "strict_mean"})
     repeats = True
 
     def plan(self, view: ClientView) -> IntArray:
-        """Return the copies of each class; none of a class that the client does not have."""
+        """Return the number of copies per class; 0 for absent classes."""
         settings = view.settings
         return allocation.oversample(view.counts, settings.beta, settings.gamma, settings.strict_mean)
 
@@ -185,12 +185,12 @@ class Oversample(Policy):
 
 
 class FullBalance(Policy):
-    """Fill every class up to the client's largest."""
+    """Fill every class up to the client's largest class."""
 
     name = "full-balance"
 
     def plan(self, view: ClientView) -> IntArray:
-        """Return what is missing from balance."""
+        """Return the samples that make the counts equal."""
         return allocation.full_balance(view.counts)
 
     def max_total(self, samples: int, classes: int, settings: PolicySettings, share: Share) -> int:
@@ -206,7 +206,7 @@ class FullBalance(Policy):
 
 
 class EvenSplit(MatchedPolicy):
-    """Spend a total evenly over all pairs of client and class, or over the absent ones."""
+    """Spend a total evenly over all (client, class) pairs, or over the absent ones."""
 
     def __init__(self, name: str, absent_only: bool = False) -> None:
         self.name, self._absent_only = name, absent_only
@@ -218,11 +218,11 @@ class EvenSplit(MatchedPolicy):
         return allocation.distribute(eligible, base, extra)
 
     def max_total(self, samples: int, classes: int, settings: PolicySettings, share: Share) -> int:
-        """Return the total of a client that has all pairs of its share."""
+        """Return the total of a client all of whose classes are eligible."""
         return classes * share.base + share.extra
 
     def split_total(self, ask: Ask, classes: int, settings: PolicySettings) -> dict[int, Share]:
-        """Return (base, extra) of every client; one that lacks all classes is empty and has no eligible pair."""
+        """Return (base, extra) of every client; a client that lacks all classes is empty and has no eligible pair."""
         replies = ask("plan", settings.beta)
         pairs = [
             (absent if self._absent_only else classes) if absent < classes else 0 for _, absent in replies.values()
@@ -232,13 +232,13 @@ class EvenSplit(MatchedPolicy):
 
 
 class Waterfill(MatchedPolicy):
-    """Spend a total where the imbalance score becomes least."""
+    """Spend a total so that the imbalance score is minimal."""
 
     name = "waterfill"
     questions: Mapping[str, Sequence[str]] = {**MatchedPolicy.questions, "waterfill": ("count",)}
 
     def plan(self, view: ClientView) -> IntArray:
-        """Return the lowest classes filled with the count at the share's level and its extra samples."""
+        """Return the samples for the lowest classes: the count at the share's level plus its extra samples."""
         samples = np.array([share.extra for share in view.shares])
         levels = np.array([share.level for share in view.shares])
         for level in np.unique(levels):
@@ -246,11 +246,11 @@ class Waterfill(MatchedPolicy):
         return waterfill_fill(view.counts, samples)
 
     def max_total(self, samples: int, classes: int, settings: PolicySettings, share: Share) -> int:
-        """Return the largest count at the share's level, and its extra samples."""
+        """Return the largest count at the share's level plus its extra samples."""
         return self._max_count(samples, classes, share.level) + share.extra
 
     def reply(self, view: ClientView, question: str, at: float) -> IntArray:
-        """Return each client's numbers, [K, n]: to ``waterfill`` at a level, the samples it adds down to it."""
+        """Return each client's numbers, [K, n]: for ``waterfill`` at a level, the samples that it adds."""
         return super().reply(view, question, at) if question == "plan" else _counter(view)(at)[:, None]
 
     def max_reply(
@@ -262,7 +262,7 @@ class Waterfill(MatchedPolicy):
         return (self._max_count(samples, classes, at),)
 
     def split_total(self, ask: Ask, classes: int, settings: PolicySettings) -> dict[int, Share]:
-        """Return the level and each client's extra; a client that is left out of a later reply adds nothing there."""
+        """Return the level and each client's extra; a client that misses a later question adds nothing at its level."""
         replies = ask("plan", settings.beta)
 
         def count_at(level: float) -> IntArray:
@@ -303,24 +303,24 @@ POLICIES: dict[str, Policy] = {
     )
 }
 REFERENCES: dict[str, Callable[[IntArray, int], IntArray]] = {"greedy": allocation.greedy}
-"""Rules that need the counts of all clients, and a total: for `fedeas plan` and the figures, not for a run."""
+"""Rules that need the counts of all clients and a total: for `fedeas plan` and the figures, not for runs."""
 
 
 def check_runnable(name: str) -> None:
-    """Raise ValueError, with what ``policy`` must be, for a name that a federation cannot run."""
+    """Raise ValueError, with the allowed values, for a policy that a federation cannot run."""
     if name in REFERENCES:
         raise ValueError(
-            f"must be a policy that needs a client's own label counts alone; {name} needs those of all clients, so "
-            "only `fedeas plan` has it. Use waterfill, which spends a total at least as well"
+            f"must be a policy that needs only a client's own label counts; {name} needs those of all clients, so "
+            "only `fedeas plan` supports it. Use waterfill, which spends a total at least as well"
         )
     if name not in POLICIES:
         raise ValueError(f"must be one of {', '.join(POLICIES)}")
 
 
 def settings_of(policy: str, total_given: bool) -> frozenset[str]:
-    """Name the settings that decide what a policy does; any other would be ignored.
+    """Return the names of the settings that a policy uses; it ignores all others.
 
-    A matched policy needs β, γ and the rule for FedEAS's total only; the two ablations have their own γ.
+    A matched policy needs β, γ and the rule only for FedEAS's total; the two ablations have their own γ.
     """
     if policy not in POLICIES and policy not in REFERENCES:
         raise ValueError(f"policy={policy!r}: must be one of {', '.join([*POLICIES, *REFERENCES])}")
@@ -337,11 +337,12 @@ def allocate(
     strict_mean: bool = True,
     total: int | None = None,
 ) -> IntArray:
-    """Allocate by a policy's name; a matched one spends ``total`` or, where it is None, what FedEAS would spend.
+    """Return the images to generate under a policy; a matched one spends ``total`` or, if None, FedEAS's total.
 
-    These are images to generate: none for ``oversample``, which repeats a client's own. A matched policy deals one
-    total out to all clients, so its counts must be everybody's; under the others a client's row depends on no other.
-    ``beta`` may be left out where nothing depends on it: beside a total, and with ``none`` and ``full-balance``.
+    ``oversample`` gives zeros, since it repeats a client's own images. A matched policy distributes one total over all
+    clients, so it needs the counts of all of them; under the other policies, a client's row is independent of others.
+    ``strict_mean`` is the inverse of the run-config key ``printed-rule``. ``beta`` may be omitted if it is not used:
+    with a total, and with ``none`` and ``full-balance``.
     """
     counts, names = checked_counts(counts), settings_of(policy, total is not None)
     if total is not None and "total" not in names:

@@ -1,7 +1,7 @@
-"""Waterfill: the least imbalance score a total can buy (ours; the paper has only its greedy reference).
+"""Waterfill: spend a total so that the imbalance score is minimal (ours; the paper has only its greedy reference).
 
-Each client fills its lowest classes as water would, all clients down to one common marginal gain. On the wire that is
-one scalar, found by asking the clients, and a remainder: a client still needs nothing but its own counts.
+Each client fills its lowest classes to a common height, and all clients stop at one common marginal gain. The server
+sends this scalar, which it finds by asking the clients, and a remainder: a client needs only its own counts.
 """
 
 from __future__ import annotations
@@ -19,23 +19,23 @@ from fedeas_flwr.allocation import BoolArray, FloatArray, IntArray, check_total,
 
 # argmin of Eq. (surrogate) at a given total
 def waterfill(counts: npt.ArrayLike, total: int) -> IntArray:
-    """Spend the total so that the imbalance score becomes least, up to the rounding to whole samples.
+    """Return the allocation of a total with the minimal imbalance score, up to rounding to whole samples.
 
-    A total beyond full balance, where the score can only grow, is dealt out evenly.
+    What exceeds full balance, where the score can only grow, is distributed evenly.
     """
     return waterfill_fill(counts, waterfill_level(total, waterfill_counter(counts)).samples)
 
 
 class WaterLevel(NamedTuple):
-    """A total as clients are told it: one level for all, and for some clients a few samples more."""
+    """A total as the server sends it: one level for all clients, and a few extra samples for some."""
 
     level: float
     extra: IntArray
-    samples: IntArray  # what each client generates: its count at the level plus its extra
+    samples: IntArray  # total per client: its count at the level plus its extra
 
 
 def waterfill_level(total: int, count_at: Callable[[float], IntArray]) -> WaterLevel:
-    """Find by bisection the marginal gain down to which clients must fill to spend the total exactly.
+    """Find by bisection the marginal gain at which clients stop to spend the total exactly.
 
     Parameters
     ----------
@@ -47,7 +47,7 @@ def waterfill_level(total: int, count_at: Callable[[float], IntArray]) -> WaterL
     Returns
     -------
     WaterLevel
-        What the level leaves over goes to the clients whose next samples have that very gain, lowest client first.
+        The remainder goes to the clients whose next samples have exactly this gain, lowest client first.
     """
     check_total(total)
     below, most = 0.0, count_at(0.0)  # everyone balanced
@@ -59,7 +59,7 @@ def waterfill_level(total: int, count_at: Callable[[float], IntArray]) -> WaterL
             raise ValueError(f"total={total}: every client is empty, so only 0 can be spent")
     if most.sum() == total:
         above, least = below, most
-    while least.sum() < total and above - below > 2.0**-50 * max(1.0, -below):  # finer than gains can be told apart
+    while least.sum() < total and above - below > 2.0**-50 * max(1.0, -below):  # below the resolution of gains
         middle = (above + below) / 2
         at_middle = count_at(middle)
         if at_middle.sum() <= total:
@@ -72,28 +72,27 @@ def waterfill_level(total: int, count_at: Callable[[float], IntArray]) -> WaterL
 
 
 def waterfill_count(counts: npt.ArrayLike, level: float) -> IntArray:
-    """Count the samples each client adds while its marginal gain stays above the level.
+    """Return the samples that each client adds while its marginal gain is above the level.
 
-    Gains are counted in units of 2 / Σ_j N_j, so that a client needs nothing but its own row: at first about
-    ‖q_k‖² − min_c q_k^c, never above 1, and 0 when it is balanced. Beyond that, level −s stands for s samples more from
-    everyone.
+    Gains are in units of 2 / Σ_j N_j, so a client needs only its own row: about ‖q_k‖² − min_c q_k^c at first, never
+    above 1, and 0 when it is balanced. A negative level −s means s more samples from every client.
     """
     return waterfill_counter(counts)(level)
 
 
 def waterfill_counter(counts: npt.ArrayLike) -> Callable[[float], IntArray]:
-    """Return `waterfill_count` of these counts as a function of the level; what no level changes is computed once."""
+    """Return `waterfill_count` of these counts as a function of the level; the rest is computed once."""
     return partial(_count, _water(checked_counts(counts)))
 
 
 class _Water(NamedTuple):
-    """What does not depend on the level, of each client (row) as the water reaches each of its heights (column)."""
+    """Values independent of the level, per client (row) and height that the filling reaches (column)."""
 
     heights: IntArray
-    sums: IntArray  # running, of the heights
-    poured: IntArray  # samples until then
-    other_squares: FloatArray  # of the classes above
-    gains: FloatArray  # marginal, at that moment
+    sums: IntArray  # cumulative sums of the heights
+    poured: IntArray  # samples added to reach the height
+    other_squares: FloatArray  # sum of squares of the higher classes
+    gains: FloatArray  # marginal gains at the height
 
 
 def _water(counts: IntArray) -> _Water:
@@ -110,12 +109,12 @@ def _count(water: _Water, level: float) -> IntArray:
     size = sums[:, -1]
     if level <= 0:
         return np.asarray(np.where(size > 0, poured[:, -1] + math.floor(-level), 0), dtype=np.int64)
-    # The client stops as its j + 1 lowest classes fill up together, somewhere below the height of the next.
+    # The client stops while its j + 1 lowest classes fill up together, below the height of the next class.
     client, j = np.arange(len(heights)), np.maximum(0, (gains[:, :-1] > level).sum(axis=1) - 1)
     lowest, below, rest = heights[client, j], sums[client, j], other_squares[client, j]
 
     def worth(height: IntArray, over: IntArray) -> BoolArray:
-        """Tell whether to go on when the j + 1 lowest classes stand at a height, ``over`` of them one higher."""
+        """Return whether to continue when the j + 1 lowest classes are at a height, ``over`` of them one higher."""
         squares = rest + (j + 1.0) * height**2 + over * (2.0 * height + 1)
         added, to_level = (j + 1) * height + over - below, np.maximum(1, j + 1 - over)
         return _gain(size, added, squares, height, to_level) > level
@@ -131,10 +130,10 @@ def _count(water: _Water, level: float) -> IntArray:
 # A sample in a client's lowest class, at height h, takes S = Σ_c (n_k^c)² to S + 2h + 1 and N_k to N_k + 1, so b of
 # them gain p_k (S / N_k² − (S + b (2h + 1)) / (N_k + b)²): to first order b times Eq. (gain).
 def _gain(size: IntArray, added: IntArray, squares: FloatArray, height: IntArray, to_level: IntArray) -> FloatArray:
-    """Give the marginal gain of clients of N_k = ``size`` real samples and so many ``added``.
+    """Return the marginal gain of clients with N_k = ``size`` real samples and ``added`` samples.
 
-    It is the next sample's or, if that is more, the mean over the ``to_level`` that make the lowest classes level
-    again: near balance the first samples of such a round do harm that the last ones repair.
+    It is the next sample's gain or, if larger, the mean gain of the ``to_level`` samples that make the lowest classes
+    equal again: near balance the first samples of such a round raise the score, and the last ones lower it.
     """
     grown, step = np.maximum(1.0, size + added), 2.0 * height + 1
     next_one = squares / grown**2 - (squares + step) / (grown + 1) ** 2
@@ -143,7 +142,7 @@ def _gain(size: IntArray, added: IntArray, squares: FloatArray, height: IntArray
 
 
 def waterfill_fill(counts: npt.ArrayLike, samples: npt.ArrayLike) -> IntArray:
-    """Place each client's number of samples into its lowest classes, one at a time as it were, ties to the lowest."""
+    """Return each client's samples placed in its lowest classes, as if one at a time, ties to the lowest class."""
     counts, samples = checked_counts(counts), np.asarray(samples, dtype=np.int64)
     _, sums, poured = _pour(counts)
     filling = (poured <= samples[:, None]).sum(axis=1)
@@ -154,7 +153,7 @@ def waterfill_fill(counts: npt.ArrayLike, samples: npt.ArrayLike) -> IntArray:
 
 
 def _pour(counts: IntArray) -> tuple[IntArray, IntArray, IntArray]:
-    """Sort each row; give heights, their running sums, and the samples it takes for the water to reach each height."""
+    """Sort each row; return heights, their cumulative sums, and the samples needed to reach each height."""
     heights = np.sort(counts, axis=1)
     sums = np.cumsum(heights, axis=1)
     return heights, sums, np.arange(1, counts.shape[1] + 1) * heights - sums

@@ -179,9 +179,7 @@ def test_who_was_not_asked_makes_no_quorum(tmp_path: Path, name: str, without_so
 
 
 @pytest.mark.parametrize("name", TELLING)
-def test_a_model_handed_over_as_tensors_gives_the_same_weights(
-    tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_models_passed_as_tensors_give_same_weights(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     keys = {"policy": "none", "rounds": 3, **TELLING[name]}
     sent = finish(quick(tmp_path / "bytes", **keys))
     hand_models_over(monkeypatch)

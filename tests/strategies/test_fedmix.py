@@ -219,7 +219,7 @@ class Operations(TorchDispatchMode):
         return operation(*given, **(named or {}))
 
 
-def test_full_batches_in_graphs_take_batchnorms_second_derivative_in_few_operations() -> None:
+def test_full_batch_step_uses_double_backward_batchnorm() -> None:
     torch.manual_seed(0)
     blocks = [layer for _ in range(6) for layer in (nn.Conv2d(4, 4, 3, padding=1), nn.BatchNorm2d(4), nn.Softplus())]
     model = nn.Sequential(nn.Conv2d(1, 4, 3), *blocks, nn.Flatten(), nn.Linear(16, 3))

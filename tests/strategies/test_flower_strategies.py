@@ -66,9 +66,7 @@ def test_resumed_is_uninterrupted_bit_for_bit(tmp_path: Path, name: str) -> None
 
 
 @pytest.mark.parametrize("name", ["fedadam", "fedavgm"])
-def test_without_what_it_remembers_a_strategy_resumes_to_another_model(
-    tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_resume_without_strategy_state_differs(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = finish(quick(tmp_path / "whole", strategy=name, rounds=4, **LINEAR))
     finish(quick(tmp_path / "parts", strategy=name, rounds=2, **LINEAR))
     monkeypatch.setattr(flower, "STATEFUL_ATTRIBUTES", {})
@@ -84,9 +82,7 @@ def test_every_strategy_works_on_images_too(tmp_path: Path, digits_generator: Pa
 
 
 @pytest.mark.parametrize("name", FLOWERS)
-def test_a_model_handed_over_as_tensors_gives_the_same_weights(
-    tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_models_passed_as_tensors_give_same_weights(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     keys = {**TINY, "strategy": name, "rounds": 2}
     keys["model"] = "users_models:with_batchnorm"  # statistics and a whole-number counter beside the weights
     sent = finish(quick(tmp_path / "bytes", **keys))
@@ -99,7 +95,7 @@ def test_a_model_handed_over_as_tensors_gives_the_same_weights(
 
 
 @pytest.mark.parametrize("name", FLOWERS)
-def test_whatever_changes_over_a_round_is_remembered(name: str) -> None:
+def test_attributes_changed_by_a_round_are_stateful(name: str) -> None:
     """A release of Flower that keeps something new between rounds shows here, not in a wrong resume."""
     strategy = build_strategy(parse_config({"strategy": name, "clients": 3, "participation": 1.0}))
     assert isinstance(strategy, FlowerStrategyAdapter)
@@ -148,7 +144,7 @@ FIRST_STEP: dict[str, tuple[dict[str, Any], float]] = {
 
 
 @pytest.mark.parametrize("name", FIRST_STEP)
-def test_keys_reach_the_strategy_and_its_first_step_is_the_one_by_hand(name: str) -> None:
+def test_first_step_matches_hand_computed_value(name: str) -> None:
     keys, step = FIRST_STEP[name]
     strategy = build_strategy(parse_config({"strategy": name, "clients": 3, "participation": 1.0, **keys}))
     assert isinstance(strategy, FlowerStrategyAdapter)

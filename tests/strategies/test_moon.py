@@ -89,7 +89,7 @@ def given(received: torch.nn.Module, previous: torch.nn.Module) -> Inputs:
     return Inputs({**{RECEIVED + k: v for k, v in one.items()}, **{PREVIOUS + k: v for k, v in two.items()}})
 
 
-def test_a_reference_is_the_other_model_in_evaluation_and_the_one_in_training_is_left_alone() -> None:
+def test_reference_features_leave_the_trained_model_unchanged() -> None:
     model, other = models(2)
     before = copy.deepcopy(model.state_dict())
     images = torch.randn(6, 1, 8, 8)
@@ -145,9 +145,7 @@ def test_both_engines_take_the_same_steps(samples: int) -> None:
 # --------------------------------------------------------------------------------------------- the memory
 
 
-def test_the_last_model_is_the_one_of_the_last_accepted_round_however_long_ago(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_previous_model_is_of_last_accepted_round(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(Path(__file__).parents[1] / "helpers")
     began: dict[int, dict[int, State]] = defaultdict(dict)
     ended: dict[int, dict[int, State]] = defaultdict(dict)
@@ -227,9 +225,7 @@ def test_resumed_and_handed_over_as_tensors_it_gives_the_same_bits(
     assert weights(finish(quick(tmp_path / "live", rounds=4, resume=True, **keys))) == weights(whole)
 
 
-def test_a_model_whose_features_cannot_be_seen_is_refused_before_the_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_moon_rejects_model_without_fc(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(Path(__file__).parents[1] / "helpers")
     config = quick(tmp_path, strategy="moon", model="users_models:with_batchnorm")
     with pytest.raises(ConfigError, match="model = 'users_models:with_batchnorm': strategy = 'moon'") as refused:
@@ -237,9 +233,7 @@ def test_a_model_whose_features_cannot_be_seen_is_refused_before_the_run(
     assert "\n" not in str(refused.value)
 
 
-def test_a_model_whose_features_depend_on_the_rest_of_a_batch_is_refused_before_the_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_moon_rejects_batchnorm_without_running_statistics(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(Path(__file__).parents[1] / "helpers")
     config = quick(tmp_path, strategy="moon", policy="none", model="users_models:with_batch_statistics")
     with pytest.raises(ConfigError, match=r"model = '\S*with_batch_statistics': .* body\.1 must have track") as refused:

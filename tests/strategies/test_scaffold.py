@@ -112,7 +112,7 @@ def by_hand(**keys: Any) -> float:
     return float(run.x["w"])
 
 
-def test_a_client_that_takes_no_step_keeps_its_control_and_moves_nothing() -> None:
+def test_client_without_steps_keeps_its_control_variate() -> None:
     run = ByHand("eager", False)
     run.round((0, 1))
     before = run.c, run.c_i
@@ -143,7 +143,7 @@ def assert_c_is_the_mean_of_all_c_i(folder: Path, state: Checkpoint, clients: in
 
 
 @pytest.mark.parametrize("fate", ["lost", "NaN"])
-def test_c_is_the_mean_of_all_c_i_after_every_round_also_when_replies_are_refused(tmp_path: Path, fate: str) -> None:
+def test_c_is_mean_of_c_i_even_with_rejected_replies(tmp_path: Path, fate: str) -> None:
     config = quick(tmp_path, strategy="scaffold", policy="none", participation=0.75, min_replies=0.1, rounds=5)
     run = federation(config, lossy_app(lambda client, number: fate if number in (2, 4) and client % 2 else ""))
     state, failed = Checkpoint(0, *split_state(network(config))), 0
@@ -154,9 +154,7 @@ def test_c_is_the_mean_of_all_c_i_after_every_round_also_when_replies_are_refuse
     assert failed >= 2
 
 
-def test_a_server_that_comes_back_from_an_older_checkpoint_ends_with_the_same_bits(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_resume_from_older_checkpoint_gives_same_bits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     keys: dict[str, Any] = {"strategy": "scaffold", "policy": "none", "rounds": 7, "checkpoint_every": 3}
     whole = finish(quick(tmp_path / "whole", **keys))
     note = RunDirectory.append_round

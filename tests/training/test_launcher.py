@@ -42,7 +42,7 @@ def current(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return now
 
 
-def test_jobs_run_on_their_own_stream_in_order_and_in_turns(current: list[str]) -> None:
+def test_launcher_runs_jobs_in_order_and_in_turns(current: list[str]) -> None:
     launcher, launched, let_go = Launcher(), [], threading.Event()
 
     def work(name: str) -> None:
@@ -64,7 +64,7 @@ def test_jobs_run_on_their_own_stream_in_order_and_in_turns(current: list[str]) 
     assert switches >= 3 * (200 - MAX_QUEUED_PER_STREAM) - 3, "one job was launched whole before the next had its turn"
 
 
-def test_a_failing_launch_is_raised_to_its_owner_and_the_others_go_on(current: list[str]) -> None:
+def test_failing_launch_raises_in_its_caller_only(current: list[str]) -> None:
     launcher, done = Launcher(), []
 
     def fail() -> None:
@@ -81,7 +81,7 @@ def test_a_failing_launch_is_raised_to_its_owner_and_the_others_go_on(current: l
     launcher.run(Stream("empty"), [])
 
 
-def test_a_stream_that_has_enough_does_not_keep_the_others_waiting(current: list[str]) -> None:
+def test_full_stream_does_not_block_other_streams(current: list[str]) -> None:
     launcher, stuck, launched = Launcher(), Stream("stuck", threading.Event()), []
     with ThreadPoolExecutor(1) as pool:
         job = pool.submit(launcher.run, stuck, [lambda: launched.append("stuck")] * (MAX_QUEUED_PER_STREAM + 3))
@@ -114,7 +114,7 @@ class Broken(Stream):
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
 
-def test_a_gpu_that_fails_is_told_to_those_who_wait_and_ends_no_thread(current: list[str]) -> None:
+def test_gpu_error_reaches_callers_and_thread_survives(current: list[str]) -> None:
     launcher, said = Launcher(), []
 
     def work() -> None:
@@ -128,7 +128,7 @@ def test_a_gpu_that_fails_is_told_to_those_who_wait_and_ends_no_thread(current: 
     assert said == ["another"] * 3, "it still waits"
 
 
-def test_what_is_launched_is_forgotten_so_that_a_graph_frees_its_memory(current: list[str]) -> None:
+def test_launcher_drops_references_to_finished_jobs(current: list[str]) -> None:
     class Graph:
         def replay(self) -> None:
             pass
