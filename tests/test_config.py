@@ -10,7 +10,7 @@ from fedeas_flwr.commands.quickstart import quickstart_config
 from fedeas_flwr.common.errors import ConfigError
 from fedeas_flwr.config import KEYS, RunConfig, parse_config
 from fedeas_flwr.config_files import parse_overrides, read_config
-from fedeas_flwr.config_keys import Key, keys_in_use, run_keys
+from fedeas_flwr.config_keys import PARTITION_KEYS, Key, identity, keys_in_use, run_keys
 from fedeas_flwr.policies import POLICIES
 
 ROOT = Path(__file__).parents[1]
@@ -257,3 +257,9 @@ def test_a_key_that_plays_no_part_does_not_make_another_run(
 ) -> None:
     one, other = (keys_in_use(parse_config({**keys, **more})) for more in ({}, change))
     assert (one != other) is counts
+
+
+def test_identity_leaves_out_free_and_resumable_keys() -> None:
+    found = identity(parse_config({"policy": "none"}), ("seed",))
+    assert found["alpha"] == 0.1 and not {"seed", "backend", "resume", "beta"} & found.keys()
+    assert set(PARTITION_KEYS) <= found.keys()

@@ -1,7 +1,7 @@
-"""NumPy's work on several of the machine's cores: threads, since NumPy lets go of the interpreter inside its loops.
+"""Run NumPy work on several cores with threads, since NumPy releases the GIL inside its loops.
 
-The threads live as long as one call: none is left behind that could keep a process alive, and to make them takes less
-than a millisecond.
+The threads exist for one call: none is left that could keep a process alive, and creating them takes less than a
+millisecond.
 """
 
 from __future__ import annotations
@@ -17,56 +17,56 @@ from typing import Any, TypeVar
 import numpy as np
 
 CGROUP = Path("/sys/fs/cgroup")
-"""Where a container reads its own limits."""
+"""Folder with the limits of a container."""
 MAX_THREADS = 8
-"""Between two loops a thread needs the interpreter, of which there is one: it serves no more of them in time."""
+"""Maximum number of threads: between two loops a thread needs the GIL, which does not scale to more."""
 ELEMENTS_PER_THREAD = 2**22
-"""Numbers to be read for which a thread more is made. On two slow cores a second one gained nothing in an average of
-three million numbers (1.8 ms with one, 2.1 with two), and a quarter of the time with ten million (6.3 ms, 4.8)."""
+"""Elements to read per additional thread. On two slow cores a second thread did not help to average three million
+elements (1.8 ms with one, 2.1 ms with two), and saved a quarter of the time with ten million (6.3 ms, 4.8 ms)."""
 MIN_ARRAY = 2**15
-"""Elements below which an array does not count for that: with 2,000 arrays of 1,000 elements the threads only waited
-for each other at the interpreter, and two took twice as long as one."""
+"""Minimum elements of an array that counts for this: with 2,000 arrays of 1,000 elements the threads only waited for
+the GIL, and two took twice as long as one."""
 _AHEAD = 2
-"""Pieces a thread that are begun before the oldest is asked for."""
+"""Pieces per thread that are submitted before the oldest result is awaited."""
 
 Piece = TypeVar("Piece")
 Result = TypeVar("Result")
 
 
 def usable_cores() -> int:
-    """Cores this process may use: its affinity, and the quota of its container."""
+    """Return the number of cores that this process may use, by its affinity and its container's quota."""
     allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    with suppress(OSError, ValueError):  # no such file, or the word max
+    with suppress(OSError, ValueError):  # no such file, or "max"
         quota, period = (CGROUP / "cpu.max").read_text().split()
         allowed = min(allowed, max(1, int(quota) // int(period)))
     return allowed
 
 
 def threads_for(model: Mapping[str, Any], models: int, while_clients_train: bool = False) -> int:
-    """How many threads pay for work that reads so many models like this one; 1: none but the caller's.
+    """Return the number of threads worth using to read `models` models like this one; 1 means the caller's thread.
 
-    NumPy's arrays alone count: tensors are left to torch. Beside clients that train half of the cores stay free: nobody
-    waits for such work, and on two cores a second thread took more time from the clients than it saved.
+    Only NumPy arrays count: torch handles tensors. While clients train, half of the cores stay free: nothing waits for
+    such work, and on two cores a second thread cost the clients more time than it saved.
     """
     sizes = [array.size for array in model.values() if isinstance(array, np.ndarray)]
     elements = models * sum(size for size in sizes if size >= MIN_ARRAY)
-    wanted = min(MAX_THREADS, elements // ELEMENTS_PER_THREAD)
-    if wanted <= 1:
+    useful = min(MAX_THREADS, elements // ELEMENTS_PER_THREAD)
+    if useful <= 1:
         return 1
-    return min(wanted, max(1, usable_cores() // 2) if while_clients_train else usable_cores())
+    return min(useful, max(1, usable_cores() // 2) if while_clients_train else usable_cores())
 
 
 def chunks(arrays: Mapping[str, Any], block: int, elements: int, blocks: int) -> Iterator[list[tuple[str, int]]]:
-    """The blocks of arrays as (name, first element), in order: so many a piece that a thread is worth being woken.
+    """Yield the blocks of arrays as (name, first element), in order, in pieces large enough for a thread.
 
     Parameters
     ----------
     arrays
         A model. No block holds parts of two arrays.
     block
-        Most elements of a block.
+        Maximum elements of a block.
     elements, blocks
-        A piece is full with so many elements, or so many blocks of fewer.
+        A piece is full with this number of elements, or of blocks if they are small.
     """
     piece: list[tuple[str, int]] = []
     held = 0
@@ -82,10 +82,10 @@ def chunks(arrays: Mapping[str, Any], block: int, elements: int, blocks: int) ->
 
 
 def map_ordered(work: Callable[[Piece], Result], pieces: Iterable[Piece], threads: int) -> Iterator[Result]:
-    """Do work on every piece, several at once, and give the results in the order of the pieces.
+    """Apply ``work`` to every piece in parallel, and yield the results in the order of the pieces.
 
-    What is done with them then does not depend on the number of threads. Only a few results wait to be taken, however
-    many pieces there are. An error or Ctrl-C leaves the pieces that are not begun undone, and waits for the others.
+    What the caller computes from them therefore does not depend on the number of threads. Only a few results are
+    buffered. An error or Ctrl-C cancels the pieces that have not started, and waits for the others.
     """
     if threads == 1:
         yield from map(work, pieces)

@@ -1,4 +1,4 @@
-"""Errors that users see as one line, and whether an error means that memory ran out."""
+"""Errors that users see as one line, and detection of out-of-memory errors."""
 
 from __future__ import annotations
 
@@ -6,33 +6,33 @@ import sys
 
 
 class ConfigError(ValueError):
-    """A run-config that cannot be run; the message is one line for the user."""
+    """The run-config is invalid; the message is one line for the user."""
 
 
 class RunError(RuntimeError):
-    """A run that cannot start, go on, or be read; the message is one line for the user."""
+    """A run cannot start, resume or be read; the message is one line for the user."""
 
 
 class RunFailedError(RunError):
-    """A run, or what is done around it, that was begun and did not come to its end."""
+    """A run, or a command around it, started but did not finish."""
 
 
 class ProcessesDiedError(RunFailedError):
-    """A run that processes died under, by no fault of its own: it can go on from its checkpoint in fresh ones."""
+    """Processes of a run died; the run can resume from its checkpoint in new processes."""
 
 
 class MessageError(ValueError):
-    """A message that is not what it should be; the text is one line."""
+    """A message between server and client is invalid; the text is one line."""
 
 
 _WORDS = ("DefaultCPUAllocator: ", "CUDA error: out of memory")
-"""What torch says where it has no class of its own: of the processor's memory, and where it is CUDA that refuses, as
-under MPS to one process too many."""
+"""Texts of torch errors without their own class: for CPU memory, and for CUDA's own limit, for example when one
+process too many uses MPS."""
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an error, or what it came from, says that memory ran out."""
-    torch = sys.modules.get("torch")  # slow to import; where it is not loaded, no error is of its classes
+    """Return whether an error, or one of its causes, is an out-of-memory error."""
+    torch = sys.modules.get("torch")  # slow to import; if it is not loaded, no error is of its classes
     classes = (MemoryError,) if torch is None else (MemoryError, torch.OutOfMemoryError)
     seen: BaseException | None = error
     while seen is not None:

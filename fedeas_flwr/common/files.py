@@ -1,4 +1,4 @@
-"""Where things are kept, and how a file or folder appears there whole or not at all."""
+"""Locate the cache, and write files and folders atomically."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
-"""What a disk says to a write; such an error names no file."""
+"""Error numbers of a failing disk; the OS error of such a write names no file."""
 
 
 def cache_root() -> Path:
     """Return the user's cache folder: ``$FEDEAS_CACHE``, or ``~/.cache/fedeas``.
 
-    It is read anew at every call, so that a test or a launcher may change it.
+    The variable is read at every call, so that a test or a launcher may change it.
 
     Returns
     -------
@@ -30,13 +30,13 @@ def cache_root() -> Path:
 
 
 def cache_hint(error: BaseException) -> str:
-    """What an error about a file of the cache is to say of where that is, in brackets; of other errors nothing."""
+    """Return a hint in brackets on how to move the cache if the error is about a file in it, otherwise empty text."""
     named = getattr(error, "filename", None)
     if not isinstance(error, OSError) or not isinstance(named, str):
         return ""
     try:
         path, root = Path(named).absolute(), cache_root()
-    except ValueError:  # a home that nobody has, of which whoever needs the cache tells
+    except ValueError:  # unknown home folder; code that needs the cache reports it
         return ""
     if not path.is_relative_to(root) and (os.path.isdir(path) or not root.is_relative_to(path)):
         return ""
@@ -50,43 +50,43 @@ def expanded(path: str | Path, key: str = "") -> Path:
     Parameters
     ----------
     path
-        As it was written.
+        The path as written.
     key
-        Where it was written, for the error.
+        The key that it belongs to, for the error.
 
     Raises
     ------
     ValueError
-        If nobody knows that home folder.
+        If the home folder is unknown.
     """
     try:
         return Path(path).expanduser()
     except RuntimeError:
         named = f"{key} = {str(path)!r}" if key else repr(str(path))
-        raise ValueError(f"{named}: its home folder is not known; give the whole path") from None
+        raise ValueError(f"{named}: its home folder is unknown; give the full path") from None
 
 
 def existing_part(path: Path) -> Path:
-    """Return `path` if it is there, else the nearest folder above it that is."""
+    """Return `path` if it exists, otherwise the nearest existing folder above it."""
     return next(part for part in (path, *path.parents) if part.exists())
 
 
 @contextmanager
 def atomic_path(path: str | os.PathLike[str]) -> Iterator[Path]:
-    """Give a temporary name to write to; it becomes `path` when the block ends well.
+    """Yield a temporary file name, which is renamed to `path` if the block succeeds.
 
-    The temporary file lies in the same folder, because a rename is atomic only within one file system. When the
-    block raises, `path` is left as it was.
+    The temporary file is in the same folder, because a rename is atomic only within one file system. If the block
+    raises, `path` is unchanged.
 
     Parameters
     ----------
     path
-        The file to write. Missing parent folders are made.
+        The file to write. Missing parent folders are created.
 
     Yields
     ------
     Path
-        The temporary file, not yet made.
+        The temporary file, which does not exist yet.
     """
     target = Path(path)
     temporary = _temporary_path(target)
@@ -106,9 +106,9 @@ def atomic_write(path: str | os.PathLike[str], content: bytes) -> None:
     Parameters
     ----------
     path
-        The file to write. Missing parent folders are made.
+        The file to write. Missing parent folders are created.
     content
-        All of the file's bytes.
+        The bytes of the file.
     """
     with atomic_path(path) as temporary:
         temporary.write_bytes(content)
@@ -116,15 +116,15 @@ def atomic_write(path: str | os.PathLike[str], content: bytes) -> None:
 
 @contextmanager
 def atomic_folder(path: str | os.PathLike[str]) -> Iterator[Path]:
-    """Give a temporary folder to fill; it becomes `path` when the block ends well.
+    """Yield a temporary folder, which is renamed to `path` if the block succeeds.
 
-    A folder cannot replace another one in one step, so an old `path` is moved away first, and removed when the new one
-    has its name. Callers that may race hold a lock around this; what a killed one has left is removed.
+    A folder cannot replace another atomically, so an old `path` is renamed first and removed at the end. Concurrent
+    callers must hold a lock. Leftovers of killed writers are removed.
 
     Parameters
     ----------
     path
-        The folder to make or to replace. Missing parent folders are made.
+        The folder to create or replace. Missing parent folders are created.
 
     Yields
     ------
@@ -155,9 +155,9 @@ def atomic_folder(path: str | os.PathLike[str]) -> Iterator[Path]:
 
 @contextmanager
 def errors_naming(target: Path, temporary: Path | None = None) -> Iterator[None]:
-    """Let an error name the file that is written: a full disk names none.
+    """Add the name of the written file to an error of the block: the error of a full disk names no file.
 
-    The temporary one nobody knows, and it is gone by then.
+    The name of a temporary file, which no longer exists, is replaced by that of its target.
     """
     try:
         yield
@@ -169,20 +169,20 @@ def errors_naming(target: Path, temporary: Path | None = None) -> Iterator[None]
             error.filename = str(target / named.relative_to(temporary))
         raise
     except Exception as error:
-        found = re.search(r"\(os error (\d+)\)$", str(error))  # safetensors' own kind, as Rust words it
+        found = re.search(r"\(os error (\d+)\)$", str(error))  # safetensors' own error, with Rust's text
         if found is None or int(found[1]) not in DISK_ERRORS:
             raise
         raise OSError(int(found[1]), os.strerror(int(found[1])), str(target)) from error
 
 
 def remove_unfinished(folder: Path) -> None:
-    """Remove the temporary files and folders below one that nobody writes to now: killed writers left them."""
+    """Remove temporary files that killed writers left below a folder; no process may be writing to it."""
     for left in list(folder.rglob(".*.tmp")):
         _remove(left)
 
 
 def _remove(path: Path) -> None:
-    """Remove a file or a folder as far as that can be done."""
+    """Remove a file or a folder, ignoring errors."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path, ignore_errors=True)
     else:
@@ -197,7 +197,7 @@ def _temporary_path(target: Path) -> Path:
 
 
 def _sync(path: Path) -> None:
-    # Without it a power cut after the rename can leave a whole name on an empty file.
+    # Without it, a power cut after the rename can leave an empty file under the final name.
     if path.is_dir() and os.name == "nt":  # Windows cannot open a folder
         return
     descriptor = os.open(path, os.O_RDONLY if path.is_dir() else os.O_RDWR)

@@ -1,4 +1,4 @@
-"""Many images as one picture: what every command that shows generated images draws."""
+"""Combine many images into one picture."""
 
 from __future__ import annotations
 
@@ -14,33 +14,33 @@ from fedeas_flwr.common.files import atomic_write
 Pixels = NDArray[np.uint8]
 
 _MIN_HEIGHT = 64
-"""Pixels of an image's height in a file: datasets' images are too small for the eye."""
+"""Minimum height of an image in a file, in pixels; smaller images are enlarged."""
 
 
 def spread(classes: int, most: int) -> list[int]:
-    """The classes of the rows: all, or so many spread evenly from the first to the last."""
+    """Return the classes to show: all, or ``most`` of them evenly spaced from the first to the last."""
     return sorted({round(i * (classes - 1) / (most - 1)) for i in range(most)})
 
 
 def gap_between(image: Pixels) -> int:
-    """The white line between two images ``[..., H, W, C]``."""
+    """Return the width in pixels of the white line between two images ``[..., H, W, C]``."""
     return max(1, int(image.shape[-2]) // 16)
 
 
 def image_sheet(rows: Sequence[Pixels], columns: int) -> Pixels:
-    """Lay images out in rows on white.
+    """Return rows of images on a white background.
 
     Parameters
     ----------
     rows
         The images of each row, ``[N, H, W, C]`` with one or three channels, all of one size.
     columns
-        Room in a row. Where a row has fewer images, the rest stays white.
+        Number of images per row; a shorter row is filled with white.
 
     Returns
     -------
     array
-        ``[height, width, 3]``, no line around it.
+        ``[height, width, 3]``, without a border.
     """
     height, width = rows[0].shape[1:3]
     gap = gap_between(rows[0])
@@ -48,12 +48,12 @@ def image_sheet(rows: Sequence[Pixels], columns: int) -> Pixels:
     for row, images in enumerate(rows):
         for column, image in enumerate(images):
             top, left = row * (height + gap), column * (width + gap)
-            sheet[top : top + height, left : left + width] = image  # grey fills all three channels
+            sheet[top : top + height, left : left + width] = image  # a grey image is broadcast to three channels
     return sheet
 
 
 def save_sheet(rows: Sequence[Pixels], columns: int, path: Path) -> None:
-    """Write a sheet as PNG, small images enlarged without blurring them."""
+    """Write the sheet as PNG; small images are enlarged without interpolation."""
     from PIL import Image
 
     times = max(1, _MIN_HEIGHT // rows[0].shape[1])

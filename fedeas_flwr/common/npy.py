@@ -1,4 +1,4 @@
-"""NumPy's file format, read with suspicion: no pickles, and no room made for what a file only claims to hold."""
+"""Read and write NumPy's file format safely: no pickles, and no memory for sizes that a file only claims."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ from numpy.typing import NDArray
 from fedeas_flwr.common.text import one_line
 
 _parsing = threading.Lock()
-"""NumPy parses a file's header as Python, and Python 3.11 counts the depth of that wrongly when two threads do it."""
+"""NumPy parses a file's header as Python, and Python 3.11 miscounts the nesting depth if two threads parse at once."""
 
 _ALWAYS_ALLOWED = 2**26
 _MAX_RATIO = 100
-"""Images and indices shrink to a tenth at best; what a zip shrinks a thousandfold is a bomb."""
+"""Maximum compression ratio of a file: images and indices compress to a tenth at best, a zip bomb a thousandfold."""
 
 
 def _read_header(file: IO[bytes]) -> tuple[tuple[int, ...], bool, np.dtype[Any]]:
-    """Read shape, whether in Fortran's order, and dtype; Python objects, which only a pickle holds, are refused."""
+    """Return shape, whether in Fortran order, and dtype; raise `ValueError` for Python objects, which need a pickle."""
     with _parsing:
         try:
             version = np.lib.format.read_magic(file)
             read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
             shape, fortran_order, dtype = read(file)
-        except Exception as error:  # NumPy lets Python's tokenizer and parser raise whatever they like
+        except Exception as error:  # Python's tokenizer and parser raise many kinds of errors here
             raise ValueError(one_line(error)) from None
     if dtype.hasobject:
         raise ValueError("it holds Python objects, which are never unpickled")
@@ -42,17 +42,17 @@ def _read_header(file: IO[bytes]) -> tuple[tuple[int, ...], bool, np.dtype[Any]]
 
 
 class OutOfBandBytes(bytes):
-    """Bytes that pickle may leave out of its stream, as it does with NumPy's arrays.
+    """Bytes that pickle may transfer out of band, as it does with NumPy arrays.
 
-    Ray pickles every message. Plain bytes are copied into the stream and out of it again, each time under the
-    interpreter's lock; these go into shared memory with one copy and are mapped there by whoever receives them, as a
-    `memoryview` not to be written to. A pickle without buffers beside it, and everything but a pickle, sees bytes.
+    Ray pickles every message. Plain bytes are copied into the stream and out of it again, each time under the GIL;
+    these are copied once into shared memory, where the receiver maps them as a read-only `memoryview`. A pickle without
+    out-of-band buffers, and all other code, sees bytes.
     """
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> tuple[Any, ...]:
         if protocol.__index__() < 5:
             return bytes, (bytes(self),)
-        return memoryview, (PickleBuffer(self),)  # a type of Python's own: the receiver imports nothing for it
+        return memoryview, (PickleBuffer(self),)  # a built-in type: the receiver imports nothing for it
 
     def __copy__(self) -> OutOfBandBytes:
         return self
@@ -62,32 +62,31 @@ class OutOfBandBytes(bytes):
 
 
 def array_bytes(array: NDArray[Any]) -> OutOfBandBytes:
-    """An array as `numpy.save` would write it.
+    """Return an array as `numpy.save` would write it.
 
-    Its data are copied twice, since a subclass of bytes can only be made from bytes; what that costs is a few per cent
-    of what Ray's pickling of plain bytes does. An array that `read_array` made of such bytes gives them back as they
-    are: a model that was averaged is sent without being copied again.
+    The data are copied twice, since a subclass of bytes can only be made from bytes; this costs a few per cent of Ray's
+    pickling of plain bytes. For an array that `read_array` made from such bytes, these are returned without a copy.
     """
     header = _header(array.dtype.str, array.shape)
-    held = getattr(array.base, "base", None)  # an array in a shape is a view of the vector, and that one of the bytes
-    # `read_array` makes the vector of all that follows the header: an array that the header is of is all of it.
+    held = getattr(array.base, "base", None)  # a reshaped array is a view of the vector, which is a view of the bytes
+    # `read_array` makes the vector from all bytes after the header: an array with an equal header is all of it.
     if isinstance(held, OutOfBandBytes) and array.flags.c_contiguous and held[: len(header)] == header:
         return held
-    array = np.ascontiguousarray(array).reshape(array.shape)  # the former makes a vector of a single number
+    array = np.ascontiguousarray(array).reshape(array.shape)  # ascontiguousarray turns a scalar into a vector
     return OutOfBandBytes(b"".join((header, array.reshape(-1).view(np.uint8).data)))
 
 
 @lru_cache(maxsize=4096)
-def _header(kind: str, shape: tuple[int, ...]) -> bytes:
+def _header(dtype: str, shape: tuple[int, ...]) -> bytes:
     file = io.BytesIO()
-    np.lib.format.write_array_header_1_0(file, {"descr": kind, "fortran_order": False, "shape": shape})
+    np.lib.format.write_array_header_1_0(file, {"descr": dtype, "fortran_order": False, "shape": shape})
     return file.getvalue()
 
 
 def read_array(content: bytes | memoryview) -> NDArray[Any]:
-    """Read an array whose bytes are all there, and no more than that: a view of them, not to be written to.
+    """Return an array as a read-only view of bytes that hold exactly one array.
 
-    Bytes that came out of band lie in memory of Ray's, which stays taken as long as there is a view of them.
+    Bytes that came out of band are in Ray's shared memory, which is not freed while a view of them exists.
 
     Raises
     ------
@@ -96,38 +95,41 @@ def read_array(content: bytes | memoryview) -> NDArray[Any]:
     """
     # The length of a header of version 1.0 follows six bytes of magic and two of version.
     start = 10 + int.from_bytes(content[8:10], "little")
-    shape, dtype = _parsed(bytes(content[:start]))  # a copy: what is remembered must not hold on to all of them
-    wanted, there = math.prod(shape) * dtype.itemsize, len(content) - start
-    if wanted != there:
-        raise ValueError(f"{dtype}{list(shape)} needs {wanted} bytes, but {there} are there")
+    shape, dtype = _parsed(bytes(content[:start]))  # a copy: the cache must not keep all bytes alive
+    needed, given = math.prod(shape) * dtype.itemsize, len(content) - start
+    if needed != given:
+        raise ValueError(f"{dtype}{list(shape)} needs {needed} bytes, but there are {given}")
     return np.frombuffer(content, dtype, offset=start).reshape(shape)
 
 
 @lru_cache(maxsize=4096)
 def _parsed(header: bytes) -> tuple[tuple[int, ...], np.dtype[Any]]:
-    """The same few headers come in every message of a run, and parsing one takes longer than a small array does."""
+    """Return shape and dtype of a header.
+
+    Cached: messages of a run repeat the same few headers, and parsing one takes longer than reading a small array.
+    """
     if header[6:8] != b"\x01\x00":
         raise ValueError("it is not in version 1.0 of NumPy's format")
     shape, fortran_order, dtype = _read_header(io.BytesIO(header))
     if fortran_order:
-        raise ValueError("its elements are not in the order of C")
+        raise ValueError("its elements are not in C order")
     return shape, dtype
 
 
 def archive_keys(path: Path) -> set[str]:
-    """The names of an ``.npz`` file's arrays.
+    """Return the names of the arrays in an ``.npz`` file.
 
     Raises
     ------
     ValueError
-        If it is no such file.
+        If it is not an ``.npz`` file.
     """
     with _damage_as_value_error(), zipfile.ZipFile(path) as archive:
         return {name.removesuffix(".npy") for name in archive.namelist()}
 
 
 def read_headers(path: Path, keys: Sequence[str]) -> dict[str, tuple[tuple[int, ...], np.dtype[Any]]]:
-    """Shape and dtype of arrays of an ``.npz`` file, without reading them; raises as `read_archive` does."""
+    """Return shape and dtype of arrays in an ``.npz`` file without reading them; raise as `read_archive` does."""
     found = {}
     with _damage_as_value_error(), zipfile.ZipFile(path) as archive:
         for key in keys:
@@ -138,26 +140,26 @@ def read_headers(path: Path, keys: Sequence[str]) -> dict[str, tuple[tuple[int, 
 
 
 def read_archive(path: Path, keys: Sequence[str], most_bytes: int | None = None) -> dict[str, NDArray[Any]]:
-    """Read arrays of an ``.npz`` file.
+    """Return arrays of an ``.npz`` file.
 
     Parameters
     ----------
     path, keys
-        Which arrays of which file.
+        The file, and the names of the arrays.
     most_bytes
-        What they may be together, below what is allowed for the file's own size.
+        Maximum total size; the file's own size sets another maximum.
 
     Raises
     ------
     ValueError
-        If it is damaged, lacks a key, holds pickles, or would unpack to far more than images ever do.
+        If it is damaged, lacks a key, holds pickles, or would unpack to far more bytes than images do.
     """
     claimed = sum(math.prod(shape) * dtype.itemsize for shape, dtype in read_headers(path, keys).values())
     with _damage_as_value_error():
         most = max(_ALWAYS_ALLOWED, _MAX_RATIO * path.stat().st_size)
         most = most if most_bytes is None else min(most, most_bytes)
         if claimed > most:
-            raise ValueError(f"it would unpack to {claimed:,} bytes, and {most:,} are allowed")
+            raise ValueError(f"it would unpack to {claimed:,} bytes, but at most {most:,} are allowed")
         with np.load(path, allow_pickle=False) as arrays:
             return {key: arrays[key] for key in keys}
 

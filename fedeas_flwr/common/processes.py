@@ -1,4 +1,4 @@
-"""The processes that a launch starts, how all of them are ended, and how a later process knows whether one lives."""
+"""Track and end the processes that a launch starts, and identify processes across restarts."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ MARK = "FEDEAS_LAUNCH"
 
 
 class ProcessTree:
-    """Every process a launch started, so that all of them can be ended.
+    """All processes that a launch started, so that it can end them.
 
-    Parents die before their children here, and Ray's helpers go on for a minute, in groups and sessions of their own.
-    So descendants are noted while their parents live; those that were born and orphaned in between still carry the mark
-    in their environment, unless they overwrote it with a title, as Ray's helpers do: each way finds what the other
-    cannot.
+    Parents exit before their children here, and Ray's helpers run for another minute in their own groups and sessions.
+    So descendants are recorded while their parents are alive. Processes that started and were orphaned in between still
+    have the mark in their environment, unless they overwrote it with a title, as Ray's helpers do: each method finds
+    what the other misses.
     """
 
     def __init__(self, root: subprocess.Popen[bytes] | psutil.Process, mark: str) -> None:
@@ -31,23 +31,23 @@ class ProcessTree:
         self._known: set[psutil.Process] = {self._root}
 
     def note(self) -> None:
-        """Remember the descendants there are now.
+        """Record the current descendants.
 
-        Each look reads all processes of the machine, so that only those are looked at whose ancestors have died: the
-        others are among the root's descendants.
+        Listing children reads all processes of the machine, so only processes whose ancestors have exited are queried:
+        the others are among the root's descendants.
         """
         known = {process for process in self._known if process.is_running()}
         found: set[psutil.Process] = set()
-        for process in sorted(known, key=lambda process: process.pid):  # ancestors first, as a rule
+        for process in sorted(known, key=lambda process: process.pid):  # usually ancestors first
             if process not in found:
                 with suppress(psutil.Error):
                     found.update(process.children(recursive=True))
         self._known = known | found
 
     def end(self) -> None:
-        """End them all. Killed, not asked: the run is over or given up, and Ray takes seconds to say goodbye."""
+        """Kill all of them: the run is over or abandoned, and Ray takes seconds to shut down."""
         with ignore_sigint():
-            for _ in range(3):  # a process may start another while it is being found
+            for _ in range(3):  # a process may start another one meanwhile
                 self.note()
                 self._known.update(with_variable(MARK, self._mark))
                 alive = [process for process in self._known if _is_alive(process)]
@@ -60,7 +60,7 @@ class ProcessTree:
 
 
 def with_variable(name: str, value: str) -> Iterator[psutil.Process]:
-    """The processes of this machine that were started with this value of an environment variable."""
+    """Yield the processes of this machine that started with this value of an environment variable."""
     for process in psutil.process_iter():
         with suppress(psutil.Error, OSError):
             if process.environ().get(name) == value:
@@ -69,7 +69,7 @@ def with_variable(name: str, value: str) -> Iterator[psutil.Process]:
 
 @contextmanager
 def ignore_sigint() -> Iterator[None]:
-    """Ignore a second Ctrl-C for a moment: it would stop the cleaning up half way."""
+    """Ignore signals such as a second Ctrl-C inside the block, so that cleaning up completes."""
     numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
     before = [signal.signal(number, signal.SIG_IGN) for number in numbers]
     try:
@@ -87,7 +87,7 @@ def _is_alive(process: psutil.Process) -> bool:
 
 
 def listens(pid: int, port: int) -> bool:
-    """Whether a process or one of its descendants listens on a port of this machine."""
+    """Return whether a process or one of its descendants listens on a port of this machine."""
     with suppress(psutil.Error):
         root = psutil.Process(pid)
         for process in (root, *root.children(recursive=True)):
@@ -99,18 +99,18 @@ def listens(pid: int, port: int) -> bool:
 
 
 def identify(pid: int | None = None) -> dict[str, Any]:
-    """Describe a living process of this machine, by default this one: a number alone may be used again."""
+    """Return the identity of a running process, by default this one; a PID alone may be reused."""
     process = psutil.Process(os.getpid() if pid is None else pid)
     return {"pid": process.pid, "started": _started(process), "host": socket.gethostname()}
 
 
 def is_elsewhere(identity: Mapping[str, Any]) -> bool:
-    """Whether the described process ran on another machine, where it cannot be looked for."""
+    """Return whether the process ran on another machine, where it cannot be checked."""
     return identity.get("host") != socket.gethostname()
 
 
 def is_alive(identity: Mapping[str, Any]) -> bool:
-    """Whether that very process lives on this machine; one that has ended and was not waited for does not."""
+    """Return whether this exact process is alive on this machine; a zombie is not."""
     if is_elsewhere(identity):
         return False
     try:
@@ -121,12 +121,12 @@ def is_alive(identity: Mapping[str, Any]) -> bool:
 
 
 def _started(process: psutil.Process) -> str:
-    """When a process started, so that setting the machine's clock changes nothing.
+    """Return the start of a process, independent of changes to the machine's clock where possible.
 
-    Linux counts it in ticks from the boot, which has a name of its own; elsewhere it is the time of day in seconds.
+    On Linux this is the boot id and the ticks since boot; elsewhere it is the time of day in seconds.
     """
     try:
-        # The name comes second, in brackets, and may hold anything; the 22nd field is the start.
+        # The second field, the name in brackets, may contain anything; the 22nd field is the start.
         fields = Path(f"/proc/{process.pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2]
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
         return f"{boot} {fields.split()[19]}"

@@ -1,4 +1,4 @@
-"""The project's version and requirements, and the machine and code that a result was made with."""
+"""Read the project's version and requirements, and describe the machine and code that produced a result."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ _PACKAGE = Path(__file__).resolve().parents[1]
 
 @dataclass(frozen=True)
 class Project:
-    """What pyproject.toml alone decides."""
+    """Version, Python range and requirements, as in pyproject.toml."""
 
     version: str
     python: str
-    """The range of Pythons."""
+    """Supported range of Python versions."""
     requirements: list[str]
 
 
 def read_project(package: Path = _PACKAGE) -> Project:
-    """Read it for a package's folder.
+    """Return the project of a package's folder.
 
     Raises
     ------
     ValueError
-        If that is no source tree and nothing is installed, in one line.
+        If the folder is no source tree and the package is not installed, in one line.
     """
     path = package.parent / "pyproject.toml"
     if path.is_file():
@@ -47,7 +47,7 @@ def read_project(package: Path = _PACKAGE) -> Project:
 
 
 def describe_environment(device: str) -> dict[str, Any]:
-    """What a reader of the result needs to know about the machine."""
+    """Return the machine, package versions and code digest to record with a result."""
     versions = {}
     for package in ("fedeas-flwr", "flwr", "ray", "torch", "torchvision", "diffusers", "numpy"):
         try:
@@ -66,7 +66,7 @@ def describe_environment(device: str) -> dict[str, Any]:
 
 
 def code_digest() -> str:
-    """Name the state of this package's code, installed or not: SHA-256 of all its Python files with their names."""
+    """Return a digest of this package's code: SHA-256 of the names and contents of its Python files."""
     root, found = Path(__file__).parents[1], hashlib.sha256()
     for path in sorted(root.rglob("*.py")):
         found.update(path.relative_to(root).as_posix().encode() + b"\0" + path.read_bytes() + b"\0")

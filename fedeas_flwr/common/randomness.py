@@ -1,18 +1,16 @@
 """Random numbers: streams derived from a run's seed, and the secret noise of differential privacy.
 
-A stream depends on the run's seed, its purpose and the numbers that name its use (round, client), so the same numbers
-come out whatever the backend, the number of actors, the order of arrival, or where a run was interrupted. Streams are
-never saved or shared.
+A stream depends on the run's seed, its purpose and the indices of its use (round, client), so its numbers are equal for
+every backend, number of actors, order of arrival and point of interruption. Streams are never saved or shared.
 
-The noise cannot come from the run's seed, which every client has in its run-config and every record shows: anybody
-could take it off again. It comes from a secret of the run's own that stays in the run directory, bound to the round
-and to the replies that it hides:
+The noise must not depend on the run's seed, which every client has in its run-config and every record shows: anyone
+could subtract it. It is derived from a secret key in the run directory, the round and the replies that it protects:
 
-- The same replies get the same noise. A round that is done again after a crash, when its model may have gone out
-  already, then ends in that very model and tells nothing more. Fresh noise would make it a second look at one sum, and
-  the mean of two looks has less noise than either.
-- Other replies (a GPU's, with other last digits, or of data that changed) get other noise. The same would cancel out
-  of the two models' difference, which then showed that of the sums as it is. They are one release more, and counted.
+- The same replies get the same noise. A round that is repeated after a crash, when its model may have been sent
+  already, then gives the same model and discloses nothing more. Fresh noise would disclose the same sum twice, and the
+  mean of two noisy sums has less noise than either.
+- Other replies (from a GPU with other last digits, or of changed data) get other noise. The same noise would cancel in
+  the difference of the two models, which would disclose the difference of the sums. They count as another release.
 """
 
 from __future__ import annotations
@@ -32,18 +30,18 @@ _KEY_BYTES = 32
 
 
 class Noise:
-    """A run's secret, and which models its noise was drawn for.
+    """The secret noise of a run, and the releases that it was used for.
 
     Parameters
     ----------
     path
-        The file that keeps both, for its owner alone: the key, then a line a release. It is made if it is not there;
-        without a path all is forgotten with this object.
+        The file with the key and one line per release, readable by its owner only. It is created if missing; without a
+        path nothing is stored.
 
     Raises
     ------
     ValueError
-        If the file is damaged or something else, in one line.
+        If the file is damaged or not a noise key, in one line.
     """
 
     def __init__(self, path: Path | None = None) -> None:
@@ -63,11 +61,11 @@ class Noise:
             raise ValueError(f"{path} is not the key of a run's noise")
 
     def draws(self, round_number: int, replies: Iterable[bytes]) -> np.random.Generator:
-        """The noise for what a round's replies become, noted as a release before anybody can have seen one.
+        """Return the generator of the noise on a round's aggregate, and record its release first.
 
-        It is Philox's and not the Mersenne Twister's, which NumPy's global functions draw from: a weight that no client
-        moves, such as that of a pixel which is black in all images, shows its noise, and some hundreds of the Twister's
-        draws give away all others.
+        It is Philox, not the Mersenne Twister of NumPy's global functions: a weight that no client changes, such as
+        that of a pixel which is black in all images, discloses its noise, and a few hundred outputs of the Twister
+        determine all others.
         """
         bound = hmac.new(self._key, b"%d " % round_number, "sha256")
         for part in replies:
@@ -77,7 +75,7 @@ class Noise:
         return np.random.Generator(np.random.Philox(key=int.from_bytes(key, "big")))
 
     def releases(self, rounds: int) -> int:
-        """How many different models of the first so many rounds noise was drawn for."""
+        """Return the number of releases in the first ``rounds`` rounds."""
         return sum(number <= rounds for number, _ in self._releases)
 
     def _note(self, release: tuple[int, str]) -> None:
@@ -86,12 +84,12 @@ class Noise:
         self._releases.add(release)
         if self._path is not None:
             with errors_naming(self._path), self._path.open("a", encoding="utf-8") as file:
-                file.write(f"\n{release[1]}")  # the break first: a line that a crash cut short stays one of its own
+                file.write(f"\n{release[1]}")  # newline first: a line that a crash cut short stays separate
                 file.flush()
                 os.fsync(file.fileno())
 
 
 def stream(seed: int, purpose: str, *names: int) -> np.random.Generator:
-    """Return the generator of one purpose, for instance ``stream(seed, "batches", round, client)``."""
+    """Return the random generator of one purpose, for example ``stream(seed, "batches", round, client)``."""
     tag = int.from_bytes(hashlib.sha256(purpose.encode()).digest()[:4], "big")
     return np.random.Generator(np.random.Philox(np.random.SeedSequence([seed, tag, *names])))

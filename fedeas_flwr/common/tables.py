@@ -1,4 +1,4 @@
-"""Tables on a terminal, as wide as it is where they can be, of which nothing is ever cut off; and as CSV."""
+"""Print tables that fit the terminal without truncating cells, and format rows as CSV."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from rich.text import Text
 _WIDE = 160
 _GAP = 2
 _WORD = 20
-"""A word of so many characters is not broken."""
+"""Maximum length of a word, in characters, that is never broken."""
 
 
 def table_width(console: Console) -> int:
-    """How wide a table may be: as a terminal is; in a file or a pipe, as wide as any of ours would be."""
+    """Return the maximum width of a table: the terminal's, or in a file or pipe at least `_WIDE` characters."""
     return console.width if console.is_terminal else max(console.width, _WIDE)
 
 
@@ -31,7 +31,7 @@ def print_table(
     fold: Collection[str],
     right: Collection[str] = (),
 ) -> None:
-    """Print a `folding_table`; what a terminal is too narrow for goes on in its next line."""
+    """Print a `folding_table`; lines that are wider than the terminal wrap."""
     console.print(folding_table(table_width(console), head, rows, fold=fold, right=right), crop=False)
 
 
@@ -43,11 +43,11 @@ def folding_table(
     fold: Collection[str],
     right: Collection[str] = (),
 ) -> Table:
-    """A table of a given width that cuts nothing off.
+    """Return a table of a given width that truncates nothing.
 
-    To fit, the widest of the columns to ``fold`` go on in the next line, between words or inside a long one; others
-    never do. If that is not enough, the table is wider. Names, paths and keys are there to be typed again, and a number
-    without its end is another one, so an ellipsis would make them useless.
+    To fit, the widest of the columns to ``fold`` wrap, between words or inside a long one; other columns never do. If
+    that is not enough, the table is wider. Users copy names, paths and keys, and a truncated number is a wrong number,
+    so an ellipsis would make them useless.
     """
     table = Table(box=None, pad_edge=False)
     cells = [[cell if isinstance(cell, Text) else Text(cell) for cell in row] for row in (head, *rows)]
@@ -66,7 +66,7 @@ def folding_table(
 
 
 def as_csv(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Rows of the same or of growing keys as CSV; what a row does not have is empty."""
+    """Return rows as CSV, with the keys of all rows as columns; missing values are empty."""
     columns = list(dict.fromkeys(key for row in rows for key in row))
     out = io.StringIO()
     writer = csv.DictWriter(out, columns, lineterminator="\n")

@@ -1,4 +1,4 @@
-"""Numbers of things, bytes and durations as text, and messages of other libraries in one line."""
+"""Format and parse counts, bytes and durations, and shorten messages to one line."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _AGES = {"s": 1, "m": 60, "h": 3600, "d": 86_400}
 
 
 def parse_bytes(text: str, name: str) -> int:
-    """Read a number of bytes such as ``500MB``, ``20GB`` or ``2GiB``; `name` is whose value it is, for the error."""
+    """Read a number of bytes such as ``500MB``, ``20GB`` or ``2GiB``; `name` is its key, for the error."""
     found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", text)
     if not found or found[2].upper() not in _SIZES:
         raise ValueError(f"{name} = {text!r}: must be a size such as 500MB, 20GB or 2GiB")
@@ -18,7 +18,7 @@ def parse_bytes(text: str, name: str) -> int:
 
 
 def parse_age(text: str, name: str) -> float:
-    """Read a span of time such as ``90m``, ``12h`` or ``30d``, in seconds."""
+    """Return the seconds of a duration such as ``90m``, ``12h`` or ``30d``."""
     found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([smhd])\s*", text)
     if not found:
         raise ValueError(f"{name} = {text!r}: must be a time such as 90m, 12h or 30d")
@@ -26,23 +26,23 @@ def parse_age(text: str, name: str) -> float:
 
 
 def counted(number: int, noun: str, plural: str = "") -> str:
-    """Write a number of things: 1 run, 12,000 images; ``plural`` where an s behind the noun does not make it."""
+    """Return a count with its noun: 1 run, 12,000 images; ``plural`` is for irregular plurals."""
     return f"{number:,} {noun if number == 1 else plural or f'{noun}s'}"
 
 
 def show_bytes(number: int) -> str:
-    """Write a number of bytes for a person."""
+    """Return a number of bytes as readable text."""
     unit = next((unit for unit in ("B", "KB", "MB", "GB") if number < 1000 * _SIZES[unit]), "TB")
     return f"{number / _SIZES[unit]:.3g} {unit}"
 
 
 def show_seconds(seconds: float) -> str:
-    """Write a span of time for a person; some time is never written as none."""
+    """Return a duration as readable text, rounded up so that a positive one is never 0 s."""
     if seconds < 90:
         return f"{math.ceil(seconds)} s"
     return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
 
 
-def one_line(said: object, most: int | None = 200) -> str:
-    """An error, or any text, without line breaks and cut to so many characters; ``None``: not cut."""
-    return " ".join(str(said).split())[:most]
+def one_line(message: object, most: int | None = 200) -> str:
+    """Return an error or any text without line breaks, cut to ``most`` characters unless that is ``None``."""
+    return " ".join(str(message).split())[:most]

@@ -1,4 +1,4 @@
-"""Client × class: what clients hold and what they generate, worked out anew from a run's partition."""
+"""Client × class heat maps of real and generated images, recomputed from a run's partition."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _COLUMNS = 2
 
 @dataclass(frozen=True)
 class HeatMaps:
-    """One partition, and what each group generates on it."""
+    """One partition, and the images that each group generates on it."""
 
     classes: Sequence[str]
     counts: Counts
@@ -31,15 +31,15 @@ class HeatMaps:
 
     @property
     def caption(self) -> str:
-        """What is to be seen."""
+        """Return the caption of the figure."""
         return (
             f"{counted(len(self.counts), 'client')} by {self.counts.shape[1]} classes: the real samples, and the "
-            "images that each group's clients generate; the reds share one scale."
+            "images that each group's clients generate; all red maps share one colour scale."
         )
 
 
 def maps_of(groups: Sequence[Group]) -> tuple[list[HeatMaps], list[str]]:
-    """The heat maps of groups that generate, one set a partition; and why some have none."""
+    """Return the heat maps of groups that generate, one set per partition, and notes on groups without one."""
     found: dict[tuple[object, ...], HeatMaps] = {}
     notes = []
     for group in groups:
@@ -61,28 +61,28 @@ def maps_of(groups: Sequence[Group]) -> tuple[list[HeatMaps], list[str]]:
         else:
             images = counted(int(generated.sum()), "image")
             notes.append(
-                f"No heat map of {group.name}: its partition would have {images}, the run has "
-                f"{group.images:,.0f}; where clients have data of their own, what they generate stays with them."
+                f"No heat map of {group.name}: its partition would give {images}, but the run has "
+                f"{group.images:,.0f}; clients with custom data do not disclose what they generate."
             )
     return list(found.values()), notes
 
 
 def _map_caveats(group: Group, counts: Counts, planned: int) -> list[str]:
-    """Where fewer images were made than the map counts: of clients that never took part, or shared ones."""
+    """Return notes on why fewer images were generated than the map shows: absent clients, or shared images."""
     notes = []
     made = [member.summary["total_generated"] for member in group.members]
     if set(made) != {planned}:
         runs = f"the {'run has' if len(made) == 1 else 'runs have'} {', '.join(f'{images:,}' for images in made)}"
-        why = "since clients that never took part generate none"
+        why = "because clients that never took part generate none"
         notes.append(f"{group.name}: the map is the plan, {counted(planned, 'image')}; {runs}, {why}.")
     if group.config.shared_images != "no":
         different = count_distinct_images(group.config, counts)
-        notes.append(f"{group.name}: {different:,} of the plan's {counted(planned, 'image')} are different.")
+        notes.append(f"{group.name}: {different:,} of the plan's {counted(planned, 'image')} are distinct.")
     return notes
 
 
 def _matches_run(group: Group, generated: Counts) -> bool:
-    """Whether the plan is the run's own: clients that have trained have generated what it says."""
+    """Return whether the plan matches the run: clients that trained generated the planned number of images."""
     by_client = generated.sum(axis=1)
     for member in group.members:
         trained = {client for record in member.rounds for client in record["clients"]}
@@ -94,7 +94,7 @@ def _matches_run(group: Group, generated: Counts) -> bool:
 
 
 def draw(maps: HeatMaps) -> Figure:
-    """The real samples first, then the groups' images, those of one plan once."""
+    """Draw the real samples first, then the groups' images; groups with the same plan share one map."""
     plans: dict[bytes, tuple[list[str], Counts]] = {}
     for name, values in maps.generated:
         plans.setdefault(values.tobytes(), ([], values))[0].append(name)

@@ -1,4 +1,4 @@
-"""Runs as a reader compares them: those that differ in their seed alone are one group, with a mean and a spread."""
+"""Group runs that differ only in their seed, with mean and standard deviation over seeds."""
 
 from __future__ import annotations
 
@@ -24,28 +24,28 @@ from fedeas_flwr.runs.metrics import WALL_CLOCK, efficiency, last_20, seconds_of
 FloatArray = npt.NDArray[np.float64]
 
 CLIENT_WORK = ("generating", "training")
-"""Seconds summed over clients, which may have worked at the same time."""
+"""Phases whose seconds are summed over clients, which may work in parallel."""
 _PATHS = ("generator", "weights")
 
 
 @dataclass(frozen=True)
 class Spread:
-    """A figure over seeds: mean and the sample's standard deviation (n − 1), ``None`` for one seed."""
+    """A metric over seeds: its mean and sample standard deviation (n − 1), which is ``None`` for one seed."""
 
     values: tuple[float, ...]
 
     @property
     def mean(self) -> float:
-        """Over the seeds."""
+        """Return the mean over seeds."""
         return statistics.fmean(self.values)
 
     @property
     def sd(self) -> float | None:
-        """Over the seeds."""
+        """Return the standard deviation over seeds."""
         return statistics.stdev(self.values) if len(self.values) > 1 else None
 
     def show(self, scale: float = 1.0, digits: int = 1) -> str:
-        """As ``92.7 ± 0.4``."""
+        """Return text such as ``92.7 ± 0.4``."""
         spread = "" if self.sd is None else f" ± {scale * self.sd:.{digits}f}"
         return f"{scale * self.mean:.{digits}f}{spread}"
 
@@ -58,65 +58,65 @@ class Member:
     config: RunConfig
     rounds: list[dict[str, Any]]
     summary: dict[str, Any]
-    """From the rounds there are: a run that has not finished has one too."""
+    """Summary of the recorded rounds, also for a run that has not finished."""
 
     @property
     def never_took_part(self) -> list[int]:
-        """The clients that trained in no round; none can be told where clients have numbers of their own."""
+        """Return the clients that trained in no round; empty if clients are not numbered from 0 to K − 1."""
         trained, known = {client for record in self.rounds for client in record["clients"]}, range(self.config.clients)
         return sorted(set(known) - trained) if trained <= set(known) else []
 
     @property
     def unfinished(self) -> str:
-        """How far it came if that is not the end, else nothing."""
+        """Return the progress of a run that has not finished, otherwise empty text."""
         done, wanted = len(self.rounds), self.config.rounds
         return "" if done >= wanted else f"{self.run.path.name}, {done} of {wanted} rounds, {self.run.state()}"
 
 
 @dataclass(frozen=True)
 class Group:
-    """Runs that differ in their seed alone."""
+    """Runs that differ only in their seed."""
 
     name: str
     members: tuple[Member, ...]
-    """Those that all figures are of."""
+    """The runs that the metrics are computed from."""
     style: LineStyle
-    """In every picture and table."""
+    """Line style in every picture and table."""
     excluded: tuple[Member, ...] = ()
-    """Those that have not finished while others have: in a mean they would pass for worse seeds."""
+    """Unfinished runs of a group with finished ones: in a mean they would look like worse seeds."""
 
     @property
     def all_members(self) -> tuple[Member, ...]:
-        """Those that count, and those that do not."""
+        """Return included and excluded runs."""
         return (*self.members, *self.excluded)
 
     @property
     def config(self) -> RunConfig:
-        """The first seed's; the others are the same but for it."""
+        """Return the config of the first seed; the others differ only in the seed."""
         return self.members[0].config
 
     @property
     def seeds(self) -> list[int]:
-        """In ascending order."""
+        """Return the seeds in ascending order."""
         return [member.config.seed for member in self.members]
 
     @property
     def colour(self) -> str:
-        """Of its look."""
+        """Return the colour of the group's style."""
         return self.style.colour
 
     @property
     def last_round(self) -> int:
-        """The last round of the run that came furthest."""
+        """Return the number of rounds of the longest run."""
         return max(len(member.rounds) for member in self.members)
 
     def spread(self, measure: str) -> Spread | None:
-        """A figure of the summaries; ``None`` where a seed has none."""
+        """Return a metric of the summaries over seeds; ``None`` if a seed has no value."""
         values = [member.summary.get(measure) for member in self.members]
         return None if any(value is None for value in values) else Spread(tuple(map(float, values)))  # type: ignore[arg-type]
 
     def curve(self, measure: str) -> FloatArray:
-        """A figure of the rounds, [seeds, rounds]; NaN where a round has none or a run is shorter."""
+        """Return a metric of the rounds, [seeds, rounds]; NaN if a round has no value or a run is shorter."""
         found = np.full((len(self.members), self.last_round), np.nan)
         for row, member in zip(found, self.members, strict=True):
             values = [record.get(measure) for record in member.rounds]
@@ -125,7 +125,7 @@ class Group:
 
     @cached_property
     def per_class(self) -> FloatArray | None:
-        """Accuracy of each class, the mean of the last 20 rounds and of the seeds; ``None`` if it was not recorded."""
+        """Return the accuracy per class, mean over the last 20 rounds and over seeds; ``None`` if not recorded."""
         found = []
         for member in self.members:
             rows = [record.get("per_class_accuracy") for record in member.rounds[-20:]]
@@ -136,7 +136,7 @@ class Group:
 
     @cached_property
     def worst_class(self) -> tuple[int, float] | None:
-        """The class that ends worst, and its accuracy."""
+        """Return the class with the lowest `per_class` accuracy, and that accuracy."""
         if self.per_class is None or np.isnan(self.per_class).all():
             return None
         worst = int(np.nanargmin(self.per_class))
@@ -144,35 +144,35 @@ class Group:
 
     @cached_property
     def worst_client(self) -> Spread | None:
-        """The worst client's accuracy, mean of the last 20 rounds (``evaluation = "federated"`` records it)."""
+        """Return the worst client's accuracy, mean over the last 20 rounds (``evaluation = "federated"`` only)."""
         rows = [[record.get("worst_client_accuracy") for record in member.rounds] for member in self.members]
         return None if any(None in row for row in rows) else Spread(tuple(last_20(row) for row in rows))  # type: ignore[arg-type]
 
     def seconds(self, phase: str) -> float:
-        """Of a phase, mean over the seeds."""
+        """Return the seconds of a phase, mean over seeds."""
         return statistics.fmean(seconds_of(phase, member.summary["seconds"]) for member in self.members)
 
     @property
     def wall_clock(self) -> float:
-        """Seconds that a run of the group took, without starting up."""
+        """Return the wall-clock seconds of a run of the group, without start-up."""
         return sum(self.seconds(phase) for phase in WALL_CLOCK)
 
     @property
     def images(self) -> float:
-        """Images generated in all, mean over the seeds."""
+        """Return the total number of generated images, mean over seeds."""
         return statistics.fmean(member.summary["total_generated"] for member in self.members)
 
 
 def group_runs(runs: Sequence[RunDirectory]) -> tuple[list[Group], list[str]]:
-    """Put runs that differ in their seed alone together; return the groups, and what was left out and why.
+    """Group runs that differ only in their seed; return the groups, and a line for every run that is left out.
 
-    Groups without generated images come first, then by images; seeds ascend.
+    Groups are sorted by number of images, and baselines come first among equals; seeds ascend.
     """
     members, left_out = [], []
     for run in runs:
         try:
             config = run.config()
-            run.environment()  # a page shows it, and would fail as a whole
+            run.environment()  # raises here, so that one damaged run does not fail the whole page
             summary = summarise_so_far(run, config)
         except RunError as error:
             left_out.append(str(error))
@@ -189,19 +189,19 @@ def group_runs(runs: Sequence[RunDirectory]) -> tuple[list[Group], list[str]]:
     found = [_one_per_seed(group, left_out) for group in together.values()]
     found.sort(key=lambda group: (group[0].summary["total_generated"], not _is_baseline(group[0].config)))
     configs = [group[0].config for group in found]
-    told = zip(_names(configs), found, assign_styles([config.policy for config in configs]), strict=True)
-    return [_make_group(name, group, look) for name, group, look in told], left_out
+    named = zip(_names(configs), found, assign_styles([config.policy for config in configs]), strict=True)
+    return [_make_group(name, group, style) for name, group, style in named], left_out
 
 
 def _make_group(name: str, runs: Sequence[Member], style: LineStyle) -> Group:
     finished = tuple(member for member in runs if not member.unfinished)
-    if not finished:  # as far as they came is all there is
+    if not finished:  # no run has more to show
         return Group(name, tuple(runs), style)
     return Group(name, finished, style, tuple(member for member in runs if member.unfinished))
 
 
 def mean_window(groups: Sequence[Group]) -> int:
-    """Of how many rounds at most the last-20 mean of these groups is."""
+    """Return the number of rounds, at most 20, in the last-20 mean of these groups."""
     return max(min(20, group.last_round) for group in groups)
 
 
@@ -216,29 +216,30 @@ def group_key(config: RunConfig, free: Sequence[str] = ()) -> dict[str, Any]:
 
 
 def _one_per_seed(group: Sequence[Member], left_out: list[str]) -> list[Member]:
-    """By seed; of a run that is there twice, the one that came furthest and of these the last written counts."""
+    """Return one run per seed: of duplicates the longest, and of equally long ones the last written."""
     kept: dict[int, Member] = {}
     for member in sorted(group, key=lambda one: (len(one.rounds), (one.run.path / "rounds.jsonl").stat().st_mtime)):
         kept[member.config.seed] = member
     for member in group:
         if (other := kept[member.config.seed]) is not member:
             same = all(a["accuracy"] == b["accuracy"] for a, b in zip(member.rounds, other.rounds, strict=False))
-            figures = "" if same else ", with other figures"
-            left_out.append(f"{member.run.path} is {other.run.path} once more (config and seed){figures}")
+            figures = "" if same else ", with other accuracies"
+            left_out.append(f"{member.run.path} repeats {other.run.path} (same config and seed){figures}")
     return [kept[seed] for seed in sorted(kept)]
 
 
 def differences(configs: Sequence[RunConfig]) -> list[str]:
-    """The keys in which some configs differ, seeds and what is no part of a run aside."""
+    """Return the keys in which configs differ, without seeds and keys that do not identify a run."""
     seen = [group_key(config) for config in configs]
     keys = list(dict.fromkeys(key for values in seen for key in values))
     return [key for key in keys if len({repr(values[key]) for values in seen if key in values}) > 1]
 
 
 def _names(configs: Sequence[RunConfig]) -> list[str]:
-    """Call a group by its policy where that varies, and by what tells it from other groups of its policy.
+    """Return group names: the policy if it varies, and the keys that distinguish groups of one policy.
 
-    Where strategies vary, one other than FedAvg is named in any case: else policies alone would seem to be compared.
+    If strategies vary, a strategy other than FedAvg is always named, so that the comparison is not read as one of
+    policies only.
     """
     policies, strategies = {config.policy for config in configs}, {config.strategy for config in configs}
     names = []
@@ -268,7 +269,7 @@ def _show(value: Any) -> str:
 
 
 def baseline_of(group: Group, groups: Sequence[Group]) -> Group | None:
-    """The group that is the same but for generating nothing; of several, that of its own seeds and form of Γ̂."""
+    """Return the group that differs only in generating nothing; of several, one with the same seeds and `gamma-hat`."""
     if _is_baseline(group.config):
         return None
     fitting = [other for other in _without_images(group, groups) if not _differing_keys(group, other)]
@@ -284,12 +285,12 @@ def baseline_of(group: Group, groups: Sequence[Group]) -> Group | None:
 
 
 def why_no_gain(group: Group, groups: Sequence[Group]) -> str | None:
-    """What keeps a group from being compared with one that generates nothing; ``None`` if it is, or is one itself."""
+    """Return why a group has no baseline to compare with; ``None`` if it has one, or is a baseline."""
     if _is_baseline(group.config):
         return None
     if baseline := baseline_of(group, groups):
-        came = f"it has come to {_ends(group)}, the group that generates nothing to {_ends(baseline)}"
-        return None if _as_far(group, baseline) else came
+        unequal = f"it has reached {_ends(group)}, but the group that generates nothing {_ends(baseline)}"
+        return None if _as_far(group, baseline) else unequal
     others = _without_images(group, groups)
     if not others:
         return "there is no group that generates nothing (policy = none)"
@@ -300,13 +301,13 @@ def why_no_gain(group: Group, groups: Sequence[Group]) -> str | None:
 
 
 def _ends(group: Group) -> str:
-    """The rounds that a group's runs came to."""
+    """Return the last rounds of a group's runs as text."""
     ends = sorted({len(member.rounds) for member in group.members})
     return f"round{'s' if len(ends) > 1 else ''} {' and '.join(map(str, ends))}"
 
 
 def _as_far(group: Group, other: Group) -> bool:
-    """Whether all runs of two groups came to the same round: early rounds are no match for late ones."""
+    """Return whether all runs of two groups reached the same round; otherwise they cannot be compared."""
     return len({len(member.rounds) for member in (*group.members, *other.members)}) == 1
 
 
@@ -315,13 +316,13 @@ def _without_images(group: Group, groups: Sequence[Group]) -> list[Group]:
 
 
 def _differing_keys(group: Group, other: Group) -> list[str]:
-    """The keys in which two groups differ, what is generated aside; of one strategy's keys the strategy is enough."""
+    """Return the keys, except those of generation, in which two groups differ; both must use the key."""
     mine, theirs = (group_key(one.config, (*GENERATION_KEYS, "threshold", "gamma-hat")) for one in (group, other))
     return [key for key in mine if mine[key] != theirs.get(key, mine[key])]
 
 
 def gain_and_efficiency(group: Group, groups: Sequence[Group]) -> tuple[float, float | None] | None:
-    """Percentage points over the baseline, and η; ``None`` without a baseline that came as far."""
+    """Return the gain over the baseline in percentage points, and η; ``None`` without a comparable baseline."""
     baseline = baseline_of(group, groups)
     if baseline is None or not _as_far(group, baseline):
         return None

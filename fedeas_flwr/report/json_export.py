@@ -1,4 +1,4 @@
-"""A report's figures for machines: what `fedeas report --format json` prints of the groups."""
+"""Export groups as JSON for `fedeas report --format json`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from fedeas_flwr.runs.metrics import BACKGROUND_PHASES, WALL_CLOCK
 
 
 def as_data(groups: Sequence[Group]) -> list[dict[str, Any]]:
-    """The groups' figures, for machines."""
+    """Return the metrics of the groups as JSON values."""
     found = []
     for group in groups:
         gain = gain_and_efficiency(group, groups)
@@ -47,7 +47,7 @@ def as_data(groups: Sequence[Group]) -> list[dict[str, Any]]:
 
 
 def _unfinished(group: Group) -> list[dict[str, Any]]:
-    """The runs of a group that have not come to their end, and whether its figures are of them."""
+    """Return the unfinished runs of a group, and whether its metrics include them."""
     return [
         {
             "run": str(member.run.path),

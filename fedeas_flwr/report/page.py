@@ -1,7 +1,7 @@
-"""A page of sentences, tables and pictures: as HTML that holds them all, and as Markdown beside its pictures.
+"""A page of sentences, tables and pictures, as self-contained HTML or as Markdown with separate pictures.
 
-Sentences, captions and cells may hold a little markup, the same in both: ``**``bold``**``, code in backticks,
-``<ins>``underlined``</ins>`` and ``<br>`` before a cell's second line. Anything else in them is text.
+Sentences, captions and cells may contain simple markup in both formats: ``**``bold``**``, code in backticks,
+``<ins>``underlined``</ins>`` and ``<br>`` before a cell's second line. Everything else is plain text.
 """
 
 from __future__ import annotations
@@ -64,12 +64,12 @@ class Table:
     head: Sequence[str]
     rows: Sequence[Sequence[str]]
     swatches: Sequence[LineStyle] = ()
-    """A look for each row, as in the pictures."""
+    """Line style of each row, as in the pictures."""
 
 
 @dataclass(frozen=True)
 class Picture:
-    """A figure, the name of its file, and what is to be seen in it."""
+    """A figure, its file name and its caption."""
 
     name: str
     figure: Figure
@@ -77,13 +77,13 @@ class Picture:
 
     @property
     def alt_text(self) -> str:
-        """For those who do not see it: what its axes are, and its names with what they say of values."""
+        """Return the text for readers who cannot see the picture: its axes and legend."""
         axes = self.figure.axes
         shown = [(place.get_ylabel(), place.get_xlabel()) for place in axes if place.get_legend()]
         titles = [" by ".join(filter(None, words)) for words in shown]
         names = [text.get_text() for place in axes if (legend := place.get_legend()) for text in legend.get_texts()]
-        said = f"Picture of {'; '.join(titles)}. {'; '.join(names)}." if names else f"Picture. {self.caption}"
-        return said.replace("\n", " ").replace(r"$\hat{\Gamma}$", "Γ̂")
+        text = f"Picture of {'; '.join(titles)}. {'; '.join(names)}." if names else f"Picture. {self.caption}"
+        return text.replace("\n", " ").replace(r"$\hat{\Gamma}$", "Γ̂")
 
 
 @dataclass(frozen=True)
@@ -95,7 +95,7 @@ class Section:
     tables: Sequence[Table] = ()
     pictures: Sequence[Picture] = ()
     folded: bool = False
-    """Whether it is looked up, not read."""
+    """Whether the section is collapsed at first."""
 
 
 @dataclass(frozen=True)
@@ -111,11 +111,11 @@ class Document:
 
 
 def as_html(document: Document) -> str:
-    """One page with its style and its pictures inside: it opens offline and asks for nothing."""
+    """Return one page with its style and pictures embedded; it opens offline and loads nothing."""
     links = "".join(f'<a href="#{_anchor(s.title)}">{_text(s.title)}</a>' for s in document.sections)
     opening = "".join(f"<p>{_text(line)}</p>" for line in document.text)
     body = "\n".join(_html_section(section) for section in document.sections)
-    # The empty icon keeps browsers from asking a server for one.
+    # The empty icon keeps browsers from requesting one.
     return f"""<!DOCTYPE html>
 <html lang="en">
 <head>
@@ -163,12 +163,12 @@ def _html_table(table: Table) -> str:
 
 
 def _scrolling(inside: str, name: str) -> str:
-    """What may be wider than a screen: it scrolls by itself, also by the keyboard."""
+    """Return a region that scrolls horizontally, also by keyboard, if it is wider than the screen."""
     return f'<div class="wide" role="region" aria-label="{html.escape(name)}" tabindex="0">{inside}</div>'
 
 
 def _swatch(style: LineStyle) -> str:
-    """A piece of a group's curve; not a background, which printers leave out."""
+    """Return a piece of a group's curve as SVG; printers omit background colours."""
     from fedeas_flwr.report.style import LINES
 
     line = f'stroke="{style.colour}" stroke-width="4" stroke-dasharray="{LINES[style.line] or "none"}"'
@@ -176,16 +176,16 @@ def _swatch(style: LineStyle) -> str:
 
 
 def _html_head(cell: str) -> str:
-    """A head may take several lines, but is not broken inside "CIFAR-10", "K = 20" or "90 %"."""
+    """Return a column head that may wrap, but not inside "CIFAR-10", "K = 20" or "90 %"."""
     return re.sub(r"\S+(?: = \S+)?(?: %)?", lambda found: f"<span>{_text(found[0])}</span>", cell)
 
 
 def _anchor(title: str) -> str:
-    return "-".join(re.findall(r"\w+", title.lower()))  # no %, which means something in an address
+    return "-".join(re.findall(r"\w+", title.lower()))  # no %, which has a meaning in URLs
 
 
 def _text(text: str) -> str:
-    """Escape everything, then let the little markup there is be markup."""
+    """Escape the text, then convert its simple markup."""
     safe = html.escape(text)
     safe = re.sub(r"\*\*(.+?)\*\*", r"<b>\1</b>", safe)
     safe = re.sub(r"`(.+?)`", r"<code>\1</code>", safe)
@@ -197,7 +197,7 @@ def _text(text: str) -> str:
 
 
 def as_markdown(document: Document) -> str:
-    """The page with its pictures as PNG files beside it."""
+    """Return the page as Markdown that links its pictures as PNG files."""
     lines = [f"# {document.title}", *document.text]
     for section in document.sections:
         lines += [f"## {section.title}", *section.text, *map(table_markdown, section.tables)]
@@ -207,7 +207,7 @@ def as_markdown(document: Document) -> str:
 
 
 def table_markdown(table: Table) -> str:
-    """A table; first column to the left, the others to the right."""
+    """Return a Markdown table; the first column is left-aligned, the others right-aligned."""
 
     def row(cells: Sequence[str]) -> str:
         return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
@@ -219,7 +219,7 @@ def table_markdown(table: Table) -> str:
 
 
 def as_svg(figure: Figure) -> bytes:
-    """Text as shapes, so that it looks the same everywhere; no date, so that the same runs give the same bytes."""
+    """Return a figure as SVG with text as paths, for equal looks, and without a date, for equal bytes."""
     import matplotlib
 
     buffer = io.BytesIO()
@@ -229,7 +229,7 @@ def as_svg(figure: Figure) -> bytes:
 
 
 def as_png(figure: Figure) -> bytes:
-    """Sharp on a projector."""
+    """Return a figure as PNG at 200 dpi."""
     buffer = io.BytesIO()
     figure.savefig(buffer, format="png", dpi=200, metadata={"Software": None})
     return buffer.getvalue()

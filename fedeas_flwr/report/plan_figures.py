@@ -1,4 +1,4 @@
-"""A plan in the paper's pictures, from label counts alone: Figs. 1(a), 2(a), 2(b) and 5(b)."""
+"""Draw a plan as the paper's Figs. 1(a), 2(a), 2(b) and 5(b), from label counts only."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ REMOVED = "imbalance removed, 1 − I(B) / I(0)"
 
 
 def draw_plan(path: BudgetPath, beta: float, folder: Path, choice: Choice | None = None) -> list[Path]:
-    """Draw what a β means on given counts.
+    """Draw the effect of a β on given counts, and return the written files.
 
     Parameters
     ----------
@@ -36,9 +36,9 @@ def draw_plan(path: BudgetPath, beta: float, folder: Path, choice: Choice | None
     beta : float
         The β of the plan.
     folder : Path
-        Gets ``demand.png``, ``concentration.png``, ``reduction.png`` and ``beta-selection.png``.
+        Folder for ``demand.png``, ``concentration.png``, ``reduction.png`` and ``beta-selection.png``.
     choice : Choice, optional
-        How β was chosen; its limits and window are drawn, and its grid is what is marked.
+        How β was chosen; its limits and window are drawn, and its grid is marked.
     """
     drawn = plan_figures(path, beta, choice)
     for name, figure in drawn.items():
@@ -49,7 +49,7 @@ def draw_plan(path: BudgetPath, beta: float, folder: Path, choice: Choice | None
 
 
 def plan_figures(path: BudgetPath, beta: float, choice: Choice | None = None) -> dict[str, Figure]:
-    """The same by the names of their files."""
+    """Return the figures of `draw_plan` by file name."""
     generated = fill_to(path.counts, path.levels(beta), path.strict_mean)
     if not generated.any():
         raise ValueError(f"figures: nothing would be generated at β = {beta:g}, so there is nothing to draw")
@@ -69,7 +69,7 @@ def plan_figures(path: BudgetPath, beta: float, choice: Choice | None = None) ->
 
 # Fig. 1(a)
 def draw_demand(axes: Axes, path: BudgetPath, generated: IntArray, beta: float) -> None:
-    """Put each client's budget in front of what full balance would take, hatched; logarithmic, or it is not seen."""
+    """Draw each client's budget in front of its demand for full balance (hatched), on a log scale."""
     needed, given = curves.demand(path.counts, generated)
     clients = np.arange(len(needed))
     label = f"full balance, {needed.sum():,} images"
@@ -92,7 +92,7 @@ def draw_demand(axes: Axes, path: BudgetPath, generated: IntArray, beta: float) 
 
 # Fig. 2(a)
 def draw_concentration(axes: Axes, path: BudgetPath, generated: IntArray, beta: float) -> None:
-    """Show how few clients hold most of the imbalance, and whether the budget goes to them."""
+    """Draw the cumulative shares of imbalance and budget, most imbalanced clients first."""
     shares = curves.concentration(path.counts, generated)
     clients = np.arange(len(shares.held))
     axes.plot(clients, shares.held, "-o", ms=4, color=INK, label="imbalance score held")
@@ -103,7 +103,7 @@ def draw_concentration(axes: Axes, path: BudgetPath, generated: IntArray, beta: 
     held, received = shares.held[quarter], shares.received[quarter]
     who = f"the {quarter} most imbalanced" if quarter > 1 else "the most imbalanced"
     text = f"{who}:\n{held:.1%} of the score, {received:.1%} of the budget"
-    if quarter < len(path.counts):  # else all there is, 100 %
+    if quarter < len(path.counts):  # otherwise it is 100 %
         place = (quarter, min(held, received))
         axes.annotate(text, place, (10, -34), textcoords="offset points", fontsize=9, color=INK)
     axes.set(xlabel="clients, most imbalanced first", ylabel="cumulative share", ylim=(0, 1.03))
@@ -117,7 +117,7 @@ def draw_concentration(axes: Axes, path: BudgetPath, generated: IntArray, beta: 
 # Fig. 2(b)
 def draw_reduction(axes: Axes, found: curves.Reduction, policy: str, beta: float) -> None:
     """Compare policies at the same number of images; the arrow is the gap to Uniform at the plan's β."""
-    # Waterfill and greedy all but coincide: a broad pale line under a thin dashed one shows both.
+    # Waterfill and greedy almost coincide: a wide pale line under a thin dashed one shows both.
     styles: dict[str, dict[str, Any]] = {
         policy: {"lw": 1.8, "marker": "o"},
         "uniform": {"lw": 1.8, "marker": "s"},
@@ -135,14 +135,14 @@ def draw_reduction(axes: Axes, found: curves.Reduction, policy: str, beta: float
     lines = [np.array(curve).T for curve in found.curves.values()]
     for marked, (made, _) in zip(found.betas, found.marks[policy], strict=True):
         above = max(float(np.interp(made, *line)) for line in lines)
-        if made:  # at the origin there is nothing to name
+        if made:  # no label at the origin
             _name_beta(axes, marked, (made, above), bold=marked == beta)
     if beta in found.betas:
         _draw_gap(axes, found, policy, found.betas.index(beta))
-    axes.set(xlabel="images generated in all", ylabel=REMOVED)
+    axes.set(xlabel="total images generated", ylabel=REMOVED)
     axes.set_xlim(left=0)
     highest, lowest = max(line[1].max() for line in lines), min(line[1].min() for line in lines)
-    axes.set_ylim(min(0.0, lowest), 1.12 * highest)  # the names of β stand above the highest curve
+    axes.set_ylim(min(0.0, lowest), 1.12 * highest)  # labels of β are above the highest curve
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.xaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
     axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
@@ -160,18 +160,18 @@ def _draw_gap(axes: Axes, found: curves.Reduction, policy: str, i: int) -> None:
 
 
 def _name_beta(axes: Axes, beta: float, point: tuple[float, float], bold: bool) -> Annotation:
-    """Write β above the highest curve and to the left: all curves rise, so it lies on none."""
+    """Label β above and to the left of the highest curve: all curves rise, so it overlaps none."""
     style: dict[str, Any] = {"ha": "right", "fontsize": 9, "color": INK, "fontweight": "bold" if bold else "normal"}
     text = axes.annotate(f"β = {beta:g}", point, (-8, 10), textcoords="offset points", zorder=5, **style)
-    text.set_path_effects([withStroke(linewidth=3, foreground="white")])  # readable where it meets a line
+    text.set_path_effects([withStroke(linewidth=3, foreground="white")])  # readable on top of a line
     return text
 
 
 def _off_the_limits(axes: Axes, names: Sequence[Annotation]) -> None:
-    """Move a name that lies on a limit's line to the right of its point and below, where the curve is not either."""
+    """Move labels that overlap a limit's line to the lower right of their point, away from the curve."""
     figure = axes.get_figure(root=True)
     assert figure is not None
-    figure.draw_without_rendering()  # where words are depends on the room that labels and legend leave
+    figure.draw_without_rendering()  # the layout sets text positions
     limits = [line.get_window_extent() for line in axes.lines if line.get_linestyle() == "--"]
     for text in names:
         if any(text.get_window_extent().overlaps(limit) for limit in limits):
@@ -180,7 +180,7 @@ def _off_the_limits(axes: Axes, names: Sequence[Annotation]) -> None:
 
 # Fig. 5(b)
 def draw_selection(axes: Axes, path: BudgetPath, betas: list[float], beta: float, choice: Choice | None) -> None:
-    """Trace the removed share against the synthetic share as β grows, with the limits, and what they allow shaded."""
+    """Draw the removed share against the synthetic share for increasing β, with the limits and the allowed region."""
     colour = _colour(path.policy)
     last = max([*betas, beta])
     line = [path.at(float(b)) for b in np.linspace(0, 1.08 * last, PATH_POINTS)]
@@ -189,7 +189,7 @@ def draw_selection(axes: Axes, path: BudgetPath, betas: list[float], beta: float
         [p.removed for p in line],
         color=colour,
         lw=1.8,
-        label=f"{_name(path.policy)}, β growing",
+        label=f"{_name(path.policy)}, increasing β",
     )
     right, top = 1.04 * line[-1].synthetic, 1.1 * max(p.removed for p in line)
     axes.set_xlim(0, right or 1)
@@ -250,7 +250,7 @@ def _draw_limits(axes: Axes, path: BudgetPath, choice: Choice) -> None:
 
 
 def _as_synthetic_share(path: BudgetPath, choice: Choice, name: str) -> float:
-    """Put every ceiling on the axis of the synthetic share."""
+    """Return an upper limit as a synthetic share."""
     limit = choice.limits.given()[name]
     if name == "max_synthetic":
         return limit

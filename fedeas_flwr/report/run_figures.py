@@ -1,4 +1,4 @@
-"""What runs did, as pictures for a page or a talk: each function draws on axes it is given, and leaves the legend."""
+"""Draw the metrics of runs on given axes; the caller adds the legend."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from fedeas_flwr.runs.metrics import WALL_CLOCK
 MAX_CLASSES_NAMED = 20
 MAX_CELLS_NUMBERED = 300
 GAMMA_HAT = r"$\hat{\Gamma}$"
-"""Γ̂ as matplotlib sets it: its fonts place the combining accent badly."""
+"""Γ̂ in matplotlib's math text: its fonts place the combining accent badly."""
 _PHASES = {
     "clients": ("waiting for clients", "#9aa5b1"),
     "aggregate": ("averaging and checks", "#3a8dde"),
@@ -30,7 +30,7 @@ _PHASES = {
 
 
 def draw_accuracy(axes: Axes, groups: Sequence[Group]) -> None:
-    """Mean over the seeds with ± one standard deviation, and at the right the last-20 mean with its own."""
+    """Draw accuracy, mean ± one standard deviation over seeds, and the last-20 mean at the right."""
     for group in groups:
         curve = 100 * group.curve("accuracy")
         score = group.spread("last_20")
@@ -51,7 +51,7 @@ def draw_accuracy(axes: Axes, groups: Sequence[Group]) -> None:
 def draw_measure(
     axes: Axes, groups: Sequence[Group], measure: str, label: str, scale: float = 1.0, most: float = 1.0
 ) -> None:
-    """Any figure of the rounds that lies between 0 and the most, for the groups that have it."""
+    """Draw a metric of the rounds between 0 and ``most``, for the groups that have it."""
     for group in groups:
         curve = scale * group.curve(measure)
         if not np.isnan(curve).all():
@@ -62,7 +62,7 @@ def draw_measure(
 
 
 def _draw_curve(axes: Axes, curve: FloatArray, style: LineStyle, width: float, label: str) -> None:
-    """One line for the mean, a mark where there is one round alone; a band where at least two seeds have a value."""
+    """Draw the mean as a line (one round as a marker), and a band where at least two seeds have a value."""
     there = (~np.isnan(curve)).sum(axis=0)
     known = np.flatnonzero(there)
     rounds = known + 1
@@ -85,13 +85,13 @@ def _rounds_axis(axes: Axes) -> None:
 
 
 def draw_classes(axes: Axes, groups: Sequence[Group], classes: Sequence[str], baseline: Group | None) -> None:
-    """Accuracy of every class, worst first by the baseline; lines lead from the baseline to the others."""
+    """Draw the accuracy of every class, sorted by the baseline; a bar joins the groups of a class."""
     known = [group for group in groups if group.per_class is not None]
     order = np.argsort((baseline or known[0]).per_class)  # type: ignore[arg-type]
     places = np.arange(len(order))
     if len(order) <= MAX_CLASSES_NAMED:
         values = np.stack([100 * group.per_class[order] for group in known if group.per_class is not None])
-        # fmin and fmax let numbers win over NaN, and stay silent where a class was never tested.
+        # fmin and fmax ignore NaN, without a warning for a class that was never tested.
         lowest, highest = np.fmin.reduce(values, axis=0), np.fmax.reduce(values, axis=0)
         axes.vlines(places, lowest, highest, color="#d5dae0", lw=6, zorder=1)
         for group, row in zip(known, values, strict=True):
@@ -106,7 +106,7 @@ def draw_classes(axes: Axes, groups: Sequence[Group], classes: Sequence[str], ba
         axes.set_xticks([])
     first = (baseline or known[0]).name
     axes.set(
-        xlabel=textwrap.fill(f"class, worst first under: {first}", 95, break_on_hyphens=False),
+        xlabel=textwrap.fill(f"class, worst first for: {first}", 95, break_on_hyphens=False),
         ylabel=f"accuracy (%), last {counted(mean_window(known), 'round')}",
     )
     tidy(axes)
@@ -115,7 +115,7 @@ def draw_classes(axes: Axes, groups: Sequence[Group], classes: Sequence[str], ba
 
 
 def _name_classes(axes: Axes, names: Sequence[str]) -> None:
-    """Write names under their places; where they would touch they slant, and end where they belong."""
+    """Label the class axis; rotate the names if they would overlap."""
     slanting: dict[str, Any] = (
         {"rotation": 35, "ha": "right", "rotation_mode": "anchor"} if len(names) * max(map(len, names)) > 40 else {}
     )
@@ -123,7 +123,7 @@ def _name_classes(axes: Axes, names: Sequence[str]) -> None:
 
 
 def draw_cost(axes: Axes, groups: Sequence[Group]) -> None:
-    """What images bought: images generated against the last-20 accuracy, one seed a small mark."""
+    """Draw last-20 accuracy against the number of generated images; small markers are single seeds."""
     most = max(group.images for group in groups)
     fewest = min((group.images for group in groups if group.images), default=0.0)
     if fewest and most > 20 * fewest:
@@ -141,14 +141,14 @@ def draw_cost(axes: Axes, groups: Sequence[Group]) -> None:
             images = [member.summary["total_generated"] for member in group.members]
             axes.plot(images, [100 * v for v in score.values], marker, ms=4, mfc="none", color=group.colour, alpha=0.7)
     axes.xaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
-    axes.set(xlabel="images generated in all", ylabel=f"last-{mean_window(groups)} accuracy (%)")
+    axes.set(xlabel="total images generated", ylabel=f"last-{mean_window(groups)} accuracy (%)")
     axes.margins(0.08)
     tidy(axes)
     within(axes, 100)
 
 
 def draw_seconds(axes: Axes, groups: Sequence[Group]) -> None:
-    """Two bars a group: the run's wall-clock by phase, and its clients' work, which overlaps."""
+    """Draw two bars per group: the wall-clock time by phase, and the summed work of the clients."""
     places = np.arange(len(groups), dtype=float)
     for phases, shift in ((WALL_CLOCK, -0.2), (CLIENT_WORK, 0.2)):
         left = np.zeros(len(groups))
@@ -160,7 +160,7 @@ def draw_seconds(axes: Axes, groups: Sequence[Group]) -> None:
     axes.set_yticks(places, [textwrap.fill(group.name, 30, break_on_hyphens=False) for group in groups])
     axes.invert_yaxis()
     axes.xaxis.set_major_formatter(StrMethodFormatter("{x:,g}"))
-    axes.set(xlabel="seconds; upper bar: wall-clock, lower bar: clients' work added up")
+    axes.set(xlabel="seconds; upper bar: wall-clock time, lower bar: summed work of the clients")
     tidy(axes)
     axes.grid(visible=False, axis="y")
 
@@ -168,9 +168,9 @@ def draw_seconds(axes: Axes, groups: Sequence[Group]) -> None:
 def draw_heat_map(
     axes: Axes, values: npt.NDArray[np.int64], classes: Sequence[str], title: str, tint: str, top: int | None = None
 ) -> None:
-    """Client × class; numbers are written in where there is room."""
+    """Draw a client × class heat map, with numbers if it has few cells."""
     top = max(int(values.max()) if top is None else top, 1)
-    shown = np.ma.masked_equal(values, 0)  # nothing is white, not the palest shade of something
+    shown = np.ma.masked_equal(values, 0)  # zero is white, not the palest colour
     axes.imshow(shown, cmap=tint, aspect="auto", vmin=0, vmax=top, interpolation="nearest")
     axes.set(xlabel="class", ylabel="client")
     axes.set_title(textwrap.fill(title, 48, break_on_hyphens=False), fontsize=10)

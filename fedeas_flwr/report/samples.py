@@ -1,4 +1,4 @@
-"""Generated images as clients trained on them, from this machine's cache: the first of each class, not chosen."""
+"""Generated images that clients trained on, from this machine's cache: the first of each class, uncurated."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ IMAGES_PER_CLASS = 12
 
 @dataclass(frozen=True)
 class SampleGrid:
-    """Some images of some classes."""
+    """Sample images by class."""
 
     title: str
     rows: list[tuple[str, npt.NDArray[np.uint8]]]
 
     @property
     def caption(self) -> str:
-        """What is to be seen."""
+        """Return the caption of the figure."""
         return f"{self.title}: the first images of each class in the cache of this machine, uncurated."
 
 
 def grids_of(groups: Sequence[Group]) -> list[SampleGrid]:
-    """One grid for each generator (with its settings) whose images the cache has, of the first seed that it has."""
+    """Return one grid per generator and settings whose images are cached, for the first cached seed."""
     found: dict[str, SampleGrid] = {}
     for group in groups:
         about = repr(describe_generator(group.config))
@@ -68,12 +68,12 @@ def _name(config: RunConfig) -> str:
 
 
 def draw(grid: SampleGrid) -> Figure:
-    """A row a class."""
+    """Draw a grid, one row per class."""
     return draw_rows(grid.rows, IMAGES_PER_CLASS)
 
 
 def draw_rows(rows: Sequence[tuple[str, npt.NDArray[np.uint8]]], columns: int) -> Figure:
-    """Name rows of images [N, H, W, channels] and draw them, pixels as squares; short rows end in white."""
+    """Draw labelled rows of images [N, H, W, channels] without interpolation; short rows are filled with white."""
     sheet = image_sheet([images for _, images in rows], columns)
     (height, width), first = sheet.shape[:2], rows[0][1]
     step = first.shape[1] + gap_between(first)

@@ -1,4 +1,4 @@
-"""Colours and names that every figure shares. Lines of one figure differ in lightness or shape besides hue."""
+"""Colours and labels shared by all figures. Lines of one figure differ in lightness or shape, not only in hue."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ COLOURS = {
     "waterfill": "#3a8dde",
 }
 WIDTHS = {"fedeas": 2.4}
-"""Widths of accuracy curves, in points, where they are not the usual one."""
+"""Widths of accuracy curves, in points, that differ from the default."""
 MORE_COLOURS = ("#8a5fbf", "#0b6e6e", "#9a4a12", "#e58fb5", "#1f3f8f", "#7a9a01", "#6b1f4f", "#7fd1d8")
-"""For policies without a colour of their own, and for a second group of one policy."""
+"""Colours for policies without their own, and for a second group of a policy."""
 LINES = {"-": "", "--": "6 3", "-.": "9 3 2 3", ":": "2 3"}
-"""How curves are drawn where colours have run out, and the same for a line in a table."""
+"""Line styles, used once colours run out, and their SVG dash patterns for tables."""
 MARKERS = "osD^vPX*<>p"
 LABELS = {
     "none": "FedAvg, nothing generated",
@@ -45,7 +45,7 @@ LABELS = {
 
 @dataclass(frozen=True)
 class LineStyle:
-    """What tells a group from others: its colour, and where that is another's too, how it is dashed; its mark."""
+    """Colour, line style and marker that distinguish a group; groups with equal colours differ in line style."""
 
     colour: str
     line: str = "-"
@@ -53,20 +53,20 @@ class LineStyle:
 
 
 _SIZE = 9
-"""Of a legend's letters, in points."""
+"""Font size of a legend, in points."""
 _LETTER, _SIGN, _LINE = 0.068, 0.6, 0.19
-"""Inches that a letter, the sign before a name and a line take in a legend."""
+"""Inches of a letter, of the symbol before a name and of a line in a legend."""
 
 
 def assign_styles(policies: Sequence[str]) -> list[LineStyle]:
-    """Give every group a look: its policy's colour where that is still free, and dashes when no colour is."""
+    """Return a style per group: its policy's colour if that is free, and dashes once all colours are taken."""
     found: list[LineStyle] = []
     for number, policy in enumerate(policies):
         colours = dict.fromkeys((COLOURS.get(policy, MORE_COLOURS[0]), *MORE_COLOURS))
-        taken = {(look.colour, look.line) for look in found}
+        taken = {(style.colour, style.line) for style in found}
         free = ((colour, line) for line in LINES for colour in colours if (colour, line) not in taken)
         colour, line = next(free, (INK, ":"))
-        used = {look.marker for look in found if look.colour == colour}
+        used = {style.marker for style in found if style.colour == colour}
         turned = MARKERS[number % len(MARKERS) :] + MARKERS
         found.append(
             LineStyle(
@@ -77,7 +77,7 @@ def assign_styles(policies: Sequence[str]) -> list[LineStyle]:
 
 
 def within(axes: Axes, most: float | None = None) -> None:
-    """Keep an axis to what there can be: nothing below 0, nothing over the most; marks on the edge stay whole."""
+    """Limit the y axis to the range from 0 to ``most``; markers on its edge are not clipped."""
     low, high = axes.get_ylim()
     axes.set_ylim(max(0.0, low), high if most is None else min(most, high))
     for line in axes.lines:
@@ -85,16 +85,16 @@ def within(axes: Axes, most: float | None = None) -> None:
 
 
 def tidy(axes: Axes) -> None:
-    """Leave only the lines that help to read a value."""
+    """Show a light grid and hide the top and right borders."""
     axes.grid(alpha=0.25)
     axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)
 
 
 def legend_above(axes: Axes, title: str = "") -> float:
-    """Put the legend above the axes, where it covers nothing, in as many columns as there is room for.
+    """Draw the legend above the axes, where it covers nothing, in as many columns as fit.
 
-    A title at the left moves up to make room.
+    A title at the left moves up.
 
     Returns
     -------
@@ -102,13 +102,13 @@ def legend_above(axes: Axes, title: str = "") -> float:
         The legend's height in inches.
     """
     figure = axes.get_figure(root=True)
-    assert figure is not None  # axes that were never on one cannot be drawn on
-    figure.draw_without_rendering()  # how wide axes are depends on their labels
+    assert figure is not None  # axes always belong to a figure
+    figure.draw_without_rendering()  # the width of the axes depends on their labels
     room = float(axes.bbox.width) / figure.dpi
     handles, names = axes.get_legend_handles_labels()
     names = [textwrap.fill(name, int((room - _SIGN) / _LETTER), break_on_hyphens=False) for name in names]
     most = next(n for n in range(len(names), 0, -1) if n == 1 or _width(names, n) <= room)
-    columns = ceil(len(names) / ceil(len(names) / most))  # as few as these lines need: 2 and 2, not 2, 1 and 1
+    columns = ceil(len(names) / ceil(len(names) / most))  # as few as that many lines need: 2 and 2, not 2, 1 and 1
     lines = max(sum(1 + name.count("\n") for name in column) for column in np.array_split(names, columns))
     place: dict[str, Any] = {"loc": "lower left", "bbox_to_anchor": (0.0, 1.0), "borderaxespad": 0.2, "borderpad": 0.2}
     style: dict[str, Any] = {"frameon": False, "fontsize": _SIZE, "title_fontsize": _SIZE, "alignment": "left"}
@@ -119,6 +119,6 @@ def legend_above(axes: Axes, title: str = "") -> float:
 
 
 def _width(names: list[str], columns: int) -> float:
-    """Inches that a legend of so many columns takes."""
+    """Return the width in inches of a legend with ``columns`` columns."""
     widest = [max(map(len, column)) for column in np.array_split(names, columns)]
     return _LETTER * sum(widest) + _SIGN * columns

@@ -22,7 +22,7 @@ from fedeas_flwr.report.run_figures import draw_accuracy, draw_heat_map
 from fedeas_flwr.report.style import LABELS
 
 _WIDE = 108
-"""Characters that the whole table needs."""
+"""Width of the full table in characters."""
 
 
 def write_report(
@@ -33,7 +33,7 @@ def write_report(
     Returns
     -------
     list of Path
-        What to open.
+        The files to open.
     """
     if page is None and folder is None:
         return []
@@ -51,7 +51,7 @@ def write_report(
 
 
 def print_comparison(groups: Sequence[Group], console: Console) -> None:
-    """Print the report's table of results, on a narrow terminal without the columns that can be worked out."""
+    """Print the report's table of results, on a narrow terminal without seeds and η."""
     found = results(groups)
     left_out = ("seeds", "η") if table_width(console) < _WIDE else ()
     places = [place for place, head in enumerate(found.head) if head not in left_out]

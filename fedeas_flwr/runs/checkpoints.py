@@ -1,4 +1,4 @@
-"""Arrays by name, what the server holds of them after a round, and their files."""
+"""The server's state after a round, and its safetensors files."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from safetensors.numpy import save
 from fedeas_flwr.common.files import atomic_write
 
 Arrays = dict[str, Any]
-"""Name → NumPy array, or a tensor where a model is handed over within the process."""
+"""Name → NumPy array, or a tensor if a model is passed by reference within the process."""
 
 
 @dataclass(frozen=True)
 class StrategyState:
-    """What a strategy carries from one round to the next, beside the model: momentum, moments, a clipping norm."""
+    """State that a strategy keeps between rounds in addition to the model: momentum, moments, a clipping norm."""
 
     arrays: Arrays = field(default_factory=dict)
     numbers: dict[str, float] = field(default_factory=dict)
@@ -28,7 +28,7 @@ class StrategyState:
 
 @dataclass
 class Checkpoint:
-    """Everything the server holds after a round."""
+    """The complete state of the server after a round."""
 
     round: int
     trainable: Arrays
@@ -36,21 +36,21 @@ class Checkpoint:
     accepted: dict[int, int] = field(default_factory=dict)
     """Client → the last round whose reply the server used."""
     generated: dict[int, int] = field(default_factory=dict)
-    """Client → images in its cache, as it last reported."""
+    """Client → number of images in its cache, as last reported."""
     shares: dict[int, tuple[int, int, float]] = field(default_factory=dict)
-    """Client → its part of a matched budget (`policies.Share`), which is dealt out once a run."""
+    """Client → its share of a matched budget (`policies.Share`), computed once per run."""
     strategy: StrategyState = field(default_factory=StrategyState)
     run: str = ""
-    """Whose it is (`RunDirectory.identity`), as its file says; those of older versions do not."""
+    """Identity of the run (`RunDirectory.identity`); empty in checkpoints of older versions."""
 
 
 def to_numpy(arrays: Mapping[str, Any]) -> Arrays:
-    """Contiguous NumPy arrays, also of tensors that lie on a GPU."""
+    """Return contiguous NumPy arrays, copied from the GPU where needed."""
     return {k: np.asarray(v.cpu().numpy() if hasattr(v, "cpu") else v, order="C") for k, v in arrays.items()}
 
 
 def write_checkpoint(path: Path, checkpoint: Checkpoint) -> None:
-    """Write a checkpoint as one file; a reader sees the old one or the new one, never a part."""
+    """Write a checkpoint as one file; a reader sees the old file or the new one, never a part."""
     parts = {"trainable": checkpoint.trainable, "buffers": checkpoint.buffers, "strategy": checkpoint.strategy.arrays}
     state = {
         "round": checkpoint.round,
@@ -65,12 +65,12 @@ def write_checkpoint(path: Path, checkpoint: Checkpoint) -> None:
 
 
 def read_checkpoint(path: Path) -> Checkpoint:
-    """Read a checkpoint.
+    """Return the checkpoint in a file.
 
     Raises
     ------
     ValueError
-        If the file is damaged or something else, in one line.
+        If the file is damaged or not a checkpoint, in one line.
     """
     arrays, metadata = read_arrays(path)
     try:
@@ -86,27 +86,27 @@ def read_checkpoint(path: Path) -> Checkpoint:
             run=str(state.get("run", "")),
         )
     except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
-        reason = f"it holds no server's state ({type(error).__name__}: {error})"
+        reason = f"it holds no server state ({type(error).__name__}: {error})"
         raise ValueError(f"{path} cannot be read: {reason}") from None
 
 
 def write_arrays(path: Path, arrays: Arrays, metadata: dict[str, str] | None = None) -> None:
-    """Write arrays as one safetensors file, whole or not at all."""
+    """Write arrays as one safetensors file, completely or not at all."""
     atomic_write(path, save(to_numpy(arrays), metadata=metadata))
 
 
 def read_arrays(path: Path) -> tuple[Arrays, dict[str, str]]:
-    """Read arrays as NumPy's, and what is written beside them.
+    """Return the NumPy arrays in a file, and its metadata.
 
     Raises
     ------
     ValueError
-        If the file is damaged or something else, in one line.
+        If the file is damaged or not a checkpoint, in one line.
     """
     try:
         with safe_open(path, framework="np") as file:
             return {key: file.get_tensor(key) for key in file.keys()}, file.metadata() or {}  # noqa: SIM118 - not a dict
-    except (SafetensorError, OSError, TypeError) as error:  # the last for kinds of numbers that NumPy does not have
+    except (SafetensorError, OSError, TypeError) as error:  # TypeError: a dtype that NumPy does not have
         raise ValueError(f"{path} cannot be read: {error}") from None
 
 

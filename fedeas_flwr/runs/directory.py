@@ -1,6 +1,6 @@
-"""The run directory: what a run leaves behind, written so that no moment of death loses it.
+"""The run directory: a run's config, rounds, checkpoint, model and summary, written so that a crash loses nothing.
 
-Its files are named in files.py.
+files.py lists its files, status.py has its status.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class RunDirectory(RunStatus):
 
     @classmethod
     def start(cls, config: RunConfig, environment: Mapping[str, Any]) -> RunDirectory:
-        """Make the folder of a new run, or open the one that is to be resumed."""
+        """Create the folder of a new run, or open the folder of a run to resume."""
         run = cls(Path(config.run_dir))
         run._refuse_another(config)
         remove_unfinished(run.path)
@@ -52,7 +52,7 @@ class RunDirectory(RunStatus):
         return run
 
     def check_ready(self, config: RunConfig) -> None:
-        """Refuse what could not start or go on here, before anything is written, or prepared for minutes."""
+        """Raise `RunError` if the run cannot start or resume here, before anything is written or prepared."""
         self.refuse_if_it_runs()
         self._refuse_another(config)
         with self._write_errors_as_run_error(), TemporaryFile(dir=existing_part(self.path)):
@@ -75,17 +75,17 @@ class RunDirectory(RunStatus):
             raise RunError(f"run-dir = '{self.path}' cannot be written: {error.strerror or error}") from None
 
     def _refuse_if_taken(self) -> None:
-        """Let no new run begin where one has begun, or where somebody's own files lie."""
+        """Raise `RunError` if the folder holds another run or files of the user."""
         if (self.path / "rounds.jsonl").exists():
             raise RunError(f"run-dir = '{self.path}' already holds a run: resume it or name another folder")
         if holds_others_files(self.path):
             raise RunError(f"run-dir = '{self.path}': is not empty and holds no run; name a new folder")
 
     def _refuse_record(self) -> None:
-        """Tell that what `export` left is not the run itself, which would have more than that."""
+        """Raise `RunError` if the folder is a record that `export` wrote, which has no weights."""
         of_a_run = ("status.json", "checkpoint.safetensors", "model.safetensors")
         if (self.path / "summary.json").exists() and not any((self.path / name).exists() for name in of_a_run):
-            raise RunError(f"{self.path} is a record, which has no weights: give the run directory it was made from")
+            raise RunError(f"{self.path} is an exported record without weights: give the run directory it came from")
 
     def _check_same(self, config: RunConfig) -> None:
         self._refuse_record()
@@ -96,23 +96,24 @@ class RunDirectory(RunStatus):
             old, new = started.to_user_dict()[changed], config.to_user_dict()[changed]
             raise RunError(f"{changed} = {new!r}, but the run to resume has {changed} = {old!r} in {self.path}")
         if (self.path / "summary.json").exists() and not (self.path / "checkpoint.safetensors").exists():
-            raise RunError(f"{self.path} has finished and was pruned: there is no checkpoint to go on from")
+            raise RunError(f"{self.path} has finished and was pruned: there is no checkpoint to resume from")
         if config.rounds < len(self.rounds()):
             raise RunError(f"rounds = {config.rounds}, but the run to resume has done {len(self.rounds())}")
 
     def identity(self) -> str:
-        """A name that no other run has and that a resumed run keeps, wherever the folder lies by then."""
+        """Return the run's unique name, which it keeps when it is resumed or its folder is moved."""
         path = self.path / "identity"
         if not path.exists():
             atomic_write(path, uuid.uuid4().hex.encode())
         return path.read_text(encoding="utf-8")
 
     def noise(self, begun: bool = False) -> Noise:
-        """Where the noise of `dp` comes from; a run that was ``begun`` goes on with it, and not without."""
+        """Return the noise source of `dp`; raise `RunError` if a run that has ``begun`` has lost it."""
         path = self.path / "noise-key"
         if begun and not path.exists():
             raise RunError(
-                f"{path} is not there, and which noise the run's models have is not known without: begin anew"
+                f"{path} is missing, and without it the noise already added to the run's models is unknown; "
+                "start a new run"
             )
         try:
             with read_errors_as_run_error(path):
@@ -121,49 +122,49 @@ class RunDirectory(RunStatus):
             raise RunError(str(error)) from None
 
     def record_clients(self, clients: int) -> None:
-        """Note how many clients the federation turned out to have."""
+        """Record the number of clients of the federation."""
         found = self.read_json("config.json")
         found["config"]["clients"] = clients
         self.write_json("config.json", found)
 
     def record_inputs(self, dataset: str, classes: Sequence[str], files: Mapping[str, str]) -> None:
-        """Note what the labels of its dataset are called, to which a resumed run is held, and what is in its files.
+        """Record the class names of the dataset and the hashes of the input files.
 
-        A resumed run may do without a file: its images lie in the cache.
+        A resumed run must have the same class names. It may lack a file: its images are in the cache.
         """
         self.check_classes(dataset, classes)
         found = {"classes": classes, "files": {**self.files(), **files}}
         self.write_json("config.json", {**self.read_json("config.json"), **found})
 
     def check_classes(self, dataset: str, classes: Sequence[str]) -> None:
-        """Refuse a dataset whose labels are called otherwise than when the run began: they would mean other classes."""
+        """Raise `RunError` if the class names differ from those that the run started with."""
         before = self.classes()
         if before in ([], list(classes)):
             return
         pairs = list(zip_longest(classes, before))
         label = next(label for label, (now, then) in enumerate(pairs) if now != then)
-        now, then = ("not there" if name is None else repr(name) for name in pairs[label])
+        now, then = ("missing" if name is None else repr(name) for name in pairs[label])
         raise RunError(
-            f"dataset = {dataset!r}: its class {label} is {now}, and {then} in the run {self.path}: put its classes "
-            "back, or begin anew"
+            f"dataset = {dataset!r}: its class {label} is {now}, but {then} in the run {self.path}: "
+            "restore its classes, or start a new run"
         )
 
     def classes(self) -> list[str]:
-        """What the labels were called when the run began; nothing in records of older versions."""
+        """Return the class names that the run started with; empty in records of older versions."""
         found = self.read_json("config.json").get("classes", [])
         if not isinstance(found, list) or not all(isinstance(name, str) for name in found):
             raise RunError(f"{self.path / 'config.json'} is not a run's config: classes = {str(found)[:100]}")
         return found
 
     def files(self) -> dict[str, str]:
-        """What was in the files that the run was given (`hash_input_files`); nothing in records of older versions."""
+        """Return the hashes of the run's input files (`hash_input_files`); empty in records of older versions."""
         found = self.read_json("config.json").get("files", {})
         if not isinstance(found, dict) or not all(isinstance(name, str) for name in found.values()):
             raise RunError(f"{self.path / 'config.json'} is not a run's config: files = {str(found)[:100]}")
         return found
 
     def config(self) -> RunConfig:
-        """The run-config this run was started with."""
+        """Return the run-config that this run was started with."""
         try:
             return parse_config({**self.read_json("config.json")["config"]})
         except (ConfigError, KeyError, TypeError) as error:
@@ -171,21 +172,21 @@ class RunDirectory(RunStatus):
             raise RunError(f"{self.path / 'config.json'} is not a run's config{newer}: {error}") from None
 
     def environment(self) -> dict[str, Any]:
-        """What the run ran on."""
+        """Return the machine and package versions that the run used."""
         try:
             return dict(self.read_json("config.json")["environment"])
         except (KeyError, TypeError, ValueError) as error:
             raise RunError(f"{self.path / 'config.json'} is not a run's config: {error}") from None
 
     def rounds(self) -> list[dict[str, Any]]:
-        """The recorded rounds, up to the first line that is not its round's; one cut short by a crash is left out."""
+        """Return the recorded rounds up to the first invalid line; a line that a crash cut short is skipped."""
         return self._recorded().records
 
     def rounds_from(self, offset: int) -> tuple[list[dict[str, Any]], int]:
-        """The rounds recorded behind a place in their file, and the place to look from next time.
+        """Return the rounds recorded after a byte offset, and the offset to read from next time.
 
-        Whoever follows a run then reads every record once, or again from the first where rounds were taken back
-        (`truncate_rounds`) and the place is no longer between two of them.
+        A caller that follows a run thus reads every record once, or all records again if `truncate_rounds` removed
+        rounds and the offset is no longer at the start of a line.
         """
         found = self._recorded(offset)
         return found.records, found.offset
@@ -196,7 +197,7 @@ class RunDirectory(RunStatus):
             return read_records(path, offset) if path.exists() else RoundLog()
 
     def append_round(self, record: Mapping[str, Any]) -> None:
-        """Add one finished round."""
+        """Append the record of a finished round."""
         path = self.path / "rounds.jsonl"
         with errors_naming(path), path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(record) + "\n")
@@ -204,7 +205,7 @@ class RunDirectory(RunStatus):
             os.fsync(file.fileno())
 
     def truncate_rounds(self, count: int) -> None:
-        """Drop the records after ``count``: rounds that no checkpoint covers are done again on resume."""
+        """Drop the records after the first ``count``: a resumed run repeats rounds that no checkpoint covers."""
         found = self._rounds_at_least(count, f"the checkpoint is of round {count}")[:count]
         lines = "".join(json.dumps(record) + "\n" for record in found)
         atomic_write(self.path / "rounds.jsonl", lines.encode())
@@ -216,20 +217,20 @@ class RunDirectory(RunStatus):
 
     def _refuse_fewer(self, found: RoundLog, count: int, why: str) -> None:
         if len(found.records) < count:
-            whole, line = counted(len(found.records), "whole record"), len(found.records) + 1
-            flaw = f" ({found.error})" if found.error else ""
-            raise RunError(f"{self.path / 'rounds.jsonl'} holds {whole}, but {why}: mend line {line}{flaw}")
+            valid, line = counted(len(found.records), "valid record"), len(found.records) + 1
+            error = f" ({found.error})" if found.error else ""
+            raise RunError(f"{self.path / 'rounds.jsonl'} holds {valid}, but {why}: fix line {line}{error}")
 
     def checked_rounds(self) -> list[dict[str, Any]]:
-        """The recorded rounds, of which none that has a line or that its own summary counts may be lost."""
-        count = self._rounds_by_summary()  # first: a run at work writes it last
+        """Return the recorded rounds; raise `RunError` if a line, or a round that the summary counts, is lost."""
+        count = self._rounds_by_summary()  # read first, since a run writes it last
         found = self._recorded()
         self._refuse_fewer(found, count, f"summary.json counts {counted(count, 'round')}")
         self._refuse_fewer(found, found.lines, f"has {counted(found.lines, 'line')}")
         return found.records
 
     def _rounds_by_summary(self) -> int:
-        """How many rounds the summary counts, none before there is one."""
+        """Return the number of rounds in the summary, 0 if there is no summary yet."""
         if not (self.path / "summary.json").exists():
             return 0
         try:
@@ -242,7 +243,7 @@ class RunDirectory(RunStatus):
         write_checkpoint(self.path / "checkpoint.safetensors", replace(checkpoint, run=self.identity()))
 
     def load_checkpoint(self) -> Checkpoint | None:
-        """The last checkpoint, or ``None`` if the run died before its first."""
+        """Return the last checkpoint, or ``None`` if there is none yet."""
         path = self.path / "checkpoint.safetensors"
         if not path.exists():
             return None
@@ -251,7 +252,7 @@ class RunDirectory(RunStatus):
         except ValueError as error:
             raise RunError(str(error)) from None
         if checkpoint.run and (self.path / "identity").exists() and checkpoint.run != self.identity():
-            raise RunError(f"{path} is of another run: put back the run's own, or begin anew")
+            raise RunError(f"{path} is of another run: restore the run's own, or start a new run")
         return checkpoint
 
     def save_model(self, arrays: Arrays) -> None:
@@ -259,7 +260,7 @@ class RunDirectory(RunStatus):
         write_arrays(self.path / "model.safetensors", arrays)
 
     def load_model(self) -> Arrays:
-        """The final model's state dict."""
+        """Return the state dict of the final model."""
         self._refuse_record()
         path = self.path / "model.safetensors"
         if not path.exists():
@@ -271,21 +272,21 @@ class RunDirectory(RunStatus):
             raise RunError(str(error)) from None
 
     def save_summary(self, summary: Mapping[str, Any]) -> None:
-        """Write the run in a few numbers."""
+        """Write the summary."""
         self.write_json("summary.json", summary)
 
     def summary(self) -> dict[str, Any]:
-        """The run in a few numbers."""
+        """Return the summary."""
         return dict(self.read_json("summary.json"))
 
     def is_record(self) -> bool:
-        """Whether this is the whole record of a run: listing.py writes its rounds last."""
+        """Return whether this is a complete record of a run: listing.py writes the rounds last."""
         return (self.path / "rounds.jsonl").exists()
 
     def save_service(self, stats: Mapping[str, Any]) -> None:
-        """Note where the shared generator stands."""
+        """Write the statistics of the shared generator."""
         self.write_json("service.json", stats)
 
     def service(self) -> dict[str, Any]:
-        """Where the shared generator stood last."""
+        """Return the last statistics of the shared generator."""
         return dict(self.read_json("service.json"))

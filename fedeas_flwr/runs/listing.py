@@ -1,4 +1,4 @@
-"""Run directories: find, describe, export and remove them."""
+"""Find, describe, export and remove run directories."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ from fedeas_flwr.runs.files import files_of_run, holds_others_files, is_damaged_
 from fedeas_flwr.runs.metrics import summarise
 
 _DEPTH = 4
-"""How far below a folder runs are looked for: runs/sweep/NAME is two."""
+"""Number of folder levels below a folder that are searched for runs; runs/sweep/NAME is two levels below runs."""
 
 
 def find_runs(
     folders: Sequence[Path], depth: int = _DEPTH, unreadable: list[str] | None = None
 ) -> Iterator[RunDirectory]:
-    """Every run directory among and below some folders, damaged ones too, once however it is reached.
+    """Yield every run directory among and below some folders once, including damaged ones.
 
-    A link below a folder is not followed. A folder that cannot be looked into gets a line in ``unreadable``, once
-    too; without such a list it is an error.
+    Links below a folder are not followed. A folder that cannot be read adds one line to ``unreadable``; without that
+    list its error is raised.
     """
     seen: set[str] = set()
     for folder, error in _runs_below(folders, depth):
-        real = os.path.realpath(folder)  # Path.resolve raises where links lead in a circle
+        real = os.path.realpath(folder)  # Path.resolve raises on circular links
         if real in seen:
             continue
         seen.add(real)
@@ -44,7 +44,7 @@ def find_runs(
 
 
 def _runs_below(folders: Sequence[Path], depth: int) -> Iterator[tuple[Path, OSError | None]]:
-    """Run directories, and folders that cannot be looked into with the reason, each as often as it is reached."""
+    """Yield run directories, and unreadable folders with the error; one folder may come several times."""
     for folder in folders:
         try:
             found = is_run(folder) or is_damaged_run(folder)
@@ -62,7 +62,7 @@ def _folders_in(folder: Path) -> list[Path]:
 
 
 def summarise_so_far(run: RunDirectory, config: RunConfig) -> dict[str, Any] | None:
-    """A run in a few numbers, from the rounds there are, before the first ``None``; a damaged record is one line."""
+    """Return the summary of the rounds so far, or ``None`` before the first; raise `RunError` for a damaged record."""
     rounds = run.checked_rounds()
     with invalid_rounds_as_run_error(run):
         return summarise(rounds, config.threshold) if rounds else None
@@ -70,15 +70,15 @@ def summarise_so_far(run: RunDirectory, config: RunConfig) -> dict[str, Any] | N
 
 @contextmanager
 def invalid_rounds_as_run_error(run: RunDirectory) -> Iterator[None]:
-    """Bring what goes wrong with the rounds of a damaged record to one line."""
+    """Raise an error from a damaged round record in the block as a one-line `RunError`."""
     try:
         yield
     except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
-        raise RunError(f"{run.path / 'rounds.jsonl'} holds what is no round's record: {error!r}") from None
+        raise RunError(f"{run.path / 'rounds.jsonl'} holds an invalid round record: {error!r}") from None
 
 
 def describe(run: RunDirectory) -> dict[str, Any]:
-    """One run as a row; a run that is damaged, or of another version and cannot be read, still has one."""
+    """Return one run as a row; a damaged or unreadable run (of another version) has a row too."""
     files = [found for path in files_of_run(run.path) if (found := _stat(path))]
     row: dict[str, Any] = {"path": str(run.path), "state": run.state(), "rounds_done": 0, "rounds": None}
     row |= {"last_20": None, "peak": None, "images": None, "missing_replies": None}
@@ -98,12 +98,12 @@ def describe(run: RunDirectory) -> dict[str, Any]:
 def _stat(path: Path) -> os.stat_result | None:
     try:
         return path.stat()
-    except FileNotFoundError:  # a run at work replaces its files
+    except FileNotFoundError:  # a running run replaces its files
         return None
 
 
 def describe_in_full(run: RunDirectory) -> dict[str, Any]:
-    """One run's row, its config with the keys that differ from their defaults, environment and summary."""
+    """Return a run's row, its config with the keys that differ from their defaults, environment and summary."""
     if not is_run(run.path) and not is_damaged_run(run.path):
         raise RunError(f"{run.path} is not a run directory")
     config = run.config().to_user_dict()
@@ -122,7 +122,7 @@ def describe_in_full(run: RunDirectory) -> dict[str, Any]:
 
 
 def check_removable(folder: Path) -> RunDirectory:
-    """Refuse to remove what is not surely a run directory, or is at work."""
+    """Return the run in a folder; raise `RunError` unless it is clearly a run directory and not running."""
     if not folder.is_symlink() and is_damaged_run(folder):
         raise RunError(f"{folder} is damaged, its config.json is not a run's: nothing is removed")
     if folder.is_symlink() or not is_run(folder):
@@ -132,23 +132,26 @@ def check_removable(folder: Path) -> RunDirectory:
     if state == "running":
         raise RunError(f"{folder} is running, in process {run.processes()[0]['pid']}: nothing is removed")
     if state == "elsewhere":
-        raise RunError(f"{folder} was running on another machine when last heard of: nothing is removed")
+        raise RunError(f"{folder} is recorded as running on another machine: nothing is removed")
     return run
 
 
 def prunable_files(run: RunDirectory, model: bool = False) -> list[Path]:
-    """What a finished run keeps only to be gone on with: checkpoint, noise-key, client states; on demand its model."""
+    """Return the files of a finished run that only resuming needs: checkpoint, noise-key, client states.
+
+    With ``model``, the final model is included.
+    """
     if run.state() != "finished":
         raise RunError(f"{run.path} is {run.state()}, not finished: it needs its checkpoint, nothing is removed")
-    run.checked_rounds()  # a damaged record may be mended, and gone on with
+    run.checked_rounds()  # a damaged record may be fixed and the run resumed
     names = ("checkpoint.safetensors", "noise-key", "clients", *(("model.safetensors",) if model else ()))
     return [path for path in files_of_run(run.path) if path.relative_to(run.path).parts[0] in names]
 
 
 def remove(runs: Sequence[RunDirectory]) -> list[str]:
-    """Remove what runs wrote, and their folders where nothing else is in them; say what stayed.
+    """Remove the files of runs and the folders that become empty; return a line for every folder that remains.
 
-    The runs were found removable. One that lies in another's folder goes first.
+    The caller has checked that the runs are removable. A run inside another's folder is removed first.
     """
     stayed = []
     for run in sorted(runs, key=lambda run: -len(run.path.parts)):
@@ -161,7 +164,7 @@ def remove(runs: Sequence[RunDirectory]) -> list[str]:
 
 
 def flat_rounds(rounds: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Rounds as rows of a table: ``seconds.clients`` for what is inside, lists as JSON."""
+    """Return rounds as rows of a table: nested keys as ``seconds.clients``, lists as JSON."""
     return [dict(_flat(record)) for record in rounds]
 
 
@@ -189,9 +192,9 @@ def export(run: RunDirectory, folder: Path) -> None:
 
 
 def check_export(run: RunDirectory, folder: Path) -> None:
-    """Refuse to export over anything but an earlier record of this very run, which may have gone on since."""
+    """Raise `RunError` if the folder holds anything but an earlier record of the same run."""
     if (folder / "status.json").exists():
-        raise RunError(f"{folder} is a run directory, and no place for a record: name another folder")
+        raise RunError(f"{folder} is a run directory, not a record: name another folder")
     if holds_others_files(folder):
         raise RunError(f"{folder} is not empty and holds no record; name a new folder")
     there = RunDirectory(folder)
@@ -204,7 +207,7 @@ def check_export(run: RunDirectory, folder: Path) -> None:
 
 
 def without_folder(spec: str) -> str:
-    """The last name of a path, with the kind that may stand before it: ``bank:/home/me/images.npz``."""
+    """Return the last part of a path, with its prefix if any: ``bank:images.npz`` for ``bank:/home/me/images.npz``."""
     kind, colon, where = spec.partition(":")
-    is_kind = colon and "/" not in kind  # a folder's name may hold a colon, too
+    is_kind = colon and "/" not in kind  # a folder's name may contain a colon
     return kind + colon + Path(where).name if is_kind else Path(spec).name

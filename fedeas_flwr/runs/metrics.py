@@ -1,4 +1,4 @@
-"""What a run's rounds amount to: last-20 mean, peak, rounds to a threshold, falls, median Γ̂; what images bought, η."""
+"""Metrics of a run's rounds: last-20 mean, peak, rounds to a threshold, accuracy drops, median Γ̂, efficiency η."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ from typing import Any
 import numpy as np
 
 WALL_CLOCK = ("clients", "aggregate", "end_wait")
-"""Phases that follow one another on the server: together they are what a run's rounds take.
+"""Phases that run one after the other on the server; their sum is the wall-clock time of the rounds.
 
-``end_wait`` is what a round stood still for the ends of rounds: for that of the round before (Γ̂, test, record,
-checkpoint), if it was not over when this one's clients were, and for its own Γ̂ and test where nothing goes on beside.
+``end_wait`` is the time a round was blocked by end-of-round work: by the previous round's (Γ̂, evaluation, record,
+checkpoint) if it was still running when this round's clients had finished, and by its own Γ̂ and evaluation when they do
+not run in the background.
 """
 BACKGROUND_PHASES = ("gamma_hat", "evaluate")
-"""How long Γ̂ and the test took, most of it beside the next round's clients: not to be added to the others."""
+"""Γ̂ and evaluation, mostly in the background of the next round: do not add them to the other phases."""
 
 
 def seconds_of(phase: str, seconds: Mapping[str, float]) -> float:
-    """Of a phase, in a record or a summary.
+    """Return the seconds of a phase in a record or a summary.
 
-    In records from before there was an ``end_wait``, every Γ̂ was waited for, and every test or what ``test_wait``
-    says.
+    Older records have no ``end_wait``: the server waited for every Γ̂, and for the evaluation or ``test_wait`` seconds.
     """
     if phase == "end_wait" and phase not in seconds:
         return seconds.get("test_wait", seconds.get("evaluate", 0.0)) + seconds.get("gamma_hat", 0.0)
@@ -29,17 +29,17 @@ def seconds_of(phase: str, seconds: Mapping[str, float]) -> float:
 
 
 def last_20(accuracies: Sequence[float]) -> float:
-    """Mean accuracy of the last min(20, T) rounds, the paper's headline number."""
+    """Return the mean accuracy of the last min(20, T) rounds, the paper's main metric."""
     return float(np.mean(accuracies[-20:]))
 
 
 def rounds_to_threshold(accuracies: Sequence[float], threshold: float) -> int | None:
-    """The first round (from 1) that reaches the threshold, or ``None``."""
+    """Return the first round (from 1) that reaches the threshold, or ``None``."""
     return next((i for i, a in enumerate(accuracies, start=1) if a >= threshold), None)
 
 
 def accuracy_drops(accuracies: Sequence[float]) -> dict[int, float]:
-    """Rounds after the tenth that are over 0.05 below the median of the 13 around them, and by how much."""
+    """Return the rounds after the tenth that are over 0.05 below the median of the 13 around them, and by how much."""
     medians = (np.median(accuracies[max(0, i - 6) : i + 7]) for i in range(len(accuracies)))
     depths = {i: float(m) - a for i, (m, a) in enumerate(zip(medians, accuracies, strict=True), start=1)}
     return {number: depth for number, depth in depths.items() if number > 10 and depth > 0.05}
@@ -52,7 +52,7 @@ def efficiency(gain: float, images: float) -> float | None:
 
 
 def summarise(rounds: Sequence[Mapping[str, Any]], threshold: float) -> dict[str, Any]:
-    """The summary of a run from its round records."""
+    """Return the summary of a run's round records."""
     accuracies = [float(r["accuracy"]) for r in rounds]
     dissimilarities = [r["gamma_hat"] for r in rounds if r.get("gamma_hat") is not None]
     phases = sorted({phase for r in rounds for phase in r["seconds"]})

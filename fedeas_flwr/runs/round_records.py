@@ -1,4 +1,4 @@
-"""The lines of a run's rounds.jsonl: line i is the record of round i, or the first that is not is named."""
+"""Read rounds.jsonl, where line i is the record of round i, up to the first invalid line."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ _MAX_SHOWN = 40
 
 @dataclass
 class RoundLog:
-    """What stands in rounds.jsonl behind a place."""
+    """Records read from rounds.jsonl from a byte offset on."""
 
     records: list[dict[str, Any]] = field(default_factory=list)
-    """Up to the first line that is not the record of its round."""
+    """The records before the first invalid line."""
     offset: int = 0
-    """Behind the last of them."""
+    """Byte offset after the last record."""
     lines: int = 0
-    """All that have an end, whatever is in them; one that a crash cut short has none."""
+    """Number of complete lines, valid or not; a line that a crash cut short is not complete."""
     error: str = ""
-    """What is wrong with the line after the last record, if that can be told."""
+    """Why the line after the last record is invalid, if known."""
 
 
 def read_records(path: Path, offset: int = 0) -> RoundLog:
-    """Read the records behind a place, or all if that is no longer between two of them."""
+    """Return the records from a byte offset on, or all if the offset is not at the start of a line."""
     with path.open("rb") as file:
         file.seek(max(0, offset - 1))
         if offset and file.read(1) != b"\n":
@@ -46,22 +46,22 @@ def read_records(path: Path, offset: int = 0) -> RoundLog:
 
 
 def _as_record(line: bytes, number: int | None) -> tuple[dict[str, Any] | None, str]:
-    """A line as the record of a round, of any if no number is given; ``None``, and why, if it is none."""
+    """Return a line's record, which must be of round ``number`` if given; or ``None`` and the reason."""
     try:
         record = json.loads(line)
     except (ValueError, RecursionError):
         return None, ""
     if not isinstance(record, dict):
         return None, ""
-    its, accuracy = record.get("round"), record.get("accuracy")
-    if type(its) is not int or its != (number or its):
-        return None, f"round = {_shown(its)}, must be {number or 'a number'}"
+    round_number, accuracy = record.get("round"), record.get("accuracy")
+    if type(round_number) is not int or round_number != (number or round_number):
+        return None, f"round = {_shown(round_number)}, must be {number or 'a number'}"
     if not isinstance(accuracy, (int, float)) or isinstance(accuracy, bool) or not 0 <= accuracy <= 1:
         return None, f"accuracy = {_shown(accuracy)}, must be from 0 to 1"
     return record, ""
 
 
 def _shown(value: Any) -> str:
-    """As it stands in the line, cut."""
+    """Return a value as JSON, cut to `_MAX_SHOWN` characters."""
     text = json.dumps(value, ensure_ascii=False)
     return text if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]}…"

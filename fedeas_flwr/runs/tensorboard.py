@@ -1,4 +1,4 @@
-"""A run's rounds as TensorBoard reads them (`tensorboard = true`, the extra ``tensorboard``)."""
+"""Write a run's rounds for TensorBoard (`tensorboard = true`, the extra ``tensorboard``)."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from fedeas_flwr.common.errors import ConfigError
 
 
 def check_installed() -> None:
-    """Say in one line what is missing, before anything has begun."""
+    """Raise `ConfigError` if the package tensorboard is not installed."""
     if find_spec("tensorboard") is None:
         raise ConfigError("tensorboard = true: needs the package tensorboard, pip install 'fedeas-flwr[tensorboard]'")
 
 
 @contextmanager
 def event_log(folder: Path, done: int) -> Iterator[Callable[[Mapping[str, Any]], None]]:
-    """Give what writes a round's record; every number in it becomes a curve.
+    """Yield a function that writes a round's record; every number in it becomes a curve.
 
     Parameters
     ----------
     folder
-        Where TensorBoard is to look.
+        The folder that TensorBoard reads.
     done
-        Rounds that are there already: what an interrupted run wrote after them is not shown.
+        Number of rounds already recorded; what an interrupted run wrote after them is hidden.
     """
     check_installed()
     from torch.utils.tensorboard import SummaryWriter
@@ -45,7 +45,7 @@ def event_log(folder: Path, done: int) -> Iterator[Callable[[Mapping[str, Any]],
 
 
 def curves(record: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, float]]:
-    """The numbers of a record by name: ``seconds/clients``, ``per_class_accuracy/3``; clients and failures are none."""
+    """Yield the numbers of a record by name: ``seconds/clients``, ``per_class_accuracy/3``; lists are skipped."""
     for key, value in record.items():
         name = f"{prefix}{key}"
         if isinstance(value, Mapping):

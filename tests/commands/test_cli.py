@@ -27,7 +27,7 @@ ROOT = Path(__file__).parents[2]
 COUNTS = str(ROOT / "tests" / "helpers" / "three_clients.csv")
 QUICKSTART = str(ROOT / "conf" / "quickstart.toml")
 RECORD = str(ROOT / "results" / "shared-images" / "uniform-s1")
-NOBODYS, UNKNOWN = "~no-one/x", "its home folder is not known; give the whole path"
+NOBODYS, UNKNOWN = "~no-one/x", "its home folder is unknown; give the full path"
 
 
 def test_a_runs_folder_says_what_it_is() -> None:

@@ -33,9 +33,9 @@ def write_images(path: Path, classes: Sequence[str]) -> Path:
 @pytest.mark.parametrize(
     ("now", "why"),
     [
-        (("healthy", "sick"), "its class 1 is 'sick', and 'ill' in the run"),
-        (("ill", "healthy"), "its class 0 is 'ill', and 'healthy' in the run"),
-        (("healthy", "ill", "unclear"), "its class 2 is 'unclear', and not there in the run"),
+        (("healthy", "sick"), "its class 1 is 'sick', but 'ill' in the run"),
+        (("ill", "healthy"), "its class 0 is 'ill', but 'healthy' in the run"),
+        (("healthy", "ill", "unclear"), "its class 2 is 'unclear', but missing in the run"),
     ],
 )
 def test_data_of_other_classes_are_refused_before_anything_changes(
@@ -49,7 +49,7 @@ def test_data_of_other_classes_are_refused_before_anything_changes(
     for words in (("resume", str(run.path), "rounds=2"), ("evaluate", str(run.path))):
         refused = typed(*words)
         assert (refused.returncode, refused.stdout) == (2, "")
-        line = f"error: dataset = 'own:{images}': {why} {run.path}: put its classes back, or begin anew\n"
+        line = f"error: dataset = 'own:{images}': {why} {run.path}: restore its classes, or start a new run\n"
         assert refused.stderr == line
     assert before == {path.name: path.read_bytes() for path in run.path.iterdir() if path.is_file()}
     with pytest.raises(RunFailedError, match=why):  # as `flwr run` starts it, where no command has looked before
@@ -93,7 +93,7 @@ def test_a_finished_run_tells_its_result_again_and_nothing_is_started(
     assert [config.rounds for config in begun] == [3, 2], "more rounds are done, and a lost model is written again"
     (run.path / "rounds.jsonl").write_text("")
     (run.path / "model.safetensors").touch()
-    assert "holds 0 whole records" in typed("resume", str(run.path)).stderr, "a damaged record is no result"
+    assert "holds 0 valid records" in typed("resume", str(run.path)).stderr, "a damaged record is no result"
 
 
 def test_a_checkpoint_that_cannot_be_read_is_refused_before_the_headline(tmp_path: Path) -> None:
@@ -105,7 +105,7 @@ def test_a_checkpoint_that_cannot_be_read_is_refused_before_the_headline(tmp_pat
     (run.path / "checkpoint.safetensors").write_bytes(b"nothing")
     damaged = typed("resume", str(run.path), "rounds=2")
     assert [(done.returncode, done.stdout) for done in (short, damaged)] == [(2, ""), (2, "")]
-    assert "holds 0 whole records" in short.stderr and "checkpoint.safetensors" in damaged.stderr
+    assert "holds 0 valid records" in short.stderr and "checkpoint.safetensors" in damaged.stderr
     assert run.status()[0] == "finished", "nothing was begun"
 
 
@@ -116,7 +116,7 @@ def test_another_runs_checkpoint_is_refused_before_anything_is_cut(tmp_path: Pat
     checkpoint.write_bytes((other.path / "checkpoint.safetensors").read_bytes())
     refused = typed("resume", str(run.path), "rounds=3")
     assert (refused.returncode, refused.stdout) == (2, "")
-    assert refused.stderr == f"error: {checkpoint} is of another run: put back the run's own, or begin anew\n"
+    assert refused.stderr == f"error: {checkpoint} is of another run: restore the run's own, or start a new run\n"
     assert (run.path / "rounds.jsonl").read_bytes() == before and run.status()[0] == "finished"
 
 

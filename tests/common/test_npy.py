@@ -114,10 +114,10 @@ WHOLE = np.arange(6, dtype=np.float32).reshape(2, 3)
 REFUSED: dict[str, tuple[bytes, str]] = {
     "version 2": (written((2, 0), WHOLE), "version 1.0"),
     "version 3": (written((3, 0), WHOLE), "version 1.0"),
-    "the order of Fortran": (saved(np.asfortranarray(WHOLE)), "not in the order of C"),
+    "the order of Fortran": (saved(np.asfortranarray(WHOLE)), "not in C order"),
     "Python objects": (written((1, 0), np.array([None])), "Python objects"),
-    "a byte too few": (saved(WHOLE)[:-1], r"float32\[2, 3\] needs 24 bytes, but 23 are there"),
-    "a byte too many": (saved(WHOLE) + b"!", "needs 24 bytes, but 25 are there"),
+    "a byte too few": (saved(WHOLE)[:-1], r"float32\[2, 3\] needs 24 bytes, but there are 23"),
+    "a byte too many": (saved(WHOLE) + b"!", "needs 24 bytes, but there are 25"),
     "half a header": (saved(WHOLE)[:40], "."),
     "no header": (b"\x93NUMPY\x01\x00", "."),
     "nothing": (b"", "version 1.0"),
@@ -140,7 +140,7 @@ def test_an_archive_gives_the_arrays_asked_for_within_bounds(tmp_path: Path) -> 
     assert read_headers(tmp_path / "a.npz", ("x",)) == {"x": ((2, 3), np.dtype(np.float32))}
     found = read_archive(tmp_path / "a.npz", ("x",), most_bytes=24)
     assert list(found) == ["x"] and np.array_equal(found["x"], WHOLE)
-    with pytest.raises(ValueError, match="would unpack to 24 bytes, and 23 are allowed"):
+    with pytest.raises(ValueError, match="would unpack to 24 bytes, but at most 23 are allowed"):
         read_archive(tmp_path / "a.npz", ("x",), most_bytes=23)
     with pytest.raises(ValueError, match=r"it lacks .*z\.npy"):
         read_archive(tmp_path / "a.npz", ("x", "z"))

@@ -241,7 +241,7 @@ def test_cache_root_follows_the_environment(own_cache: Path, monkeypatch: pytest
 def test_a_cache_in_an_unknown_home_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FEDEAS_CACHE", "~no-one/x")
     with pytest.raises(
-        ValueError, match=r"^FEDEAS_CACHE = '~no-one/x': its home folder is not known; give the whole path$"
+        ValueError, match=r"^FEDEAS_CACHE = '~no-one/x': its home folder is unknown; give the full path$"
     ):
         cache_root()
 

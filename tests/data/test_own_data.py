@@ -265,7 +265,7 @@ def test_a_file_that_would_unpack_to_too_much_is_not_unpacked(tmp_path: Path, mo
     assert (tmp_path / "d.npz").stat().st_size < 10_000
     monkeypatch.setattr(own_images, "MAX_BYTES", 100_000)
     monkeypatch.setattr(np, "load", lambda *a, **k: pytest.fail("it was read"))
-    with pytest.raises(ValueError, match=r"would unpack to 200,\d+ bytes, and 100,000 are allowed"):
+    with pytest.raises(ValueError, match=r"would unpack to 200,\d+ bytes, but at most 100,000 are allowed"):
         read_images(tmp_path / "d.npz")
 
 
@@ -456,7 +456,7 @@ def test_classes_too_small_for_a_test_image_are_said(tmp_path: Path, caplog: pyt
             "/proc/nowhere: No such file or directory (FEDEAS_CACHE = '/proc/nowhere')",
             marks=pytest.mark.skipif(not Path("/proc").exists(), reason="a folder where nobody can make one"),
         ),
-        ("~nobody-here/c", "FEDEAS_CACHE = '~nobody-here/c': its home folder is not known; give the whole path"),
+        ("~nobody-here/c", "FEDEAS_CACHE = '~nobody-here/c': its home folder is unknown; give the full path"),
     ],
 )
 def test_a_cache_that_cannot_be_is_not_said_to_be_the_dataset(

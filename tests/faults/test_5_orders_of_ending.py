@@ -291,7 +291,7 @@ def test_records_that_are_gone_are_not_made_fewer_by_resuming(tmp_path: Path, da
         "the file": [],
     }[damage]
     path.unlink() if damage == "the file" else path.write_text("".join(damaged))
-    good = {"a line": "1 whole record", "the last line": "2 whole records"}.get(damage, "0 whole records")
+    good = {"a line": "1 valid record", "the last line": "2 valid records"}.get(damage, "0 valid records")
     with pytest.raises(RunError, match=rf"rounds\.jsonl holds {good}, but the checkpoint is of round 3"):
         finish(quick(tmp_path / "r", resume=True, **KEYS))
     assert damage == "the file" or path.read_text() == "".join(damaged), "nothing more was lost"

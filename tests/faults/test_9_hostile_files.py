@@ -162,7 +162,7 @@ def test_a_dataset_of_another_size_is_refused_by_its_headers(tmp_path: Path, mon
 
 def test_a_shard_that_claims_more_than_it_is_takes_no_memory() -> None:
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    with pytest.raises(ValueError, match="needs 10000000000000 bytes, but 64 are there"):
+    with pytest.raises(ValueError, match="needs 10000000000000 bytes, but there are 64"):
         npy.read_array(zeros_header((10**13,)) + bytes(64))
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 50_000
 

@@ -315,7 +315,7 @@ def test_a_record_is_read_again_only_once_it_has_changed(tmp_path: Path, monkeyp
     run.append_round({**run.rounds()[1], "round": 3, "accuracy": 0.3})
     assert [cell.reached()["final"] for _ in range(3)] == [0.3, 0.3, 0.3] and len(reads) == 2
     (run.path / "rounds.jsonl").write_text("{}\n")
-    assert "mend line 1 (round = null, must be 1)" in cell.reached()["damage"] and len(reads) == 3
+    assert "fix line 1 (round = null, must be 1)" in cell.reached()["damage"] and len(reads) == 3
 
 
 def test_a_folder_with_another_run_under_a_cells_name_is_refused(tmp_path: Path) -> None:

@@ -117,11 +117,11 @@ def test_a_run_that_was_refused_is_not_tried_again(quick: Path) -> None:
 
 
 DAMAGES: dict[str, tuple[str | None, str]] = {
-    "empty": ("", "holds 0 whole records, but summary.json counts 3 rounds: mend line 1"),
-    "gone": (None, "holds 0 whole records, but summary.json counts 3 rounds: mend line 1"),
+    "empty": ("", "holds 0 valid records, but summary.json counts 3 rounds: fix line 1"),
+    "gone": (None, "holds 0 valid records, but summary.json counts 3 rounds: fix line 1"),
     "strange": (
         '{"round": 1}\n' * 3,
-        "holds 0 whole records, but summary.json counts 3 rounds: mend line 1 (accuracy = null, must be from 0 to 1)",
+        "holds 0 valid records, but summary.json counts 3 rounds: fix line 1 (accuracy = null, must be from 0 to 1)",
     ),
 }
 

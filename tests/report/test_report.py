@@ -151,9 +151,9 @@ def test_of_a_run_that_is_there_twice_one_counts_and_the_other_is_named(tmp_path
     groups, left_out = group_runs([cut, whole, other, same, twin])
     assert [member.run.path for group in groups for member in group.members] == [same.path, twin.path]
     assert left_out == [
-        f"{cut.path} is {same.path} once more (config and seed)",
-        f"{whole.path} is {same.path} once more (config and seed)",
-        f"{other.path} is {twin.path} once more (config and seed), with other figures",
+        f"{cut.path} repeats {same.path} (same config and seed)",
+        f"{whole.path} repeats {same.path} (same config and seed)",
+        f"{other.path} repeats {twin.path} (same config and seed), with other accuracies",
     ]
 
 
@@ -161,7 +161,7 @@ def test_one_run_and_its_record_are_one(tmp_path: Path) -> None:
     run = write_run(tmp_path / "a", [0.5], policy="fedeas", generator="builtin")
     export(run, tmp_path / "record")
     groups, left_out = group_runs([run, RunDirectory(tmp_path / "record")])
-    assert [len(group.members) for group in groups] == [1] and len(left_out) == 1 and "once more" in left_out[0]
+    assert [len(group.members) for group in groups] == [1] and len(left_out) == 1 and " repeats " in left_out[0]
 
 
 def test_an_interrupted_run_is_shown_as_far_as_it_came(tmp_path: Path) -> None:
@@ -228,13 +228,13 @@ def test_a_run_with_a_damaged_config_is_named_wherever_it_would_be_missed(tmp_pa
 
 
 DAMAGES = {
-    "lost": "holds 1 whole record, but summary.json counts 2 rounds: mend line 2",
+    "lost": "holds 1 valid record, but summary.json counts 2 rounds: fix line 2",
     "folder": "cannot be read: Is a directory",
     "locked": "cannot be read: Permission denied",
-    "strange": "holds 0 whole records, but summary.json counts 2 rounds: mend line 1 "
+    "strange": "holds 0 valid records, but summary.json counts 2 rounds: fix line 1 "
     "(accuracy = null, must be from 0 to 1)",
-    "other": "holds what is no round's record: KeyError('seconds')",
-    "vast": "holds 1 whole record, but summary.json counts 2 rounds: mend line 2 "
+    "other": "holds an invalid round record: KeyError('seconds')",
+    "vast": "holds 1 valid record, but summary.json counts 2 rounds: fix line 2 "
     f"(accuracy = 1{'0' * 39}…, must be from 0 to 1)",
 }
 
@@ -338,7 +338,9 @@ def test_the_heat_map_is_the_runs_own_or_none(tmp_path: Path) -> None:
     (maps,), notes = maps_of(grouped(ran))
     assert not notes and maps.generated[0][1].sum() == FEDEAS_OF_FOUR
     early = write_run(tmp_path / "b", [0.5], images=FEDEAS_OF_FOUR, extra=[{"clients": [0, 1]}], **keys)
-    assert "would have 115 images, the run has 115" in maps_of(grouped(early))[1][0]  # two clients cannot have made all
+    assert (
+        "would give 115 images, but the run has 115" in maps_of(grouped(early))[1][0]
+    )  # two clients cannot have made all
     other = write_run(tmp_path / "c", [0.5], images=999, **keys)
     (maps,), notes = maps_of(grouped(other))
     assert not maps.generated and "the run has 999" in notes[0]
@@ -351,7 +353,7 @@ def test_clients_that_never_took_part_are_named_where_their_images_are_missed(tm
     write_run(tmp_path / "some", [0.5], seed=2, images=fewer, extra=[{"clients": [0, 1, 2]}], **keys)
     write_run(tmp_path / "none", [0.4], extra=[{"clients": [0, 1, 2]}])
     printed = typed("report", str(tmp_path), "--out", str(tmp_path / "out")).stdout
-    note = "Images of FedEAS, seed 2: client 3 never took part, so it has generated none"
+    note = "Images of FedEAS, seed 2: client 3 never took part, so it generated none"
     text = (tmp_path / "out" / "report.md").read_text()
     assert [line for line in printed.splitlines() if line.startswith("Images of")] == [note] and f"{note}." in text
     plan = f"FedEAS: the map is the plan, {FEDEAS_OF_FOUR} images; the runs have {FEDEAS_OF_FOUR}, {fewer}, since"
@@ -368,15 +370,14 @@ def test_shared_images_are_said_to_be_counted_for_every_client(tmp_path: Path) -
         write_run(tmp_path / "shared", [0.7], shared_images="by-class", **keys),
         write_run(tmp_path / "own", [0.7], **keys),
     )
-    note = (
-        "Images of FedEAS, shared-images = by-class: one that several clients hold counts, in η too, for each of them"
-    )
+    held = "an image that several clients hold counts once per client, also in η"
+    note = f"Images of FedEAS, shared-images = by-class: {held}"
     assert notes_on(groups) == [note] and notes_on([groups[0], groups[2]]) == []
     (maps,), notes = maps_of(groups)
     plan = dict(maps.generated)["FedEAS, shared-images = by-class"]
     different = int(plan.max(axis=0).sum())  # image i of a class is the same for all
     assert notes == [
-        f"FedEAS, shared-images = by-class: {different} of the plan's {FEDEAS_OF_FOUR} images are different."
+        f"FedEAS, shared-images = by-class: {different} of the plan's {FEDEAS_OF_FOUR} images are distinct."
     ]
 
 
@@ -393,7 +394,7 @@ def test_a_mean_of_fewer_than_20_rounds_is_not_called_one_of_20(
     text = as_markdown(document)
     axes = " ".join(p.figure.axes[0].get_ylabel() for section in document.sections for p in section.pictures)
     assert set(map(int, re.findall(r"[Ll]ast[ -](\d+)", text + axes))) == {number}
-    assert ("of all where a run has fewer" in text) == (min(lengths) < number)
+    assert ("of all rounds if a run has fewer" in text) == (min(lengths) < number)
 
 
 def test_one_plan_has_one_map_and_one_line_of_notes(tmp_path: Path) -> None:

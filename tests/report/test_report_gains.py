@@ -71,7 +71,7 @@ def test_runs_that_came_to_different_rounds_have_no_gain(tmp_path: Path) -> None
     none = write_run(tmp_path / "none", [0.2, 0.4, 0.6])
     groups = grouped(none, write_run(tmp_path / "cut", [0.5], policy="fedeas", **keys))
     assert gain_and_efficiency(groups[1], groups) is None
-    reason = "it has come to round 1, the group that generates nothing to round 3"
+    reason = "it has reached round 1, but the group that generates nothing round 3"
     assert no_gain_notes(groups) == [f"No gain of FedEAS: {reason}"]
 
 
@@ -79,7 +79,7 @@ def test_seeds_that_came_to_different_rounds_are_all_named_where_there_is_no_gai
     keys: dict[str, Any] = {"rounds": 3, "images": FEDEAS_OF_FOUR, "beta": 4.0, "finished": False, "policy": "fedeas"}
     runs = [write_run(tmp_path / str(n), [0.5] * n, seed=n, **keys) for n in (1, 2)]
     groups = grouped(write_run(tmp_path / "none", [0.2, 0.4], rounds=3, finished=False), *runs)
-    reason = "it has come to rounds 1 and 2, the group that generates nothing to round 2"
+    reason = "it has reached rounds 1 and 2, but the group that generates nothing round 2"
     assert no_gain_notes(groups) == [f"No gain of FedEAS: {reason}"]
 
 
@@ -91,4 +91,6 @@ def test_a_gain_over_other_seeds_says_so(tmp_path: Path) -> None:
     groups = grouped(none[1], *some)
     gain = gain_and_efficiency(groups[1], groups)
     assert gain is not None and gain[0] == pytest.approx(-5.0)  # of what made no difference
-    assert notes_on(groups) == ["Gain of FedEAS: its seeds are 1, 2, those of the group that generates nothing 2"]
+    assert notes_on(groups) == [
+        "Gain of FedEAS: its seeds are 1, 2, but those of the group that generates nothing are 2"
+    ]

@@ -69,8 +69,8 @@ def quickstart_page(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_the_page_needs_nothing_else(quickstart_page: Path) -> None:
     page = quickstart_page.read_text()
     check_self_contained(page)
-    for section in ("Results", "Accuracy", "What the images bought", "Classes before and after filling",
-                    "Where the images go", "How far clients pull apart", "Where the time went", "Configuration",
+    for section in ("Results", "Accuracy", "Accuracy per image", "Classes before and after filling",
+                    "Where the images go", "Dissimilarity of client updates", "Time by phase", "Configuration",
                     "Environment"):  # fmt: skip
         assert f">{section}</h2>" in page
     for cell in ("74.5", "92.7", "+18.2", "20.416", "0.630"):

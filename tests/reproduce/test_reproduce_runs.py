@@ -87,7 +87,7 @@ def test_a_record_that_holds_no_rounds_is_told_by_file_and_reason(
     results = found_in(tmp_path)
     (line,) = results.unreadable
     assert results.of(f"{DEFAULT_COLUMN}/fedavg") == [] and says in line
-    assert line.startswith(f"{spoilt.parent}: {spoilt} holds what is no round's record: ")
+    assert line.startswith(f"{spoilt.parent}: {spoilt} holds an invalid round record: ")
 
 
 def test_a_record_that_lost_rounds_is_unreadable_and_not_missing_alone(tmp_path: Path) -> None:
@@ -95,7 +95,7 @@ def test_a_record_that_lost_rounds_is_unreadable_and_not_missing_alone(tmp_path:
     lines = lost.read_text().splitlines(keepends=True)
     lost.write_text("".join([*lines[:99], lines[99][:-20], *lines[100:]]))
     assert found_in(tmp_path).unreadable == [
-        f"{lost.parent}: {lost} holds 99 whole records, but summary.json counts 200 rounds: mend line 100"
+        f"{lost.parent}: {lost} holds 99 valid records, but summary.json counts 200 rounds: fix line 100"
     ]
     (lost.parent / "summary.json").write_text('{"rounds": Infinity}')
     (line,) = found_in(tmp_path).unreadable

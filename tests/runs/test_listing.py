@@ -268,7 +268,7 @@ def test_quickstart_does_what_is_left_and_ends_in_the_picture(tmp_path: Path, be
             lambda folder: write_run(
                 folder / "uniform", [0.5] * 20, clients=10, threshold=0.9, policy="uniform"
             ).truncate_rounds(9),
-            "{}/uniform/rounds.jsonl holds 9 whole records, but summary.json counts 20 rounds: mend line 10",
+            "{}/uniform/rounds.jsonl holds 9 valid records, but summary.json counts 20 rounds: fix line 10",
         ),
     ],
 )

@@ -12,7 +12,7 @@ import pytest
 import torch
 from made_up_runs import write_run
 from ordinary_user import ordinary_user
-from runners import typed
+from runners import small, typed
 from safetensors.torch import save, save_file
 
 from fedeas_flwr.common import project
@@ -87,7 +87,7 @@ def test_damaged_checkpoint_is_named_not_guessed_at(tmp_path: Path, damage: byte
 def test_a_checkpoint_without_the_servers_state_is_named_too(tmp_path: Path, metadata: dict[str, str] | None) -> None:
     run = RunDirectory.start(config(tmp_path / "r"), {})
     write_arrays(run.path / "checkpoint.safetensors", {"trainable/w": np.ones(2)}, metadata)
-    with pytest.raises(RunError, match=r"checkpoint\.safetensors cannot be read: it holds no server's state"):
+    with pytest.raises(RunError, match=r"checkpoint\.safetensors cannot be read: it holds no server state"):
         run.load_checkpoint()
 
 
@@ -287,7 +287,7 @@ def test_a_run_that_lost_rounds_is_not_exported(tmp_path: Path, kept: int, damag
     path = run.path / "rounds.jsonl"
     path.write_text("".join(path.read_text().splitlines(keepends=True)[:kept]) + damage)
     done = typed("export", str(run.path), str(tmp_path / "out"))
-    why = f"{path} holds {counted(kept, 'whole record')}, but summary.json counts 3 rounds: mend line {kept + 1}"
+    why = f"{path} holds {counted(kept, 'valid record')}, but summary.json counts 3 rounds: fix line {kept + 1}"
     assert (done.returncode, done.stdout, done.stderr) == (2, "", f"error: {why}\n")
     assert not (tmp_path / "out").exists()
 
@@ -354,20 +354,20 @@ def test_a_record_names_the_state_of_the_code(tmp_path: Path, monkeypatch: pytes
 
 
 SPOILT = {
-    "doubled": (lambda a, b, c: [a, b, b, c], 2, "mend line 3 (round = 2, must be 3)"),
-    "doubled at the end": (lambda a, b, c: [a, b, c, c], 3, "mend line 4 (round = 3, must be 4)"),
-    "swapped": (lambda a, b, c: [b, a, c], 0, "mend line 1 (round = 2, must be 1)"),
-    "left out": (lambda a, b, c: [a, c], 1, "mend line 2 (round = 3, must be 2)"),
+    "doubled": (lambda a, b, c: [a, b, b, c], 2, "fix line 3 (round = 2, must be 3)"),
+    "doubled at the end": (lambda a, b, c: [a, b, c, c], 3, "fix line 4 (round = 3, must be 4)"),
+    "swapped": (lambda a, b, c: [b, a, c], 0, "fix line 1 (round = 2, must be 1)"),
+    "left out": (lambda a, b, c: [a, c], 1, "fix line 2 (round = 3, must be 2)"),
     "a word": (
         lambda a, b, c: [a, b.replace('"round": 2', '"round": "2"'), c],
         1,
-        'mend line 2 (round = "2", must be 2)',
+        'fix line 2 (round = "2", must be 2)',
     ),
     **{
         f"accuracy {value}": (
             lambda a, b, c, value=value: [a, b.replace('"accuracy": 0.2', f'"accuracy": {value}'), c],
             1,
-            f"mend line 2 (accuracy = {value}, must be from 0 to 1)",
+            f"fix line 2 (accuracy = {value}, must be from 0 to 1)",
         )
         for value in ("59.3", "-0.1", "NaN", "Infinity", "null", "true", '"0.2"', "[0.2]")
     },
@@ -388,7 +388,7 @@ def test_every_line_is_the_record_of_its_round_or_the_first_that_is_not_is_named
     few = "summary.json counts 3 rounds" if summary and good < 3 else f"has {len(lines)} lines"
     with pytest.raises(RunError) as refused:
         run.checked_rounds()
-    assert str(refused.value) == f"{record} holds {counted(good, 'whole record')}, but {few}: {told}"
+    assert str(refused.value) == f"{record} holds {counted(good, 'valid record')}, but {few}: {told}"
 
 
 def test_before_there_is_a_summary_lines_tell_that_a_round_was_lost(tmp_path: Path) -> None:
@@ -397,9 +397,17 @@ def test_before_there_is_a_summary_lines_tell_that_a_round_was_lost(tmp_path: Pa
     first, second, third = record.read_text().splitlines(keepends=True)
     for damaged in (first + second[:9] + "\n" + third, first + "\n" + third, first + "[]\n"):
         record.write_text(damaged)
-        with pytest.raises(RunError, match=r"holds 1 whole record, but has \d lines: mend line 2$"):
+        with pytest.raises(RunError, match=r"holds 1 valid record, but has \d lines: fix line 2$"):
             run.checked_rounds()
     record.write_text(first + second + third[:9])  # as a crash leaves it
     run.checked_rounds()
     record.unlink()
     run.checked_rounds()
+
+
+def test_resume_accepts_a_changed_key_that_the_run_ignores(tmp_path: Path) -> None:
+    run = RunDirectory.start(small(tmp_path / "r", policy="none"), {})
+    run.set_status("interrupted")
+    run.check_ready(run.config().with_changes(resume=True, beta=9.0))
+    with pytest.raises(RunError, match=r"alpha = 0\.5, but the run to resume has alpha = "):
+        run.check_ready(run.config().with_changes(resume=True, alpha=0.5))

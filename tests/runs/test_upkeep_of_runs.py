@@ -59,7 +59,7 @@ def test_prune_frees_what_a_finished_run_could_be_resumed_with(
         run.load_model()
     # Without a checkpoint a resumed run would begin anew and throw its record away.
     config = run.config().with_changes(resume=True, rounds=2)
-    with pytest.raises(RunError, match="was pruned: there is no checkpoint to go on from"):
+    with pytest.raises(RunError, match="was pruned: there is no checkpoint to resume from"):
         RunDirectory.start(config, {})
     assert (run.path / "rounds.jsonl").read_bytes() == record["rounds.jsonl"]
 
@@ -71,7 +71,7 @@ def test_a_run_without_its_status_is_no_record(tmp_path: Path) -> None:
     run.check_ready(run.config().with_changes(resume=True, rounds=2))
     for name in ("model", "checkpoint"):
         (run.path / f"{name}.safetensors").unlink()
-    with pytest.raises(RunError, match="is a record, which has no weights"):
+    with pytest.raises(RunError, match="is an exported record without weights"):
         run.load_model()
 
 
@@ -79,7 +79,7 @@ def test_a_damaged_run_is_not_pruned(tmp_path: Path, capsys: pytest.CaptureFixtu
     run = write_run(tmp_path / "r", [0.1, 0.2, 0.3])
     (run.path / "checkpoint.safetensors").write_bytes(b"to go on with")
     (run.path / "rounds.jsonl").write_text((run.path / "rounds.jsonl").read_text().splitlines(keepends=True)[0])
-    with pytest.raises(RunError, match=r"holds 1 whole record, but summary\.json counts 3 rounds: mend line 2"):
+    with pytest.raises(RunError, match=r"holds 1 valid record, but summary\.json counts 3 rounds: fix line 2"):
         fedeas(capsys, "runs", "prune", str(run.path))
     assert (run.path / "checkpoint.safetensors").exists()
 
