@@ -114,7 +114,7 @@ def test_a_containers_limits_count_not_the_hosts(tmp_path: Path, monkeypatch: py
     assert (found.state, found.text) == ("ok", "3 usable of 64; 3 parallel client processes")
     assert (default_jobs("smoke"), default_jobs("full")) == (3, 1)
     found = only(machine.check_cores, config(clients=100, actors=5))
-    assert found.state == "note" and found.text.startswith("3 usable of 64; 5 parallel client") and "actors=3" in found.fix
+    assert found.state == "note" and "3 usable of 64; 5 parallel" in found.text and "actors=3" in found.fix
     assert only(machine.check_cores, config(clients=100, backend="inline")).state == "ok"
 
     for name, number in (("max", "2000000000"), ("current", "1500000000")):

@@ -167,7 +167,7 @@ MISTAKES = {
     "key twice": (["seed=1", "seed=2"], ["seed", "twice"]),
     "a folder of one's own": (["run-dir=/tmp/a,/tmp/b"], ["run-dir", "itself"]),
     "no clients": (["clients=4,0"], ["clients = 0"]),
-    "a strategy's own, without it": (["fedprox-mu=0.1,1", "seed=1,2"], ["fedprox-mu=0.1,1.0", "no run", "same"]),
+    "a strategy's own, without it": (["fedprox-mu=0.1,1", "seed=1,2"], ["fedprox-mu=0.1,1.0", "no run", "identical"]),
     "a budget's, without one": (["policy=none,full-balance", "beta=3,6"], ["beta=3.0,6.0", "no run"]),
     "nothing": ([], ["--grid"]),
 }
