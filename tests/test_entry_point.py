@@ -1,4 +1,4 @@
-"""The command `fedeas` from its first moment to its last: signals, and what is set before anything is loaded."""
+"""The entry point of `fedeas`: signals before and after a command, and settings made before imports."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ cli.main = stopped
 
 
 @pytest.mark.parametrize("moment", MOMENTS)
-def test_ctrl_c_is_one_line_also_when_no_command_is_at_work(moment: str) -> None:
+def test_ctrl_c_during_start_and_exit_prints_one_line(moment: str) -> None:
     start = "import sys; sys.argv = ['fedeas', '--version']\nfrom fedeas_flwr.__main__ import main; main()"
     code = f"{MOMENTS[moment]}\n{start}"
     process = start_interruptible([sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": str(ROOT)})
@@ -74,7 +74,7 @@ def test_ctrl_c_is_one_line_also_when_no_command_is_at_work(moment: str) -> None
 
 
 @pytest.mark.parametrize(("code", "waits"), [(130, False), (0, True)])
-def test_what_was_stopped_does_not_wait_for_its_threads(code: int, waits: bool) -> None:
+def test_stopped_command_does_not_wait_for_threads(code: int, waits: bool) -> None:
     script = f"""
 import sys, time
 from concurrent.futures import ThreadPoolExecutor
@@ -100,7 +100,7 @@ __main__.main()
     assert (done.returncode, "worked" in done.stdout, "resume with" in done.stdout) == (code, waits, True), done.stderr
 
 
-def test_ctrl_c_in_a_command_that_has_nothing_to_go_on_with_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ctrl_c_without_anything_to_resume_prints_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     def stop() -> None:
         raise KeyboardInterrupt
 
@@ -111,7 +111,7 @@ def test_ctrl_c_in_a_command_that_has_nothing_to_go_on_with_is_one_line(monkeypa
     assert typed("runs", "ls", str(ROOT)).stderr == "stopped\n", "once, also in a group within the group"
 
 
-def test_threads_that_wait_leave_their_core_to_others_unless_told_otherwise() -> None:
+def test_main_sets_passive_wait_policy_by_default() -> None:
     code = "import os, sys; sys.argv = ['fedeas', '--version']\nfrom fedeas_flwr.__main__ import main\ntry: main()\n"
     code += "finally: print(os.environ['OMP_WAIT_POLICY'])"
     usual = {name: value for name, value in os.environ.items() if name != "OMP_WAIT_POLICY"}
@@ -121,7 +121,7 @@ def test_threads_that_wait_leave_their_core_to_others_unless_told_otherwise() ->
         assert done.stdout.splitlines()[-1] == found, done.stderr
 
 
-def test_the_command_is_the_one_that_minds_ctrl_c() -> None:
+def test_console_script_uses_the_ctrl_c_entry_point() -> None:
     assert tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"] == {
         "fedeas": "fedeas_flwr.__main__:main"
     }

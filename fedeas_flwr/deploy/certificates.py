@@ -1,7 +1,7 @@
-"""The trust of a deployment: one authority, the SuperLink's certificate, and a key a node.
+"""Certificates and keys of a deployment: one authority, the SuperLink's certificate, and one key per node.
 
-TLS tells a node that it talks to the right SuperLink (``ca.crt``). The other way round Flower knows no certificates: a
-node signs its requests with an elliptic-curve key, whose public half was registered with the SuperLink before.
+With ``ca.crt``, a node verifies the SuperLink by TLS. Flower has no client certificates: a node signs its requests with
+an elliptic-curve key whose public key was registered with the SuperLink before.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ AUTHORITY_DAYS = 3650
 SERVER_DAYS = 730
 _CURVE = ec.SECP384R1()
 _ALWAYS = ("localhost", "127.0.0.1")
-"""The SuperLink's own processes reach it at these, whatever its name in the network."""
+"""Names under which the SuperLink's own processes reach it."""
 
 
 def write_authority(folder: Path) -> None:
-    """Write ``ca.key``, which stays with whoever runs the federation, and ``ca.crt``, which everybody gets."""
+    """Write ``ca.key``, which stays with the operator, and ``ca.crt``, which every machine gets."""
     key = ec.generate_private_key(_CURVE)
     name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "FedEAS deployment")])
     identifier = x509.SubjectKeyIdentifier.from_public_key(key.public_key())
@@ -42,7 +42,7 @@ def write_authority(folder: Path) -> None:
 
 
 def write_server_certificate(authority: Path, folder: Path, hosts: Sequence[str]) -> None:
-    """Write ``server.crt`` and ``server.key`` for the names and addresses under which nodes find the SuperLink."""
+    """Write ``server.crt`` and ``server.key`` for the host names and addresses of the SuperLink."""
     issuer = x509.load_pem_x509_certificate((authority / "ca.crt").read_bytes())
     signer = serialization.load_pem_private_key((authority / "ca.key").read_bytes(), None)
     assert isinstance(signer, ec.EllipticCurvePrivateKey)
@@ -64,7 +64,7 @@ def write_server_certificate(authority: Path, folder: Path, hosts: Sequence[str]
 
 
 def write_node_key(folder: Path) -> None:
-    """Write ``node.key`` and ``node.pub``, in the format of SSH, as Flower's commands want them."""
+    """Write ``node.key`` and ``node.pub`` in OpenSSH format, which Flower's commands require."""
     key = ec.generate_private_key(_CURVE)
     private = key.private_bytes(
         serialization.Encoding.PEM, serialization.PrivateFormat.OpenSSH, serialization.NoEncryption()
@@ -75,7 +75,7 @@ def write_node_key(folder: Path) -> None:
 
 
 def write_secret(path: Path, content: bytes) -> None:
-    """Write a file that its owner alone can read, from its first byte on."""
+    """Write a new file that only its owner can read, with these permissions from its creation on."""
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     with os.fdopen(descriptor, "wb") as file:
         file.write(content)

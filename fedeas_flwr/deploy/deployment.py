@@ -1,17 +1,17 @@
-"""A federation of real machines: `fedeas deploy init` writes a folder for each of them.
+"""Write and read a deployment, a federation of real machines with one folder per machine.
 
-    DIR/deployment.toml   hosts, ports, nodes: what the rest was made from
+    DIR/deployment.toml   hosts, ports and nodes, from which the rest was made
     DIR/ca/               the authority's key: keep it offline, it is needed to renew the SuperLink's certificate
     DIR/superlink/        for the server: certificate, key, start.sh (SuperLink), gateway.sh, their systemd units
-    DIR/node-0/ …         one a node: its key, the authority's certificate, node-config, start.sh, a systemd unit
-    DIR/flwr/             for whoever starts runs, at this very place: FLWR_HOME=DIR/flwr flwr run DIR/app deployment
+    DIR/node-0/ …         one per node: its key, the authority's certificate, node-config, start.sh, a systemd unit
+    DIR/flwr/             for the operator, in place: FLWR_HOME=DIR/flwr flwr run DIR/app deployment
     DIR/app/              the Flower app, with the run-config of a deployment as its defaults
 
-A machine's folder works wherever it is copied to; nothing in it is shared with another but ``ca.crt``.
+A machine's folder can be copied anywhere; machines share only ``ca.crt``.
 
-Flower serves nodes and operators on one port and asks operators for no login. So the SuperLink listens on the server's
-loopback, and nodes connect to a gateway, which lets nothing but nodes' requests through. Operators work on the server
-or through an SSH tunnel to it.
+Flower serves nodes and operators on one port and requires no login of operators. So the SuperLink listens on the
+server's loopback interface, and nodes connect to a gateway that forwards only nodes' requests. Operators work on the
+server or through an SSH tunnel to it.
 """
 
 from __future__ import annotations
@@ -32,31 +32,31 @@ from fedeas_flwr.deploy.scripts import gateway_config, gateway_script, node_scri
 from fedeas_flwr.launch.superlink import stage_app
 
 CONNECTION = "deployment"
-"""What Flower's command line calls the SuperLink."""
+"""Name of the SuperLink in Flower's command line."""
 FIRST_NODE_PORT = 9094
-"""Of a SuperNode's own API on its loopback; counted up, so that several on one machine do not collide."""
+"""Loopback port of the first SuperNode's API; later nodes count up, so that several can share a machine."""
 
 NO_GATEWAY = "whoever reaches its SuperLink's port can run code on every machine of the deployment"
 NO_GATEWAY_FIX = "stop it, write a new folder with fedeas deploy init, and register the nodes again"
-"""Said of folders written before there was a gateway."""
+"""Fix for folders written before there was a gateway."""
 
 
 @dataclass(frozen=True)
 class Deployment:
-    """A federation's machines.
+    """The machines of a federation.
 
     Attributes
     ----------
     hosts
-        Names or addresses of the server; nodes use the first, the certificate is valid for all.
+        Host names or addresses of the server; nodes use the first, the certificate is valid for all.
     port
         Port of the gateway, which nodes connect to.
     superlink_port
         Port of the SuperLink on the server's loopback, and of an operator's tunnel to it.
     nodes
-        How many there are.
+        Number of nodes.
     install_dir
-        Where the folders will lie on their machines; systemd wants absolute paths.
+        Folder on each machine that holds its copy; systemd requires an absolute path.
     """
 
     hosts: tuple[str, ...]
@@ -72,7 +72,7 @@ class Deployment:
             if not 1 <= port <= 65_535:
                 raise ConfigError(f"{name} = {port}: must be from 1 to 65535")
         if self.port == self.superlink_port:
-            raise ConfigError(f"superlink-port = {self.superlink_port}: must differ from port, the gateway's")
+            raise ConfigError(f"superlink-port = {self.superlink_port}: must differ from port, which is the gateway's")
         for host in self.hosts:
             if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9.-]*|[0-9A-Fa-f:]+", host):
                 raise ConfigError(f"host = '{host}': must be a name or an address, without a port")
@@ -81,26 +81,26 @@ class Deployment:
 
     @property
     def address(self) -> str:
-        """Return the gateway's address, which nodes are given."""
+        """Return the gateway's address, to which nodes connect."""
         host = self.hosts[0]
         return f"[{host}]:{self.port}" if ":" in host else f"{host}:{self.port}"
 
     @property
     def control_address(self) -> str:
-        """Return the SuperLink's address on the server, and at the near end of an operator's tunnel."""
+        """Return the SuperLink's address on the server, and on an operator's machine with a tunnel."""
         return f"127.0.0.1:{self.superlink_port}"
 
     @property
     def tunnel(self) -> str:
-        """Return the command that brings the SuperLink's port to an operator's machine."""
+        """Return the command that forwards the SuperLink's port to an operator's machine."""
         return f"ssh -N -L {self.superlink_port}:{self.control_address} {self.hosts[0]}"
 
     def node_folders(self, folder: Path) -> list[Path]:
-        """Where each node's files lie."""
+        """Return the folder of each node."""
         return [folder / f"node-{number}" for number in range(self.nodes)]
 
     def run_config(self) -> RunConfig:
-        """What runs on real machines start from: they may be slow, late or away."""
+        """Return the default run-config of a deployment, whose machines may be slow, late or offline."""
         return parse_config(
             {
                 "clients": self.nodes,
@@ -113,7 +113,7 @@ class Deployment:
 
 
 def read_deployment(folder: Path) -> Deployment:
-    """Read what `write_deployment` noted."""
+    """Return the deployment that `write_deployment` wrote to ``folder``."""
     path = folder / "deployment.toml"
     try:
         found = tomllib.loads(path.read_text(encoding="utf-8"))
@@ -122,15 +122,15 @@ def read_deployment(folder: Path) -> Deployment:
         hosts, ports = tuple(found["hosts"]), (int(found["port"]), int(found["superlink_port"]))
         return Deployment(hosts, *ports, int(found["nodes"]), str(found["install_dir"]))
     except OSError:
-        raise ConfigError(f"{folder} is no deployment: deployment.toml is missing; see fedeas deploy init") from None
+        raise ConfigError(f"{folder} is not a deployment: deployment.toml is missing; see fedeas deploy init") from None
     except (tomllib.TOMLDecodeError, KeyError, TypeError, ValueError) as error:
         raise ConfigError(f"{path} cannot be read: {error}") from None
 
 
 def write_deployment(deployment: Deployment, folder: Path) -> None:
-    """Write all folders of a new deployment; ``folder`` appears whole or not at all."""
+    """Write all folders of a new deployment; ``folder`` appears complete or not at all."""
     if folder.exists():
-        raise ConfigError(f"{folder} is there already: name a new folder, since keys are never overwritten")
+        raise ConfigError(f"{folder} already exists: give a new folder, because keys are never overwritten")
     with atomic_folder(folder) as root:
         root.chmod(0o700)
         (root / "deployment.toml").write_text(tomli_w.dumps(asdict(deployment)), encoding="utf-8")
@@ -173,7 +173,7 @@ def _write_node(deployment: Deployment, number: int, folder: Path, authority: Pa
 def _write_connection(deployment: Deployment, folder: Path, authority: Path, final: Path) -> None:
     folder.mkdir()
     shutil.copy(authority / "ca.crt", folder)
-    certificate = str(final / "flwr" / "ca.crt")  # Flower takes absolute paths alone
+    certificate = str(final / "flwr" / "ca.crt")  # Flower accepts only absolute paths
     connection = {"address": deployment.control_address, "root-certificates": certificate}
     text = tomli_w.dumps({"superlink": {"default": CONNECTION, CONNECTION: connection}})
     (folder / "config.toml").write_text(text, encoding="utf-8")

@@ -1,4 +1,4 @@
-"""The SuperLink's list of nodes, asked and added to with Flower's own command line."""
+"""List and register the nodes of a SuperLink with Flower's command line."""
 
 from __future__ import annotations
 
@@ -13,33 +13,33 @@ from fedeas_flwr.launch.superlink import QUIET, is_listening, run_flwr_json
 
 
 def register_nodes(deployment: Deployment, folder: Path) -> list[str]:
-    """Register the nodes' public keys with the SuperLink; return one line per node. Again is harmless.
+    """Register the nodes' public keys with the SuperLink; return one line per node. Repeating it is harmless.
 
     Raises
     ------
     RunFailedError
-        The SuperLink's port cannot be reached from here, or it refuses a key.
+        If the SuperLink's port cannot be reached from here, or it rejects a key.
     """
     if not is_listening(deployment.superlink_port):
         raise RunFailedError(
             f"{deployment.control_address} does not answer: start superlink/start.sh on the server, "
-            f"and elsewhere open a tunnel to it: {deployment.tunnel}"
+            f"and on another machine open a tunnel to it: {deployment.tunnel}"
         )
     lines = []
     for node in deployment.node_folders(folder):
         answer = _flwr(folder, "supernode", "register", str(node / "node.pub"), CONNECTION, "--name", node.name)
-        said = one_line(answer.get("error-message", ""), None)
+        reason = one_line(answer.get("error-message", ""), None)
         if answer.get("success"):
             lines.append(f"{node.name}: registered as node {answer['node-id']}")
-        elif "already in use" in said:
-            lines.append(f"{node.name}: was registered before")
+        elif "already in use" in reason:
+            lines.append(f"{node.name}: already registered")
         else:
-            raise RunFailedError(f"{node.name} could not be registered: {said or answer}")
+            raise RunFailedError(f"{node.name} could not be registered: {reason or answer}")
     return lines
 
 
 def list_nodes(folder: Path) -> list[dict[str, Any]]:
-    """The nodes that the SuperLink knows, as Flower describes them."""
+    """Return the SuperLink's nodes as Flower describes them."""
     answer = _flwr(folder, "supernode", "list", CONNECTION)
     if not answer.get("success"):
         raise RunFailedError(one_line(answer.get("error-message", answer), None))

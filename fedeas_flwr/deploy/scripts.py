@@ -1,4 +1,4 @@
-"""The files that start a deployment's processes. They run where they lie, so that a folder can be copied anywhere."""
+"""Scripts that start the processes of a deployment. Their paths are relative: a folder can be copied anywhere."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ set -eu
 cd "$(dirname "$0")"
 # Where fedeas-flwr is installed, if not on the PATH: FEDEAS_BIN=/opt/fedeas/venv/bin
 PATH="${{FEDEAS_BIN:-/opt/fedeas/venv/bin}}:$PATH"
-# Everything this machine keeps is below this folder, unless it is told otherwise.
+# Everything this machine stores is below this folder, unless these variables are set.
 export PATH FEDEAS_CACHE="${{FEDEAS_CACHE:-$PWD/cache}}" FLWR_HOME="${{FLWR_HOME:-$PWD/flwr}}"
 export {quiet}
 """
@@ -25,7 +25,7 @@ host="${{SUPERLINK_HOST:-127.0.0.1}}"
 case "$host" in
 127.0.0.1 | localhost) ;;
 *) echo "warning: SUPERLINK_HOST=$host: whoever reaches port {port} there can run code on this server and on every \
-node, because Flower's control API asks for no login" >&2 ;;
+node, because Flower's control API requires no login" >&2 ;;
 esac
 exec flower-superlink --host "$host" --port {port} \\
     --ssl-certfile server.crt --ssl-keyfile server.key --ssl-ca-certfile "$PWD/ca.crt" \\
@@ -52,7 +52,7 @@ def gateway_config(port: int, superlink_port: int) -> str:
     ``protocols`` line Caddy would also listen on UDP, for HTTP/3.
     """
     return f"""\
-# What nodes need, /v1/fleet/, and nothing else: control and runtime are for people on the server.
+# Only what nodes need, /v1/fleet/: control and runtime are for operators on the server.
 {{
 	admin off
 	auto_https off
@@ -82,14 +82,14 @@ https://:{port} {{
 def node_script(port: int) -> str:
     """Return the script that starts a SuperNode with the key, node-config and address in the files next to it."""
     return f"""{_head()}\
-# node-config is one line; with data of this machine's own: client-id=0 data-path="/data/images"
+# node-config is one line; with its own data: client-id=0 data-path="/data/images"
 exec flower-supernode --superlink "$(cat superlink-address)" --root-certificates ca.crt \\
     --auth-supernode-private-key node.key --port "${{NODE_PORT:-{port}}}" --node-config "$(cat node-config)" "$@"
 """
 
 
 def systemd_unit(what: str, folder: str, script: str = "start.sh") -> str:
-    """Return a unit that starts a folder's script at boot and whenever it ends."""
+    """Return a systemd unit that starts a folder's script at boot and restarts it whenever it ends."""
     return f"""\
 [Unit]
 Description={what} (FedEAS)

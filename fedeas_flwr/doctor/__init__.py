@@ -1,4 +1,4 @@
-"""Checks of what this machine, or a deployment, can do for a run.
+"""Check whether this machine, or a deployment, can do a run.
 
 Other rooms use `Finding`, `examine` and `deployment.examine`.
 """

@@ -1,4 +1,4 @@
-"""`fedeas deploy check`: what is wrong with a deployment's folders, seen from whoever made them or from one machine."""
+"""Check a deployment for `fedeas deploy check`: all its folders, or one machine's folder on that machine."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ _GATEWAY_FILES = ("Caddyfile", "gateway.sh")
 _NODE_FILES = ("ca.crt", "node.key", "node.pub", "node-config", "superlink-address", "start.sh")
 _SECRETS = ("ca.key", "server.key", "node.key")
 _WORD = re.compile(r"""\S+?=(?:'[^']*'|"[^"]*"|\S+)""")
-"""What Flower takes for a key and its value."""
+"""Pattern of a key and its value as Flower reads them."""
 _SOON = datetime.timedelta(days=30)
 _OPERATORS_PATHS = ("/v1/control/list-runs", "/v1/runtime/get-nodes")
-"""Requests that a gateway must not let through: they list, start and serve runs."""
+"""Requests that a gateway must reject: they list, start and serve runs."""
 
 
 def examine(folder: Path, run: RunConfig) -> Iterator[Finding]:
-    """Check a whole deployment, or the folder of one machine on that machine, a node's against the ``run`` to come."""
+    """Check a whole deployment, or one machine's folder on that machine; a node's also against the config ``run``."""
     if (folder / "deployment.toml").is_file():
         yield from _check_deployment(folder)
     elif (folder / "node.key").is_file():
@@ -58,10 +58,10 @@ def examine(folder: Path, run: RunConfig) -> Iterator[Finding]:
         yield note(
             "loopback",
             "every user of this machine can reach the SuperLink's control API",
-            "docs/deployment.md says how to forbid it",
+            "see docs/deployment.md for how to prevent it",
         )
     else:
-        raise ConfigError(f"{folder} is neither a deployment nor a folder of one; see fedeas deploy init")
+        raise ConfigError(f"{folder} is neither a deployment nor a machine's folder; see fedeas deploy init")
 
 
 def _check_deployment(folder: Path) -> Iterator[Finding]:
@@ -72,23 +72,23 @@ def _check_deployment(folder: Path) -> Iterator[Finding]:
         yield from check_node(node, None)
         places += [place] if (place := _place(node)) else []
         if node.joinpath("ca.crt").exists() and not _same(node / "ca.crt", folder / "flwr" / "ca.crt"):
-            yield problem(node.name, "its ca.crt is another authority's", f"copy flwr/ca.crt to {node.name}/")
+            yield problem(node.name, "its ca.crt is from another authority", f"copy flwr/ca.crt to {node.name}/")
     twice = [client for client, times in Counter(place.client for place in places).items() if times > 1]
     if twice:
-        yield problem("client ids", f"{twice[0]} is given to two nodes", "give each its own in node-config")
+        yield problem("client ids", f"{twice[0]} is given to two nodes", "give each node its own in node-config")
     yield from check_gateway(deployment.address, folder / "flwr")
     yield from _check_registered(folder, deployment)
 
 
 def check_superlink(folder: Path, hosts: tuple[str, ...]) -> Iterator[Finding]:
-    """The SuperLink's certificate: whose it is, for which names, for how long."""
+    """Check the SuperLink's files and its certificate: issuer, host names and expiry date."""
     if missing := _missing(folder, _SUPERLINK_FILES):
         yield _incomplete(folder, missing)
         return
     if missing := _missing(folder, _GATEWAY_FILES):
         yield problem(folder.name, f"{', '.join(missing)} missing: without a gateway {NO_GATEWAY}", NO_GATEWAY_FIX)
     yield from _check_secrets(folder)
-    renew = "make a new deployment, or a new certificate with ca/ca.key"
+    renew = "create a new deployment, or a new certificate with ca/ca.key"
     try:
         authority, server = (
             x509.load_pem_x509_certificate((folder / name).read_bytes()) for name in ("ca.crt", "server.crt")
@@ -108,35 +108,39 @@ def check_superlink(folder: Path, hosts: tuple[str, ...]) -> Iterator[Finding]:
     names = server.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
     covered = {*names.get_values_for_type(x509.DNSName), *map(str, names.get_values_for_type(x509.IPAddress))}
     if lacking := [host for host in hosts if host not in covered]:
-        yield problem("certificate", f"it is not for '{lacking[0]}' but for {', '.join(sorted(covered))}", renew)
+        yield problem(
+            "certificate", f"it is not valid for '{lacking[0]}', only for {', '.join(sorted(covered))}", renew
+        )
     else:
-        yield ok("certificate", f"for {', '.join(sorted(covered))}, until {server.not_valid_after_utc:%Y-%m-%d}")
+        yield ok("certificate", f"valid for {', '.join(sorted(covered))}, until {server.not_valid_after_utc:%Y-%m-%d}")
 
 
 def check_node(folder: Path, run: RunConfig | None) -> Iterator[Finding]:
-    """A node's key and node-config; on its own machine also its images and generator, as the ``run`` to come needs."""
+    """Check a node's key and node-config; with ``run``, on its own machine, also its images and generator."""
     if missing := _missing(folder, _NODE_FILES):
         yield _incomplete(folder, missing)
         return
     yield from _check_secrets(folder)
     if (folder / "ca.key").exists():
-        yield problem(folder.name, "it holds ca.key", "remove it: whoever has it can pose as the SuperLink")
+        yield problem(folder.name, "it contains ca.key", "remove it: its owner can impersonate the SuperLink")
     try:
         private = serialization.load_ssh_private_key((folder / "node.key").read_bytes(), None)
         public = serialization.load_ssh_public_key((folder / "node.pub").read_bytes())
     except (ValueError, TypeError) as error:
-        yield problem(folder.name, f"node.key or node.pub cannot be read: {error}", "make it anew and register it")
+        yield problem(folder.name, f"node.key or node.pub cannot be read: {error}", "create a new key and register it")
         return
     if private.public_key() != public:
-        yield problem(folder.name, "node.pub is not of node.key", "register the right one, or restore node.key")
+        yield problem(
+            folder.name, "node.pub does not belong to node.key", "register the matching one, or restore node.key"
+        )
         return
     try:
         place = _read_place(folder, here=run is not None)
         config = place.apply(run or parse_config({}))
-        yield ok(folder.name, f"client {place.client}, {_holds(place, run)}")
+        yield ok(folder.name, f"client {place.client}, {_describe_data(place, run)}")
     except (ConfigError, ValueError, OSError) as error:
-        meant = f", or say which run is meant, not dataset={run.dataset}" if run is not None else ""
-        yield problem(folder.name, error, f"mend {folder / 'node-config'}{meant}")
+        other_run = f", or give the config of another run than dataset={run.dataset}" if run is not None else ""
+        yield problem(folder.name, error, f"fix {folder / 'node-config'}{other_run}")
         return
     if run is not None:
         yield from check_generator(config)
@@ -144,30 +148,30 @@ def check_node(folder: Path, run: RunConfig | None) -> Iterator[Finding]:
         yield from check_engine(config)
 
 
-def _holds(place: Node, run: RunConfig | None) -> str:
+def _describe_data(place: Node, run: RunConfig | None) -> str:
     if run is None:
         there = ", ".join([*(["data-path"] if place.data_path else []), *place.overrides])
-        return _part(place) + (f"; checked on its machine alone: {there}" if there else "")
+        return _part(place) + (f"; checked only on its machine: {there}" if there else "")
     if not place.data_path:
         return _part(place)
     data = local_data(place.apply(run), place)
     labels, test = data.train_labels(place.part), len(data.partition.test[place.part])
-    held = f"{len(set(labels.tolist()))} of the {data.num_classes} classes"
-    text = f"{_part(place)}: {counted(len(labels), 'image')} of {held}"
-    return text + (f", {test:,} to test on" if test else "")
+    classes = f"{len(set(labels.tolist()))} of the {data.num_classes} classes"
+    text = f"{_part(place)}: {counted(len(labels), 'image')} of {classes}"
+    return text + (f", {test:,} for evaluation" if test else "")
 
 
 def _part(place: Node) -> str:
     if place.data_path:
-        return "data of its own"
+        return "its own data"
     return f"one of {place.partitions} parts" if place.partitions > 1 else "the only part"
 
 
 def check_gateway(address: str, folder: Path) -> Iterator[Finding]:
-    """Whether the address that nodes use is of this deployment, and refuses what only operators may ask.
+    """Check that the nodes' address belongs to this deployment and rejects operators' requests.
 
-    The requests carry no credentials. Flower's SuperLink would answer them to anybody, so an answer other than the
-    gateway's 403 means that whoever reaches this address controls the federation.
+    The requests carry no credentials. Flower's SuperLink would answer them for anyone, so any answer but the gateway's
+    403 means that whoever reaches this address controls the federation.
     """
     host, _, port = address.rpartition(":")
     try:
@@ -179,14 +183,22 @@ def check_gateway(address: str, folder: Path) -> Iterator[Finding]:
             connection.close()
             if status != http.HTTPStatus.FORBIDDEN:
                 text = f"{address} answers {status} to POST {path}: {NO_GATEWAY}"
-                yield problem("gateway", text, "start superlink/gateway.sh there, and the SuperLink on the loopback")
+                yield problem(
+                    "gateway",
+                    text,
+                    "start superlink/gateway.sh on the server, and the SuperLink on its loopback interface",
+                )
                 return
     except ssl.SSLError as error:
-        yield problem("gateway", f"{address} has no certificate of this deployment: {error}", "find out whose it is")
+        yield problem(
+            "gateway",
+            f"{address} has no certificate of this deployment: {error}",
+            "find out which server answers there",
+        )
     except (OSError, ValueError, http.client.HTTPException) as error:
         yield note("gateway", f"{address} does not answer: {error}", "start superlink/gateway.sh; open the port")
     else:
-        yield ok("gateway", f"{address} answers, with a certificate of this deployment, and lets only nodes through")
+        yield ok("gateway", f"{address} answers with a certificate of this deployment and accepts only nodes' requests")
 
 
 def _check_registered(folder: Path, deployment: Deployment) -> Iterator[Finding]:
@@ -196,7 +208,7 @@ def _check_registered(folder: Path, deployment: Deployment) -> Iterator[Finding]
     try:
         known = list_nodes(folder)
     except RunError as error:
-        yield problem("registered nodes", error, "see what superlink/start.sh says")
+        yield problem("registered nodes", error, "see the output of superlink/start.sh")
         return
     states, nodes = Counter(node["status"] for node in known), deployment.nodes
     online, registered = states["online"], sum(states.values()) - states["unregistered"]
@@ -218,13 +230,13 @@ def _place(folder: Path) -> Node | None:
 
 def _read_place(folder: Path, here: bool) -> Node:
     found = _parsed((folder / "node-config").read_text(encoding="utf-8").strip())
-    if not here and found.get("data-path"):  # it is a path of another machine
+    if not here and found.get("data-path"):  # a path on another machine
         found = {**found, "data-path": "/"}
     return read_node(found)
 
 
 def _parsed(text: str) -> dict[str, Any]:
-    """A node-config as Flower reads it, which itself refuses all of it without saying what is wrong."""
+    """Return a node-config as Flower reads it; name the wrong part, which Flower's own error does not."""
     for word in _WORD.findall(text):
         try:
             parse_config_args([word])
@@ -236,7 +248,7 @@ def _parsed(text: str) -> dict[str, Any]:
     try:
         return parse_config_args([text])
     except (ValueError, click.ClickException):
-        raise ConfigError("node-config: a key stands there twice") from None
+        raise ConfigError("node-config: a key is given twice") from None
 
 
 def _check_secrets(folder: Path) -> Iterator[Finding]:
@@ -251,7 +263,7 @@ def _missing(folder: Path, names: tuple[str, ...]) -> list[str]:
 
 
 def _incomplete(folder: Path, missing: list[str]) -> Finding:
-    return problem(folder.name, f"{', '.join(missing)} missing", f"copy {folder.name} again from where it was made")
+    return problem(folder.name, f"{', '.join(missing)} missing", f"copy {folder.name} again from the deployment")
 
 
 def _same(one: Path, other: Path) -> bool:

@@ -1,8 +1,7 @@
 """The findings of `fedeas doctor`, and the list of its checks.
 
-A check is a small function from a run-config to findings. Write a new one in the file it belongs to and add it to
-`CHECKS`. Nothing is trained, downloaded or left behind. Checks are imported when their turn comes, so that the doctor
-can report where torch or Flower is missing or broken.
+A check is a function from a run-config to findings; a new one is added to `CHECKS`. Checks train, download and leave
+behind nothing. They are imported one by one, so that the doctor also works where torch or Flower is missing or broken.
 """
 
 from __future__ import annotations
@@ -50,24 +49,24 @@ class Finding:
 
     name: str
     state: Literal["ok", "problem", "note"]
-    """``problem``: a run of the given config would fail, or badly suffer. ``note``: worth knowing."""
+    """``problem``: a run of this config would fail or run badly. ``note``: nothing to fix, but worth knowing."""
     text: str
     fix: str = ""
-    """What to do; a problem always has one."""
+    """What to do; every problem has a fix."""
 
 
 def ok(name: str, text: str) -> Finding:
-    """All is as a run needs it."""
+    """Return a finding that a check passed."""
     return Finding(name, "ok", text)
 
 
 def note(name: str, text: str, fix: str = "") -> Finding:
-    """Nothing is wrong, but a person may want to know."""
+    """Return a finding that needs no fix but is worth knowing."""
     return Finding(name, "note", text, fix)
 
 
 def problem(name: str, text: str | Exception, fix: str) -> Finding:
-    """A run would fail or badly suffer. An error becomes one line."""
+    """Return a finding that a run would fail or run badly; an exception becomes one line."""
     line = one_line(text, None) or type(text).__name__
     return Finding(name, "problem", line if len(line) <= 400 else line[:399] + "…", fix)
 
@@ -79,7 +78,7 @@ def examine(config: RunConfig) -> Iterator[Finding]:
         try:
             yield from getattr(import_module(f"{__package__}.{module}"), function)(config)
         except ImportError as error:
-            yield problem(name, f"could not be checked: {error}", "install what is missing, then ask again")
+            yield problem(name, f"could not be checked: {error}", "install what is missing, then run the check again")
         except Exception as error:
             cause = f"the check itself failed: {type(error).__name__}: {error}"
-            yield problem(name, cause, "mend what the text names; if it names nothing, report it with this line")
+            yield problem(name, cause, "fix what the text names; if it names nothing, report this line as a bug")

@@ -1,4 +1,4 @@
-"""What the run-config names: its dataset, model, strategy, clients and generator. Nothing is downloaded or trained."""
+"""Check what the run-config names: dataset, model, strategy, clients, generator; download and train nothing."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ if TYPE_CHECKING:
 
 
 _CLIENTS = 1000
-_AS_MANY, _SAY = "clients = 0 is as many as the federation has", "say how many, such as clients=10"
+_UNKNOWN, _GIVE = "clients = 0: as many as the federation has", "give the number, such as clients=10"
 
 
 def check_dataset(config: RunConfig) -> Iterable[Finding]:
-    """Where the dataset is."""
+    """Check that the dataset is there, or would be downloaded."""
     name = config.dataset
     online = ", or unset FEDEAS_OFFLINE to download it" if os.environ.get("FEDEAS_OFFLINE") else ""
     fix = f"give data-dir=DIR with {name}.npz or torchvision's folder in it{online}"
@@ -45,7 +45,7 @@ def check_dataset(config: RunConfig) -> Iterable[Finding]:
 
 
 def check_model(config: RunConfig) -> Iterable[Finding]:
-    """The network, built with the weights a run starts from."""
+    """Check that the network can be built with its initial weights."""
     from fedeas_flwr.training.build import network
     from fedeas_flwr.training.models import imagenet_file
 
@@ -63,11 +63,11 @@ def check_model(config: RunConfig) -> Iterable[Finding]:
 
 
 def check_strategy(config: RunConfig) -> Iterable[Finding]:
-    """Whether the strategy can work with the other keys, and with so many clients."""
+    """Check that the strategy works with the other keys and the number of clients."""
     from fedeas_flwr.strategies.registry import build_strategy
 
     if not config.clients:
-        return [note("strategy", f"{config.strategy}, not tried: {_AS_MANY}", _SAY)]
+        return [note("strategy", f"{config.strategy}, not checked; {_UNKNOWN}", _GIVE)]
     try:
         build_strategy(config)
     except ValueError as error:
@@ -76,23 +76,23 @@ def check_strategy(config: RunConfig) -> Iterable[Finding]:
 
 
 def check_clients(config: RunConfig) -> Iterable[Finding]:
-    """Whether the dataset can be dealt out to so many clients; if that takes long, only whether it has the images."""
+    """Check that the dataset can be partitioned; with over 1,000 clients, only that it has enough images."""
     if not config.clients:
-        return [ok("clients", _AS_MANY)]
+        return [ok("clients", _UNKNOWN)]
     if config.dataset.startswith(OWN):
-        return [note("clients", f"{config.clients:,}; whether {config.dataset} has enough images is not looked at")]
+        return [note("clients", f"{config.clients:,}; the number of images in {config.dataset} is not checked")]
     try:
         partition.check_clients(config.clients, partition.plan_labels(config.dataset, config.protocol).size)
         if config.clients <= _CLIENTS:
             _counts(config)
     except ValueError as error:
-        return [problem("clients", error, "give fewer clients, or a larger alpha")]
+        return [problem("clients", error, "use fewer clients or a larger alpha")]
     return [ok("clients", f"{config.clients:,}")]
 
 
 @lru_cache(maxsize=1)
 def _counts(config: RunConfig) -> IntArray:
-    """What every client of a simulation holds; a hard partition takes long to draw, and no file is left of it."""
+    """Return the label counts of every client of a simulation; keep them, since some partitions take long."""
     from fedeas_flwr.planning.run_plan import partition_counts
 
     given = config.dataset, config.protocol, config.clients, config.alpha, config.partition_seed
@@ -100,9 +100,9 @@ def _counts(config: RunConfig) -> IntArray:
 
 
 def check_last_batches(config: RunConfig) -> Iterable[Finding]:
-    """Clients of a simulation whose epochs end in a few images, of which BatchNorm makes steps of many times the size.
+    """Report clients of a simulation whose last batch is small: BatchNorm turns it into a very large step.
 
-    Nothing is said of data of one's own, which would have to be opened, nor of so many clients that it takes long.
+    Custom data, which would have to be opened, and more than 1,000 clients are not checked.
     """
     from torch.nn.modules.batchnorm import _BatchNorm
 
@@ -115,15 +115,15 @@ def check_last_batches(config: RunConfig) -> Iterable[Finding]:
     info = dataset_info(config.dataset)
     try:
         model = build_model(config.model, len(info.classes), info.image_shape, stem=config.stem, seed=config.seed)
-    except (OSError, ValueError, RuntimeError):  # told by the check of the model
+    except (OSError, ValueError, RuntimeError):  # check_model reports it
         return []
     if not any(isinstance(layer, _BatchNorm) for layer in model.modules()):
         return []
     if not config.clients:
-        return [note("last batches", f"not known: {_AS_MANY}", _SAY)]
+        return [note("last batches", f"not checked; {_UNKNOWN}", _GIVE)]
     try:
         counts = _counts(config)
-    except ValueError:  # told by the check of the clients
+    except ValueError:  # check_clients reports it
         return []
     samples = [int(held) for held in (counts + planned_allocation(config, counts)).sum(axis=1)]
     last = {client: recipe(config).batches(held)[1] for client, held in enumerate(samples)}
@@ -132,20 +132,22 @@ def check_last_batches(config: RunConfig) -> Iterable[Finding]:
         return [ok("last batches", f"none of fewer than {SMALL_BATCH} images")]
     least = min(short, key=lambda client: short[client])
     text = (
-        f"{len(short)} of {counted(config.clients, 'client')} end their epochs in a batch of fewer than {SMALL_BATCH} "
+        f"{len(short)} of {counted(config.clients, 'client')} end an epoch with a batch of fewer than {SMALL_BATCH} "
         f"images, client {least} with {short[least]} of its {samples[least]:,}: with BatchNorm such a step can be "
         "many times the usual size"
     )
     return [
-        note("last batches", text, f"min-batch={SMALL_BATCH} leaves these out; see results/notes/accuracy-drops.md")
+        note("last batches", text, f"min-batch={SMALL_BATCH} skips these batches; see results/notes/accuracy-drops.md")
     ]
 
 
 def check_generator(config: RunConfig) -> Iterable[Finding]:
-    """The generator, as far as it can be known without loading weights."""
+    """Check the generator without loading its weights."""
     if not config.generates:
         return [note("generator", f"not needed: policy = '{config.policy}' with β = {config.beta:g} generates nothing")]
-    fix = "generator=FOLDER in diffusers' format, made by `fedeas train-generator`; or bank:DIR; see docs/generators.md"
+    fix = (
+        "generator=FOLDER in diffusers' format, as `fedeas train-generator` writes; or bank:DIR; see docs/generators.md"
+    )
     try:
         kind, _, where = config.generator.partition(":")
         if kind == "bank":
@@ -158,30 +160,30 @@ def check_generator(config: RunConfig) -> Iterable[Finding]:
 
 
 def check_plan(config: RunConfig) -> Iterable[Finding]:
-    """What the clients of a simulation will ask for, and whether a bank has it; of very many it would take long."""
+    """Check how many images the clients of a simulation will request, and that a bank has them."""
     from fedeas_flwr.generators.bank import check_bank_size
     from fedeas_flwr.planning.run_plan import empty_plan_message, planned_images
 
     if not config.generates:
         return [ok("plan", "nothing to generate")]
     if not config.clients:
-        return [note("plan", f"not known: {_AS_MANY}", _SAY)]
+        return [note("plan", f"not checked; {_UNKNOWN}", _GIVE)]
     if config.clients > _CLIENTS:
-        return [note("plan", f"not looked at: {config.clients:,} clients are many; see `fedeas plan`")]
+        return [note("plan", f"not checked: more than {_CLIENTS:,} clients; see `fedeas plan`")]
     kind, _, where = config.generator.partition(":")
     try:
         needed = planned_images(config, _counts(config))
-        there = _open_bank(where, config.dataset).images_of_class if kind == "bank" else None
-    except (OSError, ValueError):  # told by the checks of the dataset, the clients and the generator
+        available = _open_bank(where, config.dataset).images_of_class if kind == "bank" else None
+    except (OSError, ValueError):  # the checks of the dataset, the clients and the generator report it
         return []
-    if there is not None:
+    if available is not None:
         try:
-            check_bank_size(config.generator, there, needed, dataset_info(config.dataset).classes)
+            check_bank_size(config.generator, available, needed, dataset_info(config.dataset).classes)
         except ValueError as error:
-            return [problem("plan", error, "give a bank with more images of these classes, or a smaller beta or total")]
+            return [problem("plan", error, "use a bank with more images of these classes, or a smaller beta or total")]
     if not needed.any():
-        return [note("plan", empty_plan_message(config), "give a larger beta")]
-    return [ok("plan", f"{counted(int(needed.sum()), 'image')}, at most {int(needed.max()):,} of a class for a client")]
+        return [note("plan", empty_plan_message(config), "use a larger beta")]
+    return [ok("plan", f"{counted(int(needed.sum()), 'image')}, at most {int(needed.max()):,} per client and class")]
 
 
 def _model(config: RunConfig) -> Finding:
@@ -190,7 +192,7 @@ def _model(config: RunConfig) -> Finding:
 
     try:
         device = pick_device(config.device)
-    except ValueError:  # told by the check of the GPU
+    except ValueError:  # check_gpu reports it
         device = "cpu"
     check_for_run(config, device)
     if config.generator == "builtin":
@@ -205,7 +207,9 @@ def _builtin() -> Finding:
     folder = builtin_folder()
     if is_whole(folder):
         return ok("generator", f"builtin, {folder}")
-    return note("generator", f"builtin is not whole at {folder}; the first run trains it, a minute on two cores")
+    return note(
+        "generator", f"builtin is missing or incomplete at {folder}; the first run trains it, a minute on two cores"
+    )
 
 
 def _open_bank(where: str, dataset: str) -> BankGenerator:
@@ -223,7 +227,7 @@ def _bank(where: str, dataset: str) -> Finding:
         raise ValueError(f"generator: bank {bank.path} has no images of {lacking}: {', '.join(empty[:5])}")
     return ok(
         "generator",
-        f"bank {bank.path.absolute()}, {counted(min(bank.images_of_class), 'image')} or more of every class",
+        f"bank {bank.path.absolute()}, at least {counted(min(bank.images_of_class), 'image')} per class",
     )
 
 

@@ -1,4 +1,4 @@
-"""The machine: GPU, cores, memory, and the folders that a run writes to."""
+"""Check the machine: GPU, cores, memory, and the folders that a run writes to."""
 
 from __future__ import annotations
 
@@ -25,26 +25,26 @@ from fedeas_flwr.launch.resources import clients_at_once
 from fedeas_flwr.training import build
 
 CLIENT_BYTES = 500_000_000
-"""Memory of one client process before its data: importing torch, Flower and Ray takes 385 MB."""
+"""Memory of one client process without data, in bytes: importing torch, Flower and Ray takes 385 MB."""
 MIN_DISK = 1_000_000_000
 MIN_GPU = 1_000_000_000
 OBJECT_STORE_PART = 0.3
-"""Part of the memory that Ray sets aside for its object store; if /dev/shm is smaller, it goes to the disk instead."""
+"""Fraction of the memory that Ray reserves for its object store; if /dev/shm is smaller, Ray uses the disk."""
 MAX_OBJECT_STORE = 10_000_000_000
-"""Ray fits a larger store to what /dev/shm has."""
+"""Bytes above which Ray limits the object store to the size of /dev/shm."""
 SHARED_MEMORY = Path("/dev/shm")
 NETWORKED = ("nfs", "cifs", "smb", "lustre", "gpfs", "beegfs", "ceph", "gluster", "fuse.sshfs", "9p", "virtiofs", "afs")
 
 
 def on_gpu(config: RunConfig) -> bool:
-    """Whether a run of this config trains on a GPU here; what keeps it from it is `check_gpu`'s to say."""
+    """Return whether a run of this config trains on a GPU here; `check_gpu` reports why not."""
     with suppress(ValueError):
         return pick_device(config.device) == "cuda"
     return False
 
 
 def client_processes(config: RunConfig) -> int:
-    """Processes that hold a client at the same time; inline there is one."""
+    """Return the number of parallel client processes; inline there is one."""
     return 1 if config.backend == "inline" else clients_at_once(config, on_gpu(config))
 
 
@@ -52,7 +52,7 @@ def client_processes(config: RunConfig) -> int:
 
 
 def check_gpu(config: RunConfig) -> Iterator[Finding]:
-    """Every CUDA device: its memory, whether a kernel runs, and bf16."""
+    """Check every CUDA device: its memory, whether a kernel runs, and bf16."""
     import torch
 
     if not torch.cuda.is_available():
@@ -60,10 +60,10 @@ def check_gpu(config: RunConfig) -> Iterator[Finding]:
             f"torch {torch.__version__} is built for {'CUDA ' + torch.version.cuda if torch.version.cuda else 'CPU'}"
         )
         if config.device == "cuda":
-            fix = "write device=auto, or install a driver and a CUDA build of torch"
+            fix = "set device=auto, or install a driver and a CUDA build of torch"
             yield problem("GPU", f"device = 'cuda', but torch finds no CUDA device ({built})", fix)
         elif Path("/proc/driver/nvidia/version").exists():
-            fix = "install a CUDA build of torch, or see whether nvidia-smi works and CUDA_VISIBLE_DEVICES is empty"
+            fix = "install a CUDA build of torch, or check that nvidia-smi works and CUDA_VISIBLE_DEVICES is not empty"
             yield note("GPU", f"there is an NVIDIA driver, but torch finds no CUDA device ({built})", fix)
         else:
             yield note("GPU", f"none found; everything runs on the CPU ({built})")
@@ -74,37 +74,39 @@ def check_gpu(config: RunConfig) -> Iterator[Finding]:
             tiny_kernel(number)
             free, total = torch.cuda.mem_get_info(number)
         except RuntimeError as error:
-            fix = "see nvidia-smi: is the GPU in exclusive mode or full, and does the driver fit this build of torch?"
-            yield problem(name, f"{label} does not run a kernel: {error}", f"{fix} Meanwhile device=cpu works")
+            fix = "check nvidia-smi: the GPU may be full or in exclusive mode, or the driver too old for torch."
+            yield problem(name, f"{label} does not run a kernel: {error}", f"{fix} Until then, use device=cpu")
             continue
         memory = f"{label}, {show_bytes(free)} of {show_bytes(total)} free, runs kernels"
         if free < MIN_GPU:
-            yield problem(name, memory, "end what fills it (nvidia-smi names it), or choose by CUDA_VISIBLE_DEVICES")
+            yield problem(
+                name, memory, "end the processes that nvidia-smi lists, or choose another GPU with CUDA_VISIBLE_DEVICES"
+            )
         elif not torch.cuda.is_bf16_supported(including_emulation=False):
-            yield note(name, f"{memory}, has no bf16", "write generation-precision=fp16 and precision=tf32")
+            yield note(name, f"{memory}, no bf16", "set generation-precision=fp16 and precision=tf32")
         else:
             yield ok(name, f"{memory}, bf16")
 
 
 def tiny_kernel(number: int) -> None:
-    """Compute something on a GPU and fetch the answer."""
+    """Compute a sum on a GPU and raise RuntimeError if it is wrong."""
     import torch
 
     if (torch.ones(64, device=f"cuda:{number}") * 2).sum().item() != 128:
-        raise RuntimeError("64 × 2 is not 128 there")
+        raise RuntimeError("it computes 64 × 2 wrongly")
 
 
 def check_engine(config: RunConfig) -> Iterable[Finding]:
-    """Whether the engine can be had where a run of this config trains; nothing is said of one that can."""
+    """Check that the engine works on the device that a run of this config uses; report only a problem."""
     try:
         build.check_engine(config, "cuda" if on_gpu(config) else "cpu")
     except ConfigError as error:
-        return [problem("engine", error, "write engine=auto")]
+        return [problem("engine", error, "set engine=auto")]
     return []
 
 
 def check_mps(config: RunConfig) -> Iterable[Finding]:
-    """Whether NVIDIA's multi-process service can be had: with it, Ray's client processes share a GPU well."""
+    """Check for NVIDIA's Multi-Process Service, with which Ray's client processes share a GPU well."""
     import torch
 
     if not torch.cuda.is_available():
@@ -113,81 +115,83 @@ def check_mps(config: RunConfig) -> Iterable[Finding]:
         return [ok("CUDA MPS", "a control daemon is running; Ray's clients can share the GPU through it")]
     if shutil.which(CONTROL) is None:
         text = f"{CONTROL} is not on PATH: client processes under Ray and runs of a sweep take turns on the GPU"
-        return [note("CUDA MPS", text, "backend=inline needs no MPS, and is quicker on one GPU")]
+        return [note("CUDA MPS", text, "backend=inline needs no MPS and is faster on one GPU")]
     if config.mps == "off":
-        return [note("CUDA MPS", "mps = 'off': processes take turns on the GPU", "mps=auto")]
-    return [ok("CUDA MPS", "found; a run under Ray starts one of its own and ends it, a sweep with --jobs one for all")]
+        return [note("CUDA MPS", "mps = 'off': processes take turns on the GPU", "set mps=auto")]
+    return [
+        ok("CUDA MPS", "found; a run under Ray starts and ends its own daemon, a sweep with --jobs one for all runs")
+    ]
 
 
 # ------------------------------------------------------------------------------------- cores and memory
 
 
 def check_cores(config: RunConfig) -> Iterable[Finding]:
-    """The cores, against the clients that would run at once."""
+    """Check the number of cores against the number of parallel clients."""
     cores, clients = usable_cores(), client_processes(config)
-    found = f"{cores} usable of {os.cpu_count()}; {clients} client processes at once"
+    found = f"{cores} usable of {os.cpu_count()}; {clients} parallel client processes"
     if clients > cores and not on_gpu(config):
-        return [note("cores", found, f"write actors={cores}: more clients than cores only wait for each other")]
+        return [note("cores", found, f"set actors={cores}: more clients than cores only wait for each other")]
     return [ok("cores", found)]
 
 
 def free_memory() -> int:
-    """Bytes that new processes may take: of the machine, or of the container if that has less."""
+    """Return the bytes that new processes can allocate, by the machine's memory and the container's limit."""
     free = int(psutil.virtual_memory().available)
     with suppress(OSError, ValueError, KeyError):
         limit, used = (int((CGROUP / f"memory.{part}").read_text()) for part in ("max", "current"))
         stat = dict(line.split() for line in (CGROUP / "memory.stat").read_text().splitlines())
-        free = min(free, limit - used + int(stat["inactive_file"]))  # cached files give way
+        free = min(free, limit - used + int(stat["inactive_file"]))  # the page cache is reclaimable
     return free
 
 
 def check_memory(config: RunConfig) -> Iterable[Finding]:
-    """Free memory, against what the client processes take before they hold any data."""
+    """Check free memory against the needs of the client processes without data."""
     free, clients = free_memory(), client_processes(config)
-    needed = (clients + 1) * CLIENT_BYTES  # and the server's
-    text = f"{show_bytes(free)} free; {clients} client processes and the server take {show_bytes(needed)} or more"
+    needed = (clients + 1) * CLIENT_BYTES  # one more for the server
+    text = f"{show_bytes(free)} free; {clients} client processes and the server take at least {show_bytes(needed)}"
     if free >= needed:
         return [ok("memory", text)]
     fits = free // CLIENT_BYTES - 1
-    return [problem("memory", text, f"write actors={fits}" if fits > 0 else "free some, or write backend=inline")]
+    return [problem("memory", text, f"set actors={fits}" if fits > 0 else "free some, or set backend=inline")]
 
 
 def check_shared_memory(config: RunConfig) -> Iterable[Finding]:
-    """/dev/shm, where Ray keeps what its processes send each other."""
+    """Check /dev/shm, where Ray keeps the objects that its processes exchange."""
     if config.backend == "inline" or not SHARED_MEMORY.is_dir():  # macOS has none
         return []
     free = shutil.disk_usage(SHARED_MEMORY).free
-    wanted = min(int(OBJECT_STORE_PART * free_memory()), max(MAX_OBJECT_STORE, free))
-    text = f"{show_bytes(free)} free; Ray wants {show_bytes(wanted)} for its object store"
-    if free >= wanted:
+    needed = min(int(OBJECT_STORE_PART * free_memory()), max(MAX_OBJECT_STORE, free))
+    text = f"{show_bytes(free)} free; Ray needs {show_bytes(needed)} for its object store"
+    if free >= needed:
         return [ok("/dev/shm", text)]
-    size = f"{-(-wanted // 10**9)}g"
+    size = f"{-(-needed // 10**9)}g"
     fix = f"docker run --shm-size={size}, or as root mount -o remount,size={size} /dev/shm"
-    return [note("/dev/shm", f"{text} and will use the disk instead, which is slower", fix)]
+    return [note("/dev/shm", f"{text} and will use the disk, which is slower", fix)]
 
 
 # ---------------------------------------------------------------------------------------------- folders
 
 
 def check_cache_folder(config: RunConfig) -> Iterable[Finding]:
-    """The user's cache: images, datasets, generators."""
-    fix = "set FEDEAS_CACHE to a folder you may write to, on a disk with room"
+    """Check the cache folder for images, datasets and generators."""
+    fix = "set FEDEAS_CACHE to a writable folder on a disk with free space"
     return [_check_folder("cache folder", cache_root(), fix)]
 
 
 def check_run_folder(config: RunConfig) -> Iterator[Finding]:
-    """Where the run and its clients' state go, and on what kind of file system."""
+    """Check the run folder, and report the file system that holds client states."""
     folder = Path(config.run_dir) if config.run_dir else Path("runs").absolute()
-    found = _check_folder("run folder", folder, "name another folder with run-dir=/…, on a disk with room")
+    found = _check_folder("run folder", folder, "give another folder with run-dir=/…, on a disk with free space")
     yield found
     if found.state == "problem":
         return
     kind = file_system(existing_part(folder))
     if kind.startswith(NETWORKED):
-        yield note("client state", f"in the run folder, on {kind}: other machines that mount it find it too")
+        yield note("client state", f"in the run folder, on {kind}: shared with other machines that mount it")
     else:
-        fix = "SuperNodes on several machines need no shared folder, if each client stays on its machine"
-        yield note("client state", f"in the run folder, on {kind}: this machine's own disk", fix)
+        fix = "SuperNodes on several machines need no shared folder if each client stays on its machine"
+        yield note("client state", f"in the run folder, on {kind}: local to this machine", fix)
 
 
 def _check_folder(name: str, folder: Path, fix: str) -> Finding:
@@ -199,7 +203,7 @@ def _check_folder(name: str, folder: Path, fix: str) -> Finding:
         return problem(name, f"{folder} cannot be written: {place}: {error.strerror or error}", fix)
     free = shutil.disk_usage(place).free
     text = f"{folder}, writable, {show_bytes(free)} free"
-    return ok(name, text) if free >= MIN_DISK else problem(name, text, f"make room ({show_bytes(MIN_DISK)}), or {fix}")
+    return ok(name, text) if free >= MIN_DISK else problem(name, text, f"free space ({show_bytes(MIN_DISK)}), or {fix}")
 
 
 def file_system(folder: Path) -> str:
@@ -213,12 +217,12 @@ def file_system(folder: Path) -> str:
 
 
 def check_cache_limit(config: RunConfig) -> Iterable[Finding]:
-    """The limit that the image cache is kept under."""
+    """Check the size limit of the image cache."""
     try:
-        most = cache_limit(config.cache_limit)
+        limit = cache_limit(config.cache_limit)
     except ValueError as error:
-        return [problem("cache limit", error, "write a size such as FEDEAS_CACHE_LIMIT=20GB, or unset it")]
+        return [problem("cache limit", error, "set a size such as FEDEAS_CACHE_LIMIT=20GB, or unset it")]
     used = sum(entry.bytes for entry in entries(ImageCache()))
-    if most is None:
-        return [note("cache limit", f"none; {show_bytes(used)} of images so far", "cache-limit=20GB would set one")]
-    return [ok("cache limit", f"{show_bytes(most)}; {show_bytes(used)} of images so far")]
+    if limit is None:
+        return [note("cache limit", f"none; {show_bytes(used)} of images so far", "set one with cache-limit=20GB")]
+    return [ok("cache limit", f"{show_bytes(limit)}; {show_bytes(used)} of images so far")]

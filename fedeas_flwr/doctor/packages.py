@@ -1,4 +1,4 @@
-"""Python and the libraries, against the ranges that the project asks for."""
+"""Check the versions of Python and the libraries against the project's requirements."""
 
 from __future__ import annotations
 
@@ -20,40 +20,40 @@ REINSTALL = "pip install -c constraints.txt -e . in the project's folder, or `ma
 
 
 def requirements() -> dict[str, SpecifierSet]:
-    """Return each library's range. Ray's is Flower's to say: it comes with ``flwr[simulation]``."""
+    """Return each library's version range; Ray's comes from ``flwr[simulation]``."""
     ranges: dict[str, SpecifierSet] = {}
-    for word in read_project().requirements:
-        wanted = Requirement(word)
-        ranges[wanted.name] = wanted.specifier
-        for extra in wanted.extras:
-            ranges |= {name: found for name, found in _of_extra(wanted.name, extra).items() if name not in ranges}
+    for line in read_project().requirements:
+        required = Requirement(line)
+        ranges[required.name] = required.specifier
+        for extra in required.extras:
+            ranges |= {name: found for name, found in _of_extra(required.name, extra).items() if name not in ranges}
     return ranges
 
 
 def _of_extra(name: str, extra: str) -> dict[str, SpecifierSet]:
     try:
-        words = metadata.requires(name) or []
+        lines = metadata.requires(name) or []
     except metadata.PackageNotFoundError:
         return {}
-    found = (Requirement(word) for word in words)
+    found = (Requirement(line) for line in lines)
     return {r.name: r.specifier for r in found if r.marker and _only_with(r, extra)}
 
 
-def _only_with(wanted: Requirement, extra: str) -> bool:
-    marker = wanted.marker
+def _only_with(required: Requirement, extra: str) -> bool:
+    marker = required.marker
     return marker is not None and marker.evaluate({"extra": extra}) and not marker.evaluate({"extra": ""})
 
 
 def check_python(config: RunConfig) -> Iterable[Finding]:
-    """Python's version."""
+    """Check the version of Python."""
     version, allowed = platform.python_version(), read_project().python
     if SpecifierSet(allowed).contains(version, prereleases=True):
         return [ok("python", version)]
-    return [problem("python", f"{version} is not {allowed}", f"make a virtual environment with Python {allowed}")]
+    return [problem("python", f"{version} is not {allowed}", f"create a virtual environment with Python {allowed}")]
 
 
 def check_packages(config: RunConfig) -> Iterator[Finding]:
-    """The libraries whose versions matter most, one line each."""
+    """Check the versions of the main libraries, one finding each."""
     ranges = requirements()
     for name in SHOWN:
         allowed = ranges.get(name, SpecifierSet())
@@ -61,9 +61,9 @@ def check_packages(config: RunConfig) -> Iterator[Finding]:
             version = metadata.version(name)
         except metadata.PackageNotFoundError:
             extra = "flwr[simulation]" if name == "ray" else name
-            yield problem(name, f"is not installed; needed is {allowed or 'any'}", f"pip install '{extra}{allowed}'")
+            yield problem(name, f"is not installed; required: {allowed or 'any'}", f"pip install '{extra}{allowed}'")
             continue
-        # A local part such as +cpu says how it was built, not what it is: `contains` looks past it.
+        # `contains` ignores a local version such as +cpu, which names only the build.
         if allowed.contains(version, prereleases=True):
             yield ok(name, f"{version} ({allowed or 'any'})")
         else:
@@ -71,7 +71,7 @@ def check_packages(config: RunConfig) -> Iterator[Finding]:
 
 
 def check_torch_pair(config: RunConfig) -> Iterable[Finding]:
-    """Whether torch and torchvision were built for each other: mismatched ones fail at import or at the first op."""
+    """Check that torch and torchvision fit together: a mismatched pair fails at import or at the first operator."""
     name = "torch with torchvision"
     try:
         import torch
@@ -79,18 +79,18 @@ def check_torch_pair(config: RunConfig) -> Iterable[Finding]:
 
         kept = torchvision.ops.nms(torch.tensor([[0.0, 0.0, 1.0, 1.0]] * 2), torch.tensor([0.9, 0.8]), 0.5)
         if kept.tolist() != [0]:
-            raise RuntimeError(f"torchvision.ops.nms answered {kept.tolist()} instead of [0]")
+            raise RuntimeError(f"torchvision.ops.nms returned {kept.tolist()} instead of [0]")
     except (ImportError, RuntimeError, AttributeError, OSError) as error:
-        return [problem(name, error, f"install a pair that belongs together: {REINSTALL}")]
+        return [problem(name, error, f"install a matching pair: {REINSTALL}")]
     return [ok(name, "they work together")]
 
 
 def check_tensorboard(config: RunConfig) -> Iterable[Finding]:
-    """Whether a run that is to write for TensorBoard can; nothing is said of others."""
+    """Check that TensorBoard is installed if the run writes for it."""
     if not config.tensorboard:
         return []
     try:
         check_installed()
     except ConfigError as error:
-        return [problem("tensorboard", error, "install it, or give tensorboard=false")]
+        return [problem("tensorboard", error, "install it, or set tensorboard=false")]
     return [ok("tensorboard", "is installed")]

@@ -1,4 +1,4 @@
-"""CUDA's MPS for the length of a run or a sweep: processes share a GPU at the same moment instead of taking turns."""
+"""CUDA's Multi-Process Service (MPS) for a run or a sweep: processes share a GPU instead of taking turns on it."""
 
 from __future__ import annotations
 
@@ -23,43 +23,43 @@ logger = logging.getLogger(__name__)
 CONTROL = "nvidia-cuda-mps-control"
 PIPE, LOG = "CUDA_MPS_PIPE_DIRECTORY", "CUDA_MPS_LOG_DIRECTORY"
 TRIAL = [sys.executable, "-c", "import torch; print(float(torch.ones(2, device='cuda').sum()))"]
-"""A process that computes on the GPU: a daemon may start where its clients cannot reach it, as in some containers."""
+"""Command that computes on the GPU: in some containers a daemon starts but its clients cannot reach it."""
 QUEUES = "CUDA_DEVICE_MAX_CONNECTIONS"
-"""How many streams of a process may run side by side; to be set before CUDA starts in it."""
+"""Variable that limits a process's concurrent hardware queues; CUDA reads it when it starts."""
 _POOL = 96
-"""Such queues for all clients of a daemon together. On an H200 three processes with 32 each work, and a fourth is told
-that it is out of memory; NVIDIA's guide says that there is one pool, and not how large it is."""
+"""Queues for all clients of a daemon together. On an H200, three processes with 32 queues each work, and a fourth fails
+with out of memory; NVIDIA's guide says that there is one pool, but not its size."""
 _SECONDS = 60
 
 
 def may_share_gpu(config: RunConfig) -> bool:
-    """Whether a run computes on this machine's GPU and allows MPS; on a cluster, MPS is its keeper's affair."""
+    """Return whether a run computes on this machine's GPU and allows MPS; a Ray cluster manages MPS itself."""
     if config.mps == "off" or config.ray_address or config.device == "cpu":
         return False
     from fedeas_flwr.common.devices import pick_device
 
     try:
         return pick_device(config.device) == "cuda"
-    except ValueError:  # there is no GPU, and the run itself will say so
+    except ValueError:  # no GPU: the run raises this error itself
         return False
 
 
 @contextmanager
 def shared_gpu(folder: Path, environment: Mapping[str, str], processes: int) -> Iterator[dict[str, str]]:
-    """Run a daemon of our own for the block, and yield the variables that its clients need.
+    """Run an MPS daemon during the block, and yield the environment variables for its clients.
 
-    Where somebody else's daemon is to be used (its variables are set: the user's, or that of the sweep that this run
-    belongs to), only their parts of what this run was given. Nothing where there is no MPS, or where it does not work:
-    processes then take turns, as they would have without it, and that is said.
+    If the variables of another daemon are set (the user's, or the sweep's that started this run), yield only this run's
+    share of that daemon's queues. If MPS is missing, or does not work (logged as a warning), yield nothing: processes
+    then take turns on the GPU.
 
     Parameters
     ----------
     folder
-        Short: the daemon's sockets lie in it.
+        Folder for the daemon's sockets; its path must be short.
     environment
-        Of the processes to come.
+        Environment of the processes that will use the GPU.
     processes
-        How many there will be on the GPU.
+        Number of these processes.
     """
     if environment.get(PIPE):
         given = environment.get(QUEUES, "")
@@ -72,18 +72,17 @@ def shared_gpu(folder: Path, environment: Mapping[str, str], processes: int) -> 
     for path in own.values():
         Path(path).mkdir()
     own[QUEUES] = _queues(_POOL, processes)
-    # Without the mark: at the end of a run all that carry it are killed, and the daemon is to end after its clients, by
-    # being asked.
+    # Without the mark: marked processes are killed at the end of a run, but the daemon must quit after its clients.
     inside = {name: value for name, value in {**environment, **own}.items() if name != MARK}
     try:
         problem = _run([CONTROL, "-d"], inside) or _run(TRIAL, inside)
         if problem:
-            logger.warning("CUDA MPS does not work here, processes take turns on the GPU: %s", problem)
+            logger.warning("CUDA MPS does not work here, so processes take turns on the GPU: %s", problem)
         yield {} if problem else own
     finally:
-        # Its clients are gone by now. Where it never started, this fails and does nothing.
+        # All clients have ended by now. If the daemon never started, this fails without effect.
         with ignore_sigint():
-            if _run([CONTROL], inside, say="quit\n"):
+            if _run([CONTROL], inside, stdin="quit\n"):
                 for process in with_variable(PIPE, own[PIPE]):
                     with suppress(psutil.Error):
                         process.kill()
@@ -91,17 +90,17 @@ def shared_gpu(folder: Path, environment: Mapping[str, str], processes: int) -> 
 
 @contextmanager
 def gpu_shared_by(configs: Sequence[RunConfig], at_once: int) -> Iterator[Callable[[RunConfig], dict[str, str]]]:
-    """Run one daemon for all runs of a sweep, and yield what tells the variables that a run is to be given.
+    """Run one MPS daemon for all runs of a sweep, and yield a function from a run's config to its variables.
 
-    How many clients a run has at once is measured here too (resources.py), before the first run starts: measured beside
-    other runs it would be wrong, and kept.
+    Also measure how many clients a run trains in parallel (resources.py) before the first run starts: measured while
+    other runs use the GPU, the result would be wrong, and it is cached.
 
     Parameters
     ----------
     configs
-        Of the runs to come; some may not want MPS, or no GPU.
-    full_batch_gradient
-        How many of them: one alone has nobody to share with.
+        Configs of the runs; some may not use MPS or the GPU.
+    at_once
+        Number of parallel runs; a single run shares the GPU with nobody.
     """
     installed = at_once > 1 and shutil.which(CONTROL) is not None
     sharing = [config for config in configs if may_share_gpu(config)] if installed else []
@@ -110,7 +109,7 @@ def gpu_shared_by(configs: Sequence[RunConfig], at_once: int) -> Iterator[Callab
         return
     from fedeas_flwr.launch.resources import max_parallel_clients
 
-    # Short, because the daemon puts Unix sockets below it and their paths may have 107 characters.
+    # A short path: the daemon creates Unix sockets below it, whose paths may have at most 107 characters.
     with (
         tempfile.TemporaryDirectory(prefix="fe-", ignore_cleanup_errors=True) as folder,
         shared_gpu(Path(folder), os.environ, at_once) as own,
@@ -122,22 +121,22 @@ def gpu_shared_by(configs: Sequence[RunConfig], at_once: int) -> Iterator[Callab
 
 
 def _queues(pool: int, processes: int) -> str:
-    """A process's part of a pool: two at least, which MPS gives unasked, and 32 at most, which is CUDA's limit."""
+    """Return a process's share of the queues: at least 2, the default of MPS, and at most 32, CUDA's limit."""
     return str(min(max(pool // processes, 2), 32))
 
 
-def _run(command: list[str], environment: Mapping[str, str], say: str = "") -> str:
-    """Run a command that is told something; return what went wrong in one line, or nothing."""
+def _run(command: list[str], environment: Mapping[str, str], stdin: str = "") -> str:
+    """Run a command with the given input; return its error as one line, or an empty string."""
     try:
         done = subprocess.run(
             command,
             env=dict(environment),
-            input=say,
+            input=stdin,
             capture_output=True,
             text=True,
             timeout=_SECONDS,
             check=False,
-            start_new_session=True,  # Ctrl-C is ours to handle: a daemon outlives its clients
+            start_new_session=True,  # Ctrl-C must not end the daemon before its clients
         )
     except (OSError, subprocess.TimeoutExpired) as error:
         return one_line(error)

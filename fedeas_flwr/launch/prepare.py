@@ -1,4 +1,4 @@
-"""Everything a run needs before its first message, made where a person can watch: data, partition, generator."""
+"""Check a run before it starts and prepare what it needs, with progress on the console: data, partition, generator."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ from fedeas_flwr.training.models import split_state
 
 
 def prepare(config: RunConfig, console: Console) -> RunConfig:
-    """Check that the run can be had at all, and make what is slow to make once.
+    """Check the run, create what is slow to create, and return its config with absolute paths.
 
-    A mistake found here costs a second; found by Flower's processes it would cost half a minute.
+    An error found here costs a second; found by Flower's processes it would cost half a minute.
     """
     device = configure_torch(config.device)
     check_config(config)
     if config.ray_address:
-        _reach(config.ray_address)
+        _check_ray_address(config.ray_address)
     config = _with_absolute_paths(config)
     if config.run_dir:
         run = RunDirectory(Path(config.run_dir))
@@ -56,9 +56,9 @@ def prepare(config: RunConfig, console: Console) -> RunConfig:
     if config.generates:
         if config.generator == "builtin":
             ensure_digits_generator(console)
-        # Inline, this very process goes on with it: weights of gigabytes are read and hashed once.
-        open_it = own_generator if config.backend == "inline" else open_for_run
-        generator = open_it(config, device)
+        # Inline, this process also generates, so weights of gigabytes are read and hashed only once.
+        open_generator = own_generator if config.backend == "inline" else open_for_run
+        generator = open_generator(config, device)
         check_bank_covers_plan(config, counts, generator)
         check_disk_space(config, counts, generator, console)
         if config.min_class_agreement:
@@ -68,12 +68,14 @@ def prepare(config: RunConfig, console: Console) -> RunConfig:
 
 
 def check_config(config: RunConfig) -> None:
-    """Refuse what the run-config and this machine's devices alone tell, before anything is opened or drawn."""
+    """Raise `ConfigError` for what the config and this machine's devices alone rule out; open nothing."""
     if not config.clients:
-        raise ConfigError("clients = 0: `fedeas run` makes the federation itself, so say how many clients it has")
+        raise ConfigError(
+            "clients = 0: `fedeas run` creates the federation and needs the number of clients, such as clients=10"
+        )
     if config.tensorboard:
         check_installed()
-    build_strategy(config)  # refuses what so few clients cannot do
+    build_strategy(config)  # raises if there are too few clients
     device = pick_device(config.device)
     check_engine(config, device)
     if config.backend == "ray":
@@ -81,18 +83,19 @@ def check_config(config: RunConfig) -> None:
 
 
 def check_runs(configs: Sequence[RunConfig], console: Console) -> None:
-    """Refuse now what one of several runs would, hours later: all that they name is looked at once.
+    """Check several runs before the first one starts, each dataset, partition and generator once.
 
-    Only the generators' weights are not read. Datasets and partitions are in the cache then, where the runs find them.
+    Raise the error that a run would raise hours later. Datasets and partitions are then in the cache; generator weights
+    are not read.
     """
     for config in configs:
         check_config(config)
     for config in _differing(configs, "ray_address"):
         if config.ray_address:
-            _reach(config.ray_address)
+            _check_ray_address(config.ray_address)
     generating = [config for config in configs if config.generates]
-    made = [config for config in generating if not config.generator.startswith("bank:")]
-    for config in _differing(made, "dataset", "device", *_GENERATOR_KEYS):
+    with_model = [config for config in generating if not config.generator.startswith("bank:")]
+    for config in _differing(with_model, "dataset", "device", *_GENERATOR_KEYS):
         check_for_run(config, pick_device(config.device))
     for config in _differing(configs, "dataset", "model", "stem", "weights"):
         network(config)
@@ -100,11 +103,11 @@ def check_runs(configs: Sequence[RunConfig], console: Console) -> None:
         open_dataset(config.dataset, config.data_dir)
     for config in _differing(configs, *_PARTITION_KEYS):
         planned_counts(config, config.clients, show_tries(console))
-    dealt = [config for config in generating if config.generator.startswith("bank:")]
-    for bank in _differing(dealt, "dataset", "generator"):
-        opened = open_for_run(bank, "cpu")
-        of_this = [config for config in dealt if (config.dataset, config.generator) == (bank.dataset, bank.generator)]
-        for config in _differing(of_this, *_PARTITION_KEYS, *_PLAN_KEYS):
+    with_bank = [config for config in generating if config.generator.startswith("bank:")]
+    for one in _differing(with_bank, "dataset", "generator"):
+        opened = open_for_run(one, "cpu")
+        users = [config for config in with_bank if (config.dataset, config.generator) == (one.dataset, one.generator)]
+        for config in _differing(users, *_PARTITION_KEYS, *_PLAN_KEYS):
             check_bank_covers_plan(config, planned_counts(config, config.clients), opened)
 
 
@@ -122,12 +125,12 @@ _PLAN_KEYS = ("policy", "beta", "gamma", "printed_rule", "total", "shared_images
 
 
 def _differing(configs: Iterable[RunConfig], *fields: str) -> list[RunConfig]:
-    """Leave one of all that are alike in some fields."""
+    """Return one config per distinct combination of the fields' values."""
     return list({tuple(getattr(config, field) for field in fields): config for config in configs}.values())
 
 
-def _reach(address: str) -> None:
-    """See that a cluster's head is there: Flower's processes would ask for minutes, in silence."""
+def _check_ray_address(address: str) -> None:
+    """Raise `ConfigError` if no Ray head node answers; Flower's processes would retry for minutes without a message."""
     host, _, port = address.rpartition(":")
     if not host or not port.isdecimal() or int(port) > 65_535:
         raise ConfigError(f"ray-address = '{address}': must be HOST:PORT, such as 10.0.0.1:6379")
@@ -135,18 +138,22 @@ def _reach(address: str) -> None:
         socket.create_connection((host.strip("[]"), int(port)), timeout=10).close()
     except (OSError, UnicodeError) as error:
         reason = getattr(error, "strerror", None) or error
-        raise ConfigError(f"ray-address = '{address}': nobody answers there ({reason}); is the head started?") from None
+        raise ConfigError(
+            f"ray-address = '{address}': cannot connect ({reason}); is the Ray head node running?"
+        ) from None
 
 
 def check_bank_covers_plan(config: RunConfig, counts: Labels, generator: Generator) -> None:
-    """See that a bank has as many images as the plan asks for."""
-    there = images_per_class(generator)
-    if there is not None:
-        check_bank_size(config.generator, there, planned_images(config, counts), dataset_info(config.dataset).classes)
+    """Raise `ConfigError` if the generator is a bank with fewer images than the plan needs."""
+    available = images_per_class(generator)
+    if available is not None:
+        check_bank_size(
+            config.generator, available, planned_images(config, counts), dataset_info(config.dataset).classes
+        )
 
 
 def check_disk_space(config: RunConfig, counts: Labels, generator: Generator, console: Console) -> None:
-    """See that the disk and the cache's limit allow what the run will generate, before it begins."""
+    """Free cache space for the images the run will generate; raise if the disk or `cache-limit` is too small."""
     planned = planned_images(config, counts)
     if not planned.any():
         console.print(f"warning: the plan has {empty_plan_message(config)}", highlight=False, soft_wrap=True)
@@ -155,7 +162,7 @@ def check_disk_space(config: RunConfig, counts: Labels, generator: Generator, co
 
 
 def _with_absolute_paths(config: RunConfig) -> RunConfig:
-    """Flower's processes start elsewhere, and a run may be resumed from elsewhere."""
+    """Return the config with absolute paths: Flower's processes and `fedeas resume` start in other folders."""
     changes = {"data_dir": str(expanded(config.data_dir, "data-dir").absolute()) if config.data_dir else ""}
     if config.generates:
         changes["generator"] = absolute_spec(config.generator)
@@ -167,24 +174,24 @@ def _with_absolute_paths(config: RunConfig) -> RunConfig:
 
 
 def ensure_digits_generator(console: Console) -> None:
-    """Train the built-in generator if this user's cache does not hold it yet."""
+    """Train the built-in generator if it is not in the user's cache yet."""
     from fedeas_flwr.generators.learn.builtin import ensure_builtin
 
     began = time.monotonic()
 
     def show(step: int, total: int, loss: float) -> None:
         if step == 1:
-            console.print("training the built-in digits generator, once (about a minute on two cores) …")
+            console.print("training the built-in digits generator once (about a minute on two cores) …")
         if step % 40 == 0 or step == total:
             left = (total - step) * (time.monotonic() - began) / step
-            ahead = f"  about {show_seconds(left)} left" if left else ""
-            console.print(f"  step {step:>3}/{total}  loss {loss:.3f}{ahead}", highlight=False)
+            remaining = f"  about {show_seconds(left)} left" if left else ""
+            console.print(f"  step {step:>3}/{total}  loss {loss:.3f}{remaining}", highlight=False)
 
     ensure_builtin(progress=show)
 
 
 def evaluate_run(run: RunDirectory) -> dict[str, Any]:
-    """Test a finished run's model anew."""
+    """Evaluate a finished run's model on the global test set and return the scores."""
     from fedeas_flwr.training.evaluation import central_test
 
     config = run.config()
@@ -194,8 +201,8 @@ def evaluate_run(run: RunDirectory) -> dict[str, Any]:
     try:
         copy_state(model, arrays, {})
     except ValueError as error:
-        why = str(error).removeprefix("state: ")
-        raise RunError(f"{run.path / 'model.safetensors'} does not hold model '{config.model}': {why}") from None
+        reason = str(error).removeprefix("state: ")
+        raise RunError(f"{run.path / 'model.safetensors'} does not hold model '{config.model}': {reason}") from None
     trainable, buffers = split_state(model)
     test = central_test(config, config.clients, configure_torch(config.device, config.precision))
     return test(trainable, buffers)

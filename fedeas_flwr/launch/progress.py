@@ -1,4 +1,4 @@
-"""What a person sees while a run goes on: a bar on a terminal, a line a round elsewhere."""
+"""Show the progress of a run: a bar on a terminal, otherwise one line per round."""
 
 from __future__ import annotations
 
@@ -28,17 +28,17 @@ _LINE_EVERY = 10.0
 
 
 def show_tries(console: Console) -> Callable[[int], None]:
-    """Return what a partition reports its tries to: most need a handful, the hardest of the paper 10,826."""
+    """Return a callback that prints the number of partition tries; most need a few, the paper's hardest 10,826."""
 
     def show(tries: int) -> None:
         if tries % 2000 == 0:
-            console.print(f"partition: {tries:,} tries so far (kept in the cache once found)", highlight=False)
+            console.print(f"partition: {tries:,} tries so far (the result is cached)", highlight=False)
 
     return show
 
 
 def show_training(console: Console, batch: int) -> Callable[[TrainingProgress], None]:
-    """Return what a generator's training reports to: a line every ten seconds."""
+    """Return a callback that prints a line on a generator's training every ten seconds."""
     _show_log(console)
     shown_at, shown_step = -1e9, 0
 
@@ -56,7 +56,7 @@ def show_training(console: Console, batch: int) -> Callable[[TrainingProgress], 
 
 
 def _show_log(console: Console) -> logging.Handler:
-    """Let a person see what the package logs while this command runs."""
+    """Print what the package logs to the console from now on; return the handler."""
 
     class Lines(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
@@ -71,7 +71,7 @@ def _show_log(console: Console) -> logging.Handler:
 
 @contextmanager
 def showing_log(console: Console) -> Iterator[None]:
-    """Let a person see what the package logs in the meantime, and leave logging as it was."""
+    """Print what the package logs during the block, and restore logging afterwards."""
     logger = logging.getLogger("fedeas_flwr")
     before = logger.level, logger.propagate
     lines = _show_log(console)
@@ -84,9 +84,9 @@ def showing_log(console: Console) -> Iterator[None]:
 
 
 class GenerationProgress:
-    """The images that a simulated run's clients plan to generate, and how many of them are not in the cache yet.
+    """Number of images that the clients of a simulated run plan to generate, and how many the cache still lacks.
 
-    Clients generate in processes of their own, and say nothing before they have trained: it is seen by the files.
+    Clients generate in their own processes and report only after training, so the cache files are counted instead.
     """
 
     def __init__(self, config: RunConfig) -> None:
@@ -96,7 +96,7 @@ class GenerationProgress:
         self.total = sum(map(sum, self._planned))
 
     def left(self) -> int:
-        """How many are not there."""
+        """Return the number of planned images that are not in the cache."""
         folder = self._cache.find(self._about, self._seed)
         if folder is None:
             return self.total
@@ -104,7 +104,7 @@ class GenerationProgress:
 
 
 class RoundProgress:
-    """Reads a run directory's rounds as they appear and shows them; meanwhile, how the clients' images grow."""
+    """Shows the rounds of a run directory as they appear, and the clients' image generation between them."""
 
     def __init__(
         self, run: RunDirectory, rounds: int, done: int, console: Console, images: GenerationProgress | None = None
@@ -112,9 +112,9 @@ class RoundProgress:
         self._images = images if images and images.total else None
         self._looked = -1e9
         self._left = 0
-        self._pace_from: tuple[float, int] | None = None  # when generating was last seen to begin, and what was left
+        self._pace_from: tuple[float, int] | None = None  # when generation was first seen, and the images left then
         self._run, self._rounds, self._shown, self._console = run, rounds, done, console
-        # When rounds of this sitting were first seen, and the last of them: starting up is no part of the pace.
+        # Time and number of the first round seen since the start: start-up does not count for the time left.
         self._first_seen: tuple[float, int] | None = None
         self._offset = 0
         self._lock = threading.Lock()
@@ -143,7 +143,7 @@ class RoundProgress:
             self._bar.stop()
 
     def update(self) -> bool:
-        """Show rounds that are new; tell whether there were any."""
+        """Show new rounds; return whether there were any."""
         with self._lock:
             found, self._offset = self._run.rounds_from(self._offset)
             records = [record for record in found if record["round"] > self._shown]
@@ -158,7 +158,7 @@ class RoundProgress:
             return bool(records)
 
     def _watch_images(self, images: GenerationProgress, round_ended: bool, now: float) -> None:
-        """Say how far generating is while no round ends for long: looking at the files costs something."""
+        """Show the number of generated images every ten seconds without a round; counting files is not free."""
         if round_ended:
             self._looked, self._pace_from = now, None
         if now - self._looked < _LINE_EVERY:
@@ -168,15 +168,15 @@ class RoundProgress:
             self._pace_from = now, self._left
         elif self._left < before:
             since, then = self._pace_from
-            rest = show_seconds(self._left * (now - since) / (then - self._left))
-            self._say_images(f"{images.total - self._left:,} of {images.total:,} images there", rest)
+            seconds = show_seconds(self._left * (now - since) / (then - self._left))
+            self._show_images(f"{images.total - self._left:,} of {images.total:,} images generated", seconds)
 
-    def _say_images(self, there: str, rest: str) -> None:
-        ahead = f", about {rest} of generating left" if self._left else ""
+    def _show_images(self, done: str, seconds: str) -> None:
+        remaining = f", about {seconds} left" if self._left else ""
         if self._bar is not None:
-            self._bar.update(self._task, scores=there + ahead)
+            self._bar.update(self._task, scores=done + remaining)
         else:
-            self._console.print(f"  {there}{ahead}", highlight=False)
+            self._console.print(f"  {done}{remaining}", highlight=False)
 
     def _show(self, record: dict[str, Any], now: float) -> None:
         scores = f"accuracy {100 * record['accuracy']:5.1f} %  generated {record['generated']:,}"
@@ -189,14 +189,14 @@ class RoundProgress:
             if self._first_seen is not None:
                 since, first = self._first_seen
                 left = (self._rounds - record["round"]) * (now - since) / (record["round"] - first)
-            ahead = f"  about {show_seconds(left)} left" if left else ""
+            remaining = f"  about {show_seconds(left)} left" if left else ""
             self._console.print(
-                f"round {record['round']:>3}/{self._rounds}  {scores}  {elapsed:.0f} s{ahead}", highlight=False
+                f"round {record['round']:>3}/{self._rounds}  {scores}  {elapsed:.0f} s{remaining}", highlight=False
             )
 
     @contextmanager
     def in_background(self) -> Iterator[None]:
-        """Keep showing rounds from a thread while this one is busy training."""
+        """Show rounds from a background thread during the block, while this thread trains."""
         stop = threading.Event()
 
         def watch() -> None:

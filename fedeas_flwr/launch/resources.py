@@ -1,10 +1,10 @@
-"""How many clients train at once, and what Ray is told of it; on a GPU by a probe, whose answer is kept.
+"""Number of clients that train in parallel, and the resources Ray is given; on a GPU measured once and cached.
 
-    python -m fedeas_flwr.launch.resources '{"model": "resnet18", …}'     a run-config; prints what was measured as JSON
+    python -m fedeas_flwr.launch.resources '{"model": "resnet18", …}'     run-config; prints the measurement as JSON
 
-The probe takes some seconds. More clients at once use a GPU better until they only wait for each other, and each takes
-memory. Both depend on the GPU, the network, the batch and the precision, so they are measured: 1, 2, 4 … engines on
-streams of one process. Ray's client processes share a GPU in the same way where CUDA's MPS runs.
+The probe takes a few seconds. More parallel clients use a GPU better up to a point, and each takes memory. Both depend
+on the GPU, the network, the batch size and the precision, so the probe measures 1, 2, 4, 7 and 10 engines on streams of
+one process. Ray's client processes share a GPU in the same way under CUDA's MPS.
 """
 
 from __future__ import annotations
@@ -40,44 +40,44 @@ from fedeas_flwr.training.objective import CROSS_ENTROPY
 logger = logging.getLogger(__name__)
 
 DEFAULT_PARALLEL_CLIENTS = 10
-"""Clients at once where the probe fails; also the most that pay on the one GPU measured, an H200 (docs/speed.md)."""
-_SAMPLES, _EPOCHS = 8, 10  # batches a client, and how often
-_PASSES = 3  # of which the best counts: whatever else a machine does takes time away, and the answer is kept
-_MIN_GAIN = 0.05  # of the rate, that twice as many clients must bring
-_FREE = 0.8  # of the GPU's memory that is free: the generator and the test need some
-_PROCESS_BYTES = 1 << 30  # CUDA's own, in each of Ray's processes
+"""Parallel clients if the probe fails; also the useful maximum on the one GPU measured, an H200 (docs/speed.md)."""
+_SAMPLES, _EPOCHS = 8, 10  # batches per client, and epochs
+_PASSES = 3  # the best pass counts: other load only slows a pass down, and the result is cached
+_MIN_GAIN = 0.05  # fraction of the rate that more clients must add
+_FREE = 0.8  # fraction of the free GPU memory for clients: generator and evaluation need the rest
+_PROCESS_BYTES = 1 << 30  # CUDA context of each of Ray's processes
 _SECONDS = 180.0
 _UNMEASURED = "FEDEAS_UNMEASURED"
-"""The variable that names what this process could not measure. Neither it nor those it starts need try again: a sweep
-asks about each of its runs beforehand."""
+"""Environment variable with the measurements that failed, so that neither this process nor the runs that a sweep starts
+try them again."""
 _KEYS = ("dataset", "model", "stem", "batch_size", "precision", "engine")
 
 
 def clients_at_once(config: RunConfig, on_gpu: bool) -> int:
-    """Return how many clients train at the same time: under Ray in a process each, inline on a GPU in a thread each."""
+    """Return the number of clients that train in parallel: processes under Ray, threads inline on a GPU."""
     if config.actors:
         return config.actors
     if on_gpu:
         return max_parallel_clients(config)
-    usual = usable_cores()
-    return min(usual, config.clients or usual)
+    cores = usable_cores()
+    return min(cores, config.clients or cores)
 
 
 def ray_resources(config: RunConfig, on_gpu: bool) -> dict[str, float]:
-    """Return what Ray is told it has and what each client takes of it, in the keys of Flower's federation config."""
+    """Return the resources of Ray and of each client, as keys of Flower's federation config."""
     actors = clients_at_once(config, on_gpu)
     resources: dict[str, float] = {"client-resources-num-cpus": 1}
-    if on_gpu:  # a client that asks Ray for none is shown none
+    if on_gpu:  # Ray hides the GPU from a client that requests none
         resources["client-resources-num-gpus"] = reserve_generator_gpu(config.gpu_share or 1 / actors)
-    if config.ray_address:  # a cluster has what it has; `actors` then says how many clients share one of its GPUs
+    if config.ray_address:  # a cluster sets its own size; `actors` is then the number of clients per GPU
         return resources
     return resources | {"init-args-num-cpus": actors, **({"init-args-num-gpus": 1} if on_gpu else {})}
 
 
 def max_parallel_clients(config: RunConfig) -> int:
-    """As many as the run has in a round, at most, and as pay on this GPU."""
+    """Return the number of clients worth training in parallel on this GPU, at most those of a round."""
     most = config.num_sampled(config.clients) if config.clients else DEFAULT_PARALLEL_CLIENTS
-    if not torch.cuda.is_available():  # somebody wants to know how it would be on a machine with a GPU
+    if not torch.cuda.is_available():  # `fedeas doctor` asks what a machine with a GPU would do
         return min(most, DEFAULT_PARALLEL_CLIENTS)
     path = _cache_file(config)
     if path.name not in (failed := os.environ.get(_UNMEASURED, "").split()):
@@ -85,12 +85,12 @@ def max_parallel_clients(config: RunConfig) -> int:
             return min(most, choose(_read_or_measure(config, path)))
         except (OSError, ValueError, LookupError, subprocess.SubprocessError) as error:
             os.environ[_UNMEASURED] = " ".join([*failed, path.name])
-            usual, why = min(most, DEFAULT_PARALLEL_CLIENTS), _why(error)
-            logger.warning("how many clients at once pay cannot be measured, so it is %d: %s", usual, why)
+            default, reason = min(most, DEFAULT_PARALLEL_CLIENTS), _reason(error)
+            logger.warning("could not measure how many clients to train in parallel; using %d: %s", default, reason)
     return min(most, DEFAULT_PARALLEL_CLIENTS)
 
 
-def _why(error: Exception) -> str:
+def _reason(error: Exception) -> str:
     if not isinstance(error, subprocess.CalledProcessError):
         return one_line(error)
     last = next((line for line in reversed(error.stderr.split("\n")) if line.strip()), "")
@@ -100,7 +100,7 @@ def _why(error: Exception) -> str:
 
 
 def choose(measured: Mapping[str, Any]) -> int:
-    """The fewest clients beyond which twice as many bring next to nothing, as far as memory allows.
+    """Return the smallest number of clients whose rate is within 5 % of the best that fits in memory.
 
     Parameters
     ----------
@@ -124,7 +124,7 @@ def _read_or_measure(config: RunConfig, path: Path) -> dict[str, Any]:
     known = _read(path)
     if known is None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        # Runs may start at once: two probes on one GPU would measure each other.
+        # Locked: probes of two runs on one GPU would disturb each other.
         with FileLock(path.parent / ".lock"):
             known = _read(path)
             if known is None:
@@ -134,7 +134,7 @@ def _read_or_measure(config: RunConfig, path: Path) -> dict[str, Any]:
 
 
 def _read(path: Path) -> dict[str, Any] | None:
-    """What was measured before; nothing if it was not, or if the file is damaged."""
+    """Return the cached measurement, or None if it is missing or damaged."""
     try:
         known = dict(json.loads(path.read_text(encoding="utf-8")))
         choose(known)
@@ -144,14 +144,14 @@ def _read(path: Path) -> dict[str, Any] | None:
 
 
 def _measure_in_subprocess(config: RunConfig) -> dict[str, Any]:
-    """Measure in a process of its own: what it allocates is gone with it."""
+    """Measure in a separate process, which frees its GPU memory when it exits."""
     words = [sys.executable, "-m", __name__, json.dumps(config.to_user_dict())]
     done = subprocess.run(words, capture_output=True, text=True, timeout=_SECONDS, check=True)
     return dict(json.loads(done.stdout.strip().splitlines()[-1]))
 
 
 def measure(config: RunConfig, device: str, counts: tuple[int, ...] = (1, 2, 4, 7, 10)) -> dict[str, Any]:
-    """Train made-up clients, more and more at once, with the engine that the run would have."""
+    """Return images per second by number of parallel clients, with random images and the run's engine."""
     info, batch = dataset_info(config.dataset), config.batch_size
     config = config.with_changes(local_epochs=_EPOCHS, momentum=0.0, weight_decay=0.0)
     rng, samples = np.random.default_rng(0), _SAMPLES * batch
@@ -162,8 +162,10 @@ def measure(config: RunConfig, device: str, counts: tuple[int, ...] = (1, 2, 4, 
     for count in counts:
         while len(engines) < count:
             engines.append(build_engine(config, device, CROSS_ENTROPY, rank=len(engines)))
-            engines[-1].train(*start, images, labels, np.random.default_rng(0))  # captures, and makes its buffers
-            taken = taken or max(1, free - _free(device))  # somebody else may have let go of more meanwhile
+            engines[-1].train(
+                *start, images, labels, np.random.default_rng(0)
+            )  # captures CUDA graphs and allocates buffers
+            taken = taken or max(1, free - _free(device))  # another process may have freed more
         with ThreadPoolExecutor(count) as pool:
             for _ in range(_PASSES):
                 began = time.perf_counter()
@@ -178,7 +180,7 @@ def _free(device: str) -> int:
 
 
 def main() -> None:
-    """Measure what the command line's run-config says."""
+    """Measure with the run-config of the command line and print the result."""
     config = parse_config(json.loads(sys.argv[1]))
     print(json.dumps(measure(config, configure_torch(config.device, config.precision))))
 

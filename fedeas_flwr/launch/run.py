@@ -1,8 +1,8 @@
-"""Start a run, show its progress, know how it really ended, and leave nothing running.
+"""Start a run, show its progress, determine how it ended, and leave no process behind.
 
-`flwr run` of Flower 1.41 returns success whatever happens, finds a SuperLink by its port, and leaves one behind. So a
-run through Ray gets a SuperLink of its own as a child, with its own port, home and folder for Ray; the run's state is
-read from its run directory; and at the end every process that the run started is ended.
+`flwr run` of Flower 1.41 always returns success, finds a SuperLink by its port, and leaves one running. So a Ray run
+starts its own SuperLink as a child process, with its own port, home and Ray folder; the launcher reads the run's status
+from the run directory and at the end kills every process that the run started.
 """
 
 from __future__ import annotations
@@ -33,18 +33,18 @@ from fedeas_flwr.runs.directory import RunDirectory
 
 
 def launch(config: RunConfig, console: Console) -> RunDirectory:
-    """Run ``config`` to its end on the backend it names.
+    """Run ``config`` to its end on its backend and return the run directory.
 
     Raises
     ------
     RunError
-        If the run could not start; as `RunFailedError` if it did not finish. The text is one line.
+        If the run could not start; a `RunFailedError` if it did not finish. The message is one line.
     KeyboardInterrupt
-        If the user stopped it; the run directory can be resumed.
+        If the user stopped the run; it can be resumed.
     """
-    # The folder, its config and a fresh status are there before anything slow starts: a refusal is immediate, an old
-    # status cannot be taken for this run's, and Ctrl-C at any moment leaves something to resume.
-    environment = describe_environment("not known yet")  # first, since it takes a while: two could pass the next line
+    # Write the folder, its config and a new status before anything slow starts: a rejection is immediate, an old status
+    # is not mistaken for this run's, and a run stopped by Ctrl-C can always be resumed.
+    environment = describe_environment("not known yet")  # slow, so it comes before the check in the next line
     RunDirectory(Path(config.run_dir)).refuse_if_it_runs()
     run = RunDirectory.start(config, environment)
     before = len(run.rounds())
@@ -54,7 +54,7 @@ def launch(config: RunConfig, console: Console) -> RunDirectory:
             if config.backend == "inline":
                 _run_inline(config, run, progress)
             else:
-                _run_ray_on(config, run, progress, console)
+                _run_ray_with_restarts(config, run, progress, console)
         except KeyboardInterrupt:
             # A run that has already finished or failed keeps its status, unless it failed because processes died:
             # that one would have been resumed.
@@ -86,8 +86,8 @@ def _run_inline(config: RunConfig, run: RunDirectory, progress: RoundProgress) -
         context = Context(run_id=1, node_id=0, node_config={}, state=RecordDict(), run_config=values)
         try:
             server_app.app(grid, context)
-        except SystemExit as error:  # its code may be 0, and the run is not done
-            raise RunFailedError(f"the run was interrupted: something in it left with code {error.code}") from error
+        except SystemExit as error:  # its code may be 0 although the run is not finished
+            raise RunFailedError(f"the run was interrupted: code in it exited with {error.code}") from error
         except Exception as error:
             if run.status()[0] not in ("failed", "unknown"):
                 raise
@@ -98,7 +98,7 @@ def _run_inline(config: RunConfig, run: RunDirectory, progress: RoundProgress) -
 
 @contextmanager
 def _quiet_terminal() -> Iterator[None]:
-    """Take Flower's log off the terminal; the ServerApp writes it to the run directory."""
+    """Remove the handlers of Flower's log during the block; the ServerApp writes the log to the run directory."""
     logger = logging.getLogger("flwr")
     before = list(logger.handlers)
     logger.handlers = []
@@ -111,41 +111,41 @@ def _quiet_terminal() -> Iterator[None]:
 # -------------------------------------------------------------------------------------------------- ray
 
 
-def _run_ray_on(config: RunConfig, run: RunDirectory, progress: RoundProgress, console: Console) -> None:
-    """Run, and where processes died under the run go on from its checkpoint in fresh ones.
+def _run_ray_with_restarts(config: RunConfig, run: RunDirectory, progress: RoundProgress, console: Console) -> None:
+    """Run, and after a process died resume from the checkpoint with new processes.
 
-    A client process that dies poisons its place in Flower's pool for good, and one that is left may be too few. Only
-    restarts without a new round are counted: what dies every hour may go on for ever, what dies at once does not.
+    Flower's pool never replaces a client process that died, and the remaining ones may be too few. At most `restarts`
+    consecutive restarts without a new round are allowed; a run that completes rounds between deaths continues.
     """
-    vain = 0
+    failed_restarts = 0
     while True:
         done = len(run.rounds())
         try:
             _run_ray(config, run, progress)
-            why = run.status()[1] if run.has_died() else ""
+            reason = run.status()[1] if run.has_died() else ""
         except ProcessesDiedError as error:
-            why = str(error)
-        if not why:
+            reason = str(error)
+        if not reason:
             return
-        vain = 0 if len(run.rounds()) > done else vain + 1
-        if vain > config.restarts:
-            run.set_status("failed", why, died=True)
+        failed_restarts = 0 if len(run.rounds()) > done else failed_restarts + 1
+        if failed_restarts > config.restarts:
+            run.set_status("failed", reason, died=True)
             return
-        console.print(f"processes died ({why}); going on from the last checkpoint", highlight=False, soft_wrap=True)
+        console.print(f"processes died ({reason}); resuming from the last checkpoint", highlight=False, soft_wrap=True)
         config = config.with_changes(resume=True)
         run.set_status("running", pid=os.getpid())
 
 
 def _run_ray(config: RunConfig, run: RunDirectory, progress: RoundProgress) -> None:
     with ExitStack() as stack:
-        # Short, because Ray puts Unix sockets below it and their paths may have 107 characters.
+        # A short path: Ray creates Unix sockets below it, whose paths may have at most 107 characters.
         folder = Path(tempfile.mkdtemp(prefix="fe-"))
         stack.callback(shutil.rmtree, folder, ignore_errors=True)
         log = stack.enter_context((run.path / "superlink.log").open("ab"))
         mark = uuid.uuid4().hex
         environment = own_environment(folder, mark, config.ray_address)
         if may_share_gpu(config):
-            others = 2  # the server, which tests, and the generator
+            others = 2  # the server, which evaluates, and the generator
             on_gpu = clients_at_once(config, on_gpu=True) + others
             environment |= stack.enter_context(shared_gpu(folder, environment, on_gpu))
         superlink, processes = start_superlink(environment, folder, log, mark, stack, run)
@@ -176,14 +176,14 @@ def _follow(
     run: RunDirectory,
     progress: RoundProgress,
 ) -> None:
-    """Wait until the run has ended by its own word, or died without one."""
-    heard = time.monotonic()
+    """Wait until the run has recorded that it finished or failed; raise `ProcessesDiedError` if it died before."""
+    last_progress = time.monotonic()
     while True:
         time.sleep(0.2)
         processes.note()
         if progress.update():
-            heard = time.monotonic()
-        # In this order: a ServerApp writes how the run ended, and ends then.
+            last_progress = time.monotonic()
+        # Look for processes before the status: a ServerApp writes the final status and then exits.
         servers = [process for process in run.registered_processes() if process["pid"] != os.getpid()]
         gone = bool(servers) and not any(map(is_alive, servers))
         if run.status()[0] in ("finished", "failed"):
@@ -192,9 +192,9 @@ def _follow(
             died = f"Flower's SuperLink ended with code {superlink.returncode}; see {run.path}/superlink.log"
             raise ProcessesDiedError(died)
         if gone:
-            raise ProcessesDiedError("the server's process died without a word")
-        if time.monotonic() - heard > 20:  # asking costs seconds of CPU, so only when nothing has been heard
+            raise ProcessesDiedError("the ServerApp process died without reporting a status")
+        if time.monotonic() - last_progress > 20:  # the query takes seconds of CPU time
             ended = finished_by_flower()
             if ended and run.status()[0] not in ("finished", "failed"):
                 raise ProcessesDiedError(f"Flower ended the run as '{ended}'; see {run.path}/*.log")
-            heard = time.monotonic()
+            last_progress = time.monotonic()

@@ -1,4 +1,4 @@
-"""Flower's own processes around a run: an app for them, an environment, a SuperLink as a child, and its commands."""
+"""Flower's processes for a run: the app, the environment, a SuperLink as a child process, and Flower's commands."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from fedeas_flwr.launch.watchdog import watchdog
 from fedeas_flwr.runs.directory import RunDirectory
 
 QUIET = {
-    # Flower would otherwise run `uv sync` on the app's dependencies for every run, and both would call home.
+    # Otherwise Flower runs `uv sync` on the app's dependencies for every run, and Flower and Ray send telemetry.
     "FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION": "1",
     "FLWR_DISABLE_UPDATE_CHECK": "1",
     "FLWR_TELEMETRY_ENABLED": "0",
@@ -37,7 +37,7 @@ _PORT_TRIES = 3
 
 
 def stage_app(config: RunConfig, folder: Path) -> Path:
-    """Lay out a Flower app: this very package, and the run-config as its defaults."""
+    """Write a Flower app of this package, with the run-config as its defaults, and return its folder."""
     package = Path(__file__).resolve().parents[1]
     shutil.copytree(package, folder / package.name, ignore=shutil.ignore_patterns("__pycache__"))
     app = {
@@ -52,14 +52,14 @@ def stage_app(config: RunConfig, folder: Path) -> Path:
 
 
 def own_environment(folder: Path, mark: str, ray_address: str = "") -> dict[str, str]:
-    """Return the environment of processes that share nothing with other Flower or Ray of this machine.
+    """Return an environment for processes that share no Flower or Ray with others on this machine.
 
-    ``ray_address`` is the exception somebody asked for: a cluster whose Ray it is.
+    ``ray_address`` is the exception: the Ray cluster that the user asked to join.
     """
     home = folder / "flwr"
     home.mkdir()
-    path = os.pathsep.join([os.getcwd(), *filter(None, [os.environ.get("PYTHONPATH")])])  # for models of the user's own
-    # With RAY_ADDRESS Flower joins that cluster, unasked, and a cluster refuses to be told its size.
+    path = os.pathsep.join([os.getcwd(), *filter(None, [os.environ.get("PYTHONPATH")])])  # for custom models
+    # With RAY_ADDRESS, Flower joins that cluster, which rejects our number of CPUs and GPUs.
     inherited = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
     return {
         **inherited,
@@ -74,14 +74,14 @@ def own_environment(folder: Path, mark: str, ray_address: str = "") -> dict[str,
 
 
 def commands_path(environment: Mapping[str, str]) -> str:
-    """Where to look for Flower's commands: beside this Python first, whose environment need not be activated."""
+    """Return a PATH for Flower's commands: this Python's folder first, since its environment may not be activated."""
     return os.pathsep.join([str(Path(sys.executable).parent), environment.get("PATH", "")])
 
 
 def start_superlink(
     environment: dict[str, str], folder: Path, log: Any, mark: str, stack: ExitStack, run: RunDirectory
 ) -> tuple[subprocess.Popen[bytes], ProcessTree]:
-    """Start a SuperLink that answers; somebody may take its port before it does, so it has several tries."""
+    """Start a SuperLink and wait until it answers; try again if another process takes its port first."""
     for _ in range(_PORT_TRIES):
         port = free_port()
         superlink = _spawn_superlink(port, environment, folder, log)
@@ -92,7 +92,7 @@ def start_superlink(
             return superlink, processes
         processes.end()
     raise RunFailedError(
-        f"Flower's SuperLink did not start, the last time on port {port}; see {run.path / 'superlink.log'}"
+        f"Flower's SuperLink did not start, last tried on port {port}; see {run.path / 'superlink.log'}"
     )
 
 
@@ -109,12 +109,12 @@ def _spawn_superlink(port: int, environment: dict[str, str], folder: Path, log: 
         stdin=subprocess.DEVNULL,
         stdout=log,
         stderr=log,
-        start_new_session=True,  # Ctrl-C is ours to handle
+        start_new_session=True,  # the launcher handles Ctrl-C
     )
 
 
 def run_flwr_json(words: list[str], environment: dict[str, str], folder: Path) -> dict[str, Any]:
-    """What Flower's command line answers to a command, read from its JSON."""
+    """Run a command of Flower's command line and return its JSON output."""
     command, own = ["flwr", *words, "--format", "json"], {**environment, "PATH": commands_path(environment)}
     done = subprocess.run(command, env=own, cwd=folder, capture_output=True, text=True, check=False)
     start = done.stdout.find("{")
@@ -126,21 +126,21 @@ def run_flwr_json(words: list[str], environment: dict[str, str], folder: Path) -
 
 
 def free_port() -> int:
-    """A port nobody listens on just now."""
+    """Return a port of the loopback interface that is free at this moment."""
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         return int(s.getsockname()[1])
 
 
 def is_listening(port: int) -> bool:
-    """Whether somebody answers on a port of this machine."""
+    """Return whether a process listens on a loopback port."""
     with socket.socket() as s:
         s.settimeout(1)
         return s.connect_ex(("127.0.0.1", port)) == 0
 
 
 def _is_ready(superlink: subprocess.Popen[bytes], port: int) -> bool:
-    """Wait until the port is this very SuperLink's; False if it ended, as it does when somebody else has the port."""
+    """Wait until this SuperLink listens on the port; return False if it exits, as it does if the port is taken."""
     deadline = time.monotonic() + 120
     while time.monotonic() < deadline and superlink.poll() is None:
         if is_listening(port) and listens(superlink.pid, port):

@@ -1,10 +1,10 @@
-"""A sweep: one run-config over a grid of values, a run directory for each point and seed, and what they amount to.
+"""A sweep: one run-config over a grid of values, a run directory per grid point and seed, and their results.
 
-DIR/NAME/   a run directory; NAME is made of the grid's values
+DIR/NAME/       a run directory; NAME is made of the grid's values
 DIR/sweep.json  the run-config, the grid, every run and the mean over seeds of every grid point
-DIR/sweep.csv   one line a run
+DIR/sweep.csv   one line per run
 
-Here is what a sweep is; sweep_jobs.py runs it.
+This module defines a sweep; sweep_jobs.py runs it.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ from fedeas_flwr.runs.directory import RunDirectory
 from fedeas_flwr.runs.listing import summarise_so_far
 
 PATH_KEYS = ("generator", "data-dir", "weights")
-"""Keys that a run writes down otherwise than they were given, as absolute paths."""
+"""Keys that a run records as absolute paths, whatever was given."""
 
 MEASURES = {"last_20": "last_20", "peak": "peak", "images": "total_generated"}
-"""What a sweep tells of its runs → its name in a run's summary."""
+"""Measure of a sweep → its key in a run's summary."""
 
 
 @dataclass
@@ -46,21 +46,21 @@ class SweepRun:
     config: RunConfig
     run: RunDirectory
     attempts: int = 0
-    """How often this sweep has started it."""
+    """Number of times that this sweep has started the run."""
     error: str = ""
-    """Why the last attempt failed, in one line."""
+    """Reason of the last failure, in one line."""
     _seen: tuple[Any, dict[str, Any]] | None = field(default=None, compare=False)
-    """The record's files as they were last read, and what they said."""
+    """Versions of the record's files when last read, and their content."""
 
     @property
     def finished(self) -> bool:
-        """Whether there is nothing left to do."""
+        """Whether the run has finished all rounds."""
         return self.run.state() == "finished" and self.reached()["rounds"] >= self.config.rounds
 
     def reached(self) -> dict[str, Any]:
-        """The run's summary from the rounds there are; if they are damaged, ``damage`` says so and what to do.
+        """Return the run's summary so far; for a damaged record, ``damage`` holds the error and its fix.
 
-        A sweep asks several times a second: files that have not changed are not read again.
+        A sweep calls this several times per second, so unchanged files are not read again.
         """
         now = [_version(self.run.path / name) for name in ("rounds.jsonl", "summary.json")]
         if self._seen is None or self._seen[0] != now:
@@ -71,10 +71,10 @@ class SweepRun:
         try:
             return summarise_so_far(self.run, self.config) or {"rounds": 0}
         except RunError as error:
-            return {"rounds": 0, "damage": f"{error}; after `fedeas runs rm {self.run.path}` the sweep does it anew"}
+            return {"rounds": 0, "damage": f"{error}; after `fedeas runs rm {self.run.path}` the sweep repeats it"}
 
     def result(self) -> dict[str, Any]:
-        """The run as a flat row: its values, where it stands and what it reached so far."""
+        """Return the run as a flat row: its values, state, rounds, measures and error."""
         reached, state = self.reached(), self.run.state()
         if "damage" in reached:
             state = "damaged"
@@ -89,28 +89,28 @@ class SweepRun:
 def _version(path: Path) -> tuple[int, int, int] | None:
     try:
         found = path.stat()
-    except OSError:  # reading it says what is wrong
+    except OSError:  # reading the file raises the error
         return None
     return found.st_ino, found.st_mtime_ns, found.st_size
 
 
 @dataclass
 class Sweep:
-    """A folder of runs that differ in the grid's keys alone."""
+    """A folder of runs that differ only in the grid's keys."""
 
     folder: Path
     base: RunConfig
-    """What all runs have in common; of the grid's keys it has one run's values."""
+    """Config of the first run; all runs share it except for the grid's keys."""
     grid: dict[str, list[Any]]
     cells: list[SweepRun] = field(default_factory=list)
 
     def open(self) -> None:
-        """Make the folder, or see that what lies there belongs to this very sweep, before anything starts."""
+        """Check the folder and write the sweep's record into it."""
         self.check()
         self.save()
 
     def check(self) -> None:
-        """Refuse a folder that holds another sweep, or another run in the place of one of these."""
+        """Raise `RunError` if the folder holds another sweep, or a run's folder another run."""
         self._check_same()
         for cell in self.cells:
             check_cell(cell)
@@ -127,12 +127,12 @@ class Sweep:
         if keys != list(self.grid):
             raise RunError(
                 f"{self.folder} holds another sweep, over {', '.join(keys)}, not {', '.join(self.grid)}: "
-                "name another folder with --out"
+                "give another folder with --out"
             )
         if changed := _first_change(before, self.base.to_user_dict(), {*KEYS_CHANGEABLE_ON_RESUME, *keys}):
             key, old, new = changed
             raise RunError(
-                f"{self.folder} holds another sweep, with {key} = {old!r}, not {new!r}: name another folder with --out"
+                f"{self.folder} holds another sweep, with {key} = {old!r}, not {new!r}: give another folder with --out"
             )
 
     def save(self) -> None:
@@ -149,16 +149,16 @@ class Sweep:
 
 
 def check_cell(cell: SweepRun) -> None:
-    """Refuse another run in the place of one that is to be done."""
+    """Raise `RunError` if the run's folder holds another run."""
     if not (cell.run.path / "config.json").exists():
         return
-    # A run writes the path of data of one's own down in full; its name is enough to tell it from other data.
+    # A run records the absolute path of custom data; the short name is enough to identify it.
     before, now = (
         {**config.to_user_dict(), "dataset": short_name(config.dataset)} for config in (cell.run.config(), cell.config)
     )
     if changed := _first_change(before, now, {*KEYS_CHANGEABLE_ON_RESUME, *PATH_KEYS}):
         key, old, new = changed
-        way = "name another --out, or remove it (fedeas runs rm)"
+        way = "give another --out, or remove it (fedeas runs rm)"
         raise RunError(f"{cell.run.path} holds another run, with {key} = {old!r}, not {new!r}: {way}")
 
 
@@ -171,25 +171,27 @@ def _first_change(before: Mapping[str, Any], now: Mapping[str, Any], free: set[s
 
 
 def make_sweep(common: Mapping[str, Any], grid_words: Sequence[str], folder: Path) -> Sweep:
-    """Lay out a sweep: every combination of the grid's values, all of them valid run-configs.
+    """Return a sweep of every combination of the grid's values, all of them valid run-configs.
 
     Parameters
     ----------
     common
-        The run-config's keys that all runs have in common; it need be valid with the grid's values only.
+        Run-config keys that all runs share; they need to be valid only together with the grid's values.
     grid_words
-        ``key=value,value…``, a word for each key; the last key varies fastest.
+        ``key=value,value…``, one string per key; the last key varies fastest.
     folder
-        Where the runs go.
+        Folder of the runs.
 
     Raises
     ------
     ConfigError
-        One line for a key or a value that cannot be.
+        For an invalid key or value, in one line.
     """
     for key in ("run-dir", "resume"):
         if common.get(key):
-            raise ConfigError(f"{key} = {common[key]!r}: a sweep names its folders itself; say where with --out")
+            raise ConfigError(
+                f"{key} = {common[key]!r}: a sweep names its folders itself; give their parent with --out"
+            )
     if not grid_words:
         raise ConfigError("a sweep needs a grid, such as --grid policy=none,fedeas --grid seed=1,2,3")
     grid = parse_grid(grid_words)
@@ -197,7 +199,9 @@ def make_sweep(common: Mapping[str, Any], grid_words: Sequence[str], folder: Pat
     configs, cells = [parse_config({**common, **given}) for given in combinations], []
     for config in configs:
         if not config.clients:
-            raise ConfigError("clients = 0: a sweep makes the federations itself, so say how many clients they have")
+            raise ConfigError(
+                "clients = 0: a sweep creates the federations and needs the number of clients, such as clients=10"
+            )
         values = {key: config.to_user_dict()[key] for key in grid}
         name = cell_name(values)
         run = RunDirectory(folder / name)
@@ -209,7 +213,7 @@ def make_sweep(common: Mapping[str, Any], grid_words: Sequence[str], folder: Pat
 
 
 def parse_grid(words: Sequence[str]) -> dict[str, list[Any]]:
-    """Read ``key=value,value…`` words."""
+    """Return the keys and values of ``key=value,value…`` strings."""
     grid: dict[str, list[Any]] = {}
     for word in words:
         key, equals, text = word.partition("=")
@@ -219,7 +223,7 @@ def parse_grid(words: Sequence[str]) -> dict[str, list[Any]]:
         if key in ("run-dir", "resume"):
             raise ConfigError(f"--grid {word}: a sweep sets {key} itself")
         if key in grid:
-            raise ConfigError(f"--grid {word}: {key} is in the grid twice; name all its values in one --grid")
+            raise ConfigError(f"--grid {word}: {key} is in the grid twice; give all its values in one --grid")
         grid[key] = [parse_overrides([f"{key}={value}"])[key] for value in text.split(",")]
     return grid
 
@@ -229,24 +233,23 @@ def _check_no_duplicates(cells: Sequence[SweepRun]) -> None:
     for cell in cells:
         if cell.name in seen:
             words = " ".join(f"{key}={_text(value)}" for key, value in cell.values.items())
-            raise ConfigError(f"--grid: {words} is there twice")
+            raise ConfigError(f"--grid: {words} is given twice")
         seen.add(cell.name)
 
 
 def _check_no_unused_keys(grid: Mapping[str, Sequence[Any]], configs: Sequence[RunConfig]) -> None:
-    """Refuse several values of a key that plays no part in any run: all would come out the same."""
+    """Raise `ConfigError` for several values of a key that no run uses: all results would be identical."""
     used = {key for config in configs for key in keys_in_use(config)}
     for key, values in grid.items():
         if len(values) > 1 and key not in used:
             words = f"{key}={','.join(map(_text, values))}"
-            raise ConfigError(f"--grid {words}: no run of this grid takes notice of {key}, all would be the same")
+            raise ConfigError(f"--grid {words}: no run of this grid uses {key}, all results would be identical")
 
 
 def cell_name(values: Mapping[str, Any]) -> str:
-    """A folder's name that says which values it has, and is one plain name whatever they are.
+    """Return a folder name made of a run's grid values.
 
-    Where a value has characters that a folder's name should not have, or is long, a few digits of its hash keep it
-    apart from others that would look the same.
+    If a value is long or has characters unsuited to a folder name, part of its hash keeps the name unique.
     """
     return _plain("_".join(f"{key}-{_plain(_text(value), 40)}" for key, value in values.items()), 180)
 
@@ -264,9 +267,9 @@ def _text(value: Any) -> str:
 
 
 def points(rows: Sequence[Mapping[str, Any]], grid: Mapping[str, Sequence[Any]]) -> list[dict[str, Any]]:
-    """Mean and standard deviation over the finished seeds of each grid point.
+    """Return the mean and standard deviation over the finished seeds of each grid point.
 
-    The deviation is the sample's (n − 1), and ``None`` for one seed.
+    It is the sample standard deviation (n − 1), and ``None`` for one seed.
     """
     keys = [key for key in grid if key != "seed"]
     groups: dict[tuple[Any, ...], list[Mapping[str, Any]]] = {}

@@ -1,7 +1,7 @@
-"""Run a sweep: each run a process of its own, so that its memory and its GPU are free again when it ends.
+"""Run a sweep, each run in its own process, so that its memory and GPU are free when it ends.
 
-A sweep that was killed leaves its runs running. The next one finds them by their run directories and waits for them
-instead of starting them twice.
+The runs of a killed sweep continue. The next sweep finds them by their run directories and waits for them instead of
+starting them twice.
 """
 
 from __future__ import annotations
@@ -33,55 +33,55 @@ from fedeas_flwr.launch.watchdog import is_watchdog
 from fedeas_flwr.runs.directory import RunDirectory
 
 REFUSED = 2
-"""The exit code of a command to which something wrong was given (`app.exit_code`): given again, it is no better."""
+"""Exit code for invalid input (`app.exit_code`); the same command would fail again."""
 _POLL_SECONDS = 0.2
 _GRACE = 60.0
-"""Seconds that runs have to end after being asked: to train the clients under way to their end and write a checkpoint,
-which with all clients' states may be gigabytes; under Ray, to end all that the launcher has started."""
+"""Seconds that a run has to end after SIGTERM: to finish the clients in training and to write a checkpoint, which with
+all client states may be gigabytes; under Ray, to end all processes of the launcher."""
 
 
 @dataclass
 class Job:
-    """A run that goes on now."""
+    """A run in progress."""
 
     cell: SweepRun
     process: subprocess.Popen[bytes] | None
-    """``None``: an earlier sweep, or somebody else, started it."""
+    """``None`` if this sweep did not start the run."""
     rounds_before: int
     began: float = field(default_factory=time.monotonic)
 
     def has_ended(self) -> bool:
-        """Whether nobody works on the run any more."""
+        """Return whether the run has no process left."""
         if self.process is not None and self.process.poll() is None:
             return False
         return not self._others()
 
     def failure_reason(self) -> str:
-        """One line about a run that ended without finishing."""
+        """Return one line on why the run ended without finishing."""
         run, log = self.cell.run, self.cell.run.path / "output.log"
         code = self.process.returncode if self.process is not None else None
         if code is not None and code < 0:
             return f"killed by {signal.Signals(-code).name}"
         lines = log.read_text(encoding="utf-8", errors="replace").splitlines() if log.exists() else []
-        said = next((line.removeprefix("error: ") for line in reversed(lines) if line.startswith("error: ")), "")
+        logged = next((line.removeprefix("error: ") for line in reversed(lines) if line.startswith("error: ")), "")
         done, wanted = self.cell.reached()["rounds"], self.cell.config.rounds
-        return said or run.status()[1] or f"ended after {done} of {wanted} rounds; see {log}"
+        return logged or run.status()[1] or f"ended after {done} of {wanted} rounds; see {log}"
 
     def ask_to_stop(self) -> None:
-        """Let the run end itself, as Ctrl-C would; it can be resumed."""
-        for process in self._others()[:1]:  # the launcher, which ends what it has started
+        """Send SIGTERM, on which the run stops as on Ctrl-C; it can be resumed."""
+        for process in self._others()[:1]:  # the launcher, which ends its own processes
             with suppress(psutil.Error):
                 psutil.Process(process["pid"]).terminate()
 
     def _others(self) -> list[dict[str, Any]]:
-        """The run's processes; the sweep itself, which made the run's folder, is for a moment among them."""
+        """Return the run's processes without the sweep, which is registered briefly while it creates the folder."""
         return [process for process in self.cell.run.processes() if process["pid"] != os.getpid()]
 
     def kill(self) -> None:
-        """End the run and whatever it started."""
-        for announced in self._others():
+        """Kill the run and the processes it started."""
+        for registered in self._others():
             with suppress(psutil.Error):
-                process = psutil.Process(announced["pid"])
+                process = psutil.Process(registered["pid"])
                 for one in (*process.children(recursive=True), process):
                     if not is_watchdog(one):
                         one.kill()
@@ -89,7 +89,7 @@ class Job:
 
 @dataclass
 class RunProgress:
-    """Where one run of the sweep stands, as it is shown."""
+    """Progress of one run of the sweep, as displayed."""
 
     state: str
     """waiting, running, finished or failed."""
@@ -99,7 +99,7 @@ class RunProgress:
 
 @dataclass
 class SweepStatus:
-    """Where a sweep stands, and how long it may take from here."""
+    """Progress of a sweep and its estimated time left."""
 
     sweep: Sweep
     slots: int
@@ -109,22 +109,22 @@ class SweepStatus:
     _rounds: int = 0
 
     def look_at(self, cell: SweepRun, state: str) -> None:
-        """Note where a run stands."""
+        """Update the progress of a run."""
         reached = cell.reached()
         self.progress[cell.name] = RunProgress(state, reached["rounds"], reached.get("final"))
 
     def note_end(self, job: Job) -> None:
-        """Keep what an ended job tells about the pace of the others."""
+        """Remove an ended job and add its time and rounds to the estimate for the others."""
         seconds, rounds = self._spent(job)
         self._seconds, self._rounds = self._seconds + seconds, self._rounds + rounds
         del self.running[job.cell.name]
 
     def count(self, state: str) -> int:
-        """How many runs are in a state."""
-        return sum(standing.state == state for standing in self.progress.values())
+        """Return the number of runs in a state."""
+        return sum(progress.state == state for progress in self.progress.values())
 
     def seconds_left(self, cell: SweepRun) -> float | None:
-        """How long one run will still take, by its own pace or else by the others'; ``None`` before any round."""
+        """Return a run's estimated seconds left, by its own rounds or else by all runs'; ``None`` before any round."""
         seconds, rounds = self._spent(self.running[cell.name]) if cell.name in self.running else (0.0, 0)
         if not rounds:
             spent = [(self._seconds, self._rounds), *(self._spent(job) for job in self.running.values())]
@@ -134,7 +134,7 @@ class SweepStatus:
         return max(cell.config.rounds - self.progress[cell.name].rounds, 0) * seconds / rounds
 
     def all_seconds_left(self) -> float | None:
-        """How long the sweep will still take: what is left, shared out evenly, and at least its longest run."""
+        """Return the sweep's estimated seconds left: the sum divided by the slots, at least the longest run."""
         open_cells = [c for c in self.sweep.cells if self.progress[c.name].state in ("waiting", "running")]
         left = [self.seconds_left(cell) for cell in open_cells]
         known = [seconds for seconds in left if seconds is not None]
@@ -148,46 +148,46 @@ class SweepStatus:
 
 
 class Watcher(Protocol):
-    """What a sweep tells of itself while it goes on."""
+    """Receives the events of a running sweep."""
 
     def on_start(self, board: SweepStatus) -> None:
-        """Hear, first of all, that nothing keeps the sweep from its folder."""
+        """Called first, once the sweep has locked and checked its folder."""
 
     def on_event(self, cell: SweepRun, word: str, board: SweepStatus) -> None:
-        """Hear that a run was started, joined, finished, skipped, failed, or will be tried again."""
+        """Called when a run was started, joined, finished, skipped, failed, or will be restarted (`again`)."""
 
     def on_tick(self, board: SweepStatus) -> None:
-        """Hear, several times a second, where everything stands."""
+        """Called several times per second with the current progress."""
 
 
 def run_sweep(
     sweep: Sweep, slots: int, retries: int, watcher: Watcher, prepare: Callable[[], None] | None = None
 ) -> list[SweepRun]:
-    """Do what is left of a sweep.
+    """Run all unfinished runs of a sweep.
 
     Parameters
     ----------
     sweep
-        What to run, and where.
+        The runs and their folder.
     slots
-        How many runs at once.
+        Number of parallel runs.
     retries
-        How often a run that failed is started again, after all others have had their turn; one that was refused never.
+        Number of restarts of a failed run, after all others; a run rejected for invalid input is not restarted.
     watcher
-        Who is told.
+        Receives the sweep's events.
     prepare
-        Done before the first run, once the folder is this sweep's alone.
+        Called before the first run, once the folder is locked.
 
     Returns
     -------
-    list[Cell]
-        The runs that failed for good, each with its ``error``; those whose record is damaged are not even started.
+    list[SweepRun]
+        The runs that failed after all retries, each with its ``error``; runs with a damaged record are not started.
 
     Raises
     ------
     KeyboardInterrupt
-        If the user stopped it; the runs were stopped too, and the same sweep goes on from there. Likewise where the
-        sweep itself fails, at a full disk for example.
+        If the user stopped the sweep. Its runs were stopped too, and the same sweep can continue. Runs are also stopped
+        if the sweep itself fails, for example because the disk is full.
     """
     with _lock_folder(sweep.folder):
         sweep.open()
@@ -204,7 +204,7 @@ def run_sweep(
             if (state := board.progress[cell.name].state) != "waiting":
                 watcher.on_event(cell, "skipped" if state == "finished" else state, board)
         left = [cell for cell in sweep.cells if board.progress[cell.name].state == "waiting"]
-        left.sort(key=lambda cell: not cell.run.processes())  # what runs already is counted before more is started
+        left.sort(key=lambda cell: not cell.run.processes())  # running ones take their slots first
         try:
             with gpu_shared_by([cell.config for cell in left], slots) as variables, _stopping_runs_on_error(board):
                 return [*damaged, *_work(board, deque(left), retries, watcher, variables)]
@@ -217,7 +217,7 @@ def _stopping_runs_on_error(board: SweepStatus) -> Iterator[None]:
     try:
         yield
     except BaseException:
-        # Not those on the board alone: it may have been just as one was started.
+        # Also runs that are not on the board yet: the error may have come right after one was started.
         alive = [cell for cell in board.sweep.cells if cell.name not in board.running and cell.run.processes()]
         stop([*board.running.values(), *(Job(cell, None, 0) for cell in alive)])
         raise
@@ -257,24 +257,24 @@ def _work(
 
 
 def _classify_end(job: Job, retries: int) -> str:
-    """Say how a job ended: finished, failed, or again; and leave the reason where the next reader looks."""
+    """Return how a job ended (finished, failed or again), and record the reason of a failure."""
     cell = job.cell
     if cell.finished:
         cell.error = ""
         return "finished"
     cell.error = job.failure_reason()
     code = job.process.returncode if job.process is not None else None
-    # A run that was refused before it began has written nothing itself; one that was killed is only interrupted.
+    # A run rejected before it started has not written its status; a killed run counts as interrupted.
     if code in (1, REFUSED) and cell.run.status()[0] == "running":
         cell.run.set_status("failed", cell.error)
     return "again" if cell.attempts <= retries and code != REFUSED else "failed"
 
 
 def start(cell: SweepRun, variables: Mapping[str, str]) -> Job:
-    """Start a run with more environment variables, go on with it from its checkpoint, or join it if it runs already.
+    """Start or resume a run with additional environment variables, or join it if it is already running.
 
-    One that was last heard of on another machine is taken for interrupted: a container that is started anew has another
-    name, and waiting for the old one would never end.
+    A run whose processes were on another machine counts as interrupted: a restarted container has another host name,
+    and waiting for the old one would never end.
     """
     run = cell.run
     rounds = cell.reached()["rounds"]
@@ -284,7 +284,7 @@ def start(cell: SweepRun, variables: Mapping[str, str]) -> Job:
     begun = (run.path / "rounds.jsonl").exists()
     if not begun:
         RunDirectory.start(cell.config, describe_environment("not known yet"))
-        run.set_status("interrupted")  # it names this process as the run's, and stopping the run would end the sweep
+        run.set_status("interrupted")  # unregisters the sweep, which stopping the run would otherwise kill
     atomic_write(run.path / "run.toml", tomli_w.dumps(cell.config.to_user_dict()).encode())
     with (run.path / "output.log").open("wb") as log:
         process = subprocess.Popen(
@@ -293,11 +293,11 @@ def start(cell: SweepRun, variables: Mapping[str, str]) -> Job:
             stdout=log,
             stderr=subprocess.STDOUT,
             env={**os.environ, **variables},
-            start_new_session=True,  # Ctrl-C is ours to handle
+            start_new_session=True,  # the sweep handles Ctrl-C
         )
     try:
         run.set_status("running", pid=process.pid)
-    except BaseException:  # Ctrl-C just now: nobody could find it any more
+    except BaseException:  # Ctrl-C: nothing else knows the process
         process.terminate()
         process.wait()
         raise
@@ -305,13 +305,13 @@ def start(cell: SweepRun, variables: Mapping[str, str]) -> Job:
 
 
 def command_of(conf: Path, resume: bool) -> list[str]:
-    """Return the command that does a run in this Python."""
+    """Return the command that runs a config with this Python."""
     command = [sys.executable, "-m", "fedeas_flwr", "run", str(conf)]
     return [*command, "resume=true"] if resume else command
 
 
 def stop(jobs: list[Job]) -> None:
-    """Stop runs so that they can be resumed: ask, wait, and end what does not listen."""
+    """Stop runs so that they can be resumed: send SIGTERM, wait, and kill what is left."""
     with ignore_sigint():
         for act in (Job.ask_to_stop, Job.kill):
             for job in jobs:
@@ -334,4 +334,4 @@ def _lock_folder(folder: Path) -> Iterator[None]:
         with FileLock(folder / ".sweep.lock", timeout=0):
             yield
     except Timeout:
-        raise RunError(f"a sweep is at work in {folder} already") from None
+        raise RunError(f"another sweep is already running in {folder}") from None

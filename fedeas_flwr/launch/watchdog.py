@@ -1,7 +1,8 @@
-"""A process that outlives its launcher by a moment: if that is killed (SIGKILL), it ends what the launcher had started.
+"""Watchdog process that briefly outlives the launcher.
 
-The launcher holds one end of a pipe, and the system closes it however the launcher ends. A launcher that has ended its
-processes itself says so before.
+If the launcher is killed (SIGKILL), the watchdog kills the processes that the launcher started. The launcher holds one
+end of a pipe, which the OS closes however the launcher exits. A launcher that has ended its processes itself reports
+this through the pipe first, and the watchdog does nothing.
 """
 
 from __future__ import annotations
@@ -22,42 +23,42 @@ _EXITED_CLEANLY = "ended\n"
 
 @contextmanager
 def watchdog(root: int, mark: str, folder: Path) -> Iterator[None]:
-    """Have a keeper for the block.
+    """Run a watchdog process for the duration of the `with` block.
 
     Parameters
     ----------
     root, mark
-        Of the launch's `ProcessTree`.
+        Root process and mark of the launcher's `ProcessTree`.
     folder
-        The launch's temporary one.
+        Temporary folder of the launcher.
     """
-    keeper = subprocess.Popen(
+    process = subprocess.Popen(
         [sys.executable, "-m", __name__, str(root), mark, str(folder)],
         stdin=subprocess.PIPE,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
-        start_new_session=True,  # what kills the launcher's group does not kill it
+        start_new_session=True,  # survives a signal to the launcher's process group
         text=True,
     )
     try:
         yield
     finally:
-        keeper.communicate(_EXITED_CLEANLY)  # no error where somebody killed it
+        process.communicate(_EXITED_CLEANLY)  # raises nothing if the watchdog was killed
 
 
 def is_watchdog(process: psutil.Process) -> bool:
-    """Whether a process is one: it is to be left to its work."""
+    """Return whether a process is a watchdog, which must not be killed."""
     return bool(process.cmdline()[1:3] == ["-m", __name__])
 
 
 def main() -> None:
-    """Wait for the launcher's end."""
+    """Wait for the launcher to exit, and kill its processes if it did not do so itself."""
     root, mark, folder = int(sys.argv[1]), sys.argv[2], Path(sys.argv[3])
     tree = ProcessTree(psutil.Process(root), mark)
     if sys.stdin.read() == _EXITED_CLEANLY:
         return
     tree.end()
-    for process in psutil.process_iter():  # MPS does without the mark, but has its sockets in the folder
+    for process in psutil.process_iter():  # MPS has no mark, but its sockets are in the folder
         with suppress(psutil.Error, OSError):
             if any(value.startswith(str(folder)) for value in process.environ().values()):
                 process.kill()

@@ -1,4 +1,4 @@
-"""The command line as a user meets it: one line for a mistake, an exit code, what it prints."""
+"""The command line: one-line errors, exit codes and output."""
 
 from __future__ import annotations
 
@@ -264,7 +264,7 @@ def test_the_version_is_the_projects() -> None:
 
 
 @pytest.mark.parametrize(("words", "meant"), [(["pln"], "plan"), (["cache", "vrify"], "verify")])
-def test_a_slip_of_the_pen_is_mended_once(words: list[str], meant: str) -> None:
+def test_misspelt_command_is_suggested_once(words: list[str], meant: str) -> None:
     done = typed(*words)
     assert done.returncode == 2
     assert done.stderr == f"error: No such command '{words[-1]}'. Did you mean '{meant}'?\n"
@@ -295,7 +295,7 @@ def test_run_and_evaluate_from_the_shell(tmp_path: Path) -> None:
     assert len(list((tmp_path / "runs").iterdir())) == 2, "a second run gets a folder of its own"
 
 
-def test_runs_of_one_name_at_the_same_moment_have_folders_of_their_own(tmp_path: Path) -> None:
+def test_concurrent_runs_of_one_name_get_different_folders(tmp_path: Path) -> None:
     def reserve(_: int) -> Path:
         with reserved_folder(tmp_path / "runs" / "r") as folder:
             return folder
@@ -305,7 +305,7 @@ def test_runs_of_one_name_at_the_same_moment_have_folders_of_their_own(tmp_path:
     assert found == sorted(tmp_path / "runs" / name for name in ["r", *(f"r-{number}" for number in range(2, 41))])
 
 
-def test_of_a_run_that_fails_before_it_begins_no_folder_is_left(tmp_path: Path) -> None:
+def test_reserved_folder_is_removed_if_still_empty(tmp_path: Path) -> None:
     wanted = tmp_path / "runs" / "r"
     with pytest.raises(KeyboardInterrupt), reserved_folder(wanted):
         raise KeyboardInterrupt
@@ -317,7 +317,7 @@ def test_of_a_run_that_fails_before_it_begins_no_folder_is_left(tmp_path: Path) 
 
 
 def test_a_path_is_printed_as_it_is(tmp_path: Path) -> None:
-    """Brackets are styles to the library that prints: one would be left out, another be an error of its own."""
+    """Rich takes brackets for styles: it would drop one and raise for another."""
     words = ("policy=none", "rounds=1", "local-epochs=1", "clients=4", "backend=inline", "participation=0.25")
     for name in ("old [b]数", "[", "a[/b]"):
         done = typed("run", QUICKSTART, *words, f"run-dir={tmp_path / name}")
@@ -338,15 +338,15 @@ def test_a_run_that_was_begun_and_failed_has_another_exit_code(tmp_path: Path) -
         (PermissionError(errno.EACCES, "Permission denied", "/root"), 2),
         (FileNotFoundError("weights: there is no file"), 2),
         (OSError(errno.ENOSPC, "No space left on device", "/tmp"), 1),
-        (ProcessesDiedError("the server's process died without a word"), 1),
-        (MemoryError("generation-batch: the GPU has no memory for 8 images; free some memory"), 1),
+        (ProcessesDiedError("the ServerApp process died without reporting a status"), 1),
+        (MemoryError("generation-batch: the GPU has no memory left for 8 images; free some of it"), 1),
     ],
 )
 def test_a_wrong_path_is_the_users_and_a_full_disk_is_not(error: Exception, code: int) -> None:
     assert exit_code(error) == code
 
 
-def test_what_goes_wrong_in_the_cache_names_the_variable_that_says_where_it_is(tmp_path: Path) -> None:
+def test_cache_error_names_fedeas_cache(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     words = ("plan", "--clients", "4", "--dataset", "digits")
     for place, named in ((tmp_path / "file", tmp_path / "file" / "partitions"), (Path("/proc/x/y"), Path("/proc/x"))):
@@ -382,7 +382,7 @@ def test_a_folder_without_runs_has_none_yet(tmp_path: Path) -> None:
     assert (named.returncode, named.stderr) == (2, "error: runs is not a folder\n")
 
 
-def test_an_error_beside_a_cache_that_cannot_be_is_told_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cache_hint_with_invalid_cache_is_empty(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FEDEAS_CACHE", "~nobody-of-this-name/x")
     assert cache_hint(PermissionError(errno.EACCES, "Permission denied", "/a")) == ""
 
@@ -395,7 +395,7 @@ def test_an_error_beside_a_cache_that_cannot_be_is_told_all_the_same(monkeypatch
         RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes."),
     ],
 )
-def test_no_memory_is_one_line_whoever_asks_for_it(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_out_of_memory_is_one_line(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(run: RunDirectory) -> dict[str, Any]:
         raise error
 

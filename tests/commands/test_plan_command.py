@@ -1,4 +1,4 @@
-"""`fedeas plan` as a user meets it: exact output, the choice of β, nothing heavy."""
+"""`fedeas plan`: exact output, the choice of β, no heavy imports."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ COUNTS = str(ROOT / "tests" / "helpers" / "three_clients.csv")
 
 
 def cpu_seconds_of_children() -> float:
-    """What all processes took that this one started and waited for, however many others wanted a core."""
+    """Return the CPU seconds of all child processes that have ended, independent of other load."""
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
     return used.ru_utime + used.ru_stime
 
@@ -80,7 +80,7 @@ def test_a_choice_adds_one_key_to_the_plan() -> None:
     assert (round(window["low"], 1), round(window["high"], 1)) == (11.4, 13.3)
 
 
-def test_limits_that_contradict_are_the_answer_and_a_failing_exit_code(tmp_path: Path) -> None:
+def test_plan_with_contradicting_limits_exits_1(tmp_path: Path) -> None:
     words = ("plan", "--min-removed", "0.5", "--max-images", "5000", "--figures", "pictures")
     done = typed(*words, cwd=tmp_path)
     assert (done.returncode, done.stderr) == (1, "")
@@ -94,7 +94,7 @@ def test_limits_that_contradict_are_the_answer_and_a_failing_exit_code(tmp_path:
 
 @pytest.fixture(scope="module")
 def bank(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A generator that is timed without importing diffusers; the built-in one would be timed by the same lines."""
+    """A bank is timed without importing diffusers; the built-in generator takes the same code path."""
     path = tmp_path_factory.mktemp("bank") / "noise.npz"
     images = np.random.default_rng(0).integers(0, 256, (100, 8, 8, 1), dtype=np.uint8)
     np.savez(path, x=images, y=np.arange(100) % 10)

@@ -1,4 +1,4 @@
-"""`fedeas resume`: what it goes on from, what it refuses before anything is cut, what a finished run is told."""
+"""`fedeas resume`: what it continues from, what it rejects before changing anything, and finished runs."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def test_resume_of_another_config_is_refused(tmp_path: Path) -> None:
 
 
 def write_images(path: Path, classes: Sequence[str]) -> Path:
-    """Forty images of two labels, whatever these are called."""
+    """Write forty images of two labels with the given names."""
     images = np.random.default_rng(0).integers(0, 256, (40, 8, 8, 1), dtype=np.uint8)
     np.savez(path, x=images, y=np.arange(40) % 2, classes=np.array(classes))
     return path
@@ -38,9 +38,7 @@ def write_images(path: Path, classes: Sequence[str]) -> Path:
         (("healthy", "ill", "unclear"), "its class 2 is 'unclear', but missing in the run"),
     ],
 )
-def test_data_of_other_classes_are_refused_before_anything_changes(
-    now: tuple[str, ...], why: str, tmp_path: Path
-) -> None:
+def test_resume_with_data_of_other_classes_is_rejected(now: tuple[str, ...], why: str, tmp_path: Path) -> None:
     images = write_images(tmp_path / "images.npz", ("healthy", "ill"))
     keys: dict[str, Any] = {"policy": "none", "rounds": 1, "clients": 2, "alpha": 10.0}
     run = finish(small(tmp_path / "r", dataset=f"own:{images}", **keys))
@@ -59,7 +57,7 @@ def test_data_of_other_classes_are_refused_before_anything_changes(
     assert typed("resume", str(run.path), "rounds=2").returncode == 0 and len(run.rounds()) == 2
 
 
-def test_a_run_from_before_it_kept_its_classes_is_gone_on_with_and_keeps_them_then(tmp_path: Path) -> None:
+def test_resume_of_a_run_without_classes_records_them(tmp_path: Path) -> None:
     images = write_images(tmp_path / "images.npz", ("healthy", "ill"))
     run = finish(small(tmp_path / "r", dataset=f"own:{images}", policy="none", rounds=1, clients=2, alpha=10.0))
     kept = run.read_json("config.json")
@@ -75,9 +73,7 @@ def test_a_run_from_before_it_kept_its_classes_is_gone_on_with_and_keeps_them_th
     assert "config.json is not a run's config: files = ['a']" in typed("runs", "show", str(run.path)).stderr
 
 
-def test_a_finished_run_tells_its_result_again_and_nothing_is_started(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_resume_of_a_finished_run_prints_its_result(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = finish(quick(tmp_path / "r", policy="none", rounds=2))
     before = {path.name: path.read_bytes() for path in run.path.iterdir() if path.is_file()}
     begun: list[RunConfig] = []
@@ -96,7 +92,7 @@ def test_a_finished_run_tells_its_result_again_and_nothing_is_started(
     assert "holds 0 valid records" in typed("resume", str(run.path)).stderr, "a damaged record is no result"
 
 
-def test_a_checkpoint_that_cannot_be_read_is_refused_before_the_headline(tmp_path: Path) -> None:
+def test_resume_of_unreadable_checkpoint_is_rejected_at_once(tmp_path: Path) -> None:
     run = finish(small(tmp_path / "r", policy="none", rounds=1))
     whole = (run.path / "rounds.jsonl").read_bytes()
     (run.path / "rounds.jsonl").write_bytes(whole[: len(whole) // 2])
@@ -109,7 +105,7 @@ def test_a_checkpoint_that_cannot_be_read_is_refused_before_the_headline(tmp_pat
     assert run.status()[0] == "finished", "nothing was begun"
 
 
-def test_another_runs_checkpoint_is_refused_before_anything_is_cut(tmp_path: Path) -> None:
+def test_resume_with_another_runs_checkpoint_is_rejected(tmp_path: Path) -> None:
     run = finish(quick(tmp_path / "r", policy="none", rounds=2))
     other = finish(quick(tmp_path / "other", policy="none", rounds=1, strategy="fedadam"))
     checkpoint, before = run.path / "checkpoint.safetensors", (run.path / "rounds.jsonl").read_bytes()
@@ -120,7 +116,7 @@ def test_another_runs_checkpoint_is_refused_before_anything_is_cut(tmp_path: Pat
     assert (run.path / "rounds.jsonl").read_bytes() == before and run.status()[0] == "finished"
 
 
-def test_a_checkpoint_from_before_it_named_its_run_is_gone_on_from(tmp_path: Path) -> None:
+def test_resume_of_a_checkpoint_without_run_name(tmp_path: Path) -> None:
     whole = finish(quick(tmp_path / "whole", policy="none", rounds=3))
     run = finish(quick(tmp_path / "r", policy="none", rounds=2))
     arrays, metadata = read_arrays(path := run.path / "checkpoint.safetensors")

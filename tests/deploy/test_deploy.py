@@ -1,4 +1,4 @@
-"""The same two apps on a SuperLink and SuperNodes, with TLS and registered keys: the same weights, nobody else in."""
+"""Both apps on a SuperLink and SuperNodes with TLS and registered keys: the simulation's weights, no strangers."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ KEYS: dict[str, Any] = {"clients": 3, "rounds": 5, "participation": 1.0, "local_
 
 
 def test_a_stranger_and_a_false_superlink_are_refused(tmp_path: Path) -> None:
-    """Flower's own processes, for real: a key nobody registered, and a certificate of another authority."""
+    """Real Flower processes: an unregistered key, and a certificate of another authority."""
     with Lab(tmp_path, 2, tmp_path) as lab:
         honest, other = lab.deployment.node_folders(lab.folder)
         assert [re.sub(r"\d{6,}", "N", line) for line in lab.register()] == [
@@ -59,7 +59,7 @@ def test_a_stranger_and_a_false_superlink_are_refused(tmp_path: Path) -> None:
 
 
 def own_file(folder: Path, client: int) -> Path:
-    """The images of one partition as a file that a node brings itself."""
+    """Write the images of one partition to a file, as custom data of a node."""
     x, y = federated_data(parse_config({"alpha": KEYS["alpha"]}), KEYS["clients"]).train(client)
     np.savez(folder / "mine.npz", x=x, y=y)
     return folder / "mine.npz"
@@ -93,7 +93,7 @@ def test_three_supernodes_train_the_model_of_the_simulation(
 
 
 def nothing_but_the_model_and_numbers(lab: Lab, model: dict[str, Any]) -> None:
-    """What the server was given: arrays of the model's names and shapes, and single numbers under known names."""
+    """The server received only arrays with the model's names and shapes, and single numbers under known names."""
     replies = lab.notes("replies")
     assert Counter(reply["type"] for reply in replies) == {"query": 3, "train": 15}
     for reply in replies:
@@ -150,9 +150,7 @@ def test_nodes_may_be_late_and_may_be_killed(tmp_path: Path, digits_generator: P
 
 
 @pytest.mark.slow
-def test_a_server_that_is_stopped_and_started_again_goes_on_with_the_round_it_was_at(
-    tmp_path: Path, digits_generator: Path
-) -> None:
+def test_restarted_server_continues_its_round(tmp_path: Path, digits_generator: Path) -> None:
     keys: dict[str, Any] = {**KEYS, "clients": 1, "policy": "none", "checkpoint_every": 50}
     with Lab(tmp_path, 1, digits_generator) as lab:
         lab.register()

@@ -1,4 +1,4 @@
-"""What `fedeas deploy init` writes and `fedeas deploy check` finds: files alone, and one TLS server in this process."""
+"""What `fedeas deploy init` writes and `fedeas deploy check` reports, with files and one TLS server in this process."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ pytestmark = pytest.mark.flower
 
 @pytest.fixture
 def silent_port() -> Iterator[int]:
-    """A port that nobody listens on, now or later: it is taken."""
+    """Return a port that is bound, so that no other process can listen on it."""
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         yield taken.getsockname()[1]
@@ -40,7 +40,7 @@ def silent_port() -> Iterator[int]:
 
 @pytest.fixture
 def lab(tmp_path: Path, silent_port: int) -> Path:
-    """A deployment of two nodes whose SuperLink is not running."""
+    """Write a deployment of two nodes whose SuperLink is not running."""
     deployment = Deployment(("127.0.0.1", "superlink.lab.example"), silent_port, 9, 2, "/opt/fedeas")
     write_deployment(deployment, tmp_path / "lab")
     assert read_deployment(tmp_path / "lab") == deployment
@@ -115,12 +115,12 @@ def test_a_deployment_that_cannot_be_is_one_line(changes: dict[str, object], rea
 
 def test_keys_are_never_overwritten(lab: Path) -> None:
     before = (lab / "node-0" / "node.key").read_bytes()
-    with pytest.raises(ConfigError, match="is there already"):
+    with pytest.raises(ConfigError, match="already exists"):
         write_deployment(read_deployment(lab), lab)
     assert (lab / "node-0" / "node.key").read_bytes() == before
 
 
-def test_a_folder_that_nobody_may_write_to_is_named_as_it_was_given(tmp_path: Path) -> None:
+def test_unwritable_folder_is_named_as_given(tmp_path: Path) -> None:
     (tmp_path / "shut").mkdir(mode=0o500)
     with ordinary_user():
         done = typed("deploy", "init", "shut/lab", "--nodes", "1", "--host", "lab", cwd=tmp_path)
@@ -134,7 +134,7 @@ def test_a_fresh_deployment_has_no_problem(lab: Path) -> None:
     assert problems(examine(lab, RunConfig())) == []
     assert problems(examine(lab / "node-0", RunConfig())) == []
     assert problems(examine(lab / "superlink", RunConfig())) == []
-    with pytest.raises(ConfigError, match="neither a deployment nor a folder of one"):
+    with pytest.raises(ConfigError, match="neither a deployment nor a machine's folder"):
         list(examine(lab / "flwr", RunConfig()))
     (lab / "superlink" / "start.sh").unlink()
     assert problems(examine(lab, RunConfig())) == ["start.sh missing"]
@@ -143,7 +143,7 @@ def test_a_fresh_deployment_has_no_problem(lab: Path) -> None:
 
 
 @pytest.mark.parametrize(("nodes", "held"), [(1, "the only part"), (3, "one of 3 parts")])
-def test_a_nodes_part_is_said_in_words_that_fit_its_number(tmp_path: Path, nodes: int, held: str) -> None:
+def test_check_node_describes_its_partition(tmp_path: Path, nodes: int, held: str) -> None:
     write_deployment(Deployment(("superlink.lab.example",), 9092, 9093, nodes, "/opt/fedeas"), tmp_path / "lab")
     (found,) = (one for one in check_node(tmp_path / "lab" / "node-0", None) if one.state == "ok")
     assert found.text == f"client 0, {held}"
@@ -159,18 +159,18 @@ def test_each_fault_of_a_node_is_found(lab: Path, tmp_path: Path) -> None:
     assert found() == ["others can read node.key"]
     (node / "node.key").chmod(0o600)
     (node / "ca.key").write_bytes((lab / "ca" / "ca.key").read_bytes())
-    assert "it holds ca.key" in found()
+    assert "it contains ca.key" in found()
     (node / "ca.key").unlink()
     (node / "node-config").write_text("partition-id=5 num-partitions=2\n")
     assert found() == ["node-config: partition-id = 5: must be a whole number from 0 to 1"]
     (node / "node-config").write_text(f'client-id=0 data-path="{tmp_path}/gone"\n')
     assert "is not there" in found()[0]
     (desk,) = check_node(node, None)  # it is a path of the node's machine
-    assert (desk.state, desk.text) == ("ok", "client 0, data of its own; checked on its machine alone: data-path")
+    assert (desk.state, desk.text) == ("ok", "client 0, its own data; checked only on its machine: data-path")
     (node / "node.key").unlink()
     write_node_key(tmp_path)
     (node / "node.key").write_bytes((tmp_path / "node.key").read_bytes())
-    assert "node.pub is not of node.key" in found()
+    assert "node.pub does not belong to node.key" in found()
     (node / "node.pub").unlink()
     assert found() == ["node.pub missing"]
 
@@ -181,37 +181,33 @@ def test_each_fault_of_a_node_is_found(lab: Path, tmp_path: Path) -> None:
         ("client-id=0 data-path=/data/images", "node-config: data-path=/data/images cannot be read; text is in quotes"),
         ('client-id=0 data-path="/data', 'node-config: data-path="/data cannot be read; text is in quotes'),
         ('client-id=0, data-path="/data"', "node-config: client-id=0, cannot be read"),
-        ("partition-id=0 partition-id=1 num-partitions=2", "node-config: a key stands there twice"),
+        ("partition-id=0 partition-id=1 num-partitions=2", "node-config: a key is given twice"),
         ("client-id=0 data-path = '/x'", "node-config: \"data-path = '/x'\" is not key=value; Flower would ignore it"),
         ('client-id=0 data-path=""', "node-config: data-path is missing, or for a trial"),
         ('partition-id=0 num-partitions=2 device="gpu"', "device = 'gpu': must be 'auto', 'cpu' or 'cuda'"),
     ],
 )
 def test_a_node_config_that_cannot_be_read_is_a_finding(lab: Path, text: str, found: str) -> None:
-    """Also at the desk, where the other nodes are looked at all the same."""
+    """Also on the operator's machine, where the other nodes are still checked."""
     (lab / "node-0" / "node-config").write_text(text)
     for findings in (check_node(lab / "node-0", RunConfig()), examine(lab, RunConfig())):
         (told,) = problems(findings)
         assert told.startswith(found) and "\n" not in told
 
 
-def test_a_gpu_that_is_not_there_is_found_on_the_node_and_not_at_the_desk(
-    lab: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_check_node_reports_missing_gpu_only_on_the_node(lab: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     (lab / "node-0" / "node-config").write_text('partition-id=0 num-partitions=2 device="cuda"\n')
     (told,) = problems(check_node(lab / "node-0", RunConfig()))
     assert told.startswith("device = 'cuda', but torch finds no CUDA device")
     assert problems(check_node(lab / "node-1", RunConfig(device="cuda"))), "the run may say so, too"
     (found,) = check_node(lab / "node-0", None)
-    assert (found.state, found.text) == ("ok", "client 0, one of 2 parts; checked on its machine alone: device")
+    assert (found.state, found.text) == ("ok", "client 0, one of 2 parts; checked only on its machine: device")
     (told,) = problems(check_node(lab / "node-1", RunConfig(engine="graphed")))
     assert told.startswith("engine = 'graphed'")
 
 
-def test_a_nodes_images_and_generator_are_held_against_the_run(
-    lab: Path, tmp_path: Path, digits_generator: Path
-) -> None:
+def test_check_node_compares_data_and_generator_with_run(lab: Path, tmp_path: Path, digits_generator: Path) -> None:
     node, images = lab / "node-0", tmp_path / "images"
 
     def found(run: RunConfig, generator: Path | str = digits_generator, data: Path = images) -> list[tuple[str, str]]:
@@ -222,9 +218,9 @@ def test_a_nodes_images_and_generator_are_held_against_the_run(
         (images / str(label)).mkdir(parents=True, exist_ok=True)
         Image.new("L", (side, side)).save(images / str(label) / f"{side}.png")
     fits = ("ok", f"{digits_generator}, 10 classes, images [8, 8, 1]")
-    assert found(RunConfig()) == [("ok", "client 0, data of its own: 4 images of 2 of the 10 classes"), fits]
+    assert found(RunConfig()) == [("ok", "client 0, its own data: 4 images of 2 of the 10 classes"), fits]
     tested = RunConfig(protocol="paper", evaluation="federated")
-    assert found(tested)[0][1] == "client 0, data of its own: 3 images of 2 of the 10 classes, 1 to test on"
+    assert found(tested)[0][1] == "client 0, its own data: 3 images of 2 of the 10 classes, 1 for evaluation"
     assert found(RunConfig(policy="none"), tmp_path / "none")[1][0] == "note"
     state, text = found(RunConfig(), tmp_path / "none")[1]
     assert (state, f"there is no {tmp_path}/none/unet/config.json" in text) == ("problem", True)
@@ -238,8 +234,8 @@ def test_a_nodes_images_and_generator_are_held_against_the_run(
     Image.new("RGB", (20, 30)).save(tmp_path / "pets" / "dog" / "rex.jpg")
     public = RunConfig(dataset=f"own:{tmp_path}/public", generator="elsewhere")
     assert found(public, f"bank:{tmp_path}/public", tmp_path / "pets") == [
-        ("ok", "client 0, data of its own: 1 image of 1 of the 2 classes"),
-        ("ok", f"bank {tmp_path}/public, 5 images or more of every class"),
+        ("ok", "client 0, its own data: 1 image of 1 of the 2 classes"),
+        ("ok", f"bank {tmp_path}/public, at least 5 images per class"),
     ]
     (images / "seven").mkdir()
     state, text = found(RunConfig())[0]
@@ -255,7 +251,7 @@ def test_a_nodes_images_and_generator_are_held_against_the_run(
 def test_each_fault_of_the_superlink_is_found(lab: Path, tmp_path: Path) -> None:
     folder = lab / "superlink"
     assert problems(check_superlink(folder, ("superlink.lab.example", "127.0.0.1"))) == []
-    assert "it is not for 'other.example'" in problems(check_superlink(folder, ("other.example",)))[0]
+    assert "it is not valid for 'other.example'" in problems(check_superlink(folder, ("other.example",)))[0]
     (folder / "server.key").write_bytes((lab / "ca" / "ca.key").read_bytes())
     assert problems(check_superlink(folder, ())) == ["server.key is not the key of server.crt"]
     write_authority(tmp_path)
@@ -264,16 +260,16 @@ def test_each_fault_of_the_superlink_is_found(lab: Path, tmp_path: Path) -> None
 
 
 def test_a_deployment_is_checked_without_its_authoritys_key(lab: Path, tmp_path: Path) -> None:
-    """It is kept offline, as the guide says."""
+    """The authority's key is kept offline, as the guide recommends."""
     shutil.rmtree(lab / "ca")
     assert problems(examine(lab, RunConfig())) == []
     write_authority(tmp_path)
     (lab / "node-1" / "ca.crt").write_bytes((tmp_path / "ca.crt").read_bytes())
-    assert problems(examine(lab, RunConfig())) == ["its ca.crt is another authority's"]
+    assert problems(examine(lab, RunConfig())) == ["its ca.crt is from another authority"]
 
 
 @pytest.mark.parametrize("name", ["superlink-address", "ca.crt"])
-def test_a_node_that_lacks_what_it_reaches_the_superlink_with_is_told_that_alone(lab: Path, name: str) -> None:
+def test_check_node_without_connection_files_reports_only_that(lab: Path, name: str) -> None:
     (lab / "node-0" / name).unlink()
     assert [finding.text for finding in examine(lab / "node-0", RunConfig())] == [f"{name} missing"]
 
@@ -309,7 +305,7 @@ def test_a_superlink_beyond_the_loopback_is_warned_of(lab: Path, tmp_path: Path,
 
 @contextlib.contextmanager
 def listening(folder: Path, status: int = 403) -> Iterator[str]:
-    """A server with the folder's certificate that answers every request with one status."""
+    """Run a server with the folder's certificate that answers every request with one status."""
 
     class Handler(http.server.BaseHTTPRequestHandler):
         def do_POST(self) -> None:
@@ -338,7 +334,7 @@ def test_a_gateway_is_known_by_its_authority(lab: Path, silent_port: int, tmp_pa
 
 
 @pytest.mark.parametrize("status", [200, 401, 404, 502])
-def test_any_answer_but_403_to_an_operators_request_is_a_problem(lab: Path, status: int) -> None:
+def test_check_gateway_with_other_status_than_403_is_a_problem(lab: Path, status: int) -> None:
     with listening(lab / "superlink", status) as address:
         (lab / "node-0" / "superlink-address").write_text(address)
         (found,) = problems(examine(lab / "node-0", RunConfig()))
@@ -358,4 +354,4 @@ def test_the_commands(tmp_path: Path, silent_port: int) -> None:
     assert checked.returncode == 1
     assert "others can read node.key" in checked.stdout
     again = typed(*words, cwd=tmp_path)
-    assert (again.returncode, again.stderr.count("\n"), "is there already" in again.stderr) == (2, 1, True)
+    assert (again.returncode, again.stderr.count("\n"), "already exists" in again.stderr) == (2, 1, True)

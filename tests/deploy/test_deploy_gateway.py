@@ -63,7 +63,7 @@ answers = ""
 
 @dataclass(frozen=True)
 class Hosts:
-    """Words that run a command on each host; the server is 10.213.20.1 to the node, 10.213.24.1 to the intruder."""
+    """Return the command prefix of each host; the server is 10.213.20.1 to the node, 10.213.24.1 to the intruder."""
 
     server: Within
     node: Within
@@ -88,7 +88,7 @@ def run(within: Within, *words: str | Path, **environment: str) -> str:
 
 
 def statuses(within: Within, requests: list[tuple[str, ...]]) -> list[str]:
-    """The HTTP status and number of bytes that curl gets for each request, a list of words, without verification."""
+    """Return the HTTP status and number of bytes that curl gets for each request, without verification."""
     words: list[str] = []
     for request in requests:
         words += ["--next"] if words else []
@@ -98,7 +98,7 @@ def statuses(within: Within, requests: list[tuple[str, ...]]) -> list[str]:
 
 
 def ask_the_node(lab: Lab, hosts: Hosts, folder: Path) -> str:
-    """Run a small app of one query, started on the server as an operator would, and return what nodes answered."""
+    """Run a small app of one query, started on the server as an operator would, and return the replies of the nodes."""
     package = folder / "asking" / "asking"
     package.mkdir(parents=True)
     (package / "__init__.py").touch()
@@ -108,7 +108,7 @@ def ask_the_node(lab: Lab, hosts: Hosts, folder: Path) -> str:
     environment = {**lab.environment(FLWR_HOME=str(lab.folder / "flwr")), **QUIET}
     flwr, answers = Path(sys.executable).parent / "flwr", folder / "answers"
     run(hosts.server, flwr, "run", package.parent, CONNECTION, "--run-config", f'answers="{answers}"', **environment)
-    wait_until(answers.exists, "the node has answered")
+    wait_until(lambda: answers.exists() and answers.read_text(), "the node has answered")
     return answers.read_text()
 
 

@@ -1,4 +1,4 @@
-"""A deployment over links that are slow and lose packets: network namespaces on this machine, one a node."""
+"""A deployment over links that are slow and lose packets: network namespaces on this machine, one per node."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ NARROW = ("tbf", "rate", "2mbit", "burst", "4kb", "latency", "30ms")
 
 
 class Links:
-    """Two hosts, each with a link of its own to this machine; both ends of a link are bad."""
+    """Set up two hosts, each with its own link to this machine that is bad at both ends."""
 
     def __init__(self, stack: ExitStack) -> None:
         self.hosts, self.spaces, self._near = [], [], []
@@ -36,7 +36,7 @@ class Links:
             self._near.append(near)
 
     def dropped(self) -> list[int]:
-        """Packets lost so far on the way to each node."""
+        """Return the number of packets lost so far on the way to each node."""
         said = [sh("tc", "-s", "qdisc", "show", "dev", device).stdout for device in self._near]
         return [int(re.search(r"dropped (\d+)", text)[1]) for text in said]  # type: ignore[index]
 

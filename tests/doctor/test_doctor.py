@@ -1,4 +1,4 @@
-"""The doctor finds what is really wrong, says what to do about it, and never falls over itself."""
+"""`fedeas doctor` reports real problems with a fix, and a failing check does not stop it."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def only(check: Callable[[RunConfig], Iterable[Finding]], given: RunConfig | Non
 
 @pytest.fixture
 def shown(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """Return what makes a library appear in another version, or not at all (None)."""
+    """Return a function that fakes the versions of libraries; None removes one."""
 
     def pretend(**versions: str | None) -> None:
         real = metadata.version
@@ -69,7 +69,7 @@ def test_the_ranges_are_the_projects_own_and_rays_is_flowers() -> None:
     assert {finding.state for finding in packages.check_packages(config())} == {"ok"}
 
 
-def test_an_old_or_absent_library_is_named_with_the_command_that_mends_it(shown: Callable[..., None]) -> None:
+def test_check_packages_reports_old_or_missing_library_with_fix(shown: Callable[..., None]) -> None:
     shown(torch="2.4.1+cpu", ray=None, flwr="1.42.0")
     found = {finding.name: finding for finding in packages.check_packages(config())}
     assert {name: finding.state for name, finding in found.items()} == {
@@ -104,12 +104,12 @@ def test_a_torchvision_without_its_operators_is_a_problem(monkeypatch: pytest.Mo
     assert "constraints.txt" in found.fix
 
 
-def test_tensorboard_is_looked_for_where_a_run_is_to_write_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_check_tensorboard_only_if_enabled(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tensorboard, "find_spec", lambda name: None)
     assert list(packages.check_tensorboard(config())) == []
     missing = next(found for found in findings_module.examine(config(tensorboard=True)) if found.name == "tensorboard")
     assert missing.state == "problem" and "pip install 'fedeas-flwr[tensorboard]'" in missing.text
-    assert missing.fix == "install it, or give tensorboard=false"
+    assert missing.fix == "install it, or set tensorboard=false"
     monkeypatch.setattr(tensorboard, "find_spec", lambda name: object())
     assert only(packages.check_tensorboard, config(tensorboard=True)).state == "ok"
 
@@ -121,7 +121,7 @@ def cifar(folder: Path, **changes: Any) -> RunConfig:
     return config(dataset="cifar10", data_dir=str(folder), policy="none", **changes)
 
 
-def test_a_dataset_is_found_wanting_or_to_be_downloaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_check_dataset_missing_downloadable_or_damaged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert only(inputs.check_dataset).state == "ok"
     monkeypatch.delenv("FEDEAS_OFFLINE", raising=False)
     advice = "give data-dir=DIR with cifar10.npz or torchvision's folder in it"
@@ -192,7 +192,7 @@ def test_a_bank_needs_images_of_every_class(tmp_path: Path) -> None:
     given = config(generator=f"bank:{path}")
     assert "there is no bank" in only(inputs.check_generator, given).text
     np.savez(path, x=np.zeros((30, 8, 8, 1), np.uint8), y=np.repeat(np.arange(10), 3))
-    assert only(inputs.check_generator, given).text.endswith("3 images or more of every class")
+    assert only(inputs.check_generator, given).text.endswith("at least 3 images per class")
     np.savez(path, x=np.zeros((30, 8, 8, 1), np.uint8), y=np.repeat([0, 1, 2, 4, 5, 6, 7, 8, 9, 9], 3))
     short = only(inputs.check_generator, given)
     assert short.state == "problem" and "no images of 1 class: 3" in short.text
@@ -201,7 +201,7 @@ def test_a_bank_needs_images_of_every_class(tmp_path: Path) -> None:
 def test_a_bank_must_have_what_the_plan_needs(tmp_path: Path) -> None:
     bank = black_digits(tmp_path / "bank.npz", [18] * 10)
     enough = only(inputs.check_plan, config(generator=bank))
-    assert (enough.state, enough.text) == ("ok", "893 images, at most 18 of a class for a client")
+    assert (enough.state, enough.text) == ("ok", "893 images, at most 18 per client and class")
     bank = black_digits(tmp_path / "bank.npz", [17, 9, *[18] * 8])
     short = only(inputs.check_plan, config(generator=bank))
     assert short.state == "problem" and short.text == (
@@ -217,7 +217,7 @@ def test_a_bank_must_have_what_the_plan_needs(tmp_path: Path) -> None:
     assert inputs.check_plan(config(generator="bank:/nowhere")) == [], "which the generator's check says"
 
 
-def test_a_samplers_steps_are_checked_whether_the_builtin_is_trained_or_not(
+def test_check_generator_rejects_invalid_sampler_steps(
     tmp_path: Path, digits_generator: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     given = {"sampler": "ddim", "sampler_steps": 300}
@@ -247,7 +247,7 @@ def test_a_samplers_steps_are_checked_whether_the_builtin_is_trained_or_not(
         ({"strategy": "scaffold", "momentum": 0.9}, "strategy", "momentum = 0.9: must be 0 with strategy = 'scaffold'"),
     ],
 )
-def test_what_a_run_would_refuse_of_strategy_and_clients_is_one_problem(
+def test_checks_report_what_prepare_rejects(
     keys: dict[str, Any], name: str, why: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(dirichlet_partition.__kwdefaults__, "max_tries", 20)
@@ -259,13 +259,13 @@ def test_what_a_run_would_refuse_of_strategy_and_clients_is_one_problem(
         prepare(given, Console(file=io.StringIO()))
 
 
-def test_of_clients_that_are_not_counted_yet_nothing_is_a_problem() -> None:
+def test_checks_with_unknown_clients_report_no_problem() -> None:
     given = config(clients=0, strategy="krum")
     assert (only(inputs.check_strategy, given).state, only(inputs.check_clients, given).state) == ("note", "ok")
 
 
-def test_clients_whose_epochs_end_in_a_few_images_are_named(tmp_path: Path) -> None:
-    """The paper's 20 clients: client 2 holds 130 images and client 12 2,499, so two and three are left of 64."""
+def test_check_last_batches_names_the_smallest_batch(tmp_path: Path) -> None:
+    """Among the paper's 20 clients, client 2 (130 images) and 12 (2,499) end with batches of two and three of 64."""
     paper = {"dataset": "cifar10", "protocol": "paper", "clients": 20, "model": "resnet18", "policy": "none"}
     paper |= {"batch_size": 64}
     found = only(inputs.check_last_batches, config(**paper))
@@ -315,7 +315,7 @@ def test_without_torch_every_line_is_still_there(tmp_path: Path) -> None:
     assert found["GPU"] == (
         "problem",
         "could not be checked: import of torch halted; None in sys.modules",
-        "install what is missing, then ask again",
+        "install what is missing, then run the check again",
     )
     assert set(findings_module.CHECKS) - {"packages", "tensorboard", "other SuperLink", "other Ray"} <= set(found)
 
@@ -335,7 +335,7 @@ def test_a_narrow_terminal_loses_no_word() -> None:
     assert [line.split()[0] for line in lines if line.startswith(("problem", "note"))] == ["problem", "note"]
 
 
-def test_the_command_says_it_with_its_exit_code(tmp_path: Path, digits_generator: Path) -> None:
+def test_doctor_exit_code_is_1_with_a_problem(tmp_path: Path, digits_generator: Path) -> None:
     fine = fedeas("doctor", QUICKSTART, "actors=1", "--format", "json", cwd=tmp_path)
     assert fine.returncode == 0, fine.stdout + fine.stderr
     found = json.loads(fine.stdout)

@@ -1,4 +1,4 @@
-"""What `fedeas doctor` finds of the machine: GPU, cores, memory, folders, and Flower and Ray on it."""
+"""`fedeas doctor`'s checks of the machine: GPU, cores, memory, folders, Flower and Ray."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ pytestmark = pytest.mark.flower
 
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """A GPU as torch would describe it; its values can be changed."""
+    """Simulate a GPU; the returned values can be changed."""
     facts = {"free": 70 * 10**9, "bf16": True, "kernel": lambda number: None}
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
@@ -59,10 +59,10 @@ def test_no_gpu_is_a_note_unless_one_is_asked_for(monkeypatch: pytest.MonkeyPatc
     assert not machine.on_gpu(config(device="cuda"))
 
 
-def test_an_engine_that_needs_a_gpu_is_a_problem_where_the_run_has_none(gpu: dict[str, Any]) -> None:
+def test_check_engine_without_gpu_is_a_problem(gpu: dict[str, Any]) -> None:
     assert list(machine.check_engine(config())) == list(machine.check_engine(config(engine="graphed"))) == []
     found = only(machine.check_engine, config(engine="graphed", device="cpu"))
-    assert (found.state, found.fix) == ("problem", "write engine=auto")
+    assert (found.state, found.fix) == ("problem", "set engine=auto")
     with pytest.raises(ConfigError, match=re.escape(found.text)):
         build_engine(config(engine="graphed"), "cpu", CROSS_ENTROPY)
 
@@ -90,9 +90,9 @@ def test_mps_is_looked_for_on_the_path(gpu: dict[str, Any], tmp_path: Path, monk
     command.write_text("#!/bin/sh\n")
     command.chmod(0o755)
     found = only(machine.check_mps)
-    assert found.state == "ok" and "starts one of its own" in found.text
+    assert found.state == "ok" and "starts and ends its own daemon" in found.text
     off = only(machine.check_mps, config(mps="off"))
-    assert off.state == "note" and off.fix == "mps=auto"
+    assert off.state == "note" and off.fix == "set mps=auto"
     daemon = type("Process", (), {"info": {"name": "nvidia-cuda-mps-control"}})
     monkeypatch.setattr(psutil, "process_iter", lambda wanted: [daemon])
     assert only(machine.check_mps).state == "ok"
@@ -111,10 +111,10 @@ def test_a_containers_limits_count_not_the_hosts(tmp_path: Path, monkeypatch: py
     assert cores.usable_cores() == 64
     (tmp_path / "cpu.max").write_text("350000 100000\n")
     found = only(machine.check_cores, config(clients=100))
-    assert (found.state, found.text) == ("ok", "3 usable of 64; 3 client processes at once")
+    assert (found.state, found.text) == ("ok", "3 usable of 64; 3 parallel client processes")
     assert (default_jobs("smoke"), default_jobs("full")) == (3, 1)
     found = only(machine.check_cores, config(clients=100, actors=5))
-    assert found.state == "note" and found.text.startswith("3 usable of 64; 5 client") and "actors=3" in found.fix
+    assert found.state == "note" and "3 usable of 64; 5 parallel" in found.text and "actors=3" in found.fix
     assert only(machine.check_cores, config(clients=100, backend="inline")).state == "ok"
 
     for name, number in (("max", "2000000000"), ("current", "1500000000")):
@@ -122,20 +122,18 @@ def test_a_containers_limits_count_not_the_hosts(tmp_path: Path, monkeypatch: py
     (tmp_path / "memory.stat").write_text("anon 1\ninactive_file 600000000\n")
     assert machine.free_memory() == 1_100_000_000
     short = only(machine.check_memory, config(actors=5))
-    assert (short.state, short.fix) == ("problem", "write actors=1")
-    assert "1.1 GB free" in short.text and "3 GB or more" in short.text
+    assert (short.state, short.fix) == ("problem", "set actors=1")
+    assert "1.1 GB free" in short.text and "at least 3 GB" in short.text
     assert only(machine.check_memory, config(actors=1)).state == "ok"
 
 
-def test_a_small_shared_memory_is_noted_with_the_size_it_should_have(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_check_shared_memory_too_small_notes_needed_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     usage = shutil.disk_usage(tmp_path)._replace(free=64 * 2**20)
     monkeypatch.setattr(machine, "free_memory", lambda: 16 * 10**9)
     monkeypatch.setattr(machine, "SHARED_MEMORY", tmp_path)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
     found = only(machine.check_shared_memory)
-    assert found.state == "note" and "67.1 MB free; Ray wants 4.8 GB" in found.text and "--shm-size=5g" in found.fix
+    assert found.state == "note" and "67.1 MB free; Ray needs 4.8 GB" in found.text and "--shm-size=5g" in found.fix
     assert list(machine.check_shared_memory(config(backend="inline"))) == []
 
 
@@ -159,10 +157,10 @@ def test_a_full_disk_is_a_problem_and_looking_leaves_nothing(tmp_path: Path, mon
     assert list(tmp_path.iterdir()) == []
     monkeypatch.setattr(machine, "MIN_DISK", 10**18)
     found = only(machine.check_cache_folder)
-    assert found.state == "problem" and "make room" in found.fix
+    assert found.state == "problem" and "free space" in found.fix
 
 
-@pytest.mark.parametrize(("kind", "words"), [("nfs4", "other machines"), ("ext4", "own disk")])
+@pytest.mark.parametrize(("kind", "words"), [("nfs4", "other machines"), ("ext4", "local to this machine")])
 def test_the_run_folders_file_system_is_named(
     kind: str, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -189,7 +187,7 @@ def test_a_limit_that_is_no_size_is_a_problem(monkeypatch: pytest.MonkeyPatch, t
 # -------------------------------------------------------------------------------------- Flower and Ray
 
 
-def test_flowers_commands_must_be_beside_this_python(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_check_commands_looks_in_this_pythons_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert only(federation.check_commands).state == "ok"
     monkeypatch.setattr(federation.sys, "executable", str(tmp_path / "python"))
     found = only(federation.check_commands)
@@ -229,7 +227,7 @@ def test_another_ray_is_a_note_and_a_run_does_not_join_it(tmp_path: Path, monkey
     assert "RAY_ADDRESS" not in own_environment(tmp_path, "mark")
 
 
-def test_shares_that_leave_no_sliver_are_a_problem_with_values_that_fit(gpu: dict[str, Any]) -> None:
+def test_check_shares_without_room_for_generator_is_a_problem(gpu: dict[str, Any]) -> None:
     fine = only(federation.check_shares)
     assert fine.state == "ok" and fine.text.startswith("5 clients × 0.199, 0.004 for the generator")
     tiny = only(federation.check_shares, config(gpu_share=0.0005))
@@ -243,7 +241,7 @@ def test_shares_that_leave_no_sliver_are_a_problem_with_values_that_fit(gpu: dic
     assert only(federation.check_shares, config(backend="inline")).state == "note"
 
 
-def test_a_clusters_gpus_are_its_own_and_only_the_share_of_one_is_told(gpu: dict[str, Any]) -> None:
+def test_check_shares_of_a_cluster_reports_one_gpu(gpu: dict[str, Any]) -> None:
     joined = {"ray_address": "10.0.0.2:6379", "gpu_share": 0.25}
     shares = only(federation.check_shares, config(**joined))
     assert shares.state == "note" and shares.text.startswith("4 clients × 0.249, 0.004 for the generator on a GPU of")

@@ -1,4 +1,4 @@
-"""CUDA's MPS around a run: started, told to clients, ended; and never the reason why a run fails."""
+"""CUDA's MPS around a run: the daemon is started and ended, clients get its variables, and no run fails by it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from fedeas_flwr.launch.sweep_jobs import SweepStatus, run_sweep
 
 
 def control(folder: Path, code: int = 0) -> Path:
-    """A control program that writes down how it is called, with what, and where."""
+    """Write a control program that records its arguments, input and environment."""
     bin_folder = folder / "bin"
     bin_folder.mkdir()
     program = bin_folder / mps.CONTROL
@@ -41,7 +41,7 @@ def calls(folder: Path) -> list[str]:
 
 @pytest.fixture
 def works(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[str, str]:
-    """MPS that works; returns the environment of processes to come."""
+    """Set up a working MPS; return the environment for its clients."""
     path = f"{control(tmp_path)}{os.pathsep}{os.environ['PATH']}"
     monkeypatch.setenv("PATH", path)
     monkeypatch.delenv(PIPE, raising=False)
@@ -50,9 +50,7 @@ def works(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[str, str]:
     return dict(os.environ)
 
 
-def test_a_daemon_of_its_own_is_started_and_ended_even_when_the_run_fails(
-    works: dict[str, str], tmp_path: Path
-) -> None:
+def test_daemon_is_ended_when_the_run_fails(works: dict[str, str], tmp_path: Path) -> None:
     with pytest.raises(ZeroDivisionError), shared_gpu(tmp_path, works, 4) as own:
         assert own == {PIPE: str(tmp_path / "mps"), LOG: str(tmp_path / "mps-log"), QUEUES: "24"}
         assert Path(own[PIPE]).is_dir() and calls(tmp_path) == ["start"]
@@ -63,7 +61,7 @@ def test_a_daemon_of_its_own_is_started_and_ended_even_when_the_run_fails(
 
 @pytest.fixture
 def daemon_that_stays(works: dict[str, str], tmp_path: Path) -> Callable[[], psutil.Process]:
-    """A control program whose daemon is a process, and which fails to end it; returns what finds it."""
+    """Set up a control program that cannot end its daemon process; return a function that finds the daemon."""
     program = tmp_path / "bin" / mps.CONTROL
     program.write_text(f'#!/bin/sh\nif [ "$1" = -d ]; then sleep 60 >{tmp_path}/out 2>&1 & else cat; exit 1; fi\n')
 
@@ -78,10 +76,10 @@ def is_alive(process: psutil.Process) -> bool:
     return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
 
 
-def test_a_daemon_is_not_among_the_processes_that_are_killed_at_the_end_of_a_run(
+def test_daemon_is_not_killed_with_the_processes_of_a_run(
     works: dict[str, str], tmp_path: Path, daemon_that_stays: Callable[[], psutil.Process]
 ) -> None:
-    """Killed with its clients still there, it could not take their work off the GPU in order; it is asked to end."""
+    """A daemon killed before its clients cannot remove their work from the GPU in order, so it is asked to quit."""
     root = subprocess.Popen(["sleep", "60"], env={**works, MARK: "this-run"})
     with shared_gpu(tmp_path, {**works, MARK: "this-run"}, 4):
         ProcessTree(root, "this-run").end()
@@ -89,7 +87,7 @@ def test_a_daemon_is_not_among_the_processes_that_are_killed_at_the_end_of_a_run
         assert is_alive(daemon_that_stays())
 
 
-def test_a_daemon_that_cannot_be_asked_to_end_is_ended_all_the_same(
+def test_daemon_that_ignores_quit_is_killed(
     works: dict[str, str], tmp_path: Path, daemon_that_stays: Callable[[], psutil.Process]
 ) -> None:
     with shared_gpu(tmp_path, works, 4):
@@ -123,10 +121,8 @@ def test_the_users_own_daemon_is_left_alone(works: dict[str, str], tmp_path: Pat
 
 
 @pytest.mark.parametrize("processes", [1, 3, 4, 12, 40])
-def test_the_processes_of_a_daemon_together_ask_for_no_more_than_its_pool(
-    works: dict[str, str], tmp_path: Path, processes: int
-) -> None:
-    """Three with 32 queues each work on an H200, a fourth is out of memory."""
+def test_queues_of_all_processes_fit_in_the_pool(works: dict[str, str], tmp_path: Path, processes: int) -> None:
+    """On an H200, three processes with 32 queues each work, and a fourth is out of memory."""
     with shared_gpu(tmp_path, works, processes) as own:
         assert int(own[QUEUES]) >= 2 and processes * int(own[QUEUES]) <= 96
 
@@ -139,7 +135,7 @@ def test_a_run_of_a_sweep_divides_what_it_was_given(works: dict[str, str], tmp_p
 
 
 @pytest.mark.parametrize(("pipe", "wanted"), [("", "32"), ("/tmp/users", None)])
-def test_a_process_takes_no_queues_of_a_daemon_that_gave_it_none(
+def test_pick_device_sets_no_queues_for_anothers_daemon(
     monkeypatch: pytest.MonkeyPatch, pipe: str, wanted: str | None
 ) -> None:
     monkeypatch.setenv(PIPE, pipe)
@@ -155,10 +151,10 @@ def test_without_mps_nothing_happens(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert not (tmp_path / "mps").exists()
 
 
-def test_a_daemon_is_ended_that_is_interrupted_while_it_is_tried(
+def test_daemon_is_ended_if_its_trial_is_interrupted(
     works: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Importing torch takes seconds, and Ctrl-C may come within them."""
+    """Importing torch takes seconds, during which Ctrl-C may come."""
     run = mps._run
 
     def interrupted(command: list[str], *more: Any, **words: Any) -> str:
@@ -191,7 +187,7 @@ run.set_status("finished")
 
 
 class Nobody:
-    """Who is told of a sweep and does nothing, or breaks off once a run has begun."""
+    """Watcher that does nothing, or raises once a run has started."""
 
     def __init__(self, breaks: type[BaseException] | None = None) -> None:
         self._breaks = breaks
@@ -209,7 +205,7 @@ class Nobody:
 
 @pytest.fixture
 def on_a_gpu(works: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """A machine with a GPU and MPS, and runs that do nothing; returns what was measured, by seed."""
+    """Simulate a machine with a GPU and MPS, and runs that do nothing; return the measurements by seed."""
     measured: list[int] = []
     monkeypatch.setattr(devices, "pick_device", lambda wanted: "cpu" if wanted == "cpu" else "cuda")
     monkeypatch.setattr(resources, "max_parallel_clients", lambda config: measured.append(config.seed))
@@ -224,7 +220,7 @@ def on_a_gpu(works: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 def swept(folder: Path, grid: list[str], at_once: int, **keys: Any) -> dict[str, str]:
-    """Do a sweep of one round each; return the daemon that each run was told of."""
+    """Run a sweep of one round per run; return the daemon variables that each run got."""
     sweep = make_sweep({"clients": 4, "rounds": 1, "backend": "inline", **keys}, grid, folder / "s")
     assert run_sweep(sweep, at_once, 0, Nobody()) == []
     return {cell.name: (cell.run.path / "pipe").read_text() for cell in sweep.cells}
@@ -257,7 +253,7 @@ def test_a_sweep_that_has_nothing_to_share_starts_none(
     assert not (tmp_path / "calls").exists() and on_a_gpu == []
 
 
-def test_a_run_that_turns_mps_off_is_not_told_of_the_others_daemon(on_a_gpu: list[int], tmp_path: Path) -> None:
+def test_run_with_mps_off_gets_no_daemon_variables(on_a_gpu: list[int], tmp_path: Path) -> None:
     told = swept(tmp_path, ["mps=auto,off", "seed=1,2"], 2, actors=5)
     assert [bool(told[f"mps-{key}_seed-{seed}"]) for key in ("auto", "off") for seed in (1, 2)] == [True] * 2 + [
         False
@@ -267,7 +263,7 @@ def test_a_run_that_turns_mps_off_is_not_told_of_the_others_daemon(on_a_gpu: lis
 
 
 @pytest.mark.parametrize("breaks", [KeyboardInterrupt, OSError])
-def test_a_sweep_that_breaks_off_ends_its_runs_and_then_its_daemon(
+def test_aborted_sweep_ends_its_runs_before_its_daemon(
     on_a_gpu: list[int], tmp_path: Path, breaks: type[BaseException]
 ) -> None:
     sweep = make_sweep({"clients": 4, "rounds": 1, "backend": "inline"}, ["seed=99,1"], tmp_path / "s")

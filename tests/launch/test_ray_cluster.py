@@ -1,4 +1,4 @@
-"""Simulation on a Ray cluster that is already there: two Ray nodes on this machine, as `ray start` makes them."""
+"""Simulation on an existing Ray cluster: two Ray nodes on this machine, started with `ray start`."""
 
 from __future__ import annotations
 
@@ -26,9 +26,7 @@ from fedeas_flwr.launch.superlink import QUIET, free_port, is_listening, own_env
 pytestmark = pytest.mark.flower
 
 
-def test_a_cluster_is_joined_only_if_asked_for_and_never_told_its_size(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_cluster_is_joined_only_with_ray_address(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
     for name in "ab":
         (tmp_path / name).mkdir()
@@ -48,12 +46,12 @@ def test_a_cluster_is_joined_only_if_asked_for_and_never_told_its_size(
     ("address", "words"),
     [
         ("auto", "must be HOST:PORT, such as 10.0.0.1:6379"),
-        ("127.0.0.1:1", "nobody answers there (Connection refused)"),
+        ("127.0.0.1:1", "cannot connect (Connection refused)"),
         ("127.0.0.1:70000", "must be HOST:PORT"),
-        ("..:5", "nobody answers there"),
+        ("..:5", "cannot connect"),
     ],
 )
-def test_an_address_where_no_cluster_is_is_one_line_at_once(tmp_path: Path, address: str, words: str) -> None:
+def test_unreachable_ray_address_is_one_line_at_once(tmp_path: Path, address: str, words: str) -> None:
     conf = str(Path(__file__).parents[2] / "conf" / "quickstart.toml")
     refused = typed("run", conf, "backend=ray", f"ray-address={address}", cwd=tmp_path)
     assert refused.returncode == 2 and len(refused.stderr.splitlines()) == 1
@@ -63,7 +61,7 @@ def test_an_address_where_no_cluster_is_is_one_line_at_once(tmp_path: Path, addr
 
 @pytest.fixture
 def two_nodes(fresh_images: Any) -> Iterator[str]:
-    """A head and a worker of one core each that say they have a GPU; the address. All of it is ended afterwards."""
+    """Start a head and a worker with one core and one declared GPU each; yield the address, and end both afterwards."""
     fresh_images("cluster")
     address, mark = f"127.0.0.1:{free_port()}", uuid.uuid4().hex
     shown = {"CUDA_VISIBLE_DEVICES": "0"}  # hidden from tests elsewhere, and Ray takes its word for it

@@ -1,4 +1,4 @@
-"""How many clients at once: as many as pay, as memory allows, and as the round has."""
+"""Number of parallel clients: limited by measured speed, GPU memory and the clients of a round."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_the_probe_measures_once_and_is_remembered(
 
 
 def test_runs_that_start_at_once_measure_once(a_gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two probes at the same time would each see a GPU that is half taken, and the answer is kept."""
+    """Two concurrent probes would each measure half of the GPU, and the result is cached."""
     probes: list[Any] = []
 
     def slow_probe(words: Any, **more: Any) -> Any:
@@ -81,19 +81,19 @@ def test_runs_that_start_at_once_measure_once(a_gpu: None, monkeypatch: pytest.M
 
 
 def test_without_a_gpu_nothing_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`fedeas doctor` asks on any machine what a run would do on one with a GPU."""
+    """On any machine, `fedeas doctor` reports what a run would do on a machine with a GPU."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(subprocess, "run", lambda *a, **k: pytest.fail("measured"))
     assert resources.max_parallel_clients(config(participation=1.0)) == resources.DEFAULT_PARALLEL_CLIENTS
     assert resources.max_parallel_clients(config(participation=0.1)) == 2
 
 
-def test_a_probe_that_fails_costs_nothing_but_its_answer_and_says_so(
+def test_failed_probe_logs_a_warning_and_uses_the_default(
     a_gpu: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     assert resources.max_parallel_clients(config(model="no_such:network")) == resources.DEFAULT_PARALLEL_CLIENTS
     (said,) = caplog.messages
-    assert "so it is 10: " in said and "no_such" in said and "\n" not in said
+    assert "using 10: " in said and "no_such" in said and "\n" not in said
     monkeypatch.setattr(resources, "_SECONDS", 0.01)
     assert resources.max_parallel_clients(config(participation=0.2)) == 4
 
@@ -101,7 +101,7 @@ def test_a_probe_that_fails_costs_nothing_but_its_answer_and_says_so(
 def test_a_probe_that_crashes_is_tried_once_and_named(
     a_gpu: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A sweep asks about each of its runs before the first: a probe that fails would cost its seconds every time."""
+    """A sweep asks for each of its runs before the first one: a failing probe would take its seconds every time."""
     probes: list[Any] = []
 
     def crashing(words: Any, **more: Any) -> Any:
@@ -114,7 +114,7 @@ def test_a_probe_that_crashes_is_tried_once_and_named(
     ] * 3
     assert len(probes) == 1
     assert caplog.messages == [
-        "how many clients at once pay cannot be measured, so it is 10: the probe died (Segmentation fault)"
+        "could not measure how many clients to train in parallel; using 10: the probe died (Segmentation fault)"
     ]
     assert (
         resources.max_parallel_clients(config(batch_size=16)) == resources.DEFAULT_PARALLEL_CLIENTS and len(probes) == 2
@@ -126,7 +126,7 @@ def test_a_probe_that_crashes_is_tried_once_and_named(
 
 
 @pytest.mark.parametrize("text", ["{", "[]", "{}", '{"images_per_second": {}, "bytes_a_client": 1, "bytes_free": 1}'])
-def test_a_damaged_record_is_measured_anew(
+def test_damaged_measurement_is_repeated(
     a_gpu: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str
 ) -> None:
     def probe(words: Any, **more: Any) -> Any:

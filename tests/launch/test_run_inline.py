@@ -41,7 +41,7 @@ from fedeas_flwr.runs.listing import export
 ROOT = Path(__file__).parents[2]
 
 
-def test_the_same_seed_gives_the_same_weights_and_another_does_not(tmp_path: Path) -> None:
+def test_weights_depend_only_on_the_seed(tmp_path: Path) -> None:
     first = finish(quick(tmp_path / "a", policy="none"))
     again = finish(quick(tmp_path / "b", policy="none"))
     other = finish(quick(tmp_path / "c", policy="none", seed=2))
@@ -106,7 +106,7 @@ def test_generation_happens_once(tmp_path: Path, digits_generator: Path) -> None
 
 
 def test_shared_images_are_made_once_for_all_clients(tmp_path: Path, digits_generator: Path) -> None:
-    """Each client has as many as ever, but image i of a class is the same one on all of them: client 0's."""
+    """Each client has its usual number of images, but image i of a class is client 0's on every client."""
     seed = int.from_bytes(os.urandom(3), "big")
     config = small(tmp_path / "own", participation=1.0, rounds=1, seed=seed)
     own = finish(config)
@@ -121,10 +121,8 @@ def test_shared_images_are_made_once_for_all_clients(tmp_path: Path, digits_gene
     assert len({weights(run) for run in (own, shared, alike)}) == 3
 
 
-def test_with_one_seed_an_image_is_known_by_its_place_in_the_clients_list(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Class after class, the numbers go on: where two lists are alike so far, so are the images."""
+def test_one_seed_identifies_images_by_position(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Images are numbered through all classes: clients with identical lists up to an image share that image."""
     monkeypatch.setenv("FEDEAS_CACHE", str(tmp_path / "cache"))
     asked: list[SampleId] = []
 
@@ -179,7 +177,7 @@ def test_evaluate_gives_the_recorded_accuracy(tmp_path: Path) -> None:
     assert last["balanced_accuracy"] == pytest.approx(np.mean(last["per_class_accuracy"]))
 
 
-def test_a_model_that_is_not_the_runs_is_named_with_what_differs(tmp_path: Path) -> None:
+def test_evaluate_with_another_model_names_the_difference(tmp_path: Path) -> None:
     run = finish(quick(tmp_path / "r", policy="none", rounds=1))
     whole = run.load_model()
     file = rf"{run.path}/model\.safetensors does not hold model 'users_models:tiny'"
@@ -231,7 +229,7 @@ def test_a_model_with_dropout_resumes_to_the_same_weights(tmp_path: Path, monkey
     assert weights(whole) == weights(finish(quick(tmp_path / "parts", rounds=4, resume=True, **keys)))
 
 
-def test_a_failed_run_resumes_and_a_finished_one_goes_on(tmp_path: Path) -> None:
+def test_resume_continues_failed_and_extended_runs(tmp_path: Path) -> None:
     run = finish(quick(tmp_path / "r", policy="none", rounds=2))
     run.set_status("failed", "an old reason")
     again = finish(quick(tmp_path / "r", policy="none", rounds=3, resume=True))
@@ -240,10 +238,8 @@ def test_a_failed_run_resumes_and_a_finished_one_goes_on(tmp_path: Path) -> None
         finish(quick(tmp_path / "r", policy="none", rounds=3))
 
 
-def test_under_ray_an_old_status_is_never_taken_for_the_new_runs(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The launcher follows status.json from the first moment, half a minute before the ServerApp writes it."""
+def test_ray_run_ignores_an_old_status(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The launcher reads status.json from the start, half a minute before the ServerApp writes it."""
     run = finish(quick(tmp_path / "r", policy="none", rounds=1))
     with pytest.raises(RunError, match="already holds a run"):
         finish(quick(tmp_path / "r", policy="none", rounds=1, backend="ray"))
@@ -260,7 +256,7 @@ def test_under_ray_an_old_status_is_never_taken_for_the_new_runs(
 def test_an_inline_run_opens_its_generator_once(
     tmp_path: Path, digits_generator: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """To open one reads and hashes all of its weights: gigabytes of SD-Turbo."""
+    """Opening a generator reads and hashes all its weights, gigabytes for SD-Turbo."""
     opened: list[str] = []
     service._opened_generator.cache_clear()
 
@@ -276,10 +272,10 @@ def test_an_inline_run_opens_its_generator_once(
 
 
 @pytest.mark.parametrize("live", [False, True])
-def test_ctrl_c_keeps_every_round_that_is_done_however_rare_checkpoints_are(
+def test_ctrl_c_checkpoints_the_last_finished_round(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, live: bool
 ) -> None:
-    """It comes when the fourth round's clients and the strategy are ahead of what was recorded."""
+    """Ctrl-C comes when the fourth round's clients and the strategy are ahead of the recorded rounds."""
     keys = {"policy": "none", "strategy": "scaffold", "participation": 0.5, "checkpoint_every": 50}
     if live:
         hand_models_over(monkeypatch)
@@ -314,7 +310,7 @@ def test_ctrl_c_after_the_last_round_keeps_status_finished(tmp_path: Path, monke
 
 @pytest.fixture(scope="module")
 def eight_rounds(tmp_path_factory: pytest.TempPathFactory, digits_generator: Path) -> str:
-    """The weights of a run that no signal stops."""
+    """Return the weights of an uninterrupted run."""
     folder = tmp_path_factory.mktemp("whole") / "r"
     return weights(finish(small(folder, rounds=8, local_epochs=3, checkpoint_every=2)))
 
@@ -353,10 +349,8 @@ def test_a_run_stopped_by_a_signal_resumes_to_the_same_weights(
         ("launch.run.launch", "stopped; resume with: fedeas resume '{run}'\n"),
     ],
 )
-def test_after_ctrl_c_it_says_how_to_go_on(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str, said: str
-) -> None:
-    """Also while a generator is made, when there is no run yet, and in a folder whose name the shell would split."""
+def test_ctrl_c_prints_how_to_resume(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str, said: str) -> None:
+    """Also during preparation, when there is no run yet, and with a folder name that needs shell quoting."""
 
     def stop(*_: Any) -> None:
         raise KeyboardInterrupt
@@ -380,7 +374,7 @@ def test_a_plan_without_an_image_is_one_warning(tmp_path: Path, digits_generator
 
 
 def test_a_record_names_the_files_that_the_run_was_given(tmp_path: Path, digits_generator: Path) -> None:
-    """By what is in them: folders have other names elsewhere."""
+    """Files are named by the hash of their content, because paths differ between machines."""
     bank, start = black_digits(tmp_path / "bank.npz", [40] * 10), tmp_path / "start.safetensors"
     torch.manual_seed(1)
     save_file(resnet18(num_classes=1000).state_dict(), start)

@@ -1,4 +1,4 @@
-"""The same run through Flower's Ray simulation: the same weights, the true status, nothing left behind."""
+"""Runs through Flower's Ray simulation: inline's weights, the correct status, no processes left."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ pytestmark = [pytest.mark.flower, pytest.mark.usefixtures("nothing_is_left_behin
 
 
 def images_of(cache: str, folder: Path) -> dict[str, str]:
-    """Shards of a cache, by name, and what is in them."""
+    """Return the content of a cache's shards by name."""
     root = folder / "caches" / cache / "images"
     return {str(p.relative_to(root)): hashlib.sha256(p.read_bytes()).hexdigest() for p in sorted(root.rglob("*.npy"))}
 
 
 @pytest.mark.parametrize("actors", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_ray_and_inline_give_the_same_weights(tmp_path: Path, fresh_images: Callable[[str], None], actors: int) -> None:
-    """Four clients a round: of two processes each trains some beside the other, and some after one another."""
+    """Four clients per round in two processes: some train in parallel, some one after another."""
     keys = {**CHEAP, "participation": 1.0}
     fresh_images("inline")
     inline = finish(small(tmp_path / "inline", **keys))
@@ -60,7 +60,7 @@ def test_ray_and_inline_give_the_same_weights(tmp_path: Path, fresh_images: Call
         {"strategy": "scaffold", "policy": "fedeas"},
     ],
 )
-def test_strategies_and_client_side_clipping_are_the_same_under_ray(
+def test_strategies_and_clipping_under_ray_equal_inline(
     tmp_path: Path, digits_generator: Path, keys: dict[str, object]
 ) -> None:
     keys = {"policy": "none", "rounds": 3, **keys}
@@ -124,7 +124,7 @@ def test_ctrl_c_under_ray_ends_everything_and_the_run_resumes(tmp_path: Path, di
 
 
 @pytest.mark.slow
-def test_a_launcher_killed_under_ray_leaves_nothing_and_its_run_resumes(tmp_path: Path, digits_generator: Path) -> None:
+def test_launcher_killed_under_ray_leaves_no_process(tmp_path: Path, digits_generator: Path) -> None:
     folder, conf = tmp_path / "killed", tmp_path / "conf.toml"
     conf.write_text("clients = 4\nalpha = 0.1\nbeta = 4.0\nrounds = 30\nlocal-epochs = 1\n")
     before, folders = flowers_processes(), set(Path(tempfile.gettempdir()).glob("fe-*"))
@@ -140,7 +140,7 @@ def test_a_launcher_killed_under_ray_leaves_nothing_and_its_run_resumes(tmp_path
 
 @pytest.mark.slow
 def test_flwr_run_works_as_flowers_users_expect(tmp_path: Path, digits_generator: Path) -> None:
-    """Plain `flwr run .` with Flower's default of two nodes, on a SuperLink of this test's own."""
+    """Run plain `flwr run .` with Flower's default of two nodes on the test's own SuperLink."""
     environment = {
         **os.environ,
         **QUIET,

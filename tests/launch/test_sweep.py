@@ -1,4 +1,4 @@
-"""Sweeps: killed anywhere they do only what was left; mistakes are found before anything starts."""
+"""Sweeps: a killed sweep continues with what is left; invalid input is rejected before any run starts."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ DOCUMENTED = [
 
 @dataclass
 class Killed:
-    """A sweep that was killed and done again, with what was seen in between."""
+    """Kill a sweep and run it again; return what was observed."""
 
     place: Path
     killed_child: str
@@ -167,14 +167,14 @@ MISTAKES = {
     "key twice": (["seed=1", "seed=2"], ["seed", "twice"]),
     "a folder of one's own": (["run-dir=/tmp/a,/tmp/b"], ["run-dir", "itself"]),
     "no clients": (["clients=4,0"], ["clients = 0"]),
-    "a strategy's own, without it": (["fedprox-mu=0.1,1", "seed=1,2"], ["fedprox-mu=0.1,1.0", "no run", "same"]),
+    "a strategy's own, without it": (["fedprox-mu=0.1,1", "seed=1,2"], ["fedprox-mu=0.1,1.0", "no run", "identical"]),
     "a budget's, without one": (["policy=none,full-balance", "beta=3,6"], ["beta=3.0,6.0", "no run"]),
     "nothing": ([], ["--grid"]),
 }
 
 
 @pytest.mark.parametrize("name", MISTAKES)
-def test_a_grid_that_cannot_be_is_one_line_before_anything_starts(tmp_path: Path, name: str) -> None:
+def test_invalid_grid_is_one_line_before_any_run(tmp_path: Path, name: str) -> None:
     words, parts = MISTAKES[name]
     with pytest.raises(ConfigError) as caught:
         make_sweep(base(), words, tmp_path / "s")
@@ -192,7 +192,7 @@ def test_a_grid_that_cannot_be_is_one_line_before_anything_starts(tmp_path: Path
         ({"evaluation": "federated"}, ["protocol=paper"]),
     ],
 )
-def test_what_all_runs_share_needs_no_sense_without_the_grid(
+def test_common_keys_may_be_invalid_without_the_grid(
     tmp_path: Path, given: dict[str, object], words: list[str]
 ) -> None:
     sweep = make_sweep(base(**given), words, tmp_path)
@@ -207,7 +207,7 @@ def test_a_key_of_some_runs_or_of_one_value_may_be_in_the_grid(tmp_path: Path, w
     assert make_sweep(base(), words, tmp_path).cells
 
 
-def test_a_combination_that_cannot_be_is_refused_whatever_the_others_are(tmp_path: Path) -> None:
+def test_sweep_with_one_invalid_combination_is_rejected(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"min-batch = 40 must be at most batch-size = 32"):
         make_sweep(base(), ["min-batch=2,40", "batch-size=32,64"], tmp_path / "s")
     with pytest.raises(ConfigError, match="unknown key 'polcy'"):
@@ -262,18 +262,16 @@ def test_values_that_look_alike_have_names_of_their_own(tmp_path: Path) -> None:
         (("sampler=ddim", "--grid", "sampler-steps=250,300"), "sampler-steps: 300 is not allowed with ddim"),
         (("--grid", "model=small-cnn,nowhere:net"), "model: 'nowhere:net' cannot be imported"),
         (("model=resnet18", "stem=3x3", "--grid", "weights=none,/no.safetensors"), "weights: there is no file '/no"),
-        (("--grid", "ray-address=,127.0.0.1:1"), "ray-address = '127.0.0.1:1': nobody answers"),
+        (("--grid", "ray-address=,127.0.0.1:1"), "ray-address = '127.0.0.1:1': cannot connect"),
     ],
 )
-def test_what_one_run_of_a_grid_cannot_do_is_refused_before_the_first_run(
-    tmp_path: Path, words: tuple[str, ...], why: str
-) -> None:
+def test_sweep_with_one_invalid_run_is_rejected_at_start(tmp_path: Path, words: tuple[str, ...], why: str) -> None:
     done = typed("sweep", str(ROOT / "conf/quickstart.toml"), *words, "--out", str(tmp_path / "s"))
     assert (done.returncode, done.stdout) == (2, "") and why in done.stderr
     assert not (tmp_path / "s").exists()
 
 
-def test_a_bank_with_too_few_images_for_one_run_is_refused_before_the_first(tmp_path: Path) -> None:
+def test_sweep_with_too_small_bank_is_rejected_at_start(tmp_path: Path) -> None:
     bank = black_digits(tmp_path / "bank.npz", [18] * 9 + [10])
     words = (f"generator={bank}", "--grid", "beta=1,6", "--out", str(tmp_path / "s"))
     done = typed("sweep", str(ROOT / "conf/quickstart.toml"), *words)
@@ -290,7 +288,7 @@ def test_a_finished_sweep_needs_nothing_that_its_runs_needed(tmp_path: Path) -> 
     assert done.returncode == 0 and "seed-1  skipped" in done.stdout, done.stderr
 
 
-def test_a_sweep_begun_before_a_key_was_there_goes_on(tmp_path: Path) -> None:
+def test_sweep_continues_after_a_key_was_added(tmp_path: Path) -> None:
     sweep = make_sweep(base(), ["seed=1"], tmp_path)
     sweep.open()
     path = tmp_path / "sweep.json"
@@ -318,7 +316,7 @@ def test_a_record_is_read_again_only_once_it_has_changed(tmp_path: Path, monkeyp
     assert "fix line 1 (round = null, must be 1)" in cell.reached()["damage"] and len(reads) == 3
 
 
-def test_a_folder_with_another_run_under_a_cells_name_is_refused(tmp_path: Path) -> None:
+def test_sweep_folder_with_another_run_is_rejected(tmp_path: Path) -> None:
     sweep = make_sweep(base(), ["seed=1"], tmp_path)
     RunDirectory.start(sweep.cells[0].config.with_changes(alpha=0.5), {})
     with pytest.raises(RunError, match=r"holds another run, with alpha = 0\.5, not 0\.1"):
@@ -326,7 +324,7 @@ def test_a_folder_with_another_run_under_a_cells_name_is_refused(tmp_path: Path)
 
 
 def test_runs_on_data_named_by_a_relative_path_are_known_again(tmp_path: Path) -> None:
-    """A run writes the path down in full."""
+    """A run records the absolute path."""
     sweep = make_sweep(base(dataset="own:mine.npz", policy="none"), ["seed=1"], tmp_path)
     RunDirectory.start(sweep.cells[0].config.with_changes(dataset=f"own:{tmp_path}/mine.npz"), {})
     sweep.open()

@@ -1,4 +1,4 @@
-"""Runs of a sweep: failures are tried again and told, Ctrl-C stops them all, and the time left is estimated."""
+"""Runs of a sweep: failed runs are restarted and reported, Ctrl-C stops all runs, and the time left is estimated."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ run.set_status("finished")
 
 
 class Heard:
-    """Keeps what a sweep says."""
+    """Watcher that records the events of a sweep."""
 
     def __init__(self, interrupt_at: str = "") -> None:
         self.words: list[tuple[str, str]] = []
@@ -71,7 +71,7 @@ class Heard:
 
 @pytest.fixture
 def quick(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Runs that do nothing in place of real ones."""
+    """Replace real runs with runs that do nothing."""
     script = tmp_path / "child.py"
     script.write_text(CHILD)
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
@@ -127,7 +127,7 @@ DAMAGES: dict[str, tuple[str | None, str]] = {
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_a_damaged_run_is_left_as_it_is_and_told_and_the_others_are_done(quick: Path, damage: str) -> None:
+def test_sweep_reports_damaged_run_and_finishes_the_others(quick: Path, damage: str) -> None:
     text, reason = DAMAGES[damage]
     sweep, heard = make_sweep(base(), ["seed=1,2"], quick), Heard()
     record = write_run(sweep.cells[0].run.path, [0.5] * 3, **vars(sweep.cells[0].config)).path / "rounds.jsonl"
@@ -135,7 +135,7 @@ def test_a_damaged_run_is_left_as_it_is_and_told_and_the_others_are_done(quick: 
     (failed,) = run_sweep(sweep, 1, 1, heard)
     assert heard.words == [("", "began"), ("seed-1", "failed"), ("seed-2", "started"), ("seed-2", "finished")]
     assert (failed.name, failed.attempts) == ("seed-1", 0)
-    assert failed.error == f"{record} {reason}; after `fedeas runs rm {failed.run.path}` the sweep does it anew"
+    assert failed.error == f"{record} {reason}; after `fedeas runs rm {failed.run.path}` the sweep repeats it"
     found = json.loads((quick / "sweep.json").read_text())
     assert [(run["state"], run["error"]) for run in found["runs"]] == [("damaged", failed.error), ("finished", "")]
     assert (found["points"][0]["finished"], found["points"][0]["last_20"]["mean"]) == (1, 0.5)
@@ -143,13 +143,13 @@ def test_a_damaged_run_is_left_as_it_is_and_told_and_the_others_are_done(quick: 
     assert run_sweep(make_sweep(base(), ["seed=1,2"], quick), 1, 1, Heard()) == []
 
 
-def test_a_run_that_says_finished_and_has_no_round_is_done(quick: Path) -> None:
+def test_sweep_repeats_finished_run_without_rounds(quick: Path) -> None:
     sweep = make_sweep(base(), ["seed=1"], quick)
     RunDirectory.start(sweep.cells[0].config, {}).set_status("finished")
     assert run_sweep(sweep, 1, 1, Heard()) == [] and sweep.cells[0].result()["rounds_done"] == 3
 
 
-def test_ctrl_c_stops_the_runs_and_the_next_sweep_goes_on(quick: Path) -> None:
+def test_ctrl_c_stops_all_runs_and_the_next_sweep_resumes(quick: Path) -> None:
     sweep = make_sweep(base(), ["seed=1,99"], quick)
     with pytest.raises(KeyboardInterrupt):
         run_sweep(sweep, 2, 1, Heard(interrupt_at="seed-99"))
@@ -158,7 +158,7 @@ def test_ctrl_c_stops_the_runs_and_the_next_sweep_goes_on(quick: Path) -> None:
     assert json.loads((quick / "sweep.json").read_text())["runs"][1]["state"] == "interrupted"
 
 
-def test_ctrl_c_in_the_shell_says_how_to_go_on_and_leaves_nothing_running(tmp_path: Path) -> None:
+def test_ctrl_c_prints_resume_command_and_ends_all_runs(tmp_path: Path) -> None:
     conf = tmp_path / "conf.toml"
     conf.write_text('clients = 4\npolicy = "none"\nbackend = "inline"\nrounds = 500\n')
     words = ["sweep", str(conf), "--grid", "seed=1,2", "--out", str(tmp_path / "out")]
@@ -186,7 +186,7 @@ def test_the_live_table_has_every_run_and_keeps_failures(quick: Path) -> None:
 
 def test_two_sweeps_in_one_folder_are_refused(quick: Path) -> None:
     heard = Heard()
-    with sweep_jobs._lock_folder(quick), pytest.raises(RunError, match="a sweep is at work in"):
+    with sweep_jobs._lock_folder(quick), pytest.raises(RunError, match="another sweep is already running in"):
         run_sweep(make_sweep(base(), ["seed=1"], quick), 1, 1, heard)
     assert heard.words == []
 
@@ -195,13 +195,13 @@ def test_a_second_sweep_is_refused_before_its_headline(tmp_path: Path) -> None:
     words = ("sweep", str(ROOT / "conf" / "quickstart.toml"), "--grid", "seed=1", "--out", str(tmp_path / "s"))
     with sweep_jobs._lock_folder(tmp_path / "s"):
         done = typed(*words)
-    line = f"error: a sweep is at work in {tmp_path / 's'} already\n"
+    line = f"error: another sweep is already running in {tmp_path / 's'}\n"
     assert (done.returncode, done.stdout, done.stderr) == (2, "", line)
 
 
 @pytest.mark.slow
-def test_a_failing_run_in_the_shell_is_listed_and_the_rest_is_done(tmp_path: Path) -> None:
-    """One that fails as it trains: what a run refuses is refused before the first of them (test_sweep.py)."""
+def test_sweep_lists_failed_run_and_finishes_the_others(tmp_path: Path) -> None:
+    """The run fails in training; test_sweep.py covers input rejected before the first run."""
     words = ("policy=none", "rounds=1", "clients=4", "backend=inline", "--retries", "0", "--out", "out")
     grid = ("--grid", "learning-rate=100,0.05")
     done = fedeas("sweep", str(ROOT / "conf/quickstart.toml"), *words, *grid, cwd=tmp_path)
@@ -239,7 +239,7 @@ def test_some_time_is_never_written_as_none(seconds: float, text: str) -> None:
     assert show_seconds(seconds) == text
 
 
-def test_runs_of_values_no_longer_asked_for_stay_and_are_counted(quick: Path) -> None:
+def test_smaller_grid_keeps_and_counts_other_runs(quick: Path) -> None:
     words = ("sweep", str(ROOT / "conf" / "quickstart.toml"), "policy=none", "backend=inline", "--out", str(quick))
     whole = typed(*words, "--grid", "seed=1,2,3")
     fewer = typed(*words, "--grid", "seed=2")

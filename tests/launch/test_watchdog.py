@@ -1,4 +1,4 @@
-"""A launcher that is killed leaves nothing running, and one that ends is not interfered with."""
+"""A killed launcher leaves no process running; a launcher that exits cleanly is not disturbed."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ with watchdog(root.pid, "the-mark", Path(sys.argv[1])):
 """
 
 
-def keepers_of(folder: Path) -> list[psutil.Process]:
+def watchdogs_of(folder: Path) -> list[psutil.Process]:
     found = []
     for process in psutil.process_iter():
         with suppress(psutil.Error):
@@ -49,7 +49,7 @@ def lives(process: psutil.Process) -> bool:
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGABRT])
-def test_what_a_killed_launcher_started_is_ended_and_its_folder_removed(number: int, tmp_path: Path) -> None:
+def test_watchdog_kills_processes_of_a_killed_launcher(number: int, tmp_path: Path) -> None:
     folder = tmp_path / "fe-folder"
     (folder / "deep").mkdir(parents=True)
     launcher = subprocess.Popen(
@@ -58,27 +58,27 @@ def test_what_a_killed_launcher_started_is_ended_and_its_folder_removed(number: 
     assert launcher.stdout
     root, daemon, orphan = (psutil.Process(int(pid)) for pid in launcher.stdout.readline().split())
     assert orphan.environ()[MARK] == "the-mark"
-    wait_until(lambda: len(root.children()) == 2 and keepers_of(folder), "all are there")
+    wait_until(lambda: len(root.children()) == 2 and watchdogs_of(folder), "all are there")
     started = [root, daemon, orphan, *root.children()]
     os.killpg(launcher.pid, number)
     launcher.wait()
     launcher.stdout.close()
-    wait_until(lambda: not any(map(lives, started)), "what it started has ended")
-    wait_until(lambda: not folder.exists() and not keepers_of(folder), "the folder is gone, and the keeper")
+    wait_until(lambda: not any(map(lives, started)), "all started processes have ended")
+    wait_until(lambda: not folder.exists() and not watchdogs_of(folder), "the folder and the watchdog are gone")
 
 
-def test_a_launcher_that_ends_its_processes_itself_has_a_keeper_that_does_nothing(tmp_path: Path) -> None:
+def test_watchdog_does_nothing_after_a_clean_exit(tmp_path: Path) -> None:
     with subprocess.Popen(["sleep", "600"], start_new_session=True) as root:
         with pytest.raises(ZeroDivisionError), watchdog(root.pid, "no-mark", tmp_path):
             raise ZeroDivisionError
-        assert root.poll() is None and tmp_path.exists() and not keepers_of(tmp_path)
+        assert root.poll() is None and tmp_path.exists() and not watchdogs_of(tmp_path)
         with watchdog(root.pid, "no-mark", tmp_path):
-            assert not is_watchdog(psutil.Process(root.pid)) and is_watchdog(keepers_of(tmp_path)[0])
+            assert not is_watchdog(psutil.Process(root.pid)) and is_watchdog(watchdogs_of(tmp_path)[0])
         root.kill()
 
 
-def test_a_keeper_that_somebody_killed_is_no_error(tmp_path: Path) -> None:
+def test_killed_watchdog_is_no_error(tmp_path: Path) -> None:
     with subprocess.Popen(["sleep", "600"], start_new_session=True) as root:
         with watchdog(root.pid, "no-mark", tmp_path):
-            keepers_of(tmp_path)[0].kill()
+            watchdogs_of(tmp_path)[0].kill()
         root.kill()

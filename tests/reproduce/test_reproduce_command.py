@@ -328,7 +328,7 @@ def test_the_generator_is_trained_by_whoever_has_the_folder_alone(
     runs, trained = tmp_path / "out" / "runs", []
 
     def train(console: Console) -> None:
-        with pytest.raises(RunError, match="a sweep is at work in"), sweep_jobs._lock_folder(runs):
+        with pytest.raises(RunError, match="another sweep is already running in"), sweep_jobs._lock_folder(runs):
             pass
         trained.append(list(runs.glob("*/")))
         raise KeyboardInterrupt
@@ -337,7 +337,7 @@ def test_the_generator_is_trained_by_whoever_has_the_folder_alone(
     words = [f"{BETA_SWEEP_COLUMN}/linear", "--out", "out", "--set", "rounds=2"]
     with sweep_jobs._lock_folder(runs):
         refused = typed(*words, cwd=tmp_path)
-    assert (refused.returncode, refused.stderr) == (2, f"error: a sweep is at work in {runs} already\n")
+    assert (refused.returncode, refused.stderr) == (2, f"error: another sweep is already running in {runs}\n")
     assert trained == [], "which takes minutes"
     stopped = typed(*words, cwd=tmp_path)
     assert stopped.returncode == 130 and "stopped; resume with: fedeas reproduce" in stopped.stderr

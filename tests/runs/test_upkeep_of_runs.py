@@ -158,13 +158,13 @@ def test_while_no_round_ends_a_run_says_how_long_it_will_generate(
     with RoundProgress(run, 10, 0, Console(file=out, width=200), images) as shown:
         assert lines_at(100) == [] and lines_at(130) == []  # starting up is no part of the pace
         assert lines_at(135, of_each_class=10) == []  # a look every ten seconds
-        assert lines_at(150) == ["  100 of 400 images there, about 60 s of generating left"]  # 100 in 20 s
+        assert lines_at(150) == ["  100 of 400 images generated, about 60 s left"]  # 100 in 20 s
         assert lines_at(170) == []  # training: nothing new
         run.append_round({"round": 1, "accuracy": 0.5, "generated": 100, "failures": []})
         assert len(lines_at(171)) == 1 and lines_at(180) == []  # a round ended a moment ago
         assert lines_at(190) == []  # the pace begins anew
-        assert lines_at(210, client=1, of_each_class=20) == ["  300 of 400 images there, about 10 s of generating left"]
-        assert lines_at(220, of_each_class=20) == ["  400 of 400 images there"]
+        assert lines_at(210, client=1, of_each_class=20) == ["  300 of 400 images generated, about 10 s left"]
+        assert lines_at(220, of_each_class=20) == ["  400 of 400 images generated"]
 
 
 def test_generating_in_chunks_gives_the_same_images_and_tells_the_time(
