@@ -44,9 +44,14 @@ class Checkpoint:
     """Whose it is (`RunDirectory.identity`), as its file says; those of older versions do not."""
 
 
+def is_tensor(array: Any) -> bool:
+    """Return whether an array is a torch tensor; this module does not import torch."""
+    return hasattr(array, "cpu")
+
+
 def to_numpy(arrays: Mapping[str, Any]) -> Arrays:
     """Contiguous NumPy arrays, also of tensors that lie on a GPU."""
-    return {k: np.asarray(v.cpu().numpy() if hasattr(v, "cpu") else v, order="C") for k, v in arrays.items()}
+    return {k: np.asarray(v.cpu().numpy() if is_tensor(v) else v, order="C") for k, v in arrays.items()}
 
 
 def write_checkpoint(path: Path, checkpoint: Checkpoint) -> None:

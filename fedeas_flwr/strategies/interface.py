@@ -25,7 +25,7 @@ from flwr.app import ArrayRecord
 from fedeas_flwr.common.errors import ConfigError
 from fedeas_flwr.config import RunConfig
 from fedeas_flwr.data.federated import Images, Labels
-from fedeas_flwr.runs.checkpoints import Arrays, StrategyState, to_numpy
+from fedeas_flwr.runs.checkpoints import Arrays, StrategyState, is_tensor, to_numpy
 from fedeas_flwr.strategies.records import to_arrays
 from fedeas_flwr.training.engine import State
 from fedeas_flwr.training.objective import CROSS_ENTROPY, NO_INPUTS, Inputs, Objective
@@ -171,7 +171,7 @@ class SendsExtra(Protocol):
 def match_model_backend(model: ArrayRecord, arrays: Arrays) -> Arrays:
     """The arrays as extra ones must be: tensors where the model's lie if it is handed over, else NumPy's."""
     first = next(iter(to_arrays(model).values()), None)
-    if first is None or not hasattr(first, "cpu"):
+    if first is None or not is_tensor(first):
         return to_numpy(arrays)
     import torch  # only where models are tensors already
 
