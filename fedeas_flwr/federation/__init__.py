@@ -1,5 +1,5 @@
-"""What runs a round, and what crosses the wire.
+"""Runs federated rounds: the server's side, the messages, and the state that clients keep between rounds.
 
-Other rooms use `Federation`, `count_clients`, `messages.py`, `InlineGrid`, and what clients keep between rounds:
-`ClientStore`, `ClientState`, `write_kept_states`, `forget_kept_states`.
+Other rooms use `Federation`, `count_clients`, `messages.py`, `InlineGrid`, `ClientStore`, `ClientState`,
+`write_kept_states` and `forget_kept_states`.
 """

@@ -1,15 +1,15 @@
-"""What a client keeps between rounds, versioned by round: on disk, or in memory up to the next checkpoint.
+"""A client's state between rounds, one version per round: on disk, or in memory until the next checkpoint.
 
-The server tells a client the last round in which it used that client's reply, and the client starts from that version.
-A reply that was lost, or a server that died before its checkpoint, then changes nothing: the client simply starts from
-the version the server knows.
+The server sends a client the last round whose reply it used, and the client starts from that version. So a lost reply,
+or a server that died before its checkpoint, changes nothing.
 
-state-000012.json         the plan and what it was made for, after round 12
-state-000012.safetensors  what the algorithm's part on the client keeps (SCAFFOLD's c_i, MOON's last model), if anything
+state-000012.json         the plan and the label counts it is based on, after round 12
+state-000012.safetensors  arrays that the algorithm keeps on the client (SCAFFOLD's c_i, MOON's last model), if any
 
-On the inline GPU grid, server and clients are one process and models never leave the GPU. There versions stay in memory
-too, and are written when the server is about to write its checkpoint: after a crash it asks for none that came between.
-Of those that are written, only so many bytes stay in memory: whoever has not trained for longest reads from disk again.
+On the inline GPU grid, server and clients are one process, and models never leave the GPU. There the versions stay in
+memory too, and are written just before the server's checkpoint: after a crash it requests none from between two
+checkpoints. Of the written versions only a limited number of bytes stays in memory; clients that trained longest ago
+read theirs from disk again.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ from fedeas_flwr.runs.checkpoints import to_numpy
 
 @dataclass(frozen=True)
 class ClientState:
-    """A client's memory."""
+    """A client's state after a round."""
 
     generate: tuple[int, ...] | None = None
-    """Images of each class, or ``None`` before the plan. A plan of nothing is a plan: it is not made again."""
+    """Number of images to generate per class, or ``None`` before the plan. A plan may be all zero."""
     memory: Mapping[str, Any] = field(default_factory=dict)
-    """Arrays of the algorithm's own."""
+    """The algorithm's arrays."""
     generator: str = ""
-    """Fingerprint of what made its images: another generator's must not join them."""
+    """Fingerprint of the generator of its images; images of another generator are not added to them."""
     counts: tuple[int, ...] | None = None
-    """The label counts that the plan was made for. Like all of this they stay with the client."""
+    """The label counts of the plan. Like the whole state, they never leave the client."""
 
 
 @dataclass
@@ -47,32 +47,32 @@ class _Versions:
     states: dict[int, ClientState] = field(default_factory=dict)
     """Round → state."""
     needed: set[int] = field(default_factory=set)
-    """Rounds the server may still ask for; some of them may be on disk, from before a resume."""
+    """Rounds that the server may still request; some may be on disk, from before a resume."""
     written: set[int] = field(default_factory=set)
-    """Rounds whose version this process wrote. One on disk may be of a run that was killed before its checkpoint."""
+    """Rounds that this process wrote. Other files may be of a run that was killed before its checkpoint."""
 
 
 _kept: dict[Path, _Versions] = {}
-"""By folder, of clients that live in this process."""
+"""Client's folder → the versions in memory, of clients in this process."""
 _kept_lock = threading.Lock()
 
 
 class ClientStore:
-    """The versions of one client's state, in ``folder``.
+    """Stores the versions of one client's state.
 
     Parameters
     ----------
     folder
-        Of this client in this run.
+        The folder of this client in this run.
     in_memory
-        Keep new versions in this process until `write_kept_states`.
+        Keep new versions in memory until `write_kept_states`.
     """
 
     def __init__(self, folder: Path, in_memory: bool = False) -> None:
         self.folder, self._in_memory = folder, in_memory
 
     def load(self, accepted_round: int) -> ClientState:
-        """The state after ``accepted_round``; a fresh one for round 0."""
+        """Return the state after ``accepted_round``; a new one for round 0."""
         if accepted_round == 0:
             return ClientState()
         with _kept_lock:
@@ -95,10 +95,10 @@ class ClientStore:
             raise RuntimeError(f"client state {path} of round {accepted_round} cannot be read: {error}") from None
 
     def save(self, this_round: int, state: ClientState, still_needed: Sequence[int]) -> None:
-        """Keep this round's version, and drop those the server can no longer ask for.
+        """Keep this round's version, and drop those that the server can no longer request.
 
-        It can ask for the round it accepted last, and, should it die, for the one its checkpoint knows. Versions of
-        later rounds stay: this one may have been late, and the server gone on without it.
+        It can request the last round it accepted and, after a crash, that of its checkpoint. Versions of later rounds
+        are kept: this reply may be late, and the server may have continued without it.
         """
         rounds = {this_round, *still_needed}
         if self._in_memory:
@@ -119,10 +119,10 @@ class ClientStore:
             atomic_write(path.with_suffix(".safetensors"), save(memory))
         facts = {"generate": state.generate, "generator": state.generator, "counts": state.counts}
         text = json.dumps({**facts, "memory": bool(memory)})
-        atomic_write(path, text.encode())  # last: a version is there when this file is
+        atomic_write(path, text.encode())  # last: this file marks the version as complete
 
     def drop_all_but(self, rounds: Collection[int]) -> None:
-        """Remove the versions on disk of all other rounds before the last of these."""
+        """Delete from disk all versions of other rounds before the last of ``rounds``."""
         names = {self._path(number).stem for number in rounds}
         for path in self.folder.glob("state-*"):
             if path.stem not in names and path.stem < max(names):
@@ -132,10 +132,10 @@ class ClientStore:
         return self.folder / f"state-{round_number:06d}.json"
 
 
-def write_kept_states(most_bytes: int = 4 << 30) -> None:
-    """Write every version that is in memory alone, and drop from disk what can no longer be asked for.
+def write_kept_states(max_bytes: int = 4 << 30) -> None:
+    """Write every version that is only in memory, and delete from disk those that can no longer be requested.
 
-    Of arrays that are on disk then, no more than ``most_bytes`` stay in memory.
+    At most ``max_bytes`` of the arrays, which are all on disk then, stay in memory.
     """
     with _kept_lock:
         for folder, versions in _kept.items():
@@ -145,19 +145,19 @@ def write_kept_states(most_bytes: int = 4 << 30) -> None:
                     store.write(number, state)
             versions.written = set(versions.states)
             store.drop_all_but(versions.needed)
-        _evict_oldest_until(most_bytes)
+        _evict_oldest(max_bytes)
 
 
-def _evict_oldest_until(most: int) -> None:
-    """Let the arrays of clients go that trained longest ago; all versions are on disk."""
-    room = most
+def _evict_oldest(max_bytes: int) -> None:
+    """Free the arrays of the clients that trained longest ago; all versions are on disk."""
+    free = max_bytes
     for versions in sorted(_kept.values(), key=lambda versions: -max(versions.states, default=0)):
-        room -= sum(array.nbytes for state in versions.states.values() for array in state.memory.values())
-        if room < 0:
+        free -= sum(array.nbytes for state in versions.states.values() for array in state.memory.values())
+        if free < 0:
             versions.states.clear()
 
 
 def forget_kept_states() -> None:
-    """Free the memory, at the end of a run."""
+    """Free the states in memory, at the end of a run."""
     with _kept_lock:
         _kept.clear()

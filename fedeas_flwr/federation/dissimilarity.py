@@ -1,4 +1,4 @@
-"""Γ̂: how far apart the directions lie in which a round's clients moved the model (the paper's supplement, A)."""
+"""Γ̂: how far apart the directions are in which a round's clients moved the model (the paper's supplement, A)."""
 
 from __future__ import annotations
 
@@ -9,36 +9,35 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedeas_flwr.common.cores import chunks, map_ordered, threads_for
-from fedeas_flwr.runs.checkpoints import Arrays, to_numpy
+from fedeas_flwr.runs.checkpoints import Arrays, is_tensor, to_numpy
 
 _BLOCK = 2**15
-"""Elements of each client's array that are looked at together: with ten clients the cache holds them in float64."""
-_PIECE = 4
-"""Blocks that a thread works on at a time; each one's products wait to be added up in their turn."""
-_ROOM = 2**27
-"""Bytes that all threads' blocks may take together: with ten clients a thread's are 3 MB, with a thousand 262."""
-_AT_ONCE = 2**25
-"""The same on a GPU, of all clients' tensors: 256 MB, whatever the model and the number of clients."""
+"""Elements per client that are multiplied together: in float64, the cache holds those of ten clients."""
+_BLOCKS_PER_TASK = 4
+"""Number of blocks in a thread's task; their products are kept until they are added in order."""
+_MAX_BUFFER_BYTES = 2**27
+"""Maximum bytes of all threads' blocks: a thread needs 3 MB with ten clients, 262 MB with a thousand."""
+_MAX_TENSOR_ELEMENTS = 2**25
+"""Maximum elements of all clients' tensors that are multiplied at once: 256 MB in float64, for any model."""
 
 
 def gradient_dissimilarity(start: Arrays, ends: Sequence[Arrays], weights: Sequence[float]) -> float:
     """Γ̂ = Σ_k w_k ‖Δ̂_k − Σ_j w_j Δ̂_j‖², with Δ̂_k = Δ_k/‖Δ_k‖, Δ_k = θ − θ_k and w_k = N_k/Σ_j N_j.
 
     Multiplied out it needs only the inner products ⟨Δ_i, Δ_j⟩: Σ_k w_k ‖Δ̂_k‖² − Σ_ij w_i w_j ⟨Δ̂_i, Δ̂_j⟩, which is
-    the paper's 1 − ‖mean‖². They are summed in float64, since Γ̂ may be as small as 1e-6. A client that did not move
-    has no direction: its Δ̂ is zero.
+    the paper's 1 − ‖mean‖². They are summed in float64, because Γ̂ may be as small as 1e-6. A client with Δ_k = 0 has no
+    direction: its Δ̂ is zero.
 
     Parameters
     ----------
     start
-        θ: the model that was sent, arrays or tensors.
+        θ: the global model, arrays or tensors.
     ends
-        θ_k: what each client made of it.
+        θ_k: the model that each client trained.
     weights
-        N_k: each client's real samples.
+        N_k: each client's number of real samples.
     """
-    tensors = any(hasattr(array, "cpu") for array in start.values())
-    gram = _products_of_tensors(start, ends) if tensors else _products(start, ends)
+    gram = (_products_of_tensors if any(map(is_tensor, start.values())) else _products)(start, ends)
     norms = np.sqrt(np.diag(gram))
     share = np.where(norms > 0, np.asarray(weights, dtype=np.float64) / float(sum(weights)), 0.0)
     scaled = share / np.where(norms > 0, norms, 1.0)
@@ -46,57 +45,59 @@ def gradient_dissimilarity(start: Arrays, ends: Sequence[Arrays], weights: Seque
 
 
 def _products(start: Arrays, ends: Sequence[Arrays]) -> NDArray[np.float64]:
-    """⟨Δ_i, Δ_j⟩ of NumPy arrays, block by block: no model is ever there in float64.
+    """Return ⟨Δ_i, Δ_j⟩ of NumPy arrays, computed in blocks: no whole model is converted to float64.
 
-    Several blocks at once, but their products are added up in the order of the blocks, however many threads there are.
+    Threads multiply blocks in parallel, but the products are added in the order of the blocks, so the sum does not
+    depend on the number of threads.
     """
     models = [{key: state[key].reshape(-1) for key in start} for state in (start, *ends)]
     threads = min(
-        threads_for(start, len(models), while_clients_train=True), max(1, _ROOM // (len(models) * _BLOCK * 8))
+        threads_for(start, len(models), while_clients_train=True),
+        max(1, _MAX_BUFFER_BYTES // (len(models) * _BLOCK * 8)),
     )
-    rooms = [np.empty(len(models) * _BLOCK) for _ in range(threads)]
+    buffers = [np.empty(len(models) * _BLOCK) for _ in range(threads)]
 
-    def multiplied(blocks: Sequence[tuple[str, int]]) -> list[NDArray[np.float64]]:
-        room, found = rooms.pop(), []
+    def multiply(blocks: Sequence[tuple[str, int]]) -> list[NDArray[np.float64]]:
+        buffer, found = buffers.pop(), []
         for key, first in blocks:
             base, *rows = (model[key][first : first + _BLOCK] for model in models)
-            # No gaps between the rows: `dot` would copy them, and no longer see that both factors are the same.
-            block, moved = room[: base.size], room[base.size : len(models) * base.size].reshape(len(ends), -1)
+            # Without gaps between rows: else `dot` copies them and does not see that both factors are the same.
+            block, deltas = buffer[: base.size], buffer[base.size : len(models) * base.size].reshape(len(ends), -1)
             block[:] = base
-            for row, into in zip(rows, moved, strict=True):
+            for row, into in zip(rows, deltas, strict=True):
                 np.subtract(block, row, out=into)
-            # Not `moved @ moved.T`, which gives the same bits but keeps the interpreter all the while.
-            found.append(np.dot(moved, moved.T))
-        rooms.append(room)
+            # Not `deltas @ deltas.T`, which gives the same bits but does not release the GIL.
+            found.append(np.dot(deltas, deltas.T))
+        buffers.append(buffer)
         return found
 
     products = np.zeros((len(ends), len(ends)))
-    for found in map_ordered(multiplied, chunks(start, _BLOCK, _PIECE * _BLOCK, _PIECE), threads):
+    for found in map_ordered(multiply, chunks(start, _BLOCK, _BLOCKS_PER_TASK * _BLOCK, _BLOCKS_PER_TASK), threads):
         for product in found:
             products += product
     return products
 
 
 def _products_of_tensors(start: Arrays, ends: Sequence[Arrays]) -> NDArray[np.float64]:
-    """The same where the tensors lie, many at once: on a GPU each block would be launches of its own."""
-    import torch  # only where models are tensors already
+    """Return ⟨Δ_i, Δ_j⟩ of tensors on their device, many arrays at once to save kernel launches."""
+    import torch  # already imported if models are tensors
 
     products: Any = 0.0
-    for keys in _in_parts(start, len(ends)):
+    for keys in _key_groups(start, len(ends)):
         base, *rows = (torch.cat([state[key].reshape(-1) for key in keys]).double() for state in (start, *ends))
-        moved = torch.stack([base - row for row in rows])
-        products = products + moved @ moved.T
+        deltas = torch.stack([base - row for row in rows])
+        products = products + deltas @ deltas.T
     found: NDArray[np.float64] = to_numpy({"products": products})["products"]
     return found
 
 
-def _in_parts(start: Arrays, clients: int) -> Iterator[list[str]]:
-    """The model's keys, a few at a time, so that memory stays bounded."""
+def _key_groups(start: Arrays, clients: int) -> Iterator[list[str]]:
+    """Yield the model's keys in groups that fit into the memory limit."""
     keys: list[str] = []
     size = 0
     for key, array in start.items():
         count = clients * int(np.prod(array.shape, dtype=np.int64))
-        if keys and size + count > _AT_ONCE:
+        if keys and size + count > _MAX_TENSOR_ELEMENTS:
             yield keys
             keys, size = [], 0
         keys.append(key)

@@ -44,9 +44,14 @@ class Checkpoint:
     """Identity of the run (`RunDirectory.identity`); empty in checkpoints of older versions."""
 
 
+def is_tensor(array: Any) -> bool:
+    """Return whether an array is a torch tensor; this module does not import torch."""
+    return hasattr(array, "cpu")
+
+
 def to_numpy(arrays: Mapping[str, Any]) -> Arrays:
     """Return contiguous NumPy arrays, copied from the GPU where needed."""
-    return {k: np.asarray(v.cpu().numpy() if hasattr(v, "cpu") else v, order="C") for k, v in arrays.items()}
+    return {k: np.asarray(v.cpu().numpy() if is_tensor(v) else v, order="C") for k, v in arrays.items()}
 
 
 def write_checkpoint(path: Path, checkpoint: Checkpoint) -> None:

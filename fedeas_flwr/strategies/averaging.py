@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 
 from fedeas_flwr.common.cores import chunks, map_ordered, threads_for
-from fedeas_flwr.runs.checkpoints import Arrays
+from fedeas_flwr.runs.checkpoints import Arrays, is_tensor
 
 _BLOCK = 2**17
 """Number of elements summed at once. The sum and one product of this size fit a core's own cache, and a loop over them
@@ -26,7 +26,7 @@ def weighted_average(states: Sequence[Arrays], weights: Sequence[float]) -> Arra
     """
     total = float(sum(weights))
     shares = [weight / total for weight in weights]
-    if any(hasattr(array, "cpu") for array in states[0].values()):
+    if any(map(is_tensor, states[0].values())):
         return _average_tensors(states, shares)
     parts: dict[str, list[NDArray[Any]]] = {}
     averaged: Arrays = {}
@@ -90,8 +90,8 @@ def cast_like(arrays: Arrays, model: Arrays) -> Arrays:
     """
 
     def restored(array: Any, like: Any) -> Any:
-        if hasattr(like, "cpu"):
-            return array.to(like) if hasattr(array, "cpu") else like.new_tensor(array)
+        if is_tensor(like):
+            return array.to(like) if is_tensor(array) else like.new_tensor(array)
         return np.asarray(array, dtype=like.dtype)
 
     return {key: restored(arrays[key], like) for key, like in model.items()}

@@ -26,7 +26,7 @@ from fedeas_flwr.common.errors import ConfigError, MessageError
 from fedeas_flwr.common.randomness import stream
 from fedeas_flwr.config import RunConfig
 from fedeas_flwr.data.datasets import Images, Labels, dataset_info
-from fedeas_flwr.runs.checkpoints import Arrays, StrategyState
+from fedeas_flwr.runs.checkpoints import Arrays, StrategyState, is_tensor
 from fedeas_flwr.strategies.fedavg import FedAvg, settings
 from fedeas_flwr.strategies.fedgen_generator import ALL, NOISE, Heads, Trained, generate, new_generator, train_generator
 from fedeas_flwr.strategies.interface import ClientAlgorithm, ClientRound, Disclosure, match_model_backend
@@ -182,7 +182,7 @@ class FedGen(FedAvg):
 
 def _stacked(arrays: list[Any]) -> torch.Tensor:
     """Stack arrays into a tensor on the CPU, or tensors on their device."""
-    return torch.stack(arrays) if hasattr(arrays[0], "cpu") else torch.from_numpy(np.stack(arrays))
+    return torch.stack(arrays) if is_tensor(arrays[0]) else torch.from_numpy(np.stack(arrays))
 
 
 # ----------------------------------------------------------------------------------------------- client

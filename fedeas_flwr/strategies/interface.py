@@ -28,7 +28,7 @@ from flwr.app import ArrayRecord
 from fedeas_flwr.common.errors import ConfigError
 from fedeas_flwr.config import RunConfig
 from fedeas_flwr.data.datasets import Images, Labels
-from fedeas_flwr.runs.checkpoints import Arrays, StrategyState, to_numpy
+from fedeas_flwr.runs.checkpoints import Arrays, StrategyState, is_tensor, to_numpy
 from fedeas_flwr.strategies.records import to_arrays
 from fedeas_flwr.training.engine import State
 from fedeas_flwr.training.objective import CROSS_ENTROPY, NO_INPUTS, Inputs, Objective
@@ -174,6 +174,6 @@ class SendsExtra(Protocol):
 def match_model_backend(model: ArrayRecord, arrays: Arrays) -> Arrays:
     """Return arrays in the model's form: tensors on its device if it is passed by reference, else NumPy arrays."""
     first = next(iter(to_arrays(model).values()), None)
-    if first is None or not hasattr(first, "cpu"):
+    if first is None or not is_tensor(first):
         return to_numpy(arrays)
     return {key: torch.as_tensor(array, device=first.device) for key, array in arrays.items()}

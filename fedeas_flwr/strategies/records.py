@@ -12,7 +12,7 @@ import numpy as np
 from flwr.app import Array, ArrayRecord
 
 from fedeas_flwr.common.npy import array_bytes, read_array
-from fedeas_flwr.runs.checkpoints import Arrays, to_numpy
+from fedeas_flwr.runs.checkpoints import Arrays, is_tensor, to_numpy
 
 ARRAYS, BUFFERS, EXTRA, CONFIG, METRICS = "arrays", "buffers", "extra", "config", "metrics"
 WEIGHT, LOSS = "num-examples", "loss"
@@ -37,7 +37,7 @@ class InProcessRecord(ArrayRecord):
 
 def to_record(arrays: Mapping[str, Any]) -> ArrayRecord:
     """Return a new record of arrays, encoded; tensors are passed by reference. A sent record must never be changed."""
-    if any(hasattr(value, "cpu") for value in arrays.values()):
+    if any(map(is_tensor, arrays.values())):
         return InProcessRecord(arrays)
     return ArrayRecord({key: _encoded(np.asarray(value)) for key, value in arrays.items()})
 

@@ -224,7 +224,7 @@ def test_many_clients_take_no_more_room_than_is_allowed(monkeypatch: pytest.Monk
     monkeypatch.setattr(dissimilarity, "threads_for", lambda *model, **where: 8)
     monkeypatch.setattr(dissimilarity, "map_ordered", lambda work, parts, number: threads.append(number) or [])
     for room in (2**27, 3 * 11 * 2**15 * 8, 1):
-        monkeypatch.setattr(dissimilarity, "_ROOM", room)
+        monkeypatch.setattr(dissimilarity, "_MAX_BUFFER_BYTES", room)
         dissimilarity._products(start, ends)
     assert threads == [8, 3, 1]
 

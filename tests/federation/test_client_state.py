@@ -75,11 +75,11 @@ def test_what_a_thousand_clients_keep_in_memory_is_bounded(tmp_path: Path) -> No
             store.save(number, ClientState((number,), {"w": array}), still_needed=(0, 0))
         del array
         assert all(array() is not None for array in alive), "nothing is on disk yet"
-        write_kept_states(most_bytes=3 * 4000)
+        write_kept_states(max_bytes=3 * 4000)
         assert [array() is not None for array in alive] == [False, False, True, True, True]
         assert [float(store.load(number).memory["w"][0]) for number, store in enumerate(stores, 1)] == [1, 2, 3, 4, 5]
         stores[0].save(6, ClientState((9,), {"w": np.zeros(1000, np.float32)}), still_needed=(1, 1))
-        write_kept_states(most_bytes=3 * 4000)
+        write_kept_states(max_bytes=3 * 4000)
         assert [stores[0].load(number).generate for number in (1, 6)] == [(1,), (9,)]
     finally:
         forget_kept_states()

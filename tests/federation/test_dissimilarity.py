@@ -72,7 +72,7 @@ def test_tensors_and_parts_change_nothing(monkeypatch: pytest.MonkeyPatch) -> No
     whole = gradient_dissimilarity(start, ends, weights)
     tensors = [{key: torch.tensor(value) for key, value in state.items()} for state in (start, *ends)]
     assert gradient_dissimilarity(tensors[0], tensors[1:], weights) == pytest.approx(whole, rel=1e-12)
-    monkeypatch.setattr(dissimilarity, "_AT_ONCE", 1)  # every tensor by itself
+    monkeypatch.setattr(dissimilarity, "_MAX_TENSOR_ELEMENTS", 1)  # every tensor by itself
     assert gradient_dissimilarity(tensors[0], tensors[1:], weights) == pytest.approx(whole, rel=1e-12)
     monkeypatch.setattr(dissimilarity, "_BLOCK", 3)
     assert gradient_dissimilarity(start, ends, weights) == pytest.approx(whole, rel=1e-12)
