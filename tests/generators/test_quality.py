@@ -72,7 +72,7 @@ def test_training_the_classifier_tells_how_far_it_is(tmp_path: Path, monkeypatch
     with showing_log(Console(file=said, width=200)):
         independent_classifier(f"own:{tmp_path / 'few.npz'}")
     lines = said.getvalue().splitlines()
-    assert lines[0].endswith("is trained: 30 steps") and len(lines) == 31
+    assert lines[0].endswith(": 30 steps") and len(lines) == 31
     assert lines[15].startswith("classifier: step 15 of 30, about ") and lines[15].endswith(" left")
     assert (logger.handlers, logger.level, logger.propagate) == before
 
