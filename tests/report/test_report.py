@@ -356,7 +356,7 @@ def test_clients_that_never_took_part_are_named_where_their_images_are_missed(tm
     note = "Images of FedEAS, seed 2: client 3 never took part, so it generated none"
     text = (tmp_path / "out" / "report.md").read_text()
     assert [line for line in printed.splitlines() if line.startswith("Images of")] == [note] and f"{note}." in text
-    plan = f"FedEAS: the map is the plan, {FEDEAS_OF_FOUR} images; the runs have {FEDEAS_OF_FOUR}, {fewer}, since"
+    plan = f"FedEAS: the map is the plan, {FEDEAS_OF_FOUR} images; the runs have {FEDEAS_OF_FOUR}, {fewer}, because"
     assert f"{plan} clients that never took part generate none." in text
     data = json.loads(typed("report", str(tmp_path), "--format", "json").stdout)
     assert [group["never_took_part"] for group in data["groups"]] == [[[3]], [[], [3]]]
