@@ -1,4 +1,4 @@
-"""Options and checks that several commands share: output format, output paths, rejected options."""
+"""Define options and checks that several commands share: output format, output paths, options without effect."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ FormatOption = Annotated[str, typer.Option("--format", help="table or json", cal
 
 
 def check_folder(option: typer.CallbackParam, path: Path | None) -> Path | None:
-    """Return the path, or raise `ConfigError` if no folder can be written there; callback of an option.
+    """Return an option's path, or raise `ConfigError` if no folder can be written there.
 
-    The check comes first, because computing the content may take hours.
+    Typer calls this before the command runs, because the command may compute for hours before it writes.
     """
     if path is None:
         return path
@@ -47,7 +47,7 @@ def check_folder(option: typer.CallbackParam, path: Path | None) -> Path | None:
 
 
 def check_file(option: typer.CallbackParam, path: Path | None) -> Path | None:
-    """Return the path, or raise `ConfigError` if no file can be written there; callback of an option."""
+    """Return an option's path, or raise `ConfigError` if no file can be written there. See `check_folder`."""
     if path is not None and path.is_dir():
         raise ConfigError(f"{option.opts[0]} '{path}': is a folder, must be a file")
     if path is not None:

@@ -47,7 +47,7 @@ def resume(
     """
     changes, own = parse_overrides(overrides or []), {"run-dir": str(folder.absolute()), "resume": True}
     for key in own.keys() & changes.keys():
-        raise ConfigError(f"{key} = {changes[key]!r}: leave it out, `fedeas resume` continues in {folder}")
+        raise ConfigError(f"{key} = {changes[key]!r}: leave it out, `fedeas resume` sets it to continue in {folder}")
     run = RunDirectory(folder.absolute())
     config = parse_config({**run.config().to_user_dict(), **changes, **own})
     if not changes and run.state() == "finished" and (run.path / "model.safetensors").exists():
@@ -66,7 +66,7 @@ def start(config: RunConfig) -> RunDirectory:
     try:
         config = prepare(config, console)
     except KeyboardInterrupt:
-        raise KeyboardInterrupt("stopped before the run started: repeat the same command") from None
+        raise KeyboardInterrupt("stopped before the run started; to start it, repeat the same command") from None
     console.print(
         f"{config.policy} · {config.strategy} · {config.dataset} · {counted(config.clients, 'client')} "
         f"· {counted(config.rounds, 'round')} · {config.backend} → {config.run_dir}",
@@ -109,9 +109,10 @@ def run_name(config: RunConfig) -> str:
 
 @contextmanager
 def reserved_folder(wanted: Path) -> Iterator[Path]:
-    """Create ``wanted``, or ``wanted-N`` if it exists, and yield it; remove it if it is still empty after an error.
+    """Create the folder ``wanted``, or ``wanted-N`` if ``wanted`` exists, and yield the path of the new folder.
 
-    Creating the folder reserves the name: another run may be looking for the same one at this moment.
+    Creating the folder reserves its name, because another run may choose the same name at the same time. After an error
+    the folder is removed if it is still empty.
     """
     wanted.parent.mkdir(parents=True, exist_ok=True)
     folder, number = wanted, 1
@@ -125,7 +126,7 @@ def reserved_folder(wanted: Path) -> Iterator[Path]:
     try:
         yield folder
     except BaseException:
-        with suppress(OSError):  # not empty
+        with suppress(OSError):  # rmdir fails if the folder is not empty
             folder.rmdir()
             wanted.parent.rmdir()
         raise
@@ -143,7 +144,7 @@ def export(
     folder: Annotated[Path, typer.Argument(help="the run directory of a finished run")],
     to: Annotated[Path, typer.Argument(help="folder for its record, such as results/NAME", callback=check_folder)],
 ) -> None:
-    """Copy a run's record (config, rounds, summary) without weights, images or paths of this machine."""
+    """Copy a run's record (config, rounds, summary) without weights, images or local paths."""
     from fedeas_flwr.runs import listing
 
     run, again = RunDirectory(folder.absolute()), RunDirectory(to.absolute()).is_record()

@@ -14,7 +14,7 @@ class RunError(RuntimeError):
 
 
 class RunFailedError(RunError):
-    """A run, or a command around it, started but did not finish."""
+    """A run, a Flower command or a Flower process started but failed."""
 
 
 class ProcessesDiedError(RunFailedError):
@@ -26,13 +26,13 @@ class MessageError(ValueError):
 
 
 _WORDS = ("DefaultCPUAllocator: ", "CUDA error: out of memory")
-"""Texts of torch errors without their own class: for CPU memory, and for CUDA's own limit, for example when one
-process too many uses MPS."""
+"""Parts of the messages of out-of-memory errors for which torch has no class. The first is about CPU memory. The second
+comes from CUDA itself, for example when too many processes use MPS."""
 
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Return whether an error, or one of its causes, is an out-of-memory error."""
-    torch = sys.modules.get("torch")  # slow to import; if it is not loaded, no error is of its classes
+    torch = sys.modules.get("torch")  # slow to import; if it is not loaded, it cannot have raised the error
     classes = (MemoryError,) if torch is None else (MemoryError, torch.OutOfMemoryError)
     seen: BaseException | None = error
     while seen is not None:

@@ -18,22 +18,22 @@ _MIN_HEIGHT = 64
 
 
 def spread(classes: int, most: int) -> list[int]:
-    """Return the classes to show: all, or ``most`` of them evenly spaced from the first to the last."""
+    """Return the indices of the classes to show: all, or ``most`` evenly spaced ones if there are more."""
     return sorted({round(i * (classes - 1) / (most - 1)) for i in range(most)})
 
 
 def gap_between(image: Pixels) -> int:
-    """Return the width in pixels of the white line between two images ``[..., H, W, C]``."""
+    """Return the width in pixels of the white gap between two images; ``image`` has the shape ``[..., H, W, C]``."""
     return max(1, int(image.shape[-2]) // 16)
 
 
 def image_sheet(rows: Sequence[Pixels], columns: int) -> Pixels:
-    """Return rows of images on a white background.
+    """Return one picture that shows the images in rows on a white background.
 
     Parameters
     ----------
     rows
-        The images of each row, ``[N, H, W, C]`` with one or three channels, all of one size.
+        The images of each row, ``[N, H, W, C]`` with one or three channels. All images have the same size.
     columns
         Number of images per row; a shorter row is filled with white.
 
@@ -53,7 +53,7 @@ def image_sheet(rows: Sequence[Pixels], columns: int) -> Pixels:
 
 
 def save_sheet(rows: Sequence[Pixels], columns: int, path: Path) -> None:
-    """Write the sheet as PNG; small images are enlarged without interpolation."""
+    """Write the rows of images as one PNG file. Small images are enlarged without interpolation."""
     from PIL import Image
 
     times = max(1, _MIN_HEIGHT // rows[0].shape[1])

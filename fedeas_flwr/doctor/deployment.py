@@ -1,4 +1,4 @@
-"""Check a deployment for `fedeas deploy check`: all its folders, or one machine's folder on that machine."""
+"""Check a whole deployment, or one machine's folder on that machine, for `fedeas deploy check`."""
 
 from __future__ import annotations
 
@@ -40,11 +40,14 @@ _WORD = re.compile(r"""\S+?=(?:'[^']*'|"[^"]*"|\S+)""")
 """Pattern of a key and its value as Flower reads them."""
 _SOON = datetime.timedelta(days=30)
 _OPERATORS_PATHS = ("/v1/control/list-runs", "/v1/runtime/get-nodes")
-"""Requests that a gateway must reject: they list, start and serve runs."""
+"""Paths of Flower's control and runtime APIs, one of each; a gateway must reject requests to these APIs."""
 
 
 def examine(folder: Path, run: RunConfig) -> Iterator[Finding]:
-    """Check a whole deployment, or one machine's folder on that machine; a node's also against the config ``run``."""
+    """Check a whole deployment, or one machine's folder on that machine.
+
+    A node's folder is also checked against the config ``run``.
+    """
     if (folder / "deployment.toml").is_file():
         yield from _check_deployment(folder)
     elif (folder / "node.key").is_file():
@@ -75,7 +78,7 @@ def _check_deployment(folder: Path) -> Iterator[Finding]:
             yield problem(node.name, "its ca.crt is from another authority", f"copy flwr/ca.crt to {node.name}/")
     twice = [client for client, times in Counter(place.client for place in places).items() if times > 1]
     if twice:
-        yield problem("client ids", f"{twice[0]} is given to two nodes", "give each node its own in node-config")
+        yield problem("client ids", f"{twice[0]} is given to two nodes", "give each node its own id in node-config")
     yield from check_gateway(deployment.address, folder / "flwr")
     yield from _check_registered(folder, deployment)
 
@@ -116,13 +119,16 @@ def check_superlink(folder: Path, hosts: tuple[str, ...]) -> Iterator[Finding]:
 
 
 def check_node(folder: Path, run: RunConfig | None) -> Iterator[Finding]:
-    """Check a node's key and node-config; with ``run``, on its own machine, also its images and generator."""
+    """Check a node's key and node-config.
+
+    On the node's own machine, where ``run`` is given, its images, generator, GPU and engine are checked too.
+    """
     if missing := _missing(folder, _NODE_FILES):
         yield _incomplete(folder, missing)
         return
     yield from _check_secrets(folder)
     if (folder / "ca.key").exists():
-        yield problem(folder.name, "it contains ca.key", "remove it: its owner can impersonate the SuperLink")
+        yield problem(folder.name, "it contains ca.key", "remove it: anyone who has it can impersonate the SuperLink")
     try:
         private = serialization.load_ssh_private_key((folder / "node.key").read_bytes(), None)
         public = serialization.load_ssh_public_key((folder / "node.pub").read_bytes())
@@ -131,7 +137,7 @@ def check_node(folder: Path, run: RunConfig | None) -> Iterator[Finding]:
         return
     if private.public_key() != public:
         yield problem(
-            folder.name, "node.pub does not belong to node.key", "register the matching one, or restore node.key"
+            folder.name, "node.pub does not belong to node.key", "register the matching public key, or restore node.key"
         )
         return
     try:
@@ -139,7 +145,7 @@ def check_node(folder: Path, run: RunConfig | None) -> Iterator[Finding]:
         config = place.apply(run or parse_config({}))
         yield ok(folder.name, f"client {place.client}, {_describe_data(place, run)}")
     except (ConfigError, ValueError, OSError) as error:
-        other_run = f", or give the config of another run than dataset={run.dataset}" if run is not None else ""
+        other_run = f", or give the config of a run whose dataset is not {run.dataset}" if run is not None else ""
         yield problem(folder.name, error, f"fix {folder / 'node-config'}{other_run}")
         return
     if run is not None:
@@ -168,10 +174,10 @@ def _part(place: Node) -> str:
 
 
 def check_gateway(address: str, folder: Path) -> Iterator[Finding]:
-    """Check that the nodes' address belongs to this deployment and rejects operators' requests.
+    """Check that the server at the nodes' address has this deployment's certificate and rejects operators' requests.
 
-    The requests carry no credentials. Flower's SuperLink would answer them for anyone, so any answer but the gateway's
-    403 means that whoever reaches this address controls the federation.
+    The check sends such requests without credentials. A SuperLink without a gateway would answer them for anyone. So a
+    status other than the gateway's 403 means that everyone who can reach this address controls the federation.
     """
     host, _, port = address.rpartition(":")
     try:
@@ -186,7 +192,7 @@ def check_gateway(address: str, folder: Path) -> Iterator[Finding]:
                 yield problem(
                     "gateway",
                     text,
-                    "start superlink/gateway.sh on the server, and the SuperLink on its loopback interface",
+                    "on the server, start superlink/gateway.sh, and let the SuperLink listen on loopback only",
                 )
                 return
     except ssl.SSLError as error:
@@ -230,18 +236,21 @@ def _place(folder: Path) -> Node | None:
 
 def _read_place(folder: Path, here: bool) -> Node:
     found = _parsed((folder / "node-config").read_text(encoding="utf-8").strip())
-    if not here and found.get("data-path"):  # a path on another machine
+    if not here and found.get("data-path"):  # it is on another machine and cannot be checked here
         found = {**found, "data-path": "/"}
     return read_node(found)
 
 
 def _parsed(text: str) -> dict[str, Any]:
-    """Return a node-config as Flower reads it; name the wrong part, which Flower's own error does not."""
+    """Return a node-config as Flower reads it, or raise `ConfigError`.
+
+    The error names the wrong part of the node-config; Flower's own error does not.
+    """
     for word in _WORD.findall(text):
         try:
             parse_config_args([word])
         except (ValueError, click.ClickException):
-            quoted = 'text is in quotes, as in data-path="/data/images"'
+            quoted = 'put text in quotes, as in data-path="/data/images"'
             raise ConfigError(f"node-config: {word} cannot be read; {quoted}") from None
     if left := _WORD.sub("", text).strip():
         raise ConfigError(f"node-config: {left!r} is not key=value; Flower would ignore it")

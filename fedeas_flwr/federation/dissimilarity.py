@@ -1,4 +1,4 @@
-"""Γ̂: how far apart the directions are in which a round's clients moved the model (the paper's supplement, A)."""
+"""Compute Γ̂: how much the directions of the clients' updates in a round differ (the paper's supplement, A)."""
 
 from __future__ import annotations
 
@@ -12,21 +12,22 @@ from fedeas_flwr.common.cores import chunks, map_ordered, threads_for
 from fedeas_flwr.runs.checkpoints import Arrays, is_tensor, to_numpy
 
 _BLOCK = 2**15
-"""Elements per client that are multiplied together: in float64, the cache holds those of ten clients."""
+"""Number of elements per client in one block. In float64, the blocks of ten clients fit into the CPU's cache."""
 _BLOCKS_PER_TASK = 4
-"""Number of blocks in a thread's task; their products are kept until they are added in order."""
+"""Number of blocks that a thread multiplies in one task. Their products are kept until they are added in order."""
 _MAX_BUFFER_BYTES = 2**27
-"""Maximum bytes of all threads' blocks: a thread needs 3 MB with ten clients, 262 MB with a thousand."""
+"""Maximum bytes of all threads' blocks together. One thread needs 3 MB with ten clients and 262 MB with a thousand.
+If one thread needs more than the maximum, only one runs."""
 _MAX_TENSOR_ELEMENTS = 2**25
-"""Maximum elements of all clients' tensors that are multiplied at once: 256 MB in float64, for any model."""
+"""Maximum number of elements, over all clients, that are multiplied at once on a device: 256 MB in float64."""
 
 
 def gradient_dissimilarity(start: Arrays, ends: Sequence[Arrays], weights: Sequence[float]) -> float:
-    """Γ̂ = Σ_k w_k ‖Δ̂_k − Σ_j w_j Δ̂_j‖², with Δ̂_k = Δ_k/‖Δ_k‖, Δ_k = θ − θ_k and w_k = N_k/Σ_j N_j.
+    """Return Γ̂ = Σ_k w_k ‖Δ̂_k − Σ_j w_j Δ̂_j‖², with Δ̂_k = Δ_k/‖Δ_k‖, Δ_k = θ − θ_k and w_k = N_k/Σ_j N_j.
 
-    Multiplied out it needs only the inner products ⟨Δ_i, Δ_j⟩: Σ_k w_k ‖Δ̂_k‖² − Σ_ij w_i w_j ⟨Δ̂_i, Δ̂_j⟩, which is
-    the paper's 1 − ‖mean‖². They are summed in float64, because Γ̂ may be as small as 1e-6. A client with Δ_k = 0 has no
-    direction: its Δ̂ is zero.
+    Expanded, this is Σ_k w_k ‖Δ̂_k‖² − Σ_ij w_i w_j ⟨Δ̂_i, Δ̂_j⟩, the paper's 1 − ‖mean‖². This form needs only the inner
+    products ⟨Δ_i, Δ_j⟩. The products are summed in float64, because Γ̂ may be as small as 1e-6. A client with Δ_k = 0
+    has no direction, so its Δ̂_k is zero.
 
     Parameters
     ----------
@@ -45,7 +46,7 @@ def gradient_dissimilarity(start: Arrays, ends: Sequence[Arrays], weights: Seque
 
 
 def _products(start: Arrays, ends: Sequence[Arrays]) -> NDArray[np.float64]:
-    """Return ⟨Δ_i, Δ_j⟩ of NumPy arrays, computed in blocks: no whole model is converted to float64.
+    """Return ⟨Δ_i, Δ_j⟩ of NumPy arrays, computed in blocks, so that no whole model is converted to float64.
 
     Threads multiply blocks in parallel, but the products are added in the order of the blocks, so the sum does not
     depend on the number of threads.
@@ -61,7 +62,7 @@ def _products(start: Arrays, ends: Sequence[Arrays]) -> NDArray[np.float64]:
         buffer, found = buffers.pop(), []
         for key, first in blocks:
             base, *rows = (model[key][first : first + _BLOCK] for model in models)
-            # Without gaps between rows: else `dot` copies them and does not see that both factors are the same.
+            # The rows must be contiguous: else `dot` copies them and misses that both factors are the same matrix.
             block, deltas = buffer[: base.size], buffer[base.size : len(models) * base.size].reshape(len(ends), -1)
             block[:] = base
             for row, into in zip(rows, deltas, strict=True):
@@ -79,7 +80,7 @@ def _products(start: Arrays, ends: Sequence[Arrays]) -> NDArray[np.float64]:
 
 
 def _products_of_tensors(start: Arrays, ends: Sequence[Arrays]) -> NDArray[np.float64]:
-    """Return ⟨Δ_i, Δ_j⟩ of tensors on their device, many arrays at once to save kernel launches."""
+    """Return ⟨Δ_i, Δ_j⟩ of tensors, computed on their device, many arrays at once to save kernel launches."""
     import torch  # already imported if models are tensors
 
     products: Any = 0.0
@@ -92,7 +93,7 @@ def _products_of_tensors(start: Arrays, ends: Sequence[Arrays]) -> NDArray[np.fl
 
 
 def _key_groups(start: Arrays, clients: int) -> Iterator[list[str]]:
-    """Yield the model's keys in groups that fit into the memory limit."""
+    """Yield the model's keys in groups within `_MAX_TENSOR_ELEMENTS`; a key above it is a group of its own."""
     keys: list[str] = []
     size = 0
     for key, array in start.items():

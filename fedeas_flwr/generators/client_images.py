@@ -1,4 +1,4 @@
-"""A client's real and synthetic images; on a GPU they are kept between rounds while memory permits."""
+"""Return a client's real and synthetic images, and keep them on the GPU between rounds while memory permits."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from fedeas_flwr.planning.run_plan import requested_images
 
 _FREE_DIVISOR = 4
 """Images are kept while more than 1/4 of the GPU's memory is free. All processes on a GPU see the same free memory, so
-ten processes do not keep ten copies of a dataset that is too large for that."""
+the limit applies to the copies in all of them together."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class LocalImages:
 
 
 class ImagesOnGpu:
-    """Images on the GPU of the clients of one run; those of an earlier run are released."""
+    """Keeps the images of one run's clients on the GPU. Images of an earlier run are released."""
 
     def __init__(self) -> None:
         self._source: tuple[RunConfig, FederatedData] | None = None
@@ -59,7 +59,7 @@ class ImagesOnGpu:
     def keep(
         self, config: RunConfig, data: FederatedData, client: int, generate: tuple[int, ...], found: LocalImages
     ) -> None:
-        """Keep a client's images if at least a quarter of the GPU's memory is free."""
+        """Keep a client's images if more than a quarter of the GPU's memory is free."""
         with self._lock:
             if (config, data) != self._source:
                 self._source = config, data
@@ -82,16 +82,16 @@ def local_images(
     known: str,
     device: str,
 ) -> LocalImages:
-    """Return a client's images and labels; images of its plan that are missing are generated.
+    """Return a client's images and labels; generate the planned images that are not in the cache.
 
     Parameters
     ----------
     config, data, node
-        Config and data of the run, and the client's place in them.
+        Config and data of the run, and the node, which gives the client's id and its part of the data.
     generate
         Planned number of images per class.
     copies
-        Number of its own images to repeat per class; empty: none.
+        Number of the client's own images to repeat per class; empty: none.
     service
         Address of the generator service that all clients share; empty: the client opens its own generator.
     known
@@ -120,10 +120,11 @@ def local_images(
 
 
 def _source(config: RunConfig, device: str, service: str, known: str) -> Generator:
-    """Return the federation's shared generator, or this client's own.
+    """Return the generator that all clients share, or this client's own.
 
-    For a client that has its images, the generator is opened only if one is missing: on a SuperNode every message is a
-    new process, which would otherwise load diffusers and the model to read images from the cache.
+    If ``known`` is given, the client already has images, and the generator is opened only if one is missing. This saves
+    time on a SuperNode, where every message starts a new process: to read images from the cache, that process need not
+    load diffusers and the model.
     """
 
     def open_source() -> Generator:

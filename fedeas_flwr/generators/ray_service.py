@@ -1,12 +1,12 @@
-"""One generator for all clients of a simulation: a named Ray actor; on a cluster, one actor per GPU node.
+"""Run one generator for all clients of a simulation in a named Ray actor. A cluster has one actor per GPU node.
 
     ServerApp   start_service ──────────► GeneratorService (the actor: loads the model at its first request)
     clients     ServiceGenerator.sample ─► the actor serves the requests of all clients in full batches
-    ServerApp   release_gpu, when every client has its images: the actor's process is restarted, which frees the GPU;
-                end, when the run is over
+    ServerApp   release_gpu, when every client has its images: restarts the actor's process, which frees the GPU
+    ServerApp   end, when the run is over: stops the actor
 
-A crash loses at most the chunk that each client waits for: Ray restarts the actor, the clients repeat their requests,
-and earlier images are in the image cache.
+If the actor crashes, Ray restarts it and the clients repeat their requests. Each client loses at most the chunk that it
+was waiting for. Earlier images are in the image cache.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ from fedeas_flwr.generators.opening import open_for_run
 from fedeas_flwr.generators.service import GeneratorService
 
 GENERATOR_GPU_FRACTION = 0.004
-"""Fraction of a GPU that an actor requests from Ray: 0 would hide the GPU from it, more would displace clients."""
+"""Fraction of a GPU that an actor requests from Ray. With 0, Ray would hide the GPU from the actor; a larger fraction
+would leave room for fewer clients."""
 _ATTEMPTS = 5
 _RESTART_SECONDS = 1.0
 _ANSWER_SECONDS = 5.0
@@ -40,7 +41,7 @@ _ANSWER_SECONDS = 5.0
 
 
 class RunningService:
-    """The ServerApp's handle of the actors, made by `start_service`; a single machine has one actor."""
+    """Lets the ServerApp control the actors; `start_service` creates it. A single machine has one actor."""
 
     def __init__(self, ray: Any, config: RunConfig, device: str) -> None:
         self._ray, self._name = ray, f"fedeas-generator-{uuid.uuid4().hex[:12]}"
@@ -62,29 +63,32 @@ class RunningService:
         self._descriptions = [actor.describe.remote() for actor in self._actors]
 
     def address(self) -> str:
-        """Return the address with which clients reach the service; waits until the model is loaded."""
+        """Wait until the model is loaded; return the address with which clients reach the service."""
         found = [self._get(description) for description in self._descriptions]
         fingerprints = {fingerprint for fingerprint, _ in found}
         if len(fingerprints) > 1:
             raise ValueError(
-                "generator: the cluster's nodes have different ones; copy one folder to the same path on all"
+                "generator: the cluster's nodes have different generators; copy one folder to the same path on all"
             )
         return " ".join([self._name, found[0][0], str(min(batch for _, batch in found)), *self._nodes])
 
     def stats(self) -> dict[str, Any]:
-        """Return the counters of the actors' processes, or those before `release_gpu`."""
+        """Return the sums of the actors' counters; after `release_gpu`, their last values before it."""
         if self._done is not None:
             return self._done
         try:
             waiting = [actor.stats.remote() for actor in self._actors]
             found = [dict(self._get(one, timeout=_ANSWER_SECONDS)) for one in waiting]
         except self._ray.exceptions.RayError:
-            return {}  # one is being restarted, or Ray is going down
+            return {}  # an actor is being restarted, or Ray is shutting down
         counted = ("requests", "passes", "images", "seconds")
         return {**found[0], **{key: sum(one[key] for one in found) for key in counted}, "nodes": self._nodes}
 
     def release_gpu(self) -> dict[str, Any] | None:
-        """Free the GPUs once; return the counters so far. A later request (a damaged shard) loads the model again."""
+        """Free the GPUs and return the counters so far, or return None if the GPUs were freed before.
+
+        A later request, for example after a cached shard was damaged, loads the model again.
+        """
         if self._done is not None:
             return None
         self._done = self.stats()
@@ -101,7 +105,7 @@ class RunningService:
     def _get(self, reference: Any, timeout: float | None = None) -> Any:
         try:
             return self._ray.get(reference, timeout=timeout)
-        except self._ray.exceptions.RayTaskError as error:  # its message is a traceback, its cause's one line
+        except self._ray.exceptions.RayTaskError as error:  # its message is a traceback; the cause's is one line
             raise error.cause from None
 
 
@@ -132,31 +136,34 @@ def _open(values: dict[str, Any], device: str) -> Generator:
 
 
 def actor_demand(ray: Any, config: RunConfig, device: str, actors: int = 1) -> dict[str, float]:
-    """Return an actor's resources: no CPU, since the clients have all of them, and the reserved GPU fraction."""
+    """Return the resources of one actor: its GPU fraction, and no CPU, because the clients use all CPUs."""
     return {"num_cpus": 0, "num_gpus": _gpu_share(ray, config, actors) if device == "cuda" else 0}
 
 
 def _gpu_share(ray: Any, config: RunConfig, actors: int) -> float:
-    if ray.cluster_resources().get("GPU", 0) == 0:  # the clients have none either
+    if ray.cluster_resources().get("GPU", 0) == 0:  # Ray manages no GPU, so the clients request none either
         return 0
     left = ray.available_resources().get("GPU", 0)
     if left < GENERATOR_GPU_FRACTION * actors:
         raise ValueError(
-            f"gpu-share = {config.gpu_share:g}: the clients' shares leave {left:g} of the GPU and the generator needs "
+            f"gpu-share = {config.gpu_share:g}: the clients leave {left:g} of the GPU free, but the generator needs "
             f"{GENERATOR_GPU_FRACTION}; must be at most {reserve_generator_gpu(config.gpu_share or 0.1):g}"
         )
     return GENERATOR_GPU_FRACTION
 
 
 def reserve_generator_gpu(share: float) -> float:
-    """Return the largest share, in thousandths, that fits as many parallel clients and the generator on a GPU."""
+    """Return a client's GPU share, lowered if necessary so that the generator also fits on the GPU.
+
+    As many clients as before can train in parallel on a GPU. A lowered share is rounded down to thousandths.
+    """
     clients = max(1, int(1 / share + 1e-6))
     most = (1 - GENERATOR_GPU_FRACTION) / clients
     if 1000 * most + 1e-9 < 1:
         fits = int(1000 * (1 - GENERATOR_GPU_FRACTION) + 1e-9)
         raise ValueError(
-            f"gpu-share = {share:g}: {clients:,} clients and the generator do not fit on one GPU, which is shared in "
-            f"thousandths; give gpu-share={-(-1000 // fits) / 1000:g} or more, or actors={fits} or fewer"
+            f"gpu-share = {share:g}: {clients:,} clients and the generator do not fit on one GPU, because a share is "
+            f"at least a thousandth; give gpu-share={-(-1000 // fits) / 1000:g} or more, or actors={fits} or fewer"
         )
     return min(share, int(1000 * most + 1e-9) / 1000)
 
@@ -172,7 +179,7 @@ class ServiceGenerator:
     address
         From `RunningService.address`; it includes fingerprint and batch size.
     dataset_name
-        Dataset of the classes and the image shape.
+        Name of the dataset, which determines the classes and the image shape.
     """
 
     def __init__(self, address: str, dataset_name: str) -> None:
@@ -182,7 +189,7 @@ class ServiceGenerator:
         self.image_shape, self.num_classes = info.image_shape, len(info.classes)
 
     def sample(self, samples: Sequence[SampleId]) -> Images:
-        """Request images, again if the service dies. See `Generator.sample`."""
+        """Return images from the service; repeat the request if the service dies. See `Generator.sample`."""
         import ray
 
         deaths = 0
@@ -199,7 +206,10 @@ class ServiceGenerator:
                 time.sleep(_RESTART_SECONDS)
 
     def _nearest(self, ray: Any) -> str:
-        """Return the name of the actor on this client's machine, to save network traffic; else of the first."""
+        """Return the name of the actor on this client's machine, or of the first actor if this machine has none.
+
+        An actor on the same machine saves network traffic.
+        """
         if not self._nodes:
             return self._name
         here = ray.get_runtime_context().get_node_id()

@@ -1,8 +1,9 @@
-"""Images, synthetic share and removed imbalance as functions of β, and the β that satisfy a limit on them.
+"""Compute images, synthetic share and removed imbalance as functions of β, and find the values of β within a limit.
 
-Budgets are whole numbers, so these are step functions. Images and the synthetic share are monotone in β, so the largest
-β under a limit is found by bisection (`bisect_last_true`). The removed share decreases at steps that fill a client past
-its best level, and for large β everywhere: see `where_removed`. NumPy only.
+Budgets are whole numbers, so these functions are step functions. The number of images and the synthetic share never
+decrease with β, so bisection finds the largest β within a limit (`bisect_last_true`). The removed share decreases
+at steps that fill a client past the level at which its imbalance is lowest, and at all steps if β is large.
+For this share, `where_removed` finds the values of β. This module needs no package but NumPy.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from fedeas_flwr.allocation import (
 )
 from fedeas_flwr.policies import POLICIES, ClientView, FillToBudget, PolicySettings
 
-Window = tuple[float, float]  # interval of β, both ends included
+Window = tuple[float, float]  # interval of β; both ends are included
 
 
 @dataclass(frozen=True)
@@ -45,7 +46,7 @@ class BudgetPath:
     Attributes
     ----------
     end : float
-        Upper end of β, a power of two: beyond it, budgets soon exceed the maximum count.
+        Largest β that is considered, a power of two. The budgets at this β are within the maximum count.
     """
 
     def __init__(
@@ -67,11 +68,11 @@ class BudgetPath:
         return self._rule.budget(ClientView(self.counts, PolicySettings(beta, self.gamma, self.strict_mean)))
 
     def parts(self, levels: IntArray) -> FloatArray:
-        """Return every client's part of the imbalance score when filled to a level."""
+        """Return every client's part of the imbalance score after its scarce classes are filled to its level."""
         return client_imbalance(self.counts, fill_to(self.counts, levels, self.strict_mean))
 
     def removed(self, parts: FloatArray) -> float:
-        """Return the removed share of the score for the remaining parts; see `allocation.removed`."""
+        """Return the share of the score that is removed if these parts remain; see `allocation.removed`."""
         return 1 - float(parts.sum()) / self.before if self.before > 0 else 0.0
 
     def at(self, beta: float) -> Point:
@@ -82,7 +83,7 @@ class BudgetPath:
         return Point(float(beta), images, synthetic, self.removed(self.parts(levels)))
 
     def _end(self) -> float:
-        self.levels(0.0)  # raises if γ alone exceeds the maximum
+        self.levels(0.0)  # raises if the power with γ overflows, whatever β is
         end = 2.0**40
         while True:
             try:
@@ -90,14 +91,17 @@ class BudgetPath:
             except ValueError:
                 end /= 2
             else:
-                return end / 2  # at the limit itself, rounded budgets would exceed it
+                return end / 2  # half, because rounding may lift a budget at the limit over it
 
 
-# ------------------------------------------------------------------------------------- β that satisfy a limit
+# ------------------------------------------------------------------------------------- values of β within a limit
 
 
 def bisect_last_true(holds: Callable[[float], bool], end: float) -> float:
-    """Return by bisection the last float from 0 to ``end`` at which a condition holds; it must be monotone."""
+    """Return the last float from 0 to ``end`` at which a condition holds.
+
+    The search is a bisection, so a condition that fails at one float must fail at all larger ones.
+    """
     if holds(end):
         return end
     low, high = 0.0, end
@@ -107,13 +111,14 @@ def bisect_last_true(holds: Callable[[float], bool], end: float) -> float:
 
 
 def where_removed(path: BudgetPath, least: float, end: float) -> list[Window]:
-    """Return the exact windows of β from 0 to ``end`` that remove at least a share of the imbalance.
+    """Return the exact windows of β from 0 to ``end`` that remove at least the share ``least`` of the imbalance.
 
-    The removed share is not monotone in β, so bisection could miss a window. But each client's part of the score,
-    filled to b, first decreases and then increases: with S = Σ n², its slope has the sign of b·N − S, which grows with
-    b. Over an interval of β a part is therefore at most its larger value at the ends, and at least its smaller one or,
-    if the turning point is inside, its minimum. Intervals that these bounds do not decide are halved, down to single
-    steps. Adjacent windows are merged; a step below the limit inside separates two.
+    The removed share is not monotone in β, so bisection could miss a window. But as a client's budget b grows, its part
+    of the score first decreases and then increases. The slope has the sign of b·N − S, which grows with b; N is the sum
+    of the client's filled counts n, and S = Σ n². This bounds each part over an interval of β. The part is at most the
+    larger of its values at the two ends. It is at least the smaller of these values, or its minimum if the turning
+    point is inside the interval. An interval that these bounds do not decide is halved, until no float lies between its
+    ends. Adjacent windows are merged. Two windows stay separate if a step between them removes less than ``least``.
     """
     turning = _best_levels(path)
     best = np.minimum(path.parts(turning), path.parts(turning - 1))
@@ -135,7 +140,7 @@ def where_removed(path: BudgetPath, least: float, end: float) -> list[Window]:
         elif path.removed(np.where(inside, best, np.minimum(left, right))) >= least:
             middle = (low + high) / 2
             if low < middle < high:
-                waiting += [(middle, high), (low, middle)]  # the left half is next
+                waiting += [(middle, high), (low, middle)]  # pop() takes the left half next
                 continue
             for beta, parts in ((low, left), (high, right)):
                 if path.removed(parts) >= least:
@@ -144,7 +149,7 @@ def where_removed(path: BudgetPath, least: float, end: float) -> list[Window]:
 
 
 def _best_levels(path: BudgetPath) -> IntArray:
-    """Return every client's first level ≥ 1 at which b·N − S ≥ 0; the best level is this or one less."""
+    """Return every client's first level b ≥ 1 with b·N − S ≥ 0 (see `where_removed`); the best level is b or b − 1."""
 
     def falls(level: IntArray) -> BoolArray:
         filled = (path.counts + fill_to(path.counts, level, path.strict_mean)).astype(np.float64)

@@ -178,8 +178,8 @@ def test_each_fault_of_a_node_is_found(lab: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "found"),
     [
-        ("client-id=0 data-path=/data/images", "node-config: data-path=/data/images cannot be read; text is in quotes"),
-        ('client-id=0 data-path="/data', 'node-config: data-path="/data cannot be read; text is in quotes'),
+        ("client-id=0 data-path=/data/images", "node-config: data-path=/data/images cannot be read; put text"),
+        ('client-id=0 data-path="/data', 'node-config: data-path="/data cannot be read; put text'),
         ('client-id=0, data-path="/data"', "node-config: client-id=0, cannot be read"),
         ("partition-id=0 partition-id=1 num-partitions=2", "node-config: a key is given twice"),
         ("client-id=0 data-path = '/x'", "node-config: \"data-path = '/x'\" is not key=value; Flower would ignore it"),

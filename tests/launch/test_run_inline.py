@@ -345,7 +345,7 @@ def test_a_run_stopped_by_a_signal_resumes_to_the_same_weights(
 @pytest.mark.parametrize(
     ("where", "said"),
     [
-        ("launch.prepare.prepare", "stopped before the run started: repeat the same command\n"),
+        ("launch.prepare.prepare", "stopped before the run started; to start it, repeat the same command\n"),
         ("launch.run.launch", "stopped; resume with: fedeas resume '{run}'\n"),
     ],
 )

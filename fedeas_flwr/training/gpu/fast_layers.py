@@ -1,4 +1,4 @@
-"""Replace a model's layers in training mode by the fused kernels of batchnorm_, stem_ and head_kernels.py."""
+"""Run a model's layers in training mode with fused kernels (batchnorm_kernels.py, stem_kernels.py, head_kernels.py)."""
 
 from __future__ import annotations
 
@@ -14,22 +14,23 @@ from fedeas_flwr.training.gpu.head_kernels import MAX_CLASSES, linear
 from fedeas_flwr.training.gpu.stem_kernels import is_known_pooling, pooled
 
 Pair = tuple[torch.Tensor, torch.Tensor]
-"""One feature map for two uses with separate gradients: a block's main branch and its shortcut."""
+"""The same feature map twice: for a block's main branch and for its shortcut. Each has its own gradient."""
 
 
 class FusedLayers:
-    """Give a model's layers fused forward passes, in place, in training mode; evaluation mode is unchanged.
+    """Replaces the forward passes of a model's layers, in place, by fused ones. Evaluation mode is unchanged.
 
     Parameters
     ----------
     model
-        A network on a GPU. BatchNorm is fused in any network, and in torchvision's ResNets with basic blocks also ReLU,
-        sums, pooling and the last layer.
+        A network on a GPU. BatchNorm is fused in any network. In torchvision's ResNets with basic blocks, ReLU, sums,
+        pooling and the last layer are fused too.
 
     Attributes
     ----------
     count
-        Number of samples of the batch without padding: a float on the device, set before the step is captured or run.
+        Number of samples in the batch, without padding. This is a float tensor on the device; the caller sets it before
+        a step is captured or run.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -41,7 +42,7 @@ class FusedLayers:
         for module in model.modules():
             is_norm = isinstance(module, nn.modules.batchnorm._BatchNorm)
             if is_norm and not (module.affine and module.momentum is not None):
-                # It would not be replaced, and would treat the padding of a short batch as samples.
+                # The kernels cannot replace this layer, and PyTorch's own would treat padding as samples.
                 raise ValueError("a BatchNorm without weights, or with a cumulative average, is not supported")
         trial = nn.BatchNorm1d(1, device=device)
         self._batchnorm(trial, torch.zeros(2, 1, device=device))  # raises where Triton cannot compile
@@ -60,7 +61,10 @@ class FusedLayers:
                     module.fc.forward = partial(self._linear, module.fc)  # type: ignore[method-assign]
 
     def count_batches(self, number: int) -> None:
-        """Add ``number`` steps to BatchNorm's counters: once per round, instead of one kernel per layer and step."""
+        """Add ``number`` steps to the batch counters of all BatchNorm layers.
+
+        One call per round replaces one kernel per layer and step.
+        """
         if self._counters:
             torch._foreach_add_(self._counters, number)
 
@@ -80,7 +84,7 @@ class FusedLayers:
         return y, y
 
     def _basic_block(self, block: Any, x: torch.Tensor, shortcut: torch.Tensor) -> Pair:
-        """Run torchvision's `BasicBlock.forward` with ReLUs, sum and the shortcut's norm fused into the BatchNorms."""
+        """Run torchvision's `BasicBlock.forward` with ReLUs, sum and shortcut BatchNorm fused into bn1 and bn2."""
         hidden, _ = self._normalised(block.bn1, block.conv1(x), relu=True)
         norm = None
         if block.downsample is not None:
