@@ -1,4 +1,5 @@
-"""All names of Flower that are not part of its public interface.
+"""All names of Flower that are not part of its public interface, except those whose random numbers
+`strategies/flower.py` seeds.
 
 A Flower release may move any of them without notice; tests/federation/test_flower_internals.py has a test for each.
 """

@@ -59,9 +59,9 @@ MISTAKES = {
     "no run": (("evaluate", "/nowhere"), ["/nowhere"]),
     "a record to test": (
         ("evaluate", RECORD),
-        [RECORD, "a record", "no weights", "the run directory it was made from"],
+        [RECORD, "exported record without weights", "the run directory"],
     ),
-    "a record to go on with": (("resume", RECORD), [RECORD, "a record", "no weights", "the run directory it was"]),
+    "a record to go on with": (("resume", RECORD), [RECORD, "exported record without weights", "the run directory"]),
     "nothing to resume": (("resume", "/nowhere"), ["/nowhere"]),
     "resumed elsewhere": (("resume", RECORD, "run-dir=/else"), ["run-dir = '/else': leave it out", "resume"]),
     "resumed from its start": (("resume", RECORD, "resume=false"), ["resume = False: leave it out", "resume"]),
