@@ -37,7 +37,7 @@ StrategyName = Literal[
     "fedgen",
 ]
 SMALL_BATCH = 8
-"""Images in a batch that counts as small: with half as many, the gradient is eight times as long as with 64 images
+"""A batch with fewer images counts as small. With half as many images, the gradient is eight times as long as with 64
 (results/short-batches)."""
 SAMPLER_STEPS = {"dpm++": 20, "dpm++-logsnr": 20, "ddim": 250}
 """Default number of steps of each deterministic sampler: DPM-Solver++ (Lu et al., 2022), and DDIM with η = 0 (Song et
@@ -61,8 +61,9 @@ KEYS_CHANGEABLE_ON_RESUME = (
     "checkpoint-every",
     "tensorboard",
 )
-"""Keys that may change when a run is resumed. None changes what a client computes on the same hardware;
-`round-timeout`, `node-wait`, `failed-rounds`, `max-examples` and `data-change` can change who is averaged."""
+"""Keys that may change when a run is resumed. None of them changes what a client computes on the same
+hardware. `round-timeout`, `node-wait`, `failed-rounds`, `max-examples` and `data-change` can change which clients are
+averaged."""
 
 
 def _key(name: str) -> str:
@@ -98,7 +99,7 @@ class RunConfig(BaseModel):
 
     policy: str = Field(
         "fedeas",
-        description="allocation policy: how many images each client generates, or repeats (oversample), per class",
+        description="allocation policy: how many images of each class a client generates or, with oversample, repeats",
         json_schema_extra={"enum": [*POLICIES]},
     )
     beta: float = Field(6.0, ge=0, le=1e6, description="budget parameter β; 0 generates nothing")
@@ -107,8 +108,8 @@ class RunConfig(BaseModel):
     )
     printed_rule: bool = Field(
         False,
-        description="fill by Eq. 9 as printed, without the below-the-mean condition (the inverse of `allocate`'s "
-        "`strict_mean`)",
+        description="follow the paper's Eq. 9 as printed: also fill classes that are not below the mean (the inverse "
+        "of `allocate`'s `strict_mean`)",
     )
     total: int = Field(
         0,
@@ -125,7 +126,8 @@ class RunConfig(BaseModel):
     scaffold_server_rate: float = Field(1.0, gt=0, le=100, description="SCAFFOLD: server step size η_g")
     scaffold_weighting: Literal["uniform", "examples"] = Field(
         "uniform",
-        description="SCAFFOLD: weight of a client in the mean of the models: equal, or its number of real samples",
+        description="SCAFFOLD: a client's weight in the mean of the models; uniform: equal; examples: its number of "
+        "real samples",
     )
     moon_mu: float = Field(5.0, ge=0, le=1e4, description="MOON: weight μ of the contrastive term")
     moon_temperature: float = Field(0.5, gt=0, le=1e4, description="MOON: temperature τ of the similarities")
@@ -194,7 +196,8 @@ class RunConfig(BaseModel):
         0.0,
         ge=0,
         le=1e6,
-        description="adaptive DP: noise on the number of clipped clients; 0: 1/20 of the sampled clients",
+        description="adaptive DP: standard deviation of the noise on the number of clipped clients; 0: 1/20 of the "
+        "number of sampled clients",
     )
     dp_delta: float = Field(1e-5, gt=0, lt=1, description="DP: δ for which ε is reported")
     rounds: int = Field(20, ge=1, le=100_000, description="communication rounds T")
@@ -218,7 +221,8 @@ class RunConfig(BaseModel):
     )
     views: Literal["none", "flip-crop"] = Field(
         "none",
-        description="data augmentation; flip-crop: shift each used image at random and, except for digits, mirror it",
+        description="data augmentation; flip-crop: at every use, shift an image at random and, except for digits, flip "
+        "it at random",
     )
     learning_rate: float = Field(0.05, gt=0, le=100, description="SGD step size")
     momentum: float = Field(0.0, ge=0, lt=1, description="SGD momentum, reset every round")
@@ -251,13 +255,13 @@ class RunConfig(BaseModel):
     )
     guidance: float = Field(1.0, ge=1, le=50, description="classifier-free guidance scale; 1: no guidance")
     guidance_rescale: float = Field(
-        0.0, ge=0, le=1, description="fraction of the contrast added by guidance that is removed again; 0: none"
+        0.0, ge=0, le=1, description="fraction to remove of the contrast that guidance adds; 0: remove nothing"
     )
     generation_batch: int = Field(
         0,
         ge=0,
         le=65_536,
-        description="images per forward pass of the generator; 0: 64 on a CPU, by free memory on a GPU",
+        description="images per forward pass of the generator; 0: 64 on a CPU, chosen by free memory on a GPU",
     )
     generation_precision: Literal["auto", "fp32", "tf32", "bf16", "fp16"] = Field(
         "auto", description="arithmetic precision of the generator; auto: fp32 on a CPU, bf16 on a GPU"
@@ -283,7 +287,8 @@ class RunConfig(BaseModel):
     )
     gamma_hat: Literal["off", "trainable", "all-state"] = Field(
         "trainable",
-        description="state that Γ̂ is measured on each round; all-state adds BatchNorm statistics and counters",
+        description="arrays on which the gradient dissimilarity Γ̂ is measured; all-state adds BatchNorm statistics and "
+        "counters to the trainable ones",
     )
     threshold: float = Field(
         0.7, ge=0, le=1, description="target accuracy; the summary reports the first round that reaches it"
@@ -292,15 +297,15 @@ class RunConfig(BaseModel):
         1.0,
         gt=0,
         le=1,
-        description="minimum fraction of a round's clients that must reply; a round below it fails, and "
+        description="minimum fraction of a round's clients that must reply; a round with fewer replies fails, and "
         "`failed-rounds` failed rounds in a row stop the run",
     )
     failed_rounds: int = Field(
         1,
         ge=1,
         le=100_000,
-        description="number of consecutive rounds below `min-replies` that stops the run; before that, a failed round "
-        "leaves the model unchanged",
+        description="number of failed rounds in a row (see `min-replies`) that stops the run; before that, a failed "
+        "round leaves the model unchanged",
     )
     max_examples: int = Field(
         10_000_000,
@@ -310,9 +315,9 @@ class RunConfig(BaseModel):
     )
     data_change: Literal["refuse", "replan"] = Field(
         "refuse",
-        description="if a client's labels change after planning (on data change): refuse fails, replan plans again",
+        description="what a client does if its labels change after planning; refuse: it fails; replan: it plans again",
     )
-    node_wait: float = Field(10.0, ge=0, le=1e6, description="node timeout: seconds to wait for the federation's nodes")
+    node_wait: float = Field(10.0, ge=0, le=1e6, description="seconds to wait for the federation's nodes to connect")
     round_timeout: float = Field(0.0, ge=0, le=1e6, description="seconds to wait for a round's replies; 0: no timeout")
     checkpoint_every: int = Field(1, ge=1, le=100_000, description="rounds between checkpoints")
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="device that models run on")
@@ -321,8 +326,8 @@ class RunConfig(BaseModel):
     )
     run_dir: str = Field(
         "",
-        description="folder of this run, absolute under `flwr run`; empty: ./runs/NAME with `fedeas run`, otherwise in "
-        "the user cache",
+        description="folder of this run; must be absolute with `flwr run`; empty: ./runs/NAME with `fedeas run`, "
+        "otherwise a folder in the user cache",
     )
     resume: bool = Field(False, description="resume from the checkpoint in run-dir")
 
@@ -333,14 +338,16 @@ class RunConfig(BaseModel):
         0,
         ge=0,
         le=4096,
-        description="`fedeas run` only: clients trained in parallel; 0: one per core, on a GPU as a probe measures",
+        description="`fedeas run` only: clients trained in parallel; 0: one per core on a CPU, as many as a probe "
+        "finds best on a GPU",
     )
     ray_address: str = Field("", description="`fedeas run` only: HOST:PORT of a Ray cluster; empty: start a local Ray")
     restarts: int = Field(
         2,
         ge=0,
         le=1000,
-        description="`fedeas run` under Ray only: maximum consecutive restarts without progress after processes died",
+        description="`fedeas run` under Ray only: maximum number of restarts in a row without progress after a process "
+        "died",
     )
     mps: Literal["auto", "off"] = Field(
         "auto",
@@ -351,14 +358,14 @@ class RunConfig(BaseModel):
         0.0,
         ge=0,
         le=1,
-        description="`fedeas run` only: GPU fraction per client under Ray; 0: an equal part for each of `actors`",
+        description="`fedeas run` only: fraction of a GPU per client under Ray; 0: equal parts for all `actors`",
     )
 
     @field_validator("*", mode="before")
     @classmethod
     def _reject_bool_coercion(cls, value: Any, info: ValidationInfo) -> Any:
         if isinstance(value, bool) and cls.model_fields[str(info.field_name)].annotation is not bool:
-            raise ValueError("a value of its own type, not true or false")
+            raise ValueError("a value of the key's type, not true or false")
         if cls.model_fields[str(info.field_name)].annotation is bool and not isinstance(value, bool):
             raise ValueError("true or false")  # pydantic would accept 't', 'on' or 1 as true
         return value
@@ -463,12 +470,13 @@ TEXT_KEYS = frozenset(_key(name) for name, field in RunConfig.model_fields.items
 
 
 def parse_config(values: Mapping[str, Any]) -> RunConfig:
-    """Validate kebab-case keys and values.
+    """Validate kebab-case keys and values, and return the run-config.
 
     Raises
     ------
     ConfigError
-        One line that names the key, the value and what is allowed.
+        If a key is unknown or a value is not allowed. The message is one line with the key, the value and what is
+        allowed.
     """
     for key in values:
         if key not in KEYS:
@@ -480,7 +488,7 @@ def parse_config(values: Mapping[str, Any]) -> RunConfig:
 
 
 def unknown_key(key: str, value: Any, known: Sequence[str], listed: str = "`fedeas keys` lists them all") -> str:
-    """Return an error line for an unknown key: the likely key and, if unclear, where all keys are ``listed``."""
+    """Return an error line for an unknown key: similar keys and, unless there is just one, where all are ``listed``."""
     with_word = [name for name in known if key in name.split("-")]
     near = difflib.get_close_matches(key, known, n=1, cutoff=0.8)
     near = (

@@ -1,15 +1,17 @@
-"""Policies: everything that depends on ``policy=``, and the only module that decides by a policy's name.
+"""Allocation policies (``policy=``). Only this module makes decisions by a policy's name.
 
 A policy is one object. `fedeas plan`, a simulation, a SuperNode, the cost estimate and the server's checks all call it:
 
-    any policy     ``plan``         client: the images of each class that it adds, from its own counts
+    any policy     ``plan``         client: how many images of each class it adds, computed from its own counts
                    ``max_total``    server: the largest total that a client may report
     matched ones   ``reply``        client: the integers that it sends to the server, never its counts
-                   ``split_total``  server: each client's share of one total, from these numbers
+                   ``split_total``  server: each client's share of one total, computed from these integers
 
-A client is a row. On a node a view has one row, the client's own; the plan of a federation makes the same calls with
-one row per client. A policy treats rows independently, so plan and run cannot disagree. A new policy is a class here,
-an entry of `POLICIES` and a label in report/style.py. NumPy only.
+Each row of a view is one client. On a node, a view has one row: the client's own. The plan of a whole federation makes
+the same calls with one row per client. A policy treats rows independently, so plan and run cannot disagree.
+
+To add a policy, write a class here, add it to `POLICIES` and add its label to report/style.py. This module needs NumPy
+only.
 """
 
 from __future__ import annotations
@@ -63,7 +65,7 @@ class ClientView:
 
 
 Ask = Callable[[str, float], Mapping[int, Sequence[int]]]
-"""Sends a question, at a β or a level, to all clients; returns client → integers, in ascending client id."""
+"""Sends a question with a β or a level to all clients; returns the integers of each client, in ascending client id."""
 
 
 class Policy(Protocol):
@@ -81,10 +83,10 @@ class Policy(Protocol):
         """Return the images of each class that each client adds, in the shape of the counts."""
         ...
 
-    # The defaults below are those of a policy that generates nothing.
+    # The methods below are defaults for a policy that generates nothing.
 
     def max_total(self, samples: int, classes: int, settings: PolicySettings, share: Share) -> int:
-        """Return the largest number of generated images that a client of ``samples`` real ones may report."""
+        """Return the largest number of generated images that a client with ``samples`` real images may report."""
         return 0
 
     def generates(self, settings: PolicySettings) -> bool:
@@ -92,31 +94,31 @@ class Policy(Protocol):
         return False
 
     def budget(self, view: ClientView) -> IntArray | None:
-        """Return each client's b_k, the count that it fills its classes up to; None under a policy without one."""
+        """Return each client's budget b_k, the count up to which it fills its classes; None if the policy has none."""
         return None
 
 
 @runtime_checkable
 class MatchedPolicy(Policy, Protocol):
-    """A policy that spends one total on all clients: FedEAS's, unless the settings have another."""
+    """A policy that distributes one total over all clients: FedEAS's total, unless the settings give another."""
 
     settings: frozenset[str] = frozenset({"beta", "gamma", "strict_mean", "total"})
     questions: Mapping[str, Sequence[str]] = {"plan": ("total", "absent")}
-    """Question of the server → names of the numbers in a reply, as sent."""
+    """Names of the integers in a reply to each of the server's questions, in the order sent."""
 
     def reply(self, view: ClientView, question: str, at: float) -> IntArray:
-        """Return each client's integers, [K, n]: for ``plan`` at a β, FedEAS's total and its absent classes."""
+        """Return each client's integers, [K, n]: for ``plan`` at a β, its FedEAS total and number of absent classes."""
         total = FEDEAS.plan(replace(view, settings=replace(view.settings, beta=at))).sum(axis=1)
         return np.stack([total, (view.counts == 0).sum(axis=1)], axis=1)
 
     def max_reply(
         self, samples: int, classes: int, settings: PolicySettings, question: str, at: float
     ) -> Sequence[int]:
-        """Return the largest numbers that a client of ``samples`` real images may reply with."""
+        """Return the largest integers that a client with ``samples`` real images may reply with."""
         return FEDEAS.max_total(samples, classes, replace(settings, beta=at), EMPTY_SHARE), classes
 
     def split_total(self, ask: Ask, classes: int, settings: PolicySettings) -> dict[int, Share]:
-        """Return the share of every client that replied, from the replies only."""
+        """Return the share of every client that replied, computed from the replies only."""
         ...
 
     def generates(self, settings: PolicySettings) -> bool:
@@ -155,7 +157,7 @@ class FillToBudget(Policy):
 
     # Eq. (cap): b_k = ⌊β n̄_k^γ (1 − H̃_k)⌋ is largest where all samples are of one class, H̃_k = 0
     def max_total(self, samples: int, classes: int, settings: PolicySettings, share: Share) -> int:
-        """Return C times the largest b_k of any counts with ``samples`` samples."""
+        """Return C times the largest b_k that any label counts with a sum of ``samples`` can have."""
         budget = settings.beta * (samples / classes) ** self._gamma(settings)
         return classes * int(min(MAX_COUNT, budget * (1 + 1e-9)))
 
@@ -218,11 +220,11 @@ class EvenSplit(MatchedPolicy):
         return allocation.distribute(eligible, base, extra)
 
     def max_total(self, samples: int, classes: int, settings: PolicySettings, share: Share) -> int:
-        """Return the total of a client all of whose classes are eligible."""
+        """Return the total of a client if all its classes are eligible."""
         return classes * share.base + share.extra
 
     def split_total(self, ask: Ask, classes: int, settings: PolicySettings) -> dict[int, Share]:
-        """Return (base, extra) of every client; a client that lacks all classes is empty and has no eligible pair."""
+        """Return (base, extra) of every client; a client without samples has no eligible pair."""
         replies = ask("plan", settings.beta)
         pairs = [
             (absent if self._absent_only else classes) if absent < classes else 0 for _, absent in replies.values()
@@ -238,7 +240,7 @@ class Waterfill(MatchedPolicy):
     questions: Mapping[str, Sequence[str]] = {**MatchedPolicy.questions, "waterfill": ("count",)}
 
     def plan(self, view: ClientView) -> IntArray:
-        """Return the samples for the lowest classes: the count at the share's level plus its extra samples."""
+        """Return the samples for the smallest classes: as many as the share's level gives, plus its extra samples."""
         samples = np.array([share.extra for share in view.shares])
         levels = np.array([share.level for share in view.shares])
         for level in np.unique(levels):
@@ -246,23 +248,23 @@ class Waterfill(MatchedPolicy):
         return waterfill_fill(view.counts, samples)
 
     def max_total(self, samples: int, classes: int, settings: PolicySettings, share: Share) -> int:
-        """Return the largest count at the share's level plus its extra samples."""
+        """Return the most samples that the share's level can give, plus its extra samples."""
         return self._max_count(samples, classes, share.level) + share.extra
 
     def reply(self, view: ClientView, question: str, at: float) -> IntArray:
-        """Return each client's numbers, [K, n]: for ``waterfill`` at a level, the samples that it adds."""
+        """Return each client's integers, [K, n]: for ``waterfill`` at a level, the number of samples that it adds."""
         return super().reply(view, question, at) if question == "plan" else _counter(view)(at)[:, None]
 
     def max_reply(
         self, samples: int, classes: int, settings: PolicySettings, question: str, at: float
     ) -> Sequence[int]:
-        """Return the largest numbers that a client of ``samples`` real images may reply with."""
+        """Return the largest integers that a client with ``samples`` real images may reply with."""
         if question == "plan":
             return super().max_reply(samples, classes, settings, question, at)
         return (self._max_count(samples, classes, at),)
 
     def split_total(self, ask: Ask, classes: int, settings: PolicySettings) -> dict[int, Share]:
-        """Return the level and each client's extra; a client that misses a later question adds nothing at its level."""
+        """Return the level and each client's extra; a client that does not answer a later question counts as 0."""
         replies = ask("plan", settings.beta)
 
         def count_at(level: float) -> IntArray:
@@ -320,7 +322,7 @@ def check_runnable(name: str) -> None:
 def settings_of(policy: str, total_given: bool) -> frozenset[str]:
     """Return the names of the settings that a policy uses; it ignores all others.
 
-    A matched policy needs β, γ and the rule only for FedEAS's total; the two ablations have their own γ.
+    A matched policy uses β, γ and the rule only to compute FedEAS's total. The two ablations have a fixed γ.
     """
     if policy not in POLICIES and policy not in REFERENCES:
         raise ValueError(f"policy={policy!r}: must be one of {', '.join([*POLICIES, *REFERENCES])}")
@@ -340,7 +342,7 @@ def allocate(
     """Return the images to generate under a policy; a matched one spends ``total`` or, if None, FedEAS's total.
 
     ``oversample`` gives zeros, since it repeats a client's own images. A matched policy distributes one total over all
-    clients, so it needs the counts of all of them; under the other policies, a client's row is independent of others.
+    clients, so it needs the counts of all of them; under the other policies, a client's row does not depend on others.
     ``strict_mean`` is the inverse of the run-config key ``printed-rule``. ``beta`` may be omitted if it is not used:
     with a total, and with ``none`` and ``full-balance``.
     """

@@ -37,14 +37,14 @@ def sweep(
     grid: Annotated[list[str] | None, typer.Option(help="key=value,value…; repeat for each key")] = None,
     jobs: Annotated[int, typer.Option(help="number of parallel runs", min=1)] = 1,
     out: Annotated[
-        Path | None, typer.Option(help="folder of the runs; default: runs/sweep-CONF", callback=check_folder)
+        Path | None, typer.Option(help="folder for the runs; default: runs/sweep-CONF", callback=check_folder)
     ] = None,
-    retries: Annotated[int, typer.Option(help="number of restarts of a failed run", min=0)] = 1,
+    retries: Annotated[int, typer.Option(help="how many times to restart a failed run", min=0)] = 1,
     output: Annotated[
-        str, typer.Option("--format", help="table, or json: sweep.json at the end", callback=check_format)
+        str, typer.Option("--format", help="table, or json to print sweep.json at the end", callback=check_format)
     ] = "table",
 ) -> None:
-    """Run every combination of the grid's values; run the same command again to finish what is left."""
+    """Run every combination of the grid's values; run the same command again to finish the remaining runs."""
     _reject_keys_given_twice(overrides or [], grid or [])
     folder = (out or Path("runs") / f"sweep-{conf.stem}").absolute()
     found = make_sweep(read_values(conf, overrides or []), grid or [], folder)
@@ -64,7 +64,7 @@ def sweep(
         print_results(found, console)
     console.print(f"{folder / 'sweep.json'}, sweep.csv", highlight=False, soft_wrap=True)
     if others := {run.path for run in find_runs([folder], 1, [])} - {cell.run.path for cell in found.cells}:
-        console.print(f"not in this grid and left out: {counted(len(others), 'run')} in {folder}", soft_wrap=True)
+        console.print(f"left out {counted(len(others), 'run')} in {folder}: not in this grid", soft_wrap=True)
     for cell in failed:
         warnings.print(f"failed: {cell.name}: {cell.error}", highlight=False, soft_wrap=True, markup=False)
     if failed:
@@ -80,7 +80,7 @@ def _reject_keys_given_twice(overrides: list[str], grid: list[str]) -> None:
 
 
 def validate_runs(sweep: Sweep, console: Console) -> None:
-    """Check all unfinished runs before the first one starts; raise the error that a run would raise hours later."""
+    """Check all unfinished runs before the first one starts, so that an error does not appear only hours later."""
     from fedeas_flwr.launch.prepare import check_runs  # imports Flower
 
     check_runs([cell.config for cell in sweep.cells if not cell.finished], console)
@@ -91,7 +91,7 @@ def validate_runs(sweep: Sweep, console: Console) -> None:
 
 @contextmanager
 def watching(console: Console) -> Iterator[Watcher]:
-    """Yield the sweep's display: a live table on a wide terminal, otherwise lines."""
+    """Yield the sweep's display: a live table on a wide terminal, otherwise printed lines."""
     if not console.is_terminal or console.width < _LIVE:
         yield Lines(console)
         return
@@ -100,7 +100,7 @@ def watching(console: Console) -> Iterator[Watcher]:
 
 
 class Lines:
-    """Prints a line when a run starts or ends, and every 30 s one for each running run."""
+    """Prints a line when a run starts or ends, and a line for each running run after 30 s without output."""
 
     def __init__(self, console: Console) -> None:
         self._console, self._printed_at = console, time.monotonic()
@@ -146,7 +146,7 @@ class LiveTable:
 
 
 def board_table(board: SweepStatus, width: int) -> Table:
-    """Return a table of every run's state, round, accuracy and time left, with a caption on the whole sweep."""
+    """Return a table of every run's state, round, accuracy and time left; the caption shows the sweep's progress."""
     facts = ("round", "accuracy %", "left")
     cells = sorted(board.sweep.cells, key=lambda cell: _ORDER.index(board.progress[cell.name].state))
     rows = [(cell.name, board.progress[cell.name].state, *_facts(board, cell)) for cell in cells]

@@ -1,4 +1,4 @@
-"""Files, text, numbers, processes and devices: helpers that are independent of learning.
+"""Helpers that are independent of learning: files, text, tables, random numbers, processes and devices.
 
-Other rooms may use all of it. Only `devices.py` and `cuda.py` import torch.
+Other packages may use all of them. Only `devices.py` and `cuda.py` import torch.
 """

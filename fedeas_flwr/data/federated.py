@@ -1,4 +1,4 @@
-"""A dataset and its partition over clients, or the images of a node that brings its own."""
+"""The data of clients: a dataset partitioned over them, or a node's own images."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class FederatedData:
 
     @property
     def num_classes(self) -> int:
-        """Number of classes C."""
+        """Return the number of classes C."""
         return len(self.dataset.classes)
 
     def train(self, client: int) -> tuple[Images, Labels]:
@@ -35,7 +35,7 @@ class FederatedData:
         return self._gather(self.partition.train[client])
 
     def test(self, client: int) -> tuple[Images, Labels]:
-        """Return the test images and labels of client k (protocol ``paper``)."""
+        """Return the test images and labels of client k; only protocol ``paper`` gives clients test images."""
         return self._gather(self.partition.test[client])
 
     def train_labels(self, client: int) -> Labels:
@@ -47,20 +47,20 @@ class FederatedData:
         return np.bincount(self.train_labels(client), minlength=self.num_classes)[None, :].astype(np.int64)
 
     def global_test(self) -> tuple[Images, Labels]:
-        """Return the server's test set: the official one (``clean``), or the union of the clients' (``paper``)."""
+        """Return the server's test set: the official one (``clean``) or all clients' test sets together (``paper``)."""
         if self.protocol == "clean":
             return np.asarray(self.dataset.x_test), np.asarray(self.dataset.y_test)
         return self._gather(np.concatenate(self.partition.test))
 
     def counts(self) -> Labels:
-        """Return the label counts of all clients, [K, C]; only a simulation has them."""
+        """Return the label counts of all clients, [K, C]; only a simulation knows them."""
         return self.partition.counts(self._labels(), self.num_classes)
 
     def _labels(self) -> Labels:
         return partitioned_labels(self.dataset, self.protocol)
 
     def _gather(self, indices: Labels) -> tuple[Images, Labels]:
-        # Indices count the train set first and then, under `paper`, the test set.
+        # Indices below `first` are rows of the train set. Under `paper`, the others are rows of the test set.
         first = len(self.dataset.y_train)
         images = np.empty((len(indices), *self.dataset.x_train.shape[1:]), dtype=np.uint8)
         from_train = indices < first
@@ -77,7 +77,7 @@ def partitioned_labels(dataset: Dataset, protocol: str) -> Labels:
 
 
 def federated_data(config: RunConfig, clients: int) -> FederatedData:
-    """Open the run's dataset and split it over ``clients``; return the same object until the dataset's files change."""
+    """Return the run's dataset, split over ``clients`` clients; it is cached until the dataset's files change."""
     return _federated_data(
         config.dataset,
         config.data_dir,
@@ -100,7 +100,7 @@ def _federated_data(
 
 
 def local_data(config: RunConfig, node: Node) -> FederatedData:
-    """Return the data of which this node holds part `Node.part`: the run's dataset, or the node's own images."""
+    """Return the run's dataset or the node's own images; the node trains on part `Node.part` of it."""
     if not node.data_path:
         return federated_data(config, node.partitions)
     info, version = dataset_info(config.dataset), fingerprint(node.data_path)
@@ -109,7 +109,9 @@ def local_data(config: RunConfig, node: Node) -> FederatedData:
 
 @lru_cache(maxsize=1)
 def _own_data(info: DatasetInfo, path: str, version: str, protocol: str, seed: int) -> FederatedData:
-    """Return a node's own images as a federation of one; protocol ``paper`` keeps a quarter of each class for testing.
+    """Return a node's own images as the data of a single client.
+
+    Protocol ``paper`` keeps a quarter of each class for testing.
 
     ``version`` is the fingerprint of the files at ``path``.
     """

@@ -1,4 +1,4 @@
-"""A federation of real machines: folders, certificates, registration.
+"""Set up a federation of real machines: folders, certificates, start scripts and the registration of nodes.
 
-Other rooms use `Deployment`, `write_deployment`, `read_deployment`, `register_nodes` and `list_nodes`.
+Other packages use `Deployment`, `write_deployment`, `read_deployment`, `register_nodes` and `list_nodes`.
 """

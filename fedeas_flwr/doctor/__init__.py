@@ -1,4 +1,4 @@
-"""Check whether this machine, or a deployment, can do a run.
+"""Check whether this machine, or a deployment, is ready for a run.
 
-Other rooms use `Finding`, `examine` and `deployment.examine`.
+Other packages use `Finding`, `examine` and `deployment.examine`.
 """

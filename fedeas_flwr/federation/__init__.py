@@ -1,5 +1,5 @@
-"""Runs federated rounds: the server's side, the messages, and the state that clients keep between rounds.
+"""Run federated rounds: the server's side, the messages, and the state that clients keep between rounds.
 
-Other rooms use `Federation`, `count_clients`, `messages.py`, `InlineGrid`, `ClientStore`, `ClientState`,
+Other packages use `Federation`, `count_clients`, `messages.py`, `InlineGrid`, `ClientStore`, `ClientState`,
 `write_kept_states` and `forget_kept_states`.
 """

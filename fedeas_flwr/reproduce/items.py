@@ -43,11 +43,11 @@ class Item:
     only_by_name: bool = False
     """Whether ``all`` leaves it out at smoke scale, which must finish within minutes."""
     form: str = ""
-    """Form of Γ̂ that its runs must have measured, for a table of Γ̂."""
+    """For a table of Γ̂, the form of Γ̂ (`gamma-hat`) that its runs must have measured."""
 
 
 def _with_variants(methods: Variants) -> Callable[[Sequence[str]], list[str]]:
-    """Return a function that names the cells of some columns and their variants."""
+    """Return a function that lists the cells of these methods and their variants in the given columns."""
     return lambda columns: [f"{place}/{name}{end}" for place, name, end in variants(methods, columns)]
 
 
@@ -89,9 +89,9 @@ def _fixed(make: Callable[[Results], Table]) -> Callable[[Results, Sequence[str]
 ITEMS: dict[str, Item] = {
     "claims": Item(
         "The paper's claims",
-        "Differences of last-20 accuracy in points. Not decided: less than two standard errors from 0, with a standard "
-        "deviation over seeds of at least 0.65 points. Agrees: within 2 points of the paper's difference. Claims and "
-        "thresholds are our choice, made after the runs.",
+        "Differences of last-20 accuracy in points. Not decided: the difference is less than two standard errors "
+        "from 0; the standard deviation over seeds is taken to be at least 0.65 points. Agrees: within 2 points of the "
+        "paper's difference. We chose the claims and thresholds after the runs.",
         claims.claim_cells,
         claims.claims_table,
         only_by_name=True,
@@ -99,7 +99,7 @@ ITEMS: dict[str, Item] = {
     "fig1": Item(
         "Fig. 1: how much, and where",
         "(a) The images that every client would need for full class balance (hatched) and its FedEAS budget (solid). "
-        "(b) Last-20 accuracy without synthetic data and with one total in three places.",
+        "(b) Last-20 accuracy without synthetic data, and with the same total placed by three policies.",
         _on(BETA_SWEEP_COLUMN, "fedavg", "uniform", "missing-only", "fedeas"),
         draw="draw_motivation",
     ),
@@ -119,46 +119,47 @@ ITEMS: dict[str, Item] = {
     "table1": Item(
         "Table 1: accuracy (%, last-20-round mean)",
         "One seed where no number of seeds is given. Bold and underlined: our best and second best of a complete "
-        "column, without Full-Balance.",
+        "column, excluding Full-Balance.",
         tables.large_cells,
         partial(_large, paper_comparison.last_20_of),
     ),
     "fig4": Item(
         "Fig. 4: convergence at matched budgets",
-        "Mean over seeds, their range shaded; dotted lines where the threshold (dashed) is first reached.",
+        "Mean over seeds, with their range shaded. Dotted lines mark where the threshold (dashed) is first reached.",
         _convergence,
         draw="draw_convergence",
     ),
     "fig5": Item(
         "Fig. 5: budget sensitivity and selection",
-        "(a) Last-20 accuracy as the total grows. (b) The β that remove half of the imbalance with a quarter of "
-        "synthetic images.",
+        "(a) Last-20 accuracy as the total grows. (b) The values of β that remove at least half of the imbalance "
+        "with at most a quarter of synthetic images.",
         _on(BETA_SWEEP_COLUMN, *tables.swept_methods("fedeas"), *tables.swept_methods("uniform")),
         draw="draw_sensitivity",
     ),
     "ablation": Item(
         "Table 2: budget-factor ablation",
-        "The rows' β are those that give the paper's totals: 8, 6 and 0.6 at full scale.",
+        "Each row uses the β that gives the paper's total: 8, 6 and 0.6 at full scale.",
         _on(BETA_SWEEP_COLUMN, *paper.ABLATION),
         _fixed(tables.ablation_table),
     ),
     "text": Item(
         "Numbers of the text",
-        "Rounds to the threshold (Fig. 4), the lead under another generator (4.2), FedEAS with SCAFFOLD (supplement, "
-        "D), and time: the paper's on one RTX 4090, ours without starting up, on the device in each run's config.json.",
+        "Rounds to the threshold (Fig. 4), the lead with another generator (4.2), FedEAS with SCAFFOLD (supplement, "
+        "D), and time. The paper's times are from one RTX 4090. Ours exclude start-up; each run's config.json names "
+        "its device.",
         _text,
         _fixed(extra_tables.text_table),
     ),
     "gamma": Item(
         "Supplement, A: gradient dissimilarity Γ̂",
-        "Median over all rounds. The paper's 1e-4 comes out when BatchNorm's step counters count as parameters.",
+        "Median over all rounds. The paper's 1e-4 results if BatchNorm's step counters are treated as parameters.",
         _on(BETA_SWEEP_COLUMN, *paper.GAMMA_HAT),
         _fixed(tables.gamma_table),
         form="all-state",
     ),
     "closed-form": Item(
         "Supplement, B: the closed form h(r)",
-        "Two clients with one class each: the share of their heterogeneity that is left, by generation ratio.",
+        "The share of heterogeneity that remains between two clients with one class each, by generation ratio.",
         _none,
         draw="draw_closed_form",
     ),
@@ -182,14 +183,15 @@ ITEMS: dict[str, Item] = {
     ),
     "clean": Item(
         "Beyond the paper: without leakage, and without a generator",
-        "Protocol paper tests on images of which the generator has seen 5/6, protocol clean on the official test set.",
+        "Protocol paper tests on images, 5/6 of which the generator has seen. Protocol clean tests on the official "
+        "test set.",
         _on(DEFAULT_COLUMN, *CLEAN, *(f"{name}-clean" for name in CLEAN)),
         _fixed(extra_tables.clean_table),
         only_by_name=True,
     ),
     "shared": Item(
-        "Beyond the paper: images of each client's own, or the same for all clients",
-        "Budgets are the same to the image; only the images that clients have in common differ.",
+        "Beyond the paper: each client's own images, or the same images for all clients",
+        "Budgets are exactly the same; the rows differ only in which images the clients share.",
         _with_variants(SHARED),
         extra_tables.shared_table,
         only_by_name=True,
@@ -197,38 +199,39 @@ ITEMS: dict[str, Item] = {
     "drawn": Item(
         "Beyond the paper: images sampled in other ways",
         "Steps uniform in log SNR keep the contrast that steps uniform in time lose. Guidance moves an image away from "
-        "what the generator would make without a class. The paper cites it and gives no scale; public code with the "
-        "paper's generator settings uses 6, rescaled by 0.7, by default.",
+        "what the generator would make without a class. The paper cites guidance but gives no scale. Public code "
+        "with the paper's generator settings uses a scale of 6 and a rescaling of 0.7 by default.",
         _with_variants(DRAWN),
         extra_tables.drawn_table,
         only_by_name=True,
     ),
     "batches": Item(
-        "Beyond the paper: last batches of a few images",
-        "An accuracy drop: a round after the tenth that is more than 5 points below the median of the 13 around it.",
+        "Beyond the paper: small last batches",
+        "An accuracy drop: a round after the tenth whose accuracy is more than 5 points below the median of the 13 "
+        "rounds around it.",
         _with_variants(BATCHED),
         extra_tables.batches_table,
         only_by_name=True,
     ),
     "last-batches": Item(
         "Beyond the paper: accuracy drops by last batches of two images",
-        "Rounds from the 11th on of runs that generate, each client with images of its own. A drop: more than 5 points "
-        "below the median of the 13 rounds around it.",
+        "Rounds from the 11th on, of runs that generate images for each client separately. A drop: accuracy is more "
+        "than 5 points below the median of the 13 rounds around it.",
         drops.drop_cells,
         drops.last_batch_table,
         only_by_name=True,
     ),
     "imbalanced-rounds": Item(
         "Beyond the paper: accuracy drops by the labels of a round",
-        "Rounds without a last batch of two images. The labels are those of the round's clients, real and generated, "
-        "weighted as their models are.",
+        "Rounds without a last batch of two images. Labels are the real and generated labels of the round's "
+        "clients, with the same weights as their models.",
         drops.drop_cells,
         drops.imbalance_table,
         only_by_name=True,
     ),
     "rule": Item(
         "Beyond the paper: other exponents, and the least imbalance that a total can reach",
-        "Every rule spends FedEAS's total, or as little less as whole images allow.",
+        "Every rule spends FedEAS's total, or the nearest smaller number that whole images allow.",
         _on(DEFAULT_COLUMN, *RULES),
         _fixed(extra_tables.rule_table),
         only_by_name=True,
@@ -247,9 +250,9 @@ class Choice:
     columns: tuple[str, ...]
     scale: str
     seeds: tuple[int, ...]
-    """Seeds that replace each cell's own; empty: each cell's own."""
+    """Seeds to use instead of each cell's own; empty: use each cell's own."""
     more: Mapping[str, Any]
-    """Keys of all runs, such as where the data is."""
+    """Run-config keys for all runs, such as `data-dir`."""
 
     def needed(self) -> list[Cell]:
         """Return all cells that are needed, most useful to run first."""
@@ -262,9 +265,9 @@ class Choice:
         return find_results(self.needed(), self.scale, folders, self.more)
 
     def missing(self, results: Results) -> dict[str, list[int]]:
-        """Return cell → seeds without a finished run, in the order in which to run them.
+        """Return the seeds without a finished run for each cell, in the order in which to run them.
 
-        For a table of Γ̂, runs with another form of it do not count.
+        For a table of Γ̂, only runs that measured the table's form of Γ̂ count.
         """
         about = [ITEMS[item] for item in self.items if ITEMS[item].form]
         forms = {name: self.more.get("gamma-hat", item.form) for item in about for name in item.cells(self.columns)}
@@ -277,7 +280,7 @@ class Choice:
 
 
 def can_run(one: Cell, scale: str) -> bool:
-    """Return whether a cell can be run at a scale; SD-Turbo makes no digits."""
+    """Return whether a cell can be run at a scale; SD-Turbo cannot generate digits, which smoke scale uses."""
     return scale == "full" or not one.method.name.endswith("-sd-turbo")
 
 
@@ -288,12 +291,12 @@ def choose(
     seeds: Sequence[int] = (),
     more: Mapping[str, Any] = MappingProxyType({}),
 ) -> Choice:
-    """Read names of items, ``all``, columns, or cells such as ``c10-k100-a0.1/*``.
+    """Return the choice that ``words`` name: items, ``all``, columns, or cells such as ``c10-k100-a0.1/*``.
 
     Raises
     ------
     ConfigError
-        One line for an unknown name, or one that has nothing in the columns or at the scale.
+        If a name is unknown, or has no cell in the columns or at the scale.
     """
     places = [column(word).name for word in (*columns, *words) if word in paper.COLUMNS or word in columns]
     chosen = tuple(place for place in paper.COLUMNS if place in places) or paper.COLUMNS
@@ -318,19 +321,19 @@ def choose(
     if not items and not cells:
         if words:
             raise ConfigError(
-                f"'{words[0]}' is a column: say what of it, such as table1, or '{words[0]}/*' for its cells"
+                f"'{words[0]}' is a column: add an item, such as table1, or give '{words[0]}/*' for its cells"
             )
-        raise ConfigError("say what: `fedeas reproduce all`, or table1, fig2 … (`fedeas reproduce --help`)")
+        raise ConfigError("name what to reproduce: all, table1, fig2 … (see `fedeas reproduce --help`)")
     choice = Choice(tuple(dict.fromkeys(items)), tuple(dict.fromkeys(cells)), chosen, scale, tuple(seeds), more)
     for one in choice.needed():
         if taken := [key for key in one.own_keys() if key in more]:
-            instead = "choose cells, which --list names"
+            instead = "choose cells that do not set it (see --list)"
             raise ConfigError(f"--set {taken[0]}={more[taken[0]]}: {one.name} sets its own; {instead}")
     return choice
 
 
 def _concerns(name: str, columns: Sequence[str]) -> bool:
-    """Return whether an item shows anything of some columns; an item without runs always does."""
+    """Return whether an item shows any of these columns; True for an item without runs."""
     return not ITEMS[name].cells(paper.COLUMNS) or bool(ITEMS[name].cells(columns))
 
 
@@ -340,5 +343,5 @@ def _cells(word: str, columns: Sequence[str], scale: str) -> list[Cell]:
     if not found:
         raise ConfigError(f"'{word}' has no cell in {', '.join(columns)}")
     if not any(can_run(one, scale) for one in found):
-        raise ConfigError(f"'{word}' has no cell at scale {scale}: SD-Turbo makes no digits")
+        raise ConfigError(f"'{word}' has no cell at scale {scale}: SD-Turbo cannot generate digits")
     return [one for one in found if can_run(one, scale)]

@@ -1,4 +1,4 @@
-"""The runs of each cell, found by their configs, not by their folders' names, and what they measured."""
+"""Find the runs of each cell by their configs, not by folder names, and read their measurements."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ FREE_KEYS = (
     "threshold",
     "min-replies",
 )
-"""Keys in which runs of one cell may differ: where and in which precision they ran, and what they also measured."""
+"""Keys that may differ between runs of one cell: the seed, how they ran, their precision and what they measured."""
 
 
 def experiment_key(config: RunConfig) -> dict[str, Any]:
-    """Return the keys that decide what an experiment is; runs with equal ones belong to the same cell.
+    """Return the keys and values that define an experiment; runs with equal ones belong to the same cell.
 
-    Keys of `FREE_KEYS` and unused keys are left out. Of a path it only matters that there are pretrained weights or a
-    diffusion model, since folders have other names elsewhere.
+    Keys of `FREE_KEYS` and unused keys are left out. Folder names differ between machines, so paths are replaced:
+    ``weights`` by whether any are given, ``generator`` by its kind.
     """
     values = identity(config, FREE_KEYS)
     values["weights"] = "none" if config.weights == "none" else "given"
@@ -62,9 +62,9 @@ class Measured:
     images: int
     gamma_hat: float | None
     seconds: float
-    """Seconds of clients, aggregation and evaluation, without starting up."""
+    """Seconds of clients, aggregation and evaluation, excluding start-up."""
     clients: frozenset[int]
-    """Clients that trained at least once, and so generated."""
+    """Clients that trained, and therefore generated, at least once."""
 
     @property
     def seed(self) -> int:
@@ -72,7 +72,7 @@ class Measured:
         return self.config.seed
 
     def first_round_at(self, threshold: float) -> int | None:
-        """Return the first round (from 1) that reached an accuracy, None if none did."""
+        """Return the first round (from 1) whose accuracy reached the threshold; None if none did."""
         return rounds_to_threshold(self.accuracies, threshold)
 
     def planned_images(self) -> int:
@@ -116,13 +116,13 @@ class Results:
 
     scale: str
     cells: dict[str, list[Measured]]
-    """Cell's name → its finished runs by seed, one for each form of Γ̂."""
+    """Finished runs of each cell, by the cell's name and sorted by seed; one per seed and form of Γ̂."""
     doubles: list[Path] = field(default_factory=list)
-    """Runs whose seed and form of Γ̂ an earlier run has, with other accuracies: not its copies."""
+    """Runs left out: an earlier run has the same seed and form of Γ̂, but other accuracies. Copies are not listed."""
     unreadable: list[str] = field(default_factory=list)
 
     def of(self, name: str, form: str = "") -> list[Measured]:
-        """Return the runs of a cell, the first found of each seed; with ``form``, only runs with that form of Γ̂."""
+        """Return the first run found for each seed of a cell; with ``form``, consider only runs with that form of Γ̂."""
         first: dict[int, Measured] = {}
         for run in self.cells.get(name, ()):
             if form in ("", run.config.gamma_hat):
@@ -140,9 +140,9 @@ def find_results(cells: Sequence[Cell], scale: str, folders: Sequence[Path], mor
     scale
         The cells' scale.
     folders
-        Where to look; of two runs with one seed and one form of Γ̂ the first found counts.
+        Where to look. Of two runs with the same seed and form of Γ̂, the first one found counts.
     more
-        Keys of all runs; those that change what a cell means must also match.
+        Run-config keys for all runs; those in `experiment_key` must also match.
     """
     wanted: dict[tuple[tuple[str, Any], ...], str] = {}
     for one in cells:
@@ -208,7 +208,7 @@ class Value:
         return self.mean - self.paper
 
     def as_json(self) -> dict[str, Any]:
-        """Return plain values."""
+        """Return a dict that can be written as JSON."""
         return {
             "cell": self.cell,
             "measure": self.measure,
@@ -222,7 +222,7 @@ class Value:
 
 @dataclass(frozen=True)
 class Budget:
-    """The number of images that a cell's runs generated, and the number they should have."""
+    """The number of images that a cell's runs generated, and the number that they should have generated."""
 
     cell: str
     images: tuple[int, ...]
@@ -238,7 +238,7 @@ class Budget:
 
 
 def check_budget(name: str, runs: Sequence[Measured], published: int | None) -> Budget | None:
-    """Check the images of a cell's runs against the paper's total, else against the plan; None without runs."""
+    """Return the images of a cell's runs with the paper's total or, without one, the plan's; None without runs."""
     if not runs:
         return None
     images = tuple(run.images for run in runs)

@@ -1,6 +1,7 @@
-"""The run directory: a run's config, rounds, checkpoint, model and summary, written so that a crash loses nothing.
+"""Read and write a run directory: config, rounds, checkpoint, model and summary.
 
-files.py lists its files, status.py has its status.
+A crash loses nothing that was written. files.py lists the files of a run directory. status.py reads and
+writes the run's status.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ class RunDirectory(RunStatus):
         return run
 
     def check_ready(self, config: RunConfig) -> None:
-        """Raise `RunError` if the run cannot start or resume here, before anything is written or prepared."""
+        """Raise `RunError` if the run cannot start or resume here; call this before anything is prepared."""
         self.refuse_if_it_runs()
         self._refuse_another(config)
         with self._write_errors_as_run_error(), TemporaryFile(dir=existing_part(self.path)):
@@ -79,13 +80,13 @@ class RunDirectory(RunStatus):
         if (self.path / "rounds.jsonl").exists():
             raise RunError(f"run-dir = '{self.path}' already holds a run: resume it or name another folder")
         if holds_others_files(self.path):
-            raise RunError(f"run-dir = '{self.path}': is not empty and holds no run; name a new folder")
+            raise RunError(f"run-dir = '{self.path}' is not empty and holds no run; name a new folder")
 
     def _refuse_record(self) -> None:
-        """Raise `RunError` if the folder is a record that `export` wrote, which has no weights."""
+        """Raise `RunError` if the folder is an exported record, since such a record has no weights."""
         of_a_run = ("status.json", "checkpoint.safetensors", "model.safetensors")
         if (self.path / "summary.json").exists() and not any((self.path / name).exists() for name in of_a_run):
-            raise RunError(f"{self.path} is an exported record without weights: give the run directory it came from")
+            raise RunError(f"{self.path} is an exported record without weights: use the run directory of this record")
 
     def _check_same(self, config: RunConfig) -> None:
         self._refuse_record()
@@ -98,7 +99,7 @@ class RunDirectory(RunStatus):
         if (self.path / "summary.json").exists() and not (self.path / "checkpoint.safetensors").exists():
             raise RunError(f"{self.path} has finished and was pruned: there is no checkpoint to resume from")
         if config.rounds < len(self.rounds()):
-            raise RunError(f"rounds = {config.rounds}, but the run to resume has done {len(self.rounds())}")
+            raise RunError(f"rounds = {config.rounds}, but the run to resume has already done {len(self.rounds())}")
 
     def identity(self) -> str:
         """Return the run's unique name, which it keeps when it is resumed or its folder is moved."""
@@ -108,11 +109,11 @@ class RunDirectory(RunStatus):
         return path.read_text(encoding="utf-8")
 
     def noise(self, begun: bool = False) -> Noise:
-        """Return the noise source of `dp`; raise `RunError` if a run that has ``begun`` has lost it."""
+        """Return the noise source of `dp`; raise `RunError` if the run has ``begun`` and its noise key is missing."""
         path = self.path / "noise-key"
         if begun and not path.exists():
             raise RunError(
-                f"{path} is missing, and without it the noise already added to the run's models is unknown; "
+                f"{path} is missing. The noise already added to the run's models cannot be computed without it; "
                 "start a new run"
             )
         try:
@@ -130,7 +131,8 @@ class RunDirectory(RunStatus):
     def record_inputs(self, dataset: str, classes: Sequence[str], files: Mapping[str, str]) -> None:
         """Record the class names of the dataset and the hashes of the input files.
 
-        A resumed run must have the same class names. It may lack a file: its images are in the cache.
+        A resumed run must have the same class names. An input file may be missing, since the images made from it are
+        in the cache.
         """
         self.check_classes(dataset, classes)
         found = {"classes": classes, "files": {**self.files(), **files}}
@@ -168,7 +170,7 @@ class RunDirectory(RunStatus):
         try:
             return parse_config({**self.read_json("config.json")["config"]})
         except (ConfigError, KeyError, TypeError) as error:
-            newer = ", or another version's" if str(error).startswith("unknown key") else ""
+            newer = ", or is from another version" if str(error).startswith("unknown key") else ""
             raise RunError(f"{self.path / 'config.json'} is not a run's config{newer}: {error}") from None
 
     def environment(self) -> dict[str, Any]:
@@ -185,8 +187,8 @@ class RunDirectory(RunStatus):
     def rounds_from(self, offset: int) -> tuple[list[dict[str, Any]], int]:
         """Return the rounds recorded after a byte offset, and the offset to read from next time.
 
-        A caller that follows a run thus reads every record once, or all records again if `truncate_rounds` removed
-        rounds and the offset is no longer at the start of a line.
+        A caller that follows a run thus reads every record once. If `truncate_rounds` removed rounds and the offset is
+        no longer at the start of a line, the caller gets all records again.
         """
         found = self._recorded(offset)
         return found.records, found.offset
@@ -205,7 +207,7 @@ class RunDirectory(RunStatus):
             os.fsync(file.fileno())
 
     def truncate_rounds(self, count: int) -> None:
-        """Drop the records after the first ``count``: a resumed run repeats rounds that no checkpoint covers."""
+        """Remove all records after the first ``count``, since a resumed run repeats the rounds after its checkpoint."""
         found = self._rounds_at_least(count, f"the checkpoint is of round {count}")[:count]
         lines = "".join(json.dumps(record) + "\n" for record in found)
         atomic_write(self.path / "rounds.jsonl", lines.encode())
@@ -222,8 +224,8 @@ class RunDirectory(RunStatus):
             raise RunError(f"{self.path / 'rounds.jsonl'} holds {valid}, but {why}: fix line {line}{error}")
 
     def checked_rounds(self) -> list[dict[str, Any]]:
-        """Return the recorded rounds; raise `RunError` if a line, or a round that the summary counts, is lost."""
-        count = self._rounds_by_summary()  # read first, since a run writes it last
+        """Return the recorded rounds; raise `RunError` if a line is invalid or a round of the summary is missing."""
+        count = self._rounds_by_summary()  # read before the rounds, since a run writes the summary last
         found = self._recorded()
         self._refuse_fewer(found, count, f"summary.json counts {counted(count, 'round')}")
         self._refuse_fewer(found, found.lines, f"has {counted(found.lines, 'line')}")
@@ -252,7 +254,7 @@ class RunDirectory(RunStatus):
         except ValueError as error:
             raise RunError(str(error)) from None
         if checkpoint.run and (self.path / "identity").exists() and checkpoint.run != self.identity():
-            raise RunError(f"{path} is of another run: restore the run's own, or start a new run")
+            raise RunError(f"{path} belongs to another run: restore the run's own checkpoint, or start a new run")
         return checkpoint
 
     def save_model(self, arrays: Arrays) -> None:
@@ -280,7 +282,7 @@ class RunDirectory(RunStatus):
         return dict(self.read_json("summary.json"))
 
     def is_record(self) -> bool:
-        """Return whether this is a complete record of a run: listing.py writes the rounds last."""
+        """Return whether this is a complete record of a run: it has the rounds, which listing.py writes last."""
         return (self.path / "rounds.jsonl").exists()
 
     def save_service(self, stats: Mapping[str, Any]) -> None:

@@ -1,7 +1,7 @@
 """Learning algorithms by their run-config name: how each is built, and what it sends and discloses.
 
-An algorithm is a Flower strategy. It sees a grid of the round's sampled clients only, and trainable arrays only.
-`Federation` samples clients, checks and orders replies, averages buffers, checks the quorum and resumes.
+An algorithm is a Flower strategy. It sees only the clients sampled for the round, and only trainable arrays.
+`Federation` samples clients, checks and orders replies, averages buffers, checks the quorum and resumes runs.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ class Algorithm:
     build: Callable[[RunConfig], Strategy]
     summary: str
     discloses: str
-    """What a client reveals beyond FedAvg, which gets its model update and its number of real samples."""
+    """What a client discloses in addition to its model update and number of real samples, which FedAvg needs."""
     extra_bytes: float
     """Traffic per client and round beyond sending the model and receiving it back, in units of one model."""
     client: Callable[[RunConfig], ClientAlgorithm] = lambda config: ClientAlgorithm()
     """Builds the algorithm's part on a client."""
     disclosure: Disclosure | None = None
-    """What it asks every client before training. The run starts only if the disclosure's key allows it."""
+    """What every client discloses before training; None: nothing. The run-config must set `Disclosure.key` to true."""
 
 
 ALGORITHMS: dict[str, Algorithm] = {
@@ -54,13 +54,13 @@ ALGORITHMS: dict[str, Algorithm] = {
     "scaffold": Algorithm(
         build_scaffold,
         "control variates correct the clients' steps; unweighted mean of the models",
-        "nothing: the change of its control variate follows from its update and its steps",
+        "nothing: the change of its control variate follows from its update and its number of steps",
         2,
         ScaffoldClient,
     ),
     "moon": Algorithm(
         adapt_if_dp(build_moon),
-        "FedAvg with a contrastive loss: features near the received model's, far from the client's last model's",
+        "FedAvg with a contrastive loss: features move towards the received model's and away from the client's last",
         "nothing",
         0,
         moon_client,
@@ -89,7 +89,7 @@ ALGORITHMS: dict[str, Algorithm] = {
     "qfedavg": Algorithm(
         adapt(flower.build_qfedavg),
         "updates weighted by the client's training loss to the power q",
-        "nothing; its training loss, which FedAvg sends too, sets its weight",
+        "nothing: FedAvg also sends the training loss, which sets the client's weight here",
         0,
     ),
     "fedmix": Algorithm(
@@ -112,13 +112,13 @@ ALGORITHMS: dict[str, Algorithm] = {
 
 
 def build_strategy(config: RunConfig) -> Strategy:
-    """Build the algorithm the run-config names, for a federation of `clients` clients.
+    """Build and return the strategy that the run-config names; its `clients` must be the size of the federation.
 
     Raises
     ------
     ConfigError
-        If the algorithm needs more replies per round, cannot be combined with `dp`, or needs a disclosure that is
-        not allowed.
+        If the algorithm needs more replies per round than the run-config guarantees, cannot be combined with `dp`, or
+        needs a disclosure that the run-config does not allow.
     """
     algorithm = ALGORITHMS[config.strategy]
     if algorithm.disclosure is not None:
@@ -126,15 +126,15 @@ def build_strategy(config: RunConfig) -> Strategy:
     strategy = algorithm.build(config)
     if config.dp != "none" and not isinstance(strategy, FlowerStrategyAdapter):
         raise ConfigError(
-            f"dp = '{config.dp}' does not cover all that strategy = '{config.strategy}' sends: must be none with it, "
-            "or with a strategy other than scaffold, fedmix and fedgen"
+            f"dp = '{config.dp}' does not cover all that strategy = '{config.strategy}' sends: set dp = none, or "
+            "choose a strategy other than scaffold, fedmix and fedgen"
         )
     return strategy
 
 
 @lru_cache(maxsize=8)
 def client_part(config: RunConfig) -> ClientAlgorithm:
-    """Build the client part of the run's algorithm."""
+    """Build and return the client part of the run's algorithm."""
     return ALGORITHMS[config.strategy].client(config)
 
 

@@ -1,4 +1,4 @@
-"""When engines call `Objective.precompute` before the first step, and the buffers for its results."""
+"""Decide whether engines call `Objective.precompute` before the first step, and store its results."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from fedeas_flwr.training.objective import Inputs, Objective, Tensors
 
 
 def needs_precompute(objective: Objective, inputs: Inputs) -> bool:
-    """Return whether an engine precomputes values per sample; not if random views change the images in every step."""
+    """Return whether an engine precomputes values per sample; False if random views change images in every step."""
     return type(objective).precompute is not Objective.precompute and VIEWS not in inputs.tables
 
 
 class PrecomputedRows:
     """Buffers with fixed addresses for values per sample, computed in chunks of one batch.
 
-    Their length is a whole number of chunks: the padding of the last chunk has its own rows, which are never read.
+    A buffer holds a whole number of chunks. The last chunk may end with padding rows, which are never read.
 
     Parameters
     ----------
@@ -43,10 +43,10 @@ class PrecomputedRows:
         return -(-samples // self.table.shape[1])
 
     def put(self, chunk: torch.Tensor, found: Tensors) -> None:
-        """Store the values of one chunk; its number is a tensor on the device.
+        """Store the values of one chunk; ``chunk`` is its number, as a tensor on the device.
 
-        The first call allocates the buffers. On a GPU that is a capture's warm-up, since memory allocated during a
-        capture belongs to the graph.
+        The first call allocates the buffers. On a GPU, the first call is in the warm-up before a capture, since memory
+        allocated during a capture belongs to the graph.
         """
         for name, rows in found.items():
             if name not in self._buffers:

@@ -112,7 +112,10 @@ def test_resume_with_another_runs_checkpoint_is_rejected(tmp_path: Path) -> None
     checkpoint.write_bytes((other.path / "checkpoint.safetensors").read_bytes())
     refused = typed("resume", str(run.path), "rounds=3")
     assert (refused.returncode, refused.stdout) == (2, "")
-    assert refused.stderr == f"error: {checkpoint} is of another run: restore the run's own, or start a new run\n"
+    assert (
+        refused.stderr
+        == f"error: {checkpoint} belongs to another run: restore the run's own checkpoint, or start a new run\n"
+    )
     assert (run.path / "rounds.jsonl").read_bytes() == before and run.status()[0] == "finished"
 
 

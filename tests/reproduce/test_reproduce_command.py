@@ -61,13 +61,13 @@ def test_the_committed_runs_fill_their_column_and_all_else_is_missing(tmp_path: 
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        ([], "say what: `fedeas reproduce all`"),
-        (["--columns", DEFAULT_COLUMN], "say what: `fedeas reproduce all`"),
+        ([], "name what to reproduce: all"),
+        (["--columns", DEFAULT_COLUMN], "name what to reproduce: all"),
         (["table9"], "'table9': must be all, claims, fig1, fig2, fig3, table1"),
         (["table2"], "'table2': say ablation (the paper's Table 2) or peak (supplement, E)"),
         (
             [BETA_SWEEP_COLUMN],
-            f"'{BETA_SWEEP_COLUMN}' is a column: say what of it, such as table1, or '{BETA_SWEEP_COLUMN}/*' for "
+            f"'{BETA_SWEEP_COLUMN}' is a column: add an item, such as table1, or give '{BETA_SWEEP_COLUMN}/*' for "
             f"its cells",
         ),
         (
@@ -81,7 +81,7 @@ def test_the_committed_runs_fill_their_column_and_all_else_is_missing(tmp_path: 
         ),
         (
             [f"{BETA_SWEEP_COLUMN}/fedeas-sd-turbo"],
-            f"'{BETA_SWEEP_COLUMN}/fedeas-sd-turbo' has no cell at scale smoke: SD-Turbo makes no",
+            f"'{BETA_SWEEP_COLUMN}/fedeas-sd-turbo' has no cell at scale smoke: SD-Turbo cannot",
         ),
         (["c1000-*"], "cell 'c1000-*/*': there is none of that name"),
         (["all", "--scale", "half"], "scale = 'half': must be smoke or full"),

@@ -182,7 +182,7 @@ def test_a_run_begins_only_where_nothing_lies(tmp_path: Path) -> None:
     (folder / "config.json").write_text('{"mine": 1}')
     refused = typed("run", str(ROOT / "conf" / "quickstart.toml"), f"run-dir={folder}", "backend=inline", cwd=tmp_path)
     assert (refused.returncode, refused.stdout) == (2, "")
-    assert refused.stderr == f"error: run-dir = '{folder}': is not empty and holds no run; name a new folder\n"
+    assert refused.stderr == f"error: run-dir = '{folder}' is not empty and holds no run; name a new folder\n"
     with pytest.raises(RunError, match="is not empty and holds no run"):  # as under `flwr run`
         RunDirectory.start(small(folder), {})
     assert [path.name for path in folder.iterdir()] == ["config.json"]
@@ -252,7 +252,7 @@ def test_quickstart_does_what_is_left_and_ends_in_the_picture(tmp_path: Path, be
         (lambda folder: (folder / "uniform").write_text("x"), "{}/uniform' cannot be written: Not a directory"),
         (
             lambda folder: atomic_write(folder / "missing-only" / "thesis.txt", b"x"),
-            "run-dir = '{}/missing-only': is not empty and holds no run; name a new folder",
+            "run-dir = '{}/missing-only' is not empty and holds no run; name a new folder",
         ),
         (
             lambda folder: write_run(folder / "uniform", [0.5], policy="uniform", alpha=0.5),

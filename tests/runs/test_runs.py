@@ -334,7 +334,7 @@ def test_a_key_that_there_is_not_may_be_another_versions(tmp_path: Path) -> None
     run = RunDirectory.start(config(tmp_path / "r"), {})
     kept = run.read_json("config.json")
     run.write_json("config.json", {**kept, "config": {**kept["config"], "to-come": 1}})
-    with pytest.raises(RunError, match="is not a run's config, or another version's: unknown key 'to-come' = 1"):
+    with pytest.raises(RunError, match="or is from another version: unknown key 'to-come' = 1"):
         run.config()
 
 

@@ -231,7 +231,7 @@ def test_dp_is_refused_with_just_the_strategies_that_its_refusal_names(tmp_path:
         except ConfigError as error:
             refused.add(name)
             assert f"dp = 'client-fixed' does not cover all that strategy = '{name}' sends" in str(error)
-            assert "must be none with it, or with a strategy other than scaffold, fedmix and fedgen" in str(error)
+            assert "set dp = none, or choose a strategy other than scaffold, fedmix and fedgen" in str(error)
     assert refused == {"scaffold", "fedmix", "fedgen"}
 
 

@@ -1,4 +1,4 @@
-"""Class-conditional diffusion models: reading one from its folder and sampling from it.
+"""Class-conditional diffusion models: read a model from its folder and sample images from it.
 
-`sampler.py` has the generator; `model_folder.py` checks what is in a folder.
+`sampler.py` has the generator; `model_folder.py` checks the contents of a model's folder.
 """

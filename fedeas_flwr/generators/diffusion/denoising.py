@@ -1,7 +1,7 @@
-"""The denoising loop: a solver of diffusers around a UNet, on a GPU with one CUDA graph per step.
+"""The denoising loop: a diffusers solver calls a UNet. On a GPU, every step replays one CUDA graph of the UNet.
 
-On a GPU the host never waits inside the loop: the solver's scalars (timesteps, noise levels) stay on the CPU, the UNet
-reads its timestep from a buffer, and the pixels of a batch are copied back while the next batch is queued.
+On a GPU the host never waits inside the loop. The solver's scalars (timesteps, noise levels) stay on the CPU. The UNet
+reads its timestep from a buffer. The pixels of a batch are copied back while the next batch is queued.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ logger = logging.getLogger(__name__)
 
 Pixels = NDArray[np.uint8]
 
-# diffusers advises -5.1 for the cosine schedule, whose last steps are almost pure noise; it has no effect on schedules
-# that end earlier. Trailing spacing starts at the noisiest remaining step. DDIM clips its estimate of the image, since
-# an ε-model divides by almost zero in the first steps.
+# lambda_min_clipped: diffusers advises -5.1 for the cosine schedule, whose last timesteps are almost pure noise. It has
+# no effect on schedules with less noise at the end. Trailing spacing starts at the noisiest remaining timestep. DDIM
+# clips its estimate of the image, since a model that predicts ε makes it divide by almost zero in the first steps.
 _DPM = {
     "algorithm_type": "dpmsolver++",
     "solver_order": 2,
@@ -53,11 +53,11 @@ def make_solver(sampler: str, schedule: dict[str, Any], steps: int) -> Any:
     Parameters
     ----------
     sampler
-        ``dpm++`` and ``ddim`` have uniform timestep spacing, ``dpm++-logsnr`` has uniform log-SNR spacing.
+        ``dpm++`` or ``ddim``, with uniform timestep spacing, or ``dpm++-logsnr``, with uniform log-SNR spacing.
     schedule
         The model's noise schedule.
     steps
-        Solver steps.
+        Number of solver steps.
 
     Returns
     -------
@@ -95,9 +95,10 @@ class Denoiser:
     guidance
         Classifier-free guidance scale; 1: no guidance.
     rescale
-        Rescaling φ of the guided prediction to its standard deviation without guidance (Lin et al., 2024), 0 to 1.
+        How far, from 0 to 1, guided predictions are rescaled to the standard deviation without guidance: φ in Lin et
+        al. (2024).
     no_label
-        The class "no label", which guidance needs.
+        Label that means "no class"; guidance needs it.
     precision
         A key of `PRECISIONS`.
     """
@@ -164,7 +165,7 @@ class Denoiser:
             return self.predict(x, time, labels)
 
     def bytes_per_image(self, image_shape: tuple[int, int, int]) -> float:
-        """Measure the peak memory of a forward pass per image, in bytes; CUDA only."""
+        """Measure and return the peak memory of a forward pass, in bytes per image; CUDA only."""
         height, width, channels = image_shape
         with torch.no_grad(), self._on_device():
             x = torch.zeros(_PROBE, channels, height, width, device=self._device)
@@ -178,7 +179,7 @@ class Denoiser:
         """Release the graph and its memory, for instance after running out of memory."""
         with capturing:  # no thread may synchronise the device during another thread's capture
             if self._device.type == "cuda":
-                torch.cuda.synchronize(self._device)  # queued batches still use them
+                torch.cuda.synchronize(self._device)  # queued batches still use the graph
             self._step = None
             release_cached_memory()
 
@@ -215,7 +216,7 @@ class Denoiser:
 
 
 class _Step:
-    """One prediction for a fixed batch size; on CUDA a graph over fixed buffers."""
+    """Predicts for a fixed batch size; on a GPU, replays a CUDA graph with fixed buffers."""
 
     def __init__(self, predict: Callable[..., torch.Tensor], like: torch.Tensor) -> None:
         self._predict = predict
@@ -242,7 +243,7 @@ class _Step:
             with torch.cuda.stream(self._stream):
                 self._replay = capture(self._fill, self._stream)
         except CaptureError as error:
-            logger.warning("no CUDA graph, sampling continues without: %s", one_line(error))
+            logger.warning("no CUDA graph; sampling continues without one: %s", one_line(error))
         before.wait_stream(self._stream)
 
     def _fill(self) -> None:
@@ -251,10 +252,10 @@ class _Step:
 
 @contextmanager
 def _arithmetic(device: torch.device, precision: str) -> Iterator[None]:
-    """Set the arithmetic switches that determine the last bits on `device`, and restore them afterwards.
+    """Set the flags that affect the last bits of results on `device`, and restore them afterwards.
 
-    On a GPU this is limited to the forward pass, when the graph is captured: the switches apply to the whole process,
-    in which clients may be training.
+    On a GPU the flags apply to the whole process, in which clients may be training. So they are set only during a
+    forward pass, which runs when the graph is captured.
     """
     if device.type == "cpu":
         with one_thread(device):

@@ -1,4 +1,4 @@
-"""Training of diffusion models to generate with.
+"""Train diffusion models, which then serve as generators.
 
-Other rooms use `run.train_generator`, the presets, and `builtin.py`, the generator of digits.
+Other packages use `run.train_generator`, the presets, and `builtin.py`, the built-in generator of digits.
 """
