@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from gpu_here import on_a_gpu
+from requires_gpu import on_a_gpu
 
 from fedeas_flwr.common.cuda import LAST, own_stream
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
+from requires_triton import DEVICE  # first: it skips where Triton is not there
 from torch import nn
 from torch.nn import functional as F
-from triton_here import DEVICE  # first: it skips where Triton is not there
 
 from fedeas_flwr.generators.diffusion import fused
 

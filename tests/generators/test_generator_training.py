@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from gpu_here import DEVICES
+from requires_gpu import DEVICES
 from runners import start_interruptible, typed
 from safetensors import safe_open
 from safetensors.torch import save

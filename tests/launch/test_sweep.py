@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from made_up_runs import write_run
+from fake_runs import write_run
 from runners import black_digits, command, fedeas, typed
 from waiting import PausedRun, wait_until
 

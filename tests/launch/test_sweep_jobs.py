@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 
 import pytest
-from made_up_runs import write_run
+from fake_runs import write_run
 from rich.console import Console
 from runners import command, fedeas, start_interruptible, typed
 from test_sweep import ROOT, base

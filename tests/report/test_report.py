@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from made_up_runs import FEDEAS_OF_FOUR, grouped, write_run
+from fake_runs import FEDEAS_OF_FOUR, grouped, write_run
 from matplotlib.figure import Figure
 from ordinary_user import ordinary_user
 from rich.console import Console

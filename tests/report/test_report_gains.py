@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from made_up_runs import FEDEAS_OF_FOUR, grouped, write_run
+from fake_runs import FEDEAS_OF_FOUR, grouped, write_run
 from runners import typed
 
 from fedeas_flwr.report.groups import baseline_of, gain_and_efficiency

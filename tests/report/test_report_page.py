@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from made_up_runs import write_run
+from fake_runs import write_run
 from PIL import Image
 from waiting import LONG
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from made_up_runs import write_run
+from fake_runs import write_run
 from ordinary_user import ordinary_user
 from rich.console import Console
 from runners import SMALL, fedeas, finish, quick, small, typed

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from made_up_runs import write_run
+from fake_runs import write_run
 from ordinary_user import ordinary_user
 from runners import small, typed
 from safetensors.torch import save, save_file

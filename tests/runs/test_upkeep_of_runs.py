@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from made_up_runs import write_run
+from fake_runs import write_run
 from rich.console import Console
 from runners import finish, small
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 from flwr.app import ConfigRecord
 from flwr.clientapp import ClientApp
-from gpu_here import DEVICES
+from requires_gpu import DEVICES
 from runners import finish, quick, small, weights
 from test_fedmix import difference
 from torch import nn

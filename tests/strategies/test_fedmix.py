@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from gpu_here import DEVICES
+from requires_gpu import DEVICES
 from runners import finish, quick, weights
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode

@@ -6,9 +6,9 @@ import copy
 
 import pytest
 import torch
+from requires_triton import DEVICE  # first: it skips where Triton is not there
 from torch import nn
 from torch.nn import functional as F
-from triton_here import DEVICE  # first: it skips where Triton is not there
 
 from fedeas_flwr.training.gpu.batchnorm_kernels import batchnorm
 from fedeas_flwr.training.gpu.fast_layers import FusedLayers

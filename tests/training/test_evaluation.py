@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from gpu_here import on_a_gpu
+from requires_gpu import on_a_gpu
 from torch import nn
 from torch.nn import functional as F
 from users_models import with_batchnorm

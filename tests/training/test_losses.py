@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from gpu_here import DEVICES
+from requires_gpu import DEVICES
 from runners import finish, quick, weights
 from torch.nn import functional as F
 from users_models import with_batchnorm

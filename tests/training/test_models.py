@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from gpu_here import DEVICES
+from requires_gpu import DEVICES
 from safetensors.torch import save_file
 from torch import nn
 from users_models import WithFunctions, with_batchnorm, with_dropout

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from gpu_here import on_a_gpu
+from requires_gpu import on_a_gpu
 from runners import CHEAP, NEEDS, finish, small
 from safetensors.numpy import load_file
 

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from gpu_here import DEVICES
+from requires_gpu import DEVICES
 from torch import nn
 from torch.nn import functional as F
 from users_models import WithFeatures

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from requires_triton import DEVICE  # first: it skips where Triton is not there
 from torch.nn import functional as F
-from triton_here import DEVICE  # first: it skips where Triton is not there
 
 from fedeas_flwr.data.datasets import dataset_info
 from fedeas_flwr.training.augmentation import augment, draw_views

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from gpu_here import DEVICES
+from requires_gpu import DEVICES
 from runners import finish, hand_models_over, small, weights
 from torch import nn
 from torch.nn import functional as F
