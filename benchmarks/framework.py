@@ -43,13 +43,13 @@ from rich.console import Console
 from run_records import let_children_import_models, markdown, round_seconds, write_record
 
 from fedeas_flwr.common.devices import configure_torch
+from fedeas_flwr.common.npy import Arrays, to_numpy
 from fedeas_flwr.common.randomness import stream
 from fedeas_flwr.config import RunConfig, parse_config
 from fedeas_flwr.config_files import read_config
 from fedeas_flwr.data.federated import federated_data
 from fedeas_flwr.launch.mps import shared_gpu
 from fedeas_flwr.launch.run import launch
-from fedeas_flwr.runs.checkpoints import Arrays, to_numpy
 from fedeas_flwr.runs.directory import RunDirectory
 from fedeas_flwr.runs.metrics import WALL_CLOCK
 from fedeas_flwr.strategies.averaging import weighted_average

@@ -23,10 +23,11 @@ from torch.nn import functional as F
 
 from fedeas_flwr.allocation import MAX_COUNT
 from fedeas_flwr.common.errors import ConfigError, MessageError
+from fedeas_flwr.common.npy import Arrays, is_tensor
 from fedeas_flwr.common.randomness import stream
 from fedeas_flwr.config import RunConfig
 from fedeas_flwr.data.datasets import Images, Labels, dataset_info
-from fedeas_flwr.runs.checkpoints import Arrays, StrategyState, is_tensor
+from fedeas_flwr.runs.checkpoints import StrategyState
 from fedeas_flwr.strategies.fedavg import FedAvg, settings
 from fedeas_flwr.strategies.fedgen_generator import ALL, NOISE, Heads, Trained, generate, new_generator, train_generator
 from fedeas_flwr.strategies.interface import ClientAlgorithm, ClientRound, Disclosure, match_model_backend

@@ -20,9 +20,10 @@ from flwr.serverapp.strategy import dp_adaptive_clipping, strategy_utils
 from flwr.supercore import differential_privacy
 
 from fedeas_flwr.common.errors import ConfigError
+from fedeas_flwr.common.npy import Arrays
 from fedeas_flwr.common.randomness import Noise, stream
 from fedeas_flwr.config import RunConfig
-from fedeas_flwr.runs.checkpoints import Arrays, Checkpoint, StrategyState
+from fedeas_flwr.runs.checkpoints import Checkpoint, StrategyState
 from fedeas_flwr.strategies.fedavg import settings
 from fedeas_flwr.strategies.privacy import privacy_spent, with_privacy
 from fedeas_flwr.strategies.records import ARRAYS, LOSS, METRICS, WEIGHT, encoded, to_arrays, to_record

@@ -19,8 +19,9 @@ from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
 from flwr.serverapp import Grid
 
 from fedeas_flwr.common.errors import ConfigError
+from fedeas_flwr.common.npy import Arrays
 from fedeas_flwr.config import RunConfig
-from fedeas_flwr.runs.checkpoints import Arrays, StrategyState
+from fedeas_flwr.runs.checkpoints import StrategyState
 from fedeas_flwr.strategies.averaging import cast_like, weighted_average
 from fedeas_flwr.strategies.fedavg import FedAvg, settings
 from fedeas_flwr.strategies.interface import ClientAlgorithm, ClientAlgorithmResult, ClientRound

@@ -62,17 +62,17 @@ def recipe(config: RunConfig) -> LocalTrainingConfig:
     )
 
 
-def loss_and_view_inputs(config: RunConfig, labels: torch.Tensor, number: int, client: int) -> Inputs:
+def loss_and_view_inputs(config: RunConfig, classes: int, labels: torch.Tensor, number: int, client: int) -> Inputs:
     """Return the inputs that a client's steps need under any algorithm: the loss's constants and the random views.
 
     Views come from a separate stream, so that they do not change the batches.
     """
-    info = dataset_info(config.dataset)
-    constants = loss_constants(config.loss, labels, len(info.classes), config.logit_adjustment_tau)
+    constants = loss_constants(config.loss, labels, classes, config.logit_adjustment_tau)
     if config.views == "none":
         return Inputs(constants)
     draws, steps = stream(config.seed, "views", number, client), recipe(config).steps(len(labels))
-    return Inputs(constants, {VIEWS: draw_views(info, steps, config.batch_size, draws).to(labels.device)})
+    views = draw_views(dataset_info(config.dataset), steps, config.batch_size, draws)
+    return Inputs(constants, {VIEWS: views.to(labels.device)})
 
 
 def check_engine(config: RunConfig, device: str) -> None:

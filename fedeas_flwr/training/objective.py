@@ -16,6 +16,7 @@ import torch
 from torch import nn
 from torch.func import functional_call
 
+from fedeas_flwr.training.augmentation import VIEWS
 from fedeas_flwr.training.losses import cross_entropy, sample_losses
 
 Tensors = Mapping[str, torch.Tensor]
@@ -77,6 +78,10 @@ class Objective:
         augmentation (augmentation.py) images differ in every step: no engine calls this, and the loss must.
         """
         return {}
+
+    def precomputes(self, inputs: Inputs) -> bool:
+        """Return whether an engine calls `precompute`: it is overridden, and no random views change the images."""
+        return type(self).precompute is not Objective.precompute and VIEWS not in inputs.tables
 
     def correct(self, weights: Tensors, gradients: Tensors, given: Tensors) -> None:
         """Change the gradients in place, before weight decay and momentum; the default changes nothing."""

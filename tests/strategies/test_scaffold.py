@@ -19,12 +19,13 @@ from runners import finish, hand_models_over, quick, weights
 
 from fedeas_flwr import client_app
 from fedeas_flwr.common.errors import ConfigError, RunError
+from fedeas_flwr.common.npy import Arrays, to_numpy
 from fedeas_flwr.federation import messages
 from fedeas_flwr.federation.client_state import ClientStore
 from fedeas_flwr.federation.grids import InlineGrid
 from fedeas_flwr.federation.messages import TrainReport
 from fedeas_flwr.launch.prepare import prepare
-from fedeas_flwr.runs.checkpoints import Arrays, Checkpoint, to_numpy
+from fedeas_flwr.runs.checkpoints import Checkpoint
 from fedeas_flwr.runs.directory import RunDirectory
 from fedeas_flwr.strategies.interface import ClientAlgorithmResult, ClientRound
 from fedeas_flwr.strategies.records import METRICS, WEIGHT, to_arrays, to_record

@@ -30,6 +30,7 @@ from fedeas_flwr.training.engine import LocalTrainingConfig, State, TrainResult,
 from fedeas_flwr.training.gpu.batchnorm import double_backward_batchnorm, masked_batchnorm
 from fedeas_flwr.training.gpu.convolutions import first_convolution, one_pixel_convolutions, padded_channels
 from fedeas_flwr.training.gpu.launcher import launcher
+from fedeas_flwr.training.gpu.precomputed_rows import PrecomputedRows
 from fedeas_flwr.training.gpu.weights import Weights
 from fedeas_flwr.training.losses import cross_entropy
 from fedeas_flwr.training.models import Normaliser, trained_names
@@ -43,7 +44,6 @@ from fedeas_flwr.training.objective import (
     mean_of_first,
     named,
 )
-from fedeas_flwr.training.precompute import PrecomputedRows, needs_precompute
 
 logger = logging.getLogger(__name__)
 
@@ -216,7 +216,7 @@ class GraphedEngine:
             name: torch.zeros((rows, *value.shape[1:]), dtype=value.dtype, device=device)
             for name, value in inputs.tables.items()
         }
-        needed = needs_precompute(self._objective, inputs)
+        needed = self._objective.precomputes(inputs)
         self._precomputed = PrecomputedRows(samples, self.recipe.batch_size, device) if needed else None
         # Capture this first: it allocates the buffers that the steps read.
         chunk = self._captured(self._precompute_chunk) if needed else None
