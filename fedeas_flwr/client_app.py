@@ -93,7 +93,8 @@ def train_client(message: Message, context: Context) -> Message:
     by_reference = messages.is_in_process(message)
 
     # 1. Load the client's state after the last round whose reply the server used.
-    store = ClientStore(node.state_folder(config, context.run_id, task.run), in_memory=by_reference)
+    folder, owner = node.state_folder(config, context.run_id, task.run), f"{task.run}/{node.client}"
+    store = ClientStore(folder, owner, in_memory=by_reference)
     state = store.load(task.accepted_round)
     started = time.perf_counter()
 
@@ -135,7 +136,8 @@ def train_client(message: Message, context: Context) -> Message:
 
     # 5. Save the state after this round, and reply.
     new_state = replace(state, memory=finished.memory, generator=local.generator)
-    store.save(task.round, new_state, (task.accepted_round, task.checkpointed_round))
+    checkpointed = task.checkpointed_round, task.previous_checkpointed_round
+    store.save(task.round, new_state, task.accepted_round, checkpointed)
     report = TrainReport(
         client=node.client,
         examples=len(data.partition.train[node.part]),

@@ -61,16 +61,19 @@ def ls(output: FormatOption = "table") -> None:
     print(f"{ImageCache().root}: {_in_all(found)}")
 
 
-@cache_app.command(short_help="Check every shard and list damaged ones")
+@cache_app.command(short_help="Check all cached images and datasets")
 def verify() -> None:
-    """Check every shard and list damaged ones, which are regenerated when next needed."""
+    """Compare all cached images and datasets with their digests; damaged ones are made again when next needed."""
+    from fedeas_flwr.data.datasets import verify_datasets
     from fedeas_flwr.generators.cache import ImageCache
     from fedeas_flwr.generators.cache_maintenance import verify as verify_cache
 
-    checked, damaged = verify_cache(ImageCache())
+    shards, damaged = verify_cache(ImageCache())
+    datasets, damaged_arrays = verify_datasets()
+    damaged += damaged_arrays
     for path in damaged:
         print(f"damaged: {path}")
-    print(f"{counted(checked, 'shard')} checked, {len(damaged)} damaged")
+    print(f"{counted(shards, 'shard')} and {counted(datasets, 'dataset')} checked, {len(damaged)} damaged")
     if damaged:
         raise typer.Exit(1)
 

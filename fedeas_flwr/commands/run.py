@@ -40,6 +40,7 @@ def run(
 def resume(
     folder: Annotated[Path, typer.Argument(help="the run directory of an interrupted run")],
     overrides: Annotated[list[str] | None, typer.Argument(help="key=value …, such as rounds=40")] = None,
+    previous: Annotated[bool, typer.Option("--previous", help="from the checkpoint before the last one")] = False,
 ) -> None:
     """Resume an interrupted run from its last checkpoint; the result is the same as without the interruption.
 
@@ -50,7 +51,10 @@ def resume(
         raise ConfigError(f"{key} = {changes[key]!r}: leave it out, `fedeas resume` sets it to continue in {folder}")
     run = RunDirectory(folder.absolute())
     config = parse_config({**run.config().to_user_dict(), **changes, **own})
-    if not changes and run.state() == "finished" and (run.path / "model.safetensors").exists():
+    if previous:
+        run.refuse_if_it_runs()
+        run.return_to_previous_checkpoint()
+    if not (changes or previous) and run.state() == "finished" and (run.path / "model.safetensors").exists():
         run.checked_rounds()
         console.print(f"already finished: {run.path}", highlight=False, soft_wrap=True)
         print_summary(run)

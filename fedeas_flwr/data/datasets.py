@@ -2,6 +2,9 @@
 
 `open_dataset` writes a dataset once as ``.npy`` files into the user's cache and memory-maps them from then on: a
 hundred client processes use the memory of one. Images are uint8 ``[N, H, W, C]``, labels int64 ``[N]``.
+
+about.json in the same folder has the files' digests. A file whose size, time or inode changed since it was last
+compared with its digest is compared again when it is opened, and a damaged dataset is read from its source again.
 """
 
 from __future__ import annotations
@@ -10,15 +13,19 @@ import errno
 import hashlib
 import json
 import os
+from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from filelock import FileLock
 from numpy.typing import NDArray
 
-from fedeas_flwr.common.files import atomic_folder, cache_root
+from fedeas_flwr.common.checked import seal, unseal
+from fedeas_flwr.common.files import atomic_folder, atomic_write, cache_root
 from fedeas_flwr.data import own_dataset
 from fedeas_flwr.data.sources import KEYS, OWN, Arrays, DatasetInfo, built_in, check_arrays, find_source
 
@@ -110,7 +117,7 @@ def open_dataset(name: str, data_dir: str = "") -> Dataset:
             arrays = source.read()
             check_arrays(info, arrays, origin)
             with atomic_folder(folder) as temporary:
-                _write_arrays(temporary, arrays)
+                _write_folder(temporary, folder.name, arrays, {})
             arrays = _open_folder(info, folder)
     return Dataset(name, info.classes, info.mean, info.std, **arrays)
 
@@ -150,12 +157,11 @@ def _write_own(name: str, folder: Path) -> None:
     about = {"classes": classes, "mean": mean.tolist(), "std": std.tolist(), "shape": arrays["x_train"].shape[1:]}
     about |= {"train": len(arrays["y_train"]), "test": len(arrays["y_test"])}
     with atomic_folder(folder) as temporary:
-        _write_arrays(temporary, arrays)
-        (temporary / "about.json").write_text(json.dumps(about), encoding="utf-8")
+        _write_folder(temporary, folder.name, arrays, about)
 
 
 def _open_own_folder(name: str, folder: Path) -> tuple[DatasetInfo, Arrays]:
-    about = json.loads((folder / "about.json").read_text(encoding="utf-8"))
+    about = _read_about(folder)
     height, width, channels = about["shape"]
     constants = tuple(about["mean"]), tuple(about["std"])
     sizes = about["train"], about["test"]
@@ -164,7 +170,8 @@ def _open_own_folder(name: str, folder: Path) -> tuple[DatasetInfo, Arrays]:
     return info, _open_folder(info, folder)
 
 
-def _write_arrays(folder: Path, arrays: Arrays) -> None:
+def _write_folder(folder: Path, owner: str, arrays: Arrays, about: Mapping[str, Any]) -> None:
+    """Write the arrays and about.json into a new folder; ``owner`` is its final name."""
     for key in KEYS:
         dtype = np.uint8 if key.startswith("x") else np.int64
         try:
@@ -173,9 +180,57 @@ def _write_arrays(folder: Path, arrays: Arrays) -> None:
             if error.errno is None:  # NumPy's own error: fewer bytes were written than requested
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)) from error
             raise
+    files = {key: {"sha256": _file_digest(folder / f"{key}.npy")} for key in KEYS}
+    _write_about(folder, owner, {**about, "files": files})
+
+
+def _write_about(folder: Path, owner: str, about: Mapping[str, Any]) -> None:
+    """Write about.json with the files' sizes, times and inodes as they are now."""
+    files = {key: {**about["files"][key], **_stamp(folder / f"{key}.npy")} for key in KEYS}
+    atomic_write(folder / "about.json", json.dumps(seal({**about, "files": files}, owner)).encode())
+
+
+def _read_about(folder: Path) -> dict[str, Any]:
+    return unseal(json.loads((folder / "about.json").read_text(encoding="utf-8")), folder.name)
+
+
+def _stamp(path: Path) -> dict[str, int]:
+    found = path.stat()
+    return {"size": found.st_size, "time": found.st_mtime_ns, "inode": found.st_ino}
+
+
+def _file_digest(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def verify_datasets() -> tuple[int, list[Path]]:
+    """Read all datasets in the cache; return their number and the files that differ from their digests."""
+    folders = [path.parent for path in sorted((cache_root() / "data").glob("*/about.json"))]
+    return len(folders), [path for folder in folders for path in _damaged_files(folder)]
+
+
+def _damaged_files(folder: Path) -> list[Path]:
+    try:
+        files = _read_about(folder)["files"]
+    except ValueError:
+        return [folder / "about.json"]
+    return [folder / f"{key}.npy" for key in KEYS if _file_digest(folder / f"{key}.npy") != files[key]["sha256"]]
+
+
+def _check_digests(folder: Path) -> None:
+    """Compare the arrays with their digests if a file changed since; raise ValueError if one differs."""
+    about = _read_about(folder)
+    if all(_stamp(folder / f"{key}.npy").items() <= about["files"][key].items() for key in KEYS):
+        return
+    if damaged := _damaged_files(folder):
+        raise ValueError(f"{damaged[0]} is damaged")
+    with suppress(OSError):  # a cache that others own is compared again next time
+        _write_about(folder, folder.name, about)
 
 
 def _open_folder(info: DatasetInfo, folder: Path) -> Arrays:
+    _check_digests(folder)
     # With mmap_mode, NumPy also rejects a file that is shorter than its header says.
     arrays: Arrays = {key: np.load(folder / f"{key}.npy", mmap_mode="r", allow_pickle=False) for key in KEYS}
     check_arrays(info, arrays, str(folder))

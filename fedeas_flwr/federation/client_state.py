@@ -3,8 +3,8 @@
 The server sends a client the last round whose reply it used, and the client starts from that version. So a lost reply,
 or a server that died before its checkpoint, changes nothing.
 
-state-000012.json         the plan and the label counts it is based on, after round 12
-state-000012.safetensors  arrays that the algorithm keeps on the client (SCAFFOLD's c_i, MOON's last model), if any
+state-000012.safetensors  after round 12: the plan, the label counts it is based on, and the arrays that the algorithm
+                          keeps on the client (SCAFFOLD's c_i, MOON's last model); with a digest (common/checked.py)
 
 On the inline GPU grid, server and clients are one process, and models never leave the GPU. There the versions stay in
 memory too, and are written just before the server's checkpoint: after a crash it requests none from between two
@@ -14,18 +14,13 @@ read theirs from disk again.
 
 from __future__ import annotations
 
-import json
 import threading
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError
-from safetensors.numpy import load, save
-
-from fedeas_flwr.common.files import atomic_write
-from fedeas_flwr.common.npy import to_numpy
+from fedeas_flwr.common.checked import read_checked, write_checked
 
 
 @dataclass(frozen=True)
@@ -44,6 +39,7 @@ class ClientState:
 
 @dataclass
 class _Versions:
+    owner: str
     states: dict[int, ClientState] = field(default_factory=dict)
     """Round → state."""
     needed: set[int] = field(default_factory=set)
@@ -64,48 +60,44 @@ class ClientStore:
     ----------
     folder
         The folder of this client in this run.
+    owner
+        The run and the client, which every file's digest covers.
     in_memory
         Keep new versions in memory until `write_kept_states`.
     """
 
-    def __init__(self, folder: Path, in_memory: bool = False) -> None:
-        self.folder, self._in_memory = folder, in_memory
+    def __init__(self, folder: Path, owner: str, in_memory: bool = False) -> None:
+        self.folder, self._owner, self._in_memory = folder, owner, in_memory
 
     def load(self, accepted_round: int) -> ClientState:
         """Return the state after ``accepted_round``; a new one for round 0."""
         if accepted_round == 0:
             return ClientState()
         with _kept_lock:
-            kept = _kept.get(self.folder, _Versions()).states.get(accepted_round)
-        if kept is not None:
-            return kept
+            versions = _kept.get(self.folder)
+            if versions is not None and accepted_round in versions.states:
+                return versions.states[accepted_round]
         path = self._path(accepted_round)
         try:
-            found = json.loads(path.read_text(encoding="utf-8"))
-            generate, arrays = found["generate"], path.with_suffix(".safetensors")
-            memory = load(arrays.read_bytes()) if found["memory"] else {}
-            counts = found.get("counts")
-            return ClientState(
-                None if generate is None else tuple(map(int, generate)),
-                memory,
-                str(found.get("generator", "")),
-                None if counts is None else tuple(map(int, counts)),
-            )
-        except (OSError, ValueError, KeyError, TypeError, RecursionError, SafetensorError) as error:
-            raise RuntimeError(f"client state {path} of round {accepted_round} cannot be read: {error}") from None
+            found, memory = read_checked(path, self._of_round(accepted_round))
+            generate, counts = (None if row is None else tuple(row) for row in (found["generate"], found["counts"]))
+            return ClientState(generate, memory, found["generator"], counts)
+        except (ValueError, KeyError, TypeError) as error:
+            raise RuntimeError(f"client state of round {accepted_round}: {error}") from None
 
-    def save(self, this_round: int, state: ClientState, still_needed: Sequence[int]) -> None:
+    def save(self, this_round: int, state: ClientState, accepted: int, checkpointed: Sequence[int] = ()) -> None:
         """Keep this round's version, and drop those that the server can no longer request.
 
-        It can request the last round it accepted and, after a crash, that of its checkpoint. Versions of later rounds
-        are kept: this reply may be late, and the server may have continued without it.
+        It can request the last round it ``accepted`` and, after a crash, those of its two ``checkpointed`` states.
+        Versions of later rounds are kept: this reply may be late, and the server may have continued without it.
         """
-        rounds = {this_round, *still_needed}
+        rounds = {this_round, accepted, *checkpointed}
         if self._in_memory:
             with _kept_lock:
-                versions = _kept.setdefault(self.folder, _Versions())
+                versions = _kept.setdefault(self.folder, _Versions(self._owner))
                 versions.states[this_round], versions.needed = state, rounds
-                for old in versions.states.keys() - rounds:
+                # The previous checkpoint's version is on disk, and is needed only if the last checkpoint is damaged.
+                for old in versions.states.keys() - {this_round, accepted, *checkpointed[:1]}:
                     del versions.states[old]
             return
         self.write(this_round, state)
@@ -113,13 +105,8 @@ class ClientStore:
 
     def write(self, this_round: int, state: ClientState) -> None:
         """Write a version to disk."""
-        self.folder.mkdir(parents=True, exist_ok=True)
-        path, memory = self._path(this_round), to_numpy(state.memory)
-        if memory:
-            atomic_write(path.with_suffix(".safetensors"), save(memory))
         facts = {"generate": state.generate, "generator": state.generator, "counts": state.counts}
-        text = json.dumps({**facts, "memory": bool(memory)})
-        atomic_write(path, text.encode())  # last: this file marks the version as complete
+        write_checked(self._path(this_round), facts, dict(state.memory), self._of_round(this_round))
 
     def drop_all_but(self, rounds: Collection[int]) -> None:
         """Delete from disk all versions of other rounds before the last of ``rounds``."""
@@ -129,7 +116,10 @@ class ClientStore:
                 path.unlink(missing_ok=True)
 
     def _path(self, round_number: int) -> Path:
-        return self.folder / f"state-{round_number:06d}.json"
+        return self.folder / f"state-{round_number:06d}.safetensors"
+
+    def _of_round(self, round_number: int) -> str:
+        return f"{self._owner}/{round_number}"
 
 
 def write_kept_states(max_bytes: int = 4 << 30) -> None:
@@ -139,7 +129,7 @@ def write_kept_states(max_bytes: int = 4 << 30) -> None:
     """
     with _kept_lock:
         for folder, versions in _kept.items():
-            store = ClientStore(folder)
+            store = ClientStore(folder, versions.owner)
             for number, state in versions.states.items():
                 if number not in versions.written:
                     store.write(number, state)

@@ -76,6 +76,8 @@ class Federation:
         after them.
         """
         self.training.checkpointed = start.accepted
+        if start.round and (previous := self.run.load_previous_checkpoint()):
+            self.training.previously_checkpointed = previous.accepted
         self.clients.shares = {client: Share(*share) for client, share in start.shares.items()}
         if isinstance(self.strategy, FlowerStrategyAdapter) and self.config.dp != "none":
             self.strategy.noise = self.run.noise(begun=start.round > 0)
@@ -203,7 +205,8 @@ class Federation:
 
     def _checkpoint(self, state: Checkpoint) -> None:
         self.run.save_checkpoint(state)
-        self.training.checkpointed, self._checkpointed_round = state.accepted, state.round
+        self.training.previously_checkpointed, self.training.checkpointed = self.training.checkpointed, state.accepted
+        self._checkpointed_round = state.round
 
     def _checkpoint_last_recorded_round(self) -> None:
         """Checkpoint the last recorded round if clients still hold its states.

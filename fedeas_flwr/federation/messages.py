@@ -119,6 +119,8 @@ class TrainTask:
     """Last round whose reply from this client the server used; the client starts from its state after that round."""
     checkpointed_round: int = field(metadata=_on_wire(_whole("checkpointed-round")))
     """`accepted_round` in the server's last checkpoint, from which a server that crashed resumes."""
+    previous_checkpointed_round: int = field(metadata=_on_wire(_whole("previous-checkpointed-round")))
+    """The same in the checkpoint before it, from which the server resumes if the last one is damaged."""
     run: str = field(metadata=_on_wire(_text("run", "[0-9a-f]{32}", "32 hexadecimal digits")))
     """Identity of the run. A node keeps the client's state in a folder of this name."""
     share: Share = field(

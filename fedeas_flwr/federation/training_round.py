@@ -83,6 +83,8 @@ class TrainingRounds:
         """Address of the generator that all clients share; empty if every client opens its own."""
         self.checkpointed: dict[int, int] = {}
         """Client → the last round whose reply the server used, according to its last checkpoint."""
+        self.previously_checkpointed: dict[int, int] = {}
+        """The same according to the checkpoint before it."""
         self._steps: dict[int, int] = {}
         """Client → number of training steps in its last round."""
 
@@ -168,6 +170,7 @@ class TrainingRounds:
                 beta=self.config.beta,
                 accepted_round=state.accepted.get(client, 0),
                 checkpointed_round=self.checkpointed.get(client, 0),
+                previous_checkpointed_round=self.previously_checkpointed.get(client, 0),
                 run=run,
                 share=self.clients.share_of(client),
                 service=self.service,

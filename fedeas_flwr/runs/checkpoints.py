@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from safetensors import SafetensorError, safe_open
-from safetensors.numpy import save
-
-from fedeas_flwr.common.files import atomic_write
-from fedeas_flwr.common.npy import Arrays, to_numpy
+from fedeas_flwr.common.checked import read_checked, write_checked
+from fedeas_flwr.common.npy import Arrays
 
 
 @dataclass(frozen=True)
@@ -35,12 +31,10 @@ class Checkpoint:
     shares: dict[int, tuple[int, int, float]] = field(default_factory=dict)
     """Client → its share of a matched budget (`policies.Share`), computed once per run."""
     strategy: StrategyState = field(default_factory=StrategyState)
-    run: str = ""
-    """Identity of the run (`RunDirectory.identity`); empty in checkpoints of older versions."""
 
 
-def write_checkpoint(path: Path, checkpoint: Checkpoint) -> None:
-    """Write a checkpoint as one file; a reader sees the old file or the new one, never a part."""
+def write_checkpoint(path: Path, checkpoint: Checkpoint, run: str) -> None:
+    """Write a checkpoint of the run with identity ``run``; a reader sees the old file or the new one, never a part."""
     parts = {"trainable": checkpoint.trainable, "buffers": checkpoint.buffers, "strategy": checkpoint.strategy.arrays}
     state = {
         "round": checkpoint.round,
@@ -48,56 +42,33 @@ def write_checkpoint(path: Path, checkpoint: Checkpoint) -> None:
         "generated": checkpoint.generated,
         "shares": checkpoint.shares,
         "strategy": checkpoint.strategy.numbers,
-        "run": checkpoint.run,
     }
     arrays = {f"{part}/{key}": value for part, found in parts.items() for key, value in found.items()}
-    write_arrays(path, arrays, {"state": json.dumps(state)})
+    write_checked(path, state, arrays, run)
 
 
-def read_checkpoint(path: Path) -> Checkpoint:
+def read_checkpoint(path: Path, run: str) -> Checkpoint:
     """Return the checkpoint in a file.
 
     Raises
     ------
     ValueError
-        If the file is damaged or not a checkpoint, in one line.
+        If the file is damaged, edited, or not a checkpoint of the run with identity ``run``, in one line.
     """
-    arrays, metadata = read_arrays(path)
+    state, arrays = read_checked(path, run)
     try:
-        state = json.loads(metadata["state"])
         return Checkpoint(
             round=int(state["round"]),
             trainable=_under("trainable/", arrays),
             buffers=_under("buffers/", arrays),
             accepted={int(k): int(v) for k, v in state["accepted"].items()},
             generated={int(k): int(v) for k, v in state["generated"].items()},
-            shares={int(k): (int(b), int(e), float(level)) for k, (b, e, level) in state.get("shares", {}).items()},
-            strategy=StrategyState(_under("strategy/", arrays), dict(state.get("strategy", {}))),
-            run=str(state.get("run", "")),
+            shares={int(k): (int(b), int(e), float(level)) for k, (b, e, level) in state["shares"].items()},
+            strategy=StrategyState(_under("strategy/", arrays), dict(state["strategy"])),
         )
-    except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
         reason = f"it holds no server state ({type(error).__name__}: {error})"
         raise ValueError(f"{path} cannot be read: {reason}") from None
-
-
-def write_arrays(path: Path, arrays: Arrays, metadata: dict[str, str] | None = None) -> None:
-    """Write arrays as one safetensors file, completely or not at all."""
-    atomic_write(path, save(to_numpy(arrays), metadata=metadata))
-
-
-def read_arrays(path: Path) -> tuple[Arrays, dict[str, str]]:
-    """Return the NumPy arrays in a file, and its metadata.
-
-    Raises
-    ------
-    ValueError
-        If the file is damaged or not a checkpoint, in one line.
-    """
-    try:
-        with safe_open(path, framework="np") as file:
-            return {key: file.get_tensor(key) for key in file.keys()}, file.metadata() or {}  # noqa: SIM118 - not a dict
-    except (SafetensorError, OSError, TypeError) as error:  # TypeError: a dtype that NumPy does not have
-        raise ValueError(f"{path} cannot be read: {error}") from None
 
 
 def _under(prefix: str, arrays: Arrays) -> Arrays:

@@ -8,24 +8,27 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from itertools import zip_longest
 from pathlib import Path
 from tempfile import TemporaryFile
 from typing import Any
 
+from safetensors.numpy import save
+
+from fedeas_flwr.common.checked import is_sealed, read_arrays, seal, unseal
 from fedeas_flwr.common.errors import ConfigError, RunError
-from fedeas_flwr.common.files import atomic_write, errors_naming, existing_part, remove_unfinished
-from fedeas_flwr.common.npy import Arrays
+from fedeas_flwr.common.files import atomic_path, atomic_write, errors_naming, existing_part, remove_unfinished
+from fedeas_flwr.common.npy import Arrays, to_numpy
 from fedeas_flwr.common.randomness import Noise
 from fedeas_flwr.common.text import counted
 from fedeas_flwr.config import RunConfig, parse_config
 from fedeas_flwr.config_keys import identity
-from fedeas_flwr.runs.checkpoints import Checkpoint, read_arrays, read_checkpoint, write_arrays, write_checkpoint
-from fedeas_flwr.runs.files import holds_others_files
+from fedeas_flwr.runs.checkpoints import Checkpoint, read_checkpoint, write_checkpoint
+from fedeas_flwr.runs.files import CHECKPOINT, PREVIOUS_CHECKPOINT, holds_others_files
 from fedeas_flwr.runs.round_records import RoundLog, read_records
 from fedeas_flwr.runs.status import RunStatus, read_errors_as_run_error
 
@@ -42,7 +45,7 @@ class RunDirectory(RunStatus):
         with run._write_errors_as_run_error():
             run.path.mkdir(parents=True, exist_ok=True)
             kept = {"classes": run.classes(), "files": run.files()} if config.resume else {}
-            run.write_json("config.json", {"config": config.to_user_dict(), "environment": dict(environment), **kept})
+            run._write_facts({"config": config.to_user_dict(), "environment": dict(environment), **kept})
         run.set_status("running")
         return run
 
@@ -78,19 +81,20 @@ class RunDirectory(RunStatus):
 
     def _refuse_record(self) -> None:
         """Raise `RunError` if the folder is an exported record, since such a record has no weights."""
-        of_a_run = ("status.json", "checkpoint.safetensors", "model.safetensors")
+        of_a_run = ("status.json", CHECKPOINT, "model.safetensors")
         if (self.path / "summary.json").exists() and not any((self.path / name).exists() for name in of_a_run):
             raise RunError(f"{self.path} is an exported record without weights: use the run directory of this record")
 
     def _check_same(self, config: RunConfig) -> None:
         self._refuse_record()
+        self.facts(to_resume=True)
         started = self.config()
         free = ("rounds",) if config.clients else ("rounds", "clients")
         before, now = identity(started, free), identity(config, free)
         if changed := next((key for key in now if before.get(key) != now[key]), None):
             old, new = started.to_user_dict()[changed], config.to_user_dict()[changed]
             raise RunError(f"{changed} = {new!r}, but the run to resume has {changed} = {old!r} in {self.path}")
-        if (self.path / "summary.json").exists() and not (self.path / "checkpoint.safetensors").exists():
+        if (self.path / "summary.json").exists() and not (self.path / CHECKPOINT).exists():
             raise RunError(f"{self.path} has finished and was pruned: there is no checkpoint to resume from")
         if config.rounds < len(self.rounds()):
             raise RunError(f"rounds = {config.rounds}, but the run to resume has already done {len(self.rounds())}")
@@ -118,9 +122,9 @@ class RunDirectory(RunStatus):
 
     def record_clients(self, clients: int) -> None:
         """Record the number of clients of the federation."""
-        found = self.read_json("config.json")
+        found = self.facts()
         found["config"]["clients"] = clients
-        self.write_json("config.json", found)
+        self._write_facts(found)
 
     def record_inputs(self, dataset: str, classes: Sequence[str], files: Mapping[str, str]) -> None:
         """Record the class names of the dataset and the hashes of the input files.
@@ -130,7 +134,7 @@ class RunDirectory(RunStatus):
         """
         self.check_classes(dataset, classes)
         found = {"classes": classes, "files": {**self.files(), **files}}
-        self.write_json("config.json", {**self.read_json("config.json"), **found})
+        self._write_facts({**self.facts(), **found})
 
     def check_classes(self, dataset: str, classes: Sequence[str]) -> None:
         """Raise `RunError` if the class names differ from those that the run started with."""
@@ -147,14 +151,14 @@ class RunDirectory(RunStatus):
 
     def classes(self) -> list[str]:
         """Return the class names that the run started with; empty in records of older versions."""
-        found = self.read_json("config.json").get("classes", [])
+        found = self.facts().get("classes", [])
         if not isinstance(found, list) or not all(isinstance(name, str) for name in found):
             raise RunError(f"{self.path / 'config.json'} is not a run's config: classes = {str(found)[:100]}")
         return found
 
     def files(self) -> dict[str, str]:
         """Return the hashes of the run's input files (`hash_input_files`); empty in records of older versions."""
-        found = self.read_json("config.json").get("files", {})
+        found = self.facts().get("files", {})
         if not isinstance(found, dict) or not all(isinstance(name, str) for name in found.values()):
             raise RunError(f"{self.path / 'config.json'} is not a run's config: files = {str(found)[:100]}")
         return found
@@ -162,7 +166,7 @@ class RunDirectory(RunStatus):
     def config(self) -> RunConfig:
         """Return the run-config that this run was started with."""
         try:
-            return parse_config({**self.read_json("config.json")["config"]})
+            return parse_config({**self.facts()["config"]})
         except (ConfigError, KeyError, TypeError) as error:
             newer = ", or is from another version" if str(error).startswith("unknown key") else ""
             raise RunError(f"{self.path / 'config.json'} is not a run's config{newer}: {error}") from None
@@ -170,9 +174,25 @@ class RunDirectory(RunStatus):
     def environment(self) -> dict[str, Any]:
         """Return the machine and package versions that the run used."""
         try:
-            return dict(self.read_json("config.json")["environment"])
+            return dict(self.facts()["environment"])
         except (KeyError, TypeError, ValueError) as error:
             raise RunError(f"{self.path / 'config.json'} is not a run's config: {error}") from None
+
+    def _write_facts(self, facts: Mapping[str, Any]) -> None:
+        self.write_json("config.json", seal(facts, self.identity()))
+
+    def facts(self, to_resume: bool = False) -> dict[str, Any]:
+        """Return the content of config.json; without a digest, only if it is not ``to_resume`` the run."""
+        found: dict[str, Any] = self.read_json("config.json")
+        try:
+            return unseal(found, self._owner()) if to_resume or is_sealed(found) else found
+        except ValueError as error:
+            reason = f"{self.path / 'config.json'} cannot be used: {error}"
+            raise RunError(f"{reason}; restore it, or start a new run") from None
+
+    def _owner(self) -> str:
+        """Return the run's identity; empty for an exported record, which has none and no digests either."""
+        return self.identity() if (self.path / "identity").exists() else ""
 
     def rounds(self) -> list[dict[str, Any]]:
         """Return the recorded rounds up to the first invalid line; a line that a crash cut short is skipped."""
@@ -190,20 +210,20 @@ class RunDirectory(RunStatus):
     def _recorded(self, offset: int = 0) -> RoundLog:
         path = self.path / "rounds.jsonl"
         with read_errors_as_run_error(path):
-            return read_records(path, offset) if path.exists() else RoundLog()
+            return read_records(path, self._owner(), offset) if path.exists() else RoundLog()
 
     def append_round(self, record: Mapping[str, Any]) -> None:
         """Append the record of a finished round."""
         path = self.path / "rounds.jsonl"
         with errors_naming(path), path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(record) + "\n")
+            file.write(json.dumps(seal(record, self.identity())) + "\n")
             file.flush()
             os.fsync(file.fileno())
 
     def truncate_rounds(self, count: int) -> None:
         """Remove all records after the first ``count``, since a resumed run repeats the rounds after its checkpoint."""
         found = self._rounds_at_least(count, f"the checkpoint is of round {count}")[:count]
-        lines = "".join(json.dumps(record) + "\n" for record in found)
+        lines = "".join(json.dumps(seal(record, self.identity())) + "\n" for record in found)
         atomic_write(self.path / "rounds.jsonl", lines.encode())
 
     def _rounds_at_least(self, count: int, why: str) -> list[dict[str, Any]]:
@@ -235,25 +255,54 @@ class RunDirectory(RunStatus):
             raise RunError(f"{self.path / 'summary.json'} is not a run's summary: {error}") from None
 
     def save_checkpoint(self, checkpoint: Checkpoint) -> None:
-        """Replace the checkpoint; a reader sees the old one or the new one, never a part."""
-        write_checkpoint(self.path / "checkpoint.safetensors", replace(checkpoint, run=self.identity()))
+        """Write a new checkpoint and keep the one before it; a reader never sees a part of either."""
+        path = self.path / CHECKPOINT
+        if path.exists():
+            with atomic_path(self.path / PREVIOUS_CHECKPOINT) as temporary:
+                try:
+                    os.link(path, temporary)
+                except OSError:  # a file system without links
+                    shutil.copyfile(path, temporary)
+        write_checkpoint(path, checkpoint, self.identity())
 
     def load_checkpoint(self) -> Checkpoint | None:
-        """Return the last checkpoint, or ``None`` if there is none yet."""
-        path = self.path / "checkpoint.safetensors"
-        if not path.exists():
+        """Return the last checkpoint, or ``None`` if there is none yet.
+
+        Raises
+        ------
+        RunError
+            If it is damaged; the error names the round of the checkpoint before it, from which the run can be resumed.
+        """
+        path, before = self.path / CHECKPOINT, self.path / PREVIOUS_CHECKPOINT
+        if not path.exists() and not before.exists():
             return None
         try:
-            checkpoint = read_checkpoint(path)
+            return read_checkpoint(path, self.identity())
         except ValueError as error:
-            raise RunError(str(error)) from None
-        if checkpoint.run and (self.path / "identity").exists() and checkpoint.run != self.identity():
-            raise RunError(f"{path} belongs to another run: restore the run's own checkpoint, or start a new run")
-        return checkpoint
+            previous = self.load_previous_checkpoint()
+            advice = "start a new run"
+            if previous is not None:
+                advice = (
+                    f"`fedeas resume {self.path} --previous` continues from the one before it, round {previous.round}"
+                )
+            raise RunError(f"{error}; {advice}") from None
+
+    def load_previous_checkpoint(self) -> Checkpoint | None:
+        """Return the checkpoint before the last one, or ``None`` if there is none that can be read."""
+        try:
+            return read_checkpoint(self.path / PREVIOUS_CHECKPOINT, self.identity())
+        except ValueError:
+            return None
+
+    def return_to_previous_checkpoint(self) -> None:
+        """Replace the last checkpoint by the one before it; clients keep the states that either needs."""
+        if self.load_previous_checkpoint() is None:
+            raise RunError(f"{self.path} has no earlier checkpoint that can be read: resume without --previous")
+        os.replace(self.path / PREVIOUS_CHECKPOINT, self.path / CHECKPOINT)
 
     def save_model(self, arrays: Arrays) -> None:
         """Write the final model."""
-        write_arrays(self.path / "model.safetensors", arrays)
+        atomic_write(self.path / "model.safetensors", save(to_numpy(arrays)))
 
     def load_model(self) -> Arrays:
         """Return the state dict of the final model."""

@@ -3,6 +3,7 @@
 config.json            the run-config, the environment, the class names and the hashes of the input files
 rounds.jsonl           one JSON object per round
 checkpoint.safetensors everything the server needs to resume after the last checkpointed round
+checkpoint-previous.safetensors   the checkpoint before it, in case the last one is damaged
 clients/ID/            state of client ID between rounds (simulation; see federation/client_state.py)
 identity               the run's unique name, also in its checkpoint and in the folders of nodes (data/node.py)
 noise-key              the secret key of the noise of `dp`, readable by its owner only, and its releases
@@ -26,12 +27,14 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 
 STATUS_LOCK = ".status.lock"
+CHECKPOINT, PREVIOUS_CHECKPOINT = "checkpoint.safetensors", "checkpoint-previous.safetensors"
 _SWEEP_FILES = ("run.toml", "output.log")
 _START_FILES = (*_SWEEP_FILES, "status.json", STATUS_LOCK, "flower.log", "superlink.log", "noise-key")
 """Files that may exist before a run starts, or after it failed to start; a noise-key serves to repeat a run."""
 _IN_FOLDERS = ("clients/*/state-*", "clients/*/.state-*.tmp", "tensorboard/events.out.tfevents.*")
 _FILES = (
-    "checkpoint.safetensors",
+    CHECKPOINT,
+    PREVIOUS_CHECKPOINT,
     "model.safetensors",
     "identity",
     "noise-key",
@@ -57,7 +60,7 @@ def is_run(folder: Path) -> bool:
         found = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):
         return False
-    return isinstance(found, dict) and set(found) - {"classes", "files"} == {"config", "environment"}
+    return isinstance(found, dict) and set(found) - {"classes", "files", "digest"} == {"config", "environment"}
 
 
 def is_damaged_run(folder: Path) -> bool:

@@ -14,7 +14,15 @@ from fedeas_flwr.common.files import atomic_write
 from fedeas_flwr.common.text import counted
 from fedeas_flwr.config import RunConfig, parse_config
 from fedeas_flwr.runs.directory import RunDirectory
-from fedeas_flwr.runs.files import files_of_run, holds_others_files, is_damaged_run, is_run, remove_files
+from fedeas_flwr.runs.files import (
+    CHECKPOINT,
+    PREVIOUS_CHECKPOINT,
+    files_of_run,
+    holds_others_files,
+    is_damaged_run,
+    is_run,
+    remove_files,
+)
 from fedeas_flwr.runs.metrics import summarise
 
 _DEPTH = 4
@@ -144,7 +152,7 @@ def prunable_files(run: RunDirectory, model: bool = False) -> list[Path]:
     if run.state() != "finished":
         raise RunError(f"{run.path} is {run.state()}, not finished: it needs its checkpoint, nothing is removed")
     run.checked_rounds()  # a damaged record may be fixed and the run resumed
-    names = ("checkpoint.safetensors", "noise-key", "clients", *(("model.safetensors",) if model else ()))
+    names = (CHECKPOINT, PREVIOUS_CHECKPOINT, "noise-key", "clients", *(("model.safetensors",) if model else ()))
     return [path for path in files_of_run(run.path) if path.relative_to(run.path).parts[0] in names]
 
 
@@ -186,9 +194,10 @@ def export(run: RunDirectory, folder: Path) -> None:
     config |= {"run-dir": "", "data-dir": "", "resume": False}  # without a run-dir there is nothing to resume
     config |= {key: without_folder(config[key]) for key in ("dataset", "generator", "weights")}
     copy = RunDirectory(folder)
-    copy.write_json("config.json", run.read_json("config.json") | {"config": config})
+    copy.write_json("config.json", run.facts() | {"config": config})
     copy.write_json("summary.json", run.summary())
-    atomic_write(folder / "rounds.jsonl", (run.path / "rounds.jsonl").read_bytes())
+    lines = "".join(json.dumps(record) + "\n" for record in run.rounds())
+    atomic_write(folder / "rounds.jsonl", lines.encode())  # without digests, which need the run's identity
 
 
 def check_export(run: RunDirectory, folder: Path) -> None:

@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from fedeas_flwr.common.checked import is_sealed, unseal
+
 _MAX_SHOWN = 40
 
 
@@ -24,19 +26,19 @@ class RoundLog:
     """Why the line after the last record is invalid, if known."""
 
 
-def read_records(path: Path, offset: int = 0) -> RoundLog:
-    """Return the records from a byte offset on, or all if the offset is not at the start of a line."""
+def read_records(path: Path, owner: str = "", offset: int = 0) -> RoundLog:
+    """Return the records of the run ``owner`` from a byte offset on, or all if that is not the start of a line."""
     with path.open("rb") as file:
         file.seek(max(0, offset - 1))
         if offset and file.read(1) != b"\n":
-            return read_records(path)
+            return read_records(path, owner)
         found = RoundLog(offset=offset)
         for line in file:
             if not line.endswith(b"\n"):
                 break
             found.lines += 1
             number = found.records[-1]["round"] + 1 if found.records else None if offset else 1
-            record, found.error = _as_record(line, number)
+            record, found.error = _as_record(line, number, owner)
             if record is None:
                 found.lines += sum(rest.endswith(b"\n") for rest in file)
                 break
@@ -45,7 +47,7 @@ def read_records(path: Path, offset: int = 0) -> RoundLog:
     return found
 
 
-def _as_record(line: bytes, number: int | None) -> tuple[dict[str, Any] | None, str]:
+def _as_record(line: bytes, number: int | None, owner: str) -> tuple[dict[str, Any] | None, str]:
     """Return a line's record, which must be of round ``number`` if given; or ``None`` and the reason."""
     try:
         record = json.loads(line)
@@ -58,7 +60,10 @@ def _as_record(line: bytes, number: int | None) -> tuple[dict[str, Any] | None, 
         return None, f"round = {_shown(round_number)}, must be {number or 'a number'}"
     if not isinstance(accuracy, (int, float)) or isinstance(accuracy, bool) or not 0 <= accuracy <= 1:
         return None, f"accuracy = {_shown(accuracy)}, must be from 0 to 1"
-    return record, ""
+    try:
+        return unseal(record, owner) if is_sealed(record) else record, ""
+    except ValueError as error:
+        return None, str(error)
 
 
 def _shown(value: Any) -> str:
