@@ -113,7 +113,7 @@ class Evaluator:
             with self._on_stream():
                 return capture(self._compute, stream)
         except RuntimeError as error:  # out of memory, or a network that cannot be captured
-            logger.warning("cannot capture the evaluation in a CUDA graph; it runs eagerly: %s", one_line(error))
+            logger.warning("no CUDA graph of the evaluation; it runs eagerly: %s", one_line(error))
             return self._compute
 
     @contextmanager
