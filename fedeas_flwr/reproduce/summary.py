@@ -57,7 +57,7 @@ def make_page(results: Results, sections: list[Section], given: Sequence[str] = 
 def fill_command(
     scale: str, options: Mapping[str, Sequence[str]], words: Sequence[str], cells: Collection[str]
 ) -> tuple[str, str]:
-    """Return the command that does missing runs, and a note on what else it needs, or "".
+    """Return the command that runs what is missing, and a note on what else it needs, or "".
 
     Parameters
     ----------
