@@ -54,7 +54,7 @@ from fedeas_flwr.runs.directory import RunDirectory
 from fedeas_flwr.runs.metrics import WALL_CLOCK
 from fedeas_flwr.strategies.averaging import weighted_average
 from fedeas_flwr.strategies.registry import client_part
-from fedeas_flwr.training.build import build_engine, network
+from fedeas_flwr.training.build import build_engine, build_network
 from fedeas_flwr.training.engine import Engine
 from fedeas_flwr.training.evaluation import central_test
 from fedeas_flwr.training.models import split_state
@@ -82,7 +82,7 @@ class BareLoop:
 
     def run(self) -> tuple[list[float], list[float], Arrays]:
         """Seconds of every round, those of CPU time in them, and the weights at the end."""
-        model, seconds, cpu = split_state(network(self.config)), [], []
+        model, seconds, cpu = split_state(build_network(self.config)), [], []
         if self.device != "cpu":  # there the clients of the inline grid are handed tensors too
             model = tuple({k: torch.from_numpy(v).to(self.device) for k, v in part.items()} for part in model)
         with ThreadPoolExecutor(self._workers) as pool:

@@ -33,7 +33,7 @@ from fedeas_flwr.policies import POLICIES, ClientView, MatchedPolicy, images_to_
 from fedeas_flwr.strategies.interface import ClientRound
 from fedeas_flwr.strategies.privacy import clips_update
 from fedeas_flwr.strategies.registry import ALGORITHMS, client_part
-from fedeas_flwr.training.build import EnginePool, loss_and_view_inputs, network, recipe
+from fedeas_flwr.training.build import EnginePool, build_network, local_training_config, loss_and_view_inputs
 from fedeas_flwr.training.evaluation import Evaluator
 from fedeas_flwr.training.models import Normaliser
 
@@ -124,7 +124,7 @@ def train_client(message: Message, context: Context) -> Message:
         extra=messages.read_extra(message),
         memory=state.memory,
         labels=local.labels,
-        steps=recipe(config).steps(len(local.labels)),
+        steps=local_training_config(config).steps(len(local.labels)),
     )
     common = loss_and_view_inputs(config, data.num_classes, local.labels, task.round, node.client)
     inputs = algorithm.prepare(client_round) | common
@@ -214,5 +214,5 @@ _evaluation = _ThreadLocal()
 def _evaluation_model(config: RunConfig, device: str) -> torch.nn.Module:
     """Return this thread's network for evaluation, built once per config."""
     if _evaluation.config != config:
-        _evaluation.network, _evaluation.config = network(config).to(device), config
+        _evaluation.network, _evaluation.config = build_network(config).to(device), config
     return _evaluation.network

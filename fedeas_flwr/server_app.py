@@ -37,7 +37,7 @@ from fedeas_flwr.runs.checkpoints import Checkpoint
 from fedeas_flwr.runs.directory import RunDirectory
 from fedeas_flwr.runs.tensorboard import event_log
 from fedeas_flwr.strategies.registry import build_strategy
-from fedeas_flwr.training.build import network
+from fedeas_flwr.training.build import build_network
 from fedeas_flwr.training.evaluation import central_test
 from fedeas_flwr.training.models import split_state
 
@@ -173,7 +173,7 @@ def format_error(error: BaseException) -> str:
 
 def _initial_state(config: RunConfig, run: RunDirectory) -> Checkpoint:
     """Return the checkpoint of a resumed run if it has one, else the untrained model."""
-    trainable, buffers = split_state(network(config))
+    trainable, buffers = split_state(build_network(config))
     checkpoint = run.load_checkpoint() if config.resume else None
     if checkpoint is None:
         checkpoint = Checkpoint(0, trainable, buffers)

@@ -205,9 +205,9 @@ def show(
     """Write the page, print the tables or JSON and what is missing, and return the sections."""
     from fedeas_flwr.reproduce.page import write_page
     from fedeas_flwr.reproduce.sections import make_sections
-    from fedeas_flwr.reproduce.summary import as_json, fill_command, make_page, print_tables, values_csv
+    from fedeas_flwr.reproduce.summary import as_json, make_page, missing_runs_command, print_tables, values_csv
 
-    fill = partial(fill_command, results.scale, options)
+    fill = partial(missing_runs_command, results.scale, options)
     sections = make_sections(choice, results, folder, fill)
     page = make_page(results, sections, options["--set"])
     written = write_page(page, folder)

@@ -13,7 +13,7 @@ drops.py             rounds whose accuracy drops, counted over all runs
 sweep_tables.py      recorded sweeps over partitions
 figures.py           the paper's figures
 items.py             every table and figure by name, and the cells it needs
-sections.py          the tables and figures of one command, each with its missing runs
+sections.py          the sections of the page: one per table or figure, each with its missing runs
 page.py              the sections as one page in Markdown and HTML, and tables inserted into another document
 inline_numbers.py    numbers inside the sentences of another document
 summary.py           the head of the page, JSON, CSV, terminal output, and writing of filled documents

@@ -94,16 +94,16 @@ class ArchivingWatcher:
     def __init__(self, inner: Watcher, folder: Path | None) -> None:
         self._inner, self._folder = inner, folder
 
-    def on_start(self, board: SweepStatus) -> None:
+    def on_start(self, status: SweepStatus) -> None:
         """Pass the event on."""
-        self._inner.on_start(board)
+        self._inner.on_start(status)
 
-    def on_event(self, one: sweep.SweepRun, word: str, board: SweepStatus) -> None:
+    def on_event(self, one: sweep.SweepRun, event: str, status: SweepStatus) -> None:
         """Archive a finished run; pass every event on."""
-        if word == "finished":
+        if event == "finished":
             archive_run(one.run, self._folder and record_folder(self._folder, one.values["cell"], one.config))
-        self._inner.on_event(one, word, board)
+        self._inner.on_event(one, event, status)
 
-    def on_tick(self, board: SweepStatus) -> None:
+    def on_tick(self, status: SweepStatus) -> None:
         """Pass the event on."""
-        self._inner.on_tick(board)
+        self._inner.on_tick(status)

@@ -1,4 +1,4 @@
-"""The tables and figures of one command, each a section of the page with its missing runs."""
+"""Make the sections of the page of `fedeas reproduce`: one per table or figure, each with its missing runs."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ if TYPE_CHECKING:
     from fedeas_flwr.reproduce.figures import Setting
 
 
-Fill = Callable[[Sequence[str], Collection[str]], tuple[str, str]]
-"""Returns the command that does missing runs, and a note on what it needs, from words and the cells that lack runs."""
+FillCommand = Callable[[Sequence[str], Collection[str]], tuple[str, str]]
+"""(items or cells to name, cells that lack runs) → command that runs what is missing, and a note on what it needs."""
 
 IMAGES_PER_CLASS = 10
 
@@ -48,12 +48,12 @@ class Section:
     figure: Figure | None = None
     """The figure that the picture shows."""
     command: str = ""
-    """Command that does the missing runs."""
+    """Command that runs what is missing."""
     command_note: str = ""
     """What else the command needs."""
 
 
-def make_sections(choice: Choice, results: Results, folder: Path, fill: Fill) -> list[Section]:
+def make_sections(choice: Choice, results: Results, folder: Path, fill_command: FillCommand) -> list[Section]:
     """Return a section for every table and figure, and one for cells given by name.
 
     Parameters
@@ -63,9 +63,9 @@ def make_sections(choice: Choice, results: Results, folder: Path, fill: Fill) ->
     results
         The runs.
     folder
-        Where pictures go.
-    fill
-        Returns the command that does missing runs.
+        Where pictures are written.
+    fill_command
+        Returns the command that runs what is missing.
     """
     setting: Setting | None = None
     sections = []
@@ -85,13 +85,13 @@ def make_sections(choice: Choice, results: Results, folder: Path, fill: Fill) ->
                 picture, figure = folder / f"{name}.png", drawn
                 atomic_write(picture, as_png(drawn))
         missing = replace(choice, items=(name,), cells=()).missing(results)
-        runs, filling = _runs(missing), fill([name], missing)
-        sections.append(Section(name, item.title, item.caption, table, picture, runs, note, figure, *filling))
+        runs, command = _runs(missing), fill_command([name], missing)
+        sections.append(Section(name, item.title, item.caption, table, picture, runs, note, figure, *command))
     if choice.cells:
         table = tables.cell_table(results, choice.cells)
         missing = replace(choice, items=()).missing(results)
-        filling = fill(list(missing), missing)
-        sections.append(Section("cells", "Cells by name", "", table, None, _runs(missing), "", None, *filling))
+        command = fill_command(list(missing), missing)
+        sections.append(Section("cells", "Cells by name", "", table, None, _runs(missing), "", None, *command))
     return sections
 
 
@@ -115,9 +115,9 @@ def _draw(item: Item, setting: Setting, more: Mapping[str, Any]) -> Figure | str
 
 
 def draw_samples(config: RunConfig) -> Figure:
-    """Draw the first images of each class of a run's client 0, none picked, as in the supplement's C.
+    """Draw the first images of each class that client 0 of a run gets, unselected, as in supplement C.
 
-    They come from the cache that runs share, and are generated if the cache lacks them.
+    They are read from the cache; those that it lacks are generated.
     """
     names = dataset_info(config.dataset).classes
     generator = open_for_run(config, configure_torch(config.device))

@@ -32,7 +32,7 @@ from fedeas_flwr.strategies.fedavg import FedAvg, settings
 from fedeas_flwr.strategies.fedgen_generator import ALL, NOISE, Heads, Trained, generate, new_generator, train_generator
 from fedeas_flwr.strategies.interface import ClientAlgorithm, ClientRound, Disclosure, match_model_backend
 from fedeas_flwr.strategies.records import ARRAYS, METRICS, to_arrays
-from fedeas_flwr.training.build import network
+from fedeas_flwr.training.build import build_network
 from fedeas_flwr.training.objective import Batch, Inputs, Objective
 
 DECAY, MIN_WEIGHT = 0.98, 1e-4
@@ -72,7 +72,7 @@ def build_fedgen(config: RunConfig) -> FedGen:
     ConfigError
         If the network does not end in a trained linear layer named ``fc``.
     """
-    head = getattr(network(config), "fc", None)
+    head = getattr(build_network(config), "fc", None)
     if not isinstance(head, nn.Linear) or not head.weight.requires_grad:
         raise ConfigError(
             f"model = '{config.model}': strategy = 'fedgen' needs a network that ends in a trained Linear named fc"

@@ -102,7 +102,7 @@ def updated_control(control: Arrays, changes: Sequence[Arrays], clients: int) ->
 class ScaffoldObjective(Objective):
     """Classification loss whose gradients are corrected by c − c_i."""
 
-    def correct(self, weights: Tensors, gradients: Tensors, given: Tensors) -> None:
+    def correct_gradients(self, weights: Tensors, gradients: Tensors, given: Tensors) -> None:
         """Set g ← g − c_i + c."""
         names = list(gradients)
         torch._foreach_add_([gradients[name] for name in names], [given[f"correction/{name}"] for name in names])

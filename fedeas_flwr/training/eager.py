@@ -113,7 +113,7 @@ class EagerEngine:
                 with torch.autocast(device, torch.bfloat16, enabled=self._use_bf16):
                     loss, gradients = self._differentiate(self._objective, model, batch, weights)
                 with torch.no_grad():
-                    self._objective.correct(named(names, weights), named(names, gradients), given)
+                    self._objective.correct_gradients(named(names, weights), named(names, gradients), given)
                 descent.step(gradients)
                 loss_sum += loss * len(chosen)
                 seen += len(chosen)
