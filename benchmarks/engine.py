@@ -1,12 +1,13 @@
-"""The client step and the cohort: what each measure buys, side by side in one run.
+"""Measure the client's training step and ten clients in parallel, with each optimisation, in one run.
 
     python benchmarks/engine.py --out results/engine/engine-h200.json
 
 (a) one client: the loop of Flower's quickstart (DataLoader, eager, float32), then GPU data, tf32, channels_last, graph.
-(b) ten clients: one after the other is (a); at once on streams of one process; as ten processes, that take turns on the
-    GPU and that share it by MPS.
-(d) roofline: the floating-point operations of these rates, as part of what one large matrix product reaches here.
-Images/s of training ResNet-18 (7×7 stem, 32×32 images, batch 64). Needs a CUDA GPU; --small runs the script on a CPU.
+(b) ten clients: in parallel on streams of one process; as ten processes that take turns on the GPU, and that share it
+    by MPS. (Ten clients one after the other have the rate of (a).)
+(c) roofline: the floating-point operations per second of these rates, relative to one large matrix product.
+Rates are images/s of training ResNet-18 (7×7 stem, 32×32 images, batch 64). Needs a CUDA GPU; --small runs the script
+on a CPU.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ def network() -> torch.nn.Module:
 
 
 def seconds(work: Callable[[], object], device: str) -> float:
-    """Wall-clock of the work, after one untimed call, with the GPU idle at both ends."""
+    """Return the wall-clock seconds of `work`, after one untimed call; the GPU is idle before and after."""
     work()
     if device == "cuda":
         torch.cuda.synchronize()
@@ -57,7 +58,7 @@ def seconds(work: Callable[[], object], device: str) -> float:
 
 
 def quickstart_loop(images: np.ndarray, labels: np.ndarray, epochs: int, device: str) -> Callable[[], object]:
-    """What a Flower user writes first: a DataLoader of normalised float images, SGD, one step at a time."""
+    """Return the loop of Flower's quickstart: a DataLoader of normalised float images, SGD, one step at a time."""
     pixels = (torch.from_numpy(images).permute(0, 3, 1, 2).float() / 255 - torch.tensor(MEAN).view(1, 3, 1, 1)) / (
         torch.tensor(STD).view(1, 3, 1, 1)
     )
@@ -77,7 +78,7 @@ def quickstart_loop(images: np.ndarray, labels: np.ndarray, epochs: int, device:
 
 
 def worker(samples: int, epochs: int, precision: str) -> None:
-    """Run one of several processes: get ready, report it, train on request, report the result."""
+    """Run one of several processes: warm up, print "ready", train on request, print "done"."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     set_precision(precision)
     engine = GraphedEngine(
@@ -93,7 +94,7 @@ def worker(samples: int, epochs: int, precision: str) -> None:
 
 
 def processes_rate(count: int, samples: int, epochs: int, precision: str, environment: Mapping[str, str]) -> float:
-    """Return the images/s of some processes that train at the same time, each a client."""
+    """Return the total images/s of `count` processes that train at the same time, one client each."""
     words = [sys.executable, __file__, "--worker", f"{samples},{epochs},{precision}"]
     started = [
         subprocess.Popen(words, env=dict(environment), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
@@ -116,11 +117,11 @@ def _all_say(processes: Sequence[subprocess.Popen[str]], word: str) -> None:
     for process in processes:
         assert process.stdout is not None
         if process.stdout.readline().strip() != word:
-            raise SystemExit(f"a process of the cohort ended before it was {word}")
+            raise SystemExit(f"a client process ended before it was {word}")
 
 
 def step_flops() -> float:
-    """Floating-point operations of training on one image, forward and backward, by torch's own count."""
+    """Return the floating-point operations of training on one image, forward and backward, as torch counts them."""
     model, images = network().train(), torch.zeros(2, 3, 32, 32)
     with FlopCounterMode(display=False) as counter:
         model(images).sum().backward()
@@ -128,7 +129,7 @@ def step_flops() -> float:
 
 
 def peak_flops(precision: str, device: str) -> float:
-    """Floating-point operations a second of one large matrix product."""
+    """Return the floating-point operations per second of one large matrix product."""
     set_precision(precision)
     size = 8192 if device == "cuda" else 256
     kind = torch.bfloat16 if precision == "bf16" else torch.float32
@@ -141,7 +142,7 @@ def set_precision(precision: str) -> None:
 
 
 def table(record: Mapping[str, Any]) -> str:
-    """All of it, as printed and as shown in the docs."""
+    """Return the table that is printed and shown in the docs."""
     rates = record["images_per_second"]
     first, cells = next(iter(rates.values())), []
     for name, rate in rates.items():
@@ -164,7 +165,7 @@ def main() -> None:
         return
     device = "cuda" if torch.cuda.is_available() else "cpu"
     samples, epochs, cohort = (8, 1, 2) if args.small else (2048, 10, 10)
-    low = "bf16" if device == "cuda" else "fp32"  # processors emulate bf16, slowly
+    low = "bf16" if device == "cuda" else "fp32"  # CPUs emulate bf16 slowly
     rng = np.random.default_rng(0)
     images = rng.integers(0, 256, (samples, 32, 32, 3), dtype=np.uint8)
     labels = rng.integers(0, 10, samples)

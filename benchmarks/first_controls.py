@@ -1,11 +1,11 @@
-"""How long a client's first control variate is, with the short last batch of its epochs and without it.
+"""Measure the norm of a client's first control variate, with and without the short last batch of its epochs.
 
     python benchmarks/first_controls.py --out results/short-batches/controls-cpu.json --clients 2,7 \\
         --config conf/cifar10-k20.toml --set data-dir=data --set weights=resnet18-imagenet.safetensors
 
-In its first round a client of SCAFFOLD trains as one of FedAvg does, and its control variate is (x − y)/(Tη), the mean
-of its gradients. short_batches.py has those by the batch's size; here is what is left of them in a round, to be taken
-off every step of the next. Without --config: digits.
+In its first round a SCAFFOLD client trains as with FedAvg, and its control variate becomes (x − y)/(Tη), the mean of
+its gradients. short_batches.py measures gradients by batch size; this script measures their mean over a round, which is
+subtracted in every step of the next one. Without --config: digits.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ LEAST = (2, 8)
 
 
 def measure(config: RunConfig, device: str, clients: Sequence[int]) -> list[dict[str, Any]]:
-    """The length of (x − y)/(Tη) after a round from the run's start, all layers together."""
+    """Return the norm of (x − y)/(Tη) over all layers after a round from the initial weights, for each client."""
     data, rows = federated_data(config, config.clients), []
     for client in clients:
         images, labels = (torch.from_numpy(array).to(device) for array in data.train(client))
@@ -36,7 +36,7 @@ def measure(config: RunConfig, device: str, clients: Sequence[int]) -> list[dict
             asked = config.with_changes(min_batch=least)
             last = local_training_config(asked).batches(len(labels))[1]
             if rows and rows[-1]["client"] == client and rows[-1]["last"] == last:
-                continue  # no shorter than the rule asks for: the same steps
+                continue  # the last batch is long enough, so the steps are the same
             engine, (trainable, buffers) = build_engine(asked, device, CROSS_ENTROPY), read_state(build_network(asked))
             batches = stream(config.seed, "batches", 1, client)
             result, trained, _ = engine.train(trainable, buffers, images, labels, batches)
@@ -48,7 +48,7 @@ def measure(config: RunConfig, device: str, clients: Sequence[int]) -> list[dict
 
 
 def table(rows: Sequence[dict[str, Any]]) -> str:
-    """What was found, as printed."""
+    """Return the table that is printed."""
     head = ["Client", "Images", "Images in the last batch", "Steps", "Length of its control variate"]
     cells = [
         (row["client"], f"{row['samples']:,}", row["last"] or "none", row["steps"], f"{row['length']:.1f}")
@@ -59,7 +59,7 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
 
 def main() -> None:
     parser = parser_for_a_run(__doc__)
-    parser.add_argument("--clients", default="0", help="numbers separated by commas")
+    parser.add_argument("--clients", default="0", help="client ids, separated by commas")
     options = parser.parse_args()
     config = asked_run(options)
     device = configure_torch(options.device, "fp32")

@@ -1,21 +1,21 @@
-"""The framework's tax: rounds under Flower next to a bare loop over the same clients, in one run.
+"""Measure the framework's overhead: rounds under Flower compared with a bare loop over the same clients, in one run.
 
     python benchmarks/framework.py --out results/framework/cpu.json [--ray]
     python benchmarks/framework.py --device cuda --out results/framework/h200.json [--ray] \\
         --config conf/cifar10-k100.toml --set data-dir=data --set precision=bf16
 
-(1) bare: the same engine on the same clients' images and batches, a weighted average, a test; no message, no check of a
-reply, no record, no checkpoint. (2) inline: `fedeas run` with backend = "inline". (3) with --ray: backend = "ray".
-On a CPU one client trains at a time in all three, and they must end with the same weights bit for bit, or the script
-stops: only then is the difference in time the framework's. On a GPU ten clients train at once, on ten streams or, under
-Ray, as ten processes that share the GPU by MPS; there the record says by how much the weights differ.
+(1) bare: the same engine on the same clients' images and batches, a weighted average, an evaluation; no messages, no
+checks of replies, no records, no checkpoints. (2) inline: `fedeas run` with backend = "inline". (3) with --ray:
+backend = "ray". On a CPU one client trains at a time in all three. They must end with the same weights bit for bit, or
+the script stops: only then is the difference in time the framework's. On a GPU ten clients train in parallel, on ten
+streams or, under Ray, as ten processes that share the GPU by MPS; the record has the largest difference of a weight.
 
-The tax is the share of a round outside training and evaluation, got in two ways: `by difference` 1 − bare / round; and
-where one client trains at a time `by phases` 1 − (training + waiting for the end of the round before) / all phases that
-a round waits for, by rounds.jsonl, where training is what the clients say they took. The bare loop tests after each
-round, a run beside the next one: what that spares is taken off the difference. `CPU / bare` compares CPU time: a busy
-machine disturbs it less, but it leaves out waiting for the disk, and Ray's is in other processes. All three count
-checks, records and a checkpoint every round as the framework's.
+The tax is the fraction of a round outside training and evaluation, measured in two ways: `by difference` is
+1 − bare / round; `by phases`, if one client trains at a time, is 1 − (training + waiting for the end of the previous
+round) / all phases that a round waits for, from rounds.jsonl, where training is the time that clients report. The bare
+loop evaluates after each round, but a run evaluates in the background of the next round, which lowers the difference.
+`CPU / bare` compares CPU time: other load on the machine affects it less, but it excludes waiting for the disk, and
+Ray's is in other processes. In all three ways, checks, records and a checkpoint every round count as the framework's.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ from fedeas_flwr.training.engine import Engine
 from fedeas_flwr.training.evaluation import central_test
 from fedeas_flwr.training.models import split_state
 
-# Γ̂ is a measurement that a bare loop has no part of, so it is off here; benchmarks/strategies.py says what it costs.
+# A bare loop does not measure Γ̂, so it is off here; benchmarks/strategies.py measures its cost.
 ALWAYS: dict[str, Any] = {"policy": "none", "gamma-hat": "off"}
 ON_DIGITS: dict[str, Any] = {"clients": 10, "participation": 1.0, "alpha": 0.5}
 MODELS: dict[str, dict[str, Any]] = {
@@ -70,7 +70,7 @@ SMALL = {"small-cnn": {**MODELS["small-cnn"], "clients": 3, "local-epochs": 1}}
 
 
 class BareLoop:
-    """Federated averaging as one would write it without a framework."""
+    """Federated averaging, written without a framework."""
 
     def __init__(self, config: RunConfig, workers: int) -> None:
         self.config, self.device = config, configure_torch(config.device, config.precision)
@@ -81,9 +81,9 @@ class BareLoop:
         self._kept: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def run(self) -> tuple[list[float], list[float], Arrays]:
-        """Seconds of every round, those of CPU time in them, and the weights at the end."""
+        """Return the seconds of every round, their CPU seconds, and the final weights."""
         model, seconds, cpu = split_state(build_network(self.config)), [], []
-        if self.device != "cpu":  # there the clients of the inline grid are handed tensors too
+        if self.device != "cpu":  # clients of the inline grid receive tensors too
             model = tuple({k: torch.from_numpy(v).to(self.device) for k, v in part.items()} for part in model)
         with ThreadPoolExecutor(self._workers) as pool:
             for number in range(1, self.config.rounds + 1):
@@ -93,7 +93,7 @@ class BareLoop:
                 def train(client: int, number: int = number, model: tuple[Arrays, Arrays] = model) -> Any:
                     return self._train(number, client, *model)
 
-                # As the inline grid does: one at a time in this very thread, several in threads of their own.
+                # As the inline grid does: one client at a time in this thread, several in worker threads.
                 ends = list(map(train, chosen) if self._workers == 1 else pool.map(train, chosen))
                 examples = [len(self.data.partition.train[client]) for client in chosen]
                 model = tuple(weighted_average(part, examples) for part in zip(*ends, strict=True))
@@ -103,7 +103,7 @@ class BareLoop:
         return seconds, cpu, to_numpy({**model[0], **model[1]})
 
     def _sample(self, number: int) -> list[int]:
-        """The clients that `TrainingRounds.sample` chooses."""
+        """Return the clients that `TrainingRounds.sample` chooses."""
         count = self.config.num_sampled(self.config.clients)
         chosen = stream(self.config.seed, "sample", number).choice(self.config.clients, count, replace=False)
         return [int(client) for client in sorted(chosen)]
@@ -116,7 +116,7 @@ class BareLoop:
         return first, second
 
     def _images(self, client: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """From the dataset's file each time on a CPU, kept on a GPU, as the ClientApp does."""
+        """Return a client's images and labels: read each time on a CPU, kept on a GPU, as the ClientApp does."""
         if client in self._kept:
             return self._kept[client]
         images, labels = (torch.from_numpy(array).to(self.device) for array in self.data.train(client))
@@ -132,7 +132,7 @@ class BareLoop:
 
 
 class CpuClock(logging.Filter):
-    """Reads this process's CPU time when Flower's log says that a round has ended."""
+    """Record this process's CPU time whenever Flower logs the end of a round."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -145,7 +145,7 @@ class CpuClock(logging.Filter):
 
 
 def flower_run(config: RunConfig, folder: Path) -> dict[str, Any]:
-    """Run under Flower; return its rounds' seconds, CPU seconds if it is all in this process, phases, and weights."""
+    """Run under Flower; return each round's seconds, CPU seconds (if inline) and tax, and the final weights."""
     clock, log = CpuClock(), logging.getLogger("flwr")
     log.addFilter(clock)
     try:
@@ -158,20 +158,20 @@ def flower_run(config: RunConfig, folder: Path) -> dict[str, Any]:
 
 
 def tax_by_phases(seconds: Mapping[str, float]) -> float:
-    """What part of a round its one client at a time neither trained nor generated, and no test was waited for."""
+    """Return the fraction of a round outside training, generation and waiting for an evaluation."""
     busy = seconds["training"] + seconds["generating"] + seconds["end_wait"]
     return 1 - busy / sum(seconds[phase] for phase in WALL_CLOCK)
 
 
 def check_same(bare: Arrays, flower: Arrays, what: str) -> None:
-    """Stop if the comparison would not be one."""
+    """Exit with an error if the weights differ."""
     wrong = [key for key in bare if key not in flower or not np.array_equal(bare[key], flower[key])]
     if wrong or bare.keys() != flower.keys():
         sys.exit(f"{what}: the bare loop and Flower end with different weights ({', '.join(wrong) or 'names'})")
 
 
 def compare(name: str, keys: dict[str, Any], options: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
-    """One model's lines: bare, inline and perhaps Ray, in turns so that a busy moment of the machine hits all."""
+    """Return one model's rows: bare, inline and, if asked, Ray; they alternate, so that other load affects all."""
     workers = 10 if options.device == "cuda" else 1
     values = {**keys, **ALWAYS, "device": options.device, "rounds": options.rounds, "backend": "inline"}
     config = parse_config({**values, "actors": workers})
@@ -182,14 +182,14 @@ def compare(name: str, keys: dict[str, Any], options: argparse.Namespace, folder
     timed += [Turns(backend) for backend in backends]
     for turn in range(options.repeats):
         taken, cpu, weights = loop.run()
-        timed[0].seconds.append(taken[1:])  # as of a run, whose log has no beginning of the first
+        timed[0].seconds.append(taken[1:])  # a run's log does not have the start of its first round
         timed[0].cpu.append(cpu[1:])
         for ways, (backend, its) in zip(timed[1:], backends.items(), strict=True):
-            if backend == "ray" and turn > 0:  # once: it takes long to start
+            if backend == "ray" and turn > 0:  # only once, because Ray starts slowly
                 continue
             found = flower_run(its, folder / f"{name.replace(' ', '-')}-{backend}-{turn}")
             ways.seconds.append(found["seconds"])
-            if workers == 1:  # of several clients it would count as the framework's that the largest ends last
+            if workers == 1:  # with several clients, waiting for the largest would count as tax
                 ways.taxes += found["taxes"]
             if found["cpu"]:
                 ways.cpu.append(found["cpu"])
@@ -202,8 +202,8 @@ def compare(name: str, keys: dict[str, Any], options: argparse.Namespace, folder
 
 @dataclass
 class Turns:
-    """One way's rounds, turn by turn: their seconds and those of CPU time, the tax by phases of each, and how far a
-    weight is from the bare loop's at the end."""
+    """Measurements of one way to run, by repetition: seconds and CPU seconds per round, the tax by phases, and the
+    largest difference of a final weight from the bare loop's."""
 
     way: str
     seconds: list[list[float]] = field(default_factory=list)
@@ -212,7 +212,7 @@ class Turns:
     apart: list[float] = field(default_factory=list)
 
     def line(self, bare: Turns) -> dict[str, Any]:
-        """A line of the table. A turn's median round is set against the bare one's of the same turn."""
+        """Return a row of the table; each median round is compared with the bare loop's of the same repetition."""
         ratios, cpu = by_turn(self.seconds, bare.seconds), by_turn(self.cpu, bare.cpu)
         rounds = [second for turn in self.seconds for second in turn]
         over_bare = statistics.median(ratios)
@@ -230,12 +230,12 @@ class Turns:
 
 
 def by_turn(mine: Sequence[Sequence[float]], bare: Sequence[Sequence[float]]) -> list[float]:
-    """The median round of each turn over the bare one's of the same turn; Ray has fewer turns."""
+    """Return the ratio of median rounds to the bare loop's, by repetition; Ray has fewer repetitions."""
     return [statistics.median(m) / statistics.median(b) for m, b in zip(mine, bare, strict=False)]
 
 
 def table(rows: Sequence[dict[str, Any]], seconds: bool = True) -> str:
-    """What is printed, and shown in the docs without the seconds."""
+    """Return the table that is printed; the docs show it without seconds."""
     head = ["model", "way", *(["s a round"] if seconds else [])]
     head += ["round / bare", "CPU / bare", "tax by difference %", "tax by phases %"]
     cells = []
@@ -258,12 +258,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
-    parser.add_argument("--ray", action="store_true", help="Flower's Ray simulation too")
-    parser.add_argument("--rounds", type=int, default=6, help="of each run; the first is not timed")
-    parser.add_argument("--repeats", type=int, default=5, help="runs of bare and inline, in turns")
-    parser.add_argument("--config", type=Path, help="a run's file, instead of two models on digits")
-    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="of that run")
-    parser.add_argument("--small", action="store_true", help="seconds, to try the script")
+    parser.add_argument("--ray", action="store_true", help="also measure Flower's Ray simulation")
+    parser.add_argument("--rounds", type=int, default=6, help="rounds per run; the first is not timed")
+    parser.add_argument("--repeats", type=int, default=5, help="runs of bare and inline, alternating")
+    parser.add_argument("--config", type=Path, help="run-config to measure instead of two models on digits")
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="override a key of --config")
+    parser.add_argument("--small", action="store_true", help="a run of seconds, to try the script")
     options = parser.parse_args()
     if options.small:
         options.rounds, options.repeats = 3, 1
@@ -274,7 +274,7 @@ def main() -> None:
     let_children_import_models()
     rows: list[dict[str, Any]] = []
     with ExitStack() as stack:
-        # Short: sockets lie in it. A bare loop that is not among MPS's processes would take turns with those that are.
+        # A short path, because it holds sockets. The bare loop uses MPS too, or it would take turns with the others.
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="fe-")))
         if options.device == "cuda":
             os.environ.update(stack.enter_context(shared_gpu(folder, os.environ, 1)))

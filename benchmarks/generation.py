@@ -1,14 +1,14 @@
-"""Images per second: this project's generator service next to a plain diffusers loop, same model, same noise, same run.
+"""Compare images per second of this project's generator service with a plain diffusers loop: same model, noise and run.
 
     python benchmarks/generation.py --generator FOLDER --out results/generation-h200
     python benchmarks/generation.py --generator builtin --dataset digits --images 64 --steps 20 --ddim-steps 10
 
-The plain loop is what one writes first: float32 weights, batches of 64, eager, DPM-Solver++ (or DDIM) from diffusers;
-once with torch's defaults, which let convolutions use TF32, and once without. "The service" is the Ray actor of a run,
-asked by 20 clients at once, each for its part, replies through Ray's object store included. Each row is warmed up with
-one batch, which is not counted but shown (loading, kernels, graph capture). Rows of fewer images than asked for are
-marked: their time for all of them is extrapolated. The last columns say how far the pixels are from the strict float32
-loop's.
+The plain loop is the simplest code: float32 weights, batches of 64, eager, DPM-Solver++ (or DDIM) from diffusers; once
+with torch's defaults, which let convolutions use TF32, and once without. "The service" is the Ray actor of a run, with
+requests from 20 clients in parallel; its time includes replies through Ray's object store. Each row is warmed up with
+one batch (loading, kernels, graph capture), which is shown but not counted. Rows with fewer images than --images are
+marked: their time for all images is extrapolated. The last columns are the pixel differences from the strict float32
+loop.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ PLAIN_BATCH = 64
 
 
 class PlainLoop:
-    """The loop one writes first, with one process a client in mind."""
+    """The simplest sampling loop, for one process per client."""
 
     def __init__(self, folder: Path, shape: tuple[int, int, int], sampler: str, steps: int, device: str) -> None:
         config = read_json(folder / "unet" / "config.json")
@@ -54,7 +54,7 @@ class PlainLoop:
 
     @torch.no_grad()
     def sample(self, samples: Sequence[SampleId]) -> np.ndarray:
-        """Make images, in float32, `PLAIN_BATCH` at a time."""
+        """Return images, generated in float32 in batches of `PLAIN_BATCH`."""
         height, width, channels = self.shape
         made = []
         for start in range(0, len(samples), PLAIN_BATCH):
@@ -72,7 +72,7 @@ class PlainLoop:
 
 
 def main() -> None:
-    """Measure, print the tables and write them down."""
+    """Measure, print the tables and write them to --out."""
     options = parse_options()
     device = options.device if options.device != "auto" else ("cuda" if torch.cuda.is_available() else "cpu")
     info = dataset_info(options.dataset)
@@ -88,7 +88,7 @@ def main() -> None:
         for row in rows:
             row.pop("made", None)
         console.print(table_of([row for row in rows if row["sampler"] == sampler], options.images))
-        write_down(options, folder, device, rows)  # each table as soon as it is there: the next takes minutes
+        write_down(options, folder, device, rows)  # after each table, because the next takes minutes
     same = neighbours_do_not_matter(options, folder, info.image_shape, len(info.classes), device)
     console.print(f"another order and other neighbours: {same['differing']} of {same['pixels']:,} pixel values differ")
     write_down(options, folder, device, rows, order=same)
@@ -124,14 +124,16 @@ def parse_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--generator", required=True, help="a folder in diffusers' format, or builtin (digits)")
     parser.add_argument("--dataset", default="cifar10")
-    parser.add_argument("--out", type=Path, help="folder of generation.json and generation.txt")
-    parser.add_argument("--images", type=int, default=13_437, help="of our rows at dpm++; 13,437 is K=20, α=0.1, β=12")
-    parser.add_argument("--plain-images", type=int, default=512, help="of the plain loop at dpm++")
-    parser.add_argument("--ddim-batches", type=int, default=2, help="batches of every row at ddim")
+    parser.add_argument("--out", type=Path, help="folder for generation.json and generation.txt")
+    parser.add_argument(
+        "--images", type=int, default=13_437, help="images per row with dpm++; 13,437 is K=20, α=0.1, β=12"
+    )
+    parser.add_argument("--plain-images", type=int, default=512, help="images of the plain loop with dpm++")
+    parser.add_argument("--ddim-batches", type=int, default=2, help="batches of every row with ddim")
     parser.add_argument("--steps", type=int, default=SAMPLER_STEPS["dpm++"])
     parser.add_argument("--ddim-steps", type=int, default=SAMPLER_STEPS["ddim"])
-    parser.add_argument("--precisions", default="", help="of our rows, such as bf16,fp16,tf32; empty: the default")
-    parser.add_argument("--batches", default="0", help="of our rows, such as 512,1024,2048; 0 is found from memory")
+    parser.add_argument("--precisions", default="", help="our precisions, such as bf16,fp16,tf32; empty: the default")
+    parser.add_argument("--batches", default="0", help="our batch sizes, such as 512,1024,2048; 0: by free memory")
     parser.add_argument("--device", default="auto")
     return parser.parse_args()
 
@@ -187,14 +189,14 @@ def measure_sampler(
 
 
 class TwentyClients:
-    """Ask the service as a federation does: 20 clients at once, each for its part of the images."""
+    """Sends requests to the service as a federation does: 20 clients in parallel, each for its part of the images."""
 
     def __init__(self, address: str, dataset: str) -> None:
         self.clients = [ServiceGenerator(address, dataset) for _ in range(20)]
         self.batch_size = self.clients[0].batch_size
 
     def sample(self, samples: Sequence[SampleId]) -> np.ndarray:
-        """Make images."""
+        """Return images, generated by the service."""
         parts = [part for part in np.array_split(np.arange(len(samples)), len(self.clients)) if len(part)]
         with ThreadPoolExecutor(len(parts)) as pool:
             made = pool.map(lambda c, part: c.sample([samples[i] for i in part]), self.clients, parts)
@@ -205,7 +207,7 @@ class TwentyClients:
 def running_service(
     options: argparse.Namespace, folder: Path, sampler: str, steps: int, device: str
 ) -> Iterator[TwentyClients]:
-    """Start Ray and a run's service on it."""
+    """Start Ray and a run's generator service, and yield its clients."""
     import ray
 
     ray.init(num_cpus=2, num_gpus=1 if device.startswith("cuda") else 0, log_to_driver=False)
@@ -222,7 +224,7 @@ def running_service(
 
 
 def measure(name: str, maker: Any, count: int, classes: int, about: dict[str, Any]) -> dict[str, Any]:
-    """Time `count` images after one batch of warm-up."""
+    """Return a row: the time of `count` images after one batch of warm-up."""
     wanted = [SampleId(1, 0, i % classes, i // classes) for i in range(count)]
     first, _ = timed(lambda: maker.sample([SampleId(2, 0, 0, i) for i in range(maker.batch_size)]))
     seconds, made = timed(lambda: maker.sample(wanted))
@@ -238,7 +240,7 @@ def measure(name: str, maker: Any, count: int, classes: int, about: dict[str, An
 
 
 def timed(work: Callable[[], np.ndarray]) -> tuple[float, np.ndarray]:
-    """Run something that ends with its images on the host, so nothing is left queued."""
+    """Return the seconds and images of `work`, which must return its images on the host."""
     began = time.perf_counter()
     made = work()
     return time.perf_counter() - began, made
@@ -247,7 +249,7 @@ def timed(work: Callable[[], np.ndarray]) -> tuple[float, np.ndarray]:
 def neighbours_do_not_matter(
     options: argparse.Namespace, folder: Path, shape: tuple[int, int, int], classes: int, device: str
 ) -> dict[str, int]:
-    """Make the same images twice, the second time shuffled and among others; count the pixels that differ."""
+    """Generate the same images twice, the second time shuffled and with others; return how many pixels differ."""
     ours = DiffusionGenerator(folder, num_classes=classes, image_shape=shape, steps=options.steps, device=device)
     wanted = [SampleId(1, 0, i % classes, i // classes) for i in range(min(64, options.images))]
     straight = ours.sample(wanted)
@@ -258,7 +260,7 @@ def neighbours_do_not_matter(
 
 
 def table_of(rows: list[dict[str, Any]], images: int) -> Table:
-    """One sampler's rows."""
+    """Return the table of one sampler."""
     about = f"{rows[0]['sampler']}, {rows[0]['steps']} steps"
     heads = ("images/s", "× plain", f"s for {images:,}", "first batch s", "mean |Δ|", "max |Δ|")
     table = Table(about, "images", *heads)

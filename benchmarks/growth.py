@@ -1,21 +1,22 @@
-"""How a round's time, memory and bytes grow with the clients and with the parameters.
+"""Measure how a round's time, memory and traffic grow with the number of clients and of parameters.
 
     python benchmarks/growth.py --out results/growth/cpu.json [--ray]
     python benchmarks/growth.py --device cuda --out results/growth/h200.json
 
-Ten clients train in a round. K goes 10, 100, 1,000 with the smallest model; the parameters go 0.05, 1, 11 million at
-K = 100 (benchmarks/wide_models.py: next to no arithmetic, so that what moving arrays costs is seen). Every line is a
-`fedeas run` in a process of its own, watched from outside every few hundredths of a second:
+Ten clients train in a round. K is 10, 100 and 1,000 with the smallest model; the parameters are 0.05, 1 and 11 million
+at K = 100 (benchmarks/wide_models.py: almost no arithmetic, so that the cost of moving arrays is visible). Every row is
+a `fedeas run` in its own process, observed from outside every 0.03 s:
 
-own memory      of the process: resident, less what it shares or maps from files (not a GPU's)
-mapped          the rest of the resident memory: libraries, and the dataset as far as it was read, which all processes
-                of a machine share and the system takes back when it is short of memory
-growth          slope of a straight line through own memory by round, over the second half of the longest runs
-MB a round      of the arrays as Flower encodes them, to the clients of a round and back
-outside         seconds of a round outside training and waiting for a test; training shrinks as K cuts the data smaller
+own memory      resident memory of the process without what it shares or maps from files (GPU memory excluded)
+mapped          the rest of its resident memory: libraries and the pages of the dataset that were read, which all
+                processes share and the system can reclaim
+growth          slope of a line fitted to own memory by round, over the second half of the longest runs
+MB a round      size of the arrays as Flower encodes them, to the clients of a round and back
+outside         seconds of a round outside training and waiting for an evaluation; training shrinks as K grows, since
+                each client has less data
 
-The images are drawn at random, in CIFAR-10's sizes (50,000 of 32×32×3, enough for 1,000 clients); what they show is of
-no account here. --ray adds K = 1,000 under Ray, memory summed over all its processes. --small: digits, seconds.
+The images are random, with the sizes of CIFAR-10 (50,000 of 32×32×3, enough for 1,000 clients); their content does not
+matter here. --ray adds K = 1,000 under Ray, with memory summed over all processes. --small: digits, seconds.
 """
 
 from __future__ import annotations
@@ -51,17 +52,17 @@ MEGABYTE = 2**20
 
 
 class Memory:
-    """The memory of a process and all it started, over its life, in bytes."""
+    """Memory of a process and its descendants over their lifetime, in bytes."""
 
     def __init__(self, process: psutil.Process) -> None:
-        # Once seen, always known: Ray's helpers outlive the processes that started them.
+        # Processes are never removed: Ray's helpers outlive the processes that started them.
         self._family = {process}
         self.own: dict[int, int] = {}
-        """Rounds finished → the most that was seen between this round's end and the next one's."""
+        """Number of finished rounds → maximum of own memory until the next round's end."""
         self.mapped = self.resident = self.processes = 0
 
     def note(self, finished_rounds: int) -> None:
-        """Look at the processes now; one that has ended counts for nothing."""
+        """Measure all processes now; one that has ended counts as 0."""
         found = []
         for member in list(self._family):
             with suppress(psutil.Error):
@@ -73,13 +74,13 @@ class Memory:
         self.processes = max(self.processes, len(found))
 
     def growth(self) -> float:
-        """Bytes a round, by least squares over the second half of the rounds: the first half warms up."""
+        """Return the growth in bytes per round, fitted to the second half of the rounds; the first half is warm-up."""
         rounds = sorted(self.own)[len(self.own) // 2 :]
         return float(np.polyfit(rounds, [self.own[number] for number in rounds], 1)[0])
 
 
 def write_random_images(folder: Path) -> None:
-    """A CIFAR-10 of noise: the sizes and the even classes of the real one."""
+    """Write random images with the sizes and the balanced classes of CIFAR-10."""
     info, rng = dataset_info("cifar10"), np.random.default_rng(0)
     arrays = {}
     for part, count in (("train", info.num_train), ("test", info.num_test)):
@@ -89,8 +90,8 @@ def write_random_images(folder: Path) -> None:
 
 
 def watched_run(config: RunConfig, folder: Path) -> tuple[RunDirectory, Memory]:
-    """Run the command line's `run` in a process of its own, and watch its memory."""
-    federated_data(config, config.clients)  # the caches are filled here, so that every line starts from the same
+    """Run `fedeas run` in its own process; return its run directory and memory."""
+    federated_data(config, config.clients)  # fills the caches, so that all rows start equal
     conf, run = folder / "run.toml", RunDirectory(Path(config.run_dir))
     conf.write_text(tomli_w.dumps(config.to_user_dict()))
     with (folder / "output.txt").open("w+b") as output:
@@ -115,10 +116,10 @@ def watched_run(config: RunConfig, folder: Path) -> tuple[RunDirectory, Memory]:
 
 
 def measured(config: RunConfig, growth: str, folder: Path) -> dict[str, Any]:
-    """One line of the table."""
+    """Return one row of the table."""
     folder.mkdir()
     run, memory = watched_run(config.with_changes(run_dir=str(folder / "run")), folder)
-    memory.own.pop(config.rounds, None)  # after the last round the process is on its way out
+    memory.own.pop(config.rounds, None)  # after the last round the process is exiting
     state, records, walls = split_state(build_network(config)), run.rounds()[1:], round_seconds(run)
     encoded = sum(len(array.data) for part in state for array in to_record(part).values())
     phases = [record["seconds"] for record in records]
@@ -145,9 +146,9 @@ def measured(config: RunConfig, growth: str, folder: Path) -> dict[str, Any]:
 
 
 def settings(options: argparse.Namespace, folder: Path) -> list[tuple[str, RunConfig]]:
-    """The lines: what grows, and the run."""
+    """Return the rows to measure: what grows, and the run-config."""
     dataset = {"dataset": "digits"} if options.small else {"dataset": "cifar10", "data-dir": str(folder)}
-    actors = 10 if options.device == "cuda" else 1  # clients at once, as the inline grid does by itself
+    actors = 10 if options.device == "cuda" else 1  # as many as the inline grid chooses
     base = {**COMMON, **dataset, "device": options.device, "backend": "inline", "actors": actors}
 
     def config(clients: int, model: str, rounds: int, **changes: Any) -> RunConfig:
@@ -165,7 +166,7 @@ def settings(options: argparse.Namespace, folder: Path) -> list[tuple[str, RunCo
 
 
 def table(rows: Sequence[dict[str, Any]], seconds: bool = True) -> str:
-    """What is printed, and shown in the docs without the seconds; a slope only of the longest runs: it needs many."""
+    """Return the table that is printed; the docs show it without seconds. Only the longest runs have a slope."""
     head = ["growth of", "K", "M parameters", "backend", *(["s a round", "s outside"] if seconds else [])]
     head += ["outside / first", "MB a round", "resident MB", "own MB", "own growth KB a round"]
     cells, longest = [], max(row["rounds"] for row in rows)
@@ -193,8 +194,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
-    parser.add_argument("--ray", action="store_true", help="the largest K under Ray too")
-    parser.add_argument("--small", action="store_true", help="seconds, to try the script")
+    parser.add_argument("--ray", action="store_true", help="also measure the largest K under Ray")
+    parser.add_argument("--small", action="store_true", help="a run of seconds, to try the script")
     options = parser.parse_args()
     let_children_import_models()
     rows: list[dict[str, Any]] = []
@@ -206,7 +207,7 @@ def main() -> None:
         for number, (growth, config) in enumerate(settings(options, folder)):
             print(f"{growth}: {config.clients} clients, {config.model}, {config.backend}", flush=True)
             rows.append(measured(config, growth, folder / str(number)))
-            # After every line: one that takes too long can be stopped without losing the others.
+            # After every row, so that the script can be stopped without losing finished rows.
             write_record(options.out, options.device, {**COMMON, "dataset": dataset}, rows)
     print(table(rows))
 

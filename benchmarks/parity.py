@@ -1,13 +1,13 @@
-"""Do the engines take the same steps? One client's weights, trained by each, next to the same steps in float64.
+"""Check that the engines take the same steps: compare one client's trained weights with the same steps in float64.
 
     python benchmarks/parity.py --out results/parity/h200.json --config conf/cifar10-k100.toml \\
         --set data-dir=data --set weights=resnet18-imagenet.safetensors --epochs 1,10
 
-Two float32 results of the same steps differ by the order of their sums, and a network of ReLUs makes more of it step
-by step. So float64 decides what an engine's difference is worth: an engine that takes other steps is farther
-from it than plain PyTorch in float32 is. Distances are those of all trained weights together, as part of the way they
-went. The client is the federation's one of median size, its batches and its start those of round 1. Without --config:
-digits.
+Two float32 results of the same steps differ by the order of their sums, and a network with ReLUs amplifies this in
+every step. Float64 is the reference: an engine that takes different steps is farther from it than plain PyTorch in
+float32. A distance is the norm of the difference of all trained weights, relative to the norm of their change in
+training. The client has the median size of the federation; its batches and initial weights are those of round 1.
+Without --config: digits.
 """
 
 from __future__ import annotations
@@ -32,23 +32,23 @@ from fedeas_flwr.training.objective import CROSS_ENTROPY
 
 EXACT, PLAIN = "eager, float64", "eager, fp32"
 DISTANCES = {"from_float64": (EXACT,), "from_eager_fp32": (EXACT, PLAIN), "largest_from_eager_fp32": (EXACT, PLAIN)}
-"""Each with the engines that it is not measured of: the one it is measured from, and one that trains before that."""
+"""Distance → engines without it: its reference, and those that train before its reference."""
 
 
 class InFloat64(Normaliser):
-    """The same pixels, as a float64 network takes them."""
+    """A normaliser that returns float64."""
 
     def __call__(self, pixels: torch.Tensor) -> torch.Tensor:
         return super().__call__(pixels).double()
 
 
 def engines(config: RunConfig, device: str) -> dict[str, Engine]:
-    """The reference, and what is compared with it; each is told its precision just before it trains."""
+    """Return the reference and the engines to compare; their precision is set just before each trains."""
     info = dataset_info(config.dataset)
     exact = EagerEngine(
         build_network(config).double(), local_training_config(config), InFloat64(info.mean, info.std, device), device
     )
-    if device == "cpu":  # what the graphs hold, without graphs
+    if device == "cpu":  # the steps of the graphs, without graphs
         normalise = Normaliser(info.mean, info.std, device)
         plain = build_engine(config, device, CROSS_ENTROPY)
         steps = GraphedEngine(build_network(config), local_training_config(config), normalise, "fp32", device)
@@ -62,7 +62,7 @@ def engines(config: RunConfig, device: str) -> dict[str, Engine]:
 
 
 def compare(config: RunConfig, device: str) -> list[dict[str, Any]]:
-    """How far every engine's weights are from those of float64."""
+    """Return a row per engine: the distance of its weights from those of float64 and of eager float32."""
     data = federated_data(config, config.clients)
     sizes = [len(part) for part in data.partition.train]
     client = int(np.argsort(sizes, kind="stable")[len(sizes) // 2])
@@ -101,7 +101,7 @@ def show(distance: float) -> str:
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    """What was found, as printed and as shown in the docs."""
+    """Return the table that is printed and shown in the docs."""
     cells = [
         [row["engine"], str(row["epochs"]), str(row["steps"]), f"{row['loss']:.4f}"]
         + [show(row[key]) if row["engine"] not in unmeasured else "–" for key, unmeasured in DISTANCES.items()]
@@ -113,7 +113,7 @@ def table(rows: list[dict[str, Any]]) -> str:
 
 def main() -> None:
     parser = parser_for_a_run(__doc__)
-    parser.add_argument("--epochs", default="1", help="one or several numbers of them, with commas")
+    parser.add_argument("--epochs", default="1", help="numbers of epochs, separated by commas")
     options = parser.parse_args()
     base = asked_run(options)
     device, rows = configure_torch(options.device), list[dict[str, Any]]()

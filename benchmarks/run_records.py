@@ -1,4 +1,4 @@
-"""What the benchmarks of whole runs have in common: rounds timed from a run's own log, and the JSON they leave."""
+"""Helpers of the benchmarks of whole runs: round times from a run's log, common options, and JSON records."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ HERE = Path(__file__).resolve().parent
 
 
 def round_seconds(run: RunDirectory) -> list[float]:
-    """Wall-clock of every round but the first, from the end of one to the end of the next, its checkpoint included.
+    """Return the wall-clock seconds of every round but the first, from end to end, including its checkpoint.
 
-    The phases in rounds.jsonl leave out what comes after them (the record, the checkpoint); the log's times do not.
+    The phases in rounds.jsonl exclude the record and the checkpoint; the times in the log include them.
     """
     ends = [when for when, text in _log(run) if text.startswith("[round ")]
     return [(end - begin).total_seconds() for begin, end in pairwise(ends)]
 
 
 def seconds_to_discover(run: RunDirectory) -> float:
-    """From the start of the server to the last client's answer to who it is."""
+    """Return the seconds from the server's start until every client has sent its identity."""
     lines = _log(run)
     began = next(when for when, text in lines if text.startswith("Run directory"))
     return (next(when for when, text in lines if text.startswith("Federation of")) - began).total_seconds()
@@ -47,27 +47,27 @@ def _log(run: RunDirectory) -> list[tuple[datetime, str]]:
 
 
 def let_children_import_models() -> None:
-    """Put this folder on the path of the processes a run starts: the models here are given by import path."""
+    """Add this folder to PYTHONPATH for the processes of a run, which import the models here by name."""
     os.environ["PYTHONPATH"] = os.pathsep.join([str(HERE), *filter(None, [os.environ.get("PYTHONPATH")])])
 
 
 def parser_for_a_run(about: str | None) -> argparse.ArgumentParser:
-    """What a benchmark of one run's clients asks for; `asked_run` reads which run that is."""
+    """Return a parser with the options of a benchmark of one run's clients; `asked_run` reads the run-config."""
     parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto")
-    parser.add_argument("--config", type=Path, help="a run's file, instead of digits")
-    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="of that run")
+    parser.add_argument("--config", type=Path, help="run-config to use instead of digits")
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="override a key of --config")
     return parser
 
 
 def asked_run(options: argparse.Namespace) -> RunConfig:
-    """The run that the options name, ten clients with digits if none."""
+    """Return the run-config that the options name; default: digits with ten clients."""
     return read_config(options.config, options.set) if options.config else parse_config({"clients": 10})
 
 
 def write_record(out: Path, device: str, setting: dict[str, Any], rows: Sequence[dict[str, Any]]) -> None:
-    """Write what was measured, on what, by which command."""
+    """Write the measurements with command, environment and load as JSON."""
     record = {
         "command": shlex.join(["python", f"benchmarks/{Path(sys.argv[0]).name}", *sys.argv[1:]]),
         "environment": describe_environment(torch.cuda.get_device_name(0) if device == "cuda" else "cpu"),
@@ -80,5 +80,5 @@ def write_record(out: Path, device: str, setting: dict[str, Any], rows: Sequence
 
 
 def markdown(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A table, to print and to paste."""
+    """Return a Markdown table."""
     return "\n".join("| " + " | ".join(cells) + " |" for cells in (head, ["---"] * len(head), *rows)) + "\n"

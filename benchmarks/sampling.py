@@ -1,9 +1,9 @@
-"""How near a generator's images come to those of many more steps, by sampler: the same noise, solved otherwise.
+"""Measure how close a sampler's images are to those of many more steps from the same noise.
 
     python benchmarks/sampling.py --generator generators/cifar10 --out results/sampling/cifar10-cpu.json
 
-Needs no images but the generator's own: noise has one exact solution, and 150 steps even in log SNR stand for it. A
-quarter of an hour on a CPU.
+For given noise the exact solution is unique; 150 steps with uniform log-SNR spacing stand for it. Needs only the
+generator. Takes a quarter of an hour on a CPU.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ TRIED = (("dpm++", 20), ("dpm++-logsnr", 20), ("dpm++-logsnr", 10), ("dpm++", 10
 
 
 def fine_power(images: NDArray[np.float64]) -> float:
-    """Mean power of grey images beyond half of the highest frequency."""
+    """Return the mean power of the grey images above half of the highest frequency."""
     grey = images.mean(axis=-1)
     frequency = np.fft.fftfreq(grey.shape[1])
     power = np.abs(np.fft.fft2(grey - grey.mean(axis=(1, 2), keepdims=True))) ** 2
@@ -32,7 +32,7 @@ def fine_power(images: NDArray[np.float64]) -> float:
 
 
 def main() -> None:
-    """Solve the same noises by each, and write a row each."""
+    """Sample the same noise with each sampler, and write a row for each."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--generator", required=True)
     parser.add_argument("--dataset", default="cifar10")

@@ -1,14 +1,14 @@
-"""Ten thousand clients: finding them, agreeing on a plan and sampling them, done for real; and a model of what grows.
+"""Measure discovery, planning and sampling with up to 10,000 clients, and model how a round's cost grows.
 
     python benchmarks/scale.py --out results/scale/cpu.json
 
-The server's own code runs against as many clients as are asked for, in one process: every client is asked who it is,
-then for its two numbers of a matched budget (`uniform`), which it answers from label counts of its own with the paper's
-allocation; then rounds are sampled. Nobody trains: that part grows with the clients of a round, not with all of them,
-and is measured by benchmarks/growth.py. The counts are drawn (one Dirichlet draw a client, α = 0.1, 500 images, 10
-classes), since no dataset here has images for ten thousand clients.
+The server's real code runs with up to 10,000 clients in one process: it asks every client for its identity, then for
+its two numbers of a matched budget (`uniform`), which the client computes from its label counts with the paper's
+allocation; then it samples rounds. No client trains: that cost grows with the clients of a round, not with all clients,
+and is measured by benchmarks/growth.py. The counts are random (one Dirichlet sample per client, α = 0.1, 500 images, 10
+classes), since no dataset here has images for 10,000 clients.
 
-`Model` puts growth.py's figures into docs/scale.md's formulas. --small: 200 clients, a second.
+`Model` combines growth.py's measurements into the formulas of docs/scale.md. --small: 200 clients, a second.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ Counts = np.ndarray[Any, np.dtype[np.int64]]
 
 @dataclass(frozen=True)
 class Model:
-    """What a server needs for a round, from two measured rows that differ in the parameters alone.
+    """Cost of a round for one server, fitted to two measured rows that differ only in the number of parameters.
 
     With P parameters and n clients in the round, seconds and bytes beyond the fixed part are proportional to P·n: every
     model is encoded, decoded, checked and added up once.
@@ -53,15 +53,15 @@ class Model:
 
     seconds_fixed: float
     seconds_each: float
-    """A parameter and client."""
+    """Seconds per parameter and client."""
     bytes_each: float
-    """Of memory, a parameter and client: all replies of a round are held until they are averaged."""
+    """Bytes of memory per parameter and client: all replies of a round are held until they are averaged."""
     discover_each: float
-    """Seconds to ask one client who it is, under Ray."""
+    """Seconds per client to ask for its identity under Ray."""
 
     @classmethod
     def fitted(cls, rows: list[dict[str, Any]]) -> Model:
-        """Take the smallest and the largest model of growth.py's rows."""
+        """Return the model fitted to the rows of growth.py with the fewest and the most parameters."""
         grown = [row for row in rows if row["growth_of"] == "parameters"]
         small, large = grown[0], grown[-1]
         moved = (large["parameters"] - small["parameters"]) * large["clients_a_round"]
@@ -75,30 +75,30 @@ class Model:
         )
 
     def traffic(self, parameters: int, clients: int) -> float:
-        """Bytes a round: a float32 model to every client of it, and one back."""
+        """Return the bytes per round: a float32 model to every sampled client, and one back."""
         return 2.0 * 4 * parameters * clients
 
     def seconds(self, parameters: int, clients: int) -> float:
-        """What one server takes for a round beyond the clients' own time."""
+        """Return the seconds that one server adds to a round."""
         return self.seconds_fixed + self.seconds_each * parameters * clients
 
     def memory(self, parameters: int, clients: int) -> float:
-        """Bytes that one server holds at the round's end."""
+        """Return the bytes that one server holds at the end of a round."""
         return self.bytes_each * parameters * clients
 
     def seconds_in_two_levels(self, parameters: int, clients: int) -> float:
-        """The same with √n aggregators that average √n clients each, at once, and a root that averages them."""
+        """Return the seconds with √n aggregators in parallel, which average √n clients each, and a root."""
         return 2 * self.seconds(parameters, round(clients**0.5))
 
 
 def draw_counts(clients: int) -> Counts:
-    """Label counts of a skewed federation."""
+    """Return the label counts of a skewed federation."""
     random = np.random.default_rng(1)
     return np.stack([random.multinomial(IMAGES, random.dirichlet([ALPHA] * CLASSES)) for _ in range(clients)])
 
 
 def counting_app(counts: Counts, config: RunConfig) -> ClientApp:
-    """Clients that know their label counts and answer what a client is asked before the first round."""
+    """Return a ClientApp that answers the queries before the first round from given label counts."""
     app = ClientApp()
 
     @app.query()
@@ -118,7 +118,7 @@ def counting_app(counts: Counts, config: RunConfig) -> ClientApp:
 
 
 def measure(clients: int, folder: Path) -> dict[str, Any]:
-    """One federation, from its first message to the sample of its last round."""
+    """Return the row of one federation, from its first message to the sampling of its last round."""
     config = parse_config(
         {"clients": clients, "policy": "uniform", "participation": 0.01, "run-dir": str(folder / str(clients))}
     )
@@ -138,12 +138,12 @@ def measure(clients: int, folder: Path) -> dict[str, Any]:
     given = sum(share.base * CLASSES + share.extra for share in federation.clients.shares.values())
     spent = int(allocation.fedeas(counts, config.beta, config.gamma, True).sum())
     if given != spent:
-        raise SystemExit(f"{clients} clients were given {given} images, and FedEAS spends {spent}")
+        raise SystemExit(f"{clients} clients were given {given} images, but FedEAS generates {spent}")
     return {**row, "images_planned": spent}
 
 
 def timed(work: Callable[[], Any]) -> float:
-    """Seconds that something takes."""
+    """Return the seconds that `work` takes."""
     began = time.perf_counter()
     work()
     return round(time.perf_counter() - began, 6)
@@ -165,7 +165,7 @@ def main() -> None:
 
 
 def table_row(row: dict[str, Any]) -> list[str]:
-    """One line of the measured table, as docs/scale.md has it."""
+    """Return one row of the measured table in docs/scale.md."""
     return [
         f"{row['clients']:,}",
         f"{row['seconds_to_discover']:.2f}",
@@ -180,7 +180,7 @@ MODEL_HEAD = ("clients", "in a round", "traffic a round", "one server", "its mem
 
 
 def model_rows(model: Model) -> list[list[str]]:
-    """The model's table of docs/scale.md: an 11-million-parameter network as the federation grows."""
+    """Return the modelled table in docs/scale.md: 11 million parameters, growing federation."""
     return [
         [
             f"10{power}",

@@ -1,11 +1,11 @@
-"""How large a step is after batches of a few images: the gradient's length by the batch's size, at a run's start.
+"""Measure the gradient norm by batch size at the initial weights, down to batches of two images.
 
     python benchmarks/short_batches.py --out results/short-batches/cpu.json --config conf/cifar10-k100.toml \\
         --set data-dir=data --set weights=resnet18-imagenet.safetensors
 
-The last batch of an epoch has as many images as are left. With BatchNorm on maps of one pixel two images leave two
-numbers a channel; where they lie near each other, dividing by their deviation makes much of the difference, layer after
-layer. Without --config: digits.
+The last batch of an epoch has the remaining images. With BatchNorm on maps of one pixel, two images give two numbers
+per channel; if these are close, dividing by their standard deviation amplifies the difference in every layer. Without
+--config: digits.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ SIZES = (2, 3, 4, 8, 16, 32, 64)
 
 
 def measure(config: RunConfig, device: str, sizes: Sequence[int], draws: int) -> list[dict[str, Any]]:
-    """The gradient's length for batches drawn from a client that has plenty, all layers together."""
+    """Return a row per batch size: the gradient norm over all layers, for random batches of the largest client."""
     data, info = federated_data(config, config.clients), dataset_info(config.dataset)
     largest = int(np.argmax([len(part) for part in data.partition.train]))
     images, labels = (torch.from_numpy(array).to(device) for array in data.train(largest))
@@ -47,7 +47,7 @@ def measure(config: RunConfig, device: str, sizes: Sequence[int], draws: int) ->
 
 
 def table(rows: Sequence[dict[str, Any]]) -> str:
-    """What was found, as printed."""
+    """Return the table that is printed."""
     usual = rows[-1]["median"]
     head = [
         "Images in the batch",

@@ -1,13 +1,12 @@
-"""Soak: hundreds of rounds, and whether anything grows or is left behind.
+"""Run hundreds of rounds, and check whether anything grows or is left behind.
 
     python benchmarks/soak.py inline --out results/soak/inline.json     500 rounds, 50 digits clients, in one process
     python benchmarks/soak.py ray --out results/soak/ray.json           50 rounds under Ray
 
-Memory of the launcher (which is the server, inline), of the ServerApp and of every client process is looked at twice a
-second. Its slope is fitted over the second half of the rounds, after whatever is kept once is there; what it would come
-to over the whole run is set against what there is. Afterwards no process, port, file in /dev/shm or folder in the
-temporary folder may be left that was not there before. The recipe is the cheapest that does everything a run does:
-generation, a stateful strategy, a checkpoint every round.
+The script measures the memory of the launcher (inline, this is the server), of the ServerApp and of the client
+processes twice a second, and fits a slope over the second half of the rounds, after one-time allocations. Afterwards no
+process, port, file in /dev/shm or folder in the temporary folder may be left that was not there before. The config is
+the cheapest that does everything a run does: generation, a stateful strategy, a checkpoint every round.
 """
 
 from __future__ import annotations
@@ -48,7 +47,7 @@ ROUNDS = {"inline": 500, "ray": 50}
 
 
 class Watch:
-    """Notes the memory of this process and its descendants by role, and the files and threads of this one."""
+    """Record the memory of this process and its descendants by role, and the open files and threads of this one."""
 
     def __init__(self, run: RunDirectory) -> None:
         self._run, self._stop = run, threading.Event()
@@ -84,7 +83,7 @@ class Watch:
                 words = " ".join(process.cmdline())
                 role = _role(words)
                 if role:
-                    # The largest client process stands for all: which client it serves changes with every message.
+                    # Only the largest client process: which client it serves changes with every message.
                     found[role] = max(found.get(role, 0.0), process.memory_info().rss / 1e6)
             except psutil.Error:
                 continue
@@ -100,7 +99,7 @@ def _role(words: str) -> str:
 
 
 def slope(samples: list[tuple[float, float]], rounds: int) -> dict[str, float]:
-    """Fit a line over the second half of the rounds."""
+    """Return the slope of a line fitted to the second half of the rounds, and the values at its ends."""
     late = np.array([(done, amount) for done, amount in samples if done >= rounds / 2])
     if len(late) < 3 or np.ptp(late[:, 0]) == 0:
         return {"at_end": samples[-1][1], "samples": len(late)}
@@ -114,7 +113,7 @@ def slope(samples: list[tuple[float, float]], rounds: int) -> dict[str, float]:
 
 
 def left_behind() -> dict[str, set[str]]:
-    """What a run may not add to: processes of ours, ports they listen on, shared memory, temporary folders."""
+    """Return what a run must not leave behind: child processes, their ports, shared memory, temporary folders."""
     processes, ports = set[str](), set[str]()
     for process in psutil.Process().children(recursive=True):
         try:
@@ -129,13 +128,13 @@ def left_behind() -> dict[str, set[str]]:
 
 
 def soak(config: RunConfig) -> dict[str, Any]:
-    """Run, watch, and say what grew and what was left."""
+    """Run and return the record: what grew, and what was left behind."""
     before, run = left_behind(), RunDirectory(Path(config.run_dir))
     began = time.perf_counter()
     with Watch(run) as watch:
         finished = launch(config, Console(file=io.StringIO()))
     seconds = time.perf_counter() - began
-    time.sleep(2)  # what is being torn down may take a moment
+    time.sleep(2)  # shutting down may take a moment
     left = {kind: sorted(found - before[kind]) for kind, found in left_behind().items()}
     files = [path for path in run.path.rglob("*") if path.is_file()]
     return {
@@ -153,10 +152,10 @@ def soak(config: RunConfig) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Read the command line, soak, and write the record."""
+    """Parse the options, run the soak, and write the record."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("backend", choices=sorted(ROUNDS))
-    parser.add_argument("--rounds", type=int, default=0, help="fewer than 500 or 50, to try it out")
+    parser.add_argument("--rounds", type=int, default=0, help="default: 500 inline, 50 under Ray")
     parser.add_argument("--out", type=Path, required=True)
     given = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:

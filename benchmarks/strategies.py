@@ -1,10 +1,10 @@
-"""What a strategy costs the server in a round, and what Γ̂ costs.
+"""Measure the server's time per round for each strategy, and for Γ̂.
 
     python benchmarks/strategies.py --out results/strategies/cpu.json
     python benchmarks/strategies.py --device cuda --out results/strategies/h200.json
 
-Seconds to merge the replies of ten clients (decoding included), ResNet-18's trainable arrays. On `cuda` the replies are
-tensors that lie there, as the inline backend hands them over. --small is a tiny model, to try the script.
+Seconds to decode and aggregate the replies of ten clients, with ResNet-18's trainable arrays. With `cuda` the replies
+are tensors on the GPU, as the inline backend passes them. --small uses a tiny model, to try the script.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ CLIENTS = 10
 
 
 def models(device: str, small: bool) -> list[Arrays]:
-    """The model that was sent, and what each client made of it."""
+    """Return the model that was sent, followed by each client's trained model."""
     name = "small-cnn" if small else "resnet18"
     sent, _ = split_state(build_model(name, 10, (32, 32, 3), seed=0))
     rng = np.random.default_rng(0)
@@ -54,7 +54,7 @@ def models(device: str, small: bool) -> list[Arrays]:
 
 
 def merging_seconds(config: RunConfig, states: list[Arrays]) -> float:
-    """The second round's merge: in the first, some strategies have nothing to remember yet."""
+    """Return the seconds of the second round's aggregation; in the first, some strategies have no state yet."""
     strategy, grid = build_strategy(config), InlineGrid(ClientApp(), CLIENTS, {})
     for number in (1, 2):
         out = list(strategy.configure_train(number, to_record(states[0]), ConfigRecord(), grid))
@@ -69,13 +69,13 @@ def _reply(message: Message, states: list[Arrays], extra: Arrays) -> Message:
     report = messages.TrainReport(client, 100 + client, 0.5, 1, 0, 0, 0.0, 0.0)
     reply = messages.train_reply(message, report, states[1 + client], {}, extra)
     messages.read_train_reply(reply, client, states[0], {}, extra)
-    if "clipping_norm" in message.content.config_records[CONFIG]:  # what a client that clips also replies
+    if "clipping_norm" in message.content.config_records[CONFIG]:  # a client that clips sends this too
         reply.content.metric_records[METRICS]["norm_bit"] = 1
     return reply
 
 
 def seconds(work: Callable[[], object]) -> float:
-    """Wall-clock of the work, with the GPU idle at both ends."""
+    """Return the wall-clock seconds of `work`; the GPU is idle before and after."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()
     began = time.perf_counter()
@@ -86,7 +86,7 @@ def seconds(work: Callable[[], object]) -> float:
 
 
 def measured(device: str, small: bool) -> dict[str, Any]:
-    """Seconds by strategy, of Γ̂, and of the DP wrappers around FedAvg."""
+    """Return the seconds of each strategy, of the DP wrappers around FedAvg, and of Γ̂."""
     states = models(device, small)
     base = {"clients": CLIENTS, "participation": 1.0, "dp-noise-multiplier": 0.5}
     found: dict[str, float] = {}

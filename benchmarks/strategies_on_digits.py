@@ -1,12 +1,11 @@
-"""Every strategy on digits, with nothing generated and with FedEAS, and the alternatives that generate nothing.
+"""Run every strategy on digits, with and without FedEAS, and the alternatives that generate nothing.
 
     python benchmarks/strategies_on_digits.py --runs runs/strategies-on-digits --out results/strategies-on-digits
 
-The quickstart's setting (10 clients, α = 0.1, 20 rounds, β = 6; so last-20 is the mean of all rounds) by
-`backend = "inline"`, three seeds, the strategies of the registry with their default keys. Runs that are finished are
-not run again, so the same command resumes an interrupted table. There are seeds × (2 × strategies + 4) runs, each
-some 10 s of a slow core, two at once: about a quarter of an hour for all. --seeds and --strategies take less, for a
-look.
+The setting is the quickstart's (10 clients, α = 0.1, 20 rounds, β = 6; so last-20 is the mean of all rounds) with
+`backend = "inline"`, three seeds and default keys. Finished runs are not repeated, so the same command resumes an
+interrupted table. There are seeds × (2 × strategies + 4) runs of about 10 s on a slow core, two in parallel: about a
+quarter of an hour in total. --seeds and --strategies select fewer.
 """
 
 from __future__ import annotations
@@ -41,25 +40,25 @@ FREE: dict[str, dict[str, Any]] = {
     "logit-adjusted loss": {"loss": "logit-adjusted"},
     "shifts": {"views": "flip-crop"},
 }
-"""What to do about label skew without a generator, with FedAvg; digits are shifted and not mirrored."""
+"""Alternatives without a generator, used with FedAvg; digits are shifted but not mirrored."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """One line of the table: a name, what is done about label skew, and the keys that say so."""
+    """One row of the table: a strategy, its method against label skew, and their keys."""
 
     strategy: str
     against_skew: str
     keys: dict[str, Any]
 
     def config(self, seed: int, folder: Path) -> RunConfig:
-        """The run of one seed."""
+        """Return the run-config of one seed."""
         name = f"{self.strategy}-{self.against_skew.replace(' ', '-')}-s{seed}"
         return parse_config({**SETTING, **self.keys, "seed": seed, "run-dir": str(folder.absolute() / name)})
 
 
 def rows(strategies: Sequence[str]) -> list[Row]:
-    """Return the lines of the table; a strategy that discloses more needs its key."""
+    """Return the rows of the table; a strategy that discloses more needs its key."""
     found = []
     for name in strategies:
         own = {"strategy": name, **{key: True for key in ALGORITHMS[name].keys if key.startswith("disclose-")}}
@@ -68,7 +67,7 @@ def rows(strategies: Sequence[str]) -> list[Row]:
 
 
 def finished(config: RunConfig) -> bool:
-    """Whether the run is there already, and is this one."""
+    """Return whether this run has finished with the same config."""
     run = RunDirectory(Path(config.run_dir))
     try:
         return run.status()[0] == "finished" and run.config() == config
@@ -77,19 +76,19 @@ def finished(config: RunConfig) -> bool:
 
 
 def run_once(config: RunConfig) -> None:
-    """Run from the start, over what an interrupted try left."""
+    """Run from the start; delete what an interrupted attempt left."""
     shutil.rmtree(config.run_dir, ignore_errors=True)
     launch(config, Console(file=io.StringIO()))
 
 
 def run_all(configs: Sequence[RunConfig], jobs: int, console: Console) -> None:
-    """Run what is not finished yet, several at once."""
+    """Run what is not finished, `jobs` runs in parallel."""
     todo = [config for config in configs if not finished(config)]
     console.print(f"{len(configs)} runs, {len(configs) - len(todo)} finished before")
     if not todo:
         return
     if any(config.generates for config in todo):
-        ensure_digits_generator(console)  # here and not by several processes
+        ensure_digits_generator(console)  # once, not in several processes
     failed = 0
     with ProcessPoolExecutor(jobs, mp_context=multiprocessing.get_context("spawn")) as pool:
         running = {pool.submit(run_once, config): Path(config.run_dir).name for config in todo}
@@ -102,11 +101,11 @@ def run_all(configs: Sequence[RunConfig], jobs: int, console: Console) -> None:
             pool.shutdown(wait=False, cancel_futures=True)
             raise
     if failed:
-        sys.exit(f"{failed} of {len(todo)} runs failed; the same command tries them again")
+        sys.exit(f"{failed} of {len(todo)} runs failed; run the same command again to retry them")
 
 
 def measured(row: Row, seeds: Sequence[int], folder: Path) -> dict[str, Any]:
-    """What a line's runs came to, seed by seed."""
+    """Return the results of a row, by seed."""
     runs = [RunDirectory(Path(row.config(seed, folder).run_dir)) for seed in seeds]
     summaries, rounds = [run.summary() for run in runs], [run.rounds() for run in runs]
     return {
@@ -122,7 +121,7 @@ def measured(row: Row, seeds: Sequence[int], folder: Path) -> dict[str, Any]:
 
 
 def table(found: Sequence[dict[str, Any]]) -> str:
-    """Markdown; steps as multiples of FedAvg's with nothing done."""
+    """Return the Markdown table; steps are relative to plain FedAvg."""
     base = next((f for f in found if (f["strategy"], f["against_skew"]) == ("fedavg", "nothing")), None)
     lines = [
         "| strategy | against skew | last-20 % | images generated | steps |",
@@ -142,21 +141,21 @@ def table(found: Sequence[dict[str, Any]]) -> str:
 
 
 def spread(accuracies: Sequence[float]) -> str:
-    """Mean ± sample standard deviation, in percent; one seed has no deviation."""
+    """Return mean ± sample standard deviation in percent; one seed has no deviation."""
     mean = f"{100 * statistics.mean(accuracies):.1f}"
     return f"{mean} ± {100 * statistics.stdev(accuracies):.1f}" if len(accuracies) > 1 else mean
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--runs", type=Path, required=True, help="folder of the run directories")
-    parser.add_argument("--out", type=Path, required=True, help="folder of results.json and table.md")
+    parser.add_argument("--runs", type=Path, required=True, help="folder for the run directories")
+    parser.add_argument("--out", type=Path, required=True, help="folder for results.json and table.md")
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
     parser.add_argument("--strategies", nargs="+", choices=list(ALGORITHMS), default=list(ALGORITHMS))
-    parser.add_argument("--jobs", type=int, default=2, help="runs at once")
+    parser.add_argument("--jobs", type=int, default=2, help="number of parallel runs")
     options = parser.parse_args()
     console, lines = Console(), rows(options.strategies)
-    # Seed by seed, so that an early look shows every line.
+    # Seed by seed, so that every row has a result early.
     run_all([row.config(seed, options.runs) for seed in options.seeds for row in lines], options.jobs, console)
     found = [measured(row, options.seeds, options.runs) for row in lines]
     environment = RunDirectory(Path(lines[0].config(options.seeds[0], options.runs).run_dir)).environment()

@@ -1,14 +1,14 @@
-"""The shape of the package in numbers: modules, floors, arrows, circles, and how much code a round runs through.
+"""Count modules, layers, imports between packages and import cycles, and how much code a round executes.
 
-    python benchmarks/structure.py                   of this tree
-    python benchmarks/structure.py --tree ../other   of another checkout, whatever its layout
+    python benchmarks/structure.py                   this checkout
+    python benchmarks/structure.py --tree ../other   another checkout, with any layout
 
-An arrow is one top-level module or room (package) that imports another, inside functions too. Floors are the longest
-chain of arrows, a circle counting as one. Arrows up are those against `FLOORS` in tests/test_imports.py. A round is
-measured from the end of round 1's last client to that of round 2's, in conf/quickstart.toml run inline: the functions
-(lambdas and comprehensions too, as far as Python calls them) of the package that are entered, in every thread. A
-client's turn is what the ClientApp enters for one message. The first run of a machine also generates images: use the
-numbers of a second one.
+An import between packages is a top-level module or package that imports another one, also inside functions; each pair
+counts once. Layers are the longest chain of such imports, where a cycle counts as one. Upward imports are those to the
+same or a higher layer of `LAYERS` in tests/test_imports.py. A round is measured from the end of round 1's last client
+to the end of round 2's, in an inline run of conf/quickstart.toml: the functions of the package (including lambdas and
+comprehensions, if Python calls them) that any thread enters. A client's turn is what the ClientApp enters for one
+message. The first run on a machine also generates images: use the numbers of a second run.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ Graph = dict[str, set[str]]
 
 
 def module_name(path: Path, package: Path) -> str:
-    """Return a file's module below the package: `data.node`; a room's `__init__` is the room, the package's own ""."""
+    """Return a file's module, such as `data.node`; a package's `__init__` is the package, the top-level one ""."""
     parts = path.relative_to(package).with_suffix("").parts
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
 def import_graph(package: Path) -> Graph:
-    """Return which module imports which, inside functions too; the package's own `__init__` is left out."""
+    """Return which module imports which, inside functions too; the top-level `__init__` is left out."""
     paths = {module_name(path, package): path for path in sorted(package.rglob("*.py"))}
     graph: Graph = {name: set() for name in paths if name}
     for name in graph:
@@ -55,17 +55,17 @@ def import_graph(package: Path) -> Graph:
     return graph
 
 
-def rooms_of(graph: Graph) -> Graph:
-    """Return the graph of top-level modules and rooms."""
-    rooms: Graph = defaultdict(set)
+def package_graph(graph: Graph) -> Graph:
+    """Return the graph of top-level modules and packages."""
+    packages: Graph = defaultdict(set)
     for name, targets in graph.items():
-        room = name.partition(".")[0]
-        rooms[room] |= {target.partition(".")[0] for target in targets} - {room}
-    return rooms
+        package = name.partition(".")[0]
+        packages[package] |= {target.partition(".")[0] for target in targets} - {package}
+    return packages
 
 
-def circles(graph: Graph) -> list[set[str]]:
-    """Return the sets of two or more that import each other, directly or through others."""
+def cycles(graph: Graph) -> list[set[str]]:
+    """Return the sets of two or more modules that import each other, directly or through others."""
     reached: Graph = {}
     for start in graph:
         seen, waiting = set(), [start]
@@ -78,13 +78,13 @@ def circles(graph: Graph) -> list[set[str]]:
     return [set(group) for group in groups if len(group) > 1]
 
 
-def count_floors(graph: Graph) -> int:
-    """Return the length of the longest chain of imports, each circle taken as one."""
-    circle_of = {name: min(group) for group in circles(graph) for name in group}
+def count_layers(graph: Graph) -> int:
+    """Return the length of the longest chain of imports, with each cycle counted as one."""
+    cycle_of = {name: min(group) for group in cycles(graph) for name in group}
     merged: Graph = defaultdict(set)
     for name, targets in graph.items():
-        own = circle_of.get(name, name)
-        merged[own] |= {circle_of.get(target, target) for target in targets} - {own}
+        own = cycle_of.get(name, name)
+        merged[own] |= {cycle_of.get(target, target) for target in targets} - {own}
     height: dict[str, int] = {}
 
     def climb(name: str) -> int:
@@ -95,42 +95,42 @@ def count_floors(graph: Graph) -> int:
     return max(climb(name) for name in list(merged))
 
 
-def arrows_up(tree: Path, rooms: Graph) -> int | None:
-    """Return how many arrows go against `FLOORS` in tests/test_imports.py, or None in a tree without them."""
+def count_upward_imports(tree: Path, packages: Graph) -> int | None:
+    """Return the number of imports to the same or a higher layer of `LAYERS`, or None in a tree without it."""
     for node in ast.parse((tree / "tests" / "test_imports.py").read_text(encoding="utf-8")).body:
-        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "FLOORS":
-            levels = ast.literal_eval(node.value)
-            floor = {name: number for number, level in enumerate(levels) for name in level}
-            return sum(floor[target] >= floor[room] for room, targets in rooms.items() for target in targets)
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "LAYERS":
+            layers = ast.literal_eval(node.value)
+            layer_of = {name: number for number, layer in enumerate(layers) for name in layer}
+            return sum(layer_of[target] >= layer_of[name] for name, targets in packages.items() for target in targets)
     return None
 
 
 def describe(tree: Path) -> dict[str, Any]:
-    """Return what can be read from the files alone."""
+    """Return the counts that need only the source files."""
     package = tree / NAME
     graph = import_graph(package)
-    rooms = rooms_of(graph)
+    packages = package_graph(graph)
     sources = {path: path.read_text(encoding="utf-8") for path in package.rglob("*.py")}
     kinds = (ast.FunctionDef, ast.AsyncFunctionDef)
     functions = [n for text in sources.values() for n in ast.walk(ast.parse(text)) if isinstance(n, kinds)]
     tests = [path.read_text(encoding="utf-8") for path in (tree / "tests").rglob("*.py")]
     return {
         "modules at the top": len(list(package.glob("*.py"))),
-        "rooms": sum((folder / "__init__.py").exists() for folder in package.iterdir()),
-        "modules in all": len(sources),
-        "floors": count_floors(rooms),
-        "arrows": sum(len(targets) for targets in rooms.values()),
-        "arrows up": arrows_up(tree, rooms),
-        "circles of rooms": sorted(len(group) for group in circles(rooms)),
-        "circles of modules": sorted(len(group) for group in circles(graph)),
-        "lines of the package": sum(len(text.splitlines()) for text in sources.values()),
-        "lines of the tests": sum(len(text.splitlines()) for text in tests),
-        "median lines of a function": statistics.median((n.end_lineno or 0) - n.lineno + 1 for n in functions),
+        "packages": sum((folder / "__init__.py").exists() for folder in package.iterdir()),
+        "modules in total": len(sources),
+        "layers": count_layers(packages),
+        "imports between packages": sum(len(targets) for targets in packages.values()),
+        "upward imports": count_upward_imports(tree, packages),
+        "cycles of packages": sorted(len(group) for group in cycles(packages)),
+        "cycles of modules": sorted(len(group) for group in cycles(graph)),
+        "lines of code": sum(len(text.splitlines()) for text in sources.values()),
+        "lines of tests": sum(len(text.splitlines()) for text in tests),
+        "median lines per function": statistics.median((n.end_lineno or 0) - n.lineno + 1 for n in functions),
     }
 
 
 class Round:
-    """Notes which functions of the package round 2 of a run enters, and which of them a client's turn does."""
+    """Record which functions of the package round 2 of a run enters, and which of them a client's turn enters."""
 
     def __init__(self, package: Path, clients: int) -> None:
         self._package, self._clients = f"{package}{os.sep}", clients
@@ -139,12 +139,12 @@ class Round:
         self.turn: set[tuple[str, str]] = set()
 
     def watch(self) -> None:
-        """Note calls from now on, in this thread and in those to come."""
+        """Start to record calls, in this thread and in new ones."""
         from flwr.clientapp import ClientApp
 
         call = ClientApp.__call__
 
-        def noted(app: ClientApp, message: Any, context: Any) -> Any:
+        def recorded(app: ClientApp, message: Any, context: Any) -> Any:
             self._here.turn = trains = message.metadata.message_type == "train"
             try:
                 return call(app, message, context)
@@ -152,11 +152,11 @@ class Round:
                 self._here.turn = False
                 self._trained += trains
 
-        ClientApp.__call__ = noted  # type: ignore[method-assign]
-        threading.setprofile(self._note)
-        sys.setprofile(self._note)
+        ClientApp.__call__ = recorded  # type: ignore[method-assign]
+        threading.setprofile(self._record)
+        sys.setprofile(self._record)
 
-    def _note(self, frame: FrameType, event: str, _: Any) -> None:
+    def _record(self, frame: FrameType, event: str, _: Any) -> None:
         code = frame.f_code
         if event != "call" or not code.co_filename.startswith(self._package):
             return
@@ -168,11 +168,11 @@ class Round:
 
 
 def follow(tree: Path, policy: str) -> dict[str, Any]:
-    """Run three rounds of the quickstart in this process; return what its second one entered."""
+    """Run three rounds of the quickstart in this process; return the files and functions that round 2 entered."""
     from fedeas_flwr.__main__ import main
     from fedeas_flwr.config import KEYS
 
-    watched = Round(tree / NAME, clients=5)  # half of ten a round
+    watched = Round(tree / NAME, clients=5)  # half of ten per round
     with tempfile.TemporaryDirectory() as folder:
         words = [f"policy={policy}", "backend=inline", "device=cpu", "rounds=3", f"run-dir={folder}/run"]
         sys.argv = ["fedeas", "run", str(tree / "conf" / "quickstart.toml"), *words]
@@ -188,8 +188,8 @@ def follow(tree: Path, policy: str) -> dict[str, Any]:
 def main() -> None:
     """Print all numbers, or write them as JSON."""
     words = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    words.add_argument("--tree", type=Path, default=Path(__file__).parents[1], help="the checkout to look at")
-    words.add_argument("--files", action="store_true", help="also name the files")
+    words.add_argument("--tree", type=Path, default=Path(__file__).parents[1], help="checkout to measure")
+    words.add_argument("--files", action="store_true", help="also list the files")
     words.add_argument("--follow", help=argparse.SUPPRESS)
     given = words.parse_args()
     tree = given.tree.resolve()

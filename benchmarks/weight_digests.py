@@ -1,15 +1,15 @@
-"""Record what a change of structure must not change: the final weights of small runs, bit for bit.
+"""Record or check the final weights of small runs, bit for bit: refactoring must not change them.
 
     python benchmarks/weight_digests.py --check tests/weight_digests.json
 
-Each case is an inline run on digits in one torch thread: every strategy with and without FedEAS, every policy, and each
-value of the keys that decide what a client trains on. Its record is the SHA-256 of the final model and the accuracy of
-each round. Their images come from a generator that is trained for ten steps; the case builtin trains the built-in one,
-a minute and more on two slow cores. The generators' weights are cases too, and so are the names of what is in the
-cache, which are hashes. All goes through the command line alone, so that any commit can be checked.
+Each case is an inline run on digits with one torch thread: every strategy with and without FedEAS, every policy, and
+each value of the keys that decide what a client trains on. Its record is the SHA-256 of the final model and the
+accuracy of each round. The images come from a generator trained for ten steps; the case builtin trains the built-in
+generator, which takes over a minute on two slow cores. The generators' weights are cases too, and so are the names in
+the cache, which are hashes. The script uses only the command line, so that it can check any commit.
 
-Bits hold for one architecture and one set of wheels, which the file names; elsewhere --check exits with code 3. Record
-anew there, from the commit that the file names:
+The bits are valid for one architecture and one set of wheels, which the file names; elsewhere --check exits with code
+3. Then record them again, from the commit that the file names:
 
     git worktree add ../before COMMIT
     python benchmarks/weight_digests.py --repo ../before --record digests.json
@@ -37,7 +37,7 @@ from typing import Any
 from unittest.mock import patch
 
 RECORDED_ELSEWHERE = 3
-"""The exit code of --check where the file's bits do not hold."""
+"""Exit code of --check in an environment other than the recorded one."""
 BASE: dict[str, Any] = {
     "backend": "inline",
     "device": "cpu",
@@ -48,7 +48,7 @@ BASE: dict[str, Any] = {
     "beta": 4.0,
     "sampler-steps": 2,
     "generation-batch": 16,
-    "dp-noise-multiplier": 0.2,  # adaptive clipping allows no more with so few clients
+    "dp-noise-multiplier": 0.2,  # the maximum for adaptive clipping with this number of clients
 }
 _ATTACKED = {"participation": 1.0, "malicious-clients": 1}
 STRATEGIES: dict[str, dict[str, Any]] = {
@@ -69,25 +69,25 @@ STRATEGIES: dict[str, dict[str, Any]] = {
     "fedmix": {"disclose-mean-images": "true"},
     "fedgen": {"disclose-label-counts": "true"},
 }
-"""Every strategy, and the keys that it needs."""
+"""Every strategy with the keys that it needs."""
 POLICIES = ("uniform", "missing-only", "full-balance", "waterfill", "without-entropy", "linear", "oversample")
-"""Every policy of runs but none and fedeas, which go with each strategy."""
+"""Every policy of runs except none and fedeas, which are combined with each strategy."""
 PLAIN: dict[str, tuple[str, ...]] = {
     "loss": ("class-weighted", "logit-adjusted"),
     "views": ("flip-crop",),
     "dp": ("server-fixed", "server-adaptive", "client-fixed", "client-adaptive"),
 }
-"""Values of keys that go with FedAvg and no images; their defaults are the case fedavg-none."""
+"""Values of keys tested with FedAvg without images; the case fedavg-none has their defaults."""
 GENERATED: dict[str, tuple[Any, ...]] = {
     "shared-images": ("by-class", "one-seed"),
     "sampler": ("dpm++-logsnr", "ddim"),
     "guidance": (2.0,),
 }
-"""Values of keys that go with FedAvg and FedEAS; their defaults are the case fedavg-fedeas."""
+"""Values of keys tested with FedAvg and FedEAS; the case fedavg-fedeas has their defaults."""
 
 
 def cases(bank: Path) -> dict[str, dict[str, Any]]:
-    """Return the run-config of each case by its name, ``BASE`` left out."""
+    """Return the run-config of each case by name, without ``BASE``."""
     found: dict[str, dict[str, Any]] = {}
     for name, keys in STRATEGIES.items():
         found |= {f"{name}-{policy}": {"strategy": name, "policy": policy, **keys} for policy in ("none", "fedeas")}
@@ -96,7 +96,7 @@ def cases(bank: Path) -> dict[str, dict[str, Any]]:
     for policy, choices in (("none", PLAIN), ("fedeas", GENERATED)):
         for key, values in choices.items():
             found |= {f"{key}-{value}": {"policy": policy, key: value} for value in values}
-    for name in ("moon", "scaffold"):  # clients that come back have states of their own
+    for name in ("moon", "scaffold"):  # clients that take part again have a state
         found[f"{name}-3-rounds"] = {"strategy": name, "policy": "fedeas", "rounds": 3, "participation": 0.5}
     found["evaluation-federated"] = {"policy": "none", "protocol": "paper", "evaluation": "federated"}
     found["bank"] = {"policy": "fedeas", "generator": f"bank:{bank}"}
@@ -105,10 +105,10 @@ def cases(bank: Path) -> dict[str, dict[str, Any]]:
 
 
 def run_case(keys: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """Run one case; return its digest and accuracies, or how it failed."""
+    """Run one case; return its digest and accuracies, or its error."""
     folder.mkdir(parents=True)
     if "dp" in keys:
-        (folder / "noise-key").write_text("0f" * 32)  # else a secret of each run's own
+        (folder / "noise-key").write_text("0f" * 32)  # otherwise each run creates its own secret
     output = io.StringIO()
     try:
         with redirect_stdout(output), redirect_stderr(output):
@@ -121,7 +121,7 @@ def run_case(keys: dict[str, Any], folder: Path) -> dict[str, Any]:
 
 
 def fedeas(*words: str) -> None:
-    """Run the command line in this process: torch is loaded once."""
+    """Run the command line in this process, so that torch is loaded only once."""
     from fedeas_flwr.__main__ import main as command
 
     with patch("sys.argv", ["fedeas", *words]):
@@ -141,7 +141,7 @@ def digest(path: Path) -> str:
 
 
 def run_cases(only: str) -> dict[str, dict[str, Any]]:
-    """Run the cases whose names match, with an empty cache; return what each gave."""
+    """Run the cases whose names match, with an empty cache; return their results."""
     import numpy as np
 
     results: dict[str, dict[str, Any]] = {}
@@ -165,7 +165,7 @@ def run_cases(only: str) -> dict[str, dict[str, Any]]:
 
 
 def environment() -> dict[str, str]:
-    """Return what the bits depend on."""
+    """Return the environment that the bits depend on."""
     import torch
 
     return {
@@ -177,7 +177,7 @@ def environment() -> dict[str, str]:
 
 
 def differences(recorded: dict[str, Any], found: dict[str, Any]) -> list[str]:
-    """Return a line for each case that is not as recorded."""
+    """Return a line for each case that differs from its record."""
     lines = []
     for name in sorted({*recorded, *found}):
         old, new = recorded.get(name, {}), found.get(name, {})
@@ -191,12 +191,12 @@ def differences(recorded: dict[str, Any], found: dict[str, Any]) -> list[str]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     what = parser.add_mutually_exclusive_group(required=True)
-    what.add_argument("--record", type=Path, metavar="FILE", help="write the file")
-    what.add_argument("--check", type=Path, metavar="FILE", help="name each case that differs from the file")
-    parser.add_argument("--repo", type=Path, default=Path(__file__).parents[1], help="the checkout to run; else this")
-    parser.add_argument("--only", default="", metavar="REGEX", help="of --check: the cases whose names match")
+    what.add_argument("--record", type=Path, metavar="FILE", help="run all cases and write FILE")
+    what.add_argument("--check", type=Path, metavar="FILE", help="list each case that differs from FILE")
+    parser.add_argument("--repo", type=Path, default=Path(__file__).parents[1], help="checkout to run (default: this)")
+    parser.add_argument("--only", default="", metavar="REGEX", help="with --check: only cases whose names match")
     options = parser.parse_args()
-    # Before NumPy and torch are loaded.
+    # Must be set before NumPy and torch are loaded.
     os.environ.update(OMP_NUM_THREADS="1", OMP_WAIT_POLICY="PASSIVE", CUDA_VISIBLE_DEVICES="", FEDEAS_OFFLINE="1")
     sys.path.insert(0, str(options.repo.resolve()))
     if options.record:
@@ -206,7 +206,7 @@ def main() -> None:
 
 
 def record(file: Path, repo: Path) -> None:
-    """Run all cases and write the file; with a case that fails, write nothing."""
+    """Run all cases and write the file, unless a case fails."""
     found = run_cases("")
     if failed := differences(found, found):
         sys.exit("\n".join(failed))
@@ -223,7 +223,7 @@ def check(file: Path, only: str) -> None:
     other = [f"{key} {there[key]}, here {value}" for key, value in here.items() if there[key] != value]
     if other:
         print(
-            f"{file.name} was recorded with {'; '.join(other)}: record anew here, from a worktree of commit "
+            f"{file.name} was recorded with {'; '.join(other)}: record again here, from a worktree of commit "
             f"{recorded['commit']} (python benchmarks/weight_digests.py --repo WORKTREE --record FILE)",
             file=sys.stderr,
         )

@@ -1,4 +1,4 @@
-"""Models with as many parameters as one asks for and next to no arithmetic: what is left to time is the arrays' cost.
+"""Models with a given number of parameters and almost no arithmetic, to measure the cost of moving arrays.
 
 fedeas run CONF model=wide_models:eleven_million    (with this folder on PYTHONPATH)
 """
@@ -13,10 +13,10 @@ SIDE = 8
 
 
 class MeanOfLinear(nn.Module):
-    """A linear classifier of 8×8 pixels whose weight is the mean of many matrices, each trained.
+    """Linear classifier of 8×8 pixels whose weight is the mean of many trained matrices.
 
-    A step costs a few passes over the parameters whatever the batch: a plain layer of this size would multiply them all
-    by every image, and hide what moving them costs.
+    A step costs a few passes over the parameters for any batch size. A plain layer of this size would multiply all of
+    them by every image, which would hide the cost of moving them.
     """
 
     def __init__(self, num_classes: int, image_shape: tuple[int, int, int], parameters: int) -> None:
@@ -32,15 +32,15 @@ class MeanOfLinear(nn.Module):
 
 
 def fifty_thousand(num_classes: int, image_shape: tuple[int, int, int]) -> nn.Module:
-    """About 0.05 million parameters."""
+    """Return a model with about 0.05 million parameters."""
     return MeanOfLinear(num_classes, image_shape, 50_000)
 
 
 def one_million(num_classes: int, image_shape: tuple[int, int, int]) -> nn.Module:
-    """About 1 million parameters."""
+    """Return a model with about 1 million parameters."""
     return MeanOfLinear(num_classes, image_shape, 1_000_000)
 
 
 def eleven_million(num_classes: int, image_shape: tuple[int, int, int]) -> nn.Module:
-    """About 11 million parameters, as many as ResNet-18 has."""
+    """Return a model with about 11 million parameters, as many as ResNet-18."""
     return MeanOfLinear(num_classes, image_shape, 11_000_000)

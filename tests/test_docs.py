@@ -51,7 +51,7 @@ def test_an_algorithms_keys_are_keys() -> None:
         assert algorithm.disclosure is None or algorithm.disclosure.key in STRATEGY_KEYS[name]
 
 
-def test_every_room_and_top_module_is_in_the_table_of_floors() -> None:
+def test_architecture_page_lists_every_package_and_top_module() -> None:
     text = (ROOT / "docs" / "architecture.md").read_text()
     for path in (ROOT / "fedeas_flwr").iterdir():
         name = path.name.removesuffix(".py")

@@ -1,4 +1,4 @@
-"""Imports point down from floor to floor, rooms keep their private names, and light modules stay light."""
+"""Imports point to lower layers, private names stay in their package, and light modules stay light."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 
 PACKAGE = Path(__file__).parents[1] / "fedeas_flwr"
 
-FLOORS = [
+LAYERS = [
     {"common", "allocation"},
     {"waterfill", "partition"},
     {"policies"},
@@ -29,9 +29,9 @@ FLOORS = [
     {"commands"},
     {"__main__"},
 ]
-"""A file imports from its own room or from a lower floor, never from another room on its own floor."""
+"""A file imports from its own package or from a lower layer, never from another package in its own layer."""
 
-INNER_FLOORS = {
+INNER_LAYERS = {
     "training": [
         {"losses", "augmentation"},
         {"objective", "models"},
@@ -53,7 +53,7 @@ INNER_FLOORS = {
         {"client_images"},
     ],
 }
-"""The same within the two rooms that are large enough to need it."""
+"""The same within the two packages that are large enough to need it."""
 
 FLWR = {"strategies", "federation", "client_app", "server_app", "launch", "doctor"}
 TORCH = {
@@ -61,7 +61,7 @@ TORCH = {
     *("federation/dissimilarity", "client_app", "server_app", "launch/resources", "doctor"),
 }
 RAY = {"generators/ray_service"}
-"""Rooms and files that may import a heavy library."""
+"""Packages and files that may import a heavy library."""
 
 LIGHT = [
     *("allocation", "policies", "partition", "generators", "generators.interface", "generators.opening"),
@@ -71,7 +71,7 @@ LIGHT = [
 
 
 def modules() -> list[str]:
-    """Return every module but the package itself, as a path below it: `data/node`; a room's `__init__` is the room."""
+    """Return every module as a path below `fedeas_flwr`: `data/node`; a package's `__init__` is the package."""
     paths = (path.relative_to(PACKAGE).with_suffix("").as_posix() for path in sorted(PACKAGE.rglob("*.py")))
     return [path.removesuffix("/__init__") for path in paths if path != "__init__"]
 
@@ -101,58 +101,58 @@ def own_imports(module: str) -> Iterator[tuple[str, str]]:
             yield (below, "") if name and source(below).exists() else (path, name)
 
 
-def floors(levels: list[set[str]]) -> dict[str, int]:
-    """Return the floor of each room or module."""
-    return {name: number for number, level in enumerate(levels) for name in level}
+def layer_numbers(layers: list[set[str]]) -> dict[str, int]:
+    """Return the layer of each package or module."""
+    return {name: number for number, layer in enumerate(layers) for name in layer}
 
 
-def test_every_room_has_a_floor() -> None:
-    assert sorted(floors(FLOORS)) == sorted({module.split("/")[0] for module in modules()})
-    for room, levels in INNER_FLOORS.items():
-        inside = {module.split("/")[1] for module in modules() if module.startswith(f"{room}/")}
-        assert sorted(floors(levels)) == sorted(inside), room
+def test_every_package_has_a_layer() -> None:
+    assert sorted(layer_numbers(LAYERS)) == sorted({module.split("/")[0] for module in modules()})
+    for package, layers in INNER_LAYERS.items():
+        inside = {module.split("/")[1] for module in modules() if module.startswith(f"{package}/")}
+        assert sorted(layer_numbers(layers)) == sorted(inside), package
 
 
 def test_the_top_stays_small() -> None:
     assert len(list(PACKAGE.glob("*.py"))) <= 12
 
 
-def test_imports_point_down() -> None:
-    floor = floors(FLOORS)
+def test_imports_point_to_lower_layers() -> None:
+    layer = layer_numbers(LAYERS)
     wrong = []
     for module in modules():
-        room = module.split("/")[0]
+        package = module.split("/")[0]
         for target, _ in own_imports(module):
             other = target.split("/")[0]
-            if other != room and floor.get(other, -1) >= floor[room]:
+            if other != package and layer.get(other, -1) >= layer[package]:
                 wrong.append(f"{module} imports {target}")
     assert wrong == []
 
 
-@pytest.mark.parametrize("room", sorted(INNER_FLOORS))
-def test_imports_within_a_room_point_down(room: str) -> None:
-    floor = floors(INNER_FLOORS[room])
+@pytest.mark.parametrize("package", sorted(INNER_LAYERS))
+def test_imports_within_a_package_point_to_lower_layers(package: str) -> None:
+    layer = layer_numbers(INNER_LAYERS[package])
     wrong = []
-    for module in (module for module in modules() if module.startswith(f"{room}/")):
+    for module in (module for module in modules() if module.startswith(f"{package}/")):
         own = module.split("/")[1]
         for target, _ in own_imports(module):
             parts = target.split("/")
-            if parts[0] == room and len(parts) > 1 and parts[1] != own and floor[parts[1]] >= floor[own]:
+            if parts[0] == package and len(parts) > 1 and parts[1] != own and layer[parts[1]] >= layer[own]:
                 wrong.append(f"{module} imports {target}")
     assert wrong == []
 
 
-def test_only_training_opens_its_gpu_room() -> None:
+def test_only_training_imports_its_gpu_package() -> None:
     users = {m for m in modules() for target, _ in own_imports(m) if target.startswith("training/gpu")}
     assert {module for module in users if not module.startswith("training/gpu")} <= {"training/build"}
 
 
-def test_private_names_stay_in_their_room() -> None:
+def test_private_names_stay_in_their_package() -> None:
     wrong = []
     for module in modules():
-        room, aliases = module.split("/")[0], set()
+        package, aliases = module.split("/")[0], set()
         for target, name in own_imports(module):
-            if target.split("/")[0] == room:
+            if target.split("/")[0] == package:
                 continue
             if name.startswith("_") or "/_" in target:
                 wrong.append(f"{module} imports {target}.{name}")

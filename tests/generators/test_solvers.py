@@ -75,7 +75,7 @@ def test_docs_solver_errors_match_record() -> None:
         assert ", ".join(shown[:2]) + f" and {shown[2]}" in page, shown
     half = rows["dpm++-logsnr", 10]["rms_grey_levels"]
     assert half < rows["dpm++", 20]["rms_grey_levels"]
-    assert f"10 of its steps come as near as 20 of the first's ({half:.1f})." in page
+    assert f"with 10 steps it has {half:.1f}." in page
 
 
 def test_docs_distances_by_step_spacing_match_records() -> None:
