@@ -136,8 +136,8 @@ def train_client(message: Message, context: Context) -> Message:
 
     # 5. Save the state after this round, and reply.
     new_state = replace(state, memory=finished.memory, generator=local.generator)
-    checkpointed = task.checkpointed_round, task.previous_checkpointed_round
-    store.save(task.round, new_state, task.accepted_round, checkpointed)
+    still_needed = task.accepted_round, task.checkpointed_round, task.previous_checkpointed_round
+    store.save(task.round, new_state, still_needed)
     report = TrainReport(
         client=node.client,
         examples=len(data.partition.train[node.part]),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,7 @@ from flwr.app import Message
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import array_shapes, arrays
-from runners import finish, quick, weights
+from runners import client_state, finish, quick, weights
 
 from fedeas_flwr.allocation import IntArray, budget, fedeas, imbalance, oversample
 from fedeas_flwr.data.federated import federated_data
@@ -111,8 +110,7 @@ def test_a_run_generates_nothing_and_resumes_to_the_same_bits(tmp_path: Path, st
     assert weights(whole) != weights(plain)
     assert whole.summary()["total_generated"] == 0
     assert all(record["generated"] == record["made"] == 0 for record in whole.rounds())
-    state = json.loads((whole.path / "clients" / "0" / "state-000002.json").read_text())
-    assert state["generate"] == [0] * 10
+    assert client_state(whole, 0, 2).generate == (0,) * 10
 
 
 def test_a_clients_weight_stays_its_real_samples(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -66,7 +66,7 @@ class ClientStore:
         Keep new versions in memory until `write_kept_states`.
     """
 
-    def __init__(self, folder: Path, owner: str, in_memory: bool = False) -> None:
+    def __init__(self, folder: Path, owner: str = "", in_memory: bool = False) -> None:
         self.folder, self._owner, self._in_memory = folder, owner, in_memory
 
     def load(self, accepted_round: int) -> ClientState:
@@ -85,19 +85,20 @@ class ClientStore:
         except (ValueError, KeyError, TypeError) as error:
             raise RuntimeError(f"client state of round {accepted_round}: {error}") from None
 
-    def save(self, this_round: int, state: ClientState, accepted: int, checkpointed: Sequence[int] = ()) -> None:
+    def save(self, this_round: int, state: ClientState, still_needed: Sequence[int]) -> None:
         """Keep this round's version, and drop those that the server can no longer request.
 
-        It can request the last round it ``accepted`` and, after a crash, those of its two ``checkpointed`` states.
-        Versions of later rounds are kept: this reply may be late, and the server may have continued without it.
+        ``still_needed`` are the last round it accepted, that of its last checkpoint, for which it asks after a crash,
+        and that of the checkpoint before, if the last one is damaged. Versions of later rounds are kept: this reply may
+        be late, and the server may have continued without it.
         """
-        rounds = {this_round, accepted, *checkpointed}
+        rounds = {this_round, *still_needed}
         if self._in_memory:
             with _kept_lock:
                 versions = _kept.setdefault(self.folder, _Versions(self._owner))
                 versions.states[this_round], versions.needed = state, rounds
-                # The previous checkpoint's version is on disk, and is needed only if the last checkpoint is damaged.
-                for old in versions.states.keys() - {this_round, accepted, *checkpointed[:1]}:
+                # The version of the checkpoint before the last is on disk; after a resume it is read from there.
+                for old in versions.states.keys() - {this_round, *still_needed[:2]}:
                     del versions.states[old]
             return
         self.write(this_round, state)

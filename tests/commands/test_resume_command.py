@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from runners import finish, quick, small, typed, weights
+from runners import finish, quick, small, typed
 
 from fedeas_flwr.common.errors import RunFailedError
 from fedeas_flwr.config import RunConfig
-from fedeas_flwr.runs.checkpoints import read_arrays, write_arrays
 
 
 def test_resume_of_another_config_is_refused(tmp_path: Path) -> None:
@@ -57,22 +56,6 @@ def test_resume_with_data_of_other_classes_is_rejected(now: tuple[str, ...], why
     assert typed("resume", str(run.path), "rounds=2").returncode == 0 and len(run.rounds()) == 2
 
 
-def test_resume_of_a_run_without_classes_records_them(tmp_path: Path) -> None:
-    images = write_images(tmp_path / "images.npz", ("healthy", "ill"))
-    run = finish(small(tmp_path / "r", dataset=f"own:{images}", policy="none", rounds=1, clients=2, alpha=10.0))
-    kept = run.read_json("config.json")
-    assert kept.pop("classes") == ["healthy", "ill"]
-    run.write_json("config.json", kept)
-    write_images(images, ("well", "ill"))
-    assert typed("evaluate", str(run.path)).returncode == 0
-    assert typed("resume", str(run.path), "rounds=2").returncode == 0
-    assert run.read_json("config.json")["classes"] == ["well", "ill"]
-    run.write_json("config.json", {**kept, "classes": 7})
-    assert "config.json is not a run's config: classes = 7" in typed("evaluate", str(run.path)).stderr
-    run.write_json("config.json", {**kept, "files": ["a"]})
-    assert "config.json is not a run's config: files = ['a']" in typed("runs", "show", str(run.path)).stderr
-
-
 def test_resume_of_a_finished_run_prints_its_result(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = finish(quick(tmp_path / "r", policy="none", rounds=2))
     before = {path.name: path.read_bytes() for path in run.path.iterdir() if path.is_file()}
@@ -112,31 +95,17 @@ def test_resume_with_another_runs_checkpoint_is_rejected(tmp_path: Path) -> None
     checkpoint.write_bytes((other.path / "checkpoint.safetensors").read_bytes())
     refused = typed("resume", str(run.path), "rounds=3")
     assert (refused.returncode, refused.stdout) == (2, "")
-    assert (
-        refused.stderr
-        == f"error: {checkpoint} belongs to another run: restore the run's own checkpoint, or start a new run\n"
-    )
+    assert refused.stderr.startswith(f"error: {checkpoint} cannot be read: its content does not match its digest")
     assert (run.path / "rounds.jsonl").read_bytes() == before and run.status()[0] == "finished"
-
-
-def test_resume_of_a_checkpoint_without_run_name(tmp_path: Path) -> None:
-    whole = finish(quick(tmp_path / "whole", policy="none", rounds=3))
-    run = finish(quick(tmp_path / "r", policy="none", rounds=2))
-    arrays, metadata = read_arrays(path := run.path / "checkpoint.safetensors")
-    older = json.loads(metadata["state"])
-    assert older.pop("run") == run.identity()
-    write_arrays(path, arrays, {"state": json.dumps(older)})
-    assert typed("resume", str(run.path), "rounds=3").returncode == 0
-    assert weights(run) == weights(whole)
 
 
 def test_an_older_checkpoint_of_another_shape_cuts_nothing(tmp_path: Path) -> None:
     run = finish(quick(tmp_path / "r", policy="none", rounds=2))
     before = (run.path / "rounds.jsonl").read_bytes()
-    arrays, metadata = read_arrays(path := run.path / "checkpoint.safetensors")
-    state = {key: value for key, value in json.loads(metadata["state"]).items() if key != "run"}
-    larger = {key: value[..., None] for key, value in arrays.items()}
-    write_arrays(path, larger, {"state": json.dumps(state | {"round": 1})})
+    found = run.load_checkpoint()
+    assert found is not None
+    larger = {key: value[..., None] for key, value in found.trainable.items()}
+    run.save_checkpoint(replace(found, round=1, trainable=larger))
     refused = typed("resume", str(run.path), "rounds=3")
     assert refused.returncode == 1 and "does not hold the arrays of model 'users_models:tiny'" in refused.stderr
     assert (run.path / "rounds.jsonl").read_bytes() == before

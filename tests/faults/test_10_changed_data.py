@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from runners import finish, quick
+from runners import client_state, finish, quick
 
 from fedeas_flwr import allocation, client_app
 from fedeas_flwr.common.errors import RunError
@@ -15,7 +15,6 @@ from fedeas_flwr.config import RunConfig
 from fedeas_flwr.data.federated import FederatedData, federated_data, local_data
 from fedeas_flwr.data.node import Node
 from fedeas_flwr.partition import Partition
-from fedeas_flwr.runs.directory import RunDirectory
 
 KEYS: dict[str, Any] = {"policy": "fedeas", "beta": 2.0, "alpha": 0.5, "participation": 1.0}
 
@@ -46,11 +45,10 @@ def test_or_it_plans_anew(tmp_path: Path, digits_generator: Path, monkeypatch: p
     before = run.summary()["total_generated"]
     lose_samples(monkeypatch, client=2, kept=50)
     run = finish(quick(tmp_path / "r", rounds=2, resume=True, data_change="replan", **KEYS))
-    state = RunDirectory(tmp_path / "r").path / "clients" / "2" / "state-000002.json"
-    assert '"counts"' in state.read_text()
+    state = client_state(run, 2, 2)
     data = federated_data(quick(tmp_path, **KEYS), 4)
     counts = np.bincount(data.train_labels(2)[:50], minlength=10)
     expected = allocation.fedeas(counts[None, :], 2.0)[0]
-    assert f'"generate": {expected.tolist()}' in state.read_text()
+    assert state.generate == tuple(expected.tolist()) and state.counts == tuple(counts.tolist())
     assert run.summary()["total_generated"] != before
     assert "its labels changed" in (tmp_path / "r" / "flower.log").read_text()

@@ -122,7 +122,7 @@ def run_and_die_one_round_behind(folder: Path, keys: dict[str, Any], where: str)
 
     def die(number: int) -> None:
         if number == 2:
-            while len(list(folder.glob("clients/*/state-000003.json"))) < 2:  # half of four clients train
+            while len(list(folder.glob("clients/*/state-000003.safetensors"))) < 2:  # half of four clients train
                 time.sleep(0.01)
             os.kill(os.getpid(), signal.SIGKILL)
 

@@ -198,7 +198,7 @@ def interrupted_again_and_again(folder: Path, keys: dict[str, Any], times: int) 
         def test(trainable: Arrays, buffers: Arrays) -> dict[str, Any]:
             tested.append(1)
             if len(tested) == 3:
-                wait_until(lambda: len(list(folder.glob("clients/*/state-000004.json"))) == 4, "all have trained")
+                wait_until(lambda: len(list(folder.glob("clients/*/state-000004.*"))) == 4, "all have trained")
                 for where in WHERE[:times]:
                     wait_until(lambda where=where: main_is_in(where), f"it is in {where}")
                     before = len(heard)

@@ -104,7 +104,6 @@ def test_pickled_cifar_batches_are_opened_only_with_the_official_checksums(
 
 
 def test_a_clients_state_is_read_as_safetensors_alone(tmp_path: Path) -> None:
-    (tmp_path / "state-000001.json").write_text('{"generate": [1], "steps": 1, "memory": true}')
     (tmp_path / "state-000001.safetensors").write_bytes(pickle.dumps(Exploit(tmp_path / "mark")))
     with pytest.raises(RuntimeError, match="cannot be read"):
         ClientStore(tmp_path).load(1)

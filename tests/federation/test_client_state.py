@@ -24,7 +24,7 @@ def test_client_state_starts_from_the_version_the_server_accepted(tmp_path: Path
     assert store.load(6).generate == (1, 14)
     assert store.load(4).generate == (1, 9)  # the server's checkpoint is older: it would come back asking for round 4
     store.save(9, ClientState((1, 21)), still_needed=(8, 8))
-    with pytest.raises(RuntimeError, match="round 4 cannot be read"):
+    with pytest.raises(RuntimeError, match=r"round 4: .* cannot be read"):
         store.load(4)  # nobody can ask for it any more
 
 
@@ -34,9 +34,12 @@ def test_a_plan_of_nothing_is_a_plan(tmp_path: Path) -> None:
     assert store.load(1).generate == (0, 0, 0)
 
 
-def test_a_state_of_when_steps_were_counted_is_read(tmp_path: Path) -> None:
-    (tmp_path / "state-000001.json").write_text('{"generate": [1], "steps": 5, "memory": false}')
-    assert ClientStore(tmp_path).load(1) == ClientState((1,))
+@pytest.mark.parametrize("owner, number", [("run/1", 1), ("other/0", 1), ("run/0", 2)])
+def test_a_state_of_another_run_client_or_round_is_refused(tmp_path: Path, owner: str, number: int) -> None:
+    ClientStore(tmp_path, "run/0").save(1, ClientState((1,)), still_needed=())
+    (tmp_path / "state-000001.safetensors").rename(tmp_path / f"state-{number:06d}.safetensors")
+    with pytest.raises(RuntimeError, match="does not match its digest"):
+        ClientStore(tmp_path, owner).load(number)
 
 
 def test_an_algorithms_memory_is_kept_with_the_state(tmp_path: Path) -> None:
@@ -45,10 +48,10 @@ def test_an_algorithms_memory_is_kept_with_the_state(tmp_path: Path) -> None:
     found = ClientStore(tmp_path).load(1)
     assert np.array_equal(found.memory["c/w"], np.float32([1, 2]))
     store.save(2, ClientState((3,)), still_needed=())
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["state-000002.json"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["state-000002.safetensors"]
     store.save(3, ClientState((3,), {"w": np.float32([1])}), still_needed=())
     (tmp_path / "state-000003.safetensors").write_bytes(b"half")
-    with pytest.raises(RuntimeError, match="round 3 cannot be read"):
+    with pytest.raises(RuntimeError, match=r"round 3: .* cannot be read"):
         store.load(3)
 
 
@@ -101,6 +104,6 @@ def test_states_kept_in_memory_are_on_disk_for_every_checkpoint(tmp_path: Path) 
         assert float(again.load(4).memory["w"][0]) == 4
         again.save(6, ClientState((9,)), still_needed=(4, 4))  # after a resume, round 4's is on disk alone
         write_kept_states()
-        assert sorted(path.stem for path in tmp_path.glob("*.json")) == ["state-000004", "state-000006"]
+        assert sorted(path.stem for path in tmp_path.glob("*.safetensors")) == ["state-000004", "state-000006"]
     finally:
         forget_kept_states()

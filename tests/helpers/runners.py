@@ -20,6 +20,7 @@ from rich.console import Console
 
 from fedeas_flwr.commands import app
 from fedeas_flwr.config import RunConfig, parse_config
+from fedeas_flwr.federation.client_state import ClientState, ClientStore
 from fedeas_flwr.federation.grids import InlineGrid
 from fedeas_flwr.launch.run import launch
 from fedeas_flwr.runs.directory import RunDirectory
@@ -77,6 +78,11 @@ def hand_models_over(monkeypatch: pytest.MonkeyPatch) -> None:
             super().__init__(*args[:3], workers=2, by_reference=True)
 
     monkeypatch.setattr("fedeas_flwr.federation.grids.InlineGrid", ByReference)
+
+
+def client_state(run: RunDirectory, client: int, number: int) -> ClientState:
+    """Return the state that a simulated client wrote after a round."""
+    return ClientStore(run.path / "clients" / str(client), f"{run.identity()}/{client}").load(number)
 
 
 def weights(run: RunDirectory) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import io
-import json
 import os
 import signal
 import sys
@@ -17,7 +16,18 @@ import pytest
 import torch
 from flwr.clientapp import ClientApp
 from rich.console import Console
-from runners import CHEAP, black_digits, finish, hand_models_over, quick, small, start_interruptible, typed, weights
+from runners import (
+    CHEAP,
+    black_digits,
+    client_state,
+    finish,
+    hand_models_over,
+    quick,
+    small,
+    start_interruptible,
+    typed,
+    weights,
+)
 from safetensors.torch import save_file
 from torchvision.models import resnet18
 from waiting import LONG, PausedRun, wait_until
@@ -66,8 +76,7 @@ def test_every_policy_generates_what_its_plan_says(tmp_path: Path, digits_genera
     expected = allocate(counts, policy, beta=beta)
     assert run.summary()["total_generated"] == expected.sum() > 0
     for client in range(4):
-        state = json.loads((run.path / "clients" / str(client) / "state-000001.json").read_text())
-        assert state["generate"] == expected[client].tolist()
+        assert client_state(run, client, 1).generate == tuple(expected[client].tolist())
     if isinstance(POLICIES[policy], MatchedPolicy):
         assert expected.sum() == allocate(counts, "fedeas", beta=beta).sum()
 

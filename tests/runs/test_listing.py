@@ -63,7 +63,7 @@ def test_a_damaged_status_is_no_traceback(tmp_path: Path, processes: object) -> 
 
 def test_a_run_at_work_is_listed_though_its_files_come_and_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = write_run(tmp_path / "r", [0.5])
-    gone = run.path / "clients" / "0" / "state-000004.json"
+    gone = run.path / "clients" / "0" / "state-000004.safetensors"
     monkeypatch.setattr(listing, "files_of_run", lambda path: [*files_of_run(path), gone])
     found = listing.describe(run)
     assert found["rounds_done"] == 1 and found["bytes"] == sum(path.stat().st_size for path in files_of_run(run.path))
@@ -100,7 +100,7 @@ def test_rm_leaves_what_no_run_wrote(tmp_path: Path) -> None:
     inner = write_run(outer.path / "later" / "inner", [0.6])
     elsewhere = tmp_path / "elsewhere" / "0"
     elsewhere.mkdir(parents=True)
-    (elsewhere / "state-000001.json").write_text("another's")
+    (elsewhere / "state-000001.safetensors").write_text("another's")
     (outer.path / "thesis.txt").write_text("x")
     (outer.path / "clients" / "notes.txt").write_text("y")
     (outer.path / "tensorboard").symlink_to(tmp_path / "elsewhere")
@@ -112,7 +112,7 @@ def test_rm_leaves_what_no_run_wrote(tmp_path: Path) -> None:
     of_a_run = ("config.json", "rounds.jsonl", "status.json", ".status.lock", "summary.json")
     of_inner = {f"later/inner/{name}" for name in of_a_run}
     assert left == {"thesis.txt", "clients/notes.txt", *of_inner}
-    assert inner.state() == "finished" and (elsewhere / "state-000001.json").exists()
+    assert inner.state() == "finished" and (elsewhere / "state-000001.safetensors").exists()
 
 
 def test_rm_of_a_run_and_one_inside_it_removes_both(tmp_path: Path) -> None:

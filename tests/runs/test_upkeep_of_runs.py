@@ -40,7 +40,7 @@ def with_weights(run: RunDirectory) -> RunDirectory:
     run.save_model({"w": np.zeros(1000, np.float32)})
     run.noise()
     (run.path / "clients" / "0").mkdir(parents=True)
-    (run.path / "clients" / "0" / "state-000001.json").write_bytes(b"x" * 500)
+    (run.path / "clients" / "0" / "state-000001.safetensors").write_bytes(b"x" * 500)
     return run
 
 

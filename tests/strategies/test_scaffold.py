@@ -15,13 +15,12 @@ from flwr.clientapp import ClientApp
 from lossy import federation, lossy_app
 from quadratics import train
 from rich.console import Console
-from runners import finish, hand_models_over, quick, weights
+from runners import client_state, finish, hand_models_over, quick, weights
 
 from fedeas_flwr import client_app
 from fedeas_flwr.common.errors import ConfigError, RunError
 from fedeas_flwr.common.npy import Arrays, to_numpy
 from fedeas_flwr.federation import messages
-from fedeas_flwr.federation.client_state import ClientStore
 from fedeas_flwr.federation.grids import InlineGrid
 from fedeas_flwr.federation.messages import TrainReport
 from fedeas_flwr.launch.prepare import prepare
@@ -136,7 +135,7 @@ def test_a_reply_is_in_the_models_order_whatever_order_a_file_gave(steps: int) -
 
 
 def assert_c_is_the_mean_of_all_c_i(folder: Path, state: Checkpoint, clients: int) -> None:
-    memories = [ClientStore(folder / "clients" / str(k)).load(state.accepted.get(k, 0)).memory for k in range(clients)]
+    memories = [client_state(RunDirectory(folder), k, state.accepted.get(k, 0)).memory for k in range(clients)]
     assert any(memories)
     for key, c in state.strategy.arrays.items():
         mean = sum(memory[key].astype(np.float64) if memory else np.zeros(c.shape) for memory in memories) / clients
