@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from runners import finish, quick, typed, weights
+from runners import finish, quick, run_in_process, weights
 
 from fedeas_flwr.common.files import cache_root
 from fedeas_flwr.data.datasets import open_dataset, verify_datasets
@@ -48,7 +48,7 @@ def test_a_flipped_bit_is_refused_or_changes_nothing(
     run: RunDirectory, interrupted: tuple[Path, str], name: str, seed: int
 ) -> None:
     flip_bit(run.path / name, random.Random(seed))
-    done = typed("resume", str(run.path), "rounds=6")
+    done = run_in_process("resume", str(run.path), "rounds=6")
     if done.returncode == 0:  # the bit was in white space, or in the number of rounds done
         assert weights(run) == interrupted[1]
     else:
@@ -62,7 +62,7 @@ def test_an_edited_config_is_refused(run: RunDirectory, key: str, value: Any) ->
     found = json.loads((run.path / "config.json").read_text())
     found["config"][key] = value
     (run.path / "config.json").write_text(json.dumps(found))
-    done = typed("resume", str(run.path), "rounds=6")
+    done = run_in_process("resume", str(run.path), "rounds=6")
     assert done.returncode == 2 and "config.json cannot be used: its content does not match its digest" in done.stderr
 
 
@@ -71,7 +71,7 @@ def test_a_config_without_a_digest_is_read_but_not_resumed(run: RunDirectory) ->
     del found["digest"]
     (run.path / "config.json").write_text(json.dumps(found))
     assert run.config().rounds == 4
-    done = typed("resume", str(run.path), "rounds=6")
+    done = run_in_process("resume", str(run.path), "rounds=6")
     assert done.returncode == 2 and "it has no digest" in done.stderr
 
 
@@ -80,17 +80,16 @@ def test_an_edited_round_is_refused(run: RunDirectory) -> None:
     lines = path.read_text().splitlines()
     lines[1] = lines[1].replace('"steps": ', '"steps": 1')
     path.write_text("\n".join(lines) + "\n")
-    done = typed("resume", str(run.path), "rounds=6")
+    done = run_in_process("resume", str(run.path), "rounds=6")
     assert done.returncode == 2 and "fix line 2 (its content does not match its digest" in done.stderr
 
 
 def test_a_damaged_checkpoint_leaves_the_one_before_it(run: RunDirectory, interrupted: tuple[Path, str]) -> None:
     flip_bit(run.path / "checkpoint.safetensors", random.Random(0))
-    refused = typed("resume", str(run.path), "rounds=6")
+    refused = run_in_process("resume", str(run.path), "rounds=6")
     assert refused.returncode == 2
-    assert refused.stderr.endswith(f"`fedeas resume {run.path} --previous` continues from the one before it, round 2
-")
-    assert typed("resume", str(run.path), "rounds=6", "--previous").returncode == 0
+    assert refused.stderr.endswith(f"`fedeas resume {run.path} --previous` continues from the one before it, round 2\n")
+    assert run_in_process("resume", str(run.path), "rounds=6", "--previous").returncode == 0
     assert weights(run) == interrupted[1]
     assert [record["round"] for record in run.rounds()] == [1, 2, 3, 4, 5, 6]
 
@@ -98,9 +97,9 @@ def test_a_damaged_checkpoint_leaves_the_one_before_it(run: RunDirectory, interr
 def test_without_an_earlier_checkpoint_a_damaged_one_ends_the_run(run: RunDirectory) -> None:
     for name in ("checkpoint.safetensors", "checkpoint-previous.safetensors"):
         flip_bit(run.path / name, random.Random(0))
-    refused = typed("resume", str(run.path), "rounds=6")
+    refused = run_in_process("resume", str(run.path), "rounds=6")
     assert refused.returncode == 2 and refused.stderr.endswith("; start a new run\n")
-    assert typed("resume", str(run.path), "rounds=6", "--previous").returncode == 2
+    assert run_in_process("resume", str(run.path), "rounds=6", "--previous").returncode == 2
 
 
 # -------------------------------------------------------------------------------------------- datasets
@@ -132,7 +131,7 @@ def test_a_damaged_dataset_is_read_from_its_source_again(
     whole = path.read_bytes()
     assert verify_datasets() == (1, [])
     damage(path)
-    checked = typed("cache", "verify")
+    checked = run_in_process("cache", "verify")
     assert checked.returncode == 1 and "0 shards and 1 dataset checked, 1 damaged" in checked.stdout
     open_dataset("digits")
     assert path.read_bytes() == whole and verify_datasets() == (1, [])
