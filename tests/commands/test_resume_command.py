@@ -9,17 +9,17 @@ from typing import Any
 
 import numpy as np
 import pytest
-from runners import finish, quick, small, typed, weights
+from runners import finish, quick, run_in_process, small, weights
 
 from fedeas_flwr.common.errors import RunFailedError
 from fedeas_flwr.config import RunConfig
 from fedeas_flwr.runs.checkpoints import read_arrays, write_arrays
 
 
-def test_resume_of_another_config_is_refused(tmp_path: Path) -> None:
+def test_resume_with_another_config_is_rejected(tmp_path: Path) -> None:
     finish(small(tmp_path / "r", policy="none", rounds=1))
-    done = typed("resume", str(tmp_path / "r"), "alpha=0.5")
-    assert (done.returncode, done.stdout) == (2, ""), "it is refused before its headline"
+    done = run_in_process("resume", str(tmp_path / "r"), "alpha=0.5")
+    assert (done.returncode, done.stdout) == (2, ""), "printed output before the rejection"
     assert "alpha = 0.5, but the run to resume has alpha = 0.1" in done.stderr
 
 
@@ -45,16 +45,16 @@ def test_resume_with_data_of_other_classes_is_rejected(now: tuple[str, ...], why
     before = {path.name: path.read_bytes() for path in run.path.iterdir() if path.is_file()}
     write_images(images, now)
     for words in (("resume", str(run.path), "rounds=2"), ("evaluate", str(run.path))):
-        refused = typed(*words)
+        refused = run_in_process(*words)
         assert (refused.returncode, refused.stdout) == (2, "")
         line = f"error: dataset = 'own:{images}': {why} {run.path}: restore its classes, or start a new run\n"
         assert refused.stderr == line
     assert before == {path.name: path.read_bytes() for path in run.path.iterdir() if path.is_file()}
-    with pytest.raises(RunFailedError, match=why):  # as `flwr run` starts it, where no command has looked before
+    with pytest.raises(RunFailedError, match=why):  # as `flwr run` starts it, without the checks of a command
         finish(run.config().with_changes(resume=True, rounds=2))
-    assert len(run.rounds()) == 1 and why in run.status()[1], "its folder says why"
+    assert len(run.rounds()) == 1 and why in run.status()[1], "the reason is not in the run's status"
     write_images(images, ("healthy", "ill"))
-    assert typed("resume", str(run.path), "rounds=2").returncode == 0 and len(run.rounds()) == 2
+    assert run_in_process("resume", str(run.path), "rounds=2").returncode == 0 and len(run.rounds()) == 2
 
 
 def test_resume_of_a_run_without_classes_records_them(tmp_path: Path) -> None:
@@ -64,45 +64,47 @@ def test_resume_of_a_run_without_classes_records_them(tmp_path: Path) -> None:
     assert kept.pop("classes") == ["healthy", "ill"]
     run.write_json("config.json", kept)
     write_images(images, ("well", "ill"))
-    assert typed("evaluate", str(run.path)).returncode == 0
-    assert typed("resume", str(run.path), "rounds=2").returncode == 0
+    assert run_in_process("evaluate", str(run.path)).returncode == 0
+    assert run_in_process("resume", str(run.path), "rounds=2").returncode == 0
     assert run.read_json("config.json")["classes"] == ["well", "ill"]
     run.write_json("config.json", {**kept, "classes": 7})
-    assert "config.json is not a run's config: classes = 7" in typed("evaluate", str(run.path)).stderr
+    assert "config.json is not a run's config: classes = 7" in run_in_process("evaluate", str(run.path)).stderr
     run.write_json("config.json", {**kept, "files": ["a"]})
-    assert "config.json is not a run's config: files = ['a']" in typed("runs", "show", str(run.path)).stderr
+    assert "config.json is not a run's config: files = ['a']" in run_in_process("runs", "show", str(run.path)).stderr
 
 
 def test_resume_of_a_finished_run_prints_its_result(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = finish(quick(tmp_path / "r", policy="none", rounds=2))
     before = {path.name: path.read_bytes() for path in run.path.iterdir() if path.is_file()}
-    begun: list[RunConfig] = []
-    monkeypatch.setattr("fedeas_flwr.commands.run.start", begun.append)
-    again = typed("resume", str(run.path))
+    started: list[RunConfig] = []
+    monkeypatch.setattr("fedeas_flwr.commands.run.start", started.append)
+    again = run_in_process("resume", str(run.path))
     accuracy = 100 * run.summary()["last_20"]
     assert again.stdout.startswith(f"already finished: {run.path}\nlast-2 accuracy {accuracy:.1f} % · peak ")
-    assert (again.returncode, begun) == (0, [])
+    assert (again.returncode, started) == (0, [])
     assert before == {path.name: path.read_bytes() for path in run.path.iterdir() if path.is_file()}
-    typed("resume", str(run.path), "rounds=3")
+    run_in_process("resume", str(run.path), "rounds=3")
     (run.path / "model.safetensors").unlink()
-    typed("resume", str(run.path))
-    assert [config.rounds for config in begun] == [3, 2], "more rounds are done, and a lost model is written again"
+    run_in_process("resume", str(run.path))
+    assert [config.rounds for config in started] == [3, 2], "more rounds and a lost model must start a run"
     (run.path / "rounds.jsonl").write_text("")
     (run.path / "model.safetensors").touch()
-    assert "holds 0 valid records" in typed("resume", str(run.path)).stderr, "a damaged record is no result"
+    assert "holds 0 valid records" in run_in_process("resume", str(run.path)).stderr, (
+        "a damaged record must be rejected"
+    )
 
 
 def test_resume_of_unreadable_checkpoint_is_rejected_at_once(tmp_path: Path) -> None:
     run = finish(small(tmp_path / "r", policy="none", rounds=1))
     whole = (run.path / "rounds.jsonl").read_bytes()
     (run.path / "rounds.jsonl").write_bytes(whole[: len(whole) // 2])
-    short = typed("resume", str(run.path), "rounds=2")
+    short = run_in_process("resume", str(run.path), "rounds=2")
     (run.path / "rounds.jsonl").write_bytes(whole)
     (run.path / "checkpoint.safetensors").write_bytes(b"nothing")
-    damaged = typed("resume", str(run.path), "rounds=2")
+    damaged = run_in_process("resume", str(run.path), "rounds=2")
     assert [(done.returncode, done.stdout) for done in (short, damaged)] == [(2, ""), (2, "")]
     assert "holds 0 valid records" in short.stderr and "checkpoint.safetensors" in damaged.stderr
-    assert run.status()[0] == "finished", "nothing was begun"
+    assert run.status()[0] == "finished", "the status changed"
 
 
 def test_resume_with_another_runs_checkpoint_is_rejected(tmp_path: Path) -> None:
@@ -110,7 +112,7 @@ def test_resume_with_another_runs_checkpoint_is_rejected(tmp_path: Path) -> None
     other = finish(quick(tmp_path / "other", policy="none", rounds=1, strategy="fedadam"))
     checkpoint, before = run.path / "checkpoint.safetensors", (run.path / "rounds.jsonl").read_bytes()
     checkpoint.write_bytes((other.path / "checkpoint.safetensors").read_bytes())
-    refused = typed("resume", str(run.path), "rounds=3")
+    refused = run_in_process("resume", str(run.path), "rounds=3")
     assert (refused.returncode, refused.stdout) == (2, "")
     assert (
         refused.stderr
@@ -126,17 +128,17 @@ def test_resume_of_a_checkpoint_without_run_name(tmp_path: Path) -> None:
     older = json.loads(metadata["state"])
     assert older.pop("run") == run.identity()
     write_arrays(path, arrays, {"state": json.dumps(older)})
-    assert typed("resume", str(run.path), "rounds=3").returncode == 0
+    assert run_in_process("resume", str(run.path), "rounds=3").returncode == 0
     assert weights(run) == weights(whole)
 
 
-def test_an_older_checkpoint_of_another_shape_cuts_nothing(tmp_path: Path) -> None:
+def test_checkpoint_of_another_shape_drops_no_records(tmp_path: Path) -> None:
     run = finish(quick(tmp_path / "r", policy="none", rounds=2))
     before = (run.path / "rounds.jsonl").read_bytes()
     arrays, metadata = read_arrays(path := run.path / "checkpoint.safetensors")
     state = {key: value for key, value in json.loads(metadata["state"]).items() if key != "run"}
     larger = {key: value[..., None] for key, value in arrays.items()}
     write_arrays(path, larger, {"state": json.dumps(state | {"round": 1})})
-    refused = typed("resume", str(run.path), "rounds=3")
+    refused = run_in_process("resume", str(run.path), "rounds=3")
     assert refused.returncode == 1 and "does not hold the arrays of model 'users_models:tiny'" in refused.stderr
     assert (run.path / "rounds.jsonl").read_bytes() == before
