@@ -26,15 +26,15 @@ settings.load_profile("any machine")
 
 @cache
 def _starts_flower(path: str) -> bool:
-    """Return whether the tests of a file start processes of Flower or Ray: the file says `pytest.mark.flower`."""
+    """Return whether the tests of a file start processes of Flower or Ray, that is, have `pytest.mark.flower`."""
     return "pytest.mark.flower" in (ROOT / path).read_text(encoding="utf-8")
 
 
 class FileByFile(LoadScopeScheduling):
-    """Keeps the tests of a file in one process, and all that start Flower in one: they look for processes left behind.
+    """Runs the tests of a file in one process, and all that start Flower in one: they look for leftover processes.
 
-    The scheduler sees the tests' ids alone, so the marker is read from the file. xdist's own groups
-    (`--dist loadgroup`) are lost with pytest 9.2: tests are named otherwise than xdist expects.
+    The scheduler sees only the tests' ids, so the marker is read from the file. xdist's own groups
+    (`--dist loadgroup`) do not work with pytest 9.2, whose test ids differ from those xdist expects.
     """
 
     def _split_scope(self, nodeid: str) -> str:
@@ -48,23 +48,23 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> FileByF
 
 @pytest.fixture(scope="session", autouse=True)
 def session_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """Keep the user's own cache out of the tests; ``FEDEAS_TEST_CACHE`` keeps one between sessions."""
+    """Use a cache folder for tests only; ``FEDEAS_TEST_CACHE`` names one to keep between sessions."""
     kept = os.environ.get("FEDEAS_TEST_CACHE", "")
-    # Of several processes each has a folder of its own in one that they share.
+    # Each xdist worker has its own folder in one that they share.
     shared = tmp_path_factory.getbasetemp().parent if "PYTEST_XDIST_WORKER" in os.environ else None
     folder = Path(kept) if kept else shared / "cache" if shared else tmp_path_factory.mktemp("cache")
     folder.mkdir(parents=True, exist_ok=True)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("FEDEAS_CACHE", str(folder))
-        # Processes that tests start elsewhere import this very tree and the helpers; a relative path would fail there.
+        # Processes started in other folders import this source tree and the helpers, so the path must be absolute.
         path = [str(ROOT), str(ROOT / "tests" / "helpers"), os.environ.get("PYTHONPATH", "")]
         patch.setenv("PYTHONPATH", os.pathsep.join(path).rstrip(os.pathsep))
         yield folder
 
 
 @pytest.fixture(scope="module", autouse=True)
-def what_is_loaded_is_not_looked_through() -> None:
-    """Some of Flower's strategies collect garbage at each reply: among pytest and torch, a third of a second."""
+def freeze_loaded_objects() -> None:
+    """Exclude loaded modules from garbage collection: some Flower strategies collect at each reply, for 0.3 s."""
     gc.collect()
     gc.freeze()
 
@@ -73,7 +73,7 @@ def what_is_loaded_is_not_looked_through() -> None:
 def fresh_images(
     session_cache: Path, digits_generator: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Callable[[str], None]:
-    """Return what switches to a named cache of this test's own, with the session's generator and no images."""
+    """Return a function that switches to a named, empty cache with the session's generator."""
 
     def switch(name: str) -> None:
         folder = tmp_path / "caches" / name
@@ -86,7 +86,7 @@ def fresh_images(
 
 @pytest.fixture(scope="session")
 def digits_generator(session_cache: Path) -> Path:
-    """Return the folder of the real built-in generator: about a minute of training, once."""
+    """Return the folder of the built-in generator, which trains once, for about a minute."""
     from fedeas_flwr.generators.learn.builtin import ensure_builtin
 
     return ensure_builtin()

@@ -1,4 +1,4 @@
-"""The paper's rule: the paper's own figures, and answers worked out by hand."""
+"""Allocation: the paper's figures, and results by hand."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from fedeas_flwr.waterfill import waterfill
 
 @pytest.fixture
 def cifar() -> IntArray:
-    """The paper's main setting: CIFAR-10, K = 20, α = 0.1."""
+    """Return the counts of the paper's main setting: CIFAR-10, K = 20, α = 0.1."""
     return paper_counts("cifar10", 20, 0.1)
 
 
@@ -56,7 +56,7 @@ def cifar() -> IntArray:
         ("cifar100", 100, 0.1, 45_038, 74_005, 75_559, 826_762),
     ],
 )
-def test_totals_of_all_settings(
+def test_totals_of_all_paper_settings(
     dataset: str, clients: int, alpha: float, samples: int, by_fedeas: int, as_printed: int, by_full_balance: int
 ) -> None:
     counts = paper_counts(dataset, clients, alpha)
@@ -75,11 +75,11 @@ def test_sizes_and_budgets_of_the_main_setting(cifar: IntArray) -> None:
 
 
 @pytest.mark.parametrize(("beta", "total"), [(4, 4_113), (8, 8_673), (12, 13_437), (16, 18_435), (20, 23_514)])
-def test_budget_sweep(cifar: IntArray, beta: float, total: int) -> None:
+def test_beta_sweep_totals(cifar: IntArray, beta: float, total: int) -> None:
     assert fedeas(cifar, beta).sum() == total
 
 
-def test_ablation_rows(cifar: IntArray) -> None:
+def test_ablation_totals(cifar: IntArray) -> None:
     assert allocate(cifar, "without-entropy", beta=6).sum() == 10_337
     assert allocate(cifar, "linear", beta=0.6).sum() == 10_198
 
@@ -115,7 +115,7 @@ def test_entropy_by_hand() -> None:
     np.testing.assert_allclose(normalised_entropy(counts), [0, 0.5, 1, 1], atol=1e-15)
     assert str(normalised_entropy(counts)[0]) == "0.0"  # not -0.0
     assert normalised_entropy([[5], [0]]).tolist() == [1, 1]
-    for n in range(1, 200):  # balanced is exactly balanced, whatever rounding makes of log(1/C)
+    for n in range(1, 200):  # a balanced client has entropy exactly 1 despite rounding of log(1/C)
         assert normalised_entropy(np.full((1, n), 7))[0] == 1.0
 
 
@@ -127,7 +127,7 @@ def test_budget_by_hand() -> None:
     assert budget(counts, 0.24).tolist() == [0, 0, 0, 0]  # below one before the floor
 
 
-def test_budget_that_is_whole_on_paper_is_not_rounded_down() -> None:
+def test_budget_that_is_exactly_an_integer_is_not_rounded_down() -> None:
     assert 100 * 0.29 < 29
     assert budget([[400, 0, 0, 0]], 0.29, gamma=1).tolist() == [29]
     tenth = np.zeros((1, 100), dtype=int)
@@ -135,7 +135,7 @@ def test_budget_that_is_whole_on_paper_is_not_rounded_down() -> None:
     assert budget(tenth, 7).tolist() == [14]
 
 
-def test_a_balanced_client_has_no_budget_at_any_beta() -> None:
+def test_balanced_client_has_no_budget_at_any_beta() -> None:
     assert budget(np.full((1, 7), 12345), 1e15).tolist() == [0]
 
 
@@ -160,7 +160,7 @@ def test_uniform_and_missing_only_by_hand() -> None:
     assert distribute([False, True, True], 2, 1).tolist() == [0, 3, 2]
 
 
-def test_a_total_that_nobody_can_spend_is_an_error() -> None:
+def test_total_without_eligible_pairs_raises() -> None:
     with pytest.raises(ValueError, match=r"total=3: .*eligible"):
         missing_only([[1, 2], [3, 4]], 3)
     assert missing_only([[1, 2], [3, 4]], 0).sum() == 0
@@ -190,7 +190,7 @@ def test_greedy_by_hand() -> None:
     # Client 0 is the more skewed and starts; equal gains go to the lowest client and class.
     assert greedy([[4, 0, 0], [4, 2, 0]], 1).tolist() == [[0, 1, 0], [0, 0, 0]]
     assert greedy([[4, 0, 0], [4, 0, 0]], 3).tolist() == [[0, 1, 1], [0, 1, 0]]
-    # Once all are balanced there is nothing to gain, and the lowest client gets the rest; at once.
+    # Once all clients are balanced no gain is left, and the lowest client gets the rest at once.
     assert greedy([[0, 0], [2, 0], [1, 1]], 10**9 + 1).tolist() == [[0, 0], [5 * 10**8, 5 * 10**8 + 1], [0, 0]]
 
 
@@ -211,7 +211,7 @@ def test_greedy_by_hand() -> None:
         ([["a", "b"]], "counts has type"),
     ],
 )
-def test_wrong_counts_are_named(counts: object, message: str) -> None:
+def test_invalid_counts_are_named(counts: object, message: str) -> None:
     with pytest.raises(ValueError, match=message) as caught:
         fedeas(counts, 1)  # type: ignore[arg-type]
     assert "\n" not in str(caught.value)
@@ -234,14 +234,14 @@ def test_wrong_counts_are_named(counts: object, message: str) -> None:
         (lambda: imbalance([[1, 2]], [[1, 2, 3]]), r"generated has shape \(1, 3\)"),
     ],
 )
-def test_wrong_parameters_are_named(call: Callable[[], object], message: str) -> None:
+def test_invalid_parameters_are_named(call: Callable[[], object], message: str) -> None:
     with pytest.raises(ValueError, match=message) as caught:
         call()
     assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize("policy", [*POLICIES, *REFERENCES])
-def test_beta_is_asked_for_only_where_something_depends_on_it(policy: str) -> None:
+def test_beta_is_required_only_by_policies_that_use_it(policy: str) -> None:
     counts, needed = [[4, 0, 2], [0, 5, 1]], settings_of(policy, total_given=False)
     if "total" in needed:
         spent = allocate(counts, policy, total=6)
@@ -253,28 +253,28 @@ def test_beta_is_asked_for_only_where_something_depends_on_it(policy: str) -> No
         allocate(counts, policy)
 
 
-def test_whole_floats_are_counts() -> None:
+def test_integral_floats_are_accepted_as_counts() -> None:
     assert fedeas(np.array([[40.0, 0.0]]), 3).tolist() == fedeas([[40, 0]], 3).tolist()
 
 
-def test_inputs_are_left_alone(cifar: IntArray) -> None:
+def test_allocate_does_not_modify_its_input(cifar: IntArray) -> None:
     before = cifar.copy()
     for policy in (*POLICIES, *REFERENCES):
         allocate(cifar, policy, beta=2)
     assert np.array_equal(cifar, before)
 
 
-def test_a_thousand_clients_of_a_thousand_classes_take_seconds_at_most() -> None:
+def test_thousand_clients_and_classes_take_at_most_3_seconds() -> None:
     rng = np.random.RandomState(0)
     counts = rng.poisson(rng.gamma(0.1, 50, (1000, 1000)))
     for policy in POLICIES:
-        start = time.thread_time()  # not the others' time: they may have the core meanwhile
+        start = time.thread_time()  # CPU time, which other processes do not affect
         allocate(counts, policy, beta=12)
         assert time.thread_time() - start < 3, policy  # measured: 0.4 s for waterfill, below 0.1 s for the others
 
 
 @pytest.mark.parametrize("module", ["allocation", "partition", "planning.plan", "policies"])
-def test_the_core_needs_numpy_only(module: str) -> None:
+def test_core_modules_need_only_numpy(module: str) -> None:
     code = (
         f"import sys, fedeas_flwr.{module}\n"
         "heavy = {'torch', 'torchvision', 'flwr', 'ray', 'sklearn', 'diffusers', 'pydantic'} & set(sys.modules)\n"
@@ -284,7 +284,7 @@ def test_the_core_needs_numpy_only(module: str) -> None:
     assert done.returncode == 0, done.stderr
 
 
-def test_the_names_of_policies_are_those_that_allocate_knows() -> None:
+def test_allocate_knows_every_policy_name() -> None:
     direct = {
         "fedeas": fedeas([[9, 0], [3, 1]], 5),
         "without-entropy": fill_to([[9, 0], [3, 1]], budget([[9, 0], [3, 1]], 5, use_entropy=False)),
@@ -297,6 +297,6 @@ def test_the_names_of_policies_are_those_that_allocate_knows() -> None:
         assert np.array_equal(allocate([[9, 0], [3, 1]], policy, beta=5), expected)
 
 
-def test_missing_only_without_absent_class_names_what_it_needs() -> None:
+def test_missing_only_without_absent_class_is_rejected() -> None:
     with pytest.raises(ValueError, match=r"total=19: .*missing-only, lack a class"):
         allocate([[1, 2, 30]], "missing-only", beta=5.0)

@@ -1,4 +1,4 @@
-"""The paper's rule and the other policies: what must hold for any counts."""
+"""Properties of all policies for arbitrary counts."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from fedeas_flwr.waterfill import waterfill_count
 
 
 @given(tables(), betas, st.floats(0, 2), st.booleans())
-def test_every_policy_gives_whole_samples_and_spends_its_total(
+def test_policies_give_integers_and_spend_their_total(
     counts: IntArray, beta: float, gamma: float, strict_mean: bool
 ) -> None:
     assume(eligible_pairs(counts, absent_only=True).any())
@@ -53,7 +53,7 @@ def test_matched_policies_spend_a_given_total(counts: IntArray, total: int) -> N
 
 
 @given(tables(clients=4), betas, st.randoms(use_true_random=False))
-def test_clients_may_come_in_any_order(counts: IntArray, beta: float, random: object) -> None:
+def test_allocation_does_not_depend_on_client_order(counts: IntArray, beta: float, random: object) -> None:
     order = list(range(len(counts)))
     random.shuffle(order)  # type: ignore[attr-defined]
     for policy in ("none", "fedeas", "full-balance", "without-entropy", "linear"):
@@ -65,7 +65,7 @@ def test_clients_may_come_in_any_order(counts: IntArray, beta: float, random: ob
 
 
 @given(tables(), betas, betas)
-def test_a_larger_beta_never_takes_anything_away(counts: IntArray, one: float, other: float) -> None:
+def test_larger_beta_never_reduces_an_allocation(counts: IntArray, one: float, other: float) -> None:
     small, large = sorted((one, other))
     for policy in ("fedeas", "without-entropy", "linear"):
         assert (allocate(counts, policy, beta=small) <= allocate(counts, policy, beta=large)).all()
@@ -95,24 +95,24 @@ def test_fedeas_fills_only_scarce_classes_and_only_to_the_budget(counts: IntArra
 
 
 @given(tables(least_classes=2), st.booleans(), totals)
-def test_a_client_finds_its_part_from_its_own_row(counts: IntArray, absent_only: bool, total: int) -> None:
+def test_client_computes_its_share_from_its_own_row(counts: IntArray, absent_only: bool, total: int) -> None:
     eligible = eligible_pairs(counts, absent_only)
     assume(eligible.any())
-    dealt_by_hand = np.zeros_like(counts)
+    distributed_by_hand = np.zeros_like(counts)
     for k, c in itertools.islice(itertools.cycle(np.argwhere(eligible)), total):
-        dealt_by_hand[k, c] += 1
+        distributed_by_hand[k, c] += 1
     parts = split_total(total, [int(eligible_pairs(row[None], absent_only).sum()) for row in counts])
     on_the_wire = [
         distribute(eligible_pairs(row[None], absent_only)[0], *part) for row, part in zip(counts, parts, strict=True)
     ]
-    assert np.array_equal(on_the_wire, dealt_by_hand)
-    assert np.array_equal((missing_only if absent_only else uniform)(counts, total), dealt_by_hand)
+    assert np.array_equal(on_the_wire, distributed_by_hand)
+    assert np.array_equal((missing_only if absent_only else uniform)(counts, total), distributed_by_hand)
 
 
 @settings(max_examples=50)
 @given(tables(most=30) | tables(most=3), st.integers(0, 40))
-def test_greedy_is_the_repeated_best_gain(counts: IntArray, total: int) -> None:
-    """The definition spelled out, on integers so that equal gains are equal."""
+def test_greedy_equals_its_definition(counts: IntArray, total: int) -> None:
+    """Compute with integers, so that equal gains compare equal."""
     assume(counts.any())
     weights, current = counts.sum(axis=1), counts.copy()
     for _ in range(total):
@@ -127,7 +127,7 @@ def test_greedy_is_the_repeated_best_gain(counts: IntArray, total: int) -> None:
 
 
 @given(tables(), st.data())
-def test_imbalance_splits_into_its_two_parts(counts: IntArray, data: st.DataObject) -> None:
+def test_imbalance_is_heterogeneity_plus_global_part(counts: IntArray, data: st.DataObject) -> None:
     generated = data.draw(arrays(np.int64, counts.shape, elements=st.integers(0, 50)))
     score, heterogeneity, global_part = imbalance(counts, generated)
     assert score == pytest.approx(heterogeneity + global_part, abs=1e-12)
@@ -135,7 +135,7 @@ def test_imbalance_splits_into_its_two_parts(counts: IntArray, data: st.DataObje
 
 
 @given(tables(most=500, least_classes=2), st.data())
-def test_gain_is_the_first_order_change_of_the_score(counts: IntArray, data: st.DataObject) -> None:
+def test_gain_is_the_first_order_change_of_the_imbalance(counts: IntArray, data: st.DataObject) -> None:
     k = data.draw(st.integers(0, len(counts) - 1))
     c = data.draw(st.integers(0, counts.shape[1] - 1))
     assume(counts[k].sum() > 0)

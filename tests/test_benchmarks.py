@@ -1,4 +1,4 @@
-"""The benchmarks of whole runs: that they run, that their figures are right, and that the docs say what they found."""
+"""The benchmarks of whole runs: they run, and their numbers are correct."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ ROOT = Path(__file__).parents[1]
 
 @pytest.fixture
 def benchmark(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Import a benchmark by name, as its own folder sees it."""
+    """Return a function that imports a benchmark by name, with its folder on the path."""
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
 
     def load(name: str) -> ModuleType:
@@ -60,8 +60,8 @@ def run_small(script: str, out: Path, cwd: Path) -> tuple[dict[str, Any], str]:
 
 
 @pytest.mark.slow
-def test_a_bare_loop_and_flower_end_alike_and_are_timed(tmp_path: Path) -> None:
-    """The script itself stops if the weights differ in a bit."""
+def test_framework_benchmark_times_a_bare_loop_and_flower(tmp_path: Path) -> None:
+    """The script itself fails if the weights are not bitwise equal."""
     record, printed = run_small("framework.py", tmp_path / "out.json", tmp_path)
     bare, inline = record["rows"]
     assert (bare["way"], inline["way"]) == ("bare", "inline")
@@ -73,20 +73,20 @@ def test_a_bare_loop_and_flower_end_alike_and_are_timed(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_growth_runs_each_line_in_a_process_of_its_own(tmp_path: Path) -> None:
+def test_growth_benchmark_runs_each_row_in_its_own_process(tmp_path: Path) -> None:
     record, printed = run_small("growth.py", tmp_path / "out.json", tmp_path)
     few, many = record["rows"]
     assert (few["growth_of"], many["growth_of"]) == ("clients", "parameters")
     assert few["clients_a_round"] == many["clients_a_round"] == 10
     # Float32 arrays to ten clients and back, and a little for the names and shapes.
     assert many["bytes_a_round"] == pytest.approx(20 * 4 * many["parameters"], rel=1e-3)
-    assert many["own_peak_mb"] > few["own_peak_mb"] + 20, "a million parameters of ten clients take memory"
+    assert many["own_peak_mb"] > few["own_peak_mb"] + 20, "a million parameters of ten clients must take memory"
     assert few["own_peak_mb"] < few["resident_peak_mb"]
     assert len(few["own_mb_by_round"]) <= few["rounds"]
     assert "| clients | 20 |" in printed
 
 
-def test_other_weights_stop_the_comparison(benchmark: Any) -> None:
+def test_check_same_rejects_different_weights(benchmark: Any) -> None:
     weights = {"w": np.ones(3, np.float32)}
     near = {"w": np.nextafter(weights["w"], np.float32(2))}
     check_same = benchmark("framework").check_same
@@ -95,8 +95,8 @@ def test_other_weights_stop_the_comparison(benchmark: Any) -> None:
         check_same(weights, near, "one bit off")
 
 
-def test_the_tax_is_what_is_left(benchmark: Any) -> None:
-    """Rounds of 4 s beside bare ones of 3 s; then twice as slow a turn. The tax by phases is the median round's."""
+def test_framework_overhead_by_hand(benchmark: Any) -> None:
+    """Rounds of 4 s vs 3 s without the framework, then a repetition twice as slow; phases are of the median round."""
     turns = benchmark("framework").Turns
     bare = turns("bare", [[3.0, 3.0, 7.0], [6.0, 6.0, 6.0], [3.0, 2.0, 3.0]])
     row = turns("inline", [[4.0, 4.0, 9.0], [8.0, 8.0, 1.0]], [0.125, 0.1, 0.9, 0.1, 0.125]).line(bare)
@@ -108,14 +108,14 @@ def test_the_tax_is_what_is_left(benchmark: Any) -> None:
     assert bare.line(bare)["tax_by_phases"] is None
 
 
-def test_the_tax_by_phases_of_a_round_by_hand(benchmark: Any) -> None:
-    """4 s until the last reply, of which 3 were training and ½ generating; ¼ merging; ¾ waiting for a test."""
+def test_framework_overhead_by_phase_by_hand(benchmark: Any) -> None:
+    """4 s until the last reply (3 s training, ½ s generating), ¼ s aggregation, ¾ s waiting for evaluation."""
     seconds = {"clients": 4.0, "aggregate": 0.25, "end_wait": 0.75, "training": 3.0, "generating": 0.5}
-    beside = {"gamma_hat": 9.0, "evaluate": 9.0}  # go on beside the clients: no part of it
-    assert benchmark("framework").tax_by_phases(seconds | beside) == pytest.approx(0.15)
+    background = {"gamma_hat": 9.0, "evaluate": 9.0}  # run in the background and do not count
+    assert benchmark("framework").tax_by_phases(seconds | background) == pytest.approx(0.15)
 
 
-def test_rounds_are_timed_from_the_log_and_the_first_is_not(benchmark: Any, tmp_path: Path) -> None:
+def test_rounds_are_timed_from_the_log_without_the_first(benchmark: Any, tmp_path: Path) -> None:
     (tmp_path / "flower.log").write_text(
         "2026-01-01 23:59:50,000 INFO Run directory: x\n"
         "2026-01-01 23:59:52,500 INFO Federation of 3 clients\n"
@@ -129,8 +129,8 @@ def test_rounds_are_timed_from_the_log_and_the_first_is_not(benchmark: Any, tmp_
     assert records.seconds_to_discover(run) == 2.5
 
 
-def test_memory_is_a_process_and_its_childrens_own(benchmark: Any) -> None:
-    """A child of a child that takes 200 MB; growth is the slope of the second half alone."""
+def test_memory_includes_child_processes(benchmark: Any) -> None:
+    """A grandchild takes 200 MB; growth is the slope of the second half only."""
     grandchild = "x = bytearray(200 << 20); x[::4096] = b'1' * len(x[::4096]); print('there', flush=True); input()"
     child = subprocess.Popen(
         [sys.executable, "-c", f"import subprocess, sys; subprocess.run([sys.executable, '-c', {grandchild!r}])"],
@@ -156,7 +156,7 @@ def test_memory_is_a_process_and_its_childrens_own(benchmark: Any) -> None:
 @pytest.mark.parametrize(
     ("name", "parameters"), [("fifty_thousand", 5e4), ("one_million", 1e6), ("eleven_million", 11e6)]
 )
-def test_wide_models_are_as_wide_as_they_say(benchmark: Any, name: str, parameters: float) -> None:
+def test_wide_models_have_the_stated_number_of_parameters(benchmark: Any, name: str, parameters: float) -> None:
     for shape in ((8, 8, 1), (32, 32, 3)):
         model = getattr(benchmark("wide_models"), name)(num_classes=10, image_shape=shape)
         assert sum(p.numel() for p in model.parameters()) == pytest.approx(parameters, rel=0.03)
@@ -167,16 +167,14 @@ def test_wide_models_are_as_wide_as_they_say(benchmark: Any, name: str, paramete
             assert torch.allclose(model(2 * images) - model(images), model(images) - model(0 * images), atol=1e-5)
 
 
-def test_random_images_pass_for_the_dataset(benchmark: Any, tmp_path: Path) -> None:
+def test_random_images_are_accepted_as_the_dataset(benchmark: Any, tmp_path: Path) -> None:
     benchmark("growth").write_random_images(tmp_path)
     check_npz("cifar10", tmp_path / "cifar10.npz")
     with np.load(tmp_path / "cifar10.npz") as arrays:
         assert np.bincount(arrays["y_train"]).tolist() == [5000] * 10
 
 
-def test_parity_is_told_by_float64_and_finds_an_engine_that_takes_other_steps(
-    benchmark: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_parity_finds_an_engine_that_takes_other_steps(benchmark: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     parity = benchmark("parity")
     asked = parse_config({"clients": 20, "local-epochs": 2})
     exact, eager, graphed = parity.compare(asked, "cpu")
@@ -189,7 +187,7 @@ def test_parity_is_told_by_float64_and_finds_an_engine_that_takes_other_steps(
     assert hasty["from_float64"] > 100 * graphed["from_float64"]
 
 
-def test_a_distance_of_zero_is_one_that_was_measured(benchmark: Any) -> None:
+def test_parity_table_shows_a_distance_of_zero(benchmark: Any) -> None:
     zero = {"epochs": 1, "steps": 7, "loss": 2.0, "from_float64": 0.0, "from_eager_fp32": 0.0}
     names = ("eager, float64", "eager, fp32", "graphed, fp32")
     rows = [{"engine": name, **zero, "largest_from_eager_fp32": 0.0} for name in names]
@@ -201,11 +199,11 @@ def test_a_distance_of_zero_is_one_that_was_measured(benchmark: Any) -> None:
 
 
 def other(words: tuple[Any, ...], steps: LocalTrainingConfig) -> tuple[Any, ...]:
-    """The same, with a learning rate that is off by a thousandth."""
+    """Return the same arguments with a learning rate that is off by a thousandth."""
     return (words[0], replace(steps, learning_rate=1.001 * steps.learning_rate), *words[2:])
 
 
-def test_small_batches_have_long_gradients(benchmark: Any) -> None:
+def test_small_batches_have_larger_gradients(benchmark: Any) -> None:
     short = benchmark("short_batches")
     rows = short.measure(parse_config({"clients": 5}), "cpu", [2, 32], 9)
     assert [(row["size"], row["draws"]) for row in rows] == [(2, 9), (32, 9)]
@@ -214,8 +212,8 @@ def test_small_batches_have_long_gradients(benchmark: Any) -> None:
     assert "| 2 | 30.0 | 10.0 | 90.0 | 30.0 |" in short.table(by_hand)
 
 
-def test_a_first_control_variate_is_the_mean_of_the_gradients(benchmark: Any) -> None:
-    """One epoch at a learning rate of next to nothing, so that all gradients are taken at the start, less the last."""
+def test_first_control_variate_is_the_mean_gradient(benchmark: Any) -> None:
+    """Train one epoch with a tiny learning rate, so that all gradients are at the start, without the last batch."""
     first, config = benchmark("first_controls"), parse_config({"clients": 5, "local-epochs": 1, "learning-rate": 1e-4})
     data, client = federated_data(config, 5), 0
     held = len(data.partition.train[client])
@@ -236,7 +234,7 @@ def test_a_first_control_variate_is_the_mean_of_the_gradients(benchmark: Any) ->
 
 
 @pytest.mark.parametrize(("name", "rows"), [("parity", 3), ("short_batches", 6), ("first_controls", 1)])
-def test_without_a_config_it_is_digits(
+def test_benchmarks_default_to_digits(
     benchmark: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str, rows: int
 ) -> None:
     script = benchmark(name)

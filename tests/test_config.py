@@ -1,10 +1,10 @@
-"""The run-config: defaults in one place, bad input in one line."""
+"""The run-config: defaults in one place, one-line errors for invalid input."""
 
 import tomllib
 from pathlib import Path
 
 import pytest
-from runners import typed
+from runners import run_in_process
 
 from fedeas_flwr.commands.quickstart import quickstart_config
 from fedeas_flwr.common.errors import ConfigError
@@ -16,14 +16,14 @@ from fedeas_flwr.policies import POLICIES
 ROOT = Path(__file__).parents[1]
 
 
-def test_pyproject_repeats_the_defaults_exactly() -> None:
+def test_pyproject_defaults_equal_the_configs() -> None:
     shipped = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["flwr"]["app"]["config"]
     defaults = parse_config({}).to_user_dict()
     assert shipped == defaults
     assert {k: type(v) for k, v in shipped.items()} == {k: type(v) for k, v in defaults.items()}
 
 
-def test_the_key_policy_lists_every_policy() -> None:
+def test_policy_key_lists_every_policy() -> None:
     (policy,) = (key for key in run_keys() if key.name == "policy")
     assert policy.allowed["enum"] == list(POLICIES)
 
@@ -33,14 +33,14 @@ def test_every_key_is_described() -> None:
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "conf").glob("*.toml")), ids=lambda p: p.name)
-def test_every_shipped_conf_is_valid_and_says_its_hardware(path: Path) -> None:
+def test_shipped_confs_are_valid_and_state_their_hardware(path: Path) -> None:
     read_config(path)
     head = path.read_text().split("\n\n")[0]
     assert head.startswith("#")
     assert "Hardware" in head
 
 
-def test_quickstart_conf_is_the_quickstarts_fedeas_run(tmp_path: Path) -> None:
+def test_quickstart_conf_equals_the_quickstart_fedeas_run(tmp_path: Path) -> None:
     run = quickstart_config("fedeas", "ray", tmp_path)
     assert read_config(ROOT / "conf" / "quickstart.toml") == run.with_changes(run_dir="")
 
@@ -81,7 +81,7 @@ def test_quickstart_conf_is_the_quickstarts_fedeas_run(tmp_path: Path) -> None:
         ({"policy": "oversample", "total": 5}, ["total", "5", "oversample"]),
     ],
 )
-def test_bad_values_are_refused_in_one_line(values: dict[str, object], words: list[str]) -> None:
+def test_invalid_values_are_rejected_in_one_line(values: dict[str, object], words: list[str]) -> None:
     with pytest.raises(ConfigError) as refused:
         parse_config(values)
     text = str(refused.value)
@@ -89,7 +89,7 @@ def test_bad_values_are_refused_in_one_line(values: dict[str, object], words: li
     assert all(word in text for word in words), text
 
 
-def test_overrides_are_toml_where_they_can_be() -> None:
+def test_overrides_are_parsed_as_toml_if_possible() -> None:
     words = ["beta=12", "policy=none", "resume=false", "data-dir=/a b/c", 'model="m:f"', "alpha = 0.3"]
     assert parse_overrides(words) == {
         "beta": 12,
@@ -107,7 +107,7 @@ def test_overrides_are_toml_where_they_can_be() -> None:
 
 
 @pytest.mark.parametrize("content", [b"beta = ", b"\xff\xfe", b"beta = 1\nbeta = 2", b"[table]\nbeta = 1"])
-def test_bad_files_are_refused_in_one_line(tmp_path: Path, content: bytes) -> None:
+def test_invalid_files_are_rejected_in_one_line(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "bad.toml"
     path.write_bytes(content)
     with pytest.raises(ConfigError) as refused:
@@ -117,15 +117,15 @@ def test_bad_files_are_refused_in_one_line(tmp_path: Path, content: bytes) -> No
         read_config(tmp_path / "missing.toml")
 
 
-def test_outside_and_back() -> None:
+def test_config_round_trip_through_user_dict() -> None:
     config = parse_config({"policy": "uniform", "total": 7, "learning-rate": 1})
     assert parse_config(config.to_user_dict()) == config
     assert set(config.to_user_dict()) == set(KEYS)
     assert config.with_changes(beta=3.0).beta == 3.0
 
 
-def test_shared_images_were_once_true_or_false() -> None:
-    """Records of runs from then are read; of other words what is allowed is said."""
+def test_boolean_shared_images_are_migrated() -> None:
+    """Old run records hold booleans; other values get an error that names the allowed ones."""
     assert parse_config({"shared-images": True}).shared_images == "by-class"
     assert parse_config({"shared-images": False}).shared_images == "no" == parse_config({}).shared_images
     with pytest.raises(ConfigError, match="shared-images = 'yes': must be 'no', 'by-class' or 'one-seed'"):
@@ -135,13 +135,13 @@ def test_shared_images_were_once_true_or_false() -> None:
 
 
 @pytest.mark.parametrize("value", ["t", "on", "yes", 1, "true"])
-def test_what_must_be_switched_on_takes_true_alone(value: object) -> None:
+def test_disclosure_keys_accept_only_booleans(value: object) -> None:
     with pytest.raises(ConfigError, match=rf"disclose-mean-images = {value!r}: must be true or false"):
         parse_config({"disclose-mean-images": value})
 
 
-def test_a_run_dir_is_seen_from_where_the_command_is_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Under `flwr run`, whose processes start elsewhere, it has to be absolute."""
+def test_run_dir_is_relative_to_the_working_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Under `flwr run`, whose processes start in another folder, it must be absolute."""
     monkeypatch.chdir(tmp_path)
     Path("my.toml").write_text('run-dir = "in the file"')
     assert read_config(Path("my.toml")).run_dir == str(tmp_path / "in the file")
@@ -162,12 +162,12 @@ def test_a_run_dir_is_seen_from_where_the_command_is_given(tmp_path: Path, monke
         ({"beta": 0, "policy": "uniform"}, False),
     ],
 )
-def test_a_generator_is_needed_only_when_something_can_be_generated(values: dict[str, object], generates: bool) -> None:
+def test_generates_is_true_only_if_images_are_generated(values: dict[str, object], generates: bool) -> None:
     assert parse_config(values).generates is generates
 
 
-def is_refused(key: str, value: object) -> bool:
-    """Whether a key refuses a value, whatever other keys would have to say to it."""
+def is_rejected(key: str, value: object) -> bool:
+    """Return whether a key rejects a value, ignoring errors of other keys."""
     try:
         parse_config({key: value})
     except ConfigError as error:
@@ -176,25 +176,25 @@ def is_refused(key: str, value: object) -> bool:
 
 
 @pytest.mark.parametrize("key", run_keys(), ids=lambda key: key.name)
-def test_what_a_key_is_said_to_allow_is_what_it_takes_and_nothing_beyond_it(key: Key) -> None:
+def test_keys_accept_exactly_their_documented_range(key: Key) -> None:
     step = 1 if key.allowed["type"] == "integer" else 1e-9
     for word, outwards in (("minimum", -step), ("maximum", step)):
         if key.allowed["type"] not in ("integer", "number"):
             continue
         exclusive = f"exclusive{word.capitalize()}"
-        assert (word in key.allowed) != (exclusive in key.allowed), "every number has two ends"
+        assert (word in key.allowed) != (exclusive in key.allowed), "each bound must be either inclusive or exclusive"
         bound = key.allowed.get(word, key.allowed.get(exclusive))
         taken, refused = (bound, bound + outwards * max(1, bound)) if word in key.allowed else (bound - outwards, bound)
-        assert not is_refused(key.name, taken) and is_refused(key.name, refused)
+        assert not is_rejected(key.name, taken) and is_rejected(key.name, refused)
     for choice in key.allowed.get("enum", []):
-        assert not is_refused(key.name, choice) and is_refused(key.name, f"{choice}s")
+        assert not is_rejected(key.name, choice) and is_rejected(key.name, f"{choice}s")
     if key.allowed["type"] == "boolean":
-        assert is_refused(key.name, 2) and not is_refused(key.name, True) and not is_refused(key.name, False)
+        assert is_rejected(key.name, 2) and not is_rejected(key.name, True) and not is_rejected(key.name, False)
 
 
 @pytest.mark.parametrize("word", ["beta=3", "gamma=0.5", "printed-rule=true"])
-def test_what_a_total_takes_the_place_of_is_refused_beside_it(tmp_path: Path, word: str) -> None:
-    """If it was given on the command line: there a word would be ignored, in a file it may be of an earlier run."""
+def test_keys_replaced_by_total_are_rejected_next_to_it(tmp_path: Path, word: str) -> None:
+    """Only on the command line, where a key would be ignored; in a file it may be left from an earlier run."""
     path = tmp_path / "my.toml"
     path.write_text("clients = 4\npolicy = 'uniform'\nbeta = 9.0\n")
     assert read_config(path, ["total=5"]).total == 5
@@ -209,13 +209,13 @@ def test_what_a_total_takes_the_place_of_is_refused_beside_it(tmp_path: Path, wo
         ["sweep", str(path), *words, "--grid", "seed=1,2", "--out", str(out)],
         ["sweep", str(path), "total=5", "--grid", word, "--out", str(out)],
     ):
-        done = typed(*command, cwd=tmp_path)
+        done = run_in_process(*command, cwd=tmp_path)
         assert (done.returncode, done.stdout, done.stderr) == (2, "", f"error: {line}\n"), command
     assert list(tmp_path.iterdir()) == [path]
     assert read_config(path, [word]).total == 0
 
 
-def test_what_a_key_allows_is_said_in_a_few_words() -> None:
+def test_allowed_values_are_shown_briefly() -> None:
     shown = {key.name: key.allowed_shown() for key in run_keys()}
     assert list(shown) == list(KEYS)
     assert shown["alpha"] == "0 < x ≤ 1,000,000"
@@ -252,7 +252,7 @@ def test_what_a_key_allows_is_said_in_a_few_words() -> None:
         ({"generator": "bank:images.npz"}, {"shared-images": "by-class"}, True),
     ],
 )
-def test_a_key_that_plays_no_part_does_not_make_another_run(
+def test_unused_keys_do_not_change_the_keys_in_use(
     keys: dict[str, object], change: dict[str, object], counts: bool
 ) -> None:
     one, other = (keys_in_use(parse_config({**keys, **more})) for more in ({}, change))

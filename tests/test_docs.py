@@ -1,4 +1,4 @@
-"""README and docs say what is so: every key, every file they name, every command they show."""
+"""README and docs match the code and the committed records."""
 
 from __future__ import annotations
 
@@ -20,30 +20,30 @@ README = (ROOT / "README.md").read_text()
 
 
 def parameter_table() -> list[str]:
-    """The rows of the parameter table, made from the code."""
+    """Return the rows of the parameter table, generated from the code."""
     cells = ((f"`{key.name}`", f"`{json.dumps(key.default)}`", key.allowed_shown(), key.meaning) for key in run_keys())
     return [f"| {' | '.join(row)} |" for row in cells]
 
 
-def test_the_parameter_table_is_the_codes() -> None:
+def test_parameter_table_matches_the_code() -> None:
     lines = (ROOT / "docs" / "parameters.md").read_text().splitlines()
     rows = [line for line in lines if re.match(r"\| `[a-z0-9-]+` \| `", line)]
     assert rows == parameter_table()
 
 
-def test_the_strategies_table_is_the_codes() -> None:
+def test_strategies_table_matches_the_code() -> None:
     lines = (ROOT / "docs" / "strategies.md").read_text().splitlines()
     rows = ["| " + " | ".join(cells) + " |" for cells in (TABLE_HEAD, *table_rows())]
     assert [line for line in lines if line.startswith("| ")][: len(rows)] == rows
 
 
-def test_the_strategies_seconds_are_the_committed_ones() -> None:
+def test_strategies_times_match_the_committed_record() -> None:
     measured = json.loads((ROOT / "results" / "strategies" / "cpu.json").read_text())["seconds"]
     text = (ROOT / "docs" / "strategies.md").read_text()
     assert all(f"| {name} | {taken / measured['fedavg']:.1f} × |" in text for name, taken in measured.items())
 
 
-def test_an_algorithms_keys_are_keys() -> None:
+def test_strategy_keys_are_run_config_keys() -> None:
     assert STRATEGY_KEYS.keys() < ALGORITHMS.keys() and all(
         key in KEYS for own in STRATEGY_KEYS.values() for key in own
     )
@@ -59,7 +59,7 @@ def test_architecture_page_lists_every_package_and_top_module() -> None:
             assert f"`{name}`" in text, name
 
 
-def test_the_readmes_quickstart_table_is_the_committed_runs() -> None:
+def test_readme_quickstart_table_matches_the_committed_runs() -> None:
     for policy in ("none", "fedeas", "uniform", "missing-only"):
         summary = RunDirectory(ROOT / "results" / "quickstart" / policy).summary()
         row = next(line for line in README.splitlines() if line.startswith(f"{LABEL[policy]}  "))
@@ -73,8 +73,8 @@ LABEL = {"none": "FedAvg, nothing generated", "fedeas": "FedEAS", "uniform": "Un
 
 
 @pytest.mark.parametrize("policy", ["none", "fedeas", "uniform", "missing-only"])
-def test_the_committed_runs_are_of_todays_quickstart(policy: str) -> None:
-    """A changed default must not leave old numbers standing."""
+def test_committed_runs_have_the_current_quickstart_config(policy: str) -> None:
+    """After a changed default, old numbers must not stay."""
     ran = RunDirectory(ROOT / "results" / "quickstart" / policy).config()
     today = read_config(ROOT / "conf" / "quickstart.toml", [f"policy={policy}"])
     free = {"run-dir", "backend"}
@@ -83,7 +83,7 @@ def test_the_committed_runs_are_of_todays_quickstart(policy: str) -> None:
     }
 
 
-def test_the_readmes_speeds_are_the_committed_ones() -> None:
+def test_readme_speeds_match_the_committed_record() -> None:
     text = " ".join(README.split())
     rates = json.loads((ROOT / "results" / "engine" / "engine-h200.json").read_text())["images_per_second"]
     names = (
@@ -115,7 +115,7 @@ def test_the_readmes_speeds_are_the_committed_ones() -> None:
     assert "FedAvg at K = 100 82 s with starting up, and 212 s under Ray" in text
 
 
-def test_the_table_of_all_strategies_is_the_committed_one() -> None:
+def test_all_strategies_table_matches_the_committed_one() -> None:
     table = (ROOT / "results" / "strategies-on-digits" / "table.md").read_text()
     text = (ROOT / "docs" / "strategies.md").read_text()
     assert table in text

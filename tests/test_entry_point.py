@@ -11,14 +11,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from runners import start_interruptible, typed
+from runners import run_in_process, start_interruptible
 
 from fedeas_flwr.commands.app import _terminated
 
 ROOT = Path(__file__).parents[1]
 
 
-def test_what_nohup_started_outlives_its_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_command_started_by_nohup_ignores_sighup(monkeypatch: pytest.MonkeyPatch) -> None:
     found = []
 
     def note() -> list[Any]:
@@ -28,7 +28,7 @@ def test_what_nohup_started_outlives_its_terminal(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr("fedeas_flwr.commands.listings.run_keys", note)
     for before in (signal.SIG_DFL, signal.SIG_IGN):
         usual = signal.signal(signal.SIGHUP, before)
-        typed("keys")
+        run_in_process("keys")
         signal.signal(signal.SIGHUP, usual)
     assert [found[0], found[-1]] == [[_terminated, _terminated], [signal.SIG_IGN, _terminated]]
 
@@ -105,10 +105,12 @@ def test_ctrl_c_without_anything_to_resume_prints_one_line(monkeypatch: pytest.M
         raise KeyboardInterrupt
 
     monkeypatch.setattr("fedeas_flwr.commands.listings.run_keys", stop)
-    done = typed("keys")
+    done = run_in_process("keys")
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "stopped\n")
     monkeypatch.setattr("fedeas_flwr.commands.runs.find_runs", lambda *_, **__: stop())
-    assert typed("runs", "ls", str(ROOT)).stderr == "stopped\n", "once, also in a group within the group"
+    assert run_in_process("runs", "ls", str(ROOT)).stderr == "stopped\n", (
+        "must be printed once, also by a nested command group"
+    )
 
 
 def test_main_sets_passive_wait_policy_by_default() -> None:

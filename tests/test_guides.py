@@ -32,7 +32,7 @@ def blocks(name: str) -> list[tuple[str, str]]:
 
 
 def make_photos(folder: Path) -> None:
-    """What the reader has: photographs of three kinds, of several sizes."""
+    """Write the reader's data: photographs of three kinds, of different sizes."""
     rng = np.random.default_rng(0)
     for label, name in enumerate(("daisy", "rose", "tulip")):
         (folder / name).mkdir(parents=True)
@@ -44,7 +44,7 @@ def make_photos(folder: Path) -> None:
 
 
 def follow(name: str, folder: Path) -> None:
-    """Do what a guide says, as a reader would."""
+    """Write the files and run the commands of a guide, as a reader would."""
     for link in ("conf", "results"):
         (folder / link).symlink_to(ROOT / link)
     found = blocks(name)
@@ -61,13 +61,13 @@ def follow(name: str, folder: Path) -> None:
         assert done.returncode == 0, f"{text}\n{done.stdout[-2000:]}\n{done.stderr[-2000:]}"
 
 
-def test_reading_a_report(tmp_path: Path) -> None:
+def test_guide_reading_a_report(tmp_path: Path) -> None:
     follow("reading-a-report.md", tmp_path)
     assert (tmp_path / "report.html").stat().st_size > 100_000 and (tmp_path / "report" / "accuracy.png").is_file()
 
 
 @pytest.mark.slow
-def test_the_first_run(digits_generator: Path, tmp_path: Path) -> None:
+def test_guide_first_run(digits_generator: Path, tmp_path: Path) -> None:
     follow("first-run.md", tmp_path)
     for policy in ("none", "fedeas"):
         assert (tmp_path / "runs" / "first" / policy / "rounds.jsonl").read_text().count("\n") == 6
@@ -75,15 +75,15 @@ def test_the_first_run(digits_generator: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_your_own_data_and_generator(tmp_path: Path) -> None:
+def test_guide_your_own_data_and_generator(tmp_path: Path) -> None:
     make_photos(tmp_path / "photos")
     follow("your-own-data-and-generator.md", tmp_path)
     page = (tmp_path / "runs" / "mine" / "report.html").read_text()
     assert "FedEAS report: photos" in page and "Generated images" in page
-    assert re.search("<td>(daisy|rose|tulip)</td>", page)  # the worst class by its name
+    assert re.search("<td>(daisy|rose|tulip)</td>", page)  # the name of the worst class
 
 
-def test_guides_for_a_gpu_name_commands_options_and_keys_that_exist() -> None:
+def test_gpu_guide_uses_existing_commands_options_and_keys() -> None:
     lines = [line.strip() for kind, text in blocks("cifar-on-a-gpu.md") if kind == "gpu" for line in text.splitlines()]
     assert len(lines) >= 12
     for line in lines:
@@ -97,7 +97,7 @@ def test_guides_for_a_gpu_name_commands_options_and_keys_that_exist() -> None:
 
 
 @pytest.mark.parametrize("name", ["first-run.md", "reading-a-report.md", "your-own-data-and-generator.md"])
-def test_every_command_of_a_guide_is_in_a_block_that_is_run(name: str) -> None:
+def test_guides_have_no_commands_outside_tested_blocks(name: str) -> None:
     text = (ROOT / "docs" / name).read_text()
     outside = BLOCK.sub("", text)
     assert not re.findall(r"^ *fedeas ", outside, re.M)
@@ -107,7 +107,7 @@ def test_every_command_of_a_guide_is_in_a_block_that_is_run(name: str) -> None:
                 check_words(shlex.split(line)[1:])
 
 
-def test_links_between_guides_lead_somewhere() -> None:
+def test_links_in_the_docs_exist() -> None:
     for page in [*(ROOT / "docs").glob("*.md"), ROOT / "README.md"]:
         for target in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", page.read_text()):
             assert (page.parent / target).exists(), f"{page.name}: {target}"

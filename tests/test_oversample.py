@@ -27,9 +27,9 @@ from fedeas_flwr.policies import allocate
 from fedeas_flwr.training.build import local_training_config
 
 
-def test_targets_by_hand() -> None:
+def test_oversample_by_hand() -> None:
     # N = 64, n̄ = 8; H̃ = (½·1 + ¼·2 + ⅛·3 + 2·1/16·4) / 3 = 0.625, so with γ = 1 b = ⌊8 · 0.375 · 3⌋ = 9.
-    # Of the classes below the mean, two have 4 and get 5 copies; of the absent ones there is nothing to copy.
+    # Two classes below the mean have 4 samples and get 5 copies; absent classes have nothing to copy.
     counts = [[32, 16, 8, 4, 4, 0, 0, 0]]
     assert budget(counts, 3.0, gamma=1.0).tolist() == [9]
     assert fedeas(counts, 3.0, gamma=1.0).tolist() == [[0, 0, 0, 5, 5, 9, 9, 9]]
@@ -42,13 +42,13 @@ def test_targets_by_hand() -> None:
     st.floats(0, 50),
     st.booleans(),
 )
-def test_it_is_fedeas_on_classes_that_are_there(counts: IntArray, beta: float, strict_mean: bool) -> None:
+def test_oversample_equals_fedeas_on_present_classes(counts: IntArray, beta: float, strict_mean: bool) -> None:
     copies, filled = oversample(counts, beta, strict_mean=strict_mean), fedeas(counts, beta, strict_mean=strict_mean)
     assert np.array_equal(copies[counts > 0], filled[counts > 0])
     assert not copies[counts == 0].any()
 
 
-def test_the_plan_shows_copies_and_generates_nothing() -> None:
+def test_plan_shows_copies_and_generates_nothing() -> None:
     counts = make_partition("cifar10", "paper", 20, 0.1, 42).counts(plan_labels("cifar10", "paper"), 10)
     keys = {"dataset": "cifar10", "protocol": "paper", "beta": 12.0, "gamma": 0.5, "seed": 42}
     plan, filled = (plan_module.plan(counts, policy=policy, **keys) for policy in ("oversample", "fedeas"))
@@ -78,13 +78,13 @@ def test_images_are_repeated_evenly() -> None:
     assert sorted(many) == [2] * 50 + [3] * 50
     again = [repeated(labels, [5, 1, 0, 0], np.random.default_rng(seed)).tolist() for seed in range(8)]
     assert again[0] == chosen.tolist()
-    assert len({tuple(sorted(one)) for one in again}) > 1  # the stream decides who gets the one more
+    assert len({tuple(sorted(one)) for one in again}) > 1  # the random stream decides which image gets one copy more
     assert repeated(labels, [0, 0, 0, 0], np.random.default_rng(0)).tolist() == []
     with pytest.raises(ValueError, match=r"repeat_per_class\[3\]=1: there is no image"):
         repeated(labels, [0, 0, 0, 1], np.random.default_rng(0))
 
 
-def test_a_client_trains_on_its_images_and_their_copies() -> None:
+def test_client_trains_on_its_images_and_their_copies() -> None:
     config = quick(Path("/nowhere"), policy="oversample", beta=8.0)
     data, counts = federated_data(config, 4), planned_counts(config, 4)
     for client, copies in enumerate(oversample(counts, 8.0)):
@@ -101,7 +101,7 @@ def test_a_client_trains_on_its_images_and_their_copies() -> None:
 
 
 @pytest.mark.parametrize("strategy", ["fedavg", "fedadam"])
-def test_a_run_generates_nothing_and_resumes_to_the_same_bits(tmp_path: Path, strategy: str) -> None:
+def test_oversample_run_generates_nothing_and_resumes(tmp_path: Path, strategy: str) -> None:
     keys = {"policy": "oversample", "beta": 8.0, "participation": 1.0, "strategy": strategy}
     whole = finish(quick(tmp_path / "whole", rounds=2, **keys))
     finish(quick(tmp_path / "parts", rounds=1, **keys))
@@ -113,7 +113,7 @@ def test_a_run_generates_nothing_and_resumes_to_the_same_bits(tmp_path: Path, st
     assert client_state(whole, 0, 2).generate == (0,) * 10
 
 
-def test_a_clients_weight_stays_its_real_samples(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_copies_do_not_change_a_clients_weight(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     sent: list[messages.TrainReport] = []
     reply = messages.train_reply
 
@@ -134,11 +134,11 @@ def test_a_clients_weight_stays_its_real_samples(tmp_path: Path, monkeypatch: py
     assert [r.generated for r in sent] == [0] * 4
 
 
-def test_beta_zero_is_fedavg_bit_for_bit(tmp_path: Path) -> None:
+def test_oversample_with_beta_zero_is_fedavg_bitwise(tmp_path: Path) -> None:
     plain = finish(quick(tmp_path / "none", policy="none", rounds=2))
     assert weights(finish(quick(tmp_path / "zero", policy="oversample", beta=0.0, rounds=2))) == weights(plain)
 
 
-def test_no_generator_is_needed() -> None:
+def test_oversample_needs_no_generator() -> None:
     assert not quick(Path("/nowhere"), policy="oversample").generates
     assert not quick(Path("/nowhere"), policy="oversample", dataset="cifar10").generates

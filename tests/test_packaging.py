@@ -1,4 +1,4 @@
-"""What a stranger gets: a wheel that installs and works, a citation that is right, and help that shows the way."""
+"""Packaging: the wheel installs and works, the citation is correct, and the help is complete."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
 
 @pytest.mark.slow
-def test_the_wheel_builds_installs_and_works_far_from_the_source(tmp_path: Path) -> None:
+def test_wheel_builds_installs_and_works_without_the_source(tmp_path: Path) -> None:
     if find_spec("hatchling") is None:
         pytest.skip("hatchling is not installed (it comes with the extra dev)")
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--quiet"]
@@ -63,12 +63,12 @@ def test_the_wheel_builds_installs_and_works_far_from_the_source(tmp_path: Path)
     assert json.loads(fresh(fedeas, "plan", "--format", "json"))["total"] == 13_437
 
 
-def test_the_guide_to_deployment_installs_this_version() -> None:
+def test_deployment_guide_installs_this_version() -> None:
     guide = (ROOT / "docs" / "deployment.md").read_text()
     assert set(re.findall(r"fedeas_flwr-([0-9.]+)-py3", guide)) == {PROJECT["version"]}
 
 
-def test_the_citation_is_of_this_version() -> None:
+def test_citation_names_this_version() -> None:
     found = yaml.safe_load((ROOT / "CITATION.cff").read_text())
     assert found["cff-version"] == "1.2.0" and found["message"] and found["authors"]
     assert (str(found["version"]), found["license"]) == (PROJECT["version"], PROJECT["license"])
@@ -81,7 +81,7 @@ def test_the_citation_is_of_this_version() -> None:
 
 
 def check_words(words: list[str]) -> None:
-    """See that a command line is one: the command exists, its options and their values are understood."""
+    """Check that a command line is valid: its command, options and values exist."""
     command: click.Command = typer.main.get_command(app)
     name = "fedeas"
     while isinstance(command, click.Group):
@@ -94,7 +94,7 @@ def help_of(*words: str) -> str:
     return CliRunner().invoke(typer.main.get_command(app), [*words, "--help"], terminal_width=80).output
 
 
-def test_help_alone_shows_how_to_plan_run_compare_and_plot() -> None:
+def test_help_shows_how_to_plan_run_compare_and_plot() -> None:
     text = help_of()
     shown = [shlex.split(line.partition("fedeas ")[2]) for line in text.splitlines() if "  fedeas " in line]
     assert [words[0] for words in shown] == ["quickstart", "doctor", "plan", "plan", "run", "resume", "sweep", "report"]
@@ -104,7 +104,7 @@ def test_help_alone_shows_how_to_plan_run_compare_and_plot() -> None:
         check_words(["plan", "--no-such-option"])
 
 
-def test_every_command_is_told_in_a_whole_line_of_a_narrow_terminal() -> None:
+def test_command_summaries_fit_a_narrow_terminal() -> None:
     commands = help_of().partition("Commands:\n")[2].partition("\n\n")[0].splitlines()
     group = typer.main.get_command(app)
     assert isinstance(group, click.Group)

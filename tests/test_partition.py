@@ -1,4 +1,4 @@
-"""The two protocols: the paper's partition, the clean one, the cache, and what is refused."""
+"""Partitions: the paper's protocol, the clean one, the cache, and invalid arguments."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from fedeas_flwr.partition import (
 )
 
 
-def by_the_letter(labels: IntArray, clients: int, alpha: float, seed: int, test_fraction: float) -> Partition:
-    """The protocol as it is described, on NumPy's global generator and without a thought for speed."""
+def reference_partition(labels: IntArray, clients: int, alpha: float, seed: int, test_fraction: float) -> Partition:
+    """Return the partition by the protocol's description, with NumPy's global generator, not optimised."""
     np.random.seed(seed)
     members = [np.where(labels == c)[0] for c in range(labels.max() + 1)]
     while True:
@@ -54,39 +54,41 @@ def same(one: Partition, other: Partition) -> bool:
 
 @pytest.mark.parametrize("test_fraction", [0.25, 0.0])
 @pytest.mark.parametrize(("clients", "alpha", "seed"), [(10, 0.3, 42), (5, 0.1, 7), (12, 0.1, 0), (1, 1.0, 3)])
-def test_same_as_by_the_letter(clients: int, alpha: float, seed: int, test_fraction: float) -> None:
+def test_partition_equals_the_reference_implementation(
+    clients: int, alpha: float, seed: int, test_fraction: float
+) -> None:
     labels = np.random.RandomState(1).randint(0, 7, size=900)
-    expected = by_the_letter(labels, clients, alpha, seed, test_fraction)
+    expected = reference_partition(labels, clients, alpha, seed, test_fraction)
     assert same(dirichlet_partition(labels, clients, alpha, seed, test_fraction=test_fraction), expected)
 
 
 @pytest.mark.parametrize("protocol", ["paper", "clean"])
-def test_a_partition_made_in_class_order_is_that_of_the_labels(protocol: str) -> None:
+def test_make_partition_equals_the_reference_for_any_label_order(protocol: str) -> None:
     labels = np.random.RandomState(2).randint(0, 10, size=1200)
     fraction = {"paper": 0.25, "clean": 0.0}[protocol]
-    assert same(make_partition(labels, protocol, 8, 0.2, 5), by_the_letter(labels, 8, 0.2, 5, fraction))
+    assert same(make_partition(labels, protocol, 8, 0.2, 5), reference_partition(labels, 8, 0.2, 5, fraction))
 
 
-def test_main_setting_takes_one_try_and_leaves_its_test_set() -> None:
+def test_main_setting_takes_one_try() -> None:
     tries: list[int] = []
     partition = make_partition("cifar10", "paper", 20, 0.1, 42, progress=tries.append)
     assert tries == [1]
     assert sum(len(mine) for mine in partition.train) == 45_007
     assert sum(len(mine) for mine in partition.test) == 14_993
-    # Train images come first, so an index tells which of the test images a generator has seen: about 5/6.
+    # Train images come first, so an index shows which test images a generator has seen: about 5/6.
     in_test = np.concatenate(partition.test)
     assert 0.82 < (in_test < 50_000).mean() < 0.85
 
 
 @pytest.mark.slow
-def test_hardest_setting_takes_the_tries_it_takes() -> None:
+def test_hardest_setting_takes_10826_tries() -> None:
     tries: list[int] = []
     partition = make_partition("cifar10", "paper", 100, 0.05, 42, progress=tries.append)
     assert tries[-1] == 10_826
     assert sum(len(mine) for mine in partition.train) == 45_038
 
 
-def test_a_rejected_draw_runs_the_generator_on() -> None:
+def test_rejected_draws_advance_the_generator() -> None:
     tries: list[int] = []
     make_partition("cifar10", "paper", 100, 0.1, 42, progress=tries.append)
     assert tries == [1, 2, 3, 4, 5, 6, 7, 8]
@@ -94,7 +96,7 @@ def test_a_rejected_draw_runs_the_generator_on() -> None:
 
 @settings(max_examples=40)
 @given(st.integers(1, 8), st.floats(0.2, 10), st.integers(0, 2**32 - 1), st.sampled_from(["paper", "clean"]))
-def test_every_sample_is_dealt_out_once(clients: int, alpha: float, seed: int, protocol: str) -> None:
+def test_every_sample_is_assigned_once(clients: int, alpha: float, seed: int, protocol: str) -> None:
     labels = np.arange(600) % 6
     partition = make_partition(labels, protocol, clients, alpha, seed)
     assert np.array_equal(np.sort(np.concatenate(partition.train + partition.test)), np.arange(600))
@@ -114,13 +116,13 @@ def test_counts_do_not_depend_on_the_order_of_labels(dataset: str, protocol: str
     assert counts.shape == (10, classes)
 
 
-def test_plan_labels() -> None:
+def test_plan_labels_have_the_datasets_class_counts() -> None:
     assert np.bincount(plan_labels("cifar10", "paper")).tolist() == [6000] * 10
     assert np.bincount(plan_labels("cifar100", "clean")).tolist() == [500] * 100
     assert np.array_equal(plan_labels("cifar10", "paper")[:50_000], plan_labels("cifar10", "clean"))
 
 
-def test_digits_constants_are_those_of_the_split() -> None:
+def test_digits_class_counts_match_the_split() -> None:
     from sklearn import datasets
 
     labels = datasets.load_digits().target
@@ -129,7 +131,7 @@ def test_digits_constants_are_those_of_the_split() -> None:
     assert tuple(np.bincount(labels[test])) == CLASS_COUNTS["digits"]["test"]
 
 
-def test_stratified_split_takes_a_share_of_every_class() -> None:
+def test_stratified_split_takes_a_share_of_each_class() -> None:
     labels = np.array([0] * 10 + [1] * 25 + [3] * 5)
     train, test = stratified_split(labels, 0.2, seed=1)
     assert np.bincount(labels[test], minlength=4).tolist() == [2, 5, 0, 1]
@@ -142,7 +144,7 @@ def test_stratified_split_takes_a_share_of_every_class() -> None:
 # ------------------------------------------------------------------------------------------------------- the cache
 
 
-def test_a_partition_is_kept_and_found_again(tmp_path: Path) -> None:
+def test_partition_is_cached(tmp_path: Path) -> None:
     first = make_partition("digits", "paper", 5, 0.3, 1, tmp_path)
     tries: list[int] = []
     again = make_partition("digits", "paper", 5, 0.3, 1, tmp_path, tries.append)
@@ -151,16 +153,16 @@ def test_a_partition_is_kept_and_found_again(tmp_path: Path) -> None:
     assert [file.suffix for file in (tmp_path / "partitions").iterdir()] == [".npz"]
 
 
-def test_a_plan_and_a_run_share_one_file(tmp_path: Path) -> None:
+def test_plan_and_run_share_one_cached_partition(tmp_path: Path) -> None:
     make_partition("digits", "clean", 5, 0.3, 1, tmp_path)
     labels = np.random.RandomState(0).permutation(plan_labels("digits", "clean"))
     tries: list[int] = []
     found = make_partition(labels, "clean", 5, 0.3, 1, tmp_path, tries.append)
     assert tries == []
-    assert same(found, by_the_letter(labels, 5, 0.3, 1, 0.0))
+    assert same(found, reference_partition(labels, 5, 0.3, 1, 0.0))
 
 
-def test_every_part_of_the_key_counts(tmp_path: Path) -> None:
+def test_cache_key_depends_on_every_argument(tmp_path: Path) -> None:
     labels = plan_labels("digits", "paper")
     fewer = labels[:-1]
     for request in (
@@ -178,7 +180,7 @@ def test_every_part_of_the_key_counts(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("damage", ["empty", "cut", "garbage", "other", "repeated", "pickle"])
-def test_a_damaged_file_is_made_anew(tmp_path: Path, damage: str) -> None:
+def test_damaged_cached_partition_is_computed_again(tmp_path: Path, damage: str) -> None:
     expected = make_partition("digits", "paper", 4, 0.5, 1, tmp_path)
     (file,) = (tmp_path / "partitions").iterdir()
     whole = file.read_bytes()
@@ -200,7 +202,7 @@ def test_a_damaged_file_is_made_anew(tmp_path: Path, damage: str) -> None:
 # ---------------------------------------------------------------------------------------------------- what is refused
 
 
-def test_too_many_clients_are_refused_at_once() -> None:
+def test_too_many_clients_are_rejected_at_once() -> None:
     tries: list[int] = []
     with pytest.raises(
         ValueError, match="clients=6: each client needs 10 samples, and there are 59; there can be 5 clients at most"
@@ -209,12 +211,12 @@ def test_too_many_clients_are_refused_at_once() -> None:
     assert tries == []
 
 
-def test_giving_up_says_so() -> None:
+def test_max_tries_exceeded_raises() -> None:
     with pytest.raises(ValueError, match=r"clients=50, alpha=0\.01: none of 3 tries gave every client 10 samples"):
         dirichlet_partition(np.arange(600) % 3, 50, 0.01, 0, test_fraction=0, max_tries=3)
 
 
-def test_an_alpha_whose_draws_underflow_ends_in_an_error_not_in_nonsense() -> None:
+def test_alpha_whose_draws_underflow_raises() -> None:
     with pytest.raises(ValueError, match="none of 20 tries"):
         dirichlet_partition(np.arange(600) % 3, 5, 1e-300, 0, test_fraction=0, max_tries=20)
 
@@ -239,7 +241,7 @@ def test_an_alpha_whose_draws_underflow_ends_in_an_error_not_in_nonsense() -> No
         ({"dataset": []}, "non-empty"),
     ],
 )
-def test_wrong_requests_are_named(change: dict[str, object], message: str) -> None:
+def test_invalid_arguments_are_named(change: dict[str, object], message: str) -> None:
     request: dict[str, object] = {"dataset": "digits", "protocol": "paper", "clients": 5, "alpha": 0.5, "seed": 1}
     with pytest.raises(ValueError, match=message) as caught:
         make_partition(**{**request, **change})  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""Policies as objects: a client's row, the server's bounds and shares; and nobody else decides by a policy's name."""
+"""Policies: per-client plans, the server's bounds and shares; no other module branches on a policy's name."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ policy_settings = st.builds(
 
 
 def shares_of(policy: MatchedPolicy, counts: IntArray, settings: PolicySettings) -> dict[int, Share]:
-    """Split a total as a server does, over clients that each know nothing but their own row."""
+    """Split a total as the server does, when each client knows only its own row; return the shares."""
     views = {client: ClientView(row[None], settings) for client, row in enumerate(counts)}
 
     def ask(question: str, at: float) -> dict[int, list[int]]:
@@ -48,7 +48,7 @@ def shares_of(policy: MatchedPolicy, counts: IntArray, settings: PolicySettings)
 
 
 @given(tables(), policy_settings)
-def test_clients_one_by_one_give_the_plan_of_the_federation(counts: IntArray, settings: PolicySettings) -> None:
+def test_per_client_plans_equal_the_federations_plan(counts: IntArray, settings: PolicySettings) -> None:
     assume(eligible_pairs(counts, absent_only=True).any())
     for name, policy in POLICIES.items():
         shares = shares_of(policy, counts, settings) if isinstance(policy, MatchedPolicy) else {}
@@ -93,12 +93,12 @@ def test_replies_and_shares_spend_the_matched_total(counts: IntArray, settings: 
 
 
 @pytest.mark.parametrize("policy", MATCHED, ids=lambda policy: policy.name)
-def test_a_client_without_replies_gets_no_share(policy: MatchedPolicy) -> None:
+def test_client_without_replies_gets_no_share(policy: MatchedPolicy) -> None:
     counts, settings = np.array([[9, 0, 0], [5, 1, 0], [0, 0, 7]]), PolicySettings(0.0, total=30)
 
     def ask(question: str, at: float) -> dict[int, list[int]]:
         rows = policy.reply(ClientView(counts, settings), question, at).tolist()
-        left_out = 1 if question == "plan" else 0  # who is refused once is refused from then on
+        left_out = 1 if question == "plan" else 0  # a client rejected once stays rejected
         return {client: row for client, row in enumerate(rows) if client not in (1, left_out)}
 
     shares = policy.split_total(ask, 3, settings)
@@ -126,7 +126,7 @@ MAY_NAME = {"config.py", "commands/quickstart.py", "planning/curves.py", "report
 
 
 def names_in(tree: ast.AST) -> Iterator[ast.Constant]:
-    """Find the literals that are a policy's name; words of random streams aside."""
+    """Yield the literals that are a policy's name, except names of random streams."""
     for parent in ast.walk(tree):
         if not (isinstance(parent, ast.Call) and ast.unparse(parent.func) == "stream"):
             children = ast.iter_child_nodes(parent)
@@ -134,14 +134,14 @@ def names_in(tree: ast.AST) -> Iterator[ast.Constant]:
 
 
 def decides(node: ast.AST) -> bool:
-    """Whether a policy is compared with a name, or a table has an entry for one."""
+    """Return whether a node compares with a policy's name or is a table with one as key."""
     if isinstance(node, ast.Compare) and "policy" in ast.unparse(node):
         return any(True for _ in names_in(node))
     return isinstance(node, ast.Dict) and any(key in names_in(node) for key in node.keys)
 
 
 @pytest.mark.parametrize("path", sorted(PACKAGE.rglob("*.py")), ids=lambda path: str(path.relative_to(PACKAGE)))
-def test_only_policies_decides_by_a_policys_name(path: Path) -> None:
+def test_only_policies_module_branches_on_policy_names(path: Path) -> None:
     place, tree = path.relative_to(PACKAGE).as_posix(), ast.parse(path.read_text())
     if place == "policies.py" or place.startswith("reproduce/"):
         return

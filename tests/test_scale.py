@@ -1,4 +1,4 @@
-"""docs/scale.md says what was measured, and its model is the measured rows'."""
+"""docs/scale.md matches the committed measurements and the model fitted to them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ GROWTH = json.loads((ROOT / "results" / "growth" / "cpu.json").read_text())["row
 DOC = (ROOT / "docs" / "scale.md").read_text()
 
 
-def test_the_page_has_the_committed_figures() -> None:
+def test_scale_page_matches_the_committed_record() -> None:
     model = scale.Model.fitted(GROWTH)
     measured = json.loads((ROOT / "results" / "scale" / "cpu.json").read_text())["rows"]
     assert [row["clients"] for row in measured] == [100, 1000, 10_000]
@@ -28,7 +28,7 @@ def test_the_page_has_the_committed_figures() -> None:
     assert f"`{model.bytes_each:.0f} · P · n`" in DOC
 
 
-def test_the_model_passes_through_the_rows_it_was_fitted_to() -> None:
+def test_scale_model_fits_its_rows() -> None:
     model = scale.Model.fitted(GROWTH)
     grown = [row for row in GROWTH if row["growth_of"] == "parameters"]
     for row in (grown[0], grown[-1]):
@@ -40,13 +40,13 @@ def test_the_model_passes_through_the_rows_it_was_fitted_to() -> None:
     assert model.memory(*size) == pytest.approx(held)
 
 
-def test_two_levels_by_hand() -> None:
+def test_two_level_aggregation_time_by_hand() -> None:
     model = scale.Model(seconds_fixed=1.0, seconds_each=2.0, bytes_each=4.0, discover_each=0.0)
     assert model.seconds(3, 100) == 1 + 2 * 3 * 100
     assert model.seconds_in_two_levels(3, 100) == 2 * (1 + 2 * 3 * 10)
 
 
-def test_the_benchmark_runs(tmp_path: Path) -> None:
+def test_scale_benchmark_runs(tmp_path: Path) -> None:
     command = [sys.executable, str(ROOT / "benchmarks" / "scale.py"), "--small", "--out", str(tmp_path / "s.json")]
     subprocess.run(command, check=True, capture_output=True)
     row = json.loads((tmp_path / "s.json").read_text())["rows"][0]

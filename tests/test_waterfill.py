@@ -1,4 +1,4 @@
-"""Waterfill: answers worked out by hand, and no other allocation of the same total is better."""
+"""Waterfill: results by hand, and no other allocation of the same total is better."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_waterfill_fill_by_hand() -> None:
     assert waterfill_fill([[1, 1], [0, 7]], [5, 3]).tolist() == [[3, 2], [3, 0]]
 
 
-def test_waterfill_beyond_balance_goes_on_evenly() -> None:
+def test_waterfill_beyond_balance_stays_even() -> None:
     counts = [[4, 0], [3, 3], [0, 0]]
     assert waterfill(counts, 4).tolist() == full_balance(counts).tolist()
     assert waterfill(counts, 9).tolist() == [[2, 5], [1, 1], [0, 0]]
@@ -39,7 +39,7 @@ def test_waterfill_beyond_balance_goes_on_evenly() -> None:
 
 @settings(max_examples=40)
 @given(tables(), totals)
-def test_waterfill_can_be_found_by_asking_clients_one_by_one(counts: IntArray, total: int) -> None:
+def test_waterfill_level_can_be_found_by_querying_clients(counts: IntArray, total: int) -> None:
     assume(counts.any())
 
     def ask(level: float) -> IntArray:
@@ -54,7 +54,7 @@ def test_waterfill_can_be_found_by_asking_clients_one_by_one(counts: IntArray, t
 
 
 @given(tables(), st.floats(-50, 1), st.floats(-50, 1))
-def test_a_lower_level_never_asks_for_fewer_samples(counts: IntArray, one: float, other: float) -> None:
+def test_lower_level_never_needs_fewer_samples(counts: IntArray, one: float, other: float) -> None:
     high, low = max(one, other), min(one, other)
     assert (waterfill_count(counts, high) <= waterfill_count(counts, low)).all()
     assert waterfill_count(counts, 1.0).sum() == 0
@@ -62,13 +62,13 @@ def test_a_lower_level_never_asks_for_fewer_samples(counts: IntArray, one: float
 
 
 @given(tables(clients=1), totals)
-def test_waterfill_of_one_client_is_greedy(counts: IntArray, total: int) -> None:
+def test_waterfill_of_one_client_equals_greedy(counts: IntArray, total: int) -> None:
     assume(counts.any())
     assert np.array_equal(waterfill_fill(counts, [total]), greedy(counts, total))
 
 
 def rounding(counts: IntArray) -> float:
-    """What placing whole samples can cost: each client is off the ideal level by less than one sample a class."""
+    """Return the cost of rounding to integers: less than one sample per class off the ideal level per client."""
     sizes = counts.sum(axis=1)
     held = sizes > 0
     return float((sizes[held] / sizes.sum() * counts.shape[1] / (4 * sizes[held] ** 2)).sum())
@@ -87,7 +87,7 @@ def test_waterfill_is_no_worse_than_any_policy_at_its_total(counts: IntArray, be
 
 @settings(max_examples=40)
 @given(tables(most=9, clients=2, classes=3, least_classes=2), st.integers(0, 7))
-def test_waterfill_against_every_possible_allocation(counts: IntArray, total: int) -> None:
+def test_waterfill_is_no_worse_than_any_allocation(counts: IntArray, total: int) -> None:
     assume(counts.any())
     pairs = np.argwhere(eligible_pairs(counts))
     best = min(

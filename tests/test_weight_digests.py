@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[1]
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-def test_the_weights_of_every_strategy_and_policy_are_as_recorded() -> None:
+def test_weights_of_every_strategy_and_policy_match_the_record() -> None:
     script, file = ROOT / "benchmarks" / "weight_digests.py", ROOT / "tests" / "weight_digests.json"
     done = subprocess.run([sys.executable, str(script), "--check", str(file)], capture_output=True, text=True)
     if done.returncode == 3:  # another architecture, or other wheels

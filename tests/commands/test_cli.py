@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from runners import command, fedeas, finish, small, typed
+from runners import command, fedeas, finish, run_in_process, small
 
 from fedeas_flwr.commands.app import exit_code
 from fedeas_flwr.commands.run import reserved_folder, run_name
@@ -30,7 +30,7 @@ RECORD = str(ROOT / "results" / "shared-images" / "uniform-s1")
 NOBODYS, UNKNOWN = "~no-one/x", "its home folder is unknown; give the full path"
 
 
-def test_a_runs_folder_says_what_it_is() -> None:
+def test_run_name_states_the_settings() -> None:
     config = parse_config({"clients": 10, "policy": "none", "strategy": "fedprox", "seed": 2})
     assert run_name(config) == "digits-k10-a0.1-none-fedprox-s2"
     free = config.with_changes(loss="class-weighted", views="flip-crop")
@@ -225,58 +225,58 @@ MISTAKES = {
     "nobody's bank": (("run", QUICKSTART, f"generator=bank:{NOBODYS}"), [f"generator = {NOBODYS!r}: {UNKNOWN}"]),
 }
 LOADING = ("no generator", "a model that takes other words")
-"""Those that load the most are seen in a process of their own: while it is loaded a library may say something, too."""
+"""These run in a process of their own: a library may print something while it is imported."""
 
 
 @pytest.mark.parametrize("name", MISTAKES)
-def test_a_mistake_is_one_line_and_a_failing_exit_code(tmp_path: Path, name: str) -> None:
+def test_invalid_arguments_are_one_line_and_exit_code_2(tmp_path: Path, name: str) -> None:
     words, parts = MISTAKES[name]
-    done = (fedeas if name in LOADING else typed)(*words, cwd=tmp_path)
-    assert done.returncode == 2, "what was given is wrong, and nothing was begun"
+    done = (fedeas if name in LOADING else run_in_process)(*words, cwd=tmp_path)
+    assert done.returncode == 2, "invalid input must exit with code 2"
     assert done.stdout == ""
     (line,) = done.stderr.splitlines()
     assert line.startswith("error: ")
     assert all(part in line for part in parts), line
-    assert list(tmp_path.iterdir()) == [], "nothing may be left behind"
+    assert list(tmp_path.iterdir()) == [], "files were created"
 
 
 @pytest.mark.parametrize("words", [[], ["runs"], ["cache"], ["deploy"]])
-def test_no_command_is_described_by_half_a_sentence(words: list[str]) -> None:
-    listed = typed(*words, "--help").stdout.partition("Commands:")[2].partition("\n\n")[0].splitlines()
+def test_command_summaries_are_not_truncated(words: list[str]) -> None:
+    listed = run_in_process(*words, "--help").stdout.partition("Commands:")[2].partition("\n\n")[0].splitlines()
     assert len(listed) > 3 and not [line for line in listed if line.endswith(("...", "."))]
 
 
 def test_help_names_the_commands_and_keys_lists_the_keys() -> None:
-    text = typed("--help").stdout
+    text = run_in_process("--help").stdout
     commands = ("plan", "run", "resume", "sweep", "runs", "evaluate", "quickstart", "keys", "strategies", "generate")
     assert all(command in text for command in ("cache", "doctor"))
     assert all(command in text for command in commands)
-    row = next(line for line in typed("keys").stdout.splitlines() if line.startswith("partition-seed"))
+    row = next(line for line in run_in_process("keys").stdout.splitlines() if line.startswith("partition-seed"))
     assert " ".join(row.split()) == "partition-seed 42 0 ≤ n < 4,294,967,296 seed of the partition"
-    listed = {row["key"]: row for row in json.loads(typed("keys", "--format", "json").stdout)}
+    listed = {row["key"]: row for row in json.loads(run_in_process("keys", "--format", "json").stdout)}
     assert listed["alpha"]["allowed"] == {"type": "number", "exclusiveMinimum": 0, "maximum": 1e6}
     assert listed["device"]["allowed"] == {"type": "string", "enum": ["auto", "cpu", "cuda"]}
-    assert "multikrum" in typed("strategies").stdout
+    assert "multikrum" in run_in_process("strategies").stdout
 
 
-def test_the_version_is_the_projects() -> None:
-    assert typed("--version").stdout == f"fedeas {read_project().version}\n"
+def test_version_option_prints_the_projects_version() -> None:
+    assert run_in_process("--version").stdout == f"fedeas {read_project().version}\n"
 
 
 @pytest.mark.parametrize(("words", "meant"), [(["pln"], "plan"), (["cache", "vrify"], "verify")])
 def test_misspelt_command_is_suggested_once(words: list[str], meant: str) -> None:
-    done = typed(*words)
+    done = run_in_process(*words)
     assert done.returncode == 2
     assert done.stderr == f"error: No such command '{words[-1]}'. Did you mean '{meant}'?\n"
 
 
-def test_one_is_written_in_the_singular(tmp_path: Path) -> None:
+def test_counted_uses_the_singular_for_one(tmp_path: Path) -> None:
     assert [counted(number, "run") for number in (0, 1, 2, 1234)] == ["0 runs", "1 run", "2 runs", "1,234 runs"]
     assert [counted(number, "class", "classes") for number in (1, 10)] == ["1 class", "10 classes"]
     finish(small(tmp_path / "r", policy="none", rounds=1))
-    listed = typed("runs", "ls", str(tmp_path)).stdout.splitlines()[-1]
+    listed = run_in_process("runs", "ls", str(tmp_path)).stdout.splitlines()[-1]
     assert listed.startswith("1 run, ")
-    page = typed("report", str(tmp_path), "--out", str(tmp_path / "out"))
+    page = run_in_process("report", str(tmp_path), "--out", str(tmp_path / "out"))
     assert page.returncode == 0
     text = (tmp_path / "out" / "report.md").read_text()
     assert "1 run in 1 group (" in text and "4 clients, " in text and "1 round." in text
@@ -289,10 +289,10 @@ def test_run_and_evaluate_from_the_shell(tmp_path: Path) -> None:
     (folder,) = (tmp_path / "runs").iterdir()
     assert folder.name == "digits-k4-a0.1-none-fedavg-s1"
     assert "round   2/2" in done.stdout
-    scores = json.loads(typed("evaluate", str(folder)).stdout)
+    scores = json.loads(run_in_process("evaluate", str(folder)).stdout)
     assert scores["accuracy"] == json.loads((folder / "rounds.jsonl").read_text().splitlines()[-1])["accuracy"]
-    assert typed(*words, cwd=tmp_path).returncode == 0
-    assert len(list((tmp_path / "runs").iterdir())) == 2, "a second run gets a folder of its own"
+    assert run_in_process(*words, cwd=tmp_path).returncode == 0
+    assert len(list((tmp_path / "runs").iterdir())) == 2, "the second run has no folder of its own"
 
 
 def test_concurrent_runs_of_one_name_get_different_folders(tmp_path: Path) -> None:
@@ -316,18 +316,18 @@ def test_reserved_folder_is_removed_if_still_empty(tmp_path: Path) -> None:
     assert [path.name for path in wanted.iterdir()] == ["rounds.jsonl"]
 
 
-def test_a_path_is_printed_as_it_is(tmp_path: Path) -> None:
-    """Rich takes brackets for styles: it would drop one and raise for another."""
+def test_paths_with_brackets_are_printed_unchanged(tmp_path: Path) -> None:
+    """Rich interprets brackets as styles: it would drop some and raise for others."""
     words = ("policy=none", "rounds=1", "local-epochs=1", "clients=4", "backend=inline", "participation=0.25")
     for name in ("old [b]数", "[", "a[/b]"):
-        done = typed("run", QUICKSTART, *words, f"run-dir={tmp_path / name}")
+        done = run_in_process("run", QUICKSTART, *words, f"run-dir={tmp_path / name}")
         assert done.returncode == 0, done.stderr
         assert done.stdout.splitlines()[0].endswith(f" → {tmp_path / name}")
 
 
-def test_a_run_that_was_begun_and_failed_has_another_exit_code(tmp_path: Path) -> None:
+def test_run_that_fails_after_its_start_exits_1(tmp_path: Path) -> None:
     words = ("policy=none", "rounds=2", "local-epochs=1", "clients=4", "backend=inline", "learning-rate=100")
-    done = typed("run", QUICKSTART, *words, cwd=tmp_path)
+    done = run_in_process("run", QUICKSTART, *words, cwd=tmp_path)
     assert done.returncode == 1 and done.stdout.startswith("none · fedavg · digits")
     assert "min-replies" in done.stderr
 
@@ -342,7 +342,7 @@ def test_a_run_that_was_begun_and_failed_has_another_exit_code(tmp_path: Path) -
         (MemoryError("generation-batch: the GPU has no memory left for 8 images; free some of it"), 1),
     ],
 )
-def test_a_wrong_path_is_the_users_and_a_full_disk_is_not(error: Exception, code: int) -> None:
+def test_exit_code_is_2_for_wrong_paths_and_1_for_full_disks(error: Exception, code: int) -> None:
     assert exit_code(error) == code
 
 
@@ -350,14 +350,16 @@ def test_cache_error_names_fedeas_cache(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     words = ("plan", "--clients", "4", "--dataset", "digits")
     for place, named in ((tmp_path / "file", tmp_path / "file" / "partitions"), (Path("/proc/x/y"), Path("/proc/x"))):
-        done = typed(*words, FEDEAS_CACHE=str(place))
+        done = run_in_process(*words, FEDEAS_CACHE=str(place))
         assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
         assert done.stderr.startswith(f"error: {named}: ") and done.stderr.endswith(f" (FEDEAS_CACHE = '{place}')\n")
     (home := tmp_path / "home").mkdir()
     (home / ".cache").touch()
-    of_itself = typed(*words, FEDEAS_CACHE="", HOME=str(home)).stderr
+    of_itself = run_in_process(*words, FEDEAS_CACHE="", HOME=str(home)).stderr
     assert of_itself.endswith(" (the user's cache; FEDEAS_CACHE names another folder)\n")
-    assert "FEDEAS_CACHE" not in typed("plan", "--counts", str(tmp_path)).stderr, "elsewhere it has no part in it"
+    assert "FEDEAS_CACHE" not in run_in_process("plan", "--counts", str(tmp_path)).stderr, (
+        "elsewhere it has no part in it"
+    )
 
 
 def test_standard_output_on_a_full_disk_is_named() -> None:
@@ -368,17 +370,17 @@ def test_standard_output_on_a_full_disk_is_named() -> None:
 
 
 @pytest.mark.parametrize("words", [[], ["runs"], ["cache"], ["deploy"]])
-def test_a_group_of_commands_alone_is_its_help(words: list[str]) -> None:
-    alone, asked = typed(*words), typed(*words, "--help")
+def test_command_group_without_command_prints_its_help(words: list[str]) -> None:
+    alone, asked = run_in_process(*words), run_in_process(*words, "--help")
     assert (alone.returncode, alone.stderr) == (0, "") and alone.stdout == asked.stdout
     assert "Commands:" in alone.stdout
 
 
-def test_a_folder_without_runs_has_none_yet(tmp_path: Path) -> None:
-    none = typed("runs", "ls", cwd=tmp_path)
+def test_runs_ls_without_a_folder_prints_no_runs_yet(tmp_path: Path) -> None:
+    none = run_in_process("runs", "ls", cwd=tmp_path)
     assert (none.returncode, none.stderr) == (0, "") and none.stdout == "no runs yet: there is no folder runs here\n"
-    assert typed("runs", "ls", "--format", "json", cwd=tmp_path).stdout == "[]\n"
-    named = typed("runs", "ls", "runs", cwd=tmp_path)
+    assert run_in_process("runs", "ls", "--format", "json", cwd=tmp_path).stdout == "[]\n"
+    named = run_in_process("runs", "ls", "runs", cwd=tmp_path)
     assert (named.returncode, named.stderr) == (2, "error: runs is not a folder\n")
 
 
@@ -400,7 +402,7 @@ def test_out_of_memory_is_one_line(error: Exception, monkeypatch: pytest.MonkeyP
         raise error
 
     monkeypatch.setattr(prepare, "evaluate_run", full)
-    done = typed("evaluate", "/a/run")
+    done = run_in_process("evaluate", "/a/run")
     line = f"error: {' '.join(str(error).split())}\n"
     assert (done.returncode, done.stdout, done.stderr) == (1, "", line)
 
@@ -409,11 +411,11 @@ def test_out_of_memory_is_one_line(error: Exception, monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(prepare, "evaluate_run", wrong)
     with pytest.raises(RuntimeError, match="a fault of ours"):
-        typed("evaluate", "/a/run")
+        run_in_process("evaluate", "/a/run")
 
 
-def test_generate_measures_and_its_images_are_a_bank(tmp_path: Path, digits_generator: Path) -> None:
-    done = typed("generate", "--per-class", "12", "--out", "out", "--report", cwd=tmp_path)
+def test_generate_writes_a_report_and_a_bank(tmp_path: Path, digits_generator: Path) -> None:
+    done = run_in_process("generate", "--per-class", "12", "--out", "out", "--report", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "class agreement" in done.stdout
     out = tmp_path / "out"
@@ -425,20 +427,20 @@ def test_generate_measures_and_its_images_are_a_bank(tmp_path: Path, digits_gene
     said = ("generator", "sampler", "sampler-steps", "guidance", "guidance-rescale", "seed", "per-class")
     assert [report[key] for key in said] == ["builtin", "dpm++", 20, 1.0, 0.0, 0, 12]
     words = ("generate", "--generator", f"bank:{out}/images.npz", "--out", "again", "--per-class")
-    bank, short = typed(*words, "12", "--report", cwd=tmp_path), typed(*words, "13", cwd=tmp_path)
+    bank, short = run_in_process(*words, "12", "--report", cwd=tmp_path), run_in_process(*words, "13", cwd=tmp_path)
     assert bank.returncode == 0, bank.stderr
     dealt = json.loads((tmp_path / "again" / "report.json").read_text())
     assert dealt["generator"] == "bank:images.npz" and not {*said[1:5]} & set(dealt)
     assert dealt["class_agreement"] == report["class_agreement"]
     few = f"error: generator: bank:{out}/images.npz has 12 images of class '0', but --per-class asks for 13"
     assert (short.returncode, short.stderr) == (2, f"{few} different ones; 10 classes have too few\n")
-    guided = typed(*words, "12", "--guidance", "2", cwd=tmp_path)
+    guided = run_in_process(*words, "12", "--guidance", "2", cwd=tmp_path)
     assert guided.stderr == "error: --guidance: leave it out, it applies only to diffusion models in a folder\n"
-    anew = typed("generate", "--per-class", "2", "--sampler", "dpm++-logsnr", "--out", "out", cwd=tmp_path)
-    assert anew.returncode == 0 and not (out / "report.json").exists(), "the report was of other images"
+    again = run_in_process("generate", "--per-class", "2", "--sampler", "dpm++-logsnr", "--out", "out", cwd=tmp_path)
+    assert again.returncode == 0 and not (out / "report.json").exists(), "the report of other images is still there"
 
 
-def test_the_cache_is_listed_checked_and_pruned(tmp_path: Path) -> None:
+def test_cache_ls_verify_and_prune_commands(tmp_path: Path) -> None:
     from test_cache import Fake
 
     from fedeas_flwr.generators.cache import ImageCache
@@ -446,13 +448,13 @@ def test_the_cache_is_listed_checked_and_pruned(tmp_path: Path) -> None:
     cache = ImageCache(tmp_path / "images")
     cache.ensure(Fake(), seed=3, client=0, wanted=[2, 0, 3], about={"generator": "toy", "dataset": "none"})
     environment = {"FEDEAS_CACHE": str(tmp_path)}
-    listed = typed("cache", "ls", **environment).stdout
+    listed = run_in_process("cache", "ls", **environment).stdout
     assert "toy" in listed and listed.splitlines()[-1].startswith(f"{tmp_path}/images: 5 images")
-    assert typed("cache", "verify", **environment).returncode == 0
+    assert run_in_process("cache", "verify", **environment).returncode == 0
     shard = next((tmp_path / "images").rglob("*.npy"))
     shard.write_bytes(shard.read_bytes()[:-1] + b"!")
-    damaged = typed("cache", "verify", **environment)
+    damaged = run_in_process("cache", "verify", **environment)
     assert damaged.returncode == 1 and damaged.stdout == f"damaged: {shard}\n2 shards checked, 1 damaged\n"
-    assert "removed 0" in typed("cache", "prune", "--older-than", "1d", **environment).stdout
-    assert "removed 1" in typed("cache", "prune", "--key", cache.key(Fake(), 3)[:6], **environment).stdout
-    assert "0 images" in typed("cache", "ls", **environment).stdout
+    assert "removed 0" in run_in_process("cache", "prune", "--older-than", "1d", **environment).stdout
+    assert "removed 1" in run_in_process("cache", "prune", "--key", cache.key(Fake(), 3)[:6], **environment).stdout
+    assert "0 images" in run_in_process("cache", "ls", **environment).stdout

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from runners import fedeas, typed
+from runners import fedeas, run_in_process
 
 ROOT = Path(__file__).parents[2]
 
@@ -43,14 +43,14 @@ def test_plan_prints_exactly_the_agreed_json(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("policy", "total"), [("uniform", 13_437), ("missing-only", 13_437), ("waterfill", 13_437), ("none", 0)]
 )
-def test_plan_of_matched_policies_spends_what_fedeas_spends(policy: str, total: int) -> None:
-    plan = json.loads(typed("plan", "--policy", policy, "--format", "json").stdout)
+def test_plan_of_matched_policies_spends_the_total_of_fedeas(policy: str, total: int) -> None:
+    plan = json.loads(run_in_process("plan", "--policy", policy, "--format", "json").stdout)
     assert plan["total"] == total
     assert plan["clients"][0]["budget"] is None
 
 
 def test_plan_of_copies_generates_nothing() -> None:
-    plan = json.loads(typed("plan", "--policy", "oversample", "--format", "json").stdout)
+    plan = json.loads(run_in_process("plan", "--policy", "oversample", "--format", "json").stdout)
     assert (plan["total"], plan["repeated"], plan["synthetic_fraction"]) == (0, 3_528, 0)
     assert sum(sum(client["repeat"]) for client in plan["clients"]) == 3_528
     assert plan["clients"][0]["budget"] == 130
@@ -59,8 +59,8 @@ def test_plan_of_copies_generates_nothing() -> None:
 PAPERS_CHOICE = ("plan", "--min-removed", "0.5", "--max-synthetic", "0.25", "--grid")
 
 
-def test_plan_chooses_the_papers_beta_and_draws_it(tmp_path: Path) -> None:
-    done = typed(*PAPERS_CHOICE, "4,8,12,16,20", "--figures", "pictures", cwd=tmp_path)
+def test_plan_chooses_the_papers_beta_and_writes_figures(tmp_path: Path) -> None:
+    done = run_in_process(*PAPERS_CHOICE, "4,8,12,16,20", "--figures", "pictures", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
     assert lines[0].startswith("Policy fedeas (beta 12, ")
@@ -72,8 +72,8 @@ def test_plan_chooses_the_papers_beta_and_draws_it(tmp_path: Path) -> None:
     assert sorted(path.name for path in (tmp_path / "pictures").iterdir()) == names
 
 
-def test_a_choice_adds_one_key_to_the_plan() -> None:
-    plan = json.loads(typed(*PAPERS_CHOICE, "4,8,12,16,20", "--format", "json").stdout)
+def test_beta_choice_adds_one_key_to_the_plan() -> None:
+    plan = json.loads(run_in_process(*PAPERS_CHOICE, "4,8,12,16,20", "--format", "json").stdout)
     assert list(plan)[-2:] == ["synthetic_fraction", "choice"]
     assert (plan["beta"], plan["total"], plan["choice"]["recommended"]) == (12, 13_437, 12)
     (window,) = plan["choice"]["windows"]
@@ -82,12 +82,12 @@ def test_a_choice_adds_one_key_to_the_plan() -> None:
 
 def test_plan_with_contradicting_limits_exits_1(tmp_path: Path) -> None:
     words = ("plan", "--min-removed", "0.5", "--max-images", "5000", "--figures", "pictures")
-    done = typed(*words, cwd=tmp_path)
+    done = run_in_process(*words, cwd=tmp_path)
     assert (done.returncode, done.stderr) == (1, "")
     (line,) = done.stdout.splitlines()
     assert "--min-removed 0.5 needs β ≥ 11.374" in line and "--max-images 5000 allows β ≤ 4.827" in line
     assert list(tmp_path.iterdir()) == []
-    machine = typed(*words[:-2], "--format", "json")
+    machine = run_in_process(*words[:-2], "--format", "json")
     assert machine.returncode == 1
     assert json.loads(machine.stdout)["choice"]["contradictions"] == [line.removeprefix("Contradiction: ")]
 
@@ -104,36 +104,36 @@ def bank(tmp_path_factory: pytest.TempPathFactory) -> str:
 def test_seconds_limit_beta_by_a_timed_batch(bank: str) -> None:
     words = ("plan", "--dataset", "digits", "--protocol", "clean", "--clients", "4", "--grid", "0,2,4")
     words += ("--generator", bank)
-    plan = json.loads(typed(*words, "--max-seconds", "100000", "--format", "json").stdout)
+    plan = json.loads(run_in_process(*words, "--max-seconds", "100000", "--format", "json").stdout)
     assert plan["beta"] == 4
     seconds = [row["seconds"] for row in plan["choice"]["grid"]]
     assert seconds[0] == 0 < seconds[1] <= seconds[2]
-    assert json.loads(typed(*words, "--max-seconds", "0", "--format", "json").stdout)["beta"] == 0
+    assert json.loads(run_in_process(*words, "--max-seconds", "0", "--format", "json").stdout)["beta"] == 0
 
 
 def test_plan_from_a_file_of_counts(tmp_path: Path) -> None:
     path = tmp_path / "counts.csv"
     path.write_text("cat,dog\n100,0\n50,50\n")
-    plan = json.loads(typed("plan", "--counts", str(path), "--beta", "2", "--format", "json").stdout)
+    plan = json.loads(run_in_process("plan", "--counts", str(path), "--beta", "2", "--format", "json").stdout)
     assert plan["dataset"] is None
     assert plan["protocol"] is None and plan["seed"] is None
     # √50 · (1 − 0) · 2 = 14.14…; the second client is balanced.
     assert [c["generate"] for c in plan["clients"]] == [[0, 14], [0, 0]]
-    given = typed("plan", "--counts", str(path), "--policy", "uniform", "--total", "5", "--format", "json")
+    given = run_in_process("plan", "--counts", str(path), "--policy", "uniform", "--total", "5", "--format", "json")
     assert [c["generate"] for c in json.loads(given.stdout)["clients"]] == [[2, 1], [1, 1]]
 
 
-def test_no_images_are_no_beta() -> None:
-    assert json.loads(typed("plan", "--max-images", "0", "--format", "json").stdout)["beta"] == 0
+def test_max_images_zero_gives_beta_zero() -> None:
+    assert json.loads(run_in_process("plan", "--max-images", "0", "--format", "json").stdout)["beta"] == 0
 
 
-def test_an_estimate_adds_one_key_to_the_plan(bank: str) -> None:
+def test_estimate_adds_one_key_to_the_plan(bank: str) -> None:
     words = ("plan", "--dataset", "digits", "--protocol", "clean", "--clients", "4", "--estimate", "--generator", bank)
-    plan = json.loads(typed(*words, "--format", "json").stdout)
+    plan = json.loads(run_in_process(*words, "--format", "json").stdout)
     assert list(plan)[-2:] == ["synthetic_fraction", "estimate"]
     found = plan["estimate"]
     assert found["generator"] == bank and found["seconds_a_batch"] > 0
     assert list(found) == ["generator", "device", "batch", "seconds_a_batch", "seconds", "bytes"]
     assert found["seconds"] == pytest.approx(-(-plan["total"] // 64) * found["seconds_a_batch"])
     assert plan["total"] * 64 < found["bytes"] < plan["total"] * 64 + 40 * 5000
-    assert "images/s" in typed(*words).stdout.splitlines()[-1]
+    assert "images/s" in run_in_process(*words).stdout.splitlines()[-1]

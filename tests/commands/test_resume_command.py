@@ -9,16 +9,16 @@ from typing import Any
 
 import numpy as np
 import pytest
-from runners import finish, quick, small, typed
+from runners import finish, quick, run_in_process, small
 
 from fedeas_flwr.common.errors import RunFailedError
 from fedeas_flwr.config import RunConfig
 
 
-def test_resume_of_another_config_is_refused(tmp_path: Path) -> None:
+def test_resume_with_another_config_is_rejected(tmp_path: Path) -> None:
     finish(small(tmp_path / "r", policy="none", rounds=1))
-    done = typed("resume", str(tmp_path / "r"), "alpha=0.5")
-    assert (done.returncode, done.stdout) == (2, ""), "it is refused before its headline"
+    done = run_in_process("resume", str(tmp_path / "r"), "alpha=0.5")
+    assert (done.returncode, done.stdout) == (2, ""), "printed output before the rejection"
     assert "alpha = 0.5, but the run to resume has alpha = 0.1" in done.stderr
 
 
@@ -44,48 +44,50 @@ def test_resume_with_data_of_other_classes_is_rejected(now: tuple[str, ...], why
     before = {path.name: path.read_bytes() for path in run.path.iterdir() if path.is_file()}
     write_images(images, now)
     for words in (("resume", str(run.path), "rounds=2"), ("evaluate", str(run.path))):
-        refused = typed(*words)
+        refused = run_in_process(*words)
         assert (refused.returncode, refused.stdout) == (2, "")
         line = f"error: dataset = 'own:{images}': {why} {run.path}: restore its classes, or start a new run\n"
         assert refused.stderr == line
     assert before == {path.name: path.read_bytes() for path in run.path.iterdir() if path.is_file()}
-    with pytest.raises(RunFailedError, match=why):  # as `flwr run` starts it, where no command has looked before
+    with pytest.raises(RunFailedError, match=why):  # as `flwr run` starts it, without the checks of a command
         finish(run.config().with_changes(resume=True, rounds=2))
-    assert len(run.rounds()) == 1 and why in run.status()[1], "its folder says why"
+    assert len(run.rounds()) == 1 and why in run.status()[1], "the reason is not in the run's status"
     write_images(images, ("healthy", "ill"))
-    assert typed("resume", str(run.path), "rounds=2").returncode == 0 and len(run.rounds()) == 2
+    assert run_in_process("resume", str(run.path), "rounds=2").returncode == 0 and len(run.rounds()) == 2
 
 
 def test_resume_of_a_finished_run_prints_its_result(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = finish(quick(tmp_path / "r", policy="none", rounds=2))
     before = {path.name: path.read_bytes() for path in run.path.iterdir() if path.is_file()}
-    begun: list[RunConfig] = []
-    monkeypatch.setattr("fedeas_flwr.commands.run.start", begun.append)
-    again = typed("resume", str(run.path))
+    started: list[RunConfig] = []
+    monkeypatch.setattr("fedeas_flwr.commands.run.start", started.append)
+    again = run_in_process("resume", str(run.path))
     accuracy = 100 * run.summary()["last_20"]
     assert again.stdout.startswith(f"already finished: {run.path}\nlast-2 accuracy {accuracy:.1f} % · peak ")
-    assert (again.returncode, begun) == (0, [])
+    assert (again.returncode, started) == (0, [])
     assert before == {path.name: path.read_bytes() for path in run.path.iterdir() if path.is_file()}
-    typed("resume", str(run.path), "rounds=3")
+    run_in_process("resume", str(run.path), "rounds=3")
     (run.path / "model.safetensors").unlink()
-    typed("resume", str(run.path))
-    assert [config.rounds for config in begun] == [3, 2], "more rounds are done, and a lost model is written again"
+    run_in_process("resume", str(run.path))
+    assert [config.rounds for config in started] == [3, 2], "more rounds and a lost model must start a run"
     (run.path / "rounds.jsonl").write_text("")
     (run.path / "model.safetensors").touch()
-    assert "holds 0 valid records" in typed("resume", str(run.path)).stderr, "a damaged record is no result"
+    assert "holds 0 valid records" in run_in_process("resume", str(run.path)).stderr, (
+        "a damaged record must be rejected"
+    )
 
 
 def test_resume_of_unreadable_checkpoint_is_rejected_at_once(tmp_path: Path) -> None:
     run = finish(small(tmp_path / "r", policy="none", rounds=1))
     whole = (run.path / "rounds.jsonl").read_bytes()
     (run.path / "rounds.jsonl").write_bytes(whole[: len(whole) // 2])
-    short = typed("resume", str(run.path), "rounds=2")
+    short = run_in_process("resume", str(run.path), "rounds=2")
     (run.path / "rounds.jsonl").write_bytes(whole)
     (run.path / "checkpoint.safetensors").write_bytes(b"nothing")
-    damaged = typed("resume", str(run.path), "rounds=2")
+    damaged = run_in_process("resume", str(run.path), "rounds=2")
     assert [(done.returncode, done.stdout) for done in (short, damaged)] == [(2, ""), (2, "")]
     assert "holds 0 valid records" in short.stderr and "checkpoint.safetensors" in damaged.stderr
-    assert run.status()[0] == "finished", "nothing was begun"
+    assert run.status()[0] == "finished", "the status changed"
 
 
 def test_resume_with_another_runs_checkpoint_is_rejected(tmp_path: Path) -> None:
@@ -93,19 +95,19 @@ def test_resume_with_another_runs_checkpoint_is_rejected(tmp_path: Path) -> None
     other = finish(quick(tmp_path / "other", policy="none", rounds=1, strategy="fedadam"))
     checkpoint, before = run.path / "checkpoint.safetensors", (run.path / "rounds.jsonl").read_bytes()
     checkpoint.write_bytes((other.path / "checkpoint.safetensors").read_bytes())
-    refused = typed("resume", str(run.path), "rounds=3")
+    refused = run_in_process("resume", str(run.path), "rounds=3")
     assert (refused.returncode, refused.stdout) == (2, "")
     assert refused.stderr.startswith(f"error: {checkpoint} cannot be read: its content does not match its digest")
     assert (run.path / "rounds.jsonl").read_bytes() == before and run.status()[0] == "finished"
 
 
-def test_an_older_checkpoint_of_another_shape_cuts_nothing(tmp_path: Path) -> None:
+def test_checkpoint_of_another_shape_drops_no_records(tmp_path: Path) -> None:
     run = finish(quick(tmp_path / "r", policy="none", rounds=2))
     before = (run.path / "rounds.jsonl").read_bytes()
     found = run.load_checkpoint()
     assert found is not None
     larger = {key: value[..., None] for key, value in found.trainable.items()}
     run.save_checkpoint(replace(found, round=1, trainable=larger))
-    refused = typed("resume", str(run.path), "rounds=3")
+    refused = run_in_process("resume", str(run.path), "rounds=3")
     assert refused.returncode == 1 and "does not hold the arrays of model 'users_models:tiny'" in refused.stderr
     assert (run.path / "rounds.jsonl").read_bytes() == before

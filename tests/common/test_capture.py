@@ -1,4 +1,4 @@
-"""One capture at a time, with the process's own settings; and what cannot be captured is said to be so."""
+"""CUDA graph capture: one at a time, with the process's settings, and a fallback if it fails."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def settings() -> Iterator[None]:
 
 
 def is_free() -> bool:
-    """Whether another thread could capture now."""
+    """Return whether another thread could capture now."""
     found: list[bool] = []
 
     def look() -> None:
@@ -45,16 +45,16 @@ def is_free() -> bool:
     return found[0]
 
 
-def test_a_generator_changes_how_the_process_computes_only_while_nobody_captures() -> None:
+def test_generator_sets_tf32_only_while_no_capture_runs() -> None:
     MATMUL.allow_tf32 = CUDNN.allow_tf32 = False
     assert is_free()
     with _arithmetic(CUDA, "bf16"):
         assert MATMUL.allow_tf32 and CUDNN.allow_tf32 and CUDNN.deterministic
-        assert not is_free(), "an engine that is captured now would train in TF32 for the rest of the run"
+        assert not is_free(), "an engine captured now would train in TF32 for the rest of the run"
     assert is_free() and not MATMUL.allow_tf32 and not CUDNN.allow_tf32
 
 
-def test_a_client_that_begins_leaves_a_generators_settings_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_starting_client_keeps_the_generators_settings(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     client = threading.Thread(target=configure_torch, args=("cuda", "tf32"))
     with _arithmetic(CUDA, "fp32"):
@@ -65,8 +65,8 @@ def test_a_client_that_begins_leaves_a_generators_settings_as_they_are(monkeypat
     assert not client.is_alive() and MATMUL.allow_tf32 and CUDNN.allow_tf32
 
 
-class NoStream:
-    """What a capture asks of its stream."""
+class FakeStream:
+    """A stand-in for the stream of a capture."""
 
     def synchronize(self) -> None:
         pass
@@ -74,7 +74,7 @@ class NoStream:
 
 @pytest.fixture
 def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """CUDA's part of a capture, of which none is there: ending a broken one raises an error of its own."""
+    """Replace CUDA's part of a capture; ending a failed capture raises another error."""
 
     class Graph:
         def replay(self) -> str:
@@ -94,7 +94,7 @@ def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def failing(error: Exception, calls: list[int]) -> Any:
-    """A step that runs, and fails once it is captured."""
+    """Return a step that runs eagerly and fails when it is captured."""
 
     def step() -> None:
         calls.append(len(calls))
@@ -104,19 +104,19 @@ def failing(error: Exception, calls: list[int]) -> Any:
     return step
 
 
-def test_a_step_that_runs_but_cannot_be_captured_is_told_from_one_that_has_no_memory(no_gpu: None) -> None:
+def test_capture_errors_differ_from_out_of_memory(no_gpu: None) -> None:
     steps: list[int] = []
-    assert capture(lambda: steps.append(0), NoStream())() == "replayed" and len(steps) == WARM_UPS + 1  # type: ignore
+    assert capture(lambda: steps.append(0), FakeStream())() == "replayed" and len(steps) == WARM_UPS + 1  # type: ignore
     unseen = RuntimeError("operation not permitted when\nstream is capturing")
     with pytest.raises(CaptureError, match="not permitted when stream is capturing"):
-        capture(failing(unseen, []), NoStream())  # type: ignore[arg-type]
+        capture(failing(unseen, []), FakeStream())  # type: ignore[arg-type]
     with pytest.raises(torch.OutOfMemoryError, match="no memory"):
-        capture(failing(torch.OutOfMemoryError("no memory"), []), NoStream())  # type: ignore[arg-type]
+        capture(failing(torch.OutOfMemoryError("no memory"), []), FakeStream())  # type: ignore[arg-type]
     assert is_free()
 
 
-class Trains:
-    """An engine, or one that says why it cannot be."""
+class FakeEngine:
+    """An engine that trains, or raises the given error."""
 
     def __init__(self, error: Exception | None = None) -> None:
         self.error = error
@@ -127,28 +127,28 @@ class Trains:
         return TrainResult(0.5, 3), {}, {}
 
 
-def trained(first: Exception, second: Exception | None, caplog: pytest.LogCaptureFixture) -> list[str]:
-    """What is said when a client is trained twice by an engine whose two first rungs fail, or the first alone."""
-    less = [("eagerly", lambda: Trains(second)), ("block by block", Trains)]
-    engine: Any = OomFallbackEngine(("in CUDA graphs", lambda: Trains(first)), lambda: less)
+def log_of_training(first: Exception, second: Exception | None, caplog: pytest.LogCaptureFixture) -> list[str]:
+    """Train a client twice with an engine whose first one or two levels fail; return the log messages."""
+    less = [("eagerly", lambda: FakeEngine(second)), ("block by block", FakeEngine)]
+    engine: Any = OomFallbackEngine(("in CUDA graphs", lambda: FakeEngine(first)), lambda: less)
     with caplog.at_level(logging.WARNING, "fedeas_flwr"):
         for _ in range(2):
             assert engine.train({}, {}, None, None, np.random.default_rng(0))[0].steps == 3
     return caplog.messages
 
 
-def test_a_network_that_cannot_be_captured_trains_eagerly_and_says_so_once(caplog: pytest.LogCaptureFixture) -> None:
-    assert trained(CaptureError("it looks at a number"), None, caplog) == [
+def test_network_that_cannot_be_captured_trains_eagerly(caplog: pytest.LogCaptureFixture) -> None:
+    assert log_of_training(CaptureError("it looks at a number"), None, caplog) == [
         "no CUDA graph of a training step (it looks at a number); from here on eagerly"
     ]
 
 
-def test_what_runs_out_of_memory_after_that_says_so(caplog: pytest.LogCaptureFixture) -> None:
-    assert trained(CaptureError("it looks at a number"), torch.OutOfMemoryError("none left"), caplog) == [
+def test_out_of_memory_after_a_failed_capture_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    assert log_of_training(CaptureError("it looks at a number"), torch.OutOfMemoryError("none left"), caplog) == [
         "out of memory in training (none left); from here on block by block"
     ]
 
 
-def test_any_other_failure_is_raised(caplog: pytest.LogCaptureFixture) -> None:
+def test_other_errors_in_training_are_raised(caplog: pytest.LogCaptureFixture) -> None:
     with pytest.raises(RuntimeError, match="a mistake of the model"):
-        trained(RuntimeError("a mistake of the model"), None, caplog)
+        log_of_training(RuntimeError("a mistake of the model"), None, caplog)

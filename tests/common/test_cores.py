@@ -1,4 +1,4 @@
-"""Several threads give what one gives, to the bit, and leave nothing behind."""
+"""Several threads give bitwise the same as one, and none is left running."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ State = dict[str, NDArray[Any]]
 
 
 def with_threads(number: int, call: Any, *arguments: Any) -> Any:
-    """Call with so many threads, whatever the size and the machine; see that they were there, and are gone."""
+    """Call with ``number`` threads on any machine; check that they ran and have ended; return the result."""
     with pytest.MonkeyPatch.context() as patch:
         for module in (averaging, dissimilarity):
             patch.setattr(module, "threads_for", lambda *model, **where: number)
@@ -40,13 +40,13 @@ def with_threads(number: int, call: Any, *arguments: Any) -> Any:
         patch.setattr(cores, "ThreadPoolExecutor", lambda n, **named: made.append(n) or pool(n, **named))
         before = set(threading.enumerate())
         result = call(*arguments)
-        assert set(threading.enumerate()) <= before  # one of an earlier test's may end meanwhile
+        assert set(threading.enumerate()) <= before  # a thread of an earlier test may have ended
     assert made == ([number] if number > 1 else [])
     return result
 
 
-def average_as_it_was(states: list[State], weights: list[float]) -> State:
-    """Array by array in one thread, as a whole: what the blocks must give."""
+def average_in_one_thread(states: list[State], weights: list[float]) -> State:
+    """Return the average of whole arrays in one thread."""
     shares, averaged = [weight / float(sum(weights)) for weight in weights], {}
     for key, first in states[0].items():
         whole = first.dtype.kind != "f"
@@ -58,8 +58,8 @@ def average_as_it_was(states: list[State], weights: list[float]) -> State:
     return averaged
 
 
-def products_as_they_were(start: State, ends: list[State]) -> NDArray[np.float64]:
-    """Block by block of 2**15 in one thread, each added to the sum of those before it."""
+def products_in_one_thread(start: State, ends: list[State]) -> NDArray[np.float64]:
+    """Return the inner products in one thread, summed over blocks of 2**15 elements."""
     products, room = np.zeros((len(ends), len(ends))), np.empty((len(ends), 2**15))
     for key, array in start.items():
         base, rows = array.reshape(-1), [end[key].reshape(-1) for end in ends]
@@ -94,9 +94,9 @@ def random_states(model: dict[str, tuple[type[np.generic], tuple[int, ...]]], nu
 
 @pytest.mark.parametrize("threads", [1, 2, 3, 8])
 @pytest.mark.parametrize("model", MODELS)
-def test_averages_are_those_of_one_thread_to_the_bit(model: str, threads: int) -> None:
+def test_average_is_bitwise_equal_with_any_number_of_threads(model: str, threads: int) -> None:
     states, weights = random_states(MODELS[model], 5, 1), [3.0, 1.0, 411.0, 7.0, 2.0]
-    expected = average_as_it_was(states, weights)
+    expected = average_in_one_thread(states, weights)
     found = with_threads(threads, weighted_average, states, weights)
     assert list(found) == list(expected)
     for key, array in found.items():
@@ -108,10 +108,10 @@ def test_averages_are_those_of_one_thread_to_the_bit(model: str, threads: int) -
 @pytest.mark.parametrize("threads", [1, 2, 3, 8])
 @pytest.mark.parametrize("clients", [1, 2, 10])
 @pytest.mark.parametrize("model", MODELS)
-def test_inner_products_are_those_of_one_thread_to_the_bit(model: str, clients: int, threads: int) -> None:
+def test_inner_products_are_bitwise_equal_with_threads(model: str, clients: int, threads: int) -> None:
     start, *ends = random_states(MODELS[model], clients + 1, 2)
     found = with_threads(threads, dissimilarity._products, start, ends)
-    assert found.tobytes() == products_as_they_were(start, ends).tobytes()
+    assert found.tobytes() == products_in_one_thread(start, ends).tobytes()
 
 
 @given(
@@ -122,7 +122,7 @@ def test_inner_products_are_those_of_one_thread_to_the_bit(model: str, clients: 
     kind=st.sampled_from([np.float32, np.float64, np.int64]),
 )
 @settings(max_examples=40)
-def test_any_sizes_blocks_and_threads(
+def test_results_do_not_depend_on_sizes_blocks_or_threads(
     sizes: list[int], block: int, clients: int, threads: int, kind: type[np.generic]
 ) -> None:
     model = {str(i): (kind, (size,)) for i, size in enumerate(sizes)}
@@ -134,11 +134,11 @@ def test_any_sizes_blocks_and_threads(
         averages = with_threads(threads, weighted_average, ends, weights)
         spread = with_threads(threads, gradient_dissimilarity, start, ends, weights)
         assert with_threads(1, gradient_dissimilarity, start, ends, weights) == spread
-    for key, expected in average_as_it_was(ends, weights).items():
+    for key, expected in average_in_one_thread(ends, weights).items():
         assert averages[key].tobytes() == expected.tobytes()
 
 
-def test_tensors_are_left_to_torch() -> None:
+def test_tensors_are_averaged_without_threads() -> None:
     states = [{"w": torch.ones(2**12) * k} for k in (1, 2)]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cores, "ELEMENTS_PER_THREAD", 1)
@@ -148,7 +148,7 @@ def test_tensors_are_left_to_torch() -> None:
         assert gradient_dissimilarity({"w": torch.zeros(2**12)}, states, [1, 1]) == pytest.approx(0, abs=1e-12)
 
 
-def test_a_small_model_gets_no_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_small_model_gets_one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cores, "usable_cores", lambda: 64)
 
     def threads(*sizes: int) -> int:
@@ -156,14 +156,14 @@ def test_a_small_model_gets_no_threads(monkeypatch: pytest.MonkeyPatch) -> None:
 
     assert [threads(size) for size in (0, 1, 2**19, 2**20 - 1)] == [1, 1, 1, 1]
     assert [threads(size) for size in (2**20, 3 * 2**19, 2**27)] == [2, 3, 8]
-    assert threads(*[2**15 - 1] * 1000) == 1  # a hundred times as many in all, of arrays that are too small
+    assert threads(*[2**15 - 1] * 1000) == 1  # a large total, but of arrays that are too small
     assert threads(*[2**15] * 32) == 2
     monkeypatch.setattr(cores, "usable_cores", lambda: 1)
     assert threads(2**27) == 1
 
 
 @pytest.mark.parametrize(("usable", "alone", "beside"), [(1, 1, 1), (2, 2, 1), (5, 5, 2), (16, 8, 8)])
-def test_beside_clients_half_of_the_cores_stay_free(
+def test_half_of_the_cores_stay_free_while_clients_train(
     monkeypatch: pytest.MonkeyPatch, usable: int, alone: int, beside: int
 ) -> None:
     monkeypatch.setattr(cores, "usable_cores", lambda: usable)
@@ -171,7 +171,7 @@ def test_beside_clients_half_of_the_cores_stay_free(
     assert (cores.threads_for(model, 8), cores.threads_for(model, 8, while_clients_train=True)) == (alone, beside)
 
 
-def test_results_come_in_order_and_few_wait() -> None:
+def test_map_ordered_keeps_order_and_limits_the_queue() -> None:
     begun: list[int] = []
 
     def pieces() -> Iterator[int]:
@@ -188,7 +188,7 @@ def test_results_come_in_order_and_few_wait() -> None:
         assert len(begun) <= number + 10
 
 
-def test_an_error_is_raised_and_the_rest_is_not_begun() -> None:
+def test_map_ordered_raises_and_starts_nothing_more() -> None:
     done: list[int] = []
 
     def work(number: int) -> None:
@@ -203,7 +203,7 @@ def test_an_error_is_raised_and_the_rest_is_not_begun() -> None:
 
 
 @pytest.mark.parametrize("threads", [1, 8])
-def test_memory_grows_with_threads_and_not_with_the_model(threads: int) -> None:
+def test_memory_depends_on_threads_and_not_on_model_size(threads: int) -> None:
     start = {"w": np.zeros(2**22, np.float32)}
     ends = [{"w": np.full(2**22, k, np.float32)} for k in (1, 2, 3)]
     tracemalloc.start()
@@ -218,7 +218,7 @@ def test_memory_grows_with_threads_and_not_with_the_model(threads: int) -> None:
         tracemalloc.stop()
 
 
-def test_many_clients_take_no_more_room_than_is_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_inner_products_of_many_clients_stay_within_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     start, *ends = random_states({"w": (np.float32, (2**18,))}, 11, 3)
     threads: list[int] = []
     monkeypatch.setattr(dissimilarity, "threads_for", lambda *model, **where: 8)
@@ -244,7 +244,7 @@ class Pool(ThreadPoolExecutor):
         return future
     def shutdown(self, wait=True, *, cancel_futures=False):
         super().shutdown(False, cancel_futures=cancel_futures)
-        let_go.set()  # whatever waits and was not cancelled is begun now
+        let_go.set()  # starts whatever waits and was not cancelled
         super().shutdown(wait)
 def work(number):
     os.write(1, b"begun\\n")  # at one go: two threads' prints may come out as one line
@@ -257,7 +257,7 @@ except KeyboardInterrupt:
 """
 
 
-def test_ctrl_c_ends_it_at_once_and_the_process_with_it() -> None:
+def test_ctrl_c_stops_map_ordered_and_the_process() -> None:
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
     command = [sys.executable, "-c", INTERRUPTED]
     with start_interruptible(command, env=environment) as it:
@@ -265,4 +265,4 @@ def test_ctrl_c_ends_it_at_once_and_the_process_with_it() -> None:
         assert sorted(it.stdout.readline() for _ in range(3)) == ["begun\n", "begun\n", "waiting\n"]
         it.send_signal(signal.SIGINT)
         said, _ = it.communicate(timeout=LONG)
-    assert it.returncode == 0 and said == "interrupted\n"  # none of those that waited was begun
+    assert it.returncode == 0 and said == "interrupted\n"  # nothing that waited was started

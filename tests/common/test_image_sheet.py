@@ -12,7 +12,7 @@ from fedeas_flwr.common.image_sheet import classes_to_show, image_sheet, save_sh
 from fedeas_flwr.report.samples import draw_rows
 
 
-def test_images_stand_in_rows_with_white_lines_between_them() -> None:
+def test_image_sheet_has_rows_with_white_lines_between() -> None:
     first = np.array([[[[1], [2]], [[3], [4]]], [[[5], [6]], [[7], [8]]]], np.uint8)
     second = np.array([[[[9], [10]], [[11], [12]]]], np.uint8)  # one image fewer
     sheet = image_sheet([first, second], columns=2)
@@ -27,7 +27,7 @@ def test_images_stand_in_rows_with_white_lines_between_them() -> None:
     assert all(sheet[..., channel].tolist() == wanted for channel in range(3))
 
 
-def test_colours_keep_their_channels_and_the_line_grows_with_the_images() -> None:
+def test_image_sheet_keeps_channels_and_scales_its_lines() -> None:
     images = np.zeros((3, 32, 32, 3), np.uint8) + np.array([10, 20, 30], np.uint8)
     sheet = image_sheet([images], columns=4)
     assert sheet.shape == (32, 4 * 32 + 3 * 2, 3)
@@ -35,7 +35,7 @@ def test_colours_keep_their_channels_and_the_line_grows_with_the_images() -> Non
 
 
 @pytest.mark.parametrize(("side", "times"), [(8, 8), (24, 2), (64, 1), (100, 1)])
-def test_a_file_shows_small_images_enlarged(tmp_path: Path, side: int, times: int) -> None:
+def test_save_sheet_enlarges_small_images(tmp_path: Path, side: int, times: int) -> None:
     rows = [np.random.default_rng(0).integers(0, 256, (2, side, side, 1), np.uint8)]
     save_sheet(rows, 2, tmp_path / "sheet.png")
     with Image.open(tmp_path / "sheet.png") as picture:
@@ -45,7 +45,7 @@ def test_a_file_shows_small_images_enlarged(tmp_path: Path, side: int, times: in
     assert (found[::times, ::times] == sheet).all() and (found[times - 1 :: times, times - 1 :: times] == sheet).all()
 
 
-def test_a_drawn_sheet_names_every_row_at_its_middle() -> None:
+def test_draw_rows_labels_each_row_at_its_middle() -> None:
     rows = [("cat", np.zeros((2, 8, 8, 1), np.uint8)), ("dog", np.zeros((1, 8, 8, 1), np.uint8))]
     (axes,) = draw_rows(rows, columns=3).axes
     assert axes.images[0].get_array().shape == (17, 26, 3)
@@ -53,7 +53,7 @@ def test_a_drawn_sheet_names_every_row_at_its_middle() -> None:
     assert axes.get_yticks().tolist() == [4, 13]
 
 
-def test_classes_are_spread_from_the_first_to_the_last() -> None:
+def test_classes_to_show_are_spread_evenly() -> None:
     assert classes_to_show(10, 10) == list(range(10))
     assert classes_to_show(3, 10) == [0, 1, 2]
     assert classes_to_show(100, 10) == [0, 11, 22, 33, 44, 55, 66, 77, 88, 99]

@@ -1,4 +1,4 @@
-"""NumPy's format without NumPy's copies: the same bytes, the same arrays, and everything else refused."""
+"""NumPy's format without copies: equal bytes, equal arrays, and anything else is rejected."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def saved(array: NDArray[Any]) -> bytes:
 
 
 @pytest.mark.parametrize("name", ARRAYS)
-def test_the_bytes_are_numpys_own(name: str) -> None:
+def test_array_bytes_equal_those_of_numpy(name: str) -> None:
     array = ARRAYS[name]
     assert array_bytes(array) == saved(array)
     read = read_array(array_bytes(array))
@@ -48,14 +48,14 @@ def test_the_bytes_are_numpys_own(name: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["transposed", "every second", "backwards"])
-def test_views_in_another_order_are_written_in_the_order_of_c(kind: str) -> None:
+def test_array_bytes_of_views_are_in_c_order(kind: str) -> None:
     whole = np.arange(24, dtype=np.float32).reshape(4, 6)
     view = {"transposed": whole.T, "every second": whole[:, ::2], "backwards": whole[::-1]}[kind]
     assert array_bytes(view) == saved(view.copy(order="C"))
     assert np.array_equal(read_array(array_bytes(view)), view)
 
 
-def test_what_is_read_is_a_view_not_to_be_written_to() -> None:
+def test_read_array_returns_a_read_only_view() -> None:
     content = array_bytes(np.arange(6, dtype=np.int32))
     read = read_array(content)
     assert np.shares_memory(read, np.frombuffer(content, np.uint8))
@@ -64,25 +64,27 @@ def test_what_is_read_is_a_view_not_to_be_written_to() -> None:
 
 
 def through_pickle(content: bytes) -> tuple[Any, bytes, list[pickle.PickleBuffer]]:
-    """What arrives where pickle gives large buffers out of band, as Ray has it; the stream, and the buffers."""
+    """Pickle with out-of-band buffers, as Ray does; return the unpickled content, the stream and the buffers."""
     buffers: list[pickle.PickleBuffer] = []
     stream = pickle.dumps(content, protocol=5, buffer_callback=buffers.append)
     return pickle.loads(stream, buffers=buffers), stream, buffers
 
 
 @pytest.mark.parametrize("name", ARRAYS)
-def test_pickle_leaves_an_arrays_bytes_out_of_its_stream(name: str) -> None:
+def test_array_bytes_are_pickled_out_of_band(name: str) -> None:
     content = array_bytes(ARRAYS[name])
     received, stream, buffers = through_pickle(content)
     assert len(stream) < 100 and len(buffers) == 1
     assert received == content and received.readonly
-    assert np.shares_memory(np.frombuffer(received, np.uint8), np.frombuffer(content, np.uint8)), "it was copied"
+    assert np.shares_memory(np.frombuffer(received, np.uint8), np.frombuffer(content, np.uint8)), (
+        "the bytes were copied"
+    )
     read = read_array(received)
     assert read.dtype == ARRAYS[name].dtype and np.array_equal(read, ARRAYS[name])
     assert not read.flags.writeable
 
 
-def test_without_buffers_and_to_everything_but_pickle_they_are_bytes() -> None:
+def test_array_bytes_behave_as_bytes_without_pickle_buffers() -> None:
     content, plain = array_bytes(WHOLE), saved(WHOLE)
     assert isinstance(content, bytes) and content == plain and hash(content) == hash(plain)
     assert pickle.loads(pickle.dumps(content, protocol=5)) == plain
@@ -92,11 +94,11 @@ def test_without_buffers_and_to_everything_but_pickle_they_are_bytes() -> None:
     assert copy.copy(content) is content and copy.deepcopy([content])[0] is content
 
 
-def test_what_is_remembered_of_headers_does_not_keep_the_array() -> None:
+def test_header_cache_does_not_keep_the_array_alive() -> None:
     class Memory(bytearray):
-        """Bytes whose end can be seen."""
+        """Bytes that can be weakly referenced."""
 
-    memory = Memory(array_bytes(np.arange(9173, dtype=np.float64)))  # a shape that no other test has
+    memory = Memory(array_bytes(np.arange(9173, dtype=np.float64)))  # a shape that no other test uses
     gone = weakref.ref(memory)
     read_array(memoryview(memory).toreadonly())
     del memory
@@ -126,15 +128,15 @@ REFUSED: dict[str, tuple[bytes, str]] = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_other_bytes_are_refused(name: str) -> None:
+def test_read_array_rejects_invalid_bytes(name: str) -> None:
     content, reason = REFUSED[name]
-    for _ in range(2):  # what is remembered of headers must not let a second one through
+    for _ in range(2):  # the header cache must not accept the second one
         for arrived in (content, memoryview(content)):
             with pytest.raises(ValueError, match=reason):
                 read_array(arrived)
 
 
-def test_an_archive_gives_the_arrays_asked_for_within_bounds(tmp_path: Path) -> None:
+def test_read_archive_returns_requested_arrays_within_limits(tmp_path: Path) -> None:
     np.savez(tmp_path / "a.npz", x=WHOLE, y=np.arange(2))
     assert archive_keys(tmp_path / "a.npz") == {"x", "y"}
     assert read_headers(tmp_path / "a.npz", ("x",)) == {"x": ((2, 3), np.dtype(np.float32))}
@@ -150,13 +152,13 @@ def test_an_archive_gives_the_arrays_asked_for_within_bounds(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("shape", [(), (1,), (0,), (3, 4), (5, 1, 2)])
-def test_an_array_that_was_read_gives_its_bytes_back_uncopied(shape: tuple[int, ...]) -> None:
+def test_array_bytes_of_a_read_array_are_not_copied(shape: tuple[int, ...]) -> None:
     sent = array_bytes(np.arange(np.prod(shape, dtype=int), dtype=np.float32).reshape(shape))
     assert array_bytes(read_array(sent)) is sent
     assert array_bytes(np.asarray(read_array(sent), dtype=np.float32)) is sent
 
 
-def test_a_part_or_another_view_of_an_array_that_was_read_is_what_it_is_and_not_the_whole() -> None:
+def test_array_bytes_of_a_view_are_not_those_of_the_whole() -> None:
     array = np.arange(12, dtype=np.float32).reshape(3, 4)
     read = read_array(array_bytes(array))
     square = read_array(array_bytes(array[:, :3]))

@@ -1,4 +1,4 @@
-"""No two holders of a stream share one, although torch gives out the same ones again and again."""
+"""Two users never share a stream, although torch returns the same streams repeatedly."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from fedeas_flwr.common.cuda import LAST, own_stream
 
 
 class PooledStream:
-    """Streams as torch gives them out: from 32 for each priority, in turn; weak references to them are no good."""
+    """Streams as torch returns them: 32 per priority, in turn; weak references to them do not work."""
 
     __slots__ = ("__dict__",)
     given: Counter[int]
@@ -38,16 +38,16 @@ def handles(streams: list[Any]) -> set[int]:
     return {stream.cuda_stream for stream in streams}
 
 
-def test_the_pool_wraps_around_and_nobody_shares(pool: None) -> None:
+def test_streams_in_use_are_never_shared(pool: None) -> None:
     held = [own_stream() for _ in range(20)]
-    for _ in range(3):  # engines that come and go, as of one run after another
+    for _ in range(3):  # engines that are created and dropped, as in one run after another
         passing = [own_stream() for _ in range(11)]
         assert len(handles(held + passing)) == 31
         assert {stream.priority for stream in passing} == {0}
         del passing
 
 
-def test_ranks_are_priorities_and_a_full_one_gives_way_to_another(pool: None) -> None:
+def test_ranks_map_to_priorities_and_full_ones_overflow(pool: None) -> None:
     ranked = [own_stream(rank) for rank in (0, 1, 2, LAST, LAST + 5)]
     assert [stream.priority for stream in ranked] == [-3, -2, -1, 0, 0]
     rest = [own_stream(LAST) for _ in range(4 * 32 - 5)]
@@ -60,7 +60,7 @@ def test_ranks_are_priorities_and_a_full_one_gives_way_to_another(pool: None) ->
 
 
 @on_a_gpu
-def test_streams_that_come_and_go_do_not_crash_the_process() -> None:
+def test_repeatedly_released_streams_do_not_crash() -> None:
     script = """
 import gc
 from fedeas_flwr.common.cuda import own_stream

@@ -1,4 +1,4 @@
-"""The processes of a launch: all descendants are known, whoever dies between, and strangers are not."""
+"""The process tree of a launch: it holds all descendants, also of dead processes, and no other process."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ time.sleep(600)
 
 @pytest.fixture
 def root() -> Iterator[subprocess.Popen[bytes]]:
-    """A process with two children that have two each."""
+    """Start a process with two children that have two children each."""
     process = subprocess.Popen([sys.executable, "-S", "-c", CHAIN, CHAIN, "2"])
-    wait_until(lambda: len(psutil.Process(process.pid).children(recursive=True)) == 6, "all of them are there")
+    wait_until(lambda: len(psutil.Process(process.pid).children(recursive=True)) == 6, "all processes have started")
     started = psutil.Process(process.pid).children(recursive=True)
     yield process
     for each in [*started, process]:
@@ -35,8 +35,8 @@ def root() -> Iterator[subprocess.Popen[bytes]]:
 
 
 @pytest.fixture
-def looks(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Who was asked for its descendants: each time all processes of the machine are read."""
+def reads(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Return a list of the processes whose descendants were read; each read lists all processes of the machine."""
     asked: list[int] = []
     children = psutil.Process.children
 
@@ -48,37 +48,35 @@ def looks(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return asked
 
 
-def test_one_look_finds_all_descendants_however_many_are_known(root: subprocess.Popen[bytes], looks: list[int]) -> None:
+def test_process_tree_reads_descendants_once_per_update(root: subprocess.Popen[bytes], reads: list[int]) -> None:
     tree = ProcessTree(root, "mark")
     for _ in range(3):
-        looks.clear()
+        reads.clear()
         tree.note()
-        assert len(tree._known) == 7 and looks == [root.pid]
+        assert len(tree._known) == 7 and reads == [root.pid]
 
 
-def test_descendants_of_a_process_that_died_stay_known_and_their_children_are_found(
-    root: subprocess.Popen[bytes], looks: list[int]
-) -> None:
+def test_process_tree_keeps_descendants_of_dead_processes(root: subprocess.Popen[bytes], reads: list[int]) -> None:
     tree = ProcessTree(root, "mark")
     tree.note()
     between = psutil.Process(root.pid).children()[0]
     orphans = between.children()
     between.kill()
     wait_until(lambda: all(orphan.ppid() != between.pid for orphan in orphans), "they have another parent")
-    looks.clear()
+    reads.clear()
     tree.note()
     assert set(orphans) < tree._known
-    assert sorted(looks) == sorted([root.pid, *(orphan.pid for orphan in orphans)])
+    assert sorted(reads) == sorted([root.pid, *(orphan.pid for orphan in orphans)])
     tree.end()
     assert not any(orphan.is_running() and orphan.status() != psutil.STATUS_ZOMBIE for orphan in orphans)
 
 
-def test_whoever_has_the_number_of_a_process_that_ended_is_a_stranger(root: subprocess.Popen[bytes]) -> None:
+def test_reused_pid_does_not_belong_to_the_process_tree(root: subprocess.Popen[bytes]) -> None:
     own = subprocess.Popen(["sleep", "600"])
     try:
         tree = ProcessTree(own, "mark")
         ended = psutil.Process(root.pid)
-        ended._ident = (root.pid, -1.0)  # another began with this number before
+        ended._ident = (root.pid, -1.0)  # an earlier process with this pid
         ended._hash = None
         tree._known.add(ended)
         tree.note()

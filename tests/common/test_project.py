@@ -1,4 +1,4 @@
-"""The project's word on itself, from its source tree or from what is installed."""
+"""The project's version and requirements, read from its source tree or its installation."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from fedeas_flwr.launch.superlink import stage_app
 PYPROJECT = Path(__file__).parents[2] / "pyproject.toml"
 
 
-def test_a_source_tree_speaks_for_itself_and_so_does_the_app_staged_from_it(tmp_path: Path) -> None:
+def test_read_project_uses_the_source_tree_and_staged_app(tmp_path: Path) -> None:
     project = tomllib.loads(PYPROJECT.read_text())["project"]
     assert read_project() == Project(project["version"], project["requires-python"], project["dependencies"])
     staged = tomllib.loads((stage_app(parse_config({}), tmp_path) / "pyproject.toml").read_text())["project"]
@@ -26,9 +26,7 @@ def test_a_source_tree_speaks_for_itself_and_so_does_the_app_staged_from_it(tmp_
     )
 
 
-def test_another_projects_folder_is_passed_over_for_what_is_installed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_read_project_ignores_another_projects_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     installed = tmp_path / "site" / "fedeas_flwr-7.8.9.dist-info"
     installed.mkdir(parents=True)
     (installed / "METADATA").write_text(
@@ -39,7 +37,7 @@ def test_another_projects_folder_is_passed_over_for_what_is_installed(
     assert read_project(tmp_path / "fedeas_flwr") == Project("7.8.9", ">=3", ["numpy"])
 
 
-def test_a_copy_that_nobody_installed_is_refused_in_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_read_project_of_uninstalled_copy_is_rejected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def nothing(name: str) -> metadata.Distribution:
         raise metadata.PackageNotFoundError(name)
 
@@ -49,7 +47,7 @@ def test_a_copy_that_nobody_installed_is_refused_in_one_line(tmp_path: Path, mon
 
 
 @pytest.mark.skipif(shutil.which("make") is None, reason="there is no make here")
-def test_make_clean_leaves_the_runs(tmp_path: Path) -> None:
+def test_make_clean_keeps_the_runs(tmp_path: Path) -> None:
     for name in (".venv", "build", "runs"):
         (tmp_path / name).mkdir()
     subprocess.run(["make", "-f", PYPROJECT.with_name("Makefile"), "clean"], cwd=tmp_path, check=True)

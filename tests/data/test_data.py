@@ -1,4 +1,4 @@
-"""Datasets: the fixed split, the shared maps, and what happens to files that are not what they should be."""
+"""Datasets: the fixed split, shared memory maps, invalid files, and atomic writes."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def small_cifar(monkeypatch: pytest.MonkeyPatch) -> sources.DatasetInfo:
-    """A CIFAR-10 of 20 and 10 images, so that a test does not write 180 MB."""
+    """Reduce CIFAR-10 to 20 and 10 images, so that a test does not write 180 MB."""
     info = dataclasses.replace(datasets.dataset_info("cifar10"), num_train=20, num_test=10)
     monkeypatch.setitem(sources.BUILT_IN, "cifar10", info)
     return info
@@ -45,7 +45,7 @@ def small_arrays() -> dict[str, Any]:
     }
 
 
-def test_digits_are_scikit_learns_split_once_and_stratified() -> None:
+def test_digits_are_a_stratified_split_of_scikit_learns() -> None:
     from sklearn.datasets import load_digits
 
     digits = datasets.open_dataset("digits")
@@ -61,7 +61,7 @@ def test_digits_are_scikit_learns_split_once_and_stratified() -> None:
     assert original.max() == 255
 
 
-def test_digits_constants_are_those_of_the_train_split() -> None:
+def test_digits_mean_and_std_are_of_the_train_split() -> None:
     digits = datasets.open_dataset("digits")
     pixels = digits.x_train / 255
     assert digits.mean == pytest.approx((pixels.mean(),), abs=1e-4)
@@ -69,11 +69,11 @@ def test_digits_constants_are_those_of_the_train_split() -> None:
 
 
 @pytest.mark.parametrize(("name", "classes"), [("digits", 10), ("cifar10", 10), ("cifar100", 100)])
-def test_every_class_has_its_own_name(name: str, classes: int) -> None:
+def test_class_names_are_distinct(name: str, classes: int) -> None:
     assert len(set(datasets.dataset_info(name).classes)) == classes
 
 
-def test_arrays_are_maps_of_one_file_and_read_only() -> None:
+def test_dataset_arrays_are_read_only_memory_maps() -> None:
     first, second = datasets.open_dataset("digits"), datasets.open_dataset("digits")
     for key in ("x_train", "y_train", "x_test", "y_test"):
         array, again = getattr(first, key), getattr(second, key)
@@ -82,7 +82,7 @@ def test_arrays_are_maps_of_one_file_and_read_only() -> None:
             array[0] = 0
 
 
-def test_processes_that_start_together_write_it_once(own_cache: Path) -> None:
+def test_concurrent_processes_write_the_dataset_once(own_cache: Path) -> None:
     code = "from fedeas_flwr.data.datasets import open_dataset; print(open_dataset('digits').x_train.filename)"
     started = [subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) for _ in range(3)]
     printed = {process.communicate(timeout=LONG)[0].strip() for process in started}
@@ -92,16 +92,14 @@ def test_processes_that_start_together_write_it_once(own_cache: Path) -> None:
 
 
 @pytest.mark.parametrize("left", [1000, 20, 0])
-def test_a_damaged_cache_is_written_again(own_cache: Path, left: int) -> None:
+def test_damaged_dataset_cache_is_rewritten(own_cache: Path, left: int) -> None:
     whole = np.array(datasets.open_dataset("digits").x_train)
     (file,) = own_cache.glob("data/digits-*/x_train.npy")
     file.write_bytes(file.read_bytes()[:left])
     assert np.array_equal(datasets.open_dataset("digits").x_train, whole)
 
 
-def test_npz_is_read_and_read_again_when_it_changes(
-    own_cache: Path, small_cifar: sources.DatasetInfo, tmp_path: Path
-) -> None:
+def test_changed_npz_is_read_again(own_cache: Path, small_cifar: sources.DatasetInfo, tmp_path: Path) -> None:
     arrays = small_arrays()
     arrays["y_train"] = arrays["y_train"].astype(np.uint8)
     np.savez_compressed(tmp_path / "cifar10.npz", **arrays)
@@ -112,7 +110,7 @@ def test_npz_is_read_and_read_again_when_it_changes(
     assert np.array_equal(datasets.open_dataset("cifar10", str(tmp_path)).x_train, arrays["x_train"])
 
 
-def test_federated_data_of_a_changed_npz_is_read_again(
+def test_federated_data_reads_a_changed_npz_again(
     own_cache: Path, small_cifar: sources.DatasetInfo, tmp_path: Path
 ) -> None:
     config, arrays = parse_config({"dataset": "cifar10", "data-dir": str(tmp_path), "policy": "none"}), small_arrays()
@@ -134,7 +132,7 @@ def test_federated_data_of_a_changed_npz_is_read_again(
         ({"y_train": None}, r"it lacks .*y_train\.npy.* with x_train, y_train, x_test, y_test$"),
     ],
 )
-def test_a_wrong_npz_is_refused_in_one_line(
+def test_invalid_npz_is_rejected_in_one_line(
     own_cache: Path, small_cifar: sources.DatasetInfo, tmp_path: Path, change: dict[str, Any], message: str
 ) -> None:
     arrays = {key: value for key, value in (small_arrays() | change).items() if value is not None}
@@ -145,7 +143,7 @@ def test_a_wrong_npz_is_refused_in_one_line(
 
 
 @pytest.mark.parametrize("damage", ["truncated", "flipped", "text"])
-def test_a_damaged_npz_is_refused_in_one_line(
+def test_damaged_npz_is_rejected_in_one_line(
     own_cache: Path, small_cifar: sources.DatasetInfo, tmp_path: Path, damage: str
 ) -> None:
     file = tmp_path / "cifar10.npz"
@@ -159,7 +157,9 @@ def test_a_damaged_npz_is_refused_in_one_line(
     assert "\n" not in str(caught.value)
 
 
-def test_a_missing_dataset_names_three_ways(own_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_dataset_error_names_three_remedies(
+    own_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("FEDEAS_OFFLINE", "1")
     with pytest.raises(FileNotFoundError) as caught:
         datasets.open_dataset("cifar100", str(tmp_path))
@@ -167,19 +167,19 @@ def test_a_missing_dataset_names_three_ways(own_cache: Path, tmp_path: Path, mon
     assert all(way in line for way in ("cifar100.npz", "cifar-100-python", "download")) and "\n" not in line
 
 
-def test_a_folder_that_fails_torchvisions_checksums_is_refused(own_cache: Path, tmp_path: Path) -> None:
+def test_folder_with_wrong_checksums_is_rejected(own_cache: Path, tmp_path: Path) -> None:
     (tmp_path / "cifar-10-batches-py").mkdir()
     (tmp_path / "cifar-10-batches-py" / "data_batch_1").write_bytes(b"not what it should be")
     with pytest.raises(FileNotFoundError, match="incomplete or damaged"):
         datasets.open_dataset("cifar10", str(tmp_path))
 
 
-def test_an_unknown_dataset_is_refused() -> None:
+def test_unknown_dataset_is_rejected() -> None:
     with pytest.raises(ValueError, match="'mnist' is not known; use one of cifar10, cifar100, digits"):
         datasets.open_dataset("mnist")
 
 
-def test_atomic_writes_leave_the_old_or_the_new(tmp_path: Path) -> None:
+def test_atomic_writes_leave_the_old_or_new_content(tmp_path: Path) -> None:
     file, folder = tmp_path / "deep" / "file", tmp_path / "folder"
     atomic_write(file, b"old")
     with atomic_folder(folder) as temporary:
@@ -205,8 +205,8 @@ def test_atomic_folder_keeps_similarly_named_temporaries(tmp_path: Path) -> None
     assert (tmp_path / "site").exists() and (tmp_path / "site.2" / "a").exists()
 
 
-def test_a_folder_has_its_name_before_the_old_one_goes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever is killed while the old one is removed leaves the new one, and temporary folders that can be removed."""
+def test_atomic_folder_is_renamed_before_the_old_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process killed while it removes the old folder leaves the new one, and removable temporary folders."""
     folder, rename = tmp_path / "a" / "folder", os.rename
 
     def replace(name: str) -> None:
@@ -238,7 +238,7 @@ def test_cache_root_follows_the_environment(own_cache: Path, monkeypatch: pytest
     assert cache_root() == Path.home() / ".cache" / "fedeas"
 
 
-def test_a_cache_in_an_unknown_home_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cache_in_unknown_home_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FEDEAS_CACHE", "~no-one/x")
     with pytest.raises(
         ValueError, match=r"^FEDEAS_CACHE = '~no-one/x': its home folder is unknown; give the full path$"
@@ -246,7 +246,7 @@ def test_a_cache_in_an_unknown_home_is_one_line(monkeypatch: pytest.MonkeyPatch)
         cache_root()
 
 
-def test_only_one_function_looks_for_homes() -> None:
+def test_only_files_module_expands_home_folders() -> None:
     package = Path(datasets.__file__).parents[1]
     texts = {path: path.read_text() for path in package.rglob("*.py")}
     assert [path.name for path, text in texts.items() if "expanduser" in text or "Path.home" in text] == ["files.py"]

@@ -1,4 +1,4 @@
-"""A node's own word on itself: what is refused, where its state lies, what it trains on, and what it does not load."""
+"""Node configs: invalid values, the state folder, a node's data and generator, and what a node imports."""
 
 from __future__ import annotations
 
@@ -45,13 +45,13 @@ RUN = "ab" * 16
         ({"partition-id": 0, "num-partitions": 2, "generator": 3}, "generator = 3: must be text"),
     ],
 )
-def test_a_bad_node_config_is_one_line(node_config: dict[str, object], reason: str) -> None:
+def test_invalid_node_config_is_one_line(node_config: dict[str, object], reason: str) -> None:
     with pytest.raises(ConfigError, match=r"^node-config: ") as caught:
         read_node(node_config)
     assert reason in str(caught.value)
 
 
-def test_a_nodes_own_keys_take_the_place_of_the_runs() -> None:
+def test_node_config_keys_override_the_run_config() -> None:
     place = {"partition-id": 0, "num-partitions": 2}
     config = parse_config({"generator": "/servers/generator", "data-dir": "/servers/data"})
     assert read_node(place).apply(config) is config
@@ -74,7 +74,7 @@ def test_state_folder_of_simulated_client_and_of_node(tmp_path: Path, monkeypatc
     assert folder(**{"state-dir": "/var/lib/node"}) == Path("/var/lib/node") / RUN / "1"
 
 
-def test_a_run_keeps_its_identity_wherever_its_folder_goes(tmp_path: Path) -> None:
+def test_run_identity_survives_moving_its_folder(tmp_path: Path) -> None:
     run = RunDirectory.start(parse_config({"run-dir": str(tmp_path / "a")}), {})
     name = run.identity()
     (tmp_path / "a").rename(tmp_path / "b")
@@ -82,8 +82,8 @@ def test_a_run_keeps_its_identity_wherever_its_folder_goes(tmp_path: Path) -> No
     assert RunDirectory.start(parse_config({"run-dir": str(tmp_path / "a")}), {}).identity() != name
 
 
-def test_a_node_trains_on_images_of_its_own(tmp_path: Path) -> None:
-    """The images of partition 1, brought as a file of the node's own, are the data of partition 1."""
+def test_node_trains_on_its_own_images(tmp_path: Path) -> None:
+    """The images of partition 1, given as a file of the node, equal the data of partition 1."""
     config = parse_config({"clients": 3})
     partition = federated_data(config, 3)
     x, y = partition.train(1)
@@ -110,7 +110,7 @@ def test_node_whose_file_changed_reads_it_again(tmp_path: Path) -> None:
 
 
 def test_node_with_other_classes_is_rejected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same path on two machines may hold two things, and label 1 would mean one class here and another there."""
+    """One path may hold different data on two machines, and label 1 would mean different classes."""
     x = np.random.default_rng(0).integers(0, 256, (40, 8, 8, 1), dtype=np.uint8)
     np.savez(tmp_path / "examples.npz", x=x, y=np.arange(40) % 2, classes=np.array(["healthy", "ill"]))
     opened = datasets.dataset_info(f"own:{tmp_path}/examples.npz")
@@ -120,9 +120,7 @@ def test_node_with_other_classes_is_rejected(tmp_path: Path, monkeypatch: pytest
         finish(small(tmp_path / "r", dataset=f"own:{tmp_path}/examples.npz", policy="none", clients=2, alpha=10.0))
 
 
-def test_a_remembered_generator_is_opened_only_to_make_an_image(
-    digits_generator: Path, fresh_images: object, tmp_path: Path
-) -> None:
+def test_lazy_generator_opens_only_to_generate(digits_generator: Path, fresh_images: object, tmp_path: Path) -> None:
     generator = open_generator(str(digits_generator), "digits")
     cache, wanted = ImageCache(tmp_path), [3, *[0] * 9]
     images, _, made = cache.ensure(generator, seed=1, client=0, wanted=wanted)
@@ -147,12 +145,12 @@ def test_a_remembered_generator_is_opened_only_to_make_an_image(
 
 
 class Wide:
-    """Makes 512 images at once, and a client that has some of them asks for as many."""
+    """A generator with batches of 512 images."""
 
     fingerprint, batch_size = "wide", 512
 
 
-def test_under_ray_too_a_clients_images_come_from_one_generator(tmp_path: Path) -> None:
+def test_client_keeps_its_generator_fingerprint_under_ray(tmp_path: Path) -> None:
     config, address = small(tmp_path), "service NEW 64"
     assert _source(config, "cpu", address, "").fingerprint == "NEW"
     known = _source(config, "cpu", address, "OLD")
@@ -161,8 +159,8 @@ def test_under_ray_too_a_clients_images_come_from_one_generator(tmp_path: Path) 
         known.sample([SampleId(1, 0, 0, 0)])
 
 
-def test_a_resumed_run_does_not_load_diffusers(tmp_path: Path, fresh_images) -> None:
-    """Every message to a SuperNode is a process like this one: only the one that generates may load diffusers."""
+def test_resumed_run_does_not_load_diffusers(tmp_path: Path, fresh_images) -> None:
+    """Every message to a SuperNode starts such a process; only the one that generates may load diffusers."""
     fresh_images("a")
     finish(small(tmp_path / "run", participation=1.0, rounds=2, **CHEAP))
     whole = weights(finish(small(tmp_path / "whole", participation=1.0, **CHEAP)))

@@ -1,4 +1,4 @@
-"""Images of one's own: what is read from folders and files, and what is refused in one line."""
+"""Custom data: reading from folders and files, and one-line errors."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 from fake_runs import write_run
 from PIL import Image
 from rich.console import Console
-from runners import finish, small, typed
+from runners import finish, run_in_process, small
 
 from fedeas_flwr.common.errors import ConfigError
 from fedeas_flwr.config import parse_config
@@ -30,17 +30,17 @@ from fedeas_flwr.runs.directory import RunDirectory
 from fedeas_flwr.runs.listing import export
 
 
-def save_picture(path: Path, value: int, size: tuple[int, int] = (6, 8), mode: str = "L") -> None:
-    """One flat picture, (height, width)."""
+def save_image(path: Path, value: int, size: tuple[int, int] = (6, 8), mode: str = "L") -> None:
+    """Save an image of one value; ``size`` is (height, width)."""
     path.parent.mkdir(parents=True, exist_ok=True)
     colour: Any = value if mode == "L" else (value, 0, 255 - value)
     Image.new(mode, (size[1], size[0]), colour).save(path)
 
 
 def test_read_images_subfolders_are_classes_sorted_by_name(tmp_path: Path) -> None:
-    save_picture(tmp_path / "zebra" / "a.png", 30)
-    save_picture(tmp_path / "ant" / "b.png", 20)
-    save_picture(tmp_path / "ant" / "a.PNG", 10)
+    save_image(tmp_path / "zebra" / "a.png", 30)
+    save_image(tmp_path / "ant" / "b.png", 20)
+    save_image(tmp_path / "ant" / "a.PNG", 10)
     (tmp_path / "ant" / "notes.txt").write_text("not an image")
     (tmp_path / ".ipynb_checkpoints").mkdir()
     images, labels, classes = read_images(tmp_path)
@@ -51,57 +51,59 @@ def test_read_images_subfolders_are_classes_sorted_by_name(tmp_path: Path) -> No
 
 
 def test_read_images_numeric_classes_are_sorted_numerically(tmp_path: Path) -> None:
-    """So that label 2 of an array is the class of the folder 2, also where there is a folder 10."""
+    """Label 2 of an array is then the class of folder 2, also if there is a folder 10."""
     for number in range(12):
-        save_picture(tmp_path / str(number) / "a.png", number)
+        save_image(tmp_path / str(number) / "a.png", number)
     found = read_images(tmp_path)
     assert found.classes == tuple(map(str, range(12))) and found.labels.tolist() == list(range(12))
     assert found.images[:, 0, 0, 0].tolist() == list(range(12))
-    save_picture(tmp_path / "other" / "a.png", 1)
-    assert read_images(tmp_path).classes[:4] == ("0", "1", "10", "11"), "one word among them, and they are words"
+    save_image(tmp_path / "other" / "a.png", 1)
+    assert read_images(tmp_path).classes[:4] == ("0", "1", "10", "11"), (
+        "with one name that is no number, all sort as text"
+    )
 
 
 def test_read_images_numeric_names_match_by_name_only(tmp_path: Path) -> None:
     for name in ("1", "2"):
-        save_picture(tmp_path / name / "a.png", 1)
+        save_image(tmp_path / name / "a.png", 1)
     assert read_images(tmp_path, classes=["1", "2", "3"]).labels.tolist() == [0, 1]
-    save_picture(tmp_path / "0" / "a.png", 1)
+    save_image(tmp_path / "0" / "a.png", 1)
     with pytest.raises(ValueError, match="subfolder '0'; the dataset's classes are 1, 2, 3"):
         read_images(tmp_path, classes=["1", "2", "3"])
 
 
-def test_one_coloured_picture_makes_all_of_them_rgb(tmp_path: Path) -> None:
-    save_picture(tmp_path / "a" / "grey.png", 9)
-    save_picture(tmp_path / "b" / "red.png", 200, mode="RGB")
+def test_one_colour_image_makes_all_images_rgb(tmp_path: Path) -> None:
+    save_image(tmp_path / "a" / "grey.png", 9)
+    save_image(tmp_path / "b" / "red.png", 200, mode="RGB")
     images = read_images(tmp_path).images
     assert images[0, 0, 0].tolist() == [9, 9, 9] and images[1, 0, 0].tolist() == [200, 0, 55]
 
 
 @pytest.mark.parametrize("suffix", ["jpg", "png", "tif", "tiff", "webp"])
-def test_a_picture_is_read_the_way_up_that_its_exif_says(suffix: str, tmp_path: Path) -> None:
-    """A phone writes what its sensor saw and how the phone was held: 6 is a quarter turn to the right."""
+def test_exif_orientation_is_applied(suffix: str, tmp_path: Path) -> None:
+    """A phone stores the sensor's image and its orientation; 6 is a quarter turn to the right."""
     (tmp_path / "a").mkdir()
     pixels = np.zeros((16, 32), np.uint8)
-    pixels[:, :16] = 255  # white on the left, and so on top once it is turned
+    pixels[:, :16] = 255  # white on the left, and at the top once rotated
     orientation = Image.Exif()
     orientation[0x0112] = 6
     Image.fromarray(pixels).save(tmp_path / "a" / f"turned.{suffix}", exif=orientation)
-    save_picture(tmp_path / "b" / "upright.png", 9, (32, 16))
+    save_image(tmp_path / "b" / "upright.png", 9, (32, 16))
     found = read_images(tmp_path, channels=1).images[0, ..., 0]
     assert found.shape == (32, 16) and found[:14].min() > 200 and found[18:].max() < 50
     given = read_images(tmp_path, size=(32, 16), channels=1).images[0, ..., 0]
-    assert np.array_equal(given, found), "a size that was given is that of the upright picture"
+    assert np.array_equal(given, found), "a given size must be that of the rotated image"
 
 
 @pytest.mark.filterwarnings("ignore:Corrupt EXIF")
-def test_damaged_exif_leaves_a_picture_as_it_is(tmp_path: Path) -> None:
+def test_damaged_exif_is_ignored(tmp_path: Path) -> None:
     for name, exif in {"a": b"Exif\0\0no TIFF", "b": b"Exif\0\0II*\0\xff\xff\xff\xff"}.items():
         (tmp_path / name).mkdir()
         Image.new("L", (8, 6), 7).save(tmp_path / name / "one.jpg", exif=exif)
     assert read_images(tmp_path).images.shape == (2, 6, 8, 1)
 
 
-def test_16_bits_are_turned_too(tmp_path: Path) -> None:
+def test_exif_orientation_is_applied_to_16_bit_images(tmp_path: Path) -> None:
     orientation = Image.Exif()
     orientation[0x0112] = 3
     for name in ("a", "b"):
@@ -113,11 +115,11 @@ def test_16_bits_are_turned_too(tmp_path: Path) -> None:
 
 def test_ignored_files_are_logged_once_with_example(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     for name in ("ant", "bee"):
-        save_picture(tmp_path / name / "a.png", 1)
+        save_image(tmp_path / name / "a.png", 1)
     (tmp_path / "ant" / ".DS_Store").write_text("hidden")
     read_images(tmp_path)
-    assert not caplog.messages, "of what is hidden nothing is said"
-    save_picture(tmp_path / "ant" / "more" / "b.png", 1)
+    assert not caplog.messages, "hidden files were logged"
+    save_image(tmp_path / "ant" / "more" / "b.png", 1)
     (tmp_path / "ant" / "moving.gif").write_text("not read")
     (tmp_path / "list.csv").write_text("not read")
     read_images(tmp_path)
@@ -127,8 +129,8 @@ def test_ignored_files_are_logged_once_with_example(tmp_path: Path, caplog: pyte
     assert ".png, .jpg, .jpeg, .webp, .tif, .tiff files directly in a class's folder" in said
 
 
-def test_of_16_bits_the_upper_8_count(tmp_path: Path) -> None:
-    """Pillow does so with 16-bit colours, and would make a grey value above 255 white."""
+def test_16_bit_images_keep_their_upper_8_bits(tmp_path: Path) -> None:
+    """Pillow does so with 16-bit colours, but would make grey values above 255 white."""
     values = np.array([[0, 255, 256, 1000], [32768, 65279, 65280, 65535]], np.uint16)
     for number, name in enumerate(("a", "b")):
         (tmp_path / name).mkdir()
@@ -152,16 +154,16 @@ def test_of_16_bits_the_upper_8_count(tmp_path: Path) -> None:
 )
 def test_images_without_fixed_range_raise(mode: str, message: str, tmp_path: Path) -> None:
     for name in ("a", "b"):
-        save_picture(tmp_path / name / "one.png", 9)
+        save_image(tmp_path / name / "one.png", 9)
     Image.new(mode, (8, 6)).save(tmp_path / "b" / "one.png", "TIFF")
     with pytest.raises(ValueError, match=rf"b/one.png is not an image that can be read \({message}") as caught:
         read_images(tmp_path, channels=1)
     assert "\n" not in str(caught.value)
 
 
-def test_a_class_without_any_image_is_refused(tmp_path: Path) -> None:
+def test_class_without_images_is_rejected(tmp_path: Path) -> None:
     for name in ("ant", "zebra"):
-        save_picture(tmp_path / name / "a.png", 30)
+        save_image(tmp_path / name / "a.png", 30)
     (tmp_path / "bee").mkdir()
     (tmp_path / "bee" / "notes.txt").write_text("not an image")
     with pytest.raises(ValueError, match=r"bee has no images; every subfolder of .* is a class") as caught:
@@ -170,24 +172,24 @@ def test_a_class_without_any_image_is_refused(tmp_path: Path) -> None:
     assert read_images(tmp_path, classes=["ant", "bee", "zebra"]).labels.tolist() == [0, 2], "a client may lack a class"
 
 
-def test_pictures_of_several_sizes_need_a_size(tmp_path: Path) -> None:
-    save_picture(tmp_path / "a" / "one.png", 9, (6, 8))
-    save_picture(tmp_path / "b" / "two.png", 9, (10, 4))
+def test_images_of_different_sizes_need_a_given_size(tmp_path: Path) -> None:
+    save_image(tmp_path / "a" / "one.png", 9, (6, 8))
+    save_image(tmp_path / "b" / "two.png", 9, (10, 4))
     with pytest.raises(ValueError, match=r"one.png is 8×6, two.png 4×10.*one size first"):
         read_images(tmp_path)
     assert read_images(tmp_path, size=(4, 4)).images.shape == (2, 4, 4, 1)
 
 
 def test_read_images_given_classes_match_by_name_or_number(tmp_path: Path) -> None:
-    save_picture(tmp_path / "dog" / "a.png", 1)
-    save_picture(tmp_path / "0" / "a.png", 2)
+    save_image(tmp_path / "dog" / "a.png", 1)
+    save_image(tmp_path / "0" / "a.png", 2)
     found = read_images(tmp_path, classes=["cat", "bird", "dog"])
     assert found.labels.tolist() == [0, 2] and found.classes == ("cat", "bird", "dog")
     with pytest.raises(ValueError, match="subfolder 'dog'; the dataset's classes are cat, bird"):
         read_images(tmp_path, classes=["cat", "bird"])
 
 
-def test_arrays_with_and_without_names(tmp_path: Path) -> None:
+def test_read_npz_with_and_without_class_names(tmp_path: Path) -> None:
     x, y = np.arange(4 * 6, dtype=np.uint8).reshape(4, 2, 3), np.array([1, 0, 1, 1], np.uint8)
     np.savez(tmp_path / "grey.npz", x=x, y=y)
     found = read_images(tmp_path / "grey.npz")
@@ -198,7 +200,7 @@ def test_arrays_with_and_without_names(tmp_path: Path) -> None:
 
 
 def test_read_npz_given_classes_relabel_by_name(tmp_path: Path) -> None:
-    """A site that lacks the first class counts from the second: its 0 is not everybody's."""
+    """A site without the first class starts counting at the second, so its label 0 differs."""
     x, y = np.zeros((4, 2, 2), np.uint8), np.array([1, 0, 1, 1])
     np.savez(tmp_path / "d.npz", x=x, y=y, classes=np.array(["dog", "bird"]))
     found = read_images(tmp_path / "d.npz", classes=["cat", "bird", "dog"])
@@ -246,21 +248,21 @@ X, Y = np.zeros((4, 2, 2, 3), np.uint8), np.array([0, 1, 0, 1])
         ({"x": X, "y": Y, "classes": np.array([1, 2])}, "list of strings"),
     ],
 )
-def test_wrong_arrays_are_refused_in_one_line(arrays: dict[str, Any], message: str, tmp_path: Path) -> None:
+def test_invalid_arrays_are_rejected_in_one_line(arrays: dict[str, Any], message: str, tmp_path: Path) -> None:
     np.savez(tmp_path / "d.npz", **arrays)
     with pytest.raises(ValueError, match=message) as caught:
         read_images(tmp_path / "d.npz")
     assert "\n" not in str(caught.value) and "d.npz" in str(caught.value)
 
 
-def test_a_label_without_a_class_is_named_with_its_array(tmp_path: Path) -> None:
+def test_label_without_class_error_names_the_array(tmp_path: Path) -> None:
     arrays = {"x_train": X, "y_train": Y, "x_test": X, "y_test": Y * 5, "classes": np.array(["a", "b"])}
     np.savez(tmp_path / "d.npz", **arrays)
     with pytest.raises(ValueError, match=r"d.npz: in y_test a label is 5; must be 0 to 1"):
         read_dataset(tmp_path / "d.npz")
 
 
-def test_a_file_that_would_unpack_to_too_much_is_not_unpacked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_npz_larger_than_the_limit_is_not_unpacked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     np.savez_compressed(tmp_path / "d.npz", x=np.zeros((1000, 8, 8, 3), np.uint8), y=np.zeros(1000, int))
     assert (tmp_path / "d.npz").stat().st_size < 10_000
     monkeypatch.setattr(own_images, "MAX_BYTES", 100_000)
@@ -270,7 +272,7 @@ def test_a_file_that_would_unpack_to_too_much_is_not_unpacked(tmp_path: Path, mo
 
 
 @pytest.mark.parametrize("parts", [("",), ("_train", "_test")])
-def test_a_large_label_makes_no_list_of_as_many_classes(parts: tuple[str, ...], tmp_path: Path) -> None:
+def test_large_label_is_rejected_without_listing_classes(parts: tuple[str, ...], tmp_path: Path) -> None:
     labels = np.array([0, 1, 0, 10**6])
     np.savez(
         tmp_path / "d.npz", **{f"{key}{part}": value for part in parts for key, value in (("x", X), ("y", labels))}
@@ -284,18 +286,18 @@ def test_a_large_label_makes_no_list_of_as_many_classes(parts: tuple[str, ...], 
         tracemalloc.stop()
 
 
-def test_pictures_that_would_take_too_much_are_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    save_picture(tmp_path / "a" / "one.png", 9)
-    save_picture(tmp_path / "b" / "two.png", 9)
+def test_images_larger_than_the_limit_are_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save_image(tmp_path / "a" / "one.png", 9)
+    save_image(tmp_path / "b" / "two.png", 9)
     monkeypatch.setattr(own_images, "MAX_BYTES", 95)
     with pytest.raises(ValueError, match=r"2 images of 6×8 are 96 bytes; must be at most 95"):
         read_images(tmp_path)
 
 
 @pytest.mark.parametrize("content", [b"no picture", b"\x89PNG\r\n\x1a\nhalf a header"])
-def test_a_damaged_picture_is_named(content: bytes, tmp_path: Path) -> None:
+def test_damaged_image_is_named(content: bytes, tmp_path: Path) -> None:
     for name in ("a", "b"):
-        save_picture(tmp_path / name / "good.png", 9)
+        save_image(tmp_path / name / "good.png", 9)
     bad, whole = tmp_path / "b" / "bad.png", (tmp_path / "a" / "good.png").read_bytes()
     for damaged in (content, whole[:45]):
         bad.write_bytes(damaged)
@@ -304,7 +306,7 @@ def test_a_damaged_picture_is_named(content: bytes, tmp_path: Path) -> None:
                 read_images(tmp_path, **settled)
 
 
-def test_what_is_neither_is_refused(tmp_path: Path) -> None:
+def test_path_that_is_neither_folder_nor_npz_is_rejected(tmp_path: Path) -> None:
     for where in (tmp_path / "nothing", tmp_path / "nothing.npz"):
         with pytest.raises(FileNotFoundError, match="is not there; must be a folder"):
             read_images(where)
@@ -326,7 +328,7 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def shapes(folder: Path, each: int = 20) -> Path:
-    """A dataset that is easily learned: bars that stand, bars that lie, and dots; 8×8, grey, with noise."""
+    """Write an easy dataset of vertical bars, horizontal bars and dots, 8×8, grey, with noise; return its folder."""
     rng = np.random.default_rng(0)
     for label, name in enumerate(("dot", "lying", "standing")):
         for number in range(each):
@@ -339,7 +341,7 @@ def shapes(folder: Path, each: int = 20) -> Path:
     return folder
 
 
-def test_own_folder_holds_out_a_fifth_of_every_class(own_cache: Path, tmp_path: Path) -> None:
+def test_own_folder_holds_out_a_fifth_of_each_class(own_cache: Path, tmp_path: Path) -> None:
     name = f"own:{shapes(tmp_path / 'shapes')}"
     info, opened = datasets.dataset_info(name), datasets.open_dataset(name)
     assert info.classes == ("dot", "lying", "standing") and info.image_shape == (8, 8, 1)
@@ -354,7 +356,7 @@ def test_own_folder_holds_out_a_fifth_of_every_class(own_cache: Path, tmp_path: 
 
 
 @pytest.mark.parametrize("content", [b"", b'{"classes": ["dot", "ly', b"[]", b"{}", b"\xff\xfe"])
-def test_a_damaged_description_in_the_cache_is_written_again(content: bytes, own_cache: Path, tmp_path: Path) -> None:
+def test_damaged_description_in_the_cache_is_rewritten(content: bytes, own_cache: Path, tmp_path: Path) -> None:
     name = f"own:{shapes(tmp_path / 'shapes')}"
     before = datasets.dataset_info(name)
     (about,) = own_cache.glob("data/own-*/about.json")
@@ -363,17 +365,17 @@ def test_a_damaged_description_in_the_cache_is_written_again(content: bytes, own
     assert datasets.dataset_info(name) == before
 
 
-def test_a_folder_is_kept_once_however_its_path_is_written(
+def test_own_folder_is_cached_once_for_all_spellings_of_its_path(
     own_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(shapes(tmp_path / "shapes").parent)
     assert own_dataset.fingerprint("shapes") == own_dataset.fingerprint(tmp_path / "shapes")
 
 
-def test_a_changed_folder_is_read_again(own_cache: Path, tmp_path: Path) -> None:
+def test_changed_folder_is_read_again(own_cache: Path, tmp_path: Path) -> None:
     name = f"own:{shapes(tmp_path / 'shapes')}"
     assert datasets.dataset_info(name).num_train == 48
-    save_picture(tmp_path / "shapes" / "dot" / "more.png", 9, (8, 8))
+    save_image(tmp_path / "shapes" / "dot" / "more.png", 9, (8, 8))
     assert datasets.dataset_info(name).num_train + datasets.dataset_info(name).num_test == 61
 
 
@@ -382,33 +384,33 @@ def test_image_overwritten_in_place_is_read_again(own_cache: Path, tmp_path: Pat
     before = federated_data(config, 2)
     assert federated_data(config, 2) is before
     for file in (tmp_path / "shapes" / "dot").iterdir():
-        save_picture(file, 77, (8, 8))
+        save_image(file, 77, (8, 8))
     assert (federated_data(config, 2).dataset.x_train[:16] == 77).all()
 
 
-def test_a_change_behind_a_linked_class_folder_is_read_again(own_cache: Path, tmp_path: Path) -> None:
+def test_change_in_a_linked_class_folder_is_read_again(own_cache: Path, tmp_path: Path) -> None:
     elsewhere, linked = shapes(tmp_path / "shapes"), tmp_path / "linked"
     for part in ("train", "test"):
         (linked / part).mkdir(parents=True)
         for folder in elsewhere.iterdir():
             (linked / part / folder.name).symlink_to(folder)
     assert [datasets.dataset_info(f"own:{folder}").num_train for folder in (linked, linked / "train")] == [60, 48]
-    save_picture(elsewhere / "dot" / "more.png", 9, (8, 8))
+    save_image(elsewhere / "dot" / "more.png", 9, (8, 8))
     assert [datasets.dataset_info(f"own:{folder}").num_train for folder in (linked, linked / "train")] == [61, 49]
 
 
 def test_own_fingerprint_depends_on_version(own_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An array in the cache, and a classifier of them there, go by the same name."""
+    """Cached arrays and classifiers are named by the fingerprint."""
     folder = shapes(tmp_path / "shapes")
     before = own_dataset.fingerprint(folder)
     monkeypatch.setattr(own_dataset, "_VERSION", "another")
     assert own_dataset.fingerprint(folder) != before
 
 
-def test_given_splits_are_kept(own_cache: Path, tmp_path: Path) -> None:
-    save_picture(tmp_path / "d" / "train" / "a" / "1.png", 1)
-    save_picture(tmp_path / "d" / "train" / "b" / "1.png", 2)
-    save_picture(tmp_path / "d" / "test" / "b" / "1.png", 3)
+def test_given_train_and_test_folders_are_used(own_cache: Path, tmp_path: Path) -> None:
+    save_image(tmp_path / "d" / "train" / "a" / "1.png", 1)
+    save_image(tmp_path / "d" / "train" / "b" / "1.png", 2)
+    save_image(tmp_path / "d" / "test" / "b" / "1.png", 3)
     arrays, classes = read_dataset(tmp_path / "d")
     assert classes == ("a", "b") and arrays["y_train"].tolist() == [0, 1] and arrays["y_test"].tolist() == [1]
     given = {"x_train": X, "y_train": Y, "x_test": X[:1], "y_test": Y[:1] + 1}
@@ -422,7 +424,7 @@ def test_given_splits_are_kept(own_cache: Path, tmp_path: Path) -> None:
 
 def test_train_folder_without_test_folder_raises(tmp_path: Path) -> None:
     for name in ("a", "b"):
-        save_picture(tmp_path / "train" / name / "1.png", 1)
+        save_image(tmp_path / "train" / name / "1.png", 1)
     with pytest.raises(ValueError, match=r"has train/ but no test/: add it, or give .*/train, of which a fifth is"):
         read_dataset(tmp_path)
     (tmp_path / "train").rename(tmp_path / "test")
@@ -430,17 +432,17 @@ def test_train_folder_without_test_folder_raises(tmp_path: Path) -> None:
         read_dataset(tmp_path)
 
 
-def test_train_may_be_a_class(tmp_path: Path) -> None:
+def test_class_may_be_named_train(tmp_path: Path) -> None:
     for number in range(5):
         for name in ("plane", "train"):
-            save_picture(tmp_path / name / f"{number}.png", 1)
+            save_image(tmp_path / name / f"{number}.png", 1)
     assert read_dataset(tmp_path)[1] == ("plane", "train")
 
 
-def test_classes_too_small_for_a_test_image_are_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_classes_too_small_for_a_test_image_are_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     for name, number in {"ant": 5, "bee": 3, "cow": 2, "dog": 1}.items():
         for each in range(number):
-            save_picture(tmp_path / name / f"{each}.png", 1)
+            save_image(tmp_path / name / f"{each}.png", 1)
     arrays, _ = read_dataset(tmp_path)
     assert np.bincount(arrays["y_train"]).tolist() == [4, 2, 2, 1] and arrays["y_test"].tolist() == [0, 1]
     assert caplog.messages == [
@@ -459,27 +461,28 @@ def test_classes_too_small_for_a_test_image_are_said(tmp_path: Path, caplog: pyt
         ("~nobody-here/c", "FEDEAS_CACHE = '~nobody-here/c': its home folder is unknown; give the full path"),
     ],
 )
-def test_a_cache_that_cannot_be_is_not_said_to_be_the_dataset(
+def test_cache_errors_do_not_blame_the_dataset(
     cache: str, line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     datasets._open_own_cached.cache_clear()
     monkeypatch.setenv("FEDEAS_CACHE", cache)
     assert (
-        typed("plan", "--dataset", f"own:{shapes(tmp_path / 'shapes')}", "--clients", "2").stderr == f"error: {line}\n"
+        run_in_process("plan", "--dataset", f"own:{shapes(tmp_path / 'shapes')}", "--clients", "2").stderr
+        == f"error: {line}\n"
     )
 
 
 def test_full_disk_is_reported_as_such(own_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: Any, **__: Any) -> None:
-        raise OSError("135168 requested and 122752 written")  # NumPy's own words
+        raise OSError("135168 requested and 122752 written")  # NumPy's message
 
     monkeypatch.setattr(datasets.np, "save", full)
-    told = typed("plan", "--dataset", f"own:{shapes(tmp_path / 'shapes')}", "--clients", "2")
+    told = run_in_process("plan", "--dataset", f"own:{shapes(tmp_path / 'shapes')}", "--clients", "2")
     assert told.returncode == 1 and told.stderr.startswith(f"error: {own_cache}/data/own-")
     assert told.stderr.endswith(f": No space left on device (FEDEAS_CACHE = '{own_cache}')\n")
 
 
-def test_what_cannot_be_a_dataset_is_one_line(own_cache: Path, tmp_path: Path) -> None:
+def test_invalid_dataset_is_one_line(own_cache: Path, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"^dataset = 'own:': must be own:PATH"):
         datasets.dataset_info("own:")
     with pytest.raises(FileNotFoundError, match="dataset: '/nowhere' is not there; must be a folder"):
@@ -490,17 +493,17 @@ def test_what_cannot_be_a_dataset_is_one_line(own_cache: Path, tmp_path: Path) -
         parse_config({"dataset": "own:x"})
 
 
-def test_a_plan_and_a_reports_heat_maps_name_the_classes(own_cache: Path, tmp_path: Path) -> None:
+def test_plan_and_heat_maps_use_class_names(own_cache: Path, tmp_path: Path) -> None:
     where = {"dataset": f"own:{shapes(tmp_path / 'shapes')}", "protocol": "clean", "clients": 3, "alpha": 0.3}
     words = [word for key, value in where.items() for word in (f"--{key}", str(value))]
-    head = typed("plan", *words, "--beta", "4").stdout.splitlines()[2]
+    head = run_in_process("plan", *words, "--beta", "4").stdout.splitlines()[2]
     assert head.split()[-3:] == ["dot", "lying", "standing"]
     maps, notes = maps_of(group_runs([write_run(tmp_path / "run", [0.5], **where)])[0])
     (axes,) = allocations.draw(maps[0]).axes
     assert not notes and [label.get_text() for label in axes.get_xticklabels()] == ["dot", "lying", "standing"]
 
 
-def test_a_run_on_images_of_ones_own_from_a_bank_of_ones_own(own_cache: Path, tmp_path: Path) -> None:
+def test_run_on_custom_data_with_a_custom_bank(own_cache: Path, tmp_path: Path) -> None:
     folder = shapes(tmp_path / "shapes", 60)
     keys = {"dataset": f"own:{folder}", "generator": f"bank:{shapes(tmp_path / 'bank', 40)}", "clients": 3, "rounds": 8}
     run = finish(prepare(small(tmp_path / "run", **keys, alpha=0.3), Console(file=io.StringIO())))

@@ -26,7 +26,7 @@ pytestmark = pytest.mark.flower
 KEYS: dict[str, Any] = {"clients": 3, "rounds": 5, "participation": 1.0, "local_epochs": 1, "beta": 4.0, "alpha": 0.1}
 
 
-def test_a_stranger_and_a_false_superlink_are_refused(tmp_path: Path) -> None:
+def test_unregistered_node_and_false_superlink_are_rejected(tmp_path: Path) -> None:
     """Real Flower processes: an unregistered key, and a certificate of another authority."""
     with Lab(tmp_path, 2, tmp_path) as lab:
         honest, other = lab.deployment.node_folders(lab.folder)
@@ -43,12 +43,14 @@ def test_a_stranger_and_a_false_superlink_are_refused(tmp_path: Path) -> None:
         shutil.copy(tmp_path / "elsewhere" / "ca.crt", deceived)
         lab.start_node(0)
         refused = [lab.start_node(1), lab.start(deceived, NODE_PORT=str(free_port()))]
-        wait_until(lambda: all(process.poll() is not None for process in refused), "both have given up")
-        wait_until(lambda: "SuperNode ID" in lab.said("node-0"), "the honest node is in")
+        wait_until(lambda: all(process.poll() is not None for process in refused), "both nodes have exited")
+        wait_until(lambda: "SuperNode ID" in lab.said("node-0"), "the honest node is registered")
         assert lab.online() == 1
         desk, deployment = lab.folder / "flwr", lab.deployment
         assert [found.state for found in check_gateway(deployment.address, desk)] == ["ok"]
-        (open_door,) = check_gateway(deployment.control_address, desk)  # as if nodes were given the SuperLink itself
+        (open_door,) = check_gateway(
+            deployment.control_address, desk
+        )  # as if nodes connected to the SuperLink directly
         assert (open_door.state, "answers 200 to POST /v1/control/list-runs" in open_door.text) == ("problem", True)
         (found,) = (one for one in examine(lab.folder, RunConfig()) if one.name == "registered nodes")
         assert (found.state, found.text) == ("note", "1 of 2 are online")
@@ -66,7 +68,7 @@ def own_file(folder: Path, client: int) -> Path:
 
 
 @pytest.mark.slow
-def test_three_supernodes_train_the_model_of_the_simulation(
+def test_three_supernodes_give_the_weights_of_the_simulation(
     tmp_path: Path, digits_generator: Path, fresh_images: Any
 ) -> None:
     fresh_images("simulated")
@@ -82,17 +84,17 @@ def test_three_supernodes_train_the_model_of_the_simulation(
     assert weights(run) == weights(simulated)
     assert [r["clients"] for r in run.rounds()] == [[0, 1, 2]] * 5
     assert [r["made"] > 0 for r in run.rounds()] == [True, *[False] * 4]
-    # Six messages a node, each a process of its own: one of them loaded diffusers.
+    # Six messages per node, each in its own process: one of them loaded diffusers.
     nodes = lab.deployment.node_folders(lab.folder)
     assert sorted(lab.notes("diffusers")) == [str(node / "cache") for node in nodes]
     # The last round's, the accepted one's, and those of two checkpoints, older ones if round 4 was still being tested.
     kept = [int(path.stem.removeprefix("state-")) for path in sorted((third / "kept").rglob("2/*"))]
     assert kept in ([3, 4, 5], [2, 3, 4, 5])
     assert not (run.path / "clients").exists()
-    nothing_but_the_model_and_numbers(lab, run.load_model())
+    assert_only_model_and_numbers_were_sent(lab, run.load_model())
 
 
-def nothing_but_the_model_and_numbers(lab: Lab, model: dict[str, Any]) -> None:
+def assert_only_model_and_numbers_were_sent(lab: Lab, model: dict[str, Any]) -> None:
     """The server received only arrays with the model's names and shapes, and single numbers under known names."""
     replies = lab.notes("replies")
     assert Counter(reply["type"] for reply in replies) == {"query": 3, "train": 15}
@@ -114,17 +116,17 @@ def nothing_but_the_model_and_numbers(lab: Lab, model: dict[str, Any]) -> None:
 
 
 @pytest.mark.slow
-def test_nodes_may_be_late_and_may_be_killed(tmp_path: Path, digits_generator: Path) -> None:
+def test_late_and_killed_nodes_do_not_stop_the_run(tmp_path: Path, digits_generator: Path) -> None:
     with Lab(tmp_path, 3, digits_generator) as lab:
         lab.register()
         lab.start_node(0)
         victim = lab.start_node(1)
-        wait_until(lambda: lab.online() == 2, "two nodes are there")
+        wait_until(lambda: lab.online() == 2, "two nodes are online")
         run = lab.submit(**KEYS, min_replies=0.5, node_wait=1.0, round_timeout=45.0)
-        wait_until(lambda: len(run.rounds()) >= 1, "round 1 is done")
+        wait_until(lambda: len(run.rounds()) >= 1, "round 1 is recorded")
         lab.start_node(2)
         # One query and the tasks of two rounds: Flower never gives it the second one again.
-        wait_until(lambda: lab.said("node-1").count("Received successfully") == 3, "it has its second task")
+        wait_until(lambda: lab.said("node-1").count("Received successfully") == 3, "node 1 has its second task")
         for process in [*psutil.Process(victim.pid).children(recursive=True), psutil.Process(victim.pid)]:
             process.kill()
         # As systemd does: until a dead node's last heartbeat is a minute old, Flower refuses its key to a new process.
@@ -156,7 +158,7 @@ def test_restarted_server_continues_its_round(tmp_path: Path, digits_generator: 
         lab.register()
         lab.start_node(0)
         run = lab.submit(**keys)
-        wait_until(lambda: len(run.rounds()) >= 2, "two rounds are done")
+        wait_until(lambda: len(run.rounds()) >= 2, "two rounds are recorded")
         lab.restart_superlink()
         checkpoint, done = run.load_checkpoint(), len(run.rounds())
         assert (run.status(), checkpoint is not None and checkpoint.round == done) == (("interrupted", ""), True)

@@ -18,7 +18,7 @@ import pytest
 import torch
 from ordinary_user import ordinary_user
 from PIL import Image
-from runners import typed
+from runners import run_in_process
 
 from fedeas_flwr.common.errors import ConfigError
 from fedeas_flwr.config import RunConfig, parse_config
@@ -53,7 +53,7 @@ def problems(findings: Iterator[Finding]) -> list[str]:
     return [finding.text for finding in found if finding.state == "problem"]
 
 
-def test_every_machine_gets_its_own_and_no_more(lab: Path) -> None:
+def test_each_machine_gets_only_its_own_files(lab: Path) -> None:
     assert sorted(path.name for path in lab.iterdir()) == [
         *("app", "ca", "deployment.toml", "flwr", "node-0", "node-1", "superlink")
     ]
@@ -76,7 +76,7 @@ def test_every_machine_gets_its_own_and_no_more(lab: Path) -> None:
     assert (run.clients, run.min_replies, run.round_timeout > 0) == (2, 0.5, True)
 
 
-def test_openssl_agrees_with_the_certificate(lab: Path) -> None:
+def test_openssl_verifies_the_certificate(lab: Path) -> None:
     command = [
         "openssl",
         "verify",
@@ -107,7 +107,7 @@ VALID = {"hosts": ("lab",), "port": 9092, "superlink_port": 9093, "nodes": 2, "i
         ({"install_dir": "/opt/fedeas\nUser=root"}, "must be an absolute path without spaces"),
     ],
 )
-def test_a_deployment_that_cannot_be_is_one_line(changes: dict[str, object], reason: str) -> None:
+def test_invalid_deployment_is_one_line(changes: dict[str, object], reason: str) -> None:
     with pytest.raises(ConfigError) as caught:
         Deployment(**{**VALID, **changes})  # type: ignore[arg-type]
     assert reason in str(caught.value)
@@ -123,14 +123,14 @@ def test_keys_are_never_overwritten(lab: Path) -> None:
 def test_unwritable_folder_is_named_as_given(tmp_path: Path) -> None:
     (tmp_path / "shut").mkdir(mode=0o500)
     with ordinary_user():
-        done = typed("deploy", "init", "shut/lab", "--nodes", "1", "--host", "lab", cwd=tmp_path)
+        done = run_in_process("deploy", "init", "shut/lab", "--nodes", "1", "--host", "lab", cwd=tmp_path)
     assert (done.returncode, done.stdout, done.stderr) == (
         *(2, ""),
         f"error: {tmp_path}/shut/lab: Permission denied\n",
     )
 
 
-def test_a_fresh_deployment_has_no_problem(lab: Path) -> None:
+def test_new_deployment_has_no_problem(lab: Path) -> None:
     assert problems(examine(lab, RunConfig())) == []
     assert problems(examine(lab / "node-0", RunConfig())) == []
     assert problems(examine(lab / "superlink", RunConfig())) == []
@@ -149,7 +149,7 @@ def test_check_node_describes_its_partition(tmp_path: Path, nodes: int, held: st
     assert found.text == f"client 0, {held}"
 
 
-def test_each_fault_of_a_node_is_found(lab: Path, tmp_path: Path) -> None:
+def test_check_node_finds_each_fault(lab: Path, tmp_path: Path) -> None:
     node = lab / "node-0"
 
     def found() -> list[str]:
@@ -187,7 +187,7 @@ def test_each_fault_of_a_node_is_found(lab: Path, tmp_path: Path) -> None:
         ('partition-id=0 num-partitions=2 device="gpu"', "device = 'gpu': must be 'auto', 'cpu' or 'cuda'"),
     ],
 )
-def test_a_node_config_that_cannot_be_read_is_a_finding(lab: Path, text: str, found: str) -> None:
+def test_check_reports_an_unreadable_node_config(lab: Path, text: str, found: str) -> None:
     """Also on the operator's machine, where the other nodes are still checked."""
     (lab / "node-0" / "node-config").write_text(text)
     for findings in (check_node(lab / "node-0", RunConfig()), examine(lab, RunConfig())):
@@ -200,7 +200,7 @@ def test_check_node_reports_missing_gpu_only_on_the_node(lab: Path, monkeypatch:
     (lab / "node-0" / "node-config").write_text('partition-id=0 num-partitions=2 device="cuda"\n')
     (told,) = problems(check_node(lab / "node-0", RunConfig()))
     assert told.startswith("device = 'cuda', but torch finds no CUDA device")
-    assert problems(check_node(lab / "node-1", RunConfig(device="cuda"))), "the run may say so, too"
+    assert problems(check_node(lab / "node-1", RunConfig(device="cuda"))), "device of the run was ignored"
     (found,) = check_node(lab / "node-0", None)
     assert (found.state, found.text) == ("ok", "client 0, one of 2 parts; checked only on its machine: device")
     (told,) = problems(check_node(lab / "node-1", RunConfig(engine="graphed")))
@@ -214,7 +214,7 @@ def test_check_node_compares_data_and_generator_with_run(lab: Path, tmp_path: Pa
         (node / "node-config").write_text(f'client-id=0 data-path="{data}" generator="{generator}"\n')
         return [(f.state, f.text) for f in check_node(node, run)]
 
-    for label, side in ((0, 8), (3, 12), (3, 30), (3, 31)):  # of any size: a run brings files to its own
+    for label, side in ((0, 8), (3, 12), (3, 30), (3, 31)):  # of any size: a run resizes them
         (images / str(label)).mkdir(parents=True, exist_ok=True)
         Image.new("L", (side, side)).save(images / str(label) / f"{side}.png")
     fits = ("ok", f"{digits_generator}, 10 classes, images [8, 8, 1]")
@@ -224,7 +224,7 @@ def test_check_node_compares_data_and_generator_with_run(lab: Path, tmp_path: Pa
     assert found(RunConfig(policy="none"), tmp_path / "none")[1][0] == "note"
     state, text = found(RunConfig(), tmp_path / "none")[1]
     assert (state, f"there is no {tmp_path}/none/unet/config.json" in text) == ("problem", True)
-    cifar = RunConfig(dataset="cifar100", generator="elsewhere")  # the node's own goes before the run's
+    cifar = RunConfig(dataset="cifar100", generator="elsewhere")  # the node's generator overrides the run's
     assert (found(cifar)[1][0], "the dataset's are [32, 32, 3]" in found(cifar)[1][1]) == ("problem", True)
     for name in ("cat", "dog"):  # classes that no built-in dataset has
         (tmp_path / "public" / name).mkdir(parents=True)
@@ -248,7 +248,7 @@ def test_check_node_compares_data_and_generator_with_run(lab: Path, tmp_path: Pa
     assert (state, "x must be uint8 [N, 8, 8, 1]" in text) == ("problem", True)
 
 
-def test_each_fault_of_the_superlink_is_found(lab: Path, tmp_path: Path) -> None:
+def test_check_superlink_finds_each_fault(lab: Path, tmp_path: Path) -> None:
     folder = lab / "superlink"
     assert problems(check_superlink(folder, ("superlink.lab.example", "127.0.0.1"))) == []
     assert "it is not valid for 'other.example'" in problems(check_superlink(folder, ("other.example",)))[0]
@@ -259,7 +259,7 @@ def test_each_fault_of_the_superlink_is_found(lab: Path, tmp_path: Path) -> None
     assert "do not fit together" in problems(check_superlink(folder, ()))[0]
 
 
-def test_a_deployment_is_checked_without_its_authoritys_key(lab: Path, tmp_path: Path) -> None:
+def test_check_works_without_the_authoritys_key(lab: Path, tmp_path: Path) -> None:
     """The authority's key is kept offline, as the guide recommends."""
     shutil.rmtree(lab / "ca")
     assert problems(examine(lab, RunConfig())) == []
@@ -274,25 +274,25 @@ def test_check_node_without_connection_files_reports_only_that(lab: Path, name: 
     assert [finding.text for finding in examine(lab / "node-0", RunConfig())] == [f"{name} missing"]
 
 
-def test_two_nodes_with_one_client_id_are_found(lab: Path) -> None:
+def test_check_finds_two_nodes_with_one_client_id(lab: Path) -> None:
     (lab / "node-1" / "node-config").write_text("partition-id=0 num-partitions=2\n")
     assert problems(examine(lab, RunConfig())) == ["0 is given to two nodes"]
 
 
-def test_a_folder_from_before_the_gateway_is_named(lab: Path) -> None:
+def test_check_superlink_without_gateway_file_is_a_problem(lab: Path) -> None:
     (lab / "superlink" / "Caddyfile").unlink()
     (found,) = problems(check_superlink(lab / "superlink", ()))
     assert found.startswith("Caddyfile missing: without a gateway whoever reaches its SuperLink's port can run code")
     noted = (lab / "deployment.toml").read_text()
     (lab / "deployment.toml").write_text(noted.replace("superlink_port = 9\n", ""))
     for command in ("check", "register"):
-        done = typed("deploy", command, "lab", cwd=lab.parent)
+        done = run_in_process("deploy", command, "lab", cwd=lab.parent)
         assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
         assert f"{lab} has no gateway" in done.stderr and "fedeas deploy init" in done.stderr
 
 
 @pytest.mark.parametrize(("host", "warns"), [(None, False), ("localhost", False), ("0.0.0.0", True)])
-def test_a_superlink_beyond_the_loopback_is_warned_of(lab: Path, tmp_path: Path, host: str | None, warns: bool) -> None:
+def test_superlink_script_warns_beyond_the_loopback(lab: Path, tmp_path: Path, host: str | None, warns: bool) -> None:
     command = tmp_path / "flower-superlink"
     command.write_text('#!/bin/sh\necho "$@"\n')
     command.chmod(0o755)
@@ -323,7 +323,7 @@ def listening(folder: Path, status: int = 403) -> Iterator[str]:
         server.shutdown()
 
 
-def test_a_gateway_is_known_by_its_authority(lab: Path, silent_port: int, tmp_path: Path) -> None:
+def test_check_gateway_verifies_its_authority(lab: Path, silent_port: int, tmp_path: Path) -> None:
     with listening(lab / "superlink") as address:
         assert [f.state for f in check_gateway(address, lab / "node-0")] == ["ok"]
         write_authority(tmp_path)
@@ -341,17 +341,17 @@ def test_check_gateway_with_other_status_than_403_is_a_problem(lab: Path, status
     assert f"{address} answers {status} to POST /v1/control/list-runs" in found
 
 
-def test_the_commands(tmp_path: Path, silent_port: int) -> None:
+def test_deploy_init_and_check_commands(tmp_path: Path, silent_port: int) -> None:
     words = ("deploy", "init", "lab", "--nodes", "2", "--host", "127.0.0.1")
-    made = typed(*words, "--port", str(silent_port), cwd=tmp_path)
+    made = run_in_process(*words, "--port", str(silent_port), cwd=tmp_path)
     assert made.returncode == 0, made.stderr
     assert f"FLWR_HOME={tmp_path}/lab/flwr flwr run {tmp_path}/lab/app deployment" in made.stdout
-    spaced = typed("deploy", "init", "lab two", *words[3:], cwd=tmp_path).stdout
+    spaced = run_in_process("deploy", "init", "lab two", *words[3:], cwd=tmp_path).stdout
     assert f"fedeas deploy register '{tmp_path}/lab two'\n" in spaced and f"check '{tmp_path}/lab two'\n" in spaced
     assert f"FLWR_HOME='{tmp_path}/lab two/flwr' flwr run '{tmp_path}/lab two/app' deployment" in spaced
     (tmp_path / "lab" / "node-1" / "node.key").chmod(0o640)
-    checked = typed("deploy", "check", "lab", cwd=tmp_path)
+    checked = run_in_process("deploy", "check", "lab", cwd=tmp_path)
     assert checked.returncode == 1
     assert "others can read node.key" in checked.stdout
-    again = typed(*words, cwd=tmp_path)
+    again = run_in_process(*words, cwd=tmp_path)
     assert (again.returncode, again.stderr.count("\n"), "already exists" in again.stderr) == (2, 1, True)

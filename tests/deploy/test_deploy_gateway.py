@@ -108,7 +108,7 @@ def ask_the_node(lab: Lab, hosts: Hosts, folder: Path) -> str:
     environment = {**lab.environment(FLWR_HOME=str(lab.folder / "flwr")), **QUIET}
     flwr, answers = Path(sys.executable).parent / "flwr", folder / "answers"
     run(hosts.server, flwr, "run", package.parent, CONNECTION, "--run-config", f'answers="{answers}"', **environment)
-    wait_until(lambda: answers.exists() and answers.read_text(), "the node has answered")
+    wait_until(lambda: answers.exists() and answers.read_text(), "the node has replied")
     return answers.read_text()
 
 
@@ -125,7 +125,7 @@ DETOURS = (
 """Ways to write the path of a control request that a gateway might take for a node's."""
 
 
-def test_only_nodes_get_past_the_gateway(tmp_path: Path, hosts: Hosts) -> None:
+def test_gateway_admits_only_registered_nodes(tmp_path: Path, hosts: Hosts) -> None:
     addresses = ("10.213.20.1", "10.213.24.1")
     with Lab(tmp_path, 1, tmp_path, addresses, hosts.server) as lab:
         stranger = lab.folder / "stranger"
@@ -140,7 +140,9 @@ def test_only_nodes_get_past_the_gateway(tmp_path: Path, hosts: Hosts) -> None:
         loopback, wanted = f"https://{lab.deployment.control_address}", "/v1/control/list-runs"
         gate, plain = (f"{scheme}://{addresses[1]}:{lab.deployment.port}" for scheme in ("https", "http"))
         post = ("-X", "POST", "-H", "Content-Type: application/protobuf")
-        assert statuses(hosts.server, [(*post, loopback + wanted)])[0].startswith("200 "), "Flower asks for no login"
+        assert statuses(hosts.server, [(*post, loopback + wanted)])[0].startswith("200 "), (
+            "the request must work without the gateway"
+        )
         paths = json.loads(run(hosts.server, "curl", "-s", "-k", f"{loopback}/openapi.json"))["paths"]
         fleet = [path for path in paths if path.startswith("/v1/fleet/")]
         assert {path.split("/")[2] for path in paths if path.startswith("/v1/")} >= {"control", "fleet", "runtime"}
@@ -157,8 +159,10 @@ def test_only_nodes_get_past_the_gateway(tmp_path: Path, hosts: Hosts) -> None:
         unsigned = statuses(hosts.intruder, [(*post, gate + path) for path in fleet])
         assert [answer.split()[0] for answer in unsigned] == ["401"] * len(fleet)
         beyond = f"https://{addresses[1]}:{lab.deployment.superlink_port}"
-        assert statuses(hosts.intruder, [(*post, beyond + wanted)]) == ["000 0"], "nobody listens there"
+        assert statuses(hosts.intruder, [(*post, beyond + wanted)]) == ["000 0"], (
+            "the SuperLink is reachable from outside"
+        )
 
         assert ask_the_node(lab, hosts, tmp_path) == "[42]"
-        wait_until(lambda: refused.poll() is not None, "the stranger has given up")
+        wait_until(lambda: refused.poll() is not None, "the unregistered node has exited")
         assert "Failed to initialize the connection" in lab.said("stranger")

@@ -17,7 +17,7 @@ pytestmark = pytest.mark.flower
 
 LOSSY = ("netem", "delay", "50ms", "10ms", "loss", "3%")
 NARROW = ("tbf", "rate", "2mbit", "burst", "4kb", "latency", "30ms")
-"""Where the kernel has no netem: a link of 2 Mbit/s whose queue is full after 30 ms, and then drops what comes."""
+"""Used if the kernel has no netem: a link of 2 Mbit/s that drops packets when its queue exceeds 30 ms."""
 
 
 class Links:
@@ -48,7 +48,7 @@ def links() -> Iterator[Links]:
 
 
 @pytest.mark.slow
-def test_a_run_over_bad_links_ends_with_the_same_model(
+def test_run_over_lossy_links_gives_the_same_weights(
     tmp_path: Path, links: Links, digits_generator: Path, fresh_images: Any
 ) -> None:
     keys: dict[str, Any] = {"clients": 2, "rounds": 2, "participation": 1.0, "local_epochs": 1, "policy": "none"}
@@ -59,6 +59,6 @@ def test_a_run_over_bad_links_ends_with_the_same_model(
             lab.start_node(number, *links.spaces[number])
         run = lab.follow(lab.submit(**keys, min_replies=1.0))
         lost = links.dropped()
-    assert min(lost) > 0, "the links lost nothing, so nothing was tried"
+    assert min(lost) > 0, "no packet was lost, so nothing was tested"
     fresh_images("simulated")
     assert weights(run) == weights(finish(small(tmp_path / "simulated", **keys)))

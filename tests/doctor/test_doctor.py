@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 from rich.console import Console
-from runners import black_digits, fedeas, typed
+from runners import black_bank, fedeas, run_in_process
 from test_cli import QUICKSTART
 
 from fedeas_flwr.commands.doctor import show
@@ -42,7 +42,7 @@ def only(check: Callable[[RunConfig], Iterable[Finding]], given: RunConfig | Non
 
 
 @pytest.fixture
-def shown(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+def fake_versions(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     """Return a function that fakes the versions of libraries; None removes one."""
 
     def pretend(**versions: str | None) -> None:
@@ -62,15 +62,15 @@ def shown(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
 # ---------------------------------------------------------------------------------------------- packages
 
 
-def test_the_ranges_are_the_projects_own_and_rays_is_flowers() -> None:
+def test_requirements_come_from_the_project_and_ray_from_flower() -> None:
     ranges = packages.requirements()
     assert str(ranges["torchvision"]) == "<0.27,>=0.25"
     assert ranges["ray"].contains(metadata.version("ray")) and "==" in str(ranges["ray"])
     assert {finding.state for finding in packages.check_packages(config())} == {"ok"}
 
 
-def test_check_packages_reports_old_or_missing_library_with_fix(shown: Callable[..., None]) -> None:
-    shown(torch="2.4.1+cpu", ray=None, flwr="1.42.0")
+def test_check_packages_reports_old_or_missing_library_with_fix(fake_versions: Callable[..., None]) -> None:
+    fake_versions(torch="2.4.1+cpu", ray=None, flwr="1.42.0")
     found = {finding.name: finding for finding in packages.check_packages(config())}
     assert {name: finding.state for name, finding in found.items()} == {
         "torch": "problem", "torchvision": "ok", "flwr": "problem", "ray": "problem", "diffusers": "ok"
@@ -80,19 +80,19 @@ def test_check_packages_reports_old_or_missing_library_with_fix(shown: Callable[
     assert "not installed" in found["ray"].text and "pip install 'flwr[simulation]==" in found["ray"].fix
 
 
-def test_a_build_for_another_device_is_the_same_version(shown: Callable[..., None]) -> None:
-    shown(torch="2.10.0+cu128", torchvision="0.25.0+cu128")
+def test_check_packages_ignores_local_version_labels(fake_versions: Callable[..., None]) -> None:
+    fake_versions(torch="2.10.0+cu128", torchvision="0.25.0+cu128")
     assert {finding.state for finding in packages.check_packages(config())} == {"ok"}
 
 
-def test_another_python_is_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_check_python_with_unsupported_version_is_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:
     assert only(packages.check_python).state == "ok"
     monkeypatch.setattr(packages.platform, "python_version", lambda: "3.10.4")
     found = only(packages.check_python)
     assert found.state == "problem" and "3.10.4" in found.text and ">=3.11" in found.fix
 
 
-def test_a_torchvision_without_its_operators_is_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_check_torch_pair_without_operators_is_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:
     assert only(packages.check_torch_pair).state == "ok"
 
     def missing(*_: object) -> None:
@@ -148,7 +148,7 @@ def test_check_dataset_missing_downloadable_or_damaged(tmp_path: Path, monkeypat
     assert "cannot be used" in only(inputs.check_dataset, cifar(tmp_path)).text
 
 
-def test_weights_that_are_not_there_are_a_problem(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_check_model_with_missing_weights_is_a_problem(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert only(inputs.check_model).state == "ok"
     gone = only(inputs.check_model, cifar(tmp_path, model="resnet18", weights=f"{tmp_path}/gone.safetensors"))
     assert gone.state == "problem" and "gone.safetensors" in gone.text and "weights" in gone.fix
@@ -162,7 +162,7 @@ def test_weights_that_are_not_there_are_a_problem(tmp_path: Path, monkeypatch: p
     assert only(inputs.check_model, config(model="nowhere:net")).state == "problem"
 
 
-def test_a_generators_folder_is_checked_part_by_part(tmp_path: Path, digits_generator: Path) -> None:
+def test_check_generator_checks_each_part_of_the_folder(tmp_path: Path, digits_generator: Path) -> None:
     assert only(inputs.check_generator, config(policy="none")).state == "note"
     assert only(inputs.check_generator) == Finding("generator", "ok", f"builtin, {digits_generator}")
     folder = tmp_path / "model"
@@ -180,14 +180,14 @@ def test_a_generators_folder_is_checked_part_by_part(tmp_path: Path, digits_gene
     assert few.state == "problem" and "num_class_embeds" in few.text and "is 4" in few.text
 
 
-def test_an_untrained_builtin_is_a_note_and_is_not_trained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_check_generator_notes_untrained_builtin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FEDEAS_CACHE", str(tmp_path))
     found = only(inputs.check_generator)
     assert found.state == "note" and "the first run trains it" in found.text
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_bank_needs_images_of_every_class(tmp_path: Path) -> None:
+def test_check_generator_needs_bank_images_of_every_class(tmp_path: Path) -> None:
     path = tmp_path / "bank.npz"
     given = config(generator=f"bank:{path}")
     assert "there is no bank" in only(inputs.check_generator, given).text
@@ -198,11 +198,11 @@ def test_a_bank_needs_images_of_every_class(tmp_path: Path) -> None:
     assert short.state == "problem" and "no images of 1 class: 3" in short.text
 
 
-def test_a_bank_must_have_what_the_plan_needs(tmp_path: Path) -> None:
-    bank = black_digits(tmp_path / "bank.npz", [18] * 10)
+def test_check_plan_needs_enough_bank_images(tmp_path: Path) -> None:
+    bank = black_bank(tmp_path / "bank.npz", [18] * 10)
     enough = only(inputs.check_plan, config(generator=bank))
     assert (enough.state, enough.text) == ("ok", "893 images, at most 18 per client and class")
-    bank = black_digits(tmp_path / "bank.npz", [17, 9, *[18] * 8])
+    bank = black_bank(tmp_path / "bank.npz", [17, 9, *[18] * 8])
     short = only(inputs.check_plan, config(generator=bank))
     assert short.state == "problem" and short.text == (
         f"generator: {bank} has 9 images of class '1', but a client needs 18 different ones; 2 classes have too few"
@@ -213,7 +213,7 @@ def test_a_bank_must_have_what_the_plan_needs(tmp_path: Path) -> None:
     assert (none.state, none.text[:9]) == ("note", "no images") and "β = 0.01" in none.text
     for clients in (0, 2000):
         assert only(inputs.check_plan, config(generator=bank, clients=clients)).state == "note"
-    assert inputs.check_plan(config(generator="bank:/nowhere")) == [], "which the generator's check says"
+    assert inputs.check_plan(config(generator="bank:/nowhere")) == [], "check_generator already reports it"
 
 
 def test_check_generator_rejects_invalid_sampler_steps(
@@ -287,11 +287,11 @@ def test_check_last_batches_names_the_smallest_batch(tmp_path: Path) -> None:
 # ------------------------------------------------------------------------------------------- the command
 
 
-def test_a_check_that_raises_is_a_problem_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    def falls(given: RunConfig) -> list[Finding]:
+def test_check_that_raises_is_reported_as_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(given: RunConfig) -> list[Finding]:
         raise ZeroDivisionError("two\nlines")
 
-    monkeypatch.setattr(packages, "check_torch_pair", falls)
+    monkeypatch.setattr(packages, "check_torch_pair", fails)
     monkeypatch.setattr(
         findings_module, "CHECKS", {"first": "packages.check_torch_pair", "python": "packages.check_python"}
     )
@@ -300,7 +300,7 @@ def test_a_check_that_raises_is_a_problem_line(monkeypatch: pytest.MonkeyPatch) 
     assert first.fix and second.state == "ok"
 
 
-def test_without_torch_every_line_is_still_there(tmp_path: Path) -> None:
+def test_doctor_without_torch_prints_every_line(tmp_path: Path) -> None:
     code = (
         "import json, sys; sys.modules['torch'] = None; from fedeas_flwr.config import parse_config;"
         "from fedeas_flwr.doctor.findings import examine;"
@@ -319,7 +319,7 @@ def test_without_torch_every_line_is_still_there(tmp_path: Path) -> None:
     assert set(findings_module.CHECKS) - {"packages", "tensorboard", "other SuperLink", "other Ray"} <= set(found)
 
 
-def test_a_narrow_terminal_loses_no_word() -> None:
+def test_narrow_terminal_cuts_no_word() -> None:
     out = io.StringIO()
     findings = [
         Finding("cache folder", "problem", "/a/very/long/path/" + "x" * 60 + " [red] cannot be written", "set a key"),
@@ -341,7 +341,7 @@ def test_doctor_exit_code_is_1_with_a_problem(tmp_path: Path, digits_generator: 
     assert all(list(line) == ["name", "state", "text", "fix"] for line in found)
     assert {"python", "torch", "dataset", "generator", "run folder"} <= {line["name"] for line in found}
     assert list(tmp_path.iterdir()) == []
-    bad = typed("doctor", "dataset=cifar10", "policy=none", f"data-dir={tmp_path}", cwd=tmp_path)
+    bad = run_in_process("doctor", "dataset=cifar10", "policy=none", f"data-dir={tmp_path}", cwd=tmp_path)
     assert bad.returncode == 1 and bad.stderr == ""
     assert "problem  dataset" in bad.stdout and bad.stdout.splitlines()[-1].startswith("1 problem, ")
 
@@ -354,8 +354,8 @@ def test_doctor_exit_code_is_1_with_a_problem(tmp_path: Path, digits_generator: 
         (("--format", "xml"), ["format", "xml", "json"]),
     ],
 )
-def test_a_mistaken_word_is_one_line(words: tuple[str, ...], parts: list[str]) -> None:
-    done = typed("doctor", *words)
+def test_invalid_doctor_arguments_are_one_line(words: tuple[str, ...], parts: list[str]) -> None:
+    done = run_in_process("doctor", *words)
     assert done.returncode == 2 and done.stdout == ""
     (line,) = done.stderr.splitlines()
     assert line.startswith("error: ") and all(part in line for part in parts)

@@ -50,7 +50,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     return facts
 
 
-def test_no_gpu_is_a_note_unless_one_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_check_gpu_without_gpu_is_a_note_unless_required(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert only(machine.check_gpu).state == "note"
     assert list(machine.check_mps(config())) == []
@@ -67,7 +67,7 @@ def test_check_engine_without_gpu_is_a_problem(gpu: dict[str, Any]) -> None:
         build_engine(config(engine="graphed"), "cpu", CROSS_ENTROPY)
 
 
-def test_a_gpu_is_described_and_its_failings_named(gpu: dict[str, Any]) -> None:
+def test_check_gpu_describes_it_and_names_its_faults(gpu: dict[str, Any]) -> None:
     assert only(machine.check_gpu) == Finding("GPU 0", "ok", "NVIDIA T4, 70 GB of 80 GB free, runs kernels, bf16")
     gpu["bf16"] = False
     assert "generation-precision=fp16" in only(machine.check_gpu).fix
@@ -83,7 +83,7 @@ def test_a_gpu_is_described_and_its_failings_named(gpu: dict[str, Any]) -> None:
     assert broken.state == "problem" and "are busy" in broken.text and "device=cpu" in broken.fix
 
 
-def test_mps_is_looked_for_on_the_path(gpu: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_check_mps_looks_on_the_path(gpu: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     assert "not on PATH" in only(machine.check_mps).text
     command = tmp_path / "nvidia-cuda-mps-control"
@@ -101,7 +101,7 @@ def test_mps_is_looked_for_on_the_path(gpu: dict[str, Any], tmp_path: Path, monk
 # ------------------------------------------------------------------------------------- cores and memory
 
 
-def test_a_containers_limits_count_not_the_hosts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_checks_use_the_containers_limits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cores, "CGROUP", tmp_path)
     monkeypatch.setattr(machine, "CGROUP", tmp_path)
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(64)))
@@ -140,7 +140,7 @@ def test_check_shared_memory_too_small_notes_needed_size(tmp_path: Path, monkeyp
 # ---------------------------------------------------------------------------------------------- folders
 
 
-def test_a_file_in_place_of_a_folder_cannot_be_written_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cache_folder_below_a_file_is_a_problem(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     blocked = tmp_path / "file"
     blocked.write_text("not a folder")
     monkeypatch.setenv("FEDEAS_CACHE", str(blocked / "cache"))
@@ -151,7 +151,7 @@ def test_a_file_in_place_of_a_folder_cannot_be_written_to(tmp_path: Path, monkey
     assert blocked.read_text() == "not a folder"
 
 
-def test_a_full_disk_is_a_problem_and_looking_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_full_disk_is_a_problem_and_checks_write_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FEDEAS_CACHE", str(tmp_path / "not" / "yet"))
     assert only(machine.check_cache_folder).state == "ok"
     assert list(tmp_path.iterdir()) == []
@@ -161,7 +161,7 @@ def test_a_full_disk_is_a_problem_and_looking_leaves_nothing(tmp_path: Path, mon
 
 
 @pytest.mark.parametrize(("kind", "words"), [("nfs4", "other machines"), ("ext4", "local to this machine")])
-def test_the_run_folders_file_system_is_named(
+def test_check_names_the_file_system_of_the_run_folder(
     kind: str, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     part = type("Part", (), {})
@@ -175,7 +175,7 @@ def test_the_run_folders_file_system_is_named(
     assert state.state == "note" and f"on {kind}:" in state.text and words in state.text
 
 
-def test_a_limit_that_is_no_size_is_a_problem(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_check_cache_limit_with_invalid_size_is_a_problem(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("FEDEAS_CACHE", str(tmp_path))
     assert only(machine.check_cache_limit).text.startswith("none; 0 B")
     assert only(machine.check_cache_limit, config(cache_limit="20GB")).state == "ok"
@@ -195,7 +195,7 @@ def test_check_commands_looks_in_this_pythons_folder(tmp_path: Path, monkeypatch
     assert found.fix == f"{tmp_path}/python -m pip install 'flwr[simulation]'"
 
 
-def test_a_busy_port_is_fine_and_a_dead_loopback_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_busy_port_is_ok_and_unusable_loopback_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:
     import flwr.cli.constant as flower
 
     with socket.socket() as other:
@@ -206,7 +206,7 @@ def test_a_busy_port_is_fine_and_a_dead_loopback_is_not(monkeypatch: pytest.Monk
         found = only(federation.check_other_superlink)
         assert found.state == "note" and port in found.text
         assert only(federation.check_port).state == "ok"
-    with socket.socket() as silent:  # a port that is taken and not listened on, so that nobody else does
+    with socket.socket() as silent:  # bound but not listening, so that no other process can use it
         silent.bind(("127.0.0.1", 0))
         for name in ("LOCAL_SUPERLINK_HTTP_API_PORT", "LOCAL_CONTROL_API_PORT"):
             monkeypatch.setattr(flower, name, str(silent.getsockname()[1]))
@@ -220,7 +220,7 @@ def test_a_busy_port_is_fine_and_a_dead_loopback_is_not(monkeypatch: pytest.Monk
     assert dead.state == "problem" and "Cannot assign" in dead.text and "backend=inline" in dead.fix
 
 
-def test_another_ray_is_a_note_and_a_run_does_not_join_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_check_other_ray_notes_a_cluster_not_joined(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
     found = only(federation.check_other_ray)
     assert found.state == "note" and "10.0.0.1:6379" in found.text

@@ -1,4 +1,4 @@
-"""Tiny and read-only filesystems, for who may mount them."""
+"""Tiny and read-only filesystems; mounting them needs a privilege."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Row 10: a client's data change after its plan. It is noticed, and refused by name or planned anew, as configured."""
+"""Row 10: a client's labels change after its plan. As configured, the client is rejected or its plan recomputed."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ KEYS: dict[str, Any] = {"policy": "fedeas", "beta": 2.0, "alpha": 0.5, "particip
 
 
 def lose_samples(monkeypatch: pytest.MonkeyPatch, client: int, kept: int) -> None:
-    """From now on a client holds only its first ``kept`` samples."""
+    """Reduce a client's data to its first ``kept`` samples."""
 
     def changed(config: RunConfig, node: Node) -> FederatedData:
         data = local_data(config, node)
@@ -31,16 +31,18 @@ def lose_samples(monkeypatch: pytest.MonkeyPatch, client: int, kept: int) -> Non
     monkeypatch.setattr(client_app, "local_data", changed)
 
 
-def test_a_client_whose_labels_changed_is_refused_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    keys = {**KEYS, "policy": "none"}  # a plan of nothing is a plan
+def test_changed_labels_are_rejected_and_the_client_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    keys = {**KEYS, "policy": "none"}  # an empty plan counts, too
     finish(quick(tmp_path / "r", rounds=1, **keys))
     lose_samples(monkeypatch, client=2, kept=50)
     with pytest.raises(RunError, match=r"client 2: ValueError: data-change = 'refuse': .* and 50 now") as refused:
         finish(quick(tmp_path / "r", rounds=2, resume=True, **keys))
-    assert "[" not in str(refused.value), "its label counts are nobody's business"
+    assert "[" not in str(refused.value), "the error discloses label counts"
 
 
-def test_or_it_plans_anew(tmp_path: Path, digits_generator: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_changed_labels_are_replanned_if_configured(
+    tmp_path: Path, digits_generator: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     run = finish(quick(tmp_path / "r", rounds=1, data_change="replan", **KEYS))
     before = run.summary()["total_generated"]
     lose_samples(monkeypatch, client=2, kept=50)

@@ -1,4 +1,4 @@
-"""Row 11: hundreds of rounds. What was measured is what docs/reliability.md says; the script works on a short run."""
+"""Row 11: hundreds of rounds. The records agree with docs/reliability.md; the script works on a short run."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[2]
 RECORDS = {"inline": ("launcher MB",), "ray": ("launcher MB", "server MB", "client process MB")}
 
 
-def test_the_slope_is_that_of_the_second_half(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slope_is_measured_over_the_second_half(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(ROOT / "benchmarks")
     from soak import slope
 
@@ -24,7 +24,7 @@ def test_the_slope_is_that_of_the_second_half(monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.mark.parametrize("backend", RECORDS)
-def test_nothing_grew_and_nothing_was_left(backend: str) -> None:
+def test_recorded_soak_has_no_memory_growth_or_leftovers(backend: str) -> None:
     record = json.loads((ROOT / "results" / "soak" / f"{backend}.json").read_text())
     assert record["rounds"] == {"inline": 500, "ray": 50}[backend]
     assert record["failures"] == 0
@@ -37,7 +37,7 @@ def test_nothing_grew_and_nothing_was_left(backend: str) -> None:
 
 
 @pytest.mark.slow
-def test_a_short_soak(tmp_path: Path, digits_generator: Path) -> None:
+def test_soak_script_runs_eight_rounds(tmp_path: Path, digits_generator: Path) -> None:
     command = [sys.executable, str(ROOT / "benchmarks" / "soak.py"), "inline", "--rounds", "8"]
     done = subprocess.run([*command, "--out", str(tmp_path / "r.json")], capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr

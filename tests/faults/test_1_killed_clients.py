@@ -1,4 +1,4 @@
-"""Row 1: client processes are killed with SIGKILL. Work is sent again, or the run stops and says so."""
+"""Row 1: client processes are killed with SIGKILL. Messages are retried, or the run fails with an error."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ pytestmark = pytest.mark.flower
 
 
 class PoolGrid(InlineGrid):
-    """Flower's pool under Ray: client processes on a stack, and a dead one's handle goes back on top.
+    """Flower's actor pool under Ray: a stack of client processes; the handle of a dead one goes back on top.
 
-    A dead process fails at once, a live one takes three times as long.
+    A dead process fails after one time unit, a live one replies after three.
     """
 
     stack: tuple[str, ...] = ("alive", "dead")
     killed_after = 3
-    """Messages that are answered before the dead ones die: the identities of three clients."""
+    """Number of messages that get a reply before the dead processes die: the identity queries of three clients."""
     late_refusals = 0
-    """So many times the dead one fails later than a live one answers all others, as on a busy machine."""
+    """Number of times that the dead process fails later than a live one replies, as on a busy machine."""
 
     def __init__(self, *given: Any, **keys: Any) -> None:
         super().__init__(*given, **keys)
@@ -60,20 +60,20 @@ class PoolGrid(InlineGrid):
                 self.pool.append(process)
 
 
-def test_messages_that_met_a_dead_process_are_sent_until_a_live_one_has_them(tmp_path: Path) -> None:
+def test_messages_are_retried_until_a_live_process_replies(tmp_path: Path) -> None:
     undisturbed, _ = federation(tmp_path / "whole", toy_app()).training.train_round(START)
     made = federation(tmp_path / "killed", toy_app(), PoolGrid)
     state, outcome = made.training.train_round(START)
     assert outcome.failures == []
     assert np.array_equal(state.trainable["w"], undisturbed.trainable["w"])
-    assert made.grid.failed > 2  # type: ignore[attr-defined]  # a lone message, too, met the dead one again
+    assert made.grid.failed > 2  # type: ignore[attr-defined]  # a single message, too, reached it again
 
 
 class BusyPool(PoolGrid):
     late_refusals = 12
 
 
-def test_on_a_busy_machine_a_lone_message_finds_the_live_process_later_but_finds_it(tmp_path: Path) -> None:
+def test_retries_reach_a_live_process_on_a_busy_machine(tmp_path: Path) -> None:
     undisturbed, _ = federation(tmp_path / "whole", toy_app()).training.train_round(START)
     made = federation(tmp_path / "killed", toy_app(), BusyPool)
     state, outcome = made.training.train_round(START)
@@ -83,35 +83,35 @@ def test_on_a_busy_machine_a_lone_message_finds_the_live_process_later_but_finds
 
 
 class StarvedPool(PoolGrid):
-    """The threads that would hand messages to live processes get no turn at first: the dead one takes them all."""
+    """A pool whose dead process gets all messages at first, because the threads of the live ones are not scheduled."""
 
-    vain = 3
+    starved_passes = 3
 
     def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> Iterable[Message]:
-        if self.count < self.killed_after or not self.vain:
+        if self.count < self.killed_after or not self.starved_passes:
             return super().send_and_receive(messages, timeout=timeout)
-        self.vain, hidden, self.pool = self.vain - 1, self.pool, ["dead"]
+        self.starved_passes, hidden, self.pool = self.starved_passes - 1, self.pool, ["dead"]
         replies = list(super().send_and_receive(messages, timeout=timeout))
         self.pool = hidden
         return replies
 
 
-def test_a_dead_process_that_takes_all_messages_for_a_while_is_not_taken_for_all_processes(tmp_path: Path) -> None:
+def test_retries_go_on_while_a_dead_process_gets_all_messages(tmp_path: Path) -> None:
     made = federation(tmp_path, toy_app(), StarvedPool)
     _, outcome = made.training.train_round(START)
-    assert outcome.failures == [] and made.grid.vain == 0  # type: ignore[attr-defined]
+    assert outcome.failures == [] and made.grid.starved_passes == 0  # type: ignore[attr-defined]
 
 
-class LonePool(PoolGrid):
+class DeadPool(PoolGrid):
     stack = ("dead", "dead")
 
 
-def test_without_a_live_process_the_run_stops_as_died_and_never_as_done(tmp_path: Path) -> None:
+def test_round_without_live_processes_raises_processes_died(tmp_path: Path) -> None:
     with pytest.raises(ProcessesDiedError, match=r"round 1: 3 of 3 clients failed .* it died"):
-        federation(tmp_path, toy_app(), LonePool).training.train_round(START)
+        federation(tmp_path, toy_app(), DeadPool).training.train_round(START)
 
 
-def test_a_clients_own_error_is_not_tried_again(tmp_path: Path) -> None:
+def test_error_raised_by_a_client_is_not_retried(tmp_path: Path) -> None:
     tries: list[int] = []
 
     def fail(client: int, message: Message) -> Message | None:
@@ -123,9 +123,7 @@ def test_a_clients_own_error_is_not_tried_again(tmp_path: Path) -> None:
     assert sorted(tries) == [0, 1, 2]
 
 
-def test_the_launcher_goes_on_while_rounds_are_gained_and_gives_up_after_vain_restarts(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_launcher_stops_after_max_restarts_without_progress(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     resumed: list[bool] = []
 
     def dies(config: Any, run: RunDirectory, progress: Any) -> None:
@@ -138,15 +136,15 @@ def test_the_launcher_goes_on_while_rounds_are_gained_and_gives_up_after_vain_re
     monkeypatch.setattr("fedeas_flwr.launch.run._run_ray", dies)
     with pytest.raises(RunError, match="killed"):
         finish(small(tmp_path / "r", backend="ray", restarts=2))
-    assert resumed == [False, *[True] * 5]  # three that gained a round, and three in vain: the first and two restarts
+    assert resumed == [False, *[True] * 5]  # three starts with a new round, three without: one start and two restarts
     assert RunDirectory(tmp_path / "r").status() == ("failed", "killed")
 
 
-# ------------------------------------------------------------------------------------------ for real, under Ray
+# -------------------------------------------------------------------------------------------- real runs, under Ray
 
 
 def client_processes() -> list[psutil.Process]:
-    """The client processes of this test's own run."""
+    """Return the client processes of this test's run."""
     found = []
     for process in psutil.Process().children(recursive=True):
         try:
@@ -171,7 +169,7 @@ def kill_when(ready: Callable[[], bool], whom: Callable[[], list[int]], killed: 
     return thread
 
 
-def training() -> list[int]:
+def training_pids() -> list[int]:
     return [process.pid for process in client_processes() if process.cmdline()[0] == "ray::ClientAppActor.run"]
 
 
@@ -179,9 +177,9 @@ KEYS = {"clients": 6, "rounds": 6, "policy": "none", "local_epochs": 30, "partic
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("nothing_is_left_behind")
+@pytest.mark.usefixtures("no_leftovers")
 @pytest.mark.parametrize("kind", ["one client process", "all client processes", "the server"])
-def test_killed_processes_cost_time_and_nothing_else(tmp_path: Path, kind: str) -> None:
+def test_killed_processes_do_not_change_the_result(tmp_path: Path, kind: str) -> None:
     whole = finish(small(tmp_path / "whole", **KEYS))
     folder, killed = tmp_path / "killed", list[int]()
 
@@ -191,7 +189,7 @@ def test_killed_processes_cost_time_and_nothing_else(tmp_path: Path, kind: str) 
     def whom() -> list[int]:
         if kind == "the server":
             return [p["pid"] for p in RunDirectory(folder).processes() if p["pid"] != os.getpid()]
-        return training()[:1] if kind == "one client process" else [p.pid for p in client_processes()]
+        return training_pids()[:1] if kind == "one client process" else [p.pid for p in client_processes()]
 
     killer = kill_when(third_round, whom, killed)
     run = finish(small(folder, backend="ray", actors=2, **KEYS))
@@ -205,8 +203,8 @@ def test_killed_processes_cost_time_and_nothing_else(tmp_path: Path, kind: str) 
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("nothing_is_left_behind")
-def test_what_dies_every_time_ends_the_run_with_its_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("no_leftovers")
+def test_processes_that_always_die_fail_the_run_and_keep_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(Path(__file__).parents[1] / "helpers")
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[1] / "helpers"))
     run = finish(small(tmp_path / "r", policy="none", rounds=1, model="users_models:that_may_kill"))

@@ -1,4 +1,4 @@
-"""Row 2: clients raise, reply late or not at all. They are recorded by id and reason; the rest is averaged exactly."""
+"""Row 2: clients raise, reply late or not at all. They are recorded with id and reason; the rest is averaged."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from fedeas_flwr.runs.checkpoints import Checkpoint
 
 
 class LateGrid(InlineGrid):
-    """Client 1's replies come one round late, together with the next round's."""
+    """A grid on which client 1's replies arrive one round late."""
 
     late: Message | None = None
 
@@ -34,7 +34,7 @@ class LateGrid(InlineGrid):
             self.late = reply
 
 
-def test_a_late_reply_is_a_missing_one_and_never_the_next_rounds(tmp_path: Path) -> None:
+def test_late_reply_counts_as_missing_and_not_for_the_next_round(tmp_path: Path) -> None:
     made = federation(tmp_path, toy_app(), LateGrid, **{"min-replies": 0.5, "round-timeout": 5})
     state = START
     for number in (1, 2, 3):
@@ -44,8 +44,8 @@ def test_a_late_reply_is_a_missing_one_and_never_the_next_rounds(tmp_path: Path)
         assert state.accepted == {0: number, 2: number}
 
 
-class SlowLink(InlineGrid):
-    """Pushes and pulls as Flower's own grids do; client 1 never replies."""
+class PollingGrid(InlineGrid):
+    """A grid with push and pull like Flower's; client 1 never replies."""
 
     pull_interval = 0.1
 
@@ -59,18 +59,18 @@ class SlowLink(InlineGrid):
 
 
 @pytest.mark.parametrize("jump", [-3600.0, 3600.0])
-def test_a_clock_that_jumps_neither_ends_nor_prolongs_the_wait(
+def test_reply_timeout_ignores_jumps_of_the_system_clock(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, jump: float
 ) -> None:
-    """The time of day jumps at every look; Flower's own wait would end at once, or an hour late."""
-    grid = SlowLink(toy_app(), 3, {})
+    """The clock jumps at every read; Flower's own wait would end at once or an hour late."""
+    grid = PollingGrid(toy_app(), 3, {})
     monkeypatch.setattr(delivery, "InlineGrid", LateGrid)  # this one is to be treated as Flower's
-    looks = 0
+    reads = 0
 
     def jumping() -> float:
-        nonlocal looks
-        looks += 1
-        return 1e9 + jump * looks
+        nonlocal reads
+        reads += 1
+        return 1e9 + jump * reads
 
     monkeypatch.setattr(time, "time", jumping)
     clock = Clock()
@@ -80,16 +80,16 @@ def test_a_clock_that_jumps_neither_ends_nor_prolongs_the_wait(
     assert clock.now == pytest.approx(0.5)
 
 
-class Unregistered(SlowLink):
-    """As Flower's SuperLink, it answers nothing to a message for a node that was just taken off its list."""
+class RejectingGrid(PollingGrid):
+    """Returns an empty id for a message to a node that was just unregistered, as Flower's SuperLink does."""
 
     def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
         out = list(messages)
         return [key if out[i].metadata.dst_node_id != 2 else "" for i, key in enumerate(super().push_messages(out))]
 
 
-def test_a_message_that_the_superlink_does_not_take_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    grid, clock = Unregistered(toy_app(), 3, {}), Clock()
+def test_message_rejected_by_the_superlink_fails_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    grid, clock = RejectingGrid(toy_app(), 3, {}), Clock()
     monkeypatch.setattr(delivery, "InlineGrid", LateGrid)  # this one is to be treated as Flower's
     monkeypatch.setattr(delivery, "time", clock)
     replies = delivery.deliver(grid, [messages.build_query(node, "identity") for node in (1, 2, 3)], 1800.0)
@@ -98,8 +98,8 @@ def test_a_message_that_the_superlink_does_not_take_is_not_waited_for(monkeypatc
     assert not delivery.has_died(replies[2])
 
 
-class Simulated(InlineGrid):
-    """Pushes and pulls as Flower's grid of a simulation does; a reply is there a while after its message."""
+class SimulationGrid(InlineGrid):
+    """A grid with push and pull like Flower's simulation grid; replies are ready after `seconds`."""
 
     pull_interval = 0.1
     seconds, pulls, there_at = 0.2525, 0, 0.0
@@ -115,24 +115,22 @@ class Simulated(InlineGrid):
         return [self.replies[key] for key in message_ids] if self.clock.now >= self.there_at else []
 
     def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> Iterable[Message]:
-        pytest.fail("Flower's own wait looks ten times a second")
+        pytest.fail("Flower's own wait was used, which polls ten times a second")
 
 
 @pytest.mark.parametrize("timeout", [0.0, 30.0])
-def test_replies_within_this_process_are_not_waited_for_in_tenths_of_a_second(
-    monkeypatch: pytest.MonkeyPatch, timeout: float
-) -> None:
-    grid = Simulated(toy_app(), 3, {})
+def test_in_process_replies_are_polled_every_5_ms(monkeypatch: pytest.MonkeyPatch, timeout: float) -> None:
+    grid = SimulationGrid(toy_app(), 3, {})
     grid.clock = Clock()
     monkeypatch.setattr(delivery, "time", grid.clock)
     monkeypatch.setattr(delivery, "InlineGrid", LateGrid)  # this one is to be treated as Flower's
     replies = delivery.deliver(grid, [messages.build_query(node, "identity") for node in (1, 2, 3)], timeout)
     assert sorted(replies) == [1, 2, 3]
-    assert grid.pulls == 52  # at once, and every 5 ms; with Flower's interval it would be 4
+    assert grid.pulls == 52  # at once and every 5 ms; with Flower's interval, 4
 
 
-class Crowd:
-    """Pushes and pulls as Flower's grid of a simulation does; at each look one half of what is waited for is there."""
+class HalfReadyGrid:
+    """A grid with push and pull like Flower's simulation grid; each pull returns half of the outstanding replies."""
 
     pull_interval = 0.1
 
@@ -147,23 +145,23 @@ class Crowd:
         return [Message(RecordDict(), reply_to=self.asked[key]) for key in keys[: -(-len(keys) // 2)]]
 
 
-def test_the_more_replies_are_waited_for_the_rarer_are_the_looks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A look goes through all that is waited for; what counts is how soon the last one is seen."""
-    InlineGrid(toy_app(), 1, {})  # without a grid of ours Flower makes no messages here
-    grid, clock = Crowd(), Clock()
+def test_poll_interval_grows_with_outstanding_replies(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A pull costs time per outstanding reply, and only the delay of the last reply matters."""
+    InlineGrid(toy_app(), 1, {})  # sets the process identity that Flower's messages need
+    grid, clock = HalfReadyGrid(), Clock()
     monkeypatch.setattr(delivery, "time", clock)
     replies = delivery.deliver(grid, [messages.build_query(node, "identity") for node in range(1000)], 0.0)  # type: ignore[arg-type]
     assert sorted(replies) == list(range(1000))
     assert clock.slept == pytest.approx([0.1, 0.05, 0.025, 0.0124, 0.0062, *[0.005] * 4])
 
 
-def test_a_superlink_over_the_network_is_not_asked_more_often(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Distant(Simulated):
+def test_remote_superlink_is_polled_every_3_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
+    class RemoteGrid(SimulationGrid):
         @property
         def pull_interval(self) -> float:
             raise AttributeError("no such thing")
 
-    grid = Distant(toy_app(), 3, {})
+    grid = RemoteGrid(toy_app(), 3, {})
     grid.clock = Clock()
     monkeypatch.setattr(delivery, "time", grid.clock)
     monkeypatch.setattr(delivery, "InlineGrid", LateGrid)
@@ -171,7 +169,7 @@ def test_a_superlink_over_the_network_is_not_asked_more_often(monkeypatch: pytes
     assert grid.clock.slept == [3.0]
 
 
-def failing(rounds: set[int]):
+def fail_in(rounds: set[int]):
     def misbehave(client: int, message: Message) -> Message | None:
         if messages.read_task(message).round in rounds:
             raise ConnectionError("cut off")
@@ -180,23 +178,23 @@ def failing(rounds: set[int]):
     return misbehave
 
 
-def test_everybody_failing_k_rounds_in_a_row_stops_the_run(tmp_path: Path) -> None:
-    made = federation(tmp_path, toy_app(failing({2, 3, 5, 6, 7})), **{"failed-rounds": 3, "rounds": 9})
+def test_run_stops_after_max_consecutive_failed_rounds(tmp_path: Path) -> None:
+    made = federation(tmp_path, toy_app(fail_in({2, 3, 5, 6, 7})), **{"failed-rounds": 3, "rounds": 9})
     with pytest.raises(RunError, match=r"round 7: 3 of 3 clients failed .* ConnectionError: cut off"):
         made.fit(START, lambda trainable, buffers: {"accuracy": float(trainable["w"][0]) / 1024})
     rounds = made.run.rounds()
     assert [len(record["failures"]) for record in rounds] == [0, 3, 3, 0, 3, 3]
     assert [record["clients"] for record in rounds][:3] == [[0, 1, 2], [], []]
     assert rounds[1]["failures"][2] == {"client": 2, "reason": "ConnectionError: cut off"}
-    assert rounds[2]["accuracy"] == rounds[0]["accuracy"] > 0, "a failed round leaves the model as it was"
+    assert rounds[2]["accuracy"] == rounds[0]["accuracy"] > 0, "a failed round changed the model"
     assert rounds[1]["train_loss"] is None
     checkpoint = made.run.load_checkpoint()
     assert isinstance(checkpoint, Checkpoint) and checkpoint.round == 6
     assert np.array_equal(checkpoint.trainable["w"], np.float32([1024 * rounds[0]["accuracy"]] * 2))
 
 
-def test_by_default_the_first_such_round_stops_it(tmp_path: Path) -> None:
-    made = federation(tmp_path, toy_app(failing({2})), rounds=9)
+def test_first_failed_round_stops_the_run_by_default(tmp_path: Path) -> None:
+    made = federation(tmp_path, toy_app(fail_in({2})), rounds=9)
     with pytest.raises(RunError, match="round 2: 3 of 3 clients failed"):
         made.fit(START, lambda trainable, buffers: {"accuracy": 0.5})
     assert json.loads((tmp_path / "rounds.jsonl").read_text().splitlines()[-1])["round"] == 1

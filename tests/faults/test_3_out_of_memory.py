@@ -1,4 +1,4 @@
-"""Row 3: memory runs out in training or generation. The same steps are done in less of it, and that is said once."""
+"""Row 3: memory runs out in training or generation. The same steps are computed in less memory, with one log line."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ from fedeas_flwr.training.objective import Batch
 from fedeas_flwr.training.oom_fallback import accumulate_gradients, checkpoint_activations, full_batch_gradient
 
 
-class Limited(nn.Module):
-    """A network that has memory for so many activations on the way forward, as a GPU does.
+class MemoryLimited(nn.Module):
+    """A network that raises OutOfMemoryError when its forward pass saves more than `most` numbers, like a full GPU.
 
-    What a block keeps for the way back counts until it is used there; what is forgotten does not.
+    Only tensors saved for the backward pass count; with activation checkpointing they are fewer.
     """
 
     def __init__(self, model: nn.Module, most: int) -> None:
@@ -52,7 +52,7 @@ class Limited(nn.Module):
 
 
 def trained(model: Callable[[], nn.Module], monkeypatch: pytest.MonkeyPatch, **keys: Any) -> dict[str, torch.Tensor]:
-    """A round of a client's training by the engine that a run would have."""
+    """Return the state and loss after one round of a client's training with the engine that a run would use."""
     config = parse_config({"policy": "none", "batch-size": 32, "local-epochs": 2, "momentum": 0.9, **keys})
 
     def fresh(_: object) -> nn.Module:
@@ -88,12 +88,12 @@ def functional_dropout() -> nn.Module:
     return WithFunctions(10, (8, 8, 1))
 
 
-def test_a_batch_in_parts_is_the_same_step_and_one_line_says_so(
+def test_gradient_accumulation_takes_the_same_step(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     whole = trained(plain, monkeypatch)
     with caplog.at_level(logging.WARNING, "fedeas_flwr"):
-        less = trained(lambda: Limited(plain(), 40_000), monkeypatch)  # 32 images keep 150,000
+        less = trained(lambda: MemoryLimited(plain(), 40_000), monkeypatch)  # 32 images save 150,000
     assert [record.getMessage() for record in caplog.records] == [
         "out of memory in training (CUDA out of memory. Tried to keep 67728 numbers); "
         "from here on with gradient accumulation over 8 micro-batches"
@@ -102,13 +102,13 @@ def test_a_batch_in_parts_is_the_same_step_and_one_line_says_so(
         assert torch.allclose(value, whole[name.removeprefix("model.")], atol=1e-5), name
 
 
-def test_batchnorm_and_dropout_keep_their_batches_whole(
+def test_batchnorm_and_dropout_use_activation_checkpointing(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Statistics over a part of the batch would be another step: blocks are computed twice instead, to the bit."""
+    """Statistics over a micro-batch would change the step; checkpointing recomputes blocks and is bitwise equal."""
     whole = trained(norm, monkeypatch)
     with caplog.at_level(logging.WARNING, "fedeas_flwr"):
-        less = trained(lambda: Limited(norm(), 20_000), monkeypatch)
+        less = trained(lambda: MemoryLimited(norm(), 20_000), monkeypatch)
     assert [record.getMessage().rpartition("; ")[2] for record in caplog.records] == [
         "from here on with activation checkpointing"
     ]
@@ -117,17 +117,17 @@ def test_batchnorm_and_dropout_keep_their_batches_whole(
         assert torch.equal(value, whole[name.removeprefix("model.")]), name
     for times, (model, most) in enumerate([(dropout, 50_000), (functional_dropout, 22_000)], 2):
         drawn = trained(model, monkeypatch)
-        again = trained(lambda model=model, most=most: Limited(model(), most), monkeypatch)
+        again = trained(lambda model=model, most=most: MemoryLimited(model(), most), monkeypatch)
         assert len(caplog.records) == times
         for name, value in again.items():
             assert torch.equal(value, drawn[name.removeprefix("model.")]), name
 
 
 @pytest.mark.parametrize("strategy", ["fedprox", "moon", "fedmix"])
-def test_algorithms_with_terms_of_their_own_take_the_same_step_in_parts(
+def test_low_memory_modes_keep_the_regularisation_terms(
     strategy: str,
 ) -> None:
-    """A term that no sample is in must count once, not once a part."""
+    """A term that does not depend on samples must count once, not once per micro-batch."""
     torch.manual_seed(0)
     config = parse_config({"strategy": strategy, "fedprox-mu": 0.5, "disclose-mean-images": True, "policy": "none"})
     for model in (plain(), WithFeatures(10, (8, 8, 1))):
@@ -154,11 +154,11 @@ def test_algorithms_with_terms_of_their_own_take_the_same_step_in_parts(
             assert torch.allclose(ours, theirs, atol=1e-5)
 
 
-def test_other_errors_are_no_lack_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_errors_and_hopeless_limits_are_raised(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ArithmeticError, match="out of"):
         trained(lambda: Unlucky(10), monkeypatch)
     with pytest.raises(RuntimeError, match=r"batch-size: no memory to train even .* over 32 micro-batches .* smaller"):
-        trained(lambda: Limited(plain(), 10), monkeypatch)
+        trained(lambda: MemoryLimited(plain(), 10), monkeypatch)
 
 
 ADDRESS_SPACE = """
@@ -185,7 +185,7 @@ print(float(t.trained(Large, MonkeyPatch())["loss"]))
 
 @pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="needs Linux to know how much memory is in use")
-def test_a_process_that_the_system_gives_no_more_memory() -> None:
+def test_training_under_an_address_space_limit_ends_the_same() -> None:
     folders = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "helpers")]
     said = []
     for room in (0, 250_000_000):
@@ -199,9 +199,7 @@ def test_a_process_that_the_system_gives_no_more_memory() -> None:
     assert float(less.stdout) == pytest.approx(float(whole.stdout), rel=1e-4)
 
 
-def test_a_whole_run_that_is_short_of_memory_says_so_in_its_log(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_run_short_of_memory_logs_it_once_and_ends_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(Path(__file__).parent)
     whole = finish(small(tmp_path / "whole", policy="none", rounds=2))
     less = finish(small(tmp_path / "less", policy="none", rounds=2, model="test_3_out_of_memory:small_memory"))
@@ -214,4 +212,4 @@ def test_a_whole_run_that_is_short_of_memory_says_so_in_its_log(
 
 
 def small_memory(num_classes: int, image_shape: tuple[int, int, int]) -> nn.Module:
-    return Limited(plain(), 40_000)
+    return MemoryLimited(plain(), 40_000)

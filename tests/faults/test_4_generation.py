@@ -1,8 +1,7 @@
-"""Row 4: faults of the generator and of its cache. No image is lost, doubled or half there.
+"""Row 4: faults of the generator and of its cache. No image is lost, duplicated or partly written.
 
-Damaged, truncated, lost and foreign shards, and generators that die or lie, are in test_cache.py; a generator killed
-under Ray in test_run_ray.py; a stale key is another generator's folder (test_cache.py); eight writers at once are in
-test_cache_maintenance.py.
+test_cache.py has damaged, truncated and lost shards, stale keys and failing generators; test_run_ray.py a generator
+killed under Ray; test_cache_maintenance.py eight writers at once.
 """
 
 from __future__ import annotations
@@ -44,19 +43,19 @@ def make_and_die(root: Path, step: str) -> None:
 
 
 @pytest.mark.parametrize("step", STEPS)
-def test_a_writer_killed_inside_a_shard_leaves_nothing_half_there(tmp_path: Path, step: str) -> None:
+def test_killed_writer_leaves_no_partial_shard(tmp_path: Path, step: str) -> None:
     writer = forked(make_and_die, tmp_path, step)
     writer.join()
     assert writer.exitcode == -signal.SIGKILL
-    cache, heir = ImageCache(tmp_path), Slow()
+    cache, generator = ImageCache(tmp_path), Slow()
     assert verify(cache)[1] == []
-    images, _, count = cache.ensure(heir, seed=0, client=0, wanted=WANTED)
+    images, _, count = cache.ensure(generator, seed=0, client=0, wanted=WANTED)
     assert sum(WANTED) - 16 <= count <= sum(WANTED) - 8
     assert np.array_equal(images, Fake().sample(ids(0, 0, WANTED)))
     assert not list(tmp_path.rglob(".*.tmp"))
 
 
-def test_a_full_disk_keeps_what_is_whole_and_goes_on_when_there_is_room(tmp_path: Path) -> None:
+def test_full_disk_keeps_complete_shards_and_generation_resumes(tmp_path: Path) -> None:
     with tiny_disk(tmp_path / "disk", "size=24k") as disk:
         cache, slow = ImageCache(disk / "images"), Slow()
         with pytest.raises(OSError, match="No space left") as full:
@@ -64,7 +63,7 @@ def test_a_full_disk_keeps_what_is_whole_and_goes_on_when_there_is_room(tmp_path
         assert full.value.errno == errno.ENOSPC
         checked, damaged = verify(cache)
         assert checked > 0 and damaged == []
-        assert not list(disk.rglob(".*.tmp")), "a half-written file would keep the disk full"
+        assert not list(disk.rglob(".*.tmp")), "a partly written file keeps the disk full"
         there = sum(WANTED) - cache.missing(slow, seed=0, client=0, wanted=WANTED)
         remount(disk, "size=1m")
         images, _, count = cache.ensure(slow, seed=0, client=0, wanted=WANTED)
@@ -73,7 +72,7 @@ def test_a_full_disk_keeps_what_is_whole_and_goes_on_when_there_is_room(tmp_path
 
 
 @pytest.mark.slow
-def test_a_run_whose_images_fill_the_disk_is_one_line_and_resumes(
+def test_run_with_a_full_cache_disk_fails_and_resumes(
     tmp_path: Path, digits_generator: Path, session_cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     keys = {"participation": 1.0, "rounds": 2, "generation_batch": 8}

@@ -1,7 +1,7 @@
-"""Row 5: the server is killed at any moment, also inside the checkpoint's write. A resumed run ends the same.
+"""Row 5: the server is killed at any time, also while it writes a checkpoint. A resumed run ends with the same weights.
 
-A process of its own runs the federation and sends itself SIGKILL at one step of one file's write. That the same holds
-for SIGKILL, SIGTERM and Ctrl-C from outside, with generation, is in test_run_inline.py; under Ray in row 1.
+A separate process runs the federation and sends itself SIGKILL at one step of writing one file. test_run_inline.py
+tests SIGKILL, SIGTERM and Ctrl-C from outside, with generation; row 1 tests runs under Ray.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from runners import finish, quick, weights, with_known_noise
+from runners import finish, quick, weights, with_fixed_noise_key
 from waiting import LONG, wait_until
 
 from fedeas_flwr.common import files
@@ -38,7 +38,7 @@ STATEFUL: dict[str, dict[str, Any]] = {
 
 
 def die_at(name: str, step: str, times: int) -> None:
-    """Kill this process at a step of the write of a file; ``times``: of the how-manieth write of such a file."""
+    """Kill this process at a step of the ``times``-th write of a file of this name."""
     seen = dict.fromkeys(STEPS, 0)
 
     def at(now: str, path: object) -> None:
@@ -61,7 +61,7 @@ def die_at(name: str, step: str, times: int) -> None:
         before(path)
         at("synced" if path.is_file() else "folder synced", path if path.is_file() else last.renamed)
 
-    last = threading.local()  # a checkpoint is written beside the next round's clients, who write too
+    last = threading.local()  # a checkpoint is written while the next round's clients write, too
 
     def rename(source: Any, target: Any) -> None:
         at("about to be renamed", source)
@@ -81,7 +81,7 @@ def run_and_die(folder: Path, keys: dict[str, Any], name: str, step: str, times:
 def forked(target: Any, *given: Any) -> Any:
     """Start a function in a fork of a process that has imported everything and computed nothing.
 
-    A fork of this one would have to do without its threads, and torch would wait for them.
+    A fork of this process would lack its threads, and torch would wait for them.
     """
     forks.set_forkserver_preload(["fedeas_flwr.server_app", "fedeas_flwr.client_app", "fedeas_flwr.launch.run"])
     child = forks.Process(target=target, args=given)
@@ -102,22 +102,22 @@ ALL = [(strategy, step) for strategy in STATEFUL for step in STEPS]
     ("strategy", "step"),
     [case if case in QUICK else pytest.param(*case, marks=pytest.mark.slow) for case in ALL],
 )
-def test_killed_inside_the_checkpoints_write(tmp_path: Path, strategy: str, step: str) -> None:
+def test_server_killed_while_writing_a_checkpoint_resumes(tmp_path: Path, strategy: str, step: str) -> None:
     keys = {**KEYS, "strategy": strategy, **STATEFUL[strategy]}
-    run = RunDirectory(with_known_noise(tmp_path / "r"))
+    run = RunDirectory(with_fixed_noise_key(tmp_path / "r"))
     assert ended_by_kill(forked(run_and_die, run.path, keys, "checkpoint.safetensors", step, 2))
     assert run.state() == "interrupted"
     checkpoint = run.load_checkpoint()
     assert checkpoint is not None
     assert checkpoint.round == (2 if step in ("renamed", "folder synced") else 1)
     resumed = finish(quick(tmp_path / "r", resume=True, **keys))
-    assert weights(resumed) == weights(finish(quick(with_known_noise(tmp_path / "whole"), **keys)))
+    assert weights(resumed) == weights(finish(quick(with_fixed_noise_key(tmp_path / "whole"), **keys)))
     assert [record["round"] for record in resumed.rounds()] == [1, 2, 3, 4]
-    assert not list((tmp_path / "r").glob(".*.tmp")), "what a killed writer left is swept up"
+    assert not list((tmp_path / "r").glob(".*.tmp")), "temporary files of a killed writer are left"
 
 
-def run_and_die_one_round_behind(folder: Path, keys: dict[str, Any], where: str) -> None:
-    """Die in the test of round 2, or between its record and its checkpoint, when round 3's clients have trained."""
+def run_and_die_before_round_2_is_saved(folder: Path, keys: dict[str, Any], where: str) -> None:
+    """Die before round 2's record or between its record and its checkpoint, after round 3's clients have trained."""
     save, record = RunDirectory.save_checkpoint, RunDirectory.append_round
 
     def die(number: int) -> None:
@@ -143,11 +143,11 @@ def run_and_die_one_round_behind(folder: Path, keys: dict[str, Any], where: str)
 @pytest.mark.parametrize(
     "strategy", [s if s == "scaffold" else pytest.param(s, marks=pytest.mark.slow) for s in STATEFUL]
 )
-def test_killed_while_the_next_rounds_clients_have_trained_already(tmp_path: Path, strategy: str, where: str) -> None:
+def test_server_killed_after_next_rounds_clients_trained_resumes(tmp_path: Path, strategy: str, where: str) -> None:
     keys = {**KEYS, "strategy": strategy, **STATEFUL[strategy], "participation": 0.5}
     if strategy == "fedavgm":
         keys |= {"dp": "none", "dp_noise_multiplier": 0.0}
-    assert ended_by_kill(forked(run_and_die_one_round_behind, tmp_path / "r", keys, where))
+    assert ended_by_kill(forked(run_and_die_before_round_2_is_saved, tmp_path / "r", keys, where))
     run = RunDirectory(tmp_path / "r")
     checkpoint = run.load_checkpoint()
     assert checkpoint is not None and checkpoint.round == 1
@@ -162,7 +162,7 @@ def test_killed_while_the_next_rounds_clients_have_trained_already(tmp_path: Pat
 @pytest.mark.slow
 @pytest.mark.parametrize("step", STEPS)
 @pytest.mark.parametrize("name", ["state-00000", "model.safetensors", "summary.json", "status.json", "config.json"])
-def test_killed_inside_any_other_write(tmp_path: Path, name: str, step: str) -> None:
+def test_server_killed_while_writing_any_other_file_resumes(tmp_path: Path, name: str, step: str) -> None:
     keys = {**KEYS, "strategy": "scaffold"}
     times = 3 if name == "state-00000" else 1
     assert ended_by_kill(forked(run_and_die, tmp_path / "r", keys, name, step, times))
@@ -171,7 +171,7 @@ def test_killed_inside_any_other_write(tmp_path: Path, name: str, step: str) -> 
     assert weights(resumed) == weights(finish(quick(tmp_path / "whole", **keys)))
 
 
-def test_a_line_that_was_cut_short_is_done_again(tmp_path: Path) -> None:
+def test_resume_repeats_the_round_of_a_truncated_record(tmp_path: Path) -> None:
     keys = {**KEYS, "strategy": "fedadam"}
     finish(quick(tmp_path / "r", **{**keys, "rounds": 2}))
     with (tmp_path / "r" / "rounds.jsonl").open("a") as file:
@@ -180,8 +180,8 @@ def test_a_line_that_was_cut_short_is_done_again(tmp_path: Path) -> None:
     assert weights(resumed) == weights(finish(quick(tmp_path / "whole", **keys)))
 
 
-def go_on_to(rounds: int, folder: Path, keys: dict[str, Any]) -> None:
-    """Go on up to a round, and wait there to be killed."""
+def run_to_round_and_wait(rounds: int, folder: Path, keys: dict[str, Any]) -> None:
+    """Start or resume a run and pause it after ``rounds`` rounds, to be killed."""
     train_round = TrainingRounds.train_round
 
     def held(self: TrainingRounds, state: Checkpoint) -> Any:
@@ -194,14 +194,14 @@ def go_on_to(rounds: int, folder: Path, keys: dict[str, Any]) -> None:
 
 
 @pytest.mark.slow
-def test_killed_again_and_again_at_random_moments(tmp_path: Path) -> None:
+def test_server_killed_repeatedly_at_random_times_resumes(tmp_path: Path) -> None:
     draws, run = random.Random(7), RunDirectory(tmp_path / "r")
     keys = {**KEYS, "strategy": "scaffold", "rounds": 12, "checkpoint_every": 2}
     whole = finish(quick(tmp_path / "whole", **keys))
     for life in range(10):
-        child = forked(go_on_to, life + 2, run.path, keys)
-        if life % 2:  # some may be killed before they have begun, but not all
-            wait_until(lambda life=life: len(run.rounds()) > life, "another round is done")
+        child = forked(run_to_round_and_wait, life + 2, run.path, keys)
+        if life % 2:  # half of the processes may be killed before they start
+            wait_until(lambda life=life: len(run.rounds()) > life, "another round is recorded")
         child.join(draws.uniform(0.0, 0.2 if life % 2 else 1.0))
         child.kill()
         assert ended_by_kill(child)

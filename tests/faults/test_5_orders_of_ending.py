@@ -1,7 +1,7 @@
-"""Row 5: tests, interruptions, errors and kills in every order that was thought of.
+"""Row 5: evaluations, interrupts, errors and kills in different orders.
 
-A round's test, record and checkpoint go on beside the next round. However a run ends, what it left behind must belong
-together: a checkpoint, the records up to it, and the clients' states of that very round.
+A round's evaluation, record and checkpoint run during the next round. However a run ends, its files must be
+consistent: a checkpoint, the records up to its round, and the client states of that round.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any, cast
 import pytest
 from flwr.app import Context, Message, RecordDict
 from flwr.serverapp import Grid
-from runners import finish, hand_models_over, quick, weights
+from runners import finish, pass_models_by_reference, quick, weights
 from test_5_killed_server import forked
 from test_federation import START, federation, toy_app
 from waiting import LONG, wait_until
@@ -42,52 +42,52 @@ KEYS: dict[str, Any] = {"policy": "none", "strategy": "scaffold", "participation
 
 
 @pytest.fixture
-def live_or_not(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Clients that keep their states on disk, or in memory up to the next checkpoint as on a GPU."""
+def states_in_memory(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keep client states on disk or, if the parameter is true, in memory until the next checkpoint as on a GPU."""
     if request.param:
-        hand_models_over(monkeypatch)
+        pass_models_by_reference(monkeypatch)
 
 
 @pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """The weights of a run that nothing happened to, however often it writes checkpoints."""
-    return weights(finish(quick(tmp_path_factory.mktemp("undisturbed") / "whole", **KEYS)))
+def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Return the weights of an uninterrupted run; they do not depend on `checkpoint-every`."""
+    return weights(finish(quick(tmp_path_factory.mktemp("uninterrupted") / "whole", **KEYS)))
 
 
-def resumes_to_the_same(folder: Path, undisturbed: str, keys: dict[str, Any]) -> None:
-    """The run goes on, and ends with the weights and the records of one that nothing happened to."""
+def assert_resumes_to_same_weights(folder: Path, uninterrupted: str, keys: dict[str, Any]) -> None:
+    """Resume the run and compare its weights and records with those of an uninterrupted one."""
     resumed = finish(quick(folder, resume=True, **keys))
-    assert weights(resumed) == undisturbed
+    assert weights(resumed) == uninterrupted
     assert [record["round"] for record in resumed.rounds()] == list(range(1, keys["rounds"] + 1))
 
 
-def broken_test(monkeypatch: pytest.MonkeyPatch, number: int, when: threading.Event) -> None:
-    """Let the test of one round fail, after ``when``."""
+def break_evaluation(monkeypatch: pytest.MonkeyPatch, number: int, when: threading.Event) -> None:
+    """Let the evaluation of one round fail, after ``when`` is set."""
     central_test = evaluation.central_test
 
     def central(*given: Any) -> Evaluate:
-        working, tested = central_test(*given), []
+        working, evaluated = central_test(*given), []
 
-        def test(trainable: Arrays, buffers: Arrays) -> dict[str, Any]:
-            tested.append(1)
-            if len(tested) == number:
+        def evaluate(trainable: Arrays, buffers: Arrays) -> dict[str, Any]:
+            evaluated.append(1)
+            if len(evaluated) == number:
                 when.wait(LONG)
                 raise RunError("the test images are gone")
             return working(trainable, buffers)
 
-        return test
+        return evaluate
 
     monkeypatch.setattr(server_app, "central_test", central)
 
 
-@pytest.mark.parametrize("live_or_not", [False, True], indirect=True)
+@pytest.mark.parametrize("states_in_memory", [False, True], indirect=True)
 @pytest.mark.parametrize("checkpoint_every", [1, 2, 50])
 @pytest.mark.parametrize("interrupted", [True, False])
-@pytest.mark.usefixtures("live_or_not")
-def test_a_failed_test_while_the_next_rounds_clients_have_trained(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, undisturbed: str, checkpoint_every: int, interrupted: bool
+@pytest.mark.usefixtures("states_in_memory")
+def test_failed_evaluation_after_next_rounds_training_resumes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, uninterrupted: str, checkpoint_every: int, interrupted: bool
 ) -> None:
-    """The round before the failed one is recorded, but its clients' states are gone: it must not be checkpointed."""
+    """The round before the failed one is recorded, but its client states are gone, so it must not be checkpointed."""
     keys = {**KEYS, "checkpoint_every": checkpoint_every}
     train_round, trained = TrainingRounds.train_round, threading.Event()
 
@@ -100,7 +100,7 @@ def test_a_failed_test_while_the_next_rounds_clients_have_trained(
         return outcome
 
     with monkeypatch.context() as meanwhile:
-        broken_test(meanwhile, 4, trained)
+        break_evaluation(meanwhile, 4, trained)
         meanwhile.setattr(TrainingRounds, "train_round", train)
         with pytest.raises(KeyboardInterrupt if interrupted else RunError):
             finish(quick(tmp_path / "r", **keys))
@@ -109,14 +109,14 @@ def test_a_failed_test_while_the_next_rounds_clients_have_trained(
     assert [record["round"] for record in stopped.rounds()] == [1, 2, 3]
     checkpoint = stopped.load_checkpoint()
     assert (checkpoint.round if checkpoint else 0) == {1: 3, 2: 2, 50: 0}[checkpoint_every]
-    resumes_to_the_same(tmp_path / "r", undisturbed, keys)
+    assert_resumes_to_same_weights(tmp_path / "r", uninterrupted, keys)
 
 
-@pytest.mark.parametrize("live_or_not", [False, True], indirect=True)
+@pytest.mark.parametrize("states_in_memory", [False, True], indirect=True)
 @pytest.mark.parametrize("error", [RunError("below the quorum"), ProcessesDiedError("killed"), SystemExit(0)])
-@pytest.mark.usefixtures("live_or_not")
-def test_an_error_keeps_every_round_that_is_done_however_rare_checkpoints_are(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, undisturbed: str, error: BaseException
+@pytest.mark.usefixtures("states_in_memory")
+def test_error_checkpoints_the_last_finished_round(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, uninterrupted: str, error: BaseException
 ) -> None:
     keys = {**KEYS, "checkpoint_every": 50}
     train_round = TrainingRounds.train_round
@@ -132,11 +132,11 @@ def test_an_error_keeps_every_round_that_is_done_however_rare_checkpoints_are(
         finish(quick(tmp_path / "r", **keys))
     checkpoint = RunDirectory(tmp_path / "r").load_checkpoint()
     assert checkpoint is not None and checkpoint.round == 4
-    resumes_to_the_same(tmp_path / "r", undisturbed, keys)
+    assert_resumes_to_same_weights(tmp_path / "r", uninterrupted, keys)
 
 
 @pytest.mark.parametrize("ending", [KeyboardInterrupt, RunError("below the quorum")])
-def test_what_ended_a_run_is_told_also_where_the_last_checkpoint_cannot_be_written(
+def test_run_error_is_raised_if_last_checkpoint_write_fails(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ending: Any
 ) -> None:
     said: list[str] = []
@@ -161,12 +161,11 @@ def test_what_ended_a_run_is_told_also_where_the_last_checkpoint_cannot_be_writt
 
 
 WHERE: list[set[str]] = [set(), {"__exit__", "result"}, {"__exit__", "shutdown", "join"}, set()]
-"""What the main thread is in when Ctrl-C comes: anything of round 4, `BackgroundTask`'s two waits, anything after
-them."""
+"""Functions the main thread is in at each Ctrl-C: any of round 4, `BackgroundTask`'s two waits, any after them."""
 
 
-def main_is_in(functions: set[str]) -> bool:
-    """Whether the main thread is in calls of functions of these names."""
+def main_thread_is_in(functions: set[str]) -> bool:
+    """Return whether functions of all these names are on the main thread's stack."""
     frame, found = sys._current_frames()[threading.main_thread().ident or 0], set[str]()
     while frame is not None:
         found.add(frame.f_code.co_name)
@@ -174,82 +173,82 @@ def main_is_in(functions: set[str]) -> bool:
     return functions <= found
 
 
-def interrupted_again_and_again(folder: Path, keys: dict[str, Any], times: int) -> None:
-    """Ctrl-C in round 4, and again while the test of round 3 is waited for, and again."""
-    heard, nobody_waits = list[int](), threading.Event()
+def run_and_interrupt(folder: Path, keys: dict[str, Any], times: int) -> None:
+    """Send Ctrl-C ``times`` times: in round 4, then while the server waits for round 3's evaluation."""
+    delivered, released = list[int](), threading.Event()
     central_test = evaluation.central_test
 
     def hear(number: int, frame: object) -> None:
-        heard.append(number)
+        delivered.append(number)
         raise KeyboardInterrupt
 
     signal.signal(signal.SIGINT, hear)
     signal.signal(signal.SIGUSR1, lambda number, frame: None)
 
-    def is_heard(before: int) -> bool:
-        # A signal that comes just before the main thread begins to wait for a lock is heard when that wait is
-        # interrupted or over: another one that means nothing interrupts it.
+    def is_delivered(before: int) -> bool:
+        # A signal just before the main thread waits for a lock is handled only when that wait ends or is
+        # interrupted; another signal, without effect, interrupts it.
         signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGUSR1)
-        return len(heard) > before
+        return len(delivered) > before
 
     def central(*given: Any) -> Evaluate:
-        working, tested = central_test(*given), []
+        working, evaluated = central_test(*given), []
 
-        def test(trainable: Arrays, buffers: Arrays) -> dict[str, Any]:
-            tested.append(1)
-            if len(tested) == 3:
-                wait_until(lambda: len(list(folder.glob("clients/*/state-000004.*"))) == 4, "all have trained")
+        def evaluate(trainable: Arrays, buffers: Arrays) -> dict[str, Any]:
+            evaluated.append(1)
+            if len(evaluated) == 3:
+                wait_until(lambda: len(list(folder.glob("clients/*/state-000004.*"))) == 4, "all clients have trained")
                 for where in WHERE[:times]:
-                    wait_until(lambda where=where: main_is_in(where), f"it is in {where}")
-                    before = len(heard)
+                    wait_until(lambda where=where: main_thread_is_in(where), f"the main thread is in {where}")
+                    before = len(delivered)
                     os.kill(os.getpid(), signal.SIGINT)
-                    wait_until(lambda before=before: is_heard(before), "it is heard")
+                    wait_until(lambda before=before: is_delivered(before), "Ctrl-C is delivered")
                 if times > 2:
-                    nobody_waits.wait(LONG)
+                    released.wait(LONG)
                     raise RunError("the process has ended")
             return working(trainable, buffers)
 
-        return test
+        return evaluate
 
     server_app.central_test = central
     try:
         finish(quick(folder, **keys))
     finally:
-        nobody_waits.set()
+        released.set()
 
 
 @pytest.mark.parametrize("times", [1, 2, 3, 4])
 @pytest.mark.parametrize("checkpoint_every", [pytest.param(1, marks=pytest.mark.slow), 50])
-def test_ctrl_c_again_and_again_leaves_what_can_be_resumed(
-    tmp_path: Path, undisturbed: str, times: int, checkpoint_every: int
+def test_repeated_ctrl_c_leaves_a_resumable_run(
+    tmp_path: Path, uninterrupted: str, times: int, checkpoint_every: int
 ) -> None:
     keys = {**KEYS, "checkpoint_every": checkpoint_every}
-    child = forked(interrupted_again_and_again, tmp_path / "r", keys, times)
+    child = forked(run_and_interrupt, tmp_path / "r", keys, times)
     child.join(LONG)
     assert child.exitcode == 1
     stopped = RunDirectory(tmp_path / "r")
     assert stopped.state() == "interrupted"
     checkpoint = stopped.load_checkpoint()
     if times <= 2:
-        assert [record["round"] for record in stopped.rounds()] == [1, 2, 3], "the test was let to its end"
+        assert [record["round"] for record in stopped.rounds()] == [1, 2, 3], (
+            "the server did not wait for the evaluation"
+        )
         assert checkpoint is not None and checkpoint.round == 3
-    else:  # nobody waited for the test
+    else:  # the server did not wait for the evaluation
         assert (checkpoint.round if checkpoint else 0) == {1: 2, 50: 0}[checkpoint_every]
-    resumes_to_the_same(tmp_path / "r", undisturbed, keys)
+    assert_resumes_to_same_weights(tmp_path / "r", uninterrupted, keys)
 
 
-def test_a_failed_test_is_said_at_once_though_the_round_goes_on(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Clients may take hours, and no grid can be told to stop waiting for them."""
-    said, heard = threading.Event(), list[bool]()
+def test_failed_evaluation_is_logged_before_the_round_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Clients may take hours, and no grid can stop waiting for them."""
+    said, in_time = threading.Event(), list[bool]()
 
-    def test(trainable: Arrays, buffers: Arrays) -> dict[str, Any]:
+    def evaluate(trainable: Arrays, buffers: Arrays) -> dict[str, Any]:
         raise RunError("the test images are gone")
 
     def listen(client: int, message: Message) -> Message | None:
         if messages.read_task(message).round == 2:
-            heard.append(said.wait(LONG))
+            in_time.append(said.wait(LONG))
         return None
 
     def log(level: int, text: str, *given: Any) -> None:
@@ -258,15 +257,15 @@ def test_a_failed_test_is_said_at_once_though_the_round_goes_on(
 
     monkeypatch.setattr(loop, "log", log)
     with pytest.raises(RunError, match="the test images are gone"):
-        federation(tmp_path, toy_app(listen), rounds=5).fit(START, test)
-    assert heard == [True] * 3
+        federation(tmp_path, toy_app(listen), rounds=5).fit(START, evaluate)
+    assert in_time == [True] * 3
 
 
 # ------------------------------------------------------------------------------------------------ late clients
 
 
-def test_a_client_that_ends_a_round_late_does_not_drop_a_later_rounds_state(tmp_path: Path) -> None:
-    """Under Ray another process trains the same client meanwhile: round 4 timed out here, and round 5 was accepted."""
+def test_late_client_does_not_drop_a_later_rounds_state(tmp_path: Path) -> None:
+    """Under Ray another process may train the same client: round 4 timed out here, and round 5 was accepted."""
     store = ClientStore(tmp_path)
     store.save(3, ClientState((3,)), (2, 2))
     store.save(5, ClientState((5,)), (3, 3))
@@ -280,8 +279,8 @@ def test_a_client_that_ends_a_round_late_does_not_drop_a_later_rounds_state(tmp_
 
 
 @pytest.mark.parametrize("damage", ["a line", "the last line", "all", "the file"])
-def test_records_that_are_gone_are_not_made_fewer_by_resuming(tmp_path: Path, damage: str) -> None:
-    """A damaged line in the middle once cost all that came after it, without a word."""
+def test_resume_with_damaged_records_is_rejected_unchanged(tmp_path: Path, damage: str) -> None:
+    """A damaged line must not silently drop the records after it."""
     finish(quick(tmp_path / "r", **{**KEYS, "rounds": 3}))
     path = tmp_path / "r" / "rounds.jsonl"
     lines = path.read_text().splitlines(keepends=True)
@@ -295,12 +294,12 @@ def test_records_that_are_gone_are_not_made_fewer_by_resuming(tmp_path: Path, da
     good = {"a line": "1 valid record", "the last line": "2 valid records"}.get(damage, "0 valid records")
     with pytest.raises(RunError, match=rf"rounds\.jsonl holds {good}, but the checkpoint is of round 3"):
         finish(quick(tmp_path / "r", resume=True, **KEYS))
-    assert damage == "the file" or path.read_text() == "".join(damaged), "nothing more was lost"
+    assert damage == "the file" or path.read_text() == "".join(damaged), "records were dropped"
 
 
 @pytest.mark.parametrize("resume", [False, True])
-def test_a_folder_that_another_process_runs_in_is_refused(tmp_path: Path, resume: bool) -> None:
-    """Also between its first moment and its first round."""
+def test_folder_of_a_running_process_is_rejected(tmp_path: Path, resume: bool) -> None:
+    """This holds from the start of that process, also before its first round."""
     if resume:
         finish(quick(tmp_path / "r", **{**KEYS, "rounds": 1}))
     run = RunDirectory(tmp_path / "r")
@@ -312,7 +311,7 @@ def test_a_folder_that_another_process_runs_in_is_refused(tmp_path: Path, resume
         with pytest.raises(RunError, match=rf"^{tmp_path}/r is still running, in process {other.pid}$"):
             finish(quick(tmp_path / "r", resume=resume, **KEYS))
         with pytest.raises(RunError, match="is still running, in process"):
-            as_flwr_run_does(quick(tmp_path / "r", resume=resume, **KEYS))
+            start_server_app(quick(tmp_path / "r", resume=resume, **KEYS))
         assert {path.name: path.read_bytes() for path in run.path.glob("*.json*")} == before
     finally:
         other.kill()
@@ -320,33 +319,33 @@ def test_a_folder_that_another_process_runs_in_is_refused(tmp_path: Path, resume
     assert finish(quick(tmp_path / "r", resume=resume, **{**KEYS, "rounds": 2})).summary()["rounds"] == 2
 
 
-def as_flwr_run_does(config: RunConfig, nodes: int = 4) -> None:
-    """Start the ServerApp itself, without `fedeas run` before it."""
+def start_server_app(config: RunConfig, nodes: int = 4) -> None:
+    """Start the ServerApp directly, as `flwr run` does."""
     values = config.to_user_dict()
     context = Context(run_id=1, node_id=0, node_config={}, state=RecordDict(), run_config=values)
     server_app.app(InlineGrid(client_app.app, nodes, values), context)
 
 
-def test_a_run_is_not_resumed_by_a_federation_of_another_size(tmp_path: Path) -> None:
-    """Where the config leaves the number to the federation, as under `flwr run`."""
+def test_resume_with_another_number_of_nodes_is_rejected(tmp_path: Path) -> None:
+    """The config leaves the number of clients to the federation, as under `flwr run`."""
     keys = {**KEYS, "clients": 0, "node_wait": 0}
-    as_flwr_run_does(quick(tmp_path / "r", **{**keys, "rounds": 1}))
+    start_server_app(quick(tmp_path / "r", **{**keys, "rounds": 1}))
     with pytest.raises(RunError, match="one of 6 partitions, but the federation has 4 clients"):
-        as_flwr_run_does(quick(tmp_path / "r", resume=True, **keys), nodes=6)
+        start_server_app(quick(tmp_path / "r", resume=True, **keys), nodes=6)
     run = RunDirectory(tmp_path / "r")
     assert run.config().clients == 4 and len(run.rounds()) == 1
-    as_flwr_run_does(quick(tmp_path / "r", resume=True, **{**keys, "rounds": 2}))
+    start_server_app(quick(tmp_path / "r", resume=True, **{**keys, "rounds": 2}))
     assert run.state() == "finished" and len(run.rounds()) == 2
 
 
-# ------------------------------------------------------------------------------------------- leaving by the door
+# --------------------------------------------------------------------------------------------- SystemExit, errors
 
 
 @pytest.mark.parametrize("code", [0, 3])
-def test_a_model_that_leaves_the_interpreter_is_a_client_that_failed(
+def test_client_that_exits_the_interpreter_counts_as_failed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int
 ) -> None:
-    """Inline it would end the whole run, and with code 0 as if it had succeeded."""
+    """Inline, it would otherwise end the whole run, with code 0 as if it had succeeded."""
 
     def leave(*given: Any) -> Any:
         raise SystemExit(code)
@@ -357,10 +356,8 @@ def test_a_model_that_leaves_the_interpreter_is_a_client_that_failed(
     assert RunDirectory(tmp_path / "r").status()[0] == "failed"
 
 
-def test_a_server_that_is_told_to_leave_was_interrupted_and_did_not_fail(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Flower's processes answer SIGTERM and Ctrl-C by leaving the interpreter with code 0."""
+def test_server_that_exits_with_code_0_is_interrupted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Flower's processes handle SIGTERM and Ctrl-C by exiting with code 0."""
 
     def leave(self: TrainingRounds, state: Checkpoint) -> Any:
         raise SystemExit(0)
@@ -371,9 +368,7 @@ def test_a_server_that_is_told_to_leave_was_interrupted_and_did_not_fail(
     assert RunDirectory(tmp_path / "r").state() == "interrupted"
 
 
-def test_an_error_nobody_foresaw_is_one_line_with_its_traceback_in_the_log(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_unexpected_error_is_one_line_and_traceback_is_logged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(self: TrainingRounds, state: Checkpoint) -> Any:
         raise TypeError("two\nlines")
 
@@ -386,11 +381,11 @@ def test_an_error_nobody_foresaw_is_one_line_with_its_traceback_in_the_log(
 @pytest.mark.parametrize(
     "error", [ConfigError("beta = -1: must be 0 or more"), RunError("no"), TypeError("two\nlines")]
 )
-def test_flower_logs_a_traceback_only_of_what_nobody_foresaw(
+def test_flower_logs_tracebacks_only_of_unexpected_errors(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:
-    """Flower logs what the ServerApp raises after it has raised it, under `flwr run`."""
-    foreseen, logger = not isinstance(error, TypeError), logging.getLogger("flwr")
+    """Under `flwr run`, Flower logs what the ServerApp has raised."""
+    expected, logger = not isinstance(error, TypeError), logging.getLogger("flwr")
     monkeypatch.setattr(logger, "filters", [])
     with server_app.user_errors_in_one_line(cast(Grid, None)):
         assert logger.filters == []
@@ -398,5 +393,5 @@ def test_flower_logs_a_traceback_only_of_what_nobody_foresaw(
         raise error
     logging.getLogger("flwr").error("%s raised an exception", "Simulation", exc_info=error)
     (record,) = caplog.records
-    assert (record.exc_info is None) == foreseen
-    assert record.getMessage() == "Simulation raised an exception" + (f": {error}" if foreseen else "")
+    assert (record.exc_info is None) == expected
+    assert record.getMessage() == "Simulation raised an exception" + (f": {error}" if expected else "")

@@ -1,7 +1,7 @@
-"""Row 6: replies that must not reach the global model are refused by name and counted; the rest is averaged as ever.
+"""Row 6: invalid replies are rejected with a reason and recorded; the rest is averaged.
 
-That every kind of bad array and number is refused is in test_messages.py; here are the caps before decoding, the bounds
-that follow from what a client declared, and false answers in the plan round.
+test_messages.py tests every kind of invalid array and number; this file tests the limits before decoding, the bounds
+from a client's declared sample count, and false replies to plan queries.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ from fedeas_flwr.strategies.registry import build_strategy
 
 @pytest.fixture(autouse=True)
 def identity() -> None:
-    """Flower messages need to know whose they are."""
+    """Set the process identity that Flower needs to create messages."""
     InlineGrid(client_app.app, 1, {})
 
 
-def app_with(spoil: Callable[[RecordDict], None]) -> ClientApp:
-    """Clients with the arrays of test_messages.py, each its own constant; client 1's reply is spoiled."""
+def app_with(corrupt: Callable[[RecordDict], None]) -> ClientApp:
+    """Return clients that reply with constant arrays of test_messages.py; ``corrupt`` changes client 1's reply."""
     app = ClientApp()
 
     @app.query()
@@ -61,7 +61,7 @@ def app_with(spoil: Callable[[RecordDict], None]) -> ClientApp:
         made = messages.train_reply(message, report, arrays, COUNTERS, {})
         content = RecordDict(dict(made.content.items()))
         if client == 1:
-            spoil(content)
+            corrupt(content)
         made.content = content
         return made
 
@@ -69,10 +69,10 @@ def app_with(spoil: Callable[[RecordDict], None]) -> ClientApp:
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_one_bad_reply_of_any_kind_leaves_the_average_of_the_rest(tmp_path: Path, name: str) -> None:
-    spoil, reason = BAD[name]
+def test_invalid_reply_is_excluded_from_the_average(tmp_path: Path, name: str) -> None:
+    corrupt, reason = BAD[name]
     start = Checkpoint(0, {k: np.zeros_like(v) for k, v in TRAINABLE.items()}, dict(COUNTERS))
-    state, outcome = federation(tmp_path, app_with(spoil), **{"min-replies": 0.5}).training.train_round(start)
+    state, outcome = federation(tmp_path, app_with(corrupt), **{"min-replies": 0.5}).training.train_round(start)
     for array in state.trainable.values():
         assert array == pytest.approx((30 * 1.0 + 60 * 2.0) / 90)
     (failure,) = outcome.failures
@@ -82,7 +82,7 @@ def test_one_bad_reply_of_any_kind_leaves_the_average_of_the_rest(tmp_path: Path
 
 
 def encoded_as(data: bytes, stype: str = "numpy.ndarray") -> Message:
-    """A reply whose array w says that it is float32 [2, 3] and is these bytes."""
+    """Return a reply whose array w declares float32 [2, 3] and holds these bytes."""
     message = reply()
     arrays = dict(message.content.array_records[ARRAYS].items())
     arrays["w"] = Array(dtype="float32", shape=(2, 3), stype=stype, data=data)
@@ -95,7 +95,7 @@ def npy_header(text: str) -> bytes:
     return b"\x93NUMPY\x01\x00" + struct.pack("<H", len(body)) + body
 
 
-def test_oversized_arrays_are_refused_before_they_are_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_oversized_arrays_are_rejected_before_decoding(monkeypatch: pytest.MonkeyPatch) -> None:
     buffer = io.BytesIO()
     np.save(buffer, np.zeros(2**20, np.float32))
     monkeypatch.setattr(records, "read_array", lambda data: pytest.fail("decoded"))
@@ -114,7 +114,7 @@ def test_oversized_arrays_are_refused_before_they_are_decoded(monkeypatch: pytes
         (b"", "cannot be decoded"),
     ],
 )
-def test_a_few_bytes_that_claim_to_be_terabytes_take_no_memory(data: bytes, reason: str) -> None:
+def test_header_that_claims_terabytes_allocates_no_memory(data: bytes, reason: str) -> None:
     before, began = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.thread_time()
     with pytest.raises(MessageError, match=reason):
         read(encoded_as(data))
@@ -122,14 +122,14 @@ def test_a_few_bytes_that_claim_to_be_terabytes_take_no_memory(data: bytes, reas
     assert time.thread_time() - began < 1
 
 
-def test_an_unknown_encoding_and_an_endless_reason_are_cut_short() -> None:
+def test_unknown_encoding_and_long_reason_are_truncated() -> None:
     with pytest.raises(MessageError, match="its encoding is 'cloudpickle"):
         read(encoded_as(b"x", stype="cloudpickle" * 1000))
     failed = Message(Error(1, "x" * 10**7), reply_to=reply())
     assert len(messages.failure_reason(failed)) == 600
 
 
-# ------------------------------------------------------------------------------------- what was declared once
+# ------------------------------------------------------------------------------------- declared sample counts
 
 
 @pytest.mark.parametrize(
@@ -140,7 +140,7 @@ def test_an_unknown_encoding_and_an_endless_reason_are_cut_short() -> None:
         (10**7, {"data-change": "replan", "max-examples": 1000}, "num-examples = 10000000, but max-examples = 1000"),
     ],
 )
-def test_a_weight_is_held_to_what_was_declared(
+def test_weight_must_equal_the_declared_sample_count(
     tmp_path: Path, examples: int, keys: dict[str, Any], reason: str
 ) -> None:
     def inflate(client: int, message: Message) -> Message | None:
@@ -155,34 +155,34 @@ def test_a_weight_is_held_to_what_was_declared(
     assert state.trainable["w"] == pytest.approx((30 * 1.0 + 60 * 2.0) / 90)
 
 
-def test_images_beyond_any_plan_are_refused(tmp_path: Path) -> None:
-    def boast(client: int, message: Message) -> Message | None:
+def test_generated_count_beyond_any_plan_is_rejected(tmp_path: Path) -> None:
+    def overstate(client: int, message: Message) -> Message | None:
         if client != 1:
             return None
         report = TrainReport(1, 10, 0.0, 1, 10**9, 0, 0.0, 0.0)
         return messages.train_reply(message, report, {"w": np.zeros(2, np.float32)}, dict(START.buffers), {})
 
-    _, outcome = federation(tmp_path, toy_app(boast), **{"min-replies": 0.5}).training.train_round(START)
+    _, outcome = federation(tmp_path, toy_app(overstate), **{"min-replies": 0.5}).training.train_round(START)
     assert outcome.failures == [{"client": 1, "reason": "generated = 1000000000, but its plan cannot exceed 60"}]
 
 
-def liar(lies: dict[str, dict[str, int]]) -> ClientApp:
-    """The real clients, of which client 1 answers queries as ``lies`` says."""
+def app_with_false_replies(false_replies: dict[str, dict[str, int]]) -> ClientApp:
+    """Return the real clients, except that client 1's query replies hold the values in ``false_replies``."""
     app = ClientApp()
 
     @app.query()
     def query(message: Message, context: Context) -> Message:
         found = client_app.query(message, context)
         question, _ = messages.read_question(message)
-        if context.node_config["partition-id"] == 1 and question in lies:
-            numbers = {**dict(found.content.metric_records[METRICS]), **lies[question]}
+        if context.node_config["partition-id"] == 1 and question in false_replies:
+            numbers = {**dict(found.content.metric_records[METRICS]), **false_replies[question]}
             found.content[METRICS] = MetricRecord(numbers)
         return found
 
     return app
 
 
-LIES = {
+FALSE_REPLIES = {
     "total": {"plan": {"total": 2**50}},
     "absent": {"plan": {"absent": 11}},
     "another's id": {"plan": {"client-id": 0}},
@@ -190,12 +190,12 @@ LIES = {
 }
 
 
-@pytest.mark.parametrize("lie", LIES)
-def test_a_false_total_costs_the_liar_its_share_and_nobody_else(tmp_path: Path, lie: str) -> None:
-    policy = "waterfill" if lie == "count" else "missing-only"
+@pytest.mark.parametrize("false_reply", FALSE_REPLIES)
+def test_false_plan_reply_costs_only_that_client_its_share(tmp_path: Path, false_reply: str) -> None:
+    policy = "waterfill" if false_reply == "count" else "missing-only"
     config = parse_config({"clients": 4, "policy": policy, "beta": 4.0, "run-dir": str(tmp_path)})
     made = Federation(
-        InlineGrid(liar(LIES[lie]), 4, config.to_user_dict()),
+        InlineGrid(app_with_false_replies(FALSE_REPLIES[false_reply]), 4, config.to_user_dict()),
         config,
         build_strategy(config),
         RunDirectory.start(config, {}),
@@ -206,7 +206,7 @@ def test_a_false_total_costs_the_liar_its_share_and_nobody_else(tmp_path: Path, 
     counts = planned_counts(config, 4)
     honest = [0, 2, 3]
     total = allocate(counts[honest], "fedeas", beta=4.0).sum()
-    if lie == "count":  # its total was believed before it lied about a count
+    if false_reply == "count":  # its total was accepted before its count was rejected
         total += allocate(counts[[1]], "fedeas", beta=4.0).sum()
     views = [ClientView(counts[[c]], config.policy_settings, [made.clients.shares[c]]) for c in range(4)]
     given = [POLICIES[policy].plan(view).sum() for view in views]
@@ -214,9 +214,9 @@ def test_a_false_total_costs_the_liar_its_share_and_nobody_else(tmp_path: Path, 
     assert sum(given) == total > 0
 
 
-def test_a_node_that_says_nothing_of_itself_is_named(tmp_path: Path) -> None:
+def test_node_with_invalid_identity_is_named_in_the_error(tmp_path: Path) -> None:
     config = parse_config({"clients": 4, "policy": "none", "run-dir": str(tmp_path)})
-    app = liar({"identity": {"examples": -1}})
+    app = app_with_false_replies({"identity": {"examples": -1}})
     made = Federation(
         InlineGrid(app, 4, config.to_user_dict()), config, build_strategy(config), RunDirectory.start(config, {})
     )

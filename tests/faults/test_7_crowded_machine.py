@@ -1,4 +1,4 @@
-"""Row 7: other runs, busy ports, full or read-only disks, jumping clocks. The run works, or one line says why not."""
+"""Row 7: other runs, busy ports, full or read-only disks, clock jumps. The run works or fails with a one-line error."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ pytestmark = pytest.mark.flower
 CONF = 'clients = 4\nrounds = 2\nlocal-epochs = 1\npolicy = "none"\nalpha = 0.1\nbeta = 4.0\n'
 
 
-def test_a_port_that_somebody_else_has_is_not_taken_for_our_superlinks() -> None:
-    """A SuperLink that finds its port taken ends; until then the other one answers on it."""
+def test_port_of_another_process_is_not_our_superlinks() -> None:
+    """A SuperLink whose port is taken exits; until then the other process accepts connections there."""
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
@@ -43,8 +43,8 @@ def test_a_port_that_somebody_else_has_is_not_taken_for_our_superlinks() -> None
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("nothing_is_left_behind")
-def test_a_superlink_whose_port_is_taken_starts_on_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("no_leftovers")
+def test_superlink_with_a_taken_port_starts_on_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with ExitStack() as stack:
         taken = stack.enter_context(socket.socket())
         taken.bind(("127.0.0.1", 0))
@@ -60,9 +60,9 @@ def test_a_superlink_whose_port_is_taken_starts_on_another(tmp_path: Path, monke
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("nothing_is_left_behind")
-def test_two_runs_at_once_beside_a_stale_superlink(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`flwr run` would find the stale one by its port, and Ray's clusters by their address."""
+@pytest.mark.usefixtures("no_leftovers")
+def test_two_runs_at_once_ignore_a_stale_superlink(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`flwr run` would find the stale SuperLink by its port, and a Ray cluster by its address."""
     whole = finish(small(tmp_path / "whole", policy="none", rounds=2))
     (tmp_path / "conf.toml").write_text(CONF)
     (tmp_path / "home").mkdir()
@@ -78,7 +78,7 @@ def test_two_runs_at_once_beside_a_stale_superlink(tmp_path: Path, monkeypatch: 
         stale = subprocess.Popen(command, env=environment, stdout=log, stderr=log, start_new_session=True)
     tree = processes.ProcessTree(stale, "stale")
     try:
-        wait_until(lambda: superlink.is_listening(port), "the stale one listens")
+        wait_until(lambda: superlink.is_listening(port), "the stale SuperLink listens")
         words = [sys.executable, "-m", "fedeas_flwr", "run", str(tmp_path / "conf.toml"), "actors=1"]
         both = [
             subprocess.Popen([*words, f"run-dir={tmp_path / name}"], env=environment, stderr=subprocess.PIPE, text=True)
@@ -87,7 +87,7 @@ def test_two_runs_at_once_beside_a_stale_superlink(tmp_path: Path, monkeypatch: 
         for run in both:
             _, errors = run.communicate(timeout=400)
             assert run.returncode == 0, errors
-        assert stale.poll() is None, "it was somebody's"
+        assert stale.poll() is None, "the stale SuperLink was ended"
         assert weights(RunDirectory(tmp_path / "a")) == weights(RunDirectory(tmp_path / "b")) == weights(whole)
     finally:
         tree.end()
@@ -96,7 +96,7 @@ def test_two_runs_at_once_beside_a_stale_superlink(tmp_path: Path, monkeypatch: 
 # ---------------------------------------------------------------------------------------------------- disks
 
 
-def test_a_read_only_run_directory_is_one_line(tmp_path: Path) -> None:
+def test_read_only_run_directory_is_one_line(tmp_path: Path) -> None:
     (tmp_path / "conf.toml").write_text(CONF + 'backend = "inline"\n')
     with tiny_disk(tmp_path / "disk", "size=1m") as disk:
         remount(disk, "ro")
@@ -105,7 +105,7 @@ def test_a_read_only_run_directory_is_one_line(tmp_path: Path) -> None:
     assert done.stderr == f"error: run-dir = '{disk / 'r'}' cannot be written: Read-only file system\n"
 
 
-def test_a_disk_that_fills_up_mid_run_leaves_the_last_checkpoint(tmp_path: Path) -> None:
+def test_full_disk_during_a_run_keeps_the_last_checkpoint(tmp_path: Path) -> None:
     keys = {"policy": "none", "rounds": 40}
     with tiny_disk(tmp_path / "disk", "size=2m") as disk:
         finish(small(disk / "r", **{**keys, "rounds": 1}))
@@ -123,8 +123,8 @@ def test_a_disk_that_fills_up_mid_run_leaves_the_last_checkpoint(tmp_path: Path)
 
 
 @pytest.mark.slow
-def test_a_full_dev_shm(tmp_path: Path) -> None:
-    """Ray keeps objects there; without room it takes the disk. Seen in a namespace of its own, not machine-wide."""
+def test_run_with_full_dev_shm_works_or_fails_in_one_line(tmp_path: Path) -> None:
+    """Ray stores objects there and falls back to the disk. The run has a mount namespace of its own."""
     if subprocess.run(["unshare", "-m", "true"], capture_output=True, check=False).returncode:
         pytest.skip("a mount namespace of one's own needs a privilege")
     (tmp_path / "conf.toml").write_text(CONF)
@@ -144,10 +144,10 @@ def test_a_full_dev_shm(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("jump", [-86_400.0, 86_400.0])
-def test_a_clock_that_jumps_does_not_make_a_running_run_a_dead_one(
+def test_running_state_ignores_jumps_of_the_system_clock(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, jump: float
 ) -> None:
-    """A process's start as a time of day moves with the clock: a second run would be let into the folder."""
+    """A process's wall-clock start time moves with the clock; comparing it would let a second run into the folder."""
     if not Path("/proc/self/stat").exists():
         pytest.skip("only Linux tells when a process started without the time of day")
     run = RunDirectory(tmp_path)

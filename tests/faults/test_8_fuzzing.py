@@ -1,6 +1,7 @@
-"""Row 8: nonsense of every kind through every door. No traceback, no hang, no partial write, and an exit code.
+"""Row 8: fuzzed input of every kind. No traceback, no hang, no partial write, and the documented exit codes.
 
-The cases are drawn by Hypothesis from fixed seeds, so that everybody tries the same. A finding becomes an `@example`.
+Hypothesis draws the cases from a seed that it derives from a test's source and name: renaming a test changes its cases.
+A finding becomes an `@example`.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ import pytest
 from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
-from runners import typed
+from runners import run_in_process
 from test_cache import Fake
 from test_generators import save_tiny
 from test_messages import COUNTERS, TRAINABLE, reply
@@ -46,7 +47,7 @@ Words = list[str]
 
 
 def cases(few: int) -> Callable[[Any], Any]:
-    """So many cases, none of which may keep a core busy for 20 seconds."""
+    """Return a decorator that runs ``few`` fixed cases and fails if one takes 20 seconds of CPU time."""
     same_for_all = settings(
         max_examples=few,
         derandomize=True,
@@ -59,7 +60,7 @@ def cases(few: int) -> Callable[[Any], Any]:
 
         @wraps(case)
         def timed(*given: Any, **named: Any) -> None:
-            began = time.thread_time()  # Hypothesis's own deadline counts the time that others have the core
+            began = time.thread_time()  # Hypothesis's own deadline counts wall-clock time
             case(*given, **named)
             assert time.thread_time() - began < 20
 
@@ -70,15 +71,15 @@ def cases(few: int) -> Callable[[Any], Any]:
 
 
 def ends_in_one_line(*words: str) -> None:
-    """The command refuses, in one line and by its exit code."""
-    done = typed(*words)
+    """Run a command and check that it fails with exit code 2 and a one-line error."""
+    done = run_in_process(*words)
     assert done.returncode == 2, words
     assert done.stderr.startswith("error: ") and done.stderr.count("\n") == 1, done.stderr
 
 
 def ends_well(*words: str) -> None:
-    """The command works, or refuses in one line."""
-    done = typed(*words)
+    """Run a command and check that it succeeds or fails with a one-line error."""
+    done = run_in_process(*words)
     assert "Traceback" not in done.stderr
     assert done.returncode == 0 or (done.returncode in (1, 2) and done.stderr.count("\n") <= 1), done
 
@@ -142,7 +143,7 @@ def test_toml_files(content: bytes) -> None:
         try:
             read_config(path)
         except ConfigError:
-            done = typed("run", str(path), f"run-dir={folder}/r")
+            done = run_in_process("run", str(path), f"run-dir={folder}/r")
             assert done.returncode == 2 and done.stderr.count("\n") == 1
         assert [p.name for p in Path(folder).iterdir()] == ["conf.toml"], (
             "nothing is begun for a config that is refused"
@@ -251,7 +252,7 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def opens_or_is_refused(model_folder: Path, file: str, content: bytes) -> None:
-    """Whatever one of its files holds, a folder is a generator or an error of one line."""
+    """Replace one file of a model folder and check that it opens or raises a one-line error."""
     with tempfile.TemporaryDirectory() as folder:
         copy = Path(folder) / "model"
         shutil.copytree(model_folder, copy)
@@ -300,7 +301,7 @@ def test_cache_manifests(content: bytes) -> None:
         (manifest,) = Path(folder).rglob("manifest.json")
         manifest.write_bytes(content)
         for words in (["cache", "ls"], ["cache", "verify"], ["cache", "prune", "--key", "zz"]):
-            done = typed(*words)
+            done = run_in_process(*words)
             assert done.returncode == 0, done.stderr
 
 

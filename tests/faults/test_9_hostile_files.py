@@ -1,4 +1,4 @@
-"""Row 9: files made to do harm. No pickle is ever opened, no bomb unpacked, no link followed out of the cache."""
+"""Row 9: malicious files. No pickle is opened, no archive bomb unpacked, no link followed out of the cache."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ DIGITS = tuple("0123456789")
 
 
 class Exploit:
-    """Writes a file when it is unpickled."""
+    """Creates a file when it is unpickled."""
 
     def __init__(self, mark: Path) -> None:
         self.mark = mark
@@ -55,14 +55,12 @@ def archive(path: Path, **members: bytes) -> Path:
     return path
 
 
-def test_the_exploit_works_where_pickles_are_opened(tmp_path: Path) -> None:
+def test_exploit_runs_if_pickles_are_allowed(tmp_path: Path) -> None:
     np.load(io.BytesIO(pickled_array(tmp_path / "mark")), allow_pickle=True)
     assert (tmp_path / "mark").exists()
 
 
-def test_pickles_in_a_dataset_a_bank_and_a_partition_are_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_pickled_dataset_bank_and_partition_are_rejected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     mark, evil = tmp_path / "mark", pickled_array(tmp_path / "mark")
     monkeypatch.setenv("FEDEAS_CACHE", str(tmp_path / "cache"))
     archive(tmp_path / "cifar10.npz", x_train=evil, y_train=evil, x_test=evil, y_test=evil)
@@ -78,7 +76,7 @@ def test_pickles_in_a_dataset_a_bank_and_a_partition_are_refused(
     assert not mark.exists()
 
 
-def test_a_pickled_shard_with_a_right_checksum_is_set_aside(tmp_path: Path) -> None:
+def test_pickled_shard_with_valid_checksum_is_regenerated(tmp_path: Path) -> None:
     cache = ImageCache(tmp_path / "cache")
     cache.ensure(Fake(), seed=0, client=0, wanted=[3, 0, 0])
     (shard,) = (tmp_path / "cache").rglob("*.npy")
@@ -89,9 +87,7 @@ def test_a_pickled_shard_with_a_right_checksum_is_set_aside(tmp_path: Path) -> N
     assert not (tmp_path / "mark").exists()
 
 
-def test_pickled_cifar_batches_are_opened_only_with_the_official_checksums(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_pickled_cifar_batches_need_the_official_checksums(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """torchvision's own format is a pickle: it compares MD5 sums with those in its source before it opens one."""
     monkeypatch.setenv("FEDEAS_CACHE", str(tmp_path / "cache"))
     folder = tmp_path / "cifar-10-batches-py"
@@ -103,19 +99,19 @@ def test_pickled_cifar_batches_are_opened_only_with_the_official_checksums(
     assert not (tmp_path / "mark").exists()
 
 
-def test_a_clients_state_is_read_as_safetensors_alone(tmp_path: Path) -> None:
+def test_client_state_is_read_only_as_safetensors(tmp_path: Path) -> None:
     (tmp_path / "state-000001.safetensors").write_bytes(pickle.dumps(Exploit(tmp_path / "mark")))
     with pytest.raises(RuntimeError, match="cannot be read"):
         ClientStore(tmp_path).load(1)
     assert not (tmp_path / "mark").exists()
 
 
-def test_no_module_opens_pickles_or_runs_text() -> None:
+def test_no_module_unpickles_or_evaluates_code() -> None:
     for path in PACKAGE.rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Import | ast.ImportFrom):
                 names = {a.name for a in node.names} | {getattr(node, "module", None)}
-                if names == {"pickle", "PickleBuffer"}:  # a marked piece of memory, which opens nothing
+                if names == {"pickle", "PickleBuffer"}:  # a buffer wrapper, which unpickles nothing
                     continue
                 assert not names & {"pickle", "dill", "cloudpickle", "joblib", "marshal", "shelve"}, path
             if not isinstance(node, ast.Call):
@@ -136,7 +132,7 @@ def zeros_header(shape: tuple[int, ...], kind: str = "|u1") -> bytes:
     return buffer.getvalue()
 
 
-def test_a_small_archive_of_gigabytes_is_not_unpacked(tmp_path: Path) -> None:
+def test_bank_archive_bomb_is_not_unpacked(tmp_path: Path) -> None:
     images = 10**8
     with zipfile.ZipFile(tmp_path / "bomb.npz", "w", zipfile.ZIP_DEFLATED) as file:
         with file.open("x.npy", "w", force_zip64=True) as member:
@@ -151,7 +147,7 @@ def test_a_small_archive_of_gigabytes_is_not_unpacked(tmp_path: Path) -> None:
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 100_000
 
 
-def test_a_dataset_of_another_size_is_refused_by_its_headers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_dataset_of_wrong_size_is_rejected_by_its_headers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FEDEAS_CACHE", str(tmp_path / "cache"))
     huge = zeros_header((10**12, 32, 32, 3))
     archive(tmp_path / "cifar10.npz", x_train=huge, y_train=huge, x_test=huge, y_test=huge)
@@ -159,14 +155,14 @@ def test_a_dataset_of_another_size_is_refused_by_its_headers(tmp_path: Path, mon
         open_dataset("cifar10", str(tmp_path))
 
 
-def test_a_shard_that_claims_more_than_it_is_takes_no_memory() -> None:
+def test_array_header_that_claims_too_much_allocates_nothing() -> None:
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     with pytest.raises(ValueError, match="needs 10000000000000 bytes, but there are 64"):
         npy.read_array(zeros_header((10**13,)) + bytes(64))
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 50_000
 
 
-def test_a_picture_of_gigapixels_is_not_opened(tmp_path: Path) -> None:
+def test_bank_image_bomb_is_not_opened(tmp_path: Path) -> None:
     folder = tmp_path / "bank" / "0"
     folder.mkdir(parents=True)
     chunks = (
@@ -183,7 +179,7 @@ def test_a_picture_of_gigapixels_is_not_opened(tmp_path: Path) -> None:
 # ------------------------------------------------------------------------------------------ links and names
 
 
-def test_links_do_not_lead_out_of_the_cache(tmp_path: Path) -> None:
+def test_cache_does_not_follow_symbolic_links(tmp_path: Path) -> None:
     outside, root = tmp_path / "outside", tmp_path / "cache"
     outside.mkdir()
     (outside / "precious").write_text("precious")
@@ -216,8 +212,8 @@ def test_links_do_not_lead_out_of_the_cache(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["../../outside", "/etc/passwd", "..", "a/b", "\0"])
-def test_names_from_a_manifest_or_the_wire_become_no_paths(tmp_path: Path, name: str) -> None:
-    """A fingerprint comes from the server, and a manifest from whoever wrote it."""
+def test_names_from_manifests_or_messages_are_not_used_as_paths(tmp_path: Path, name: str) -> None:
+    """A fingerprint comes from the server, a manifest from any writer of the cache."""
     root = tmp_path / "cache"
     cache = ImageCache(root)
     cache.ensure(Fake(name), seed=0, client=0, wanted=[1, 0, 0], about={"generator": name, "key": name})

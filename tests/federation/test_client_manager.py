@@ -1,4 +1,4 @@
-"""Nodes that come, go and come back: who is asked, who takes part, and what the record says."""
+"""Nodes that join, leave and reconnect: which are queried, which take part, and what is recorded."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ from fedeas_flwr.waterfill import waterfill_count
 SUPERLINK = 1
 
 
-class ComingAndGoing(InlineGrid):
-    """A grid whose nodes are started, stopped and killed by the test; a killed one stays online for a while."""
+class ChurnGrid(InlineGrid):
+    """A grid whose nodes the test starts, stops and kills; a killed node stays listed as online."""
 
     def __init__(self, *clients: int, of: int = 3) -> None:
         super().__init__(toy_app(), 0, {})
@@ -58,7 +58,7 @@ class ComingAndGoing(InlineGrid):
         return super().send_and_receive(alive)
 
 
-def started(folder: Path, grid: ComingAndGoing, **keys: Any) -> Federation:
+def start_federation(folder: Path, grid: ChurnGrid, **keys: Any) -> Federation:
     values = {"clients": 3, "participation": 1.0, "policy": "fedeas", "run-dir": str(folder), "min-replies": 0.5}
     config = parse_config({**values, "node-wait": 0, **keys})
     run = Federation(grid, config, build_strategy(config), RunDirectory.start(config, {}))
@@ -66,73 +66,73 @@ def started(folder: Path, grid: ComingAndGoing, **keys: Any) -> Federation:
     return run
 
 
-def mean_of(*clients: int) -> float:
+def weighted_mean(*clients: int) -> float:
     return sum(EXAMPLES[c] * VALUES[c] for c in clients) / sum(EXAMPLES[c] for c in clients)
 
 
-def test_a_node_that_does_not_answer_is_named(tmp_path: Path) -> None:
-    grid = ComingAndGoing(0, 1, 2)
+def test_unresponsive_node_is_named_in_the_error(tmp_path: Path) -> None:
+    grid = ChurnGrid(0, 1, 2)
     grid.kill(101)
     with pytest.raises(RunError, match="node 101 did not identify itself within"):
-        started(tmp_path, grid, **{"min-replies": 1.0})
+        start_federation(tmp_path, grid, **{"min-replies": 1.0})
 
 
-def test_nobody_waits_for_clients_that_must_stay_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_discover_does_not_wait_for_excluded_clients(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def never(seconds: float) -> None:
-        raise AssertionError("it waits")
+        raise AssertionError("discover waited")
 
     monkeypatch.setattr("fedeas_flwr.federation.client_manager.time.sleep", never)
     values = {"clients": 3, "policy": "none", "run-dir": str(tmp_path), "min-replies": 0.5, "node-wait": 60}
     config = parse_config(values)
-    run = Federation(ComingAndGoing(0, 1, 2), config, build_strategy(config), RunDirectory.start(config, {}))
+    run = Federation(ChurnGrid(0, 1, 2), config, build_strategy(config), RunDirectory.start(config, {}))
     run.clients.manager.admitted = {0, 2}
     assert run.clients.discover() == 2 and sorted(run.clients.nodes) == [0, 2]
 
 
-def test_an_offline_client_is_recorded_and_the_rest_are_averaged(tmp_path: Path) -> None:
-    grid = ComingAndGoing(0, 1, 2)
-    run = started(tmp_path, grid)
+def test_offline_client_is_recorded_and_the_rest_averaged(tmp_path: Path) -> None:
+    grid = ChurnGrid(0, 1, 2)
+    run = start_federation(tmp_path, grid)
     run.clients.plan()
     grid.stop(101)
     state, outcome = run.training.train_round(START)
     assert outcome.failures == [{"client": 1, "reason": "its node is offline"}]
-    assert state.trainable["w"] == pytest.approx(np.full(2, mean_of(0, 2)))
+    assert state.trainable["w"] == pytest.approx(np.full(2, weighted_mean(0, 2)))
     assert state.accepted == {0: 1, 2: 1}
 
 
-def test_a_restarted_node_is_known_by_its_client_id(tmp_path: Path) -> None:
-    grid = ComingAndGoing(0, 1, 2)
-    run = started(tmp_path, grid)
+def test_restarted_node_is_matched_by_its_client_id(tmp_path: Path) -> None:
+    grid = ChurnGrid(0, 1, 2)
+    run = start_federation(tmp_path, grid)
     run.clients.plan()
     grid.kill(101)
-    grid.start(1, 7)  # the old id lingers
+    grid.start(1, 7)  # the old node id is still listed
     state, outcome = run.training.train_round(START)
     assert outcome.failures == []
     assert run.clients.nodes == {0: 100, 1: 7, 2: 102}
     run.training.train_round(state)
-    assert grid.asked == [100, 101, 102, 7]  # nobody is asked twice, the lingering id least of all
+    assert grid.asked == [100, 101, 102, 7]  # no node is queried twice
 
 
-def test_a_run_starts_with_the_quorum_and_lets_the_others_join(tmp_path: Path) -> None:
-    grid = ComingAndGoing(0, 2)
-    run = started(tmp_path, grid)
+def test_run_starts_with_a_quorum_and_others_join_later(tmp_path: Path) -> None:
+    grid = ChurnGrid(0, 2)
+    run = start_federation(tmp_path, grid)
     run.clients.plan()
     state, outcome = run.training.train_round(START)
     assert [r.client for r in outcome.reports] == [0, 2]
     grid.start(1, 101)
     state, outcome = run.training.train_round(state)
     assert [r.client for r in outcome.reports] == [0, 1, 2]
-    assert state.trainable["w"] == pytest.approx(np.full(2, mean_of(0, 1, 2)))
+    assert state.trainable["w"] == pytest.approx(np.full(2, weighted_mean(0, 1, 2)))
 
 
-def test_without_the_quorum_it_does_not_start(tmp_path: Path) -> None:
+def test_run_without_a_quorum_does_not_start(tmp_path: Path) -> None:
     with pytest.raises(RunError, match=r"clients = 3, but the federation has 2 nodes: start more"):
-        started(tmp_path, ComingAndGoing(0, 2), **{"min-replies": 1.0})
+        start_federation(tmp_path, ChurnGrid(0, 2), **{"min-replies": 1.0})
 
 
-def test_a_round_waits_for_its_quorum(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    grid = ComingAndGoing(0, 1, 2)
-    run = started(tmp_path, grid, **{"min-replies": 1.0, "node-wait": 5.0})
+def test_round_waits_for_its_quorum(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    grid = ChurnGrid(0, 1, 2)
+    run = start_federation(tmp_path, grid, **{"min-replies": 1.0, "node-wait": 5.0})
     run.clients.plan()
     grid.stop(101)
     waited: list[float] = []
@@ -148,9 +148,9 @@ def test_a_round_waits_for_its_quorum(tmp_path: Path, monkeypatch: pytest.Monkey
     assert outcome.failures == []
 
 
-def test_one_client_more_than_the_run_has_is_left_out(tmp_path: Path) -> None:
-    grid = ComingAndGoing(0, 1, of=2)
-    run = started(tmp_path, grid, clients=2)
+def test_client_id_beyond_num_clients_is_excluded(tmp_path: Path) -> None:
+    grid = ChurnGrid(0, 1, of=2)
+    run = start_federation(tmp_path, grid, clients=2)
     run.clients.plan()
     grid.start(0, 300)
     grid._contexts[300].node_config["partition-id"] = 2
@@ -161,8 +161,8 @@ def test_one_client_more_than_the_run_has_is_left_out(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("policy", ["uniform", "missing-only", "waterfill"])
-def test_a_matched_total_is_dealt_out_once(tmp_path: Path, policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those who come later generate nothing, within the run or with its resume, and nobody's share changes."""
+def test_matched_total_is_distributed_once(tmp_path: Path, policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Clients that join later, in the run or after a resume, generate nothing; no other share changes."""
     tasks: dict[int, Share] = {}
     add_task = messages.add_task
 
@@ -186,8 +186,8 @@ def test_a_matched_total_is_dealt_out_once(tmp_path: Path, policy: str, monkeypa
         }
         return {client: asked_by.reply(view, question, at)[0].tolist() for client, view in views.items()}
 
-    grid = ComingAndGoing(0, 2)
-    run = started(tmp_path / "r", grid, **keys)
+    grid = ChurnGrid(0, 2)
+    run = start_federation(tmp_path / "r", grid, **keys)
     monkeypatch.setattr(run.clients, "_query_all", answers)
     run.clients.plan()
     grid.start(1, 101)
@@ -198,39 +198,39 @@ def test_a_matched_total_is_dealt_out_once(tmp_path: Path, policy: str, monkeypa
     tasks.clear()
     kept = run.run.load_checkpoint()
     assert kept is not None
-    run = started(tmp_path / "resumed", ComingAndGoing(0, 1), **keys)
+    run = start_federation(tmp_path / "resumed", ChurnGrid(0, 1), **keys)
     run.restore(kept)
-    run.clients.plan()  # nobody is asked: these clients have no answer
+    run.clients.plan()  # sends no query: these clients could not answer one
     run.training.train_round(replace(kept, trainable=START.trainable, buffers=START.buffers))
     assert tasks == {100: first[100], 101: first[101]}
 
 
-def test_two_nodes_with_one_client_id_are_refused(tmp_path: Path) -> None:
-    grid = ComingAndGoing(0, 1)
+def test_two_nodes_with_one_client_id_are_rejected(tmp_path: Path) -> None:
+    grid = ChurnGrid(0, 1)
     grid.start(1, 200)
     with pytest.raises(RunError, match="two nodes have the id of client 1"):
-        started(tmp_path, grid)
+        start_federation(tmp_path, grid)
 
 
-class AnsweredFor(ComingAndGoing):
-    """Killed nodes are answered for as a SuperLink does: from its own node id, and before the others."""
+class SuperLinkErrorGrid(ChurnGrid):
+    """Replies for killed nodes as a SuperLink does: with its own node id, and before all other replies."""
 
     def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> Iterable[Message]:
         sent = list(messages)
         answered = super().send_and_receive(sent)
-        return [*map(self._answer_for, (m for m in sent if m.metadata.dst_node_id in self._dead)), *answered]
+        return [*map(self._error_reply, (m for m in sent if m.metadata.dst_node_id in self._dead)), *answered]
 
-    def _answer_for(self, message: Message) -> Message:
+    def _error_reply(self, message: Message) -> Message:
         message.metadata.__dict__["_message_id"] = f"to-{message.metadata.dst_node_id}"
         reply = Message(Error(ErrorCode.NODE_UNAVAILABLE, "Node Unavailable"), reply_to=message)
         reply.metadata.__dict__["_src_node_id"] = SUPERLINK
         return reply
 
 
-def test_the_superlinks_answer_for_a_lost_node_counts_as_that_nodes(tmp_path: Path) -> None:
-    grid = AnsweredFor(1, 2)
-    grid.start(0, SUPERLINK)  # the worst case: a client whose node has the id that the answer comes from
-    run = started(tmp_path, grid)
+def test_superlink_error_reply_counts_for_the_lost_node(tmp_path: Path) -> None:
+    grid = SuperLinkErrorGrid(1, 2)
+    grid.start(0, SUPERLINK)  # worst case: a client's node has the SuperLink's id
+    run = start_federation(tmp_path, grid)
     run.clients.plan()
     grid.kill(101)
     replies = deliver(grid, [messages.build_query(node, "identity") for node in (SUPERLINK, 101, 102)], 0)
@@ -239,17 +239,17 @@ def test_the_superlinks_answer_for_a_lost_node_counts_as_that_nodes(tmp_path: Pa
     state, outcome = run.training.train_round(START)
     (failure,) = outcome.failures
     assert failure["client"] == 1 and "Node Unavailable" in failure["reason"]
-    assert state.trainable["w"] == pytest.approx(np.full(2, mean_of(0, 2)))
+    assert state.trainable["w"] == pytest.approx(np.full(2, weighted_mean(0, 2)))
 
 
-def test_a_reply_to_an_earlier_message_counts_for_nothing() -> None:
-    grid = ComingAndGoing(0)
+def test_reply_to_an_earlier_message_is_ignored() -> None:
+    grid = ChurnGrid(0)
     (late,) = grid.send_and_receive([messages.build_query(100, "identity")])
     grid.send_and_receive = lambda out, *, timeout=None: [late]  # type: ignore[method-assign]
     assert deliver(grid, [messages.build_query(100, "identity")], 0) == {}
 
 
-def test_a_federation_nobody_counted_has_the_nodes_it_has() -> None:
-    assert count_clients(ComingAndGoing(0, 1, 2), parse_config({})) == 3
+def test_count_clients_defaults_to_connected_nodes() -> None:
+    assert count_clients(ChurnGrid(0, 1, 2), parse_config({})) == 3
     with pytest.raises(RunError, match="a run needs at least one client"):
-        count_clients(ComingAndGoing(), parse_config({"node-wait": 0}))
+        count_clients(ChurnGrid(), parse_config({"node-wait": 0}))

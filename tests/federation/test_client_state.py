@@ -1,4 +1,4 @@
-"""What a client keeps between rounds: the version that the server accepted, whole, on disk and in memory."""
+"""Client state between rounds: the version that the server accepted, on disk and in memory."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ def test_client_state_starts_from_the_version_the_server_accepted(tmp_path: Path
     store = ClientStore(tmp_path / "3")
     assert store.load(0) == ClientState()
     store.save(2, ClientState((1, 5)), still_needed=(0, 0))
-    store.save(4, ClientState((1, 9)), still_needed=(0, 0))  # round 2's reply was lost: the server still says 0
+    store.save(4, ClientState((1, 9)), still_needed=(0, 0))  # round 2's reply was lost: the server still asks for 0
     assert store.load(0) == ClientState()
     assert store.load(4).generate == (1, 9)
     store.save(6, ClientState((1, 14)), still_needed=(4, 4))
     assert store.load(4).generate == (1, 9)  # round 6's reply may yet be lost
     store.save(8, ClientState((1, 20)), still_needed=(6, 4))
     assert store.load(6).generate == (1, 14)
-    assert store.load(4).generate == (1, 9)  # the server's checkpoint is older: it would come back asking for round 4
+    assert store.load(4).generate == (1, 9)  # the server's checkpoint is older: a resume asks for round 4
     store.save(9, ClientState((1, 21)), still_needed=(8, 8))
     with pytest.raises(RuntimeError, match=r"round 4: .* cannot be read"):
-        store.load(4)  # nobody can ask for it any more
+        store.load(4)  # no longer needed by the server or its checkpoints
 
 
-def test_a_plan_of_nothing_is_a_plan(tmp_path: Path) -> None:
+def test_client_state_stores_an_empty_plan(tmp_path: Path) -> None:
     store = ClientStore(tmp_path)
     store.save(1, ClientState((0, 0, 0)), still_needed=())
     assert store.load(1).generate == (0, 0, 0)
@@ -42,7 +42,7 @@ def test_a_state_of_another_run_client_or_round_is_refused(tmp_path: Path, owner
         ClientStore(tmp_path, owner).load(number)
 
 
-def test_an_algorithms_memory_is_kept_with_the_state(tmp_path: Path) -> None:
+def test_client_state_stores_algorithm_arrays(tmp_path: Path) -> None:
     store = ClientStore(tmp_path)
     store.save(1, ClientState((2,), {"c/w": np.float32([1, 2])}), still_needed=())
     found = ClientStore(tmp_path).load(1)
@@ -55,12 +55,12 @@ def test_an_algorithms_memory_is_kept_with_the_state(tmp_path: Path) -> None:
         store.load(3)
 
 
-def test_a_version_of_a_run_that_was_killed_before_its_checkpoint_is_written_over(tmp_path: Path) -> None:
-    """On a GPU the same round done again is not the same to the last bit."""
+def test_repeated_round_overwrites_the_stored_state(tmp_path: Path) -> None:
+    """A repeated round on a GPU is not bitwise identical, so the first version must not stay."""
     try:
         ClientStore(tmp_path, in_memory=True).save(1, ClientState((1,), {"w": np.float32([1])}), (0, 0))
         write_kept_states()
-        forget_kept_states()  # killed here; the resumed run does round 1 again
+        forget_kept_states()  # killed here; the resumed run repeats round 1
         ClientStore(tmp_path, in_memory=True).save(1, ClientState((1,), {"w": np.float32([2])}), (0, 0))
         write_kept_states()
         forget_kept_states()
@@ -69,7 +69,7 @@ def test_a_version_of_a_run_that_was_killed_before_its_checkpoint_is_written_ove
         forget_kept_states()
 
 
-def test_what_a_thousand_clients_keep_in_memory_is_bounded(tmp_path: Path) -> None:
+def test_states_in_memory_are_bounded_by_max_bytes(tmp_path: Path) -> None:
     stores, alive = [ClientStore(tmp_path / str(client), in_memory=True) for client in range(5)], []
     try:
         for number, store in enumerate(stores, 1):
@@ -77,7 +77,7 @@ def test_what_a_thousand_clients_keep_in_memory_is_bounded(tmp_path: Path) -> No
             alive.append(weakref.ref(array))
             store.save(number, ClientState((number,), {"w": array}), still_needed=(0, 0))
         del array
-        assert all(array() is not None for array in alive), "nothing is on disk yet"
+        assert all(array() is not None for array in alive), "arrays not yet on disk were dropped"
         write_kept_states(max_bytes=3 * 4000)
         assert [array() is not None for array in alive] == [False, False, True, True, True]
         assert [float(store.load(number).memory["w"][0]) for number, store in enumerate(stores, 1)] == [1, 2, 3, 4, 5]
@@ -88,7 +88,7 @@ def test_what_a_thousand_clients_keep_in_memory_is_bounded(tmp_path: Path) -> No
         forget_kept_states()
 
 
-def test_states_kept_in_memory_are_on_disk_for_every_checkpoint(tmp_path: Path) -> None:
+def test_states_in_memory_are_written_at_each_checkpoint(tmp_path: Path) -> None:
     store = ClientStore(tmp_path, in_memory=True)
     try:
         store.save(1, ClientState((2,), {"w": np.float32([1])}), still_needed=(0, 0))
@@ -97,12 +97,12 @@ def test_states_kept_in_memory_are_on_disk_for_every_checkpoint(tmp_path: Path) 
         write_kept_states()  # the checkpoint after round 1
         store.save(3, ClientState((4,), {"w": np.float32([3])}), still_needed=(1, 1))
         store.save(4, ClientState((5,), {"w": np.float32([4])}), still_needed=(3, 1))
-        write_kept_states()  # the server may die right now, with round 1's checkpoint, or right after, with round 4's
+        write_kept_states()  # the server may die now, with round 1's checkpoint, or later, with round 4's
         forget_kept_states()
         again = ClientStore(tmp_path, in_memory=True)
         assert [again.load(number).generate for number in (1, 3, 4)] == [(2,), (4,), (5,)]
         assert float(again.load(4).memory["w"][0]) == 4
-        again.save(6, ClientState((9,)), still_needed=(4, 4))  # after a resume, round 4's is on disk alone
+        again.save(6, ClientState((9,)), still_needed=(4, 4))  # after a resume, round 4's state is only on disk
         write_kept_states()
         assert sorted(path.stem for path in tmp_path.glob("*.safetensors")) == ["state-000004", "state-000006"]
     finally:

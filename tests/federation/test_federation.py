@@ -1,4 +1,4 @@
-"""The server's loop: what it averages, whom it asks, and when it stops."""
+"""The server's training rounds: averaging, client sampling and failures."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ VALUES = (1.0, 5.0, 2.0)
 
 
 def toy_app(misbehave: Callable[[int, Message], Message | None] = lambda client, message: None) -> ClientApp:
-    """Clients that reply their own constant: averages can be done by hand."""
+    """Return clients that each reply with a constant model, so that averages can be computed by hand."""
     app = ClientApp()
 
     @app.query()
@@ -59,7 +59,7 @@ def toy_app(misbehave: Callable[[int, Message], Message | None] = lambda client,
 
 
 class ShuffledGrid(InlineGrid):
-    """Replies arrive in another order than they were asked for."""
+    """Returns the replies in reverse order."""
 
     def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> Iterable[Message]:
         return list(super().send_and_receive(messages))[::-1]
@@ -75,7 +75,7 @@ def federation(folder: Path, app: ClientApp, grid: type[InlineGrid] = InlineGrid
     return made
 
 
-def test_average_is_weighted_by_real_samples_and_counters_stay_whole(tmp_path: Path) -> None:
+def test_average_is_weighted_and_counters_stay_integers(tmp_path: Path) -> None:
     state, outcome = federation(tmp_path, toy_app()).training.train_round(START)
     by_hand = (30 * 1.0 + 10 * 5.0 + 60 * 2.0) / 100
     assert state.trainable["w"] == pytest.approx([by_hand, by_hand])
@@ -89,24 +89,24 @@ def test_average_is_weighted_by_real_samples_and_counters_stay_whole(tmp_path: P
     assert outcome.failures == []
 
 
-def test_order_of_arrival_does_not_change_a_bit(tmp_path: Path) -> None:
+def test_average_does_not_depend_on_reply_order(tmp_path: Path) -> None:
     first, _ = federation(tmp_path / "a", toy_app()).training.train_round(START)
     second, _ = federation(tmp_path / "b", toy_app(), ShuffledGrid).training.train_round(START)
     assert first.trainable["w"].tobytes() == second.trainable["w"].tobytes()
 
 
-def test_the_largest_client_is_asked_first_once_it_is_known(tmp_path: Path) -> None:
+def test_clients_with_most_steps_are_sent_tasks_first(tmp_path: Path) -> None:
     asked: list[int] = []
     federated = federation(tmp_path, toy_app(lambda client, message: asked.append(client)))
     state, _ = federated.training.train_round(START)
     state, _ = federated.training.train_round(state)
     assert asked == [0, 1, 2, 2, 0, 1]
-    federated.training._steps.pop(1)  # not seen yet, so its images are still to be made
+    federated.training._steps.pop(1)  # as if not seen yet, so that it still has to generate
     federated.training.train_round(state)
     assert asked[6:] == [1, 2, 0]
 
 
-def misbehaviours() -> dict[str, Callable[[int, Message], Message | None]]:
+def client_faults() -> dict[str, Callable[[int, Message], Message | None]]:
     def raises(client: int, message: Message) -> Message | None:
         if client == 1:
             raise ArithmeticError("out of luck")
@@ -124,11 +124,11 @@ def misbehaviours() -> dict[str, Callable[[int, Message], Message | None]]:
 
 @pytest.mark.parametrize("threads", [1, 3])
 @pytest.mark.parametrize("kind", ["raises", "NaN"])
-def test_a_failed_client_is_named_and_the_average_is_that_of_the_rest(
+def test_failed_client_is_named_and_the_rest_averaged(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, threads: int
 ) -> None:
     monkeypatch.setattr(training_round, "threads_for", lambda model, models: threads)
-    app = toy_app(misbehaviours()[kind])
+    app = toy_app(client_faults()[kind])
     strict = federation(tmp_path / "strict", app)
     with pytest.raises(RunError, match=r"round 1: 1 of 3 clients failed and min-replies = 1 .* client 1: "):
         strict.training.train_round(START)
@@ -139,33 +139,33 @@ def test_a_failed_client_is_named_and_the_average_is_that_of_the_rest(
 
 
 @pytest.mark.parametrize("threads", [1, 3])
-def test_the_log_tells_of_failed_clients_in_their_order(
+def test_failed_clients_are_logged_in_client_order(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, threads: int
 ) -> None:
     def all_fail(client: int, message: Message) -> Message | None:
-        raise ValueError(f"luck of {client}")
+        raise ValueError(f"failure of {client}")
 
     def first_is_slow(reply: Message) -> str:
-        if "luck of 0" in reply.error.reason:
+        if "failure of 0" in reply.error.reason:
             time.sleep(0.2)
-        return tell_reason(reply)
+        return failure_reason(reply)
 
-    told: list[str] = []
-    tell_reason = messages.failure_reason
+    logged: list[str] = []
+    failure_reason = messages.failure_reason
     monkeypatch.setattr(messages, "failure_reason", first_is_slow)
     monkeypatch.setattr(training_round, "threads_for", lambda model, models: threads)
     for module in (messages, training_round):
-        monkeypatch.setattr(module, "log", lambda level, text, *values: told.append((text % values).splitlines()[0]))
+        monkeypatch.setattr(module, "log", lambda level, text, *values: logged.append((text % values).splitlines()[0]))
     with pytest.raises(RunError, match="3 of 3 clients failed"):
         federation(tmp_path, toy_app(all_fail)).training.train_round(START)
-    assert [re.sub("node [0-9]+ failed", "node failed", line) for line in told] == [
+    assert [re.sub("node [0-9]+ failed", "node failed", line) for line in logged] == [
         line
         for k in range(3)
-        for line in (f"node failed: ValueError: luck of {k}", f"client {k}: ValueError: luck of {k}")
+        for line in (f"node failed: ValueError: failure of {k}", f"client {k}: ValueError: failure of {k}")
     ]
 
 
-def test_a_round_without_any_good_reply_never_counts_as_one(tmp_path: Path) -> None:
+def test_round_without_any_valid_reply_fails(tmp_path: Path) -> None:
     def all_fail(client: int, message: Message) -> Message | None:
         raise ValueError("no")
 
@@ -174,12 +174,12 @@ def test_a_round_without_any_good_reply_never_counts_as_one(tmp_path: Path) -> N
         lax.training.train_round(START)
 
 
-def test_the_last_accepted_round_is_what_a_client_is_told(tmp_path: Path) -> None:
-    told: list[tuple[int, int, int]] = []
+def test_task_holds_the_last_accepted_round_of_its_client(tmp_path: Path) -> None:
+    sent: list[tuple[int, int, int]] = []
 
     def note(client: int, message: Message) -> Message | None:
         task = messages.read_task(message)
-        told.append((task.round, client, task.accepted_round))
+        sent.append((task.round, client, task.accepted_round))
         if task.round == 2 and client == 0:
             raise ValueError("reply lost")
         return None
@@ -188,11 +188,11 @@ def test_the_last_accepted_round_is_what_a_client_is_told(tmp_path: Path) -> Non
     state = START
     for _ in range(3):
         state, _ = run.training.train_round(state)
-    assert [t for t in told if t[1] == 0] == [(1, 0, 0), (2, 0, 1), (3, 0, 1)]
-    assert [t for t in told if t[1] == 1] == [(1, 1, 0), (2, 1, 1), (3, 1, 2)]
+    assert [t for t in sent if t[1] == 0] == [(1, 0, 0), (2, 0, 1), (3, 0, 1)]
+    assert [t for t in sent if t[1] == 1] == [(1, 1, 0), (2, 1, 1), (3, 1, 2)]
 
 
-def test_sampling_depends_on_seed_and_round_alone(tmp_path: Path) -> None:
+def test_client_sampling_depends_only_on_seed_and_round(tmp_path: Path) -> None:
     config = {"participation": 0.5}
     run = federation(tmp_path / "a", toy_app(), **config)
     run.clients.nodes = {client: 1000 - client for client in range(20)}
@@ -202,7 +202,7 @@ def test_sampling_depends_on_seed_and_round_alone(tmp_path: Path) -> None:
     assert draws == [other.training.sample(n) for n in range(1, 200)]
     assert all(len(set(d)) == 10 for d in draws)
     often = np.bincount(np.concatenate(draws), minlength=20)
-    assert often.min() > 60  # of 199 rounds, 99.5 expected: nobody is left out
+    assert often.min() > 60  # in 199 rounds; 99.5 are expected
     different = federation(tmp_path / "c", toy_app(), seed=2, **config)
     different.clients.nodes = run.clients.nodes
     assert [different.training.sample(n) for n in range(1, 20)] != draws[:19]
@@ -211,13 +211,13 @@ def test_sampling_depends_on_seed_and_round_alone(tmp_path: Path) -> None:
 @given(hundredths=st.integers(1, 100), asked=st.integers(1, 2000))
 @example(hundredths=28, asked=25)
 @example(hundredths=55, asked=100)
-def test_the_fewest_replies_are_those_of_exact_arithmetic(hundredths: int, asked: int) -> None:
-    """0.28 · 25 is 7.000000000000001 in floats, and 7 replies of 25 are enough."""
+def test_min_replies_for_matches_exact_arithmetic(hundredths: int, asked: int) -> None:
+    """0.28 · 25 is 7.000000000000001 in floats, but 7 of 25 replies are enough."""
     config = parse_config({"min-replies": hundredths / 100})
     assert config.min_replies_for(asked) == -(-hundredths * asked // 100)
 
 
-def test_a_federation_of_another_size_is_one_line_with_the_flag(tmp_path: Path) -> None:
+def test_wrong_number_of_nodes_error_names_num_supernodes(tmp_path: Path) -> None:
     config = parse_config({"clients": 10, "run-dir": str(tmp_path), "node-wait": 0})
     grid = InlineGrid(toy_app(), 2, config.to_user_dict())
     run = Federation(grid, config, build_strategy(config), RunDirectory.start(config, {}))

@@ -1,6 +1,6 @@
-"""Flower's private names that are used: a test each, which fails if a release of Flower changes it.
+"""One test per private Flower name in use; it fails if a Flower release changes that name.
 
-What is to be mended is then in fedeas_flwr/federation/flower_internals.py.
+Fix such a change in fedeas_flwr/federation/flower_internals.py.
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ from flwr.superlink.grid import HttpGrid, InMemoryGrid
 from fedeas_flwr.federation import flower_internals
 
 
-def a_message() -> Message:
+def make_message() -> Message:
     return Message(RecordDict(), dst_node_id=3, message_type="query")
 
 
-def test_a_process_has_the_identity_that_messages_need(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_identify_process_allows_creating_messages(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("_task_id", "_run_id", "_node_id"):
         monkeypatch.setattr(TaskIdentity, name, None)
     with pytest.raises(RuntimeError, match="TaskIdentity"):
-        a_message()
+        make_message()
     flower_internals.identify_process()
-    assert a_message().metadata.src_node_id == 1
+    assert make_message().metadata.src_node_id == 1
 
 
-def test_a_reply_names_the_message_that_it_answers() -> None:
+def test_reply_holds_the_id_of_its_message() -> None:
     flower_internals.identify_process()
-    message, other = a_message(), a_message()
+    message, other = make_message(), make_message()
     for each in (message, other):
         flower_internals.set_message_id(each)
     assert message.metadata.message_id != other.metadata.message_id
@@ -41,26 +41,26 @@ def test_a_reply_names_the_message_that_it_answers() -> None:
     assert reply.metadata.reply_to_message_id == message.metadata.message_id
 
 
-def test_a_grid_is_given_flowers_run() -> None:
+def test_set_run_takes_flowers_run_class() -> None:
     assert get_type_hints(Grid.set_run)["run"] is flower_internals.Run
 
 
-def test_simulation_grid_is_told_from_that_of_a_superlink() -> None:
+def test_simulation_grid_excludes_the_http_grid() -> None:
     in_memory, http = InMemoryGrid(Mock()), HttpGrid.__new__(HttpGrid)
     assert isinstance(in_memory, flower_internals.SimulationGrid)
     assert not isinstance(http, flower_internals.SimulationGrid)
 
 
-def test_an_app_that_raises_has_a_code_of_its_own() -> None:
+def test_app_raised_is_flowers_error_code() -> None:
     assert flower_internals.APP_RAISED == 2
 
 
-def test_a_node_config_is_read_as_flower_reads_it() -> None:
+def test_node_config_is_parsed_as_flower_parses_it() -> None:
     read = flower_internals.parse_config_args
     assert read(['client-id=3 data-path="/data/images"']) == {"client-id": 3, "data-path": "/data/images"}
     with pytest.raises((ValueError, click.ClickException), match="invalid format"):
         read(["data-path=/data/images"])
 
 
-def test_the_local_superlink_has_two_ports() -> None:
+def test_local_superlink_ports_are_valid() -> None:
     assert all(0 < int(port) < 2**16 for port in flower_internals.local_ports())

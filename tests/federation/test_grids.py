@@ -1,4 +1,4 @@
-"""The inline grid's one hold on Flower's inside, and the view a strategy is shown."""
+"""The inline grid, and the view of a grid that strategies get."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from fedeas_flwr.federation.grids import GridView, InlineGrid
 from fedeas_flwr.federation.messages import build_query, failure_reason, read_answer
 
 
-def test_the_inline_grid_reaches_every_client_and_answers_in_order() -> None:
+def test_inline_grid_reaches_all_clients_and_replies_in_order() -> None:
     for workers in (1, 3):
         grid = InlineGrid(app, 4, parse_config({"clients": 4}).to_user_dict(), workers)
         nodes = list(grid.get_node_ids())
@@ -27,8 +27,8 @@ def test_the_inline_grid_reaches_every_client_and_answers_in_order() -> None:
         grid.close()
 
 
-def test_an_interrupted_grid_does_not_wait_for_clients_at_work() -> None:
-    """A client may have minutes before it; those that wait for their turn never begin."""
+def test_closed_inline_grid_does_not_wait_for_busy_clients() -> None:
+    """A client may need minutes more; clients still in the queue never start."""
     begun, go_on, handed_over = threading.Semaphore(0), threading.Event(), threading.Event()
 
     def work(*_: object) -> None:
@@ -58,14 +58,14 @@ def test_an_interrupted_grid_does_not_wait_for_clients_at_work() -> None:
     assert not begun.acquire(blocking=False)
 
 
-def test_a_message_nobody_handles_is_an_error_reply_not_a_crash() -> None:
+def test_unhandled_message_type_gets_an_error_reply() -> None:
     grid = InlineGrid(app, 2, parse_config({"clients": 2}).to_user_dict())
     (reply,) = grid.send_and_receive([Message(RecordDict(), dst_node_id=1, message_type="query.unknown")])
     assert reply.has_error()
     assert "unknown" in failure_reason(reply)
 
 
-def test_a_view_shows_the_chosen_nodes_alone() -> None:
+def test_grid_view_lists_only_the_chosen_nodes() -> None:
     grid = InlineGrid(app, 4, parse_config({"clients": 4}).to_user_dict())
     view = GridView(grid, [2, 4])
     assert list(view.get_node_ids()) == [2, 4]

@@ -1,4 +1,4 @@
-"""What must not reach the global model is refused by name; what crosses the wire holds no per-class vector."""
+"""Invalid replies are rejected with a reason, and no message holds a per-class vector."""
 
 import copy
 import pickle
@@ -39,7 +39,7 @@ REPORT = TrainReport(5, 120, 0.5, 7, 30, 30, 1.5, 2.5)
 
 @pytest.fixture(autouse=True)
 def identity() -> None:
-    """Flower messages need to know whose they are."""
+    """Set the process identity that Flower needs to create messages."""
     InlineGrid(client_app, 1, parse_config({}).to_user_dict())
 
 
@@ -59,14 +59,14 @@ def read(message: Message) -> Any:
     return messages.read_train_reply(message, 5, TRAINABLE, COUNTERS, {})
 
 
-def test_task_and_reply_come_back_as_sent() -> None:
+def test_task_and_reply_survive_a_round_trip() -> None:
     assert messages.read_task(request()) == TrainTask(3, 12.0, 2, 1, "0123456789abcdef" * 2, Share(4, 1, 0.25))
     message = reply()
     report, buffers = read(message)
     assert report == REPORT
     assert buffers["n"] == 4
     assert buffers["n"].dtype == np.int64
-    # What is left is what Flower's strategies take.
+    # What remains is what Flower's strategies expect.
     assert list(message.content.array_records) == [ARRAYS]
     assert list(message.content.metric_records) == [METRICS]
 
@@ -94,26 +94,26 @@ def replace_metric(key: str, value: Any) -> Callable[[RecordDict], None]:
     return change
 
 
-def lying_shape(content: RecordDict) -> None:
-    """Declare the right shape over bytes of another one."""
+def wrong_declared_shape(content: RecordDict) -> None:
+    """Declare the expected shape for bytes of another shape."""
     arrays = dict(content.array_records[ARRAYS].items())
     big = Array(np.ones((50, 3), np.float32))
     arrays["w"] = Array(dtype="float32", shape=(2, 3), stype=big.stype, data=big.data)
     content[ARRAYS] = ArrayRecord(arrays)
 
 
-def broken_bytes(content: RecordDict) -> None:
+def undecodable_bytes(content: RecordDict) -> None:
     arrays = dict(content.array_records[ARRAYS].items())
     arrays["w"] = Array(dtype="float32", shape=(2, 3), stype=arrays["w"].stype, data=b"not an array")
     content[ARRAYS] = ArrayRecord(arrays)
 
 
-def second_metrics(content: RecordDict) -> None:
+def second_metric_record(content: RecordDict) -> None:
     content["more"] = MetricRecord({"a": 1})
 
 
 def with_data(data: Any) -> Callable[[RecordDict], None]:
-    """Put something into an array that Flower itself would not let in, but a pickle may bring."""
+    """Set an array's data to a value that Flower's constructor rejects but unpickling accepts."""
 
     def change(content: RecordDict) -> None:
         content.array_records[ARRAYS]["w"].data = data
@@ -141,8 +141,8 @@ BAD = {
     "missing key": (replace_array("b", None), "differ from those wanted: b"),
     "extra key": (replace_array("z", np.ones(1, np.float32)), "differ from those wanted: z"),
     "float counter": (replace_array("n", np.array(4.0), BUFFERS), "n is float64"),
-    "shape that lies": (lying_shape, "w decodes to"),
-    "bytes that are no array": (broken_bytes, "w cannot be decoded"),
+    "shape that lies": (wrong_declared_shape, "w decodes to"),
+    "bytes that are no array": (undecodable_bytes, "w cannot be decoded"),
     "no weight": (replace_metric(WEIGHT, None), "num-examples = None"),
     "zero weight": (replace_metric(WEIGHT, 0), "num-examples = 0"),
     "negative weight": (replace_metric(WEIGHT, -3), "num-examples = -3"),
@@ -150,12 +150,12 @@ BAD = {
     "huge weight": (replace_metric(WEIGHT, 2**60), "num-examples = "),
     "NaN loss": (replace_metric("loss", float("nan")), "loss = nan"),
     "another client": (replace_metric("client-id", 6), "client-id = 6, but the message was for client 5"),
-    "second metric record": (second_metrics, "metric records"),
+    "second metric record": (second_metric_record, "metric records"),
 }
 
 
 def through_ray(message: Message) -> Message:
-    """The message as Ray brings it: pickled, with large buffers out of band."""
+    """Return the message as Ray delivers it: unpickled, with large buffers out of band."""
     buffers: list[pickle.PickleBuffer] = []
     stream = pickle.dumps(message, protocol=5, buffer_callback=buffers.append)
     assert len(stream) < 5_000 and len(buffers) == 3
@@ -163,7 +163,7 @@ def through_ray(message: Message) -> Message:
     return received
 
 
-def test_a_reply_that_came_out_of_band_is_read_and_can_be_sent_on_where_flower_takes_it() -> None:
+def test_reply_with_out_of_band_buffers_is_read_and_re_encoded() -> None:
     message = through_ray(reply())
     report, buffers = read(message)
     assert report == REPORT and buffers["n"] == 4 and buffers["n"].dtype == np.int64
@@ -172,7 +172,7 @@ def test_a_reply_that_came_out_of_band_is_read_and_can_be_sent_on_where_flower_t
     assert all(np.array_equal(array, TRAINABLE[key]) for key, array in to_arrays(record).items())
     assert np.array_equal(record["w"].numpy(), TRAINABLE["w"])  # as Flower reads it
     assert record.count_bytes() == to_record(TRAINABLE).count_bytes()
-    # What a strategy of Flower's is given can do all that a record it made itself can.
+    # The re-encoded record is equal to one that Flower itself creates.
     shown, made = encoded(record), ArrayRecord({key: Array(array) for key, array in TRAINABLE.items()})
     assert shown == made and ArrayRecord(dict(shown)) == pickle.loads(pickle.dumps(copy.deepcopy(shown))) == made
     assert shown.object_id == made.object_id
@@ -180,7 +180,7 @@ def test_a_reply_that_came_out_of_band_is_read_and_can_be_sent_on_where_flower_t
     assert encoded(shown) is shown
 
 
-def test_over_the_network_goes_what_flower_itself_would_send() -> None:
+def test_records_serialise_exactly_as_flowers_own() -> None:
     ours, flowers = to_record(TRAINABLE), ArrayRecord({key: Array(array) for key, array in TRAINABLE.items()})
     assert recorddict_to_proto(RecordDict({ARRAYS: ours})) == recorddict_to_proto(RecordDict({ARRAYS: flowers}))
     nested, expected = get_all_nested_objects(ours), get_all_nested_objects(flowers)
@@ -190,7 +190,7 @@ def test_over_the_network_goes_what_flower_itself_would_send() -> None:
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_replies_that_must_not_be_averaged_are_refused_by_name(name: str) -> None:
+def test_invalid_reply_is_rejected_with_its_reason(name: str) -> None:
     change, reason = BAD[name]
     message = reply()
     content = RecordDict(dict(message.content.items()))
@@ -200,7 +200,7 @@ def test_replies_that_must_not_be_averaged_are_refused_by_name(name: str) -> Non
         read(message)
 
 
-def test_an_error_travels_as_one_line_with_its_traceback_behind() -> None:
+def test_error_reply_has_one_line_and_the_traceback() -> None:
     try:
         raise ArithmeticError("first\nsecond")
     except ArithmeticError as error:
@@ -214,7 +214,7 @@ def numbers_on_the_wire(message: Message) -> list[Any]:
     return [value for record in records for value in record.values()]
 
 
-def test_query_answers_are_whole_numbers_one_each() -> None:
+def test_query_replies_hold_single_integers_only() -> None:
     grid = InlineGrid(client_app, 4, parse_config({"policy": "waterfill", "clients": 4}).to_user_dict())
     for question, keys in (
         ("identity", {"partitions", "examples", "classes"}),
@@ -230,25 +230,25 @@ def test_query_answers_are_whole_numbers_one_each() -> None:
 
 
 @pytest.mark.parametrize(("policy", "question"), [("missing-only", "waterfill"), ("fedeas", "plan")])
-def test_a_client_answers_only_its_own_policys_questions(policy: str, question: str) -> None:
+def test_client_rejects_questions_of_other_policies(policy: str, question: str) -> None:
     grid = InlineGrid(client_app, 4, parse_config({"policy": policy, "clients": 4}).to_user_dict())
     (refused,) = grid.send_and_receive([messages.build_query(1, question, 0.1)])
     assert f"question = '{question}'" in messages.failure_reason(refused)
 
 
-def test_no_list_crosses_in_a_train_message_or_its_reply() -> None:
+def test_train_messages_and_replies_hold_no_lists() -> None:
     for message in (request(), reply()):
         assert not any(isinstance(value, (list, tuple, bytes)) for value in numbers_on_the_wire(message))
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
-def test_a_tensor_handed_over_with_one_bad_element_is_refused(value: float) -> None:
+def test_in_process_reply_with_non_finite_value_is_rejected(value: float) -> None:
     model = {"w": torch.ones(3, 4), "b": torch.ones(4)}
     counters = {"n": torch.tensor(3)}
     good = messages.train_reply(request(), REPORT, model, counters, {})
     messages.read_train_reply(good, 5, model, counters, {})
-    spoilt = {"w": torch.ones(3, 4), "b": torch.tensor([1, 2, value, 4])}
-    bad = messages.train_reply(request(), REPORT, spoilt, counters, {})
+    invalid = {"w": torch.ones(3, 4), "b": torch.tensor([1, 2, value, 4])}
+    bad = messages.train_reply(request(), REPORT, invalid, counters, {})
     with pytest.raises(MessageError, match="NaN or infinity"):
         messages.read_train_reply(bad, 5, model, counters, {})
     smaller = messages.train_reply(request(), REPORT, {**model, "b": torch.ones(1)}, counters, {})
@@ -266,7 +266,7 @@ def test_a_tensor_handed_over_with_one_bad_element_is_refused(value: float) -> N
         ({"a": torch.full((2, 3), torch.inf), "b": torch.zeros(2)}, "NaN or infinity"),
     ],
 )
-def test_tensors_that_are_handed_over_are_checked_too(found: dict[str, torch.Tensor], reason: str) -> None:
+def test_in_process_tensors_are_validated(found: dict[str, torch.Tensor], reason: str) -> None:
     wanted = {"a": torch.zeros(2, 3), "b": torch.zeros(2)}
     assert read_validated(to_record(wanted), wanted) == wanted
     with pytest.raises(ArrayMismatchError, match=reason):

@@ -1,4 +1,4 @@
-"""The server's test goes on beside the next round: nothing else may change by it."""
+"""End-of-round work (Γ̂, evaluation, record, checkpoint) runs during the next round and changes no result."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 from flwr.app import Message
-from runners import NEEDS, finish, hand_models_over, quick, weights
+from runners import NEEDS, finish, pass_models_by_reference, quick, weights
 from test_federation import START, federation, toy_app
 from timelines import Timelines
 from waiting import LONG
@@ -32,8 +32,8 @@ from fedeas_flwr.strategies.registry import ALGORITHMS
 OK = {"accuracy": 0.5, "loss": 1.0}
 
 
-def rounds_of_clients(then: Callable[[int, int], None]) -> Callable[[int, Message], Message | None]:
-    """What a toy client does when it is asked to train: ``then(round, client)``."""
+def on_train(then: Callable[[int, int], None]) -> Callable[[int, Message], Message | None]:
+    """Return a hook for `toy_app` that calls ``then(round, client)`` when a client is asked to train."""
 
     def train(client: int, message: Message) -> Message | None:
         then(messages.read_task(message).round, client)
@@ -46,32 +46,32 @@ def background_threads() -> list[str]:
     return [thread.name for thread in threading.enumerate() if thread.name.startswith("end-of-round")]
 
 
-def recorded(run: RunDirectory) -> list[int]:
+def recorded_rounds(run: RunDirectory) -> list[int]:
     return [record["round"] for record in run.rounds()]
 
 
 @pytest.mark.parametrize("checkpoint_every", [1, 2, 50])
-def test_a_rounds_test_waits_for_the_next_rounds_clients(tmp_path: Path, checkpoint_every: int) -> None:
-    """A test that ends only when clients of the next round have begun, so that it would hang if it came first."""
+def test_evaluation_overlaps_with_the_next_round(tmp_path: Path, checkpoint_every: int) -> None:
+    """The evaluation returns only after the next round's clients have started, so running it first would hang."""
     begun = {number: threading.Event() for number in range(1, 5)}
-    tested: list[int] = []
+    evaluated: list[int] = []
 
-    def test(trainable: Arrays, buffers: Arrays) -> dict[str, Any]:
-        number = len(tested) + 1
+    def evaluate(trainable: Arrays, buffers: Arrays) -> dict[str, Any]:
+        number = len(evaluated) + 1
         if number < 4:
-            assert begun[number + 1].wait(LONG), "the next round waited for the test"
-        tested.append(number)
+            assert begun[number + 1].wait(LONG), "the next round waited for the evaluation"
+        evaluated.append(number)
         return OK
 
-    app = toy_app(rounds_of_clients(lambda number, client: begun[number].set()))
+    app = toy_app(on_train(lambda number, client: begun[number].set()))
     run = federation(tmp_path, app, rounds=4, **{"checkpoint-every": checkpoint_every})
-    run.fit(START, test)
-    assert tested == recorded(run.run) == [1, 2, 3, 4]
+    run.fit(START, evaluate)
+    assert evaluated == recorded_rounds(run.run) == [1, 2, 3, 4]
     assert not background_threads()
 
 
-def test_records_and_checkpoints_come_in_order_and_one_round_behind_at_most(tmp_path: Path) -> None:
-    """The slowest test there can be: one that is over only when its round is to be recorded."""
+def test_records_and_checkpoints_lag_at_most_one_round(tmp_path: Path) -> None:
+    """Use the slowest possible evaluation: it ends only when its round has to be recorded."""
     happened: list[tuple[str, int]] = []
     sent: dict[int, list[tuple[int, int]]] = {}
     federated: Federation
@@ -86,7 +86,7 @@ def test_records_and_checkpoints_come_in_order_and_one_round_behind_at_most(tmp_
 
     released = threading.Event()
 
-    def test(trainable: Arrays, buffers: Arrays) -> dict[str, Any]:
+    def evaluate(trainable: Arrays, buffers: Arrays) -> dict[str, Any]:
         released.wait(0.2)
         released.clear()
         return OK
@@ -95,43 +95,41 @@ def test_records_and_checkpoints_come_in_order_and_one_round_behind_at_most(tmp_
     save, before = federated.run.save_checkpoint, federated.before_checkpoint
 
     def save_noted(checkpoint: Checkpoint) -> None:
-        assert recorded(federated.run)[-1] == checkpoint.round, "a checkpoint goes before its record"
+        assert recorded_rounds(federated.run)[-1] == checkpoint.round, "checkpointed before its record was written"
         happened.append(("checkpoint", checkpoint.round))
         save(checkpoint)
 
     def before_noted() -> None:
-        assert threading.current_thread() is threading.main_thread(), "clients must not be training meanwhile"
+        assert threading.current_thread() is threading.main_thread(), "client states were written while clients train"
         happened.append(("states", max(number for what, number in happened if what == "train")))
         before()
 
     federated.run.save_checkpoint = save_noted  # type: ignore[method-assign]
     federated.before_checkpoint = before_noted
     federated.on_round_end = lambda record: happened.append(("record", record["round"]))
-    federated.fit(START, test)
+    federated.fit(START, evaluate)
 
     for kind in ("train", "record"):
         assert [number for what, number in happened if what == kind] == list(range(1, 7))
     assert [number for what, number in happened if what == "checkpoint"] == [2, 4, 6]
-    for number in range(1, 5):  # before round n + 2 begins, round n is recorded
+    for number in range(1, 5):  # round n is recorded before round n + 2 starts
         assert happened.index(("record", number)) < happened.index(("train", number + 2))
-    for number in (2, 4):  # and, where that is due, checkpointed, and the clients' states are on disk before that
+    for number in (2, 4):  # and checkpointed if due, after the client states are on disk
         assert happened.index(("states", number)) < happened.index(("train", number + 1))
         assert happened.index(("states", number)) < happened.index(("checkpoint", number))
         assert happened.index(("checkpoint", number)) < happened.index(("train", number + 2))
-    # A client is told no checkpoint that is not on disk yet, and of the last round but one it is.
+    # A task never names a checkpoint that is not on disk yet; that of the round before the last one always is.
     for number, tasks in sent.items():
         assert {accepted for accepted, _ in tasks} == {number - 1}
-        assert {told for _, told in tasks} <= {(number - 1) // 2 * 2, (number - 2) // 2 * 2, 0}
+        assert {checkpointed for _, checkpointed in tasks} <= {(number - 1) // 2 * 2, (number - 2) // 2 * 2, 0}
     log = (tmp_path / "rounds.jsonl").read_text().splitlines()
     assert [json.loads(line)["round"] for line in log] == list(range(1, 7))
 
 
-def test_seconds_of_a_test_count_once_and_only_where_they_held_a_round_up(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_evaluation_time_counts_once_and_only_if_it_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     times = Timelines(monkeypatch)
 
-    def test(trainable: Arrays, buffers: Arrays) -> dict[str, Any]:
+    def evaluate(trainable: Arrays, buffers: Arrays) -> dict[str, Any]:
         times.spend(0.25)
         return OK
 
@@ -139,26 +137,24 @@ def test_seconds_of_a_test_count_once_and_only_where_they_held_a_round_up(
         if number == 2 and client == 0:
             times.spend(0.5)
 
-    run = federation(tmp_path, toy_app(rounds_of_clients(slow_in_round_2)), rounds=4)
-    run.fit(START, test)
+    run = federation(tmp_path, toy_app(on_train(slow_in_round_2)), rounds=4)
+    run.fit(START, evaluate)
     seconds = [record["seconds"] for record in run.run.rounds()]
     assert [s["evaluate"] for s in seconds] == [0.25] * 4
     assert [s["clients"] for s in seconds] == [0, 0.5, 0, 0]
-    first, beside_long, beside_short, last = (s["end_wait"] for s in seconds)
-    assert first == beside_long == 0, "round 1's test is over when round 2's clients are"
-    assert beside_short == 0.25, "round 3's clients were done at once and waited for round 2's test"
-    assert last == 0.5, "the last one waited for round 3's test and for its own"
+    first, second, third, last = (s["end_wait"] for s in seconds)
+    assert first == second == 0, "round 1's evaluation ends before round 2's clients do"
+    assert third == 0.25, "round 3's clients end at once and wait for round 2's evaluation"
+    assert last == 0.5, "the last round waits for round 3's evaluation and for its own"
     assert sum(s[phase] for s in seconds for phase in WALL_CLOCK) == times.perf_counter() == 1.25
-    older = {"clients": 1.0, "gamma_hat": 0.25, "evaluate": 0.5}  # records from before there was such a wait
+    older = {"clients": 1.0, "gamma_hat": 0.25, "evaluate": 0.5}  # older records have no such key
     assert seconds_of("end_wait", older) == 0.75 and seconds_of("end_wait", {**older, "test_wait": 0.125}) == 0.375
     assert seconds_of("evaluate", {}) == seconds_of("clients", {}) == 0.0
     assert run.run.summary()["seconds"]["end_wait"] == pytest.approx(sum(s["end_wait"] for s in seconds), abs=1e-3)
     assert not {"evaluate", "gamma_hat"} & set(WALL_CLOCK)
 
 
-def test_gamma_hat_is_worked_out_beside_the_next_round_and_its_models_are_let_go(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_gamma_hat_overlaps_next_round_and_frees_its_models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     times, begun = Timelines(monkeypatch), {number: threading.Event() for number in range(1, 5)}
     held: list[list[weakref.ref[Any]]] = []
     kept: list[int] = []
@@ -170,45 +166,45 @@ def test_gamma_hat_is_worked_out_beside_the_next_round_and_its_models_are_let_go
         times.spend(0.125)
         return len(held) / 8
 
-    def test(trainable: Arrays, buffers: Arrays) -> dict[str, Any]:
+    def evaluate(trainable: Arrays, buffers: Arrays) -> dict[str, Any]:
         kept.append(sum(ref() is not None for refs in held[:-1] for ref in refs))
         return OK
 
     monkeypatch.setattr("fedeas_flwr.federation.training_round.gradient_dissimilarity", gamma_hat)
-    app = toy_app(rounds_of_clients(lambda number, client: begun[number].set()))
+    app = toy_app(on_train(lambda number, client: begun[number].set()))
     run = federation(tmp_path, app, rounds=4)
-    run.fit(START, test)
+    run.fit(START, evaluate)
     records = run.run.rounds()
     assert [record["gamma_hat"] for record in records] == [1 / 8, 2 / 8, 3 / 8, 4 / 8]
     assert [record["seconds"]["gamma_hat"] for record in records] == [0.125] * 4
     waited = [record["seconds"]["end_wait"] for record in records]
-    assert waited == [0, 0.125, 0.125, 0.25], "each for the one before, and the last for its own"
-    assert all(held) and kept == [0, 0, 0, 0], "the models of the rounds before are still there"
+    assert waited == [0, 0.125, 0.125, 0.25], "each round waits for the one before; the last also for its own"
+    assert all(held) and kept == [0, 0, 0, 0], "models of earlier rounds are still in memory"
 
 
-def test_an_error_in_the_test_ends_the_run_with_the_rounds_before_recorded(tmp_path: Path) -> None:
-    tested: list[int] = []
+def test_evaluation_error_keeps_earlier_rounds_recorded(tmp_path: Path) -> None:
+    evaluated: list[int] = []
 
-    def test(trainable: Arrays, buffers: Arrays) -> dict[str, Any]:
-        tested.append(1)
-        if len(tested) == 2:
+    def evaluate(trainable: Arrays, buffers: Arrays) -> dict[str, Any]:
+        evaluated.append(1)
+        if len(evaluated) == 2:
             raise RunError("the test images are gone")
         return OK
 
     run = federation(tmp_path, toy_app(), rounds=5)
     with pytest.raises(RunError, match=r"^the test images are gone$"):
-        run.fit(START, test)
-    assert recorded(run.run) == [1]
+        run.fit(START, evaluate)
+    assert recorded_rounds(run.run) == [1]
     checkpoint = run.run.load_checkpoint()
     assert checkpoint is not None and checkpoint.round == 1
-    assert len(tested) == 2 and not background_threads()
+    assert len(evaluated) == 2 and not background_threads()
     assert not (tmp_path / "summary.json").exists() and not (tmp_path / "model.safetensors").exists()
 
 
-def test_a_round_that_fails_leaves_the_one_before_recorded_and_checkpointed(tmp_path: Path) -> None:
+def test_failed_round_keeps_the_previous_round_checkpointed(tmp_path: Path) -> None:
     fails = threading.Event()
 
-    def test(trainable: Arrays, buffers: Arrays) -> dict[str, Any]:
+    def evaluate(trainable: Arrays, buffers: Arrays) -> dict[str, Any]:
         fails.wait(LONG)
         return OK
 
@@ -217,18 +213,18 @@ def test_a_round_that_fails_leaves_the_one_before_recorded_and_checkpointed(tmp_
             fails.set()
             raise ValueError("no")
 
-    run = federation(tmp_path, toy_app(rounds_of_clients(fail)), rounds=5)
+    run = federation(tmp_path, toy_app(on_train(fail)), rounds=5)
     with pytest.raises(RunError, match="round 2: 3 of 3 clients failed"):
-        run.fit(START, test)
+        run.fit(START, evaluate)
     checkpoint = run.run.load_checkpoint()
-    assert recorded(run.run) == [1] and checkpoint is not None and checkpoint.round == 1
+    assert recorded_rounds(run.run) == [1] and checkpoint is not None and checkpoint.round == 1
     assert not background_threads()
 
 
-def test_of_two_errors_the_earlier_rounds_is_told(tmp_path: Path) -> None:
+def test_error_of_the_earlier_round_is_raised(tmp_path: Path) -> None:
     fails = threading.Event()
 
-    def test(trainable: Arrays, buffers: Arrays) -> dict[str, Any]:
+    def evaluate(trainable: Arrays, buffers: Arrays) -> dict[str, Any]:
         fails.wait(LONG)
         raise RunError("the test images are gone")
 
@@ -237,45 +233,45 @@ def test_of_two_errors_the_earlier_rounds_is_told(tmp_path: Path) -> None:
             fails.set()
             raise ValueError("no")
 
-    run = federation(tmp_path, toy_app(rounds_of_clients(fail)), rounds=5)
+    run = federation(tmp_path, toy_app(on_train(fail)), rounds=5)
     with pytest.raises(RunError, match="the test images are gone"):
-        run.fit(START, test)
-    assert recorded(run.run) == []
+        run.fit(START, evaluate)
+    assert recorded_rounds(run.run) == []
 
 
-def test_a_round_below_its_quorum_that_may_pass_is_tested_like_any(tmp_path: Path) -> None:
+def test_tolerated_failed_round_is_evaluated(tmp_path: Path) -> None:
     def fail(number: int, client: int) -> None:
         if number == 2:
             raise ValueError("no")
 
     seen: list[float] = []
 
-    def test(trainable: Arrays, buffers: Arrays) -> dict[str, Any]:
+    def evaluate(trainable: Arrays, buffers: Arrays) -> dict[str, Any]:
         seen.append(float(trainable["w"][0]))
         return OK
 
-    run = federation(tmp_path, toy_app(rounds_of_clients(fail)), rounds=3, **{"failed-rounds": 2})
-    run.fit(START, test)
-    assert recorded(run.run) == [1, 2, 3]
+    run = federation(tmp_path, toy_app(on_train(fail)), rounds=3, **{"failed-rounds": 2})
+    run.fit(START, evaluate)
+    assert recorded_rounds(run.run) == [1, 2, 3]
     assert [len(record["failures"]) for record in run.run.rounds()] == [0, 3, 0]
     assert seen == pytest.approx([2.0, 2.0, 2.0])
 
 
-@pytest.mark.parametrize("test_fails", [False, True])
-def test_an_interruption_waits_for_the_test_and_leaves_no_thread(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, test_fails: bool
+@pytest.mark.parametrize("evaluation_fails", [False, True])
+def test_interrupt_waits_for_evaluation_and_leaves_no_thread(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, evaluation_fails: bool
 ) -> None:
     interrupted = threading.Event()
 
     def central_test(*given: Any) -> Any:
-        def test(trainable: Arrays, buffers: Arrays) -> dict[str, Any]:
+        def evaluate(trainable: Arrays, buffers: Arrays) -> dict[str, Any]:
             interrupted.wait(LONG)
             threading.Event().wait(0.2)
-            if test_fails:
+            if evaluation_fails:
                 raise RunError("the test images are gone")
             return OK
 
-        return test
+        return evaluate
 
     train_round = TrainingRounds.train_round
 
@@ -291,16 +287,16 @@ def test_an_interruption_waits_for_the_test_and_leaves_no_thread(
         finish(quick(tmp_path / "r", policy="none"))
     run = RunDirectory(tmp_path / "r")
     assert run.status()[0] == "interrupted"
-    assert recorded(run) == ([] if test_fails else [1])
+    assert recorded_rounds(run) == ([] if evaluation_fails else [1])
     assert not background_threads()
 
 
-def test_an_error_in_the_test_is_one_line_of_a_failed_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_evaluation_error_is_one_line_in_the_run_status(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def central_test(*given: Any) -> Any:
-        def test(trainable: Arrays, buffers: Arrays) -> dict[str, Any]:
+        def evaluate(trainable: Arrays, buffers: Arrays) -> dict[str, Any]:
             raise ArithmeticError("out of\nluck")
 
-        return test
+        return evaluate
 
     monkeypatch.setattr(server_app, "central_test", central_test)
     with pytest.raises((RunError, ArithmeticError)):
@@ -308,25 +304,25 @@ def test_an_error_in_the_test_is_one_line_of_a_failed_run(tmp_path: Path, monkey
     assert RunDirectory(tmp_path / "r").status() == ("failed", "ArithmeticError: out of luck")
 
 
-def test_what_is_done_beside_is_waited_for_and_its_error_raised_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_background_task_is_joined_and_raises_once(monkeypatch: pytest.MonkeyPatch) -> None:
     times = Timelines(monkeypatch)
 
     def fail() -> None:
         raise ZeroDivisionError
 
-    with BackgroundTask() as beside:
-        assert beside.wait() == 0  # there is nothing to wait for
-        beside.start(lambda: times.spend(2))
+    with BackgroundTask() as background:
+        assert background.wait() == 0  # nothing was started
+        background.start(lambda: times.spend(2))
         times.spend(0.5)
-        assert beside.wait() == 1.5
-        beside.start(fail)
+        assert background.wait() == 1.5
+        background.start(fail)
         with pytest.raises(ZeroDivisionError):
-            beside.wait()
-        beside.wait()
-    with pytest.raises(ZeroDivisionError), BackgroundTask() as beside:
-        beside.start(fail)
-    with pytest.raises(SystemExit), BackgroundTask() as beside:
-        beside.start(fail)
+            background.wait()
+        background.wait()
+    with pytest.raises(ZeroDivisionError), BackgroundTask() as background:
+        background.start(fail)
+    with pytest.raises(SystemExit), BackgroundTask() as background:
+        background.start(fail)
         raise SystemExit
 
 
@@ -336,11 +332,11 @@ QUICK = ("fedavg", "scaffold", "fedavgm")
 @pytest.mark.parametrize(
     "strategy", [s if s in QUICK else pytest.param(s, marks=pytest.mark.slow) for s in sorted(ALGORITHMS)]
 )
-@pytest.mark.parametrize("live", [False, True])
-def test_a_rounds_state_is_not_changed_by_the_next_ones(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, strategy: str, live: bool
+@pytest.mark.parametrize("in_process", [False, True])
+def test_round_state_is_not_modified_by_later_rounds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, strategy: str, in_process: bool
 ) -> None:
-    """What is tested and checkpointed beside the next round: the arrays themselves, seen again when all is over."""
+    """The arrays that are evaluated and checkpointed in the background are unchanged at the end of the run."""
     held: list[tuple[Arrays, dict[str, np.ndarray[Any, Any]]]] = []
     train_round = TrainingRounds.train_round
 
@@ -351,29 +347,29 @@ def test_a_rounds_state_is_not_changed_by_the_next_ones(
         return after, outcome
 
     monkeypatch.setattr(TrainingRounds, "train_round", hold)
-    if live:
-        hand_models_over(monkeypatch)
+    if in_process:
+        pass_models_by_reference(monkeypatch)
     keys = {"policy": "none", "participation": 1.0, "strategy": strategy, "device": "cpu", **NEEDS.get(strategy, {})}
     run = finish(quick(tmp_path / "r", **keys))
-    assert len(held) == 9 and recorded(run) == [1, 2, 3]
-    assert any(isinstance(value, torch.Tensor) for arrays, _ in held for value in arrays.values()) or not live
+    assert len(held) == 9 and recorded_rounds(run) == [1, 2, 3]
+    assert any(isinstance(value, torch.Tensor) for arrays, _ in held for value in arrays.values()) or not in_process
     for arrays, then in held:
         for key, value in to_numpy(arrays).items():
             assert np.array_equal(value, then[key]), key
 
 
-@pytest.mark.parametrize("live", [False, True])
+@pytest.mark.parametrize("in_process", [False, True])
 @pytest.mark.parametrize("strategy", ["fedavg", "fedavgm", "scaffold"])
-def test_what_is_measured_and_tested_beside_the_clients_is_what_it_is_alone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, strategy: str, live: bool
+def test_background_work_gives_the_same_results_as_foreground(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, strategy: str, in_process: bool
 ) -> None:
-    if live:
-        hand_models_over(monkeypatch)
+    if in_process:
+        pass_models_by_reference(monkeypatch)
     keys = {"policy": "none", "rounds": 5, "strategy": strategy, "gamma_hat": "all-state", "device": "cpu"}
-    beside = finish(quick(tmp_path / "beside", **keys))
+    background = finish(quick(tmp_path / "background", **keys))
     monkeypatch.setattr(BackgroundTask, "start", lambda self, work: work())
-    alone = finish(quick(tmp_path / "alone", **keys))
-    assert all(record["gamma_hat"] > 0 for record in beside.rounds())
-    assert weights(beside) == weights(alone)
-    same = [[{**record, "seconds": {}} for record in run.rounds()] for run in (beside, alone)]
+    foreground = finish(quick(tmp_path / "foreground", **keys))
+    assert all(record["gamma_hat"] > 0 for record in background.rounds())
+    assert weights(background) == weights(foreground)
+    same = [[{**record, "seconds": {}} for record in run.rounds()] for run in (background, foreground)]
     assert same[0] == same[1]

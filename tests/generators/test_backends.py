@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from PIL import Image
 from rich.console import Console
-from runners import black_digits, small
+from runners import black_bank, small
 
 from fedeas_flwr.generators.bank import BankGenerator
 from fedeas_flwr.generators.cache import ImageCache
@@ -45,7 +45,7 @@ def open_bank(where: Path, shape: tuple[int, int, int] = SHAPE) -> BankGenerator
     return BankGenerator(where, classes=("cat", "dog", "ship"), image_shape=shape)
 
 
-def test_a_bank_deals_every_image_of_a_class_once_to_a_client(tmp_path: Path) -> None:
+def test_bank_gives_a_client_each_image_once(tmp_path: Path) -> None:
     bank = open_bank(save_bank(tmp_path))
     images = bank.sample(few(count=5))
     assert images.shape == (15, *SHAPE) and images.dtype == np.uint8
@@ -54,16 +54,16 @@ def test_a_bank_deals_every_image_of_a_class_once_to_a_client(tmp_path: Path) ->
     backwards = bank.sample(few(count=5)[::-1])
     assert np.array_equal(backwards[::-1], images)
     orders = {tuple(bank.sample(few(1, 5, seed, client))[:, 0, 0, 0]) for seed in range(3) for client in range(3)}
-    assert len(orders) > 3, "each client has an order of its own"
+    assert len(orders) > 3, "clients have too few different orders"
 
 
-def test_a_bank_that_is_too_small_says_so(tmp_path: Path) -> None:
+def test_bank_with_too_few_images_raises(tmp_path: Path) -> None:
     bank = open_bank(save_bank(tmp_path))
     with pytest.raises(ValueError, match=r"has 5 images of class 'dog'; client 7 needs at least 6"):
         bank.sample([SampleId(0, 7, 1, 5)])
 
 
-def test_a_banks_fingerprint_is_its_content(tmp_path: Path) -> None:
+def test_bank_fingerprint_depends_on_content(tmp_path: Path) -> None:
     first = open_bank(save_bank(tmp_path / "a")).fingerprint
     assert first == open_bank(save_bank(tmp_path / "b")).fingerprint
     Image.fromarray(np.zeros((8, 8), np.uint8)).save(tmp_path / "b" / "ship" / "4.png")
@@ -79,7 +79,7 @@ def test_bank_large_images_are_downscaled_with_antialiasing(tmp_path: Path) -> N
     assert abs(int(image.mean()) - 127) < 3 and image.std() < 10
 
 
-def test_a_bank_from_arrays(tmp_path: Path) -> None:
+def test_bank_from_npz_arrays(tmp_path: Path) -> None:
     x, y = np.arange(6 * 64, dtype=np.uint8).reshape(6, 8, 8, 1), np.array([0, 0, 1, 1, 2, 2])
     np.savez(tmp_path / "b.npz", x=x, y=y)
     images = open_bank(tmp_path / "b.npz").sample(few(count=2))
@@ -94,14 +94,16 @@ def test_a_bank_from_arrays(tmp_path: Path) -> None:
         ({"x": np.zeros((2, 8, 8, 1), np.uint8)}, "must be an .npz file with x and y"),
     ],
 )
-def test_wrong_arrays_are_refused_in_one_line(tmp_path: Path, content: dict[str, Any], message: str) -> None:
+def test_bank_with_invalid_arrays_is_rejected_in_one_line(
+    tmp_path: Path, content: dict[str, Any], message: str
+) -> None:
     np.savez(tmp_path / "b.npz", **content)
     with pytest.raises(ValueError, match=message) as caught:
         open_bank(tmp_path / "b.npz")
     assert "\n" not in str(caught.value)
 
 
-def test_wrong_banks_are_refused_in_one_line(tmp_path: Path) -> None:
+def test_invalid_bank_is_rejected_in_one_line(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match=r"there is no bank '/nowhere'; must be bank:DIR"):
         open_generator("bank:/nowhere", "digits")
     with pytest.raises(FileNotFoundError, match="there is no bank ''"):
@@ -115,9 +117,9 @@ def test_wrong_banks_are_refused_in_one_line(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("backend", ["inline", "ray"])
-def test_a_bank_with_too_few_images_is_refused_before_the_run(tmp_path: Path, backend: str) -> None:
+def test_too_small_bank_is_rejected_at_start(tmp_path: Path, backend: str) -> None:
     def prepared(*counts: int, **keys: Any) -> None:
-        bank = black_digits(tmp_path / f"{sum(counts)}.npz", counts)
+        bank = black_bank(tmp_path / f"{sum(counts)}.npz", counts)
         prepare(small(tmp_path / "run", generator=bank, backend=backend, **keys), Console(file=io.StringIO()))
 
     with pytest.raises(ValueError, match=r"has 3 images of class '7', but a client needs 25 different ones$"):
@@ -128,7 +130,7 @@ def test_a_bank_with_too_few_images_is_refused_before_the_run(tmp_path: Path, ba
         prepared(*[24] * 10, policy="uniform", total=1000, shared_images="by-class")
 
 
-def test_specs_become_absolute(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_generator_specs_become_absolute(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
     given = ["builtin", "sd-turbo", "bank:b", "sd-turbo:/m", "folder"]
     assert [absolute_spec(s) for s in given] == [
@@ -141,7 +143,7 @@ def test_specs_become_absolute(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
 
 @pytest.fixture(scope="module")
 def pipeline(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A random text-to-image pipeline of the smallest size, saved as SD-Turbo is."""
+    """Return the folder of a tiny random text-to-image pipeline, saved like SD-Turbo."""
     transformers = pytest.importorskip("transformers", reason="sd-turbo is an extra: pip install 'fedeas-flwr[sd]'")
     import torch
     from diffusers import AutoencoderKL, EulerDiscreteScheduler, StableDiffusionPipeline, UNet2DConditionModel
@@ -184,11 +186,11 @@ def open_turbo(folder: str | Path, **settings: Any) -> Any:
     return TurboGenerator(folder, **(given | settings))
 
 
-def test_turbo_makes_the_same_image_in_any_company(pipeline: Path) -> None:
+def test_turbo_images_do_not_depend_on_their_batch(pipeline: Path) -> None:
     turbo = open_turbo(pipeline)
     images = turbo.sample(few(count=2))
     assert images.shape == (6, 8, 8, 3) and images.dtype == np.uint8
-    assert len({bytes(image) for image in images}) == 6, "each has noise of its own"
+    assert len({bytes(image) for image in images}) == 6, "images share their noise"
     assert np.array_equal(turbo.sample(few(count=2)[::-1])[::-1], images)
     assert np.array_equal(turbo.sample(few(count=2)[3:4]), images[3:4])
     assert turbo.fingerprint == open_turbo(pipeline).fingerprint
@@ -196,7 +198,7 @@ def test_turbo_makes_the_same_image_in_any_company(pipeline: Path) -> None:
     assert open_generator(f"sd-turbo:{pipeline}", "digits").sample(few(1, 1)).shape == (1, 8, 8, 1)
 
 
-def test_turbo_without_a_pipeline_is_one_line(pipeline: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_turbo_without_pipeline_is_one_line(pipeline: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(FileNotFoundError, match=r"there is no .*model_index.json"):
         open_turbo(tmp_path)
     (tmp_path / "model_index.json").write_text('{"_class_name": "Nothing"}')
@@ -208,13 +210,13 @@ def test_turbo_without_a_pipeline_is_one_line(pipeline: Path, tmp_path: Path, mo
         open_turbo("")
 
 
-def test_without_transformers_turbo_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_turbo_without_transformers_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(ValueError, match=r"sd-turbo needs the package transformers; pip install 'fedeas-flwr\[sd\]'"):
         open_generator("sd-turbo", "digits")
 
 
-def test_pictures_are_brought_down_without_aliasing() -> None:
+def test_downscale_does_not_alias() -> None:
     import torch
 
     from fedeas_flwr.generators.sd_turbo import downscale
@@ -227,10 +229,10 @@ def test_pictures_are_brought_down_without_aliasing() -> None:
         assert abs(float(image.mean()) - 127.5) < 2 and image.std() < 8
 
 
-# ------------------------------------------------------------------------------------------- the fourth
+# ----------------------------------------------------------------------------------------------- custom
 
 
-def test_the_documentations_own_backend_runs(tmp_path: Path) -> None:
+def test_documented_custom_generator_works(tmp_path: Path) -> None:
     text = (ROOT / "docs" / "generators.md").read_text()
     (code,) = re.findall(r"```python\n# a fourth backend\n(.*?)```", text, re.DOTALL)
     space: dict[str, Any] = {}
@@ -245,7 +247,7 @@ def test_the_documentations_own_backend_runs(tmp_path: Path) -> None:
 
 
 class OddImagesClassifier:
-    """Believes an image if its first pixel is odd."""
+    """Accepts an image if its first pixel is odd."""
 
     def predict(self, images: Any) -> tuple[Any, Any]:
         believed = np.where(images[:, 0, 0, 0] % 2 == 1, 0.9, 0.2)
@@ -253,7 +255,7 @@ class OddImagesClassifier:
 
 
 class Counting:
-    """The first pixel is the index, or 0 if this one makes nothing worth believing."""
+    """A generator whose first pixel is the index, or 0 if ``hopeless``, which no classifier accepts."""
 
     fingerprint, image_shape, num_classes = "counting", (1, 1, 1), 3
 
@@ -273,10 +275,10 @@ def test_filter_rejected_images_are_replaced_by_later_ones(tmp_path: Path) -> No
     assert (made, rejected) == (10, 5)
     more = ensure_filtered(cache, Counting(), classifier, 0.5, seed=0, client=0, wanted=[4, 0, 2])  # type: ignore[arg-type]
     assert more[0].ravel().tolist() == [1, 3, 5, 7, 1, 3] and more[2:] == (2, 6)
-    assert cache.ensure(Counting(), seed=0, client=0, wanted=[8, 0, 4])[2] == 0, "the cache holds the rejects too"
+    assert cache.ensure(Counting(), seed=0, client=0, wanted=[8, 0, 4])[2] == 0, "rejected images are not in the cache"
 
 
-def test_a_generator_nobody_believes_is_one_line(tmp_path: Path) -> None:
+def test_generator_without_accepted_images_is_one_line(tmp_path: Path) -> None:
     hopeless = Counting(hopeless=True)
     with pytest.raises(ValueError, match=r"min-class-agreement = 0.5: \d+ images of class 1 gave only 0") as caught:
         ensure_filtered(

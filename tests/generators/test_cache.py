@@ -1,4 +1,4 @@
-"""The image cache: it grows, never makes a thing twice, and finds and mends damage."""
+"""The image cache: it generates each image once, and finds and regenerates damaged shards."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from fedeas_flwr.generators.interface import Generator, SampleId
 
 
 class Fake:
-    """Noise that depends on the identity alone; notes what it was asked."""
+    """A generator of noise that depends only on the sample id; it records its calls."""
 
     def __init__(self, fingerprint: str = "fake", num_classes: int = 3) -> None:
         self.fingerprint = fingerprint
@@ -42,7 +42,7 @@ def shards(root: Path) -> list[str]:
     return sorted(f"{path.parent.name}/{path.name}" for path in root.rglob("class-*/*"))
 
 
-def test_images_come_by_class_and_index_in_one_call(tmp_path: Path) -> None:
+def test_ensure_orders_images_by_class_and_index(tmp_path: Path) -> None:
     fake = Fake()
     images, labels, generated = ImageCache(tmp_path).ensure(fake, seed=1, client=2, wanted=[2, 0, 3])
     assert labels.tolist() == [0, 0, 2, 2, 2] and labels.dtype == np.int64 and generated == 5
@@ -69,21 +69,21 @@ def test_cache_generates_only_missing_and_reads_prefixes(tmp_path: Path) -> None
 
 @settings(max_examples=25)
 @given(st.lists(st.tuples(*[st.integers(0, 6)] * 3), min_size=1, max_size=5))
-def test_any_row_of_wishes_gives_what_one_wish_gives(
-    tmp_path_factory: pytest.TempPathFactory, wishes: list[tuple[int, int, int]]
+def test_ensure_result_does_not_depend_on_earlier_requests(
+    tmp_path_factory: pytest.TempPathFactory, requests: list[tuple[int, int, int]]
 ) -> None:
     cache, fake = ImageCache(tmp_path_factory.mktemp("images")), Fake()
-    for wanted in wishes:
+    for wanted in requests:
         images, labels, _ = cache.ensure(fake, seed=0, client=0, wanted=wanted)
         expected = ids(0, 0, wanted)
         assert labels.tolist() == [sample.label for sample in expected]
         assert len(images) == len(expected)
         assert not expected or np.array_equal(images, Fake().sample(expected))
     asked = [sample for call in fake.calls for sample in call]
-    assert len(asked) == len(set(asked)) == sum(map(max, zip(*wishes, strict=True)))
+    assert len(asked) == len(set(asked)) == sum(map(max, zip(*requests, strict=True)))
 
 
-def test_generator_seed_and_client_are_kept_apart(tmp_path: Path) -> None:
+def test_cache_separates_generators_seeds_and_clients(tmp_path: Path) -> None:
     cache, wanted = ImageCache(tmp_path), [2, 2, 2]
     made = [
         cache.ensure(fake, seed=seed, client=client, wanted=wanted)[2]
@@ -102,7 +102,7 @@ def test_damaged_shard_is_renamed_and_regenerated(tmp_path: Path, damage: str) -
     at = {"flip image": 140, "flip header": 20, "flip checksum": len(whole) - 1}.get(damage)
     if at is not None:
         shard.write_bytes(whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :])
-    elif damage == "wrong shape":  # whole, but another shard's
+    elif damage == "wrong shape":  # intact, but another shard's content
         (other,) = tmp_path.rglob("class-000/*.npy")
         shard.write_bytes(other.read_bytes())
     else:
@@ -113,7 +113,7 @@ def test_damaged_shard_is_renamed_and_regenerated(tmp_path: Path, damage: str) -
     assert shard.with_name(shard.name + ".corrupt").exists()
 
 
-def test_a_lost_shard_in_the_middle_is_made_again_alone(tmp_path: Path) -> None:
+def test_lost_shard_is_regenerated_without_the_others(tmp_path: Path) -> None:
     cache, fake = ImageCache(tmp_path), Fake()
     for count in (2, 5, 9):
         whole, _, _ = cache.ensure(fake, seed=0, client=0, wanted=[count, 0, 0])
@@ -125,8 +125,8 @@ def test_a_lost_shard_in_the_middle_is_made_again_alone(tmp_path: Path) -> None:
     assert generated == 5 and np.array_equal(images, whole)
 
 
-def test_a_generator_that_dies_half_way_loses_one_chunk(tmp_path: Path) -> None:
-    class Mortal(Fake):
+def test_generator_failure_loses_only_one_chunk(tmp_path: Path) -> None:
+    class FailingGenerator(Fake):
         batch_size = 2
         lives = 2
 
@@ -135,11 +135,11 @@ def test_a_generator_that_dies_half_way_loses_one_chunk(tmp_path: Path) -> None:
                 raise ConnectionError("killed")
             return super().sample(samples)
 
-    cache, mortal, wanted = ImageCache(tmp_path), Mortal(), [11, 0, 10]
+    cache, generator, wanted = ImageCache(tmp_path), FailingGenerator(), [11, 0, 10]
     with pytest.raises(ConnectionError):
-        cache.ensure(mortal, seed=0, client=0, wanted=wanted)
-    assert [len(call) for call in mortal.calls] == [8, 8]
-    assert cache.missing(mortal, seed=0, client=0, wanted=wanted) == 5
+        cache.ensure(generator, seed=0, client=0, wanted=wanted)
+    assert [len(call) for call in generator.calls] == [8, 8]
+    assert cache.missing(generator, seed=0, client=0, wanted=wanted) == 5
     heir = Fake()
     images, _, generated = cache.ensure(heir, seed=0, client=0, wanted=wanted)
     assert generated == 5 and [sample for call in heir.calls for sample in call] == ids(0, 0, wanted)[16:]
@@ -147,7 +147,7 @@ def test_a_generator_that_dies_half_way_loses_one_chunk(tmp_path: Path) -> None:
     assert cache.missing(heir, seed=0, client=0, wanted=wanted) == 0
 
 
-def test_nothing_wanted_touches_nothing(tmp_path: Path) -> None:
+def test_empty_request_generates_and_writes_nothing(tmp_path: Path) -> None:
     fake = Fake()
     images, labels, generated = ImageCache(tmp_path / "none").ensure(fake, seed=0, client=0, wanted=[0, 0, 0])
     assert images.shape == (0, 4, 5, 2) and len(labels) == 0 and generated == 0
@@ -155,8 +155,8 @@ def test_nothing_wanted_touches_nothing(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("wanted", [[1, 2], [1, -1, 0], [1.5, 0, 0], [1, 2, 3, 4], [[1, 2, 3]], [[1, 2, 3]] * 3])
-def test_a_wrong_wish_is_refused(tmp_path: Path, wanted: Any) -> None:
-    """A whole plan among them, of all clients."""
+def test_invalid_request_is_rejected(tmp_path: Path, wanted: Any) -> None:
+    """One of the requests is a plan of all clients."""
     with pytest.raises(ValueError, match=r"wanted: .* give 3 whole numbers, none negative"):
         ImageCache(tmp_path).ensure(Fake(), seed=0, client=0, wanted=wanted)
 
@@ -170,7 +170,7 @@ def test_a_wrong_wish_is_refused(tmp_path: Path, wanted: Any) -> None:
         ([[0]], "list"),
     ],
 )
-def test_a_wrong_generator_is_refused_and_stores_nothing(tmp_path: Path, returned: object, found: str) -> None:
+def test_invalid_generator_output_is_rejected_and_not_stored(tmp_path: Path, returned: object, found: str) -> None:
     class Wrong(Fake):
         def sample(self, samples: Sequence[SampleId]) -> NDArray[np.uint8]:
             return returned  # type: ignore[return-value]
@@ -180,7 +180,7 @@ def test_a_wrong_generator_is_refused_and_stores_nothing(tmp_path: Path, returne
     assert shards(tmp_path) == []
 
 
-def test_two_processes_do_not_make_the_same_twice(tmp_path: Path) -> None:
+def test_two_processes_generate_each_image_once(tmp_path: Path) -> None:
     code = (
         "import sys, time; sys.path.insert(0, sys.argv[2])\n"
         "from test_cache import Fake; from fedeas_flwr.generators.cache import ImageCache\n"
@@ -199,7 +199,7 @@ def test_cache_and_augment_need_no_torch() -> None:
 
 
 @pytest.mark.parametrize("cached", [True, False])
-def test_fill_appends_the_same_with_and_without_a_cache(tmp_path: Path, cached: bool) -> None:
+def test_fill_appends_the_same_images_with_and_without_cache(tmp_path: Path, cached: bool) -> None:
     fake: Generator = Fake()
     real = np.full((2, 4, 5, 2), 7, dtype=np.uint8)
     cache = ImageCache(tmp_path) if cached else None
@@ -210,7 +210,7 @@ def test_fill_appends_the_same_with_and_without_a_cache(tmp_path: Path, cached: 
     assert np.array_equal(unchanged, real) and same_labels.tolist() == [2, 1]
 
 
-def test_fill_refuses_images_that_do_not_fit() -> None:
+def test_fill_rejects_images_of_wrong_shape() -> None:
     with pytest.raises(ValueError, match=r"images: uint8 \[2, 4, 4, 2\] .* give uint8 \[N, 4, 5, 2\]"):
         fill(np.zeros((2, 4, 4, 2), np.uint8), np.zeros(2, np.int64), [1, 0, 0], Fake())
     with pytest.raises(ValueError, match=r"labels: shape \[3\]"):
@@ -226,13 +226,13 @@ def test_fill_refuses_images_that_do_not_fit() -> None:
         ([True, False], "labels: bool is not allowed"),
     ],
 )
-def test_fill_refuses_labels_that_are_no_classes(labels: list[float], why: str) -> None:
+def test_fill_rejects_labels_outside_the_classes(labels: list[float], why: str) -> None:
     with pytest.raises(ValueError, match=f"^{why}"):
         fill(np.zeros((2, 4, 5, 2), np.uint8), np.array(labels), [1, 0, 0], Fake())
 
 
 @pytest.mark.parametrize("cached", [True, False])
-def test_fill_names_what_it_was_given(tmp_path: Path, cached: bool) -> None:
+def test_fill_rejects_invalid_generate_per_class(tmp_path: Path, cached: bool) -> None:
     real, cache = np.zeros((2, 4, 5, 2), np.uint8), ImageCache(tmp_path) if cached else None
     for wrong in ([1, 0], [1, -1, 0], [0.5, 0, 0]):
         with pytest.raises(ValueError, match=r"^generate_per_class: \[.* is not allowed; give 3 whole numbers"):

@@ -1,4 +1,4 @@
-"""The image cache kept in order: listed, checked, pruned by use, never what is needed."""
+"""Listing, verifying and pruning the image cache."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ from fedeas_flwr.policies import allocate
 
 
 def filled(root: Path, names: str = "abc") -> ImageCache:
-    """A cache of one entry a letter; the first was used longest ago."""
+    """Return a cache with one entry per letter; the first is the least recently used."""
     cache = ImageCache(root)
     for age, name in enumerate(reversed(names)):
         cache.ensure(Fake(name), seed=1, client=0, wanted=[2, 0, 3], about={"generator": name, "dataset": "toy"})
         manifest = root / cache.key(Fake(name), 1) / "manifest.json"
-        then = manifest.stat().st_mtime - 100 - 1000 * age  # the last one, too, before what a test does now
+        then = manifest.stat().st_mtime - 100 - 1000 * age  # all of them before the test
         os.utime(manifest, (then, then))
     return cache
 
@@ -49,7 +49,7 @@ def test_entries_are_listed_by_last_use_with_their_manifests(tmp_path: Path) -> 
         "generator": "a", "dataset": "toy", "seed": 1, "image-shape": [4, 5, 2], "fingerprint": "a"
     }  # fmt: skip
     cache.ensure(Fake("a"), seed=1, client=0, wanted=[1, 0, 0])
-    assert names(entries(cache)) == "bca", "reading is using"
+    assert names(entries(cache)) == "bca", "reading did not update the last use"
 
 
 def test_verify_finds_a_flipped_byte_and_changes_nothing(tmp_path: Path) -> None:
@@ -62,7 +62,7 @@ def test_verify_finds_a_flipped_byte_and_changes_nothing(tmp_path: Path) -> None
     assert verify(cache) == verify(cache) == (6, [shard])
 
 
-def test_prune_takes_the_least_recently_used_first(tmp_path: Path) -> None:
+def test_prune_removes_least_recently_used_first(tmp_path: Path) -> None:
     cache = filled(tmp_path)
     size = entries(cache)[0].bytes
     assert names(prune(cache, max_bytes=3 * size)) == ""
@@ -72,14 +72,14 @@ def test_prune_takes_the_least_recently_used_first(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_what_a_process_writes_to_stays(tmp_path: Path) -> None:
+def test_prune_keeps_locked_entries(tmp_path: Path) -> None:
     cache = filled(tmp_path)
     with FileLock(next(entries(cache)[0].path.glob("client-*.lock"))):
         assert names(prune(cache, max_bytes=0)) == "bc"
     assert names(entries(cache)) == "a"
 
 
-def test_room_is_made_for_a_run_but_not_from_its_own_images(tmp_path: Path) -> None:
+def test_ensure_space_keeps_the_runs_own_images(tmp_path: Path) -> None:
     cache = filled(tmp_path)
     rows = [[2, 0, 3], [4, 4, 4]]
     wanted = cache_maintenance.stored_bytes((4, 5, 2), rows)
@@ -96,10 +96,10 @@ def test_full_disk_raises_before_generating(tmp_path: Path, monkeypatch: pytest.
     with pytest.raises(ValueError, match=r"3,000 images of the run take 1\d\d KB in .*/not/yet, which has 30 KB free"):
         ensure_space(cache, Fake(), 1, [[1000, 2000, 0]], "")
     cache.ensure(Fake(), seed=1, client=0, wanted=[1000, 2000, 0])
-    ensure_space(cache, Fake(), 1, [[1000, 2000, 0]], "")  # they are there already
+    ensure_space(cache, Fake(), 1, [[1000, 2000, 0]], "")  # they are in the cache already
 
 
-def test_sizes_and_ages(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_parse_bytes_and_age(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [parse_bytes(t, "x") for t in ("5", "1.5 kb", "20GB", "2GiB")] == [5, 1500, 20 * 10**9, 2**31]
     assert [parse_age(t, "x") for t in ("5s", "90m", "1.5h", "30d")] == [5, 5400, 5400, 30 * 86400]
     assert [show_bytes(n) for n in (999, 1500, 2 * 10**12)] == ["999 B", "1.5 KB", "2 TB"]
@@ -113,8 +113,8 @@ def test_sizes_and_ages(monkeypatch: pytest.MonkeyPatch) -> None:
     assert cache_limit("") is None
 
 
-def test_a_sweep_over_beta_generates_the_largest_budget_once(tmp_path: Path) -> None:
-    """The paper's partition, K = 20 and α = 0.1: 68,172 images are asked for, 23,514 are made."""
+def test_beta_sweep_generates_only_the_largest_budget(tmp_path: Path) -> None:
+    """On the paper's partition, K = 20 and α = 0.1, 68,172 images are requested and 23,514 generated."""
     counts = make_partition("cifar10", "paper", 20, 0.1, 42).counts(plan_labels("cifar10", "paper"), 10)
 
     class Cheap(Fake):
@@ -136,7 +136,7 @@ def test_a_sweep_over_beta_generates_the_largest_budget_once(tmp_path: Path) -> 
     assert entries(cache)[0].images == 23_514
 
 
-def test_eight_processes_at_once_make_everything_once(tmp_path: Path) -> None:
+def test_eight_processes_generate_each_image_once(tmp_path: Path) -> None:
     code = (
         "import sys; sys.path.insert(0, sys.argv[2])\n"
         "from test_cache import Fake; from fedeas_flwr.generators.cache import ImageCache; import hashlib, json\n"
@@ -156,7 +156,7 @@ def test_eight_processes_at_once_make_everything_once(tmp_path: Path) -> None:
     assert not list(tmp_path.rglob("*.tmp"))
 
 
-def test_two_that_make_room_at_once_do_not_trip_over_each_other(tmp_path: Path) -> None:
+def test_entry_already_removed_by_another_process_is_no_error(tmp_path: Path) -> None:
     cache = ImageCache(tmp_path)
     cache.ensure(Fake(), seed=0, client=0, wanted=[1, 1, 1])
     (entry,) = entries(cache)

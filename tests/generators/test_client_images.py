@@ -30,27 +30,27 @@ def data() -> FederatedData:
 
 @pytest.fixture
 def free(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """What is free, of 100."""
+    """Return a list whose item is the free GPU memory in percent."""
     now = [100]
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (now[0], 100))
     return now
 
 
-def test_a_client_finds_its_images_and_nobody_elses(data: FederatedData, free: list[int]) -> None:
+def test_find_returns_only_the_images_of_that_client_and_plan(data: FederatedData, free: list[int]) -> None:
     kept, images = ImagesOnGpu(), some_images()
     kept.keep(CONFIG, data, 3, (0, 5), images)
     assert kept.find(CONFIG, data, 3, (0, 5)) is images
     assert kept.find(CONFIG, data, 2, (0, 5)) is None
-    assert kept.find(CONFIG, data, 3, (0, 6)) is None, "its plan has changed since"
+    assert kept.find(CONFIG, data, 3, (0, 6)) is None, "its plan has changed"
 
 
-def test_images_of_data_read_again_are_not_found(data: FederatedData, free: list[int]) -> None:
+def test_find_returns_nothing_for_reloaded_data(data: FederatedData, free: list[int]) -> None:
     kept = ImagesOnGpu()
     kept.keep(CONFIG, data, 3, (0, 5), some_images())
     assert kept.find(CONFIG, dataclasses.replace(data), 3, (0, 5)) is None
 
 
-def test_a_full_gpu_keeps_what_it_has_and_no_more(data: FederatedData, free: list[int]) -> None:
+def test_full_gpu_keeps_its_images_and_adds_none(data: FederatedData, free: list[int]) -> None:
     kept, first, second = ImagesOnGpu(), some_images(), some_images()
     kept.keep(CONFIG, data, 1, (), first)
     free[0] = 25
@@ -61,22 +61,22 @@ def test_a_full_gpu_keeps_what_it_has_and_no_more(data: FederatedData, free: lis
     assert kept.find(CONFIG, data, 2, ()) is second
 
 
-def test_the_next_run_of_a_process_frees_the_memory_of_the_last(data: FederatedData, free: list[int]) -> None:
+def test_next_run_frees_the_images_of_the_previous_run(data: FederatedData, free: list[int]) -> None:
     kept, images = ImagesOnGpu(), some_images()
     kept.keep(CONFIG, data, 1, (), images)
     alive = weakref.ref(images)
     del images
     assert alive() is not None
     second = CONFIG.with_changes(seed=2)
-    assert kept.find(second, data, 1, ()) is None, "those are the first run's"
+    assert kept.find(second, data, 1, ()) is None, "found images of the first run"
     kept.keep(second, data, 2, (), some_images())
     assert alive() is None and kept.find(second, data, 1, ()) is None and kept.find(second, data, 2, ()) is not None
 
 
-def test_images_that_were_left_out_count_in_every_round(
+def test_rejected_images_count_in_every_round(
     data: FederatedData, free: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As where nothing is kept; those that were made count once. The device stands in for a GPU: all but cpu keep."""
+    """Newly generated images count once. The device stands in for a GPU: images stay on any device except cpu."""
     made = np.zeros((5, 8, 8, 1), np.uint8), np.zeros(5, np.int64), 12, 7
     monkeypatch.setattr(client_images, "_on_gpu", ImagesOnGpu())
     monkeypatch.setattr(client_images, "_source", lambda *_: SimpleNamespace(fingerprint="stand-in"))

@@ -1,4 +1,4 @@
-"""The fused kernels compute what PyTorch's separate ones do (run on a GPU, or by Triton's interpreter)."""
+"""The fused kernels compute the same as PyTorch's (run on a GPU, or by Triton's interpreter)."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def strict_float32() -> None:
 
 @pytest.mark.parametrize(("channels", "groups", "side"), [(96, 32, 5), (192, 32, 4), (32, 8, 3)])
 @torch.no_grad()
-def test_normalisation_is_groupnorm_scale_shift_and_silu(channels: int, groups: int, side: int) -> None:
+def test_fused_normalise_matches_groupnorm_scale_shift_silu(channels: int, groups: int, side: int) -> None:
     norm = nn.GroupNorm(groups, channels).to(DEVICE)
     nn.init.normal_(norm.weight)
     nn.init.normal_(norm.bias)
@@ -45,7 +45,7 @@ def test_normalisation_is_groupnorm_scale_shift_and_silu(channels: int, groups: 
 
 @pytest.mark.parametrize("time_kind", ["default", "scale_shift"])
 @torch.no_grad()
-def test_a_fused_unet_predicts_what_it_did_before(time_kind: str) -> None:
+def test_fused_unet_predicts_the_same(time_kind: str) -> None:
     from diffusers import UNet2DModel
 
     unet = UNet2DModel(
@@ -69,4 +69,4 @@ def test_a_fused_unet_predicts_what_it_did_before(time_kind: str) -> None:
     after = unet(x, moment, class_labels=labels).sample
     torch.testing.assert_close(after, before, rtol=1e-4, atol=1e-5)
     replaced = [module for module in unet.modules() if "forward" in vars(module)]
-    assert len(replaced) > 20, "the blocks were not fused at all"
+    assert len(replaced) > 20, "the blocks were not fused"

@@ -1,4 +1,4 @@
-"""The trainer: what resume, interruption and the presets promise, on a network too small to be slow."""
+"""The generator trainer: resume, interruption and presets, on a tiny network."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 import torch
 from requires_gpu import DEVICES
-from runners import start_interruptible, typed
+from runners import run_in_process, start_interruptible
 from safetensors import safe_open
 from safetensors.torch import save
 from timelines import Clock
@@ -66,7 +66,7 @@ def test_resumed_training_equals_uninterrupted_bitwise(tmp_path: Path, digits: D
         if now.step == 3:
             os.kill(os.getpid(), signal.SIGINT)
 
-    out, before = tmp_path / "g", signal.getsignal(signal.SIGINT)  # a shell's background job has it ignored
+    out, before = tmp_path / "g", signal.getsignal(signal.SIGINT)  # a shell's background job ignores it
     assert not train_generator("digits", out, TINY, steps=6, report=stop_at_three)
     assert sorted(path.name for path in out.iterdir()) == [CHECKPOINT]
     assert signal.getsignal(signal.SIGINT) is before
@@ -82,7 +82,7 @@ def test_resumed_training_equals_uninterrupted_bitwise(tmp_path: Path, digits: D
 
 @pytest.fixture
 def deterministic_mode() -> Iterator[Callable[[], int]]:
-    """What reads torch's mode: 0 nothing, 1 a warning, 2 an error where it has no deterministic algorithm."""
+    """Yield a function that returns torch's deterministic mode: 0 off, 1 warn, 2 error."""
     yield torch.get_deterministic_debug_mode
     torch.use_deterministic_algorithms(False)
 
@@ -115,23 +115,23 @@ def test_seed_and_step_change_the_draws(digits: Dataset) -> None:
     assert len(set(losses)) == 2
 
 
-def test_minutes_are_wall_clock_and_count_from_the_beginning(digits: Dataset, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_minutes_limit_counts_total_wall_clock_time(digits: Dataset, monkeypatch: pytest.MonkeyPatch) -> None:
     trainer, clock = Trainer(TINY, digits), Clock()
     monkeypatch.setattr(trainer_module, "time", clock)
 
-    def a_step_of_half_a_second() -> bool:
+    def half_second_step() -> bool:
         clock.sleep(0.5)
         return False
 
-    assert trainer.run(minutes=1.75 / 60, between=a_step_of_half_a_second)
+    assert trainer.run(minutes=1.75 / 60, between=half_second_step)
     assert (trainer.state.step, trainer.state.seconds) == (4, 2.0)
-    clock.sleep(3600)  # between two sittings
+    clock.sleep(3600)  # a pause between two calls
     assert trainer.run(minutes=1.75 / 60) and trainer.state.step == 4
-    assert trainer.run(minutes=2.25 / 60, between=a_step_of_half_a_second)
+    assert trainer.run(minutes=2.25 / 60, between=half_second_step)
     assert (trainer.state.step, trainer.state.seconds) == (5, 2.5)
 
 
-def test_the_folder_holds_model_card_and_pictures(tmp_path: Path) -> None:
+def test_folder_holds_model_card_and_figures(tmp_path: Path) -> None:
     out = tmp_path / "g"
     assert train_generator("digits", out, TINY, steps=2, half=True)
     names = {path.relative_to(out).as_posix() for path in out.rglob("*")}
@@ -149,7 +149,7 @@ def test_the_folder_holds_model_card_and_pictures(tmp_path: Path) -> None:
         DiffusionGenerator(out, num_classes=11)
 
 
-def test_a_wrong_start_or_resume_is_refused_in_one_line(tmp_path: Path) -> None:
+def test_invalid_training_settings_are_rejected_in_one_line(tmp_path: Path) -> None:
     out = tmp_path / "g"
     train_generator("digits", out, TINY, steps=1)
     cases = [
@@ -184,15 +184,15 @@ def test_a_wrong_start_or_resume_is_refused_in_one_line(tmp_path: Path) -> None:
         find_preset("large", "cifar10", "cpu")
 
 
-def test_a_resumed_training_goes_on_with_its_own_preset(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Begun on a GPU, where cifar-small suits, and resumed where there is none."""
+def test_resumed_training_keeps_its_preset(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It started on a GPU, with cifar-small as default, and is resumed without one."""
     out, asked = tmp_path / "g", list[str]()
     out.mkdir()
     identity = {"dataset": "cifar10", "seed": 0, "preset": dataclasses.asdict(CIFAR_SMALL)}
     state = json.dumps({"identity": identity, "diary": {"step": 1, "seconds": 1.0, "curve": []}})
     (out / CHECKPOINT).write_bytes(save({"w": torch.zeros(1)}, metadata={"state": state}))
-    words = ("train-generator", "--dataset", "cifar10", "--out", str(out), "--device", "cpu", "--resume")
-    other = typed(*words, "--preset", "paper")
+    args = ("train-generator", "--dataset", "cifar10", "--out", str(out), "--device", "cpu", "--resume")
+    other = run_in_process(*args, "--preset", "paper")
     line = f"error: preset: 'paper' is not allowed; the checkpoint in {out} has 'cifar-small'\n"
     assert (other.returncode, other.stdout, other.stderr) == (2, "", line)
 
@@ -201,16 +201,16 @@ def test_a_resumed_training_goes_on_with_its_own_preset(tmp_path: Path, monkeypa
         return True
 
     monkeypatch.setattr(run, "train_generator", train)
-    done = typed(*words)
+    done = run_in_process(*args)
     assert (done.returncode, done.stdout, asked) == (0, f"generator: {out}\n", ["cifar-small"])
     monkeypatch.undo()
-    full = typed(*words[:-1])
+    full = run_in_process(*args[:-1])
     assert (full.returncode, full.stdout) == (2, "") and "is not empty; give --resume" in full.stderr
-    nowhere = typed(*words[:4], str(tmp_path / "new"), *words[5:])
+    nowhere = run_in_process(*args[:4], str(tmp_path / "new"), *args[5:])
     assert (nowhere.returncode, nowhere.stdout) == (2, "") and "resume: there is no" in nowhere.stderr
 
 
-def test_a_training_is_not_resumed_on_data_that_changed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_resume_on_changed_data_is_rejected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Custom data keep their path when a class is added; old checkpoints do not store their classes."""
     monkeypatch.setenv("FEDEAS_CACHE", str(tmp_path / "cache"))
     out, own = tmp_path / "g", tmp_path / "own.npz"
@@ -243,7 +243,7 @@ def test_a_training_is_not_resumed_on_data_that_changed(tmp_path: Path, monkeypa
     assert train(steps=2, resume=True)
 
 
-def test_learning_rates_by_hand() -> None:
+def test_learning_rate_schedule_by_hand() -> None:
     tail = dataclasses.replace(CIFAR_SMALL, warm_up=4)
     assert [_rate(tail, step, 0.0) for step in (0, 1, 3, 9)] == [0.25, 0.5, 1.0, 1.0]
     assert _rate(tail, 9, 0.8) == 1.0
@@ -253,7 +253,7 @@ def test_learning_rates_by_hand() -> None:
     assert _rate(PAPER, 0, 0.99) == 1.0
 
 
-def test_min_snr_weights_by_hand() -> None:
+def test_min_snr_loss_weights_by_hand() -> None:
     ratio = torch.tensor([0.5, 5.0, 20.0])
     epsilon = dataclasses.replace(PAPER, min_snr=5.0)
     assert _loss_weights(epsilon, ratio).tolist() == [1.0, 1.0, 0.25]
@@ -268,7 +268,7 @@ def fake_cifar() -> Dataset:
 
 
 @pytest.mark.parametrize(("preset", "millions"), [(CIFAR_SMALL, (24, 27)), (PAPER, (30, 80))])
-def test_presets_are_the_networks_they_say(preset: Preset, millions: tuple[int, int]) -> None:
+def test_presets_build_networks_of_the_stated_size(preset: Preset, millions: tuple[int, int]) -> None:
     trainer = Trainer(preset, fake_cifar())
     size = sum(value.numel() for value in trainer.unet.parameters()) / 1e6
     assert millions[0] < size < millions[1]
@@ -278,12 +278,12 @@ def test_presets_are_the_networks_they_say(preset: Preset, millions: tuple[int, 
     json.dumps(dataclasses.asdict(preset))
 
 
-def test_digits_are_never_mirrored(digits: Dataset) -> None:
+def test_digits_are_never_flipped(digits: Dataset) -> None:
     assert not Trainer(dataclasses.replace(TINY, flips=True), digits)._flips
     assert set(PRESETS) == {"digits", "cifar-small", "paper"}
 
 
-def test_a_preset_that_ends_is_chosen_and_the_reason_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_default_preset_depends_on_dataset_and_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert find_preset("", "digits", "cpu") is find_preset("", "digits", "cuda") is DIGITS
     assert find_preset("", "cifar100", "cuda") is find_preset("", "own:x", "cuda") is CIFAR_SMALL
     assert find_preset("", "cifar100", "cpu") is find_preset("", "own:x", "cpu") is DIGITS
@@ -291,18 +291,18 @@ def test_a_preset_that_ends_is_chosen_and_the_reason_is_said(tmp_path: Path, mon
     monkeypatch.setenv("FEDEAS_CACHE", str(tmp_path / "cache"))
     rng = np.random.default_rng(0)
     np.savez(tmp_path / "own.npz", x=rng.integers(0, 256, (20, 8, 8, 3), dtype=np.uint8), y=np.arange(20) % 2)
-    words = ("train-generator", "--dataset", "own:own.npz", "--device", "cpu", "--steps", "1")
-    done = typed(*words, "--out", "chosen", cwd=tmp_path)
+    args = ("train-generator", "--dataset", "own:own.npz", "--device", "cpu", "--steps", "1")
+    done = run_in_process(*args, "--out", "chosen", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     first = "preset digits, the default on cpu; choose another with --preset"
     assert done.stdout.splitlines()[0] == first
-    named = typed(*words, "--out", "named", "--preset", "digits", cwd=tmp_path)
+    named = run_in_process(*args, "--out", "named", "--preset", "digits", cwd=tmp_path)
     assert "the default on" not in named.stdout
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_a_training_begins_with_anothers_weights_and_says_so(tmp_path: Path, device: str) -> None:
-    """Of three classes after ten: all four begin as "no label", everything else as it was."""
+def test_training_starts_from_given_weights_and_records_it(tmp_path: Path, device: str) -> None:
+    """With three classes after ten, all four embeddings start as "no label", all other weights as given."""
     first, out = tmp_path / "first", tmp_path / "second"
     assert train_generator("digits", first, TINY, steps=2, device=device, compiled=False)
     given = DiffusionGenerator(first, num_classes=10)._denoiser.unet.state_dict()
@@ -321,12 +321,12 @@ def test_a_training_begins_with_anothers_weights_and_says_so(tmp_path: Path, dev
         os.kill(os.getpid(), signal.SIGINT)
 
     assert not train_generator("digits", out, TINY, steps=2, start=first, report=stop, device=device, compiled=False)
-    shutil.rmtree(first)  # resumed, it is not read again
+    shutil.rmtree(first)  # a resumed training does not read it again
     assert train_generator("digits", out, TINY, steps=2, start=first, resume=True, device=device, compiled=False)
     assert "**Initial weights**: `first` (sha256 " in (out / "README.md").read_text()
 
 
-def test_a_start_of_another_kind_is_refused_in_one_line(tmp_path: Path) -> None:
+def test_incompatible_start_weights_are_rejected_in_one_line(tmp_path: Path) -> None:
     first, wider = tmp_path / "first", {**TINY.unet, "block_out_channels": (8, 16)}
     with pytest.raises(FileNotFoundError, match=r"start: there is no .*config\.json; a generator is a folder with"):
         train_generator("digits", tmp_path / "new", TINY, steps=1, start=first)
@@ -344,21 +344,21 @@ def test_a_start_of_another_kind_is_refused_in_one_line(tmp_path: Path) -> None:
         with pytest.raises(ValueError, match=message) as caught:
             train_generator("digits", tmp_path / "new", dataclasses.replace(TINY, **changes), steps=1, start=first)
         assert "\n" not in str(caught.value) and not (tmp_path / "new").exists()
-    words = ("train-generator", "--dataset", "digits", "--preset", "digits", "--steps", "1", "--out", "new")
-    refused = typed(*words, "--start", "nowhere", cwd=tmp_path)
+    args = ("train-generator", "--dataset", "digits", "--preset", "digits", "--steps", "1", "--out", "new")
+    refused = run_in_process(*args, "--start", "nowhere", cwd=tmp_path)
     assert refused.returncode == 2 and refused.stderr.startswith("error: start: there is no nowhere/unet/config.json")
 
 
-def test_epsilon_and_flips_train_too() -> None:
+def test_training_with_epsilon_and_flips_is_finite() -> None:
     preset = dataclasses.replace(TINY, prediction="epsilon", beta_schedule="linear", flips=True)
     trainer = Trainer(preset, fake_cifar())
     assert trainer.run(steps=2)
     assert all(np.isfinite(loss) for _, loss in trainer.state.curve)
 
 
-def test_the_command_is_interrupted_cleanly_and_resumed(tmp_path: Path) -> None:
-    words = [sys.executable, "-m", "fedeas_flwr", "train-generator", "--dataset", "digits", "--out", "g"]
-    running = start_interruptible([*words, "--minutes", "5"], cwd=tmp_path)
+def test_interrupted_train_generator_command_resumes(tmp_path: Path) -> None:
+    args = [sys.executable, "-m", "fedeas_flwr", "train-generator", "--dataset", "digits", "--out", "g"]
+    running = start_interruptible([*args, "--minutes", "5"], cwd=tmp_path)
     assert running.stdout is not None
     assert "loss" in running.stdout.readline()
     running.send_signal(signal.SIGINT)
@@ -368,11 +368,11 @@ def test_the_command_is_interrupted_cleanly_and_resumed(tmp_path: Path) -> None:
     assert (tmp_path / "g" / CHECKPOINT).is_file()
     log = logging.getLogger("fedeas_flwr")
     before = log.handlers[:], log.getEffectiveLevel(), log.propagate
-    done = typed(*words[3:], "--steps", "1", "--resume", cwd=tmp_path)
+    done = run_in_process(*args[3:], "--steps", "1", "--resume", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    assert (log.handlers, log.getEffectiveLevel(), log.propagate) == before, "the next test would be shown the log, too"
+    assert (log.handlers, log.getEffectiveLevel(), log.propagate) == before, "the logger was not restored"
     assert "generator: " in done.stdout and (tmp_path / "g" / "unet" / WEIGHTS_NAME).is_file()
-    again = typed(*words[3:], cwd=tmp_path)
+    again = run_in_process(*args[3:], cwd=tmp_path)
     assert again.returncode == 2 and "is not empty" in again.stderr and len(again.stderr.splitlines()) == 1
 
 
@@ -394,13 +394,13 @@ def test_preset_indivisible_image_size_raises_before_training(
     tmp_path: Path, height: int, width: int, preset: str, why: str
 ) -> None:
     given = ["--dataset", write_images(tmp_path / "own.npz", height, width), "--preset", preset]
-    done = typed("train-generator", *given, "--out", str(tmp_path / "g"), FEDEAS_CACHE=str(tmp_path / "cache"))
+    done = run_in_process("train-generator", *given, "--out", str(tmp_path / "g"), FEDEAS_CACHE=str(tmp_path / "cache"))
     assert (done.returncode, done.stdout) == (2, "") and not (tmp_path / "g").exists()
     assert done.stderr.startswith(f"error: preset: {preset} needs images with {why}") and done.stderr.count("\n") == 1
 
 
 @pytest.mark.parametrize(("height", "width"), [(2, 6), (10, 4)])
-def test_what_is_refused_is_what_the_network_cannot_have(
+def test_check_size_rejects_only_sizes_the_network_cannot_use(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, height: int, width: int
 ) -> None:
     monkeypatch.setenv("FEDEAS_CACHE", str(tmp_path / "cache"))

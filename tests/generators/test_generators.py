@@ -26,7 +26,7 @@ SHAPE = (8, 8, 1)
 
 
 def save_tiny(folder: Path, *, embeddings: int = 4, prediction: str = "v_prediction", half: bool = False) -> Path:
-    """Save a random model of 3 classes, 8×8, too small to be slow."""
+    """Save a tiny random model of 3 classes, 8×8, and return its folder."""
     from diffusers import DDIMScheduler, UNet2DModel
 
     with torch.random.fork_rng():
@@ -62,7 +62,7 @@ def ids(count: int, seed: int = 0, client: int = 0) -> list[SampleId]:
     return [SampleId(seed, client, i % 3, i // 3) for i in range(count)]
 
 
-def test_each_number_of_the_identity_changes_the_noise() -> None:
+def test_noise_depends_on_each_field_of_the_sample_id() -> None:
     base = SampleId(1, 2, 3, 4)
     others = [SampleId(2, 1, 3, 4), base._replace(seed=9), base._replace(client=9), base._replace(label=9)]
     noises = [initial_noise(sample, (5, 5)) for sample in [base, *others, base._replace(index=9)]]
@@ -73,11 +73,11 @@ def test_each_number_of_the_identity_changes_the_noise() -> None:
     assert np.abs(np.corrcoef(many.T) - np.eye(16)).max() < 0.15
 
 
-def test_order_neighbours_and_padding_do_not_change_a_bit(tiny: Path) -> None:
+def test_images_do_not_depend_on_order_batch_or_padding(tiny: Path) -> None:
     generator, wanted = open_tiny(tiny), ids(11)
     images = generator.sample(wanted)
     assert images.shape == (11, *SHAPE) and images.dtype == np.uint8
-    assert len({image.tobytes() for image in images}) == 11  # or the rest would prove nothing
+    assert len({image.tobytes() for image in images}) == 11  # otherwise the comparisons below prove nothing
     order = np.random.default_rng(0).permutation(11)
     assert np.array_equal(generator.sample([wanted[i] for i in order]), images[order])
     assert np.array_equal(generator.sample(wanted[:5]), images[:5])
@@ -102,7 +102,7 @@ def test_sample_ignores_and_keeps_threads_and_rng_state(tiny: Path) -> None:
 
 
 def test_every_forward_has_one_batch_size_and_one_thread(tiny: Path) -> None:
-    # Rounding to uint8 hides most last bits, so what they depend on is looked at where it happens.
+    # Rounding to uint8 hides most differences in the last bits, so check batch size and threads directly.
     generator, seen = open_tiny(tiny), set()
     generator._denoiser.unet.register_forward_pre_hook(
         lambda _, inputs: seen.add((len(inputs[0]), torch.get_num_threads()))
@@ -130,8 +130,8 @@ def test_label_and_guidance_reach_the_model(tiny: Path) -> None:
         assert torch.equal(plain._denoiser.predict(x, time, labels), conditional)
 
 
-def test_rescaled_guidance_has_the_spread_of_what_is_not_guided(tiny: Path) -> None:
-    """Image by image; with a part of it in between, and with none of it the plain one."""
+def test_rescaled_guidance_has_the_unguided_deviation(tiny: Path) -> None:
+    """This holds per image; partial rescaling lies in between, and none is plain guidance."""
     plain, guided = open_tiny(tiny), open_tiny(tiny, guidance=6.0)
     whole, most = (open_tiny(tiny, guidance=6.0, guidance_rescale=part) for part in (1.0, 0.7))
     x, labels, time = torch.randn(4, 1, 8, 8), torch.tensor([0, 1, 2, 0]), torch.tensor(500)
@@ -145,10 +145,12 @@ def test_rescaled_guidance_has_the_spread_of_what_is_not_guided(tiny: Path) -> N
     torch.testing.assert_close(*directions)
     assert not torch.allclose(near, far)
     assert whole.fingerprint != guided.fingerprint == open_tiny(tiny, guidance=6.0, guidance_rescale=0).fingerprint
-    assert plain.fingerprint == open_tiny(tiny, guidance_rescale=0.7).fingerprint, "nothing is guided"
+    assert plain.fingerprint == open_tiny(tiny, guidance_rescale=0.7).fingerprint, (
+        "rescaling changed the fingerprint without guidance"
+    )
 
 
-def test_guidance_one_needs_one_forward_a_step(tiny: Path) -> None:
+def test_guidance_one_needs_one_forward_pass_per_step(tiny: Path) -> None:
     for guidance, passes in ((1.0, 4), (2.0, 8)):
         generator, seen = open_tiny(tiny, guidance=guidance), []
         generator._denoiser.unet.register_forward_hook(lambda *_, seen=seen: seen.append(1))
@@ -156,7 +158,7 @@ def test_guidance_one_needs_one_forward_a_step(tiny: Path) -> None:
         assert len(seen) == passes
 
 
-def test_the_fingerprint_follows_all_that_changes_pixels(tiny: Path, tmp_path: Path) -> None:
+def test_fingerprint_depends_on_all_that_changes_pixels(tiny: Path, tmp_path: Path) -> None:
     base = open_tiny(tiny).fingerprint
     assert open_tiny(tiny).fingerprint == base
     settings: list[tuple[str, Any]] = [("steps", 5), ("guidance", 2), ("batch_size", 5), ("sampler", "ddim")]
@@ -199,7 +201,7 @@ def test_batch_size_changes_images_by_rounding_only(digits_generator: Path) -> N
     assert np.abs(one - other).max() <= 1 and (one != other).mean() <= 0.01
 
 
-def test_low_precision_is_close_and_keeps_the_promise(tiny: Path) -> None:
+def test_low_precision_is_close_and_independent_of_order(tiny: Path) -> None:
     exact, rough = open_tiny(tiny), open_tiny(tiny, precision="bf16")
     assert rough._denoiser.unet.dtype == torch.bfloat16
     images = rough.sample(ids(5))
@@ -207,7 +209,7 @@ def test_low_precision_is_close_and_keeps_the_promise(tiny: Path) -> None:
     assert np.array_equal(rough.sample(ids(5)[::-1]), images[::-1])
 
 
-def test_out_of_memory_halves_the_batch_and_loses_nothing(
+def test_out_of_memory_halves_the_batch_size(
     tiny: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     generator = open_tiny(tiny, batch_size=16)
@@ -230,7 +232,7 @@ def test_out_of_memory_halves_the_batch_and_loses_nothing(
         generator.sample(ids(1))
 
 
-def test_a_run_config_leaves_choices_open_or_makes_them(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_open_for_run_passes_settings_or_defaults(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: dict[str, Any] = {}
     monkeypatch.setattr(opening, "open_generator", lambda *_, **settings: seen.update(settings))
     opening.open_for_run(parse_config({}), "cpu")
@@ -248,7 +250,7 @@ def test_half_precision_weights_are_computed_in_float32(tmp_path: Path) -> None:
     assert len(np.unique(generator.sample(ids(2)))) > 2
 
 
-def test_a_model_without_the_no_label_class_refuses_guidance(tmp_path: Path) -> None:
+def test_model_without_no_label_class_rejects_guidance(tmp_path: Path) -> None:
     folder = save_tiny(tmp_path, embeddings=3)
     assert open_tiny(folder).sample(ids(1)).shape == (1, *SHAPE)
     with pytest.raises(ValueError, match=r"guidance: 2.0 needs a model with a 'no label' class"):
@@ -271,7 +273,9 @@ def test_a_model_without_the_no_label_class_refuses_guidance(tmp_path: Path) -> 
         ({"device": "tpu"}, "device: 'tpu' is not allowed; use cpu, cuda"),
     ],
 )
-def test_wrong_settings_are_refused_in_one_line(tiny: Path, settings: dict[str, Any], message: str) -> None:
+def test_invalid_generator_settings_are_rejected_in_one_line(
+    tiny: Path, settings: dict[str, Any], message: str
+) -> None:
     with pytest.raises(ValueError, match=message) as caught:
         DiffusionGenerator(tiny, **({"num_classes": 3} | settings))
     assert "\n" not in str(caught.value)
@@ -285,12 +289,12 @@ def test_wrong_settings_are_refused_in_one_line(tiny: Path, settings: dict[str, 
         ({"generator": "bank:/nowhere"}, "generator: there is no bank '/nowhere'"),
     ],
 )
-def test_a_run_is_refused_by_the_names_of_its_keys(digits_generator: Path, given: dict[str, Any], message: str) -> None:
+def test_open_for_run_errors_name_run_config_keys(digits_generator: Path, given: dict[str, Any], message: str) -> None:
     with pytest.raises((ValueError, FileNotFoundError), match=f"^{message}"):
         opening.open_for_run(parse_config({"generator": str(digits_generator), **given}), "cpu")
 
 
-def test_wrong_folders_are_refused_in_one_line(tmp_path: Path) -> None:
+def test_invalid_generator_folder_is_rejected_in_one_line(tmp_path: Path) -> None:
     def refuse(message: str) -> None:
         with pytest.raises((ValueError, FileNotFoundError), match=message) as caught:
             open_tiny(tmp_path)
@@ -305,7 +309,7 @@ def test_wrong_folders_are_refused_in_one_line(tmp_path: Path) -> None:
     weights.unlink()
     refuse("must be one safetensors file")
     weights.write_bytes(whole)
-    config.write_text(json.dumps(settings | {"layers_per_block": 2}))  # weights are missing: never fill them at random
+    config.write_text(json.dumps(settings | {"layers_per_block": 2}))  # missing weights must not be random
     refuse("does not fit its config.json")
     config.write_text(json.dumps(settings | {"_class_name": "UNet2DConditionModel"}))
     refuse("must be UNet2DModel")
@@ -316,15 +320,17 @@ def test_wrong_folders_are_refused_in_one_line(tmp_path: Path) -> None:
     refuse("'flow_prediction'; allowed are epsilon, sample, v_prediction")
 
 
-def test_a_model_that_says_its_classes_is_of_no_others(tmp_path: Path) -> None:
-    """Four embeddings are three classes and "no label": for four classes "no label" would be the last."""
+def test_model_with_class_names_rejects_other_classes(tmp_path: Path) -> None:
+    """Four embeddings are three classes and "no label"; with four classes, the last would be "no label"."""
     plain = open_tiny(save_tiny(tmp_path))
-    assert open_tiny(tmp_path, num_classes=4).num_classes == 4, "what says nothing may be of four"
+    assert open_tiny(tmp_path, num_classes=4).num_classes == 4, "a model without class names may have four"
     config = tmp_path / "unet" / "config.json"
     settings = json.loads(config.read_text())
     config.write_text(json.dumps(settings | {CLASSES: ["ant", "bee", "cat"]}))
     assert open_tiny(tmp_path, classes=("ant", "bee", "cat")).fingerprint == plain.fingerprint
-    assert open_tiny(tmp_path, classes=("0", "1", "2")).fingerprint == plain.fingerprint, "numbers are no names"
+    assert open_tiny(tmp_path, classes=("0", "1", "2")).fingerprint == plain.fingerprint, (
+        "numbers do not count as class names"
+    )
     cases: list[tuple[dict[str, Any], dict[str, Any], str]] = [
         ({}, {"num_classes": 4}, r"unet of .* was trained on 3 classes; the dataset has 4"),
         ({}, {"classes": ("ant", "cat", "bee")}, r"class 1 of .* is 'bee'; the dataset's is 'cat'"),
@@ -340,14 +346,16 @@ def test_a_model_that_says_its_classes_is_of_no_others(tmp_path: Path) -> None:
 
 def test_model_numbered_classes_in_other_order_raise(tmp_path: Path) -> None:
     numbers = [str(label) for label in range(12)]
-    check_classes({"num_class_embeds": 13, CLASSES: numbers}, tmp_path, 12, list("abcdefghijkl"))  # are no names
+    check_classes(
+        {"num_class_embeds": 13, CLASSES: numbers}, tmp_path, 12, list("abcdefghijkl")
+    )  # numbers do not count as names
     with pytest.raises(ValueError, match=r"class 2 of .* is '10'; the dataset's is '2'"):
         check_classes({"num_class_embeds": 13, CLASSES: sorted(numbers)}, tmp_path, 12, numbers)
     with pytest.raises(ValueError, match=r"class 2 of .* is '2'; the dataset's is '10'"):
         check_classes({"num_class_embeds": 13, CLASSES: numbers}, tmp_path, 12, sorted(numbers))
 
 
-def test_identities_out_of_range_are_refused(tiny: Path) -> None:
+def test_sample_ids_out_of_range_are_rejected(tiny: Path) -> None:
     for sample in (SampleId(0, 0, 3, 0), SampleId(0, 0, -1, 0), SampleId(0, -1, 0, 0)):
         with pytest.raises(ValueError, match="none negative, label below 3"):
             open_tiny(tiny).sample([sample])
@@ -391,13 +399,13 @@ def test_builtin_trained_once_and_retrained_if_damaged(tmp_path: Path, monkeypat
     whole = weights.read_bytes()
     assert not again(folder)
     weights.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
-    assert again(folder) and weights.read_bytes() == whole  # training is reproducible, in another process too
+    assert again(folder) and weights.read_bytes() == whole  # training is reproducible, also in another process
     (folder / "scheduler" / "scheduler_config.json").unlink()
     assert again(folder) and not again(folder)
     assert "No test set was seen" in (folder / "README.md").read_text()
 
 
-def test_the_builtin_makes_the_digits_asked_for(digits_generator: Path) -> None:
+def test_builtin_generates_the_requested_digits(digits_generator: Path) -> None:
     from sklearn.svm import SVC
 
     from fedeas_flwr.data.datasets import open_dataset
@@ -410,16 +418,16 @@ def test_the_builtin_makes_the_digits_asked_for(digits_generator: Path) -> None:
     images = generator.sample(wanted)
     agreed = svm.predict(images.reshape(len(images), -1)) == [sample.label for sample in wanted]
     assert agreed.mean() >= 0.85
-    assert agreed.reshape(10, -1).mean(axis=1).min() >= 0.5  # no class is left out
+    assert agreed.reshape(10, -1).mean(axis=1).min() >= 0.5  # every class is recognised
     assert len({image.tobytes() for image in images}) == len(images)
 
 
 @pytest.mark.slow
-def test_the_benchmark_runs_and_writes_its_tables(tmp_path: Path) -> None:
+def test_generation_benchmark_writes_its_tables(tmp_path: Path) -> None:
     root, folder = Path(__file__).parents[2], save_tiny(tmp_path / "model", embeddings=11)
-    words = ["--generator", str(folder), "--dataset", "digits", "--images", "70", "--steps", "2", "--ddim-steps", "2"]
+    args = ["--generator", str(folder), "--dataset", "digits", "--images", "70", "--steps", "2", "--ddim-steps", "2"]
     done = subprocess.run(
-        [sys.executable, str(root / "benchmarks" / "generation.py"), *words, "--out", str(tmp_path / "out")],
+        [sys.executable, str(root / "benchmarks" / "generation.py"), *args, "--out", str(tmp_path / "out")],
         env={**os.environ, "PYTHONPATH": str(root)},
         capture_output=True,
         text=True,

@@ -1,4 +1,4 @@
-"""The quality report: answers known by hand, and a classifier that knows its digits."""
+"""The quality report: distances by hand, and the independent classifier."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 from rich.console import Console
 
 from fedeas_flwr.data.datasets import open_dataset
-from fedeas_flwr.generators import classifier as classifier_of_the_room
+from fedeas_flwr.generators import classifier as classifier_module
 from fedeas_flwr.generators.classifier import agreement, independent_classifier
 from fedeas_flwr.generators.quality import (
     frechet_distance,
@@ -30,11 +30,11 @@ def test_frechet_distance_of_gaussians_by_hand() -> None:
     points = np.array([[1.0, 0], [-1, 0], [0, 1], [0, -1]])
     assert frechet_distance(points, points) == pytest.approx(0, abs=1e-7)
     assert frechet_distance(points, points + np.array([3, 4])) == pytest.approx(25)
-    # Twice the spread: (2 − 1)² · 2/3 for each of two axes.
+    # Twice the standard deviation: (2 − 1)² · 2/3 for each of two axes.
     assert frechet_distance(points, 2 * points) == pytest.approx(4 / 3)
 
 
-def test_kernel_distance_is_unbiased_and_sees_a_shift() -> None:
+def test_kernel_distance_is_unbiased_and_detects_a_shift() -> None:
     random = np.random.default_rng(0)
     a, b = random.normal(size=(2, 400, 8))
     assert abs(kernel_distance(a, b)) < 0.05
@@ -61,9 +61,9 @@ def test_classifier_is_accurate_and_independent_of_batch() -> None:
     assert classifier.predict(images[:0])[0].shape == (0, 10)
 
 
-def test_training_the_classifier_tells_how_far_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_classifier_training_logs_its_progress(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FEDEAS_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(classifier_of_the_room, "_LINE_EVERY", 0.0)
+    monkeypatch.setattr(classifier_module, "_LINE_EVERY", 0.0)
     digits = open_dataset("digits")
     chosen = np.isin(digits.y_train, [0, 1]).nonzero()[0][:40]
     np.savez(tmp_path / "few.npz", x=digits.x_train[chosen], y=digits.y_train[chosen])
@@ -77,14 +77,14 @@ def test_training_the_classifier_tells_how_far_it_is(tmp_path: Path, monkeypatch
     assert (logger.handlers, logger.level, logger.propagate) == before
 
 
-def test_a_few_images_of_ones_own_are_enough_for_a_classifier(tmp_path: Path) -> None:
+def test_classifier_trains_on_few_custom_images(tmp_path: Path) -> None:
     digits = open_dataset("digits")
     chosen = np.isin(digits.y_train, [0, 1]).nonzero()[0][:40]
     np.savez(tmp_path / "few.npz", x=digits.x_train[chosen], y=digits.y_train[chosen])
     assert independent_classifier(f"own:{tmp_path / 'few.npz'}").test_accuracy > 0.9
 
 
-def test_a_report_tells_real_images_copies_and_noise_apart() -> None:
+def test_quality_report_separates_real_images_copies_and_noise() -> None:
     digits, classifier = open_dataset("digits"), independent_classifier("digits")
     test, labels = np.asarray(digits.x_test), np.asarray(digits.y_test)
     real = quality_report(digits, classifier, test, labels)
@@ -101,7 +101,7 @@ def test_a_report_tells_real_images_copies_and_noise_apart() -> None:
     json.dumps(bad)
 
 
-def test_inception_distances_want_their_weights(tmp_path: Path) -> None:
+def test_inception_distances_need_their_weights(tmp_path: Path) -> None:
     pytest.importorskip("torchmetrics", reason="an extra: pip install 'fedeas-flwr[quality]'")
     images = np.zeros((4, 8, 8, 1), np.uint8)
     with pytest.raises(FileNotFoundError, match=r"--inception: there is no file /nowhere"):
@@ -113,7 +113,7 @@ def test_fid_and_kid_with_random_inception_weights(tmp_path: Path, monkeypatch: 
     pytest.importorskip("torchmetrics", reason=reason)
     inception = pytest.importorskip("torch_fidelity.feature_extractor_inceptionv3", reason=reason)
     extractor = inception.FeatureExtractorInceptionV3
-    with monkeypatch.context() as patch:  # its constructor insists on weights: give it none, then save its own
+    with monkeypatch.context() as patch:  # its constructor requires weights: load none, then save its own
         patch.setattr(torch, "load", lambda *_, **__: {})
         patch.setattr(extractor, "load_state_dict", lambda *_, **__: None)
         torch.save(extractor("made", ["2048"], "nowhere").state_dict(), tmp_path / "weights.pth")

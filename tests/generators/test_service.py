@@ -1,4 +1,4 @@
-"""The shared generator without Ray: requests share batches, mistakes stay with whoever made them."""
+"""The shared generator without Ray: requests share batches, and an invalid request fails alone."""
 
 from __future__ import annotations
 
@@ -58,21 +58,21 @@ def test_service_requests_of_clients_share_full_batches() -> None:
 
     *answers, late = asyncio.run(run())
     assert opened == [1]
-    assert [len(call) for call in fake.calls] == [32, 28, 2]  # eight batches a pass
+    assert [len(call) for call in fake.calls] == [32, 28, 2]  # eight batches per pass
     for client, images in enumerate(answers):
         assert np.array_equal(images, Fake().sample(ids(0, client, [1, 0, 2])))
     assert np.array_equal(late, Fake().sample(ids(0, 3, [2, 0, 0])))
 
 
 def test_in_process_threads_share_batches_and_get_own_images(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Patient(Batched):
-        """Makes nothing before everybody has asked."""
+    class WaitingGenerator(Batched):
+        """Generates nothing before all clients have sent a request."""
 
         def sample(self, samples: Sequence[SampleId]) -> NDArray[np.uint8]:
             assert all_have_asked.wait(LONG)
             return super().sample(samples)
 
-    fake, asked, all_have_asked = Patient(), list[int](), threading.Event()
+    fake, asked, all_have_asked = WaitingGenerator(), list[int](), threading.Event()
     sample = GeneratorService.sample
 
     async def counted(self: GeneratorService, samples: Sequence[tuple[int, ...]]) -> NDArray[np.uint8]:
@@ -87,13 +87,13 @@ def test_in_process_threads_share_batches_and_get_own_images(monkeypatch: pytest
         answers = list(pool.map(lambda client: service.sample(ids(0, client, [1, 0, 2])), range(10)))
     for client, images in enumerate(answers):
         assert np.array_equal(images, Fake().sample(ids(0, client, [1, 0, 2])))
-    assert len(fake.calls) <= 2, "who asked during the first pass was not served in one"
+    assert len(fake.calls) <= 2, "requests made during the first pass took more than one other"
     with pytest.raises(ValueError, match="not for 99"):
         service.sample(ids(0, 99, [1]))
     assert (service.fingerprint, service.batch_size) == ("fake", 4)
 
 
-def test_one_clients_mistake_is_not_its_neighbours_failure() -> None:
+def test_invalid_request_fails_only_its_own_client() -> None:
     async def run() -> list[object]:
         service = GeneratorService(Batched)
         requests = [service.sample(ids(0, client, [20, 0, 0])) for client in (12, 99, 14)]
@@ -107,7 +107,7 @@ def test_one_clients_mistake_is_not_its_neighbours_failure() -> None:
     assert len(after) == 1  # type: ignore[arg-type]
 
 
-def test_a_generator_that_cannot_be_opened_is_everybodys_error() -> None:
+def test_generator_that_cannot_open_fails_all_requests() -> None:
     def broken() -> Fake:
         raise FileNotFoundError("generator: there is no /nowhere")
 
@@ -119,7 +119,7 @@ def test_a_generator_that_cannot_be_opened_is_everybodys_error() -> None:
 
 
 def test_service_batch_size_error_fails_all_requests() -> None:
-    """As on a GPU that clients have filled; nobody may wait for images that will not come."""
+    """As on a full GPU; no request may wait for ever."""
 
     class Full(Fake):
         def find_batch_size(self) -> int:
@@ -133,11 +133,11 @@ def test_service_batch_size_error_fails_all_requests() -> None:
     assert [str(error) for error in asyncio.run(run())] == ["no room"] * 3
 
 
-def test_without_ray_there_is_no_service(tmp_path: Path) -> None:
+def test_start_service_without_ray_returns_none(tmp_path: Path) -> None:
     assert start_service(small(tmp_path), "cpu") is None
 
 
-def test_an_address_says_all_but_the_pixels() -> None:
+def test_service_address_holds_fingerprint_and_batch_size() -> None:
     generator = ServiceGenerator("fedeas-generator-1 abc 512", "cifar10")
     assert (generator.fingerprint, generator.batch_size) == ("abc", 512)
     assert (generator.image_shape, generator.num_classes) == ((32, 32, 3), 10)
@@ -147,12 +147,12 @@ def test_an_address_says_all_but_the_pixels() -> None:
     ("share", "left"),
     [(0.1, 0.099), (0.099, 0.099), (0.2, 0.199), (0.25, 0.249), (0.5, 0.498), (1.0, 0.996), (0.3, 0.3)],
 )
-def test_clients_leave_the_generator_a_sliver(share: float, left: float) -> None:
+def test_reserve_generator_gpu_by_hand(share: float, left: float) -> None:
     assert reserve_generator_gpu(share) == left
     assert int(1 / share + 1e-6) * left + 0.004 <= 1
 
 
-def test_a_share_too_small_to_trim_is_refused() -> None:
+def test_gpu_share_too_small_to_reduce_is_rejected() -> None:
     with pytest.raises(
         ValueError, match=r"gpu-share = 0\.001: 1,000 clients .* gpu-share=0\.002 or more, or actors=996"
     ):
@@ -160,7 +160,7 @@ def test_a_share_too_small_to_trim_is_refused() -> None:
 
 
 class SilentRay:
-    """As much of Ray as holds one actor, which answers nothing."""
+    """A stand-in for Ray with one actor, which never replies."""
 
     class exceptions:
         class RayError(Exception): ...
@@ -190,7 +190,7 @@ def test_release_gpu_without_stats_runs_once(tmp_path: Path) -> None:
     assert ray.kills == [False] and service.stats() == {}
 
 
-RESTING = """
+RELEASING = """
 import json, psutil, ray, sys, time
 from pathlib import Path
 from fedeas_flwr.generators.interface import SampleId
@@ -206,7 +206,7 @@ done = service.rest()
 assert done["images"] == 5 and service.rest() is None
 deadline = time.monotonic() + 120
 while psutil.pid_exists(done["pid"]) and psutil.Process(done["pid"]).status() != "zombie":
-    assert time.monotonic() < deadline, "the model's process goes on"
+    assert time.monotonic() < deadline, "the generator's process is still alive"
     time.sleep(0.1)
 again = generator.sample(samples)
 try:
@@ -226,8 +226,8 @@ ray.shutdown()
 
 
 @pytest.mark.slow
-def test_a_rested_service_is_a_fresh_process_that_still_serves(digits_generator: Path) -> None:
-    command = [sys.executable, "-c", RESTING, str(Path(__file__).parents[1] / "helpers")]
+def test_service_works_in_a_new_process_after_release_gpu(digits_generator: Path) -> None:
+    command = [sys.executable, "-c", RELEASING, str(Path(__file__).parents[1] / "helpers")]
     with tempfile.TemporaryDirectory(prefix="rt-", ignore_cleanup_errors=True) as folder:
         environment = {**os.environ, **QUIET, "RAY_TMPDIR": folder}
         done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)

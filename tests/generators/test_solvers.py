@@ -19,7 +19,7 @@ LINEAR = {"beta_schedule": "linear", "prediction_type": "epsilon", "num_train_ti
 
 
 def kept(sampler: str, steps: int, spread: float, schedule: dict[str, Any] = COSINE) -> float:
-    """Return what is left of a contrast: where images are N(0, spread²), noise of 1 is exactly `spread`."""
+    """Return the fraction of contrast kept: for images N(0, spread²), the exact solution maps noise 1 to `spread`."""
     solver = make_solver(sampler, schedule, steps)
     x = torch.ones(1, 1, 1, 1, dtype=torch.float64)
     for time in solver.timesteps:
@@ -40,7 +40,7 @@ def test_uniform_log_snr_keeps_contrast_uniform_time_loses(spread: float, lost: 
 
 @pytest.mark.parametrize(("sampler", "near"), [("dpm++", 0.001), ("dpm++-logsnr", 0.001), ("ddim", 0.015)])
 @pytest.mark.parametrize("schedule", [COSINE, LINEAR])
-def test_every_solver_comes_to_the_exact_solution(sampler: str, near: float, schedule: dict[str, Any]) -> None:
+def test_every_solver_converges_to_the_exact_solution(sampler: str, near: float, schedule: dict[str, Any]) -> None:
     errors = [abs(kept(sampler, steps, 0.5, schedule) - 1) for steps in (10, 50, 250)]
     assert errors == sorted(errors, reverse=True) and errors[-1] < near
 

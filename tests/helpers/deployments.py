@@ -1,4 +1,4 @@
-"""A deployment on loopback for tests: SuperLink and SuperNodes as their own scripts start them, watched, and ended."""
+"""A deployment on loopback for tests: starts SuperLink and SuperNodes by their scripts, records replies, ends them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from fedeas_flwr.launch.superlink import QUIET, free_port, run_flwr_json
 from fedeas_flwr.runs.directory import RunDirectory
 
 WATCH = '''
-"""Put on the PYTHONPATH of a deployment: notes who imports diffusers, and every reply that the server is given."""
+"""On the PYTHONPATH of a deployment: records which processes import diffusers, and every reply to the server."""
 import importlib.abc, importlib.machinery, json, os, sys
 
 def note(name, value):
@@ -66,7 +66,7 @@ sys.meta_path.insert(0, Watcher())
 
 
 def free_ports() -> tuple[int, int]:
-    """Two ports nobody listens on just now."""
+    """Return two free ports."""
     with socket.socket() as one, socket.socket() as other:
         for each in (one, other):
             each.bind(("127.0.0.1", 0))
@@ -74,7 +74,7 @@ def free_ports() -> tuple[int, int]:
 
 
 def is_open(port: int, pid: int) -> bool:
-    """Whether somebody listens on a port of the host, which may be a network namespace, that a process runs on."""
+    """Return whether a port is open on the host (maybe a network namespace) of a process."""
     for table in ("tcp", "tcp6"):
         with suppress(OSError):
             lines = Path(f"/proc/{pid}/net/{table}").read_text().splitlines()[1:]
@@ -135,7 +135,7 @@ class Lab:
         wait_until(lambda: is_open(self.deployment.superlink_port, self._superlink.pid), "the SuperLink listens")
 
     def restart_superlink(self) -> None:
-        """As systemd does it: SIGTERM to every process of the unit, and once they are gone a new one."""
+        """Restart as systemd does: send SIGTERM to every process of the unit, wait, then start a new one."""
         server = psutil.Process(self._superlink.pid)
         processes = [server, *server.children(recursive=True)]
         for process in processes:
@@ -192,14 +192,14 @@ class Lab:
         return RunDirectory(run)
 
     def follow(self, run: RunDirectory) -> RunDirectory:
-        """Wait for a run's end; one that failed is an error."""
+        """Wait for the end of a run; raise if it failed."""
         wait_until(lambda: run.status()[0] in ("finished", "failed"), f"{run.path} ends")
         if run.status()[0] != "finished":
             raise RunError(run.status()[1])
         return run
 
     def notes(self, name: str) -> list[Any]:
-        """What was watched: ``replies`` or ``diffusers``."""
+        """Return what was recorded: ``replies`` or ``diffusers``."""
         path = self.watched / name
         return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 

@@ -1,4 +1,4 @@
-"""Run directories written by hand, for what reads them: no training, and figures that can be checked by hand."""
+"""Fake run directories without training, with numbers that can be checked by hand."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from fedeas_flwr.runs.directory import RunDirectory
 from fedeas_flwr.runs.metrics import summarise
 
 FEDEAS_OF_FOUR = 115
-"""What FedEAS generates on the digits partition of four clients at β = 4, α = 0.1."""
+"""Images that FedEAS generates on the digits partition of four clients with β = 4, α = 0.1."""
 
 
 def write_run(
@@ -26,7 +26,7 @@ def write_run(
     finished: bool = True,
     **keys: Any,
 ) -> RunDirectory:
-    """A run of four clients with the given accuracies; ``extra`` adds to each round, ``keys`` are snake_case."""
+    """Write a run of four clients with these accuracies; ``extra`` adds to each round, ``keys`` are snake_case."""
     values = {"clients": 4, "rounds": len(accuracies), "policy": "none", "run-dir": str(folder)}
     values |= {key.replace("_", "-"): value for key, value in keys.items()}
     config = parse_config(values)
@@ -47,5 +47,5 @@ def write_run(
 
 
 def grouped(*runs: RunDirectory) -> list[Group]:
-    """The groups that a report makes of runs."""
+    """Return the groups that a report makes of runs."""
     return group_runs(runs)[0]

@@ -1,4 +1,4 @@
-"""Label counts to test rules on: the paper's own, and made-up ones."""
+"""Label counts to test allocation rules: the paper's and random ones."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from fedeas_flwr.partition import make_partition, plan_labels
 
 @cache
 def paper_counts(dataset: str, clients: int, alpha: float) -> IntArray:
-    """The counts of one of the paper's settings."""
+    """Return the counts of one of the paper's settings."""
     classes = {"cifar10": 10, "cifar100": 100}[dataset]
     return make_partition(dataset, "paper", clients, alpha, 42).counts(plan_labels(dataset, "paper"), classes)
 
 
 def tables(most: int = 60, clients: int = 5, classes: int = 6, least_classes: int = 1) -> st.SearchStrategy[IntArray]:
-    """Count tables with plenty of absent and equal classes, empty clients among them."""
+    """Return a strategy for count tables with many absent and equal classes and some empty clients."""
     shape = st.tuples(st.integers(1, clients), st.integers(least_classes, classes))
     return shape.flatmap(lambda s: arrays(np.int64, s, elements=st.just(0) | st.integers(0, most)))
 

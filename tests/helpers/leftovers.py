@@ -1,4 +1,4 @@
-"""What a run under Ray must not leave behind: processes, shared memory, folders."""
+"""A fixture that fails if a run under Ray leaves processes, shared memory or folders."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ import psutil
 import pytest
 
 
-def flowers_processes() -> set[int]:
-    """Processes of Flower and Ray, by what they call themselves."""
+def flower_processes() -> set[int]:
+    """Return the pids of Flower's and Ray's processes, found by name and command line."""
     found = set()
     for process in psutil.process_iter(["cmdline", "name", "status"]):
-        if process.info["status"] == psutil.STATUS_ZOMBIE:  # dead, and its parent's to bury
+        if process.info["status"] == psutil.STATUS_ZOMBIE:  # dead, but not reaped by its parent yet
             continue
         words = " ".join([process.info["name"] or "", *(process.info["cmdline"] or [])])
         if any(
@@ -31,9 +31,9 @@ def shared_memory() -> set[str]:
 
 
 @pytest.fixture
-def nothing_is_left_behind() -> Iterator[None]:
-    before = flowers_processes(), shared_memory(), set(Path(tempfile.gettempdir()).glob("fe-*"))
+def no_leftovers() -> Iterator[None]:
+    before = flower_processes(), shared_memory(), set(Path(tempfile.gettempdir()).glob("fe-*"))
     yield
-    assert flowers_processes() <= before[0]
+    assert flower_processes() <= before[0]
     assert shared_memory() <= before[1]
     assert set(Path(tempfile.gettempdir()).glob("fe-*")) <= before[2]

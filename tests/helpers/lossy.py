@@ -1,4 +1,4 @@
-"""The real clients behind a grid that loses or spoils some of their replies."""
+"""The real clients, with some replies lost or corrupted."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from fedeas_flwr.strategies.registry import build_strategy
 
 
 def lossy_app(fate: Callable[[int, int], str]) -> ClientApp:
-    """Clients of which ``fate`` says, by client and round, what becomes of a reply: "lost", "NaN", or nothing.
+    """Return clients whose replies ``fate(client, round)`` can change: "lost", "NaN", or neither.
 
     In any case the client has trained, and kept its state.
     """
@@ -46,7 +46,7 @@ def lossy_app(fate: Callable[[int, int], str]) -> ClientApp:
 
 
 def federation(config: RunConfig, app: ClientApp) -> Federation:
-    """A federation of these clients, ready to train."""
+    """Return a federation of these clients, ready to train."""
     grid = InlineGrid(app, config.clients, config.to_user_dict())
     made = Federation(grid, config, build_strategy(config), RunDirectory.start(config, {}))
     made.clients.discover()

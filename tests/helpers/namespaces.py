@@ -9,7 +9,7 @@ from contextlib import ExitStack
 import pytest
 
 Within = tuple[str, ...]
-"""The words before a command that run it on a host; none for this machine's own namespace."""
+"""Command prefix that runs a command on a host; empty for this machine's own namespace."""
 
 
 def sh(*words: str) -> subprocess.CompletedProcess[str]:
@@ -17,7 +17,7 @@ def sh(*words: str) -> subprocess.CompletedProcess[str]:
 
 
 def must(*words: str) -> None:
-    """Run a command; where the system does not permit it, the test is skipped."""
+    """Run a command, or skip the test if the system does not permit it."""
     try:
         done = sh(*words)
     except FileNotFoundError as error:
@@ -27,7 +27,7 @@ def must(*words: str) -> None:
 
 
 def add_host(stack: ExitStack) -> Within:
-    """Add a host that has nothing but a loopback; it goes with the stack."""
+    """Add a host with only a loopback interface; the stack removes it."""
     name = f"fe{uuid.uuid4().hex[:6]}"
     must("ip", "netns", "add", name)
     stack.callback(sh, "ip", "netns", "del", name)

@@ -1,4 +1,4 @@
-"""Clients whose loss is ½ (w − a)², so that an algorithm's answers can be worked out by hand."""
+"""Clients with the loss ½ (w − a)², so that an algorithm's results can be computed by hand."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class OneWeight(nn.Module):
 
 
 def quadratic(objective: Objective) -> Objective:
-    """The objective with ½ (w − a)² in place of cross-entropy; a comes with the inputs."""
+    """Return the objective with ½ (w − a)² in place of cross-entropy; a is one of the inputs."""
 
     class Quadratic(type(objective)):  # type: ignore[misc]
         def loss(self, model: nn.Module, batch: Batch) -> torch.Tensor:
@@ -38,7 +38,7 @@ def quadratic(objective: Objective) -> Objective:
 
 
 def engine(kind: str, objective: Objective, steps: int, rate: float = 0.5) -> Engine:
-    """An engine that takes ``steps`` steps: that many epochs of one batch of two samples."""
+    """Return an engine that takes ``steps`` steps: that many epochs of one batch of two samples."""
     recipe, normalise = LocalTrainingConfig(steps, 2, rate), Normaliser((0.5,), (0.5,), "cpu")
     if kind == "eager":
         return EagerEngine(OneWeight(), recipe, normalise, "cpu", quadratic(objective))

@@ -1,4 +1,4 @@
-"""Run records made by hand, as `fedeas export` would leave them."""
+"""Fake run records, as `fedeas export` writes them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def write_record(
     gamma_hat: float | None = None,
     seconds: float = 1.0,
 ) -> Path:
-    """Write a finished run: its accuracies by round, all clients in every round, some seconds each."""
+    """Write a finished run with these accuracies per round; every client takes part in every round."""
     rounds: list[dict[str, Any]] = [
         {
             "round": number,
@@ -45,7 +45,7 @@ def write_record(
 
 
 def record(folder: Path, name: str, seed: int = 1, accuracies: Any = None, scale: str = "full", **more: Any) -> Path:
-    """Write a run of a cell; images as the plan of the paper says, if not told."""
+    """Write a run of a cell and return its folder; the default number of images is the paper's."""
     config = cell(name).config(scale, seed, more.pop("keys", None))
     place, _, method = name.partition("/")
     images = more.pop("images", paper.images(method, place) or 0)

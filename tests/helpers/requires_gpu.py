@@ -13,6 +13,6 @@ DEVICES = ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, _SKIPPED])]
 
 
 def on_a_gpu(test: Callable[..., Any]) -> Callable[..., Any]:
-    """Mark a test that has no use for a processor."""
+    """Mark a test that needs a GPU."""
     marked: Callable[..., Any] = pytest.mark.gpu(_SKIPPED(test))
     return marked

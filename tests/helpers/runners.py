@@ -1,4 +1,4 @@
-"""How tests start runs: small ones, on the built-in digits."""
+"""Small runs on the built-in digits, and the `fedeas` command, for tests."""
 
 from __future__ import annotations
 
@@ -28,49 +28,49 @@ from fedeas_flwr.runs.directory import RunDirectory
 SMALL: dict[str, Any] = {"clients": 4, "rounds": 3, "local-epochs": 1, "backend": "inline", "beta": 4.0, "alpha": 0.1}
 
 CHEAP: dict[str, Any] = {"sampler_steps": 2, "generation_batch": 16}
-"""Images that cost little, where nobody looks at them: a tenth of the generator's steps, and little padding."""
+"""Cheap images for tests that ignore their quality: a tenth of the generator's steps, and little padding."""
 
 NEEDS: dict[str, dict[str, Any]] = {
     "fedgen": {"disclose_label_counts": True, "fedgen_steps": 2},
     "fedmix": {"disclose_mean_images": True},
     **{name: {"clients": 8, "malicious_clients": 1} for name in ("krum", "multikrum", "bulyan")},
 }
-"""What some strategies need to be said before they start, of so few clients."""
+"""Keys that some strategies need, with this number of clients."""
 
 
 def small(folder: Path, **changes: Any) -> RunConfig:
-    """A run of seconds; ``changes`` are snake_case keys."""
+    """Return the config of a run that takes seconds; ``changes`` are snake_case keys."""
     values = {**SMALL, "run-dir": str(folder), **{k.replace("_", "-"): v for k, v in changes.items()}}
     return parse_config(values)
 
 
 def quick(folder: Path, **changes: Any) -> RunConfig:
-    """As `small`, of a network with little to compute: for what a run does around its training steps.
+    """Return a config like `small` with a tiny network, for tests of what a run does around its training steps.
 
-    Other processes find that network only with this folder on their path: what they run is `small`.
+    Other processes find that network only with this folder on their path; use `small` for them.
     """
     return small(folder, **{"model": "users_models:tiny", **changes})
 
 
-def black_digits(path: Path, counts: Sequence[int]) -> str:
-    """A bank with so many images of each class, none worth looking at; named as a run-config names it."""
+def black_bank(path: Path, counts: Sequence[int]) -> str:
+    """Write a bank with ``counts`` black images per class; return its run-config value."""
     np.savez(path, x=np.zeros((sum(counts), 8, 8, 1), np.uint8), y=np.repeat(np.arange(len(counts)), counts))
     return f"bank:{path}"
 
 
 def finish(config: RunConfig) -> RunDirectory:
-    """Run to the end without a terminal."""
+    """Run to the end without terminal output."""
     return launch(config, Console(file=io.StringIO()))
 
 
-def with_known_noise(folder: Path) -> Path:
-    """Give a run to come a key of its noise that everybody knows: runs with `dp` can be compared then."""
+def with_fixed_noise_key(folder: Path) -> Path:
+    """Write a fixed noise key into a future run's folder, so that runs with `dp` can be compared; return the folder."""
     folder.mkdir(parents=True)
     (folder / "noise-key").write_text("0f" * 32)
     return folder
 
 
-def hand_models_over(monkeypatch: pytest.MonkeyPatch) -> None:
+def pass_models_by_reference(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let inline runs pass models by reference, as on a GPU, with two clients in parallel."""
 
     class ByReference(InlineGrid):
@@ -86,7 +86,7 @@ def client_state(run: RunDirectory, client: int, number: int) -> ClientState:
 
 
 def weights(run: RunDirectory) -> str:
-    """A hash of the final model: equal means equal bit for bit."""
+    """Return a hash of the final model; equal hashes mean bitwise equal models."""
     return hashlib.sha256((run.path / "model.safetensors").read_bytes()).hexdigest()
 
 
@@ -103,25 +103,25 @@ def start_interruptible(command: list[str], **more: Any) -> subprocess.Popen[str
 
 
 def command(*words: str) -> list[str]:
-    """The command `fedeas` of this very tree."""
+    """Return the command line of `fedeas` from this source tree."""
     return [sys.executable, "-m", "fedeas_flwr", *words]
 
 
 def fedeas(*words: str, cwd: Path | None = None, **environment: str) -> subprocess.CompletedProcess[str]:
-    """Run the command to its end, offline; ``environment`` is what differs from this process's.
+    """Run the command offline in a new process; ``environment`` overrides variables of this process.
 
-    `typed` is the quick way to all that the command says.
+    `run_in_process` is faster.
     """
     path = {"PYTHONPATH": str(Path(__file__).parents[2]), "FEDEAS_OFFLINE": "1"}
     inside = {**os.environ, **path, **environment}
     return subprocess.run(command(*words), capture_output=True, text=True, timeout=600, cwd=cwd, env=inside)
 
 
-def typed(*words: str, cwd: Path | None = None, **environment: str) -> subprocess.CompletedProcess[str]:
-    """Run the command line in this process: what a shell would see of it, without waiting for Python and torch."""
+def run_in_process(*words: str, cwd: Path | None = None, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Run the command in this process and return its output and exit code, without importing Python and torch again."""
     out, errors, code, path = io.StringIO(), io.StringIO(), 0, sys.path[:]
     handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
-    log = logging.getLogger("fedeas_flwr")  # a command that shows it does so to the end of its process
+    log = logging.getLogger("fedeas_flwr")  # a command that prints the log does so until its process ends
     shown_by, level, propagates = log.handlers[:], log.level, log.propagate
     with pytest.MonkeyPatch.context() as patch, redirect_stdout(out), redirect_stderr(errors):
         patch.setattr(sys, "argv", ["fedeas", *words])

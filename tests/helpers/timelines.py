@@ -1,4 +1,4 @@
-"""Time that passes only where a test says so: the same however fast the machine is, and whatever else it does."""
+"""Simulated clocks, so that timings in tests do not depend on the machine."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from fedeas_flwr.federation import training_round
 
 
 class Timelines:
-    """Every thread's own time, in place of `time` and of `BackgroundTask`'s pool in the modules of a round.
+    """A clock per thread, in place of `time` and of `BackgroundTask`'s pool in the modules of a round.
 
     What is begun beside a thread begins at that thread's time. Who waits for it has the later of the two times then.
     """
@@ -28,15 +28,15 @@ class Timelines:
         )
 
     def perf_counter(self) -> float:
-        """The calling thread's time."""
+        """Return the calling thread's time."""
         return getattr(self._of_thread, "now", 0.0)
 
     def spend(self, seconds: float) -> None:
-        """Let time pass for the calling thread."""
+        """Advance the calling thread's time."""
         self.move_to(self.perf_counter() + seconds)
 
     def move_to(self, moment: float) -> None:
-        """Let it be a moment for the calling thread, if that is not past."""
+        """Advance the calling thread's time to ``moment`` if it is earlier."""
         self._of_thread.now = max(self.perf_counter(), moment)
 
 
@@ -70,7 +70,7 @@ class _Piece:
 
 
 class Clock:
-    """One time for all, in place of `time` in a module that waits: sleeping takes no time but this clock's."""
+    """One clock for all threads, in place of `time` in a module that waits: sleeping only advances this clock."""
 
     def __init__(self) -> None:
         self.now, self.slept = 0.0, list[float]()

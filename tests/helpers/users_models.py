@@ -1,4 +1,4 @@
-"""Networks as a user would bring them, by import path."""
+"""Custom networks, named in run configs by import path."""
 
 import os
 import signal
@@ -20,7 +20,7 @@ def with_batchnorm(num_classes: int, image_shape: tuple[int, int, int]) -> nn.Mo
 
 
 class Tiny(nn.Module):
-    """A convolution and a last layer named fc, as small-cnn has them, at a quarter of its time."""
+    """A convolution and a last layer named fc, like small-cnn, at a quarter of its cost."""
 
     def __init__(self, num_classes: int, image_shape: tuple[int, int, int]) -> None:
         super().__init__()
@@ -38,7 +38,7 @@ def tiny(num_classes: int, image_shape: tuple[int, int, int]) -> nn.Module:
 
 
 class WithFeatures(nn.Module):
-    """BatchNorm and a last layer named fc, as the strategies that look at features need it."""
+    """BatchNorm and a last layer named fc, as strategies that use features need it."""
 
     def __init__(self, num_classes: int, image_shape: tuple[int, int, int]) -> None:
         super().__init__()
@@ -61,14 +61,14 @@ def with_features(num_classes: int, image_shape: tuple[int, int, int]) -> nn.Mod
 
 
 def with_batch_statistics(num_classes: int, image_shape: tuple[int, int, int]) -> nn.Module:
-    """As `with_features`, but an image's features depend on the others of its batch, in evaluation mode too."""
+    """Like `with_features`, but features depend on the other images of the batch, also in evaluation mode."""
     model = WithFeatures(num_classes, image_shape)
     model.body[1] = nn.BatchNorm2d(6, track_running_stats=False)
     return model
 
 
 def with_group_norm(num_classes: int, image_shape: tuple[int, int, int]) -> nn.Module:
-    """As `with_features`, with normalisations that see one image at a time."""
+    """Like `with_features`, with normalisation per image."""
     model = WithFeatures(num_classes, image_shape)
     model.body[1] = nn.Sequential(nn.GroupNorm(2, 6), nn.InstanceNorm2d(6, affine=True))
     return model
@@ -80,7 +80,7 @@ def with_dropout(num_classes: int, image_shape: tuple[int, int, int]) -> nn.Modu
 
 
 class WithFunctions(nn.Module):
-    """As `with_dropout`, with dropout as a function: none of its layers says so."""
+    """Like `with_dropout`, with functional dropout instead of a layer."""
 
     def __init__(self, num_classes: int, image_shape: tuple[int, int, int]) -> None:
         super().__init__()
@@ -113,7 +113,7 @@ def that_raises(num_classes: int, image_shape: tuple[int, int, int]) -> nn.Modul
 
 
 class Deadly(nn.Module):
-    """Kills the process that trains it, if the environment says so: as a driver's bug or the kernel's OOM killer."""
+    """Kills the process that trains it if KILLS_ITS_PROCESS is set, like a driver bug or the kernel's OOM killer."""
 
     def __init__(self, num_classes: int) -> None:
         super().__init__()

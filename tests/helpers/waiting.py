@@ -1,4 +1,4 @@
-"""Waiting for what other processes and threads do: for the event itself, however long a busy machine takes."""
+"""Wait for events of other processes and threads, however long they take on a busy machine."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 LONG = 300.0
-"""Seconds after which a test is taken to wait in vain; far more than anything takes."""
+"""Seconds after which a wait fails; far more than any event takes."""
 
 HOLDING = '''
-"""On the PYTHONPATH of a run: after some rounds no other is begun while a file is there."""
+"""On the PYTHONPATH of a run: after HELD_AFTER rounds, no other starts while the file HELD_BY exists."""
 import importlib.abc, importlib.machinery, os, sys, time
 
 def hold(module):
@@ -41,24 +41,24 @@ sys.meta_path.insert(0, Holder())
 def wait_until(true: Callable[[], object], what: str) -> None:
     deadline = time.monotonic() + LONG
     while not true():
-        assert time.monotonic() < deadline, f"waited {LONG:g} s in vain until {what}"
+        assert time.monotonic() < deadline, f"timed out after {LONG:g} s waiting until {what}"
         time.sleep(0.01)
 
 
 class PausedRun:
-    """Runs of other processes that go so far and no further until they are let go: a signal never comes too late.
+    """Pauses runs of other processes after some rounds until `release`, so that a signal never comes too late.
 
     Parameters
     ----------
     folder
-        For the file that holds them.
+        Folder of the file that pauses the runs.
     rounds
-        How many they do before.
+        Number of rounds before the pause.
 
     Attributes
     ----------
     environment
-        What they must be started with.
+        Environment variables to start the runs with.
     """
 
     def __init__(self, folder: Path, rounds: int) -> None:

@@ -83,7 +83,7 @@ def test_daemon_is_not_killed_with_the_processes_of_a_run(
     root = subprocess.Popen(["sleep", "60"], env={**works, MARK: "this-run"})
     with shared_gpu(tmp_path, {**works, MARK: "this-run"}, 4):
         ProcessTree(root, "this-run").end()
-        assert not psutil.pid_exists(root.pid), "nothing was ended"
+        assert not psutil.pid_exists(root.pid), "the run's process was not ended"
         assert is_alive(daemon_that_stays())
 
 
@@ -97,7 +97,7 @@ def test_daemon_that_ignores_quit_is_killed(
     assert not is_alive(daemon)
 
 
-def test_a_daemon_whose_clients_fail_is_not_used(
+def test_daemon_with_failing_trial_client_is_not_used(
     works: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(mps, "TRIAL", [sys.executable, "-c", "raise RuntimeError('no\\ndevice')"])
@@ -107,14 +107,14 @@ def test_a_daemon_whose_clients_fail_is_not_used(
     assert "take turns" in caplog.text and "no device" in caplog.text
 
 
-def test_one_that_does_not_start_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_daemon_that_does_not_start_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", f"{control(tmp_path, code=1)}{os.pathsep}{os.environ['PATH']}")
     monkeypatch.delenv(PIPE, raising=False)
     with shared_gpu(tmp_path, dict(os.environ), 4) as own:
         assert own == {}
 
 
-def test_the_users_own_daemon_is_left_alone(works: dict[str, str], tmp_path: Path) -> None:
+def test_daemon_of_the_user_is_not_touched(works: dict[str, str], tmp_path: Path) -> None:
     with shared_gpu(tmp_path, {**works, PIPE: "/tmp/users"}, 4) as own:
         assert own == {}
     assert not (tmp_path / "calls").exists()
@@ -127,7 +127,7 @@ def test_queues_of_all_processes_fit_in_the_pool(works: dict[str, str], tmp_path
         assert int(own[QUEUES]) >= 2 and processes * int(own[QUEUES]) <= 96
 
 
-def test_a_run_of_a_sweep_divides_what_it_was_given(works: dict[str, str], tmp_path: Path) -> None:
+def test_run_of_a_sweep_divides_the_sweeps_queues(works: dict[str, str], tmp_path: Path) -> None:
     given = {**works, PIPE: "/tmp/sweeps", QUEUES: "32"}
     with shared_gpu(tmp_path, given, 12) as own:
         assert own == {QUEUES: "2"}
@@ -144,7 +144,7 @@ def test_pick_device_sets_no_queues_for_anothers_daemon(
     assert os.environ.get(QUEUES) == wanted
 
 
-def test_without_mps_nothing_happens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_mps_no_variables_are_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     with shared_gpu(tmp_path, dict(os.environ), 4) as own:
         assert own == {}
@@ -164,7 +164,7 @@ def test_daemon_is_ended_if_its_trial_is_interrupted(
 
     monkeypatch.setattr(mps, "_run", interrupted)
     with pytest.raises(KeyboardInterrupt), shared_gpu(tmp_path, works, 4):
-        pytest.fail("it went on")
+        pytest.fail("the run started despite the interrupt")
     assert calls(tmp_path) == ["start", "quit"]
 
 
@@ -183,10 +183,10 @@ time.sleep(60 if config.seed == 99 else 0)
 run.append_round({"round": 1, "accuracy": 0.5, "generated": 0, "failures": [], "seconds": {"clients": 0.0}})
 run.set_status("finished")
 """
-"""A run that only says which daemon it was told of; of seed 99 one that never ends."""
+"""A run that only records its daemon variables; with seed 99 it never ends."""
 
 
-class Nobody:
+class SilentWatcher:
     """Watcher that does nothing, or raises once a run has started."""
 
     def __init__(self, breaks: type[BaseException] | None = None) -> None:
@@ -222,18 +222,18 @@ def on_a_gpu(works: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPa
 def swept(folder: Path, grid: list[str], at_once: int, **keys: Any) -> dict[str, str]:
     """Run a sweep of one round per run; return the daemon variables that each run got."""
     sweep = make_sweep({"clients": 4, "rounds": 1, "backend": "inline", **keys}, grid, folder / "s")
-    assert run_sweep(sweep, at_once, 0, Nobody()) == []
+    assert run_sweep(sweep, at_once, 0, SilentWatcher()) == []
     return {cell.name: (cell.run.path / "pipe").read_text() for cell in sweep.cells}
 
 
-def test_the_runs_of_a_sweep_share_one_daemon_that_ends_with_it(on_a_gpu: list[int], tmp_path: Path) -> None:
-    told = swept(tmp_path, ["seed=1,2,3"], 3)
-    (pipe,) = set(told.values())
+def test_runs_of_a_sweep_share_one_daemon(on_a_gpu: list[int], tmp_path: Path) -> None:
+    variables = swept(tmp_path, ["seed=1,2,3"], 3)
+    (pipe,) = set(variables.values())
     assert pipe and not Path(pipe).exists()
-    assert {path.read_text() for path in tmp_path.glob("s/*/there")} == {"True"}, "it ended before its runs"
+    assert {path.read_text() for path in tmp_path.glob("s/*/there")} == {"True"}, "the daemon ended before its runs"
     assert calls(tmp_path) == ["start", "quit"]
     assert (tmp_path / "calls").read_text().split() == ["start", pipe, "quit", pipe]
-    assert on_a_gpu == [1, 2, 3], "the probe is for before the first run, when the GPU is free"
+    assert on_a_gpu == [1, 2, 3], "not all runs were measured before the first one started"
 
 
 @pytest.mark.parametrize(
@@ -246,7 +246,7 @@ def test_the_runs_of_a_sweep_share_one_daemon_that_ends_with_it(on_a_gpu: list[i
         (2, ["seed=1,2"], {"ray-address": "there:6379", "backend": "ray"}),
     ],
 )
-def test_a_sweep_that_has_nothing_to_share_starts_none(
+def test_sweep_without_shared_gpu_starts_no_daemon(
     on_a_gpu: list[int], tmp_path: Path, at_once: int, grid: list[str], keys: dict[str, Any]
 ) -> None:
     assert set(swept(tmp_path, grid, at_once, **keys).values()) == {""}
@@ -254,12 +254,12 @@ def test_a_sweep_that_has_nothing_to_share_starts_none(
 
 
 def test_run_with_mps_off_gets_no_daemon_variables(on_a_gpu: list[int], tmp_path: Path) -> None:
-    told = swept(tmp_path, ["mps=auto,off", "seed=1,2"], 2, actors=5)
-    assert [bool(told[f"mps-{key}_seed-{seed}"]) for key in ("auto", "off") for seed in (1, 2)] == [True] * 2 + [
+    variables = swept(tmp_path, ["mps=auto,off", "seed=1,2"], 2, actors=5)
+    assert [bool(variables[f"mps-{key}_seed-{seed}"]) for key in ("auto", "off") for seed in (1, 2)] == [True] * 2 + [
         False
     ] * 2
     assert calls(tmp_path) == ["start", "quit"]
-    assert on_a_gpu == [], "with `actors` said, nothing is to be measured"
+    assert on_a_gpu == [], "measured although `actors` is set"
 
 
 @pytest.mark.parametrize("breaks", [KeyboardInterrupt, OSError])
@@ -268,6 +268,6 @@ def test_aborted_sweep_ends_its_runs_before_its_daemon(
 ) -> None:
     sweep = make_sweep({"clients": 4, "rounds": 1, "backend": "inline"}, ["seed=99,1"], tmp_path / "s")
     with pytest.raises(breaks):
-        run_sweep(sweep, 2, 0, Nobody(breaks))
+        run_sweep(sweep, 2, 0, SilentWatcher(breaks))
     assert sweep.cells[0].run.state() == "interrupted" and sweep.cells[0].run.processes() == []
     assert calls(tmp_path) == ["start", "quit"]

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from runners import finish, small, typed, weights
+from runners import finish, run_in_process, small, weights
 from waiting import wait_until
 
 from fedeas_flwr.common.errors import ConfigError
@@ -53,7 +53,7 @@ def test_cluster_is_joined_only_with_ray_address(tmp_path: Path, monkeypatch: py
 )
 def test_unreachable_ray_address_is_one_line_at_once(tmp_path: Path, address: str, words: str) -> None:
     conf = str(Path(__file__).parents[2] / "conf" / "quickstart.toml")
-    refused = typed("run", conf, "backend=ray", f"ray-address={address}", cwd=tmp_path)
+    refused = run_in_process("run", conf, "backend=ray", f"ray-address={address}", cwd=tmp_path)
     assert refused.returncode == 2 and len(refused.stderr.splitlines()) == 1
     assert refused.stderr.startswith(f"error: ray-address = '{address}': {words}")
     assert not (tmp_path / "runs").exists()
@@ -64,7 +64,7 @@ def two_nodes(fresh_images: Any) -> Iterator[str]:
     """Start a head and a worker with one core and one declared GPU each; yield the address, and end both afterwards."""
     fresh_images("cluster")
     address, mark = f"127.0.0.1:{free_port()}", uuid.uuid4().hex
-    shown = {"CUDA_VISIBLE_DEVICES": "0"}  # hidden from tests elsewhere, and Ray takes its word for it
+    shown = {"CUDA_VISIBLE_DEVICES": "0"}  # other tests hide it; Ray trusts this variable
     environment = {**os.environ, **QUIET, MARK: mark, "PYTHONUNBUFFERED": "1", **shown}
     ray = str(Path(sys.executable).parent / "ray")
     size = ["--num-cpus=1", "--num-gpus=1", "--object-store-memory=100000000", "--block"]
@@ -78,7 +78,7 @@ def two_nodes(fresh_images: Any) -> Iterator[str]:
             node = subprocess.Popen(command, env=environment, stdout=log, stderr=log, start_new_session=True)
             stack.callback(ProcessTree(node, mark).end)
             wait_until(lambda: is_listening(int(address.rpartition(":")[2])), "the head listens")
-            # A worker that comes while the head is starting gives up.
+            # A worker that joins while the head is starting gives up.
             wait_until(lambda n=number: len(nodes_of(address, environment)) == n, f"{number} of 2 nodes are alive")
         yield address
 
@@ -93,7 +93,7 @@ def nodes_of(address: str, environment: dict[str, str]) -> list[str]:
 
 
 @pytest.mark.slow
-def test_two_ray_nodes_train_the_model_of_one(tmp_path: Path, two_nodes: str, fresh_images: Any) -> None:
+def test_two_ray_nodes_give_the_weights_of_one(tmp_path: Path, two_nodes: str, fresh_images: Any) -> None:
     keys: dict[str, Any] = {"participation": 1.0, "device": "cpu"}
     run = finish(small(tmp_path / "two", backend="ray", ray_address=two_nodes, **keys))
     made = sum(record["made"] for record in run.rounds())

@@ -26,7 +26,7 @@ def measured(rates: dict[str, float], free: int = 100 * GIGABYTE) -> dict[str, A
     return {"images_per_second": rates, "bytes_a_client": GIGABYTE, "bytes_free": free}
 
 
-def test_more_clients_are_chosen_only_while_they_pay_and_fit() -> None:
+def test_choose_adds_clients_while_faster_and_in_memory() -> None:
     rates = {"1": 80.0, "2": 120.0, "4": 180.0, "7": 182.0, "10": 175.0}
     assert resources.choose(measured(rates)) == 4
     assert resources.choose(measured({**rates, "10": 280.0})) == 10
@@ -35,11 +35,11 @@ def test_more_clients_are_chosen_only_while_they_pay_and_fit() -> None:
 
 
 @pytest.fixture
-def a_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def simulated_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: "a GPU that is none")
     monkeypatch.setenv("FEDEAS_CACHE", str(tmp_path))
-    monkeypatch.setenv("FEDEAS_UNMEASURED", "")  # and so that nothing is left of it
+    monkeypatch.setenv("FEDEAS_UNMEASURED", "")  # set, so that monkeypatch restores it
 
 
 def config(**keys: Any) -> RunConfig:
@@ -47,8 +47,8 @@ def config(**keys: Any) -> RunConfig:
     return parse_config({key.replace("_", "-"): value for key, value in values.items()})
 
 
-def test_the_probe_measures_once_and_is_remembered(
-    a_gpu: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_probe_measures_once_and_is_cached(
+    simulated_gpu: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(
         "PYTHONPATH", os.pathsep.join([os.environ["PYTHONPATH"], str(Path(__file__).parents[1] / "helpers")])
@@ -62,10 +62,10 @@ def test_the_probe_measures_once_and_is_remembered(
     kept.write_text(json.dumps(measured({"1": 10.0, "4": 40.0, "10": 80.0})))
     monkeypatch.setattr(subprocess, "run", lambda *a, **k: pytest.fail("measured again"))
     assert resources.max_parallel_clients(config(**keys)) == 10
-    assert resources.max_parallel_clients(config(participation=0.1, **keys)) == 2, "a round has no more"
+    assert resources.max_parallel_clients(config(participation=0.1, **keys)) == 2, "more than the clients of a round"
 
 
-def test_runs_that_start_at_once_measure_once(a_gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_concurrent_runs_measure_once(simulated_gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two concurrent probes would each measure half of the GPU, and the result is cached."""
     probes: list[Any] = []
 
@@ -89,7 +89,7 @@ def test_without_a_gpu_nothing_is_measured(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_failed_probe_logs_a_warning_and_uses_the_default(
-    a_gpu: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    simulated_gpu: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     assert resources.max_parallel_clients(config(model="no_such:network")) == resources.DEFAULT_PARALLEL_CLIENTS
     (said,) = caplog.messages
@@ -98,10 +98,10 @@ def test_failed_probe_logs_a_warning_and_uses_the_default(
     assert resources.max_parallel_clients(config(participation=0.2)) == 4
 
 
-def test_a_probe_that_crashes_is_tried_once_and_named(
-    a_gpu: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+def test_crashed_probe_is_not_repeated_and_is_logged(
+    simulated_gpu: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A sweep asks for each of its runs before the first one: a failing probe would take its seconds every time."""
+    """A sweep asks for each of its runs before the first one; each repeated probe would take seconds."""
     probes: list[Any] = []
 
     def crashing(words: Any, **more: Any) -> Any:
@@ -122,12 +122,12 @@ def test_a_probe_that_crashes_is_tried_once_and_named(
     code = "import os, sys; print(*os.environ[sys.argv[1]].split(), sep='\\n')"
     told = subprocess.Popen([sys.executable, "-c", code, "FEDEAS_UNMEASURED"], stdout=subprocess.PIPE, text=True)
     names = [resources._cache_file(config(batch_size=size)).name for size in (config().batch_size, 16)]
-    assert told.communicate()[0].split() == names, "and the runs that it starts are told both"
+    assert told.communicate()[0].split() == names, "runs started by it did not inherit both names"
 
 
 @pytest.mark.parametrize("text", ["{", "[]", "{}", '{"images_per_second": {}, "bytes_a_client": 1, "bytes_free": 1}'])
 def test_damaged_measurement_is_repeated(
-    a_gpu: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str
+    simulated_gpu: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str
 ) -> None:
     def probe(words: Any, **more: Any) -> Any:
         return subprocess.CompletedProcess(words, 0, json.dumps(measured({"1": 10.0, "4": 40.0})))
@@ -141,7 +141,7 @@ def test_damaged_measurement_is_repeated(
     assert kept.read_text() == whole
 
 
-def test_the_probe_trains_with_the_engine_that_the_run_has(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_probe_uses_the_engine_of_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
     built: list[tuple[str, int]] = []
     build = build_module.build_engine
 

@@ -18,14 +18,14 @@ from flwr.clientapp import ClientApp
 from rich.console import Console
 from runners import (
     CHEAP,
-    black_digits,
+    black_bank,
     client_state,
     finish,
-    hand_models_over,
+    pass_models_by_reference,
     quick,
+    run_in_process,
     small,
     start_interruptible,
-    typed,
     weights,
 )
 from safetensors.torch import save_file
@@ -82,7 +82,7 @@ def test_every_policy_generates_what_its_plan_says(tmp_path: Path, digits_genera
 
 
 @pytest.mark.parametrize("policy", ["fedeas", "uniform", "oversample"])
-def test_beta_is_what_the_server_says(
+def test_clients_use_the_servers_beta(
     tmp_path: Path, digits_generator: Path, monkeypatch: pytest.MonkeyPatch, policy: str
 ) -> None:
     keys = {**CHEAP, "policy": policy, "participation": 1.0, "rounds": 1}
@@ -95,13 +95,13 @@ def test_beta_is_what_the_server_says(
     assert weights(finish(quick(tmp_path / "other", **keys))) == weights(alike)
 
 
-def test_a_matched_total_can_be_given(tmp_path: Path, digits_generator: Path) -> None:
+def test_matched_total_can_be_set(tmp_path: Path, digits_generator: Path) -> None:
     run = finish(quick(tmp_path / "r", policy="uniform", total=83, participation=1.0, rounds=1))
     assert run.summary()["total_generated"] == 83
 
 
 def test_generation_happens_once(tmp_path: Path, digits_generator: Path) -> None:
-    seed = int.from_bytes(os.urandom(3), "big")  # a cache kept between test runs has no images of it yet
+    seed = int.from_bytes(os.urandom(3), "big")  # a cache kept between sessions has no images of it
     keys = {**CHEAP, "participation": 1.0, "seed": seed}
     run = finish(quick(tmp_path / "r", rounds=3, **keys))
     made = [record["made"] for record in run.rounds()]
@@ -151,24 +151,24 @@ def test_one_seed_identifies_images_by_position(tmp_path: Path, monkeypatch: pyt
     assert {one.client for one in asked} == {0} and len(asked) == len(set(asked))
 
 
-def test_images_nobody_recognises_are_replaced_and_counted(tmp_path: Path, digits_generator: Path) -> None:
+def test_images_below_min_class_agreement_are_replaced(tmp_path: Path, digits_generator: Path) -> None:
     plain = finish(quick(tmp_path / "plain", participation=1.0, rounds=1))
     strict = finish(quick(tmp_path / "strict", participation=1.0, rounds=2, min_class_agreement=0.9))
     assert strict.summary()["total_generated"] == plain.summary()["total_generated"]
     assert [record["rejected"] for record in plain.rounds()] == [0]
     rejected = [record["rejected"] for record in strict.rounds()]
-    assert rejected[0] == rejected[1] > 0, "left out each round, and made once"
+    assert rejected[0] == rejected[1] > 0, "rejected images must count in each round"
     assert strict.rounds()[1]["made"] == 0
 
 
-def test_extra_images_mean_extra_steps_but_not_extra_weight(tmp_path: Path, digits_generator: Path) -> None:
+def test_generated_images_add_steps(tmp_path: Path, digits_generator: Path) -> None:
     plain = finish(quick(tmp_path / "none", policy="none", participation=1.0, rounds=1))
     filled = finish(quick(tmp_path / "fedeas", policy="fedeas", participation=1.0, rounds=1))
     assert filled.rounds()[0]["steps"] > plain.rounds()[0]["steps"]
     assert weights(plain) != weights(filled)
 
 
-def test_federated_evaluation_asks_the_clients(tmp_path: Path) -> None:
+def test_federated_evaluation_matches_central_under_paper(tmp_path: Path) -> None:
     run = finish(quick(tmp_path / "r", policy="none", protocol="paper", evaluation="federated", participation=1.0))
     last = run.rounds()[-1]
     assert last["worst_client_accuracy"] <= last["mean_client_accuracy"]
@@ -208,7 +208,7 @@ def test_batchnorm_counters_survive_as_integers(tmp_path: Path, monkeypatch: pyt
     assert model["1.running_mean"].dtype == np.float32
 
 
-def test_a_client_that_raises_stops_the_run_in_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_client_that_raises_fails_the_run_in_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(Path(__file__).parents[1] / "helpers")
     with pytest.raises(RunError, match="ArithmeticError: out of luck") as stopped:
         finish(quick(tmp_path / "r", policy="none", model="users_models:that_raises"))
@@ -229,12 +229,12 @@ def test_resume_after_any_round_ends_with_the_same_weights(tmp_path: Path, digit
     assert first == second
 
 
-def test_a_model_with_dropout_resumes_to_the_same_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_model_with_dropout_resumes_to_the_same_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(Path(__file__).parents[1] / "helpers")
     keys = {"policy": "none", "model": "users_models:with_dropout"}
     whole = finish(quick(tmp_path / "whole", rounds=4, **keys))
     finish(quick(tmp_path / "parts", rounds=2, **keys))
-    torch.rand(100)  # what this process drew in between must not matter
+    torch.rand(100)  # the global random state must have no effect
     assert weights(whole) == weights(finish(quick(tmp_path / "parts", rounds=4, resume=True, **keys)))
 
 
@@ -262,7 +262,7 @@ def test_ray_run_ignores_an_old_status(tmp_path: Path, monkeypatch: pytest.Monke
     assert seen == [("running", "")]
 
 
-def test_an_inline_run_opens_its_generator_once(
+def test_inline_run_opens_its_generator_once(
     tmp_path: Path, digits_generator: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Opening a generator reads and hashes all its weights, gigabytes for SD-Turbo."""
@@ -280,14 +280,14 @@ def test_an_inline_run_opens_its_generator_once(
     assert run.summary()["total_generated"] > 0 and opened == ["cpu"]
 
 
-@pytest.mark.parametrize("live", [False, True])
+@pytest.mark.parametrize("by_reference", [False, True])
 def test_ctrl_c_checkpoints_the_last_finished_round(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, live: bool
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, by_reference: bool
 ) -> None:
-    """Ctrl-C comes when the fourth round's clients and the strategy are ahead of the recorded rounds."""
+    """Ctrl-C arrives when the fourth round's clients and the strategy are ahead of the recorded rounds."""
     keys = {"policy": "none", "strategy": "scaffold", "participation": 0.5, "checkpoint_every": 50}
-    if live:
-        hand_models_over(monkeypatch)
+    if by_reference:
+        pass_models_by_reference(monkeypatch)
     whole = finish(quick(tmp_path / "whole", rounds=6, **keys))
     train_round = TrainingRounds.train_round
 
@@ -327,7 +327,7 @@ def eight_rounds(tmp_path_factory: pytest.TempPathFactory, digits_generator: Pat
 @pytest.mark.parametrize(
     "number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow), signal.SIGKILL]
 )
-def test_a_run_stopped_by_a_signal_resumes_to_the_same_weights(
+def test_run_stopped_by_a_signal_resumes_to_same_weights(
     tmp_path: Path, eight_rounds: str, number: signal.Signals
 ) -> None:
     conf = tmp_path / "conf.toml"
@@ -335,17 +335,17 @@ def test_a_run_stopped_by_a_signal_resumes_to_the_same_weights(
     folder = tmp_path / "stopped"
     command = [sys.executable, "-m", "fedeas_flwr", "run", str(conf), f"run-dir={folder}", "checkpoint-every=2"]
     child = start_interruptible(command, env=PausedRun(tmp_path, 6).environment)
-    wait_until(lambda: len(RunDirectory(folder).rounds()) >= 3, "three rounds are done")
+    wait_until(lambda: len(RunDirectory(folder).rounds()) >= 3, "three rounds are recorded")
     child.send_signal(number)
     _, errors = child.communicate(timeout=LONG)
     done = len(RunDirectory(folder).rounds())
-    assert 3 <= done < 8, "the run was over before the signal came"
+    assert 3 <= done < 8, "the run ended before the signal"
     if number != signal.SIGKILL:
         assert child.returncode == 130
         assert "fedeas resume" in errors
         assert "Traceback" not in errors
         assert RunDirectory(folder).status()[0] == "interrupted"
-    again = typed("resume", str(folder))
+    again = run_in_process("resume", str(folder))
     assert again.returncode == 0, again.stderr
     assert weights(RunDirectory(folder)) == eight_rounds
     assert [r["round"] for r in RunDirectory(folder).rounds()] == list(range(1, 9))
@@ -366,11 +366,11 @@ def test_ctrl_c_prints_how_to_resume(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(f"fedeas_flwr.{where}", stop)
     run = tmp_path / "my [b] runs" / "a"
-    done = typed("run", "conf/quickstart.toml", "policy=none", "backend=inline", f"run-dir={run}", cwd=ROOT)
+    done = run_in_process("run", "conf/quickstart.toml", "policy=none", "backend=inline", f"run-dir={run}", cwd=ROOT)
     assert (done.returncode, done.stderr) == (130, said.format(run=run))
 
 
-def test_a_plan_without_an_image_is_one_warning(tmp_path: Path, digits_generator: Path) -> None:
+def test_empty_plan_is_one_warning(tmp_path: Path, digits_generator: Path) -> None:
     def said(**keys: Any) -> str:
         out = io.StringIO()
         prepare.prepare(quick(tmp_path / "r", **keys), Console(file=out))
@@ -382,9 +382,9 @@ def test_a_plan_without_an_image_is_one_warning(tmp_path: Path, digits_generator
     assert said(policy="fedeas", beta=4.0) == said(policy="none") == said(policy="uniform", total=1) == ""
 
 
-def test_a_record_names_the_files_that_the_run_was_given(tmp_path: Path, digits_generator: Path) -> None:
+def test_run_records_hashes_of_its_input_files(tmp_path: Path, digits_generator: Path) -> None:
     """Files are named by the hash of their content, because paths differ between machines."""
-    bank, start = black_digits(tmp_path / "bank.npz", [40] * 10), tmp_path / "start.safetensors"
+    bank, start = black_bank(tmp_path / "bank.npz", [40] * 10), tmp_path / "start.safetensors"
     torch.manual_seed(1)
     save_file(resnet18(num_classes=1000).state_dict(), start)
 
@@ -396,7 +396,7 @@ def test_a_record_names_the_files_that_the_run_was_given(tmp_path: Path, digits_
     assert made.files() == {"generator": named(weights)}
     RunDirectory.start(made.config().with_changes(resume=True), {})
     made.record_inputs("digits", made.classes(), {"weights": "0" * 16})
-    assert made.files() == {"generator": named(weights), "weights": "0" * 16}, "a resumed run may do without a file"
+    assert made.files() == {"generator": named(weights), "weights": "0" * 16}, "input files are not recorded"
     dealt = finish(quick(tmp_path / "dealt", rounds=1, generator=bank))
     assert dealt.files() == {"generator": named(tmp_path / "bank.npz")}
     export(dealt, tmp_path / "record")
@@ -406,4 +406,4 @@ def test_a_record_names_the_files_that_the_run_was_given(tmp_path: Path, digits_
     started = small(tmp_path / "started", rounds=1, policy="none", model="resnet18", weights=str(start))
     assert hash_input_files(started) == {"weights": named(start)}
     start.unlink()
-    assert hash_input_files(started) == {}, "who reads it says what is wrong"
+    assert hash_input_files(started) == {}, "unreadable files must be reported where they are read"

@@ -16,8 +16,8 @@ from pathlib import Path
 
 import psutil
 import pytest
-from leftovers import flowers_processes
-from runners import CHEAP, finish, small, start_interruptible, weights, with_known_noise
+from leftovers import flower_processes
+from runners import CHEAP, finish, small, start_interruptible, weights, with_fixed_noise_key
 from waiting import LONG, PausedRun, wait_until
 
 from fedeas_flwr.common.errors import RunError
@@ -25,7 +25,7 @@ from fedeas_flwr.launch.superlink import QUIET, free_port
 from fedeas_flwr.runs.directory import RunDirectory
 
 ROOT = Path(__file__).parents[2]
-pytestmark = [pytest.mark.flower, pytest.mark.usefixtures("nothing_is_left_behind")]
+pytestmark = [pytest.mark.flower, pytest.mark.usefixtures("no_leftovers")]
 
 
 def images_of(cache: str, folder: Path) -> dict[str, str]:
@@ -64,14 +64,14 @@ def test_strategies_and_clipping_under_ray_equal_inline(
     tmp_path: Path, digits_generator: Path, keys: dict[str, object]
 ) -> None:
     keys = {"policy": "none", "rounds": 3, **keys}
-    inline = finish(small(with_known_noise(tmp_path / "inline"), **keys))
-    ray = finish(small(with_known_noise(tmp_path / "ray"), backend="ray", **keys))
+    inline = finish(small(with_fixed_noise_key(tmp_path / "inline"), **keys))
+    ray = finish(small(with_fixed_noise_key(tmp_path / "ray"), backend="ray", **keys))
     assert weights(inline) == weights(ray)
     assert [r["gamma_hat"] for r in inline.rounds()] == pytest.approx([r["gamma_hat"] for r in ray.rounds()])
 
 
 @pytest.mark.slow
-def test_a_killed_generator_costs_time_and_nothing_else(tmp_path: Path, fresh_images: Callable[[str], None]) -> None:
+def test_killed_generator_does_not_change_the_result(tmp_path: Path, fresh_images: Callable[[str], None]) -> None:
     # Chunks of 4 × 8 images: the service dies with some of a client's images on disk and some not.
     changes = {"beta": 12.0, "generation_batch": 8, "participation": 1.0, "rounds": 2}
     fresh_images("inline")
@@ -80,7 +80,9 @@ def test_a_killed_generator_costs_time_and_nothing_else(tmp_path: Path, fresh_im
     config, killed = small(tmp_path / "r", backend="ray", actors=2, **changes), []
 
     def kill() -> None:
-        wait_until(lambda: any((tmp_path / "caches" / "killed" / "images").rglob("*.npy")), "some images are there")
+        wait_until(
+            lambda: any((tmp_path / "caches" / "killed" / "images").rglob("*.npy")), "some images are in the cache"
+        )
         killed.append(RunDirectory(tmp_path / "r").service()["pid"])
         os.kill(killed[0], signal.SIGKILL)
 
@@ -96,7 +98,7 @@ def test_a_killed_generator_costs_time_and_nothing_else(tmp_path: Path, fresh_im
 
 
 @pytest.mark.slow
-def test_a_client_that_raises_under_ray_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_client_that_raises_under_ray_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(Path(__file__).parents[1] / "helpers")
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[1] / "helpers"))
     with pytest.raises(RunError, match="ArithmeticError: out of luck"):
@@ -105,7 +107,7 @@ def test_a_client_that_raises_under_ray_is_one_line(tmp_path: Path, monkeypatch:
 
 
 @pytest.mark.slow
-def test_ctrl_c_under_ray_ends_everything_and_the_run_resumes(tmp_path: Path, digits_generator: Path) -> None:
+def test_ctrl_c_under_ray_ends_all_processes_and_run_resumes(tmp_path: Path, digits_generator: Path) -> None:
     whole = finish(small(tmp_path / "whole", rounds=30))
     folder, conf = tmp_path / "stopped", tmp_path / "conf.toml"
     conf.write_text("clients = 4\nalpha = 0.1\nbeta = 4.0\nrounds = 30\nlocal-epochs = 1\n")
@@ -127,19 +129,19 @@ def test_ctrl_c_under_ray_ends_everything_and_the_run_resumes(tmp_path: Path, di
 def test_launcher_killed_under_ray_leaves_no_process(tmp_path: Path, digits_generator: Path) -> None:
     folder, conf = tmp_path / "killed", tmp_path / "conf.toml"
     conf.write_text("clients = 4\nalpha = 0.1\nbeta = 4.0\nrounds = 30\nlocal-epochs = 1\n")
-    before, folders = flowers_processes(), set(Path(tempfile.gettempdir()).glob("fe-*"))
+    before, folders = flower_processes(), set(Path(tempfile.gettempdir()).glob("fe-*"))
     command = [sys.executable, "-m", "fedeas_flwr", "run", str(conf), f"run-dir={folder}"]
     with start_interruptible(command, env=PausedRun(tmp_path, 20).environment) as child:
         wait_until(lambda: len(RunDirectory(folder).rounds()) >= 3, "three rounds are done")
         child.kill()
-    wait_until(lambda: flowers_processes() <= before, "what it started has ended")
+    wait_until(lambda: flower_processes() <= before, "all its processes have ended")
     wait_until(lambda: set(Path(tempfile.gettempdir()).glob("fe-*")) <= folders, "its folder is gone")
     whole, resumed = finish(small(tmp_path / "whole", rounds=30)), finish(small(folder, rounds=30, resume=True))
     assert weights(whole) == weights(resumed)
 
 
 @pytest.mark.slow
-def test_flwr_run_works_as_flowers_users_expect(tmp_path: Path, digits_generator: Path) -> None:
+def test_plain_flwr_run_works(tmp_path: Path, digits_generator: Path) -> None:
     """Run plain `flwr run .` with Flower's default of two nodes on the test's own SuperLink."""
     environment = {
         **os.environ,
@@ -150,7 +152,7 @@ def test_flwr_run_works_as_flowers_users_expect(tmp_path: Path, digits_generator
         "RAY_TMPDIR": tempfile.mkdtemp(prefix="rt-"),
         "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
     }
-    before = flowers_processes()
+    before = flower_processes()
 
     def flwr_run(keys: str) -> subprocess.CompletedProcess[str]:
         words = ["flwr", "run", str(ROOT), "--stream", "--run-config", keys]
@@ -166,8 +168,8 @@ def test_flwr_run_works_as_flowers_users_expect(tmp_path: Path, digits_generator
         said = wrong.stdout + wrong.stderr
         assert "policy = 'nonsense': must be" in said and "Traceback" not in said
     finally:
-        for pid in flowers_processes() - before:
-            with suppress(psutil.NoSuchProcess):  # ended by itself just now
+        for pid in flower_processes() - before:
+            with suppress(psutil.NoSuchProcess):  # it has just ended
                 psutil.Process(pid).kill()
-        wait_until(lambda: flowers_processes() <= before, "all of it has ended")
+        wait_until(lambda: flower_processes() <= before, "all processes have ended")
         shutil.rmtree(environment["RAY_TMPDIR"], ignore_errors=True)

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 from fake_runs import write_run
-from runners import black_digits, command, fedeas, typed
+from runners import black_bank, command, fedeas, run_in_process
 from waiting import PausedRun, wait_until
 
 from fedeas_flwr.common.errors import ConfigError, RunError
@@ -37,7 +37,7 @@ DOCUMENTED = [
 
 
 @dataclass
-class Killed:
+class KilledSweep:
     """Kill a sweep and run it again; return what was observed."""
 
     place: Path
@@ -58,35 +58,35 @@ def lines(folder: Path) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def swept(tmp_path_factory: pytest.TempPathFactory) -> Killed:
+def swept(tmp_path_factory: pytest.TempPathFactory) -> KilledSweep:
     place = tmp_path_factory.mktemp("sweep")
     (place / "conf").symlink_to(ROOT / "conf")
     held = PausedRun(place / "held", 4)
     first = subprocess.Popen(command(*DOCUMENTED[0]), cwd=place, env=held.environment, stdout=subprocess.DEVNULL)
     folders = [place / "runs" / "grid" / f"policy-none_seed-{seed}" for seed in (1, 2)]
-    wait_until(lambda: any(len(lines(folder)) >= 2 for folder in folders), "two rounds of one run are done")
+    wait_until(lambda: any(len(lines(folder)) >= 2 for folder in folders), "one run has two rounds")
     first.kill()
     first.wait()
     victim, orphan = sorted(folders, key=lambda folder: -len(lines(folder)))
     (process,) = RunDirectory(victim).processes()
     os.kill(process["pid"], signal.SIGKILL)
-    wait_until(lambda: not RunDirectory(victim).processes(), "it is dead")
+    wait_until(lambda: not RunDirectory(victim).processes(), "the killed run has ended")
     then = [line for line in lines(victim) if line.endswith("\n")]
     started = {folder.name: (folder / "run.toml").stat().st_mtime_ns for folder in folders}
     held.release()
-    return Killed(place, victim.name, orphan.name, then, started, fedeas(*DOCUMENTED[0], cwd=place))
+    return KilledSweep(place, victim.name, orphan.name, then, started, fedeas(*DOCUMENTED[0], cwd=place))
 
 
 @pytest.mark.slow
-def test_a_killed_sweep_does_only_what_was_left(swept: Killed) -> None:
+def test_killed_sweep_resumes_and_repeats_nothing(swept: KilledSweep) -> None:
     assert swept.again.returncode == 0, swept.again.stdout + swept.again.stderr
-    assert 2 <= len(swept.rounds_then) < 6, "the run was over before the signal came"
-    # The killed child went on from its checkpoint: the seconds in its first records are those of before. Of its last
-    # record there may have been no checkpoint yet.
+    assert 2 <= len(swept.rounds_then) < 6, "the run ended before the signal"
+    # The killed run resumed from its checkpoint, so its earlier records are unchanged. Its last record may have had
+    # no checkpoint yet.
     kept = len(swept.rounds_then) - 1
     assert lines(swept.folder / swept.killed_child)[:kept] == swept.rounds_then[:kept]
     assert f"{swept.killed_child}  resumed after round {len(swept.rounds_then)}" in swept.again.stdout
-    # The other was still running, and was waited for, not started a second time.
+    # The other run was still running; the sweep waited for it and did not start it again.
     assert (swept.folder / swept.orphan / "run.toml").stat().st_mtime_ns == swept.started_then[swept.orphan]
     assert re.search(rf"{swept.orphan}  (is already running|skipped)", swept.again.stdout)
     for seed in (1, 2):
@@ -98,7 +98,7 @@ def test_a_killed_sweep_does_only_what_was_left(swept: Killed) -> None:
 
 
 @pytest.mark.slow
-def test_a_finished_sweep_does_nothing(swept: Killed) -> None:
+def test_finished_sweep_changes_nothing(swept: KilledSweep) -> None:
     before = {path: path.stat().st_mtime_ns for path in swept.folder.glob("policy-*/**/*")}
     done = fedeas(*DOCUMENTED[0], cwd=swept.place)
     assert done.returncode == 0 and done.stdout.count("skipped") == 4
@@ -106,7 +106,7 @@ def test_a_finished_sweep_does_nothing(swept: Killed) -> None:
 
 
 @pytest.mark.slow
-def test_the_results_are_the_runs(swept: Killed) -> None:
+def test_sweep_results_equal_the_summaries_of_its_runs(swept: KilledSweep) -> None:
     record = json.loads((swept.folder / "sweep.json").read_text())
     assert record["grid"] == {"policy": ["none", "oversample"], "seed": [1, 2]}
     summaries = [RunDirectory(swept.folder / f"policy-oversample_seed-{seed}").summary() for seed in (1, 2)]
@@ -124,9 +124,9 @@ def test_the_results_are_the_runs(swept: Killed) -> None:
 
 
 @pytest.mark.slow
-def test_another_sweep_is_refused_and_more_seeds_are_not(swept: Killed) -> None:
-    words = [word.replace("rounds=6", "rounds=9") for word in DOCUMENTED[0]]
-    done = fedeas(*words, cwd=swept.place)
+def test_sweep_rejects_another_config_but_not_more_seeds(swept: KilledSweep) -> None:
+    args = [word.replace("rounds=6", "rounds=9") for word in DOCUMENTED[0]]
+    done = fedeas(*args, cwd=swept.place)
     assert (done.returncode, done.stdout) == (2, "") and "holds another sweep, with rounds = 6, not 9" in done.stderr
     base = json.loads((swept.folder / "sweep.json").read_text())["config"]
     with pytest.raises(RunError, match="another sweep, over policy, seed, not seed"):
@@ -135,10 +135,10 @@ def test_another_sweep_is_refused_and_more_seeds_are_not(swept: Killed) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("words", DOCUMENTED[1:], ids=" ".join)
-def test_the_documented_commands_about_runs(swept: Killed, tmp_path: Path, words: list[str]) -> None:
+@pytest.mark.parametrize("args", DOCUMENTED[1:], ids=" ".join)
+def test_documented_runs_commands_work(swept: KilledSweep, tmp_path: Path, args: list[str]) -> None:
     shutil.copytree(swept.folder, tmp_path / "runs" / "grid")
-    done = fedeas(*words, cwd=tmp_path)
+    done = fedeas(*args, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     expected = {
         "ls": "policy-oversample_seed-2",
@@ -147,7 +147,7 @@ def test_the_documented_commands_about_runs(swept: Killed, tmp_path: Path, words
         "prune": "pruned 4 runs",
         "rm": "removed 1 run,",
     }
-    assert expected[words[1]] in done.stdout
+    assert expected[args[1]] in done.stdout
 
 
 # --------------------------------------------------------------------------------------------------- grid
@@ -163,7 +163,7 @@ MISTAKES = {
     "bad word": (["policy"], ["policy", "key=value"]),
     "no value": (["seed="], ["seed", "''"]),
     "twice": (["seed=1,2,1"], ["seed=1", "twice"]),
-    "the same in other words": (["alpha=0.1,0.10"], ["alpha=0.1", "twice"]),
+    "the same in other args": (["alpha=0.1,0.10"], ["alpha=0.1", "twice"]),
     "key twice": (["seed=1", "seed=2"], ["seed", "twice"]),
     "a folder of one's own": (["run-dir=/tmp/a,/tmp/b"], ["run-dir", "itself"]),
     "no clients": (["clients=4,0"], ["clients = 0"]),
@@ -175,16 +175,16 @@ MISTAKES = {
 
 @pytest.mark.parametrize("name", MISTAKES)
 def test_invalid_grid_is_one_line_before_any_run(tmp_path: Path, name: str) -> None:
-    words, parts = MISTAKES[name]
+    args, parts = MISTAKES[name]
     with pytest.raises(ConfigError) as caught:
-        make_sweep(base(), words, tmp_path / "s")
+        make_sweep(base(), args, tmp_path / "s")
     assert all(part in str(caught.value) for part in parts), caught.value
     assert "\n" not in str(caught.value)
     assert not (tmp_path / "s").exists()
 
 
 @pytest.mark.parametrize(
-    ("given", "words"),
+    ("given", "args"),
     [
         ({"dataset": "cifar10"}, ["generator=bank:A,bank:B"]),
         ({"min-batch": 40}, ["batch-size=64,128"]),
@@ -192,19 +192,17 @@ def test_invalid_grid_is_one_line_before_any_run(tmp_path: Path, name: str) -> N
         ({"evaluation": "federated"}, ["protocol=paper"]),
     ],
 )
-def test_common_keys_may_be_invalid_without_the_grid(
-    tmp_path: Path, given: dict[str, object], words: list[str]
-) -> None:
-    sweep = make_sweep(base(**given), words, tmp_path)
+def test_common_keys_may_be_invalid_without_the_grid(tmp_path: Path, given: dict[str, object], args: list[str]) -> None:
+    sweep = make_sweep(base(**given), args, tmp_path)
     sweep.open()
-    make_sweep(base(**given), words, tmp_path).open()
+    make_sweep(base(**given), args, tmp_path).open()
     (key,) = given
     assert [cell.config.to_user_dict()[key] for cell in sweep.cells] == [given[key]] * len(sweep.cells)
 
 
-@pytest.mark.parametrize("words", [["policy=none,fedeas", "beta=3,6"], ["fedprox-mu=0.1"], ["actors=1,2"]])
-def test_a_key_of_some_runs_or_of_one_value_may_be_in_the_grid(tmp_path: Path, words: list[str]) -> None:
-    assert make_sweep(base(), words, tmp_path).cells
+@pytest.mark.parametrize("args", [["policy=none,fedeas", "beta=3,6"], ["fedprox-mu=0.1"], ["actors=1,2"]])
+def test_grid_may_hold_keys_that_only_some_runs_use(tmp_path: Path, args: list[str]) -> None:
+    assert make_sweep(base(), args, tmp_path).cells
 
 
 def test_sweep_with_one_invalid_combination_is_rejected(tmp_path: Path) -> None:
@@ -215,12 +213,12 @@ def test_sweep_with_one_invalid_combination_is_rejected(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("key", "value"), [("run-dir", "/tmp/mine"), ("resume", True)])
-def test_a_sweep_names_its_runs_folders_itself(tmp_path: Path, key: str, value: object) -> None:
+def test_sweep_rejects_run_dir_and_resume(tmp_path: Path, key: str, value: object) -> None:
     with pytest.raises(ConfigError, match=f"{key} = {value!r}: a sweep"):
         make_sweep(base(**{key: value}), ["seed=1"], tmp_path / "s")
 
 
-def test_a_mistake_in_the_shell_leaves_nothing(tmp_path: Path) -> None:
+def test_invalid_grid_on_the_command_line_creates_nothing(tmp_path: Path) -> None:
     done = fedeas("sweep", str(ROOT / "conf/quickstart.toml"), "--grid", "policy=none,magic", cwd=tmp_path)
     assert done.returncode == 2 and done.stdout == "" and len(done.stderr.splitlines()) == 1
     assert "magic" in done.stderr and list(tmp_path.iterdir()) == []
@@ -229,13 +227,13 @@ def test_a_mistake_in_the_shell_leaves_nothing(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "value", ["../../etc", "/etc/passwd", "..", ".", "", "a\nb", "bank:/x/../../y", "x" * 400, "~", "-rf", "a\0b", "ü"]
 )
-def test_names_never_leave_the_folder(tmp_path: Path, value: str) -> None:
+def test_run_names_stay_inside_the_sweep_folder(tmp_path: Path, value: str) -> None:
     name = cell_name({"generator": value, "seed": 1})
     assert re.fullmatch(r"generator-[A-Za-z0-9.+_-]+", name) and len(name) < 255
     assert (tmp_path / name).resolve().parent == tmp_path.resolve()
 
 
-def test_values_that_look_alike_have_names_of_their_own(tmp_path: Path) -> None:
+def test_similar_values_have_distinct_run_names(tmp_path: Path) -> None:
     values = ["a/b", "a-b", "a//b", "a:b", "x" * 99, "x" * 98]
     assert len({cell_name({"generator": value}) for value in values}) == len(values)
     sweep = make_sweep(base(), ["generator=../up,/abs", "beta=1,2"], tmp_path / "s")
@@ -244,7 +242,7 @@ def test_values_that_look_alike_have_names_of_their_own(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "why"),
+    ("args", "why"),
     [
         (
             ("momentum=0.9", "--grid", "strategy=fedavg,scaffold"),
@@ -265,26 +263,26 @@ def test_values_that_look_alike_have_names_of_their_own(tmp_path: Path) -> None:
         (("--grid", "ray-address=,127.0.0.1:1"), "ray-address = '127.0.0.1:1': cannot connect"),
     ],
 )
-def test_sweep_with_one_invalid_run_is_rejected_at_start(tmp_path: Path, words: tuple[str, ...], why: str) -> None:
-    done = typed("sweep", str(ROOT / "conf/quickstart.toml"), *words, "--out", str(tmp_path / "s"))
+def test_sweep_with_one_invalid_run_is_rejected_at_start(tmp_path: Path, args: tuple[str, ...], why: str) -> None:
+    done = run_in_process("sweep", str(ROOT / "conf/quickstart.toml"), *args, "--out", str(tmp_path / "s"))
     assert (done.returncode, done.stdout) == (2, "") and why in done.stderr
     assert not (tmp_path / "s").exists()
 
 
 def test_sweep_with_too_small_bank_is_rejected_at_start(tmp_path: Path) -> None:
-    bank = black_digits(tmp_path / "bank.npz", [18] * 9 + [10])
-    words = (f"generator={bank}", "--grid", "beta=1,6", "--out", str(tmp_path / "s"))
-    done = typed("sweep", str(ROOT / "conf/quickstart.toml"), *words)
+    bank = black_bank(tmp_path / "bank.npz", [18] * 9 + [10])
+    args = (f"generator={bank}", "--grid", "beta=1,6", "--out", str(tmp_path / "s"))
+    done = run_in_process("sweep", str(ROOT / "conf/quickstart.toml"), *args)
     assert (done.returncode, done.stdout) == (2, "") and not (tmp_path / "s").exists()
     why = "has 10 images of class '9', but a client needs 18 different ones"
     assert done.stderr == f"error: generator: {bank} {why}\n"
 
 
-def test_a_finished_sweep_needs_nothing_that_its_runs_needed(tmp_path: Path) -> None:
-    words = ("policy=none", "rounds=2", "dataset=own:/nowhere", "--grid", "seed=1", "--out", str(tmp_path / "s"))
+def test_finished_sweep_does_not_need_the_dataset(tmp_path: Path) -> None:
+    args = ("policy=none", "rounds=2", "dataset=own:/nowhere", "--grid", "seed=1", "--out", str(tmp_path / "s"))
     keys = {"clients": 10, "policy": "none", "rounds": 2, "dataset": "own:/nowhere", "threshold": 0.9}
     write_run(tmp_path / "s" / "seed-1", [0.1, 0.2], **keys)
-    done = typed("sweep", str(ROOT / "conf/quickstart.toml"), *words)
+    done = run_in_process("sweep", str(ROOT / "conf/quickstart.toml"), *args)
     assert done.returncode == 0 and "seed-1  skipped" in done.stdout, done.stderr
 
 
@@ -296,13 +294,13 @@ def test_sweep_continues_after_a_key_was_added(tmp_path: Path) -> None:
     del record["config"]["min-batch"]
     path.write_text(json.dumps(record))
     make_sweep(base(), ["seed=1"], tmp_path).open()
-    del record["config"]["rounds"]  # whose default is not what this sweep has
+    del record["config"]["rounds"]  # its default differs from this sweep's value
     path.write_text(json.dumps(record))
     with pytest.raises(RunError, match="holds another sweep, with rounds = 20, not 3"):
         make_sweep(base(), ["seed=1"], tmp_path).open()
 
 
-def test_a_record_is_read_again_only_once_it_has_changed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_record_is_read_again_only_after_a_change(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (cell,) = make_sweep(base(), ["seed=1"], tmp_path).cells
     assert cell.reached() == {"rounds": 0}
     run = write_run(cell.run.path, [0.1, 0.2], finished=False)
@@ -323,7 +321,7 @@ def test_sweep_folder_with_another_run_is_rejected(tmp_path: Path) -> None:
         sweep.open()
 
 
-def test_runs_on_data_named_by_a_relative_path_are_known_again(tmp_path: Path) -> None:
+def test_runs_with_relative_data_path_are_recognised(tmp_path: Path) -> None:
     """A run records the absolute path."""
     sweep = make_sweep(base(dataset="own:mine.npz", policy="none"), ["seed=1"], tmp_path)
     RunDirectory.start(sweep.cells[0].config.with_changes(dataset=f"own:{tmp_path}/mine.npz"), {})
@@ -359,7 +357,7 @@ def test_points_by_hand() -> None:
     assert c["peak"] == {"mean": None, "sd": None}
 
 
-def test_a_results_columns_are_no_keys(tmp_path: Path) -> None:
+def test_result_columns_do_not_clash_with_keys(tmp_path: Path) -> None:
     sweep = make_sweep(base(), ["rounds=2,3"], tmp_path)
     assert set(sweep.cells[0].result()) & set(KEYS) == {"rounds"}
     assert sweep.cells[1].result()["rounds"] == 3

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from fake_runs import write_run
 from rich.console import Console
-from runners import command, fedeas, start_interruptible, typed
+from runners import command, fedeas, run_in_process, start_interruptible
 from test_sweep import ROOT, base
 from waiting import LONG, wait_until
 
@@ -48,10 +48,10 @@ for number in range(len(run.rounds()) + 1, config.rounds + 1):
     run.append_round(record)
 run.set_status("finished")
 """
-"""A run of nothing: fails always (seed 13), once in its second round (7), is refused (22), or takes for ever (99)."""
+"""A fake run: it always fails (seed 13), fails once in round 2 (7), is rejected (22), or never ends (99)."""
 
 
-class Heard:
+class RecordingWatcher:
     """Watcher that records the events of a sweep."""
 
     def __init__(self, interrupt_at: str = "") -> None:
@@ -83,10 +83,10 @@ def quick(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "s"
 
 
-def test_failures_are_tried_again_at_the_end_and_listed(quick: Path) -> None:
-    sweep, heard = make_sweep(base(), ["seed=13,7,1"], quick), Heard()
-    (failed,) = run_sweep(sweep, 1, 1, heard)
-    assert heard.words == [
+def test_failed_runs_are_retried_at_the_end_and_listed(quick: Path) -> None:
+    sweep, watcher = make_sweep(base(), ["seed=13,7,1"], quick), RecordingWatcher()
+    (failed,) = run_sweep(sweep, 1, 1, watcher)
+    assert watcher.words == [
         ("", "began"),
         ("seed-13", "started"),
         ("seed-13", "again"),
@@ -108,10 +108,10 @@ def test_failures_are_tried_again_at_the_end_and_listed(quick: Path) -> None:
     ]
 
 
-def test_a_run_that_was_refused_is_not_tried_again(quick: Path) -> None:
-    sweep, heard = make_sweep(base(), ["seed=22,1"], quick), Heard()
-    (failed,) = run_sweep(sweep, 1, 5, heard)
-    assert heard.words[1:4] == [("seed-22", "started"), ("seed-22", "failed"), ("seed-1", "started")]
+def test_rejected_run_is_not_retried(quick: Path) -> None:
+    sweep, watcher = make_sweep(base(), ["seed=22,1"], quick), RecordingWatcher()
+    (failed,) = run_sweep(sweep, 1, 5, watcher)
+    assert watcher.words[1:4] == [("seed-22", "started"), ("seed-22", "failed"), ("seed-1", "started")]
     assert (failed.name, failed.error, failed.attempts) == ("seed-22", "what was given is wrong", 1)
     assert failed.run.status() == ("failed", "what was given is wrong")
 
@@ -129,30 +129,30 @@ DAMAGES: dict[str, tuple[str | None, str]] = {
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_sweep_reports_damaged_run_and_finishes_the_others(quick: Path, damage: str) -> None:
     text, reason = DAMAGES[damage]
-    sweep, heard = make_sweep(base(), ["seed=1,2"], quick), Heard()
+    sweep, watcher = make_sweep(base(), ["seed=1,2"], quick), RecordingWatcher()
     record = write_run(sweep.cells[0].run.path, [0.5] * 3, **vars(sweep.cells[0].config)).path / "rounds.jsonl"
     record.unlink() if text is None else record.write_text(text)
-    (failed,) = run_sweep(sweep, 1, 1, heard)
-    assert heard.words == [("", "began"), ("seed-1", "failed"), ("seed-2", "started"), ("seed-2", "finished")]
+    (failed,) = run_sweep(sweep, 1, 1, watcher)
+    assert watcher.words == [("", "began"), ("seed-1", "failed"), ("seed-2", "started"), ("seed-2", "finished")]
     assert (failed.name, failed.attempts) == ("seed-1", 0)
     assert failed.error == f"{record} {reason}; after `fedeas runs rm {failed.run.path}` the sweep repeats it"
     found = json.loads((quick / "sweep.json").read_text())
     assert [(run["state"], run["error"]) for run in found["runs"]] == [("damaged", failed.error), ("finished", "")]
     assert (found["points"][0]["finished"], found["points"][0]["last_20"]["mean"]) == (1, 0.5)
-    assert typed("runs", "rm", str(failed.run.path), "--yes").returncode == 0
-    assert run_sweep(make_sweep(base(), ["seed=1,2"], quick), 1, 1, Heard()) == []
+    assert run_in_process("runs", "rm", str(failed.run.path), "--yes").returncode == 0
+    assert run_sweep(make_sweep(base(), ["seed=1,2"], quick), 1, 1, RecordingWatcher()) == []
 
 
 def test_sweep_repeats_finished_run_without_rounds(quick: Path) -> None:
     sweep = make_sweep(base(), ["seed=1"], quick)
     RunDirectory.start(sweep.cells[0].config, {}).set_status("finished")
-    assert run_sweep(sweep, 1, 1, Heard()) == [] and sweep.cells[0].result()["rounds_done"] == 3
+    assert run_sweep(sweep, 1, 1, RecordingWatcher()) == [] and sweep.cells[0].result()["rounds_done"] == 3
 
 
 def test_ctrl_c_stops_all_runs_and_the_next_sweep_resumes(quick: Path) -> None:
     sweep = make_sweep(base(), ["seed=1,99"], quick)
     with pytest.raises(KeyboardInterrupt):
-        run_sweep(sweep, 2, 1, Heard(interrupt_at="seed-99"))
+        run_sweep(sweep, 2, 1, RecordingWatcher(interrupt_at="seed-99"))
     stopped = sweep.cells[1].run
     assert stopped.processes() == [] and stopped.state() == "interrupted"
     assert json.loads((quick / "sweep.json").read_text())["runs"][1]["state"] == "interrupted"
@@ -164,7 +164,7 @@ def test_ctrl_c_prints_resume_command_and_ends_all_runs(tmp_path: Path) -> None:
     words = ["sweep", str(conf), "--grid", "seed=1,2", "--out", str(tmp_path / "out")]
     child = start_interruptible(command(*words))
     run = RunDirectory(tmp_path / "out" / "seed-1")
-    wait_until(lambda: [p for p in run.processes() if p["pid"] != child.pid], "a run is at work")
+    wait_until(lambda: [p for p in run.processes() if p["pid"] != child.pid], "a run has started")
     child.send_signal(signal.SIGINT)
     _, errors = child.communicate(timeout=LONG)
     assert child.returncode == 130
@@ -173,7 +173,7 @@ def test_ctrl_c_prints_resume_command_and_ends_all_runs(tmp_path: Path) -> None:
     assert not (tmp_path / "out" / "seed-2").exists()
 
 
-def test_the_live_table_has_every_run_and_keeps_failures(quick: Path) -> None:
+def test_live_table_shows_every_run_and_keeps_failures(quick: Path) -> None:
     console = Console(file=io.StringIO(), force_terminal=True, width=120, color_system=None)
     with watching(console) as watcher:
         run_sweep(make_sweep(base(), ["seed=13,1"], quick), 2, 0, watcher)
@@ -184,17 +184,17 @@ def test_the_live_table_has_every_run_and_keeps_failures(quick: Path) -> None:
     assert "1 finished, 1 failed" in shown and not re.search(r"\b0 s", shown)
 
 
-def test_two_sweeps_in_one_folder_are_refused(quick: Path) -> None:
-    heard = Heard()
+def test_second_sweep_in_a_folder_is_rejected(quick: Path) -> None:
+    watcher = RecordingWatcher()
     with sweep_jobs._lock_folder(quick), pytest.raises(RunError, match="another sweep is already running in"):
-        run_sweep(make_sweep(base(), ["seed=1"], quick), 1, 1, heard)
-    assert heard.words == []
+        run_sweep(make_sweep(base(), ["seed=1"], quick), 1, 1, watcher)
+    assert watcher.words == []
 
 
-def test_a_second_sweep_is_refused_before_its_headline(tmp_path: Path) -> None:
+def test_second_sweep_is_rejected_without_output(tmp_path: Path) -> None:
     words = ("sweep", str(ROOT / "conf" / "quickstart.toml"), "--grid", "seed=1", "--out", str(tmp_path / "s"))
     with sweep_jobs._lock_folder(tmp_path / "s"):
-        done = typed(*words)
+        done = run_in_process(*words)
     line = f"error: another sweep is already running in {tmp_path / 's'}\n"
     assert (done.returncode, done.stdout, done.stderr) == (2, "", line)
 
@@ -212,7 +212,7 @@ def test_sweep_lists_failed_run_and_finishes_the_others(tmp_path: Path) -> None:
     assert RunDirectory(tmp_path / "out" / "learning-rate-100.0").state() == "failed"
 
 
-def test_the_time_left_comes_from_the_rounds_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_time_left_is_estimated_from_observed_rounds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     sweep = make_sweep(base(rounds=10), ["seed=1,2,3"], tmp_path)
     one, two, three = sweep.cells
     monkeypatch.setattr(time, "monotonic", lambda: 100.0)
@@ -235,14 +235,14 @@ def test_the_time_left_comes_from_the_rounds_seen(tmp_path: Path, monkeypatch: p
     ("seconds", "text"),
     [(0, "0 s"), (0.01, "1 s"), (1, "1 s"), (89.2, "90 s"), (90, "2 min"), (5399, "90 min"), (5400, "1.5 h")],
 )
-def test_some_time_is_never_written_as_none(seconds: float, text: str) -> None:
+def test_show_seconds_never_rounds_to_zero(seconds: float, text: str) -> None:
     assert show_seconds(seconds) == text
 
 
 def test_smaller_grid_keeps_and_counts_other_runs(quick: Path) -> None:
     words = ("sweep", str(ROOT / "conf" / "quickstart.toml"), "policy=none", "backend=inline", "--out", str(quick))
-    whole = typed(*words, "--grid", "seed=1,2,3")
-    fewer = typed(*words, "--grid", "seed=2")
+    whole = run_in_process(*words, "--grid", "seed=1,2,3")
+    fewer = run_in_process(*words, "--grid", "seed=2")
     assert (whole.returncode, fewer.returncode) == (0, 0), whole.stderr + fewer.stderr
     assert "left out" not in whole.stdout
     assert f"left out 2 runs in {quick}: not in this grid" in fewer.stdout

@@ -42,7 +42,7 @@ def watchdogs_of(folder: Path) -> list[psutil.Process]:
     return found
 
 
-def lives(process: psutil.Process) -> bool:
+def is_alive(process: psutil.Process) -> bool:
     with suppress(psutil.NoSuchProcess):
         return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
     return False
@@ -58,12 +58,12 @@ def test_watchdog_kills_processes_of_a_killed_launcher(number: int, tmp_path: Pa
     assert launcher.stdout
     root, daemon, orphan = (psutil.Process(int(pid)) for pid in launcher.stdout.readline().split())
     assert orphan.environ()[MARK] == "the-mark"
-    wait_until(lambda: len(root.children()) == 2 and watchdogs_of(folder), "all are there")
+    wait_until(lambda: len(root.children()) == 2 and watchdogs_of(folder), "all processes have started")
     started = [root, daemon, orphan, *root.children()]
     os.killpg(launcher.pid, number)
     launcher.wait()
     launcher.stdout.close()
-    wait_until(lambda: not any(map(lives, started)), "all started processes have ended")
+    wait_until(lambda: not any(map(is_alive, started)), "all started processes have ended")
     wait_until(lambda: not folder.exists() and not watchdogs_of(folder), "the folder and the watchdog are gone")
 
 

@@ -1,4 +1,4 @@
-"""β from limits: the paper's window, edges that are exact to the float, contradictions by name, and the pictures."""
+"""β from limits: the paper's window, edges exact to the float, contradictions, and the figures."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def just(beta: float, towards: float) -> float:
 # ------------------------------------------------------------------------------------------------ the paper's choice
 
 
-def test_the_papers_conditions_give_its_window_and_its_beta(cifar: BudgetPath) -> None:
+def test_paper_limits_give_the_papers_window_and_beta(cifar: BudgetPath) -> None:
     choice = choose(cifar, PAPER, GRID)
     ((low, high),) = choice.windows
     assert (round(low, 1), round(high, 1)) == (11.4, 13.3)
@@ -48,14 +48,14 @@ def test_the_papers_conditions_give_its_window_and_its_beta(cifar: BudgetPath) -
     assert "51.8% removed, 13,437 images, 23.0% synthetic" in choice.why
 
 
-def test_the_windows_edges_are_exact(cifar: BudgetPath) -> None:
+def test_window_edges_are_exact(cifar: BudgetPath) -> None:
     ((low, high),) = choose(cifar, PAPER).windows
     assert broken(cifar.at(low), PAPER) == broken(cifar.at(high), PAPER) == []
     assert broken(cifar.at(just(low, 0)), PAPER) == ["min_removed"]
     assert broken(cifar.at(just(high, math.inf)), PAPER) == ["max_synthetic"]
 
 
-def test_the_other_figures_of_the_main_setting(cifar: BudgetPath) -> None:
+def test_concentration_figures_of_the_main_setting(cifar: BudgetPath) -> None:
     generated = fedeas(cifar.counts, 12)
     shares = curves.concentration(cifar.counts, generated)
     assert (round(100 * shares.held[5], 1), round(100 * shares.received[5], 1)) == (53.6, 45.1)
@@ -73,7 +73,7 @@ def test_the_other_figures_of_the_main_setting(cifar: BudgetPath) -> None:
     assert curves.marked_betas(12) == list(GRID)
 
 
-def test_a_path_says_what_the_allocation_says(cifar: BudgetPath) -> None:
+def test_budget_path_matches_the_allocation(cifar: BudgetPath) -> None:
     for beta in (0.0, 3.7, 12.0, 300.0):
         point, generated = cifar.at(beta), fedeas(cifar.counts, beta)
         assert (point.images, point.removed) == (generated.sum(), removed(cifar.counts, generated))
@@ -89,27 +89,27 @@ def test_choose_spends_upper_limits_and_minimises_otherwise(cifar: BudgetPath) -
     assert choose(cifar, Limits(max_images=20_000), GRID).recommended == 16
 
 
-def test_more_is_not_recommended_where_it_does_harm() -> None:
+def test_choose_does_not_recommend_more_than_balance() -> None:
     path = BudgetPath([[64, 0]])  # balanced at 64, which β = 64 / √32 = 11.3 fills to
     choice = choose(path, Limits(max_images=400), (8.0, 11.32, 20.0, 30.0))
     assert [breaks for _, breaks in choice.grid] == [[]] * 4
     assert choice.recommended == 11.32
 
 
-def test_a_window_without_an_end_says_so(cifar: BudgetPath) -> None:
+def test_window_without_an_upper_end_is_shown_as_such(cifar: BudgetPath) -> None:
     choice = choose(cifar, Limits(min_removed=0.5))
     assert choice.as_json()["windows"] == [{"low": choice.windows[0][0], "high": None}]
     assert "β from 11.374 and above" in format_choice(choice)
 
 
-def test_a_removed_share_that_falls_again_closes_the_window(cifar: BudgetPath) -> None:
+def test_window_ends_where_the_removed_share_drops(cifar: BudgetPath) -> None:
     ((low, high),) = choose(cifar, Limits(min_removed=0.95)).windows
     assert low < 100 < high < 1000
     assert cifar.at(high).removed >= 0.95 > cifar.at(just(high, math.inf)).removed
     assert cifar.at(low).removed >= 0.95 > cifar.at(just(low, 0)).removed
 
 
-def test_seconds_are_whole_batches(cifar: BudgetPath) -> None:
+def test_max_seconds_counts_whole_batches(cifar: BudgetPath) -> None:
     speed, limits = GeneratorSpeed(batch=100, seconds_a_batch=2.0), Limits(max_seconds=201.9)
     ((_, high),) = choose(cifar, limits, speed=speed).windows
     assert cifar.at(high).images <= 10_000 < cifar.at(just(high, math.inf)).images  # 100 batches, 200 s
@@ -118,7 +118,7 @@ def test_seconds_are_whole_batches(cifar: BudgetPath) -> None:
         choose(cifar, limits)
 
 
-def test_the_printed_rule_and_gamma_count() -> None:
+def test_window_depends_on_strict_mean_and_gamma() -> None:
     # All filled to 64, b = ⌊√16 · 1 · β⌋ = 64 at β = 16; by Eq. 9 as printed more β goes on balanced, to no harm.
     for strict_mean, high in ((True, 16.25), (False, math.inf)):
         path = BudgetPath([[64, 0, 0, 0]], strict_mean=strict_mean)
@@ -137,7 +137,9 @@ counts_of = st.lists(st.lists(st.integers(0, 12), min_size=3, max_size=3), min_s
 
 @settings(max_examples=60)
 @given(counts=counts_of, least=st.floats(0, 1), strict_mean=st.booleans(), end=st.floats(0.5, 60))
-def test_no_piece_is_missed_and_none_is_wrong(counts: Any, least: float, strict_mean: bool, end: float) -> None:
+def test_where_removed_finds_exactly_the_valid_intervals(
+    counts: Any, least: float, strict_mean: bool, end: float
+) -> None:
     path = BudgetPath(counts, strict_mean=strict_mean)
     pieces = where_removed(path, least, end)
     for beta in np.linspace(0, end, 301).tolist():
@@ -149,8 +151,8 @@ def test_no_piece_is_missed_and_none_is_wrong(counts: Any, least: float, strict_
         assert high == end or path.at(just(high, math.inf)).removed < least
 
 
-def test_a_step_down_inside_leaves_two_pieces() -> None:
-    # The first client overshoots its best before the second, of little skew, has begun to be filled.
+def test_where_removed_splits_at_a_drop() -> None:
+    # The first client passes its optimum before the second, with little skew, gets its first image.
     path = BudgetPath([[30, 0, 0], [260, 100, 100]])
     first, second = where_removed(path, 0.3, 400.0)
     assert [round(edge, 1) for edge in (*first, *second)] == [3.5, 54.1, 79.6, 400]
@@ -164,7 +166,7 @@ def test_a_step_down_inside_leaves_two_pieces() -> None:
 
 @settings(max_examples=60)
 @given(counts=counts_of, most=st.integers(0, 60))
-def test_the_greatest_beta_under_a_ceiling(counts: Any, most: int) -> None:
+def test_bisect_last_true_finds_the_greatest_beta(counts: Any, most: int) -> None:
     path = BudgetPath(counts)
     top = bisect_last_true(lambda beta: path.at(beta).images <= most, path.end)
     assert path.at(top).images <= most
@@ -180,7 +182,7 @@ def contradiction(choice: Choice) -> list[str]:
     return [line.removeprefix("Contradiction: ") for line in lines if line.startswith("Contradiction: ")]
 
 
-def test_every_limit_that_contradicts_is_named_and_no_other(cifar: BudgetPath) -> None:
+def test_only_contradicting_limits_are_named(cifar: BudgetPath) -> None:
     limits = Limits(min_removed=0.5, max_synthetic=0.25, max_images=5_000, max_seconds=100.0)
     choice = choose(cifar, limits, GRID, GeneratorSpeed(100, 1.0))
     (images,) = [line for line in contradiction(choice) if "--max-images" in line]
@@ -192,20 +194,20 @@ def test_every_limit_that_contradicts_is_named_and_no_other(cifar: BudgetPath) -
     assert choice.windows == []
 
 
-def test_what_no_beta_reaches_is_said(cifar: BudgetPath) -> None:
+def test_unreachable_limit_is_reported(cifar: BudgetPath) -> None:
     (line,) = contradiction(choose(cifar, Limits(min_removed=0.99, max_images=10)))
     assert line.startswith("--min-removed 0.99 cannot be reached at any β: about 98.7% is the most")
     (line,) = contradiction(choose(BudgetPath([[5, 5]]), Limits(min_removed=0.1)))
     assert line == "--min-removed 0.1 cannot be reached at any β: there is no imbalance to remove"
 
 
-def test_a_grid_beside_the_window(cifar: BudgetPath) -> None:
+def test_grid_outside_the_window_is_reported(cifar: BudgetPath) -> None:
     choice = choose(cifar, PAPER, (4.0, 8.0, 16.0))
     assert contradiction(choice) == ["grid 4, 8, 16: no β of it lies in β from 11.374 to 13.286"]
     assert len(choice.windows) == 1
 
 
-def test_balanced_clients_have_nothing_to_choose() -> None:
+def test_balanced_clients_accept_any_beta() -> None:
     choice = choose(BudgetPath([[5, 5], [0, 0]]), Limits(max_images=10))
     assert choice.as_json()["windows"] == [{"low": 0, "high": None}]
     assert choice.recommended is not None
@@ -221,12 +223,12 @@ def test_balanced_clients_have_nothing_to_choose() -> None:
         ({"max_seconds": math.inf}, "--max-seconds inf: must be a finite number"),
     ],
 )
-def test_wrong_limits_are_named(limits: dict[str, Any], message: str) -> None:
+def test_invalid_limits_are_named(limits: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         Limits(**limits)
 
 
-def test_wrong_requests_are_named(cifar: BudgetPath) -> None:
+def test_invalid_requests_are_named(cifar: BudgetPath) -> None:
     with pytest.raises(ValueError, match="no limit: give --min-removed, --max-synthetic"):
         choose(cifar, Limits())
     with pytest.raises(ValueError, match="grid: beta=-4"):
@@ -235,7 +237,7 @@ def test_wrong_requests_are_named(cifar: BudgetPath) -> None:
         BudgetPath(cifar.counts, "uniform")
 
 
-def test_a_choice_is_plain_json(cifar: BudgetPath) -> None:
+def test_choice_is_plain_json(cifar: BudgetPath) -> None:
     choice = choose(cifar, PAPER, GRID).as_json()
     assert json.loads(json.dumps(choice)) == choice
     assert list(choice) == ["limits", "windows", "grid", "recommended", "why", "contradictions"]
@@ -247,7 +249,7 @@ def test_a_choice_is_plain_json(cifar: BudgetPath) -> None:
 
 
 @pytest.mark.parametrize("counts", [None, [[5, 0]], [[9, 0, 3], [0, 0, 0], [1, 1, 1]]])
-def test_four_pictures_are_drawn(tmp_path: Path, cifar: BudgetPath, counts: list[list[int]] | None) -> None:
+def test_draw_plan_writes_four_figures(tmp_path: Path, cifar: BudgetPath, counts: list[list[int]] | None) -> None:
     path = BudgetPath(counts) if counts else cifar
     choice = choose(
         path, Limits(max_synthetic=0.6, max_images=14_000, max_seconds=9.0), GRID[:3], GeneratorSpeed(64, 0.04)
@@ -262,7 +264,7 @@ def test_four_pictures_are_drawn(tmp_path: Path, cifar: BudgetPath, counts: list
         assert picture.shape[:2] == (672, 1024) and red.sum() > 300, file.name
 
 
-def test_a_window_is_shaded_only_where_there_are_limits(tmp_path: Path, cifar: BudgetPath) -> None:
+def test_window_is_shaded_only_with_limits(tmp_path: Path, cifar: BudgetPath) -> None:
     def shaded(choice: Choice | None, folder: str) -> int:
         draw_plan(cifar, 12.0, tmp_path / folder, choice)
         picture = np.asarray(Image.open(tmp_path / folder / "beta-selection.png").convert("RGB"), dtype=int)
@@ -273,12 +275,12 @@ def test_a_window_is_shaded_only_where_there_are_limits(tmp_path: Path, cifar: B
 
 
 @pytest.mark.timeout(20)
-def test_a_power_that_leaves_no_budget_is_refused() -> None:
+def test_gamma_that_leaves_no_budget_is_rejected() -> None:
     with pytest.raises(ValueError, match="gamma"):
         BudgetPath([[640, 3, 0, 0]], gamma=400.0)
 
 
-def test_nothing_to_draw_is_said(tmp_path: Path, cifar: BudgetPath) -> None:
+def test_draw_plan_without_images_is_rejected(tmp_path: Path, cifar: BudgetPath) -> None:
     with pytest.raises(ValueError, match="nothing would be generated at β = 0"):
         draw_plan(cifar, 0.0, tmp_path)
     assert list(tmp_path.iterdir()) == []

@@ -24,7 +24,7 @@ def plan(counts: Any = COUNTS, **changes: Any) -> dict[str, Any]:
     return plan_module.plan(counts, **{"dataset": None, "protocol": None, **request, **changes})
 
 
-def test_a_plan_by_hand() -> None:
+def test_plan_by_hand() -> None:
     # q = (64, 12, 12, 12) / 100 and (32, 32, 6, 6) / 76, p = 1/3 each
     after = ((64**2 + 3 * 12**2) / 100**2 - 1 / 4 + 2 * (32**2 + 6**2) / 76**2 - 1 / 4) / 3
     assert plan() == {
@@ -61,7 +61,7 @@ def test_a_plan_by_hand() -> None:
         ({"policy": "oversample"}, 3.0, 0.5, "Policy oversample (beta 3, gamma 0.5) on given counts"),
     ],
 )
-def test_a_plan_names_beta_and_gamma_only_where_they_decide(
+def test_plan_names_beta_and_gamma_only_where_used(
     changes: dict[str, Any], beta: float | None, gamma: float | None, title: str
 ) -> None:
     result = plan(**changes)
@@ -92,13 +92,13 @@ def test_every_policy_gives_plain_json(policy: str) -> None:
     assert policy in format_table(result)
 
 
-def test_total_and_rule_are_passed_on() -> None:
+def test_plan_passes_on_total_and_strict_mean() -> None:
     assert plan(policy="uniform", total=7)["total"] == 7
     assert plan([[64, 0, 0, 0]], beta=20.0)["total"] == 3 * 80
     assert plan([[64, 0, 0, 0]], beta=20.0, strict_mean=False)["total"] == 3 * 80 + 16
 
 
-def test_nothing_at_all_is_a_plan_too() -> None:
+def test_plan_of_empty_clients() -> None:
     result = plan([[0, 0], [0, 0]])
     assert result["synthetic_fraction"] == 0
     assert result["imbalance"] == {"before": 0, "after": 0, "removed": 0}
@@ -115,13 +115,13 @@ def test_table_shows_every_client_and_class() -> None:
     assert "given counts" in format_table(plan())
 
 
-def test_table_names_classes_that_have_names() -> None:
+def test_table_uses_class_names() -> None:
     names = ["cat", "dog", "2", "a dachshund in a basket"]
     head = format_table(plan(), names).splitlines()[2]
-    assert head.split("  ")[-4:] == ["cat", "dog", "c2", "a dachshund in …"]  # a bare number would pass for a count
+    assert head.split("  ")[-4:] == ["cat", "dog", "c2", "a dachshund in …"]  # a bare number would look like a count
 
 
-def test_full_balance_is_what_the_plan_is_a_part_of() -> None:
+def test_table_compares_the_plan_with_full_balance() -> None:
     counts = [[30, 10], [0, 5]]  # full balance: 20 + 5
     result = plan(counts, policy="uniform", total=4)
     assert "Full balance: 25 samples; the plan is 16.0% of it" in format_table(result).splitlines()
@@ -162,7 +162,7 @@ def written(folder: Path, name: str, content: str | bytes) -> Path:
         ("a.csv", '"cat","dog","a ship, or a boat"\n1,2,3\n4,0,6'),
     ],
 )
-def test_counts_are_read(tmp_path: Path, name: str, content: str) -> None:
+def test_read_counts_accepts_each_format(tmp_path: Path, name: str, content: str) -> None:
     counts, _ = read_counts(written(tmp_path, name, content))
     assert counts.dtype == np.int64
     assert counts.tolist() == [[1, 2, 3], [4, 0, 6]]
@@ -177,7 +177,7 @@ def test_counts_are_read(tmp_path: Path, name: str, content: str) -> None:
         ("ID,0,1\n7,1,2\n", ["0", "1"]),
     ],
 )
-def test_a_header_names_the_classes(tmp_path: Path, content: str, names: list[str]) -> None:
+def test_read_counts_takes_class_names_from_the_header(tmp_path: Path, content: str, names: list[str]) -> None:
     assert read_counts(written(tmp_path, "a.csv", content))[1] == names
 
 
@@ -215,7 +215,9 @@ def test_a_header_names_the_classes(tmp_path: Path, content: str, names: list[st
         ("a.csv", "1,1_000", "row 1, column 2 is '1_000'"),
     ],
 )
-def test_wrong_files_are_refused_in_one_line(tmp_path: Path, name: str, content: str | bytes, message: str) -> None:
+def test_invalid_counts_files_are_rejected_in_one_line(
+    tmp_path: Path, name: str, content: str | bytes, message: str
+) -> None:
     with pytest.raises(ValueError, match=message) as caught:
         read_counts(written(tmp_path, name, content))
     assert "\n" not in str(caught.value)
@@ -223,7 +225,7 @@ def test_wrong_files_are_refused_in_one_line(tmp_path: Path, name: str, content:
     assert len(str(caught.value)) < 300
 
 
-def test_a_missing_file_and_a_folder_are_refused(tmp_path: Path) -> None:
+def test_missing_counts_file_and_folder_are_rejected(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="cannot be read, No such file"):
         read_counts(tmp_path / "none.json")
     (tmp_path / "folder.csv").mkdir()
@@ -231,7 +233,7 @@ def test_a_missing_file_and_a_folder_are_refused(tmp_path: Path) -> None:
         read_counts(tmp_path / "folder.csv")
 
 
-def test_a_file_too_large_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_counts_file_too_large_is_rejected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(counts_file, "MAX_FILE_BYTES", 2**20)
     with pytest.raises(ValueError, match="too large, at most 1 MiB"):
         read_counts(written(tmp_path, "a.csv", "1," * 2**20))

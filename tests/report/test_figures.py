@@ -1,4 +1,4 @@
-"""Every figure that is drawn, as a reader sees it: nothing lies on the data, nothing is cut off, colours differ."""
+"""Figures: text does not cover data, nothing is cut off, and colours differ."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ RESULTS = Path(__file__).parents[2] / "results"
 
 
 def faults(figure: Figure) -> list[str]:
-    """What a reader would stumble over: words on the data, and words that the edge cuts off."""
+    """Return the layout faults of a figure: text over data, and text cut off at the edge."""
     FigureCanvasAgg(figure).draw()
     found = []
     for axes in figure.axes:
@@ -75,7 +75,7 @@ def _covers(box: Bbox, points: NDArray[np.float64]) -> bool:
 
 
 def _lines(axes: Axes) -> list[NDArray[np.float64]]:
-    """Points close to each other along every curve; not along straight lines right across."""
+    """Return dense points along every curve, except straight lines across the axes."""
     found = []
     for line in axes.lines:
         points = line.get_transform().transform(np.asarray(line.get_xydata()))
@@ -86,20 +86,20 @@ def _lines(axes: Axes) -> list[NDArray[np.float64]]:
 
 
 def _straight_lines(axes: Axes) -> list[NDArray[np.float64]]:
-    """Points close to each other along the lines right across, which say where a limit is."""
+    """Return dense points along the straight lines across the axes, which mark limits."""
     across = [line for line in axes.lines if line.get_transform() != axes.transData and len(line.get_xydata()) == 2]
     ends = [line.get_transform().transform(np.asarray(line.get_xydata())) for line in across]
     return [np.linspace(start, end, 2000) for start, end in ends]
 
 
 def _areas(axes: Axes) -> list[NDArray[np.float64]]:
-    """A grid of points over every bar."""
+    """Return a grid of points over every bar."""
     boxes = [patch.get_window_extent() for patch in axes.patches]
     return [np.stack(np.meshgrid(*np.linspace(box.min, box.max, 30).T), axis=-1).reshape(-1, 2) for box in boxes]
 
 
 @pytest.mark.parametrize("name", ["quickstart", "cifar10-k100-a0.1"])
-def test_a_reports_figures(name: str) -> None:
+def test_report_figures_have_no_overlap(name: str) -> None:
     groups, _ = group_runs([RunDirectory(path.parent) for path in sorted((RESULTS / name).glob("*/config.json"))])
     pictures = [picture for section in make_document(groups).sections for picture in section.pictures]
     assert len(pictures) >= 6
@@ -109,15 +109,15 @@ def test_a_reports_figures(name: str) -> None:
 
 
 @pytest.mark.parametrize(("dataset", "clients"), [("digits", 10), ("cifar10", 20)])
-def test_a_plans_figures(dataset: str, clients: int) -> None:
+def test_plan_figures_have_no_overlap(dataset: str, clients: int) -> None:
     path = BudgetPath(partition_counts(dataset, "paper", clients, 0.1, 42))
     choice = choose(path, Limits(min_removed=0.5, max_synthetic=0.4), [4.0, 8.0, 12.0, 16.0, 20.0])
     for chosen in (None, choice):
         assert {name: bad for name, f in plan_figures(path, 12.0, chosen).items() if (bad := faults(f))} == {}
 
 
-def test_few_images_and_seconds_have_ticks_that_are_true(tmp_path: Path) -> None:
-    """Where a dataset is small, a tick between two whole numbers must not pass for one."""
+def test_ticks_are_correct_for_few_images_and_seconds(tmp_path: Path) -> None:
+    """With a small dataset, a tick between two integers must not be labelled as an integer."""
     drawn = plan_figures(BudgetPath([[41, 11, 3], [1, 4, 21], [14, 33, 16]]), 4.0)
     assert {name: bad for name, figure in drawn.items() if (bad := faults(figure))} == {}
     seconds = {"seconds": {"clients": 1.2, "aggregate": 0.1, "generating": 0.9, "training": 0.3}}
@@ -130,8 +130,8 @@ def test_few_images_and_seconds_have_ticks_that_are_true(tmp_path: Path) -> None
         assert labels == pytest.approx(list(axes.get_xticks()))
 
 
-def test_no_axis_says_what_cannot_be(tmp_path: Path) -> None:
-    """No accuracy is over 100 %, none and no Γ̂ below 0, however far a deviation reaches; no mark is cut in half."""
+def test_axes_stay_within_possible_values(tmp_path: Path) -> None:
+    """No axis shows an accuracy over 100 % or below 0, or Γ̂ below 0, and no marker is cut in half."""
     runs = []
     for seed, (low, high) in enumerate([(0.0, 1.0), (0.9, 0.98)]):
         more = {"per_class_accuracy": [1.0] * 9 + [low], "worst_client_accuracy": low, "gamma_hat": low / 2}
@@ -152,14 +152,14 @@ def test_no_axis_says_what_cannot_be(tmp_path: Path) -> None:
     assert axes.get_ylim() == (0, 100) and faults(axes.figure) == []  # type: ignore[arg-type]
 
 
-def test_the_papers_figures() -> None:
+def test_paper_figures_have_no_overlap() -> None:
     setting = setting_of(find_results(all_cells(), "full", [RESULTS], {}))
     drawn = [draw(setting) for draw in (draw_motivation, draw_surrogate, draw_overview, draw_convergence)]
     assert [faults(figure) for figure in (*drawn, draw_sensitivity(setting), draw_closed_form())] == [[]] * 6
 
 
-def test_rounds_that_coincide_are_both_seen_and_titles_are_level() -> None:
-    """With 20 clients FedEAS and Missing-only reach 70 % in one round: the lines there share their place."""
+def test_coinciding_rounds_are_both_visible_and_titles_aligned() -> None:
+    """With 20 clients FedEAS and Missing-only reach 70 % in the same round, so their lines coincide."""
     figure = draw_convergence(setting_of(find_results(all_cells(), "full", [RESULTS], {})))
     canvas = FigureCanvasAgg(figure)
     canvas.draw()
@@ -174,7 +174,7 @@ def test_rounds_that_coincide_are_both_seen_and_titles_are_level() -> None:
     assert heights[0] == pytest.approx(heights[1], abs=0.5)
 
 
-def test_a_beta_without_runs_is_a_gap_and_one_seed_has_no_deviation() -> None:
+def test_beta_without_runs_is_a_gap_and_one_seed_has_no_sd() -> None:
     axes = Figure(figsize=(6.2, 4.4), layout="constrained").subplots()
     runs: list[tuple[float, ...]] = [(61.0,), (), (62.0, 64.0)]
     values = [Value("", "", ours, tuple(range(len(ours))), 60.0, 2, comparable=True) for ours in runs]
@@ -189,11 +189,11 @@ def test_a_beta_without_runs_is_a_gap_and_one_seed_has_no_deviation() -> None:
     bars = [np.asarray(path.vertices)[:, 1] for part in axes.collections for path in part.get_paths()]
     assert [list(np.round(bar, 2)) for bar in bars if np.isfinite(bar).all()] == [[61.59, 64.41]] * 2
     legend = axes.get_legend()
-    assert legend is not None and legend._ncols == 2  # each policy's two below each other
+    assert legend is not None and legend._ncols == 2  # both entries of a policy are in one column
 
 
-def test_the_papers_figures_before_anything_was_run(tmp_path: Path) -> None:
-    """What was not measured is said in its place: an axis without a single curve has no legend to make."""
+def test_paper_figures_without_any_run(tmp_path: Path) -> None:
+    """Missing measurements are stated in the axes; axes without curves have no legend."""
     setting = setting_of(find_results(all_cells(), "smoke", [tmp_path], {}))
     drawn = [draw(setting) for draw in (draw_motivation, draw_surrogate, draw_overview, draw_convergence)]
     assert [faults(figure) for figure in (*drawn, draw_sensitivity(setting))] == [[]] * 5
@@ -203,8 +203,8 @@ def test_the_papers_figures_before_anything_was_run(tmp_path: Path) -> None:
         )
 
 
-def test_thirty_groups_look_like_thirty(tmp_path: Path) -> None:
-    """In curves by colour and dashes, as marks by colour and shape; in the table as in the curves."""
+def test_thirty_groups_have_distinct_styles(tmp_path: Path) -> None:
+    """Curves differ by colour and dashes, markers by colour and shape; the table uses the curves' style."""
     rates = [0.001 * number for number in range(1, 31)]
     runs = [
         write_run(tmp_path / f"{rate}", [0.5, 0.6], extra=[{"per_class_accuracy": [0.5] * 10}] * 2, learning_rate=rate)
@@ -213,7 +213,7 @@ def test_thirty_groups_look_like_thirty(tmp_path: Path) -> None:
     groups, _ = group_runs(runs)
     assert len({(group.style.colour, group.style.line) for group in groups}) == 30
     assert len({(group.style.colour, group.style.marker) for group in groups}) == 30
-    assert [group.style.line for group in groups[:9]] == ["-"] * 9, "as long as there are colours they are enough"
+    assert [group.style.line for group in groups[:9]] == ["-"] * 9, "dashes are used although there are enough colours"
     sections = {section.title: section for section in make_document(groups).sections}
     (axes,) = sections["Accuracy"].pictures[0].figure.axes
     assert len({(line.get_color(), str(line._dash_pattern)) for line in axes.lines}) == 30  # type: ignore[attr-defined]
@@ -225,7 +225,7 @@ def test_thirty_groups_look_like_thirty(tmp_path: Path) -> None:
 
 
 def lab(colour: str) -> NDArray[np.float64]:
-    """A colour as CIE L*a*b*, where distances are what the eye sees."""
+    """Return a colour in CIE L*a*b*, where distances are perceptual."""
     rgb = np.array(to_rgb(colour))
     rgb = np.where(rgb > 0.04045, ((rgb + 0.055) / 1.055) ** 2.4, rgb / 12.92)
     to_xyz = [[0.4124, 0.3576, 0.1805], [0.2126, 0.7152, 0.0722], [0.0193, 0.1192, 0.9505]]
@@ -233,7 +233,7 @@ def lab(colour: str) -> NDArray[np.float64]:
     return np.array([116 * y - 16, 500 * (x - y), 200 * (y - z)])
 
 
-def test_colours_can_be_told_apart() -> None:
+def test_colours_are_distinguishable() -> None:
     pairs = combinations(sorted({*COLOURS.values(), *MORE_COLOURS}), 2)
     near = {pair: float(np.linalg.norm(lab(pair[0]) - lab(pair[1]))) for pair in pairs}
     assert {pair: distance for pair, distance in near.items() if distance < 25} == {}

@@ -1,4 +1,4 @@
-"""Reports: what is put together, and the figures by hand."""
+"""Reports: grouping of runs, and numbers by hand."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from fake_runs import FEDEAS_OF_FOUR, grouped, write_run
 from matplotlib.figure import Figure
 from ordinary_user import ordinary_user
 from rich.console import Console
-from runners import typed
+from runners import run_in_process
 
 from fedeas_flwr.commands.app import app
 from fedeas_flwr.common.errors import RunError
@@ -41,19 +41,19 @@ QUICKSTART = ROOT / "results" / "quickstart"
 
 
 @pytest.mark.parametrize(("width", "terminal"), [(80, True), (100, True), (120, True), (80, False)])
-def test_no_word_or_number_of_the_table_is_cut(width: int, terminal: bool) -> None:
+def test_comparison_table_cuts_no_word_or_number(width: int, terminal: bool) -> None:
     groups = grouped(*(RunDirectory(QUICKSTART / name) for name in ("none", "fedeas", "uniform", "missing-only")))
     text = io.StringIO()
     print_comparison(groups, Console(file=text, width=width, force_terminal=terminal, color_system=None))
     found = text.getvalue()
     assert "…" not in found and "Missing-only" in found and "+18.2" in found and "seconds" in found
-    assert ("20.416" in found) == (width > 100 or not terminal), "η is left out where it does not fit"
+    assert ("20.416" in found) == (width > 100 or not terminal), "η must be omitted only where it does not fit"
 
 
 # ----------------------------------------------------------------------------------------------------------- groups
 
 
-def test_runs_that_differ_in_seed_alone_are_one_group(tmp_path: Path) -> None:
+def test_runs_that_differ_only_in_seed_are_one_group(tmp_path: Path) -> None:
     scores = {1: [0.1, 0.5], 3: [0.3, 0.5], 2: [0.2, 0.2]}
     runs = [write_run(tmp_path / f"{s}", a, seed=s, backend="inline" if s == 1 else "ray") for s, a in scores.items()]
     (group,) = grouped(*runs)
@@ -65,14 +65,14 @@ def test_runs_that_differ_in_seed_alone_are_one_group(tmp_path: Path) -> None:
     assert group.wall_clock == pytest.approx(2 * 2.75)  # not the clients' work, which overlaps
 
 
-def test_what_goes_on_beside_the_next_round_is_not_wall_clock(tmp_path: Path) -> None:
+def test_background_work_is_not_wall_clock_time(tmp_path: Path) -> None:
     seconds = {"seconds": {"clients": 2.0, "aggregate": 0.5, "gamma_hat": 0.75, "evaluate": 0.25, "end_wait": 0.125}}
     (group,) = grouped(write_run(tmp_path / "r", [0.5, 0.5], extra=[seconds, seconds]))
     assert group.wall_clock == pytest.approx(2 * 2.625)
     assert [group.seconds(phase) for phase in ("gamma_hat", "evaluate", "end_wait")] == [1.5, 0.5, 0.25]
 
 
-def test_any_other_key_makes_another_group_and_names_it(tmp_path: Path) -> None:
+def test_any_other_key_makes_a_group_named_by_it(tmp_path: Path) -> None:
     runs = [write_run(tmp_path / f"{rate}", [0.5], learning_rate=rate) for rate in (0.05, 0.1)]
     assert [group.name for group in grouped(*runs)] == ["learning-rate = 0.05", "learning-rate = 0.1"]
     runs.append(write_run(tmp_path / "f", [0.6], images=FEDEAS_OF_FOUR, policy="fedeas", beta=4.0))
@@ -95,7 +95,7 @@ def test_another_strategy_is_not_called_fedavg(tmp_path: Path) -> None:
     ]
 
 
-def test_groups_of_several_policies_and_strategies_say_which_strategy_is_not_fedavg(tmp_path: Path) -> None:
+def test_group_names_state_strategies_other_than_fedavg(tmp_path: Path) -> None:
     ways = {"oversample": "krum", "full-balance": "fedadam", "fedeas": "fedavg"}
     runs = [
         write_run(tmp_path / policy, [0.5], images=place, policy=policy, strategy=strategy)
@@ -116,7 +116,7 @@ def test_groups_of_several_policies_and_strategies_say_which_strategy_is_not_fed
         ({"policy": "fedeas"}, {"moon_mu": 1.0, "logit_adjustment_tau": 2.0, "dp_delta": 0.1, "sampler_steps": 20}),
     ],
 )
-def test_what_a_run_never_reads_does_not_set_it_apart(
+def test_keys_that_a_run_ignores_do_not_split_groups(
     tmp_path: Path, keys: dict[str, Any], unread: dict[str, Any]
 ) -> None:
     runs = [write_run(tmp_path / "one", [0.5], seed=1, **keys)]
@@ -124,7 +124,7 @@ def test_what_a_run_never_reads_does_not_set_it_apart(
     assert len(grouped(*runs)) == 1
 
 
-def test_a_strategys_keys_name_its_own_groups(tmp_path: Path) -> None:
+def test_strategy_keys_name_only_groups_of_that_strategy(tmp_path: Path) -> None:
     runs = [write_run(tmp_path / f"moon-{mu}", [0.5], strategy="moon", moon_mu=mu) for mu in (1.0, 5.0)]
     groups = grouped(write_run(tmp_path / "fedavg", [0.5]), *runs)
     assert [group.name for group in groups] == [
@@ -133,14 +133,14 @@ def test_a_strategys_keys_name_its_own_groups(tmp_path: Path) -> None:
     assert "moon-mu" in as_html(make_document(groups, []))
 
 
-def test_a_bank_is_no_model_of_the_same_name(tmp_path: Path) -> None:
+def test_bank_and_model_of_one_name_are_different_groups(tmp_path: Path) -> None:
     specs = {"bank": "bank:/images/flowers", "model": "/models/flowers"}
     runs = [write_run(tmp_path / name, [0.5], policy="fedeas", generator=spec) for name, spec in specs.items()]
     assert {group.name for group in grouped(*runs)} == {"generator = bank:flowers", "generator = flowers"}
 
 
-def test_of_a_run_that_is_there_twice_one_counts_and_the_other_is_named(tmp_path: Path) -> None:
-    """As after Ctrl-C and the same command again: what came furthest counts, of two such the one written last."""
+def test_duplicate_run_counts_once_and_is_named(tmp_path: Path) -> None:
+    """As after Ctrl-C and a restart: the run with most rounds counts; among equals, the one written last."""
     cut, whole, same = (
         write_run(tmp_path / name, curve, seed=1, rounds=3, finished=len(curve) == 3)
         for name, curve in (("cut", [0.2, 0.4]), ("whole", [0.2, 0.4, 0.6]), ("same", [0.2, 0.4, 0.6]))
@@ -157,14 +157,14 @@ def test_of_a_run_that_is_there_twice_one_counts_and_the_other_is_named(tmp_path
     ]
 
 
-def test_one_run_and_its_record_are_one(tmp_path: Path) -> None:
+def test_run_and_its_exported_record_count_once(tmp_path: Path) -> None:
     run = write_run(tmp_path / "a", [0.5], policy="fedeas", generator="builtin")
     export(run, tmp_path / "record")
     groups, left_out = group_runs([run, RunDirectory(tmp_path / "record")])
     assert [len(group.members) for group in groups] == [1] and len(left_out) == 1 and " repeats " in left_out[0]
 
 
-def test_an_interrupted_run_is_shown_as_far_as_it_came(tmp_path: Path) -> None:
+def test_interrupted_run_is_shown_up_to_its_last_round(tmp_path: Path) -> None:
     long = write_run(tmp_path / "long", [0.2, 0.4, 0.6], seed=1, rounds=4, finished=False)
     short = write_run(tmp_path / "short", [0.3, 0.5], seed=2, rounds=4, finished=False)
     empty = write_run(tmp_path / "empty", [], seed=3, rounds=4, finished=False)
@@ -177,54 +177,58 @@ def test_an_interrupted_run_is_shown_as_far_as_it_came(tmp_path: Path) -> None:
         group_runs([empty])
 
 
-def test_an_unfinished_seed_does_not_count_beside_finished_ones_and_all_outputs_say_so(tmp_path: Path) -> None:
+def test_unfinished_seed_is_excluded_and_named_in_all_outputs(tmp_path: Path) -> None:
     write_run(tmp_path / "a1", [0.2, 0.4], seed=1)
     write_run(tmp_path / "a2", [0.4, 0.6], seed=2)
     write_run(tmp_path / "a3", [0.1], seed=3, rounds=2, finished=False)
     write_run(tmp_path / "b1", [0.7, 0.9], seed=1, images=50, policy="fedeas")
     write_run(tmp_path / "empty", [], seed=4, rounds=2, finished=False)
-    printed = typed("report", str(tmp_path), "--out", str(tmp_path / "out")).stdout
+    printed = run_in_process("report", str(tmp_path), "--out", str(tmp_path / "out")).stdout
     note = "Not finished, so not counted: a3, 1 of 2 rounds, interrupted"
     assert note in printed.splitlines() and f"Left out: {tmp_path}/empty has no finished round" in printed
     assert "40.0 ± 14.1" in printed and "+40.0" in printed
     assert note in (tmp_path / "out" / "report.md").read_text()
-    data = json.loads(typed("report", str(tmp_path), "--format", "json").stdout)
+    data = json.loads(run_in_process("report", str(tmp_path), "--format", "json").stdout)
     none = data["groups"][0]
     assert none["seeds"] == [1, 2] and none["last_20"]["mean"] == pytest.approx(0.4)
     about = {"run": f"{tmp_path}/a3", "seed": 3, "rounds": 1, "of": 2, "state": "interrupted", "counted": False}
     assert none["unfinished"] == [about] and "empty" in data["left_out"][0]
 
 
-def test_replies_that_a_run_went_on_without_are_told_where_its_figures_are(tmp_path: Path) -> None:
+def test_missing_replies_are_reported_with_the_results(tmp_path: Path) -> None:
     failure = {"client": 3, "reason": "its node is offline"}
     extra = [{"clients": [0], "failures": [failure] * 2}, {}, {"clients": [0, 1], "failures": [failure]}]
     write_run(tmp_path / "a1", [0.2, 0.4, 0.6], seed=1)
     write_run(tmp_path / "a2", [0.4, 0.6, 0.8], seed=2, extra=extra)
-    printed = typed("report", str(tmp_path), "--out", str(tmp_path / "out")).stdout
+    printed = run_in_process("report", str(tmp_path), "--out", str(tmp_path / "out")).stdout
     note = "Replies missing: a2, 3 in 2 of 3 rounds"
     assert [line for line in printed.splitlines() if "missing" in line] == [note]
     assert f"{note}." in (tmp_path / "out" / "report.md").read_text()
-    data = json.loads(typed("report", str(tmp_path), "--format", "json").stdout)
+    data = json.loads(run_in_process("report", str(tmp_path), "--format", "json").stdout)
     assert data["groups"][0]["missing_replies"] == [0, 3]
-    rows = json.loads(typed("runs", "ls", str(tmp_path), "--format", "json").stdout)
+    rows = json.loads(run_in_process("runs", "ls", str(tmp_path), "--format", "json").stdout)
     assert [row["missing_replies"] for row in rows] == [0, 3]
-    head, *lines = typed("runs", "ls", str(tmp_path)).stdout.splitlines()
+    head, *lines = run_in_process("runs", "ls", str(tmp_path)).stdout.splitlines()
     assert head.split()[-3] == "missing" and [line.split()[-5] for line in lines[:2]] == ["0", "3"]
     assert lines[-1] == "missing: client replies that the run continued without"
-    assert "missing" not in typed("runs", "ls", str(tmp_path / "a1")).stdout, "only where there are any"
+    assert "missing" not in run_in_process("runs", "ls", str(tmp_path / "a1")).stdout, (
+        "reported although no reply is missing"
+    )
 
 
-def test_a_run_with_a_damaged_config_is_named_wherever_it_would_be_missed(tmp_path: Path) -> None:
+def test_run_with_damaged_config_is_named_in_all_outputs(tmp_path: Path) -> None:
     write_run(tmp_path / "whole", [0.5], seed=1)
-    hurt = write_run(tmp_path / "hurt", [0.5], seed=2)
-    (hurt.path / "config.json").write_text('{"config": {"see')
-    listed = json.loads(typed("runs", "ls", str(tmp_path), "--format", "json").stdout)
-    assert {Path(row["path"]).name: row["state"] for row in listed} == {"hurt": "damaged", "whole": "finished"}
-    assert f"Left out: {hurt.path}/config.json is not JSON" in typed("report", str(tmp_path)).stdout
-    alone = typed("report", str(hurt.path))
-    assert alone.returncode == 2 and f"nothing to report: {hurt.path}/config.json is not JSON" in alone.stderr
-    refused = typed("runs", "rm", str(hurt.path), "--yes")
-    assert refused.returncode == 2 and "hurt is damaged" in refused.stderr and (hurt.path / "rounds.jsonl").exists()
+    damaged = write_run(tmp_path / "damaged", [0.5], seed=2)
+    (damaged.path / "config.json").write_text('{"config": {"see')
+    listed = json.loads(run_in_process("runs", "ls", str(tmp_path), "--format", "json").stdout)
+    assert {Path(row["path"]).name: row["state"] for row in listed} == {"damaged": "damaged", "whole": "finished"}
+    assert f"Left out: {damaged.path}/config.json is not JSON" in run_in_process("report", str(tmp_path)).stdout
+    alone = run_in_process("report", str(damaged.path))
+    assert alone.returncode == 2 and f"nothing to report: {damaged.path}/config.json is not JSON" in alone.stderr
+    refused = run_in_process("runs", "rm", str(damaged.path), "--yes")
+    assert (
+        refused.returncode == 2 and "damaged is damaged" in refused.stderr and (damaged.path / "rounds.jsonl").exists()
+    )
 
 
 DAMAGES = {
@@ -239,7 +243,7 @@ DAMAGES = {
 }
 
 
-def test_one_bad_run_is_named_and_the_others_are_shown(tmp_path: Path) -> None:
+def test_damaged_runs_are_named_and_the_others_shown(tmp_path: Path) -> None:
     runs = {name: write_run(tmp_path / name, [0.2, 0.4], seed=i) for i, name in enumerate(("whole", *DAMAGES, "shut"))}
     records = {name: run.path / "rounds.jsonl" for name, run in runs.items()}
     records["lost"].write_text(records["lost"].read_text().splitlines(keepends=True)[0] + '{"round": 2, "acc')
@@ -252,15 +256,15 @@ def test_one_bad_run_is_named_and_the_others_are_shown(tmp_path: Path) -> None:
     runs["shut"].path.chmod(0)
     with ordinary_user():
         table, rows, report, data = (
-            typed(*words, str(tmp_path), "--format", kind)
+            run_in_process(*words, str(tmp_path), "--format", kind)
             for words in (("runs", "ls"), ("report",))
             for kind in ("table", "json")
         )
-        shown = typed("runs", "show", str(runs["lost"].path))
-        rounds = {name: typed("runs", "csv", str(runs[name].path)) for name in DAMAGES}
-        alone = typed("report", str(runs["shut"].path))
-        pruned = typed("runs", "prune", str(tmp_path))
-    runs["shut"].path.chmod(0o700)  # or it could not be removed
+        shown = run_in_process("runs", "show", str(runs["lost"].path))
+        rounds = {name: run_in_process("runs", "csv", str(runs[name].path)) for name in DAMAGES}
+        alone = run_in_process("report", str(runs["shut"].path))
+        pruned = run_in_process("runs", "prune", str(tmp_path))
+    runs["shut"].path.chmod(0o700)  # so that pytest can remove it
     why = {f"{records[name]} {reason}" for name, reason in DAMAGES.items()} | {f"{tmp_path}/shut: Permission denied"}
     assert {done.returncode for done in (table, rows, report, data)} == {0}
     assert {line.removeprefix("Left out: ") for line in report.stdout.splitlines() if "Left out" in line} == why
@@ -278,13 +282,13 @@ def test_one_bad_run_is_named_and_the_others_are_shown(tmp_path: Path) -> None:
         name: (2, "", f"error: {records[name]} {reason}\n") for name, reason in DAMAGES.items()
     }
     assert alone.returncode == 2 and alone.stderr.endswith(f"; {tmp_path}/shut: Permission denied\n")
-    assert (pruned.returncode, pruned.stdout) == (2, ""), "nothing is removed where not all can be seen"
+    assert (pruned.returncode, pruned.stdout) == (2, ""), "pruned although one run is unreadable"
 
 
 # ---------------------------------------------------------------------------------------------------------- figures
 
 
-def test_classes_and_clients_by_hand(tmp_path: Path) -> None:
+def test_worst_class_and_client_by_hand(tmp_path: Path) -> None:
     per_class = [[0.9, 0.2] + [1.0] * 8, [0.5, 0.4] + [1.0] * 8]
     extra = [
         {"per_class_accuracy": row, "worst_client_accuracy": w} for row, w in zip(per_class, (0.1, 0.3), strict=True)
@@ -297,8 +301,8 @@ def test_classes_and_clients_by_hand(tmp_path: Path) -> None:
     assert "| FedAvg, nothing generated | 1 | 30.0 | – | 90.0 |" in text and "## The worst client" in text
 
 
-def test_every_dataset_has_its_classes_to_itself(tmp_path: Path) -> None:
-    """A class of one is no class of the other, whether there are more of them or they are only called otherwise."""
+def test_class_tables_are_separate_per_dataset(tmp_path: Path) -> None:
+    """Classes of different datasets are not mixed, whether their number or only their names differ."""
     worst_of = {"cifar100": 4, "cifar10": 3, "digits": 7}
     sizes = {"cifar100": 100, "cifar10": 10, "digits": 10}
     runs = []
@@ -322,7 +326,7 @@ def test_every_dataset_has_its_classes_to_itself(tmp_path: Path) -> None:
     assert [picture.name for picture in alone.pictures] == ["classes"]
 
 
-def test_a_class_without_test_images_is_no_worst_class(tmp_path: Path) -> None:
+def test_class_without_test_images_is_not_the_worst_class(tmp_path: Path) -> None:
     extra = [{"per_class_accuracy": [None, 0.4] + [1.0] * 8}]
     (group,) = grouped(write_run(tmp_path / "a", [0.8], extra=extra))
     assert group.worst_class == pytest.approx((1, 0.4))
@@ -332,7 +336,7 @@ def test_a_class_without_test_images_is_no_worst_class(tmp_path: Path) -> None:
         draw_classes(Figure().subplots(), [group], list("0123456789"), None)
 
 
-def test_the_heat_map_is_the_runs_own_or_none(tmp_path: Path) -> None:
+def test_heat_map_needs_a_plan_that_matches_the_run(tmp_path: Path) -> None:
     keys: dict[str, Any] = {"policy": "fedeas", "beta": 4.0}
     ran = write_run(tmp_path / "a", [0.5], images=FEDEAS_OF_FOUR, **keys)
     (maps,), notes = maps_of(grouped(ran))
@@ -340,30 +344,30 @@ def test_the_heat_map_is_the_runs_own_or_none(tmp_path: Path) -> None:
     early = write_run(tmp_path / "b", [0.5], images=FEDEAS_OF_FOUR, extra=[{"clients": [0, 1]}], **keys)
     assert (
         "would give 115 images, but the run has 115" in maps_of(grouped(early))[1][0]
-    )  # two clients cannot have made all
+    )  # two clients cannot have generated all images
     other = write_run(tmp_path / "c", [0.5], images=999, **keys)
     (maps,), notes = maps_of(grouped(other))
     assert not maps.generated and "the run has 999" in notes[0]
 
 
-def test_clients_that_never_took_part_are_named_where_their_images_are_missed(tmp_path: Path) -> None:
+def test_heat_map_names_clients_that_never_took_part(tmp_path: Path) -> None:
     keys: dict[str, Any] = {"policy": "fedeas", "beta": 4.0}
     (maps,), _ = maps_of(grouped(write_run(tmp_path / "all", [0.5], images=FEDEAS_OF_FOUR, **keys)))
     fewer = int(maps.generated[0][1][:3].sum())
     write_run(tmp_path / "some", [0.5], seed=2, images=fewer, extra=[{"clients": [0, 1, 2]}], **keys)
     write_run(tmp_path / "none", [0.4], extra=[{"clients": [0, 1, 2]}])
-    printed = typed("report", str(tmp_path), "--out", str(tmp_path / "out")).stdout
+    printed = run_in_process("report", str(tmp_path), "--out", str(tmp_path / "out")).stdout
     note = "Images of FedEAS, seed 2: client 3 never took part, so it generated none"
     text = (tmp_path / "out" / "report.md").read_text()
     assert [line for line in printed.splitlines() if line.startswith("Images of")] == [note] and f"{note}." in text
     plan = f"FedEAS: the map is the plan, {FEDEAS_OF_FOUR} images; the runs have {FEDEAS_OF_FOUR}, {fewer}, because"
     assert f"{plan} clients that never took part generate none." in text
-    data = json.loads(typed("report", str(tmp_path), "--format", "json").stdout)
+    data = json.loads(run_in_process("report", str(tmp_path), "--format", "json").stdout)
     assert [group["never_took_part"] for group in data["groups"]] == [[[3]], [[], [3]]]
 
 
-def test_shared_images_are_said_to_be_counted_for_every_client(tmp_path: Path) -> None:
-    """The paper's η is by the total that clients hold; its Uniform has as many as FedEAS, whoever shares them."""
+def test_report_states_that_shared_images_count_per_client(tmp_path: Path) -> None:
+    """The paper's η uses the total number of images that clients hold, shared or not."""
     keys: dict[str, Any] = {"policy": "fedeas", "beta": 4.0, "images": FEDEAS_OF_FOUR}
     groups = grouped(
         write_run(tmp_path / "none", [0.5]),
@@ -375,16 +379,14 @@ def test_shared_images_are_said_to_be_counted_for_every_client(tmp_path: Path) -
     assert notes_on(groups) == [note] and notes_on([groups[0], groups[2]]) == []
     (maps,), notes = maps_of(groups)
     plan = dict(maps.generated)["FedEAS, shared-images = by-class"]
-    different = int(plan.max(axis=0).sum())  # image i of a class is the same for all
+    different = int(plan.max(axis=0).sum())  # image i of a class is the same on all clients
     assert notes == [
         f"FedEAS, shared-images = by-class: {different} of the plan's {FEDEAS_OF_FOUR} images are distinct."
     ]
 
 
 @pytest.mark.parametrize(("lengths", "number"), [((3, 3), 3), ((1, 3), 3), ((25, 30), 20), ((25, 3), 20)])
-def test_a_mean_of_fewer_than_20_rounds_is_not_called_one_of_20(
-    tmp_path: Path, lengths: tuple[int, int], number: int
-) -> None:
+def test_mean_of_fewer_than_20_rounds_is_labelled_so(tmp_path: Path, lengths: tuple[int, int], number: int) -> None:
     extra = {"per_class_accuracy": [0.5] * 10, "worst_client_accuracy": 0.5}
     runs = [
         write_run(tmp_path / policy, [0.5] * n, images=i * FEDEAS_OF_FOUR, policy=policy, beta=4.0, extra=[extra] * n)
@@ -397,7 +399,7 @@ def test_a_mean_of_fewer_than_20_rounds_is_not_called_one_of_20(
     assert ("of all rounds if a run has fewer" in text) == (min(lengths) < number)
 
 
-def test_one_plan_has_one_map_and_one_line_of_notes(tmp_path: Path) -> None:
+def test_runs_of_one_plan_share_one_heat_map(tmp_path: Path) -> None:
     keys: dict[str, Any] = {"policy": "fedeas", "beta": 4.0, "images": FEDEAS_OF_FOUR, "protocol": "clean"}
     runs = [write_run(tmp_path / way, [0.7], shared_images=way, **keys) for way in ("no", "by-class", "one-seed")]
     (maps,), _ = maps_of(groups := grouped(*runs))
@@ -407,13 +409,13 @@ def test_one_plan_has_one_map_and_one_line_of_notes(tmp_path: Path) -> None:
     assert [note.partition(":")[0] for note in notes_on(groups)][1:] == [f"Images of {names[1]}, {names[2]}"]
 
 
-def test_what_is_said_of_protocol_paper_on_digits_is_not_of_cifar(tmp_path: Path) -> None:
+def test_leakage_note_on_digits_does_not_mention_cifar(tmp_path: Path) -> None:
     opening = make_document(grouped(write_run(tmp_path / "digits", [0.5], protocol="paper"))).text
     assert LEAKAGE_ELSEWHERE in opening and "CIFAR" not in " ".join(opening)
 
 
 class Flat:
-    """A generator whose images say of which client and class they are."""
+    """A generator whose images encode their client and class."""
 
     fingerprint, image_shape, num_classes = "flat", (8, 8, 1), 10
 
@@ -422,9 +424,7 @@ class Flat:
         return np.array(values, np.uint8)[:, None, None, None] * np.ones((1, 8, 8, 1), np.uint8)
 
 
-def test_samples_come_from_the_cache_of_the_runs_own_generator_and_seed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_samples_come_from_the_runs_generator_and_seed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FEDEAS_CACHE", str(tmp_path / "cache"))
     keys: dict[str, Any] = {"policy": "fedeas", "beta": 4.0, "images": FEDEAS_OF_FOUR}
     runs = [
@@ -434,14 +434,14 @@ def test_samples_come_from_the_cache_of_the_runs_own_generator_and_seed(
     about = describe_generator(runs[1].config())
     for client, wanted in ((0, 3), (1, 20)):
         ImageCache().ensure(Flat(), seed=2, client=client, wanted=[wanted] * 5 + [0] * 5, about=about)
-    (grid,) = samples.grids_of(grouped(*runs))  # the first run's generator never made an image
+    (grid,) = samples.grids_of(grouped(*runs))  # the first run's generator has no images
     assert grid.title == "Generator g2, dpm++, seed 2"
     assert [name for name, _ in grid.rows] == ["airplane", "automobile", "bird", "cat", "deer"]
     assert grid.rows[3][1][:, 0, 0, 0].tolist() == [3] * 3 + [103] * 9
     (damaged,) = (tmp_path / "cache").glob("images/*/client-00000/class-003/*.npy")
     damaged.write_bytes(b"damaged")
     assert samples.grids_of(grouped(*runs))[0].rows[3][1][:, 0, 0, 0].tolist() == [103] * 12
-    export(runs[1], tmp_path / "record")  # where the generator's path is a name alone
+    export(runs[1], tmp_path / "record")  # a record keeps only the generator's name
     assert len(samples.grids_of(grouped(RunDirectory(tmp_path / "record")))) == 1
     assert "Generated images" in as_markdown(make_document(grouped(runs[1])))
 
@@ -454,7 +454,7 @@ def fedeas(capsys: pytest.CaptureFixture[str], *words: str) -> str:
     return capsys.readouterr().out
 
 
-def test_the_command_on_committed_records(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_report_command_on_committed_records(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     printed = fedeas(capsys, "report", str(QUICKSTART))
     assert re.search(r"FedEAS +1 +92\.7 +98\.3 +893 +\+18\.2 +20\.416 +3 +0\.630", printed)
     data = json.loads(fedeas(capsys, "report", str(QUICKSTART), "--format", "json"))
@@ -464,7 +464,7 @@ def test_the_command_on_committed_records(capsys: pytest.CaptureFixture[str], tm
     assert fedeas_group["rounds_to_threshold"] == [3] and fedeas_group["worst_class"]["class"] == 8
 
 
-def test_the_command_refuses_what_is_no_run(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_report_command_rejects_folders_without_runs(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     with pytest.raises(RunError, match=f"nothing to report: no run directory was found in or below {tmp_path}$"):
         fedeas(capsys, "report", str(tmp_path))
     with pytest.raises(RunError, match="nowhere is not a folder"):

@@ -1,4 +1,4 @@
-"""A report's page: it needs nothing else, nothing breaks it, and a real browser shows it without asking anybody."""
+"""The HTML report: self-contained, accessible, escaped, and rendered by a real browser without requests."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ QUICKSTART = ROOT / "results" / "quickstart"
 
 
 class Links(HTMLParser):
-    """Everything in a page that a browser might fetch."""
+    """Collects everything in a page that a browser might fetch."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -42,7 +42,7 @@ class Links(HTMLParser):
 
 
 def check_self_contained(page: str) -> None:
-    """No address that leads out of the page: in its tags, its style, or its pictures."""
+    """Check that no tag, style or picture refers to anything outside the page."""
     links = Links()
     links.feed(page)
     assert not {"script", "iframe", "object"} & set(links.tags)
@@ -59,14 +59,14 @@ def check_self_contained(page: str) -> None:
 
 @pytest.fixture(scope="module")
 def quickstart_page(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The committed quickstart's report, with its Markdown beside it."""
+    """Return the page of the committed quickstart's report; its Markdown is in a subfolder."""
     folder = tmp_path_factory.mktemp("page")
     groups, left_out = group_runs([RunDirectory(QUICKSTART / name) for name in ("none", "fedeas", "uniform")])
     write_report(groups, left_out, folder / "report.html", folder / "markdown")
     return folder / "report.html"
 
 
-def test_the_page_needs_nothing_else(quickstart_page: Path) -> None:
+def test_page_is_self_contained(quickstart_page: Path) -> None:
     page = quickstart_page.read_text()
     check_self_contained(page)
     for section in ("Results", "Accuracy", "Accuracy per image", "Classes before and after filling",
@@ -78,7 +78,7 @@ def test_the_page_needs_nothing_else(quickstart_page: Path) -> None:
 
 
 class Nesting(HTMLParser):
-    """Whether what is opened is closed in turn, the ids, and what is said of pictures and of what scrolls."""
+    """Checks the nesting of tags, and collects ids and labels of pictures and scrollable elements."""
 
     EMPTY = frozenset({"meta", "link", "img", "br", "path"})
 
@@ -97,7 +97,7 @@ class Nesting(HTMLParser):
             self.wrong.append(f"</{tag}> at {self.getpos()}")
 
 
-def test_the_page_is_well_formed_and_can_be_used_without_seeing_or_a_mouse(quickstart_page: Path) -> None:
+def test_page_is_well_formed_and_accessible(quickstart_page: Path) -> None:
     page = Nesting()
     page.feed(quickstart_page.read_text())
     assert page.wrong == [] and page.open == []
@@ -106,13 +106,13 @@ def test_the_page_is_well_formed_and_can_be_used_without_seeing_or_a_mouse(quick
     targets = [str(found["href"])[1:] for tag, found in page.attributes if tag == "a"]
     assert len(targets) >= 9 and set(targets) <= set(ids)
     spoken = [str(found["alt"]) for tag, found in page.attributes if tag == "img"]
-    assert any("FedEAS: 92.7 % (893 images)" in words for words in spoken), "what the legend says"
+    assert any("FedEAS: 92.7 % (893 images)" in words for words in spoken), "the alternative text lacks the legend"
     assert all(len(words) > 20 and "$" not in words for words in spoken) and len(set(spoken)) == len(spoken)
     scrolling = [found for _, found in page.attributes if found.get("class") == "wide"]
     assert len(scrolling) >= 12 and all(found["tabindex"] == "0" and found["aria-label"] for found in scrolling)
 
 
-def test_a_head_is_not_broken_inside_a_name_and_little_markup_is_markup() -> None:
+def test_table_heads_keep_names_whole_and_markup_is_limited() -> None:
     table = Table(("for CIFAR-10, K = 20", "a|b"), [("**82.4**<br>paper 71.7", "`x` <i> **")])
     document = Document("a", ["one ` backtick"], [Section("s", tables=[table])])
     page = as_html(document)
@@ -123,7 +123,7 @@ def test_a_head_is_not_broken_inside_a_name_and_little_markup_is_markup() -> Non
     assert "| for CIFAR-10, K = 20 | a\\|b |\n| :-- | --: |\n| **82.4**<br>paper 71.7 | `x` <i> ** |" in text
 
 
-def test_markdown_has_its_pictures_beside_it(quickstart_page: Path) -> None:
+def test_markdown_report_has_its_pictures_in_its_folder(quickstart_page: Path) -> None:
     folder = quickstart_page.parent / "markdown"
     text = (folder / "report.md").read_text()
     pictures = re.findall(r"!\[[^]]*\]\(([^)]*)\)", text)
@@ -135,12 +135,12 @@ def test_markdown_has_its_pictures_beside_it(quickstart_page: Path) -> None:
     assert "| FedEAS | 1 | 92.7 | 98.3 | 893 | +18.2 | 20.416 | 3 | 0.630 | 46 |" in text
 
 
-def test_the_same_runs_give_the_same_page(tmp_path: Path) -> None:
+def test_page_is_reproducible(tmp_path: Path) -> None:
     run = write_run(tmp_path / "a", [0.1, 0.2])
     assert as_html(make_document(group_runs([run])[0])) == as_html(make_document(group_runs([run])[0]))
 
 
-def test_what_runs_are_called_cannot_break_the_page(tmp_path: Path) -> None:
+def test_run_names_are_escaped_in_the_page(tmp_path: Path) -> None:
     bad = 'x"><script>alert(1)</script>'
     runs = [write_run(tmp_path / name, [0.5], weights=name) for name in ("a.safetensors", f"{bad[:12]}.safetensors")]
     page = as_html(make_document(group_runs(runs)[0]))
@@ -163,14 +163,14 @@ addEventListener("load", () => {
 
 
 def browser() -> str:
-    """A browser of the Chromium kind, or the test is skipped: none is downloaded for it."""
+    """Return the path of a Chromium browser, or skip the test if there is none."""
     found = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
     if not found:
         pytest.skip("no Chromium on this machine")
     return found
 
 
-def test_a_browser_shows_the_page_and_has_nothing_to_complain_of(quickstart_page: Path, tmp_path: Path) -> None:
+def test_browser_renders_the_page_without_errors(quickstart_page: Path, tmp_path: Path) -> None:
     probed = tmp_path / "probed.html"
     probed.write_text(quickstart_page.read_text().replace("</body>", PROBE))
     options = ["--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", "--window-size=1280,5000",
@@ -191,4 +191,4 @@ def test_a_browser_shows_the_page_and_has_nothing_to_complain_of(quickstart_page
     with Image.open(tmp_path / "page.png") as picture:
         pixels = np.asarray(picture.convert("RGB"))
     red = (np.abs(pixels.astype(int) - (0xD1, 0x49, 0x5B)).max(axis=2) < 12).any(axis=1)
-    assert red[:40].any() and red[600:1300].sum() > 20  # the bar at the top, FedEAS's curve further down
+    assert red[:40].any() and red[600:1300].sum() > 20  # the bar at the top and FedEAS's curve

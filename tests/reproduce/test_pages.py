@@ -1,4 +1,4 @@
-"""Measured numbers on the pages are written from the records by `fedeas reproduce --into`, and by nobody else."""
+"""Measured numbers on the pages are only written by `fedeas reproduce --into`, from the records."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ PAGES = sorted(
     if "<!-- reproduce " in path.read_text() or NUMBER.search(path.read_text())
 )
 GENERATED = re.compile(r"<!-- reproduce .*?<!-- end -->|^```.*?^```|`[^`\n]+`", re.DOTALL | re.MULTILINE)
-"""Generated tables, and code, which shows what a command prints."""
+"""Generated tables and code."""
 MEASURED = re.compile(
     r"(?<![\d.])([2-9]\d\.\d+\b|\d+\.\d+ (%|points?\b|more\b|less\b|above\b|below\b|higher\b|lower\b|ahead\b|apart\b))"
 )
 """An accuracy in %, or a difference of two."""
 SETTINGS = ("0.65 points",)
-"""What looks measured and is a setting."""
+"""Settings that `MEASURED` would match."""
 
 
 @pytest.mark.parametrize("name", PAGES)
-def test_running_the_command_changes_nothing(name: str) -> None:
+def test_reproduce_into_leaves_committed_pages_unchanged(name: str) -> None:
     text = (ROOT / name).read_text()
     assert filled_document(ROOT / name, text, "full", [ROOT / "results"], {}) == (text, [])
 
@@ -39,12 +39,12 @@ def test_no_measured_number_is_written_by_hand(name: str) -> None:
     assert [number for number in found if number not in SETTINGS] == []
 
 
-def test_pages_have_few_numbers_in_sentences() -> None:
+def test_pages_have_at_most_70_numbers_in_sentences() -> None:
     assert {"README.md", "docs/reproduction.md"} < set(PAGES)
     assert sum(len(NUMBER.findall((ROOT / name).read_text())) for name in PAGES) <= 70
 
 
 @pytest.mark.parametrize("sentence", ["it has 72.4 %", "5.1 points", "it is 0.3 above", "Uniform has 69.02 ± 0.54"])
-def test_a_number_by_hand_is_found(sentence: str) -> None:
+def test_measured_pattern_finds_handwritten_numbers(sentence: str) -> None:
     assert MEASURED.search(sentence)
     assert not MEASURED.search("α = 0.1 and β = 12.5 with a guidance of 1.5, 33,650 images, 3 to 12 points, 30 %")

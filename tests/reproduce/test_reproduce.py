@@ -1,4 +1,4 @@
-"""Tables from run directories: hand-worked means, budgets, the page and what is committed of it."""
+"""Tables from run directories: means and budgets by hand, the page, and the committed figures."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ from fedeas_flwr.runs.directory import RunDirectory
 
 ROOT = Path(__file__).parents[2]
 TWENTY = [0.1] * 180 + [0.5, 0.6] * 10
-"""Rounds 181 to 200 have a mean of 0.55; round 182 is the first of the best."""
+"""Rounds 181 to 200 have a mean of 0.55; the first peak is in round 182."""
 
 
 # ------------------------------------------------------------------------------------------------- means by hand
 
 
-def test_last_20_mean_deviation_and_difference_by_hand(tmp_path: Path) -> None:
+def test_last_20_mean_sd_and_difference_by_hand(tmp_path: Path) -> None:
     record(tmp_path / "a", f"{DEFAULT_COLUMN}/fedavg", 1, TWENTY)
     record(tmp_path / "b", f"{DEFAULT_COLUMN}/fedavg", 2, [0.9] + [0.1] * 179 + [0.51] * 20)
     record(tmp_path / "c", f"{DEFAULT_COLUMN}/fedavg", 3, [0.1] * 180 + [0.50] * 20)
@@ -48,7 +48,7 @@ def test_last_20_mean_deviation_and_difference_by_hand(tmp_path: Path) -> None:
     assert row == ["FedAvg", "52.00 ± 2.65", "1, 2, 3", "50.18", "+1.82", "66.67 ± 20.82", "56.08", "+10.59", "0"]
 
 
-def test_one_seed_has_no_deviation_and_a_missing_cell_says_so(tmp_path: Path) -> None:
+def test_one_seed_has_no_sd_and_missing_cells_are_marked(tmp_path: Path) -> None:
     record(tmp_path / "a", f"{DEFAULT_COLUMN}/moon", 4, TWENTY)
     results = found_in(tmp_path)
     table = tables.large_table(results, paper.COLUMNS, paper_comparison.last_20_of)
@@ -61,7 +61,7 @@ def test_one_seed_has_no_deviation_and_a_missing_cell_says_so(tmp_path: Path) ->
     assert [len(row) for row in table.rows] == [9] * 12
 
 
-def test_the_sweeps_gain_and_efficiency_by_hand(tmp_path: Path) -> None:
+def test_beta_table_gain_and_efficiency_by_hand(tmp_path: Path) -> None:
     record(tmp_path / "a", f"{BETA_SWEEP_COLUMN}/fedavg", 1, [0.5] * 200)
     record(tmp_path / "b", f"{BETA_SWEEP_COLUMN}/fedeas-b4", 1, [0.6] * 200)
     rows = {row[0]: row[1:] for row in tables.beta_table(found_in(tmp_path)).rows}
@@ -74,7 +74,7 @@ def test_the_sweeps_gain_and_efficiency_by_hand(tmp_path: Path) -> None:
     assert rows["Uniform β = 20"][0] == "missing<br>paper 66.46"
 
 
-def test_gamma_hat_is_compared_in_its_own_form(tmp_path: Path) -> None:
+def test_gamma_table_compares_equal_forms_of_gamma_hat(tmp_path: Path) -> None:
     record(tmp_path / "a", f"{BETA_SWEEP_COLUMN}/fedavg", 1, gamma_hat=2e-4)
     record(tmp_path / "b", f"{BETA_SWEEP_COLUMN}/fedeas", 1, gamma_hat=5e-5)
     record(tmp_path / "c", f"{BETA_SWEEP_COLUMN}/fedeas", 2, gamma_hat=0.8, keys={"gamma-hat": "trainable"})
@@ -87,7 +87,7 @@ def test_gamma_hat_is_compared_in_its_own_form(tmp_path: Path) -> None:
     assert len(tables.gamma_table(found_in(tmp_path)).rows) == 4
 
 
-def test_numbers_of_the_text_by_hand(tmp_path: Path) -> None:
+def test_text_table_by_hand(tmp_path: Path) -> None:
     record(tmp_path / "a", f"{BETA_SWEEP_COLUMN}/fedeas", 1, [0.1] * 29 + [0.7] * 171)
     record(tmp_path / "b", f"{BETA_SWEEP_COLUMN}/uniform", 1, [0.64] * 200)
     record(tmp_path / "c", "c10-k20-a0.3/fedeas+scaffold", 1, [0.1, 0.8] * 100)
@@ -101,13 +101,13 @@ def test_numbers_of_the_text_by_hand(tmp_path: Path) -> None:
         "–",
         "1679",
         "+0",
-    ]  # of the plan, not of a run
+    ]  # from the plan, not from a run
     values = {(v.cell, v.measure): v for v in extra_tables.text_table(found_in(tmp_path)).values}
     assert values[f"{BETA_SWEEP_COLUMN}/fedeas", "rounds to 70 %"].ours == (30,)
     assert values["c10-k20-a0.3/fedeas+scaffold", "peak %"].difference == pytest.approx(80 - 78.18)
 
 
-def test_shared_images_stand_beside_images_of_each_clients_own_and_the_papers_number(tmp_path: Path) -> None:
+def test_shared_table_compares_with_own_images_and_the_paper(tmp_path: Path) -> None:
     record(tmp_path / "own", f"{DEFAULT_COLUMN}/uniform", 1, [0.69] * 200)
     record(tmp_path / "shared", f"{DEFAULT_COLUMN}/uniform-shared", 1, [0.585] * 200, images=33_650)
     table, place = extra_tables.shared_table(found_in(tmp_path)), "CIFAR-10, K = 100, α = 0.1"
@@ -129,7 +129,7 @@ def test_shared_images_stand_beside_images_of_each_clients_own_and_the_papers_nu
     ]
 
 
-def test_images_drawn_otherwise_stand_beside_others_and_are_no_cell_of_the_papers(tmp_path: Path) -> None:
+def test_drawn_table_compares_sampler_variants(tmp_path: Path) -> None:
     place, title = "c100-k100-a0.1", "CIFAR-100, K = 100, α = 0.1"
     record(tmp_path / "guided", f"{place}/fedeas-guided", 1, [0.51] * 200, images=74_005)
     table = extra_tables.drawn_table(found_in(tmp_path))
@@ -147,8 +147,8 @@ def test_images_drawn_otherwise_stand_beside_others_and_are_no_cell_of_the_paper
         assert 0 < len(few) < len(all_of_them) and few == [row for row in all_of_them if row in few]
 
 
-def test_rounds_that_fall_are_counted_by_hand(tmp_path: Path) -> None:
-    """Rounds 5 and 150 fall, the first too early to count; one that is 4 points below is no fall."""
+def test_accuracy_drops_by_hand(tmp_path: Path) -> None:
+    """Accuracy drops in rounds 5 (too early to count) and 150; 4 points less in round 101 is no drop."""
     curve = [0.7] * 200
     curve[4], curve[100], curve[149], curve[150] = 0.2, 0.66, 0.217, 0.63
     record(tmp_path / "two", f"{DEFAULT_COLUMN}/fedeas", 1, curve)
@@ -159,7 +159,7 @@ def test_rounds_that_fall_are_counted_by_hand(tmp_path: Path) -> None:
     assert rows[1][3:] == ["from 8 images", "72.00", "2", "72.00", "0", "–"]
 
 
-def test_small_batches_are_left_out_where_rounds_fell(tmp_path: Path) -> None:
+def test_batches_table_compares_minimum_batch_sizes(tmp_path: Path) -> None:
     record(tmp_path / "all", f"{BETA_SWEEP_COLUMN}/scaffold", 1, TWENTY)
     record(tmp_path / "min8", f"{BETA_SWEEP_COLUMN}/scaffold-min8", 1, [0.6] * 200)
     rows = extra_tables.batches_table(found_in(tmp_path)).rows
@@ -173,7 +173,7 @@ def test_small_batches_are_left_out_where_rounds_fell(tmp_path: Path) -> None:
     assert choose(["batches"], [DEFAULT_COLUMN], "full").needed()[-1].name == f"{DEFAULT_COLUMN}/fedeas-min8"
 
 
-def test_best_and_second_best_are_marked_once_a_column_is_complete(tmp_path: Path) -> None:
+def test_best_and_second_best_are_marked_in_complete_columns(tmp_path: Path) -> None:
     for place, method in enumerate(paper.LAST_20):
         if method != "fedeas":
             record(tmp_path / method, f"{DEFAULT_COLUMN}/{method}", 1, [0.3 + place / 100] * 200)
@@ -187,7 +187,7 @@ def test_best_and_second_best_are_marked_once_a_column_is_complete(tmp_path: Pat
     assert marked["Full-Balance"].startswith("38.00<br>")
 
 
-def test_both_pages_of_the_papers_protocol_say_that_its_test_set_leaks(tmp_path: Path) -> None:
+def test_pages_of_the_paper_protocol_state_test_set_leakage(tmp_path: Path) -> None:
     run = RunDirectory(record(tmp_path / "a", f"{DEFAULT_COLUMN}/fedavg"))
     assert LEAKAGE in make_page(found_in(tmp_path), []).text
     assert LEAKAGE in make_document(group_runs([run])[0]).text
@@ -198,7 +198,7 @@ def test_both_pages_of_the_papers_protocol_say_that_its_test_set_leaks(tmp_path:
 # --------------------------------------------------------------------------------------------------------- budgets
 
 
-def test_a_wrong_number_of_images_is_told(tmp_path: Path) -> None:
+def test_page_lists_cells_with_a_wrong_number_of_images(tmp_path: Path) -> None:
     record(tmp_path / "a", f"{DEFAULT_COLUMN}/uniform", 1, images=33_649)
     record(tmp_path / "b", f"{DEFAULT_COLUMN}/fedeas", 1)
     results = found_in(tmp_path)
@@ -213,7 +213,7 @@ def test_a_wrong_number_of_images_is_told(tmp_path: Path) -> None:
     assert f"{DEFAULT_COLUMN}/uniform generated 33649 images, not the paper's 33,650." in page.text
 
 
-def test_at_smoke_the_plan_says_how_many_images_and_policies_share_it(tmp_path: Path) -> None:
+def test_budget_at_smoke_scale_comes_from_the_plan(tmp_path: Path) -> None:
     for method in ("fedeas", "uniform", "missing-only", "full-balance"):
         record(tmp_path / method, f"{DEFAULT_COLUMN}/{method}", 1, scale="smoke", images=434)
     budgets = [
@@ -228,12 +228,12 @@ def test_at_smoke_the_plan_says_how_many_images_and_policies_share_it(tmp_path: 
 # ------------------------------------------------------------------------------------------------- the whole page
 
 
-Made = tuple[Document, list[Section], Path, Results]
+ReproducedPage = tuple[Document, list[Section], Path, Results]
 
 
 @pytest.fixture(scope="module")
-def page(tmp_path_factory: pytest.TempPathFactory, session_cache: Path) -> Made:
-    """Everything at smoke scale but the samples, from records made by hand; one cell is missing."""
+def page(tmp_path_factory: pytest.TempPathFactory, session_cache: Path) -> ReproducedPage:
+    """Return the page of all items except samples at smoke scale, from fake records; one cell is missing."""
     folder = tmp_path_factory.mktemp("page")
     for number, one in enumerate(smoke_cells()):
         if one.name != f"{BETA_SWEEP_COLUMN}/uniform-b20":
@@ -247,7 +247,7 @@ def page(tmp_path_factory: pytest.TempPathFactory, session_cache: Path) -> Made:
     return make_page(results, sections), sections, folder, results
 
 
-def test_every_table_and_figure_is_on_the_page(page: Made) -> None:
+def test_page_has_every_table_and_figure(page: ReproducedPage) -> None:
     _, made, folder, results = page
     assert [section.name for section in made] == [name for name in ITEMS if name != "samples"]
     pictures = {path.stem for path in folder.glob("*.png")}
@@ -258,8 +258,8 @@ def test_every_table_and_figure_is_on_the_page(page: Made) -> None:
     assert all(len(row) == len(table.head) for table in tables_made for row in table.rows)
 
 
-def test_missing_runs_are_named_with_the_command_that_does_them(
-    page: Made,
+def test_page_names_missing_runs_and_the_command_for_them(
+    page: ReproducedPage,
 ) -> None:
     text = as_markdown(page[0])
     assert (
@@ -269,7 +269,7 @@ def test_missing_runs_are_named_with_the_command_that_does_them(
     assert "| Uniform β = 6.667 | missing<br>paper 66.46 |" in text
 
 
-def test_the_html_page_needs_no_other_file(page: Made) -> None:
+def test_html_page_is_self_contained(page: ReproducedPage) -> None:
     document = as_html(page[0])
     assert document.count('src="data:image/svg+xml;base64,') == 6
     assert not re.findall(r'(?:src|href)="(?!data:|#)', document) and "http" not in document
@@ -279,17 +279,17 @@ def test_the_html_page_needs_no_other_file(page: Made) -> None:
     assert "table-1-accuracy-last-20-round-mean" in links and all(f'id="{link}"' in document for link in links)
 
 
-def test_text_from_outside_stays_text() -> None:
+def test_html_page_escapes_markup() -> None:
     hostile = Document("a <b> title", ["Unreadable: /runs/<script>alert(1)</script>"], [])
     document = as_html(hostile)
     assert "<script>" not in document and "a &lt;b&gt; title" in document
 
 
-# -------------------------------------------------------------------------------------------- what is committed
+# ---------------------------------------------------------------------------------------------- committed files
 
 
-def test_the_committed_figures_are_of_all_committed_runs() -> None:
-    """Drawn before a run was added, a picture would leave it out."""
+def test_committed_figures_include_all_committed_runs() -> None:
+    """A figure drawn before a run was added would lack it."""
     drawn = json.loads((ROOT / "results" / "figures" / "results.json").read_text())
     names = [part["name"] for part in drawn["items"]]
     assert names == ["fig1", "fig4", "fig5"] and not any(part["missing"] for part in drawn["items"])

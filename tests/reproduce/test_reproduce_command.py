@@ -1,4 +1,4 @@
-"""`fedeas reproduce`: the committed runs fill their column, missing ones are done, and a stopped one goes on."""
+"""`fedeas reproduce`: it reads committed runs, runs missing ones and resumes interrupted ones."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ from fedeas_flwr.reproduce.missing_runs import archive_finished_runs
 from fedeas_flwr.reproduce.results import find_results
 from fedeas_flwr.runs.directory import RunDirectory
 
-fedeas, typed = partial(runners.fedeas, "reproduce"), partial(runners.typed, "reproduce")
+fedeas, run_in_process = partial(runners.fedeas, "reproduce"), partial(runners.run_in_process, "reproduce")
 
 
-def test_the_committed_runs_fill_their_column_and_all_else_is_missing(tmp_path: Path) -> None:
-    words = ["table1", "gamma", "--scale", "full", "--runs", str(ROOT / "results"), "--out", str(tmp_path / "out")]
-    done = typed(*words, "--format", "json", cwd=tmp_path)
+def test_committed_runs_fill_their_cells_and_others_are_missing(tmp_path: Path) -> None:
+    args = ["table1", "gamma", "--scale", "full", "--runs", str(ROOT / "results"), "--out", str(tmp_path / "out")]
+    done = run_in_process(*args, "--format", "json", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     answer = json.loads(done.stdout)
     table = answer["items"][0]
@@ -51,7 +51,7 @@ def test_the_committed_runs_fill_their_column_and_all_else_is_missing(tmp_path: 
     command = "to run them: fedeas reproduce table1 gamma --scale full --run"
     missing = re.search(rf"Missing: (\d+) runs of \d+ cells; {command}", done.stderr)
     asked = sum(len(set(cell(name).seeds("full")) & set(value["seeds"])) for name, value in there.items())
-    gamma = set(answer["items"][1]["missing"]) - set(table["missing"])  # of another form of Γ̂
+    gamma = set(answer["items"][1]["missing"]) - set(table["missing"])  # missing in this form of Γ̂
     assert missing and int(missing[1]) + asked == 84 + len(gamma)
     rows = list(csv.DictReader(io.StringIO((tmp_path / "out" / "results.csv").read_text())))
     assert len(rows) == len({(row["cell"], row["measure"]) for row in rows}) >= 76
@@ -59,7 +59,7 @@ def test_the_committed_runs_fill_their_column_and_all_else_is_missing(tmp_path: 
 
 
 @pytest.mark.parametrize(
-    ("words", "says"),
+    ("args", "says"),
     [
         ([], "name what to reproduce: all"),
         (["--columns", DEFAULT_COLUMN], "name what to reproduce: all"),
@@ -113,40 +113,40 @@ def test_the_committed_runs_fill_their_column_and_all_else_is_missing(tmp_path: 
         (["all", "--format", "xml"], "format = 'xml': must be table or json"),
     ],
 )
-def test_a_mistake_is_one_line(tmp_path: Path, words: list[str], says: str) -> None:
-    done = typed(*words, cwd=tmp_path)
+def test_invalid_arguments_are_one_line_and_exit_code_2(tmp_path: Path, args: list[str], says: str) -> None:
+    done = run_in_process(*args, cwd=tmp_path)
     assert done.returncode == 2
     assert done.stderr.startswith("error: ") and says in done.stderr and done.stderr.count("\n") == 1
     assert list(tmp_path.iterdir()) == []
 
 
-def test_every_cell_is_listed_with_its_words(tmp_path: Path) -> None:
-    done = typed("--list", "--scale", "full", "--set", "precision=bf16", "--format", "json", cwd=tmp_path)
+def test_list_shows_every_cell_with_its_run_command(tmp_path: Path) -> None:
+    done = run_in_process("--list", "--scale", "full", "--set", "precision=bf16", "--format", "json", cwd=tmp_path)
     listed = {row["cell"]: row for row in json.loads(done.stdout)}
     assert set(listed) == {one.name for one in all_cells()}
     command = listed["c10-k20-a0.3/fedeas+scaffold"]["command"]
     assert command.startswith("fedeas run conf/cifar10-k20.toml alpha=0.3 strategy=scaffold precision=bf16")
     assert listed[f"{DEFAULT_COLUMN}/uniform"]["seeds"] == [1, 2, 3]
-    few = json.loads(typed("--list", "--columns", DEFAULT_COLUMN, "--format", "json", cwd=tmp_path).stdout)
+    few = json.loads(run_in_process("--list", "--columns", DEFAULT_COLUMN, "--format", "json", cwd=tmp_path).stdout)
     assert [row["cell"] for row in few] == [name for name in listed if name.startswith(f"{DEFAULT_COLUMN}/")]
 
 
-def test_a_finished_run_keeps_its_model_and_nothing_to_go_on_with(tmp_path: Path) -> None:
-    words, run = (
+def test_finished_run_keeps_its_model_but_no_checkpoint(tmp_path: Path) -> None:
+    args, run = (
         [f"{BETA_SWEEP_COLUMN}/scaffold", "--out", "out"],
         RunDirectory(tmp_path / "out/runs" / f"{BETA_SWEEP_COLUMN}_scaffold_s1"),
     )
-    words += ["--set", "rounds=2"]
-    done = fedeas(*words, cwd=tmp_path)
+    args += ["--set", "rounds=2"]
+    done = fedeas(*args, cwd=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     assert not run.load_checkpoint() and not list((run.path / "clients").rglob("*.*"))
     assert run.load_model() and len(run.rounds()) == run.summary()["rounds"] == 2
-    again = typed(*words, cwd=tmp_path)
+    again = run_in_process(*args, cwd=tmp_path)
     assert again.returncode == 0 and "at once" not in again.stdout
 
 
-def test_missing_runs_are_done_exported_and_not_done_again(tmp_path: Path, digits_generator: Path) -> None:
-    words = [
+def test_missing_runs_are_run_once_and_exported(tmp_path: Path, digits_generator: Path) -> None:
+    args = [
         f"{BETA_SWEEP_COLUMN}/fedavg",
         f"{BETA_SWEEP_COLUMN}/linear",
         "--out",
@@ -156,7 +156,7 @@ def test_missing_runs_are_done_exported_and_not_done_again(tmp_path: Path, digit
         "--set",
         "rounds=2",
     ]
-    done = fedeas(*words, cwd=tmp_path)
+    done = fedeas(*args, cwd=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "2 runs, " in done.stdout and f"{BETA_SWEEP_COLUMN}_linear_s1  finished" in done.stdout
     exported = [RunDirectory(tmp_path / "records" / BETA_SWEEP_COLUMN / name) for name in ("fedavg-s1", "linear-s1")]
@@ -165,10 +165,10 @@ def test_missing_runs_are_done_exported_and_not_done_again(tmp_path: Path, digit
         (tmp_path / "out" / "runs" / f"{BETA_SWEEP_COLUMN}_{m}_s1" / "rounds.jsonl").stat().st_mtime
         for m in ("fedavg", "linear")
     ]
-    again = typed(*words[:4], *words[6:], "--no-run", "--format", "json", cwd=tmp_path)
+    again = run_in_process(*args[:4], *args[6:], "--no-run", "--format", "json", cwd=tmp_path)
     values = json.loads(again.stdout)["items"][0]["values"]
     assert values[0]["ours"] == pytest.approx(100 * exported[0].summary()["last_20"])
-    once_more = typed(*words, cwd=tmp_path)
+    once_more = run_in_process(*args, cwd=tmp_path)
     assert once_more.returncode == 0 and "at once" not in once_more.stdout
     now = [
         (tmp_path / "out" / "runs" / f"{BETA_SWEEP_COLUMN}_{m}_s1" / "rounds.jsonl").stat().st_mtime
@@ -177,9 +177,9 @@ def test_missing_runs_are_done_exported_and_not_done_again(tmp_path: Path, digit
     assert began == now
 
 
-def test_the_command_that_is_named_does_what_is_missing(tmp_path: Path) -> None:
+def test_printed_command_runs_what_is_missing(tmp_path: Path) -> None:
     (tmp_path / "a {} b").mkdir()
-    words = [
+    args = [
         f"{BETA_SWEEP_COLUMN}/fedav*",
         BETA_SWEEP_COLUMN,
         "--seeds",
@@ -191,9 +191,9 @@ def test_the_command_that_is_named_does_what_is_missing(tmp_path: Path) -> None:
         "--out",
         "o{u}t",
     ]
-    told = typed(*words, "--no-run", cwd=tmp_path)
-    assert told.returncode == 0, told.stderr
-    command = told.stdout.partition("to run them: ")[2].partition("\n")[0]
+    printed = run_in_process(*args, "--no-run", cwd=tmp_path)
+    assert printed.returncode == 0, printed.stderr
+    command = printed.stdout.partition("to run them: ")[2].partition("\n")[0]
     assert shlex.split(command)[:3] == ["fedeas", "reproduce", f"{BETA_SWEEP_COLUMN}/fedav*"]
     on_page = (tmp_path / "o{u}t" / "index.md").read_text().partition("To do them: `")[2].partition("`")[0]
     assert on_page == command.replace(f"'{BETA_SWEEP_COLUMN}/fedav*'", f"{BETA_SWEEP_COLUMN}/fedavg")
@@ -204,7 +204,7 @@ def test_the_command_that_is_named_does_what_is_missing(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "command"),
+    ("args", "command"),
     [
         (
             ["table1", BETA_SWEEP_COLUMN],
@@ -235,30 +235,28 @@ def test_the_command_that_is_named_does_what_is_missing(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_the_command_that_is_named_has_what_was_given_and_places_for_what_was_not(
-    tmp_path: Path, words: list[str], command: str
-) -> None:
-    told = typed(*words, "--scale", "full", cwd=tmp_path)
-    assert told.stdout.partition("to run them: ")[2].startswith(f"fedeas reproduce {command}\n"), told.stdout
+def test_printed_command_has_given_values_and_placeholders(tmp_path: Path, args: list[str], command: str) -> None:
+    printed = run_in_process(*args, "--scale", "full", cwd=tmp_path)
+    assert printed.stdout.partition("to run them: ")[2].startswith(f"fedeas reproduce {command}\n"), printed.stdout
     page = (tmp_path / "runs" / "reproduce-full" / "index.md").read_text()
     assert f"To do them: `fedeas reproduce {command}`" in page
 
 
-def test_where_no_one_generator_serves_all_cells_the_folders_are_named_that_are_looked_in(tmp_path: Path) -> None:
+def test_output_names_default_folders_if_generators_differ(tmp_path: Path) -> None:
     looked_in = (
         "The runs use the generators in generators/cifar10 and generators/cifar100; "
         "`fedeas train-generator` trains them."
     )
-    told = typed("table1", "--scale", "full", cwd=tmp_path)
-    assert f"--set backend=inline\n{looked_in}\n" in told.stdout
+    printed = run_in_process("table1", "--scale", "full", cwd=tmp_path)
+    assert f"--set backend=inline\n{looked_in}\n" in printed.stdout
     assert f"--set backend=inline`\n\n{looked_in}" in (tmp_path / "runs" / "reproduce-full" / "index.md").read_text()
-    given = typed("table1", BETA_SWEEP_COLUMN, "--scale", "full", cwd=tmp_path)
+    given = run_in_process("table1", BETA_SWEEP_COLUMN, "--scale", "full", cwd=tmp_path)
     assert "--set generator=DIR" in given.stdout and "use the generators in" not in given.stdout
 
 
-def test_a_failed_run_is_done_again_with_its_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sweep_jobs, "run_sweep", lambda *words: [])
-    failed = typed(f"{BETA_SWEEP_COLUMN}/fedavg", "--export", "records", cwd=tmp_path)
+def test_printed_command_after_a_failure_keeps_export(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sweep_jobs, "run_sweep", lambda *args: [])
+    failed = run_in_process(f"{BETA_SWEEP_COLUMN}/fedavg", "--export", "records", cwd=tmp_path)
     assert failed.returncode == 1
     assert failed.stdout.partition("to run them: ")[2].startswith(
         f"fedeas reproduce {BETA_SWEEP_COLUMN}/fedavg --scale smoke --run --export records\n"
@@ -266,7 +264,7 @@ def test_a_failed_run_is_done_again_with_its_record(tmp_path: Path, monkeypatch:
 
 
 @pytest.mark.parametrize("exporting", [True, False])
-def test_a_run_that_finished_unheard_keeps_nothing_to_go_on_with(tmp_path: Path, exporting: bool) -> None:
+def test_unarchived_finished_run_loses_its_checkpoint(tmp_path: Path, exporting: bool) -> None:
     run = RunDirectory(record(tmp_path / "runs" / "unheard", f"{DEFAULT_COLUMN}/scaffold", 1, TWENTY))
     for name in ("checkpoint.safetensors", "model.safetensors", "clients/3/state-000200.safetensors"):
         (run.path / name).parent.mkdir(parents=True, exist_ok=True)
@@ -278,8 +276,8 @@ def test_a_run_that_finished_unheard_keeps_nothing_to_go_on_with(tmp_path: Path,
     assert (tmp_path / "records").exists() == exporting and len(run.rounds()) == 200
 
 
-def test_a_run_that_finished_unheard_is_exported_by_the_next_command(tmp_path: Path) -> None:
-    """Ctrl-C may come in the moment between a run's end and its record."""
+def test_unarchived_finished_run_is_exported_by_next_command(tmp_path: Path) -> None:
+    """Ctrl-C may arrive between the end of a run and its export."""
     runs, records = tmp_path / "runs", tmp_path / "records"
     record(runs / "unheard", f"{DEFAULT_COLUMN}/fedavg", 1, TWENTY)
     record(tmp_path / "elsewhere" / "known", f"{DEFAULT_COLUMN}/fedavg", 2, TWENTY)
@@ -288,28 +286,28 @@ def test_a_run_that_finished_unheard_is_exported_by_the_next_command(tmp_path: P
     archive_finished_runs(results, runs, records)
     assert [path.name for path in place.iterdir()] == ["fedavg-s1"]
     assert [r["accuracy"] for r in RunDirectory(place / "fedavg-s1").rounds()] == TWENTY
-    (place / "fedavg-s1" / "rounds.jsonl").unlink()  # as if it had been stopped half way
+    (place / "fedavg-s1" / "rounds.jsonl").unlink()  # as if the export had been interrupted
     archive_finished_runs(results, runs, records)
     stamp = (place / "fedavg-s1" / "rounds.jsonl").stat().st_mtime_ns
     archive_finished_runs(results, runs, records)
     assert (place / "fedavg-s1" / "rounds.jsonl").stat().st_mtime_ns == stamp
 
 
-def test_what_the_runs_need_and_is_not_there_is_one_line_before_the_first(tmp_path: Path) -> None:
-    words = ["table1", "--scale", "full", "--run", "--set", "weights=none"]
-    lacking = typed(*words, cwd=tmp_path)
+def test_missing_generator_or_dataset_is_one_line_at_start(tmp_path: Path) -> None:
+    args = ["table1", "--scale", "full", "--run", "--set", "weights=none"]
+    lacking = run_in_process(*args, cwd=tmp_path)
     assert (lacking.returncode, lacking.stdout) == (2, "")
     assert lacking.stderr.startswith("error: generator: there is no generators/cifar10/unet/config.json")
-    lacking = typed(f"{BETA_SWEEP_COLUMN}/fedavg", *words[1:], cwd=tmp_path)
+    lacking = run_in_process(f"{BETA_SWEEP_COLUMN}/fedavg", *args[1:], cwd=tmp_path)
     assert lacking.returncode == 2 and lacking.stderr.startswith("error: dataset cifar10 was not found")
     assert lacking.stderr.count("\n") == 1 and list(tmp_path.iterdir()) == []
 
 
-def test_records_of_other_runs_are_not_exported_over_and_nothing_is_begun(tmp_path: Path) -> None:
-    """Neither by runs that are still to be done, which is said before they are, nor by one that has finished."""
+def test_export_does_not_overwrite_records_of_other_runs(tmp_path: Path) -> None:
+    """Neither runs that are still missing, which is checked before they start, nor a finished one overwrite them."""
     record(tmp_path / "records" / BETA_SWEEP_COLUMN / "fedavg-s1", f"{DEFAULT_COLUMN}/fedavg", 1, TWENTY)
-    words = [f"{BETA_SWEEP_COLUMN}/fedavg", "--out", "out", "--export", "records", "--set", "rounds=2"]
-    done = typed(*words, cwd=tmp_path)
+    args = [f"{BETA_SWEEP_COLUMN}/fedavg", "--out", "out", "--export", "records", "--set", "rounds=2"]
+    done = run_in_process(*args, cwd=tmp_path)
     assert (done.returncode, done.stdout) == (2, "")
     assert (
         f"{BETA_SWEEP_COLUMN}/fedavg-s1 holds the record of another run" in done.stderr
@@ -322,9 +320,7 @@ def test_records_of_other_runs_are_not_exported_over_and_nothing_is_begun(tmp_pa
         archive_finished_runs(results, ours.parent, tmp_path / "records")
 
 
-def test_the_generator_is_trained_by_whoever_has_the_folder_alone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_generator_is_trained_only_while_the_folder_is_locked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     runs, trained = tmp_path / "out" / "runs", []
 
     def train(console: Console) -> None:
@@ -334,24 +330,24 @@ def test_the_generator_is_trained_by_whoever_has_the_folder_alone(
         raise KeyboardInterrupt
 
     monkeypatch.setattr(prepare, "ensure_digits_generator", train)
-    words = [f"{BETA_SWEEP_COLUMN}/linear", "--out", "out", "--set", "rounds=2"]
+    args = [f"{BETA_SWEEP_COLUMN}/linear", "--out", "out", "--set", "rounds=2"]
     with sweep_jobs._lock_folder(runs):
-        refused = typed(*words, cwd=tmp_path)
+        refused = run_in_process(*args, cwd=tmp_path)
     assert (refused.returncode, refused.stderr) == (2, f"error: another sweep is already running in {runs}\n")
-    assert trained == [], "which takes minutes"
-    stopped = typed(*words, cwd=tmp_path)
+    assert trained == [], "trained although the folder is locked"
+    stopped = run_in_process(*args, cwd=tmp_path)
     assert stopped.returncode == 130 and "stopped; resume with: fedeas reproduce" in stopped.stderr
-    assert trained == [[]], "once, and before the first run"
+    assert trained == [[]], "not trained exactly once, before the first run"
 
 
 @pytest.mark.slow
-def test_three_runs_at_once_are_stopped_with_checkpoints_and_the_same_command_goes_on(tmp_path: Path) -> None:
-    words = [f"{BETA_SWEEP_COLUMN}/fedavg", "--seeds", "1,2,3", "--jobs", "3", "--out", "out", "--export", "records"]
-    words += ["--set", "rounds=40", "--set", "checkpoint-every=50"]
+def test_interrupted_parallel_runs_are_resumed(tmp_path: Path) -> None:
+    args = [f"{BETA_SWEEP_COLUMN}/fedavg", "--seeds", "1,2,3", "--jobs", "3", "--out", "out", "--export", "records"]
+    args += ["--set", "rounds=40", "--set", "checkpoint-every=50"]
     runs = [RunDirectory(tmp_path / "out" / "runs" / f"{BETA_SWEEP_COLUMN}_fedavg_s{seed}") for seed in (1, 2, 3)]
-    command = [sys.executable, "-m", "fedeas_flwr", "reproduce", *words]
+    command = [sys.executable, "-m", "fedeas_flwr", "reproduce", *args]
     first = start_interruptible(command, cwd=tmp_path, env=PausedRun(tmp_path, 30).environment)
-    wait_until(lambda: all(run.rounds() for run in runs), "every run has done a round")
+    wait_until(lambda: all(run.rounds() for run in runs), "every run has finished a round")
     first.send_signal(signal.SIGINT)
     _, errors = first.communicate(timeout=LONG)
     assert first.returncode == 130 and "stopped; resume with: fedeas reproduce" in errors
@@ -359,12 +355,12 @@ def test_three_runs_at_once_are_stopped_with_checkpoints_and_the_same_command_go
     done = [len(run.rounds()) for run in runs]
     checkpoints = [run.load_checkpoint() for run in runs]
     assert [checkpoint.round for checkpoint in checkpoints if checkpoint] == done
-    assert max(done) < 40, "all were over before the signal came"
+    assert max(done) < 40, "all runs ended before the signal"
     records = [(run.path / "rounds.jsonl").read_text() for run in runs]
-    again = fedeas(*words, cwd=tmp_path)
+    again = fedeas(*args, cwd=tmp_path)
     assert again.returncode == 0, again.stdout + again.stderr
     for run, before in zip(runs, records, strict=True):
-        assert (run.path / "rounds.jsonl").read_text().startswith(before), "rounds were done again"
+        assert (run.path / "rounds.jsonl").read_text().startswith(before), "rounds were repeated"
         assert len(run.rounds()) == 40
     exported = sorted(path.name for path in (tmp_path / "records" / BETA_SWEEP_COLUMN).iterdir())
     assert exported == ["fedavg-s1", "fedavg-s2", "fedavg-s3"]
@@ -372,7 +368,7 @@ def test_three_runs_at_once_are_stopped_with_checkpoints_and_the_same_command_go
 
 @pytest.mark.slow
 @pytest.mark.timeout(1500)
-def test_the_whole_paper_in_small_from_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_items_at_smoke_scale_with_an_empty_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FEDEAS_CACHE", str(tmp_path / "cache"))
     began = time.monotonic()
     done = fedeas("all", "--format", "json", "--out", "out", cwd=tmp_path)

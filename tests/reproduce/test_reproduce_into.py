@@ -1,4 +1,4 @@
-"""`fedeas reproduce --into`: tables between two lines of a document, and all else as it was."""
+"""`fedeas reproduce --into`: it fills tables between two marker lines and changes nothing else."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from records import record
 
 from fedeas_flwr.reproduce.cells import BETA_SWEEP_COLUMN
 
-into = partial(runners.typed, "reproduce", "--into", "doc.md", "--runs", "records")
+into = partial(runners.run_in_process, "reproduce", "--into", "doc.md", "--runs", "records")
 DOCUMENT = f"before\n<!-- reproduce {BETA_SWEEP_COLUMN}/fedavg -->\nold\n<!-- end -->\nafter\n"
 FILLED = "| Cell | Ours, last-20 % | Seeds |"
 
 
 @pytest.fixture
 def place(tmp_path: Path) -> Path:
-    """A folder with one record."""
+    """Return a folder with one record."""
     record(tmp_path / "records" / "fedavg", f"{BETA_SWEEP_COLUMN}/fedavg", 1, [0.5] * 10, "smoke")
     return tmp_path
 
 
-def test_cells_and_tables_are_written_and_what_is_around_them_stays(place: Path) -> None:
+def test_into_fills_tables_and_keeps_the_text_around_them(place: Path) -> None:
     words = f"<!-- reproduce ablation -->\n<!-- end --> between\n{DOCUMENT}"
     (place / "doc.md").write_text(words)
     done = into(cwd=place)
@@ -39,7 +39,7 @@ def test_cells_and_tables_are_written_and_what_is_around_them_stays(place: Path)
     assert (place / "doc.md").read_text() == text
 
 
-def test_records_that_cannot_be_read_are_named_once_and_the_others_are_written(place: Path) -> None:
+def test_into_names_unreadable_records_once_and_uses_others(place: Path) -> None:
     damaged = record(place / "records" / "damaged", f"{BETA_SWEEP_COLUMN}/fedavg", 2, [0.5] * 10, "smoke")
     (damaged / "config.json").write_text('{"config": {"see')
     (place / "doc.md").write_text(DOCUMENT + DOCUMENT)
@@ -50,7 +50,7 @@ def test_records_that_cannot_be_read_are_named_once_and_the_others_are_written(p
     assert (place / "doc.md").read_text().count(f"| {BETA_SWEEP_COLUMN}/fedavg | 50.00 | 1 | 55.52 |") == 2
 
 
-def test_numbers_of_sentences_are_computed_in_place(place: Path) -> None:
+def test_into_computes_numbers_in_sentences(place: Path) -> None:
     for seed, accuracy in ((1, 0.6), (2, 0.7)):
         record(
             place / "records" / f"fedeas-s{seed}",
@@ -75,7 +75,7 @@ def number(statistic: str, words: str) -> str:
     return f"0.0<!--= {statistic} {BETA_SWEEP_COLUMN}/{words} -->"
 
 
-def test_a_sweep_is_compared_on_the_same_partitions(place: Path) -> None:
+def test_into_compares_a_sweep_on_equal_partitions(place: Path) -> None:
     grid = {"partition-seed": [1, 2], "policy": ["none", "fedeas"]}
     accuracies = {(1, "none"): 0.5, (2, "none"): 0.7, (1, "fedeas"): 0.6, (2, "fedeas"): 0.9}
     runs = [
@@ -124,17 +124,14 @@ def test_a_sweep_is_compared_on_the_same_partitions(place: Path) -> None:
         ("no place at all\n", "doc.md has no lines '<!-- reproduce table1 COLUMN -->' and '<!-- end -->'"),
     ],
 )
-def test_a_place_that_cannot_be_filled_is_refused_with_its_line_and_nothing_is_written(
-    place: Path, text: str, says: str
-) -> None:
+def test_into_invalid_marker_is_rejected_with_its_line(place: Path, text: str, says: str) -> None:
     (place / "doc.md").write_text(text)
     done = into(cwd=place)
     assert done.returncode == 2 and done.stderr.startswith(f"error: {says}") and done.stderr.count("\n") == 1
     assert (place / "doc.md").read_text() == text
 
 
-def test_the_file_stays_what_it_was(place: Path) -> None:
-    """A link a link, for those it is for, and with the line ends of its editor."""
+def test_into_keeps_link_permissions_and_line_endings(place: Path) -> None:
     (place / "elsewhere").mkdir()
     real = place / "elsewhere" / "real.md"
     real.write_bytes(DOCUMENT.replace("\n", "\r\n").encode())
@@ -148,7 +145,7 @@ def test_the_file_stays_what_it_was(place: Path) -> None:
     assert os.listdir(real.parent) == ["real.md"]
 
 
-def test_a_file_that_is_no_text_is_named(place: Path) -> None:
+def test_into_file_that_is_not_utf8_is_rejected(place: Path) -> None:
     (place / "doc.md").write_bytes(b"\xff" + DOCUMENT.encode())
     done = into(cwd=place)
     assert (done.returncode, done.stderr) == (2, "error: into = 'doc.md': must be UTF-8, and byte 0 is not\n")

@@ -1,4 +1,4 @@
-"""The paper's numbers agree with each other and with what the cells would do; every cell is a run that can be had."""
+"""The paper's numbers are consistent with each other and with the cells; every cell gives a valid run config."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ from fedeas_flwr.reproduce.results import experiment_key
 
 ROOT = Path(__file__).parents[2]
 SLOW_PARTITION = "c10-k100-a0.05"
-"""It takes up to two minutes of a slow core; its total is among the golden figures of tests/test_partition.py."""
+"""Computing it takes up to two minutes on a slow core; tests/test_partition.py checks its total."""
 
 
-# ---------------------------------------------------------------------------------------------- what was typed in
+# ---------------------------------------------------------------------------------------------- the paper's numbers
 
 
 @pytest.mark.parametrize("rows", [paper.LAST_20, paper.PEAK])
-def test_every_row_has_every_column_and_peaks_are_above_means(rows: dict[str, paper.Row]) -> None:
+def test_paper_rows_are_complete_and_peaks_exceed_means(rows: dict[str, paper.Row]) -> None:
     assert list(rows) == list(paper.LAST_20)
     assert {len(row) for row in rows.values()} == {len(paper.COLUMNS)}
     for method, place in itertools.product(rows, paper.COLUMNS):
@@ -47,7 +47,7 @@ def test_every_row_has_every_column_and_peaks_are_above_means(rows: dict[str, pa
         assert mean is None or peak is None or mean <= peak
 
 
-def test_the_sentences_of_the_text_follow_from_the_table() -> None:
+def test_numbers_in_the_papers_text_follow_from_its_table() -> None:
     def lead(place: str, over: str) -> float:
         ours, theirs = (paper.at(paper.LAST_20, method, place) for method in ("fedeas", over))
         assert ours is not None and theirs is not None
@@ -64,8 +64,8 @@ def test_the_sentences_of_the_text_follow_from_the_table() -> None:
     assert round(paper.RUN_SECONDS["full-balance"] / paper.RUN_SECONDS["fedeas"], 1) == 3.7
 
 
-def test_the_printed_best_and_second_best_of_every_column() -> None:
-    """Bold and underlined in the paper's Table 1, Full-Balance apart."""
+def test_paper_best_and_second_best_of_every_column() -> None:
+    """The paper's Table 1 prints them bold and underlined; it excludes Full-Balance."""
     printed = {
         "c10-k20-a0.05": ("fedeas", "missing-only"),
         "c10-k20-a0.1": ("fedeas", "missing-only"),
@@ -81,7 +81,7 @@ def test_the_printed_best_and_second_best_of_every_column() -> None:
         assert tuple(sorted(scores, key=lambda method: -scores[method])[:2]) == printed[place]
 
 
-def test_the_small_tables_follow_from_the_large_one() -> None:
+def test_paper_small_tables_agree_with_table_1() -> None:
     for method, (last, images, gain, eta) in paper.BETA_SWEEP.items():
         if method in paper.LAST_20:
             assert last == paper.at(paper.LAST_20, method, BETA_SWEEP_COLUMN)
@@ -107,7 +107,7 @@ GENERATING = [
 
 
 @pytest.mark.parametrize("name", GENERATING)
-def test_a_cell_generates_the_papers_total_to_the_unit(name: str) -> None:
+def test_cell_plans_exactly_the_papers_number_of_images(name: str) -> None:
     one = cell(name)
     config = one.config("full", 1)
     counts = planned_counts(config, config.clients)
@@ -115,7 +115,7 @@ def test_a_cell_generates_the_papers_total_to_the_unit(name: str) -> None:
     assert plan.sum() == paper.images(one.method.name, one.column.name)
 
 
-def test_other_rules_spend_fedeas_total_or_a_little_less() -> None:
+def test_other_policies_spend_at_most_the_total_of_fedeas() -> None:
     totals = {}
     for method in RULES:
         config = cell(f"{DEFAULT_COLUMN}/{method}").config("full", 1)
@@ -127,8 +127,8 @@ def test_other_rules_spend_fedeas_total_or_a_little_less() -> None:
     assert gammas == [0.25, 0.5, 0.75, 1.0]
 
 
-def test_shared_images_are_as_many_as_the_largest_wishes() -> None:
-    """What is asked for stays the paper's total; what is made is a hundredth of it for Uniform."""
+def test_number_of_distinct_shared_images() -> None:
+    """The planned total stays the paper's; for Uniform, a hundredth of it is generated."""
     different = {}
     for place, method, end in variants(SHARED):
         config = cell(f"{place}/{method}{end}").config("full", 1)
@@ -144,7 +144,7 @@ def test_shared_images_are_as_many_as_the_largest_wishes() -> None:
             DEFAULT_COLUMN,
             "uniform",
             "-one-seed",
-        ): 385,  # the remainder moves the lists of some clients on by a few images
+        ): 385,  # the remainder shifts some clients' image indices
         (DEFAULT_COLUMN, "missing-only", ""): 33_650,
         (DEFAULT_COLUMN, "missing-only", "-shared"): 10 * 65,
         (DEFAULT_COLUMN, "missing-only", "-one-seed"): 3_122,
@@ -162,14 +162,14 @@ def test_shared_images_are_as_many_as_the_largest_wishes() -> None:
     }
 
 
-def test_shared_images_make_another_experiment_only_where_there_are_images() -> None:
+def test_shared_images_change_the_key_only_of_runs_with_images() -> None:
     for method, is_another in (("uniform", True), ("fedavg", False)):
         config = cell(f"{DEFAULT_COLUMN}/{method}").config("full", 1)
         assert (experiment_key(config) != experiment_key(config.with_changes(shared_images="by-class"))) == is_another
 
 
 @pytest.mark.parametrize("clients", [20, 100])
-def test_the_files_of_conf_are_cells(clients: int) -> None:
+def test_conf_files_equal_their_cells(clients: int) -> None:
     file = read_config(ROOT / "conf" / f"cifar10-k{clients}.toml")
     mine = cell(f"c10-k{clients}-a0.1/fedeas").config("full", 1)
     told = {key: value for key, value in mine.to_user_dict().items() if key not in ("gamma-hat", "generator")}
@@ -177,14 +177,14 @@ def test_the_files_of_conf_are_cells(clients: int) -> None:
 
 
 @pytest.mark.parametrize("scale", SCALES)
-def test_no_two_cells_mean_the_same_run(scale: str) -> None:
+def test_cells_have_distinct_experiment_keys(scale: str) -> None:
     cells = [one for one in all_cells() if can_run(one, scale)]
     meanings = {one.name: str(sorted(experiment_key(one.config(scale, 1)).items())) for one in cells}
     assert len(set(meanings.values())) == len(cells) > 100
 
 
 @pytest.mark.parametrize("scale", SCALES)
-def test_the_words_of_fedeas_run_give_back_the_cell(scale: str) -> None:
+def test_run_command_of_a_cell_gives_its_config(scale: str) -> None:
     for one in all_cells():
         if can_run(one, scale):
             fedeas, run, conf, *words = run_command_args(one, scale, 2, {"precision": "bf16"})
@@ -193,7 +193,7 @@ def test_the_words_of_fedeas_run_give_back_the_cell(scale: str) -> None:
             assert read_config(ROOT / conf, words) == one.config(scale, 2, {"precision": "bf16"}), one.name
 
 
-def test_cells_are_run_in_the_order_in_which_they_are_worth_it() -> None:
+def test_cells_are_ordered_by_priority() -> None:
     names = [one.name for one in all_cells()]
     assert names[:5] == [
         f"{DEFAULT_COLUMN}/{m}" for m in ("fedavg", "fedeas", "missing-only", "uniform", "full-balance")
@@ -219,22 +219,22 @@ def test_cells_are_run_in_the_order_in_which_they_are_worth_it() -> None:
     assert cell(f"{DEFAULT_COLUMN}/scaffold").seeds("full") == (1,)
 
 
-def test_what_the_user_sets_holds_for_all_runs_but_never_changes_a_method() -> None:
+def test_user_settings_do_not_override_those_of_a_method() -> None:
     one = cell(f"{BETA_SWEEP_COLUMN}/uniform-sd-turbo")
     config = one.config("full", 1, {"generator": "/models/ddpm", "policy": "none", "precision": "bf16"})
     assert (config.generator, config.policy, config.precision) == ("sd-turbo", "uniform", "bf16")
 
 
-def test_fedmix_has_the_papers_part_of_a_mean_on_both_datasets() -> None:
+def test_fedmix_lambda_is_the_papers_in_every_column() -> None:
     # The supplement, Section D: "following the original CIFAR-10 setup", for all of its columns; FedMix's own is 0.05.
     for place in paper.COLUMNS:
         assert cell(f"{place}/fedmix").config("full", 1, {"fedmix-lambda": 0.1}).fedmix_lambda == 0.05
 
 
-# ------------------------------------------------------------------------------------------------ asking for them
+# ----------------------------------------------------------------------------------------------------- choosing
 
 
-def test_items_columns_and_cells_are_asked_for_by_name() -> None:
+def test_choose_selects_items_columns_and_cells_by_name() -> None:
     everything = choose(["all"], [], "full")
     assert everything.items == tuple(ITEMS) and everything.columns == paper.COLUMNS
     assert {one.name for one in everything.needed()} == {one.name for one in all_cells()}
@@ -259,7 +259,7 @@ def test_items_columns_and_cells_are_asked_for_by_name() -> None:
     assert set(ITEMS) - set(choose(["all"], [], "smoke").items) == by_name
 
 
-def test_a_name_that_there_is_not_is_one_line() -> None:
+def test_unknown_item_column_or_cell_is_rejected() -> None:
     with pytest.raises(ConfigError, match=r"column 'c10-k30-a0\.1': must be one of c10-k20-a0\.05"):
         column("c10-k30-a0.1")
     with pytest.raises(ConfigError, match="'table9': must be all, claims, fig1"):

@@ -1,4 +1,4 @@
-"""Which run is which cell's: found by what it means, read whole or not at all, and what is missing said to be."""
+"""Matching run directories to cells: by config, only if complete; all others are reported."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from fedeas_flwr.reproduce.sections import make_sections
 from fedeas_flwr.runs.directory import RunDirectory
 
 
-def test_runs_are_found_by_what_they_mean_and_not_by_their_names(tmp_path: Path) -> None:
+def test_runs_are_matched_by_config_and_not_by_folder_name(tmp_path: Path) -> None:
     elsewhere = {"precision": "bf16", "backend": "inline", "generator": "/models/x", "weights": "/w.safetensors"}
     same = {**elsewhere, "data-dir": "/data", "generation-batch": 512, "checkpoint-every": 50, "sampler-steps": 20}
     record(tmp_path / "deep" / "er" / "some name", f"{DEFAULT_COLUMN}/uniform", 7, keys=same)
@@ -47,7 +47,7 @@ def test_runs_are_found_by_what_they_mean_and_not_by_their_names(tmp_path: Path)
     assert [run.seed for run in found_in(tmp_path, sampler="ddim").of(f"{DEFAULT_COLUMN}/missing-only")] == [1]
 
 
-def test_runs_that_are_not_finished_doubled_or_damaged_do_not_count(tmp_path: Path) -> None:
+def test_unfinished_duplicate_and_damaged_runs_do_not_count(tmp_path: Path) -> None:
     record(tmp_path / "a", f"{DEFAULT_COLUMN}/fedavg", 1, [0.5] * 200)
     record(tmp_path / "b", f"{DEFAULT_COLUMN}/fedavg", 1, [0.9] * 200)
     record(tmp_path / "c", f"{DEFAULT_COLUMN}/fedavg", 2, [0.9] * 199)
@@ -62,9 +62,9 @@ def test_runs_that_are_not_finished_doubled_or_damaged_do_not_count(tmp_path: Pa
     assert [(run.seed, run.path.name) for run in results.of(f"{DEFAULT_COLUMN}/fedavg")] == [(1, "a")]
     assert [path.name for path in results.doubles] == ["b"]
     shutil.copytree(tmp_path / "a", tmp_path / "copy-of-a")
-    assert [path.name for path in found_in(tmp_path).doubles] == ["b"], "a run and its record are one run"
+    assert [path.name for path in found_in(tmp_path).doubles] == ["b"], "a run and its exported record count once"
     assert [line.partition(": ")[0] for line in results.unreadable] == [str(damaged), str(unknown)]
-    assert results.unreadable[1].endswith("did you mean 'alpha'?"), "the end is what helps, however long the path"
+    assert results.unreadable[1].endswith("did you mean 'alpha'?"), "the hint at the end was cut off"
 
 
 @pytest.mark.parametrize(
@@ -78,19 +78,17 @@ def test_runs_that_are_not_finished_doubled_or_damaged_do_not_count(tmp_path: Pa
         ({"seconds": {"clients": 10**400}}, "OverflowError("),
     ],
 )
-def test_a_record_that_holds_no_rounds_is_told_by_file_and_reason(
-    tmp_path: Path, spoil: dict[str, Any], says: str
-) -> None:
-    spoilt = record(tmp_path / "a", f"{DEFAULT_COLUMN}/fedavg", 1) / "rounds.jsonl"
-    first, *others = spoilt.read_text().splitlines(keepends=True)
-    spoilt.write_text("".join([json.dumps(json.loads(first) | spoil) + "\n", *others]))
+def test_invalid_round_record_is_listed_with_file_and_reason(tmp_path: Path, spoil: dict[str, Any], says: str) -> None:
+    damaged = record(tmp_path / "a", f"{DEFAULT_COLUMN}/fedavg", 1) / "rounds.jsonl"
+    first, *others = damaged.read_text().splitlines(keepends=True)
+    damaged.write_text("".join([json.dumps(json.loads(first) | spoil) + "\n", *others]))
     results = found_in(tmp_path)
     (line,) = results.unreadable
     assert results.of(f"{DEFAULT_COLUMN}/fedavg") == [] and says in line
-    assert line.startswith(f"{spoilt.parent}: {spoilt} holds an invalid round record: ")
+    assert line.startswith(f"{damaged.parent}: {damaged} holds an invalid round record: ")
 
 
-def test_a_record_that_lost_rounds_is_unreadable_and_not_missing_alone(tmp_path: Path) -> None:
+def test_record_with_lost_rounds_is_listed_as_unreadable(tmp_path: Path) -> None:
     lost = record(tmp_path / "a", f"{DEFAULT_COLUMN}/fedavg", 1) / "rounds.jsonl"
     lines = lost.read_text().splitlines(keepends=True)
     lost.write_text("".join([*lines[:99], lines[99][:-20], *lines[100:]]))
@@ -102,7 +100,7 @@ def test_a_record_that_lost_rounds_is_unreadable_and_not_missing_alone(tmp_path:
     assert "summary.json is not a run's summary: cannot convert float infinity" in line
 
 
-def test_a_run_reached_by_two_paths_is_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_run_found_by_two_paths_counts_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     record(tmp_path / "out" / "runs" / "a", f"{DEFAULT_COLUMN}/fedavg", 1)
     (tmp_path / "link").symlink_to(tmp_path / "out")
     monkeypatch.chdir(tmp_path)
@@ -113,7 +111,7 @@ def test_a_run_reached_by_two_paths_is_one(tmp_path: Path, monkeypatch: pytest.M
     assert RunDirectory(tmp_path / "records" / "cifar10-k100-a0.1" / "fedavg-s1").is_record()
 
 
-def test_what_is_missing_becomes_a_sweep_in_order(tmp_path: Path) -> None:
+def test_missing_runs_become_an_ordered_sweep(tmp_path: Path) -> None:
     record(tmp_path / "a", f"{DEFAULT_COLUMN}/fedavg", 2)
     choice = choose(["table1"], [DEFAULT_COLUMN], "full", more={"precision": "bf16", "generator": "/m"})
     missing = choice.missing(found_in(tmp_path))
@@ -134,7 +132,7 @@ def test_what_is_missing_becomes_a_sweep_in_order(tmp_path: Path) -> None:
     )
 
 
-def test_gamma_misses_a_run_of_another_form_and_finds_it_beside_the_older(tmp_path: Path) -> None:
+def test_gamma_item_needs_runs_with_its_form_of_gamma_hat(tmp_path: Path) -> None:
     records = tmp_path / "records"
     other = {"gamma-hat": "trainable"}
     place = records / "cifar10-k20-a0.1"
@@ -145,7 +143,7 @@ def test_gamma_misses_a_run_of_another_form_and_finds_it_beside_the_older(tmp_pa
     before = found_in(records)
     beta, gamma = make_sections(both, before, tmp_path, lambda words, cells: (" ".join(words), ""))[1:]
     assert gamma.missing == (f"{BETA_SWEEP_COLUMN}/fedeas seed 1",) and gamma.command == "gamma"
-    assert f"{BETA_SWEEP_COLUMN}/fedeas seed 1" not in beta.missing, "any form will do there"
+    assert f"{BETA_SWEEP_COLUMN}/fedeas seed 1" not in beta.missing, "this item accepts any form"
     assert both.missing(before)[f"{BETA_SWEEP_COLUMN}/fedeas"] == [1]
     assert choose(["gamma"], [], "full", more=other).missing(before)[f"{BETA_SWEEP_COLUMN}/fedavg"] == [1]
 
@@ -153,7 +151,7 @@ def test_gamma_misses_a_run_of_another_form_and_finds_it_beside_the_older(tmp_pa
     results = find_results(all_cells(), "full", [records, tmp_path / "runs"], {})
     assert choose(["gamma"], [], "full").missing(results) == {} and results.doubles == []
     rows = tables.gamma_table(results).rows
-    assert rows[0][3].startswith("70.00<br>"), "elsewhere the first counts"
+    assert rows[0][3].startswith("70.00<br>"), "other items use the first run"
     assert rows[2][3].startswith("0.0001<br>") and rows[4][3] == "0.8"
     archive_finished_runs(results, run.parent, records)
     assert sorted(path.name for path in place.glob("fedeas-*")) == ["fedeas-s1", "fedeas-s1-all-state"]

@@ -1,4 +1,4 @@
-"""Run directories: where a run really stands, what is removed and what never, and what is shown of a record."""
+"""Run directories: their state, what `rm` removes and keeps, quickstart, and the printed tables."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import pytest
 from fake_runs import write_run
 from ordinary_user import ordinary_user
 from rich.console import Console
-from runners import SMALL, fedeas, finish, quick, small, typed
+from runners import SMALL, fedeas, finish, quick, run_in_process, small
 from test_sweep import ROOT
 
 from fedeas_flwr.commands import app
@@ -41,7 +41,7 @@ from fedeas_flwr.runs.listing import check_removable
 from fedeas_flwr.runs.metrics import summarise
 
 
-def test_a_killed_run_is_interrupted_a_living_one_runs_and_a_number_used_again_is_another(tmp_path: Path) -> None:
+def test_state_depends_on_whether_the_process_is_alive(tmp_path: Path) -> None:
     run = RunDirectory.start(small(tmp_path / "r"), {})
     assert run.state() == "running" and [p["pid"] for p in run.processes()] == [os.getpid()]
     path = run.path / "status.json"
@@ -55,13 +55,13 @@ def test_a_killed_run_is_interrupted_a_living_one_runs_and_a_number_used_again_i
     "processes",
     [None, 5, [5], [None], [{"host": "another"}], [{"pid": "x", "started": 1, "host": "h"}], {"pid": 1}, "all"],
 )
-def test_a_damaged_status_is_no_traceback(tmp_path: Path, processes: object) -> None:
+def test_damaged_status_counts_as_interrupted(tmp_path: Path, processes: object) -> None:
     run = RunDirectory.start(small(tmp_path / "r"), {})
     (run.path / "status.json").write_text(json.dumps({"status": "running", "error": "", "processes": processes}))
     assert run.registered_processes() == [] and run.state() == "interrupted"
 
 
-def test_a_run_at_work_is_listed_though_its_files_come_and_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_describe_ignores_files_that_disappear(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = write_run(tmp_path / "r", [0.5])
     gone = run.path / "clients" / "0" / "state-000004.safetensors"
     monkeypatch.setattr(listing, "files_of_run", lambda path: [*files_of_run(path), gone])
@@ -72,7 +72,7 @@ def test_a_run_at_work_is_listed_though_its_files_come_and_go(tmp_path: Path, mo
 def test_rm_removes_runs_and_nothing_else(tmp_path: Path) -> None:
     run = RunDirectory.start(small(tmp_path / "done"), {})
     run.set_status("interrupted")
-    RunDirectory.start(small(tmp_path / "going"), {})  # by this very process, which lives
+    RunDirectory.start(small(tmp_path / "going"), {})  # its process is this one, which is alive
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "config.json").write_text('{"config": 1}')
     (tmp_path / "link").symlink_to(tmp_path / "done")
@@ -85,17 +85,17 @@ def test_rm_removes_runs_and_nothing_else(tmp_path: Path) -> None:
     ):
         with pytest.raises(RunError, match=why):
             check_removable(tmp_path / bad)
-    done = typed("runs", "rm", "done", "going", "--yes", cwd=tmp_path)
+    done = run_in_process("runs", "rm", "done", "going", "--yes", cwd=tmp_path)
     assert done.returncode == 2 and "going is running" in done.stderr and len(done.stderr.splitlines()) == 1
-    asked = typed("runs", "rm", "done", cwd=tmp_path)
+    asked = run_in_process("runs", "rm", "done", cwd=tmp_path)
     assert asked.returncode == 2 and "--yes" in asked.stderr
     assert {path.name for path in tmp_path.iterdir()} == {"done", "going", "other", "link"}
     assert fedeas("resume", "going", cwd=tmp_path).stderr.startswith(f"error: {tmp_path}/going is still running")
-    assert typed("runs", "rm", "done", "--yes", cwd=tmp_path).returncode == 0
+    assert run_in_process("runs", "rm", "done", "--yes", cwd=tmp_path).returncode == 0
     assert not (tmp_path / "done").exists() and (tmp_path / "going").exists()
 
 
-def test_rm_leaves_what_no_run_wrote(tmp_path: Path) -> None:
+def test_rm_keeps_files_that_no_run_wrote(tmp_path: Path) -> None:
     outer = with_all_files(write_run(tmp_path / "precious", [0.5]))
     inner = write_run(outer.path / "later" / "inner", [0.6])
     elsewhere = tmp_path / "elsewhere" / "0"
@@ -104,7 +104,7 @@ def test_rm_leaves_what_no_run_wrote(tmp_path: Path) -> None:
     (outer.path / "thesis.txt").write_text("x")
     (outer.path / "clients" / "notes.txt").write_text("y")
     (outer.path / "tensorboard").symlink_to(tmp_path / "elsewhere")
-    done = typed("runs", "rm", "precious", "--yes", cwd=tmp_path)
+    done = run_in_process("runs", "rm", "precious", "--yes", cwd=tmp_path)
     assert done.returncode == 0 and done.stdout.splitlines()[1:] == [
         f"{outer.path} stays: no run wrote clients and 3 more"
     ]
@@ -119,52 +119,54 @@ def test_rm_of_a_run_and_one_inside_it_removes_both(tmp_path: Path) -> None:
     write_run(tmp_path / "a" / "clients" / "b", [0.6])
     with_all_files(write_run(tmp_path / "c", [0.5]))
     RunDirectory(tmp_path / "a").write_json("config.json", {"config": {}, "environment": {}})
-    assert typed("runs", "rm", "a", "a/clients/b", "c", "--yes", cwd=tmp_path).stdout.startswith("removed 3 runs, ")
+    assert run_in_process("runs", "rm", "a", "a/clients/b", "c", "--yes", cwd=tmp_path).stdout.startswith(
+        "removed 3 runs, "
+    )
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_run_that_is_reached_in_several_ways_is_one(tmp_path: Path) -> None:
+def test_run_named_by_several_paths_counts_once(tmp_path: Path) -> None:
     runs = [with_all_files(write_run(tmp_path / "d" / name, [0.5])) for name in ("a", "b")]
     (tmp_path / "link").symlink_to(runs[0].path)
-    ways = ["d", "d/a", str(runs[0].path), "d/../d/a", "link"]
-    listed = typed("runs", "ls", *ways, "--format", "json", cwd=tmp_path)
+    paths = ["d", "d/a", str(runs[0].path), "d/../d/a", "link"]
+    listed = run_in_process("runs", "ls", *paths, "--format", "json", cwd=tmp_path)
     assert [row["path"] for row in json.loads(listed.stdout)] == ["d/a", "d/b"]
-    pruned = typed("runs", "prune", *ways, cwd=tmp_path)
+    pruned = run_in_process("runs", "prune", *paths, cwd=tmp_path)
     assert (pruned.returncode, pruned.stderr) == (0, "") and pruned.stdout.startswith("pruned 2 runs, ")
-    removed = typed("runs", "rm", *ways[1:-1], "--yes", cwd=tmp_path)
+    removed = run_in_process("runs", "rm", *paths[1:-1], "--yes", cwd=tmp_path)
     assert removed.returncode == 0 and removed.stdout.startswith("removed 1 run, ")
     assert not runs[0].path.exists() and runs[1].path.exists()
 
 
-def test_a_folder_that_cannot_be_read_is_named_once_however_it_is_reached(tmp_path: Path) -> None:
+def test_unreadable_folder_is_named_once(tmp_path: Path) -> None:
     write_run(tmp_path / "d" / "whole", [0.5])
     shut = tmp_path / "d" / "shut"
     shut.mkdir(mode=0)
     (tmp_path / "link").symlink_to(shut)
-    ways = ["d", "d/shut", str(shut), "d/../d/shut", "link"]
+    paths = ["d", "d/shut", str(shut), "d/../d/shut", "link"]
     with ordinary_user():
-        listed, reported = (typed(*words, *ways, cwd=tmp_path) for words in (("runs", "ls"), ("report",)))
-        found = find_results([], "full", [tmp_path / way for way in ways], {})
-    shut.chmod(0o700)  # or it could not be removed
+        listed, reported = (run_in_process(*words, *paths, cwd=tmp_path) for words in (("runs", "ls"), ("report",)))
+        found = find_results([], "full", [tmp_path / way for way in paths], {})
+    shut.chmod(0o700)  # so that pytest can remove it
     assert (listed.returncode, listed.stderr) == (0, "d/shut: Permission denied\n")
     left_out = [line for line in reported.stdout.splitlines() if line.startswith("Left out")]
     assert reported.returncode == 0 and left_out == ["Left out: d/shut: Permission denied"]
     assert found.unreadable == [f"{shut}: Permission denied"]
 
 
-def test_a_link_to_itself_is_one_line(tmp_path: Path) -> None:
+def test_link_to_itself_is_one_line(tmp_path: Path) -> None:
     (tmp_path / "circle").symlink_to("circle")
-    pruned = typed("runs", "prune", "circle", cwd=tmp_path)
+    pruned = run_in_process("runs", "prune", "circle", cwd=tmp_path)
     assert pruned.returncode == 1 and pruned.stderr.startswith("error: circle: ") and pruned.stderr.count("\n") == 1
 
 
-def test_a_path_is_shown_as_it_is_written(tmp_path: Path) -> None:
+def test_show_prints_non_ascii_paths(tmp_path: Path) -> None:
     run = write_run(tmp_path / "été", [0.5])
-    assert "été" in typed("runs", "show", str(run.path)).stdout.partition("\n")[2]
+    assert "été" in run_in_process("runs", "show", str(run.path)).stdout.partition("\n")[2]
 
 
 def with_all_files(run: RunDirectory) -> RunDirectory:
-    """Add what a run may have besides: a sweep's, Flower's and a killed writer's files, a client's state."""
+    """Add a run's optional files: of a sweep, of Flower, of a killed writer, and a client's state; return the run."""
     for name in ("run.toml", "output.log", "flower.log", "superlink.log", ".rounds.jsonl.17-00ff.tmp"):
         (run.path / name).write_text("x")
     run.identity()
@@ -176,11 +178,13 @@ def with_all_files(run: RunDirectory) -> RunDirectory:
     return run
 
 
-def test_a_run_begins_only_where_nothing_lies(tmp_path: Path) -> None:
+def test_run_starts_only_in_a_folder_without_other_files(tmp_path: Path) -> None:
     folder = tmp_path / "precious"
     folder.mkdir()
     (folder / "config.json").write_text('{"mine": 1}')
-    refused = typed("run", str(ROOT / "conf" / "quickstart.toml"), f"run-dir={folder}", "backend=inline", cwd=tmp_path)
+    refused = run_in_process(
+        "run", str(ROOT / "conf" / "quickstart.toml"), f"run-dir={folder}", "backend=inline", cwd=tmp_path
+    )
     assert (refused.returncode, refused.stdout) == (2, "")
     assert refused.stderr == f"error: run-dir = '{folder}' is not empty and holds no run; name a new folder\n"
     with pytest.raises(RunError, match="is not empty and holds no run"):  # as under `flwr run`
@@ -192,8 +196,8 @@ def test_a_run_begins_only_where_nothing_lies(tmp_path: Path) -> None:
     RunDirectory.start(small(folder), {})  # a sweep's or launcher's, before its first round
 
 
-def test_what_a_writer_left_that_was_killed_keeps_nobody_out(tmp_path: Path) -> None:
-    """As of one killed inside the write of config.json, when there is no run yet."""
+def test_temporary_file_of_a_killed_writer_is_ignored(tmp_path: Path) -> None:
+    """The writer was killed while it wrote config.json, before there was a run."""
     folder = tmp_path / "r"
     folder.mkdir()
     (folder / ".config.json.4711-0a1b2c3d.tmp").write_text('{"conf')
@@ -203,8 +207,8 @@ def test_what_a_writer_left_that_was_killed_keeps_nobody_out(tmp_path: Path) -> 
 
 
 @pytest.fixture
-def begun(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, bool]]:
-    """Runs of a quickstart that train nothing: which were begun, and whether they were gone on with."""
+def started_runs(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, bool]]:
+    """Return a list of a quickstart's started runs, which do not train: (policy, whether the run was resumed)."""
     found: list[tuple[str, bool]] = []
 
     def finish_at_once(config: RunConfig, console: Console) -> RunDirectory:
@@ -224,28 +228,30 @@ def begun(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, bool]]:
 ROUND = {"accuracy": 0.5, "clients": [0], "failures": [], "generated": 7, "seconds": {"clients": 1.0}}
 
 
-def test_quickstart_does_what_is_left_and_ends_in_the_picture(tmp_path: Path, begun: list[tuple[str, bool]]) -> None:
+def test_quickstart_runs_what_is_missing_and_writes_the_figure(
+    tmp_path: Path, started_runs: list[tuple[str, bool]]
+) -> None:
     folder = tmp_path / "q"
     keys = {"clients": 10, "threshold": 0.9, "rounds": 20}
     kept = write_run(folder / "none", [0.25] * 20, **keys)
     write_run(folder / "fedeas", [0.5] * 3, policy="fedeas", finished=False, **keys)
     write_run(folder / "uniform", [], policy="uniform", finished=False, **keys)
-    first = typed("quickstart", "--out", str(folder))
+    first = run_in_process("quickstart", "--out", str(folder))
     assert (first.returncode, first.stderr) == (0, "")
-    assert begun == [("fedeas", True), ("uniform", False), ("missing-only", False)]
+    assert started_runs == [("fedeas", True), ("uniform", False), ("missing-only", False)]
     assert (
         f"none: already finished and kept; to repeat it, first: fedeas runs rm {kept.path}" in first.stdout.splitlines()
     )
-    assert " 25.0 " in first.stdout, "the kept run is in the table"
+    assert " 25.0 " in first.stdout, "the kept run is missing from the table"
     picture = folder / "quickstart.png"
     picture.unlink()
-    again = typed("quickstart", "--out", str(folder))
-    assert again.returncode == 0 and len(begun) == 3 and again.stdout.count("already finished") == 4
+    again = run_in_process("quickstart", "--out", str(folder))
+    assert again.returncode == 0 and len(started_runs) == 3 and again.stdout.count("already finished") == 4
     assert picture.exists() and str(picture) in again.stdout and (folder / "report.html").exists()
 
 
 @pytest.mark.parametrize(
-    ("spoil", "says"),
+    ("damage", "says"),
     [
         (lambda folder: (folder / "thesis.txt").write_text("x"), "--out '{}': holds thesis.txt and no quickstart"),
         (lambda folder: (folder / "report.html").write_text("x"), "--out '{}': holds report.html and no quickstart"),
@@ -272,32 +278,32 @@ def test_quickstart_does_what_is_left_and_ends_in_the_picture(tmp_path: Path, be
         ),
     ],
 )
-def test_quickstart_refuses_a_folder_that_is_not_its_own_before_its_first_run(
-    tmp_path: Path, begun: list[tuple[str, bool]], spoil: Callable[[Path], object], says: str
+def test_quickstart_rejects_a_folder_with_other_files(
+    tmp_path: Path, started_runs: list[tuple[str, bool]], damage: Callable[[Path], object], says: str
 ) -> None:
     folder = tmp_path / "mine"
     folder.mkdir()
-    spoil(folder)
+    damage(folder)
     before = sorted(folder.rglob("*"))
-    refused = typed("quickstart", "--out", str(folder))
+    refused = run_in_process("quickstart", "--out", str(folder))
     assert refused.returncode == 2 and says.format(folder) in refused.stderr and refused.stderr.count("\n") == 1
-    assert begun == [] and sorted(folder.rglob("*")) == before
+    assert started_runs == [] and sorted(folder.rglob("*")) == before
 
 
-def test_quickstart_says_how_to_go_on_after_ctrl_c(
-    tmp_path: Path, begun: list[tuple[str, bool]], monkeypatch: pytest.MonkeyPatch
+def test_quickstart_prints_how_to_resume_after_ctrl_c(
+    tmp_path: Path, started_runs: list[tuple[str, bool]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def stop(config: RunConfig, console: Console) -> RunDirectory:
         raise KeyboardInterrupt
 
     monkeypatch.setattr(run_module, "launch", stop)
-    named = typed("quickstart", "--out", "a b", cwd=tmp_path)
+    named = run_in_process("quickstart", "--out", "a b", cwd=tmp_path)
     assert (named.returncode, named.stderr) == (130, "stopped; resume with: fedeas quickstart --out 'a b'\n")
-    assert typed("quickstart", cwd=tmp_path).stderr == "stopped; resume with: fedeas quickstart\n"
+    assert run_in_process("quickstart", cwd=tmp_path).stderr == "stopped; resume with: fedeas quickstart\n"
 
 
 @pytest.mark.parametrize("keys", [{"strategy": "scaffold"}, {"dp": "server-fixed"}])
-def test_all_that_a_run_writes_is_known_as_its_own(tmp_path: Path, keys: dict[str, str]) -> None:
+def test_files_of_run_lists_every_file_of_a_run(tmp_path: Path, keys: dict[str, str]) -> None:
     run = finish(quick(tmp_path / "r", policy="none", rounds=1, **keys))
     assert {path for path in run.path.rglob("*") if path.is_file()} == set(files_of_run(run.path))
     assert (run.path / "clients").is_dir() and (run.path / "flower.log").exists()
@@ -305,12 +311,12 @@ def test_all_that_a_run_writes_is_known_as_its_own(tmp_path: Path, keys: dict[st
 
 
 @pytest.fixture
-def narrow(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
-    """What a command shows on a terminal of so many columns."""
+def output_at_width(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
+    """Return a function that runs a command and returns its output on a terminal of ``columns`` columns."""
 
     def shown(*words: str, columns: int = 80) -> str:
         monkeypatch.setenv("COLUMNS", str(columns))
-        monkeypatch.setenv("LINES", "25")  # without it Rich takes a dumb terminal to be 80 wide
+        monkeypatch.setenv("LINES", "25")  # without it Rich assumes 80 columns on a dumb terminal
         monkeypatch.setenv("TERM", "dumb")
         monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
         app.app(list(words), standalone_mode=False)
@@ -321,63 +327,65 @@ def narrow(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) 
     return shown
 
 
-def test_no_name_and_no_date_is_cut_in_80_columns(
-    tmp_path: Path, narrow: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+def test_tables_cut_no_name_or_date_in_80_columns(
+    tmp_path: Path, output_at_width: Callable[..., str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     name = "runs/sw/policy-missing-only_learning-rate-0.05_seed-13"
     write_run(Path(name).absolute(), [0.5] * 100)
-    table = narrow("runs", "ls").splitlines()[1:-1]
+    table = output_at_width("runs", "ls").splitlines()[1:-1]
     assert "".join(line.split("  ")[0].strip() for line in table) == name
     assert max(map(len, table)) <= 80
     assert re.search(r"finished +100/100 +50\.0 +\d{4}-\d\d-\d\d \d\d:\d\d +\S+ \S+$", table[0])
-    strategies = narrow("strategies")
+    strategies = output_at_width("strategies")
     assert all(key in strategies for key in ("moon-temperature", "disclose-label-counts", "fedtrimmedavg"))
-    assert "disclose-label-counts" in narrow("keys")
+    assert "disclose-label-counts" in output_at_width("keys")
 
 
 @pytest.mark.parametrize("columns", [10, 40, 50])
-def test_what_no_terminal_has_room_for_goes_over_its_edge(
-    tmp_path: Path, narrow: Callable[..., str], monkeypatch: pytest.MonkeyPatch, columns: int
+def test_tables_exceed_narrow_terminals_instead_of_cutting(
+    tmp_path: Path, output_at_width: Callable[..., str], monkeypatch: pytest.MonkeyPatch, columns: int
 ) -> None:
     monkeypatch.chdir(tmp_path)
     name = "runs/sw/policy-missing-only_learning-rate-0.05_seed-13"
     write_run(Path(name).absolute(), [0.5] * 100)
-    table = narrow("runs", "ls", columns=columns).splitlines()[1:-1]
+    table = output_at_width("runs", "ls", columns=columns).splitlines()[1:-1]
     assert "".join(line.split("  ")[0].strip() for line in table) == name
     assert re.search(r"finished +100/100 +50\.0 +\d{4}-\d\d-\d\d \d\d:\d\d +\S+ \S+$", table[0])
-    shown = narrow("runs", "show", name, columns=columns)
+    shown = output_at_width("runs", "show", name, columns=columns)
     assert all(word in shown for word in ("rounds_to_threshold", "run-dir", '"fedeas"', "default"))
 
 
 @pytest.mark.parametrize("columns", [40, 80])
-def test_a_report_cuts_no_name_and_no_number(tmp_path: Path, narrow: Callable[..., str], columns: int) -> None:
+def test_report_table_cuts_no_name_or_number(tmp_path: Path, output_at_width: Callable[..., str], columns: int) -> None:
     names = ("cifar-small-of-november", "cifar-large-of-december")
     for seed, name in enumerate((*names, *names)):
         keys = {"policy": "fedeas", "generator": f"/models/{name}", "seed": seed}
         write_run(tmp_path / str(seed), [0.5 + 0.01 * seed] * 9, images=12_345, **keys)
-    table = narrow("report", str(tmp_path), columns=columns).splitlines()[:-1]
+    table = output_at_width("report", str(tmp_path), columns=columns).splitlines()[:-1]
     text = " ".join(table)
     assert text.count("generator = ") == 2 and text.count("12,345") == 2
     assert [text.count(word) for word in ("51.0", "52.0", "±", "1.4")] == [2, 2, 4, 4]  # last-20 and peak
     assert all("".join(line.split("  ")[0] for line in table).count(name) == 1 for name in names)
 
 
-def test_the_cache_is_listed_whole_in_80_columns(
-    tmp_path: Path, narrow: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+def test_cache_ls_cuts_nothing_in_80_columns(
+    tmp_path: Path, output_at_width: Callable[..., str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("FEDEAS_CACHE", str(tmp_path))
     generator = "/home/somebody/generators/cifar-small-of-november"
     folder = ImageCache().root / ("a" * 64)
     folder.mkdir(parents=True)
     (folder / MANIFEST).write_text(json.dumps({"generator": generator, "dataset": "cifar100", "seed": 1}))
-    table = narrow("cache", "ls").splitlines()[1:-1]
+    table = output_at_width("cache", "ls").splitlines()[1:-1]
     assert "".join(line[14:].split("  ")[0].strip() for line in table) == generator
     assert re.search(r"\d{4}-\d\d-\d\d \d\d:\d\d$", table[0])
-    assert re.search(r"^a{12}  .*cifar100 +1 +0 +\S+ \S+ +\d{4}-", narrow("cache", "ls", columns=40).splitlines()[1])
+    assert re.search(
+        r"^a{12}  .*cifar100 +1 +0 +\S+ \S+ +\d{4}-", output_at_width("cache", "ls", columns=40).splitlines()[1]
+    )
 
 
-def test_the_sweeps_table_folds_names_in_80_columns(tmp_path: Path) -> None:
+def test_sweep_table_folds_names_in_80_columns(tmp_path: Path) -> None:
     found = make_sweep(SMALL, ["policy=missing-only", "generator=" + "g" * 70], tmp_path)
     board, text = SweepStatus(found, slots=1), io.StringIO()
     board.look_at(found.cells[0], "waiting")
@@ -386,15 +394,19 @@ def test_the_sweeps_table_folds_names_in_80_columns(tmp_path: Path) -> None:
     assert "".join(rows) == found.cells[0].name and "…" not in text.getvalue()
 
 
-def test_a_committed_record_is_listed_shown_and_exported() -> None:
-    rows = json.loads(typed("runs", "ls", "results/quickstart", "--format", "json", cwd=ROOT).stdout)
+def test_committed_record_works_with_ls_show_and_csv() -> None:
+    rows = json.loads(run_in_process("runs", "ls", "results/quickstart", "--format", "json", cwd=ROOT).stdout)
     found = {Path(row["path"]).name: row for row in rows}
     summary = RunDirectory(ROOT / "results" / "quickstart" / "fedeas").summary()
     assert found["fedeas"]["state"] == "finished" and found["fedeas"]["last_20"] == pytest.approx(summary["last_20"])
-    shown = json.loads(typed("runs", "show", "results/quickstart/uniform", "--format", "json", cwd=ROOT).stdout)
+    shown = json.loads(
+        run_in_process("runs", "show", "results/quickstart/uniform", "--format", "json", cwd=ROOT).stdout
+    )
     assert shown["changes"]["policy"] == {"value": "uniform", "default": "fedeas"}
     assert "alpha" not in shown["changes"] and shown["summary"]["total_generated"] == 893
-    table = list(csv.DictReader(typed("runs", "csv", "results/quickstart/fedeas", cwd=ROOT).stdout.splitlines()))
+    table = list(
+        csv.DictReader(run_in_process("runs", "csv", "results/quickstart/fedeas", cwd=ROOT).stdout.splitlines())
+    )
     record = RunDirectory(ROOT / "results" / "quickstart" / "fedeas").rounds()[4]
     assert float(table[4]["seconds.clients"]) == record["seconds"]["clients"]
     assert json.loads(table[4]["clients"]) == record["clients"]

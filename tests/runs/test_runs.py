@@ -1,4 +1,4 @@
-"""The run directory: whole or not at all, and no quiet change of what a run is."""
+"""The run directory: checkpoints, round records, atomic writes, and export."""
 
 import errno
 import json
@@ -12,7 +12,7 @@ import pytest
 import torch
 from fake_runs import write_run
 from ordinary_user import ordinary_user
-from runners import small, typed
+from runners import run_in_process, small
 from safetensors import numpy as safetensors_numpy
 from safetensors.torch import save, save_file
 
@@ -47,7 +47,7 @@ def checkpoint() -> Checkpoint:
     )
 
 
-def test_checkpoint_comes_back_with_kinds_and_shapes(tmp_path: Path) -> None:
+def test_checkpoint_round_trip_keeps_dtypes_and_shapes(tmp_path: Path) -> None:
     run = RunDirectory.start(config(tmp_path / "r"), {})
     assert run.load_checkpoint() is None
     run.save_checkpoint(checkpoint())
@@ -64,7 +64,7 @@ def test_checkpoint_comes_back_with_kinds_and_shapes(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("damage", [b"", b"garbage", None])
-def test_damaged_checkpoint_is_named_not_guessed_at(tmp_path: Path, damage: bytes | None) -> None:
+def test_damaged_checkpoint_is_rejected_by_name(tmp_path: Path, damage: bytes | None) -> None:
     run = RunDirectory.start(config(tmp_path / "r"), {})
     run.save_checkpoint(checkpoint())
     path = run.path / "checkpoint.safetensors"
@@ -85,14 +85,14 @@ def test_damaged_checkpoint_is_named_not_guessed_at(tmp_path: Path, damage: byte
         {"state": "[" * 100_000},
     ],
 )
-def test_a_checkpoint_without_the_servers_state_is_named_too(tmp_path: Path, metadata: dict[str, str] | None) -> None:
+def test_checkpoint_without_server_state_is_rejected(tmp_path: Path, metadata: dict[str, str] | None) -> None:
     run = RunDirectory.start(config(tmp_path / "r"), {})
     (run.path / "checkpoint.safetensors").write_bytes(safetensors_numpy.save({"trainable/w": np.ones(2)}, metadata))
     with pytest.raises(RunError, match=r"checkpoint\.safetensors cannot be read: .*; start a new run"):
         run.load_checkpoint()
 
 
-def test_a_damaged_model_is_named(tmp_path: Path) -> None:
+def test_damaged_model_is_rejected_by_name(tmp_path: Path) -> None:
     run = RunDirectory.start(config(tmp_path / "r"), {})
     run.save_model({"w": np.arange(3)})
     assert run.load_model()["w"].tolist() == [0, 1, 2]
@@ -104,7 +104,7 @@ def test_a_damaged_model_is_named(tmp_path: Path) -> None:
         run.load_model()
 
 
-def test_a_finished_folder_is_not_overwritten(tmp_path: Path) -> None:
+def test_start_does_not_overwrite_a_run(tmp_path: Path) -> None:
     run = RunDirectory.start(config(tmp_path / "r"), {})
     run.append_round(record(1, 0.5))
     with pytest.raises(RunError, match="already holds a run"):
@@ -112,7 +112,7 @@ def test_a_finished_folder_is_not_overwritten(tmp_path: Path) -> None:
     assert len(run.rounds()) == 1
 
 
-def test_resume_refuses_another_config_by_key(tmp_path: Path) -> None:
+def test_resume_with_another_config_names_the_key(tmp_path: Path) -> None:
     folder = tmp_path / "r"
     run = RunDirectory.start(config(folder), {})
     run.append_round(record(1, 0.5))
@@ -123,7 +123,7 @@ def test_resume_refuses_another_config_by_key(tmp_path: Path) -> None:
         RunDirectory.start(config(tmp_path / "other", resume=True), {})
 
 
-def test_a_line_cut_short_is_left_out_and_rounds_beyond_a_checkpoint_dropped(tmp_path: Path) -> None:
+def test_truncated_line_is_ignored_and_truncate_drops_rounds(tmp_path: Path) -> None:
     run = RunDirectory.start(config(tmp_path / "r"), {})
     for number in (1, 2, 3):
         run.append_round(record(number, number / 10))
@@ -135,7 +135,7 @@ def test_a_line_cut_short_is_left_out_and_rounds_beyond_a_checkpoint_dropped(tmp
     assert json.loads((run.path / "rounds.jsonl").read_text().splitlines()[1])["round"] == 2
 
 
-def test_whoever_follows_a_run_reads_every_record_once(tmp_path: Path) -> None:
+def test_rounds_from_returns_each_record_once(tmp_path: Path) -> None:
     run = RunDirectory.start(config(tmp_path / "r"), {})
     assert run.rounds_from(0) == ([], 0)
     for number in (1, 2):
@@ -145,7 +145,7 @@ def test_whoever_follows_a_run_reads_every_record_once(tmp_path: Path) -> None:
     assert run.rounds_from(place) == ([], place)
     with (run.path / "rounds.jsonl").open("a") as file:
         file.write('{"round": 3, ')
-    assert run.rounds_from(place) == ([], place), "half a line is not there yet"
+    assert run.rounds_from(place) == ([], place), "an incomplete line was read"
     run.truncate_rounds(1)
     run.append_round(record(2, 0.75))
     run.append_round(record(3, 0.75))
@@ -159,7 +159,7 @@ def test_unwritable_run_dir_is_one_line(tmp_path: Path) -> None:
         RunDirectory.start(config(tmp_path / "file" / "r"), {})
 
 
-def test_what_cannot_be_written_is_named_by_its_own_name_and_not_the_temporary_one(tmp_path: Path) -> None:
+def test_write_error_names_the_target_not_the_temporary_file(tmp_path: Path) -> None:
     (tmp_path / "shut").mkdir(mode=0o500)
     target = tmp_path / "shut" / "new"
     with ordinary_user(), pytest.raises(PermissionError) as of_file:
@@ -172,10 +172,10 @@ def test_what_cannot_be_written_is_named_by_its_own_name_and_not_the_temporary_o
     assert inside.value.filename == str(tmp_path / "new" / "a" / "b")
     with pytest.raises(FileNotFoundError) as elsewhere, atomic_folder(tmp_path / "new"):
         (tmp_path / "other").read_text()
-    assert elsewhere.value.filename == str(tmp_path / "other"), "what is no part of it keeps its name"
+    assert elsewhere.value.filename == str(tmp_path / "other"), "paths outside the folder must stay as they are"
 
 
-def test_what_a_disk_says_to_safetensors_is_told_as_the_disks(tmp_path: Path) -> None:
+def test_disk_error_in_safetensors_becomes_an_os_error(tmp_path: Path) -> None:
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 12, limits[1]))
     try:
@@ -186,7 +186,7 @@ def test_what_a_disk_says_to_safetensors_is_told_as_the_disks(tmp_path: Path) ->
     assert found.value.filename == str(tmp_path / "unet") and found.value.errno == errno.EFBIG
 
 
-def test_a_full_disk_names_what_was_being_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_full_disk_error_names_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = RunDirectory.start(config(tmp_path / "r"), {})
     (run.path / "rounds.jsonl").symlink_to("/dev/full")
     with pytest.raises(OSError, match="No space left") as of_record:
@@ -234,8 +234,8 @@ def test_summary_by_hand() -> None:
         ("builtin", "builtin"),
     ],
 )
-def test_export_leaves_weights_and_paths_behind(tmp_path: Path, generator: str, kept: str) -> None:
-    """But not what kind of generator it was: with images that all clients share, a run is another experiment."""
+def test_export_omits_weights_and_paths(tmp_path: Path, generator: str, kept: str) -> None:
+    """The kind of generator is kept, because it is part of the experiment."""
     run = RunDirectory.start(config(tmp_path / "r", data_dir="/home/me/data", generator=generator), {"device": "cpu"})
     run.append_round(record(1, 0.5))
     run.save_model({"w": np.zeros(3)})
@@ -253,7 +253,7 @@ def test_export_leaves_weights_and_paths_behind(tmp_path: Path, generator: str, 
 
 
 def finished(folder: Path, *accuracies: float, **changes: Any) -> RunDirectory:
-    """A finished run of so many rounds."""
+    """Write a finished run with these accuracies and return it."""
     run = RunDirectory.start(config(folder, **changes), {})
     for number, accuracy in enumerate(accuracies, start=1):
         run.append_round(record(number, accuracy))
@@ -262,12 +262,12 @@ def finished(folder: Path, *accuracies: float, **changes: Any) -> RunDirectory:
     return run
 
 
-def test_a_run_may_be_exported_again_also_when_it_has_gone_on(tmp_path: Path) -> None:
+def test_export_replaces_an_earlier_record_of_the_same_run(tmp_path: Path) -> None:
     run = finished(tmp_path / "r", 0.5)
-    first = typed("export", str(run.path), str(tmp_path / "out"))
+    first = run_in_process("export", str(run.path), str(tmp_path / "out"))
     assert (first.returncode, first.stdout) == (0, f"exported 1 round → {tmp_path}/out\n")
     run.append_round(record(2, 0.6))
-    again = typed("export", str(run.path), str(tmp_path / "out"))
+    again = run_in_process("export", str(run.path), str(tmp_path / "out"))
     assert (again.returncode, again.stdout) == (
         0,
         f"exported 2 rounds → {tmp_path}/out, replacing its earlier record\n",
@@ -275,7 +275,7 @@ def test_a_run_may_be_exported_again_also_when_it_has_gone_on(tmp_path: Path) ->
     assert RunDirectory(tmp_path / "out").rounds() == run.rounds()
 
 
-def test_a_run_that_goes_on_is_not_exported(tmp_path: Path) -> None:
+def test_export_rejects_unfinished_run(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run", [0.5], rounds=2, finished=False)
     with pytest.raises(RunError, match=r"run has not finished: there is no summary\.json to export"):
         export(run, tmp_path / "out")
@@ -283,18 +283,18 @@ def test_a_run_that_goes_on_is_not_exported(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("kept", "damage"), [(0, ""), (1, '{"round": 2, "accu'), (1, "\0\n{}\n"), (2, "")])
-def test_a_run_that_lost_rounds_is_not_exported(tmp_path: Path, kept: int, damage: str) -> None:
+def test_export_rejects_run_with_lost_rounds(tmp_path: Path, kept: int, damage: str) -> None:
     run = finished(tmp_path / "r", 0.5, 0.6, 0.7)
     path = run.path / "rounds.jsonl"
     path.write_text("".join(path.read_text().splitlines(keepends=True)[:kept]) + damage)
-    done = typed("export", str(run.path), str(tmp_path / "out"))
+    done = run_in_process("export", str(run.path), str(tmp_path / "out"))
     why = f"{path} holds {counted(kept, 'valid record')}, but summary.json counts 3 rounds: fix line {kept + 1}"
     assert (done.returncode, done.stdout, done.stderr) == (2, "", f"error: {why}\n")
     assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize("summary", ["{}", '{"rounds": null}', '{"rounds": "many"}'])
-def test_a_summary_that_is_none_is_not_exported(tmp_path: Path, summary: str) -> None:
+def test_export_rejects_invalid_summary(tmp_path: Path, summary: str) -> None:
     run = finished(tmp_path / "r", 0.5)
     (run.path / "summary.json").write_text(summary)
     with pytest.raises(RunError, match=r"summary\.json is not a run's summary: "):
@@ -302,16 +302,16 @@ def test_a_summary_that_is_none_is_not_exported(tmp_path: Path, summary: str) ->
 
 
 @pytest.mark.parametrize("damaged", ["{}", "[]", '{"config": []}', '{"config": {"rounds": "many"}}'])
-def test_a_config_that_is_none_is_not_exported(tmp_path: Path, damaged: str) -> None:
+def test_export_rejects_invalid_config(tmp_path: Path, damaged: str) -> None:
     run = finished(tmp_path / "r", 0.5)
     (run.path / "config.json").write_text(damaged)
-    done = typed("export", str(run.path), str(tmp_path / "out"))
+    done = run_in_process("export", str(run.path), str(tmp_path / "out"))
     assert (done.returncode, done.stderr.count("\n")) == (2, 1)
     assert f"{run.path / 'config.json'} is not a " in done.stderr
     assert not (tmp_path / "out").exists()
 
 
-def test_a_run_is_not_exported_over_anything_else(tmp_path: Path) -> None:
+def test_export_does_not_overwrite_other_files(tmp_path: Path) -> None:
     export(finished(tmp_path / "other", 0.5, 0.7, seed=7, policy="none"), tmp_path / "record")
     run = finished(tmp_path / "r", 0.5, 0.6)
     (tmp_path / "mine").mkdir()
@@ -323,15 +323,15 @@ def test_a_run_is_not_exported_over_anything_else(tmp_path: Path) -> None:
         ("other", "is a run directory"),
         ("mine", "is not empty and holds no record"),
     ):
-        done = typed("export", str(run.path), str(tmp_path / folder))
+        done = run_in_process("export", str(run.path), str(tmp_path / folder))
         assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
         assert done.stderr.startswith(f"error: {tmp_path / folder} {why}")
     assert before == {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
     (tmp_path / "record" / "rounds.jsonl").write_text("damaged")
-    assert typed("export", str(run.path), str(tmp_path / "record")).returncode == 2
+    assert run_in_process("export", str(run.path), str(tmp_path / "record")).returncode == 2
 
 
-def test_a_key_that_there_is_not_may_be_another_versions(tmp_path: Path) -> None:
+def test_unknown_key_in_config_hints_at_another_version(tmp_path: Path) -> None:
     run = RunDirectory.start(config(tmp_path / "r"), {})
     kept = run.facts()
     run.write_json("config.json", {**kept, "config": {**kept["config"], "to-come": 1}})
@@ -339,8 +339,8 @@ def test_a_key_that_there_is_not_may_be_another_versions(tmp_path: Path) -> None
         run.config()
 
 
-def test_a_record_names_the_state_of_the_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A changed line is another state, and so is a file that was renamed; what Python compiled is not looked at."""
+def test_code_digest_changes_with_content_and_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Changed lines and renamed files change the digest; compiled files do not."""
     (tmp_path / "inner").mkdir()
     (tmp_path / "a.py").write_text("x = 1\n")
     (tmp_path / "inner" / "b.py").write_text("y = 2\n")
@@ -354,7 +354,7 @@ def test_a_record_names_the_state_of_the_code(tmp_path: Path, monkeypatch: pytes
     assert len({first, second, project.code_digest()}) == 3
 
 
-SPOILT = {
+DAMAGES = {
     "doubled": (lambda a, b, c: [a, b, b, c], 2, "fix line 3 (round = 2, must be 3)"),
     "doubled at the end": (lambda a, b, c: [a, b, c, c], 3, "fix line 4 (round = 3, must be 4)"),
     "swapped": (lambda a, b, c: [b, a, c], 0, "fix line 1 (round = 2, must be 1)"),
@@ -376,23 +376,21 @@ SPOILT = {
 
 
 @pytest.mark.parametrize("summary", [True, False])
-@pytest.mark.parametrize("damage", SPOILT)
-def test_every_line_is_the_record_of_its_round_or_the_first_that_is_not_is_named(
-    tmp_path: Path, damage: str, summary: bool
-) -> None:
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_checked_rounds_names_the_first_invalid_line(tmp_path: Path, damage: str, summary: bool) -> None:
     run = write_run(tmp_path / "r", [0.1, 0.2, 0.3], finished=summary)
     record = run.path / "rounds.jsonl"
-    spoil, good, told = SPOILT[damage]
-    lines = spoil(*record.read_text().splitlines(keepends=True))
+    apply_damage, good, error = DAMAGES[damage]
+    lines = apply_damage(*record.read_text().splitlines(keepends=True))
     record.write_text("".join(lines))
     assert len(run.rounds()) == good
     few = "summary.json counts 3 rounds" if summary and good < 3 else f"has {len(lines)} lines"
     with pytest.raises(RunError) as refused:
         run.checked_rounds()
-    assert str(refused.value) == f"{record} holds {counted(good, 'valid record')}, but {few}: {told}"
+    assert str(refused.value) == f"{record} holds {counted(good, 'valid record')}, but {few}: {error}"
 
 
-def test_before_there_is_a_summary_lines_tell_that_a_round_was_lost(tmp_path: Path) -> None:
+def test_checked_rounds_without_summary_finds_lost_rounds(tmp_path: Path) -> None:
     run = write_run(tmp_path / "r", [0.1, 0.2, 0.3], finished=False)
     record = run.path / "rounds.jsonl"
     first, second, third = record.read_text().splitlines(keepends=True)
@@ -400,7 +398,7 @@ def test_before_there_is_a_summary_lines_tell_that_a_round_was_lost(tmp_path: Pa
         record.write_text(damaged)
         with pytest.raises(RunError, match=r"holds 1 valid record, but has \d lines: fix line 2$"):
             run.checked_rounds()
-    record.write_text(first + second + third[:9])  # as a crash leaves it
+    record.write_text(first + second + third[:9])  # as after a crash
     run.checked_rounds()
     record.unlink()
     run.checked_rounds()

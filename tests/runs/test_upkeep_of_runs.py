@@ -1,4 +1,4 @@
-"""What finished runs keep and what may go; tables as JSON; how long things will take."""
+"""Pruning of runs, tables as JSON, estimates of the time left, and TensorBoard."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ from fedeas_flwr.runs.directory import RunDirectory
 from fedeas_flwr.strategies.registry import ALGORITHMS
 
 
-def fedeas(capsys: pytest.CaptureFixture[str], *words: str) -> str:
-    app(list(words), standalone_mode=False)
+def fedeas(capsys: pytest.CaptureFixture[str], *args: str) -> str:
+    app(list(args), standalone_mode=False)
     return capsys.readouterr().out
 
 
@@ -44,9 +44,7 @@ def with_weights(run: RunDirectory) -> RunDirectory:
     return run
 
 
-def test_prune_frees_what_a_finished_run_could_be_resumed_with(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_prune_removes_checkpoint_and_client_states(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = with_weights(write_run(tmp_path / "runs" / "a", [0.5]))
     record = {name: (run.path / name).read_bytes() for name in ("config.json", "rounds.jsonl", "summary.json")}
     assert "pruned 1 run, 4." in fedeas(capsys, "runs", "prune", str(tmp_path / "runs"))
@@ -57,14 +55,14 @@ def test_prune_frees_what_a_finished_run_could_be_resumed_with(
     assert not (run.path / "model.safetensors").exists()
     with pytest.raises(RunError, match=r"no model\.safetensors: it was pruned"):
         run.load_model()
-    # Without a checkpoint a resumed run would begin anew and throw its record away.
+    # Without a checkpoint a resumed run would start over and drop its records.
     config = run.config().with_changes(resume=True, rounds=2)
     with pytest.raises(RunError, match="was pruned: there is no checkpoint to resume from"):
         RunDirectory.start(config, {})
     assert (run.path / "rounds.jsonl").read_bytes() == record["rounds.jsonl"]
 
 
-def test_a_run_without_its_status_is_no_record(tmp_path: Path) -> None:
+def test_run_without_status_file_is_not_a_record(tmp_path: Path) -> None:
     run = with_weights(write_run(tmp_path / "a", [0.5]))
     (run.path / "status.json").unlink()
     assert run.load_model()["w"].shape == (1000,)
@@ -75,7 +73,7 @@ def test_a_run_without_its_status_is_no_record(tmp_path: Path) -> None:
         run.load_model()
 
 
-def test_a_damaged_run_is_not_pruned(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_prune_rejects_damaged_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = write_run(tmp_path / "r", [0.1, 0.2, 0.3])
     (run.path / "checkpoint.safetensors").write_bytes(b"to go on with")
     (run.path / "rounds.jsonl").write_text((run.path / "rounds.jsonl").read_text().splitlines(keepends=True)[0])
@@ -84,7 +82,7 @@ def test_a_damaged_run_is_not_pruned(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert (run.path / "checkpoint.safetensors").exists()
 
 
-def test_nothing_is_pruned_if_one_run_has_not_finished(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_prune_removes_nothing_if_one_run_is_unfinished(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     done = with_weights(write_run(tmp_path / "a", [0.5]))
     with_weights(write_run(tmp_path / "b", [0.5], rounds=2, finished=False))
     with pytest.raises(RunError, match="b is interrupted, not finished: it needs its checkpoint, nothing is removed"):
@@ -92,21 +90,21 @@ def test_nothing_is_pruned_if_one_run_has_not_finished(tmp_path: Path, capsys: p
     assert (done.path / "checkpoint.safetensors").exists()
 
 
-def test_tables_as_json(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tables_can_be_printed_as_json(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     keys = json.loads(fedeas(capsys, "keys", "--format", "json"))
     assert tuple(row["key"] for row in keys) == KEYS and keys[0]["default"] == "digits"
     found = json.loads(fedeas(capsys, "strategies", "--format", "json"))
     assert len(found) == len(ALGORITHMS)
     monkeypatch.setenv("FEDEAS_CACHE", str(tmp_path))
     assert json.loads(fedeas(capsys, "cache", "ls", "--format", "json")) == []
-    for words in (["keys"], ["strategies"], ["cache", "ls"], ["sweep", "c.toml"], ["runs", "ls"], ["plan"], ["doctor"]):
+    for args in (["keys"], ["strategies"], ["cache", "ls"], ["sweep", "c.toml"], ["runs", "ls"], ["plan"], ["doctor"]):
         with pytest.raises(ConfigError, match="format = 'xml': must be table or json"):
-            fedeas(capsys, *words, "--format", "xml")
+            fedeas(capsys, *args, "--format", "xml")
 
 
-def test_a_run_says_how_long_it_will_take_by_the_rounds_after_the_first_it_saw(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_progress_estimates_time_left_from_observed_rounds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = write_run(tmp_path / "a", [0.5] * 3, rounds=12, finished=False)
     out, now = io.StringIO(), [100.0]
     monkeypatch.setattr(progress, "time", SimpleNamespace(monotonic=lambda: now[0]))
@@ -119,15 +117,15 @@ def test_a_run_says_how_long_it_will_take_by_the_rounds_after_the_first_it_saw(
         shown.update()
         return [line.partition("generated 0  ")[2] for line in out.getvalue().splitlines()]
 
-    with RoundProgress(run, 12, 3, Console(file=out, width=200)) as shown:  # three rounds were done before
-        assert ends_at(900, 4, 5) == ["800 s", "800 s"]  # most of it to start: no pace can be told
+    with RoundProgress(run, 12, 3, Console(file=out, width=200)) as shown:  # three rounds were recorded before
+        assert ends_at(900, 4, 5) == ["800 s", "800 s"]  # mostly start-up, so no estimate
         assert ends_at(910, 6) == ["810 s  about 60 s left"]  # 6 × 10 s
         assert ends_at(925, 7, 8) == ["825 s  about 63 s left", "825 s  about 34 s left"]  # 5 × 25/2 s, 4 × 25/3 s
         assert ends_at(950, 9, 10, 11, 12)[-1] == "850 s"
 
 
 class Grey:
-    """A generator of ten classes at once."""
+    """A generator of grey images for ten classes."""
 
     fingerprint, image_shape, num_classes = "grey", (8, 8, 1), 10
 
@@ -135,9 +133,7 @@ class Grey:
         return np.zeros((len(samples), 8, 8, 1), np.uint8)
 
 
-def test_while_no_round_ends_a_run_says_how_long_it_will_generate(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_progress_estimates_generation_time_between_rounds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FEDEAS_CACHE", str(tmp_path / "cache"))
     run = write_run(tmp_path / "a", [], rounds=10, clients=2, policy="uniform", total=400, finished=False)
     config, out, now = run.config(), io.StringIO(), [100.0]
@@ -156,18 +152,18 @@ def test_while_no_round_ends_a_run_says_how_long_it_will_generate(
         return out.getvalue().splitlines()
 
     with RoundProgress(run, 10, 0, Console(file=out, width=200), images) as shown:
-        assert lines_at(100) == [] and lines_at(130) == []  # starting up is no part of the pace
-        assert lines_at(135, of_each_class=10) == []  # a look every ten seconds
+        assert lines_at(100) == [] and lines_at(130) == []  # start-up does not count for the rate
+        assert lines_at(135, of_each_class=10) == []  # checked every ten seconds
         assert lines_at(150) == ["  100 of 400 images generated, about 60 s left"]  # 100 in 20 s
         assert lines_at(170) == []  # training: nothing new
         run.append_round({"round": 1, "accuracy": 0.5, "generated": 100, "failures": []})
-        assert len(lines_at(171)) == 1 and lines_at(180) == []  # a round ended a moment ago
-        assert lines_at(190) == []  # the pace begins anew
+        assert len(lines_at(171)) == 1 and lines_at(180) == []  # a round has just ended
+        assert lines_at(190) == []  # the rate is measured again
         assert lines_at(210, client=1, of_each_class=20) == ["  300 of 400 images generated, about 10 s left"]
         assert lines_at(220, of_each_class=20) == ["  400 of 400 images generated"]
 
 
-def test_generating_in_chunks_gives_the_same_images_and_tells_the_time(
+def test_generation_in_chunks_keeps_images_and_prints_time_left(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock = [100.0]
@@ -183,11 +179,11 @@ def test_generating_in_chunks_gives_the_same_images_and_tells_the_time(
     samples = [SampleId(0, 0, 0, index) for index in range(21)]
     chunks: Any = list(images_command._in_chunks(Counting(), samples))  # type: ignore[arg-type]
     assert [len(chunk) for chunk in chunks] == [2] * 10 + [1] and np.concatenate(chunks).tolist() == list(range(21))
-    told = ["21 images, 2 at a time", "2 of 21 images, about 3 min left", "4 of 21 images, about 2 min left"]
-    assert capsys.readouterr().err.splitlines()[:3] == told  # 19 × 8 s, 17 × 8 s
+    expected = ["21 images, 2 at a time", "2 of 21 images, about 3 min left", "4 of 21 images, about 2 min left"]
+    assert capsys.readouterr().err.splitlines()[:3] == expected  # 19 × 8 s, 17 × 8 s
 
 
-def test_a_generator_whose_first_batch_is_quick_gets_four_at_a_time(capsys: pytest.CaptureFixture[str]) -> None:
+def test_fast_generator_gets_four_batches_at_a_time(capsys: pytest.CaptureFixture[str]) -> None:
     class Quick:
         batch_size = 2
 
@@ -204,22 +200,20 @@ def test_a_generator_whose_first_batch_is_quick_gets_four_at_a_time(capsys: pyte
 # ------------------------------------------------------------------------------------------------------ TensorBoard
 
 
-def test_every_number_of_a_round_becomes_a_curve() -> None:
+def test_tensorboard_curves_of_a_round() -> None:
     record = {"round": 3, "accuracy": 0.5, "gamma_hat": None, "clients": [1, 2], "failures": [], "worst_client": 2}
     record |= {"per_class_accuracy": [0.1, None], "seconds": {"clients": 2}}
     assert dict(tensorboard.curves(record)) == {"accuracy": 0.5, "per_class_accuracy/0": 0.1, "seconds/clients": 2.0}
 
 
-def test_without_the_package_a_run_says_so_in_one_line_and_does_not_begin(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_run_without_tensorboard_package_is_rejected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tensorboard, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"tensorboard = true: needs .* pip install 'fedeas-flwr\[tensorboard\]'"):
         prepare(small(tmp_path / "run", policy="none", tensorboard=True), Console(file=io.StringIO()))
     assert not (tmp_path / "run").exists()
 
 
-def test_a_run_and_its_resumption_are_one_curve(tmp_path: Path) -> None:
+def test_resumed_run_continues_its_tensorboard_curve(tmp_path: Path) -> None:
     pytest.importorskip("tensorboard", reason="the extra tensorboard is not installed")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 

@@ -1,4 +1,4 @@
-"""What only a key lets out: nothing without it, once with it, checked like any reply, and kept over a resume."""
+"""Disclosures: only with the strategy's key, collected once, validated like any reply, and kept on resume."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from flwr.app import Array, ArrayRecord, Message, RecordDict
 from rich.console import Console
-from runners import finish, hand_models_over, quick, weights
+from runners import finish, pass_models_by_reference, quick, weights
 
 import fedeas_flwr.federation.delivery  # noqa: F401 - it must know the true InlineGrid, whichever test comes first
 from fedeas_flwr.client_app import app as client_app
@@ -25,7 +25,7 @@ from fedeas_flwr.strategies.interface import NeedsDisclosure
 from fedeas_flwr.strategies.records import ARRAYS, CONFIG
 from fedeas_flwr.strategies.registry import ALGORITHMS, build_strategy
 
-TELLING: dict[str, dict[str, Any]] = {
+DISCLOSING: dict[str, dict[str, Any]] = {
     name: {"strategy": name, algorithm.disclosure.key.replace("-", "_"): True}
     for name, algorithm in ALGORITHMS.items()
     if algorithm.disclosure
@@ -33,7 +33,7 @@ TELLING: dict[str, dict[str, Any]] = {
 
 
 class RecordingGrid(InlineGrid):
-    """Keeps every message and reply; ``change`` may spoil a reply on its way."""
+    """Records every message and reply in `log`."""
 
     def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> Iterable[Message]:
         sent = list(messages)
@@ -47,7 +47,7 @@ log: list[Message] = []
 
 
 @pytest.fixture(autouse=True)
-def recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+def record_messages(monkeypatch: pytest.MonkeyPatch) -> None:
     log.clear()
     monkeypatch.setattr("fedeas_flwr.federation.grids.InlineGrid", RecordingGrid)
 
@@ -56,14 +56,14 @@ def questions() -> list[str]:
     return [str(m.content.config_records[CONFIG]["question"]) for m in log if "question" in m.content.get(CONFIG, {})]
 
 
-@pytest.mark.parametrize("name", TELLING)
-def test_without_its_key_nothing_is_sent_and_the_reason_is_said(tmp_path: Path, name: str) -> None:
+@pytest.mark.parametrize("name", DISCLOSING)
+def test_disclosure_without_its_key_is_rejected(tmp_path: Path, name: str) -> None:
     disclosure = ALGORITHMS[name].disclosure
     assert disclosure is not None
     config = quick(tmp_path / "r", strategy=name, policy="none")
     with pytest.raises(ConfigError) as refused:
         prepare(config, Console(file=io.StringIO()))
-    with pytest.raises(RunError, match=f"{disclosure.key} = false"):  # a server app that `fedeas run` did not prepare
+    with pytest.raises(RunError, match=f"{disclosure.key} = false"):  # a ServerApp that `fedeas run` did not prepare
         finish(config)
     assert log == []
     assert "\n" not in str(refused.value)
@@ -71,14 +71,14 @@ def test_without_its_key_nothing_is_sent_and_the_reason_is_said(tmp_path: Path, 
     assert disclosure.what in str(refused.value)
 
 
-@pytest.mark.parametrize("name", TELLING)
-def test_a_client_refuses_a_question_that_its_config_does_not_allow(tmp_path: Path, name: str) -> None:
+@pytest.mark.parametrize("name", DISCLOSING)
+def test_client_rejects_question_its_config_does_not_allow(tmp_path: Path, name: str) -> None:
     disclosure = ALGORITHMS[name].disclosure
     assert disclosure is not None
-    allowed = quick(tmp_path / "r", policy="none", **TELLING[name]).to_user_dict()
+    allowed = quick(tmp_path / "r", policy="none", **DISCLOSING[name]).to_user_dict()
     for keys, words in (
         ({disclosure.key: False}, f"{disclosure.key} = false"),
-        ({"strategy": "fedavg"}, "question = "),  # the key alone lets nothing out
+        ({"strategy": "fedavg"}, "question = "),  # the key alone discloses nothing
         ({}, None),
     ):
         (reply,) = InlineGrid(client_app, 4, {**allowed, **keys}).send_and_receive(
@@ -90,11 +90,11 @@ def test_a_client_refuses_a_question_that_its_config_does_not_allow(tmp_path: Pa
             assert not reply.has_content()
 
 
-@pytest.mark.parametrize("name", TELLING)
-def test_it_is_asked_once_and_a_resumed_run_ends_with_the_same_bits(tmp_path: Path, name: str) -> None:
+@pytest.mark.parametrize("name", DISCLOSING)
+def test_disclosures_are_collected_once_and_kept_on_resume(tmp_path: Path, name: str) -> None:
     disclosure = ALGORITHMS[name].disclosure
     assert disclosure is not None
-    keys = {"policy": "none", **TELLING[name]}
+    keys = {"policy": "none", **DISCLOSING[name]}
     whole = finish(quick(tmp_path / "whole", rounds=4, **keys))
     assert questions() == ["identity"] * 4 + [disclosure.question] * 4
     said = (whole.path / "flower.log").read_text()
@@ -107,96 +107,100 @@ def test_it_is_asked_once_and_a_resumed_run_ends_with_the_same_bits(tmp_path: Pa
     assert weights(whole) == weights(resumed)
 
 
-class WithoutSome(RecordingGrid):
-    """Some nodes are away, until the first round has been trained."""
+class OfflineNodesGrid(RecordingGrid):
+    """A grid with offline nodes; they connect after the first round unless `permanently` is true."""
 
-    away: ClassVar[set[int]] = set()
-    for_good = False
+    offline: ClassVar[set[int]] = set()
+    permanently = False
 
     def get_node_ids(self) -> list[int]:
-        return [node for node in super().get_node_ids() if node not in self.away]
+        return [node for node in super().get_node_ids() if node not in self.offline]
 
     def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> Iterable[Message]:
         replies = list(super().send_and_receive(messages))
-        if not self.for_good and any(reply.metadata.message_type == "train" for reply in replies):
-            self.away.clear()
+        if not self.permanently and any(reply.metadata.message_type == "train" for reply in replies):
+            self.offline.clear()
         return replies
 
 
 @pytest.fixture
-def without_some(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    def switch(*away: int, for_good: bool = False) -> None:
-        patch = {"away": set(away), "for_good": for_good}
-        monkeypatch.setattr("fedeas_flwr.federation.grids.InlineGrid", type("Grid", (WithoutSome,), patch))
+def take_offline(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    def switch(*offline: int, permanently: bool = False) -> None:
+        patch = {"offline": set(offline), "permanently": permanently}
+        monkeypatch.setattr("fedeas_flwr.federation.grids.InlineGrid", type("Grid", (OfflineNodesGrid,), patch))
 
     return switch
 
 
-OF_FOUR = {"policy": "none", "participation": 1.0, "min_replies": 0.75, "node_wait": 0.0}
+FOUR_CLIENTS = {"policy": "none", "participation": 1.0, "min_replies": 0.75, "node_wait": 0.0}
 
 
-def who_trained(run: RunDirectory) -> list[list[int]]:
+def trained_clients(run: RunDirectory) -> list[list[int]]:
     return [record["clients"] for record in run.rounds()]
 
 
-@pytest.mark.parametrize("name", TELLING)
+@pytest.mark.parametrize("name", DISCLOSING)
 @pytest.mark.parametrize("joins", ["in the run", "with the resume"])
-def test_who_was_not_there_to_be_asked_waits_for_the_next_run(
-    tmp_path: Path, name: str, joins: str, without_some: Callable[..., None]
+def test_client_that_joins_after_disclosure_is_excluded(
+    tmp_path: Path, name: str, joins: str, take_offline: Callable[..., None]
 ) -> None:
-    keys = {**OF_FOUR, **TELLING[name]}
-    without_some(4, for_good=True)
+    keys = {**FOUR_CLIENTS, **DISCLOSING[name]}
+    take_offline(4, permanently=True)
     alone = finish(quick(tmp_path / "alone", rounds=4, **keys))
-    without_some(4, for_good=joins == "with the resume")
+    take_offline(4, permanently=joins == "with the resume")
     finish(quick(tmp_path / "r", rounds=2, **keys))
-    without_some()
+    take_offline()
     log.clear()
     resumed = finish(quick(tmp_path / "r", rounds=4, resume=True, **keys))
     assert questions() == ["identity"] * 4
-    assert who_trained(resumed) == [[0, 1, 2]] * 4
+    assert trained_clients(resumed) == [[0, 1, 2]] * 4
     said = "Client 3 joined too late and is excluded from this run: its strategy collected disclosures before"
     assert said in (resumed.path / "flower.log").read_text()
     assert weights(resumed) == weights(alone)
 
 
-@pytest.mark.parametrize("name", TELLING)
-def test_who_was_asked_may_come_back_late(tmp_path: Path, name: str, without_some: Callable[..., None]) -> None:
-    keys = {**OF_FOUR, **TELLING[name]}
+@pytest.mark.parametrize("name", DISCLOSING)
+def test_client_that_disclosed_may_reconnect_later(
+    tmp_path: Path, name: str, take_offline: Callable[..., None]
+) -> None:
+    keys = {**FOUR_CLIENTS, **DISCLOSING[name]}
     finish(quick(tmp_path / "r", rounds=1, **keys))
-    without_some(4)
+    take_offline(4)
     resumed = finish(quick(tmp_path / "r", rounds=3, resume=True, **keys))
-    assert who_trained(resumed) == [[0, 1, 2, 3], [0, 1, 2], [0, 1, 2, 3]]
+    assert trained_clients(resumed) == [[0, 1, 2, 3], [0, 1, 2], [0, 1, 2, 3]]
 
 
-@pytest.mark.parametrize("name", TELLING)
-def test_who_was_not_asked_makes_no_quorum(tmp_path: Path, name: str, without_some: Callable[..., None]) -> None:
-    keys = {**OF_FOUR, **TELLING[name]}
-    without_some(4, for_good=True)
+@pytest.mark.parametrize("name", DISCLOSING)
+def test_undisclosed_clients_do_not_count_towards_quorum(
+    tmp_path: Path, name: str, take_offline: Callable[..., None]
+) -> None:
+    keys = {**FOUR_CLIENTS, **DISCLOSING[name]}
+    take_offline(4, permanently=True)
     finish(quick(tmp_path / "r", rounds=1, **keys))
-    without_some(3, for_good=True)
+    take_offline(3, permanently=True)
     with pytest.raises(RunError, match="clients = 4, but the federation has 3 nodes"):
         finish(quick(tmp_path / "r", rounds=2, resume=True, **keys))
 
 
-@pytest.mark.parametrize("name", TELLING)
+@pytest.mark.parametrize("name", DISCLOSING)
 def test_models_passed_as_tensors_give_same_weights(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    keys = {"policy": "none", "rounds": 3, **TELLING[name]}
+    keys = {"policy": "none", "rounds": 3, **DISCLOSING[name]}
     sent = finish(quick(tmp_path / "bytes", **keys))
-    hand_models_over(monkeypatch)
+    pass_models_by_reference(monkeypatch)
     assert weights(finish(quick(tmp_path / "live", **keys))) == weights(sent)
     finish(quick(tmp_path / "parts", **{**keys, "rounds": 1}))
     assert weights(finish(quick(tmp_path / "parts", resume=True, **keys))) == weights(sent)
 
 
-@pytest.mark.parametrize("name", TELLING)
-def test_it_works_on_generated_images_too(tmp_path: Path, digits_generator: Path, name: str) -> None:
-    run = finish(quick(tmp_path / "r", rounds=2, beta=1.0, **TELLING[name]))
+@pytest.mark.parametrize("name", DISCLOSING)
+def test_disclosing_strategy_works_with_generated_images(tmp_path: Path, digits_generator: Path, name: str) -> None:
+    run = finish(quick(tmp_path / "r", rounds=2, beta=1.0, **DISCLOSING[name]))
     assert run.summary()["total_generated"] > 0
     assert len(run.rounds()) == 2
 
 
 @pytest.mark.parametrize(
-    ("name", "told", "words"),
+    ("name", "disclosed", "words"),
     [
         (
             "fedmix",
@@ -210,23 +214,23 @@ def test_it_works_on_generated_images_too(tmp_path: Path, digits_generator: Path
         ("fedgen", {"counts": [0] * 10}, "images of all 1 clients = 0, wanted 1 or more"),
     ],
 )
-def test_a_refused_answer_is_told_with_its_value_and_what_is_allowed(
-    tmp_path: Path, name: str, told: dict[str, Any], words: str
+def test_invalid_disclosure_error_names_value_and_range(
+    tmp_path: Path, name: str, disclosed: dict[str, Any], words: str
 ) -> None:
-    strategy = build_strategy(quick(tmp_path, **TELLING[name]))
+    strategy = build_strategy(quick(tmp_path, **DISCLOSING[name]))
     assert isinstance(strategy, NeedsDisclosure)
-    arrays = {key: np.array(value, np.float32 if name == "fedmix" else np.int64) for key, value in told.items()}
+    arrays = {key: np.array(value, np.float32 if name == "fedmix" else np.int64) for key, value in disclosed.items()}
     with pytest.raises(MessageError, match=re.escape(words)):
         strategy.receive_disclosures({3: {"image": np.zeros((1, 8, 8), np.float32), **arrays}})
     assert not strategy.disclosing_clients()
 
 
-def test_dp_is_refused_with_just_the_strategies_that_its_refusal_names(tmp_path: Path) -> None:
+def test_dp_is_rejected_only_for_the_strategies_it_names(tmp_path: Path) -> None:
     refused = set()
     for name in ALGORITHMS:
         try:
             build_strategy(
-                quick(tmp_path, **{"clients": 20, **TELLING.get(name, {"strategy": name}), "dp": "client-fixed"})
+                quick(tmp_path, **{"clients": 20, **DISCLOSING.get(name, {"strategy": name}), "dp": "client-fixed"})
             )
         except ConfigError as error:
             refused.add(name)
@@ -235,18 +239,18 @@ def test_dp_is_refused_with_just_the_strategies_that_its_refusal_names(tmp_path:
     assert refused == {"scaffold", "fedmix", "fedgen"}
 
 
-@pytest.mark.parametrize("name", TELLING)
-def test_a_client_without_images_has_nothing_to_tell(tmp_path: Path, name: str) -> None:
+@pytest.mark.parametrize("name", DISCLOSING)
+def test_client_without_images_raises_on_disclosure(tmp_path: Path, name: str) -> None:
     disclosure = ALGORITHMS[name].disclosure
     assert disclosure is not None
     with pytest.raises(ValueError, match=f"{disclosure.key} = true: this client holds 0 images, wanted 1 or more"):
-        disclosure.answer(quick(tmp_path, **TELLING[name]), np.zeros((0, 8, 8, 1), np.uint8), np.zeros(0, np.int64))
+        disclosure.answer(quick(tmp_path, **DISCLOSING[name]), np.zeros((0, 8, 8, 1), np.uint8), np.zeros(0, np.int64))
 
 
-def spoiled(first: Any) -> type[InlineGrid]:
-    """A grid on which client 1 answers with its first array changed."""
+def corrupted_grid(first: Any) -> type[InlineGrid]:
+    """Return a grid class on which the first array of client 1's replies is changed."""
 
-    class Spoiling(InlineGrid):
+    class CorruptedGrid(InlineGrid):
         def _deliver(self, message: Message) -> Message:
             reply = super()._deliver(message)
             if message.metadata.dst_node_id == 2 and ARRAYS in reply.content and CONFIG in message.content:
@@ -256,10 +260,10 @@ def spoiled(first: Any) -> type[InlineGrid]:
                 reply.content = RecordDict({**reply.content, ARRAYS: ArrayRecord(arrays)})
             return reply
 
-    return Spoiling
+    return CorruptedGrid
 
 
-@pytest.mark.parametrize("name", TELLING)
+@pytest.mark.parametrize("name", DISCLOSING)
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
@@ -268,9 +272,9 @@ def spoiled(first: Any) -> type[InlineGrid]:
         (lambda a: (a * np.nan).astype(np.float32), "NaN|is float32"),
     ],
 )
-def test_an_answer_is_checked_like_a_reply(
+def test_disclosure_reply_is_validated(
     tmp_path: Path, name: str, change: Any, reason: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("fedeas_flwr.federation.grids.InlineGrid", spoiled(change))
+    monkeypatch.setattr("fedeas_flwr.federation.grids.InlineGrid", corrupted_grid(change))
     with pytest.raises(RunError, match=f"invalid reply to the question .*({reason})"):
-        finish(quick(tmp_path / "r", policy="none", **TELLING[name]))
+        finish(quick(tmp_path / "r", policy="none", **DISCLOSING[name]))

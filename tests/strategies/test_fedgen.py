@@ -1,4 +1,4 @@
-"""FedGen: losses by hand and against differences, the server's steps against plain torch, zero weights are FedAvg."""
+"""FedGen: losses by hand and by finite differences, server steps against plain torch, zero weights equal FedAvg."""
 
 from __future__ import annotations
 
@@ -48,23 +48,23 @@ from fedeas_flwr.training.objective import Batch
 FEDGEN: dict[str, Any] = {"strategy": "fedgen", "disclose_label_counts": True, "policy": "none"}
 
 
-def test_weights_count_label_by_label() -> None:
-    # w_A = (.75, .25), w_B = (.25, .75), y = (0, 1): weights that lost their labels would give 1.75.
+def test_label_weights_are_per_label() -> None:
+    # w_A = (.75, .25), w_B = (.25, .75), y = (0, 1): weights that ignore labels would give 1.75.
     heads = Heads(torch.zeros(2, 2, 1), torch.zeros(2, 2), torch.tensor([[3.0, 1.0], [1.0, 3.0]]))
     found = heads.label_weights(torch.tensor([0, 1]))
     assert found.tolist() == [[0.75, 0.25], [0.25, 0.75]]
     assert ensemble_loss(torch.tensor([[1.0, 2.0], [3.0, 1.0]]), found).item() == 1.375
-    # The second client sits out: the labels are the first one's alone.
+    # The second client does not take part: only the first client's counts matter.
     alone = Heads(heads.weight[:1], heads.bias[:1], heads.counts[:1])
     assert alone.label_weights(torch.tensor([0, 1])).tolist() == [[1.0, 1.0]]
 
 
-def test_diversity_by_hand() -> None:
+def test_diversity_loss_by_hand() -> None:
     noise, made = torch.tensor([[0.0, 0.0], [1.0, 1.0]]), torch.tensor([[0.0, 0.0], [1.0, 3.0]])
     assert diversity_loss(noise, made).item() == pytest.approx(math.exp(-1))
 
 
-def test_the_generator_has_the_papers_size_and_its_seeds_weights() -> None:
+def test_generator_size_is_the_papers_and_weights_are_seeded() -> None:
     made = new_generator(512, 10, seed=1)
     assert sum(made[name].numel() for name in TRAINED) == 167_680
     again, other = new_generator(512, 10, seed=1), new_generator(512, 10, seed=2)
@@ -76,7 +76,7 @@ def doubled(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return {name: value.double() for name, value in tensors.items()}
 
 
-def test_the_servers_gradients_are_those_of_finite_differences() -> None:
+def test_generator_gradients_match_finite_differences() -> None:
     rng = np.random.default_rng(0)
     generator = doubled(new_generator(5, 3, seed=1))
     heads = Heads(
@@ -95,8 +95,8 @@ def test_the_servers_gradients_are_those_of_finite_differences() -> None:
             assert gradient.flatten()[at].item() == pytest.approx(difference(loss, weight, at), rel=1e-5, abs=1e-8)
 
 
-def plain_modules(generator: dict[str, torch.Tensor]) -> nn.Sequential:
-    """The same generator, as torch's own layers."""
+def torch_generator(generator: dict[str, torch.Tensor]) -> nn.Sequential:
+    """Return the same generator as torch layers."""
     classes, features = generator["hidden.weight"].shape[1] - NOISE, len(generator["features.bias"])
     net = nn.Sequential(nn.Linear(NOISE + classes, 256), nn.BatchNorm1d(256), nn.ReLU(), nn.Linear(256, features))
     with torch.no_grad():
@@ -105,8 +105,8 @@ def plain_modules(generator: dict[str, torch.Tensor]) -> nn.Sequential:
     return net
 
 
-def test_two_rounds_are_adams_own_steps_with_one_client_sitting_out() -> None:
-    """Round 1 is client 0's alone, round 2 both clients': against torch's own layers, optimiser and schedule."""
+def test_two_server_rounds_match_torch_adam() -> None:
+    """Client 0 trains in round 1, both clients in round 2; compare with torch's layers, optimiser and schedule."""
     config = small(Path("/nowhere"), **FEDGEN, fedgen_steps=4, fedgen_batch=6, clients=2, participation=1.0)
     strategy = build_strategy(config)
     assert isinstance(strategy, FedGen)
@@ -118,11 +118,11 @@ def test_two_rounds_are_adams_own_steps_with_one_client_sitting_out() -> None:
         for c in (0, 1)
     }
 
-    net = plain_modules(new_generator(512, 10, config.seed)).train()
+    net = torch_generator(new_generator(512, 10, config.seed)).train()
     adam = torch.optim.Adam(net.parameters(), lr=3e-4, weight_decay=1e-2)
     schedule = torch.optim.lr_scheduler.ExponentialLR(adam, 0.98)
     for number, chosen in ((1, [0]), (2, [0, 1])):
-        averaged = merged(strategy, number, {c: replies[c] for c in chosen})
+        averaged = aggregate(strategy, number, {c: replies[c] for c in chosen})
         draws = stream(config.seed, "fedgen server", number)
         held = np.flatnonzero(sum(counts[c] for c in chosen))
         for _ in range(4):
@@ -146,7 +146,7 @@ def test_two_rounds_are_adams_own_steps_with_one_client_sitting_out() -> None:
     found = strategy.state()
     assert found.numbers == {"steps": 8}
     for parameter, name in zip(net.parameters(), TRAINED, strict=True):
-        # BatchNorm takes the hidden bias out again: its gradient is rounding alone, which Adam blows up to its step.
+        # BatchNorm cancels the hidden bias: its gradient is rounding error, which Adam scales up to a full step.
         close = 8 * 3e-4 if name == "hidden.bias" else 1e-6
         torch.testing.assert_close(found.arrays[f"weights/{name}"], parameter.detach(), rtol=1e-5, atol=close)
     torch.testing.assert_close(found.arrays["weights/norm.var"], net[1].running_var)
@@ -158,7 +158,7 @@ def test_two_rounds_are_adams_own_steps_with_one_client_sitting_out() -> None:
     )
 
 
-def merged(strategy: FedGen, number: int, replies: dict[int, dict[str, Any]]) -> dict[str, Any]:
+def aggregate(strategy: FedGen, number: int, replies: dict[int, dict[str, Any]]) -> dict[str, Any]:
     grid = InlineGrid(ClientApp(), 2, {})
     model = to_record(replies[0])
     out = {m.metadata.dst_node_id - 1: m for m in strategy.configure_train(number, model, ConfigRecord(), grid)}
@@ -173,10 +173,10 @@ def merged(strategy: FedGen, number: int, replies: dict[int, dict[str, Any]]) ->
     return to_arrays(arrays)
 
 
-def test_training_leaves_what_was_sent_as_it_was() -> None:
+def test_generator_training_does_not_modify_its_input() -> None:
     start = Trained.untrained(new_generator(4, 2, seed=1))
     before = copy.deepcopy(start)
-    heads = Heads(torch.ones(1, 2, 4), torch.zeros(1, 2), torch.tensor([[3.0, 0.0]]))  # nobody holds label 1
+    heads = Heads(torch.ones(1, 2, 4), torch.zeros(1, 2), torch.tensor([[3.0, 0.0]]))  # no client holds label 1
     after = train_generator(start, heads, 3, 4, 0.1, np.random.default_rng(0))
     for old, now in ((before.weights, start.weights), (before.first, start.first), (before.second, start.second)):
         assert all(torch.equal(old[name], now[name]) for name in old)
@@ -186,8 +186,8 @@ def test_training_leaves_what_was_sent_as_it_was() -> None:
     assert train_generator(start, nobody, 3, 4, 0.1, np.random.default_rng(0)) is start
 
 
-class Straight(nn.Module):
-    """Logits (x, 0): features are the image itself."""
+class IdentityFeatures(nn.Module):
+    """A network with logits (x, 0), whose features are the image itself."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -198,8 +198,8 @@ class Straight(nn.Module):
         return self.fc(images.flatten(1))
 
 
-def test_the_clients_three_terms_by_hand() -> None:
-    # G = ln 3 whatever it is asked: softmax (¾, ¼). x = 0: softmax (½, ½). Asked for both labels once.
+def test_client_loss_terms_by_hand() -> None:
+    # G = ln 3 for any input: softmax (¾, ¼). x = 0: softmax (½, ½). Each label is generated once.
     generator = new_generator(1, 2, seed=1)
     generator["features.weight"].zero_(), generator["features.bias"].fill_(math.log(3))
     given = {
@@ -211,17 +211,17 @@ def test_the_clients_three_terms_by_hand() -> None:
         "beta": torch.tensor(3.0),
     }
     config = quick(Path("/nowhere"), **FEDGEN, fedgen_batch=2, batch_size=8)
-    model, batch = Straight(), Batch(torch.zeros(3, 1, 1, 1), torch.tensor([0, 1, 0]), given, torch.mean)
+    model, batch = IdentityFeatures(), Batch(torch.zeros(3, 1, 1, 1), torch.tensor([0, 1, 0]), given, torch.mean)
     loss = FedGenObjective(config).loss(model, batch)
     divergence = 0.75 * math.log(1.5) + 0.25 * math.log(0.5)
     answered = (math.log(4 / 3) + math.log(4)) / 2
     assert loss.item() == pytest.approx(math.log(2) + 3 * divergence + 4 * (2 / 8) * answered, rel=1e-6)
-    # Only the asked features move the head: x is 0, and the teacher carries no gradient.
+    # Only the generated features change the head: x is 0, and the teacher has no gradient.
     (slope,) = torch.autograd.grad(loss, [model.fc.weight])
     assert slope.flatten().tolist() == pytest.approx([0.25 * math.log(3), -0.25 * math.log(3)], rel=1e-5)
 
 
-def given_of(samples: int, rng: np.random.Generator, features: int, classes: int) -> dict[str, torch.Tensor]:
+def make_inputs(samples: int, rng: np.random.Generator, features: int, classes: int) -> dict[str, torch.Tensor]:
     generator = {f"generator/{k}": v for k, v in doubled(new_generator(features, classes, seed=3)).items()}
     return {
         **generator,
@@ -233,19 +233,19 @@ def given_of(samples: int, rng: np.random.Generator, features: int, classes: int
     }
 
 
-def test_the_clients_gradients_are_those_of_finite_differences() -> None:
+def test_client_gradients_match_finite_differences() -> None:
     torch.manual_seed(0)
     rng, model = np.random.default_rng(0), SmallCNN(3, (2, 2, 1)).double()
     batch = Batch(
         torch.from_numpy(rng.normal(size=(5, 1, 2, 2))),
         torch.from_numpy(rng.integers(0, 3, 5)),
-        given_of(5, rng, 32, 3),
+        make_inputs(5, rng, 32, 3),
         torch.mean,
     )
     objective = FedGenObjective(quick(Path("/nowhere"), **FEDGEN, fedgen_batch=4))
     parameters = list(model.parameters())
     gradients = torch.autograd.grad(objective.loss(model, batch), parameters)
-    teacher = copy.deepcopy(model.fc)  # it carries no gradient: differences must not move it either
+    teacher = copy.deepcopy(model.fc)  # it has no gradient, so finite differences must not change it
 
     def loss() -> torch.Tensor:
         logits, g = model(batch.images), batch.given
@@ -263,7 +263,7 @@ def test_the_clients_gradients_are_those_of_finite_differences() -> None:
             assert gradient.flatten()[at].item() == pytest.approx(difference(loss, weight, at), rel=1e-5, abs=1e-8)
 
 
-class Normed(nn.Module):
+class WithBatchNorm(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.body = nn.Sequential(nn.Conv2d(1, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten())
@@ -273,13 +273,13 @@ class Normed(nn.Module):
         return self.fc(self.body(images))
 
 
-@pytest.mark.parametrize("samples", [64, 70, 7])  # rests of 0 and 6; shorter than a batch
+@pytest.mark.parametrize("samples", [64, 70, 7])  # last batch of 0 and of 6; fewer than one batch
 @pytest.mark.parametrize("device", DEVICES)
 def test_both_engines_take_the_same_steps(samples: int, device: str) -> None:
     torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = False
     torch.manual_seed(0)
     config = quick(Path("/nowhere"), **FEDGEN)
-    model, rng, part = Normed().to(device), np.random.default_rng(0), FedGenClient(config)
+    model, rng, part = WithBatchNorm().to(device), np.random.default_rng(0), FedGenClient(config)
     start, recipe = read_state(model), LocalTrainingConfig(epochs=2, batch_size=32, learning_rate=0.01)
     images = torch.from_numpy(rng.integers(0, 256, (samples, 8, 8, 1), dtype=np.uint8)).to(device)
     labels = torch.from_numpy(rng.integers(0, 10, samples)).to(device)
@@ -287,7 +287,7 @@ def test_both_engines_take_the_same_steps(samples: int, device: str) -> None:
     normalise = Normaliser((0.3,), (0.4,), device)
     eager = EagerEngine(copy.deepcopy(model), recipe, normalise, device, part.objective)
     graphed = GraphedEngine(copy.deepcopy(model), recipe, normalise, "fp32", device, part.objective)
-    for number in (1, 2):  # the same buffers serve a round without the terms and one with them
+    for number in (1, 2):  # a round without the terms and one with them use the same buffers
         task = ClientRound(
             config, number, 0, device, {}, {}, {**extra, "labels": np.array([0, 4])}, {}, labels, recipe.steps(samples)
         )
@@ -303,24 +303,24 @@ def test_both_engines_take_the_same_steps(samples: int, device: str) -> None:
                 )
 
 
-def test_the_terms_fade_to_their_floor_and_begin_in_round_two() -> None:
+def test_term_weight_starts_in_round_2_and_decays_to_its_floor() -> None:
     assert [term_weight(10.0, number) for number in (1, 2, 3)] == [0.0, 9.8, pytest.approx(9.604)]
     assert term_weight(10.0, 1000) == 1e-4
     assert term_weight(0.0, 1000) == 0.0
 
 
-def test_with_zero_weights_it_is_fedavg_to_the_bit(tmp_path: Path) -> None:
+def test_fedgen_with_zero_weights_is_fedavg_bitwise(tmp_path: Path) -> None:
     fedavg = finish(quick(tmp_path / "fedavg", policy="none"))
     off = finish(quick(tmp_path / "off", **FEDGEN, fedgen_alpha=0.0, fedgen_beta=0.0))
     assert weights(off) == weights(fedavg)
-    # In the first round the generator knows nothing, and nobody listens to it.
+    # In the first round the generator is untrained and not used.
     first = finish(quick(tmp_path / "first", **FEDGEN, rounds=1))
     assert weights(first) == weights(finish(quick(tmp_path / "one", policy="none", rounds=1)))
     for terms in ({}, {"fedgen_alpha": 0.0}, {"fedgen_beta": 0.0}):
         assert weights(finish(quick(tmp_path / f"on{len(terms)}{terms}", **FEDGEN, **terms))) != weights(fedavg)
 
 
-def test_counts_are_real_ones_and_noise_is_fresh_and_whole(tmp_path: Path) -> None:
+def test_disclosed_counts_are_real_and_noise_is_integer_laplace(tmp_path: Path) -> None:
     run = finish(quick(tmp_path / "r", **FEDGEN, rounds=1))
     checkpoint = run.load_checkpoint()
     assert checkpoint is not None
@@ -329,13 +329,13 @@ def test_counts_are_real_ones_and_noise_is_fresh_and_whole(tmp_path: Path) -> No
     noisy = quick(tmp_path / "noisy", **FEDGEN, fedgen_count_noise=10.0)
     drawn = np.stack([label_counts(noisy, pixels, labels)["counts"] for _ in range(400)]) - 5000
     assert drawn.dtype == np.int64
-    assert abs(drawn.mean()) < 1  # 4,000 draws of deviation 14
-    assert np.abs(drawn).mean() == pytest.approx(10, rel=0.1)  # Laplace: the mean distance is its scale
+    assert abs(drawn.mean()) < 1  # 4,000 draws with a standard deviation of 14
+    assert np.abs(drawn).mean() == pytest.approx(10, rel=0.1)  # Laplace: the mean absolute deviation is its scale
     few = np.stack([label_counts(noisy, pixels, labels[:1])["counts"] for _ in range(20)])
     assert few.min() == 0  # never negative
 
 
-def test_a_network_without_a_head_is_refused_before_anything_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fedgen_rejects_model_without_fc(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(Path(__file__).parents[1] / "helpers")
     with pytest.raises(ConfigError, match=r"users_models:with_batchnorm.*named fc"):
         build_strategy(quick(Path("/nowhere"), **FEDGEN, model="users_models:with_batchnorm"))

@@ -1,4 +1,4 @@
-"""FedMix: terms worked out by hand, gradients against differences, λ = 0 is FedAvg."""
+"""FedMix: loss terms by hand, gradients by finite differences, λ = 0 equals FedAvg."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ FEDMIX: dict[str, Any] = {"strategy": "fedmix", "disclose_mean_images": True, "p
 
 
 class WeightTimesInput(nn.Module):
-    """Logits (w x, 0)."""
+    """A network with logits (w x, 0)."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -45,21 +45,21 @@ class WeightTimesInput(nn.Module):
         return torch.cat([first, torch.zeros_like(first)], 1)
 
 
-def batch_of(images: torch.Tensor, labels: torch.Tensor, means: torch.Tensor, proportions: torch.Tensor) -> Batch:
+def make_batch(images: torch.Tensor, labels: torch.Tensor, means: torch.Tensor, proportions: torch.Tensor) -> Batch:
     given = {"means": means, "proportions": proportions, "other": torch.tensor(len(means) - 1)}
     return Batch(images, labels, given, torch.mean)
 
 
 def by_hand(copies: int) -> Batch:
-    # x = (4/3) ln 3, so u = ln 3; x̄ = 2, ȳ = (½, ½). A second client, whose mean is not drawn, must not matter.
+    # x = (4/3) ln 3, so u = ln 3; x̄ = 2, ȳ = (½, ½). The mean of the other client, which is not drawn, has no effect.
     images = torch.full((copies, 1, 1, 1), 4 / 3 * math.log(3), dtype=torch.float64)
     means = torch.tensor([99.0, 2.0], dtype=torch.float64).view(2, 1, 1, 1)
     proportions = torch.tensor([[1.0, 0.0], [0.5, 0.5]], dtype=torch.float64)
-    return batch_of(images, torch.zeros(copies, dtype=torch.long), means, proportions)
+    return make_batch(images, torch.zeros(copies, dtype=torch.long), means, proportions)
 
 
 @pytest.mark.parametrize("copies", [1, 2])
-def test_the_three_terms_and_the_slope_by_hand(copies: int) -> None:
+def test_loss_terms_and_gradient_by_hand(copies: int) -> None:
     # λ = ¼, w = 1, y = 0: softmax(ln 3, 0) = (¾, ¼).
     model, part = WeightTimesInput(), 0.25
     loss = FedMixObjective(part).loss(model, by_hand(copies))
@@ -77,7 +77,7 @@ def test_the_three_terms_and_the_slope_by_hand(copies: int) -> None:
 
 
 def slope_by_hand(w: float, x: float, part: float, mean: float) -> float:
-    """dL/dw of the model above for y = 0 and ȳ = (½, ½), with s = σ(−wu): CE = −ln(1 − s), ∂CE/∂u = −w s."""
+    """Return dL/dw of the model above for y = 0, ȳ = (½, ½), with s = σ(−wu): CE = −ln(1 − s), ∂CE/∂u = −w s."""
     u = (1 - part) * x
     s = 1 / (1 + math.exp(w * u))
     own, mixture = -u * s, 0.5 * -u * s + 0.5 * u * (1 - s)
@@ -85,7 +85,7 @@ def slope_by_hand(w: float, x: float, part: float, mean: float) -> float:
 
 
 @pytest.mark.parametrize("kind", ["eager", "graphed"])
-def test_two_rounds_by_hand_with_one_client_sitting_out(kind: str) -> None:
+def test_two_rounds_by_hand(kind: str) -> None:
     # Client 1 has x = 2 and gets mean 2, client 2 has x = 1 and gets mean −1; N = (3, 1), lr ½, one step; λ = ¼.
     assert slope_by_hand(1, 4 / 3 * math.log(3), 0.25, 2) == pytest.approx(-0.153830, abs=5e-7)
     data = {0: (2.0, 2.0, 3), 1: (1.0, -1.0, 1)}
@@ -105,7 +105,7 @@ def test_two_rounds_by_hand_with_one_client_sitting_out(kind: str) -> None:
         _, trained, _ = engine.train({"w": np.float32(w)}, {}, images, labels, np.random.default_rng(0), inputs)
         return float(trained["w"])
 
-    first = local(0, 1.0)  # client 2 sits out
+    first = local(0, 1.0)  # client 2 does not take part
     assert first == pytest.approx(1 - 0.5 * slope_by_hand(1, 2, 0.25, 2), rel=1e-6)
     states: list[Any] = [{"w": np.float32(local(client, first))} for client in (0, 1)]
     ends = [first - 0.5 * slope_by_hand(first, x, 0.25, mean) for x, mean, _ in data.values()]
@@ -116,18 +116,18 @@ def random_batch(samples: int) -> Batch:
     rng = np.random.default_rng(samples)
     images = torch.from_numpy(rng.normal(size=(samples, 1, 4, 4)))
     means, proportions = torch.from_numpy(rng.normal(size=(3, 1, 4, 4))), torch.from_numpy(rng.dirichlet([1] * 3, 3))
-    return batch_of(images, torch.from_numpy(rng.integers(0, 3, samples)), means, proportions)
+    return make_batch(images, torch.from_numpy(rng.integers(0, 3, samples)), means, proportions)
 
 
 def smooth_net() -> nn.Module:
-    """With BatchNorm, without kinks, in float64: differences can be trusted."""
+    """Return a smooth float64 network with BatchNorm, for accurate finite differences."""
     torch.manual_seed(1)
     layers = (nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2), nn.Softplus(), nn.Flatten(), nn.Linear(8, 3))
     return nn.Sequential(*layers).double()
 
 
 def difference(loss: Callable[[], torch.Tensor], weight: torch.Tensor, at: int) -> float:
-    """The slope of a loss along one weight, by central differences."""
+    """Return the derivative of a loss by one weight, by central differences."""
     values = []
     for step in (1e-5, -1e-5):
         with torch.no_grad():
@@ -138,7 +138,7 @@ def difference(loss: Callable[[], torch.Tensor], weight: torch.Tensor, at: int) 
     return (values[0] - values[1]) / 2e-5
 
 
-def test_gradients_are_those_of_finite_differences() -> None:
+def test_gradients_match_finite_differences() -> None:
     model, batch, objective = smooth_net(), random_batch(5), FedMixObjective(0.3)
     parameters = list(model.parameters())
     gradients = torch.autograd.grad(objective.loss(model, batch), parameters)
@@ -149,8 +149,8 @@ def test_gradients_are_those_of_finite_differences() -> None:
             assert gradient.view(-1)[at].item() == pytest.approx(found, rel=1e-6, abs=1e-8)
 
 
-def test_the_taylor_term_is_the_slope_of_the_loss_towards_the_mean() -> None:
-    """CE(u + t x̄) differentiated by t: what mixing the mean into all images of a batch does, BatchNorm included."""
+def test_taylor_term_is_the_derivative_towards_the_mean() -> None:
+    """It is the derivative of CE(u + t x̄) by t: the mean is mixed into all images of a batch, BatchNorm included."""
     model, batch, part = smooth_net(), random_batch(5), 0.3
     mean, cross_entropy = batch.given["means"][2], nn.CrossEntropyLoss()
 
@@ -164,7 +164,7 @@ def test_the_taylor_term_is_the_slope_of_the_loss_towards_the_mean() -> None:
     assert FedMixObjective(part).loss(model, batch).item() == pytest.approx(expected, rel=1e-9)
 
 
-def test_rows_that_pad_a_short_batch_change_nothing() -> None:
+def test_padding_rows_do_not_change_gradients() -> None:
     model, short, objective = smooth_net(), random_batch(5), FedMixObjective(0.3)
     alone = torch.autograd.grad(objective.loss(model, short), list(model.parameters()))
     mask = (torch.arange(8) < 5).double()
@@ -178,7 +178,7 @@ def test_rows_that_pad_a_short_batch_change_nothing() -> None:
         torch.testing.assert_close(one, two, rtol=1e-4, atol=1e-5)  # the masked layer computes in float32
 
 
-@pytest.mark.parametrize("samples", [64, 70, 7])  # rests of 0 and 6; shorter than a batch
+@pytest.mark.parametrize("samples", [64, 70, 7])  # last batch of 0 and of 6; fewer than one batch
 @pytest.mark.parametrize("device", DEVICES)
 def test_both_engines_take_the_same_steps(samples: int, device: str) -> None:
     torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = False
@@ -195,7 +195,7 @@ def test_both_engines_take_the_same_steps(samples: int, device: str) -> None:
         {"other": torch.from_numpy(rng.integers(0, 3, recipe.steps(samples))).to(device)},
     )
     normalise, objective = Normaliser((0.3,), (0.4,), device), FedMixObjective(0.2)
-    assert objective.needs_double_backward, "layers that can be differentiated only once must stay out"
+    assert objective.needs_double_backward, "kernels without double backward would be used"
     assert not FedMixObjective(0).needs_double_backward
     eager = EagerEngine(copy.deepcopy(model), recipe, normalise, device, objective)
     graphed = GraphedEngine(copy.deepcopy(model), recipe, normalise, "fp32", device, objective)
@@ -207,8 +207,8 @@ def test_both_engines_take_the_same_steps(samples: int, device: str) -> None:
             torch.testing.assert_close(mine[key], theirs[key], rtol=5e-4, atol=5e-5, msg=lambda m, k=key: f"{k}: {m}")
 
 
-class Operations(TorchDispatchMode):
-    """Counts what is asked of torch, views and all: on a GPU most of it is a kernel each."""
+class OperationCounter(TorchDispatchMode):
+    """Counts torch operations, views included; on a GPU most are one kernel each."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -235,7 +235,7 @@ def test_full_batch_step_uses_double_backward_batchnorm() -> None:
         EagerEngine(copy.deepcopy(model), recipe, normalise, "cpu", objective),
         GraphedEngine(copy.deepcopy(model), recipe, normalise, "fp32", "cpu", objective),
     ):
-        with Operations() as counted:
+        with OperationCounter() as counted:
             _, *state = engine.train(*read_state(model), images, labels, np.random.default_rng(3), inputs)
         states.append({**state[0], **state[1]})
         numbers.append(counted.number)
@@ -245,12 +245,12 @@ def test_full_batch_step_uses_double_backward_batchnorm() -> None:
 
 
 @pytest.mark.parametrize("shape", [(5, 3, 4, 4), (6, 3)])
-def test_batchnorm_is_differentiated_twice_as_torch_does_it(shape: tuple[int, ...]) -> None:
+def test_double_backward_batchnorm_matches_torch(shape: tuple[int, ...]) -> None:
     torch.manual_seed(0)
     plain = (nn.BatchNorm2d if len(shape) == 4 else nn.BatchNorm1d)(3).double()
     nn.init.normal_(plain.weight)
     with torch.no_grad():
-        plain.weight[1] = 0  # a channel that is switched off has slopes all the same
+        plain.weight[1] = 0  # a channel with weight 0 has gradients, too
     ours = copy.deepcopy(plain)
     x, weights, towards = torch.randn(3, *shape, dtype=torch.float64)
 
@@ -277,32 +277,32 @@ def task(config: RunConfig, client: int, clients: list[int], steps: int = 200) -
     return ClientRound(config, 3, client, "cpu", {}, {}, extra, {}, torch.zeros(2), steps)
 
 
-def test_a_step_draws_another_clients_mean_from_a_stream_of_its_own() -> None:
+def test_client_draws_means_of_other_clients_reproducibly() -> None:
     config = quick(Path("/nowhere"), **FEDMIX)
     part = FedMixClient(config)
     drawn = part.prepare(task(config, 7, [2, 7, 9, 11])).tables["other"]
     assert set(drawn.tolist()) == {0, 2, 3}  # rows of all but client 7
     assert torch.equal(drawn, part.prepare(task(config, 7, [2, 7, 9, 11])).tables["other"])
-    assert part.prepare(task(config, 7, [7])).tables["other"].tolist() == [0] * 200  # nobody else is there
+    assert part.prepare(task(config, 7, [7])).tables["other"].tolist() == [0] * 200  # there is no other client
 
 
-def test_without_mixing_it_is_fedavg_to_the_bit(tmp_path: Path) -> None:
+def test_fedmix_with_lambda_zero_is_fedavg_bitwise(tmp_path: Path) -> None:
     fedavg = finish(quick(tmp_path / "fedavg", policy="none"))
     assert weights(finish(quick(tmp_path / "zero", **FEDMIX, fedmix_lambda=0.0))) == weights(fedavg)
     assert weights(finish(quick(tmp_path / "some", **FEDMIX))) != weights(fedavg)
 
 
-def test_means_are_of_all_real_images_normalised(tmp_path: Path) -> None:
+def test_disclosed_means_are_of_all_real_normalised_images(tmp_path: Path) -> None:
     run = finish(quick(tmp_path / "r", **FEDMIX, rounds=1))
     checkpoint = run.load_checkpoint()
     assert checkpoint is not None
-    told, data = checkpoint.strategy.arrays, federated_data(run.config(), 4)
+    disclosed, data = checkpoint.strategy.arrays, federated_data(run.config(), 4)
     normalise = Normaliser(data.dataset.mean, data.dataset.std, "cpu")
-    assert told["clients"].tolist() == [0, 1, 2, 3]
+    assert disclosed["clients"].tolist() == [0, 1, 2, 3]
     for client in range(4):
         images, labels = data.train(client)
         mean = normalise(torch.from_numpy(images)).mean(0).numpy()
-        np.testing.assert_allclose(told["means"][client], mean, atol=1e-5)
+        np.testing.assert_allclose(disclosed["means"][client], mean, atol=1e-5)
         np.testing.assert_allclose(
-            told["proportions"][client], np.bincount(labels, minlength=10) / len(labels), atol=1e-7
+            disclosed["proportions"][client], np.bincount(labels, minlength=10) / len(labels), atol=1e-7
         )

@@ -1,4 +1,4 @@
-"""Flower's own strategies: every one runs with every policy, resumes to the same bits, and takes tensors as well."""
+"""Flower's strategies: each works with generated images and tensors, and resumes to bitwise equal weights."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from flwr.clientapp import ClientApp
 from flwr.serverapp.strategy import dp_adaptive_clipping, strategy_utils
 from flwr.supercore import differential_privacy
 from rich.console import Console
-from runners import finish, hand_models_over, quick, weights
+from runners import finish, pass_models_by_reference, quick, weights
 from waiting import LONG
 
 from fedeas_flwr.common.errors import ConfigError
@@ -34,33 +34,33 @@ from fedeas_flwr.strategies.records import to_arrays, to_record
 from fedeas_flwr.strategies.registry import ALGORITHMS, build_strategy
 
 TINY = {"clients": 3, "participation": 1.0, "batch_size": 128, "policy": "none"}
-"""Three clients, a few steps each: the fewest that Krum and Bulyan take."""
-FLOWERS = [
+"""Three clients with a few steps each; Krum and Bulyan need at least three."""
+FLOWER_STRATEGIES = [
     name
     for name, algorithm in ALGORITHMS.items()
     if isinstance(algorithm.build(parse_config({"clients": 6})), FlowerStrategyAdapter)
 ]
 
 
-def test_the_config_names_the_registrys_algorithms() -> None:
+def test_strategy_names_equal_the_registry() -> None:
     assert list(get_args(StrategyName)) == list(ALGORITHMS)
-    assert len(FLOWERS) == 10
+    assert len(FLOWER_STRATEGIES) == 10
 
 
 LINEAR = {**TINY, "model": "users_models:with_dropout"}
-"""The quickest to train, and with draws of its own."""
+"""The model that trains fastest; its dropout draws random numbers."""
 
 
 @pytest.fixture(autouse=True)
-def models_of_the_tests(monkeypatch: pytest.MonkeyPatch) -> None:
+def import_helper_models(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(Path(__file__).parents[1] / "helpers")
 
 
-@pytest.mark.parametrize("name", FLOWERS)
-def test_resumed_is_uninterrupted_bit_for_bit(tmp_path: Path, name: str) -> None:
+@pytest.mark.parametrize("name", FLOWER_STRATEGIES)
+def test_resumed_run_equals_uninterrupted_bitwise(tmp_path: Path, name: str) -> None:
     whole = finish(quick(tmp_path / "whole", strategy=name, rounds=4, **LINEAR))
     finish(quick(tmp_path / "parts", strategy=name, rounds=2, **LINEAR))
-    np.random.rand(7), random.random()  # what this process drew in between must not matter
+    np.random.rand(7), random.random()  # the global random state must have no effect
     resumed = finish(quick(tmp_path / "parts", strategy=name, rounds=4, resume=True, **LINEAR))
     assert weights(whole) == weights(resumed)
 
@@ -70,39 +70,39 @@ def test_resume_without_strategy_state_differs(tmp_path: Path, name: str, monkey
     whole = finish(quick(tmp_path / "whole", strategy=name, rounds=4, **LINEAR))
     finish(quick(tmp_path / "parts", strategy=name, rounds=2, **LINEAR))
     monkeypatch.setattr(flower, "STATEFUL_ATTRIBUTES", {})
-    forgetful = finish(quick(tmp_path / "parts", strategy=name, rounds=4, resume=True, **LINEAR))
-    assert weights(whole) != weights(forgetful)
+    without_state = finish(quick(tmp_path / "parts", strategy=name, rounds=4, resume=True, **LINEAR))
+    assert weights(whole) != weights(without_state)
 
 
-@pytest.mark.parametrize("name", FLOWERS)
-def test_every_strategy_works_on_images_too(tmp_path: Path, digits_generator: Path, name: str) -> None:
+@pytest.mark.parametrize("name", FLOWER_STRATEGIES)
+def test_every_strategy_works_with_generated_images(tmp_path: Path, digits_generator: Path, name: str) -> None:
     run = finish(quick(tmp_path / "r", strategy=name, rounds=2, **{**TINY, "policy": "fedeas", "beta": 1.0}))
     assert run.summary()["total_generated"] > 0
     assert len(run.rounds()) == 2
 
 
-@pytest.mark.parametrize("name", FLOWERS)
+@pytest.mark.parametrize("name", FLOWER_STRATEGIES)
 def test_models_passed_as_tensors_give_same_weights(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     keys = {**TINY, "strategy": name, "rounds": 2}
-    keys["model"] = "users_models:with_batchnorm"  # statistics and a whole-number counter beside the weights
+    keys["model"] = "users_models:with_batchnorm"  # it has statistics and an integer counter besides the weights
     sent = finish(quick(tmp_path / "bytes", **keys))
-    hand_models_over(monkeypatch)
-    handed_over = finish(quick(tmp_path / "live", **keys))
-    assert weights(sent) == weights(handed_over)
-    model = handed_over.load_model()
+    pass_models_by_reference(monkeypatch)
+    by_reference = finish(quick(tmp_path / "live", **keys))
+    assert weights(sent) == weights(by_reference)
+    model = by_reference.load_model()
     assert model["1.num_batches_tracked"].dtype == np.int64
     assert model["0.weight"].dtype == np.float32
 
 
-@pytest.mark.parametrize("name", FLOWERS)
+@pytest.mark.parametrize("name", FLOWER_STRATEGIES)
 def test_attributes_changed_by_a_round_are_stateful(name: str) -> None:
-    """A release of Flower that keeps something new between rounds shows here, not in a wrong resume."""
+    """Detect a Flower release that keeps new state between rounds, which a resume would lose."""
     strategy = build_strategy(parse_config({"strategy": name, "clients": 3, "participation": 1.0}))
     assert isinstance(strategy, FlowerStrategyAdapter)
     before = {key: repr(value) for key, value in vars(strategy.inner).items()}
     one_round(strategy, 1)
     changed = {key for key, value in vars(strategy.inner).items() if repr(value) != before.get(key)}
-    # What is kept, and what `configure_train` writes whatever was there before.
+    # The stateful attributes, and what `configure_train` always overwrites.
     assert changed <= {*STATEFUL_ATTRIBUTES.get(type(strategy.inner), ()), "current_arrays"}
     assert changed >= set(STATEFUL_ATTRIBUTES.get(type(strategy.inner), ()))
 
@@ -110,7 +110,7 @@ def test_attributes_changed_by_a_round_are_stateful(name: str) -> None:
 def one_round(
     strategy: FlowerStrategyAdapter, number: int, updates: Sequence[float] = (0.1, 0.2, 0.3)
 ) -> dict[str, Any]:
-    """Clients that move a model of two arrays by known steps."""
+    """Aggregate one round of clients that add known updates to a model of two arrays; return the new model."""
     grid = InlineGrid(ClientApp(), len(updates), {})
     start = {"w": np.full(3, number, np.float32), "b": np.zeros(2, np.float32)}
     out = strategy.configure_train(number, to_record(start), ConfigRecord(), grid)
@@ -127,7 +127,7 @@ def one_round(
     return to_arrays(arrays)
 
 
-MEAN = (10 * 0.1 + 20 * 0.2 + 30 * 0.3) / 60  # of the three updates, by real samples
+MEAN = (10 * 0.1 + 20 * 0.2 + 30 * 0.3) / 60  # of the three updates, weighted by real samples
 FIRST_STEP: dict[str, tuple[dict[str, Any], float]] = {
     "fedavgm": ({"server-learning-rate": 0.5}, 0.5 * MEAN),
     "fedadam": ({"tau": 0.01}, 0.1 * (1 - 0.99**2) ** 0.5 / (1 - 0.9**2) * 0.1 * MEAN / (0.1 * MEAN + 0.01)),
@@ -152,7 +152,7 @@ def test_first_step_matches_hand_computed_value(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["krum", "multikrum", "bulyan", "fedmedian", "fedtrimmedavg"])
-def test_one_wild_client_does_not_move_a_robust_strategy(name: str) -> None:
+def test_robust_strategy_ignores_one_outlier_client(name: str) -> None:
     keys = {"clients": 7, "participation": 1.0, "malicious-clients": 1}
     strategy = build_strategy(parse_config({"strategy": name, **keys}))
     assert isinstance(strategy, FlowerStrategyAdapter)
@@ -178,7 +178,7 @@ def test_seeded_flower_rng_leaves_global_generators_alone() -> None:
     random.seed(5)
     np.random.seed(5)
     with seeded_flower_rng(stream(1, "test", 3)):
-        in_block = draw_globally()  # as a background thread may
+        in_block = draw_globally()  # as a background thread could
         assert draw_as_flower() == drawn
     assert [in_block, draw_globally()] == expected
     with seeded_flower_rng(stream(1, "test", 4)):
@@ -203,14 +203,14 @@ def test_seeded_flower_rng_leaves_global_generators_alone() -> None:
         ({"tau": float("nan")}, ["tau", "nan"]),
     ],
 )
-def test_what_cannot_be_aggregated_is_refused_before_the_run(keys: dict[str, Any], words: list[str]) -> None:
+def test_invalid_strategy_settings_are_rejected_at_start(keys: dict[str, Any], words: list[str]) -> None:
     with pytest.raises(ConfigError) as refused:
         prepare(parse_config({"policy": "none", "participation": 1.0, **keys}), Console(file=io.StringIO()))
     assert "\n" not in str(refused.value)
     assert all(word in str(refused.value) for word in words), refused.value
 
 
-def test_the_benchmark_runs_and_writes_what_it_prints(tmp_path: Path) -> None:
+def test_strategies_benchmark_writes_its_results(tmp_path: Path) -> None:
     root = Path(__file__).parents[2]
     words = ["--small", "--out", str(tmp_path / "out.json")]
     done = subprocess.run(
@@ -221,5 +221,5 @@ def test_the_benchmark_runs_and_writes_what_it_prints(tmp_path: Path) -> None:
         env={**os.environ, "PYTHONPATH": str(root)},
     )
     assert done.returncode == 0, done.stderr
-    assert {"fedavg", *FLOWERS, "Γ̂"} <= set(json.loads((tmp_path / "out.json").read_text())["seconds"])
+    assert {"fedavg", *FLOWER_STRATEGIES, "Γ̂"} <= set(json.loads((tmp_path / "out.json").read_text())["seconds"])
     assert "bulyan" in done.stdout

@@ -1,4 +1,4 @@
-"""MOON: its term and gradients by hand, references that leave the model alone, and the right last model."""
+"""MOON: loss term and gradients by hand, references that do not change the model, and the previous model."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import pytest
 import torch
 from lossy import federation, lossy_app
 from rich.console import Console
-from runners import finish, hand_models_over, quick, weights
+from runners import finish, pass_models_by_reference, quick, weights
 from users_models import with_features
 
 from fedeas_flwr.common.errors import ConfigError
@@ -45,7 +45,7 @@ from fedeas_flwr.training.objective import CROSS_ENTROPY, Batch, Inputs
     ("z", "loss", "gradient"),
     [((1.0, 0.0), 0.126928, (0.0, 0.238406)), ((3.0, 4.0), 0.913015, (-0.268212, 0.201159))],
 )
-def test_the_term_and_its_gradient_by_hand(z: tuple[float, ...], loss: float, gradient: tuple[float, ...]) -> None:
+def test_contrastive_loss_and_gradient_by_hand(z: tuple[float, ...], loss: float, gradient: tuple[float, ...]) -> None:
     features = torch.tensor([z], requires_grad=True)
     found = contrastive_losses(features, torch.tensor([[1.0, 0.0]]), torch.tensor([[0.0, 1.0]]), 0.5)
     assert found.item() == pytest.approx(loss, abs=1e-6)
@@ -53,7 +53,7 @@ def test_the_term_and_its_gradient_by_hand(z: tuple[float, ...], loss: float, gr
     assert slope[0].tolist() == pytest.approx(gradient, abs=1e-6)
 
 
-def test_equal_references_give_ln_2_and_no_gradient_at_all() -> None:
+def test_equal_references_give_ln_2_and_zero_gradient() -> None:
     torch.manual_seed(0)
     features, reference = torch.randn(5, 7, requires_grad=True), torch.randn(5, 7)
     found = contrastive_losses(features, reference, reference.clone(), 0.5)
@@ -62,8 +62,8 @@ def test_equal_references_give_ln_2_and_no_gradient_at_all() -> None:
     assert not slope.any()
 
 
-def test_features_that_are_all_zero_give_no_nan() -> None:
-    features = torch.zeros(1, 3, requires_grad=True)  # a ReLU that is silent for an image
+def test_zero_features_give_no_nan() -> None:
+    features = torch.zeros(1, 3, requires_grad=True)  # as after a ReLU with no positive input
     found = contrastive_losses(features, torch.ones(1, 3), torch.zeros(1, 3), 0.5)
     (slope,) = torch.autograd.grad(found.sum(), features)
     assert torch.isfinite(found).all()
@@ -74,7 +74,7 @@ def test_features_that_are_all_zero_give_no_nan() -> None:
 
 
 def models(number: int) -> list[torch.nn.Module]:
-    """Networks with BatchNorm statistics that are not the initial ones."""
+    """Return networks whose BatchNorm statistics are not the initial ones."""
     made = []
     for seed in range(number):
         torch.manual_seed(seed)
@@ -104,7 +104,7 @@ def test_reference_features_leave_the_trained_model_unchanged() -> None:
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
-def test_a_step_moves_batchnorms_statistics_once() -> None:
+def test_step_updates_batchnorm_statistics_once() -> None:
     model, other, third = models(3)
     plain = copy.deepcopy(model)
     batch = Batch(torch.randn(6, 1, 8, 8), torch.arange(6), given(other, third).constants, torch.mean)
@@ -128,7 +128,7 @@ def test_both_engines_take_the_same_steps(samples: int) -> None:
     rng = np.random.default_rng(samples)
     images = torch.tensor(rng.integers(0, 256, (samples, 8, 8, 1), dtype=np.uint8))
     labels, start = torch.tensor(rng.integers(0, 10, samples)), read_state(model)
-    for seed, last in ((0, previous), (1, other_previous)):  # the second time nothing of the first may be left
+    for seed, last in ((0, previous), (1, other_previous)):  # no state of the first call may remain in the second
         inputs = given(model, last)
         one, *first = eager.train(*start, images, labels, np.random.default_rng(seed), inputs)
         two, *second = graphed.train(*start, images, labels, np.random.default_rng(seed), inputs)
@@ -142,21 +142,21 @@ def test_both_engines_take_the_same_steps(samples: int) -> None:
         assert any(not torch.allclose(first[0][key], without[0][key], atol=1e-3) for key in first[0])
 
 
-# --------------------------------------------------------------------------------------------- the memory
+# --------------------------------------------------------------------------------------------- the previous model
 
 
 def test_previous_model_is_of_last_accepted_round(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(Path(__file__).parents[1] / "helpers")
     began: dict[int, dict[int, State]] = defaultdict(dict)
     ended: dict[int, dict[int, State]] = defaultdict(dict)
-    prepare_really, finish_really = MoonClient.prepare, MoonClient.finish
+    original_prepare, original_finish = MoonClient.prepare, MoonClient.finish
 
     def noted_prepare(part: MoonClient, task: ClientRound) -> Inputs:
-        inputs = prepare_really(part, task)
+        inputs = original_prepare(part, task)
         began[task.client][task.number] = {
             key.removeprefix(PREVIOUS): value for key, value in inputs.constants.items() if key.startswith(PREVIOUS)
         }
-        if not task.memory:  # the first time: the received one
+        if not task.memory:  # in a client's first round it is the received model
             assert all(
                 torch.equal(v, inputs.constants[RECEIVED + k]) for k, v in began[task.client][task.number].items()
             )
@@ -164,7 +164,7 @@ def test_previous_model_is_of_last_accepted_round(tmp_path: Path, monkeypatch: p
 
     def noted_finish(part: MoonClient, task: ClientRound, trainable: State, buffers: State) -> ClientAlgorithmResult:
         ended[task.client][task.number] = {**trainable, **buffers}
-        return finish_really(part, task, trainable, buffers)
+        return original_finish(part, task, trainable, buffers)
 
     monkeypatch.setattr(MoonClient, "prepare", noted_prepare)
     monkeypatch.setattr(MoonClient, "finish", noted_finish)
@@ -189,7 +189,7 @@ def test_previous_model_is_of_last_accepted_round(tmp_path: Path, monkeypatch: p
     assert refused > 0
 
 
-def test_the_first_time_it_trains_as_fedavg_and_then_not(tmp_path: Path) -> None:
+def test_first_round_equals_fedavg_and_later_ones_do_not(tmp_path: Path) -> None:
     keys: dict[str, Any] = {"policy": "none", "participation": 1.0}
     moon = {"strategy": "moon", **keys}
     assert weights(finish(quick(tmp_path / "a", rounds=1, **moon))) == weights(
@@ -203,7 +203,7 @@ def test_the_first_time_it_trains_as_fedavg_and_then_not(tmp_path: Path) -> None
 # --------------------------------------------------------------------------------------------- whole runs
 
 
-def test_without_its_term_it_is_fedavg_to_the_bit_and_keeps_nothing(tmp_path: Path) -> None:
+def test_moon_with_mu_zero_is_fedavg_bitwise_and_stores_nothing(tmp_path: Path) -> None:
     fedavg = finish(quick(tmp_path / "fedavg", policy="none"))
     zero = finish(quick(tmp_path / "zero", policy="none", strategy="moon", moon_mu=0.0))
     assert weights(zero) == weights(fedavg)
@@ -211,7 +211,7 @@ def test_without_its_term_it_is_fedavg_to_the_bit_and_keeps_nothing(tmp_path: Pa
 
 
 @pytest.mark.parametrize("policy", ["none", "fedeas"])
-def test_resumed_and_handed_over_as_tensors_it_gives_the_same_bits(
+def test_resume_and_passing_by_reference_give_equal_weights(
     tmp_path: Path, digits_generator: Path, policy: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.syspath_prepend(Path(__file__).parents[1] / "helpers")
@@ -220,7 +220,7 @@ def test_resumed_and_handed_over_as_tensors_it_gives_the_same_bits(
     finish(quick(tmp_path / "parts", rounds=2, **keys))
     assert weights(finish(quick(tmp_path / "parts", rounds=4, resume=True, **keys))) == weights(whole)
     assert (whole.summary()["total_generated"] > 0) == (policy == "fedeas")
-    hand_models_over(monkeypatch)
+    pass_models_by_reference(monkeypatch)
     finish(quick(tmp_path / "live", rounds=2, **keys))
     assert weights(finish(quick(tmp_path / "live", rounds=4, resume=True, **keys))) == weights(whole)
 

@@ -1,4 +1,4 @@
-"""Differential privacy: what the wrappers see, what they add, what it is worth, and that it resumes."""
+"""Differential privacy: clipping, noise, the recorded ε, and resuming."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 from flwr.app import ConfigRecord, Message
 from flwr.clientapp import ClientApp
 from rich.console import Console
-from runners import finish, hand_models_over, quick, weights, with_known_noise
+from runners import finish, pass_models_by_reference, quick, weights, with_fixed_noise_key
 
 from fedeas_flwr.common.errors import ConfigError, RunError
 from fedeas_flwr.config import parse_config
@@ -39,12 +39,12 @@ START = Checkpoint(0, {"w": np.ones(SIZE, np.float32)}, {"n": np.array(0, np.int
 
 
 @pytest.fixture(autouse=True)
-def models_of_the_tests(monkeypatch: pytest.MonkeyPatch) -> None:
+def import_helper_models(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(Path(__file__).parents[1] / "helpers")
 
 
 def toy_app() -> ClientApp:
-    """Clients that move every one of 10,000 weights by a step of their own."""
+    """Return clients that each add a constant update to 10,000 weights."""
     app = ClientApp()
 
     @app.query()
@@ -77,8 +77,8 @@ def one_round(folder: Path, **keys: Any) -> tuple[Federation, Checkpoint]:
 
 
 @pytest.mark.parametrize("dp", WRAPPERS)
-def test_without_noise_it_is_the_unweighted_mean_of_clipped_updates(tmp_path: Path, dp: str) -> None:
-    # Updates of norm 100, 200, 300 clipped to 150: steps 1, 1.5, 1.5 and their mean, not that by real samples.
+def test_dp_without_noise_is_unweighted_mean_of_clipped_updates(tmp_path: Path, dp: str) -> None:
+    # Updates of norm 100, 200, 300 clipped to 150: steps 1, 1.5, 1.5 and their mean, not weighted by samples.
     made, state = one_round(tmp_path, dp=dp, dp_noise_multiplier=0.0, dp_clipping_norm=150.0)
     assert state.trainable["w"] == pytest.approx(np.full(SIZE, 1 + (1 + 1.5 + 1.5) / 3), rel=1e-5)
     assert state.trainable["w"].dtype == np.float32
@@ -87,17 +87,17 @@ def test_without_noise_it_is_the_unweighted_mean_of_clipped_updates(tmp_path: Pa
 
 
 @pytest.mark.parametrize("dp", ["server-adaptive", "client-adaptive"])
-def test_the_norm_moves_towards_the_wanted_quantile(tmp_path: Path, dp: str) -> None:
+def test_adaptive_clipping_norm_moves_towards_the_quantile(tmp_path: Path, dp: str) -> None:
     keys = {"dp": dp, "dp_noise_multiplier": 0.0, "dp_clip_rate": 0.3}
     for norm, quantile, clipped in ((150.0, 0.5, 2 / 3), (1.0, 0.5, 1.0), (999.0, 0.5, 0.0), (150.0, 0.9, 2 / 3)):
         made, _ = one_round(tmp_path / f"{norm}-{quantile}", dp_clipping_norm=norm, dp_clip_quantile=quantile, **keys)
-        # Too many clipped: a longer norm; too few: a shorter one.
+        # If too many updates are clipped, the norm grows; if too few, it shrinks.
         expected = norm * math.exp(0.3 * (clipped - quantile))
         assert made.strategy.state().numbers["clipping_norm"] == pytest.approx(expected)
 
 
 @pytest.mark.parametrize("dp", ["server-fixed", "client-fixed"])
-def test_the_noise_is_that_of_the_mean_and_of_the_round(tmp_path: Path, dp: str) -> None:
+def test_noise_has_the_expected_deviation_and_differs_by_run(tmp_path: Path, dp: str) -> None:
     keys = {"dp": dp, "dp_noise_multiplier": 3.0, "dp_clipping_norm": 2.0}
     _, state = one_round(tmp_path / "a", **keys)
     noise = state.trainable["w"] - (1 + 2 / math.sqrt(SIZE))
@@ -105,10 +105,12 @@ def test_the_noise_is_that_of_the_mean_and_of_the_round(tmp_path: Path, dp: str)
     assert abs(noise.mean()) < 4 * noise.std() / math.sqrt(SIZE)
     _, other = one_round(tmp_path / "b", **keys)
     difference = state.trainable["w"] - other.trainable["w"]
-    assert difference.std() == pytest.approx(math.sqrt(2) * 3.0 * 2.0 / 3, rel=0.03), "one seed, and independent noise"
+    assert difference.std() == pytest.approx(math.sqrt(2) * 3.0 * 2.0 / 3, rel=0.03), (
+        "two runs with one seed must have independent noise"
+    )
 
 
-def test_only_the_servers_file_has_the_key_of_the_noise(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_noise_key_is_only_in_the_servers_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     sent: list[Message] = []
     deliver = InlineGrid.send_and_receive
 
@@ -129,9 +131,7 @@ def test_only_the_servers_file_has_the_key_of_the_noise(tmp_path: Path, monkeypa
     assert not (tmp_path / "record" / "noise-key").exists()
 
 
-def test_a_round_done_again_has_the_same_noise_for_the_same_updates_alone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_repeated_round_reuses_noise_only_for_equal_updates(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     keys = {"dp": "server-fixed", "dp_noise_multiplier": 3.0, "dp_clipping_norm": 999.0}
     made, state = one_round(tmp_path, **keys)
 
@@ -140,20 +140,22 @@ def test_a_round_done_again_has_the_same_noise_for_the_same_updates_alone(
 
     np.random.rand(5)
     again, _ = made.training.train_round(START)
-    assert again.trainable["w"].tobytes() == state.trainable["w"].tobytes(), "the same model: nothing more is told"
+    assert again.trainable["w"].tobytes() == state.trainable["w"].tobytes(), "the repeated round released another model"
     assert spent() == gaussian_epsilon(3.0, 1, 1e-5)
-    monkeypatch.setattr("test_privacy.UPDATES", (1.0, 2.0, 3.0 + 1e-4))  # as on a GPU, or of data that changed
+    monkeypatch.setattr("test_privacy.UPDATES", (1.0, 2.0, 3.0 + 1e-4))  # as on a GPU, or after a data change
     other, _ = made.training.train_round(START)
     difference = other.trainable["w"] - state.trainable["w"]
-    assert difference.std() == pytest.approx(math.sqrt(2) * 3.0 * 999.0 / 3, rel=0.03), "not that of the updates"
+    assert difference.std() == pytest.approx(math.sqrt(2) * 3.0 * 999.0 / 3, rel=0.03), (
+        "the noise must be drawn anew for other updates"
+    )
     assert spent() == gaussian_epsilon(3.0, 2, 1e-5)
 
 
-def test_models_that_went_out_before_a_crash_count_after_it(tmp_path: Path) -> None:
+def test_releases_before_a_crash_count_after_resume(tmp_path: Path) -> None:
     noise = RunDirectory(tmp_path).noise()
     first, second = noise.draws(1, [b"a"]).bytes(9), noise.draws(2, [b"b"]).bytes(9)
     with (tmp_path / "noise-key").open("a") as file:
-        file.write("\n3\n")  # cut short by crashes: a model that may have gone out, and none
+        file.write("\n3\n")  # truncated by crashes: one model that may have been released, and none
     resumed = RunDirectory(tmp_path).noise()
     assert resumed.draws(2, [b"b"]).bytes(9) == second != first == resumed.draws(1, [b"a"]).bytes(9)
     resumed.draws(2, [b"c"]), resumed.draws(1, [b"b"])
@@ -162,25 +164,25 @@ def test_models_that_went_out_before_a_crash_count_after_it(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("text", [b"", b"0f" * 31, b"no key", b"\xff" * 32, b"0f" * 32 + b"\nround 1"])
-def test_a_damaged_key_is_one_line(tmp_path: Path, text: bytes) -> None:
+def test_damaged_noise_key_is_one_line(tmp_path: Path, text: bytes) -> None:
     (tmp_path / "noise-key").write_bytes(text)
     with pytest.raises(RunError, match=r"noise-key is not the key of a run's noise") as refused:
         RunDirectory(tmp_path).noise()
     assert "\n" not in str(refused.value)
 
 
-def test_epsilon_by_hand_and_never_below_the_exact_one() -> None:
+def test_epsilon_by_hand_and_at_least_the_exact_value() -> None:
     # σ = 1, one release: ρ = ½, ε = ½ + 2 √(½ ln 10⁵).
     assert gaussian_epsilon(1.0, 1, 1e-5) == pytest.approx(0.5 + 2 * math.sqrt(0.5 * 11.512925464970229))
     for sigma, releases, delta in [(1.0, 1, 1e-5), (4.0, 20, 1e-5), (0.7, 3, 1e-3), (20.0, 200, 1e-6)]:
         epsilon = gaussian_epsilon(sigma, releases, delta)
         assert exact_delta(sigma / math.sqrt(releases), epsilon) <= delta
-        assert exact_delta(sigma / math.sqrt(releases), epsilon / 2) > delta, "not wildly loose either"
+        assert exact_delta(sigma / math.sqrt(releases), epsilon / 2) > delta, "the bound is too loose"
     assert gaussian_epsilon(2.0, 4, 1e-5) == pytest.approx(gaussian_epsilon(1.0, 1, 1e-5))
 
 
 def exact_delta(sigma: float, epsilon: float) -> float:
-    """δ of one Gaussian mechanism at ε, exactly (Balle and Wang 2018, Theorem 8)."""
+    """Return the exact δ of one Gaussian mechanism at ε (Balle and Wang 2018, Theorem 8)."""
 
     def below(x: float) -> float:
         return 0.5 * math.erfc(-x / math.sqrt(2))
@@ -199,7 +201,7 @@ def exact_delta(sigma: float, epsilon: float) -> float:
         ({"dp": "client-fixed"}, {"scalar": None}, "does not clip scalars such as temperature"),
     ],
 )
-def test_no_epsilon_where_none_is_valid(keys: dict[str, Any], buffers: dict[str, Any], words: str) -> None:
+def test_epsilon_is_none_where_no_bound_is_valid(keys: dict[str, Any], buffers: dict[str, Any], words: str) -> None:
     values = {key.replace("_", "-"): value for key, value in keys.items()}
     strategy = build_strategy(parse_config({"clients": 3, "participation": 1.0, **values}))
     trainable = {"w": np.zeros(3)}
@@ -212,9 +214,9 @@ def test_no_epsilon_where_none_is_valid(keys: dict[str, Any], buffers: dict[str,
 
 
 @pytest.mark.parametrize("dp", WRAPPERS)
-def test_a_private_run_resumes_bit_for_bit_and_says_what_it_spent(tmp_path: Path, dp: str) -> None:
-    whole = finish(quick(with_known_noise(tmp_path / "whole"), dp=dp, rounds=4, **LINEAR))
-    finish(quick(with_known_noise(tmp_path / "parts"), dp=dp, rounds=2, **LINEAR))
+def test_dp_run_resumes_bitwise_and_records_epsilon(tmp_path: Path, dp: str) -> None:
+    whole = finish(quick(with_fixed_noise_key(tmp_path / "whole"), dp=dp, rounds=4, **LINEAR))
+    finish(quick(with_fixed_noise_key(tmp_path / "parts"), dp=dp, rounds=2, **LINEAR))
     np.random.rand(7)
     resumed = finish(quick(tmp_path / "parts", dp=dp, rounds=4, resume=True, **LINEAR))
     assert weights(whole) == weights(resumed)
@@ -227,18 +229,22 @@ def test_a_private_run_resumes_bit_for_bit_and_says_what_it_spent(tmp_path: Path
 
 
 @pytest.mark.parametrize("kind", ["fixed", "adaptive"])
-def test_who_clips_makes_no_difference_to_the_model(tmp_path: Path, kind: str) -> None:
-    keys = {**TINY, "dp_noise_multiplier": 0.0, "rounds": 2}  # noise goes by the replies, clipped ones or others
+def test_client_and_server_clipping_give_equal_weights(tmp_path: Path, kind: str) -> None:
+    keys = {
+        **TINY,
+        "dp_noise_multiplier": 0.0,
+        "rounds": 2,
+    }  # noise depends on the replies, which differ before clipping
     server = finish(quick(tmp_path / "server", dp=f"server-{kind}", **keys))
     client = finish(quick(tmp_path / "client", dp=f"client-{kind}", **keys))
     assert weights(server) == weights(client) != weights(finish(quick(tmp_path / "none", **keys)))
 
 
 @pytest.mark.parametrize(("dp", "strategy"), [("server-adaptive", "fedavgm"), ("client-adaptive", "fedadam")])
-def test_wrapper_and_wrapped_both_remember(tmp_path: Path, dp: str, strategy: str) -> None:
+def test_resume_restores_dp_wrapper_and_inner_strategy(tmp_path: Path, dp: str, strategy: str) -> None:
     keys = {**LINEAR, "dp": dp, "strategy": strategy}
-    whole = finish(quick(with_known_noise(tmp_path / "whole"), rounds=3, **keys))
-    finish(quick(with_known_noise(tmp_path / "parts"), rounds=1, **keys))
+    whole = finish(quick(with_fixed_noise_key(tmp_path / "whole"), rounds=3, **keys))
+    finish(quick(with_fixed_noise_key(tmp_path / "parts"), rounds=1, **keys))
     resumed = finish(quick(tmp_path / "parts", rounds=3, resume=True, **keys))
     assert weights(whole) == weights(resumed)
     state = whole.load_checkpoint()
@@ -248,12 +254,12 @@ def test_wrapper_and_wrapped_both_remember(tmp_path: Path, dp: str, strategy: st
 
 
 @pytest.mark.parametrize("dp", WRAPPERS)
-def test_tensors_handed_over_give_the_same_weights(tmp_path: Path, dp: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_models_passed_as_tensors_give_same_weights(tmp_path: Path, dp: str, monkeypatch: pytest.MonkeyPatch) -> None:
     keys = {**TINY, "dp": dp, "rounds": 2, "model": "users_models:with_batchnorm"}
-    sent = finish(quick(with_known_noise(tmp_path / "bytes"), **keys))
-    hand_models_over(monkeypatch)
-    handed_over = finish(quick(with_known_noise(tmp_path / "live"), **keys))
-    assert weights(sent) == weights(handed_over)
+    sent = finish(quick(with_fixed_noise_key(tmp_path / "bytes"), **keys))
+    pass_models_by_reference(monkeypatch)
+    by_reference = finish(quick(with_fixed_noise_key(tmp_path / "live"), **keys))
+    assert weights(sent) == weights(by_reference)
     if dp.endswith("fixed"):
         assert "1.running_mean, are averaged without noise" in sent.summary()["privacy"]["why"]
 
@@ -269,7 +275,7 @@ def test_tensors_handed_over_give_the_same_weights(tmp_path: Path, dp: str, monk
         ({"dp-delta": 1.0}, ["dp-delta = 1.0"]),
     ],
 )
-def test_what_would_not_be_private_is_refused_before_the_run(keys: dict[str, Any], words: list[str]) -> None:
+def test_invalid_dp_settings_are_rejected_at_start(keys: dict[str, Any], words: list[str]) -> None:
     with pytest.raises(ConfigError) as refused:
         prepare(
             parse_config({"clients": 4, "participation": 1.0, "policy": "none", **keys}), Console(file=io.StringIO())
@@ -278,8 +284,8 @@ def test_what_would_not_be_private_is_refused_before_the_run(keys: dict[str, Any
     assert all(word in str(refused.value) for word in words), refused.value
 
 
-def test_a_client_without_a_norm_to_clip_to_says_so(tmp_path: Path) -> None:
-    """A run-config that says client-fixed and a server that does not: nothing unclipped leaves the client."""
+def test_client_without_a_clipping_norm_fails(tmp_path: Path) -> None:
+    """If the run-config has client-fixed but the server sends no norm, no unclipped update leaves the client."""
     config = parse_config({"clients": 3, "participation": 1.0, "dp": "client-fixed"})
     grid = InlineGrid(toy_app(), 3, config.to_user_dict())
     plain = build_strategy(config.with_changes(dp="none"))
@@ -290,8 +296,8 @@ def test_a_client_without_a_norm_to_clip_to_says_so(tmp_path: Path) -> None:
     assert "clipping_norm" in messages.failure_reason(reply)
 
 
-def test_a_run_that_has_lost_its_key_does_not_go_on(tmp_path: Path) -> None:
-    """ε would count too few models, and repeated rounds would have noise of another key."""
+def test_resume_without_the_noise_key_is_rejected(tmp_path: Path) -> None:
+    """Otherwise ε would count too few releases, and repeated rounds would have noise of another key."""
     run = finish(quick(tmp_path / "r", dp="server-fixed", rounds=1, **LINEAR))
     (run.path / "noise-key").unlink()
     with pytest.raises(RunError, match=r"noise-key is missing.* start a new run"):

@@ -1,4 +1,4 @@
-"""SCAFFOLD: two rounds worked out by hand, and c is the mean of all c_i whatever is lost on the way."""
+"""SCAFFOLD: two rounds by hand, and c stays the mean of all c_i even if replies are lost."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from flwr.clientapp import ClientApp
 from lossy import federation, lossy_app
 from quadratics import train
 from rich.console import Console
-from runners import client_state, finish, hand_models_over, quick, weights
+from runners import client_state, finish, pass_models_by_reference, quick, weights
 
 from fedeas_flwr import client_app
 from fedeas_flwr.common.errors import ConfigError, RunError
@@ -33,23 +33,23 @@ from fedeas_flwr.strategies.scaffold import Scaffold, ScaffoldClient
 from fedeas_flwr.training.build import build_network
 from fedeas_flwr.training.models import split_state
 
-# ------------------------------------------------------------------------------------- worked out by hand
+# -------------------------------------------------------------------------------------- rounds by hand
 
 A, STEPS, EXAMPLES = (4.0, -1.0), (2, 1), (30, 10)
 
 
-class ByHand:
-    """Two clients with f = ½(w − a)², η = ½, and the real server between them."""
+class TwoClients:
+    """Two clients with f = ½(w − a)² and η = ½, with the real server."""
 
-    def __init__(self, kind: str, live: bool, **keys: Any) -> None:
+    def __init__(self, kind: str, as_tensors: bool, **keys: Any) -> None:
         self.config = quick(Path("/nowhere"), strategy="scaffold", clients=2, learning_rate=0.5, **keys)
-        self.kind, self.live, self.server = kind, live, build_strategy(self.config)
+        self.kind, self.as_tensors, self.server = kind, as_tensors, build_strategy(self.config)
         assert isinstance(self.server, Scaffold)
         self.x: Arrays = self.array(0.0)
         self.controls: list[Mapping[str, Any]] = [{}, {}]
 
     def array(self, value: float) -> Arrays:
-        return {"w": torch.tensor(value) if self.live else np.array(value, np.float32)}
+        return {"w": torch.tensor(value) if self.as_tensors else np.array(value, np.float32)}
 
     def client(self, client: int, steps: int) -> tuple[float, ClientAlgorithmResult]:
         assert isinstance(self.server, Scaffold)
@@ -68,7 +68,7 @@ class ByHand:
         for client in chosen:
             y, finished = self.client(client, steps[client])
             report = TrainReport(client, EXAMPLES[client], 0.0, steps[client], 0, 0, 0.0, 0.0)
-            extra = dict(finished.extra) if self.live else to_numpy(finished.extra)
+            extra = dict(finished.extra) if self.as_tensors else to_numpy(finished.extra)
             reply = messages.train_reply(out[client], report, self.array(y), {}, extra)
             messages.read_train_reply(reply, client, self.x, {}, self.server.expected_extra())  # type: ignore[attr-defined]
             replies.append(reply)
@@ -88,24 +88,24 @@ class ByHand:
         return [float(control["w"]) if control else 0.0 for control in self.controls]
 
 
-@pytest.mark.parametrize("live", [False, True])
+@pytest.mark.parametrize("as_tensors", [False, True])
 @pytest.mark.parametrize("kind", ["eager", "graphed"])
-def test_two_rounds_by_hand(kind: str, live: bool) -> None:
-    run = ByHand(kind, live)
-    assert run.round((0,)) == [3]  # client 2 sits out; 0, 2, 3
+def test_two_rounds_by_hand(kind: str, as_tensors: bool) -> None:
+    run = TwoClients(kind, as_tensors)
+    assert run.round((0,)) == [3]  # client 2 does not take part; w = 0, 2, 3
     assert (float(run.x["w"]), run.c, run.c_i) == (3, -1.5, [-3, 0])
     assert run.round((0, 1)) == [2.625, 1.75]
     assert (float(run.x["w"]), run.c, run.c_i) == (2.1875, 1.4375, [-1.125, 4])
 
 
-def test_the_servers_step_and_weighting() -> None:
-    assert float(by_hand(scaffold_server_rate=0.5)) == 3 + 0.5 * (2.1875 - 3)
-    assert float(by_hand(scaffold_weighting="examples")) == 0.75 * 2.625 + 0.25 * 1.75
+def test_server_learning_rate_and_weighting_by_hand() -> None:
+    assert float(second_round_by_hand(scaffold_server_rate=0.5)) == 3 + 0.5 * (2.1875 - 3)
+    assert float(second_round_by_hand(scaffold_weighting="examples")) == 0.75 * 2.625 + 0.25 * 1.75
 
 
-def by_hand(**keys: Any) -> float:
-    """The second round above from x = 3: as its first round has one client, η_g alone would change it."""
-    run = ByHand("eager", False, **keys)
+def second_round_by_hand(**keys: Any) -> float:
+    """Return x after the second round above, started from x = 3, which η_g would change in the first round."""
+    run = TwoClients("eager", False, **keys)
     run.round((0,))
     run.x = run.array(3.0)
     run.round((0, 1))
@@ -113,7 +113,7 @@ def by_hand(**keys: Any) -> float:
 
 
 def test_client_without_steps_keeps_its_control_variate() -> None:
-    run = ByHand("eager", False)
+    run = TwoClients("eager", False)
     run.round((0, 1))
     before = run.c, run.c_i
     assert before == (-1, [-3, 1])
@@ -123,7 +123,7 @@ def test_client_without_steps_keeps_its_control_variate() -> None:
 
 
 @pytest.mark.parametrize("steps", [0, 1])
-def test_a_reply_is_in_the_models_order_whatever_order_a_file_gave(steps: int) -> None:
+def test_reply_extra_has_the_order_of_the_model(steps: int) -> None:
     model = {name: np.ones(2, np.float32) for name in ("z", "a")}
     memory = {name: np.ones(2, np.float32) for name in ("a", "z")}
     config = quick(Path("/nowhere"), strategy="scaffold")
@@ -177,11 +177,11 @@ def test_resume_from_older_checkpoint_gives_same_bits(tmp_path: Path, monkeypatc
 # --------------------------------------------------------------------------------------------- whole runs
 
 
-def test_one_full_batch_step_of_all_clients_with_equal_weights_is_fedavg(tmp_path: Path) -> None:
-    """Then Σ (c − c_i) = 0, so the corrections cancel in the mean, for any data; the clients' own models differ."""
+def test_scaffold_with_one_full_batch_step_equals_fedavg(tmp_path: Path) -> None:
+    """With equal weights Σ (c − c_i) = 0, so the corrections cancel in the mean; the client models differ."""
     keys: dict[str, Any] = {"policy": "none", "participation": 1.0, "batch_size": 4096}
     scaffold = federation(quick(tmp_path / "scaffold", strategy="scaffold", **keys), client_app.app)
-    fedavg = federation(quick(tmp_path / "fedavg", **keys), all_alike())
+    fedavg = federation(quick(tmp_path / "fedavg", **keys), equal_weight_app())
     state = plain_state = Checkpoint(0, *split_state(build_network(scaffold.config)))
     for _ in range(4):
         state, outcome = scaffold.training.train_round(state)
@@ -190,11 +190,11 @@ def test_one_full_batch_step_of_all_clients_with_equal_weights_is_fedavg(tmp_pat
     for key, array in state.trainable.items():
         np.testing.assert_allclose(array, plain_state.trainable[key], rtol=1e-4, atol=1e-6, err_msg=key)
     moved = [np.abs(array).max() for array in state.strategy.arrays.values()]
-    assert max(moved) > 1e-3, "c did not move, and nothing was tested"
+    assert max(moved) > 1e-3, "c did not change, so nothing was tested"
 
 
-def all_alike() -> ClientApp:
-    """The real clients, each saying that it has one sample: FedAvg then weighs them alike."""
+def equal_weight_app() -> ClientApp:
+    """Return the real clients, each declaring one sample, so that FedAvg weights them equally."""
     app = ClientApp()
 
     @app.query()
@@ -213,7 +213,7 @@ def all_alike() -> ClientApp:
 
 
 @pytest.mark.parametrize("policy", ["none", "fedeas"])
-def test_resumed_and_handed_over_as_tensors_it_gives_the_same_bits(
+def test_resume_and_passing_by_reference_give_equal_weights(
     tmp_path: Path, digits_generator: Path, policy: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.syspath_prepend(Path(__file__).parents[1] / "helpers")
@@ -224,9 +224,9 @@ def test_resumed_and_handed_over_as_tensors_it_gives_the_same_bits(
     assert weights(finish(quick(tmp_path / "parts", rounds=4, resume=True, **keys))) == weights(whole)
     assert (whole.summary()["total_generated"] > 0) == (policy == "fedeas")
     assert weights(finish(quick(tmp_path / "fedavg", rounds=4, **{**keys, "strategy": "fedavg"}))) != weights(whole)
-    hand_models_over(monkeypatch)
-    finish(quick(tmp_path / "live", rounds=2, **keys))
-    assert weights(finish(quick(tmp_path / "live", rounds=4, resume=True, **keys))) == weights(whole)
+    pass_models_by_reference(monkeypatch)
+    finish(quick(tmp_path / "as_tensors", rounds=2, **keys))
+    assert weights(finish(quick(tmp_path / "as_tensors", rounds=4, resume=True, **keys))) == weights(whole)
 
 
 @pytest.mark.parametrize(
@@ -237,9 +237,7 @@ def test_resumed_and_handed_over_as_tensors_it_gives_the_same_bits(
         ({"dp": "server-fixed"}, "dp = 'server-fixed' does not cover all that strategy = 'scaffold' sends"),
     ],
 )
-def test_what_its_formulas_do_not_hold_for_is_refused_before_the_run(
-    tmp_path: Path, keys: dict[str, Any], words: str
-) -> None:
+def test_scaffold_rejects_momentum_weight_decay_and_dp(tmp_path: Path, keys: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=words) as refused:
         prepare(quick(tmp_path, strategy="scaffold", **keys), Console(file=io.StringIO()))
     assert "\n" not in str(refused.value)

@@ -1,4 +1,4 @@
-"""Random views: known images by hand, draws of their own, and the same steps in both engines."""
+"""Augmentation: images by hand, reproducible draws, and the same steps in both engines."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ IMAGE = torch.tensor([[1, 2, 3], [4, 5, 6], [7, 8, 9]], dtype=torch.uint8)
         ((1, -1, 1), [[0, 6, 5], [0, 9, 8], [0, 0, 0]]),
     ],
 )
-def test_a_view_by_hand(view: tuple[int, int, int], expected: list[list[int]]) -> None:
-    other = IMAGE + 100  # beside it in the batch, with a view of its own
+def test_augment_by_hand(view: tuple[int, int, int], expected: list[list[int]]) -> None:
+    other = IMAGE + 100  # next to it in the batch, with another view
     pixels = torch.stack([IMAGE, other])[..., None].repeat(1, 1, 1, 2)
     shown = augment(pixels, torch.tensor([view, (0, 0, 0)], dtype=torch.int8))
     assert shown.dtype == torch.uint8
@@ -48,14 +48,14 @@ def test_a_view_by_hand(view: tuple[int, int, int], expected: list[list[int]]) -
         assert shown[1, :, :, channel].tolist() == other.tolist()
 
 
-def test_what_is_drawn_fits_the_dataset() -> None:
+def test_drawn_views_depend_on_the_dataset() -> None:
     table = draw_views(dataset_info("cifar10"), 940, 64, np.random.default_rng(0))
     assert (table.shape, table.dtype) == ((940, 64, 3), torch.int8)
-    assert table.numel() < 200_000  # bytes, of 10 epochs of 6,000 images
+    assert table.numel() < 200_000  # bytes, for 10 epochs of 6,000 images
     assert table[..., 0].unique().tolist() == [0, 1]
     assert table[..., 1].unique().tolist() == table[..., 2].unique().tolist() == list(range(-4, 5))
     digits = draw_views(dataset_info("digits"), 100, 64, np.random.default_rng(0))
-    assert digits[..., 0].unique().tolist() == [0]  # a mirrored digit is another sign
+    assert digits[..., 0].unique().tolist() == [0]  # digits are not flipped
     assert digits[..., 1:].unique().tolist() == [-1, 0, 1]
     for side, dtype in ((1023, torch.int8), (1024, torch.int16)):
         large = dataclasses.replace(dataset_info("digits"), image_shape=(side, side, 1))
@@ -63,7 +63,7 @@ def test_what_is_drawn_fits_the_dataset() -> None:
         assert (table.dtype, int(table.min()), int(table.max())) == (dtype, -(side // 8), side // 8)
 
 
-def test_draws_are_the_clients_and_the_rounds_own() -> None:
+def test_drawn_views_depend_on_client_and_round() -> None:
     config, labels = quick(Path("/nowhere"), views="flip-crop"), torch.zeros(70, dtype=torch.long)
     tables = [loss_and_view_inputs(config, 10, labels, *who).tables[VIEWS] for who in ((1, 0), (1, 0), (2, 0), (1, 1))]
     assert torch.equal(tables[0], tables[1])
@@ -74,7 +74,7 @@ def test_draws_are_the_clients_and_the_rounds_own() -> None:
 
 @pytest.mark.parametrize(
     "samples", [64, 70, 65, 7, 1]
-)  # full, short, one left over (skipped), less than a batch, alone
+)  # full last batch, short, one image (skipped), less than a batch, one image in total
 @pytest.mark.parametrize("device", DEVICES)
 def test_both_engines_take_the_same_steps(samples: int, device: str) -> None:
     torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = False
@@ -99,7 +99,7 @@ def test_both_engines_take_the_same_steps(samples: int, device: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["eager", "graphed"])
-def test_views_that_change_nothing_change_no_bit_and_others_do(kind: str) -> None:
+def test_identity_views_give_bitwise_equal_weights(kind: str) -> None:
     model, recipe, normalise = (
         with_batchnorm(10, (8, 8, 1)),
         LocalTrainingConfig(2, 32, 0.05),
@@ -121,7 +121,7 @@ def test_views_that_change_nothing_change_no_bit_and_others_do(kind: str) -> Non
     assert not torch.equal(trained(Inputs(tables={VIEWS: moved})), trained(NO_INPUTS))
 
 
-def test_a_run_resumes_to_the_same_bits_and_differs_from_fedavg(tmp_path: Path) -> None:
+def test_run_with_augmentation_resumes_to_the_same_weights(tmp_path: Path) -> None:
     whole = finish(quick(tmp_path / "whole", policy="none", rounds=2, views="flip-crop"))
     finish(quick(tmp_path / "parts", policy="none", rounds=1, views="flip-crop"))
     resumed = finish(quick(tmp_path / "parts", policy="none", rounds=2, views="flip-crop", resume=True))

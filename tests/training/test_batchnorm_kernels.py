@@ -1,4 +1,4 @@
-"""The fast layers compute what PyTorch's do (run on a GPU, or by Triton's interpreter)."""
+"""The fused layers compute the same as PyTorch's (run on a GPU, or by Triton's interpreter)."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def strict_float32() -> None:
 
 
 def compare(plain: nn.Module, x: torch.Tensor, counted: int, tolerance: float) -> None:
-    """The plain model on the samples that count, and the fast one on all of them, padding and all."""
+    """Compare the plain model on the real samples with the fused one on all samples, padding included."""
     fast = copy.deepcopy(plain)
     layers = FusedLayers(fast)
     layers.count = torch.tensor(float(counted), device=x.device)
@@ -49,13 +49,13 @@ def compare(plain: nn.Module, x: torch.Tensor, counted: int, tolerance: float) -
 
 
 def close(name: str, got: torch.Tensor, wanted: torch.Tensor, tolerance: float) -> None:
-    """Near by length: where rounding turns a ReLU the other way, a few elements are not."""
+    """Compare by norm, because rounding can flip a ReLU and change a few elements."""
     off = (got.double() - wanted.double()).norm() / (wanted.double().norm() + 1e-6)
     assert off <= tolerance, f"{name} is off by {off:.1e} of its length"
 
 
 @pytest.mark.parametrize("counted", [6, 5, 3])
-def test_batchnorm_alone_also_far_from_zero(counted: int) -> None:
+def test_batchnorm_kernel_matches_torch_far_from_zero(counted: int) -> None:
     norm = nn.BatchNorm2d(20).to(DEVICE)
     nn.init.normal_(norm.weight)
     compare(norm, 0.1 * torch.randn(6, 20, 3, 3, device=DEVICE) + 30, counted, 1e-3)
@@ -65,7 +65,7 @@ def test_batchnorm_alone_also_far_from_zero(counted: int) -> None:
 
 
 @pytest.mark.parametrize("counted", [5, 4])
-def test_a_map_so_large_that_its_rows_are_spread_over_programs(counted: int) -> None:
+def test_batchnorm_kernel_matches_torch_on_large_maps(counted: int) -> None:
     norm = nn.BatchNorm2d(20).to(DEVICE)
     nn.init.normal_(norm.weight)
     compare(norm, 0.1 * torch.randn(5, 20, 19, 29, device=DEVICE) + 30, counted, 1e-3)
@@ -74,9 +74,9 @@ def test_a_map_so_large_that_its_rows_are_spread_over_programs(counted: int) -> 
 
 @pytest.mark.parametrize("with_norm", [False, True])
 @pytest.mark.parametrize("uses", [(True, True), (False, True), (True, False)])
-@pytest.mark.parametrize("side", [2, 40])  # the larger one's rows are spread over programs
-def test_a_map_is_added_normalised_and_used_twice(side: int, uses: tuple[bool, bool], with_norm: bool) -> None:
-    """relu(norm(x) + other(added)) and all its gradients, of two samples that count and one that pads."""
+@pytest.mark.parametrize("side", [2, 40])  # rows of the larger map are split over several programs
+def test_fused_norm_add_relu_matches_torch(side: int, uses: tuple[bool, bool], with_norm: bool) -> None:
+    """Compare relu(norm(x) + other(added)) and all its gradients, for two real samples and one of padding."""
     norm, other = (nn.BatchNorm2d(20).to(DEVICE) for _ in range(2))
     for layer in (norm, other):
         nn.init.normal_(layer.weight)
@@ -105,9 +105,9 @@ def test_a_map_is_added_normalised_and_used_twice(side: int, uses: tuple[bool, b
 
 
 @pytest.mark.parametrize(("height", "width"), [(6, 8), (5, 7), (1, 2)])
-def test_a_pooled_map_is_norm_relu_and_pooling(height: int, width: int) -> None:
+def test_fused_norm_relu_pooling_matches_torch(height: int, width: int) -> None:
     norm, pool = nn.BatchNorm2d(20).to(DEVICE), nn.MaxPool2d(3, 2, 1)
-    nn.init.normal_(norm.weight)  # also below zero, where the smallest value becomes the largest
+    nn.init.normal_(norm.weight)  # also negative, where the smallest value becomes the largest
     nn.init.normal_(norm.bias)
     plain = copy.deepcopy(norm)
     x = torch.randn(5, 20, height, width, device=DEVICE)
@@ -127,13 +127,13 @@ def test_a_pooled_map_is_norm_relu_and_pooling(height: int, width: int) -> None:
     close("variance", norm.running_var, plain.running_var, 1e-5)
 
 
-def test_other_poolings_are_not_taken_for_the_stems() -> None:
+def test_is_known_pooling_accepts_only_the_stems_pooling() -> None:
     assert is_known_pooling(nn.MaxPool2d(3, 2, 1)) and is_known_pooling(nn.MaxPool2d((3, 3), (2, 2), (1, 1)))
     others = [nn.MaxPool2d(2), nn.MaxPool2d(3, 2, 0), nn.MaxPool2d(3, 2, 1, ceil_mode=True), nn.Identity()]
     assert not any(map(is_known_pooling, [*others, nn.MaxPool2d(3, 2, 1, dilation=2), nn.AvgPool2d(3, 2, 1)]))
 
 
-def test_a_norm_that_would_count_padding_is_refused_before_anything_is_changed() -> None:
+def test_unsupported_batchnorm_is_rejected_before_any_change() -> None:
     for norm in (nn.BatchNorm2d(4, affine=False), nn.BatchNorm2d(4, momentum=None)):
         model = nn.Sequential(nn.BatchNorm2d(4), norm).to(DEVICE)
         with pytest.raises(ValueError, match="not known here"):
@@ -142,8 +142,8 @@ def test_a_norm_that_would_count_padding_is_refused_before_anything_is_changed()
 
 
 @pytest.mark.parametrize("counted", [8, 5])
-def test_a_resnet18_with_maps_of_one_pixel(counted: int) -> None:
-    """Rounding may turn one of its ReLUs the other way, which moves a gradient by a hundredth; not for every draw."""
+def test_fused_resnet18_matches_torch_with_one_pixel_maps(counted: int) -> None:
+    """For some draws rounding flips a ReLU, which changes a gradient by a hundredth."""
     side = 32 if DEVICE == "cuda" else 24  # the last maps are 1×1 with either
     for last in (False, False, True):
         model = build_model("resnet18", 10, (side, side, 3), seed=0).to(DEVICE)

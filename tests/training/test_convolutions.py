@@ -1,4 +1,4 @@
-"""Weights with room for more channels train as those without do."""
+"""Weights padded with extra channels train like those without."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from fedeas_flwr.training.models import build_model
 ROOM = 4
 
 
-def images_with_room(images: torch.Tensor) -> torch.Tensor:
-    """The same images, in memory as `fetch` lays them out."""
+def padded_images(images: torch.Tensor) -> torch.Tensor:
+    """Return the same images in the memory layout of `fetch`."""
     memory = F.pad(images.movedim(1, -1), (0, ROOM - images.shape[1])).contiguous()
     return memory.movedim(-1, 1)[:, : images.shape[1]]
 
 
-def test_channels_come_in_runs_of_sixteen_bytes() -> None:
+def test_padded_channels_fill_sixteen_bytes() -> None:
     assert [padded_channels(n, torch.bfloat16) for n in (1, 3, 8, 9)] == [8, 8, 8, 16]
     assert [padded_channels(n, torch.float32) for n in (1, 3, 4, 5)] == [4, 4, 4, 8]
 
 
 @pytest.mark.parametrize("laid_out", [True, False])
-def test_a_step_with_room_is_the_step_without(laid_out: bool) -> None:
+def test_step_with_padded_weights_matches_plain_step(laid_out: bool) -> None:
     plain, wide = (build_model("resnet18", 10, (16, 16, 3), seed=0).double() for _ in range(2))
     torch.manual_seed(0)
     images, labels = torch.randn(4, 3, 16, 16, dtype=torch.float64), torch.tensor([1, 2, 3, 4])
@@ -34,11 +34,11 @@ def test_a_step_with_room_is_the_step_without(laid_out: bool) -> None:
     one, two = Weights(plain, use_bf16=False), Weights(wide, use_bf16=False, padded_layer=layer, padded=ROOM)
     place = two.names.index("conv1.weight")
     assert two.masters[place].shape == two.parameters[place].shape == (64, ROOM, 7, 7)
-    for model, weights, given in ((plain, one, images), (wide, two, images_with_room(images) if laid_out else images)):
+    for model, weights, given in ((plain, one, images), (wide, two, padded_images(images) if laid_out else images)):
         for _ in range(2):
             gradients = torch.autograd.grad(F.cross_entropy(model.train()(given), labels), weights.parameters)
             weights.descend(weights.whole_gradients(gradients), 0.1)
-    assert not two.masters[place][:, 3:].any(), "the room was trained"
+    assert not two.masters[place][:, 3:].any(), "the padding was trained"
     first, second = one.state(plain), two.state(wide)
     assert first.keys() == second.keys()
     for key, value in first.items():
@@ -47,15 +47,15 @@ def test_a_step_with_room_is_the_step_without(laid_out: bool) -> None:
     assert moved.abs().max() > 1e-4, "nothing was trained"
 
 
-def test_what_one_client_broke_is_whole_again_for_the_next() -> None:
-    """0 · NaN is NaN: a gradient that is none reaches the room too, which no client's state refills."""
+def test_padding_is_reset_after_a_client_with_nan_gradients() -> None:
+    """0 · NaN is NaN, so a NaN gradient reaches the padding, which no client's state overwrites."""
     model = build_model("resnet18", 10, (16, 16, 3), seed=0)
     start = {key: value.clone() for key, value in model.state_dict().items()}
     layer = first_convolution(model)
     assert layer is not None
     weights = Weights(model, use_bf16=False, padded_layer=layer, padded=ROOM)
     state = weights.state(model)
-    images = images_with_room(torch.rand(2, 3, 16, 16))
+    images = padded_images(torch.rand(2, 3, 16, 16))
     wanted = model.train()(images)
     broken = torch.autograd.grad(model(images).sum() * torch.nan, weights.parameters)
     weights.descend(weights.whole_gradients(broken), 0.1)
@@ -65,7 +65,7 @@ def test_what_one_client_broke_is_whole_again_for_the_next() -> None:
     torch.testing.assert_close(model(images), wanted)
 
 
-def test_called_with_another_states_weights_or_in_eval_mode_a_layer_is_as_ever() -> None:
+def test_padded_layer_is_plain_in_eval_and_functional_calls() -> None:
     model = build_model("resnet18", 10, (16, 16, 3), seed=0)
     layer = first_convolution(model)
     assert layer is not None
@@ -74,8 +74,8 @@ def test_called_with_another_states_weights_or_in_eval_mode_a_layer_is_as_ever()
     wanted = F.conv2d(images, other["weight"], None, 2, 3), layer(images)
     Weights(model, use_bf16=False, padded_layer=layer, padded=ROOM)
     torch.testing.assert_close(torch.func.functional_call(layer.train(), other, (images,)), wanted[0])
-    torch.testing.assert_close(layer.eval()(images_with_room(images)), wanted[1], rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(layer.eval()(padded_images(images)), wanted[1], rtol=1e-4, atol=1e-5)
 
 
-def test_models_that_are_not_known_get_no_room() -> None:
+def test_unknown_models_get_no_padded_weights() -> None:
     assert first_convolution(build_model("small-cnn", 10, (16, 16, 3), seed=0)) is None

@@ -1,4 +1,4 @@
-"""A test of a model: counts that can be done by hand, and the same from a CUDA graph."""
+"""Evaluation of a model: counts by hand, and the same from a CUDA graph."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from fedeas_flwr.training.models import Normaliser
 
 
 class Brightness(nn.Module):
-    """Sees one pixel of 0 or 1, shifted: class 0 if dark, else class 1; class 2 never."""
+    """Classifies one shifted pixel of 0 or 1: class 0 if dark, else class 1; never class 2."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -39,7 +39,7 @@ def by_hand() -> Evaluator:
     return Evaluator(Brightness(), pixels, labels, 4, Normaliser((0.0,), (1.0,), "cpu"))
 
 
-def test_counts_and_loss_are_those_done_by_hand() -> None:
+def test_evaluator_counts_and_loss_by_hand() -> None:
     evaluator = by_hand()
     found = evaluator.evaluate({"shift": np.float32(0)}, {})
     assert (found.correct, found.examples, found.accuracy) == (4, 6, 4 / 6)
@@ -47,14 +47,14 @@ def test_counts_and_loss_are_those_done_by_hand() -> None:
     assert found.balanced_accuracy == pytest.approx((1 + 3 / 4) / 3)
     right, wrong, never = (-np.log(np.exp(x) / (1 + np.e + np.exp(-9))) for x in (1, 0, -9))
     assert found.loss == pytest.approx((4 * right + wrong + never) / 6, rel=1e-6)
-    # Everything is bright now; nothing of the first test is left over, and the arrays given are as they were.
+    # Every pixel is bright now; no result of the first evaluation remains, and the given arrays are unchanged.
     shift = np.float32(2)
     again = evaluator.evaluate({"shift": shift}, {})
     assert again.per_class_accuracy == [0.0, 1.0, 0.0, None] and shift == 2
     assert evaluator.evaluate({"shift": torch.zeros(())}, {}) == found
 
 
-def test_images_beyond_a_batch_are_tested_once_each() -> None:
+def test_evaluator_counts_each_image_of_several_batches_once() -> None:
     rng = np.random.default_rng(0)
     images = torch.from_numpy(rng.integers(0, 256, (2 * evaluation.BATCH + 7, 8, 8, 1), dtype=np.uint8))
     labels = torch.from_numpy(rng.integers(0, 10, len(images)))
@@ -68,8 +68,8 @@ def test_images_beyond_a_batch_are_tested_once_each() -> None:
     assert found.loss == pytest.approx(float(F.cross_entropy(logits, labels)), rel=1e-5)
 
 
-class NoStream:
-    """As much of a stream as a CPU has."""
+class FakeStream:
+    """A stand-in for a CUDA stream on a CPU."""
 
     def __init__(self) -> None:
         self.waited: list[str] = []
@@ -78,18 +78,18 @@ class NoStream:
         self.waited.append(other)
 
 
-def on_a_pretended_stream(
+def evaluator_on_fake_stream(
     monkeypatch: pytest.MonkeyPatch, capture: Callable[..., Callable[[], None]]
-) -> tuple[Evaluator, NoStream]:
+) -> tuple[Evaluator, FakeStream]:
     monkeypatch.setattr(evaluation, "capture", capture)
     monkeypatch.setattr(torch.cuda, "default_stream", lambda: "default")
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
-    plain, stream = by_hand(), NoStream()
+    plain, stream = by_hand(), FakeStream()
     images, labels, normalise = plain._images, plain._labels, plain._normalise
     return Evaluator(Brightness(), images, labels, 4, normalise, stream), stream  # type: ignore[arg-type]
 
 
-def test_a_captured_test_is_captured_once_and_replayed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_evaluation_graph_is_captured_once_and_replayed(monkeypatch: pytest.MonkeyPatch) -> None:
     happened: list[str] = []
 
     def capture(step: Callable[[], None], stream: Any) -> Callable[[], None]:
@@ -101,22 +101,22 @@ def test_a_captured_test_is_captured_once_and_replayed(monkeypatch: pytest.Monke
 
         return replay
 
-    evaluator, stream = on_a_pretended_stream(monkeypatch, capture)
+    evaluator, stream = evaluator_on_fake_stream(monkeypatch, capture)
     for shift in (0.0, 2.0, 0.0):
         state = {"shift": np.float32(shift)}
         assert evaluator.evaluate(state, {}) == by_hand().evaluate(state, {})
     assert happened == ["captured", "replayed", "replayed", "replayed"]
-    assert stream.waited == ["default"] * 4, "the state may still be on its way"
+    assert stream.waited == ["default"] * 4, "did not wait for the copy of the state"
 
 
-def test_without_a_graph_the_test_goes_on_and_says_so_once(
+def test_failed_capture_evaluates_eagerly_and_warns_once(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def capture(step: Callable[[], None], stream: Any) -> Callable[[], None]:
         raise torch.cuda.OutOfMemoryError("CUDA out of memory.\nTried to allocate")
 
     with caplog.at_level(logging.WARNING, "fedeas_flwr"):
-        evaluator, _ = on_a_pretended_stream(monkeypatch, capture)
+        evaluator, _ = evaluator_on_fake_stream(monkeypatch, capture)
         for shift in (0.0, 2.0):
             state = {"shift": np.float32(shift)}
             assert evaluator.evaluate(state, {}) == by_hand().evaluate(state, {})
@@ -125,7 +125,7 @@ def test_without_a_graph_the_test_goes_on_and_says_so_once(
 
 
 @on_a_gpu
-def test_a_graph_counts_what_launches_count() -> None:
+def test_graphed_evaluation_equals_eager() -> None:
     rng = np.random.default_rng(0)
     images = torch.from_numpy(rng.integers(0, 256, (2 * evaluation.BATCH + 7, 8, 8, 1), dtype=np.uint8)).cuda()
     labels, normalise = torch.from_numpy(rng.integers(0, 10, len(images))).cuda(), Normaliser((0.3,), (0.4,), "cuda")
@@ -141,8 +141,8 @@ def test_a_graph_counts_what_launches_count() -> None:
         assert one.loss == pytest.approx(two.loss, rel=1e-6)
 
 
-class Stops(nn.Module):
-    """Asks the GPU for a number on the way, which no graph can hold."""
+class SynchronisingModel(nn.Module):
+    """Reads a value from the GPU in its forward pass, which cannot be captured."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -154,9 +154,9 @@ class Stops(nn.Module):
 
 
 @on_a_gpu
-def test_a_network_that_cannot_be_captured_is_tested_without(caplog: pytest.LogCaptureFixture) -> None:
+def test_network_that_cannot_be_captured_is_evaluated_eagerly(caplog: pytest.LogCaptureFixture) -> None:
     images, labels = torch.zeros((9, 8, 8, 1), dtype=torch.uint8).cuda(), torch.zeros(9, dtype=torch.long).cuda()
-    normalise, model = Normaliser((0.3,), (0.4,), "cuda"), Stops().cuda()
+    normalise, model = Normaliser((0.3,), (0.4,), "cuda"), SynchronisingModel().cuda()
     before, stream = torch.cuda.current_stream(), torch.cuda.Stream()  # type: ignore[no-untyped-call]
     with caplog.at_level(logging.WARNING, "fedeas_flwr"):
         evaluator = Evaluator(model, images, labels, 10, normalise, stream)

@@ -1,4 +1,4 @@
-"""One thread launches for many: each job in its order, in turns, and a failure is its owner's alone."""
+"""One thread launches kernels for many clients: in order, in turns, and errors reach only their caller."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from fedeas_flwr.training.gpu.launcher import MAX_QUEUED_PER_STREAM, SWITCH, Lau
 
 
 class Stream(str):
-    """A stream by name, on which everything is done at once, or nothing until it is let go."""
+    """A named stream that finishes its work at once, or only after ``let_go`` is set."""
 
     def __new__(cls, name: str, let_go: threading.Event | None = None) -> Stream:
         stream = super().__new__(cls, name)
@@ -36,7 +36,7 @@ class Stream(str):
 
 @pytest.fixture
 def current(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The stream that is set, by name: no GPU is needed to see who launches where."""
+    """Return a list that holds the name of the current stream, without a GPU."""
     now = [""]
     monkeypatch.setattr(torch.cuda, "set_stream", lambda stream: now.__setitem__(0, stream))
     return now
@@ -54,14 +54,14 @@ def test_launcher_runs_jobs_in_order_and_in_turns(current: list[str]) -> None:
 
     with ThreadPoolExecutor(3) as pool:
         jobs = [pool.submit(work, name) for name in "abc"]
-        wait_until(lambda: len(launched) == 3 * MAX_QUEUED_PER_STREAM, "all three have come")
+        wait_until(lambda: len(launched) == 3 * MAX_QUEUED_PER_STREAM, "all three streams are full")
         let_go.set()
         for job in jobs:
             job.result(timeout=LONG)
     for name in "abc":
         assert [number for owner, number in launched if owner == name] == list(range(200))
     switches = sum(one[0] != other[0] for one, other in itertools.pairwise(launched[3 * MAX_QUEUED_PER_STREAM :]))
-    assert switches >= 3 * (200 - MAX_QUEUED_PER_STREAM) - 3, "one job was launched whole before the next had its turn"
+    assert switches >= 3 * (200 - MAX_QUEUED_PER_STREAM) - 3, "a job was launched completely before the next one"
 
 
 def test_failing_launch_raises_in_its_caller_only(current: list[str]) -> None:
@@ -85,7 +85,7 @@ def test_full_stream_does_not_block_other_streams(current: list[str]) -> None:
     launcher, stuck, launched = Launcher(), Stream("stuck", threading.Event()), []
     with ThreadPoolExecutor(1) as pool:
         job = pool.submit(launcher.run, stuck, [lambda: launched.append("stuck")] * (MAX_QUEUED_PER_STREAM + 3))
-        wait_until(lambda: launched.count("stuck") == MAX_QUEUED_PER_STREAM, "it has enough")
+        wait_until(lambda: launched.count("stuck") == MAX_QUEUED_PER_STREAM, "the stream is full")
         launcher.run(Stream("free"), [lambda: launched.append("free")] * 100)
         assert launched.count("free") == 100
         assert launched.count("stuck") == MAX_QUEUED_PER_STREAM and not job.done()
@@ -108,7 +108,7 @@ def test_run_shortens_the_switch_interval_until_its_last_job_ends(current: list[
 
 
 class Broken(Stream):
-    """The stream of a GPU that has failed: whoever looks at it is told so."""
+    """A stream of a failed GPU: every query raises."""
 
     def query(self) -> bool:
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
@@ -125,7 +125,7 @@ def test_gpu_error_reaches_callers_and_thread_survives(current: list[str]) -> No
     thread = threading.Thread(target=work, daemon=True)
     thread.start()
     thread.join(timeout=LONG)
-    assert said == ["another"] * 3, "it still waits"
+    assert said == ["another"] * 3, "the launcher thread still waits"
 
 
 def test_launcher_drops_references_to_finished_jobs(current: list[str]) -> None:

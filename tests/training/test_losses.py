@@ -1,4 +1,4 @@
-"""Losses against label skew: answers worked out by hand, identities, and the same steps in both engines."""
+"""Losses against label skew: values by hand, identities, and the same steps in both engines."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ LABELS = torch.tensor([0] * 6 + [1] * 2)
 
 
 def gradient(given: dict[str, torch.Tensor], label: int) -> torch.Tensor:
-    """Of one sample's loss by its logits, all of them 0."""
+    """Return the gradient of one sample's loss by its logits, all of which are 0."""
     logits = torch.zeros(1, 3, requires_grad=True)
     (found,) = torch.autograd.grad(sample_losses(logits, torch.tensor([label]), given).sum(), logits)
     return found[0]
@@ -40,7 +40,7 @@ def test_class_weights_by_hand() -> None:
     torch.testing.assert_close(class_weights(COUNTS), torch.tensor([2 / 3, 2.0, 1.0]))
     weights = class_weights(COUNTS)[LABELS]
     assert float(weights.mean()) == pytest.approx(1)
-    assert float(weights[:6].sum()) == pytest.approx(float(weights[6:].sum()))  # both classes count alike
+    assert float(weights[:6].sum()) == pytest.approx(float(weights[6:].sum()))  # both classes have equal weight
     given = {WEIGHTS: class_weights(COUNTS)}
     losses = sample_losses(torch.zeros(2, 3), torch.tensor([0, 1]), given)
     torch.testing.assert_close(losses, math.log(3) * torch.tensor([2 / 3, 2.0]))
@@ -59,13 +59,13 @@ def test_logit_offsets_by_hand() -> None:
     losses = sample_losses(torch.zeros(2, 3), torch.tensor([0, 1]), given)
     torch.testing.assert_close(losses, torch.tensor([math.log(9 / 6), math.log(9 / 2)]))
     torch.testing.assert_close(gradient(given, 1), torch.tensor([6 / 9, 2 / 9 - 1, 1 / 9]))
-    # The rare class is pulled up more than plainly, and the absent one pushed down less: but it is pushed down.
+    # The rare class is raised more than with plain cross-entropy, and the absent one lowered less, but lowered.
     plain, adjusted = gradient({}, 1), gradient(given, 1)
     assert adjusted[1] < plain[1]
     assert 0 < adjusted[2] < plain[2]
 
 
-def test_equal_counts_and_tau_zero_are_cross_entropy_to_the_bit() -> None:
+def test_equal_counts_and_tau_zero_equal_cross_entropy_bitwise() -> None:
     torch.manual_seed(0)
     logits, labels = torch.randn(50, 10), torch.randint(0, 10, (50,))
     plain = F.cross_entropy(logits, labels, reduction="none")
@@ -78,7 +78,7 @@ def test_equal_counts_and_tau_zero_are_cross_entropy_to_the_bit() -> None:
     assert loss_constants("cross-entropy", labels, 10, 1.0) == {}
 
 
-def test_a_client_without_a_sample_gets_finite_constants() -> None:
+def test_client_without_samples_gets_finite_constants() -> None:
     nothing = torch.zeros(3, dtype=torch.long)
     assert class_weights(nothing).tolist() == [1, 1, 1]
     assert logit_offsets(nothing, 1.0).isfinite().all()
@@ -86,7 +86,7 @@ def test_a_client_without_a_sample_gets_finite_constants() -> None:
 
 @pytest.mark.parametrize("objective", [CROSS_ENTROPY, ProximalObjective(0.5)], ids=["fedavg", "fedprox"])
 @pytest.mark.parametrize("loss", ["class-weighted", "logit-adjusted"])
-@pytest.mark.parametrize("samples", [64, 70])  # the last batch full, and short
+@pytest.mark.parametrize("samples", [64, 70])  # a full last batch and a short one
 @pytest.mark.parametrize("device", DEVICES)
 def test_both_engines_take_the_same_steps(objective: Objective, loss: str, samples: int, device: str) -> None:
     torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = False
@@ -120,7 +120,7 @@ LOSSES: list[dict[str, Any]] = [{"loss": "class-weighted"}, {"loss": "logit-adju
 
 
 @pytest.mark.parametrize("keys", LOSSES, ids=lambda k: k["loss"])
-def test_a_run_resumes_to_the_same_bits_and_differs_from_fedavg(tmp_path: Path, keys: dict[str, Any]) -> None:
+def test_run_with_other_loss_resumes_to_the_same_weights(tmp_path: Path, keys: dict[str, Any]) -> None:
     whole = finish(quick(tmp_path / "whole", policy="none", rounds=2, **keys))
     finish(quick(tmp_path / "parts", policy="none", rounds=1, **keys))
     resumed = finish(quick(tmp_path / "parts", policy="none", rounds=2, resume=True, **keys))
@@ -129,7 +129,7 @@ def test_a_run_resumes_to_the_same_bits_and_differs_from_fedavg(tmp_path: Path, 
     assert whole.summary()["total_generated"] == 0
 
 
-def test_tau_zero_is_fedavg_bit_for_bit(tmp_path: Path) -> None:
+def test_tau_zero_equals_fedavg_bitwise(tmp_path: Path) -> None:
     plain = finish(quick(tmp_path / "plain", policy="none", rounds=2))
     zero = quick(tmp_path / "zero", policy="none", rounds=2, loss="logit-adjusted", logit_adjustment_tau=0.0)
     assert weights(finish(zero)) == weights(plain)

@@ -1,4 +1,4 @@
-"""Networks: the same seed gives the same weights, and states go in and out exactly or not at all."""
+"""Networks: seeded weights, pretrained weights, custom models, and reading and writing of states."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ CIFAR = (32, 32, 3)
 
 
 class Own(nn.Module):
-    """A user's model: frozen, trained and integer state together."""
+    """A custom model with frozen, trained and integer state."""
 
     def __init__(self, num_classes: int, image_shape: tuple[int, int, int]) -> None:
         super().__init__()
@@ -46,7 +46,7 @@ def same(a: nn.Module, b: nn.Module) -> bool:
 
 
 @pytest.mark.parametrize("name", ["small-cnn", f"{__name__}:Own"])
-def test_the_seed_alone_decides_the_weights(name: str) -> None:
+def test_initial_weights_depend_only_on_the_seed(name: str) -> None:
     torch.manual_seed(1)
     before = torch.random.get_rng_state()
     first = build_model(name, 10, DIGITS, seed=3)
@@ -56,13 +56,13 @@ def test_the_seed_alone_decides_the_weights(name: str) -> None:
     assert not same(first, build_model(name, 10, DIGITS, seed=4))
 
 
-def test_small_cnn_takes_digits_and_has_no_statistics() -> None:
+def test_small_cnn_accepts_digits_and_has_no_buffers() -> None:
     model = build_model("small-cnn", 10, DIGITS, seed=0)
     assert model(torch.zeros(5, 1, 8, 8)).shape == (5, 10)
     assert split_state(model)[1] == {}
 
 
-def test_images_too_small_for_small_cnn_are_one_line_and_resnet18_takes_them() -> None:
+def test_images_too_small_for_small_cnn_are_rejected() -> None:
     for height, width in ((1, 1), (1, 8), (8, 1)):
         why = f"model: small-cnn needs images of 2×2 or more, these are {height}×{width}; use resnet18"
         with pytest.raises(ValueError, match=f"^{why}"):
@@ -82,11 +82,11 @@ def test_resnet18_stems() -> None:
         build_model("resnet18", 10, CIFAR, stem="5x5", seed=0)
 
 
-def test_pretrained_weights_fill_all_but_the_head_and_a_new_stem(tmp_path: Path) -> None:
+def test_pretrained_weights_load_except_head_and_new_stem(tmp_path: Path) -> None:
     source = build_model("resnet18", 1000, CIFAR, seed=9)
     source.bn1.running_mean.fill_(0.25)
     state = source.state_dict()
-    # As older files are: half precision, without the counters.
+    # Like older files: half precision, without the counters.
     half = {key: value.half() for key, value in state.items() if not key.endswith("num_batches_tracked")}
     file = tmp_path / "weights.safetensors"
     save_file(half, file)
@@ -112,7 +112,7 @@ def test_pretrained_weights_fill_all_but_the_head_and_a_new_stem(tmp_path: Path)
         build_model("resnet18", 10, CIFAR, weights=str(file), seed=0)
 
 
-def takes_other_words(classes: int) -> nn.Module:
+def takes_other_arguments(classes: int) -> nn.Module:
     return nn.Linear(1, classes)
 
 
@@ -120,7 +120,7 @@ def breaks(num_classes: int, image_shape: tuple[int, int, int]) -> nn.Module:
     raise TypeError("a fault\nof its own")
 
 
-def three_too_many(num_classes: int, image_shape: tuple[int, int, int]) -> nn.Module:
+def has_three_outputs_more(num_classes: int, image_shape: tuple[int, int, int]) -> nn.Module:
     return nn.Sequential(nn.Flatten(), nn.LazyLinear(num_classes + 3))
 
 
@@ -146,13 +146,13 @@ def returns_two(num_classes: int, image_shape: tuple[int, int, int]) -> nn.Modul
         ("math:pi", "none", "is float; it must be callable"),
         (f"{__name__}:not_a_model", "none", "returned str; it must return a torch.nn.Module"),
         (
-            f"{__name__}:takes_other_words",
+            f"{__name__}:takes_other_arguments",
             "none",
             "called with num_classes and image_shape by keyword, raised TypeError",
         ),
         (f"{__name__}:breaks", "none", "by keyword, raised TypeError: a fault of its own"),
         (
-            f"{__name__}:three_too_many",
+            f"{__name__}:has_three_outputs_more",
             "none",
             r"must return \[2, 10\] for images \[2, 3, 32, 32\]; it returns \[2, 13\]",
         ),
@@ -167,20 +167,20 @@ def returns_two(num_classes: int, image_shape: tuple[int, int, int]) -> nn.Modul
         ("resnet18", "/no/such.safetensors", "there is no file"),
     ],
 )
-def test_wrong_names_are_refused_in_one_line(name: str, weights: str, message: str) -> None:
+def test_invalid_model_or_weights_are_rejected_in_one_line(name: str, weights: str, message: str) -> None:
     with pytest.raises((ValueError, FileNotFoundError), match=message) as caught:
         build_model(name, 10, CIFAR, weights=weights, seed=0)
     assert "\n" not in str(caught.value)
 
 
-def test_a_module_that_cannot_be_read_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_module_with_syntax_error_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "half_written.py").write_text("def build(:\n")
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(ValueError, match=r"'half_written:build' cannot be imported \(SyntaxError: .*line 1\)\)$"):
         build_model("half_written:build", 10, CIFAR, seed=0)
 
 
-def test_trying_a_model_out_changes_nothing_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_trial_of_a_custom_model_does_not_change_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(Path(__file__).parents[1] / "helpers")
     tried = build_model("users_models:with_batchnorm", 10, CIFAR, seed=3)
     torch.manual_seed(3)
@@ -190,7 +190,7 @@ def test_trying_a_model_out_changes_nothing_of_it(monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_whether_a_network_draws_is_found_out_and_nothing_moved_by_it(device: str) -> None:
+def test_uses_rng_detects_random_networks_without_side_effects(device: str) -> None:
     images = torch.zeros(2, 1, 8, 8, device=device)
     for build, draws in ((Own, False), (with_batchnorm, False), (with_dropout, True), (WithFunctions, True)):
         model = build(10, DIGITS).to(device).eval()
@@ -209,16 +209,16 @@ def test_imagenet_weights_are_not_downloaded_offline(tmp_path: Path, monkeypatch
         build_model("resnet18", 10, CIFAR, weights="imagenet", seed=0)
 
 
-def test_state_is_split_by_what_is_trained_and_keeps_its_types() -> None:
+def test_split_state_separates_trainable_and_keeps_dtypes() -> None:
     model = Own(10, DIGITS)
     trainable, buffers = split_state(model)
     assert set(trainable) == {"fc.weight", "fc.bias"} and set(buffers) == {"frozen", "steps"}
     assert buffers["steps"].dtype == np.int64 and buffers["steps"].shape == ()
-    trainable["fc.bias"][:] = 5  # a copy: the model must not feel it
+    trainable["fc.bias"][:] = 5  # a copy: the model must not change
     assert not torch.any(model.fc.bias == 5)
 
 
-def test_state_survives_the_round_trip_in_place() -> None:
+def test_state_round_trip_in_place() -> None:
     source = build_model("resnet18", 10, CIFAR, seed=1)
     source.bn1.num_batches_tracked.fill_(2**40 + 1)  # a float32 could not hold it
     target = build_model("resnet18", 10, CIFAR, seed=2)
@@ -230,7 +230,7 @@ def test_state_survives_the_round_trip_in_place() -> None:
     assert same(source, target) and target.conv1.weight.data_ptr() == address
 
 
-def test_a_state_that_does_not_fit_is_refused_and_changes_nothing() -> None:
+def test_state_that_does_not_fit_is_rejected_unchanged() -> None:
     model = Own(10, DIGITS)
     trainable, buffers = split_state(model)
     new = {key: value + 1 for key, value in trainable.items()}
@@ -247,8 +247,8 @@ def test_a_state_that_does_not_fit_is_refused_and_changes_nothing() -> None:
     assert all(np.array_equal(value, trainable[key]) for key, value in split_state(model)[0].items())
 
 
-def test_networks_of_a_run_are_alike_and_share_nothing() -> None:
-    """They are copies of one that was built once; what happens to one must not reach the next."""
+def test_networks_of_a_run_are_equal_and_share_no_tensors() -> None:
+    """They are copies of one network that is built once; changing one must not change the others."""
     config = parse_config({"policy": "none", "seed": 5})
     info = dataset_info(config.dataset)
     built = build_model(config.model, len(info.classes), info.image_shape, seed=5).state_dict()

@@ -1,4 +1,4 @@
-"""Whole runs on a GPU: they end where a processor's end, go on after a stop, and are the same under Ray."""
+"""Whole runs on a GPU: they match runs on a CPU, resume, and are the same under Ray."""
 
 from __future__ import annotations
 
@@ -27,47 +27,49 @@ from fedeas_flwr.training.models import Normaliser, build_model, split_state
 GPU: dict[str, Any] = {"device": "cuda", "precision": "fp32", "actors": 2}
 
 
-def moved(run: RunDirectory) -> np.ndarray[Any, Any]:
-    """How far a run's model has come from where it began, all weights in one row."""
+def weight_changes(run: RunDirectory) -> np.ndarray[Any, Any]:
+    """Return the change of all weights of a run's model since its start, as one vector."""
     start, _ = split_state(build_model("small-cnn", 10, (8, 8, 1), seed=1))
     end = load_file(run.path / "model.safetensors")
     return np.concatenate([(end[key] - start[key]).ravel() for key in sorted(start)])
 
 
 def assert_alike(ours: RunDirectory, theirs: RunDirectory, part: float = 0.03) -> None:
-    """The same clients, the same number of steps and images; the models apart by ``part`` of their way at most.
+    """Check for equal clients, steps and images, and that models differ by at most ``part`` of their change.
 
     Rounding alone moves most of these runs by less than 0.006 of it; class-weighted losses and FedAdagrad, whose rare
     images and small denominators count for much, by up to 0.012 (rounding played on a processor).
     """
     for key in ("clients", "steps", "generated"):
         assert [one[key] for one in ours.rounds()] == [one[key] for one in theirs.rounds()]
-    way, other = moved(ours), moved(theirs)
+    way, other = weight_changes(ours), weight_changes(theirs)
     assert np.linalg.norm(other) > 0
     assert np.linalg.norm(way - other) < part * np.linalg.norm(other)
 
 
-def assert_in_graphs(run: RunDirectory) -> None:
-    """Nothing was trained or tested in the slow way that stands behind the quick one."""
+def assert_no_fallback(run: RunDirectory) -> None:
+    """Check that nothing was trained or evaluated with the slow fallback."""
     said = (run.path / "flower.log").read_text()
     assert "no CUDA graph" not in said and "not fused" not in said
 
 
 @on_a_gpu
 @pytest.mark.parametrize("strategy", sorted(ALGORITHMS))
-def test_every_strategy_ends_where_it_does_on_a_processor(tmp_path: Path, strategy: str) -> None:
+def test_every_strategy_on_gpu_matches_cpu(tmp_path: Path, strategy: str) -> None:
     keys = {"policy": "none", "participation": 1.0, "strategy": strategy, **NEEDS.get(strategy, {})}
-    keys |= {"fedprox_mu": 1.0} if strategy == "fedprox" else {}  # by default it is within rounding of FedAvg here
+    keys |= (
+        {"fedprox_mu": 1.0} if strategy == "fedprox" else {}
+    )  # its default differs from FedAvg only by rounding here
     here, there = (finish(small(tmp_path / at["device"], **keys, **at)) for at in (GPU, {**GPU, "device": "cpu"}))
     assert_alike(here, there)
-    assert_in_graphs(here)
+    assert_no_fallback(here)
 
 
 @on_a_gpu
 @pytest.mark.parametrize(("precision", "alike"), [("fp32", 0.999), ("bf16", 0.8)])
 @pytest.mark.parametrize("strategy", ["fedgen", "fedmix"])
-def test_a_resnet18_learns_in_graphs_what_it_learns_eagerly(strategy: str, precision: str, alike: float) -> None:
-    """FedMix without the fast layers, which cannot be differentiated twice, and FedGen with a fast head.
+def test_graphed_resnet18_matches_eager(strategy: str, precision: str, alike: float) -> None:
+    """FedMix runs without the fused layers, which have no double backward, and FedGen with a fused head.
 
     In bf16 roundings alone part them: at these weights they move FedMix's gradient, of λ = ½, by half (on a processor).
     """
@@ -103,15 +105,15 @@ def test_a_resnet18_learns_in_graphs_what_it_learns_eagerly(strategy: str, preci
 @pytest.mark.parametrize(
     "keys", [{"loss": "class-weighted"}, {"loss": "logit-adjusted"}, {"views": "flip-crop"}, {"policy": "oversample"}]
 )
-def test_what_needs_no_generator_ends_where_it_does_on_a_processor(tmp_path: Path, keys: dict[str, Any]) -> None:
+def test_run_settings_on_gpu_match_cpu(tmp_path: Path, keys: dict[str, Any]) -> None:
     keys = {"policy": "none", **keys}
     here, there = (finish(small(tmp_path / at["device"], **keys, **at)) for at in (GPU, {**GPU, "device": "cpu"}))
     assert_alike(here, there)
-    assert_in_graphs(here)
+    assert_no_fallback(here)
 
 
 @on_a_gpu
-def test_a_stopped_run_with_generated_images_goes_on_to_the_same_model(tmp_path: Path) -> None:
+def test_run_with_generated_images_on_gpu_resumes(tmp_path: Path) -> None:
     whole = finish(small(tmp_path / "whole", **GPU, **CHEAP))
     half = finish(small(tmp_path / "half", **GPU, **CHEAP, rounds=1))
     finish(half.config().with_changes(rounds=3, resume=True))
@@ -120,10 +122,8 @@ def test_a_stopped_run_with_generated_images_goes_on_to_the_same_model(tmp_path:
 
 
 @on_a_gpu
-def test_under_ray_on_shares_of_a_gpu_the_run_is_the_inline_one(
-    tmp_path: Path, fresh_images: Callable[[str], None]
-) -> None:
-    """Each makes its images itself."""
+def test_ray_on_gpu_shares_matches_inline(tmp_path: Path, fresh_images: Callable[[str], None]) -> None:
+    """Each run generates its own images."""
     fresh_images("inline")
     inline = finish(small(tmp_path / "inline", **GPU, **CHEAP))
     fresh_images("ray")

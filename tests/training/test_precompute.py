@@ -1,4 +1,4 @@
-"""What an objective knows of a sample before the first step: computed once a round, and every step has its own rows."""
+"""Precomputed rows of an objective: computed once per round, and each step gets the rows of its samples."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ MOON = ContrastiveObjective(MU, TAU)
 
 
 class Counting(WithFeatures):
-    """Notes how many images each pass in evaluation mode sees."""
+    """Records the number of images of each forward pass in evaluation mode."""
 
     def __init__(self, seed: int) -> None:
         torch.manual_seed(seed)
@@ -45,7 +45,7 @@ class Counting(WithFeatures):
 
 
 def references(received: nn.Module, previous: nn.Module) -> Inputs:
-    """MOON's inputs: the two models' parameters and buffers."""
+    """Return MOON's inputs: the parameters and buffers of two models."""
     states = {RECEIVED: received.state_dict(), PREVIOUS: previous.state_dict()}
     return Inputs({prefix + key: value.clone() for prefix, state in states.items() for key, value in state.items()})
 
@@ -71,8 +71,8 @@ def engine(
     return GraphedEngine(copy.deepcopy(model), recipe, normalise, precision, device, objective)
 
 
-def unmoved(steps: int, device: str = "cpu") -> Inputs:
-    """Views that leave every image as it is: an engine cannot know that, and computes references in every step."""
+def identity_views(steps: int, device: str = "cpu") -> Inputs:
+    """Return views that change no image, so that an engine computes references in every step."""
     return Inputs(tables={VIEWS: torch.zeros((steps, BATCH, 3), dtype=torch.int8, device=device)})
 
 
@@ -88,22 +88,20 @@ def assert_near(ours: Any, theirs: Any, rtol: float = 2e-4, atol: float = 2e-5) 
 @pytest.mark.parametrize(
     ("kind", "a_pass"), [("eager", [32, 32, 32, 32, 6, 6]), ("graphed", [32] * 6)]
 )  # two references each; the graphed engine pads the last chunk
-def test_ten_epochs_compute_a_samples_references_once_and_with_views_in_every_step(
-    kind: str, a_pass: list[int]
-) -> None:
+def test_references_are_precomputed_once_unless_augmented(kind: str, a_pass: list[int]) -> None:
     recipe, model = LocalTrainingConfig(10, BATCH, RATE), Counting(0)
     inputs = references(model, Counting(1))
-    for more, times in ((Inputs(), 1), (unmoved(recipe.steps(70)), 10)):
+    for more, times in ((Inputs(), 1), (identity_views(recipe.steps(70)), 10)):
         trainer: Any = engine(kind, model, recipe)
         seen = trainer._model.seen
-        for _ in range(2):  # also of the second client, for which nothing is made ready any more
+        for _ in range(2):  # also for the second client, which reuses the buffers
             seen.clear()
             trainer.train(*read_state(model), *data(70), np.random.default_rng(0), inputs | more)
         assert seen == a_pass * times
 
 
 @pytest.mark.parametrize("kind", ["eager", "graphed"])
-def test_other_objectives_pay_nothing(kind: str) -> None:
+def test_other_objectives_precompute_nothing(kind: str) -> None:
     model = Counting(0)
     trainer: Any = engine(kind, model, LocalTrainingConfig(2, BATCH, RATE), CROSS_ENTROPY)
     for _ in range(2):
@@ -118,7 +116,7 @@ def test_other_objectives_pay_nothing(kind: str) -> None:
 def by_hand(
     model: nn.Module, received: nn.Module, previous: nn.Module, images: torch.Tensor, labels: torch.Tensor, kept: int
 ) -> dict[str, torch.Tensor]:
-    """Three epochs of MOON as the paper writes it, both references computed anew in every step."""
+    """Train three epochs of MOON as in the paper, with both references computed in every step."""
     model, draws = copy.deepcopy(model).train(), np.random.default_rng(7)
     references = [copy.deepcopy(each).eval() for each in (received, previous)]
     pixels = (images.permute(0, 3, 1, 2).float() / 255 - 0.3) / 0.4
@@ -142,8 +140,8 @@ def by_hand(
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(
     ("samples", "kept"), [(70, 70), (64, 64), (69, 64), (20, 20)]
-)  # a short last batch; none; five left out, others each epoch; less than a batch
-def test_both_engines_take_the_steps_that_compute_references_anew(samples: int, kept: int, device: str) -> None:
+)  # a short last batch; none; five skipped, others each epoch; less than a batch
+def test_engines_match_steps_with_recomputed_references(samples: int, kept: int, device: str) -> None:
     model, received, previous = (Counting(seed).to(device) for seed in range(3))
     recipe, client = LocalTrainingConfig(3, BATCH, RATE, min_batch=6), data(samples, device=device)
     engines = [engine(kind, model, recipe, device=device) for kind in ("eager", "graphed")]
@@ -160,38 +158,38 @@ def test_both_engines_take_the_steps_that_compute_references_anew(samples: int, 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("kind", ["eager", "graphed"])
-def test_rows_kept_are_what_the_step_itself_would_compute(kind: str, precision: str, device: str) -> None:
-    """Also of samples that an epoch leaves out, and in bf16, whose features are kept as they come."""
+def test_precomputed_rows_equal_those_computed_in_the_step(kind: str, precision: str, device: str) -> None:
+    """This holds also for samples that an epoch skips, and in bf16, whose features are stored unrounded."""
     model, received, previous = (Counting(seed).to(device) for seed in range(3))
     recipe, inputs, ends = LocalTrainingConfig(3, BATCH, RATE, min_batch=6), references(received, previous), []
-    for more in (Inputs(), unmoved(recipe.steps(69), device)):
+    for more in (Inputs(), identity_views(recipe.steps(69), device)):
         trainer = engine(kind, model, recipe, device=device, precision=precision)
         client = data(69, device=device)
         _, end, _ = trainer.train(*read_state(model), *client, np.random.default_rng(7), inputs | more)
         ends.append(end)
-    # In bf16 a feature may be rounded the other way where the library sums the other chunk in another order.
+    # In bf16 a feature may round differently where the library sums another chunk in another order.
     assert_near(*ends, **({} if precision == "fp32" else {"rtol": 0.02, "atol": 0.002}))
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_clients_of_other_sizes_through_the_same_buffers_leave_nothing_behind(device: str) -> None:
+def test_reused_buffers_hold_no_data_of_other_clients(device: str) -> None:
     model, recipe = Counting(0).to(device), LocalTrainingConfig(3, BATCH, RATE)
     used = engine("graphed", model, recipe, device=device)
-    for number, samples in enumerate((40, 200, 33, 1, 70, 200)):  # the second makes the buffers anew
+    for number, samples in enumerate((40, 200, 33, 1, 70, 200)):  # the second reallocates the buffers
         inputs = references(Counting(number + 1).to(device), Counting(number + 2).to(device))
         client, fresh = data(samples, number, device), engine("graphed", model, recipe, device=device)
         ends = []
         for trainer in (used, fresh):
             result, *end = trainer.train(*read_state(model), *client, np.random.default_rng(number), inputs)
             ends.append({**end[0], **end[1], "loss": torch.tensor(result.loss)})
-        if device == "cuda":  # whose sums may come in another order each time
+        if device == "cuda":  # its summation order may vary
             assert_near(*ends)
         else:
             assert all(torch.equal(ends[0][key], value) for key, value in ends[1].items()), f"client {number}"
 
 
 @pytest.mark.parametrize("kind", ["eager", "graphed"])
-def test_a_client_without_samples_takes_no_step(kind: str) -> None:
+def test_client_without_samples_takes_no_step(kind: str) -> None:
     model = Counting(0)
     trainer = engine(kind, model, LocalTrainingConfig(3, BATCH, RATE))
     result, end, _ = trainer.train(
@@ -205,7 +203,7 @@ def test_a_client_without_samples_takes_no_step(kind: str) -> None:
 
 
 class WithoutNorm(nn.Module):
-    """Batches of it can be split; it has memory for ``most`` images at a time, in either mode."""
+    """A network without BatchNorm, with memory for ``most`` images at a time in either mode."""
 
     def __init__(self, most: int) -> None:
         super().__init__()
@@ -219,7 +217,7 @@ class WithoutNorm(nn.Module):
         return logits
 
 
-def test_parts_of_a_batch_have_their_own_rows() -> None:
+def test_micro_batches_get_their_own_precomputed_rows() -> None:
     torch.manual_seed(0)
     model, (images, labels) = WithoutNorm(30), data(30)
     kept = {RECEIVED: torch.randn(30, 144), PREVIOUS: torch.randn(30, 144)}
@@ -233,10 +231,10 @@ def test_parts_of_a_batch_have_their_own_rows() -> None:
             torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
 
 
-def test_short_of_memory_no_more_images_are_looked_at_beforehand_than_a_step_has_room_for(
+def test_precompute_chunks_shrink_when_memory_is_short(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Else a client that can train, four images at a time, would fail before its first step."""
+    """Otherwise a client that can train four images at a time would fail before its first step."""
     config = parse_config({"policy": "none", "batch-size": 32, "local-epochs": 2, "strategy": "moon"})
     torch.manual_seed(0)
     first, *others = (WithoutNorm(4) for _ in range(3))

@@ -1,4 +1,4 @@
-"""What a step does around the network, in kernels of our own: the same as in PyTorch's operations."""
+"""The kernels of a training step around the network match PyTorch's operations."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.gpu
 
 @pytest.mark.parametrize("room", [3, 8])
 @pytest.mark.parametrize("with_views", [False, True])
-def test_a_batch_is_fetched_viewed_and_normalised(with_views: bool, room: int) -> None:
+def test_fetch_augments_and_normalises_a_batch(with_views: bool, room: int) -> None:
     rng, info = np.random.default_rng(0), dataset_info("cifar10")
     pixels = torch.from_numpy(rng.integers(0, 256, (9, *info.image_shape), dtype=np.uint8)).to(DEVICE)
     labels, table = torch.arange(9, device=DEVICE) * 7, torch.from_numpy(rng.integers(0, 9, (3, 4))).to(DEVICE)
@@ -35,7 +35,7 @@ def test_a_batch_is_fetched_viewed_and_normalised(with_views: bool, room: int) -
 
 
 @pytest.mark.parametrize("classes", [10, 100])
-def test_cross_entropy_and_its_gradient(classes: int) -> None:
+def test_cross_entropy_kernel_and_gradient_match_torch(classes: int) -> None:
     torch.manual_seed(0)
     logits = (30 * torch.randn(7, classes, device=DEVICE)).requires_grad_()
     labels, weights = torch.randint(0, classes, (7,), device=DEVICE), torch.rand(7, device=DEVICE)
@@ -46,7 +46,7 @@ def test_cross_entropy_and_its_gradient(classes: int) -> None:
 
 
 @pytest.mark.parametrize("counted", [7, 3])
-def test_the_mean_of_those_that_count_and_its_gradient(counted: int) -> None:
+def test_mean_of_first_and_its_gradient_match_torch(counted: int) -> None:
     values = torch.rand(7, device=DEVICE).requires_grad_()
     mean = mean_of_first(torch.tensor(float(counted), device=DEVICE), values)
     torch.testing.assert_close(mean, values[:counted].mean())
@@ -56,7 +56,7 @@ def test_the_mean_of_those_that_count_and_its_gradient(counted: int) -> None:
 
 
 @pytest.mark.parametrize(("samples", "features", "classes"), [(70, 512, 10), (5, 40, 100)])
-def test_the_last_layer_and_its_gradients(samples: int, features: int, classes: int) -> None:
+def test_linear_kernel_and_gradients_match_torch(samples: int, features: int, classes: int) -> None:
     torch.manual_seed(0)
     torch.backends.cuda.matmul.allow_tf32 = False
     shapes = [(samples, features), (classes, features), (classes,)]
@@ -69,7 +69,7 @@ def test_the_last_layer_and_its_gradients(samples: int, features: int, classes: 
 
 
 @pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16])
-def test_the_descent_moves_masters_copies_loss_and_row(kind: torch.dtype) -> None:
+def test_fused_sgd_updates_weights_copies_loss_and_row(kind: torch.dtype) -> None:
     torch.manual_seed(0)
     kernel = torch.randn(64, 20, 3, 3, device=DEVICE).to(memory_format=torch.channels_last)
     wholes = [kernel, torch.randn(5000, device=DEVICE), torch.randn(40, 40, 3, 3, device=DEVICE)]
@@ -77,7 +77,9 @@ def test_the_descent_moves_masters_copies_loss_and_row(kind: torch.dtype) -> Non
     copies = [whole.to(kind) for whole in wholes] if kind != torch.float32 else wholes
     tap = (slice(None), slice(None), 1, 1)
     masters, parameters = [*wholes[:2], wholes[2][tap]], [*copies[:2], copies[2][tap]]
-    gradients = [torch.randn(p.shape, device=DEVICE).to(kind) for p in parameters]  # the kernel's is in another order
+    gradients = [
+        torch.randn(p.shape, device=DEVICE).to(kind) for p in parameters
+    ]  # the kernel's has another memory layout
     wanted = [whole.clone() for whole in wholes]
     for target, gradient in zip([*wanted[:2], wanted[2][tap]], gradients, strict=True):
         target -= 0.1 * gradient.float()
@@ -87,5 +89,7 @@ def test_the_descent_moves_masters_copies_loss_and_row(kind: torch.dtype) -> Non
     descent(gradients, 0.1, loss, total, samples, row)
     for whole, copy, value in zip(wholes, copies, wanted, strict=True):
         torch.testing.assert_close(whole, value)
-        torch.testing.assert_close(copy.float(), whole, rtol=2**-7, atol=0)  # Triton's interpreter cuts, GPUs round
+        torch.testing.assert_close(
+            copy.float(), whole, rtol=2**-7, atol=0
+        )  # Triton's interpreter truncates, GPUs round
     assert (total.item(), row.item()) == (6.0, 5)

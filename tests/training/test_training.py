@@ -1,4 +1,4 @@
-"""The engines: the same steps by two roads, and a short batch that is exactly itself."""
+"""The engines: both take the same steps, and a padded short batch equals the short batch."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from requires_gpu import DEVICES
-from runners import finish, hand_models_over, small, weights
+from runners import finish, pass_models_by_reference, small, weights
 from torch import nn
 from torch.nn import functional as F
 from users_models import with_batchnorm
@@ -38,7 +38,7 @@ def data(samples: int, device: str) -> tuple[torch.Tensor, torch.Tensor]:
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(
     "samples", [40, 64, 65, 66, 67, 70, 7, 1]
-)  # rests of 8, 0, 1 (left out), 2, 3, 6; shorter than a batch; alone
+)  # last batch of 8, 0, 1 (skipped), 2, 3, 6; fewer than one batch; one sample
 @pytest.mark.parametrize(("momentum", "decay"), [(0.0, 0.0), (0.9, 0.01)])
 def test_both_engines_take_the_same_steps(samples: int, momentum: float, decay: float, device: str) -> None:
     torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = False
@@ -48,7 +48,7 @@ def test_both_engines_take_the_same_steps(samples: int, momentum: float, decay: 
     normalise = Normaliser((0.3,), (0.4,), device)
     eager = EagerEngine(copy.deepcopy(model), recipe, normalise, device)
     graphed = GraphedEngine(copy.deepcopy(model), recipe, normalise, "fp32", device)
-    for seed in (0, 1):  # the second time nothing of the first may be left in the buffers
+    for seed in (0, 1):  # no data of the first call may remain in the buffers
         images, labels = data(samples, device)
         one, *first = eager.train(*start, images, labels, np.random.default_rng(seed))
         two, *second = graphed.train(*start, images, labels, np.random.default_rng(seed))
@@ -64,8 +64,8 @@ def test_both_engines_take_the_same_steps(samples: int, momentum: float, decay: 
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(("samples", "taken"), [(66, 64), (71, 64), (72, 72), (5, 0)])
-def test_a_last_batch_that_is_too_small_is_left_out(samples: int, taken: int, device: str) -> None:
-    """By both engines, and as if it were not there: who is in it is drawn anew each epoch."""
+def test_last_batch_below_min_batch_is_skipped(samples: int, taken: int, device: str) -> None:
+    """Both engines skip it; its samples are drawn again each epoch."""
     torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = False
     model, (images, labels) = with_batchnorm(10, (8, 8, 1)).to(device), data(samples, device)
     start, normalise = read_state(model), Normaliser((0.3,), (0.4,), device)
@@ -93,14 +93,14 @@ def test_a_last_batch_that_is_too_small_is_left_out(samples: int, taken: int, de
             torch.testing.assert_close(weights[key], wanted.detach(), rtol=2e-4, atol=2e-5)
 
 
-def test_clients_train_by_the_keys_of_the_run() -> None:
+def test_local_training_config_follows_the_run_config() -> None:
     keys = {"local-epochs": 5, "batch-size": 40, "learning-rate": 0.3, "momentum": 0.7, "weight-decay": 0.02}
     wanted = LocalTrainingConfig(5, 40, 0.3, momentum=0.7, weight_decay=0.02, min_batch=9)
     assert local_training_config(parse_config({**keys, "min-batch": 9})) == wanted
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_bf16_means_the_same_in_both_engines(device: str) -> None:
+def test_bf16_gives_the_same_steps_in_both_engines(device: str) -> None:
     model, (images, labels) = with_batchnorm(10, (8, 8, 1)).to(device), data(70, device)
     start, recipe = read_state(model), LocalTrainingConfig(epochs=2, batch_size=32, learning_rate=0.05)
     normalise, trained = Normaliser((0.3,), (0.4,), device), {}
@@ -113,12 +113,12 @@ def test_bf16_means_the_same_in_both_engines(device: str) -> None:
     moved = {n: torch.cat([(w - start[0][key]).flatten() for key, w in t.items()]) for n, t in trained.items()}
     assert {value.dtype for value in trained["eager"].values()} == {torch.float32}
     apart = {name: float((moves - moved["eager"]).norm() / moved["eager"].norm()) for name, moves in moved.items()}
-    assert 1e-4 < apart["whole"] < 0.1, "it was not trained in bf16"
+    assert 1e-4 < apart["whole"] < 0.1, "the model was not trained in bf16"
     assert apart["graphed"] < 0.03
 
 
 @pytest.mark.parametrize(("momentum", "decay"), [(0.0, 0.0), (0.9, 0.0), (0.0, 0.01), (0.9, 0.01)])
-def test_the_descent_is_torchs_to_the_bit(momentum: float, decay: float) -> None:
+def test_sgd_equals_torchs_bitwise(momentum: float, decay: float) -> None:
     torch.manual_seed(0)
     ours = [torch.randn(7, 5), torch.randn(3)]
     theirs = [nn.Parameter(weight.clone()) for weight in ours]
@@ -148,7 +148,7 @@ class OnePixel(nn.Module):
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(("momentum", "decay"), [(0.0, 0.0), (0.9, 0.0), (0.9, 0.01)])
-def test_taps_that_meet_padding_alone_are_left_out_of_the_step(momentum: float, decay: float, device: str) -> None:
+def test_kernel_taps_that_only_see_padding_are_not_trained(momentum: float, decay: float, device: str) -> None:
     torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = False
     torch.manual_seed(0)
     model = OnePixel().to(device)
@@ -167,7 +167,7 @@ def test_taps_that_meet_padding_alone_are_left_out_of_the_step(momentum: float, 
         assert moved == [bool(decay) or tap == 4 for tap in range(9)]
 
 
-def test_a_padded_batch_is_the_short_batch_for_batchnorm() -> None:
+def test_masked_batchnorm_of_padded_batch_equals_short_batch() -> None:
     torch.manual_seed(0)
     short, padding = torch.randn(5, 3, 4, 4), 100 * torch.randn(11, 3, 4, 4)
     plain, masked = nn.BatchNorm2d(3), nn.BatchNorm2d(3)
@@ -184,10 +184,10 @@ def test_a_padded_batch_is_the_short_batch_for_batchnorm() -> None:
     torch.testing.assert_close(plain.running_var, masked.running_var)
     torch.testing.assert_close(plain.running_mean, masked.running_mean)
     assert int(masked.num_batches_tracked) == 1
-    assert masked(short).shape == short.shape  # outside the block it is itself again
+    assert masked(short).shape == short.shape  # outside the block the layer is unchanged
 
 
-def test_the_batch_table_holds_every_sample_once_an_epoch() -> None:
+def test_batch_table_holds_each_sample_once_per_epoch() -> None:
     recipe = LocalTrainingConfig(epochs=4, batch_size=8, learning_rate=0.1)
     table, full, rest = batch_table(21, recipe, np.random.default_rng(0))
     assert (table.shape, full, rest) == ((12, 8), 2, 5)
@@ -198,16 +198,16 @@ def test_the_batch_table_holds_every_sample_once_an_epoch() -> None:
     assert batch_table(1, recipe, np.random.default_rng(0))[0].shape == (0, 8)
 
 
-def test_models_handed_over_live_train_to_the_same_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_models_passed_by_reference_give_the_same_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     sent = finish(small(tmp_path / "bytes", policy="none", model="small-cnn", device="cpu"))
-    hand_models_over(monkeypatch)
-    handed_over = finish(small(tmp_path / "live", policy="none", model="small-cnn", device="cpu"))
-    assert weights(sent) == weights(handed_over)
+    pass_models_by_reference(monkeypatch)
+    by_reference = finish(small(tmp_path / "live", policy="none", model="small-cnn", device="cpu"))
+    assert weights(sent) == weights(by_reference)
 
 
 @pytest.mark.parametrize("network", ["with_dropout", "with_functional_dropout"])
-def test_clients_whose_networks_draw_train_alike_whoever_trains_beside_them(network: str) -> None:
-    """Layers draw from one generator of the whole process, and an inline grid has several threads."""
+def test_random_networks_train_reproducibly_in_parallel(network: str) -> None:
+    """Layers use the global random generator, and an inline grid has several threads."""
     images, labels = data(200, "cpu")
     recipe, normalise = (
         LocalTrainingConfig(epochs=5, batch_size=8, learning_rate=0.05),
@@ -252,7 +252,7 @@ def test_average_is_the_same_for_arrays_and_tensors() -> None:
 
 @pytest.mark.parametrize("kind", [np.float16, np.float32, np.float64, np.int64])
 @pytest.mark.parametrize("shape", [(), (0,), (3, 5), (2**15,), (7, 2**14 + 1)])
-def test_average_in_blocks_is_that_of_whole_arrays_to_the_bit(kind: type[np.generic], shape: tuple[int, ...]) -> None:
+def test_blockwise_average_equals_whole_arrays_bitwise(kind: type[np.generic], shape: tuple[int, ...]) -> None:
     rng = np.random.default_rng(1)
     states = [{"w": (100 * rng.normal(size=shape)).astype(kind)} for _ in range(10)]
     weights = [float(n) for n in rng.integers(1, 900, 10)]
@@ -264,28 +264,28 @@ def test_average_in_blocks_is_that_of_whole_arrays_to_the_bit(kind: type[np.gene
     average = weighted_average(states, weights)["w"]
     assert isinstance(average, np.ndarray) and (average.dtype, average.shape) == (kind, shape)
     assert average.tobytes() == expected.tobytes()
-    if shape == (7, 2**14 + 1):  # also of arrays that lie in another order
+    if shape == (7, 2**14 + 1):  # also for arrays with another memory layout
         turned = [{"w": np.asfortranarray(state["w"])} for state in states]
         assert np.array_equal(weighted_average(turned, weights)["w"], average)
 
 
-def test_engines_are_lent_first_ones_first_and_only_to_one_client_at_a_time(tmp_path: Path) -> None:
+def test_engine_pool_lends_an_engine_to_one_client_at_a_time(tmp_path: Path) -> None:
     config, pool = small(tmp_path, policy="none", device="cpu"), EnginePool()
     objective = Objective()
 
-    def lent(config: RunConfig = config) -> AbstractContextManager[Engine]:
+    def borrow(config: RunConfig = config) -> AbstractContextManager[Engine]:
         return pool.borrow(config, "cpu", objective)
 
-    with lent() as first:
-        with lent() as second, lent() as third:
+    with borrow() as first:
+        with borrow() as second, borrow() as third:
             assert len({id(engine) for engine in (first, second, third)}) == 3
-        with lent() as again:
+        with borrow() as again:
             assert again is second
-    with lent() as engine:
+    with borrow() as engine:
         assert engine is first
-        with pytest.raises(ZeroDivisionError), lent():
+        with pytest.raises(ZeroDivisionError), borrow():
             raise ZeroDivisionError
-        with lent() as again:
+        with borrow() as again:
             assert again is second, "a failure lost the engine"
-    with lent(config.with_changes(learning_rate=0.5)) as other:
+    with borrow(config.with_changes(learning_rate=0.5)) as other:
         assert other not in (first, second)
