@@ -203,9 +203,8 @@ def show(
     output: str,
 ) -> list[Section]:
     """Write the page, print the tables or JSON and what is missing, and return the sections."""
-    from fedeas_flwr.reproduce.page import write_page
     from fedeas_flwr.reproduce.sections import make_sections
-    from fedeas_flwr.reproduce.summary import as_json, fill_command, make_page, print_tables, values_csv
+    from fedeas_flwr.reproduce.summary import as_json, fill_command, make_page, print_tables, values_csv, write_page
 
     fill = partial(fill_command, results.scale, options)
     sections = make_sections(choice, results, folder, fill)
@@ -217,7 +216,7 @@ def show(
     if output == "json":
         print(json.dumps({**record, "folder": str(folder)}, ensure_ascii=False))
     else:
-        print_tables(sections, page.text, console)
+        print_tables(sections, page.text, folder, console)
     if missing := choice.missing(results):
         number = counted(sum(map(len, missing.values())), "run")
         command, hint = fill(words, missing)
@@ -247,7 +246,7 @@ def print_cells(choice: Choice, output: str) -> None:
 
 def write_into(path: Path, scale: str, places: Sequence[Path], more: Mapping[str, Any]) -> None:
     """Write tables between the markers ``<!-- reproduce WORDS -->`` and ``<!-- end -->`` of a document."""
-    from fedeas_flwr.reproduce.summary import filled_document
+    from fedeas_flwr.reproduce.documents import filled_document
 
     if not path.is_file():
         raise ConfigError(f"into = '{path}': no such file")

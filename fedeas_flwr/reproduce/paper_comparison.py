@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 from fedeas_flwr.reproduce import paper
 from fedeas_flwr.reproduce.cells import BETA_SWEEP_COLUMN
-from fedeas_flwr.reproduce.results import Budget, Measured, Results, Value, check_budget
+from fedeas_flwr.reproduce.results import Budget, Measured, Results, Value
 
 NONE = "–"
 
@@ -60,10 +60,15 @@ def peak_of(results: Results, name: str) -> Value:
 
 
 def budget_of(results: Results, name: str) -> Budget | None:
-    """Check a cell's number of images against the paper's total at full scale, else against the plan."""
+    """Return the images of a cell's runs with the paper's total at full scale, else the plan's; None without runs."""
     place, _, method = name.partition("/")
-    published = paper.images(method, place) if results.scale == "full" else None
-    return check_budget(name, results.of(name), published)
+    runs, published = results.of(name), paper.images(method, place) if results.scale == "full" else None
+    if not runs:
+        return None
+    images = tuple(run.images for run in runs)
+    if published is not None:
+        return Budget(name, images, published, "paper")
+    return Budget(name, images, max(run.planned_images() for run in runs), "plan")
 
 
 def show_ours(value: Value) -> str:

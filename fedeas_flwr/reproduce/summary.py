@@ -1,4 +1,4 @@
-"""All sections together: the page's head, JSON, CSV, the terminal's output, and filled documents."""
+"""All sections together: as a page, JSON, CSV and terminal output, and the command that does missing runs."""
 
 from __future__ import annotations
 
@@ -10,19 +10,14 @@ from typing import Any
 
 from rich.console import Console
 
-from fedeas_flwr.common.errors import ConfigError
+from fedeas_flwr.common.files import atomic_write
 from fedeas_flwr.common.tables import as_csv, print_table
 from fedeas_flwr.common.text import counted, show_seconds
 from fedeas_flwr.partition import LEAKAGE
-from fedeas_flwr.report.page import Document, table_markdown
+from fedeas_flwr.report.page import Document, as_html, as_markdown
 from fedeas_flwr.reproduce.cells import cell
-from fedeas_flwr.reproduce.inline_numbers import InlineNumbers
-from fedeas_flwr.reproduce.items import ITEMS, choose
-from fedeas_flwr.reproduce.page import Block, find_blocks, page_section, with_blocks
 from fedeas_flwr.reproduce.results import Budget, Results
 from fedeas_flwr.reproduce.sections import Section
-from fedeas_flwr.reproduce.sweep_tables import sweep_table
-from fedeas_flwr.reproduce.tables import Table, cell_table
 
 SMOKE_NOTE = (
     "**Smoke scale.** Every cell is a few seconds on scikit-learn's 8×8 digits: 6 or 10 clients in place of 20 or 100, "
@@ -32,7 +27,7 @@ SMOKE_NOTE = (
 )
 
 
-def make_page(results: Results, sections: list[Section], given: Sequence[str] = ()) -> Document:
+def make_page(results: Results, sections: Sequence[Section], given: Sequence[str] = ()) -> Document:
     """Return sections under a head that describes them and names the keys given for all runs."""
     runs = [run for found in results.cells.values() for run in found]
     devices = "" if not runs else f", {show_seconds(sum(run.seconds for run in runs))} of rounds in all"
@@ -45,13 +40,19 @@ def make_page(results: Results, sections: list[Section], given: Sequence[str] = 
         "standard deviation over the seeds. ✓: as many images as in the paper's run, or in the plan."
     )
     notes += _budget_notes(sections)
-    if results.doubles:
-        notes.append(
-            f"Of several runs of one cell, seed and form of Γ̂ the first counts; left out: {len(results.doubles)}."
-        )
+    if left_out := len(results.repeated):
+        notes.append(f"Of several runs of one cell, seed and form of Γ̂ the first counts; left out: {left_out}.")
     notes += [f"Unreadable: {line}" for line in results.unreadable]
     title = "The paper's tables and figures" + (", in small" if results.scale == "smoke" else "")
-    return Document(title, notes, [page_section(section) for section in sections])
+    return Document(title, notes, sections)
+
+
+def write_page(document: Document, folder: Path) -> tuple[Path, Path]:
+    """Write index.md and index.html."""
+    markdown, whole = folder / "index.md", folder / "index.html"
+    atomic_write(markdown, as_markdown(document).encode())
+    atomic_write(whole, as_html(document).encode())
+    return markdown, whole
 
 
 def fill_command(
@@ -59,16 +60,8 @@ def fill_command(
 ) -> tuple[str, str]:
     """Return the command that does missing runs, and a note on what else it needs, or "".
 
-    Parameters
-    ----------
-    scale
-        The cells' scale.
-    options
-        The command's other options with their values; ``--set`` is one of them.
-    words
-        The items or cells of the command.
-    cells
-        Names of the cells that lack runs.
+    ``options`` are the command's options with their values, ``--set`` among them; ``words`` its items or cells, and
+    ``cells`` those that lack runs.
     """
     keys = {word.partition("=")[0].strip() for word in options["--set"]}
     places, note = [], ""
@@ -87,20 +80,17 @@ def fill_command(
 
 def all_budgets(sections: Sequence[Section]) -> list[Budget]:
     """Return the check of each cell's images, once per cell."""
-    found = {b.cell: b for section in sections if section.table for b in section.table.budgets}
-    return list(found.values())
+    return list({b.cell: b for section in sections for table in section.tables for b in table.budgets}.values())
 
 
 def _budget_notes(sections: Sequence[Section]) -> list[str]:
     budgets = all_budgets(sections)
     wrong = [b for b in budgets if not b.met]
-    notes = [
-        f"Matched budgets: {len(budgets) - len(wrong)} of {len(budgets)} cells generated exactly what they should."
+    right = f"{len(budgets) - len(wrong)} of {len(budgets)} cells"
+    return [
+        *([f"Matched budgets: {right} generated exactly what they should."] if budgets else []),
+        *(f"{b.cell} generated {', '.join(map(str, b.images))} images, not the {b.by}'s {b.wanted:,}." for b in wrong),
     ]
-    notes += [
-        f"{b.cell} generated {', '.join(map(str, b.images))} images, not the {b.by}'s {b.wanted:,}." for b in wrong
-    ]
-    return notes if budgets else []
 
 
 # ---------------------------------------------------------------------------------------------------- other forms
@@ -108,21 +98,19 @@ def _budget_notes(sections: Sequence[Section]) -> list[str]:
 
 def as_json(results: Results, sections: Sequence[Section]) -> dict[str, Any]:
     """Return plain values of everything on the page; pictures by their names in its folder, which may be moved."""
-    parts = []
-    for section in sections:
-        table = section.table
-        parts.append(
-            {
-                "name": section.name,
-                "title": section.title,
-                "picture": section.picture.name if section.picture else None,
-                "head": table.head if table else [],
-                "rows": table.rows if table else [],
-                "values": [value.as_json() for value in table.values] if table else [],
-                "missing": list(section.missing),
-                "note": section.note,
-            }
-        )
+    parts = [
+        {
+            "name": section.name,
+            "title": section.title,
+            "picture": f"{section.name}.png" if section.pictures else None,
+            "head": [head for table in section.tables for head in table.head],
+            "rows": [row for table in section.tables for row in table.rows],
+            "values": [value.as_json() for table in section.tables for value in table.values],
+            "missing": list(section.missing),
+            "note": section.note,
+        }
+        for section in sections
+    ]
     budgets = [{**vars(b), "images": list(b.images), "met": b.met} for b in all_budgets(sections)]
     runs = {name: [str(run.path) for run in found] for name, found in results.cells.items()}
     return {"scale": results.scale, "items": parts, "budgets": budgets, "runs": runs, "unreadable": results.unreadable}
@@ -130,27 +118,23 @@ def as_json(results: Results, sections: Sequence[Section]) -> dict[str, Any]:
 
 def values_csv(sections: Sequence[Section]) -> str:
     """Return every number as a line of CSV; a number of two tables is there once."""
-    rows = {}
-    for section in sections:
-        for value in section.table.values if section.table else ():
-            row = value.as_json() | {"seeds": " ".join(map(str, value.seeds))}
-            rows[value.cell, value.measure] = row
+    values = [value for section in sections for table in section.tables for value in table.values]
+    rows = {(v.cell, v.measure): v.as_json() | {"seeds": " ".join(map(str, v.seeds))} for v in values}
     return as_csv(list(rows.values()))
 
 
-def print_tables(sections: Sequence[Section], notes: Sequence[str], console: Console) -> None:
-    """Print every table, the path of every picture, and the notes."""
-    if not console.is_terminal:
-        console = Console(
-            width=200, stderr=console.stderr, markup=False
-        )  # a file or a pipe: wide enough for every table
+def print_tables(sections: Sequence[Section], notes: Sequence[str], folder: Path, console: Console) -> None:
+    """Print every table, the path of every picture in ``folder``, and the notes."""
+    if not console.is_terminal:  # a file or a pipe: wide enough for every table
+        console = Console(width=200, stderr=console.stderr, markup=False)
     for section in sections:
         console.print(f"\n{section.title}", style="bold", highlight=False)
-        if section.table:
-            head, *rows = ([_plain(cell) for cell in row] for row in (section.table.head, *section.table.rows))
+        for table in section.tables:
+            head, *rows = ([_plain(cell) for cell in row] for row in (table.head, *table.rows))
             print_table(console, head, rows, fold=head, right=head[1:])
-        if section.picture or section.note:
-            console.print(str(section.picture or section.note), highlight=False, soft_wrap=True)
+        for line in [*(str(folder / f"{picture.name}.png") for picture in section.pictures), section.note]:
+            if line:
+                console.print(line, highlight=False, soft_wrap=True)
     for note in notes:
         console.print(_plain(note), highlight=False, markup=False)
 
@@ -159,45 +143,3 @@ def _plain(text: str) -> str:
     for mark, instead in (("<br>", "\n"), ("<ins>", ""), ("</ins>", ""), ("**", ""), ("`", "")):
         text = text.replace(mark, instead)
     return text
-
-
-def filled_document(
-    path: Path, text: str, scale: str, places: Sequence[Path], more: Mapping[str, Any]
-) -> tuple[str, list[str]]:
-    """Return a document with its ``<!-- reproduce WORDS -->`` blocks and the numbers of its sentences written again.
-
-    WORDS are tables, columns and cells, or ``sweep FOLDER KEY=VALUE`` for a recorded sweep.
-
-    Returns
-    -------
-    text, unreadable : str, list of str
-        The document, and a line for every record that could not be read.
-    """
-    found = find_blocks(path, text)
-    contents = [_content(block, scale, places, more) for block in found]
-    filled = with_blocks(text, found, [content for content, _ in contents])
-    unreadable = dict.fromkeys(line for _, lines in contents for line in lines)
-    return InlineNumbers(scale, places, more).fill(path, filled), list(unreadable)
-
-
-def _content(block: Block, scale: str, places: Sequence[Path], more: Mapping[str, Any]) -> tuple[str, list[str]]:
-    try:
-        if block.words[:1] == ["sweep"]:
-            return table_markdown(_sweep(block.words[1:], places)) + "\n", []
-        choice = choose(block.words, [], scale, more=more)
-    except ConfigError as error:
-        raise ConfigError(f"{block.where}: {error}") from None
-    for word in block.words:
-        if word in ITEMS and ITEMS[word].table is None:
-            raise ConfigError(f"{block.where}: '{word}' is a figure, must be tables or cells")
-    results = choice.find(places)
-    made = [make(results, choice.columns) for name in choice.items if (make := ITEMS[name].table)]
-    made += [cell_table(results, choice.cells)] if choice.cells else []
-    return "\n".join(table_markdown(table) + "\n" for table in made), results.unreadable
-
-
-def _sweep(words: Sequence[str], places: Sequence[Path]) -> Table:
-    match words:
-        case [name, base] if "=" in base and (found := [place / name for place in places if (place / name).is_dir()]):
-            return sweep_table(found[0], base)
-    raise ConfigError(f"'sweep {' '.join(words)}': must be sweep FOLDER KEY=VALUE, the folder in one of --runs")

@@ -122,7 +122,7 @@ def beta_table(results: Results) -> Table:
 def _with_beta(results: Results, name: str) -> str:
     """Return a row's label with its β at this scale."""
     one = cell(name)
-    label, policy = one.method.label, dict(one.method.keys)["policy"]
+    label, policy = one.method.label, one.method.keys["policy"]
     return f"{label} β = {beta_of(one, results.scale):g}" if policy in ("fedeas", "uniform") else label
 
 

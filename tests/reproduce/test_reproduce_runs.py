@@ -60,9 +60,9 @@ def test_runs_that_are_not_finished_doubled_or_damaged_do_not_count(tmp_path: Pa
     (unknown / "config.json").write_text(text)
     results = found_in(tmp_path)
     assert [(run.seed, run.path.name) for run in results.of(f"{DEFAULT_COLUMN}/fedavg")] == [(1, "a")]
-    assert [path.name for path in results.doubles] == ["b"]
+    assert [path.name for path in results.repeated] == ["b"]
     shutil.copytree(tmp_path / "a", tmp_path / "copy-of-a")
-    assert [path.name for path in found_in(tmp_path).doubles] == ["b"], "a run and its record are one run"
+    assert [path.name for path in found_in(tmp_path).repeated] == ["b"], "a run and its record are one run"
     assert [line.partition(": ")[0] for line in results.unreadable] == [str(damaged), str(unknown)]
     assert results.unreadable[1].endswith("did you mean 'alpha'?"), "the end is what helps, however long the path"
 
@@ -108,7 +108,7 @@ def test_a_run_reached_by_two_paths_is_one(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.chdir(tmp_path)
     places = [Path("out"), Path("link"), tmp_path / "out" / "runs"]
     results = find_results(all_cells(), "full", places, {})
-    assert [run.seed for run in results.of(f"{DEFAULT_COLUMN}/fedavg")] == [1] and results.doubles == []
+    assert [run.seed for run in results.of(f"{DEFAULT_COLUMN}/fedavg")] == [1] and results.repeated == []
     archive_finished_runs(results, tmp_path / "link" / "runs", tmp_path / "records")
     assert RunDirectory(tmp_path / "records" / "cifar10-k100-a0.1" / "fedavg-s1").is_record()
 
@@ -144,14 +144,14 @@ def test_gamma_misses_a_run_of_another_form_and_finds_it_beside_the_older(tmp_pa
     both = choose(["ablation", "beta", "gamma"], [], "full")
     before = found_in(records)
     beta, gamma = make_sections(both, before, tmp_path, lambda words, cells: (" ".join(words), ""))[1:]
-    assert gamma.missing == (f"{BETA_SWEEP_COLUMN}/fedeas seed 1",) and gamma.command == "gamma"
+    assert gamma.missing == [f"{BETA_SWEEP_COLUMN}/fedeas seed 1"] and "To do them: `gamma`" in gamma.text
     assert f"{BETA_SWEEP_COLUMN}/fedeas seed 1" not in beta.missing, "any form will do there"
     assert both.missing(before)[f"{BETA_SWEEP_COLUMN}/fedeas"] == [1]
     assert choose(["gamma"], [], "full", more=other).missing(before)[f"{BETA_SWEEP_COLUMN}/fedavg"] == [1]
 
     run = record(tmp_path / "runs" / "new", f"{BETA_SWEEP_COLUMN}/fedeas", 1, [0.6] * 200, gamma_hat=1e-4)
     results = find_results(all_cells(), "full", [records, tmp_path / "runs"], {})
-    assert choose(["gamma"], [], "full").missing(results) == {} and results.doubles == []
+    assert choose(["gamma"], [], "full").missing(results) == {} and results.repeated == []
     rows = tables.gamma_table(results).rows
     assert rows[0][3].startswith("70.00<br>"), "elsewhere the first counts"
     assert rows[2][3].startswith("0.0001<br>") and rows[4][3] == "0.8"
