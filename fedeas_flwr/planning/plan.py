@@ -93,7 +93,8 @@ def format_table(plan: dict[str, Any], names: Sequence[str] = ()) -> str:
     """
     classes = len(plan["clients"][0]["generate"])
     heads = [_head(name) for name in names or map(str, range(classes))]
-    shown = [heads, *_class_by_class(plan)] if classes <= MAX_CLASSES_SHOWN else _summarised(plan)
+    one_by_one = [heads, *([f"{n:,}" if n else "." for n in row] for row in _added(plan))]
+    shown = one_by_one if classes <= MAX_CLASSES_SHOWN else _summarised(plan)
     header = ["client", "samples", "entropy", "budget", "repeat" if "repeated" in plan else "generate", *shown[0]]
     rows = [
         [
@@ -118,13 +119,9 @@ def _added(plan: dict[str, Any]) -> list[list[int]]:
 
 def _head(name: str) -> str:
     """Return a class's column title: a number gets a prefix, since it looks like a count, and a long name is cut."""
-    return (
-        f"c{name}" if name.isdecimal() else name if len(name) <= MAX_HEAD_LENGTH else f"{name[: MAX_HEAD_LENGTH - 1]}…"
-    )
-
-
-def _class_by_class(plan: dict[str, Any]) -> list[list[str]]:
-    return [[f"{n:,}" if n else "." for n in row] for row in _added(plan)]
+    if name.isdecimal():
+        return f"c{name}"
+    return name if len(name) <= MAX_HEAD_LENGTH else f"{name[: MAX_HEAD_LENGTH - 1]}…"
 
 
 def _summarised(plan: dict[str, Any]) -> list[list[str]]:

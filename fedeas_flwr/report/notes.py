@@ -19,11 +19,9 @@ def notes_on(groups: Sequence[Group]) -> list[str]:
 
 def unfinished_notes(groups: Sequence[Group]) -> list[str]:
     """Return a line for each run that has not finished, and whether it is included."""
-    included = [
-        f"Not finished: {member.unfinished}" for group in groups for member in group.members if member.unfinished
-    ]
-    excluded = [f"Not finished, so not counted: {member.unfinished}" for group in groups for member in group.excluded]
-    return [*included, *excluded]
+    included = [member.unfinished for group in groups for member in group.members if member.unfinished]
+    excluded = [member.unfinished for group in groups for member in group.excluded]
+    return [f"Not finished: {run}" for run in included] + [f"Not finished, so not counted: {run}" for run in excluded]
 
 
 def missing_notes(groups: Sequence[Group]) -> list[str]:
@@ -39,9 +37,8 @@ def missing_notes(groups: Sequence[Group]) -> list[str]:
 
 def no_gain_notes(groups: Sequence[Group]) -> list[str]:
     """Return a line for each reason why groups have no gain."""
-    return _group_by_reason(
-        "No gain", [(reason, group.name) for group in groups if (reason := why_no_gain(group, groups))]
-    )
+    reasons = [(reason, group.name) for group in groups if (reason := why_no_gain(group, groups))]
+    return _group_by_reason("No gain", reasons)
 
 
 def seed_notes(groups: Sequence[Group]) -> list[str]:
@@ -51,23 +48,20 @@ def seed_notes(groups: Sequence[Group]) -> list[str]:
         baseline = baseline_of(group, groups) if gain_and_efficiency(group, groups) else None
         if baseline and baseline.seeds != group.seeds:
             mine, theirs = (", ".join(map(str, one.seeds)) for one in (group, baseline))
-            found.append(
-                (f"its seeds are {mine}, but those of the group that generates nothing are {theirs}", group.name)
-            )
+            reason = f"its seeds are {mine}, but those of the group that generates nothing are {theirs}"
+            found.append((reason, group.name))
     return _group_by_reason("Gain", found)
 
 
 def absence_notes(groups: Sequence[Group]) -> list[str]:
     """Return lines on clients that a run never sampled, whose planned images were not generated."""
-    generating = [group for group in groups if group.config.generates]
-    found = [(group, member) for group in generating for member in group.members if member.never_took_part]
-    return _group_by_reason(
-        "Images",
-        [
-            (_absence_reason(one.never_took_part, one.config.clients), f"{g.name}, seed {one.config.seed}")
-            for g, one in found
-        ],
-    )
+    runs = [(group.name, run) for group in groups if group.config.generates for run in group.members]
+    reasons = [
+        (_absence_reason(run.never_took_part, run.config.clients), f"{name}, seed {run.config.seed}")
+        for name, run in runs
+        if run.never_took_part
+    ]
+    return _group_by_reason("Images", reasons)
 
 
 def _absence_reason(absent: Sequence[int], clients: int) -> str:
@@ -92,8 +86,7 @@ def _group_by_reason(what: str, reasons: Sequence[tuple[str, str]]) -> list[str]
     names: dict[str, list[str]] = {}
     for reason, name in reasons:
         names.setdefault(reason, []).append(name)
-    return [f"{what} of {_listed(found)}: {reason}" for reason, found in names.items()]
-
-
-def _listed(names: Sequence[str]) -> str:
-    return ("; " if any("," in name for name in names) else ", ").join(names)
+    joined = {
+        reason: ("; " if any("," in name for name in found) else ", ").join(found) for reason, found in names.items()
+    }
+    return [f"{what} of {listed}: {reason}" for reason, listed in joined.items()]
