@@ -86,9 +86,6 @@ def validate_runs(sweep: Sweep, console: Console) -> None:
     check_runs([cell.config for cell in sweep.cells if not cell.finished], console)
 
 
-# ------------------------------------------------------------------------------------------ while it runs
-
-
 @contextmanager
 def watching(console: Console) -> Iterator[Watcher]:
     """Yield the sweep's display: a live table on a wide terminal, otherwise printed lines."""
@@ -181,9 +178,6 @@ def _progress(board: SweepStatus) -> str:
     counted = ", ".join(f"{number} {state}" for state in reversed(_ORDER) if (number := board.count(state)))
     left = board.all_seconds_left()
     return f"{counted}; about {show_seconds(left)} left" if left else counted
-
-
-# --------------------------------------------------------------------------------------------- at the end
 
 
 def print_results(found: Sweep, console: Console) -> None:

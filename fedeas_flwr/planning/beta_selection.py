@@ -58,9 +58,6 @@ def option(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
-# ---------------------------------------------------------------------------------------------- selection
-
-
 @dataclass(frozen=True)
 class Choice:
     """The β that satisfy the limits, the recommended one with its reason, or the contradictions."""
@@ -194,9 +191,6 @@ def _contradictions(path: BudgetPath, limits: Limits, tops: dict[str, float]) ->
         for name, top in tops.items()
         if top < needed
     ]
-
-
-# ---------------------------------------------------------------------------------------------------- text
 
 
 def describe(point: Point) -> str:

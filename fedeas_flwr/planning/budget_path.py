@@ -90,9 +90,6 @@ class BudgetPath:
                 return end / 2  # half, because rounding may lift a budget at the limit over it
 
 
-# ------------------------------------------------------------------------------------- values of β within a limit
-
-
 def bisect_last_true(holds: Callable[[float], bool], end: float) -> float:
     """Return the last float from 0 to ``end`` at which a condition holds.
 

@@ -60,9 +60,6 @@ def make_document(groups: Sequence[Group], left_out: Sequence[str] = ()) -> Docu
     return Document(f"FedEAS report: {datasets}", _opening(groups), [section for section in sections if section])
 
 
-# ---------------------------------------------------------------------------------------------------------- opening
-
-
 def _opening(groups: Sequence[Group]) -> list[str]:
     shared = group_key(groups[0].config)
     same = {key: value for key, value in shared.items() if key not in differences([group.config for group in groups])}
@@ -252,9 +249,6 @@ def _time(groups: Sequence[Group]) -> Section:
     rows = [[group.name, *(f"{group.seconds(phase):,.1f}" for phase in phases)] for group in groups]
     pictures = _picture("seconds", caption, lambda axes: draw_seconds(axes, groups), (8.6, height))
     return Section("Time by phase", (), [Table(("seconds", *names), rows, _styles(groups))], pictures)
-
-
-# ---------------------------------------------------------------------------------------------------- configuration
 
 
 def _configuration(groups: Sequence[Group], left_out: Sequence[str]) -> Section:

@@ -259,9 +259,6 @@ def cell(name: str) -> Cell:
     return Cell(column(place), METHODS[method])
 
 
-# ----------------------------------------------------------------------------------------------------- all cells
-
-
 def all_cells() -> list[Cell]:
     """Return all cells, most useful to run first."""
     policies = ("fedavg", "fedeas", "missing-only", "uniform", "full-balance")
@@ -300,9 +297,6 @@ def matching(pattern: str) -> list[Cell]:
     if not found:
         raise ConfigError(f"cell '{pattern}': there is none of that name; `fedeas reproduce --list` names them")
     return found
-
-
-# ---------------------------------------------------------------------------------------------------- as a command
 
 
 def run_command_args(one: Cell, scale: str, seed: int, more: Mapping[str, Any] | None = None) -> list[str]:

@@ -177,8 +177,6 @@ def rule_table(results: Results) -> Table:
     return table
 
 
-# --------------------------------------------------------------------------------------------------------- sweeps
-
 PARTITION = "partition-seed"
 
 

@@ -85,9 +85,6 @@ def _level_titles(figure: Figure) -> Figure:
     return figure
 
 
-# ------------------------------------------------------------------------------------------- Fig. 1: the motivation
-
-
 def draw_motivation(setting: Setting) -> Figure:
     """Draw Fig. 1: each client's images for full balance, and the accuracy of one total in different places."""
     figure, left, right = _pair("Per-client generation demand", "Allocation drives accuracy")
@@ -131,18 +128,12 @@ def _write_on_bar(axes: Axes, place: int, mean: float, sd: float) -> None:
     text.set_path_effects([withStroke(linewidth=3, foreground="white")] if low else [])
 
 
-# ---------------------------------------------------------------------------------- Fig. 2: where the imbalance lies
-
-
 def draw_surrogate(setting: Setting) -> Figure:
     """Draw Fig. 2: how concentrated the imbalance is, and how fast it is removed."""
     figure, left, right = _pair("Imbalance concentration", "Imbalance reduction")
     draw_concentration(left, setting.path, setting.generated, setting.beta)
     draw_reduction(right, curves.reduction(setting.path, setting.betas), "fedeas", setting.beta)
     return _level_titles(figure)
-
-
-# --------------------------------------------------------------------------------------------- Fig. 3: the overview
 
 
 def draw_overview(setting: Setting) -> Figure:
@@ -193,9 +184,6 @@ def _draw_one_client(figure: Figure, grid: Any, setting: Setting, one: int) -> N
         tidy(axes, grid="y")
         if policy != "full-balance":  # its bars fill the whole axes
             axes.legend(frameon=False, fontsize=9, loc="upper right" if counts[one].argmax() < 5 else "upper left")
-
-
-# ------------------------------------------------------------------------------------------ Fig. 4: the convergence
 
 
 def draw_convergence(setting: Setting) -> Figure:
@@ -253,9 +241,6 @@ def _draw_band(axes: Axes, runs: Sequence[Measured], colour: str, threshold: flo
     return ", ".join(map(str, firsts)) if firsts else "never"
 
 
-# ------------------------------------------------------------------------------------------ Fig. 5: the sensitivity
-
-
 def draw_sensitivity(setting: Setting) -> Figure:
     """Draw Fig. 5: accuracy as the budget grows, FedEAS and Uniform; and which β the two conditions allow."""
     figure, left, right = _pair("Accuracy at matched budgets", "Budget parameter selection")
@@ -287,9 +272,6 @@ def _draw_budgets(
     if all(value.comparable for value in values):
         published, label = [value.paper or np.nan for value in values], f"{name}, the paper's"
         axes.plot(totals, published, marker, ls="--", mfc="white", color=colour, alpha=0.75, label=label)
-
-
-# ------------------------------------------------------------------------------------------------------- supplement
 
 
 # Theorem 1: h(r) = ((1 − r) / (1 + r))²,  |h′(r)| = 4 (1 − r) / (1 + r)³

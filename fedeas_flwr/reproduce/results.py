@@ -46,9 +46,6 @@ def experiment_key(config: RunConfig) -> dict[str, Any]:
     return values
 
 
-# ---------------------------------------------------------------------------------------------------------- one run
-
-
 @dataclass(frozen=True)
 class Measured:
     """A finished run and its measurements."""
@@ -107,9 +104,6 @@ def _client(number: Any, config: RunConfig) -> int:
     return number
 
 
-# --------------------------------------------------------------------------------------------------------- all runs
-
-
 @dataclass(frozen=True)
 class Results:
     """The runs of every cell, and those that could not be used."""
@@ -161,9 +155,6 @@ def find_results(cells: Sequence[Cell], scale: str, folders: Sequence[Path], mor
 
 def _hashable(values: Mapping[str, Any]) -> frozenset[tuple[str, Any]]:
     return frozenset(values.items())
-
-
-# ------------------------------------------------------------------------------------------- values and budgets
 
 
 @dataclass(frozen=True)

@@ -93,9 +93,6 @@ def _budget_notes(sections: Sequence[Section]) -> list[str]:
     ]
 
 
-# ---------------------------------------------------------------------------------------------------- other forms
-
-
 def as_json(results: Results, sections: Sequence[Section]) -> dict[str, Any]:
     """Return plain values of everything on the page; pictures by their names in its folder, which may be moved."""
     parts = [

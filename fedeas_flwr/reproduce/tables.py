@@ -183,9 +183,6 @@ def _show_gamma(value: Value) -> str:
     return f"{ours}<br>paper {value.paper:.3g}" if value.paper is not None else ours
 
 
-# ------------------------------------------------------------------------------------------------- any cells
-
-
 def cell_table(results: Results, cells: Iterable[Cell]) -> Table:
     """Return some cells, one per row."""
     table = Table(["Cell", "Ours, last-20 %", "Seeds", "Paper", "Difference", "Peak %", "Images"])
