@@ -45,7 +45,10 @@ def sweep(
     ] = "table",
 ) -> None:
     """Run every combination of the grid's values; run the same command again to finish the remaining runs."""
-    _reject_keys_given_twice(overrides or [], grid or [])
+    swept = parse_grid(grid or [])
+    for key, value in parse_overrides(overrides or []).items():
+        if key in swept:
+            raise ConfigError(f"{key} = {value!r}: leave it out, --grid sets the values of {key}")
     folder = (out or Path("runs") / f"sweep-{conf.stem}").absolute()
     found = make_sweep(read_values(conf, overrides or []), grid or [], folder)
     for cell in found.cells:
@@ -69,14 +72,6 @@ def sweep(
         warnings.print(f"failed: {cell.name}: {cell.error}", highlight=False, soft_wrap=True, markup=False)
     if failed:
         raise typer.Exit(1)
-
-
-def _reject_keys_given_twice(overrides: list[str], grid: list[str]) -> None:
-    """Raise `ConfigError` for a key that is both an override and in the grid."""
-    swept = parse_grid(grid)
-    for key, value in parse_overrides(overrides).items():
-        if key in swept:
-            raise ConfigError(f"{key} = {value!r}: leave it out, --grid sets the values of {key}")
 
 
 def validate_runs(sweep: Sweep, console: Console) -> None:
@@ -188,9 +183,7 @@ def print_results(found: Sweep, console: Console) -> None:
     for point in points([cell.result() for cell in found.cells], found.grid):
         accuracies = [_mean_and_sd(point[measure]) for measure in ("last_20", "peak")]
         images = point["images"]["mean"]
-        count = (
-            f"{point['finished']}" if point["finished"] == point["runs"] else f"{point['finished']} of {point['runs']}"
-        )
+        count = f"{point['finished']}" + ("" if point["finished"] == point["runs"] else f" of {point['runs']}")
         shown = "-" if images is None else f"{images:,.0f}"
         rows.append((*(str(point[key]) for key in keys), count, *accuracies, shown))
     print_table(console, (*keys, *reached), rows, fold=keys, right=reached)

@@ -28,24 +28,13 @@ def plan(
     strict_mean: bool = True,
     total: int | None = None,
 ) -> dict[str, Any]:
-    """Return what every client would generate under a policy, and the imbalance before and after.
+    """Return what every client would generate under a policy, and the imbalance before and after, ready for JSON.
 
-    Parameters
-    ----------
-    counts : array_like of int, shape [K, C]
-        Label counts of the clients' training data.
-    dataset, protocol, seed
-        Origin of the counts, stored in the plan; None if they come from a file.
-    policy, beta, gamma, strict_mean, total
-        See `fedeas_flwr.policies.allocate`.
-
-    Returns
-    -------
-    dict
-        Plain Python values, ready for JSON. ``beta`` and ``gamma`` are None if nothing depends on them (see
-        `settings_of`), a client's ``budget`` if the policy has no budgets; ``imbalance.removed`` and
-        ``synthetic_fraction`` are fractions. A policy that repeats images generates nothing; its clients also have
-        ``repeat``, the number of copies per class, and the plan has their sum, ``repeated``.
+    ``dataset``, ``protocol`` and ``seed`` name the origin of the counts, None for a file; the other arguments are those
+    of `fedeas_flwr.policies.allocate`. In the plan, ``beta`` and ``gamma`` are None if nothing depends on them (see
+    `settings_of`), a client's ``budget`` if the policy has no budgets; ``imbalance.removed`` and
+    ``synthetic_fraction`` are fractions. A policy that repeats images generates nothing; its clients also have
+    ``repeat``, the number of copies per class, and the plan has their sum, ``repeated``.
     """
     counts, settings = checked_counts(counts), settings_of(policy, total is not None)
     generate = allocate(counts, policy, beta=beta, gamma=gamma, strict_mean=strict_mean, total=total)

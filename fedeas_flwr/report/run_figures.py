@@ -48,17 +48,15 @@ def draw_accuracy(axes: Axes, groups: Sequence[Group]) -> None:
     within(axes, 100)
 
 
-def draw_measure(
-    axes: Axes, groups: Sequence[Group], measure: str, label: str, scale: float = 1.0, most: float = 1.0
-) -> None:
-    """Draw a metric of the rounds between 0 and ``most``, for the groups that have it."""
+def draw_measure(axes: Axes, groups: Sequence[Group], measure: str, label: str, scale: float = 1.0) -> None:
+    """Draw a metric of the rounds between 0 and ``scale``, for the groups that have it."""
     for group in groups:
         curve = scale * group.curve(measure)
         if not np.isnan(curve).all():
             _draw_curve(axes, curve, group.style, 1.6, group.name)
     axes.set(xlabel="round", ylabel=label)
     _rounds_axis(axes)
-    within(axes, scale * most)
+    within(axes, scale)
 
 
 def _draw_curve(axes: Axes, curve: FloatArray, style: LineStyle, width: float, label: str) -> None:

@@ -74,10 +74,10 @@ def assign_styles(policies: Sequence[str]) -> list[LineStyle]:
     return found
 
 
-def within(axes: Axes, most: float | None = None) -> None:
+def within(axes: Axes, most: float) -> None:
     """Limit the y axis to the range from 0 to ``most``; markers on its edge are not clipped."""
     low, high = axes.get_ylim()
-    axes.set_ylim(max(0.0, low), high if most is None else min(most, high))
+    axes.set_ylim(max(0.0, low), min(most, high))
     for line in axes.lines:
         line.set_clip_on(line.get_marker() in ("None", "_", "|"))
 

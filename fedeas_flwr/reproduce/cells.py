@@ -243,13 +243,13 @@ class Cell:
 
 @lru_cache
 def matched_beta(place: Column, scale: str, gamma: float) -> float:
-    """Return the β with which another exponent spends FedEAS's total, or as little less as whole images allow."""
+    """Return the largest β, to six digits, at which the rule with another exponent spends at most FedEAS's total."""
     config = parse_config({**place.keys(scale), "policy": "none"})
     counts = planned_counts(config, config.clients)
     total = BudgetPath(counts).at(config.beta).images
     path = BudgetPath(counts, gamma=gamma)
     beta = bisect_last_true(lambda value: path.at(value).images <= total, path.end)
-    step = 10.0 ** (math.floor(math.log10(beta)) - 5)  # six digits, rounded down to stay below the total
+    step = 10.0 ** (math.floor(math.log10(beta)) - 5)  # rounded down, to stay within the total
     return float(f"{math.floor(beta / step) * step:.6g}")
 
 
@@ -262,20 +262,20 @@ def cell(name: str) -> Cell:
 def all_cells() -> list[Cell]:
     """Return all cells, most useful to run first."""
     policies = ("fedavg", "fedeas", "missing-only", "uniform", "full-balance")
-    eight = (*policies, "scaffold", "fedprox", "moon")
+    main_methods = (*policies, "scaffold", "fedprox", "moon")
     others = ("c10-k100-a0.05", "c10-k100-a0.3", "c10-k20-a0.05", "c10-k20-a0.3")
-    of_100 = ("c100-k100-a0.1", "c100-k20-a0.1")
+    cifar100 = ("c100-k100-a0.1", "c100-k20-a0.1")
     shared = [f"{place}/{name}{end}" for place, name, end in variants(SHARED)]
     sweep = [f"{name}-b{beta}" for beta in BETAS if beta != FULL["beta"] for name in ("fedeas", "uniform")]
     names = [
-        *_pairs([DEFAULT_COLUMN, BETA_SWEEP_COLUMN], eight),
+        *_pairs([DEFAULT_COLUMN, BETA_SWEEP_COLUMN], main_methods),
         *(name for name in shared if name.startswith("c10-")),
         *_pairs([BETA_SWEEP_COLUMN], (*sweep, "without-entropy", "linear")),
         *(f"{place}/{name}{end}" for place, name, end in variants(BATCHED)),
-        *_pairs([*others, *of_100], eight),
+        *_pairs([*others, *cifar100], main_methods),
         *shared,
         *(f"{place}/{name}{end}" for place, name, end in reversed(variants(DRAWN))),
-        *_pairs([DEFAULT_COLUMN, BETA_SWEEP_COLUMN, *others, *of_100], ("fedgen", "fedmix")),
+        *_pairs([DEFAULT_COLUMN, BETA_SWEEP_COLUMN, *others, *cifar100], ("fedgen", "fedmix")),
         "c10-k20-a0.3/fedeas+scaffold",
         *_pairs([DEFAULT_COLUMN], (*CLEAN, *(f"{name}-clean" for name in CLEAN))),
         *_pairs([DEFAULT_COLUMN], [name for name in ("waterfill", *RULES) if name not in policies]),
@@ -285,10 +285,9 @@ def all_cells() -> list[Cell]:
 
 
 def _pairs(columns: Sequence[str], methods: Sequence[str]) -> list[str]:
-    """Return all pairs but those of Full-Balance that the paper leaves out."""
+    """Return the names of all cells of these columns and methods but Full-Balance where the paper leaves it out."""
     pairs = itertools.product(columns, methods)
-    left_out = {c for c in COLUMNS if at(LAST_20, "full-balance", c) is None}
-    return [f"{c}/{m}" for c, m in pairs if not (m == "full-balance" and c in left_out)]
+    return [f"{c}/{m}" for c, m in pairs if m != "full-balance" or at(LAST_20, m, c) is not None]
 
 
 def matching(pattern: str) -> list[Cell]:
