@@ -64,8 +64,10 @@ def make_sections(choice: Choice, results: Results, folder: Path, fill: Fill) ->
         missing = replace(choice, items=(name,), cells=()).missing(results)
         runs, lines = _missing_lines(missing, fill([name], missing))
         text = [*([] if pictures else [item.caption]), *([note] if note else []), *lines]
-        about: dict[str, Any] = {"tables": tables, "pictures": pictures, "missing": runs, "note": note}
-        sections.append(Section(name=name, title=item.title, text=text, **about))
+        shown = Section(
+            name=name, title=item.title, text=text, tables=tables, pictures=pictures, missing=runs, note=note
+        )
+        sections.append(shown)
     if choice.cells:
         missing = replace(choice, items=()).missing(results)
         runs, lines = _missing_lines(missing, fill(list(missing), missing))
