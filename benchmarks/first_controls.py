@@ -20,7 +20,7 @@ from fedeas_flwr.common.devices import configure_torch
 from fedeas_flwr.common.randomness import stream
 from fedeas_flwr.config import RunConfig
 from fedeas_flwr.data.federated import federated_data
-from fedeas_flwr.training.build import build_engine, network, recipe
+from fedeas_flwr.training.build import build_engine, build_network, local_training_config
 from fedeas_flwr.training.engine import read_state
 from fedeas_flwr.training.objective import CROSS_ENTROPY
 
@@ -34,10 +34,10 @@ def measure(config: RunConfig, device: str, clients: Sequence[int]) -> list[dict
         images, labels = (torch.from_numpy(array).to(device) for array in data.train(client))
         for least in LEAST:
             asked = config.with_changes(min_batch=least)
-            last = recipe(asked).batches(len(labels))[1]
+            last = local_training_config(asked).batches(len(labels))[1]
             if rows and rows[-1]["client"] == client and rows[-1]["last"] == last:
                 continue  # no shorter than the rule asks for: the same steps
-            engine, (trainable, buffers) = build_engine(asked, device, CROSS_ENTROPY), read_state(network(asked))
+            engine, (trainable, buffers) = build_engine(asked, device, CROSS_ENTROPY), read_state(build_network(asked))
             batches = stream(config.seed, "batches", 1, client)
             result, trained, _ = engine.train(trainable, buffers, images, labels, batches)
             moved = torch.stack([(trained[name].cpu() - start).norm() for name, start in trainable.items()]).norm()

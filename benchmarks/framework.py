@@ -43,18 +43,18 @@ from rich.console import Console
 from run_records import let_children_import_models, markdown, round_seconds, write_record
 
 from fedeas_flwr.common.devices import configure_torch
+from fedeas_flwr.common.npy import Arrays, to_numpy
 from fedeas_flwr.common.randomness import stream
 from fedeas_flwr.config import RunConfig, parse_config
 from fedeas_flwr.config_files import read_config
 from fedeas_flwr.data.federated import federated_data
 from fedeas_flwr.launch.mps import shared_gpu
 from fedeas_flwr.launch.run import launch
-from fedeas_flwr.runs.checkpoints import Arrays, to_numpy
 from fedeas_flwr.runs.directory import RunDirectory
 from fedeas_flwr.runs.metrics import WALL_CLOCK
 from fedeas_flwr.strategies.averaging import weighted_average
 from fedeas_flwr.strategies.registry import client_part
-from fedeas_flwr.training.build import build_engine, network
+from fedeas_flwr.training.build import build_engine, build_network
 from fedeas_flwr.training.engine import Engine
 from fedeas_flwr.training.evaluation import central_test
 from fedeas_flwr.training.models import split_state
@@ -82,7 +82,7 @@ class BareLoop:
 
     def run(self) -> tuple[list[float], list[float], Arrays]:
         """Seconds of every round, those of CPU time in them, and the weights at the end."""
-        model, seconds, cpu = split_state(network(self.config)), [], []
+        model, seconds, cpu = split_state(build_network(self.config)), [], []
         if self.device != "cpu":  # there the clients of the inline grid are handed tensors too
             model = tuple({k: torch.from_numpy(v).to(self.device) for k, v in part.items()} for part in model)
         with ThreadPoolExecutor(self._workers) as pool:

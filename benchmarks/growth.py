@@ -41,7 +41,7 @@ from fedeas_flwr.data.datasets import dataset_info
 from fedeas_flwr.data.federated import federated_data
 from fedeas_flwr.runs.directory import RunDirectory
 from fedeas_flwr.strategies.records import to_record
-from fedeas_flwr.training.build import network
+from fedeas_flwr.training.build import build_network
 from fedeas_flwr.training.models import split_state
 
 A_ROUND = 10
@@ -119,7 +119,7 @@ def measured(config: RunConfig, growth: str, folder: Path) -> dict[str, Any]:
     folder.mkdir()
     run, memory = watched_run(config.with_changes(run_dir=str(folder / "run")), folder)
     memory.own.pop(config.rounds, None)  # after the last round the process is on its way out
-    state, records, walls = split_state(network(config)), run.rounds()[1:], round_seconds(run)
+    state, records, walls = split_state(build_network(config)), run.rounds()[1:], round_seconds(run)
     encoded = sum(len(array.data) for part in state for array in to_record(part).values())
     phases = [record["seconds"] for record in records]
     busy = [(s["training"] + s["generating"]) / config.actors + s["end_wait"] for s in phases]

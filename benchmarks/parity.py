@@ -23,7 +23,7 @@ from fedeas_flwr.common.randomness import stream
 from fedeas_flwr.config import RunConfig
 from fedeas_flwr.data.datasets import dataset_info
 from fedeas_flwr.data.federated import federated_data
-from fedeas_flwr.training.build import build_engine, network, recipe
+from fedeas_flwr.training.build import build_engine, build_network, local_training_config
 from fedeas_flwr.training.eager import EagerEngine
 from fedeas_flwr.training.engine import Engine, read_state
 from fedeas_flwr.training.gpu.graphed import GraphedEngine
@@ -45,11 +45,13 @@ class InFloat64(Normaliser):
 def engines(config: RunConfig, device: str) -> dict[str, Engine]:
     """The reference, and what is compared with it; each is told its precision just before it trains."""
     info = dataset_info(config.dataset)
-    exact = EagerEngine(network(config).double(), recipe(config), InFloat64(info.mean, info.std, device), device)
+    exact = EagerEngine(
+        build_network(config).double(), local_training_config(config), InFloat64(info.mean, info.std, device), device
+    )
     if device == "cpu":  # what the graphs hold, without graphs
         normalise = Normaliser(info.mean, info.std, device)
         plain = build_engine(config, device, CROSS_ENTROPY)
-        steps = GraphedEngine(network(config), recipe(config), normalise, "fp32", device)
+        steps = GraphedEngine(build_network(config), local_training_config(config), normalise, "fp32", device)
         return {EXACT: exact, PLAIN: plain, "graphed, fp32": steps}
     found: dict[str, Engine] = {EXACT: exact}
     for engine in ("eager", "graphed"):
@@ -65,7 +67,7 @@ def compare(config: RunConfig, device: str) -> list[dict[str, Any]]:
     sizes = [len(part) for part in data.partition.train]
     client = int(np.argsort(sizes, kind="stable")[len(sizes) // 2])
     images, labels = (torch.from_numpy(array).to(device) for array in data.train(client))
-    start, exactly = read_state(network(config)), read_state(network(config).double())
+    start, exactly = read_state(build_network(config)), read_state(build_network(config).double())
     rows, ends = list[dict[str, Any]](), dict[str, torch.Tensor]()
     for name, engine in engines(config, device).items():
         configure_torch(device, name.rsplit(" ", 1)[-1])

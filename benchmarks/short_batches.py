@@ -23,7 +23,7 @@ from fedeas_flwr.common.randomness import stream
 from fedeas_flwr.config import RunConfig
 from fedeas_flwr.data.datasets import dataset_info
 from fedeas_flwr.data.federated import federated_data
-from fedeas_flwr.training.build import network
+from fedeas_flwr.training.build import build_network
 from fedeas_flwr.training.models import Normaliser
 
 SIZES = (2, 3, 4, 8, 16, 32, 64)
@@ -34,7 +34,7 @@ def measure(config: RunConfig, device: str, sizes: Sequence[int], draws: int) ->
     data, info = federated_data(config, config.clients), dataset_info(config.dataset)
     largest = int(np.argmax([len(part) for part in data.partition.train]))
     images, labels = (torch.from_numpy(array).to(device) for array in data.train(largest))
-    model, normalise = network(config).to(device).train(), Normaliser(info.mean, info.std, device)
+    model, normalise = build_network(config).to(device).train(), Normaliser(info.mean, info.std, device)
     rows = []
     for size in sizes:
         lengths = []

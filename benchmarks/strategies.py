@@ -22,12 +22,12 @@ import torch
 from flwr.app import ConfigRecord, Message
 from flwr.clientapp import ClientApp
 
+from fedeas_flwr.common.npy import Arrays
 from fedeas_flwr.common.project import describe_environment
 from fedeas_flwr.config import RunConfig, parse_config
 from fedeas_flwr.federation import messages
 from fedeas_flwr.federation.dissimilarity import gradient_dissimilarity
 from fedeas_flwr.federation.grids import InlineGrid
-from fedeas_flwr.runs.checkpoints import Arrays
 from fedeas_flwr.strategies.fedavg import FedAvg
 from fedeas_flwr.strategies.flower import FlowerStrategyAdapter
 from fedeas_flwr.strategies.interface import SendsExtra

@@ -38,7 +38,7 @@ __all__ = [
     "removed",
 ]
 
-_HOMES = (
+_MODULES = (
     "allocation",
     "policies",
     "partition",
@@ -50,11 +50,11 @@ _HOMES = (
 
 
 def __getattr__(name: str) -> Any:
-    """Import a name of `__all__`, or a module of `_HOMES`, on first use."""
-    if name in _HOMES:
+    """Import a name of `__all__`, or a module of `_MODULES`, on first use."""
+    if name in _MODULES:
         return import_module(f"{__name__}.{name}")
-    for home in _HOMES if name in __all__ else ():
-        if hasattr(module := import_module(f"{__name__}.{home}"), name):
+    for path in _MODULES if name in __all__ else ():
+        if hasattr(module := import_module(f"{__name__}.{path}"), name):
             return getattr(module, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 

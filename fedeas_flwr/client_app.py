@@ -12,13 +12,15 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import wraps
+from functools import lru_cache, wraps
+from typing import Any
 
 import torch
 from flwr.app import Context, Message
 from flwr.clientapp import ClientApp
 
 from fedeas_flwr.common.devices import configure_torch
+from fedeas_flwr.common.npy import to_numpy
 from fedeas_flwr.common.randomness import stream
 from fedeas_flwr.config import RunConfig, parse_config
 from fedeas_flwr.data.federated import local_data
@@ -28,11 +30,10 @@ from fedeas_flwr.federation.client_state import ClientState, ClientStore
 from fedeas_flwr.federation.messages import EvaluateReport, TrainReport
 from fedeas_flwr.generators.client_images import local_images
 from fedeas_flwr.policies import POLICIES, ClientView, MatchedPolicy, images_to_generate
-from fedeas_flwr.runs.checkpoints import to_numpy
 from fedeas_flwr.strategies.interface import ClientRound
 from fedeas_flwr.strategies.privacy import clips_update
 from fedeas_flwr.strategies.registry import ALGORITHMS, client_part
-from fedeas_flwr.training.build import EnginePool, loss_and_view_inputs, network, recipe
+from fedeas_flwr.training.build import EnginePool, build_network, local_training_config, loss_and_view_inputs
 from fedeas_flwr.training.evaluation import Evaluator
 from fedeas_flwr.training.models import Normaliser
 
@@ -122,9 +123,10 @@ def train_client(message: Message, context: Context) -> Message:
         extra=messages.read_extra(message),
         memory=state.memory,
         labels=local.labels,
-        steps=recipe(config).steps(len(local.labels)),
+        steps=local_training_config(config).steps(len(local.labels)),
     )
-    inputs = algorithm.prepare(client_round) | loss_and_view_inputs(config, local.labels, task.round, node.client)
+    common = loss_and_view_inputs(config, data.num_classes, local.labels, task.round, node.client)
+    inputs = algorithm.prepare(client_round) | common
     batches = stream(config.seed, "batches", task.round, node.client)
     with _engines.borrow(config, device, algorithm.objective) as engine:
         result, *trained = engine.train(trainable, buffers, local.images, local.labels, batches, inputs)
@@ -185,7 +187,13 @@ def data_changed(config: RunConfig, client: int, state: ClientState, counts: Seq
 
 def _open(context: Context) -> tuple[RunConfig, Node]:
     node = read_node(context.node_config)
-    return node.apply(parse_config(context.run_config)), node
+    return node.apply(_parse_once(tuple(context.run_config.items()))), node
+
+
+@lru_cache(maxsize=4)
+def _parse_once(run_config: tuple[tuple[str, Any], ...]) -> RunConfig:
+    """Return the validated run-config, which is the same in every message of a run."""
+    return parse_config(dict(run_config))
 
 
 _engines = EnginePool()
@@ -204,5 +212,5 @@ _evaluation = _ThreadLocal()
 def _evaluation_model(config: RunConfig, device: str) -> torch.nn.Module:
     """Return this thread's network for evaluation, built once per config."""
     if _evaluation.config != config:
-        _evaluation.network, _evaluation.config = network(config).to(device), config
+        _evaluation.network, _evaluation.config = build_network(config).to(device), config
     return _evaluation.network

@@ -20,6 +20,7 @@ from flwr.serverapp import Grid, ServerApp
 from fedeas_flwr.common.devices import configure_torch
 from fedeas_flwr.common.errors import ConfigError, ProcessesDiedError, RunError
 from fedeas_flwr.common.files import cache_hint
+from fedeas_flwr.common.npy import Arrays
 from fedeas_flwr.common.processes import MARK
 from fedeas_flwr.common.project import describe_environment
 from fedeas_flwr.common.text import one_line
@@ -32,11 +33,11 @@ from fedeas_flwr.federation.federation import Federation
 from fedeas_flwr.federation.grids import InlineGrid
 from fedeas_flwr.generators.opening import hash_input_files
 from fedeas_flwr.generators.ray_service import start_service
-from fedeas_flwr.runs.checkpoints import Arrays, Checkpoint
+from fedeas_flwr.runs.checkpoints import Checkpoint
 from fedeas_flwr.runs.directory import RunDirectory
 from fedeas_flwr.runs.tensorboard import event_log
 from fedeas_flwr.strategies.registry import build_strategy
-from fedeas_flwr.training.build import network
+from fedeas_flwr.training.build import build_network
 from fedeas_flwr.training.evaluation import central_test
 from fedeas_flwr.training.models import split_state
 
@@ -172,7 +173,7 @@ def format_error(error: BaseException) -> str:
 
 def _initial_state(config: RunConfig, run: RunDirectory) -> Checkpoint:
     """Return the checkpoint of a resumed run if it has one, else the untrained model."""
-    trainable, buffers = split_state(network(config))
+    trainable, buffers = split_state(build_network(config))
     checkpoint = run.load_checkpoint() if config.resume else None
     if checkpoint is None:
         checkpoint = Checkpoint(0, trainable, buffers)

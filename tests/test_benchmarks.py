@@ -24,7 +24,7 @@ from fedeas_flwr.data.datasets import dataset_info
 from fedeas_flwr.data.federated import federated_data
 from fedeas_flwr.data.sources import check_npz
 from fedeas_flwr.runs.directory import RunDirectory
-from fedeas_flwr.training.build import network
+from fedeas_flwr.training.build import build_network
 from fedeas_flwr.training.engine import LocalTrainingConfig
 from fedeas_flwr.training.gpu.graphed import GraphedEngine
 from fedeas_flwr.training.models import Normaliser
@@ -183,7 +183,7 @@ def test_parity_is_told_by_float64_and_finds_an_engine_that_takes_other_steps(
     assert exact["from_float64"] == 0 and exact["steps"] == eager["steps"] == graphed["steps"] > 2
     assert 0 < eager["from_float64"] < 1e-5 and graphed["from_float64"] < 2 * eager["from_float64"]
     assert graphed["from_eager_fp32"] < 1e-5 and graphed["loss"] == pytest.approx(exact["loss"], rel=1e-5)
-    given = parity.recipe
+    given = parity.local_training_config
     monkeypatch.setattr(parity, "GraphedEngine", lambda *words: GraphedEngine(*other(words, given(asked))))
     _, _, hasty = parity.compare(asked, "cpu")
     assert hasty["from_float64"] > 100 * graphed["from_float64"]
@@ -225,7 +225,7 @@ def test_a_first_control_variate_is_the_mean_of_the_gradients(benchmark: Any) ->
     assert (with_last["last"], without["last"]) == (with_last["samples"] % size, 0)
     assert with_last["steps"] == without["steps"] + 1 == with_last["samples"] // size + 1
     images, labels = (torch.from_numpy(array) for array in data.train(client))
-    info, model = dataset_info("digits"), network(config).train()
+    info, model = dataset_info("digits"), build_network(config).train()
     total = [torch.zeros_like(p) for p in model.parameters()]
     order = torch.from_numpy(stream(config.seed, "batches", 1, client).permutation(len(labels)))
     for chosen in order[: without["steps"] * size].split(size):

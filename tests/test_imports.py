@@ -35,7 +35,6 @@ INNER_FLOORS = {
     "training": [
         {"losses", "augmentation"},
         {"objective", "models"},
-        {"precompute"},
         {"engine"},
         {"oom_fallback"},
         {"eager", "gpu"},

@@ -25,7 +25,7 @@ from fedeas_flwr.planning import plan as plan_module
 from fedeas_flwr.planning.plan import format_table
 from fedeas_flwr.planning.run_plan import planned_counts
 from fedeas_flwr.policies import allocate
-from fedeas_flwr.training.build import recipe
+from fedeas_flwr.training.build import local_training_config
 
 
 def test_targets_by_hand() -> None:
@@ -130,7 +130,7 @@ def test_a_clients_weight_stays_its_real_samples(tmp_path: Path, monkeypatch: py
     copies = oversample(counts, 8.0)
     assert {r.client: r.examples for r in sent} == dict(enumerate(counts.sum(axis=1)))
     assert {r.client: r.steps for r in sent} == {
-        k: recipe(config).steps(int(n)) for k, n in enumerate((counts + copies).sum(axis=1))
+        k: local_training_config(config).steps(int(n)) for k, n in enumerate((counts + copies).sum(axis=1))
     }
     assert copies.sum() > 0
     assert [r.generated for r in sent] == [0] * 4

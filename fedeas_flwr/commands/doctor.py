@@ -27,7 +27,7 @@ _COLOURS = {"ok": "green", "note": "yellow", "problem": "bold red"}
 def doctor(
     words: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[CONF] [KEY=VALUE]...", help="config of the run to check; without it, digits"),
+        typer.Argument(metavar="[CONF] [KEY=VALUE]...", help="config to check; default: every key at its default"),
     ] = None,
     output: FormatOption = "table",
 ) -> None:
@@ -55,13 +55,13 @@ def _read(words: list[str]) -> RunConfig:
 
 def show(findings: list[Finding], console: Console) -> None:
     """Print findings as a table that is readable without colour; long texts are wrapped."""
-    rows, folded = [], ("check", "what was found")
+    rows, wrapped = [], ("check", "what was found")
     for finding in findings:
         text = Text(finding.text)
         if finding.fix:
             text.append("\n→ " + finding.fix, style="bold" if finding.state == "problem" else "")
         rows.append((Text(finding.state, style=_COLOURS[finding.state]), finding.name, text))
-    print_table(console, ("state", *folded), rows, fold=folded)
+    print_table(console, ("state", *wrapped), rows, fold=wrapped)
     counts = {state: sum(finding.state == state for finding in findings) for state in ("problem", "note")}
     ending = ", ".join(counted(number, state) for state, number in counts.items())
     console.print(ending, highlight=False)

@@ -213,9 +213,9 @@ def generate(
 
         ensure_digits_generator(Console(stderr=True, markup=False))
     opened = open_for_run(config, where)
-    if (there := images_per_class(opened)) is not None:
+    if (available := images_per_class(opened)) is not None:
         planned = np.full((1, opened.num_classes), per_class)
-        check_bank_size(generator, there, planned, dataset_info(dataset).classes, "--per-class asks for")
+        check_bank_size(generator, available, planned, dataset_info(dataset).classes, "--per-class asks for")
     labels = np.repeat(np.arange(opened.num_classes), per_class)
     samples = [SampleId(seed, 0, int(label), i % per_class) for i, label in enumerate(labels)]
     began = time.perf_counter()

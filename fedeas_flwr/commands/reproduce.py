@@ -191,9 +191,16 @@ def show(
 ) -> list[Section]:
     """Write the page, print the tables or JSON and what is missing, and return the sections."""
     from fedeas_flwr.reproduce.sections import make_sections
-    from fedeas_flwr.reproduce.summary import as_json, fill_command, make_page, print_tables, values_csv, write_page
+    from fedeas_flwr.reproduce.summary import (
+        as_json,
+        make_page,
+        missing_runs_command,
+        print_tables,
+        values_csv,
+        write_page,
+    )
 
-    fill = partial(fill_command, results.scale, options)
+    fill = partial(missing_runs_command, results.scale, options)
     sections = make_sections(choice, results, folder, fill)
     page = make_page(results, sections, options["--set"])
     written = write_page(page, folder)

@@ -26,9 +26,11 @@ from fedeas_flwr.launch.sweep_jobs import SweepStatus, Watcher, run_sweep
 from fedeas_flwr.runs.listing import find_runs
 
 _LINE_EVERY = 30.0
-_LIVE = 72
+"""Seconds without output after which `Lines` prints the progress of the running runs."""
+_MIN_LIVE_WIDTH = 72
 """Minimum terminal width, in characters, for the live table of a sweep."""
-_ORDER = ("running", "failed", "waiting", "finished")
+_STATES = ("running", "failed", "waiting", "finished")
+"""States of a run, in the order of the live table."""
 
 
 def sweep(
@@ -50,23 +52,23 @@ def sweep(
         if key in swept:
             raise ConfigError(f"{key} = {value!r}: leave it out, --grid sets the values of {key}")
     folder = (out or Path("runs") / f"sweep-{conf.stem}").absolute()
-    found = make_sweep(read_values(conf, overrides or []), grid or [], folder)
-    for cell in found.cells:
-        refuse_ignored(cell.config, {*parse_overrides(overrides or []), *found.grid})
-    found.check()
+    sweep = make_sweep(read_values(conf, overrides or []), grid or [], folder)
+    for cell in sweep.cells:
+        refuse_ignored(cell.config, {*parse_overrides(overrides or []), *sweep.grid})
+    sweep.check()
     console, warnings = Console(stderr=output == "json", markup=False), Console(stderr=True, markup=False)
-    validate_runs(found, console)
+    validate_runs(sweep, console)
     try:
         with watching(console) as watcher:
-            failed = run_sweep(found, jobs, retries, watcher)
+            failed = run_sweep(sweep, jobs, retries, watcher)
     except KeyboardInterrupt:
         raise KeyboardInterrupt(f"stopped; resume with: {shlex.join(['fedeas', *sys.argv[1:]])}") from None
     if output == "json":
         print((folder / "sweep.json").read_text(encoding="utf-8"), end="")
     else:
-        print_results(found, console)
+        print_results(sweep, console)
     console.print(f"{folder / 'sweep.json'}, sweep.csv", highlight=False, soft_wrap=True)
-    if others := {run.path for run in find_runs([folder], 1, [])} - {cell.run.path for cell in found.cells}:
+    if others := {run.path for run in find_runs([folder], 1, [])} - {cell.run.path for cell in sweep.cells}:
         console.print(f"left out {counted(len(others), 'run')} in {folder}: not in this grid", soft_wrap=True)
     for cell in failed:
         warnings.print(f"failed: {cell.name}: {cell.error}", highlight=False, soft_wrap=True, markup=False)
@@ -84,7 +86,7 @@ def validate_runs(sweep: Sweep, console: Console) -> None:
 @contextmanager
 def watching(console: Console) -> Iterator[Watcher]:
     """Yield the sweep's display: a live table on a wide terminal, otherwise printed lines."""
-    if not console.is_terminal or console.width < _LIVE:
+    if not console.is_terminal or console.width < _MIN_LIVE_WIDTH:
         yield Lines(console)
         return
     with Live(console=console, auto_refresh=False, transient=True) as live:
@@ -97,20 +99,20 @@ class Lines:
     def __init__(self, console: Console) -> None:
         self._console, self._printed_at = console, time.monotonic()
 
-    def on_start(self, board: SweepStatus) -> None:
+    def on_start(self, status: SweepStatus) -> None:
         """Print the headline."""
-        self._print(_headline(board))
+        self._print(_headline(status))
 
-    def on_event(self, cell: SweepRun, word: str, board: SweepStatus) -> None:
+    def on_event(self, cell: SweepRun, event: str, status: SweepStatus) -> None:
         """Print what happened to a run."""
-        self._print(f"{_event(cell, word, board)}  ({_progress(board)})")
+        self._print(f"{_event_line(cell, event, status)}  ({_progress_line(status)})")
 
-    def on_tick(self, board: SweepStatus) -> None:
+    def on_tick(self, status: SweepStatus) -> None:
         """Print the progress of running runs if nothing was printed for `_LINE_EVERY` seconds."""
         if time.monotonic() - self._printed_at < _LINE_EVERY:
             return
-        for name, job in board.running.items():
-            self._print(f"{name}  " + "  ".join(_facts(board, job.cell)))
+        for name, job in status.running.items():
+            self._print(f"{name}  " + "  ".join(_columns(status, job.cell)))
 
     def _print(self, line: str) -> None:
         self._printed_at = time.monotonic()
@@ -123,73 +125,73 @@ class LiveTable:
     def __init__(self, live: Live) -> None:
         self._live = live
 
-    def on_start(self, board: SweepStatus) -> None:
+    def on_start(self, status: SweepStatus) -> None:
         """Print the headline above the table."""
-        self._live.console.print(_headline(board), highlight=False, soft_wrap=True, markup=False)
+        self._live.console.print(_headline(status), highlight=False, soft_wrap=True, markup=False)
 
-    def on_event(self, cell: SweepRun, word: str, board: SweepStatus) -> None:
+    def on_event(self, cell: SweepRun, event: str, status: SweepStatus) -> None:
         """Print failures above the table."""
-        if word in ("failed", "again"):
-            self._live.console.print(_event(cell, word, board), highlight=False, markup=False)
+        if event in ("failed", "again"):
+            self._live.console.print(_event_line(cell, event, status), highlight=False, markup=False)
 
-    def on_tick(self, board: SweepStatus) -> None:
+    def on_tick(self, status: SweepStatus) -> None:
         """Redraw the table."""
-        self._live.update(board_table(board, self._live.console.width), refresh=True)
+        self._live.update(status_table(status, self._live.console.width), refresh=True)
 
 
-def board_table(board: SweepStatus, width: int) -> Table:
+def status_table(status: SweepStatus, width: int) -> Table:
     """Return a table of every run's state, round, accuracy and time left; the caption shows the sweep's progress."""
-    facts = ("round", "accuracy %", "left")
-    cells = sorted(board.sweep.cells, key=lambda cell: _ORDER.index(board.progress[cell.name].state))
-    rows = [(cell.name, board.progress[cell.name].state, *_facts(board, cell)) for cell in cells]
-    table = folding_table(width, ("run", "state", *facts), rows, fold=["run"], right=facts)
-    table.caption = Text(_progress(board))
+    columns = ("round", "accuracy %", "left")
+    cells = sorted(status.sweep.cells, key=lambda cell: _STATES.index(status.progress[cell.name].state))
+    rows = [(cell.name, status.progress[cell.name].state, *_columns(status, cell)) for cell in cells]
+    table = folding_table(width, ("run", "state", *columns), rows, fold=["run"], right=columns)
+    table.caption = Text(_progress_line(status))
     return table
 
 
-def _headline(board: SweepStatus) -> str:
-    return f"{counted(len(board.sweep.cells), 'run')}, {board.slots} at once → {board.sweep.folder}"
+def _headline(status: SweepStatus) -> str:
+    return f"{counted(len(status.sweep.cells), 'run')}, {status.slots} at once → {status.sweep.folder}"
 
 
-def _facts(board: SweepStatus, cell: SweepRun) -> tuple[str, str, str]:
-    standing = board.progress[cell.name]
-    left = board.seconds_left(cell) if standing.state in ("waiting", "running") else None
-    accuracy = "-" if standing.accuracy is None else f"{100 * standing.accuracy:.1f}"
-    rounds = f"{standing.rounds}/{cell.config.rounds}"
+def _columns(status: SweepStatus, cell: SweepRun) -> tuple[str, str, str]:
+    progress = status.progress[cell.name]
+    left = status.seconds_left(cell) if progress.state in ("waiting", "running") else None
+    accuracy = "-" if progress.accuracy is None else f"{100 * progress.accuracy:.1f}"
+    rounds = f"{progress.rounds}/{cell.config.rounds}"
     return rounds, accuracy, f"about {show_seconds(left)}" if left else ""
 
 
-def _event(cell: SweepRun, word: str, board: SweepStatus) -> str:
-    standing = board.progress[cell.name]
-    text = {"again": "will be restarted", "joined": "is already running"}.get(word, word)
-    if word in ("failed", "again"):
+def _event_line(cell: SweepRun, event: str, status: SweepStatus) -> str:
+    progress = status.progress[cell.name]
+    text = {"again": "will be restarted", "joined": "is already running"}.get(event, event)
+    if event in ("failed", "again"):
         return f"{cell.name}  {text}: {cell.error}"
-    if word == "started" and standing.rounds:
-        return f"{cell.name}  resumed after round {standing.rounds}"
+    if event == "started" and progress.rounds:
+        return f"{cell.name}  resumed after round {progress.rounds}"
     return f"{cell.name}  {text}"
 
 
-def _progress(board: SweepStatus) -> str:
-    counted = ", ".join(f"{number} {state}" for state in reversed(_ORDER) if (number := board.count(state)))
-    left = board.all_seconds_left()
-    return f"{counted}; about {show_seconds(left)} left" if left else counted
+def _progress_line(status: SweepStatus) -> str:
+    states = ", ".join(f"{number} {state}" for state in reversed(_STATES) if (number := status.count(state)))
+    left = status.all_seconds_left()
+    return f"{states}; about {show_seconds(left)} left" if left else states
 
 
-def print_results(found: Sweep, console: Console) -> None:
+def print_results(sweep: Sweep, console: Console) -> None:
     """Print mean ± standard deviation over the finished seeds of every grid point."""
-    keys = [key for key in found.grid if key != "seed"]
-    rounds = min(20, max(cell.config.rounds for cell in found.cells))
-    reached, rows = ("runs", f"last-{rounds} %", "peak %", "images"), []
-    for point in points([cell.result() for cell in found.cells], found.grid):
+    keys = [key for key in sweep.grid if key != "seed"]
+    rounds = min(20, max(cell.config.rounds for cell in sweep.cells))
+    results, rows = ("runs", f"last-{rounds} %", "peak %", "images"), []
+    for point in points([cell.result() for cell in sweep.cells], sweep.grid):
         accuracies = [_mean_and_sd(point[measure]) for measure in ("last_20", "peak")]
         images = point["images"]["mean"]
         count = f"{point['finished']}" + ("" if point["finished"] == point["runs"] else f" of {point['runs']}")
         shown = "-" if images is None else f"{images:,.0f}"
         rows.append((*(str(point[key]) for key in keys), count, *accuracies, shown))
-    print_table(console, (*keys, *reached), rows, fold=keys, right=reached)
+    print_table(console, (*keys, *results), rows, fold=keys, right=results)
 
 
-def _mean_and_sd(found: Mapping[str, Any]) -> str:
-    if found["mean"] is None:
+def _mean_and_sd(measure: Mapping[str, Any]) -> str:
+    if measure["mean"] is None:
         return "-"
-    return f"{100 * found['mean']:.1f}" + ("" if found["sd"] is None else f" ± {100 * found['sd']:.1f}")
+    return f"{100 * measure['mean']:.1f}" + ("" if measure["sd"] is None else f" ± {100 * measure['sd']:.1f}")

@@ -22,16 +22,19 @@ def train_generator(
         int | None, typer.Option(help="stop after this many steps in total; default: the preset's")
     ] = None,
     preset: Annotated[
-        str, typer.Option(help="digits, cifar-small or paper; default: by dataset and device, or the resumed one")
+        str,
+        typer.Option(
+            help="digits, cifar-small or paper; default: chosen by dataset and device; with --resume, as before"
+        ),
     ] = "",
-    data_dir: Annotated[str, typer.Option(help="folder with CIFAR; default: the cache")] = "",
+    data_dir: Annotated[str, typer.Option(help="folder with CIFAR; default: the user cache")] = "",
     seed: Annotated[int, typer.Option(help="seed of the initial weights and all random numbers", min=0)] = 0,
     device: Annotated[str, typer.Option(help="auto, cpu or cuda")] = "auto",
     compiled: Annotated[bool, typer.Option("--compile/--no-compile", help="use torch.compile on a GPU")] = True,
     half: Annotated[bool, typer.Option("--half", help="write float16 weights")] = False,
     resume: Annotated[bool, typer.Option("--resume", help="continue from the checkpoint in --out")] = False,
     start: Annotated[
-        Path | None, typer.Option(help="start from a generator's weights, also one of other classes")
+        Path | None, typer.Option(help="folder of a trained generator to start from; its classes may differ")
     ] = None,
     checkpoint_every: Annotated[float, typer.Option(help="seconds between checkpoints")] = 300.0,
 ) -> None:
@@ -44,14 +47,14 @@ def train_generator(
 
     if device not in ("auto", "cpu", "cuda"):
         raise ConfigError(f"device = '{device}': must be auto, cpu or cuda")
-    where, out = configure_torch(device), out.absolute()
+    device, out = configure_torch(device), out.absolute()
     dataset_info(dataset)  # raises for an unknown dataset
-    chosen = find_preset(preset or (read_preset_name(out) if resume else ""), dataset, where)
+    chosen = find_preset(preset or (read_preset_name(out) if resume else ""), dataset, device)
 
     def print_preset() -> None:
         if not (preset or resume) and dataset != "digits":
-            why = "the small one: cifar-small is for a GPU" if where == "cpu" else "for images on a GPU"
-            console.print(f"preset {chosen.name}, {why}; --preset chooses another", highlight=False, soft_wrap=True)
+            text = f"preset {chosen.name}, the default on {device}; choose another with --preset"
+            console.print(text, highlight=False, soft_wrap=True)
 
     finished = train(
         dataset,
@@ -61,13 +64,13 @@ def train_generator(
         minutes=minutes,
         data_dir=data_dir,
         seed=seed,
-        device=where,
+        device=device,
         compiled=compiled,
         half=half,
         resume=resume,
         start=start,
         checkpoint_every=checkpoint_every,
-        begun=print_preset,
+        on_start=print_preset,
         report=show_training(console, chosen.batch),
     )
     if not finished:

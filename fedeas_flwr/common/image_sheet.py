@@ -17,12 +17,12 @@ _MIN_HEIGHT = 64
 """Minimum height of an image in a file, in pixels; smaller images are enlarged."""
 
 
-def spread(classes: int, most: int) -> list[int]:
-    """Return the indices of the classes to show: all, or ``most`` evenly spaced ones if there are more."""
-    return sorted({round(i * (classes - 1) / (most - 1)) for i in range(most)})
+def classes_to_show(classes: int, limit: int) -> list[int]:
+    """Return the indices of the classes to show: all, or ``limit`` evenly spaced ones if there are more."""
+    return sorted({round(i * (classes - 1) / (limit - 1)) for i in range(limit)})
 
 
-def gap_between(image: Pixels) -> int:
+def gap_width(image: Pixels) -> int:
     """Return the width in pixels of the white gap between two images; ``image`` has the shape ``[..., H, W, C]``."""
     return max(1, int(image.shape[-2]) // 16)
 
@@ -43,7 +43,7 @@ def image_sheet(rows: Sequence[Pixels], columns: int) -> Pixels:
         ``[height, width, 3]``, without a border.
     """
     height, width = rows[0].shape[1:3]
-    gap = gap_between(rows[0])
+    gap = gap_width(rows[0])
     sheet = np.full((len(rows) * (height + gap) - gap, columns * (width + gap) - gap, 3), 255, np.uint8)
     for row, images in enumerate(rows):
         for column, image in enumerate(images):
@@ -56,8 +56,8 @@ def save_sheet(rows: Sequence[Pixels], columns: int, path: Path) -> None:
     """Write the rows of images as one PNG file. Small images are enlarged without interpolation."""
     from PIL import Image
 
-    times = max(1, _MIN_HEIGHT // rows[0].shape[1])
-    sheet = image_sheet(rows, columns).repeat(times, axis=0).repeat(times, axis=1)
+    scale = max(1, _MIN_HEIGHT // rows[0].shape[1])
+    sheet = image_sheet(rows, columns).repeat(scale, axis=0).repeat(scale, axis=1)
     file = io.BytesIO()
     Image.fromarray(sheet).save(file, "PNG")
     atomic_write(path, file.getvalue())

@@ -1,4 +1,4 @@
-"""Read and write NumPy's file format safely: no pickles, and no memory for sizes that a file only claims."""
+"""Convert tensors to NumPy arrays, and read NumPy's files safely: no pickles, no memory for merely claimed sizes."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import math
 import threading
 import zipfile
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
 from pathlib import Path
@@ -19,12 +19,25 @@ from numpy.typing import NDArray
 
 from fedeas_flwr.common.text import one_line
 
+Arrays = dict[str, Any]
+"""Name → NumPy array, or a tensor if a model is passed by reference within the process."""
+
 _parsing = threading.Lock()
 """NumPy parses a file's header as Python, and Python 3.11 miscounts the nesting depth if two threads parse at once."""
 
 _ALWAYS_ALLOWED = 2**26
 _MAX_RATIO = 100
 """Maximum compression ratio of a file: images and indices compress to a tenth at best, a zip bomb a thousandfold."""
+
+
+def is_tensor(array: Any) -> bool:
+    """Return whether an array is a torch tensor; this module does not import torch."""
+    return hasattr(array, "cpu")
+
+
+def to_numpy(arrays: Mapping[str, Any]) -> Arrays:
+    """Return contiguous NumPy arrays, copied from the GPU where needed."""
+    return {k: np.asarray(v.cpu().numpy() if is_tensor(v) else v, order="C") for k, v in arrays.items()}
 
 
 def _read_header(file: IO[bytes]) -> tuple[tuple[int, ...], bool, np.dtype[Any]]:

@@ -8,7 +8,6 @@ import platform
 import tomllib
 from dataclasses import dataclass
 from importlib import metadata
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -27,12 +26,12 @@ class Project:
 
 
 def read_project(package: Path = _PACKAGE) -> Project:
-    """Return the project of a package's folder.
+    """Read the project from pyproject.toml next to the package or, without one, from the installed distribution.
 
     Raises
     ------
     ValueError
-        If the folder is no source tree and the package is not installed, in one line.
+        If there is neither.
     """
     path = package.parent / "pyproject.toml"
     if path.is_file():
@@ -42,7 +41,7 @@ def read_project(package: Path = _PACKAGE) -> Project:
     try:
         installed = metadata.distribution(NAME)
     except metadata.PackageNotFoundError:
-        raise ValueError(f"{package} is no source tree, and {NAME} is not installed: pip install it") from None
+        raise ValueError(f"{package} is not in a source tree, and {NAME} is not installed: pip install it") from None
     return Project(installed.version, installed.metadata["Requires-Python"], installed.requires or [])
 
 
@@ -51,8 +50,8 @@ def describe_environment(device: str) -> dict[str, Any]:
     versions = {}
     for package in ("fedeas-flwr", "flwr", "ray", "torch", "torchvision", "diffusers", "numpy"):
         try:
-            versions[package] = version(package)
-        except PackageNotFoundError:
+            versions[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
             versions[package] = "not installed"
     return {
         "device": device,
@@ -67,7 +66,7 @@ def describe_environment(device: str) -> dict[str, Any]:
 
 def code_digest() -> str:
     """Return a digest of this package's code: SHA-256 of the names and contents of its Python files."""
-    root, found = Path(__file__).parents[1], hashlib.sha256()
+    root, digest = Path(__file__).parents[1], hashlib.sha256()
     for path in sorted(root.rglob("*.py")):
-        found.update(path.relative_to(root).as_posix().encode() + b"\0" + path.read_bytes() + b"\0")
-    return found.hexdigest()[:16]
+        digest.update(path.relative_to(root).as_posix().encode() + b"\0" + path.read_bytes() + b"\0")
+    return digest.hexdigest()[:16]

@@ -116,7 +116,7 @@ def open_dataset(name: str, data_dir: str = "") -> Dataset:
 
 
 def _open_own(name: str) -> tuple[DatasetInfo, Dataset]:
-    """Open a custom dataset, and again whenever its files change."""
+    """Open a custom dataset; read it again if its files have changed."""
     where = name.removeprefix(OWN)
     if not where:  # Path("") would be the current folder
         raise ValueError("dataset = 'own:': must be own:PATH with a folder or an .npz file")
@@ -124,14 +124,14 @@ def _open_own(name: str) -> tuple[DatasetInfo, Dataset]:
     try:
         return _open_own_cached(name, root / "data" / f"own-{own_dataset.fingerprint(where)}")
     except (FileNotFoundError, ValueError) as error:
-        if getattr(error, "filename", None):  # raised by the system, perhaps for a file of the cache
+        if getattr(error, "filename", None):  # an OSError, which names its file, perhaps one in the cache
             raise
         raise type(error)(f"dataset: {error}") from None
 
 
 @lru_cache(maxsize=2)
 def _open_own_cached(name: str, folder: Path) -> tuple[DatasetInfo, Dataset]:
-    """Open a custom dataset from its folder in the user's cache, which is written first if necessary."""
+    """Open one version of a custom dataset from its folder in the user's cache; write the folder if necessary."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     with FileLock(f"{folder}.lock"):
         try:
@@ -144,8 +144,8 @@ def _open_own_cached(name: str, folder: Path) -> tuple[DatasetInfo, Dataset]:
 
 def _write_own(name: str, folder: Path) -> None:
     arrays, classes = own_dataset.read_dataset(name.removeprefix(OWN))
-    # The lower bound avoids a division by zero for a constant channel.
     pixels = arrays["x_train"].reshape(-1, arrays["x_train"].shape[3])
+    # The lower bound of std avoids a division by zero for a constant channel.
     mean, std = pixels.mean(axis=0) / 255, np.maximum(pixels.std(axis=0) / 255, 1e-3)
     about = {"classes": classes, "mean": mean.tolist(), "std": std.tolist(), "shape": arrays["x_train"].shape[1:]}
     about |= {"train": len(arrays["y_train"]), "test": len(arrays["y_test"])}
@@ -157,10 +157,16 @@ def _write_own(name: str, folder: Path) -> None:
 def _open_own_folder(name: str, folder: Path) -> tuple[DatasetInfo, Arrays]:
     about = json.loads((folder / "about.json").read_text(encoding="utf-8"))
     height, width, channels = about["shape"]
-    constants = tuple(about["mean"]), tuple(about["std"])
-    sizes = about["train"], about["test"]
-    # It is unknown whether a mirrored image keeps its class (a letter does not), so no image is mirrored.
-    info = DatasetInfo(name, tuple(about["classes"]), (height, width, channels), *constants, *sizes, False)
+    info = DatasetInfo(
+        name,
+        classes=tuple(about["classes"]),
+        image_shape=(height, width, channels),
+        mean=tuple(about["mean"]),
+        std=tuple(about["std"]),
+        num_train=about["train"],
+        num_test=about["test"],
+        mirrored_keeps_class=False,  # unknown, so no image is mirrored
+    )
     return info, _open_folder(info, folder)
 
 

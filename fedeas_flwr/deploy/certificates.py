@@ -1,7 +1,7 @@
-"""Certificates and keys of a deployment: one authority, the SuperLink's certificate, and one key per node.
+"""Certificates and keys of a deployment: a certificate authority, the SuperLink's certificate, and one key per node.
 
 With ``ca.crt``, a node verifies the SuperLink by TLS. Flower has no client certificates: a node signs its requests with
-an elliptic-curve key whose public key was registered with the SuperLink before.
+an elliptic-curve key whose public key the operator has registered with the SuperLink.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 AUTHORITY_DAYS = 3650
 SERVER_DAYS = 730
 _CURVE = ec.SECP384R1()
-_ALWAYS = ("localhost", "127.0.0.1")
+_LOCAL_HOSTS = ("localhost", "127.0.0.1")
 """Names under which the SuperLink's own processes reach it."""
 
 
@@ -30,7 +30,7 @@ def write_authority(folder: Path) -> None:
     name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "FedEAS deployment")])
     identifier = x509.SubjectKeyIdentifier.from_public_key(key.public_key())
     certificate = (
-        _signed_from_now(name, name, key.public_key(), AUTHORITY_DAYS)
+        _certificate_builder(name, name, key.public_key(), AUTHORITY_DAYS)
         .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
         .add_extension(_usage(key_cert_sign=True, crl_sign=True), critical=True)
         .add_extension(identifier, critical=False)
@@ -47,10 +47,10 @@ def write_server_certificate(authority: Path, folder: Path, hosts: Sequence[str]
     signer = serialization.load_pem_private_key((authority / "ca.key").read_bytes(), None)
     assert isinstance(signer, ec.EllipticCurvePrivateKey)
     key = ec.generate_private_key(_CURVE)
-    name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, hosts[0][:64])])
+    name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, hosts[0][:64])])  # at most 64 characters in X.509
     issued_by = x509.AuthorityKeyIdentifier.from_issuer_public_key(signer.public_key())
     certificate = (
-        _signed_from_now(name, issuer.subject, key.public_key(), SERVER_DAYS)
+        _certificate_builder(name, issuer.subject, key.public_key(), SERVER_DAYS)
         .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
         .add_extension(_usage(digital_signature=True), critical=True)
         .add_extension(x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH]), critical=False)
@@ -75,13 +75,13 @@ def write_node_key(folder: Path) -> None:
 
 
 def write_secret(path: Path, content: bytes) -> None:
-    """Write a new file that only its owner can read, with these permissions from its creation on."""
+    """Create a file that only its owner can read, even while it is being written."""
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     with os.fdopen(descriptor, "wb") as file:
         file.write(content)
 
 
-def _signed_from_now(
+def _certificate_builder(
     subject: x509.Name, issuer: x509.Name, key: ec.EllipticCurvePublicKey, days: int
 ) -> x509.CertificateBuilder:
     now = datetime.datetime.now(datetime.UTC)
@@ -112,7 +112,7 @@ def _usage(digital_signature: bool = False, key_cert_sign: bool = False, crl_sig
 
 def _names(hosts: Sequence[str]) -> list[x509.GeneralName]:
     names: list[x509.GeneralName] = []
-    for host in dict.fromkeys((*hosts, *_ALWAYS)):
+    for host in dict.fromkeys((*hosts, *_LOCAL_HOSTS)):
         try:
             names.append(x509.IPAddress(ipaddress.ip_address(host)))
         except ValueError:

@@ -46,7 +46,7 @@ def check_dataset(config: RunConfig) -> Iterable[Finding]:
 
 def check_model(config: RunConfig) -> Iterable[Finding]:
     """Check that the network can be built with its initial weights."""
-    from fedeas_flwr.training.build import network
+    from fedeas_flwr.training.build import build_network
     from fedeas_flwr.training.models import imagenet_file
 
     text = f"{config.model}, weights {config.weights}"
@@ -56,7 +56,7 @@ def check_model(config: RunConfig) -> Iterable[Finding]:
             return [problem("model", f"{text}: not at {imagenet_file()}, and FEDEAS_OFFLINE is set", fix)]
         return [note("model", f"{text}: not at {imagenet_file()}; the first run downloads them", fix)]
     try:
-        network(config)
+        build_network(config)
     except (OSError, ValueError, RuntimeError) as error:
         return [problem("model", error, "see `fedeas keys`: model, stem and weights")]
     return [ok("model", text)]
@@ -107,7 +107,7 @@ def check_last_batches(config: RunConfig) -> Iterable[Finding]:
     from torch.nn.modules.batchnorm import _BatchNorm
 
     from fedeas_flwr.planning.run_plan import planned_allocation
-    from fedeas_flwr.training.build import recipe
+    from fedeas_flwr.training.build import local_training_config
     from fedeas_flwr.training.models import build_model
 
     if config.dataset.startswith(OWN) or config.clients > _CLIENTS:
@@ -126,7 +126,7 @@ def check_last_batches(config: RunConfig) -> Iterable[Finding]:
     except ValueError:  # check_clients reports it
         return []
     samples = [int(held) for held in (counts + planned_allocation(config, counts)).sum(axis=1)]
-    last = {client: recipe(config).batches(held)[1] for client, held in enumerate(samples)}
+    last = {client: local_training_config(config).batches(held)[1] for client, held in enumerate(samples)}
     short = {client: size for client, size in last.items() if 0 < size < SMALL_BATCH}
     if not short:
         return [ok("last batches", f"none of fewer than {SMALL_BATCH} images")]

@@ -25,7 +25,7 @@ from safetensors import SafetensorError
 from safetensors.numpy import load, save
 
 from fedeas_flwr.common.files import atomic_write
-from fedeas_flwr.runs.checkpoints import to_numpy
+from fedeas_flwr.common.npy import to_numpy
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedeas_flwr.common.cores import chunks, map_ordered, threads_for
-from fedeas_flwr.runs.checkpoints import Arrays, is_tensor, to_numpy
+from fedeas_flwr.common.npy import Arrays, is_tensor, to_numpy
 
 _BLOCK = 2**15
 """Number of elements per client in one block. In float64, the blocks of ten clients fit into the CPU's cache."""

@@ -26,9 +26,9 @@ from typing import Any, TypeVar
 from flwr.app import ArrayRecord, ConfigRecord, Error, Message, MessageType, MetricRecord, RecordDict
 
 from fedeas_flwr.common.errors import MessageError
+from fedeas_flwr.common.npy import Arrays
 from fedeas_flwr.common.text import one_line
 from fedeas_flwr.policies import Share
-from fedeas_flwr.runs.checkpoints import Arrays
 from fedeas_flwr.strategies.records import (
     ARRAYS,
     BUFFERS,

@@ -18,6 +18,7 @@ from flwr.serverapp.strategy import Strategy
 
 from fedeas_flwr.common.cores import map_ordered, threads_for
 from fedeas_flwr.common.errors import MessageError, ProcessesDiedError, RunError
+from fedeas_flwr.common.npy import Arrays
 from fedeas_flwr.common.randomness import stream
 from fedeas_flwr.common.text import counted
 from fedeas_flwr.federation import messages
@@ -26,7 +27,7 @@ from fedeas_flwr.federation.delivery import deliver, has_died
 from fedeas_flwr.federation.dissimilarity import gradient_dissimilarity
 from fedeas_flwr.federation.grids import GridView
 from fedeas_flwr.federation.messages import TrainReport, TrainTask
-from fedeas_flwr.runs.checkpoints import Arrays, Checkpoint, StrategyState
+from fedeas_flwr.runs.checkpoints import Checkpoint, StrategyState
 from fedeas_flwr.runs.directory import RunDirectory
 from fedeas_flwr.strategies.averaging import cast_like, weighted_average
 from fedeas_flwr.strategies.interface import SendsExtra, Stateful

@@ -23,10 +23,10 @@ from fedeas_flwr.generators.interface import SampleId
 
 def check_bank_size(
     spec: str,
-    there: Sequence[int],
+    available: Sequence[int],
     planned: NDArray[np.int64],
     classes: Sequence[str],
-    needs: str = "by the plan a client needs",
+    request: str = "a client needs",
 ) -> None:
     """Raise ValueError if a bank has fewer images of a class than a client needs: a client gets no image twice.
 
@@ -34,23 +34,23 @@ def check_bank_size(
     ----------
     spec
         The bank's spec in the run-config.
-    there
+    available
         Number of images in the bank per class.
     planned
         Number of images that each client needs, ``[clients, classes]``.
     classes
         Names of the classes.
-    needs
-        Start of the clause on the needed number, for the message.
+    request
+        Words of the message before the needed number.
     """
     needed = planned.max(axis=0, initial=0)
-    lacking = needed - np.asarray(there)
-    short, worst = int((lacking > 0).sum()), int(lacking.argmax())
-    if short:
-        more = f"; {short} classes have too few" if short > 1 else ""
+    lacking = needed - np.asarray(available)
+    too_few, worst = int((lacking > 0).sum()), int(lacking.argmax())
+    if too_few:
+        more = f"; {too_few} classes have too few" if too_few > 1 else ""
         raise ValueError(
-            f"generator: {spec} has {counted(there[worst], 'image')} of class {classes[worst]!r}, and {needs} "
-            f"{needed[worst]}, none twice{more}"
+            f"generator: {spec} has {counted(available[worst], 'image')} of class {classes[worst]!r}, but {request} "
+            f"{needed[worst]} different ones{more}"
         )
 
 

@@ -13,7 +13,9 @@ from fedeas_flwr.data.datasets import Dataset, Images, Labels
 from fedeas_flwr.generators.classifier import Classifier, agreement
 
 _NEAR_COPY_PERCENTILE = 1.0
-_MAX_COMPARED = 2000  # features of each set in the kernel distance
+"""A sample is a near copy if its distance to the nearest train image is below this percentile of the test images'."""
+_MAX_COMPARED = 2000
+"""Maximum number of images per set in the kernel distance."""
 
 
 def quality_report(
@@ -26,7 +28,7 @@ def quality_report(
     dataset
         Samples are compared with its train images; its test images give the reference values.
     classifier
-        Classifier of the samples.
+        Predicts the classes of the samples and computes the features that are compared.
     images, labels
         The samples and their classes.
     inception
@@ -40,7 +42,7 @@ def quality_report(
     train, test = np.asarray(dataset.x_train), np.asarray(dataset.x_test)
     overall, by_class = agreement(classifier, images, labels)
     features = [classifier.predict(part)[1] for part in (train, images, test)]
-    real, ours, held_out = (part.astype(np.float64) for part in features)
+    real, generated, held_out = (part.astype(np.float64) for part in features)
     sample_distance, test_distance = nearest_distance(images, train), nearest_distance(test, train)
     threshold = float(np.percentile(test_distance, _NEAR_COPY_PERCENTILE))
     report: dict[str, Any] = {
@@ -48,10 +50,10 @@ def quality_report(
         "classifier_test_accuracy": classifier.test_accuracy,
         "class_agreement": overall,
         "class_agreement_by_class": by_class,
-        # Not FID and KID: the features are those of our classifier, so the values compare only with each other.
-        "classifier_frechet_distance": frechet_distance(real, ours),
+        # Not FID and KID: the features are those of our classifier, so only values of this classifier can be compared.
+        "classifier_frechet_distance": frechet_distance(real, generated),
         "classifier_frechet_distance_of_test_images": frechet_distance(real, held_out),
-        "classifier_kernel_distance": kernel_distance(real, ours),
+        "classifier_kernel_distance": kernel_distance(real, generated),
         "classifier_kernel_distance_of_test_images": kernel_distance(real, held_out),
         "nearest_train_image_median": float(np.median(sample_distance)),
         "nearest_train_image_median_of_test_images": float(np.median(test_distance)),
@@ -63,16 +65,16 @@ def quality_report(
 
 
 def frechet_distance(a: NDArray[np.float64], b: NDArray[np.float64]) -> float:
-    """Return the Fréchet distance of two sets of features fitted by Gaussians (Heusel et al., 2017)."""
-    mean = a.mean(axis=0) - b.mean(axis=0)
-    first, second = np.cov(a, rowvar=False), np.cov(b, rowvar=False)
-    # tr √(ΣaΣb): the product's eigenvalues are those of a positive semi-definite matrix, but for rounding.
-    root = np.sqrt(np.clip(np.linalg.eigvals(first @ second).real, 0, None)).sum()
-    return float(mean @ mean + np.trace(first) + np.trace(second) - 2 * root)
+    """Return the Fréchet distance of Gaussians fitted to two sets of features (Heusel et al., 2017)."""
+    difference = a.mean(axis=0) - b.mean(axis=0)
+    cov_a, cov_b = np.cov(a, rowvar=False), np.cov(b, rowvar=False)
+    # tr √(ΣaΣb) from the eigenvalues of ΣaΣb, which are real and not negative except for rounding.
+    root = np.sqrt(np.clip(np.linalg.eigvals(cov_a @ cov_b).real, 0, None)).sum()
+    return float(difference @ difference + np.trace(cov_a) + np.trace(cov_b) - 2 * root)
 
 
 def kernel_distance(a: NDArray[np.float64], b: NDArray[np.float64]) -> float:
-    """Return the unbiased squared MMD under (x·y / D + 1)³ (Bińkowski et al., 2018), on a subset of each."""
+    """Return the unbiased squared MMD under (x·y / D + 1)³ (Bińkowski et al., 2018), on random subsets."""
     random = np.random.default_rng(0)
     a, b = (x[random.permutation(len(x))[:_MAX_COMPARED]] for x in (a, b))
 
@@ -92,13 +94,13 @@ def nearest_distance(images: Images, train: Images) -> NDArray[np.float64]:
     for start in range(0, len(images), 256):
         part = images[start : start + 256].reshape(-1, flat.shape[1]).astype(np.float32)
         nearest[start : start + 256] = (squares - 2 * part @ flat.T).argmin(axis=1)
-    # The expansion above cancels near zero, so the distance is computed from the pixels again.
+    # Near 0 the rounding of this expansion exceeds the distance, so compute the distance from the pixels.
     gaps = (images.reshape(len(images), -1).astype(np.float64) - flat[nearest]) / 255
     return np.asarray(np.sqrt((gaps**2).sum(axis=1)))
 
 
 def inception_distances(train: Images, images: Images, weights: Path) -> dict[str, float]:
-    """Return FID and KID by torchmetrics on Inception features, up to 10,000 train images against the samples."""
+    """Return torchmetrics' FID and KID of the samples vs at most 10,000 train images."""
     try:
         from torchmetrics.image.fid import FrechetInceptionDistance, NoTrainInceptionV3
         from torchmetrics.image.kid import KernelInceptionDistance

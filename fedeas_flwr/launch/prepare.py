@@ -30,7 +30,7 @@ from fedeas_flwr.planning.run_plan import empty_plan_message, planned_counts, pl
 from fedeas_flwr.runs.directory import RunDirectory
 from fedeas_flwr.runs.tensorboard import check_installed
 from fedeas_flwr.strategies.registry import build_strategy
-from fedeas_flwr.training.build import check_engine, network
+from fedeas_flwr.training.build import build_network, check_engine
 from fedeas_flwr.training.engine import copy_state
 from fedeas_flwr.training.models import split_state
 
@@ -52,7 +52,7 @@ def prepare(config: RunConfig, console: Console) -> RunConfig:
             run.check_classes(config.dataset, dataset_info(config.dataset).classes)
     counts = planned_counts(config, config.clients, show_tries(console))
     open_dataset(config.dataset, config.data_dir)
-    network(config)
+    build_network(config)
     if config.generates:
         if config.generator == "builtin":
             ensure_digits_generator(console)
@@ -98,7 +98,7 @@ def check_runs(configs: Sequence[RunConfig], console: Console) -> None:
     for config in _differing(with_model, "dataset", "device", *_GENERATOR_KEYS):
         check_for_run(config, pick_device(config.device))
     for config in _differing(configs, "dataset", "model", "stem", "weights"):
-        network(config)
+        build_network(config)
     for config in _differing(configs, "dataset", "data_dir"):
         open_dataset(config.dataset, config.data_dir)
     for config in _differing(configs, *_PARTITION_KEYS):
@@ -197,7 +197,7 @@ def evaluate_run(run: RunDirectory) -> dict[str, Any]:
     config = run.config()
     arrays = run.load_model()
     run.check_classes(config.dataset, dataset_info(config.dataset).classes)
-    model = network(config)
+    model = build_network(config)
     try:
         copy_state(model, arrays, {})
     except ValueError as error:

@@ -33,7 +33,7 @@ from fedeas_flwr.common.text import one_line
 from fedeas_flwr.config import RunConfig, parse_config
 from fedeas_flwr.data.datasets import dataset_info
 from fedeas_flwr.generators.ray_service import reserve_generator_gpu
-from fedeas_flwr.training.build import build_engine, network
+from fedeas_flwr.training.build import build_engine, build_network
 from fedeas_flwr.training.engine import Engine, read_state
 from fedeas_flwr.training.objective import CROSS_ENTROPY
 
@@ -158,7 +158,7 @@ def measure(config: RunConfig, device: str, counts: tuple[int, ...] = (1, 2, 4, 
     images = torch.from_numpy(rng.integers(0, 256, (samples, *info.image_shape), dtype=np.uint8)).to(device)
     labels = torch.from_numpy(rng.integers(0, len(info.classes), samples)).to(device)
     free, engines, rates, taken = _free(device), list[Engine](), dict[int, float](), 0
-    start = read_state(network(config))
+    start = read_state(build_network(config))
     for count in counts:
         while len(engines) < count:
             engines.append(build_engine(config, device, CROSS_ENTROPY, rank=len(engines)))

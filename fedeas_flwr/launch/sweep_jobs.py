@@ -150,13 +150,13 @@ class SweepStatus:
 class Watcher(Protocol):
     """Receives the events of a running sweep."""
 
-    def on_start(self, board: SweepStatus) -> None:
+    def on_start(self, status: SweepStatus) -> None:
         """Called first, once the sweep has locked and checked its folder."""
 
-    def on_event(self, cell: SweepRun, word: str, board: SweepStatus) -> None:
+    def on_event(self, cell: SweepRun, event: str, status: SweepStatus) -> None:
         """Called when a run was started, joined, finished, skipped, failed, or will be restarted (`again`)."""
 
-    def on_tick(self, board: SweepStatus) -> None:
+    def on_tick(self, status: SweepStatus) -> None:
         """Called several times per second with the current progress."""
 
 
@@ -191,68 +191,68 @@ def run_sweep(
     """
     with _lock_folder(sweep.folder):
         sweep.open()
-        board = SweepStatus(sweep, slots)
+        status = SweepStatus(sweep, slots)
         damaged = [cell for cell in sweep.cells if "damage" in cell.reached() and not cell.run.processes()]
         for cell in damaged:
             cell.error = cell.reached()["damage"]
         for cell in sweep.cells:
-            board.look_at(cell, "failed" if cell in damaged else "finished" if cell.finished else "waiting")
-        watcher.on_start(board)
+            status.look_at(cell, "failed" if cell in damaged else "finished" if cell.finished else "waiting")
+        watcher.on_start(status)
         if prepare:
             prepare()
         for cell in sweep.cells:
-            if (state := board.progress[cell.name].state) != "waiting":
-                watcher.on_event(cell, "skipped" if state == "finished" else state, board)
-        left = [cell for cell in sweep.cells if board.progress[cell.name].state == "waiting"]
+            if (state := status.progress[cell.name].state) != "waiting":
+                watcher.on_event(cell, "skipped" if state == "finished" else state, status)
+        left = [cell for cell in sweep.cells if status.progress[cell.name].state == "waiting"]
         left.sort(key=lambda cell: not cell.run.processes())  # running ones take their slots first
         try:
-            with gpu_shared_by([cell.config for cell in left], slots) as variables, _stopping_runs_on_error(board):
-                return [*damaged, *_work(board, deque(left), retries, watcher, variables)]
+            with gpu_shared_by([cell.config for cell in left], slots) as variables, _stopping_runs_on_error(status):
+                return [*damaged, *_work(status, deque(left), retries, watcher, variables)]
         finally:
             sweep.save()
 
 
 @contextmanager
-def _stopping_runs_on_error(board: SweepStatus) -> Iterator[None]:
+def _stopping_runs_on_error(status: SweepStatus) -> Iterator[None]:
     try:
         yield
     except BaseException:
-        # Also runs that are not on the board yet: the error may have come right after one was started.
-        alive = [cell for cell in board.sweep.cells if cell.name not in board.running and cell.run.processes()]
-        stop([*board.running.values(), *(Job(cell, None, 0) for cell in alive)])
+        # Also runs that are not in the status yet: the error may have come right after one was started.
+        alive = [cell for cell in status.sweep.cells if cell.name not in status.running and cell.run.processes()]
+        stop([*status.running.values(), *(Job(cell, None, 0) for cell in alive)])
         raise
 
 
 def _work(
-    board: SweepStatus,
+    status: SweepStatus,
     waiting: deque[SweepRun],
     retries: int,
     watcher: Watcher,
     variables: Callable[[RunConfig], dict[str, str]],
 ) -> list[SweepRun]:
     failed: list[SweepRun] = []
-    while waiting or board.running:
-        while waiting and len(board.running) < board.slots:
+    while waiting or status.running:
+        while waiting and len(status.running) < status.slots:
             cell = waiting.popleft()
-            job = board.running[cell.name] = start(cell, variables(cell.config))
-            board.look_at(cell, "running")
-            watcher.on_event(cell, "started" if job.process else "joined", board)
+            job = status.running[cell.name] = start(cell, variables(cell.config))
+            status.look_at(cell, "running")
+            watcher.on_event(cell, "started" if job.process else "joined", status)
         time.sleep(_POLL_SECONDS)
-        for job in list(board.running.values()):
+        for job in list(status.running.values()):
             cell = job.cell
-            board.look_at(cell, "running")
+            status.look_at(cell, "running")
             if not job.has_ended():
                 continue
-            board.note_end(job)
-            word = _classify_end(job, retries)
-            board.look_at(cell, {"again": "waiting"}.get(word, word))
-            if word == "again":
+            status.note_end(job)
+            event = _classify_end(job, retries)
+            status.look_at(cell, {"again": "waiting"}.get(event, event))
+            if event == "again":
                 waiting.append(cell)
-            elif word == "failed":
+            elif event == "failed":
                 failed.append(cell)
-            board.sweep.save()
-            watcher.on_event(cell, word, board)
-        watcher.on_tick(board)
+            status.sweep.save()
+            watcher.on_event(cell, event, status)
+        watcher.on_tick(status)
     return failed
 
 

@@ -12,7 +12,8 @@ from fedeas_flwr.allocation import FloatArray, IntArray, client_imbalance, full_
 from fedeas_flwr.planning.budget_path import BudgetPath
 from fedeas_flwr.waterfill import waterfill
 
-MAX_DRAWN_GREEDY_STEPS = 100_000  # takes seconds; above it only waterfill, no worse, is drawn
+MAX_DRAWN_GREEDY_STEPS = 100_000
+"""Largest total for which `reduction` computes greedy, which takes seconds; waterfill removes no less imbalance."""
 CURVE_POINTS = 24
 
 
@@ -40,11 +41,13 @@ def _running_share(parts: npt.NDArray[np.int64] | FloatArray) -> FloatArray:
 
 @dataclass(frozen=True)
 class Reduction:
-    """Generated images and removed share of the imbalance per policy: along β, and at the marked β."""
+    """Points (generated images, removed share of the imbalance) of each policy, for a figure with some β marked."""
 
-    betas: list[float]  # the marked ones
+    betas: list[float]
+    """The marked β."""
     curves: dict[str, list[tuple[int, float]]]
-    marks: dict[str, list[tuple[int, float]]]  # of the policy of β and, at the same totals, of Uniform
+    marks: dict[str, list[tuple[int, float]]]
+    """Points at the marked β, of the policy that β controls and of Uniform with the same totals."""
 
 
 # Fig. 2(b): 1 − 𝓘(B) / 𝓘(0)
@@ -57,20 +60,20 @@ def reduction(path: BudgetPath, betas: Sequence[float]) -> Reduction:
     if totals[-1] > MAX_DRAWN_GREEDY_STEPS:
         del rules["greedy"]
 
-    def at(rule: Callable[[npt.ArrayLike, int], IntArray], images: list[int]) -> list[tuple[int, float]]:
-        return [(total, removed(path.counts, rule(path.counts, total))) for total in images]
+    def points(rule: Callable[[npt.ArrayLike, int], IntArray], totals: list[int]) -> list[tuple[int, float]]:
+        return [(total, removed(path.counts, rule(path.counts, total))) for total in totals]
 
     return Reduction(
         betas=list(betas),
-        curves={name: at(rule, totals) for name, rule in rules.items()}
+        curves={name: points(rule, totals) for name, rule in rules.items()}
         | {path.policy: [(point.images, point.removed) for point in along]},
         marks={
             path.policy: [(point.images, point.removed) for point in marked],
-            "uniform": at(uniform, [point.images for point in marked]),
+            "uniform": points(uniform, [point.images for point in marked]),
         },
     )
 
 
 def marked_betas(beta: float) -> list[float]:
-    """Return the β to mark without a grid: β/3 to 5β/3 in thirds, which for β = 12 is the paper's sweep."""
+    """Return β/3, 2β/3, …, 5β/3; for β = 12 these are the values of the paper's sweep."""
     return [float(f"{beta * i / 3:.3g}") for i in range(1, 6)]

@@ -67,10 +67,9 @@ class Member:
         return sorted(set(known) - trained) if trained <= set(known) else []
 
     @property
-    def unfinished(self) -> str:
-        """Return the progress of a run that has not finished, otherwise empty text."""
-        done, wanted = len(self.rounds), self.config.rounds
-        return "" if done >= wanted else f"{self.run.path.name}, {done} of {wanted} rounds, {self.run.state()}"
+    def is_finished(self) -> bool:
+        """Return whether all rounds of the config are recorded."""
+        return len(self.rounds) >= self.config.rounds
 
 
 @dataclass(frozen=True)
@@ -194,10 +193,10 @@ def group_runs(runs: Sequence[RunDirectory]) -> tuple[list[Group], list[str]]:
 
 
 def _make_group(name: str, runs: Sequence[Member], style: LineStyle) -> Group:
-    finished = tuple(member for member in runs if not member.unfinished)
+    finished = tuple(member for member in runs if member.is_finished)
     if not finished:  # no run has more to show
         return Group(name, tuple(runs), style)
-    return Group(name, finished, style, tuple(member for member in runs if member.unfinished))
+    return Group(name, finished, style, tuple(member for member in runs if not member.is_finished))
 
 
 def mean_window(groups: Sequence[Group]) -> int:

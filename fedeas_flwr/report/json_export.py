@@ -26,19 +26,19 @@ def _group_data(group: Group, groups: Sequence[Group]) -> dict[str, Any]:
         "rounds": [len(member.rounds) for member in group.members],
         "unfinished": _unfinished(group),
         "missing_replies": [member.summary["failures"] for member in group.members],
-        "last_20": _plain(group.spread("last_20")),
-        "peak": _plain(group.spread("peak")),
+        "last_20": _spread_dict(group.spread("last_20")),
+        "peak": _spread_dict(group.spread("peak")),
         "images": group.images,
         "gain_points": gain[0] if gain else None,
         "eta": gain[1] if gain else None,
         "never_took_part": [member.never_took_part for member in group.members],
         "no_gain": why_no_gain(group, groups),
-        "gamma_hat": _plain(group.spread("gamma_hat")),
+        "gamma_hat": _spread_dict(group.spread("gamma_hat")),
         "threshold": group.config.threshold,
         "rounds_to_threshold": [member.summary["rounds_to_threshold"] for member in group.members],
-        "per_class_accuracy": None if group.per_class is None else _no_nan(group.per_class),
+        "per_class_accuracy": None if group.per_class is None else _nan_to_none(group.per_class),
         "worst_class": None if worst_class is None else {"class": worst_class[0], "accuracy": worst_class[1]},
-        "worst_client_accuracy": _plain(group.worst_client),
+        "worst_client_accuracy": _spread_dict(group.worst_client),
         "seconds": {phase: group.seconds(phase) for phase in (*WALL_CLOCK, *BACKGROUND_PHASES, *CLIENT_WORK)},
         "config": group.config.to_user_dict(),
         "environments": [member.run.environment() for member in group.members],
@@ -57,13 +57,13 @@ def _unfinished(group: Group) -> list[dict[str, Any]]:
             "counted": member in group.members,
         }
         for member in group.all_members
-        if member.unfinished
+        if not member.is_finished
     ]
 
 
-def _plain(spread: Spread | None) -> Mapping[str, Any] | None:
+def _spread_dict(spread: Spread | None) -> Mapping[str, Any] | None:
     return None if spread is None else {"mean": spread.mean, "sd": spread.sd, "values": list(spread.values)}
 
 
-def _no_nan(values: FloatArray) -> list[float | None]:
+def _nan_to_none(values: FloatArray) -> list[float | None]:
     return [None if np.isnan(value) else float(value) for value in values]

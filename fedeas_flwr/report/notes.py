@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from fedeas_flwr.common.text import counted
-from fedeas_flwr.report.groups import Group, baseline_of, gain_and_efficiency, why_no_gain
+from fedeas_flwr.report.groups import Group, Member, baseline_of, gain_and_efficiency, why_no_gain
 
 _MAX_NAMED = 6
 """Maximum number of clients listed by number; for more, only their count is given."""
@@ -13,18 +13,26 @@ _MAX_NAMED = 6
 
 def notes_on(groups: Sequence[Group]) -> list[str]:
     """Return all notes."""
-    kinds = (unfinished_notes, missing_notes, no_gain_notes, seed_notes, absence_notes, sharing_notes)
-    return [note for notes in kinds for note in notes(groups)]
+    makers = (unfinished_notes, missing_reply_notes, no_gain_notes, seed_notes, absence_notes, sharing_notes)
+    return [note for make in makers for note in make(groups)]
 
 
 def unfinished_notes(groups: Sequence[Group]) -> list[str]:
     """Return a line for each run that has not finished, and whether it is included."""
-    included = [member.unfinished for group in groups for member in group.members if member.unfinished]
-    excluded = [member.unfinished for group in groups for member in group.excluded]
-    return [f"Not finished: {run}" for run in included] + [f"Not finished, so not counted: {run}" for run in excluded]
+    included = [member for group in groups for member in group.members if not member.is_finished]
+    excluded = [member for group in groups for member in group.excluded]
+    return [
+        *(f"Not finished: {_progress(member)}" for member in included),
+        *(f"Not finished, so not counted: {_progress(member)}" for member in excluded),
+    ]
 
 
-def missing_notes(groups: Sequence[Group]) -> list[str]:
+def _progress(member: Member) -> str:
+    run = member.run
+    return f"{run.path.name}, {len(member.rounds)} of {member.config.rounds} rounds, {run.state()}"
+
+
+def missing_reply_notes(groups: Sequence[Group]) -> list[str]:
     """Return a line for each run with missing replies."""
     return [
         f"Replies missing: {member.run.path.name}, {member.summary['failures']:,} in {len(rounds)} of "
@@ -47,9 +55,8 @@ def seed_notes(groups: Sequence[Group]) -> list[str]:
     for group in groups:
         baseline = baseline_of(group, groups) if gain_and_efficiency(group, groups) else None
         if baseline and baseline.seeds != group.seeds:
-            mine, theirs = (", ".join(map(str, one.seeds)) for one in (group, baseline))
-            reason = f"its seeds are {mine}, but those of the group that generates nothing are {theirs}"
-            found.append((reason, group.name))
+            own, other = (", ".join(map(str, seeds)) for seeds in (group.seeds, baseline.seeds))
+            found.append((f"its seeds are {own}, but those of its baseline are {other}", group.name))
     return _group_by_reason("Gain", found)
 
 
@@ -73,9 +80,8 @@ def _absence_reason(absent: Sequence[int], clients: int) -> str:
     return f"{who} never took part, so they generated none"
 
 
-# Sec. 4.3 and Supp. F of the paper: η is by the total of what clients hold.
 def sharing_notes(groups: Sequence[Group]) -> list[str]:
-    """Return a line on shared images, which count once for every client that holds them."""
+    """Return a line on shared images, which count once per client, as in the paper's η (Sec. 4.3 and Supp. F)."""
     reason = "an image that several clients hold counts once per client, also in η"
     sharing = [group for group in groups if group.config.generates and group.config.shared_images != "no"]
     return _group_by_reason("Images", [(reason, group.name) for group in sharing])

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 from matplotlib.figure import Figure
 
-from fedeas_flwr.common.image_sheet import gap_between, image_sheet, spread
+from fedeas_flwr.common.image_sheet import classes_to_show, gap_width, image_sheet
 from fedeas_flwr.config import RunConfig
 from fedeas_flwr.data.datasets import dataset_info
 from fedeas_flwr.generators.cache import ImageCache
@@ -55,7 +55,8 @@ def _rows(config: RunConfig) -> list[tuple[str, npt.NDArray[np.uint8]]]:
         names = dataset_info(config.dataset).classes
     except (OSError, ValueError):
         return []
-    rows = [(names[label], cache.peek(folder, label, IMAGES_PER_CLASS)) for label in spread(len(names), MAX_CLASSES)]
+    shown = classes_to_show(len(names), MAX_CLASSES)
+    rows = [(names[label], cache.peek(folder, label, IMAGES_PER_CLASS)) for label in shown]
     return [(name, images) for name, images in rows if len(images)]
 
 
@@ -68,7 +69,7 @@ def draw_rows(rows: Sequence[tuple[str, npt.NDArray[np.uint8]]], columns: int) -
     """Draw labelled rows of images [N, H, W, channels] without interpolation; short rows are filled with white."""
     sheet = image_sheet([images for _, images in rows], columns)
     (height, width), first = sheet.shape[:2], rows[0][1]
-    step = first.shape[1] + gap_between(first)
+    step = first.shape[1] + gap_width(first)
     figure = Figure(figsize=(8.6, 8.6 * height / width), layout="constrained")
     axes = figure.subplots()
     axes.imshow(sheet, interpolation="nearest")

@@ -12,7 +12,7 @@ claims.py            the paper's comparisons as claims, each with our difference
 drops.py             rounds whose accuracy drops, counted over all runs
 figures.py           the paper's figures
 items.py             every table and figure by name, and the cells it needs
-sections.py          the tables and figures of one command, each with its missing runs
+sections.py          the sections of the page: one per table or figure, each with its missing runs
 summary.py           the sections as one page, JSON, CSV and terminal output
 documents.py         tables and numbers inserted into another document
 missing_runs.py      runs the missing cells as a sweep, and exports their records

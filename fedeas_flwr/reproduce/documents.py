@@ -50,15 +50,15 @@ _REPORT_MEASURES = {"agreement": ("class_agreement", 100.0), "distance": ("class
 
 
 def filled_document(
-    path: Path, text: str, scale: str, places: Sequence[Path], more: Mapping[str, Any]
+    path: Path, text: str, scale: str, folders: Sequence[Path], more: Mapping[str, Any]
 ) -> tuple[str, list[str]]:
     """Return a document with its tables and numbers written again, and a line for every unreadable record."""
-    contents = [(block, *_content(block, scale, places, more)) for block in find_blocks(path, text)]
+    contents = [(block, *_content(block, scale, folders, more)) for block in find_blocks(path, text)]
     for block, content, _ in reversed(contents):
         lines = f"\n{content}\n".replace("\n", block.newline)
         text = f"{text[: block.start]}{lines}{text[block.end :]}"
     unreadable = dict.fromkeys(line for _, _, lines in contents for line in lines)
-    return InlineNumbers(scale, places, more).fill(path, text), list(unreadable)
+    return InlineNumbers(scale, folders, more).fill(path, text), list(unreadable)
 
 
 # ---------------------------------------------------------------------------------------------------------- tables
@@ -98,27 +98,31 @@ def find_blocks(path: Path, text: str) -> list[Block]:
     return found
 
 
-def _content(block: Block, scale: str, places: Sequence[Path], more: Mapping[str, Any]) -> tuple[str, list[str]]:
+def _content(block: Block, scale: str, folders: Sequence[Path], more: Mapping[str, Any]) -> tuple[str, list[str]]:
     try:
         if block.words[:1] == ["sweep"]:
-            return table_markdown(_sweep(block.words[1:], places)) + "\n", []
+            return table_markdown(_sweep(block.words[1:], folders)) + "\n", []
         choice = choose(block.words, [], scale, more=more)
     except ConfigError as error:
         raise ConfigError(f"{block.where}: {error}") from None
     for word in block.words:
         if word in ITEMS and ITEMS[word].table is None:
-            raise ConfigError(f"{block.where}: '{word}' is a figure, must be tables or cells")
-    results = choice.find(places)
+            raise ConfigError(f"{block.where}: '{word}' is a figure; must be a table, column or cell")
+    results = choice.find(folders)
     made = [make(results, choice.columns) for name in choice.items if (make := ITEMS[name].table)]
     made += [cell_table(results, choice.cells)] if choice.cells else []
     return "\n".join(table_markdown(table) + "\n" for table in made), results.unreadable
 
 
-def _sweep(words: Sequence[str], places: Sequence[Path]) -> Table:
+def _sweep(words: Sequence[str], folders: Sequence[Path]) -> Table:
     match words:
-        case [name, base] if "=" in base and (found := [place / name for place in places if (place / name).is_dir()]):
+        case [name, base] if "=" in base and (
+            found := [folder / name for folder in folders if (folder / name).is_dir()]
+        ):
             return sweep_table(found[0], base)
-    raise ConfigError(f"'sweep {' '.join(words)}': must be sweep FOLDER KEY=VALUE, the folder in one of --runs")
+    raise ConfigError(
+        f"'sweep {' '.join(words)}': must be sweep FOLDER KEY=VALUE, with FOLDER inside a folder of --runs"
+    )
 
 
 # --------------------------------------------------------------------------------------------------------- numbers
@@ -127,8 +131,8 @@ def _sweep(words: Sequence[str], places: Sequence[Path]) -> Table:
 class InlineNumbers:
     """Computes the numbers of sentences from the records of some folders."""
 
-    def __init__(self, scale: str, places: Sequence[Path], more: Mapping[str, Any]) -> None:
-        self._scale, self._places, self._more = scale, places, more
+    def __init__(self, scale: str, folders: Sequence[Path], more: Mapping[str, Any]) -> None:
+        self._scale, self._folders, self._more = scale, folders, more
 
     def fill(self, path: Path, text: str) -> str:
         """Return a document's text with all its numbers computed, or raise `ConfigError` with the number's line."""
@@ -186,18 +190,18 @@ class InlineNumbers:
             return [measure(run, run.config())]
         matching(name)  # raises if there is no such cell
         if not (found := self._results.of(name)):
-            raise ConfigError(f"'{name}' has no finished run in {', '.join(map(str, self._places))}")
+            raise ConfigError(f"'{name}' has no finished run in {', '.join(map(str, self._folders))}")
         return found
 
     def _folder(self, name: str) -> Path:
-        found = next((place / name for place in self._places if (place / name).is_dir()), None)
+        found = next((folder / name for folder in self._folders if (folder / name).is_dir()), None)
         if found is None:
-            raise ConfigError(f"'{name}': neither a cell nor a folder in {', '.join(map(str, self._places))}")
+            raise ConfigError(f"'{name}': neither a cell nor a folder in {', '.join(map(str, self._folders))}")
         return found
 
     @cached_property
     def _results(self) -> Results:
-        return find_results(all_cells(), self._scale, self._places, self._more)
+        return find_results(all_cells(), self._scale, self._folders, self._more)
 
 
 def _subtracted(statistic: str, name: str, other: str) -> tuple[str, str]:

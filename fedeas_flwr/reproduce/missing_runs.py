@@ -80,8 +80,8 @@ class ArchivingWatcher:
         self._inner, self._folder = inner, folder
         self.on_start, self.on_tick = inner.on_start, inner.on_tick
 
-    def on_event(self, cell: sweep.SweepRun, word: str, board: SweepStatus) -> None:
+    def on_event(self, cell: sweep.SweepRun, event: str, status: SweepStatus) -> None:
         """Archive a finished run; pass every event on."""
-        if word == "finished":
+        if event == "finished":
             archive_run(cell.run, self._folder and record_folder(self._folder, cell.values["cell"], cell.config))
-        self._inner.on_event(cell, word, board)
+        self._inner.on_event(cell, event, status)

@@ -1,4 +1,4 @@
-"""The tables and figures of one command, each a section of the page with its missing runs."""
+"""Make the sections of the page of `fedeas reproduce`: one per table or figure, each with its missing runs."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ from fedeas_flwr.reproduce.items import ITEMS, Choice
 from fedeas_flwr.reproduce.results import Results
 from fedeas_flwr.reproduce.tables import Table, cell_table
 
-Fill = Callable[[Sequence[str], Collection[str]], tuple[str, str]]
-"""Returns the command that does missing runs, and a note on what it needs, from words and the cells that lack runs."""
+FillCommand = Callable[[Sequence[str], Collection[str]], tuple[str, str]]
+"""(items or cells to name, cells that lack runs) → command that runs what is missing, and a note on what it needs."""
 
 IMAGES_PER_CLASS = 10
 MAX_NAMED = 12
@@ -44,7 +44,7 @@ class Section(page.Section):
     """Why a figure could not be drawn."""
 
 
-def make_sections(choice: Choice, results: Results, folder: Path, fill: Fill) -> list[Section]:
+def make_sections(choice: Choice, results: Results, folder: Path, fill_command: FillCommand) -> list[Section]:
     """Return a section for every table and figure, and one for cells given by name; write pictures to the folder."""
     setting: figures.Setting | None = None
     sections = []
@@ -62,7 +62,7 @@ def make_sections(choice: Choice, results: Results, folder: Path, fill: Fill) ->
                 pictures.append(page.Picture(name, drawn, item.caption))
                 atomic_write(folder / f"{name}.png", page.as_png(drawn))
         missing = replace(choice, items=(name,), cells=()).missing(results)
-        runs, lines = _missing_lines(missing, fill([name], missing))
+        runs, lines = _missing_lines(missing, fill_command([name], missing))
         text = [*([] if pictures else [item.caption]), *([note] if note else []), *lines]
         shown = Section(
             name=name, title=item.title, text=text, tables=tables, pictures=pictures, missing=runs, note=note
@@ -70,7 +70,7 @@ def make_sections(choice: Choice, results: Results, folder: Path, fill: Fill) ->
         sections.append(shown)
     if choice.cells:
         missing = replace(choice, items=()).missing(results)
-        runs, lines = _missing_lines(missing, fill(list(missing), missing))
+        runs, lines = _missing_lines(missing, fill_command(list(missing), missing))
         made = [cell_table(results, choice.cells)]
         sections.append(Section(name="cells", title="Cells by name", text=lines, tables=made, missing=runs))
     return sections
@@ -101,9 +101,9 @@ def _draw(draw: str, setting: figures.Setting, more: Mapping[str, Any]) -> Figur
 
 
 def draw_samples(config: RunConfig) -> Figure:
-    """Draw the first images of each class of a run's client 0, none picked, as in the supplement's C.
+    """Draw the first images of each class that client 0 of a run gets, unselected, as in supplement C.
 
-    They come from the cache that runs share, and are generated if the cache lacks them.
+    They are read from the cache; those that it lacks are generated.
     """
     names = dataset_info(config.dataset).classes
     generator = open_for_run(config, configure_torch(config.device))

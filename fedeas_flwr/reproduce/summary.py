@@ -1,4 +1,4 @@
-"""All sections together: as a page, JSON, CSV and terminal output, and the command that does missing runs."""
+"""Write sections as a page, JSON, CSV or terminal output, and the command that does the missing runs."""
 
 from __future__ import annotations
 
@@ -20,30 +20,30 @@ from fedeas_flwr.reproduce.results import Budget, Results
 from fedeas_flwr.reproduce.sections import Section
 
 SMOKE_NOTE = (
-    "**Smoke scale.** Every cell is a few seconds on scikit-learn's 8×8 digits: 6 or 10 clients in place of 20 or 100, "
-    "another partition in place of CIFAR-100, 10 rounds (so last-20 is the mean of all), β a third of the paper's, one "
-    "seed (two where so marked). It shows that everything runs and what it looks like. The paper's numbers are shown "
-    "for their place only: no difference is computed."
+    "**Smoke scale.** Every run takes a few seconds on scikit-learn's 8×8 digits, with 6 or 10 clients instead of 20 "
+    "or 100, 10 rounds (so last-20 is the mean of all rounds), a third of the paper's β, and one seed (two where "
+    "marked). Another partition of the digits stands in for CIFAR-100. The page shows that everything runs and what it "
+    "looks like. The paper's numbers are for other datasets: no difference is computed."
 )
 
 
 def make_page(results: Results, sections: Sequence[Section], given: Sequence[str] = ()) -> Document:
-    """Return sections under a head that describes them and names the keys given for all runs."""
+    """Return the page of the sections; its head names the run-config keys ``given`` for all runs."""
     runs = [run for found in results.cells.values() for run in found]
-    devices = "" if not runs else f", {show_seconds(sum(run.seconds for run in runs))} of rounds in all"
+    time = f", {show_seconds(sum(run.seconds for run in runs))} in total" if runs else ""
     filled = sum(bool(found) for found in results.cells.values())
     notes = [SMOKE_NOTE if results.scale == "smoke" else LEAKAGE]
     if given:
         notes.append(f"Set in all runs: {', '.join(f'`{word}`' for word in given)}.")
     notes.append(
-        f"{filled} of {len(results.cells)} cells have runs, {counted(len(runs), 'run')}{devices}. Ours: mean ± sample "
-        "standard deviation over the seeds. ✓: as many images as in the paper's run, or in the plan."
+        f"{filled} of {len(results.cells)} cells have runs, {counted(len(runs), 'run')}{time}. Ours: mean ± sample "
+        "standard deviation over the seeds. ✓: as many images as in the paper or, without a number there, as planned."
     )
     notes += _budget_notes(sections)
     if left_out := len(results.repeated):
-        notes.append(f"Of several runs of one cell, seed and form of Γ̂ the first counts; left out: {left_out}.")
+        notes.append(f"Only the first run of each cell, seed and form of Γ̂ counts; left out: {left_out}.")
     notes += [f"Unreadable: {line}" for line in results.unreadable]
-    title = "The paper's tables and figures" + (", in small" if results.scale == "smoke" else "")
+    title = "The paper's tables and figures" + (" at smoke scale" if results.scale == "smoke" else "")
     return Document(title, notes, sections)
 
 
@@ -55,31 +55,31 @@ def write_page(document: Document, folder: Path) -> tuple[Path, Path]:
     return markdown, whole
 
 
-def fill_command(
+def missing_runs_command(
     scale: str, options: Mapping[str, Sequence[str]], words: Sequence[str], cells: Collection[str]
 ) -> tuple[str, str]:
-    """Return the command that does missing runs, and a note on what else it needs, or "".
+    """Return the command that does the missing runs, and a note on its generators or "".
 
     ``options`` are the command's options with their values, ``--set`` among them; ``words`` its items or cells, and
     ``cells`` those that lack runs.
     """
     keys = {word.partition("=")[0].strip() for word in options["--set"]}
-    places, note = [], ""
+    placeholders, note = [], ""
     if scale == "full":
         configs = [cell(name).config(scale, 1) for name in cells]
         needed = {config.generator for config in configs if config.generates and config.generator != "sd-turbo"}
-        # A generator serves one dataset; if none is named, each cell looks in its dataset's folder.
-        places = ["data-dir=DIR", *(["generator=DIR"] if len(needed) == 1 else []), "backend=inline"]
+        # A generator is for one dataset. Without --set generator=, each cell uses its dataset's folder.
+        placeholders = ["data-dir=DIR", *(["generator=DIR"] if len(needed) == 1 else []), "backend=inline"]
         if len(needed) > 1 and "generator" not in keys:
-            folders = f"{' and '.join(sorted(needed))}, which `fedeas train-generator` makes"
-            note = f"No --set generator= serves them all: they look in {folders}."
+            folders = " and ".join(sorted(needed))
+            note = f"The runs use the generators in {folders}; `fedeas train-generator` trains them."
     given = [(name, value) for name, values in options.items() for value in values]
-    given += [("--set", word) for word in places if word.partition("=")[0] not in keys]
+    given += [("--set", word) for word in placeholders if word.partition("=")[0] not in keys]
     return shlex.join(["fedeas", "reproduce", *words, "--scale", scale, "--run", *itertools.chain(*given)]), note
 
 
 def all_budgets(sections: Sequence[Section]) -> list[Budget]:
-    """Return the check of each cell's images, once per cell."""
+    """Return the budgets in the sections' tables, one per cell."""
     return list({b.cell: b for section in sections for table in section.tables for b in table.budgets}.values())
 
 
@@ -88,13 +88,13 @@ def _budget_notes(sections: Sequence[Section]) -> list[str]:
     wrong = [b for b in budgets if not b.met]
     right = f"{len(budgets) - len(wrong)} of {len(budgets)} cells"
     return [
-        *([f"Matched budgets: {right} generated exactly what they should."] if budgets else []),
+        *([f"Matched budgets: {right} generated the expected number of images."] if budgets else []),
         *(f"{b.cell} generated {', '.join(map(str, b.images))} images, not the {b.by}'s {b.wanted:,}." for b in wrong),
     ]
 
 
 def as_json(results: Results, sections: Sequence[Section]) -> dict[str, Any]:
-    """Return plain values of everything on the page; pictures by their names in its folder, which may be moved."""
+    """Return the content of the page as JSON values; a picture is given by its file name in the page's folder."""
     parts = [
         {
             "name": section.name,
@@ -114,7 +114,7 @@ def as_json(results: Results, sections: Sequence[Section]) -> dict[str, Any]:
 
 
 def values_csv(sections: Sequence[Section]) -> str:
-    """Return every number as a line of CSV; a number of two tables is there once."""
+    """Return the numbers of all tables as CSV, one line per cell and measure."""
     values = [value for section in sections for table in section.tables for value in table.values]
     rows = {(v.cell, v.measure): v.as_json() | {"seeds": " ".join(map(str, v.seeds))} for v in values}
     return as_csv(list(rows.values()))
@@ -122,7 +122,7 @@ def values_csv(sections: Sequence[Section]) -> str:
 
 def print_tables(sections: Sequence[Section], notes: Sequence[str], folder: Path, console: Console) -> None:
     """Print every table, the path of every picture in ``folder``, and the notes."""
-    if not console.is_terminal:  # a file or a pipe: wide enough for every table
+    if not console.is_terminal:  # make a file or a pipe wide enough for every table
         console = Console(width=200, stderr=console.stderr, markup=False)
     for section in sections:
         console.print(f"\n{section.title}", style="bold", highlight=False)

@@ -3,19 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
 
 from fedeas_flwr.common.files import atomic_write
-
-Arrays = dict[str, Any]
-"""Name → NumPy array, or a tensor if a model is passed by reference within the process."""
+from fedeas_flwr.common.npy import Arrays, to_numpy
 
 
 @dataclass(frozen=True)
@@ -42,16 +37,6 @@ class Checkpoint:
     strategy: StrategyState = field(default_factory=StrategyState)
     run: str = ""
     """Identity of the run (`RunDirectory.identity`); empty in checkpoints of older versions."""
-
-
-def is_tensor(array: Any) -> bool:
-    """Return whether an array is a torch tensor; this module does not import torch."""
-    return hasattr(array, "cpu")
-
-
-def to_numpy(arrays: Mapping[str, Any]) -> Arrays:
-    """Return contiguous NumPy arrays, copied from the GPU where needed."""
-    return {k: np.asarray(v.cpu().numpy() if is_tensor(v) else v, order="C") for k, v in arrays.items()}
 
 
 def write_checkpoint(path: Path, checkpoint: Checkpoint) -> None:

@@ -19,18 +19,12 @@ from typing import Any
 
 from fedeas_flwr.common.errors import ConfigError, RunError
 from fedeas_flwr.common.files import atomic_write, errors_naming, existing_part, remove_unfinished
+from fedeas_flwr.common.npy import Arrays
 from fedeas_flwr.common.randomness import Noise
 from fedeas_flwr.common.text import counted
 from fedeas_flwr.config import RunConfig, parse_config
 from fedeas_flwr.config_keys import identity
-from fedeas_flwr.runs.checkpoints import (
-    Arrays,
-    Checkpoint,
-    read_arrays,
-    read_checkpoint,
-    write_arrays,
-    write_checkpoint,
-)
+from fedeas_flwr.runs.checkpoints import Checkpoint, read_arrays, read_checkpoint, write_arrays, write_checkpoint
 from fedeas_flwr.runs.files import holds_others_files
 from fedeas_flwr.runs.round_records import RoundLog, read_records
 from fedeas_flwr.runs.status import RunStatus, read_errors_as_run_error

@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 
 from fedeas_flwr.common.cores import chunks, map_ordered, threads_for
-from fedeas_flwr.runs.checkpoints import Arrays, is_tensor
+from fedeas_flwr.common.npy import Arrays, is_tensor
 
 _BLOCK = 2**17
 """Number of elements summed at once. The sum and one product of this size fit a core's own cache, and a loop over them

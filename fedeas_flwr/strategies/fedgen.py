@@ -23,15 +23,16 @@ from torch.nn import functional as F
 
 from fedeas_flwr.allocation import MAX_COUNT
 from fedeas_flwr.common.errors import ConfigError, MessageError
+from fedeas_flwr.common.npy import Arrays, is_tensor
 from fedeas_flwr.common.randomness import stream
 from fedeas_flwr.config import RunConfig
 from fedeas_flwr.data.datasets import Images, Labels, dataset_info
-from fedeas_flwr.runs.checkpoints import Arrays, StrategyState, is_tensor
+from fedeas_flwr.runs.checkpoints import StrategyState
 from fedeas_flwr.strategies.fedavg import FedAvg, settings
 from fedeas_flwr.strategies.fedgen_generator import ALL, NOISE, Heads, Trained, generate, new_generator, train_generator
 from fedeas_flwr.strategies.interface import ClientAlgorithm, ClientRound, Disclosure, match_model_backend
 from fedeas_flwr.strategies.records import ARRAYS, METRICS, to_arrays
-from fedeas_flwr.training.build import network
+from fedeas_flwr.training.build import build_network
 from fedeas_flwr.training.objective import Batch, Inputs, Objective
 
 DECAY, MIN_WEIGHT = 0.98, 1e-4
@@ -71,7 +72,7 @@ def build_fedgen(config: RunConfig) -> FedGen:
     ConfigError
         If the network does not end in a trained linear layer named ``fc``.
     """
-    head = getattr(network(config), "fc", None)
+    head = getattr(build_network(config), "fc", None)
     if not isinstance(head, nn.Linear) or not head.weight.requires_grad:
         raise ConfigError(
             f"model = '{config.model}': strategy = 'fedgen' needs a network that ends in a trained Linear named fc"

@@ -23,10 +23,11 @@ from flwr.serverapp import Grid
 from torch import nn
 
 from fedeas_flwr.common.errors import MessageError
+from fedeas_flwr.common.npy import Arrays
 from fedeas_flwr.common.randomness import stream
 from fedeas_flwr.config import RunConfig
 from fedeas_flwr.data.datasets import Images, Labels, dataset_info
-from fedeas_flwr.runs.checkpoints import Arrays, StrategyState
+from fedeas_flwr.runs.checkpoints import StrategyState
 from fedeas_flwr.strategies.fedavg import FedAvg, settings
 from fedeas_flwr.strategies.interface import ClientAlgorithm, ClientRound, Disclosure, match_model_backend
 from fedeas_flwr.training.objective import Batch, Inputs, Objective

@@ -1,6 +1,6 @@
 """FedProx (Li et al., 2020): a client minimises F_k(w) + (μ/2) ‖w − wᵗ‖², wᵗ the model it received.
 
-The server is FedAvg's. A step adds the term's gradient, μ (w − wᵗ), to the loss's gradient; trained parameters only.
+The server is FedAvg's. A step adds the term's gradient, μ (w − wᵗ), to the loss's gradient. Buffers have no such term.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ class ProximalObjective(Objective):
     def __init__(self, mu: float) -> None:
         self.mu = mu
 
-    def correct(self, weights: Tensors, gradients: Tensors, given: Tensors) -> None:
+    def correct_gradients(self, weights: Tensors, gradients: Tensors, given: Tensors) -> None:
         """Set g ← g + μ (w − wᵗ)."""
         if self.mu == 0:
-            return  # FedAvg to the bit
+            return  # so that results equal FedAvg's bit for bit
         names = list(gradients)
         drift = torch._foreach_sub([weights[name] for name in names], [given[f"start/{name}"] for name in names])
         torch._foreach_add_([gradients[name] for name in names], drift, alpha=self.mu)

@@ -20,9 +20,10 @@ from flwr.serverapp.strategy import dp_adaptive_clipping, strategy_utils
 from flwr.supercore import differential_privacy
 
 from fedeas_flwr.common.errors import ConfigError
+from fedeas_flwr.common.npy import Arrays
 from fedeas_flwr.common.randomness import Noise, stream
 from fedeas_flwr.config import RunConfig
-from fedeas_flwr.runs.checkpoints import Arrays, Checkpoint, StrategyState
+from fedeas_flwr.runs.checkpoints import Checkpoint, StrategyState
 from fedeas_flwr.strategies.fedavg import settings
 from fedeas_flwr.strategies.privacy import privacy_spent, with_privacy
 from fedeas_flwr.strategies.records import ARRAYS, LOSS, METRICS, WEIGHT, encoded, to_arrays, to_record
@@ -35,8 +36,8 @@ STATEFUL_ATTRIBUTES: dict[type[flower.Strategy], tuple[str, ...]] = {
     flower.DifferentialPrivacyServerSideAdaptiveClipping: ("clipping_norm",),
     flower.DifferentialPrivacyClientSideAdaptiveClipping: ("clipping_norm",),
 }
-"""Attributes that carry over from one round to the next. `configure_train` sets all others again, or they never change;
-tests/strategies/test_flower_strategies.py finds an attribute that is missing here."""
+"""Attributes that carry over from one round to the next. All others are constant or set again by `configure_train`.
+tests/strategies/test_flower_strategies.py fails if an attribute is missing here."""
 
 
 class FlowerStrategyAdapter(flower.Strategy):
@@ -53,7 +54,7 @@ class FlowerStrategyAdapter(flower.Strategy):
     def __init__(self, inner: flower.Strategy, config: RunConfig) -> None:
         self.inner, self.config = inner, config
         self.noise = Noise()
-        """Source of the noise of `dp`; a run replaces it by one with a stored key."""
+        """Source of the noise of `dp`. `Federation` replaces it by the run's, whose key is stored."""
 
     def configure_train(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
@@ -69,20 +70,20 @@ class FlowerStrategyAdapter(flower.Strategy):
         self, server_round: int, replies: Iterable[Message]
     ) -> tuple[ArrayRecord | None, MetricRecord | None]:
         """Return the inner strategy's aggregate as NumPy arrays; `Federation` casts it like the model."""
-        taken = list(replies)
-        for reply in taken:
+        replies = list(replies)
+        for reply in replies:
             arrays, metrics = reply.content.array_records[ARRAYS], reply.content.metric_records[METRICS]
             if self.config.dp != "none":
                 metrics = MetricRecord({**metrics, WEIGHT: 1})  # equal weights: see privacy.py
             reply.content = RecordDict({ARRAYS: encoded(arrays), METRICS: metrics})
-        with seeded_flower_rng(self._rng_for_round(server_round, taken)):
-            return self.inner.aggregate_train(server_round, taken)
+        with seeded_flower_rng(self._rng_for_round(server_round, replies)):
+            return self.inner.aggregate_train(server_round, replies)
 
     def _rng_for_round(self, server_round: int, replies: Sequence[Message]) -> np.random.Generator:
         if self.config.dp == "none":
             return stream(self.config.seed, "flower aggregate", server_round)
-        # The server adds all noise, whoever clips, also that of the count of clipped updates. The replies identify the
-        # model that they were trained from, so the key needs no more than them.
+        # The server adds all noise, also if clients clip, and also the noise on the count of clipped updates. It is
+        # determined by the run's key, the round and the replies, which depend on the model they were trained from.
         records = (reply.content.array_records[ARRAYS] for reply in replies)
         return self.noise.draws(server_round, (array.data for record in records for array in record.values()))
 
@@ -115,20 +116,20 @@ class FlowerStrategyAdapter(flower.Strategy):
             if isinstance(value, float):
                 state.numbers[name] = value
                 continue
-            for position, (key, array) in enumerate(_items(value)):
-                # A file sorts its names, but some of Flower's lists follow the model's order: the position keeps it.
+            for position, (key, array) in enumerate(_named_arrays(value)):
+                # Checkpoints sort array names; the position restores the model's order, which Flower's lists need.
                 state.arrays[f"{name}/{position:06d}/{key}"] = array
         return state
 
     def load_state(self, state: StrategyState) -> None:
-        """Restore the attributes; one that is missing had not been set before the first round."""
+        """Restore the attributes; one that ``state`` lacks was not set yet and is left as it is."""
         for owner, name in self._stateful_attributes():
             found = sorted(key for key in state.arrays if key.startswith(f"{name}/"))
             if name in state.numbers:
                 setattr(owner, name, state.numbers[name])
             elif found:
                 arrays = {key.split("/", 2)[2]: state.arrays[key] for key in found}
-                setattr(owner, name, _like_attribute(name, arrays))
+                setattr(owner, name, _to_attribute(name, arrays))
 
     def _stateful_attributes(self) -> Iterator[tuple[flower.Strategy, str]]:
         for owner in (self.inner, getattr(self.inner, "strategy", None)):  # a DP wrapper and its strategy
@@ -136,7 +137,7 @@ class FlowerStrategyAdapter(flower.Strategy):
                 yield owner, name  # type: ignore[misc]
 
 
-def _items(value: Any) -> Iterable[tuple[str, Any]]:
+def _named_arrays(value: Any) -> Iterable[tuple[str, Any]]:
     if value is None:
         return []
     if isinstance(value, ArrayRecord):
@@ -144,7 +145,7 @@ def _items(value: Any) -> Iterable[tuple[str, Any]]:
     return value.items() if isinstance(value, Mapping) else ((str(i), array) for i, array in enumerate(value))
 
 
-def _like_attribute(name: str, arrays: Arrays) -> Any:
+def _to_attribute(name: str, arrays: Arrays) -> Any:
     if name == "current_arrays":
         return to_record(arrays)
     return list(arrays.values()) if name == "momentum_vector" else arrays
@@ -227,7 +228,9 @@ def build_multikrum(config: RunConfig) -> flower.Strategy:
     replies = config.min_replies_per_round
     selected = config.selected_clients or replies - config.malicious_clients
     if selected > replies:
-        raise ConfigError(f"selected-clients = {selected}: must be at most {replies}, the minimum of replies per round")
+        raise ConfigError(
+            f"selected-clients = {selected}: must be at most {replies}, the minimum number of replies per round"
+        )
     return flower.MultiKrum(**settings(), num_malicious_nodes=config.malicious_clients, num_nodes_to_select=selected)
 
 
@@ -257,5 +260,5 @@ def adapt(build: Callable[[RunConfig], flower.Strategy]) -> Callable[[RunConfig]
 
 
 def adapt_if_dp(build: Callable[[RunConfig], flower.Strategy]) -> Callable[[RunConfig], flower.Strategy]:
-    """Return a builder that adapts a strategy of this package under `dp` only: without it, it accepts tensors."""
+    """Return a builder that adapts one of our strategies only if `dp` is on; otherwise it takes tensors as it is."""
     return lambda config: build(config) if config.dp == "none" else adapt(build)(config)

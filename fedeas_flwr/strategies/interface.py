@@ -26,9 +26,10 @@ import torch
 from flwr.app import ArrayRecord
 
 from fedeas_flwr.common.errors import ConfigError
+from fedeas_flwr.common.npy import Arrays, is_tensor, to_numpy
 from fedeas_flwr.config import RunConfig
 from fedeas_flwr.data.datasets import Images, Labels
-from fedeas_flwr.runs.checkpoints import Arrays, StrategyState, is_tensor, to_numpy
+from fedeas_flwr.runs.checkpoints import StrategyState
 from fedeas_flwr.strategies.records import to_arrays
 from fedeas_flwr.training.engine import State
 from fedeas_flwr.training.objective import CROSS_ENTROPY, NO_INPUTS, Inputs, Objective

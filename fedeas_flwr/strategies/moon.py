@@ -21,7 +21,7 @@ from fedeas_flwr.common.errors import ConfigError
 from fedeas_flwr.config import RunConfig
 from fedeas_flwr.strategies.fedavg import FedAvg, build_fedavg
 from fedeas_flwr.strategies.interface import ClientAlgorithm, ClientAlgorithmResult, ClientRound
-from fedeas_flwr.training.build import network
+from fedeas_flwr.training.build import build_network
 from fedeas_flwr.training.engine import State
 from fedeas_flwr.training.objective import Batch, Inputs, Objective, Tensors, features_and_logits
 
@@ -37,7 +37,7 @@ def build_moon(config: RunConfig) -> FedAvg:
         If the model does not end in a linear layer named ``fc``, or has a BatchNorm without running statistics: it
         uses the batch's statistics in evaluation mode too, so an image's features would depend on its batch.
     """
-    model = network(config)
+    model = build_network(config)
     if not isinstance(getattr(model, "fc", None), nn.Linear):
         raise ConfigError(
             f"model = '{config.model}': strategy = 'moon' uses the input of the last layer, so that layer must be a "

@@ -18,8 +18,8 @@ from flwr.clientapp.mod import adaptiveclipping_mod, fixedclipping_mod
 from flwr.serverapp import strategy as flower
 
 from fedeas_flwr.common.errors import ConfigError
+from fedeas_flwr.common.npy import Arrays
 from fedeas_flwr.config import RunConfig
-from fedeas_flwr.runs.checkpoints import Arrays
 from fedeas_flwr.strategies.fedavg import FedAvg
 from fedeas_flwr.strategies.records import ARRAYS, BUFFERS, CONFIG, METRICS, encoded, to_in_process
 

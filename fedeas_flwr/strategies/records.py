@@ -11,8 +11,7 @@ from typing import Any
 import numpy as np
 from flwr.app import Array, ArrayRecord
 
-from fedeas_flwr.common.npy import array_bytes, read_array
-from fedeas_flwr.runs.checkpoints import Arrays, is_tensor, to_numpy
+from fedeas_flwr.common.npy import Arrays, array_bytes, is_tensor, read_array, to_numpy
 
 ARRAYS, BUFFERS, EXTRA, CONFIG, METRICS = "arrays", "buffers", "extra", "config", "metrics"
 WEIGHT, LOSS = "num-examples", "loss"

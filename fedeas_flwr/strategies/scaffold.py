@@ -19,8 +19,9 @@ from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
 from flwr.serverapp import Grid
 
 from fedeas_flwr.common.errors import ConfigError
+from fedeas_flwr.common.npy import Arrays
 from fedeas_flwr.config import RunConfig
-from fedeas_flwr.runs.checkpoints import Arrays, StrategyState
+from fedeas_flwr.runs.checkpoints import StrategyState
 from fedeas_flwr.strategies.averaging import cast_like, weighted_average
 from fedeas_flwr.strategies.fedavg import FedAvg, settings
 from fedeas_flwr.strategies.interface import ClientAlgorithm, ClientAlgorithmResult, ClientRound
@@ -101,7 +102,7 @@ def updated_control(control: Arrays, changes: Sequence[Arrays], clients: int) ->
 class ScaffoldObjective(Objective):
     """Classification loss whose gradients are corrected by c − c_i."""
 
-    def correct(self, weights: Tensors, gradients: Tensors, given: Tensors) -> None:
+    def correct_gradients(self, weights: Tensors, gradients: Tensors, given: Tensors) -> None:
         """Set g ← g − c_i + c."""
         names = list(gradients)
         torch._foreach_add_([gradients[name] for name in names], [given[f"correction/{name}"] for name in names])

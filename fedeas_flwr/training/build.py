@@ -28,11 +28,11 @@ from fedeas_flwr.training.oom_fallback import (
 )
 
 
-def network(config: RunConfig) -> torch.nn.Module:
-    """Build the run's network with its initial weights.
+def build_network(config: RunConfig) -> torch.nn.Module:
+    """Build the run's network with its initial weights, or copy the last one built.
 
-    A run needs about a dozen copies: for each engine, for evaluation and for the first round. Drawing or reading
-    ResNet-18's weights takes twenty times as long as copying them.
+    A run builds about a dozen: one per engine, for evaluation and for the first round. Drawing or reading ResNet-18's
+    weights takes twenty times as long as copying them.
     """
     info = dataset_info(config.dataset)
     arguments = (config.model, len(info.classes), info.image_shape, config.stem, config.weights, config.seed)
@@ -50,8 +50,8 @@ def _initial_network(
 _cached_network = lru_cache(maxsize=1)(_initial_network)
 
 
-def recipe(config: RunConfig) -> LocalTrainingConfig:
-    """Return how the run's clients train in a round."""
+def local_training_config(config: RunConfig) -> LocalTrainingConfig:
+    """Return the settings of a client's local training."""
     return LocalTrainingConfig(
         config.local_epochs,
         config.batch_size,
@@ -62,23 +62,27 @@ def recipe(config: RunConfig) -> LocalTrainingConfig:
     )
 
 
-def loss_and_view_inputs(config: RunConfig, labels: torch.Tensor, number: int, client: int) -> Inputs:
+def loss_and_view_inputs(
+    config: RunConfig, classes: int, labels: torch.Tensor, round_number: int, client: int
+) -> Inputs:
     """Return the inputs that a client's steps need under any algorithm: the loss's constants and the random views.
 
     Views come from a separate stream, so that they do not change the batches.
     """
-    info = dataset_info(config.dataset)
-    constants = loss_constants(config.loss, labels, len(info.classes), config.logit_adjustment_tau)
+    constants = loss_constants(config.loss, labels, classes, config.logit_adjustment_tau)
     if config.views == "none":
         return Inputs(constants)
-    draws, steps = stream(config.seed, "views", number, client), recipe(config).steps(len(labels))
-    return Inputs(constants, {VIEWS: draw_views(info, steps, config.batch_size, draws).to(labels.device)})
+    rng, steps = stream(config.seed, "views", round_number, client), local_training_config(config).steps(len(labels))
+    views = draw_views(dataset_info(config.dataset), steps, config.batch_size, rng)
+    return Inputs(constants, {VIEWS: views.to(labels.device)})
 
 
 def check_engine(config: RunConfig, device: str) -> None:
     """Raise ConfigError if the device cannot run the engine: ``graphed`` replays CUDA graphs."""
     if config.engine == "graphed" and device == "cpu":
-        raise ConfigError("engine = 'graphed': must be auto or eager where clients train on the CPU, it needs a GPU")
+        raise ConfigError(
+            "engine = 'graphed': must be auto or eager where clients train on the CPU; graphed needs a GPU"
+        )
 
 
 def build_engine(config: RunConfig, device: str, objective: Objective, rank: int = 0) -> Engine:
@@ -92,29 +96,31 @@ def build_engine(config: RunConfig, device: str, objective: Objective, rank: int
 
     check_engine(config, device)
     info = dataset_info(config.dataset)
-    normalise, steps = Normaliser(info.mean, info.std, device), recipe(config)
+    normalise, training = Normaliser(info.mean, info.std, device), local_training_config(config)
 
     def graphed() -> Engine:
         from fedeas_flwr.training.gpu.graphed import GraphedEngine
 
-        return GraphedEngine(network(config), steps, normalise, config.precision, objective=objective, rank=rank)
+        return GraphedEngine(
+            build_network(config), training, normalise, config.precision, objective=objective, rank=rank
+        )
 
     def eager(differentiate: Differentiate, samples_at_once: int) -> Engine:
         precision = config.precision if device == "cuda" else "fp32"  # CPUs emulate bf16, slowly
         return EagerEngine(
-            network(config), steps, normalise, device, objective, differentiate, precision, samples_at_once
+            build_network(config), training, normalise, device, objective, differentiate, precision, samples_at_once
         )
 
-    eagerly = ("eagerly", partial(eager, full_batch_gradient, config.batch_size))
+    eager_level = ("eagerly", partial(eager, full_batch_gradient, config.batch_size))
     use_graphs = config.engine != "eager" and device != "cpu"
 
     def fallbacks() -> list[FallbackLevel]:
         height, width, channels = info.image_shape
-        modes = low_memory_modes(network(config), torch.zeros(2, channels, height, width), config.batch_size)
+        modes = low_memory_modes(build_network(config), torch.zeros(2, channels, height, width), config.batch_size)
         low_memory = [(name, partial(eager, differentiate, samples)) for name, differentiate, samples in modes]
-        return [*([eagerly] if use_graphs else []), *low_memory]
+        return [*([eager_level] if use_graphs else []), *low_memory]
 
-    return OomFallbackEngine(("in CUDA graphs", graphed) if use_graphs else eagerly, fallbacks)
+    return OomFallbackEngine(("in CUDA graphs", graphed) if use_graphs else eager_level, fallbacks)
 
 
 class EnginePool:

@@ -14,7 +14,6 @@ from fedeas_flwr.training.engine import LocalTrainingConfig, State, TrainResult,
 from fedeas_flwr.training.models import Normaliser, drawing, uses_rng
 from fedeas_flwr.training.objective import CROSS_ENTROPY, NO_INPUTS, Batch, Inputs, Objective, Tensors, named
 from fedeas_flwr.training.oom_fallback import Differentiate, full_batch_gradient
-from fedeas_flwr.training.precompute import needs_precompute
 
 
 class SGD:
@@ -114,7 +113,7 @@ class EagerEngine:
                 with torch.autocast(device, torch.bfloat16, enabled=self._use_bf16):
                     loss, gradients = self._differentiate(self._objective, model, batch, weights)
                 with torch.no_grad():
-                    self._objective.correct(named(names, weights), named(names, gradients), given)
+                    self._objective.correct_gradients(named(names, weights), named(names, gradients), given)
                 descent.step(gradients)
                 loss_sum += loss * len(chosen)
                 seen += len(chosen)
@@ -124,7 +123,7 @@ class EagerEngine:
     @torch.no_grad()
     def _precompute(self, images: torch.Tensor, labels: torch.Tensor, inputs: Inputs) -> Tensors:
         """Return `Objective.precompute` of all samples, ``[N, …]``; empty if it is not needed."""
-        if not (len(labels) and needs_precompute(self._objective, inputs)):
+        if not (len(labels) and self._objective.precomputes(inputs)):
             return {}
         found = []
         for begin in range(0, len(labels), self._samples_at_once):

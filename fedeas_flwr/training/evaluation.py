@@ -16,7 +16,7 @@ from fedeas_flwr.common.cuda import capture, own_stream
 from fedeas_flwr.common.text import one_line
 from fedeas_flwr.config import RunConfig
 from fedeas_flwr.data.federated import federated_data
-from fedeas_flwr.training.build import network
+from fedeas_flwr.training.build import build_network
 from fedeas_flwr.training.engine import State, copy_state
 from fedeas_flwr.training.models import Normaliser
 
@@ -41,7 +41,7 @@ class Evaluation:
 
 
 class Evaluator:
-    """Evaluates states on a test set in one network, with fixed buffers.
+    """Evaluates model states on a test set, one after another in the same network.
 
     With a stream, an evaluation is one CUDA graph: its thousand or so kernel launches from Python would compete with
     those of the clients that train at the same time.
@@ -73,11 +73,11 @@ class Evaluator:
     ) -> None:
         self._model, self._images, self._labels, self._normalise = model.eval(), images, labels, normalise
         self._state, self._stream = model.state_dict(), stream
-        self._seen = torch.bincount(labels, minlength=num_classes).cpu().numpy()
+        self._examples = torch.bincount(labels, minlength=num_classes).cpu().numpy()
         self._correct = torch.zeros(num_classes, dtype=torch.long, device=labels.device)
         self._loss = torch.zeros((), device=labels.device)
         self._result = torch.zeros(num_classes + 1, dtype=torch.float64, device=labels.device)
-        self._run = self._count if stream is None else self._captured(stream)
+        self._run = self._compute if stream is None else self._capture(stream)
 
     def evaluate(self, trainable: State, buffers: State) -> Evaluation:
         """Return the metrics of a state; not thread-safe."""
@@ -86,7 +86,7 @@ class Evaluator:
             self._run()
             *correct, loss = self._result.tolist()  # waits for the GPU
         total, examples = int(sum(correct)), len(self._labels)
-        by_class = per_class_accuracy([int(count) for count in correct], self._seen.tolist())
+        by_class = per_class_accuracy([int(count) for count in correct], self._examples.tolist())
         return Evaluation(
             accuracy=total / max(examples, 1),
             balanced_accuracy=balanced_accuracy(by_class),
@@ -97,8 +97,8 @@ class Evaluator:
         )
 
     @torch.no_grad()
-    def _count(self) -> None:
-        """Count correct predictions per class and sum the losses, from the first image to the last."""
+    def _compute(self) -> None:
+        """Write the correct predictions per class and the sum of the losses to `_result`."""
         self._correct.zero_()
         self._loss.zero_()
         for pixels, targets in zip(torch.split(self._images, BATCH), torch.split(self._labels, BATCH), strict=True):
@@ -108,37 +108,36 @@ class Evaluator:
         self._result[:-1].copy_(self._correct)  # one tensor for one transfer; float64 holds the counts exactly
         self._result[-1].copy_(self._loss)
 
-    def _captured(self, stream: torch.cuda.Stream) -> Callable[[], None]:
+    def _capture(self, stream: torch.cuda.Stream) -> Callable[[], None]:
         try:
             with self._on_stream():
-                return capture(self._count, stream)
+                return capture(self._compute, stream)
         except RuntimeError as error:  # out of memory, or a network that cannot be captured
-            reason = one_line(error)
-            logger.warning("no CUDA graph of the evaluation, which runs eagerly instead: %s", reason)
-            return self._count
+            logger.warning("no CUDA graph of the evaluation; it runs eagerly: %s", one_line(error))
+            return self._compute
 
     @contextmanager
     def _on_stream(self) -> Iterator[None]:
         if self._stream is None:
             yield
             return
-        self._stream.wait_stream(torch.cuda.default_stream())  # which writes the state
+        self._stream.wait_stream(torch.cuda.default_stream())  # it may still write the state
         with torch.cuda.stream(self._stream):
             yield
 
 
 def central_test(config: RunConfig, clients: int, device: str) -> Evaluate:
-    """Return a function that evaluates a model's arrays on the global test set."""
+    """Return a function that evaluates a model state on the global test set."""
     data = federated_data(config, clients)
     images, labels = (torch.tensor(array, device=device) for array in data.global_test())
-    model = network(config).to(device)
+    model = build_network(config).to(device)
     if device == "cuda":
         model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     normalise = Normaliser(data.dataset.mean, data.dataset.std, device)
     stream = own_stream() if device == "cuda" and config.engine != "eager" else None
     evaluator = Evaluator(model, images, labels, data.num_classes, normalise, stream)
 
-    def test(trainable: State, buffers: State) -> dict[str, Any]:
+    def evaluate(trainable: State, buffers: State) -> dict[str, Any]:
         result = evaluator.evaluate(trainable, buffers)
         return {
             "accuracy": result.accuracy,
@@ -147,12 +146,12 @@ def central_test(config: RunConfig, clients: int, device: str) -> Evaluate:
             "loss": result.loss,
         }
 
-    return test
+    return evaluate
 
 
-def per_class_accuracy(correct: Sequence[int], seen: Sequence[int]) -> list[float | None]:
+def per_class_accuracy(correct: Sequence[int], examples: Sequence[int]) -> list[float | None]:
     """Return the accuracy of each class; None for a class without test images."""
-    return [float(c / s) if s else None for c, s in zip(correct, seen, strict=True)]
+    return [float(c / n) if n else None for c, n in zip(correct, examples, strict=True)]
 
 
 def balanced_accuracy(per_class: Sequence[float | None]) -> float:

@@ -1,10 +1,10 @@
 """The objective of a client's training step: the classification loss and an algorithm's terms.
 
-An algorithm overrides `Objective.loss` (an extra term) or `Objective.correct` (a change of the gradients), and
-`Objective.precompute` if the loss needs values per sample that no step changes. All three are pure: everything that
-differs between clients, rounds and steps is passed as `Inputs`, never stored in the object. One CUDA graph can serve
-every client: the engine copies the inputs into fixed buffers. A step whose control flow depends on a tensor's
-values cannot be captured, and runs eagerly.
+An algorithm overrides `Objective.loss` (an extra term) or `Objective.correct_gradients`, and `Objective.precompute` if
+the loss needs values per sample that no step changes. All three are pure: everything that differs between clients,
+rounds and steps is passed as `Inputs`, never stored in the object. One CUDA graph can serve every client: the engine
+copies the inputs into fixed buffers. A step whose control flow depends on a tensor's values cannot be captured, and
+runs eagerly.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import torch
 from torch import nn
 from torch.func import functional_call
 
+from fedeas_flwr.training.augmentation import VIEWS
 from fedeas_flwr.training.losses import cross_entropy, sample_losses
 
 Tensors = Mapping[str, torch.Tensor]
@@ -78,7 +79,11 @@ class Objective:
         """
         return {}
 
-    def correct(self, weights: Tensors, gradients: Tensors, given: Tensors) -> None:
+    def precomputes(self, inputs: Inputs) -> bool:
+        """Return whether an engine calls `precompute`: it is overridden, and no random views change the images."""
+        return type(self).precompute is not Objective.precompute and VIEWS not in inputs.tables
+
+    def correct_gradients(self, weights: Tensors, gradients: Tensors, given: Tensors) -> None:
         """Change the gradients in place, before weight decay and momentum; the default changes nothing."""
 
 

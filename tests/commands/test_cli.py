@@ -430,8 +430,8 @@ def test_generate_measures_and_its_images_are_a_bank(tmp_path: Path, digits_gene
     dealt = json.loads((tmp_path / "again" / "report.json").read_text())
     assert dealt["generator"] == "bank:images.npz" and not {*said[1:5]} & set(dealt)
     assert dealt["class_agreement"] == report["class_agreement"]
-    few = f"error: generator: bank:{out}/images.npz has 12 images of class '0', and --per-class asks for 13, none twice"
-    assert (short.returncode, short.stderr) == (2, f"{few}; 10 classes have too few\n")
+    few = f"error: generator: bank:{out}/images.npz has 12 images of class '0', but --per-class asks for 13"
+    assert (short.returncode, short.stderr) == (2, f"{few} different ones; 10 classes have too few\n")
     guided = typed(*words, "12", "--guidance", "2", cwd=tmp_path)
     assert guided.stderr == "error: --guidance: leave it out, it applies only to diffusion models in a folder\n"
     anew = typed("generate", "--per-class", "2", "--sampler", "dpm++-logsnr", "--out", "out", cwd=tmp_path)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from fedeas_flwr.common.image_sheet import image_sheet, save_sheet, spread
+from fedeas_flwr.common.image_sheet import classes_to_show, image_sheet, save_sheet
 from fedeas_flwr.report.samples import draw_rows
 
 
@@ -54,6 +54,6 @@ def test_a_drawn_sheet_names_every_row_at_its_middle() -> None:
 
 
 def test_classes_are_spread_from_the_first_to_the_last() -> None:
-    assert spread(10, 10) == list(range(10))
-    assert spread(3, 10) == [0, 1, 2]
-    assert spread(100, 10) == [0, 11, 22, 33, 44, 55, 66, 77, 88, 99]
+    assert classes_to_show(10, 10) == list(range(10))
+    assert classes_to_show(3, 10) == [0, 1, 2]
+    assert classes_to_show(100, 10) == [0, 11, 22, 33, 44, 55, 66, 77, 88, 99]

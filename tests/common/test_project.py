@@ -44,7 +44,7 @@ def test_a_copy_that_nobody_installed_is_refused_in_one_line(tmp_path: Path, mon
         raise metadata.PackageNotFoundError(name)
 
     monkeypatch.setattr(metadata, "distribution", nothing)
-    with pytest.raises(ValueError, match=r"/fedeas_flwr is no source tree, and fedeas-flwr is not installed"):
+    with pytest.raises(ValueError, match=r"/fedeas_flwr is not in a source tree, and fedeas-flwr is not installed"):
         read_project(tmp_path / "fedeas_flwr")
 
 

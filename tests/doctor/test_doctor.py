@@ -205,8 +205,7 @@ def test_a_bank_must_have_what_the_plan_needs(tmp_path: Path) -> None:
     bank = black_digits(tmp_path / "bank.npz", [17, 9, *[18] * 8])
     short = only(inputs.check_plan, config(generator=bank))
     assert short.state == "problem" and short.text == (
-        f"generator: {bank} has 9 images of class '1', and by the plan a client needs 18, none twice; "
-        "2 classes have too few"
+        f"generator: {bank} has 9 images of class '1', but a client needs 18 different ones; 2 classes have too few"
     )
     for keys in ({"beta": 1.0}, {"policy": "none"}, {"generator": "builtin"}):
         assert only(inputs.check_plan, config(**{"generator": bank, **keys})).state == "ok"

@@ -20,7 +20,7 @@ from fedeas_flwr.common.randomness import stream
 from fedeas_flwr.config import parse_config
 from fedeas_flwr.runs.directory import RunDirectory
 from fedeas_flwr.strategies.registry import client_part
-from fedeas_flwr.training.build import build_engine, network
+from fedeas_flwr.training.build import build_engine, build_network
 from fedeas_flwr.training.engine import read_state
 from fedeas_flwr.training.objective import Batch
 from fedeas_flwr.training.oom_fallback import accumulate_gradients, checkpoint_activations, full_batch_gradient
@@ -59,7 +59,7 @@ def trained(model: Callable[[], nn.Module], monkeypatch: pytest.MonkeyPatch, **k
         torch.manual_seed(3)
         return model()
 
-    monkeypatch.setattr("fedeas_flwr.training.build.network", fresh)
+    monkeypatch.setattr("fedeas_flwr.training.build.build_network", fresh)
     draws = np.random.default_rng(0)
     images = torch.from_numpy(draws.integers(0, 256, (75, 8, 8, 1), dtype=np.uint8))
     labels = torch.from_numpy(draws.integers(0, 10, 75))
@@ -70,7 +70,7 @@ def trained(model: Callable[[], nn.Module], monkeypatch: pytest.MonkeyPatch, **k
 
 
 def plain() -> nn.Module:
-    return network(parse_config({}))
+    return build_network(parse_config({}))
 
 
 def norm() -> nn.Module:

@@ -26,13 +26,14 @@ from waiting import LONG, wait_until
 
 from fedeas_flwr import client_app, server_app
 from fedeas_flwr.common.errors import ConfigError, ProcessesDiedError, RunError
+from fedeas_flwr.common.npy import Arrays
 from fedeas_flwr.config import RunConfig
 from fedeas_flwr.federation import federation as loop
 from fedeas_flwr.federation import messages
 from fedeas_flwr.federation.client_state import ClientState, ClientStore
 from fedeas_flwr.federation.grids import InlineGrid
 from fedeas_flwr.federation.training_round import TrainingRounds
-from fedeas_flwr.runs.checkpoints import Arrays, Checkpoint
+from fedeas_flwr.runs.checkpoints import Checkpoint
 from fedeas_flwr.runs.directory import RunDirectory
 from fedeas_flwr.training import evaluation
 from fedeas_flwr.training.evaluation import Evaluate

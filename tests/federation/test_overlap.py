@@ -20,10 +20,11 @@ from waiting import LONG
 
 from fedeas_flwr import server_app
 from fedeas_flwr.common.errors import RunError
+from fedeas_flwr.common.npy import Arrays, to_numpy
 from fedeas_flwr.federation import messages
 from fedeas_flwr.federation.federation import BackgroundTask, Federation
 from fedeas_flwr.federation.training_round import TrainingRounds
-from fedeas_flwr.runs.checkpoints import Arrays, Checkpoint, to_numpy
+from fedeas_flwr.runs.checkpoints import Checkpoint
 from fedeas_flwr.runs.directory import RunDirectory
 from fedeas_flwr.runs.metrics import WALL_CLOCK, seconds_of
 from fedeas_flwr.strategies.registry import ALGORITHMS

@@ -120,7 +120,7 @@ def test_a_bank_with_too_few_images_is_refused_before_the_run(tmp_path: Path, ba
         bank = black_digits(tmp_path / f"{sum(counts)}.npz", counts)
         prepare(small(tmp_path / "run", generator=bank, backend=backend, **keys), Console(file=io.StringIO()))
 
-    with pytest.raises(ValueError, match=r"has 3 images of class '7', and by the plan a client needs 25, none twice$"):
+    with pytest.raises(ValueError, match=r"has 3 images of class '7', but a client needs 25 different ones$"):
         prepared(*[25] * 7, 3, 25, 25, policy="uniform", total=1000)
     prepared(*[25] * 10, policy="uniform", total=1000)
     prepared(*[25] * 10, policy="uniform", total=1000, shared_images="by-class")

@@ -294,10 +294,10 @@ def test_a_preset_that_ends_is_chosen_and_the_reason_is_said(tmp_path: Path, mon
     words = ("train-generator", "--dataset", "own:own.npz", "--device", "cpu", "--steps", "1")
     done = typed(*words, "--out", "chosen", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    first = "preset digits, the small one: cifar-small is for a GPU; --preset chooses another"
+    first = "preset digits, the default on cpu; choose another with --preset"
     assert done.stdout.splitlines()[0] == first
     named = typed(*words, "--out", "named", "--preset", "digits", cwd=tmp_path)
-    assert "is for a GPU" not in named.stdout
+    assert "the default on" not in named.stdout
 
 
 @pytest.mark.parametrize("device", DEVICES)

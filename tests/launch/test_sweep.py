@@ -276,7 +276,7 @@ def test_sweep_with_too_small_bank_is_rejected_at_start(tmp_path: Path) -> None:
     words = (f"generator={bank}", "--grid", "beta=1,6", "--out", str(tmp_path / "s"))
     done = typed("sweep", str(ROOT / "conf/quickstart.toml"), *words)
     assert (done.returncode, done.stdout) == (2, "") and not (tmp_path / "s").exists()
-    why = "has 10 images of class '9', and by the plan a client needs 18, none twice"
+    why = "has 10 images of class '9', but a client needs 18 different ones"
     assert done.stderr == f"error: generator: {bank} {why}\n"
 
 

@@ -91,6 +91,4 @@ def test_a_gain_over_other_seeds_says_so(tmp_path: Path) -> None:
     groups = grouped(none[1], *some)
     gain = gain_and_efficiency(groups[1], groups)
     assert gain is not None and gain[0] == pytest.approx(-5.0)  # of what made no difference
-    assert notes_on(groups) == [
-        "Gain of FedEAS: its seeds are 1, 2, but those of the group that generates nothing are 2"
-    ]
+    assert notes_on(groups) == ["Gain of FedEAS: its seeds are 1, 2, but those of its baseline are 2"]

@@ -20,7 +20,7 @@ from fedeas_flwr.reproduce.claims import verdict
 from fedeas_flwr.reproduce.items import ITEMS, choose
 from fedeas_flwr.reproduce.results import Results
 from fedeas_flwr.reproduce.sections import Section, make_sections
-from fedeas_flwr.reproduce.summary import fill_command, make_page
+from fedeas_flwr.reproduce.summary import make_page, missing_runs_command
 from fedeas_flwr.runs.directory import RunDirectory
 
 ROOT = Path(__file__).parents[2]
@@ -209,7 +209,7 @@ def test_a_wrong_number_of_images_is_told(tmp_path: Path) -> None:
     assert paper_comparison.show_budget(wrong) == "33,649 ✗ (paper: 33,650)"
     table = tables.large_table(results, paper.COLUMNS, paper_comparison.last_20_of)
     page = make_page(results, [Section(name="table1", title="", tables=[table])])
-    assert "Matched budgets: 1 of 2 cells generated exactly what they should." in page.text
+    assert "Matched budgets: 1 of 2 cells generated the expected number of images." in page.text
     assert f"{DEFAULT_COLUMN}/uniform generated 33649 images, not the paper's 33,650." in page.text
 
 
@@ -242,7 +242,7 @@ def page(tmp_path_factory: pytest.TempPathFactory, session_cache: Path) -> Made:
                 record(folder / "runs" / f"{number}-{seed}", one.name, seed, accuracies, "smoke", gamma_hat=0.5)
     choice = choose([name for name in ITEMS if name != "samples"], [], "smoke")
     results = choice.find([folder / "runs"])
-    fill = partial(fill_command, "smoke", {"--out": ["o{u}t"], "--set": []})
+    fill = partial(missing_runs_command, "smoke", {"--out": ["o{u}t"], "--set": []})
     sections = make_sections(choice, results, folder, fill)
     return make_page(results, sections), sections, folder, results
 

@@ -246,14 +246,14 @@ def test_the_command_that_is_named_has_what_was_given_and_places_for_what_was_no
 
 def test_where_no_one_generator_serves_all_cells_the_folders_are_named_that_are_looked_in(tmp_path: Path) -> None:
     looked_in = (
-        "No --set generator= serves them all: they look in generators/cifar10 and generators/cifar100, "
-        "which `fedeas train-generator` makes."
+        "The runs use the generators in generators/cifar10 and generators/cifar100; "
+        "`fedeas train-generator` trains them."
     )
     told = typed("table1", "--scale", "full", cwd=tmp_path)
     assert f"--set backend=inline\n{looked_in}\n" in told.stdout
     assert f"--set backend=inline`\n\n{looked_in}" in (tmp_path / "runs" / "reproduce-full" / "index.md").read_text()
     given = typed("table1", BETA_SWEEP_COLUMN, "--scale", "full", cwd=tmp_path)
-    assert "--set generator=DIR" in given.stdout and "they look in" not in given.stdout
+    assert "--set generator=DIR" in given.stdout and "use the generators in" not in given.stdout
 
 
 def test_a_failed_run_is_done_again_with_its_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,7 +21,7 @@ from test_sweep import ROOT
 
 from fedeas_flwr.commands import app
 from fedeas_flwr.commands.quickstart import quickstart_config
-from fedeas_flwr.commands.sweep import board_table
+from fedeas_flwr.commands.sweep import status_table
 from fedeas_flwr.common.errors import RunError
 from fedeas_flwr.common.files import atomic_write
 from fedeas_flwr.common.project import describe_environment
@@ -381,7 +381,7 @@ def test_the_sweeps_table_folds_names_in_80_columns(tmp_path: Path) -> None:
     found = make_sweep(SMALL, ["policy=missing-only", "generator=" + "g" * 70], tmp_path)
     board, text = SweepStatus(found, slots=1), io.StringIO()
     board.look_at(found.cells[0], "waiting")
-    Console(file=text, width=80).print(board_table(board, 80))
+    Console(file=text, width=80).print(status_table(board, 80))
     rows = [line.split()[0] for line in text.getvalue().splitlines()[1:-1]]
     assert "".join(rows) == found.cells[0].name and "…" not in text.getvalue()
 

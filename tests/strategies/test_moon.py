@@ -30,7 +30,7 @@ from fedeas_flwr.strategies.moon import (
     contrastive_losses,
     reference_features,
 )
-from fedeas_flwr.training.build import network
+from fedeas_flwr.training.build import build_network
 from fedeas_flwr.training.eager import EagerEngine
 from fedeas_flwr.training.engine import LocalTrainingConfig, State, read_state
 from fedeas_flwr.training.gpu.batchnorm import masked_batchnorm
@@ -172,7 +172,7 @@ def test_previous_model_is_of_last_accepted_round(tmp_path: Path, monkeypatch: p
         tmp_path, strategy="moon", policy="none", min_replies=0.1, rounds=7, model="users_models:with_features"
     )
     run = federation(config, lossy_app(lambda client, number: "lost" if number == 4 and client % 2 else ""))
-    state, checked, refused, skipped = Checkpoint(0, *split_state(network(config))), 0, 0, 0
+    state, checked, refused, skipped = Checkpoint(0, *split_state(build_network(config))), 0, 0, 0
     for number in range(1, 8):
         accepted = state.accepted
         state, outcome = run.training.train_round(state)

@@ -19,18 +19,19 @@ from runners import finish, hand_models_over, quick, weights
 
 from fedeas_flwr import client_app
 from fedeas_flwr.common.errors import ConfigError, RunError
+from fedeas_flwr.common.npy import Arrays, to_numpy
 from fedeas_flwr.federation import messages
 from fedeas_flwr.federation.client_state import ClientStore
 from fedeas_flwr.federation.grids import InlineGrid
 from fedeas_flwr.federation.messages import TrainReport
 from fedeas_flwr.launch.prepare import prepare
-from fedeas_flwr.runs.checkpoints import Arrays, Checkpoint, to_numpy
+from fedeas_flwr.runs.checkpoints import Checkpoint
 from fedeas_flwr.runs.directory import RunDirectory
 from fedeas_flwr.strategies.interface import ClientAlgorithmResult, ClientRound
 from fedeas_flwr.strategies.records import METRICS, WEIGHT, to_arrays, to_record
 from fedeas_flwr.strategies.registry import build_strategy
 from fedeas_flwr.strategies.scaffold import Scaffold, ScaffoldClient
-from fedeas_flwr.training.build import network
+from fedeas_flwr.training.build import build_network
 from fedeas_flwr.training.models import split_state
 
 # ------------------------------------------------------------------------------------- worked out by hand
@@ -146,7 +147,7 @@ def assert_c_is_the_mean_of_all_c_i(folder: Path, state: Checkpoint, clients: in
 def test_c_is_mean_of_c_i_even_with_rejected_replies(tmp_path: Path, fate: str) -> None:
     config = quick(tmp_path, strategy="scaffold", policy="none", participation=0.75, min_replies=0.1, rounds=5)
     run = federation(config, lossy_app(lambda client, number: fate if number in (2, 4) and client % 2 else ""))
-    state, failed = Checkpoint(0, *split_state(network(config))), 0
+    state, failed = Checkpoint(0, *split_state(build_network(config))), 0
     for _ in range(5):
         state, outcome = run.training.train_round(state)
         failed += len(outcome.failures)
@@ -182,7 +183,7 @@ def test_one_full_batch_step_of_all_clients_with_equal_weights_is_fedavg(tmp_pat
     keys: dict[str, Any] = {"policy": "none", "participation": 1.0, "batch_size": 4096}
     scaffold = federation(quick(tmp_path / "scaffold", strategy="scaffold", **keys), client_app.app)
     fedavg = federation(quick(tmp_path / "fedavg", **keys), all_alike())
-    state = plain_state = Checkpoint(0, *split_state(network(scaffold.config)))
+    state = plain_state = Checkpoint(0, *split_state(build_network(scaffold.config)))
     for _ in range(4):
         state, outcome = scaffold.training.train_round(state)
         plain_state, _ = fedavg.training.train_round(plain_state)

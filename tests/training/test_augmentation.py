@@ -65,11 +65,11 @@ def test_what_is_drawn_fits_the_dataset() -> None:
 
 def test_draws_are_the_clients_and_the_rounds_own() -> None:
     config, labels = quick(Path("/nowhere"), views="flip-crop"), torch.zeros(70, dtype=torch.long)
-    tables = [loss_and_view_inputs(config, labels, *who).tables[VIEWS] for who in ((1, 0), (1, 0), (2, 0), (1, 1))]
+    tables = [loss_and_view_inputs(config, 10, labels, *who).tables[VIEWS] for who in ((1, 0), (1, 0), (2, 0), (1, 1))]
     assert torch.equal(tables[0], tables[1])
     assert not torch.equal(tables[0], tables[2])
     assert not torch.equal(tables[0], tables[3])
-    assert loss_and_view_inputs(quick(Path("/nowhere")), labels, 1, 0) == NO_INPUTS
+    assert loss_and_view_inputs(quick(Path("/nowhere")), 10, labels, 1, 0) == NO_INPUTS
 
 
 @pytest.mark.parametrize(

@@ -31,7 +31,7 @@ def test_a_step_with_room_is_the_step_without(laid_out: bool) -> None:
     images, labels = torch.randn(4, 3, 16, 16, dtype=torch.float64), torch.tensor([1, 2, 3, 4])
     layer = first_convolution(wide)
     assert layer is not None
-    one, two = Weights(plain, use_bf16=False), Weights(wide, use_bf16=False, widened=layer, room=ROOM)
+    one, two = Weights(plain, use_bf16=False), Weights(wide, use_bf16=False, padded_layer=layer, padded=ROOM)
     place = two.names.index("conv1.weight")
     assert two.masters[place].shape == two.parameters[place].shape == (64, ROOM, 7, 7)
     for model, weights, given in ((plain, one, images), (wide, two, images_with_room(images) if laid_out else images)):
@@ -53,7 +53,7 @@ def test_what_one_client_broke_is_whole_again_for_the_next() -> None:
     start = {key: value.clone() for key, value in model.state_dict().items()}
     layer = first_convolution(model)
     assert layer is not None
-    weights = Weights(model, use_bf16=False, widened=layer, room=ROOM)
+    weights = Weights(model, use_bf16=False, padded_layer=layer, padded=ROOM)
     state = weights.state(model)
     images = images_with_room(torch.rand(2, 3, 16, 16))
     wanted = model.train()(images)
@@ -72,7 +72,7 @@ def test_called_with_another_states_weights_or_in_eval_mode_a_layer_is_as_ever()
     other = {"weight": torch.randn(64, 3, 7, 7)}
     images = torch.randn(2, 3, 16, 16)
     wanted = F.conv2d(images, other["weight"], None, 2, 3), layer(images)
-    Weights(model, use_bf16=False, widened=layer, room=ROOM)
+    Weights(model, use_bf16=False, padded_layer=layer, padded=ROOM)
     torch.testing.assert_close(torch.func.functional_call(layer.train(), other, (images,)), wanted[0])
     torch.testing.assert_close(layer.eval()(images_with_room(images)), wanted[1], rtol=1e-4, atol=1e-5)
 

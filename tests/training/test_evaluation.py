@@ -133,7 +133,7 @@ def test_a_graph_counts_what_launches_count() -> None:
     states = [read_state(with_batchnorm(10, (8, 8, 1))) for _ in range(3)]
     stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     graphed = Evaluator(with_batchnorm(10, (8, 8, 1)).cuda(), images, labels, 10, normalise, stream)
-    assert graphed._run != graphed._count, "it was not captured"
+    assert graphed._run != graphed._compute, "it was not captured"
     plain = Evaluator(with_batchnorm(10, (8, 8, 1)).cuda(), images, labels, 10, normalise)
     for trainable, buffers in [*states, states[0]]:
         one, two = graphed.evaluate(trainable, buffers), plain.evaluate(trainable, buffers)

@@ -14,7 +14,7 @@ from users_models import WithFunctions, with_batchnorm, with_dropout
 
 from fedeas_flwr.config import parse_config
 from fedeas_flwr.data.datasets import dataset_info
-from fedeas_flwr.training.build import network
+from fedeas_flwr.training.build import build_network
 from fedeas_flwr.training.engine import copy_state
 from fedeas_flwr.training.models import build_model, split_state, uses_rng
 
@@ -252,11 +252,11 @@ def test_networks_of_a_run_are_alike_and_share_nothing() -> None:
     config = parse_config({"policy": "none", "seed": 5})
     info = dataset_info(config.dataset)
     built = build_model(config.model, len(info.classes), info.image_shape, seed=5).state_dict()
-    first, second = network(config), network(config)
+    first, second = build_network(config), build_network(config)
     with torch.no_grad():
         for value in first.parameters():
             value.zero_()
-    for state in (second.state_dict(), network(config).state_dict()):
+    for state in (second.state_dict(), build_network(config).state_dict()):
         assert list(state) == list(built) and all(torch.equal(state[key], built[key]) for key in built)
-    other = network(config.with_changes(seed=6)).state_dict()
+    other = build_network(config.with_changes(seed=6)).state_dict()
     assert not torch.equal(other["fc.weight"], built["fc.weight"])

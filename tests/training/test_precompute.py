@@ -248,7 +248,7 @@ def test_short_of_memory_no_more_images_are_looked_at_beforehand_than_a_step_has
             model.most = most
             return model
 
-        monkeypatch.setattr("fedeas_flwr.training.build.network", network)
+        monkeypatch.setattr("fedeas_flwr.training.build.build_network", network)
         trainer = build_engine(config, "cpu", MOON)
         _, end, _ = trainer.train(*read_state(first), *data(75), stream(1, "batches", 1, 0), references(*others))
         ends.append(end)

@@ -19,7 +19,7 @@ from users_models import with_batchnorm
 
 from fedeas_flwr.config import RunConfig, parse_config
 from fedeas_flwr.strategies.averaging import weighted_average
-from fedeas_flwr.training.build import EnginePool, recipe
+from fedeas_flwr.training.build import EnginePool, local_training_config
 from fedeas_flwr.training.eager import SGD, EagerEngine
 from fedeas_flwr.training.engine import Engine, LocalTrainingConfig, batch_table, read_state
 from fedeas_flwr.training.gpu.batchnorm import masked_batchnorm
@@ -96,7 +96,7 @@ def test_a_last_batch_that_is_too_small_is_left_out(samples: int, taken: int, de
 def test_clients_train_by_the_keys_of_the_run() -> None:
     keys = {"local-epochs": 5, "batch-size": 40, "learning-rate": 0.3, "momentum": 0.7, "weight-decay": 0.02}
     wanted = LocalTrainingConfig(5, 40, 0.3, momentum=0.7, weight_decay=0.02, min_batch=9)
-    assert recipe(parse_config({**keys, "min-batch": 9})) == wanted
+    assert local_training_config(parse_config({**keys, "min-batch": 9})) == wanted
 
 
 @pytest.mark.parametrize("device", DEVICES)

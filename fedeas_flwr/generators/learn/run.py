@@ -100,7 +100,7 @@ def train_generator(
     resume: bool = False,
     start: Path | None = None,
     checkpoint_every: float = 300.0,
-    begun: Callable[[], None] | None = None,
+    on_start: Callable[[], None] | None = None,
     report: Callable[[Progress], None] | None = None,
 ) -> bool:
     """Train a generator into a folder.
@@ -125,7 +125,7 @@ def train_generator(
         See `Trainer`; ignored with `resume`.
     checkpoint_every
         Seconds between checkpoints, more than 0.
-    begun
+    on_start
         Called when all arguments are checked.
     report
         Called with the progress.
@@ -150,8 +150,8 @@ def train_generator(
     trainer = Trainer(preset, dataset, seed=seed, device=device, compiled=compiled, start=first)
     if before:
         trainer.load(*before)
-    if begun:
-        begun()
+    if on_start:
+        on_start()
     saved = drawn = time.monotonic()
     with _stop_requests() as stopping:
 

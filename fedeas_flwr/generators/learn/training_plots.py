@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedeas_flwr.common.files import atomic_path
-from fedeas_flwr.common.image_sheet import save_sheet, spread
+from fedeas_flwr.common.image_sheet import classes_to_show, save_sheet
 from fedeas_flwr.config import SAMPLER_STEPS
 from fedeas_flwr.data.datasets import Dataset, short_name
 from fedeas_flwr.generators.diffusion.denoising import Denoiser
@@ -39,7 +39,7 @@ def draw_pictures(folder: Path, trainer: Trainer, dataset: Dataset) -> None:
 
 def _sample_grid(trainer: Trainer, dataset: Dataset) -> NDArray[np.uint8]:
     """Return `_GRID` images of each class, or of `_GRID` evenly spaced classes, without guidance."""
-    classes = spread(len(dataset.classes), _GRID)
+    classes = classes_to_show(len(dataset.classes), _GRID)
     samples = [SampleId(0, 0, label, index) for label in classes for index in range(_GRID)]
     height, width, channels = dataset.x_train.shape[1:]
     schedule = {"beta_schedule": trainer.preset.beta_schedule, "prediction_type": trainer.preset.prediction}

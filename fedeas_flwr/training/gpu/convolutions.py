@@ -1,12 +1,13 @@
 """Two faster convolutions: of feature maps of one pixel, and of images with three channels.
 
 A padded 3×3 convolution of one-pixel maps is a matrix product with its centre tap: the other taps see only padding.
-With the 7×7 stem, ResNet-18 has three of these on 32×32 images, with 7 of its 11 million weights. The gradients of the
-other taps are zero, so only weight decay, or an algorithm that changes gradients, could change them.
+On 32×32 images, ResNet-18 with the 7×7 stem has three such convolutions, which hold 7 of its 11 million weights. The
+other taps have zero gradients. They still change with weight decay or an algorithm that changes gradients; the engine
+then uses plain convolutions.
 
 Tensor cores need channels in multiples of 16 bytes. Images have three channels, so every step would copy batch and
-weights to padded tensors, and the weights' gradient back, in seven small kernels. Here both are allocated with zero
-channels as padding; their gradients are zero, and they stay zero.
+weights to padded tensors, and the weights' gradient back, in seven small kernels. Here batch and
+weights are allocated with zero channels as padding. The gradients of these channels are zero, so they stay zero.
 """
 
 from __future__ import annotations
@@ -28,21 +29,21 @@ _ALIGNED_BYTES = 16
 @torch.no_grad()
 def one_pixel_convolutions(model: nn.Module, images: torch.Tensor) -> list[nn.Conv2d]:
     """Return the padded 3×3 convolutions whose inputs all have one pixel in a forward pass on ``images``."""
-    known = [layer for layer in model.modules() if isinstance(layer, nn.Conv2d) and _is_padded_3x3(layer)]
-    seen: dict[nn.Module, set[bool]] = {}
+    candidates = [layer for layer in model.modules() if isinstance(layer, nn.Conv2d) and _is_padded_3x3(layer)]
+    sizes: dict[nn.Module, set[torch.Size]] = {}
 
-    def note(layer: nn.Module, given: tuple[torch.Tensor, ...]) -> None:
-        seen.setdefault(layer, set()).add(given[0].shape[2:] == (1, 1))
+    def record_size(layer: nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
+        sizes.setdefault(layer, set()).add(inputs[0].shape[2:])
 
-    hooks = [layer.register_forward_pre_hook(note) for layer in known]
-    before = model.training
+    hooks = [layer.register_forward_pre_hook(record_size) for layer in candidates]
+    was_training = model.training
     try:
         model.eval()(images)  # does not update statistics
     finally:
-        model.train(before)
+        model.train(was_training)
         for hook in hooks:
             hook.remove()
-    return [layer for layer in known if seen.get(layer) == {True}]
+    return [layer for layer in candidates if sizes.get(layer) == {(1, 1)}]
 
 
 def use_centre_tap(layer: nn.Conv2d) -> torch.Tensor:
@@ -89,7 +90,7 @@ class _CentreTap(torch.autograd.Function):
 
 
 def first_convolution(model: nn.Module) -> nn.Conv2d | None:
-    """Return the convolution of the images in torchvision's ResNets, with any stem; None for other models."""
+    """Return the first convolution of a torchvision ResNet, with any stem; None for other models."""
     from torchvision.models.resnet import ResNet
 
     if not isinstance(model, ResNet):
@@ -104,19 +105,19 @@ def padded_channels(channels: int, dtype: torch.dtype) -> int:
     return -channels // multiple * -multiple
 
 
-def use_padded_weights(layer: nn.Conv2d, wide: torch.Tensor) -> torch.Tensor:
-    """Make a layer use padded weights in training; return them as a leaf. Their first channels are the layer's own."""
-    leaf = wide.detach().requires_grad_()
+def use_padded_weights(layer: nn.Conv2d, padded: torch.Tensor) -> torch.Tensor:
+    """Make a layer train with ``padded`` weights, whose first channels are the layer's own; return them as a leaf."""
+    leaf = padded.detach().requires_grad_()
     layer.forward = partial(_forward_padded, layer, layer.weight, leaf)  # type: ignore[method-assign]
     return leaf
 
 
-def _forward_padded(layer: nn.Conv2d, weight: torch.Tensor, wide: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+def _forward_padded(layer: nn.Conv2d, weight: torch.Tensor, padded: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     if not layer.training or layer.weight is not weight:  # functional_call with another state
         return type(layer).forward(layer, x)
-    (batch, channels, height, width), padded = x.shape, wide.shape[1]
-    if x.stride() == (height * width * padded, 1, width * padded, padded):  # the memory layout of `fetch`
-        x = x.as_strided((batch, padded, height, width), x.stride())
+    (batch, channels, height, width), stored = x.shape, padded.shape[1]
+    if x.stride() == (height * width * stored, 1, width * stored, stored):  # the memory layout of `fetch`
+        x = x.as_strided((batch, stored, height, width), x.stride())
     else:
-        wide = wide[:, :channels]
-    return F.conv2d(x, wide, None, layer.stride, layer.padding, layer.dilation)
+        padded = padded[:, :channels]
+    return F.conv2d(x, padded, None, layer.stride, layer.padding, layer.dilation)

@@ -30,6 +30,7 @@ from fedeas_flwr.training.engine import LocalTrainingConfig, State, TrainResult,
 from fedeas_flwr.training.gpu.batchnorm import double_backward_batchnorm, masked_batchnorm
 from fedeas_flwr.training.gpu.convolutions import first_convolution, one_pixel_convolutions, padded_channels
 from fedeas_flwr.training.gpu.launcher import launcher
+from fedeas_flwr.training.gpu.precomputed_rows import PrecomputedRows
 from fedeas_flwr.training.gpu.weights import Weights
 from fedeas_flwr.training.losses import cross_entropy
 from fedeas_flwr.training.models import Normaliser, trained_names
@@ -43,7 +44,6 @@ from fedeas_flwr.training.objective import (
     mean_of_first,
     named,
 )
-from fedeas_flwr.training.precompute import PrecomputedRows, needs_precompute
 
 logger = logging.getLogger(__name__)
 
@@ -110,21 +110,21 @@ class GraphedEngine:
 
     def _build_for_shape(self, image: Sequence[int]) -> None:
         """Prepare the model for images of this shape [H, W, C], which is the same for all clients."""
-        changes_gradients = type(self._objective).correct is not Objective.correct
+        changes_gradients = type(self._objective).correct_gradients is not Objective.correct_gradients
         self._fast = (
             fast_layers(self._model) if self._device == "cuda" and not self._objective.needs_double_backward else None
         )
-        self._weights, self._room = self._lay_out_weights(image, changes_gradients)
+        self._weights, self._padded_channels = self._lay_out_weights(image, changes_gradients)
         self._state, self._trained = self._weights.state(self._model), trained_names(self._model)
         self._momentum = [torch.zeros_like(p) for p in self._weights.masters] if self.recipe.momentum else []
-        self._descent: Any = None
+        self._fused_sgd: Any = None
         self._cross_entropy, self._mean_of_first = cross_entropy, mean_of_first
         if self._fast is not None:
             from fedeas_flwr.training.gpu import step_kernels
 
             self._cross_entropy, self._mean_of_first = step_kernels.cross_entropy, step_kernels.mean_of_first
             if not (self.recipe.momentum or self.recipe.weight_decay or changes_gradients):
-                self._descent = step_kernels.FusedSGD(self._weights.parameters, self._weights.masters)
+                self._fused_sgd = step_kernels.FusedSGD(self._weights.parameters, self._weights.masters)
 
     def _lay_out_weights(self, image: Sequence[int], changes_gradients: bool) -> tuple[Weights, int]:
         """Return the weights for the steps, and the number of image channels, padding included (convolutions.py).
@@ -141,8 +141,8 @@ class GraphedEngine:
         first = first_convolution(self._model) if self._fast is not None else None
         if first is None:
             return Weights(self._model, use_bf16, taps), channels
-        room = padded_channels(channels, torch.bfloat16 if use_bf16 else torch.float32)
-        return Weights(self._model, use_bf16, taps, first, room), room
+        padded = padded_channels(channels, torch.bfloat16 if use_bf16 else torch.float32)
+        return Weights(self._model, use_bf16, taps, first, padded), padded
 
     def train(
         self,
@@ -216,7 +216,7 @@ class GraphedEngine:
             name: torch.zeros((rows, *value.shape[1:]), dtype=value.dtype, device=device)
             for name, value in inputs.tables.items()
         }
-        needed = needs_precompute(self._objective, inputs)
+        needed = self._objective.precomputes(inputs)
         self._precomputed = PrecomputedRows(samples, self.recipe.batch_size, device) if needed else None
         # Capture this first: it allocates the buffers that the steps read.
         chunk = self._captured(self._precompute_chunk) if needed else None
@@ -228,10 +228,10 @@ class GraphedEngine:
 
     def _captured_step(self, step: Callable[[], None]) -> Callable[[], None]:
         self._count.fill_(2.0)
-        addresses = self._descent.begin() if self._descent else None
+        addresses = self._fused_sgd.new_address_table() if self._fused_sgd else None
         replay = self._captured(step)
-        if self._descent:
-            self._descent.captured()
+        if self._fused_sgd:
+            self._fused_sgd.write_addresses()
         return lambda addresses=addresses: replay()  # type: ignore[misc]
 
     def _precompute_launches(self, graphs: Graphs, samples: int) -> list[Callable[[], object]]:
@@ -279,8 +279,8 @@ class GraphedEngine:
         with self._autocast():
             loss = self._objective.loss(self._model, batch)
         gradients = torch.autograd.grad(loss, self._weights.parameters, self._one)
-        if self._descent:
-            self._descent(gradients, self.recipe.learning_rate, loss.detach(), self._loss, samples, self._row)
+        if self._fused_sgd:
+            self._fused_sgd(gradients, self.recipe.learning_rate, loss.detach(), self._loss, samples, self._row)
         else:
             self._descend(gradients, batch.given)
             self._loss.add_(loss.detach() * samples)
@@ -294,8 +294,10 @@ class GraphedEngine:
         if self._fast is not None:
             from fedeas_flwr.training.gpu.step_kernels import fetch
 
-            kind = torch.bfloat16 if self._precision == "bf16" else torch.float32
-            return fetch(table, self._row, self._pixels, self._labels, views, self._normalise, kind, self._room)
+            dtype = torch.bfloat16 if self._precision == "bf16" else torch.float32
+            return fetch(
+                table, self._row, self._pixels, self._labels, views, self._normalise, dtype, self._padded_channels
+            )
         chosen = table.index_select(0, self._row).view(-1)
         pixels = self._pixels.index_select(0, chosen)
         if views is not None:
@@ -307,7 +309,7 @@ class GraphedEngine:
         """Take an SGD step, as torch.optim.SGD, on all parameters at once."""
         recipe, names, weights = self.recipe, self._weights.names, self._weights.masters
         grads = self._weights.whole_gradients(gradients)
-        self._objective.correct(named(names, weights), named(names, grads), given)
+        self._objective.correct_gradients(named(names, weights), named(names, grads), given)
         if recipe.weight_decay:
             torch._foreach_add_(grads, weights, alpha=recipe.weight_decay)
         if recipe.momentum:

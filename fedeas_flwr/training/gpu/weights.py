@@ -26,15 +26,16 @@ class Weights:
         Whether the model computes in bfloat16.
     one_pixel
         Convolutions of which only the centre taps are trained (convolutions.py).
-    widened
-        A convolution whose weights are padded to ``room`` input channels in memory with zeros (convolutions.py).
-    room
-        Number of input channels of ``widened``, padding included.
+    padded_layer
+        A convolution whose weights are padded to ``padded`` input channels in memory with zeros (convolutions.py).
+    padded
+        Number of input channels of ``padded_layer``, padding included.
 
     Attributes
     ----------
     names, parameters, masters
-        Name of each trained parameter, the tensor that the loss is differentiated by, and its float32 values.
+        Name of each trained parameter, the tensor with respect to which the loss is differentiated, and its float32
+        values.
     """
 
     def __init__(
@@ -42,11 +43,11 @@ class Weights:
         model: nn.Module,
         use_bf16: bool,
         one_pixel: Sequence[nn.Conv2d] = (),
-        widened: nn.Conv2d | None = None,
-        room: int = 0,
+        padded_layer: nn.Conv2d | None = None,
+        padded: int = 0,
     ) -> None:
-        if widened is not None:
-            _widen(widened, room)
+        if padded_layer is not None:
+            _pad_channels(padded_layer, padded)
         layers = {id(layer.weight): layer for layer in one_pixel}
         trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
         trained.sort(key=lambda pair: id(pair[1]) in layers)  # those last, so that the others are contiguous
@@ -61,15 +62,15 @@ class Weights:
         ]
         self._wholes = self._flatten_storage()
         self.masters = list(self._wholes)
-        self._empty: list[torch.Tensor] = []
+        self._padding: list[torch.Tensor] = []
         for i in range(self._dense, len(trained)):
             self.parameters[i] = use_centre_tap(layers[id(trained[i][1])])
             self.masters[i] = self._wholes[i][:, :, 1, 1]
-        if widened is not None:
-            i = next(i for i, (_, p) in enumerate(trained) if p is widened.weight)
-            self.parameters[i] = use_padded_weights(widened, _whole_room(widened.weight, room))
-            self.masters[i] = _whole_room(self._wholes[i], room)
-            self._empty.append(self.masters[i][:, widened.in_channels :])
+        if padded_layer is not None:
+            i = next(i for i, (_, p) in enumerate(trained) if p is padded_layer.weight)
+            self.parameters[i] = use_padded_weights(padded_layer, _with_padding(padded_layer.weight, padded))
+            self.masters[i] = _with_padding(self._wholes[i], padded)
+            self._padding.append(self.masters[i][:, padded_layer.in_channels :])
         self._gradients = [torch.zeros_like(self.masters[i]) for i in self._halved]
         self.refresh()
 
@@ -115,8 +116,8 @@ class Weights:
         Padding is not part of a state. It stays zero except after NaN, since 0 · NaN is NaN: a client whose training
         diverged must not affect the next clients.
         """
-        for room in self._empty:
-            room.zero_()
+        for padding in self._padding:
+            padding.zero_()
         self._half.copy_(self._whole)
 
     def state(self, model: nn.Module) -> dict[str, torch.Tensor]:
@@ -125,17 +126,17 @@ class Weights:
         return {key: wholes.get(key, tensor).detach() for key, tensor in model.state_dict().items()}
 
 
-def _widen(layer: nn.Conv2d, room: int) -> None:
+def _pad_channels(layer: nn.Conv2d, padded: int) -> None:
     """Move a layer's weights to memory padded with zero input channels."""
     outputs, channels, *size = layer.weight.shape
-    memory = torch.zeros(outputs, *size, room, dtype=layer.weight.dtype, device=layer.weight.device).movedim(-1, 1)
+    memory = torch.zeros(outputs, *size, padded, dtype=layer.weight.dtype, device=layer.weight.device).movedim(-1, 1)
     memory[:, :channels] = layer.weight.detach()
     layer.weight.data = memory[:, :channels]
 
 
-def _whole_room(weight: torch.Tensor, room: int) -> torch.Tensor:
+def _with_padding(weight: torch.Tensor, padded: int) -> torch.Tensor:
     """Return weights with their padding channels."""
-    return weight.detach().as_strided((weight.shape[0], room, *weight.shape[2:]), weight.stride())
+    return weight.detach().as_strided((weight.shape[0], padded, *weight.shape[2:]), weight.stride())
 
 
 def _extent(weight: torch.Tensor) -> int:

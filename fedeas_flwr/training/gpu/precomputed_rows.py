@@ -1,16 +1,10 @@
-"""Decide whether engines call `Objective.precompute` before the first step, and store its results."""
+"""Buffers for the values that `Objective.precompute` returns, which captured steps read."""
 
 from __future__ import annotations
 
 import torch
 
-from fedeas_flwr.training.augmentation import VIEWS
-from fedeas_flwr.training.objective import Inputs, Objective, Tensors
-
-
-def needs_precompute(objective: Objective, inputs: Inputs) -> bool:
-    """Return whether an engine precomputes values per sample; False if random views change images in every step."""
-    return type(objective).precompute is not Objective.precompute and VIEWS not in inputs.tables
+from fedeas_flwr.training.objective import Tensors
 
 
 class PrecomputedRows:
