@@ -8,7 +8,7 @@ from runners import typed
 
 from fedeas_flwr.commands.quickstart import quickstart_config
 from fedeas_flwr.common.errors import ConfigError
-from fedeas_flwr.config import KEYS, RunConfig, parse_config
+from fedeas_flwr.config import KEYS, SAMPLER_STEPS, RunConfig, parse_config
 from fedeas_flwr.config_files import parse_overrides, read_config
 from fedeas_flwr.config_keys import PARTITION_KEYS, Key, identity, keys_in_use, run_keys
 from fedeas_flwr.policies import POLICIES
@@ -30,6 +30,11 @@ def test_the_key_policy_lists_every_policy() -> None:
 
 def test_every_key_is_described() -> None:
     assert all(field.description for field in RunConfig.model_fields.values())
+
+
+def test_sampler_steps_describes_every_default() -> None:
+    (steps,) = (key for key in run_keys() if key.name == "sampler-steps")
+    assert steps.meaning.endswith(", ".join(f"{number} for {name}" for name, number in SAMPLER_STEPS.items()))
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "conf").glob("*.toml")), ids=lambda p: p.name)
