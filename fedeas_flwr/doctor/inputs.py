@@ -130,11 +130,11 @@ def check_last_batches(config: RunConfig) -> Iterable[Finding]:
     short = {client: size for client, size in last.items() if 0 < size < SMALL_BATCH}
     if not short:
         return [ok("last batches", f"none of fewer than {SMALL_BATCH} images")]
-    least = min(short, key=lambda client: short[client])
+    smallest = min(short, key=lambda client: short[client])
     text = (
         f"{len(short)} of {counted(config.clients, 'client')} end an epoch with a batch of fewer than {SMALL_BATCH} "
-        f"images, client {least} with {short[least]} of its {samples[least]:,}: with BatchNorm such a step can be "
-        "many times the usual size"
+        f"images, client {smallest} with {short[smallest]} of its {samples[smallest]:,}: with BatchNorm such a step "
+        "can be many times the usual size"
     )
     return [
         note("last batches", text, f"min-batch={SMALL_BATCH} skips these batches; see results/notes/accuracy-drops.md")

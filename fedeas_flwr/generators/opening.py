@@ -97,19 +97,7 @@ def open_generator(
 
 
 def open_for_run(config: RunConfig, device: str) -> Generator:
-    """Open the generator that a run-config names.
-
-    Parameters
-    ----------
-    config
-        Config of the run; its values 0 and ``auto`` select the generator's defaults.
-    device
-        ``cpu``, ``cuda`` or ``cuda:N``.
-
-    Returns
-    -------
-    Generator
-    """
+    """Open the generator that a run-config names; its values 0 and ``auto`` select the generator's defaults."""
     with _naming_keys():
         return open_generator(config.generator, config.dataset, **_settings(config), device=device)
 
@@ -117,10 +105,7 @@ def open_for_run(config: RunConfig, device: str) -> Generator:
 def check_for_run(config: RunConfig, device: str) -> None:
     """Raise the errors of `open_for_run` that can be found without reading or training weights.
 
-    Parameters
-    ----------
-    config, device
-        See `open_for_run`. Not for a bank, which is checked by opening it.
+    Not for a bank, which is checked by opening it.
     """
     kind, _, where = config.generator.partition(":")
     if kind == "sd-turbo":

@@ -180,23 +180,10 @@ def load_unet(config: dict[str, Any], weights: Path) -> Any:
 
 
 def init_from_pretrained(unet: Any, folder: Path, schedule: Mapping[str, Any]) -> str:
-    """Initialise a network with the weights of a trained one, which may have other classes.
+    """Initialise a network with the weights of a trained one; return their name and hash, for the model card.
 
-    If their numbers of classes differ, every class starts with the embedding of "no label", the trained model's last.
-
-    Parameters
-    ----------
-    unet
-        The new network.
-    folder
-        Folder of the trained network, in diffusers' format.
-    schedule
-        ``prediction_type`` and ``beta_schedule``, which must match.
-
-    Returns
-    -------
-    str
-        Name and hash of the weights, for the model card.
+    The classes may differ. If their numbers do, every class starts with the embedding of "no label", the trained
+    model's last. ``schedule`` has ``prediction_type`` and ``beta_schedule``, which must match.
     """
     try:
         config = read_json(folder / "unet" / "config.json")

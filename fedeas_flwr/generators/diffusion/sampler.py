@@ -39,20 +39,7 @@ _MIN_BATCH = 8
 
 
 def initial_noise(sample: SampleId, shape: tuple[int, ...]) -> NDArray[np.float32]:
-    """Return the initial standard normal noise of `sample`, the same on any device and in any batch.
-
-    Parameters
-    ----------
-    sample
-        Identity of the sample.
-    shape
-        Shape of one image.
-
-    Returns
-    -------
-    array
-        float32.
-    """
+    """Return the initial standard normal noise of `sample`, the same on any device and in any batch."""
     source = np.random.SeedSequence(sample.seed, spawn_key=(sample.client, sample.label, sample.index))
     return np.random.Generator(np.random.Philox(source)).standard_normal(shape, dtype=np.float32)
 

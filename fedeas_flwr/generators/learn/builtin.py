@@ -26,21 +26,10 @@ _CHECKSUMS = "checksums.json"
 
 
 def ensure_builtin(progress: Callable[[int, int, float], None] | None = None, *, steps: int = DIGITS.steps) -> Path:
-    """Return the built-in generator's folder; train the generator if it is missing or damaged.
+    """Return the built-in generator's folder, in diffusers' format; train the generator if it is missing or damaged.
 
-    Concurrent processes wait for the one that trains.
-
-    Parameters
-    ----------
-    progress
-        Called as ``progress(step, total, loss)`` after each training step.
-    steps
-        Training steps. A model with another number than the default has its own folder.
-
-    Returns
-    -------
-    Path
-        A folder in diffusers' format.
+    Concurrent processes wait for the one that trains. After each step it calls ``progress(step, total, loss)``. A model
+    with another number of steps than the default has its own folder.
     """
     if steps < 1:
         raise ValueError(f"steps: {steps} is not allowed; give at least 1")
