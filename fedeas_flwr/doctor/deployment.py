@@ -140,27 +140,33 @@ def check_node(folder: Path, run: RunConfig | None) -> Iterator[Finding]:
             folder.name, "node.pub does not belong to node.key", "register the matching public key, or restore node.key"
         )
         return
+    node_config = folder / "node-config"
     try:
         place = _read_place(folder, here=run is not None)
         config = place.apply(run or parse_config({}))
-        yield ok(folder.name, f"client {place.client}, {_describe_data(place, run)}")
-    except (ConfigError, ValueError, OSError) as error:
-        other_run = f", or give the config of a run whose dataset is not {run.dataset}" if run is not None else ""
-        yield problem(folder.name, error, f"fix {folder / 'node-config'}{other_run}")
+    except (ValueError, OSError) as error:
+        yield problem(folder.name, error, f"correct {node_config}")
         return
-    if run is not None:
-        yield from check_generator(config)
-        yield from check_gpu(config) if config.device == "cuda" else ()
-        yield from check_engine(config)
-
-
-def _describe_data(place: Node, run: RunConfig | None) -> str:
     if run is None:
         there = ", ".join([*(["data-path"] if place.data_path else []), *place.overrides])
-        return _part(place) + (f"; checked only on its machine: {there}" if there else "")
+        later = f"; checked only on its machine: {there}" if there else ""
+        yield ok(folder.name, f"client {place.client}, {_part(place)}{later}")
+        return
+    try:
+        yield ok(folder.name, f"client {place.client}, {_describe_data(place, config)}")
+    except (ValueError, OSError) as error:
+        other = f"the config of a run whose dataset is not {run.dataset}, or another data-path in {node_config}"
+        yield problem(folder.name, error, f"correct the images in {place.data_path}, give {other}")
+        return
+    yield from check_generator(config)
+    yield from check_gpu(config) if config.device == "cuda" else ()
+    yield from check_engine(config)
+
+
+def _describe_data(place: Node, config: RunConfig) -> str:
     if not place.data_path:
         return _part(place)
-    data = local_data(place.apply(run), place)
+    data = local_data(config, place)
     labels, test = data.train_labels(place.part), len(data.partition.test[place.part])
     classes = f"{len(set(labels.tolist()))} of the {data.num_classes} classes"
     text = f"{_part(place)}: {counted(len(labels), 'image')} of {classes}"

@@ -90,9 +90,14 @@ def check_clients(config: RunConfig) -> Iterable[Finding]:
     return [ok("clients", f"{config.clients:,}")]
 
 
-@lru_cache(maxsize=1)
 def _counts(config: RunConfig) -> IntArray:
-    """Return the label counts of every client of a simulation; keep them, since some partitions take long."""
+    """Return the label counts of every client of a simulation."""
+    own = config.dataset.startswith(OWN)  # its files may change under the same path
+    return _cached_counts(config, find_source(config.dataset).origin if own else "")
+
+
+@lru_cache(maxsize=1)  # some partitions take long, and three checks need the counts
+def _cached_counts(config: RunConfig, origin: str) -> IntArray:
     from fedeas_flwr.planning.run_plan import partition_counts
 
     given = config.dataset, config.protocol, config.clients, config.alpha, config.partition_seed
