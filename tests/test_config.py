@@ -205,7 +205,7 @@ def test_what_a_total_takes_the_place_of_is_refused_beside_it(tmp_path: Path, wo
     assert read_config(path, ["total=5"]).total == 5
     key, _, value = word.partition("=")
     shown = {"3": "3.0", "true": "True"}.get(value, value)
-    line = f"{key} = {shown}: leave it out, total = 5 sets the number of images"
+    line = f"{key} = {shown}: remove the key, since total = 5 sets the number of images"
     words, out = ["total=5", word], tmp_path / "s"
     for command in (
         ["run", str(path), *words],

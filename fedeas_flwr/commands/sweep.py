@@ -76,7 +76,7 @@ def _reject_keys_given_twice(overrides: list[str], grid: list[str]) -> None:
     swept = parse_grid(grid)
     for key, value in parse_overrides(overrides).items():
         if key in swept:
-            raise ConfigError(f"{key} = {value!r}: leave it out, --grid sets the values of {key}")
+            raise ConfigError(f"{key} = {value!r}: remove the key, since --grid sets the values of {key}")
 
 
 def validate_runs(sweep: Sweep, console: Console) -> None:
