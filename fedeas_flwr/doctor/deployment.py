@@ -74,7 +74,8 @@ def _check_deployment(folder: Path) -> Iterator[Finding]:
     for node in deployment.node_folders(folder):
         yield from check_node(node, None)
         places += [place] if (place := _place(node)) else []
-        if node.joinpath("ca.crt").exists() and not _same(node / "ca.crt", folder / "flwr" / "ca.crt"):
+        copy = node / "ca.crt"
+        if copy.exists() and copy.read_bytes() != (folder / "flwr" / "ca.crt").read_bytes():
             yield problem(node.name, "its ca.crt is from another authority", f"copy flwr/ca.crt to {node.name}/")
     twice = [client for client, times in Counter(place.client for place in places).items() if times > 1]
     if twice:
@@ -279,7 +280,3 @@ def _missing(folder: Path, names: tuple[str, ...]) -> list[str]:
 
 def _incomplete(folder: Path, missing: list[str]) -> Finding:
     return problem(folder.name, f"{', '.join(missing)} missing", f"copy {folder.name} again from the deployment")
-
-
-def _same(one: Path, other: Path) -> bool:
-    return one.read_bytes() == other.read_bytes()

@@ -104,9 +104,8 @@ class ImageCache:
                 part = images[starts[label] : starts[label] + count]
                 there = _read_shards(_class_folder(folder, label), part)
                 missing += (starts[label] + np.flatnonzero(~there)).tolist()
-            step = (
-                _BATCHES_PER_CHUNK * batch_size(generator) if missing else 1
-            )  # reading the batch size may load the generator
+            # Reading the batch size may load the generator.
+            step = _BATCHES_PER_CHUNK * batch_size(generator) if missing else 1
             for first in range(0, len(missing), step):
                 chunk = missing[first : first + step]
                 images[chunk] = sample_checked(generator, [ids[i] for i in chunk])

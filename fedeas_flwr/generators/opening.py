@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fedeas_flwr.common.files import expanded
+from fedeas_flwr.common.files import expanded, sha256_of
 from fedeas_flwr.data.datasets import dataset_info
 from fedeas_flwr.generators.interface import Generator
 
@@ -183,7 +182,7 @@ def hash_input_files(config: RunConfig) -> dict[str, str]:
     for key, path in files.items():
         with suppress(OSError):
             if path is not None and path.is_file():
-                found[key] = _digest(path)
+                found[key] = sha256_of(path)[:16]
     return found
 
 
@@ -205,8 +204,3 @@ def _pretrained_file(weights: str) -> Path | None:
     from fedeas_flwr.training.models import imagenet_file
 
     return imagenet_file() if weights == "imagenet" else expanded(weights, "weights")
-
-
-def _digest(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()[:16]

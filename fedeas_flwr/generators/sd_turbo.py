@@ -19,7 +19,7 @@ import torch
 from numpy.typing import NDArray
 
 from fedeas_flwr.common.devices import one_thread
-from fedeas_flwr.common.files import expanded
+from fedeas_flwr.common.files import expanded, sha256_of
 from fedeas_flwr.common.text import one_line
 from fedeas_flwr.generators.interface import SampleId
 
@@ -59,9 +59,8 @@ class TurboGenerator:
         digest = hashlib.sha256(json.dumps(settings).encode())
         for file in sorted(folder.rglob("*")):
             if file.suffix in (".safetensors", ".json", ".txt"):
-                with file.open("rb") as stream:
-                    digest.update(file.relative_to(folder).as_posix().encode())
-                    digest.update(hashlib.file_digest(stream, "sha256").digest())
+                digest.update(file.relative_to(folder).as_posix().encode())
+                digest.update(bytes.fromhex(sha256_of(file)))
         self.fingerprint = digest.hexdigest()
 
     def sample(self, samples: Sequence[SampleId]) -> NDArray[np.uint8]:
