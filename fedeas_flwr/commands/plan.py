@@ -123,7 +123,7 @@ def _check_settings(context: typer.Context, policy: str, total: int | None) -> N
 
     settings = settings_of(policy, total is not None)
     if total is not None and "total" not in settings:
-        raise ConfigError(f"total = {total}: leave it out, policy {policy} sets its own")
+        raise ConfigError(f"total = {total}: remove the option, since policy {policy} sets its own")
     options = {"beta": "beta", "gamma": "gamma", "strict_mean": "printed_rule"}
     why = "--total sets the number of images" if total is not None else f"policy {policy} has its own"
     if not settings:
@@ -136,7 +136,7 @@ def _check_beta_or_limits(limits: Limits, beta: float | None, grid: str) -> None
     from fedeas_flwr.planning.beta_selection import option
 
     if limits.given() and beta is not None:
-        raise ConfigError(f"beta = {beta:g}: leave it out, the limits choose it")
+        raise ConfigError(f"beta = {beta:g}: remove the option, since the limits choose it")
     if grid and not limits.given():
         names = ", ".join(map(option, vars(limits)))
         raise ConfigError(f"grid = '{grid}': needs a limit to choose by; give one or more of {names}")

@@ -94,7 +94,7 @@ def reproduce(
     choice = choose(what or [], names, scale, numbers, more)
     doing = scale == "smoke" if run is None else run
     if export and not doing:
-        raise ConfigError(f"--export '{export}': leave it out or give --run, without which nothing runs")
+        raise ConfigError(f"--export '{export}': remove the option, or give --run, without which nothing runs")
     # With JSON on stdout, progress goes to stderr.
     console = Console(stderr=output == "json", markup=False)
     results, failed = choice.find(places), False

@@ -50,7 +50,7 @@ def sweep(
     swept = parse_grid(grid or [])
     for key, value in parse_overrides(overrides or []).items():
         if key in swept:
-            raise ConfigError(f"{key} = {value!r}: leave it out, --grid sets the values of {key}")
+            raise ConfigError(f"{key} = {value!r}: remove the key, since --grid sets the values of {key}")
     folder = (out or Path("runs") / f"sweep-{conf.stem}").absolute()
     sweep = make_sweep(read_values(conf, overrides or []), grid or [], folder)
     for cell in sweep.cells:
