@@ -30,8 +30,8 @@ def check_bank_size(
 ) -> None:
     """Raise ValueError if a bank has fewer images of a class than a client needs: a client gets no image twice.
 
-    ``available`` is the number of images in the bank per class, ``planned`` what each client needs, ``[clients, classes]``.
-    ``request`` starts the message's clause on the needed number.
+    ``available`` is the number of images in the bank per class, ``planned`` the number that each client needs,
+    ``[clients, classes]``. ``request`` starts the message's clause on the needed number.
     """
     needed = planned.max(axis=0, initial=0)
     lacking = needed - np.asarray(available)

@@ -107,8 +107,8 @@ def train_generator(
 
     ``out`` must be empty or new, unless ``resume`` continues from its checkpoint. ``steps`` or ``minutes`` is the total
     length, the training before a resume included; neither: the preset's number of steps. ``half`` writes float16
-    weights. ``start`` is ignored with ``resume``; see `Trainer` for it. ``checkpoint_every`` is in seconds. ``on_start``
-    is called when all arguments are checked, ``report`` with the progress.
+    weights. ``start`` is ignored with ``resume``; see `Trainer` for it. ``checkpoint_every`` is in seconds.
+    ``on_start`` is called when all arguments are checked, ``report`` with the progress.
     """
     steps = preset.steps if steps is None and minutes is None else steps
     _check_length(steps, minutes)

@@ -18,8 +18,8 @@ class Weights:
     """A model's trained parameters: names, tensors that the loss is differentiated by, and their float32 masters.
 
     The model is on its device and in its memory format. With ``use_bf16``, its matrices, kernels and biases become
-    bfloat16. Only the centre taps of ``one_pixel`` are trained, and the weights of ``padded_layer`` are padded in memory
-    with zeros to ``padded`` input channels (convolutions.py).
+    bfloat16. Only the centre taps of ``one_pixel`` are trained, and the weights of ``padded_layer`` are padded with
+    zeros in memory to ``padded`` input channels (convolutions.py).
     """
 
     def __init__(
