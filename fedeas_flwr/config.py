@@ -71,295 +71,215 @@ def _key(name: str) -> str:
 
 
 class RunConfig(BaseModel):
-    """The complete, validated config of one run. The defaults run the built-in digits example."""
+    """The complete, validated config of one run. The defaults run the built-in digits example.
+
+    The text under a key is its description in `fedeas keys`.
+    """
 
     model_config = ConfigDict(
-        frozen=True, extra="forbid", alias_generator=_key, populate_by_name=True, allow_inf_nan=False
+        frozen=True,
+        extra="forbid",
+        alias_generator=_key,
+        populate_by_name=True,
+        allow_inf_nan=False,
+        use_attribute_docstrings=True,
     )
 
-    dataset: str = Field(
-        "digits",
-        description="images that the clients hold: digits, cifar10, cifar100, or own:PATH for a custom folder or .npz "
-        "file",
-    )
-    data_dir: str = Field("", description="folder with NAME.npz or torchvision's files; empty: the user cache")
-    protocol: Literal["clean", "paper"] = Field(
-        "clean",
-        description="clean: test on the official test set; paper: partition train and test images together, as the "
-        "paper does",
-    )
-    clients: int = Field(0, ge=0, le=100_000, description="number of clients K; 0: all clients of the federation")
-    alpha: float = Field(
-        0.1, gt=0, le=1e6, description="Dirichlet concentration α of the partition; smaller is more skewed"
-    )
-    partition_seed: int = Field(42, ge=0, lt=2**32, description="seed of the partition")
-    seed: int = Field(
-        1, ge=0, lt=2**31, description="seed of everything else: initial weights, client sampling, batches, images"
-    )
+    dataset: str = "digits"
+    """images that the clients hold: digits, cifar10, cifar100, or own:PATH for a custom folder or .npz file"""
+    data_dir: str = ""
+    """folder with NAME.npz or torchvision's files; empty: the user cache"""
+    protocol: Literal["clean", "paper"] = "clean"
+    """clean: test on the official test set; paper: partition train and test images together, as the paper does"""
+    clients: int = Field(0, ge=0, le=100_000)
+    """number of clients K; 0: all clients of the federation"""
+    alpha: float = Field(0.1, gt=0, le=1e6)
+    """Dirichlet concentration α of the partition; smaller is more skewed"""
+    partition_seed: int = Field(42, ge=0, lt=2**32)
+    """seed of the partition"""
+    seed: int = Field(1, ge=0, lt=2**31)
+    """seed of everything else: initial weights, client sampling, batches, images"""
 
-    policy: str = Field(
-        "fedeas",
-        description="allocation policy: how many images of each class a client generates or, with oversample, repeats",
-        json_schema_extra={"enum": [*POLICIES]},
-    )
-    beta: float = Field(6.0, ge=0, le=1e6, description="budget parameter β; 0 generates nothing")
-    gamma: float = Field(
-        0.5, ge=0, le=2, description="exponent γ of the mean class count; 0.5 is the paper's square root"
-    )
-    printed_rule: bool = Field(
-        False,
-        description="follow the paper's Eq. 9 as printed: also fill classes that are not below the mean (the inverse "
-        "of `allocate`'s `strict_mean`)",
-    )
-    total: int = Field(
-        0,
-        ge=0,
-        le=10**9,
-        description="total number of images of a matched policy, independent of β; 0: the number that FedEAS generates "
-        "at β",
-    )
+    policy: str = Field("fedeas", json_schema_extra={"enum": [*POLICIES]})
+    """allocation policy: how many images of each class a client generates or, with oversample, repeats"""
+    beta: float = Field(6.0, ge=0, le=1e6)
+    """budget parameter β; 0 generates nothing"""
+    gamma: float = Field(0.5, ge=0, le=2)
+    """exponent γ of the mean class count; 0.5 is the paper's square root"""
+    printed_rule: bool = False
+    """follow the paper's Eq. 9 as printed: also fill classes that are not below the mean (the inverse of `allocate`'s
+    `strict_mean`)"""
+    total: int = Field(0, ge=0, le=10**9)
+    """total number of images of a matched policy, independent of β; 0: the number that FedEAS generates at β"""
 
-    strategy: StrategyName = Field(
-        "fedavg", description="how client models are aggregated; `fedeas strategies` lists all"
-    )
-    fedprox_mu: float = Field(0.01, ge=0, le=1e4, description="FedProx: weight μ of the proximal term")
-    scaffold_server_rate: float = Field(1.0, gt=0, le=100, description="SCAFFOLD: server step size η_g")
-    scaffold_weighting: Literal["uniform", "examples"] = Field(
-        "uniform",
-        description="SCAFFOLD: a client's weight in the mean of the models; uniform: equal; examples: its number of "
-        "real samples",
-    )
-    moon_mu: float = Field(5.0, ge=0, le=1e4, description="MOON: weight μ of the contrastive term")
-    moon_temperature: float = Field(0.5, gt=0, le=1e4, description="MOON: temperature τ of the similarities")
-    fedmix_lambda: float = Field(0.05, ge=0, lt=1, description="FedMix: mixing weight λ; 0 is FedAvg")
-    disclose_mean_images: bool = Field(
-        False,
-        description="FedMix, required: each client discloses its mean image and label proportions to all other clients",
-    )
-    fedgen_alpha: float = Field(
-        10.0, ge=0, le=1e4, description="FedGen: weight α₀ of the loss on generated features; × 0.98 per round"
-    )
-    fedgen_beta: float = Field(
-        10.0, ge=0, le=1e4, description="FedGen: weight β₀ of the agreement with the generator; × 0.98 per round"
-    )
-    fedgen_steps: int = Field(10, ge=0, le=100_000, description="FedGen: training steps of the generator per round")
-    fedgen_batch: int = Field(32, ge=2, le=65_536, description="FedGen: features generated per step")
-    fedgen_rate: float = Field(
-        3e-4, gt=0, le=10, description="FedGen: Adam step size of the generator; × 0.98 per round"
-    )
-    fedgen_count_noise: float = Field(
-        0.0,
-        ge=0,
-        le=1e6,
-        description="FedGen: scale b of the Laplace noise on disclosed label counts, ε = 2/b; 0: no noise",
-    )
-    disclose_label_counts: bool = Field(
-        False, description="FedGen, required: each client discloses its number of images per class to the server"
-    )
-    server_learning_rate: float = Field(0.0, ge=0, le=1000, description="server step size; 0: the strategy's default")
-    server_momentum: float = Field(
-        0.9, ge=0, lt=1, description="FedAvgM: server momentum; 0 with step size 1 is FedAvg"
-    )
-    beta_1: float = Field(0.9, ge=0, lt=1, description="FedAdam, FedYogi: decay of the first moment")
-    beta_2: float = Field(0.99, ge=0, lt=1, description="FedAdam, FedYogi: decay of the second moment")
-    tau: float = Field(
-        1e-3, gt=0, le=1, description="FedAdam, FedAdagrad, FedYogi: adaptivity τ, added to the divisor of the step"
-    )
-    trim_fraction: float = Field(
-        0.2, ge=0, lt=0.5, description="FedTrimmedAvg: fraction of the replies dropped at each end, rounded down"
-    )
-    malicious_clients: int = Field(
-        0, ge=0, le=100_000, description="Krum, Multi-Krum, Bulyan: number f of malicious replies per round to tolerate"
-    )
-    selected_clients: int = Field(
-        0, ge=0, le=100_000, description="Multi-Krum: number of replies to average; 0: all but `malicious-clients`"
-    )
-    q: float = Field(
-        0.1,
-        ge=0,
-        le=100,
-        description="q-FedAvg: exponent q of the loss in a client's weight; 0: all clients weigh equally",
-    )
-    dp: Literal["none", "server-fixed", "server-adaptive", "client-fixed", "client-adaptive"] = Field(
-        "none",
-        description="differential privacy: who clips the updates, and whether the clipping norm is fixed or adaptive",
-    )
-    dp_noise_multiplier: float = Field(
-        1.0, ge=0, le=1e4, description="DP: noise multiplier σ, in units of the clipping norm"
-    )
-    dp_clipping_norm: float = Field(
-        0.1, gt=0, le=1e9, description="DP: clipping norm C of an update; if adaptive, its initial value"
-    )
-    dp_clip_quantile: float = Field(0.5, ge=0, le=1, description="adaptive DP: target fraction of updates to clip")
-    dp_clip_rate: float = Field(0.2, gt=0, le=100, description="adaptive DP: step size of the clipping norm")
-    dp_count_noise: float = Field(
-        0.0,
-        ge=0,
-        le=1e6,
-        description="adaptive DP: standard deviation of the noise on the number of clipped clients; 0: 1/20 of the "
-        "number of sampled clients",
-    )
-    dp_delta: float = Field(1e-5, gt=0, lt=1, description="DP: δ for which ε is reported")
-    rounds: int = Field(20, ge=1, le=100_000, description="communication rounds T")
-    participation: float = Field(0.5, gt=0, le=1, description="fraction of the clients that train per round")
-    local_epochs: int = Field(3, ge=1, le=10_000, description="local epochs E per client and round")
-    batch_size: int = Field(32, ge=2, le=65_536, description="images per training step")
-    min_batch: int = Field(
-        2,
-        ge=2,
-        le=65_536,
-        description="skip the last batch of an epoch if it has fewer images (BatchNorm turns small batches into very "
-        "large steps); a client with fewer images in total does not train",
-    )
-    loss: Literal["cross-entropy", "class-weighted", "logit-adjusted"] = Field(
-        "cross-entropy",
-        description="client loss; class-weighted and logit-adjusted offset the client's label skew and work with any "
-        "strategy",
-    )
-    logit_adjustment_tau: float = Field(
-        1.0, ge=0, le=100, description="logit-adjusted loss: scale τ of the log prior; 0 is cross-entropy"
-    )
-    views: Literal["none", "flip-crop"] = Field(
-        "none",
-        description="data augmentation; flip-crop: at every use, shift an image at random and, except for digits, flip "
-        "it at random",
-    )
-    learning_rate: float = Field(0.05, gt=0, le=100, description="SGD step size")
-    momentum: float = Field(0.0, ge=0, lt=1, description="SGD momentum, reset every round")
-    weight_decay: float = Field(0.0, ge=0, le=10, description="SGD weight decay")
+    strategy: StrategyName = "fedavg"
+    """how client models are aggregated; `fedeas strategies` lists all"""
+    fedprox_mu: float = Field(0.01, ge=0, le=1e4)
+    """FedProx: weight μ of the proximal term"""
+    scaffold_server_rate: float = Field(1.0, gt=0, le=100)
+    """SCAFFOLD: server step size η_g"""
+    scaffold_weighting: Literal["uniform", "examples"] = "uniform"
+    """SCAFFOLD: a client's weight in the mean of the models; uniform: equal; examples: its number of real samples"""
+    moon_mu: float = Field(5.0, ge=0, le=1e4)
+    """MOON: weight μ of the contrastive term"""
+    moon_temperature: float = Field(0.5, gt=0, le=1e4)
+    """MOON: temperature τ of the similarities"""
+    fedmix_lambda: float = Field(0.05, ge=0, lt=1)
+    """FedMix: mixing weight λ; 0 is FedAvg"""
+    disclose_mean_images: bool = False
+    """FedMix, required: each client discloses its mean image and label proportions to all other clients"""
+    fedgen_alpha: float = Field(10.0, ge=0, le=1e4)
+    """FedGen: weight α₀ of the loss on generated features; × 0.98 per round"""
+    fedgen_beta: float = Field(10.0, ge=0, le=1e4)
+    """FedGen: weight β₀ of the agreement with the generator; × 0.98 per round"""
+    fedgen_steps: int = Field(10, ge=0, le=100_000)
+    """FedGen: training steps of the generator per round"""
+    fedgen_batch: int = Field(32, ge=2, le=65_536)
+    """FedGen: features generated per step"""
+    fedgen_rate: float = Field(3e-4, gt=0, le=10)
+    """FedGen: Adam step size of the generator; × 0.98 per round"""
+    fedgen_count_noise: float = Field(0.0, ge=0, le=1e6)
+    """FedGen: scale b of the Laplace noise on disclosed label counts, ε = 2/b; 0: no noise"""
+    disclose_label_counts: bool = False
+    """FedGen, required: each client discloses its number of images per class to the server"""
+    server_learning_rate: float = Field(0.0, ge=0, le=1000)
+    """server step size; 0: the strategy's default"""
+    server_momentum: float = Field(0.9, ge=0, lt=1)
+    """FedAvgM: server momentum; 0 with step size 1 is FedAvg"""
+    beta_1: float = Field(0.9, ge=0, lt=1)
+    """FedAdam, FedYogi: decay of the first moment"""
+    beta_2: float = Field(0.99, ge=0, lt=1)
+    """FedAdam, FedYogi: decay of the second moment"""
+    tau: float = Field(1e-3, gt=0, le=1)
+    """FedAdam, FedAdagrad, FedYogi: adaptivity τ, added to the divisor of the step"""
+    trim_fraction: float = Field(0.2, ge=0, lt=0.5)
+    """FedTrimmedAvg: fraction of the replies dropped at each end, rounded down"""
+    malicious_clients: int = Field(0, ge=0, le=100_000)
+    """Krum, Multi-Krum, Bulyan: number f of malicious replies per round to tolerate"""
+    selected_clients: int = Field(0, ge=0, le=100_000)
+    """Multi-Krum: number of replies to average; 0: all but `malicious-clients`"""
+    q: float = Field(0.1, ge=0, le=100)
+    """q-FedAvg: exponent q of the loss in a client's weight; 0: all clients weigh equally"""
+    dp: Literal["none", "server-fixed", "server-adaptive", "client-fixed", "client-adaptive"] = "none"
+    """differential privacy: who clips the updates, and whether the clipping norm is fixed or adaptive"""
+    dp_noise_multiplier: float = Field(1.0, ge=0, le=1e4)
+    """DP: noise multiplier σ, in units of the clipping norm"""
+    dp_clipping_norm: float = Field(0.1, gt=0, le=1e9)
+    """DP: clipping norm C of an update; if adaptive, its initial value"""
+    dp_clip_quantile: float = Field(0.5, ge=0, le=1)
+    """adaptive DP: target fraction of updates to clip"""
+    dp_clip_rate: float = Field(0.2, gt=0, le=100)
+    """adaptive DP: step size of the clipping norm"""
+    dp_count_noise: float = Field(0.0, ge=0, le=1e6)
+    """adaptive DP: standard deviation of the noise on the number of clipped clients; 0: 1/20 of the number of sampled
+    clients"""
+    dp_delta: float = Field(1e-5, gt=0, lt=1)
+    """DP: δ for which ε is reported"""
+    rounds: int = Field(20, ge=1, le=100_000)
+    """communication rounds T"""
+    participation: float = Field(0.5, gt=0, le=1)
+    """fraction of the clients that train per round"""
+    local_epochs: int = Field(3, ge=1, le=10_000)
+    """local epochs E per client and round"""
+    batch_size: int = Field(32, ge=2, le=65_536)
+    """images per training step"""
+    min_batch: int = Field(2, ge=2, le=65_536)
+    """skip the last batch of an epoch if it has fewer images (BatchNorm turns small batches into very large steps); a
+    client with fewer images in total does not train"""
+    loss: Literal["cross-entropy", "class-weighted", "logit-adjusted"] = "cross-entropy"
+    """client loss; class-weighted and logit-adjusted offset the client's label skew and work with any strategy"""
+    logit_adjustment_tau: float = Field(1.0, ge=0, le=100)
+    """logit-adjusted loss: scale τ of the log prior; 0 is cross-entropy"""
+    views: Literal["none", "flip-crop"] = "none"
+    """data augmentation; flip-crop: at every use, shift an image at random and, except for digits, flip it at random"""
+    learning_rate: float = Field(0.05, gt=0, le=100)
+    """SGD step size"""
+    momentum: float = Field(0.0, ge=0, lt=1)
+    """SGD momentum, reset every round"""
+    weight_decay: float = Field(0.0, ge=0, le=10)
+    """SGD weight decay"""
 
-    engine: Literal["auto", "eager", "graphed"] = Field(
-        "auto",
-        description="training engine: graphed replays CUDA graphs on a GPU; eager runs anywhere; auto chooses",
-    )
-    precision: Literal["fp32", "tf32", "bf16"] = Field("tf32", description="arithmetic precision of training on a GPU")
+    engine: Literal["auto", "eager", "graphed"] = "auto"
+    """training engine: graphed replays CUDA graphs on a GPU; eager runs anywhere; auto chooses"""
+    precision: Literal["fp32", "tf32", "bf16"] = "tf32"
+    """arithmetic precision of training on a GPU"""
 
-    model: str = Field("small-cnn", description="small-cnn, resnet18, or package.module:callable for a custom model")
-    stem: Literal["7x7", "3x3"] = Field("7x7", description="first layer of resnet18")
-    weights: str = Field(
-        "none", description="initial weights of resnet18: none (random), imagenet (pretrained), or a .safetensors file"
-    )
+    model: str = "small-cnn"
+    """small-cnn, resnet18, or package.module:callable for a custom model"""
+    stem: Literal["7x7", "3x3"] = "7x7"
+    """first layer of resnet18"""
+    weights: str = "none"
+    """initial weights of resnet18: none (random), imagenet (pretrained), or a .safetensors file"""
 
-    generator: str = Field(
-        "builtin", description="builtin (digits), a folder in diffusers format, bank:DIR, sd-turbo or sd-turbo:DIR"
-    )
-    sampler: Literal["dpm++", "dpm++-logsnr", "ddim"] = Field(
-        "dpm++",
-        description="DPM-Solver++ with uniform timestep or uniform log-SNR spacing, or the paper's DDIM (η = 0)",
-    )
-    sampler_steps: int = Field(
-        0,
-        ge=0,
-        le=1000,
-        description="number of sampler steps; 0: " + ", ".join(f"{n} for {name}" for name, n in SAMPLER_STEPS.items()),
-    )
-    guidance: float = Field(1.0, ge=1, le=50, description="classifier-free guidance scale; 1: no guidance")
-    guidance_rescale: float = Field(
-        0.0, ge=0, le=1, description="fraction to remove of the contrast that guidance adds; 0: remove nothing"
-    )
-    generation_batch: int = Field(
-        0,
-        ge=0,
-        le=65_536,
-        description="images per forward pass of the generator; 0: 64 on a CPU, chosen by free memory on a GPU",
-    )
-    generation_precision: Literal["auto", "fp32", "tf32", "bf16", "fp16"] = Field(
-        "auto", description="arithmetic precision of the generator; auto: fp32 on a CPU, bf16 on a GPU"
-    )
+    generator: str = "builtin"
+    """builtin (digits), a folder in diffusers format, bank:DIR, sd-turbo or sd-turbo:DIR"""
+    sampler: Literal["dpm++", "dpm++-logsnr", "ddim"] = "dpm++"
+    """DPM-Solver++ with uniform timestep or uniform log-SNR spacing, or the paper's DDIM (η = 0)"""
+    sampler_steps: int = Field(0, ge=0, le=1000)
+    """number of sampler steps; 0: 20 for dpm++, 20 for dpm++-logsnr, 250 for ddim"""
+    guidance: float = Field(1.0, ge=1, le=50)
+    """classifier-free guidance scale; 1: no guidance"""
+    guidance_rescale: float = Field(0.0, ge=0, le=1)
+    """fraction to remove of the contrast that guidance adds; 0: remove nothing"""
+    generation_batch: int = Field(0, ge=0, le=65_536)
+    """images per forward pass of the generator; 0: 64 on a CPU, chosen by free memory on a GPU"""
+    generation_precision: Literal["auto", "fp32", "tf32", "bf16", "fp16"] = "auto"
+    """arithmetic precision of the generator; auto: fp32 on a CPU, bf16 on a GPU"""
 
-    shared_images: Literal["no", "by-class", "one-seed"] = Field(
-        "no",
-        description="no: each client has its own images; by-class: image i of a class is identical on every client; "
-        "one-seed: all clients seed the generator identically, so an image depends on its class and its "
-        "position in the client's list",
-    )
-    min_class_agreement: float = Field(
-        0.0,
-        ge=0,
-        le=1,
-        description="minimum probability that an independent classifier must give an image's class; 0: no filter",
-    )
-    cache_limit: str = Field("", description="maximum size of the image cache, such as 20GB; empty: no limit")
+    shared_images: Literal["no", "by-class", "one-seed"] = "no"
+    """no: each client has its own images; by-class: image i of a class is identical on every client; one-seed: all
+    clients seed the generator identically, so an image depends on its class and its position in the client's list"""
+    min_class_agreement: float = Field(0.0, ge=0, le=1)
+    """minimum probability that an independent classifier must give an image's class; 0: no filter"""
+    cache_limit: str = ""
+    """maximum size of the image cache, such as 20GB; empty: no limit"""
 
-    evaluation: Literal["central", "federated"] = Field(
-        "central",
-        description="central: on the server's test set; federated: on the clients' test sets (needs protocol = paper)",
-    )
-    gamma_hat: Literal["off", "trainable", "all-state"] = Field(
-        "trainable",
-        description="arrays on which the gradient dissimilarity Γ̂ is measured; all-state adds BatchNorm statistics and "
-        "counters to the trainable ones",
-    )
-    threshold: float = Field(
-        0.7, ge=0, le=1, description="target accuracy; the summary reports the first round that reaches it"
-    )
-    min_replies: float = Field(
-        1.0,
-        gt=0,
-        le=1,
-        description="minimum fraction of a round's clients that must reply; a round with fewer replies fails, and "
-        "`failed-rounds` failed rounds in a row stop the run",
-    )
-    failed_rounds: int = Field(
-        1,
-        ge=1,
-        le=100_000,
-        description="number of failed rounds in a row (see `min-replies`) that stops the run; before that, a failed "
-        "round leaves the model unchanged",
-    )
-    max_examples: int = Field(
-        10_000_000,
-        ge=1,
-        le=2**40,
-        description="maximum number of real samples that a client may declare; its replies must match its declaration",
-    )
-    data_change: Literal["refuse", "replan"] = Field(
-        "refuse",
-        description="what a client does if its labels change after planning; refuse: it fails; replan: it plans again",
-    )
-    node_wait: float = Field(10.0, ge=0, le=1e6, description="seconds to wait for the federation's nodes to connect")
-    round_timeout: float = Field(0.0, ge=0, le=1e6, description="seconds to wait for a round's replies; 0: no timeout")
-    checkpoint_every: int = Field(1, ge=1, le=100_000, description="rounds between checkpoints")
-    device: Literal["auto", "cpu", "cuda"] = Field("auto", description="device that models run on")
-    tensorboard: bool = Field(
-        False, description="also write the rounds to run-dir/tensorboard; needs the extra `tensorboard`"
-    )
-    run_dir: str = Field(
-        "",
-        description="folder of this run; must be absolute with `flwr run`; empty: ./runs/NAME with `fedeas run`, "
-        "otherwise a folder in the user cache",
-    )
-    resume: bool = Field(False, description="resume from the checkpoint in run-dir")
+    evaluation: Literal["central", "federated"] = "central"
+    """central: on the server's test set; federated: on the clients' test sets (needs protocol = paper)"""
+    gamma_hat: Literal["off", "trainable", "all-state"] = "trainable"
+    """arrays on which the gradient dissimilarity Γ̂ is measured; all-state adds BatchNorm statistics and counters to
+    the trainable ones"""
+    threshold: float = Field(0.7, ge=0, le=1)
+    """target accuracy; the summary reports the first round that reaches it"""
+    min_replies: float = Field(1.0, gt=0, le=1)
+    """minimum fraction of a round's clients that must reply; a round with fewer replies fails, and `failed-rounds`
+    failed rounds in a row stop the run"""
+    failed_rounds: int = Field(1, ge=1, le=100_000)
+    """number of failed rounds in a row (see `min-replies`) that stops the run; before that, a failed round leaves the
+    model unchanged"""
+    max_examples: int = Field(10_000_000, ge=1, le=2**40)
+    """maximum number of real samples that a client may declare; its replies must match its declaration"""
+    data_change: Literal["refuse", "replan"] = "refuse"
+    """what a client does if its labels change after planning; refuse: it fails; replan: it plans again"""
+    node_wait: float = Field(10.0, ge=0, le=1e6)
+    """seconds to wait for the federation's nodes to connect"""
+    round_timeout: float = Field(0.0, ge=0, le=1e6)
+    """seconds to wait for a round's replies; 0: no timeout"""
+    checkpoint_every: int = Field(1, ge=1, le=100_000)
+    """rounds between checkpoints"""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """device that models run on"""
+    tensorboard: bool = False
+    """also write the rounds to run-dir/tensorboard; needs the extra `tensorboard`"""
+    run_dir: str = ""
+    """folder of this run; must be absolute with `flwr run`; empty: ./runs/NAME with `fedeas run`, otherwise a folder in
+    the user cache"""
+    resume: bool = False
+    """resume from the checkpoint in run-dir"""
 
-    backend: Literal["ray", "inline"] = Field(
-        "ray", description="`fedeas run` only: Flower's Ray simulation, or a single process without Ray"
-    )
-    actors: int = Field(
-        0,
-        ge=0,
-        le=4096,
-        description="`fedeas run` only: clients trained in parallel; 0: one per core on a CPU, as many as a probe "
-        "finds best on a GPU",
-    )
-    ray_address: str = Field("", description="`fedeas run` only: HOST:PORT of a Ray cluster; empty: start a local Ray")
-    restarts: int = Field(
-        2,
-        ge=0,
-        le=1000,
-        description="`fedeas run` under Ray only: maximum number of restarts in a row without progress after a process "
-        "died",
-    )
-    mps: Literal["auto", "off"] = Field(
-        "auto",
-        description="auto: use CUDA MPS, where available, for `fedeas run` under Ray and for parallel runs of a sweep "
-        "on one GPU",
-    )
-    gpu_share: float = Field(
-        0.0,
-        ge=0,
-        le=1,
-        description="`fedeas run` only: fraction of a GPU per client under Ray; 0: equal parts for all `actors`",
-    )
+    backend: Literal["ray", "inline"] = "ray"
+    """`fedeas run` only: Flower's Ray simulation, or a single process without Ray"""
+    actors: int = Field(0, ge=0, le=4096)
+    """`fedeas run` only: clients trained in parallel; 0: one per core on a CPU, as many as a probe finds best on a
+    GPU"""
+    ray_address: str = ""
+    """`fedeas run` only: HOST:PORT of a Ray cluster; empty: start a local Ray"""
+    restarts: int = Field(2, ge=0, le=1000)
+    """`fedeas run` under Ray only: maximum number of restarts in a row without progress after a process died"""
+    mps: Literal["auto", "off"] = "auto"
+    """auto: use CUDA MPS, where available, for `fedeas run` under Ray and for parallel runs of a sweep on one GPU"""
+    gpu_share: float = Field(0.0, ge=0, le=1)
+    """`fedeas run` only: fraction of a GPU per client under Ray; 0: equal parts for all `actors`"""
 
     @field_validator("*", mode="before")
     @classmethod
@@ -470,13 +390,9 @@ TEXT_KEYS = frozenset(_key(name) for name, field in RunConfig.model_fields.items
 
 
 def parse_config(values: Mapping[str, Any]) -> RunConfig:
-    """Validate kebab-case keys and values, and return the run-config.
+    """Return the run-config of kebab-case keys and values.
 
-    Raises
-    ------
-    ConfigError
-        If a key is unknown or a value is not allowed. The message is one line with the key, the value and what is
-        allowed.
+    ConfigError names in one line an unknown key, or a key, its value and what is allowed.
     """
     for key in values:
         if key not in KEYS:

@@ -29,7 +29,7 @@ def refuse_ignored(config: RunConfig, given: Collection[str]) -> None:
     for key in ("beta", "gamma", "printed-rule"):
         if config.total and key in given:
             raise ConfigError(
-                f"{key} = {values[key]!r}: leave it out, total = {config.total} sets the number of images"
+                f"{key} = {values[key]!r}: remove the key, since total = {config.total} sets the number of images"
             )
 
 

@@ -43,7 +43,12 @@ def _show(bound: float) -> str:
 def run_keys() -> list[Key]:
     """Return all keys in the order of their declaration."""
     return [
-        Key(name, field["default"], {word: field[word] for word in _WORDS if word in field}, field["description"])
+        Key(
+            name,
+            field["default"],
+            {word: field[word] for word in _WORDS if word in field},
+            field["description"].replace("\n", " "),
+        )
         for name, field in RunConfig.model_json_schema()["properties"].items()
     ]
 

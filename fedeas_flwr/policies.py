@@ -64,8 +64,8 @@ class ClientView:
     """One share per row, for the plan of a matched policy."""
 
 
-Ask = Callable[[str, float], Mapping[int, Sequence[int]]]
-"""Sends a question with a β or a level to all clients; returns the integers of each client, in ascending client id."""
+Query = Callable[[str, float], Mapping[int, Sequence[int]]]
+"""Sends a question and its argument, a β or a level, to all clients; returns each client's integers, by client id."""
 
 
 class Policy(Protocol):
@@ -106,18 +106,18 @@ class MatchedPolicy(Policy, Protocol):
     questions: Mapping[str, Sequence[str]] = {"plan": ("total", "absent")}
     """Names of the integers in a reply to each of the server's questions, in the order sent."""
 
-    def reply(self, view: ClientView, question: str, at: float) -> IntArray:
+    def reply(self, view: ClientView, question: str, argument: float) -> IntArray:
         """Return each client's integers, [K, n]: for ``plan`` at a β, its FedEAS total and number of absent classes."""
-        total = FEDEAS.plan(replace(view, settings=replace(view.settings, beta=at))).sum(axis=1)
+        total = FEDEAS.plan(replace(view, settings=replace(view.settings, beta=argument))).sum(axis=1)
         return np.stack([total, (view.counts == 0).sum(axis=1)], axis=1)
 
     def max_reply(
-        self, samples: int, classes: int, settings: PolicySettings, question: str, at: float
+        self, samples: int, classes: int, settings: PolicySettings, question: str, argument: float
     ) -> Sequence[int]:
         """Return the largest integers that a client with ``samples`` real images may reply with."""
-        return FEDEAS.max_total(samples, classes, replace(settings, beta=at), EMPTY_SHARE), classes
+        return FEDEAS.max_total(samples, classes, replace(settings, beta=argument), EMPTY_SHARE), classes
 
-    def split_total(self, ask: Ask, classes: int, settings: PolicySettings) -> dict[int, Share]:
+    def split_total(self, query: Query, classes: int, settings: PolicySettings) -> dict[int, Share]:
         """Return the share of every client that replied, computed from the replies only."""
         ...
 
@@ -223,9 +223,9 @@ class EvenSplit(MatchedPolicy):
         """Return the total of a client if all its classes are eligible."""
         return classes * share.base + share.extra
 
-    def split_total(self, ask: Ask, classes: int, settings: PolicySettings) -> dict[int, Share]:
+    def split_total(self, query: Query, classes: int, settings: PolicySettings) -> dict[int, Share]:
         """Return (base, extra) of every client; a client without samples has no eligible pair."""
-        replies = ask("plan", settings.beta)
+        replies = query("plan", settings.beta)
         pairs = [
             (absent if self._absent_only else classes) if absent < classes else 0 for _, absent in replies.values()
         ]
@@ -251,24 +251,24 @@ class Waterfill(MatchedPolicy):
         """Return the most samples that the share's level can give, plus its extra samples."""
         return self._max_count(samples, classes, share.level) + share.extra
 
-    def reply(self, view: ClientView, question: str, at: float) -> IntArray:
+    def reply(self, view: ClientView, question: str, argument: float) -> IntArray:
         """Return each client's integers, [K, n]: for ``waterfill`` at a level, the number of samples that it adds."""
-        return super().reply(view, question, at) if question == "plan" else _counter(view)(at)[:, None]
+        return super().reply(view, question, argument) if question == "plan" else _counter(view)(argument)[:, None]
 
     def max_reply(
-        self, samples: int, classes: int, settings: PolicySettings, question: str, at: float
+        self, samples: int, classes: int, settings: PolicySettings, question: str, argument: float
     ) -> Sequence[int]:
         """Return the largest integers that a client with ``samples`` real images may reply with."""
         if question == "plan":
-            return super().max_reply(samples, classes, settings, question, at)
-        return (self._max_count(samples, classes, at),)
+            return super().max_reply(samples, classes, settings, question, argument)
+        return (self._max_count(samples, classes, argument),)
 
-    def split_total(self, ask: Ask, classes: int, settings: PolicySettings) -> dict[int, Share]:
+    def split_total(self, query: Query, classes: int, settings: PolicySettings) -> dict[int, Share]:
         """Return the level and each client's extra; a client that does not answer a later question counts as 0."""
-        replies = ask("plan", settings.beta)
+        replies = query("plan", settings.beta)
 
         def count_at(level: float) -> IntArray:
-            counts = ask("waterfill", level)
+            counts = query("waterfill", level)
             return np.array([counts[client][0] if client in counts else 0 for client in replies], dtype=np.int64)
 
         water = waterfill_level(_total(replies, settings), count_at)
@@ -348,7 +348,7 @@ def allocate(
     """
     counts, names = checked_counts(counts), settings_of(policy, total is not None)
     if total is not None and "total" not in names:
-        raise ValueError(f"total={total!r}: policy {policy!r} sets its own total; leave it out")
+        raise ValueError(f"total={total!r}: policy {policy!r} sets its own total; remove the argument")
     if "beta" not in names:
         beta = 0.0
     elif beta is None:
@@ -371,7 +371,7 @@ def _shares(policy: Policy, view: ClientView) -> list[Share]:
     if not isinstance(policy, MatchedPolicy):
         return []
 
-    def ask(question: str, at: float) -> dict[int, list[int]]:
-        return dict(enumerate(policy.reply(view, question, at).tolist()))
+    def query(question: str, argument: float) -> dict[int, list[int]]:
+        return dict(enumerate(policy.reply(view, question, argument).tolist()))
 
-    return list(policy.split_total(ask, view.counts.shape[1], view.settings).values())
+    return list(policy.split_total(query, view.counts.shape[1], view.settings).values())

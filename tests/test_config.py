@@ -8,7 +8,7 @@ from runners import run_in_process
 
 from fedeas_flwr.commands.quickstart import quickstart_config
 from fedeas_flwr.common.errors import ConfigError
-from fedeas_flwr.config import KEYS, RunConfig, parse_config
+from fedeas_flwr.config import KEYS, SAMPLER_STEPS, RunConfig, parse_config
 from fedeas_flwr.config_files import parse_overrides, read_config
 from fedeas_flwr.config_keys import PARTITION_KEYS, Key, identity, keys_in_use, run_keys
 from fedeas_flwr.policies import POLICIES
@@ -30,6 +30,11 @@ def test_policy_key_lists_every_policy() -> None:
 
 def test_every_key_is_described() -> None:
     assert all(field.description for field in RunConfig.model_fields.values())
+
+
+def test_sampler_steps_describes_every_default() -> None:
+    (steps,) = (key for key in run_keys() if key.name == "sampler-steps")
+    assert steps.meaning.endswith(", ".join(f"{number} for {name}" for name, number in SAMPLER_STEPS.items()))
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "conf").glob("*.toml")), ids=lambda p: p.name)
@@ -200,7 +205,7 @@ def test_keys_replaced_by_total_are_rejected_next_to_it(tmp_path: Path, word: st
     assert read_config(path, ["total=5"]).total == 5
     key, _, value = word.partition("=")
     shown = {"3": "3.0", "true": "True"}.get(value, value)
-    line = f"{key} = {shown}: leave it out, total = 5 sets the number of images"
+    line = f"{key} = {shown}: remove the key, since total = 5 sets the number of images"
     words, out = ["total=5", word], tmp_path / "s"
     for command in (
         ["run", str(path), *words],

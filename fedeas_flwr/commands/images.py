@@ -193,9 +193,8 @@ def generate(
     sampling |= {"guidance": guidance, "guidance-rescale": guidance_rescale}
     has_sampler = generator.partition(":")[0] not in ("bank", "sd-turbo")
     if not has_sampler:
-        reject_options(
-            context, [key.replace("-", "_") for key in sampling], "it applies only to diffusion models in a folder"
-        )
+        names = [key.replace("-", "_") for key in sampling]
+        reject_options(context, names, "it applies only to diffusion models in a folder")
     if inception and not inception.is_file():  # checked before generating
         raise ConfigError(f"--inception: there is no file {inception}")
     import numpy as np

@@ -60,4 +60,4 @@ def reject_options(context: typer.Context, names: Collection[str], why: str) -> 
     for name in names:
         if context.get_parameter_source(name) is ParameterSource.COMMANDLINE:
             option = next(param.opts[0] for param in context.command.params if param.name == name)
-            raise ConfigError(f"{option}: leave it out, {why}")
+            raise ConfigError(f"{option}: remove the option, since {why}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from click.core import ParameterSource
@@ -17,8 +17,7 @@ from fedeas_flwr.common.errors import ConfigError
 from fedeas_flwr.launch.progress import show_tries
 
 if TYPE_CHECKING:
-    from fedeas_flwr.allocation import IntArray
-    from fedeas_flwr.planning.beta_selection import Choice, Limits
+    from fedeas_flwr.planning.beta_selection import Limits
 
 
 DEFAULT_BETA = 12.0
@@ -68,6 +67,7 @@ def plan(
     from fedeas_flwr.planning import beta_selection, counts_file
     from fedeas_flwr.planning import plan as plan_module
     from fedeas_flwr.planning.budget_path import BudgetPath
+    from fedeas_flwr.planning.run_plan import partition_counts
 
     limits, betas = beta_selection.Limits(min_removed, max_synthetic, max_images, max_seconds), read_grid(grid)
     _check_settings(context, policy, total)
@@ -80,7 +80,8 @@ def plan(
         found, names = counts_file.read_counts(counts)
     else:
         names = dataset_info(dataset).classes  # first: its error lists every allowed dataset
-        found = _partition_counts(dataset, protocol, clients, alpha, seed)
+        progress = show_tries(Console(stderr=True))
+        found = partition_counts(dataset, protocol, clients, alpha, seed, progress=progress)
     choice = None
     if limits.given():
         speed = batch_speed(generator, dataset, found.shape[1]) if max_seconds is not None else None
@@ -105,26 +106,15 @@ def plan(
         result["estimate"] = estimate_generation(result, generator, dataset)
     if choice:
         result["choice"] = choice.as_json()
-    drawn: list[Path] = []
+    parts = [plan_module.format_table(result, names)]
+    parts += [show_estimate(result["estimate"])] if estimate else []
+    parts += [beta_selection.format_choice(choice)] if choice else []
     if figures:
         from fedeas_flwr.report.plan_figures import draw_plan
 
         drawn = draw_plan(BudgetPath(found, policy, gamma, not printed_rule), result["beta"], figures, choice)
-    print(json.dumps(result) if output == "json" else _as_text(result, names, choice, drawn))
-
-
-def _as_text(result: dict[str, Any], names: Sequence[str], choice: Choice | None, drawn: list[Path]) -> str:
-    from fedeas_flwr.planning import beta_selection
-    from fedeas_flwr.planning import plan as plan_module
-
-    parts = [plan_module.format_table(result, names)]
-    if "estimate" in result:
-        parts.append(show_estimate(result["estimate"]))
-    if choice:
-        parts.append(beta_selection.format_choice(choice))
-    if drawn:
         parts.append(f"Figures:      {', '.join(map(str, drawn))}")
-    return "\n".join(parts)
+    print(json.dumps(result) if output == "json" else "\n".join(parts))
 
 
 def _check_settings(context: typer.Context, policy: str, total: int | None) -> None:
@@ -133,7 +123,7 @@ def _check_settings(context: typer.Context, policy: str, total: int | None) -> N
 
     settings = settings_of(policy, total is not None)
     if total is not None and "total" not in settings:
-        raise ConfigError(f"total = {total}: leave it out, policy {policy} sets its own")
+        raise ConfigError(f"total = {total}: remove the option, since policy {policy} sets its own")
     options = {"beta": "beta", "gamma": "gamma", "strict_mean": "printed_rule"}
     why = "--total sets the number of images" if total is not None else f"policy {policy} has its own"
     if not settings:
@@ -146,7 +136,7 @@ def _check_beta_or_limits(limits: Limits, beta: float | None, grid: str) -> None
     from fedeas_flwr.planning.beta_selection import option
 
     if limits.given() and beta is not None:
-        raise ConfigError(f"beta = {beta:g}: leave it out, the limits choose it")
+        raise ConfigError(f"beta = {beta:g}: remove the option, since the limits choose it")
     if grid and not limits.given():
         names = ", ".join(map(option, vars(limits)))
         raise ConfigError(f"grid = '{grid}': needs a limit to choose by; give one or more of {names}")
@@ -166,9 +156,3 @@ def read_grid(text: str) -> list[float]:
         return [float(word) for word in text.split(",")] if text else []
     except ValueError:
         raise ConfigError(f"grid = '{text}': must be numbers separated by commas, such as 4,8,12,16,20") from None
-
-
-def _partition_counts(dataset: str, protocol: str, clients: int, alpha: float, seed: int) -> IntArray:
-    from fedeas_flwr.planning.run_plan import partition_counts
-
-    return partition_counts(dataset, protocol, clients, alpha, seed, progress=show_tries(Console(stderr=True)))

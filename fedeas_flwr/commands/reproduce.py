@@ -94,7 +94,7 @@ def reproduce(
     choice = choose(what or [], names, scale, numbers, more)
     doing = scale == "smoke" if run is None else run
     if export and not doing:
-        raise ConfigError(f"--export '{export}': leave it out or give --run, without which nothing runs")
+        raise ConfigError(f"--export '{export}': remove the option, or give --run, without which nothing runs")
     # With JSON on stdout, progress goes to stderr.
     console = Console(stderr=output == "json", markup=False)
     results, failed = choice.find(places), False
@@ -140,37 +140,35 @@ def default_jobs(scale: str) -> int:
     return usable_cores() if scale == "smoke" else 1
 
 
-# --------------------------------------------------------------------------------------------------------- the runs
-
-
 def run_missing(
     choice: Choice, results: Results, folder: Path, jobs: int, export: Path | None, console: Console
 ) -> bool:
     """Run what is missing, export each run's record as it ends, and return whether a run failed after all retries."""
     from fedeas_flwr.launch.sweep_jobs import run_sweep
-    from fedeas_flwr.reproduce.missing_runs import (
-        ArchivingWatcher,
-        archive_finished_runs,
-        make_missing_sweep,
-        record_folder,
-    )
+    from fedeas_flwr.reproduce import missing_runs
     from fedeas_flwr.runs.listing import check_export
 
     missing = choice.missing(results)
     if not missing:
-        archive_finished_runs(results, folder, export)
+        missing_runs.archive_finished_runs(results, folder, export)
         return False
-    sweep = make_missing_sweep(choice, missing, folder)
+    sweep = missing_runs.make_missing_sweep(choice, missing, folder)
     sweep.check()
     if export:
         for one in sweep.cells:
-            check_export(one.run, record_folder(export, one.values["cell"], one.config))
+            check_export(one.run, missing_runs.record_folder(export, one.values["cell"], one.config))
     validate_runs(sweep, console)
-    archive_finished_runs(results, folder, export)
-    prepare = partial(prepare_generator, choice.scale, [cell.config.generates for cell in sweep.cells], console)
+    missing_runs.archive_finished_runs(results, folder, export)
+
+    def prepare() -> None:  # train the built-in generator here, where progress is shown, and not inside a run
+        if choice.scale == "smoke" and any(cell.config.generates for cell in sweep.cells):
+            from fedeas_flwr.launch.prepare import ensure_digits_generator
+
+            ensure_digits_generator(console)
+
     try:
         with watching(console) as watcher:
-            failed = run_sweep(sweep, jobs, 1, ArchivingWatcher(watcher, export), prepare)
+            failed = run_sweep(sweep, jobs, 1, missing_runs.ArchivingWatcher(watcher, export), prepare)
     except KeyboardInterrupt:
         raise KeyboardInterrupt(f"stopped; resume with: {shlex.join(['fedeas', *sys.argv[1:]])}") from None
     for cell in failed:
@@ -178,19 +176,8 @@ def run_missing(
     return bool(failed)
 
 
-def prepare_generator(scale: str, generating: Sequence[bool], console: Console) -> None:
-    """Train the built-in generator here, where progress is shown, and not inside the first run that needs it."""
-    if scale == "smoke" and any(generating):
-        from fedeas_flwr.launch.prepare import ensure_digits_generator
-
-        ensure_digits_generator(console)
-
-
 def _warn(text: str) -> None:
     Console(stderr=True).print(text, highlight=False, soft_wrap=True, markup=False)
-
-
-# ------------------------------------------------------------------------------------------------------- the result
 
 
 def show(
@@ -203,9 +190,15 @@ def show(
     output: str,
 ) -> list[Section]:
     """Write the page, print the tables or JSON and what is missing, and return the sections."""
-    from fedeas_flwr.reproduce.page import write_page
     from fedeas_flwr.reproduce.sections import make_sections
-    from fedeas_flwr.reproduce.summary import as_json, make_page, missing_runs_command, print_tables, values_csv
+    from fedeas_flwr.reproduce.summary import (
+        as_json,
+        make_page,
+        missing_runs_command,
+        print_tables,
+        values_csv,
+        write_page,
+    )
 
     fill = partial(missing_runs_command, results.scale, options)
     sections = make_sections(choice, results, folder, fill)
@@ -217,7 +210,7 @@ def show(
     if output == "json":
         print(json.dumps({**record, "folder": str(folder)}, ensure_ascii=False))
     else:
-        print_tables(sections, page.text, console)
+        print_tables(sections, page.text, folder, console)
     if missing := choice.missing(results):
         number = counted(sum(map(len, missing.values())), "run")
         command, hint = fill(words, missing)
@@ -247,7 +240,7 @@ def print_cells(choice: Choice, output: str) -> None:
 
 def write_into(path: Path, scale: str, places: Sequence[Path], more: Mapping[str, Any]) -> None:
     """Write tables between the markers ``<!-- reproduce WORDS -->`` and ``<!-- end -->`` of a document."""
-    from fedeas_flwr.reproduce.summary import filled_document
+    from fedeas_flwr.reproduce.documents import filled_document
 
     if not path.is_file():
         raise ConfigError(f"into = '{path}': no such file")

@@ -48,7 +48,9 @@ def resume(
     """
     changes, own = parse_overrides(overrides or []), {"run-dir": str(folder.absolute()), "resume": True}
     for key in own.keys() & changes.keys():
-        raise ConfigError(f"{key} = {changes[key]!r}: leave it out, `fedeas resume` sets it to continue in {folder}")
+        raise ConfigError(
+            f"{key} = {changes[key]!r}: remove the key, since `fedeas resume` sets it to continue in {folder}"
+        )
     run = RunDirectory(folder.absolute())
     config = parse_config({**run.config().to_user_dict(), **changes, **own})
     if previous:

@@ -47,7 +47,10 @@ def sweep(
     ] = "table",
 ) -> None:
     """Run every combination of the grid's values; run the same command again to finish the remaining runs."""
-    _reject_keys_given_twice(overrides or [], grid or [])
+    swept = parse_grid(grid or [])
+    for key, value in parse_overrides(overrides or []).items():
+        if key in swept:
+            raise ConfigError(f"{key} = {value!r}: remove the key, since --grid sets the values of {key}")
     folder = (out or Path("runs") / f"sweep-{conf.stem}").absolute()
     sweep = make_sweep(read_values(conf, overrides or []), grid or [], folder)
     for cell in sweep.cells:
@@ -73,22 +76,11 @@ def sweep(
         raise typer.Exit(1)
 
 
-def _reject_keys_given_twice(overrides: list[str], grid: list[str]) -> None:
-    """Raise `ConfigError` for a key that is both an override and in the grid."""
-    swept = parse_grid(grid)
-    for key, value in parse_overrides(overrides).items():
-        if key in swept:
-            raise ConfigError(f"{key} = {value!r}: leave it out, --grid sets the values of {key}")
-
-
 def validate_runs(sweep: Sweep, console: Console) -> None:
     """Check all unfinished runs before the first one starts, so that an error does not appear only hours later."""
     from fedeas_flwr.launch.prepare import check_runs  # imports Flower
 
     check_runs([cell.config for cell in sweep.cells if not cell.finished], console)
-
-
-# ------------------------------------------------------------------------------------------ while it runs
 
 
 @contextmanager
@@ -185,9 +177,6 @@ def _progress_line(status: SweepStatus) -> str:
     return f"{states}; about {show_seconds(left)} left" if left else states
 
 
-# --------------------------------------------------------------------------------------------- at the end
-
-
 def print_results(sweep: Sweep, console: Console) -> None:
     """Print mean ± standard deviation over the finished seeds of every grid point."""
     keys = [key for key in sweep.grid if key != "seed"]
@@ -196,9 +185,7 @@ def print_results(sweep: Sweep, console: Console) -> None:
     for point in points([cell.result() for cell in sweep.cells], sweep.grid):
         accuracies = [_mean_and_sd(point[measure]) for measure in ("last_20", "peak")]
         images = point["images"]["mean"]
-        count = (
-            f"{point['finished']}" if point["finished"] == point["runs"] else f"{point['finished']} of {point['runs']}"
-        )
+        count = f"{point['finished']}" + ("" if point["finished"] == point["runs"] else f" of {point['runs']}")
         shown = "-" if images is None else f"{images:,.0f}"
         rows.append((*(str(point[key]) for key in keys), count, *accuracies, shown))
     print_table(console, (*keys, *results), rows, fold=keys, right=results)

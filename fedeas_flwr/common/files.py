@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import glob
+import hashlib
 import os
 import re
 import secrets
@@ -64,6 +65,12 @@ def expanded(path: str | Path, key: str = "") -> Path:
     except RuntimeError:
         named = f"{key} = {str(path)!r}" if key else repr(str(path))
         raise ValueError(f"{named}: its home folder is unknown; give the full path") from None
+
+
+def sha256_of(path: Path) -> str:
+    """Return the SHA-256 of a file's content in hexadecimal."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def existing_part(path: Path) -> Path:

@@ -43,27 +43,17 @@ NO_GATEWAY_FIX = "stop it, write a new folder with fedeas deploy init, and regis
 
 @dataclass(frozen=True)
 class Deployment:
-    """The machines of a federation.
-
-    Attributes
-    ----------
-    hosts
-        Host names or addresses of the server; nodes use the first, the certificate is valid for all.
-    port
-        Port of the gateway, which nodes connect to.
-    superlink_port
-        Port of the SuperLink on the server's loopback, and of an operator's tunnel to it.
-    nodes
-        Number of nodes.
-    install_dir
-        Folder on each machine that holds its copy; systemd requires an absolute path.
-    """
+    """The machines of a federation."""
 
     hosts: tuple[str, ...]
+    """Host names or addresses of the server; nodes use the first, the certificate is valid for all."""
     port: int
+    """Port of the gateway, which nodes connect to."""
     superlink_port: int
+    """Port of the SuperLink on the server's loopback, and of an operator's tunnel to it."""
     nodes: int
     install_dir: str
+    """Folder on each machine that holds its copy; systemd requires an absolute path."""
 
     def __post_init__(self) -> None:
         if not 1 <= self.nodes <= 10_000:

@@ -15,10 +15,7 @@ from fedeas_flwr.launch.superlink import QUIET, is_listening, run_flwr_json
 def register_nodes(deployment: Deployment, folder: Path) -> list[str]:
     """Register the nodes' public keys with the SuperLink; return one line per node. Repeating it is harmless.
 
-    Raises
-    ------
-    RunFailedError
-        If the SuperLink's port cannot be reached from here, or it rejects a key.
+    RunFailedError is raised if the SuperLink cannot be reached from here or rejects a key.
     """
     if not is_listening(deployment.superlink_port):
         raise RunFailedError(

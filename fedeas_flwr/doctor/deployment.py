@@ -74,7 +74,8 @@ def _check_deployment(folder: Path) -> Iterator[Finding]:
     for node in deployment.node_folders(folder):
         yield from check_node(node, None)
         places += [place] if (place := _place(node)) else []
-        if node.joinpath("ca.crt").exists() and not _same(node / "ca.crt", folder / "flwr" / "ca.crt"):
+        copy = node / "ca.crt"
+        if copy.exists() and copy.read_bytes() != (folder / "flwr" / "ca.crt").read_bytes():
             yield problem(node.name, "its ca.crt is from another authority", f"copy flwr/ca.crt to {node.name}/")
     twice = [client for client, times in Counter(place.client for place in places).items() if times > 1]
     if twice:
@@ -140,27 +141,33 @@ def check_node(folder: Path, run: RunConfig | None) -> Iterator[Finding]:
             folder.name, "node.pub does not belong to node.key", "register the matching public key, or restore node.key"
         )
         return
+    node_config = folder / "node-config"
     try:
         place = _read_place(folder, here=run is not None)
         config = place.apply(run or parse_config({}))
-        yield ok(folder.name, f"client {place.client}, {_describe_data(place, run)}")
-    except (ConfigError, ValueError, OSError) as error:
-        other_run = f", or give the config of a run whose dataset is not {run.dataset}" if run is not None else ""
-        yield problem(folder.name, error, f"fix {folder / 'node-config'}{other_run}")
+    except (ValueError, OSError) as error:
+        yield problem(folder.name, error, f"correct {node_config}")
         return
-    if run is not None:
-        yield from check_generator(config)
-        yield from check_gpu(config) if config.device == "cuda" else ()
-        yield from check_engine(config)
-
-
-def _describe_data(place: Node, run: RunConfig | None) -> str:
     if run is None:
         there = ", ".join([*(["data-path"] if place.data_path else []), *place.overrides])
-        return _part(place) + (f"; checked only on its machine: {there}" if there else "")
+        later = f"; checked only on its machine: {there}" if there else ""
+        yield ok(folder.name, f"client {place.client}, {_part(place)}{later}")
+        return
+    try:
+        yield ok(folder.name, f"client {place.client}, {_describe_data(place, config)}")
+    except (ValueError, OSError) as error:
+        other = f"the config of a run whose dataset is not {run.dataset}, or another data-path in {node_config}"
+        yield problem(folder.name, error, f"correct the images in {place.data_path}, give {other}")
+        return
+    yield from check_generator(config)
+    yield from check_gpu(config) if config.device == "cuda" else ()
+    yield from check_engine(config)
+
+
+def _describe_data(place: Node, config: RunConfig) -> str:
     if not place.data_path:
         return _part(place)
-    data = local_data(place.apply(run), place)
+    data = local_data(config, place)
     labels, test = data.train_labels(place.part), len(data.partition.test[place.part])
     classes = f"{len(set(labels.tolist()))} of the {data.num_classes} classes"
     text = f"{_part(place)}: {counted(len(labels), 'image')} of {classes}"
@@ -273,7 +280,3 @@ def _missing(folder: Path, names: tuple[str, ...]) -> list[str]:
 
 def _incomplete(folder: Path, missing: list[str]) -> Finding:
     return problem(folder.name, f"{', '.join(missing)} missing", f"copy {folder.name} again from the deployment")
-
-
-def _same(one: Path, other: Path) -> bool:
-    return one.read_bytes() == other.read_bytes()

@@ -90,9 +90,14 @@ def check_clients(config: RunConfig) -> Iterable[Finding]:
     return [ok("clients", f"{config.clients:,}")]
 
 
-@lru_cache(maxsize=1)
 def _counts(config: RunConfig) -> IntArray:
-    """Return the label counts of every client of a simulation; keep them, since some partitions take long."""
+    """Return the label counts of every client of a simulation."""
+    own = config.dataset.startswith(OWN)  # its files may change under the same path
+    return _cached_counts(config, find_source(config.dataset).origin if own else "")
+
+
+@lru_cache(maxsize=1)  # some partitions take long, and three checks need the counts
+def _cached_counts(config: RunConfig, origin: str) -> IntArray:
     from fedeas_flwr.planning.run_plan import partition_counts
 
     given = config.dataset, config.protocol, config.clients, config.alpha, config.partition_seed
@@ -130,11 +135,11 @@ def check_last_batches(config: RunConfig) -> Iterable[Finding]:
     short = {client: size for client, size in last.items() if 0 < size < SMALL_BATCH}
     if not short:
         return [ok("last batches", f"none of fewer than {SMALL_BATCH} images")]
-    least = min(short, key=lambda client: short[client])
+    smallest = min(short, key=lambda client: short[client])
     text = (
         f"{len(short)} of {counted(config.clients, 'client')} end an epoch with a batch of fewer than {SMALL_BATCH} "
-        f"images, client {least} with {short[least]} of its {samples[least]:,}: with BatchNorm such a step can be "
-        "many times the usual size"
+        f"images, client {smallest} with {short[smallest]} of its {samples[smallest]:,}: with BatchNorm such a step "
+        "can be many times the usual size"
     )
     return [
         note("last batches", text, f"min-batch={SMALL_BATCH} skips these batches; see results/notes/accuracy-drops.md")

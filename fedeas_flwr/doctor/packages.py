@@ -36,12 +36,11 @@ def _of_extra(name: str, extra: str) -> dict[str, SpecifierSet]:
     except metadata.PackageNotFoundError:
         return {}
     found = (Requirement(line) for line in lines)
-    return {r.name: r.specifier for r in found if r.marker and _only_with(r, extra)}
-
-
-def _only_with(required: Requirement, extra: str) -> bool:
-    marker = required.marker
-    return marker is not None and marker.evaluate({"extra": extra}) and not marker.evaluate({"extra": ""})
+    return {
+        r.name: r.specifier
+        for r in found
+        if r.marker and r.marker.evaluate({"extra": extra}) and not r.marker.evaluate({"extra": ""})
+    }
 
 
 def check_python(config: RunConfig) -> Iterable[Finding]:

@@ -30,18 +30,8 @@ def check_bank_size(
 ) -> None:
     """Raise ValueError if a bank has fewer images of a class than a client needs: a client gets no image twice.
 
-    Parameters
-    ----------
-    spec
-        The bank's spec in the run-config.
-    available
-        Number of images in the bank per class.
-    planned
-        Number of images that each client needs, ``[clients, classes]``.
-    classes
-        Names of the classes.
-    request
-        Words of the message before the needed number.
+    ``available`` is the number of images in the bank per class, ``planned`` the number that each client needs,
+    ``[clients, classes]``. ``request`` starts the message's clause on the needed number.
     """
     needed = planned.max(axis=0, initial=0)
     lacking = needed - np.asarray(available)
@@ -57,16 +47,8 @@ def check_bank_size(
 class BankGenerator:
     """Gives each client the bank's images of a class in its own random order, each at most once.
 
-    Two clients may get the same image.
-
-    Parameters
-    ----------
-    where
-        The folder or the ``.npz`` file.
-    classes
-        Names of the dataset's classes, in the order of their labels.
-    image_shape
-        ``(H, W, C)``. Files of another size are resampled with anti-aliasing; arrays must have this shape.
+    Two clients may get the same image. Files of another size than ``image_shape`` are resampled with anti-aliasing;
+    arrays must have this shape.
     """
 
     def __init__(self, where: str | Path, *, classes: Sequence[str], image_shape: tuple[int, int, int]) -> None:

@@ -104,9 +104,8 @@ class ImageCache:
                 part = images[starts[label] : starts[label] + count]
                 there = _read_shards(_class_folder(folder, label), part)
                 missing += (starts[label] + np.flatnonzero(~there)).tolist()
-            step = (
-                _BATCHES_PER_CHUNK * batch_size(generator) if missing else 1
-            )  # reading the batch size may load the generator
+            # Reading the batch size may load the generator.
+            step = _BATCHES_PER_CHUNK * batch_size(generator) if missing else 1
             for first in range(0, len(missing), step):
                 chunk = missing[first : first + step]
                 images[chunk] = sample_checked(generator, [ids[i] for i in chunk])
@@ -114,17 +113,7 @@ class ImageCache:
         return images, labels, len(missing)
 
     def missing(self, generator: Generator, *, seed: int, client: int, wanted: Sequence[int]) -> int:
-        """Return the number of a client's missing images, from the names of the shards.
-
-        Parameters
-        ----------
-        generator, seed, client, wanted
-            See `ensure`.
-
-        Returns
-        -------
-        int
-        """
+        """Return how many of a client's images `ensure` would generate, judged by the names of the shards."""
         return self.missing_in(self.root / self.key(generator, seed), client, check_wanted(wanted, generator))
 
     def missing_in(self, folder: Path, client: int, wanted: Sequence[int]) -> int:
@@ -214,21 +203,7 @@ def _note_use(folder: Path, generator: Generator, seed: int, about: Mapping[str,
 
 
 def check_wanted(wanted: Sequence[int], generator: Generator, name: str = "wanted") -> list[int]:
-    """Return `wanted` as a list of integers, one per class of the generator, or raise ValueError.
-
-    Parameters
-    ----------
-    wanted
-        Number of images per class.
-    generator
-        Generator whose classes are counted.
-    name
-        Name of the argument in the error.
-
-    Returns
-    -------
-    list of int
-    """
+    """Return ``wanted``, the argument ``name``, as one whole number per class of the generator, or raise ValueError."""
     given = np.asarray(wanted)
     whole = given.shape == (generator.num_classes,) and given.dtype.kind in "iuf" and bool((given % 1 == 0).all())
     if not whole or (given < 0).any():
@@ -239,20 +214,7 @@ def check_wanted(wanted: Sequence[int], generator: Generator, name: str = "wante
 
 
 def sample_checked(generator: Generator, samples: Sequence[SampleId]) -> Images:
-    """Generate images; raise ValueError unless they are uint8 and of the expected shape.
-
-    Parameters
-    ----------
-    generator
-        Any generator, also a custom one.
-    samples
-        Identities of the images.
-
-    Returns
-    -------
-    array
-        uint8 ``[len(samples), H, W, C]``.
-    """
+    """Generate images ``[len(samples), H, W, C]``; raise ValueError if a custom generator returns anything else."""
     images = generator.sample(samples)
     expected = (len(samples), *generator.image_shape)
     if not isinstance(images, np.ndarray) or images.dtype != np.uint8 or images.shape != expected:

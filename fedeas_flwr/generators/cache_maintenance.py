@@ -39,17 +39,7 @@ class Entry:
 
 
 def entries(cache: ImageCache) -> list[Entry]:
-    """Return the entries of the cache, the least recently used first.
-
-    Parameters
-    ----------
-    cache
-        The cache to list.
-
-    Returns
-    -------
-    list of Entry
-    """
+    """Return the entries of the cache, the least recently used first."""
     found = []
     for folder in sorted(cache.root.glob("*")) if cache.root.is_dir() else ():
         if not re.fullmatch("[0-9a-f]{64}", folder.name) or folder.is_symlink():
@@ -79,19 +69,9 @@ def _count_images(folder: Path) -> int:
 
 
 def verify(cache: ImageCache) -> tuple[int, list[Path]]:
-    """Check every shard against its checksum; change nothing.
+    """Return the number of shards, and those with a wrong checksum; change nothing.
 
-    Parameters
-    ----------
-    cache
-        The cache to check.
-
-    Returns
-    -------
-    checked : int
-        Number of shards read.
-    damaged : list of Path
-        Shards with a wrong checksum; their images are generated again when next needed.
+    Images of damaged shards are generated again when next needed.
     """
     shards = sorted(cache.root.glob("*/client-*/class-*/[0-9]*-[0-9]*.npy"))
     return len(shards), [path for path in shards if read_shard(path) is None]
@@ -105,25 +85,10 @@ def prune(
     key: str | None = None,
     keep: Collection[str] = (),
 ) -> list[Entry]:
-    """Remove whole entries, the least recently used first; keep those that a process is writing to.
+    """Remove whole entries, the least recently used first, and return them; keep those that a process is writing to.
 
-    Parameters
-    ----------
-    cache
-        The cache to prune.
-    max_bytes
-        Remove entries until at most this many bytes are left.
-    older_than
-        Remove entries not used for this many seconds.
-    key
-        Remove entries whose key starts with this.
-    keep
-        Keys of entries to keep in any case.
-
-    Returns
-    -------
-    list of Entry
-        The removed entries.
+    Removed are entries not used for ``older_than`` seconds, entries whose key starts with ``key``, and as many as leave
+    at most ``max_bytes``. Entries with a key in ``keep`` stay in any case.
     """
     for left in cache.root.glob(".pruned-*"):  # left by a process that died while removing
         shutil.rmtree(left, ignore_errors=True)
@@ -165,23 +130,10 @@ def stored_bytes(image_shape: Sequence[int], rows: Sequence[Sequence[int]]) -> i
 def ensure_space(
     cache: ImageCache, generator: Generator, seed: int, rows: Sequence[Sequence[int]], limit: str
 ) -> list[Entry]:
-    """Make a run's images fit on the disk and under the cache's limit, pruning other entries if necessary.
+    """Make a run's images fit on the disk and under the cache's limit; return the other entries pruned for it.
 
-    Parameters
-    ----------
-    cache
-        Cache of the run's images.
-    generator, seed
-        Generator and seed of the run, whose own entry is never pruned.
-    rows
-        Number of images that each client requests per class.
-    limit
-        Size such as ``20GB``; empty: ``FEDEAS_CACHE_LIMIT``, or no limit.
-
-    Returns
-    -------
-    list of Entry
-        The removed entries.
+    ``rows`` has the number of images per client and class. ``limit`` is a size such as ``20GB``; empty:
+    ``FEDEAS_CACHE_LIMIT``, or no limit.
     """
     lacking = [cache.missing(generator, seed=seed, client=k, wanted=row) for k, row in enumerate(rows)]
     share = sum(lacking) / max(1, sum(map(sum, rows)))

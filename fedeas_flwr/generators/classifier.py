@@ -40,19 +40,7 @@ _MAX_RAW = 20
 
 
 class Classifier:
-    """A classifier of generated images, trained on real ones.
-
-    Parameters
-    ----------
-    dataset
-        Dataset of the train images.
-    model
-        Network whose last layer is ``fc``.
-    device
-        Device of the network.
-    test_accuracy
-        Accuracy on the dataset's test images.
-    """
+    """A classifier of generated images, trained on real ones; the last layer of ``model`` is ``fc``."""
 
     def __init__(self, dataset: Dataset, model: torch.nn.Module, device: str, test_accuracy: float) -> None:
         self.test_accuracy = test_accuracy
@@ -91,18 +79,7 @@ class Classifier:
 def independent_classifier(dataset_name: str, data_dir: str = "", device: str = "cpu") -> Classifier:
     """Return the dataset's classifier, trained on first use and stored in the user's cache.
 
-    Parameters
-    ----------
-    dataset_name
-        ``digits`` (small-cnn, seconds on a CPU), ``cifar10`` or ``cifar100`` (resnet18, minutes on a GPU).
-    data_dir
-        Folder of the dataset.
-    device
-        Device to train and predict on.
-
-    Returns
-    -------
-    Classifier
+    For ``digits`` it is a small-cnn, trained in seconds on a CPU; for CIFAR a resnet18, trained in minutes on a GPU.
     """
     return _independent_classifier(dataset_name, data_dir, find_source(dataset_name, data_dir).origin, device)
 
@@ -171,7 +148,7 @@ def ensure_filtered(
     cache: ImageCache,
     generator: Generator,
     classifier: Classifier,
-    least: float,
+    min_probability: float,
     *,
     seed: int,
     client: int,
@@ -180,32 +157,16 @@ def ensure_filtered(
 ) -> tuple[Images, Labels, int, int]:
     """Return images as `ImageCache.ensure` does, replacing those that the classifier rejects by later ones.
 
-    The cache keeps all of them, so that runs with another threshold, or without one, share them.
-
-    Parameters
-    ----------
-    cache, generator, seed, client, wanted, about
-        See `ImageCache.ensure`.
-    classifier
-        Classifier of the images.
-    least
-        Minimum probability of an image's class.
-
-    Returns
-    -------
-    images, labels : array
-        Exactly `wanted` of each class, by index.
-    made : int
-        Number of images generated in this call, rejected ones included.
-    rejected : int
-        Number of images left out, whose generation counts as well.
+    An image is rejected if its class has less than ``min_probability``. The cache keeps all images, so that runs with
+    another threshold, or without one, share them. The last two values are the number of images generated in this call,
+    rejected ones included, and the number of images rejected, whose generation counts as well.
     """
     raw, made = [int(n) for n in wanted], 0
     while True:
         images, labels, new = cache.ensure(generator, seed=seed, client=client, wanted=raw, about=about)
         made += new
         probabilities, _ = classifier.predict(images)
-        good = probabilities[np.arange(len(labels)), labels] >= least
+        good = probabilities[np.arange(len(labels)), labels] >= min_probability
         lacking = [n - int(good[labels == c].sum()) for c, n in enumerate(wanted)]
         if not any(n > 0 for n in lacking):
             break
@@ -213,7 +174,8 @@ def ensure_filtered(
         for label, (have, n) in enumerate(zip(raw, wanted, strict=True)):
             if have > _MAX_RAW * n + _MAX_RAW:
                 raise ValueError(
-                    f"min-class-agreement = {least:g}: {counted(have - lacking[label], 'image')} of class {label} gave "
-                    f"only {n - lacking[label]} that the classifier accepts; lower it or use a better generator"
+                    f"min-class-agreement = {min_probability:g}: {counted(have - lacking[label], 'image')} of class "
+                    f"{label} gave only {n - lacking[label]} that the classifier accepts; lower it or use a better "
+                    "generator"
                 )
     return images[good], labels[good], made, int((~good).sum())

@@ -82,22 +82,11 @@ def local_images(
     known: str,
     device: str,
 ) -> LocalImages:
-    """Return a client's images and labels; generate the planned images that are not in the cache.
+    """Return a client's images and labels on the device; generate the planned images that are not in the cache.
 
-    Parameters
-    ----------
-    config, data, node
-        Config and data of the run, and the node, which gives the client's id and its part of the data.
-    generate
-        Planned number of images per class.
-    copies
-        Number of the client's own images to repeat per class; empty: none.
-    service
-        Address of the generator service that all clients share; empty: the client opens its own generator.
-    known
-        Fingerprint of the generator of the client's earlier images; empty: there are none.
-    device
-        Device of the returned tensors.
+    ``generate`` and ``copies`` are the numbers of images per class to generate and to repeat; empty copies: none.
+    ``service`` is the address of the generator that all clients share; empty: the client opens its own. ``known`` is
+    the fingerprint of the generator of the client's earlier images; empty: there are none.
     """
     client = node.client
     found = _on_gpu.find(config, data, client, generate)
@@ -137,18 +126,20 @@ def _synthetic(
     config: RunConfig, client: int, wanted: tuple[int, ...], device: str, generator: Generator
 ) -> tuple[Images, Labels, int, int]:
     """Return the client's synthetic images, their labels, and the numbers of newly generated and rejected images."""
-    cache, least, asked = ImageCache(), config.min_class_agreement, requested_images(config, np.array(wanted))
-    ask: dict[str, Any] = {
+    cache, requested = ImageCache(), requested_images(config, np.array(wanted))
+    request: dict[str, Any] = {
         "seed": config.seed,
         "client": client if config.shared_images == "no" else 0,
-        "wanted": asked.tolist(),
+        "wanted": requested.tolist(),
         "about": describe_generator(config),
     }
-    if least == 0:
-        images, labels, made = cache.ensure(generator, **ask)
+    if config.min_class_agreement == 0:
+        images, labels, made = cache.ensure(generator, **request)
         rejected = 0
     else:
         classifier = independent_classifier(config.dataset, config.data_dir, device)
-        images, labels, made, rejected = ensure_filtered(cache, generator, classifier, least, **ask)
-    used = np.concatenate([np.arange(end - n, end) for n, end in zip(wanted, asked.cumsum(), strict=True)])
+        images, labels, made, rejected = ensure_filtered(
+            cache, generator, classifier, config.min_class_agreement, **request
+        )
+    used = np.concatenate([np.arange(end - n, end) for n, end in zip(wanted, requested.cumsum(), strict=True)])
     return images[used], labels[used], made, rejected

@@ -73,21 +73,9 @@ def _checked_labels(labels: npt.ArrayLike, number: int, classes: int) -> Labels:
 
 
 def repeated(labels: Labels, repeat_per_class: Sequence[int], draws: np.random.Generator) -> Labels:
-    """Choose the images to repeat; within a class, their numbers of copies differ by at most one.
+    """Return the indices of the images to repeat, by class; within a class, numbers of copies differ by at most one.
 
-    Parameters
-    ----------
-    labels
-        Labels of the real images, ``[N]``.
-    repeat_per_class
-        Number of copies to add per class, for instance `allocation.oversample` of this client.
-    draws
-        Random generator that chooses the images with one copy more.
-
-    Returns
-    -------
-    array
-        Indices into the images, int64 ``[sum(repeat_per_class)]``, by class.
+    ``draws`` chooses the images with one copy more.
     """
     chosen = [np.zeros(0, dtype=np.int64)]
     for label, copies in enumerate(repeat_per_class):

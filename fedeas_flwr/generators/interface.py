@@ -88,14 +88,7 @@ def images_per_class(generator: Generator) -> list[int] | None:
 class LazyGenerator:
     """A generator of known fingerprint that is opened only when an image must be generated.
 
-    Parameters
-    ----------
-    fingerprint
-        Fingerprint of the generator when it was open.
-    dataset_name
-        Dataset of the classes and the image shape.
-    open_generator
-        Opens the generator; ValueError is raised if its fingerprint differs, since a client's images have one source.
+    ValueError is raised if the opened generator has another fingerprint, since a client's images have one source.
     """
 
     def __init__(self, fingerprint: str, dataset_name: str, open_generator: Callable[[], Generator]) -> None:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fedeas_flwr.common.files import expanded
+from fedeas_flwr.common.files import expanded, sha256_of
 from fedeas_flwr.data.datasets import dataset_info
 from fedeas_flwr.generators.interface import Generator
 
@@ -97,19 +96,7 @@ def open_generator(
 
 
 def open_for_run(config: RunConfig, device: str) -> Generator:
-    """Open the generator that a run-config names.
-
-    Parameters
-    ----------
-    config
-        Config of the run; its values 0 and ``auto`` select the generator's defaults.
-    device
-        ``cpu``, ``cuda`` or ``cuda:N``.
-
-    Returns
-    -------
-    Generator
-    """
+    """Open the generator that a run-config names; its values 0 and ``auto`` select the generator's defaults."""
     with _naming_keys():
         return open_generator(config.generator, config.dataset, **_settings(config), device=device)
 
@@ -117,10 +104,7 @@ def open_for_run(config: RunConfig, device: str) -> Generator:
 def check_for_run(config: RunConfig, device: str) -> None:
     """Raise the errors of `open_for_run` that can be found without reading or training weights.
 
-    Parameters
-    ----------
-    config, device
-        See `open_for_run`. Not for a bank, which is checked by opening it.
+    Not for a bank, which is checked by opening it.
     """
     kind, _, where = config.generator.partition(":")
     if kind == "sd-turbo":
@@ -198,7 +182,7 @@ def hash_input_files(config: RunConfig) -> dict[str, str]:
     for key, path in files.items():
         with suppress(OSError):
             if path is not None and path.is_file():
-                found[key] = _digest(path)
+                found[key] = sha256_of(path)[:16]
     return found
 
 
@@ -220,8 +204,3 @@ def _pretrained_file(weights: str) -> Path | None:
     from fedeas_flwr.training.models import imagenet_file
 
     return imagenet_file() if weights == "imagenet" else expanded(weights, "weights")
-
-
-def _digest(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()[:16]

@@ -21,23 +21,9 @@ _MAX_COMPARED = 2000
 def quality_report(
     dataset: Dataset, classifier: Classifier, images: Images, labels: Labels, inception: Path | None = None
 ) -> dict[str, Any]:
-    """Measure samples against the dataset.
+    """Compare samples with the dataset's train images, and for reference its test images; return plain values.
 
-    Parameters
-    ----------
-    dataset
-        Samples are compared with its train images; its test images give the reference values.
-    classifier
-        Predicts the classes of the samples and computes the features that are compared.
-    images, labels
-        The samples and their classes.
-    inception
-        Weights of torch-fidelity's Inception network; with them FID and KID are measured too.
-
-    Returns
-    -------
-    dict
-        Plain values, ready for JSON.
+    With ``inception``, the weights of torch-fidelity's Inception network, FID and KID are measured too.
     """
     train, test = np.asarray(dataset.x_train), np.asarray(dataset.x_test)
     overall, by_class = agreement(classifier, images, labels)

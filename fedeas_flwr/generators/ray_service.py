@@ -158,29 +158,21 @@ def reserve_generator_gpu(share: float) -> float:
     As many clients as before can train in parallel on a GPU. A lowered share is rounded down to thousandths.
     """
     clients = max(1, int(1 / share + 1e-6))
-    most = (1 - GENERATOR_GPU_FRACTION) / clients
-    if 1000 * most + 1e-9 < 1:
+    max_share = (1 - GENERATOR_GPU_FRACTION) / clients
+    if 1000 * max_share + 1e-9 < 1:
         fits = int(1000 * (1 - GENERATOR_GPU_FRACTION) + 1e-9)
         raise ValueError(
             f"gpu-share = {share:g}: {clients:,} clients and the generator do not fit on one GPU, because a share is "
             f"at least a thousandth; give gpu-share={-(-1000 // fits) / 1000:g} or more, or actors={fits} or fewer"
         )
-    return min(share, int(1000 * most + 1e-9) / 1000)
+    return min(share, int(1000 * max_share + 1e-9) / 1000)
 
 
 # ------------------------------------------------------------------------------------------- the clients
 
 
 class ServiceGenerator:
-    """A client's generator, which requests its images from the service.
-
-    Parameters
-    ----------
-    address
-        From `RunningService.address`; it includes fingerprint and batch size.
-    dataset_name
-        Name of the dataset, which determines the classes and the image shape.
-    """
+    """A client's generator, which gets its images from the service at an address of `RunningService.address`."""
 
     def __init__(self, address: str, dataset_name: str) -> None:
         self._name, self.fingerprint, batch, *self._nodes = address.split(" ")

@@ -19,7 +19,7 @@ import torch
 from numpy.typing import NDArray
 
 from fedeas_flwr.common.devices import one_thread
-from fedeas_flwr.common.files import expanded
+from fedeas_flwr.common.files import expanded, sha256_of
 from fedeas_flwr.common.text import one_line
 from fedeas_flwr.generators.interface import SampleId
 
@@ -31,22 +31,10 @@ _MAX_BATCH = 16
 
 
 class TurboGenerator:
-    """Samples a text-to-image pipeline with one prompt per class.
+    """Samples a text-to-image pipeline with one prompt per class, in float16 on CUDA.
 
-    Parameters
-    ----------
-    where
-        A pipeline's folder; empty: SD-Turbo from the hub, or from its local copy if ``FEDEAS_OFFLINE`` is set.
-    classes
-        Names for the prompts, in the order of the labels.
-    image_shape
-        ``(H, W, C)`` of the downscaled images.
-    batch_size
-        Images per batch, at most 16, since they are large before downscaling.
-    device
-        ``cpu`` or ``cuda``, where the pipeline runs in float16.
-    prompt
-        Prompt with ``{}`` for the class name.
+    ``where`` is a pipeline's folder; empty: SD-Turbo from the hub, or from its local copy if ``FEDEAS_OFFLINE`` is set.
+    ``prompt`` has ``{}`` for the class name. A batch has at most 16 images, since they are large before downscaling.
     """
 
     def __init__(
@@ -71,9 +59,8 @@ class TurboGenerator:
         digest = hashlib.sha256(json.dumps(settings).encode())
         for file in sorted(folder.rglob("*")):
             if file.suffix in (".safetensors", ".json", ".txt"):
-                with file.open("rb") as stream:
-                    digest.update(file.relative_to(folder).as_posix().encode())
-                    digest.update(hashlib.file_digest(stream, "sha256").digest())
+                digest.update(file.relative_to(folder).as_posix().encode())
+                digest.update(bytes.fromhex(sha256_of(file)))
         self.fingerprint = digest.hexdigest()
 
     def sample(self, samples: Sequence[SampleId]) -> NDArray[np.uint8]:
@@ -99,19 +86,9 @@ class TurboGenerator:
 
 
 def downscale(pictures: torch.Tensor, image_shape: tuple[int, int, int]) -> NDArray[np.uint8]:
-    """Downscale images to a dataset's size and channels with anti-aliasing.
+    """Return images ``[N, 3, H, W]`` from 0 to 1 in a dataset's size and channels, as uint8 ``[N, H, W, C]``.
 
-    Parameters
-    ----------
-    pictures
-        ``[N, 3, H, W]`` from 0 to 1.
-    image_shape
-        ``(H, W, C)``; one channel is the luminance.
-
-    Returns
-    -------
-    array
-        uint8 ``[N, H, W, C]``.
+    They are downscaled with anti-aliasing; one channel is the luminance.
     """
     height, width, channels = image_shape
     small = torch.nn.functional.interpolate(

@@ -39,12 +39,8 @@ class _Request:
 class GeneratorService:
     """Holds a generator and serves requests in order of arrival, in full batches.
 
-    Its methods run on one event loop and the generator in one thread: requests queue up during a pass.
-
-    Parameters
-    ----------
-    open_generator
-        Called once, at the first request: an unused service takes no memory.
+    Its methods run on one event loop and the generator in one thread: requests queue up during a pass. The generator is
+    opened at the first request: an unused service takes no memory.
     """
 
     def __init__(self, open_generator: Callable[[], Generator]) -> None:
@@ -140,13 +136,7 @@ def _fail(request: _Request, error: Exception) -> None:
 
 
 class InProcessService:
-    """The service without Ray: a generator whose batches the threads of this process share.
-
-    Parameters
-    ----------
-    generator
-        Used only by this service from now on.
-    """
+    """The service without Ray: a generator whose batches the threads of this process share."""
 
     def __init__(self, generator: Generator) -> None:
         self.fingerprint, self.image_shape = generator.fingerprint, generator.image_shape

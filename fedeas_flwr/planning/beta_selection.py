@@ -58,9 +58,6 @@ def option(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
-# ---------------------------------------------------------------------------------------------- selection
-
-
 @dataclass(frozen=True)
 class Choice:
     """The β that satisfy the limits, the recommended one with its reason, or the contradictions."""
@@ -94,18 +91,8 @@ def choose(path: BudgetPath, limits: Limits, grid: Sequence[float] = (), speed: 
     """Find the β that satisfy the limits and recommend one.
 
     If a limit bounds β from above, the recommended β removes most, since the limits already bound the cost; with
-    ``min_removed`` alone it is the cheapest. Without a grid, values of two significant digits are considered.
-
-    Parameters
-    ----------
-    path : BudgetPath
-        Counts and policy.
-    limits : Limits
-        At least one.
-    grid : sequence of float
-        Allowed values of β; empty: any.
-    speed : GeneratorSpeed, optional
-        Required with ``max_seconds``.
+    ``min_removed`` alone it is the cheapest. Without a grid of allowed values, those of two significant digits are
+    considered. ``max_seconds`` needs the generator's speed.
     """
     if not limits.given():
         raise ValueError(f"no limit: give {', '.join(map(option, vars(limits)))} or several of them")
@@ -121,9 +108,7 @@ def choose(path: BudgetPath, limits: Limits, grid: Sequence[float] = (), speed: 
         return Choice(limits, [], path.end, rows, None, "", _contradictions(path, limits, tops), speed)
     if not grid:
         values = _round_values(windows)
-        fitting = [
-            path.at(beta) for beta in (values if limits.ceilings() else values[:1])
-        ]  # the smallest is the cheapest
+        fitting = [path.at(beta) for beta in (values if limits.ceilings() else values[:1])]  # the smallest is cheapest
     elif not (fitting := [point for point, breaks in rows if not breaks]):
         text = f"grid {', '.join(f'{point.beta:g}' for point, _ in rows)}: no β of it lies in {show(windows, path.end)}"
         return Choice(limits, windows, path.end, rows, None, "", [text], speed)
@@ -206,9 +191,6 @@ def _contradictions(path: BudgetPath, limits: Limits, tops: dict[str, float]) ->
         for name, top in tops.items()
         if top < needed
     ]
-
-
-# ---------------------------------------------------------------------------------------------------- text
 
 
 def describe(point: Point) -> str:

@@ -43,10 +43,7 @@ class Point:
 class BudgetPath:
     """Budgets, images and imbalance as functions of β, for given counts and a policy that fills to a budget.
 
-    Attributes
-    ----------
-    end : float
-        Largest β that is considered, a power of two. The budgets at this β are within the maximum count.
+    The largest β that is considered, ``end``, is a power of two; the budgets there are within the maximum count.
     """
 
     def __init__(
@@ -54,9 +51,8 @@ class BudgetPath:
     ) -> None:
         able = {name: rule for name, rule in POLICIES.items() if isinstance(rule, FillToBudget)}
         if policy not in able:
-            raise ValueError(
-                f"policy={policy!r}: limits and figures need a policy whose total depends on β: {', '.join(able)}"
-            )
+            needed = f"limits and figures need a policy whose total depends on β: {', '.join(able)}"
+            raise ValueError(f"policy={policy!r}: {needed}")
         check_number("gamma", gamma)
         self.counts, self.policy, self.gamma, self.strict_mean = checked_counts(counts), policy, gamma, strict_mean
         self._rule = able[policy]
@@ -92,9 +88,6 @@ class BudgetPath:
                 end /= 2
             else:
                 return end / 2  # half, because rounding may lift a budget at the limit over it
-
-
-# ------------------------------------------------------------------------------------- values of β within a limit
 
 
 def bisect_last_true(holds: Callable[[float], bool], end: float) -> float:

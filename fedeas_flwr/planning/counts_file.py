@@ -73,7 +73,8 @@ def _csv_rows(path: Path, text: str) -> tuple[list[str], list[list[Any]]]:
         raise ValueError(f"{path}: not valid CSV, {error}") from None
     lines = [line for line in lines if any(line)]
     names: list[str] = []
-    if lines and _is_header(lines[0]):
+    # A first line of an empty cell and numbers is no header: a count may be missing.
+    if lines and (lines[0][0].lower() in NAMES_OF_CLIENTS or not any(map(_is_number, lines[0]))):
         names = header = lines.pop(0)
         if lines and len(lines[0]) != len(header):
             raise ValueError(f"{path}: the header has {counted(len(header), 'column')}, the first row {len(lines[0])}")
@@ -81,11 +82,6 @@ def _csv_rows(path: Path, text: str) -> tuple[list[str], list[list[Any]]]:
             names, lines = header[1:], [line[1:] for line in lines]
     # Cells that are not integers stay text; the check of all rows reports them.
     return names, [[int(cell) if re.fullmatch(r"-?[0-9]{1,18}", cell) else cell for cell in line] for line in lines]
-
-
-def _is_header(line: list[str]) -> bool:
-    # An empty cell before numbers may be a missing count.
-    return line[0].lower() in NAMES_OF_CLIENTS or not any(map(_is_number, line))
 
 
 def _is_number(cell: str) -> bool:

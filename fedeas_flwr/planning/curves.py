@@ -17,16 +17,6 @@ MAX_DRAWN_GREEDY_STEPS = 100_000
 CURVE_POINTS = 24
 
 
-@dataclass(frozen=True)
-class Concentration:
-    """Cumulative shares over clients in decreasing order of imbalance."""
-
-    held: FloatArray
-    """Share of the imbalance score."""
-    received: FloatArray
-    """Share of the generated images."""
-
-
 # Fig. 1(a)
 def demand(counts: npt.ArrayLike, generated: IntArray) -> tuple[IntArray, IntArray]:
     """Return the images that each client needs for full balance, and those that it gets."""
@@ -34,11 +24,14 @@ def demand(counts: npt.ArrayLike, generated: IntArray) -> tuple[IntArray, IntArr
 
 
 # Fig. 2(a)
-def concentration(counts: npt.ArrayLike, generated: IntArray) -> Concentration:
-    """Return cumulative shares over clients in decreasing order of their part of the score, p_k ‖q_k − u‖²."""
+def concentration(counts: npt.ArrayLike, generated: IntArray) -> tuple[FloatArray, FloatArray]:
+    """Return the cumulative shares of the imbalance score and of the generated images.
+
+    Clients are in decreasing order of their part of the score, p_k ‖q_k − u‖².
+    """
     held = client_imbalance(counts)
     order = np.argsort(-held, kind="stable")
-    return Concentration(_running_share(held[order]), _running_share(generated.sum(axis=1)[order]))
+    return _running_share(held[order]), _running_share(generated.sum(axis=1)[order])
 
 
 def _running_share(parts: npt.NDArray[np.int64] | FloatArray) -> FloatArray:

@@ -28,24 +28,13 @@ def plan(
     strict_mean: bool = True,
     total: int | None = None,
 ) -> dict[str, Any]:
-    """Return what every client would generate under a policy, and the imbalance before and after.
+    """Return what every client would generate under a policy, and the imbalance before and after, ready for JSON.
 
-    Parameters
-    ----------
-    counts : array_like of int, shape [K, C]
-        Label counts of the clients' training data.
-    dataset, protocol, seed
-        Origin of the counts, stored in the plan; None if they come from a file.
-    policy, beta, gamma, strict_mean, total
-        See `fedeas_flwr.policies.allocate`.
-
-    Returns
-    -------
-    dict
-        Plain Python values, ready for JSON. ``beta`` and ``gamma`` are None if nothing depends on them (see
-        `settings_of`), a client's ``budget`` if the policy has no budgets; ``imbalance.removed`` and
-        ``synthetic_fraction`` are fractions. A policy that repeats images generates nothing; its clients also have
-        ``repeat``, the number of copies per class, and the plan has their sum, ``repeated``.
+    ``dataset``, ``protocol`` and ``seed`` name the origin of the counts, None for a file; the other arguments are those
+    of `fedeas_flwr.policies.allocate`. In the plan, ``beta`` and ``gamma`` are None if nothing depends on them (see
+    `settings_of`), a client's ``budget`` if the policy has no budgets; ``imbalance.removed`` and
+    ``synthetic_fraction`` are fractions. A policy that repeats images generates nothing; its clients also have
+    ``repeat``, the number of copies per class, and the plan has their sum, ``repeated``.
     """
     counts, settings = checked_counts(counts), settings_of(policy, total is not None)
     generate = allocate(counts, policy, beta=beta, gamma=gamma, strict_mean=strict_mean, total=total)
@@ -93,7 +82,8 @@ def format_table(plan: dict[str, Any], names: Sequence[str] = ()) -> str:
     """
     classes = len(plan["clients"][0]["generate"])
     heads = [_head(name) for name in names or map(str, range(classes))]
-    shown = [heads, *_class_by_class(plan)] if classes <= MAX_CLASSES_SHOWN else _summarised(plan)
+    one_by_one = [heads, *([f"{n:,}" if n else "." for n in row] for row in _added(plan))]
+    shown = one_by_one if classes <= MAX_CLASSES_SHOWN else _summarised(plan)
     header = ["client", "samples", "entropy", "budget", "repeat" if "repeated" in plan else "generate", *shown[0]]
     rows = [
         [
@@ -118,13 +108,9 @@ def _added(plan: dict[str, Any]) -> list[list[int]]:
 
 def _head(name: str) -> str:
     """Return a class's column title: a number gets a prefix, since it looks like a count, and a long name is cut."""
-    return (
-        f"c{name}" if name.isdecimal() else name if len(name) <= MAX_HEAD_LENGTH else f"{name[: MAX_HEAD_LENGTH - 1]}…"
-    )
-
-
-def _class_by_class(plan: dict[str, Any]) -> list[list[str]]:
-    return [[f"{n:,}" if n else "." for n in row] for row in _added(plan)]
+    if name.isdecimal():
+        return f"c{name}"
+    return name if len(name) <= MAX_HEAD_LENGTH else f"{name[: MAX_HEAD_LENGTH - 1]}…"
 
 
 def _summarised(plan: dict[str, Any]) -> list[list[str]]:

@@ -48,23 +48,16 @@ def make_document(groups: Sequence[Group], left_out: Sequence[str] = ()) -> Docu
         _accuracy(groups),
         _cost(groups),
         *_classes(groups),
-        *_worst_client(groups),
+        _worst_client(groups),
         allocation_section(groups),
         sample_section(groups),
-        *_gamma_hat(groups),
+        _gamma_hat(groups),
         _time(groups),
         _configuration(groups, left_out),
         _environments(groups),
     ]
-    return Document(_title(groups), _opening(groups), [section for section in sections if section])
-
-
-# ---------------------------------------------------------------------------------------------------------- opening
-
-
-def _title(groups: Sequence[Group]) -> str:
     datasets = ", ".join(dict.fromkeys(short_name(group.config.dataset) for group in groups))
-    return f"FedEAS report: {datasets}"
+    return Document(f"FedEAS report: {datasets}", _opening(groups), [section for section in sections if section])
 
 
 def _opening(groups: Sequence[Group]) -> list[str]:
@@ -90,15 +83,13 @@ def results(groups: Sequence[Group]) -> Table:
 
 def _results(groups: Sequence[Group]) -> Section:
     text = (
-        f"Last-{mean_window(groups)} is the mean test accuracy of {_last_rounds(groups)}; ± is the standard "
-        "deviation over seeds. Gain is in "
-        "percentage points over the group that generates nothing and is otherwise the same; η is the gain per "
-        "1,000 images. Γ̂ measures how much the clients' updates differ in direction (median over rounds; smaller is "
-        "closer). Seconds are the server's wall-clock time of all rounds. – means none, or never. Group names show the "
-        "keys in which groups differ; Configuration lists all of them."
+        f"Last-{mean_window(groups)} is the mean test accuracy of {_last_rounds(groups)}; ± is the standard deviation "
+        "over seeds. Gain is in percentage points over the group that generates nothing and is otherwise the same; η "
+        "is the gain per 1,000 images. Γ̂ measures how much the clients' updates differ in direction (median over "
+        "rounds; smaller is closer). Seconds are the server's wall-clock time of all rounds. – means none, or never. "
+        "Group names show the keys in which groups differ; Configuration lists all of them."
     )
-    notes = [f"{note}." for note in notes_on(groups)]
-    return Section("Results", [text, *notes], [results(groups)])
+    return Section("Results", [text, *(f"{note}." for note in notes_on(groups))], [results(groups)])
 
 
 def _last_rounds(groups: Sequence[Group]) -> str:
@@ -203,24 +194,17 @@ def class_names(group: Group) -> Sequence[str]:
     return names if len(names) == len(group.per_class) else [str(label) for label in range(len(group.per_class))]
 
 
-def _worst_client(groups: Sequence[Group]) -> list[Section]:
+def _worst_client(groups: Sequence[Group]) -> Section | None:
     known = [group for group in groups if group.worst_client]
     if not known:
-        return []
-    caption = "Accuracy of the worst client of each round on its own test images."
+        return None
+    caption, label = "Accuracy of the worst client of each round on its own test images.", "worst client's accuracy (%)"
     rows = [[group.name, group.worst_client.show(100)] for group in known if group.worst_client]
+    table = Table(("", f"last-{mean_window(known)} %"), rows, _styles(known))
     pictures = _picture(
-        "worst-client",
-        caption,
-        lambda axes: draw_measure(axes, known, "worst_client_accuracy", "worst client's accuracy (%)", 100),
+        "worst-client", caption, lambda axes: draw_measure(axes, known, "worst_client_accuracy", label, 100)
     )
-    return [
-        Section(
-            "The worst client",
-            tables=[Table(("", f"last-{mean_window(known)} %"), rows, _styles(known))],
-            pictures=pictures,
-        )
-    ]
+    return Section("The worst client", (), [table], pictures)
 
 
 def allocation_section(groups: Sequence[Group]) -> Section | None:
@@ -237,19 +221,19 @@ def allocation_section(groups: Sequence[Group]) -> Section | None:
 def sample_section(groups: Sequence[Group]) -> Section | None:
     """Return images that the runs trained on, if this machine's cache has them."""
     pictures = [
-        Picture(f"samples-{number}", samples.draw(found), found.caption)
+        Picture(f"samples-{number}", samples.draw_rows(found.rows, samples.IMAGES_PER_CLASS), found.caption)
         for number, found in enumerate(samples.grids_of(groups), 1)
     ]
     return Section("Generated images", pictures=pictures) if pictures else None
 
 
-def _gamma_hat(groups: Sequence[Group]) -> list[Section]:
+def _gamma_hat(groups: Sequence[Group]) -> Section | None:
     known = [group for group in groups if not np.isnan(group.curve("gamma_hat")).all()]
     if not known:
-        return []
+        return None
     caption = "Γ̂ of every round: the dissimilarity of the clients' update directions. 0: all identical."
     pictures = _picture("gamma-hat", caption, lambda axes: draw_measure(axes, known, "gamma_hat", GAMMA_HAT))
-    return [Section("Dissimilarity of client updates", pictures=pictures)]
+    return Section("Dissimilarity of client updates", pictures=pictures)
 
 
 def _time(groups: Sequence[Group]) -> Section:
@@ -267,17 +251,13 @@ def _time(groups: Sequence[Group]) -> Section:
     return Section("Time by phase", (), [Table(("seconds", *names), rows, _styles(groups))], pictures)
 
 
-# ---------------------------------------------------------------------------------------------------- configuration
-
-
 def _configuration(groups: Sequence[Group], left_out: Sequence[str]) -> Section:
     configs = [group.config for group in groups]
     differing = differences(configs)
     rows = [[key, *(str(group_key(config).get(key, NOTHING)) for config in configs)] for key in differing]
     diff = Table(("key", *(group.name for group in groups)), rows)
-    folders = [
-        [group.name, member.run.path.name, str(member.config.seed)] for group in groups for member in group.all_members
-    ]
+    runs = [(group.name, member) for group in groups for member in group.all_members]
+    folders = [[name, member.run.path.name, str(member.config.seed)] for name, member in runs]
     text = ["Keys in which the groups differ; keys of generation do not apply to groups that generate nothing."]
     if not differing:
         text = ["There is only one group, so nothing differs."]

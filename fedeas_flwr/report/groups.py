@@ -272,13 +272,10 @@ def baseline_of(group: Group, groups: Sequence[Group]) -> Group | None:
     if _is_baseline(group.config):
         return None
     fitting = [other for other in _without_images(group, groups) if not _differing_keys(group, other)]
+    seeds, form = group.seeds, group.config.gamma_hat
     return min(
         fitting,
-        key=lambda other: (
-            not _as_far(group, other),
-            other.seeds != group.seeds,
-            other.config.gamma_hat != group.config.gamma_hat,
-        ),
+        key=lambda other: (not _as_far(group, other), other.seeds != seeds, other.config.gamma_hat != form),
         default=None,
     )
 

@@ -13,37 +13,36 @@ from fedeas_flwr.runs.metrics import BACKGROUND_PHASES, WALL_CLOCK
 
 def as_data(groups: Sequence[Group]) -> list[dict[str, Any]]:
     """Return the metrics of the groups as JSON values."""
-    exported = []
-    for group in groups:
-        gain = gain_and_efficiency(group, groups)
-        worst_class = group.worst_class
-        exported.append(
-            {
-                "name": group.name,
-                "runs": [str(member.run.path) for member in group.members],
-                "seeds": group.seeds,
-                "rounds": [len(member.rounds) for member in group.members],
-                "unfinished": _unfinished(group),
-                "missing_replies": [member.summary["failures"] for member in group.members],
-                "last_20": _spread_dict(group.spread("last_20")),
-                "peak": _spread_dict(group.spread("peak")),
-                "images": group.images,
-                "gain_points": gain[0] if gain else None,
-                "eta": gain[1] if gain else None,
-                "never_took_part": [member.never_took_part for member in group.members],
-                "no_gain": why_no_gain(group, groups),
-                "gamma_hat": _spread_dict(group.spread("gamma_hat")),
-                "threshold": group.config.threshold,
-                "rounds_to_threshold": [member.summary["rounds_to_threshold"] for member in group.members],
-                "per_class_accuracy": None if group.per_class is None else _nan_to_none(group.per_class),
-                "worst_class": None if worst_class is None else {"class": worst_class[0], "accuracy": worst_class[1]},
-                "worst_client_accuracy": _spread_dict(group.worst_client),
-                "seconds": {phase: group.seconds(phase) for phase in (*WALL_CLOCK, *BACKGROUND_PHASES, *CLIENT_WORK)},
-                "config": group.config.to_user_dict(),
-                "environments": [member.run.environment() for member in group.members],
-            }
-        )
-    return exported
+    return [_group_data(group, groups) for group in groups]
+
+
+def _group_data(group: Group, groups: Sequence[Group]) -> dict[str, Any]:
+    gain = gain_and_efficiency(group, groups)
+    worst_class = group.worst_class
+    return {
+        "name": group.name,
+        "runs": [str(member.run.path) for member in group.members],
+        "seeds": group.seeds,
+        "rounds": [len(member.rounds) for member in group.members],
+        "unfinished": _unfinished(group),
+        "missing_replies": [member.summary["failures"] for member in group.members],
+        "last_20": _spread_dict(group.spread("last_20")),
+        "peak": _spread_dict(group.spread("peak")),
+        "images": group.images,
+        "gain_points": gain[0] if gain else None,
+        "eta": gain[1] if gain else None,
+        "never_took_part": [member.never_took_part for member in group.members],
+        "no_gain": why_no_gain(group, groups),
+        "gamma_hat": _spread_dict(group.spread("gamma_hat")),
+        "threshold": group.config.threshold,
+        "rounds_to_threshold": [member.summary["rounds_to_threshold"] for member in group.members],
+        "per_class_accuracy": None if group.per_class is None else _nan_to_none(group.per_class),
+        "worst_class": None if worst_class is None else {"class": worst_class[0], "accuracy": worst_class[1]},
+        "worst_client_accuracy": _spread_dict(group.worst_client),
+        "seconds": {phase: group.seconds(phase) for phase in (*WALL_CLOCK, *BACKGROUND_PHASES, *CLIENT_WORK)},
+        "config": group.config.to_user_dict(),
+        "environments": [member.run.environment() for member in group.members],
+    }
 
 
 def _unfinished(group: Group) -> list[dict[str, Any]]:

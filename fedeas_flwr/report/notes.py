@@ -45,9 +45,8 @@ def missing_reply_notes(groups: Sequence[Group]) -> list[str]:
 
 def no_gain_notes(groups: Sequence[Group]) -> list[str]:
     """Return a line for each reason why groups have no gain."""
-    return _group_by_reason(
-        "No gain", [(reason, group.name) for group in groups if (reason := why_no_gain(group, groups))]
-    )
+    reasons = [(reason, group.name) for group in groups if (reason := why_no_gain(group, groups))]
+    return _group_by_reason("No gain", reasons)
 
 
 def seed_notes(groups: Sequence[Group]) -> list[str]:
@@ -63,15 +62,13 @@ def seed_notes(groups: Sequence[Group]) -> list[str]:
 
 def absence_notes(groups: Sequence[Group]) -> list[str]:
     """Return lines on clients that a run never sampled, whose planned images were not generated."""
-    generating = [group for group in groups if group.config.generates]
-    found = [(group, member) for group in generating for member in group.members if member.never_took_part]
-    return _group_by_reason(
-        "Images",
-        [
-            (_absence_reason(member.never_took_part, member.config.clients), f"{group.name}, seed {member.config.seed}")
-            for group, member in found
-        ],
-    )
+    runs = [(group.name, run) for group in groups if group.config.generates for run in group.members]
+    reasons = [
+        (_absence_reason(run.never_took_part, run.config.clients), f"{name}, seed {run.config.seed}")
+        for name, run in runs
+        if run.never_took_part
+    ]
+    return _group_by_reason("Images", reasons)
 
 
 def _absence_reason(absent: Sequence[int], clients: int) -> str:
@@ -95,8 +92,7 @@ def _group_by_reason(what: str, reasons: Sequence[tuple[str, str]]) -> list[str]
     names: dict[str, list[str]] = {}
     for reason, name in reasons:
         names.setdefault(reason, []).append(name)
-    return [f"{what} of {_listed(found)}: {reason}" for reason, found in names.items()]
-
-
-def _listed(names: Sequence[str]) -> str:
-    return ("; " if any("," in name for name in names) else ", ").join(names)
+    joined = {
+        reason: ("; " if any("," in name for name in found) else ", ").join(found) for reason, found in names.items()
+    }
+    return [f"{what} of {listed}: {reason}" for reason, listed in joined.items()]

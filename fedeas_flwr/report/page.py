@@ -11,7 +11,7 @@ import html
 import io
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -104,7 +104,7 @@ class Document:
 
     title: str
     text: Sequence[str]
-    sections: Sequence[Section] = field(default_factory=tuple)
+    sections: Sequence[Section] = ()
 
 
 # ------------------------------------------------------------------------------------------------------------- HTML

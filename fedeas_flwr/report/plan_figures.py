@@ -19,7 +19,7 @@ from fedeas_flwr.common.files import atomic_write
 from fedeas_flwr.planning import curves
 from fedeas_flwr.planning.beta_selection import Choice, option, show
 from fedeas_flwr.planning.budget_path import BudgetPath
-from fedeas_flwr.report.style import COLOURS, INK, LABELS, legend_above, tidy
+from fedeas_flwr.report.style import COLOURS, INK, LABELS, annotate, legend_above, tidy
 
 PATH_POINTS = 240
 MAX_BARS_NAMED = 30
@@ -27,18 +27,9 @@ REMOVED = "imbalance removed, 1 − I(B) / I(0)"
 
 
 def draw_plan(path: BudgetPath, beta: float, folder: Path, choice: Choice | None = None) -> list[Path]:
-    """Draw the effect of a β on given counts, and return the written files.
+    """Draw the effect of the plan's β as demand, concentration, reduction and beta-selection.png; return the files.
 
-    Parameters
-    ----------
-    path : BudgetPath
-        The counts and the rule.
-    beta : float
-        The β of the plan.
-    folder : Path
-        Folder for ``demand.png``, ``concentration.png``, ``reduction.png`` and ``beta-selection.png``.
-    choice : Choice, optional
-        How β was chosen; its limits and window are drawn, and its grid is marked.
+    Of a choice of β, the limits and the window are drawn and the grid is marked.
     """
     drawn = plan_figures(path, beta, choice)
     for name, figure in drawn.items():
@@ -84,8 +75,7 @@ def draw_demand(axes: Axes, path: BudgetPath, generated: IntArray, beta: float) 
         axes.set_xticks(clients)
     else:
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    tidy(axes)
-    axes.grid(visible=False, axis="x")
+    tidy(axes, grid="y")
     axes.margins(x=0.01)
     legend_above(axes)
 
@@ -93,19 +83,18 @@ def draw_demand(axes: Axes, path: BudgetPath, generated: IntArray, beta: float) 
 # Fig. 2(a)
 def draw_concentration(axes: Axes, path: BudgetPath, generated: IntArray, beta: float) -> None:
     """Draw the cumulative shares of imbalance and budget, most imbalanced clients first."""
-    shares = curves.concentration(path.counts, generated)
-    clients = np.arange(len(shares.held))
-    axes.plot(clients, shares.held, "-o", ms=4, color=INK, label="imbalance score held")
+    held, received = curves.concentration(path.counts, generated)
+    clients = np.arange(len(held))
+    axes.plot(clients, held, "-o", ms=4, color=INK, label="imbalance score held")
     name = f"{_name(path.policy)} budget received (β = {beta:g})"
-    axes.plot(clients, shares.received, "-s", ms=4, color=_colour(path.policy), label=name)
+    axes.plot(clients, received, "-s", ms=4, color=_colour(path.policy), label=name)
     quarter = max(1, len(path.counts) // 4)
     axes.axvline(quarter, color=INK, ls=":", lw=1)
-    held, received = shares.held[quarter], shares.received[quarter]
     who = f"the {quarter} most imbalanced" if quarter > 1 else "the most imbalanced"
-    text = f"{who}:\n{held:.1%} of the score, {received:.1%} of the budget"
+    text = f"{who}:\n{held[quarter]:.1%} of the score, {received[quarter]:.1%} of the budget"
     if quarter < len(path.counts):  # otherwise it is 100 %
-        place = (quarter, min(held, received))
-        axes.annotate(text, place, (10, -34), textcoords="offset points", fontsize=9, color=INK)
+        place = (quarter, min(held[quarter], received[quarter]))
+        annotate(axes, text, place, (10, -34), fontsize=9, color=INK)
     axes.set(xlabel="clients, most imbalanced first", ylabel="cumulative share", ylim=(0, 1.03))
     axes.set_xlim(0, len(path.counts))
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
@@ -156,13 +145,13 @@ def _draw_gap(axes: Axes, found: curves.Reduction, policy: str, i: int) -> None:
         return
     axes.annotate("", (images, high), (images, low), arrowprops={"arrowstyle": "<->", "color": INK})
     text = f"+{100 * (high - low):.1f} points\nat {images:,}"
-    axes.annotate(text, (images, low), (4, -9), textcoords="offset points", fontsize=9, va="top", color=INK)
+    annotate(axes, text, (images, low), (4, -9), fontsize=9, va="top", color=INK)
 
 
 def _name_beta(axes: Axes, beta: float, point: tuple[float, float], bold: bool) -> Annotation:
     """Label β above and to the left of the highest curve: all curves rise, so it overlaps none."""
     style: dict[str, Any] = {"ha": "right", "fontsize": 9, "color": INK, "fontweight": "bold" if bold else "normal"}
-    text = axes.annotate(f"β = {beta:g}", point, (-8, 10), textcoords="offset points", zorder=5, **style)
+    text = annotate(axes, f"β = {beta:g}", point, (-8, 10), zorder=5, **style)
     text.set_path_effects([withStroke(linewidth=3, foreground="white")])  # readable on top of a line
     return text
 
@@ -184,16 +173,10 @@ def draw_selection(axes: Axes, path: BudgetPath, betas: list[float], beta: float
     colour = _colour(path.policy)
     last = max([*betas, beta])
     line = [path.at(float(b)) for b in np.linspace(0, 1.08 * last, PATH_POINTS)]
-    axes.plot(
-        [p.synthetic for p in line],
-        [p.removed for p in line],
-        color=colour,
-        lw=1.8,
-        label=f"{_name(path.policy)}, increasing β",
-    )
-    right, top = 1.04 * line[-1].synthetic, 1.1 * max(p.removed for p in line)
-    axes.set_xlim(0, right or 1)
-    axes.set_ylim(0, top or 1)
+    shares, removed = [p.synthetic for p in line], [p.removed for p in line]
+    axes.plot(shares, removed, color=colour, lw=1.8, label=f"{_name(path.policy)}, increasing β")
+    axes.set_xlim(0, 1.04 * shares[-1] or 1)
+    axes.set_ylim(0, 1.1 * max(removed) or 1)
     if choice:
         _draw_limits(axes, path, choice)
     names = []
@@ -217,36 +200,16 @@ def _draw_limits(axes: Axes, path: BudgetPath, choice: Choice) -> None:
     ceiling = right
     if choice.limits.min_removed is not None:
         axes.axhline(least, color=INK, ls="--", lw=1)
-        axes.annotate(
-            f"{option('min_removed')} {least:g}",
-            (right, least),
-            (-4, 4),
-            textcoords="offset points",
-            ha="right",
-            fontsize=8.5,
-        )
+        annotate(axes, f"{option('min_removed')} {least:g}", (right, least), (-4, 4), ha="right", fontsize=8.5)
     for name in choice.limits.ceilings():
         share = _as_synthetic_share(path, choice, name)
         ceiling = min(ceiling, share)
         if share < right:
             axes.axvline(share, color=INK, ls="--", lw=1)
-            axes.annotate(
-                f"{option(name)} {choice.limits.given()[name]:.12g}",
-                (share, 0),
-                (4, 5),
-                textcoords="offset points",
-                rotation=90,
-                fontsize=8.5,
-            )
-    axes.fill_between(
-        [0, ceiling],
-        least,
-        top,
-        color=COLOURS["full-balance"],
-        alpha=0.18,
-        lw=0,
-        label=show(choice.windows, choice.end),
-    )
+            text = f"{option(name)} {choice.limits.given()[name]:.12g}"
+            annotate(axes, text, (share, 0), (4, 5), rotation=90, fontsize=8.5)
+    colour, allowed = COLOURS["full-balance"], show(choice.windows, choice.end)
+    axes.fill_between([0, ceiling], least, top, color=colour, alpha=0.18, lw=0, label=allowed)
 
 
 def _as_synthetic_share(path: BudgetPath, choice: Choice, name: str) -> float:

@@ -48,17 +48,15 @@ def draw_accuracy(axes: Axes, groups: Sequence[Group]) -> None:
     within(axes, 100)
 
 
-def draw_measure(
-    axes: Axes, groups: Sequence[Group], measure: str, label: str, scale: float = 1.0, most: float = 1.0
-) -> None:
-    """Draw a metric of the rounds between 0 and ``most``, for the groups that have it."""
+def draw_measure(axes: Axes, groups: Sequence[Group], measure: str, label: str, scale: float = 1.0) -> None:
+    """Draw a metric of the rounds between 0 and ``scale``, for the groups that have it."""
     for group in groups:
         curve = scale * group.curve(measure)
         if not np.isnan(curve).all():
             _draw_curve(axes, curve, group.style, 1.6, group.name)
     axes.set(xlabel="round", ylabel=label)
     _rounds_axis(axes)
-    within(axes, scale * most)
+    within(axes, scale)
 
 
 def _draw_curve(axes: Axes, curve: FloatArray, style: LineStyle, width: float, label: str) -> None:
@@ -73,9 +71,8 @@ def _draw_curve(axes: Axes, curve: FloatArray, style: LineStyle, width: float, l
     if several.any():
         spread = np.zeros_like(mean)
         spread[several] = np.nanstd(curve[:, known[several]], axis=0, ddof=1)
-        axes.fill_between(
-            rounds, mean - spread, mean + spread, where=several.tolist(), color=style.colour, alpha=0.15, lw=0
-        )
+        band, where = (mean - spread, mean + spread), several.tolist()
+        axes.fill_between(rounds, *band, where=where, color=style.colour, alpha=0.15, lw=0)
 
 
 def _rounds_axis(axes: Axes) -> None:
@@ -100,17 +97,12 @@ def draw_classes(axes: Axes, groups: Sequence[Group], classes: Sequence[str], ba
     else:
         for group in known:
             assert group.per_class is not None
-            axes.plot(
-                places, 100 * group.per_class[order], color=group.colour, ls=group.style.line, lw=1.3, label=group.name
-            )
+            values, line = 100 * group.per_class[order], group.style.line
+            axes.plot(places, values, color=group.colour, ls=line, lw=1.3, label=group.name)
         axes.set_xticks([])
-    first = (baseline or known[0]).name
-    axes.set(
-        xlabel=textwrap.fill(f"class, worst first for: {first}", 95, break_on_hyphens=False),
-        ylabel=f"accuracy (%), last {counted(mean_window(known), 'round')}",
-    )
-    tidy(axes)
-    axes.grid(visible=False, axis="x")
+    label = textwrap.fill(f"class, worst first for: {(baseline or known[0]).name}", 95, break_on_hyphens=False)
+    axes.set(xlabel=label, ylabel=f"accuracy (%), last {counted(mean_window(known), 'round')}")
+    tidy(axes, grid="y")
     within(axes, 100)
 
 
@@ -134,9 +126,8 @@ def draw_cost(axes: Axes, groups: Sequence[Group]) -> None:
         score = group.spread("last_20")
         assert score is not None
         spread, marker = None if score.sd is None else 100 * score.sd, group.style.marker
-        axes.errorbar(
-            group.images, 100 * score.mean, spread, fmt=marker, ms=9, capsize=4, color=group.colour, label=group.name
-        )
+        style: dict[str, Any] = {"ms": 9, "capsize": 4, "color": group.colour, "label": group.name}
+        axes.errorbar(group.images, 100 * score.mean, spread, fmt=marker, **style)
         if len(score.values) > 1:
             images = [member.summary["total_generated"] for member in group.members]
             axes.plot(images, [100 * v for v in score.values], marker, ms=4, mfc="none", color=group.colour, alpha=0.7)
@@ -161,8 +152,7 @@ def draw_seconds(axes: Axes, groups: Sequence[Group]) -> None:
     axes.invert_yaxis()
     axes.xaxis.set_major_formatter(StrMethodFormatter("{x:,g}"))
     axes.set(xlabel="seconds; upper bar: wall-clock time, lower bar: summed work of the clients")
-    tidy(axes)
-    axes.grid(visible=False, axis="y")
+    tidy(axes, grid="x")
 
 
 def draw_heat_map(

@@ -41,18 +41,15 @@ def grids_of(groups: Sequence[Group]) -> list[SampleGrid]:
         if not group.config.generates or about in found:
             continue
         for member in group.members:
-            rows = _rows(member.config)
-            if rows:
-                title = f"Generator {_name(member.config)}, seed {member.config.seed}"
-                found[about] = SampleGrid(title, rows)
+            if rows := _rows(member.config):
+                found[about] = SampleGrid(f"Generator {_name(member.config)}, seed {member.config.seed}", rows)
                 break
     return list(found.values())
 
 
 def _rows(config: RunConfig) -> list[tuple[str, npt.NDArray[np.uint8]]]:
     cache = ImageCache()
-    folder = cache.find(describe_generator(config), config.seed)
-    if folder is None:
+    if (folder := cache.find(describe_generator(config), config.seed)) is None:
         return []
     try:
         names = dataset_info(config.dataset).classes
@@ -66,11 +63,6 @@ def _rows(config: RunConfig) -> list[tuple[str, npt.NDArray[np.uint8]]]:
 def _name(config: RunConfig) -> str:
     words = [] if config.generator.startswith(("bank:", "sd-turbo")) else [config.sampler]
     return ", ".join([config.generator.rstrip("/").rsplit("/", 1)[-1], *words])
-
-
-def draw(grid: SampleGrid) -> Figure:
-    """Draw a grid, one row per class."""
-    return draw_rows(grid.rows, IMAGES_PER_CLASS)
 
 
 def draw_rows(rows: Sequence[tuple[str, npt.NDArray[np.uint8]]], columns: int) -> Figure:

@@ -6,11 +6,12 @@ import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import ceil
-from typing import Any
+from typing import Any, Literal
 
 import matplotlib
 import numpy as np
 from matplotlib.axes import Axes
+from matplotlib.text import Annotation
 
 matplotlib.use("Agg")
 
@@ -68,38 +69,37 @@ def assign_styles(policies: Sequence[str]) -> list[LineStyle]:
         colour, line = next(free, (INK, ":"))
         used = {style.marker for style in found if style.colour == colour}
         turned = MARKERS[number % len(MARKERS) :] + MARKERS
-        found.append(
-            LineStyle(
-                colour, line, next(marker for marker in turned if len(used) == len(MARKERS) or marker not in used)
-            )
-        )
+        marker = next(marker for marker in turned if len(used) == len(MARKERS) or marker not in used)
+        found.append(LineStyle(colour, line, marker))
     return found
 
 
-def within(axes: Axes, most: float | None = None) -> None:
+def within(axes: Axes, most: float) -> None:
     """Limit the y axis to the range from 0 to ``most``; markers on its edge are not clipped."""
     low, high = axes.get_ylim()
-    axes.set_ylim(max(0.0, low), high if most is None else min(most, high))
+    axes.set_ylim(max(0.0, low), min(most, high))
     for line in axes.lines:
         line.set_clip_on(line.get_marker() in ("None", "_", "|"))
 
 
-def tidy(axes: Axes) -> None:
+def tidy(axes: Axes, grid: Literal["both", "x", "y"] = "both") -> None:
     """Show a light grid and hide the top and right borders."""
-    axes.grid(alpha=0.25)
+    axes.grid(alpha=0.25, axis=grid)
     axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)
 
 
+def annotate(
+    axes: Axes, text: str, point: tuple[float, float], offset: tuple[float, float], **style: Any
+) -> Annotation:
+    """Write a text at an offset, in typographic points, from a point of the axes."""
+    return axes.annotate(text, point, offset, textcoords="offset points", **style)
+
+
 def legend_above(axes: Axes, title: str = "") -> float:
-    """Draw the legend above the axes, where it covers nothing, in as many columns as fit.
+    """Draw the legend above the axes, where it covers nothing, and return its height in inches.
 
-    A title at the left moves up.
-
-    Returns
-    -------
-    float
-        The legend's height in inches.
+    It has as many columns as fit. A title at the left moves up.
     """
     figure = axes.get_figure(root=True)
     assert figure is not None  # axes always belong to a figure

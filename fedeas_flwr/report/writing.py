@@ -30,10 +30,7 @@ def write_report(
 ) -> list[Path]:
     """Write a report as one page, as a folder with report.md and every picture as SVG and PNG, or both.
 
-    Returns
-    -------
-    list of Path
-        The files to open.
+    Return the files to open.
     """
     if page is None and folder is None:
         return []

@@ -7,15 +7,13 @@ cells.py             the cells of its tables (a column and a method each) and th
 results.py           the runs of each cell, found by their configs, and their measurements
 paper_comparison.py  a number of the paper next to ours, and the format of both
 tables.py            the paper's tables
-extra_tables.py      the numbers in its text, and comparisons that the paper does not have
+extra_tables.py      the numbers in its text, comparisons that the paper does not have, and recorded sweeps
 claims.py            the paper's comparisons as claims, each with our difference and a verdict
 drops.py             rounds whose accuracy drops, counted over all runs
-sweep_tables.py      recorded sweeps over partitions
 figures.py           the paper's figures
 items.py             every table and figure by name, and the cells it needs
 sections.py          the sections of the page: one per table or figure, each with its missing runs
-page.py              the sections as one page in Markdown and HTML, and tables inserted into another document
-inline_numbers.py    numbers inside the sentences of another document
-summary.py           the head of the page, JSON, CSV, terminal output, and writing of filled documents
+summary.py           the sections as one page, JSON, CSV and terminal output
+documents.py         tables and numbers inserted into another document
 missing_runs.py      runs the missing cells as a sweep, and exports their records
 """

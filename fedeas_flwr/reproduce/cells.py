@@ -1,4 +1,4 @@
-"""Every cell of the paper's tables and of ours: a column, a method, and the run-config they mean.
+"""Every cell of the paper's tables and of ours: a column, a method, and the run-config of the two.
 
 A cell's name is ``COLUMN/METHOD``, such as ``c10-k100-a0.1/fedeas``. At scale ``full`` it is the paper's experiment; at
 scale ``smoke`` the same cell takes a few seconds on the built-in digits.
@@ -10,7 +10,7 @@ import fnmatch
 import itertools
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
 
@@ -22,14 +22,14 @@ from fedeas_flwr.reproduce.paper import COLUMNS, LAST_20, at
 
 SCALES = ("smoke", "full")
 DEFAULT_COLUMN = "c10-k100-a0.1"
-"""Column of several seeds, protocol `clean`, the alternatives without a generator, and other rules."""
+"""Column with several seeds, and with our tables on leakage, on training without a generator and on other rules."""
 BETA_SWEEP_COLUMN = "c10-k20-a0.1"
 """Column of the paper's β sweep, ablation, Γ̂ table and figures."""
 BETAS = (4, 8, 12, 16, 20)
 
 Keys = dict[str, Any]
 Variants = Mapping[str, Mapping[str, Sequence[str]]]
-"""Column → method → the ends of the names of its variants."""
+"""Column → method → its variants, each the suffix of a name in `VARIANTS`."""
 
 # As conf/cifar10-k20.toml and conf/cifar10-k100.toml
 FULL: Keys = {
@@ -59,8 +59,8 @@ SMOKE: Keys = {
 }
 SMOKE_CLIENTS = {20: 6, 100: 10}
 SMOKE_BETA = 1 / 3
-"""Factor on the paper's β at smoke scale, where clients hold fewer images: 12 becomes 4, which satisfies the paper's
-two conditions there."""
+"""Factor on the paper's β at smoke scale, where clients hold fewer images; β = 4, not 12, satisfies the paper's two
+conditions there."""
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ class Column:
     alpha: float
 
     def title(self, scale: str) -> str:
-        """Return the column's head; at smoke scale, the column that it stands in for."""
+        """Return the column's head; at smoke scale, it names the column of the paper that the digits replace."""
         name = f"{_DATASETS[self.dataset]}, K = {self.clients}, α = {self.alpha:g}"
         return name if scale == "full" else f"for {name}"
 
@@ -92,13 +92,7 @@ _DATASETS = {"cifar10": "CIFAR-10", "cifar100": "CIFAR-100"}
 
 
 def column(name: str) -> Column:
-    """Return the column of a name.
-
-    Raises
-    ------
-    ConfigError
-        One line that names the columns.
-    """
+    """Return the column of a name, or raise `ConfigError`."""
     if name not in COLUMNS:
         raise ConfigError(f"column '{name}': must be one of {', '.join(COLUMNS)}")
     dataset, clients, alpha = name.split("-")
@@ -107,110 +101,102 @@ def column(name: str) -> Column:
 
 @dataclass(frozen=True)
 class Method:
-    """A row of a table: the strategy, the policy and other keys."""
+    """A row of a table: the strategy, the policy and other keys.
+
+    With an exponent ``gamma`` of its own, β is chosen so that the rule spends FedEAS's total.
+    """
 
     name: str
     label: str
-    keys: tuple[tuple[str, Any], ...]
-    gamma: float = 0.5
-    """Exponent of the rule; where it is not the paper's, β is chosen so that the rule spends FedEAS's total."""
+    keys: Keys = field(hash=False)
 
 
 def _method(name: str, label: str, **keys: Any) -> Method:
-    return Method(name, label, tuple((key.replace("_", "-"), value) for key, value in keys.items()))
+    return Method(name, label, {key.replace("_", "-"): value for key, value in keys.items()})
 
 
-def _methods() -> dict[str, Method]:
-    plain = {"policy": "none"}
-    found = [
-        _method("fedavg", "FedAvg", **plain),
-        _method("fedprox", "FedProx", **plain, strategy="fedprox"),
-        _method("scaffold", "SCAFFOLD", **plain, strategy="scaffold"),
-        _method("moon", "MOON", **plain, strategy="moon"),
-        _method("fedgen", "FedGen", **plain, strategy="fedgen", disclose_label_counts=True),
-        # The supplement, Section D, has FedMix "following the original CIFAR-10 setup" in all columns: λ = 0.05 on
-        # CIFAR-100 too, where FedMix's authors use 0.1.
-        _method("fedmix", "FedMix", **plain, strategy="fedmix", disclose_mean_images=True, fedmix_lambda=0.05),
-        _method("uniform", "Uniform", policy="uniform"),
-        _method("missing-only", "Missing-only", policy="missing-only"),
-        _method("full-balance", "Full-Balance", policy="full-balance"),
-        _method("fedeas", "FedEAS", policy="fedeas"),
-        *(
-            _method(f"{name}-b{beta}", label, policy=name, beta=float(beta))
-            for name, label in (("fedeas", "FedEAS"), ("uniform", "Uniform"))
-            for beta in BETAS
-            if beta != FULL["beta"]
-        ),
-        # These β give the totals of the paper's ablation; its text names others.
-        _method("without-entropy", "w/o entropy", policy="without-entropy", beta=6.0),
-        _method("linear", "Linear rule", policy="linear", beta=0.6),
-        _method("fedeas+scaffold", "FedEAS + SCAFFOLD", policy="fedeas", strategy="scaffold"),
-        _method("fedeas-sd-turbo", "FedEAS, SD-Turbo's images", policy="fedeas", generator="sd-turbo"),
-        _method("uniform-sd-turbo", "Uniform, SD-Turbo's images", policy="uniform", generator="sd-turbo"),
-        _method("oversample", "Oversampling", policy="oversample"),
-        _method("class-weighted", "Class-weighted loss", **plain, loss="class-weighted"),
-        _method("logit-adjusted", "Logit-adjusted loss", **plain, loss="logit-adjusted"),
-        _method("flip-crop", "Flips and crops", **plain, views="flip-crop"),
-        _method("fedeas+logit-adjusted", "FedEAS, logit-adjusted loss", policy="fedeas", loss="logit-adjusted"),
-        _method("waterfill", "Waterfill", policy="waterfill"),
-        *(
-            Method(f"fedeas-g{gamma:g}", f"FedEAS, γ = {gamma:g}", (("policy", "fedeas"),), gamma)
-            for gamma in (0.25, 0.75, 1.0)
-        ),
-    ]
-    clean = [
-        Method(f"{method.name}-clean", f"{method.label}, protocol clean", (*method.keys, ("protocol", "clean")))
-        for method in found
-        if method.name in CLEAN
-    ]
-    shared = [
-        Method(f"{method.name}{end}", f"{method.label}, {words}", (*method.keys, ("shared-images", how)))
-        for method in found
-        if method.name in SHARED[DEFAULT_COLUMN]
-        for end, words, how in (("-shared", "shared images", "by-class"), ("-one-seed", "one seed for all", "one-seed"))
-    ]
-    batched = {name for names in BATCHED.values() for name in names}
-    larger = [
-        Method(f"{one.name}{LARGER[0]}", f"{one.label}, no small batch", (*one.keys, ("min-batch", SMALL_BATCH)))
-        for one in found
-        if one.name in batched
-    ]
-    drawn = [
-        Method(f"{method.name}{end}", f"{method.label}, {words}", (*method.keys, *keys.items()))
-        for method in found
-        if method.name in DRAWN[DEFAULT_COLUMN]
-        for end, (words, keys) in SAMPLER_VARIANTS.items()
-    ]
-    return {method.name: method for method in (*found, *clean, *shared, *larger, *drawn)}
+def variants(methods: Variants, columns: Sequence[str] = COLUMNS) -> list[tuple[str, str, str]]:
+    """Return column, method and suffix of each method itself, with an empty suffix, and of its variants."""
+    named = [(place, name, ends) for place in methods if place in columns for name, ends in methods[place].items()]
+    return [(place, name, end) for place, name, ends in named for end in ("", *ends)]
 
 
-FREE = ("oversample", "class-weighted", "logit-adjusted", "flip-crop")
-CLEAN = ("fedavg", "fedeas", "missing-only", "uniform", "full-balance", *FREE, "fedeas+logit-adjusted")
-LARGER = (f"-min{SMALL_BATCH}",)
+VARIANTS: dict[str, tuple[str, Keys]] = {
+    "-clean": ("protocol clean", {"protocol": "clean"}),
+    "-shared": ("shared images", {"shared-images": "by-class"}),
+    "-one-seed": ("one seed for all", {"shared-images": "one-seed"}),
+    f"-min{SMALL_BATCH}": ("no small batch", {"min-batch": SMALL_BATCH}),
+    "-logsnr": ("steps uniform in log SNR", {"sampler": "dpm++-logsnr"}),
+    "-guided": ("guidance 1.5", {"guidance": 1.5}),
+    # The default of public code that has the paper's generator settings
+    "-guided-6": ("guidance 6, rescaled by 0.7", {"guidance": 6.0, "guidance-rescale": 0.7}),
+}
+"""Suffix of a variant's name → what its label adds, and its keys."""
+_AT_ONE_TOTAL = ("uniform", "missing-only", "fedeas")
+_NO_SMALL_BATCH = (f"-min{SMALL_BATCH}",)
+_WITHOUT_GENERATOR = ("oversample", "class-weighted", "logit-adjusted", "flip-crop")
+CLEAN = (*("fedavg", "fedeas", "missing-only", "uniform", "full-balance"), *_WITHOUT_GENERATOR, "fedeas+logit-adjusted")
 SHARED: Variants = {
-    DEFAULT_COLUMN: dict.fromkeys(("uniform", "missing-only", "fedeas"), ("-shared", "-one-seed")),
+    DEFAULT_COLUMN: dict.fromkeys(_AT_ONE_TOTAL, ("-shared", "-one-seed")),
     **{
         place: {"uniform": ("-one-seed",)}
         for place in (BETA_SWEEP_COLUMN, "c10-k100-a0.05", "c10-k100-a0.3", "c100-k100-a0.1")
     },
 }
 BATCHED: Variants = {
-    DEFAULT_COLUMN: dict.fromkeys(("uniform", "missing-only", "fedeas"), LARGER),
-    BETA_SWEEP_COLUMN: dict.fromkeys(("missing-only", "scaffold", "fedeas-b8", "uniform-b4", "uniform-b16"), LARGER),
-    "c10-k100-a0.05": dict.fromkeys(("uniform", "scaffold"), LARGER),
+    DEFAULT_COLUMN: dict.fromkeys(_AT_ONE_TOTAL, _NO_SMALL_BATCH),
+    BETA_SWEEP_COLUMN: dict.fromkeys(
+        ("missing-only", "scaffold", "fedeas-b8", "uniform-b4", "uniform-b16"), _NO_SMALL_BATCH
+    ),
+    "c10-k100-a0.05": dict.fromkeys(("uniform", "scaffold"), _NO_SMALL_BATCH),
 }
-SAMPLER_VARIANTS: dict[str, tuple[str, Keys]] = {
-    "-logsnr": ("steps uniform in log SNR", {"sampler": "dpm++-logsnr"}),
-    "-guided": ("guidance 1.5", {"guidance": 1.5}),
-    "-guided-6": ("guidance 6, rescaled by 0.7", {"guidance": 6.0, "guidance-rescale": 0.7}),
-}
-"""End of a variant's name → label and keys. The last is the default of public code that has the paper's generator
-settings."""
 DRAWN: Variants = dict.fromkeys(
-    (DEFAULT_COLUMN, "c100-k100-a0.1"), dict.fromkeys(("uniform", "missing-only", "fedeas"), tuple(SAMPLER_VARIANTS))
+    (DEFAULT_COLUMN, "c100-k100-a0.1"), dict.fromkeys(_AT_ONE_TOTAL, ("-logsnr", "-guided", "-guided-6"))
 )
 RULES = ("fedeas-g0.25", "fedeas", "fedeas-g0.75", "fedeas-g1", "waterfill")
-METHODS = _methods()
+
+_PLAIN = {"policy": "none"}
+_METHODS = (
+    _method("fedavg", "FedAvg", **_PLAIN),
+    _method("fedprox", "FedProx", **_PLAIN, strategy="fedprox"),
+    _method("scaffold", "SCAFFOLD", **_PLAIN, strategy="scaffold"),
+    _method("moon", "MOON", **_PLAIN, strategy="moon"),
+    _method("fedgen", "FedGen", **_PLAIN, strategy="fedgen", disclose_label_counts=True),
+    # The supplement, Section D, has FedMix "following the original CIFAR-10 setup" in all columns: λ = 0.05 on
+    # CIFAR-100 too, where FedMix's authors use 0.1.
+    _method("fedmix", "FedMix", **_PLAIN, strategy="fedmix", disclose_mean_images=True, fedmix_lambda=0.05),
+    _method("uniform", "Uniform", policy="uniform"),
+    _method("missing-only", "Missing-only", policy="missing-only"),
+    _method("full-balance", "Full-Balance", policy="full-balance"),
+    _method("fedeas", "FedEAS", policy="fedeas"),
+    *(
+        _method(f"{name}-b{beta}", label, policy=name, beta=float(beta))
+        for name, label in (("fedeas", "FedEAS"), ("uniform", "Uniform"))
+        for beta in BETAS
+        if beta != FULL["beta"]
+    ),
+    # These β give the totals of the paper's ablation; its text names others.
+    _method("without-entropy", "w/o entropy", policy="without-entropy", beta=6.0),
+    _method("linear", "Linear rule", policy="linear", beta=0.6),
+    _method("fedeas+scaffold", "FedEAS + SCAFFOLD", policy="fedeas", strategy="scaffold"),
+    _method("fedeas-sd-turbo", "FedEAS, SD-Turbo's images", policy="fedeas", generator="sd-turbo"),
+    _method("uniform-sd-turbo", "Uniform, SD-Turbo's images", policy="uniform", generator="sd-turbo"),
+    _method("oversample", "Oversampling", policy="oversample"),
+    _method("class-weighted", "Class-weighted loss", **_PLAIN, loss="class-weighted"),
+    _method("logit-adjusted", "Logit-adjusted loss", **_PLAIN, loss="logit-adjusted"),
+    _method("flip-crop", "Flips and crops", **_PLAIN, views="flip-crop"),
+    _method("fedeas+logit-adjusted", "FedEAS, logit-adjusted loss", policy="fedeas", loss="logit-adjusted"),
+    _method("waterfill", "Waterfill", policy="waterfill"),
+    *(_method(f"fedeas-g{g:g}", f"FedEAS, γ = {g:g}", policy="fedeas", gamma=g) for g in (0.25, 0.75, 1.0)),
+)
+_VARIED = {(name, end) for table in (SHARED, BATCHED, DRAWN) for _, name, end in variants(table)}
+_VARIED |= {(name, "-clean") for name in CLEAN}
+METHODS = {one.name: one for one in _METHODS} | {
+    f"{one.name}{end}": Method(f"{one.name}{end}", f"{one.label}, {words}", one.keys | keys)
+    for one in _METHODS
+    for end, (words, keys) in VARIANTS.items()
+    if (one.name, end) in _VARIED
+}
 
 
 @dataclass(frozen=True)
@@ -227,25 +213,26 @@ class Cell:
 
     def own_keys(self) -> tuple[str, ...]:
         """Return the keys that the cell's name decides, which no `--set` may change; the generator's may be changed."""
-        named = [key for key, _ in self.method.keys if key != "generator"]
-        return (*named, *(("gamma", "beta") if self.method.gamma != 0.5 else ()))
+        named = [key for key in self.method.keys if key != "generator"]
+        return (*named, *(["beta"] if "gamma" in named else []))
 
     def config(self, scale: str, seed: int, more: Mapping[str, Any] | None = None) -> RunConfig:
         """Return the run-config of one seed; ``more`` are keys of all runs, such as where the data is."""
-        keys = {**self.column.keys(scale), **dict(self.method.keys)}
-        if scale == "smoke" and self.method.name != "linear" and "beta" in dict(self.method.keys):
+        own = self.method.keys
+        keys = {**self.column.keys(scale), **own}
+        if scale == "smoke" and self.method.name != "linear" and "beta" in own:
             keys["beta"] = round(keys["beta"] * SMOKE_BETA, 3)
         if self.method.name == "fedgen" and scale == "smoke":
             keys |= {"fedgen-alpha": 1.0, "fedgen-beta": 1.0}  # with smoke's learning rate the default of 10 gives NaN
         if self.column.name == BETA_SWEEP_COLUMN:
             keys["gamma-hat"] = "all-state"  # the form of the paper's table; training does not depend on it
-        if self.method.gamma != 0.5:
-            keys |= {"gamma": self.method.gamma, "beta": matched_beta(self.column, scale, self.method.gamma)}
-        given = {key: value for key, value in (more or {}).items() if key not in dict(self.method.keys)}
+        if "gamma" in own:
+            keys["beta"] = matched_beta(self.column, scale, own["gamma"])
+        given = {key: value for key, value in (more or {}).items() if key not in own}
         return parse_config({**keys, "seed": seed, **given})
 
     def seeds(self, scale: str) -> tuple[int, ...]:
-        """Return the seeds to run: several where the order of the policies must be separated from chance."""
+        """Return the seeds to run: several where policies are ranked."""
         several = ("fedavg", "fedeas", "missing-only", "uniform")
         if self.column.name != DEFAULT_COLUMN or self.method.name not in several:
             return (1,)
@@ -256,13 +243,13 @@ class Cell:
 
 @lru_cache
 def matched_beta(place: Column, scale: str, gamma: float) -> float:
-    """Return the β with which another exponent spends FedEAS's total, or as little less as whole images allow."""
+    """Return the largest β, to six digits, at which the rule with another exponent spends at most FedEAS's total."""
     config = parse_config({**place.keys(scale), "policy": "none"})
     counts = planned_counts(config, config.clients)
     total = BudgetPath(counts).at(config.beta).images
     path = BudgetPath(counts, gamma=gamma)
     beta = bisect_last_true(lambda value: path.at(value).images <= total, path.end)
-    step = 10.0 ** (math.floor(math.log10(beta)) - 5)  # six digits, rounded down to stay below the total
+    step = 10.0 ** (math.floor(math.log10(beta)) - 5)  # rounded down, to stay within the total
     return float(f"{math.floor(beta / step) * step:.6g}")
 
 
@@ -272,26 +259,23 @@ def cell(name: str) -> Cell:
     return Cell(column(place), METHODS[method])
 
 
-# ----------------------------------------------------------------------------------------------------- all cells
-
-
 def all_cells() -> list[Cell]:
     """Return all cells, most useful to run first."""
     policies = ("fedavg", "fedeas", "missing-only", "uniform", "full-balance")
-    eight = (*policies, "scaffold", "fedprox", "moon")
+    main_methods = (*policies, "scaffold", "fedprox", "moon")
     others = ("c10-k100-a0.05", "c10-k100-a0.3", "c10-k20-a0.05", "c10-k20-a0.3")
-    of_100 = ("c100-k100-a0.1", "c100-k20-a0.1")
+    cifar100 = ("c100-k100-a0.1", "c100-k20-a0.1")
     shared = [f"{place}/{name}{end}" for place, name, end in variants(SHARED)]
     sweep = [f"{name}-b{beta}" for beta in BETAS if beta != FULL["beta"] for name in ("fedeas", "uniform")]
     names = [
-        *_pairs([DEFAULT_COLUMN, BETA_SWEEP_COLUMN], eight),
+        *_pairs([DEFAULT_COLUMN, BETA_SWEEP_COLUMN], main_methods),
         *(name for name in shared if name.startswith("c10-")),
         *_pairs([BETA_SWEEP_COLUMN], (*sweep, "without-entropy", "linear")),
         *(f"{place}/{name}{end}" for place, name, end in variants(BATCHED)),
-        *_pairs([*others, *of_100], eight),
+        *_pairs([*others, *cifar100], main_methods),
         *shared,
         *(f"{place}/{name}{end}" for place, name, end in reversed(variants(DRAWN))),
-        *_pairs([DEFAULT_COLUMN, BETA_SWEEP_COLUMN, *others, *of_100], ("fedgen", "fedmix")),
+        *_pairs([DEFAULT_COLUMN, BETA_SWEEP_COLUMN, *others, *cifar100], ("fedgen", "fedmix")),
         "c10-k20-a0.3/fedeas+scaffold",
         *_pairs([DEFAULT_COLUMN], (*CLEAN, *(f"{name}-clean" for name in CLEAN))),
         *_pairs([DEFAULT_COLUMN], [name for name in ("waterfill", *RULES) if name not in policies]),
@@ -300,34 +284,18 @@ def all_cells() -> list[Cell]:
     return [cell(name) for name in dict.fromkeys(names)]
 
 
-def variants(methods: Variants, columns: Sequence[str] = COLUMNS) -> list[tuple[str, str, str]]:
-    """Return column, method and end of name of each method itself, with an empty end, and of its variants."""
-    named = [(place, name, ends) for place in methods if place in columns for name, ends in methods[place].items()]
-    return [(place, name, end) for place, name, ends in named for end in ("", *ends)]
-
-
 def _pairs(columns: Sequence[str], methods: Sequence[str]) -> list[str]:
-    """Return all pairs but those of Full-Balance that the paper leaves out."""
+    """Return the names of all cells of these columns and methods but Full-Balance where the paper leaves it out."""
     pairs = itertools.product(columns, methods)
-    left_out = {c for c in COLUMNS if at(LAST_20, "full-balance", c) is None}
-    return [f"{c}/{m}" for c, m in pairs if not (m == "full-balance" and c in left_out)]
+    return [f"{c}/{m}" for c, m in pairs if m != "full-balance" or at(LAST_20, m, c) is not None]
 
 
 def matching(pattern: str) -> list[Cell]:
-    """Return the cells whose names match a pattern with ``*``.
-
-    Raises
-    ------
-    ConfigError
-        One line if there is none.
-    """
+    """Return the cells whose names match a pattern with ``*``; raise `ConfigError` if there is none."""
     found = [one for one in all_cells() if fnmatch.fnmatchcase(one.name, pattern)]
     if not found:
         raise ConfigError(f"cell '{pattern}': there is none of that name; `fedeas reproduce --list` names them")
     return found
-
-
-# ---------------------------------------------------------------------------------------------------- as a command
 
 
 def run_command_args(one: Cell, scale: str, seed: int, more: Mapping[str, Any] | None = None) -> list[str]:
@@ -338,9 +306,6 @@ def run_command_args(one: Cell, scale: str, seed: int, more: Mapping[str, Any] |
     else:
         conf, base = "conf/quickstart.toml", {"clients": 10, "policy": "fedeas", "threshold": 0.9}
     before, now = parse_config(base).to_user_dict(), one.config(scale, seed, more).to_user_dict()
-    changes = [f"{key}={_word(value)}" for key, value in now.items() if before[key] != value]
+    changed = {key: value for key, value in now.items() if before[key] != value}
+    changes = [f"{key}={str(value).lower() if isinstance(value, bool) else value}" for key, value in changed.items()]
     return ["fedeas", "run", conf, *changes]
-
-
-def _word(value: Any) -> str:
-    return str(value).lower() if isinstance(value, bool) else str(value)

@@ -8,9 +8,9 @@ from collections.abc import Sequence
 import numpy as np
 
 from fedeas_flwr.allocation import FloatArray, normalised_entropy
-from fedeas_flwr.config import RunConfig
 from fedeas_flwr.planning.run_plan import planned_allocation, planned_counts
-from fedeas_flwr.reproduce.cells import all_cells
+from fedeas_flwr.policies import POLICIES, PolicySettings
+from fedeas_flwr.reproduce.cells import FULL, Method, all_cells
 from fedeas_flwr.reproduce.paper_comparison import NONE
 from fedeas_flwr.reproduce.results import Measured, Results
 from fedeas_flwr.reproduce.tables import Table
@@ -23,8 +23,18 @@ ENTROPIES = (0.0, 0.75, 0.80, 0.85, 0.90, 1.01)
 """Bounds on the normalised entropy of the labels that a round trains on."""
 HEAVY = 0.3
 """Weight in a round's mean from which one client counts as a large part of the round."""
-PLAIN = ("fedavg", "fedprox", "moon")
-"""Methods without generated images whose rounds are counted."""
+
+
+def _is_counted(method: Method) -> bool:
+    """Return whether a method is FedAvg, FedProx, MOON, or FedAvg where each client generates images of its own."""
+    if method.name in ("fedavg", "fedprox", "moon"):
+        return True
+    changes = {"strategy", "shared-images", "min-batch"} & method.keys.keys()
+    return not changes and POLICIES[method.keys["policy"]].generates(PolicySettings(FULL["beta"]))
+
+
+CELLS = [one.name for one in all_cells() if _is_counted(one.method)]
+"""Cells whose rounds are counted."""
 
 
 def _rounds(runs: Sequence[Measured]) -> FloatArray:
@@ -50,22 +60,13 @@ def _rounds(runs: Sequence[Measured]) -> FloatArray:
     return np.array(rows, dtype=np.float64).reshape(-1, 5)
 
 
-def drop_cells(columns: Sequence[str]) -> list[str]:
-    """Return the names of the cells whose rounds are counted.
-
-    These are FedAvg, FedProx, MOON, and FedAvg where each client generates images of its own.
-    """
-    cells = [one for one in all_cells() if one.column.name in columns]
-    return [one.name for one in cells if one.method.name in PLAIN or _generates(one.config("full", 1))]
-
-
-def _generates(config: RunConfig) -> bool:
-    return config.generates and config.strategy == "fedavg" and config.shared_images == "no" and config.min_batch == 2
+def _runs(results: Results, columns: Sequence[str]) -> list[Measured]:
+    return [run for name in CELLS if name.partition("/")[0] in columns for run in results.of(name)]
 
 
 def last_batch_table(results: Results, columns: Sequence[str]) -> Table:
     """Count drops of runs that generate, by the weight of clients whose epochs end with a batch of two images."""
-    runs = [run for name in drop_cells(columns) for run in results.of(name) if run.config.generates]
+    runs = [run for run in _runs(results, columns) if run.config.generates]
     dropped, share, *_ = _rounds(runs).T
     places = np.searchsorted(SHARES, share)
     bounds = [f"{100 * bound:.0f} %" for bound in SHARES[1:]]
@@ -77,7 +78,7 @@ def last_batch_table(results: Results, columns: Sequence[str]) -> Table:
 
 def imbalance_table(results: Results, columns: Sequence[str]) -> Table:
     """Count drops in rounds without such a client, by the entropy of the round's labels."""
-    rounds = _rounds([run for name in drop_cells(columns) for run in results.of(name)])
+    rounds = _rounds(_runs(results, columns))
     dropped, _, heaviest, entropy, generates = rounds[rounds[:, 1] == 0].T
     groups = {
         f"Nothing generated, no client of {100 * HEAVY:.0f} %": (generates == 0) & (heaviest < HEAVY),

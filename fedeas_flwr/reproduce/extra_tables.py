@@ -1,10 +1,15 @@
-"""Tables that the paper does not have: the numbers of its text, and our questions to it."""
+"""Tables that the paper does not have: the numbers of its text, our own comparisons, and recorded sweeps."""
 
 from __future__ import annotations
 
+import json
+import statistics
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
 
 from fedeas_flwr.allocation import negative_gain_samples, removed
+from fedeas_flwr.common.errors import ConfigError
 from fedeas_flwr.common.text import show_seconds
 from fedeas_flwr.config import RunConfig
 from fedeas_flwr.planning.run_plan import count_distinct_images, planned_allocation, planned_counts
@@ -63,11 +68,8 @@ def text_table(results: Results) -> Table:
     full, fedeas = seconds["full-balance"], seconds["fedeas"]
     ratio = full.mean / fedeas.mean if full.mean and fedeas.mean else None
     published_ratio = paper.RUN_SECONDS["full-balance"] / paper.RUN_SECONDS["fedeas"]
-    add(
-        "Full-Balance's time over FedEAS's",
-        BETA_SWEEP_COLUMN,
-        derived(full, "time over FedEAS's", ratio, published_ratio),
-    )
+    over = derived(full, "time over FedEAS's", ratio, published_ratio)
+    add("Full-Balance's time over FedEAS's", BETA_SWEEP_COLUMN, over)
     return table
 
 
@@ -95,14 +97,8 @@ def clean_table(results: Results) -> Table:
     return table
 
 
-SHARED_IMAGES_LABELS = {
-    "no": "of each client's own",
-    "by-class": "the same of a class on all clients",
-    "one-seed": "one seed for all clients",
-}
-
 Describe = Callable[[RunConfig, str], str]
-"""Writes a cell of a table from a variant's run-config and the end of its name."""
+"""Writes a cell of a table from a variant's run-config and the suffix of its name."""
 
 
 def variant_table(
@@ -110,16 +106,7 @@ def variant_table(
 ) -> Table:
     """Return methods and their variants, each next to the paper's number of the method itself.
 
-    Parameters
-    ----------
-    results
-        The runs.
-    rows
-        Column, method and end of the variant's name.
-    images
-        Describes a variant's images.
-    more
-        Further columns, by their heads.
+    Rows are from `variants`; ``images`` describes a variant's images, and ``more`` are further columns by their heads.
     """
     head = ["Where", "Method", "Paper, last-20 %", "Images", "Ours, last-20 %", "Seeds", "Difference"]
     table = Table([*head, *more])
@@ -140,15 +127,20 @@ def shared_table(results: Results, columns: Sequence[str] = COLUMNS) -> Table:
     def distinct(config: RunConfig, end: str) -> str:
         return f"{count_distinct_images(config, planned_counts(config, config.clients)):,}"
 
+    labels = {
+        "no": "of each client's own",
+        "by-class": "the same of a class on all clients",
+        "one-seed": "one seed for all clients",
+    }
     rows = variants(cells.SHARED, columns)
     return variant_table(
-        results, rows, lambda config, end: SHARED_IMAGES_LABELS[config.shared_images], {"Different images": distinct}
+        results, rows, lambda config, end: labels[config.shared_images], {"Different images": distinct}
     )
 
 
 def drawn_table(results: Results, columns: Sequence[str] = COLUMNS) -> Table:
     """Return the same budget with images of one generator sampled in other ways."""
-    labels = {"": "20 steps uniform in time, no guidance"} | {e: v[0] for e, v in cells.SAMPLER_VARIANTS.items()}
+    labels = {"": "20 steps uniform in time, no guidance"} | {end: words for end, (words, _) in cells.VARIANTS.items()}
     return variant_table(results, variants(cells.DRAWN, columns), lambda config, end: labels[end], more={})
 
 
@@ -161,7 +153,7 @@ def batches_table(results: Results, columns: Sequence[str] = COLUMNS) -> Table:
         config, last, peak = one.config(results.scale, 1), last_20_of(results, one.name), peak_of(results, one.name)
         drops = [accuracy_drops(run.accuracies) for run in results.of(one.name)]
         deepest = max((100 * depth for found in drops for depth in found.values()), default=None)
-        label = METHODS[method].label + (f", β = {config.beta:g}" if "beta" in dict(one.method.keys) else "")
+        label = METHODS[method].label + (f", β = {config.beta:g}" if "beta" in one.method.keys else "")
         shown = [str(config.clients), f"{config.alpha:g}", label, f"from {config.min_batch} images"]
         shown += [show_ours(last), show_seeds(last), show_ours(peak)]
         shown += [", ".join(str(len(found)) for found in drops) or NONE, NONE if deepest is None else f"{deepest:.1f}"]
@@ -183,3 +175,47 @@ def rule_table(results: Results) -> Table:
         shown = [label, beta, images, f"{100 * removed(counts, plan):.1f} %", show_ours(last), show_seeds(last)]
         table.add(shown, last, budget)
     return table
+
+
+PARTITION = "partition-seed"
+
+
+def sweep_table(folder: Path, base: str) -> Table:
+    """Return a sweep's settings, each compared with the setting that has ``base``, KEY=VALUE, and the same other keys.
+
+    The folder holds what `fedeas sweep` writes as sweep.json, of one sweep or of several under different names. Raise
+    `ConfigError` if no run of the folder has ``base``.
+    """
+    sweeps = [json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))]
+    sweeps = [sweep for sweep in sweeps if "runs" in sweep]
+    key, _, value = base.partition("=")
+    keys = dict.fromkeys(name for sweep in sweeps for name in (*sweep["grid"], key) if name != PARTITION)
+    found: dict[tuple[str, ...], dict[int, dict[str, Any]]] = {}
+    for sweep in sweeps:
+        for run in sweep["runs"]:
+            own = {name: run.get(name, sweep["config"].get(name)) for name in (*sweep["grid"], key)}
+            setting = tuple(_shown(own.get(name, "")) for name in keys)
+            found.setdefault(setting, {})[run[PARTITION]] = run
+    at = list(keys).index(key)
+    if not any(setting[at] == value for setting in found):
+        raise ConfigError(f"{folder} has no run with {base}")
+    table = Table([*keys, "Partitions", "Images, mean", "Last-20 %", f"To {base}", "Partitions above it"])
+    for setting in sorted(found, key=lambda setting: setting[:at] + setting[at + 1 :]):
+        runs = found[setting]
+        ours = [100 * run["last_20"] for run in runs.values()]
+        shown = [str(len(runs)), f"{statistics.mean(run['images'] for run in runs.values()):,.0f}"]
+        shown += [f"{statistics.mean(ours):.1f} ± {statistics.stdev(ours):.1f}", NONE, NONE]
+        if setting[at] != value:
+            base_setting = (*setting[:at], value, *setting[at + 1 :])  # which may lack a key that only others have
+            (other,) = (
+                o for one, o in found.items() if all(b in ("", s) for b, s in zip(one, base_setting, strict=True))
+            )
+            apart = [100 * (run["last_20"] - other[seed]["last_20"]) for seed, run in runs.items()]
+            mean, error = statistics.mean(apart), statistics.stdev(apart) / len(apart) ** 0.5
+            shown[-2:] = f"{signed(mean, 1)} ± {error:.1f}", f"{sum(one > 0 for one in apart)} of {len(apart)}"
+        table.add([*setting, *shown])
+    return table
+
+
+def _shown(value: Any) -> str:
+    return f"{value:g}" if isinstance(value, float) else str(value)

@@ -20,7 +20,7 @@ from fedeas_flwr.planning.budget_path import BudgetPath
 from fedeas_flwr.planning.run_plan import planned_counts
 from fedeas_flwr.policies import allocate
 from fedeas_flwr.report.plan_figures import draw_concentration, draw_demand, draw_reduction, draw_selection
-from fedeas_flwr.report.style import COLOURS, INK, LABELS, legend_above, tidy
+from fedeas_flwr.report.style import COLOURS, INK, LABELS, annotate, legend_above, tidy
 from fedeas_flwr.reproduce import paper
 from fedeas_flwr.reproduce.cells import BETA_SWEEP_COLUMN, DEFAULT_COLUMN, cell, column
 from fedeas_flwr.reproduce.paper_comparison import last_20_of
@@ -68,10 +68,10 @@ def setting_of(results: Results) -> Setting:
     return Setting(results, config, BudgetPath(planned_counts(config, config.clients)), betas)
 
 
-def _pair(titles: tuple[str, str]) -> tuple[Figure, Axes, Axes]:
+def _pair(first: str, second: str) -> tuple[Figure, Axes, Axes]:
     figure = Figure(figsize=(12.8, 4.4), layout="constrained", dpi=150)
     left, right = figure.subplots(1, 2, gridspec_kw={"wspace": 0.06})
-    for axes, letter, title in ((left, "a", titles[0]), (right, "b", titles[1])):
+    for axes, letter, title in ((left, "a", first), (right, "b", second)):
         axes.set_title(f"({letter}) {title}", loc="left", fontsize=12)
     return figure, left, right
 
@@ -85,19 +85,16 @@ def _level_titles(figure: Figure) -> Figure:
     return figure
 
 
-# ------------------------------------------------------------------------------------------- Fig. 1: the motivation
-
-
 def draw_motivation(setting: Setting) -> Figure:
     """Draw Fig. 1: each client's images for full balance, and the accuracy of one total in different places."""
-    figure, left, right = _pair(("Per-client generation demand", "Allocation drives accuracy"))
+    figure, left, right = _pair("Per-client generation demand", "Allocation drives accuracy")
     draw_demand(left, setting.path, setting.generated, setting.beta)
     values = [setting.last_20(method) for method in POLICIES]
     _draw_bars(right, values)
     total = int(setting.generated.sum())
     right.set_ylabel(setting.score)
-    names = [_label(method) for method in POLICIES]
-    right.set_xticks(range(len(names)), [names[0], *(f"{name}\n{total:,} images" for name in names[1:])])
+    names = ["FedAvg", *(f"{LABELS[method]}\n{total:,} images" for method in POLICIES[1:])]
+    right.set_xticks(range(len(names)), names)
     return _level_titles(figure)
 
 
@@ -112,17 +109,14 @@ def _draw_bars(axes: Axes, values: Sequence[Value]) -> None:
             axes.annotate("not run yet", (place, 1), ha="center", fontsize=10, color=INK, rotation=90, va="bottom")
         if value.paper is not None:
             axes.plot(place + 0.37, value.paper, "D", ms=7, mfc="white", mec=INK, mew=1.4, zorder=4)
-            axes.annotate(
-                f"{value.paper:.1f}", (place + 0.37, value.paper), (7, -3), textcoords="offset points", fontsize=8.5
-            )
+            annotate(axes, f"{value.paper:.1f}", (place + 0.37, value.paper), (7, -3), fontsize=8.5)
     comparable = all(value.comparable for value in values)
     name = "the paper's" if comparable else "the paper's, on CIFAR-10"
     axes.plot([], [], "D", ms=7, mfc="white", mec=INK, mew=1.4, label=name)
     axes.bar([0], [0], color=COLOURS["fedeas"], label="ours")
     axes.set_ylim(0, 100 if max([v.mean or 0 for v in values]) > 85 else 92)
     axes.set_xlim(-0.6, len(values) - 0.1)
-    tidy(axes)
-    axes.grid(visible=False, axis="x")
+    tidy(axes, grid="y")
     legend_above(axes)
 
 
@@ -130,28 +124,16 @@ def _write_on_bar(axes: Axes, place: int, mean: float, sd: float) -> None:
     """Write a bar's value above it, or inside the bar if its end is near the axis's end."""
     low = mean + sd > 85
     height, offset = (mean - sd, (0, -14)) if low else (mean + sd, (0, 4))
-    text = axes.annotate(
-        f"{mean:.1f}", (place, height), offset, textcoords="offset points", ha="center", fontsize=11, color=INK
-    )
+    text = annotate(axes, f"{mean:.1f}", (place, height), offset, ha="center", fontsize=11, color=INK)
     text.set_path_effects([withStroke(linewidth=3, foreground="white")] if low else [])
-
-
-def _label(method: str) -> str:
-    return "FedAvg" if method == "fedavg" else LABELS[method]
-
-
-# ---------------------------------------------------------------------------------- Fig. 2: where the imbalance lies
 
 
 def draw_surrogate(setting: Setting) -> Figure:
     """Draw Fig. 2: how concentrated the imbalance is, and how fast it is removed."""
-    figure, left, right = _pair(("Imbalance concentration", "Imbalance reduction"))
+    figure, left, right = _pair("Imbalance concentration", "Imbalance reduction")
     draw_concentration(left, setting.path, setting.generated, setting.beta)
     draw_reduction(right, curves.reduction(setting.path, setting.betas), "fedeas", setting.beta)
     return _level_titles(figure)
-
-
-# --------------------------------------------------------------------------------------------- Fig. 3: the overview
 
 
 def draw_overview(setting: Setting) -> Figure:
@@ -175,8 +157,7 @@ def draw_overview(setting: Setting) -> Figure:
         axes.set(xlabel="client", ylabel=label)
         axes.set_title(title, loc="left", fontsize=12)
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-        tidy(axes)
-        axes.grid(visible=False, axis="x")
+        tidy(axes, grid="y")
     _draw_one_client(figure, grid, setting, one)
     return figure
 
@@ -197,26 +178,23 @@ def _draw_one_client(figure: Figure, grid: Any, setting: Setting, one: int) -> N
         if policy == "fedeas":
             level = int(budget(counts, setting.beta)[one])
             axes.axhline(level, color=INK, ls="--", lw=1)
-            axes.annotate(f"b = {level}", (len(made) - 0.5, level), (0, 4), textcoords="offset points", ha="right")
+            annotate(axes, f"b = {level}", (len(made) - 0.5, level), (0, 4), ha="right")
         if place == 0:
             axes.set_ylabel(f"3. Images at client {one}")
-        tidy(axes)
-        axes.grid(visible=False, axis="x")
+        tidy(axes, grid="y")
         if policy != "full-balance":  # its bars fill the whole axes
             axes.legend(frameon=False, fontsize=9, loc="upper right" if counts[one].argmax() < 5 else "upper left")
 
 
-# ------------------------------------------------------------------------------------------ Fig. 4: the convergence
-
-
 def draw_convergence(setting: Setting) -> Figure:
     """Draw Fig. 4: accuracy by round, FedEAS and Missing-only with one budget, and when each reaches the threshold."""
-    titles = tuple(column(place).title("full") for place in (BETA_SWEEP_COLUMN, DEFAULT_COLUMN))
+    places = (BETA_SWEEP_COLUMN, DEFAULT_COLUMN)
+    titles = [column(place).title("full") for place in places]
     if setting.results.scale != "full":
-        configs = [cell(f"{place}/fedeas").config("smoke", 1) for place in (BETA_SWEEP_COLUMN, DEFAULT_COLUMN)]
-        titles = tuple(f"digits, K = {c.clients}, α = {c.alpha:g}" for c in configs)
-    figure, left, right = _pair((titles[0], titles[1]))
-    for axes, place in ((left, BETA_SWEEP_COLUMN), (right, DEFAULT_COLUMN)):
+        configs = [cell(f"{place}/fedeas").config("smoke", 1) for place in places]
+        titles = [f"digits, K = {c.clients}, α = {c.alpha:g}" for c in configs]
+    figure, *both = _pair(*titles)
+    for axes, place in zip(both, places, strict=True):
         _draw_curves(axes, setting, place)
     return _level_titles(figure)
 
@@ -263,12 +241,9 @@ def _draw_band(axes: Axes, runs: Sequence[Measured], colour: str, threshold: flo
     return ", ".join(map(str, firsts)) if firsts else "never"
 
 
-# ------------------------------------------------------------------------------------------ Fig. 5: the sensitivity
-
-
 def draw_sensitivity(setting: Setting) -> Figure:
     """Draw Fig. 5: accuracy as the budget grows, FedEAS and Uniform; and which β the two conditions allow."""
-    figure, left, right = _pair(("Accuracy at matched budgets", "Budget parameter selection"))
+    figure, left, right = _pair("Accuracy at matched budgets", "Budget parameter selection")
     totals = [setting.path.at(beta).images for beta in setting.betas]
     for policy, marker in (("fedeas", "o"), ("uniform", "s")):
         values = [setting.last_20(method) for method in swept_methods(policy)]
@@ -295,13 +270,8 @@ def _draw_budgets(
         axes.plot(totals, means, color=colour, marker=marker, lw=1.9, label=f"{name}, ours")
         axes.errorbar(totals, means, deviations, fmt="none", ecolor=colour, capsize=4)
     if all(value.comparable for value in values):
-        published = [value.paper or np.nan for value in values]
-        axes.plot(
-            totals, published, marker, ls="--", mfc="white", color=colour, alpha=0.75, label=f"{name}, the paper's"
-        )
-
-
-# ------------------------------------------------------------------------------------------------------- supplement
+        published, label = [value.paper or np.nan for value in values], f"{name}, the paper's"
+        axes.plot(totals, published, marker, ls="--", mfc="white", color=colour, alpha=0.75, label=label)
 
 
 # Theorem 1: h(r) = ((1 − r) / (1 + r))²,  |h′(r)| = 4 (1 − r) / (1 + r)³
@@ -313,8 +283,7 @@ def draw_closed_form() -> Figure:
     axes.plot(ratio, residual(ratio), color=COLOURS["fedeas"], lw=2.2, label="h(r) = ((1 − r) / (1 + r))²")
     for r in (0.1, 0.25, 0.5):
         axes.plot(r, residual(r), "o", color=COLOURS["fedeas"])
-        text = f"r = {r:g}: {residual(r):.0%} left"
-        axes.annotate(text, (r, residual(r)), (9, 5), textcoords="offset points", fontsize=10, color=INK)
+        annotate(axes, f"r = {r:g}: {residual(r):.0%} left", (r, residual(r)), (9, 5), fontsize=10, color=INK)
     axes.plot(ratio, 1 - 4 * ratio, color=INK, ls=":", lw=1.2, label="slope at r = 0: −4")
     axes.set(xlabel="generation ratio r = m / n", ylabel="heterogeneity left, h(r)", xlim=(0, 1.01), ylim=(0, 1.02))
     axes.yaxis.set_major_formatter(PercentFormatter(1.0))

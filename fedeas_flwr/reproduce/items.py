@@ -36,43 +36,30 @@ class Item:
 
     title: str
     caption: str
-    cells: Callable[[Sequence[str]], list[str]]
+    names: Sequence[str] = ()
+    """Cells that it needs, ``COLUMN/METHOD``."""
     table: Callable[[Results, Sequence[str]], Table] | None = None
     draw: str = ""
     """Name of the function in figures.py, for a figure."""
-    only_by_name: bool = False
-    """Whether ``all`` leaves it out at smoke scale, which must finish within minutes."""
+    in_smoke: bool = True
+    """Whether ``all`` includes it at smoke scale, which must finish within minutes."""
     form: str = ""
     """For a table of Γ̂, the form of Γ̂ (`gamma-hat`) that its runs must have measured."""
 
-
-def _with_variants(methods: Variants) -> Callable[[Sequence[str]], list[str]]:
-    """Return a function that lists the cells of these methods and their variants in the given columns."""
-    return lambda columns: [f"{place}/{name}{end}" for place, name, end in variants(methods, columns)]
-
-
-def _on(place: str, *methods: str) -> Callable[[Sequence[str]], list[str]]:
-    names = [f"{place}/{method}" for method in methods]
-    return lambda columns: names if place in columns else []
+    def cells(self, columns: Sequence[str]) -> list[str]:
+        """Return the names of the cells that it needs in some columns."""
+        return [name for name in self.names if name.partition("/")[0] in columns]
 
 
-def _none(columns: Sequence[str]) -> list[str]:
-    return []
+def _on(place: str, *methods: str) -> list[str]:
+    return [f"{place}/{method}" for method in methods]
 
 
-def _convergence(columns: Sequence[str]) -> list[str]:
-    return [
-        f"{place}/{method}"
-        for place in (BETA_SWEEP_COLUMN, DEFAULT_COLUMN)
-        if place in columns
-        for method in ("fedeas", "missing-only")
-    ]
+def _with_variants(methods: Variants) -> list[str]:
+    return [f"{place}/{name}{end}" for place, name, end in variants(methods)]
 
 
-def _text(columns: Sequence[str]) -> list[str]:
-    names = [*_convergence(columns), *_on(BETA_SWEEP_COLUMN, "uniform", "full-balance")(columns)]
-    names += _on("c10-k20-a0.3", "fedeas+scaffold")(columns)
-    return [*names, *_on(BETA_SWEEP_COLUMN, "fedeas-sd-turbo", "uniform-sd-turbo")(columns)]
+_CONVERGENCE = [*_on(BETA_SWEEP_COLUMN, "fedeas", "missing-only"), *_on(DEFAULT_COLUMN, "fedeas", "missing-only")]
 
 
 def _large(of: tables.Of, results: Results, columns: Sequence[str]) -> Table:
@@ -92,9 +79,9 @@ ITEMS: dict[str, Item] = {
         "Differences of last-20 accuracy in points. Not decided: the difference is less than two standard errors "
         "from 0; the standard deviation over seeds is taken to be at least 0.65 points. Agrees: within 2 points of the "
         "paper's difference. We chose the claims and thresholds after the runs.",
-        claims.claim_cells,
+        claims.CELLS,
         claims.claims_table,
-        only_by_name=True,
+        in_smoke=False,
     ),
     "fig1": Item(
         "Fig. 1: how much, and where",
@@ -107,26 +94,24 @@ ITEMS: dict[str, Item] = {
         "Fig. 2: imbalance concentration and reduction",
         "(a) Cumulative share of the imbalance score and of the FedEAS budget, the most imbalanced clients first. (b) "
         "Imbalance removed as the total grows; waterfill is ours.",
-        _none,
         draw="draw_surrogate",
     ),
     "fig3": Item(
         "Fig. 3: the rule, on real counts",
         "Entropy and budget of every client, and where four policies put images at one client.",
-        _none,
         draw="draw_overview",
     ),
     "table1": Item(
         "Table 1: accuracy (%, last-20-round mean)",
         "One seed where no number of seeds is given. Bold and underlined: our best and second best of a complete "
         "column, excluding Full-Balance.",
-        tables.large_cells,
+        tables.large_cells(paper.COLUMNS),
         partial(_large, paper_comparison.last_20_of),
     ),
     "fig4": Item(
         "Fig. 4: convergence at matched budgets",
         "Mean over seeds, with their range shaded. Dotted lines mark where the threshold (dashed) is first reached.",
-        _convergence,
+        _CONVERGENCE,
         draw="draw_convergence",
     ),
     "fig5": Item(
@@ -147,7 +132,12 @@ ITEMS: dict[str, Item] = {
         "Rounds to the threshold (Fig. 4), the lead with another generator (4.2), FedEAS with SCAFFOLD (supplement, "
         "D), and time. The paper's times are from one RTX 4090. Ours exclude start-up; each run's config.json names "
         "its device.",
-        _text,
+        [
+            *_CONVERGENCE,
+            *_on(BETA_SWEEP_COLUMN, "uniform", "full-balance"),
+            "c10-k20-a0.3/fedeas+scaffold",
+            *_on(BETA_SWEEP_COLUMN, "fedeas-sd-turbo", "uniform-sd-turbo"),
+        ],
         _fixed(extra_tables.text_table),
     ),
     "gamma": Item(
@@ -160,19 +150,17 @@ ITEMS: dict[str, Item] = {
     "closed-form": Item(
         "Supplement, B: the closed form h(r)",
         "The share of heterogeneity that remains between two clients with one class each, by generation ratio.",
-        _none,
         draw="draw_closed_form",
     ),
     "samples": Item(
         "Supplement, C: uncurated samples",
         "The first ten images of each class that the generator makes for client 0 with seed 1.",
-        _none,
         draw="draw_samples",
     ),
     "peak": Item(
         "Supplement, E: peak accuracy (%)",
         "Best of all rounds; one seed where no number of seeds is given.",
-        tables.large_cells,
+        tables.large_cells(paper.COLUMNS),
         partial(_large, paper_comparison.peak_of),
     ),
     "beta": Item(
@@ -187,14 +175,14 @@ ITEMS: dict[str, Item] = {
         "test set.",
         _on(DEFAULT_COLUMN, *CLEAN, *(f"{name}-clean" for name in CLEAN)),
         _fixed(extra_tables.clean_table),
-        only_by_name=True,
+        in_smoke=False,
     ),
     "shared": Item(
         "Beyond the paper: each client's own images, or the same images for all clients",
         "Budgets are exactly the same; the rows differ only in which images the clients share.",
         _with_variants(SHARED),
         extra_tables.shared_table,
-        only_by_name=True,
+        in_smoke=False,
     ),
     "drawn": Item(
         "Beyond the paper: images sampled in other ways",
@@ -203,7 +191,7 @@ ITEMS: dict[str, Item] = {
         "with the paper's generator settings uses a scale of 6 and a rescaling of 0.7 by default.",
         _with_variants(DRAWN),
         extra_tables.drawn_table,
-        only_by_name=True,
+        in_smoke=False,
     ),
     "batches": Item(
         "Beyond the paper: small last batches",
@@ -211,30 +199,30 @@ ITEMS: dict[str, Item] = {
         "rounds around it.",
         _with_variants(BATCHED),
         extra_tables.batches_table,
-        only_by_name=True,
+        in_smoke=False,
     ),
     "last-batches": Item(
         "Beyond the paper: accuracy drops by last batches of two images",
         "Rounds from the 11th on, of runs that generate images for each client separately. A drop: accuracy is more "
         "than 5 points below the median of the 13 rounds around it.",
-        drops.drop_cells,
+        drops.CELLS,
         drops.last_batch_table,
-        only_by_name=True,
+        in_smoke=False,
     ),
     "imbalanced-rounds": Item(
         "Beyond the paper: accuracy drops by the labels of a round",
         "Rounds without a last batch of two images. Labels are the real and generated labels of the round's "
         "clients, with the same weights as their models.",
-        drops.drop_cells,
+        drops.CELLS,
         drops.imbalance_table,
-        only_by_name=True,
+        in_smoke=False,
     ),
     "rule": Item(
         "Beyond the paper: other exponents, and the least imbalance that a total can reach",
         "Every rule spends FedEAS's total, or the nearest smaller number that whole images allow.",
         _on(DEFAULT_COLUMN, *RULES),
         _fixed(extra_tables.rule_table),
-        only_by_name=True,
+        in_smoke=False,
     ),
 }
 """Items in the order of the paper and its supplement, then ours."""
@@ -293,10 +281,7 @@ def choose(
 ) -> Choice:
     """Return the choice that ``words`` name: items, ``all``, columns, or cells such as ``c10-k100-a0.1/*``.
 
-    Raises
-    ------
-    ConfigError
-        If a name is unknown, or has no cell in the columns or at the scale.
+    Raise `ConfigError` if a name is unknown, or has no cell in the columns or at the scale.
     """
     places = [column(word).name for word in (*columns, *words) if word in paper.COLUMNS or word in columns]
     chosen = tuple(place for place in paper.COLUMNS if place in places) or paper.COLUMNS
@@ -304,12 +289,10 @@ def choose(
     cells: list[Cell] = []
     for word in (word for word in words if word not in paper.COLUMNS):
         if word == "all":
-            items += [
-                name for name in ITEMS if _concerns(name, chosen) and (scale == "full" or not ITEMS[name].only_by_name)
-            ]
+            items += [name for name in ITEMS if _concerns(name, chosen) and (scale == "full" or ITEMS[name].in_smoke)]
         elif word in ITEMS:
             if not _concerns(word, chosen):
-                has = dict.fromkeys(name.partition("/")[0] for name in ITEMS[word].cells(paper.COLUMNS))
+                has = dict.fromkeys(name.partition("/")[0] for name in ITEMS[word].names)
                 raise ConfigError(f"'{word}' has nothing in {', '.join(chosen)}, only in {', '.join(has)}")
             items.append(word)
         elif word == "table2":  # the former name of `peak`; the paper's Table 2 is `ablation`
@@ -320,9 +303,8 @@ def choose(
             raise ConfigError(f"'{word}': must be all, {', '.join(ITEMS)}, or cells such as '{DEFAULT_COLUMN}/*'")
     if not items and not cells:
         if words:
-            raise ConfigError(
-                f"'{words[0]}' is a column: add an item, such as table1, or give '{words[0]}/*' for its cells"
-            )
+            instead = f"add an item, such as table1, or give '{words[0]}/*' for its cells"
+            raise ConfigError(f"'{words[0]}' is a column: {instead}")
         raise ConfigError("name what to reproduce: all, table1, fig2 … (see `fedeas reproduce --help`)")
     choice = Choice(tuple(dict.fromkeys(items)), tuple(dict.fromkeys(cells)), chosen, scale, tuple(seeds), more)
     for one in choice.needed():
@@ -334,7 +316,7 @@ def choose(
 
 def _concerns(name: str, columns: Sequence[str]) -> bool:
     """Return whether an item shows any of these columns; True for an item without runs."""
-    return not ITEMS[name].cells(paper.COLUMNS) or bool(ITEMS[name].cells(columns))
+    return not ITEMS[name].names or bool(ITEMS[name].cells(columns))
 
 
 def _cells(word: str, columns: Sequence[str], scale: str) -> list[Cell]:

@@ -18,27 +18,15 @@ from fedeas_flwr.runs.listing import check_export, export, prunable_files
 
 
 def make_missing_sweep(choice: Choice, missing: Mapping[str, Sequence[int]], folder: Path) -> sweep.Sweep:
-    """Return a sweep of the missing runs.
-
-    Parameters
-    ----------
-    choice
-        The scale and the keys of all runs.
-    missing
-        Cell's name → seeds, in the order in which to run them.
-    folder
-        Where the runs go.
-    """
+    """Return a sweep of the missing runs (cell's name → seeds, in the order in which to run them) in a folder."""
     cells = []
     for name, seeds in missing.items():
         for seed in seeds:
             run = RunDirectory(folder / f"{name.replace('/', '_')}_s{seed}")
             config = cell(name).config(choice.scale, seed, choice.more).with_changes(run_dir=str(run.path))
             cells.append(sweep.SweepRun(run.path.name, {"cell": name, "seed": seed}, config, run))
-    grid: dict[str, list[Any]] = {
-        "cell": list(missing),
-        "seed": sorted({seed for seeds in missing.values() for seed in seeds}),
-    }
+    seeds_in_all = sorted({seed for seeds in missing.values() for seed in seeds})
+    grid: dict[str, list[Any]] = {"cell": list(missing), "seed": seeds_in_all}
     # All cells of a scale share this config, so that a sweep rejects a folder of the other scale.
     return sweep.Sweep(folder, cell(f"{DEFAULT_COLUMN}/fedavg").config(choice.scale, 1), grid, cells)
 
@@ -73,10 +61,7 @@ def archive_run(run: RunDirectory, record: Path | None) -> None:
 def archive_finished_runs(results: Results, runs: Path, folder: Path | None) -> None:
     """Archive the finished runs of a folder that no watcher saw finish: at a Ctrl-C, or after the sweep was killed.
 
-    Raises
-    ------
-    RunError
-        If the place of a run's record holds another run's.
+    Raise `RunError` if the place of a run's record holds another run's.
     """
     for name, found in results.cells.items():
         for run in found:
@@ -93,17 +78,10 @@ class ArchivingWatcher:
 
     def __init__(self, inner: Watcher, folder: Path | None) -> None:
         self._inner, self._folder = inner, folder
+        self.on_start, self.on_tick = inner.on_start, inner.on_tick
 
-    def on_start(self, status: SweepStatus) -> None:
-        """Pass the event on."""
-        self._inner.on_start(status)
-
-    def on_event(self, one: sweep.SweepRun, event: str, status: SweepStatus) -> None:
+    def on_event(self, cell: sweep.SweepRun, event: str, status: SweepStatus) -> None:
         """Archive a finished run; pass every event on."""
         if event == "finished":
-            archive_run(one.run, self._folder and record_folder(self._folder, one.values["cell"], one.config))
-        self._inner.on_event(one, event, status)
-
-    def on_tick(self, status: SweepStatus) -> None:
-        """Pass the event on."""
-        self._inner.on_tick(status)
+            archive_run(cell.run, self._folder and record_folder(self._folder, cell.values["cell"], cell.config))
+        self._inner.on_event(cell, event, status)

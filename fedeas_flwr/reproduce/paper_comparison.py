@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 from fedeas_flwr.reproduce import paper
 from fedeas_flwr.reproduce.cells import BETA_SWEEP_COLUMN
-from fedeas_flwr.reproduce.results import Budget, Measured, Results, Value, check_budget
+from fedeas_flwr.reproduce.results import Budget, Measured, Results, Value
 
 NONE = "–"
 
@@ -60,10 +60,15 @@ def peak_of(results: Results, name: str) -> Value:
 
 
 def budget_of(results: Results, name: str) -> Budget | None:
-    """Check a cell's number of images against the paper's total at full scale, else against the plan."""
+    """Return the images of a cell's runs with the paper's total at full scale, else the plan's; None without runs."""
     place, _, method = name.partition("/")
-    published = paper.images(method, place) if results.scale == "full" else None
-    return check_budget(name, results.of(name), published)
+    runs, published = results.of(name), paper.images(method, place) if results.scale == "full" else None
+    if not runs:
+        return None
+    images = tuple(run.images for run in runs)
+    if published is not None:
+        return Budget(name, images, published, "paper")
+    return Budget(name, images, max(run.planned_images() for run in runs), "plan")
 
 
 def show_ours(value: Value) -> str:
@@ -79,11 +84,6 @@ def show_paper(value: Value) -> str:
     return NONE if value.paper is None else f"{value.paper:.{value.digits}f}"
 
 
-def show_difference(value: Value) -> str:
-    """Write ours minus the paper's with its sign, or a dash."""
-    return signed(value.difference, value.digits)
-
-
 def show_seeds(value: Value) -> str:
     """Write the seeds, or a dash."""
     return ", ".join(map(str, value.seeds)) or NONE
@@ -91,7 +91,7 @@ def show_seeds(value: Value) -> str:
 
 def compared(value: Value) -> list[str]:
     """Write ours, the seeds, the paper's number and the difference, each for a column of its own."""
-    return [show_ours(value), show_seeds(value), show_paper(value), show_difference(value)]
+    return [show_ours(value), show_seeds(value), show_paper(value), signed(value.difference, value.digits)]
 
 
 def signed(number: float | None, digits: int) -> str:
@@ -104,7 +104,7 @@ def format_cell(value: Value, mark: str = "{}") -> str:
     if value.mean is None and value.paper is None:
         return NONE
     ours = mark.format(show_ours(value)) if value.mean is not None else "missing"
-    difference = f", {show_difference(value)}" if value.difference is not None else ""
+    difference = f", {signed(value.difference, value.digits)}" if value.difference is not None else ""
     below = [f"{len(value.seeds)} seeds"] if len(value.seeds) > 1 else []
     below += [f"paper {show_paper(value)}{difference}"] if value.paper is not None else []
     return f"{ours}<br>{'; '.join(below)}" if below else ours

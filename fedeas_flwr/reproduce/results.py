@@ -46,9 +46,6 @@ def experiment_key(config: RunConfig) -> dict[str, Any]:
     return values
 
 
-# ---------------------------------------------------------------------------------------------------------- one run
-
-
 @dataclass(frozen=True)
 class Measured:
     """A finished run and its measurements."""
@@ -107,9 +104,6 @@ def _client(number: Any, config: RunConfig) -> int:
     return number
 
 
-# --------------------------------------------------------------------------------------------------------- all runs
-
-
 @dataclass(frozen=True)
 class Results:
     """The runs of every cell, and those that could not be used."""
@@ -117,7 +111,7 @@ class Results:
     scale: str
     cells: dict[str, list[Measured]]
     """Finished runs of each cell, by the cell's name and sorted by seed; one per seed and form of Γ̂."""
-    doubles: list[Path] = field(default_factory=list)
+    repeated: list[Path] = field(default_factory=list)
     """Runs left out: an earlier run has the same seed and form of Γ̂, but other accuracies. Copies are not listed."""
     unreadable: list[str] = field(default_factory=list)
 
@@ -133,27 +127,17 @@ class Results:
 def find_results(cells: Sequence[Cell], scale: str, folders: Sequence[Path], more: Mapping[str, Any]) -> Results:
     """Return the finished runs of some cells, found in folders.
 
-    Parameters
-    ----------
-    cells
-        The cells to find.
-    scale
-        The cells' scale.
-    folders
-        Where to look. Of two runs with the same seed and form of Γ̂, the first one found counts.
-    more
-        Run-config keys for all runs; those in `experiment_key` must also match.
+    Of two runs with the same seed and form of Γ̂, the first one found counts. Of ``more``, run-config keys for all runs,
+    those in `experiment_key` must also match.
     """
-    wanted: dict[tuple[tuple[str, Any], ...], str] = {}
-    for one in cells:
-        wanted[_key(experiment_key(one.config(scale, 1, more)))] = one.name
+    wanted = {_hashable(experiment_key(one.config(scale, 1, more))): one.name for one in cells}
     found: dict[str, dict[tuple[int, str], Measured]] = {one.name: {} for one in cells}
-    doubles: list[Path] = []
+    repeated: list[Path] = []
     unreadable: list[str] = []
     for run in find_runs([folder for folder in folders if folder.exists()], unreadable=unreadable):
         try:
             config = run.config()
-            name = wanted.get(_key(experiment_key(config)))
+            name = wanted.get(_hashable(experiment_key(config)))
             if name is None or run.state() != "finished":
                 continue
             measured = measure(run, config)
@@ -164,16 +148,13 @@ def find_results(cells: Sequence[Cell], scale: str, folders: Sequence[Path], mor
             continue
         first = found[name].setdefault((config.seed, config.gamma_hat), measured)
         if first.accuracies != measured.accuracies:
-            doubles.append(run.path)
+            repeated.append(run.path)
     by_seed = {name: sorted(runs.values(), key=lambda run: run.seed) for name, runs in found.items()}
-    return Results(scale, by_seed, doubles, unreadable)
+    return Results(scale, by_seed, repeated, unreadable)
 
 
-def _key(values: Mapping[str, Any]) -> tuple[tuple[str, Any], ...]:
-    return tuple(sorted(values.items()))
-
-
-# ------------------------------------------------------------------------------------------- values and budgets
+def _hashable(values: Mapping[str, Any]) -> frozenset[tuple[str, Any]]:
+    return frozenset(values.items())
 
 
 @dataclass(frozen=True)
@@ -235,13 +216,3 @@ class Budget:
     def met(self) -> bool:
         """Return whether every run generated exactly ``wanted`` images."""
         return all(images == self.wanted for images in self.images)
-
-
-def check_budget(name: str, runs: Sequence[Measured], published: int | None) -> Budget | None:
-    """Return the images of a cell's runs with the paper's total or, without one, the plan's; None without runs."""
-    if not runs:
-        return None
-    images = tuple(run.images for run in runs)
-    if published is not None:
-        return Budget(name, images, published, "paper")
-    return Budget(name, images, max(run.planned_images() for run in runs), "plan")

@@ -1,4 +1,4 @@
-"""Write sections as a page, JSON, CSV or terminal output, and update the tables and numbers of a document."""
+"""Write sections as a page, JSON, CSV or terminal output, and the command that does the missing runs."""
 
 from __future__ import annotations
 
@@ -10,19 +10,14 @@ from typing import Any
 
 from rich.console import Console
 
-from fedeas_flwr.common.errors import ConfigError
+from fedeas_flwr.common.files import atomic_write
 from fedeas_flwr.common.tables import as_csv, print_table
 from fedeas_flwr.common.text import counted, show_seconds
 from fedeas_flwr.partition import LEAKAGE
-from fedeas_flwr.report.page import Document, table_markdown
+from fedeas_flwr.report.page import Document, as_html, as_markdown
 from fedeas_flwr.reproduce.cells import cell
-from fedeas_flwr.reproduce.inline_numbers import InlineNumbers
-from fedeas_flwr.reproduce.items import ITEMS, choose
-from fedeas_flwr.reproduce.page import Block, find_blocks, page_section, with_blocks
 from fedeas_flwr.reproduce.results import Budget, Results
 from fedeas_flwr.reproduce.sections import Section
-from fedeas_flwr.reproduce.sweep_tables import sweep_table
-from fedeas_flwr.reproduce.tables import Table, cell_table
 
 SMOKE_NOTE = (
     "**Smoke scale.** Every run takes a few seconds on scikit-learn's 8×8 digits, with 6 or 10 clients instead of 20 "
@@ -32,7 +27,7 @@ SMOKE_NOTE = (
 )
 
 
-def make_page(results: Results, sections: list[Section], given: Sequence[str] = ()) -> Document:
+def make_page(results: Results, sections: Sequence[Section], given: Sequence[str] = ()) -> Document:
     """Return the page of the sections; its head names the run-config keys ``given`` for all runs."""
     runs = [run for found in results.cells.values() for run in found]
     time = f", {show_seconds(sum(run.seconds for run in runs))} in total" if runs else ""
@@ -45,11 +40,19 @@ def make_page(results: Results, sections: list[Section], given: Sequence[str] = 
         "standard deviation over the seeds. ✓: as many images as in the paper or, without a number there, as planned."
     )
     notes += _budget_notes(sections)
-    if results.doubles:
-        notes.append(f"Only the first run of each cell, seed and form of Γ̂ counts; left out: {len(results.doubles)}.")
+    if left_out := len(results.repeated):
+        notes.append(f"Only the first run of each cell, seed and form of Γ̂ counts; left out: {left_out}.")
     notes += [f"Unreadable: {line}" for line in results.unreadable]
     title = "The paper's tables and figures" + (" at smoke scale" if results.scale == "smoke" else "")
-    return Document(title, notes, [page_section(section) for section in sections])
+    return Document(title, notes, sections)
+
+
+def write_page(document: Document, folder: Path) -> tuple[Path, Path]:
+    """Write index.md and index.html."""
+    markdown, whole = folder / "index.md", folder / "index.html"
+    atomic_write(markdown, as_markdown(document).encode())
+    atomic_write(whole, as_html(document).encode())
+    return markdown, whole
 
 
 def missing_runs_command(
@@ -57,16 +60,8 @@ def missing_runs_command(
 ) -> tuple[str, str]:
     """Return the command that does the missing runs, and a note on its generators or "".
 
-    Parameters
-    ----------
-    scale
-        The cells' scale.
-    options
-        The command's other options with their values; ``--set`` is one of them.
-    words
-        The items or cells of the command.
-    cells
-        Names of the cells that lack runs.
+    ``options`` are the command's options with their values, ``--set`` among them; ``words`` its items or cells, and
+    ``cells`` those that lack runs.
     """
     keys = {word.partition("=")[0].strip() for word in options["--set"]}
     placeholders, note = [], ""
@@ -85,39 +80,34 @@ def missing_runs_command(
 
 def all_budgets(sections: Sequence[Section]) -> list[Budget]:
     """Return the budgets in the sections' tables, one per cell."""
-    found = {b.cell: b for section in sections if section.table for b in section.table.budgets}
-    return list(found.values())
+    return list({b.cell: b for section in sections for table in section.tables for b in table.budgets}.values())
 
 
 def _budget_notes(sections: Sequence[Section]) -> list[str]:
     budgets = all_budgets(sections)
     wrong = [b for b in budgets if not b.met]
-    notes = [
-        f"Matched budgets: {len(budgets) - len(wrong)} of {len(budgets)} cells generated the expected number of images."
+    right = f"{len(budgets) - len(wrong)} of {len(budgets)} cells"
+    return [
+        *([f"Matched budgets: {right} generated the expected number of images."] if budgets else []),
+        *(f"{b.cell} generated {', '.join(map(str, b.images))} images, not the {b.by}'s {b.wanted:,}." for b in wrong),
     ]
-    notes += [
-        f"{b.cell} generated {', '.join(map(str, b.images))} images, not the {b.by}'s {b.wanted:,}." for b in wrong
-    ]
-    return notes if budgets else []
 
 
 def as_json(results: Results, sections: Sequence[Section]) -> dict[str, Any]:
     """Return the content of the page as JSON values; a picture is given by its file name in the page's folder."""
-    parts = []
-    for section in sections:
-        table = section.table
-        parts.append(
-            {
-                "name": section.name,
-                "title": section.title,
-                "picture": section.picture.name if section.picture else None,
-                "head": table.head if table else [],
-                "rows": table.rows if table else [],
-                "values": [value.as_json() for value in table.values] if table else [],
-                "missing": list(section.missing),
-                "note": section.note,
-            }
-        )
+    parts = [
+        {
+            "name": section.name,
+            "title": section.title,
+            "picture": f"{section.name}.png" if section.pictures else None,
+            "head": [head for table in section.tables for head in table.head],
+            "rows": [row for table in section.tables for row in table.rows],
+            "values": [value.as_json() for table in section.tables for value in table.values],
+            "missing": list(section.missing),
+            "note": section.note,
+        }
+        for section in sections
+    ]
     budgets = [{**vars(b), "images": list(b.images), "met": b.met} for b in all_budgets(sections)]
     runs = {name: [str(run.path) for run in found] for name, found in results.cells.items()}
     return {"scale": results.scale, "items": parts, "budgets": budgets, "runs": runs, "unreadable": results.unreadable}
@@ -125,25 +115,23 @@ def as_json(results: Results, sections: Sequence[Section]) -> dict[str, Any]:
 
 def values_csv(sections: Sequence[Section]) -> str:
     """Return the numbers of all tables as CSV, one line per cell and measure."""
-    rows = {}
-    for section in sections:
-        for value in section.table.values if section.table else ():
-            row = value.as_json() | {"seeds": " ".join(map(str, value.seeds))}
-            rows[value.cell, value.measure] = row
+    values = [value for section in sections for table in section.tables for value in table.values]
+    rows = {(v.cell, v.measure): v.as_json() | {"seeds": " ".join(map(str, v.seeds))} for v in values}
     return as_csv(list(rows.values()))
 
 
-def print_tables(sections: Sequence[Section], notes: Sequence[str], console: Console) -> None:
-    """Print every table, the path of every picture, and the notes."""
+def print_tables(sections: Sequence[Section], notes: Sequence[str], folder: Path, console: Console) -> None:
+    """Print every table, the path of every picture in ``folder``, and the notes."""
     if not console.is_terminal:  # make a file or a pipe wide enough for every table
         console = Console(width=200, stderr=console.stderr, markup=False)
     for section in sections:
         console.print(f"\n{section.title}", style="bold", highlight=False)
-        if section.table:
-            head, *rows = ([_plain(cell) for cell in row] for row in (section.table.head, *section.table.rows))
+        for table in section.tables:
+            head, *rows = ([_plain(cell) for cell in row] for row in (table.head, *table.rows))
             print_table(console, head, rows, fold=head, right=head[1:])
-        if section.picture or section.note:
-            console.print(str(section.picture or section.note), highlight=False, soft_wrap=True)
+        for line in [*(str(folder / f"{picture.name}.png") for picture in section.pictures), section.note]:
+            if line:
+                console.print(line, highlight=False, soft_wrap=True)
     for note in notes:
         console.print(_plain(note), highlight=False, markup=False)
 
@@ -152,50 +140,3 @@ def _plain(text: str) -> str:
     for mark, instead in (("<br>", "\n"), ("<ins>", ""), ("</ins>", ""), ("**", ""), ("`", "")):
         text = text.replace(mark, instead)
     return text
-
-
-def filled_document(
-    path: Path, text: str, scale: str, folders: Sequence[Path], more: Mapping[str, Any]
-) -> tuple[str, list[str]]:
-    """Return a document with updated ``<!-- reproduce WORDS -->`` blocks and updated numbers in its sentences.
-
-    WORDS are tables, columns and cells, or ``sweep FOLDER KEY=VALUE`` for a recorded sweep. ``folders`` hold the runs;
-    ``more`` are run-config keys of all runs.
-
-    Returns
-    -------
-    text, unreadable : str, list of str
-        The document, and a line for every record that could not be read.
-    """
-    found = find_blocks(path, text)
-    contents = [_content(block, scale, folders, more) for block in found]
-    filled = with_blocks(text, found, [content for content, _ in contents])
-    unreadable = dict.fromkeys(line for _, lines in contents for line in lines)
-    return InlineNumbers(scale, folders, more).fill(path, filled), list(unreadable)
-
-
-def _content(block: Block, scale: str, folders: Sequence[Path], more: Mapping[str, Any]) -> tuple[str, list[str]]:
-    try:
-        if block.words[:1] == ["sweep"]:
-            return table_markdown(_sweep(block.words[1:], folders)) + "\n", []
-        choice = choose(block.words, [], scale, more=more)
-    except ConfigError as error:
-        raise ConfigError(f"{block.where}: {error}") from None
-    for word in block.words:
-        if word in ITEMS and ITEMS[word].table is None:
-            raise ConfigError(f"{block.where}: '{word}' is a figure; must be a table, column or cell")
-    results = choice.find(folders)
-    made = [make(results, choice.columns) for name in choice.items if (make := ITEMS[name].table)]
-    made += [cell_table(results, choice.cells)] if choice.cells else []
-    return "\n".join(table_markdown(table) + "\n" for table in made), results.unreadable
-
-
-def _sweep(words: Sequence[str], folders: Sequence[Path]) -> Table:
-    match words:
-        case [name, base] if "=" in base and (
-            found := [folder / name for folder in folders if (folder / name).is_dir()]
-        ):
-            return sweep_table(found[0], base)
-    raise ConfigError(
-        f"'sweep {' '.join(words)}': must be sweep FOLDER KEY=VALUE, with FOLDER inside a folder of --runs"
-    )

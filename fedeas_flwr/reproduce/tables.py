@@ -122,7 +122,7 @@ def beta_table(results: Results) -> Table:
 def _with_beta(results: Results, name: str) -> str:
     """Return a row's label with its β at this scale."""
     one = cell(name)
-    label, policy = one.method.label, dict(one.method.keys)["policy"]
+    label, policy = one.method.label, one.method.keys["policy"]
     return f"{label} β = {beta_of(one, results.scale):g}" if policy in ("fedeas", "uniform") else label
 
 
@@ -181,9 +181,6 @@ def _show_gamma(value: Value) -> str:
         return "missing"
     ours = "missing" if value.mean is None else f"{value.mean:.3g}"
     return f"{ours}<br>paper {value.paper:.3g}" if value.paper is not None else ours
-
-
-# ------------------------------------------------------------------------------------------------- any cells
 
 
 def cell_table(results: Results, cells: Iterable[Cell]) -> Table:

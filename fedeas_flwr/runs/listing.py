@@ -56,17 +56,14 @@ def _runs_below(folders: Sequence[Path], depth: int) -> Iterator[tuple[Path, OSE
     for folder in folders:
         try:
             found = is_run(folder) or is_damaged_run(folder)
-            inside = [] if found or not depth else _folders_in(folder)
+            folders = [] if found or not depth else [path for path in folder.iterdir() if path.is_dir()]
+            inside = sorted(path for path in folders if not path.is_symlink())
         except OSError as error:
             yield folder, error
             continue
         if found:
             yield folder, None
         yield from _runs_below(inside, depth - 1)
-
-
-def _folders_in(folder: Path) -> list[Path]:
-    return sorted(path for path in folder.iterdir() if path.is_dir() and not path.is_symlink())
 
 
 def summarise_so_far(run: RunDirectory, config: RunConfig) -> dict[str, Any] | None:

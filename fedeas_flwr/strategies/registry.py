@@ -34,7 +34,7 @@ class Algorithm:
     summary: str
     discloses: str
     """What a client discloses in addition to its model update and number of real samples, which FedAvg needs."""
-    extra_bytes: float
+    extra_models: float
     """Traffic per client and round beyond sending the model and receiving it back, in units of one model."""
     client: Callable[[RunConfig], ClientAlgorithm] = lambda config: ClientAlgorithm()
     """Builds the algorithm's part on a client."""
@@ -144,6 +144,6 @@ TABLE_HEAD = ("strategy", "what it does", "keys of its own", "discloses beyond F
 def table_rows() -> list[tuple[str, ...]]:
     """Return one row per algorithm, for `fedeas strategies` and docs/strategies.md."""
     return [
-        (name, a.summary, ", ".join(STRATEGY_KEYS.get(name, ())) or "none", a.discloses, f"{2 + a.extra_bytes:g}")
+        (name, a.summary, ", ".join(STRATEGY_KEYS.get(name, ())) or "none", a.discloses, f"{2 + a.extra_models:g}")
         for name, a in ALGORITHMS.items()
     ]

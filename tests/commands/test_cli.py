@@ -63,8 +63,8 @@ MISTAKES = {
     ),
     "a record to go on with": (("resume", RECORD), [RECORD, "exported record without weights", "the run directory"]),
     "nothing to resume": (("resume", "/nowhere"), ["/nowhere"]),
-    "resumed elsewhere": (("resume", RECORD, "run-dir=/else"), ["run-dir = '/else': leave it out", "resume"]),
-    "resumed from its start": (("resume", RECORD, "resume=false"), ["resume = False: leave it out", "resume"]),
+    "resumed elsewhere": (("resume", RECORD, "run-dir=/else"), ["run-dir = '/else': remove the key", "resume"]),
+    "resumed from its start": (("resume", RECORD, "resume=false"), ["resume = False: remove the key", "resume"]),
     "unknown command": (("fly",), ["fly"]),
     "unknown option": (("plan", "--fast"), ["--fast"]),
     "own data nowhere": (("run", QUICKSTART, "dataset=own:"), ["dataset = 'own:': must be", "own:PATH"]),
@@ -82,7 +82,7 @@ MISTAKES = {
     "an infinite rate": (("run", QUICKSTART, "learning-rate=inf"), ["learning-rate = inf: must be a finite number"]),
     "ignored beside counts": (
         ("plan", "--counts", COUNTS, "--clients", "7"),
-        ["--clients", "--counts", "leave it out"],
+        ["--clients", "--counts", "remove the option"],
     ),
     "dataset beside counts": (("plan", "--counts", COUNTS, "--dataset", "digits"), ["--dataset", "--counts"]),
     "seconds of counts": (
@@ -163,11 +163,11 @@ MISTAKES = {
     "no dataset to learn": (("train-generator", "--dataset", "mnist", "--out", "out"), ["dataset", "mnist"]),
     "a generator that is not asked": (
         ("plan", "--generator", "bank:/nowhere"),
-        ["--generator: leave it out", "--estimate or --max-seconds"],
+        ["--generator: remove the option", "--estimate or --max-seconds"],
     ),
     "measures of no report": (
         ("generate", "--out", "out", "--data-dir", "/nowhere"),
-        ["--data-dir: leave it out, it has no effect without --report"],
+        ["--data-dir: remove the option, since it has no effect without --report"],
     ),
     "weights nowhere": (
         ("generate", "--out", "out", "--report", "--inception", "/nowhere"),
@@ -175,37 +175,40 @@ MISTAKES = {
     ),
     "runs of a list": (
         ("reproduce", "--list", "--no-run"),
-        ["--run: leave it out, --list starts and reads no runs"],
+        ["--run: remove the option, since --list starts and reads no runs"],
     ),
     "columns of a document": (
         ("reproduce", "--into", "doc.md", "--columns", "c10-k100-a0.1"),
-        ["--columns: leave it out, --into writes"],
+        ["--columns: remove the option, since --into writes"],
     ),
     "total for fedeas": (("plan", "--total", "5"), ["total", "5", "fedeas"]),
     "β of a policy that has none": (
         ("plan", "--policy", "full-balance", "--beta", "3"),
-        ["--beta: leave it out, policy full-balance has nothing to set"],
+        ["--beta: remove the option, since policy full-balance has nothing to set"],
     ),
-    "γ of no policy": (("plan", "--policy", "none", "--gamma", "1"), ["--gamma: leave it out, policy none has"]),
+    "γ of no policy": (
+        ("plan", "--policy", "none", "--gamma", "1"),
+        ["--gamma: remove the option, since policy none has"],
+    ),
     "a rule that fills nothing": (
         ("plan", "--policy", "full-balance", "--printed-rule"),
-        ["--printed-rule: leave it out, policy full-balance has nothing to set"],
+        ["--printed-rule: remove the option, since policy full-balance has nothing to set"],
     ),
     "γ of an ablation": (
         ("plan", "--policy", "linear", "--gamma", "0.5"),
-        ["--gamma: leave it out, policy linear has its own"],
+        ["--gamma: remove the option, since policy linear has its own"],
     ),
     "β beside a total": (
         ("plan", "--policy", "uniform", "--total", "5", "--beta", "3"),
-        ["--beta: leave it out, --total sets the number of images"],
+        ["--beta: remove the option, since --total sets the number of images"],
     ),
     "a rule beside a total": (
         ("plan", "--policy", "waterfill", "--total", "5", "--printed-rule"),
-        ["--printed-rule: leave it out, --total sets the number of images"],
+        ["--printed-rule: remove the option, since --total sets the number of images"],
     ),
     "total beside limits": (
         ("plan", "--total", "5", "--min-removed", "0.5", "--max-images", "9"),
-        ["total = 5: leave it out, policy fedeas sets its own"],
+        ["total = 5: remove the option, since policy fedeas sets its own"],
     ),
     "nobody's run-dir": (("run", QUICKSTART, f"run-dir={NOBODYS}"), [f"run-dir = {NOBODYS!r}: {UNKNOWN}"]),
     "nobody's data-dir": (("run", QUICKSTART, f"data-dir={NOBODYS}"), [f"data-dir = {NOBODYS!r}: {UNKNOWN}"]),
@@ -435,7 +438,9 @@ def test_generate_writes_a_report_and_a_bank(tmp_path: Path, digits_generator: P
     few = f"error: generator: bank:{out}/images.npz has 12 images of class '0', but --per-class asks for 13"
     assert (short.returncode, short.stderr) == (2, f"{few} different ones; 10 classes have too few\n")
     guided = run_in_process(*words, "12", "--guidance", "2", cwd=tmp_path)
-    assert guided.stderr == "error: --guidance: leave it out, it applies only to diffusion models in a folder\n"
+    assert (
+        guided.stderr == "error: --guidance: remove the option, since it applies only to diffusion models in a folder\n"
+    )
     again = run_in_process("generate", "--per-class", "2", "--sampler", "dpm++-logsnr", "--out", "out", cwd=tmp_path)
     assert again.returncode == 0 and not (out / "report.json").exists(), "the report of other images is still there"
 

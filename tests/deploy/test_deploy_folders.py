@@ -195,6 +195,22 @@ def test_check_reports_an_unreadable_node_config(lab: Path, text: str, found: st
         assert told.startswith(found) and "\n" not in told
 
 
+def test_check_node_gives_the_fix_of_the_error(lab: Path, tmp_path: Path) -> None:
+    node, data = lab / "node-0", tmp_path / "images"
+
+    def fix(text: str) -> str:
+        (node / "node-config").write_text(text)
+        (found,) = check_node(node, RunConfig())
+        assert found.state == "problem"
+        return found.fix
+
+    assert fix("partition-id=5 num-partitions=2\n") == f"correct {node}/node-config"
+    (data / "cat").mkdir(parents=True)
+    Image.new("L", (8, 8)).save(data / "cat" / "1.png")
+    other = f"give the config of a run whose dataset is not digits, or another data-path in {node}/node-config"
+    assert fix(f'client-id=0 data-path="{data}"\n') == f"correct the images in {data}, {other}"
+
+
 def test_check_node_reports_missing_gpu_only_on_the_node(lab: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     (lab / "node-0" / "node-config").write_text('partition-id=0 num-partitions=2 device="cuda"\n')

@@ -258,6 +258,15 @@ def test_checks_report_what_prepare_rejects(
         prepare(given, Console(file=io.StringIO()))
 
 
+def test_check_plan_reads_own_data_again_after_a_change(tmp_path: Path) -> None:
+    given = config(dataset=f"own:{tmp_path / 'own.npz'}", generator=f"{tmp_path}/model", clients=2, alpha=100.0)
+    images, found = np.zeros((60, 8, 8, 1), np.uint8), []
+    for rare in (10, 28):
+        np.savez(tmp_path / "own.npz", x=images, y=np.repeat([0, 1], [60 - rare, rare]))
+        found.append(only(inputs.check_plan, given).text)
+    assert found[0] != found[1]
+
+
 def test_checks_with_unknown_clients_report_no_problem() -> None:
     given = config(clients=0, strategy="krum")
     assert (only(inputs.check_strategy, given).state, only(inputs.check_clients, given).state) == ("note", "ok")

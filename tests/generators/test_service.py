@@ -202,8 +202,8 @@ service = start_service(small(Path("/nowhere")), "cpu")
 generator = ServiceGenerator(service.address(), "digits")
 samples = [SampleId(1, 2, 3, index) for index in range(5)]
 first = generator.sample(samples)
-done = service.rest()
-assert done["images"] == 5 and service.rest() is None
+done = service.release_gpu()
+assert done["images"] == 5 and service.release_gpu() is None
 deadline = time.monotonic() + 120
 while psutil.pid_exists(done["pid"]) and psutil.Process(done["pid"]).status() != "zombie":
     assert time.monotonic() < deadline, "the generator's process is still alive"

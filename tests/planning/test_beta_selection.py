@@ -57,9 +57,9 @@ def test_window_edges_are_exact(cifar: BudgetPath) -> None:
 
 def test_concentration_figures_of_the_main_setting(cifar: BudgetPath) -> None:
     generated = fedeas(cifar.counts, 12)
-    shares = curves.concentration(cifar.counts, generated)
-    assert (round(100 * shares.held[5], 1), round(100 * shares.received[5], 1)) == (53.6, 45.1)
-    assert (shares.held[-1], shares.received[-1], len(shares.held)) == (1, 1, 21)
+    held, received = curves.concentration(cifar.counts, generated)
+    assert (round(100 * held[5], 1), round(100 * received[5], 1)) == (53.6, 45.1)
+    assert (held[-1], received[-1], len(held)) == (1, 1, 21)
     needed, given = curves.demand(cifar.counts, generated)
     assert (needed.sum(), given.sum(), np.median(given)) == (226_783, 13_437, 595)
     found = curves.reduction(cifar, [12.0])

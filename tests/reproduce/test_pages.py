@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from fedeas_flwr.reproduce.inline_numbers import NUMBER
-from fedeas_flwr.reproduce.summary import filled_document
+from fedeas_flwr.reproduce.documents import NUMBER, filled_document
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted(

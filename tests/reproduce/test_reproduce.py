@@ -208,7 +208,7 @@ def test_page_lists_cells_with_a_wrong_number_of_images(tmp_path: Path) -> None:
     assert wrong and right and right.met and not wrong.met
     assert paper_comparison.show_budget(wrong) == "33,649 ✗ (paper: 33,650)"
     table = tables.large_table(results, paper.COLUMNS, paper_comparison.last_20_of)
-    page = make_page(results, [Section("table1", "", "", table, None, ())])
+    page = make_page(results, [Section(name="table1", title="", tables=[table])])
     assert "Matched budgets: 1 of 2 cells generated the expected number of images." in page.text
     assert f"{DEFAULT_COLUMN}/uniform generated 33649 images, not the paper's 33,650." in page.text
 
@@ -254,7 +254,7 @@ def test_page_has_every_table_and_figure(page: ReproducedPage) -> None:
     assert pictures == {"fig1", "fig2", "fig3", "fig4", "fig5", "closed-form"}
     assert all((folder / f"{name}.png").read_bytes().startswith(b"\x89PNG") for name in pictures)
     assert sum(bool(runs) for runs in results.cells.values()) == len(results.cells) - 1
-    tables_made = [section.table for section in made if section.table]
+    tables_made = [table for section in made for table in section.tables]
     assert all(len(row) == len(table.head) for table in tables_made for row in table.rows)
 
 
@@ -273,7 +273,7 @@ def test_html_page_is_self_contained(page: ReproducedPage) -> None:
     document = as_html(page[0])
     assert document.count('src="data:image/svg+xml;base64,') == 6
     assert not re.findall(r'(?:src|href)="(?!data:|#)', document) and "http" not in document
-    assert document.count("<table>") == sum(1 for section in page[1] if section.table)
+    assert document.count("<table>") == sum(len(section.tables) for section in page[1])
     assert "<b>" in document and "**" not in document
     links = re.findall(r'href="#([^"]*)"', document)
     assert "table-1-accuracy-last-20-round-mean" in links and all(f'id="{link}"' in document for link in links)

@@ -108,8 +108,8 @@ def test_committed_runs_fill_their_cells_and_others_are_missing(tmp_path: Path) 
         (["all", "--seeds=-1", "--no-run"], "seeds = '-1': must be different integers of at least 0"),
         (["all", "--seeds", "1,2,1", "--no-run"], "seeds = '1,2,1': must be different integers of at least 0"),
         (["--into", "nowhere.md"], "into = 'nowhere.md': no such file"),
-        (["all", "--no-run", "--export", "ex"], "--export 'ex': leave it out or give --run"),
-        (["all", "--scale", "full", "--export", "ex"], "--export 'ex': leave it out or give --run"),
+        (["all", "--no-run", "--export", "ex"], "--export 'ex': remove the option, or give --run"),
+        (["all", "--scale", "full", "--export", "ex"], "--export 'ex': remove the option, or give --run"),
         (["all", "--format", "xml"], "format = 'xml': must be table or json"),
     ],
 )

@@ -60,9 +60,9 @@ def test_unfinished_duplicate_and_damaged_runs_do_not_count(tmp_path: Path) -> N
     (unknown / "config.json").write_text(text)
     results = found_in(tmp_path)
     assert [(run.seed, run.path.name) for run in results.of(f"{DEFAULT_COLUMN}/fedavg")] == [(1, "a")]
-    assert [path.name for path in results.doubles] == ["b"]
+    assert [path.name for path in results.repeated] == ["b"]
     shutil.copytree(tmp_path / "a", tmp_path / "copy-of-a")
-    assert [path.name for path in found_in(tmp_path).doubles] == ["b"], "a run and its exported record count once"
+    assert [path.name for path in found_in(tmp_path).repeated] == ["b"], "a run and its exported record count once"
     assert [line.partition(": ")[0] for line in results.unreadable] == [str(damaged), str(unknown)]
     assert results.unreadable[1].endswith("did you mean 'alpha'?"), "the hint at the end was cut off"
 
@@ -106,7 +106,7 @@ def test_run_found_by_two_paths_counts_once(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.chdir(tmp_path)
     places = [Path("out"), Path("link"), tmp_path / "out" / "runs"]
     results = find_results(all_cells(), "full", places, {})
-    assert [run.seed for run in results.of(f"{DEFAULT_COLUMN}/fedavg")] == [1] and results.doubles == []
+    assert [run.seed for run in results.of(f"{DEFAULT_COLUMN}/fedavg")] == [1] and results.repeated == []
     archive_finished_runs(results, tmp_path / "link" / "runs", tmp_path / "records")
     assert RunDirectory(tmp_path / "records" / "cifar10-k100-a0.1" / "fedavg-s1").is_record()
 
@@ -149,7 +149,7 @@ def test_gamma_item_needs_runs_with_its_form_of_gamma_hat(tmp_path: Path) -> Non
 
     run = record(tmp_path / "runs" / "new", f"{BETA_SWEEP_COLUMN}/fedeas", 1, [0.6] * 200, gamma_hat=1e-4)
     results = find_results(all_cells(), "full", [records, tmp_path / "runs"], {})
-    assert choose(["gamma"], [], "full").missing(results) == {} and results.doubles == []
+    assert choose(["gamma"], [], "full").missing(results) == {} and results.repeated == []
     rows = tables.gamma_table(results).rows
     assert rows[0][3].startswith("70.00<br>"), "other items use the first run"
     assert rows[2][3].startswith("0.0001<br>") and rows[4][3] == "0.8"

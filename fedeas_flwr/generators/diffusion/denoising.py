@@ -48,20 +48,9 @@ _PROBE = 32
 
 
 def make_solver(sampler: str, schedule: dict[str, Any], steps: int) -> Any:
-    """Return a new solver with its timesteps set and its scalars on the CPU.
+    """Return a new diffusers solver with its timesteps set and its scalars on the CPU.
 
-    Parameters
-    ----------
-    sampler
-        ``dpm++`` or ``ddim``, with uniform timestep spacing, or ``dpm++-logsnr``, with uniform log-SNR spacing.
-    schedule
-        The model's noise schedule.
-    steps
-        Number of solver steps.
-
-    Returns
-    -------
-    DPMSolverMultistepScheduler or DDIMScheduler
+    The timesteps of ``dpm++`` and ``ddim`` are evenly spaced, those of ``dpm++-logsnr`` in the log-SNR.
     """
     from diffusers import DDIMScheduler, DPMSolverMultistepScheduler
 
@@ -82,25 +71,11 @@ def _uniform_log_snr_steps(log_snr: NDArray[np.float32], first: int, steps: int)
 
 
 class Denoiser:
-    """Generates pixels from noise and labels.
+    """Generates pixels from noise and labels with a UNet, which is on its device, in its precision and in eval mode.
 
-    Parameters
-    ----------
-    unet
-        The model, on its device and in its precision, in eval mode.
-    schedule
-        The model's noise schedule.
-    sampler, steps
-        See `make_solver`.
-    guidance
-        Classifier-free guidance scale; 1: no guidance.
-    rescale
-        How far, from 0 to 1, guided predictions are rescaled to the standard deviation without guidance: φ in Lin et
-        al. (2024).
-    no_label
-        Label that means "no class"; guidance needs it.
-    precision
-        A key of `PRECISIONS`.
+    ``guidance`` is the classifier-free guidance scale; 1: no guidance. ``no_label`` is the label that means "no class",
+    which guidance needs. ``rescale`` (φ in Lin et al., 2024) is how far, from 0 to 1, guided predictions are rescaled
+    to the standard deviation without guidance.
     """
 
     def __init__(
@@ -123,19 +98,9 @@ class Denoiser:
         self._step: _Step | None = None
 
     def start(self, noise: NDArray[np.float32], labels: Sequence[int]) -> Callable[[], Pixels]:
-        """Denoise one batch; on a GPU, only queue the work.
+        """Denoise one batch of noise ``[N, C, H, W]``; on a GPU, only queue the work.
 
-        Parameters
-        ----------
-        noise
-            ``[N, C, H, W]``.
-        labels
-            N labels.
-
-        Returns
-        -------
-        callable
-            Waits for the batch and returns its pixels, uint8 ``[N, H, W, C]``.
+        The returned function waits for the batch and returns its pixels, uint8 ``[N, H, W, C]``.
         """
         with torch.no_grad(), self._on_device():
             x = self._send(torch.from_numpy(noise))

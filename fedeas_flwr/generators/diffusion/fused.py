@@ -119,16 +119,8 @@ def normalise(
 ) -> torch.Tensor:
     """Return GroupNorm of ``x + before``, optionally ``· (1 + scale) + shift``, then optionally SiLU.
 
-    Parameters
-    ----------
-    norm
-        Layer with the groups, weights and ε.
-    x
-        ``[N, C, H, W]`` or ``[N, C, L]``; copied to channels last if necessary.
-    before
-        ``[C]`` or ``[N, C]``, such as the bias of the preceding convolution.
-    scale_shift
-        ``[N, 2C]``.
+    ``x`` is ``[N, C, H, W]`` or ``[N, C, L]`` and is copied to channels last if necessary. ``before`` is ``[C]`` or
+    ``[N, C]``, such as the bias of the preceding convolution; ``scale_shift`` is ``[N, 2C]``.
     """
     x = x.to(memory_format=torch.channels_last) if x.dim() == 4 else x.transpose(1, 2).contiguous().transpose(1, 2)
     channels, width = x.shape[1], triton.next_power_of_2(x.shape[1])
@@ -168,10 +160,7 @@ def add(x: torch.Tensor, y: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
 def fuse(unet: nn.Module) -> None:
     """Replace the forward of a UNet's blocks by the fused one, in place; other types of blocks keep theirs.
 
-    Raises
-    ------
-    Exception
-        From Triton, if it cannot compile; the UNet is then unchanged.
+    If Triton cannot compile, its error is raised and the UNet is unchanged.
     """
     from diffusers.models.resnet import ResnetBlock2D
     from diffusers.models.upsampling import Upsample2D

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -10,6 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from fedeas_flwr.common.files import sha256_of
 from fedeas_flwr.common.text import counted, one_line
 
 # diffusers takes seconds to import, so only functions import it.
@@ -180,23 +180,10 @@ def load_unet(config: dict[str, Any], weights: Path) -> Any:
 
 
 def init_from_pretrained(unet: Any, folder: Path, schedule: Mapping[str, Any]) -> str:
-    """Initialise a network with the weights of a trained one, which may have other classes.
+    """Initialise a network with the weights of a trained one; return their name and hash, for the model card.
 
-    If their numbers of classes differ, every class starts with the embedding of "no label", the trained model's last.
-
-    Parameters
-    ----------
-    unet
-        The new network.
-    folder
-        Folder of the trained network, in diffusers' format.
-    schedule
-        ``prediction_type`` and ``beta_schedule``, which must match.
-
-    Returns
-    -------
-    str
-        Name and hash of the weights, for the model card.
+    The classes may differ. If their numbers do, every class starts with the embedding of "no label", the trained
+    model's last. ``schedule`` has ``prediction_type`` and ``beta_schedule``, which must match.
     """
     try:
         config = read_json(folder / "unet" / "config.json")
@@ -207,7 +194,7 @@ def init_from_pretrained(unet: Any, folder: Path, schedule: Mapping[str, Any]) -
         for key, value in schedule.items():
             there = found.get(key, "linear")  # diffusers' default of beta_schedule
             _require(there == value, folder, key, there, f"{value}, as the preset's")
-        weights = folder / "unet" / WEIGHTS_NAME
+        weights = weights_file(folder)
         given, own = load_unet(config, weights).state_dict(), unet.state_dict()
         classes = given.pop("class_embedding.weight")
         for key in sorted((given.keys() | own.keys()) - {"class_embedding.weight"}):
@@ -218,8 +205,7 @@ def init_from_pretrained(unet: Any, folder: Path, schedule: Mapping[str, Any]) -
     same = classes.shape == own["class_embedding.weight"].shape
     given["class_embedding.weight"] = classes if same else classes[-1:].expand_as(own["class_embedding.weight"])
     unet.load_state_dict(given)
-    with weights.open("rb") as file:
-        return f"`{folder.name}` (sha256 {hashlib.file_digest(file, 'sha256').hexdigest()[:16]})"
+    return f"`{folder.name}` (sha256 {sha256_of(weights)[:16]})"
 
 
 def _check_shapes(config: dict[str, Any], weights: Path) -> None:

@@ -20,6 +20,7 @@ import torch
 from numpy.typing import NDArray
 
 from fedeas_flwr.common.cuda import release_cached_memory
+from fedeas_flwr.common.files import sha256_of
 from fedeas_flwr.common.text import counted, one_line
 from fedeas_flwr.config import SAMPLER_STEPS
 from fedeas_flwr.generators.diffusion.denoising import PRECISIONS, SOLVER_SETTINGS, Denoiser
@@ -39,26 +40,17 @@ _MIN_BATCH = 8
 
 
 def initial_noise(sample: SampleId, shape: tuple[int, ...]) -> NDArray[np.float32]:
-    """Return the initial standard normal noise of `sample`, the same on any device and in any batch.
-
-    Parameters
-    ----------
-    sample
-        Identity of the sample.
-    shape
-        Shape of one image.
-
-    Returns
-    -------
-    array
-        float32.
-    """
+    """Return the initial standard normal noise of `sample`, the same on any device and in any batch."""
     source = np.random.SeedSequence(sample.seed, spawn_key=(sample.client, sample.label, sample.index))
     return np.random.Generator(np.random.Philox(source)).standard_normal(shape, dtype=np.float32)
 
 
 class Settings:
-    """Sampling settings, with the defaults of the sampler and the device; see `DiffusionGenerator`."""
+    """Sampling settings, with the defaults of the sampler and the device; see `open_generator`.
+
+    A batch shorter than ``batch_size`` is padded, because another size changes the last bits. The size is halved when a
+    GPU runs out of memory.
+    """
 
     def __init__(
         self,
@@ -115,32 +107,10 @@ class DiffusionGenerator:
     wheels). On CUDA it includes device type and precision but not the batch size, which depends on free memory: images
     generated again are the same up to rounding.
 
-    Parameters
-    ----------
-    folder
-        Folder with ``unet`` and ``scheduler``, as `save_pretrained` writes them. Weights may have any float dtype.
-    num_classes
-        Number of classes C of the dataset. In a model with C + 1 class embeddings the last one is "no label", which
-        guidance needs; a model with C has none.
-    classes
-        Names of the classes; a model that stores names must have the same. Empty: any.
-    image_shape
-        Required ``(H, W, C)``; None: the model's.
-    sampler
-        ``dpm++``, ``dpm++-logsnr`` or ``ddim``.
-    steps
-        Solver steps; None: the sampler's default, 20 or 250.
-    guidance
-        Classifier-free guidance scale; 1: no guidance and no second forward pass.
-    guidance_rescale
-        Rescaling φ of the guided prediction to its standard deviation without guidance, 0 (none) to 1.
-    batch_size
-        Images per forward pass. A short batch is padded, because another size changes the last bits. None: 64 on the
-        CPU, by free memory on CUDA. It is halved when a GPU runs out of memory.
-    precision
-        ``fp32``, ``tf32`` (CUDA only), ``bf16`` or ``fp16``; None: fp32 on the CPU, bf16 on CUDA.
-    device
-        ``cpu``, ``cuda`` or ``cuda:N``.
+    ``folder`` has ``unet`` and ``scheduler``, as `save_pretrained` writes them; weights may have any float dtype. In a
+    model with C + 1 class embeddings the last one is "no label", which guidance needs; a model with C has none. A model
+    that stores the names of its classes must have ``classes``; empty: any. Its images must have ``image_shape``; None:
+    any. ``settings`` are those of `Settings`.
     """
 
     def __init__(
@@ -150,30 +120,15 @@ class DiffusionGenerator:
         num_classes: int,
         classes: Sequence[str] = (),
         image_shape: tuple[int, int, int] | None = None,
-        sampler: str = "dpm++",
-        steps: int | None = None,
-        guidance: float = 1.0,
-        guidance_rescale: float = 0.0,
-        batch_size: int | None = None,
-        precision: str | None = None,
-        device: str = "cpu",
+        **settings: Any,
     ) -> None:
-        self.folder = Path(folder)
-        self.num_classes = num_classes
-        settings = Settings(
-            sampler=sampler,
-            steps=steps,
-            guidance=guidance,
-            guidance_rescale=guidance_rescale,
-            batch_size=batch_size,
-            precision=precision,
-            device=device,
-        )
-        self.device, self.sampler, self.steps = settings.device, settings.sampler, settings.steps
-        self.guidance, self.batch_size, self.precision = settings.guidance, settings.batch_size, settings.precision
+        self.folder, self.num_classes = Path(folder), num_classes
+        chosen = Settings(**settings)
+        self.device, self.sampler, self.steps = chosen.device, chosen.sampler, chosen.steps
+        self.guidance, self.batch_size, self.precision = chosen.guidance, chosen.batch_size, chosen.precision
         config, self._schedule, self.image_shape, weights = read_model(self.folder, num_classes, classes, image_shape)
         embeddings = config["num_class_embeds"]
-        settings.check(self.folder, self._schedule["num_train_timesteps"], embeddings, num_classes)
+        chosen.check(self.folder, self._schedule["num_train_timesteps"], embeddings, num_classes)
         unet = load_unet(config, weights)
         # torch's `to`, since that of diffusers warns about every cast.
         torch.nn.Module.to(unet, self.device, PRECISIONS[self.precision])
@@ -185,11 +140,11 @@ class DiffusionGenerator:
             sampler=self.sampler,
             steps=self.steps,
             guidance=self.guidance,
-            rescale=settings.guidance_rescale,
+            rescale=chosen.guidance_rescale,
             no_label=num_classes if embeddings == num_classes + 1 else None,
             precision=self.precision,
         )
-        guided = [self.guidance, *([settings.guidance_rescale] if settings.rescales else [])]
+        guided = [self.guidance, *([chosen.guidance_rescale] if chosen.rescales else [])]
         self.fingerprint = self._make_fingerprint(config, weights, guided)
 
     def sample(self, samples: Sequence[SampleId]) -> NDArray[np.uint8]:
@@ -250,11 +205,9 @@ class DiffusionGenerator:
 
     def _make_fingerprint(self, config: dict[str, Any], weights: Path, guided: Sequence[float]) -> str:
         public = {key: value for key, value in config.items() if not key.startswith("_")}
-        with weights.open("rb") as file:
-            content = hashlib.file_digest(file, "sha256").hexdigest()
         solver = [self.sampler, SOLVER_SETTINGS[self.sampler], self.steps, *guided]
         rounding = [self.device.type, self.precision, self.batch_size if self.device.type == "cpu" else _KERNELS]
-        settings = [public, self._schedule, solver, rounding, _SEEDING, content]
+        settings = [public, self._schedule, solver, rounding, _SEEDING, sha256_of(weights)]
         return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()
 
 

@@ -6,14 +6,13 @@ real digits classifies at least 85 % of 20-step samples as their label.
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Callable
 from pathlib import Path
 
 from filelock import FileLock
 
-from fedeas_flwr.common.files import atomic_folder, cache_root
+from fedeas_flwr.common.files import atomic_folder, cache_root, sha256_of
 from fedeas_flwr.data.datasets import open_dataset
 from fedeas_flwr.generators.learn.presets import DIGITS
 from fedeas_flwr.generators.learn.run import save_model
@@ -26,21 +25,10 @@ _CHECKSUMS = "checksums.json"
 
 
 def ensure_builtin(progress: Callable[[int, int, float], None] | None = None, *, steps: int = DIGITS.steps) -> Path:
-    """Return the built-in generator's folder; train the generator if it is missing or damaged.
+    """Return the built-in generator's folder, in diffusers' format; train the generator if it is missing or damaged.
 
-    Concurrent processes wait for the one that trains.
-
-    Parameters
-    ----------
-    progress
-        Called as ``progress(step, total, loss)`` after each training step.
-    steps
-        Training steps. A model with another number than the default has its own folder.
-
-    Returns
-    -------
-    Path
-        A folder in diffusers' format.
+    Concurrent processes wait for the one that trains. After each step it calls ``progress(step, total, loss)``. A model
+    with another number of steps than the default has its own folder.
     """
     if steps < 1:
         raise ValueError(f"steps: {steps} is not allowed; give at least 1")
@@ -59,7 +47,7 @@ def ensure_builtin(progress: Callable[[int, int, float], None] | None = None, *,
                 trainer = Trainer(DIGITS, dataset)
                 trainer.run(steps=steps, report=show)
                 save_model(temporary, trainer, dataset)
-                sums = {name: _sha256(temporary / name) for name in _files_of(temporary)}
+                sums = {name: sha256_of(temporary / name) for name in _files_of(temporary)}
                 (temporary / _CHECKSUMS).write_text(json.dumps(sums, indent=1), encoding="utf-8")
     return folder
 
@@ -73,14 +61,10 @@ def _files_of(folder: Path) -> list[str]:
     return sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
 
 
-def _sha256(path: Path) -> str:
-    return hashlib.sha256(path.read_bytes()).hexdigest()
-
-
 def is_whole(folder: Path) -> bool:
     """Return whether every file of a built-in generator has its checksum."""
     try:
         sums = json.loads((folder / _CHECKSUMS).read_text(encoding="utf-8"))
-        return bool(sums) and all(_sha256(folder / name) == digest for name, digest in sums.items())
+        return bool(sums) and all(sha256_of(folder / name) == digest for name, digest in sums.items())
     except (OSError, ValueError, AttributeError):
         return False

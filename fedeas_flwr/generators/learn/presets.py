@@ -9,54 +9,32 @@ from typing import Any, Literal
 
 @dataclass(frozen=True)
 class Preset:
-    """Settings to train a class-conditional diffusion model.
-
-    Attributes
-    ----------
-    name
-        Value of `fedeas train-generator --preset`.
-    unet
-        Settings of `UNet2DModel` except size, channels and classes, which the dataset determines.
-    beta_schedule
-        ``squaredcos_cap_v2`` (cosine) or ``linear``, over 1,000 timesteps.
-    prediction
-        ``v_prediction`` or ``epsilon``.
-    min_snr
-        γ of min-SNR weighting (Hang et al., 2023); None weights all noise levels equally.
-    batch, learning_rate, warm_up
-        Images per step, Adam's learning rate, and the steps of its linear warm-up.
-    decay
-        Decay of the learning rate over the planned steps or minutes: ``cosine``, cosine in the last fifth only
-        (``tail``), or ``never``.
-    ema_decay
-        Decay of the weights' exponential moving average, which is saved.
-    flips
-        Whether images are mirrored at random.
-    steps
-        Default number of steps.
-    label_dropout
-        Probability that a label is replaced by "no label", for guidance.
-    log_every
-        Steps between two points of the loss curve.
-    cpu_threads
-        Number of threads if the weights must not depend on the process: it changes the last bits. None: any number.
-    """
+    """Settings to train a class-conditional diffusion model."""
 
     name: str
     unet: Mapping[str, Any] = field(hash=False)
+    """Settings of `UNet2DModel` except size, channels and classes, which the dataset determines."""
     beta_schedule: Literal["squaredcos_cap_v2", "linear"]
     prediction: Literal["v_prediction", "epsilon"]
     min_snr: float | None
+    """γ of min-SNR weighting (Hang et al., 2023); None weights all noise levels equally."""
     batch: int
     learning_rate: float
     warm_up: int
+    """Steps of the learning rate's linear warm-up."""
     decay: Literal["cosine", "tail", "never"]
+    """Decay of the learning rate over the planned steps or minutes; ``tail``: cosine in the last fifth only."""
     ema_decay: float
+    """Decay of the weights' exponential moving average, which is saved."""
     flips: bool
+    """Whether images are mirrored at random."""
     steps: int
     label_dropout: float = 0.1
+    """Probability that a label is replaced by "no label", for guidance."""
     log_every: int = 20
+    """Steps between two points of the loss curve."""
     cpu_threads: int | None = None
+    """Number of threads if the weights must not depend on the process: it changes the last bits. None: any number."""
 
     @property
     def multiple(self) -> int:
@@ -150,19 +128,10 @@ PRESETS = {preset.name: preset for preset in (DIGITS, CIFAR_SMALL, PAPER)}
 
 
 def find_preset(name: str, dataset: str, device: str) -> Preset:
-    """Return a preset by name.
+    """Return a preset by name or, if it is empty, by dataset and device.
 
-    Parameters
-    ----------
-    name
-        ``digits``, ``cifar-small`` or ``paper``; empty: by dataset and device. Without a GPU it is always ``digits``,
-        since one of the 10,000 steps of ``cifar-small`` takes minutes on a CPU.
-    dataset, device
-        Dataset and device of the training.
-
-    Returns
-    -------
-    Preset
+    Without a GPU the default is always ``digits``, since a step of ``cifar-small``, one of 10,000, takes minutes on a
+    CPU.
     """
     name = name or ("digits" if dataset == "digits" or device == "cpu" else "cifar-small")
     if name not in PRESETS:

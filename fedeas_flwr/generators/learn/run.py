@@ -103,37 +103,12 @@ def train_generator(
     on_start: Callable[[], None] | None = None,
     report: Callable[[Progress], None] | None = None,
 ) -> bool:
-    """Train a generator into a folder.
+    """Train a generator into a folder; return whether the training finished. Ctrl-C ends it with a checkpoint.
 
-    Parameters
-    ----------
-    dataset_name, data_dir
-        See `open_dataset`; only the train split is used.
-    out
-        Output folder; must be empty or new, unless `resume`.
-    preset
-        Network and training settings.
-    steps, minutes
-        Total length including the training before `resume`; at most one. Neither: the preset's number of steps.
-    seed, device, compiled
-        See `Trainer`.
-    half
-        Write float16 weights.
-    resume
-        Continue from the folder's checkpoint.
-    start
-        See `Trainer`; ignored with `resume`.
-    checkpoint_every
-        Seconds between checkpoints, more than 0.
-    on_start
-        Called when all arguments are checked.
-    report
-        Called with the progress.
-
-    Returns
-    -------
-    bool
-        Whether the training finished; False after Ctrl-C, with a checkpoint written.
+    ``out`` must be empty or new, unless ``resume`` continues from its checkpoint. ``steps`` or ``minutes`` is the total
+    length, the training before a resume included; neither: the preset's number of steps. ``half`` writes float16
+    weights. ``start`` is ignored with ``resume``; see `Trainer` for it. ``checkpoint_every`` is in seconds.
+    ``on_start`` is called when all arguments are checked, ``report`` with the progress.
     """
     steps = preset.steps if steps is None and minutes is None else steps
     _check_length(steps, minutes)

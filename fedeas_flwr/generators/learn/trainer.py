@@ -54,22 +54,10 @@ class TrainingState:
 
 
 class Trainer:
-    """Trains a UNet and the moving average of its weights.
+    """Trains a UNet and the moving average of its weights on a dataset's train images.
 
-    Parameters
-    ----------
-    preset
-        Network and training settings.
-    dataset
-        Only its train images are read.
-    seed
-        Seed of the initial weights and of every step.
-    device
-        ``cpu`` or ``cuda``. On CUDA: bfloat16 autocast, channels last, and torch.compile if `compiled`.
-    compiled
-        Whether to compile the network first on CUDA, which takes a minute or two.
-    start
-        Folder of a pretrained model with the same network; its classes may differ.
+    On CUDA it uses bfloat16 autocast, channels last and, if ``compiled``, torch.compile, which takes a minute or two.
+    ``start`` is the folder of a pretrained model with the same network; its classes may differ.
     """
 
     def __init__(
@@ -117,21 +105,10 @@ class Trainer:
         report: Callable[[Progress], None] | None = None,
         between: Callable[[], bool] | None = None,
     ) -> bool:
-        """Train up to a total number of steps or minutes, those before a resume included.
+        """Train up to a total number of steps or minutes, those before a resume included; return whether it finished.
 
-        Parameters
-        ----------
-        steps, minutes
-            One of them.
-        report
-            Called every `Preset.log_every` steps.
-        between
-            Called after each step, for checkpoints and plots; returns whether to stop early.
-
-        Returns
-        -------
-        bool
-            Whether the training finished.
+        ``report`` is called every `Preset.log_every` steps, ``between`` after each step, for checkpoints and plots; it
+        returns whether to stop early.
         """
         earlier, began = self.state.seconds, time.monotonic()
         losses: list[torch.Tensor] = []

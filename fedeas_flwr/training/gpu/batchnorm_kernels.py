@@ -303,39 +303,30 @@ def _parts(x: torch.Tensor) -> int:
 
 
 def _shape(x: torch.Tensor) -> tuple[tuple[int, int], dict[str, int]]:
-    """Return the grid of programs for a map, and the kernel's constants."""
+    """Return the grid of programs for a map, and the kernel's sizes."""
     channels, number, columns, parts = x.shape[1], x.numel() // x.shape[1], columns_of(x), _parts(x)
     span = triton.cdiv(number, parts)
     at_once = min(triton.next_power_of_2(span), 4 * _ELEMENTS // columns)
-    told = {"M": number, "C": channels, "PARTS": parts, "SPAN": span, "ROWS": at_once, "COLUMNS": columns}
-    return (triton.cdiv(channels, columns), parts), {
-        **told, "num_warps": min(max(at_once * columns // 1024, 4), 16)
-    }  # fmt: skip
+    sizes = {"M": number, "C": channels, "PARTS": parts, "SPAN": span, "ROWS": at_once, "COLUMNS": columns}
+    warps = min(max(at_once * columns // 1024, 4), 16)
+    return (triton.cdiv(channels, columns), parts), sizes | {"num_warps": warps}
 
 
 def _launch(kernel: Any, x: torch.Tensor, before: Sequence[Any], after: Sequence[Any], **constants: Any) -> None:
     """Run a kernel on all channels and rows of ``x``: in one launch, or in two, of which the first sums the parts."""
-    grid, told = _shape(x)
-    partials = torch.empty(told["PARTS"], 2, told["C"], device=x.device)
-    for phase in [_SUMS, _APPLY] if told["PARTS"] > 1 else [_BOTH]:
-        kernel[grid](*before, partials, *after, PHASE=phase, **told, **constants)
+    grid, sizes = _shape(x)
+    partials = torch.empty(sizes["PARTS"], 2, sizes["C"], device=x.device)
+    for phase in [_SUMS, _APPLY] if sizes["PARTS"] > 1 else [_BOTH]:
+        kernel[grid](*before, partials, *after, PHASE=phase, **sizes, **constants)
 
 
 def row_sums(x: torch.Tensor, count: torch.Tensor) -> torch.Tensor:
     """Return the input of `finalize_stats` for the first ``count`` samples of ``x``: two sums per part and channel."""
-    grid, told = _shape(x)
-    partials = torch.empty(told["PARTS"], 2, told["C"], device=x.device)
+    grid, sizes = _shape(x)
+    partials = torch.empty(sizes["PARTS"], 2, sizes["C"], device=x.device)
+    unused = [x] * 12  # in this phase the kernel reads only the first map
     _forward_kernel[grid](
-        *[x] * 13,  # in this phase the kernel reads only the first
-        partials,
-        count,
-        x[0, 0].numel(),
-        0.0,
-        0.0,
-        PHASE=_SUMS,
-        ADDS=_NOTHING,
-        RELU=False,
-        TRACK=False,
-        **told,
-    )
+        x, *unused, partials, count, x[0, 0].numel(), 0.0, 0.0,
+        PHASE=_SUMS, ADDS=_NOTHING, RELU=False, TRACK=False, **sizes,
+    )  # fmt: skip
     return partials

@@ -20,17 +20,9 @@ Pair = tuple[torch.Tensor, torch.Tensor]
 class FusedLayers:
     """Replaces the forward passes of a model's layers, in place, by fused ones. Evaluation mode is unchanged.
 
-    Parameters
-    ----------
-    model
-        A network on a GPU. BatchNorm is fused in any network. In torchvision's ResNets with basic blocks, ReLU, sums,
-        pooling and the last layer are fused too.
-
-    Attributes
-    ----------
-    count
-        Number of samples in the batch, without padding. This is a float tensor on the device; the caller sets it before
-        a step is captured or run.
+    BatchNorm is fused in any network. In torchvision's ResNets with basic blocks, ReLU, sums, pooling and the last
+    layer are fused too. The caller sets ``count``, the number of samples in the batch without padding, as a float
+    tensor on the device, before a step is captured or run.
     """
 
     def __init__(self, model: nn.Module) -> None:

@@ -60,22 +60,9 @@ class Graphs(NamedTuple):
 class GraphedEngine:
     """One model, its graphs and its buffers, on its own CUDA stream.
 
-    Parameters
-    ----------
-    model
-        The network; the engine moves it to the device.
-    recipe
-        How clients train; the captured step contains it, so it is fixed for an engine.
-    normalise
-        Maps pixels to network input.
-    precision
-        ``fp32``, ``tf32`` (tensor cores on float32 storage) or ``bf16`` (autocast; weights stay float32).
-    device
-        ``cuda``; on ``cpu`` the same steps run without graphs, for tests without a GPU.
-    objective
-        The objective of a step; the captured step contains it.
-    rank
-        The GPU serves engines of lower rank first, as far as it has stream priorities.
+    The captured step contains ``recipe`` and ``objective``, so they are fixed for an engine. ``precision`` is ``fp32``,
+    ``tf32`` (tensor cores on float32 storage) or ``bf16`` (autocast; weights stay float32). On ``cpu`` the same steps
+    run without graphs, for tests. The GPU serves engines of lower ``rank`` first, as far as it has stream priorities.
     """
 
     def __init__(

@@ -199,12 +199,8 @@ def _sgd_kernel(blocks, gradients, rate, loss, sum_of_losses, samples, row, BLOC
 class FusedSGD:
     """Sets w ← w − η g for all parameters in one kernel, and updates the model's bfloat16 copies.
 
-    Parameters
-    ----------
-    parameters
-        Tensors with respect to which the loss is differentiated: float32, or bfloat16 copies of the masters.
-    masters
-        Their float32 values at fixed addresses: contiguous, or rows of a larger array.
+    The loss is differentiated by ``parameters``: float32, or bfloat16 copies of ``masters``, which are float32 values
+    at fixed addresses, contiguous or rows of a larger array.
     """
 
     def __init__(self, parameters: Sequence[torch.Tensor], masters: Sequence[torch.Tensor]) -> None:

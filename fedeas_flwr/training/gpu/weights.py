@@ -15,27 +15,11 @@ from fedeas_flwr.training.gpu.convolutions import use_centre_tap, use_padded_wei
 
 
 class Weights:
-    """A model's trained parameters by name.
+    """A model's trained parameters: names, tensors that the loss is differentiated by, and their float32 masters.
 
-    Parameters
-    ----------
-    model
-        The network, on its device and in its memory format. With ``use_bf16``, its matrices, kernels and biases become
-        bfloat16.
-    use_bf16
-        Whether the model computes in bfloat16.
-    one_pixel
-        Convolutions of which only the centre taps are trained (convolutions.py).
-    padded_layer
-        A convolution whose weights are padded to ``padded`` input channels in memory with zeros (convolutions.py).
-    padded
-        Number of input channels of ``padded_layer``, padding included.
-
-    Attributes
-    ----------
-    names, parameters, masters
-        Name of each trained parameter, the tensor with respect to which the loss is differentiated, and its float32
-        values.
+    The model is on its device and in its memory format. With ``use_bf16``, its matrices, kernels and biases become
+    bfloat16. Only the centre taps of ``one_pixel`` are trained, and the weights of ``padded_layer`` are padded with
+    zeros in memory to ``padded`` input channels (convolutions.py).
     """
 
     def __init__(

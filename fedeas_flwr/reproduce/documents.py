@@ -1,8 +1,10 @@
-"""Numbers inside the sentences of a document, written from records: ``72.4<!--= last-20 c10-k100-a0.1/fedeas -->``.
+"""Tables and numbers inside another document, written from records.
 
-The comment, which Markdown does not show, directly follows its number and names it: a statistic of a cell, or of a
-record named by its folder below --runs, and perhaps what is subtracted. A difference must be positive, so that no
-sentence says "above" of what is below. The column of the second cell may be left out.
+Tables go between ``<!-- reproduce WORDS -->`` and ``<!-- end -->``. WORDS are tables, columns and cells, or
+``sweep FOLDER KEY=VALUE`` for a recorded sweep. A number has a comment, which Markdown does not show, directly after
+it: ``72.4<!--= last-20 c10-k100-a0.1/fedeas -->``. The comment names a statistic of a cell, or of a record named by its
+folder below --runs, and perhaps what is subtracted. A difference must be positive, so that no sentence says "above" of
+what is below. The column of the second cell may be left out.
 
     last-20 c10-k100-a0.1/fedeas                   mean accuracy of the last 20 rounds over the seeds, %
     rounds-21-200 c10-k100-a0.1/fedeas             mean accuracy of these rounds over the seeds, %
@@ -17,10 +19,12 @@ sentence says "above" of what is below. The column of the second cell may be lef
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 import statistics
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -28,32 +32,110 @@ from typing import Any
 from fedeas_flwr.allocation import removed
 from fedeas_flwr.common.errors import ConfigError
 from fedeas_flwr.planning.run_plan import planned_allocation, planned_counts
+from fedeas_flwr.report.page import table_markdown
 from fedeas_flwr.reproduce.cells import all_cells, matching
+from fedeas_flwr.reproduce.extra_tables import sweep_table
+from fedeas_flwr.reproduce.items import ITEMS, choose
 from fedeas_flwr.reproduce.paper import COLUMNS
 from fedeas_flwr.reproduce.paper_comparison import last_20_of, peak_of
 from fedeas_flwr.reproduce.results import Measured, Results, find_results, measure
+from fedeas_flwr.reproduce.tables import Table, cell_table
 from fedeas_flwr.runs.directory import RunDirectory
 
+_MARK = re.compile(r"<!-- (?:reproduce\b(?P<words>(?:(?!-->).)*)-->[ \t]*(?P<newline>\r?\n|\Z)|end -->)")
 NUMBER = re.compile(r"(?P<number>\d[\d,]*(?:\.\d+)?)(?P<comment><!--=\s*(?P<words>(?:(?!-->).)*?)\s*-->)", re.DOTALL)
 """A number and the comment that names it."""
 _ROUNDS = re.compile(r"rounds-(\d+)-(\d+)")
 _REPORT_MEASURES = {"agreement": ("class_agreement", 100.0), "distance": ("classifier_frechet_distance", 1.0)}
 
 
+def filled_document(
+    path: Path, text: str, scale: str, folders: Sequence[Path], more: Mapping[str, Any]
+) -> tuple[str, list[str]]:
+    """Return a document with its tables and numbers written again, and a line for every unreadable record."""
+    contents = [(block, *_content(block, scale, folders, more)) for block in find_blocks(path, text)]
+    for block, content, _ in reversed(contents):
+        lines = f"\n{content}\n".replace("\n", block.newline)
+        text = f"{text[: block.start]}{lines}{text[block.end :]}"
+    unreadable = dict.fromkeys(line for _, _, lines in contents for line in lines)
+    return InlineNumbers(scale, folders, more).fill(path, text), list(unreadable)
+
+
+# ---------------------------------------------------------------------------------------------------------- tables
+
+
+@dataclass(frozen=True)
+class Block:
+    """A place for tables in a document: the text between ``<!-- reproduce WORDS -->`` and ``<!-- end -->``."""
+
+    where: str
+    """File and line, for messages."""
+    words: list[str]
+    newline: str
+    """End of its first line, and of every line to be written."""
+    start: int
+    end: int
+
+
+def find_blocks(path: Path, text: str) -> list[Block]:
+    """Return a document's places for tables.
+
+    Raise `ConfigError` if there is neither a place nor a number to write, or for a place without an end of its own,
+    since filling it would overwrite other text.
+    """
+    found = []
+    marks = list(_MARK.finditer(text))
+    for mark, following in itertools.zip_longest(marks, marks[1:]):
+        if mark["words"] is None:
+            continue
+        line = text.count("\n", 0, mark.start()) + 1
+        where = f"{path}, line {line}"
+        if following is None or following["words"] is not None:
+            raise ConfigError(f"{where}: '{mark[0].strip()}' has no '<!-- end -->' of its own")
+        found.append(Block(where, mark["words"].split(), mark["newline"], mark.end(), following.start()))
+    if not found and not NUMBER.search(text):
+        raise ConfigError(f"{path} has no lines '<!-- reproduce table1 COLUMN -->' and '<!-- end -->' to write between")
+    return found
+
+
+def _content(block: Block, scale: str, folders: Sequence[Path], more: Mapping[str, Any]) -> tuple[str, list[str]]:
+    try:
+        if block.words[:1] == ["sweep"]:
+            return table_markdown(_sweep(block.words[1:], folders)) + "\n", []
+        choice = choose(block.words, [], scale, more=more)
+    except ConfigError as error:
+        raise ConfigError(f"{block.where}: {error}") from None
+    for word in block.words:
+        if word in ITEMS and ITEMS[word].table is None:
+            raise ConfigError(f"{block.where}: '{word}' is a figure; must be a table, column or cell")
+    results = choice.find(folders)
+    made = [make(results, choice.columns) for name in choice.items if (make := ITEMS[name].table)]
+    made += [cell_table(results, choice.cells)] if choice.cells else []
+    return "\n".join(table_markdown(table) + "\n" for table in made), results.unreadable
+
+
+def _sweep(words: Sequence[str], folders: Sequence[Path]) -> Table:
+    match words:
+        case [name, base] if "=" in base and (
+            found := [folder / name for folder in folders if (folder / name).is_dir()]
+        ):
+            return sweep_table(found[0], base)
+    raise ConfigError(
+        f"'sweep {' '.join(words)}': must be sweep FOLDER KEY=VALUE, with FOLDER inside a folder of --runs"
+    )
+
+
+# --------------------------------------------------------------------------------------------------------- numbers
+
+
 class InlineNumbers:
     """Computes the numbers of sentences from the records of some folders."""
 
-    def __init__(self, scale: str, places: Sequence[Path], more: Mapping[str, Any]) -> None:
-        self._scale, self._places, self._more = scale, places, more
+    def __init__(self, scale: str, folders: Sequence[Path], more: Mapping[str, Any]) -> None:
+        self._scale, self._folders, self._more = scale, folders, more
 
     def fill(self, path: Path, text: str) -> str:
-        """Return a document's text with all its numbers computed.
-
-        Raises
-        ------
-        ConfigError
-            One line with the document's line for a number that cannot be computed.
-        """
+        """Return a document's text with all its numbers computed, or raise `ConfigError` with the number's line."""
 
         def write(found: re.Match[str]) -> str:
             try:
@@ -100,9 +182,7 @@ class InlineNumbers:
         if rounds := _ROUNDS.fullmatch(statistic):
             first, last = map(int, rounds.groups())
             return 100 * statistics.fmean(accuracy for run in runs for accuracy in run.accuracies[first - 1 : last])
-        raise ConfigError(
-            f"'{statistic}' of {len(runs)} runs: fedeas_flwr/reproduce/inline_numbers.py lists what there is"
-        )
+        raise ConfigError(f"'{statistic}' of {len(runs)} runs: fedeas_flwr/reproduce/documents.py lists what there is")
 
     def _runs(self, name: str) -> list[Measured]:
         if name.partition("/")[0] not in COLUMNS:
@@ -110,18 +190,18 @@ class InlineNumbers:
             return [measure(run, run.config())]
         matching(name)  # raises if there is no such cell
         if not (found := self._results.of(name)):
-            raise ConfigError(f"'{name}' has no finished run in {', '.join(map(str, self._places))}")
+            raise ConfigError(f"'{name}' has no finished run in {', '.join(map(str, self._folders))}")
         return found
 
     def _folder(self, name: str) -> Path:
-        found = next((place / name for place in self._places if (place / name).is_dir()), None)
+        found = next((folder / name for folder in self._folders if (folder / name).is_dir()), None)
         if found is None:
-            raise ConfigError(f"'{name}': neither a cell nor a folder in {', '.join(map(str, self._places))}")
+            raise ConfigError(f"'{name}': neither a cell nor a folder in {', '.join(map(str, self._folders))}")
         return found
 
     @cached_property
     def _results(self) -> Results:
-        return find_results(all_cells(), self._scale, self._places, self._more)
+        return find_results(all_cells(), self._scale, self._folders, self._more)
 
 
 def _subtracted(statistic: str, name: str, other: str) -> tuple[str, str]:
