@@ -29,7 +29,7 @@ from pathlib import Path
 STATUS_LOCK = ".status.lock"
 CHECKPOINT, PREVIOUS_CHECKPOINT = "checkpoint.safetensors", "checkpoint-previous.safetensors"
 _SWEEP_FILES = ("run.toml", "output.log")
-_START_FILES = (*_SWEEP_FILES, "status.json", STATUS_LOCK, "flower.log", "superlink.log", "noise-key")
+_START_FILES = (*_SWEEP_FILES, "identity", "status.json", STATUS_LOCK, "flower.log", "superlink.log", "noise-key")
 """Files that may exist before a run starts, or after it failed to start; a noise-key serves to repeat a run."""
 _IN_FOLDERS = ("clients/*/state-*", "clients/*/.state-*.tmp", "tensorboard/events.out.tfevents.*")
 _FILES = (

@@ -109,7 +109,7 @@ def test_rm_keeps_files_that_no_run_wrote(tmp_path: Path) -> None:
         f"{outer.path} stays: no run wrote clients and 3 more"
     ]
     left = {str(path.relative_to(outer.path)) for path in outer.path.rglob("*") if path.is_file()}
-    of_a_run = ("config.json", "rounds.jsonl", "status.json", ".status.lock", "summary.json")
+    of_a_run = ("config.json", "identity", "rounds.jsonl", "status.json", ".status.lock", "summary.json")
     of_inner = {f"later/inner/{name}" for name in of_a_run}
     assert left == {"thesis.txt", "clients/notes.txt", *of_inner}
     assert inner.state() == "finished" and (elsewhere / "state-000001.safetensors").exists()
@@ -203,7 +203,7 @@ def test_temporary_file_of_a_killed_writer_is_ignored(tmp_path: Path) -> None:
     (folder / ".config.json.4711-0a1b2c3d.tmp").write_text('{"conf')
     RunDirectory(folder).check_ready(small(folder))
     run = RunDirectory.start(small(folder), {})
-    assert {path.name for path in run.path.iterdir()} == {"config.json", "status.json", ".status.lock"}
+    assert {path.name for path in run.path.iterdir()} == {"config.json", "identity", "status.json", ".status.lock"}
 
 
 @pytest.fixture
