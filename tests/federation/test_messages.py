@@ -46,7 +46,7 @@ def identity() -> None:
 def request() -> Message:
     content = RecordDict({ARRAYS: to_record(TRAINABLE), CONFIG: ConfigRecord({"server-round": 3})})
     message = Message(content, dst_node_id=6, message_type="train")
-    task = TrainTask(3, 12.0, 2, 1, "0123456789abcdef" * 2, Share(4, 1, 0.25))
+    task = TrainTask(3, 12.0, 2, 1, 1, "0123456789abcdef" * 2, Share(4, 1, 0.25))
     messages.add_task(message, task, to_record(COUNTERS), to_record({}))
     return message
 
@@ -60,7 +60,7 @@ def read(message: Message) -> Any:
 
 
 def test_task_and_reply_survive_a_round_trip() -> None:
-    assert messages.read_task(request()) == TrainTask(3, 12.0, 2, 1, "0123456789abcdef" * 2, Share(4, 1, 0.25))
+    assert messages.read_task(request()) == TrainTask(3, 12.0, 2, 1, 1, "0123456789abcdef" * 2, Share(4, 1, 0.25))
     message = reply()
     report, buffers = read(message)
     assert report == REPORT

@@ -290,7 +290,7 @@ def test_client_without_a_clipping_norm_fails(tmp_path: Path) -> None:
     grid = InlineGrid(toy_app(), 3, config.to_user_dict())
     plain = build_strategy(config.with_changes(dp="none"))
     (message, *_) = plain.configure_train(1, to_record(START.trainable), ConfigRecord(), grid)
-    task = messages.TrainTask(1, 0.0, 0, 0, str(tmp_path), Share())
+    task = messages.TrainTask(1, 0.0, 0, 0, 0, str(tmp_path), Share())
     messages.add_task(message, task, to_record(START.buffers), to_record({}))
     (reply,) = grid.send_and_receive([message])
     assert "clipping_norm" in messages.failure_reason(reply)
