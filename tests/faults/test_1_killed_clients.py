@@ -128,7 +128,7 @@ def test_the_launcher_goes_on_while_rounds_are_gained_and_gives_up_after_vain_re
 ) -> None:
     resumed: list[bool] = []
 
-    def dies(config: Any, run: RunDirectory, progress: Any) -> None:
+    def dies(config: Any, run: RunDirectory, progress: Any, isolated: bool) -> None:
         assert run.status()[0] == "running"
         resumed.append(config.resume)
         if len(resumed) <= 3:
