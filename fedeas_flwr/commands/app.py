@@ -10,6 +10,7 @@ import gc
 import os
 import signal
 import sys
+from pathlib import Path
 from types import FrameType
 from typing import Annotated
 
@@ -31,8 +32,9 @@ from fedeas_flwr.commands.sweep import sweep
 from fedeas_flwr.commands.train_generator import train_generator
 from fedeas_flwr.common.errors import RunError, RunFailedError, is_out_of_memory
 from fedeas_flwr.common.files import DISK_ERRORS, cache_hint
+from fedeas_flwr.common.processes import ProcessTree
 from fedeas_flwr.common.project import read_project
-from fedeas_flwr.common.text import one_line
+from fedeas_flwr.common.text import counted, one_line
 
 app = typer.Typer(
     cls=OrderedGroup,
@@ -112,8 +114,16 @@ def _show_version(wanted: bool) -> None:
 
 @app.callback()
 def root_options(
+    context: typer.Context,
     version: Annotated[
         bool, typer.Option("--version", help="show the version", callback=_show_version, is_eager=True)
     ] = False,
 ) -> None:
-    """Handle the options given before a command."""
+    """Handle the options given before a command, and end what a killed run left; `doctor` only reports it."""
+    if context.invoked_subcommand != "doctor":
+        from fedeas_flwr.launch.watchdog import dead_launches, end_launch
+
+        for mark, left in dead_launches().items():
+            end_launch(ProcessTree(None, mark), Path(mark))
+            if left:
+                print(f"ended {counted(len(left), 'process', 'processes')} of a killed run", file=sys.stderr)

@@ -26,9 +26,9 @@ class ProcessTree:
     what the other misses.
     """
 
-    def __init__(self, root: subprocess.Popen[bytes] | psutil.Process, mark: str) -> None:
-        self._root, self._mark = psutil.Process(root.pid), mark
-        self._known: set[psutil.Process] = {self._root}
+    def __init__(self, root: subprocess.Popen[bytes] | psutil.Process | None, mark: str) -> None:
+        self._mark = mark
+        self._known: set[psutil.Process] = {psutil.Process(root.pid)} if root else set()
 
     def note(self) -> None:
         """Record the current descendants.
@@ -48,8 +48,8 @@ class ProcessTree:
         """Kill all of them: the run is over or abandoned, and Ray takes seconds to shut down."""
         with ignore_sigint():
             for _ in range(3):  # a process may start another one meanwhile
-                self.note()
                 self._known.update(with_variable(MARK, self._mark))
+                self.note()
                 alive = [process for process in self._known if _is_alive(process)]
                 if not alive:
                     return

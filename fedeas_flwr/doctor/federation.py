@@ -18,6 +18,7 @@ from fedeas_flwr.federation.flower_internals import local_ports
 from fedeas_flwr.generators.ray_service import GENERATOR_GPU_FRACTION, reserve_generator_gpu
 from fedeas_flwr.launch.resources import ray_resources
 from fedeas_flwr.launch.superlink import free_port, is_listening
+from fedeas_flwr.launch.watchdog import dead_launches
 
 COMMANDS = ("flwr", "flower-superlink")
 _DEFAULTS = "set what the text says, or gpu-share=0 and actors=0 for the defaults"
@@ -49,6 +50,14 @@ def check_other_superlink(config: RunConfig) -> Iterable[Finding]:
         return []
     text = f"port {' and '.join(busy)} is in use: `flwr run` would connect to it, `fedeas run` starts its own SuperLink"
     return [note("other SuperLink", text)]
+
+
+def check_left_processes(config: RunConfig) -> Iterable[Finding]:
+    """Report processes of a killed run, whose launcher and watchdog died at the same moment."""
+    for folder, pids in dead_launches().items():
+        if pids:
+            text = f"a killed run left {', '.join(map(str, pids))} running, with files in {folder}"
+            yield note("left processes", text, "any other `fedeas` command ends them")
 
 
 def check_other_ray(config: RunConfig) -> Iterable[Finding]:

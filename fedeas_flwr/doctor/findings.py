@@ -38,6 +38,7 @@ CHECKS = {
     "Flower's commands": "federation.check_commands",
     "loopback port": "federation.check_port",
     "other SuperLink": "federation.check_other_superlink",
+    "left processes": "federation.check_left_processes",
     "other Ray": "federation.check_other_ray",
     "GPU shares": "federation.check_shares",
 }

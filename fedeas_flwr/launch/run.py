@@ -9,12 +9,9 @@ from __future__ import annotations
 
 import logging
 import os
-import shutil
 import subprocess
-import tempfile
 import time
-import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
@@ -26,10 +23,15 @@ from fedeas_flwr.common.processes import ProcessTree, is_alive
 from fedeas_flwr.common.project import describe_environment
 from fedeas_flwr.config import RunConfig
 from fedeas_flwr.launch.mps import may_share_gpu, shared_gpu
+from fedeas_flwr.launch.namespace import inside, is_permitted
 from fedeas_flwr.launch.progress import GenerationProgress, RoundProgress
 from fedeas_flwr.launch.resources import clients_at_once, ray_resources
 from fedeas_flwr.launch.superlink import own_environment, run_flwr_json, stage_app, start_superlink
+from fedeas_flwr.launch.watchdog import launch_folder
 from fedeas_flwr.runs.directory import RunDirectory
+
+SHARE_NETWORK = "FEDEAS_SHARE_NETWORK"
+"""Environment variable that lets the processes of a Ray run use this machine's network, as custom models may need."""
 
 
 def launch(config: RunConfig, console: Console) -> RunDirectory:
@@ -118,10 +120,14 @@ def _run_ray_with_restarts(config: RunConfig, run: RunDirectory, progress: Round
     consecutive restarts without a new round are allowed; a run that completes rounds between deaths continues.
     """
     failed_restarts = 0
+    reachable_because = _why_reachable(config)
+    if reachable_because:
+        note = f"note: Flower's control port is open to all users of this machine, since {reachable_because}"
+        console.print(note, highlight=False, soft_wrap=True)
     while True:
         done = len(run.rounds())
         try:
-            _run_ray(config, run, progress)
+            _run_ray(config, run, progress, isolated=not reachable_because)
             reason = run.status()[1] if run.has_died() else ""
         except ProcessesDiedError as error:
             reason = str(error)
@@ -136,34 +142,48 @@ def _run_ray_with_restarts(config: RunConfig, run: RunDirectory, progress: Round
         run.set_status("running", pid=os.getpid())
 
 
-def _run_ray(config: RunConfig, run: RunDirectory, progress: RoundProgress) -> None:
+def _why_reachable(config: RunConfig) -> str:
+    """Return why the run cannot have its own network namespace, or an empty string if it can."""
+    if config.ray_address:
+        cluster = (
+            "a cluster's Ray is open to all who reach it unless its machines and this one have the same RAY_AUTH_TOKEN"
+        )
+        return "ray-address needs the network" + ("" if os.environ.get("RAY_AUTH_MODE") == "token" else f"; {cluster}")
+    if os.environ.get(SHARE_NETWORK):
+        return f"{SHARE_NETWORK} is set"
+    return "" if is_permitted() else "this system permits no network namespace"
+
+
+def _run_ray(config: RunConfig, run: RunDirectory, progress: RoundProgress, isolated: bool) -> None:
     with ExitStack() as stack:
-        # A short path: Ray creates Unix sockets below it, whose paths may have at most 107 characters.
-        folder = Path(tempfile.mkdtemp(prefix="fe-"))
-        stack.callback(shutil.rmtree, folder, ignore_errors=True)
+        folder = stack.enter_context(launch_folder())
         log = stack.enter_context((run.path / "superlink.log").open("ab"))
-        mark = uuid.uuid4().hex
+        mark = str(folder)
         environment = own_environment(folder, mark, config.ray_address)
+        if isolated:
+            environment["FEDEAS_OFFLINE"] = "1"  # `prepare` has downloaded what the run needs
         if may_share_gpu(config):
             others = 2  # the server, which evaluates, and the generator
             on_gpu = clients_at_once(config, on_gpu=True) + others
             environment |= stack.enter_context(shared_gpu(folder, environment, on_gpu))
-        superlink, processes = start_superlink(environment, folder, log, mark, stack, run)
-        run_id = _submit(stage_app(config, folder / "fedeas"), config, environment, folder)
+        superlink, processes = start_superlink(environment, folder, log, mark, stack, run, isolated)
+        within = inside(superlink.pid) if isolated else []
+        run_id = _submit(stage_app(config, folder / "fedeas"), config, environment, folder, within)
 
         def finished_by_flower() -> str:
-            found = run_flwr_json(["list", "own", "--run-id", run_id], environment, folder).get("runs") or [{}]
+            answer = run_flwr_json(["list", "own", "--run-id", run_id], environment, folder, within)
+            found = answer.get("runs") or [{}]
             status = str(found[0].get("status", ""))
             return status if status.startswith("finished") else ""
 
         _follow(superlink, processes, finished_by_flower, run, progress)
 
 
-def _submit(app: Path, config: RunConfig, environment: dict[str, str], folder: Path) -> str:
+def _submit(app: Path, config: RunConfig, environment: dict[str, str], folder: Path, within: Sequence[str]) -> str:
     resources = ray_resources(config, pick_device(config.device) == "cuda")
     federation = {"num-supernodes": config.clients, **resources}
     words = " ".join(f"{key}={value}" for key, value in federation.items())
-    answer = run_flwr_json(["run", str(app), "own", "--federation-config", words], environment, folder)
+    answer = run_flwr_json(["run", str(app), "own", "--federation-config", words], environment, folder, within)
     if not answer.get("run-id"):
         raise RunFailedError(f"Flower did not start the run: {answer.get('error-message', answer)}")
     return str(answer["run-id"])

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import secrets
 import shutil
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from fedeas_flwr.common.processes import MARK, ProcessTree, listens
 from fedeas_flwr.common.project import NAME, read_project
 from fedeas_flwr.common.text import one_line
 from fedeas_flwr.config import RunConfig
+from fedeas_flwr.launch.namespace import inside, listens_inside
 from fedeas_flwr.launch.watchdog import watchdog
 from fedeas_flwr.runs.directory import RunDirectory
 
@@ -56,6 +58,13 @@ def own_environment(folder: Path, mark: str, ray_address: str = "") -> dict[str,
 
     ``ray_address`` is the exception: the Ray cluster that the user asked to join.
     """
+    own_ray = {
+        "RAY_TMPDIR": str(folder),
+        "RAY_AUTH_MODE": "token",
+        "RAY_AUTH_TOKEN": secrets.token_hex(32),
+        # Ray then takes the loopback's address as its own; a namespace has no other that works.
+        "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
+    }
     home = folder / "flwr"
     home.mkdir()
     path = os.pathsep.join([os.getcwd(), *filter(None, [os.environ.get("PYTHONPATH")])])  # for custom models
@@ -66,7 +75,7 @@ def own_environment(folder: Path, mark: str, ray_address: str = "") -> dict[str,
         **QUIET,
         MARK: mark,
         "FLWR_HOME": str(home),
-        **({"RAY_ADDRESS": ray_address} if ray_address else {"RAY_TMPDIR": str(folder)}),
+        **({"RAY_ADDRESS": ray_address} if ray_address else own_ray),
         "PYTHONPATH": path,
         "PYTHONUNBUFFERED": "1",
         "PATH": commands_path(os.environ),
@@ -79,16 +88,25 @@ def commands_path(environment: Mapping[str, str]) -> str:
 
 
 def start_superlink(
-    environment: dict[str, str], folder: Path, log: Any, mark: str, stack: ExitStack, run: RunDirectory
+    environment: dict[str, str],
+    folder: Path,
+    log: Any,
+    mark: str,
+    stack: ExitStack,
+    run: RunDirectory,
+    isolated: bool = False,
 ) -> tuple[subprocess.Popen[bytes], ProcessTree]:
-    """Start a SuperLink and wait until it answers; try again if another process takes its port first."""
+    """Start a SuperLink and wait until it answers; try again if another process takes its port first.
+
+    If ``isolated``, the SuperLink and all it starts run in their own network namespace.
+    """
     for _ in range(_PORT_TRIES):
         port = free_port()
-        superlink = _spawn_superlink(port, environment, folder, log)
+        superlink = _spawn_superlink(port, environment, folder, log, inside() if isolated else [])
         processes = ProcessTree(superlink, mark)
         stack.enter_context(watchdog(superlink.pid, mark, folder))
         stack.callback(processes.end)
-        if _is_ready(superlink, port):
+        if _is_ready(superlink, port, isolated):
             return superlink, processes
         processes.end()
     raise RunFailedError(
@@ -96,14 +114,16 @@ def start_superlink(
     )
 
 
-def _spawn_superlink(port: int, environment: dict[str, str], folder: Path, log: Any) -> subprocess.Popen[bytes]:
+def _spawn_superlink(
+    port: int, environment: dict[str, str], folder: Path, log: Any, within: Sequence[str]
+) -> subprocess.Popen[bytes]:
     address = f"127.0.0.1:{port}"
     (folder / "flwr" / "config.toml").write_text(
         tomli_w.dumps({"superlink": {"default": "own", "own": {"address": address, "insecure": True}}})
     )
     command = ["flower-superlink", "--insecure", "--simulation", "--isolation", "subprocess"]
     return subprocess.Popen(
-        [*command, "--host", "127.0.0.1", "--port", str(port)],
+        [*within, *command, "--host", "127.0.0.1", "--port", str(port)],
         env=environment,
         cwd=folder,
         stdin=subprocess.DEVNULL,
@@ -113,9 +133,11 @@ def _spawn_superlink(port: int, environment: dict[str, str], folder: Path, log: 
     )
 
 
-def run_flwr_json(words: list[str], environment: dict[str, str], folder: Path) -> dict[str, Any]:
-    """Run a command of Flower's command line and return its JSON output."""
-    command, own = ["flwr", *words, "--format", "json"], {**environment, "PATH": commands_path(environment)}
+def run_flwr_json(
+    words: list[str], environment: dict[str, str], folder: Path, within: Sequence[str] = ()
+) -> dict[str, Any]:
+    """Run a command of Flower's command line, after the words ``within``, and return its JSON output."""
+    command, own = [*within, "flwr", *words, "--format", "json"], {**environment, "PATH": commands_path(environment)}
     done = subprocess.run(command, env=own, cwd=folder, capture_output=True, text=True, check=False)
     start = done.stdout.find("{")
     try:
@@ -139,11 +161,13 @@ def is_listening(port: int) -> bool:
         return s.connect_ex(("127.0.0.1", port)) == 0
 
 
-def _is_ready(superlink: subprocess.Popen[bytes], port: int) -> bool:
+def _is_ready(superlink: subprocess.Popen[bytes], port: int, isolated: bool = False) -> bool:
     """Wait until this SuperLink listens on the port; return False if it exits, as it does if the port is taken."""
     deadline = time.monotonic() + 120
     while time.monotonic() < deadline and superlink.poll() is None:
-        if is_listening(port) and listens(superlink.pid, port):
+        if isolated and listens_inside(superlink.pid, port):
+            return True
+        if not isolated and is_listening(port) and listens(superlink.pid, port):
             return True
         time.sleep(0.1)
     return False

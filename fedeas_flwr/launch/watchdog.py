@@ -3,22 +3,80 @@
 If the launcher is killed (SIGKILL), the watchdog kills the processes that the launcher started. The launcher holds one
 end of a pipe, which the OS closes however the launcher exits. A launcher that has ended its processes itself reports
 this through the pipe first, and the watchdog does nothing.
+
+If launcher and watchdog are killed at the same moment, the next command of the same user does the watchdog's work. It
+finds the launch by its temporary folder, in which a living launcher holds a lock.
 """
 
 from __future__ import annotations
 
+import os
 import shutil
+import stat
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import psutil
 
-from fedeas_flwr.common.processes import ProcessTree
+from fedeas_flwr.common.processes import MARK, ProcessTree, with_variable
 
 _EXITED_CLEANLY = "ended\n"
+_LOCK = "launcher.lock"
+
+
+@contextmanager
+def launch_folder() -> Iterator[Path]:
+    """Yield a new temporary folder of a launch, locked until the launcher exits; remove it at the end of the block."""
+    # A short path: Ray creates Unix sockets below it, whose paths may have at most 107 characters.
+    import fcntl  # which Windows does not have, nor Ray runs
+
+    folder = Path(tempfile.mkdtemp(prefix="fe-"))
+    with (folder / _LOCK).open("wb") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        lock.write(b"locked")
+        lock.flush()
+        try:
+            yield folder
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def dead_launches() -> dict[str, list[int]]:
+    """Find this user's launches whose launcher was killed and whose processes no watchdog has ended.
+
+    Returns
+    -------
+    dict[str, list[int]]
+        The temporary folder of each launch, which is also its mark, and the PIDs of the processes with this mark.
+    """
+    if os.name != "posix":
+        return {}
+    import fcntl
+
+    found = {}
+    for folder in Path(tempfile.gettempdir()).glob("fe-*"):
+        with suppress(OSError):  # another user's folder, or a living launcher's lock
+            place = folder.lstat()
+            if stat.S_ISDIR(place.st_mode) and place.st_uid == os.geteuid():
+                with (folder / _LOCK).open("rb") as lock:
+                    if lock.read():  # an empty file is about to be locked
+                        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                        found[str(folder)] = [process.pid for process in with_variable(MARK, str(folder))]
+    return found
+
+
+def end_launch(processes: ProcessTree, folder: Path) -> None:
+    """Kill the processes of a launch and its MPS daemon, and remove its temporary folder."""
+    processes.end()
+    for process in psutil.process_iter():  # MPS has no mark, but its sockets are in the folder
+        with suppress(psutil.Error, OSError):
+            if str(folder / "mps") in process.environ().values():
+                process.kill()
+    shutil.rmtree(folder, ignore_errors=True)
 
 
 @contextmanager
@@ -57,12 +115,7 @@ def main() -> None:
     tree = ProcessTree(psutil.Process(root), mark)
     if sys.stdin.read() == _EXITED_CLEANLY:
         return
-    tree.end()
-    for process in psutil.process_iter():  # MPS has no mark, but its sockets are in the folder
-        with suppress(psutil.Error, OSError):
-            if any(value.startswith(str(folder)) for value in process.environ().values()):
-                process.kill()
-    shutil.rmtree(folder, ignore_errors=True)
+    end_launch(tree, folder)
 
 
 if __name__ == "__main__":

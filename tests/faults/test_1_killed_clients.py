@@ -126,7 +126,7 @@ def test_error_raised_by_a_client_is_not_retried(tmp_path: Path) -> None:
 def test_launcher_stops_after_max_restarts_without_progress(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     resumed: list[bool] = []
 
-    def dies(config: Any, run: RunDirectory, progress: Any) -> None:
+    def dies(config: Any, run: RunDirectory, progress: Any, isolated: bool) -> None:
         assert run.status()[0] == "running"
         resumed.append(config.resume)
         if len(resumed) <= 3:

@@ -256,7 +256,7 @@ def test_ray_run_ignores_an_old_status(tmp_path: Path, monkeypatch: pytest.Monke
         finish(quick(tmp_path / "r", policy="none", rounds=2, backend="ray", resume=True, alpha=0.5))
     run.set_status("failed", "an old reason")
     seen: list[tuple[str, str]] = []
-    monkeypatch.setattr("fedeas_flwr.launch.run._run_ray", lambda config, run, progress: seen.append(run.status()))
+    monkeypatch.setattr("fedeas_flwr.launch.run._run_ray", lambda config, run, *_, **__: seen.append(run.status()))
     with pytest.raises(RunError, match="ended as 'running'"):
         finish(quick(tmp_path / "r", policy="none", rounds=2, backend="ray", resume=True))
     assert seen == [("running", "")]

@@ -6,15 +6,18 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 from contextlib import suppress
 from pathlib import Path
 
 import psutil
 import pytest
+from runners import typed
 from waiting import wait_until
 
 from fedeas_flwr.common.processes import MARK
-from fedeas_flwr.launch.watchdog import is_watchdog, watchdog
+from fedeas_flwr.doctor import findings
+from fedeas_flwr.launch.watchdog import dead_launches, is_watchdog, launch_folder, watchdog
 
 LAUNCHER = """
 import os, subprocess, sys, time
@@ -82,3 +85,65 @@ def test_killed_watchdog_is_no_error(tmp_path: Path) -> None:
         with watchdog(root.pid, "no-mark", tmp_path):
             watchdogs_of(tmp_path)[0].kill()
         root.kill()
+
+
+DEAD_LAUNCHER = """
+import os, subprocess, time
+from fedeas_flwr.launch.watchdog import launch_folder, watchdog
+
+with launch_folder() as folder:
+    inside = os.environ | {"FEDEAS_LAUNCH": str(folder)}
+    root = subprocess.Popen(["sh", "-c", "env -i sleep 600 & sleep 600"], env=inside, start_new_session=True)
+    with watchdog(root.pid, str(folder), folder):
+        print(root.pid, folder, flush=True)
+        time.sleep(600)
+"""
+
+
+@pytest.fixture
+def own_temporary_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    return tmp_path
+
+
+@pytest.mark.usefixtures("own_temporary_folder")
+def test_next_command_ends_what_a_dead_watchdog_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    launcher = subprocess.Popen([sys.executable, "-c", DEAD_LAUNCHER], stdout=subprocess.PIPE, text=True)
+    assert launcher.stdout
+    pid, name = launcher.stdout.readline().split()
+    root, folder = psutil.Process(int(pid)), Path(name)
+    wait_until(lambda: len(root.children()) == 2 and watchdogs_of(folder), "all are there")
+    left = [root, *root.children()]
+    assert dead_launches() == {}
+    assert typed("keys").stderr == "" and all(map(lives, left))
+    watchdogs_of(folder)[0].kill()
+    launcher.kill()
+    launcher.wait()
+    launcher.stdout.close()
+    assert all(map(lives, left))
+    monkeypatch.setattr(findings, "CHECKS", {"left processes": findings.CHECKS["left processes"]})
+    line = f"a killed run left {pid}, "
+    assert line in " ".join(typed("doctor").stdout.split())
+    assert all(map(lives, left)) and folder.exists()
+    assert typed("keys").stderr == "ended 2 processes of a killed run\n"  # the third has no mark, but a marked parent
+    assert not any(map(lives, left)) and not folder.exists()
+    assert typed("keys").stderr == ""
+
+
+def test_living_launches_and_other_users_folders_stay(own_temporary_folder: Path) -> None:
+    with launch_folder() as folder:
+        assert dead_launches() == {}
+        about_to_lock = own_temporary_folder / "fe-new"
+        about_to_lock.mkdir()
+        (about_to_lock / "launcher.lock").touch()
+        (own_temporary_folder / "fe-no-lock").mkdir()
+        assert dead_launches() == {}
+    assert not folder.exists()
+    (about_to_lock / "launcher.lock").write_bytes(b"locked")
+    (own_temporary_folder / "fe-link").symlink_to(about_to_lock)
+    assert dead_launches() == {str(about_to_lock): []}
+    if os.geteuid():
+        pytest.skip("only root can give a folder to another user")
+    os.chown(about_to_lock, 65534, 65534)
+    assert dead_launches() == {}
