@@ -12,7 +12,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from runners import typed
+from runners import run_in_process
 from waiting import wait_until
 
 from fedeas_flwr.common.processes import MARK
@@ -116,19 +116,21 @@ def test_next_command_ends_what_a_dead_watchdog_left(monkeypatch: pytest.MonkeyP
     wait_until(lambda: len(root.children()) == 2 and watchdogs_of(folder), "all are there")
     left = [root, *root.children()]
     assert dead_launches() == {}
-    assert typed("keys").stderr == "" and all(map(lives, left))
+    assert run_in_process("keys").stderr == "" and all(map(is_alive, left))
     watchdogs_of(folder)[0].kill()
     launcher.kill()
     launcher.wait()
     launcher.stdout.close()
-    assert all(map(lives, left))
+    assert all(map(is_alive, left))
     monkeypatch.setattr(findings, "CHECKS", {"left processes": findings.CHECKS["left processes"]})
     line = f"a killed run left {pid}, "
-    assert line in " ".join(typed("doctor").stdout.split())
-    assert all(map(lives, left)) and folder.exists()
-    assert typed("keys").stderr == "ended 2 processes of a killed run\n"  # the third has no mark, but a marked parent
-    assert not any(map(lives, left)) and not folder.exists()
-    assert typed("keys").stderr == ""
+    assert line in " ".join(run_in_process("doctor").stdout.split())
+    assert all(map(is_alive, left)) and folder.exists()
+    assert (
+        run_in_process("keys").stderr == "ended 2 processes of a killed run\n"
+    )  # the third has no mark, but a marked parent
+    assert not any(map(is_alive, left)) and not folder.exists()
+    assert run_in_process("keys").stderr == ""
 
 
 def test_living_launches_and_other_users_folders_stay(own_temporary_folder: Path) -> None:
