@@ -126,9 +126,7 @@ def test_next_command_ends_what_a_dead_watchdog_left(monkeypatch: pytest.MonkeyP
     line = f"a killed run left {pid}, "
     assert line in " ".join(run_in_process("doctor").stdout.split())
     assert all(map(is_alive, left)) and folder.exists()
-    assert (
-        run_in_process("keys").stderr == "ended 2 processes of a killed run\n"
-    )  # the third has no mark, but a marked parent
+    assert run_in_process("keys").stderr == "ended 2 processes of a killed run\n"
     assert not any(map(is_alive, left)) and not folder.exists()
     assert run_in_process("keys").stderr == ""
 
