@@ -76,12 +76,19 @@ def capture(
             ):
                 step()
         except RuntimeError as error:
+            _end_capture_of_random_numbers(stream.device)
             first = error.__context__ or error  # ending a broken capture raises a second error
             for known in (error, first):
                 if isinstance(known, torch.OutOfMemoryError):
                     raise known from None
             raise CaptureError(one_line(first)) from error
     return graph.replay
+
+
+def _end_capture_of_random_numbers(device: torch.device) -> None:
+    """Let a device's generator draw again: after a failed capture torch 2.11 leaves it in its capturing state."""
+    generator = torch.cuda.default_generators[device.index]
+    generator.graphsafe_set_state(generator.clone_state().graphsafe_get_state())
 
 
 class _Mark:

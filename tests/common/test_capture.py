@@ -13,6 +13,7 @@ import pytest
 import torch
 from waiting import LONG
 
+from fedeas_flwr.common import cuda
 from fedeas_flwr.common.cuda import WARM_UPS, CaptureError, capture, capturing
 from fedeas_flwr.common.devices import configure_torch
 from fedeas_flwr.generators.diffusion.denoising import _arithmetic
@@ -68,6 +69,8 @@ def test_starting_client_keeps_the_generators_settings(monkeypatch: pytest.Monke
 class FakeStream:
     """A stand-in for the stream of a capture."""
 
+    device = torch.device("cuda", 0)
+
     def synchronize(self) -> None:
         pass
 
@@ -88,6 +91,7 @@ def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
         except BaseException:
             raise RuntimeError("CUDA error: operation failed due to a previous error during capture")  # noqa: B904
 
+    monkeypatch.setattr(cuda, "_end_capture_of_random_numbers", lambda device: None)
     monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
     monkeypatch.setattr(torch.cuda, "graph", graph)
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())

@@ -162,3 +162,4 @@ def test_network_that_cannot_be_captured_is_evaluated_eagerly(caplog: pytest.Log
         evaluator = Evaluator(model, images, labels, 10, normalise, stream)
     assert "no CUDA graph" in caplog.text and torch.cuda.current_stream() == before
     assert evaluator.evaluate(*read_state(model)).examples == 9
+    torch.rand(1, device="cuda")  # raises if the failed capture left the generator in its capturing state
