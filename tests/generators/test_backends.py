@@ -14,6 +14,9 @@ from PIL import Image
 from rich.console import Console
 from runners import black_bank, small
 
+from fedeas_flwr import client_app
+from fedeas_flwr.federation import messages
+from fedeas_flwr.federation.grids import InlineGrid
 from fedeas_flwr.generators.bank import BankGenerator
 from fedeas_flwr.generators.cache import ImageCache
 from fedeas_flwr.generators.classifier import ensure_filtered
@@ -57,10 +60,22 @@ def test_bank_gives_a_client_each_image_once(tmp_path: Path) -> None:
     assert len(orders) > 3, "clients have too few different orders"
 
 
-def test_bank_with_too_few_images_raises(tmp_path: Path) -> None:
+def test_bank_with_too_few_images_raises(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The class and the counts are in the client's own log, and not in the error that is sent to the server."""
     bank = open_bank(save_bank(tmp_path))
-    with pytest.raises(ValueError, match=r"has 5 images of class 'dog'; client 7 needs at least 6"):
+    with pytest.raises(
+        ValueError, match=r"bank .* has too few images of a class for client 7, whose own log"
+    ) as caught:
         bank.sample([SampleId(0, 7, 1, 5)])
+    assert "has 5 images of class 'dog'; client 7 needs at least 6" in caplog.text
+    assert not re.search("dog|5 images|least 6", sent(caught.value))
+
+
+def sent(error: Exception) -> str:
+    """What the server is told of a client's error, without the numbers of lines."""
+    InlineGrid(client_app.app, 1, {})
+    reply = messages.error_reply(messages.build_query(1, "identity"), error)
+    return re.sub(r"line \d+", "", reply.error.reason or "")
 
 
 def test_bank_fingerprint_depends_on_content(tmp_path: Path) -> None:
@@ -278,10 +293,12 @@ def test_filter_rejected_images_are_replaced_by_later_ones(tmp_path: Path) -> No
     assert cache.ensure(Counting(), seed=0, client=0, wanted=[8, 0, 4])[2] == 0, "rejected images are not in the cache"
 
 
-def test_generator_without_accepted_images_is_one_line(tmp_path: Path) -> None:
+def test_generator_without_accepted_images_is_one_line(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     hopeless = Counting(hopeless=True)
-    with pytest.raises(ValueError, match=r"min-class-agreement = 0.5: \d+ images of class 1 gave only 0") as caught:
+    with pytest.raises(ValueError, match=r"min-class-agreement = 0.5: the classifier accepts too few") as caught:
         ensure_filtered(
             ImageCache(tmp_path), hopeless, OddImagesClassifier(), 0.5, seed=0, client=0, wanted=[0, 2, 0]  # type: ignore[arg-type]
         )  # fmt: skip
     assert "\n" not in str(caught.value)
+    assert re.search(r"\d+ images of class 1 gave only 0 accepted ones", caplog.text)
+    assert "class 1" not in sent(caught.value)
