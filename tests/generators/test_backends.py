@@ -6,13 +6,16 @@ import io
 import json
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image
 from rich.console import Console
 from runners import black_bank, small
+from safetensors.torch import save_file
 
 from fedeas_flwr import client_app
 from fedeas_flwr.federation import messages
@@ -160,7 +163,6 @@ def test_generator_specs_become_absolute(monkeypatch: pytest.MonkeyPatch, tmp_pa
 def pipeline(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return the folder of a tiny random text-to-image pipeline, saved like SD-Turbo."""
     transformers = pytest.importorskip("transformers", reason="sd-turbo is an extra: pip install 'fedeas-flwr[sd]'")
-    import torch
     from diffusers import AutoencoderKL, EulerDiscreteScheduler, StableDiffusionPipeline, UNet2DConditionModel
 
     folder = tmp_path_factory.mktemp("pipeline")
@@ -231,9 +233,33 @@ def test_turbo_without_transformers_is_one_line(monkeypatch: pytest.MonkeyPatch)
         open_generator("sd-turbo", "digits")
 
 
-def test_downscale_does_not_alias() -> None:
-    import torch
+class FakePipeline:
+    """Draws the same pictures whatever it is asked for."""
 
+    def __init__(self, value: float) -> None:
+        self.value = value
+
+    def to(self, device: Any) -> FakePipeline:
+        return self
+
+    def __call__(self, prompt: list[str], **settings: Any) -> Any:
+        return SimpleNamespace(images=torch.full((len(prompt), 3, 16, 16), self.value))
+
+
+def test_turbo_with_nan_or_equal_images_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fedeas_flwr.generators.sd_turbo.check_transformers", lambda: None)
+    monkeypatch.setattr("fedeas_flwr.generators.sd_turbo._load", lambda folder, dtype: pictures)
+    (tmp_path / "model_index.json").write_text("{}")
+    for value, why in ((np.nan, "hold NaN or infinity"), (0.5, "are all the same; is the model trained?")):
+        pictures = FakePipeline(value)
+        with pytest.raises(ValueError, match=re.escape(f"generator: {tmp_path}: the generated images {why}")):
+            open_turbo(tmp_path).sample(few())
+    save_file({"w": torch.tensor([1.0, np.inf])}, tmp_path / "unet.safetensors")
+    with pytest.raises(ValueError, match=re.escape(f"{tmp_path}/unet.safetensors holds NaN or infinity in w")):
+        open_turbo(tmp_path)
+
+
+def test_downscale_does_not_alias() -> None:
     from fedeas_flwr.generators.sd_turbo import downscale
 
     stripes = torch.zeros(1, 3, 512, 512)
