@@ -182,12 +182,8 @@ def export(run: RunDirectory, folder: Path) -> None:
         raise RunError(f"{run.path} has not finished: there is no summary.json to export")
     run.checked_rounds()
     check_export(run, folder)
-    config |= {
-        "run-dir": "",
-        "data-dir": "",
-        "ray-address": "",
-        "resume": False,
-    }  # without a run-dir there is nothing to resume
+    # Without a run-dir there is nothing to resume.
+    config |= {"run-dir": "", "data-dir": "", "ray-address": "", "resume": False}
     config |= {key: without_folder(config[key]) for key in ("dataset", "generator", "weights")}
     copy = RunDirectory(folder)
     copy.write_json("config.json", run.read_json("config.json") | {"config": config})

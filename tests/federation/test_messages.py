@@ -135,7 +135,10 @@ BAD = {
     "data that are no bytes": (with_data([1, 2, 3]), "w has data of type list, wanted bytes"),
     "NaN": (replace_array("w", np.full((2, 3), np.nan, np.float32)), "w holds NaN"),
     "infinity": (replace_array("b", np.array([0, np.inf, 0], np.float32)), "b holds NaN or infinity"),
-    "finite, but too large": (replace_array("w", np.full((2, 3), 3.3e38, np.float32)), r"norm is 8\.08e\+38, wanted"),
+    "finite, but too large": (
+        replace_array("w", np.full((2, 3), 3.3e38, np.float32)),
+        r"8\.08e\+38, wanted (2\.45|1)e\+06 ",
+    ),
     "a large element": (
         replace_array("b", np.array([0, 3e6, 0], np.float32)),
         r"norm is 3e\+06, wanted .* model's is ",
