@@ -27,7 +27,7 @@ from fedeas_flwr.generators import opening
 from fedeas_flwr.generators.diffusion.denoising import PRECISIONS, make_solver
 from fedeas_flwr.generators.diffusion.model_folder import CLASSES, WEIGHTS_NAME, check_classes
 from fedeas_flwr.generators.diffusion.sampler import DiffusionGenerator, initial_noise
-from fedeas_flwr.generators.interface import SampleId
+from fedeas_flwr.generators.interface import SampleId, check_variety
 from fedeas_flwr.generators.opening import open_generator
 from fedeas_flwr.launch.prepare import prepare
 
@@ -333,6 +333,13 @@ def too_large(weights: dict[str, torch.Tensor]) -> None:
 
 def no_output(weights: dict[str, torch.Tensor]) -> None:
     weights["conv_out.weight"].zero_()
+
+
+def test_check_variety_compares_different_samples_only() -> None:
+    same = np.broadcast_to(np.arange(64, dtype=np.uint8).reshape(8, 8, 1), (3, 8, 8, 1))
+    check_variety(same, ids(1) * 3, "model")
+    with pytest.raises(ValueError, match="generator: model: the generated images are all the same"):
+        check_variety(same, ids(3), "model")
 
 
 def test_images_that_are_not_finite_or_all_the_same_are_rejected(tmp_path: Path) -> None:
