@@ -147,7 +147,7 @@ def check_last_batches(config: RunConfig) -> Iterable[Finding]:
 
 
 def check_generator(config: RunConfig) -> Iterable[Finding]:
-    """Check the generator without loading its weights."""
+    """Check the generator without building its model."""
     if not config.generates:
         return [note("generator", f"not needed: policy = '{config.policy}' with β = {config.beta:g} generates nothing")]
     fix = (

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import math
 import re
 import traceback
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
@@ -75,7 +74,8 @@ def _whole(name: str, low: int = 0, high: int = 2**53) -> _Key:
 
 
 def _number(name: str) -> _Key:
-    return _Key(name, lambda v: type(v) in (int, float) and math.isfinite(v), "a finite number")
+    """Return a key whose value is within the range of float32, so that no weighted sum of such numbers overflows."""
+    return _Key(name, lambda v: type(v) in (int, float) and abs(v) <= 1e39, "a number from -1e+39 to 1e+39")
 
 
 def _text(name: str, pattern: str = ".*", expected: str = "a text") -> _Key:

@@ -7,6 +7,7 @@ with ``x`` (uint8 ``[N, H, W, C]``) and ``y`` (labels), as `fedeas generate` wri
 from __future__ import annotations
 
 import hashlib
+import logging
 from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
@@ -19,6 +20,8 @@ from fedeas_flwr.common.randomness import stream
 from fedeas_flwr.common.text import counted
 from fedeas_flwr.data.own_images import read_images
 from fedeas_flwr.generators.interface import SampleId
+
+logger = logging.getLogger(__name__)
 
 
 def check_bank_size(
@@ -83,9 +86,18 @@ class BankGenerator:
 
     def _pick(self, sample: SampleId, order: NDArray[np.int64]) -> NDArray[np.uint8]:
         if sample.index >= len(order):
+            # Logged on the client only: the error is sent to the server, which must not learn label counts.
+            logger.error(
+                "bank %s has %s of class %r; client %d needs at least %d",
+                self.path,
+                counted(len(order), "image"),
+                self._classes[sample.label],
+                sample.client,
+                sample.index + 1,
+            )
             raise ValueError(
-                f"generator: bank {self.path} has {counted(len(order), 'image')} of class "
-                f"{self._classes[sample.label]!r}; client {sample.client} needs at least {sample.index + 1}"
+                f"generator: bank {self.path} has too few images of a class for client {sample.client}, whose own log "
+                "names the class"
             )
         image: NDArray[np.uint8] = self._images[sample.label][order[sample.index]]
         return image

@@ -173,9 +173,11 @@ def ensure_filtered(
         raw = [have + max(0, more) for have, more in zip(raw, lacking, strict=True)]
         for label, (have, n) in enumerate(zip(raw, wanted, strict=True)):
             if have > _MAX_RAW * n + _MAX_RAW:
+                # Logged on the client only: the error is sent to the server, which must not learn label counts.
+                made_of_class = counted(have - lacking[label], "image")
+                logger.error("%s of class %d gave only %d accepted ones", made_of_class, label, n - lacking[label])
                 raise ValueError(
-                    f"min-class-agreement = {min_probability:g}: {counted(have - lacking[label], 'image')} of class "
-                    f"{label} gave only {n - lacking[label]} that the classifier accepts; lower it or use a better "
-                    "generator"
+                    f"min-class-agreement = {min_probability:g}: the classifier accepts too few images of a class, "
+                    "which the client's own log names; lower it or use a better generator"
                 )
     return images[good], labels[good], made, int((~good).sum())

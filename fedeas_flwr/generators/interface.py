@@ -71,6 +71,18 @@ class Generator(Protocol):
         ...
 
 
+def check_variety(images: Images, samples: Sequence[SampleId], name: object) -> None:
+    """Raise ValueError if a model generated the same image for different samples, or one image of a single colour.
+
+    A model that starts from noise does so only if it is broken. Two or more samples are compared with each other, not
+    with earlier ones; a single sample must have two different pixels. Banks and custom generators may repeat images.
+    """
+    if not len(images) or (images != images[0]).any():
+        return
+    if len(set(samples)) > 1 or (images[0] == images[0, 0, 0]).all():
+        raise ValueError(f"generator: {name}: the generated images are all the same; is the model trained?")
+
+
 def batch_size(generator: Generator) -> int:
     """Return how many images `generator` makes at once, by default 64.
 

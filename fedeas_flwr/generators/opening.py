@@ -102,7 +102,7 @@ def open_for_run(config: RunConfig, device: str) -> Generator:
 
 
 def check_for_run(config: RunConfig, device: str) -> None:
-    """Raise the errors of `open_for_run` that can be found without reading or training weights.
+    """Raise the errors of `open_for_run` that can be found without building or training a model.
 
     Not for a bank, which is checked by opening it.
     """

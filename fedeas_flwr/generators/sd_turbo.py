@@ -21,7 +21,8 @@ from numpy.typing import NDArray
 from fedeas_flwr.common.devices import one_thread
 from fedeas_flwr.common.files import expanded, sha256_of
 from fedeas_flwr.common.text import one_line
-from fedeas_flwr.generators.interface import SampleId
+from fedeas_flwr.generators.diffusion.model_folder import check_weights
+from fedeas_flwr.generators.interface import SampleId, check_variety
 
 HUB_NAME = "stabilityai/sd-turbo"
 _STEPS = 1
@@ -52,7 +53,7 @@ class TurboGenerator:
         self.batch_size = min(batch_size or _MAX_BATCH, _MAX_BATCH)
         self._prompts = [prompt.format(name.replace("_", " ")) for name in classes]
         self._device = torch.device(device)
-        folder = find_pipeline(where)
+        self._folder = folder = find_pipeline(where)
         dtype = torch.float16 if self._device.type == "cuda" else torch.float32
         self._pipeline = _load(folder, dtype).to(self._device)
         settings = [_STEPS, _GUIDANCE, self._prompts, image_shape, self.batch_size, str(dtype), "turbo-1"]
@@ -71,6 +72,7 @@ class TurboGenerator:
                 batch = list(samples[start : start + self.batch_size])
                 padded = batch + [batch[-1]] * (self.batch_size - len(batch))
                 images[start : start + len(batch)] = self._generate(padded)[: len(batch)]
+        check_variety(images, samples, self._folder)
         return images
 
     def _generate(self, batch: Sequence[SampleId]) -> NDArray[np.uint8]:
@@ -82,6 +84,8 @@ class TurboGenerator:
             generator=[torch.Generator().manual_seed(_seed(sample)) for sample in batch],
             output_type="pt",
         ).images
+        if not bool(pictures.isfinite().all()):
+            raise ValueError(f"generator: {self._folder}: the generated images hold NaN or infinity")
         return downscale(pictures.float().cpu(), self.image_shape)
 
 
@@ -112,7 +116,17 @@ def check_transformers() -> None:
 
 
 def find_pipeline(where: str | Path) -> Path:
-    """Return the pipeline's folder; an empty `where` is SD-Turbo, downloaded unless ``FEDEAS_OFFLINE`` is set."""
+    """Return the pipeline's folder, whose weights must be finite.
+
+    An empty `where` is SD-Turbo, downloaded unless ``FEDEAS_OFFLINE`` is set.
+    """
+    folder = _pipeline_folder(where)
+    for weights in sorted(folder.rglob("*.safetensors")):
+        check_weights(weights)
+    return folder
+
+
+def _pipeline_folder(where: str | Path) -> Path:
     if str(where):
         folder = expanded(where, "generator")
         if not (folder / "model_index.json").is_file():

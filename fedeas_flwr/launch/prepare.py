@@ -86,7 +86,7 @@ def check_runs(configs: Sequence[RunConfig], console: Console) -> None:
     """Check several runs before the first one starts, each dataset, partition and generator once.
 
     Raise the error that a run would raise hours later. Datasets and partitions are then in the cache; generator weights
-    are not read.
+    are only read once, to check that they are finite.
     """
     for config in configs:
         check_config(config)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import platform
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -182,18 +184,20 @@ def _flat(record: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, An
 
 
 def export(run: RunDirectory, folder: Path) -> None:
-    """Copy the record of a finished run to a folder."""
+    """Copy the record of a finished run to a folder, without paths, host names and addresses of its machines."""
     config = run.config().to_user_dict()
     if not (run.path / "summary.json").exists():
         raise RunError(f"{run.path} has not finished: there is no summary.json to export")
     run.checked_rounds()
     check_export(run, folder)
-    config |= {"run-dir": "", "data-dir": "", "resume": False}  # without a run-dir there is nothing to resume
+    # Without a run-dir there is nothing to resume.
+    config |= {"run-dir": "", "data-dir": "", "ray-address": "", "resume": False}
     config |= {key: without_folder(config[key]) for key in ("dataset", "generator", "weights")}
     copy = RunDirectory(folder)
     copy.write_json("config.json", run.facts() | {"config": config})
     copy.write_json("summary.json", run.summary())
-    lines = "".join(json.dumps(record) + "\n" for record in run.rounds())
+    lines = "".join(json.dumps(_exported(record)) + "
+" for record in run.rounds())
     atomic_write(folder / "rounds.jsonl", lines.encode())  # without digests, which need the run's identity
 
 
@@ -204,12 +208,28 @@ def check_export(run: RunDirectory, folder: Path) -> None:
     if holds_others_files(folder):
         raise RunError(f"{folder} is not empty and holds no record; name a new folder")
     there = RunDirectory(folder)
-    rounds = there.rounds()
-    if there.is_record() and (not rounds or rounds != run.rounds()[: len(rounds)]):
+    rounds = [_exported(record) for record in there.rounds()]
+    if there.is_record() and (not rounds or rounds != [_exported(record) for record in run.rounds()[: len(rounds)]]):
         other = there.config()
         done = counted(len(rounds), "round")
         what = f"{other.policy}, {other.strategy}, {other.dataset}, seed {other.seed}, {done}"
         raise RunError(f"{folder} holds the record of another run ({what}): name another folder, or remove it")
+
+
+def _exported(record: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a round's record whose failure reasons, which clients may have written, name no place."""
+    failures = [{**failure, "reason": _without_places(failure["reason"])} for failure in record["failures"]]
+    return {**record, "failures": failures}
+
+
+def _without_places(text: str) -> str:
+    """Return a text up to the first path, address or name of this machine: what follows may be the rest of a path."""
+    place = re.search(rf"{_PLACE}|\b{re.escape(platform.node() or 'localhost')}\b", text)
+    return text if place is None else f"{text[: place.start()]}…"
+
+
+_PLACE = r"\S*[/\\@]|\S*\b\d+\.\d+\.\d+\.\d+\b|[\w.-]+:\d|\S*\b[0-9a-f]*:[0-9a-f]*:[0-9a-f]"
+"""Pattern of a path, a URL or user@host; an IPv4 address; HOST:PORT; an IPv6 address."""
 
 
 def without_folder(spec: str) -> str:

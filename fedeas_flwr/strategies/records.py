@@ -5,11 +5,13 @@ A record holds arrays as bytes or, within one process, by reference. `read_valid
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
 from flwr.app import Array, ArrayRecord
+from numpy.typing import NDArray
 
 from fedeas_flwr.common.npy import Arrays, array_bytes, is_tensor, read_array, to_numpy
 
@@ -17,6 +19,12 @@ ARRAYS, BUFFERS, EXTRA, CONFIG, METRICS = "arrays", "buffers", "extra", "config"
 WEIGHT, LOSS = "num-examples", "loss"
 _ENCODING = "numpy.ndarray"  # Flower's name for NumPy's file format
 _HEADER_BYTES = 1024  # maximum header of NumPy's format; 128 are usual
+_MAX_GROWTH = 1e6
+"""Maximum norm of a reply's arrays, as a multiple of the norm of the model's; a model's norm below 1 counts as 1."""
+_MAX_NORM = 1.7e38
+"""Maximum norm of a reply's arrays: half of float32's largest value, so that no average of replies overflows."""
+_MAX_WHOLE = 2**53
+"""Maximum absolute value of whole numbers, such as counters: averages are computed in float64."""
 
 
 class ArrayMismatchError(ValueError):
@@ -80,6 +88,9 @@ def to_in_process(record: ArrayRecord, like: ArrayRecord) -> ArrayRecord:
 def read_validated(record: ArrayRecord, expected: Arrays) -> Arrays:
     """Return a record's arrays, whose names, dtypes and shapes must be those of ``expected``, and values finite.
 
+    The norm of all floating-point arrays together must be at most 1e6 times that of ``expected``, or 1e6 if that is
+    below 1, as of a model or a control variate of zeros; whole numbers must be within ±2**53.
+
     Raises
     ------
     ArrayMismatchError
@@ -89,13 +100,46 @@ def read_validated(record: ArrayRecord, expected: Arrays) -> Arrays:
         return _check_in_process(to_arrays(record), expected)
     _check_names(record, expected)
     arrays: Arrays = {}
+    squares = 0.0
     for key, like in expected.items():
         _check_dtype_and_shape(key, record[key], like)  # as declared, before the bytes are decoded
-        array = _decoded(key, record[key], like)
-        if not np.isfinite(array).all():
-            raise ArrayMismatchError(f"array {key} holds NaN or infinity")
-        arrays[key] = array
+        arrays[key] = _decoded(key, record[key], like)
+        squares += _sum_of_squares(key, arrays[key])
+    _check_norm(math.sqrt(squares), expected)
     return arrays
+
+
+def _sum_of_squares(key: str, array: NDArray[Any]) -> float:
+    """Return an array's sum of squares, 0 for whole numbers; raise for NaN, infinity and too large whole numbers."""
+    if array.dtype.kind in "iu" and array.size:
+        _check_whole(f"array {key} holds", int(array.min()), int(array.max()))
+    if array.dtype.kind != "f":
+        return 0.0
+    flat = array.reshape(-1)
+    # One pass in the array's own dtype, infinite or NaN if an element is, or if it overflows. Unlike `np.dot`, einsum
+    # starts no threads of its own.
+    with np.errstate(over="ignore", invalid="ignore"):
+        squares = float(np.einsum("i,i->", flat, flat))
+    if math.isfinite(squares):
+        return squares
+    if not np.isfinite(flat).all():
+        raise ArrayMismatchError(f"array {key} holds NaN or infinity")
+    return float(np.square(flat, dtype=np.float64).sum())
+
+
+def _check_whole(holds: str, *numbers: int) -> None:
+    for number in numbers:
+        if abs(number) > _MAX_WHOLE:
+            raise ArrayMismatchError(f"{holds} {number}, wanted -2**53 to 2**53")
+
+
+def _check_norm(norm: float, expected: Arrays) -> None:
+    if norm <= _MAX_GROWTH:  # almost always, and the model's own norm need not be computed
+        return
+    own = math.sqrt(sum(_sum_of_squares(key, array) for key, array in to_numpy(expected).items()))
+    limit = min(_MAX_GROWTH * max(own, 1.0), _MAX_NORM)
+    if norm > limit:
+        raise ArrayMismatchError(f"the norm is {norm:.3g}, wanted {limit:.3g} at most; the model's is {own:.3g}")
 
 
 def _check_names(found: Iterable[str], expected: Arrays) -> None:
@@ -140,14 +184,23 @@ def _is_bytes(data: Any) -> bool:
 
 
 def _check_in_process(arrays: Arrays, expected: Arrays) -> Arrays:
-    """Check tensors as `read_validated` checks arrays, with one GPU synchronisation for all; return them."""
+    """Check tensors as `read_validated` checks arrays, with one or two GPU synchronisations; return them."""
     import torch  # loaded already if there are tensors
 
     _check_names(arrays, expected)
     for key, like in expected.items():
         _check_dtype_and_shape(key, arrays[key], like)
+    whole = [array.reshape(-1) for array in arrays.values() if array.dtype == torch.int64 and array.numel()]
+    if whole:
+        _check_whole("the arrays hold", *torch.stack(torch.cat(whole).aminmax()).tolist())
     floats = [array for array in arrays.values() if array.is_floating_point() and array.numel()]
-    # A maximum norm is NaN or infinite if an element is, and all norms take one or two kernel launches.
-    if floats and not bool(torch.stack(torch._foreach_norm(floats, float("inf"))).isfinite().all()):
-        raise ArrayMismatchError("the arrays hold NaN or infinity")
+    if not floats:
+        return arrays
+    # A norm is NaN or infinite if an element is, and all norms take one or two kernel launches.
+    norm = float(torch.linalg.vector_norm(torch.stack(torch._foreach_norm(floats)), dtype=torch.float64))
+    if not math.isfinite(norm):
+        if not all(bool(array.isfinite().all()) for array in floats):
+            raise ArrayMismatchError("the arrays hold NaN or infinity")
+        norm = math.hypot(*(float(torch.linalg.vector_norm(array, dtype=torch.float64)) for array in floats))
+    _check_norm(norm, expected)
     return arrays

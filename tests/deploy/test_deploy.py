@@ -8,6 +8,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import hostile
 import numpy as np
 import psutil
 import pytest
@@ -15,6 +16,7 @@ from deployments import Lab
 from runners import finish, small, weights
 from waiting import wait_until
 
+from fedeas_flwr import client_app
 from fedeas_flwr.config import RunConfig, parse_config
 from fedeas_flwr.data.federated import federated_data
 from fedeas_flwr.deploy.certificates import write_authority, write_node_key
@@ -166,6 +168,26 @@ def test_restarted_server_continues_its_round(tmp_path: Path, digits_generator: 
         lab.follow(run)
     assert [r["round"] for r in run.rounds()] == [1, 2, 3, 4, 5] and 2 <= done < 5
     assert weights(run) == weights(finish(small(tmp_path / "simulated", **keys)))
+
+
+@pytest.mark.slow
+def test_hostile_supernode_changes_nothing_for_the_others(
+    tmp_path: Path, digits_generator: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One of three nodes sends another bad reply in every round: the weights are those of a run in which it fails."""
+    with Lab(tmp_path, 3, digits_generator) as lab:
+        project = lab.folder / "app" / "pyproject.toml"
+        project.write_text(project.read_text().replace("fedeas_flwr.client_app:app", "hostile:app"))
+        lab.register()
+        for number in range(3):
+            lab.start_node(number)
+        run = lab.follow(lab.submit(**hostile.RUN, round_timeout=60.0))
+    reasons = [failure["reason"] for record in run.rounds() for failure in record["failures"]]
+    expected = [reason for _, reason in hostile.KINDS.values()]
+    assert [part in reason for part, reason in zip(expected, reasons, strict=True)] == [True] * len(expected), reasons
+    monkeypatch.setattr(client_app, "app", hostile.app)
+    monkeypatch.setattr(hostile, "KINDS", dict.fromkeys(hostile.KINDS, (hostile.fail, "")))
+    assert weights(run) == weights(finish(small(tmp_path / "simulated", **hostile.RUN)))
 
 
 def plain(log: str) -> str:

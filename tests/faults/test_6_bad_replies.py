@@ -15,10 +15,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import hostile
 import numpy as np
 import pytest
 from flwr.app import Array, ArrayRecord, Context, Error, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
+from runners import finish, quick, weights
 from test_federation import DIGITS, EXAMPLES, START, VALUES, federation, toy_app
 from test_messages import BAD, COUNTERS, TRAINABLE, read, reply
 
@@ -222,3 +224,20 @@ def test_node_with_invalid_identity_is_named_in_the_error(tmp_path: Path) -> Non
     )
     with pytest.raises(RunError, match="node 2 did not identify itself: examples = -1"):
         made.clients.discover()
+
+
+# --------------------------------------------------------------------------------------------- a hostile node
+
+
+def test_hostile_client_changes_nothing_for_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Client 1 sends another bad reply in every round: the run is bit for bit that in which it always fails."""
+    monkeypatch.setattr(client_app, "app", hostile.app)
+    attacked = finish(quick(tmp_path / "attacked", **hostile.RUN))
+    expected = [reason for _, reason in hostile.KINDS.values()]
+    monkeypatch.setattr(hostile, "KINDS", dict.fromkeys(hostile.KINDS, (hostile.fail, "")))
+    without = finish(quick(tmp_path / "without", **hostile.RUN))
+    assert weights(attacked) == weights(without)
+    for key in ("accuracy", "loss", "train_loss", "gamma_hat", "clients", "steps"):
+        assert [record[key] for record in attacked.rounds()] == [record[key] for record in without.rounds()]
+    reasons = [failure["reason"] for record in attacked.rounds() for failure in record["failures"]]
+    assert [part in reason for part, reason in zip(expected, reasons, strict=True)] == [True] * len(expected), reasons

@@ -135,6 +135,16 @@ BAD = {
     "data that are no bytes": (with_data([1, 2, 3]), "w has data of type list, wanted bytes"),
     "NaN": (replace_array("w", np.full((2, 3), np.nan, np.float32)), "w holds NaN"),
     "infinity": (replace_array("b", np.array([0, np.inf, 0], np.float32)), "b holds NaN or infinity"),
+    "finite, but too large": (
+        replace_array("w", np.full((2, 3), 3.3e38, np.float32)),
+        r"8\.08e\+38, wanted (2\.45|1)e\+06 ",
+    ),
+    "a large element": (
+        replace_array("b", np.array([0, 3e6, 0], np.float32)),
+        r"norm is 3e\+06, wanted .* model's is ",
+    ),
+    "a counter beyond any count": (replace_array("n", np.array(2**63 - 1), BUFFERS), "n holds 9223372036854775807"),
+    "a counter below any count": (replace_array("n", np.array(-(2**63)), BUFFERS), "n holds -9223372036854775808"),
     "wrong shape": (replace_array("w", np.ones((3, 2), np.float32)), r"w is float32\[3, 2\]"),
     "broadcastable shape": (replace_array("b", np.ones(1, np.float32)), r"b is float32\[1\]"),
     "wrong dtype": (replace_array("w", np.ones((2, 3))), "w is float64"),
@@ -148,6 +158,7 @@ BAD = {
     "negative weight": (replace_metric(WEIGHT, -3), "num-examples = -3"),
     "fractional weight": (replace_metric(WEIGHT, 1.5), r"num-examples = 1\.5"),
     "huge weight": (replace_metric(WEIGHT, 2**60), "num-examples = "),
+    "a loss beyond any sum": (replace_metric("loss", 1e308), r"loss = 1e\+308, expected a number from -1e\+39 to"),
     "NaN loss": (replace_metric("loss", float("nan")), "loss = nan"),
     "another client": (replace_metric("client-id", 6), "client-id = 6, but the message was for client 5"),
     "second metric record": (second_metric_record, "metric records"),
@@ -271,3 +282,35 @@ def test_in_process_tensors_are_validated(found: dict[str, torch.Tensor], reason
     assert read_validated(to_record(wanted), wanted) == wanted
     with pytest.raises(ArrayMismatchError, match=reason):
         read_validated(to_record(found), wanted)
+
+
+BIG = 1e4 * np.ones(2, np.float32)
+
+
+@pytest.mark.parametrize(
+    ("model", "value", "accepted"),
+    [
+        (np.zeros(2, np.float32), 7e5, True),  # a norm below 1 counts as 1
+        (np.zeros(2, np.float32), 8e5, False),
+        (BIG, 9e9, True),
+        (BIG, 1.1e10, False),
+        (1e33 * BIG, 1e38, True),
+        (1e33 * BIG, 2e38, False),  # 20 times the model's norm, but an average may overflow
+        (np.array([3, 4], np.int64), 2**53, True),
+        (np.array([3, 4], np.int64), 2**53 + 1, False),
+        (np.array([3, 4], np.uint8), 255, True),
+        (np.array([True, False]), True, True),
+        (np.zeros((0, 2), np.float32), 1, True),
+    ],
+)
+@pytest.mark.parametrize("as_tensors", [False, True])
+def test_replies_are_bounded_by_the_models_norm(model: Any, value: float, accepted: bool, as_tensors: bool) -> None:
+    expected = {"a": model, "n": np.array(0)}
+    found = {"a": np.full_like(model, value), "n": np.array(1)}
+    if as_tensors:
+        expected, found = ({k: torch.from_numpy(v) for k, v in each.items()} for each in (expected, found))
+    if accepted:
+        read_validated(to_record(found), expected)
+    else:
+        with pytest.raises(ArrayMismatchError, match=r"norm|holds? 9007199254740993"):
+            read_validated(to_record(found), expected)

@@ -6,14 +6,20 @@ import io
 import json
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image
 from rich.console import Console
 from runners import black_bank, small
+from safetensors.torch import save_file
 
+from fedeas_flwr import client_app
+from fedeas_flwr.federation import messages
+from fedeas_flwr.federation.grids import InlineGrid
 from fedeas_flwr.generators.bank import BankGenerator
 from fedeas_flwr.generators.cache import ImageCache
 from fedeas_flwr.generators.classifier import ensure_filtered
@@ -57,10 +63,22 @@ def test_bank_gives_a_client_each_image_once(tmp_path: Path) -> None:
     assert len(orders) > 3, "clients have too few different orders"
 
 
-def test_bank_with_too_few_images_raises(tmp_path: Path) -> None:
+def test_bank_with_too_few_images_raises(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The class and the counts are in the client's own log, and not in the error that is sent to the server."""
     bank = open_bank(save_bank(tmp_path))
-    with pytest.raises(ValueError, match=r"has 5 images of class 'dog'; client 7 needs at least 6"):
+    with pytest.raises(
+        ValueError, match=r"bank .* has too few images of a class for client 7, whose own log"
+    ) as caught:
         bank.sample([SampleId(0, 7, 1, 5)])
+    assert "has 5 images of class 'dog'; client 7 needs at least 6" in caplog.text
+    assert not re.search("dog|5 images|least 6", sent(caught.value))
+
+
+def sent(error: Exception) -> str:
+    """What the server is told of a client's error, without the numbers of lines."""
+    InlineGrid(client_app.app, 1, {})
+    reply = messages.error_reply(messages.build_query(1, "identity"), error)
+    return re.sub(r"line \d+", "", reply.error.reason or "")
 
 
 def test_bank_fingerprint_depends_on_content(tmp_path: Path) -> None:
@@ -145,7 +163,6 @@ def test_generator_specs_become_absolute(monkeypatch: pytest.MonkeyPatch, tmp_pa
 def pipeline(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return the folder of a tiny random text-to-image pipeline, saved like SD-Turbo."""
     transformers = pytest.importorskip("transformers", reason="sd-turbo is an extra: pip install 'fedeas-flwr[sd]'")
-    import torch
     from diffusers import AutoencoderKL, EulerDiscreteScheduler, StableDiffusionPipeline, UNet2DConditionModel
 
     folder = tmp_path_factory.mktemp("pipeline")
@@ -216,9 +233,33 @@ def test_turbo_without_transformers_is_one_line(monkeypatch: pytest.MonkeyPatch)
         open_generator("sd-turbo", "digits")
 
 
-def test_downscale_does_not_alias() -> None:
-    import torch
+class FakePipeline:
+    """Draws the same pictures whatever it is asked for."""
 
+    def __init__(self, value: float) -> None:
+        self.value = value
+
+    def to(self, device: Any) -> FakePipeline:
+        return self
+
+    def __call__(self, prompt: list[str], **settings: Any) -> Any:
+        return SimpleNamespace(images=torch.full((len(prompt), 3, 16, 16), self.value))
+
+
+def test_turbo_with_nan_or_equal_images_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fedeas_flwr.generators.sd_turbo.check_transformers", lambda: None)
+    monkeypatch.setattr("fedeas_flwr.generators.sd_turbo._load", lambda folder, dtype: pictures)
+    (tmp_path / "model_index.json").write_text("{}")
+    for value, why in ((np.nan, "hold NaN or infinity"), (0.5, "are all the same; is the model trained?")):
+        pictures = FakePipeline(value)
+        with pytest.raises(ValueError, match=re.escape(f"generator: {tmp_path}: the generated images {why}")):
+            open_turbo(tmp_path).sample(few())
+    save_file({"w": torch.tensor([1.0, np.inf])}, tmp_path / "unet.safetensors")
+    with pytest.raises(ValueError, match=re.escape(f"{tmp_path}/unet.safetensors holds NaN or infinity in w")):
+        open_turbo(tmp_path)
+
+
+def test_downscale_does_not_alias() -> None:
     from fedeas_flwr.generators.sd_turbo import downscale
 
     stripes = torch.zeros(1, 3, 512, 512)
@@ -278,10 +319,12 @@ def test_filter_rejected_images_are_replaced_by_later_ones(tmp_path: Path) -> No
     assert cache.ensure(Counting(), seed=0, client=0, wanted=[8, 0, 4])[2] == 0, "rejected images are not in the cache"
 
 
-def test_generator_without_accepted_images_is_one_line(tmp_path: Path) -> None:
+def test_generator_without_accepted_images_is_one_line(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     hopeless = Counting(hopeless=True)
-    with pytest.raises(ValueError, match=r"min-class-agreement = 0.5: \d+ images of class 1 gave only 0") as caught:
+    with pytest.raises(ValueError, match=r"min-class-agreement = 0.5: the classifier accepts too few") as caught:
         ensure_filtered(
             ImageCache(tmp_path), hopeless, OddImagesClassifier(), 0.5, seed=0, client=0, wanted=[0, 2, 0]  # type: ignore[arg-type]
         )  # fmt: skip
     assert "\n" not in str(caught.value)
+    assert re.search(r"\d+ images of class 1 gave only 0 accepted ones", caplog.text)
+    assert "class 1" not in sent(caught.value)

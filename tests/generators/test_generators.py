@@ -2,25 +2,34 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
+import re
+import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, get_args
 
 import numpy as np
 import pytest
 import torch
+from rich.console import Console
+from runners import run_in_process
+from safetensors.torch import load_file, save_file
 from waiting import LONG
 
 from fedeas_flwr.config import SAMPLER_STEPS, RunConfig, parse_config
+from fedeas_flwr.doctor.inputs import check_generator
 from fedeas_flwr.generators import opening
 from fedeas_flwr.generators.diffusion.denoising import PRECISIONS, make_solver
 from fedeas_flwr.generators.diffusion.model_folder import CLASSES, WEIGHTS_NAME, check_classes
 from fedeas_flwr.generators.diffusion.sampler import DiffusionGenerator, initial_noise
-from fedeas_flwr.generators.interface import SampleId
+from fedeas_flwr.generators.interface import SampleId, check_variety
 from fedeas_flwr.generators.opening import open_generator
+from fedeas_flwr.launch.prepare import prepare
 
 SHAPE = (8, 8, 1)
 
@@ -292,6 +301,59 @@ def test_invalid_generator_settings_are_rejected_in_one_line(
 def test_open_for_run_errors_name_run_config_keys(digits_generator: Path, given: dict[str, Any], message: str) -> None:
     with pytest.raises((ValueError, FileNotFoundError), match=f"^{message}"):
         opening.open_for_run(parse_config({"generator": str(digits_generator), **given}), "cpu")
+
+
+def change_weights(folder: Path, change: Callable[[dict[str, torch.Tensor]], None]) -> Path:
+    path = folder / "unet" / WEIGHTS_NAME
+    weights = load_file(path)
+    change(weights)
+    save_file(weights, path)
+    return folder
+
+
+def one_nan(weights: dict[str, torch.Tensor]) -> None:
+    weights["mid_block.resnets.0.conv1.weight"].view(-1)[7] = torch.nan
+
+
+def test_weights_with_nan_are_rejected_by_run_generate_and_doctor(tmp_path: Path, digits_generator: Path) -> None:
+    folder = change_weights(Path(shutil.copytree(digits_generator, tmp_path / "model")), one_nan)
+    why = f"generator: {folder}/unet/{WEIGHTS_NAME} holds NaN or infinity in mid_block.resnets.0.conv1.weight"
+    config = parse_config({"clients": 2, "generator": str(folder), "run-dir": str(tmp_path / "run")})
+    with pytest.raises(ValueError, match=re.escape(why)):
+        prepare(config, Console(file=io.StringIO()))
+    (found,) = check_generator(config)
+    assert (found.state, found.text) == ("problem", why)
+    done = run_in_process("generate", "--generator", str(folder), "--out", str(tmp_path / "out"))
+    assert (done.returncode, done.stderr) == (2, f"error: {why}\n")
+
+
+def too_large(weights: dict[str, torch.Tensor]) -> None:
+    weights["conv_out.weight"] *= 1e38
+
+
+def no_output(weights: dict[str, torch.Tensor]) -> None:
+    weights["conv_out.weight"].zero_()
+
+
+def test_check_variety_compares_different_samples_only() -> None:
+    same = np.broadcast_to(np.arange(64, dtype=np.uint8).reshape(8, 8, 1), (3, 8, 8, 1))
+    check_variety(same, ids(1) * 3, "model")
+    with pytest.raises(ValueError, match="generator: model: the generated images are all the same"):
+        check_variety(same, ids(3), "model")
+
+
+def test_images_that_are_not_finite_or_all_the_same_are_rejected(tmp_path: Path) -> None:
+    """One image is rejected only if all of its pixels are equal: a user may want a single image."""
+    sound = open_tiny(save_tiny(tmp_path / "sound", prediction="sample"))
+    assert len(sound.sample(ids(1))) == 1 and np.ptp(sound.sample(ids(1) * 3), axis=0).max() == 0
+    folder = change_weights(save_tiny(tmp_path / "large", prediction="sample"), too_large)
+    with pytest.raises(ValueError, match=f"^generator: {folder}: the generated images hold NaN or infinity$"):
+        open_tiny(folder).sample(ids(1))
+    folder = change_weights(save_tiny(tmp_path / "constant", prediction="sample"), no_output)
+    for samples in (ids(1), ids(5)):
+        with pytest.raises(ValueError, match=f"^generator: {folder}: the generated images are all the same; "):
+            open_tiny(folder).sample(samples)
+    assert len(open_tiny(folder).sample([])) == 0
 
 
 def test_invalid_generator_folder_is_rejected_in_one_line(tmp_path: Path) -> None:

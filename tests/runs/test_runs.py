@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import platform
 import resource
 from pathlib import Path
 from typing import Any
@@ -250,6 +251,34 @@ def test_export_omits_weights_and_paths(tmp_path: Path, generator: str, kept: st
     assert copy.config().generator == kept
     assert copy.rounds() == run.rounds()
     assert copy.environment() == {"device": "cpu"}
+
+
+REASONS = {
+    "FileNotFoundError: there is no /home/me/ddpm/unet/config.json; it must be one": "FileNotFoundError: there is no …",
+    "OSError: '/home/J. Doe/x' cannot be read": "OSError: …",
+    "error: C:\\Users\\me\\x is missing": "error: …",
+    "lost me@gpu7 (1)": "lost …",
+    "ConnectionError: 10.1.2.3 refused": "ConnectionError: …",
+    "ConnectionError: gpu7.lab.example:9092 refused": "ConnectionError: …",
+    "ConnectionError: [fe80::1ff:fe23:4567:890a] refused": "ConnectionError: …",
+    f"Flower: {platform.node()} died": "Flower: …",
+    "array layer1.0.bn1.weight holds NaN or infinity": "array layer1.0.bn1.weight holds NaN or infinity",
+    "no reply within 45 s": "no reply within 45 s",
+    "generated = 10, but its plan cannot exceed 6": "generated = 10, but its plan cannot exceed 6",
+}
+
+
+def test_export_leaves_out_paths_hosts_and_addresses(tmp_path: Path) -> None:
+    run = RunDirectory.start(config(tmp_path / "r", ray_address="10.1.2.3:6379"), {"device": "cpu"})
+    failures = [{"client": client, "reason": reason} for client, reason in enumerate(REASONS)]
+    run.append_round({**record(1, 0.5), "failures": failures})
+    run.save_summary(summarise(run.rounds(), 0.5))
+    for _ in range(2):  # the second time over its earlier record
+        export(run, tmp_path / "out")
+    copy = RunDirectory(tmp_path / "out")
+    assert copy.config().ray_address == ""
+    assert [failure["reason"] for failure in copy.rounds()[0]["failures"]] == list(REASONS.values())
+    assert [failure["reason"] for failure in run.rounds()[0]["failures"]] == list(REASONS)
 
 
 def finished(folder: Path, *accuracies: float, **changes: Any) -> RunDirectory:

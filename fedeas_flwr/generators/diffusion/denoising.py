@@ -100,7 +100,8 @@ class Denoiser:
     def start(self, noise: NDArray[np.float32], labels: Sequence[int]) -> Callable[[], Pixels]:
         """Denoise one batch of noise ``[N, C, H, W]``; on a GPU, only queue the work.
 
-        The returned function waits for the batch and returns its pixels, uint8 ``[N, H, W, C]``.
+        The returned function waits for the batch and returns its pixels, uint8 ``[N, H, W, C]``. It raises ValueError
+        if the model's output is not finite.
         """
         with torch.no_grad(), self._on_device():
             x = self._send(torch.from_numpy(noise))
@@ -109,7 +110,7 @@ class Denoiser:
             for time in solver.timesteps:
                 x = solver.step(step(x, int(time)), time, x).prev_sample
             pixels = ((x / 2 + 0.5).clamp(0, 1) * 255).round().to(torch.uint8).permute(0, 2, 3, 1)
-            return self._fetch(pixels.contiguous())
+            return self._fetch(pixels.contiguous(), x.isfinite().all())
 
     def predict(self, x: torch.Tensor, time: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         """Return the model's guided prediction in float32."""
@@ -165,17 +166,23 @@ class Denoiser:
             return values
         return values.pin_memory().to(self._device, non_blocking=True)
 
-    def _fetch(self, pixels: torch.Tensor) -> Callable[[], Pixels]:
-        if self._device.type == "cpu":
-            return pixels.numpy
-        host = torch.empty(pixels.shape, dtype=torch.uint8, pin_memory=True)
-        host.copy_(pixels, non_blocking=True)
-        done = torch.cuda.Event()  # type: ignore[no-untyped-call, unused-ignore]
-        done.record()  # type: ignore[no-untyped-call, unused-ignore]
+    def _copy_to_host(self, values: torch.Tensor) -> torch.Tensor:
+        host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+        return host.copy_(values, non_blocking=True)
+
+    def _fetch(self, pixels: torch.Tensor, finite: torch.Tensor) -> Callable[[], Pixels]:
+        done = None
+        if self._device.type != "cpu":
+            pixels, finite = self._copy_to_host(pixels), self._copy_to_host(finite)
+            done = torch.cuda.Event()  # type: ignore[no-untyped-call, unused-ignore]
+            done.record()  # type: ignore[no-untyped-call, unused-ignore]
 
         def wait() -> Pixels:
-            done.synchronize()  # type: ignore[no-untyped-call, unused-ignore]
-            return host.numpy()
+            if done is not None:
+                done.synchronize()  # type: ignore[no-untyped-call, unused-ignore]
+            if not bool(finite):
+                raise ValueError("the generated images hold NaN or infinity")
+            return pixels.numpy()
 
         return wait
 

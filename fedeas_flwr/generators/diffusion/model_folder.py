@@ -44,12 +44,12 @@ class Model(NamedTuple):
 def read_model(
     folder: Path, num_classes: int, classes: Sequence[str] = (), image_shape: tuple[int, int, int] | None = None
 ) -> Model:
-    """Read a model's folder; raise for other classes or images, or missing weights. Weights are not read."""
+    """Read a model's folder; raise for other classes or images, and weights that are missing or not finite."""
     config, weights = read_json(folder / "unet" / "config.json"), weights_file(folder)
     schedule = check_schedule(read_json(folder / "scheduler" / "scheduler_config.json"), folder)
     shape = check_unet(config, folder, image_shape)
     check_classes(config, folder, num_classes, classes)
-    _require_weights(weights)
+    check_weights(weights)
     return Model(config, schedule, shape, weights)
 
 
@@ -58,9 +58,21 @@ def weights_file(folder: Path) -> Path:
     return folder / "unet" / WEIGHTS_NAME
 
 
-def _require_weights(weights: Path) -> None:
+def check_weights(weights: Path) -> None:
+    """Raise unless a safetensors file is there and all its values are finite; read one tensor at a time."""
+    from safetensors import safe_open
+
     if not weights.is_file():
         raise FileNotFoundError(f"generator: there is no {weights}; must be one safetensors file")
+    try:
+        with safe_open(weights, framework="pt") as file:
+            names = file.keys()
+            wrong = next((name for name in names if not bool(file.get_tensor(name).float().isfinite().all())), None)
+    except Exception as error:  # safetensors raises several types
+        line = one_line(error)
+        raise ValueError(f"generator: {weights} does not fit its config.json or is damaged ({line})") from error
+    if wrong is not None:
+        raise ValueError(f"generator: {weights} holds NaN or infinity in {wrong}")
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -165,7 +177,6 @@ def load_unet(config: dict[str, Any], weights: Path) -> Any:
     from diffusers import UNet2DModel
     from safetensors.torch import load_file
 
-    _require_weights(weights)
     try:
         # Building draws initial weights, which are then replaced; the caller's random state must not change.
         _check_shapes(config, weights)
@@ -195,6 +206,7 @@ def init_from_pretrained(unet: Any, folder: Path, schedule: Mapping[str, Any]) -
             there = found.get(key, "linear")  # diffusers' default of beta_schedule
             _require(there == value, folder, key, there, f"{value}, as the preset's")
         weights = weights_file(folder)
+        check_weights(weights)
         given, own = load_unet(config, weights).state_dict(), unet.state_dict()
         classes = given.pop("class_embedding.weight")
         for key in sorted((given.keys() | own.keys()) - {"class_embedding.weight"}):

@@ -25,7 +25,7 @@ from fedeas_flwr.common.text import counted, one_line
 from fedeas_flwr.config import SAMPLER_STEPS
 from fedeas_flwr.generators.diffusion.denoising import PRECISIONS, SOLVER_SETTINGS, Denoiser
 from fedeas_flwr.generators.diffusion.model_folder import load_unet, read_model
-from fedeas_flwr.generators.interface import SampleId
+from fedeas_flwr.generators.interface import SampleId, check_variety
 
 logger = logging.getLogger(__name__)
 
@@ -170,9 +170,13 @@ class DiffusionGenerator:
             # One batch stays queued until the next one is: the GPU computes while the CPU draws the next noise.
             if len(queued) > 1 or start == len(samples):
                 first, count, fetch = queued.popleft()
-                images[first : first + count] = fetch()[:count]
+                try:
+                    images[first : first + count] = fetch()[:count]
+                except ValueError as error:
+                    raise ValueError(f"generator: {self.folder}: {error}") from None
         if requested and self.batch_size != requested:
             logger.warning("out of memory at a batch of %d; continuing with %s", requested, self.batch_size)
+        check_variety(images, samples, self.folder)
         return images
 
     def _start(self, batch: Sequence[SampleId]) -> Callable[[], NDArray[np.uint8]]:
