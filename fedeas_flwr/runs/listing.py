@@ -196,8 +196,7 @@ def export(run: RunDirectory, folder: Path) -> None:
     copy = RunDirectory(folder)
     copy.write_json("config.json", run.facts() | {"config": config})
     copy.write_json("summary.json", run.summary())
-    lines = "".join(json.dumps(_exported(record)) + "
-" for record in run.rounds())
+    lines = "".join(json.dumps(_exported(record)) + "\n" for record in run.rounds())
     atomic_write(folder / "rounds.jsonl", lines.encode())  # without digests, which need the run's identity
 
 
