@@ -246,3 +246,9 @@ def test_invalid_arguments_are_named(change: dict[str, object], message: str) ->
     with pytest.raises(ValueError, match=message) as caught:
         make_partition(**{**request, **change})  # type: ignore[arg-type]
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("test_fraction", [-0.1, 1.0, float("nan")])
+def test_invalid_test_fraction_is_named(test_fraction: float) -> None:
+    with pytest.raises(ValueError, match=rf"^test_fraction={test_fraction}: must be at least 0 and below 1$"):
+        dirichlet_partition(np.arange(60) % 6, 2, 1.0, 1, test_fraction=test_fraction)

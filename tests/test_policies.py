@@ -109,6 +109,16 @@ def test_client_without_replies_gets_no_share(policy: MatchedPolicy) -> None:
     assert policy.plan(ClientView(counts[[1]], settings, [EMPTY_SHARE])).sum() == 0
 
 
+def test_waterfill_adds_the_extra_samples_of_a_share() -> None:
+    """Two equal clients stop at one level, so the odd sample of a total is an extra one."""
+    counts, settings, policy = np.array([[4, 0], [4, 0]]), PolicySettings(0.0, total=3), POLICIES["waterfill"]
+    assert isinstance(policy, MatchedPolicy)
+    shares = list(shares_of(policy, counts, settings).values())
+    assert [share.extra for share in shares] == [1, 0]
+    assert policy.plan(ClientView(counts, settings, shares)).tolist() == [[0, 2], [0, 1]]
+    assert [policy.max_total(4, 2, settings, share) for share in shares] == [4 + 1, 4]
+
+
 def test_one_policy_is_the_baseline_and_one_repeats_images() -> None:
     assert [name for name, policy in POLICIES.items() if policy.is_baseline] == ["none"]
     assert [name for name, policy in POLICIES.items() if policy.repeats] == ["oversample"]

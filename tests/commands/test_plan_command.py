@@ -123,6 +123,20 @@ def test_plan_from_a_file_of_counts(tmp_path: Path) -> None:
     assert [c["generate"] for c in json.loads(given.stdout)["clients"]] == [[2, 1], [1, 1]]
 
 
+def test_printed_rule_changes_plan_choice_and_figures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn: list[bool] = []
+    draw_plan = "fedeas_flwr.report.plan_figures.draw_plan"
+    monkeypatch.setattr(draw_plan, lambda path, *rest: drawn.append(path.strict_mean) or [])
+    path = tmp_path / "counts.csv"
+    path.write_text("a,b,c,d\n64,0,0,0\n")
+    words = ("plan", "--counts", str(path), "--max-images", "256", "--grid", "10,20", "--figures", "f", "--format")
+    ours, printed = (json.loads(run_in_process(*words, "json", *rule).stdout) for rule in ((), ("--printed-rule",)))
+    # At β = 20 the budget is 80, above the only present class: Eq. 9 as printed fills that class too.
+    assert [c["generate"] for c in (*ours["clients"], *printed["clients"])] == [[0, 80, 80, 80], [16, 80, 80, 80]]
+    assert [row["total"] for plan in (ours, printed) for row in plan["choice"]["grid"]] == [120, 240, 120, 256]
+    assert drawn == [True, False]
+
+
 def test_max_images_zero_gives_beta_zero() -> None:
     assert json.loads(run_in_process("plan", "--max-images", "0", "--format", "json").stdout)["beta"] == 0
 

@@ -14,19 +14,21 @@ from flwr.common.constant import ErrorCode
 from test_federation import EXAMPLES, START, VALUES, toy_app
 
 from fedeas_flwr.allocation import distribute, eligible_pairs
-from fedeas_flwr.common.errors import RunError
+from fedeas_flwr.common.errors import ProcessesDiedError, RunError
 from fedeas_flwr.config import parse_config
 from fedeas_flwr.federation import messages
 from fedeas_flwr.federation.client_manager import count_clients
 from fedeas_flwr.federation.delivery import deliver
 from fedeas_flwr.federation.federation import Federation
 from fedeas_flwr.federation.grids import InlineGrid
+from fedeas_flwr.federation.training_round import TooFewRepliesError
 from fedeas_flwr.policies import ClientView, MatchedPolicy, Share
 from fedeas_flwr.runs.directory import RunDirectory
 from fedeas_flwr.strategies.registry import build_strategy
 from fedeas_flwr.waterfill import waterfill_count
 
 SUPERLINK = 1
+SLEEP = "fedeas_flwr.federation.client_manager.time.sleep"
 
 
 class ChurnGrid(InlineGrid):
@@ -47,6 +49,9 @@ class ChurnGrid(InlineGrid):
 
     def kill(self, node: int) -> None:
         self._dead.add(node)
+
+    def revive(self, node: int) -> None:
+        self._dead.remove(node)
 
     def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> Iterable[Message]:
         alive = []
@@ -70,6 +75,10 @@ def weighted_mean(*clients: int) -> float:
     return sum(EXAMPLES[c] * VALUES[c] for c in clients) / sum(EXAMPLES[c] for c in clients)
 
 
+def never_wait(seconds: float) -> None:
+    raise AssertionError("waited for nodes")
+
+
 def test_unresponsive_node_is_named_in_the_error(tmp_path: Path) -> None:
     grid = ChurnGrid(0, 1, 2)
     grid.kill(101)
@@ -78,15 +87,23 @@ def test_unresponsive_node_is_named_in_the_error(tmp_path: Path) -> None:
 
 
 def test_discover_does_not_wait_for_excluded_clients(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def never(seconds: float) -> None:
-        raise AssertionError("discover waited")
-
-    monkeypatch.setattr("fedeas_flwr.federation.client_manager.time.sleep", never)
+    monkeypatch.setattr(SLEEP, never_wait)
     values = {"clients": 3, "policy": "none", "run-dir": str(tmp_path), "min-replies": 0.5, "node-wait": 60}
     config = parse_config(values)
     run = Federation(ChurnGrid(0, 1, 2), config, build_strategy(config), RunDirectory.start(config, {}))
     run.clients.manager.admitted = {0, 2}
     assert run.clients.discover() == 2 and sorted(run.clients.nodes) == [0, 2]
+
+
+def test_identity_query_that_fails_ends_the_wait(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The node would fail again: a quorum starts without it, and without a quorum its error ends the run."""
+    monkeypatch.setattr(SLEEP, never_wait)
+    grid = ChurnGrid(0, 2)
+    grid.start(3, 103)  # toy_app has no sample count for this client, and raises
+    run = start_federation(tmp_path / "quorum", grid, **{"node-wait": 60})
+    assert sorted(run.clients.nodes) == [0, 2]
+    with pytest.raises(RunError, match=r"^node 103 did not identify itself: IndexError: tuple index out of range$"):
+        start_federation(tmp_path / "all", grid, **{"node-wait": 60, "min-replies": 1.0})
 
 
 def test_offline_client_is_recorded_and_the_rest_averaged(tmp_path: Path) -> None:
@@ -98,6 +115,18 @@ def test_offline_client_is_recorded_and_the_rest_averaged(tmp_path: Path) -> Non
     assert outcome.failures == [{"client": 1, "reason": "its node is offline"}]
     assert state.trainable["w"] == pytest.approx(np.full(2, weighted_mean(0, 2)))
     assert state.accepted == {0: 1, 2: 1}
+
+
+def test_round_without_any_online_client_sends_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Flower's strategies would wait for a node, and a SuperLink rejects an empty list of messages."""
+    grid = ChurnGrid(0, 1, 2)
+    run = start_federation(tmp_path, grid)
+    for node in (100, 101, 102):
+        grid.stop(node)
+    monkeypatch.setattr(run.strategy, "configure_train", lambda *args: pytest.fail("configured without clients"))
+    monkeypatch.setattr(grid, "send_and_receive", lambda *args, **more: pytest.fail("sent an empty list"))
+    with pytest.raises(TooFewRepliesError, match=r"^round 1: 3 of 3 clients failed .* client 0: its node is offline$"):
+        run.training.train_round(START)
 
 
 def test_restarted_node_is_matched_by_its_client_id(tmp_path: Path) -> None:
@@ -142,7 +171,7 @@ def test_round_waits_for_its_quorum(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         if len(waited) == 3:
             grid.start(1, 55)
 
-    monkeypatch.setattr("fedeas_flwr.federation.client_manager.time.sleep", sleep)
+    monkeypatch.setattr(SLEEP, sleep)
     _, outcome = run.training.train_round(START)
     assert len(waited) == 3
     assert outcome.failures == []
@@ -215,6 +244,10 @@ def test_two_nodes_with_one_client_id_are_rejected(tmp_path: Path) -> None:
 class SuperLinkErrorGrid(ChurnGrid):
     """Replies for killed nodes as a SuperLink does: with its own node id, and before all other replies."""
 
+    def __init__(self, *clients: int, error: int = ErrorCode.NODE_UNAVAILABLE) -> None:
+        super().__init__(*clients)
+        self._error = error
+
     def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> Iterable[Message]:
         sent = list(messages)
         answered = super().send_and_receive(sent)
@@ -222,7 +255,7 @@ class SuperLinkErrorGrid(ChurnGrid):
 
     def _error_reply(self, message: Message) -> Message:
         message.metadata.__dict__["_message_id"] = f"to-{message.metadata.dst_node_id}"
-        reply = Message(Error(ErrorCode.NODE_UNAVAILABLE, "Node Unavailable"), reply_to=message)
+        reply = Message(Error(self._error, "Node Unavailable"), reply_to=message)
         reply.metadata.__dict__["_src_node_id"] = SUPERLINK
         return reply
 
@@ -242,6 +275,35 @@ def test_superlink_error_reply_counts_for_the_lost_node(tmp_path: Path) -> None:
     assert state.trainable["w"] == pytest.approx(np.full(2, weighted_mean(0, 2)))
 
 
+def test_run_waits_for_late_and_unavailable_nodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    grid, waits = SuperLinkErrorGrid(0, 1), 0
+    grid.kill(101)
+
+    def sleep(seconds: float) -> None:
+        nonlocal waits
+        waits += 1
+        if waits == 2:
+            grid.start(2, 102)
+        if waits == 4:
+            grid.revive(101)
+
+    monkeypatch.setattr(SLEEP, sleep)
+    run = start_federation(tmp_path, grid, **{"min-replies": 1.0, "node-wait": 60})
+    assert run.clients.nodes == {0: 100, 1: 101, 2: 102} and waits == 4
+    assert grid.asked == [100, 101, 102, 101, 101]  # none before all are online
+
+
+def test_identity_query_raises_if_every_process_died(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(SLEEP, lambda seconds: None)
+    grid = SuperLinkErrorGrid(0, 1, 2, error=ErrorCode.UNKNOWN)  # Flower's code if Ray's actor died
+    grid.kill(101)
+    assert sorted(start_federation(tmp_path / "one", grid).clients.nodes) == [0, 2]
+    for node in (100, 102):
+        grid.kill(node)
+    with pytest.raises(ProcessesDiedError, match=r"^every client process died during the identity query$"):
+        start_federation(tmp_path / "all", grid)
+
+
 def test_reply_to_an_earlier_message_is_ignored() -> None:
     grid = ChurnGrid(0)
     (late,) = grid.send_and_receive([messages.build_query(100, "identity")])
@@ -253,3 +315,9 @@ def test_count_clients_defaults_to_connected_nodes() -> None:
     assert count_clients(ChurnGrid(0, 1, 2), parse_config({})) == 3
     with pytest.raises(RunError, match="a run needs at least one client"):
         count_clients(ChurnGrid(), parse_config({"node-wait": 0}))
+
+
+def test_count_clients_waits_for_the_first_node(monkeypatch: pytest.MonkeyPatch) -> None:
+    grid = ChurnGrid()
+    monkeypatch.setattr(SLEEP, lambda seconds: grid.start(0, 100))
+    assert count_clients(grid, parse_config({"node-wait": 60})) == 1

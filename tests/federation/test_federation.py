@@ -174,6 +174,21 @@ def test_round_without_any_valid_reply_fails(tmp_path: Path) -> None:
         lax.training.train_round(START)
 
 
+def test_strategy_that_returns_no_model_fails_the_round(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = federation(tmp_path, toy_app())
+    monkeypatch.setattr(made.strategy, "aggregate_train", lambda number, replies: (None, None))
+    with pytest.raises(RunError, match=r"^round 1: strategy = 'fedavg' returned no model for 3 replies$"):
+        made.training.train_round(START)
+
+
+def test_rejected_plan_reply_is_recorded_with_round_1_only(tmp_path: Path) -> None:
+    made = federation(tmp_path, toy_app(), rounds=3)
+    made.clients.refused[1] = "plan: total = 9, but it is at most 5 with 10 samples"
+    made.fit(START, lambda *model: {"accuracy": 0.5})
+    refused = [{"client": 1, "reason": "plan: total = 9, but it is at most 5 with 10 samples"}]
+    assert [record["failures"] for record in made.run.rounds()] == [refused, [], []]
+
+
 def test_task_holds_the_last_accepted_round_of_its_client(tmp_path: Path) -> None:
     sent: list[tuple[int, int, int]] = []
 

@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -69,6 +70,15 @@ def test_task_and_reply_survive_a_round_trip() -> None:
     # What remains is what Flower's strategies expect.
     assert list(message.content.array_records) == [ARRAYS]
     assert list(message.content.metric_records) == [METRICS]
+
+
+@pytest.mark.parametrize("run", ["", "../../etc", "0" * 31, "0" * 33, "0" * 32 + "\n", "G" * 32, 7])
+def test_run_identity_other_than_32_hex_digits_is_rejected(run: Any) -> None:
+    """A node names a folder by it."""
+    message = request()
+    message.content.config_records[CONFIG]["run"] = run
+    with pytest.raises(MessageError, match=f"^{re.escape(f'run = {run!r}, expected 32 hexadecimal digits')}$"):
+        messages.read_task(message)
 
 
 def replace_array(key: str, value: Any, record: str = ARRAYS) -> Callable[[RecordDict], None]:
@@ -209,6 +219,14 @@ def test_invalid_reply_is_rejected_with_its_reason(name: str) -> None:
     message.content = content
     with pytest.raises(MessageError, match=reason):
         read(message)
+
+
+def test_disclosure_with_another_array_record_is_rejected() -> None:
+    disclosed = messages.disclose(request(), 5, TRAINABLE)
+    assert list(messages.read_disclosed(disclosed, 5, TRAINABLE)) == list(TRAINABLE)
+    disclosed.content["more"] = to_record(TRAINABLE)
+    with pytest.raises(MessageError, match=r"^array records \['arrays', 'more'\], expected arrays alone$"):
+        messages.read_disclosed(disclosed, 5, TRAINABLE)
 
 
 def test_error_reply_has_one_line_and_the_traceback() -> None:

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from waiting import LONG
 
+from fedeas_flwr.generators import cache as cache_module
 from fedeas_flwr.generators.cache import ImageCache
 from fedeas_flwr.generators.fill import fill
 from fedeas_flwr.generators.interface import Generator, SampleId
@@ -249,6 +250,23 @@ def test_find_ignores_damaged_manifests(tmp_path: Path, damaged: str) -> None:
     (tmp_path / "other" / "manifest.json").write_text(damaged)
     assert cache.find({"generator": "fake"}, 1) == tmp_path / cache.key(Fake(), 1)
     assert cache.find({"generator": "fake"}, 2) is None
+
+
+def test_find_ignores_a_manifest_removed_meanwhile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cache = ImageCache(tmp_path)
+    for seed in (1, 2):
+        cache.ensure(Fake(), seed=seed, client=0, wanted=[1, 0, 0], about={"generator": "fake"})
+    removed = tmp_path / cache.key(Fake(), 2) / "manifest.json"
+    read_manifest = cache_module.read_manifest
+
+    def read_after_removal(path: Path) -> dict[str, Any]:
+        if path == removed:
+            path.unlink()
+        return read_manifest(path)
+
+    monkeypatch.setattr(cache_module, "read_manifest", read_after_removal)
+    assert cache.find({"generator": "fake"}, 2) is None
+    assert cache.find({"generator": "fake"}, 1) == tmp_path / cache.key(Fake(), 1)
 
 
 def test_find_old_manifest_without_key_matches_zero(tmp_path: Path) -> None:

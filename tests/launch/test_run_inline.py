@@ -32,6 +32,7 @@ from safetensors.torch import save_file
 from torchvision.models import resnet18
 from waiting import LONG, PausedRun, wait_until
 
+from fedeas_flwr.allocation import fedeas
 from fedeas_flwr.common.errors import RunError
 from fedeas_flwr.config import RunConfig
 from fedeas_flwr.federation.grids import InlineGrid
@@ -42,7 +43,7 @@ from fedeas_flwr.generators.opening import hash_input_files
 from fedeas_flwr.launch import prepare
 from fedeas_flwr.launch.prepare import evaluate_run
 from fedeas_flwr.launch.run import launch
-from fedeas_flwr.planning.run_plan import planned_counts
+from fedeas_flwr.planning.run_plan import planned_allocation, planned_counts
 from fedeas_flwr.policies import POLICIES, MatchedPolicy, PolicySettings, allocate
 from fedeas_flwr.runs.checkpoints import Checkpoint
 from fedeas_flwr.runs.directory import RunDirectory
@@ -68,9 +69,9 @@ def test_beta_zero_is_fedavg_bit_for_bit(tmp_path: Path) -> None:
 @pytest.mark.parametrize("policy", [name for name, policy in POLICIES.items() if policy.generates(PolicySettings(2.0))])
 def test_every_policy_generates_what_its_plan_says(tmp_path: Path, digits_generator: Path, policy: str) -> None:
     beta = {"linear": 0.3}.get(policy, 2.0)
-    config = quick(tmp_path / policy, policy=policy, beta=beta, participation=1.0, rounds=1)
-    if policy == "full-balance":  # thousands of images otherwise
-        config = quick(tmp_path / policy, policy=policy, alpha=5.0, participation=1.0, rounds=1)
+    keys = {**CHEAP, "policy": policy, "participation": 1.0, "rounds": 1}
+    # Full balance needs thousands of images unless the clients are nearly balanced.
+    config = quick(tmp_path / policy, **keys, **({"alpha": 5.0} if policy == "full-balance" else {"beta": beta}))
     run = finish(config)
     counts = planned_counts(config, 4)
     expected = allocate(counts, policy, beta=beta)
@@ -79,6 +80,19 @@ def test_every_policy_generates_what_its_plan_says(tmp_path: Path, digits_genera
         assert client_state(run, client, 1).generate == tuple(expected[client].tolist())
     if isinstance(POLICIES[policy], MatchedPolicy):
         assert expected.sum() == allocate(counts, "fedeas", beta=beta).sum()
+
+
+@pytest.mark.parametrize("printed_rule", [False, True])
+def test_clients_apply_the_configured_rule(tmp_path: Path, printed_rule: bool) -> None:
+    """The two rules differ at β = 40, not at β = 12 and below."""
+    bank = black_bank(tmp_path / "bank.npz", [200] * 10)
+    keys = {"clients": 2, "participation": 1.0, "rounds": 1, "local_epochs": 1, "generator": bank, "beta": 40.0}
+    config = quick(tmp_path / "r", printed_rule=printed_rule, **keys)
+    counts = planned_counts(config, 2)
+    expected, other = (fedeas(counts, 40.0, strict_mean=strict) for strict in (not printed_rule, printed_rule))
+    assert expected.sum() != other.sum()
+    assert planned_allocation(config, counts).tolist() == expected.tolist()
+    assert finish(config).summary()["total_generated"] == expected.sum()
 
 
 @pytest.mark.parametrize("policy", ["fedeas", "uniform", "oversample"])
@@ -117,7 +131,7 @@ def test_generation_happens_once(tmp_path: Path, digits_generator: Path) -> None
 def test_shared_images_are_made_once_for_all_clients(tmp_path: Path, digits_generator: Path) -> None:
     """Each client has its usual number of images, but image i of a class is client 0's on every client."""
     seed = int.from_bytes(os.urandom(3), "big")
-    config = small(tmp_path / "own", participation=1.0, rounds=1, seed=seed)
+    config = quick(tmp_path / "own", participation=1.0, rounds=1, seed=seed, **CHEAP)
     own = finish(config)
     plan = allocate(planned_counts(config, config.clients), "fedeas", beta=config.beta)
     shared = finish(config.with_changes(run_dir=str(tmp_path / "shared"), shared_images="by-class"))

@@ -45,23 +45,24 @@ RESULTS = Path(__file__).parents[2] / "results"
 
 def faults(figure: Figure) -> list[str]:
     """Return the layout faults of a figure: text over data, and text cut off at the edge."""
-    FigureCanvasAgg(figure).draw()
+    figure.draw_without_rendering()
     found = []
     for axes in figure.axes:
-        legend, words = axes.get_legend(), [text for text in axes.texts if text.get_text()]
-        if legend and any(_covers(legend.get_window_extent(), points) for points in [*_lines(axes), *_areas(axes)]):
+        legend, curves = axes.get_legend(), _lines(axes)
+        words = [(text.get_text(), text.get_window_extent()) for text in axes.texts if text.get_text()]
+        legend_box = legend.get_window_extent() if legend else Bbox.null()
+        if legend and any(_covers(legend_box, points) for points in [*curves, *_areas(axes)]):
             found.append(f"legend on the data: {[text.get_text() for text in legend.get_texts()]}")
-        for text in words:
-            box = text.get_window_extent()
-            if any(_covers(box, points) for points in _lines(axes)):
-                found.append(f"on a curve: {text.get_text()}")
-            if legend and box.overlaps(legend.get_window_extent()):
-                found.append(f"on the legend: {text.get_text()}")
+        for text, box in words:
+            if any(_covers(box, points) for points in curves):
+                found.append(f"on a curve: {text}")
+            if legend and box.overlaps(legend_box):
+                found.append(f"on the legend: {text}")
             if any(_covers(box, points) for points in _straight_lines(axes)):
-                found.append(f"on a straight line: {text.get_text()}")
-        for one, other in combinations(words, 2):
-            if one.get_window_extent().overlaps(other.get_window_extent()):
-                found.append(f"on each other: {one.get_text()}, {other.get_text()}")
+                found.append(f"on a straight line: {text}")
+        for (one, one_box), (other, other_box) in combinations(words, 2):
+            if one_box.overlaps(other_box):
+                found.append(f"on each other: {one}, {other}")
     inside = figure.bbox.padded(1)
     for part in (*figure.axes, *figure.legends):
         box = part.get_tightbbox()
