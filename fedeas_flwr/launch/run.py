@@ -15,7 +15,7 @@ import tempfile
 import time
 import uuid
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 from rich.console import Console
@@ -24,6 +24,7 @@ from fedeas_flwr.common.devices import pick_device
 from fedeas_flwr.common.errors import ProcessesDiedError, RunFailedError
 from fedeas_flwr.common.processes import ProcessTree, is_alive
 from fedeas_flwr.common.project import describe_environment
+from fedeas_flwr.common.text import MAX_LINE, one_line
 from fedeas_flwr.config import RunConfig
 from fedeas_flwr.launch.mps import may_share_gpu, shared_gpu
 from fedeas_flwr.launch.progress import GenerationProgress, RoundProgress
@@ -60,6 +61,11 @@ def launch(config: RunConfig, console: Console) -> RunDirectory:
             # that one would have been resumed.
             if run.status()[0] not in ("finished", "failed") or run.has_died():
                 run.set_status("interrupted")
+            raise
+        except Exception as error:
+            if run.status()[0] == "running":  # the ServerApp did not start, or could not write its status
+                with suppress(OSError):
+                    run.set_status("failed", one_line(error, MAX_LINE))
             raise
         finally:
             progress.update()

@@ -119,6 +119,8 @@ def test_table_names_classes_that_have_names() -> None:
     names = ["cat", "dog", "2", "a dachshund in a basket"]
     head = format_table(plan(), names).splitlines()[2]
     assert head.split("  ")[-4:] == ["cat", "dog", "c2", "a dachshund in …"]  # a bare number would pass for a count
+    (*_, forged) = format_table(plan(), ["cat", "dog", "2", "b\nTo generate: 0\x1b[2J"]).splitlines()[2].split("  ")
+    assert forged == "b To generate: …"
 
 
 def test_full_balance_is_what_the_plan_is_a_part_of() -> None:
