@@ -164,12 +164,13 @@ def _std(pixels: Images) -> NDArray[np.float64]:
     mean = pixels.mean(axis=0)
 
     def squares(rows: Images) -> NDArray[np.float64]:
-        apart = rows - mean
-        return np.multiply(apart, apart, out=apart)
+        found: NDArray[np.float64] = rows - mean
+        found *= found
+        return found
 
     def pairwise(rows: Images) -> NDArray[np.float64]:
         if len(rows) <= _ROWS_AT_ONCE:
-            return squares(rows).sum(axis=0)
+            return np.asarray(squares(rows).sum(axis=0))
         half = len(rows) // 2 - len(rows) // 2 % 8
         return pairwise(rows[:half]) + pairwise(rows[half:])
 

@@ -62,10 +62,10 @@ def launch(config: RunConfig, console: Console) -> RunDirectory:
             if run.status()[0] not in ("finished", "failed") or run.has_died():
                 run.set_status("interrupted")
             raise
-        except Exception as error:
+        except Exception as failure:
             if run.status()[0] == "running":  # the ServerApp did not start, or could not write its status
                 with suppress(OSError):
-                    run.set_status("failed", one_line(error, MAX_LINE))
+                    run.set_status("failed", one_line(failure, MAX_LINE))
             raise
         finally:
             progress.update()

@@ -119,6 +119,14 @@ def test_a_special_file_as_cached_partition_is_drawn_again(tmp_path: Path, put: 
     assert all(np.array_equal(a, b) for a, b in zip(made.train, again.train, strict=True))
 
 
+def test_names_of_ignored_files_are_one_line(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    for name in ("a/1.png", "b/1.png"):
+        save_picture(tmp_path / name, 7)
+    (tmp_path / "a" / "x\nINFO all is well\x1b[2J").touch()
+    read_images(tmp_path)
+    assert "such as a/x INFO all is well�[2J; only" in caplog.text
+
+
 def test_circular_links_are_one_line(tmp_path: Path) -> None:
     (tmp_path / "a").symlink_to("b")
     (tmp_path / "b").symlink_to("a")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import logging
 import sys
 from pathlib import Path
@@ -37,6 +38,12 @@ def test_launch_that_fails_records_the_failure(
     with pytest.raises(type(error)):
         run.launch(quick(tmp_path / "r", policy="none", backend="ray"), Console(file=io.StringIO()))
     assert RunDirectory(tmp_path / "r").status() == ("failed", str(error))
+
+
+def test_status_from_a_file_is_one_short_line(tmp_path: Path) -> None:
+    (tmp_path / "status.json").write_text(json.dumps({"status": "failed", "error": "a\nb\x1b" + "c" * 5000}))
+    status, error = RunDirectory(tmp_path).status()
+    assert status == "failed" and error.startswith("a b�c") and len(error) == 600
 
 
 def test_log_on_a_full_disk_prints_no_traceback(capfd: pytest.CaptureFixture[str]) -> None:

@@ -210,10 +210,18 @@ def test_a_hostile_name_is_escaped_in_html_and_markdown() -> None:
     assert max(len(line) for line in text.splitlines() if line.startswith("|")) < 700
 
 
+def test_a_hostile_value_in_a_groups_name_is_one_line(tmp_path: Path) -> None:
+    runs = [
+        write_run(tmp_path / str(n), [0.5], policy="fedeas", generator=name)
+        for n, name in enumerate(("a", "b\n\x1b[2J"))
+    ]
+    assert [group.name for group in group_runs(runs)[0]] == ["generator = a", "generator = b �[2J"]
+
+
 def test_a_hostile_name_in_a_figure_is_well_formed_svg() -> None:
     figure = Figure()
     left, right = figure.subplots(1, 2)
-    draw_heat_map(left, np.ones((2, 2), np.int64), [HOSTILE, "$\\frac$"], "$\\frac$ <b> --", "Reds")
+    draw_heat_map(left, np.ones((2, 2), np.int64), [HOSTILE, "$\\frac$\x1b"], "$\\frac$ <b> --", "Reds")
     right.plot([1], [1], label=HOSTILE)
     legend_above(right)
     picture = as_svg(figure)
