@@ -190,7 +190,7 @@ def test_a_header_that_claims_gigabytes_is_not_read() -> None:
 def test_statistics_in_blocks_equal_numpys_to_the_last_bit(channels: int, monkeypatch: pytest.MonkeyPatch) -> None:
     draw = np.random.default_rng(0)
     monkeypatch.setattr(datasets, "_ROWS_AT_ONCE", 1000)
-    for rows in (1, 999, 1000, 1001, 2048, 40_007):
+    for rows in (1, 999, 1000, 1001, 2048, *range(40_007, 40_307, 10)):
         pixels = draw.integers(0, 256, (rows, channels), dtype=np.uint8)
         assert datasets._std(pixels).tolist() == pixels.std(axis=0).tolist()
     tracemalloc.start()
