@@ -59,7 +59,7 @@ def parse_overrides(overrides: Sequence[str]) -> dict[str, Any]:
             raise ConfigError(f"'{word}' is not key=value")
         values[key] = text
         with suppress(ValueError, RecursionError):
-            value = tomllib.loads(f"v = {text}")["v"]
-            if isinstance(value, str) or key not in TEXT_KEYS:
-                values[key] = value
+            found = tomllib.loads(f"v = {text}")
+            if len(found) == 1 and (isinstance(found["v"], str) or key not in TEXT_KEYS):  # a line break adds keys
+                values[key] = found["v"]
     return values

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
 from logging import ERROR, INFO
@@ -23,7 +23,7 @@ from fedeas_flwr.common.files import cache_hint
 from fedeas_flwr.common.npy import Arrays
 from fedeas_flwr.common.processes import MARK
 from fedeas_flwr.common.project import describe_environment
-from fedeas_flwr.common.text import one_line
+from fedeas_flwr.common.text import MAX_LINE, one_line
 from fedeas_flwr.config import RunConfig, parse_config
 from fedeas_flwr.data.datasets import dataset_info
 from fedeas_flwr.data.node import run_folder
@@ -129,7 +129,7 @@ def shared_generator(federation: Federation, config: RunConfig, run: RunDirector
 @contextmanager
 def log_to(path: Path) -> Iterator[None]:
     """Write the log of Flower and of this package to a file as well."""
-    handler = logging.FileHandler(path, encoding="utf-8")
+    handler = _LogFile(path, encoding="utf-8")
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
     loggers = [logging.getLogger(name) for name in ("flwr", "fedeas_flwr")]
     for logger in loggers:
@@ -139,7 +139,15 @@ def log_to(path: Path) -> Iterator[None]:
     finally:
         for logger in loggers:
             logger.removeHandler(handler)
-        handler.close()
+        with suppress(OSError):  # a full disk; the run's own files report it
+            handler.close()
+
+
+class _LogFile(logging.FileHandler):
+    """A log file that omits what a full disk does not take; `logging` would print a traceback for every line."""
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        pass
 
 
 @contextmanager
@@ -167,7 +175,7 @@ def _remove_traceback(record: logging.LogRecord) -> bool:
 
 def format_error(error: BaseException) -> str:
     """Return an error in one line; one that is not a user error begins with its type."""
-    text = one_line(error, None)
+    text = one_line(error, MAX_LINE)
     return text if isinstance(error, USER_ERRORS) else f"{type(error).__name__}: {text}{cache_hint(error)}"
 
 

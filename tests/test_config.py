@@ -111,6 +111,13 @@ def test_overrides_are_parsed_as_toml_if_possible() -> None:
         parse_overrides(["beta"])
 
 
+@pytest.mark.parametrize("text", ["1\nlearning-rate=9", "1\n[table]", "1\nv.x=2"])
+def test_a_second_line_of_an_override_is_not_dropped(text: str) -> None:
+    assert parse_overrides([f"rounds={text}"]) == {"rounds": text}
+    with pytest.raises(ConfigError, match=r"rounds = '1.*: must be a valid integer"):
+        parse_config(parse_overrides([f"rounds={text}"]))
+
+
 @pytest.mark.parametrize("content", [b"beta = ", b"\xff\xfe", b"beta = 1\nbeta = 2", b"[table]\nbeta = 1"])
 def test_invalid_files_are_rejected_in_one_line(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "bad.toml"

@@ -34,7 +34,7 @@ from fedeas_flwr.common.errors import RunError, RunFailedError, is_out_of_memory
 from fedeas_flwr.common.files import DISK_ERRORS, cache_hint
 from fedeas_flwr.common.processes import ProcessTree
 from fedeas_flwr.common.project import read_project
-from fedeas_flwr.common.text import counted, one_line
+from fedeas_flwr.common.text import MAX_LINE, counted, one_line
 
 app = typer.Typer(
     cls=OrderedGroup,
@@ -81,7 +81,7 @@ def main() -> None:
     except Exception as error:
         if not (isinstance(error, (click.ClickException, RunError, ValueError, OSError)) or is_out_of_memory(error)):
             raise
-        print("error: " + one_line(_format_error(error), None), file=sys.stderr)
+        print("error: " + one_line(_format_error(error), MAX_LINE), file=sys.stderr)
         sys.exit(exit_code(error))
 
 

@@ -13,7 +13,7 @@ from rich.text import Text
 
 from fedeas_flwr.commands.output import FormatOption
 from fedeas_flwr.common.tables import print_table
-from fedeas_flwr.common.text import counted
+from fedeas_flwr.common.text import MAX_LINE, counted, one_line
 from fedeas_flwr.config import RunConfig, parse_config
 from fedeas_flwr.config_files import parse_overrides, read_config, refuse_ignored
 
@@ -57,7 +57,7 @@ def show(findings: list[Finding], console: Console) -> None:
     """Print findings as a table that is readable without colour; long texts are wrapped."""
     rows, wrapped = [], ("check", "what was found")
     for finding in findings:
-        text = Text(finding.text)
+        text = Text(one_line(finding.text, MAX_LINE))
         if finding.fix:
             text.append("\n→ " + finding.fix, style="bold" if finding.state == "problem" else "")
         rows.append((Text(finding.state, style=_COLOURS[finding.state]), finding.name, text))

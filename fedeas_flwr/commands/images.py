@@ -18,7 +18,7 @@ from fedeas_flwr.commands.help import OrderedGroup
 from fedeas_flwr.commands.output import FormatOption, check_folder, reject_options
 from fedeas_flwr.common.errors import ConfigError
 from fedeas_flwr.common.tables import print_table
-from fedeas_flwr.common.text import counted, parse_age, parse_bytes, show_bytes, show_seconds
+from fedeas_flwr.common.text import MAX_LINE, counted, one_line, parse_age, parse_bytes, show_bytes, show_seconds
 from fedeas_flwr.config import SAMPLER_STEPS
 
 if TYPE_CHECKING:
@@ -72,7 +72,7 @@ def verify() -> None:
     datasets, damaged_arrays = verify_datasets()
     damaged += damaged_arrays
     for path in damaged:
-        print(f"damaged: {path}")
+        print(one_line(f"damaged: {path}", MAX_LINE))
     print(f"{counted(shards, 'shard')} and {counted(datasets, 'dataset')} checked, {len(damaged)} damaged")
     if damaged:
         raise typer.Exit(1)

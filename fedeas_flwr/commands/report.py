@@ -11,6 +11,7 @@ from rich.console import Console
 
 from fedeas_flwr.commands.output import FormatOption, check_file, check_folder
 from fedeas_flwr.common.errors import RunError
+from fedeas_flwr.common.text import MAX_TEXT, one_line
 from fedeas_flwr.runs.listing import find_runs
 
 
@@ -45,6 +46,6 @@ def report(
         return
     print_comparison(groups, Console(markup=False))
     for note in [*notes_on(groups), *(f"Left out: {reason}" for reason in left_out)]:
-        print(note)
+        print(one_line(note, MAX_TEXT))
     for path in written:
         print(f"written: {path}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Mapping, Sequence
 from datetime import datetime
@@ -115,7 +116,7 @@ def rm(
     yes: Annotated[bool, typer.Option("--yes", help="remove without asking")] = False,
 ) -> None:
     """Remove the files of runs, and their folders if empty; remove nothing if one is not a run or is running."""
-    found = list({folder.resolve(): check_removable(folder.absolute()) for folder in folders}.values())
+    found = list({os.path.realpath(folder): check_removable(folder.absolute()) for folder in folders}.values())
     size = show_bytes(sum(describe(run)["bytes"] for run in found))
     if not yes and not (sys.stdin.isatty() and typer.confirm(f"remove {counted(len(found), 'run')}, {size}?")):
         raise RunError("nothing was removed: confirm with y, or give --yes")

@@ -49,6 +49,7 @@ def configure_torch(wanted: str, precision: str = "tf32") -> str:
     load. OpenMP keeps this number per thread, so every client sets it in the thread that it runs in.
     """
     torch.set_num_threads(1)
+    os.environ.setdefault("ONEDNN_JIT_PROFILE", "0")  # otherwise oneDNN leaves a file perf-PID.map in /tmp
     # CUDA runs 8 streams in parallel unless this is set before it starts, and ten clients have one stream each. Under
     # MPS all processes share the queues, and launch/mps.py sets the number for this process.
     if not os.environ.get("CUDA_MPS_PIPE_DIRECTORY"):

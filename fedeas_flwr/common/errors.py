@@ -4,13 +4,22 @@ from __future__ import annotations
 
 import sys
 
-
-class ConfigError(ValueError):
-    """The run-config is invalid; the message is one line for the user."""
+from fedeas_flwr.common.text import MAX_LINE, one_line
 
 
-class RunError(RuntimeError):
-    """A run cannot start, resume or be read; the message is one line for the user."""
+class _OneLineError(Exception):
+    """Base of errors whose text, which may quote values from outside, is one line fit for a log."""
+
+    def __init__(self, text: object = "") -> None:
+        super().__init__(one_line(text, MAX_LINE))
+
+
+class ConfigError(_OneLineError, ValueError):
+    """The run-config is invalid."""
+
+
+class RunError(_OneLineError, RuntimeError):
+    """A run cannot start, resume or be read."""
 
 
 class RunFailedError(RunError):
@@ -21,8 +30,8 @@ class ProcessesDiedError(RunFailedError):
     """Processes of a run died; the run can resume from its checkpoint in new processes."""
 
 
-class MessageError(ValueError):
-    """A message between server and client is invalid; the text is one line."""
+class MessageError(_OneLineError, ValueError):
+    """A message between server and client is invalid."""
 
 
 _WORDS = ("DefaultCPUAllocator: ", "CUDA error: out of memory")

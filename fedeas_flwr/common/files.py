@@ -73,6 +73,12 @@ def sha256_of(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
+def refuse_special(path: Path) -> None:
+    """Raise `ValueError` if a folder, pipe, socket or device is in the place of a file: reading it may never end."""
+    if path.exists() and not path.is_file():
+        raise ValueError(f"{path} is not a regular file")
+
+
 def existing_part(path: Path) -> Path:
     """Return `path` if it exists, otherwise the nearest existing folder above it."""
     return next(part for part in (path, *path.parents) if part.exists())

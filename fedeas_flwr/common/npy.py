@@ -17,6 +17,7 @@ from typing import IO, Any, SupportsIndex
 import numpy as np
 from numpy.typing import NDArray
 
+from fedeas_flwr.common.files import refuse_special
 from fedeas_flwr.common.text import one_line
 
 Arrays = dict[str, Any]
@@ -25,6 +26,8 @@ Arrays = dict[str, Any]
 _parsing = threading.Lock()
 """NumPy parses a file's header as Python, and Python 3.11 miscounts the nesting depth if two threads parse at once."""
 
+_MAX_HEADER_BYTES = 2**14
+"""Maximum bytes of a file's header; NumPy reads all that a header claims to have, and then refuses 10,000 and more."""
 _ALWAYS_ALLOWED = 2**26
 _MAX_RATIO = 100
 """Maximum compression ratio of a file: images and indices compress to a tenth at best, a zip bomb a thousandfold."""
@@ -42,11 +45,12 @@ def to_numpy(arrays: Mapping[str, Any]) -> Arrays:
 
 def _read_header(file: IO[bytes]) -> tuple[tuple[int, ...], bool, np.dtype[Any]]:
     """Return shape, whether in Fortran order, and dtype; raise `ValueError` for Python objects, which need a pickle."""
+    start = io.BytesIO(file.read(_MAX_HEADER_BYTES))
     with _parsing:
         try:
-            version = np.lib.format.read_magic(file)
+            version = np.lib.format.read_magic(start)
             read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
-            shape, fortran_order, dtype = read(file)
+            shape, fortran_order, dtype = read(start)
         except Exception as error:  # Python's tokenizer and parser raise many kinds of errors here
             raise ValueError(one_line(error)) from None
     if dtype.hasobject:
@@ -137,14 +141,14 @@ def archive_keys(path: Path) -> set[str]:
     ValueError
         If it is not an ``.npz`` file.
     """
-    with _damage_as_value_error(), zipfile.ZipFile(path) as archive:
+    with _damage_as_value_error(), _open_archive(path) as archive:
         return {name.removesuffix(".npy") for name in archive.namelist()}
 
 
 def read_headers(path: Path, keys: Sequence[str]) -> dict[str, tuple[tuple[int, ...], np.dtype[Any]]]:
     """Return shape and dtype of arrays in an ``.npz`` file without reading them; raise as `read_archive` does."""
     found = {}
-    with _damage_as_value_error(), zipfile.ZipFile(path) as archive:
+    with _damage_as_value_error(), _open_archive(path) as archive:
         for key in keys:
             with archive.open(f"{key}.npy") as member:
                 shape, _, dtype = _read_header(member)
@@ -175,6 +179,11 @@ def read_archive(path: Path, keys: Sequence[str], most_bytes: int | None = None)
             raise ValueError(f"it would unpack to {claimed:,} bytes, but at most {most:,} are allowed")
         with np.load(path, allow_pickle=False) as arrays:
             return {key: arrays[key] for key in keys}
+
+
+def _open_archive(path: Path) -> zipfile.ZipFile:
+    refuse_special(path)
+    return zipfile.ZipFile(path)
 
 
 @contextmanager

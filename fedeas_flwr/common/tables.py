@@ -12,6 +12,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from fedeas_flwr.common.text import MAX_LINE, one_line
+
 _WIDE = 160
 _GAP = 2
 _WORD = 20
@@ -43,14 +45,16 @@ def folding_table(
     fold: Collection[str],
     right: Collection[str] = (),
 ) -> Table:
-    """Return a table of a given width that truncates nothing.
+    """Return a table of a given width that truncates nothing but texts of more than `MAX_LINE` characters.
 
     To fit, the widest of the columns to ``fold`` wrap, between words or inside a long one; other columns never do. If
     that is not enough, the table is wider. Users copy names, paths and keys, and a truncated number is a wrong number,
     so an ellipsis would make them useless.
     """
     table = Table(box=None, pad_edge=False)
-    cells = [[cell if isinstance(cell, Text) else Text(cell) for cell in row] for row in (head, *rows)]
+    cells = [
+        [cell if isinstance(cell, Text) else Text(one_line(cell, MAX_LINE)) for cell in row] for row in (head, *rows)
+    ]
     columns = [[cell.plain for cell in column] for column in zip(*cells, strict=True)]
     widths = [max(cell_len(line) for text in column for line in text.split("\n")) for column in columns]
     words = [max((cell_len(word) for text in column for word in text.split()), default=0) for column in columns]

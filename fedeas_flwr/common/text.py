@@ -1,4 +1,4 @@
-"""Format and parse counts, bytes and durations, and shorten messages to one line."""
+"""Format and parse counts, bytes and durations, and make texts from outside fit for logs and terminals."""
 
 from __future__ import annotations
 
@@ -6,6 +6,10 @@ import math
 import re
 
 _SIZES = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+MAX_LINE = 600
+"""Maximum number of characters of an error in a log, in a record and on the terminal."""
+MAX_TEXT = 20_000
+"""Maximum number of characters of a text of several lines or sentences, such as a client's traceback in the log."""
 _AGES = {"s": 1, "m": 60, "h": 3600, "d": 86_400}
 
 
@@ -43,6 +47,28 @@ def show_seconds(seconds: float) -> str:
     return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
 
 
-def one_line(message: object, most: int | None = 200) -> str:
-    """Return an error or any text without line breaks, cut to ``most`` characters unless that is ``None``."""
-    return " ".join(str(message).split())[:most]
+def one_line(message: object, most: int = 200) -> str:
+    """Return an error or any text as one line of at most ``most`` characters, without control characters.
+
+    Texts from outside may hold line breaks, which forge lines of a log, and sequences that control a terminal. A long
+    text loses its middle: an error begins with what is wrong and ends with what is allowed.
+    """
+    text = " ".join(filter(None, map(str.strip, str(message).splitlines())))
+    if len(text) > most:
+        text = f"{text[: most - most // 3 - 1]}…{text[-(most // 3) :]}"
+    return _printable(text)
+
+
+def indented_lines(text: str) -> str:
+    """Return a text of several lines for a log, cut to `MAX_TEXT` characters and without control characters.
+
+    Every line but the first begins with a bar, so that none can be taken for a line of the log itself.
+    """
+    return "\n  | ".join(map(_printable, text[:MAX_TEXT].splitlines()))
+
+
+def _printable(text: str) -> str:
+    """Return a text with spaces for other white space and U+FFFD for control characters and lone surrogates."""
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() else " " if c.isspace() else "\ufffd" for c in text)

@@ -25,7 +25,7 @@ from filelock import FileLock
 from numpy.typing import NDArray
 
 from fedeas_flwr.common.checked import seal, unseal
-from fedeas_flwr.common.files import atomic_folder, atomic_write, cache_root
+from fedeas_flwr.common.files import atomic_folder, atomic_write, cache_root, refuse_special
 from fedeas_flwr.data import own_dataset
 from fedeas_flwr.data.sources import KEYS, OWN, Arrays, DatasetInfo, built_in, check_arrays, find_source
 
@@ -34,6 +34,8 @@ Labels = NDArray[np.int64]
 
 # Part of the names of built-in datasets' folders in the cache: raise it when their content changes.
 _FORMAT = "1"
+_ROWS_AT_ONCE = 2**20
+"""Number of pixels whose statistics are computed at once, in 8 bytes per channel."""
 
 
 @dataclass(frozen=True)
@@ -153,11 +155,38 @@ def _write_own(name: str, folder: Path) -> None:
     arrays, classes = own_dataset.read_dataset(name.removeprefix(OWN))
     pixels = arrays["x_train"].reshape(-1, arrays["x_train"].shape[3])
     # The lower bound of std avoids a division by zero for a constant channel.
-    mean, std = pixels.mean(axis=0) / 255, np.maximum(pixels.std(axis=0) / 255, 1e-3)
+    mean, std = pixels.mean(axis=0) / 255, np.maximum(_std(pixels) / 255, 1e-3)
     about = {"classes": classes, "mean": mean.tolist(), "std": std.tolist(), "shape": arrays["x_train"].shape[1:]}
     about |= {"train": len(arrays["y_train"]), "test": len(arrays["y_test"])}
     with atomic_folder(folder) as temporary:
         _write_folder(temporary, folder.name, arrays, about)
+
+
+def _std(pixels: Images) -> NDArray[np.float64]:
+    """Return ``pixels.std(axis=0)``, equal to the last bit, without NumPy's copy of all pixels as float64.
+
+    NumPy adds the squares of several columns from the first row to the last, and those of a single column pairwise.
+    """
+    mean = pixels.mean(axis=0)
+
+    def squares(rows: Images) -> NDArray[np.float64]:
+        found: NDArray[np.float64] = rows - mean
+        found *= found
+        return found
+
+    def pairwise(rows: Images) -> NDArray[np.float64]:
+        if len(rows) <= _ROWS_AT_ONCE:
+            return np.asarray(squares(rows).sum(axis=0))
+        half = len(rows) // 2 - len(rows) // 2 % 8
+        return pairwise(rows[:half]) + pairwise(rows[half:])
+
+    if pixels.shape[1] == 1:
+        total = pairwise(pixels)
+    else:
+        total = np.zeros(pixels.shape[1])
+        for first in range(0, len(pixels), _ROWS_AT_ONCE):
+            total = np.vstack((total, squares(pixels[first : first + _ROWS_AT_ONCE]))).sum(axis=0)
+    return np.sqrt(total / len(pixels))
 
 
 def _open_own_folder(name: str, folder: Path) -> tuple[DatasetInfo, Arrays]:
@@ -197,7 +226,9 @@ def _write_about(folder: Path, owner: str, about: Mapping[str, Any]) -> None:
 
 
 def _read_about(folder: Path) -> dict[str, Any]:
-    return unseal(json.loads((folder / "about.json").read_text(encoding="utf-8")), folder.name)
+    path = folder / "about.json"
+    refuse_special(path)
+    return unseal(json.loads(path.read_text(encoding="utf-8")), folder.name)
 
 
 def _stamp(path: Path) -> dict[str, int]:
@@ -236,6 +267,8 @@ def _check_digests(folder: Path) -> None:
 
 
 def _open_folder(info: DatasetInfo, folder: Path) -> Arrays:
+    for key in KEYS:
+        refuse_special(folder / f"{key}.npy")
     _check_digests(folder)
     # With mmap_mode, NumPy also rejects a file that is shorter than its header says.
     arrays: Arrays = {key: np.load(folder / f"{key}.npy", mmap_mode="r", allow_pickle=False) for key in KEYS}

@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from fedeas_flwr.common.files import expanded
+from fedeas_flwr.common.files import expanded, refuse_special
 from fedeas_flwr.common.npy import archive_keys, read_archive
-from fedeas_flwr.common.text import counted, one_line
+from fedeas_flwr.common.text import MAX_LINE, counted, one_line
 
 if TYPE_CHECKING:  # slow to import
     from PIL import Image
@@ -27,6 +27,8 @@ if TYPE_CHECKING:  # slow to import
 logger = logging.getLogger(__name__)
 
 SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".tif", ".tiff")
+_FORMATS = ("PNG", "JPEG", "WEBP", "TIFF")
+"""Formats of Pillow that are read, whatever the suffix: for others, such as EPS, Pillow may start programs."""
 MAX_BYTES = 8 << 30
 """Maximum bytes of all pixels together: a small file may claim to unpack to any size."""
 MAX_CLASSES = 10_000
@@ -158,7 +160,7 @@ def _log_skipped(path: Path, read: Collection[Path]) -> None:
 
 @cache
 def _log_once(text: str) -> None:
-    logger.warning(text)
+    logger.warning(one_line(text, MAX_LINE))
 
 
 def _size_and_channels(
@@ -183,10 +185,11 @@ def _read_header(file: Path) -> tuple[tuple[int, int], str]:
     from PIL import Image
 
     try:
-        with Image.open(file) as image:
+        refuse_special(file)
+        with Image.open(file, formats=_FORMATS) as image:
             swapped = _orientation(image) >= _FIRST_SWAPPED
             return (image.width, image.height) if swapped else (image.height, image.width), image.mode
-    except (OSError, Image.DecompressionBombError) as error:  # PIL's "cannot identify" is an OSError
+    except (OSError, ValueError, Image.DecompressionBombError) as error:  # PIL's "cannot identify" is an OSError
         raise ValueError(f"{file} is not an image that can be read ({one_line(error)})") from None
 
 
@@ -207,8 +210,9 @@ def _read_file(file: Path, size: tuple[int, int], channels: int) -> NDArray[np.u
     from PIL import Image
 
     try:
+        refuse_special(file)
         # Opened by name, an uncompressed TIFF is memory-mapped by Pillow, wrongly if it is rotated.
-        with file.open("rb") as content, Image.open(content) as image:
+        with file.open("rb") as content, Image.open(content, formats=_FORMATS) as image:
             if image.mode in _MODES_OF_ANY_RANGE:
                 raise ValueError(f"Pillow's mode {image.mode} has no fixed range: save the image with 8 or 16 bits")
             pixels: Image.Image = image

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from fedeas_flwr.common.errors import RunFailedError
-from fedeas_flwr.common.text import one_line
+from fedeas_flwr.common.text import MAX_LINE, one_line
 from fedeas_flwr.deploy.deployment import CONNECTION, Deployment
 from fedeas_flwr.launch.superlink import QUIET, is_listening, run_flwr_json
 
@@ -25,7 +25,7 @@ def register_nodes(deployment: Deployment, folder: Path) -> list[str]:
     lines = []
     for node in deployment.node_folders(folder):
         answer = _flwr(folder, "supernode", "register", str(node / "node.pub"), CONNECTION, "--name", node.name)
-        reason = one_line(answer.get("error-message", ""), None)
+        reason = one_line(answer.get("error-message", ""), MAX_LINE)
         if answer.get("success"):
             lines.append(f"{node.name}: registered as node {answer['node-id']}")
         elif "already in use" in reason:
@@ -39,7 +39,7 @@ def list_nodes(folder: Path) -> list[dict[str, Any]]:
     """Return the SuperLink's nodes as Flower describes them."""
     answer = _flwr(folder, "supernode", "list", CONNECTION)
     if not answer.get("success"):
-        raise RunFailedError(one_line(answer.get("error-message", answer), None))
+        raise RunFailedError(answer.get("error-message", answer))
     return list(answer["nodes"])
 
 

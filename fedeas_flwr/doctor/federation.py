@@ -17,10 +17,9 @@ from fedeas_flwr.doctor.machine import on_gpu
 from fedeas_flwr.federation.flower_internals import local_ports
 from fedeas_flwr.generators.ray_service import GENERATOR_GPU_FRACTION, reserve_generator_gpu
 from fedeas_flwr.launch.resources import ray_resources
-from fedeas_flwr.launch.superlink import free_port, is_listening
+from fedeas_flwr.launch.superlink import COMMANDS, free_port, is_listening
 from fedeas_flwr.launch.watchdog import dead_launches
 
-COMMANDS = ("flwr", "flower-superlink")
 _DEFAULTS = "set what the text says, or gpu-share=0 and actors=0 for the defaults"
 
 

@@ -68,8 +68,7 @@ def note(name: str, text: str, fix: str = "") -> Finding:
 
 def problem(name: str, text: str | Exception, fix: str) -> Finding:
     """Return a finding that a run would fail or run badly; an exception becomes one line."""
-    line = one_line(text, None) or type(text).__name__
-    return Finding(name, "problem", line if len(line) <= 400 else line[:399] + "…", fix)
+    return Finding(name, "problem", one_line(text, 400) or type(text).__name__, fix)
 
 
 def examine(config: RunConfig) -> Iterator[Finding]:

@@ -26,7 +26,7 @@ from flwr.app import ArrayRecord, ConfigRecord, Error, Message, MessageType, Met
 
 from fedeas_flwr.common.errors import MessageError
 from fedeas_flwr.common.npy import Arrays
-from fedeas_flwr.common.text import one_line
+from fedeas_flwr.common.text import MAX_LINE, indented_lines, one_line
 from fedeas_flwr.policies import Share
 from fedeas_flwr.strategies.records import (
     ARRAYS,
@@ -45,8 +45,6 @@ from fedeas_flwr.strategies.records import (
 
 log = logging.getLogger("flwr").log
 
-_LOGGED_CHARACTERS = 20_000
-"""Characters of a failed reply's reason that are logged."""
 CLIENT_FAILED = 1
 """Error code of a reply whose reason the client wrote itself."""
 
@@ -319,9 +317,9 @@ def error_reply(message: Message, error: Exception | SystemExit) -> Message:
 
 def failure_reason(message: Message) -> str:
     """Return the reason of a failed reply in one line, and log all of it."""
-    reason = (message.error.reason or f"error {message.error.code}")[:_LOGGED_CHARACTERS]
-    log(ERROR, "node %d failed: %s", message.metadata.src_node_id, reason)
-    return (reason.strip().splitlines() or ["no reason given"])[0][:600]
+    reason = (message.error.reason or f"error {message.error.code}").strip()
+    log(ERROR, "node %d failed: %s", message.metadata.src_node_id, indented_lines(reason))
+    return one_line(reason.partition("\n")[0], MAX_LINE) or "no reason given"
 
 
 def _validated(record: ArrayRecord, expected: Arrays) -> Arrays:

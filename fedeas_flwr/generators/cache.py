@@ -19,6 +19,7 @@ import io
 import itertools
 import json
 import os
+import stat
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -172,8 +173,9 @@ class ImageCache:
 
 
 def read_manifest(path: Path) -> dict[str, Any]:
-    """Return a folder's manifest, empty if it is a link, too large or no JSON object."""
-    if path.is_symlink() or path.stat().st_size > _MAX_MANIFEST_BYTES:
+    """Return a folder's manifest, empty if it is no regular file, too large or no JSON object."""
+    found = path.lstat()
+    if not stat.S_ISREG(found.st_mode) or found.st_size > _MAX_MANIFEST_BYTES:
         return {}
     try:
         facts = json.loads(path.read_text(encoding="utf-8"))
@@ -256,8 +258,8 @@ def _shards(folder: Path) -> Iterator[tuple[Path, int, int]]:
 
 
 def read_shard(path: Path) -> Images | None:
-    """Return a shard's images, or None if it is damaged or a link."""
-    if path.is_symlink():  # it may lead out of the cache
+    """Return a shard's images, or None if it is damaged or no regular file."""
+    if not stat.S_ISREG(path.lstat().st_mode):  # a link may lead out of the cache, and a pipe may never end
         return None
     content = path.read_bytes()
     payload, digest = content[:-_DIGEST_BYTES], content[-_DIGEST_BYTES:]

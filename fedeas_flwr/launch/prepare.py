@@ -26,6 +26,7 @@ from fedeas_flwr.generators.opening import absolute_spec, check_for_run, open_fo
 from fedeas_flwr.generators.service import own_generator
 from fedeas_flwr.launch.progress import show_tries, showing_log
 from fedeas_flwr.launch.resources import ray_resources
+from fedeas_flwr.launch.superlink import check_commands
 from fedeas_flwr.planning.run_plan import empty_plan_message, planned_counts, planned_images
 from fedeas_flwr.runs.directory import RunDirectory
 from fedeas_flwr.runs.tensorboard import check_installed
@@ -68,7 +69,7 @@ def prepare(config: RunConfig, console: Console) -> RunConfig:
 
 
 def check_config(config: RunConfig) -> None:
-    """Raise `ConfigError` for what the config and this machine's devices alone rule out; open nothing."""
+    """Raise `RunError` or `ConfigError` for what the config and this machine alone rule out; open nothing."""
     if not config.clients:
         raise ConfigError(
             "clients = 0: `fedeas run` creates the federation and needs the number of clients, such as clients=10"
@@ -79,6 +80,7 @@ def check_config(config: RunConfig) -> None:
     device = pick_device(config.device)
     check_engine(config, device)
     if config.backend == "ray":
+        check_commands()
         ray_resources(config, device == "cuda")
 
 

@@ -12,7 +12,7 @@ import os
 import subprocess
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 from rich.console import Console
@@ -21,6 +21,7 @@ from fedeas_flwr.common.devices import pick_device
 from fedeas_flwr.common.errors import ProcessesDiedError, RunFailedError
 from fedeas_flwr.common.processes import ProcessTree, is_alive
 from fedeas_flwr.common.project import describe_environment
+from fedeas_flwr.common.text import MAX_LINE, one_line
 from fedeas_flwr.config import RunConfig
 from fedeas_flwr.launch.mps import may_share_gpu, shared_gpu
 from fedeas_flwr.launch.namespace import inside, is_permitted
@@ -62,6 +63,11 @@ def launch(config: RunConfig, console: Console) -> RunDirectory:
             # that one would have been resumed.
             if run.status()[0] not in ("finished", "failed") or run.has_died():
                 run.set_status("interrupted")
+            raise
+        except Exception as failure:
+            if run.status()[0] == "running":  # the ServerApp did not start, or could not write its status
+                with suppress(OSError):
+                    run.set_status("failed", one_line(failure, MAX_LINE))
             raise
         finally:
             progress.update()

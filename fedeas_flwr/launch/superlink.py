@@ -35,6 +35,7 @@ QUIET = {
     "RAY_DISABLE_IMPORT_WARNING": "1",
 }
 
+COMMANDS = ("flwr", "flower-superlink")
 _PORT_TRIES = 3
 
 
@@ -85,6 +86,13 @@ def own_environment(folder: Path, mark: str, ray_address: str = "") -> dict[str,
 def commands_path(environment: Mapping[str, str]) -> str:
     """Return a PATH for Flower's commands: this Python's folder first, since its environment may not be activated."""
     return os.pathsep.join([str(Path(sys.executable).parent), environment.get("PATH", "")])
+
+
+def check_commands() -> None:
+    """Raise `RunFailedError` if one of Flower's commands is missing."""
+    for command in COMMANDS:
+        if shutil.which(command, path=commands_path(os.environ)) is None:
+            raise RunFailedError(f"{command} is missing: {sys.executable} -m pip install 'flwr[simulation]'")
 
 
 def start_superlink(

@@ -9,7 +9,7 @@ import numpy.typing as npt
 
 from fedeas_flwr import allocation
 from fedeas_flwr.allocation import checked_counts
-from fedeas_flwr.common.text import counted
+from fedeas_flwr.common.text import counted, one_line
 from fedeas_flwr.policies import POLICIES, ClientView, PolicySettings, allocate, settings_of
 
 MAX_CLASSES_SHOWN = 20
@@ -108,8 +108,7 @@ def _added(plan: dict[str, Any]) -> list[list[int]]:
 
 def _head(name: str) -> str:
     """Return a class's column title: a number gets a prefix, since it looks like a count, and a long name is cut."""
-    if name.isdecimal():
-        return f"c{name}"
+    name = one_line(f"c{name}" if name.isdecimal() else name)
     return name if len(name) <= MAX_HEAD_LENGTH else f"{name[: MAX_HEAD_LENGTH - 1]}…"
 
 

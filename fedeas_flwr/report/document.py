@@ -25,8 +25,8 @@ from fedeas_flwr.report.groups import (
 )
 from fedeas_flwr.report.notes import notes_on
 from fedeas_flwr.report.page import Document, Picture, Section, Table
-from fedeas_flwr.report.run_figures import GAMMA_HAT, draw_accuracy, draw_classes, draw_cost, draw_measure, draw_seconds
-from fedeas_flwr.report.style import LineStyle, legend_above
+from fedeas_flwr.report.run_figures import draw_accuracy, draw_classes, draw_cost, draw_measure, draw_seconds
+from fedeas_flwr.report.style import GAMMA_HAT, LineStyle, legend_above
 from fedeas_flwr.runs.metrics import BACKGROUND_PHASES, WALL_CLOCK
 
 NOTHING = "–"

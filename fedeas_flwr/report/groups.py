@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from fedeas_flwr.common.errors import RunError
+from fedeas_flwr.common.text import one_line
 from fedeas_flwr.config import RunConfig
 from fedeas_flwr.config_keys import GENERATION_KEYS, identity
 from fedeas_flwr.data.datasets import short_name
@@ -264,7 +265,7 @@ def _is_baseline(config: RunConfig) -> bool:
 
 
 def _show(value: Any) -> str:
-    return f"{value:g}" if isinstance(value, float) else str(value)
+    return f"{value:g}" if isinstance(value, float) else one_line(value)
 
 
 def baseline_of(group: Group, groups: Sequence[Group]) -> Group | None:

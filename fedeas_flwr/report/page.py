@@ -1,7 +1,8 @@
 """A page of sentences, tables and pictures, as self-contained HTML or as Markdown with separate pictures.
 
 Sentences, captions and cells may contain simple markup in both formats: ``**``bold``**``, code in backticks,
-``<ins>``underlined``</ins>`` and ``<br>`` before a cell's second line. Everything else is plain text.
+``<ins>``underlined``</ins>`` and ``<br>`` before a cell's second line. Everything else is plain text: other markup in
+names and values is escaped, and each text is made one line.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
+
+from fedeas_flwr.common.text import MAX_LINE, MAX_TEXT, one_line
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -83,7 +86,7 @@ class Picture:
         titles = [" by ".join(filter(None, words)) for words in shown]
         names = [text.get_text() for place in axes if (legend := place.get_legend()) for text in legend.get_texts()]
         text = f"Picture of {'; '.join(titles)}. {'; '.join(names)}." if names else f"Picture. {self.caption}"
-        return text.replace("\n", " ").replace(r"$\hat{\Gamma}$", "Γ̂")
+        return one_line(text.replace(r"$\hat{\Gamma}$", "Γ̂"), MAX_TEXT)
 
 
 @dataclass(frozen=True)
@@ -156,7 +159,7 @@ def _html_table(table: Table) -> str:
     rows = []
     for number, row in enumerate(table.rows):
         dot = _swatch(table.swatches[number]) if table.swatches else ""
-        cells = "".join(f"<td>{'' if i else dot}{_text(cell)}</td>" for i, cell in enumerate(row))
+        cells = "".join(f"<td>{'' if i else dot}{_text(cell, MAX_LINE)}</td>" for i, cell in enumerate(row))
         rows.append(f"<tr>{cells}</tr>")
     body = "".join(rows)
     return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
@@ -184,9 +187,9 @@ def _anchor(title: str) -> str:
     return "-".join(re.findall(r"\w+", title.lower()))  # no %, which has a meaning in URLs
 
 
-def _text(text: str) -> str:
+def _text(text: str, most: int = MAX_TEXT) -> str:
     """Escape the text, then convert its simple markup."""
-    safe = html.escape(text)
+    safe = html.escape(one_line(text, most))
     safe = re.sub(r"\*\*(.+?)\*\*", r"<b>\1</b>", safe)
     safe = re.sub(r"`(.+?)`", r"<code>\1</code>", safe)
     safe = safe.replace("&lt;ins&gt;", "<ins>").replace("&lt;/ins&gt;", "</ins>")
@@ -198,11 +201,11 @@ def _text(text: str) -> str:
 
 def as_markdown(document: Document) -> str:
     """Return the page as Markdown that links its pictures as PNG files."""
-    lines = [f"# {document.title}", *document.text]
+    lines = [f"# {_markdown(document.title)}", *map(_markdown, document.text)]
     for section in document.sections:
-        lines += [f"## {section.title}", *section.text, *map(table_markdown, section.tables)]
+        lines += [f"## {_markdown(section.title)}", *map(_markdown, section.text), *map(table_markdown, section.tables)]
         for picture in section.pictures:
-            lines += [f"![{picture.name}]({picture.name}.png)", f"*{picture.caption}*"]
+            lines += [f"![{picture.name}]({picture.name}.png)", f"*{_markdown(picture.caption)}*"]
     return "\n\n".join(lines) + "\n"
 
 
@@ -210,9 +213,14 @@ def table_markdown(table: Table) -> str:
     """Return a Markdown table; the first column is left-aligned, the others right-aligned."""
 
     def row(cells: Sequence[str]) -> str:
-        return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+        return "| " + " | ".join(_markdown(cell, MAX_LINE).replace("|", "\\|") for cell in cells) + " |"
 
     return "\n".join([row(table.head), row([":--", *["--:"] * (len(table.head) - 1)]), *map(row, table.rows)])
+
+
+def _markdown(text: str, most: int = MAX_TEXT) -> str:
+    """Return the text as one line, in which links and HTML tags other than the simple markup are escaped."""
+    return re.sub(r"<(?!/?ins>|br>)", "&lt;", one_line(text, most)).replace("](", r"]\(")
 
 
 # --------------------------------------------------------------------------------------------------------- pictures

@@ -11,19 +11,17 @@ import numpy.typing as npt
 from matplotlib.axes import Axes
 from matplotlib.ticker import MaxNLocator, StrMethodFormatter
 
-from fedeas_flwr.common.text import counted
+from fedeas_flwr.common.text import counted, one_line
 from fedeas_flwr.report.groups import CLIENT_WORK, FloatArray, Group, mean_window
-from fedeas_flwr.report.style import INK, WIDTHS, LineStyle, tidy, within
+from fedeas_flwr.report.style import INK, MATH_LABELS, WIDTHS, LineStyle, tidy, within
 from fedeas_flwr.runs.metrics import WALL_CLOCK
 
 MAX_CLASSES_NAMED = 20
 MAX_CELLS_NUMBERED = 300
-GAMMA_HAT = r"$\hat{\Gamma}$"
-"""Γ̂ in matplotlib's math text: its fonts place the combining accent badly."""
 _PHASES = {
     "clients": ("waiting for clients", "#9aa5b1"),
     "aggregate": ("averaging and checks", "#3a8dde"),
-    "end_wait": (f"waiting for {GAMMA_HAT} and tests", "#4f9d69"),
+    "end_wait": (MATH_LABELS[1], "#4f9d69"),
     "generating": ("generating", "#d1495b"),
     "training": ("training", INK),
 }
@@ -54,7 +52,8 @@ def draw_measure(axes: Axes, groups: Sequence[Group], measure: str, label: str, 
         curve = scale * group.curve(measure)
         if not np.isnan(curve).all():
             _draw_curve(axes, curve, group.style, 1.6, group.name)
-    axes.set(xlabel="round", ylabel=label)
+    axes.set_xlabel("round")
+    axes.set_ylabel(label, parse_math=label in MATH_LABELS)
     _rounds_axis(axes)
     within(axes, scale)
 
@@ -111,7 +110,8 @@ def _name_classes(axes: Axes, names: Sequence[str]) -> None:
     slanting: dict[str, Any] = (
         {"rotation": 35, "ha": "right", "rotation_mode": "anchor"} if len(names) * max(map(len, names)) > 40 else {}
     )
-    axes.set_xticks(range(len(names)), [name if len(name) <= 24 else f"{name[:23]}…" for name in names], **slanting)
+    shown = [name if len(name) <= 24 else f"{name[:23]}…" for name in map(one_line, names)]
+    axes.set_xticks(range(len(names)), shown, **slanting)
 
 
 def draw_cost(axes: Axes, groups: Sequence[Group]) -> None:

@@ -10,6 +10,7 @@ import numpy.typing as npt
 from matplotlib.figure import Figure
 
 from fedeas_flwr.common.image_sheet import classes_to_show, gap_width, image_sheet
+from fedeas_flwr.common.text import one_line
 from fedeas_flwr.config import RunConfig
 from fedeas_flwr.data.datasets import dataset_info
 from fedeas_flwr.generators.cache import ImageCache
@@ -74,7 +75,8 @@ def draw_rows(rows: Sequence[tuple[str, npt.NDArray[np.uint8]]], columns: int) -
     axes = figure.subplots()
     axes.imshow(sheet, interpolation="nearest")
     axes.set_xticks([])
-    axes.set_yticks([row * step + first.shape[1] / 2 for row in range(len(rows))], [name for name, _ in rows])
+    names = [one_line(name, 24) for name, _ in rows]
+    axes.set_yticks([row * step + first.shape[1] / 2 for row in range(len(rows))], names)
     axes.tick_params(length=0)
     axes.spines[:].set_visible(False)
     return figure

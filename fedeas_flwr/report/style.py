@@ -13,8 +13,15 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.text import Annotation
 
-matplotlib.use("Agg")
+from fedeas_flwr.common.text import one_line
 
+matplotlib.use("Agg")
+matplotlib.rcParams["text.parse_math"] = False  # names and values from outside may hold dollar signs
+
+GAMMA_HAT = r"$\hat{\Gamma}$"
+"""Γ̂ in matplotlib's math text: its fonts place the combining accent badly."""
+MATH_LABELS = (GAMMA_HAT, f"waiting for {GAMMA_HAT} and tests")
+"""The labels that are math text."""
 INK = "#22303c"
 COLOURS = {
     "none": "#9aa5b1",
@@ -106,13 +113,15 @@ def legend_above(axes: Axes, title: str = "") -> float:
     figure.draw_without_rendering()  # the width of the axes depends on their labels
     room = float(axes.bbox.width) / figure.dpi
     handles, names = axes.get_legend_handles_labels()
-    names = [textwrap.fill(name, int((room - _SIGN) / _LETTER), break_on_hyphens=False) for name in names]
+    names = [textwrap.fill(one_line(name), int((room - _SIGN) / _LETTER), break_on_hyphens=False) for name in names]
     most = next(n for n in range(len(names), 0, -1) if n == 1 or _width(names, n) <= room)
     columns = ceil(len(names) / ceil(len(names) / most))  # as few as that many lines need: 2 and 2, not 2, 1 and 1
     lines = max(sum(1 + name.count("\n") for name in column) for column in np.array_split(names, columns))
     place: dict[str, Any] = {"loc": "lower left", "bbox_to_anchor": (0.0, 1.0), "borderaxespad": 0.2, "borderpad": 0.2}
     style: dict[str, Any] = {"frameon": False, "fontsize": _SIZE, "title_fontsize": _SIZE, "alignment": "left"}
-    axes.legend(handles, names, ncols=columns, title=title or None, **place, **style)
+    legend = axes.legend(handles, names, ncols=columns, title=title or None, **place, **style)
+    for text in legend.get_texts():
+        text.set_parse_math(text.get_text() in MATH_LABELS)
     height = _LINE * int(lines + bool(title))
     axes.set_title(axes.get_title(loc="left"), loc="left", pad=8 + 72 * height)
     return height

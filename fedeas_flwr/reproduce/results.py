@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from fedeas_flwr.common.errors import RunError
-from fedeas_flwr.common.text import one_line
+from fedeas_flwr.common.text import MAX_LINE, one_line
 from fedeas_flwr.config import RunConfig
 from fedeas_flwr.config_keys import identity
 from fedeas_flwr.planning.run_plan import planned_allocation, planned_counts
@@ -144,7 +144,7 @@ def find_results(cells: Sequence[Cell], scale: str, folders: Sequence[Path], mor
             if len(measured.accuracies) != config.rounds:
                 continue
         except RunError as error:
-            unreadable.append(f"{run.path}: {one_line(error, None)}")
+            unreadable.append(f"{run.path}: {one_line(error, MAX_LINE)}")
             continue
         first = found[name].setdefault((config.seed, config.gamma_hat), measured)
         if first.accuracies != measured.accuracies:

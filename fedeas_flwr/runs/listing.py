@@ -13,7 +13,7 @@ from typing import Any
 
 from fedeas_flwr.common.errors import RunError
 from fedeas_flwr.common.files import atomic_write
-from fedeas_flwr.common.text import counted
+from fedeas_flwr.common.text import MAX_LINE, counted, one_line
 from fedeas_flwr.config import RunConfig, parse_config
 from fedeas_flwr.runs.directory import RunDirectory
 from fedeas_flwr.runs.files import (
@@ -50,7 +50,7 @@ def find_runs(
         elif unreadable is None:
             raise error
         else:
-            unreadable.append(f"{folder}: {error.strerror or error}")
+            unreadable.append(one_line(f"{folder}: {error.strerror or error}", MAX_LINE))
 
 
 def _runs_below(folders: Sequence[Path], depth: int) -> Iterator[tuple[Path, OSError | None]]:
@@ -166,7 +166,7 @@ def remove(runs: Sequence[RunDirectory]) -> list[str]:
         if run.path.exists():
             first, *others = sorted(path.name for path in run.path.iterdir())
             more = f" and {len(others)} more" if others else ""
-            stayed.append(f"{run.path} stays: no run wrote {first}{more}")
+            stayed.append(one_line(f"{run.path} stays: no run wrote {first}{more}", MAX_LINE))
     return stayed
 
 

@@ -14,6 +14,7 @@ from filelock import FileLock
 from fedeas_flwr.common.errors import RunError
 from fedeas_flwr.common.files import atomic_write
 from fedeas_flwr.common.processes import identify, is_alive, is_elsewhere
+from fedeas_flwr.common.text import MAX_LINE, one_line
 from fedeas_flwr.runs.files import STATUS_LOCK
 
 
@@ -59,7 +60,7 @@ class RunStatus:
         """Return the recorded status, and the error if the run failed."""
         try:
             found = self.read_json("status.json")
-            return str(found["status"]), str(found["error"])
+            return one_line(found["status"]), one_line(found["error"], MAX_LINE)
         except (RunError, KeyError, TypeError):
             return "unknown", ""
 

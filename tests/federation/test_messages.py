@@ -1,6 +1,7 @@
 """Invalid replies are rejected with a reason, and no message holds a per-class vector."""
 
 import copy
+import logging
 import pickle
 import re
 from collections.abc import Callable
@@ -9,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
+from flwr.app import Array, ArrayRecord, ConfigRecord, Error, Message, MetricRecord, RecordDict
 from flwr.common.serde import recorddict_to_proto
 from flwr.supercore.inflatable.inflatable_object import get_all_nested_objects
 
@@ -236,6 +237,48 @@ def test_error_reply_has_one_line_and_the_traceback() -> None:
         failed = messages.error_reply(request(), error)
     assert messages.failure_reason(failed) == "ArithmeticError: first second"
     assert "Traceback" in (failed.error.reason or "")
+
+
+HOSTILE = "evil\n2026-01-01 00:00:00 INFO client 1 won\x1b[2J" + 5000 * "x"
+
+
+def rename(content: RecordDict, name: str, new: str) -> None:
+    content[new] = content.pop(name)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda content: rename(content, BUFFERS, HOSTILE),
+        lambda content: rename(content, METRICS, HOSTILE),
+        lambda content: content.update({METRICS: MetricRecord({WEIGHT: 5, HOSTILE: 2, "client-id": 2**60})}),
+        lambda content: content.update({BUFFERS: to_record({HOSTILE: np.zeros(3)})}),
+        lambda content: content.update({BUFFERS: ArrayRecord({"n": Array(HOSTILE, (), HOSTILE, b"")})}),
+        lambda content: content.update({BUFFERS: ArrayRecord({"n": Array("int64", (), HOSTILE, b"")})}),
+        lambda content: content.update({METRICS: MetricRecord({"client-id": 5, WEIGHT: [2.5] * 5000})}),
+    ],
+)
+def test_hostile_names_and_values_are_refused_in_one_short_line(change: Callable[[RecordDict], Any]) -> None:
+    message = reply()
+    content = RecordDict(dict(message.content.items()))
+    change(content)
+    message.content = content
+    with pytest.raises(MessageError) as found:
+        read(message)
+    assert str(found.value).isprintable() and len(str(found.value)) <= 600
+
+
+def test_a_clients_reason_cannot_forge_a_line_of_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    logging.getLogger("flwr").addHandler(caplog.handler)
+    try:
+        reason = messages.failure_reason(Message(Error(1, HOSTILE + 30_000 * "\ny"), reply_to=request()))
+    finally:
+        logging.getLogger("flwr").removeHandler(caplog.handler)
+    (record,) = {record.getMessage() for record in caplog.records}
+    assert reason == "evil"
+    assert "\n  | 2026-01-01" in record and "\x1b" not in record
+    assert all(line.startswith("  | ") for line in record.splitlines()[1:])
+    assert len(record.replace("\n  | ", "\n")) < 20_100
 
 
 def numbers_on_the_wire(message: Message) -> list[Any]:

@@ -119,6 +119,8 @@ def test_table_uses_class_names() -> None:
     names = ["cat", "dog", "2", "a dachshund in a basket"]
     head = format_table(plan(), names).splitlines()[2]
     assert head.split("  ")[-4:] == ["cat", "dog", "c2", "a dachshund in …"]  # a bare number would look like a count
+    (*_, forged) = format_table(plan(), ["cat", "dog", "2", "b\nTo generate: 0\x1b[2J"]).splitlines()[2].split("  ")
+    assert forged == "b To generate: …"
 
 
 def test_table_compares_the_plan_with_full_balance() -> None:

@@ -9,16 +9,20 @@ import shutil
 import subprocess
 from html.parser import HTMLParser
 from pathlib import Path
+from xml.etree import ElementTree
 
 import numpy as np
 import pytest
 from fake_runs import write_run
+from matplotlib.figure import Figure
 from PIL import Image
 from waiting import LONG
 
 from fedeas_flwr.report.document import make_document
 from fedeas_flwr.report.groups import group_runs
-from fedeas_flwr.report.page import Document, Section, Table, as_html, as_markdown
+from fedeas_flwr.report.page import Document, Section, Table, as_html, as_markdown, as_svg
+from fedeas_flwr.report.run_figures import draw_heat_map
+from fedeas_flwr.report.style import legend_above
 from fedeas_flwr.report.writing import write_report
 from fedeas_flwr.runs.directory import RunDirectory
 
@@ -120,7 +124,7 @@ def test_table_heads_keep_names_whole_and_markup_is_limited() -> None:
     assert '<td><b>82.4</b><br><span class="below">paper 71.7</span></td>' in page
     assert "<td><code>x</code> &lt;i&gt; **</td>" in page and "<p>one ` backtick</p>" in page
     text = as_markdown(document)
-    assert "| for CIFAR-10, K = 20 | a\\|b |\n| :-- | --: |\n| **82.4**<br>paper 71.7 | `x` <i> ** |" in text
+    assert "| for CIFAR-10, K = 20 | a\\|b |\n| :-- | --: |\n| **82.4**<br>paper 71.7 | `x` &lt;i> ** |" in text
 
 
 def test_markdown_report_has_its_pictures_in_its_folder(quickstart_page: Path) -> None:
@@ -192,3 +196,34 @@ def test_browser_renders_the_page_without_errors(quickstart_page: Path, tmp_path
         pixels = np.asarray(picture.convert("RGB"))
     red = (np.abs(pixels.astype(int) - (0xD1, 0x49, 0x5B)).max(axis=2) < 12).any(axis=1)
     assert red[:40].any() and red[600:1300].sum() > 20  # the bar at the top and FedEAS's curve
+
+
+HOSTILE = "a</td><script>x</script>\n# forged\x1b[2J [x](javascript:y) <!-- -- $\\frac$ " + "z" * 5000
+
+
+def test_a_hostile_name_is_escaped_in_html_and_markdown() -> None:
+    document = Document(HOSTILE, [HOSTILE], [Section("s", [HOSTILE], [Table((HOSTILE,), [(HOSTILE,)])])])
+    for page in (as_html(document), as_markdown(document)):
+        assert "<script" not in page and "<!-- --" not in page and "\x1b" not in page and "\n# forged" not in page
+    text = as_markdown(document)
+    assert "](javascript" not in text and len(text.splitlines()) == 11
+    assert max(len(line) for line in text.splitlines() if line.startswith("|")) < 700
+
+
+def test_a_hostile_value_in_a_groups_name_is_one_line(tmp_path: Path) -> None:
+    runs = [
+        write_run(tmp_path / str(n), [0.5], policy="fedeas", generator=name)
+        for n, name in enumerate(("a", "b\n\x1b[2J"))
+    ]
+    assert [group.name for group in group_runs(runs)[0]] == ["generator = a", "generator = b �[2J"]
+
+
+def test_a_hostile_name_in_a_figure_is_well_formed_svg() -> None:
+    figure = Figure()
+    left, right = figure.subplots(1, 2)
+    draw_heat_map(left, np.ones((2, 2), np.int64), [HOSTILE, "$\\frac$\x1b"], "$\\frac$ <b> --", "Reds")
+    right.plot([1], [1], label=HOSTILE)
+    legend_above(right)
+    picture = as_svg(figure)
+    ElementTree.fromstring(picture)
+    assert b"<script" not in picture
