@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from PIL import EpsImagePlugin, Image
-from runners import typed
+from runners import run_in_process
 from test_cache import Fake, ids
 from test_own_data import save_picture
 
@@ -134,8 +134,8 @@ def test_names_of_ignored_files_are_one_line(tmp_path: Path, caplog: pytest.LogC
 def test_circular_links_are_one_line(tmp_path: Path) -> None:
     (tmp_path / "a").symlink_to("b")
     (tmp_path / "b").symlink_to("a")
-    planned = typed("plan", "--dataset", "own:a", cwd=tmp_path)
-    removed = typed("runs", "rm", "a", cwd=tmp_path)
+    planned = run_in_process("plan", "--dataset", "own:a", cwd=tmp_path)
+    removed = run_in_process("runs", "rm", "a", cwd=tmp_path)
     assert planned.stderr.startswith("error: dataset: 'a' is not there; must be a folder")
     assert removed.stderr.endswith("a is not a run directory: nothing is removed\n")
     assert [told.stderr.count("\n") for told in (planned, removed)] == [1, 1]
