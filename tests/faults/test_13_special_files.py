@@ -16,7 +16,7 @@ import pytest
 from PIL import EpsImagePlugin, Image
 from runners import run_in_process
 from test_cache import Fake, ids
-from test_own_data import save_picture
+from test_own_data import save_image
 
 from fedeas_flwr.common import npy
 from fedeas_flwr.data import datasets
@@ -71,7 +71,7 @@ def put(request: pytest.FixtureRequest) -> Callable[[Path], None]:
 
 def test_a_special_file_as_image_is_refused(tmp_path: Path, put: Callable[[Path], None]) -> None:
     for name in ("a/1.png", "b/1.png"):
-        save_picture(tmp_path / name, 7)
+        save_image(tmp_path / name, 7)
     put(tmp_path / "b" / "2.png")
     with pytest.raises(ValueError, match=r"2\.png is not an image that can be read \(.* is not a regular file\)$"):
         read_images(tmp_path)
@@ -125,7 +125,7 @@ def test_a_special_file_as_cached_partition_is_drawn_again(tmp_path: Path, put: 
 
 def test_names_of_ignored_files_are_one_line(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     for name in ("a/1.png", "b/1.png"):
-        save_picture(tmp_path / name, 7)
+        save_image(tmp_path / name, 7)
     (tmp_path / "a" / "x\nINFO all is well\x1b[2J").touch()
     read_images(tmp_path)
     assert "such as a/x INFO all is well�[2J; only" in caplog.text
@@ -160,8 +160,8 @@ def test_other_formats_under_the_name_of_a_png_are_refused(
         raise AssertionError("Ghostscript was started")
 
     monkeypatch.setattr(EpsImagePlugin, "Ghostscript", started)
-    save_picture(tmp_path / "a" / "1.png", 7)
-    save_picture(tmp_path / "b" / "1.png", 7)
+    save_image(tmp_path / "a" / "1.png", 7)
+    save_image(tmp_path / "b" / "1.png", 7)
     write(tmp_path / "b" / "1.png")
     for given in ({}, {"size": (6, 8), "channels": 1}):
         with pytest.raises(ValueError, match=r"1\.png is not an image that can be read \(cannot identify"):
