@@ -35,8 +35,8 @@ class Noise:
     Parameters
     ----------
     path
-        The file with the key and one line per release, readable by its owner only. It is created if missing; without a
-        path nothing is stored.
+        The file with the key, its digest and one line per release, readable by its owner only. It is created if
+        missing; without a path nothing is stored. A key that a user wrote needs no digest.
 
     Raises
     ------
@@ -49,11 +49,15 @@ class Noise:
         if path is not None and not path.exists():
             with atomic_path(path) as temporary:
                 temporary.touch(mode=0o600)
-                temporary.write_text(secrets.token_hex(_KEY_BYTES), encoding="utf-8")
+                key = secrets.token_hex(_KEY_BYTES)
+                temporary.write_text(f"{key} {_key_digest(bytes.fromhex(key))}", encoding="utf-8")
         try:
             text = secrets.token_hex(_KEY_BYTES) if path is None else path.read_text(encoding="utf-8")
-            key, *lines = text.split("\n")
+            first, *lines = text.split("\n")
+            key, *digest = first.split(" ")
             self._key = bytes.fromhex(key)
+            if digest not in ([], [_key_digest(self._key)]):
+                raise ValueError
             self._releases = {(int(line.split()[0]), line) for line in lines if line}
         except (ValueError, IndexError):
             self._key = b""
@@ -87,6 +91,10 @@ class Noise:
                 file.write(f"\n{release[1]}")  # newline first: a line that a crash cut short stays separate
                 file.flush()
                 os.fsync(file.fileno())
+
+
+def _key_digest(key: bytes) -> str:
+    return hashlib.sha256(b"noise-key" + key).hexdigest()[:16]
 
 
 def stream(seed: int, purpose: str, *names: int) -> np.random.Generator:

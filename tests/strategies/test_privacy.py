@@ -122,7 +122,7 @@ def test_noise_key_is_only_in_the_servers_file(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setattr(InlineGrid, "send_and_receive", listen)
     run = finish(quick(tmp_path / "r", dp="server-fixed", rounds=2, **LINEAR))
     assert (run.path / "noise-key").stat().st_mode & 0o777 == 0o600
-    key = (run.path / "noise-key").read_text().splitlines()[0]
+    key = (run.path / "noise-key").read_text().split()[0]
     assert len(bytes.fromhex(key)) == 32
     export(run, tmp_path / "record")
     shown = [path.read_text() for path in (tmp_path / "record").iterdir()]
@@ -161,6 +161,15 @@ def test_releases_before_a_crash_count_after_resume(tmp_path: Path) -> None:
     resumed.draws(2, [b"c"]), resumed.draws(1, [b"b"])
     assert [RunDirectory(tmp_path).noise().releases(rounds) for rounds in (0, 1, 2, 3)] == [0, 2, 4, 5]
     assert RunDirectory(tmp_path / "another").noise().draws(1, [b"a"]).bytes(9) != first
+
+
+def test_noise_key_with_another_digit_is_rejected(tmp_path: Path) -> None:
+    path = tmp_path / "noise-key"
+    RunDirectory(tmp_path).noise()
+    text = path.read_text()
+    path.write_text(("1" if text[0] == "0" else "0") + text[1:])
+    with pytest.raises(RunError, match=r"noise-key is not the key of a run's noise"):
+        RunDirectory(tmp_path).noise()
 
 
 @pytest.mark.parametrize("text", [b"", b"0f" * 31, b"no key", b"\xff" * 32, b"0f" * 32 + b"\nround 1"])
