@@ -72,8 +72,11 @@ SETUPS: dict[str, dict[str, Any]] = {
     "scaffold": {"strategy": "scaffold"},
     "dp": {"strategy": "fedavgm", "dp": "server-adaptive", "dp-noise-multiplier": 0.1},
     "images": {"policy": "fedeas", "beta": 4.0, "sampler-steps": 2, "generation-batch": 16},
+    "long": {"strategy": "scaffold", "local-epochs": 10},
+    "nodes": {"strategy": "scaffold", "local-epochs": 10, "clients": 2},
 }
-"""Runs that are disturbed: with arrays that clients keep, with secret noise, and with generated images."""
+"""Runs that are disturbed: with arrays that clients keep, with secret noise, with generated images, with rounds that take
+about a second, and with two nodes."""
 
 PLACES: dict[str, tuple[str, str]] = {
     "checkpoint": ("scaffold", "run/checkpoint.safetensors"),
@@ -226,9 +229,11 @@ class Campaign:
 
     def wait(self, process: Any, until: Callable[[], object] = lambda: False) -> bool:
         """Wait until something is true or the process has ended; return whether it became true first."""
-        deadline = time.monotonic() + LIMIT
+        deadline, noted = time.monotonic() + LIMIT, 0.0
         while not until():
-            self.processes.note(process.pid)
+            if time.monotonic() > noted + 0.5:  # it reads all processes of the machine
+                self.processes.note(process.pid)
+                noted = time.monotonic()
             process.join(0.02)
             if process.exitcode is not None:
                 return False
@@ -271,10 +276,10 @@ class Campaign:
         shutil.rmtree(self.folder, ignore_errors=True)
         self.folder.mkdir(parents=True)
         keys = {**COMMON, **SETUPS[setup], "run-dir": str(self.folder / "run")}
-        if setup == "images":
+        if keys["policy"] == "fedeas":
             shutil.copytree(builtin_generator(), self.folder / "generator", copy_function=shutil.copyfile)
             keys["generator"] = str(self.folder / "generator")
-        if setup == "dp":
+        if "dp" in keys:
             (self.folder / "run").mkdir()
             (self.folder / "run" / "noise-key").write_text("0f" * 32)
         (self.folder / "run.toml").write_text(tomli_w.dumps(keys))
@@ -314,7 +319,7 @@ def rounds_done(run: Path) -> int:
 def kill_inline(campaign: Campaign, result: Result) -> None:
     """Kill an inline run one to three times at random moments, and resume it each time."""
     draws, run = campaign.draws, campaign.folder / "run"
-    setup = list(SETUPS)[campaign.number % len(SETUPS)]
+    setup = ("scaffold", "dp", "images")[campaign.number % 3]
     campaign.undisturbed(setup)
     campaign.prepare(setup)
     result.place, moments, late = f"launcher, {setup}", list[str](), 0
@@ -341,19 +346,22 @@ TARGETS = ("launcher", "server", "SuperLink", "raylet", "client", "launcher and 
 def kill_under_ray(campaign: Campaign, result: Result) -> None:
     """Kill a process of a run under Ray at a random moment; resume unless the launcher does so itself."""
     draws, run = campaign.draws, campaign.folder / "run"
-    setup = draws.choice(["scaffold", "images"])
+    setup = draws.choice(["long", "images"])
     campaign.undisturbed(setup)
     campaign.prepare(setup)
     result.place = f"{TARGETS[campaign.number % len(TARGETS)]}, {setup}"
     after, pause = draws.randrange(COMMON["rounds"] - 1), draws.random()
     launcher = campaign.start("run", str(campaign.folder / "run.toml"), "backend=ray", "actors=2")
 
-    def victims() -> list[psutil.Process]:
-        return [p for p in campaign.processes.alive() if _is_target(p, result.place, launcher.pid, run)]
+    found = list[psutil.Process]()
 
-    campaign.wait(launcher, lambda: rounds_done(run) >= after and victims())
+    def there() -> bool:
+        found[:] = [p for p in campaign.processes.alive() if _is_target(p, result.place, launcher.pid, run)]
+        return len(found) >= 1 + ("watchdog" in result.place)
+
+    campaign.wait(launcher, there)
+    campaign.wait(launcher, lambda: rounds_done(run) >= after)
     time.sleep(pause)
-    found = victims()
     kill(found)
     result.how = f"after round {rounds_done(run)} and {pause:.3f} s: {len(found)} killed"
     campaign.wait(launcher)
@@ -394,19 +402,15 @@ def _is_target(process: psutil.Process, place: str, launcher: int, run: Path) ->
     }.get(target, False)
 
 
-NODE_KEYS = {**COMMON, "clients": 2, "strategy": "scaffold", "min-replies": 1.0, "round-timeout": 30.0}
-SETUPS_OF_NODES = {"nodes": {key: NODE_KEYS[key] for key in ("clients", "strategy")}}
-
-
 def kill_on_nodes(campaign: Campaign, result: Result) -> None:
     """Kill a node, the SuperLink or the server of a deployment, start it again as systemd does, and resume the run."""
     draws = campaign.draws
     result.place = ("node", "SuperLink", "server")[campaign.number % 3]
-    SETUPS.update(SETUPS_OF_NODES)
     campaign.undisturbed("nodes")
     shutil.rmtree(campaign.folder, ignore_errors=True)
     campaign.folder.mkdir()
-    keys = {key.replace("-", "_"): value for key, value in NODE_KEYS.items()}
+    values = {**COMMON, **SETUPS["nodes"], "round-timeout": 30.0}
+    keys = {key.replace("-", "_"): value for key, value in values.items()}
     after, pause = draws.randrange(COMMON["rounds"] - 1), draws.random()
     with _environment({MARKER: campaign.processes.value}), Lab(campaign.folder, 2, campaign.folder) as lab:
         lab.register()
@@ -490,7 +494,7 @@ def give_wrong_value(campaign: Campaign, result: Result) -> None:
     """Give `run` or `resume` a wrong value; if it is accepted, the record must say the same."""
     key, value = wrong_value(campaign.draws)
     result.place = "resume" if campaign.number % 4 == 3 else "run"
-    result.how = f"{key}={value}" if len(value) < 100 else f"{key}={value[:20]}… ({len(value)} characters)"
+    result.how = f"{key}={value!r}" if len(value) < 100 else f"{key}={value[:20]!r}… ({len(value)} characters)"
     if result.place == "resume":
         campaign.copy_half("scaffold")
         process = campaign.start("resume", str(campaign.folder / "run"), f"{key}={value}")

@@ -170,7 +170,7 @@ def means(text: str, recorded: Any, key: str) -> bool:
         return text == str(recorded).lower()
     if isinstance(recorded, int | float):
         try:
-            return float(text) == recorded
+            return (int(text, 16) if text.startswith("0x") else float(text)) == recorded
         except ValueError:
             return False
     return bool(text == recorded)
