@@ -75,8 +75,8 @@ SETUPS: dict[str, dict[str, Any]] = {
     "long": {"strategy": "scaffold", "local-epochs": 10},
     "nodes": {"strategy": "scaffold", "local-epochs": 10, "clients": 2},
 }
-"""Runs that are disturbed: with arrays that clients keep, with secret noise, with generated images, with rounds that take
-about a second, and with two nodes."""
+"""Runs that are disturbed: with arrays that clients keep, with secret noise, with generated images, with longer rounds,
+and with two nodes."""
 
 PLACES: dict[str, tuple[str, str]] = {
     "checkpoint": ("scaffold", "run/checkpoint.safetensors"),
@@ -204,6 +204,9 @@ class Campaign:
         result = Result(name, "", "", "left running", "")
         try:
             KINDS[kind](self, result)
+        except KeyboardInterrupt:
+            kill(self.processes.alive())
+            raise
         except TimeLimitError as error:
             result.said = str(error)
         except Exception as error:
