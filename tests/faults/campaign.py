@@ -261,7 +261,10 @@ class Campaign:
 
     def compare(self, run: Path, setup: str) -> str:
         """Return same or silent: whether a run's result is that of the undisturbed run."""
-        return "same" if outcome_of(run) == outcome_of(self.undisturbed(setup) / "run") else "silent"
+        expected = outcome_of(self.undisturbed(setup) / "run")
+        with suppress(OSError, ValueError):  # a file that is missing or damaged
+            return "same" if outcome_of(run) == expected else "silent"
+        return "silent"
 
     def _undisturbed(self, setup: str) -> Path:
         """Do a whole run of a setup, and one of four rounds; return the folder of both and their caches."""
