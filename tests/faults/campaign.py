@@ -44,6 +44,7 @@ from injections import damage, means, wrong_value
 
 from fedeas_flwr.commands import app
 from fedeas_flwr.common.processes import with_variable
+from fedeas_flwr.common.randomness import Noise
 from fedeas_flwr.launch.watchdog import is_watchdog
 from fedeas_flwr.runs.directory import RunDirectory
 
@@ -287,7 +288,8 @@ class Campaign:
             keys["generator"] = str(self.folder / "generator")
         if "dp" in keys:
             (self.folder / "run").mkdir()
-            (self.folder / "run" / "noise-key").write_text("0f" * 32)
+            Noise(self.work / "noise-key")  # written once, so that all runs have the same noise
+            shutil.copy(self.work / "noise-key", self.folder / "run")
         (self.folder / "run.toml").write_text(tomli_w.dumps(keys))
 
     def copy_half(self, setup: str) -> None:
