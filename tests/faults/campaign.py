@@ -213,10 +213,12 @@ class Campaign:
         except Exception as error:
             result.outcome, result.said = "traceback", f"in the campaign: {type(error).__name__}: {error}"
         if left := self.processes.wait_for_end(0 if result.outcome == "left running" else GRACE):
-            names = [" ".join(process.cmdline())[:100] for process in left if _is_alive(process)]
+            names = [
+                " ".join(Path(word).name for word in process.cmdline())[:100] for process in left if _is_alive(process)
+            ]
             result.outcome, result.said = "left running", f"{result.said} left: {names}".strip()
             kill(left)
-        result.said = result.said.replace(str(self.work), "WORK")
+        result.said = result.said.replace(str(self.work), "WORK")[:300]
         result.seconds = round(time.monotonic() - began, 1)
         return result
 
@@ -548,7 +550,7 @@ def table(results: list[Result]) -> str:
                 row(f"  {place}", [result for result in some if result.place == place])
     for result in results:
         if result.outcome in BAD:
-            lines.append(f"{result.trial} {result.outcome}: {result.place}, {result.how}: {result.said[:300]}")
+            lines.append(f"{result.trial} {result.outcome}: {result.place}, {result.how}: {result.said}")
     return "\n".join(lines)
 
 
@@ -599,7 +601,7 @@ def main() -> int:
             results.append(result)
             print(f"{result.trial} {result.outcome} ({result.seconds:g} s): {result.place}, {result.how}", flush=True)
             if result.outcome in BAD or given.only:
-                print(f"    {result.said[:1000]}", flush=True)
+                print(f"    {result.said}", flush=True)
             if given.out and not given.only:
                 with (given.out / "trials.jsonl").open("a") as file:
                     file.write(json.dumps(asdict(result)) + "\n")
