@@ -1,6 +1,8 @@
 # make run    install, then the quickstart: four federated runs on the built-in data, a table, a picture and a page
 # make test   install, then lint, types and the test suite
 # make test-gpu   the tests that need a CUDA GPU; the suite itself does without, also where there is one
+# make chaos MINUTES=10 SEED=7   random kills, damaged files and wrong values (tests/faults/campaign.py); ONLY=files:17
+# make audit   known vulnerabilities of the pinned packages, and build/sbom.json, a software bill of materials
 # make clean   remove what these make again; runs/, which may be results of hours, stays
 PYTHON ?= python3
 # Two processes, whatever the machine; tests/conftest.py says which tests stay together.
@@ -10,8 +12,11 @@ PATIENCE = --timeout 60 --retries 10
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+AUDIT := $(VENV)/audit
+MINUTES ?= 10
+SEED ?= 7
 
-.PHONY: run test test-all test-gpu lint clean
+.PHONY: run test test-all test-gpu chaos audit lint clean
 
 run: $(STAMP)
 	$(BIN)/fedeas quickstart
@@ -24,6 +29,18 @@ test-all: lint
 
 test-gpu: $(STAMP)
 	FEDEAS_TEST_GPU=1 $(PYTEST) -m gpu
+
+chaos: $(STAMP)
+	PYTHONPATH=.:tests/helpers $(BIN)/python tests/faults/campaign.py --seed $(SEED) --minutes $(MINUTES) \
+		$(if $(ONLY),--only $(ONLY)) $(if $(OUT),--out $(OUT))
+
+# An environment of its own, so that the tools' dependencies are not among those of the project.
+audit:
+	test -x $(AUDIT)/bin/python || $(PYTHON) -m venv $(AUDIT)
+	$(AUDIT)/bin/python -m pip install --quiet --disable-pip-version-check $(PATIENCE) pip-audit==2.10.1 cyclonedx-bom==7.5.0
+	mkdir -p build
+	$(AUDIT)/bin/cyclonedx-py requirements --output-reproducible --output-file build/sbom.json constraints.txt
+	$(AUDIT)/bin/pip-audit --strict --no-deps --disable-pip --requirement constraints.txt
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

@@ -23,8 +23,9 @@ import numpy as np
 import numpy.typing as npt
 
 from fedeas_flwr.allocation import IntArray
+from fedeas_flwr.common.checked import arrays_digest
 from fedeas_flwr.common.files import atomic_path
-from fedeas_flwr.common.npy import read_archive
+from fedeas_flwr.common.npy import Arrays, read_archive
 from fedeas_flwr.common.text import counted
 
 Progress = Callable[[int], None]
@@ -220,7 +221,7 @@ def make_partition(
     if cache_dir is not None:
         file = Path(cache_dir) / "partitions" / f"{protocol}-k{clients}-a{float(alpha)!r}-s{seed}-{digest}.npz"
 
-    in_class_order = _read(file, clients, labels.size) if file is not None else None
+    in_class_order = _read(file) if file is not None else None
     if in_class_order is None:
         sorted_labels = np.repeat(np.arange(class_counts.size), class_counts)
         in_class_order = dirichlet_partition(
@@ -261,28 +262,32 @@ def stratified_split(labels: npt.ArrayLike, test_fraction: float = 0.2, seed: in
     return np.flatnonzero(~is_test), np.flatnonzero(is_test)
 
 
-def _read(file: Path, clients: int, samples: int) -> Partition | None:
+def _read(file: Path) -> Partition | None:
     """Read a cached partition; return None if it is missing or damaged, so that it is drawn again."""
     try:
-        stored = read_archive(file, ("train", "train_sizes", "test", "test_sizes"))
-        parts = [np.split(stored[name], np.cumsum(stored[f"{name}_sizes"])[:-1]) for name in ("train", "test")]
-    except (TypeError, ValueError):
+        stored = read_archive(file, ("train", "train_sizes", "test", "test_sizes", "digest"))
+        if str(stored.pop("digest")) != _digest(file, stored):
+            return None
+    except ValueError:
         return None
-    every = np.concatenate([*parts[0], *parts[1]])
-    whole = every.dtype == np.int64 and np.array_equal(np.sort(every), np.arange(samples))
-    return Partition(*parts) if whole and len(parts[0]) == len(parts[1]) == clients else None
+    return Partition(*(np.split(stored[name], np.cumsum(stored[f"{name}_sizes"])[:-1]) for name in ("train", "test")))
 
 
 def _write(file: Path, partition: Partition) -> None:
     """Write a partition atomically: readers see all of it or nothing, even with several writers."""
+    stored = {
+        "train": np.concatenate(partition.train),
+        "train_sizes": np.array([mine.size for mine in partition.train]),
+        "test": np.concatenate(partition.test),
+        "test_sizes": np.array([mine.size for mine in partition.test]),
+    }
     with atomic_path(file) as unfinished, unfinished.open("wb") as stream:
-        np.savez(
-            stream,
-            train=np.concatenate(partition.train),
-            train_sizes=[mine.size for mine in partition.train],
-            test=np.concatenate(partition.test),
-            test_sizes=[mine.size for mine in partition.test],
-        )
+        np.savez(stream, allow_pickle=False, digest=_digest(file, stored), **stored)
+
+
+def _digest(file: Path, stored: Arrays) -> str:
+    """Return a digest of the arrays and of the file's name, which says what the partition is of."""
+    return hashlib.sha256(f"{file.name} {arrays_digest(stored)}".encode()).hexdigest()
 
 
 def _checked_labels(labels: npt.ArrayLike) -> IntArray:

@@ -124,3 +124,9 @@ def test_all_strategies_table_matches_the_committed_one() -> None:
     mean = {(row["strategy"], row["against_skew"]): sum(row["last_20"]) / len(row["last_20"]) for row in found}
     gains = [100 * (mean[name, "fedeas"] - mean[name, "nothing"]) for name in ALGORITHMS]
     assert f"by {min(gains):.0f} to {max(gains):.0f} points" in text
+
+
+def test_security_page_names_existing_tests() -> None:
+    named = set(re.findall(r"`(test_\w+)`", (ROOT / "SECURITY.md").read_text()))
+    sources = "".join(path.read_text() for path in (ROOT / "tests").rglob("test_*.py"))
+    assert named and {name for name in named if f"def {name}(" not in sources} == set()
