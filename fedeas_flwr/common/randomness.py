@@ -36,7 +36,7 @@ class Noise:
     ----------
     path
         The file with the key, its digest and one line per release, readable by its owner only. It is created if
-        missing; without a path nothing is stored. A key that a user wrote needs no digest.
+        missing; without a path nothing is stored. A key that a user wrote gets its digest here.
 
     Raises
     ------
@@ -46,13 +46,8 @@ class Noise:
 
     def __init__(self, path: Path | None = None) -> None:
         self._path = path
-        if path is not None and not path.exists():
-            with atomic_path(path) as temporary:
-                temporary.touch(mode=0o600)
-                key = secrets.token_hex(_KEY_BYTES)
-                temporary.write_text(f"{key} {_key_digest(bytes.fromhex(key))}", encoding="utf-8")
         try:
-            text = secrets.token_hex(_KEY_BYTES) if path is None else path.read_text(encoding="utf-8")
+            text = path.read_text(encoding="utf-8") if path and path.exists() else secrets.token_hex(_KEY_BYTES)
             first, *lines = text.split("\n")
             key, *digest = first.split(" ")
             self._key = bytes.fromhex(key)
@@ -63,6 +58,10 @@ class Noise:
             self._key = b""
         if len(self._key) != _KEY_BYTES:
             raise ValueError(f"{path} is not the key of a run's noise")
+        if path is not None and not digest:
+            with atomic_path(path) as temporary:
+                temporary.touch(mode=0o600)
+                temporary.write_text("\n".join([f"{key} {_key_digest(self._key)}", *lines]), encoding="utf-8")
 
     def draws(self, round_number: int, replies: Iterable[bytes]) -> np.random.Generator:
         """Return the generator of the noise on a round's aggregate, and record its release first.
