@@ -43,8 +43,8 @@ INNER_LAYERS = {
     ],
     "generators": [
         {"interface"},
-        {"cache", "bank", "sd_turbo", "diffusion"},
-        {"fill", "cache_maintenance"},
+        {"cache", "bank", "diffusion"},
+        {"fill", "cache_maintenance", "sd_turbo"},
         {"learn"},
         {"opening"},
         {"classifier"},

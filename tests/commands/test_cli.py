@@ -459,7 +459,8 @@ def test_cache_ls_verify_and_prune_commands(tmp_path: Path) -> None:
     shard = next((tmp_path / "images").rglob("*.npy"))
     shard.write_bytes(shard.read_bytes()[:-1] + b"!")
     damaged = run_in_process("cache", "verify", **environment)
-    assert damaged.returncode == 1 and damaged.stdout == f"damaged: {shard}\n2 shards checked, 1 damaged\n"
+    assert damaged.returncode == 1
+    assert damaged.stdout == f"damaged: {shard}\n2 shards and 0 datasets checked, 1 damaged\n"
     assert "removed 0" in run_in_process("cache", "prune", "--older-than", "1d", **environment).stdout
     assert "removed 1" in run_in_process("cache", "prune", "--key", cache.key(Fake(), 3)[:6], **environment).stdout
     assert "0 images" in run_in_process("cache", "ls", **environment).stdout

@@ -31,7 +31,7 @@ def test_missing_flower_command_is_refused_before_the_run(tmp_path: Path, monkey
 def test_launch_that_fails_records_the_failure(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:
-    def fail(*_: object) -> None:
+    def fail(*_: object, **__: object) -> None:
         raise error
 
     monkeypatch.setattr(run, "_run_ray", fail)

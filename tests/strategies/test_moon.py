@@ -14,7 +14,7 @@ import pytest
 import torch
 from lossy import federation, lossy_app
 from rich.console import Console
-from runners import finish, pass_models_by_reference, quick, weights
+from runners import client_state, finish, pass_models_by_reference, quick, weights
 from users_models import with_features
 
 from fedeas_flwr.common.errors import ConfigError
@@ -207,7 +207,8 @@ def test_moon_with_mu_zero_is_fedavg_bitwise_and_stores_nothing(tmp_path: Path) 
     fedavg = finish(quick(tmp_path / "fedavg", policy="none"))
     zero = finish(quick(tmp_path / "zero", policy="none", strategy="moon", moon_mu=0.0))
     assert weights(zero) == weights(fedavg)
-    assert not list(zero.path.glob("clients/*/*.safetensors"))
+    states = [client_state(zero, int(path.parent.name), 2) for path in zero.path.glob("clients/*/state-000002.*")]
+    assert states and not any(state.memory for state in states)
 
 
 @pytest.mark.parametrize("policy", ["none", "fedeas"])
