@@ -6,6 +6,7 @@ import json
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,11 @@ class RunStatus:
 
     def __init__(self, path: Path) -> None:
         self.path = path
+
+    @cached_property
+    def _status_lock(self) -> FileLock:
+        """The lock of status.json, kept: Python would ignore a Ctrl-C that arrives while a used lock is deleted."""
+        return FileLock(self.path / STATUS_LOCK)
 
     def set_status(self, status: str, error: str = "", pid: int | None = None, died: bool = False) -> None:
         """Write the status of the run, unless it is interrupted after it has ended.
@@ -43,7 +49,7 @@ class RunStatus:
             Whether it failed because processes died, so that a launcher may resume it in new ones.
         """
         found: dict[str, Any] = {"status": status, "error": error, **({"died": True} if died else {})}
-        with FileLock(self.path / STATUS_LOCK):
+        with self._status_lock:
             if status == "interrupted" and self._has_ended():
                 return
             if status == "running":
