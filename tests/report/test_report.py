@@ -195,14 +195,14 @@ def test_unfinished_seed_is_excluded_and_named_in_all_outputs(tmp_path: Path) ->
     assert none["unfinished"] == [about] and "empty" in data["left_out"][0]
 
 
-def test_missing_replies_are_reported_with_the_results(tmp_path: Path) -> None:
+def test_lost_replies_are_reported_with_the_results(tmp_path: Path) -> None:
     failure = {"client": 3, "reason": "its node is offline"}
     extra = [{"clients": [0], "failures": [failure] * 2}, {}, {"clients": [0, 1], "failures": [failure]}]
     write_run(tmp_path / "a1", [0.2, 0.4, 0.6], seed=1)
     write_run(tmp_path / "a2", [0.4, 0.6, 0.8], seed=2, extra=extra)
     printed = run_in_process("report", str(tmp_path), "--out", str(tmp_path / "out")).stdout
     note = "Replies missing: a2, 3 in 2 of 3 rounds"
-    assert [line for line in printed.splitlines() if "missing" in line] == [note]
+    assert [line for line in printed.splitlines() if line.startswith("Replies")] == [note]
     assert f"{note}." in (tmp_path / "out" / "report.md").read_text()
     data = json.loads(run_in_process("report", str(tmp_path), "--format", "json").stdout)
     assert data["groups"][0]["missing_replies"] == [0, 3]

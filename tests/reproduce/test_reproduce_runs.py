@@ -142,7 +142,7 @@ def test_gamma_item_needs_runs_with_its_form_of_gamma_hat(tmp_path: Path) -> Non
     both = choose(["ablation", "beta", "gamma"], [], "full")
     before = found_in(records)
     beta, gamma = make_sections(both, before, tmp_path, lambda words, cells: (" ".join(words), ""))[1:]
-    assert gamma.missing == (f"{BETA_SWEEP_COLUMN}/fedeas seed 1",) and gamma.command == "gamma"
+    assert gamma.missing == [f"{BETA_SWEEP_COLUMN}/fedeas seed 1"] and "To do them: `gamma`" in gamma.text
     assert f"{BETA_SWEEP_COLUMN}/fedeas seed 1" not in beta.missing, "this item accepts any form"
     assert both.missing(before)[f"{BETA_SWEEP_COLUMN}/fedeas"] == [1]
     assert choose(["gamma"], [], "full", more=other).missing(before)[f"{BETA_SWEEP_COLUMN}/fedavg"] == [1]
