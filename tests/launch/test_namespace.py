@@ -183,7 +183,7 @@ JOIN_RAY = "import ray, sys; ray.init(address=sys.argv[1])"
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("nothing_is_left_behind")
+@pytest.mark.usefixtures("no_leftovers")
 @pytest.mark.parametrize("shared", [False, True])
 def test_another_user_gets_nothing_from_a_ray_run(tmp_path: Path, shared: bool) -> None:
     """Without a namespace the control port answers, as the run says; Ray wants its token all the same."""
