@@ -1,4 +1,4 @@
-"""Run a command in a network namespace of its own, whose ports no other user and no other machine can reach.
+"""Run a command in its own network namespace, whose ports no other user and no other machine can reach.
 
 This file is also a script that imports only the standard library: it creates a namespace or joins that of a process,
 and then executes the command in its place. The namespace has a loopback interface and no other. Root needs only the
