@@ -135,7 +135,7 @@ class RunConfig(BaseModel):
     fedgen_steps: int = Field(10, ge=0, le=100_000)
     """FedGen: training steps of the generator per round"""
     fedgen_batch: int = Field(32, ge=2, le=65_536)
-    """FedGen: features generated per step"""
+    """FedGen: features that a client generates per step, besides those for its batch; the server uses batch-size"""
     fedgen_rate: float = Field(3e-4, gt=0, le=10)
     """FedGen: Adam step size of the generator; × 0.98 per round"""
     fedgen_count_noise: float = Field(0.0, ge=0, le=1e6)

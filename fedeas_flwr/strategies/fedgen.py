@@ -1,7 +1,8 @@
 """FedGen (Zhu et al., 2021, Algorithm 1): the server trains a generator of features, and clients learn from it.
 
 Server, in every round before averaging: train the generator (fedgen_generator.py) on the heads h_k of the replies,
-each weighted per label by its client's share of that label. Client, from round 2 on, with the received generator G:
+each weighted per label by its client's share of that label, for `fedgen-steps` batches of `batch-size` labels (in the
+authors' code, too, the server uses the clients' batch size). Client, from round 2 on, with the received generator G:
 
     L = CE(f(x), y) + β_t KL(softmax h(G(ε, y)) ‖ softmax f(x)) + α_t (B_G/B) CE(h(G(ε̂, ŷ)), ŷ)
 
@@ -143,7 +144,7 @@ class FedGen(FedAvg):
                 self._generator,
                 self._heads(taken),
                 steps=self.config.fedgen_steps,
-                batch=self.config.fedgen_batch,
+                batch=self.config.batch_size,
                 rate=self.config.fedgen_rate * DECAY ** (server_round - 1),
                 draws=stream(self.config.seed, "fedgen server", server_round),
             )
