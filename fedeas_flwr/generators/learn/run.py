@@ -24,13 +24,16 @@ from typing import Any
 
 import torch
 
+from fedeas_flwr.common.checked import read_checked, write_checked
 from fedeas_flwr.common.files import atomic_folder, atomic_write
+from fedeas_flwr.common.npy import Arrays
 from fedeas_flwr.data.datasets import Dataset, dataset_info, open_dataset, short_name
 from fedeas_flwr.generators.learn.presets import Preset
 from fedeas_flwr.generators.learn.trainer import Progress, Trainer, TrainingState
 from fedeas_flwr.generators.learn.training_plots import draw_pictures
 
 CHECKPOINT = "checkpoint.safetensors"
+_OWNER = "generator training"
 
 _PICTURES_EVERY = 180.0
 _MINUTES = 1_000_000
@@ -191,46 +194,36 @@ def save_model(folder: Path, trainer: Trainer, dataset: Dataset, *, half: bool =
 
 def write_checkpoint(path: Path, trainer: Trainer, identity: dict[str, Any]) -> None:
     """Write a checkpoint for `read_checkpoint` atomically."""
-    from safetensors.torch import save
-
-    state = json.dumps({"identity": identity, "diary": asdict(trainer.state)})
-    atomic_write(path, save(trainer.tensors(), metadata={"state": state}))
+    write_checked(path, {"identity": identity, "diary": asdict(trainer.state)}, trainer.tensors(), _OWNER)
 
 
 def read_checkpoint(path: Path, identity: dict[str, Any]) -> tuple[dict[str, torch.Tensor], TrainingState]:
-    """Read a checkpoint; raise ValueError if its dataset, seed, preset, images or classes differ."""
-    with _opened(path) as (file, state):
-        tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 - not a dict
-        known, stored = identity | state["identity"], state["diary"]  # older checkpoints have fewer keys
-        curve = [(int(step), loss) for step, loss in stored["curve"]]
-        so_far = TrainingState(stored["step"], stored["seconds"], curve, stored.get("start", ""))
-        pairs = {key: (value, known.get(key)) for key, value in identity.items() if key != "classes"}
-        classes = zip_longest(identity["classes"], known["classes"])
-        pairs |= {f"class {label}": pair for label, pair in enumerate(classes)}
+    """Read a checkpoint; raise ValueError if it is damaged or its dataset, seed, preset, images or classes differ."""
+    state, arrays = _checkpoint(path)
+    known, stored = identity | state["identity"], state["diary"]
+    curve = [(int(step), loss) for step, loss in stored["curve"]]
+    so_far = TrainingState(stored["step"], stored["seconds"], curve, stored["start"])
+    pairs = {key: (value, known.get(key)) for key, value in identity.items() if key != "classes"}
+    classes = zip_longest(identity["classes"], known["classes"])
+    pairs |= {f"class {label}": pair for label, pair in enumerate(classes)}
     for key, pair in pairs.items():
         if pair[0] != pair[1]:
             shown = [v["name"] if isinstance(v, dict) else v for v in pair]
             raise ValueError(f"{key}: {shown[0]!r} is not allowed; the checkpoint in {path.parent} has {shown[1]!r}")
-    return tensors, so_far
+    return {key: torch.from_numpy(array) for key, array in arrays.items()}, so_far
 
 
 def read_preset_name(out: Path) -> str:
     """Return the name of the preset of a folder's training, with which it is resumed on any device."""
     _check_folder(out, resume=True)
-    with _opened(out / CHECKPOINT) as (_, state):
-        return str(state["identity"]["preset"]["name"])
+    return str(_checkpoint(out / CHECKPOINT)[0]["identity"]["preset"]["name"])
 
 
-@contextmanager
-def _opened(path: Path) -> Iterator[tuple[Any, dict[str, Any]]]:
-    """Yield a checkpoint's file and metadata; raise ValueError if it is no checkpoint."""
-    from safetensors import SafetensorError, safe_open
-
+def _checkpoint(path: Path) -> tuple[dict[str, Any], Arrays]:
     try:
-        with safe_open(path, framework="pt") as file:
-            yield file, json.loads(file.metadata()["state"])
-    except (SafetensorError, OSError, ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"resume: {path} cannot be read ({error}); start again in another folder") from None
+        return read_checked(path, _OWNER)
+    except ValueError as error:
+        raise ValueError(f"resume: {error}; start again in another folder") from None
 
 
 @contextmanager
