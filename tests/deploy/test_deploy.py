@@ -46,6 +46,7 @@ def test_unregistered_node_and_false_superlink_are_rejected(tmp_path: Path) -> N
         lab.start_node(0)
         refused = [lab.start_node(1), lab.start(deceived, NODE_PORT=str(free_port()))]
         wait_until(lambda: all(process.poll() is not None for process in refused), "both nodes have exited")
+        assert [process.cmdline() for process in processes_of(other)] == [], "flower-superexec outlived its SuperNode"
         wait_until(lambda: "SuperNode ID" in lab.said("node-0"), "the honest node is registered")
         assert lab.online() == 1
         desk, deployment = lab.folder / "flwr", lab.deployment
@@ -60,6 +61,17 @@ def test_unregistered_node_and_false_superlink_are_rejected(tmp_path: Path) -> N
     assert [("Failed to initialize the connection" in text, "SuperNode ID" in text) for text in said] == [
         (True, False)
     ] * 2
+
+
+def processes_of(node: Path) -> list[psutil.Process]:
+    """Return the processes that use a node's cache."""
+    found = []
+    for process in psutil.process_iter(["environ", "status"]):
+        if process.info["status"] == psutil.STATUS_ZOMBIE:
+            continue
+        if (process.info["environ"] or {}).get("FEDEAS_CACHE") == str(node / "cache"):
+            found.append(process)
+    return found
 
 
 def own_file(folder: Path, client: int) -> Path:
