@@ -5,7 +5,7 @@
     DIR/superlink/        for the server: certificate, key, start.sh (SuperLink), gateway.sh, their systemd units
     DIR/node-0/ …         one per node: its key, the authority's certificate, node-config, start.sh, a systemd unit
     DIR/flwr/             for the operator, in place: FLWR_HOME=DIR/flwr flwr run DIR/app deployment
-    DIR/app/              the Flower app, with the run-config of a deployment as its defaults
+    DIR/app/              the Flower app, with a deployment's run-config as its defaults and the clients' keys
 
 A machine's folder can be copied anywhere; machines share only ``ca.crt``.
 
@@ -28,7 +28,9 @@ from fedeas_flwr.common.errors import ConfigError
 from fedeas_flwr.common.files import atomic_folder
 from fedeas_flwr.config import RunConfig, parse_config
 from fedeas_flwr.deploy.certificates import write_authority, write_node_key, write_server_certificate
+from fedeas_flwr.deploy.node_folders import write_client_keys
 from fedeas_flwr.deploy.scripts import gateway_config, gateway_script, node_script, superlink_script, systemd_unit
+from fedeas_flwr.federation.node_keys import KEYS_FILE
 from fedeas_flwr.launch.superlink import stage_app
 
 CONNECTION = "deployment"
@@ -130,7 +132,13 @@ def write_deployment(deployment: Deployment, folder: Path) -> None:
         for number, node in enumerate(deployment.node_folders(root)):
             _write_node(deployment, number, node, root / "ca")
         _write_connection(deployment, root / "flwr", root / "ca", folder.absolute())
-        stage_app(deployment.run_config(), root / "app")
+        write_app(deployment, root)
+
+
+def write_app(deployment: Deployment, folder: Path) -> None:
+    """Write the Flower app, with the run-config of a deployment as its defaults and the clients' keys."""
+    stage_app(deployment.run_config(), folder / "app", KEYS_FILE)
+    write_client_keys(folder / "app", deployment.node_folders(folder))
 
 
 def _write_superlink(deployment: Deployment, folder: Path, authority: Path) -> None:
