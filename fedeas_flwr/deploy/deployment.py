@@ -5,7 +5,7 @@
     DIR/superlink/        for the server: certificate, key, start.sh (SuperLink), gateway.sh, resume.sh, systemd units
     DIR/node-0/ …         one per node: its key, the authority's certificate, node-config, start.sh, a systemd unit
     DIR/flwr/             for the operator, in place: FLWR_HOME=DIR/flwr flwr run DIR/app deployment
-    DIR/app/              the Flower app, with the run-config of a deployment as its defaults
+    DIR/app/              the Flower app, with a deployment's run-config as its defaults and the clients' keys
 
 A machine's folder can be copied anywhere; machines share only ``ca.crt``.
 
@@ -29,6 +29,7 @@ from fedeas_flwr.common.files import atomic_folder, atomic_write
 from fedeas_flwr.common.project import read_project
 from fedeas_flwr.config import RunConfig, parse_config
 from fedeas_flwr.deploy.certificates import write_authority, write_node_key, write_server_certificate
+from fedeas_flwr.deploy.node_folders import write_client_keys
 from fedeas_flwr.deploy.scripts import (
     gateway_config,
     gateway_script,
@@ -38,6 +39,7 @@ from fedeas_flwr.deploy.scripts import (
     superlink_script,
     systemd_unit,
 )
+from fedeas_flwr.federation.node_keys import KEYS_FILE
 from fedeas_flwr.launch.superlink import stage_app
 
 CONNECTION = "deployment"
@@ -150,7 +152,13 @@ def write_deployment(deployment: Deployment, folder: Path) -> None:
             place = f"partition-id={number} num-partitions={deployment.nodes}\n"
             (node / "node-config").write_text(place, encoding="utf-8")
         _write_connection(deployment, root / "flwr", root / "ca", folder.absolute())
-        stage_app(deployment.run_config(), root / "app")
+        write_app(deployment.run_config(), root / "app", deployment.node_folders(root))
+
+
+def write_app(run: RunConfig, folder: Path, nodes: list[Path]) -> None:
+    """Write the Flower app, with a run-config as its defaults and the clients' keys."""
+    stage_app(run, folder, KEYS_FILE)
+    write_client_keys(folder, nodes)
 
 
 def write_settings(deployment: Deployment, folder: Path) -> None:
@@ -179,19 +187,16 @@ def write_node(deployment: Deployment, number: int, folder: Path, certificate: P
     folder.mkdir(exist_ok=True)
     shutil.copy(certificate, folder)
     write_node_key(folder)
+    (folder / "superlink-address").write_text(deployment.address + "\n", encoding="utf-8")
     write_node_scripts(deployment, number, folder)
 
 
 def write_node_scripts(deployment: Deployment, number: int, folder: Path) -> None:
-    """Write the files of a node's folder that hold no secret and no setting: script, address and systemd unit."""
+    """Write the files of a node's folder that hold no secret and no setting: script and systemd unit."""
     _write_script(folder / "start.sh", node_script(FIRST_NODE_PORT + number))
-    installed = f"{deployment.install_dir}/node-{number}"
-    for path, text in (
-        ("superlink-address", deployment.address + "\n"),
-        (f"fedeas-node-{number}.service", systemd_unit(f"Flower SuperNode {number}", installed)),
-        (VERSION, read_project().version + "\n"),
-    ):
-        (folder / path).write_text(text, encoding="utf-8")
+    unit = systemd_unit(f"Flower SuperNode {number}", f"{deployment.install_dir}/node-{number}")
+    (folder / f"fedeas-node-{number}.service").write_text(unit, encoding="utf-8")
+    (folder / VERSION).write_text(read_project().version + "\n", encoding="utf-8")
 
 
 def _write_connection(deployment: Deployment, folder: Path, authority: Path, final: Path) -> None:

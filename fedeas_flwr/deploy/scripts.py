@@ -86,8 +86,8 @@ https://:{port} {{
 def node_script(port: int) -> str:
     """Return the script that starts a SuperNode with the key, node-config and address in the files next to it.
 
-    When the SuperNode ends, the script ends every process of its session. Flower 1.41's ``flower-superexec`` can outlive
-    its SuperNode, and would run the tasks of whichever node listens on the port next, with the files of this one.
+    When the SuperNode ends, the script ends every process of its session. Flower 1.41's ``flower-superexec`` can
+    outlive its SuperNode, and would run the tasks of whichever node listens on the port next, with this one's files.
     """
     return f"""{_head()}\
 # node-config is one line; with its own data: client-id=0 data-path="/data/images"

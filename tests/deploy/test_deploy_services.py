@@ -1,4 +1,4 @@
-"""The systemd units of a deployment, run as they say: as another user, with a read-only root, on a host of their own."""
+"""The systemd units of a deployment, run as they say: another user, a read-only root, one host."""
 
 from __future__ import annotations
 
