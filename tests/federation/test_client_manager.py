@@ -13,11 +13,12 @@ from flwr.app import Context, Error, Message, RecordDict
 from flwr.common.constant import ErrorCode
 from flwr.proto.node_pb2 import NodeInfo
 from test_federation import EXAMPLES, START, VALUES, toy_app
+from timelines import Clock
 
 from fedeas_flwr.allocation import distribute, eligible_pairs
 from fedeas_flwr.common.errors import ProcessesDiedError, RunError
 from fedeas_flwr.config import parse_config
-from fedeas_flwr.federation import messages
+from fedeas_flwr.federation import delivery, messages
 from fedeas_flwr.federation.client_manager import count_clients
 from fedeas_flwr.federation.delivery import deliver
 from fedeas_flwr.federation.federation import Federation
@@ -359,6 +360,105 @@ def test_run_of_strangers_does_not_start(tmp_path: Path) -> None:
         grid.start(client, client)
     with pytest.raises(RunError, match=r"^node 0 is rejected: its key is none of this deployment's$"):
         keyed_federation(tmp_path, grid, **{"node-wait": 0})
+
+
+class DeploymentGrid(KeyGrid):
+    """A grid with push and pull, as in a deployment.
+
+    Killed nodes are silent, nodes in ``errors`` reply with an error of this code, and a node in ``restarts`` loses its
+    first message in a restart 10 s later.
+    """
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *clients: int) -> None:
+        super().__init__(*clients)
+        self.clock, self.errors, self.restarts = Clock(), dict[int, int](), set[int]()
+        self.open: dict[str, Message] = {}
+        self.received: list[tuple[int, str]] = []
+        monkeypatch.setattr(delivery, "InlineGrid", LookupError)  # this one is to be treated as Flower's
+        monkeypatch.setattr(delivery, "time", self.clock)
+
+    def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
+        for message in messages:
+            node = message.metadata.dst_node_id
+            message.metadata.__dict__["_message_id"] = f"{len(self.received)} to {node}"
+            self.received.append((node, message.metadata.message_type))
+            self.open[message.metadata.message_id] = message
+            yield message.metadata.message_id
+
+    def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
+        for key in list(message_ids):
+            node = self.open[key].metadata.dst_node_id
+            if node in self.restarts and self.clock.now > 10:
+                self.restarts.remove(node)
+                self.start(node - 100, node)
+                self._dead.add(node)
+            if node in self.errors:
+                yield Message(Error(self.errors[node], "as it likes"), reply_to=self.open.pop(key))
+            elif node not in self._dead | self.restarts:
+                yield self._app(self.open.pop(key), self._contexts[node])
+
+
+def test_silent_node_costs_a_minute_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    grid = DeploymentGrid(monkeypatch, 0, 2)
+    run = start_federation(tmp_path, grid)
+    grid.start(1, 101)
+    grid.kill(101)
+    caplog.clear()
+    state, _ = run.training.train_round(START)
+    assert grid.clock.now == 60
+    for _ in range(2):
+        state, _ = run.training.train_round(state)
+    assert grid.clock.now == 60
+    assert warnings(caplog) == ["Node 101 did not identify itself within 60 s; it takes part as soon as it does"]
+    grid.start(1, 101)  # restarted, still silent: a new question, without waiting
+    state, _ = run.training.train_round(state)
+    assert grid.clock.now == pytest.approx(60) and grid.received.count((101, "query")) == 2
+    grid.revive(101)
+    _, outcome = run.training.train_round(state)
+    assert [r.client for r in outcome.reports] == [0, 1, 2] and grid.received.count((101, "query")) == 2
+
+
+def test_start_counts_late_answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    grid = DeploymentGrid(monkeypatch, 0, 1, 2)
+    grid.kill(101)
+    monkeypatch.setattr(SLEEP, lambda seconds: grid.revive(101))
+    run = start_federation(tmp_path, grid, **{"min-replies": 1.0, "node-wait": 600})
+    assert len(run.clients.nodes) == 3 and grid.received.count((101, "query")) == 1
+
+
+@pytest.mark.parametrize("code", [ErrorCode.UNKNOWN, ErrorCode.CLIENT_APP_CRASHED])
+def test_error_of_a_node_is_not_taken_for_dead_processes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, code: int
+) -> None:
+    """A node can reply with any code: it is not asked for minutes, and does not end the run."""
+    grid, times = DeploymentGrid(monkeypatch, 0, 1, 2), 1 if code == ErrorCode.UNKNOWN else 2
+    run = start_federation(tmp_path, grid, **{"min-replies": 1.0, "round-timeout": 290})
+    grid.errors[101] = code
+    with pytest.raises(TooFewRepliesError, match="client 1: as it likes"):
+        run.training.train_round(START)
+    assert grid.received.count((101, "train")) == times and grid.clock.now == 0
+
+    caplog.clear()
+    grid.start(1, 300)
+    grid.errors[300] = code
+    for _ in range(3):
+        run.clients.manager.discover_new_nodes()
+    assert "Node 300 did not identify itself: as it likes" in warnings(caplog)
+    assert grid.received.count((300, "query")) == times and grid.clock.now == 0
+
+
+def test_node_that_restarts_in_a_round_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    grid = DeploymentGrid(monkeypatch, 0, 1, 2)
+    run = start_federation(tmp_path, grid, **{"round-timeout": 1800})
+    grid.restarts.add(101)
+    state, outcome = run.training.train_round(START)
+    assert outcome.failures == [{"client": 1, "reason": "its node restarted and lost the message"}]
+    assert grid.clock.now == 12
+    grid.revive(101)
+    _, outcome = run.training.train_round(state)
+    assert outcome.failures == []
 
 
 class SuperLinkErrorGrid(ChurnGrid):
