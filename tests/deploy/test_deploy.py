@@ -20,8 +20,9 @@ from fedeas_flwr import client_app
 from fedeas_flwr.config import RunConfig, parse_config
 from fedeas_flwr.data.federated import federated_data
 from fedeas_flwr.deploy.certificates import write_authority, write_node_key
+from fedeas_flwr.deploy.deployment import CONNECTION
 from fedeas_flwr.doctor.deployment import check_gateway, examine
-from fedeas_flwr.launch.superlink import free_port
+from fedeas_flwr.launch.superlink import free_port, run_flwr_json
 
 pytestmark = pytest.mark.flower
 
@@ -166,6 +167,44 @@ def test_late_and_killed_nodes_do_not_stop_the_run(tmp_path: Path, digits_genera
         made[client] = sum(int(p.stem.split("-")[1]) - int(p.stem.split("-")[0]) for p in shards)
     assert sum(r["made"] for r in rounds) == sum(made.values()) == rounds[-1]["generated"]
     assert sorted(lab.notes("diffusers")) == [str(node / "cache") for node in lab.deployment.node_folders(lab.folder)]
+
+
+@pytest.mark.slow
+def test_impostors_with_registered_keys_are_rejected(tmp_path: Path, digits_generator: Path) -> None:
+    """Two nodes of another's making, with keys that were registered by hand, claim to be client 0: early and late."""
+    keys: dict[str, Any] = {**KEYS, "clients": 2, "rounds": 3, "policy": "none"}
+    with Lab(tmp_path, 2, digits_generator) as lab:
+        lab.register()
+        impostors = []
+        for name in ("early", "late"):
+            folder = lab.folder / name
+            shutil.copytree(lab.folder / "node-0", folder)
+            (folder / "node.key").unlink()
+            write_node_key(folder)
+            lab.set_node_config(folder, f'client-id=0 data-path="{own_file(folder, 1)}"')
+            words = ["supernode", "register", str(folder / "node.pub"), CONNECTION]
+            answer = run_flwr_json(words, lab.environment(FLWR_HOME=str(lab.folder / "flwr")), lab.folder)
+            impostors.append(answer["node-id"])
+        lab.start(lab.folder / "early", NODE_PORT=str(free_port()))
+        wait_until(lambda: lab.online() == 1, "the early impostor is online")
+        for number in range(2):
+            lab.start_node(number)
+        run = lab.submit(**keys, min_replies=1.0)
+        wait_until(lambda: len(run.rounds()) >= 1, "round 1 is recorded")
+        lab.start(lab.folder / "late", NODE_PORT=str(free_port()))
+        wait_until(lambda: lab.online() == 4, "the late impostor is online")
+        lab.follow(run)
+        found = [one.text for one in examine(lab.folder, RunConfig()) if one.name == "registered nodes"]
+    assert [one.split(" has a key")[0] for one in found] == [
+        *(f"node {number} (online)" for number in impostors),
+        "all 2 are online",
+    ]
+    logged = (run.path / "flower.log").read_text()
+    named = [f"Node {number} is rejected: its key is none of this deployment's" for number in impostors]
+    assert [logged.count(text) for text in named] == [1, 1]
+    assert [lab.said(name).count("Received successfully") for name in ("early", "late")] == [0, 0]
+    assert [r["clients"] for r in run.rounds()] == [[0, 1]] * 3
+    assert weights(run) == weights(finish(small(tmp_path / "simulated", **keys)))
 
 
 @pytest.mark.slow
