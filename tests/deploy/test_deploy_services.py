@@ -1,4 +1,4 @@
-"""The systemd units of a deployment, run as they say: another user, a read-only root, one host."""
+"""Systemd units and containers of a deployment, run as they say but without systemd and without a container engine."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 from namespaces import add_host
 from runners import finish, small, weights
-from services import give, kill, operate, start_unit
+from services import Compose, give, kill, operate, start_unit
 from waiting import wait_until
 
 from fedeas_flwr.deploy.deployment import Deployment, write_deployment
 from fedeas_flwr.runs.directory import RunDirectory
 
-pytestmark = [pytest.mark.flower, pytest.mark.slow]
+pytestmark = [pytest.mark.flower, pytest.mark.slow, pytest.mark.timeout(1200)]
 
 
 def test_units_run_and_resume_after_a_crash(tmp_path: Path) -> None:
@@ -26,8 +26,7 @@ def test_units_run_and_resume_after_a_crash(tmp_path: Path) -> None:
     write_deployment(Deployment(("127.0.0.1",), 9092, 9093, 1, "/opt/fedeas"), lab)
     superlink, node = lab / "superlink", lab / "node-0"
     shutil.copytree(lab / "app", superlink / "app")
-    values = {**keys, "run_dir": "/opt/fedeas/superlink/runs/first"}
-    words = [f"{key.replace('_', '-')}={json.dumps(value)}" for key, value in values.items()]
+    words = [*run_config(keys), 'run-dir="/opt/fedeas/superlink/runs/first"']
     (superlink / "resume").write_text("\n".join(words))
     run = RunDirectory(superlink / "runs" / "first")
     for folder in (superlink, node):
@@ -50,6 +49,33 @@ def test_units_run_and_resume_after_a_crash(tmp_path: Path) -> None:
         assert (run.status(), client.poll()) == (("finished", ""), None)
     assert [record["round"] for record in run.rounds()] == [1, 2, 3, 4]
     assert weights(run) == weights(finish(small(tmp_path / "simulated", **keys)))
+
+
+def test_composed_services_train_on_digits(tmp_path: Path) -> None:
+    keys: dict[str, Any] = {"clients": 3, "rounds": 2, "participation": 1.0, "local_epochs": 1, "policy": "none"}
+    volume = tmp_path / "volume"
+    volume.mkdir()
+    give(volume)
+    with ExitStack() as stack:
+        compose = Compose(stack, volume)
+        compose.up("init")
+        assert not compose.is_healthy("superlink")
+        for service in ("node-0", "node-1", "node-2"):
+            compose.up(service)
+        lab = "/opt/fedeas/lab/deployment"
+        words = [*run_config(keys), 'run-dir="/opt/fedeas/superlink/runs/first"']
+        started = compose.run("operator", "flwr", "run", f"{lab}/app", "deployment", "--run-config", " ".join(words))
+        assert started.returncode == 0, started.stdout + started.stderr
+        run = RunDirectory(volume / "deployment" / "superlink" / "runs" / "first")
+        wait_until(lambda: run.status()[0] in ("finished", "failed"), "the run ends")
+        checked = compose.run("operator", *compose.services["operator"]["command"])
+        assert (checked.returncode, "all 3 are online" in checked.stdout) == (0, True), checked.stdout + checked.stderr
+        assert run.status() == ("finished", "")
+    assert weights(run) == weights(finish(small(tmp_path / "simulated", **keys)))
+
+
+def run_config(keys: dict[str, Any]) -> list[str]:
+    return [f"{key.replace('_', '-')}={json.dumps(value)}" for key, value in keys.items()]
 
 
 def said(path: Path) -> str:

@@ -16,7 +16,7 @@ _SET_UP = f"""
 set -eu
 mount -t tmpfs tmpfs /opt
 while [ "$1" != -- ]; do
-    mkdir -p "$2"
+    [ -e "$2" ] || mkdir -p "$2"
     mount --bind "$1" "$2"
     [ "$3" = rw ] || mount -o remount,bind,ro "$2"
     shift 3
@@ -49,7 +49,7 @@ def sandbox(folder: str, mounts: Mapping[str, tuple[Path, str]]) -> list[str]:
     folder
         Working directory.
     mounts
-        Path below /opt → a folder of this machine, and "rw" or "ro".
+        Path below /opt, or of a file that exists → a folder or file of this machine, and "rw" or "ro".
     """
     for command in ("unshare", "setpriv"):
         if shutil.which(command) is None:
