@@ -24,14 +24,14 @@ from fedeas_flwr.common.text import counted
 from fedeas_flwr.config import RunConfig
 from fedeas_flwr.data.datasets import dataset_info
 from fedeas_flwr.federation import messages
-from fedeas_flwr.federation.delivery import PROCESS_DIED, collect, deliver, has_died, is_simulated
+from fedeas_flwr.federation.delivery import collect, deliver, has_died, is_simulated
 from fedeas_flwr.federation.flower_internals import APP_RAISED
 
 log = logging.getLogger("flwr").log
 
-ANSWER_SECONDS = 60.0
+_ANSWER_SECONDS, _SIMULATION_ANSWER_SECONDS = 60.0, 120.0
 """Seconds that the run waits for a node to identify itself: it starts a process for the reply, which imports torch.
-A later reply counts too, but is not waited for."""
+A later reply counts too, but is not waited for. In a simulation all processes import torch at once."""
 _NO_WAIT = 1e-9
 """Seconds for a query whose reply is collected later."""
 _POLL_SECONDS = 0.2
@@ -71,7 +71,7 @@ class ClientManager:
         self._unanswered: dict[int, Message] = {}
         """Node → identity query to which it has not replied yet."""
         self._late_nodes: set[int] = set()
-        """Nodes that the run has waited for in vain, and does not wait for again."""
+        """Nodes that the run has waited for in vain; they are asked again, but not waited for."""
         self._logged: set[str] = set()
 
     def wait_for_clients(self) -> None:
@@ -129,17 +129,20 @@ class ClientManager:
         self._online = {node: found[node] for node in [*self._online, *found] if node in found}
         for node, (key, _) in found.items():
             if self.keys is not None and key not in self.keys:
-                self._reject(node, "is rejected: its key is none of this deployment's")
+                self._rejected[node] = "is rejected: its key is none of this deployment's"
+                self._log_once(f"Node {node} {self._rejected[node]}")
         return [node for node in self._online if node not in self._rejected]
 
     def _query_unknown_nodes(self, nodes: Collection[int]) -> list[tuple[bool, str]]:
         """Ask unknown nodes for their client ids; return the failures: whether a retry is useless, and the reason."""
+        simulated = is_simulated(self._grid)
+        seconds = _SIMULATION_ANSWER_SECONDS if simulated else _ANSWER_SECONDS
         self._replace_offline_nodes()
         known = {*self.nodes.values(), *self._rivals, *self._unanswered}
         questions = {node: messages.build_query(node, "identity") for node in nodes if node not in known}
         replies = collect(self._grid, list(self._unanswered.values()))
         if questions:
-            patience = ANSWER_SECONDS if questions.keys() - self._late_nodes else _NO_WAIT
+            patience = seconds if simulated or questions.keys() - self._late_nodes else _NO_WAIT
             replies |= deliver(self._grid, list(questions.values()), patience)
         if replies and all(has_died(self._grid, reply) for reply in replies.values()):
             raise ProcessesDiedError("every client process died during the identity query")
@@ -149,11 +152,10 @@ class ClientManager:
             if reason:
                 failed.append((final, f"node {node} {reason}"))
                 self._late_nodes.add(node)
-            if final:
-                self._reject(node, reason)
+                self._log_once(f"Node {node} {reason}")
         self._unanswered = {n: asked for n, asked in (self._unanswered | questions).items() if n not in replies}
         self._late_nodes |= self._unanswered.keys()
-        silent = f"did not identify itself within {ANSWER_SECONDS:g} s"
+        silent = f"did not identify itself within {seconds:g} s"
         for node in self._unanswered:
             self._log_once(f"Node {node} {silent}; it takes part as soon as it does")
             failed.append((False, f"node {node} {silent}"))
@@ -166,10 +168,10 @@ class ClientManager:
                 raise MessageError(messages.failure_reason(reply))
             client, partitions, examples, classes = messages.read_answer(reply, "partitions", "examples", "classes")
         except MessageError as error:
-            code = reply.error.code if reply.has_error() else None
-            final = code in (None, *_CLIENT_ERRORS) or (code in PROCESS_DIED and not has_died(self._grid, reply))
+            final = not reply.has_error() or reply.error.code in _CLIENT_ERRORS
             return final, f"did not identify itself: {error}"
         if reason := self._refusal(client, partitions, classes, node):
+            self._rejected[node] = reason
             return True, reason
         self._register(client, examples, node)
         return False, ""
@@ -221,10 +223,6 @@ class ClientManager:
     def _rival_reason(self, client: int) -> str:
         both = f"both have the id of client {client}, give each node its own client-id or partition-id"
         return f"is rejected while node {self.nodes[client]} is online: {both}"
-
-    def _reject(self, node: int, reason: str) -> None:
-        self._rejected[node] = reason
-        self._log_once(f"Node {node} {reason}")
 
     def _log_once(self, text: str) -> None:
         if text not in self._logged:

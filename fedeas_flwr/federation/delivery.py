@@ -120,15 +120,15 @@ def _exchange(grid: Grid, out: Sequence[Message], deadline: float | None) -> dic
     """Send messages and wait for the replies until the deadline.
 
     Flower's own `send_and_receive` measures time by the wall clock, which can jump, and polls the replies of a
-    simulation only ten times per second. In a deployment it would also wait for the reply of a node that restarted,
-    although Flower delivers no message twice.
+    simulation only ten times per second. In a deployment it would also wait for the reply of a node that
+    restarted, although Flower delivers no message twice.
     """
     until = math.inf if deadline is None else deadline
     if isinstance(grid, InlineGrid):
         left = None if deadline is None else max(0.0, deadline - time.monotonic())
         found = list(grid.send_and_receive(out, timeout=left))
         return _by_node(_by_id(out), found)
-    started = _start_times(grid)
+    since = _online_since(grid)
     taken = set(grid.push_messages(out))
     sent = _by_id(out)
     replies = {
@@ -141,11 +141,11 @@ def _exchange(grid: Grid, out: Sequence[Message], deadline: float | None) -> dic
         answered = _by_node(sent, list(grid.pull_messages(waiting)))
         waiting -= {reply.metadata.reply_to_message_id for reply in answered.values()}
         replies |= answered
-        now = _start_times(grid)
-        for key in list(waiting):
+        now = _online_since(grid)
+        for key in list(waiting) if now else ():
             node = sent[key].metadata.dst_node_id
-            if node in started and now.get(node, started[node]) != started[node]:
-                replies[node] = _error_reply(sent[key], "its node restarted and lost the message")
+            if node in since and now.get(node, since[node]) != since[node]:
+                replies[node] = _error_reply(sent[key], "its node went offline after the message was sent")
                 waiting.remove(key)
         if not waiting or time.monotonic() >= until:
             break
@@ -156,8 +156,8 @@ def _exchange(grid: Grid, out: Sequence[Message], deadline: float | None) -> dic
     return replies
 
 
-def _start_times(grid: Grid) -> dict[int, str]:
-    """Return when the SuperNodes that are online connected, by node; nothing for a simulation."""
+def _online_since(grid: Grid) -> dict[int, str]:
+    """Return since when the nodes have been online, by node; nothing for a simulation."""
     return {} if is_simulated(grid) else {node.node_id: node.last_activated_at for node in grid.get_nodes()}
 
 

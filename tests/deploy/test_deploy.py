@@ -140,7 +140,7 @@ def test_late_and_killed_nodes_do_not_stop_the_run(tmp_path: Path, digits_genera
         lab.start_node(0)
         victim = lab.start_node(1)
         wait_until(lambda: lab.online() == 2, "two nodes are online")
-        run = lab.submit(**KEYS, min_replies=0.5, node_wait=1.0, round_timeout=45.0)
+        run = lab.submit(**KEYS, min_replies=0.5, node_wait=1.0)
         wait_until(lambda: len(run.rounds()) >= 1, "round 1 is recorded")
         lab.start_node(2)
         # One query and the tasks of two rounds: Flower never gives it the second one again.
@@ -159,7 +159,11 @@ def test_late_and_killed_nodes_do_not_stop_the_run(tmp_path: Path, digits_genera
     assert run.status() == ("finished", "")
     rounds = run.rounds()
     assert rounds[0]["clients"] == [0, 1]
-    assert {"client": 1, "reason": "no reply within 45 s"} in rounds[1]["failures"]
+    reasons = [failure["reason"] for failure in rounds[1]["failures"] if failure["client"] == 1]
+    assert len(reasons) == 1 and re.search(
+        "Node Unavailable|its node went offline after the message was sent", reasons[0]
+    )
+    assert rounds[1]["seconds"]["clients"] < 120  # a minute without heartbeat, and no round-timeout of 1,800 s
     assert rounds[-1]["clients"] == [0, 1, 2]
     made = Counter()
     for client, folder in enumerate(lab.deployment.node_folders(lab.folder)):

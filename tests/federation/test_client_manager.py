@@ -445,8 +445,8 @@ def test_error_of_a_node_is_not_taken_for_dead_processes(
     grid.errors[300] = code
     for _ in range(3):
         run.clients.manager.discover_new_nodes()
-    assert "Node 300 did not identify itself: as it likes" in warnings(caplog)
-    assert grid.received.count((300, "query")) == times and grid.clock.now == 0
+    assert warnings(caplog).count("Node 300 did not identify itself: as it likes") == 1
+    assert grid.clock.now == 0
 
 
 def test_node_that_restarts_in_a_round_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -454,7 +454,7 @@ def test_node_that_restarts_in_a_round_is_not_waited_for(tmp_path: Path, monkeyp
     run = start_federation(tmp_path, grid, **{"round-timeout": 1800})
     grid.restarts.add(101)
     state, outcome = run.training.train_round(START)
-    assert outcome.failures == [{"client": 1, "reason": "its node restarted and lost the message"}]
+    assert outcome.failures == [{"client": 1, "reason": "its node went offline after the message was sent"}]
     assert grid.clock.now == 12
     grid.revive(101)
     _, outcome = run.training.train_round(state)
