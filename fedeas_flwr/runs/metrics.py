@@ -1,4 +1,4 @@
-"""Metrics of a run's rounds: last-20 mean, peak, rounds to a threshold, accuracy drops, median Γ̂, efficiency η."""
+"""Metrics of a run's rounds: last-20 mean, peak, rounds to a threshold, drops, gaps, median Γ̂, efficiency η."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
+
+from fedeas_flwr.common.text import MAX_NAMED, counted, numbered
 
 WALL_CLOCK = ("clients", "aggregate", "end_wait")
 """Phases that run one after the other on the server; their sum is the wall-clock time of the rounds.
@@ -51,11 +53,32 @@ def efficiency(gain: float, images: float) -> float | None:
     return 1000 * gain / images if images else None
 
 
+def describe_gaps(rounds: Sequence[Mapping[str, Any]]) -> str:
+    """Return in one line which clients are missing in which rounds, those missing most often first; or nothing."""
+    missing: dict[int, list[int]] = {}
+    for record in rounds:
+        for client in {failure["client"] for failure in record["failures"]}:
+            missing.setdefault(client, []).append(record["round"])
+    parts = []
+    if missing:
+        often = sorted(missing, key=lambda client: (-len(missing[client]), client))
+        where = [f"client {client} in {numbered('round', missing[client])}" for client in often[:MAX_NAMED]]
+        where += [counted(len(often) - MAX_NAMED, "more client")] if len(often) > MAX_NAMED else []
+        replies = counted(sum(len(record["failures"]) for record in rounds), "reply", "replies")
+        affected = sum(bool(record["failures"]) for record in rounds)
+        parts.append(f"{replies} missing in {affected} of {counted(len(rounds), 'round')} ({'; '.join(where)})")
+    if not_joined := {record["round"]: record["not_joined"] for record in rounds if record.get("not_joined")}:
+        clients = counted(max(not_joined.values()), "client")
+        parts.append(f"{clients} not joined yet in {numbered('round', list(not_joined))}")
+    return "; ".join(parts)
+
+
 def summarise(rounds: Sequence[Mapping[str, Any]], threshold: float) -> dict[str, Any]:
     """Return the summary of a run's round records."""
     accuracies = [float(r["accuracy"]) for r in rounds]
     dissimilarities = [r["gamma_hat"] for r in rounds if r.get("gamma_hat") is not None]
     phases = sorted({phase for r in rounds for phase in r["seconds"]})
+    gaps = describe_gaps(rounds)
     return {
         "rounds": len(rounds),
         "last_20": last_20(accuracies),
@@ -67,5 +90,6 @@ def summarise(rounds: Sequence[Mapping[str, Any]], threshold: float) -> dict[str
         "threshold": threshold,
         "rounds_to_threshold": rounds_to_threshold(accuracies, threshold),
         "failures": sum(len(r["failures"]) for r in rounds),
+        **({"gaps": gaps} if gaps else {}),
         "seconds": {phase: round(sum(seconds_of(phase, r["seconds"]) for r in rounds), 3) for phase in phases},
     }
