@@ -49,8 +49,9 @@ class DeclaredSampleCounts:
             raise MessageError(f"num-examples = {report.examples}, but the client first declared {declared}")
         policy, settings = POLICIES[self._config.policy], self._config.policy_settings
         images = policy.max_total(max(declared, report.examples), self._classes, settings, share)
-        if report.generated > images:
-            raise MessageError(f"generated = {report.generated}, but its plan cannot exceed {images}")
+        if report.generated + report.not_made > images:
+            more = f" and not-made = {report.not_made}" if report.not_made else ""
+            raise MessageError(f"generated = {report.generated}{more}, but its plan cannot exceed {images}")
 
     def check_reply(self, client: int, policy: MatchedPolicy, question: str, at: float, numbers: Sequence[int]) -> None:
         """Check a reply to a matched policy's question.

@@ -193,6 +193,7 @@ class Federation:
         loss = sum(report.loss * report.examples for report in reports) / examples if reports else None
         refused = sorted(self.clients.refused.items()) if state.round == 1 else []  # recorded with the first round
         absent = max(0, self.config.clients - len(self.clients.nodes))
+        limited = [{"client": report.client, "images": report.not_made} for report in reports if report.not_made]
         return {
             "train_loss": loss,
             **({"epsilon": spent["epsilon"]} if spent else {}),
@@ -202,6 +203,7 @@ class Federation:
             "generated": sum(state.generated.values()),
             "made": sum(report.made for report in reports),
             "rejected": sum(report.rejected for report in reports),
+            **({"not_made": limited} if limited else {}),
             "steps": sum(report.steps for report in reports),
         }
 

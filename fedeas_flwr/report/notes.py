@@ -10,7 +10,7 @@ from fedeas_flwr.report.groups import Group, Member, baseline_of, gain_and_effic
 
 def notes_on(groups: Sequence[Group]) -> list[str]:
     """Return all notes."""
-    makers = (unfinished_notes, gap_notes, no_gain_notes, seed_notes, absence_notes, sharing_notes)
+    makers = (unfinished_notes, gap_notes, no_gain_notes, seed_notes, absence_notes, limit_notes, sharing_notes)
     return [note for make in makers for note in make(groups)]
 
 
@@ -74,6 +74,18 @@ def _absence_reason(absent: Sequence[int], clients: int) -> str:
     if len(absent) <= MAX_NAMED:
         who = f"clients {', '.join(map(str, absent))}"
     return f"{who} never took part, so they generated none"
+
+
+def limit_notes(groups: Sequence[Group]) -> list[str]:
+    """Return a line for each run with nodes that limit their number of images."""
+    found = []
+    for member in (member for group in groups for member in group.members if member.not_made):
+        planned = member.summary["total_generated"] + member.not_made
+        where = [f"client {item['client']}: {item['images']:,}" for item in member.summary["not_made"]]
+        names = ", ".join(where) if len(where) <= MAX_NAMED else counted(len(where), "client")
+        numbers = f"{member.not_made:,} of {planned:,} planned, by the limits of nodes ({names})"
+        found.append(f"Images not made: {member.run.path.name}, {numbers}")
+    return found
 
 
 def sharing_notes(groups: Sequence[Group]) -> list[str]:

@@ -53,6 +53,15 @@ def efficiency(gain: float, images: float) -> float | None:
     return 1000 * gain / images if images else None
 
 
+def images_not_made(rounds: Sequence[Mapping[str, Any]]) -> list[dict[str, int]]:
+    """Return each limited client and how many images of its plan it did not make, as of the client's last round."""
+    found: dict[int, dict[str, int]] = {}
+    for record in rounds:
+        limited = {item["client"]: item for item in record.get("not_made", [])}
+        found = {client: item for client, item in found.items() if client not in record["clients"]} | limited
+    return [found[client] for client in sorted(found)]
+
+
 def describe_gaps(rounds: Sequence[Mapping[str, Any]]) -> str:
     """Return in one line which clients are missing in which rounds, those missing most often first; or nothing."""
     missing: dict[int, list[int]] = {}
@@ -78,7 +87,7 @@ def summarise(rounds: Sequence[Mapping[str, Any]], threshold: float) -> dict[str
     accuracies = [float(r["accuracy"]) for r in rounds]
     dissimilarities = [r["gamma_hat"] for r in rounds if r.get("gamma_hat") is not None]
     phases = sorted({phase for r in rounds for phase in r["seconds"]})
-    gaps = describe_gaps(rounds)
+    not_made, gaps = images_not_made(rounds), describe_gaps(rounds)
     return {
         "rounds": len(rounds),
         "last_20": last_20(accuracies),
@@ -86,6 +95,7 @@ def summarise(rounds: Sequence[Mapping[str, Any]], threshold: float) -> dict[str
         "peak_round": int(np.argmax(accuracies)) + 1,
         "final": accuracies[-1],
         "total_generated": int(rounds[-1]["generated"]),
+        **({"not_made": not_made} if not_made else {}),
         "gamma_hat": float(np.median(dissimilarities)) if dissimilarities else None,
         "threshold": threshold,
         "rounds_to_threshold": rounds_to_threshold(accuracies, threshold),

@@ -24,6 +24,7 @@ from fedeas_flwr.generators.opening import open_generator
 from fedeas_flwr.runs.directory import RunDirectory
 
 RUN = "ab" * 16
+PLACE = {"partition-id": 0, "num-partitions": 2}
 
 
 @pytest.mark.parametrize(
@@ -43,6 +44,11 @@ RUN = "ab" * 16
         ({"path": "."}, "unknown key 'path' = '.'; did you mean 'data-path'?"),
         ({"zzzzzz": 1}, "unknown key 'zzzzzz' = 1; there are client-id, data-path, partition-id, num-partitions, gen"),
         ({"partition-id": 0, "num-partitions": 2, "generator": 3}, "generator = 3: must be text"),
+        ({**PLACE, "max-images": -3}, "max-images = -3: must be a whole number from 0"),
+        ({**PLACE, "max-images": 1e3}, "max-images = 1000.0: must be a whole number from 0"),
+        ({**PLACE, "max-images": "500"}, "max-images = '500': must be a whole number from 0"),
+        ({**PLACE, "generate": "maybe"}, 'generate = \'maybe\': must be "yes" or "no"'),
+        ({**PLACE, "generate": 0}, 'generate = 0: must be "yes" or "no"'),
     ],
 )
 def test_invalid_node_config_is_one_line(node_config: dict[str, object], reason: str) -> None:
@@ -57,6 +63,22 @@ def test_node_config_keys_override_the_run_config() -> None:
     assert read_node(place).apply(config) is config
     node = read_node({**place, "generator": "/mine/generator", "device": "cpu"})
     assert node.apply(config) == config.with_changes(generator="/mine/generator", device="cpu")
+
+
+@pytest.mark.parametrize(
+    ("limit", "images"),
+    [
+        ({}, None),
+        ({"max-images": 500}, 500),
+        ({"generate": "yes"}, None),
+        ({"generate": "no"}, 0),
+        ({"generate": False}, 0),
+        ({"generate": True, "max-images": 0}, 0),
+        ({"generate": "no", "max-images": 500}, 0),
+    ],
+)
+def test_node_states_its_limit_of_images(limit: dict[str, object], images: int | None) -> None:
+    assert read_node({**PLACE, **limit}).max_images == images
 
 
 def test_state_folder_of_simulated_client_and_of_node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
