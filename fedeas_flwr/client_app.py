@@ -108,6 +108,7 @@ def train_client(message: Message, context: Context) -> Message:
         (plan,) = images_to_generate(policy, view).tolist()
         kept = scale_down(plan, node.limited(sum(plan)))
         state = replace(state, generate=tuple(kept), not_made=sum(plan) - sum(kept), counts=tuple(counts))
+        logger.info("client %d: %d images planned, %d within this node's limit", node.client, sum(plan), sum(kept))
     generate = state.generate or ()
     warn_if_limit_changed(node, sum(generate), state.not_made)
 
@@ -204,7 +205,17 @@ def warn_if_limit_changed(node: Node, kept: int, not_made: int) -> None:
 
 def _open(context: Context) -> tuple[RunConfig, Node]:
     node = read_node(context.node_config)
+    if not node.simulated:
+        _show_log()
     return node.apply(_parse_once(tuple(context.run_config.items()))), node
+
+
+def _show_log() -> None:
+    """Show this package's log as Flower shows its own: on a node, nobody else shows it."""
+    package, flower = logging.getLogger("fedeas_flwr"), logging.getLogger("flwr")
+    package.setLevel(logging.INFO)
+    for handler in flower.handlers:
+        package.addHandler(handler)
 
 
 @lru_cache(maxsize=4)

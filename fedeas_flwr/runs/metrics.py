@@ -78,7 +78,7 @@ def describe_gaps(rounds: Sequence[Mapping[str, Any]]) -> str:
         parts.append(f"{replies} missing in {affected} of {counted(len(rounds), 'round')} ({'; '.join(where)})")
     if not_joined := {record["round"]: record["not_joined"] for record in rounds if record.get("not_joined")}:
         clients = counted(max(not_joined.values()), "client")
-        parts.append(f"{clients} not joined yet in {numbered('round', list(not_joined))}")
+        parts.append(f"{clients} not joined in {numbered('round', list(not_joined))}")
     return "; ".join(parts)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import subprocess
 import sys
 from dataclasses import replace
@@ -9,8 +10,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from flwr.app import Context, RecordDict
 from runners import CHEAP, finish, small, weights
 
+from fedeas_flwr import client_app
 from fedeas_flwr.common.errors import ConfigError, RunFailedError
 from fedeas_flwr.config import parse_config
 from fedeas_flwr.data import datasets
@@ -195,3 +198,22 @@ def test_resumed_run_does_not_load_diffusers(tmp_path: Path, fresh_images) -> No
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["False"]
     assert weights(RunDirectory(tmp_path / "run")) == whole
+
+
+@pytest.mark.parametrize("simulated", [False, True])
+def test_only_a_real_node_shows_the_packages_log(
+    simulated: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Flower's process on a node shows only Flower's own log."""
+    package, flower = logging.getLogger("fedeas_flwr"), logging.getLogger("flwr")
+    monkeypatch.setattr(package, "handlers", [])
+    monkeypatch.setattr(package, "level", logging.NOTSET)
+    monkeypatch.setattr(flower, "handlers", [logging.StreamHandler(sys.stdout)])
+    package.manager._clear_cache()
+    place = {**PLACE, **({"simulated": True} if simulated else {})}
+    for _ in range(2):  # one line for each, however many messages the process handles
+        client_app._open(Context(run_id=1, node_id=1, node_config=place, state=RecordDict(), run_config={}))
+    logging.getLogger("fedeas_flwr.generators").info("images generated: 1 of 2")
+    assert capsys.readouterr().out == ("" if simulated else "images generated: 1 of 2\n")
+    monkeypatch.undo()
+    package.manager._clear_cache()

@@ -236,13 +236,13 @@ def test_summary_by_hand() -> None:
             "5 replies missing in 4 of 10 rounds (client 3 in rounds 1–3, 7; client 0 in round 1)",
         ),
         ({1: [5, 5]}, {}, "2 replies missing in 1 of 10 rounds (client 5 in round 1)"),  # of the plan and of the round
-        ({}, {1: 2, 2: 1}, "2 clients not joined yet in rounds 1, 2"),
+        ({}, {1: 2, 2: 1}, "2 clients not joined in rounds 1, 2"),
         (
             {1: list(range(8)), 2: [7]},
             {4: 1},
             "9 replies missing in 2 of 10 rounds (client 7 in rounds 1, 2; client 0 in round 1; client 1 in round 1; "
             "client 2 in round 1; client 3 in round 1; client 4 in round 1; 2 more clients); "
-            "1 client not joined yet in round 4",
+            "1 client not joined in round 4",
         ),
     ],
 )
