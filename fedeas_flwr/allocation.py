@@ -76,7 +76,7 @@ def budget(counts: npt.ArrayLike, beta: float, gamma: float = 0.5, use_entropy: 
 
 
 def _exact_budget(counts: list[int], beta: float, gamma: float, use_entropy: bool) -> int:
-    """Return one client's b_k by decimal arithmetic of 60 digits, with β and γ as they are printed: 100 · 0.29 is 29."""
+    """Return one client's b_k by decimal arithmetic of 60 digits, with β and γ as printed: 100 · 0.29 is 29."""
     with localcontext(prec=60):
         size, skew = Decimal(sum(counts)), Decimal(1)
         if use_entropy:
