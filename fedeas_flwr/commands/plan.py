@@ -99,7 +99,7 @@ def plan(
     conf, overrides = split_conf(words or [])
     given = _given(parse_overrides(overrides), context.params)
     values = (QUICKSTART if conf is None else read_values(conf)) | {key: value for key, (value, _) in given.items()}
-    chosen = str(values.get("policy", RunConfig().policy))
+    chosen = str(values.get("policy", parse_config({}).policy))
     _check_settings(given, chosen, values)
     _check_beta_or_limits(limits, given, grid)
     if not timed_by:

@@ -58,8 +58,10 @@ def read_counts(path: str | Path, id_column: str | None = None) -> Counts:
         text = content.decode("utf-8-sig")
     except UnicodeDecodeError:
         raise ValueError(f"{path}: must be text in UTF-8") from None
+    classes: list[str] = []
+    clients: list[str] = []
     if kind == ".json":
-        rows, classes, clients = _json_rows(path, text), [], []
+        rows = _json_rows(path, text)
     else:
         header, rows = _csv_lines(path, text, id_column)
         if header and _is_long(header, id_column):
