@@ -30,8 +30,9 @@ from fedeas_flwr.reproduce.paper_comparison import (
     signed,
     value_of,
 )
-from fedeas_flwr.reproduce.results import Results, Value
+from fedeas_flwr.reproduce.results import Results, Value, measure
 from fedeas_flwr.reproduce.tables import Table
+from fedeas_flwr.runs.listing import find_runs
 from fedeas_flwr.runs.metrics import accuracy_drops
 
 
@@ -174,6 +175,28 @@ def rule_table(results: Results) -> Table:
         images = show_budget(budget) if budget else f"{plan.sum():,} planned"
         shown = [label, beta, images, f"{100 * removed(counts, plan):.1f} %", show_ours(last), show_seeds(last)]
         table.add(shown, last, budget)
+    return table
+
+
+def records_table(results: Results, folder: Path) -> Table:
+    """Return the records of a folder, made with a changed strategy, next to the unchanged one and the paper's.
+
+    Accuracies are means over a record's last 20 rounds and the same rounds of its cell's runs. A record with fewer
+    rounds than the paper's is not compared with the paper.
+    """
+    head = ["Record", "Where", "Rounds", "Changed, %", "Unchanged, %", "Seeds", "Paper, last-20 %", "Changed − paper"]
+    table = Table(head)
+    for run in find_runs([folder]):
+        config = run.config()
+        place = column(f"c{config.dataset.removeprefix('cifar')}-k{config.clients}-a{config.alpha:g}")
+        name, window = f"{place.name}/{config.strategy}", slice(config.rounds - 20, config.rounds)
+        published = last_20_of(results, name).paper if config.rounds == cells.FULL["rounds"] else None
+        rounds = f"{window.start + 1} to {window.stop}"
+        ours = {one.seed: 100 * statistics.fmean(one.accuracies[window]) for one in results.of(name)}
+        unchanged = Value(name, rounds, tuple(ours.values()), tuple(ours), None)
+        changed = Value(run.path.name, rounds, (100 * measure(run, config).last_20,), (config.seed,), published)
+        shown = [show_ours(changed), show_ours(unchanged), show_seeds(unchanged), *compared(changed)[2:]]
+        table.add([f"`{run.path.name}`", place.title(results.scale), rounds, *shown], changed, unchanged)
     return table
 
 

@@ -94,6 +94,21 @@ def test_into_compares_a_sweep_on_equal_partitions(place: Path) -> None:
     ]
 
 
+def test_into_compares_records_of_a_changed_strategy(tmp_path: Path) -> None:
+    cell, curve = f"{BETA_SWEEP_COLUMN}/scaffold", [0.3] * 60 + [0.2] * 140
+    record(tmp_path / "records" / "cell-s1", cell, 1, curve)
+    record(tmp_path / "records" / "new" / "long", cell, 1, [0.5] * 200, keys={"local-epochs": 1})
+    record(tmp_path / "records" / "new" / "short", cell, 1, [0.5] * 40 + [0.4] * 20, keys={"rounds": 60})
+    (tmp_path / "doc.md").write_text("<!-- reproduce records new -->\n<!-- end -->\n")
+    done = into("--scale", "full", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    rows = (tmp_path / "doc.md").read_text().splitlines()[4:6]
+    assert rows == [
+        "| `long` | CIFAR-10, K = 20, α = 0.1 | 181 to 200 | 50.00 | 20.00 | 1 | 60.16 | −10.16 |",
+        "| `short` | CIFAR-10, K = 20, α = 0.1 | 41 to 60 | 40.00 | 30.00 | 1 | – | – |",
+    ]
+
+
 @pytest.mark.parametrize(
     ("text", "says"),
     [
@@ -106,6 +121,7 @@ def test_into_compares_a_sweep_on_equal_partitions(place: Path) -> None:
         (number("sd", "fedavg"), "doc.md, line 1: 'sd' of 1 runs"),
         ("1<!--= last-20 nowhere/here -->", "doc.md, line 1: 'nowhere/here': neither a cell nor a folder in records"),
         ("<!-- reproduce sweep nowhere a=b -->\n<!-- end -->", "doc.md, line 1: 'sweep nowhere a=b': must be sweep FO"),
+        ("<!-- reproduce records nowhere -->\n<!-- end -->", "doc.md, line 1: 'records nowhere': must be records FOL"),
         (
             f"a\n<!-- reproduce beta -->\nprose\n{DOCUMENT}",
             "doc.md, line 2: '<!-- reproduce beta -->' has no '<!-- end",
