@@ -149,6 +149,7 @@ BATCHED: Variants = {
         ("missing-only", "scaffold", "fedeas-b8", "uniform-b4", "uniform-b16"), _NO_SMALL_BATCH
     ),
     "c10-k100-a0.05": dict.fromkeys(("uniform", "scaffold"), _NO_SMALL_BATCH),
+    "c10-k100-a0.3": {"fedmix": _NO_SMALL_BATCH},
 }
 DRAWN: Variants = dict.fromkeys(
     (DEFAULT_COLUMN, "c100-k100-a0.1"), dict.fromkeys(_AT_ONE_TOTAL, ("-logsnr", "-guided", "-guided-6"))
