@@ -108,7 +108,8 @@ def train_client(message: Message, context: Context) -> Message:
         (plan,) = images_to_generate(policy, view).tolist()
         kept = scale_down(plan, node.limited(sum(plan)))
         state = replace(state, generate=tuple(kept), not_made=sum(plan) - sum(kept), counts=tuple(counts))
-        logger.info("client %d: %d images planned, %d within this node's limit", node.client, sum(plan), sum(kept))
+        limited = f", {sum(kept):,} within this node's limit" if sum(kept) < sum(plan) else ""
+        logger.info("client %d: %s images planned%s", node.client, f"{sum(plan):,}", limited)
     generate = state.generate or ()
     warn_if_limit_changed(node, sum(generate), state.not_made)
 
