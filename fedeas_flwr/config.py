@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import math
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -406,7 +407,8 @@ def parse_config(values: Mapping[str, Any]) -> RunConfig:
 def unknown_key(key: str, value: Any, known: Sequence[str], listed: str = "`fedeas keys` lists them all") -> str:
     """Return an error line for an unknown key: similar keys and, unless there is just one, where all are ``listed``."""
     with_word = [name for name in known if key in name.split("-")]
-    near = difflib.get_close_matches(key, known, n=1, cutoff=0.8)
+    near = [name for name in known if key == "".join(word[0] for word in name.split("-"))]  # lr: learning-rate
+    near = near or difflib.get_close_matches(key, known, n=1, cutoff=0.8)
     near = (
         near or difflib.get_close_matches(key, with_word, n=2, cutoff=0) or difflib.get_close_matches(key, known, n=2)
     )
@@ -421,4 +423,6 @@ def _one_line(error: Any) -> str:
     if not error["loc"]:
         return message
     message = message.removeprefix("Input should be ").removeprefix("must be ")
-    return f"{_key(str(error['loc'][0]))} = {error['input']!r}: must be {message}"
+    near = difflib.get_close_matches(str(error["input"]).lower(), re.findall(r"[a-z][\w-]+", message), n=1, cutoff=0.8)
+    hint = f"; did you mean {near[0]!r}?" if near else ""
+    return f"{_key(str(error['loc'][0]))} = {error['input']!r}: must be {message}{hint}"

@@ -31,9 +31,11 @@ def run(
         return
     wanted = Path("runs").absolute() / run_name(config)
     with reserved_folder(wanted) as folder:
-        if folder != wanted and RunDirectory(wanted).state() == "interrupted":
+        if folder != wanted:
             again = shlex.join(["fedeas", "resume", str(wanted)])
-            console.print(f"{wanted.name} was interrupted; to resume it: {again}", highlight=False, soft_wrap=True)
+            resumed = RunDirectory(wanted).state() == "interrupted"
+            before = f"was interrupted (to resume it: {again})" if resumed else "exists"
+            console.print(f"{wanted.name} {before}; new run: {folder.name}", highlight=False, soft_wrap=True)
         start(config.with_changes(run_dir=str(folder)))
 
 

@@ -76,15 +76,24 @@ def _warn(lines: Sequence[str]) -> None:
         print(line, file=sys.stderr)
 
 
-@runs_app.command(short_help="Show one run: where it stands, and what it is")
+@runs_app.command(short_help="Show runs: where each stands, and what it is")
 def show(
-    folder: Annotated[Path, typer.Argument(metavar="RUN", help="a run directory")], output: FormatOption = "table"
+    folders: Annotated[list[Path], typer.Argument(metavar="RUN...", help="run directories")],
+    output: FormatOption = "table",
 ) -> None:
-    """Show one run: where it stands, the keys that are not at their default, its summary."""
-    found = describe_in_full(RunDirectory(folder))
+    """Show runs: where each stands, the keys that are not at their default, its summary.
+
+    The JSON of one run is an object, of several a list.
+    """
+    found = [describe_in_full(RunDirectory(folder)) for folder in folders]
     if output == "json":
-        print(json.dumps(found, indent=1))
+        print(json.dumps(found if len(found) > 1 else found[0], indent=1))
         return
+    for run in found:
+        _show(run)
+
+
+def _show(found: Mapping[str, Any]) -> None:
     console, reason = Console(), found["error"] or found["gaps"]
     print(f"{found['path']}: {_state(found)}{f': {reason}' if reason else ''}")
     words = ("value", "default")

@@ -219,7 +219,8 @@ def check_gateway(address: str, folder: Path) -> Iterator[Finding]:
 
 def _check_registered(folder: Path, deployment: Deployment) -> Iterator[Finding]:
     if not is_listening(deployment.superlink_port):
-        yield note("SuperLink", f"{deployment.control_address} does not answer", f"open a tunnel: {deployment.tunnel}")
+        fix = f"start superlink/start.sh on the server; from another machine, open a tunnel: {deployment.tunnel}"
+        yield problem("SuperLink", f"{deployment.control_address} does not answer", fix)
         return
     try:
         known = list_nodes(folder)

@@ -479,3 +479,11 @@ def test_cache_ls_verify_and_prune_commands(tmp_path: Path) -> None:
     assert "removed 0" in run_in_process("cache", "prune", "--older-than", "1d", **environment).stdout
     assert "removed 1" in run_in_process("cache", "prune", "--key", cache.key(Fake(), 3)[:6], **environment).stdout
     assert "0 images" in run_in_process("cache", "ls", **environment).stdout
+
+
+def test_repeated_run_names_its_new_folder(tmp_path: Path) -> None:
+    words = ["run", str(ROOT / "conf/quickstart.toml"), "policy=none", "rounds=1", "local-epochs=1", "backend=inline"]
+    first, second = (run_in_process(*words, cwd=tmp_path) for _ in range(2))
+    (name,) = [path.name for path in (tmp_path / "runs").iterdir() if not path.name.endswith("-2")]
+    assert "new run" not in first.stdout
+    assert second.stdout.splitlines()[0] == f"{name} exists; new run: {name}-2"

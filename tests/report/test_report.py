@@ -217,6 +217,13 @@ def test_lost_replies_are_reported_with_the_results(tmp_path: Path) -> None:
     assert lines[-1] == "missing: client replies that the run continued without"
     shown = run_in_process("runs", "show", str(tmp_path / "a2")).stdout
     assert shown.startswith(f"{tmp_path / 'a2'}: finished, with gaps: {gaps}\n")
+    both = ["runs", "show", str(tmp_path / "a1"), str(tmp_path / "a2")]
+    lines = run_in_process(*both).stdout.splitlines()
+    assert [line for line in lines if line.startswith(str(tmp_path))] == [
+        f"{tmp_path / 'a1'}: finished",
+        shown.splitlines()[0],
+    ]
+    assert [run["gaps"] for run in json.loads(run_in_process(*both, "--format", "json").stdout)] == ["", gaps]
     assert "missing" not in run_in_process("runs", "ls", str(tmp_path / "a1")).stdout, (
         "reported although no reply is missing"
     )
