@@ -89,8 +89,8 @@ def build_engine(config: RunConfig, device: str, objective: Objective, rank: int
     """Build the engine the run-config names; ``auto`` is graphed on a GPU and eager elsewhere.
 
     If a process has several engines, the GPU serves those of lower rank first. A step that cannot be captured in a
-    graph runs eagerly, with a warning. If memory runs out, the engine falls back to one that needs less
-    (oom_fallback.py).
+    graph is tried with PyTorch's layers in place of the fused ones, and then runs eagerly, with a warning. If memory
+    runs out, the engine falls back to one that needs less (oom_fallback.py).
     """
     from fedeas_flwr.training.eager import EagerEngine
 
@@ -98,11 +98,11 @@ def build_engine(config: RunConfig, device: str, objective: Objective, rank: int
     info = dataset_info(config.dataset)
     normalise, training = Normaliser(info.mean, info.std, device), local_training_config(config)
 
-    def graphed() -> Engine:
+    def graphed(fused: bool = True) -> Engine:
         from fedeas_flwr.training.gpu.graphed import GraphedEngine
 
         return GraphedEngine(
-            build_network(config), training, normalise, config.precision, objective=objective, rank=rank
+            build_network(config), training, normalise, config.precision, objective=objective, rank=rank, fused=fused
         )
 
     def eager(differentiate: Differentiate, samples_at_once: int) -> Engine:
@@ -114,11 +114,13 @@ def build_engine(config: RunConfig, device: str, objective: Objective, rank: int
     eager_level = ("eagerly", partial(eager, full_batch_gradient, config.batch_size))
     use_graphs = config.engine != "eager" and device != "cpu"
 
-    def fallbacks() -> list[FallbackLevel]:
+    def fallbacks(out_of_memory: bool) -> list[FallbackLevel]:
         height, width, channels = info.image_shape
         modes = low_memory_modes(build_network(config), torch.zeros(2, channels, height, width), config.batch_size)
         low_memory = [(name, partial(eager, differentiate, samples)) for name, differentiate, samples in modes]
-        return [*([eager_level] if use_graphs else []), *low_memory]
+        unfused = ("in CUDA graphs with PyTorch's layers", partial(graphed, fused=False))
+        faster = [eager_level] if out_of_memory else [unfused, eager_level]
+        return [*(faster if use_graphs else []), *low_memory]
 
     return OomFallbackEngine(("in CUDA graphs", graphed) if use_graphs else eager_level, fallbacks)
 

@@ -146,10 +146,11 @@ class OomFallbackEngine:
     first
         The level to start with.
     fallbacks
-        Returns the levels below it, the one that needs most memory first; called once, when the first level fails.
+        Returns the levels below it, the one that needs most memory first; called once, when the first level fails,
+        with whether it ran out of memory.
     """
 
-    def __init__(self, first: FallbackLevel, fallbacks: Callable[[], Sequence[FallbackLevel]]) -> None:
+    def __init__(self, first: FallbackLevel, fallbacks: Callable[[bool], Sequence[FallbackLevel]]) -> None:
         self._mode, build = first
         self._engine, self._list_fallbacks = build(), fallbacks
         self._fallbacks: list[FallbackLevel] | None = None
@@ -176,15 +177,16 @@ class OomFallbackEngine:
             except (RuntimeError, MemoryError) as error:
                 if not is_out_of_memory(error) and not isinstance(error, CaptureError):
                     raise
-                problem = "out of memory in training" if is_out_of_memory(error) else "no CUDA graph of a training step"
+                out_of_memory = is_out_of_memory(error)
+                problem = "out of memory in training" if out_of_memory else "no CUDA graph of a training step"
                 if problem != self._problem:
                     self._problem, self._reason = problem, one_line(error)
             # The memory is free only here, after the traceback and its tensors are gone.
             batches.bit_generator.state = start
-            self._fall_back()
+            self._fall_back(out_of_memory)
 
-    def _fall_back(self) -> None:
-        self._fallbacks = list(self._list_fallbacks()) if self._fallbacks is None else self._fallbacks
+    def _fall_back(self, out_of_memory: bool) -> None:
+        self._fallbacks = list(self._list_fallbacks(out_of_memory)) if self._fallbacks is None else self._fallbacks
         if not self._fallbacks:
             raise RuntimeError(f"batch-size: no memory to train even {self._mode} ({self._reason}); make it smaller")
         self._mode, build = self._fallbacks.pop(0)

@@ -17,7 +17,9 @@ from fedeas_flwr.common import cuda
 from fedeas_flwr.common.cuda import WARM_UPS, CaptureError, capture, capturing
 from fedeas_flwr.common.devices import configure_torch
 from fedeas_flwr.generators.diffusion.denoising import _arithmetic
-from fedeas_flwr.training.engine import TrainResult
+from fedeas_flwr.training.engine import LocalTrainingConfig, TrainResult, read_state
+from fedeas_flwr.training.gpu.graphed import GraphedEngine
+from fedeas_flwr.training.models import Normaliser
 from fedeas_flwr.training.oom_fallback import OomFallbackEngine
 
 CUDA = torch.device("cuda")
@@ -134,7 +136,7 @@ class FakeEngine:
 def log_of_training(first: Exception, second: Exception | None, caplog: pytest.LogCaptureFixture) -> list[str]:
     """Train a client twice with an engine whose first one or two levels fail; return the log messages."""
     less = [("eagerly", lambda: FakeEngine(second)), ("block by block", FakeEngine)]
-    engine: Any = OomFallbackEngine(("in CUDA graphs", lambda: FakeEngine(first)), lambda: less)
+    engine: Any = OomFallbackEngine(("in CUDA graphs", lambda: FakeEngine(first)), lambda _: less)
     with caplog.at_level(logging.WARNING, "fedeas_flwr"):
         for _ in range(2):
             assert engine.train({}, {}, None, None, np.random.default_rng(0))[0].steps == 3
@@ -156,3 +158,17 @@ def test_out_of_memory_after_a_failed_capture_is_logged(caplog: pytest.LogCaptur
 def test_other_errors_in_training_are_raised(caplog: pytest.LogCaptureFixture) -> None:
     with pytest.raises(RuntimeError, match="a mistake of the model"):
         log_of_training(RuntimeError("a mistake of the model"), None, caplog)
+
+
+def test_error_of_a_networks_preparation_is_a_capture_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that the next level is tried: a compiler of kernels may raise anything."""
+
+    def fail(*given: Any) -> None:
+        raise TypeError("unexpected layer")
+
+    monkeypatch.setattr(GraphedEngine, "_build_for_shape", fail)
+    model = torch.nn.Linear(1, 2)
+    engine = GraphedEngine(model, LocalTrainingConfig(1, 2, 0.1), Normaliser((0.5,), (0.5,), "cpu"), "fp32", "cpu")
+    images, labels = torch.zeros(4, 1, 1, 1, dtype=torch.uint8), torch.zeros(4, dtype=torch.long)
+    with pytest.raises(CaptureError, match="unexpected layer"):
+        engine.train(*read_state(model), images, labels, np.random.default_rng(0))

@@ -419,7 +419,7 @@ def kill_on_nodes(campaign: Campaign, result: Result) -> None:
     campaign.undisturbed("nodes")
     shutil.rmtree(campaign.folder, ignore_errors=True)
     campaign.folder.mkdir()
-    # A round without the killed node's reply fails and is resumed: it would be legitimate otherwise, with other weights.
+    # A round without the killed node's reply fails and is resumed: otherwise other weights would be legitimate.
     values = {**COMMON, **SETUPS["nodes"], "round-timeout": 240.0, "min-replies": 1.0}
     keys = {key.replace("-", "_"): value for key, value in values.items()}
     after, pause = draws.randrange(COMMON["rounds"] - 1), draws.random()

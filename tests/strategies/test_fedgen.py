@@ -107,7 +107,9 @@ def torch_generator(generator: dict[str, torch.Tensor]) -> nn.Sequential:
 
 def test_two_server_rounds_match_torch_adam() -> None:
     """Client 0 trains in round 1, both clients in round 2; compare with torch's layers, optimiser and schedule."""
-    config = small(Path("/nowhere"), **FEDGEN, fedgen_steps=4, fedgen_batch=3, batch_size=6, clients=2, participation=1.0)
+    config = small(
+        Path("/nowhere"), **FEDGEN, fedgen_steps=4, fedgen_batch=3, batch_size=6, clients=2, participation=1.0
+    )
     strategy = build_strategy(config)
     assert isinstance(strategy, FedGen)
     counts = {0: np.array([5, 1, 0, 0, 0, 0, 0, 0, 0, 2]), 1: np.array([5, 0, 7, 0, 0, 0, 0, 0, 0, 0])}

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torchvision
 from requires_gpu import on_a_gpu
 from runners import CHEAP, NEEDS, finish, small
 from safetensors.numpy import load_file
@@ -99,6 +100,62 @@ def test_graphed_resnet18_matches_eager(strategy: str, precision: str, alike: fl
         ways.append(torch.cat([(trained[key].cpu() - before[key]).flatten() for key in before]))
     assert torch.nn.functional.cosine_similarity(ways[0], ways[1], dim=0) > alike
     assert 0.8 < ways[1].norm() / ways[0].norm() < 1.25
+
+
+NETWORKS = (
+    "resnet50", "mobilenet_v2", "mobilenet_v3_small", "vgg11_bn", "shufflenet_v2_x0_5", "densenet121",
+    "efficientnet_b0", "regnet_y_400mf", "convnext_tiny", "vit_b_32",
+)  # fmt: skip
+
+
+def torchvision_network(name: str) -> torch.nn.Module:
+    """Build a network of torchvision for images of 64×64, without random layers."""
+    more = {"image_size": 64} if name.startswith("vit") else {}
+    network: torch.nn.Module = getattr(torchvision.models, name)(num_classes=10, **more)
+    for module in network.modules():
+        if isinstance(module, (torch.nn.Dropout, torchvision.ops.StochasticDepth)):
+            module.p = 0.0
+    return network
+
+
+@on_a_gpu
+@pytest.mark.parametrize("name", NETWORKS)
+def test_torchvision_networks_train_in_graphs(name: str) -> None:
+    """Several change BatchNorm's output in place, which only PyTorch's own BatchNorm used to allow."""
+    torch.manual_seed(0)
+    start, rng, recipe = torchvision_network(name), np.random.default_rng(0), LocalTrainingConfig(1, 16, 1e-3)
+    normalise = Normaliser((0.5,) * 3, (0.3,) * 3, "cuda")
+    images = torch.from_numpy(rng.integers(0, 256, (40, 64, 64, 3), dtype=np.uint8)).cuda()  # the last batch is short
+    labels = torch.from_numpy(rng.integers(0, 10, 40)).cuda()
+    configure_torch("cuda", "fp32")
+    before, ways = read_state(start)[0], []
+    for engine in (
+        EagerEngine(deepcopy(start), recipe, normalise, "cuda"),
+        GraphedEngine(deepcopy(start), recipe, normalise, "fp32"),
+    ):
+        for number in range(2):
+            result, trained, _ = engine.train(*read_state(start), images, labels, np.random.default_rng(number))
+        assert np.isfinite(result.loss)
+        ways.append(torch.cat([(trained[key].cpu() - before[key]).flatten() for key in before]))
+    assert torch.nn.functional.cosine_similarity(ways[0], ways[1], dim=0) > 0.99
+
+
+@on_a_gpu
+def test_failing_fused_layer_is_replaced_by_pytorchs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from fedeas_flwr.training.gpu.fast_layers import FusedLayers  # needs Triton
+
+    def fail(self: Any, layer: Any, x: torch.Tensor) -> torch.Tensor:
+        if x.dim() == 4:
+            raise ValueError("a mistake of the kernel")
+        return type(layer).forward(layer, x)  # type: ignore[no-any-return]
+
+    monkeypatch.setattr(FusedLayers, "_batchnorm", fail)
+    run = finish(small(tmp_path / "run", policy="none", **GPU))
+    said = (run.path / "flower.log").read_text()
+    line = (
+        "no CUDA graph of a training step (a mistake of the kernel); from here on in CUDA graphs with PyTorch's layers"
+    )
+    assert line in said
 
 
 @on_a_gpu

@@ -208,15 +208,17 @@ def incoming_grad(dy, more_dy, y, where, counts, RELU: tl.constexpr, TWO: tl.con
 
 
 class _BatchNorm(torch.autograd.Function):
-    """Compute ``relu(batchnorm(x) + added)`` in training mode; return it twice, for two uses with separate gradients.
+    """Compute ``relu(batchnorm(x) + added)`` in training mode; return it once, or twice with separate gradients.
 
-    ``added`` is None, a map, or a map that ``other``, a second layer with its own weights, normalises first.
+    ``added`` is None, a map, or a map that ``other``, a second layer with its own weights, normalises first. A single
+    result may be changed in place, as by ``ReLU(inplace=True)``: torch permits that for no output of several, and for
+    none that the backward pass reads.
     """
 
     @staticmethod
     def forward(
         ctx: Any, x: Any, added: Any, weight: Any, bias: Any, weight2: Any, bias2: Any,
-        layer: Any, other: Any, count: Any, relu: bool,
+        layer: Any, other: Any, count: Any, relu: bool, twice: bool,
     ) -> Any:  # fmt: skip
         ctx.set_materialize_grads(False)  # an unused output has no gradient
         x = rows(x)
@@ -232,12 +234,12 @@ class _BatchNorm(torch.autograd.Function):
             (count, x[0, 0].numel(), layer.momentum, layer.eps),
             ADDS=ctx.adds, RELU=relu, TRACK=layer.track_running_stats,
         )  # fmt: skip
-        ctx.save_for_backward(x, added, y, weight, weight2, means, inverses, count)
-        return y, y.view_as(y)
+        ctx.save_for_backward(x, added, y if relu else x, weight, weight2, means, inverses, count)
+        return (y, y.view_as(y)) if twice else y
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, dy: Any, more_dy: Any) -> Any:
+    def backward(ctx: Any, dy: Any, more_dy: Any = None) -> Any:
         x, added, y, weight, weight2, means, inverses, count = ctx.saved_tensors
         two = dy is not None and more_dy is not None
         dy = rows(_or(dy, more_dy))
@@ -252,7 +254,7 @@ class _BatchNorm(torch.autograd.Function):
             ADDS=ctx.adds, RELU=ctx.relu, TWO=two,
         )  # fmt: skip
         more = (dweight[1], dbias[1]) if ctx.adds == _NORMALISED else (None, None)
-        return dx, dadded, dweight[0], dbias[0], *more, None, None, None, None
+        return dx, dadded, dweight[0], dbias[0], *more, None, None, None, None, None
 
 
 def batchnorm(
@@ -264,10 +266,18 @@ def batchnorm(
     ``other`` is a BatchNorm too, or None: then ``added`` is added unchanged.
     """
     if other is not None and (_parts(x) > 1 or _batchnorm_args(other) != _batchnorm_args(layer)):
-        (added, _), other = batchnorm(other, count, added), None  # type: ignore[arg-type]
+        added, other = plain_batchnorm(other, count, added), None  # type: ignore[arg-type]
     second = (other.weight, other.bias) if other is not None else (None, None)
     y: tuple[torch.Tensor, torch.Tensor] = _BatchNorm.apply(  # type: ignore[no-untyped-call]
-        x, added, layer.weight, layer.bias, *second, layer, other, count, relu
+        x, added, layer.weight, layer.bias, *second, layer, other, count, relu, True
+    )
+    return y
+
+
+def plain_batchnorm(layer: Any, count: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """Return ``layer(x)`` over the first ``count`` samples; the caller may change it in place."""
+    y: torch.Tensor = _BatchNorm.apply(  # type: ignore[no-untyped-call]
+        x, None, layer.weight, layer.bias, None, None, layer, None, count, False, False
     )
     return y
 

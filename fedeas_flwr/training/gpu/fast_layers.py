@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from fedeas_flwr.training.gpu.batchnorm_kernels import batchnorm
+from fedeas_flwr.training.gpu.batchnorm_kernels import batchnorm, plain_batchnorm
 from fedeas_flwr.training.gpu.head_kernels import MAX_CLASSES, linear
 from fedeas_flwr.training.gpu.stem_kernels import is_known_pooling, pooled
 
@@ -61,7 +61,10 @@ class FusedLayers:
             torch._foreach_add_(self._counters, number)
 
     def _batchnorm(self, layer: Any, x: torch.Tensor) -> torch.Tensor:
-        return self._normalised(layer, x)[0]
+        if layer.training:
+            return plain_batchnorm(layer, self.count, x)
+        y: torch.Tensor = type(layer).forward(layer, x)
+        return y
 
     def _normalised(
         self, layer: Any, x: torch.Tensor, added: torch.Tensor | None = None, relu: bool = False, other: Any = None

@@ -23,7 +23,8 @@ import numpy as np
 import torch
 from torch import nn
 
-from fedeas_flwr.common.cuda import LAST, capture, capturing, own_stream
+from fedeas_flwr.common.cuda import LAST, CaptureError, capture, capturing, own_stream
+from fedeas_flwr.common.errors import is_out_of_memory
 from fedeas_flwr.common.text import one_line
 from fedeas_flwr.training.augmentation import VIEWS, augment
 from fedeas_flwr.training.engine import LocalTrainingConfig, State, TrainResult, batch_table, clone_state, copy_state
@@ -63,6 +64,7 @@ class GraphedEngine:
     The captured step contains ``recipe`` and ``objective``, so they are fixed for an engine. ``precision`` is ``fp32``,
     ``tf32`` (tensor cores on float32 storage) or ``bf16`` (autocast; weights stay float32). On ``cpu`` the same steps
     run without graphs, for tests. The GPU serves engines of lower ``rank`` first, as far as it has stream priorities.
+    Without ``fused``, all layers are PyTorch's.
     """
 
     def __init__(
@@ -74,9 +76,10 @@ class GraphedEngine:
         device: str = "cuda",
         objective: Objective = CROSS_ENTROPY,
         rank: int = LAST,
+        fused: bool = True,
     ) -> None:
         self.recipe, self._normalise, self._precision, self._device = recipe, normalise, precision, device
-        self._objective = objective
+        self._objective, self._use_fused = objective, fused and device == "cuda" and not objective.needs_double_backward
         self._stream = own_stream(rank) if device == "cuda" else None
         self._model = model.to(device).train()
         if device == "cuda":
@@ -98,9 +101,7 @@ class GraphedEngine:
     def _build_for_shape(self, image: Sequence[int]) -> None:
         """Prepare the model for images of this shape [H, W, C], which is the same for all clients."""
         changes_gradients = type(self._objective).correct_gradients is not Objective.correct_gradients
-        self._fast = (
-            fast_layers(self._model) if self._device == "cuda" and not self._objective.needs_double_backward else None
-        )
+        self._fast = fast_layers(self._model) if self._use_fused else None
         self._weights, self._padded_channels = self._lay_out_weights(image, changes_gradients)
         self._state, self._trained = self._weights.state(self._model), trained_names(self._model)
         self._momentum = [torch.zeros_like(p) for p in self._weights.masters] if self.recipe.momentum else []
@@ -143,7 +144,12 @@ class GraphedEngine:
         """Train from the given state on uint8 images [N, H, W, C]; return the result and the state after it."""
         table, full, rest = batch_table(len(labels), self.recipe, batches)
         with self._on_stream():
-            graphs = self._reserve(images, len(table), inputs)
+            try:
+                graphs = self._reserve(images, len(table), inputs)
+            except Exception as error:  # a network's layers, and a compiler of kernels, may raise anything
+                if is_out_of_memory(error) or isinstance(error, CaptureError):
+                    raise
+                raise CaptureError(one_line(error)) from error
             copy_state(self._state, trainable, buffers)
             self._weights.refresh()
             for name, value in inputs.constants.items():
