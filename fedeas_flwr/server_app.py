@@ -31,6 +31,7 @@ from fedeas_flwr.federation.client_manager import count_clients
 from fedeas_flwr.federation.client_state import forget_kept_states, write_kept_states
 from fedeas_flwr.federation.federation import Federation
 from fedeas_flwr.federation.grids import InlineGrid
+from fedeas_flwr.federation.node_keys import read_node_keys
 from fedeas_flwr.generators.opening import hash_input_files
 from fedeas_flwr.generators.ray_service import start_service
 from fedeas_flwr.runs.checkpoints import Checkpoint
@@ -89,6 +90,7 @@ def _run(grid: Grid, config: RunConfig, run: RunDirectory, device: str) -> None:
     config = config.with_changes(clients=count_clients(grid, config))
     federation, start = Federation(grid, config, build_strategy(config), run), _initial_state(config, run)
     federation.restore(start)
+    federation.clients.manager.keys = read_node_keys()
     federation.clients.discover()
     run.record_clients(config.clients)
     with shared_generator(federation, config, run, device):

@@ -1,4 +1,4 @@
-"""The commands `fedeas deploy init`, `register` and `check`."""
+"""The commands of `fedeas deploy`."""
 
 from __future__ import annotations
 
@@ -81,3 +81,60 @@ def check(
     show(findings, Console(markup=False))
     if any(finding.state == "problem" for finding in findings):
         raise typer.Exit(1)
+
+
+@deploy_app.command("add-node", short_help="Write the folder of another node and register it")
+def add_node(folder: Folder) -> None:
+    """Write the folder of another node, register its key, and raise the default of `clients` in the app."""
+    from fedeas_flwr.deploy import maintenance
+    from fedeas_flwr.deploy.deployment import read_deployment
+
+    folder = folder.absolute()
+    node, lines = maintenance.add_node(read_deployment(folder), folder)
+    print(lines[-1])
+    print(f"1. describe its images in {node}/node-config; keep its client-id, or register again")
+    print(f"2. copy {node.name}/ to its machine and start it there")
+
+
+@deploy_app.command("revoke-node", short_help="Unregister a node for good")
+def revoke_node(
+    folder: Folder, node: Annotated[str, typer.Argument(metavar="NODE", help="name of its folder, such as node-1")]
+) -> None:
+    """Unregister a node for good: its key is rejected from now on, and its folder is marked as revoked."""
+    from fedeas_flwr.deploy import maintenance
+    from fedeas_flwr.deploy.deployment import read_deployment
+
+    folder = folder.absolute()
+    number = maintenance.revoke_node(read_deployment(folder), folder, node)
+    print(f"{node}: revoked; " + ("it was not registered" if number is None else f"it was node {number}"))
+    print(f"on its machine: systemctl disable --now fedeas-{node}")
+
+
+@deploy_app.command(short_help="Write a new certificate of the SuperLink")
+def renew(folder: Folder) -> None:
+    """Write a new key and certificate of the SuperLink, signed by the same authority: nodes need no new file."""
+    from fedeas_flwr.deploy import maintenance
+    from fedeas_flwr.deploy.deployment import read_deployment
+
+    folder = folder.absolute()
+    until = maintenance.renew_certificate(read_deployment(folder), folder)
+    print(f"superlink/server.crt is valid until {until:%Y-%m-%d}")
+    print("1. copy superlink/server.crt and superlink/server.key to the server")
+    print("2. systemctl restart fedeas-gateway; nodes reconnect by themselves")
+    print("3. when no run is in progress: systemctl restart fedeas-superlink")
+
+
+@deploy_app.command(short_help="Write the app and the scripts of the installed version")
+def upgrade(folder: Folder) -> None:
+    """Write the app, scripts and units of the installed version, and name the machines of another version."""
+    from fedeas_flwr.common.project import read_project
+    from fedeas_flwr.deploy import maintenance
+    from fedeas_flwr.deploy.deployment import read_deployment
+
+    folder = folder.absolute()
+    lines, version = maintenance.upgrade(read_deployment(folder), folder), read_project().version
+    print(f"app/ is fedeas-flwr {version}")
+    for line in lines:
+        print(line)
+    if lines:
+        print(f"on each of these machines: install {version}, copy its scripts and units, restart its services")

@@ -1,4 +1,5 @@
 """Set up a federation of real machines: folders, certificates, start scripts and the registration of nodes.
 
-Other packages use `Deployment`, `write_deployment`, `read_deployment`, `register_nodes` and `list_nodes`.
+Other packages use `Deployment`, `write_deployment`, `read_deployment`, `register_nodes`, `list_nodes`
+and the readers of a node's folder.
 """

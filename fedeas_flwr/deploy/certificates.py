@@ -30,7 +30,7 @@ def write_authority(folder: Path) -> None:
     name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "FedEAS deployment")])
     identifier = x509.SubjectKeyIdentifier.from_public_key(key.public_key())
     certificate = (
-        _certificate_builder(name, name, key.public_key(), AUTHORITY_DAYS)
+        _certificate_builder(name, name, key.public_key(), _in_days(AUTHORITY_DAYS))
         .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
         .add_extension(_usage(key_cert_sign=True, crl_sign=True), critical=True)
         .add_extension(identifier, critical=False)
@@ -48,9 +48,10 @@ def write_server_certificate(authority: Path, folder: Path, hosts: Sequence[str]
     assert isinstance(signer, ec.EllipticCurvePrivateKey)
     key = ec.generate_private_key(_CURVE)
     name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, hosts[0][:64])])  # at most 64 characters in X.509
+    until = min(_in_days(SERVER_DAYS), issuer.not_valid_after_utc)  # a node rejects both when one has expired
     issued_by = x509.AuthorityKeyIdentifier.from_issuer_public_key(signer.public_key())
     certificate = (
-        _certificate_builder(name, issuer.subject, key.public_key(), SERVER_DAYS)
+        _certificate_builder(name, issuer.subject, key.public_key(), until)
         .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
         .add_extension(_usage(digital_signature=True), critical=True)
         .add_extension(x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH]), critical=False)
@@ -82,18 +83,21 @@ def write_secret(path: Path, content: bytes) -> None:
 
 
 def _certificate_builder(
-    subject: x509.Name, issuer: x509.Name, key: ec.EllipticCurvePublicKey, days: int
+    subject: x509.Name, issuer: x509.Name, key: ec.EllipticCurvePublicKey, until: datetime.datetime
 ) -> x509.CertificateBuilder:
-    now = datetime.datetime.now(datetime.UTC)
     return (
         x509.CertificateBuilder()
         .subject_name(subject)
         .issuer_name(issuer)
         .public_key(key)
         .serial_number(x509.random_serial_number())
-        .not_valid_before(now - datetime.timedelta(hours=1))  # clocks of other machines may be behind
-        .not_valid_after(now + datetime.timedelta(days=days))
+        .not_valid_before(_in_days(-1 / 24))  # clocks of other machines may be behind
+        .not_valid_after(until)
     )
+
+
+def _in_days(days: float) -> datetime.datetime:
+    return datetime.datetime.now(datetime.UTC) + datetime.timedelta(days=days)
 
 
 def _usage(digital_signature: bool = False, key_cert_sign: bool = False, crl_sign: bool = False) -> x509.KeyUsage:

@@ -2,10 +2,10 @@
 
     DIR/deployment.toml   hosts, ports and nodes, from which the rest was made
     DIR/ca/               the authority's key: keep it offline, it is needed to renew the SuperLink's certificate
-    DIR/superlink/        for the server: certificate, key, start.sh (SuperLink), gateway.sh, their systemd units
+    DIR/superlink/        for the server: certificate, key, start.sh (SuperLink), gateway.sh, resume.sh, systemd units
     DIR/node-0/ …         one per node: its key, the authority's certificate, node-config, start.sh, a systemd unit
     DIR/flwr/             for the operator, in place: FLWR_HOME=DIR/flwr flwr run DIR/app deployment
-    DIR/app/              the Flower app, with the run-config of a deployment as its defaults
+    DIR/app/              the Flower app, with a deployment's run-config as its defaults and the clients' keys
 
 A machine's folder can be copied anywhere; machines share only ``ca.crt``.
 
@@ -25,14 +25,29 @@ from pathlib import Path
 import tomli_w
 
 from fedeas_flwr.common.errors import ConfigError
-from fedeas_flwr.common.files import atomic_folder
+from fedeas_flwr.common.files import atomic_folder, atomic_write
+from fedeas_flwr.common.project import read_project
 from fedeas_flwr.config import RunConfig, parse_config
 from fedeas_flwr.deploy.certificates import write_authority, write_node_key, write_server_certificate
-from fedeas_flwr.deploy.scripts import gateway_config, gateway_script, node_script, superlink_script, systemd_unit
+from fedeas_flwr.deploy.node_folders import write_client_keys
+from fedeas_flwr.deploy.scripts import (
+    gateway_config,
+    gateway_script,
+    node_script,
+    resume_script,
+    resume_unit,
+    superlink_script,
+    systemd_unit,
+)
+from fedeas_flwr.federation.node_keys import KEYS_FILE
 from fedeas_flwr.launch.superlink import stage_app
 
 CONNECTION = "deployment"
 """Name of the SuperLink in Flower's command line."""
+REVOKED = "revoked"
+"""Name of the file that marks the folder of a revoked node."""
+VERSION = "version"
+"""Name of the file in a machine's folder with the version of fedeas-flwr that wrote its scripts."""
 FIRST_NODE_PORT = 9094
 """Loopback port of the first SuperNode's API; later nodes count up, so that several can share a machine."""
 
@@ -52,6 +67,7 @@ class Deployment:
     superlink_port: int
     """Port of the SuperLink on the server's loopback, and of an operator's tunnel to it."""
     nodes: int
+    """Number of node folders, revoked nodes included."""
     install_dir: str
     """Folder on each machine that holds its copy; systemd requires an absolute path."""
 
@@ -86,8 +102,9 @@ class Deployment:
         return f"ssh -N -L {self.superlink_port}:{self.control_address} {self.hosts[0]}"
 
     def node_folders(self, folder: Path) -> list[Path]:
-        """Return the folder of each node."""
-        return [folder / f"node-{number}" for number in range(self.nodes)]
+        """Return the folder of each node that has not been revoked."""
+        folders = (folder / f"node-{number}" for number in range(self.nodes))
+        return [node for node in folders if not (node / REVOKED).exists()]
 
     def run_config(self) -> RunConfig:
         """Return the default run-config of a deployment, whose machines may be slow, late or offline."""
@@ -123,41 +140,63 @@ def write_deployment(deployment: Deployment, folder: Path) -> None:
         raise ConfigError(f"{folder} already exists: give a new folder, because keys are never overwritten")
     with atomic_folder(folder) as root:
         root.chmod(0o700)
-        (root / "deployment.toml").write_text(tomli_w.dumps(asdict(deployment)), encoding="utf-8")
+        write_settings(deployment, root)
         (root / "ca").mkdir()
         write_authority(root / "ca")
-        _write_superlink(deployment, root / "superlink", root / "ca")
+        (root / "superlink").mkdir()
+        shutil.copy(root / "ca" / "ca.crt", root / "superlink")
+        write_server_certificate(root / "ca", root / "superlink", deployment.hosts)
+        write_superlink_scripts(deployment, root / "superlink")
         for number, node in enumerate(deployment.node_folders(root)):
-            _write_node(deployment, number, node, root / "ca")
+            write_node(deployment, number, node, root / "ca" / "ca.crt")
+            place = f"partition-id={number} num-partitions={deployment.nodes}\n"
+            (node / "node-config").write_text(place, encoding="utf-8")
         _write_connection(deployment, root / "flwr", root / "ca", folder.absolute())
-        stage_app(deployment.run_config(), root / "app")
+        write_app(deployment.run_config(), root / "app", deployment.node_folders(root))
 
 
-def _write_superlink(deployment: Deployment, folder: Path, authority: Path) -> None:
-    folder.mkdir()
-    shutil.copy(authority / "ca.crt", folder)
-    write_server_certificate(authority, folder, deployment.hosts)
+def write_app(run: RunConfig, folder: Path, nodes: list[Path]) -> None:
+    """Write the Flower app, with a run-config as its defaults and the clients' keys."""
+    stage_app(run, folder, KEYS_FILE)
+    write_client_keys(folder, nodes)
+
+
+def write_settings(deployment: Deployment, folder: Path) -> None:
+    """Write ``deployment.toml``."""
+    atomic_write(folder / "deployment.toml", tomli_w.dumps(asdict(deployment)).encode())
+
+
+def write_superlink_scripts(deployment: Deployment, folder: Path) -> None:
+    """Write the files of the server's folder that hold no secret: scripts, ``Caddyfile`` and systemd units."""
     _write_script(folder / "start.sh", superlink_script(deployment.superlink_port))
     _write_script(folder / "gateway.sh", gateway_script())
-    config = gateway_config(deployment.port, deployment.superlink_port)
-    (folder / "Caddyfile").write_text(config, encoding="utf-8")
-    installed = f"{deployment.install_dir}/superlink"
-    unit = systemd_unit("Flower SuperLink", installed)
-    (folder / "fedeas-superlink.service").write_text(unit, encoding="utf-8")
-    unit = systemd_unit("Gateway to the Flower SuperLink", installed, "gateway.sh")
-    (folder / "fedeas-gateway.service").write_text(unit, encoding="utf-8")
+    _write_script(folder / "resume.sh", resume_script(CONNECTION, deployment.superlink_port))
+    installed, name = f"{deployment.install_dir}/superlink", "fedeas-superlink.service"
+    for path, text in (
+        ("Caddyfile", gateway_config(deployment.port, deployment.superlink_port)),
+        (name, systemd_unit("Flower SuperLink", installed)),
+        ("fedeas-gateway.service", systemd_unit("Gateway to the Flower SuperLink", installed, "gateway.sh")),
+        ("fedeas-resume.service", resume_unit(installed, name)),
+        (VERSION, read_project().version + "\n"),
+    ):
+        (folder / path).write_text(text, encoding="utf-8")
 
 
-def _write_node(deployment: Deployment, number: int, folder: Path, authority: Path) -> None:
-    folder.mkdir()
-    shutil.copy(authority / "ca.crt", folder)
+def write_node(deployment: Deployment, number: int, folder: Path, certificate: Path) -> None:
+    """Write a new node's folder except its node-config; ``certificate`` is the authority's."""
+    folder.mkdir(exist_ok=True)
+    shutil.copy(certificate, folder)
     write_node_key(folder)
-    place = f"partition-id={number} num-partitions={deployment.nodes}\n"
-    (folder / "node-config").write_text(place, encoding="utf-8")
-    _write_script(folder / "start.sh", node_script(FIRST_NODE_PORT + number))
     (folder / "superlink-address").write_text(deployment.address + "\n", encoding="utf-8")
-    unit = systemd_unit(f"Flower SuperNode {number}", f"{deployment.install_dir}/{folder.name}")
-    (folder / f"fedeas-{folder.name}.service").write_text(unit, encoding="utf-8")
+    write_node_scripts(deployment, number, folder)
+
+
+def write_node_scripts(deployment: Deployment, number: int, folder: Path) -> None:
+    """Write the files of a node's folder that hold no secret and no setting: script and systemd unit."""
+    _write_script(folder / "start.sh", node_script(FIRST_NODE_PORT + number))
+    unit = systemd_unit(f"Flower SuperNode {number}", f"{deployment.install_dir}/node-{number}")
+    (folder / f"fedeas-node-{number}.service").write_text(unit, encoding="utf-8")
+    (folder / VERSION).write_text(read_project().version + "\n", encoding="utf-8")
 
 
 def _write_connection(deployment: Deployment, folder: Path, authority: Path, final: Path) -> None:

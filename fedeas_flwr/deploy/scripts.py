@@ -19,7 +19,10 @@ export {quiet}
 
 
 def superlink_script(port: int) -> str:
-    """Return the script that starts the SuperLink: loopback, TLS, registered nodes only, state in ``state.db``."""
+    """Return the script that starts the SuperLink: loopback, TLS, registered nodes only, state in ``state.db``.
+
+    Flower writes its log to ``superlink.log`` too, and starts a new file every day; it keeps seven old ones.
+    """
     return f"""{_head()}\
 host="${{SUPERLINK_HOST:-127.0.0.1}}"
 case "$host" in
@@ -29,7 +32,8 @@ node, because Flower's control API requires no login" >&2 ;;
 esac
 exec flower-superlink --host "$host" --port {port} \\
     --ssl-certfile server.crt --ssl-keyfile server.key --ssl-ca-certfile "$PWD/ca.crt" \\
-    --enable-supernode-auth --database state.db --disable-runtime-dependency-installation "$@"
+    --enable-supernode-auth --database state.db --disable-runtime-dependency-installation \\
+    --log-file superlink.log "$@"
 """
 
 
@@ -80,35 +84,84 @@ https://:{port} {{
 
 
 def node_script(port: int) -> str:
-    """Return the script that starts a SuperNode with the key, node-config and address in the files next to it."""
+    """Return the script that starts a SuperNode with the key, node-config and address in the files next to it.
+
+    When the SuperNode ends, the script ends every process of its session. Flower 1.41's ``flower-superexec`` can
+    outlive its SuperNode, and would run the tasks of whichever node listens on the port next, with this one's files.
+    """
     return f"""{_head()}\
 # node-config is one line; with its own data: client-id=0 data-path="/data/images"
-exec flower-supernode --superlink "$(cat superlink-address)" --root-certificates ca.crt \\
-    --auth-supernode-private-key node.key --port "${{NODE_PORT:-{port}}}" --node-config "$(cat node-config)" "$@"
+setsid flower-supernode --superlink "$(cat superlink-address)" --root-certificates ca.crt \\
+    --auth-supernode-private-key node.key --port "${{NODE_PORT:-{port}}}" --node-config "$(cat node-config)" "$@" &
+node=$!
+trap 'kill "$node" || true' HUP INT TERM
+status=0
+wait "$node" || status=$?
+while kill -0 "$node" 2>/dev/null; do # a signal has interrupted the wait
+    status=0
+    wait "$node" || status=$?
+done
+kill -s KILL -- "-$node" 2>/dev/null || true
+exit "$status"
+"""
+
+
+def resume_script(connection: str, superlink_port: int) -> str:
+    """Return the script that waits for the SuperLink and resumes the run whose run-config is in the file ``resume``.
+
+    ``connection`` is the name of the SuperLink in Flower's command line.
+    """
+    return f"""{_head()}\
+# resume is the --run-config of a run, in one line or several; app is a copy of the deployment's app folder.
+if [ ! -f resume ]; then
+    echo "nothing to resume: $PWD has no file resume"
+    exit 0
+fi
+export FLWR_HOME="$PWD/operator"
+mkdir -p "$FLWR_HOME"
+cat >"$FLWR_HOME/config.toml" <<END
+[superlink]
+default = "{connection}"
+[superlink.{connection}]
+address = "127.0.0.1:{superlink_port}"
+root-certificates = "$PWD/ca.crt"
+END
+until flwr list {connection} >/dev/null 2>&1; do sleep 2; done
+exec flwr run app {connection} --run-config "$(tr '\\n' ' ' <resume) resume=true"
 """
 
 
 def systemd_unit(what: str, folder: str, script: str = "start.sh") -> str:
     """Return a systemd unit that starts a folder's script at boot and restarts it whenever it ends."""
+    service = "Restart=always\nRestartSec=10\n"
+    return _unit(what, "network-online.target", f"{folder}/{script}", folder, service, "multi-user.target")
+
+
+def resume_unit(folder: str, superlink: str) -> str:
+    """Return a systemd unit that runs ``resume.sh`` once, each time the unit ``superlink`` has started."""
+    service = "Type=oneshot\nTimeoutStartSec=600\n"
+    return _unit("Resume the interrupted run", superlink, f"{folder}/resume.sh", folder, service, superlink)
+
+
+def _unit(what: str, after: str, command: str, folder: str, service: str, wanted_by: str) -> str:
     return f"""\
 [Unit]
 Description={what} (FedEAS)
-After=network-online.target
-Wants=network-online.target
+After={after}
+Wants={after}
 
 [Service]
 User=fedeas
 WorkingDirectory={folder}
-ExecStart={folder}/{script}
-Restart=always
-RestartSec=10
+ExecStart={command}
+{service}\
 NoNewPrivileges=true
 ProtectSystem=strict
 ReadWritePaths={folder}
 PrivateTmp=true
 
 [Install]
-WantedBy=multi-user.target
+WantedBy={wanted_by}
 """
 
 

@@ -5,16 +5,13 @@ from __future__ import annotations
 import datetime
 import http.client
 import os
-import re
 import shutil
 import ssl
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from shlex import quote
-from typing import Any
 
-import click
 from cryptography import x509
 from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives import serialization
@@ -23,21 +20,19 @@ from fedeas_flwr.common.errors import ConfigError, RunError
 from fedeas_flwr.common.text import counted
 from fedeas_flwr.config import RunConfig, parse_config
 from fedeas_flwr.data.federated import local_data
-from fedeas_flwr.data.node import Node, read_node
-from fedeas_flwr.deploy.deployment import NO_GATEWAY, NO_GATEWAY_FIX, Deployment, read_deployment
-from fedeas_flwr.deploy.registry import list_nodes
+from fedeas_flwr.data.node import Node
+from fedeas_flwr.deploy.deployment import CONNECTION, NO_GATEWAY, NO_GATEWAY_FIX, Deployment, read_deployment
+from fedeas_flwr.deploy.node_folders import has_client_keys, public_key, read_node_config
+from fedeas_flwr.deploy.registry import is_registered, list_nodes
 from fedeas_flwr.doctor.findings import Finding, note, ok, problem
 from fedeas_flwr.doctor.inputs import check_generator
 from fedeas_flwr.doctor.machine import check_engine, check_gpu
-from fedeas_flwr.federation.flower_internals import parse_config_args
 from fedeas_flwr.launch.superlink import commands_path, is_listening
 
 _SUPERLINK_FILES = ("ca.crt", "server.crt", "server.key", "start.sh")
 _GATEWAY_FILES = ("Caddyfile", "gateway.sh")
 _NODE_FILES = ("ca.crt", "node.key", "node.pub", "node-config", "superlink-address", "start.sh")
 _SECRETS = ("ca.key", "server.key", "node.key")
-_WORD = re.compile(r"""\S+?=(?:'[^']*'|"[^"]*"|\S+)""")
-"""Pattern of a key and its value as Flower reads them."""
 _SOON = datetime.timedelta(days=30)
 _OPERATORS_PATHS = ("/v1/control/list-runs", "/v1/runtime/get-nodes")
 """Paths of Flower's control and runtime APIs, one of each; a gateway must reject requests to these APIs."""
@@ -81,6 +76,8 @@ def _check_deployment(folder: Path) -> Iterator[Finding]:
     if twice:
         yield problem("client ids", f"{twice[0]} is given to two nodes", "give each node its own id in node-config")
     yield from check_gateway(deployment.address, folder / "flwr")
+    if len(places) == len(deployment.node_folders(folder)) and not twice:
+        yield from _check_client_keys(folder, deployment)
     yield from _check_registered(folder, deployment)
 
 
@@ -92,7 +89,7 @@ def check_superlink(folder: Path, hosts: tuple[str, ...]) -> Iterator[Finding]:
     if missing := _missing(folder, _GATEWAY_FILES):
         yield problem(folder.name, f"{', '.join(missing)} missing: without a gateway {NO_GATEWAY}", NO_GATEWAY_FIX)
     yield from _check_secrets(folder)
-    renew = "create a new deployment, or a new certificate with ca/ca.key"
+    renew = "write a new certificate with fedeas deploy renew"
     try:
         authority, server = (
             x509.load_pem_x509_certificate((folder / name).read_bytes()) for name in ("ca.crt", "server.crt")
@@ -143,7 +140,7 @@ def check_node(folder: Path, run: RunConfig | None) -> Iterator[Finding]:
         return
     node_config = folder / "node-config"
     try:
-        place = _read_place(folder, here=run is not None)
+        place = read_node_config(folder, here=run is not None)
         config = place.apply(run or parse_config({}))
     except (ValueError, OSError) as error:
         yield problem(folder.name, error, f"correct {node_config}")
@@ -223,48 +220,49 @@ def _check_registered(folder: Path, deployment: Deployment) -> Iterator[Finding]
     except RunError as error:
         yield problem("registered nodes", error, "see the output of superlink/start.sh")
         return
-    states, nodes = Counter(node["status"] for node in known), deployment.nodes
-    online, registered = states["online"], sum(states.values()) - states["unregistered"]
-    if registered < nodes:
-        text = f"{registered} of {nodes} nodes are registered"
+    ours = {key: node.name for node in deployment.node_folders(folder) if (key := _public_key(node))}
+    status = {node["public-key"]: node["status"] for node in known if is_registered(node)}
+    for node in known:
+        if is_registered(node) and node["public-key"] not in ours:
+            number = node["node-id"]
+            yield problem(
+                "registered nodes",
+                f"node {number} ({node['status']}) has a key that no node of this deployment has",
+                f"FLWR_HOME={quote(str(folder / 'flwr'))} flwr supernode unregister {number} {CONNECTION}",
+            )
+    if missing := [name for key, name in ours.items() if key not in status]:
+        text = f"not registered: {', '.join(missing)}"
         yield problem("registered nodes", text, f"fedeas deploy register {quote(str(folder))}")
-    elif online < nodes:
-        yield note("registered nodes", f"{online} of {nodes} are online", "start the others: node-N/start.sh")
+    elif offline := [name for key, name in ours.items() if status[key] != "online"]:
+        online = f"{len(ours) - len(offline)} of {len(ours)} are online, not {', '.join(offline)}"
+        yield note("registered nodes", online, "start the others: node-N/start.sh")
     else:
-        yield ok("registered nodes", f"all {nodes} are online")
+        yield ok("registered nodes", f"all {len(ours)} are online")
+
+
+def _check_client_keys(folder: Path, deployment: Deployment) -> Iterator[Finding]:
+    """Check that runs will accept the nodes: the app has their keys and client ids."""
+    fix = f"fedeas deploy register {quote(str(folder))}"
+    try:
+        if not has_client_keys(folder / "app", deployment.node_folders(folder)):
+            yield problem("app", "it has other keys or client ids than the nodes' folders", fix)
+    except ConfigError as error:
+        yield problem("app", error, fix)
+
+
+def _public_key(folder: Path) -> str:
+    """Return a node's public key, or an empty text if it cannot be read, which `check_node` reports."""
+    try:
+        return public_key(folder)
+    except (ValueError, OSError):
+        return ""
 
 
 def _place(folder: Path) -> Node | None:
     try:
-        return _read_place(folder, here=False)
+        return read_node_config(folder, here=False)
     except (ConfigError, OSError):
         return None
-
-
-def _read_place(folder: Path, here: bool) -> Node:
-    found = _parsed((folder / "node-config").read_text(encoding="utf-8").strip())
-    if not here and found.get("data-path"):  # it is on another machine and cannot be checked here
-        found = {**found, "data-path": "/"}
-    return read_node(found)
-
-
-def _parsed(text: str) -> dict[str, Any]:
-    """Return a node-config as Flower reads it, or raise `ConfigError`.
-
-    The error names the wrong part of the node-config; Flower's own error does not.
-    """
-    for word in _WORD.findall(text):
-        try:
-            parse_config_args([word])
-        except (ValueError, click.ClickException):
-            quoted = 'put text in quotes, as in data-path="/data/images"'
-            raise ConfigError(f"node-config: {word} cannot be read; {quoted}") from None
-    if left := _WORD.sub("", text).strip():
-        raise ConfigError(f"node-config: {left!r} is not key=value; Flower would ignore it")
-    try:
-        return parse_config_args([text])
-    except (ValueError, click.ClickException):
-        raise ConfigError("node-config: a key is given twice") from None
 
 
 def _check_secrets(folder: Path) -> Iterator[Finding]:

@@ -109,7 +109,7 @@ class ClientRegistry:
         """Send queries and return the replies in the same order; raise `RunError` unless every client replies."""
         replies = deliver(self.grid, questions, self.config.round_timeout)
         for reply in replies.values():
-            if has_died(reply):
+            if has_died(self.grid, reply):
                 raise ProcessesDiedError(f"client processes died during a query: {messages.failure_reason(reply)}")
             if reply.has_error():
                 raise RunError(f"a client failed to answer a query: {messages.failure_reason(reply)}")

@@ -8,6 +8,9 @@ on top, so a single message reaches the same dead process every time; and becaus
 most of a round's messages. So we retry in several passes and send a few short probes at once between passes: the dead
 process fails immediately, a live one answers later and is then on top. On a busy machine the order can be reversed and
 the pass is wasted. If only dead processes answer the probes, we stop retrying.
+
+In a deployment every message starts its own process, so one retry is enough. Only a node's report that this process
+crashed leads to one: there, a client can reply with any error code itself.
 """
 
 from __future__ import annotations
@@ -15,7 +18,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from logging import WARNING
 
 from flwr.app import Error, Message
@@ -27,8 +30,10 @@ from fedeas_flwr.federation.grids import InlineGrid
 
 log = logging.getLogger("flwr").log
 
-PROCESS_DIED = (0, 8)
-"""Flower's error codes of a dead client process: 0 is an unknown error (Ray's ActorDiedError), 8 a crashed process."""
+_CRASHED = 8
+"""Flower's error code of a client process that crashed."""
+PROCESS_DIED = (0, _CRASHED)
+"""Flower's error codes of a dead client process in a simulation; 0 is an unknown error (Ray's ActorDiedError)."""
 _NODE_UNAVAILABLE = 5
 """Flower's error code of a node that is not online."""
 _PASSES_PER_MESSAGE = 4
@@ -54,22 +59,43 @@ def deliver(grid: Grid, out: Sequence[Message], timeout: float) -> dict[int, Mes
     timeout
         Seconds for all messages, retries included; 0 means no limit.
     """
-    deadline = time.monotonic() + timeout if timeout else None
+    deadline, simulated = time.monotonic() + timeout if timeout else None, is_simulated(grid)
+    codes = PROCESS_DIED if simulated else (_CRASHED,)
     replies = _exchange(grid, out, deadline)
-    for _ in range(_PASSES_PER_MESSAGE * len(out)):
-        lost = [message for message in out if has_died(replies.get(message.metadata.dst_node_id))]
+    for _ in range(_PASSES_PER_MESSAGE * len(out) if simulated else 1):
+        lost = [message for message in out if _has_code(replies.get(message.metadata.dst_node_id), codes)]
         if not lost or (deadline is not None and time.monotonic() >= deadline):
             break
         log(WARNING, "%d of %d messages reached a client process that died; sending them again", len(lost), len(out))
-        if not _has_live_process(grid, deadline):
+        if simulated and not _has_live_process(grid, deadline):
             break
         replies |= _exchange(grid, [_copy_unsent(message) for message in lost], deadline)
     return replies
 
 
-def has_died(reply: Message | None) -> bool:
-    """Return whether a reply is Flower's error for a client process that died."""
-    return reply is not None and reply.has_error() and reply.error.code in PROCESS_DIED
+def collect(grid: Grid, sent: Sequence[Message]) -> dict[int, Message]:
+    """Return the replies to messages that `deliver` sent without getting one, as far as they are here now, by node."""
+    if not sent or isinstance(grid, InlineGrid):
+        return {}
+    by_id = _by_id(sent)
+    return _by_node(by_id, list(grid.pull_messages(by_id)))
+
+
+def has_died(grid: Grid, reply: Message | None) -> bool:
+    """Return whether a reply is the error of a simulation for a client process that died.
+
+    In a deployment none is: a node that fails must not stop the run.
+    """
+    return is_simulated(grid) and _has_code(reply, PROCESS_DIED)
+
+
+def _has_code(reply: Message | None, codes: Collection[int]) -> bool:
+    return reply is not None and reply.has_error() and reply.error.code in codes
+
+
+def is_simulated(grid: Grid) -> bool:
+    """Return whether the grid's clients are processes of this machine that the run has started itself."""
+    return isinstance(grid, InlineGrid | SimulationGrid)
 
 
 def _copy_unsent(message: Message) -> Message:
@@ -84,7 +110,7 @@ def _has_live_process(grid: Grid, deadline: float | None) -> bool:
     nodes = sorted(grid.get_node_ids())[:_PROBES]
     for _ in range(_PROBE_ATTEMPTS):
         answers = _exchange(grid, [messages.build_query(node, "identity") for node in nodes], deadline)
-        if not all(has_died(answers.get(node)) for node in nodes):
+        if not all(has_died(grid, answers.get(node)) for node in nodes):
             return True
         time.sleep(_PROBE_PAUSE_SECONDS)
     return False
@@ -94,17 +120,19 @@ def _exchange(grid: Grid, out: Sequence[Message], deadline: float | None) -> dic
     """Send messages and wait for the replies until the deadline.
 
     Flower's own `send_and_receive` measures time by the wall clock, which can jump, and polls the replies of a
-    simulation only ten times per second.
+    simulation only ten times per second. In a deployment it would also wait for the reply of a node that
+    restarted, although Flower delivers no message twice.
     """
     until = math.inf if deadline is None else deadline
     if isinstance(grid, InlineGrid):
         left = None if deadline is None else max(0.0, deadline - time.monotonic())
         found = list(grid.send_and_receive(out, timeout=left))
         return _by_node(_by_id(out), found)
+    since = _online_since(grid)
     taken = set(grid.push_messages(out))
     sent = _by_id(out)
     replies = {
-        message.metadata.dst_node_id: _node_unavailable_reply(message)
+        message.metadata.dst_node_id: _error_reply(message, "the SuperLink did not take the message")
         for key, message in sent.items()
         if key not in taken
     }
@@ -113,6 +141,12 @@ def _exchange(grid: Grid, out: Sequence[Message], deadline: float | None) -> dic
         answered = _by_node(sent, list(grid.pull_messages(waiting)))
         waiting -= {reply.metadata.reply_to_message_id for reply in answered.values()}
         replies |= answered
+        now = _online_since(grid)
+        for key in list(waiting) if now else ():
+            node = sent[key].metadata.dst_node_id
+            if node in since and now.get(node, since[node]) != since[node]:
+                replies[node] = _error_reply(sent[key], "its node went offline after the message was sent")
+                waiting.remove(key)
         if not waiting or time.monotonic() >= until:
             break
         pause = _HTTP_PULL_SECONDS
@@ -122,9 +156,14 @@ def _exchange(grid: Grid, out: Sequence[Message], deadline: float | None) -> dic
     return replies
 
 
-def _node_unavailable_reply(message: Message) -> Message:
-    """Build the error reply for a message that the SuperLink rejected because it no longer has the node."""
-    return Message(Error(_NODE_UNAVAILABLE, "the SuperLink did not take the message"), reply_to=message)
+def _online_since(grid: Grid) -> dict[int, str]:
+    """Return since when the nodes have been online, by node; nothing for a simulation."""
+    return {} if is_simulated(grid) else {node.node_id: node.last_activated_at for node in grid.get_nodes()}
+
+
+def _error_reply(message: Message, reason: str) -> Message:
+    """Build the error reply for a message that does not reach its node."""
+    return Message(Error(_NODE_UNAVAILABLE, reason), reply_to=message)
 
 
 def _by_id(out: Sequence[Message]) -> dict[str, Message]:

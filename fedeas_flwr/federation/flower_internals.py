@@ -6,7 +6,7 @@ A Flower release may move any of them without notice; tests/federation/test_flow
 
 from __future__ import annotations
 
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 from uuid import uuid4
 
 from flwr.app import Message
@@ -22,6 +22,7 @@ __all__ = [
     "identify_process",
     "local_ports",
     "parse_config_args",
+    "parse_node_list",
     "set_message_id",
 ]
 
@@ -44,6 +45,16 @@ def identify_process() -> None:
 def set_message_id(message: Message) -> None:
     """Give a message an id, as Flower's grids do; the reply refers to it."""
     message.metadata.__dict__["_message_id"] = str(uuid4())
+
+
+def parse_node_list(content: bytes) -> list[dict[str, Any]]:
+    """Return the nodes in a SuperLink's answer to ``/v1/control/list-nodes``."""
+    from flwr.proto.control_pb2 import ListNodesResponse
+
+    return [
+        {"node-id": str(node.node_id), "status": node.status, "public-key": node.public_key.decode(errors="replace")}
+        for node in ListNodesResponse.FromString(content).nodes_info
+    ]
 
 
 def local_ports() -> tuple[str, str]:

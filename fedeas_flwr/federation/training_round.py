@@ -236,7 +236,7 @@ class TrainingRounds:
             f"round {number}: {len(failures)} of {len(sampled)} clients failed and min-replies = "
             f"{self.config.min_replies:g} does not allow it; client {first['client']}: {first['reason']}"
         )
-        if any(has_died(reply) for reply in replies.values()):
+        if any(has_died(self.clients.grid, reply) for reply in replies.values()):
             raise ProcessesDiedError(text)
         raise TooFewRepliesError(text, failures)
 

@@ -39,13 +39,16 @@ COMMANDS = ("flwr", "flower-superlink")
 _PORT_TRIES = 3
 
 
-def stage_app(config: RunConfig, folder: Path) -> Path:
-    """Write a Flower app of this package, with the run-config as its defaults, and return its folder."""
+def stage_app(config: RunConfig, folder: Path, *others: str) -> Path:
+    """Write a Flower app of this package, with the run-config as its defaults, and return its folder.
+
+    Flower copies only the package's Python files to other machines, and the files ``others``, which the caller writes.
+    """
     package = Path(__file__).resolve().parents[1]
     shutil.copytree(package, folder / package.name, ignore=shutil.ignore_patterns("__pycache__"))
     app = {
         "publisher": "fedeas",
-        "fab-include": ["fedeas_flwr/**/*.py"],
+        "fab-include": ["fedeas_flwr/**/*.py", *others],
         "components": {"serverapp": "fedeas_flwr.server_app:app", "clientapp": "fedeas_flwr.client_app:app"},
         "config": config.to_user_dict(),
     }

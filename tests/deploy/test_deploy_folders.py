@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import http.server
+import io
+import json
 import shutil
 import socket
 import ssl
 import subprocess
 import threading
 import tomllib
+import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -24,8 +27,10 @@ from fedeas_flwr.common.errors import ConfigError
 from fedeas_flwr.config import RunConfig, parse_config
 from fedeas_flwr.deploy.certificates import write_authority, write_node_key
 from fedeas_flwr.deploy.deployment import Deployment, read_deployment, write_deployment
+from fedeas_flwr.deploy.node_folders import public_key, write_client_keys
 from fedeas_flwr.doctor.deployment import check_gateway, check_node, check_superlink, examine
 from fedeas_flwr.doctor.findings import Finding
+from fedeas_flwr.federation.node_keys import KEYS_FILE, read_node_keys
 
 pytestmark = pytest.mark.flower
 
@@ -355,6 +360,59 @@ def test_check_gateway_with_other_status_than_403_is_a_problem(lab: Path, status
         (lab / "node-0" / "superlink-address").write_text(address)
         (found,) = problems(examine(lab / "node-0", RunConfig()))
     assert f"{address} answers {status} to POST /v1/control/list-runs" in found
+
+
+def listed(folder: Path, node: int, status: str = "online") -> dict[str, str]:
+    return {"node-id": str(node), "status": status, "public-key": public_key(folder)}
+
+
+def check_registered(monkeypatch: pytest.MonkeyPatch, lab: Path, *nodes: dict[str, str]) -> list[tuple[str, str]]:
+    """Return what is reported about the registered nodes and the app, if the SuperLink lists these nodes."""
+    monkeypatch.setattr("fedeas_flwr.doctor.deployment.is_listening", lambda port: True)
+    monkeypatch.setattr("fedeas_flwr.doctor.deployment.list_nodes", lambda folder: list(nodes))
+    found = [f for f in examine(lab, RunConfig()) if f.name in ("registered nodes", "app")]
+    assert all(finding.fix for finding in found if finding.state != "ok")
+    return [(finding.state, finding.text) for finding in found]
+
+
+def test_check_compares_registered_keys(lab: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ours = [listed(lab / f"node-{n}", 11 + n) for n in range(2)]
+    assert check_registered(monkeypatch, lab, *ours) == [("ok", "all 2 are online")]
+    write_node_key(tmp_path)
+    stranger = listed(tmp_path, 13, "registered")
+    named = ("problem", "node 13 (registered) has a key that no node of this deployment has")
+    assert check_registered(monkeypatch, lab, *ours, stranger) == [named, ("ok", "all 2 are online")]
+    assert check_registered(monkeypatch, lab, ours[0], stranger) == [named, ("problem", "not registered: node-1")]
+    gone = {**stranger, "status": "unregistered"}
+    offline = {**ours[1], "status": "offline"}
+    assert check_registered(monkeypatch, lab, ours[0], offline, gone) == [("note", "1 of 2 are online, not node-1")]
+    revoked = {**ours[1], "status": "unregistered"}
+    assert check_registered(monkeypatch, lab, ours[0], revoked) == [("problem", "not registered: node-1")]
+
+
+def test_check_compares_the_apps_keys(lab: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ours = [listed(lab / f"node-{n}", 11 + n) for n in range(2)]
+    folders = read_deployment(lab).node_folders(lab)
+    (lab / "node-1" / "node-config").write_text('client-id=7 data-path="/data"\n')
+    changed = ("problem", "it has other keys or client ids than the nodes' folders")
+    assert check_registered(monkeypatch, lab, *ours) == [changed, ("ok", "all 2 are online")]
+    write_client_keys(lab / "app", folders)
+    assert read_node_keys(lab / "app") == {public_key(lab / "node-0"): 0, public_key(lab / "node-1"): 7}
+    assert check_registered(monkeypatch, lab, *ours) == [("ok", "all 2 are online")]
+    (lab / "app" / KEYS_FILE).write_text("[]")
+    assert "cannot be read" in check_registered(monkeypatch, lab, *ours)[0][1]
+    (lab / "app" / KEYS_FILE).unlink()
+    assert check_registered(monkeypatch, lab, *ours)[0] == changed
+    (lab / "node-1" / "node-config").write_text("partition-id=0 num-partitions=2\n")
+    with pytest.raises(ConfigError, match="node-1: another node has the client id 0, too"):
+        write_client_keys(lab / "app", folders)
+
+
+def test_clients_keys_travel_with_the_app(lab: Path) -> None:
+    from flwr.cli.build import build_fab_from_disk
+
+    with zipfile.ZipFile(io.BytesIO(build_fab_from_disk(lab / "app"))) as bundle:
+        assert json.loads(bundle.read(KEYS_FILE)) == read_node_keys(lab / "app")
 
 
 def test_deploy_init_and_check_commands(tmp_path: Path, silent_port: int) -> None:

@@ -95,7 +95,7 @@ def test_message_rejected_by_the_superlink_fails_at_once(monkeypatch: pytest.Mon
     replies = delivery.deliver(grid, [messages.build_query(node, "identity") for node in (1, 2, 3)], 1800.0)
     assert sorted(replies) == [1, 2, 3] and clock.now == 0
     assert messages.failure_reason(replies[2]) == "the SuperLink did not take the message"
-    assert not delivery.has_died(replies[2])
+    assert not delivery.has_died(grid, replies[2])
 
 
 class SimulationGrid(InlineGrid):

@@ -11,12 +11,14 @@ import numpy as np
 import pytest
 from flwr.app import Context, Error, Message, RecordDict
 from flwr.common.constant import ErrorCode
+from flwr.proto.node_pb2 import NodeInfo
 from test_federation import EXAMPLES, START, VALUES, toy_app
+from timelines import Clock
 
 from fedeas_flwr.allocation import distribute, eligible_pairs
 from fedeas_flwr.common.errors import ProcessesDiedError, RunError
 from fedeas_flwr.config import parse_config
-from fedeas_flwr.federation import messages
+from fedeas_flwr.federation import delivery, messages
 from fedeas_flwr.federation.client_manager import count_clients
 from fedeas_flwr.federation.delivery import deliver
 from fedeas_flwr.federation.federation import Federation
@@ -133,13 +135,35 @@ def test_restarted_node_is_matched_by_its_client_id(tmp_path: Path) -> None:
     grid = ChurnGrid(0, 1, 2)
     run = start_federation(tmp_path, grid)
     run.clients.plan()
-    grid.kill(101)
-    grid.start(1, 7)  # the old node id is still listed
+    grid.stop(101)
+    grid.start(1, 7)
     state, outcome = run.training.train_round(START)
     assert outcome.failures == []
     assert run.clients.nodes == {0: 100, 1: 7, 2: 102}
     run.training.train_round(state)
     assert grid.asked == [100, 101, 102, 7]  # no node is queried twice
+
+
+def test_client_keeps_its_node_while_that_is_online(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Without keys, a second node with the same id waits: it may be an impostor, or the same machine restarted."""
+    grid = ChurnGrid(0, 1, 2)
+    run = start_federation(tmp_path, grid)
+    run.clients.plan()
+    grid.start(1, 7)
+    state = START
+    for _ in range(2):
+        state, outcome = run.training.train_round(state)
+        assert outcome.failures == [] and run.clients.nodes[1] == 101
+    refused = "Node 7 is rejected while node 101 is online: both have the id of client 1, give each node its own"
+    assert [refused in text for text in warnings(caplog)] == [True]
+    grid.stop(101)
+    _, outcome = run.training.train_round(state)
+    assert outcome.failures == [] and run.clients.nodes[1] == 7
+    assert grid.asked == [100, 101, 102, 7]
+
+
+def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
 
 
 def test_run_starts_with_a_quorum_and_others_join_later(tmp_path: Path) -> None:
@@ -234,11 +258,207 @@ def test_matched_total_is_distributed_once(tmp_path: Path, policy: str, monkeypa
     assert tasks == {100: first[100], 101: first[101]}
 
 
-def test_two_nodes_with_one_client_id_are_rejected(tmp_path: Path) -> None:
+def test_first_node_seen_with_an_id_is_the_client(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     grid = ChurnGrid(0, 1)
-    grid.start(1, 200)
-    with pytest.raises(RunError, match="two nodes have the id of client 1"):
-        start_federation(tmp_path, grid)
+    grid.start(1, 50)  # a lower node id, but seen later
+    run = start_federation(tmp_path / "quorum", grid)
+    assert run.clients.nodes == {0: 100, 1: 101}
+    with pytest.raises(RunError, match="node 50 is rejected while node 101 is online: both have the id of client 1"):
+        start_federation(tmp_path / "all", grid, **{"min-replies": 1.0})
+
+
+def test_late_node_with_other_partitions_is_rejected(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    grid = ChurnGrid(0, 2)
+    run = start_federation(tmp_path / "run", grid)
+    run.clients.plan()
+    grid.start(1, 101)
+    grid._contexts[101].node_config["num-partitions"] = 5
+    caplog.clear()
+    state = START
+    for _ in range(3):
+        state, outcome = run.training.train_round(state)
+        assert [r.client for r in outcome.reports] == [0, 2]
+    assert ["Node 101 cannot take part: client 1 holds one of 5 partitions" in t for t in warnings(caplog)] == [True]
+    assert grid.asked.count(101) == 1
+    grid.stop(101)
+    run.training.train_round(state)
+    grid.start(1, 101)
+    _, outcome = run.training.train_round(state)
+    assert [r.client for r in outcome.reports] == [0, 1, 2]
+    grid._contexts[101].node_config["num-partitions"] = 5
+    with pytest.raises(RunError, match="node 101 cannot take part: client 1 holds one of 5 partitions"):
+        start_federation(tmp_path / "start", grid, **{"min-replies": 1.0})
+
+
+class KeyGrid(ChurnGrid):
+    """A grid whose nodes have keys; ``started`` is when a node's process connected."""
+
+    def __init__(self, *clients: int, of: int = 3) -> None:
+        self.started = dict[int, str]()
+        super().__init__(*clients, of=of)
+
+    def start(self, client: int, node: int) -> None:
+        super().start(client, node)
+        self.started[node] = self.started.get(node, "") + "again "
+
+    def get_nodes(self) -> Iterable[NodeInfo]:
+        for node in self.get_node_ids():
+            yield NodeInfo(node_id=node, public_key=f"key {node}".encode(), last_activated_at=self.started[node])
+
+
+def keyed_federation(folder: Path, grid: ChurnGrid, **keys: Any) -> Federation:
+    """Start a federation whose clients 0, 1, 2 have the keys of nodes 100, 101, 102."""
+    config = parse_config({"clients": 3, "participation": 1.0, "policy": "fedeas", "run-dir": str(folder), **keys})
+    run = Federation(grid, config, build_strategy(config), RunDirectory.start(config, {}))
+    run.clients.manager.keys = {f"key {100 + client}": client for client in range(3)}
+    run.clients.discover()
+    return run
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_node_with_an_unknown_key_is_rejected(tmp_path: Path, caplog: pytest.LogCaptureFixture, late: bool) -> None:
+    grid = KeyGrid()
+    if not late:
+        grid.start(0, 7)
+    for client in range(3):
+        grid.start(client, 100 + client)
+    run = keyed_federation(tmp_path, grid)
+    if late:
+        grid.start(0, 7)
+    state, outcome = run.training.train_round(START)
+    assert outcome.failures == [] and run.clients.nodes == {0: 100, 1: 101, 2: 102}
+    run.training.train_round(state)
+    assert 7 not in grid.asked
+    assert warnings(caplog) == ["Node 7 is rejected: its key is none of this deployment's"]
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_node_with_another_clients_id_is_rejected(tmp_path: Path, caplog: pytest.LogCaptureFixture, late: bool) -> None:
+    """Also while the honest node is offline, and until its own node-config is corrected and it restarts."""
+    grid = KeyGrid(2)
+    if late:
+        grid.start(0, 100)
+    grid.start(0, 101)  # client 1's key
+    run = keyed_federation(tmp_path, grid, **{"min-replies": 0.3, "node-wait": 0})
+    if not late:
+        grid.start(0, 100)
+    state, outcome = run.training.train_round(START)
+    assert [r.client for r in outcome.reports] == [0, 2] and run.clients.nodes == {0: 100, 2: 102}
+    named = "Node 101 is rejected: it identifies itself as client 0, but its key is client 1's"
+    assert [text for text in warnings(caplog) if "rejected" in text] == [named]
+    grid.stop(100)
+    state, outcome = run.training.train_round(state)
+    assert outcome.failures == [{"client": 0, "reason": "its node is offline"}]
+    grid.start(1, 101)  # not seen offline in between
+    _, outcome = run.training.train_round(state)
+    assert [r.client for r in outcome.reports] == [1, 2]
+
+
+def test_run_of_strangers_does_not_start(tmp_path: Path) -> None:
+    grid = KeyGrid()
+    for client in range(3):
+        grid.start(client, client)
+    with pytest.raises(RunError, match=r"^node 0 is rejected: its key is none of this deployment's$"):
+        keyed_federation(tmp_path, grid, **{"node-wait": 0})
+
+
+class DeploymentGrid(KeyGrid):
+    """A grid with push and pull, as in a deployment.
+
+    Killed nodes are silent, nodes in ``errors`` reply with an error of this code, and a node in ``restarts`` loses its
+    first message in a restart 10 s later.
+    """
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *clients: int) -> None:
+        super().__init__(*clients)
+        self.clock, self.errors, self.restarts = Clock(), dict[int, int](), set[int]()
+        self.open: dict[str, Message] = {}
+        self.received: list[tuple[int, str]] = []
+        monkeypatch.setattr(delivery, "InlineGrid", LookupError)  # this one is to be treated as Flower's
+        monkeypatch.setattr(delivery, "time", self.clock)
+
+    def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
+        for message in messages:
+            node = message.metadata.dst_node_id
+            message.metadata.__dict__["_message_id"] = f"{len(self.received)} to {node}"
+            self.received.append((node, message.metadata.message_type))
+            self.open[message.metadata.message_id] = message
+            yield message.metadata.message_id
+
+    def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
+        for key in list(message_ids):
+            node = self.open[key].metadata.dst_node_id
+            if node in self.restarts and self.clock.now > 10:
+                self.restarts.remove(node)
+                self.start(node - 100, node)
+                self._dead.add(node)
+            if node in self.errors:
+                yield Message(Error(self.errors[node], "as it likes"), reply_to=self.open.pop(key))
+            elif node not in self._dead | self.restarts:
+                yield self._app(self.open.pop(key), self._contexts[node])
+
+
+def test_silent_node_costs_a_minute_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    grid = DeploymentGrid(monkeypatch, 0, 2)
+    run = start_federation(tmp_path, grid)
+    grid.start(1, 101)
+    grid.kill(101)
+    caplog.clear()
+    state, _ = run.training.train_round(START)
+    assert grid.clock.now == 60
+    for _ in range(2):
+        state, _ = run.training.train_round(state)
+    assert grid.clock.now == 60
+    assert warnings(caplog) == ["Node 101 did not identify itself within 60 s; it takes part as soon as it does"]
+    grid.start(1, 101)  # restarted, still silent: a new question, without waiting
+    state, _ = run.training.train_round(state)
+    assert grid.clock.now == pytest.approx(60) and grid.received.count((101, "query")) == 2
+    grid.revive(101)
+    _, outcome = run.training.train_round(state)
+    assert [r.client for r in outcome.reports] == [0, 1, 2] and grid.received.count((101, "query")) == 2
+
+
+def test_start_counts_late_answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    grid = DeploymentGrid(monkeypatch, 0, 1, 2)
+    grid.kill(101)
+    monkeypatch.setattr(SLEEP, lambda seconds: grid.revive(101))
+    run = start_federation(tmp_path, grid, **{"min-replies": 1.0, "node-wait": 600})
+    assert len(run.clients.nodes) == 3 and grid.received.count((101, "query")) == 1
+
+
+@pytest.mark.parametrize("code", [ErrorCode.UNKNOWN, ErrorCode.CLIENT_APP_CRASHED])
+def test_error_of_a_node_is_not_taken_for_dead_processes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, code: int
+) -> None:
+    """A node can reply with any code: it is not asked for minutes, and does not end the run."""
+    grid, times = DeploymentGrid(monkeypatch, 0, 1, 2), 1 if code == ErrorCode.UNKNOWN else 2
+    run = start_federation(tmp_path, grid, **{"min-replies": 1.0, "round-timeout": 290})
+    grid.errors[101] = code
+    with pytest.raises(TooFewRepliesError, match="client 1: as it likes"):
+        run.training.train_round(START)
+    assert grid.received.count((101, "train")) == times and grid.clock.now == 0
+
+    caplog.clear()
+    grid.start(1, 300)
+    grid.errors[300] = code
+    for _ in range(3):
+        run.clients.manager.discover_new_nodes()
+    assert warnings(caplog).count("Node 300 did not identify itself: as it likes") == 1
+    assert grid.clock.now == 0
+
+
+def test_node_that_restarts_in_a_round_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    grid = DeploymentGrid(monkeypatch, 0, 1, 2)
+    run = start_federation(tmp_path, grid, **{"round-timeout": 1800})
+    grid.restarts.add(101)
+    state, outcome = run.training.train_round(START)
+    assert outcome.failures == [{"client": 1, "reason": "its node went offline after the message was sent"}]
+    assert grid.clock.now == 12
+    grid.revive(101)
+    _, outcome = run.training.train_round(state)
+    assert outcome.failures == []
 
 
 class SuperLinkErrorGrid(ChurnGrid):

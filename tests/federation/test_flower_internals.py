@@ -64,3 +64,12 @@ def test_node_config_is_parsed_as_flower_parses_it() -> None:
 
 def test_local_superlink_ports_are_valid() -> None:
     assert all(0 < int(port) < 2**16 for port in flower_internals.local_ports())
+
+
+def test_node_list_has_public_keys() -> None:
+    from flwr.proto.control_pb2 import ListNodesResponse
+    from flwr.proto.node_pb2 import NodeInfo
+
+    listed = ListNodesResponse(nodes_info=[NodeInfo(node_id=2**63 + 1, status="offline", public_key=b"PEM")])
+    found = {"node-id": str(2**63 + 1), "status": "offline", "public-key": "PEM"}
+    assert flower_internals.parse_node_list(listed.SerializeToString()) == [found]

@@ -122,8 +122,7 @@ class Lab:
         with ExitStack() as failed:
             failed.callback(self._stack.close)
             self._start_superlink()
-            gateway = self.start(self.folder / "superlink", *self._within, script="gateway.sh")
-            wait_until(lambda: is_open(self.deployment.port, gateway.pid), "the gateway listens")
+            self._start_gateway()
             failed.pop_all()
         return self
 
@@ -133,6 +132,15 @@ class Lab:
     def _start_superlink(self) -> None:
         self._superlink = self.start(self.folder / "superlink", *self._within)
         wait_until(lambda: is_open(self.deployment.superlink_port, self._superlink.pid), "the SuperLink listens")
+
+    def _start_gateway(self) -> None:
+        self._gateway = self.start(self.folder / "superlink", *self._within, script="gateway.sh")
+        wait_until(lambda: is_open(self.deployment.port, self._gateway.pid), "the gateway listens")
+
+    def restart_gateway(self) -> None:
+        self._gateway.terminate()
+        self._gateway.wait(LONG)
+        self._start_gateway()
 
     def restart_superlink(self) -> None:
         """Restart as systemd does: send SIGTERM to every process of the unit, wait, then start a new one."""

@@ -1,0 +1,103 @@
+"""The start scripts and systemd units of a deployment, with Flower's commands replaced by small scripts."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import tomllib
+from pathlib import Path
+
+import psutil
+import pytest
+from waiting import wait_until
+
+from fedeas_flwr.deploy.deployment import Deployment, write_deployment
+
+SUPERNODE = """#!/bin/sh
+trap 'exit 0' TERM
+sleep 1000 &
+echo $! > "$FAKES/superexec"
+echo "$@" > "$FAKES/supernode"
+while [ ! -e $FAKES/refused ]; do sleep 0.05; done
+exit 3
+"""
+"""A SuperNode that starts a process in the background, as Flower's starts flower-superexec."""
+
+
+@pytest.fixture
+def lab(tmp_path: Path) -> Path:
+    write_deployment(Deployment(("127.0.0.1",), 9092, 9093, 1, "/opt/fedeas"), tmp_path / "lab")
+    return tmp_path / "lab"
+
+
+def start_node(lab: Path) -> subprocess.Popen[str]:
+    fakes = lab.parent / "bin"
+    fakes.mkdir()
+    (fakes / "flower-supernode").write_text(SUPERNODE)
+    (fakes / "flower-supernode").chmod(0o755)
+    environment = {"FEDEAS_BIN": str(fakes), "FAKES": str(fakes), "PATH": os.environ["PATH"]}
+    return subprocess.Popen([lab / "node-0" / "start.sh"], env=environment, text=True)
+
+
+def superexec(lab: Path) -> psutil.Process:
+    path = lab.parent / "bin" / "supernode"
+    wait_until(path.exists, "the SuperNode has started")
+    return psutil.Process(int((path.parent / "superexec").read_text()))
+
+
+def test_node_script_ends_what_the_supernode_started(lab: Path) -> None:
+    node = start_node(lab)
+    left = superexec(lab)
+    (lab.parent / "bin" / "refused").touch()
+    assert node.wait(30) == 3
+    wait_until(lambda: not left.is_running() or left.status() == psutil.STATUS_ZOMBIE, "its child has ended")
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+def test_node_script_passes_a_signal_on(lab: Path, number: signal.Signals) -> None:
+    node = start_node(lab)
+    left = superexec(lab)
+    node.send_signal(number)
+    assert node.wait(30) == 0
+    wait_until(lambda: not left.is_running() or left.status() == psutil.STATUS_ZOMBIE, "its child has ended")
+
+
+def test_resume_script_waits_for_the_superlink(lab: Path) -> None:
+    folder, fakes = lab / "superlink", lab.parent / "bin"
+    fakes.mkdir()
+    # Like Flower's command, it fails until the SuperLink answers.
+    (fakes / "flwr").write_text('#!/bin/sh\necho "$@" >>"$FAKES/asked"\n[ $(wc -l <"$FAKES/asked") -gt 1 ]\n')
+    (fakes / "flwr").chmod(0o755)
+    environment = {"FEDEAS_BIN": str(fakes), "FAKES": str(fakes), "PATH": os.environ["PATH"]}
+
+    def resume() -> str:
+        return subprocess.run(
+            [folder / "resume.sh"], env=environment, capture_output=True, text=True, check=True
+        ).stdout
+
+    assert resume() == f"nothing to resume: {folder} has no file resume\n"
+    (folder / "resume").write_text('rounds=20\nrun-dir="/opt/fedeas/superlink/runs/first"\n')
+    resume()
+    assert (fakes / "asked").read_text().splitlines() == [
+        "list deployment",
+        "list deployment",
+        'run app deployment --run-config rounds=20 run-dir="/opt/fedeas/superlink/runs/first"  resume=true',
+    ]
+    connection = tomllib.loads((folder / "operator" / "config.toml").read_text())["superlink"]["deployment"]
+    assert connection == {"address": "127.0.0.1:9093", "root-certificates": f"{folder}/ca.crt"}
+
+
+def test_systemd_accepts_every_unit(tmp_path: Path) -> None:
+    if shutil.which("systemd-analyze") is None:
+        pytest.skip("this system has no systemd-analyze")
+    write_deployment(Deployment(("127.0.0.1",), 9092, 9093, 2, str(tmp_path / "lab")), tmp_path / "lab")
+    units = sorted((tmp_path / "lab").glob("*/*.service"))
+    assert [unit.name for unit in units] == [
+        *("fedeas-node-0.service", "fedeas-node-1.service"),
+        *("fedeas-gateway.service", "fedeas-resume.service", "fedeas-superlink.service"),
+    ]
+    command = ["systemd-analyze", "verify", "--man=no", *units]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout + done.stderr) == (0, "")
