@@ -3,8 +3,8 @@
     python slow_link.py NAMESPACE NAMESPACE NETWORK DELAY LOSS SWITCH
 
 The namespaces get the addresses NETWORK.1 and NETWORK.2 on a TUN device each, and this process forwards IP packets
-between the two: every packet DELAY seconds later, or with probability LOSS never. While the file SWITCH exists, no packet
-passes. It serves where the kernel has no netem.
+between the two: every packet DELAY seconds later, or with probability LOSS never. While the file SWITCH exists, no
+packet passes. It serves where the kernel has no netem.
 """
 
 from __future__ import annotations
