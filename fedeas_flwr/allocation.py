@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -106,6 +106,22 @@ def full_balance(counts: npt.ArrayLike) -> IntArray:
 def none(counts: npt.ArrayLike) -> IntArray:
     """Return zeros: the baseline."""
     return np.zeros_like(checked_counts(counts))
+
+
+def scale_down(generated: Sequence[int], limit: int) -> list[int]:
+    """Return one client's samples per class, scaled to a sum of ``limit`` if theirs is larger.
+
+    Every class keeps its share, rounded down. The samples that this leaves go one each to the classes with the largest
+    remainders, ties to the lowest class.
+    """
+    total = sum(generated)
+    if total <= limit:
+        return list(generated)
+    scaled = [n * limit // total for n in generated]
+    by_remainder = sorted(range(len(scaled)), key=lambda c: -(generated[c] * limit % total))
+    for c in by_remainder[: limit - sum(scaled)]:
+        scaled[c] += 1
+    return scaled
 
 
 # ------------------------------------------------ matched budgets: a total distributed evenly over eligible pairs

@@ -19,6 +19,7 @@ import torch
 from flwr.app import Context, Message
 from flwr.clientapp import ClientApp
 
+from fedeas_flwr.allocation import scale_down
 from fedeas_flwr.common.devices import configure_torch
 from fedeas_flwr.common.npy import to_numpy
 from fedeas_flwr.common.randomness import stream
@@ -99,13 +100,17 @@ def train_client(message: Message, context: Context) -> Message:
     started = time.perf_counter()
 
     # 2. Plan how many images to generate per class: in the client's first round, or again after its data changed.
+    #    The node's limit comes last, so that no other client's plan depends on it.
     policy, settings = POLICIES[config.policy], replace(config.policy_settings, beta=task.beta)
     view = ClientView(data.label_counts(node.part), settings, [task.share])
     (counts,) = view.counts.tolist()
     if state.generate is None or data_changed(config, node.client, state, counts):
         (plan,) = images_to_generate(policy, view).tolist()
-        state = replace(state, generate=tuple(plan), counts=tuple(counts))
+        kept = scale_down(plan, node.limited(sum(plan)))
+        state = replace(state, generate=tuple(kept), not_made=sum(plan) - sum(kept), counts=tuple(counts))
+        logger.info("client %d: %d images planned, %d within this node's limit", node.client, sum(plan), sum(kept))
     generate = state.generate or ()
+    warn_if_limit_changed(node, sum(generate), state.not_made)
 
     # 3. Generate the planned images that the cache lacks, or repeat real ones (oversample).
     copies = tuple(policy.plan(view)[0].tolist()) if policy.repeats else ()
@@ -148,6 +153,7 @@ def train_client(message: Message, context: Context) -> Message:
         seconds_generating=generated - started,
         seconds_training=time.perf_counter() - generated,
         rejected=local.rejected,
+        not_made=state.not_made,
     )
     extra = finished.extra if by_reference else to_numpy(finished.extra)
     return messages.train_reply(message, report, new_trainable, new_buffers, extra)
@@ -187,9 +193,29 @@ def data_changed(config: RunConfig, client: int, state: ClientState, counts: Seq
     return True
 
 
+def warn_if_limit_changed(node: Node, kept: int, not_made: int) -> None:
+    """Log that the plan has ``kept`` images, but would have another number under this node's present limit.
+
+    The plan stays: with other images, later rounds would train on other data than earlier ones, and a resumed run would
+    differ from one that was not interrupted. The changed limit applies to the next run.
+    """
+    if node.limited(kept + not_made) != kept:
+        logger.warning("client %d: this node's limit has changed, but the run keeps its %d images", node.client, kept)
+
+
 def _open(context: Context) -> tuple[RunConfig, Node]:
     node = read_node(context.node_config)
+    if not node.simulated:
+        _show_log()
     return node.apply(_parse_once(tuple(context.run_config.items()))), node
+
+
+def _show_log() -> None:
+    """Show this package's log as Flower shows its own: on a node, nobody else shows it."""
+    package, flower = logging.getLogger("fedeas_flwr"), logging.getLogger("flwr")
+    package.setLevel(logging.INFO)
+    for handler in flower.handlers:
+        package.addHandler(handler)
 
 
 @lru_cache(maxsize=4)

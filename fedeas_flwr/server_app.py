@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
-from logging import ERROR, INFO
+from logging import ERROR, INFO, WARNING
 from pathlib import Path
 from typing import Any
 
@@ -72,7 +72,7 @@ def main(grid: Grid, context: Context) -> None:
 def _run_recording_status(grid: Grid, config: RunConfig, run: RunDirectory, device: str) -> None:
     """Run the training, and record its final status: finished, interrupted or failed."""
     try:
-        _run(grid, config, run, device)
+        gaps = _run(grid, config, run, device)
     except (KeyboardInterrupt, SystemExit):  # Flower's own processes raise SystemExit on a signal
         run.set_status("interrupted")
         raise
@@ -82,10 +82,12 @@ def _run_recording_status(grid: Grid, config: RunConfig, run: RunDirectory, devi
         raise
     finally:
         forget_kept_states()
-    run.set_status("finished")
+    log(WARNING if gaps else INFO, "The run finished%s", f", with gaps: {gaps}" if gaps else "")
+    run.set_status("finished", gaps=gaps)
 
 
-def _run(grid: Grid, config: RunConfig, run: RunDirectory, device: str) -> None:
+def _run(grid: Grid, config: RunConfig, run: RunDirectory, device: str) -> str:
+    """Run the training; return its gaps (`describe_gaps`)."""
     run.record_inputs(config.dataset, dataset_info(config.dataset).classes, hash_input_files(config))
     config = config.with_changes(clients=count_clients(grid, config))
     federation, start = Federation(grid, config, build_strategy(config), run), _initial_state(config, run)
@@ -102,6 +104,7 @@ def _run(grid: Grid, config: RunConfig, run: RunDirectory, device: str) -> None:
         with event_log(run.path / "tensorboard", start.round) if config.tensorboard else nullcontext() as write:
             federation.on_round_end = write or federation.on_round_end
             federation.fit(start, test)
+    return str(run.summary().get("gaps", ""))
 
 
 @contextmanager

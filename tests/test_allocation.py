@@ -27,6 +27,7 @@ from fedeas_flwr.allocation import (
     none,
     normalised_entropy,
     removed,
+    scale_down,
     split_total,
     uniform,
 )
@@ -300,3 +301,29 @@ def test_allocate_knows_every_policy_name() -> None:
 def test_missing_only_without_absent_class_is_rejected() -> None:
     with pytest.raises(ValueError, match=r"total=19: .*missing-only, lack a class"):
         allocate([[1, 2, 30]], "missing-only", beta=5.0)
+
+
+@pytest.mark.parametrize(
+    ("plan", "limit", "kept"),
+    [
+        ([5, 3, 2], 10, [5, 3, 2]),
+        ([5, 3, 2], 5, [3, 1, 1]),  # 2.5, 1.5 and 1: the one left goes to the lower of two equal remainders
+        ([10, 0, 1, 1], 3, [3, 0, 0, 0]),  # 2.5, 0, 0.25, 0.25
+        ([1, 1, 1], 2, [1, 1, 0]),
+        ([7, 0], 0, [0, 0]),
+        ([2**40, 2**40], 2**39 + 1, [2**38 + 1, 2**38]),
+    ],
+)
+def test_scale_down_by_hand(plan: list[int], limit: int, kept: list[int]) -> None:
+    assert scale_down(plan, limit) == kept
+
+
+def test_scale_down_meets_the_limit_and_the_proportions() -> None:
+    random = np.random.default_rng(0)
+    for _ in range(500):
+        plan = random.integers(0, random.integers(1, 200), random.integers(1, 12)).tolist()
+        limit = int(random.integers(0, sum(plan) + 2))
+        kept = scale_down(plan, limit)
+        assert sum(kept) == min(limit, sum(plan))
+        share = min(1.0, limit / max(1, sum(plan)))
+        assert all(0 <= new <= old and abs(new - share * old) < 1 for new, old in zip(kept, plan, strict=True))

@@ -89,12 +89,16 @@ def start(config: RunConfig) -> RunDirectory:
 
 
 def print_summary(run: RunDirectory) -> None:
-    """Print a finished run's accuracy, number of images and privacy spent."""
+    """Print a finished run's accuracy, number of images, gaps and privacy spent."""
     summary = run.summary()
     last, peak = (f"{100 * summary[key]:.1f} %" for key in ("last_20", "peak"))
     images = counted(summary["total_generated"], "image")
-    line = f"last-{min(20, summary['rounds'])} accuracy {last} · peak {peak} · {images} generated"
+    lacking = sum(item["images"] for item in summary.get("not_made", []))
+    limited = f", {lacking:,} not made because of nodes' limits" if lacking else ""
+    line = f"last-{min(20, summary['rounds'])} accuracy {last} · peak {peak} · {images} generated{limited}"
     console.print(line, highlight=False)
+    if "gaps" in summary:
+        console.print(f"finished, with gaps: {summary['gaps']}", highlight=False, soft_wrap=True)
     if "privacy" in summary:
         console.print(show_privacy(summary["privacy"]), highlight=False, soft_wrap=True)
 

@@ -85,8 +85,8 @@ def show(
     if output == "json":
         print(json.dumps(found, indent=1))
         return
-    console, reason = Console(), f": {found['error']}" if found["error"] else ""
-    print(f"{found['path']}: {found['state']}{reason}")
+    console, reason = Console(), found["error"] or found["gaps"]
+    print(f"{found['path']}: {_state(found)}{f': {reason}' if reason else ''}")
     words = ("value", "default")
     changes = [(key, *(_as_json(change[word]) for word in words)) for key, change in found["changes"].items()]
     print_table(console, ("key", *words), changes, fold=words)
@@ -138,10 +138,14 @@ def prune(
     print(f"pruned {counted(len(found), 'run')}, {show_bytes(freed)} freed")
 
 
+def _state(row: Mapping[str, Any]) -> str:
+    return f"{row['state']}{', with gaps' if row['gaps'] and row['state'] == 'finished' else ''}"
+
+
 def _cells(row: Mapping[str, Any]) -> dict[str, str]:
     percents = ["-" if row[key] is None else f"{100 * row[key]:.1f}" for key in ("last_20", "peak")]
     images, missing = ("-" if row[key] is None else f"{row[key]:,}" for key in ("images", "missing_replies"))
     changed = datetime.fromtimestamp(row["changed"]).strftime("%Y-%m-%d %H:%M")
     rounds = f"{row['rounds_done']}/{row['rounds'] or '?'}"
-    cells = [row["path"], row["state"], rounds, *percents, images, missing, changed, show_bytes(row["bytes"])]
+    cells = [row["path"], _state(row), rounds, *percents, images, missing, changed, show_bytes(row["bytes"])]
     return dict(zip(_HEAD, cells, strict=True))

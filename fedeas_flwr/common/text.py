@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Sequence
+from itertools import groupby
 
 _SIZES = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 MAX_LINE = 600
 """Maximum number of characters of an error in a log, in a record and on the terminal."""
 MAX_TEXT = 20_000
 """Maximum number of characters of a text of several lines or sentences, such as a client's traceback in the log."""
+MAX_NAMED = 6
+"""Maximum number of clients, or of ranges of rounds, listed in one line; for more, only their count is given."""
 _AGES = {"s": 1, "m": 60, "h": 3600, "d": 86_400}
 
 
@@ -32,6 +36,17 @@ def parse_age(text: str, name: str) -> float:
 def counted(number: int, noun: str, plural: str = "") -> str:
     """Return a count with its noun: 1 run, 12,000 images; ``plural`` is for irregular plurals."""
     return f"{number:,} {noun if number == 1 else plural or f'{noun}s'}"
+
+
+def numbered(noun: str, numbers: Sequence[int]) -> str:
+    """Return a noun with its ascending numbers: round 3, rounds 1–3, 7; with their count if there are many ranges."""
+    parts: list[str] = []
+    for _, group in groupby(enumerate(numbers), key=lambda pair: pair[1] - pair[0]):  # constant among neighbours
+        found = [str(number) for _, number in group]
+        parts += found if len(found) < 3 else [f"{found[0]}–{found[-1]}"]
+    if len(parts) > MAX_NAMED:
+        return counted(len(numbers), noun)
+    return f"{noun}{'s' if len(numbers) > 1 else ''} {', '.join(parts)}"
 
 
 def show_bytes(number: int) -> str:

@@ -1,4 +1,4 @@
-"""A node's settings: its client number, and the paths of its data, generator and state.
+"""A node's settings: its client number, the paths of its data, generator and state, and its limit of images.
 
 A simulated client is an index into a partition and keeps its state in the run directory. A SuperNode sets these things
 in its `--node-config`; the server never names a path on it.
@@ -8,6 +8,10 @@ in its `--node-config`; the server never names a path on it.
     partition-id, num-partitions   or, for a trial, its part of the run's dataset
     generator, data-dir, device    override the run-config's keys of these names
     state-dir                      folder of its state between rounds; empty: clients/ in its cache
+    max-images                     largest number of images that its plan in a run may have
+    generate                       "no": none, which needs no generator; the same as max-images=0
+
+The limit is applied when the client plans: `client_app` scales the policy's plan down, class by class.
 """
 
 from __future__ import annotations
@@ -23,7 +27,16 @@ from fedeas_flwr.common.files import cache_root, expanded
 from fedeas_flwr.config import RunConfig, parse_config, unknown_key
 
 OVERRIDES = ("generator", "data-dir", "device")
-NODE_KEYS = ("client-id", "data-path", "partition-id", "num-partitions", *OVERRIDES, "state-dir")
+NODE_KEYS = (
+    "client-id",
+    "data-path",
+    "partition-id",
+    "num-partitions",
+    *OVERRIDES,
+    "state-dir",
+    "max-images",
+    "generate",
+)
 SIMULATED = "simulated"
 """Key that the inline grid sets. Ray cannot set it, so a client under Ray is recognised by Ray itself."""
 
@@ -44,6 +57,8 @@ class Node:
         Run-config values that this machine sets itself.
     state_dir
         Folder of its state; empty: the default.
+    max_images
+        Largest number of images in its plan; None: no limit.
     simulated
         Whether it is a client of a simulation, which shares a disk with the server.
     """
@@ -53,6 +68,7 @@ class Node:
     data_path: str
     overrides: Mapping[str, str]
     state_dir: str
+    max_images: int | None
     simulated: bool
 
     @property
@@ -63,6 +79,10 @@ class Node:
     def apply(self, config: RunConfig) -> RunConfig:
         """Return the run-config with this node's overrides."""
         return parse_config({**config.to_user_dict(), **self.overrides}) if self.overrides else config
+
+    def limited(self, images: int) -> int:
+        """Return how many of a plan's images this node makes."""
+        return images if self.max_images is None else min(images, self.max_images)
 
     def state_folder(self, config: RunConfig, run_id: int, run: str) -> Path:
         """Return the folder of this client's state in a run.
@@ -118,6 +138,7 @@ def read_node(node_config: Mapping[str, Any]) -> Node:
         data_path=data_path,
         overrides={key: _text(node_config, key) for key in OVERRIDES if key in node_config},
         state_dir=_text(node_config, "state-dir"),
+        max_images=_max_images(node_config),
         simulated=node_config.get(SIMULATED) is True or _under_ray(),
     )
 
@@ -135,6 +156,16 @@ def _text(node_config: Mapping[str, Any], key: str) -> str:
     if not isinstance(value, str):
         raise ConfigError(f"node-config: {key} = {value!r}: must be text, in quotes")
     return value
+
+
+def _max_images(node_config: Mapping[str, Any]) -> int | None:
+    limit = _whole(node_config, "max-images") if "max-images" in node_config else None
+    generate = node_config.get("generate", True)
+    if not isinstance(generate, bool):
+        if generate not in ("yes", "no"):
+            raise ConfigError(f'node-config: generate = {generate!r}: must be "yes" or "no"')
+        generate = generate == "yes"
+    return limit if generate else 0
 
 
 def _under_ray() -> bool:

@@ -148,15 +148,15 @@ def check_node(folder: Path, run: RunConfig | None) -> Iterator[Finding]:
     if run is None:
         there = ", ".join([*(["data-path"] if place.data_path else []), *place.overrides])
         later = f"; checked only on its machine: {there}" if there else ""
-        yield ok(folder.name, f"client {place.client}, {_part(place)}{later}")
+        yield ok(folder.name, f"client {place.client}, {_part(place)}{_limit(place)}{later}")
         return
     try:
-        yield ok(folder.name, f"client {place.client}, {_describe_data(place, config)}")
+        yield ok(folder.name, f"client {place.client}, {_describe_data(place, config)}{_limit(place)}")
     except (ValueError, OSError) as error:
         other = f"the config of a run whose dataset is not {run.dataset}, or another data-path in {node_config}"
         yield problem(folder.name, error, f"correct the images in {place.data_path}, give {other}")
         return
-    yield from check_generator(config)
+    yield from check_generator(config) if place.max_images != 0 else ()
     yield from check_gpu(config) if config.device == "cuda" else ()
     yield from check_engine(config)
 
@@ -175,6 +175,12 @@ def _part(place: Node) -> str:
     if place.data_path:
         return "its own data"
     return f"one of {place.partitions} parts" if place.partitions > 1 else "the only part"
+
+
+def _limit(place: Node) -> str:
+    if place.max_images is None:
+        return ""
+    return f"; generates at most {counted(place.max_images, 'image')}" if place.max_images else "; generates no images"
 
 
 def check_gateway(address: str, folder: Path) -> Iterator[Finding]:

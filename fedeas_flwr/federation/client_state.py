@@ -35,6 +35,8 @@ class ClientState:
     """Fingerprint of the generator of its images; images of another generator are not added to them."""
     counts: tuple[int, ...] | None = None
     """The label counts of the plan. Like the whole state, they never leave the client."""
+    not_made: int = 0
+    """Number of images of the policy's plan that ``generate`` lacks because of the node's limit."""
 
 
 @dataclass
@@ -81,7 +83,7 @@ class ClientStore:
         try:
             found, memory = read_checked(path, self._of_round(accepted_round))
             generate, counts = (None if row is None else tuple(row) for row in (found["generate"], found["counts"]))
-            return ClientState(generate, memory, found["generator"], counts)
+            return ClientState(generate, memory, found["generator"], counts, found.get("not_made", 0))
         except (ValueError, KeyError, TypeError) as error:
             raise RuntimeError(f"client state of round {accepted_round}: {error}") from None
 
@@ -106,7 +108,12 @@ class ClientStore:
 
     def write(self, this_round: int, state: ClientState) -> None:
         """Write a version to disk."""
-        facts = {"generate": state.generate, "generator": state.generator, "counts": state.counts}
+        facts = {
+            "generate": state.generate,
+            "generator": state.generator,
+            "counts": state.counts,
+            "not_made": state.not_made,
+        }
         write_checked(self._path(this_round), facts, dict(state.memory), self._of_round(this_round))
 
     def drop_all_but(self, rounds: Collection[int]) -> None:

@@ -47,10 +47,18 @@ class DeclaredSampleCounts:
             raise MessageError(f"num-examples = {max(declared, report.examples)}, but max-examples = {limit}")
         if report.examples != declared and self._config.data_change == "refuse":
             raise MessageError(f"num-examples = {report.examples}, but the client first declared {declared}")
+        images = self._max_images(max(declared, report.examples), share)
+        if report.generated + report.not_made > images:
+            more = f" and not-made = {report.not_made}" if report.not_made else ""
+            raise MessageError(f"generated = {report.generated}{more}, but its plan cannot exceed {images}")
+
+    def max_images(self, client: int, share: Share) -> int:
+        """Return the largest number of images that a client's plan can have, by its declared number of samples."""
+        return self._max_images(self._examples[client], share)
+
+    def _max_images(self, samples: int, share: Share) -> int:
         policy, settings = POLICIES[self._config.policy], self._config.policy_settings
-        images = policy.max_total(max(declared, report.examples), self._classes, settings, share)
-        if report.generated > images:
-            raise MessageError(f"generated = {report.generated}, but its plan cannot exceed {images}")
+        return policy.max_total(samples, self._classes, settings, share)
 
     def check_reply(self, client: int, policy: MatchedPolicy, question: str, at: float, numbers: Sequence[int]) -> None:
         """Check a reply to a matched policy's question.

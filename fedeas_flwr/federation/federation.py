@@ -192,14 +192,18 @@ class Federation:
         examples = sum(report.examples for report in reports)
         loss = sum(report.loss * report.examples for report in reports) / examples if reports else None
         refused = sorted(self.clients.refused.items()) if state.round == 1 else []  # recorded with the first round
+        absent = max(0, self.config.clients - len(self.clients.nodes))
+        limited = [{"client": report.client, "images": report.not_made} for report in reports if report.not_made]
         return {
             "train_loss": loss,
             **({"epsilon": spent["epsilon"]} if spent else {}),
             "clients": [report.client for report in reports],
+            **({"not_joined": absent} if absent else {}),
             "failures": [*({"client": client, "reason": why} for client, why in refused), *outcome.failures],
             "generated": sum(state.generated.values()),
             "made": sum(report.made for report in reports),
             "rejected": sum(report.rejected for report in reports),
+            **({"not_made": limited} if limited else {}),
             "steps": sum(report.steps for report in reports),
         }
 

@@ -145,6 +145,8 @@ class TrainReport:
     seconds_training: float = field(metadata=_on_wire(_number("seconds-training"), build=float))
     rejected: int = field(default=0, metadata=_on_wire(_whole("rejected")))
     """Number of cached images that `min-class-agreement` excludes from training."""
+    not_made: int = field(default=0, metadata=_on_wire(_whole("not-made")))
+    """Number of planned images that the node's own limit excludes."""
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from fedeas_flwr.common.cores import map_ordered, threads_for
 from fedeas_flwr.common.errors import MessageError, ProcessesDiedError, RunError
 from fedeas_flwr.common.npy import Arrays
 from fedeas_flwr.common.randomness import stream
-from fedeas_flwr.common.text import counted
+from fedeas_flwr.common.text import counted, numbered
 from fedeas_flwr.federation import messages
 from fedeas_flwr.federation.client_registry import ClientRegistry
 from fedeas_flwr.federation.delivery import deliver, has_died
@@ -107,6 +107,7 @@ class TrainingRounds:
         # 2. Configure: the strategy builds a message per client that is online, and the client's task is added.
         online = self.clients.manager.available(sampled)
         out = self._configure(number, online, state)
+        self._log_generation(number, online, state)
 
         # 3. Send, and wait for the replies.
         by_node = deliver(self.clients.grid, out, self.config.round_timeout) if out else {}
@@ -183,6 +184,17 @@ class TrainingRounds:
             return -self._steps.get(client, 2**63), client
 
         return sorted(out, key=order)
+
+    def _log_generation(self, number: int, online: Sequence[int], state: Checkpoint) -> None:
+        """Log which clients generate images before they train, with the bound that the server knows."""
+        clients = [client for client in online if client not in state.generated]
+        if not clients or not self.config.generates:
+            return
+        images = sum(self.clients.declared.max_images(client, self.clients.share_of(client)) for client in clients)
+        what = "generate images before they train" if len(clients) > 1 else "generates images before it trains"
+        builtin = "; a node without the built-in generator trains it first"
+        first = builtin if self.config.generator == "builtin" and not self.service else ""
+        log(INFO, "round %d: %s %s, at most %d in total%s", number, numbered("client", clients), what, images, first)
 
     def _check_replies(
         self, sampled: Sequence[int], replies: Mapping[int, Message | None], state: Checkpoint

@@ -20,7 +20,7 @@ import itertools
 import json
 import os
 import stat
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +59,7 @@ class ImageCache:
         client: int,
         wanted: Sequence[int],
         about: Mapping[str, Any] | None = None,
+        report: Callable[[int, int], None] = lambda done, total: None,
     ) -> tuple[Images, Labels, int]:
         """Return a client's synthetic images, generating those that are missing.
 
@@ -76,6 +77,8 @@ class ImageCache:
             Number of images per class.
         about
             Description of the generator for the manifest.
+        report
+            If images are missing, called with 0 and their number, and with the number done after each chunk.
 
         Returns
         -------
@@ -107,10 +110,13 @@ class ImageCache:
                 missing += (starts[label] + np.flatnonzero(~there)).tolist()
             # Reading the batch size may load the generator.
             step = _BATCHES_PER_CHUNK * batch_size(generator) if missing else 1
+            if missing:
+                report(0, len(missing))
             for first in range(0, len(missing), step):
                 chunk = missing[first : first + step]
                 images[chunk] = sample_checked(generator, [ids[i] for i in chunk])
                 _write_shards(folder, chunk, ids, images)
+                report(first + len(chunk), len(missing))
         return images, labels, len(missing)
 
     def missing(self, generator: Generator, *, seed: int, client: int, wanted: Sequence[int]) -> int:

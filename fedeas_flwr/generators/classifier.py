@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -154,6 +154,7 @@ def ensure_filtered(
     client: int,
     wanted: Sequence[int],
     about: Mapping[str, Any] | None = None,
+    report: Callable[[int, int], None] = lambda done, total: None,
 ) -> tuple[Images, Labels, int, int]:
     """Return images as `ImageCache.ensure` does, replacing those that the classifier rejects by later ones.
 
@@ -163,7 +164,7 @@ def ensure_filtered(
     """
     raw, made = [int(n) for n in wanted], 0
     while True:
-        images, labels, new = cache.ensure(generator, seed=seed, client=client, wanted=raw, about=about)
+        images, labels, new = cache.ensure(generator, seed=seed, client=client, wanted=raw, about=about, report=report)
         made += new
         probabilities, _ = classifier.predict(images)
         good = probabilities[np.arange(len(labels)), labels] >= min_probability

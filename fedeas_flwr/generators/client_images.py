@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from dataclasses import dataclass
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from fedeas_flwr.common.progress import log_progress
 from fedeas_flwr.common.randomness import stream
 from fedeas_flwr.config import RunConfig
 from fedeas_flwr.data.datasets import Images, Labels
@@ -21,6 +23,8 @@ from fedeas_flwr.generators.interface import Generator, LazyGenerator, describe_
 from fedeas_flwr.generators.ray_service import ServiceGenerator
 from fedeas_flwr.generators.service import own_generator
 from fedeas_flwr.planning.run_plan import requested_images
+
+logger = logging.getLogger(__name__)
 
 _FREE_DIVISOR = 4
 """Images are kept while more than 1/4 of the GPU's memory is free. All processes on a GPU see the same free memory, so
@@ -132,6 +136,7 @@ def _synthetic(
         "client": client if config.shared_images == "no" else 0,
         "wanted": requested.tolist(),
         "about": describe_generator(config),
+        "report": log_progress(logger, f"client {client}: images generated"),
     }
     if config.min_class_agreement == 0:
         images, labels, made = cache.ensure(generator, **request)

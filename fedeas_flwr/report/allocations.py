@@ -68,13 +68,17 @@ def maps_of(groups: Sequence[Group]) -> tuple[list[HeatMaps], list[str]]:
 
 
 def _map_caveats(group: Group, counts: Counts, planned: int) -> list[str]:
-    """Return notes on why fewer images were generated than the map shows: absent clients, or shared images."""
+    """Return notes on why fewer images were generated than the map shows: absent or limited clients, shared images."""
     notes = []
     made = [member.summary["total_generated"] for member in group.members]
     if set(made) != {planned}:
         runs = f"the {'run has' if len(made) == 1 else 'runs have'} {', '.join(f'{images:,}' for images in made)}"
-        why = "because clients that never took part generate none"
-        notes.append(f"{group.name}: the map is the plan, {counted(planned, 'image')}; {runs}, {why}.")
+        limited = any(member.not_made for member in group.members)
+        absent = any(member.summary["total_generated"] + member.not_made != planned for member in group.members)
+        reasons = ["clients that never took part generate none"] if absent else []
+        reasons += ["nodes' limits exclude the rest"] if limited else []
+        why = " and ".join(reasons)
+        notes.append(f"{group.name}: the map is the plan, {counted(planned, 'image')}; {runs}, because {why}.")
     if group.config.shared_images != "no":
         different = count_distinct_images(group.config, counts)
         notes.append(f"{group.name}: {different:,} of the plan's {counted(planned, 'image')} are distinct.")
@@ -82,13 +86,14 @@ def _map_caveats(group: Group, counts: Counts, planned: int) -> list[str]:
 
 
 def _matches_run(group: Group, generated: Counts) -> bool:
-    """Return whether the plan matches the run: clients that trained generated the planned number of images."""
+    """Return whether the plan matches the run: clients that trained generated the planned images within limits."""
     by_client = generated.sum(axis=1)
     for member in group.members:
         trained = {client for record in member.rounds for client in record["clients"]}
         if not trained <= set(range(len(by_client))):
             return False
-        if sum(int(by_client[client]) for client in trained) != member.summary["total_generated"]:
+        planned = sum(int(by_client[client]) for client in trained)
+        if planned != member.summary["total_generated"] + member.not_made:
             return False
     return True
 

@@ -68,6 +68,11 @@ class Member:
         return sorted(set(known) - trained) if trained <= set(known) else []
 
     @property
+    def not_made(self) -> int:
+        """Return the number of planned images that nodes' limits exclude."""
+        return sum(item["images"] for item in self.summary.get("not_made", []))
+
+    @property
     def is_finished(self) -> bool:
         """Return whether all rounds of the config are recorded."""
         return len(self.rounds) >= self.config.rounds

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from fedeas_flwr.common.text import counted
+from fedeas_flwr.common.text import MAX_NAMED, counted
 from fedeas_flwr.report.groups import Group, Member, baseline_of, gain_and_efficiency, why_no_gain
-
-_MAX_NAMED = 6
-"""Maximum number of clients listed by number; for more, only their count is given."""
 
 
 def notes_on(groups: Sequence[Group]) -> list[str]:
     """Return all notes."""
-    makers = (unfinished_notes, missing_reply_notes, no_gain_notes, seed_notes, absence_notes, sharing_notes)
+    makers = (unfinished_notes, gap_notes, no_gain_notes, seed_notes, absence_notes, limit_notes, sharing_notes)
     return [note for make in makers for note in make(groups)]
 
 
@@ -32,14 +29,13 @@ def _progress(member: Member) -> str:
     return f"{run.path.name}, {len(member.rounds)} of {member.config.rounds} rounds, {run.state()}"
 
 
-def missing_reply_notes(groups: Sequence[Group]) -> list[str]:
-    """Return a line for each run with missing replies."""
+def gap_notes(groups: Sequence[Group]) -> list[str]:
+    """Return a line for each run in which clients were missing."""
     return [
-        f"Replies missing: {member.run.path.name}, {member.summary['failures']:,} in {len(rounds)} of "
-        f"{counted(len(member.rounds), 'round')}"
+        f"{'Finished, with gaps' if member.is_finished else 'Gaps'}: {member.run.path.name}, {member.summary['gaps']}"
         for group in groups
         for member in group.members
-        if (rounds := [record for record in member.rounds if record["failures"]])
+        if "gaps" in member.summary
     ]
 
 
@@ -75,9 +71,21 @@ def _absence_reason(absent: Sequence[int], clients: int) -> str:
     if len(absent) == 1:
         return f"client {absent[0]} never took part, so it generated none"
     who = f"{len(absent):,} of {counted(clients, 'client')}"
-    if len(absent) <= _MAX_NAMED:
+    if len(absent) <= MAX_NAMED:
         who = f"clients {', '.join(map(str, absent))}"
     return f"{who} never took part, so they generated none"
+
+
+def limit_notes(groups: Sequence[Group]) -> list[str]:
+    """Return a line for each run with nodes that limit their number of images."""
+    found = []
+    for member in (member for group in groups for member in group.members if member.not_made):
+        planned = member.summary["total_generated"] + member.not_made
+        where = [f"client {item['client']}: {item['images']:,}" for item in member.summary["not_made"]]
+        names = ", ".join(where) if len(where) <= MAX_NAMED else counted(len(where), "client")
+        numbers = f"{member.not_made:,} of {planned:,} planned, by the limits of nodes ({names})"
+        found.append(f"Images not made: {member.run.path.name}, {numbers}")
+    return found
 
 
 def sharing_notes(groups: Sequence[Group]) -> list[str]:

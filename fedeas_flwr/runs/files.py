@@ -11,7 +11,8 @@ model.safetensors      the final model
 summary.json           the results in a few numbers
 tensorboard/           the rounds in TensorBoard's format (`tensorboard = true`)
 service.json           process and statistics of the generator that all clients share (simulation under Ray)
-status.json            running and in which processes, finished, interrupted, or failed with the reason in one line
+status.json            running and in which processes, finished (with the gaps in one line, if clients were missing),
+                       interrupted, or failed with the reason in one line
 .status.lock           held while a process changes status.json
 run.toml, output.log   run-config and output of a run that a sweep started
 flower.log             log of the server and Flower, with the traceback of any client that failed

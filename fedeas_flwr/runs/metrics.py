@@ -1,4 +1,4 @@
-"""Metrics of a run's rounds: last-20 mean, peak, rounds to a threshold, accuracy drops, median Γ̂, efficiency η."""
+"""Metrics of a run's rounds: last-20 mean, peak, rounds to a threshold, drops, gaps, median Γ̂, efficiency η."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
+
+from fedeas_flwr.common.text import MAX_NAMED, counted, numbered
 
 WALL_CLOCK = ("clients", "aggregate", "end_wait")
 """Phases that run one after the other on the server; their sum is the wall-clock time of the rounds.
@@ -51,11 +53,41 @@ def efficiency(gain: float, images: float) -> float | None:
     return 1000 * gain / images if images else None
 
 
+def images_not_made(rounds: Sequence[Mapping[str, Any]]) -> list[dict[str, int]]:
+    """Return each limited client and how many images of its plan it did not make, as of the client's last round."""
+    found: dict[int, dict[str, int]] = {}
+    for record in rounds:
+        limited = {item["client"]: item for item in record.get("not_made", [])}
+        found = {client: item for client, item in found.items() if client not in record["clients"]} | limited
+    return [found[client] for client in sorted(found)]
+
+
+def describe_gaps(rounds: Sequence[Mapping[str, Any]]) -> str:
+    """Return in one line which clients are missing in which rounds, those missing most often first; or nothing."""
+    missing: dict[int, list[int]] = {}
+    for record in rounds:
+        for client in {failure["client"] for failure in record["failures"]}:
+            missing.setdefault(client, []).append(record["round"])
+    parts = []
+    if missing:
+        often = sorted(missing, key=lambda client: (-len(missing[client]), client))
+        where = [f"client {client} in {numbered('round', missing[client])}" for client in often[:MAX_NAMED]]
+        where += [counted(len(often) - MAX_NAMED, "more client")] if len(often) > MAX_NAMED else []
+        replies = counted(sum(len(record["failures"]) for record in rounds), "reply", "replies")
+        affected = sum(bool(record["failures"]) for record in rounds)
+        parts.append(f"{replies} missing in {affected} of {counted(len(rounds), 'round')} ({'; '.join(where)})")
+    if not_joined := {record["round"]: record["not_joined"] for record in rounds if record.get("not_joined")}:
+        clients = counted(max(not_joined.values()), "client")
+        parts.append(f"{clients} not joined in {numbered('round', list(not_joined))}")
+    return "; ".join(parts)
+
+
 def summarise(rounds: Sequence[Mapping[str, Any]], threshold: float) -> dict[str, Any]:
     """Return the summary of a run's round records."""
     accuracies = [float(r["accuracy"]) for r in rounds]
     dissimilarities = [r["gamma_hat"] for r in rounds if r.get("gamma_hat") is not None]
     phases = sorted({phase for r in rounds for phase in r["seconds"]})
+    not_made, gaps = images_not_made(rounds), describe_gaps(rounds)
     return {
         "rounds": len(rounds),
         "last_20": last_20(accuracies),
@@ -63,9 +95,11 @@ def summarise(rounds: Sequence[Mapping[str, Any]], threshold: float) -> dict[str
         "peak_round": int(np.argmax(accuracies)) + 1,
         "final": accuracies[-1],
         "total_generated": int(rounds[-1]["generated"]),
+        **({"not_made": not_made} if not_made else {}),
         "gamma_hat": float(np.median(dissimilarities)) if dissimilarities else None,
         "threshold": threshold,
         "rounds_to_threshold": rounds_to_threshold(accuracies, threshold),
         "failures": sum(len(r["failures"]) for r in rounds),
+        **({"gaps": gaps} if gaps else {}),
         "seconds": {phase: round(sum(seconds_of(phase, r["seconds"]) for r in rounds), 3) for phase in phases},
     }

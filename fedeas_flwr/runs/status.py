@@ -30,7 +30,9 @@ class RunStatus:
         """The lock of status.json, kept: Python would ignore a Ctrl-C that arrives while a used lock is deleted."""
         return FileLock(self.path / STATUS_LOCK)
 
-    def set_status(self, status: str, error: str = "", pid: int | None = None, died: bool = False) -> None:
+    def set_status(
+        self, status: str, error: str = "", pid: int | None = None, died: bool = False, gaps: str = ""
+    ) -> None:
         """Write the status of the run, unless it is interrupted after it has ended.
 
         A running run lists its processes (a launcher, and the ServerApp that it started) and is running while one of
@@ -47,8 +49,11 @@ class RunStatus:
             added to them.
         died
             Whether it failed because processes died, so that a launcher may resume it in new ones.
+        gaps
+            Which clients a finished run lacks in which rounds, in one line; empty: none.
         """
         found: dict[str, Any] = {"status": status, "error": error, **({"died": True} if died else {})}
+        found |= {"gaps": gaps} if gaps else {}
         with self._status_lock:
             if status == "interrupted" and self._has_ended():
                 return

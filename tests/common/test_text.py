@@ -7,7 +7,7 @@ import pickle
 import pytest
 
 from fedeas_flwr.common.errors import ConfigError, MessageError, RunError, RunFailedError
-from fedeas_flwr.common.text import MAX_LINE, indented_lines, one_line
+from fedeas_flwr.common.text import MAX_LINE, indented_lines, numbered, one_line
 
 FORGED = "first\n2026-01-01 00:00:00 INFO all is well"
 
@@ -26,6 +26,20 @@ FORGED = "first\n2026-01-01 00:00:00 INFO all is well"
 )
 def test_one_line_has_no_breaks_and_no_control_characters(text: str, line: str) -> None:
     assert one_line(text) == line
+
+
+@pytest.mark.parametrize(
+    ("numbers", "text"),
+    [
+        ([3], "round 3"),
+        ([3, 4], "rounds 3, 4"),
+        ([1, 2, 3, 7, 9, 10, 11, 12], "rounds 1–3, 7, 9–12"),
+        ([1, 3, 5, 7, 9, 11], "rounds 1, 3, 5, 7, 9, 11"),
+        ([1, 3, 5, 7, 9, 11, 13], "7 rounds"),
+    ],
+)
+def test_numbered_shows_ranges_or_the_count(numbers: list[int], text: str) -> None:
+    assert numbered("round", numbers) == text
 
 
 def test_one_line_keeps_both_ends_of_a_long_text() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import subprocess
 import sys
 from dataclasses import replace
@@ -9,8 +10,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from flwr.app import Context, RecordDict
 from runners import CHEAP, finish, small, weights
 
+from fedeas_flwr import client_app
 from fedeas_flwr.common.errors import ConfigError, RunFailedError
 from fedeas_flwr.config import parse_config
 from fedeas_flwr.data import datasets
@@ -24,6 +27,7 @@ from fedeas_flwr.generators.opening import open_generator
 from fedeas_flwr.runs.directory import RunDirectory
 
 RUN = "ab" * 16
+PLACE = {"partition-id": 0, "num-partitions": 2}
 
 
 @pytest.mark.parametrize(
@@ -43,6 +47,11 @@ RUN = "ab" * 16
         ({"path": "."}, "unknown key 'path' = '.'; did you mean 'data-path'?"),
         ({"zzzzzz": 1}, "unknown key 'zzzzzz' = 1; there are client-id, data-path, partition-id, num-partitions, gen"),
         ({"partition-id": 0, "num-partitions": 2, "generator": 3}, "generator = 3: must be text"),
+        ({**PLACE, "max-images": -3}, "max-images = -3: must be a whole number from 0"),
+        ({**PLACE, "max-images": 1e3}, "max-images = 1000.0: must be a whole number from 0"),
+        ({**PLACE, "max-images": "500"}, "max-images = '500': must be a whole number from 0"),
+        ({**PLACE, "generate": "maybe"}, 'generate = \'maybe\': must be "yes" or "no"'),
+        ({**PLACE, "generate": 0}, 'generate = 0: must be "yes" or "no"'),
     ],
 )
 def test_invalid_node_config_is_one_line(node_config: dict[str, object], reason: str) -> None:
@@ -57,6 +66,22 @@ def test_node_config_keys_override_the_run_config() -> None:
     assert read_node(place).apply(config) is config
     node = read_node({**place, "generator": "/mine/generator", "device": "cpu"})
     assert node.apply(config) == config.with_changes(generator="/mine/generator", device="cpu")
+
+
+@pytest.mark.parametrize(
+    ("limit", "images"),
+    [
+        ({}, None),
+        ({"max-images": 500}, 500),
+        ({"generate": "yes"}, None),
+        ({"generate": "no"}, 0),
+        ({"generate": False}, 0),
+        ({"generate": True, "max-images": 0}, 0),
+        ({"generate": "no", "max-images": 500}, 0),
+    ],
+)
+def test_node_states_its_limit_of_images(limit: dict[str, object], images: int | None) -> None:
+    assert read_node({**PLACE, **limit}).max_images == images
 
 
 def test_state_folder_of_simulated_client_and_of_node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -173,3 +198,22 @@ def test_resumed_run_does_not_load_diffusers(tmp_path: Path, fresh_images) -> No
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["False"]
     assert weights(RunDirectory(tmp_path / "run")) == whole
+
+
+@pytest.mark.parametrize("simulated", [False, True])
+def test_only_a_real_node_shows_the_packages_log(
+    simulated: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Flower's process on a node shows only Flower's own log."""
+    package, flower = logging.getLogger("fedeas_flwr"), logging.getLogger("flwr")
+    monkeypatch.setattr(package, "handlers", [])
+    monkeypatch.setattr(package, "level", logging.NOTSET)
+    monkeypatch.setattr(flower, "handlers", [logging.StreamHandler(sys.stdout)])
+    package.manager._clear_cache()
+    place = {**PLACE, **({"simulated": True} if simulated else {})}
+    for _ in range(2):  # one line for each, however many messages the process handles
+        client_app._open(Context(run_id=1, node_id=1, node_config=place, state=RecordDict(), run_config={}))
+    logging.getLogger("fedeas_flwr.generators").info("images generated: 1 of 2")
+    assert capsys.readouterr().out == ("" if simulated else "images generated: 1 of 2\n")
+    monkeypatch.undo()
+    package.manager._clear_cache()

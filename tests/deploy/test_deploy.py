@@ -125,7 +125,7 @@ def assert_only_model_and_numbers_were_sent(lab: Lab, model: dict[str, Any]) -> 
             assert (names, reply["arrays"]) == ({"client-id", "partitions", "examples", "classes"}, {})
             continue
         assert names == {
-            *("num-examples", "client-id", "loss", "steps", "generated", "made", "rejected"),
+            *("num-examples", "client-id", "loss", "steps", "generated", "made", "rejected", "not-made"),
             *("seconds-generating", "seconds-training"),
         }
         assert set(reply["arrays"]) == {"arrays", "buffers"}

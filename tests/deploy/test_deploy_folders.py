@@ -189,6 +189,8 @@ def test_check_node_finds_each_fault(lab: Path, tmp_path: Path) -> None:
         ("partition-id=0 partition-id=1 num-partitions=2", "node-config: a key is given twice"),
         ("client-id=0 data-path = '/x'", "node-config: \"data-path = '/x'\" is not key=value; Flower would ignore it"),
         ('client-id=0 data-path=""', "node-config: data-path is missing, or for a trial"),
+        ("partition-id=0 num-partitions=2 generate=no", "node-config: generate=no cannot be read; put text in quotes"),
+        ("partition-id=0 num-partitions=2 max-images=-3", "node-config: max-images = -3: must be a whole number"),
         ('partition-id=0 num-partitions=2 device="gpu"', "device = 'gpu': must be 'auto', 'cpu' or 'cuda'"),
     ],
 )
@@ -226,6 +228,22 @@ def test_check_node_reports_missing_gpu_only_on_the_node(lab: Path, monkeypatch:
     assert (found.state, found.text) == ("ok", "client 0, one of 2 parts; checked only on its machine: device")
     (told,) = problems(check_node(lab / "node-1", RunConfig(engine="graphed")))
     assert told.startswith("engine = 'graphed'")
+
+
+@pytest.mark.parametrize(
+    ("limit", "told", "states"),
+    [
+        ("max-images=500", "client 0, one of 2 parts; generates at most 500 images", ["ok", "problem"]),
+        ('generate="no"', "client 0, one of 2 parts; generates no images", ["ok"]),
+    ],
+)
+def test_check_node_names_its_limit(lab: Path, limit: str, told: str, states: list[str]) -> None:
+    """A node that generates nothing needs no generator."""
+    (lab / "node-0" / "node-config").write_text(f'partition-id=0 num-partitions=2 generator="/none" {limit}\n')
+    found = list(check_node(lab / "node-0", RunConfig()))
+    assert (found[0].text, [finding.state for finding in found]) == (told, states)
+    (desk,) = check_node(lab / "node-0", None)
+    assert desk.text == f"{told}; checked only on its machine: generator"
 
 
 def test_check_node_compares_data_and_generator_with_run(lab: Path, tmp_path: Path, digits_generator: Path) -> None:

@@ -63,10 +63,11 @@ def test_composed_services_train_on_digits(tmp_path: Path) -> None:
         for service in ("node-0", "node-1", "node-2"):
             compose.up(service)
         lab = "/opt/fedeas/lab/deployment"
-        words = [*run_config(keys), 'run-dir="/opt/fedeas/superlink/runs/first"']
+        words = [*run_config(keys), "node-wait=280.0", 'run-dir="/opt/fedeas/superlink/runs/first"']
         started = compose.run("operator", "flwr", "run", f"{lab}/app", "deployment", "--run-config", " ".join(words))
         assert started.returncode == 0, started.stdout + started.stderr
         run = RunDirectory(volume / "deployment" / "superlink" / "runs" / "first")
+        wait_until(lambda: run.rounds(), "round 1 is recorded")
         wait_until(lambda: run.status()[0] in ("finished", "failed"), "the run ends")
         checked = compose.run("operator", *compose.services["operator"]["command"])
         assert (checked.returncode, "all 3 are online" in checked.stdout) == (0, True), checked.stdout + checked.stderr

@@ -10,9 +10,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 from flwr.app import Message, RecordDict
+from lossy import lossy_app
+from runners import finish, quick, run_in_process
 from test_federation import START, federation, toy_app
 from timelines import Clock
 
+from fedeas_flwr import client_app
 from fedeas_flwr.common.errors import RunError
 from fedeas_flwr.federation import delivery, messages
 from fedeas_flwr.federation.grids import InlineGrid
@@ -198,3 +201,20 @@ def test_first_failed_round_stops_the_run_by_default(tmp_path: Path) -> None:
     with pytest.raises(RunError, match="round 2: 3 of 3 clients failed"):
         made.fit(START, lambda trainable, buffers: {"accuracy": 0.5})
     assert json.loads((tmp_path / "rounds.jsonl").read_text().splitlines()[-1])["round"] == 1
+
+
+def test_run_with_missing_replies_finishes_with_gaps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(client_app, "app", lossy_app(lambda client, number: "lost" if client == 1 < number else ""))
+    keys = {"policy": "none", "participation": 1.0, "min_replies": 0.5}
+    run = finish(quick(tmp_path / "r", **keys))
+    gaps = "2 replies missing in 2 of 3 rounds (client 1 in rounds 2, 3)"
+    assert run.read_json("status.json") == {"status": "finished", "error": "", "gaps": gaps}
+    assert run.state() == "finished", "a run with gaps counts as unfinished"
+    assert f"WARNING The run finished, with gaps: {gaps}\n" in (run.path / "flower.log").read_text()
+    again = run_in_process("resume", str(run.path)).stdout.splitlines()
+    assert f"finished, with gaps: {gaps}" in again
+    monkeypatch.undo()
+    whole = finish(quick(tmp_path / "whole", **keys))
+    assert whole.read_json("status.json") == {"status": "finished", "error": ""}
+    assert "INFO The run finished\n" in (whole.path / "flower.log").read_text()
+    assert "gaps" not in run_in_process("resume", str(whole.path)).stdout

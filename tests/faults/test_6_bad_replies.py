@@ -157,15 +157,19 @@ def test_weight_must_equal_the_declared_sample_count(
     assert state.trainable["w"] == pytest.approx((30 * 1.0 + 60 * 2.0) / 90)
 
 
-def test_generated_count_beyond_any_plan_is_rejected(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("generated", "not_made", "told"),
+    [(10**9, 0, "generated = 1000000000"), (30, 31, "generated = 30 and not-made = 31")],
+)
+def test_plan_beyond_any_label_counts_is_rejected(tmp_path: Path, generated: int, not_made: int, told: str) -> None:
     def overstate(client: int, message: Message) -> Message | None:
         if client != 1:
             return None
-        report = TrainReport(1, 10, 0.0, 1, 10**9, 0, 0.0, 0.0)
+        report = TrainReport(1, 10, 0.0, 1, generated, 0, 0.0, 0.0, not_made=not_made)
         return messages.train_reply(message, report, {"w": np.zeros(2, np.float32)}, dict(START.buffers), {})
 
     _, outcome = federation(tmp_path, toy_app(overstate), **{"min-replies": 0.5}).training.train_round(START)
-    assert outcome.failures == [{"client": 1, "reason": "generated = 1000000000, but its plan cannot exceed 60"}]
+    assert outcome.failures == [{"client": 1, "reason": f"{told}, but its plan cannot exceed 60"}]
 
 
 def app_with_false_replies(false_replies: dict[str, dict[str, int]]) -> ClientApp:

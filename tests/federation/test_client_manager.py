@@ -541,3 +541,14 @@ def test_count_clients_waits_for_the_first_node(monkeypatch: pytest.MonkeyPatch)
     grid = ChurnGrid()
     monkeypatch.setattr(SLEEP, lambda seconds: grid.start(0, 100))
     assert count_clients(grid, parse_config({"node-wait": 60})) == 1
+
+
+def test_round_record_counts_clients_that_have_not_joined(tmp_path: Path) -> None:
+    grid = ChurnGrid(0, 2)
+    run = start_federation(tmp_path, grid)
+    run.clients.plan()
+    state, outcome = run.training.train_round(START)
+    assert run._round_metadata(state, outcome)["not_joined"] == 1
+    grid.start(1, 101)
+    state, outcome = run.training.train_round(state)
+    assert "not_joined" not in run._round_metadata(state, outcome)

@@ -157,12 +157,44 @@ def test_failed_clients_are_logged_in_client_order(
     for module in (messages, training_round):
         monkeypatch.setattr(module, "log", lambda level, text, *values: logged.append((text % values).splitlines()[0]))
     with pytest.raises(RunError, match="3 of 3 clients failed"):
-        federation(tmp_path, toy_app(all_fail)).training.train_round(START)
+        federation(tmp_path, toy_app(all_fail), policy="none").training.train_round(START)
     assert [re.sub("node [0-9]+ failed", "node failed", line) for line in logged] == [
         line
         for k in range(3)
         for line in (f"node failed: ValueError: failure of {k}", f"client {k}: ValueError: failure of {k}")
     ]
+
+
+@pytest.mark.parametrize(
+    ("keys", "told"),
+    [
+        # 60 + 40 + 90: ten classes, each filled to ⌊β √(N / 10)⌋ at most
+        ({}, " at most 190 in total; a node without the built-in generator trains it first"),
+        ({"generator": "/a/model"}, " at most 190 in total"),
+        ({"policy": "none"}, None),
+    ],
+)
+def test_server_logs_who_generates_before_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, keys: dict[str, Any], told: str | None
+) -> None:
+    def first_is_late(client: int, message: Message) -> Message | None:
+        if client == 0 and messages.read_task(message).round == 1:
+            raise TimeoutError("late")
+        report = TrainReport(client, EXAMPLES[client], 0.0, 1, 0, 0, 0.0, 0.0)
+        return messages.train_reply(message, report, {"w": np.zeros(2, np.float32)}, dict(START.buffers), {})
+
+    logged: list[str] = []
+    monkeypatch.setattr(training_round, "log", lambda level, text, *values: logged.append(text % values))
+    made = federation(tmp_path, toy_app(first_is_late), **{"min-replies": 0.5, "beta": 4.0, **keys})
+    state = START
+    for _ in range(3):
+        state, _ = made.training.train_round(state)
+    lines = [line for line in logged if line.startswith("round ")]
+    if told is None:
+        assert lines == []
+        return
+    assert lines[0] == f"round 1: clients 0–2 generate images before they train,{told}"
+    assert [line.partition(",")[0] for line in lines[1:]] == ["round 2: client 0 generates images before it trains"]
 
 
 def test_round_without_any_valid_reply_fails(tmp_path: Path) -> None:

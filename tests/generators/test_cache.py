@@ -51,6 +51,18 @@ def test_ensure_orders_images_by_class_and_index(tmp_path: Path) -> None:
     assert np.array_equal(images, Fake().sample(ids(1, 2, [2, 0, 3])))
 
 
+def test_ensure_reports_its_progress(tmp_path: Path) -> None:
+    fake, cache, seen = Fake(), ImageCache(tmp_path), []
+
+    def ensure(*wanted: int) -> None:
+        cache.ensure(fake, seed=0, client=0, wanted=wanted, report=lambda done, total: seen.append((done, total)))
+
+    ensure(300, 0, 0)  # chunks of 256
+    ensure(300, 0, 0)
+    ensure(300, 1, 0)
+    assert seen == [(0, 300), (256, 300), (300, 300), (0, 1), (1, 1)]
+
+
 def test_cache_generates_only_missing_and_reads_prefixes(tmp_path: Path) -> None:
     fake, cache = Fake(), ImageCache(tmp_path)
     fifty, _, first = cache.ensure(fake, seed=0, client=0, wanted=[50, 1, 0])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import logging
 import os
 import re
 import shutil
@@ -437,7 +438,10 @@ def test_diffusers_is_imported_only_when_needed() -> None:
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
-def test_builtin_trained_once_and_retrained_if_damaged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_builtin_trained_once_and_retrained_if_damaged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "fedeas_flwr")
     monkeypatch.setenv("FEDEAS_CACHE", str(tmp_path))
     code = (
         "from fedeas_flwr.generators.learn.builtin import ensure_builtin\n"
@@ -457,6 +461,7 @@ def test_builtin_trained_once_and_retrained_if_damaged(tmp_path: Path, monkeypat
         return bool(seen)
 
     folder = ensure_builtin(steps=3)
+    assert not caplog.messages, "logged although nothing was trained"
     weights = folder / "unet" / WEIGHTS_NAME
     whole = weights.read_bytes()
     assert not again(folder)
@@ -464,6 +469,12 @@ def test_builtin_trained_once_and_retrained_if_damaged(tmp_path: Path, monkeypat
     assert again(folder) and weights.read_bytes() == whole  # training is reproducible, also in another process
     (folder / "scheduler" / "scheduler_config.json").unlink()
     assert again(folder) and not again(folder)
+    weights.unlink()
+    ensure_builtin(steps=3)  # without a callback it logs, since this is how a node trains it
+    assert [message for message in caplog.messages if "built-in" in message] == [
+        "training steps of the built-in generator: 0 of 3",
+        "training steps of the built-in generator: 3 of 3",
+    ]
     assert "No test set was seen" in (folder / "README.md").read_text()
 
 

@@ -201,16 +201,22 @@ def test_lost_replies_are_reported_with_the_results(tmp_path: Path) -> None:
     write_run(tmp_path / "a1", [0.2, 0.4, 0.6], seed=1)
     write_run(tmp_path / "a2", [0.4, 0.6, 0.8], seed=2, extra=extra)
     printed = run_in_process("report", str(tmp_path), "--out", str(tmp_path / "out")).stdout
-    note = "Replies missing: a2, 3 in 2 of 3 rounds"
-    assert [line for line in printed.splitlines() if line.startswith("Replies")] == [note]
+    gaps = "3 replies missing in 2 of 3 rounds (client 3 in rounds 1, 3)"
+    note = f"Finished, with gaps: a2, {gaps}"
+    assert [line for line in printed.splitlines() if "gaps" in line] == [note]
     assert f"{note}." in (tmp_path / "out" / "report.md").read_text()
     data = json.loads(run_in_process("report", str(tmp_path), "--format", "json").stdout)
     assert data["groups"][0]["missing_replies"] == [0, 3]
+    assert data["groups"][0]["gaps"] == ["", gaps]
     rows = json.loads(run_in_process("runs", "ls", str(tmp_path), "--format", "json").stdout)
-    assert [row["missing_replies"] for row in rows] == [0, 3]
+    assert [(row["missing_replies"], row["gaps"]) for row in rows] == [(0, ""), (3, gaps)]
+    assert [row["state"] for row in rows] == ["finished"] * 2
     head, *lines = run_in_process("runs", "ls", str(tmp_path)).stdout.splitlines()
     assert head.split()[-3] == "missing" and [line.split()[-5] for line in lines[:2]] == ["0", "3"]
+    assert [", with gaps" in line for line in lines[:2]] == [False, True]
     assert lines[-1] == "missing: client replies that the run continued without"
+    shown = run_in_process("runs", "show", str(tmp_path / "a2")).stdout
+    assert shown.startswith(f"{tmp_path / 'a2'}: finished, with gaps: {gaps}\n")
     assert "missing" not in run_in_process("runs", "ls", str(tmp_path / "a1")).stdout, (
         "reported although no reply is missing"
     )

@@ -25,7 +25,7 @@ from fedeas_flwr.config import parse_config
 from fedeas_flwr.runs.checkpoints import Checkpoint, StrategyState
 from fedeas_flwr.runs.directory import RunDirectory
 from fedeas_flwr.runs.listing import export
-from fedeas_flwr.runs.metrics import rounds_to_threshold, summarise
+from fedeas_flwr.runs.metrics import describe_gaps, rounds_to_threshold, summarise
 
 
 def config(folder: Path, **changes: object):
@@ -223,6 +223,40 @@ def test_summary_by_hand() -> None:
     assert (summary["rounds_to_threshold"], summary["total_generated"]) == (6, 250)
     assert summary["seconds"] == {"clients": 25.0}
     assert rounds_to_threshold([0.1, 0.2], 0.5) is None
+
+
+@pytest.mark.parametrize(
+    ("failed", "not_joined", "told"),
+    [
+        ({}, {}, ""),
+        ({2: [3]}, {}, "1 reply missing in 1 of 10 rounds (client 3 in round 2)"),
+        (
+            {1: [0, 3], 2: [3], 3: [3], 7: [3]},
+            {},
+            "5 replies missing in 4 of 10 rounds (client 3 in rounds 1–3, 7; client 0 in round 1)",
+        ),
+        ({1: [5, 5]}, {}, "2 replies missing in 1 of 10 rounds (client 5 in round 1)"),  # of the plan and of the round
+        ({}, {1: 2, 2: 1}, "2 clients not joined in rounds 1, 2"),
+        (
+            {1: list(range(8)), 2: [7]},
+            {4: 1},
+            "9 replies missing in 2 of 10 rounds (client 7 in rounds 1, 2; client 0 in round 1; client 1 in round 1; "
+            "client 2 in round 1; client 3 in round 1; client 4 in round 1; 2 more clients); "
+            "1 client not joined in round 4",
+        ),
+    ],
+)
+def test_gaps_by_hand(failed: dict[int, list[int]], not_joined: dict[int, int], told: str) -> None:
+    rounds = [
+        {
+            **record(number, 0.5),
+            "failures": [{"client": client, "reason": "offline"} for client in failed.get(number, [])],
+            **({"not_joined": not_joined[number]} if number in not_joined else {}),
+        }
+        for number in range(1, 11)
+    ]
+    assert describe_gaps(rounds) == told
+    assert summarise(rounds, 0.5).get("gaps", "") == told
 
 
 @pytest.mark.parametrize(
