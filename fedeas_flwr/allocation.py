@@ -10,6 +10,7 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Callable, Sequence
+from decimal import Decimal, localcontext
 from typing import NamedTuple
 
 import numpy as np
@@ -58,13 +59,31 @@ def budget(counts: npt.ArrayLike, beta: float, gamma: float = 0.5, use_entropy: 
     counts = checked_counts(counts)
     check_number("beta", beta)
     check_number("gamma", gamma)
-    skew = 1.0 - normalised_entropy(counts) if use_entropy else counts.any(axis=1).astype(np.float64)
+    if use_entropy:
+        skew, skewed = 1.0 - normalised_entropy(counts), np.ptp(counts, axis=1) > 0
+    else:
+        skew, skewed = np.ones(len(counts)), counts.any(axis=1)
     with np.errstate(over="ignore", invalid="ignore"):
-        exact = np.where(skew > 0, counts.mean(axis=1) ** gamma * skew * beta, 0.0)
-    if not exact.max() <= MAX_COUNT:
+        scale = counts.mean(axis=1) ** gamma * beta
+        product = np.where(skewed, scale * skew, 0.0)
+    if not product.max() <= MAX_COUNT:
         raise ValueError(f"beta={beta!r} with gamma={gamma!r}: budgets must stay below 2**40 per class")
-    # An exact integer product may be a few ulps too small in floating point: 100 · 0.29 is 28.999999999999996.
-    return np.floor(exact * (1 + 1e-12)).astype(np.int64)
+    budgets = np.floor(product).astype(np.int64)
+    # Floating point errs by some 1e-16 of the scale, so a product this close to an integer is computed exactly.
+    for k in np.flatnonzero(skewed & (np.abs(product - np.rint(product)) <= 1e-13 * scale)):
+        budgets[k] = _exact_budget(counts[k].tolist(), beta, gamma, use_entropy)
+    return budgets
+
+
+def _exact_budget(counts: list[int], beta: float, gamma: float, use_entropy: bool) -> int:
+    """Return one client's b_k by decimal arithmetic of 60 digits, with β and γ as printed: 100 · 0.29 is 29."""
+    with localcontext(prec=60):
+        size, skew = Decimal(sum(counts)), Decimal(1)
+        if use_entropy:
+            q = [n / size for n in counts if n]
+            skew += sum(share * share.ln() for share in q) / Decimal(len(counts)).ln()
+        product = (size / len(counts)) ** Decimal(str(float(gamma))) * skew * Decimal(str(float(beta)))
+        return int(product + Decimal("1e-30"))
 
 
 # Eq. (gen): n_gen = max{0, b_k − n_k^c}; the paper's totals also need n_k^c < n̄_k

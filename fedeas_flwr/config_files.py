@@ -20,6 +20,13 @@ def read_config(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
     return config
 
 
+def split_conf(words: Sequence[str]) -> tuple[Path | None, list[str]]:
+    """Split ``[CONF] [KEY=VALUE]...`` into the path of the file, None if it was left out, and the overrides."""
+    if words and ("=" not in words[0] or Path(words[0]).is_file()):
+        return Path(words[0]), list(words[1:])
+    return None, list(words)
+
+
 def refuse_ignored(config: RunConfig, given: Collection[str]) -> None:
     """Reject budget keys that were given on the command line although `total` overrides them.
 

@@ -23,9 +23,8 @@ import numpy as np
 import numpy.typing as npt
 
 from fedeas_flwr.allocation import IntArray
-from fedeas_flwr.common.checked import arrays_digest
 from fedeas_flwr.common.files import atomic_path
-from fedeas_flwr.common.npy import Arrays, read_archive
+from fedeas_flwr.common.npy import Arrays, arrays_digest, read_archive
 from fedeas_flwr.common.text import counted
 
 Progress = Callable[[int], None]

@@ -91,35 +91,35 @@ class _Water(NamedTuple):
     heights: IntArray
     sums: IntArray  # cumulative sums of the heights
     poured: IntArray  # samples added to reach the height
-    other_squares: FloatArray  # sum of squares of the higher classes
+    excess: FloatArray  # Σ_c n_c (n_c − height) over the higher classes
     gains: FloatArray  # marginal gains at the height
 
 
 def _water(counts: IntArray) -> _Water:
     heights, sums, poured = _pour(counts)
-    own = np.square(heights, dtype=np.float64)
-    other_squares = own.sum(axis=1, keepdims=True) - np.cumsum(own, axis=1)
-    filling = np.arange(1, counts.shape[1] + 1)
-    gains = _gain(sums[:, -1:], poured, other_squares + filling * own, heights, filling)
-    return _Water(heights, sums, poured, other_squares, gains)
+    steps = np.diff(heights, axis=1) * (sums[:, -1:] - sums[:, :-1]).astype(np.float64)
+    excess = np.cumsum(np.pad(steps, ((0, 0), (0, 1)))[:, ::-1], axis=1)[:, ::-1]
+    gains = _gain(sums[:, -1:], poured, excess, heights, np.arange(1, counts.shape[1] + 1))
+    return _Water(heights, sums, poured, excess, gains)
 
 
 def _count(water: _Water, level: float) -> IntArray:
-    heights, sums, poured, other_squares, gains = water
+    heights, sums, poured, excess, gains = water
     size = sums[:, -1]
     if level <= 0:
         return np.asarray(np.where(size > 0, poured[:, -1] + math.floor(-level), 0), dtype=np.int64)
     # The client stops while its j + 1 lowest classes fill up together, below the height of the next class.
     client, j = np.arange(len(heights)), np.maximum(0, (gains[:, :-1] > level).sum(axis=1) - 1)
-    lowest, below, rest = heights[client, j], sums[client, j], other_squares[client, j]
+    following = np.minimum(j + 1, heights.shape[1] - 1)
+    lowest, below, next_height = heights[client, j], sums[client, j], heights[client, following]
+    rest, higher = excess[client, following], (size - below).astype(np.float64)
 
     def worth(height: IntArray, over: IntArray) -> BoolArray:
         """Return whether to continue when the j + 1 lowest classes are at a height, ``over`` of them one higher."""
-        squares = rest + (j + 1.0) * height**2 + over * (2.0 * height + 1)
+        at_height = rest + (next_height - height) * higher + over * (height + 1.0)
         added, to_level = (j + 1) * height + over - below, np.maximum(1, j + 1 - over)
-        return _gain(size, added, squares, height, to_level) > level
+        return _gain(size, added, at_height, height, to_level) > level
 
-    next_height = heights[client, np.minimum(j + 1, heights.shape[1] - 1)]
     rounds_end = first_failing(lowest, next_height, lambda h: worth(h, np.zeros_like(h)))
     height = np.maximum(lowest, rounds_end - 1)  # where the last round begins
     over = first_failing(np.zeros_like(j), np.where(rounds_end > lowest, j + 1, 0), lambda o: worth(height, o))
@@ -127,18 +127,22 @@ def _count(water: _Water, level: float) -> IntArray:
     return count
 
 
-# A sample in a client's lowest class, at height h, takes S = Σ_c (n_k^c)² to S + 2h + 1 and N_k to N_k + 1, so b of
-# them gain p_k (S / N_k² − (S + b (2h + 1)) / (N_k + b)²): to first order b times Eq. (gain).
-def _gain(size: IntArray, added: IntArray, squares: FloatArray, height: IntArray, to_level: IntArray) -> FloatArray:
+# b samples in lowest classes, at height h, take S = Σ_c n_c² to S + b (2h + 1) and n = Σ_c n_c to n + b, so they gain
+# p_k (S / n² − (S + b (2h + 1)) / (n + b)²): to first order b times Eq. (gain). With the excess A = S − hn, the mean
+# gain of one of them is p_k ((2n + b) A − n (n − bh)) / (n² (n + b)²), where no large numbers cancel.
+def _gain(size: IntArray, added: IntArray, excess: FloatArray, height: IntArray, to_level: IntArray) -> FloatArray:
     """Return the marginal gain of clients with N_k = ``size`` real samples and ``added`` samples.
 
     It is the next sample's gain or, if larger, the mean gain of the ``to_level`` samples that make the lowest classes
     equal again: near balance the first samples of such a round raise the score, and the last ones lower it.
     """
-    grown, step = np.maximum(1.0, size + added), 2.0 * height + 1
-    next_one = squares / grown**2 - (squares + step) / (grown + 1) ** 2
-    next_all = squares / grown**2 - (squares + to_level * step) / (grown + to_level) ** 2
-    return np.asarray(size / 2 * np.maximum(next_one, next_all / to_level), dtype=np.float64)
+    grown = np.maximum(1.0, size + added)
+
+    def mean_gain(samples: IntArray | int) -> FloatArray:
+        gained = (2 * grown + samples) * excess - grown * (grown - samples * height)
+        return np.asarray(gained / (grown * (grown + samples)) ** 2, dtype=np.float64)
+
+    return np.asarray(size / 2 * np.maximum(mean_gain(1), mean_gain(to_level)), dtype=np.float64)
 
 
 def waterfill_fill(counts: npt.ArrayLike, samples: npt.ArrayLike) -> IntArray:

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from decimal import Decimal, localcontext
 
 import numpy as np
 import pytest
@@ -134,6 +135,28 @@ def test_budget_that_is_exactly_an_integer_is_not_rounded_down() -> None:
     tenth = np.zeros((1, 100), dtype=int)
     tenth[0, :10] = 160  # ten of a hundred classes: an entropy of one half; a mean of 16
     assert budget(tenth, 7).tolist() == [14]
+
+
+@pytest.mark.parametrize("exponent", [5, 8, 10, 11, 12])
+def test_large_budgets_are_exact(exponent: int) -> None:
+    size = 10**exponent
+    rows = np.zeros((10, 10), dtype=np.int64)
+    rows[:, 0] = size - np.arange(10)  # a single class: b = ⌊N β / C⌋ under `linear`
+    expected = [n * 79 // 100 for n in rows[:, 0].tolist()]
+    assert budget(rows, 7.9, gamma=1).tolist() == expected
+    rows[:, 1] = rows[:, 0]  # two equal classes of a hundred
+    wide = np.pad(rows, ((0, 0), (0, 90)))
+    with localcontext(prec=50):
+        skew = 1 - Decimal(2).ln() / Decimal(100).ln()
+        assert budget(wide, 30, gamma=1).tolist() == [
+            int(Decimal(2 * n) / 100 * skew * 30) for n in wide[:, 0].tolist()
+        ]
+        nearly = np.array([[size, size + 1]])
+        halves = [Decimal(n) / (2 * size + 1) for n in nearly[0].tolist()]
+        skew = 1 + sum(q * q.ln() for q in halves) / Decimal(2).ln()
+        assert budget(nearly, 1e6, gamma=1.5).tolist() == [
+            int((Decimal(2 * size + 1) / 2) ** Decimal("1.5") * skew * 10**6)
+        ]
 
 
 def test_balanced_client_has_no_budget_at_any_beta() -> None:

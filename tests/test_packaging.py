@@ -12,6 +12,7 @@ import sys
 import tomllib
 import venv
 import zipfile
+from importlib.metadata import packages_distributions
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -60,7 +61,46 @@ def test_wheel_builds_installs_and_works_without_the_source(tmp_path: Path) -> N
     assert Path(where.strip()).is_relative_to(packages)
     fedeas = str(python.with_name("fedeas"))
     assert "Typical workflow" in fresh(fedeas, "--help")
-    assert json.loads(fresh(fedeas, "plan", "--format", "json"))["total"] == 13_437
+    assert json.loads(fresh(fedeas, "plan", "--format", "json"))["total"] == 893  # the quickstart's
+
+
+PLANNING = (ROOT / "docs" / "choosing-beta.md").read_text().partition("## Planning without torch and Flower")[2]
+BLOCK = """
+import sys
+
+class Blocked:
+    def find_spec(self, name, path=None, target=None):
+        if not allowed(name.partition(".")[0]):
+            raise ModuleNotFoundError(f"not installed: {name}", name=name)
+
+sys.meta_path.insert(0, Blocked())
+"""
+
+
+def run_without(allowed: str, code: str, *words: str) -> str:
+    """Run code in a process that can import only modules for which ``allowed``, an expression of ``name``, is true."""
+    script = f"{BLOCK}\nallowed = lambda name: {allowed}\n{code}"
+    done = subprocess.run([sys.executable, "-c", script, *words], capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_library_plans_with_numpy_alone() -> None:
+    (example,) = re.findall(r"```python\n(.*?)```", PLANNING, re.S)
+    only = "name in sys.stdlib_module_names | {'numpy', 'fedeas_flwr'} or name.startswith('_')"
+    assert run_without(only, example) == "13437 images\nβ = 12.0\n"
+
+
+def test_plan_command_needs_only_the_listed_packages() -> None:
+    (line,) = re.findall(r"^pip install (typer .*?) +#", PLANNING, re.M)
+    listed = {*line.split(), "numpy", "click"}  # typer installs click
+    needed = {re.split(r"[^a-z0-9-]", word)[0] for word in PROJECT["dependencies"]} | {"ray"}
+    assert listed <= needed
+    absent = {module for module, names in packages_distributions().items() if {*names} & (needed - listed)}
+    assert {"torch", "flwr", "ray", "sklearn", "PIL", "matplotlib"} <= absent
+    code = "from fedeas_flwr.commands.app import main\nmain()"
+    for words in ([], ["conf/cifar10-k20.toml"], ["--counts", "tests/helpers/three_clients.csv"]):
+        assert "To generate:" in run_without(f"name not in {absent!r}", code, "plan", *words)
 
 
 def test_deployment_guide_installs_this_version() -> None:

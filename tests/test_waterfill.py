@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from fractions import Fraction
 
 import numpy as np
 import numpy.typing as npt
@@ -11,7 +12,17 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from label_counts import paper_counts, tables, totals
 
-from fedeas_flwr.allocation import IntArray, eligible_pairs, fedeas, full_balance, greedy, imbalance, removed, uniform
+from fedeas_flwr.allocation import (
+    MAX_COUNT,
+    IntArray,
+    eligible_pairs,
+    fedeas,
+    full_balance,
+    greedy,
+    imbalance,
+    removed,
+    uniform,
+)
 from fedeas_flwr.waterfill import waterfill, waterfill_count, waterfill_fill, waterfill_level
 
 
@@ -96,6 +107,30 @@ def test_waterfill_is_no_worse_than_any_allocation(counts: IntArray, total: int)
     )
     score = imbalance(counts, waterfill(counts, total)).score
     assert best - 1e-12 <= score <= best + rounding(counts) + 1e-12
+
+
+@pytest.mark.parametrize("largest", [2**20, 2**30, 2**36, 2**40])
+@pytest.mark.parametrize("part", [0.1, 0.5, 0.99, 0.999999])
+def test_waterfill_of_large_counts_is_minimal(largest: int, part: float) -> None:
+    counts = (np.random.default_rng(7).random((3, 4)) ** 3 * largest).astype(np.int64)
+    total = min(MAX_COUNT, int(full_balance(counts).sum() * part))
+    samples = waterfill(counts, total).sum(axis=1)
+    least = exact_score(counts, samples)
+    for giver, taker in itertools.permutations(range(3), 2):
+        for moved in (8, 1000, 10**6):  # fewer than a round of each client is the rounding
+            if moved <= samples[giver]:
+                other = samples.copy()
+                other[giver] -= moved
+                other[taker] += moved
+                assert exact_score(counts, other) >= least, (giver, taker, moved)
+
+
+def exact_score(counts: IntArray, samples: IntArray) -> Fraction:
+    """Return Σ_k N_k ‖q_k‖², which differs from the imbalance score by constants only."""
+    filled = (counts + waterfill_fill(counts, samples)).tolist()
+    sizes = counts.sum(axis=1).tolist()
+    squares = (Fraction(sum(n * n for n in row), sum(row) ** 2) for row in filled)
+    return sum((size * square for size, square in zip(sizes, squares, strict=True)), Fraction())
 
 
 def placed(shape: tuple[int, ...], pairs: npt.NDArray[np.int64], chosen: tuple[int, ...]) -> IntArray:

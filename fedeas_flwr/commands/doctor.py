@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -15,7 +14,7 @@ from fedeas_flwr.commands.output import FormatOption
 from fedeas_flwr.common.tables import print_table
 from fedeas_flwr.common.text import MAX_LINE, counted, one_line
 from fedeas_flwr.config import RunConfig, parse_config
-from fedeas_flwr.config_files import parse_overrides, read_config, refuse_ignored
+from fedeas_flwr.config_files import parse_overrides, read_config, refuse_ignored, split_conf
 
 if TYPE_CHECKING:
     from fedeas_flwr.doctor.findings import Finding
@@ -45,9 +44,10 @@ def doctor(
 
 
 def _read(words: list[str]) -> RunConfig:
-    if words and ("=" not in words[0] or Path(words[0]).is_file()):
-        return read_config(Path(words[0]), words[1:])
-    values = parse_overrides(words)
+    conf, overrides = split_conf(words)
+    if conf is not None:
+        return read_config(conf, overrides)
+    values = parse_overrides(overrides)
     config = parse_config(values)
     refuse_ignored(config, values)
     return config

@@ -26,8 +26,8 @@ Typical workflow:
 \b
   try it            fedeas quickstart
   can it run here?  fedeas doctor CONF
-  how many, where?  fedeas plan --clients 20 --alpha 0.1 --beta 12
-  which β?          fedeas plan --min-removed 0.5 --max-synthetic 0.25
+  how many, where?  fedeas plan CONF beta=12
+  which β?          fedeas plan CONF --min-removed 0.5 --max-synthetic 0.25
   one run           fedeas run CONF policy=fedeas seed=1
   after Ctrl-C      fedeas resume RUN
   a grid of runs    fedeas sweep CONF --grid policy=none,fedeas --grid seed=1,2

@@ -19,7 +19,7 @@ from fedeas_flwr.commands.output import FormatOption, check_folder, reject_optio
 from fedeas_flwr.common.errors import ConfigError
 from fedeas_flwr.common.tables import print_table
 from fedeas_flwr.common.text import MAX_LINE, counted, one_line, parse_age, parse_bytes, show_bytes, show_seconds
-from fedeas_flwr.config import SAMPLER_STEPS
+from fedeas_flwr.config import SAMPLER_STEPS, RunConfig
 
 if TYPE_CHECKING:
     import numpy as np
@@ -106,40 +106,38 @@ def _in_all(found: Sequence[Entry]) -> str:
 # --------------------------------------------------------------------------------------------- estimate
 
 
-def estimate_generation(plan: dict[str, Any], spec: str, dataset: str) -> dict[str, Any]:
-    """Return the seconds and bytes that generating a plan would take.
+def estimate_generation(images: NDArray[np.int64], config: RunConfig) -> dict[str, Any]:
+    """Return the seconds and bytes that generating ``images`` per client and class, [K, C], would take.
 
     Images that are already in the cache are counted too.
     """
     from fedeas_flwr.common.devices import pick_device
     from fedeas_flwr.generators.cache_maintenance import stored_bytes
 
-    rows = [client["generate"] for client in plan["clients"]]
-    generator = _open_checked(spec, dataset, len(rows[0]), "--estimate")
+    generator = _open_checked(config, images.shape[1], "--estimate")
     speed = _measure_speed(generator)
     return {
-        "generator": spec,
-        "device": pick_device("auto"),
+        "generator": config.generator,
+        "device": pick_device(config.device),
         "batch": speed.batch,
         "seconds_a_batch": speed.seconds_a_batch,
-        "seconds": speed.seconds(plan["total"]),
-        "bytes": stored_bytes(generator.image_shape, rows),
+        "seconds": speed.seconds(int(images.sum())),
+        "bytes": stored_bytes(generator.image_shape, images.tolist()),
     }
 
 
-def batch_speed(spec: str, dataset: str, classes: int) -> GeneratorSpeed:
-    """Return the measured speed of a generator, for a limit in seconds."""
-    return _measure_speed(_open_checked(spec, dataset, classes, "--max-seconds"))
+def batch_speed(config: RunConfig, classes: int) -> GeneratorSpeed:
+    """Return the measured speed of a config's generator, for a limit in seconds."""
+    return _measure_speed(_open_checked(config, classes, "--max-seconds"))
 
 
-def _open_checked(spec: str, dataset: str, classes: int, wanted_by: str) -> Generator:
+def _open_checked(config: RunConfig, classes: int, wanted_by: str) -> Generator:
     from fedeas_flwr.common.devices import configure_torch
-    from fedeas_flwr.config import parse_config
     from fedeas_flwr.generators.opening import open_for_run
 
-    generator = open_for_run(parse_config({"dataset": dataset, "generator": spec}), configure_torch("auto"))
+    generator = open_for_run(config, configure_torch(config.device))
     if classes != generator.num_classes:
-        found = f"the counts have {counted(classes, 'class', 'classes')}, {dataset} has {generator.num_classes}"
+        found = f"the counts have {counted(classes, 'class', 'classes')}, {config.dataset} has {generator.num_classes}"
         raise ValueError(f"{wanted_by}: {found}; give the matching --dataset")
     return generator
 

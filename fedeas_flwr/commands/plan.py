@@ -3,54 +3,75 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+import sys
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from click.core import ParameterSource
 from rich.console import Console
 
 from fedeas_flwr.commands.images import batch_speed, estimate_generation, show_estimate
 from fedeas_flwr.commands.output import FormatOption, check_folder, reject_options
+from fedeas_flwr.commands.quickstart import QUICKSTART
 from fedeas_flwr.common.errors import ConfigError
+from fedeas_flwr.config import RunConfig, parse_config
+from fedeas_flwr.config_files import parse_overrides, read_values, split_conf
 from fedeas_flwr.launch.progress import show_tries
+from fedeas_flwr.policies import REFERENCES, settings_of
 
 if TYPE_CHECKING:
     from fedeas_flwr.planning.beta_selection import Limits
 
 
-DEFAULT_BETA = 12.0
+_OPTIONS = {
+    **{key: key for key in ("dataset", "protocol", "clients", "alpha", "policy", "beta", "gamma", "total")},
+    "generator": "generator",
+    "seed": "partition-seed",
+    "printed_rule": "printed-rule",
+}
+"""Option → the run-config key that it sets."""
+_PARTITION_KEYS = ("protocol", "clients", "alpha", "partition-seed")
 
 
 def plan(
     context: typer.Context,
-    dataset: Annotated[str, typer.Option(help="digits, cifar10, cifar100 or own:PATH")] = "cifar10",
-    protocol: Annotated[str, typer.Option(help="paper or clean")] = "paper",
-    clients: Annotated[int, typer.Option(help="number of clients K")] = 20,
-    alpha: Annotated[float, typer.Option(help="Dirichlet concentration")] = 0.1,
-    policy: Annotated[str, typer.Option(help="fedeas, uniform, missing-only, full-balance, greedy, waterfill …")] = (
-        "fedeas"
-    ),
-    beta: Annotated[float | None, typer.Option(help="budget parameter β; default: 12, or chosen by the limits")] = None,
-    gamma: Annotated[float, typer.Option(help="exponent of the mean class count")] = 0.5,
-    seed: Annotated[int, typer.Option(help="seed of the partition")] = 42,
-    printed_rule: Annotated[bool, typer.Option("--printed-rule", help="apply Eq. 9 as printed in the paper")] = False,
+    words: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[CONF] [KEY=VALUE]...", help="config to plan; default: conf/quickstart.toml"),
+    ] = None,
+    dataset: Annotated[str | None, typer.Option(help="digits, cifar10, cifar100 or own:PATH")] = None,
+    protocol: Annotated[str | None, typer.Option(help="paper or clean")] = None,
+    clients: Annotated[int | None, typer.Option(help="number of clients K")] = None,
+    alpha: Annotated[float | None, typer.Option(help="Dirichlet concentration")] = None,
+    policy: Annotated[
+        str | None, typer.Option(help="fedeas, uniform, missing-only, full-balance, greedy, waterfill …")
+    ] = None,
+    beta: Annotated[float | None, typer.Option(help="budget parameter β; the limits below choose it")] = None,
+    gamma: Annotated[float | None, typer.Option(help="exponent of the mean class count")] = None,
+    seed: Annotated[int | None, typer.Option(help="seed of the partition")] = None,
+    printed_rule: Annotated[
+        bool | None, typer.Option("--printed-rule", help="apply Eq. 9 as printed in the paper")
+    ] = None,
     total: Annotated[int | None, typer.Option(help="total images of a matched policy; default: FedEAS's total")] = None,
     counts: Annotated[
         Path | None,
         typer.Option(
-            help="label counts as .json or .csv: one row per client, one column per class; a .csv may have a header, "
-            "and a first column named client, id, index or nothing is ignored"
+            help="label counts as .json or .csv: one row per client, one column per class, or rows of client, class "
+            "and count; a .csv may have a header, and a first column named such as client, site_id or name has the "
+            "clients' names"
         ),
+    ] = None,
+    id_column: Annotated[
+        str | None, typer.Option(help="with --counts: header of the first column if it has the clients' names, or none")
     ] = None,
     output: FormatOption = "table",
     estimate: Annotated[
         bool, typer.Option("--estimate", help="estimate seconds and disk space by timing one batch")
     ] = False,
     generator: Annotated[
-        str, typer.Option(help="with --estimate or --max-seconds: builtin, FOLDER, bank:DIR, sd-turbo")
-    ] = "builtin",
+        str | None, typer.Option(help="with --estimate or --max-seconds: builtin, FOLDER, bank:DIR, sd-turbo")
+    ] = None,
     min_removed: Annotated[
         float | None, typer.Option(help="choose β: minimum fraction of the imbalance removed")
     ] = None,
@@ -62,92 +83,136 @@ def plan(
         Path | None, typer.Option(help="folder for four PNG figures in the paper's layout", callback=check_folder)
     ] = None,
 ) -> None:
-    """Plan how many images each client generates, from label counts alone; choose β from limits."""
+    """Plan how many images each client generates, from label counts alone; choose β from limits.
+
+    The plan is that of `fedeas run` with the same CONF and KEY=VALUE. --dataset, --protocol, --clients, --alpha,
+    --policy, --beta, --gamma, --total and --generator set the key of that name, --seed the key partition-seed.
+    """
     from fedeas_flwr.data.datasets import dataset_info
     from fedeas_flwr.planning import beta_selection, counts_file
     from fedeas_flwr.planning import plan as plan_module
     from fedeas_flwr.planning.budget_path import BudgetPath
-    from fedeas_flwr.planning.run_plan import partition_counts
+    from fedeas_flwr.planning.run_plan import planned_counts, stored_images
 
     limits, betas = beta_selection.Limits(min_removed, max_synthetic, max_images, max_seconds), read_grid(grid)
-    _check_settings(context, policy, total)
-    _check_beta_or_limits(limits, beta, grid)
-    if not estimate and max_seconds is None:
+    timed_by = "--max-seconds" if max_seconds is not None else "--estimate" if estimate else ""
+    conf, overrides = split_conf(words or [])
+    given = _given(parse_overrides(overrides), context.params)
+    values = (QUICKSTART if conf is None else read_values(conf)) | {key: value for key, (value, _) in given.items()}
+    chosen = str(values.get("policy", parse_config({}).policy))
+    _check_settings(given, chosen, values)
+    _check_beta_or_limits(limits, given, grid)
+    if not timed_by:
         reject_options(context, ["generator"], "it has no effect without --estimate or --max-seconds")
-    names: Sequence[str]
+    config = _plan_config(values, chosen, bool(timed_by))
+    classes: Sequence[str]
     if counts:
-        _check_given_counts(context, "--max-seconds" if max_seconds is not None else "--estimate" if estimate else "")
-        found, names = counts_file.read_counts(counts)
+        if timed_by and "dataset" not in values:
+            raise ConfigError(f"{timed_by} with --counts needs --dataset and --generator")
+        _reject(given, [*_PARTITION_KEYS, *([] if timed_by else ["dataset"])], "--counts gives the label counts")
+        found, classes, names = counts_file.read_counts(counts, id_column)
     else:
-        names = dataset_info(dataset).classes  # first: its error lists every allowed dataset
-        progress = show_tries(Console(stderr=True))
-        found = partition_counts(dataset, protocol, clients, alpha, seed, progress=progress)
-    choice = None
+        reject_options(context, ["id_column"], "it has no effect without --counts")
+        if not config.clients:
+            raise ConfigError("clients = 0: a plan needs the number of clients, such as clients=10")
+        classes, names = dataset_info(config.dataset).classes, []
+        found = planned_counts(config, config.clients, show_tries(Console(stderr=True)))
+    choice, chosen_beta, strict_mean = None, config.beta, not config.printed_rule
     if limits.given():
-        speed = batch_speed(generator, dataset, found.shape[1]) if max_seconds is not None else None
-        choice = beta_selection.choose(BudgetPath(found, policy, gamma, not printed_rule), limits, betas, speed)
+        speed = batch_speed(config, found.shape[1]) if max_seconds is not None else None
+        choice = beta_selection.choose(BudgetPath(found, chosen, config.gamma, strict_mean), limits, betas, speed)
         if choice.recommended is None:
             answer = json.dumps({"choice": choice.as_json()})
             print(answer if output == "json" else beta_selection.format_choice(choice))
             raise typer.Exit(1)
-        beta = choice.recommended
+        chosen_beta = choice.recommended
     result = plan_module.plan(
         found,
-        dataset=None if counts else dataset,
-        protocol=None if counts else protocol,
-        policy=policy,
-        beta=DEFAULT_BETA if beta is None else beta,
-        gamma=gamma,
-        seed=None if counts else seed,
-        strict_mean=not printed_rule,
-        total=total,
+        dataset=None if counts else config.dataset,
+        protocol=None if counts else config.protocol,
+        policy=chosen,
+        beta=chosen_beta,
+        gamma=config.gamma,
+        seed=None if counts else config.partition_seed,
+        strict_mean=strict_mean,
+        total=config.total or None,
+        clients=names,
     )
+    made = stored_images(config, plan_module.generated(result))
+    if config.shared_images != "no":
+        result["shared_total"] = int(made.sum())
     if estimate:
-        result["estimate"] = estimate_generation(result, generator, dataset)
+        result["estimate"] = estimate_generation(made, config)
     if choice:
         result["choice"] = choice.as_json()
-    parts = [plan_module.format_table(result, names)]
+    parts = [plan_module.format_table(result, classes)]
     parts += [show_estimate(result["estimate"])] if estimate else []
     parts += [beta_selection.format_choice(choice)] if choice else []
     if figures:
         from fedeas_flwr.report.plan_figures import draw_plan
 
-        drawn = draw_plan(BudgetPath(found, policy, gamma, not printed_rule), result["beta"], figures, choice)
+        drawn = draw_plan(BudgetPath(found, chosen, config.gamma, strict_mean), result["beta"], figures, choice)
         parts.append(f"Figures:      {', '.join(map(str, drawn))}")
+    if conf is None and not counts:
+        print("no config given: all other keys are those of conf/quickstart.toml", file=sys.stderr)
     print(json.dumps(result) if output == "json" else "\n".join(parts))
 
 
-def _check_settings(context: typer.Context, policy: str, total: int | None) -> None:
-    """Raise `ConfigError` for an option that has no effect with this policy or with a total."""
-    from fedeas_flwr.policies import settings_of
+Given = Mapping[str, tuple[Any, str]]
+"""Key → its value on the command line, and how the user wrote it: ``--beta`` or ``beta = 3``."""
 
-    settings = settings_of(policy, total is not None)
-    if total is not None and "total" not in settings:
+
+def _given(overrides: Mapping[str, Any], options: Mapping[str, Any]) -> Given:
+    """Return the keys set on the command line; raise `ConfigError` for a key that is set twice."""
+    given = {key: (value, f"{key} = {value!r}") for key, value in overrides.items()}
+    for option, key in _OPTIONS.items():
+        if options[option] is not None:
+            written = f"--{option.replace('_', '-')}"
+            if key in given:
+                raise ConfigError(f"{written}: remove the option, since {given[key][1]} is given")
+            given[key] = (options[option], written)
+    return given
+
+
+def _plan_config(values: Mapping[str, Any], policy: str, timed: bool) -> RunConfig:
+    """Return the config of a plan, checked as that of a run, except that a plan needs no generator.
+
+    Policy greedy is for plans only, so the config then has waterfill, whose settings are the same.
+    """
+    changes = {"policy": "waterfill"} if policy in REFERENCES else {}
+    return parse_config({**values, **changes, **({} if timed else {"generator": "not used"})})
+
+
+def _reject(given: Given, keys: Collection[str], why: str) -> None:
+    """Raise `ConfigError` for a key that was given on the command line but would be ignored."""
+    for _, written in (given[key] for key in keys if key in given):
+        raise ConfigError(f"{written}: remove the {'option' if written.startswith('--') else 'key'}, since {why}")
+
+
+def _check_settings(given: Given, policy: str, values: Mapping[str, Any]) -> None:
+    """Raise `ConfigError` for a key that has no effect with this policy or with a total."""
+    total = values.get("total", 0)
+    settings = settings_of(policy, bool(total))
+    if "total" in given and total and "total" not in settings:
         raise ConfigError(f"total = {total}: remove the option, since policy {policy} sets its own")
-    options = {"beta": "beta", "gamma": "gamma", "strict_mean": "printed_rule"}
-    why = "--total sets the number of images" if total is not None else f"policy {policy} has its own"
+    keys = {"beta": "beta", "gamma": "gamma", "strict_mean": "printed-rule"}
+    why = f"policy {policy} has its own"
+    if total and "total" in settings:
+        why = f"{given['total'][1] if 'total' in given else f'total = {total}'} sets the number of images"
     if not settings:
         why = f"policy {policy} has nothing to set"
-    reject_options(context, [option for name, option in options.items() if name not in settings], why)
+    _reject(given, [key for name, key in keys.items() if name not in settings], why)
 
 
-def _check_beta_or_limits(limits: Limits, beta: float | None, grid: str) -> None:
+def _check_beta_or_limits(limits: Limits, given: Given, grid: str) -> None:
     """Raise `ConfigError` for β given together with limits, or a grid given without limits."""
     from fedeas_flwr.planning.beta_selection import option
 
-    if limits.given() and beta is not None:
-        raise ConfigError(f"beta = {beta:g}: remove the option, since the limits choose it")
-    if grid and not limits.given():
+    if limits.given():
+        _reject(given, ["beta"], "the limits choose it")
+    elif grid:
         names = ", ".join(map(option, vars(limits)))
         raise ConfigError(f"grid = '{grid}': needs a limit to choose by; give one or more of {names}")
-
-
-def _check_given_counts(context: typer.Context, timed_by: str) -> None:
-    """Raise `ConfigError` for options that --counts replaces, or for timing a generator without its dataset."""
-    if timed_by and context.get_parameter_source("dataset") is not ParameterSource.COMMANDLINE:
-        raise ConfigError(f"{timed_by} with --counts needs --dataset and --generator")
-    void = ("protocol", "clients", "alpha", "seed", *([] if timed_by else ["dataset"]))
-    reject_options(context, void, "--counts gives the label counts")
 
 
 def read_grid(text: str) -> list[float]:

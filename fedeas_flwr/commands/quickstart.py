@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -20,6 +20,8 @@ from fedeas_flwr.runs.files import is_run
 RUNS = (("none", "ray"), ("fedeas", "ray"), ("uniform", "inline"), ("missing-only", "inline"))
 """Policy and backend of each run. Two use Flower's Ray simulation, which takes half a minute to start; the other two
 run inline, with bit-identical results."""
+QUICKSTART: dict[str, Any] = {"clients": 10, "policy": "fedeas", "threshold": 0.9}
+"""The keys of conf/quickstart.toml, which an installed package does not have."""
 _FOLDER = Path("runs/quickstart")
 
 
@@ -43,10 +45,9 @@ def quickstart_config(policy: str, backend: str, folder: Path) -> RunConfig:
     """Return the config of one of the four runs: the defaults, with ten clients."""
     return parse_config(
         {
-            "clients": 10,
+            **QUICKSTART,
             "policy": policy,
             "backend": backend,
-            "threshold": 0.9,
             "run-dir": str(folder / policy),
         }
     )

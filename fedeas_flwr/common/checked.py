@@ -12,12 +12,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
 
 from fedeas_flwr.common.files import atomic_write
-from fedeas_flwr.common.npy import Arrays, to_numpy
+from fedeas_flwr.common.npy import Arrays, arrays_digest, to_numpy
 
 _DIGEST, _RECORD = "digest", "state"
 DAMAGED = "its content does not match its digest: it is damaged, was edited, or belongs to something else"
@@ -76,15 +75,6 @@ def read_arrays(path: Path) -> tuple[Arrays, dict[str, str]]:
         raise ValueError(f"{path} cannot be read: {error.strerror or error}") from None
     except (SafetensorError, TypeError) as error:  # TypeError: a dtype that NumPy does not have
         raise ValueError(f"{path} cannot be read: {error}") from None
-
-
-def arrays_digest(arrays: Arrays) -> str:
-    """Return a digest of names, dtypes, shapes and elements, whatever the order of the arrays."""
-    found = hashlib.sha256()
-    for name, array in sorted(arrays.items()):
-        found.update(f"{name}\0{array.dtype.str}{array.shape}\0".encode())
-        found.update(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
-    return found.hexdigest()
 
 
 def _digest(record: Mapping[str, Any], owner: str) -> str:

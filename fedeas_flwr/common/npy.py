@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import io
 import math
 import threading
@@ -194,3 +195,12 @@ def _damage_as_value_error() -> Iterator[None]:
         raise ValueError(f"it lacks {error}") from None
     except (zipfile.BadZipFile, zlib.error, EOFError, OSError, RuntimeError) as error:
         raise ValueError(one_line(error) or type(error).__name__) from None
+
+
+def arrays_digest(arrays: Arrays) -> str:
+    """Return a digest of names, dtypes, shapes and elements, whatever the order of the arrays."""
+    found = hashlib.sha256()
+    for name, array in sorted(arrays.items()):
+        found.update(f"{name}\0{array.dtype.str}{array.shape}\0".encode())
+        found.update(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
+    return found.hexdigest()

@@ -6,7 +6,7 @@ import csv
 import json
 import re
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -15,21 +15,38 @@ from fedeas_flwr.allocation import MAX_COUNT
 from fedeas_flwr.common.text import counted
 
 MAX_FILE_BYTES = 64 * 2**20  # bytes; a thousand clients by a thousand classes need about a tenth of it
-NAMES_OF_CLIENTS = ("client", "id", "index")
-"""Headers of a column with client names, which is skipped."""
+_ID_WORDS = ("id", "client", "site", "node", "name", "hospital")
+"""Last words of the header of a column with the clients' names."""
+_CLASS_HEADERS, _COUNT_HEADERS = ("class", "label"), ("count", "n", "samples", "images")
+"""Headers of the second and third column of the long format."""
+_SUM_HEADERS = ("total", "sum", "all")
 
 
-def read_counts(path: str | Path) -> tuple[npt.NDArray[np.int64], list[str]]:
-    """Return label counts, one row per client and one column per class, and the classes' names if there is a header.
+class Counts(NamedTuple):
+    """Label counts, [K, C], and the names of classes and clients; both lists are empty if the file has none."""
 
-    A ``.json`` file holds a list of rows. A ``.csv`` file holds rows of integers; its first line is a header
-    if no cell of it is a number. If a header starts with ``client``, ``id``, ``index`` or an empty cell, the first
-    column has the names of the clients and is skipped.
+    counts: npt.NDArray[np.int64]
+    classes: list[str]
+    clients: list[str]
+
+
+def read_counts(path: str | Path, id_column: str | None = None) -> Counts:
+    """Return the label counts in a file.
+
+    A ``.json`` file holds a list of rows, one per client, with one integer per class. A ``.csv`` or ``.tsv`` file,
+    separated by commas, semicolons or tabs, holds such rows or, in the long format, rows of client, class and count; a
+    pair that is absent from these counts as 0. Its first line is a header if no cell of it is a number.
+
+    The first column holds the clients' names if the last word of its header is one of `_ID_WORDS`, or if the header is
+    ``index``, empty or ``id_column``; ``id_column="none"`` makes it a class. A column that may be either raises
+    ValueError, as does a last column with the sums of the others.
     """
     path = Path(path)
-    readers = {".json": _json_rows, ".csv": _csv_rows}
-    if path.suffix.lower() not in readers:
-        raise ValueError(f"{path}: counts must be a .json or a .csv file")
+    kind = path.suffix.lower()
+    if kind not in (".json", ".csv", ".tsv"):
+        raise ValueError(f"{path}: counts must be a .json or a .csv file, or .tsv")
+    if kind == ".json" and id_column is not None:
+        raise ValueError(f"id-column = {id_column!r}: must be left out, since {path} has no columns of names")
     try:
         with path.open("rb") as stream:
             content = stream.read(MAX_FILE_BYTES + 1)
@@ -41,47 +58,135 @@ def read_counts(path: str | Path) -> tuple[npt.NDArray[np.int64], list[str]]:
         text = content.decode("utf-8-sig")
     except UnicodeDecodeError:
         raise ValueError(f"{path}: must be text in UTF-8") from None
-    names, rows = readers[path.suffix.lower()](path, text)
-    if not rows or not rows[0]:
-        raise ValueError(f"{path}: holds no counts, at least one client and one class are needed")
+    classes: list[str] = []
+    clients: list[str] = []
+    if kind == ".json":
+        rows = _json_rows(path, text)
+    else:
+        header, rows = _csv_lines(path, text, id_column)
+        if header and _is_long(header, id_column):
+            return _read_long(path, rows)
+        rows, classes, clients = _split_names(path, header, rows, id_column)
+    _check_rows(path, rows, "class", "classes")
+    may_be_ids = kind != ".json" and not clients and id_column is None
     for k, row in enumerate(rows):
-        if len(row) != len(rows[0]):
-            classes = counted(len(row), "class", "classes")
-            raise ValueError(f"{path}: row {k + 1} has {classes}, must have {len(rows[0])} as the first row")
         for c, n in enumerate(row):
-            if type(n) is not int or not 0 <= n <= MAX_COUNT:
-                raise ValueError(
-                    f"{path}: row {k + 1}, column {c + 1} is {str(n)[:40]!r}, must be an integer from 0 to 2**40"
-                )
-    return np.array(rows, dtype=np.int64), names
+            _check_count(path, k, c, n, classes[0] if classes and may_be_ids and c == 0 else "")
+    _check_columns(path, rows, classes, may_be_ids)
+    return Counts(np.array(rows, dtype=np.int64), classes, clients)
 
 
-def _json_rows(path: Path, text: str) -> tuple[list[str], list[list[Any]]]:
+def _json_rows(path: Path, text: str) -> list[list[Any]]:
     try:
         rows = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{path}: not valid JSON, {error}") from None
     if not isinstance(rows, list) or not all(isinstance(row, list) for row in rows):
         raise ValueError(f"{path}: must be a list of rows, each a list of integers")
-    return [], rows
+    return rows
 
 
-def _csv_rows(path: Path, text: str) -> tuple[list[str], list[list[Any]]]:
+def _csv_lines(path: Path, text: str, id_column: str | None) -> tuple[list[str], list[list[str]]]:
+    """Return the header, empty if there is none, and the other lines; the first line's cells show the separator."""
+    first = next((line for line in text.splitlines() if line.strip()), "")
     try:
-        lines = [[cell.strip() for cell in line] for line in csv.reader(text.splitlines(), strict=True)]
+        separator = max(",;\t", key=lambda mark: len(next(csv.reader([first], delimiter=mark), [])))
+        reader = csv.reader(text.splitlines(), strict=True, delimiter=separator)
+        lines = [cells for line in reader if any(cells := [cell.strip() for cell in line])]
     except csv.Error as error:
         raise ValueError(f"{path}: not valid CSV, {error}") from None
-    lines = [line for line in lines if any(line)]
-    names: list[str] = []
     # A first line of an empty cell and numbers is no header: a count may be missing.
-    if lines and (lines[0][0].lower() in NAMES_OF_CLIENTS or not any(map(_is_number, lines[0]))):
-        names = header = lines.pop(0)
-        if lines and len(lines[0]) != len(header):
-            raise ValueError(f"{path}: the header has {counted(len(header), 'column')}, the first row {len(lines[0])}")
-        if header[0].lower() in ("", *NAMES_OF_CLIENTS):
-            names, lines = header[1:], [line[1:] for line in lines]
-    # Cells that are not integers stay text; the check of all rows reports them.
-    return names, [[int(cell) if re.fullmatch(r"-?[0-9]{1,18}", cell) else cell for cell in line] for line in lines]
+    if lines and ((lines[0][0] and _is_id(lines[0][0], id_column)) or not any(map(_is_number, lines[0]))):
+        header = lines.pop(0)
+        if id_column not in (None, "none", header[0]):
+            allowed = f"none or the first column's header, {header[0][:40]!r}"
+            raise ValueError(f"id-column = {id_column!r}: must be {allowed}")
+        return header, lines
+    if id_column not in (None, "none"):
+        raise ValueError(f"id-column = {id_column!r}: must be none, since the file has no header")
+    return [], lines
+
+
+def _is_id(header: str, id_column: str | None) -> bool:
+    """Return whether a first column with this header holds the clients' names."""
+    if id_column is not None:
+        return header == id_column
+    return header.lower() in ("", "index") or re.split(r"[_\- ]", header.lower())[-1] in _ID_WORDS
+
+
+def _is_long(header: list[str], id_column: str | None) -> bool:
+    names = [name.lower() for name in header]
+    return (
+        len(names) == 3 and _is_id(header[0], id_column) and names[1] in _CLASS_HEADERS and names[2] in _COUNT_HEADERS
+    )
+
+
+def _read_long(path: Path, lines: list[list[str]]) -> Counts:
+    """Return the counts of the long format: clients in the order of the file, classes by name or by number."""
+    _check_rows(path, lines, "column", "columns", 3)
+    clients = {name: k for k, name in enumerate(dict.fromkeys(line[0] for line in lines))}
+    found = {line[1] for line in lines}
+    ordered = sorted(found, key=int) if all(map(str.isdecimal, found)) else sorted(found)
+    classes = {name: c for c, name in enumerate(ordered)}
+    if len(clients) * len(classes) > MAX_FILE_BYTES // 2:
+        size = f"{counted(len(clients), 'client')} by {counted(len(classes), 'class', 'classes')}"
+        raise ValueError(f"{path}: {size} are too many, at most {MAX_FILE_BYTES // 2:,} counts are allowed")
+    counts = np.full((len(clients), len(classes)), -1, dtype=np.int64)
+    for number, (client, name, cell) in enumerate(lines):
+        _check_count(path, number, 2, count := _as_integer(cell))
+        if counts[clients[client], classes[name]] >= 0:
+            raise ValueError(f"{path}: row {number + 1} repeats client {client[:40]!r} and class {name[:40]!r}")
+        counts[clients[client], classes[name]] = count
+    return Counts(np.maximum(counts, 0), ordered, list(clients))
+
+
+def _split_names(
+    path: Path, header: list[str], lines: list[list[str]], id_column: str | None
+) -> tuple[list[list[Any]], list[str], list[str]]:
+    """Return the rows of counts, the classes' names and the clients' names; cells that are no integers stay text."""
+    if header and lines and len(lines[0]) != len(header):
+        raise ValueError(f"{path}: the header has {counted(len(header), 'column')}, the first row {len(lines[0])}")
+    first = int(bool(header) and _is_id(header[0], id_column))
+    rows = [[_as_integer(cell) for cell in line[first:]] for line in lines]
+    return rows, header[first:], [line[0] for line in lines] if first else []
+
+
+def _check_rows(path: Path, rows: list[list[Any]], noun: str, plural: str, width: int = 0) -> None:
+    if not rows or not rows[0]:
+        raise ValueError(f"{path}: holds no counts, at least one client and one class are needed")
+    for k, row in enumerate(rows):
+        if len(row) != (width or len(rows[0])):
+            wanted = width or f"{len(rows[0])} as the first row"
+            raise ValueError(f"{path}: row {k + 1} has {counted(len(row), noun, plural)}, must have {wanted}")
+
+
+def _check_count(path: Path, row: int, column: int, count: Any, header: str = "") -> None:
+    """Raise ValueError unless a cell is a count; ``header`` is that of a column that may hold the clients' names."""
+    if type(count) is not int or not 0 <= count <= MAX_COUNT:
+        found = f"row {row + 1}, column {column + 1} is {str(count)[:40]!r}"
+        hint = f"; if the column has the clients' names, give --id-column {header[:40]!r}" if header else ""
+        raise ValueError(f"{path}: {found}, must be an integer from 0 to 2**40{hint}")
+
+
+def _check_columns(path: Path, rows: list[list[int]], classes: list[str], may_be_ids: bool) -> None:
+    """Raise ValueError for a first column that may number the clients, and for a last column of sums."""
+    first, number = [row[0] for row in rows], len(rows)
+    if may_be_ids and number > 1 and first in ([*range(number)], [*range(1, number + 1)]):
+        header = f", {classes[0][:40]!r}," if classes else ""
+        names = f"give --id-column {classes[0][:40]!r}" if classes else "add a header that begins with client"
+        raise ValueError(
+            f"{path}: the first column{header} counts {first[0]} to {first[-1]}; if it numbers the clients, {names}; "
+            "if it is a class, give --id-column none"
+        )
+    named = len(classes) > 2 and classes[-1].lower() in _SUM_HEADERS
+    if named and all(row[-1] == sum(row[:-1]) for row in rows):
+        raise ValueError(f"{path}: column {classes[-1]!r} is the sum of the others; remove it")
+
+
+def _as_integer(cell: str) -> int | str:
+    """Return a cell such as 120 or 120.0 as an integer, and any other as it is."""
+    found = re.fullmatch(r"(-?[0-9]{1,18})(\.0*)?", cell)
+    return int(found[1]) if found else cell
 
 
 def _is_number(cell: str) -> bool:

@@ -5,15 +5,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import numpy.typing as npt
 
 from fedeas_flwr import allocation
-from fedeas_flwr.allocation import checked_counts
+from fedeas_flwr.allocation import IntArray, checked_counts
 from fedeas_flwr.common.text import counted, one_line
 from fedeas_flwr.policies import POLICIES, ClientView, PolicySettings, allocate, settings_of
 
 MAX_CLASSES_SHOWN = 20
 MAX_HEAD_LENGTH = 16
+MAX_NAME_LENGTH = 40
 
 
 def plan(
@@ -27,14 +29,15 @@ def plan(
     seed: int | None,
     strict_mean: bool = True,
     total: int | None = None,
+    clients: Sequence[str] = (),
 ) -> dict[str, Any]:
     """Return what every client would generate under a policy, and the imbalance before and after, ready for JSON.
 
-    ``dataset``, ``protocol`` and ``seed`` name the origin of the counts, None for a file; the other arguments are those
-    of `fedeas_flwr.policies.allocate`. In the plan, ``beta`` and ``gamma`` are None if nothing depends on them (see
-    `settings_of`), a client's ``budget`` if the policy has no budgets; ``imbalance.removed`` and
-    ``synthetic_fraction`` are fractions. A policy that repeats images generates nothing; its clients also have
-    ``repeat``, the number of copies per class, and the plan has their sum, ``repeated``.
+    ``dataset``, ``protocol`` and ``seed`` name the origin of the counts, None for a file; ``clients`` are the clients'
+    names, if they have any; the other arguments are those of `fedeas_flwr.policies.allocate`. In the plan, ``beta`` and
+    ``gamma`` are None if nothing depends on them (see `settings_of`), a client's ``budget`` if the policy has no
+    budgets; ``imbalance.removed`` and ``synthetic_fraction`` are fractions. A policy that repeats images generates
+    nothing; its clients also have ``repeat``, the number of copies per class, and the plan has their sum, ``repeated``.
     """
     counts, settings = checked_counts(counts), settings_of(policy, total is not None)
     generate = allocate(counts, policy, beta=beta, gamma=gamma, strict_mean=strict_mean, total=total)
@@ -54,6 +57,7 @@ def plan(
         "clients": [
             {
                 "client": k,
+                **({"name": clients[k]} if clients else {}),
                 "samples": samples[k],
                 "entropy": entropy[k],
                 "budget": None if budgets is None else int(budgets[k]),
@@ -87,7 +91,7 @@ def format_table(plan: dict[str, Any], names: Sequence[str] = ()) -> str:
     header = ["client", "samples", "entropy", "budget", "repeat" if "repeated" in plan else "generate", *shown[0]]
     rows = [
         [
-            str(client["client"]),
+            _cut(client.get("name", ""), MAX_NAME_LENGTH) or str(client["client"]),
             f"{client['samples']:,}",
             f"{client['entropy']:.3f}",
             "-" if client["budget"] is None else f"{client['budget']:,}",
@@ -101,6 +105,11 @@ def format_table(plan: dict[str, Any], names: Sequence[str] = ()) -> str:
     return "\n".join([_title(plan), "", table[0], "-" * len(table[0]), *table[1:], "", *_totals(plan)])
 
 
+def generated(plan: dict[str, Any]) -> IntArray:
+    """Return a plan's images to generate, [K, C]."""
+    return np.array([client["generate"] for client in plan["clients"]], dtype=np.int64)
+
+
 def _added(plan: dict[str, Any]) -> list[list[int]]:
     """Return the samples that each client gets per class, generated or repeated."""
     return [client.get("repeat", client["generate"]) for client in plan["clients"]]
@@ -108,8 +117,12 @@ def _added(plan: dict[str, Any]) -> list[list[int]]:
 
 def _head(name: str) -> str:
     """Return a class's column title: a number gets a prefix, since it looks like a count, and a long name is cut."""
-    name = one_line(f"c{name}" if name.isdecimal() else name)
-    return name if len(name) <= MAX_HEAD_LENGTH else f"{name[: MAX_HEAD_LENGTH - 1]}…"
+    return _cut(f"c{name}" if name.isdecimal() else name, MAX_HEAD_LENGTH)
+
+
+def _cut(name: str, length: int) -> str:
+    name = one_line(name)
+    return name if len(name) <= length else f"{name[: length - 1]}…"
 
 
 def _summarised(plan: dict[str, Any]) -> list[list[str]]:
@@ -136,9 +149,11 @@ def _totals(plan: dict[str, Any]) -> list[str]:
     score, full = plan["imbalance"], plan["full_balance_total"]
     part = f"; the plan is {plan['total'] / full:.1%} of it" if full else ""
     repeat = "To repeat:    {:,} of the clients' own samples; classes that a client lacks stay empty"
+    shared = "Shared:       {:,} images are generated for all clients together (shared-images)"
     return [
         *([repeat.format(plan["repeated"])] if "repeated" in plan else []),
         f"To generate:  {counted(plan['total'], 'sample')}, {plan['synthetic_fraction']:.1%} of the training data",
+        *([shared.format(plan["shared_total"])] if "shared_total" in plan else []),
         f"Full balance: {counted(full, 'sample')}{part}",
         f"Imbalance:    {score['before']:.4f} -> {score['after']:.4f}, {score['removed']:.1%} removed",
     ]

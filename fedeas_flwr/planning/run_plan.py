@@ -61,11 +61,16 @@ def requested_images(config: RunConfig, wanted: Labels) -> Labels:
 
 
 def planned_images(config: RunConfig, counts: Labels) -> Labels:
-    """Return the number of images to generate for each client of a run, ``[clients, classes]``.
+    """Return the number of images to generate for each client of a run, ``[clients, classes]``; see `stored_images`."""
+    return stored_images(config, planned_allocation(config, counts))
+
+
+def stored_images(config: RunConfig, wanted: Labels) -> Labels:
+    """Return the number of images to generate, ``[clients, classes]``, so that the clients can use the ``wanted``.
 
     Shared images are generated once, for client 0: per class, the largest number that any client requests.
     """
-    asked = requested_images(config, planned_allocation(config, counts))
+    asked = requested_images(config, wanted)
     return asked if config.shared_images == "no" else asked.max(axis=0, keepdims=True)
 
 

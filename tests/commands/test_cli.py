@@ -25,7 +25,7 @@ from fedeas_flwr.runs.directory import RunDirectory
 
 ROOT = Path(__file__).parents[2]
 COUNTS = str(ROOT / "tests" / "helpers" / "three_clients.csv")
-QUICKSTART = str(ROOT / "conf" / "quickstart.toml")
+QUICKSTART, CIFAR = (str(ROOT / "conf" / f"{name}.toml") for name in ("quickstart", "cifar10-k20"))
 RECORD = str(ROOT / "results" / "shared-images" / "uniform-s1")
 NOBODYS, UNKNOWN = "~no-one/x", "its home folder is unknown; give the full path"
 
@@ -68,7 +68,7 @@ MISTAKES = {
     "unknown command": (("fly",), ["fly"]),
     "unknown option": (("plan", "--fast"), ["--fast"]),
     "own data nowhere": (("run", QUICKSTART, "dataset=own:"), ["dataset = 'own:': must be", "own:PATH"]),
-    "a dataset that is none": (("plan", "--dataset", "mnist"), ["dataset: 'mnist' is", "cifar100", "own:PATH"]),
+    "a dataset that is none": (("plan", "--dataset", "mnist"), ["dataset = 'mnist': must be", "cifar100", "own:PATH"]),
     "own data nowhere to plan": (("plan", "--dataset", "own:"), ["dataset = 'own:': must be", "own:PATH"]),
     "data-dir nowhere": (
         ("run", QUICKSTART, "dataset=cifar10", "policy=none", "data-dir=/nope"),
@@ -132,13 +132,28 @@ MISTAKES = {
     "unknown policy": (("plan", "--policy", "magic"), ["policy", "magic", "fedeas"]),
     "unknown format": (("plan", "--format", "xml"), ["format", "xml", "json"]),
     "no counts": (("plan", "--counts", "/nowhere.csv"), ["/nowhere.csv"]),
-    "estimate without a generator": (("plan", "--estimate"), ["generator", "builtin", "cifar10"]),
-    "seconds without a generator": (("plan", "--max-seconds", "9"), ["generator", "builtin", "cifar10"]),
+    "estimate without a generator": (
+        ("plan", CIFAR, "--estimate", "--generator", "builtin"),
+        ["generator", "builtin", "cifar10"],
+    ),
+    "seconds without a generator": (
+        ("plan", "--dataset", "cifar10", "--max-seconds", "9"),
+        ["generator", "builtin", "cifar10"],
+    ),
     "no share": (("plan", "--min-removed", "50"), ["--min-removed", "50", "0 to 1"]),
     "no grid": (("plan", "--min-removed", "0.5", "--grid", "4;8"), ["grid", "4;8", "commas"]),
     "grid of nothing": (("plan", "--min-removed", "0.5", "--grid", "nan"), ["grid", "nan", "finite"]),
     "grid without a limit": (("plan", "--grid", "4,8"), ["grid", "4,8", "--min-removed", "--max-seconds"]),
-    "β chosen twice": (("plan", "--min-removed", "0.5", "--beta", "3"), ["beta", "3", "limits"]),
+    "names of no counts": (("plan", "--id-column", "none"), ["--id-column: remove the option", "without --counts"]),
+    "no clients to plan": (("plan", QUICKSTART, "clients=0"), ["clients = 0: a plan needs the number of clients"]),
+    "unknown key of a plan": (("plan", QUICKSTART, "betta=1"), ["betta", "beta"]),
+    "a key and its option": (("plan", "beta=3", "--beta", "4"), ["--beta: remove the option, since beta = 3 is given"]),
+    "a key beside counts": (("plan", "clients=7", "--counts", COUNTS), ["clients = 7: remove the key", "--counts"]),
+    "a key that a policy ignores": (
+        ("plan", QUICKSTART, "policy=uniform", "total=5", "gamma=1"),
+        ["gamma = 1: remove the key, since total = 5 sets the number of images"],
+    ),
+    "β chosen twice": (("plan", "--min-removed", "0.5", "beta=3"), ["beta = 3: remove the key", "limits"]),
     "limits for uniform": (("plan", "--max-images", "9", "--policy", "uniform"), ["policy", "uniform", "fedeas"]),
     "figures of nothing": (("plan", "--beta", "0", "--figures", "out"), ["figures", "nothing", "β = 0"]),
     "no bank": (("generate", "--out", "out", "--generator", "bank:/nowhere"), ["bank", "/nowhere"]),

@@ -4,16 +4,31 @@ from __future__ import annotations
 
 import json
 import resource
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from runners import fedeas, run_in_process
 
+from fedeas_flwr.config_files import read_config
+from fedeas_flwr.data import federated
+from fedeas_flwr.data.datasets import Dataset, dataset_info
+from fedeas_flwr.data.federated import local_data
+from fedeas_flwr.data.node import Node
+from fedeas_flwr.partition import CLASS_COUNTS
+from fedeas_flwr.planning.run_plan import planned_counts, planned_images
+from fedeas_flwr.policies import EMPTY_SHARE, POLICIES, ClientView, MatchedPolicy, images_to_generate
+from fedeas_flwr.runs.directory import RunDirectory
+
 ROOT = Path(__file__).parents[2]
 
 
 COUNTS = str(ROOT / "tests" / "helpers" / "three_clients.csv")
+QUICKSTART = str(ROOT / "conf" / "quickstart.toml")
+PAPER = str(ROOT / "conf" / "cifar10-k20.toml")
+"""The paper's main setting."""
 
 
 def cpu_seconds_of_children() -> float:
@@ -24,7 +39,7 @@ def cpu_seconds_of_children() -> float:
 
 def test_plan_prints_exactly_the_agreed_json(tmp_path: Path) -> None:
     began = cpu_seconds_of_children()
-    done = fedeas("plan", "--format", "json", FEDEAS_CACHE=str(tmp_path))  # nothing cached: the paper's main setting
+    done = fedeas("plan", PAPER, "--format", "json", FEDEAS_CACHE=str(tmp_path))  # nothing is cached
     took = cpu_seconds_of_children() - began
     plan = json.loads(done.stdout)
     assert list(plan) == [
@@ -40,23 +55,87 @@ def test_plan_prints_exactly_the_agreed_json(tmp_path: Path) -> None:
     assert took < 2, f"{took:.1f} s"  # measured: 0.6 s
 
 
+def test_plan_without_config_is_that_of_the_quickstart() -> None:
+    bare, quickstart = run_in_process("plan"), run_in_process("plan", QUICKSTART)
+    assert bare.stdout == quickstart.stdout and "893 samples" in bare.stdout
+    assert (quickstart.stderr, bare.stderr) == (
+        "",
+        "no config given: all other keys are those of conf/quickstart.toml\n",
+    )
+    assert run_in_process("plan", "--counts", COUNTS).stderr == ""
+
+
+@pytest.mark.parametrize("words", [[], ["policy=waterfill"], ["policy=uniform", "total=1000"], ["printed-rule=true"]])
+@pytest.mark.parametrize("conf", sorted((ROOT / "conf").glob("*.toml")), ids=lambda path: path.stem)
+def test_plan_of_a_config_is_what_its_clients_compute(
+    conf: Path, words: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The clients count their own labels in their own data, here in any order and without pixels."""
+    config = read_config(conf, words)
+    info, labels = dataset_info(config.dataset), {}
+    for part, counts in CLASS_COUNTS[config.dataset].items():
+        labels[part] = np.random.default_rng(3).permutation(np.repeat(np.arange(len(counts)), counts))
+    images = {part: np.broadcast_to(np.uint8(0), (len(y), *info.image_shape)) for part, y in labels.items()}
+    pixels = [images["train"], labels["train"], images["test"], labels["test"]]
+    dataset = Dataset(info.name, info.classes, info.mean, info.std, *pixels)
+    monkeypatch.setattr(federated, "find_source", lambda *_: SimpleNamespace(origin=str(conf)))
+    monkeypatch.setattr(federated, "open_dataset", lambda *_: dataset)
+    nodes = [Node(client, config.clients, "", {}, "", True) for client in range(config.clients)]
+    views = [ClientView(local_data(config, node).label_counts(node.part), config.policy_settings) for node in nodes]
+    policy, shares = POLICIES[config.policy], dict.fromkeys(range(config.clients), EMPTY_SHARE)
+    if isinstance(policy, MatchedPolicy):
+        shares = policy.split_total(
+            lambda question, at: {k: policy.reply(view, question, at)[0].tolist() for k, view in enumerate(views)},
+            len(info.classes),
+            config.policy_settings,
+        )
+    made = [images_to_generate(policy, replace(view, shares=[shares[k]]))[0].tolist() for k, view in enumerate(views)]
+    plan = json.loads(run_in_process("plan", str(conf), *words, "--format", "json").stdout)
+    assert [client["generate"] for client in plan["clients"]] == made
+    assert plan["total"] == int(planned_images(config, planned_counts(config, config.clients)).sum())
+    assert (plan["beta"], plan["total"]) == (config.beta if "total=1000" not in words else None, np.sum(made))
+
+
+def test_run_generates_what_its_plan_prints(digits_generator: Path, tmp_path: Path) -> None:
+    words = ("clients=3", "beta=2", "alpha=0.3")
+    plan = json.loads(run_in_process("plan", QUICKSTART, *words, "--format", "json").stdout)
+    cheap = ("rounds=1", "local-epochs=1", "participation=1.0", "sampler-steps=2", "generation-batch=16")
+    done = run_in_process("run", QUICKSTART, *words, *cheap, "backend=inline", f"run-dir={tmp_path / 'run'}")
+    assert done.returncode == 0, done.stderr
+    assert RunDirectory(tmp_path / "run").summary()["total_generated"] == plan["total"] > 0
+
+
+def test_plan_counts_shared_images_once() -> None:
+    words = ("plan", QUICKSTART, "shared-images=by-class")
+    plan = json.loads(run_in_process(*words, "--format", "json").stdout)
+    most = np.max([client["generate"] for client in plan["clients"]], axis=0)
+    assert (plan["total"], plan["shared_total"]) == (893, most.sum())
+    assert f"{most.sum()} images are generated for all clients together" in run_in_process(*words).stdout
+
+
+@pytest.mark.parametrize("words", [["--beta", "3", "--seed", "7"], ["beta=3", "partition-seed=7"]])
+def test_keys_and_options_override_the_config(words: list[str]) -> None:
+    plan = json.loads(run_in_process("plan", PAPER, *words, "--format", "json").stdout)
+    assert (plan["beta"], plan["seed"], plan["protocol"]) == (3, 7, "paper")
+
+
 @pytest.mark.parametrize(
     ("policy", "total"), [("uniform", 13_437), ("missing-only", 13_437), ("waterfill", 13_437), ("none", 0)]
 )
 def test_plan_of_matched_policies_spends_the_total_of_fedeas(policy: str, total: int) -> None:
-    plan = json.loads(run_in_process("plan", "--policy", policy, "--format", "json").stdout)
+    plan = json.loads(run_in_process("plan", PAPER, "--policy", policy, "--format", "json").stdout)
     assert plan["total"] == total
     assert plan["clients"][0]["budget"] is None
 
 
 def test_plan_of_copies_generates_nothing() -> None:
-    plan = json.loads(run_in_process("plan", "--policy", "oversample", "--format", "json").stdout)
+    plan = json.loads(run_in_process("plan", PAPER, "--policy", "oversample", "--format", "json").stdout)
     assert (plan["total"], plan["repeated"], plan["synthetic_fraction"]) == (0, 3_528, 0)
     assert sum(sum(client["repeat"]) for client in plan["clients"]) == 3_528
     assert plan["clients"][0]["budget"] == 130
 
 
-PAPERS_CHOICE = ("plan", "--min-removed", "0.5", "--max-synthetic", "0.25", "--grid")
+PAPERS_CHOICE = ("plan", PAPER, "--min-removed", "0.5", "--max-synthetic", "0.25", "--grid")
 
 
 def test_plan_chooses_the_papers_beta_and_writes_figures(tmp_path: Path) -> None:
@@ -81,7 +160,7 @@ def test_beta_choice_adds_one_key_to_the_plan() -> None:
 
 
 def test_plan_with_contradicting_limits_exits_1(tmp_path: Path) -> None:
-    words = ("plan", "--min-removed", "0.5", "--max-images", "5000", "--figures", "pictures")
+    words = ("plan", PAPER, "--min-removed", "0.5", "--max-images", "5000", "--figures", "pictures")
     done = run_in_process(*words, cwd=tmp_path)
     assert (done.returncode, done.stderr) == (1, "")
     (line,) = done.stdout.splitlines()
@@ -121,6 +200,18 @@ def test_plan_from_a_file_of_counts(tmp_path: Path) -> None:
     assert [c["generate"] for c in plan["clients"]] == [[0, 14], [0, 0]]
     given = run_in_process("plan", "--counts", str(path), "--policy", "uniform", "--total", "5", "--format", "json")
     assert [c["generate"] for c in json.loads(given.stdout)["clients"]] == [[2, 1], [1, 1]]
+
+
+def test_plan_of_counts_keeps_the_names_of_clients(tmp_path: Path) -> None:
+    path = tmp_path / "counts.csv"
+    path.write_text("client_id,cat,dog,bird\nAachen,120,3,0\nBonn,0,80,62\n")
+    plan = json.loads(run_in_process("plan", "--counts", str(path), "--format", "json").stdout)
+    assert [(client["name"], client["samples"]) for client in plan["clients"]] == [("Aachen", 123), ("Bonn", 142)]
+    assert "  Bonn      142 " in run_in_process("plan", "--counts", str(path)).stdout
+    path.write_text("ward,cat,dog\n0,120,3\n1,0,80\n")
+    assert run_in_process("plan", "--counts", str(path)).returncode == 2
+    named = run_in_process("plan", "--counts", str(path), "--id-column", "ward", "--format", "json")
+    assert [client["samples"] for client in json.loads(named.stdout)["clients"]] == [123, 80]
 
 
 def test_printed_rule_changes_plan_choice_and_figures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -66,7 +66,7 @@ def start_unit(stack: ExitStack, host: Within, unit: Path) -> subprocess.Popen[b
         stack,
         [*host, *within, service["ExecStart"]],
         unit.with_suffix(".log"),
-        {"HOME": "/opt/fedeas", "LANG": "C.UTF-8"},
+        {"HOME": "/opt/fedeas", "USER": "fedeas", "LOGNAME": "fedeas", "LANG": "C.UTF-8"},
     )
 
 

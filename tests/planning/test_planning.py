@@ -162,10 +162,15 @@ def written(folder: Path, name: str, content: str | bytes) -> Path:
         ("a.csv", "ID,0,1,2\n7,1,2,3\n9,4,0,6\n"),
         ("a.csv", " Index ,cat,dog,ship\n,1,2,3\n,4,0,6\n"),
         ("a.csv", '"cat","dog","a ship, or a boat"\n1,2,3\n4,0,6'),
+        ("a.csv", "cat,dog,ship\n1.0,2.0,3.\n4.0,0.0,6.00\n"),
+        ("a.csv", "site;cat, or kitten;dog;ship\na;1;2;3\nb;4;0;6\n"),
+        ("a.tsv", "Client ID\tcat\tdog\tship\n1\t1\t2\t3\n2\t4\t0\t6\n"),
+        ("a.csv", "client,class,count\nb,cat,1\na,ship,6\na,cat,4\nb,ship,3\nb,dog,2.0\n"),
+        ("a.csv", "site_name;label;n\nb;2;1\na;10;0\na;11;6\na;2;4\nb;11;3\nb;10;2\n"),
     ],
 )
 def test_read_counts_accepts_each_format(tmp_path: Path, name: str, content: str) -> None:
-    counts, _ = read_counts(written(tmp_path, name, content))
+    counts = read_counts(written(tmp_path, name, content)).counts
     assert counts.dtype == np.int64
     assert counts.tolist() == [[1, 2, 3], [4, 0, 6]]
 
@@ -180,7 +185,69 @@ def test_read_counts_accepts_each_format(tmp_path: Path, name: str, content: str
     ],
 )
 def test_read_counts_takes_class_names_from_the_header(tmp_path: Path, content: str, names: list[str]) -> None:
-    assert read_counts(written(tmp_path, "a.csv", content))[1] == names
+    assert read_counts(written(tmp_path, "a.csv", content)).classes == names
+
+
+@pytest.mark.parametrize(
+    "header",
+    ["client_id", "Client-ID", "hospital", "collection site", "node", "NAME", "customer_name", "index", "id", ""],
+)
+def test_first_column_named_as_id_holds_the_names_of_clients(tmp_path: Path, header: str) -> None:
+    found = read_counts(written(tmp_path, "a.csv", f"{header},cat,dog,bird\n1,120,3,0\n2,0,80,62\n"))
+    assert (found.classes, found.clients) == (["cat", "dog", "bird"], ["1", "2"])
+    assert found.counts.sum() == 265
+
+
+@pytest.mark.parametrize(
+    ("content", "classes"),
+    [
+        ("covid,flu\n7,8\n9,3\n", ["covid", "flu"]),  # ends with id, but is no word of its own
+        ("patients,lymph_node,client_id\n7,0,5\n9,1,5\n", ["patients", "lymph_node", "client_id"]),
+        ("kidney,identity\n1,8\n3,3\n", ["kidney", "identity"]),
+        ("cat,dog\n1,5\n", ["cat", "dog"]),  # one row counts nothing
+        ("cat,dog\n1,5\n1,6\n", ["cat", "dog"]),
+        ("cat,dog,total\n7,5,9\n2,1,3\n", ["cat", "dog", "total"]),  # not their sum in every row
+        ("cat,all\n7,7\n2,2\n", ["cat", "all"]),  # the sum of a single column
+        ("total,cat,dog\n12,7,5\n3,2,1\n", ["total", "cat", "dog"]),  # not the last column
+    ],
+)
+def test_other_columns_are_classes(tmp_path: Path, content: str, classes: list[str]) -> None:
+    found = read_counts(written(tmp_path, "a.csv", content))
+    assert (found.classes, found.clients) == (classes, [])
+    assert found.counts.shape[1] == len(classes)
+
+
+def test_id_column_option_decides(tmp_path: Path) -> None:
+    path = written(tmp_path, "a.csv", "ward,0,1\n0,5,6\n1,7,8\n")
+    named = read_counts(path, id_column="ward")
+    assert (named.counts.tolist(), named.classes, named.clients) == ([[5, 6], [7, 8]], ["0", "1"], ["0", "1"])
+    path = written(tmp_path, "b.csv", "lymph_node,skin\n1,6\n2,8\n")
+    assert read_counts(path).counts.tolist() == [[6], [8]]
+    assert read_counts(path, id_column="none").counts.tolist() == [[1, 6], [2, 8]]
+    bare = written(tmp_path, "c.csv", "0,6\n1,8\n")
+    assert read_counts(bare, id_column="none").counts.tolist() == [[0, 6], [1, 8]]
+    with pytest.raises(ValueError, match="id-column = 'skin': must be none or the first column's header, 'lymph_node'"):
+        read_counts(path, id_column="skin")
+    with pytest.raises(ValueError, match="id-column = 'ward': must be none, since the file has no header"):
+        read_counts(bare, id_column="ward")
+    with pytest.raises(ValueError, match="id-column = 'ward': must be left out"):
+        read_counts(written(tmp_path, "a.json", "[[1, 2]]"), id_column="ward")
+
+
+def test_long_format_keeps_names_and_fills_zeros(tmp_path: Path) -> None:
+    found = read_counts(written(tmp_path, "a.csv", "hospital,label,count\nB,dog,5\nA,cat,7\nA,ant,1\n"))
+    assert (found.clients, found.classes) == (["B", "A"], ["ant", "cat", "dog"])
+    assert found.counts.tolist() == [[0, 0, 5], [1, 7, 0]]
+
+
+def test_plan_shows_the_names_of_clients() -> None:
+    result = plan(clients=["St. Mary's", "b\nTo generate: 0\x1b[2J", "x" * 90, ""])
+    assert result["clients"][0]["name"] == "St. Mary's"
+    assert [client["client"] for client in result["clients"]] == [0, 1, 2, 3]
+    rows = format_table(result).splitlines()[4:8]
+    assert rows[0].split()[:2] == ["St.", "Mary's"] and "b To generate: 0" in rows[1]
+    assert "x" * 39 + "…" in rows[2] and rows[3].split()[0] == "3"
+    assert len({len(row) for row in rows}) == 1
 
 
 @pytest.mark.parametrize(
@@ -215,6 +282,21 @@ def test_read_counts_takes_class_names_from_the_header(tmp_path: Path, content: 
         ("a.csv", "1,\n", "row 1, column 2 is ''"),
         ("a.csv", "1," + "9" * 5000, "row 1, column 2 is '999"),
         ("a.csv", "1,1_000", "row 1, column 2 is '1_000'"),
+        ("a.csv", "1,120.5", "row 1, column 2 is '120.5'"),
+        (
+            "a.csv",
+            "ward,cat\n0,5\n1,6\n",
+            "first column, 'ward', counts 0 to 1; .*--id-column 'ward'; .*--id-column none",
+        ),
+        ("a.csv", "ward,cat\n1.0,5\n2.0,6\n", "first column, 'ward', counts 1 to 2"),
+        ("a.csv", "0,5\n1,6\n2,9\n", "first column counts 0 to 2; .* header .*--id-column none"),
+        ("a.csv", "ward,cat\nA,5\nB,6\n", "row 1, column 1 is 'A', .*--id-column 'ward'"),
+        ("a.csv", "id,cat,dog,Total\na,1,2,3\nb,4,5,9\n", "column 'Total' is the sum of the others; remove it"),
+        ("a.csv", "cat;dog;sum\n1;2;3\n3;5;8\n", "column 'sum' is the sum"),
+        ("a.csv", "client,class,count\na,cat,1\na,cat,2\n", "row 2 repeats client 'a' and class 'cat'"),
+        ("a.csv", "client,class,count\na,cat,-1\n", "row 1, column 3 is '-1'"),
+        ("a.csv", "client,class,count\na,cat\n", "row 1 has 2 columns, must have 3"),
+        ("a.csv", "client,class,count\n", "holds no counts"),
     ],
 )
 def test_invalid_counts_files_are_rejected_in_one_line(
@@ -225,6 +307,12 @@ def test_invalid_counts_files_are_rejected_in_one_line(
     assert "\n" not in str(caught.value)
     assert str(tmp_path / name) in str(caught.value)
     assert len(str(caught.value)) < 300
+
+
+def test_long_format_of_too_many_pairs_is_rejected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(counts_file, "MAX_FILE_BYTES", 100)
+    with pytest.raises(ValueError, match="9 clients by 9 classes are too many, at most 50 counts"):
+        read_counts(written(tmp_path, "a.csv", "id,class,n\n" + "".join(f"{i},{i},1\n" for i in range(9))))
 
 
 def test_missing_counts_file_and_folder_are_rejected(tmp_path: Path) -> None:
