@@ -151,7 +151,7 @@ def test_five_nodes_over_bad_links_give_the_weights_of_a_simulation(tmp_path: Pa
     """Also with a partition, a killed node, a renewed certificate and a killed SuperLink, which resumes by itself."""
     keys: dict[str, Any] = {"clients": 5, "rounds": 10, "participation": 0.6, "local_epochs": 1, "beta": 4.0, **CHEAP}
     keys |= {"policy": "fedeas", "min_replies": 1.0}
-    patient = {"node_wait": 300.0, "round_timeout": 600.0}
+    patient = {"node_wait": 300.0, "round_timeout": 150.0}
     with ExitStack() as stack:
         hosts = Hosts(stack, tmp_path, 5)
         for number in range(5):
