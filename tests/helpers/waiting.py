@@ -38,10 +38,10 @@ sys.meta_path.insert(0, Holder())
 '''
 
 
-def wait_until(true: Callable[[], object], what: str) -> None:
-    deadline = time.monotonic() + LONG
+def wait_until(true: Callable[[], object], what: str, seconds: float = LONG) -> None:
+    deadline = time.monotonic() + seconds
     while not true():
-        assert time.monotonic() < deadline, f"timed out after {LONG:g} s waiting until {what}"
+        assert time.monotonic() < deadline, f"timed out after {seconds:g} s waiting until {what}"
         time.sleep(0.01)
 
 
